@@ -1,0 +1,490 @@
+"""The notebook's side of the ranks: start them, run a call on them, find out where they stand, stop them (private)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import mmap
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import reduction, util
+from multiprocessing.connection import Connection, wait
+
+from . import errors
+from ._output import Merger
+from ._text import is_learner
+
+_STATUS_BYTES = 8192  # the worker's share of the status file; reports of fatal errors follow it
+_GRACE = 0.3  # seconds between the first failure and asking the others where they stand
+_CONNECTION_GRACE = 1.0  # the same when the failure only says that another rank has gone
+_ANSWER = 0.5  # seconds a rank has to say where it stands
+_RETURN = 1.5  # seconds an aborted rank has to come back before it is killed
+
+_methods = multiprocessing.get_all_start_methods()
+_context = multiprocessing.get_context("forkserver" if "forkserver" in _methods else "spawn")
+
+
+@contextlib.contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Start processes that do not run the notebook's main module again and that no interrupt hits while they import."""
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        main.__dict__.update(hidden)
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs; it imports torch in the background."""
+    if _context.get_start_method() != "forkserver":
+        return
+    from multiprocessing import forkserver
+
+    _context.set_forkserver_preload(["course_utils._worker"])
+    extra = {"COURSE_UTILS_FOLDER": util.get_temp_dir(), "OMP_NUM_THREADS": "1"}
+    before = {name: os.environ.get(name) for name in extra}
+    with _quiet_start():
+        os.environ.update(extra)
+        try:
+            forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def _run_worker(*arguments) -> None:
+    from . import _worker
+
+    _worker.main(*arguments)
+
+
+class _SharedFile:
+    """A file descriptor that travels to the process being started."""
+
+    def __init__(self, fd: int):
+        self.fd = fd
+
+    def __reduce__(self):
+        return _same, (reduction.DupFd(self.fd),)
+
+
+def _same(value):
+    return value
+
+
+def learner_line(file: str, line: int) -> dict:
+    return {"file": file, "line": line, "text": linecache.getline(file, line).strip()}
+
+
+class Worker:
+    """One rank's process, with the notebook's ends of its channels."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.environment: dict | None = None
+        self.sources: dict[str, tuple] = {}
+        self.output_open = True
+        if hasattr(os, "memfd_create"):
+            self.status = os.memfd_create("rank")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.status = os.dup(file.fileno())
+        os.ftruncate(self.status, _STATUS_BYTES)
+        self.task, task = _context.Pipe()
+        self.control, control = _context.Pipe()
+        self.output, output = _context.Pipe(duplex=False)
+        arguments = (rank, task, control, output, _SharedFile(self.status), dict(os.environ))
+        self.process = _context.Process(target=_run_worker, args=arguments, daemon=True, name=f"rank {rank}")
+        try:
+            with _quiet_start():
+                self.process.start()
+        finally:
+            for end in (task, control, output):
+                end.close()
+        self.pid = self.process.pid
+
+    def last_operation(self) -> dict | None:
+        """The last operation that the rank started, readable even when it is dead."""
+        with mmap.mmap(self.status, _STATUS_BYTES, prot=mmap.PROT_READ) as status:
+            size = int.from_bytes(status[:4], "little")
+            text = status[4 : 4 + size]
+        try:
+            op, group, count, peer, ranks, number, where = json.loads(text)
+        except ValueError:
+            return None
+        key = f"{group}|{ranks}"
+        return dict(op=op, group=group, bytes=count, peer=peer, ranks=ranks, number=number, where=where, key=key)
+
+    def fatal_frame(self) -> dict | None:
+        """The learner's innermost line from the newest report that the rank's fault handler wrote."""
+        report = os.pread(self.status, 1 << 16, _STATUS_BYTES).decode(errors="replace")
+        frames = re.findall(r'File "(.*?)", line (\d+) in ', report.rpartition("most recent call first")[2])
+        return next((learner_line(file, int(line)) for file, line in frames if is_learner(file)), None)
+
+    def kill(self) -> None:
+        """End the process and its children at once."""
+        for kill in (os.killpg, os.kill):
+            try:
+                kill(self.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        wait([self.process.sentinel], 1.0)
+
+    def close(self) -> None:
+        self.kill()
+        for end in (self.task, self.control, self.output):
+            end.close()
+        os.close(self.status)
+
+
+@dataclass
+class Call:
+    """What to run: a pickled call, or the source of a ``%%ranks`` cell (then ``cell`` is its label)."""
+
+    body: bytes
+    world_size: int
+    backend: str
+    timeout: float
+    init: bool = True
+    cell: str | None = None
+    ranks: list[int] | None = None
+    show: Callable[[str | dict], None] = print
+    failures: dict[int, dict] = field(default_factory=dict)
+    results: dict[int, bytes] = field(default_factory=dict)
+    books: dict[int, tuple] = field(default_factory=dict)
+
+
+class Pool:
+    """Ranks kept warm between calls. Only one call at a time."""
+
+    def __init__(self):
+        self.workers: dict[int, Worker] = {}
+        self.generation = 0
+        self.group: tuple | None = None  # what the ranks' process group was made for; None: make it anew
+        self.port = 0
+        self.calls = 0
+        self.pid = os.getpid()
+        self._busy = threading.Lock()
+
+    def run(self, call: Call) -> list:
+        """Run a call on its ranks and return the results by rank."""
+        if self.pid != os.getpid():
+            raise RuntimeError("this process is a fork of the notebook; start ranks from the notebook itself")
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("the ranks are already running something; wait until it ends or interrupt it")
+        try:
+            return self._run(call)
+        except KeyboardInterrupt as interrupt:
+            if not isinstance(interrupt, errors.Interrupted):
+                self.close()  # interrupted outside the protected wait: start afresh next time
+                raise errors.Interrupted(["the ranks were being started or stopped"]) from None
+            raise
+        except (errors.WorkerError, TypeError):
+            raise
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """Stop all ranks."""
+        for worker in self.workers.values():
+            worker.close()
+        self.workers.clear()
+        self.group = None
+
+    # ------------------------------------------------------------------------------------------------- start and send
+
+    def _run(self, call: Call) -> list:
+        ranks = call.ranks if call.ranks is not None else list(range(call.world_size))
+        wanted = (call.world_size, call.backend, call.init)
+        listener = self._start_missing(call.world_size)
+        if self.group != wanted:
+            self.generation += 1
+            self.group = wanted
+            if call.ranks is not None and len(ranks) < call.world_size:  # the group needs everybody
+                everybody = Call(b"", call.world_size, call.backend, call.timeout, cell="", show=call.show)
+                self._send(everybody, list(range(call.world_size)), listener)
+                self._collect(everybody, list(range(call.world_size)))
+                listener = None
+        self._send(call, ranks, listener)
+        self._collect(call, ranks)
+        return [self._load(rank, call.results[rank]) for rank in ranks]
+
+    def _start_missing(self, world_size: int) -> socket.socket | None:
+        """Make sure that ranks 0 … world_size-1 live; a socket for rank 0 to serve the store on, if it is new."""
+        dead = [rank for rank, worker in self.workers.items() if wait([worker.process.sentinel], 0)]
+        for rank in dead:
+            self.workers.pop(rank).close()
+        missing = [rank for rank in range(world_size) if rank not in self.workers]
+        if missing or dead:
+            self.group = None
+        listener = None
+        try:
+            start_server()
+            for rank in missing:
+                self.workers[rank] = Worker(rank)
+        except (EOFError, ConnectionError):
+            raise RuntimeError(
+                "the process that ranks are forked from could not start; run `python -m course_utils.workshop doctor`"
+            ) from None
+        except OSError as error:
+            raise RuntimeError(f"the ranks cannot be started: {error.strerror} ({tempfile.gettempdir()})") from None
+        if 0 in missing:
+            listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+            self.port = listener.getsockname()[1]
+        return listener
+
+    def _send(self, call: Call, ranks: list[int], listener: socket.socket | None) -> None:
+        self.calls += 1
+        environment = dict(os.environ)
+        place = (environment, os.getcwd(), list(sys.path))
+        cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+        for rank in ranks:
+            worker = self.workers[rank]
+            header = {
+                "call": self.calls, "world_size": call.world_size, "backend": call.backend, "init": call.init,
+                "generation": self.generation, "port": self.port, "cell": call.cell is not None, "filename": call.cell,
+                "environment": None, "listen": rank == 0 and listener is not None,
+                "sources": {name: entry for name, entry in cells.items() if worker.sources.get(name) is not entry},
+            }  # fmt: skip
+            if worker.environment != place:
+                worker.environment = place
+                header |= {"environment": environment, "folder": place[1], "path": place[2]}
+            try:
+                worker.task.send(header)
+                worker.task.send_bytes(call.body)
+                worker.sources = cells
+                if header["listen"]:
+                    reduction.send_handle(worker.task, listener.fileno(), worker.pid)
+                    listener.close()
+            except OSError:
+                pass  # it has died: the wait below finds out how
+
+    # --------------------------------------------------------------------------------------------------------- collect
+
+    def _collect(self, call: Call, ranks: list[int]) -> None:
+        """Wait for all replies while showing what ranks print. Raises what the contract says."""
+        merger = Merger(ranks, call.show)
+        pending = set(ranks)
+        deadline = time.monotonic() + call.timeout
+        try:
+            while pending or any(merger.is_open(rank) for rank in ranks):
+                now = time.monotonic()
+                stop = min(deadline, self._patience(call)) if pending else now + _ANSWER
+                if pending and now >= stop:
+                    break
+                if not self._listen(call, merger, pending, stop - now) and not pending:
+                    break
+                merger.flush()
+            interrupted = False
+        except KeyboardInterrupt:
+            interrupted = True
+        if interrupted or pending or call.failures:
+            with _no_interrupts():
+                standings = self._where(call, ranks, pending)
+                hung, late = not call.failures, sorted(pending)
+                self._stop(call, merger, pending, {r for r in pending if standings[r]["phase"] == "no answer"})
+            if interrupted:
+                raise errors.Interrupted(errors.state_table(standings))
+            if hung:
+                fault = errors.likely_fault(standings)
+                raise errors.HangError(late[0], call.timeout, fault, errors.state_table(standings))
+            raise self._first_cause(call, standings)
+        self._close_books(call)
+        for rank in ranks:
+            merger.close(rank)
+        merger.flush()
+
+    def _patience(self, call: Call) -> float:
+        """Until when to wait for the others once a rank has failed."""
+        if not call.failures:
+            return float("inf")
+        only_echoes = all(failure["connection"] for failure in call.failures.values())
+        return min(f["seen"] for f in call.failures.values()) + (_CONNECTION_GRACE if only_echoes else _GRACE)
+
+    def _listen(self, call: Call, merger: Merger, pending: set[int], timeout: float) -> bool:
+        """Handle whatever arrives within ``timeout`` seconds; False if nothing did."""
+        sources: dict = {}
+        for rank in merger.ranks:
+            worker = self.workers[rank]
+            if rank in pending:
+                sources[worker.task] = sources[worker.process.sentinel] = rank
+            if worker.output_open:
+                sources[worker.output] = rank
+        ready = wait(list(sources), max(timeout, 0))
+        for source in ready:
+            rank = sources[source]
+            if isinstance(source, Connection) and source is self.workers[rank].output:
+                self._read_output(rank, merger)
+        for source in ready:
+            rank = sources[source]
+            if source is self.workers[rank].task and rank in pending:
+                self._read_reply(call, rank, pending)
+        for source in ready:
+            rank = sources[source]
+            if source == self.workers[rank].process.sentinel and rank in pending:
+                self._bury(call, rank, merger, pending)
+        return bool(ready)
+
+    def _read_output(self, rank: int, merger: Merger) -> None:
+        worker = self.workers[rank]
+        data = os.read(worker.output.fileno(), 1 << 16)
+        if data:
+            merger.feed(rank, data, self.calls)
+        else:
+            worker.output_open = False
+            merger.close(rank)
+
+    def _read_reply(self, call: Call, rank: int, pending: set[int]) -> None:
+        try:
+            kind, number, content, *books = self.workers[rank].task.recv()
+        except (EOFError, OSError):
+            return  # it has died: its sentinel says how
+        if number != self.calls:
+            return
+        pending.discard(rank)
+        if kind == "done":
+            call.results[rank] = content
+            call.books[rank] = books[0]
+        else:
+            call.failures[rank] = content | {"seen": time.monotonic()}
+
+    def _bury(self, call: Call, rank: int, merger: Merger, pending: set[int]) -> None:
+        """A rank has died: keep what it said last, and how it ended."""
+        worker = self.workers[rank]
+        while worker.task.poll(0) and rank in pending:
+            before = set(pending)
+            self._read_reply(call, rank, pending)
+            if pending == before:
+                break
+        while worker.output_open and wait([worker.output], 0):
+            self._read_output(rank, merger)
+        merger.close(rank)
+        worker.output_open = False
+        if rank in pending:
+            pending.discard(rank)
+            worker.process.join(0.2)
+            last, line = worker.last_operation(), worker.fatal_frame()
+            if line is None and worker.process.exitcode == -signal.SIGABRT and last and last["where"]:
+                line = learner_line(*last["where"])
+            call.failures[rank] = {
+                "death": worker.process.exitcode, "connection": False, "time": 0.0, "seen": time.monotonic(),
+                "last": last, "line": line, "said": merger.fatal.get(rank, ""),
+            }  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------- stand and stop
+
+    def _where(self, call: Call, ranks: list[int], pending: set[int]) -> dict[int, dict]:
+        """Where each rank stands, by asking those that still run."""
+        standings: dict[int, dict] = {}
+        for rank in pending:
+            with contextlib.suppress(OSError):
+                while self.workers[rank].control.poll(0):
+                    self.workers[rank].control.recv()
+                self.workers[rank].control.send("where")
+        deadline = time.monotonic() + _ANSWER
+        for rank in sorted(pending):
+            with contextlib.suppress(OSError, EOFError):
+                if self.workers[rank].control.poll(max(0.0, deadline - time.monotonic())):
+                    standings[rank] = self.workers[rank].control.recv()
+        silent = [rank for rank in pending if rank not in standings]
+        for rank in silent:  # it holds the interpreter lock: its fault handler can still tell the line
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.workers[rank].pid, signal.SIGUSR1)
+        if silent:
+            time.sleep(0.1)
+        for rank in silent:
+            worker = self.workers[rank]
+            standings[rank] = {"phase": "no answer", "last": worker.last_operation(), "line": worker.fatal_frame()}
+        for rank in ranks:
+            if rank in call.failures:
+                failure = call.failures[rank]
+                standings[rank] = {"phase": "died" if "death" in failure else "failed"} | failure
+                if failure["connection"]:  # it was waiting when another rank went
+                    standings[rank]["waiting"] = failure["last"]
+            elif rank not in standings:
+                latest = call.books[rank][0][3] if rank in call.books else None
+                standings[rank] = {"phase": "returned", "last": latest}
+        return dict(sorted(standings.items()))
+
+    def _stop(self, call: Call, merger: Merger, pending: set[int], silent: set[int]) -> None:
+        """Bring the ranks that still run back; kill those that do not come. The group is made anew at the next call."""
+        self.group = None
+        ranks = merger.ranks
+        for rank in ranks:
+            while self.workers[rank].output_open and wait([self.workers[rank].output], 0):
+                self._read_output(rank, merger)
+            merger.close(rank)
+        merger.flush()
+        for rank in pending:
+            with contextlib.suppress(OSError):
+                self.workers[rank].control.send("abort")
+        # What ranks say and print about being stopped is of no interest.
+        echo, unseen = Call(b"", call.world_size, call.backend, 0), Merger(ranks, lambda item: None)
+        deadline = time.monotonic() + (_RETURN if pending - silent else 0)
+        while pending - silent and time.monotonic() < deadline:
+            self._listen(echo, unseen, pending, deadline - time.monotonic())
+        for rank in pending:
+            self.workers[rank].kill()
+        for rank in ranks:
+            worker = self.workers[rank]
+            if wait([worker.process.sentinel], 0):
+                self.workers.pop(rank).close()
+
+    def _first_cause(self, call: Call, standings: dict[int, dict]) -> errors.WorkerError:
+        def order(item: tuple[int, dict]) -> tuple:
+            return item[1]["connection"], "death" not in item[1], item[1]["time"], item[0]
+
+        failure = min(call.failures.items(), key=order)[1]
+        return errors.worker_error(failure, call.failures, standings)
+
+    def _close_books(self, call: Call) -> None:
+        """Make the group anew if ranks called different things, left messages behind or destroyed it."""
+        books = list(call.books.values())
+        collectives = [counts for (counts, *_), _ in books]
+        sent = sum(sum(sends.values()) for (_, sends, *_), _ in books)
+        received = sum(count for (_, _, count, *_), _ in books)
+        even = all(c == collectives[0] for c in collectives) or call.cell is not None
+        if not even or sent != received and call.cell is None or not all(alive for _, alive in books):
+            self.group = None
+
+    def _load(self, rank: int, content: bytes | None):
+        if content is None:
+            return None
+        try:
+            return pickle.loads(content)
+        except Exception as error:
+            text = f"its result cannot be rebuilt in the notebook: {type(error).__name__}: {error}"
+            raise errors.WorkerError(rank, text, "", [], f"rank {rank}: {text}") from None
+
+
+@contextlib.contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """A bounded clean-up that a second interrupt must not tear apart."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

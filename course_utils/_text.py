@@ -1,0 +1,39 @@
+"""Small pieces of text that several modules write alike (private)."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+
+_LIBRARIES = tuple(
+    {sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")} | {os.path.dirname(__file__)}
+)
+
+
+def is_learner(filename: str) -> bool:
+    """Whether a file is the learner's own, not Python's, an installed package's or the course's."""
+    return not filename.startswith((*_LIBRARIES, "<frozen"))
+
+
+def rank_label(ranks: list[int]) -> str:
+    """``rank 2``, ``ranks 0-3`` or ``ranks 0,2``."""
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return "ranks " + ",".join(parts)
+
+
+def size_text(size: float) -> str:
+    """Bytes with a decimal unit: ``4 kB``, ``1.05 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -1,0 +1,421 @@
+"""One rank: the process that runs the learner's functions (private). Imported by the fork server, never by a notebook.
+
+A rank has four ways to the notebook: a connection for calls and results, one for questions while a call runs, a pipe
+for whatever it prints, and a small shared file with its last operation, which is there even when the process is not.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import ctypes
+import faulthandler
+import gc
+import linecache
+import mmap
+import os
+import random
+import shutil
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from multiprocessing import forkserver, parent_process, process, reduction
+from multiprocessing.connection import wait
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import cloudpickle
+    import torch
+    import torch.distributed as dist
+
+from . import _transfer
+from ._text import is_learner
+from .ledger import Entry, tracker
+
+if os.environ.get(
+    "COURSE_UTILS_FOLDER"
+):  # this is the fork server: leave no file behind, even if the notebook was killed
+    _server = os.getpid()
+    atexit.register(
+        lambda folder: os.getpid() == _server and shutil.rmtree(folder, ignore_errors=True),
+        os.environ["COURSE_UTILS_FOLDER"],
+    )
+    tracker.install()
+    gc.collect()
+    gc.freeze()  # what all ranks share stays shared: the collector does not write into these pages
+
+STATUS_BYTES = 8192
+_MODULES = len(sys.modules)
+
+
+@dataclass
+class State:
+    """What this rank is doing; the main thread writes, the control thread reads."""
+
+    rank: int = -1
+    running: bool = False
+    phase: str = "idle"
+    call: int = 0
+    generation: int | None = None
+    store: object = None
+    meeting: tuple[int, int] | None = None  # port of the store and generation of the group
+    server: object = None
+    rendezvous: int = 0
+
+
+state = State()
+
+
+def main(rank: int, task, control, output, status, environment: dict) -> None:
+    """Serve calls until the notebook closes the connection."""
+    state.rank = rank
+    _detach(status, output)
+    _take_environment(environment)
+    tracker.install()
+    torch.set_num_threads(1)
+    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = _rendezvous
+    builtins.display = _display
+    sys.modules["__main__"].__dict__.update(torch=torch, dist=dist)
+    threading.Thread(target=_answer, args=(control,), daemon=True).start()
+    stamps: dict[str, float] = {}
+    while True:
+        try:
+            header = task.recv()
+            body = task.recv_bytes()
+            if header["listen"]:
+                _host_store(reduction.recv_handle(task))
+        except (EOFError, OSError):
+            os._exit(0)
+        _forget_edited_modules(stamps)
+        reply = _serve(header, body)
+        _finish_output(header["call"])
+        try:
+            task.send(reply)
+        except OSError:
+            os._exit(0)
+
+
+def _detach(status, output) -> None:
+    """Become independent of the server's terminal and signals, and sure to end with it."""
+    os.setsid()
+    signal.signal(signal.SIGINT, _interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)  # otherwise the server outlives the notebook as long as we live
+        server._forkserver_alive_fd = None
+    process.current_process()._config["daemon"] = False  # a DataLoader may start workers here
+    fd = status.detach()
+    tracker.status = mmap.mmap(fd, STATUS_BYTES)
+    os.lseek(fd, STATUS_BYTES, os.SEEK_SET)
+    faulthandler.enable(file=fd, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=fd, all_threads=False)
+    for target in (1, 2):
+        os.dup2(output.fileno(), target)
+    output.close()
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+
+
+def _end_with_parent() -> None:
+    wait([parent_process().sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def _interrupted(_signal, _frame) -> None:
+    if state.running:
+        raise KeyboardInterrupt
+
+
+def _take_environment(environment: dict) -> None:
+    """The notebook's environment as it is now, with what a rank must have otherwise."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ["MPLBACKEND"] = "module://course_utils._display"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def _display(*values, **options) -> None:
+    from ._display import display
+
+    display(*values, **options)
+
+
+def _forget_edited_modules(stamps: dict[str, float]) -> None:
+    """Import a module of the learner's again if its file has changed since the last call."""
+    for name in list(islice(reversed(sys.modules), max(0, len(sys.modules) - _MODULES))):  # the newest
+        path = getattr(sys.modules[name], "__file__", None)
+        if path and is_learner(path) and os.path.exists(path):
+            if stamps.setdefault(path, os.path.getmtime(path)) != os.path.getmtime(path):
+                del stamps[path], sys.modules[name]
+
+
+# ---------------------------------------------------------------------------------------------------------------- group
+
+
+def _host_store(listener: int) -> None:
+    """Rank 0: serve the store on a socket that the notebook has bound to the loopback interface."""
+    state.server = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=listener, timeout=timedelta(seconds=60)
+    )
+
+
+def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_ignored):
+    """``env://`` as PyTorch defines it, but meeting in the store that rank 0 already serves on loopback."""
+    if state.store is None:
+        state.store = dist.TCPStore(
+            "127.0.0.1", state.meeting[0], is_master=False, wait_for_workers=False, timeout=timeout
+        )
+    state.rendezvous += 1
+    store = dist.PrefixStore(f"call {state.call}.{state.rendezvous}", state.store)
+    yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    raise RuntimeError("this rendezvous is over")
+
+
+def _drop_group() -> None:
+    state.generation = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _prepare_group(header: dict) -> None:
+    world_size, rank = header["world_size"], state.rank
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(header["port"]),
+    )  # fmt: skip
+    if (header["port"], header["generation"]) != state.meeting:
+        state.store, state.meeting = None, (header["port"], header["generation"])
+    if header["backend"] == "nccl":
+        torch.cuda.set_device(rank)
+    elif not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if header["init"] and state.generation == header["generation"] and dist.is_initialized():
+        return
+    _drop_group()
+    if header["init"]:
+        options = {"device_id": torch.device("cuda", rank)} if header["backend"] == "nccl" else {}
+        dist.init_process_group(header["backend"], **options)
+        state.generation = header["generation"]
+
+
+def _groups() -> set:
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+def _drop_new_groups(before: set) -> None:
+    for group in _groups() - before:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+# ----------------------------------------------------------------------------------------------------------------- call
+
+
+def _serve(header: dict, body: bytes) -> tuple:
+    """Run one call; the reply is ``("done", call, result, books)`` or ``("error", call, failure)``."""
+    call = state.call = header["call"]
+    state.rendezvous = 0
+    try:
+        state.running, state.phase = True, "starting"
+        if header["environment"] is not None:
+            _take_environment(header["environment"])
+            os.chdir(header["folder"])
+            sys.path[:] = header["path"]
+        linecache.cache.update(header["sources"])
+        tracker.reset()
+        _prepare_group(header)
+        tracker.reset()
+        state.phase = "running"
+        before = _groups()
+        result = _run_cell(header, body) if header["cell"] else _run_function(body)
+        state.phase = "returned"
+        state.running = False
+        books = (
+            (*tracker.traffic(), _entry(tracker.last)),
+            not tracker.unfinished() and dist.is_initialized() and state.generation == header["generation"],
+        )
+        if not header["cell"]:
+            _drop_new_groups(before)
+            gc.collect()
+        tracker.pending.clear()
+        return "done", call, result, books
+    except BaseException as error:
+        state.running = False
+        state.phase = "failed"
+        failure = describe(error)
+        failure["last"] = _entry(tracker.last)
+        failure["line"] = next((f for f in reversed(failure["frames"]) if f["learner"]), None)
+        traceback.clear_frames(error.__traceback__)
+        return "error", call, failure
+    finally:
+        state.running = False
+
+
+def _run_function(body: bytes) -> bytes:
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)
+    random.seed(state.rank)
+    torch.manual_seed(state.rank)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(state.rank)
+    fn, args, kwargs = cloudpickle.loads(body)
+    try:
+        result = fn(*args, **kwargs)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        result = None
+    return _transfer.pack_result(result)
+
+
+def _run_cell(header: dict, body: bytes) -> bytes | None:
+    """Run a ``%%ranks`` cell in this rank's namespace; the text of its last expression, if it has a value."""
+    names, filename = sys.modules["__main__"].__dict__, header["filename"]
+    device = torch.device("cuda", state.rank) if header["backend"] == "nccl" else torch.device("cpu")
+    names.update(rank=state.rank, world_size=header["world_size"], device=device)
+    tree = ast.parse(body.decode(), filename)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, filename, "exec"), names)
+    if last is None:
+        return None
+    value = eval(compile(ast.Expression(last.value), filename, "eval"), names)
+    if value is not None:
+        names["_"] = value
+        _show_value(value)
+    return None
+
+
+def _show_value(value) -> None:
+    from ._display import bundle, display
+
+    if len(bundle(value)) > 1:
+        display(value)
+    else:
+        print(repr(value))
+
+
+def _finish_output(call: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    ctypes.CDLL(None).fflush(None)
+    os.write(1, b"\x1eE%d\n" % call)
+
+
+# ------------------------------------------------------------------------------------------------------------- evidence
+
+
+def _frame(filename: str, line: int, function: str) -> dict:
+    return {
+        "file": filename, "line": line, "function": function, "learner": is_learner(filename),
+        "text": linecache.getline(filename, line).strip(),
+    }  # fmt: skip
+
+
+def describe(error: BaseException) -> dict:
+    """An exception as plain data: its classes need not exist in the notebook."""
+    frames = [_frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    while frames and frames[0]["file"].startswith(os.path.dirname(__file__)) and len(frames) > 1:
+        frames.pop(0)
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return {
+        "text": "".join(traceback.format_exception_only(error)).strip(),
+        "frames": frames,
+        "cause": None if cause is None else "".join(traceback.format_exception_only(cause)).strip(),
+        "connection": isinstance(error, RuntimeError) and _is_consequence(str(error)),
+        "time": time.monotonic(),
+    }
+
+
+def _is_consequence(message: str) -> bool:
+    """Whether an error only says that another rank has gone."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed",
+             "Failed to recv", "failed to recv", "Connection refused", "Application timeout caused pair closure",
+             "Pair closure", "remote process exited", "aborted")  # fmt: skip
+    return any(sign in message for sign in signs)
+
+
+def _entry(entry: Entry | None) -> dict | None:
+    if entry is None:
+        return None
+    return {"op": entry.op, "group": entry.group, "bytes": entry.bytes, "peer": entry.peer, "ranks": entry.ranks,
+            "number": entry.number, "key": entry.key, "where": entry.where}  # fmt: skip
+
+
+def standing() -> dict:
+    """Where this rank is now: its phase, the operation it waits in, the last one it started, the learner's line."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    frames = []
+    while frame is not None:
+        frames.append(_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    line = next((f for f in frames if f["learner"]), None)
+    unfinished = tracker.unfinished()
+    in_torch = bool(frames) and frames[0]["file"].startswith(os.path.dirname(torch.__file__))
+    on_wait = line is not None and (".wait(" in line["text"] or ".synchronize(" in line["text"])
+    waiting = tracker.inside or (unfinished[0] if unfinished and (in_torch or on_wait) else None)
+    return {
+        "phase": state.phase, "line": line if state.phase in ("starting", "running") else None,
+        "waiting": _entry(waiting) if state.running else None, "last": _entry(tracker.last),
+        "latest": {key: _entry(entry) for key, entry in tracker.latest.items()},
+    }  # fmt: skip
+
+
+def _answer(control) -> None:
+    """Control thread: answer questions while the main thread is busy or blocked."""
+    while True:
+        try:
+            question = control.recv()
+            if question == "where":
+                control.send(standing())
+            elif question == "abort":
+                _abort()
+        except (EOFError, OSError):
+            return
+
+
+def _hang_up() -> None:
+    """Shut down this rank's TCP connections: gloo has no abort of its own, but gives up when its peer has gone."""
+    for fd in map(int, os.listdir("/dev/fd")):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.getpeername()  # refused on a listening socket, which must stay: gloo would abort
+                        connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue
+
+
+def _abort() -> None:
+    """Free the main thread from whatever it waits in."""
+    state.generation = state.store = None
+    if not torch.cuda.is_initialized():
+        _hang_up()
+    if dist.is_initialized():
+        try:
+            dist.distributed_c10d._abort_process_group()
+        except Exception:
+            pass  # the group is half made or half gone; the interrupt follows either way
+    if state.running:
+        os.kill(os.getpid(), signal.SIGINT)

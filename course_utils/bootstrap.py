@@ -1,0 +1,189 @@
+"""Make the virtual environment ``.venv``: a script for ``make``, of the standard library alone.
+
+It is run as ``python3 course_utils/bootstrap.py``, never imported, and keeps to the syntax of old Pythons,
+because finding a Python that is new enough is part of its work.
+"""
+
+import argparse
+import glob
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VENV = os.path.join(ROOT, ".venv")
+PYTHON = os.path.join(VENV, "bin", "python")
+STAMP = os.path.join(VENV, "course-setup.json")
+VERSIONS = ((3, 11), (3, 14))  # oldest and newest Python that the pinned packages support
+TORCH_INDEX = "https://download.pytorch.org/whl/"
+GET_PIP = "https://bootstrap.pypa.io/get-pip.py"
+
+
+def say(text):
+    print("[setup] " + text, flush=True)
+
+
+def fail(text):
+    sys.exit("\n[setup] " + text)
+
+
+def run(*command, **options):
+    return subprocess.run(command, check=False, **options).returncode == 0
+
+
+def usable(python):
+    """True if this interpreter runs, is of a supported version and can make virtual environments."""
+    code = "import ssl, sys, venv; sys.exit(not %r <= sys.version_info[:2] <= %r)" % VERSIONS
+    return bool(python) and run(python, "-c", code, stderr=subprocess.DEVNULL)
+
+
+def find_python():
+    """The first suitable interpreter: the one running this script, else one on PATH, else None."""
+    names = ["python3.%d" % minor for minor in (13, 12, 11, 14)]
+    return next(filter(usable, [sys.executable] + [shutil.which(name) for name in names]), None)
+
+
+def find_uv():
+    """The ``uv`` on PATH, else one installed into the private environment ``.uv``, else None."""
+    uv = shutil.which("uv") or os.path.join(ROOT, ".uv", "bin", "uv")
+    if not os.path.exists(uv):
+        say("no Python %d.%d to %d.%d here; trying uv, which can fetch one" % (VERSIONS[0] + VERSIONS[1]))
+        private = os.path.dirname(os.path.dirname(uv))
+        if run(sys.executable, "-m", "venv", "--clear", private):
+            run(os.path.join(private, "bin", "python"), "-m", "pip", "install", "--quiet", "uv")
+    return uv if os.path.exists(uv) else None
+
+
+def make_environment():
+    """Create ``.venv`` with pip in it."""
+    python = find_python()
+    if python is None:
+        uv = find_uv()
+        if not uv or not run(uv, "venv", "--clear", "--seed", "--python", "3.12", VENV):
+            fail(
+                "The course needs Python %d.%d to %d.%d; this one is %s.\n"
+                "  macOS:         brew install python@3.12, or the installer from python.org\n"
+                "  Debian/Ubuntu: sudo apt install python3 python3-venv (from Debian 12, Ubuntu 24.04)\n"
+                "Then run make again, or name an interpreter: make setup PYTHON=/path/to/python3.12"
+                % (VERSIONS[0] + VERSIONS[1] + (platform.python_version(),))
+            )
+        return
+    say("making .venv with " + python)
+    if run(python, "-c", "import ensurepip", stderr=subprocess.DEVNULL):
+        if not run(python, "-m", "venv", "--clear", VENV):
+            fail("python -m venv failed; its message is above.")
+    elif not run(python, "-m", "venv", "--clear", "--without-pip", VENV) or not add_pip(python):
+        fail("This Python comes without pip, and pip could not be fetched.\n  Debian/Ubuntu: sudo apt install python3-venv")
+
+
+def add_pip(python):
+    """Put pip into ``.venv`` where ensurepip is missing (Debian without python3-venv)."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    if run(python, "-m", "pip", "--python", PYTHON, "install", "--quiet", "pip", **quiet):
+        return True
+    for wheel in sorted(glob.glob("/usr/share/python-wheels/pip-*.whl")):
+        if run(PYTHON, os.path.join(wheel, "pip"), "install", "--quiet", "pip", **quiet):
+            return True
+    say("this Python has no pip; fetching " + GET_PIP)
+    try:
+        with urllib.request.urlopen(GET_PIP, timeout=30) as answer, tempfile.NamedTemporaryFile(suffix=".py") as script:
+            shutil.copyfileobj(answer, script)
+            script.flush()
+            return run(PYTHON, script.name, "--quiet")
+    except OSError as error:
+        say(str(error))
+        return False
+
+
+def has_gpu():
+    smi = shutil.which("nvidia-smi") or "/usr/lib/wsl/lib/nvidia-smi"
+    if not os.path.exists(smi):
+        return False
+    listing = subprocess.run([smi, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout
+    return listing.startswith(b"GPU")
+
+
+def install_torch(build, version):
+    """Install the chosen build of torch alone, so that nothing else is looked up in PyTorch's own index.
+
+    ``torch===V`` is the build of the ordinary index exactly: CUDA on Linux, the only one on macOS.
+    """
+    say("installing torch %s (%s build)" % (version, build))
+    options = ["install", "--no-deps"]
+    if build == "cuda" or sys.platform == "darwin":
+        options += ["torch===" + version]
+    else:  # one quick try at PyTorch's index: a mirror or a folder of pip's own configuration may have it as well
+        options += ["torch==%s+%s" % (version, build), "--extra-index-url", TORCH_INDEX + build]
+        options += ["--retries", "1", "--timeout", "20"]
+    if not pip(*options):
+        fail(
+            "torch %s (%s build) could not be installed; pip's message is above.\n"
+            "  Try again when %s can be reached, or take the build of your package index\n"
+            "  (on Linux the CUDA one, several GB, which also works without a GPU): make setup TORCH=cuda"
+            % (version, build, TORCH_INDEX.split("/")[2])
+        )
+
+
+def pip(*arguments):
+    return run(PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments, cwd=ROOT)
+
+
+def read_stamp():
+    try:
+        with open(STAMP) as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {}
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Make or update the course's virtual environment.")
+    parser.add_argument("--torch", default="auto", help="auto, cpu, cuda, or a CUDA version such as cu126")
+    parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml to install as well")
+    arguments = parser.parse_args()
+    if not re.match(r"(auto|cpu|cuda|cu\d+)$", arguments.torch):
+        parser.error("TORCH must be auto, cpu, cuda, or a CUDA version such as cu126")
+    if os.name == "nt":
+        fail("The course runs on Linux and macOS. On Windows use WSL: run wsl --install, then make inside it.")
+    if (sys.platform, platform.machine()) == ("darwin", "x86_64"):
+        fail("PyTorch has no builds for Intel Macs. On Apple silicon use a native (arm64) Python, not one under Rosetta.")
+
+    with open(os.path.join(ROOT, "pyproject.toml"), encoding="utf-8") as file:
+        pyproject = file.read()
+    done = read_stamp() if os.path.exists(PYTHON) else {}
+    build = arguments.torch
+    if build == "auto":
+        build = done.get("torch") or ("cuda" if has_gpu() or sys.platform == "darwin" else "cpu")
+    extras = sorted(set(done.get("extras", []) + arguments.extra))
+    digest = hashlib.sha256(pyproject.encode()).hexdigest()
+    wanted = {"root": ROOT, "pyproject": digest, "torch": build, "extras": extras}
+    if done == wanted:
+        return
+
+    start = time.time()
+    if not os.path.exists(PYTHON) or not run(PYTHON, "-m", "pip", "--version", stdout=subprocess.DEVNULL):
+        make_environment()
+    install_torch(build, re.search(r'"torch==([\d.]+)"', pyproject).group(1))
+    say("installing JupyterLab and the rest, a minute or two")
+    quiet = ["--quiet"] if build == "cpu" else []  # CUDA's libraries are gigabytes: show their progress
+    if not pip("install", "--editable", "." + ("[%s]" % ",".join(extras) if extras else ""), *quiet):
+        fail("The packages could not be installed; pip's message is above.")
+    settings = os.path.join(VENV, "share", "jupyter", "lab", "settings")
+    os.makedirs(settings, exist_ok=True)
+    with open(os.path.join(settings, "overrides.json"), "w") as file:  # JupyterLab calls nobody and asks nothing
+        json.dump({"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}, file)
+    with open(STAMP, "w") as file:
+        json.dump(wanted, file)
+    say("ready after %.0f s: make lab opens the course" % (time.time() - start))
+
+
+if __name__ == "__main__":
+    main()

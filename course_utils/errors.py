@@ -1,0 +1,265 @@
+"""What a learner reads when ranks fail, hang or are interrupted: the first cause, and where every rank stood."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+from ._text import rank_label, size_text
+from .ledger import align
+
+__all__ = ["HangError", "Interrupted", "WorkerError", "expect_error"]
+
+
+class _Report:
+    """Shown as its own text, without the frames of this package."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class WorkerError(_Report, RuntimeError):
+    """A rank raised an exception or died.
+
+    Attributes
+    ----------
+    rank : int
+        The rank that failed first (the lowest, if several failed alike).
+    exception : str
+        Its error in one line, such as ``ValueError: bad batch`` or ``killed by signal SIGKILL``.
+    traceback : str
+        The learner's frames.
+    states : list of str
+        One line a rank: where it stood.
+    """
+
+    def __init__(self, rank: int, exception: str, traceback: str, states: list[str], headline: str, advice: str = ""):
+        self.rank, self.exception, self.traceback, self.states = rank, exception, traceback, states
+        super().__init__("\n\n".join(part for part in (headline, traceback, advice, "\n".join(states)) if part))
+
+
+class HangError(WorkerError):
+    """The ranks did not finish in time. ``fault`` is the sentence that names the likely cause."""
+
+    def __init__(self, rank: int, timeout: float, fault: str, states: list[str]):
+        self.rank, self.exception, self.traceback, self.states = rank, "no result in time", "", states
+        self.fault = fault
+        RuntimeError.__init__(self, f"no result after {timeout:g} s\n\n{fault}\n\n" + "\n".join(states))
+
+
+class Interrupted(_Report, KeyboardInterrupt):
+    """The learner interrupted the kernel; the ranks were stopped. ``states`` says where they stood."""
+
+    def __init__(self, states: list[str]):
+        self.states = states
+        super().__init__("the ranks were stopped where they stood\n\n" + "\n".join(states))
+
+
+@contextlib.contextmanager
+def expect_error(kind: type[BaseException] | tuple[type[BaseException], ...]) -> Iterator[None]:
+    """Show the error that the block raises, and fail if it raises none.
+
+    Examples
+    --------
+    >>> with expect_error(ZeroDivisionError):
+    ...     1 / 0
+    ZeroDivisionError: division by zero
+    """
+    try:
+        yield
+    except kind as error:
+        print(f"{type(error).__name__}: {error}")
+    else:
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise AssertionError(f"expected {names}, but nothing was raised")
+
+
+# ----------------------------------------------------------------------------------------------- from evidence to words
+
+
+def file_label(filename: str) -> str:
+    """``cell [5]`` for a notebook cell, else the file's name."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(filename)
+    return f"cell [{number}]" if number is not None else os.path.basename(filename)
+
+
+def line_text(frame: dict | None) -> str:
+    if frame is None:
+        return ""
+    return f"{file_label(frame['file'])}, line {frame['line']}: {frame['text']}".rstrip(": ")
+
+
+def traceback_text(failure: dict) -> str:
+    """The learner's frames of a failure, oldest first, and the library function that raised, if it was one."""
+    frames = failure["frames"]
+    shown = [
+        f"  {file_label(f['file'])}, line {f['line']}, in {f['function']}\n      {f['text']}".rstrip()
+        for f in frames
+        if f["learner"]
+    ]
+    if frames and "site-packages" in frames[-1]["file"]:
+        module = frames[-1]["file"].rpartition("site-packages" + os.sep)[2].removesuffix(".py").replace(os.sep, ".")
+        shown.append(f"  raised in {module}.{frames[-1]['function']}")
+    if failure["cause"]:
+        shown.append(f"  after {failure['cause']}")
+    return "\n".join(shown)
+
+
+def operation_text(entry: dict | None) -> str:
+    """An operation in words: ``all_reduce number 3 (default group, 4 kB)``."""
+    if entry is None:
+        return "none"
+    size = f", {size_text(entry['bytes'])}" if entry["op"] != "barrier" else ""
+    if entry["op"] == "send":
+        return f"send to rank {entry['peer']} ({size[2:]})"
+    if entry["op"] == "recv":
+        source = "any rank" if entry["peer"] is None else f"rank {entry['peer']}"
+        return f"recv from {source} ({size[2:]})"
+    return f"{entry['op']} number {entry['number']} ({entry['group']} group{size})"
+
+
+def death_text(code: int) -> str:
+    if code >= 0:
+        return f"the process ended itself with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"number {-code}"
+    hint = {"SIGKILL": " (by hand, or by the system when memory runs out)", "SIGSEGV": " (invalid memory access)",
+            "SIGABRT": " (a C++ library gave up)"}.get(name, "")  # fmt: skip
+    return f"killed by signal {name}{hint}"
+
+
+def worker_error(failure: dict, failures: dict[int, dict], standings: dict[int, dict]) -> WorkerError:
+    """The error for the failure that came first; ranks that failed alike are named together."""
+    states = state_table(standings)
+    if "death" in failure:
+        text = death_text(failure["death"])
+        alike = [rank for rank, other in failures.items() if other is failure]
+        said = f"It said: {failure['said']}" if failure["said"] else ""
+        advice = "\n".join(part for part in (said, mismatch(failure["last"], standings)) if part)
+        return WorkerError(alike[0], text, "", states, f"rank {alike[0]} died: {text}", advice)
+    traceback = traceback_text(failure)
+    alike = sorted(r for r, f in failures.items() if f.get("text") == failure["text"] and f["line"] == failure["line"])
+    headline = f"{rank_label(alike)} failed: {failure['text']}"
+    return WorkerError(alike[0], failure["text"], traceback, states if len(alike) < len(standings) else [], headline)
+
+
+def mismatch(last: dict | None, standings: dict[int, dict]) -> str:
+    """Advice when a rank died in a collective that others call with another size; else nothing."""
+    if last is None or last["op"] in ("send", "recv"):
+        return ""
+    sizes = {
+        rank: entry["bytes"]
+        for rank, s in standings.items()
+        if (entry := s.get("waiting") or s.get("last"))
+        and (entry["op"], entry["number"]) == (last["op"], last["number"])
+    }
+    if len(set(sizes.values())) < 2:
+        return ""
+    text = ", ".join(f"rank {rank} {size_text(size)}" for rank, size in sizes.items())
+    return f"Likely fault: {last['op']} number {last['number']} was called with different sizes: {text}."
+
+
+def state_table(standings: dict[int, dict]) -> list[str]:
+    """One line a rank: what it is doing, its last operation, its line; ranks that stand alike share one beyond 8."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for rank, standing in standings.items():
+        waiting = standing.get("waiting")
+        state = (
+            "waits" if waiting else {"running": "runs", "starting": "starts"}.get(standing["phase"], standing["phase"])
+        )
+        row = (state, operation_text(waiting or standing.get("last")), line_text(standing.get("line")))
+        rows.setdefault(row if len(standings) > 8 else (*row, str(rank)), []).append(rank)
+    body = [(rank_label(ranks).split(" ", 1)[1], *row[:3]) for row, ranks in rows.items()]
+    return align([("rank", "state", "last operation", "line"), *body]).split("\n")
+
+
+def likely_fault(standings: dict[int, dict]) -> str:
+    """One sentence that names the likely reason why the ranks do not finish."""
+    waiting = {rank: s["waiting"] for rank, s in standings.items() if s.get("waiting")}
+    collectives = {rank: e for rank, e in waiting.items() if e["op"] not in ("send", "recv")}
+    if collectives:
+        return _collective_fault(standings, collectives)
+    if waiting:
+        return _message_fault(standings, waiting)
+    busy = [rank for rank, s in standings.items() if s["phase"] != "returned"]
+    who = rank_label(busy)
+    verb = "is" if len(busy) == 1 else "are"
+    return f"{who} {verb} still busy, and no rank waits for another: {_doing(standings[busy[0]])}."
+
+
+def _doing(standing: dict) -> str:
+    if standing.get("waiting"):
+        return f"it waits in {operation_text(standing['waiting'])}"
+    if standing["phase"] in ("returned", "failed", "died"):
+        return {"returned": "it has returned from the function", "failed": "it has failed", "died": "it has died"}[
+            standing["phase"]
+        ]
+    where = line_text(standing.get("line"))
+    return f"it is at {where}" if where else "it gives no answer"
+
+
+def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> str:
+    first = min(waiting.values(), key=lambda entry: (len(entry["ranks"]), entry["number"]))
+    key, number, op = first["key"], first["number"], first["op"]
+    waiting = {r: entry for r, entry in waiting.items() if entry["key"] == key}
+    joined = {
+        r: e
+        for r in first["ranks"]
+        if r in standings and (e := standings[r].get("latest", {}).get(key)) and e["number"] >= number
+    }
+    here = {r: waiting.get(r, e) for r, e in joined.items()}
+    others = {r: e["op"] for r, e in here.items() if e["number"] == number}
+    if len(set(others.values())) > 1:
+        calls = "; ".join(
+            f"{rank_label([r for r in others if others[r] == name])} called {name}"
+            for name in dict.fromkeys(others.values())
+        )
+        return f"The ranks disagree on collective number {number} of the {first['group']} group: {calls}."
+    missing = [r for r in first["ranks"] if r in standings and r not in joined]
+    if missing:
+        reasons = {_doing(standings[r]): r for r in reversed(missing)}
+        why = "; ".join(
+            reason if len(missing) == 1 else f"rank {r}: {reason}" for reason, r in list(reasons.items())[-3:]
+        )
+        return (
+            f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'} in {op} number {number}; "
+            f"{rank_label(missing)} never joined it ({why})."
+        )
+    sizes = {e["bytes"] for e in here.values() if e["number"] == number}
+    if len(sizes) > 1:
+        text = ", ".join(f"rank {r} {size_text(e['bytes'])}" for r, e in here.items())
+        return f"The ranks call {op} number {number} with different sizes: {text}."
+    roots = {e["peer"] for e in here.values() if e["number"] == number}
+    if len(roots) > 1:
+        text = ", ".join(f"rank {r} root {e['peer']}" for r, e in here.items())
+        return f"The ranks call {op} number {number} with different roots: {text}."
+    return f"All ranks joined {op} number {number}, and it is not done: look for an earlier mismatch, or a slow link."
+
+
+def _message_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> str:
+    ring, rank = [], next(iter(waiting))
+    while rank in waiting and rank not in ring and waiting[rank]["peer"] is not None:
+        ring.append(rank)
+        rank = waiting[rank]["peer"]
+    if rank in ring:
+        ring = ring[ring.index(rank) :]
+        ops = {waiting[r]["op"] for r in ring}
+        why = {
+            frozenset({"send"}): "each sends first and none receives",
+            frozenset({"recv"}): "each receives first and none sends",
+        }
+        chain = " → ".join(f"rank {r}" for r in [*ring, ring[0]])
+        reason = why.get(frozenset(ops), "the order of their calls differs")
+        return f"The ranks wait for each other in a circle ({chain}): {reason}."
+    rank, entry = next(((r, e) for r, e in waiting.items() if e["peer"] not in waiting), next(iter(waiting.items())))
+    peer = entry["peer"]
+    if peer is None or peer not in standings:
+        return f"rank {rank} waits in {operation_text(entry)}, and no message comes."
+    verb = "receives" if entry["op"] == "send" else "sends"
+    return f"rank {rank} waits in {operation_text(entry)}, but rank {peer} never {verb} it ({_doing(standings[peer])})."

@@ -1,0 +1,313 @@
+"""What each rank communicates: every operation that PyTorch issues on any process group, with its bytes.
+
+All communication of ``torch.distributed`` passes through the operators of the ``c10d`` dispatcher library, whether Python
+calls them or DDP and FSDP do from C++. The ledger puts one kernel in front of each (at the ``BackendSelect`` key, which is
+always active) that notes the call and hands it on unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["Entry", "Ledger", "record"]
+
+_NAMES = {
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather", "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather", "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
+    "barrier": "barrier", "monitored_barrier_": "barrier",
+    "send": "send", "recv_": "recv", "recv_any_source_": "recv",
+}  # fmt: skip
+_POINT_TO_POINT = ("send", "recv")
+_SECOND_ARGUMENT = ("reduce_scatter", "all_to_all")  # the message is their input, which comes second
+_KEEP_PENDING = 64
+
+
+@dataclass(slots=True)
+class Entry:
+    """One operation of one rank.
+
+    Attributes
+    ----------
+    op : str
+        ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``reduce``, ``gather``, ``scatter``,
+        ``all_to_all``, ``barrier``, ``send`` or ``recv``; fused and single-tensor variants count as the plain one.
+    group : str
+        ``"default"``, the name of a mesh dimension, or the ranks of the group.
+    bytes : int
+        Message size S as in nccl-tests: the tensor for all-reduce, broadcast, reduce, send and recv; the whole output for
+        all-gather; the whole input for reduce-scatter and all-to-all; all shards for gather and scatter.
+    peer : int or None
+        Global rank of the other side (send, recv) or of the root; None where there is none or any source will do.
+    ranks : tuple of int
+        Global ranks of the group.
+    number : int
+        Position among the group's collectives on this rank, from 1; for send and recv among those of the rank.
+    start, end : float
+        Seconds on the monotonic clock; ``end`` is None while the operation has not completed.
+    """
+
+    op: str
+    group: str
+    bytes: int
+    peer: int | None
+    ranks: tuple[int, ...]
+    number: int
+    start: float
+    end: float | None = None
+    where: tuple[str, int] | None = None
+    key: str = field(default="", repr=False)
+
+    @property
+    def call_site(self) -> str:
+        """The learner's line that issued the operation, such as ``line 3: dist.all_reduce(x)``."""
+        if self.where is None:
+            return ""
+        return f"line {self.where[1]}: {linecache.getline(*self.where).strip()}".rstrip(": ")
+
+    @property
+    def is_collective(self) -> bool:
+        return self.op not in _POINT_TO_POINT
+
+
+class Ledger:
+    """The operations of one rank in the order of their start. ``len``, iteration and indexing give entries."""
+
+    def __init__(self, entries: list[Entry] | None = None):
+        self.entries: list[Entry] = entries if entries is not None else []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __getitem__(self, index):
+        return self.entries[index]
+
+    def count(self, op: str | None = None) -> int:
+        """Number of operations, of one kind if ``op`` is given."""
+        return sum(op in (None, entry.op) for entry in self.entries)
+
+    def bytes(self, op: str | None = None) -> int:
+        """Sum of the message sizes in bytes, of one kind if ``op`` is given."""
+        return sum(entry.bytes for entry in self.entries if op in (None, entry.op))
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent point to point."""
+        return self.bytes("send")
+
+    @property
+    def received(self) -> int:
+        """Bytes received point to point."""
+        return self.bytes("recv")
+
+    @property
+    def messages(self) -> int:
+        """Number of point-to-point messages sent."""
+        return self.count("send")
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        head = ("#", "operation", "group", "bytes", "peer", "called at")
+        return [head] + [
+            (str(i), e.op, e.group, f"{e.bytes:,}", "" if e.peer is None else str(e.peer), e.call_site)
+            for i, e in enumerate(self.entries)
+        ]
+
+    def table(self) -> str:
+        """The entries as aligned text, one line each."""
+        return align(self._rows(), right=(0, 3))
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        head, *rows = self._rows()
+        cells = ["<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows]
+        return f"<table><tr>{''.join(f'<th>{c}</th>' for c in head)}</tr>{''.join(cells)}</table>"
+
+    def __repr__(self) -> str:
+        return self.table()
+
+
+def align(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+    """Rows of text as columns of equal width; ``right`` names the columns to align to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+        for row in rows
+    )
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Ledger]:
+    """Record what this rank communicates inside the ``with`` block; yields a :class:`Ledger`.
+
+    The ledger is complete when the block ends; asynchronous operations still under way then have ``end`` None until they
+    complete. It may be returned from a rank. Blocks can be nested.
+    """
+    tracker.install()
+    ledger = Ledger()
+    tracker.recorders.append(ledger)
+    try:
+        yield ledger
+    finally:
+        tracker.recorders.remove(ledger)
+
+
+class Tracker:
+    """The kernels in front of the c10d operators, and what is known of this rank's communication at any moment."""
+
+    def __init__(self):
+        self.library = None
+        self.recorders: list[Ledger] = []
+        self.status = None  # a memory map that outlives this process, for the parent to read
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the past; called before each function that the launcher runs."""
+        self.numbers: dict[str, int] = {}
+        self.last: Entry | None = None
+        self.latest: dict[str, Entry] = {}
+        self.inside: Entry | None = None
+        self.pending: deque = deque(maxlen=_KEEP_PENDING)
+        self.sent: dict[int, int] = {}
+        self.received = 0
+        if self.status is not None:
+            self.status[:4] = bytes(4)
+
+    def install(self) -> None:
+        """Put the kernels in place (once per process)."""
+        if self.library is not None:
+            return
+        import torch
+        import torch.distributed as dist
+
+        self._torch_folder = os.path.dirname(torch.__file__) + os.sep
+        self._group = dist.ProcessGroup.unbox
+        self._work = torch._C._distributed_c10d.Work.unbox
+        self._ranks = dist.get_process_group_ranks
+        key_set, key = torch._C.DispatchKeySet, torch._C.DispatchKey
+        self._keys = {
+            ("cpu", False): key_set(key.CPU), ("cuda", False): key_set(key.CUDA),
+            ("cpu", True): key_set(key.SparseCPU), ("cuda", True): key_set(key.SparseCUDA),
+        }  # fmt: skip
+        self.library = torch.library.Library("c10d", "IMPL")
+        for name, op in _NAMES.items():
+            self.library.impl(name, self._kernel(op, getattr(torch.ops.c10d, name).default), "BackendSelect")
+
+    def uninstall(self) -> None:
+        """Take the kernels out again (benchmarks compare with and without)."""
+        if self.library is not None:
+            self.library._destroy()
+            self.library = None
+
+    def _kernel(self, op: str, operator):
+        names = [argument.name for argument in operator._schema.arguments]
+        group_at = names.index("process_group")
+        peer_at = next((names.index(n) for n in ("root_rank", "dst", "src") if n in names), None)
+        message_at = 1 if op in _SECOND_ARGUMENT else 0
+        shards = op in ("gather", "scatter")
+
+        def kernel(*args):
+            tensors = list(_flatten(args[1 if op == "gather" else message_at]))
+            first = tensors[0] if tensors else next(_flatten(args[:2]))
+            keys = self._keys.get((first.device.type, first.is_sparse))
+            if keys is None:  # meta and other devices are not ours
+                raise RuntimeError(f"{op}: tensors on {first.device} are not supported here")
+            group = self._group(args[group_at])
+            peer = None if peer_at is None else args[peer_at]
+            size = 0 if op == "barrier" else sum(t.nbytes for t in tensors)
+            entry = self._begin(op, group, size * (group.size() if shards else 1), peer)
+            try:
+                result = operator.redispatch(keys, *args)
+            finally:
+                self.inside = None
+            if result is not None:
+                self._issued(entry, self._work(result[-1] if isinstance(result, tuple) else result))
+            else:
+                entry.end = time.monotonic()
+            return result
+
+        return kernel
+
+    def _begin(self, op: str, group, size: int, peer: int | None) -> Entry:
+        ranks = tuple(self._ranks(group)) if group.size() > 0 else ()
+        name, description = group.group_name, group.group_desc
+        key = "p2p" if op in _POINT_TO_POINT else f"{name}|{ranks}"
+        self.numbers[key] = number = self.numbers.get(key, 0) + 1
+        if description == "default_pg":
+            label = "default"
+        else:
+            label = "ranks " + ",".join(map(str, ranks)) if description in ("", "undefined") else description
+        peer = ranks[peer] if peer is not None and 0 <= peer < len(ranks) else None
+        entry = Entry(op, label, size, peer, ranks, number, time.monotonic(), None, self._caller(), key)
+        if op == "send":
+            self.sent[peer] = self.sent.get(peer, 0) + 1
+        elif op == "recv":
+            self.received += 1
+        else:
+            self.latest[key] = entry
+        self.last = self.inside = entry
+        for ledger in self.recorders:
+            ledger.entries.append(entry)
+        if self.status is not None:
+            text = json.dumps((op, label, size, peer, ranks, number, entry.where)).encode()[: len(self.status) - 4]
+            self.status[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
+        return entry
+
+    def _issued(self, entry: Entry, work) -> None:
+        while self.pending and self.pending[0][1].is_completed():
+            self.pending.popleft()
+        self.pending.append((entry, work))
+        if self.recorders:
+
+            def done(_future) -> None:
+                entry.end = time.monotonic()
+
+            with contextlib.suppress(RuntimeError):  # a backend without futures
+                work.get_future().add_done_callback(done)
+
+    def _caller(self) -> tuple[str, int] | None:
+        frame = sys._getframe(3)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith((self._torch_folder, "<frozen")) and name not in _OWN_FILES:
+                return name, frame.f_lineno
+            frame = frame.f_back
+        return None
+
+    def unfinished(self) -> list[Entry]:
+        """Operations issued and not completed, oldest first."""
+        return [entry for entry, work in list(self.pending) if not work.is_completed()]
+
+    def traffic(self) -> tuple:
+        """Collectives per group and messages per peer: equal books on all ranks mean that nothing is left in the pipes."""
+        collectives = {key: entry.number for key, entry in self.latest.items()}
+        return collectives, dict(self.sent), self.received
+
+
+_OWN_FILES = {__file__, contextlib.__file__, __file__.replace("ledger.py", "_worker.py")}
+
+
+def _flatten(value):
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)
+    elif hasattr(value, "nbytes"):
+        yield value
+
+
+tracker = Tracker()

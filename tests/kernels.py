@@ -1,0 +1,262 @@
+"""Real kernels and plain scripts for tests: run a cell, watch its output while it runs, see what is left afterwards."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from jupyter_client import KernelManager
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "COURSE_TEST_MARK"  # set for a kernel or script, inherited by all it starts
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def surroundings(temporary: Path | str | None = None, **extra: str) -> dict[str, str]:
+    """Environment as a learner has it: nothing of pytest's, an own temporary folder, a mark to find processes by."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COURSE_"))}
+    env["PYTHONPATH"] = str(ROOT)
+    env["JUPYTER_PLATFORM_DIRS"] = "1"
+    env[MARK] = uuid.uuid4().hex
+    if temporary is not None:
+        env["TMPDIR"] = str(temporary)
+    return env | extra
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """All live processes started, however indirectly, with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def left_behind(mark: str, folder: Path, seconds: float = 5.0) -> list[str]:
+    """What still exists once `seconds` have passed: marked processes, files in `folder`, shared memory of the dead."""
+    pids = {p.pid for p in marked(mark)}
+    deadline = time.monotonic() + seconds
+    while True:
+        shared = Path("/dev/shm")
+        rest = [f"process {' '.join(p.cmdline())[:120]}" for p in marked(mark) if p.is_running()]
+        rest += [f"file {p.relative_to(folder)}" for p in sorted(folder.rglob("*"))]
+        if shared.is_dir():
+            rest += [f"shared memory {p.name}" for p in shared.iterdir() if pids & set(map(int, re.findall(r"\d+", p.name)))]
+        if not rest or time.monotonic() > deadline:
+            return rest
+        time.sleep(0.05)
+
+
+@dataclass
+class Cell:
+    """What one cell showed."""
+
+    out: str = ""
+    err: str = ""
+    result: dict | None = None
+    displays: list[dict] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)  # "stream", "display_data", … in the order they came
+    error: str = ""
+    error_name: str = ""
+    error_value: str = ""
+    done: bool = False
+
+    @property
+    def value(self) -> str:
+        return (self.result or {}).get("text/plain", "")
+
+
+class Kernel:
+    """A kernel of this environment, as JupyterLab starts it, with an own temporary folder."""
+
+    def __init__(self, cwd: Path | str | None = None, **env: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kernel-test-"))
+        self.temporary = self.folder / "tmp"
+        self.temporary.mkdir()
+        self.env = surroundings(self.temporary, **env)
+        self.mark = self.env[MARK]
+        self.manager = KernelManager(kernel_name="python3")
+        # the connection file belongs to Jupyter, not to the course
+        self.manager.connection_file = str(self.folder / "connection.json")
+        self.manager.start_kernel(env=self.env, cwd=str(cwd or self.folder))
+        self._connect()
+
+    def _connect(self) -> None:
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    @property
+    def pid(self) -> int:
+        return self.manager.provisioner.pid
+
+    def start(self, code: str) -> Cell:
+        """Send a cell without waiting for it."""
+        cell = Cell()
+        cell.id = self.client.execute(code, allow_stdin=False)
+        return cell
+
+    def pump(self, cell: Cell, until=lambda cell: cell.done, timeout: float = 60.0) -> Cell:
+        """Take in messages until `until(cell)`; fail past `timeout`."""
+        deadline = time.monotonic() + timeout
+        while not until(cell):
+            try:
+                message = self.client.get_iopub_msg(timeout=0.2)
+            except queue.Empty:
+                message = None
+            if message and message["parent_header"].get("msg_id") == cell.id:
+                self._take(cell, message["msg_type"], message["content"])
+            if cell.done and not until(cell):
+                raise AssertionError(f"the cell ended before what was awaited:\n{cell}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"hang: nothing awaited came within {timeout:.0f} s\n{cell}")
+        return cell
+
+    @staticmethod
+    def _take(cell: Cell, kind: str, content: dict) -> None:
+        if kind == "stream":
+            if content["name"] == "stdout":
+                cell.out += content["text"]
+            else:
+                cell.err += content["text"]
+        elif kind == "execute_result":
+            cell.result = content["data"]
+        elif kind in ("display_data", "update_display_data"):
+            cell.displays.append(content["data"])
+        elif kind == "error":
+            cell.error = ANSI.sub("", "\n".join(content["traceback"]))
+            cell.error_name, cell.error_value = content["ename"], ANSI.sub("", content["evalue"])
+        elif kind == "status" and content["execution_state"] == "idle":
+            cell.done = True
+        if kind in ("stream", "display_data", "execute_result", "error"):
+            cell.order.append(kind)
+
+    def run(self, code: str, timeout: float = 60.0) -> Cell:
+        """Run a cell to its end, whatever that is."""
+        return self.pump(self.start(code), timeout=timeout)
+
+    def good(self, code: str, timeout: float = 60.0) -> Cell:
+        """Run a cell that must not raise."""
+        cell = self.run(code, timeout)
+        assert not cell.error, f"{code}\n{cell.out}{cell.err}\n{cell.error}"
+        return cell
+
+    def start_until(self, code: str, text: str, timeout: float = 60.0) -> Cell:
+        """Send a cell and wait until it has shown `text` (while it still runs)."""
+        return self.pump(self.start(code), lambda cell: text in cell.out + cell.err, timeout)
+
+    def interrupt(self, cell: Cell, timeout: float = 30.0) -> Cell:
+        """Interrupt the running cell as the stop button does, and wait until it has ended."""
+        self.manager.interrupt_kernel()
+        return self.pump(cell, timeout=timeout)
+
+    def restart(self) -> None:
+        """Restart as the restart button does."""
+        self.client.stop_channels()
+        self.manager.restart_kernel(now=True)
+        self._connect()
+
+    def kill(self) -> None:
+        """End the kernel process itself with SIGKILL; what it started is left to itself."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+        for process in marked(self.mark):
+            try:
+                process.kill()
+            except psutil.Error:
+                pass
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Kernel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Script:
+    """A plain Python script in its own process; read its output line by line, with a limit on every wait."""
+
+    def __init__(self, text: str, *, prefix: list[str] | None = None, **env: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="script-test-"))
+        self.temporary = self.folder / "tmp"
+        self.temporary.mkdir()
+        path = self.folder / "script.py"
+        path.write_text(text)
+        self.env = surroundings(self.temporary, **env)
+        self.mark = self.env[MARK]
+        self.text = ""
+        self.process = subprocess.Popen(
+            [*(prefix or []), sys.executable, str(path)], cwd=self.folder, env=self.env,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        os.set_blocking(self.process.stdout.fileno(), False)
+
+    def read(self, until: str | None, timeout: float = 60.0) -> str:
+        """Read until the text `until` has come since the last call, or (None) until the script has ended."""
+        deadline, seen = time.monotonic() + timeout, len(self.text)
+        while until is None or until not in self.text[seen:]:
+            ended = self.process.poll() is not None
+            chunk = self.process.stdout.read()
+            self.text += (chunk or b"").decode(errors="replace")
+            if ended and not chunk:
+                if until is None or until in self.text[seen:]:
+                    break
+                raise AssertionError(f"the script ended without {until!r}:\n{self.text}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"hang: no {until!r} within {timeout:.0f} s:\n{self.text}")
+            time.sleep(0.01)
+        return self.text[seen:]
+
+    def finish(self, timeout: float = 60.0) -> str:
+        """Wait for the end, which must be a clean one; return all it printed."""
+        self.read(None, timeout)
+        assert self.process.returncode == 0, self.text
+        return self.text
+
+    def interrupt(self) -> None:
+        os.kill(self.process.pid, signal.SIGINT)
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in marked(self.mark):
+            try:
+                process.kill()
+            except psutil.Error:
+                pass
+        self.process.wait()
+        self.process.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def mount_prefix() -> list[str] | None:
+    """How to run a command in a mount namespace of its own on this machine; None where that cannot be done."""
+    for prefix in (["unshare", "-m"], ["unshare", "-rm"]):
+        if shutil.which("unshare"):
+            with tempfile.TemporaryDirectory() as folder:
+                trial = [*prefix, "mount", "-t", "tmpfs", "none", folder]
+                if subprocess.run(trial, capture_output=True, timeout=20).returncode == 0:
+                    return prefix
+    return None
