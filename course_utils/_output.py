@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ._text import rank_label
 
 MARK = b"\x1e"
-MAX_LINES = 20_000
+MAX_LINES = 1_000_000
 _TERMINATE = ("terminate called", "  what():")
 
 

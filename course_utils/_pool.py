@@ -98,7 +98,7 @@ class Worker:
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.environment: dict | None = None
+        self.place: tuple[dict, str, list] | None = None
         self.sources: dict[str, tuple] = {}
         self.output_open = True
         if hasattr(os, "memfd_create"):
@@ -186,9 +186,13 @@ class Pool:
     def run(self, call: Call) -> list:
         """Run a call on its ranks and return the results by rank."""
         if self.pid != os.getpid():
-            raise RuntimeError("this process is a fork of the notebook; start ranks from the notebook itself")
+            raise errors.refusal(
+                RuntimeError, "this process is a fork of the notebook; start ranks from the notebook itself"
+            )
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("the ranks are already running something; wait until it ends or interrupt it")
+            raise errors.refusal(
+                RuntimeError, "another launch is running on the ranks; wait until it ends or interrupt it"
+            )
         try:
             return self._run(call)
         except KeyboardInterrupt as interrupt:
@@ -196,7 +200,7 @@ class Pool:
                 self.close()  # interrupted outside the protected wait: start afresh next time
                 raise errors.Interrupted(["the ranks were being started or stopped"]) from None
             raise
-        except (errors.WorkerError, TypeError):
+        except errors.WorkerError:
             raise
         except BaseException:
             self.close()
@@ -243,11 +247,14 @@ class Pool:
             for rank in missing:
                 self.workers[rank] = Worker(rank)
         except (EOFError, ConnectionError):
-            raise RuntimeError(
-                "the process that ranks are forked from could not start; run `python -m course_utils.workshop doctor`"
+            raise errors.refusal(
+                RuntimeError,
+                "the process that ranks are forked from could not start; run `python -m course_utils.workshop doctor`",
             ) from None
         except OSError as error:
-            raise RuntimeError(f"the ranks cannot be started: {error.strerror} ({tempfile.gettempdir()})") from None
+            raise errors.refusal(
+                RuntimeError, f"the ranks cannot be started: {error.strerror} ({tempfile.gettempdir()})"
+            ) from None
         if 0 in missing:
             listener = socket.create_server(("127.0.0.1", 0), backlog=512)
             self.port = listener.getsockname()[1]
@@ -255,8 +262,7 @@ class Pool:
 
     def _send(self, call: Call, ranks: list[int], listener: socket.socket | None) -> None:
         self.calls += 1
-        environment = dict(os.environ)
-        place = (environment, os.getcwd(), list(sys.path))
+        place = (dict(os.environ), os.getcwd(), list(sys.path))
         cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
         for rank in ranks:
             worker = self.workers[rank]
@@ -266,9 +272,7 @@ class Pool:
                 "environment": None, "listen": rank == 0 and listener is not None,
                 "sources": {name: entry for name, entry in cells.items() if worker.sources.get(name) is not entry},
             }  # fmt: skip
-            if worker.environment != place:
-                worker.environment = place
-                header |= {"environment": environment, "folder": place[1], "path": place[2]}
+            worker.place = place
             try:
                 worker.task.send(header)
                 worker.task.send_bytes(call.body)
@@ -424,6 +428,8 @@ class Pool:
             elif rank not in standings:
                 latest = call.books[rank][0][3] if rank in call.books else None
                 standings[rank] = {"phase": "returned", "last": latest}
+        for rank in set(range(call.world_size)).difference(ranks):
+            standings[rank] = {"phase": "not in this cell", "last": None}
         return dict(sorted(standings.items()))
 
     def _stop(self, call: Call, merger: Merger, pending: set[int], silent: set[int]) -> None:

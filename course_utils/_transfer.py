@@ -7,15 +7,18 @@ import types
 
 import cloudpickle
 
+from . import errors
+
 
 def pack_call(fn, args: tuple, kwargs: dict) -> bytes:
     """Pickle a call by value. Raises TypeError that names what cannot be sent."""
     try:
         return cloudpickle.dumps((fn, args, kwargs))
     except Exception as error:
-        raise TypeError(
+        raise errors.refusal(
+            TypeError,
             f"launch cannot send {_culprit(fn, args, kwargs)} to the ranks: {_first_line(error)}\n"
-            "Ranks are other processes: create such objects inside the function instead of outside."
+            "Ranks are other processes: create such objects inside the function instead of outside.",
         ) from None
 
 
@@ -76,8 +79,9 @@ def pack_result(value) -> bytes:
         _ResultPickler(buffer).dump(value)
     except Exception as error:
         kind = type(value).__name__
-        raise TypeError(
+        raise errors.refusal(
+            TypeError,
             f"the result, a {kind}, cannot be sent back to the notebook: {_first_line(error)}. "
-            "Return numbers, text, tensors, or lists and dictionaries of them."
+            "Return numbers, text, tensors, or lists and dictionaries of them.",
         ) from None
     return buffer.getvalue()

@@ -14,6 +14,7 @@ import faulthandler
 import gc
 import linecache
 import mmap
+import multiprocessing
 import os
 import random
 import shutil
@@ -34,6 +35,7 @@ from multiprocessing.connection import wait
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import cloudpickle
+    import numpy
     import torch
     import torch.distributed as dist
 
@@ -69,6 +71,7 @@ class State:
     store: object = None
     meeting: tuple[int, int] | None = None  # port of the store and generation of the group
     server: object = None
+    place: tuple[dict, str, list] | None = None  # the notebook's environment, folder and module path
     rendezvous: int = 0
 
 
@@ -78,6 +81,7 @@ state = State()
 def main(rank: int, task, control, output, status, environment: dict) -> None:
     """Serve calls until the notebook closes the connection."""
     state.rank = rank
+    _seed()
     _detach(status, output)
     _take_environment(environment)
     tracker.install()
@@ -116,7 +120,8 @@ def _detach(status, output) -> None:
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)  # otherwise the server outlives the notebook as long as we live
         server._forkserver_alive_fd = None
-    process.current_process()._config["daemon"] = False  # a DataLoader may start workers here
+    process.current_process()._config["daemon"] = False  # a DataLoader may start workers here,
+    multiprocessing.set_start_method("fork", force=True)  # also of a data set that was defined in a cell
     fd = status.detach()
     tracker.status = mmap.mmap(fd, STATUS_BYTES)
     os.lseek(fd, STATUS_BYTES, os.SEEK_SET)
@@ -234,10 +239,12 @@ def _serve(header: dict, body: bytes) -> tuple:
     state.rendezvous = 0
     try:
         state.running, state.phase = True, "starting"
-        if header["environment"] is not None:
-            _take_environment(header["environment"])
-            os.chdir(header["folder"])
-            sys.path[:] = header["path"]
+        if header["place"] is not None:
+            state.place = header["place"]
+        if header["place"] is not None or not header["cell"]:
+            environment, folder, sys.path[:] = state.place
+            _take_environment(environment)
+            os.chdir(folder)
         linecache.cache.update(header["sources"])
         tracker.reset()
         _prepare_group(header)
@@ -268,14 +275,18 @@ def _serve(header: dict, body: bytes) -> tuple:
         state.running = False
 
 
+def _seed() -> None:
+    """Different random numbers on every rank, the same each time."""
+    random.seed(state.rank)
+    torch.manual_seed(state.rank)
+    numpy.random.seed(state.rank)
+
+
 def _run_function(body: bytes) -> bytes:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
-    random.seed(state.rank)
-    torch.manual_seed(state.rank)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(state.rank)
+    _seed()
     fn, args, kwargs = cloudpickle.loads(body)
     try:
         result = fn(*args, **kwargs)

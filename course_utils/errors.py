@@ -21,6 +21,11 @@ class _Report:
         return [f"{type(self).__name__}: {self}"]
 
 
+def refusal(kind: type[Exception], text: str) -> Exception:
+    """A built-in exception for bad input, shown to the learner without the frames of this package."""
+    return type(kind.__name__, (_Report, kind), {"__module__": "builtins"})(text)
+
+
 class WorkerError(_Report, RuntimeError):
     """A rank raised an exception or died.
 
@@ -196,10 +201,14 @@ def likely_fault(standings: dict[int, dict]) -> str:
 def _doing(standing: dict) -> str:
     if standing.get("waiting"):
         return f"it waits in {operation_text(standing['waiting'])}"
-    if standing["phase"] in ("returned", "failed", "died"):
-        return {"returned": "it has returned from the function", "failed": "it has failed", "died": "it has died"}[
-            standing["phase"]
-        ]
+    ended = {
+        "returned": "it has returned from the function",
+        "failed": "it has failed",
+        "died": "it has died",
+        "not in this cell": "the cell does not run on it",
+    }
+    if standing["phase"] in ended:
+        return ended[standing["phase"]]
     where = line_text(standing.get("line"))
     return f"it is at {where}" if where else "it gives no answer"
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
+from . import errors
+
 __all__ = ["device", "launch", "shutdown"]
 
 if "course_utils._worker" in sys.modules:  # inside a rank
@@ -37,7 +39,7 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks and return the results, index = rank.
 
-    Each rank is a process of its own, kept warm between calls. Random generators are seeded with the rank before each call.
+    Each rank is a process of its own, kept warm between calls. Random generators are seeded with the rank each time.
 
     Parameters
     ----------
@@ -71,11 +73,15 @@ def launch(
     from . import _transfer
 
     if _pool is None:
-        raise RuntimeError("launch was called on a rank; ranks cannot start ranks. Call it from the notebook.")
+        raise errors.refusal(
+            RuntimeError, "launch was called on a rank; ranks cannot start ranks. Call it from the notebook."
+        )
     if not callable(fn):
-        raise TypeError(f"launch takes a function to run on every rank, not {type(fn).__name__}: launch(fn, *args)")
+        raise errors.refusal(
+            TypeError, f"launch takes a function to run on every rank, not {type(fn).__name__}: launch(fn, *args)"
+        )
     if not isinstance(init, bool):
-        raise TypeError(f"init is True or False, not {init!r}")
+        raise errors.refusal(TypeError, f"init is True or False, not {init!r}")
     world_size, backend = settle(world_size, backend)
     call = _pool.Call(
         _transfer.pack_call(fn, args, kwargs), world_size, backend, seconds(timeout), init=init, show=show
@@ -116,36 +122,42 @@ def settle(world_size: int | None, backend: str | None) -> tuple[int, str]:
         text = os.environ.get("COURSE_WORLD_SIZE")
         source = "COURSE_WORLD_SIZE" if text else source
         if text and not text.strip().isdigit():
-            raise ValueError(f"COURSE_WORLD_SIZE is {text!r}; allowed are whole numbers from 1 to {_MAX_WORLD_SIZE}")
+            raise errors.refusal(
+                ValueError, f"COURSE_WORLD_SIZE is {text!r}; allowed are whole numbers from 1 to {_MAX_WORLD_SIZE}"
+            )
         world_size = int(text) if text else (gpus if gpus > 1 else _DEFAULT_WORLD_SIZE)
     if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise TypeError(f"world_size is a whole number of ranks, not {type(world_size).__name__}: {world_size!r}")
+        raise errors.refusal(
+            TypeError, f"world_size is a whole number of ranks, not {type(world_size).__name__}: {world_size!r}"
+        )
     if not 1 <= world_size <= _MAX_WORLD_SIZE:
-        raise ValueError(f"{source} is {world_size}; allowed are 1 to {_MAX_WORLD_SIZE} ranks")
+        raise errors.refusal(ValueError, f"{source} is {world_size}; allowed are 1 to {_MAX_WORLD_SIZE} ranks")
     if backend not in (None, "gloo", "nccl"):
-        raise ValueError(f"backend is {backend!r}; allowed are 'gloo' (CPU), 'nccl' (one GPU a rank) and None (choose)")
+        raise errors.refusal(
+            ValueError, f"backend is {backend!r}; allowed are 'gloo' (CPU), 'nccl' (one GPU a rank) and None (choose)"
+        )
     if backend == "nccl" and world_size > gpus:
         there = "no GPU" if gpus == 0 else "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        raise ValueError(
+        raise errors.refusal(
+            ValueError,
             f"NCCL needs one GPU for each of {world_size} ranks, and this machine has {there}. "
-            f"Use backend='gloo'{f' or world_size <= {gpus}' if gpus else ''}."
+            f"Use backend='gloo'{f' or world_size <= {gpus}' if gpus else ''}.",
         )
     if backend is None:
         backend = "nccl" if gpus >= world_size else "gloo"
         if 0 < gpus < world_size and (world_size, gpus) not in _announced:
             _announced.add((world_size, gpus))
-            print(
-                f"{world_size} ranks and {gpus} GPU{'s' * (gpus > 1)}: too few for NCCL, so the ranks use gloo on the CPU"
-            )
+            there = f"{gpus} GPU{'s' * (gpus > 1)}"
+            print(f"{world_size} ranks and {there}: too few for NCCL, so the ranks use gloo on the CPU")
     return world_size, backend
 
 
 def seconds(timeout: float) -> float:
     """Check a timeout. Raises TypeError or ValueError."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
-        raise TypeError(f"timeout is a number of seconds, not {type(timeout).__name__}: {timeout!r}")
+        raise errors.refusal(TypeError, f"timeout is a number of seconds, not {type(timeout).__name__}: {timeout!r}")
     if not 0 < timeout < 86400:
-        raise ValueError(f"timeout is {timeout!r}; allowed are seconds above 0 and below one day")
+        raise errors.refusal(ValueError, f"timeout is {timeout!r}; allowed are seconds above 0 and below one day")
     return float(timeout)
 
 

@@ -1,8 +1,8 @@
 """What each rank communicates: every operation that PyTorch issues on any process group, with its bytes.
 
-All communication of ``torch.distributed`` passes through the operators of the ``c10d`` dispatcher library, whether Python
-calls them or DDP and FSDP do from C++. The ledger puts one kernel in front of each (at the ``BackendSelect`` key, which is
-always active) that notes the call and hands it on unchanged.
+All communication of ``torch.distributed`` passes through the operators of the ``c10d`` dispatcher library, whether
+Python calls them or DDP and FSDP do from C++. The ledger puts a kernel in front of each, at the ``BackendSelect`` key,
+which is always active; it notes the call and hands it on unchanged.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Entry:
     group : str
         ``"default"``, the name of a mesh dimension, or the ranks of the group.
     bytes : int
-        Message size S as in nccl-tests: the tensor for all-reduce, broadcast, reduce, send and recv; the whole output for
-        all-gather; the whole input for reduce-scatter and all-to-all; all shards for gather and scatter.
+        Message size S as in nccl-tests: the tensor for all-reduce, broadcast, reduce, send and recv; the whole output
+        for all-gather; the whole input for reduce-scatter and all-to-all; all shards for gather and scatter.
     peer : int or None
         Global rank of the other side (send, recv) or of the root; None where there is none or any source will do.
     ranks : tuple of int
@@ -144,9 +144,11 @@ class Ledger:
 
 def align(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     """Rows of text as columns of equal width; ``right`` names the columns to align to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     )
 
@@ -155,8 +157,8 @@ def align(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
 def record() -> Iterator[Ledger]:
     """Record what this rank communicates inside the ``with`` block; yields a :class:`Ledger`.
 
-    The ledger is complete when the block ends; asynchronous operations still under way then have ``end`` None until they
-    complete. It may be returned from a rank. Blocks can be nested.
+    The ledger is complete when the block ends; asynchronous operations still under way then have ``end`` None until
+    they complete. It may be returned from a rank. Blocks can be nested.
     """
     tracker.install()
     ledger = Ledger()
@@ -294,7 +296,7 @@ class Tracker:
         return [entry for entry, work in list(self.pending) if not work.is_completed()]
 
     def traffic(self) -> tuple:
-        """Collectives per group and messages per peer: equal books on all ranks mean that nothing is left in the pipes."""
+        """Collectives per group and messages per peer: equal books on all ranks mean that no message is left over."""
         collectives = {key: entry.number for key, entry in self.latest.items()}
         return collectives, dict(self.sent), self.received
 

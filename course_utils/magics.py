@@ -33,17 +33,15 @@ class RankMagics(Magics):
     def ranks(self, line: str, cell: str) -> None:
         """Run the cell on every rank, or on some: ``%%ranks [0,2] --world-size 4 --timeout 60``.
 
-        ``torch``, ``dist``, ``rank``, ``world_size`` and ``device`` are defined. Names last until ``%ranks_reset``. The value
-        of the last expression is shown by rank, merged where it is equal.
+        ``torch``, ``dist``, ``rank``, ``world_size`` and ``device`` are defined. Names last until ``%ranks_reset``. The
+        value of the last expression is shown by rank, merged where it is equal.
         """
         ranks, world_size, timeout = _arguments(line)
         if self._world_size is None or world_size not in (None, self._world_size):
             settled = launcher.settle(world_size, None)
             if self._world_size is not None:
                 self._pool.close()
-                print(
-                    f"{settled[0]} ranks instead of {self._world_size}: all start afresh, without the names of earlier cells"
-                )
+                print(f"{settled[0]} ranks instead of {self._world_size}: they start afresh, without earlier names")
             self._world_size, self._backend = settled
         ranks = list(range(self._world_size)) if ranks is None else ranks
         if not ranks or not all(0 <= rank < self._world_size for rank in ranks):
@@ -51,10 +49,7 @@ class RankMagics(Magics):
         name = f"cell [{self.shell.execution_count}]"
         cell = "\n" + cell  # the magic's own line is the first that the learner counts
         linecache.cache[name] = (len(cell), None, cell.splitlines(True), name)
-        try:
-            ast.parse(cell)
-        except SyntaxError as error:
-            raise UsageError(f"line {error.lineno} of the cell: {error.msg}: {(error.text or '').strip()}") from None
+        ast.parse(cell, name)  # a syntax error is told here, once
         self._pool.run(
             Call(cell.encode(), self._world_size, self._backend, timeout, cell=name, ranks=ranks, show=launcher.show)
         )
@@ -74,6 +69,7 @@ def _arguments(line: str) -> tuple[list[int] | None, int | None, float]:
     words = line.replace("=", " ").replace(", ", ",").split()
     while words:
         word = words.pop(0)
+        value = words[:1] if word.startswith("--") else []
         try:
             if word.startswith("["):
                 ranks = sorted({int(part) for part in word.strip("[]").split(",") if part})
@@ -84,5 +80,5 @@ def _arguments(line: str) -> tuple[list[int] | None, int | None, float]:
             else:
                 raise ValueError
         except (ValueError, IndexError):
-            raise UsageError(f"{word!r} is not understood; {_USAGE}") from None
+            raise UsageError(f"{' '.join([word, *value])!r} is not understood; {_USAGE}") from None
     return ranks, world_size, timeout
