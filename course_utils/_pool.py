@@ -269,7 +269,7 @@ class Pool:
             header = {
                 "call": self.calls, "world_size": call.world_size, "backend": call.backend, "init": call.init,
                 "generation": self.generation, "port": self.port, "cell": call.cell is not None, "filename": call.cell,
-                "environment": None, "listen": rank == 0 and listener is not None,
+                "listen": rank == 0 and listener is not None, "place": place if worker.place != place else None,
                 "sources": {name: entry for name, entry in cells.items() if worker.sources.get(name) is not entry},
             }  # fmt: skip
             worker.place = place

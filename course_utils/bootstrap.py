@@ -22,17 +22,18 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
 PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, "course-setup.json")
-VERSIONS = ((3, 11), (3, 14))  # oldest and newest Python that the pinned packages support
+OLDEST, NEWEST = (3, 11), (3, 14)  # the Pythons that the pinned packages support
+RANGE = f"Python 3.{OLDEST[1]} to 3.{NEWEST[1]}"
 TORCH_INDEX = "https://download.pytorch.org/whl/"
 GET_PIP = "https://bootstrap.pypa.io/get-pip.py"
 
 
 def say(text):
-    print("[setup] " + text, flush=True)
+    print(f"[setup] {text}", flush=True)
 
 
 def fail(text):
-    sys.exit("\n[setup] " + text)
+    sys.exit(f"\n[setup] {text}")
 
 
 def run(*command, **options):
@@ -41,13 +42,13 @@ def run(*command, **options):
 
 def usable(python):
     """True if this interpreter runs, is of a supported version and can make virtual environments."""
-    code = "import ssl, sys, venv; sys.exit(not %r <= sys.version_info[:2] <= %r)" % VERSIONS
+    code = f"import ssl, sys, venv; sys.exit(not {OLDEST} <= sys.version_info[:2] <= {NEWEST})"
     return bool(python) and run(python, "-c", code, stderr=subprocess.DEVNULL)
 
 
 def find_python():
     """The first suitable interpreter: the one running this script, else one on PATH, else None."""
-    names = ["python3.%d" % minor for minor in (13, 12, 11, 14)]
+    names = [f"python3.{minor}" for minor in (13, 12, 11, 14)]
     return next(filter(usable, [sys.executable] + [shutil.which(name) for name in names]), None)
 
 
@@ -55,7 +56,7 @@ def find_uv():
     """The ``uv`` on PATH, else one installed into the private environment ``.uv``, else None."""
     uv = shutil.which("uv") or os.path.join(ROOT, ".uv", "bin", "uv")
     if not os.path.exists(uv):
-        say("no Python %d.%d to %d.%d here; trying uv, which can fetch one" % (VERSIONS[0] + VERSIONS[1]))
+        say(f"no {RANGE} here; trying uv, which can fetch one")
         private = os.path.dirname(os.path.dirname(uv))
         if run(sys.executable, "-m", "venv", "--clear", private):
             run(os.path.join(private, "bin", "python"), "-m", "pip", "install", "--quiet", "uv")
@@ -69,19 +70,18 @@ def make_environment():
         uv = find_uv()
         if not uv or not run(uv, "venv", "--clear", "--seed", "--python", "3.12", VENV):
             fail(
-                "The course needs Python %d.%d to %d.%d; this one is %s.\n"
+                f"The course needs {RANGE}; this one is {platform.python_version()}.\n"
                 "  macOS:         brew install python@3.12, or the installer from python.org\n"
                 "  Debian/Ubuntu: sudo apt install python3 python3-venv (from Debian 12, Ubuntu 24.04)\n"
                 "Then run make again, or name an interpreter: make setup PYTHON=/path/to/python3.12"
-                % (VERSIONS[0] + VERSIONS[1] + (platform.python_version(),))
             )
         return
-    say("making .venv with " + python)
+    say(f"making .venv with {python}")
     if run(python, "-c", "import ensurepip", stderr=subprocess.DEVNULL):
         if not run(python, "-m", "venv", "--clear", VENV):
             fail("python -m venv failed; its message is above.")
     elif not run(python, "-m", "venv", "--clear", "--without-pip", VENV) or not add_pip(python):
-        fail("This Python comes without pip, and pip could not be fetched.\n  Debian/Ubuntu: sudo apt install python3-venv")
+        fail("This Python comes without pip, and none could be fetched. Debian/Ubuntu: sudo apt install python3-venv")
 
 
 def add_pip(python):
@@ -92,7 +92,7 @@ def add_pip(python):
     for wheel in sorted(glob.glob("/usr/share/python-wheels/pip-*.whl")):
         if run(PYTHON, os.path.join(wheel, "pip"), "install", "--quiet", "pip", **quiet):
             return True
-    say("this Python has no pip; fetching " + GET_PIP)
+    say(f"this Python has no pip; fetching {GET_PIP}")
     try:
         with urllib.request.urlopen(GET_PIP, timeout=30) as answer, tempfile.NamedTemporaryFile(suffix=".py") as script:
             shutil.copyfileobj(answer, script)
@@ -116,19 +116,18 @@ def install_torch(build, version):
 
     ``torch===V`` is the build of the ordinary index exactly: CUDA on Linux, the only one on macOS.
     """
-    say("installing torch %s (%s build)" % (version, build))
+    say(f"installing torch {version} ({build} build)")
     options = ["install", "--no-deps"]
     if build == "cuda" or sys.platform == "darwin":
         options += ["torch===" + version]
     else:  # one quick try at PyTorch's index: a mirror or a folder of pip's own configuration may have it as well
-        options += ["torch==%s+%s" % (version, build), "--extra-index-url", TORCH_INDEX + build]
+        options += [f"torch=={version}+{build}", "--extra-index-url", TORCH_INDEX + build]
         options += ["--retries", "1", "--timeout", "20"]
     if not pip(*options):
         fail(
-            "torch %s (%s build) could not be installed; pip's message is above.\n"
-            "  Try again when %s can be reached, or take the build of your package index\n"
+            f"torch {version} ({build} build) could not be installed; pip's message is above.\n"
+            f"  Try again when {TORCH_INDEX} can be reached, or take the build of your package index\n"
             "  (on Linux the CUDA one, several GB, which also works without a GPU): make setup TORCH=cuda"
-            % (version, build, TORCH_INDEX.split("/")[2])
         )
 
 
@@ -144,6 +143,13 @@ def read_stamp():
         return {}
 
 
+def write(content, *place):
+    path = os.path.join(VENV, *place)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as file:
+        json.dump(content, file)
+
+
 def main():
     parser = argparse.ArgumentParser(description="Make or update the course's virtual environment.")
     parser.add_argument("--torch", default="auto", help="auto, cpu, cuda, or a CUDA version such as cu126")
@@ -154,7 +160,7 @@ def main():
     if os.name == "nt":
         fail("The course runs on Linux and macOS. On Windows use WSL: run wsl --install, then make inside it.")
     if (sys.platform, platform.machine()) == ("darwin", "x86_64"):
-        fail("PyTorch has no builds for Intel Macs. On Apple silicon use a native (arm64) Python, not one under Rosetta.")
+        fail("PyTorch has no builds for Intel Macs. On Apple silicon use an arm64 Python, not one under Rosetta.")
 
     with open(os.path.join(ROOT, "pyproject.toml"), encoding="utf-8") as file:
         pyproject = file.read()
@@ -174,15 +180,15 @@ def main():
     install_torch(build, re.search(r'"torch==([\d.]+)"', pyproject).group(1))
     say("installing JupyterLab and the rest, a minute or two")
     quiet = ["--quiet"] if build == "cpu" else []  # CUDA's libraries are gigabytes: show their progress
-    if not pip("install", "--editable", "." + ("[%s]" % ",".join(extras) if extras else ""), *quiet):
+    if not pip("install", "--editable", f".[{','.join(extras)}]", *quiet):
         fail("The packages could not be installed; pip's message is above.")
-    settings = os.path.join(VENV, "share", "jupyter", "lab", "settings")
-    os.makedirs(settings, exist_ok=True)
-    with open(os.path.join(settings, "overrides.json"), "w") as file:  # JupyterLab calls nobody and asks nothing
-        json.dump({"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}, file)
-    with open(STAMP, "w") as file:
-        json.dump(wanted, file)
-    say("ready after %.0f s: make lab opens the course" % (time.time() - start))
+    # Lab asks for no news, and looks the same whether or not the authors' tools are installed.
+    tools = ["@jupyter/nbgrader", "@jupyter-notebook/lab-extension", "jupyterlab-jupytext"]
+    news = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+    write(news, "share", "jupyter", "lab", "settings", "overrides.json")
+    write({"disabledExtensions": dict.fromkeys(tools, True)}, "etc", "jupyter", "labconfig", "page_config.json")
+    write(wanted, os.path.basename(STAMP))
+    say(f"ready after {time.time() - start:.0f} s: make lab opens the course")
 
 
 if __name__ == "__main__":

@@ -22,20 +22,10 @@ COLLECTIVES = (
 
 
 def busbw_factor(op: str, n: int) -> float:
-    """Bytes the busiest rank must move one way, as a multiple of S.
+    """Bytes that the busiest of `n` ranks must move one way, as a multiple of S.
 
-    Parameters
-    ----------
-    op : str
-        One of `COLLECTIVES`, or ``"send"`` or ``"recv"``.
-    n : int
-        Number of ranks.
-
-    Returns
-    -------
-    float
-        2(n-1)/n for all-reduce, 1 for broadcast, reduce, send and recv, (n-1)/n for the others (NVIDIA nccl-tests,
-        doc/PERFORMANCE.md; for gather and scatter the root's share by the same reasoning).
+    2(n-1)/n for all-reduce, 1 for broadcast, reduce, send and recv, (n-1)/n for the others (NVIDIA nccl-tests,
+    doc/PERFORMANCE.md; for gather and scatter the root's share, by the same reasoning).
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
@@ -70,17 +60,7 @@ def busbw(op: str, n: int, size: float, seconds: float) -> float:
 def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit t = alpha + beta * S by least squares on the relative error, so that small and large sizes count alike.
 
-    Parameters
-    ----------
-    sizes : sequence of float
-        Message sizes in bytes, at least two different ones.
-    seconds : sequence of float
-        Positive times.
-
-    Returns
-    -------
-    alpha, beta : float
-        Latency in seconds and seconds per byte, both non-negative.
+    Returns alpha in seconds and beta in seconds per byte, neither negative, from at least two different sizes in bytes.
     """
     s, t = np.asarray(sizes, float), np.asarray(seconds, float)
     if s.shape != t.shape or s.ndim != 1 or len(np.unique(s)) < 2:
@@ -240,22 +220,15 @@ def _library_result(op: str, x):
     import torch.distributed as dist
 
     rank, whole = dist.get_rank(), x.clone()
-    piece, root = whole[rank : rank + 1], rank == 0
-    match op:
-        case "broadcast":
-            dist.broadcast(whole, src=0)
-        case "reduce":
-            dist.reduce(whole, dst=0)
-        case "all_reduce":
-            dist.all_reduce(whole)
-        case "gather":
-            dist.gather(x[rank : rank + 1], list(whole.split(1)) if root else None, dst=0)
-        case "scatter":
-            dist.scatter(piece, list(x.split(1)) if root else None, src=0)
-        case "all_gather":
-            dist.all_gather_single(whole, x[rank : rank + 1])
-        case "reduce_scatter":
-            dist.reduce_scatter_single(piece, x)
-        case "all_to_all":
-            dist.all_to_all_single(whole, x)
+    mine, kept = x[rank : rank + 1], whole[rank : rank + 1]
+    {
+        "broadcast": lambda: dist.broadcast(whole, src=0),
+        "reduce": lambda: dist.reduce(whole, dst=0),
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "gather": lambda: dist.gather(mine, None if rank else list(whole.split(1)), dst=0),
+        "scatter": lambda: dist.scatter(kept, None if rank else list(x.split(1)), src=0),
+        "all_gather": lambda: dist.all_gather_single(whole, mine),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(kept, x),
+        "all_to_all": lambda: dist.all_to_all_single(whole, x),
+    }[op]()
     return whole

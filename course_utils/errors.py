@@ -21,9 +21,9 @@ class _Report:
         return [f"{type(self).__name__}: {self}"]
 
 
-def refusal(kind: type[Exception], text: str) -> Exception:
+def refusal(kind: type[Exception], text: str, name: str = "") -> Exception:
     """A built-in exception for bad input, shown to the learner without the frames of this package."""
-    return type(kind.__name__, (_Report, kind), {"__module__": "builtins"})(text)
+    return type(name or kind.__name__, (_Report, kind), {"__module__": "builtins"})(text)
 
 
 class WorkerError(_Report, RuntimeError):

@@ -9,7 +9,7 @@ import linecache
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from . import launcher
+from . import errors, launcher
 from ._pool import Call, Pool
 from ._text import rank_label
 
@@ -49,7 +49,11 @@ class RankMagics(Magics):
         name = f"cell [{self.shell.execution_count}]"
         cell = "\n" + cell  # the magic's own line is the first that the learner counts
         linecache.cache[name] = (len(cell), None, cell.splitlines(True), name)
-        ast.parse(cell, name)  # a syntax error is told here, once
+        try:
+            ast.parse(cell)
+        except SyntaxError as error:  # told here, once
+            text = f"{error.msg}\n\n  {name}, line {error.lineno}\n      {(error.text or '').strip()}"
+            raise errors.refusal(Exception, text, name="SyntaxError") from None
         self._pool.run(
             Call(cell.encode(), self._world_size, self._backend, timeout, cell=name, ranks=ranks, show=launcher.show)
         )

@@ -123,25 +123,21 @@ def before_after(before: Sequence[Buffer], after: Sequence[Buffer], title: str) 
 def step_picture(states: Sequence[tuple], messages: Sequence[Message], titles: tuple[str, str]) -> Figure:
     """Draw every rank's slots before and after one step, with an arrow for each message.
 
-    Parameters
-    ----------
-    states : two pairs (values, owners)
-        Values by rank and slot (None: empty) and the ranks that contributed to each.
-    messages : list of Message
-        The messages of the step.
-    titles : tuple of str
-        Titles of the two panels.
+    `states` are two pairs: values by rank and slot (None: empty), and the ranks that contributed to each.
     """
     n = len(states[0][0])
     figure, axes = _figure(1, 2, size=(min(11.0, 2.8 + 1.15 * n), 0.6 + 0.42 * n))
     for ax, (values, owners), title in zip(axes, states, titles, strict=True):
         _draw_buffers(ax, values, owners, title)
     for m in messages:
-        ends = [(np.mean(m.pieces) + 0.5, m.src + 0.5), (np.mean(m.into) + 0.5, m.dst + 0.5)]
-        bend = 0.25 if abs(m.src - m.dst) > 1 else 0.0
-        arrow = {"arrowstyle": "-|>", "mutation_scale": 13, "linewidth": 2, "color": rank_color(m.src), "zorder": 4}
-        style = f"arc3,rad={bend if m.src < m.dst else -bend}"
-        axes[0].add_patch(FancyArrowPatch(*ends, connectionstyle=style, shrinkA=9, shrinkB=9, **arrow))
+        many = len(m.pieces) > 1  # the whole row: one thick arrow in the sender's column
+        columns = (m.src % n, m.src % n) if many else (m.pieces[0], m.into[0])
+        ends = [(columns[0] + 0.5, m.src + 0.5), (columns[1] + 0.5, m.dst + 0.5)]
+        bend = 0.25 * (abs(m.src - m.dst) > 1 or columns[0] != columns[1])
+        side = -1 if columns[0] == columns[1] and m.src > m.dst else 1  # pairs that swap keep their arrows apart
+        look = {"arrowstyle": "-|>", "mutation_scale": 13, "shrinkA": 9, "shrinkB": 9, "zorder": 4}
+        look |= {"color": rank_color(m.src), "linewidth": 3.5 if many else 2}
+        axes[0].add_patch(FancyArrowPatch(*ends, connectionstyle=f"arc3,rad={side * bend}", **look))
     return figure
 
 
@@ -189,13 +185,16 @@ def bandwidth(
     if fit:
         grid = np.geomspace(sizes[0], sizes[-1], 60)
         left.plot(grid, (fit[0] + fit[1] * grid) * 1e3, "--", color=_INK, linewidth=1)
-        left.annotate("modelled: α + βS", (grid[6], (fit[0] + fit[1] * grid[6]) * 1e3), (0, -14),
-                      textcoords="offset points")  # fmt: skip
+        left.text(0.04, 0.95, "dashed: α + βS, modelled", transform=left.transAxes, va="top")
     left.set(yscale="log", ylabel="time of one call (ms)", title=f"{kind}: time, {world_size} ranks")
     right.set(ylabel="bus bandwidth (GB/s)", ylim=(0, None), title=f"{kind}: bus bandwidth, {world_size} ranks")
+    ticks = [sizes[0]]
+    for size in sizes:
+        if size >= 8 * ticks[-1]:
+            ticks.append(size)
     for ax, labels in zip((left, right), ends, strict=True):
         ax.set(xscale="log", xlabel="message size S")
-        ax.set_xticks([s for i, s in enumerate(sizes) if i % max(1, len(sizes) // 4) == 0])
+        ax.set_xticks(ticks)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
         ax.xaxis.set_minor_locator(NullLocator())
         ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
@@ -214,12 +213,14 @@ def timeline(rows: Mapping[str, Sequence[tuple[str, float, float]]], title: str)
         Says what is shown and whether it is measured, recorded or modelled.
     """
     kinds = list(dict.fromkeys(label for spans in rows.values() for label, *_ in spans))
+    whole = max(end for spans in rows.values() for *_, end in spans)
     figure, (ax,) = _figure(1, 1, size=(8.4, 0.9 + 0.42 * len(rows)))
     for y, spans in enumerate(rows.values()):
         for label, start, end in spans:
             color = RANK_COLORS[kinds.index(label) % 8]
             ax.barh(y, (end - start) * 1e3, left=start * 1e3, height=0.7, color=_tint(color), edgecolor=color)
-            ax.text((start + end) * 500, y, label, ha="center", va="center", fontsize=8.5, clip_on=True)
+            if end - start > 0.012 * len(label) * whole:  # else it would not fit
+                ax.text((start + end) * 500, y, label, ha="center", va="center", fontsize=8.5)
     ax.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel="time (ms)", title=title, xlim=(0, None))
     ax.invert_yaxis()
     ax.tick_params(axis="y", length=0)

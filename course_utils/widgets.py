@@ -17,7 +17,7 @@ from .plots import step_picture
 
 __all__ = ["collective_stepper"]
 
-_USES = {
+_START = {
     "broadcast": "rank 0 holds all pieces",
     "scatter": "rank 0 holds all pieces",
     "gather": "rank r holds piece r",
@@ -63,28 +63,16 @@ def _describe(message: costs.Message) -> str:
 def collective_stepper(world_size: int = 4) -> widgets.Widget:
     """Step through a collective on numbers of your choice; the messages are real, sent between `world_size` ranks.
 
-    Parameters
-    ----------
-    world_size : int
-        Ranks, 2 to 8.
-
-    Returns
-    -------
-    ipywidgets.Widget
-        Its picture shows every rank's pieces before and after the chosen step, with the messages of that step.
+    For 2 to 8 ranks. The picture shows every rank's pieces before and after the chosen step, and the step's messages.
     """
     if world_size not in range(2, 9):
         raise ValueError(f"world_size must be 2 to 8, got {world_size}")
     n = world_size
     choice = widgets.Dropdown(options=costs.COLLECTIVES, value="all_reduce", description="collective")
     step = widgets.IntSlider(min=1, max=1, description="step", continuous_update=False)
-    boxes = [
-        widgets.Text(
-            ", ".join(str((i + 1) * 10**rank) for i in range(n)), description=f"rank {rank}", continuous_update=False
-        )
-        for rank in range(n)
-    ]
-    status, picture = widgets.HTML(), widgets.Image(format="png")
+    digits = [", ".join(str((i + 1) * 10**rank) for i in range(n)) for rank in range(n)]
+    boxes = [widgets.Text(text, description=f"rank {r}", continuous_update=False) for r, text in enumerate(digits)]
+    status, picture = widgets.HTML(), widgets.Image(format="png", layout={"max_width": "100%"})
     shown: dict = {}
 
     def draw(_=None) -> None:
@@ -95,8 +83,13 @@ def collective_stepper(world_size: int = 4) -> widgets.Widget:
         picture.value = _png(step_picture(states, messages[now - 1], titles))
         sent = sum(len(m.pieces) for done in messages[:now] for m in done)
         lines = "; ".join(_describe(m) for m in messages[now - 1])
-        left_over = " White cells are left-overs, not part of the result." if now == total else ""
-        status.value = f"{lines}. Sent so far by all ranks together: {sent} pieces of S/{n} bytes.{left_over}"
+        partial = any(len(costs.result_slots(op, rank, n)) < n for rank in range(n))
+        left_over = " White cells are left-overs, not part of the result." if partial and now == total else ""
+        start = _START.get(op, "every rank holds all pieces")
+        status.value = (
+            f"{shown['complaint']}At the start {start}. Step {now}: {lines}. "
+            f"Sent so far by all ranks together: {sent} pieces of S/{n} bytes.{left_over}"
+        )
 
     def run(_=None) -> None:
         try:
@@ -108,13 +101,16 @@ def collective_stepper(world_size: int = 4) -> widgets.Widget:
                     raise ValueError(f"Rank {rank}: {error}. The picture still shows the last valid input.") from None
             snapshots = launch(costs.trace, choice.value, inputs, world_size=n, timeout=20)
         except (ValueError, WorkerError) as error:
-            status.value = f"<b>{html.escape(str(error))}</b>"
+            shown["complaint"] = f"<p><b>{html.escape(str(error))}</b></p>"
+            if "op" in shown:
+                draw()
+            else:
+                status.value = shown["complaint"]
             return
-        shown.update(op=choice.value, snapshots=torch.stack(snapshots))  # rank, step, slot, (value, mask)
+        shown.update(complaint="", op=choice.value, snapshots=torch.stack(snapshots))  # rank, step, slot, (value, mask)
         step.unobserve(draw, "value")
         step.max, step.value = len(costs.schedule(choice.value, n)), 1
         step.observe(draw, "value")
-        choice.description_tooltip = _USES.get(choice.value, "every rank holds all pieces")
         draw()
 
     for control in (choice, *boxes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ for folder in (str(ROOT / "tests"), str(ROOT)):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "guard(seconds): the test fails, and the run goes on, once it has taken this long")
+    config.addinivalue_line("markers", "guard(seconds): past this time the test fails, and the run goes on")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,7 +32,6 @@ def _guarded(item: pytest.Item, phase: str):
         return (yield)
 
     def give_up(signum: int, frame: object) -> None:
-        faulthandler.dump_traceback()
         pytest.fail(f"hang: the {phase} of this test did not end within {item.guard:.0f} s")
 
     before = signal.signal(signal.SIGALRM, give_up)

@@ -55,7 +55,8 @@ def left_behind(mark: str, folder: Path, seconds: float = 5.0) -> list[str]:
         rest = [f"process {' '.join(p.cmdline())[:120]}" for p in marked(mark) if p.is_running()]
         rest += [f"file {p.relative_to(folder)}" for p in sorted(folder.rglob("*"))]
         if shared.is_dir():
-            rest += [f"shared memory {p.name}" for p in shared.iterdir() if pids & set(map(int, re.findall(r"\d+", p.name)))]
+            theirs = [p.name for p in shared.iterdir() if pids & set(map(int, re.findall(r"\d+", p.name)))]
+            rest += [f"shared memory {name}" for name in theirs]
         if not rest or time.monotonic() > deadline:
             return rest
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A virtual environment for each tool, made once under a cache folder, with the course's own torch build."""
+"""A virtual environment for each tool, made once under a cache folder, with the course's own build of torch."""
 
 import hashlib
 import json
@@ -8,10 +8,11 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from tools import TOOLS, Tool
+from tools import Tool
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("COURSE_BENCH_ENVS", ROOT / ".bench"))
+INDEX = "https://download.pytorch.org/whl/"
 
 
 def python_of(tool: Tool) -> Path:
@@ -24,36 +25,37 @@ def python_of(tool: Tool) -> Path:
     """
     if tool.packages is None:
         return Path(sys.executable)
-    pins = [f"torch=={version('torch')}", f"ipykernel=={version('ipykernel')}", f"numpy=={version('numpy')}"]
-    wanted = {"python": sys.version, "packages": [*pins, *tool.packages]}
-    name = "-".join(["torch", *(p.split("==")[0] for p in tool.packages)])
-    folder = CACHE / f"{name}-{hashlib.sha1(json.dumps(wanted).encode()).hexdigest()[:8]}"
+    torch = version("torch")
+    pins = [f"torch=={torch}", f"ipykernel=={version('ipykernel')}", f"numpy=={version('numpy')}"]
+    wanted = json.dumps([sys.version, pins, tool.packages])
+    name = "-".join(["torch", *(package.split("==")[0] for package in tool.packages)])
+    folder = CACHE / f"{name}-{hashlib.sha1(wanted.encode()).hexdigest()[:8]}"
     python = folder / "bin" / "python"
     if (folder / "complete").exists():
         return python
+
+    print(f"making an environment for {tool.name}", file=sys.stderr, flush=True)
     CACHE.mkdir(parents=True, exist_ok=True)
     constraints = CACHE / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n")
-    print(f"making an environment for {tool.name} …", file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(constraints)]
-    if version("torch").endswith("+cpu"):
-        install += ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-    for packages in (pins, list(tool.packages)):
-        if packages:
-            done = subprocess.run([*install, *packages], capture_output=True, text=True, timeout=1800)
-            if done.returncode:
-                raise RuntimeError("pip: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
+    build = torch.partition("+")[2]
+    index = ["--extra-index-url", INDEX + build, "--retries", "1", "--timeout", "20"] if build else []
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install(*pip, "--no-deps", *index, pins[0])
+    install(*pip, "-c", str(constraints), *pins[1:], *tool.packages, f"torch=={torch.partition('+')[0]}")
     (folder / "complete").touch()
     return python
 
 
+def install(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    if done.returncode:
+        raise RuntimeError("pip: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
+
+
 def versions(python: Path, tool: Tool) -> dict[str, str]:
     """Versions of what is measured, asked of the environment itself."""
-    names = ["torch", "ipykernel", *(p.split("==")[0] for p in tool.packages or ())]
-    code = f"import json,importlib.metadata as m;print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
+    names = ["torch", "ipykernel", *(package.split("==")[0] for package in tool.packages or ())]
+    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
     return json.loads(subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout)
-
-
-def all_tools() -> dict[str, Tool]:
-    return TOOLS

@@ -34,7 +34,7 @@ class Cell:
 class Kernel:
     """One running kernel. `marks` is a folder that its ranks write into."""
 
-    def __init__(self, python: Path, folder: Path, environment: dict[str, str]):
+    def __init__(self, python: Path, folder: Path):
         spec = folder / "specs" / "bench"
         spec.mkdir(parents=True)
         argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -49,7 +49,6 @@ class Kernel:
             "PATH": f"{python.parent}{os.pathsep}{env.get('PATH', '')}",
             "IPYTHONDIR": str(folder / "ipython"),
             "OMP_NUM_THREADS": "1",
-            **environment,
         }
         specs = KernelSpecManager(kernel_dirs=[str(folder / "specs")], ensure_native_kernel=False)
         self.manager = KernelManager(kernel_name="bench", kernel_spec_manager=specs)
@@ -110,9 +109,13 @@ class Kernel:
     def interrupt(self) -> None:
         self.manager.interrupt_kernel()
 
+    @property
+    def pid(self) -> int:
+        return self.manager.provisioner.pid
+
     def kill(self) -> None:
         """SIGKILL to the kernel process alone."""
-        os.kill(self.manager.provisioner.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
 
     def processes(self) -> list[psutil.Process]:
         """Every living process that this kernel started, at any depth and however detached."""
@@ -137,12 +140,12 @@ class Kernel:
 
 
 @contextmanager
-def kernel(python: Path, environment: dict[str, str]):
+def kernel(python: Path):
     """A fresh kernel in a folder of its own; afterwards nothing of it is left."""
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     running = None
     try:
-        running = Kernel(python, folder, environment)
+        running = Kernel(python, folder)
         yield running
     finally:
         if running is not None:
