@@ -16,7 +16,7 @@ setup:  ## make the environment (TORCH=cpu, cuda or cu126 chooses the build of t
 lab:  ## open the course in JupyterLab
 	$(SETUP)
 	@$(PY) -m nbformat.sign notebooks/*.ipynb exercises/*.ipynb solutions/*.ipynb >/dev/null
-	$(PY) -m jupyterlab $(ROOT_OK) --ip=127.0.0.1 notebooks/00_start_here.ipynb
+	$(PY) -m jupyterlab $(ROOT_OK) --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 test:  ## run every test
 	$(SETUP) --extra test

@@ -1,157 +1,29 @@
-"""The notebook's side of the ranks: start them, run a call on them, find out where they stand, stop them (private)."""
+"""The notebook's side of the ranks: run a call on them, find out where they stand, stop them (private)."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import linecache
-import mmap
-import multiprocessing
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import reduction, util
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 
 from . import errors
 from ._output import Merger
-from ._text import is_learner
+from ._processes import Worker, learner_line, start_server
 
-_STATUS_BYTES = 8192  # the worker's share of the status file; reports of fatal errors follow it
 _GRACE = 0.3  # seconds between the first failure and asking the others where they stand
 _CONNECTION_GRACE = 1.0  # the same when the failure only says that another rank has gone
 _ANSWER = 0.5  # seconds a rank has to say where it stands
 _RETURN = 1.5  # seconds an aborted rank has to come back before it is killed
-
-_methods = multiprocessing.get_all_start_methods()
-_context = multiprocessing.get_context("forkserver" if "forkserver" in _methods else "spawn")
-
-
-@contextlib.contextmanager
-def _quiet_start() -> Iterator[None]:
-    """Start processes that do not run the notebook's main module again and that no interrupt hits while they import."""
-    main = sys.modules["__main__"]
-    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
-    main.__spec__ = None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        main.__dict__.update(hidden)
-
-
-def start_server() -> None:
-    """Start the process that ranks are forked from, unless it runs; it imports torch in the background."""
-    if _context.get_start_method() != "forkserver":
-        return
-    from multiprocessing import forkserver
-
-    _context.set_forkserver_preload(["course_utils._worker"])
-    extra = {"COURSE_UTILS_FOLDER": util.get_temp_dir(), "OMP_NUM_THREADS": "1"}
-    before = {name: os.environ.get(name) for name in extra}
-    with _quiet_start():
-        os.environ.update(extra)
-        try:
-            forkserver.ensure_running()
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value
-
-
-def _run_worker(*arguments) -> None:
-    from . import _worker
-
-    _worker.main(*arguments)
-
-
-class _SharedFile:
-    """A file descriptor that travels to the process being started."""
-
-    def __init__(self, fd: int):
-        self.fd = fd
-
-    def __reduce__(self):
-        return _same, (reduction.DupFd(self.fd),)
-
-
-def _same(value):
-    return value
-
-
-def learner_line(file: str, line: int) -> dict:
-    return {"file": file, "line": line, "text": linecache.getline(file, line).strip()}
-
-
-class Worker:
-    """One rank's process, with the notebook's ends of its channels."""
-
-    def __init__(self, rank: int):
-        self.rank = rank
-        self.place: tuple[dict, str, list] | None = None
-        self.sources: dict[str, tuple] = {}
-        self.output_open = True
-        if hasattr(os, "memfd_create"):
-            self.status = os.memfd_create("rank")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.status = os.dup(file.fileno())
-        os.ftruncate(self.status, _STATUS_BYTES)
-        self.task, task = _context.Pipe()
-        self.control, control = _context.Pipe()
-        self.output, output = _context.Pipe(duplex=False)
-        arguments = (rank, task, control, output, _SharedFile(self.status), dict(os.environ))
-        self.process = _context.Process(target=_run_worker, args=arguments, daemon=True, name=f"rank {rank}")
-        try:
-            with _quiet_start():
-                self.process.start()
-        finally:
-            for end in (task, control, output):
-                end.close()
-        self.pid = self.process.pid
-
-    def last_operation(self) -> dict | None:
-        """The last operation that the rank started, readable even when it is dead."""
-        with mmap.mmap(self.status, _STATUS_BYTES, prot=mmap.PROT_READ) as status:
-            size = int.from_bytes(status[:4], "little")
-            text = status[4 : 4 + size]
-        try:
-            op, group, count, peer, ranks, number, where = json.loads(text)
-        except ValueError:
-            return None
-        key = f"{group}|{ranks}"
-        return dict(op=op, group=group, bytes=count, peer=peer, ranks=ranks, number=number, where=where, key=key)
-
-    def fatal_frame(self) -> dict | None:
-        """The learner's innermost line from the newest report that the rank's fault handler wrote."""
-        report = os.pread(self.status, 1 << 16, _STATUS_BYTES).decode(errors="replace")
-        frames = re.findall(r'File "(.*?)", line (\d+) in ', report.rpartition("most recent call first")[2])
-        return next((learner_line(file, int(line)) for file, line in frames if is_learner(file)), None)
-
-    def kill(self) -> None:
-        """End the process and its children at once."""
-        for kill in (os.killpg, os.kill):
-            try:
-                kill(self.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
-        wait([self.process.sentinel], 1.0)
-
-    def close(self) -> None:
-        self.kill()
-        for end in (self.task, self.control, self.output):
-            end.close()
-        os.close(self.status)
 
 
 @dataclass
@@ -252,9 +124,9 @@ class Pool:
                 "the process that ranks are forked from could not start; run `python -m course_utils.workshop doctor`",
             ) from None
         except OSError as error:
-            raise errors.refusal(
-                RuntimeError, f"the ranks cannot be started: {error.strerror} ({tempfile.gettempdir()})"
-            ) from None
+            place = os.path.dirname(error.filename or "") or os.environ.get("TMPDIR", "the temporary folder")
+            text = f"the ranks cannot be started: {error.strerror} ({place}). Free some space, or set TMPDIR elsewhere."
+            raise errors.refusal(RuntimeError, text) from None
         if 0 in missing:
             listener = socket.create_server(("127.0.0.1", 0), backlog=512)
             self.port = listener.getsockname()[1]
@@ -305,13 +177,13 @@ class Pool:
         if interrupted or pending or call.failures:
             with _no_interrupts():
                 standings = self._where(call, ranks, pending)
-                hung, late = not call.failures, sorted(pending)
+                hung = not call.failures
                 self._stop(call, merger, pending, {r for r in pending if standings[r]["phase"] == "no answer"})
             if interrupted:
                 raise errors.Interrupted(errors.state_table(standings))
             if hung:
-                fault = errors.likely_fault(standings)
-                raise errors.HangError(late[0], call.timeout, fault, errors.state_table(standings))
+                rank, fault = errors.likely_fault(standings)
+                raise errors.HangError(rank, call.timeout, fault, errors.state_table(standings))
             raise self._first_cause(call, standings)
         self._close_books(call)
         for rank in ranks:
@@ -426,8 +298,8 @@ class Pool:
                 if failure["connection"]:  # it was waiting when another rank went
                     standings[rank]["waiting"] = failure["last"]
             elif rank not in standings:
-                latest = call.books[rank][0][3] if rank in call.books else None
-                standings[rank] = {"phase": "returned", "last": latest}
+                latest, _, _, last = call.books[rank][0]
+                standings[rank] = {"phase": "returned", "last": last, "latest": latest}
         for rank in set(range(call.world_size)).difference(ranks):
             standings[rank] = {"phase": "not in this cell", "last": None}
         return dict(sorted(standings.items()))
@@ -443,7 +315,7 @@ class Pool:
         merger.flush()
         for rank in pending:
             with contextlib.suppress(OSError):
-                self.workers[rank].control.send("abort")
+                self.workers[rank].control.send(self.calls)  # abort this call
         # What ranks say and print about being stopped is of no interest.
         echo, unseen = Call(b"", call.world_size, call.backend, 0), Merger(ranks, lambda item: None)
         deadline = time.monotonic() + (_RETURN if pending - silent else 0)
@@ -465,12 +337,17 @@ class Pool:
 
     def _close_books(self, call: Call) -> None:
         """Make the group anew if ranks called different things, left messages behind or destroyed it."""
-        books = list(call.books.values())
-        collectives = [counts for (counts, *_), _ in books]
-        sent = sum(sum(sends.values()) for (_, sends, *_), _ in books)
-        received = sum(count for (_, _, count, *_), _ in books)
-        even = all(c == collectives[0] for c in collectives) or call.cell is not None
-        if not even or sent != received and call.cell is None or not all(alive for _, alive in books):
+        if not all(alive for _, alive in call.books.values()):
+            self.group = None
+        if call.cell is not None:
+            return  # what a cell leaves under way, another may finish
+        sent = sum(count for (_, count, _, _), _ in call.books.values())
+        received = sum(count for (_, _, count, _), _ in call.books.values())
+        entries = [(key, entry) for (latest, *_), _ in call.books.values() for key, entry in latest.items()]
+        joined = {(key, entry["number"]): 0 for key, entry in entries}
+        for key, entry in entries:
+            joined[key, entry["number"]] += 1
+        if sent != received or any(joined[key, entry["number"]] != len(entry["ranks"]) for key, entry in entries):
             self.group = None
 
     def _load(self, rank: int, content: bytes | None):

@@ -23,10 +23,9 @@ import socket
 import stat
 import sys
 import threading
-import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from multiprocessing import forkserver, parent_process, process, reduction
@@ -39,9 +38,9 @@ with warnings.catch_warnings():
     import torch
     import torch.distributed as dist
 
-from . import _transfer
+from . import _evidence, _transfer
 from ._text import is_learner
-from .ledger import Entry, tracker
+from .ledger import tracker
 
 if os.environ.get(
     "COURSE_UTILS_FOLDER"
@@ -71,6 +70,7 @@ class State:
     store: object = None
     meeting: tuple[int, int] | None = None  # port of the store and generation of the group
     server: object = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
     place: tuple[dict, str, list] | None = None  # the notebook's environment, folder and module path
     rendezvous: int = 0
 
@@ -101,6 +101,8 @@ def main(rank: int, task, control, output, status, environment: dict) -> None:
             os._exit(0)
         _forget_edited_modules(stamps)
         reply = _serve(header, body)
+        with state.lock:  # an abort under way must not reach into the next call
+            state.running = False
         _finish_output(header["call"])
         try:
             task.send(reply)
@@ -197,6 +199,11 @@ def _drop_group() -> None:
     state.generation = None
     if dist.is_initialized():
         dist.destroy_process_group()
+    c10d = dist.distributed_c10d  # an initialisation that failed half-way leaves names behind that others do not have
+    c10d._world.group_count = 0
+    for book in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(c10d._world, book).clear()
+    c10d._unregister_all_process_groups()
 
 
 def _prepare_group(header: dict) -> None:
@@ -235,10 +242,11 @@ def _drop_new_groups(before: set) -> None:
 
 def _serve(header: dict, body: bytes) -> tuple:
     """Run one call; the reply is ``("done", call, result, books)`` or ``("error", call, failure)``."""
-    call = state.call = header["call"]
+    call = header["call"]
     state.rendezvous = 0
     try:
-        state.running, state.phase = True, "starting"
+        with state.lock:
+            state.call, state.running, state.phase = call, True, "starting"
         if header["place"] is not None:
             state.place = header["place"]
         if header["place"] is not None or not header["cell"]:
@@ -255,7 +263,7 @@ def _serve(header: dict, body: bytes) -> tuple:
         state.phase = "returned"
         state.running = False
         books = (
-            (*tracker.traffic(), _entry(tracker.last)),
+            (_evidence.latest(), tracker.sent, tracker.received, _evidence.entry_data(tracker.last)),
             not tracker.unfinished() and dist.is_initialized() and state.generation == header["generation"],
         )
         if not header["cell"]:
@@ -266,13 +274,12 @@ def _serve(header: dict, body: bytes) -> tuple:
     except BaseException as error:
         state.running = False
         state.phase = "failed"
-        failure = describe(error)
-        failure["last"] = _entry(tracker.last)
+        failure = _evidence.describe(error)
+        failure["last"] = _evidence.entry_data(tracker.last)
         failure["line"] = next((f for f in reversed(failure["frames"]) if f["learner"]), None)
+        failure["latest"] = _evidence.latest()
         traceback.clear_frames(error.__traceback__)
         return "error", call, failure
-    finally:
-        state.running = False
 
 
 def _seed() -> None:
@@ -333,63 +340,7 @@ def _finish_output(call: int) -> None:
     os.write(1, b"\x1eE%d\n" % call)
 
 
-# ------------------------------------------------------------------------------------------------------------- evidence
-
-
-def _frame(filename: str, line: int, function: str) -> dict:
-    return {
-        "file": filename, "line": line, "function": function, "learner": is_learner(filename),
-        "text": linecache.getline(filename, line).strip(),
-    }  # fmt: skip
-
-
-def describe(error: BaseException) -> dict:
-    """An exception as plain data: its classes need not exist in the notebook."""
-    frames = [_frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    while frames and frames[0]["file"].startswith(os.path.dirname(__file__)) and len(frames) > 1:
-        frames.pop(0)
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return {
-        "text": "".join(traceback.format_exception_only(error)).strip(),
-        "frames": frames,
-        "cause": None if cause is None else "".join(traceback.format_exception_only(cause)).strip(),
-        "connection": isinstance(error, RuntimeError) and _is_consequence(str(error)),
-        "time": time.monotonic(),
-    }
-
-
-def _is_consequence(message: str) -> bool:
-    """Whether an error only says that another rank has gone."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed",
-             "Failed to recv", "failed to recv", "Connection refused", "Application timeout caused pair closure",
-             "Pair closure", "remote process exited", "aborted")  # fmt: skip
-    return any(sign in message for sign in signs)
-
-
-def _entry(entry: Entry | None) -> dict | None:
-    if entry is None:
-        return None
-    return {"op": entry.op, "group": entry.group, "bytes": entry.bytes, "peer": entry.peer, "ranks": entry.ranks,
-            "number": entry.number, "key": entry.key, "where": entry.where}  # fmt: skip
-
-
-def standing() -> dict:
-    """Where this rank is now: its phase, the operation it waits in, the last one it started, the learner's line."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    frames = []
-    while frame is not None:
-        frames.append(_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    line = next((f for f in frames if f["learner"]), None)
-    unfinished = tracker.unfinished()
-    in_torch = bool(frames) and frames[0]["file"].startswith(os.path.dirname(torch.__file__))
-    on_wait = line is not None and (".wait(" in line["text"] or ".synchronize(" in line["text"])
-    waiting = tracker.inside or (unfinished[0] if unfinished and (in_torch or on_wait) else None)
-    return {
-        "phase": state.phase, "line": line if state.phase in ("starting", "running") else None,
-        "waiting": _entry(waiting) if state.running else None, "last": _entry(tracker.last),
-        "latest": {key: _entry(entry) for key, entry in tracker.latest.items()},
-    }  # fmt: skip
+# -------------------------------------------------------------------------------------------------------------- control
 
 
 def _answer(control) -> None:
@@ -398,9 +349,9 @@ def _answer(control) -> None:
         try:
             question = control.recv()
             if question == "where":
-                control.send(standing())
-            elif question == "abort":
-                _abort()
+                control.send(_evidence.standing(state.phase, state.running))
+            else:
+                _abort(question)
         except (EOFError, OSError):
             return
 
@@ -418,15 +369,17 @@ def _hang_up() -> None:
             continue
 
 
-def _abort() -> None:
-    """Free the main thread from whatever it waits in."""
-    state.generation = state.store = None
-    if not torch.cuda.is_initialized():
-        _hang_up()
-    if dist.is_initialized():
-        try:
-            dist.distributed_c10d._abort_process_group()
-        except Exception:
-            pass  # the group is half made or half gone; the interrupt follows either way
-    if state.running:
+def _abort(call: int) -> None:
+    """Free the main thread from whatever it waits in, unless that call has ended meanwhile."""
+    with state.lock:
+        if not state.running or state.call != call:
+            return
+        state.generation = state.store = None
+        if not torch.cuda.is_initialized():
+            _hang_up()
+        if dist.is_initialized():
+            try:
+                dist.distributed_c10d._abort_process_group()
+            except Exception:
+                pass  # the group is half made or half gone; the interrupt follows either way
         os.kill(os.getpid(), signal.SIGINT)

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -118,7 +117,7 @@ def install_torch(build, version):
     """
     say(f"installing torch {version} ({build} build)")
     options = ["install", "--no-deps"]
-    if build == "cuda" or sys.platform == "darwin":
+    if build in ("cuda", "macOS"):
         options += ["torch===" + version]
     else:  # one quick try at PyTorch's index: a mirror or a folder of pip's own configuration may have it as well
         options += [f"torch=={version}+{build}", "--extra-index-url", TORCH_INDEX + build]
@@ -166,21 +165,22 @@ def main():
         pyproject = file.read()
     done = read_stamp() if os.path.exists(PYTHON) else {}
     build = arguments.torch
-    if build == "auto":
-        build = done.get("torch") or ("cuda" if has_gpu() or sys.platform == "darwin" else "cpu")
+    if sys.platform == "darwin":
+        build = "macOS"
+    elif build == "auto":
+        build = done.get("torch") or ("cuda" if has_gpu() else "cpu")
     extras = sorted(set(done.get("extras", []) + arguments.extra))
     digest = hashlib.sha256(pyproject.encode()).hexdigest()
     wanted = {"root": ROOT, "pyproject": digest, "torch": build, "extras": extras}
     if done == wanted:
         return
 
-    start = time.time()
     if not os.path.exists(PYTHON) or not run(PYTHON, "-m", "pip", "--version", stdout=subprocess.DEVNULL):
         make_environment()
     install_torch(build, re.search(r'"torch==([\d.]+)"', pyproject).group(1))
     say("installing JupyterLab and the rest, a minute or two")
     quiet = ["--quiet"] if build == "cpu" else []  # CUDA's libraries are gigabytes: show their progress
-    if not pip("install", "--editable", f".[{','.join(extras)}]", *quiet):
+    if not pip("install", "--editable", "." + (f"[{','.join(extras)}]" if extras else ""), *quiet):
         fail("The packages could not be installed; pip's message is above.")
     # Lab asks for no news, and looks the same whether or not the authors' tools are installed.
     tools = ["@jupyter/nbgrader", "@jupyter-notebook/lab-extension", "jupyterlab-jupytext"]
@@ -188,7 +188,7 @@ def main():
     write(news, "share", "jupyter", "lab", "settings", "overrides.json")
     write({"disabledExtensions": dict.fromkeys(tools, True)}, "etc", "jupyter", "labconfig", "page_config.json")
     write(wanted, os.path.basename(STAMP))
-    say(f"ready after {time.time() - start:.0f} s: make lab opens the course")
+    say("ready: make lab opens the course")
 
 
 if __name__ == "__main__":

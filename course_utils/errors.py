@@ -42,15 +42,15 @@ class WorkerError(_Report, RuntimeError):
     """
 
     def __init__(self, rank: int, exception: str, traceback: str, states: list[str], headline: str, advice: str = ""):
-        self.rank, self.exception, self.traceback, self.states = rank, exception, traceback, states
+        self.rank, self.exception, self.traceback, self.states = rank, exception, traceback, states[1:]
         super().__init__("\n\n".join(part for part in (headline, traceback, advice, "\n".join(states)) if part))
 
 
 class HangError(WorkerError):
-    """The ranks did not finish in time. ``fault`` is the sentence that names the likely cause."""
+    """The ranks did not finish in time. ``fault`` names the likely cause, ``rank`` the rank to blame."""
 
     def __init__(self, rank: int, timeout: float, fault: str, states: list[str]):
-        self.rank, self.exception, self.traceback, self.states = rank, "no result in time", "", states
+        self.rank, self.exception, self.traceback, self.states = rank, "no result in time", "", states[1:]
         self.fault = fault
         RuntimeError.__init__(self, f"no result after {timeout:g} s\n\n{fault}\n\n" + "\n".join(states))
 
@@ -59,7 +59,7 @@ class Interrupted(_Report, KeyboardInterrupt):
     """The learner interrupted the kernel; the ranks were stopped. ``states`` says where they stood."""
 
     def __init__(self, states: list[str]):
-        self.states = states
+        self.states = states[1:]
         super().__init__("the ranks were stopped where they stood\n\n" + "\n".join(states))
 
 
@@ -171,7 +171,7 @@ def mismatch(last: dict | None, standings: dict[int, dict]) -> str:
 
 
 def state_table(standings: dict[int, dict]) -> list[str]:
-    """One line a rank: what it is doing, its last operation, its line; ranks that stand alike share one beyond 8."""
+    """A head, then one line a rank: state, last operation, line. Beyond 8, ranks that stand alike share a line."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, standing in standings.items():
         waiting = standing.get("waiting")
@@ -184,8 +184,8 @@ def state_table(standings: dict[int, dict]) -> list[str]:
     return align([("rank", "state", "last operation", "line"), *body]).split("\n")
 
 
-def likely_fault(standings: dict[int, dict]) -> str:
-    """One sentence that names the likely reason why the ranks do not finish."""
+def likely_fault(standings: dict[int, dict]) -> tuple[int, str]:
+    """The rank to blame, and one sentence that names the likely reason why the ranks do not finish."""
     waiting = {rank: s["waiting"] for rank, s in standings.items() if s.get("waiting")}
     collectives = {rank: e for rank, e in waiting.items() if e["op"] not in ("send", "recv")}
     if collectives:
@@ -195,7 +195,7 @@ def likely_fault(standings: dict[int, dict]) -> str:
     busy = [rank for rank, s in standings.items() if s["phase"] != "returned"]
     who = rank_label(busy)
     verb = "is" if len(busy) == 1 else "are"
-    return f"{who} {verb} still busy, and no rank waits for another: {_doing(standings[busy[0]])}."
+    return busy[0], f"{who} {verb} still busy, and no rank waits for another: {_doing(standings[busy[0]])}."
 
 
 def _doing(standing: dict) -> str:
@@ -209,66 +209,65 @@ def _doing(standing: dict) -> str:
     }
     if standing["phase"] in ended:
         return ended[standing["phase"]]
+    if standing["phase"] == "starting":
+        return "it is still starting"
     where = line_text(standing.get("line"))
     return f"it is at {where}" if where else "it gives no answer"
 
 
-def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> str:
+def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tuple[int, str]:
     first = min(waiting.values(), key=lambda entry: (len(entry["ranks"]), entry["number"]))
     key, number, op = first["key"], first["number"], first["op"]
+    name = f"{op} number {number}"
     waiting = {r: entry for r, entry in waiting.items() if entry["key"] == key}
-    joined = {
-        r: e
-        for r in first["ranks"]
-        if r in standings and (e := standings[r].get("latest", {}).get(key)) and e["number"] >= number
-    }
-    here = {r: waiting.get(r, e) for r, e in joined.items()}
-    others = {r: e["op"] for r, e in here.items() if e["number"] == number}
-    if len(set(others.values())) > 1:
-        calls = "; ".join(
-            f"{rank_label([r for r in others if others[r] == name])} called {name}"
-            for name in dict.fromkeys(others.values())
+    last = {r: standings[r].get("latest", {}).get(key) for r in first["ranks"] if r in standings}
+    missing = [r for r, entry in last.items() if entry is None or entry["number"] < number]
+    here = {r: waiting.get(r, entry) for r, entry in last.items() if r not in missing}
+    here = {r: entry for r, entry in here.items() if entry["number"] == number}
+    calls = {r: entry["op"] for r, entry in here.items()}
+    if len(set(calls.values())) > 1:
+        text = "; ".join(
+            f"{rank_label([r for r in calls if calls[r] == call])} called {call}"
+            for call in dict.fromkeys(calls.values())
         )
-        return f"The ranks disagree on collective number {number} of the {first['group']} group: {calls}."
-    missing = [r for r in first["ranks"] if r in standings and r not in joined]
+        return _odd(calls), f"The ranks disagree on collective number {number} of the {first['group']} group: {text}."
     if missing:
         reasons = {_doing(standings[r]): r for r in reversed(missing)}
-        why = "; ".join(
-            reason if len(missing) == 1 else f"rank {r}: {reason}" for reason, r in list(reasons.items())[-3:]
-        )
-        return (
-            f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'} in {op} number {number}; "
-            f"{rank_label(missing)} never joined it ({why})."
-        )
-    sizes = {e["bytes"] for e in here.values() if e["number"] == number}
-    if len(sizes) > 1:
-        text = ", ".join(f"rank {r} {size_text(e['bytes'])}" for r, e in here.items())
-        return f"The ranks call {op} number {number} with different sizes: {text}."
-    roots = {e["peer"] for e in here.values() if e["number"] == number}
-    if len(roots) > 1:
-        text = ", ".join(f"rank {r} root {e['peer']}" for r, e in here.items())
-        return f"The ranks call {op} number {number} with different roots: {text}."
-    return f"All ranks joined {op} number {number}, and it is not done: look for an earlier mismatch, or a slow link."
+        why = [reason if len(missing) == 1 else f"rank {r}: {reason}" for reason, r in list(reasons.items())[-3:]]
+        who = f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
+        return missing[0], f"{who} in {name}; {rank_label(missing)} never joined it ({'; '.join(why)})."
+    for what, field, show in (("sizes", "bytes", size_text), ("roots", "peer", str)):
+        values = {r: entry[field] for r, entry in here.items()}
+        if len(set(values.values())) > 1:
+            text = ", ".join(f"rank {r} {show(value)}" for r, value in values.items())
+            return _odd(values), f"The ranks call {name} with different {what}: {text}."
+    return min(waiting), f"All ranks joined {name}, and it is not done: look for an earlier mismatch, or a slow link."
 
 
-def _message_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> str:
+def _odd(values: dict[int, object]) -> int:
+    """The rank whose value the fewest share."""
+    counts = list(values.values())
+    return min(values, key=lambda rank: (counts.count(values[rank]), rank))
+
+
+def _message_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tuple[int, str]:
     ring, rank = [], next(iter(waiting))
     while rank in waiting and rank not in ring and waiting[rank]["peer"] is not None:
         ring.append(rank)
         rank = waiting[rank]["peer"]
     if rank in ring:
         ring = ring[ring.index(rank) :]
-        ops = {waiting[r]["op"] for r in ring}
-        why = {
-            frozenset({"send"}): "each sends first and none receives",
-            frozenset({"recv"}): "each receives first and none sends",
-        }
+        operations = {waiting[r]["op"] for r in ring}
         chain = " → ".join(f"rank {r}" for r in [*ring, ring[0]])
-        reason = why.get(frozenset(ops), "the order of their calls differs")
-        return f"The ranks wait for each other in a circle ({chain}): {reason}."
+        reason = "the order of their calls differs"
+        if len(operations) == 1:
+            reason = (
+                "each sends first and none receives" if "send" in operations else "each receives first and none sends"
+            )
+        return min(ring), f"The ranks wait for each other in a circle ({chain}): {reason}."
     rank, entry = next(((r, e) for r, e in waiting.items() if e["peer"] not in waiting), next(iter(waiting.items())))
-    peer = entry["peer"]
+    peer, what = entry["peer"], operation_text(entry)
     if peer is None or peer not in standings:
-        return f"rank {rank} waits in {operation_text(entry)}, and no message comes."
+        return rank, f"rank {rank} waits in {what}, and no message comes."
     verb = "receives" if entry["op"] == "send" else "sends"
-    return f"rank {rank} waits in {operation_text(entry)}, but rank {peer} never {verb} it ({_doing(standings[peer])})."
+    return peer, f"rank {rank} waits in {what}, but rank {peer} never {verb} it ({_doing(standings[peer])})."

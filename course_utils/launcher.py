@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -16,12 +17,13 @@ __all__ = ["device", "launch", "shutdown"]
 if "course_utils._worker" in sys.modules:  # inside a rank
     _pool = None
 else:
-    from . import _pool
+    from . import _pool, _processes
 
     _launched = _pool.Pool()
     atexit.register(_launched.close)
     if "RANK" not in os.environ:
-        _pool.start_server()
+        with contextlib.suppress(OSError):  # told when ranks are asked for
+            _processes.start_server()
 
 _DEFAULT_WORLD_SIZE = 4
 _MAX_WORLD_SIZE = 128

@@ -185,7 +185,7 @@ class Tracker:
         self.latest: dict[str, Entry] = {}
         self.inside: Entry | None = None
         self.pending: deque = deque(maxlen=_KEEP_PENDING)
-        self.sent: dict[int, int] = {}
+        self.sent = 0
         self.received = 0
         if self.status is not None:
             self.status[:4] = bytes(4)
@@ -257,7 +257,7 @@ class Tracker:
         peer = ranks[peer] if peer is not None and 0 <= peer < len(ranks) else None
         entry = Entry(op, label, size, peer, ranks, number, time.monotonic(), None, self._caller(), key)
         if op == "send":
-            self.sent[peer] = self.sent.get(peer, 0) + 1
+            self.sent += 1
         elif op == "recv":
             self.received += 1
         else:
@@ -294,11 +294,6 @@ class Tracker:
     def unfinished(self) -> list[Entry]:
         """Operations issued and not completed, oldest first."""
         return [entry for entry, work in list(self.pending) if not work.is_completed()]
-
-    def traffic(self) -> tuple:
-        """Collectives per group and messages per peer: equal books on all ranks mean that no message is left over."""
-        collectives = {key: entry.number for key, entry in self.latest.items()}
-        return collectives, dict(self.sent), self.received
 
 
 _OWN_FILES = {__file__, contextlib.__file__, __file__.replace("ledger.py", "_worker.py")}

@@ -82,7 +82,7 @@ def _draw_buffers(ax: Axes, values: Sequence[Buffer], owners: Sequence[Sequence[
             ax.add_patch(Rectangle((column + 0.04, rank + 0.12), 0.92, 0.76, facecolor="none", **edge))
             if known:
                 text = _number(values[rank][column])
-                size = min(9.5, 52 / len(text))
+                size = min(9.5, 46 / len(text))
                 ax.text(column + 0.5, rank + 0.5, text, ha="center", va="center", fontsize=size, zorder=5)
         ax.text(-0.15, rank + 0.5, f"rank {rank}", ha="right", va="center", fontweight="bold")
         ax.add_patch(Rectangle((-0.1, rank + 0.12), 0.07, 0.76, color=rank_color(rank), linewidth=0))

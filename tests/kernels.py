@@ -205,7 +205,7 @@ class Script:
         path.write_text(text)
         self.env = surroundings(self.temporary, **env)
         self.mark = self.env[MARK]
-        self.text = ""
+        self.text, self.position = "", 0
         self.process = subprocess.Popen(
             [*(prefix or []), sys.executable, str(path)], cwd=self.folder, env=self.env,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -214,20 +214,19 @@ class Script:
         os.set_blocking(self.process.stdout.fileno(), False)
 
     def read(self, until: str | None, timeout: float = 60.0) -> str:
-        """Read until the text `until` has come since the last call, or (None) until the script has ended."""
-        deadline, seen = time.monotonic() + timeout, len(self.text)
-        while until is None or until not in self.text[seen:]:
+        """Read on until the text `until` (or, for None, the script's end) and return what came since the last call."""
+        deadline = time.monotonic() + timeout
+        while True:
             ended = self.process.poll() is not None
-            chunk = self.process.stdout.read()
-            self.text += (chunk or b"").decode(errors="replace")
-            if ended and not chunk:
-                if until is None or until in self.text[seen:]:
-                    break
-                raise AssertionError(f"the script ended without {until!r}:\n{self.text}")
-            if time.monotonic() > deadline:
-                raise AssertionError(f"hang: no {until!r} within {timeout:.0f} s:\n{self.text}")
+            self.text += (self.process.stdout.read() or b"").decode(errors="replace")
+            found = self.text.find(until, self.position) if until else -1
+            if found >= 0 or (ended and until is None):
+                begin, self.position = self.position, found + len(until) if until else len(self.text)
+                return self.text[begin : self.position]
+            if ended or time.monotonic() > deadline:
+                why = "the script ended" if ended else f"hang: {timeout:.0f} s passed"
+                raise AssertionError(f"{why} without {until!r}:\n{self.text}")
             time.sleep(0.01)
-        return self.text[seen:]
 
     def finish(self, timeout: float = 60.0) -> str:
         """Wait for the end, which must be a clean one; return all it printed."""

@@ -659,7 +659,7 @@ def test_progress_bars_end_in_their_last_state(capsys):
 
 
 def test_very_long_output_is_complete_and_in_order(capsys):
-    lines = 20_000
+    lines = 10_000
 
     def talk():
         for i in range(lines):
@@ -674,6 +674,19 @@ def test_very_long_output_is_complete_and_in_order(capsys):
     assert [line.split("] ")[1] for line in out[:lines]] == [str(i) for i in range(lines)]
     assert out[lines].endswith("y" * 1_000_000)
     assert out[lines + 1:] == ["[rank 0] rank 0 done", "[rank 1] rank 1 done"]
+
+
+def test_output_without_end_is_cut_with_a_note_and_the_results_still_come(capsys):
+    def talk():
+        for i in range(100_000):
+            print(i)
+        return dist.get_rank()
+
+    assert launch(talk, world_size=2) == [0, 1]
+    out = capsys.readouterr().out.splitlines()
+    assert 10_000 <= len(out) < 100_000 and "not shown" in out[-1]
+    assert launch(talk, world_size=2) == [0, 1]
+    assert capsys.readouterr().out.splitlines() == out
 
 
 def test_unicode_and_broken_bytes_in_output(capsys):

@@ -12,6 +12,7 @@ import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL
 
 import psutil
 from jupyter_client import KernelManager
@@ -52,7 +53,7 @@ class Kernel:
         }
         specs = KernelSpecManager(kernel_dirs=[str(folder / "specs")], ensure_native_kernel=False)
         self.manager = KernelManager(kernel_name="bench", kernel_spec_manager=specs)
-        self.manager.start_kernel(env=env, cwd=str(folder))
+        self.manager.start_kernel(env=env, cwd=str(folder), stdout=DEVNULL, stderr=DEVNULL)
         self.client = self.manager.blocking_client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)

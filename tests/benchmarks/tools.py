@@ -35,6 +35,7 @@ class Tool:
     ----------
     packages : what is installed next to torch and ipykernel; None: this course's own environment.
     keeps_workers : whether worker processes live on from one call to the next.
+    starts_ranks_in_setup : whether the ranks are there before the first call.
     setup : cells to run before the first call: imports, definitions, starting of engines.
     call : a cell that runs the named workload function on every rank and shows the results.
     loop : the same as a statement, to be timed inside the kernel.
@@ -46,6 +47,7 @@ class Tool:
     setup: Callable[[Setting], list[str]]
     call: Callable[[str, Setting], str]
     loop: Callable[[str, Setting], str] | None = None
+    starts_ranks_in_setup: bool = False
     note: str = ""
 
     def timed(self, name: str, setting: Setting) -> str:
@@ -78,6 +80,7 @@ ipyparallel = Tool(
     ],
     lambda name, s: f"%%px\ngroup()\n{name}()",
     lambda name, s: f"view.apply_sync(ipp.Reference('{name}'))",
+    starts_ranks_in_setup=True,
     note="engines are started by ipp.Cluster and kept; the process group is made in the first call and kept",
 )
 
@@ -97,6 +100,7 @@ nbdistributed = Tool(
     lambda s: ["%load_ext nbdistributed", f"%dist_init -n {s.ranks}", _WAIT_FOR_WORKERS, WORKLOAD],
     lambda name, s: f"{name}()",
     lambda name, s: f"get_ipython().run_cell_magic('distributed', '', '{name}()')",
+    starts_ranks_in_setup=True,
     note="a cell run before the workers are up is lost (30 s): the benchmark waits for them by a private call, "
     "which favours the tool; every call waits in steps of 0.1 s, gives up after 30 s, and the group has torch's 30 min",
 )
@@ -106,8 +110,10 @@ torchrunx = Tool(
     False,
     ("torchrunx==0.4.0",),
     lambda s: ["from torchrunx import Launcher\n\n" + WORKLOAD],
-    lambda name, s: f"Launcher(hostnames=['localhost'], workers_per_host={s.ranks}, backend='gloo', "
-    f"worker_timeout={s.limit}).run({name}).results",
+    lambda name, s: (
+        f"Launcher(hostnames=['localhost'], workers_per_host={s.ranks}, backend='gloo', "
+        f"worker_timeout={s.limit}).run({name}).results"
+    ),
 )
 
 accelerate = Tool(
@@ -120,8 +126,9 @@ accelerate = Tool(
         "    value = in_group(name)\n"
         "    print(f'{value}\\n', end='')\n"
     ],
-    lambda name, s: f"notebook_launcher(show, args=('{name}',), num_processes={s.ranks}, use_port='{s.port}', "
-    "mixed_precision='no')",
+    lambda name, s: (
+        f"notebook_launcher(show, args=('{name}',), num_processes={s.ranks}, use_port='{s.port}', mixed_precision='no')"
+    ),
     note="forks the kernel; results are printed, since it returns none",
 )
 

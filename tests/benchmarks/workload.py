@@ -29,9 +29,9 @@ def memory():
     total = allreduce()
     dist.barrier()
     with open("/proc/self/smaps_rollup") as file:
-        kilobytes = next(line.split()[1] for line in file if line.startswith("Pss:"))
+        sizes = {line.split()[0]: int(line.split()[1]) for line in file if line.startswith("P")}
     dist.barrier()
-    mark("memory", kilobytes)
+    mark("memory", f"{sizes['Pss:']} {sizes['Private_Clean:'] + sizes['Private_Dirty:']}")
     return total
 
 

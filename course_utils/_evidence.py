@@ -1,0 +1,83 @@
+"""Evidence that a rank gives of itself: where it is, and what went wrong, as plain data (private)."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+import time
+import traceback
+
+import torch
+
+from ._text import is_learner
+from .ledger import Entry, tracker
+
+_PACKAGE = os.path.dirname(__file__)
+
+
+def _frame(filename: str, line: int, function: str) -> dict:
+    return {
+        "file": filename, "line": line, "function": function, "learner": is_learner(filename),
+        "text": linecache.getline(filename, line).strip(),
+    }  # fmt: skip
+
+
+def _parts(error: BaseException) -> list[BaseException]:
+    """An exception, and what an exception group holds."""
+    return [error, *(leaf for part in getattr(error, "exceptions", ()) for leaf in _parts(part))]
+
+
+def describe(error: BaseException) -> dict:
+    """An exception as plain data: its classes need not exist in the notebook."""
+    frames = [_frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    while frames and frames[0]["file"].startswith(_PACKAGE) and len(frames) > 1:
+        frames.pop(0)
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return {
+        "text": "\n".join("".join(traceback.format_exception_only(part)).strip() for part in _parts(error)),
+        "frames": frames,
+        "cause": None if cause is None else "".join(traceback.format_exception_only(cause)).strip(),
+        "connection": isinstance(error, RuntimeError) and _is_consequence(str(error)),
+        "time": time.monotonic(),
+    }
+
+
+def _is_consequence(message: str) -> bool:
+    """Whether an error only says that another rank has gone."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed",
+             "Failed to recv", "failed to recv", "Connection refused", "Application timeout caused pair closure",
+             "Pair closure", "remote process exited", "aborted")  # fmt: skip
+    return any(sign in message for sign in signs)
+
+
+def entry_data(entry: Entry | None) -> dict | None:
+    if entry is None:
+        return None
+    return {"op": entry.op, "group": entry.group, "bytes": entry.bytes, "peer": entry.peer, "ranks": entry.ranks,
+            "number": entry.number, "key": entry.key, "where": entry.where}  # fmt: skip
+
+
+def latest() -> dict[str, dict]:
+    """The last collective of each group."""
+    return {key: entry_data(entry) for key, entry in tracker.latest.items()}
+
+
+def standing(phase: str, running: bool) -> dict:
+    """Where this rank is now: its phase, the operation it waits in, the last one it started, the learner's line."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    frames = []
+    while frame is not None:
+        frames.append(_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    line = next((f for f in frames if f["learner"]), None)
+    unfinished = tracker.unfinished()
+    in_torch = bool(frames) and frames[0]["file"].startswith(os.path.dirname(torch.__file__))
+    on_wait = line is not None and (".wait(" in line["text"] or ".synchronize(" in line["text"])
+    waiting = tracker.inside or (unfinished[0] if unfinished and (in_torch or on_wait) else None)
+    return {
+        "phase": phase, "line": line if phase == "running" else None,
+        "waiting": entry_data(waiting) if running else None, "last": entry_data(tracker.last),
+        "latest": latest(),
+    }  # fmt: skip

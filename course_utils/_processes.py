@@ -1,0 +1,143 @@
+"""The processes of the ranks, seen from the notebook: how they start, and the channels to them (private)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import mmap
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import reduction, util
+from multiprocessing.connection import wait
+
+from ._text import is_learner
+
+_STATUS_BYTES = 8192  # the worker's share of the status file; reports of fatal errors follow it
+
+_methods = multiprocessing.get_all_start_methods()
+_context = multiprocessing.get_context("forkserver" if "forkserver" in _methods else "spawn")
+
+
+@contextlib.contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Start processes that do not run the notebook's main module again and that no interrupt hits while they import."""
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        main.__dict__.update(hidden)
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs; it imports torch in the background."""
+    if _context.get_start_method() != "forkserver":
+        return
+    from multiprocessing import forkserver
+
+    _context.set_forkserver_preload(["course_utils._worker"])
+    extra = {"COURSE_UTILS_FOLDER": util.get_temp_dir(), "OMP_NUM_THREADS": "1"}
+    before = {name: os.environ.get(name) for name in extra}
+    with _quiet_start():
+        os.environ.update(extra)
+        try:
+            forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def _run_worker(*arguments) -> None:
+    from . import _worker
+
+    _worker.main(*arguments)
+
+
+class _SharedFile:
+    """A file descriptor that travels to the process being started."""
+
+    def __init__(self, fd: int):
+        self.fd = fd
+
+    def __reduce__(self):
+        return _same, (reduction.DupFd(self.fd),)
+
+
+def _same(value):
+    return value
+
+
+def learner_line(file: str, line: int) -> dict:
+    return {"file": file, "line": line, "text": linecache.getline(file, line).strip()}
+
+
+class Worker:
+    """One rank's process, with the notebook's ends of its channels."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.place: tuple[dict, str, list] | None = None
+        self.sources: dict[str, tuple] = {}
+        self.output_open = True
+        if hasattr(os, "memfd_create"):
+            self.status = os.memfd_create("rank")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.status = os.dup(file.fileno())
+        os.ftruncate(self.status, _STATUS_BYTES)
+        self.task, task = _context.Pipe()
+        self.control, control = _context.Pipe()
+        self.output, output = _context.Pipe(duplex=False)
+        arguments = (rank, task, control, output, _SharedFile(self.status), dict(os.environ))
+        self.process = _context.Process(target=_run_worker, args=arguments, daemon=True, name=f"rank {rank}")
+        try:
+            with _quiet_start():
+                self.process.start()
+        finally:
+            for end in (task, control, output):
+                end.close()
+        self.pid = self.process.pid
+
+    def last_operation(self) -> dict | None:
+        """The last operation that the rank started, readable even when it is dead."""
+        with mmap.mmap(self.status, _STATUS_BYTES, prot=mmap.PROT_READ) as status:
+            size = int.from_bytes(status[:4], "little")
+            text = status[4 : 4 + size]
+        try:
+            op, group, count, peer, ranks, number, where = json.loads(text)
+        except ValueError:
+            return None
+        key = f"{group}|{ranks}"
+        return dict(op=op, group=group, bytes=count, peer=peer, ranks=ranks, number=number, where=where, key=key)
+
+    def fatal_frame(self) -> dict | None:
+        """The learner's innermost line from the newest report that the rank's fault handler wrote."""
+        report = os.pread(self.status, 1 << 16, _STATUS_BYTES).decode(errors="replace")
+        frames = re.findall(r'File "(.*?)", line (\d+) in ', report.rpartition("most recent call first")[2])
+        return next((learner_line(file, int(line)) for file, line in frames if is_learner(file)), None)
+
+    def kill(self) -> None:
+        """End the process and its children at once."""
+        for kill in (os.killpg, os.kill):
+            try:
+                kill(self.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        wait([self.process.sentinel], 1.0)
+
+    def close(self) -> None:
+        self.kill()
+        for end in (self.task, self.control, self.output):
+            end.close()
+        os.close(self.status)

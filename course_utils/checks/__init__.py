@@ -1,0 +1,329 @@
+"""What all exercise checks share: run an answer on real ranks, compare it, read its ledger, refuse it with a hint."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+__all__ = ["CheckFailed", "Exercise", "Outcome", "message_steps", "paper_problem", "values"]
+
+BACKEND = "gloo"  # the same on every machine, whatever GPUs it has
+TIMEOUT = 5.0  # seconds after which an answer counts as hanging
+RELATIVE, ABSOLUTE = 1e-4, 1e-5  # tolerance of results: the order of a sum is free
+_STUB = re.compile(r"NotImplementedError(: Replace this line .*)?")
+_ALONE = re.compile("Connection (closed|reset) by peer")
+
+COMMON_HINTS = {
+    "empty": "Write your answer in the cell above in place of the raise, run that cell, then run this check again.",
+    "not-distributed": "Nothing was sent: each rank worked alone. What the other ranks hold has to reach this one "
+    "through torch.distributed, here and now; nothing about it can be computed locally.",
+    "only-two-ranks": "It is right for 2 ranks and wrong for more. Look for a 2, a 1 - rank or a rank ^ 1 where the "
+    "world size belongs.",
+    "one-rank": "With one rank there is nobody to talk to; the answer must work all the same.",
+    "hang": "At least one rank waits for a call that another rank never makes. The table says where each of them "
+    "waits.",
+    "error": "The function raised an error; the line in your code is named above.",
+    "shape": "Numbers aside, the result has another form than the docstring promises.",
+    "value": "Run the function on 2 ranks with launch, and print what each rank holds before and after each "
+    "collective.",
+    "input-changed": "A collective works in place. Give it a copy (x.clone()) or a new tensor where the caller's "
+    "tensor must survive.",
+    "too-many-bytes": "The result is right, but more bytes move than needed. record() shows the size of each call.",
+}
+
+
+class CheckFailed(AssertionError):
+    """An answer was refused.
+
+    Attributes
+    ----------
+    hint : str
+        Key of the hint that was given.
+    rank : int or None
+        The rank whose result was refused, if one was.
+    """
+
+    def __init__(self, message: str, hint: str, rank: int | None = None):
+        super().__init__(message)
+        self.hint, self.rank = hint, rank
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"CheckFailed: {self}"]
+
+
+@dataclass
+class Outcome:
+    """What one rank brings back: the function's result, what it communicated, its input before and after."""
+
+    result: Any
+    ledger: Any
+    before: Any
+    after: Any
+
+
+def _one_rank(fn: Callable, inputs: Sequence[Any], args: tuple) -> Outcome:
+    import torch.distributed as dist
+
+    from course_utils import record
+
+    x = inputs[dist.get_rank()]
+    before = x.clone()
+    with record() as ledger:
+        result = fn(x, *args)
+    return Outcome(result, ledger, before, x)
+
+
+def _meet() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+@dataclass
+class Exercise:
+    """One run of a check: which exercise, which case it is at, which hints it knows.
+
+    Parameters
+    ----------
+    title : str
+        Begins every message, such as ``Exercise 3``.
+    hints : dict
+        Key to text; added to the common ones.
+    timeout : float
+        Seconds after which an answer counts as hanging.
+    """
+
+    title: str
+    hints: dict[str, str]
+    timeout: float = TIMEOUT
+    case: str = ""
+    fallback: str | None = None
+    world_sizes: list[int] = field(default_factory=list)
+
+    def run(
+        self, fn: Callable, inputs: Sequence[torch.Tensor], *args: Any, case: str = "", fallback: str | None = None
+    ) -> list[Outcome]:
+        """Run ``fn(inputs[rank], *args)`` on ``len(inputs)`` ranks and return the outcomes by rank.
+
+        ``case`` names the inputs in messages. ``fallback`` is the hint for a failure that nothing more exact explains.
+
+        Raises
+        ------
+        CheckFailed
+            The function is not written, raised an error, or did not return in time.
+        """
+        from course_utils import HangError, WorkerError, launch
+
+        n = len(inputs)
+        self.case = f"{n} rank{'s' * (n > 1)}" + (f", {case}" if case else "")
+        seen = max((size for size in self.world_sizes if size != n), default=0)
+        usual = "one-rank" if n == 1 < seen else "only-two-ranks" if seen == 2 < n else None
+        self.fallback = fallback or usual
+        if n not in self.world_sizes:
+            launch(_meet, world_size=n, backend=BACKEND)  # starting ranks is not the answer's time
+        try:
+            outcomes = launch(_one_rank, fn, inputs, args, world_size=n, timeout=self.timeout, backend=BACKEND)
+        except HangError as error:
+            self.refuse("hang", f"the ranks do not finish within {self.timeout:g} s.\n\n{error}")
+        except WorkerError as error:
+            if _ALONE.search(error.exception):
+                self.refuse("hang", f"some ranks wait for others that have finished.\n\n{error}")
+            if _STUB.fullmatch(error.exception):
+                self.refuse("empty", "there is no answer yet.")
+            self.refuse("error", f"an error.\n\n{error}", error.rank)
+        self.world_sizes.append(n)
+        return outcomes
+
+    def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
+        """Raise CheckFailed with the hint ``key``, or the case's fallback if ``key`` explains little."""
+        if key in ("hang", "error", "value", "shape") and self.fallback:
+            key = self.fallback
+        circumstances = [self.case, f"rank {rank}" if rank is not None else ""] if key != "empty" else []
+        where = ", ".join(filter(None, [self.title, *circumstances]))
+        hint = textwrap.fill("Hint: " + (COMMON_HINTS | self.hints)[key], 100, break_on_hyphens=False)
+        raise CheckFailed(f"{where}: {what}\n\n{hint}", key, rank) from None
+
+    def require(self, condition: bool, key: str, what: str, rank: int | None = None) -> None:
+        """Refuse with the hint ``key`` unless ``condition`` holds."""
+        if not condition:
+            self.refuse(key, what, rank)
+
+    def communicates(self, rank: int, outcome: Outcome, world_size: int) -> None:
+        """Refuse an answer that sends and receives nothing although there are other ranks."""
+        self.require(
+            world_size == 1 or len(outcome.ledger) > 0, "not-distributed", "the ledger of this rank is empty.", rank
+        )
+
+    def keeps_input(self, rank: int, outcome: Outcome) -> None:
+        """Refuse an answer that changed its input."""
+        same = outcome.before.shape == outcome.after.shape and torch.equal(outcome.before, outcome.after)
+        self.require(same, "input-changed", "the result is right, but the input x was changed.", rank)
+
+    def equal(
+        self, rank: int, got: Any, expected: torch.Tensor, traps: dict[str, Any] | None = None, what: str = "the result"
+    ) -> None:
+        """Compare with ``expected``; ``traps``, hint key to wrong result(s), say which hint a wrong one gets."""
+        if close(got, expected):
+            return
+        key = next((key for key, wrongs in (traps or {}).items() if any(close(got, w) for w in _listed(wrongs))), None)
+        if key is None:
+            key = "value" if isinstance(got, torch.Tensor) and got.shape == expected.shape else "shape"
+        start = 0
+        if key != "shape" and got.shape == expected.shape:
+            start = int((~torch.isclose(got.double(), expected.double(), RELATIVE, ABSOLUTE)).flatten().nonzero()[0])
+        lines = f"\n  expected  {show(expected, start)}\n  got       {show(got, start)}"
+        self.refuse(key, f"{what} is wrong.{lines}", rank)
+
+    def passed(self, text: str) -> None:
+        """Say that all cases passed, in one line."""
+        sizes = sorted(set(self.world_sizes))
+        ranks = f"on {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks: " if len(sizes) > 1 else ""
+        print(f"{self.title} passed {ranks}{text}")
+
+
+def values(*shape: int, seed: int) -> torch.Tensor:
+    """Random float32 numbers that depend on ``seed`` only, not on the generators that ranks share."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7919 * (seed + 1)))
+
+
+def close(got: Any, expected: Any) -> bool:
+    """Whether two tensors agree in shape and, within the tolerance for results, in value."""
+    if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor) or got.shape != expected.shape:
+        return False
+    return torch.allclose(got.double(), expected.double(), rtol=RELATIVE, atol=ABSOLUTE)
+
+
+def show(value: Any, start: int = 0) -> str:
+    """A result in one line: a tensor's shape, and its numbers from the flat index ``start`` on."""
+    if isinstance(value, torch.Tensor):
+        numbers = ", ".join(f"{v:.6g}" for v in value.detach().flatten()[start : start + 6].tolist())
+        before, after = "…, " if start else "", ", …" if value.numel() > start + 6 else ""
+        return numbers if value.dim() == 0 else f"shape {tuple(value.shape)}: {before}{numbers}{after}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}: " + "; ".join(show(v) for v in value[:4])
+    return "None (no return statement?)" if value is None else f"{type(value).__name__} {value!r}"[:100]
+
+
+def message_steps(ledgers: Sequence[Any]) -> int:
+    """Number of steps that the point-to-point messages of all ranks need.
+
+    In one step a rank sends at most one message and receives at most one, and it can pass on only what came in an
+    earlier step. Computed from the order of the calls on each rank, not from time: a send waits for the receives before
+    it on the same rank.
+
+    Parameters
+    ----------
+    ledgers : sequence of Ledger
+        One per rank.
+    """
+    left = [deque(e for e in ledger if e.op in ("send", "recv")) for ledger in ledgers]
+    sent, received = [0] * len(left), [0] * len(left)  # the step of each rank's last message out and in
+    under_way: dict[tuple[int, int], deque[int]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, calls in enumerate(left):
+            while calls:
+                call = calls[0]
+                if call.op == "send":
+                    sent[rank] = 1 + max(sent[rank], received[rank])
+                    under_way.setdefault((rank, call.peer), deque()).append(sent[rank])
+                else:
+                    sources = range(len(left)) if call.peer is None else [call.peer]
+                    arriving = [under_way[s, rank] for s in sources if under_way.get((s, rank))]
+                    if not arriving:
+                        break
+                    received[rank] = max(received[rank] + 1, min(arriving, key=lambda queue: queue[0]).popleft())
+                calls.popleft()
+                moved = True
+    return max(sent + received)
+
+
+def paper_problem(
+    title: str,
+    fn: Callable[..., Any],
+    right: Callable[..., Any],
+    cases: Sequence[tuple],
+    traps: dict[str, Callable[..., Any] | list[Callable[..., Any]]],
+    hints: dict[str, str],
+    units: Sequence[str],
+    tolerance: float = 0.01,
+) -> None:
+    """Check a computed answer on several inputs; one that equals the result of a known slip gets that slip's hint.
+
+    Parameters
+    ----------
+    fn, right : callable
+        The answer and the solution; they return a number, or a tuple with one number for each of ``units``.
+    cases : sequence of tuple
+        Arguments. The first are those of the text; the others refuse an answer that was typed, not computed.
+    traps : dict
+        Hint key to a callable that makes the slip, or several.
+    units : sequence of str
+        Of each number, for the messages.
+    tolerance : float
+        Relative.
+
+    Raises
+    ------
+    CheckFailed
+        With the hint of the slip.
+    """
+    exercise = Exercise(title, _PAPER_HINTS | hints)
+    answers = []
+    for case in cases:
+        exercise.case = f"arguments {', '.join(v if isinstance(v, str) else f'{v:.6g}' for v in case)}"
+        try:
+            got = fn(*case)
+        except NotImplementedError:
+            exercise.refuse("empty", "there is no answer yet.")
+        got, expected = _numbers(got), _numbers(right(*case))
+        text = _quantities(got or (), units)
+        complete = got is not None and len(got) == len(units)
+        exercise.require(complete, "number", f"the function returned {text or 'no number'}.")
+        answers.append(got)
+        if not _agree(got, expected, tolerance):
+            slips = ((key, _numbers(slip(*case))) for key, some in traps.items() for slip in _listed(some))
+            key = next((key for key, wrong in slips if _agree(got, wrong, tolerance)), "numbers")
+            if len(answers) > 1 and got == answers[0]:
+                key = "typed"
+            exercise.refuse(
+                key, f"the answer is wrong.\n  expected  {_quantities(expected, units)}\n  got       {text}"
+            )
+    print(f"{title} passed: {_quantities(answers[0], units)}.")
+
+
+_PAPER_HINTS = {
+    "number": "Return a number, or as many as the docstring says, in the units it names.",
+    "numbers": "Write the units beside every factor and cancel them; then try the formula on 2 ranks by hand.",
+    "typed": "The answer does not change with the arguments. Compute it from them.",
+}
+
+
+def _listed(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def _numbers(value: Any) -> tuple[float, ...] | None:
+    try:
+        return tuple(float(v) for v in (value if isinstance(value, (tuple, list)) else (value,)))
+    except (TypeError, ValueError):
+        return None
+
+
+def _agree(got: tuple[float, ...], expected: tuple[float, ...], tolerance: float) -> bool:
+    return len(got) == len(expected) and all(
+        math.isclose(g, e, rel_tol=tolerance) for g, e in zip(got, expected, strict=True)
+    )
+
+
+def _quantities(numbers: Sequence[float], units: Sequence[str]) -> str:
+    labels = [*units, *[""] * len(numbers)]
+    return ", ".join(f"{number:.4g} {unit}".strip() for number, unit in zip(numbers, labels, strict=False))

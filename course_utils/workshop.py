@@ -1,0 +1,327 @@
+"""Command line for those who run or write the course: ``python -m course_utils.workshop doctor|build|check|…``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["build", "check", "chromium", "doctor", "execute", "grade", "machine", "main", "restore"]
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("notebooks", "exercises", "solutions")
+
+
+def _smi(*arguments: str) -> str:
+    """Output of nvidia-smi, empty where there is none."""
+    smi = shutil.which("nvidia-smi") or "/usr/lib/wsl/lib/nvidia-smi"
+    if not os.path.exists(smi):
+        return ""
+    return subprocess.run([smi, *arguments], capture_output=True, text=True, timeout=60, check=False).stdout
+
+
+def _links(topology: str, gpus: int) -> dict[str, str]:
+    """Read the GPU part of ``nvidia-smi topo -m``: ``{"0-1": "NV18", …}``."""
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
+    kinds = {row[0]: row[1 : gpus + 1] for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > gpus}
+    return {f"{a}-{b}": kinds[f"GPU{a}"][b] for a in range(gpus) for b in range(a + 1, gpus) if f"GPU{a}" in kinds}
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine, and what of the course is real on it; never initialises CUDA.
+
+    Returns
+    -------
+    dict
+        ``python``, ``torch`` and ``system``: versions; ``cores``: those this process may use; ``memory``: bytes;
+        ``gpus``: list of ``{"name", "memory"}`` (bytes); ``links``: kind of link by pair of GPUs, in nvidia-smi's
+        terms (``NV18`` is 18 NVLinks, ``PIX``, ``PHB`` and ``SYS`` are ever longer ways over PCIe);
+        ``world_size`` and ``backend``: what ``launch`` takes by default; ``real`` and ``emulated``: lists of sentences.
+    """
+    import psutil
+    import torch
+
+    from .launcher import gpu_count, settle
+
+    count = gpu_count()
+    listing = _smi("--query-gpu=name,memory.total", "--format=csv,noheader,nounits") if count else ""
+    rows = [line.rsplit(",", 1) for line in listing.splitlines()[:count]]
+    gpus = [{"name": name.strip(), "memory": int(mebibytes) * 2**20} for name, mebibytes in rows]
+    gpus += [{"name": "GPU", "memory": 0}] * (count - len(gpus))
+    world_size, _ = settle(None, "gloo")
+    backend = "nccl" if count >= world_size else "gloo"
+    real = [f"{world_size} ranks: separate processes in a real process group ({backend})"]
+    emulated = ["several hosts: played by processes on this one"]
+    if backend == "nccl":
+        real += ["the links between GPUs: measured, and used by every collective"]
+    else:
+        real += ["the bytes that ranks exchange, and results equal to one process"]
+        emulated = ["GPU links (NVLink, PCIe, InfiniBand): modelled, or quoted from a source", *emulated]
+    if count:
+        real += ["GPU kernels and GPU memory: measured" + (" on one GPU at a time" if backend == "gloo" else "")]
+    else:
+        emulated = ["GPU speed and GPU memory: modelled, or quoted from a source", *emulated]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+        "gpus": gpus,
+        "links": _links(_smi("topo", "-m"), count) if count > 1 else {},
+        "world_size": world_size,
+        "backend": backend,
+        "real": real,
+        "emulated": emulated,
+    }
+
+
+def chromium() -> str | None:
+    """Path of a Chromium or Chrome for the browser tests."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    places = [*map(shutil.which, names), "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"]
+    return next((place for place in places if place and os.path.exists(place)), None)
+
+
+def doctor() -> bool:
+    """Print a report on this machine, after a real launch of two ranks; return whether the course can run."""
+    found = machine()
+    gpus = [f"{gpu['name']} ({gpu['memory'] / 1e9:.0f} GB)" for gpu in found["gpus"]]
+    report = {
+        "Python": f"{found['python']} on {found['system']}",
+        "torch": found["torch"],
+        "cores": found["cores"],
+        "memory": f"{found['memory'] / 1e9:.0f} GB",
+        "GPUs": ", ".join(gpus) or "none (none is needed)",
+        "links": ", ".join(f"{pair} {kind}" for pair, kind in found["links"].items()) or "no GPU pairs",
+        "ranks": f"{found['world_size']} by default, over {found['backend']}",
+        "Chromium": "yes" if chromium() else "no (only tests need it)",
+    }
+    print("\n".join(f"{name:9} {value}" for name, value in report.items()))
+    start = time.perf_counter()
+    try:
+        sums = _sum_of_two_ranks()
+    except Exception as error:
+        print(f"launch    failed\n\n{error}")
+        return False
+    print(f"launch    2 ranks, one all_reduce: {sums} in {time.perf_counter() - start:.1f} s")
+    print("\n".join(["", "real here:", *found["real"], "", "emulated here:", *found["emulated"]]))
+    return sums == [3.0, 3.0]
+
+
+def _sum_of_two_ranks() -> list[float]:
+    from . import launch, shutdown
+
+    def add() -> float:
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(total)
+        return total.item()
+
+    try:
+        return launch(add, world_size=2, backend="gloo", timeout=120)
+    finally:
+        shutdown()
+
+
+def _targets(root: Path, names: list[str]) -> dict[Path, tuple[Any, bool]]:
+    """Every notebook that the sources give: path, notebook without outputs, whether it is executed."""
+    from ._notebooks import from_text, mark_exercises, strip
+
+    targets: dict[Path, tuple[Any, bool]] = {}
+    for source in sorted((root / "sources").glob("[0-9][0-9]_*.py")):
+        name = source.stem.removesuffix("_exercises")
+        if names and name not in names:
+            continue
+        nb = from_text(source.read_text(encoding="utf-8"))
+        if source.stem == name:
+            targets[root / "notebooks" / f"{name}.ipynb"] = (nb, True)
+        else:
+            nb = mark_exercises(nb)
+            targets[root / "exercises" / f"{name}.ipynb"] = (strip(nb), False)
+            targets[root / "solutions" / f"{name}.ipynb"] = (nb, True)
+    if not targets:
+        raise SystemExit(f"no source in {root.name}/sources" + (f" for {', '.join(names)}" if names else ""))
+    return targets
+
+
+def _state(path: Path, text: Any, executed: bool) -> str:
+    """Say what is wrong with a built notebook; empty if it is up to date."""
+    import nbformat
+
+    from ._notebooks import differences, leaks, normalise
+
+    if not path.exists():
+        return "missing"
+    built = nbformat.read(path, as_version=4)
+    if found := differences(built, text):
+        return found
+    code = [cell for cell in built.cells if cell.cell_type == "code" and cell.source.strip()]
+    if executed and not all(cell.execution_count for cell in code):
+        return "not executed from top to bottom"
+    if any(output.output_type == "error" for cell in code for output in cell.outputs):
+        return "a cell ends in an error"
+    if nbformat.writes(normalise(built)) != path.read_text(encoding="utf-8").rstrip("\n"):
+        return "not in normal form"
+    return "; ".join(leaks(built))
+
+
+def check(root: Path = ROOT) -> list[str]:
+    """List the notebooks that differ from their text, without running anything."""
+    targets = _targets(root, [])
+    wrong = {path: _state(path, nb, executed) for path, (nb, executed) in targets.items()}
+    numbered = {path for folder in FOLDERS for path in (root / folder).glob("[0-9][0-9]_*.ipynb")}
+    wrong |= {path: "has no source" for path in numbered - targets.keys()}
+    return [f"{path.relative_to(root)}: {state}" for path, state in sorted(wrong.items()) if state]
+
+
+def build(root: Path = ROOT, names: list[str] | None = None, force: bool = False, jobs: int = 1) -> list[str]:
+    """Make notebooks from sources; run those whose text changed, or all with ``force``. Returns what failed."""
+    import nbformat
+
+    from ._notebooks import NotebookFailed, leaks, limited, normalise
+    from ._notebooks import execute as run
+
+    async def make(path: Path, nb: Any, executed: bool) -> None:
+        start = time.perf_counter()
+        path.parent.mkdir(exist_ok=True)
+        nb = normalise(await run(nb, path) if executed else nb)
+        if found := leaks(nb):
+            raise NotebookFailed(f"{path.relative_to(root)}: belongs to this machine: {'; '.join(found)}")
+        path.write_text(nbformat.writes(nb) + "\n", encoding="utf-8")
+        took = f" ({time.perf_counter() - start:.0f} s)" if executed else ""
+        print(f"built {path.relative_to(root)}{took}", flush=True)
+
+    targets = _targets(root, names or [])
+    stale = [make(path, *what) for path, what in targets.items() if force or _state(path, *what)]
+    print(f"{len(targets) - len(stale)} of {len(targets)} notebooks are up to date")
+    return [message for message in asyncio.run(limited(jobs, stale)) if message]
+
+
+def execute(paths: list[Path], jobs: int = 1, timeout: int = 300) -> list[str]:
+    """Run notebooks without changing them, ``timeout`` seconds a cell at most. Returns what failed."""
+    import nbformat
+
+    from ._notebooks import execute as run
+    from ._notebooks import limited
+
+    async def one(path: Path) -> None:
+        start = time.perf_counter()
+        await run(nbformat.read(path, as_version=4), path, timeout)
+        print(f"passed {path} ({time.perf_counter() - start:.0f} s)", flush=True)
+
+    return [message for message in asyncio.run(limited(jobs, [one(path) for path in paths])) if message]
+
+
+def grade(folder: Path, jobs: int = 1, timeout: int = 120, limit: int = 600, root: Path = ROOT) -> list[dict[str, Any]]:
+    """Run the checks of every exercise notebook below a folder.
+
+    A submission is any notebook whose name contains that of an exercise notebook (``02_collectives``). Its check cells
+    are replaced by the original ones. It runs learners' code: use an account or a container made for that.
+
+    Parameters
+    ----------
+    folder : Path
+        Searched with its sub-folders.
+    timeout, limit : int
+        Seconds allowed for a cell, which is then interrupted, and for a notebook, which is then ended.
+
+    Returns
+    -------
+    list of dict
+        ``submission``, ``notebook``, ``passed``, ``total``, ``failed`` (names of checks) and ``note``, one a notebook.
+    """
+    from ._grade import grade_notebook
+    from ._notebooks import limited
+
+    originals = {path.stem: path for path in sorted((root / "exercises").glob("*.ipynb"))}
+    work = [
+        grade_notebook(path, str(path.relative_to(folder).with_suffix("")), original, timeout, limit)
+        for path in sorted(folder.rglob("*.ipynb"))
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        for name, original in originals.items()
+        if name in path.stem
+    ]
+    return asyncio.run(limited(jobs, work))
+
+
+def restore(root: Path = ROOT) -> list[Path]:
+    """Bring the committed notebooks back; what differs from them is copied to ``saved/`` first and returned."""
+    git = ["git", "-C", str(root)]
+    listing = subprocess.run([*git, "diff", "--name-only", "HEAD", "--", *FOLDERS], capture_output=True, text=True)
+    if listing.returncode:
+        raise SystemExit("this copy of the course is not a git clone; download it again for the original notebooks")
+    changed = [Path(line) for line in listing.stdout.splitlines()]
+    saved = root / "saved" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    for path in changed:
+        if (root / path).exists():
+            (saved / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / path, saved / path)
+    if changed:
+        subprocess.run([*git, "checkout", "--quiet", "HEAD", "--", *map(str, changed)], check=True)
+        print(f"restored {len(changed)}; yours are in {saved.relative_to(root)}")
+    return changed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of ``python -m course_utils.workshop``; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m course_utils.workshop", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="report on this machine and start two ranks")
+    make = commands.add_parser("build", help="make notebooks from sources, executing what changed")
+    make.add_argument("names", nargs="*", help="such as 02_collectives; default: all")
+    make.add_argument("--force", action="store_true", help="execute even where the text is unchanged")
+    commands.add_parser("check", help="fail when notebooks and sources differ")
+    run = commands.add_parser("execute", help="run notebooks and report the first failing cell of each")
+    run.add_argument("paths", nargs="*", type=Path, help="default: all lessons and solutions")
+    marks = commands.add_parser("grade", help="run the checks of submitted exercise notebooks")
+    marks.add_argument("folder", type=Path)
+    marks.add_argument("--csv", type=Path, help="write the table here as well")
+    commands.add_parser("restore", help="bring the committed notebooks back, keeping changed ones in saved/")
+    for command in (make, run, marks):
+        command.add_argument("--jobs", type=int, default=1, help="notebooks at a time")
+    for command, seconds in ((run, 300), (marks, 120)):
+        command.add_argument("--timeout", type=int, default=seconds, help="seconds for a cell")
+    given = parser.parse_args(arguments)
+
+    failed: list[str] = []
+    if given.command == "doctor":
+        return 0 if doctor() else 1
+    if given.command == "restore":
+        restore()
+    elif given.command == "build":
+        failed = build(ROOT, given.names, given.force, given.jobs)
+    elif given.command == "check":
+        failed = check()
+    elif given.command == "execute":
+        paths = given.paths or [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("solutions/*.ipynb")]
+        failed = execute(sorted(paths), given.jobs, given.timeout)
+    elif given.command == "grade":
+        rows = grade(given.folder, given.jobs, given.timeout)
+        _write_table(rows, sys.stdout)
+        if given.csv:
+            with given.csv.open("w", newline="", encoding="utf-8") as file:
+                _write_table(rows, file)
+    print("\n".join(failed), file=sys.stderr, end="\n" if failed else "")
+    return 1 if failed else 0
+
+
+def _write_table(rows: list[dict[str, Any]], file) -> None:
+    table = csv.DictWriter(file, ["submission", "notebook", "passed", "total", "failed", "note"], lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What is measured of this course's launcher alone: many ranks, and the cost of the ledger."""
+
+import json
+from pathlib import Path
+
+import tools
+from kernel import kernel
+from scenarios import first_result_cold, first_result_ready, must
+
+LEDGER = """
+import statistics, time
+import torch
+from course_utils import launch, record
+
+def overhead(blocks, steps):
+    from course_utils.ledger import tracker
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    batch = torch.randn(32, 512)
+
+    def block():
+        start = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            ddp(batch).square().mean().backward()
+            optimizer.step()
+        return (time.perf_counter() - start) / steps
+
+    def without():
+        tracker.uninstall()
+        return block()
+
+    def installed():
+        tracker.install()
+        return block()
+
+    def recorded():
+        with record():
+            return block()
+
+    kinds = [without, installed, recorded]
+    times = {kind.__name__: [] for kind in kinds}
+    block()
+    for i in range(blocks):
+        for kind in kinds[i % 3:] + kinds[: i % 3]:
+            times[kind.__name__].append(kind())
+    tracker.install()
+    return {name: statistics.median(values) for name, values in times.items()}
+"""
+
+
+def ledger_overhead(python: Path, ranks: int, blocks: int, steps: int) -> dict:
+    """Seconds of a step of DDP on rank 0, without the ledger, with it watching, and while recording; and the ratios."""
+    with kernel(python) as k:
+        call = (
+            f"import json\nprint(json.dumps(launch(overhead, {blocks}, {steps}, world_size={ranks}, timeout=300)[0]))"
+        )
+        cell = must(k.run(LEDGER, call, limit=330), "ledger")
+    step = json.loads(cell.text.strip().splitlines()[-1])
+    return {
+        "ranks": ranks,
+        "step_s": step,
+        "ratio_watching": step["installed"] / step["without"],
+        "ratio_recording": step["recorded"] / step["without"],
+    }
+
+
+def many_ranks(python: Path, ranks: int) -> dict:
+    """Seconds to the first result on many ranks, from a cold kernel and when the server is ready."""
+    return {
+        "ranks": ranks,
+        "cold_s": first_result_cold(tools.course, python, ranks),
+        "ready_s": first_result_ready(tools.course, python, ranks),
+    }

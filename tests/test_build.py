@@ -1,0 +1,341 @@
+"""Notebooks come from text, one way, and twice the same; exercises lose their solutions and stay gradable."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from course_utils import workshop
+from course_utils._notebooks import from_text, leaks, normalise
+
+LESSON = """\
+# %% [markdown]
+# # Does a small notebook build?
+
+# %% tags=["parameters"]
+import sys
+
+import ipywidgets as widgets
+
+world_size = 4
+
+# %%
+print("one")
+print("two", file=sys.stderr)
+print("three")
+
+# %%
+orphan = widgets.IntText()
+slider = widgets.IntSlider(value=1, min=0, max=5)
+picture = widgets.HTML("1")
+slider.observe(lambda change: setattr(picture, "value", str(change["new"])), "value")
+widgets.VBox([slider, picture])
+
+# %%
+mirror = widgets.IntText()
+link = widgets.jslink((slider, "value"), (mirror, "value"))
+mirror
+"""
+
+EXERCISES = '''\
+# %% [markdown]
+# # Can you add and double?
+
+# %% tags=["parameters"]
+class check:
+    @staticmethod
+    def add(fn):
+        assert fn(1, 2) == 3
+
+    @staticmethod
+    def double(number):
+        assert number == 4
+
+# %%
+def add(a, b):
+    """Return the sum."""
+    ### BEGIN SOLUTION
+    total = a + b
+    return total
+    ### END SOLUTION
+
+# %%
+check.add(add)
+
+# %%
+### BEGIN SOLUTION
+doubled = 2 * 2
+### END SOLUTION
+
+# %%
+check.double(doubled)
+'''
+
+ORIGINALS = [f"{folder}/90_small.ipynb" for folder in ("exercises", "notebooks", "solutions")]
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A course of one lesson and its exercises, built."""
+    root = tmp_path_factory.mktemp("course")
+    (root / "sources").mkdir()
+    (root / "sources" / "90_small.py").write_text(LESSON)
+    (root / "sources" / "90_small_exercises.py").write_text(EXERCISES)
+    assert workshop.build(root) == []
+    return root
+
+
+def read(root: Path, name: str) -> nbformat.NotebookNode:
+    return nbformat.read(root / name, as_version=4)
+
+
+def test_notebooks_of_the_course_are_what_their_text_says():
+    assert workshop.check() == []
+
+
+def test_building_twice_leaves_no_difference(course: Path):
+    before = {name: (course / name).read_bytes() for name in ORIGINALS}
+    assert workshop.build(course, force=True) == []
+    assert {name: (course / name).read_bytes() for name in ORIGINALS} == before
+    assert workshop.check(course) == []
+
+
+def test_unchanged_text_is_not_executed_again(course: Path, capsys: pytest.CaptureFixture[str]):
+    assert workshop.build(course) == []
+    assert capsys.readouterr().out == "3 of 3 notebooks are up to date\n"
+
+
+def test_built_notebook_carries_nothing_of_the_run_but_its_outputs(course: Path):
+    nb = read(course, "notebooks/90_small.ipynb")
+    nbformat.validate(nb)
+    assert nb.metadata.keys() == {"kernelspec", "language_info", "widgets"}
+    assert nb.metadata.language_info == {"name": "python"}
+    code = [cell for cell in nb.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [1, 2, 3, 4]
+    assert all(cell.metadata.keys() <= {"tags"} for cell in nb.cells)
+    assert [(o.name, o.text) for o in code[1].outputs] == [("stdout", "one\nthree\n"), ("stderr", "two\n")]
+
+
+def test_widget_models_are_numbered_and_orphans_dropped(course: Path):
+    nb = read(course, "notebooks/90_small.ipynb")
+    state = nb.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
+    assert sorted(state) == [f"{number:032x}" for number in range(len(state))]
+    names = [model["model_name"] for model in state.values()]
+    assert names.count("IntTextModel") == 1  # the mirror, not the orphan
+    assert names.count("LinkModel") == 1
+    views = [o.data["application/vnd.jupyter.widget-view+json"].model_id for c in nb.cells[-2:] for o in c.outputs]
+    assert [state[view]["model_name"] for view in views] == ["VBoxModel", "IntTextModel"]
+
+
+def test_streams_around_a_rich_output_stay_around_it():
+    cell = nbformat.v4.new_code_cell("x", execution_count=7)
+    chunk = nbformat.v4.new_output
+    image = chunk("display_data", data={"text/plain": "picture"})
+    texts = [chunk("stream", name="stdout", text=text) for text in ("a", "b", "c")]
+    cell.outputs = [texts[0], texts[1], image, texts[2]]
+    nb = nbformat.v4.new_notebook(cells=[cell], metadata=from_text("").metadata)
+    assert [o.get("text", "picture") for o in normalise(nb).cells[0].outputs] == ["ab", "picture", "c"]
+
+
+def test_same_source_in_two_cells_has_two_ids():
+    ids = [cell.id for cell in from_text("# %%\nx = 1\n\n# %%\nx = 1\n").cells]
+    assert len(set(ids)) == 2
+
+
+def test_exercises_lose_solutions_and_keep_everything_else(course: Path):
+    text = (course / "exercises/90_small.ipynb").read_text()
+    assert "SOLUTION" not in text and "total = a + b" not in text and "2 * 2" not in text
+    cells = read(course, "exercises/90_small.ipynb").cells
+    assert cells[2].source.startswith('def add(a, b):\n    """Return the sum."""\n    raise NotImplementedError("')
+    assert cells[4].source.startswith('raise NotImplementedError("')
+    assert [c.source for c in cells[3::2]] == ["check.add(add)", "check.double(doubled)"]
+    assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in cells)
+
+
+def change(path: Path, old: str, new: str) -> str:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "complaint"),
+    [
+        ("notebooks/90_small.ipynb", "Does a small", "Will a small", "cell 1 is not what the text says"),
+        ("notebooks/90_small.ipynb", '"execution_count": 2', '"execution_count": null', "not executed"),
+        ("notebooks/90_small.ipynb", '"execution_count": 2', '"execution_count": 9', "not in normal form"),
+        ("notebooks/90_small.ipynb", "three\\n", "/home/somebody/three\\n", "/home/somebody"),
+        ("solutions/90_small.ipynb", "total = a + b", "total = b + a", "cell 3 is not what the text says"),
+        ("exercises/90_small.ipynb", "check.add(add)", "pass", "cell 4 is not what the text says"),
+        ("sources/90_small.py", "print(\"three\")", "print(3)", "cell 3 is not what the text says"),
+    ],
+    ids=["text", "not-run", "count", "path", "solution", "exercise", "source"],
+)  # fmt: skip
+def test_check_names_what_differs(course: Path, name: str, old: str, new: str, complaint: str):
+    before = change(course / name, old, new)
+    try:
+        found = workshop.check(course)
+        assert len(found) == 1 and complaint in found[0] and "90_small.ipynb" in found[0]
+    finally:
+        (course / name).write_text(before)
+
+
+def test_check_finds_a_notebook_without_source(course: Path):
+    stray = course / "notebooks" / "91_stray.ipynb"
+    stray.write_bytes((course / "notebooks/90_small.ipynb").read_bytes())
+    try:
+        assert workshop.check(course) == ["notebooks/91_stray.ipynb: has no source"]
+    finally:
+        stray.unlink()
+
+
+def test_failing_cell_is_named(tmp_path: Path):
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "90_bad.py").write_text("# %% [markdown]\n# # Bad?\n\n# %%\nx = 1\n\n# %%\nx / 0\n")
+    failed = workshop.build(tmp_path)
+    assert len(failed) == 1
+    assert "90_bad.ipynb: cell 3 (In [2]) ends in ZeroDivisionError: division by zero" in failed[0]
+    assert "    x / 0" in failed[0]
+    assert not (tmp_path / "notebooks/90_bad.ipynb").exists()
+
+
+def test_machine_paths_are_found_but_pictures_are_not_searched():
+    cell = nbformat.v4.new_code_cell("x")
+    cell.outputs = [
+        nbformat.v4.new_output("stream", name="stdout", text="see /tmp/abc/x.py, object at 0x7f12345678ab\n"),
+        nbformat.v4.new_output("display_data", data={"image/png": "aa/tmp/abc/d=="}),
+    ]
+    found = leaks(nbformat.v4.new_notebook(cells=[cell]))
+    assert found == ["cell 1: /tmp/abc/x.py", "cell 1: 0x7f12345678ab"]
+
+
+@pytest.mark.filterwarnings("ignore::Warning:nbgrader")  # of its own database code
+def test_instructors_nbgrader_makes_and_grades_the_assignment(
+    course: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from nbgrader.apps import NbGraderAPI
+    from traitlets.config import Config
+
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    config = Config()
+    config.CourseDirectory.root = str(tmp_path)
+    config.CourseDirectory.db_url = f"sqlite:///{tmp_path}/gradebook.db"
+    config.Exchange.root = str(tmp_path)
+    solution = (course / "solutions/90_small.ipynb").read_bytes()
+    wrong = solution.replace(b"total = a + b", b"total = a - b")
+    for place, content in (("source", solution), ("submitted/ada", solution), ("submitted/bob", wrong)):
+        (tmp_path / place / "adding").mkdir(parents=True)
+        (tmp_path / place / "adding" / "90_small.ipynb").write_bytes(content)
+    api = NbGraderAPI(config=config)
+    assert api.generate_assignment("adding")["success"]
+    assert "SOLUTION" not in (tmp_path / "release/adding/90_small.ipynb").read_text()
+    scores = {}
+    for student in ("ada", "bob"):
+        done = api.autograde("adding", student)
+        assert done["success"], done
+        scores[student] = api.get_submission("adding", student)["score"]
+    assert scores == {"ada": 2, "bob": 1}
+
+
+SUBMISSIONS = {
+    "ada": {},
+    "bob": {"return total": "return total + 1"},
+    "cyd": {"total = a + b": "while True: pass"},
+    "dan": {"total = a + b": "__import__('os')._exit(1)"},
+    "eve": {"return total": "return total + 1", "check.add(add)": "pass"},
+}
+
+
+def test_grading_survives_every_submission_and_counts_checks(course: Path, tmp_path: Path):
+    solution = (course / "solutions/90_small.ipynb").read_text()
+    for student, edits in SUBMISSIONS.items():
+        text = solution
+        for old, new in edits.items():
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / student).mkdir()
+        (tmp_path / student / "90_small.ipynb").write_text(text)
+    (tmp_path / "fay_90_small.ipynb").write_text("{")
+    empty = (course / "exercises/90_small.ipynb").read_text()
+    (tmp_path / "gil_90_small.ipynb").write_text(empty)
+    rows = {row["submission"]: row for row in workshop.grade(tmp_path, jobs=2, timeout=3, root=course)}
+    assert {name: (row["passed"], row["failed"]) for name, row in rows.items()} == {
+        "ada/90_small": (2, ""),
+        "bob/90_small": (1, "check_add"),
+        "cyd/90_small": (1, "check_add"),
+        "dan/90_small": (0, "check_add check_double"),
+        "eve/90_small": (1, "check_add"),
+        "fay_90_small": (0, "check_add check_double"),
+        "gil_90_small": (0, "check_add check_double"),
+    }
+    assert rows["dan/90_small"]["note"] == "its kernel died"
+    assert rows["fay_90_small"]["note"]
+    assert all(row["total"] == 2 for row in rows.values())
+
+
+def test_grading_ends_a_notebook_at_its_limit(course: Path, tmp_path: Path):
+    nb = read(course, "solutions/90_small.ipynb")
+    stubborn = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+    nb.cells.insert(1, nbformat.v4.new_code_cell(stubborn))
+    nbformat.write(nb, tmp_path / "90_small.ipynb")
+    (row,) = workshop.grade(tmp_path, timeout=1, limit=8, root=course)
+    assert (row["passed"], row["note"]) == (0, "ended after 8 s")
+
+
+def test_restore_brings_originals_back_and_keeps_the_learners_copy(course: Path, tmp_path: Path):
+    for name in ORIGINALS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((course / name).read_bytes())
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@localhost"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "start"], check=True)
+    mine = tmp_path / "exercises/90_small.ipynb"
+    mine.write_text(json.dumps({"mine": True}))
+    (tmp_path / "notebooks/90_small.ipynb").unlink()
+    (tmp_path / "notebooks/own.ipynb").write_text("{}")
+    assert [str(path) for path in workshop.restore(tmp_path)] == ORIGINALS[:2]
+    assert all((tmp_path / name).read_bytes() == (course / name).read_bytes() for name in ORIGINALS)
+    assert (tmp_path / "notebooks/own.ipynb").exists()
+    (kept,) = (tmp_path / "saved").rglob("*.ipynb")
+    assert json.loads(kept.read_text()) == {"mine": True}
+
+
+def test_execute_reports_the_notebook_that_fails(course: Path, tmp_path: Path):
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")], metadata=from_text("").metadata)
+    nbformat.write(nb, tmp_path / "bad.ipynb")
+    before = (course / "solutions/90_small.ipynb").read_bytes()
+    failed = workshop.execute([course / "solutions/90_small.ipynb", tmp_path / "bad.ipynb"], jobs=2)
+    assert len(failed) == 1 and "bad.ipynb: cell 1 (In [1]) ends in ZeroDivisionError" in failed[0]
+    assert (course / "solutions/90_small.ipynb").read_bytes() == before
+
+
+def test_dead_kernel_is_a_failure_not_a_hang(tmp_path: Path):
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import os; os._exit(1)")])
+    nbformat.write(nb, tmp_path / "dead.ipynb")
+    (failed,) = workshop.execute([tmp_path / "dead.ipynb"])
+    assert "Kernel died" in failed
+
+
+def test_doctor_passes_here(capsys: pytest.CaptureFixture[str]):
+    assert workshop.doctor()
+    out = capsys.readouterr().out
+    assert "2 ranks, one all_reduce: [3.0, 3.0]" in out and "real here:" in out and "emulated here:" in out
+
+
+def test_topology_of_gpus_is_read_by_pair():
+    rows = ["\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\x1b[0m", "GPU0\t X \tNV18\tSYS\tPIX"]
+    rows += ["GPU1\tNV18\t X \tPHB\tSYS", "GPU2\tSYS\tPHB\t X \tSYS", "NIC0\tPIX\tSYS\tSYS\t X "]
+    assert workshop._links("\n".join(rows), 3) == {"0-1": "NV18", "0-2": "SYS", "1-2": "PHB"}
+
+
+def test_not_an_exercise_is_no_submission(course: Path, tmp_path: Path):
+    (tmp_path / "other.ipynb").write_text("{}")
+    assert workshop.grade(tmp_path, root=course) == []

@@ -1,0 +1,349 @@
+"""Promises of `launch` that only a real kernel can show: cells, live streams, figures, interrupt, restart, kill."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from kernels import Kernel, left_behind, marked
+
+pytestmark = pytest.mark.guard(120)
+
+IMPORTS = """
+import os, threading, time
+import torch
+import torch.distributed as dist
+from course_utils import HangError, WorkerError, launch
+"""
+NEXT = "launch(lambda: dist.get_rank() + 5, world_size=2)"
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    with Kernel() as kernel:
+        kernel.good(IMPORTS)
+        yield kernel
+
+
+def works(kernel: Kernel) -> None:
+    assert kernel.good(NEXT).value == "[5, 6]"
+
+
+# --- cells ---------------------------------------------------------------------------------------------------------
+
+
+def test_functions_classes_and_globals_of_other_cells_reach_the_ranks(kernel):
+    kernel.good("scale = 3\ndef helper(x):\n    return scale * x")
+    kernel.good("class Net(torch.nn.Module):\n    def forward(self, x):\n        return helper(x) + dist.get_rank()")
+    assert kernel.good("launch(lambda: Net()(torch.ones(1)).item(), world_size=2)").value == "[3.0, 4.0]"
+    results = kernel.good("nets = launch(Net, world_size=2)\n[type(n) is Net for n in nets]")
+    assert results.value == "[True, True]"
+
+
+def test_the_newest_definition_counts(kernel):
+    kernel.good("def version():\n    return 'old'\ndef ask():\n    return version()")
+    assert kernel.good("launch(ask, world_size=2)").value == "['old', 'old']"
+    kernel.good("def version():\n    return 'new'")
+    assert kernel.good("launch(ask, world_size=2)").value == "['new', 'new']"
+
+
+def test_exceptions_and_dataclasses_of_a_cell_come_back_as_their_own_class(kernel):
+    kernel.good("from dataclasses import dataclass\n@dataclass\nclass Report:\n    rank: int")
+    code = "reports = launch(lambda: Report(dist.get_rank()), world_size=2)\nreports == [Report(0), Report(1)]"
+    assert kernel.good(code).value == "True"
+
+
+def test_a_cell_that_awaits_can_launch(kernel):
+    assert kernel.good(f"import asyncio\nawait asyncio.sleep(0)\n{NEXT}").value == "[5, 6]"
+
+
+def test_a_thread_of_the_notebook_can_launch(kernel):
+    kernel.good(f"got = []\nthread = threading.Thread(target=lambda: got.append({NEXT}))")
+    kernel.good("thread.start()\nthread.join()")
+    assert kernel.good("got").value == "[[5, 6]]"
+
+
+# --- output --------------------------------------------------------------------------------------------------------
+
+
+def test_output_reaches_the_cell_live_and_merged(kernel):
+    """The ranks go on only once their first line has been seen in the cell."""
+    cell = kernel.start_until("""
+def work():
+    print("first")
+    while not os.path.exists("seen"):
+        time.sleep(0.01)
+    print("second", dist.get_rank())
+launch(work, world_size=2);
+""", "[ranks 0,1] first\n")
+    assert "second" not in cell.out
+    (kernel.folder / "seen").touch()
+    kernel.pump(cell)
+    assert cell.out == "[ranks 0,1] first\n[rank 0] second 0\n[rank 1] second 1\n"
+    assert not cell.err
+
+
+def test_output_reaches_the_cell_under_pytest_too(kernel):
+    """The kernel's own capture of child output is off while PYTEST_CURRENT_TEST is set: nbval's case."""
+    code = IMPORTS + """
+def work():
+    print("from Python")
+    os.write(1, b"from below\\n")
+launch(work, world_size=2);
+"""
+    with Kernel(PYTEST_CURRENT_TEST="something") as other:
+        under = other.good(code)
+    plain = kernel.good(code)
+    assert under.out == plain.out
+    assert sorted(under.out.splitlines()) == ["[ranks 0,1] from Python", "[ranks 0,1] from below"]
+    assert not plain.err and not under.err
+
+
+def test_figures_and_displayed_objects_show_in_the_notebook(kernel):
+    kernel.good("import matplotlib.pyplot as plt")
+    cell = kernel.good("""
+def draw():
+    from IPython.display import HTML, Markdown, display
+    if dist.get_rank() == 0:
+        fig, ax = plt.subplots()
+        ax.plot([0, 1])
+        plt.show()
+    display(HTML(f"<b>rank {dist.get_rank()}</b>"))
+launch(draw, world_size=2);
+""")
+    figures = [d for d in cell.displays if "image/png" in d]
+    pages = [d["text/html"] for d in cell.displays if "text/html" in d]
+    assert len(figures) == 1 and len(figures[0]["image/png"]) > 1000
+    assert sorted(pages) == ["<b>rank 0</b>", "<b>rank 1</b>"]
+    assert "Figure(" not in cell.out and not cell.err
+
+
+def test_a_figure_stands_between_the_lines_it_was_drawn_between(kernel):
+    cell = kernel.good("""
+def draw():
+    print("before")
+    plt.plot([0, 1])
+    plt.show()
+    print("after")
+launch(draw, world_size=1);
+""")
+    lines = cell.out.splitlines()
+    assert (lines[0], lines[-1]) == ("[rank 0] before", "[rank 0] after") and len(lines) <= 3
+    assert cell.order.count("display_data") == 1 and cell.order[0] == cell.order[-1] == "stream"
+
+
+def test_a_returned_figure_is_a_figure(kernel):
+    cell = kernel.good("""
+def make():
+    fig, ax = plt.subplots()
+    ax.plot([0, 1])
+    return fig
+figure = launch(make, world_size=1)[0]
+plt.close("all")
+figure
+""")
+    assert "image/png" in (cell.result or {})
+
+
+# --- errors as a learner sees them ---------------------------------------------------------------------------------
+
+
+def test_an_error_shows_the_learners_line_and_no_frame_of_the_package(kernel):
+    cell = kernel.run("""
+def step(x):
+    return x.view(7)  # the wrong shape
+
+def train():
+    if dist.get_rank() == 1:
+        step(torch.ones(3))
+    dist.barrier()
+
+launch(train, world_size=2)
+""")
+    assert cell.error_name == "WorkerError"
+    assert "rank 1" in cell.error and "return x.view(7)  # the wrong shape" in cell.error
+    assert "step(torch.ones(3))" in cell.error and "RuntimeError" in cell.error
+    for foreign in ("course_utils", "site-packages", "/tmp", "ipykernel_", "multiprocessing", "cloudpickle"):
+        assert foreign not in cell.error, cell.error
+    assert len(cell.error.splitlines()) < 40
+    works(kernel)
+
+
+def test_a_hang_shows_a_table_and_no_frame_of_the_package(kernel):
+    cell = kernel.run("""
+def train():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1000))  # alone
+launch(train, world_size=2, timeout=2)
+""")
+    assert cell.error_name == "HangError"
+    assert "all_reduce" in cell.error and "dist.all_reduce(torch.ones(1000))  # alone" in cell.error
+    assert "rank 1" in cell.error and "4 kB" in cell.error
+    assert "course_utils" not in cell.error and "site-packages" not in cell.error
+    works(kernel)
+
+
+def test_a_refused_argument_shows_no_frame_of_the_package(kernel):
+    cell = kernel.run("launch(print, world_size=0)")
+    assert cell.error_name == "ValueError" and "world_size" in cell.error
+    assert "course_utils" not in cell.error, cell.error
+    works(kernel)
+
+
+def test_the_error_can_be_looked_at_afterwards(kernel):
+    code = """
+def train():
+    raise ValueError("bad")
+try:
+    launch(train, world_size=2)
+except WorkerError as error:
+    told = (error.rank, error.exception, "raise ValueError" in error.traceback, len(error.states))
+told
+"""
+    assert kernel.good(code).value == "(0, 'ValueError: bad', True, 2)"
+
+
+# --- interrupt -----------------------------------------------------------------------------------------------------
+
+STUCK = {
+    "skips": ("if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(1))", "all_reduce"),
+    "differs": ("(dist.all_reduce if dist.get_rank() == 0 else dist.recv)(torch.ones(1))", "all_reduce"),
+    "receives": ("dist.recv(torch.ones(1), src=1 - dist.get_rank())", "recv"),
+    "sends": ("dist.send(torch.ones(8_000_000), dst=1 - dist.get_rank())", "send"),
+    "sleeps": ("time.sleep(1000)", "time.sleep(1000)"),
+    "computes": ("sum(range(10**12))", "rank"),
+    "swallows": ("while True:\n        try: time.sleep(1000)\n        except BaseException: pass", "rank"),
+}
+
+
+@pytest.mark.parametrize("how", STUCK)
+def test_interrupt_stops_the_ranks_and_returns_to_the_prompt(kernel, how):
+    body, word = STUCK[how]
+    cell = kernel.start_until(f"""
+def stuck():
+    print("ready")
+    {body}
+launch(stuck, world_size=2, timeout=1000)
+""", "ready")
+    time.sleep(0.3)  # let the ranks arrive where they hang
+    kernel.interrupt(cell)
+    assert cell.error_name == "Interrupted"
+    assert word in cell.error and "rank" in cell.error
+    assert "course_utils" not in cell.error and "site-packages" not in cell.error, cell.error
+    works(kernel)
+
+
+def test_an_interrupt_in_any_moment_of_a_cold_start_does_no_harm():
+    with Kernel() as fresh:
+        for delay in (0.0, 0.1, 0.5, 1.5):
+            cell = fresh.pump(fresh.start("""
+import time
+print("begin")
+from course_utils import launch
+launch(time.sleep, 1000, world_size=2, timeout=1000)
+"""), lambda cell: "begin" in cell.out)
+            time.sleep(delay)
+            fresh.interrupt(cell)
+            assert cell.error_name in ("Interrupted", "KeyboardInterrupt")
+        fresh.good(IMPORTS)
+        works(fresh)
+
+
+def test_interrupts_in_quick_succession_do_no_harm(kernel):
+    for _ in range(2):
+        cell = kernel.start_until("""
+def stuck():
+    print("ready")
+    sum(range(10**12))
+launch(stuck, world_size=2, timeout=1000)
+""", "ready")
+        for _ in range(3):
+            kernel.manager.interrupt_kernel()
+            time.sleep(0.05)
+        kernel.pump(cell)
+        assert "Interrupt" in cell.error_name
+        time.sleep(0.2)
+        works(kernel)
+
+
+# --- restart, kill, two notebooks ----------------------------------------------------------------------------------
+
+BUSY = IMPORTS + """
+def work():
+    print("ready")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        sum(range(10**12))
+    elif dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.barrier()
+launch(work, world_size=3, timeout=1000)
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "running"])
+def test_a_killed_kernel_leaves_nothing(state):
+    with Kernel() as kernel:
+        if state == "running":
+            kernel.start_until(BUSY, "ready")
+            time.sleep(0.2)
+        else:
+            kernel.good(IMPORTS + NEXT)
+        assert len(marked(kernel.mark)) > 3
+        kernel.kill()
+        assert not left_behind(kernel.mark, kernel.temporary)
+
+
+def test_a_kernel_killed_while_its_server_starts_leaves_nothing():
+    with Kernel() as kernel:
+        code = "print('now', flush=True)\nfrom course_utils import launch\nlaunch(print, world_size=2)"
+        kernel.start_until(code, "now")
+        time.sleep(0.3)
+        kernel.kill()
+        assert not left_behind(kernel.mark, kernel.temporary)
+
+
+def test_a_restart_leaves_nothing_and_the_new_kernel_works():
+    with Kernel() as kernel:
+        kernel.start_until(BUSY, "ready")
+        before = {p.pid for p in marked(kernel.mark)}
+        kernel.restart()
+        deadline = time.monotonic() + 5
+        while (old := before & {p.pid for p in marked(kernel.mark)}) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not old
+        kernel.good(IMPORTS)
+        works(kernel)
+        kernel.manager.shutdown_kernel()  # as closing the notebook does
+        assert not left_behind(kernel.mark, kernel.temporary)
+
+
+def test_two_notebooks_at_once_do_not_meet(kernel):
+    with Kernel() as other:
+        other.good(IMPORTS)
+        code = """
+def work(base):
+    x = torch.tensor([float(base)])
+    for _ in range(20):
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+        time.sleep(0.005)
+    print("base", base)
+    return int(x)
+[launch(work, {base}, world_size=3) for _ in range(5)]
+"""
+        cells = [(k, k.start(code.format(base=base)), base) for k, base in ((kernel, 1), (other, 2))]
+        for k, cell, base in cells:
+            k.pump(cell)
+            assert not cell.error, cell.error
+            assert cell.value == str([[base] * 3] * 5)
+            assert cell.out == f"[ranks 0-2] base {base}\n" * 5
+        other.kill()
+        works(kernel)
+
+
+def test_messages_of_workers_never_bypass_the_cell(kernel):
+    """After all of the above, the kernel still says nothing of its own in an empty cell."""
+    cell = kernel.good("launch(dist.barrier, world_size=4)\nlaunch(dist.get_rank, world_size=2);")
+    assert not re.search(r"\w", cell.out + cell.err), cell

@@ -1,0 +1,461 @@
+"""Promises of the ledger: what PyTorch sends on this rank, with bytes, peers, times and call sites."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_utils import launch, record
+
+pytestmark = pytest.mark.guard(90)
+
+ROOT = 1  # the root of rooted collectives below
+
+
+def run(function, *args, world_size: int = 4):
+    """Ledgers by rank of one function."""
+
+    def recorded():
+        with record() as ledger:
+            function(*args)
+        return ledger
+
+    return launch(recorded, world_size=world_size)
+
+
+def ops(ledger) -> list[str]:
+    return [entry.op for entry in ledger.entries]
+
+
+def test_every_direct_collective_with_its_bytes():
+    def work():
+        n, rank = dist.get_world_size(), dist.get_rank()
+        x, whole = torch.ones(1000), torch.ones(4000)
+        parts = [torch.ones(1000) for _ in range(n)]
+        dist.all_reduce(x)
+        dist.broadcast(x, src=ROOT)
+        dist.reduce(x, dst=ROOT)
+        dist.all_gather(parts, x)
+        dist.all_gather_single(whole, x)
+        dist.reduce_scatter(x, parts)
+        dist.reduce_scatter_single(x, whole)
+        dist.all_to_all_single(torch.empty(4000), whole)
+        dist.gather(x, parts if rank == ROOT else None, dst=ROOT)
+        dist.scatter(x, parts if rank == ROOT else None, src=ROOT)
+        dist.barrier()
+
+    expected = [
+        ("all_reduce", 4000), ("broadcast", 4000), ("reduce", 4000), ("all_gather", 16000), ("all_gather", 16000),
+        ("reduce_scatter", 16000), ("reduce_scatter", 16000), ("all_to_all", 16000),
+        ("gather", 16000), ("scatter", 16000), ("barrier", 0),
+    ]  # fmt: skip
+    for ledger in run(work):
+        assert [(entry.op, entry.bytes) for entry in ledger.entries] == expected
+        rooted = {"broadcast", "reduce", "gather", "scatter"}
+        assert [entry.peer for entry in ledger.entries] == [ROOT if op in rooted else None for op, _ in expected]
+        assert len(ledger) == ledger.count() == 11 and ledger.count("all_gather") == 2
+        assert ledger.bytes() == sum(size for _, size in expected) and ledger.bytes("reduce_scatter") == 32000
+        assert (ledger.sent, ledger.received, ledger.messages) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("name", "size"), [("float64", 8), ("bfloat16", 2), ("uint8", 1), ("complex64", 8)])
+def test_bytes_follow_the_element_type(name, size):
+    def work():
+        dtype = getattr(torch, name)
+        dist.broadcast(torch.ones(10, dtype=dtype), src=0)
+        dist.all_gather([torch.empty(10, dtype=dtype) for _ in range(2)], torch.ones(10, dtype=dtype))
+
+    for ledger in run(work, world_size=2):
+        assert [entry.bytes for entry in ledger.entries] == [10 * size, 20 * size]
+
+
+def test_uneven_all_to_all_counts_what_this_rank_puts_in():
+    def work():
+        rank = dist.get_rank()
+        # rank 0 sends 1 and 2 elements, rank 1 sends 3 and 4
+        inputs = [1, 2] if rank == 0 else [3, 4]
+        outputs = [1, 3] if rank == 0 else [2, 4]
+        dist.all_to_all_single(torch.empty(sum(outputs)), torch.ones(sum(inputs)), outputs, inputs)
+
+    first, second = run(work, world_size=2)
+    assert (first.bytes("all_to_all"), second.bytes("all_to_all")) == (12, 28)
+
+
+def test_send_and_receive_with_their_peers():
+    def ring():
+        rank, n = dist.get_rank(), dist.get_world_size()
+        x, y = torch.ones(1000), torch.empty(1000)
+        if rank % 2 == 0:
+            dist.send(x, dst=(rank + 1) % n)
+            dist.recv(y, src=(rank - 1) % n)
+        else:
+            dist.recv(y, src=(rank - 1) % n)
+            dist.send(x, dst=(rank + 1) % n)
+
+    for rank, ledger in enumerate(run(ring)):
+        assert sorted(ops(ledger)) == ["recv", "send"]
+        peers = {entry.op: entry.peer for entry in ledger.entries}
+        assert peers == {"send": (rank + 1) % 4, "recv": (rank - 1) % 4}
+        assert all(entry.bytes == 4000 for entry in ledger.entries)
+        assert (ledger.sent, ledger.received, ledger.messages) == (4000, 4000, 1)
+
+
+@pytest.mark.parametrize("how", ["isend and irecv", "batch_isend_irecv"])
+def test_asynchronous_and_batched_messages(how):
+    def ring():
+        rank, n = dist.get_rank(), dist.get_world_size()
+        x, y = torch.full((10,), float(rank)), torch.empty(10)
+        right, left = (rank + 1) % n, (rank - 1) % n
+        if how == "batch_isend_irecv":
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)])
+        else:
+            works = [dist.isend(x, right), dist.irecv(y, left)]
+        for work in works:
+            work.wait()
+        assert y[0] == left
+
+    for rank, ledger in enumerate(run(ring)):
+        found = sorted((entry.op, entry.peer, entry.bytes) for entry in ledger.entries)
+        assert found == [("recv", (rank - 1) % 4, 40), ("send", (rank + 1) % 4, 40)]
+        assert (ledger.sent, ledger.received, ledger.messages) == (40, 40, 1)
+
+
+def test_a_receive_from_anybody_is_recorded():
+    def work():
+        if dist.get_rank() == 0:
+            dist.recv(torch.empty(5))
+        else:
+            dist.send(torch.ones(5), dst=0)
+
+    receiver, sender = run(work, world_size=2)
+    assert ops(receiver) == ["recv"] and receiver.received == 20
+    assert ops(sender) == ["send"] and sender.entries[0].peer == 0
+
+
+def test_sub_groups_are_told_apart_with_global_ranks():
+    def work():
+        odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
+        rank = dist.get_rank()
+        mine = odd if rank % 2 else even
+        with record() as ledger:
+            x = torch.ones(10)
+            dist.all_reduce(x)
+            dist.all_reduce(x, group=mine)
+            dist.broadcast(x, src=2 + rank % 2, group=mine)
+            if rank >= 2:
+                dist.send(x, dst=rank - 2, group=mine)
+            else:
+                dist.recv(x, src=rank + 2, group=mine)
+            dist.all_gather([torch.empty(10) for _ in range(2)], x, group=mine)
+        return ledger
+
+    for rank, ledger in enumerate(launch(work, world_size=4)):
+        world, *sub = ledger.entries
+        assert list(world.ranks) == [0, 1, 2, 3]
+        assert all(list(entry.ranks) == [rank % 2, rank % 2 + 2] for entry in sub)
+        assert len({entry.group for entry in sub}) == 1 and world.group != sub[0].group
+        assert [entry.peer for entry in sub] == [None, 2 + rank % 2, rank - 2 if rank >= 2 else rank + 2, None]
+        assert sub[-1].bytes == 80
+
+
+def test_what_ddp_issues_is_seen():
+    """The buckets PyTorch reports about itself are the all-reduces in the ledger."""
+
+    def work():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)])  # 1 MiB each
+        ddp = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)
+        ledgers = []
+        for _ in range(3):
+            with record() as ledger:
+                ddp(torch.ones(2, 512)).sum().backward()  # here
+            ledgers.append(ledger)
+        sizes = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        return ledgers, [int(size) for size in sizes.split(",")]
+
+    for (first, _, third), sizes in launch(work, world_size=2):
+        assert len(sizes) > 1
+        assert first.bytes("all_reduce") == third.bytes("all_reduce") == sum(sizes) == 4 * 2**20
+        buckets = [entry for entry in third.entries if entry.op == "all_reduce"]
+        assert [entry.bytes for entry in buckets] == sizes
+        assert all("backward()" in entry.call_site for entry in buckets)
+
+
+def test_the_broadcast_when_ddp_is_built_is_seen():
+    def work():
+        net = torch.nn.Linear(100, 10, bias=False)
+        with record() as ledger:
+            torch.nn.parallel.DistributedDataParallel(net)
+        return ledger
+
+    for ledger in launch(work, world_size=2):
+        assert ledger.bytes("broadcast") >= 4000
+
+
+def test_what_fsdp_issues_is_seen():
+    """Four blocks and a root: nine all-gathers, five reduce-scatters a step, each of one block's bytes."""
+
+    def work():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(4))
+                self.head = torch.nn.Linear(64, 64, bias=False)
+
+            def forward(self, x):
+                for block in self.blocks:
+                    x = block(x)
+                return self.head(x)
+
+        net, mesh = Net(), init_device_mesh("cpu", (2,))
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        for _ in range(2):
+            with record() as ledger:
+                net(torch.ones(1, 64)).sum().backward()
+        return ledger
+
+    for ledger in launch(work, world_size=2):
+        assert ledger.count("all_gather") == 9 and ledger.count("reduce_scatter") == 5
+        assert {entry.bytes for entry in ledger.entries if entry.op != "all_reduce"} == {64 * 64 * 4}
+
+
+def test_functional_collectives_and_dtensors_are_seen():
+    def work():
+        import torch.distributed._functional_collectives as functional
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2,))
+        x = torch.ones(10)
+        with record() as direct:
+            functional.wait_tensor(functional.all_reduce(x, "sum", mesh.get_group()))
+            functional.wait_tensor(functional.all_gather_tensor(x, 0, mesh.get_group()))
+            functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, mesh.get_group()))
+        sharded = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+        with record() as tensors:
+            sharded.full_tensor()
+        return direct, tensors
+
+    for direct, tensors in launch(work, world_size=2):
+        found = [(e.op, e.bytes) for e in direct.entries]
+        assert found == [("all_reduce", 40), ("all_gather", 80), ("reduce_scatter", 40)]
+        assert [(e.op, e.bytes) for e in tensors.entries] == [("all_gather", 8 * 4 * 4)]
+
+
+@pytest.mark.parametrize("mode", ["inference_mode", "no_grad"])
+def test_collectives_without_gradients_are_seen(mode):
+    def work():
+        with getattr(torch, mode)():
+            x = torch.ones(10)
+            dist.all_reduce(x)
+            dist.all_gather([torch.empty(10) for _ in range(2)], x)
+
+    for ledger in run(work, world_size=2):
+        assert ops(ledger) == ["all_reduce", "all_gather"]
+
+
+def test_object_collectives_are_seen():
+    def work():
+        dist.all_gather_object([None] * 2, {"a": 1})
+        dist.broadcast_object_list(["x"], src=0)
+
+    for ledger in run(work, world_size=2):
+        assert ledger.count("all_gather") >= 2 and ledger.count("broadcast") >= 2 and ledger.bytes() > 0
+
+
+def test_coalesced_collectives_are_counted_with_all_their_bytes():
+    def work():
+        from torch.distributed.distributed_c10d import _coalescing_manager
+
+        with _coalescing_manager(async_ops=True) as manager:
+            for n in (10, 20, 30):
+                dist.all_reduce(torch.ones(n))
+        manager.wait()
+
+    for ledger in run(work, world_size=2):
+        assert ledger.bytes("all_reduce") == 240
+
+
+def test_collectives_of_other_threads_are_seen():
+    def work():
+        import threading
+
+        thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(10),))
+        thread.start()
+        thread.join()
+
+    for ledger in run(work, world_size=2):
+        assert ops(ledger) == ["all_reduce"]
+
+
+def test_collectives_on_a_group_made_while_recording_are_seen():
+    def work():
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(10), group=group)
+
+    for ledger in run(work, world_size=2):
+        assert ledger.count("all_reduce") == 1 and ledger.bytes("all_reduce") == 40
+
+
+def test_an_own_process_group_is_seen():
+    def program():
+        dist.init_process_group("gloo")
+        with record() as ledger:
+            dist.all_reduce(torch.ones(10))
+        dist.destroy_process_group()
+        return ledger
+
+    for ledger in launch(program, world_size=2, init=False):
+        assert [(e.op, e.bytes) for e in ledger.entries] == [("all_reduce", 40)]
+
+
+def test_results_are_not_changed_by_recording():
+    def work():
+        x = torch.arange(4.0) + dist.get_rank()
+        with record():
+            dist.all_reduce(x)
+            asynchronous = dist.all_reduce(x, async_op=True)
+            assert asynchronous.wait() and asynchronous.is_completed()
+            received = torch.empty(2)
+            if dist.get_rank() == 0:
+                dist.send(torch.ones(2), 1)
+            else:
+                assert dist.recv(received, 0) == 0
+        return x.tolist()
+
+    assert launch(work, world_size=2) == [[2, 6, 10, 14]] * 2
+
+
+def test_an_entry_begins_before_it_ends_and_times_ascend():
+    def work():
+        import time
+
+        begin = time.monotonic()
+        with record() as ledger:
+            x = torch.ones(100_000)
+            for _ in range(3):
+                dist.all_reduce(x)
+            handles = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+            for handle in handles:
+                handle.wait()
+            dist.barrier()
+        return ledger, begin, time.monotonic()
+
+    for ledger, begin, end in launch(work, world_size=2):
+        assert len(ledger) == 6
+        for entry in ledger.entries:
+            assert begin <= entry.start <= entry.end <= end
+        starts = [entry.start for entry in ledger.entries]
+        assert starts == sorted(starts)
+        numbers = [entry.number for entry in ledger.entries]
+        assert numbers == sorted(set(numbers))
+
+
+def test_waiting_for_a_late_rank_is_part_of_an_entry():
+    def work():
+        import time
+
+        with record() as ledger:
+            if dist.get_rank() == 1:
+                time.sleep(0.3)
+            dist.barrier()
+        return ledger.entries[0].end - ledger.entries[0].start
+
+    early, late = launch(work, world_size=2)
+    assert early >= 0.2
+
+
+def test_the_call_site_is_the_learners_line():
+    def work():
+        def averaged(x):
+            dist.all_reduce(x, op=dist.ReduceOp.SUM)  # in a helper
+            return x / dist.get_world_size()
+
+        averaged(torch.ones(1))
+        dist.barrier()
+
+    for ledger in run(work, world_size=2):
+        first, second = (entry.call_site for entry in ledger.entries)
+        assert "dist.all_reduce(x, op=dist.ReduceOp.SUM)" in first and first.startswith("line ")
+        assert "dist.barrier()" in second
+
+
+def test_recording_ends_with_its_block_also_after_an_exception():
+    def work():
+        dist.all_reduce(torch.ones(1))
+        with record() as first:
+            dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+        try:
+            with record() as second:
+                dist.barrier()
+                raise ValueError("left early")
+        except ValueError:
+            pass
+        dist.barrier()
+        with record() as third:
+            pass
+        return len(first), len(second), len(third)
+
+    assert launch(work, world_size=2) == [(1, 1, 0)] * 2
+
+
+def test_records_nest():
+    def work():
+        with record() as outer:
+            dist.barrier()
+            with record() as inner:
+                dist.all_reduce(torch.ones(1))
+            dist.barrier()
+        return [e.op for e in outer.entries], [e.op for e in inner.entries]
+
+    assert launch(work, world_size=2) == [(["barrier", "all_reduce", "barrier"], ["all_reduce"])] * 2
+
+
+def test_a_collective_that_fails_leaves_the_ledger_usable():
+    def work():
+        with record() as ledger:
+            try:
+                dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PREMUL_SUM)
+            except (RuntimeError, ValueError, TypeError):
+                pass
+            dist.all_reduce(torch.ones(1))
+        return ledger.count("all_reduce"), ledger.table()
+
+    for count, table in launch(work, world_size=2):
+        assert count in (1, 2) and "all_reduce" in table
+
+
+def test_tables_show_operations_and_bytes():
+    def work():
+        dist.all_reduce(torch.ones(1000))
+        dist.broadcast(torch.ones(10), src=0)
+
+    for ledger in run(work, world_size=2):
+        table = ledger.table()
+        assert "all_reduce" in table and "broadcast" in table and len(table.splitlines()) >= 3
+        assert "4" in table and "<" not in table
+        page = ledger._repr_html_()
+        assert "<table" in page and "all_reduce" in page and page.count("<tr") >= 3
+        again = pickle.loads(pickle.dumps(ledger))
+        assert again.table() == table and len(again) == 2
+
+
+def test_an_empty_ledger_can_be_shown():
+    for ledger in run(lambda: None, world_size=2):
+        assert len(ledger) == ledger.count() == ledger.bytes() == 0
+        assert isinstance(ledger.table(), str) and "<" in ledger._repr_html_()
+
+
+def test_recording_without_a_process_group_records_nothing():
+    with record() as ledger:
+        torch.ones(2).sum()
+    assert len(ledger) == 0

@@ -1,0 +1,221 @@
+"""Promises of `%%ranks` and `%ranks_reset`, in a real kernel."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from kernels import Kernel, left_behind
+
+pytestmark = pytest.mark.guard(90)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with Kernel() as kernel:
+        kernel.good("%load_ext course_utils")
+        kernel.good("import torch\nimport torch.distributed as dist\nfrom course_utils import launch")
+        yield kernel
+
+
+@pytest.fixture
+def kernel(shared):
+    """Every test starts with fresh ranks."""
+    shared.good("%ranks_reset")
+    return shared
+
+
+def shown(cell) -> list[str]:
+    """The labelled lines of a cell, whether printed or displayed."""
+    text = cell.out + "".join(d.get("text/plain", "") + "\n" for d in cell.displays)
+    return [line for line in text.splitlines() if line]
+
+
+def test_a_cell_runs_on_every_rank_and_equal_lines_are_merged(kernel):
+    assert shown(kernel.good("%%ranks\nprint('hello')\nprint('I am', rank)")) == [
+        "[ranks 0-3] hello", "[rank 0] I am 0", "[rank 1] I am 1", "[rank 2] I am 2", "[rank 3] I am 3"]
+
+
+def test_the_last_expression_is_shown_per_rank_and_merged_when_equal(kernel):
+    assert shown(kernel.good("%%ranks\nrank // 2 * 10")) == ["[ranks 0,1] 0", "[ranks 2,3] 10"]
+    assert shown(kernel.good("%%ranks\n'same'")) == ["[ranks 0-3] 'same'"]
+    assert shown(kernel.good("%%ranks\nx = 1\ntorch.arange(3) * x")) == ["[ranks 0-3] tensor([0, 1, 2])"]
+    assert shown(kernel.good("%%ranks\nNone")) == []
+    assert shown(kernel.good("%%ranks\nx = 5")) == []
+
+
+def test_the_promised_names_are_there(kernel):
+    cell = kernel.good("%%ranks --world-size 2\n(torch.__name__, dist.__name__, rank, world_size, str(device))")
+    lines = shown(cell)
+    assert len(lines) == 2
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"[rank {rank}] ('torch', 'torch.distributed', {rank}, 2, '")
+
+
+def test_the_namespace_lasts_between_cells(kernel):
+    kernel.good("%%ranks\nimport math\nclass Box:\n    pass\nbox = Box()\nbox.value = rank")
+    kernel.good("%%ranks\ndef get():\n    return box.value")
+    kernel.good("%%ranks\nbox.value += math.floor(10.5)")
+    assert shown(kernel.good("%%ranks\nget()")) == [f"[rank {r}] {r + 10}" for r in range(4)]
+
+
+def test_collectives_and_groups_work_across_cells(kernel):
+    kernel.good("%%ranks\npair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]\nx = torch.tensor(rank)")
+    kernel.good("%%ranks\ndist.all_reduce(x, group=pair)")
+    assert shown(kernel.good("%%ranks\nx.item()")) == ["[ranks 0,1] 1", "[ranks 2,3] 5"]
+
+
+def test_a_subset_of_ranks_runs_the_cell_and_the_others_keep_their_state(kernel):
+    kernel.good("%%ranks\nx = 0")
+    assert shown(kernel.good("%%ranks [0,2]\nx = 1\nprint('here')")) == ["[ranks 0,2] here"]
+    assert shown(kernel.good("%%ranks [3]\nx = 2\nx")) == ["[rank 3] 2"]
+    assert shown(kernel.good("%%ranks\nx")) == ["[ranks 0,2] 1", "[rank 1] 0", "[rank 3] 2"]
+
+
+def test_world_size_is_chosen_by_the_option(kernel):
+    assert shown(kernel.good("%%ranks --world-size 2\n(world_size, dist.get_world_size())")) == ["[ranks 0,1] (2, 2)"]
+    other = shown(kernel.good("%%ranks --world-size=3\nworld_size"))
+    assert other[-1] == "[ranks 0-2] 3" and "3 ranks instead of 2" in other[0]
+    assert shown(kernel.good("%%ranks [0,2] --world-size 3\nrank")) == ["[rank 0] 0", "[rank 2] 2"]
+
+
+def test_an_error_on_one_rank_is_shown_and_all_ranks_keep_their_state(kernel):
+    kernel.good("%%ranks\nx = rank * 2")
+    cell = kernel.run("%%ranks\ny = 1\nif rank == 1:\n    raise ValueError('bad batch')  # mine\ndist.barrier()")
+    assert cell.error_name == "WorkerError"
+    assert "rank 1" in cell.error and "ValueError: bad batch" in cell.error
+    assert "raise ValueError('bad batch')  # mine" in cell.error
+    assert "course_utils" not in cell.error and "site-packages" not in cell.error
+    assert shown(kernel.good("%%ranks\n(x, y)")) == [f"[rank {r}] ({2 * r}, 1)" for r in range(4)]
+    assert shown(kernel.good("%%ranks\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")) == ["[ranks 0-3] 4.0"]
+
+
+def test_an_error_without_a_collective_is_shown_and_state_is_kept(kernel):
+    cell = kernel.run("%%ranks [2]\nz = 1\nz.missing")
+    assert "rank 2" in cell.error and "AttributeError" in cell.error and "z.missing" in cell.error
+    assert shown(kernel.good("%%ranks [2]\nz")) == ["[rank 2] 1"]
+
+
+def test_a_hang_ends_at_the_timeout_and_state_is_kept(kernel):
+    kernel.good("%%ranks\nx = rank * 2")
+    cell = kernel.run("%%ranks --timeout 2\nif rank != 3:\n    dist.all_reduce(torch.ones(1))")
+    assert cell.error_name == "HangError"
+    assert "rank 3" in cell.error and "all_reduce" in cell.error
+    assert shown(kernel.good("%%ranks\nx")) == [f"[rank {r}] {2 * r}" for r in range(4)]
+    assert shown(kernel.good("%%ranks\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")) == ["[ranks 0-3] 4.0"]
+
+
+def test_a_collective_on_a_subset_of_ranks_is_told_as_a_hang(kernel):
+    cell = kernel.run("%%ranks [0,1] --timeout 2\ndist.barrier()")
+    assert cell.error_name == "HangError" and "barrier" in cell.error
+    assert re.search(r"ranks? 2", cell.error)
+    assert shown(kernel.good("%%ranks\ndist.barrier()\n'fine'")) == ["[ranks 0-3] 'fine'"]
+
+
+def test_a_dead_rank_is_told_and_the_next_cell_works(kernel):
+    kernel.good("%%ranks\nimport os, signal")
+    cell = kernel.run("%%ranks\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert cell.error_name == "WorkerError" and "rank 1" in cell.error and "SIGKILL" in cell.error
+    assert shown(kernel.good("%%ranks\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")) == ["[ranks 0-3] 4.0"]
+
+
+def test_interrupt_returns_to_the_prompt_and_state_is_kept(kernel):
+    kernel.good("%%ranks\nx = rank * 2")
+    cell = kernel.start_until("%%ranks\nprint('ready')\nif rank:\n    dist.barrier()", "ready")
+    time.sleep(0.3)
+    kernel.interrupt(cell)
+    assert cell.error_name == "Interrupted" and "barrier" in cell.error
+    assert shown(kernel.good("%%ranks\nx")) == [f"[rank {r}] {2 * r}" for r in range(4)]
+    assert shown(kernel.good("%%ranks\ndist.barrier()\n'fine'")) == ["[ranks 0-3] 'fine'"]
+
+
+def test_ranks_reset_starts_afresh(kernel):
+    kernel.good("%%ranks\nx = 1")
+    kernel.good("%ranks_reset")
+    cell = kernel.run("%%ranks\nx")
+    assert "NameError" in cell.error and "'x'" in cell.error
+
+
+def test_launch_and_ranks_do_not_disturb_each_other(kernel):
+    kernel.good("%%ranks\nx = torch.tensor(rank)\ntorch.manual_seed(3)\na = torch.rand(1).item()")
+    kernel.good("def f():\n    global x\n    x = 'other'\n    dist.destroy_process_group()\nlaunch(f, world_size=4)")
+    assert "WorkerError" in kernel.run("def g():\n    raise ValueError\nlaunch(g, world_size=4)").error
+    assert shown(kernel.good("%%ranks\ndist.all_reduce(x)\nx.item()")) == ["[ranks 0-3] 6"]
+    # the ranks of %%ranks go on drawing where they were; a seed is set once, not per cell
+    assert shown(kernel.good("%%ranks\nb = torch.rand(1).item()\na == b")) == ["[ranks 0-3] False"]
+    assert kernel.good("launch(lambda: 'x' in globals(), world_size=2)").value == "[False, False]"
+
+
+def test_ranks_draw_different_numbers_that_repeat_after_a_reset(kernel):
+    first = shown(kernel.good("%%ranks\ntorch.rand(1).item()"))
+    kernel.good("%ranks_reset")
+    assert shown(kernel.good("%%ranks\ntorch.rand(1).item()")) == first and len(first) == 4
+
+
+def test_a_syntax_error_is_shown_once_and_nothing_hangs(kernel):
+    cell = kernel.run("%%ranks\nprint('never')\nx = = 1")
+    assert "SyntaxError" in cell.error_name + cell.error
+    assert cell.error.count("invalid syntax") <= 2 and "never" not in cell.out
+    assert shown(kernel.good("%%ranks\n1")) == ["[ranks 0-3] 1"]
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("[9]", ["9", "3"]),
+    ("[-1]", ["-1"]),
+    ("[zero]", ["zero"]),
+    ("--world-size many", ["world-size|world_size", "many"]),
+    ("--world-size 0", ["world-size|world_size", "0"]),
+    ("--timeout never", ["timeout", "never"]),
+    ("--no-such-option", ["no-such-option"]),
+])  # fmt: skip
+def test_a_bad_magic_line_is_refused_with_the_reason(kernel, line, words):
+    cell = kernel.run(f"%%ranks {line}\nprint('it ran')")
+    text = cell.error + cell.err
+    for word in words:
+        assert re.search(word, text), text
+    assert "it ran" not in cell.out
+    assert "course_utils/" not in text, text
+    assert shown(kernel.good("%%ranks\n1")) == ["[ranks 0-3] 1"]
+
+
+def test_output_of_a_cell_is_live(kernel):
+    cell = kernel.start_until("""%%ranks
+import os, time
+print("first")
+while not os.path.exists("ranks_seen"):
+    time.sleep(0.01)
+print("second")""", "[ranks 0-3] first\n")
+    (kernel.folder / "ranks_seen").touch()
+    kernel.pump(cell)
+    assert cell.out == "[ranks 0-3] first\n[ranks 0-3] second\n" and not cell.error
+
+
+def test_figures_of_a_cell_show_in_the_notebook(kernel):
+    cell = kernel.good("%%ranks [0]\nimport matplotlib.pyplot as plt\nplt.plot([0, 1])\nplt.show()")
+    assert sum("image/png" in d for d in cell.displays) == 1
+
+
+def test_the_ledger_works_in_a_cell(kernel):
+    cell = kernel.good("""%%ranks
+from course_utils import record
+with record() as ledger:
+    dist.all_reduce(torch.ones(10))
+ledger.count("all_reduce"), ledger.bytes()""")
+    assert shown(cell) == ["[ranks 0-3] (1, 40)"]
+
+
+def test_course_world_size_is_the_default_of_a_cell(kernel):
+    kernel.good("import os\nos.environ['COURSE_WORLD_SIZE'] = '2'")
+    try:
+        assert shown(kernel.good("%%ranks\nworld_size")) == ["[ranks 0,1] 2"]
+    finally:
+        kernel.good("del os.environ['COURSE_WORLD_SIZE']")
+
+
+def test_loading_the_extension_twice_and_killing_the_kernel_leaves_nothing():
+    with Kernel() as other:
+        other.good("%load_ext course_utils\n%reload_ext course_utils")
+        assert shown(other.good("%%ranks --world-size 2\n1")) == ["[ranks 0,1] 1"]
+        other.kill()
+        assert not left_behind(other.mark, other.temporary)
