@@ -8,7 +8,7 @@ ROOT_OK := $(if $(filter 0,$(shell id -u)),--allow-root)
 .PHONY: help setup lab test notebooks bench restore clean
 
 help:  ## list these commands
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
 
 setup:  ## make the environment (TORCH=cpu, cuda or cu126 chooses the build of torch)
 	$(SETUP)
@@ -36,4 +36,4 @@ restore:  ## bring the original notebooks back; changed ones are kept in saved/
 
 clean:  ## remove the environment and caches
 	rm -rf .venv .uv *.egg-info .pytest_cache .ruff_cache
-	find . -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

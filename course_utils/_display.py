@@ -1,7 +1,4 @@
-"""Figures and other rich objects shown by a rank, and the matplotlib backend that ranks use (private).
-
-Set as ``MPLBACKEND=module://course_utils._display`` in ranks: ``plt.show()`` sends each open figure to the notebook.
-"""
+"""Figures and other rich objects shown by a rank (private)."""
 
 from __future__ import annotations
 
@@ -9,35 +6,20 @@ import base64
 import io
 import json
 import os
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 
-from matplotlib._pylab_helpers import Gcf
-from matplotlib.backend_bases import FigureManagerBase
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-MARK = b"\x1e"  # starts a record that is not text; never printed by people
-
-
-class FigureManager(FigureManagerBase):
-    @classmethod
-    def pyplot_show(cls, *, block=None) -> None:
-        for manager in Gcf.get_all_fig_managers():
-            display(manager.canvas.figure)
-        Gcf.destroy_all()
-
-
-class FigureCanvas(FigureCanvasAgg):
-    manager_class = FigureManager
-
-
+_MARK = b"\x1e"  # starts a record that is not text
 _FORMATS = {"text/html": "_repr_html_", "text/markdown": "_repr_markdown_", "image/svg+xml": "_repr_svg_",
             "image/png": "_repr_png_", "text/latex": "_repr_latex_"}  # fmt: skip
+_DISPLAY_MODULE = "IPython.core.display_functions"
 
 
 def bundle(value) -> dict[str, str]:
     """MIME bundle of one object, as Jupyter's display protocol has it."""
     data = {"text/plain": repr(value)}
-    if isinstance(value, Figure):
+    if "matplotlib.figure" in sys.modules and isinstance(value, sys.modules["matplotlib.figure"].Figure):
         buffer = io.BytesIO()
         value.savefig(buffer, format="png", bbox_inches="tight")
         data["image/png"] = base64.b64encode(buffer.getvalue()).decode()
@@ -52,11 +34,29 @@ def bundle(value) -> dict[str, str]:
 
 def display(*values, **_ignored) -> None:
     """Show objects in the notebook, from a rank; stands in for IPython's ``display`` there."""
-    import sys
-
     for value in values:
         sys.stdout.flush()
-        record = MARK + b"D" + base64.b64encode(json.dumps(bundle(value)).encode()) + b"\n"
-        view = memoryview(record)
-        while view:
-            view = view[os.write(1, view) :]
+        record = memoryview(_MARK + b"D" + base64.b64encode(json.dumps(bundle(value)).encode()) + b"\n")
+        while record:
+            record = record[os.write(1, record) :]
+
+
+class _Finder(MetaPathFinder):
+    """Puts our ``display`` in the place of IPython's when a rank imports it: there is no shell to show things in."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _DISPLAY_MODULE:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+
+        def exec_module(module) -> None:
+            run(module)
+            module.display = display
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def replace_ipython_display() -> None:
+    sys.meta_path.insert(0, _Finder())

@@ -18,10 +18,11 @@ _PACKAGE = os.path.dirname(__file__)
 
 
 def _frame(filename: str, line: int, function: str) -> dict:
-    return {
-        "file": filename, "line": line, "function": function, "learner": is_learner(filename),
-        "text": linecache.getline(filename, line).strip(),
-    }  # fmt: skip
+    try:
+        text = linecache.getline(filename, line).strip()
+    except Exception:  # the other thread is at the same cache
+        text = ""
+    return {"file": filename, "line": line, "function": function, "learner": is_learner(filename), "text": text}
 
 
 def _parts(error: BaseException) -> list[BaseException]:

@@ -11,7 +11,17 @@ from ._text import rank_label
 
 MARK = b"\x1e"
 MAX_LINES = 1_000_000
-_TERMINATE = ("terminate called", "  what():")
+_TERMINATE = r"terminate called|  what\(\):|\[F\d{4} "
+
+
+def _decoded(special: bytes) -> dict | int | None:
+    """A MIME bundle, the call that an end mark is for, or None if the bytes are no record of ours."""
+    try:
+        if special[:1] == b"D":
+            return json.loads(base64.b64decode(special[1:], validate=True))
+        return int(special[1:]) if special[:1] == b"E" else None
+    except ValueError:
+        return None
 
 
 class Merger:
@@ -38,18 +48,22 @@ class Merger:
         *lines, self._partial[rank] = (self._partial[rank] + data).split(b"\n")
         for line in lines:
             text, mark, special = line.partition(MARK)
-            if text or not mark:
+            record = _decoded(special) if mark else None
+            if record is None:
+                self._add(rank, line)
+                continue
+            if text:
                 self._add(rank, text)
-            if mark and special[:1] == b"D":
-                self._add(rank, json.loads(base64.b64decode(special[1:])))
-            elif mark and special == b"E%d" % call:
+            if isinstance(record, dict):
+                self._add(rank, record)
+            elif record == call:
                 self._open.discard(rank)
 
     def _add(self, rank: int, item: bytes | dict) -> None:
         if isinstance(item, bytes):
             item = item.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
-            if item.startswith(_TERMINATE):
-                self.fatal[rank] = re.sub(r".*what\(\):\s*(\[enforce fail at \S+\] )?", "", item)
+            if re.match(_TERMINATE, item):
+                self.fatal[rank] = re.sub(r".*what\(\):\s*(\[enforce fail at \S+\] )?|\[F[^]]*\] ", "", item)
                 return
         lines = self._lines[rank]
         if len(lines) < MAX_LINES:

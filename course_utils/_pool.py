@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import linecache
 import os
 import pickle
@@ -18,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 
 from . import errors
 from ._output import Merger
-from ._processes import Worker, learner_line, start_server
+from ._processes import Worker, learner_line, server_id, start_server
 
 _GRACE = 0.3  # seconds between the first failure and asking the others where they stand
 _CONNECTION_GRACE = 1.0  # the same when the failure only says that another rank has gone
@@ -107,26 +108,25 @@ class Pool:
 
     def _start_missing(self, world_size: int) -> socket.socket | None:
         """Make sure that ranks 0 … world_size-1 live; a socket for rank 0 to serve the store on, if it is new."""
-        dead = [rank for rank, worker in self.workers.items() if wait([worker.process.sentinel], 0)]
-        for rank in dead:
-            self.workers.pop(rank).close()
-        missing = [rank for rank in range(world_size) if rank not in self.workers]
-        if missing or dead:
-            self.group = None
-        listener = None
         try:
-            start_server()
+            server = start_server()
+            gone = [r for r, w in self.workers.items() if w.server != server or wait([w.process.sentinel], 0)]
+            for rank in gone:
+                self.workers.pop(rank).close()
+            missing = [rank for rank in range(world_size) if rank not in self.workers]
+            if missing or gone:
+                self.group = None
             for rank in missing:
                 self.workers[rank] = Worker(rank)
         except (EOFError, ConnectionError):
-            raise errors.refusal(
-                RuntimeError,
-                "the process that ranks are forked from could not start; run `python -m course_utils.workshop doctor`",
-            ) from None
-        except OSError as error:
-            place = os.path.dirname(error.filename or "") or os.environ.get("TMPDIR", "the temporary folder")
-            text = f"the ranks cannot be started: {error.strerror} ({place}). Free some space, or set TMPDIR elsewhere."
+            text = "the process that ranks are forked from did not start; run `python -m course_utils.workshop doctor`"
             raise errors.refusal(RuntimeError, text) from None
+        except OSError as error:
+            text = f"the ranks cannot be started: {error.strerror or error}"
+            if error.errno == errno.ENOSPC:
+                text += " in the temporary folder. Free some space, or set TMPDIR to a folder on another disk."
+            raise errors.refusal(RuntimeError, text) from None
+        listener = None
         if 0 in missing:
             listener = socket.create_server(("127.0.0.1", 0), backlog=512)
             self.port = listener.getsockname()[1]
@@ -260,10 +260,11 @@ class Pool:
             pending.discard(rank)
             worker.process.join(0.2)
             last, line = worker.last_operation(), worker.fatal_frame()
-            if line is None and worker.process.exitcode == -signal.SIGABRT and last and last["where"]:
+            code = worker.process.exitcode if worker.server == server_id() else None
+            if line is None and code == -signal.SIGABRT and last and last["where"]:
                 line = learner_line(*last["where"])
             call.failures[rank] = {
-                "death": worker.process.exitcode, "connection": False, "time": 0.0, "seen": time.monotonic(),
+                "death": code, "connection": False, "time": 0.0, "seen": time.monotonic(),
                 "last": last, "line": line, "said": merger.fatal.get(rank, ""),
             }  # fmt: skip
 

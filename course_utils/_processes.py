@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import linecache
@@ -9,11 +10,13 @@ import mmap
 import multiprocessing
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from multiprocessing import reduction, util
+from multiprocessing import forkserver, process, reduction, util
 from multiprocessing.connection import wait
 
 from ._text import is_learner
@@ -38,24 +41,60 @@ def _quiet_start() -> Iterator[None]:
         main.__dict__.update(hidden)
 
 
-def start_server() -> None:
+def server_id() -> int | None:
+    """Process id of the fork server, None if there is none; a dead one is forgotten."""
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        try:
+            dead = os.waitpid(server._forkserver_pid, os.WNOHANG)[0] != 0
+        except ChildProcessError:
+            dead = True
+        if dead:
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+    return server._forkserver_pid
+
+
+def start_server() -> int | None:
     """Start the process that ranks are forked from, unless it runs; it imports torch in the background."""
     if _context.get_start_method() != "forkserver":
-        return
-    from multiprocessing import forkserver
+        return None
+    if server_id() is None:
+        folder = _private_folder()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # the server does it if the notebook is killed
+        extra = {"COURSE_UTILS_FOLDER": folder, "OMP_NUM_THREADS": "1"}
+        extra["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+        config = process.current_process()._config
+        with _quiet_start(), _replaced(os.environ, extra), _replaced(config, {"tempdir": folder}):
+            with _replaced(util.__dict__, {"spawnv_passfds": _spawn_apart}):
+                _context.set_forkserver_preload(["course_utils._worker"])
+                forkserver.ensure_running()
+    return server_id()
 
-    _context.set_forkserver_preload(["course_utils._worker"])
-    extra = {"COURSE_UTILS_FOLDER": util.get_temp_dir(), "OMP_NUM_THREADS": "1"}
-    before = {name: os.environ.get(name) for name in extra}
-    with _quiet_start():
-        os.environ.update(extra)
-        try:
-            forkserver.ensure_running()
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value
+
+def _private_folder() -> str:
+    """A folder of the user's own for the server's socket, whose path may not exceed about 100 characters."""
+    places = [tempfile.gettempdir(), "/tmp"]
+    return tempfile.mkdtemp(prefix="course-", dir=next((p for p in places if len(p) < 60), places[-1]))
+
+
+@contextlib.contextmanager
+def _replaced(mapping, items: dict) -> Iterator[None]:
+    before = {key: mapping[key] for key in items if key in mapping}
+    mapping.update(items)
+    try:
+        yield
+    finally:
+        for key in items:
+            del mapping[key]
+        mapping.update(before)
+
+
+def _spawn_apart(path, arguments, fds) -> int:
+    """Start a helper process in a session of its own: signals meant for the notebook's group do not reach it."""
+    started = subprocess.Popen(arguments, executable=path, pass_fds=fds, start_new_session=True)
+    started.returncode = 0  # multiprocessing looks after it from here on
+    return started.pid
 
 
 def _run_worker(*arguments) -> None:
@@ -87,6 +126,7 @@ class Worker:
 
     def __init__(self, rank: int):
         self.rank = rank
+        self.server = server_id()
         self.place: tuple[dict, str, list] | None = None
         self.sources: dict[str, tuple] = {}
         self.output_open = True

@@ -38,7 +38,7 @@ with warnings.catch_warnings():
     import torch
     import torch.distributed as dist
 
-from . import _evidence, _transfer
+from . import _display, _evidence, _transfer
 from ._text import is_learner
 from .ledger import tracker
 
@@ -87,7 +87,8 @@ def main(rank: int, task, control, output, status, environment: dict) -> None:
     tracker.install()
     torch.set_num_threads(1)
     sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = _rendezvous
-    builtins.display = _display
+    builtins.display = _display.display
+    _display.replace_ipython_display()
     sys.modules["__main__"].__dict__.update(torch=torch, dist=dist)
     threading.Thread(target=_answer, args=(control,), daemon=True).start()
     stamps: dict[str, float] = {}
@@ -151,17 +152,11 @@ def _take_environment(environment: dict) -> None:
     """The notebook's environment as it is now, with what a rank must have otherwise."""
     os.environ.clear()
     os.environ.update(environment)
-    os.environ["MPLBACKEND"] = "module://course_utils._display"
+    os.environ["MPLBACKEND"] = "module://course_utils._backend"
     os.environ["OMP_NUM_THREADS"] = "1"
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-
-
-def _display(*values, **options) -> None:
-    from ._display import display
-
-    display(*values, **options)
 
 
 def _forget_edited_modules(stamps: dict[str, float]) -> None:
@@ -219,22 +214,15 @@ def _prepare_group(header: dict) -> None:
     elif not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if header["init"] and state.generation == header["generation"] and dist.is_initialized():
+        if not header["cell"]:  # groups of the last call: then, other ranks may still have waited in them
+            for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+                dist.destroy_process_group(group)
         return
     _drop_group()
     if header["init"]:
         options = {"device_id": torch.device("cuda", rank)} if header["backend"] == "nccl" else {}
         dist.init_process_group(header["backend"], **options)
         state.generation = header["generation"]
-
-
-def _groups() -> set:
-    return set(dist.distributed_c10d._world.pg_map)
-
-
-def _drop_new_groups(before: set) -> None:
-    for group in _groups() - before:
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
 
 
 # ----------------------------------------------------------------------------------------------------------------- call
@@ -258,7 +246,6 @@ def _serve(header: dict, body: bytes) -> tuple:
         _prepare_group(header)
         tracker.reset()
         state.phase = "running"
-        before = _groups()
         result = _run_cell(header, body) if header["cell"] else _run_function(body)
         state.phase = "returned"
         state.running = False
@@ -267,7 +254,6 @@ def _serve(header: dict, body: bytes) -> tuple:
             not tracker.unfinished() and dist.is_initialized() and state.generation == header["generation"],
         )
         if not header["cell"]:
-            _drop_new_groups(before)
             gc.collect()
         tracker.pending.clear()
         return "done", call, result, books
@@ -322,10 +308,8 @@ def _run_cell(header: dict, body: bytes) -> bytes | None:
 
 
 def _show_value(value) -> None:
-    from ._display import bundle, display
-
-    if len(bundle(value)) > 1:
-        display(value)
+    if len(_display.bundle(value)) > 1:
+        _display.display(value)
     else:
         print(repr(value))
 

@@ -20,6 +20,15 @@ class _Report:
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
+    def __reduce__(self):
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[BaseException], args: tuple, state: dict) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 def refusal(kind: type[Exception], text: str, name: str = "") -> Exception:
     """A built-in exception for bad input, shown to the learner without the frames of this package."""
@@ -43,7 +52,10 @@ class WorkerError(_Report, RuntimeError):
 
     def __init__(self, rank: int, exception: str, traceback: str, states: list[str], headline: str, advice: str = ""):
         self.rank, self.exception, self.traceback, self.states = rank, exception, traceback, states[1:]
-        super().__init__("\n\n".join(part for part in (headline, traceback, advice, "\n".join(states)) if part))
+        table = (
+            "" if headline.startswith(rank_label(range(len(self.states)))) else "\n".join(states)
+        )  # all failed alike
+        super().__init__("\n\n".join(part for part in (headline, traceback, advice, table) if part))
 
 
 class HangError(WorkerError):
@@ -127,7 +139,9 @@ def operation_text(entry: dict | None) -> str:
     return f"{entry['op']} number {entry['number']} ({entry['group']} group{size})"
 
 
-def death_text(code: int) -> str:
+def death_text(code: int | None) -> str:
+    if code is None:
+        return "the process that all ranks are forked from has ended; the next call starts another"
     if code >= 0:
         return f"the process ended itself with exit code {code}"
     try:
@@ -151,7 +165,7 @@ def worker_error(failure: dict, failures: dict[int, dict], standings: dict[int, 
     traceback = traceback_text(failure)
     alike = sorted(r for r, f in failures.items() if f.get("text") == failure["text"] and f["line"] == failure["line"])
     headline = f"{rank_label(alike)} failed: {failure['text']}"
-    return WorkerError(alike[0], failure["text"], traceback, states if len(alike) < len(standings) else [], headline)
+    return WorkerError(alike[0], failure["text"], traceback, states, headline)
 
 
 def mismatch(last: dict | None, standings: dict[int, dict]) -> str:
@@ -195,7 +209,8 @@ def likely_fault(standings: dict[int, dict]) -> tuple[int, str]:
     busy = [rank for rank, s in standings.items() if s["phase"] != "returned"]
     who = rank_label(busy)
     verb = "is" if len(busy) == 1 else "are"
-    return busy[0], f"{who} {verb} still busy, and no rank waits for another: {_doing(standings[busy[0]])}."
+    doing = "; ".join(dict.fromkeys(_doing(standings[rank]) for rank in busy))
+    return busy[0], f"{who} {verb} still busy, and no rank waits for another: {doing}."
 
 
 def _doing(standing: dict) -> str:
@@ -236,7 +251,7 @@ def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> t
         why = [reason if len(missing) == 1 else f"rank {r}: {reason}" for reason, r in list(reasons.items())[-3:]]
         who = f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
         return missing[0], f"{who} in {name}; {rank_label(missing)} never joined it ({'; '.join(why)})."
-    for what, field, show in (("sizes", "bytes", size_text), ("roots", "peer", str)):
+    for what, field, show in (("sizes", "bytes", size_text), ("roots", "peer", "root {}".format)):
         values = {r: entry[field] for r, entry in here.items()}
         if len(set(values.values())) > 1:
             text = ", ".join(f"rank {r} {show(value)}" for r, value in values.items())

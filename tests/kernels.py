@@ -52,8 +52,8 @@ def left_behind(mark: str, folder: Path, seconds: float = 5.0) -> list[str]:
     deadline = time.monotonic() + seconds
     while True:
         shared = Path("/dev/shm")
-        rest = [f"process {' '.join(p.cmdline())[:120]}" for p in marked(mark) if p.is_running()]
-        rest += [f"file {p.relative_to(folder)}" for p in sorted(folder.rglob("*"))]
+        rest = [f"process {p.pid}" for p in marked(mark)]
+        rest += [os.path.join(where, name) for where, folders, files in os.walk(folder) for name in folders + files]
         if shared.is_dir():
             theirs = [p.name for p in shared.iterdir() if pids & set(map(int, re.findall(r"\d+", p.name)))]
             rest += [f"shared memory {name}" for name in theirs]
@@ -251,12 +251,10 @@ class Script:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def mount_prefix() -> list[str] | None:
-    """How to run a command in a mount namespace of its own on this machine; None where that cannot be done."""
-    for prefix in (["unshare", "-m"], ["unshare", "-rm"]):
-        if shutil.which("unshare"):
-            with tempfile.TemporaryDirectory() as folder:
-                trial = [*prefix, "mount", "-t", "tmpfs", "none", folder]
-                if subprocess.run(trial, capture_output=True, timeout=20).returncode == 0:
-                    return prefix
+def namespace(kinds: str, *trial: str) -> list[str] | None:
+    """Prefix to run a command in namespaces of its own (letters of `unshare`); None if `trial` fails in them."""
+    if shutil.which("unshare"):
+        for prefix in (["unshare", f"-{kinds}"], ["unshare", f"-r{kinds}"]):
+            if subprocess.run([*prefix, *trial], capture_output=True, timeout=20).returncode == 0:
+                return prefix
     return None

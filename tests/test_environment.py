@@ -66,6 +66,17 @@ def test_continuous_integration_runs_the_command_of_the_readme():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+def test_notebooks_run_in_this_environment_even_if_the_user_has_another_kernel_of_that_name(tmp_path: Path):
+    other = tmp_path / "kernels" / "python3"
+    other.mkdir(parents=True)
+    (other / "kernel.json").write_text(json.dumps({"argv": ["false"], "display_name": "other", "language": "python"}))
+    command = [sys.executable, "-m", "jupyter", "kernelspec", "list", "--json"]
+    listing = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"JUPYTER_DATA_DIR": str(tmp_path)}
+    )
+    assert json.loads(listing.stdout)["kernelspecs"]["python3"]["resource_dir"].startswith(sys.prefix)
+
+
 def test_setup_script_can_be_read_by_an_old_python():
     ast.parse(SCRIPT.read_text(), feature_version=(3, 6))
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import missing
-from kernels import Script, left_behind, mount_prefix
+from kernels import Script, left_behind, namespace
 
 from course_utils import HangError, WorkerError, expect_error, launch, shutdown
 
@@ -519,6 +519,17 @@ def test_a_rank_that_ignores_interrupts_is_ended():
     failure(HangError, work, timeout=STUCK, world_size=2)
 
 
+def test_a_rank_that_prints_without_end_is_ended(capsys):
+    def work():
+        if dist.get_rank() == 0:
+            while True:
+                print("again")
+        dist.barrier()
+
+    text = str(failure(HangError, work, timeout=STUCK / 2, world_size=2))
+    assert "rank 0" in text and "barrier" in text
+
+
 def test_a_hang_in_an_own_process_group_is_told():
     def program():
         dist.init_process_group("gloo")
@@ -879,14 +890,16 @@ print("NEXT", launch(lambda: dist.get_rank() + 5, world_size=2))
 """
 
 
+def may_mount(folder: Path) -> list[str]:
+    return namespace("m", "mount", "-t", "tmpfs", "none", str(folder)) or missing("the right to mount a small tmpfs")
+
+
 @pytest.mark.parametrize("when", ["before the first call", "after the first call"])
 @pytest.mark.parametrize("where", ["shared memory", "temporary folder"])
 def test_a_full_disk_is_told_or_not_needed(where, when, tmp_path):
     if where == "shared memory" and not Path("/dev/shm").is_dir():
         pytest.skip("this platform has no /dev/shm")
-    prefix = mount_prefix()
-    if prefix is None:
-        missing("unshare and the right to mount a small tmpfs")
+    prefix = may_mount(tmp_path)
     folder = "/dev/shm" if where == "shared memory" else str(tmp_path)
     early = when == "before the first call"
     text = FULL.format(folder=folder, before="fill()" if early else "",
@@ -907,9 +920,7 @@ def test_a_full_disk_is_told_or_not_needed(where, when, tmp_path):
 def test_a_data_loader_without_shared_memory_fails_clearly(tmp_path):
     if not Path("/dev/shm").is_dir():
         pytest.skip("this platform has no /dev/shm")
-    prefix = mount_prefix()
-    if prefix is None:
-        missing("unshare and the right to mount a small tmpfs")
+    prefix = may_mount(tmp_path)
     with Script("""
 import subprocess
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", "/dev/shm"], check=True)

@@ -100,6 +100,14 @@ launch(work, world_size=2);
     assert not plain.err and not under.err
 
 
+def test_output_obeys_what_the_cell_does_with_its_output(kernel):
+    cell = kernel.good("%%capture got\nlaunch(lambda: print('kept'), world_size=2)")
+    assert not cell.out and kernel.good("got.stdout").value == r"'[ranks 0,1] kept\n'"
+    code = "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as text:\n"
+    code += "    launch(lambda: print('kept'), world_size=2)\ntext.getvalue()"
+    assert kernel.good(code).value == r"'[ranks 0,1] kept\n'"
+
+
 def test_figures_and_displayed_objects_show_in_the_notebook(kernel):
     kernel.good("import matplotlib.pyplot as plt")
     cell = kernel.good("""

@@ -17,7 +17,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from kernels import Kernel, Script, marked, surroundings
+from conftest import missing
+from kernels import Kernel, Script, marked, namespace, surroundings
 
 from course_utils import launch
 
@@ -210,6 +211,34 @@ def _send(family: int, address: object, payload: bytes) -> None:
             client.recv(10)
         except OSError:
             pass
+
+
+def test_ranks_talk_without_a_network():
+    """A laptop offline: only the loopback device, and a host name that nobody knows."""
+    prefix = namespace("nu", "true") or missing("the right to make a network namespace")
+    with Script("""
+import fcntl, socket, struct
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    fcntl.ioctl(s, 0x8914, struct.pack("16sh", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+socket.sethostname("a-host-nobody-knows")
+import torch
+import torch.distributed as dist
+from course_utils import launch
+
+def total():
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return x.item()
+
+def own():
+    dist.init_process_group("gloo")
+    result = total()
+    dist.destroy_process_group()
+    return result
+
+print(launch(total, world_size=2), launch(own, world_size=2, init=False))
+""", prefix=prefix) as script:
+        assert script.finish() == "[2.0, 2.0] [2.0, 2.0]\n"
 
 
 # --- CUDA ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The figure that the README shows: times, memory and behaviour after failures, on the largest measured world size."""
+"""The figure that the README shows: times, memory and behaviour after failures at the largest measured world size."""
 
 from pathlib import Path
 
@@ -10,82 +10,74 @@ from matplotlib.patches import Rectangle  # noqa: E402
 from report import KINDS, after_failure, left_behind, number, seconds  # noqa: E402
 
 OURS, OTHERS = "#0072B2", "#9A9A9A"  # Okabe and Ito's blue, and grey
-SHADES = {"good": "#CFE3F1", "partly": "#FBE9C6", "bad": "#F3C6AE"}  # light blue, yellow, vermillion
+SHADES = {"good": "#CFE3F1", "partly": "#FBE9C6", "bad": "#F3C6AE", "none": "#EEEEEE"}
 PANELS = (
-    ("first_cold_s", "first result,\ncold kernel", seconds),
-    ("first_ready_s", "first result,\nwhen ready", seconds),
+    ("first_cold_s", "first result, cold kernel", seconds),
+    ("first_ready_s", "first result, when ready", seconds),
     ("warm_s", "next call", seconds),
-    ("total_MB", "memory of all\nprocesses", lambda value: number(value, "MB")),
+    ("total_MB", "memory, all processes", lambda value: number(value, "MB")),
+)
+LEGEND = (
+    "Time from the event to the prompt. Blue: rank and cause are named and the next call works. "
+    "Yellow: the next call works.\nOrange: the prompt or the next call is lost, or processes are left."
 )
 
 
 def draw(result: dict, path: Path) -> None:
     """Write the figure as PNG."""
     ranks = str(max(result["ranks"]))
-    tools = [(t["name"], t["ranks"][ranks]) for t in result["tools"].values() if ranks in t.get("ranks", {})]
-    tools = tools[::-1]
+    tools = [(t["name"], t["ranks"][ranks]) for t in result["tools"].values() if ranks in t.get("ranks", {})][::-1]
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        height = 0.52 * len(tools)
-        figure = plt.figure(figsize=(11, 2 * height + 2.6), layout="constrained")
-        above, below = figure.subfigures(2, 1, height_ratios=[height + 1.1, height + 1.0])
+        figure = plt.figure(figsize=(11, 0.8 * len(tools) + 3), layout="constrained")
+        above, below = figure.subfigures(2, 1, height_ratios=[0.32 * len(tools) + 1.2, 0.5 * len(tools) + 1.2])
         bars(above, tools)
         matrix(below, tools)
-        figure.suptitle(
-            f"Starting {ranks} ranks from a notebook, {result['machine']['cores']} cores", fontweight="bold"
-        )
-        figure.savefig(path, dpi=150, metadata={"Software": None})
+        cores = result["machine"]["cores"]
+        figure.suptitle(f"{ranks} ranks from a Jupyter notebook on {cores} CPU cores (measured)", fontweight="bold")
+        figure.savefig(path, dpi=130, metadata={"Software": None})
         plt.close(figure)
 
 
 def bars(figure, tools: list) -> None:
     axes = figure.subplots(1, len(PANELS), sharey=True)
     for axis, (key, title, write) in zip(axes, PANELS, strict=True):
-        values = [at.get(key) for _, at in tools]
-        known = [value for value in values if value]
-        left = min(known, default=1) / 3
-        for y, (name, _) in enumerate(tools):
-            if values[y] is None:
-                axis.text(left, y, " not measured", va="center", color="#555555")
-                continue
+        known = [at[key] for _, at in tools if at.get(key)] or [1]
+        left = min(known) / 3
+        for y, (name, at) in enumerate(tools):
+            value = at.get(key)
             ours = name.startswith("course_utils")
-            axis.barh(y, values[y] - left, left=left, height=0.62, color=OURS if ours else OTHERS)
-            axis.text(values[y], y, " " + write(values[y]), va="center", fontweight="bold" if ours else "normal")
+            axis.barh(y, (value or left) - left, left=left, height=0.66, color=OURS if ours else OTHERS)
+            label = write(value) if value else "not measured"
+            axis.text(value or left, y, " " + label, va="center", fontweight="bold" if ours else "normal")
         axis.set_xscale("log")
-        axis.set_xlim(left, max(known, default=1) * 8)
+        axis.set_xlim(left, (max(known) / left) ** 1.5 * left)
         axis.set_title(title, fontsize=9)
-        axis.set_xlabel("MB (log scale)" if key.endswith("MB") else "seconds (log scale)")
+        axis.set_xlabel("MB, log scale" if key.endswith("MB") else "s, log scale")
         axis.tick_params(axis="y", length=0)
         axis.set_yticks(range(len(tools)), [name for name, _ in tools])
 
 
-def quality(outcome: dict | None, kind: str) -> str:
-    if not outcome or "unavailable" in outcome or outcome["gave_up_after_s"] or not outcome["next_call_works"]:
+def quality(kind: str, outcome: dict | None) -> str:
+    if outcome is None:
+        return "none"
+    if outcome["gave_up_after_s"] or not outcome["next_call_works"]:
         return "bad"
-    named = kind == "interrupt" or (outcome["names_rank"] and outcome["names_cause"])
-    return "good" if named else "partly"
+    return "good" if kind == "interrupt" or (outcome["names_rank"] and outcome["names_cause"]) else "partly"
 
 
 def matrix(figure, tools: list) -> None:
     axis = figure.subplots()
-    heads = [*KINDS.values(), "SIGKILL to the kernel"]
     for y, (_, at) in enumerate(tools):
         for x, kind in enumerate(KINDS):
             outcome = at.get("failures", {}).get(kind)
-            back, said = after_failure(outcome)
-            if kind == "interrupt" and outcome and "next_call_works" in outcome:
-                said = said.partition("; ")[2]
-            cell(
-                axis, x, y, back.replace(" (gave up after", ", gave up after").rstrip(")"), said, quality(outcome, kind)
-            )
+            back, said, following = after_failure(outcome)
+            below = following if kind == "interrupt" else "\n".join(filter(None, [said, following]))
+            back = back.replace("never (gave up after", "no prompt (").replace("( ", "(")
+            box(axis, x, y, back, below, quality(kind, outcome))
         left = left_behind(at)
-        cell(
-            axis,
-            len(KINDS),
-            y,
-            f"{left} left" if left != "none" else "nothing left",
-            "",
-            "good" if left == "none" else "bad",
-        )
+        shade = {"nothing": "good", "not measured": "none"}.get(left, "bad")
+        box(axis, len(KINDS), y, left, "", shade)
+    heads = [*KINDS.values(), "left 5 s after SIGKILL\nto the kernel"]
     axis.set_xlim(-0.5, len(heads) - 0.5)
     axis.set_ylim(-0.5, len(tools) - 0.5)
     axis.set_xticks(range(len(heads)), heads)
@@ -93,22 +85,10 @@ def matrix(figure, tools: list) -> None:
     axis.set_yticks(range(len(tools)), [name for name, _ in tools])
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    figure.supxlabel(
-        "seconds from the event to the prompt; blue: rank and cause named, next call works; "
-        "yellow: next call works; orange: prompt or next call lost, or processes left",
-        fontsize=8,
-    )
+    figure.supxlabel(LEGEND, fontsize=8)
 
 
-def cell(axis, x: int, y: int, line: str, below: str, shade: str) -> None:
+def box(axis, x: int, y: int, line: str, below: str, shade: str) -> None:
     axis.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=SHADES[shade], linewidth=0))
-    axis.text(x, y + (0.17 if below else 0), line, ha="center", va="center", fontsize=8.5)
-    if below:
-        axis.text(
-            x,
-            y - 0.2,
-            below.replace("names neither rank nor cause", "names nothing"),
-            ha="center",
-            va="center",
-            fontsize=6.8,
-        )
+    axis.text(x, y + (0.2 if below else 0), line, ha="center", va="center", fontsize=8.5)
+    axis.text(x, y - 0.17, below, ha="center", va="center", fontsize=6.8, linespacing=1.05)

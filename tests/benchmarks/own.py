@@ -52,7 +52,7 @@ def overhead(blocks, steps):
 
 
 def ledger_overhead(python: Path, ranks: int, blocks: int, steps: int) -> dict:
-    """Seconds of a step of DDP on rank 0, without the ledger, with it watching, and while recording; and the ratios."""
+    """Seconds of a step of DDP on rank 0 without the ledger, with it watching, and while recording; and the ratios."""
     with kernel(python) as k:
         call = (
             f"import json\nprint(json.dumps(launch(overhead, {blocks}, {steps}, world_size={ranks}, timeout=300)[0]))"

@@ -6,50 +6,43 @@ KINDS = {
     "hang": "one rank skips a collective",
     "interrupt": "interrupt",
 }
+KERNEL_KILLED = ("kernel_killed_idle", "kernel_killed_busy")
 
 
 def targets(result: dict) -> list[dict]:
     """Each target with its limit, what was measured (None: not measured) and whether it is met."""
-    course = result["tools"].get("course", {}).get("ranks", {})
-    four = course.get("4") or next(iter(course.values()), {})
-    own = result.get("own", {})
-    others = [
-        at["warm_s"]
-        for key, tool in result["tools"].items()
-        for ranks, at in tool.get("ranks", {}).items()
-        if key != "course" and tool["keeps_workers"] and ranks == "4" and at.get("warm_s")
-    ]
-    warm = four.get("warm_s")
-    failures = four.get("failures", {})
-    left = [four[key]["left"] for key in ("kernel_killed_idle", "kernel_killed_busy") if key in four]
+    ranks = str(max(result["ranks"]))
+    at = {key: tool["ranks"][ranks] for key, tool in result["tools"].items() if ranks in tool.get("ranks", {})}
+    ours = at.pop("course", {})
+    kept = [m["warm_s"] for key, m in at.items() if result["tools"][key]["keeps_workers"] and m.get("warm_s")]
+    warm = ours.get("warm_s")
+    left = [ours[key]["left"] for key in KERNEL_KILLED if key in ours]
+    failures, own = ours.get("failures", {}), result.get("own", {})
+    many, ledger = own.get("many", {}), own.get("ledger", {})
     rows = [
-        ("first all-reduce, server ready", "s", "<=", 0.3, four.get("first_ready_s")),
-        ("first all-reduce, cold kernel", "s", "<=", 2.0, four.get("first_cold_s")),
-        ("warm call", "ms", "<=", 3.0, warm and warm * 1e3),
-        ("warm call, times faster than the next best that keeps workers", "x", ">=", 3.0, ratio(min(others, default=None), warm)),
-        ("memory that a rank adds (growth of PSS, all processes)", "MB", "<=", 20.0, four.get("added_per_rank_MB")),
-        ("PSS of a rank (its share of the server's pages counted)", "MB", "<=", 20.0, four.get("pss_per_rank_MB")),
-        (f"{own.get('many', {}).get('ranks', 32)} ranks from a cold kernel", "s", "<=", 6.0, own.get("many", {}).get("cold_s")),
-        ("error on a rank reported", "s", "<=", 2.0, failures.get("error", {}).get("seconds")),
-        ("death of a rank reported", "s", "<=", 2.0, failures.get("death", {}).get("seconds")),
-        ("processes left 5 s after SIGKILL to the kernel", "", "<=", 0, max(left, default=None)),
-        ("step of DDP with the ledger, against without", "x", "<=", 1.05, own.get("ledger", {}).get("ratio_watching")),
-    ]  # fmt: skip
+        ("first all-reduce, server ready", "s", 0.3, ours.get("first_ready_s")),
+        ("first all-reduce, cold kernel", "s", 2.0, ours.get("first_cold_s")),
+        ("warm call", "ms", 3.0, warm and warm * 1e3),
+        ("warm call, against the next best that keeps workers", "x", -3.0, ratio(min(kept, default=None), warm)),
+        ("memory that a rank adds: growth of PSS, all processes", "MB", 20.0, ours.get("added_per_rank_MB")),
+        ("PSS of a rank, with its share of the server's pages", "MB", 20.0, ours.get("pss_per_rank_MB")),
+        (f"{many.get('ranks', 32)} ranks from a cold kernel", "s", 6.0, many.get("cold_s")),
+        ("error on a rank reported", "s", 2.0, failures.get("error", {}).get("seconds")),
+        ("death of a rank reported", "s", 2.0, failures.get("death", {}).get("seconds")),
+        ("processes left 5 s after SIGKILL to the kernel", "", 0.0, max(left, default=None)),
+        ("step of DDP with the ledger, against without", "x", 1.05, ledger.get("ratio_watching")),
+    ]
     return [
         {
             "target": name,
             "unit": unit,
-            "sense": sense,
-            "limit": limit,
+            "sense": "at most" if limit >= 0 else "at least",
+            "limit": abs(limit),
             "measured": value,
-            "met": met(sense, limit, value),
+            "met": None if value is None else bool(value <= limit if limit >= 0 else value >= -limit),
         }
-        for name, unit, sense, limit, value in rows
+        for name, unit, limit, value in rows
     ]
-
-
-def met(sense: str, limit: float, value: float | None) -> bool | None:
-    return None if value is None else bool(value <= limit if sense == "<=" else value >= limit)
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
@@ -60,14 +53,12 @@ def number(value: float | None, unit: str = "") -> str:
     if value is None:
         return "–"
     digits = 0 if abs(value) >= 100 or value == int(value) else 1 if abs(value) >= 10 else 2
-    return f"{value:.{digits}f}" + (f" {unit}" if unit else "")
+    return f"{value:.{digits}f} {unit}".strip()
 
 
 def seconds(value: float | None) -> str:
     """A time with its unit, ms below 0.1 s."""
-    if value is None:
-        return "–"
-    return number(value * 1e3, "ms") if value < 0.1 else number(value, "s")
+    return number(value * 1e3, "ms") if value is not None and value < 0.1 else number(value, "s")
 
 
 def against(value: float | None, base: float | None) -> str:
@@ -75,22 +66,20 @@ def against(value: float | None, base: float | None) -> str:
     return seconds(value) + (f" ({number(times)}×)" if times and times != 1 else "")
 
 
-def after_failure(outcome: dict | None) -> tuple[str, str]:
-    """Two short phrases: when the prompt came back; what the message named and whether the next call works."""
+def after_failure(outcome: dict | None) -> tuple[str, str, str]:
+    """When the prompt came back, what the message named, and whether the next call works."""
     if outcome is None:
-        return "–", ""
-    if "unavailable" in outcome:
-        return "not run", outcome["unavailable"]
+        return "not measured", "", ""
     gave_up = outcome["gave_up_after_s"]
     back = seconds(outcome["seconds"]) if gave_up is None else f"never (gave up after {gave_up:.0f} s)"
     named = [word for word in ("rank", "cause") if outcome["names_" + word]]
-    said = "names " + " and ".join(named) if named else "names neither rank nor cause"
-    return back, f"{said}; next call {'works' if outcome['next_call_works'] else 'fails'}"
+    said = "names " + " and ".join(named) if named else "names nothing"
+    return back, said, "next call " + ("works" if outcome["next_call_works"] else "fails")
 
 
 def left_behind(at: dict) -> str:
-    counts = [at[key]["left"] for key in ("kernel_killed_idle", "kernel_killed_busy") if key in at]
-    return "–" if not counts else "none" if not any(counts) else f"{max(counts)} processes"
+    counts = [at[key]["left"] for key in KERNEL_KILLED if key in at]
+    return "not measured" if not counts else f"{max(counts)} processes" if any(counts) else "nothing"
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -99,62 +88,60 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def markdown(result: dict) -> str:
     """The whole report."""
-    parts = []
-    for ranks in result["ranks"]:
-        measured = {key: tool["ranks"].get(str(ranks), {}) for key, tool in result["tools"].items() if "ranks" in tool}
-        base = measured.get("course", {})
-        rows, failures = [], []
-        for key, at in measured.items():
-            name = result["tools"][key]["name"]
-            times = [against(at.get(k), base.get(k)) for k in ("first_cold_s", "first_ready_s", "warm_s")]
-            sizes = [number(at.get(k), "MB") for k in ("pss_per_rank_MB", "added_per_rank_MB", "total_MB")]
-            rows.append([name, *times, *sizes])
-            cells = ["; ".join(filter(None, after_failure(at.get("failures", {}).get(kind)))) for kind in KINDS]
-            failures.append([name, *cells, left_behind(at)])
-        head = ["tool", "first result, cold kernel", "first result, ready", "next call"]
-        parts += [
-            f"## {ranks} ranks",
-            table([*head, "PSS of a rank", "added by a rank", "all processes"], rows),
-            table(["tool", *KINDS.values(), "left 5 s after SIGKILL to the kernel"], failures),
-        ]
+    parts = [part for ranks in result["ranks"] for part in tables(result, ranks)]
     rows = [
-        [t["target"], f"{t['sense'].replace('<=', '≤').replace('>=', '≥')} {number(t['limit'], t['unit'])}",
-         number(t["measured"], t["unit"]), {True: "yes", False: "no", None: "not measured"}[t["met"]]]
-        for t in result["targets"]
-    ]  # fmt: skip
-    parts += ["## Targets (4 ranks)", table(["target", "limit", "measured", "met"], rows)]
-    notes = [f"- {t['name']} {version_of(t)}: {t['note']}" for t in result["tools"].values() if t.get("note")]
-    notes += [
-        f"- {t['name']}: not measured. {t['unavailable']}" for t in result["tools"].values() if "unavailable" in t
+        [
+            target["target"],
+            f"{target['sense']} {number(target['limit'], target['unit'])}",
+            number(target["measured"], target["unit"]),
+            {True: "yes", False: "no", None: "not measured"}[target["met"]],
+        ]
+        for target in result["targets"]
     ]
-    notes += [
-        f"- {tool['name']}, {ranks} ranks: {at['warm_calls_failed']} of the repeated calls failed"
-        for tool in result["tools"].values()
-        for ranks, at in tool.get("ranks", {}).items()
-        if at.get("warm_calls_failed")
-    ]
-    notes += [
-        f"- {tool['name']}, {ranks} ranks, {part}: {reason}"
-        for tool in result["tools"].values()
-        for ranks, at in tool.get("ranks", {}).items()
-        for part, reason in at.get("unavailable", {}).items()
-    ]
-    if "own" in result and "ledger" in result["own"]:
-        ledger, many = result["own"]["ledger"], result["own"]["many"]
-        notes.append(
-            f"- ledger, DDP on {ledger['ranks']} ranks: {number(ledger['ratio_watching'])}× while watching, "
-            f"{number(ledger['ratio_recording'])}× while recording; {many['ranks']} ranks when the server is ready: "
-            f"{seconds(many['ready_s'])}"
-        )
+    parts += ["## Targets", table(["target", "limit", "measured", "met"], rows)]
     machine = result["machine"]
-    parts.append(
-        "\n".join(
-            [f"Measured on {machine['cores']} cores, torch {machine['torch']}. (n×): times the course's.", *notes]
-        )
-    )
-    return "\n\n".join(parts)
+    head = f"Measured on {machine['cores']} cores, torch {machine['torch']}. In brackets: times this course's figure."
+    return "\n\n".join([*parts, "\n".join([head, *notes(result)])])
 
 
-def version_of(tool: dict) -> str:
-    own = {k: v for k, v in tool.get("versions", {}).items() if k not in ("torch", "ipykernel")}
-    return " ".join(own.values())
+def tables(result: dict, ranks: int) -> list[str]:
+    """Heading and two tables for one world size."""
+    measured = {key: tool["ranks"].get(str(ranks), {}) for key, tool in result["tools"].items() if "ranks" in tool}
+    base = measured.get("course", {})
+    costs, failures = [], []
+    for key, at in measured.items():
+        name = result["tools"][key]["name"]
+        times = [against(at.get(k), base.get(k)) for k in ("first_cold_s", "first_ready_s", "warm_s")]
+        sizes = [number(at.get(k), "MB") for k in ("pss_per_rank_MB", "added_per_rank_MB", "total_MB")]
+        costs.append([name, *times, *sizes])
+        after = ["; ".join(filter(None, after_failure(at.get("failures", {}).get(kind)))) for kind in KINDS]
+        failures.append([name, *after, left_behind(at)])
+    times = ["first result, cold kernel", "first result, ready", "next call"]
+    sizes = ["PSS of a rank", "added by a rank", "all processes"]
+    return [
+        f"## {ranks} ranks",
+        table(["tool", *times, *sizes], costs),
+        table(["tool", *KINDS.values(), "left 5 s after SIGKILL to the kernel"], failures),
+    ]
+
+
+def notes(result: dict) -> list[str]:
+    """What a reader of the tables must know: how a tool was used, and what could not be measured and why."""
+    lines = []
+    for tool in result["tools"].values():
+        version = " ".join(v for k, v in tool.get("versions", {}).items() if k not in ("torch", "ipykernel"))
+        name = f"- {tool['name']} {version}".rstrip()
+        lines += [f"{name}: {tool['note']}"] if tool["note"] else []
+        lines += [f"{name}: not measured: {tool['unavailable']}"] if "unavailable" in tool else []
+        for ranks, at in tool.get("ranks", {}).items():
+            if at.get("warm_calls_failed"):
+                calls = at["warm_calls"] + at["warm_calls_failed"]
+                lines.append(f"{name}, {ranks} ranks: {at['warm_calls_failed']} of {calls} repeated calls failed")
+            lines += [f"{name}, {ranks} ranks, {part}: {why}" for part, why in at.get("unavailable", {}).items()]
+    own = result.get("own", {})
+    if "ledger" in own:
+        watching, recording = (number(own["ledger"][key]) for key in ("ratio_watching", "ratio_recording"))
+        lines.append(f"- ledger, DDP on {own['ledger']['ranks']} ranks: {watching}× watching, {recording}× recording")
+    if "many" in own:
+        lines.append(f"- {own['many']['ranks']} ranks when the server is ready: {seconds(own['many']['ready_s'])}")
+    return lines + [f"- this course, {part}: {why}" for part, why in own.get("unavailable", {}).items()]

@@ -187,7 +187,7 @@ def failure(kind: str, tool: Tool, python: Path, ranks: int, effort: Effort) -> 
         "seconds": seconds,
         "gave_up_after_s": None if cell.ended else effort.give_up,
         "back_at_all": back,
-        "names_rank": names(cell.text, odd, ranks),
+        "names_rank": names(kind, cell.text, odd, ranks),
         "names_cause": bool(re.search(CAUSE[kind], cell.text)),
         "next_call_works": following is not None and right(following, ranks),
         "next_call_s": following.seconds if following else None,
@@ -195,10 +195,12 @@ def failure(kind: str, tool: Tool, python: Path, ranks: int, effort: Effort) -> 
     }
 
 
-def names(text: str, rank: int, ranks: int) -> bool:
-    """Whether `text` singles out `rank`: as the root cause, or else as the first rank named alone."""
+def names(kind: str, text: str, rank: int, ranks: int) -> bool:
+    """Whether `text` singles out `rank`: as the root cause, else as the first rank named alone."""
+    if kind == "hang" and re.search(rf"\b[Rr]ank {rank} (?:called|never|did not|skipped|is missing)", text):
+        return True
     cause = re.search(FIRST_CAUSE, text)
     if cause:
         return int(cause.group(1)) == rank
-    named = [int(one or other) for one, other in re.findall(NAMED, text)]
+    named = (int(one or other) for one, other in re.findall(NAMED, text))
     return next((n for n in named if n < ranks), None) == rank
