@@ -12,18 +12,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 
 from . import errors
+from ._interrupts import Interrupts, ignored
 from ._output import Merger
 from ._processes import Worker, learner_line, server_id, start_server
 
 _GRACE = 0.3  # seconds between the first failure and asking the others where they stand
 _CONNECTION_GRACE = 1.0  # the same when the failure only says that another rank has gone
 _ANSWER = 0.5  # seconds a rank has to say where it stands
+_DEAF = ("no answer", "starting")  # phases from which a rank does not come back when it is aborted
 _RETURN = 1.5  # seconds an aborted rank has to come back before it is killed
 
 
@@ -55,6 +57,7 @@ class Pool:
         self.calls = 0
         self.pid = os.getpid()
         self._busy = threading.Lock()
+        self._interrupts = Interrupts()
 
     def run(self, call: Call) -> list:
         """Run a call on its ranks and return the results by rank."""
@@ -67,14 +70,14 @@ class Pool:
                 RuntimeError, "another launch is running on the ranks; wait until it ends or interrupt it"
             )
         try:
-            return self._run(call)
-        except KeyboardInterrupt as interrupt:
-            if not isinstance(interrupt, errors.Interrupted):
-                self.close()  # interrupted outside the protected wait: start afresh next time
-                raise errors.Interrupted(["the ranks were being started or stopped"]) from None
+            with self._interrupts.taken():
+                return self._run(call)
+        except (errors.WorkerError, errors.Interrupted):
             raise
-        except errors.WorkerError:
-            raise
+        except KeyboardInterrupt:
+            with ignored():
+                self.close()  # interrupted while ranks were started, or twice: start afresh next time
+            raise errors.Interrupted([]) from None
         except BaseException:
             self.close()
             raise
@@ -99,11 +102,14 @@ class Pool:
             self.group = wanted
             if call.ranks is not None and len(ranks) < call.world_size:  # the group needs everybody
                 everybody = Call(b"", call.world_size, call.backend, call.timeout, cell="", show=call.show)
-                self._send(everybody, list(range(call.world_size)), listener)
-                self._collect(everybody, list(range(call.world_size)))
+                with self._interrupts.at_once(False):
+                    self._send(everybody, list(range(call.world_size)), listener)
+                    self._collect(everybody, list(range(call.world_size)))
                 listener = None
-        self._send(call, ranks, listener)
-        self._collect(call, ranks)
+        with self._interrupts.at_once(False):
+            self._send(call, ranks, listener)
+            self._collect(call, ranks)
+        self._interrupts.check()
         return [self._load(rank, call.results[rank]) for rank in ranks]
 
     def _start_missing(self, world_size: int) -> socket.socket | None:
@@ -173,12 +179,12 @@ class Pool:
                 merger.flush()
             interrupted = False
         except KeyboardInterrupt:
-            interrupted = True
+            interrupted, self._interrupts.count = True, 0
         if interrupted or pending or call.failures:
-            with _no_interrupts():
+            with ignored():
                 standings = self._where(call, ranks, pending)
                 hung = not call.failures
-                self._stop(call, merger, pending, {r for r in pending if standings[r]["phase"] == "no answer"})
+                self._stop(call, merger, pending, {r for r in pending if standings[r]["phase"] in _DEAF})
             if interrupted:
                 raise errors.Interrupted(errors.state_table(standings))
             if hung:
@@ -206,7 +212,8 @@ class Pool:
                 sources[worker.task] = sources[worker.process.sentinel] = rank
             if worker.output_open:
                 sources[worker.output] = rank
-        ready = wait(list(sources), max(timeout, 0))
+        with self._interrupts.at_once(True):
+            ready = wait(list(sources), max(timeout, 0))
         for source in ready:
             rank = sources[source]
             if isinstance(source, Connection) and source is self.workers[rank].output:
@@ -359,16 +366,3 @@ class Pool:
         except Exception as error:
             text = f"its result cannot be rebuilt in the notebook: {type(error).__name__}: {error}"
             raise errors.WorkerError(rank, text, "", [], f"rank {rank}: {text}") from None
-
-
-@contextlib.contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """A bounded clean-up that a second interrupt must not tear apart."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

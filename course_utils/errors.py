@@ -72,7 +72,8 @@ class Interrupted(_Report, KeyboardInterrupt):
 
     def __init__(self, states: list[str]):
         self.states = states[1:]
-        super().__init__("the ranks were stopped where they stood\n\n" + "\n".join(states))
+        where = " where they stood\n\n" + "\n".join(states) if states else ""
+        super().__init__(f"the ranks were stopped{where}")
 
 
 @contextlib.contextmanager

@@ -670,6 +670,42 @@ launch(work, world_size=2, timeout=1000)
         assert not left_behind(script.mark, script.temporary)
 
 
+def test_interrupts_at_any_moment_do_no_harm():
+    """Forty interrupts at random moments of calls that send and bring back much: no other error, and no hang."""
+    with Script("""
+import os, random, signal, threading, time
+import torch
+import torch.distributed as dist
+from course_utils import launch
+
+def work(x):
+    dist.barrier()
+    return x
+
+x = torch.ones(1_000_000)
+launch(work, x, world_size=2)
+chance = random.Random(0)
+for round_ in range(40):
+    timer = threading.Timer(chance.random() * 0.1, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        while True:
+            launch(work, x, world_size=2)
+    except KeyboardInterrupt:
+        pass
+    assert launch(dist.get_rank, world_size=2) == [0, 1]
+print("forty times")
+""") as script:
+        assert script.finish() == "forty times\n"
+
+
+def test_a_stopped_worker_is_named_even_if_much_is_sent_to_it():
+    worker = psutil.Process(launch(os.getpid, world_size=2)[1])
+    worker.suspend()
+    error = failure(HangError, torch.sum, torch.ones(4_000_000), timeout=STUCK, world_size=2)
+    assert "rank 1" in str(error)
+
+
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL", "os._exit", "exception", "normal"])
 def test_when_a_script_ends_nothing_is_left(how):
     body = {"os._exit": "os._exit(0)", "exception": "raise SystemError('stop')", "normal": ""}

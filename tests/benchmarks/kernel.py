@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 import uuid
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,13 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 @dataclass
 class Cell:
-    """What running one cell gave: whether it ended, after how many seconds, and all text shown."""
+    """What running one cell gave: whether it ended, after how many seconds, all text shown, time of day of its end."""
 
     ended: bool
     seconds: float
     text: str
     failed: bool
+    at: float = 0.0
 
 
 class Kernel:
@@ -84,7 +86,8 @@ class Kernel:
                 failed = True
                 texts.append("\n".join(content["traceback"]) + f"\n{content['ename']}: {content['evalue']}\n")
             elif kind == "status" and content["execution_state"] == "idle":
-                return Cell(True, time.perf_counter() - begin, ANSI.sub("", "".join(texts)), failed)
+                text, at = ANSI.sub("", "".join(texts)), message["header"]["date"].timestamp()
+                return Cell(True, time.perf_counter() - begin, text, failed, at)
         return Cell(False, limit, ANSI.sub("", "".join(texts)), failed)
 
     def run(self, *sources: str, limit: float = 90.0) -> Cell:
@@ -97,15 +100,21 @@ class Kernel:
                 break
         return Cell(cell.ended, time.perf_counter() - begin, "".join(texts), cell.failed)
 
-    def wait_for_marks(self, name: str, ranks: int, limit: float = 90.0) -> dict[int, list[str]]:
-        """Wait until every rank has written its mark: {rank: [time, pid, value]}; fewer if the limit passes."""
-        end = time.monotonic() + limit
+    def wait_for_marks(self, name: str, ranks: Iterable[int], limit: float = 90.0) -> dict[int, list[str]]:
+        """Wait until these ranks have written their marks: {rank: [time, pid, value...]}.
+
+        Raises
+        ------
+        RuntimeError
+            If one has not when the limit has passed.
+        """
+        end, wanted, marks = time.monotonic() + limit, set(ranks), {}
         while time.monotonic() < end:
-            marks = {int(p.suffix[1:]): p.read_text().split() for p in self.marks.glob(f"{name}.*[0-9]")}
-            if len(marks) >= ranks:
-                break
+            marks = {int(path.suffix[1:]): path.read_text().split() for path in self.marks.glob(f"{name}.*[0-9]")}
+            if wanted <= set(marks):
+                return marks
             time.sleep(0.02)
-        return marks
+        raise RuntimeError(f"{name}: ranks {sorted(wanted - set(marks))} never came to it")
 
     def interrupt(self) -> None:
         self.manager.interrupt_kernel()

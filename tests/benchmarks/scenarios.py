@@ -16,6 +16,7 @@ CALL_LIMIT = 90.0  # s, for a call that should simply work
 TOOL_LIMIT = 60  # s, the limit that each tool is given for a collective, where it has one
 READING_PAUSE = 2.0  # s between set-up and first call when the tool is to be ready
 AFTER_KILL = 5.0  # s after which processes count as left behind
+SETTLE = 0.5  # s, for ranks that have just said where they are to get into the collective
 MEGA = 1e6
 
 CAUSE = {
@@ -24,6 +25,7 @@ CAUSE = {
     "hang": r"all_?reduce",
     "interrupt": r"KeyboardInterrupt|Interrupted|signal: 2",
 }
+ON_SLEEP = ("death", "interrupt")  # done to ranks of which one sleeps and the others wait for it
 WORKLOAD_OF = {"error": "error", "death": "asleep", "hang": "hang", "interrupt": "asleep"}
 NAMED = r"(?i)(?<!\[)\b(?:local_)?(?:rank|process|engine|worker)[\s:=#]{0,12}(\d+)\b(?![,-]\d)|\[(\d+):\w+\]"
 FIRST_CAUSE = r"(?is)(?:root|first) cause.{0,200}?\brank[\s:]{0,12}(\d+)"
@@ -87,7 +89,7 @@ def warm_calls(tool: Tool, python: Path, ranks: int, effort: Effort) -> dict:
         ready(k, tool, s)
         must(k.run(tool.call("allreduce", s), limit=CALL_LIMIT), "first result", ranks)
         must(k.run(tool.call("memory", s), limit=CALL_LIMIT), "memory", ranks)
-        memory = [list(map(float, mark[2:])) for mark in k.wait_for_marks("memory", ranks, 5).values()]
+        memory = [list(map(float, mark[2:])) for mark in k.wait_for_marks("memory", range(ranks), 5).values()]
         loop = (
             "%env COURSE_BENCH_LOOP=1\n"
             "import time as _time\n"
@@ -129,7 +131,8 @@ def kernel_killed(tool: Tool, python: Path, ranks: int) -> dict:
         ready(k, tool, s)
         without_ranks = empty if tool.starts_ranks_in_setup else total_pss(k)
         k.start(tool.call("asleep", s))
-        wait_for_event(k, "asleep", ranks)
+        k.wait_for_marks("asleep", range(ranks), CALL_LIMIT)
+        time.sleep(SETTLE)
         total = total_pss(k)
         return {
             "kernel_killed_busy": killed(k),
@@ -149,14 +152,6 @@ def total_pss(k: Kernel) -> int:
     return total
 
 
-def wait_for_event(k: Kernel, name: str, ranks: int) -> dict[int, list[str]]:
-    marks = k.wait_for_marks(name, ranks, CALL_LIMIT)
-    if len(marks) < ranks:
-        raise RuntimeError(f"{name}: only ranks {sorted(marks)} came to it")
-    time.sleep(0.5)
-    return marks
-
-
 def failure(kind: str, tool: Tool, python: Path, ranks: int, effort: Effort) -> dict:
     """An error on one rank, SIGKILL to it, a collective that it skips, or an interrupt of the kernel; what follows.
 
@@ -169,22 +164,19 @@ def failure(kind: str, tool: Tool, python: Path, ranks: int, effort: Effort) -> 
         ready(k, tool, s)
         must(k.run(tool.call("allreduce", s), limit=CALL_LIMIT), "the call before the event", ranks)
         request = k.start(tool.call(WORKLOAD_OF[kind], s))
-        marks = wait_for_event(k, WORKLOAD_OF[kind], ranks)
-        event = time.time()
-        if kind == "death":
-            psutil.Process(int(marks[odd][1])).kill()
-        elif kind == "interrupt":
-            k.interrupt()
-        else:
-            event = float(marks[odd][0])
+        marks = k.wait_for_marks(WORKLOAD_OF[kind], range(ranks) if kind in ON_SLEEP else [odd], CALL_LIMIT)
+        event = float(marks[odd][0])
+        if kind in ON_SLEEP:
+            time.sleep(SETTLE)
+            event = time.time()
+            psutil.Process(int(marks[odd][1])).kill() if kind == "death" else k.interrupt()
         cell = k.wait(request, effort.give_up)
-        seconds = time.time() - event if cell.ended else None
         if not cell.ended:
             k.interrupt()
         back = cell.ended or k.wait(request, 10).ended
         following = k.run(tool.call("allreduce", s), limit=effort.give_up) if back else None
     return {
-        "seconds": seconds,
+        "seconds": cell.at - event if cell.ended else None,
         "gave_up_after_s": None if cell.ended else effort.give_up,
         "back_at_all": back,
         "names_rank": names(kind, cell.text, odd, ranks),

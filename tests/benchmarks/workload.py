@@ -36,6 +36,7 @@ def memory():
 
 
 def error():
+    dist.barrier()
     mark("error")
     if odd_one_out():
         raise ValueError("bad batch")
