@@ -53,8 +53,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_utils import HangError, WorkerError, device, expect_error, launch, record
-from course_utils.costs import algbw, busbw, busbw_factor, bytes_sent, fit_alpha_beta, format_bytes, step_through
+from course_utils import HangError, WorkerError, costs, device, expect_error, launch, record
+from course_utils.costs import algbw, busbw, bytes_sent, fit_alpha_beta, format_bytes
 from course_utils.plots import bandwidth, before_after, timeline
 from course_utils.widgets import collective_stepper
 
@@ -219,7 +219,10 @@ start, entered, left = zip(*launch(arrive_late, world_size=world_size), strict=T
 assert min(left) >= max(entered)
 zero = min(start)
 rows = {
-    f"rank {r}": [("work", start[r] - zero, entered[r] - zero), ("barrier", entered[r] - zero, left[r] - zero)]
+    f"rank {r}": [
+        ("work", start[r] - zero, entered[r] - zero),
+        ("barrier", entered[r] - zero, left[r] - zero),
+    ]
     for r in range(world_size)
 }
 timeline(rows, "measured: nobody leaves the barrier before the last rank has entered")
@@ -243,7 +246,7 @@ timeline(rows, "measured: nobody leaves the barrier before the last rank has ent
 
 # %%
 def numbers(count=None):
-    """Digits 1, 2, 3 … in this rank's own decimal place, `count` of them (default: one for each rank)."""
+    """Digits 1, 2, 3 … in this rank's own decimal place, one for each rank or `count` of them."""
     rank, n = dist.get_rank(), dist.get_world_size()
     return torch.tensor([(i % 9 + 1) * 10**rank for i in range(count or n)], device=device())
 
@@ -371,7 +374,10 @@ def reduce_with(name):
     return x.item()
 
 
-result = {op: launch(reduce_with, op, world_size=world_size) for op in ("SUM", "AVG", "MIN", "MAX", "PRODUCT")}
+result = {
+    op: launch(reduce_with, op, world_size=world_size)
+    for op in ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
+}
 for op, by_rank in result.items():
     assert len(set(by_rank)) == 1  # all ranks agree
     print(f"{op:8}{by_rank[0]:6g}")
@@ -571,7 +577,8 @@ def number_in_team():
         return "rank 0 of the world is not a member"
     x = torch.tensor([100 + dist.get_rank()], device=device())
     dist.broadcast(x, group_src=0, group=group)  # the same as src=1
-    return f"rank {dist.get_rank()} of the world is rank {dist.get_rank(group)} of the group and got {x.item()}"
+    ranks = f"rank {dist.get_rank()} of the world is rank {dist.get_rank(group)} of the group"
+    return f"{ranks} and got {x.item()}"
 
 
 print(*launch(number_in_team, world_size=world_size), sep="\n")
@@ -647,8 +654,19 @@ before_after(before, between, "all_reduce along tp")
 # **Predict** (questions 2 and 3). All-reduce of 1 GB on 4 ranks, and on 1,000? Then run the formulas:
 
 # %%
-collectives = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"]
-print(f"{'GB each rank moves for S = 1 GB, n =':40}" + "".join(f"{n:7}" for n in (2, 4, 8, 64, 1000)))
+collectives = [
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+]
+print(
+    f"{'GB each rank moves for S = 1 GB, n =':40}" + "".join(f"{n:7}" for n in (2, 4, 8, 64, 1000))
+)
 for op in collectives:
     print(f"{op:40}" + "".join(f"{bytes_sent(op, n, 1.0):7.3f}" for n in (2, 4, 8, 64, 1000)))
 assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the 7-billion-parameter model from the start
@@ -745,7 +763,8 @@ def whole_tensors_round_a_ring(x):
 
 def ring_all_reduce(x):
     pieces = x.clone().view(dist.get_world_size(), -1)
-    for _ in step_through("all_reduce", pieces):  # the widget's messages: reduce-scatter, then all-gather
+    # the messages that the widget shows: a reduce-scatter, then an all-gather
+    for _ in costs.step_through("all_reduce", pieces):
         pass
     return pieces.view(-1)
 
@@ -784,15 +803,20 @@ assert abs(sent - bytes_sent("all_reduce", world_size, 1.0)) < 1e-9
 
 # %%
 def tcp_bytes():
-    """Bytes this process has sent (and seen acknowledged) and received on all its TCP connections; Linux only."""
+    """Bytes this process has sent, and seen acknowledged, and received over TCP; Linux only."""
     sent = received = 0
     for descriptor in os.scandir("/proc/self/fd"):
         if not os.readlink(descriptor.path).startswith("socket:"):
             continue
         with socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+            if (
+                connection.family in (socket.AF_INET, socket.AF_INET6)
+                and connection.type == socket.SOCK_STREAM
+            ):
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-                acknowledged, arrived = struct.unpack_from("QQ", info, 120)  # tcpi_bytes_acked, tcpi_bytes_received
+                acknowledged, arrived = struct.unpack_from(
+                    "QQ", info, 120
+                )  # tcpi_bytes_acked, tcpi_bytes_received
                 sent, received = sent + acknowledged, received + arrived
     return sent, received
 
@@ -843,9 +867,16 @@ def bytes_on_the_wire():
 
 on_tcp = sys.platform == "linux" and launch(dist.get_backend, world_size=world_size)[0] == "gloo"
 wire = launch(bytes_on_the_wire, world_size=world_size) if on_tcp else []
-print("                 at least   sent by each rank, in S" if on_tcp else "bytes are counted on Linux, on CPU only")
+print(
+    "                 at least   sent by each rank, in S"
+    if on_tcp
+    else "bytes are counted on Linux, on CPU only"
+)
 for op in wire and wire[0]:
-    print(f"{op:16} {busbw_factor(op, world_size):8.2f}   ", *(f"{rank[op]:5.2f}" for rank in wire))
+    print(
+        f"{op:16} {costs.busbw_factor(op, world_size):8.2f}   ",
+        *(f"{rank[op]:5.2f}" for rank in wire),
+    )
 
 # %% [markdown]
 # For all-reduce, all-gather and all-to-all gloo sends what the formula says, to two decimals. Elsewhere it tells a
@@ -907,7 +938,9 @@ def best_times():
     for size in sizes:
         for op, call in calls(size).items():
             call()  # warm up
-            best.setdefault(op, []).append(min(timed(call) for _ in range(15 if size < 2**20 else 4)))
+            best.setdefault(op, []).append(
+                min(timed(call) for _ in range(15 if size < 2**20 else 4))
+            )
     return best
 
 
@@ -916,7 +949,10 @@ def best_times():
 
 # %%
 by_rank = launch(best_times, world_size=world_size)
-seconds = {op: [max(times) for times in zip(*(rank[op] for rank in by_rank), strict=True)] for op in collectives[:5]}
+seconds = {
+    op: [max(times) for times in zip(*(rank[op] for rank in by_rank), strict=True)]
+    for op in collectives[:5]
+}
 assert all(t > 0 for times in seconds.values() for t in times)
 
 # %% tags=["nbval-ignore-output"]
@@ -943,7 +979,8 @@ bandwidth(sizes, seconds, world_size, fit=(alpha, beta))
 # 1/β the bandwidth at the far end, and α/β the size at which both cost the same.
 
 # %% tags=["nbval-ignore-output"]
-print(f"alpha = {alpha * 1e3:.2f} ms, 1/beta = {1 / beta / 1e9:.2f} GB/s, alpha/beta = {format_bytes(alpha / beta)}")
+print(f"alpha = {alpha * 1e3:.2f} ms, 1/beta = {1 / beta / 1e9:.2f} GB/s")
+print(f"alpha/beta = {format_bytes(alpha / beta)}")
 
 # %% [markdown]
 # <details><summary>Reduce-scatter takes as long as all-reduce here, at half the busbw. Why?</summary>
@@ -962,10 +999,10 @@ print(f"alpha = {alpha * 1e3:.2f} ms, 1/beta = {1 / beta / 1e9:.2f} GB/s, alpha/
 
 # %%
 recorded = {  # S in MiB: (time in µs, busbw in GB/s)
-    1 / 32: (43.83, 1.31), 1 / 8: (51.76, 4.43), 1 / 2: (80.40, 11.41), 1: (101.9, 18.00), 2: (101.4, 36.18),
-    4: (101.5, 72.33), 8: (133.5, 109.93), 16: (276.6, 106.16), 32: (424.0, 138.49), 64: (684.6, 171.54),
-    128: (1327.6, 176.92), 256: (2420.6, 194.07), 512: (4218.4, 222.72), 1024: (8203.9, 229.04), 4096: (32136, 233.88),
-    16384: (127997, 234.89),
+    1 / 32: (43.83, 1.31), 1 / 8: (51.76, 4.43), 1 / 2: (80.40, 11.41), 1: (101.9, 18.00),
+    2: (101.4, 36.18), 4: (101.5, 72.33), 8: (133.5, 109.93), 16: (276.6, 106.16),
+    32: (424.0, 138.49), 64: (684.6, 171.54), 128: (1327.6, 176.92), 256: (2420.6, 194.07),
+    512: (4218.4, 222.72), 1024: (8203.9, 229.04), 4096: (32136, 233.88), 16384: (127997, 234.89),
 }  # fmt: skip
 a100_sizes = [mib * 2**20 for mib in recorded]
 a100_seconds = [t / 1e6 for t, _ in recorded.values()]
@@ -1080,7 +1117,9 @@ def one_step(overlap):
         finish()
         arrived = time.monotonic()
     start = time.monotonic()
-    while time.monotonic() < start + seconds["all_reduce"][-1]:  # computing elsewhere; we look up now and then
+    while (
+        time.monotonic() < start + seconds["all_reduce"][-1]
+    ):  # computing elsewhere; we look up now and then
         time.sleep(0.001)
         if request.is_completed():
             arrived = arrived or time.monotonic()
@@ -1107,7 +1146,9 @@ assert apart["compute"][0] >= apart["all_reduce"][1]  # starts when the all-redu
 assert overlapped["compute"][0] < overlapped["all_reduce"][1]  # starts while it is running
 bars = {f"wait first: {what}": [(what, *span)] for what, span in apart.items()}
 bars |= {f"overlap: {what}": [(what, *span)] for what, span in overlapped.items()}
-timeline(bars, f"measured on rank 0: {format_bytes(sizes[-1])} all-reduce beside a computation elsewhere")
+timeline(
+    bars, f"measured on rank 0: {format_bytes(sizes[-1])} all-reduce beside a computation elsewhere"
+)
 
 # %% [markdown]
 # *The figure: in the upper two rows the computation starts when the all-reduce has ended; in the lower two both start
@@ -1289,7 +1330,9 @@ def try_everything():
     x, peer = torch.ones(2), rank ^ 1
     trials = calls(64) | {"barrier": dist.barrier}
     if peer < n:
-        trials["send"] = trials["recv"] = lambda: dist.send(x, peer) if rank < peer else dist.recv(x, peer)
+        trials["send"] = trials["recv"] = lambda: (
+            dist.send(x, peer) if rank < peer else dist.recv(x, peer)
+        )
     trials["all_reduce, int16"] = lambda: dist.all_reduce(x.to(torch.int16))
     works = {}
     for name, trial in trials.items():
@@ -1302,7 +1345,11 @@ def try_everything():
 
 
 works = launch(try_everything, world_size=world_size, backend="gloo")[0]
-print(", ".join(name for name in works if works[name] == "yes"), "\nnot:", *(n for n in works if works[n] == "no"))
+print(
+    ", ".join(name for name in works if works[name] == "yes"),
+    "\nnot:",
+    *(n for n in works if works[n] == "no"),
+)
 assert all(works[op] == "yes" for op in (*collectives, "barrier", "send", "recv"))
 
 # %% [markdown]
@@ -1330,12 +1377,16 @@ assert all(works[op] == "yes" for op in (*collectives, "barrier", "send", "recv"
 # ## Recap, with the numbers of this run
 
 # %% tags=["nbval-ignore-output"]
-peak = max(busbw("all_reduce", world_size, s, t) for s, t in zip(sizes, seconds["all_reduce"], strict=True))
+peak = max(
+    busbw("all_reduce", world_size, s, t) for s, t in zip(sizes, seconds["all_reduce"], strict=True)
+)
 moved = [bytes_sent(op, world_size, 1.0) for op in ("all_reduce", "all_gather")]
-print(f"{world_size} ranks: each must move {moved[0]:.2f} S in an all-reduce, {moved[1]:.2f} S in an all-gather")
+print(f"each of {world_size} ranks must move {moved[0]:.2f} S in an all-reduce,")
+print(f"{moved[1]:.2f} S in an all-gather")
 print(f"all-reduce: alpha {alpha * 1e3:.2f} ms; best bus bandwidth {peak / 1e9:.2f} GB/s")
 print(f"64 small all-reduces: {loose[2] * 1e3:.1f} ms one by one, {flat[2] * 1e3:.1f} ms as one")
-print(f"all-reduce and computation: {length(apart) * 1e3:.0f} ms apart, {length(overlapped) * 1e3:.0f} ms overlapped")
+print(f"all-reduce and computation: {length(apart) * 1e3:.0f} ms one after the other,")
+print(f"{length(overlapped) * 1e3:.0f} ms overlapped")
 
 # %% [markdown]
 # - Point-to-point calls wait for each other; order or `batch_isend_irecv` prevents deadlock.

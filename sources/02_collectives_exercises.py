@@ -98,7 +98,8 @@ def mean_and_variance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns
     -------
     mean, variance : scalar tensors, float64
-        The same on every rank. The variance is divided by the number of all elements (not by that minus one).
+        The same on every rank. The variance is divided by the number of all elements, not by
+        that minus one.
     """
     ### BEGIN SOLUTION
     x = x.double()
@@ -237,7 +238,8 @@ def all_reduce_in_two(x: torch.Tensor) -> torch.Tensor:
     Parameters
     ----------
     x : tensor of any shape, float32
-        The same shape on every rank; it may have no dimension at all, and need not be contiguous. Must not be changed.
+        The same shape on every rank; it may have no dimension at all, and need not be contiguous.
+        Must not be changed.
 
     Returns
     -------
@@ -309,7 +311,8 @@ def ragged_all_gather(x: torch.Tensor) -> list[torch.Tensor]:
     padded[:rows] = x
     gathered = x.new_empty(n * longest, d)
     dist.all_gather_single(gathered, padded)
-    return [part[:length] for part, length in zip(gathered.view(n, longest, d), lengths.tolist(), strict=True)]
+    parts = gathered.view(n, longest, d)
+    return [part[:length] for part, length in zip(parts, lengths.tolist(), strict=True)]
     ### END SOLUTION
 
 
@@ -351,7 +354,9 @@ check.ragged_all_gather(ragged_all_gather)
 
 
 # %%
-def row_and_column_sums(block: torch.Tensor, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+def row_and_column_sums(
+    block: torch.Tensor, rows: int, cols: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and column sums of a matrix that is spread over a mesh of rows × cols ranks.
 
     Parameters
@@ -564,7 +569,7 @@ def gradient_all_reduce_seconds(
     ranks : int
         Number of ranks N.
     link_gigabits : float
-        What each rank can send, in Gb/s (10⁹ bits per second); it can receive as much at the same time.
+        What each rank can send, in Gb/s (10⁹ bits per second); it can receive as much meanwhile.
     """
     ### BEGIN SOLUTION
     size = parameters * bytes_per_parameter
@@ -671,7 +676,8 @@ def all_gather_seconds(shard: float, ranks: int, both_directions: float) -> floa
     ranks : int
         Number of ranks N.
     both_directions : float
-        Bandwidth of a rank's links as on a data sheet, in GB/s: what it can send plus what it can receive.
+        Bandwidth of a rank's links as on a data sheet, in GB/s: what it can send plus what it can
+        receive.
     """
     ### BEGIN SOLUTION
     received = (ranks - 1) * shard

@@ -96,7 +96,8 @@ def test_first_code_cell_names_the_parameters(path: Path):
 @notebooks(LESSONS, EXERCISES, SOLUTIONS)
 def test_cells_are_short_enough_to_see_at_once(path: Path):
     long = [cell.source.splitlines()[0] for cell in code_cells(path) if len(cell.source.splitlines()) > 25]
-    assert not long
+    wide = [line for cell in code_cells(path) for line in cell.source.splitlines() if len(line) > 100]
+    assert not long and not wide
 
 
 @notebooks(LESSONS)

@@ -671,7 +671,7 @@ launch(work, world_size=2, timeout=1000)
 
 
 def test_interrupts_at_any_moment_do_no_harm():
-    """Forty interrupts at random moments of calls that send and bring back much: no other error, and no hang."""
+    """Interrupts at random moments of calls that send and bring back much: no other error, and no hang."""
     with Script("""
 import os, random, signal, threading, time
 import torch
@@ -685,7 +685,7 @@ def work(x):
 x = torch.ones(1_000_000)
 launch(work, x, world_size=2)
 chance = random.Random(0)
-for round_ in range(40):
+for round_ in range(25):
     timer = threading.Timer(chance.random() * 0.1, os.kill, (os.getpid(), signal.SIGINT))
     try:
         timer.start()
@@ -694,9 +694,9 @@ for round_ in range(40):
     except KeyboardInterrupt:
         pass
     assert launch(dist.get_rank, world_size=2) == [0, 1]
-print("forty times")
+print("done")
 """) as script:
-        assert script.finish() == "forty times\n"
+        assert script.finish() == "done\n"
 
 
 def test_a_stopped_worker_is_named_even_if_much_is_sent_to_it():
