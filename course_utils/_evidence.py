@@ -76,7 +76,8 @@ def standing(phase: str, running: bool) -> dict:
     unfinished = tracker.unfinished()
     in_torch = bool(frames) and frames[0]["file"].startswith(os.path.dirname(torch.__file__))
     on_wait = line is not None and (".wait(" in line["text"] or ".synchronize(" in line["text"])
-    waiting = tracker.inside or (unfinished[0] if unfinished and (in_torch or on_wait) else None)
+    on_stream = torch.cuda.is_initialized()  # NCCL waits on the GPU, wherever Python is
+    waiting = tracker.inside or (unfinished[0] if unfinished and (in_torch or on_wait or on_stream) else None)
     return {
         "phase": phase, "line": line if phase == "running" else None,
         "waiting": entry_data(waiting) if running else None, "last": entry_data(tracker.last),

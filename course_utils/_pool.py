@@ -53,6 +53,7 @@ class Pool:
         self.workers: dict[int, Worker] = {}
         self.generation = 0
         self.group: tuple | None = None  # what the ranks' process group was made for; None: make it anew
+        self.backend = ""
         self.port = 0
         self.calls = 0
         self.pid = os.getpid()
@@ -96,6 +97,9 @@ class Pool:
     def _run(self, call: Call) -> list:
         ranks = call.ranks if call.ranks is not None else list(range(call.world_size))
         wanted = (call.world_size, call.backend, call.init)
+        if self.backend != call.backend:
+            self.close()  # a process that has seen no GPU cannot see one later
+            self.backend = call.backend
         listener = self._start_missing(call.world_size)
         if self.group != wanted:
             self.generation += 1

@@ -56,6 +56,7 @@ if os.environ.get(
 
 STATUS_BYTES = 8192
 _MODULES = len(sys.modules)
+_NEVER = timedelta(days=1)  # it is the launcher that watches the time
 
 
 @dataclass
@@ -193,7 +194,10 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_ignored
 def _drop_group() -> None:
     state.generation = None
     if dist.is_initialized():
-        dist.destroy_process_group()
+        if dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()  # its destruction would wait for ranks that have gone
+        else:
+            dist.destroy_process_group()
     c10d = dist.distributed_c10d  # an initialisation that failed half-way leaves names behind that others do not have
     c10d._world.group_count = 0
     for book in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
@@ -220,8 +224,8 @@ def _prepare_group(header: dict) -> None:
         return
     _drop_group()
     if header["init"]:
-        options = {"device_id": torch.device("cuda", rank)} if header["backend"] == "nccl" else {}
-        dist.init_process_group(header["backend"], **options)
+        device = torch.device("cuda", rank) if header["backend"] == "nccl" else None
+        dist.init_process_group(header["backend"], timeout=_NEVER, device_id=device)
         state.generation = header["generation"]
 
 

@@ -56,7 +56,8 @@ class Entry:
     number : int
         Position among the group's collectives on this rank, from 1; for send and recv among those of the rank.
     start, end : float
-        Seconds on the monotonic clock; ``end`` is None while the operation has not completed.
+        Seconds on the monotonic clock; ``end`` is None while the operation has not completed. Under NCCL an operation
+        counts as completed when it is queued on its stream.
     """
 
     op: str

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Does my machine work, and how do I run code on many ranks from a cell?
 #
-# Llama 3 405B was trained by 16,384 GPUs (*recorded*: Llama Team 2024, table 4). Behind each stood a process, and all
-# of them ran the same program. What made process 7,000 do its own share of the work was one number: its rank. In
+# Llama 3 405B was trained on up to 16,384 GPUs (*recorded*: Llama Team 2024, table 4). Behind each stood a process, and
+# all of them ran the same program. What made process 7,000 do its own share of the work was one number: its rank. In
 # this notebook you start such processes yourself, from a cell, on the machine in front of you. No GPU is needed.
 #
 # **You will be able to**
@@ -104,11 +104,12 @@ patience = 2.0  # seconds until a hang is reported, in the cell that hangs on pu
 # %% tags=["nbval-ignore-output"]
 here = machine()
 gpus = [f"{gpu['name']} ({gpu['memory'] / 1e9:.0f} GB)" for gpu in here["gpus"]]
+links = [f"GPUs {pair}: {kind}" for pair, kind in here["links"].items()]
 print(f"Python {here['python']}, torch {here['torch']}, {here['system']}")
 print(f"cores    {here['cores']}")
 print(f"memory   {here['memory'] / 1e9:.0f} GB")
 print(f"GPUs     {', '.join(gpus) or 'none (none is needed)'}")
-print(f"links    {', '.join(f'GPUs {pair}: {kind}' for pair, kind in here['links'].items()) or 'no pair of GPUs'}")
+print(f"links    {', '.join(links) or 'no pair of GPUs'}")
 print(f"ranks    {here['world_size']} if you do not say how many, over {here['backend']}")
 print("\nreal on this machine", *here["real"], sep="\n  ")
 print("\nemulated or taken from elsewhere", *here["emulated"], sep="\n  ")
@@ -124,7 +125,10 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # | 2 cores, 4 GB, no GPU | everything runs, with gloo; more cores only make it quicker |
 # | 1 GPU | ranks use gloo on the CPU, as they are more than the GPUs; cells about one GPU use it |
 # | 2 or more GPUs | one rank on each, with NCCL, by the same cells; set `world_size` to at most their number |
-# | a Mac | as without a GPU: neither gloo nor NCCL carries messages between Apple GPUs |
+# | a Mac | as without a GPU: neither gloo nor NCCL works with Apple's |
+#
+# In a terminal, `.venv/bin/python -m course_utils.workshop doctor` prints the same report and starts two ranks: the
+# first thing to try when something seems broken.
 
 # %% [markdown]
 # ## 2. Hello from every rank
@@ -229,9 +233,9 @@ print(f"the notebook has {notes}")
 assert notes == ["written in the notebook"]
 
 # %% [markdown]
-# Your list is untouched. `launch` *copied* the function to each rank, and with it everything that the function uses: the
-# list, other functions, imported modules, `world_size`. Each rank changed its own copy. What a rank returns is copied
-# back.
+# Your list is untouched. `launch` *copied* the function to each rank, and with it everything that the function uses:
+# the list, other functions, imported modules, `world_size`. Each rank changed its own copy. What a rank returns is
+# copied back.
 #
 # So there are exactly two ways for data: into the ranks through the function, its arguments and the names it uses; out
 # of them through `return`. Copies are made anew at every call:
@@ -239,12 +243,12 @@ assert notes == ["written in the notebook"]
 # %%
 assert launch(take_a_note, world_size=world_size) == copies  # no rank remembers its earlier note
 notes.append("added later")
-assert launch(len, notes, world_size=world_size) == [2] * world_size  # but all see the notebook as it is now
+assert launch(len, notes, world_size=world_size) == [2] * world_size  # all see it as it is now
 print("every call starts from the notebook's present state")
 
 # %% [markdown]
-# > **Misconception.** "A rank is a thread of my notebook." Threads share memory; ranks do not share a single byte. That
-# > is what makes a program for 4 processes on one machine the same as one for 16,384 on two thousand machines.
+# > **Misconception.** "A rank is a thread of my notebook." Threads share memory; no rank sees a byte of another's. That
+# > is why a program for 4 processes on one machine can also run as 16,384 processes on two thousand machines.
 #
 # Copies cost time. A large tensor that a function uses by name is sent to every rank at every call: make it *inside*
 # the function instead. Tensors come back on the CPU.
@@ -256,7 +260,7 @@ print("every call starts from the notebook's present state")
 first, second = (launch(os.getpid, world_size=world_size) for _ in range(2))
 assert len({os.getpid(), *first}) == world_size + 1  # the notebook and the ranks: all different
 assert first == second  # the same processes in both calls
-print(f"{world_size + 1} different processes: the notebook and {world_size} ranks, the same ones in every call")
+print(f"{world_size + 1} processes: the notebook and {world_size} ranks, the same in both calls")
 
 # %% [markdown]
 # One more thing is set at every call: the random generators of torch, NumPy and Python, each from the rank's number.
@@ -287,17 +291,27 @@ def sleep_then_compute():
     marks = [time.monotonic()]
     time.sleep(0.3)
     marks.append(time.monotonic())
-    for _ in range(150):
+    for _ in range(300):
         x = x @ x / 256
     return [*marks, time.monotonic()]
 
 
-runs = launch(sleep_then_compute, world_size=1) + launch(sleep_then_compute, world_size=world_size)
+alone = launch(sleep_then_compute, world_size=1)
+together = launch(sleep_then_compute, world_size=world_size)
+starts, woke, _ = zip(*together, strict=True)
+assert max(starts) < min(woke)  # the last rank falls asleep before the first one wakes up
+print("all ranks slept at the same time")
+
+# %% [markdown]
+# Drawn on one time axis, with the single rank on top:
+
+# %%
 rows = {}
-for name, (start, slept, done) in zip(["alone"] + [f"rank {r}" for r in range(world_size)], runs, strict=True):
-    zero = start if name == "alone" else min(marks[0] for marks in runs[1:])
-    rows[name] = [("sleep", start - zero, slept - zero), ("compute", slept - zero, done - zero)]
-assert max(start for start, _, _ in runs[1:]) < min(slept for _, slept, _ in runs[1:])  # all slept at the same time
+names = ["alone", *(f"rank {rank}" for rank in range(world_size))]
+for name, run in zip(names, alone + together, strict=True):
+    zero = run[0] if name == "alone" else min(starts)
+    start, slept, done = (mark - zero for mark in run)
+    rows[name] = [("sleep", start, slept), ("compute", slept, done)]
 timeline(rows, "measured: ranks sleep together, and share the cores when they compute")
 
 # %% [markdown]
@@ -309,8 +323,8 @@ timeline(rows, "measured: ranks sleep together, and share the cores when they co
 # CPU ranks that a method is good. It counts bytes, messages, steps and memory, and takes times from real clusters.
 
 # %% tags=["nbval-ignore-output"]
-slowdown = min(done - slept for _, slept, done in runs[1:]) / (runs[0][2] - runs[0][1])
-print(f"{world_size} ranks on {here['cores']} cores: each computes {slowdown:.1f} times as long as one alone")
+slowdown = min(done - slept for _, slept, done in together) / (alone[0][2] - alone[0][1])
+print(f"{world_size} ranks, {here['cores']} cores: each computes {slowdown:.1f} times as long as alone")
 
 # %% [markdown]
 # > **What changes on real GPUs.** Each rank has a GPU of its own, and the compute bars stay as short as for a rank
@@ -325,6 +339,9 @@ print(f"{world_size} ranks on {here['cores']} cores: each computes {slowdown:.1f
 # A **collective** is a call that all ranks make together. `dist.all_reduce` adds up a tensor over all ranks and writes
 # the sum into it.
 #
+# `device()` is the place where a rank's tensors belong: its GPU under NCCL, the CPU under gloo. Write it wherever you
+# make a tensor that travels, and the cell runs on both.
+#
 # **Predict** (question 4). Which ranks hold 5,050 after the call?
 
 
@@ -337,8 +354,9 @@ def add_up(last):
     return part, total
 
 
-parts, totals = zip(*launch(add_up, 100, world_size=world_size), strict=True)
-assert all(total.item() == sum(range(1, 101)) for total in totals)  # equal to one process, on every rank
+results = launch(add_up, 100, world_size=world_size)  # a pair (part, total) from each rank
+parts, totals = zip(*results, strict=True)  # all parts by rank, all totals by rank
+assert all(total.item() == sum(range(1, 101)) for total in totals)  # equal to one process
 before_after(parts, totals, "all_reduce")
 
 # %% [markdown]
@@ -351,9 +369,6 @@ before_after(parts, totals, "all_reduce")
 # You have just seen data parallelism in small. Put a batch of images in place of the numbers and gradients in place of
 # the sums, and it is how most models are trained. Lesson [02](02_collectives.ipynb) shows the other collectives and
 # counts their bytes; lesson 04 (ddp) trains with them.
-#
-# `device()` is the place where a rank's tensors belong: its GPU under NCCL, the CPU under gloo. Write it wherever you
-# make a tensor that travels, and the cell runs on both.
 #
 # > **What changes on real GPUs.** The call is the same. NCCL moves the numbers from GPU to GPU, over NVLink if there
 # > is one, without passing through the CPU. A tensor that lies on the CPU, or on another rank's GPU, is an error there.
@@ -416,7 +431,7 @@ from course_utils import device
 if __name__ == "__main__":
     main()
 """
-print(program)
+print(program, end="")
 
 # %% [markdown]
 # In a terminal you would save this as `add_up.py` and type
@@ -430,15 +445,15 @@ print(program)
 # process imports PyTorch anew.
 
 # %%
-loopback = "lo0" if sys.platform == "darwin" else "lo"  # the network interface that leads from this machine to itself
+loopback = "lo0" if sys.platform == "darwin" else "lo"  # leads from this machine to itself
 settings = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
 with tempfile.TemporaryDirectory() as folder:
-    script = Path(folder, "add_up.py")
-    script.write_text(program)
+    file = Path(folder, "add_up.py")
+    file.write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*torchrun, str(script)], env=settings, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*torchrun, file], env=settings, capture_output=True, text=True)
 assert done.returncode == 0, done.stderr
-print(done.stdout)
+print(done.stdout, end="")
 assert done.stdout == f"2 ranks say: 1 + 2 + ... + 100 = {in_the_notebook[0]}\n"
 
 # %% [markdown]
@@ -550,11 +565,12 @@ mine.shape
 
 # %%
 def mean_of_my_samples():
-    samples = [1.0, 2.0, 3.0, 4.0, 5.0][: world_size - 1]
-    mine = samples[dist.get_rank() :: world_size]
-    mean = torch.tensor([sum(mine) / len(mine)])
-    dist.all_reduce(mean)
-    return mean.item()
+    samples = list(range(1, world_size))  # one fewer than ranks
+    mine = samples[dist.get_rank() :: world_size]  # dealt out like cards
+    mean = sum(mine) / len(mine)
+    total = torch.tensor([mean])
+    dist.all_reduce(total)
+    return total.item()
 
 
 with expect_error(WorkerError):
@@ -645,7 +661,7 @@ assert losses == [(world_size + 1) / 2] * world_size
 # ### Stop it yourself
 #
 # You need not wait for a limit. While a cell runs (its number is then a star, `[*]`), press the stop button ■ above
-# the notebook, choose *Kernel → Interrupt Kernel* in the menu, or press *I* twice outside a cell. It sends the signal
+# the notebook, choose *Kernel → Interrupt Kernel* in the menu, or press *Esc* and then *I* twice. It sends the signal
 # SIGINT to the notebook. Here rank 0 presses the button for you, half a second after all ranks have started; without
 # that, the cell would sleep for a minute.
 
@@ -654,7 +670,7 @@ assert losses == [(world_size + 1) / 2] * world_size
 def sleep_until_stopped(notebook):
     dist.barrier()  # all ranks are here
     if dist.get_rank() == 0:
-        threading.Timer(0.5, os.kill, (notebook, signal.SIGINT)).start()  # in 0.5 s: press the stop button
+        threading.Timer(0.5, os.kill, (notebook, signal.SIGINT)).start()  # the stop button
     time.sleep(55)
 
 
@@ -705,7 +721,8 @@ def seconds_of_a_call():
 
 shutdown()
 cold, warm = seconds_of_a_call(), min(seconds_of_a_call() for _ in range(20))
-print(f"call and barrier on {world_size} ranks: {cold * 1e3:.0f} ms with their start, {warm * 1e3:.1f} ms without")
+print(f"a call that starts {world_size} ranks: {cold * 1e3:.0f} ms")
+print(f"a call that finds them running: {warm * 1e3:.1f} ms")
 
 # %% [markdown]
 # ## 10. Where to go from here
@@ -732,53 +749,59 @@ print(f"call and barrier on {world_size} ranks: {cold * 1e3:.0f} ms with their s
 # | 15 | ffcv_data_loading | Is the GPU waiting for data, and how does FFCV fix that? |
 # | 16 | multi_node | How do I leave this machine: torchrun, elastic, Slurm? |
 #
-# **On your own:** in this order, exercises included; a lesson and its exercises fill an evening. If you come with a
-# problem, take the lessons that it needs, after 00 and 02:
+# **On your own** take them in this order, exercises included; a lesson and its exercises fill an evening. If you come
+# with a problem, take the lessons that it needs, after 00 and 02:
 #
 # - *it does not fit in memory*: 06, 07, then 09 to 12;
 # - *it is slow, or does not scale*: 04, 05, 13, 15;
 # - *it hangs, or one rank is wrong*: 04, 14;
 # - *it has to run on a cluster*: 01, 03, 16.
 #
-# **In a workshop:** three plans, by the time you have. The minutes include the predictions and questions; the 4 h and
-# 8 h plans have breaks, and exercises stay for the evening.
+# How long does a notebook take to *run*, from the first cell to the last?
 
 # %%
-plans = {  # lesson: minutes
-    "2 h: what distributed training is": {"00": 25, "02": 45, "04": 40, "break": 10},
-    "4 h: train what does not fit on one GPU": {"00": 25, "02": 45, "04": 45, "06": 45, "07": 50, "breaks": 30},
-    "8 h: the whole picture": {
-        "00": 25, "01": 40, "02": 50, "04": 45, "05": 40, "06": 45, "07": 45, "09": 40, "10": 40, "12": 40, "14": 40,
-        "breaks": 30,
+run_time = {"00": 15, "02": 40}  # seconds, by lesson
+print("measured with papermill, 4 ranks, 2 CPU cores, no GPU; exercises not included")
+for lesson, seconds in run_time.items():
+    print(f"{lesson}   {seconds} s")
+assert all(seconds < 60 for seconds in run_time.values())
+
+# %% [markdown]
+# Reading, predicting and asking takes longer. **In a workshop** choose a plan by the time you have:
+#
+# - *2 h*: what distributed training is;
+# - *4 h*: train what does not fit on one GPU;
+# - *8 h*: the whole picture.
+#
+# The cell prints the minutes for each lesson and checks that they fill the time. Exercises stay for the evening.
+
+# %%
+plans = {
+    "2 h": {"00": 25, "02": 45, "04": 40, "breaks": 10},
+    "4 h": {"00": 25, "02": 45, "04": 45, "06": 45, "07": 50, "breaks": 30},
+    "8 h": {
+        "00": 25, "01": 40, "02": 50, "04": 45, "05": 40, "06": 45, "07": 45, "09": 40, "10": 40,
+        "12": 40, "14": 40, "breaks": 30,
     },
 }  # fmt: skip
-there = {path.name[:2] for path in Path().glob("[0-9][0-9]_*.ipynb")}
+print("minutes ", *(f"{plan:>6}" for plan in plans))
+for lesson in plans["8 h"]:
+    coming = "" if lesson in run_time or lesson == "breaks" else "  coming"
+    print(f"{lesson:8}", *(f"{plan.get(lesson, ''):6}" for plan in plans.values()), coming)
 for plan, minutes in plans.items():
-    print(plan)
-    print("  ", ", ".join(f"{what} ({m} min)" for what, m in minutes.items()))
-    print("   coming:", ", ".join(lesson for lesson in minutes if lesson.isdigit() and lesson not in there) or "nothing")
-    assert sum(minutes.values()) == 60 * int(plan.split()[0])
+    assert sum(minutes.values()) == 60 * int(plan.removesuffix(" h"))
 
 # %% [markdown]
 # Until the later lessons are there, two hours are well filled with 00, 02 and the first exercises of 02.
-#
-# How long the notebooks take to *run*, from the first cell to the last:
-
-# %%
-run_time = {"00 start_here": 0, "02 collectives": 0}  # seconds
-print("measured with papermill, world_size 4, on 2 CPU cores without a GPU")
-for lesson, seconds in run_time.items():
-    print(f"{lesson:16}{seconds:4} s")
-assert all(seconds < 60 for seconds in run_time.values())
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
 
 # %% tags=["nbval-ignore-output"]
-print(f"machine: {here['cores']} cores, {here['memory'] / 1e9:.0f} GB, {len(gpus)} GPUs; backend {here['backend']}")
-print(f"{world_size} ranks: {cold * 1e3:.0f} ms to start and call them, {warm * 1e3:.1f} ms to call them again")
-print(f"computing at the same time, each rank took {slowdown:.1f} times as long as one alone")
-print(f"1 + 2 + ... + 100 = {totals[0].item()}, on each of {world_size} ranks and on 2 under torchrun")
+print(f"{here['cores']} cores, {len(gpus)} GPUs, {world_size} ranks")
+print(f"first call: {cold * 1e3:.0f} ms with the start of the ranks; later calls: {warm * 1e3:.1f} ms")
+print(f"computing together takes each rank {slowdown:.1f} times as long as computing alone")
+print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 under torchrun")
 
 # %% [markdown]
 # - A job is many processes that run the same program; the rank tells them apart. `launch(fn)` runs a function on all of
@@ -795,8 +818,8 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()}, on each of {world_size} ranks an
 #
 # 1. What it held before: every rank changed a copy (section 3).
 # 2. All first lines, then all second, then all third; equal ones merged (section 2).
-# 3. 0.3 s, as sleeping needs no core. Computing takes about twice as long as for one rank: four share two cores
-#    (section 4).
+# 3. 0.3 s, as sleeping needs no core. Computing takes at least twice as long as for one rank alone: four ranks share
+#    two cores (section 4).
 # 4. After the all-reduce every rank; before it nobody (section 5).
 # 5. They wait. `launch` reports the first failure, with its line, and stops them (section 8).
 # 6. A hang: rank 0 waits in an all-reduce that the others never call (section 8).
@@ -814,5 +837,5 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()}, on each of {world_size} ranks an
 # - PyTorch, *torchrun (Elastic Launch)*, 2021,
 #   [docs.pytorch.org](https://docs.pytorch.org/docs/stable/elastic/run.html): every option of section 6's command, and
 #   the environment variables it sets.
-# - Llama Team, *The Llama 3 Herd of Models*, 2024, [arxiv.org/abs/2407.21783](https://arxiv.org/abs/2407.21783): section
-#   3.3 tells what running 16,384 ranks for weeks is like.
+# - Llama Team, *The Llama 3 Herd of Models*, 2024, [arxiv.org/abs/2407.21783](https://arxiv.org/abs/2407.21783):
+#   section 3.3 tells what running 16,384 ranks for weeks is like.

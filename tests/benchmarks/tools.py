@@ -121,15 +121,26 @@ accelerate = Tool(
     False,
     ("accelerate==1.15.0",),
     lambda s: [
-        "from accelerate import notebook_launcher\n\n" + WORKLOAD + IN_GROUP.format(limit=s.limit) + "\n"
-        "def show(name):\n"
-        "    value = in_group(name)\n"
-        "    print(f'{value}\\n', end='')\n"
+        "import socket\n\nfrom accelerate import notebook_launcher\n\n"
+        + WORKLOAD
+        + IN_GROUP.format(limit=s.limit)
+        + """
+def show(name):
+    value = in_group(name)
+    print(f"{value}\\n", end="")
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+"""
     ],
     lambda name, s: (
-        f"notebook_launcher(show, args=('{name}',), num_processes={s.ranks}, use_port='{s.port}', mixed_precision='no')"
+        f"notebook_launcher(show, args=('{name}',), num_processes={s.ranks}, use_port=free_port(), "
+        "mixed_precision='no')"
     ),
-    note="forks the kernel; results are printed, since it returns none",
+    note="forks the kernel; results are printed, since it returns none; each call gets a port of its own, which "
+    "favours the tool: with the same one, as by default, calls after a failure often fail",
 )
 
 spawn = Tool(
