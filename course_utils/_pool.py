@@ -14,13 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 
 from . import errors
 from ._interrupts import Interrupts, ignored
 from ._output import Merger
-from ._processes import Worker, learner_line, server_id, start_server
+from ._processes import Worker, learner_line, start_server, wait_for_end
 
 _GRACE = 0.3  # seconds between the first failure and asking the others where they stand
 _CONNECTION_GRACE = 1.0  # the same when the failure only says that another rank has gone
@@ -155,15 +154,8 @@ class Pool:
                 "sources": {name: entry for name, entry in cells.items() if worker.sources.get(name) is not entry},
             }  # fmt: skip
             worker.place = place
-            try:
-                worker.task.send(header)
-                worker.task.send_bytes(call.body)
-                worker.sources = cells
-                if header["listen"]:
-                    reduction.send_handle(worker.task, listener.fileno(), worker.pid)
-                    listener.close()
-            except OSError:
-                pass  # it has died: the wait below finds out how
+            worker.sources = cells
+            worker.deliver(header, call.body, listener if header["listen"] else None)
 
     # --------------------------------------------------------------------------------------------------------- collect
 
@@ -271,7 +263,9 @@ class Pool:
             pending.discard(rank)
             worker.process.join(0.2)
             last, line = worker.last_operation(), worker.fatal_frame()
-            code = worker.process.exitcode if worker.server == server_id() else None
+            code = worker.process.exitcode
+            if code == 255 and wait_for_end(worker.server):
+                code = None  # no status: whoever collects it has gone
             if line is None and code == -signal.SIGABRT and last and last["where"]:
                 line = learner_line(*last["where"])
             call.failures[rank] = {

@@ -12,9 +12,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import forkserver, process, reduction, util
 from multiprocessing.connection import wait
@@ -22,6 +25,8 @@ from multiprocessing.connection import wait
 from ._text import is_learner
 
 _STATUS_BYTES = 8192  # the worker's share of the status file; reports of fatal errors follow it
+
+_LARGE = 1 << 15  # bytes that a socket surely takes without a reader
 
 _methods = multiprocessing.get_all_start_methods()
 _context = multiprocessing.get_context("forkserver" if "forkserver" in _methods else "spawn")
@@ -53,6 +58,15 @@ def server_id() -> int | None:
             os.close(server._forkserver_alive_fd)
             server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
     return server._forkserver_pid
+
+
+def wait_for_end(server: int | None) -> bool:
+    """Whether this fork server has ended, or does so within a moment."""
+    for _ in range(20):
+        if server_id() != server:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def start_server() -> int | None:
@@ -130,6 +144,7 @@ class Worker:
         self.place: tuple[dict, str, list] | None = None
         self.sources: dict[str, tuple] = {}
         self.output_open = True
+        self.sender: threading.Thread | None = None
         if hasattr(os, "memfd_create"):
             self.status = os.memfd_create("rank")
         else:
@@ -148,6 +163,25 @@ class Worker:
             for end in (task, control, output):
                 end.close()
         self.pid = self.process.pid
+
+    def deliver(self, header: dict, body: bytes, listener: socket.socket | None) -> None:
+        """Send a call; a large one from a thread, because a rank that does not read must not block the notebook."""
+
+        def send() -> None:
+            with contextlib.suppress(OSError):  # it has died: whoever waits for its reply finds out how
+                self.task.send(header)
+                self.task.send_bytes(body)
+                if listener is not None:
+                    reduction.send_handle(self.task, listener.fileno(), self.pid)
+                    listener.close()
+
+        if self.sender is not None:
+            self.sender.join(1.0)
+        self.sender = threading.Thread(target=send, daemon=True) if len(body) > _LARGE else None
+        if self.sender is None:
+            send()
+        else:
+            self.sender.start()
 
     def last_operation(self) -> dict | None:
         """The last operation that the rank started, readable even when it is dead."""

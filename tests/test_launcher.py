@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from kernels import Script, surroundings
+from kernels import Script, left_behind, surroundings
 
 from course_utils import device, launch, shutdown
 
@@ -846,6 +846,36 @@ def test_two_hundred_launches_leave_nothing_behind():
     for (_, files, threads), (_, later_files, later_threads) in zip(ranks, later, strict=True):
         assert later_files <= files + 3 and later_threads <= threads + 3
     assert all(now <= then + 3 for then, now in zip(mine, after, strict=True))
+
+
+def test_files_stay_in_the_temporary_folder_do_not_grow_and_go():
+    with Script("""
+import os
+import torch.distributed as dist
+from course_utils import launch
+
+def work():
+    dist.new_group([0, 1])
+    dist.barrier()
+
+def own():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+
+def files():
+    return sum(len(files) for _, _, files in os.walk(os.environ["TMPDIR"]))
+
+counts = []
+for _ in range(10):
+    launch(work, world_size=2)
+    launch(own, world_size=2, init=False)
+    counts.append(files())
+print(counts[-1] <= counts[0] + 1)
+""") as script:
+        assert script.finish() == "True\n", "files in the temporary folder grow with calls"
+        assert sorted(path.name for path in script.folder.iterdir()) == ["script.py", "tmp"]
+        assert not left_behind(script.mark, script.temporary)
 
 
 def test_import_does_not_import_torch_and_the_doc_names_are_there():

@@ -357,11 +357,13 @@ def test_a_fork_server_that_died_between_calls_is_replaced(name):
 
 
 def test_a_fork_server_that_dies_as_a_call_begins_is_told_or_replaced():
-    fork_server().kill()
+    server = fork_server()
+    server.kill()
     try:
         all_is_well()
     except WorkerError as error:
         assert "rank" in str(error)
+    gone(server)
     all_is_well()
 
 

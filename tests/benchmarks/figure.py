@@ -30,7 +30,7 @@ def draw(result: dict, path: Path) -> None:
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = plt.figure(figsize=(11, 0.8 * len(tools) + 3), layout="constrained")
         above, below = figure.subfigures(2, 1, height_ratios=[0.32 * len(tools) + 1.2, 0.5 * len(tools) + 1.2])
-        bars(above, tools)
+        dots(above, tools)
         matrix(below, tools)
         cores = result["machine"]["cores"]
         figure.suptitle(f"{ranks} ranks from a Jupyter notebook on {cores} CPU cores (measured)", fontweight="bold")
@@ -38,7 +38,7 @@ def draw(result: dict, path: Path) -> None:
         plt.close(figure)
 
 
-def bars(figure, tools: list) -> None:
+def dots(figure, tools: list) -> None:
     axes = figure.subplots(1, len(PANELS), sharey=True)
     for axis, (key, title, write) in zip(axes, PANELS, strict=True):
         known = [at[key] for _, at in tools if at.get(key)] or [1]
@@ -46,9 +46,12 @@ def bars(figure, tools: list) -> None:
         for y, (name, at) in enumerate(tools):
             value = at.get(key)
             ours = name.startswith("course_utils")
-            axis.barh(y, (value or left) - left, left=left, height=0.66, color=OURS if ours else OTHERS)
+            color = OURS if ours else OTHERS
+            axis.hlines(y, left, value or left, color=color, linewidth=1)
+            axis.plot(value or left, y, "o" if value else "", color=color, markersize=8 if ours else 6)
             label = write(value) if value else "not measured"
-            axis.text(value or left, y, " " + label, va="center", fontweight="bold" if ours else "normal")
+            axis.text(value or left, y, "  " + label, va="center", fontweight="bold" if ours else "normal")
+        axis.set_ylim(-0.6, len(tools) - 0.4)
         axis.set_xscale("log")
         axis.set_xlim(left, (max(known) / left) ** 1.5 * left)
         axis.set_title(title, fontsize=9)

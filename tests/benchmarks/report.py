@@ -79,7 +79,9 @@ def after_failure(outcome: dict | None) -> tuple[str, str, str]:
 
 def left_behind(at: dict) -> str:
     counts = [at[key]["left"] for key in KERNEL_KILLED if key in at]
-    return "not measured" if not counts else f"{max(counts)} processes" if any(counts) else "nothing"
+    if not counts:
+        return "not measured"
+    return "nothing" if not any(counts) else "1 process" if max(counts) == 1 else f"{max(counts)} processes"
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

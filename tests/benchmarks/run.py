@@ -67,7 +67,10 @@ def measure(tool: Tool, python: Path, ranks: int, effort: scenarios.Effort) -> d
     """All scenarios of one tool at one world size. What the tool said after failures goes to text files."""
 
     def median(first_result: Callable[[Tool, Path, int], float]) -> float:
-        return statistics.median(first_result(tool, python, ranks) for _ in range(effort.repeats))
+        values, end = [], time.monotonic() + effort.repeat_seconds
+        while len(values) < effort.repeats and (not values or time.monotonic() < end):
+            values.append(first_result(tool, python, ranks))
+        return statistics.median(values)
 
     def after(kind: str) -> dict:
         outcome = scenarios.failure(kind, tool, python, ranks, effort)

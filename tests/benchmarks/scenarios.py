@@ -33,13 +33,14 @@ FIRST_CAUSE = r"(?is)(?:root|first) cause.{0,200}?\brank[\s:]{0,12}(\d+)"
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure: repeats of a first result, warm calls and seconds for them, limits in seconds."""
+    """How much to measure: repeats of a first result (fewer after `repeat_seconds`), warm calls, limits in seconds."""
 
-    repeats: int = 3
+    repeats: int = 5
+    repeat_seconds: float = 15.0
     warm_calls: int = 200
     warm_seconds: float = 8.0
     hang_limit: int = 10
-    give_up: float = 40.0
+    give_up: float = 35.0
 
 
 QUICK = Effort(repeats=1, warm_calls=20, warm_seconds=1.0, hang_limit=2, give_up=20.0)
