@@ -110,6 +110,8 @@ def main(rank: int, task, control, output, status, environment: dict) -> None:
             task.send(reply)
         except OSError:
             os._exit(0)
+        if not header["cell"]:
+            _tidy()
 
 
 def _detach(status, output) -> None:
@@ -241,10 +243,7 @@ def _serve(header: dict, body: bytes) -> tuple:
             state.call, state.running, state.phase = call, True, "starting"
         if header["place"] is not None:
             state.place = header["place"]
-        if header["place"] is not None or not header["cell"]:
-            environment, folder, sys.path[:] = state.place
-            _take_environment(environment)
-            os.chdir(folder)
+            _take_place()
         linecache.cache.update(header["sources"])
         tracker.reset()
         _prepare_group(header)
@@ -257,8 +256,6 @@ def _serve(header: dict, body: bytes) -> tuple:
             (_evidence.latest(), tracker.sent, tracker.received, _evidence.entry_data(tracker.last)),
             not tracker.unfinished() and dist.is_initialized() and state.generation == header["generation"],
         )
-        if not header["cell"]:
-            gc.collect()
         tracker.pending.clear()
         return "done", call, result, books
     except BaseException as error:
@@ -272,18 +269,30 @@ def _serve(header: dict, body: bytes) -> tuple:
         return "error", call, failure
 
 
-def _seed() -> None:
-    """Different random numbers on every rank, the same each time."""
-    random.seed(state.rank)
-    torch.manual_seed(state.rank)
-    numpy.random.seed(state.rank)
+def _take_place() -> None:
+    environment, folder, sys.path[:] = state.place
+    _take_environment(environment)
+    os.chdir(folder)
 
 
-def _run_function(body: bytes) -> bytes:
+def _tidy() -> None:
+    """After a function has run and its result is sent: nothing that it set reaches into the next."""
+    gc.collect()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
+    _take_place()
     _seed()
+
+
+def _seed() -> None:
+    """Different random numbers on every rank, the same each time."""
+    random.seed(state.rank)
+    numpy.random.seed(state.rank)
+    (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(state.rank)
+
+
+def _run_function(body: bytes) -> bytes:
     fn, args, kwargs = cloudpickle.loads(body)
     try:
         result = fn(*args, **kwargs)

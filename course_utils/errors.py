@@ -50,12 +50,9 @@ class WorkerError(_Report, RuntimeError):
         One line a rank: where it stood.
     """
 
-    def __init__(self, rank: int, exception: str, traceback: str, states: list[str], headline: str, advice: str = ""):
-        self.rank, self.exception, self.traceback, self.states = rank, exception, traceback, states[1:]
-        table = (
-            "" if headline.startswith(rank_label(range(len(self.states)))) else "\n".join(states)
-        )  # all failed alike
-        super().__init__("\n\n".join(part for part in (headline, traceback, advice, table) if part))
+    def __init__(self, rank: int, exception: str, traceback: str, states: list[str], message: str):
+        self.rank, self.exception, self.traceback, self.states = rank, exception, traceback, states
+        super().__init__(message)
 
 
 class HangError(WorkerError):
@@ -128,7 +125,7 @@ def traceback_text(failure: dict) -> str:
 
 
 def operation_text(entry: dict | None) -> str:
-    """An operation in words: ``all_reduce number 3 (default group, 4 kB)``."""
+    """An operation in words: ``all_reduce #3 (default, 4 kB)``: its number among the group's, the group, the size."""
     if entry is None:
         return "none"
     size = f", {size_text(entry['bytes'])}" if entry["op"] != "barrier" else ""
@@ -137,7 +134,7 @@ def operation_text(entry: dict | None) -> str:
     if entry["op"] == "recv":
         source = "any rank" if entry["peer"] is None else f"rank {entry['peer']}"
         return f"recv from {source} ({size[2:]})"
-    return f"{entry['op']} number {entry['number']} ({entry['group']} group{size})"
+    return f"{entry['op']} #{entry['number']} ({entry['group']}{size})"
 
 
 def death_text(code: int | None) -> str:
@@ -158,15 +155,19 @@ def worker_error(failure: dict, failures: dict[int, dict], standings: dict[int, 
     """The error for the failure that came first; ranks that failed alike are named together."""
     states = state_table(standings)
     if "death" in failure:
-        text = death_text(failure["death"])
         alike = [rank for rank, other in failures.items() if other is failure]
+        text, traceback = death_text(failure["death"]), ""
         said = f"It said: {failure['said']}" if failure["said"] else ""
         advice = "\n".join(part for part in (said, mismatch(failure["last"], standings)) if part)
-        return WorkerError(alike[0], text, "", states, f"rank {alike[0]} died: {text}", advice)
-    traceback = traceback_text(failure)
-    alike = sorted(r for r, f in failures.items() if f.get("text") == failure["text"] and f["line"] == failure["line"])
-    headline = f"{rank_label(alike)} failed: {failure['text']}"
-    return WorkerError(alike[0], failure["text"], traceback, states, headline)
+        parts = [f"rank {alike[0]} died: {text}", advice]
+    else:
+        same = failure["text"], failure["line"]
+        alike = sorted(rank for rank, other in failures.items() if (other.get("text"), other["line"]) == same)
+        text, traceback = failure["text"], traceback_text(failure)
+        parts = [f"{rank_label(alike)} failed: {text}", traceback]
+    elsewhere = [s for rank, s in standings.items() if rank not in alike and s["phase"] != "not in this cell"]
+    parts += ["\n".join(states)] if elsewhere else []
+    return WorkerError(alike[0], text, traceback, states[1:], "\n\n".join(part for part in parts if part))
 
 
 def mismatch(last: dict | None, standings: dict[int, dict]) -> str:
@@ -211,6 +212,7 @@ def likely_fault(standings: dict[int, dict]) -> tuple[int, str]:
     who = rank_label(busy)
     verb = "is" if len(busy) == 1 else "are"
     doing = "; ".join(dict.fromkeys(_doing(standings[rank]) for rank in busy))
+    doing = doing if len(busy) == 1 else _plural(doing)
     return busy[0], f"{who} {verb} still busy, and no rank waits for another: {doing}."
 
 
@@ -249,7 +251,9 @@ def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> t
         return _odd(calls), f"The ranks disagree on collective number {number} of the {first['group']} group: {text}."
     if missing:
         reasons = {_doing(standings[r]): r for r in reversed(missing)}
-        why = [reason if len(missing) == 1 else f"rank {r}: {reason}" for reason, r in list(reasons.items())[-3:]]
+        why = [f"rank {r}: {reason}" for reason, r in list(reasons.items())[-3:]]
+        if len(reasons) == 1:
+            why = [_plural(reason) if len(missing) > 1 else reason for reason in reasons]
         who = f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
         return missing[0], f"{who} in {name}; {rank_label(missing)} never joined it ({'; '.join(why)})."
     for what, field, show in (("sizes", "bytes", size_text), ("roots", "peer", "root {}".format)):
@@ -258,6 +262,11 @@ def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> t
             text = ", ".join(f"rank {r} {show(value)}" for r, value in values.items())
             return _odd(values), f"The ranks call {name} with different {what}: {text}."
     return min(waiting), f"All ranks joined {name}, and it is not done: look for an earlier mismatch, or a slow link."
+
+
+def _plural(sentence: str) -> str:
+    words = {"it has": "they have", "it is": "they are", "it waits": "they wait", "it gives": "they give"}
+    return next((sentence.replace(one, many, 1) for one, many in words.items() if sentence.startswith(one)), sentence)
 
 
 def _odd(values: dict[int, object]) -> int:

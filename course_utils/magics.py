@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import atexit
 import linecache
+import sys
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -46,7 +47,7 @@ class RankMagics(Magics):
         ranks = list(range(self._world_size)) if ranks is None else ranks
         if not ranks or not all(0 <= rank < self._world_size for rank in ranks):
             raise UsageError(f"there are ranks 0 to {self._world_size - 1}, not {rank_label(ranks)}; {_USAGE}")
-        name = f"cell [{self.shell.execution_count}]"
+        name = f"cell [{self._number()}]"
         cell = "\n" + cell  # the magic's own line is the first that the learner counts
         linecache.cache[name] = (len(cell), None, cell.splitlines(True), name)
         try:
@@ -57,6 +58,13 @@ class RankMagics(Magics):
         self._pool.run(
             Call(cell.encode(), self._world_size, self._backend, timeout, cell=name, ranks=ranks, show=launcher.show)
         )
+
+    def _number(self) -> int:
+        """The number that the notebook shows beside the cell that runs."""
+        numbers, frame = getattr(self.shell.compile, "_filename_map", {}), sys._getframe()
+        while frame is not None and frame.f_code.co_filename not in numbers:
+            frame = frame.f_back
+        return self.shell.execution_count if frame is None else numbers[frame.f_code.co_filename]
 
     @line_magic
     def ranks_reset(self, line: str) -> None:

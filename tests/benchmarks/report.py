@@ -139,6 +139,8 @@ def notes(result: dict) -> list[str]:
             if at.get("warm_calls_failed"):
                 calls = at["warm_calls"] + at["warm_calls_failed"]
                 lines.append(f"{name}, {ranks} ranks: {at['warm_calls_failed']} of {calls} repeated calls failed")
+            for part, reasons in at.get("failed_attempts", {}).items():
+                lines.append(f"{name}, {ranks} ranks, {part}: measured after {len(reasons)} attempts that failed")
             lines += [f"{name}, {ranks} ranks, {part}: {why}" for part, why in at.get("unavailable", {}).items()]
     own = result.get("own", {})
     if "ledger" in own:

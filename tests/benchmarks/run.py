@@ -55,12 +55,15 @@ def reason(error: Exception) -> str:
 
 
 def attempt(at: dict, part: str, measure_part: Callable[[], dict]) -> None:
-    """Add to `at` what is measured; if it cannot be had, the reason."""
-    try:
-        at.update(measure_part())
-    except Exception as error:
-        at.setdefault("unavailable", {})[part] = reason(error)
-        say(f"  {part}: {reason(error)}")
+    """Add to `at` what is measured. A scenario that fails is tried three times in all; the reasons are kept."""
+    for _ in range(3):
+        try:
+            at.update(measure_part())
+            return
+        except Exception as error:
+            at.setdefault("failed_attempts", {}).setdefault(part, []).append(reason(error))
+            say(f"  {part}: {reason(error)}")
+    at.setdefault("unavailable", {})[part] = at["failed_attempts"].pop(part)[-1]
 
 
 def measure(tool: Tool, python: Path, ranks: int, effort: scenarios.Effort) -> dict:
@@ -86,8 +89,8 @@ def measure(tool: Tool, python: Path, ranks: int, effort: scenarios.Effort) -> d
     attempt(at, "kernel killed", lambda: scenarios.kernel_killed(tool, python, ranks))
     for kind, title in KINDS.items():
         attempt(failures, title, lambda kind=kind: after(kind))
-    if "unavailable" in failures:
-        at.setdefault("unavailable", {}).update(failures.pop("unavailable"))
+    for key in ("failed_attempts", "unavailable"):
+        at[key] = at.get(key, {}) | failures.pop(key, {})
     return at | {"failures": failures}
 
 
@@ -95,16 +98,21 @@ def prepare(keys: list[str], ranks: int) -> tuple[dict[str, dict], dict[str, Pat
     """Entries of the report and interpreters; each tool is run once, which brings its files into the page cache."""
     entries, pythons = {}, {}
     for key in keys:
-        tool = TOOLS[key]
-        entry = entries[key] = {"name": tool.name, "keeps_workers": tool.keeps_workers, "note": tool.note}
-        try:
+        tool, found = TOOLS[key], {}
+
+        def try_out(tool: Tool = tool) -> dict:
             python = environments.python_of(tool)
-            entry["versions"] = environments.versions(python, tool)
             scenarios.first_result_cold(tool, python, ranks)
-            pythons[key] = python
-        except Exception as error:
-            entry["unavailable"] = reason(error)
-            say(f"{tool.name}: {reason(error)}")
+            return {"python": python, "versions": environments.versions(python, tool)}
+
+        say(f"{tool.name}: environment and first run")
+        attempt(found, "first run", try_out)
+        entries[key] = {"name": tool.name, "keeps_workers": tool.keeps_workers, "note": tool.note}
+        if "python" in found:
+            pythons[key] = found["python"]
+            entries[key]["versions"] = found["versions"]
+        else:
+            entries[key]["unavailable"] = found["unavailable"]["first run"]
     return entries, pythons
 
 

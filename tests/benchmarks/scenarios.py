@@ -12,7 +12,7 @@ from kernel import Cell, Kernel, kernel
 from tools import Setting, Tool
 
 SETUP_LIMIT = 120.0  # s, for starting engines and the like
-CALL_LIMIT = 90.0  # s, for a call that should simply work
+CALL_LIMIT = 45.0  # s, for a call that should simply work
 TOOL_LIMIT = 60  # s, the limit that each tool is given for a collective, where it has one
 READING_PAUSE = 2.0  # s between set-up and first call when the tool is to be ready
 AFTER_KILL = 5.0  # s after which processes count as left behind
