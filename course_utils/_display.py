@@ -10,7 +10,8 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 
-_MARK = b"\x1e"  # starts a record that is not text
+from ._text import MARK
+
 _FORMATS = {"text/html": "_repr_html_", "text/markdown": "_repr_markdown_", "image/svg+xml": "_repr_svg_",
             "image/png": "_repr_png_", "text/latex": "_repr_latex_"}  # fmt: skip
 _DISPLAY_MODULE = "IPython.core.display_functions"
@@ -27,6 +28,7 @@ def bundle(value) -> dict[str, str]:
     for mime, method in _FORMATS.items():
         if callable(getattr(value, method, None)) and not isinstance(value, type):
             content = getattr(value, method)()
+            content = content[0] if isinstance(content, tuple) else content  # data and metadata
             if content is not None:
                 data[mime] = base64.b64encode(content).decode() if isinstance(content, bytes) else content
     return data
@@ -36,7 +38,7 @@ def display(*values, **_ignored) -> None:
     """Show objects in the notebook, from a rank; stands in for IPython's ``display`` there."""
     for value in values:
         sys.stdout.flush()
-        record = memoryview(_MARK + b"D" + base64.b64encode(json.dumps(bundle(value)).encode()) + b"\n")
+        record = memoryview(MARK + b"D" + base64.b64encode(json.dumps(bundle(value)).encode()) + b"\n")
         while record:
             record = record[os.write(1, record) :]
 

@@ -35,12 +35,13 @@ def describe(error: BaseException) -> dict:
     frames = [_frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
     while frames and frames[0]["file"].startswith(_PACKAGE) and len(frames) > 1:
         frames.pop(0)
+    text = "\n".join("".join(traceback.format_exception_only(part)).strip() for part in _parts(error))
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return {
-        "text": "\n".join("".join(traceback.format_exception_only(part)).strip() for part in _parts(error)),
+        "text": text,
         "frames": frames,
         "cause": None if cause is None else "".join(traceback.format_exception_only(cause)).strip(),
-        "connection": isinstance(error, RuntimeError) and _is_consequence(str(error)),
+        "connection": isinstance(error, RuntimeError) and _is_consequence(text),
         "time": time.monotonic(),
     }
 

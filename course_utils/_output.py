@@ -7,9 +7,8 @@ import json
 import re
 from collections.abc import Callable
 
-from ._text import rank_label
+from ._text import MARK, rank_label
 
-MARK = b"\x1e"
 MAX_LINES = 1_000_000
 _TERMINATE = r"terminate called|  what\(\):|\[F\d{4} "
 
@@ -47,7 +46,7 @@ class Merger:
         """Take bytes that a rank wrote; the end mark of ``call`` closes the rank."""
         *lines, self._partial[rank] = (self._partial[rank] + data).split(b"\n")
         for line in lines:
-            text, mark, special = line.partition(MARK)
+            text, mark, special = line.rpartition(MARK)
             record = _decoded(special) if mark else None
             if record is None:
                 self._add(rank, line)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 
 from . import errors
@@ -84,8 +85,19 @@ class Pool:
         finally:
             self._busy.release()
 
+    def stop(self) -> None:
+        """Stop all ranks, unless they are running something."""
+        if not self._busy.acquire(blocking=False):
+            raise errors.refusal(RuntimeError, "the ranks are running something; interrupt it first")
+        try:
+            self.close()
+        finally:
+            self._busy.release()
+
     def close(self) -> None:
         """Stop all ranks."""
+        if self.pid != os.getpid():
+            return  # a fork of the notebook: the ranks are not its own
         for worker in self.workers.values():
             worker.close()
         self.workers.clear()
@@ -127,7 +139,7 @@ class Pool:
                 self.group = None
             for rank in missing:
                 self.workers[rank] = Worker(rank)
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError, AuthenticationError):
             text = "the process that ranks are forked from did not start; run `python -m course_utils.workshop doctor`"
             raise errors.refusal(RuntimeError, text) from None
         except OSError as error:
@@ -342,7 +354,7 @@ class Pool:
         return errors.worker_error(failure, call.failures, standings)
 
     def _close_books(self, call: Call) -> None:
-        """Make the group anew if ranks called different things, left messages behind or destroyed it."""
+        """Make the group anew if ranks called different things, left messages behind, made others or destroyed it."""
         if not all(alive for _, alive in call.books.values()):
             self.group = None
         if call.cell is not None:

@@ -9,6 +9,7 @@ import linecache
 import mmap
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -22,14 +23,11 @@ from collections.abc import Iterator
 from multiprocessing import forkserver, process, reduction, util
 from multiprocessing.connection import wait
 
-from ._text import is_learner
+from ._text import STATUS_BYTES, is_learner
 
-_STATUS_BYTES = 8192  # the worker's share of the status file; reports of fatal errors follow it
+_LARGE = 1 << 12  # bytes that a socket surely takes without a reader
 
-_LARGE = 1 << 15  # bytes that a socket surely takes without a reader
-
-_methods = multiprocessing.get_all_start_methods()
-_context = multiprocessing.get_context("forkserver" if "forkserver" in _methods else "spawn")
+_context = multiprocessing.get_context("forkserver")
 
 
 @contextlib.contextmanager
@@ -54,7 +52,7 @@ def server_id() -> int | None:
             dead = os.waitpid(server._forkserver_pid, os.WNOHANG)[0] != 0
         except ChildProcessError:
             dead = True
-        if dead:
+        if dead or not os.path.exists(server._forkserver_address):
             os.close(server._forkserver_alive_fd)
             server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
     return server._forkserver_pid
@@ -71,11 +69,10 @@ def wait_for_end(server: int | None) -> bool:
 
 def start_server() -> int | None:
     """Start the process that ranks are forked from, unless it runs; it imports torch in the background."""
-    if _context.get_start_method() != "forkserver":
-        return None
     if server_id() is None:
         folder = _private_folder()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # the server does it if the notebook is killed
+        owner = os.getpid()  # and not a fork of it; if the notebook is killed, the server removes the folder
+        atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
         extra = {"COURSE_UTILS_FOLDER": folder, "OMP_NUM_THREADS": "1"}
         extra["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         config = process.current_process()._config
@@ -150,7 +147,7 @@ class Worker:
         else:
             with tempfile.TemporaryFile() as file:
                 self.status = os.dup(file.fileno())
-        os.ftruncate(self.status, _STATUS_BYTES)
+        os.ftruncate(self.status, STATUS_BYTES)
         self.task, task = _context.Pipe()
         self.control, control = _context.Pipe()
         self.output, output = _context.Pipe(duplex=False)
@@ -167,9 +164,11 @@ class Worker:
     def deliver(self, header: dict, body: bytes, listener: socket.socket | None) -> None:
         """Send a call; a large one from a thread, because a rank that does not read must not block the notebook."""
 
+        head = pickle.dumps(header)
+
         def send() -> None:
-            with contextlib.suppress(OSError):  # it has died: whoever waits for its reply finds out how
-                self.task.send(header)
+            with contextlib.suppress(OSError, RuntimeError):  # it has died: the wait for its reply finds out how
+                self.task.send_bytes(head)
                 self.task.send_bytes(body)
                 if listener is not None:
                     reduction.send_handle(self.task, listener.fileno(), self.pid)
@@ -177,7 +176,9 @@ class Worker:
 
         if self.sender is not None:
             self.sender.join(1.0)
-        self.sender = threading.Thread(target=send, daemon=True) if len(body) > _LARGE else None
+        self.sender = threading.Thread(target=send, daemon=True)
+        if listener is None and len(head) + len(body) <= _LARGE:
+            self.sender = None
         if self.sender is None:
             send()
         else:
@@ -185,24 +186,25 @@ class Worker:
 
     def last_operation(self) -> dict | None:
         """The last operation that the rank started, readable even when it is dead."""
-        with mmap.mmap(self.status, _STATUS_BYTES, prot=mmap.PROT_READ) as status:
+        with mmap.mmap(self.status, STATUS_BYTES, prot=mmap.PROT_READ) as status:
             size = int.from_bytes(status[:4], "little")
             text = status[4 : 4 + size]
         try:
             op, group, count, peer, ranks, number, where = json.loads(text)
         except ValueError:
             return None
-        key = f"{group}|{ranks}"
-        return dict(op=op, group=group, bytes=count, peer=peer, ranks=ranks, number=number, where=where, key=key)
+        return dict(op=op, group=group, bytes=count, peer=peer, ranks=ranks, number=number, where=where)
 
     def fatal_frame(self) -> dict | None:
         """The learner's innermost line from the newest report that the rank's fault handler wrote."""
-        report = os.pread(self.status, 1 << 16, _STATUS_BYTES).decode(errors="replace")
+        report = os.pread(self.status, 1 << 16, STATUS_BYTES).decode(errors="replace")
         frames = re.findall(r'File "(.*?)", line (\d+) in ', report.rpartition("most recent call first")[2])
         return next((learner_line(file, int(line)) for file, line in frames if is_learner(file)), None)
 
     def kill(self) -> None:
         """End the process and its children at once."""
+        if wait([self.process.sentinel], 0):
+            return
         for kill in (os.killpg, os.kill):
             try:
                 kill(self.pid, signal.SIGKILL)

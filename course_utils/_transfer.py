@@ -53,9 +53,9 @@ class _ResultPickler(cloudpickle.Pickler):
         import torch
 
         if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.layout is torch.strided and not obj.is_meta:
-            if obj.is_quantized or obj.is_conj() or obj.is_neg():
+            if obj.is_quantized:
                 return super().reducer_override(obj)
-            data = obj.detach().to("cpu").contiguous()
+            data = obj.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
             raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
             is_parameter = isinstance(obj, torch.nn.Parameter)
             return _rebuild_tensor, (raw, obj.dtype, tuple(obj.shape), obj.requires_grad, is_parameter)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import atexit
 import builtins
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -39,7 +40,7 @@ with warnings.catch_warnings():
     import torch.distributed as dist
 
 from . import _display, _evidence, _transfer
-from ._text import is_learner
+from ._text import MARK, STATUS_BYTES, is_learner
 from .ledger import tracker
 
 if os.environ.get(
@@ -54,7 +55,6 @@ if os.environ.get(
     gc.collect()
     gc.freeze()  # what all ranks share stays shared: the collector does not write into these pages
 
-STATUS_BYTES = 8192
 _MODULES = len(sys.modules)
 _NEVER = timedelta(days=1)  # it is the launcher that watches the time
 
@@ -71,6 +71,7 @@ class State:
     store: object = None
     meeting: tuple[int, int] | None = None  # port of the store and generation of the group
     server: object = None
+    output: object = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     place: tuple[dict, str, list] | None = None  # the notebook's environment, folder and module path
     rendezvous: int = 0
@@ -133,12 +134,17 @@ def _detach(status, output) -> None:
     os.lseek(fd, STATUS_BYTES, os.SEEK_SET)
     faulthandler.enable(file=fd, all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=False)
-    for target in (1, 2):
-        os.dup2(output.fileno(), target)
-    output.close()
-    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    state.output = output
+    _open_streams()
+
+
+def _open_streams() -> None:
+    """Let whatever this process prints, also from C, go to the notebook."""
+    for target, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(state.output.fileno(), target)
+        stream = os.fdopen(target, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _end_with_parent() -> None:
@@ -166,9 +172,11 @@ def _forget_edited_modules(stamps: dict[str, float]) -> None:
     """Import a module of the learner's again if its file has changed since the last call."""
     for name in list(islice(reversed(sys.modules), max(0, len(sys.modules) - _MODULES))):  # the newest
         path = getattr(sys.modules[name], "__file__", None)
-        if path and is_learner(path) and os.path.exists(path):
-            if stamps.setdefault(path, os.path.getmtime(path)) != os.path.getmtime(path):
-                del stamps[path], sys.modules[name]
+        if path and is_learner(path):
+            with contextlib.suppress(OSError):  # an editor is just replacing it
+                changed = os.path.getmtime(path)
+                if stamps.setdefault(path, changed) != changed:
+                    del stamps[path], sys.modules[name]
 
 
 # ---------------------------------------------------------------------------------------------------------------- group
@@ -205,6 +213,15 @@ def _drop_group() -> None:
     for book in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
         getattr(c10d._world, book).clear()
     c10d._unregister_all_process_groups()
+    if "torch.distributed.tensor" in sys.modules:  # its caches hold meshes whose groups are gone
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
+def _untouched() -> bool:
+    """Whether a function has left the default group as it was: nothing under way in it, no other groups made."""
+    return not tracker.unfinished() and len(dist.distributed_c10d._world.pg_map) == 1
 
 
 def _prepare_group(header: dict) -> None:
@@ -220,9 +237,6 @@ def _prepare_group(header: dict) -> None:
     elif not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if header["init"] and state.generation == header["generation"] and dist.is_initialized():
-        if not header["cell"]:  # groups of the last call: then, other ranks may still have waited in them
-            for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
-                dist.destroy_process_group(group)
         return
     _drop_group()
     if header["init"]:
@@ -254,7 +268,7 @@ def _serve(header: dict, body: bytes) -> tuple:
         state.running = False
         books = (
             (_evidence.latest(), tracker.sent, tracker.received, _evidence.entry_data(tracker.last)),
-            not tracker.unfinished() and dist.is_initialized() and state.generation == header["generation"],
+            dist.is_initialized() and state.generation == header["generation"] and (header["cell"] or _untouched()),
         )
         tracker.pending.clear()
         return "done", call, result, books
@@ -278,6 +292,7 @@ def _take_place() -> None:
 def _tidy() -> None:
     """After a function has run and its result is sent: nothing that it set reaches into the next."""
     gc.collect()
+    _open_streams()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
@@ -334,7 +349,7 @@ def _finish_output(call: int) -> None:
         except (OSError, ValueError):
             pass
     ctypes.CDLL(None).fflush(None)
-    os.write(1, b"\x1eE%d\n" % call)
+    os.write(state.output.fileno(), MARK + b"E%d\n" % call)
 
 
 # -------------------------------------------------------------------------------------------------------------- control

@@ -178,7 +178,7 @@ def mismatch(last: dict | None, standings: dict[int, dict]) -> str:
         rank: entry["bytes"]
         for rank, s in standings.items()
         if (entry := s.get("waiting") or s.get("last"))
-        and (entry["op"], entry["number"]) == (last["op"], last["number"])
+        and all(entry[what] == last[what] for what in ("op", "number", "group"))
     }
     if len(set(sizes.values())) < 2:
         return ""

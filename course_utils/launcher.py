@@ -14,7 +14,7 @@ from . import errors
 
 __all__ = ["device", "launch", "shutdown"]
 
-if "course_utils._worker" in sys.modules:  # inside a rank
+if (worker := sys.modules.get("course_utils._worker")) and worker.state.rank >= 0:  # inside a rank
     _pool = None
 else:
     from . import _pool, _processes
@@ -94,7 +94,7 @@ def launch(
 def shutdown() -> None:
     """Stop all ranks that ``launch`` keeps warm. The next call starts new ones."""
     if _pool is not None:
-        _launched.close()
+        _launched.stop()
 
 
 def device():

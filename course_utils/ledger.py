@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import linecache
-import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from ._text import is_learner
 
 __all__ = ["Entry", "Ledger", "record"]
 
@@ -168,6 +169,7 @@ def record() -> Iterator[Ledger]:
         yield ledger
     finally:
         tracker.recorders.remove(ledger)
+        tracker.settle()
 
 
 class Tracker:
@@ -198,15 +200,12 @@ class Tracker:
         import torch
         import torch.distributed as dist
 
-        self._torch_folder = os.path.dirname(torch.__file__) + os.sep
         self._group = dist.ProcessGroup.unbox
         self._work = torch._C._distributed_c10d.Work.unbox
         self._ranks = dist.get_process_group_ranks
-        key_set, key = torch._C.DispatchKeySet, torch._C.DispatchKey
-        self._keys = {
-            ("cpu", False): key_set(key.CPU), ("cuda", False): key_set(key.CUDA),
-            ("cpu", True): key_set(key.SparseCPU), ("cuda", True): key_set(key.SparseCUDA),
-        }  # fmt: skip
+        self._keys_of = torch._C._dispatch_keys
+        self._after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        self._script_object = torch.ScriptObject
         self.library = torch.library.Library("c10d", "IMPL")
         for name, op in _NAMES.items():
             self.library.impl(name, self._kernel(op, getattr(torch.ops.c10d, name).default), "BackendSelect")
@@ -227,21 +226,21 @@ class Tracker:
         def kernel(*args):
             tensors = list(_flatten(args[1 if op == "gather" else message_at]))
             first = tensors[0] if tensors else next(_flatten(args[:2]))
-            keys = self._keys.get((first.device.type, first.is_sparse))
-            if keys is None:  # meta and other devices are not ours
-                raise RuntimeError(f"{op}: tensors on {first.device} are not supported here")
             group = self._group(args[group_at])
             peer = None if peer_at is None else args[peer_at]
             size = 0 if op == "barrier" else sum(t.nbytes for t in tensors)
             entry = self._begin(op, group, size * (group.size() if shards else 1), peer)
             try:
-                result = operator.redispatch(keys, *args)
+                result = operator.redispatch(self._keys_of(first) & self._after, *args)
             finally:
                 self.inside = None
-            if result is not None:
-                self._issued(entry, self._work(result[-1] if isinstance(result, tuple) else result))
+            work = result[-1] if isinstance(result, tuple) else result
+            if first.device.type == "cpu" and isinstance(work, self._script_object):
+                self._issued(entry, self._work(work))
             else:
                 entry.end = time.monotonic()
+                if isinstance(work, self._script_object):
+                    self.pending.append((entry, self._work(work)))
             return result
 
         return kernel
@@ -272,8 +271,7 @@ class Tracker:
         return entry
 
     def _issued(self, entry: Entry, work) -> None:
-        while self.pending and self.pending[0][1].is_completed():
-            self.pending.popleft()
+        self.settle()
         self.pending.append((entry, work))
         if self.recorders:
 
@@ -286,18 +284,20 @@ class Tracker:
     def _caller(self) -> tuple[str, int] | None:
         frame = sys._getframe(3)
         while frame is not None:
-            name = frame.f_code.co_filename
-            if not name.startswith((self._torch_folder, "<frozen")) and name not in _OWN_FILES:
-                return name, frame.f_lineno
+            if is_learner(frame.f_code.co_filename):
+                return frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back
         return None
+
+    def settle(self) -> None:
+        """Let go of operations that have completed; not all of gloo's say when."""
+        while self.pending and self.pending[0][1].is_completed():
+            entry, _ = self.pending.popleft()
+            entry.end = entry.end or time.monotonic()
 
     def unfinished(self) -> list[Entry]:
         """Operations issued and not completed, oldest first."""
         return [entry for entry, work in list(self.pending) if not work.is_completed()]
-
-
-_OWN_FILES = {__file__, contextlib.__file__, __file__.replace("ledger.py", "_worker.py")}
 
 
 def _flatten(value):

@@ -71,7 +71,7 @@ class RankMagics(Magics):
         """Stop the ranks of ``%%ranks`` cells; the next cell starts new ones, with empty namespaces."""
         if line.strip():
             raise UsageError("%ranks_reset takes no arguments; the next %%ranks cell may ask for another --world-size")
-        self._pool.close()
+        self._pool.stop()
         self._world_size = None
         print("the ranks of %%ranks cells were stopped; the next cell starts new ones")
 

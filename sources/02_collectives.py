@@ -32,12 +32,13 @@
 #
 # 1. After `reduce` to rank 0, what do the *other* ranks hold?
 # 2. Four ranks all-reduce 1 GB. How many bytes must each rank send? And with a thousand ranks?
-# 3. For the same S bytes, which moves more: `all_reduce` or `all_gather`?
+# 3. Which moves more for the same S bytes: `all_reduce` of S, or the `all_gather` that puts S together?
 # 4. Every rank calls `send` to its right neighbour, then `recv` from its left one. What happens?
 # 5. One rank of four skips an `all_reduce`. Who notices, and when?
 # 6. Rank 0 passes `ReduceOp.MAX`, the others `SUM`. Error, hang, or wrong numbers?
 # 7. Sixty-four all-reduces of 4 KiB or one of 256 KiB: which is faster, and roughly by how much?
-# 8. A table says: all-reduce, 1 GiB, 8 GPUs, 8.2 ms. The link was measured at 274 GB/s. How much of it was used?
+# 8. A table says: all-reduce, 1 GiB, 8 GPUs, 8.2 ms. The link was measured at 274 GB/s. How much of it was used? (A
+#    guess; section 6 has the formula.)
 
 # %% [markdown]
 # The first cell imports everything and names every parameter.
@@ -53,7 +54,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_utils import HangError, WorkerError, costs, device, expect_error, launch, record
+from course_utils import HangError, WorkerError, device, expect_error, launch, record
 from course_utils.costs import algbw, busbw, bytes_sent, fit_alpha_beta, format_bytes
 from course_utils.plots import bandwidth, before_after, timeline
 from course_utils.widgets import collective_stepper
@@ -113,8 +114,8 @@ with expect_error(HangError):
     launch(send_then_recv, world_size=world_size, timeout=patience, backend="gloo")
 
 # %% [markdown]
-# None of them. `send` returns when the message has been taken, so every rank stands in line 10 and waits for a
-# neighbour that stands in line 10. This is a **deadlock**: no rank is wrong alone, the circle is. Read the table once
+# None of them. `send` returns when the message has been taken, so every rank stands at line 10 and waits for a
+# neighbour that stands at line 10. This is a **deadlock**: no rank is wrong alone, the circle is. Read the table once
 # more: each rank's last operation, and the line it waits in. You will see such tables again.
 #
 # A program like this is called *unsafe*: with a library that copies small messages away it even works, until the
@@ -190,11 +191,16 @@ assert launch(shift_my_rank, world_size=world_size) == from_the_left
 print("batch_isend_irecv: the same, in one call")
 
 # %% [markdown]
-# > **What changes on real GPUs.** Under NCCL `send` and `isend` only put a kernel on a CUDA stream and return, so the
-# > CPU does not block. But kernels on one stream run one after the other: if two ranks first `isend` to each other
-# > and then `irecv`, each send can occupy its stream until the other side receives, which is queued behind *its*
-# > send. The deadlock moved from Python to the GPU. `batch_isend_irecv` puts the whole list between `ncclGroupStart`
-# > and `ncclGroupEnd`, which makes one kernel of it, in which sends and receives progress together.
+# > **What changes on real GPUs.** The deadlock moves from Python to the GPU, and even `isend` before `irecv` can cause
+# > it. `batch_isend_irecv` cannot.
+#
+# <details><summary>Why?</summary>
+#
+# Under NCCL `send` and `isend` only put a kernel on a CUDA stream and return. But kernels on one stream run one after
+# the other: if two ranks first `isend` to each other and then `irecv`, each send can occupy its stream until the
+# other side receives, which is queued behind *its* send. `batch_isend_irecv` puts the whole list between
+# `ncclGroupStart` and `ncclGroupEnd`: they become one kernel, and in it sends and receives progress together.
+# </details>
 #
 # > **Misconception.** "`isend` has returned, so the message is gone." It has been *started*. Changing the tensor
 # > before `wait()` may change what arrives.
@@ -231,9 +237,9 @@ timeline(rows, "measured: nobody leaves the barrier before the last rank has ent
 # *The figure: one row a rank. The work bars grow with the rank; the barrier bars fill the rest, so that all end
 # together. The last rank does not wait.*
 #
-# Everyone runs at the speed of the slowest. All collectives have this property to some degree, since nobody can have
-# the sum before the last summand exists. So a barrier beside a collective is wasted time; its honest uses are timing
-# and files.
+# Everyone runs at the speed of the slowest. All-reduce and all-gather wait like this too: nobody can have the sum
+# before the last summand exists. A broadcast does not: its root may leave early. So a barrier before an all-reduce is
+# wasted time; its honest uses are timing and files.
 
 # %% [markdown]
 # ## 2. Eight collectives in pictures
@@ -341,8 +347,8 @@ before_after(before, after, "reduce (SUM)")
 # On the other ranks the library used the memory as scratch space: look at the stripes, and you see which partial sums
 # came by. No backend promises what is left there.
 #
-# > **Misconception.** "After `reduce` the other ranks still have their input." With gloo they do not. Copy it first
-# > if you need it.
+# > **Misconception.** "After `reduce` the other ranks still have their input." With gloo parts of it are gone. Copy
+# > it first if you need it.
 #
 # ### All take: all-reduce and all-gather
 #
@@ -387,11 +393,15 @@ assert result["AVG"][0] == result["SUM"][0] / world_size
 # > **Misconception.** "`all_reduce` averages." It *sums* unless told otherwise; averaging gradients is a division by
 # > the world size that somebody has to do (DDP does).
 #
-# > **Misconception.** "`AVG` needs NCCL." The documentation of `ReduceOp` still says so, and you have just run it on
-# > whatever backend this notebook uses. On gloo it needs a floating-point tensor. `BAND`, `BOR` and `BXOR` (bitwise,
-# > for integers) exist on gloo and not on NCCL; `PREMUL_SUM` (scale, then add) the other way round.
+# <details><summary>Does <code>AVG</code> need NCCL, as the documentation of <code>ReduceOp</code> says?</summary>
 #
-# **All-gather** is gather with the result on every rank: one piece in, the whole out.
+# No: you have just run it on whatever backend this notebook uses. On gloo it needs a floating-point tensor. `BAND`,
+# `BOR` and `BXOR` (bitwise, for integers) exist on gloo and not on NCCL; `PREMUL_SUM` (scale, then add) the other way
+# round.
+# </details>
+#
+# **All-gather** is gather with the result on every rank: one piece in, the whole out. (`all_gather_single` fills one
+# tensor; before PyTorch 2.13 it was `all_gather_into_tensor`. `all_gather` fills a list of tensors.)
 
 
 # %%
@@ -410,12 +420,10 @@ before_after(before, after, "all_gather")
 # *The figure: every row on the right has one cell of each colour.* FSDP calls it to put a layer's sharded weights
 # together.
 #
-# (`all_gather_single` takes one tensor for the output; older versions call it `all_gather_into_tensor`. `all_gather`
-# takes a list of tensors and does the same. In the same way `reduce_scatter_single` was `reduce_scatter_tensor`.)
-#
 # ### Everybody gives, everybody takes a part: reduce-scatter and all-to-all
 #
-# **Reduce-scatter** adds up and deals out: rank r keeps piece r of the sum.
+# **Reduce-scatter** adds up and deals out: rank r keeps piece r of the sum. (`reduce_scatter_single` was
+# `reduce_scatter_tensor` before PyTorch 2.13.)
 
 
 # %%
@@ -531,8 +539,8 @@ print("broadcast == scatter + all_gather")
 # <details><summary>Why must a library not promise bit-equal results?</summary>
 #
 # Floating-point addition depends on the order, and ring, tree and network switch add in different orders. All ranks
-# of *one* all-reduce agree, because each piece is added up once and then copied; two algorithms, or two world sizes,
-# differ in the last bits. Hence `allclose` above. The second identity only copies, hence `equal`.
+# of *one* ring or tree all-reduce agree, because each piece is added up once and then copied; two algorithms, or two
+# world sizes, differ in the last bits. Hence `allclose` above. The second identity only copies, hence `equal`.
 # </details>
 
 # %% [markdown]
@@ -563,7 +571,28 @@ before_after(before, after, "all_reduce in two teams")
 # *The figure: rows 0, 2, … have the stripes of even ranks only, rows 1, 3, … those of odd ranks only.*
 #
 # > **Misconception.** "Only members call `new_group`." By default *every* rank of the world has to call it, for every
-# > group and in the same order, members or not; a rank that leaves it out hangs the others.
+# > group and in the same order, members or not. If a rank leaves one out, that group may even work.
+#
+# **Predict.** All ranks but the last make a group of themselves and use it. Then all ranks make another. Which of the
+# two groups fails?
+
+
+# %%
+def only_members_call():
+    everybody = list(range(dist.get_world_size()))
+    if dist.get_rank() in everybody[:-1]:
+        x = torch.ones(1)
+        dist.all_reduce(x, group=dist.new_group(everybody[:-1]))
+        print("the smaller group adds up to", x.item())
+    dist.new_group(everybody)
+
+
+with expect_error(HangError):
+    launch(only_members_call, world_size=world_size, timeout=patience, backend="gloo")
+
+# %% [markdown]
+# The next one: the ranks now disagree on how many groups there are, and each waits for a group that the others do not
+# make. The error is far from its cause.
 #
 # Inside a group ranks are counted anew. `src=` and `dst=` mean ranks of the *world*, `group_src=` and `group_dst=`
 # ranks of the *group*. Mixing them up is easy as long as the first group starts at 0.
@@ -626,8 +655,9 @@ before_after(before, between, "all_reduce along tp")
 
 # %% [markdown]
 # *The figure: ranks in the same row of the grid share their stripes.* After the second all-reduce, along `dp`, every
-# rank holds the sum over all ranks: the assertion says so. This is how a *hierarchical* all-reduce works: first over
-# the fast links inside a node, then over the slow ones between nodes.
+# rank holds the sum over all ranks: the assertion says so. This is the idea of a *hierarchical* all-reduce: first
+# over the fast links inside a node, then over the slow ones between nodes. As written, every rank still carries all
+# of its tensor between nodes; exercise 7 does better.
 #
 # <details><summary>A mesh of shape (2, 4) with names ("dp", "tp"): how many groups are there, and how large?</summary>
 #
@@ -665,14 +695,16 @@ collectives = [
     "scatter",
 ]
 print(
-    f"{'GB each rank moves for S = 1 GB, n =':40}" + "".join(f"{n:7}" for n in (2, 4, 8, 64, 1000))
+    f"{'GB through the busiest rank, S = 1 GB, n =':42}"
+    + "".join(f"{n:7}" for n in (2, 4, 8, 64, 1000))
 )
 for op in collectives:
-    print(f"{op:40}" + "".join(f"{bytes_sent(op, n, 1.0):7.3f}" for n in (2, 4, 8, 64, 1000)))
+    print(f"{op:42}" + "".join(f"{bytes_sent(op, n, 1.0):7.3f}" for n in (2, 4, 8, 64, 1000)))
 assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the 7-billion-parameter model from the start
 
 # %% [markdown]
-# Twice the size, nearly independent of the number of ranks: that is why data parallelism scales at all.
+# Twice the size, nearly independent of the number of ranks: that is why data parallelism scales at all. As long as
+# only the ranks add, no algorithm needs less (Patarasuk and Yuan, below, prove it for all-reduce). Many move more.
 #
 # <details><summary>FSDP all-gathers parameters twice a step and reduce-scatters gradients. Its bytes?</summary>
 #
@@ -681,8 +713,8 @@ assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the 7-billion-parameter mode
 # of holding 1/n of everything.
 # </details>
 #
-# These are the least possible. An algorithm may move more. Here are two all-gathers from scratch. The first makes
-# rank 0 a **hub**: everybody sends to it, and it sends the whole to everybody.
+# Here are two all-gathers from scratch. The first makes rank 0 a **hub**: everybody sends to it, and it sends the
+# whole to everybody.
 
 
 # %%
@@ -744,12 +776,13 @@ assert all(abs(x - bytes_sent("all_gather", world_size, 1.0)) < 1e-4 for x in se
 
 # %% [markdown]
 # The hub sends (n−1)·S through one link while the other links idle. The ring sends (n−1)/n·S through every link, n
-# times less through the busiest. Same result, same number of bytes received by most ranks: what matters is the
-# *busiest rank*.
+# times less through the busiest. Same result; and although the hub's other ranks receive little more than those of
+# the ring (their own piece comes back), it takes far longer: what matters is the *busiest rank*.
 #
 # ### A ring that is none
 #
-# For all-reduce there is a well-known wrong turn: pass the *whole* tensor round the ring and add what comes by.
+# For all-reduce there is a well-known wrong turn: pass the *whole* tensor round the ring and add what comes by. The
+# right ring passes *pieces*: first sums that grow as they travel (a reduce-scatter), then the finished pieces.
 
 
 # %%
@@ -762,11 +795,12 @@ def whole_tensors_round_a_ring(x):
 
 
 def ring_all_reduce(x):
-    pieces = x.clone().view(dist.get_world_size(), -1)
-    # the messages that the widget shows: a reduce-scatter, then an all-gather
-    for _ in costs.step_through("all_reduce", pieces):
-        pass
-    return pieces.view(-1)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    pieces = x.clone().view(n, -1)
+    for step in range(1, n):
+        so_far = shift(pieces[(rank - step) % n])  # the sum of `step` ranks, from the left
+        pieces[(rank - step - 1) % n] += so_far  # and now of one more
+    return ring_all_gather(pieces[rank])  # the sum of all
 
 
 # %% [markdown]
@@ -798,7 +832,7 @@ assert abs(sent - bytes_sent("all_reduce", world_size, 1.0)) < 1e-9
 # ### And the library?
 #
 # The ledger sees one `all_reduce`; it cannot see what gloo makes of it. The operating system can. Linux counts the
-# bytes of every TCP connection, and a process may ask for its own. This function adds them up.
+# bytes of every TCP connection, and a process may ask for its own. This function adds them up; you need not read it.
 
 
 # %%
@@ -814,9 +848,8 @@ def tcp_bytes():
                 and connection.type == socket.SOCK_STREAM
             ):
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-                acknowledged, arrived = struct.unpack_from(
-                    "QQ", info, 120
-                )  # tcpi_bytes_acked, tcpi_bytes_received
+                # at byte 120 of the kernel's struct tcp_info: tcpi_bytes_acked, tcpi_bytes_received
+                acknowledged, arrived = struct.unpack_from("QQ", info, 120)
                 sent, received = sent + acknowledged, received + arrived
     return sent, received
 
@@ -846,8 +879,7 @@ def calls(size):
 
 
 # %% [markdown]
-# **Predict.** For which collectives will the library reach the least possible? Compare the first column with the
-# others.
+# **Predict.** For which collectives will the library reach the least possible?
 
 
 # %%
@@ -868,26 +900,27 @@ def bytes_on_the_wire():
 on_tcp = sys.platform == "linux" and launch(dist.get_backend, world_size=world_size)[0] == "gloo"
 wire = launch(bytes_on_the_wire, world_size=world_size) if on_tcp else []
 print(
-    "                 at least   sent by each rank, in S"
+    "in S             busiest rank, at least   sent by each rank"
     if on_tcp
     else "bytes are counted on Linux, on CPU only"
 )
 for op in wire and wire[0]:
     print(
-        f"{op:16} {costs.busbw_factor(op, world_size):8.2f}   ",
+        f"{op:16} {bytes_sent(op, world_size, 1.0):22.2f}   ",
         *(f"{rank[op]:5.2f}" for rank in wire),
     )
 
 # %% [markdown]
-# For all-reduce, all-gather and all-to-all gloo sends what the formula says, to two decimals. Elsewhere it tells a
-# story:
+# Compare the first column with the others. For all-reduce, all-gather and all-to-all gloo sends what the formula
+# says, to two decimals. Elsewhere it tells a story:
 #
 # - **`reduce_scatter`** costs as much as `all_reduce`. It *is* one, of which each rank keeps a piece. The formula is
 #   right, this implementation is not optimal; do not conclude from gloo's time that reduce-scatter is slow.
 # - **`broadcast`** is the binomial tree of the widget: with 4 ranks the root sends twice and rank 1 once. Few steps,
 #   more bytes at the root.
 # - **`reduce`** is a reduce-scatter, after which every rank sends its piece to the root: hence the left-overs that
-#   you saw.
+#   you saw. What the root receives does not show here.
+# - **`gather`** and **`scatter`**: everything passes the root once, in or out.
 
 # %%
 for rank in wire:
@@ -898,9 +931,8 @@ print("gloo's reduce_scatter moves the bytes of an all_reduce" if wire else "not
 
 # %% [markdown]
 # > **What changes on real GPUs.** NCCL has a true ring reduce-scatter, at (n−1)/n·S, and pipelines its broadcast
-# > along a ring, at S for every rank but the last. Where the switch itself can add (NVLS, SHARP), an all-reduce sends
-# > less than the formula: each rank sends its tensor once and receives the sum once. Lesson 03 (nccl) builds these
-# > algorithms.
+# > along a ring, at S for every rank but the last. Where the switch itself can add (NVLS, SHARP), an all-reduce needs
+# > less than the formula: about one S each way instead of nearly two. Lesson 03 (nccl) builds these algorithms.
 
 # %% [markdown]
 # ## 6. How long does it take?
@@ -912,7 +944,9 @@ print("gloo's reduce_scatter moves the bytes of an all_reduce" if wire else "not
 #   each rank must move, in S: 2(n−1)/n for all-reduce, (n−1)/n for all-gather, reduce-scatter and all-to-all, 1 for
 #   broadcast and reduce.
 #
-# Only busbw can be compared with the speed of a link, and between world sizes and collectives.
+# Only busbw can be compared with the speed of a link, and between world sizes and collectives. (Where the switch
+# adds, the factor promises too much, and busbw can exceed the link: 482 of 450 GB/s on eight H200, *recorded* in
+# stas00/ml-engineering, network/README.md.)
 #
 # **Predict.** Sizes go from 1 KiB to 16 MiB, each four times the one before. Where will the time grow by four at each
 # step, and where not at all?
@@ -932,25 +966,31 @@ def timed(call):
     return time.perf_counter() - start
 
 
-def best_times():
-    """Best time of each collective at each size, in seconds."""
-    best = {}
+def all_times():
+    """Seconds of every repetition, by collective and size."""
+    times = {op: [] for op in collectives[:5]}
     for size in sizes:
-        for op, call in calls(size).items():
-            call()  # warm up
-            best.setdefault(op, []).append(
-                min(timed(call) for _ in range(15 if size < 2**20 else 4))
-            )
-    return best
+        call = calls(size)
+        for op in times:
+            call[op]()  # warm up
+            times[op].append([timed(call[op]) for _ in range(15 if size < 2**20 else 4)])
+    return times
 
 
 # %% [markdown]
-# A collective has ended when it has ended everywhere, so each figure below is the time of the slowest rank.
+# A collective has ended when it has ended everywhere: the slowest rank counts, in each repetition. The figures below
+# are the best repetition.
+
 
 # %%
-by_rank = launch(best_times, world_size=world_size)
+def best(repetitions):
+    """Best repetition of the slowest rank, from the seconds of each rank."""
+    return min(max(ranks) for ranks in zip(*repetitions, strict=True))
+
+
+by_rank = launch(all_times, world_size=world_size)
 seconds = {
-    op: [max(times) for times in zip(*(rank[op] for rank in by_rank), strict=True)]
+    op: [best(repetitions) for repetitions in zip(*(rank[op] for rank in by_rank), strict=True)]
     for op in collectives[:5]
 }
 assert all(t > 0 for times in seconds.values() for t in times)
@@ -963,18 +1003,19 @@ for size, t in zip(sizes, seconds["all_reduce"], strict=True):
     print(f"{format_bytes(size):>8} {t * 1e3:10.3f} {rates[0]:13.3f} {rates[1]:13.3f}")
 
 # %% [markdown]
-# All five collectives in one figure:
+# All-reduce, its two halves, all-to-all and broadcast in one figure (the other three would only crowd it):
 
 # %%
 alpha, beta = fit_alpha_beta(sizes, seconds["all_reduce"])
 bandwidth(sizes, seconds, world_size, fit=(alpha, beta))
 
 # %% [markdown]
-# *The figure, left: time against size on logarithmic axes. The lines are flat up to some tens of KiB and rise in
-# proportion to S after about a MiB. Right: bus bandwidth, near zero at the small end, highest between 1 and 16 MiB.*
+# *The figure, left: time against size on logarithmic axes. The lines are nearly flat at first; only the last step,
+# well beyond α/β (below), comes near a factor of four. Right: bus bandwidth, near zero at the small end, highest
+# between 1 and 16 MiB.*
 #
-# The two ends have names. On the left the lines are flat: the call is **latency-bound**, and a message ten times as
-# large takes no longer. On the right it is **bandwidth-bound**, and a message ten times as large takes ten times as
+# The two ends have names. Where the lines are flat, the call is **latency-bound**: a message ten times as large
+# hardly takes longer. Far to the right it is **bandwidth-bound**: a message ten times as large takes ten times as
 # long. The dashed line is the simplest model of both, **t = α + β·S**, fitted to the all-reduce: α is the latency,
 # 1/β the bandwidth at the far end, and α/β the size at which both cost the same.
 
@@ -983,13 +1024,13 @@ print(f"alpha = {alpha * 1e3:.2f} ms, 1/beta = {1 / beta / 1e9:.2f} GB/s")
 print(f"alpha/beta = {format_bytes(alpha / beta)}")
 
 # %% [markdown]
-# <details><summary>Reduce-scatter takes as long as all-reduce here, at half the busbw. Why?</summary>
+# <details><summary>Reduce-scatter is no faster than all-reduce here, and its busbw half as high or less. Why?</summary>
 #
-# Because busbw divides by what the collective *must* move, and gloo moves twice that (section 5). A busbw well below
-# that of other collectives is the sign of a wasteful algorithm, or of a slow path. That is what busbw is for.
+# Because busbw counts what the collective *must* move, and gloo moves twice that (section 5). A low busbw asks for an
+# explanation: a wasteful algorithm, a slow path, or a busy machine. That is what busbw is for.
 # </details>
 #
-# > **What changes on real GPUs.** The shape stays, the numbers move: α is some tens of microseconds, and the
+# > **What changes on real GPUs.** The shape stays, the numbers change: α is some tens of microseconds, and the
 # > bandwidth hundreds of GB/s, so that α/β is several MB.
 #
 # ### A recorded table
@@ -1028,9 +1069,9 @@ print(f"share of the measured link: {share:.0%}")
 # %% [markdown]
 # ## 7. Many small calls
 #
-# At the latency-bound end a call costs α whatever its size. So 64 calls of 4 KiB cost about 64 α, and one of 256 KiB
-# little more than one α. **Coalescing** is making few calls of many: copy the small tensors into one flat buffer,
-# reduce it, copy back.
+# At the latency-bound end a call costs α whatever its size. So 64 calls of 4 KiB cost 64 α or more (our α is fitted
+# to best repetitions, and calls in a row meet the bad ones too), and one of 256 KiB little more than one α.
+# **Coalescing** is making few calls of many: copy the small tensors into one flat buffer, reduce it, copy back.
 
 
 # %%
@@ -1091,8 +1132,8 @@ print(f"grouped: {together[0]} call, {together[1]:,} bytes")
 assert together[:2] == flat[:2]
 
 # %% [markdown]
-# > **What changes on real GPUs.** A kernel launch and a handshake between GPUs cost microseconds rather than a
-# > fraction of a millisecond, and the effect stays: recorded on H200 nodes, 4 GB reached 3,722 Gb/s in one call and
+# > **What changes on real GPUs.** A kernel launch and a handshake between GPUs cost tens of microseconds
+# > rather than milliseconds, and the effect stays: recorded on H200 nodes, 4 GB reached 3,722 Gb/s in one call and
 # > 1,146 Gb/s in 1,000 calls of 4 MB (stas00/ml-engineering, network/README.md).
 
 # %% [markdown]
@@ -1154,10 +1195,14 @@ timeline(
 # *The figure: in the upper two rows the computation starts when the all-reduce has ended; in the lower two both start
 # together, and the step is shorter.*
 #
-# > **What changes on real GPUs.** Under NCCL every collective is asynchronous to the CPU, also without `async_op`.
-# > `wait()` does not block the CPU either: it makes the current CUDA stream wait. With `async_op=False` the *stream*
-# > waits at once, so that later kernels cannot overlap. Timing without `torch.cuda.synchronize()` measures the launch
-# > only.
+# > **What changes on real GPUs.** Not the CPU waits but the stream, and timing without `torch.cuda.synchronize()`
+# > measures the launch only.
+#
+# <details><summary>What does <code>wait()</code> do, then?</summary>
+#
+# Under NCCL every collective is asynchronous to the CPU, also without `async_op`. `wait()` makes the current CUDA
+# stream wait. With `async_op=False` the stream waits at once, so that later kernels cannot overlap.
+# </details>
 
 # %% [markdown]
 # ## 9. The one rule, and four ways to break it
@@ -1209,7 +1254,8 @@ print(launch(skip_together, world_size=world_size))
 
 # %% [markdown]
 # Any `if` around a collective deserves the question: *can two ranks disagree here?* Losses, batch counts, file
-# checks, random numbers, clocks and exceptions can; epoch numbers and configuration cannot.
+# checks, random numbers, clocks and exceptions can. Epoch numbers and configuration should not, but do when one rank
+# starts from another file or checkpoint.
 #
 # ### Another order
 #
@@ -1248,9 +1294,10 @@ with expect_error(WorkerError):
 
 # %% [markdown]
 # gloo notices that more bytes arrive than fit, and ends the *process*: no exception, nothing to catch. This is one
-# reason why ranks never live inside your notebook's kernel. When less arrives than expected it may not notice and
-# wait for ever: try an all-reduce with five numbers on rank 0 and four elsewhere. NCCL does not compare sizes at all;
-# its manual calls what follows undefined: a hang, a crash, or corrupted data.
+# reason why ranks never live inside your notebook's kernel. When less arrives than expected it may not notice: in an
+# all-reduce with five numbers on rank 0 and four elsewhere, rank 0 waits for ever and the others return, some with
+# wrong numbers. NCCL does not compare sizes at all; its manual calls what follows undefined: a hang, a crash, or
+# corrupted data.
 #
 # ### Another operation
 #
@@ -1275,20 +1322,19 @@ print("right:", sum(before).tolist(), "  got, on every rank:", after[0].tolist()
 # digits: wherever rank 0 did the adding, one summand was lost. The numbers chosen at the start of section 2 show it;
 # gradients would not.
 #
-# `TORCH_DISTRIBUTED_DEBUG=DETAIL` makes PyTorch compare the kind of collective, size and type before each call, at a
-# price. It finds a missing rank and another size; the swap above and this one pass. Lesson 14 (debugging hangs) is
-# about finding such faults in programs that you did not write.
+# `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set before torch is imported, makes PyTorch compare the kind of collective, size
+# and type before each call, at a price. The swap above and this one pass. Lesson 14 (debugging hangs) is about
+# finding such faults in programs that you did not write.
 #
 # | broken | gloo, as seen here | found by `DETAIL` |
 # |---|---|---|
-# | a rank skips a call | the others wait | yes |
+# | a rank skips a call | the others wait | after the group's timeout; rank 0's message names the missing rank |
 # | another order, all else equal | wrong numbers | no |
-# | another size | process ends | yes |
+# | another size | process ends, or one rank waits and others return wrong numbers | yes |
 # | another `ReduceOp` | wrong numbers, same on all ranks | no |
 #
-# > **What changes on real GPUs.** The CPU does not wait in a collective, so a rank that hangs is found in a *later*
-# > line, the first that needs a result: `loss.item()`, a print, a synchronisation. And the process group's watchdog
-# > ends the program after its timeout instead of leaving it to wait.
+# > **What changes on real GPUs.** The CPU does not wait in a collective, so a hang shows in a *later* line, the first
+# > that needs a result: `loss.item()`, a print. After the timeout the process group's watchdog ends the program.
 
 # %% [markdown]
 # ## 10. Objects
@@ -1353,12 +1399,7 @@ print(
 assert all(works[op] == "yes" for op in (*collectives, "barrier", "send", "recv"))
 
 # %% [markdown]
-# *Recorded* from the PyTorch documentation ([torch.distributed,
-# Backends](https://docs.pytorch.org/docs/stable/distributed.html#backends)); the gloo column for CPU is the one you
-# have just confirmed. MPI on GPU tensors depends on the MPI library ("?" in the table). UCC is not in that table:
-# PyTorch calls it experimental, and its source
-# ([ProcessGroupUCC.hpp](https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupUCC.hpp))
-# has all of these operations.
+# Everything but one: gloo does not add 16-bit integers. The other backends (*recorded*):
 #
 # | | gloo, CPU | gloo, GPU | NCCL, GPU | MPI, CPU | UCC |
 # |---|---|---|---|---|---|
@@ -1369,6 +1410,12 @@ assert all(works[op] == "yes" for op in (*collectives, "barrier", "send", "recv"
 # | all_to_all | yes | yes | yes | yes | yes |
 # | barrier | yes | no | yes | yes | yes |
 # | comes with PyTorch | yes | yes | CUDA builds | build from source | build from source |
+#
+# <small>Source: PyTorch documentation ([torch.distributed,
+# Backends](https://docs.pytorch.org/docs/stable/distributed.html#backends)). MPI on GPU tensors depends on the MPI
+# library. UCC is not in that table: PyTorch calls it experimental, and its source
+# ([ProcessGroupUCC.hpp](https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupUCC.hpp))
+# has all of these operations.</small>
 #
 # NCCL takes no CPU tensors, gloo takes both but copies GPU tensors through the CPU. The rule of thumb: NCCL for GPUs,
 # gloo for CPUs; a group made with `backend="cpu:gloo,cuda:nccl"` picks by the tensor's device.
@@ -1391,7 +1438,7 @@ print(f"{length(overlapped) * 1e3:.0f} ms overlapped")
 # %% [markdown]
 # - Point-to-point calls wait for each other; order or `batch_isend_irecv` prevents deadlock.
 # - The eight collectives are copies, column sums and a transpose. All-reduce = reduce-scatter + all-gather.
-# - Each rank must move 2(n−1)/n·S for an all-reduce and (n−1)/n·S for its halves: independent of n, nearly. The ring
+# - Each rank must move 2(n−1)/n·S for an all-reduce and (n−1)/n·S for its halves: nearly independent of n. The ring
 #   reaches it; a hub, or whole tensors in a ring, do not; gloo's reduce-scatter does not either.
 # - Small messages cost α, large ones β·S. Few large calls beat many small ones, and waiting can overlap with
 #   computing.
@@ -1409,13 +1456,13 @@ print(f"{length(overlapped) * 1e3:.0f} ms overlapped")
 # 8. 229 of 274 GB/s: 84 % (section 6).
 # </details>
 #
-# **Exercises:** [exercises/02_collectives](../exercises/02_collectives.ipynb). **Next:** 03 nccl, where you write the
-# ring and the tree yourself and find out which one NCCL picks.
+# **Exercises:** [exercises/02_collectives](../exercises/02_collectives.ipynb). **Next:** 03 nccl, where you build
+# trees and two-level algorithms too and find out which one NCCL picks.
 #
 # **Worth reading**
 # - E. Chan, M. Heimlich, A. Purkayastha, R. van de Geijn, *Collective communication: theory, practice, and
 #   experience*, 2007, [doi.org/10.1002/cpe.1206](https://doi.org/10.1002/cpe.1206): the identities and lower bounds
-#   of sections 3 and 5, for all collectives.
+#   of sections 3 and 5, for all but all-to-all.
 # - P. Patarasuk, X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, 2009,
 #   [doi.org/10.1016/j.jpdc.2008.09.002](https://doi.org/10.1016/j.jpdc.2008.09.002): why 2(n−1)/n·S is the least, and
 #   the ring that reaches it.

@@ -3,7 +3,7 @@
 #
 # Eleven exercises on [02 collectives](../notebooks/02_collectives.ipynb), from easy to hard. In seven you write a
 # function that runs on real ranks; in four you work out bytes and seconds on paper and let Python do the
-# arithmetic.
+# arithmetic. All of them take about three and a quarter hours.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
@@ -222,10 +222,10 @@ check.ring_shift(ring_shift)
 # |---|---|---|---|
 # | 2 of 5 | 20 | 02, Two identities | 1 reduce-scatter and 1 all-gather |
 #
-# The lesson showed that an all-reduce equals a reduce-scatter followed by an all-gather. ZeRO and FSDP live on
-# that: they do the first half for the gradients and the second half, later, for the parameters. Build it for
-# tensors of **any** shape, also where N does not divide the number of elements. Each rank then sends 2(N−1)/N · S
-# bytes, whatever N is.
+# The lesson showed that an all-reduce equals a reduce-scatter followed by an all-gather. ZeRO and FSDP live on that:
+# they do the first half for the gradients and the second half, later, for the parameters. Build it for tensors of
+# **any** shape, also where N does not divide the number of elements. Each rank then has to send 2(N−1)/N · S bytes,
+# nearly independent of N. (gloo's reduce-scatter sends twice its share; see the lesson, section 5.)
 #
 # Use `dist.reduce_scatter_single` and `dist.all_gather_single` (called `reduce_scatter_tensor` and
 # `all_gather_into_tensor` before PyTorch 2.13). Pad to the next multiple of N at most.
@@ -268,8 +268,8 @@ check.all_reduce_in_two(all_reduce_in_two)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# The shard has ⌈numel / N⌉ elements. Copy the flat `x` into zeros of N times that length: zeros do not change a
-# sum.
+# The shard has ⌈numel / N⌉ elements. Copy the flat `x` into a tensor of N times that length. What stands in the rest
+# does not matter, since it is cut off; zeros are tidy.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -282,7 +282,7 @@ check.all_reduce_in_two(all_reduce_in_two)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 25 | 02, Eight collectives | 2 collectives: 8·N bytes, then N · longest |
+# | 3 of 5 | 25 | 02, Eight collectives | 2 collectives: at most 8·N bytes, then N · longest |
 #
 # Validation results, sentences, detected boxes: ranks often hold different numbers of rows, and everybody needs
 # all of them. gloo's all-gather wants equal shapes, so this takes two steps.
@@ -350,7 +350,7 @@ check.ragged_all_gather(ragged_all_gather)
 # | **row 1** | rank 3 | rank 4 | rank 5 |
 #
 # Each rank should know the row sums of the whole matrix for the rows that pass through its block, and the column
-# sums for its columns. Tensor parallelism does this in every layer: one group adds, another does not take part.
+# sums for its columns. Tensor parallelism does this in every layer: all groups along one dimension add, side by side.
 
 
 # %%
@@ -411,7 +411,8 @@ check.row_and_column_sums(row_and_column_sums)
 # | 4 of 5 | 30 | 02, Point to point | N−1 messages in ⌈log2 N⌉ steps, from any root |
 #
 # A root that sends to all others one after another needs N−1 steps. Whoever has the data can help: then the
-# number of ranks that have it doubles in every step. Write that with `dist.send` and `dist.recv` alone.
+# number of ranks that have it doubles in every step. Write that with point-to-point calls alone;
+# `dist.send` and `dist.recv` will do.
 #
 # The check counts the steps from the ledgers of all ranks, by this rule: **in one step a rank sends at most one
 # message and receives at most one, and it passes on only what came in an earlier step.** At 1, 2, 3, 4, 5 and 8
@@ -710,7 +711,7 @@ check.all_gather_seconds(all_gather_seconds)
 # |---|---|---|
 # | 4 of 5 | 10 | 02, How long does it take? |
 #
-# On the node of Exercise 9 a very small all-reduce takes 43.83 µs, and very large ones reach a bus bandwidth of
+# On the node of Exercise 9 a small all-reduce (32 KiB) takes 43.83 µs, and very large ones reach a bus bandwidth of
 # 234.89 GB/s (*recorded*, same source). *Model* the time as t(S) = latency + 2(N−1)/N · S / peak. At which size S
 # does the bus bandwidth reach **half** of its peak?
 
@@ -752,10 +753,10 @@ check.half_bandwidth_size(half_bandwidth_size)
 # </details>
 # <details><summary>And on the real machine?</summary>
 #
-# The model says 5.9 MB. The recorded table has 72 GB/s at 4 MiB, 110 at 8 MiB, 106 at 16 MiB and 138 at 32 MiB,
-# so half of the peak, 117 GB/s, comes only between 16 and 32 MiB, and the curve is not even monotone. One latency
-# and one bandwidth are not enough: NCCL changes its protocol and algorithm with the size, which is what notebook
-# 03 takes apart.
+# The model says 5.9 MB (5.6 MiB). The recorded table has 72 GB/s at 4 MiB, 110 at 8 MiB, 106 at 16 MiB and 138 at 32
+# MiB, so half of the peak, 117 GB/s, comes only between 16 and 32 MiB, and the curve is not even monotone. One
+# latency and one bandwidth are not enough: NCCL changes its protocol and algorithm with the size, which is what
+# notebook 03 takes apart.
 # </details>
 
 # %% [markdown]

@@ -62,6 +62,16 @@ def left_behind(mark: str, folder: Path, seconds: float = 5.0) -> list[str]:
         time.sleep(0.05)
 
 
+def sweep(mark: str, folder: Path) -> None:
+    """End all that a test left running, and remove its folder."""
+    for process in marked(mark):
+        try:
+            process.kill()
+        except psutil.Error:
+            pass
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @dataclass
 class Cell:
     """What one cell showed."""
@@ -93,8 +103,12 @@ class Kernel:
         self.manager = KernelManager(kernel_name="python3")
         # the connection file belongs to Jupyter, not to the course
         self.manager.connection_file = str(self.folder / "connection.json")
-        self.manager.start_kernel(env=self.env, cwd=str(cwd or self.folder))
-        self._connect()
+        try:
+            self.manager.start_kernel(env=self.env, cwd=str(cwd or self.folder))
+            self._connect()
+        except BaseException:
+            sweep(self.mark, self.folder)
+            raise
 
     def _connect(self) -> None:
         self.client = self.manager.blocking_client()
@@ -176,16 +190,13 @@ class Kernel:
         os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        self.client.stop_channels()
-        if self.manager.has_kernel:
-            self.manager.shutdown_kernel(now=True)
-        self.manager.cleanup_resources()
-        for process in marked(self.mark):
-            try:
-                process.kill()
-            except psutil.Error:
-                pass
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            self.client.stop_channels()
+            if self.manager.has_kernel:
+                self.manager.shutdown_kernel(now=True)
+            self.manager.cleanup_resources()
+        finally:
+            sweep(self.mark, self.folder)
 
     def __enter__(self) -> Kernel:
         return self
@@ -241,14 +252,9 @@ class Script:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for process in marked(self.mark):
-            try:
-                process.kill()
-            except psutil.Error:
-                pass
+        sweep(self.mark, self.folder)
         self.process.wait()
         self.process.stdout.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def namespace(kinds: str, *trial: str) -> list[str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import sleep
 
 import torch
 import torch.distributed as dist
@@ -184,6 +185,14 @@ def returns_one_tensor_of_three(x):
     return sums
 
 
+@mutant("mean_and_variance", "shape")
+def returns_python_floats(x):
+    x = x.double()
+    sums = torch.stack([x.new_tensor(len(x)), x.sum(), (x * x).sum()])
+    dist.all_reduce(sums)
+    return tuple(float(v) for v in _from_sums(*sums))
+
+
 @mutant("mean_and_variance", "error")
 def a_name_is_missing(x):
     dist.all_reduce(sums)  # noqa: F821
@@ -227,6 +236,18 @@ def waits_for_the_send_at_once(x):
     dist.isend(x, (rank + 1) % n).wait()
     dist.irecv(received, (rank - 1) % n).wait()
     return received
+
+
+@mutant("ring_shift", "unwaited", hangs=True)
+def never_waits_for_the_send(x):
+    rank, n = _place()
+    received = torch.empty_like(x)
+    if n > 1:
+        dist.isend(x, (rank + 1) % n)
+        if rank == 1:
+            sleep(0.3)  # rank 0 has returned by now
+        dist.recv(received, (rank - 1) % n)
+    return received if n > 1 else x.clone()
 
 
 @mutant("ring_shift", "only-two-ranks", hangs=True)
@@ -321,6 +342,16 @@ def no_padding(x):
     result = torch.empty_like(flat)
     dist.all_gather_single(result, shard)
     return result.reshape(x.shape)
+
+
+@mutant("all_reduce_in_two", "view")
+def view_of_what_is_not_contiguous(x):
+    n = dist.get_world_size()
+    padded = _padded(x.view(-1), n)
+    shard = padded.new_empty(len(padded) // n)
+    dist.reduce_scatter_single(shard, padded)
+    dist.all_gather_single(padded, shard)
+    return padded[: x.numel()].view(x.shape)
 
 
 @mutant("all_reduce_in_two", "tail")
@@ -983,6 +1014,11 @@ def size_over_bandwidth(p, b, n, link):
     return p * b / (link * 1e9 / 8)
 
 
+@mutant("gradient_all_reduce_seconds", "limit")
+def twice_the_size(p, b, n, link):
+    return 2 * p * b / (link * 1e9 / 8)
+
+
 @mutant("gradient_all_reduce_seconds", "half")
 def only_the_reduce_scatter(p, b, n, link):
     return (n - 1) / n * p * b / (link * 1e9 / 8)
@@ -1098,6 +1134,11 @@ def divided_by_eight(shard, n, both):
 @mutant("half_bandwidth_size", "algbw")
 def without_the_factor(n, latency, peak):
     return latency * peak * 1e9
+
+
+@mutant("half_bandwidth_size", "limit")
+def factor_of_many_ranks(n, latency, peak):
+    return latency * peak * 1e9 / 2
 
 
 @mutant("half_bandwidth_size", "upside-down")

@@ -29,7 +29,8 @@ COMMON_HINTS = {
     "one-rank": "With one rank there is nobody to talk to; the answer must work all the same.",
     "hang": "At least one rank waits for a call that another rank never makes. The table says where each of them "
     "waits.",
-    "error": "The function raised an error; the line in your code is named above.",
+    "error": "The function raised an error; the line in your code is named below.",
+    "view": "A tensor need not be contiguous: reshape and flatten copy where view cannot.",
     "shape": "Numbers aside, the result has another form than the docstring promises.",
     "value": "Run the function on 2 ranks with launch, and print what each rank holds before and after each "
     "collective.",
@@ -78,6 +79,14 @@ def _one_rank(fn: Callable, inputs: Sequence[Any], args: tuple) -> Outcome:
     with record() as ledger:
         result = fn(x, *args)
     return Outcome(result, ledger, before, x)
+
+
+def _left_early(states: Sequence[str]) -> bool:
+    """Whether some ranks of a ring have returned although all were talking to the right neighbours."""
+    n = len(states)
+    pairs = [(f"send to rank {(r + 1) % n} ", f"recv from rank {(r - 1) % n} ") for r in range(n)]
+    talk = all(any(text in row for text in pair) for row, pair in zip(states, pairs, strict=True))
+    return talk and any("returned" in row for row in states)
 
 
 def _meet() -> None:
@@ -131,13 +140,15 @@ class Exercise:
         try:
             outcomes = launch(_one_rank, fn, inputs, args, world_size=n, timeout=self.timeout, backend=BACKEND)
         except HangError as error:
-            self.refuse("hang", f"the ranks do not finish within {self.timeout:g} s.\n\n{error}")
+            key = "unwaited" if "unwaited" in self.hints and _left_early(error.states) else "hang"
+            self.refuse(key, f"the ranks do not finish within {self.timeout:g} s.\n\n{error}")
         except WorkerError as error:
             if _ALONE.search(error.exception):
                 self.refuse("hang", f"some ranks wait for others that have finished.\n\n{error}")
             if _STUB.fullmatch(error.exception):
                 self.refuse("empty", "there is no answer yet.")
-            self.refuse("error", f"an error.\n\n{error}", error.rank)
+            view = "view size is not compatible" in error.exception
+            self.refuse("view" if view else "error", f"an error.\n\n{error}", error.rank)
         self.world_sizes.append(n)
         return outcomes
 
@@ -148,7 +159,8 @@ class Exercise:
         circumstances = [self.case, f"rank {rank}" if rank is not None else ""] if key != "empty" else []
         where = ", ".join(filter(None, [self.title, *circumstances]))
         hint = textwrap.fill("Hint: " + (COMMON_HINTS | self.hints)[key], 100, break_on_hyphens=False)
-        raise CheckFailed(f"{where}: {what}\n\n{hint}", key, rank) from None
+        what, *evidence = what.split("\n\n", 1)
+        raise CheckFailed("\n\n".join([f"{where}: {what}", hint, *evidence]), key, rank) from None
 
     def require(self, condition: bool, key: str, what: str, rank: int | None = None) -> None:
         """Refuse with the hint ``key`` unless ``condition`` holds."""
@@ -303,6 +315,7 @@ def paper_problem(
 _PAPER_HINTS = {
     "number": "Return a number, or as many as the docstring says, in the units it names.",
     "numbers": "Write the units beside every factor and cancel them; then try the formula on 2 ranks by hand.",
+    "limit": "2·S is the limit for many ranks. A rank keeps its share: 2(N-1)/N of S.",
     "typed": "The answer does not change with the arguments. Compute it from them.",
 }
 

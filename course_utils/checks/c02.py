@@ -27,7 +27,8 @@ HINTS: dict[str, dict[str, str]] = {
         "count, sum of x, sum of x².",
         "hub": "Everything passes through one rank, which becomes the bottleneck; and two collectives do the work of "
         "one.",
-        "two-all-reduces": "Put all numbers that have to be summed into one tensor before you call all_reduce.",
+        "two-all-reduces": "Sums that do not need each other fit into one tensor. Which sums give the variance and "
+        "need no mean before?",
         "average-of-variances": "The average of the ranks' variances leaves out how far their means lie apart. Sum x "
         "and x² over all ranks, and compute the variance from those sums.",
         "mean-of-means": "Ranks hold different numbers of elements, so they do not weigh the same. Sum the counts as "
@@ -43,6 +44,8 @@ HINTS: dict[str, dict[str, str]] = {
         "hang": "With gloo a send returns only once the other side receives. Follow one pair in the table: who of the "
         "two receives first? Start send and receive together with batch_isend_irecv, or let one of each pair receive "
         "first.",
+        "unwaited": "A rank returns while a message of its own is still under way. Wait for every request before you "
+        "return.",
         "collective": "A shift needs one message out and one in on each rank; a collective moves more. Use send and "
         "recv, or isend and irecv.",
         "direction": "This is the tensor of the right neighbour. Rank r sends to r + 1 and receives from r - 1.",
@@ -210,17 +213,13 @@ def _mean_and_variance(exercise: Exercise, fn: Callable, data: list, case: str, 
         exercise.require(not set(used) - {"all_reduce"}, "gathers-everything", listing, rank)
         pair = isinstance(outcome.result, (tuple, list)) and len(outcome.result) == 2
         exercise.require(pair, "shape", "expected a pair (mean, variance) of scalar tensors.", rank)
-        got = [torch.as_tensor(v).reshape(()) if _is_single(v) else v for v in outcome.result]
+        got = [v.squeeze() if isinstance(v, torch.Tensor) else v for v in outcome.result]
         exercise.equal(rank, got[0], mean, mean_traps, "the mean")
         exercise.equal(rank, got[1], variance, variance_traps, "the variance")
         exercise.require(used["all_reduce"] <= 1, "two-all-reduces", f"{used['all_reduce']} all-reduces.", rank)
         size = outcome.ledger.bytes()
         exercise.require(size <= 24, "too-many-bytes", f"the all-reduce carries {size} bytes; 24 are enough.", rank)
         exercise.keeps_input(rank, outcome)
-
-
-def _is_single(value: object) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 # ------------------------------------------------------------------------------------------------ ring shift
@@ -259,7 +258,7 @@ def all_reduce_in_two(fn: Callable, timeout: float = TIMEOUT) -> None:
             case = f"x of shape {tuple(data[0].shape)}" + ", not contiguous" * (number == 3)
             outcomes = exercise.run(fn, data, case=case, fallback="not-divisible" if uneven and n == 2 else None)
             _all_reduce_in_two(exercise, data, outcomes)
-    exercise.passed("1 reduce-scatter and 1 all-gather, 2(N-1)/N of the padded size sent by each rank.")
+    exercise.passed("1 reduce-scatter and 1 all-gather, which need 2(N-1)/N of the padded size.")
 
 
 def _all_reduce_in_two(exercise: Exercise, data: list, outcomes: list[Outcome]) -> None:
@@ -493,6 +492,7 @@ def gradient_all_reduce_seconds(fn: Callable) -> None:
             "gigabits": [seconds(ring, 1e9), seconds(ring, 8e9)],
             "gibi": seconds(ring, 2**30 / 8),
             "no-factor": seconds(lambda n: 1),
+            "limit": seconds(lambda n: 2),
             "half": seconds(lambda n: (n - 1) / n),
             "whole-tensor": [seconds(lambda n: n - 1), seconds(lambda n: 2 * (n - 1))],
         },
@@ -560,6 +560,7 @@ def half_bandwidth_size(fn: Callable) -> None:
         [(8, 43.83e-6, 234.89), (4, 2e-5, 300), (64, 1e-4, 48)],
         {
             "algbw": size(lambda n: 1),
+            "limit": size(lambda n: 1 / 2),
             "upside-down": size(lambda n: 2 * (n - 1) / n),
             "gather-factor": size(lambda n: n / (n - 1)),
             "giga": size(lambda n: n / (2 * (n - 1)), 1),

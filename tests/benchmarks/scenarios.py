@@ -189,9 +189,12 @@ def failure(kind: str, tool: Tool, python: Path, ranks: int, effort: Effort) -> 
 
 
 def names(kind: str, text: str, rank: int, ranks: int) -> bool:
-    """Whether `text` singles out `rank`: as the root cause, else as the first rank named alone."""
-    if kind == "hang" and re.search(rf"\b[Rr]ank {rank} (?:called|never|did not|skipped|is missing)", text):
-        return True
+    """Whether `text` singles out `rank`: as the root cause, else as the first rank named alone.
+
+    Of a hang it must say what the rank did: every rank may time out, and the first to do so is chance.
+    """
+    if kind == "hang":
+        return bool(re.search(rf"(?i)\brank {rank} (?:called|never|did not|failed to|skipped|is missing)", text))
     cause = re.search(FIRST_CAUSE, text)
     if cause:
         return int(cause.group(1)) == rank
