@@ -776,8 +776,8 @@ assert all(abs(x - bytes_sent("all_gather", world_size, 1.0)) < 1e-4 for x in se
 
 # %% [markdown]
 # The hub sends (n−1)·S through one link while the other links idle. The ring sends (n−1)/n·S through every link, n
-# times less through the busiest. Same result; and although the hub's other ranks receive little more than those of
-# the ring (their own piece comes back), it takes far longer: what matters is the *busiest rank*.
+# times less through the busiest. Same result, and the hub's other ranks receive only one piece more (their own comes
+# back): what matters is the *busiest rank*.
 #
 # ### A ring that is none
 #
@@ -899,11 +899,8 @@ def bytes_on_the_wire():
 
 on_tcp = sys.platform == "linux" and launch(dist.get_backend, world_size=world_size)[0] == "gloo"
 wire = launch(bytes_on_the_wire, world_size=world_size) if on_tcp else []
-print(
-    "in S             busiest rank, at least   sent by each rank"
-    if on_tcp
-    else "bytes are counted on Linux, on CPU only"
-)
+head = "in S             busiest rank, at least   sent by each rank"
+print(head if on_tcp else "bytes are counted on Linux, on CPU only")
 for op in wire and wire[0]:
     print(
         f"{op:16} {bytes_sent(op, world_size, 1.0):22.2f}   ",
@@ -1024,7 +1021,7 @@ print(f"alpha = {alpha * 1e3:.2f} ms, 1/beta = {1 / beta / 1e9:.2f} GB/s")
 print(f"alpha/beta = {format_bytes(alpha / beta)}")
 
 # %% [markdown]
-# <details><summary>Reduce-scatter is no faster than all-reduce here, and its busbw half as high or less. Why?</summary>
+# <details><summary>Reduce-scatter is hardly faster than all-reduce here, so its busbw is low. Why?</summary>
 #
 # Because busbw counts what the collective *must* move, and gloo moves twice that (section 5). A low busbw asks for an
 # explanation: a wasteful algorithm, a slow path, or a busy machine. That is what busbw is for.
@@ -1391,11 +1388,8 @@ def try_everything():
 
 
 works = launch(try_everything, world_size=world_size, backend="gloo")[0]
-print(
-    ", ".join(name for name in works if works[name] == "yes"),
-    "\nnot:",
-    *(n for n in works if works[n] == "no"),
-)
+for answer in ("yes", "no"):
+    print(f"{answer}:", "; ".join(name for name in works if works[name] == answer))
 assert all(works[op] == "yes" for op in (*collectives, "barrier", "send", "recv"))
 
 # %% [markdown]

@@ -368,10 +368,9 @@ def row_and_column_sums(
 
     Returns
     -------
-    row_sums : tensor of shape (m,)
-        Sums over the whole rows of the matrix: the same on all ranks of a mesh row.
-    column_sums : tensor of shape (n,)
-        Sums over the whole columns of the matrix: the same on all ranks of a mesh column.
+    row_sums, column_sums : tensors of shape (m,) and (n,)
+        Sums over whole rows of the matrix, the same on all ranks of a mesh row; sums over whole
+        columns, the same on all ranks of a mesh column.
     """
     ### BEGIN SOLUTION
     mesh = init_device_mesh(block.device.type, (rows, cols), mesh_dim_names=("row", "col"))
