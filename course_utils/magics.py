@@ -71,9 +71,11 @@ class RankMagics(Magics):
         """Stop the ranks of ``%%ranks`` cells; the next cell starts new ones, with empty namespaces."""
         if line.strip():
             raise UsageError("%ranks_reset takes no arguments; the next %%ranks cell may ask for another --world-size")
+        there = bool(self._pool.workers)
         self._pool.stop()
         self._world_size = None
-        print("the ranks of %%ranks cells were stopped; the next cell starts new ones")
+        done = "the ranks of %%ranks cells were stopped" if there else "no ranks to stop"
+        print(f"{done}; the next cell starts new ones")
 
 
 def _arguments(line: str) -> tuple[list[int] | None, int | None, float]:
@@ -92,5 +94,7 @@ def _arguments(line: str) -> tuple[list[int] | None, int | None, float]:
             else:
                 raise ValueError
         except (ValueError, IndexError):
-            raise UsageError(f"{' '.join([word, *value])!r} is not understood; {_USAGE}") from None
+            given = " ".join([word, *value])
+            why = "is not understood" if "{" not in given else "names no variable of the notebook"
+            raise UsageError(f"{given!r} {why}; {_USAGE}") from None
     return ranks, world_size, timeout

@@ -55,7 +55,7 @@
 # 3. Four ranks sleep for 0.3 s each. How long does that take? And if they compute instead, on two cores?
 # 4. The numbers 1 to 100 are dealt out to four ranks, and each adds up its own. Who can say that the sum is 5,050?
 # 5. One rank fails while the others wait for it. What do the others do, and what do you read?
-# 6. Only rank 0 shall print the mean loss, so only rank 0 computes it. What happens?
+# 6. Only rank 0 is to print the mean loss, so only rank 0 computes it. What happens?
 # 7. A `%%ranks` cell says `mine = 5`. Is there a `mine` in the notebook?
 
 # %% [markdown]
@@ -123,9 +123,9 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # | you have | what the course does |
 # |---|---|
 # | 2 cores, 4 GB, no GPU | everything runs, with gloo; more cores only make it quicker |
-# | 1 GPU | ranks use gloo on the CPU, as they are more than the GPUs; cells about one GPU use it |
+# | 1 GPU | ranks use gloo on the CPU, as there are more ranks than GPUs; cells about one GPU use it |
 # | 2 or more GPUs | one rank on each, with NCCL, by the same cells; set `world_size` to at most their number |
-# | a Mac | as without a GPU: neither gloo nor NCCL works with Apple's |
+# | a Mac | as without a GPU: neither gloo nor NCCL works with Apple's GPUs |
 #
 # In a terminal, `.venv/bin/python -m course_utils.workshop doctor` prints the same report and starts two ranks: the
 # first thing to try when something seems broken.
@@ -194,6 +194,7 @@ assert results == [None] * world_size  # a function without `return` returns Non
 # %% [markdown]
 # Always in this order, however slow a rank is. The launcher shows line 1 of all ranks, then line 2 of all, and so on,
 # and merges equal lines into one. So you can compare your screen with the one that was saved with this notebook.
+# If one rank prints an extra line, the lines after it no longer pair up.
 #
 # > **Misconception.** "The order on the screen is the order in time." Not here, and even less under `torchrun`, where
 # > lines of several ranks appear as they come. To know what happened first, print the time, or let one rank print.
@@ -208,7 +209,7 @@ assert results == [None] * world_size  # a function without `return` returns Non
 # local rank   0  1  2  3  4  5  6  7     0  1  2  3  4  5  6  7
 # ```
 #
-# It takes GPU number 3 of its node. That is all that the local rank is for; everything else goes by the rank.
+# It takes GPU number 3 of its node. That is the main use of the local rank; nearly everything else goes by the rank.
 # </details>
 
 # %% [markdown]
@@ -237,8 +238,8 @@ assert notes == ["written in the notebook"]
 # the list, other functions, imported modules, `world_size`. Each rank changed its own copy. What a rank returns is
 # copied back.
 #
-# So there are exactly two ways for data: into the ranks through the function, its arguments and the names it uses; out
-# of them through `return`. Copies are made anew at every call:
+# So there are two ways for Python objects: into the ranks through the function, its arguments and the names it uses;
+# out of them through `return`. Copies are made anew at every call:
 
 # %%
 assert launch(take_a_note, world_size=world_size) == copies  # no rank remembers its earlier note
@@ -264,7 +265,8 @@ print(f"{world_size + 1} processes: the notebook and {world_size} ranks, the sam
 
 # %% [markdown]
 # One more thing is set at every call: the random generators of torch, NumPy and Python, each from the rank's number.
-# Hence different ranks draw different numbers, and a cell that you run again draws the same ones.
+# Hence different ranks draw different numbers, and a cell that you run again draws the same ones. (This is `launch`'s
+# doing; under `torchrun` you seed them yourself.)
 
 
 # %%
@@ -319,16 +321,17 @@ timeline(rows, "measured: ranks sleep together, and share the cores when they co
 # are equally long; the compute bars are longer together than alone where there are fewer cores than ranks.*
 #
 # Sleeping needs no core, so that four sleeps take as long as one. Computing does: the ranks share the cores of this
-# machine, and four ranks on two cores get half a core each. This is why the course never concludes from the *speed* of
-# CPU ranks that a method is good. It counts bytes, messages, steps and memory, and takes times from real clusters.
+# machine, and four ranks on two cores get half a core each on average. This is why the course never concludes from
+# the *speed* of CPU ranks that a method is good. It counts bytes, messages, steps and memory, and takes times from
+# real clusters.
 
 # %% tags=["nbval-ignore-output"]
-slowdown = min(done - slept for _, slept, done in together) / (alone[0][2] - alone[0][1])
-print(f"{world_size} ranks, {here['cores']} cores: computing takes {slowdown:.1f} times as long")
+slowdown = max(done - slept for _, slept, done in together) / (alone[0][2] - alone[0][1])
+print(f"{world_size} ranks, {here['cores']} cores: the slowest takes {slowdown:.1f} times as long")
 
 # %% [markdown]
 # > **What changes on real GPUs.** Each rank has a GPU of its own, and the compute bars stay as short as for a rank
-# > alone. What the ranks then share, and wait for, is the network between them.
+# > alone. What they mainly wait for then is the network between them.
 
 # %% [markdown]
 # ## 5. The first collective: all-reduce
@@ -366,12 +369,12 @@ before_after(parts, totals, "all_reduce")
 # All of them, and the assertion above says more: the result is that of *one* process. Nearly every lesson ends with
 # such a line, because it is the only way to know that a distributed program is right.
 #
-# You have just seen data parallelism in small. Put a batch of images in place of the numbers and gradients in place of
-# the sums, and it is how most models are trained. Lesson [02](02_collectives.ipynb) shows the other collectives and
-# counts their bytes; lesson 04 (ddp) trains with them.
+# You have just seen data parallelism in miniature. Put a batch of images in place of the numbers and gradients in
+# place of the sums, divide by the world size, and you have data-parallel training. Lesson [02](02_collectives.ipynb)
+# shows the other collectives and counts their bytes; lesson 04 (ddp) trains with them.
 #
-# > **What changes on real GPUs.** The call is the same. NCCL moves the numbers from GPU to GPU, over NVLink if there
-# > is one, without passing through the CPU. A tensor that lies on the CPU, or on another rank's GPU, is an error there.
+# > **What changes on real GPUs.** The call is the same. NCCL moves the numbers from GPU to GPU, directly where the
+# > machine allows it. A tensor that lies on the CPU, or on another rank's GPU, is an error there.
 
 # %% [markdown]
 # ## 6. The same program without the notebook: `torchrun`
@@ -434,14 +437,16 @@ if __name__ == "__main__":
 print(program, end="")
 
 # %% [markdown]
-# In a terminal you would save this as `add_up.py` and type
+# In a terminal you would save this as `add_up.py` and type (with `.venv/bin/` in front, unless the environment is
+# active)
 #
 # ```text
 # torchrun --standalone --nproc-per-node=2 add_up.py
 # ```
 #
 # `--nproc-per-node` is the number of ranks on this node, `--standalone` says that there is no other node. The cell
-# types it for you (`python -m torch.distributed.run` is `torchrun` by its full name). It takes some seconds, as every
+# types it for you (`python -m torch.distributed.run` is `torchrun` by its full name), with two settings that keep it
+# quiet and on this machine. It takes some seconds, as every
 # process imports PyTorch anew.
 
 # %%
@@ -477,7 +482,8 @@ assert done.stdout == f"2 ranks say: 1 + 2 + ... + 100 = {in_the_notebook[0]}\n"
 # %% [markdown]
 # Five names are there from the start: `torch`, `dist`, `rank`, `world_size` and `device` (a name here, not a call). If
 # the cell ends with an expression, its value is shown for each rank. The braces put in the notebook's `world_size`;
-# without `--world-size` the number from section 1 is used.
+# without `--world-size` the ranks that live are used, or the number from section 1. Another number starts the ranks
+# afresh, without their variables.
 
 # %%
 # %%ranks --world-size {world_size}
@@ -530,7 +536,7 @@ with expect_error(WorkerError):
 
 # %% [markdown]
 # Three numbers do not fill a 2 × 2 matrix. The first line names the rank and what went wrong, the lines below it the
-# place; the table says where every rank stood. Nothing is lost:
+# place (line 3, as line 1 of such a cell is `%%ranks`); the table says where every rank stood. Nothing is lost:
 
 # %%
 # %%ranks
@@ -538,7 +544,7 @@ mine.shape
 
 # %% [markdown]
 # > **Misconception.** "I want the sum on rank 0, so I run `dist.all_reduce(mine)` with `%%ranks [0]`." A collective is
-# > a call of *all* ranks. Rank 0 would wait for the others for ever, or until `--timeout`. Try it: put
+# > a call of *all* ranks. Rank 0 would wait for the others until `--timeout`, 60 s unless you set it. Try it: put
 # > `dist.barrier()` into a cell that begins with `%%ranks [0] --timeout 2`, and read what it says.
 #
 # | | `launch(fn)` | `%%ranks` | `torchrun file.py` |
@@ -551,7 +557,7 @@ mine.shape
 # %% [markdown]
 # ## 8. When something goes wrong
 #
-# Training Llama 3 was interrupted 419 times in 54 days without anybody's intention (*recorded*: Llama Team 2024,
+# Training Llama 3 was interrupted 419 times in 54 days unexpectedly (*recorded*: Llama Team 2024,
 # table 5): once in about three hours. Reading failures is a daily skill. Here are the four that you will meet first:
 # an error, a death, a hang, and a run that you want to stop.
 #
@@ -589,8 +595,8 @@ with expect_error(WorkerError):
 #
 # ### A rank that dies
 #
-# A process can also end without any Python error. If memory runs out, the system kills the largest process with the
-# signal SIGKILL, which no program can catch. The last rank does this to itself here.
+# A process can also end without any Python error. If memory runs out, the system kills a process, usually a large
+# one, with the signal SIGKILL, which no program can catch. The last rank does this to itself here.
 
 
 # %%
@@ -607,13 +613,13 @@ assert launch(len, "alive", world_size=world_size) == [5] * world_size  # the ne
 print("\nall ranks are back")
 
 # %% [markdown]
-# There is no traceback, since nobody was left to write one: "killed by signal SIGKILL" is all that the system knows.
-# If you meet it in your own work, look at memory first. The notebook lives on, because the ranks are processes apart
-# from it, and the next call starts a new process in the place of the dead one.
+# There is no traceback, since nobody was left to write one: "killed by signal SIGKILL" is all that the exit status
+# tells. If you meet it in your own work, look at memory first. The notebook lives on, because the ranks are processes
+# apart from it, and the next call starts a new process in the place of the dead one.
 #
 # ### A hang
 #
-# **Predict** (question 6). The mean loss shall be printed once, so only rank 0 computes it. It looks like good
+# **Predict** (question 6). The mean loss is to be printed once, so only rank 0 computes it. It looks like good
 # housekeeping. The limit is two seconds.
 
 
@@ -634,7 +640,8 @@ with expect_error(HangError):
 # programs. Read it line by line:
 #
 # - The first line says how long `launch` waited. This is its `timeout=`, 60 s unless you set it. Without `launch` it
-#   would be the process group's: 30 minutes under gloo, 10 under NCCL.
+#   would be the process group's: 30 minutes under gloo, 10 under NCCL. The limit also ends a function that is only
+#   slow: give a long one a larger `timeout=`.
 # - The second sentence names the likely fault: who waits, in which call, and who never joined it.
 # - **state**: *waits* is inside a communication, *runs* is in other code, *returned* has left the function.
 # - **last operation**: the call, its number (calls of all ranks are matched by it), the group, the size of the tensor.
@@ -663,7 +670,7 @@ assert losses == [(world_size + 1) / 2] * world_size
 # You need not wait for a limit. While a cell runs (its number is then a star, `[*]`), press the stop button ■ above
 # the notebook, choose *Kernel → Interrupt Kernel* in the menu, or press *Esc* and then *I* twice. It sends the signal
 # SIGINT to the notebook. Here rank 0 presses the button for you, half a second after all ranks have started; without
-# that, the cell would sleep for a minute.
+# that, the cell would sleep for 55 seconds.
 
 
 # %%
@@ -708,8 +715,8 @@ print("the old processes are gone, and the call after that ran on new ones")
 # And *Kernel → Restart Kernel* ends everything: the notebook's variables and all ranks. The same holds when you close
 # JupyterLab or when the kernel is killed. No process stays behind, so you need not clean up.
 #
-# What does a fresh start cost? The cell measures a call that has to start its ranks, and the best of twenty that find
-# them running.
+# What does a fresh start cost? The cell measures a call after `shutdown()`, which has to start its ranks, and the best
+# of twenty that find them running. The very first call in a notebook takes a second or two more, for PyTorch.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -767,13 +774,14 @@ for lesson, seconds in run_time.items():
 assert all(seconds < 60 for seconds in run_time.values())
 
 # %% [markdown]
-# Reading, predicting and asking takes longer. **In a workshop** choose a plan by the time you have:
+# Reading, predicting and asking takes longer. **In a workshop** choose a plan by the time you have; the minutes are for
+# a guided walk, without folded boxes and exercises:
 #
 # - *2 h*: what distributed training is;
 # - *4 h*: train what does not fit on one GPU;
 # - *8 h*: the whole picture.
 #
-# The cell prints the minutes for each lesson and checks that they fill the time. Exercises stay for the evening.
+# The cell prints the minutes for each lesson and checks that they fill the time.
 
 # %%
 plans = {
@@ -799,8 +807,8 @@ for plan, minutes in plans.items():
 
 # %% tags=["nbval-ignore-output"]
 print(f"{here['cores']} cores, {len(gpus)} GPUs, {world_size} ranks")
-print(f"first call, ranks start: {cold * 1e3:.0f} ms; later calls: {warm * 1e3:.1f} ms")
-print(f"computing together takes each rank {slowdown:.1f} times as long as computing alone")
+print(f"a call that starts its ranks: {cold * 1e3:.0f} ms; later calls: {warm * 1e3:.1f} ms")
+print(f"computing together takes the slowest rank {slowdown:.1f} times as long as alone")
 print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 under torchrun")
 
 # %% [markdown]
@@ -818,8 +826,8 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 #
 # 1. What it held before: every rank changed a copy (section 3).
 # 2. All first lines, then all second, then all third; equal ones merged (section 2).
-# 3. 0.3 s, as sleeping needs no core. Computing takes at least twice as long as for one rank alone: four ranks share
-#    two cores (section 4).
+# 3. 0.3 s, as sleeping needs no core. For computing, the last rank needs about twice as long as a rank alone: four
+#    ranks share two cores (section 4).
 # 4. After the all-reduce every rank; before it nobody (section 5).
 # 5. They wait. `launch` reports the first failure, with its line, and stops them (section 8).
 # 6. A hang: rank 0 waits in an all-reduce that the others never call (section 8).
