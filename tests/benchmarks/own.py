@@ -67,6 +67,38 @@ def ledger_overhead(python: Path, ranks: int, blocks: int, steps: int) -> dict:
     }
 
 
+WARM = """
+import json, statistics, time
+import torch, torch.distributed as dist
+from course_utils import launch
+
+def collective():
+    x = torch.ones(1000)
+    start = time.perf_counter()
+    dist.all_reduce(x)
+    return time.perf_counter() - start
+
+def calls(fn, ranks, count):
+    took, inside = [], []
+    for _ in range(count):
+        start = time.perf_counter()
+        inside.append(max(launch(fn, world_size=ranks)))
+        took.append(time.perf_counter() - start)
+    return statistics.median(took), statistics.median(inside)
+"""
+
+
+def warm_shares(python: Path, ranks: int, count: int) -> dict:
+    """Seconds of a warm call of an empty function, of one with an all-reduce, and of that all-reduce alone."""
+    with kernel(python) as k:
+        empty = f"calls(lambda: 0.0, {ranks}, {count})[0]"
+        cell = must(
+            k.run(WARM, f"print(json.dumps([{empty}, *calls(collective, {ranks}, {count})]))", limit=120), "warm"
+        )
+    empty_s, with_collective_s, collective_s = json.loads(cell.text.strip().splitlines()[-1])
+    return {"ranks": ranks, "empty_s": empty_s, "with_all_reduce_s": with_collective_s, "all_reduce_s": collective_s}
+
+
 def many_ranks(python: Path, ranks: int) -> dict:
     """Seconds to the first result on many ranks, from a cold kernel and when the server is ready."""
     return {

@@ -18,11 +18,13 @@ def targets(result: dict) -> list[dict]:
     warm = ours.get("warm_s")
     left = [ours[key]["left"] for key in KERNEL_KILLED if key in ours]
     failures, own = ours.get("failures", {}), result.get("own", {})
+    empty = own.get("warm", {}).get("empty_s")
     many, ledger = own.get("many", {}), own.get("ledger", {})
     rows = [
         ("first all-reduce, server ready", "s", 0.3, ours.get("first_ready_s")),
         ("first all-reduce, cold kernel", "s", 2.0, ours.get("first_cold_s")),
-        ("warm call", "ms", 3.0, warm and warm * 1e3),
+        ("warm call of an empty function", "ms", 3.0, empty and empty * 1e3),
+        ("warm call with a small all-reduce", "ms", 3.0, warm and warm * 1e3),
         ("warm call, against the next best that keeps workers", "x", -3.0, ratio(min(kept, default=None), warm)),
         ("memory that a rank adds: growth of PSS, all processes", "MB", 20.0, ours.get("added_per_rank_MB")),
         ("PSS of a rank, with its share of the server's pages", "MB", 20.0, ours.get("pss_per_rank_MB")),
@@ -143,6 +145,13 @@ def notes(result: dict) -> list[str]:
                 lines.append(f"{name}, {ranks} ranks, {part}: measured after {len(reasons)} attempts that failed")
             lines += [f"{name}, {ranks} ranks, {part}: {why}" for part, why in at.get("unavailable", {}).items()]
     own = result.get("own", {})
+    if "warm" in own:
+        empty, whole, inside = (
+            number(own["warm"][key] * 1e3, "ms") for key in ("empty_s", "with_all_reduce_s", "all_reduce_s")
+        )
+        lines.append(
+            f"- warm call on {own['warm']['ranks']} ranks: {empty} empty, {whole} with an all-reduce of {inside}"
+        )
     if "ledger" in own:
         watching, recording = (number(own["ledger"][key]) for key in ("ratio_watching", "ratio_recording"))
         lines.append(f"- ledger, DDP on {own['ledger']['ranks']} ranks: {watching}× watching, {recording}× recording")

@@ -119,6 +119,7 @@ def prepare(keys: list[str], ranks: int) -> tuple[dict[str, dict], dict[str, Pat
 def measure_own(python: Path, ranks: int, quick: bool) -> dict:
     own_result = {}
     many, blocks, steps = (8, 3, 3) if quick else (32, 30, 10)
+    attempt(own_result, "warm calls", lambda: {"warm": own.warm_shares(python, ranks, 20 if quick else 200)})
     attempt(own_result, "many ranks", lambda: {"many": own.many_ranks(python, many)})
     attempt(own_result, "ledger", lambda: {"ledger": own.ledger_overhead(python, ranks, blocks, steps)})
     return own_result
