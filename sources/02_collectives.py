@@ -571,28 +571,8 @@ before_after(before, after, "all_reduce in two teams")
 # *The figure: rows 0, 2, … have the stripes of even ranks only, rows 1, 3, … those of odd ranks only.*
 #
 # > **Misconception.** "Only members call `new_group`." By default *every* rank of the world has to call it, for every
-# > group and in the same order, members or not. If a rank leaves one out, that group may even work.
-#
-# **Predict.** All ranks but the last make a group of themselves and use it. Then all ranks make another. Which of the
-# two groups fails?
-
-
-# %%
-def only_members_call():
-    everybody = list(range(dist.get_world_size()))
-    if dist.get_rank() in everybody[:-1]:
-        x = torch.ones(1)
-        dist.all_reduce(x, group=dist.new_group(everybody[:-1]))
-        print("the smaller group adds up to", x.item())
-    dist.new_group(everybody)
-
-
-with expect_error(HangError):
-    launch(only_members_call, world_size=world_size, timeout=patience, backend="gloo")
-
-# %% [markdown]
-# The next one: the ranks now disagree on how many groups there are, and each waits for a group that the others do not
-# make. The error is far from its cause.
+# > group and in the same order, members or not. If a rank leaves one out, that group may even
+# > work, and a later `new_group` waits for ever: the ranks disagree on how many groups there are.
 #
 # Inside a group ranks are counted anew. `src=` and `dst=` mean ranks of the *world*, `group_src=` and `group_dst=`
 # ranks of the *group*. Mixing them up is easy as long as the first group starts at 0.
