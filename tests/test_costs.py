@@ -4,20 +4,8 @@ import numpy as np
 import pytest
 
 from course_utils import launch, record
-from course_utils.costs import (
-    COLLECTIVES,
-    algbw,
-    busbw,
-    busbw_factor,
-    bytes_sent,
-    fit_alpha_beta,
-    format_bytes,
-    owned_slots,
-    result_slots,
-    schedule,
-    step_through,
-    trace,
-)
+from course_utils.costs import COLLECTIVES, algbw, busbw, busbw_factor, bytes_sent, fit_alpha_beta, format_bytes
+from course_utils.schedules import owned_slots, result_slots, schedule, step_through, trace
 
 SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

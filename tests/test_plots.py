@@ -7,8 +7,8 @@ import torch
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch
 
-from course_utils.costs import Message
 from course_utils.plots import RANK_COLORS, bandwidth, before_after, rank_color, step_picture, timeline
+from course_utils.schedules import Message
 
 BEFORE = [[1, 2, 3], [10, 20, 30], [100, 200, 300]]
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from course_utils.costs import COLLECTIVES, schedule
+from course_utils.costs import COLLECTIVES
+from course_utils.schedules import schedule
 from course_utils.widgets import collective_stepper
 
 

@@ -1,19 +1,19 @@
-"""Interactive explorers: controls that redraw a stored picture, so that a saved notebook shows it too."""
+"""Step through a collective on real ranks."""
 
 from __future__ import annotations
 
 import html
-import io
 import math
 
 import ipywidgets as widgets
 import torch
-from matplotlib.figure import Figure
 
-from . import costs
-from .errors import WorkerError
-from .launcher import launch
-from .plots import step_picture
+from ..costs import COLLECTIVES
+from ..errors import WorkerError
+from ..launcher import launch
+from ..plots import step_picture
+from ..schedules import Message, result_slots, schedule, trace
+from ._common import png
 
 __all__ = ["collective_stepper"]
 
@@ -23,12 +23,6 @@ _START = {
     "gather": "rank r holds piece r",
     "all_gather": "rank r holds piece r",
 }
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
 
 
 def _parse(text: str, count: int) -> list[float]:
@@ -50,11 +44,11 @@ def _state(snapshot, op: str, last: bool) -> tuple[list, list]:
     owners = [[[r for r in range(n) if int(mask) >> r & 1] for _, mask in rank.tolist()] for rank in snapshot]
     if last:
         for rank, row in enumerate(owners):
-            row[:] = [who if slot in costs.result_slots(op, rank, n) else [] for slot, who in enumerate(row)]
+            row[:] = [who if slot in result_slots(op, rank, n) else [] for slot, who in enumerate(row)]
     return values, owners
 
 
-def _describe(message: costs.Message) -> str:
+def _describe(message: Message) -> str:
     many = len(message.pieces) > 1
     what = "all pieces" if many else f"piece {message.pieces[0]}"
     return f"rank {message.src} → rank {message.dst}: {what}" + (" (added)" if message.add else "")
@@ -68,7 +62,7 @@ def collective_stepper(world_size: int = 4) -> widgets.Widget:
     if world_size not in range(2, 9):
         raise ValueError(f"world_size must be 2 to 8, got {world_size}")
     n = world_size
-    choice = widgets.Dropdown(options=costs.COLLECTIVES, value="all_reduce", description="collective")
+    choice = widgets.Dropdown(options=COLLECTIVES, value="all_reduce", description="collective")
     step = widgets.IntSlider(min=1, max=1, description="step", continuous_update=False)
     digits = [", ".join(str((i + 1) * 10**rank) for i in range(n)) for rank in range(n)]
     boxes = [widgets.Text(text, description=f"rank {r}", continuous_update=False) for r, text in enumerate(digits)]
@@ -76,14 +70,14 @@ def collective_stepper(world_size: int = 4) -> widgets.Widget:
     shown: dict = {}
 
     def draw(_=None) -> None:
-        op, snapshots, messages = shown["op"], shown["snapshots"], costs.schedule(shown["op"], n)
+        op, snapshots, messages = shown["op"], shown["snapshots"], schedule(shown["op"], n)
         now, total = step.value, len(messages)
         states = [_state(snapshots[:, now - 1], op, False), _state(snapshots[:, now], op, now == total)]
         titles = f"{op}: messages of step {now} of {total}", "after this step" if now < total else "the result"
-        picture.value = _png(step_picture(states, messages[now - 1], titles))
+        picture.value = png(step_picture(states, messages[now - 1], titles))
         sent = sum(len(m.pieces) for done in messages[:now] for m in done)
         lines = "; ".join(_describe(m) for m in messages[now - 1])
-        partial = any(len(costs.result_slots(op, rank, n)) < n for rank in range(n))
+        partial = any(len(result_slots(op, rank, n)) < n for rank in range(n))
         left_over = " White cells are left-overs, not part of the result." if partial and now == total else ""
         start = _START.get(op, "every rank holds all pieces")
         status.value = (
@@ -99,7 +93,7 @@ def collective_stepper(world_size: int = 4) -> widgets.Widget:
                     inputs.append(_parse(box.value, n))
                 except ValueError as error:
                     raise ValueError(f"Rank {rank}: {error}. The picture still shows the last valid input.") from None
-            snapshots = launch(costs.trace, choice.value, inputs, world_size=n, timeout=20)
+            snapshots = launch(trace, choice.value, inputs, world_size=n, timeout=20)
         except (ValueError, WorkerError) as error:
             shown["complaint"] = f"<p><b>{html.escape(str(error))}</b></p>"
             if "op" in shown:
@@ -109,7 +103,7 @@ def collective_stepper(world_size: int = 4) -> widgets.Widget:
             return
         shown.update(complaint="", op=choice.value, snapshots=torch.stack(snapshots))  # rank, step, slot, (value, mask)
         step.unobserve(draw, "value")
-        step.max, step.value = len(costs.schedule(choice.value, n)), 1
+        step.max, step.value = len(schedule(choice.value, n)), 1
         step.observe(draw, "value")
         draw()
 
