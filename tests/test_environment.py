@@ -20,7 +20,10 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PINS = [*map(Requirement, PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"])]
+EXTRAS = PROJECT["optional-dependencies"]
+NCCL_TOO = PROJECT["name"] + "[nccl]"  # the extra `test` asks for the extra `nccl`
+LISTED = [*PROJECT["dependencies"], *EXTRAS["nccl"], *EXTRAS["test"]]
+PINS = [pin for pin in map(Requirement, LISTED) if str(pin) != NCCL_TOO and (not pin.marker or pin.marker.evaluate())]
 SCRIPT = ROOT / "course_utils" / "bootstrap.py"
 
 
@@ -44,6 +47,10 @@ def test_setup_accepts_the_pythons_of_pyproject():
 def test_every_dependency_is_pinned_and_installed_as_pinned(pin: Requirement):
     assert [spec.operator for spec in pin.specifier] == ["=="]
     assert importlib.metadata.version(pin.name) in pin.specifier
+
+
+def test_tests_install_what_native_programs_are_compiled_with():
+    assert NCCL_TOO in EXTRAS["test"]
 
 
 def test_readme_names_commands_that_exist():

@@ -1,15 +1,17 @@
 """The stepper: real steps, clear answers to bad input, a picture that a stored notebook keeps."""
 
 import pytest
+from matplotlib.patches import FancyArrowPatch
 
-from course_utils.costs import COLLECTIVES
-from course_utils.schedules import schedule
-from course_utils.widgets import collective_stepper
+from course_utils.costs import COLLECTIVES, all_reduce_bytes, all_reduce_steps
+from course_utils.schedules import ALGORITHMS, schedule
+from course_utils.widgets import all_reduce_stepper, collective_stepper
+from course_utils.widgets import stepper as module
 
 
 class Stepper:
-    def __init__(self, world_size):
-        self.widget = collective_stepper(world_size)
+    def __init__(self, world_size, make=collective_stepper):
+        self.widget = make(world_size)
         top, first, second, self.status, self.picture = self.widget.children
         (self.choice, self.step), self.boxes = top.children, first.children + second.children
 
@@ -71,7 +73,58 @@ def test_stepping_still_works_after_bad_input(stepper):
     assert "oops" not in stepper.status.value
 
 
-def test_world_sizes_that_do_not_fit_are_refused():
+@pytest.mark.parametrize("make", [collective_stepper, all_reduce_stepper])
+def test_world_sizes_that_do_not_fit_are_refused(make):
     for world_size in (1, 9):
         with pytest.raises(ValueError, match="2 to 8"):
-            collective_stepper(world_size)
+            make(world_size)
+
+
+@pytest.fixture(scope="module")
+def algorithms():
+    return Stepper(4, all_reduce_stepper)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_can_be_stepped_to_its_end(algorithms, algorithm):
+    algorithms.choice.value = algorithm
+    assert (algorithms.step.value, algorithms.step.max) == (1, all_reduce_steps(algorithm, 4))
+    pictures = {bytes(algorithms.picture.value)}
+    for number in range(2, algorithms.step.max + 1):
+        algorithms.step.value = number
+        pictures.add(bytes(algorithms.picture.value))
+    assert len(pictures) == algorithms.step.max
+    assert "<b>" not in algorithms.status.value
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_steps_and_bytes_of_an_algorithm_are_told(algorithms, algorithm):
+    algorithms.choice.value = algorithm
+    sent = all_reduce_bytes(algorithm, 4, 4)
+    expected = f"In all {all_reduce_steps(algorithm, 4)} steps; the busiest rank sends {sent:g} pieces, {sent / 4:g} S."
+    assert expected in algorithms.status.value
+
+
+def test_parts_of_a_tensor_are_named_as_such(algorithms):
+    algorithms.choice.value = "halving_doubling"
+    assert "rank 0 → rank 2: pieces 2 to 3 (added)" in algorithms.status.value
+    algorithms.choice.value = "tree"
+    assert "rank 2 → rank 0: all pieces (added)" in algorithms.status.value
+
+
+@pytest.mark.parametrize("n", [4, 7])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_arrow_lies_on_another(algorithm, n, monkeypatch):
+    figures = []
+    monkeypatch.setattr(module, "png", figures.append)
+    state = ([[None] * n] * n, [[[]] * n] * n)
+    for step in schedule("all_reduce", n, algorithm):
+        module._picture([state, state], step, ("before", "after"))
+        arrows = [patch for patch in figures[-1].axes[0].patches if isinstance(patch, FancyArrowPatch)]
+        assert [arrow.get_linewidth() > 3 for arrow in arrows] == [len(m.pieces) > 1 for m in step]
+        places = []
+        for arrow in arrows:
+            (x, y), (_, end) = arrow._posA_posB
+            places.append((x, *sorted((y, end))))
+        for i, (column, low, high) in enumerate(places):
+            assert not [c for c, a, b in places[:i] if c == column and a < high and low < b]

@@ -5,5 +5,19 @@ Every function returns a figure that pyplot no longer tracks, so that a cell end
 
 from ._style import RANK_COLORS, rank_color
 from .collectives import bandwidth, before_after, step_picture, timeline
+from .costs import (
+    ALGORITHM_COLORS,
+    algorithm_color,
+    crossover,
+    model_against_emulation,
+    predicted_against_recorded,
+    scale_out,
+)
+from .roofline import generations, ladder, latency_fit, roofline
+from .topologies import topology_picture
 
-__all__ = ["RANK_COLORS", "bandwidth", "before_after", "rank_color", "step_picture", "timeline"]
+__all__ = [
+    "ALGORITHM_COLORS", "RANK_COLORS", "algorithm_color", "bandwidth", "before_after", "crossover", "generations",
+    "ladder", "latency_fit", "model_against_emulation", "predicted_against_recorded", "rank_color", "roofline",
+    "scale_out", "step_picture", "timeline", "topology_picture",
+]  # fmt: skip

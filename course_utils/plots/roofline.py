@@ -1,0 +1,163 @@
+"""What a machine can do at best: its roofline, the ladder of its links, GPU generations, latency and bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from ._style import FAINT, INK, MARKERS, RANK_COLORS, label_lines, new_figure, size_axis
+
+_RATES = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"))
+
+
+def _rate(value: float) -> str:
+    factor, unit = next((pair for pair in _RATES if value >= pair[0]), _RATES[-1])
+    return f"{value / factor:.4g} {unit}"
+
+
+def generations(names: Sequence[str], figures: Mapping[str, Sequence[float]], title: str) -> Figure:
+    """Draw how several figures grew from one GPU generation to the next, each as a multiple of its first value.
+
+    Parameters
+    ----------
+    names : list of str
+        Generations, oldest first.
+    figures : dict of label to list of float
+        One value a generation, any unit.
+    title : str
+        Says whether it is measured, recorded or modelled.
+    """
+    figure, (ax,) = new_figure(1, 1, size=(8.4, 3.6))
+    ends = {}
+    for i, (label, values) in enumerate(figures.items()):
+        growth = [value / values[0] for value in values]
+        color = RANK_COLORS[i % 6]
+        ax.plot(names, growth, marker=MARKERS[i % 8], markersize=5, color=color)
+        ends[f"{label}: ×{growth[-1]:.0f}"] = (len(names) - 1, growth[-1], color)
+    ax.set(yscale="log", ylabel=f"multiple of {names[0].split()[0]}", title=title, xlim=(-0.2, len(names) + 0.9))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"×{value:g}"))
+    ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
+    ax.set_xticks(range(len(names)), names)
+    label_lines(ax, ends)
+    return figure
+
+
+def ladder(rungs: Mapping[str, float], title: str, groups: Mapping[str, str] | None = None) -> Figure:
+    """Draw bandwidths as bars on a logarithmic scale, fastest on top, with their figures beside them.
+
+    Parameters
+    ----------
+    rungs : dict of label to float
+        Bytes per second, in one direction.
+    title : str
+        Says whether it is measured, recorded or modelled.
+    groups : dict of label to group name, optional
+        Rungs of one group have one colour.
+    """
+    groups = groups or {}
+    kinds = list(dict.fromkeys(groups.values()))
+    ordered = sorted(rungs.items(), key=lambda rung: rung[1])
+    low = 10 ** np.floor(np.log10(ordered[0][1]))
+    figure, (ax,) = new_figure(1, 1, size=(8.4, 0.9 + 0.26 * len(rungs)))
+    for y, (label, speed) in enumerate(ordered):
+        color = RANK_COLORS[kinds.index(groups[label]) % 8] if label in groups else RANK_COLORS[0]
+        ax.barh(y, speed - low, left=low, height=0.72, color=color)
+        ax.text(speed * 1.08, y, _rate(speed), va="center", fontsize=8.5)
+    ax.set(xscale="log", xlim=(low, ordered[-1][1] * 5), title=title, xlabel="bandwidth, one direction (logarithmic)")
+    ax.set_yticks(range(len(ordered)), [label for label, _ in ordered])
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _rate(value)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    return figure
+
+
+def roofline(
+    peak: float, bandwidth: float, points: Mapping[str, tuple[float, float]], title: str, *, modelled: bool = False
+) -> Figure:
+    """Draw a roofline: attainable FLOP/s against arithmetic intensity (Williams, Waterman, Patterson 2009).
+
+    Parameters
+    ----------
+    peak : float
+        FLOP/s.
+    bandwidth : float
+        Bytes per second.
+    points : dict of label to (intensity, FLOP/s)
+        Intensity in FLOP per byte.
+    title : str
+        Says whether it is measured, recorded or modelled.
+    modelled : bool
+        Draw the points hollow: they stand where the roof lets them, nobody measured them.
+    """
+    if not (peak > 0 and bandwidth > 0):
+        raise ValueError(f"peak and bandwidth must be positive, got {peak:g} FLOP/s and {bandwidth:g} bytes/s")
+    ridge = peak / bandwidth
+    intensities = [intensity for intensity, _ in points.values()]
+    low, high = min([ridge / 30, *intensities]) / 2, max([ridge * 30, *intensities]) * 3
+    figure, (ax,) = new_figure(1, 1, size=(8.4, 3.9))
+    ax.plot([low, ridge, high], [low * bandwidth, peak, peak], color=INK, linewidth=1.6)
+    ax.plot([ridge, ridge], [low * bandwidth, peak], ":", color=FAINT)
+    ax.annotate(f"ridge: {ridge:.3g} FLOP/byte", (ridge, low * bandwidth), (5, 4), textcoords="offset points")
+    scale, unit = (1e12, "TFLOP/s") if peak >= 1e12 else (1e9, "GFLOP/s")
+    ax.annotate(f"{peak / scale:.4g} {unit}", (high, peak), (-4, 4), textcoords="offset points", ha="right")
+    slope = (low * ridge**2) ** (1 / 3)
+    ax.annotate(_rate(bandwidth), (slope, slope * bandwidth), (-8, 4), textcoords="offset points", ha="right")
+    for i, (label, (intensity, rate)) in enumerate(points.items()):
+        color = RANK_COLORS[i % 6]
+        fill = {"markerfacecolor": "white", "markeredgewidth": 1.8} if modelled else {}
+        ax.plot(intensity, rate, MARKERS[i % 8], color=color, markersize=7, **fill)
+        ax.annotate(label, (intensity, rate), (7, -11), textcoords="offset points", color=color, fontweight="bold")
+    ax.set(
+        xscale="log", yscale="log", xlim=(low, high), title=title,
+        xlabel="arithmetic intensity (FLOP per byte of memory traffic)", ylabel="FLOP/s",
+    )  # fmt: skip
+    ax.set_ylim(min([low * bandwidth, *(rate for _, rate in points.values())]) / 2, peak * 3)
+    ax.grid(True, color="#EEEEEE", linewidth=0.6)
+    return figure
+
+
+def latency_fit(
+    sizes: Sequence[float],
+    seconds: Sequence[float],
+    fits: np.ndarray,
+    unseen: tuple[Sequence[float], Sequence[float]] | None = None,
+    *,
+    title: str,
+) -> Figure:
+    """Draw times of messages over their size, the fitted alpha + beta * S with its uncertainty, and unseen sizes.
+
+    Parameters
+    ----------
+    sizes, seconds : list of float
+        The points that were fitted; bytes and seconds.
+    fits : array, shape (n, 2)
+        Pairs (alpha, beta), one for each resampling; the line is the median, the band holds 95 %.
+    unseen : (sizes, seconds), optional
+        Points that were predicted before they were measured.
+    title : str
+        Says whether it is measured, recorded or modelled.
+    """
+    figure, (ax,) = new_figure(1, 1, size=(8.4, 3.8))
+    both = sorted([*sizes, *(unseen[0] if unseen else [])])
+    grid = np.geomspace(both[0], both[-1], 80)
+    lines = np.asarray(fits)[:, :1] + np.asarray(fits)[:, 1:] * grid
+    low, middle, high = np.percentile(lines, [2.5, 50, 97.5], axis=0) * 1e3
+    ax.fill_between(grid, low, high, color=RANK_COLORS[0], alpha=0.2, linewidth=0)
+    ax.plot(grid, middle, color=RANK_COLORS[0])
+    ax.plot(sizes, np.multiply(seconds, 1e3), "o", color=RANK_COLORS[0], markersize=5)
+    ends = {"α + βS": (grid[-1], middle[-1], RANK_COLORS[0])}
+    ax.annotate("fitted points", (sizes[0], seconds[0] * 1e3), (2, 8), textcoords="offset points", color=RANK_COLORS[0])
+    if unseen:
+        ax.plot(unseen[0], np.multiply(unseen[1], 1e3), "D", color=RANK_COLORS[5], markersize=6)
+        at = len(unseen[0]) // 2
+        ax.annotate(
+            "predicted first, then measured", (unseen[0][at], unseen[1][at] * 1e3), (10, -10),
+            textcoords="offset points", color=RANK_COLORS[5],
+        )  # fmt: skip
+    ax.set(yscale="log", ylabel="time of one message (ms)", title=title)
+    size_axis(ax, both)
+    label_lines(ax, ends)
+    return figure
