@@ -19,11 +19,11 @@ lab:  ## open the course in JupyterLab
 	$(PY) -m jupyterlab $(ROOT_OK) --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 test:  ## run every test
-	$(SETUP) --extra test
+	$(SETUP) --extra test --extra nccl
 	$(PY) -m pytest -n 2 --dist loadscope --nbval --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitise.cfg tests notebooks solutions
 
 notebooks:  ## build notebooks, exercises and solutions from sources (what changed)
-	$(SETUP) --extra test
+	$(SETUP) --extra test --extra nccl
 	$(PY) -m course_utils.workshop build
 
 bench:  ## measure the launcher against other ways to start ranks

@@ -170,6 +170,9 @@ def main():
     elif build == "auto":
         build = done.get("torch") or ("cuda" if has_gpu() else "cpu")
     extras = sorted(set(done.get("extras", []) + arguments.extra))
+    if "nccl" in extras and re.match(r"cu1[0-2]", build):
+        say(f"without the extra nccl: it is for CUDA 13, and its files would replace those of torch's {build} build")
+        extras.remove("nccl")
     digest = hashlib.sha256(pyproject.encode()).hexdigest()
     wanted = {"root": ROOT, "pyproject": digest, "torch": build, "extras": extras}
     if done == wanted:

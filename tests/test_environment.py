@@ -21,9 +21,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-NCCL_TOO = PROJECT["name"] + "[nccl]"  # the extra `test` asks for the extra `nccl`
 LISTED = [*PROJECT["dependencies"], *EXTRAS["nccl"], *EXTRAS["test"]]
-PINS = [pin for pin in map(Requirement, LISTED) if str(pin) != NCCL_TOO and (not pin.marker or pin.marker.evaluate())]
+PINS = [pin for pin in map(Requirement, LISTED) if not pin.marker or pin.marker.evaluate()]
 SCRIPT = ROOT / "course_utils" / "bootstrap.py"
 
 
@@ -49,8 +48,8 @@ def test_every_dependency_is_pinned_and_installed_as_pinned(pin: Requirement):
     assert importlib.metadata.version(pin.name) in pin.specifier
 
 
-def test_tests_install_what_native_programs_are_compiled_with():
-    assert NCCL_TOO in EXTRAS["test"]
+def test_tests_and_builds_install_what_native_programs_are_compiled_with():
+    assert (ROOT / "Makefile").read_text().count("--extra test --extra nccl\n") == 2
 
 
 def test_readme_names_commands_that_exist():
@@ -111,6 +110,14 @@ def setup(root: Path, *arguments: str, **environment: str) -> subprocess.Complet
 def test_second_setup_does_nothing(copy: Path, arguments: list[str]):
     done = setup(copy, *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_cuda_12_keeps_its_own_nccl(copy: Path):
+    stamp = copy / ".venv" / "course-setup.json"
+    stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"torch": "cu126"}))
+    done = setup(copy, "--torch", "cu126", "--extra", "nccl")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "without the extra nccl" in done.stdout
 
 
 def test_unknown_build_of_torch_is_refused_with_the_choices(copy: Path):
