@@ -1,6 +1,8 @@
 """What the data sheets say: links and GPUs, each figure with its source.
 
-Bandwidths are bytes per second in one direction. FLOP/s are dense: no sparsity.
+Bandwidths are bytes per second in one direction. FLOP/s are dense: no sparsity. The figures of data sheets, white
+papers and product pages were read in transcriptions of them, the H100's in Lockwood's,
+https://glennklockwood.com/garden/processors/h100.
 """
 
 from __future__ import annotations

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from time import sleep
 
 import torch
 import torch.distributed as dist
+from exercise_cases import Mutant, register_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from course_utils.checks import values
 
-
-@dataclass
-class Mutant:
-    """A wrong answer to ``exercise``, refused with ``hint``; ``hangs`` if its check ends by running out of time."""
-
-    exercise: str
-    hint: str
-    hangs: bool
-    answer: Callable
-
-
 MUTANTS: list[Mutant] = []
-
-
-def mutant(exercise: str, hint: str, hangs: bool = False) -> Callable[[Callable], Callable]:
-    """Register the decorated function as a wrong answer."""
-
-    def register(answer: Callable) -> Callable:
-        MUTANTS.append(Mutant(exercise, hint, hangs, answer))
-        return answer
-
-    return register
+mutant = register_of(MUTANTS)
 
 
 def _place() -> tuple[int, int]:

@@ -72,6 +72,6 @@ def test_fit_shows_its_points_its_band_and_the_unseen_sizes():
     assert np.allclose(fitted, (sizes, np.multiply(seconds, 1e3)))
     assert np.allclose(later, (unseen[0], np.multiply(unseen[1], 1e3)))
     assert len(ax.collections) == 1 and np.all(np.diff(line[1]) >= 0)
-    assert "(ms)" in ax.get_ylabel() and "predicted first, then measured" in texts(figure)
+    assert "(ms)" in ax.get_ylabel() and "◆ predicted first, then measured" in texts(figure)
     without = latency_fit(sizes, seconds, bootstrap_alpha_beta(sizes, seconds, 50), title="measured: pairs")
     assert len(without.axes[0].lines) == 2

@@ -189,7 +189,7 @@ class Exercise:
             key = "value" if isinstance(got, torch.Tensor) and got.shape == expected.shape else "shape"
         start = 0
         if key != "shape" and got.shape == expected.shape:
-            start = int((~torch.isclose(got.double(), expected.double(), RELATIVE, ABSOLUTE)).flatten().nonzero()[0])
+            start = int((~_alike(got, expected)).flatten().nonzero()[0])
         lines = f"\n  expected  {show(expected, start)}\n  got       {show(got, start)}"
         self.refuse(key, f"{what} is wrong.{lines}", rank)
 
@@ -206,16 +206,23 @@ def values(*shape: int, seed: int) -> torch.Tensor:
 
 
 def close(got: Any, expected: Any) -> bool:
-    """Whether two tensors agree in shape and, within the tolerance for results, in value."""
+    """Whether two tensors agree in shape and in value: exactly if whole numbers are expected, else within tolerance."""
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor) or got.shape != expected.shape:
         return False
-    return torch.allclose(got.double(), expected.double(), rtol=RELATIVE, atol=ABSOLUTE)
+    return bool(_alike(got, expected).all())
+
+
+def _alike(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    if expected.is_floating_point():
+        return torch.isclose(got.double(), expected.double(), RELATIVE, ABSOLUTE)
+    return got == expected
 
 
 def show(value: Any, start: int = 0) -> str:
     """A result in one line: a tensor's shape, and its numbers from the flat index ``start`` on."""
     if isinstance(value, torch.Tensor):
-        numbers = ", ".join(f"{v:.6g}" for v in value.detach().flatten()[start : start + 6].tolist())
+        numbers = value.detach().flatten()[start : start + 6].tolist()
+        numbers = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in numbers)
         before, after = "…, " if start else "", ", …" if value.numel() > start + 6 else ""
         return numbers if value.dim() == 0 else f"shape {tuple(value.shape)}: {before}{numbers}{after}"
     if isinstance(value, (list, tuple)):
@@ -228,7 +235,7 @@ def message_steps(ledgers: Sequence[Any]) -> int:
 
     In one step a rank sends at most one message and receives at most one, and it can pass on only what came in an
     earlier step. Computed from the order of the calls on each rank, not from time: a send waits for the receives before
-    it on the same rank.
+    it on the same rank, unless all ranks are at a receive; then the sends behind it must have been started with it.
 
     Parameters
     ----------
@@ -238,23 +245,36 @@ def message_steps(ledgers: Sequence[Any]) -> int:
     left = [deque(e for e in ledger if e.op in ("send", "recv")) for ledger in ledgers]
     sent, received = [0] * len(left), [0] * len(left)  # the step of each rank's last message out and in
     under_way: dict[tuple[int, int], deque[int]] = {}
+
+    def send(rank: int, peer: int) -> None:
+        sent[rank] = 1 + max(sent[rank], received[rank])
+        under_way.setdefault((rank, peer), deque()).append(sent[rank])
+
+    def advance(rank: int, calls: deque) -> bool:
+        """Follow one rank up to a receive whose message nobody has sent yet; whether it got on at all."""
+        before = len(calls)
+        while calls:
+            if calls[0].op == "send":
+                send(rank, calls[0].peer)
+            else:
+                sources = range(len(left)) if calls[0].peer is None else [calls[0].peer]
+                arriving = [under_way[s, rank] for s in sources if under_way.get((s, rank))]
+                if not arriving:
+                    break
+                received[rank] = max(received[rank] + 1, min(arriving, key=lambda queue: queue[0]).popleft())
+            calls.popleft()
+        return len(calls) < before
+
     moved = True
     while moved:
-        moved = False
-        for rank, calls in enumerate(left):
-            while calls:
-                call = calls[0]
-                if call.op == "send":
-                    sent[rank] = 1 + max(sent[rank], received[rank])
-                    under_way.setdefault((rank, call.peer), deque()).append(sent[rank])
-                else:
-                    sources = range(len(left)) if call.peer is None else [call.peer]
-                    arriving = [under_way[s, rank] for s in sources if under_way.get((s, rank))]
-                    if not arriving:
-                        break
-                    received[rank] = max(received[rank] + 1, min(arriving, key=lambda queue: queue[0]).popleft())
-                calls.popleft()
-                moved = True
+        moved = any([advance(rank, calls) for rank, calls in enumerate(left)])
+        if not moved:
+            for rank, calls in enumerate(left):
+                started = next((call for call in calls if call.op == "send"), None)
+                if started is not None:
+                    send(rank, started.peer)
+                    calls.remove(started)
+                    moved = True
     return max(sent + received)
 
 
@@ -273,7 +293,8 @@ def paper_problem(
     Parameters
     ----------
     fn, right : callable
-        The answer and the solution; they return a number, or a tuple with one number for each of ``units``.
+        The answer and the solution; they return a number, or a tuple with one number for each of ``units``. Where the
+        solution has a word instead of a number, so must the answer.
     cases : sequence of tuple
         Arguments. The first are those of the text; the others refuse an answer that was typed, not computed.
     traps : dict
@@ -300,6 +321,8 @@ def paper_problem(
         text = _quantities(got or (), units)
         complete = got is not None and len(got) == len(units)
         exercise.require(complete, "number", f"the function returned {text or 'no number'}.")
+        words = [(isinstance(g, str), isinstance(e, str)) for g, e in zip(got, expected, strict=True)]
+        exercise.require(all(g == e for g, e in words), "number", f"the function returned {text}.")
         answers.append(got)
         if not _agree(got, expected, tolerance):
             slips = ((key, _numbers(slip(*case))) for key, some in traps.items() for slip in _listed(some))
@@ -324,19 +347,22 @@ def _listed(value: Any) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def _numbers(value: Any) -> tuple[float, ...] | None:
+def _numbers(value: Any) -> tuple[float | str, ...] | None:
     try:
-        return tuple(float(v) for v in (value if isinstance(value, (tuple, list)) else (value,)))
+        listed = value if isinstance(value, (tuple, list)) else (value,)
+        return tuple(v if isinstance(v, str) else float(v) for v in listed)
     except (TypeError, ValueError):
         return None
 
 
-def _agree(got: tuple[float, ...], expected: tuple[float, ...], tolerance: float) -> bool:
+def _agree(got: tuple[float | str, ...], expected: tuple[float | str, ...], tolerance: float) -> bool:
     return len(got) == len(expected) and all(
-        math.isclose(g, e, rel_tol=tolerance) for g, e in zip(got, expected, strict=True)
+        g == e if isinstance(e, str) else math.isclose(g, e, rel_tol=tolerance)
+        for g, e in zip(got, expected, strict=True)
     )
 
 
-def _quantities(numbers: Sequence[float], units: Sequence[str]) -> str:
+def _quantities(numbers: Sequence[float | str], units: Sequence[str]) -> str:
     labels = [*units, *[""] * len(numbers)]
-    return ", ".join(f"{number:.4g} {unit}".strip() for number, unit in zip(numbers, labels, strict=False))
+    texts = [number if isinstance(number, str) else f"{number:.4g}" for number in numbers]
+    return ", ".join(f"{text} {unit}".strip() for text, unit in zip(texts, labels, strict=False))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from ._style import FAINT, INK, MARKERS, RANK_COLORS, label_lines, new_figure, size_axis
 
@@ -149,15 +149,14 @@ def latency_fit(
     ax.plot(grid, middle, color=RANK_COLORS[0])
     ax.plot(sizes, np.multiply(seconds, 1e3), "o", color=RANK_COLORS[0], markersize=5)
     ends = {"α + βS": (grid[-1], middle[-1], RANK_COLORS[0])}
-    ax.annotate("fitted points", (sizes[0], seconds[0] * 1e3), (2, 8), textcoords="offset points", color=RANK_COLORS[0])
+    ax.text(0.03, 0.93, "● fitted", transform=ax.transAxes, color=RANK_COLORS[0])
     if unseen:
         ax.plot(unseen[0], np.multiply(unseen[1], 1e3), "D", color=RANK_COLORS[5], markersize=6)
-        at = len(unseen[0]) // 2
-        ax.annotate(
-            "predicted first, then measured", (unseen[0][at], unseen[1][at] * 1e3), (10, -10),
-            textcoords="offset points", color=RANK_COLORS[5],
-        )  # fmt: skip
+        ax.text(0.03, 0.85, "◆ predicted first, then measured", transform=ax.transAxes, color=RANK_COLORS[5])
     ax.set(yscale="log", ylabel="time of one message (ms)", title=title)
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
     size_axis(ax, both)
     label_lines(ax, ends)
     return figure

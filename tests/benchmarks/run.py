@@ -1,5 +1,7 @@
 """Measure `launch` against other ways to start ranks from a notebook; prints tables, writes JSON and a figure.
 
+What the lessons themselves measure (`algorithms.py`) follows, as tables only.
+
     python tests/benchmarks/run.py [--quick] [--tools course,ipyparallel] [--ranks 2,4] [--store]
 
 Each tool has a virtual environment of its own, made once under `.bench` (or COURSE_BENCH_ENVS). Nothing is asserted.
@@ -9,6 +11,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -161,7 +164,9 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     draw(result, output.with_suffix(".png"))
-    print(markdown(result))
+    print(markdown(result), flush=True)
+    if not args.render:
+        subprocess.run([sys.executable, Path(__file__).with_name("algorithms.py"), *["--quick"] * args.quick])
     say(f"{output.name} and its figure written after {(time.monotonic() - begin) / 60:.1f} min")
 
 

@@ -1,0 +1,113 @@
+"""What emulated ranks did, replayed in the order of emulated time (private): when each message starts and arrives."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+SEND, SENT, ARRIVED, MEET, LEAVE = range(5)  # SENT and ARRIVED: waits of the two sides; MEET: making a group
+RECORD = struct.Struct("<BxHHxxIIqQ")  # kind, rank, peer, channel, number, tag, size: 32 bytes
+
+
+class Message(NamedTuple):
+    asked: float  # emulated second of the call
+    src: int
+    order: int  # of the call, among those of its sender
+    dst: int
+    size: int
+    key: tuple
+
+
+class Replay:
+    """The logs of all ranks in emulated time. A message starts as soon as every link of its path is free for it.
+
+    Of several that could start at one moment the one asked for first does; of these, that of the lowest rank.
+    """
+
+    def __init__(self, topology, n: int):
+        self.topology = topology
+        self.clock = [0.0] * n
+        self.todo: list[deque] = [deque() for _ in range(n)]
+        self.left: set[int] = set()
+        self.waiting: list[Message] = []
+        self.times: dict[tuple, tuple[float, float]] = {}  # message: when its last byte has left, when it has arrived
+        self.meetings: dict[tuple, list[int]] = defaultdict(list)
+        self.free: dict[tuple, float] = defaultdict(float)  # link and where it is entered: free from then on
+        self.routes: dict[tuple[int, int], tuple] = {}
+        self.order = itertools.count()
+
+    def add(self, record: bytes) -> None:
+        kind, rank, *rest = RECORD.unpack(record)
+        self.todo[rank].append((kind, *rest))
+        self._run(rank)
+
+    def advance(self) -> None:
+        """Start every message that nothing still to be logged can precede."""
+        while self.waiting:
+            start, message = min((self._earliest(message), message) for message in self.waiting)
+            idle = (rank for rank, todo in enumerate(self.todo) if not todo and rank not in self.left)
+            if any(self.clock[rank] <= start for rank in idle):  # may yet send something at this moment
+                return
+            links, latency, bandwidth = self.route(message.src, message.dst)
+            for link, speed in links:
+                self.free[link] = start + message.size / speed
+            sent = start + message.size / bandwidth
+            self.times[message.key] = sent, sent + latency
+            self.waiting.remove(message)
+            self._run(message.src)
+            self._run(message.dst)
+
+    def _earliest(self, message: Message) -> float:
+        links, _, _ = self.route(message.src, message.dst)
+        return max([message.asked, *(self.free[link] for link, _ in links)])
+
+    def route(self, src: int, dst: int) -> tuple[list, float, float]:
+        """Links from `src` to `dst`, each with where it is entered, and their bandwidths; latency and bandwidth of all.
+
+        Raises `ValueError` where the bandwidth of a link is not known.
+        """
+        if (src, dst) not in self.routes:
+            at, end = self.topology.gpus[src], self.topology.gpus[dst]
+            path, links = self.topology.path(at, end), []
+            for link in path.links:
+                if not link.bandwidth > 0:
+                    raise ValueError(f"emulate() needs the bytes/s of every link; for {link} it has {link.bandwidth}")
+                links.append(((link, at), link.bandwidth))
+                at = link.b if link.a == at else link.a
+            self.routes[src, dst] = links, path.latency, path.bandwidth
+        return self.routes[src, dst]
+
+    def _run(self, rank: int) -> None:
+        """Take what `rank` has logged, up to a wait whose end is not known yet."""
+        todo = self.todo[rank]
+        while todo:
+            kind, peer, channel, number, tag, size = todo[0]
+            src, dst = (peer, rank) if kind == ARRIVED else (rank, peer)
+            key = (src, dst, channel, tag, number)
+            if kind == SEND:
+                self.waiting.append(Message(self.clock[rank], src, next(self.order), dst, size, key))
+            elif kind == MEET:
+                if not self._meet(rank, channel, number):
+                    return
+            elif kind == LEAVE:
+                self.left.add(rank)
+            elif key in self.times:
+                self.clock[rank] = max(self.clock[rank], self.times[key][kind - SENT])
+            else:
+                return
+            todo.popleft()
+
+    def _meet(self, rank: int, channel: int, count: int) -> bool:
+        """Whether all `count` ranks of a group are there; their clocks are then that of the last."""
+        met = self.meetings[channel, count]
+        if rank not in met:
+            met.append(rank)
+            if len(met) == count:
+                latest = max(self.clock[other] for other in met)
+                for other in met:
+                    self.clock[other] = latest
+                for other in met[:-1]:
+                    self._run(other)
+        return len(met) == count
