@@ -50,27 +50,29 @@ class Clock:
         self._replay = Replay(topology, n)
         self._read, self._seconds = 0, 0.0
         self._counts: Counter = Counter()
-        self._begin, self._end = time.monotonic(), None
+        self._begin, self._end, self._left = time.monotonic(), None, False
 
     @property
     def seconds(self) -> float:
         if self._close is None or not self._close.alive:
             return self._seconds
         pause, longest = _PAUSES
-        while True:
-            while whole := len(block := os.pread(self._file, 2048 * RECORD.size, self._read)) // RECORD.size:
-                for i in range(whole):
-                    self._replay.add(block[i * RECORD.size : (i + 1) * RECORD.size])
-                self._read += whole * RECORD.size
-            self._replay.advance()
-            if not self._replay.todo[self._rank]:
-                break
+        while not self._catch_up():
             time.sleep(pause)
             pause = min(2 * pause, longest)
         self._seconds = self._replay.clock[self._rank]
         if self._end is not None:
             self._close()
         return self._seconds
+
+    def _catch_up(self) -> bool:
+        """Replay what has been logged; whether that tells this rank's time, all of it."""
+        while whole := len(block := os.pread(self._file, 2048 * RECORD.size, self._read)) // RECORD.size:
+            for i in range(whole):
+                self._replay.add(block[i * RECORD.size : (i + 1) * RECORD.size])
+            self._read += whole * RECORD.size
+        self._replay.advance()
+        return not self._replay.todo[self._rank]
 
     @property
     def wall(self) -> float:
@@ -88,12 +90,20 @@ class Clock:
             os.write(self._file, RECORD.pack(kind, self._rank, peer, channel, number, tag, size))
 
     def _leave(self) -> None:
-        self._log(LEAVE)
+        if not self._left:
+            self._left = True
+            self._log(LEAVE)
+
+    def _stop(self) -> None:
+        self._leave()
         self._end = self._end or time.monotonic()
 
-    def _pace(self) -> None:
+    def _pace(self, whole: bool = False) -> None:
+        """Sleep up to the emulated time known so far; only the end is `whole`, for there no rank waits for this one."""
         if self.slowdown and self._end is None:
-            time.sleep(max(0.0, self._begin + self.seconds * self.slowdown - time.monotonic()))
+            self._catch_up()
+            seconds = self.seconds if whole else self._replay.clock[self._rank]
+            time.sleep(max(0.0, self._begin + seconds * self.slowdown - time.monotonic()))
 
     def _issue(self, kind: int, method, group, tensors, peer: int, tag: int) -> _Request:
         """Hand a send or receive on to PyTorch; what comes back tells this clock when it is waited for."""
@@ -165,7 +175,8 @@ def emulate(topology, slowdown: float = 0.0) -> Iterator[Clock]:
         Anything with ``gpus`` (names, at least one for each rank) and ``path(a, b)``, which has ``links`` (each with
         ends ``a``, ``b`` and ``bandwidth`` in bytes/s one way), ``bandwidth`` (bytes/s) and ``latency`` (seconds).
     slowdown : float
-        If above 0, waits also sleep, so that one emulated second lasts at least this many real ones.
+        If above 0, waits and the end of the block also sleep, so that one emulated second lasts at least this many
+        real ones.
 
     Raises
     ------
@@ -188,6 +199,8 @@ def emulate(topology, slowdown: float = 0.0) -> Iterator[Clock]:
     put_back = _listen(clock)
     try:
         yield clock
+        clock._leave()
+        clock._pace(whole=True)
     finally:
         try:
             put_back()
@@ -230,7 +243,7 @@ def _listen(clock: Clock) -> Callable[[], None]:
     def put_back() -> None:
         for place, name, value in before:
             setattr(place, name, value)
-        clock._leave()
+        clock._stop()
 
     for place, name, value in ours:
         setattr(place, name, value)

@@ -739,9 +739,9 @@ print(f"a call that finds them running: {warm * 1e3:.1f} ms")
 # | | lesson | the question it answers |
 # |---|---|---|
 # | 00 | start_here | this notebook |
-# | 01 | gpu_interconnects | How fast can data move, and where is the slow link? |
+# | 01 | [gpu_interconnects](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? |
 # | 02 | [collectives](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? |
-# | 03 | nccl | How does NCCL do it: ring, tree, protocols, tuning, the C API? |
+# | 03 | [nccl](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? |
 # | 04 | ddp | What happens inside `loss.backward()` under DDP? |
 # | 05 | scaling_efficiency | Why is 8 GPUs not 8×, and what wins it back? |
 # | 06 | zero | Where does the memory go, and what does each ZeRO stage remove? |
@@ -767,7 +767,7 @@ print(f"a call that finds them running: {warm * 1e3:.1f} ms")
 # How long does a notebook take to *run*, from the first cell to the last?
 
 # %%
-run_time = {"00": 17, "02": 32}  # seconds, by lesson
+run_time = {"00": 17, "01": 18, "02": 32, "03": 24}  # seconds, by lesson
 print("measured in November 2026 with papermill: 4 ranks, 2 CPU cores, no GPU, torch 2.13.0")
 for lesson, seconds in run_time.items():
     print(f"{lesson}   {seconds} s")
@@ -800,7 +800,8 @@ for plan, minutes in plans.items():
     assert sum(minutes.values()) == 60 * int(plan.removesuffix(" h"))
 
 # %% [markdown]
-# Until the later lessons are there, two hours are well filled with 00, 02 and the first exercises of 02.
+# Until the later lessons are there, two hours are well filled with 00, 02 and the first exercises of 02, and four with
+# 01 and sections 1 to 6 of 03 besides.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
@@ -835,8 +836,9 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # </details>
 #
 # **Exercises:** change `world_size` in the first code cell to 3 and run the notebook again; before you do, write down
-# which outputs will differ. **Next:** [02 collectives](02_collectives.ipynb), where eight collectives are drawn,
-# counted, timed and misused. (Lesson 01, on links, comes between the two when it is ready.)
+# which outputs will differ. **Next:** [01 interconnects](01_gpu_interconnects.ipynb), on how fast data
+# can move, or straight to [02 collectives](02_collectives.ipynb), where eight collectives are drawn, counted, timed and
+# misused.
 #
 # **Worth reading**
 # - W. Constable, W. Feng, *PyTorch Distributed Overview*, 2025,

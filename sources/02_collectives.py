@@ -1430,7 +1430,7 @@ print(f"{length(overlapped) * 1e3:.0f} ms overlapped")
 # 8. 229 of 274 GB/s: 84 % (section 6).
 # </details>
 #
-# **Exercises:** [exercises/02_collectives](../exercises/02_collectives.ipynb). **Next:** 03 nccl, where you build
+# **Exercises:** [exercises/02_collectives](../exercises/02_collectives.ipynb). **Next:** [03 nccl](03_nccl.ipynb), where you build
 # trees and two-level algorithms too and find out which one NCCL picks.
 #
 # **Worth reading**

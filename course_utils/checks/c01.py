@@ -1,0 +1,501 @@
+"""Checks of the exercises on interconnects.
+
+Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
+and raises :class:`CheckFailed` with a hint if not.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import TIMEOUT, Exercise, Outcome, message_steps, paper_problem, values
+
+__all__ = [
+    "HINTS", "copy_seconds", "fit_and_predict", "gradient_seconds", "measurements", "ping_pong", "roofline_point",
+    "widest_path",
+]  # fmt: skip
+
+HINTS: dict[str, dict[str, str]] = {
+    "copy_seconds": {
+        "gigabits": "Gb are bits, GB are bytes: a port of 400 Gb/s carries 50 GB/s.",
+        "one-port": "The node has several ports, used side by side. Together they carry ports times as much.",
+        "directions": "The figure for NVLink adds both directions. A copy goes one way: half of it.",
+        "pcie": "The figure for PCIe is one way already.",
+        "gibi": "Link speeds count in powers of ten: 1 GB/s is 10⁹ bytes per second.",
+    },
+    "roofline_point": {
+        "sparsity": "The peak of a data sheet that counts 2:4 sparsity is twice that of dense matrices. Halve it if "
+        "with_sparsity is true, and only then.",
+        "multiply": "A multiplication and its addition are two FLOP: 2·m·n·k.",
+        "result": "The result is written to memory too: m·n numbers more.",
+        "elements": "Intensity is FLOP per byte, and a bf16 number has 2 bytes.",
+        "memory-only": "To the right of the ridge arithmetic is the limit, not memory.",
+        "peak-only": "To the left of the ridge memory is the limit: the lower of the two roofs counts.",
+        "tera": "The docstring asks for TFLOP/s.",
+    },
+    "fit_and_predict": {
+        "absolute": "Least squares on the seconds themselves looks at the largest messages only: 1 % of them is more "
+        "than all of alpha. Divide each row by its time, so that relative errors count.",
+        "outliers": "Measurements that took ten times too long pull the fit up. Use one time per size that ignores "
+        "them, such as the median of its row.",
+        "no-alpha": "Time over size alone says that an empty message takes no time. Fit both alpha and beta.",
+        "bandwidth": "beta is seconds per byte, the inverse of a bandwidth.",
+        "swapped": "Both are right, but in the other order: alpha comes first.",
+        "prediction": "alpha and beta are right. The time of a size is alpha + beta · size.",
+        "triple": "Return three things: alpha, beta, and a tensor with one time for each of the unseen sizes.",
+        "value": "Start with data without noise: two rows are enough to compute alpha and beta by hand.",
+    },
+    "ping_pong": {
+        "hang": "Both ranks wait at the same time. Rank 0 sends first and receives then, rank 1 the other way round.",
+        "collective": "A message goes from one rank to one other: use send and recv. A collective involves everybody.",
+        "bystander": "Only ranks 0 and 1 take part; with other ranks the links would be shared.",
+        "no-echo": "Rank 1 has to send every message back. That a send has returned does not mean that it arrived.",
+        "size": "The message must be as large on the way back. Otherwise the round trip is not twice the same.",
+        "exchange": "Both messages are under way at the same time. In a round trip the second starts when the first "
+        "has arrived.",
+        "no-warm-up": "The first round trip opens connections. Make one more than repeats, and leave the first out.",
+        "count": "One round trip to warm up and repeats that count, no more and no less.",
+        "not-halved": "That is a round trip, two messages long.",
+        "warm-up-counted": "The first round trip is in the median. It is there to warm up: leave it out.",
+        "mean": "A single slow round trip pulls the mean up. Time each one, and take the median.",
+        "minimum": "The docstring asks for the median; the fastest round trip is not what one will usually get.",
+        "send-only": "The clock stands still between your two looks at it: they enclose no message that came back.",
+        "seconds": "Return a number of seconds on rank 0.",
+    },
+    "widest_path": {
+        "fewest-hops": "The path with the fewest links is not the widest. A detour over faster links is better.",
+        "series": "Seconds do not add up along a path here: data streams through all links at once, and the slowest "
+        "sets the pace. Take the minimum.",
+        "sum": "Links of a path follow one another; their bandwidths do not add up. Take the minimum.",
+        "average": "The slowest link sets the pace, however fast the others are. Take the minimum, not the mean.",
+        "first-link": "That is the first link of the path. Any of them may be the slowest.",
+        "fastest-link": "That is the fastest link of the path. The slowest sets the pace.",
+        "slowest-of-all": "That is the slowest link of the whole machine, and the path need not use it.",
+        "greedy": "Taking the fastest link at each device can lead into a slow end. Keep all links open that lead out "
+        "of the devices reached so far.",
+        "direction": "Links work both ways, whichever device is named first.",
+        "bottleneck": "The bandwidth is right. The second result should name the two ends of a link on such a path "
+        "that has just this bandwidth.",
+        "pair": "Return the bandwidth and the two ends of the bottleneck: bandwidth, (device, device).",
+        "value": "Draw the graph of the case above, and follow your function on it with prints.",
+    },
+    "gradient_seconds": {
+        "directions": "The figure for NVLink adds both directions. What leaves a GPU goes one way: half of it.",
+        "gigabits": "Gb are bits, GB are bytes: a port of 400 Gb/s carries 50 GB/s.",
+        "one-port": "All ports of a node carry at the same time. Multiply by their number.",
+        "fp32": "Each gradient has 2 bytes here.",
+        "no-factor": "A GPU sends 2(N-1)/N · S, not S.",
+        "node-size": "On all nodes N is the number of all GPUs, nodes · per_node.",
+        "one-after-another": "Data streams through NVLink and ports at the same time. The slower one sets the pace; "
+        "the times do not add up.",
+        "half": "What the GPUs add up has to come back to all of them: 2(N-1)/N · S, twice that.",
+        "fastest": "The slower of NVLink and ports sets the pace, not the faster.",
+        "network-only": "Many fast ports are no help if NVLink is slower: it is on the way too.",
+    },
+}
+
+
+def _call(exercise: Exercise, fn: Callable, *args: Any) -> Any:
+    """The result of ``fn``; refuses an empty stub and an error, with the end of its traceback."""
+    try:
+        return fn(*args)
+    except NotImplementedError:
+        exercise.refuse("empty", "there is no answer yet.")
+    except Exception as error:
+        own = traceback.format_tb(error.__traceback__)[1:]
+        exercise.refuse("error", f"an error.\n\n{''.join(own[-1:])}{type(error).__name__}: {error}")
+
+
+def _near(got: float, expected: float, tolerance: float) -> bool:
+    return math.isclose(got, expected, rel_tol=tolerance)
+
+
+# ------------------------------------------------------------------------------------------------ fit
+
+
+def measurements(
+    alpha: float, beta: float, noise: float, exponents: Sequence[int] = range(10, 29, 2), seed: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sizes of shape (n,) in bytes and seconds of shape (n, 7): alpha + beta · S with relative noise and hiccups.
+
+    With noise, two of seven measurements in every second row took ten times as long.
+    """
+    sizes = torch.tensor([2.0**k for k in exponents], dtype=torch.float64)
+    factors = 1 + noise * values(len(sizes), 7, seed=seed).double().clamp(-2, 2)
+    if noise:
+        factors[::2, 1] *= 10
+        factors[::2, 4] *= 10
+    return sizes, (alpha + beta * sizes)[:, None] * factors
+
+
+def _line(sizes: torch.Tensor, times: torch.Tensor, weights: torch.Tensor) -> tuple[float, float]:
+    """Alpha and beta by least squares, every row multiplied by its weight."""
+    columns = torch.stack([weights, sizes * weights], dim=1)
+    alpha, beta = torch.linalg.lstsq(columns, (times * weights)[:, None]).solution.flatten().tolist()
+    return alpha, beta
+
+
+def _fit_traps(sizes: torch.Tensor, seconds: torch.Tensor) -> dict[str, list[tuple[float, float]]]:
+    """Hint key to the (alpha, beta) that usual slips give."""
+    median, mean = seconds.median(dim=1).values, seconds.mean(dim=1)
+    one = torch.ones_like(sizes)
+    all_sizes, all_times = sizes.repeat_interleave(seconds.shape[1]), seconds.flatten()
+    alpha, beta = _line(sizes, median, 1 / median)
+    proportional = [float((median / sizes).median()), float((median / sizes).mean()), float(median[-1] / sizes[-1])]
+    absolute = [
+        _line(sizes, median, one),
+        _line(sizes, mean, one),
+        _line(all_sizes, all_times, torch.ones_like(all_times)),
+    ]
+    return {
+        "absolute": absolute,
+        "outliers": [_line(sizes, mean, 1 / mean)],
+        "no-alpha": [(0.0, ratio) for ratio in proportional],
+        "bandwidth": [(alpha, 1 / beta)],
+        "swapped": [(beta, alpha)],
+    }
+
+
+def fit_and_predict(fn: Callable) -> None:
+    """Check ``fn(sizes, seconds, unseen) -> (alpha, beta, predicted)``: within 10 % in spite of noise and hiccups."""
+    exercise = Exercise("Exercise 3", HINTS["fit_and_predict"])
+    unseen = torch.tensor([100.0, 3e3, 7e5, 3e8], dtype=torch.float64)
+    for case, alpha, beta, noise, exponents in (
+        ("two sizes without noise", 1e-5, 1 / 10e9, 0, (10, 20)),
+        ("ten sizes, 5 % noise", 20e-6, 1 / 50e9, 0.05, range(10, 29, 2)),
+        ("a slow link, 5 % noise", 1e-3, 1 / 125e6, 0.05, range(8, 27, 2)),
+    ):
+        exercise.case = case
+        sizes, seconds = measurements(alpha, beta, noise, exponents)
+        got = _call(exercise, fn, sizes.clone(), seconds.clone(), unseen.clone())
+        triple = isinstance(got, (tuple, list)) and len(got) == 3
+        triple = triple and isinstance(got[2], torch.Tensor) and got[2].shape == unseen.shape
+        exercise.require(triple, "triple", f"got {type(got).__name__}, expected alpha, beta and a tensor.")
+        found = float(got[0]), float(got[1])
+        if not (_near(found[0], alpha, 0.1) and _near(found[1], beta, 0.1)):
+            traps = _fit_traps(sizes, seconds)
+            key = next((k for k, some in traps.items() if any(_same(found, wrong) for wrong in some)), "value")
+            what = (
+                f"\n  expected  alpha {alpha:.3g} s, beta {beta:.3g} s/byte\n  got       alpha {found[0]:.3g} s, beta "
+            )
+            exercise.refuse(key, f"the fit is off by more than 10 %.{what}{found[1]:.3g} s/byte")
+        expected = alpha + beta * unseen
+        close = bool(((got[2] - expected).abs() <= 0.1 * expected).all())
+        exercise.require(close, "prediction", "the predicted times are off by more than 10 %.")
+    print("Exercise 3 passed: alpha, beta and four unseen sizes within 10 %, with noise and hiccups.")
+
+
+def _same(found: tuple[float, float], wrong: tuple[float, float]) -> bool:
+    return all(math.isclose(f, w, rel_tol=1e-3, abs_tol=1e-15) for f, w in zip(found, wrong, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ ping-pong
+
+_WARM_UP, _HICCUP, _TRIP = 0.75, 0.5, 0.004  # seconds on the check's clock
+
+
+def _trips(repeats: int) -> list[float]:
+    """Seconds of each round trip on the check's clock; the first is slow, one of the others has a hiccup."""
+    usual = [_TRIP * (1 + 0.25 * (5 * i % 7)) for i in range(4 * repeats)]
+    usual[1] = _HICCUP
+    return [_WARM_UP, *usual]
+
+
+def _with_clock(x: torch.Tensor, fn: Callable, repeats: int) -> Any:
+    """Call the answer with a clock that moves when a message has come back to this rank."""
+    from course_utils import record
+
+    trips = _trips(repeats)
+    with record() as ledger:
+        return fn(x, repeats, lambda: 100.0 + sum(trips[: ledger.count("recv")]))
+
+
+def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
+    """Check ``fn(x, repeats, clock) -> seconds``: repeats + 1 messages of full size each way, one after the other."""
+    exercise = Exercise("Exercise 4", HINTS["ping_pong"], timeout)
+    for n, repeats in ((2, 5), (3, 6)):
+        data = [values(50, 2, seed=400 + rank) for rank in range(n)]
+        case = f"repeats = {repeats}"
+        _ping_pong(exercise, data[0].nbytes, repeats, exercise.run(_with_clock, data, fn, repeats, case=case))
+    exercise.passed("repeats + 1 messages each way, half of the median.")
+
+
+def _ping_pong(exercise: Exercise, size: int, repeats: int, outcomes: list[Outcome]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        used = Counter(entry.op for entry in outcome.ledger)
+        listing = f"the ledger shows {', '.join(f'{c} {op}' for op, c in sorted(used.items())) or 'nothing'}."
+        exercise.require(not set(used) - {"send", "recv"}, "collective", listing, rank)
+        exercise.require(rank < 2 or not used, "bystander", listing, rank)
+        exercise.require(rank >= 2 or len(used) > 0, "not-distributed", "the ledger of this rank is empty.", rank)
+    there, back = (outcome.ledger.count("send") for outcome in outcomes[:2])
+    exercise.require(there == back, "no-echo", f"rank 0 sends {there} messages, rank 1 sends {back}.")
+    what = f"{there} round trips; {repeats + 1} are asked for."
+    exercise.require(there != repeats, "no-warm-up", what)
+    exercise.require(there == repeats + 1, "count", what)
+    for rank, outcome in enumerate(outcomes[:2]):
+        other = {entry.bytes for entry in outcome.ledger} - {size}
+        exercise.require(not other, "size", f"messages of {sorted(other)} bytes; x has {size}.", rank)
+    steps = message_steps([outcome.ledger for outcome in outcomes])
+    exercise.require(steps == 2 * there, "exchange", f"the {2 * there} messages are done in {steps} steps.")
+    trips = _trips(repeats)[: repeats + 1]
+    expected = statistics.median(trips[1:]) / 2
+    got = outcomes[0].result
+    number = isinstance(got, (int, float)) and not isinstance(got, bool)
+    exercise.require(number, "seconds", f"rank 0 returned {got!r}.", 0)
+    if _near(got, expected, 1e-6):
+        return
+    slips = {
+        "not-halved": [statistics.median(trips[1:])],
+        "warm-up-counted": [statistics.median(trips) / 2, statistics.median(trips)],
+        "mean": [f * total for total in (sum(trips[1:]) / repeats, sum(trips) / (repeats + 1)) for f in (1, 0.5)],
+        "minimum": [min(trips) / 2, min(trips)],
+        "send-only": [0.0],
+    }
+    key = next((k for k, some in slips.items() if any(_close_to(got, wrong) for wrong in some)), "value")
+    lines = f"\n  expected  {expected * 1e3:.4g} ms\n  got       {got * 1e3:.4g} ms"
+    exercise.refuse(key, f"the time is wrong on the check's clock.{lines}", 0)
+
+
+def _close_to(got: float, wrong: float) -> bool:
+    return math.isclose(got, wrong, rel_tol=1e-6, abs_tol=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------ widest path
+
+Links = list[tuple[str, str, float]]
+
+_SMALL: dict[str, tuple[Links, str, str]] = {
+    "a slow straight link and a detour": (
+        [("A", "B", 10e9), ("A", "C", 45e9), ("C", "D", 60e9), ("D", "B", 40e9), ("B", "E", 2e9)], "A", "B",
+    ),
+    "the fastest first link leads to a slow end": (
+        [("A", "B", 90e9), ("B", "E", 5e9), ("A", "C", 30e9), ("C", "D", 20e9), ("D", "E", 60e9), ("E", "F", 1e9)],
+        "A", "E",
+    ),
+    "the same links, listed the other way round": (
+        [("E", "B", 5e9), ("E", "D", 60e9), ("D", "C", 20e9), ("C", "A", 30e9), ("B", "A", 90e9), ("F", "E", 1e9)],
+        "A", "E",
+    ),
+    "a circle": (
+        [("A", "B", 8e9), ("B", "C", 7e9), ("C", "A", 9e9), ("C", "D", 3e9), ("D", "E", 6e9), ("B", "D", 4e9)],
+        "A", "E",
+    ),
+}  # fmt: skip
+
+
+def _reference_cases() -> dict[str, tuple[Links, str, str]]:
+    from ..topology import cluster, reference
+
+    machines = {"PCIe workstation": reference("pcie workstation"), "two DGX H100": cluster("dgx h100", 2)}
+    return {
+        name: ([(link.a, link.b, link.bandwidth) for link in machine.links], machine.gpus[0], machine.gpus[-1])
+        for name, machine in machines.items()
+    }
+
+
+def _neighbours(links: Links) -> dict[str, list[tuple[str, float]]]:
+    found: dict[str, list[tuple[str, float]]] = {}
+    for a, b, bandwidth in links:
+        found.setdefault(a, []).append((b, bandwidth))
+        found.setdefault(b, []).append((a, bandwidth))
+    return found
+
+
+def _reachable(links: Links, start: str, at_least: float) -> set[str]:
+    neighbours, reached, todo = _neighbours(links), {start}, [start]
+    while todo:
+        for other, bandwidth in neighbours.get(todo.pop(), []):
+            if bandwidth >= at_least and other not in reached:
+                reached.add(other)
+                todo.append(other)
+    return reached
+
+
+def _widest(links: Links, start: str, end: str) -> float:
+    return max(b for b in {link[2] for link in links} if end in _reachable(links, start, b))
+
+
+def _shortest(links: Links, start: str, end: str) -> list[float]:
+    """Bandwidths along a path with the fewest links."""
+    neighbours, paths, todo = _neighbours(links), {start: []}, [start]
+    while end not in paths:
+        here = todo.pop(0)
+        for other, bandwidth in sorted(neighbours[here], key=lambda link: -link[1]):
+            if other not in paths:
+                paths[other] = [*paths[here], bandwidth]
+                todo.append(other)
+    return paths[end]
+
+
+def _greedy(links: Links, start: str, end: str) -> list[float]:
+    """Bandwidths along the path that takes the fastest link to a new device each time, as far as it leads."""
+    neighbours, here, seen, taken = _neighbours(links), start, {start}, []
+    while here != end:
+        onward = [(bandwidth, other) for other, bandwidth in neighbours[here] if other not in seen]
+        if not onward:
+            return [0.0]
+        bandwidth, here = max(onward)
+        seen.add(here)
+        taken.append(bandwidth)
+    return taken
+
+
+def widest_path(fn: Callable) -> None:
+    """Check ``fn(links, start, end) -> (bandwidth, (device, device))`` on small graphs and reference machines."""
+    exercise = Exercise("Exercise 5", HINTS["widest_path"])
+    cases = _SMALL | _reference_cases()
+    for name, (links, start, end) in cases.items():
+        exercise.case = f"{name}, {start} to {end}"
+        exercise.fallback = "direction" if "other way" in name else None
+        _widest_path(exercise, links, start, end, _call(exercise, fn, list(links), start, end))
+    print(
+        f"Exercise 5 passed on {len(cases)} machines, the largest with {max(len(c[0]) for c in cases.values())} links."
+    )
+
+
+def _widest_path(exercise: Exercise, links: Links, start: str, end: str, got: Any) -> None:
+    pair = isinstance(got, (tuple, list)) and len(got) == 2 and isinstance(got[0], (int, float))
+    pair = pair and isinstance(got[1], (tuple, list, set, frozenset)) and len(got[1]) == 2
+    if not pair and exercise.fallback:
+        exercise.refuse(exercise.fallback, f"the function returned {got!r}.")
+    exercise.require(pair, "pair", f"the function returned {got!r}.")
+    expected, (bandwidth, ends) = _widest(links, start, end), got
+    if not _near(bandwidth, expected, 1e-9):
+        path = _on_path(links, start, end, expected)
+        slips = {
+            "slowest-of-all": min(link[2] for link in links),
+            "greedy": min(_greedy(links, start, end)),
+            "fewest-hops": min(_shortest(links, start, end)),
+            "series": 1 / sum(1 / b for b in path),
+            "sum": sum(path),
+            "average": sum(path) / len(path),
+            "first-link": path[0],
+            "fastest-link": max(path),
+        }
+        key = next((k for k, wrong in slips.items() if _near(bandwidth, wrong, 1e-9)), "value")
+        what = f"\n  expected  {expected / 1e9:.4g} GB/s\n  got       {bandwidth / 1e9:.4g} GB/s"
+        exercise.refuse(key, f"the bandwidth is wrong.{what}")
+    text = " and ".join(map(str, ends))
+    right = any(_limits(links, start, end, link) for link in links if link[2] == expected and {*link[:2]} == {*ends})
+    exercise.require(right, "bottleneck", f"the bottleneck is not between {text}.")
+
+
+def _limits(links: Links, start: str, end: str, link: tuple[str, str, float]) -> bool:
+    """Whether some path from start to end uses the link and none that is slower."""
+    a, b, bandwidth = link
+    others = [other for other in links if other is not link]
+    near, far = (_reachable(others, device, bandwidth) for device in (start, end))
+    return (a in near and b in far) or (b in near and a in far)
+
+
+def _on_path(links: Links, start: str, end: str, width: float) -> list[float]:
+    """Bandwidths along a shortest of the widest paths."""
+    return _shortest([link for link in links if link[2] >= width], start, end)
+
+
+# ------------------------------------------------------------------------------------------------ paper problems
+
+
+def copy_seconds(fn: Callable) -> None:
+    """Check ``fn(size, ports, port_gigabits, nvlink_total, pcie_one_way) -> (network, nvlink, pcie)`` in seconds."""
+
+    def seconds(
+        bits: float = 8, ports: bool = True, both: float = 2, pcie_part: float = 1, giga: float = 1e9
+    ) -> Callable[..., tuple[float, ...]]:
+        def answer(size: float, count: int, gigabits: float, nvlink: float, pcie: float) -> tuple[float, ...]:
+            network = (count if ports else 1) * gigabits / bits
+            return tuple(size / (rate * giga) for rate in (network, nvlink / both, pcie / pcie_part))
+
+        return answer
+
+    paper_problem(
+        "Exercise 1", fn, seconds(), [(14e9, 8, 400, 900, 63), (1e9, 4, 200, 600, 31), (140e9, 1, 100, 300, 15.75)],
+        {
+            "gigabits": [seconds(bits=1), seconds(bits=1 / 8)],
+            "one-port": seconds(ports=False),
+            "directions": seconds(both=1),
+            "pcie": seconds(pcie_part=2),
+            "gibi": seconds(giga=2**30),
+        },
+        HINTS["copy_seconds"], ["s by network", "s by NVLink", "s by PCIe"],
+    )  # fmt: skip
+
+
+def roofline_point(fn: Callable) -> None:
+    """Check ``fn(sheet_tflops, with_sparsity, memory_bandwidth, m, n, k) -> (ridge, intensity, attainable)``."""
+
+    def point(
+        dense: Callable[[float, bool], float] = lambda sheet, sparse: sheet / (2 if sparse else 1),
+        flop: float = 2, width: float = 2, written: int = 1, roof: Callable[[float, float], float] = min,
+        unit: float = 1e12,
+    ) -> Callable[..., tuple[float, ...]]:  # fmt: skip
+        def answer(sheet: float, sparse: bool, bandwidth: float, m: int, n: int, k: int) -> tuple[float, ...]:
+            peak, rate = dense(sheet, sparse) * 1e12, bandwidth * 1e9
+            intensity = flop * m * n * k / (width * (m * k + k * n + written * m * n))
+            return peak / rate, intensity, roof(peak, intensity * rate) / unit
+
+        return answer
+
+    paper_problem(
+        "Exercise 2", fn, point(),
+        [
+            (1979, True, 3350, 8, 4096, 4096), (1979, True, 3350, 4096, 4096, 4096), (312, False, 2039, 64, 8192, 1024),
+            (312, False, 2039, 2048, 2048, 2048),
+        ],
+        {
+            "sparsity": [point(dense=lambda sheet, sparse: sheet), point(dense=lambda sheet, sparse: sheet / 2)],
+            "multiply": point(flop=1),
+            "result": point(written=0),
+            "elements": point(width=1),
+            "memory-only": point(roof=lambda peak, memory: memory),
+            "peak-only": [point(roof=lambda peak, memory: peak), point(roof=max)],
+            "tera": point(unit=1),
+        },
+        HINTS["roofline_point"], ["FLOP/byte at the ridge", "FLOP/byte here", "TFLOP/s attainable"],
+    )  # fmt: skip
+
+
+def gradient_seconds(fn: Callable) -> None:
+    """Check ``fn(parameters, nodes, per_node, nvlink_total, ports, port_gigabits) -> (one node, all nodes)``."""
+
+    def ring(n: int) -> float:
+        return 2 * (n - 1) / n
+
+    def seconds(
+        factor: Callable[[int], float] = ring, width: float = 2, both: float = 2, bits: float = 8,
+        all_ports: bool = True, whole: bool = True, pace: Callable[[float, float], float] = min,
+    ) -> Callable[..., tuple[float, ...]]:  # fmt: skip
+        def answer(parameters: float, nodes: int, per_node: int, nvlink: float, ports: int, gigabits: float):
+            size, inside = width * parameters, nvlink / both * 1e9
+            across = (ports if all_ports else 1) * gigabits / bits * 1e9
+            n = nodes * per_node if whole else per_node
+            return factor(per_node) * size / inside, factor(n) * size / pace(inside, across)
+
+        return answer
+
+    paper_problem(
+        "Exercise 6", fn, seconds(),
+        [(7e9, 16, 8, 900, 1, 100), (7e9, 16, 8, 900, 8, 400), (1e9, 2, 4, 600, 2, 200), (13e9, 4, 4, 300, 8, 400)],
+        {
+            "directions": seconds(both=1),
+            "gigabits": seconds(bits=1),
+            "one-port": seconds(all_ports=False),
+            "fp32": seconds(width=4),
+            "no-factor": seconds(factor=lambda n: 1),
+            "node-size": seconds(whole=False),
+            "one-after-another": seconds(pace=lambda inside, across: 1 / (1 / inside + 1 / across)),
+            "network-only": seconds(pace=lambda inside, across: across),
+            "fastest": seconds(pace=max),
+            "half": seconds(factor=lambda n: (n - 1) / n),
+            "limit": seconds(factor=lambda n: 2),
+        },
+        HINTS["gradient_seconds"],
+        ["s on one node", "s on all nodes"],
+    )  # fmt: skip

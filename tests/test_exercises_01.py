@@ -1,0 +1,44 @@
+"""The exercises on interconnects: solutions pass, empty stubs fail, usual wrong answers get their own hint."""
+
+from __future__ import annotations
+
+import mutants_01
+import pytest
+import torch
+from exercise_cases import ExerciseTests
+
+from course_utils.checks import CheckFailed, c01
+from course_utils.topology import REFERENCES, reference
+
+pytestmark = pytest.mark.guard(60)
+
+
+class TestInterconnects(ExerciseTests):
+    checks, mutants = c01, mutants_01
+
+    @pytest.mark.parametrize("name", REFERENCES)
+    def test_widest_path_of_the_solution_is_that_of_the_topology(self, name):
+        machine = reference(name)
+        links = [(link.a, link.b, link.bandwidth) for link in machine.links]
+        for other in machine.gpus[1:9]:
+            found, _ = self.answer("widest_path")(links, machine.gpus[0], other)
+            assert found == machine.path(machine.gpus[0], other).bandwidth
+
+
+def test_any_of_several_slowest_links_is_a_bottleneck_but_no_dead_end():
+    links = [("A", "B", 5e9), ("B", "C", 5e9), ("B", "D", 5e9)]
+    for ends, right in ((("A", "B"), True), (("C", "B"), True), (("B", "D"), False)):
+        exercise = c01.Exercise("Exercise 5", c01.HINTS["widest_path"])
+        try:
+            c01._widest_path(exercise, links, "A", "C", (5e9, ends))
+        except CheckFailed as error:
+            assert not right and error.hint == "bottleneck"
+        else:
+            assert right
+
+
+def test_measurements_are_the_same_each_time_and_exact_without_noise():
+    first, second = (c01.measurements(1e-5, 1e-9, 0.03)[1] for _ in range(2))
+    assert torch.equal(first, second)
+    sizes, exact = c01.measurements(1e-5, 1e-9, 0.0)
+    assert torch.allclose(exact, (1e-5 + 1e-9 * sizes)[:, None].expand(-1, 7), rtol=1e-12)
