@@ -1430,8 +1430,8 @@ print(f"{length(overlapped) * 1e3:.0f} ms overlapped")
 # 8. 229 of 274 GB/s: 84 % (section 6).
 # </details>
 #
-# **Exercises:** [exercises/02_collectives](../exercises/02_collectives.ipynb). **Next:** [03 nccl](03_nccl.ipynb), where you build
-# trees and two-level algorithms too and find out which one NCCL picks.
+# **Exercises:** [exercises/02_collectives](../exercises/02_collectives.ipynb). **Next:** [03
+# nccl](03_nccl.ipynb), where you build trees and two-level algorithms too and find out which one NCCL picks.
 #
 # **Worth reading**
 # - E. Chan, M. Heimlich, A. Purkayastha, R. van de Geijn, *Collective communication: theory, practice, and
