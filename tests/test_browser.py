@@ -23,6 +23,11 @@ from course_utils.workshop import chromium
 
 pytestmark = pytest.mark.guard(420)
 
+WIDGETS = {
+    "01": ["topology_explorer("],
+    "02": ["collective_stepper("],
+    "03": ["all_reduce_stepper(", "algorithm_chooser("],
+}
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 ARGUMENTS += ["--disable-component-update", "--disable-sync"]
 PANEL = "const panel = window.jupyterapp.shell.currentWidget;"
@@ -160,14 +165,20 @@ def show_cell(page, text: str) -> None:
     )
 
 
-def stepper(page):
-    """The picture and the slider of the widget that steps through a collective, once both are there."""
-    show_cell(page, "collective_stepper(")
-    picture = page.locator("img.widget-image").first
-    handle = page.locator(".widget-slider .noUi-handle").first
-    picture.wait_for(state="visible", timeout=30_000)
+def widget(page, text: str):
+    """The cell of the widget that `text` makes, once its picture is there, and the cell's first slider."""
+    show_cell(page, text)
+    cell = page.locator(".jp-Notebook-cell.jp-mod-active")
+    cell.locator("img.widget-image").first.wait_for(state="visible", timeout=30_000)
+    handle = cell.locator(".widget-slider .noUi-handle").first
     handle.scroll_into_view_if_needed()
-    return picture, handle
+    return cell, handle
+
+
+def shown(cell) -> list[str]:
+    """What the kernel has put into the widget: its texts and its pictures."""
+    pictures = cell.locator("img.widget-image").evaluate_all("all => all.map(image => image.src)")
+    return cell.locator(".widget-html-content").all_inner_texts() + pictures
 
 
 def test_lab_is_for_this_machine_and_this_user_only(lab: Lab):
@@ -186,27 +197,24 @@ def test_lab_opens_on_the_first_lesson(browser, lab: Lab):
     page.close()
 
 
-def test_first_lesson_runs_through_the_menu(open_lesson: Callable, screenshots: Path):
-    page = open_lesson("00")
-    run_all(page)
-    page.screenshot(path=screenshots / "00.png")
-    assert_ran_without_errors(page)
-
-
 def test_stored_widget_is_shown_before_anything_runs(open_lesson: Callable, screenshots: Path):
     page = open_lesson("02")
-    picture, _ = stepper(page)
+    cell, _ = widget(page, WIDGETS["02"][0])
+    picture = cell.locator("img.widget-image").first
     assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
     page.screenshot(path=screenshots / "02_stored.png")
 
 
-def test_moving_the_slider_changes_the_picture(open_lesson: Callable, screenshots: Path):
-    page = open_lesson("02")
+@pytest.mark.parametrize("number", [path.name[:2] for path in sorted((ROOT / "notebooks").glob("*.ipynb"))])
+def test_lesson_runs_through_the_menu_and_its_widgets_move(open_lesson: Callable, screenshots: Path, number: str):
+    page = open_lesson(number)
     run_all(page)
     assert_ran_without_errors(page)
-    picture, handle = stepper(page)
-    before = picture.screenshot()
-    page.screenshot(path=screenshots / "02_before.png")
-    handle.press("ArrowRight")
-    waited_for(lambda: picture.screenshot() != before, "another picture", 30)
-    page.screenshot(path=screenshots / "02_after.png")
+    page.screenshot(path=screenshots / f"{number}.png")
+    for text in WIDGETS.get(number, []):
+        cell, handle = widget(page, text)
+        before = shown(cell)
+        page.screenshot(path=screenshots / f"{number}_{text.strip('(')}_before.png")
+        handle.press("ArrowRight")
+        waited_for(lambda cell=cell, before=before: shown(cell) != before, f"a change of {text}", 30)
+        page.screenshot(path=screenshots / f"{number}_{text.strip('(')}_after.png")
