@@ -283,6 +283,7 @@ _SMALL: dict[str, tuple[Links, str, str]] = {
         [("E", "B", 5e9), ("E", "D", 60e9), ("D", "C", 20e9), ("C", "A", 30e9), ("B", "A", 90e9), ("F", "E", 1e9)],
         "A", "E",
     ),
+    "a dead end as slow as the way": ([("A", "D", 5e9), ("A", "B", 5e9), ("B", "C", 9e9)], "A", "C"),
     "a circle": (
         [("A", "B", 8e9), ("B", "C", 7e9), ("C", "A", 9e9), ("C", "D", 3e9), ("D", "E", 6e9), ("B", "D", 4e9)],
         "A", "E",
