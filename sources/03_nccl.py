@@ -70,7 +70,7 @@ from course_utils.fabric import emulate
 from course_utils.topology import two_level
 from course_utils.widgets import algorithm_chooser, all_reduce_stepper
 
-world_size = 4  # ranks of sections 1 to 3, 2 or more
+world_size = 4  # ranks of sections 1 to 3, 7, 8 and 10: 2 to 8
 virtual = (2, 4)  # nodes, and GPUs in each, of the emulated cluster
 emulated_sizes = [2**k for k in (12, 15, 18, 21, 24)]  # bytes: 4 KiB to 16 MiB
 slowdown = 5000  # how much slower than the clock the slow motion is
@@ -246,8 +246,32 @@ assert counted["ring"] == (2 * (world_size - 1), 2 * (world_size - 1) / world_si
 
 # %% [markdown]
 # Each half takes n−1 steps of S/n bytes: 2(n−1) steps, and 2(n−1)/n·S bytes from every rank. No all-reduce in which
-# only ranks add can send less (lesson 02, section 5). The price is in the steps: they grow with n.
-#
+# only ranks add can send less (lesson 02, section 5). The price is in the steps: they grow with n. The halves are
+# collectives of their own, so they are held against the library one by one:
+
+
+# %%
+def halves(numel):
+    """On a rank: each half of the ring against the library. Return a ledger of each."""
+    x = torch.randint(-99, 100, (numel,), device=device()).float()
+    total = x.clone()
+    dist.all_reduce(total)
+    with record() as scattering:
+        piece = ring_reduce_scatter(x)
+    assert torch.equal(piece, total.tensor_split(dist.get_world_size())[dist.get_rank()])
+    with record() as gathering:
+        ring_all_gather(x)
+    assert torch.equal(x, total)
+    return scattering, gathering
+
+
+by_half = zip(*launch(halves, numel, world_size=world_size), strict=True)
+for name, ledgers in zip(("reduce-scatter", "all-gather"), by_half, strict=True):
+    steps, share = message_steps(ledgers), max(ledger.sent for ledger in ledgers) / (4 * numel)
+    print(f"ring {name:15}{steps:3} steps, {share:.2f} S from each rank")
+    assert (steps, share) == (world_size - 1, (world_size - 1) / world_size)
+
+# %% [markdown]
 # > **What changes on real GPUs.** One kernel does the whole ring, in slices: a rank adds one slice while the next is
 # > arriving, so the steps overlap. And NCCL lays several rings, called **channels**, through the same GPUs, each with
 # > its own part of the data and its own links.
@@ -408,13 +432,15 @@ def hierarchical_all_reduce(x, per_node):
 # %% [markdown]
 # **Predict.** Two nodes with two ranks each. How many bytes does a rank send, and how many of them to the other node?
 
+
 # %%
-per_node = world_size // 2 if world_size % 2 == 0 else 1
-nodes = world_size // per_node
+def halved(n):
+    """Nodes, and ranks in each, as which n ranks are seen here: two nodes, or n where n is odd."""
+    return (2, n // 2) if n % 2 == 0 else (n, 1)
 
 
 def hierarchical(x):
-    hierarchical_all_reduce(x, per_node)
+    hierarchical_all_reduce(x, halved(dist.get_world_size())[1])
 
 
 counted["hierarchical"] = count("hierarchical", hierarchical)
@@ -428,17 +454,22 @@ counted["hierarchical"] = count("hierarchical", hierarchical)
 # The same counts beside the formulas. `all_reduce_steps` and `all_reduce_bytes` give, for any number of ranks, steps
 # and the bytes that the busiest rank sends.
 
+
 # %%
-grid = costs.Cluster(nodes, per_node, intra=(0.0, 0.0), inter=(0.0, 0.0))
+def grid(n):
+    return costs.Cluster(*halved(n), intra=(0.0, 0.0), inter=(0.0, 0.0))
+
+
 print(f"{world_size} ranks" + f"{'steps':>17}{'formula':>9}{'S sent':>9}{'formula':>9}")
 for name, (steps, sent) in counted.items():
-    formula = costs.all_reduce_steps(name, grid), costs.all_reduce_bytes(name, grid, 1.0)
+    shape = grid(world_size)
+    formula = costs.all_reduce_steps(name, shape), costs.all_reduce_bytes(name, shape, 1.0)
     print(f"{name:20}{steps:5}{formula[0]:9}{sent:9.3f}{formula[1]:9.3f}")
     assert steps == formula[0]
     assert abs(sent - formula[1]) < 1e-9
 
 # %% [markdown]
-# One world size and one tidy tensor prove little. The next cell runs every function on 1, 2, 3 and 5 ranks, on
+# One world size and one tidy tensor prove little. The next cell runs every function on 1 to 5 ranks, on
 # tensors of 0, 1, n−1, n, n+1 and 1,000 numbers of three types. Where n does not divide the size, pieces differ by
 # one number, so the bytes may differ from the formula by a few numbers; the steps may not.
 
@@ -449,6 +480,7 @@ algorithms = {
     "tree": tree_all_reduce,
     "recursive_doubling": recursive_doubling_all_reduce,
     "halving_doubling": halving_doubling_all_reduce,
+    "hierarchical": hierarchical,
 }
 
 
@@ -464,13 +496,13 @@ def all_cases():
 
 
 # %%
-for n in (1, 2, 3, 5):
+for n in range(1, 6):
     by_rank = launch(all_cases, world_size=n)
     for name, length, dtype in by_rank[0]:
         ledgers = [cases[name, length, dtype] for cases in by_rank]
         sent = max(ledger.sent for ledger in ledgers) / dtype.itemsize
-        assert message_steps(ledgers) == costs.all_reduce_steps(name, n)
-        assert abs(sent - costs.all_reduce_bytes(name, n, length)) <= 2 * n.bit_length()
+        assert message_steps(ledgers) == costs.all_reduce_steps(name, grid(n))
+        assert abs(sent - costs.all_reduce_bytes(name, grid(n), length)) <= 2 * n.bit_length()
     print(f"n = {n}: {len(by_rank[0])} runs, all equal to the library, steps and bytes as computed")
 
 # %% [markdown]
@@ -503,15 +535,16 @@ stepper
 # | tree | 2⌈log₂n⌉ α | 2⌈log₂n⌉ S in a row | 2⌈log₂n⌉·(α + βS) |
 # | recursive doubling | log₂n α | log₂n S | log₂n·(α + βS) |
 # | halving/doubling | 2 log₂n α | 2(n−1)/n S | 2 log₂n·α + 2(n−1)/n·βS |
-# | hierarchical, m nodes of g | 2(g−1) a + 2(m−1) A | in a node, between nodes | 2(g−1)(a + bS/g) + 2(m−1)(A + BS/n) |
+# | hierarchical, m nodes of g | 2(g−1) a + 2(m−1) A | 2(g−1)/g S; 2(m−1)/n S | 2(g−1)(a + bS/g) + 2(m−1)(A + BS/n) |
 #
-# <small>a, b: α and β in a node; A, B: between nodes. The root has 2(n−1) steps and only two latencies: all ranks
-# send at once, the latencies pass side by side, and only the bytes queue at rank 0.</small>
+# <small>Doubling: n a power of two. Hierarchical: in a node; between nodes. a, b: α and β in a node; A, B: between
+# nodes. The root has 2(n−1) steps and only two latencies: all ranks send at once, the latencies pass side by side,
+# and only the bytes queue at rank 0.</small>
 #
 # **Predict** (question 3). 4 KiB on 1,024 ranks: ring against tree?
 #
-# The cell takes α = 14 µs, NCCL's own constant for a hop over the network (src/graph/tuning.cc), and 50 GB/s, one
-# port of 400 Gb/s InfiniBand. All figures of this section are *modelled*.
+# The cell takes α = 14 µs, NCCL's own constant for a hop over the network (src/graph/tuning.cc, protocol Simple of
+# section 6), and 50 GB/s, one port of 400 Gb/s InfiniBand. Figures are *modelled* up to *When the switch adds*.
 
 # %%
 hop, wire = 14e-6, 50e9  # seconds, bytes per second
@@ -548,7 +581,8 @@ plots.crossover(few_and_many, ["ring", "tree", "halving_doubling"], shown, pairs
 #
 # ### Thousands of ranks
 #
-# A bucket of DDP holds 25 MiB. How long does its all-reduce take on more and more ranks?
+# A bucket of DDP holds 25 MiB. How long does its all-reduce take on more and more ranks? (`double_tree` is the subject
+# of the next heading.)
 
 # %%
 bucket = 25 * 2**20
@@ -588,8 +622,8 @@ plots.scale_out(growing, names, sizes=(4096, bucket))
 # leaves, which receive nothing on the way up.
 #
 # The **double binary tree** (Sanders, Speck and Träff 2009) uses two trees, each for one half of S. Whoever works in
-# one tree is a leaf of the other. The next cell builds both for n ranks: a tree in which ranks in order are the
-# leaves and the joints by turns, and the same tree shifted by one rank, or mirrored.
+# one tree is a leaf of the other. The next cell builds both for an even number of ranks: a tree in which leaves and
+# inner ranks take turns, and its mirror image. (For an odd number the second tree is the first, shifted by one rank.)
 
 
 # %%
@@ -597,7 +631,7 @@ def parents(n):
     """A binary tree of n ranks, the even ones its leaves: each rank's parent, -1 for the root."""
     tree = []
     for place_from_1 in range(1, n + 1):
-        bit = place_from_1 & -place_from_1  # its lowest one: the level
+        bit = place_from_1 & -place_from_1  # the lowest 1 among its bits: the level
         above = (place_from_1 ^ bit) | (2 * bit)
         tree.append((above if above <= n else place_from_1 ^ bit) - 1)
     return tree
@@ -610,14 +644,15 @@ def mirrored(tree):
 first = parents(8)
 second = mirrored(first)
 for name, tree in {"first": first, "second": second}.items():
-    joints = {up for up in tree if up >= 0}
-    print(f"{name:7} parent of each rank: {tree}, not leaves: {sorted(joints)}")
+    inner = {up for up in tree if up >= 0}
+    print(f"{name:7} parent of each rank: {tree}, inner ranks: {sorted(inner)}")
 assert not {up for up in first if up >= 0} & {up for up in second if up >= 0}
 
 # %% [markdown]
-# No rank works in both. So on the way up a rank receives at most two halves and sends two, one in each tree, and on
-# the way down likewise: at most 2 S each way, as in a ring, with the latency of a tree. This is NCCL's `Tree`. It
-# connects *nodes*; in a node the GPUs form a chain (NVIDIA/nccl issues
+# No rank has children in both. So on the way up a rank receives at most two halves and sends two, one in each tree,
+# and on the way down likewise: at most 2 S each way, as in a ring, with the latency of a tree. The model of
+# `double_tree` takes the blocks as so small that no gap is left between them, which real blocks do not reach. This is
+# NCCL's `Tree`. It connects *nodes*; in a node the GPUs form a chain (NVIDIA/nccl issues
 # [448](https://github.com/NVIDIA/nccl/issues/448), [1103](https://github.com/NVIDIA/nccl/issues/1103)).
 #
 # <details><summary>Halving/doubling has the ring's bytes and the tree's latency. Why does NCCL not use it?</summary>
@@ -652,10 +687,11 @@ alone = carried / (5 / 4) * costs.busbw_factor("all_reduce", 4)
 print(f"so 4 GPUs would show {alone:.0f} GB/s with NVLS; recorded, with a ring: 363 GB/s")
 
 # %% [markdown]
-# The last column answers questions 7 and 8. The wire carries 304 to 311 GB/s, always the same, 68 % of its rate. A
-# ring uses it better, 367.6 of 450 GB/s (*recorded*, same file), but has to send nearly twice the bytes. And bus
-# bandwidth falls with fewer GPUs since the ring, its yardstick, needs fewer bytes then, not since anything is broken:
-# at four GPUs NVLS and ring would tie, and NCCL takes the ring.
+# The last column answers question 7, the last line question 8. The wire carries 304 to 310 GB/s whatever n is, 68 or
+# 69 % of its rate, and bus bandwidth is 2(n−1)/(n+1) times that: 1.56 times with eight GPUs, 1.2 times with four. So
+# it falls with fewer GPUs because the ring, its yardstick, needs fewer bytes then, not because anything is broken. A
+# ring uses the wire better, 367.6 of 450 GB/s (*recorded*, same file), but with eight GPUs it has to send 1.56 times
+# the bytes. At four GPUs NVLS and ring would tie, and NCCL takes the ring.
 #
 # > **Misconception.** "482 of 450 GB/s: the table is wrong, or the link is faster than its data sheet." Bus bandwidth
 # > is the speed a link would need *if ranks alone did the adding*. Where the network adds, it is not the speed of any
@@ -664,13 +700,14 @@ print(f"so 4 GPUs would show {alone:.0f} GB/s with NVLS; recorded, with a ring: 
 # %% [markdown]
 # ## 5. A cluster in a notebook
 #
-# Formulas say what should happen. This machine has no NVLink and no InfiniBand, so the next cells **emulate** them.
-# The functions of sections 1 to 3 run unchanged on eight real ranks and send real messages. A virtual clock decides
-# how long each would have taken: every link carries one message at a time in each direction, and a message takes the
-# latency of its path and S over its bandwidth. The clock depends on program and topology alone, so the result is the
-# same on any machine.
+# Formulas say what should happen. Few of us have two nodes with NVLink and InfiniBand, so the next cells **emulate**
+# them. The functions of sections 1 to 3 run unchanged on eight real ranks and send real messages. A virtual clock
+# decides how long each would have taken: every link carries one message at a time in each direction, and a message
+# takes the latency of its path and S over its bandwidth. The clock depends on program and topology alone, so the
+# result is the same on any machine.
 #
-# The cluster: two nodes of four GPUs, NVLink 4 inside, one 400 Gb/s InfiniBand port for each GPU between.
+# The cluster: two nodes of four GPUs, NVLink 4 inside, one 400 Gb/s InfiniBand port for each GPU between. The
+# latencies are NCCL's constants for a hop (section 6).
 
 # %%
 links = [
@@ -681,7 +718,7 @@ two_nodes = two_level(*virtual, *links)
 for other in (1, virtual[1]):
     path = two_nodes.path(0, other)
     rate = f"{path.bandwidth / 1e9:.0f} GB/s"
-    print(f"GPU 0 to GPU {other}: {path.latency * 1e6:.1f} us, {rate}")
+    print(f"GPU 0 to GPU {other}: {path.latency * 1e6:.1f} µs, {rate}")
 
 # %% [markdown]
 # **Predict** (question 4). 4 MiB. One ring over all eight GPUs, a tree, or the hierarchical algorithm? Which is
@@ -726,7 +763,7 @@ cluster = costs.cluster_of(two_nodes)
 
 # %%
 errors = {}
-print("us emulated/model" + "".join(f"{format_bytes(size):>16}" for size in emulated_sizes))
+print("µs emulated/model" + "".join(f"{format_bytes(size):>16}" for size in emulated_sizes))
 for name in contenders:
     row = ""
     for size in emulated_sizes:
@@ -745,10 +782,10 @@ plots.model_against_emulation(
 )
 
 # %% [markdown]
-# *The figure: three curves, flat to the left and straight to the right. The tree is lowest up to some 100 KiB, the
+# *The figure: three curves, flat to the left and straight to the right. The tree is lowest up to about 160 KiB, the
 # hierarchical algorithm from there on. The ring begins highest and passes the tree between 1 and 2 MiB.*
 #
-# The ring's line has a bend near 3 MiB: to the left latency counts, to the right the one port between the nodes.
+# The ring's line has a bend near 3.5 MiB: to the left latency counts, to the right the one port between the nodes.
 #
 # The model was written down before anything ran, and no number in it was fitted to the emulation. The bound asserted
 # is 1 %. Do not read too much into the agreement: both follow the same rules. It says that the formulas count the
@@ -773,7 +810,7 @@ def in_slow_motion(name):
 for name in contenders:
     start = time.monotonic()
     slowest = max(launch(in_slow_motion, name, world_size=virtual[0] * virtual[1], backend="gloo"))
-    print(f"{name:13}{slowest * 1e6:6.1f} us emulated; you waited {time.monotonic() - start:.1f} s")
+    print(f"{name:13}{slowest * 1e6:6.1f} µs emulated; you waited {time.monotonic() - start:.1f} s")
 
 # %% [markdown]
 # ### One network card for the whole node
@@ -786,7 +823,7 @@ shared = two_level(*virtual, *links, nics="node")
 four_mib = [2**22]
 own_card, one_card = (run_race(cards, four_mib) for cards in (two_nodes, shared))
 sharing = costs.cluster_of(shared)
-print(f"{'us, 4 MiB':14}{'a port each':>12}{'one port':>12}{'model of it':>12}")
+print(f"{'µs, 4 MiB':14}{'a port each':>12}{'one port':>12}{'model of it':>12}")
 for name in contenders:
     times = own_card[name, 2**22], one_card[name, 2**22], all_reduce_seconds(name, 2**22, sharing)
     print(f"{name:14}" + "".join(f"{t * 1e6:12.1f}" for t in times))
@@ -866,11 +903,12 @@ a100 = tuner.MACHINES["8 x A100"]
 for protocol in ("LL", "LL128", "Simple"):
     ring = "ring", protocol
     start, rate = tuner.latency(ring, a100), tuner.bandwidth(ring, a100)
-    print(f"{protocol:7}{start * 1e6:5.1f} us, then {rate / 1e9:5.1f} GB/s of x")
+    print(f"{protocol:7}{start * 1e6:5.1f} µs, then {rate / 1e9:5.1f} GB/s of x")
 
 # %% [markdown]
 # 15 µs against 56 µs. At 64 KiB the bytes take about one microsecond, so LL wins with half its bytes wasted. That is
-# why there are three protocols: each is the best for some size.
+# why there are three protocols: each is the best for some size. (LL shows less than half of 137 GB/s: NCCL also caps
+# it, on one node of Ampere GPUs at 87.7 GB/s, times n/(2(n−1)) for the data in x.)
 #
 # ### The tuner
 #
@@ -880,21 +918,25 @@ for protocol in ("LL", "LL128", "Simple"):
 
 # %%
 for choice, t in sorted(tuner.predict(2**20, a100).items(), key=lambda item: item[1]):
-    print(f"1 MiB: {' / '.join(choice):14}{t * 1e6:6.1f} us")
-previous = None
-for size in (2**k for k in range(10, 35)):
-    if (now := tuner.choose(size, a100)) != previous:
-        print(f"from {format_bytes(size):>7}: {' / '.join(now)}")
-    previous = now
+    print(f"1 MiB: {' / '.join(choice):14}{t * 1e6:6.1f} µs")
+cluster_64 = tuner.Machine(64, 8, "nvlink", a100.bandwidth, network=8 * 25e9)
+for title, machine in {"1 node": a100, "64 nodes": cluster_64}.items():
+    previous = None
+    for size in (2**k for k in range(10, 35)):
+        if (now := tuner.choose(size, machine)) != previous:
+            print(f"{title}, from {format_bytes(size):>7}: {' / '.join(now)}")
+        previous = now
+assert tuner.choose(2**20, cluster_64)[0] == "tree"
 
 # %% [markdown]
-# In one node of eight the tree never wins: its chain has as many hops as the ring, and it sends half as fast. It wins
-# between nodes, where its hops grow with log₂ of the nodes.
+# In one node of eight the tree never wins: its chain has as many hops as the ring, and less bandwidth. On 64 such
+# nodes, each with eight ports of 200 Gb/s, it wins up to gigabytes: its hops grow with log₂ of the nodes, the ring's
+# with their number. (The choice for 64 nodes is *modelled*; no record was at hand to hold against it.)
 #
 # ### Against a real table
 #
-# Now the test. Eight A100s, sixteen sizes, *recorded* (stas00/ml-engineering, network/README.md). Nothing in the
-# tuner has seen this table.
+# Now the test. Eight A100s, sixteen sizes, *recorded* (stas00/ml-engineering, network/README.md). The constants are
+# NCCL's own; none was fitted to this table.
 
 # %%
 a100_table = recorded.A100_ALL_REDUCE
@@ -902,7 +944,7 @@ published = tuner.errors(a100_table, a100)
 print("S        recorded        choice   published")
 for size, t, e in zip(a100_table.sizes, a100_table.seconds, published, strict=True):
     choice = " / ".join(tuner.choose(size, a100))
-    print(f"{format_bytes(size):8}{t * 1e6:9.1f} us{choice:>14}{e:12.0%}")
+    print(f"{format_bytes(size):8}{t * 1e6:9.1f} µs{choice:>14}{e:12.0%}")
 print(f"median error, without sign: {np.median(abs(published)):.1%}")
 
 # %% [markdown]
@@ -914,7 +956,13 @@ print(f"median error, without sign: {np.median(abs(published)):.1%}")
 #    the same mode needs 10 µs with two GPUs and 33.7 µs with eight for a few bytes (nccl-tests issue
 #    [123](https://github.com/NVIDIA/nccl-tests/issues/123)).
 # 2. A hop that forwards a slice takes longer than an empty one. Two other nodes of eight A100s, measured by others
-#    with the same command, say how much.
+#    with `-g 8` too, say how much (the sources are in `recorded.OTHER_A100_ALL_REDUCE`).
+#
+# How blind is the prediction? No number in it comes from this table. The *method* has seen it: estimates by hand had
+# been held against the table before the method was fixed, so whoever chose these two corrections knew roughly how
+# large the misses were, and where. And the second takes whatever the two other nodes need beyond the first, so both
+# together predict the same as the second alone: the first explains a part, the second predicts. Read the last column
+# as what three machines of one kind have in common, not as a forecast.
 
 # %%
 models = {"published": published}
@@ -941,7 +989,7 @@ plots.predicted_against_recorded(
 # *The figure, left: recorded times as points, predicted ones as lines. Middle: the same as bus bandwidth, with the
 # dip of the points at 16 MiB. Right: the error; the grey band is 15 %. The pale line uses the published constants,
 # the dark one both corrections.*
-#
+
 # %% [markdown]
 # The median error is 10.5 %. It hides two things.
 #
@@ -970,28 +1018,30 @@ for size, choice in chosen.items():
 print("predicted, and recorded: ring / LL up to 1 MiB, nvls / Simple from 2 MiB")
 h200_errors = tuner.errors(recorded.H200_ALL_REDUCE, h200)
 typical = np.median(abs(h200_errors))
-print(f"error of the time: median {typical:.0%}, at 16 GiB {h200_errors[-1]:.0%}")
+print("error of the time, 32 KiB to 16 GiB:", *(f"{e * 100:.0f}" for e in h200_errors), "%")
+print(f"median without sign {typical:.0%}")
 wire_rate = tuner.nvls_busbw(h200)
 largest = recorded.H200_LARGEST["all_reduce, nvls"]
 print(f"from the bytes on the wire: busbw {wire_rate / 1e9:.0f} GB/s, recorded {largest / 1e9:.1f}")
 assert abs(wire_rate / largest - 1) < 0.05
 
 # %% [markdown]
-# Every choice is right, and the time of NVLS is a fifth too short at every large size. NCCL's bandwidth for NVLS only
-# has to make it win where it wins. The bytes of section 4 say more: (n+1)/n·S at NCCL's rate for the link and 85 %
-# efficiency give 490 GB/s, 2 % from the record.
+# Every choice is right. The time of NVLS is too short everywhere, by a fifth from 512 MiB on and by up to 38 % around
+# 16 MiB. NCCL's bandwidth for NVLS is used for choosing, and for that it serves. The bytes of section 4 say more:
+# (n+1)/n·S at NCCL's rate for the link and 85 % efficiency give 490 GB/s, 2 % from the record.
 #
 # > **What changes on real GPUs.** Nothing has to be rebuilt: `NCCL_DEBUG=INFO` with `NCCL_DEBUG_SUBSYS=TUNING` prints
-# > NCCL's own table. `NCCL_ALGO` and `NCCL_PROTO` force a choice, for an experiment. In a job they freeze a decision
-# > that the next version, the next size or the next node count would take better.
+# > NCCL's own table (section 9). `NCCL_ALGO` and `NCCL_PROTO` force a choice, for an experiment. In a job they freeze
+# > a decision that the next version, the next size or the next node count would take better.
 
 
 # %% [markdown]
 # ## 7. The C API
 #
-# Everything so far called NCCL through PyTorch. The library itself is in C, and its interface is small: fifty
-# functions, of which a dozen do the daily work. Knowing them pays three times. Error messages and traces name them.
-# Other programs than PyTorch use them. And PyTorch's own rules, such as "call in the same order", are theirs.
+# Everything so far went through PyTorch. NCCL itself has an interface in C, and it is small: fifty functions
+# (`nccl.h` of version 2.29), of which a dozen do the daily work. Knowing them pays three times. Error messages and
+# traces name them. Other programs than PyTorch use them. And PyTorch's own rules, such as "call in the same order",
+# are theirs.
 #
 # [native/all_reduce.c](../native/all_reduce.c) is a complete program: it sums an array over all GPUs of the machine,
 # checks every element of the sum, and prints algorithm and bus bandwidth. It can do so in two ways: one process that
@@ -1174,7 +1224,7 @@ if toolkit:
 # %% [markdown]
 # Without a GPU, CUDA complains about its driver, which comes with the GPU and not with a Python package. With GPUs
 # you have just read two lines for each way: the time of one all-reduce of 64 MiB with its bandwidths, and the
-# verdict on the sums. Compare the bus bandwidth with the table of your GPU above.
+# verdict on the sums. Eight A100s show 172 GB/s bus bandwidth at this size (*recorded*, the table of section 6).
 #
 # <details><summary>Why does the program count the GPUs in a child process?</summary>
 #
@@ -1273,10 +1323,10 @@ if toolkit:
     print(*(f"{n:4} {name}" for name, n in called.items()), sep="\n")
 
 # %% [markdown]
-# Read the third line: an all-reduce of 65,536 numbers of 4 bytes, 256 KiB, on communicator `c0`, where this process
-# has rank 0; it went into stream `s0` without an error. Inside a group the lines are indented. `ncclGetUniqueId` and
-# `ncclCommGetAsyncError` are missing because the library does not step between there: a trace shows what its author
-# thought of.
+# Check and measurements are 21 calls on each of `world_size` GPUs, in 21 groups. Read line `#2`: an all-reduce of
+# 65,536 numbers of 4 bytes, 256 KiB, on communicator `c0`, where this process has rank 0; it went into stream `s0`
+# without an error. Inside a group the lines are indented. `ncclGetUniqueId` and `ncclCommGetAsyncError` are missing
+# because the library does not step between there: a trace shows what its author thought of.
 #
 # `bytes` is the size of the argument, S of lesson 02. What travels over the links is 2(n−1)/n·S, and no caller sees
 # it.
@@ -1291,7 +1341,7 @@ if toolkit:
         spent.get(name, []).append(float(us))
     for name, us in spent.items():
         middle = sorted(us)[len(us) // 2]
-        print(f"{name:14} {len(us):3} calls, median {middle:.1f} us")
+        print(f"{name:14} {len(us):3} calls, median {middle:.1f} µs")
 
 # %% [markdown]
 # No. It is the time for which the call kept the *CPU*. In a group `ncclAllReduce` only takes a note; the launch
@@ -1299,8 +1349,17 @@ if toolkit:
 # or a rank that waited for others to call, never a slow link. (The stand-in adds at once, within `ncclGroupEnd`, so
 # here that call is longer than a launch would be.)
 #
-# With real NCCL the same line works, on any program that loads NCCL as a shared library. PyTorch's packages do; it
-# would see nothing of a program with NCCL linked in statically.
+# The same on real NCCL, if this machine has a GPU:
+
+# %% tags=["nbval-ignore-output"]
+if toolkit:
+    real = execute(work / "all_reduce", "one-process", 65536, LD_PRELOAD=work / "libtrace_nccl.so")
+    assert real.returncode in (0, 2)  # 2: no GPU
+    print(*real.stderr.splitlines()[:6], sep="\n")
+
+# %% [markdown]
+# It works on any program that loads NCCL as a shared library. PyTorch's packages do; it would see nothing of a program
+# with NCCL linked in statically.
 #
 # ```bash
 # gcc -shared -fPIC -I$NCCL/include -I$CUDA/include native/trace_nccl.c -o libtrace_nccl.so
@@ -1419,7 +1478,7 @@ print(f"NCCL {version}, network {network}")
 # | `… set by environment to …` | each variable that NCCL obeys: who set it, and why? |
 # | `NET/IB : Using [0]mlx5_0:1/IB` | network cards found, as name:port/kind. Are **all** there? Here one |
 # | `[RO]; OOB ibs65` | PCIe relaxed ordering is on; interface that sets up connections |
-# | `Using network IB` | **the verdict**: RDMA verbs. `Socket` here means TCP |
+# | `Using network IB` | **the verdict**: RDMA by *verbs*, the API of RDMA cards. `Socket` means TCP |
 # | `=== System : maxBw 12.0` | the topology that NCCL sees; GB/s in one direction on each link |
 # | `Pattern 3, … nChannels 1` | a search for rings or trees has found one channel |
 # | `bw 24/12, type LOC/PHB` | GB/s and kind of path: in the node / to the network card |
@@ -1521,11 +1580,12 @@ assert all("GDRDMA" in v for s, r, v in transports(connections) if (s < 2) != (r
 # | `Init COMPLETE` | this rank is ready; a rank without the line is the one to look at |
 #
 # Rank 0 also prints whole rings, as `Channel 06/08 : 0 1 3 2`. The ring's threshold for LL is 8 bytes times the
-# number of ranks, which gives the 32 above (NCCL's source,
+# number of ranks, which gives the 32 in the log (NCCL's source,
 # [src/graph/tuning.cc](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)).
 #
-# Which algorithm and protocol a call takes is not decided at this point. `NCCL_DEBUG_SUBSYS=TUNING` prints one line
-# per call: `AllReduce: 33554432 Bytes -> Algo RING proto SIMPLE channel{Lo..Hi}={0..31}` ([NCCL user guide,
+# Which algorithm and protocol a call takes is not decided at this point. `NCCL_DEBUG_SUBSYS=TUNING` prints the table
+# of section 6 now and, later, one line per call: `AllReduce: 33554432 Bytes -> Algo RING proto SIMPLE
+# channel{Lo..Hi}={0..31}` ([NCCL user guide,
 # Logging](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/logging.html)).
 
 # %% [markdown]
@@ -1574,15 +1634,15 @@ assert list(verdicts.values()) == [
 ]
 
 # %% [markdown]
-# The first owner has InfiniBand cards, but the log says `NET/IB : No device found`
-# ([952](https://github.com/NVIDIA/nccl/issues/952)), so NCCL falls back to TCP without an error. The second has
-# RDMA, and misses GPUDirect ([1412](https://github.com/NVIDIA/nccl/issues/1412)). The third has eight GPUs on
+# The owner of issue 952 has InfiniBand cards, but the log says `NET/IB : No device found`
+# ([952](https://github.com/NVIDIA/nccl/issues/952)), so NCCL falls back to TCP without an error. The next one has
+# RDMA, and misses GPUDirect ([1412](https://github.com/NVIDIA/nccl/issues/1412)). The last has eight GPUs on
 # NVSwitch that talk through host memory ([228](https://github.com/NVIDIA/nccl-tests/issues/228)). None of the three
 # jobs fails. They are slow, and only the log tells.
 #
 # <details><summary>Question: your log says <code>Using network IB</code>. Is that enough?</summary>
 #
-# No. It says that NCCL will use verbs. Whether the card reads the GPU's memory itself stands in the connections, as
+# No. It says that NCCL will use RDMA. Whether the card reads the GPU's memory itself stands in the connections, as
 # `/GDRDMA`. And a job inside one node prints `Using network IB` too, although no byte goes there. Look at the lines
 # between ranks of different nodes, and at all of them: one pair without `/GDRDMA` slows the whole ring.
 # </details>
@@ -1728,7 +1788,7 @@ print(f"NCCL_TIMEOUT=7 changes nothing; timeout=timedelta(minutes=45) gives {pat
 # %% [markdown]
 # PyTorch's own variables for NCCL begin with `TORCH_NCCL_`. `TORCH_NCCL_ASYNC_ERROR_HANDLING` (default 3: an error
 # or a timeout ends the process) and `TORCH_NCCL_BLOCKING_WAIT` (`wait()` blocks the CPU) decide what a fault does;
-# `TORCH_NCCL_TRACE_BUFFER_SIZE` and `TORCH_NCCL_DUMP_ON_TIMEOUT` belong to the flight recorder of notebook 14. See
+# `TORCH_NCCL_TRACE_BUFFER_SIZE` and `TORCH_NCCL_DUMP_ON_TIMEOUT` belong to the Flight Recorder of lesson 14. See
 # the [PyTorch documentation](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html).
 
 # %% [markdown]
@@ -1765,12 +1825,12 @@ print(f"NCCL_TIMEOUT=7 changes nothing; timeout=timedelta(minutes=45) gives {pat
 
 # %%
 row = "67108864 16777216 float sum -1 1367.2 49.09 92.04 0 1362.3 49.26 92.36 0".split()
-size, count = int(row[0]), int(row[1])
+size, elements = int(row[0]), int(row[1])
 time_us, algbw_shown, busbw_shown, wrong = map(float, row[5:9])
 
 factor = busbw_shown / algbw_shown  # 2(n-1)/n for an all-reduce
 ranks = round(2 / (2 - factor))
-assert size == 4 * count and wrong == 0
+assert size == 4 * elements and wrong == 0
 assert abs(algbw(size, time_us * 1e-6) / 1e9 - algbw_shown) < 0.02
 assert abs(busbw("all_reduce", ranks, size, time_us * 1e-6) / 1e9 - busbw_shown) < 0.02
 print(f"S/t = {size / time_us / 1e3:.1f} GB/s; factor {factor:.3f}, so {ranks} GPUs")
@@ -1788,24 +1848,17 @@ print(f"S/t = {size / time_us / 1e3:.1f} GB/s; factor {factor:.3f}, so {ranks} G
 # ([189](https://github.com/NVIDIA/nccl-tests/pull/189)).
 
 # %%
-sheet, measured = 900.0, 370.0  # GB/s
-print(f"{measured:.0f} of {sheet / 2:.0f} GB/s: {measured / (sheet / 2):.0%} of the line")
-assert 0.80 < measured / (sheet / 2) < 0.85
+sheet, reached = 900.0, 370.0  # GB/s
+print(f"{reached:.0f} of {sheet / 2:.0f} GB/s: {reached / (sheet / 2):.0%} of the line")
+assert 0.80 < reached / (sheet / 2) < 0.85
 
 # %% [markdown]
 # **2. "Mine shows 480 of 450 GB/s. Faster than the wire?"**
 # ([nccl-tests 272](https://github.com/NVIDIA/nccl-tests/issues/272),
-# [312](https://github.com/NVIDIA/nccl-tests/issues/312), [239](https://github.com/NVIDIA/nccl-tests/issues/239)) With
-# NVLink SHARP the switch adds, and a GPU sends (n+1)/n · S instead of 2(n−1)/n · S. nccl-tests does not know which
-# algorithm ran and takes the factor of rings. Read such a figure as "a ring would need 480 to be as fast".
-
-# %%
-n, shown = 8, 275.0  # GPUs, algbw in GB/s (issue 212)
-column, wire = shown * 2 * (n - 1) / n, shown * (n + 1) / n
-print(f"column busbw {column:.0f} GB/s; on the wire {wire:.0f} GB/s: below 450")
-assert column > 450 > wire
-
-# %% [markdown]
+# [312](https://github.com/NVIDIA/nccl-tests/issues/312), [239](https://github.com/NVIDIA/nccl-tests/pull/239)) The
+# switch adds: section 4 took such figures apart. nccl-tests does not know which algorithm ran and takes the factor of
+# rings. Read the column as "a ring would need 480 to be as fast".
+#
 # **3. "Two nodes with 2 × 100 Gb/s cards: 41.55 GB/s, where 25 are possible."**
 # ([nccl-tests 251](https://github.com/NVIDIA/nccl-tests/issues/251),
 # [nccl 812](https://github.com/NVIDIA/nccl/issues/812)) Between exactly two nodes a tree sends S, a ring nearly 2·S.
@@ -1816,7 +1869,7 @@ assert column > 450 > wire
 
 # %%
 line = 2 * 100 / 8  # GB/s of a node in question 3
-gpus = 2 * 4  # if all four of each node took part
+gpus = 2 * 4  # supposing that four of each node took part
 print(f"question 3: tree on 2 nodes, at most {line * 2 * (gpus - 1) / gpus:.2f} GB/s in the column")
 assert line < 41.55 < line * 2 * (gpus - 1) / gpus
 
@@ -1844,36 +1897,33 @@ assert gpus_needed(10, 4) == 40
 # %% [markdown]
 # **7. "2 GPUs take 10 µs where I expect 6, and 8 take 34 where I expect 42."** ([nccl-tests
 # 123](https://github.com/NVIDIA/nccl-tests/issues/123)) The owner expected 2(n−1) steps of 3 µs each on a DGX A100.
-# Fit a line through all seven measurements instead: a constant for the launch, and less per step.
+# Fit a line through all seven measurements instead.
 
 # %%
-gpus = np.arange(2, 9)
-microseconds = np.array([10, 13.76, 16.88, 20.8, 25.2, 29.5, 33.7])
+gpus = np.array(list(recorded.A100_LATENCY))
+microseconds = 1e6 * np.array(list(recorded.A100_LATENCY.values()))
 per_step, launch_cost = np.polyfit(2 * (gpus - 1), microseconds, 1)
 miss = np.abs(launch_cost + per_step * 2 * (gpus - 1) - microseconds).max()
 print(f"{launch_cost:.1f} µs once + {per_step:.2f} µs a step; off by {miss:.1f} µs at most")
 assert miss < 1
 
 # %% [markdown]
-# The formula was right, the constants were not: a step costs 2 µs, a call 6 µs more. α–β with two constants beats a
-# latency from another tool.
+# A line fits, with other constants than the owner's. What it cannot say is *why*: one GPU more means two steps more,
+# and in this mode also one launch more by the same thread. Two causes that grow together look like one slope. Section
+# 6 took NCCL's 0.6 µs for a step and gave the rest, 2.8 µs a GPU, to the launch; that is an assumption, not a
+# measurement.
 #
-# **8. "16 MiB are slower than 8 MiB."** In the table of 8 A100 used above (*recorded*, stas00/ml-engineering), and in
-# many others. The bus bandwidth falls from 109.93 to 106.16 GB/s, and the time more than doubles. The tuner changes
-# algorithm or protocol where its estimates cross, and estimates are not exact. That is no fault unless it is deep. To
-# look closer, force one with `NCCL_ALGO` or `NCCL_PROTO` and plot both.
+# **8. "16 MiB have less bus bandwidth than 8 MiB."** So in the table of section 6, 106.16 GB/s after 109.93
+# (*recorded*), and in many others. A switch of algorithm or protocol that comes too early or too late is no fault of
+# the machine unless the dip is deep. To look closer, force one with `NCCL_ALGO` or `NCCL_PROTO` and plot both.
 #
 # **9. "My program gets a third of what the table says."** One call of 4 GB reached 3722 Gb/s, 1000 calls of 4 MB
-# 1146, and without warm-up 561 (*recorded*, same source). A benchmark's last row is a promise about large messages
-# after a warm-up. Compare the row of **your** size.
+# 1146, and without warm-up 561 (*recorded*, stas00/ml-engineering, network/README.md). A benchmark's last row is a
+# promise about large messages after a warm-up. Compare the row of **your** size.
 
 # %%
-eight, sixteen = 133.5, 276.6  # microseconds at 8 and 16 MiB
-print(f"question 8: twice the data in {sixteen / eight:.2f} times the time")
-assert sixteen > 2 * eight
-
 one_call, many_calls, cold = 3722, 1146, 561  # Gb/s
-print(f"question 9: {one_call / 8:.0f}, {many_calls / 8:.0f}, {cold / 8:.0f} GB/s")
+print(f"{one_call / 8:.0f}, {many_calls / 8:.0f}, {cold / 8:.0f} GB/s")
 print(f"small calls lose {1 - many_calls / one_call:.0%}")
 
 # %% [markdown]
@@ -1908,10 +1958,18 @@ for name, m in medians.items():
 # - Ring: 2(n−1) steps, 2(n−1)/n·S, so bandwidth for ever and latency that grows with n. Trees: log n steps.
 #   Halving/doubling: both, in a model without distance. Two levels: few bytes on the slow links.
 # - α + β·S for each message gives the time of each algorithm; ring and tree cross at a size that grows with n.
-# - Where the switch adds, bus bandwidth is no longer the speed of a wire: 482 of 450 GB/s is 309 on the wire.
+# - Where the switch adds, bus bandwidth is no longer the speed of a wire: 482 of 450 GB/s is 310 on the wire.
 # - A protocol trades bandwidth for latency: LL and LL128 send flags with the data, Simple waits for a fence.
 # - NCCL computes a time for each algorithm and protocol from a table of constants and takes the least. The table can
-#   be rebuilt, and errs where the constants do.
+#   be rebuilt, and errs where the constants do. What mends it came from other machines, chosen knowing the errors.
+# - In C: a communicator, a stream, a group around calls of one process. Errors come in three kinds; the third, that
+#   nothing comes, only a clock finds. One function gives everything back.
+# - A trace by LD_PRELOAD shows which calls a program makes and how many bytes it hands over; its time is the CPU's.
+# - In a log look at the connections between nodes: `NET/IB/…/GDRDMA` is GPUDirect RDMA, `NET/Socket` TCP. The slow
+#   way is no error.
+# - Variables must be there before the communicator, the same on every rank. A timeout belongs to the process group.
+# - nccl-tests tells the machine from the program. Its bus bandwidth takes rings for granted; read the row of your
+#   size.
 #
 # <details><summary>Answers to the eight predictions</summary>
 #
@@ -1924,7 +1982,8 @@ for name, m in medians.items():
 #    (section 6).
 # 7. The switch adds: each GPU sends (n+1)/n·S instead of 2(n−1)/n·S, and bus bandwidth assumes the latter (section
 #    4).
-# 8. No. With four GPUs a ring needs 1.5 S and in-network reduction 1.25 S: they tie (section 4).
+# 8. No. With four GPUs a ring sends 1.5 S at 82 % of the wire's rate, in-network reduction 1.25 S at 68 %: they tie,
+#    and a ring's bus bandwidth cannot pass the wire's (section 4).
 # </details>
 #
 # **Exercises:** [exercises/03_nccl](../exercises/03_nccl.ipynb). **Next:** 04 ddp, where these all-reduces hide
