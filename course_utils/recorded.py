@@ -13,7 +13,8 @@ from .costs import busbw, busbw_factor
 
 __all__ = [
     "A100_ALL_REDUCE", "A100_LATENCY", "A100_P2P", "FOUR_H200_NODES", "H100_P2P", "H200_ALL_REDUCE", "H200_LARGEST",
-    "H200_NVLS_BY_GPUS", "OTHER_A100_ALL_REDUCE", "Table",
+    "H200_NVLS_BY_GPUS", "LLAMA3_INTERRUPTIONS", "OTHER_A100_ALL_REDUCE", "Scaling", "TORCHTITAN_FSDP", "Table",
+    "ULTRASCALE_DP",
 ]  # fmt: skip
 
 _MIB = 2**20
@@ -130,3 +131,57 @@ H200_NVLS_BY_GPUS: Mapping[int, float] = MappingProxyType({4: 363e9, 5: 414e9, 6
 FOUR_H200_NODES: Mapping[str, float] = MappingProxyType({"ring": 364.7e9, "nvls_tree": 310.1e9})
 #: One GPU writing to another, measured with p2pBandwidthLatencyTest (the same source), of 300 and 450 GB/s.
 A100_P2P, H100_P2P = 274e9, 376e9
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Throughput of one job on more and more GPUs.
+
+    Attributes
+    ----------
+    name : str
+        The job.
+    gpus : tuple of int
+        Numbers of GPUs, growing.
+    tokens_per_gpu : tuple of float
+        Tokens per second of one GPU at each of them.
+    source : str
+        Title and address of what the figures were read in.
+    """
+
+    name: str
+    gpus: tuple[int, ...]
+    tokens_per_gpu: tuple[float, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        if len(self.gpus) != len(self.tokens_per_gpu):
+            raise ValueError(f"{self.name} has {len(self.gpus)} GPU counts and {len(self.tokens_per_gpu)} throughputs")
+
+    @property
+    def throughput(self) -> tuple[float, ...]:
+        """Tokens per second of all GPUs together."""
+        return tuple(n * rate for n, rate in zip(self.gpus, self.tokens_per_gpu, strict=True))
+
+    @property
+    def efficiency(self) -> tuple[float, ...]:
+        """Throughput of a GPU as a share of what it was on the fewest GPUs."""
+        return tuple(rate / self.tokens_per_gpu[0] for rate in self.tokens_per_gpu)
+
+
+#: Data parallelism on ever more GPUs.
+ULTRASCALE_DP = Scaling(
+    "data parallelism, Ultra-Scale Playbook",
+    (8, 16, 32, 64, 128, 256),
+    (40150, 37610, 35368, 31112, 26446, 15700),
+    "Hugging Face, The Ultra-Scale Playbook, https://huggingface.co/spaces/nanotron/ultrascale-playbook",
+)
+#: Llama-3-8B with FSDP on H100s, without compilation.
+TORCHTITAN_FSDP = Scaling(
+    "Llama-3-8B with FSDP, torchtitan",
+    (8, 128),
+    (5762, 5605),
+    "torchtitan, benchmarks, https://github.com/pytorch/torchtitan",
+)
+#: Unexpected interruptions, days, and GPUs of the Llama 3 405B run (arXiv 2407.21783).
+LLAMA3_INTERRUPTIONS = (419, 54, 16384)

@@ -742,8 +742,8 @@ print(f"a call that finds them running: {warm * 1e3:.1f} ms")
 # | 01 | [gpu_interconnects](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? |
 # | 02 | [collectives](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? |
 # | 03 | [nccl](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? |
-# | 04 | ddp | What happens inside `loss.backward()` under DDP? |
-# | 05 | scaling_efficiency | Why is 8 GPUs not 8×, and what wins it back? |
+# | 04 | [ddp](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? |
+# | 05 | [scaling_efficiency](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? |
 # | 06 | zero | Where does the memory go, and what does each ZeRO stage remove? |
 # | 07 | fsdp | How do I train with FSDP2, and checkpoint and reshard it? |
 # | 08 | deepspeed | What does DeepSpeed do differently, and when do I pick it? |
@@ -767,7 +767,7 @@ print(f"a call that finds them running: {warm * 1e3:.1f} ms")
 # How long does a notebook take to *run*, from the first cell to the last?
 
 # %%
-run_time = {"00": 17, "01": 18, "02": 32, "03": 24}  # seconds, by lesson
+run_time = {"00": 17, "01": 18, "02": 32, "03": 24, "04": 50, "05": 47}  # seconds, by lesson
 print("measured in November 2026 with papermill: 4 ranks, 2 CPU cores, no GPU, torch 2.13.0")
 for lesson, seconds in run_time.items():
     print(f"{lesson}   {seconds} s")
@@ -800,8 +800,8 @@ for plan, minutes in plans.items():
     assert sum(minutes.values()) == 60 * int(plan.removesuffix(" h"))
 
 # %% [markdown]
-# Until the later lessons are there, two hours are well filled with 00, 02 and the first exercises of 02, and four with
-# 01 and sections 1 to 6 of 03 besides.
+# Until the later lessons are there, four hours are well filled with 00, 02, 04 and 05, and eight with 01, sections 1 to
+# 6 of 03 and the exercises besides.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run

@@ -1986,8 +1986,8 @@ for name, m in medians.items():
 #    and a ring's bus bandwidth cannot pass the wire's (section 4).
 # </details>
 #
-# **Exercises:** [exercises/03_nccl](../exercises/03_nccl.ipynb). **Next:** 04 ddp, where these all-reduces hide
-# behind `loss.backward()`.
+# **Exercises:** [exercises/03_nccl](../exercises/03_nccl.ipynb). **Next:** [04
+# ddp](04_ddp.ipynb), where these all-reduces hide behind `loss.backward()`.
 #
 # **Worth reading**
 # - R. Thakur, R. Rabenseifner, W. Gropp, *Optimization of collective communication operations in MPICH*, 2005,

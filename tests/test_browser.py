@@ -27,6 +27,7 @@ WIDGETS = {
     "01": ["topology_explorer("],
     "02": ["collective_stepper("],
     "03": ["all_reduce_stepper(", "algorithm_chooser("],
+    "05": ["cost_calculator("],
 }
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 ARGUMENTS += ["--disable-component-update", "--disable-sync"]

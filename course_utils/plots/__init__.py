@@ -14,10 +14,24 @@ from .costs import (
     scale_out,
 )
 from .roofline import generations, ladder, latency_fit, roofline
+from .scaling import (
+    bucket_choice,
+    bucket_sweep,
+    checkpointing,
+    gradient_range,
+    scaling_curves,
+    scaling_models,
+    speedup_laws,
+    step_spans,
+    step_split,
+)
 from .topologies import topology_picture
+from .training import bucket_picture, loss_curves, replicas, step_timelines
 
 __all__ = [
-    "ALGORITHM_COLORS", "RANK_COLORS", "algorithm_color", "bandwidth", "before_after", "crossover", "generations",
-    "ladder", "latency_fit", "model_against_emulation", "predicted_against_recorded", "rank_color", "roofline",
-    "scale_out", "step_picture", "timeline", "topology_picture",
+    "ALGORITHM_COLORS", "RANK_COLORS", "algorithm_color", "bandwidth", "before_after", "bucket_choice",
+    "bucket_picture", "bucket_sweep", "checkpointing", "crossover", "generations", "gradient_range", "ladder",
+    "latency_fit", "loss_curves", "model_against_emulation", "predicted_against_recorded", "rank_color", "replicas",
+    "roofline", "scale_out", "scaling_curves", "scaling_models", "speedup_laws", "step_picture", "step_spans",
+    "step_split", "step_timelines", "timeline", "topology_picture",
 ]  # fmt: skip

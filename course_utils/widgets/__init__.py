@@ -1,7 +1,16 @@
 """Interactive explorers: controls that redraw a stored picture, so that a saved notebook shows it too."""
 
+from .bits import bits_explorer
 from .chooser import algorithm_chooser
+from .cost import cost_calculator
 from .explorer import topology_explorer
 from .stepper import all_reduce_stepper, collective_stepper
 
-__all__ = ["algorithm_chooser", "all_reduce_stepper", "collective_stepper", "topology_explorer"]
+__all__ = [
+    "algorithm_chooser",
+    "all_reduce_stepper",
+    "bits_explorer",
+    "collective_stepper",
+    "cost_calculator",
+    "topology_explorer",
+]

@@ -1,0 +1,847 @@
+"""Checks of the exercises on data parallelism.
+
+Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
+and raises :class:`CheckFailed` with a hint if not. Models are in float64, so that the ranks can be compared with one
+process to 1e-12.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import BACKEND, TIMEOUT, Exercise, Outcome, close, show
+
+__all__ = [
+    "HINTS", "accumulate", "bucketed", "data_parallel", "epoch_indices", "in_buckets", "overlapped", "uneven_epoch",
+]  # fmt: skip
+
+EXACT = 1e-12  # tolerance in float64, relative and absolute
+
+_REPLICAS = {
+    "no-broadcast": "Ranks start with other weights here, as after different seeds. Before the first step every rank "
+    "has to take over those of rank 0.",
+    "buffers": "The weights are those of rank 0, the buffers are not. Running statistics and tables are part of the "
+    "model too: module.buffers().",
+    "frozen-broadcast": "A frozen layer has no gradient, but it has weights, and they differ between the ranks. "
+    "Broadcast all parameters, not only the trained ones.",
+    "replaced": "The module has other parameters than before: shared ones come apart, and an optimizer goes on with "
+    "the old ones. Write into a parameter; do not put another in its place.",
+    "finish": "Return a function without arguments. The check calls it after each backward.",
+    "sum": "all_reduce sums. Divide by the number of ranks, once.",
+    "divided-twice": "The gradient is too small by a factor of N: it is divided by the number of ranks twice.",
+    "own-gradient": "This rank still has its own gradient: it was not averaged, or the mean was not written back "
+    "into p.grad.",
+    "frozen": "The layer is frozen (requires_grad is False): it has no gradient, needs no hook and costs no bytes.",
+    "tied": "Right until two layers share one parameter. module.parameters() yields it once; a walk over the "
+    "modules, or named_parameters(remove_duplicate=False), yields it twice, so that it is averaged, counted or "
+    "hooked twice.",
+    "unused": "Right until a rank has no gradient for a parameter. The other ranks wait for it all the same: send "
+    "zeros, and give that rank the mean as well, or its weights drift away.",
+    "leftover": "The first step is right and a later one is not. What does the function keep from one step to the "
+    "next?",
+    "float32": "Right to 7 digits only: somewhere the gradients pass through float32. Make buffers with new_empty, "
+    "zeros_like or cat, which keep the dtype.",
+    "too-many-bytes": "The gradients are right, but more bytes travel than the trained parameters have.",
+    "other-calls": "All-reduces are enough after the broadcast. A gather, or a way through one rank, moves more "
+    "bytes over one link.",
+}
+_BUCKETS = {
+    "one-per-parameter": "Every parameter travels alone, and each pays the latency. Copy the gradients of a bucket "
+    "into one flat tensor.",
+    "too-many-messages": "More all-reduces than buckets: fill a bucket before you begin the next.",
+    "too-large": "A message is larger than bucket_bytes, although it carries more than one parameter. With one large "
+    "bucket nothing can overlap.",
+}
+
+HINTS: dict[str, dict[str, str]] = {
+    "data_parallel": _REPLICAS,
+    "in_buckets": {
+        "lists": "Return a list of lists of parameters.",
+        "lost": "Every parameter has to be in one bucket, and in one only. What happens to the last bucket?",
+        "order": "Keep the order that the function was given.",
+        "too-large": "A bucket may hold at most bucket_bytes. Close it before it overflows, not after.",
+        "elements": "bucket_bytes are bytes. p.nbytes is p.numel() times 8 in float64, times 4 in float32.",
+        "large-alone": "A parameter larger than bucket_bytes makes a bucket by itself; no bucket is empty.",
+        "too-small": "There was room left: take the next parameter into the bucket if it fits exactly as well.",
+        "dtype": "A flat tensor has one dtype. Keep a bucket open for each dtype, or at least begin a new one.",
+        "input-changed": "The list that the function was given was changed. Make new lists.",
+    },
+    "bucketed": _REPLICAS | _BUCKETS | {
+        "write-back": "The sums are right and reach the wrong parameters. Split the flat tensor in the order in "
+        "which it was filled.",
+    },
+    "overlapped": _REPLICAS | _BUCKETS | {
+        "write-back": "The sums are right and reach the wrong parameters. Split the flat tensor in the order in "
+        "which it was filled.",
+        "too-early": "A hook ran before the gradient was there. Tensor.register_hook runs before p.grad is set; "
+        "register_post_accumulate_grad_hook runs after it. And a bucket is ready when all of its gradients are.",
+        "after-backward": "No all-reduce starts before backward returns. A hook on every parameter can start a "
+        "bucket's as soon as its last gradient is there.",
+        "starts-late": "Some buckets were complete long before the end of backward, and their all-reduces start only "
+        "at its end. Start each when it is complete.",
+        "waits-in-hook": "Backward waits for the network: an all-reduce is finished inside a hook. Start it with "
+        "async_op=True, and wait for it in finish.",
+        "order": "Right until a rank has no gradient for a parameter. That rank starts the bucket later than others "
+        "do, and all-reduces pair by their order. Start bucket i only after bucket i - 1, on every rank.",
+    },
+    "accumulate": {
+        "every-micro-batch": "The gradient is all-reduced after each micro-batch: the result is right, the traffic "
+        "is wasted. In model.no_sync() backward only accumulates; leave it for the last micro-batch.",
+        "forward-outside": "no_sync was entered, but it is the forward pass that decides. Both, forward and "
+        "backward, belong inside.",
+        "never": "The ranks never talked to each other: each has the gradient of its own micro-batches. The last one "
+        "has to run outside of no_sync.",
+        "not-scaled": "backward adds up the gradients of all micro-batches. The mean is asked for: scale each loss.",
+        "mean-of-means": "The last micro-batch is smaller, so its samples weigh too much. Scale each loss by its "
+        "share of the samples.",
+        "divided-twice": "DDP divides by the number of ranks already.",
+        "one-batch": "All micro-batches went through the model at once. Accumulation is there because that does not "
+        "fit into memory.",
+        "only-last": "Only the last micro-batch is in the gradient. Which call throws away what was accumulated?",
+        "one-micro-batch": "With one micro-batch there is nothing to accumulate; the answer must work all the same.",
+        "too-many-bytes": "The gradient has to travel once. record() shows what else does.",
+    },
+    "epoch_indices": {
+        "list": "Return a list of whole numbers, the indices of this rank's samples.",
+        "no-padding": "The ranks have different numbers of samples, so that some would wait for ever at the end of "
+        "the epoch. Fill up from the beginning of the epoch's order until N divides the number.",
+        "cut": "Samples are missing: the rest was cut off. Fill up instead, from the beginning of the epoch's order.",
+        "padding": "The padding comes from somewhere else. DistributedSampler takes it from the beginning of the "
+        "epoch's order.",
+        "short": "Right until there are fewer samples than ranks. Then the order has to be repeated more than once.",
+        "overlap": "All ranks have the same samples. Each takes every N-th, beginning with its own rank.",
+        "blocks": "Each rank takes one block. DistributedSampler deals the samples out like cards: rank r takes r, r "
+        "+ N, r + 2N, … of the order, so that what is done is always a beginning of it.",
+        "no-shuffle": "The order is not shuffled.",
+        "no-epoch": "The order is the same in every epoch. This is what happens when set_epoch is forgotten: the "
+        "generator must be seeded with seed + epoch.",
+        "no-seed": "The order does not depend on the seed. The generator must be seeded with seed + epoch.",
+        "rank-seed": "Each rank shuffles in its own way, so that some samples come twice and others never. The ranks "
+        "must agree on one order.",
+        "global-generator": "The order depends on the global generator, which others use as well, or changes it. "
+        "Make a torch.Generator of your own and seed it.",
+        "not-resumed": "The epoch begins again. Leave out the first `done` of the epoch's order.",
+        "per-rank": "`done` counts the samples of all ranks together. They have gone from the beginning of the "
+        "common order; cut there before you deal out.",
+        "shuffled-again": "What is left was shuffled anew. Make the order of the whole epoch first, then leave out "
+        "its beginning.",
+        "resumed-uneven": "After resuming on another number of ranks, some ranks have more samples than others. It is "
+        "the rest that N has to divide, not the whole epoch.",
+        "resumed-padding": "Resumed, the padding differs from that of an epoch that was not interrupted. It comes "
+        "from the beginning of the epoch's order, not from the beginning of the rest.",
+    },
+    "uneven_epoch": {
+        "hang": "A rank that has no batch left must go on taking part in the all-reduces until all ranks are done. "
+        "How can it know when that is?",
+        "mean-of-means": "Batches have different sizes, so that the mean of the ranks' gradients gives the samples "
+        "different weights. Add gradients of sums, and divide by the number of all samples.",
+        "divided-by-all": "In some steps not all ranks have a batch. Divide by what really took part: the samples, "
+        "not the ranks.",
+        "sum": "The gradients are summed over the ranks and not divided.",
+        "stops-early": "The epoch ends when the first rank has no batch left; the samples of the others are lost.",
+        "no-samples": "There was a step in which no rank had a batch, and 0 / 0 is nan. How many steps does the "
+        "epoch have?",
+        "ranks-differ": "The ranks end with different weights. A rank that has no batch left must still take the "
+        "step that the others take.",
+        "leftover": "Gradients of an earlier step are in it. Clear them before each backward, also on ranks without "
+        "a batch.",
+        "too-many-bytes": "The weights are right, but more than one gradient and 16 bytes travel in a step.",
+        "gathers-everything": "The batches themselves, or all gradients, are gathered on every rank. One all-reduce "
+        "a step is enough.",
+    },
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------------------ models and numbers
+
+WIDTH, WORDS = 6, 8
+SIZES = (4, 4, 2)  # samples of a rank's batches: the last is smaller
+LAYERS = ("embedding", "frozen", "first", "branch", "last", "head")
+
+
+class Words(nn.Module):
+    """Embedding, three linear layers and a head: one layer may be frozen, one left out, and the head tied."""
+
+    def __init__(self, seed: int, frozen: bool = False, tied: bool = False):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1000 + seed)
+            self.embedding = nn.Embedding(WORDS, WIDTH)
+            for name in LAYERS[1:-1]:
+                setattr(self, name, nn.Linear(WIDTH, WIDTH))
+            self.head = nn.Linear(WIDTH, WORDS, bias=False)
+            self.register_buffer("scale", 1 + torch.rand(WIDTH))
+        if frozen:
+            self.frozen.requires_grad_(False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, words: Tensor, branch: bool = True) -> Tensor:
+        x = torch.tanh(self.frozen(self.embedding(words) * self.scale))
+        x = torch.tanh(self.first(x))
+        if branch:
+            x = x + torch.tanh(self.branch(x))
+        return self.head(torch.tanh(self.last(x)))
+
+    def loss(self, words: Tensor, branch: bool = True) -> Tensor:
+        return F.cross_entropy(self(words[:, :-1], branch).flatten(0, 1), words[:, 1:].flatten())
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of the gradients by name; zeros where there is none."""
+    return {k: torch.zeros_like(p) if p.grad is None else p.grad.clone() for k, p in _trained(module).items()}
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def _exact(got: Any, expected: Tensor) -> bool:
+    same = isinstance(got, Tensor) and got.shape == expected.shape
+    return same and torch.allclose(got.double(), expected, rtol=EXACT, atol=EXACT)
+
+
+def _difference(got: Any, expected: Tensor) -> str:
+    start = 0
+    if isinstance(got, Tensor) and got.shape == expected.shape:
+        near = torch.isclose(got.double(), expected, rtol=EXACT, atol=EXACT)
+        start = int((~near).flatten().nonzero()[0])
+    return f"\n  one process  {show(expected, start)}\n  this rank    {show(got, start)}"
+
+
+def _compare(
+    exercise: Exercise, rank: int, got: dict, expected: dict, traps: dict[str, Any], what: str, default: str = "value"
+) -> None:
+    """Compare tensors by name; ``traps``, hint key to wrong tensors by name, say which hint a wrong one gets."""
+    for name, right in expected.items():
+        if _exact(got[name], right):
+            continue
+        alike = (key for key, some in traps.items() for wrong in _listed(some) if close(got[name], wrong[name]))
+        key = "float32" if "float32" in exercise.hints and close(got[name], right) else next(alike, default)
+        exercise.refuse(key, f"{what} of {name} is wrong.{_difference(got[name], right)}", rank)
+
+
+def _listed(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def _average(parts: Sequence[dict[str, Tensor]], divisor: float | None = None) -> dict[str, Tensor]:
+    return {name: sum(part[name] for part in parts) / (divisor or len(parts)) for name in parts[0]}
+
+
+# ------------------------------------------------------------------------------------------------ replicas
+
+
+@contextmanager
+def _counted_waits() -> Iterator[list]:
+    """Yield a list that grows by one whenever this rank waits for an operation to end."""
+    import torch.distributed as dist
+
+    waits, wait = [], dist.Work.wait
+
+    def counted(work: Any, *args: Any, **kwargs: Any) -> Any:
+        waits.append(1)
+        return wait(work, *args, **kwargs)
+
+    dist.Work.wait = counted
+    try:
+        yield waits
+    finally:
+        dist.Work.wait = wait
+
+
+def _train(words: Tensor, fn: Callable, options: dict, args: tuple, branches: list[list[bool]]) -> dict:
+    """Three steps of one rank with what the learner's ``fn(module, *args)`` returns after each backward.
+
+    ``words`` has shape (batches, samples, length); ``branches[step][rank]`` says who takes the branch.
+    """
+    import torch.distributed as dist
+
+    from course_utils import record
+
+    rank = dist.get_rank()
+    module = Words(rank, **options)
+    arrivals: list[int] = []
+    current = [[]]  # the ledger of the backward that goes on
+    for p in _trained(module).values():
+        p.register_post_accumulate_grad_hook(lambda _: arrivals.append(len(current[0])))
+    parameters = list(module.parameters())
+    finish = fn(module, *args)
+    out = {
+        "callable": callable(finish), "start": _weights(module), "scale": module.scale.clone(),
+        "kept": all(p is q for p, q in zip(parameters, module.parameters(), strict=False)), "steps": [],
+    }  # fmt: skip
+    if not callable(finish):
+        return out
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step, samples in enumerate(SIZES):
+        arrivals.clear()
+        optimizer.zero_grad()
+        loss = module.loss(words[step, :samples], branches[step][rank])
+        with record() as during, _counted_waits() as waits:
+            current[0] = during
+            loss.backward()
+        with record() as after:
+            finish()
+        out["steps"].append({
+            "gradients": _gradients(module), "during": during, "after": after, "waits": len(waits),
+            "before_last": arrivals[-1] if arrivals else 0,
+        })  # fmt: skip
+        optimizer.step()
+    return out
+
+
+def _one_process(data: list[Tensor], options: dict, branches: list[list[bool]]) -> list[list[dict]]:
+    """By step, the gradients of all ranks' batches in one process that trains rank 0's model."""
+    module, steps = Words(0, **options), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step, samples in enumerate(SIZES):
+        parts = []
+        for words, branch in zip(data, branches[step], strict=True):
+            optimizer.zero_grad()
+            module.loss(words[step, :samples], branch).backward()
+            parts.append(_gradients(module))
+        for name, gradient in _average(parts).items():
+            module.get_parameter(name).grad = gradient
+        optimizer.step()
+        steps.append(parts)
+    return steps
+
+
+def _words(n: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(WORDS, (len(SIZES), max(SIZES), 5), generator=generator) for _ in range(n)]
+
+
+CAPS = (340, 700, 100_000)  # bytes of a bucket: some parameters are larger, some fit together, all fit
+_CASES = (  # ranks, name, options of the model, whether all ranks take the branch, bucket sizes, hint if it fails first
+    (2, "a plain model", {}, True, CAPS, None),
+    (2, "a frozen layer", {"frozen": True}, True, CAPS[:1], "frozen"),
+    (2, "tied weights", {"tied": True}, True, CAPS[:1], "tied"),
+    (2, "a branch that not every rank takes", {}, False, CAPS[2:], "unused"),
+    (2, "a branch that not every rank takes", {}, False, CAPS[:1], "order"),
+    (3, "all of that together", {"frozen": True, "tied": True}, False, CAPS[:1], None),
+    (1, "all of that together", {"frozen": True, "tied": True}, True, CAPS[:1], None),
+)
+
+
+def _branches(n: int, everyone: bool) -> list[list[bool]]:
+    """Who takes the branch in each step: all, or in the first and last step all but one rank."""
+    return [[everyone or step == 1 or rank != (step // 2 + 1) % n for rank in range(n)] for step in range(len(SIZES))]
+
+
+def _replicas(exercise: Exercise, fn: Callable, audit: Callable, with_caps: bool = True) -> None:
+    """Run ``fn`` on all cases; ``audit(exercise, rank, step, result, trained, cap, everyone)`` looks at the ledger."""
+    for n, name, options, everyone, caps, fallback in _CASES:
+        if fallback == "order" and "order" not in exercise.hints:
+            continue
+        for cap in caps if with_caps else caps[:1]:
+            data, branches = _words(n, 40 + n), _branches(n, everyone)
+            args, case = ((cap,), f"{name}, buckets of {cap:,} bytes") if with_caps else ((), name)
+            outcomes = exercise.run(_train, data, fn, options, args, branches, case=case, fallback=fallback)
+            for rank, outcome in enumerate(outcomes):
+                exercise.communicates(rank, outcome, n)
+                _starts_alike(exercise, rank, outcome, options)
+            for step, parts in enumerate(_one_process(data, options, branches)):
+                for rank, outcome in enumerate(outcomes):
+                    _step(exercise, rank, outcome.result["steps"][step], parts, step)
+            trained = list(_trained(Words(0, **options)).values())
+            for rank, outcome in enumerate(outcomes if n > 1 else []):
+                for step, result in enumerate(outcome.result["steps"]):
+                    audit(exercise, rank, step, result, trained, cap, everyone)
+
+
+def _starts_alike(exercise: Exercise, rank: int, outcome: Outcome, options: dict) -> None:
+    """Refuse a rank that does not start with the weights and buffers of rank 0."""
+    root, got = Words(0, **options), outcome.result
+    exercise.require(got["callable"], "finish", "the function returned nothing that can be called.", rank)
+    wrong = [name for name, value in _weights(root).items() if not _exact(got["start"][name], value)]
+    if wrong:
+        key = "frozen-broadcast" if all(name.startswith("frozen") for name in wrong) else "no-broadcast"
+        right = root.get_parameter(wrong[0]).detach()
+        lines = f"\n  rank 0     {show(right)}\n  this rank  {show(got['start'][wrong[0]])}"
+        exercise.refuse(key, f"{wrong[0]} starts with other numbers than on rank 0.{lines}", rank)
+    exercise.require(_exact(got["scale"], root.scale), "buffers", "the buffer `scale` differs from rank 0's.", rank)
+    exercise.require(got["kept"], "replaced", "some parameters are not those that the module had.", rank)
+
+
+def _step(exercise: Exercise, rank: int, result: dict, parts: list[dict], step: int) -> None:
+    """Compare a rank's gradients after a step with the mean over the parts."""
+    n, mean, got, traps = len(parts), _average(parts), result["gradients"], {}
+    if n > 1 and step == 0 and exercise.fallback is None:
+        traps = {
+            "own-gradient": parts[rank], "sum": _average(parts, 1), "divided-twice": _average(parts, n * n),
+            "too-early": {name: torch.zeros_like(g) for name, g in mean.items()},
+            "write-back": {name: _elsewhere(got[name], mean) for name in mean},
+        }  # fmt: skip
+    traps = {key: wrong for key, wrong in traps.items() if key in exercise.hints}
+    default = "leftover" if step and exercise.fallback is None else "value"
+    _compare(exercise, rank, got, mean, traps, f"step {step + 1}: the gradient", default)
+
+
+def _elsewhere(got: Tensor, mean: dict[str, Tensor]) -> Tensor | None:
+    """``got`` if its first number stands somewhere else in the mean gradient, so that it was put in a wrong place."""
+    numbers = torch.cat([g.flatten() for g in mean.values()])
+    nonzero = got.flatten()[got.flatten() != 0]
+    found = all(bool(torch.isclose(numbers, v, rtol=EXACT, atol=EXACT).any()) for v in nonzero[:3])
+    return got if found and len(nonzero) else None
+
+
+def _audit_bytes(
+    exercise: Exercise, rank: int, step: int, result: dict, trained: list, cap: int | None, everyone: bool
+) -> None:
+    """Refuse other operations than all-reduces, and more bytes than the trained parameters have."""
+    entries = [e for e in (*result["during"], *result["after"]) if e.op != "barrier"]
+    others = sorted({e.op for e in entries} - {"all_reduce"})
+    where = f"step {step + 1}: "
+    exercise.require(not others, "other-calls", f"{where}the ledger shows {', '.join(others)}.", rank)
+    size, enough = sum(e.bytes for e in entries), sum(p.nbytes for p in trained)
+    key = exercise.fallback if exercise.fallback in ("tied", "frozen") else "too-many-bytes"
+    exercise.require(size <= enough, key, f"{where}{size} bytes travel; {enough} are enough.", rank)
+
+
+def _filled(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
+    """Buckets of at most ``cap`` bytes, filled in order, one open for each dtype."""
+    closed, filling = [], {}
+    for p in parameters:
+        bucket = filling.setdefault(p.dtype, [])
+        if bucket and sum(q.nbytes for q in bucket) + p.nbytes > cap:
+            closed.append(bucket)
+            bucket = filling[p.dtype] = []
+        bucket.append(p)
+    return closed + list(filling.values())
+
+
+def _audit_buckets(
+    exercise: Exercise, rank: int, step: int, result: dict, trained: list, cap: int, everyone: bool
+) -> None:
+    """Refuse too many messages and too large ones."""
+    _audit_bytes(exercise, rank, step, result, trained, cap, everyone)
+    sizes = [e.bytes for e in (*result["during"], *result["after"]) if e.op == "all_reduce"]
+    where, largest = f"step {step + 1}: ", max(cap, max(p.nbytes for p in trained))
+    what = f"{where}an all-reduce carries {max(sizes)} bytes; {largest} is the limit."
+    exercise.require(max(sizes) <= largest, "too-large", what, rank)
+    enough = max(len(_filled(order, cap)) for order in (trained, trained[::-1]))
+    key = "one-per-parameter" if len(sizes) == len(trained) else "too-many-messages"
+    what = f"{where}{len(sizes)} all-reduces; {enough} buckets are enough."
+    exercise.require(len(sizes) <= enough, key, what, rank)
+
+
+def _audit_overlap(
+    exercise: Exercise, rank: int, step: int, result: dict, trained: list, cap: int, everyone: bool
+) -> None:
+    """Refuse all-reduces that start after backward, at its very end, or that backward waits for."""
+    _audit_buckets(exercise, rank, step, result, trained, cap, everyone)
+    if not everyone:
+        return
+    started, late, where = result["during"].count("all_reduce"), len(result["after"]), f"step {step + 1}: "
+    what = f"{where}{started} all-reduces start before backward returns, {late} after it."
+    exercise.require(late == 0, "after-backward", what, rank)
+    what = f"{where}backward waits for {result['waits']} operations."
+    exercise.require(result["waits"] == 0, "waits-in-hook", what, rank)
+    early = result["before_last"]
+    what = f"{where}when the last gradient arrives, {early} of {started} all-reduces have started."
+    exercise.require(early >= started - 1, "starts-late", what, rank)
+
+
+def data_parallel(fn: Callable, timeout: float = TIMEOUT) -> None:
+    """Check ``fn(module) -> finish``: weights and buffers of rank 0, mean gradients after each backward."""
+    exercise = Exercise("Exercise 1", HINTS["data_parallel"], timeout)
+    _replicas(exercise, fn, _audit_bytes, with_caps=False)
+    exercise.passed("equal to one process to 1e-12, and no byte more than the gradient.")
+
+
+def bucketed(fn: Callable, timeout: float = TIMEOUT) -> None:
+    """Check ``fn(module, bucket_bytes) -> finish``: one all-reduce a bucket."""
+    exercise = Exercise("Exercise 3", HINTS["bucketed"], timeout)
+    _replicas(exercise, fn, _audit_buckets)
+    exercise.passed("equal to one process to 1e-12, with one all-reduce a bucket.")
+
+
+def overlapped(fn: Callable, timeout: float = TIMEOUT) -> None:
+    """Check ``fn(module, bucket_bytes) -> finish``: all-reduces that start while backward goes on."""
+    exercise = Exercise("Exercise 4", HINTS["overlapped"], timeout)
+    _replicas(exercise, fn, _audit_overlap)
+    exercise.passed("each bucket starts during backward, and backward never waits.")
+
+
+# ------------------------------------------------------------------------------------------------ buckets
+
+
+def _call(exercise: Exercise, fn: Callable, *args: Any) -> Any:
+    """The result of ``fn``; refuses an empty stub and an error, with the end of its traceback."""
+    try:
+        return fn(*args)
+    except NotImplementedError:
+        exercise.refuse("empty", "there is no answer yet.")
+    except Exception as error:
+        own = traceback.format_tb(error.__traceback__)[1:]
+        exercise.refuse("error", f"an error.\n\n{''.join(own[-1:])}{type(error).__name__}: {error}")
+
+
+def in_buckets(fn: Callable) -> None:
+    """Check ``fn(parameters, bucket_bytes) -> list of lists``: full buckets of one dtype, in order."""
+    exercise = Exercise("Exercise 2", HINTS["in_buckets"])
+    double, single = torch.float64, torch.float32
+    cases = {
+        "float64": ([3, 2, 1, 4, 1, 5, 2], [double], 48),
+        "float32": ([3, 2, 1, 4, 1, 5, 2], [single], 24),
+        "one parameter larger than a bucket": ([2, 9, 2, 3], [double], 48),
+        "a large parameter first": ([9, 2, 3], [double], 48),
+        "all in one bucket": ([3, 1], [double], 32),
+        "two dtypes": ([3, 2, 1, 4, 1, 5, 2], [double, single], 48),
+    }
+    for name, (lengths, dtypes, cap) in cases.items():
+        parameters = [
+            nn.Parameter(torch.zeros(length, dtype=dtypes[i % len(dtypes)])) for i, length in enumerate(lengths)
+        ]
+        exercise.case = f"{name}, {cap} bytes, parameters of {', '.join(str(p.nbytes) for p in parameters)} bytes"
+        given = list(parameters)
+        _in_buckets(exercise, _call(exercise, fn, given, cap), parameters, cap)
+        same = len(given) == len(parameters) and all(a is b for a, b in zip(given, parameters, strict=True))
+        exercise.require(same, "input-changed", f"it held {len(parameters)} parameters, now {len(given)}.")
+    print(f"Exercise 2 passed on {len(cases)} lists of parameters.")
+
+
+def _in_buckets(exercise: Exercise, got: Any, parameters: list, cap: int) -> None:
+    lists = isinstance(got, (list, tuple)) and all(isinstance(bucket, (list, tuple)) for bucket in got)
+    lists = lists and all(isinstance(p, nn.Parameter) for bucket in got for p in bucket)
+    exercise.require(lists, "lists", f"the function returned {show(got)}.")
+    sizes = [[p.nbytes for p in bucket] for bucket in got]
+    what = f"the buckets have {' | '.join(', '.join(map(str, bucket)) for bucket in sizes)} bytes."
+    place = {id(p): i for i, p in enumerate(parameters)}
+    order = [place.get(id(p), -1) for bucket in got for p in bucket]
+    exercise.require(all(sizes), "large-alone", what)
+    exercise.require(sorted(order) == sorted(place.values()), "lost", what)
+    exercise.require(all(len({p.dtype for p in bucket}) == 1 for bucket in got), "dtype", what)
+    for dtype in {p.dtype for p in parameters}:
+        mine = [i for i in order if parameters[i].dtype == dtype]
+        exercise.require(mine == sorted(mine), "order", what)
+    slips = ([p.numel() for p in parameters], [8 * p.numel() for p in parameters], [4 * p.numel() for p in parameters])
+    right = _grouped([p.nbytes for p in parameters], cap)
+    groups = [len(bucket) for bucket in sizes]
+    if len({p.dtype for p in parameters}) == 1 and groups != right and max(map(max, sizes)) <= cap:
+        exercise.require(groups not in [_grouped(slip, cap) for slip in slips], "elements", what)
+    large = [bucket for bucket in sizes if sum(bucket) > cap and len(bucket) > 1]
+    alone = all(max(bucket) <= cap for bucket in large)
+    exercise.require(not large, "too-large" if alone else "large-alone", what)
+    kinds = [p.dtype for p in parameters]
+    changes = [0] + [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]] + [len(kinds)]
+    runs = [parameters[a:b] for a, b in zip(changes[:-1], changes[1:], strict=True)]
+    enough = sum(len(_filled(run, cap)) for run in runs)
+    exercise.require(len(got) <= enough, "too-small", what)
+
+
+def _grouped(sizes: Sequence[int], cap: int) -> list[int]:
+    """Lengths of the buckets that are filled in order."""
+    lengths, total = [0], 0
+    for size in sizes:
+        if lengths[-1] and total + size > cap:
+            lengths, total = [*lengths, 0], 0
+        lengths[-1], total = lengths[-1] + 1, total + size
+    return lengths
+
+
+# ------------------------------------------------------------------------------------------------ accumulation
+
+INPUTS, OUTPUTS = 5, 3
+
+
+def _net() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(INPUTS, 7), nn.Tanh(), nn.Linear(7, OUTPUTS)).double()
+
+
+def _samples(count: int, seed: int) -> Tensor:
+    """Inputs and targets side by side, of shape (count, INPUTS + OUTPUTS), float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, INPUTS + OUTPUTS, generator=generator, dtype=torch.float64)
+
+
+def _batches(table: Tensor, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Consecutive batches (x, y) of the given sizes."""
+    rows = table[: sum(sizes)].split(list(sizes)) if sizes else []
+    return [(part[:, :INPUTS].clone(), part[:, INPUTS:].clone()) for part in rows]
+
+
+def _gradient(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Gradient of the mean loss of a batch."""
+    net.zero_grad()
+    F.mse_loss(net(x), y).backward()
+    return _gradients(net)
+
+
+def _weighted(parts: Sequence[dict], weights: Sequence[float]) -> dict[str, Tensor]:
+    return {name: sum(w * part[name] for w, part in zip(weights, parts, strict=True)) for name in parts[0]}
+
+
+ROUNDS = 2
+
+
+def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
+    """Two rounds of one rank; each has its own half of the table."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from course_utils import record
+
+    entered, seen = [], []
+
+    class Counted(DistributedDataParallel):
+        def no_sync(self):
+            entered.append(1)
+            return super().no_sync()
+
+    net = _net()
+    net.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    model, out = Counted(net), []
+    dist.barrier()
+    for half in table.chunk(ROUNDS):
+        net.zero_grad()
+        with record() as ledger:
+            fn(model, _batches(half, sizes))
+        out.append({"gradients": _gradients(net), "ledger": ledger, "entered": len(entered), "largest": max(seen)})
+    return out
+
+
+def _wrap() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel(nn.Linear(1, 1))
+
+
+def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
+    """Check ``fn(model, batches)``: the gradient of all samples, which travels once."""
+    from course_utils import launch
+
+    exercise = Exercise("Exercise 5", HINTS["accumulate"], timeout)
+    for n, sizes, fallback in (
+        (2, [4, 4, 4], None), (2, [4, 4, 2], "mean-of-means"), (2, [4], "one-micro-batch"), (3, [3, 3, 3, 1], None),
+        (1, [4, 4, 2], None),
+    ):  # fmt: skip
+        launch(_wrap, world_size=n, backend=BACKEND)  # the first time takes a second, which is not the answer's
+        data = [_samples(ROUNDS * sum(sizes), 900 + 10 * n + rank) for rank in range(n)]
+        case = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
+        outcomes = exercise.run(_accumulate, data, fn, sizes, case=case, fallback=fallback)
+        for rank, outcome in enumerate(outcomes):
+            for number, result in enumerate(outcome.result):
+                halves = [_batches(table.chunk(ROUNDS)[number], sizes) for table in data]
+                _accumulated(exercise, rank, result, halves, sizes, f"round {number + 1}: ")
+    exercise.passed("the gradient travels once, whatever the number of micro-batches.")
+
+
+def _accumulated(exercise: Exercise, rank: int, result: dict, halves: list, sizes: list[int], where: str) -> None:
+    n, m, net = len(halves), len(sizes), _net()
+    parts = [[_gradient(net, x, y) for x, y in batches] for batches in halves]
+    share = [size / sum(sizes) for size in sizes]
+    by_rank = [_weighted(own, share) for own in parts]
+    right = _average(by_rank)
+    traps = {}
+    if m > 1:
+        plain, last = _average([_weighted(own, [1] * m) for own in parts]), _average([own[-1] for own in parts])
+        traps = {
+            "not-scaled": plain, "mean-of-means": _weighted([plain], [1 / m]),
+            "only-last": [_weighted([last], [w]) for w in (1, 1 / m, share[-1])],
+        }  # fmt: skip
+    if n > 1:
+        traps |= {"never": by_rank[rank], "divided-twice": _weighted([right], [1 / n])}
+        if m > 1:
+            traps["never"] = [by_rank[rank], *(_weighted(parts[rank], [w] * m) for w in (1, 1 / m))]
+    _compare(exercise, rank, result["gradients"], right, traps, f"{where}the gradient")
+    largest, ledger = result["largest"], result["ledger"]
+    what = f"{where}the model saw {largest} samples at once; a micro-batch has {max(sizes)} at most."
+    exercise.require(largest <= max(sizes), "one-batch", what, rank)
+    size = sum(e.bytes for e in ledger if e.op not in ("broadcast", "barrier"))
+    enough = sum(p.nbytes for p in net.parameters())
+    if n > 1 and size > enough:
+        every = size >= m * enough and m > 1
+        key = "forward-outside" if every and result["entered"] else "every-micro-batch" if every else "too-many-bytes"
+        exercise.refuse(key, f"{where}{size} bytes travel; {enough} are enough.", rank)
+
+
+# ------------------------------------------------------------------------------------------------ sampler
+
+
+def _order(samples: int, seed: int) -> list[int]:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _padded(left: list[int], source: list[int], ranks: int) -> list[int]:
+    missing = -len(left) % ranks
+    return left + (source * (1 + missing // max(1, len(source))))[:missing]
+
+
+def _indices(
+    samples: int, ranks: int, rank: int, epoch: int, seed: int, done: int, shuffle_with: int | None = None
+) -> list[int]:
+    order = _order(samples, seed + epoch if shuffle_with is None else shuffle_with)
+    return _padded(order[done:], order, ranks)[rank::ranks]
+
+
+def epoch_indices(fn: Callable) -> None:
+    """Check ``fn(samples, ranks, rank, epoch, seed, done) -> list of int`` against DistributedSampler."""
+    from torch.utils.data import DistributedSampler
+
+    exercise = Exercise("Exercise 6", HINTS["epoch_indices"])
+    cases = (
+        (12, 4, 3, 7, 0, None), (12, 4, 4, 7, 0, None), (10, 4, 3, 7, 0, None), (11, 3, 1, 2, 0, None),
+        (3, 8, 2, 5, 0, "short"), (1, 3, 2, 5, 0, "short"), (12, 4, 3, 7, 4, None), (12, 2, 3, 7, 8, None),
+        (10, 4, 3, 7, 4, None), (10, 3, 3, 7, 8, None), (10, 4, 3, 7, 10, None),
+    )  # fmt: skip
+    for samples, ranks, epoch, seed, done, fallback in cases:
+        exercise.case = f"{samples} samples, {ranks} ranks, epoch {epoch}, seed {seed}, done {done}"
+        exercise.fallback = fallback
+        parts = [_sampled(exercise, fn, samples, ranks, rank, epoch, seed, done) for rank in range(ranks)]
+        right = [_indices(samples, ranks, rank, epoch, seed, done) for rank in range(ranks)]
+        if done == 0:
+            samplers = [DistributedSampler(range(samples), ranks, rank, seed=seed) for rank in range(ranks)]
+            for sampler in samplers:
+                sampler.set_epoch(epoch)
+            right = [list(sampler) for sampler in samplers]
+        if parts != right:
+            _refuse_indices(exercise, parts, right, (samples, ranks, epoch, seed, done))
+    print(f"Exercise 6 passed on {len(cases)} epochs, equal to DistributedSampler.")
+
+
+def _sampled(exercise: Exercise, fn: Callable, *args: int) -> list[int]:
+    """What ``fn`` returns; refuses other things than lists, and any use of the global generator."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        got = _call(exercise, fn, *args)
+        same = torch.equal(before, torch.get_rng_state())
+    exercise.require(same, "global-generator", "the global generator was used.")
+    whole = isinstance(got, (list, tuple)) and all(isinstance(i, int) for i in got)
+    exercise.require(whole, "list", f"the function returned {show(got)}.")
+    return list(got)
+
+
+def _refuse_indices(exercise: Exercise, parts: list, right: list, case: tuple) -> None:
+    samples, ranks, epoch, seed, done = case
+    order = _order(samples, seed + epoch)
+    left, everyone = order[done:], range(ranks)
+
+    def dealt(source: list[int]) -> list[list[int]]:
+        return [source[r::ranks] for r in everyone]
+
+    def shuffled(with_seed: int) -> list[list[int]]:
+        return [_indices(samples, ranks, r, epoch, seed, done, with_seed) for r in everyone]
+
+    padded, whole = _padded(left, order, ranks), [_indices(samples, ranks, r, epoch, seed, 0) for r in everyone]
+    length = len(padded) // ranks
+    anew = [[left[i] for i in _order(len(left), seed + epoch)], [done + i for i in _order(len(left), seed + epoch)]]
+    traps: dict[str, list] = {
+        "no-shuffle": [dealt(_padded(list(range(samples))[done:], list(range(samples)), ranks))],
+        "no-epoch": [shuffled(seed)], "no-seed": [shuffled(epoch)],
+        "rank-seed": [[shuffled(seed + epoch + r)[r] for r in everyone], [shuffled(seed + r)[r] for r in everyone]],
+        "overlap": [[left] * ranks, [padded] * ranks, [left[:length]] * ranks],
+        "blocks": [[padded[r * length : (r + 1) * length] for r in everyone]],
+        "no-padding": [dealt(left)] if len(left) % ranks else [],
+        "cut": [dealt(left[: len(left) // ranks * ranks])],
+        "not-resumed": [whole] if done else [],
+        "per-rank": [[w[done:] for w in whole], [w[done // ranks :] for w in whole]] if done else [],
+        "shuffled-again": [dealt(_padded(s, s, ranks)) for s in anew] if done else [],
+        "resumed-uneven": [dealt(_padded(order, order, ranks)[done:])] if done else [],
+        "resumed-padding": [dealt(_padded(left, left, ranks))] if done and left else [],
+    }  # fmt: skip
+    key = next((key for key, some in traps.items() if parts in some), "value")
+    real = [len(left[r::ranks]) for r in everyone]
+    alike = all(p[:k] == r[:k] for p, r, k in zip(parts, right, real, strict=True))
+    if key == "value" and alike and not exercise.fallback:
+        key = "padding"
+    rank = next(r for r in everyone if parts[r] != right[r])
+    exercise.refuse(key, f"the indices are wrong.\n  expected  {right[rank]}\n  got       {parts[rank]}", rank)
+
+
+# ------------------------------------------------------------------------------------------------ uneven inputs
+
+
+def _uneven(table: Tensor, fn: Callable, sizes: list[list[int]]) -> dict:
+    import torch.distributed as dist
+
+    module = _net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    fn(module, optimizer, _batches(table, sizes[dist.get_rank()]))
+    return _weights(module)
+
+
+def _uneven_in_one(data: list[Tensor], sizes: list[list[int]], slip: str = "") -> dict[str, Tensor]:
+    """Final weights of one process that takes in each step the batches of all ranks; or with a usual mistake."""
+    net, before = _net(), None
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    batches = [_batches(table, own) for table, own in zip(data, sizes, strict=True)]
+    steps = (min if slip == "stops-early" else max)(map(len, batches))
+    for step in range(steps):
+        present = [own[step] for own in batches if step < len(own)]
+        parts, counts = [_gradient(net, x, y) for x, y in present], [len(x) for x, _ in present]
+        mean = _weighted(parts, [c / sum(counts) for c in counts])
+        if slip == "mean-of-means":
+            mean = _average(parts)
+        elif slip == "divided-by-all":
+            mean = _average(parts, len(data))
+        elif slip == "sum":
+            mean = _average(parts, 1)
+        elif slip == "sum of samples":
+            mean = _weighted(parts, counts)
+        elif slip.startswith("leftover") and before is not None:
+            stale = len(data) if slip == "leftover on all" else len(data) - len(present)
+            mean = _weighted([mean, before], [1, stale / sum(counts)])
+        before = {name: g.clone() for name, g in mean.items()}
+        for name, g in mean.items():
+            net.get_parameter(name).grad = g
+        optimizer.step()
+    return _weights(net)
+
+
+_UNEVEN = (
+    [[4, 4, 4], [4, 4, 4]], [[4, 4, 4], [4]], [[4, 4, 2], [4, 2, 1]], [[3], [4, 2, 4]], [[4, 1], [], [3, 4, 4]],
+    [[4, 2]],
+)  # fmt: skip
+
+
+def uneven_epoch(fn: Callable, timeout: float = TIMEOUT) -> None:
+    """Check ``fn(module, optimizer, batches)``: every step with the mean over the samples that there are."""
+    exercise = Exercise("Exercise 7", HINTS["uneven_epoch"], timeout)
+    for sizes in _UNEVEN:
+        n = len(sizes)
+        data = [_samples(max(1, sum(own)), 700 + 10 * n + rank) for rank, own in enumerate(sizes)]
+        case = "batches of " + " | ".join(", ".join(map(str, own)) or "none" for own in sizes) + " samples"
+        outcomes = exercise.run(_uneven, data, fn, sizes, case=case)
+        right = _uneven_in_one(data, sizes)
+        slips = ("stops-early", "mean-of-means", "divided-by-all", "sum", "leftover", "leftover on all")
+        traps = {slip: _uneven_in_one(data, sizes, slip) for slip in slips if n > 1}
+        if n > 1:
+            traps["sum"] = [traps["sum"], _uneven_in_one(data, sizes, "sum of samples")]
+            traps["leftover"] = [traps["leftover"], traps.pop("leftover on all")]
+        agree = [all(_exact(outcome.result[name], w) for name, w in right.items()) for outcome in outcomes]
+        for rank, outcome in enumerate(outcomes):
+            exercise.communicates(rank, outcome, n)
+            lost = any(bool(w.isnan().any()) for w in outcome.result.values())
+            exercise.require(not lost, "no-samples", "the weights are nan.", rank)
+            odd = agree[rank] or not any(agree)
+            exercise.require(odd, "ranks-differ", "these weights are wrong, those of another rank are right.", rank)
+            _compare(exercise, rank, outcome.result, right, traps, "after the epoch the weight")
+        _audit_uneven(exercise, outcomes, max(map(len, sizes)))
+    exercise.passed("every sample weighs the same, with one gradient a step.")
+
+
+def _audit_uneven(exercise: Exercise, outcomes: list[Outcome], steps: int) -> None:
+    gradient = sum(p.nbytes for p in _net().parameters())
+    enough = steps * (gradient + 16) + 16
+    for rank, outcome in enumerate(outcomes if len(outcomes) > 1 else []):
+        other = sum(e.bytes for e in outcome.ledger if e.op != "all_reduce")
+        exercise.require(other < gradient, "gathers-everything", f"{other} bytes outside of all-reduces.", rank)
+        size = outcome.ledger.bytes()
+        what = f"{size} bytes travel in {steps} steps; {enough} are enough."
+        exercise.require(size <= enough, "too-many-bytes", what, rank)

@@ -1,0 +1,103 @@
+"""Train the course's GPT with DistributedDataParallel: the training of lesson 04 as a program for torchrun.
+
+    torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py --steps 100 --checkpoint run.pt
+
+A second call with the same checkpoint goes on where the first one ended, on as many ranks or on others.
+"""
+
+import argparse
+import contextlib
+import os
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from course_utils.data import Windows
+from course_utils.models import build
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps in all, also of earlier calls")
+    parser.add_argument("--batch", type=int, default=16, help="windows in a step, over all ranks")
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches that a step accumulates")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=int, default=5, help="steps between two lines of output")
+    parser.add_argument("--checkpoint", type=Path, help="file to go on from, if it exists, and to write at the end")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl if there is a GPU for every rank")
+    return parser.parse_args()
+
+
+def connect(backend: str | None) -> torch.device:
+    """Join the process group and return this rank's device."""
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if backend is None:
+        backend = "nccl" if torch.cuda.device_count() >= local_ranks else "gloo"
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+    return device
+
+
+def batches(size: int, seed: int, done: int):
+    """This rank's batches of windows, epoch after epoch, from the sample number `done` on."""
+    windows = Windows("train")
+    sampler = DistributedSampler(windows, seed=seed)
+    epoch, skipped = divmod(done // dist.get_world_size(), len(sampler))
+    while True:
+        sampler.set_epoch(epoch)
+        yield from DataLoader(Subset(windows, [*islice(sampler, skipped, None)]), size, drop_last=True)
+        epoch, skipped = epoch + 1, 0
+
+
+def main() -> None:
+    args = arguments()
+    device = connect(args.backend)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if args.batch % (ranks * args.micro):
+        raise SystemExit(f"--batch must be a multiple of {ranks} ranks times {args.micro} micro-batches: {args.batch}")
+
+    model = build(seed=args.seed).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    step = done = 0
+    if args.checkpoint and args.checkpoint.exists():
+        state = torch.load(args.checkpoint, map_location=device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, done = state["step"], state["samples"]
+    ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+
+    data = batches(args.batch // (ranks * args.micro), args.seed, done)
+    while step < args.steps:
+        optimizer.zero_grad()
+        mean = torch.zeros((), device=device)
+        for micro in range(args.micro):
+            x, y = (part.to(device) for part in next(data))
+            with contextlib.nullcontext() if micro == args.micro - 1 else ddp.no_sync():
+                loss = F.cross_entropy(ddp(x).flatten(0, 1), y.flatten()) / args.micro
+                loss.backward()
+            mean += loss.detach()
+        optimizer.step()
+        step, done = step + 1, done + args.batch
+        if step % args.report == 0:
+            dist.all_reduce(mean)
+            if rank == 0:
+                print(f"step {step:4}  loss {mean.item() / ranks:.4f}", flush=True)
+
+    if args.checkpoint and rank == 0:
+        fresh = args.checkpoint.with_suffix(".new")
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "samples": done}
+        torch.save(state, fresh)
+        fresh.replace(args.checkpoint)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

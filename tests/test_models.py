@@ -1,0 +1,212 @@
+"""The small GPT: it is causal, the same for the same seed, counted right, and it learns."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import cloudpickle
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from course_utils import launch
+from course_utils.data import Windows, tokens
+from course_utils.models import GPT, GPTConfig, build, flops_per_token, parameters
+
+OTHER = GPTConfig(layers=3, heads=2, hidden=32, context=48, vocabulary=96, tied=False)
+CONFIGS = pytest.mark.parametrize("config", [GPTConfig(), OTHER], ids=["default", "other"])
+
+
+def batch(config: GPTConfig = OTHER, size: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.randint(config.vocabulary, (size, config.context + 1), generator=torch.Generator().manual_seed(1))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def gradients(model: GPT, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = model.loss(x, y)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@CONFIGS
+def test_later_tokens_do_not_change_earlier_logits(config):
+    model, (x, _) = build(config, dtype=torch.float64), batch(config)
+    changed = x.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % config.vocabulary
+    before, after = model(x), model(changed)
+    assert before.shape == (3, config.context, config.vocabulary)
+    torch.testing.assert_close(after[:, :20], before[:, :20], rtol=0, atol=1e-13)
+    assert (after[:, 20:] != before[:, 20:]).any(-1).all()
+
+
+def test_a_short_sequence_is_the_beginning_of_a_long_one():
+    model, (x, _) = build(OTHER, dtype=torch.float64), batch()
+    torch.testing.assert_close(model(x[:, :7]), model(x)[:, :7], rtol=0, atol=1e-13)
+
+
+def test_the_order_of_earlier_tokens_matters():
+    model, (x, _) = build(OTHER), batch()
+    swapped = x[:, [1, 0, *range(2, x.shape[1])]]
+    assert (model(x)[:, -1] - model(swapped)[:, -1]).abs().max() > 1e-4
+
+
+def test_loss_is_the_mean_cross_entropy_in_nats():
+    model, (x, y) = build(OTHER, dtype=torch.float64), batch()
+    chosen = model(x).log_softmax(-1).gather(-1, y[..., None])
+    torch.testing.assert_close(model.loss(x, y), -chosen.mean())
+
+
+def test_tied_weights_are_one_parameter():
+    tied, apart = build(), build(GPTConfig(tied=False))
+    assert tied.head.weight is tied.embedding.weight
+    assert len(list(apart.parameters())) == len(list(tied.parameters())) + 1
+    assert apart.head.weight.data_ptr() != apart.embedding.weight.data_ptr()
+
+
+@CONFIGS
+def test_parameters_are_counted(config):
+    assert parameters(config) == sum(parameter.numel() for parameter in GPT(config).parameters())
+    assert 100_000 < parameters(GPTConfig()) < 200_000
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@CONFIGS
+def test_flops_are_counted(config, checkpoint):
+    config = replace(config, checkpoint=checkpoint)
+    model, (x, y) = build(config), batch(config)
+    with sdpa_kernel(SDPBackend.MATH):  # the counter does not know the CPU's fused kernel
+        with FlopCounterMode(display=False) as forward:
+            loss = model.loss(x, y)
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+    assert forward.get_total_flops() == x.numel() * flops_per_token(config, backward=False)
+    assert forward.get_total_flops() + backward.get_total_flops() == x.numel() * flops_per_token(config)
+
+
+def test_flops_approach_six_for_each_parameter():
+    wide = GPTConfig(layers=24, heads=16, hidden=2048, context=256, vocabulary=128)
+    assert flops_per_token(wide) == pytest.approx(6 * parameters(wide), rel=0.05)
+
+
+def test_the_seed_decides_the_weights():
+    first, again, other = (build(OTHER, seed).state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+def test_building_leaves_the_global_generator_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = build(OTHER).state_dict()
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(weight, first[name]) for name, weight in build(OTHER).state_dict().items())
+
+
+def test_a_wider_type_holds_the_same_weights():
+    single, double = build(OTHER), build(OTHER, dtype=torch.float64)
+    for a, b in zip(single.parameters(), double.parameters(), strict=True):
+        assert b.dtype == torch.float64 and torch.equal(a.double(), b)
+
+
+def test_every_rank_builds_the_same_weights():
+    def weights():
+        torch.manual_seed(torch.distributed.get_rank())
+        return torch.cat([parameter.detach().flatten() for parameter in build(OTHER).parameters()])
+
+    first, second = launch(weights, world_size=2)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_recomputing_activations_changes_nothing(dtype):
+    x, y = batch()
+    loss, plain = gradients(build(OTHER, dtype=dtype), x, y)
+    again, recomputed = gradients(build(replace(OTHER, checkpoint=True), dtype=dtype), x, y)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def test_recomputing_activations_keeps_fewer_of_them():
+    def kept(config: GPTConfig) -> int:
+        model, (x, y), sizes = build(config), batch(config), {}
+        own = {parameter.data_ptr() for parameter in model.parameters()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model.loss(x, y)
+        assert loss.requires_grad
+        return sum(sizes.values())
+
+    deep = replace(OTHER, layers=6)
+    assert kept(replace(deep, checkpoint=True)) < kept(deep) / 3
+
+
+def test_evaluation_needs_no_recomputing():
+    model, (x, _) = build(replace(OTHER, checkpoint=True)), batch()
+    with torch.no_grad():
+        assert torch.equal(model(x), build(OTHER)(x))
+
+
+def test_shapes_are_known_on_the_meta_device():
+    with torch.device("meta"):
+        model = GPT(OTHER)
+    x, y = batch()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model(x.to("meta")).shape == (3, 48, 96)
+    assert model.loss(x.to("meta"), y.to("meta")).is_meta
+    with torch.device("meta"):
+        assert not build(OTHER).head.weight.is_meta
+
+
+@pytest.mark.parametrize("remake", [copy.deepcopy, lambda m: cloudpickle.loads(cloudpickle.dumps(m))])
+def test_a_copy_is_a_model_of_its_own(remake):
+    model, (x, y) = build(), batch(GPTConfig())
+    copied = remake(model)
+    assert copied.head.weight is copied.embedding.weight
+    assert copied.config == model.config
+    assert torch.equal(copied.loss(x, y), model.loss(x, y))
+    with torch.no_grad():
+        copied.norm.weight.zero_()
+    assert not torch.equal(copied.loss(x, y), model.loss(x, y))
+
+
+def test_a_new_model_knows_nothing():
+    model, (x, y) = build(), batch(GPTConfig())
+    assert model.loss(x, y).item() == pytest.approx(torch.tensor(128.0).log().item(), abs=0.1)
+
+
+def test_it_learns_more_than_how_frequent_letters_are():
+    windows, model = Windows(), build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0)).view(-1, 16)
+    for index in order[:150]:
+        x, y = map(torch.stack, zip(*(windows[i] for i in index.tolist()), strict=True))
+        optimizer.zero_grad()
+        model.loss(x, y).backward()
+        optimizer.step()
+    share = tokens("train").bincount(minlength=128) / len(tokens("train"))
+    letters_alone = -share[tokens("valid")].log().mean()
+    held_out = Windows("valid", length=100)
+    x, y = map(torch.stack, zip(*held_out, strict=True))
+    with torch.no_grad():
+        assert model.loss(x, y) < letters_alone - 0.2
+
+
+@pytest.mark.parametrize("wrong", [{"layers": 0}, {"hidden": -4}, {"context": 2.5}, {"heads": 3}, {"vocabulary": True}])
+def test_a_config_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        GPTConfig(**wrong)
+
+
+@pytest.mark.parametrize("shape", [(3, 49), (48,), (1, 3, 4)])
+def test_tokens_that_do_not_fit_are_refused(shape):
+    with pytest.raises(ValueError, match="T up to 48"):
+        build(OTHER)(torch.zeros(shape, dtype=torch.int64))
