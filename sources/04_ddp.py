@@ -188,8 +188,8 @@ for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
     print(f"{dtype}: mean of {world_size} gradients = gradient of the large batch, to {bound:g}")
 
 # %% [markdown]
-# Small, but not zero, as the `assert` says: the sum is taken in another order, and floating-point addition minds. That it shrinks with the precision
-# shows that it is rounding and nothing else.
+# Small, but not zero, as the `assert` says: the sum is taken in another order, and floating-point addition minds.
+# That it shrinks with the precision shows that it is rounding and nothing else.
 #
 # The equation has three conditions. Each of the next three cells breaks one.
 #

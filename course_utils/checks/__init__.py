@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -151,6 +152,16 @@ class Exercise:
             self.refuse("view" if view else "error", f"an error.\n\n{error}", error.rank)
         self.world_sizes.append(n)
         return outcomes
+
+    def call(self, fn: Callable, *args: Any) -> Any:
+        """The result of ``fn`` in this process; refuses an empty stub and an error, with the end of its traceback."""
+        try:
+            return fn(*args)
+        except NotImplementedError:
+            self.refuse("empty", "there is no answer yet.")
+        except Exception as error:
+            own = traceback.format_tb(error.__traceback__)[1:]
+            self.refuse("error", f"an error.\n\n{''.join(own[-1:])}{type(error).__name__}: {error}")
 
     def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
         """Raise CheckFailed with the hint ``key``, or the case's fallback if ``key`` explains little."""

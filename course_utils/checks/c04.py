@@ -7,7 +7,6 @@ process to 1e-12.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -479,17 +478,6 @@ def overlapped(fn: Callable, timeout: float = TIMEOUT) -> None:
 # ------------------------------------------------------------------------------------------------ buckets
 
 
-def _call(exercise: Exercise, fn: Callable, *args: Any) -> Any:
-    """The result of ``fn``; refuses an empty stub and an error, with the end of its traceback."""
-    try:
-        return fn(*args)
-    except NotImplementedError:
-        exercise.refuse("empty", "there is no answer yet.")
-    except Exception as error:
-        own = traceback.format_tb(error.__traceback__)[1:]
-        exercise.refuse("error", f"an error.\n\n{''.join(own[-1:])}{type(error).__name__}: {error}")
-
-
 def in_buckets(fn: Callable) -> None:
     """Check ``fn(parameters, bucket_bytes) -> list of lists``: full buckets of one dtype, in order."""
     exercise = Exercise("Exercise 2", HINTS["in_buckets"])
@@ -508,7 +496,7 @@ def in_buckets(fn: Callable) -> None:
         ]
         exercise.case = f"{name}, {cap} bytes, parameters of {', '.join(str(p.nbytes) for p in parameters)} bytes"
         given = list(parameters)
-        _in_buckets(exercise, _call(exercise, fn, given, cap), parameters, cap)
+        _in_buckets(exercise, exercise.call(fn, given, cap), parameters, cap)
         same = len(given) == len(parameters) and all(a is b for a, b in zip(given, parameters, strict=True))
         exercise.require(same, "input-changed", f"it held {len(parameters)} parameters, now {len(given)}.")
     print(f"Exercise 2 passed on {len(cases)} lists of parameters.")
@@ -719,7 +707,7 @@ def _sampled(exercise: Exercise, fn: Callable, *args: int) -> list[int]:
     """What ``fn`` returns; refuses other things than lists, and any use of the global generator."""
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
-        got = _call(exercise, fn, *args)
+        got = exercise.call(fn, *args)
         same = torch.equal(before, torch.get_rng_state())
     exercise.require(same, "global-generator", "the global generator was used.")
     whole = isinstance(got, (list, tuple)) and all(isinstance(i, int) for i in got)

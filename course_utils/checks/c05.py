@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import TIMEOUT, Exercise, Outcome, close, paper_problem
-from .c04 import _call, _difference, _exact, _listed
+from .c04 import _difference, _exact, _listed
 
 __all__ = ["HINTS", "amdahl_and_gustafson", "best_buckets", "cost_of_run", "top_k_mean"]
 
@@ -307,7 +307,7 @@ def best_buckets(fn: Callable) -> None:
         (2e6, 60, 1, 64, 14, 100), (14e9, 290, 900, 256, 14, 400),
     ):  # fmt: skip
         exercise.case = f"arguments {', '.join(f'{v:.6g}' for v in case)}"
-        got = _call(exercise, fn, *case)
+        got = exercise.call(fn, *case)
         pair = isinstance(got, (tuple, list)) and len(got) == 2 and all(isinstance(v, (int, float)) for v in got)
         pair = pair and float(got[0]).is_integer() and 1 <= got[0] <= case[1]
         exercise.require(pair, "pair", f"the function returned {got!r}.")

@@ -1,6 +1,6 @@
 """Measure `launch` against other ways to start ranks from a notebook; prints tables, writes JSON and a figure.
 
-What the lessons themselves measure (`algorithms.py`) follows, as tables only.
+What the lessons themselves measure (`algorithms.py`, `ddp.py`) follows, as tables only.
 
     python tests/benchmarks/run.py [--quick] [--tools course,ipyparallel] [--ranks 2,4] [--store]
 
@@ -166,7 +166,8 @@ def main() -> None:
     draw(result, output.with_suffix(".png"))
     print(markdown(result), flush=True)
     if not args.render:
-        subprocess.run([sys.executable, Path(__file__).with_name("algorithms.py"), *["--quick"] * args.quick])
+        for name in ("algorithms.py", "ddp.py"):
+            subprocess.run([sys.executable, Path(__file__).with_name(name), *["--quick"] * args.quick])
     say(f"{output.name} and its figure written after {(time.monotonic() - begin) / 60:.1f} min")
 
 
