@@ -96,6 +96,7 @@ def main() -> None:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "samples": done}
         torch.save(state, fresh)
         fresh.replace(args.checkpoint)
+    dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()
 
 
