@@ -70,7 +70,8 @@ class Lab:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """JupyterLab as ``make lab`` starts it, on copies of the lessons and with settings of its own."""
     root = tmp_path_factory.mktemp("lab")
-    shutil.copytree(ROOT / "notebooks", root / "notebooks")
+    for folder in ("notebooks", "scripts"):
+        shutil.copytree(ROOT / folder, root / folder)
     folders = {f"JUPYTER_{name}_DIR": str(root / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
     folders |= {f"JUPYTERLAB_{name}_DIR": str(root / name.lower()) for name in ("SETTINGS", "WORKSPACES")}
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")} | folders
