@@ -39,7 +39,7 @@ class Clock:
     wall : float
         Real seconds since the start of the block, up to its end, divided by `slowdown` where there is one.
     slowdown : float
-        Real seconds that one emulated second takes at least; 0: as fast as the machine can.
+        Real seconds that one emulated second has taken at least when the block ends; 0: as fast as the machine can.
     """
 
     def __init__(self, topology, slowdown: float):
@@ -175,8 +175,8 @@ def emulate(topology, slowdown: float = 0.0) -> Iterator[Clock]:
         Anything with ``gpus`` (names, at least one for each rank) and ``path(a, b)``, which has ``links`` (each with
         ends ``a``, ``b`` and ``bandwidth`` in bytes/s one way), ``bandwidth`` (bytes/s) and ``latency`` (seconds).
     slowdown : float
-        If above 0, waits and the end of the block also sleep, so that one emulated second lasts at least this many
-        real ones.
+        If above 0, waits and the end of the block also sleep, so that when the block ends one emulated second has
+        lasted at least this many real ones.
 
     Raises
     ------
