@@ -221,6 +221,7 @@ def _drop_group() -> None:
 
 def _untouched() -> bool:
     """Whether a function has left the default group as it was: nothing under way in it, no other groups made."""
+    tracker.settle()
     return not tracker.unfinished() and len(dist.distributed_c10d._world.pg_map) == 1
 
 

@@ -172,6 +172,16 @@ def record() -> Iterator[Ledger]:
         tracker.settle()
 
 
+class _Silent:
+    """In place of the Work of gloo's reduce-scatter, which keeps its tensors and never says that it has completed."""
+
+    def __init__(self, synchronous: bool):
+        self.synchronous = synchronous
+
+    def is_completed(self) -> bool:
+        return False
+
+
 class Tracker:
     """The kernels in front of the c10d operators, and what is known of this rank's communication at any moment."""
 
@@ -221,6 +231,7 @@ class Tracker:
         group_at = names.index("process_group")
         peer_at = next((names.index(n) for n in ("root_rank", "dst", "src") if n in names), None)
         message_at = 1 if op in _SECOND_ARGUMENT else 0
+        asynchronous_at = names.index("async_op") if "async_op" in names else None
         shards = op in ("gather", "scatter")
 
         def kernel(*args):
@@ -236,7 +247,8 @@ class Tracker:
                 self.inside = None
             work = result[-1] if isinstance(result, tuple) else result
             if first.device.type == "cpu" and isinstance(work, self._script_object):
-                self._issued(entry, self._work(work))
+                asynchronous = asynchronous_at is None or len(args) <= asynchronous_at or args[asynchronous_at]
+                self._issued(entry, _Silent(not asynchronous) if op == "reduce_scatter" else self._work(work))
             else:
                 entry.end = time.monotonic()
                 if isinstance(work, self._script_object):
@@ -273,7 +285,7 @@ class Tracker:
     def _issued(self, entry: Entry, work) -> None:
         self.settle()
         self.pending.append((entry, work))
-        if self.recorders:
+        if self.recorders and not isinstance(work, _Silent):
 
             def done(_future) -> None:
                 entry.end = time.monotonic()
@@ -290,10 +302,21 @@ class Tracker:
         return None
 
     def settle(self) -> None:
-        """Let go of operations that have completed; not all of gloo's say when."""
-        while self.pending and self.pending[0][1].is_completed():
-            entry, _ = self.pending.popleft()
-            entry.end = entry.end or time.monotonic()
+        """Let go of operations that have completed, and of their tensors; called between operations.
+
+        Of gloo's reduce-scatter it is known only that a synchronous one is over, and that what comes later on its
+        group has completed.
+        """
+        kept, over = [], set()
+        for entry, work in reversed(self.pending):
+            if work.is_completed():
+                entry.end = entry.end or time.monotonic()
+            elif not isinstance(work, _Silent) or not (work.synchronous or entry.key in over):
+                kept.append((entry, work))
+                continue
+            over.add(entry.key)
+        if len(kept) < len(self.pending):
+            self.pending = deque(reversed(kept), maxlen=_KEEP_PENDING)
 
     def unfinished(self) -> list[Entry]:
         """Operations issued and not completed, oldest first."""

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from course_utils import launch, record
 
@@ -459,3 +460,29 @@ def test_recording_without_a_process_group_records_nothing():
     with record() as ledger:
         torch.ones(2).sum()
     assert len(ledger) == 0
+
+
+def test_what_was_sent_is_not_kept():
+    """gloo's reduce-scatter never says that it has completed, which once kept all tensors sent after it."""
+
+    def work():
+        n, sent = dist.get_world_size(), []
+        for asynchronous in (False, True, False):
+            whole, part = torch.ones(n), torch.empty(1)
+            sent += [StorageWeakRef(tensor.untyped_storage()) for tensor in (whole, part)]
+            request = dist.reduce_scatter_single(part, whole, async_op=asynchronous)
+            if asynchronous:
+                request.wait()
+            dist.all_gather_single(whole, part)
+            del whole, part, request
+        dist.barrier()
+        dist.barrier()
+        return [storage.expired() for storage in sent]
+
+    def watched():
+        with record():
+            return work()
+
+    for function in (work, watched):
+        for expired in launch(function, world_size=2):
+            assert all(expired)
