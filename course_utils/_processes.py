@@ -26,6 +26,7 @@ from multiprocessing.connection import wait
 from ._text import STATUS_BYTES, is_learner
 
 _LARGE = 1 << 12  # bytes that a socket surely takes without a reader
+_SLOW = tuple(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor"))  # to import
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -68,7 +69,10 @@ def wait_for_end(server: int | None) -> bool:
 
 
 def start_server() -> int | None:
-    """Start the process that ranks are forked from, unless it runs; it imports torch in the background."""
+    """Start the process that ranks are forked from, unless it runs; it imports torch in the background.
+
+    What is slow to import and is imported in the notebook already it imports too, once for all ranks.
+    """
     if server_id() is None:
         folder = _private_folder()
         owner = os.getpid()  # and not a fork of it; if the notebook is killed, the server removes the folder
@@ -78,7 +82,8 @@ def start_server() -> int | None:
         config = process.current_process()._config
         with _quiet_start(), _replaced(os.environ, extra), _replaced(config, {"tempdir": folder}):
             with _replaced(util.__dict__, {"spawnv_passfds": _spawn_apart}):
-                _context.set_forkserver_preload(["course_utils._worker"])
+                slow = [name for name in _SLOW if name in sys.modules]
+                _context.set_forkserver_preload([*slow, "course_utils._worker"])
                 forkserver.ensure_running()
     return server_id()
 

@@ -770,6 +770,17 @@ print(launch(lambda: dist.get_rank() + 1, world_size=2))
         assert script.finish() == "once\n[1, 2]\n"
 
 
+@pytest.mark.parametrize("imported", [False, True])
+def test_what_is_slow_to_import_is_there_if_the_notebook_has_it(imported):
+    with Script(f"""
+{"import torch.distributed.fsdp" if imported else ""}
+import sys
+from course_utils import launch
+print(launch(lambda: "torch.distributed.fsdp" in sys.modules, world_size=2))
+""") as script:
+        assert script.finish() == f"{[imported] * 2}\n"
+
+
 def test_a_thread_may_launch():
     got = []
     thread = threading.Thread(target=lambda: got.append(launch(dist.get_rank, world_size=2)))
