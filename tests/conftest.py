@@ -1,10 +1,14 @@
-"""What every test may use: a guard that turns a hang into a failure, and clean surroundings for the ranks."""
+"""What every test may use: a guard that turns a hang into a failure, and clean surroundings for the ranks.
+
+Several workers share the tests by groups, the longest first. ``--thorough`` adds what the default run leaves out.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,15 +19,56 @@ for folder in (str(ROOT / "tests"), str(ROOT)):
         sys.path.insert(0, folder)
 
 
+LONG = (  # what takes a minute or so, in the order in which workers begin it; after it the groups with most tests
+    "tests/test_browser.py", "tests/test_launcher_failures.py", "tests/test_benchmarks.py", "tests/test_notebooks.py",
+    "notebooks/", "solutions/", "tests/test_launcher", "tests/test_models.py", "tests/test_widgets.py",
+)  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough", action="store_true",
+        help="every lesson with 2 and with 3 ranks, and all of it through the browser's menu (half as long again)",
+    )  # fmt: skip
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "guard(seconds): past this time the test fails, and the run goes on")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let a mark on a test count before the mark of its module."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let a mark on a test count before the mark of its module. Under xdist put the longest groups first."""
     for item in items:
         mark = item.get_closest_marker("guard")
         item.guard = float(mark.args[0]) if mark else 0.0
+    if hasattr(config, "workerinput"):
+        tests = Counter(_group(item.nodeid) for item in items)
+        items.sort(key=lambda item: _place(_group(item.nodeid), tests))
+
+
+def _group(nodeid: str) -> str:
+    """What one worker runs in one go: a module, a class, a notebook; but papermill's runs one by one."""
+    return nodeid if nodeid.startswith("tests/test_notebooks.py") else nodeid.rsplit("::", 1)[0]
+
+
+def _place(group: str, tests: Counter) -> tuple[int, int, str]:
+    long = (i for i, beginning in enumerate(LONG) if group.startswith(beginning))
+    return next(long, len(LONG)), -tests[group], group
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Hand out groups in the order of collection, which is that of `_place`."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
 
 
 def _guarded(item: pytest.Item, phase: str):

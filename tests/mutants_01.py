@@ -151,6 +151,21 @@ def mean_of_each_row(sizes, seconds, unseen):
     return _predicted(*_fit(sizes, times, 1 / times), unseen)
 
 
+def _through_the_ends(sizes, times, unseen):
+    beta = ((times[-1] - times[0]) / (sizes[-1] - sizes[0])).item()
+    return _predicted(times[0].item() - beta * sizes[0].item(), beta, unseen)
+
+
+@mutant("fit_and_predict", "two-sizes")
+def line_through_the_medians_of_smallest_and_largest(sizes, seconds, unseen):
+    return _through_the_ends(sizes, seconds.median(dim=1).values, unseen)
+
+
+@mutant("fit_and_predict", "two-sizes")
+def line_through_the_best_of_smallest_and_largest(sizes, seconds, unseen):
+    return _through_the_ends(sizes, seconds.min(dim=1).values, unseen)
+
+
 @mutant("fit_and_predict", "no-alpha")
 def bandwidth_alone(sizes, seconds, unseen):
     return _predicted(0.0, (seconds.median(dim=1).values / sizes).median().item(), unseen)

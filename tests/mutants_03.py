@@ -270,6 +270,13 @@ def ends_with_the_chunk_before(x, ring):
     return chunks[ring.index(dist.get_rank()) - 1]
 
 
+@mutant("ring_reduce_scatter", "first-chunk")
+def starts_with_its_own_chunk(x, ring):
+    chunks = x.clone().tensor_split(len(ring))
+    _scatter_in(chunks, ring, first=0)
+    return chunks[ring.index(dist.get_rank())]
+
+
 @mutant("ring_reduce_scatter", "whole-result")
 def sum_of_all_chunks(x, ring):
     return _all(x, ring)

@@ -1,10 +1,14 @@
-"""A learner in JupyterLab: open a lesson, run all of it through the menu, move a widget, see its picture change."""
+"""A learner in JupyterLab: every lesson is shown as stored, lesson 00 runs through the menu, every widget moves.
+
+That all cells of all lessons run, nbval and papermill show; ``--thorough`` runs every lesson through the menu as well.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,12 +27,9 @@ from course_utils.workshop import chromium
 
 pytestmark = pytest.mark.guard(420)
 
-WIDGETS = {
-    "01": ["topology_explorer("],
-    "02": ["collective_stepper("],
-    "03": ["all_reduce_stepper(", "algorithm_chooser("],
-    "05": ["cost_calculator("],
-}
+LESSONS = {path.name[:2]: path for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
+SHORTEST = "00"
+PARAMETERS = "import"  # the first code cell: the only one that a widget needs before its own
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 ARGUMENTS += ["--disable-component-update", "--disable-sync"]
 PANEL = "const panel = window.jupyterapp.shell.currentWidget;"
@@ -53,6 +54,38 @@ WAITING = f"""() => {{
     return Array.from(panel.content.model.cells)
         .filter(cell => cell.type === 'code' && cell.sharedModel.source.trim() && cell.executionCount === null).length;
 }}"""
+WITH_OUTPUTS = f"""() => {{
+    {PANEL}
+    return Array.from(panel.content.model.cells).flatMap((cell, i) => cell.outputs?.length ? [i] : []);
+}}"""
+TOO_WIDE = f"""async (index) => {{
+    {PANEL}
+    await panel.content.scrollToItem(index, 'start');
+    const cell = panel.content.widgets[index].node;
+    const outputs = Array.from(cell.querySelectorAll('.jp-OutputArea-output'));
+    if (!cell.isConnected || !outputs.some(output => output.getBoundingClientRect().height > 0)) return null;
+    const edge = cell.getBoundingClientRect().right + 1;
+    const inside = outputs.flatMap(output => [output, ...output.querySelectorAll('pre, img, table, .jp-RenderedHTML')]);
+    const wide = inside.filter(node => node.scrollWidth > node.clientWidth + 1 && node.clientWidth > 0
+            || node.getBoundingClientRect().right > edge)
+        .map(node => `${{node.tagName}} of ${{node.scrollWidth}} px, ${{node.clientWidth}} px of it seen: `
+            + node.textContent.slice(0, 80));
+    return {{wide}};
+}}"""
+
+
+def widgets() -> list[tuple[str, str]]:
+    """Number of a lesson and the call of a widget, for every widget that a lesson imports."""
+    found = []
+    for number, lesson in LESSONS.items():
+        cells = json.loads(lesson.read_text(encoding="utf-8"))["cells"]
+        code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+        for names in re.findall(r"^from course_utils\.widgets import (?:\(([^)]*)\)|(.*))$", code, re.MULTILINE):
+            found += [(number, f"{name}(") for name in re.findall(r"\w+", "".join(names))]
+    return found
+
+
+WIDGETS = widgets()
 
 
 @dataclasses.dataclass
@@ -114,20 +147,27 @@ def browser():
         chrome.close()
 
 
-@pytest.fixture
-def open_lesson(browser, lab: Lab) -> Iterator[Callable]:
-    """Open a lesson by number and wait until its kernel answers, as a learner should."""
+@dataclasses.dataclass
+class Opened:
+    """A lesson in the browser, and the errors that its console has shown since."""
+
+    number: str
+    page: object
+    errors: list[str]
+
+
+@pytest.fixture(scope="module")
+def opened(request: pytest.FixtureRequest, browser, lab: Lab) -> Iterator[Opened]:
+    """The lesson with the number of the parameter, as stored, with a kernel that answers. Its tests share the page."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
-
-    def open_(number: str):
-        (lesson,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
-        page = context.new_page()
-        page.goto(lab.address(f"lab/tree/notebooks/{lesson.name}") + "&reset")
-        page.wait_for_selector(".jp-NotebookPanel", timeout=90_000)
-        page.wait_for_function(CONNECTED, timeout=90_000)
-        return page
-
-    yield open_
+    page, errors = context.new_page(), []
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(lab.address(f"lab/tree/notebooks/{LESSONS[request.param].name}") + "&reset")
+    page.wait_for_selector(".jp-NotebookPanel", timeout=90_000)
+    page.wait_for_function(CONNECTED, timeout=90_000)
+    yield Opened(request.param, page, errors)
+    page.evaluate(f"() => {{ {PANEL} return panel.sessionContext.shutdown(); }}")
     context.close()
 
 
@@ -138,6 +178,12 @@ def screenshots(tmp_path: Path) -> Path:
     return folder
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function.__name__.startswith("test_lesson_runs_through_the_menu"):
+        numbers = LESSONS if metafunc.config.getoption("thorough") else [SHORTEST]
+        metafunc.parametrize("opened", numbers, indirect=True)
+
+
 def run_all(page) -> None:
     """Choose Run › Run All Cells in the menu and wait for the last cell."""
     page.locator(".lm-MenuBar-itemLabel", has_text="Run").click()
@@ -146,11 +192,8 @@ def run_all(page) -> None:
     page.wait_for_function(f"({WAITING})() === 0", polling=500, timeout=300_000)
 
 
-def assert_ran_without_errors(page) -> None:
-    cells = [cell for cell in page.evaluate(CELLS) if "".join(cell["source"]).strip()]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    errors = [output["evalue"] for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
-    assert errors == []
+def errors_in(cells: list[dict]) -> list[str]:
+    return [output["evalue"] for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
 
 
 def show_cell(page, text: str) -> None:
@@ -168,13 +211,27 @@ def show_cell(page, text: str) -> None:
 
 
 def widget(page, text: str):
-    """The cell of the widget that `text` makes, once its picture is there, and the cell's first slider."""
+    """The cell of the widget that `text` makes, once its picture is there."""
     show_cell(page, text)
     cell = page.locator(".jp-Notebook-cell.jp-mod-active")
     cell.locator("img.widget-image").first.wait_for(state="visible", timeout=30_000)
-    handle = cell.locator(".widget-slider .noUi-handle").first
-    handle.scroll_into_view_if_needed()
-    return cell, handle
+    return cell
+
+
+def move(cell) -> None:
+    """Move the first slider of the widget one step, or press the last button of one that has no slider."""
+    sliders = cell.locator(".widget-slider .noUi-handle")
+    if sliders.count():
+        sliders.first.scroll_into_view_if_needed()
+        sliders.first.press("ArrowRight")
+    else:
+        cell.locator(".widget-button").last.click()
+
+
+def run_cell(page, text: str) -> None:
+    """Run the code cell that contains `text`, and wait for its end."""
+    show_cell(page, text)
+    page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-cell')")
 
 
 def shown(cell) -> list[str]:
@@ -199,24 +256,49 @@ def test_lab_opens_on_the_first_lesson(browser, lab: Lab):
     page.close()
 
 
-def test_stored_widget_is_shown_before_anything_runs(open_lesson: Callable, screenshots: Path):
-    page = open_lesson("02")
-    cell, _ = widget(page, WIDGETS["02"][0])
+@pytest.mark.parametrize("opened", LESSONS, indirect=True)
+def test_stored_lesson_is_shown_without_errors_and_no_output_is_wider_than_its_cell(opened: Opened, screenshots: Path):
+    page = opened.page
+    assert errors_in(page.evaluate(CELLS)) == []
+    indices = page.evaluate(WITH_OUTPUTS)
+    assert indices
+    wide = {}
+    for index in indices:
+        found = waited_for(lambda index=index: page.evaluate(TOO_WIDE, index), f"the output of cell {index}", 30)
+        if found["wide"]:
+            wide[index] = found["wide"]
+    page.screenshot(path=screenshots / f"{opened.number}_stored.png")
+    assert wide == {}
+    assert opened.errors == []
+
+
+@pytest.mark.parametrize(("opened", "text"), WIDGETS, indirect=["opened"], scope="module")
+def test_stored_widget_is_shown_before_anything_runs(opened: Opened, text: str, screenshots: Path):
+    cell = widget(opened.page, text)
     picture = cell.locator("img.widget-image").first
     assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
-    page.screenshot(path=screenshots / "02_stored.png")
+    opened.page.screenshot(path=screenshots / f"{opened.number}_{text.strip('(')}_stored.png")
 
 
-@pytest.mark.parametrize("number", [path.name[:2] for path in sorted((ROOT / "notebooks").glob("*.ipynb"))])
-def test_lesson_runs_through_the_menu_and_its_widgets_move(open_lesson: Callable, screenshots: Path, number: str):
-    page = open_lesson(number)
-    run_all(page)
-    assert_ran_without_errors(page)
-    page.screenshot(path=screenshots / f"{number}.png")
-    for text in WIDGETS.get(number, []):
-        cell, handle = widget(page, text)
-        before = shown(cell)
-        page.screenshot(path=screenshots / f"{number}_{text.strip('(')}_before.png")
-        handle.press("ArrowRight")
-        waited_for(lambda cell=cell, before=before: shown(cell) != before, f"a change of {text}", 30)
-        page.screenshot(path=screenshots / f"{number}_{text.strip('(')}_after.png")
+@pytest.mark.parametrize(("opened", "text"), WIDGETS, indirect=["opened"], scope="module")
+def test_widget_moves_once_its_cell_has_run(opened: Opened, text: str, screenshots: Path):
+    page = opened.page
+    for source in (PARAMETERS, text):
+        run_cell(page, source)
+    assert errors_in(page.evaluate(CELLS)) == []
+    cell = widget(page, text)
+    before = shown(cell)
+    page.screenshot(path=screenshots / f"{opened.number}_{text.strip('(')}_before.png")
+    move(cell)
+    waited_for(lambda: shown(cell) != before, f"a change of {text}", 30)
+    page.screenshot(path=screenshots / f"{opened.number}_{text.strip('(')}_after.png")
+    assert opened.errors == []
+
+
+def test_lesson_runs_through_the_menu(opened: Opened, screenshots: Path):
+    run_all(opened.page)
+    cells = [cell for cell in opened.page.evaluate(CELLS) if "".join(cell["source"]).strip()]
+    counts = [cell["execution_count"] for cell in cells]
+    assert counts == list(range(min(counts), min(counts) + len(cells)))
+    assert errors_in(cells) == [] and opened.errors == []
+    opened.page.screenshot(path=screenshots / f"{opened.number}.png")

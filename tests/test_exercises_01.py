@@ -42,3 +42,14 @@ def test_measurements_are_the_same_each_time_and_exact_without_noise():
     assert torch.equal(first, second)
     sizes, exact = c01.measurements(1e-5, 1e-9, 0.0)
     assert torch.allclose(exact, (1e-5 + 1e-9 * sizes)[:, None].expand(-1, 7), rtol=1e-12)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_fit_to_any_of_the_best_times_of_each_size_passes(place):
+    def fit(sizes, seconds, unseen):
+        t = seconds.sort(dim=1).values[:, place]
+        relative = torch.stack([1 / t, sizes / t], dim=1)
+        alpha, beta = torch.linalg.lstsq(relative, torch.ones_like(t)[:, None]).solution.flatten()
+        return alpha.item(), beta.item(), alpha + beta * unseen
+
+    c01.fit_and_predict(fit)

@@ -1,4 +1,8 @@
-"""Lessons run with other world sizes than the one their outputs were made with (nbval compares those)."""
+"""Lessons run with other world sizes than the one their outputs were made with (nbval compares those).
+
+Each runs once: with 3 ranks, among which little divides evenly, or with 2 where nothing is divided. ``--thorough``
+runs each with both.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import pytest
 from conftest import ROOT
 
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+UNDIVIDED = {"00", "01", "05"}  # lessons that give no rank a share of a tensor or of the data
 
 pytestmark = pytest.mark.guard(600)
 
@@ -27,13 +32,12 @@ def test_there_are_lessons():
     assert LESSONS
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
-class TestTwoRanks:
-    def test_lesson_runs(self, lesson: Path, tmp_path: Path):
-        run(lesson, 2, tmp_path)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world_size" in metafunc.fixturenames:
+        both = metafunc.config.getoption("thorough")
+        runs = [(path, n) for path in LESSONS for n in (2, 3) if both or (n == 2) == (path.name[:2] in UNDIVIDED)]
+        metafunc.parametrize(("lesson", "world_size"), runs, ids=[f"{path.stem}-{n}" for path, n in runs])
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
-class TestThreeRanks:
-    def test_lesson_runs(self, lesson: Path, tmp_path: Path):
-        run(lesson, 3, tmp_path)
+def test_lesson_runs(lesson: Path, world_size: int, tmp_path: Path):
+    run(lesson, world_size, tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..costs import all_reduce_seconds, flat
-from . import BACKEND, TIMEOUT, Exercise, Outcome, message_steps, paper_problem, values
+from . import BACKEND, TIMEOUT, CheckFailed, Exercise, Outcome, close, message_steps, paper_problem, values
 
 __all__ = [
     "HINTS", "crossover_ranks", "crossover_size", "hierarchical_all_reduce", "mended_ring_all_reduce",
@@ -62,6 +62,8 @@ HINTS: dict[str, dict[str, str]] = {
         "go on.",
         "wrong-chunk": "The chunk is finished, but it is another rank's. Which chunk has to arrive in the last step, "
         "and which one is therefore sent first?",
+        "first-chunk": "This rank returns the chunk that it sent away in the first step; the sum is in another one. "
+        "The chunk of place p has to reach p in the last step. Which one does p send first, then?",
         "whole-result": "The docstring asks for one chunk, that of this rank's place.",
         "not-added": "Only one rank's numbers are in it. Add what comes in to your own chunk before you pass it on, "
         "and wait for a receive before you read its buffer.",
@@ -292,11 +294,26 @@ def ring_reduce_scatter(fn: Callable, timeout: float = TIMEOUT) -> None:
             others = [chunk for i, chunk in enumerate(sums) if i != place]
             traps = {"whole-result": total, "wrong-chunk": others, "not-added": parts, "partial": arcs}
             traps["average"] = sums[place] / n
+            if n == 2 and close(outcome.result, parts[place]) and _own_chunk_first(exercise, fn):
+                traps = {"first-chunk": parts[place]}
         _equal(exercise, rank, outcome.result, sums[place], traps)
         exercise.keeps_input(rank, outcome)
 
     _check_ring(exercise, fn, make, compare, _on_rings, 1, -1)
     exercise.passed("N-1 steps, and (N-1)/N of the tensor sent by each.")
+
+
+def _own_chunk_first(exercise: Exercise, fn: Callable) -> bool:
+    """Whether place 0 of two begins with the chunk that it should end with: 11 numbers make chunks of 6 and 5."""
+    before = exercise.case, exercise.fallback
+    data = [_numbers(11, 400 + rank) for rank in range(2)]
+    try:
+        ledger = exercise.run(_on_rings, data, fn, [[0, 1]])[0].ledger
+    except CheckFailed:
+        return False
+    finally:
+        exercise.case, exercise.fallback = before
+    return next((entry.bytes for entry in ledger if entry.op == "send"), 0) == 6 * data[0].element_size()
 
 
 _OLD = -1000  # stands where an all-gather has to write
