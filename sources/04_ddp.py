@@ -246,24 +246,30 @@ print(f"mean of unequal parts: off by {plain:.0%}; weighted by their sizes: equa
 
 
 # %%
-def with_batch_norm(normalise):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)  # the same net and data on all ranks
-    layers = [torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8) if normalise else torch.nn.Identity()]
-    net = torch.nn.Sequential(*layers, torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(device())
-    x = torch.randn(4 * n, 8, device=device())
+def net_with(norm):
+    torch.manual_seed(0)  # the same net on all ranks
+    layers = [torch.nn.Linear(8, 8), norm(8), torch.nn.Tanh(), torch.nn.Linear(8, 1)]
+    return torch.nn.Sequential(*layers).to(device())
 
-    def gradient_of(part):
-        net.zero_grad()
+
+def norm_against_whole(norm, norm_of_one_process):
+    """Relative difference of the mean gradient of parts to the gradient of the whole batch."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(4 * n, 8, generator=torch.Generator().manual_seed(1)).to(device())
+
+    def gradient_of(net, part):
         net(part).pow(2).mean().backward()
         return torch.cat([p.grad.flatten() for p in net.parameters()])
 
-    alone, mean = gradient_of(x), gradient_of(x[4 * rank : 4 * rank + 4])
+    alone = gradient_of(net_with(norm_of_one_process), x)
+    mean = gradient_of(net_with(norm), x[4 * rank :][:4])
     dist.all_reduce(mean)
     return ((mean / n - alone).norm() / alone.norm()).item()
 
 
-without, with_norm = (on_ranks(with_batch_norm, normalise)[0] for normalise in (False, True))
+# %%
+norms = torch.nn.Identity, torch.nn.BatchNorm1d
+without, with_norm = (on_ranks(norm_against_whole, norm, norm)[0] for norm in norms)
 assert without < 1e-5 and with_norm > 0.01
 print(f"without batch norm: equal to rounding; with it: off by {with_norm:.0%}")
 
@@ -392,9 +398,16 @@ def against_one_process(wrap, make=build, batch=take, dtype=torch.float32):
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
+# %%
 def prove(wrap, **kwargs):
-    for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
-        assert max(on_ranks(against_one_process, wrap, dtype=dtype, **kwargs)) < bound
+    """Train in both precisions on all ranks; every rank must end where one process does."""
+    bounds = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+    def both():
+        return [against_one_process(wrap, dtype=dtype, **kwargs) for dtype in bounds]
+
+    for differences in on_ranks(both):
+        assert all(d < bound for d, bound in zip(differences, bounds.values(), strict=True))
     return "equal to one process: 1e-6 in float32, 1e-12 in float64"
 
 
@@ -660,9 +673,9 @@ for name, ranks in steps.items():
     print(f"{name:24} gradients ready after {1e3 * ready:4.0f} ms, overlap {overlap(ranks):.0%}")
 
 # %% [markdown]
-# The large step is from 28 messages to four. Overlap adds less on this machine: the messages need the same few
-# cores as the backward pass (four ranks on two cores when this lesson was built), so hiding one behind the other is
-# partly sharing.
+# The large step is from 28 messages to four. Overlap gains little where messages need the same few cores as the
+# backward pass (four ranks on two cores when this lesson was built): hiding one behind the other is mostly sharing,
+# and any of the last three versions can come out first.
 #
 # <details><summary>How can DDP do without <code>finish()</code>?</summary>
 #
@@ -1049,24 +1062,70 @@ assert len({mean[-1] for mean in means}) == world_size
 # what a checkpoint saves.
 #
 # With enough samples on a rank its statistics are good anyway, and this is what plain DDP does. With one or two
-# they are noise. `SyncBatchNorm` then shares them: mean and variance over all ranks in each forward, and their
-# gradients in each backward. It is made for GPUs only. On this CPU:
+# they are noise, and then they are shared. By hand: every rank sums x and x² over its part, and an all-reduce makes
+# that the sums over all parts. Backward needs a second one: each rank's loss depends on the sums, so their gradient is
+# summed over the ranks too.
 
 
 # %%
-def synchronised():
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    net(torch.randn(8, 4))
+class SumOverRanks(torch.autograd.Function):
+    """An all-reduce whose backward is an all-reduce."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return SumOverRanks.forward(ctx, gradient)
 
 
-with expect_error(WorkerError):
-    launch(synchronised, world_size=world_size, backend="gloo")
+class SharedBatchNorm(torch.nn.BatchNorm1d):
+    """Batch norm in training, with the mean and variance of all ranks' parts (equally large)."""
+
+    def forward(self, x):
+        sums = SumOverRanks.apply(torch.stack([x.sum(0), x.square().sum(0)]))
+        mean, square = sums / (len(x) * dist.get_world_size())
+        return (x - mean) / (square - mean**2 + self.eps).sqrt() * self.weight + self.bias
+
 
 # %% [markdown]
-# > **What changes on real GPUs.** `convert_sync_batchnorm(model)` before `DDP(model)` works. It costs each layer
-# > one small collective in forward and one in backward, and nothing hides them: the layer waits. Group norm and
-# > layer norm need none.
+# **Predict.** Section 2 compared parts with the whole batch, and batch norm was the condition that no weighting could
+# mend. With shared statistics?
+
+
+# %%
+def shared_statistics(norm):
+    with record() as ledger:
+        off = norm_against_whole(norm, torch.nn.BatchNorm1d)
+    return off, ledger
+
+
+off, ledger = on_ranks(shared_statistics, SharedBatchNorm)[0]
+assert off < 1e-5
+print("shared statistics: equal to the whole batch, to rounding")
+print("sent:", ", ".join(f"{entry.op} {entry.bytes}" for entry in ledger))
+
+# %% [markdown]
+# Equal: 64 bytes in forward, 64 in backward, and then the gradients. (Running values are left out here.) PyTorch's
+# class for this is `SyncBatchNorm`. It is made for GPUs only. The next cell puts it to the same proof if this machine
+# has a GPU for every rank. If not, it shows what the class says on a CPU:
+
+# %%
+if torch.cuda.device_count() >= world_size:
+    off, _ = launch(shared_statistics, torch.nn.SyncBatchNorm, world_size=world_size)[0]
+    assert off < 1e-4
+    print("SyncBatchNorm: equal to the whole batch, to rounding")
+else:
+    with expect_error(WorkerError):
+        on_ranks(shared_statistics, torch.nn.SyncBatchNorm)
+
+# %% [markdown]
+# > **What changes on real GPUs.** `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)` before `DDP(model)` replaces
+# > every batch norm of a model. It costs each layer one small collective in forward and one in backward, and nothing
+# > hides them: the layer waits. Group norm and layer norm need none.
 
 # %% [markdown]
 # ## 12. Who gets which data: the sampler
@@ -1227,39 +1286,39 @@ def fit(wrap, steps, batch, read=None, write=None):
 # (One epoch is enough here, so its number is left out. The GPT is saved from `replica`, the model inside.
 # `DDP(model).state_dict()` has `module.` before every name; section 17 meets that.)
 #
-# **Predict** (question 8). Fifteen steps go on to thirty, once without a break, once from the checkpoint on as many
+# **Predict** (question 8). Ten steps go on to twenty, once without a break, once from the checkpoint on as many
 # ranks, once on fewer. To the last bit?
 
 # %%
 folder = tempfile.TemporaryDirectory()
 file = f"{folder.name}/checkpoint.pt"
 batch = 2 * world_size
-before = on_ranks(fit, Overlapped, 15, batch, write=file)[0]
-unbroken = on_ranks(fit, Overlapped, 30, batch)[0]
-same_ranks = on_ranks(fit, Overlapped, 15, batch, read=file)[0]
-others = {n: on_ranks(fit, Overlapped, 15, batch, read=file, n=n)[0] for n in {fewer, 1}}
+before = on_ranks(fit, Overlapped, 10, batch, write=file)[0]
+unbroken = on_ranks(fit, Overlapped, 20, batch)[0]
+same_ranks = on_ranks(fit, Overlapped, 10, batch, read=file)[0]
+others = {n: on_ranks(fit, Overlapped, 10, batch, read=file, n=n)[0] for n in {fewer, 1}}
 
-assert unbroken[:15] == before and unbroken[15:] == same_ranks  # every bit
+assert unbroken[:10] == before and unbroken[10:] == same_ranks  # every bit
 print(f"resumed on {world_size} ranks: the same loss curve to the last bit")
 for n in sorted(others, reverse=True):
-    assert max(abs(a - b) for a, b in zip(unbroken[15:], others[n], strict=True)) < 1e-4
-    print(f"resumed on {n}: the same to 1e-4 over 15 steps")
+    assert max(abs(a - b) for a, b in zip(unbroken[10:], others[n], strict=True)) < 1e-4
+    print(f"resumed on {n}: the same to 1e-4 over 10 steps")
 
 # %%
 curves = {
-    "without a break": (range(1, 31), unbroken),
-    f"resumed on {world_size}": (range(16, 31), same_ranks),
-    f"resumed on {fewer}": (range(16, 31), others[fewer]),
+    "without a break": (range(1, 21), unbroken),
+    f"resumed on {world_size}": (range(11, 21), same_ranks),
+    f"resumed on {fewer}": (range(11, 21), others[fewer]),
 }
 loss_curves(
     curves,
     "measured: loss",
     wide=["without a break", f"resumed on {world_size}"],
-    marks={"checkpoint": 15.5},
+    marks={"checkpoint": 10.5},
 )
 
 # %% [markdown]
-# *The figure: a broad pale curve falls over 30 steps. From step 16 on a narrower one and a thin one lie on it.*
+# *The figure: a broad pale curve falls over 20 steps. From step 11 on a narrower one and a thin one lie on it.*
 #
 # On as many ranks every bit is the same: same numbers, added in the same order. On fewer ranks each takes more
 # windows, so means are taken over other groups, and the last digits differ. It is the same training all the same.
@@ -1268,22 +1327,29 @@ loss_curves(
 # > `torch.use_deterministic_algorithms` forbids them and names those that have no other way, at a price in speed.
 # > And NCCL may choose another algorithm on another machine.
 #
-# **Predict:** the run above used `Overlapped`. Does DDP also resume to the last bit?
+# **Predict:** the run above used `Overlapped`. Does DDP also resume to the last bit? And with
+# `find_unused_parameters=True`?
 
 # %% tags=["nbval-ignore-output"]
-unbroken = on_ranks(fit, lambda m: DDP(m, **small_buckets), 30, batch)[0]
-on_ranks(fit, lambda m: DDP(m, **small_buckets), 15, batch, write=file)
-resumed = on_ranks(fit, lambda m: DDP(m, **small_buckets), 15, batch, read=file)[0]
-differ = sum(a != b for a, b in zip(unbroken[15:], resumed, strict=True))
-print(f"{differ} of 15 losses differ in some bit, by at most", end=" ")
-print(f"{max(abs(a - b) for a, b in zip(unbroken[15:], resumed, strict=True)):.1g}")
+for look in (False, True):
+
+    def wrap(model, look=look):
+        return DDP(model, **small_buckets, find_unused_parameters=look)
+
+    on_ranks(fit, wrap, 10, batch, write=file)
+    resumed = on_ranks(fit, wrap, 10, batch, read=file)[0]
+    pairs = [*zip(on_ranks(fit, wrap, 20, batch)[0][10:], resumed, strict=True)]
+    differ, most = sum(a != b for a, b in pairs), max(abs(a - b) for a, b in pairs)
+    print(f"find_unused_parameters={look}: {differ} of 10 losses differ, by at most {most:.1g}")
+    assert most < 1e-4 and (differ == 0 or not look)
 
 # %% [markdown]
-# With more than two ranks it need not. Every *start* of DDP begins with a step of one bucket (section 7). In
+# Plain DDP need not, with more than two ranks. Every *start* of it begins with a step of one bucket (section 7). In
 # another bucket a gradient lies at another place, a ring adds its summands in another order there, and the last bit
 # can differ: in the weights from the first resumed step on, and in a loss wherever that shows. (Two ranks have one
 # order only.) Nothing is wrong; but who compares runs bit by bit should know where the bit comes from.
-# `find_unused_parameters=True`, which never rebuilds, resumes exactly.
+# `find_unused_parameters=True` has the same buckets from the first step on, and resumes exactly, as the assertion
+# says.
 
 # %% [markdown]
 # ## 14. Seeds
@@ -1379,7 +1445,48 @@ loss_curves(curves, "measured: four ways to read 512 windows", xlabel="windows",
 # | `torch.multiprocessing.spawn` | a process a rank, here | what you pass | programs that start their own ranks |
 # | `launch`, in a notebook | a process a rank, here | the same variables | learning, looking inside |
 #
-# `spawn` sends the function by name, so it cannot start one that was defined in a cell; `launch` sends it by value.
+# `spawn` starts new Python processes, which import the program and look the function up by its name. So it needs the
+# guard in the last two lines below, and it cannot start a function that was defined in a cell; `launch` sends a
+# function by value. A rank gets its number as the first argument, and whatever else it needs has to be passed: how
+# many ranks there are, and where they meet. Here they meet in a file.
+
+# %%
+program = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+def main(rank, n, where):
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=n)
+    x = torch.tensor([rank + 1.0])
+    dist.all_reduce(x)
+    if rank == 0:
+        print(f"{n} ranks, sum {x.item():g}")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(main, args=(2, sys.argv[1]), nprocs=2)
+"""
+
+# %%
+loopback = "lo0" if sys.platform == "darwin" else "lo"  # leads from this machine to itself
+quiet = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+
+
+def run_program(*words):
+    done = subprocess.run([sys.executable, *words], env=quiet, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+script = f"{folder.name}/spawned.py"
+with open(script, "w") as out:
+    out.write(program)
+print(run_program(script, f"file://{folder.name}/meeting"), end="")
+
+# %% [markdown]
+# What the ranks talk through is the backend, whatever started them:
 #
 # | | gloo | NCCL |
 # |---|---|---|
@@ -1399,13 +1506,10 @@ loss_curves(curves, "measured: four ways to read 512 windows", xlabel="windows",
 # there.
 
 # %%
-loopback = "lo0" if sys.platform == "darwin" else "lo"  # leads from this machine to itself
-quiet = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 arguments = ["../scripts/train_ddp.py", "--steps=20", "--backend=gloo"]
-done = subprocess.run([*torchrun, *arguments], env=quiet, capture_output=True, text=True)
-assert done.returncode == 0, done.stderr
-print(done.stdout, end="")
+output = run_program(*torchrun, *arguments)
+print(output, end="")
 
 # %% [markdown]
 # **Predict:** is it the same training as `fit`, on two ranks of `launch`? (The script's batch has 16 windows if one
@@ -1413,7 +1517,7 @@ print(done.stdout, end="")
 
 # %%
 curve = launch(fit, DDP, 20, 16, world_size=2, backend="gloo")[0]
-printed = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+printed = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
 assert all(abs(a - b) < 1e-3 for a, b in zip(curve[4::5], printed, strict=True))
 print("the same losses:", [round(loss, 3) for loss in curve[4::5]])
 
@@ -1538,8 +1642,8 @@ print(f"4 micro-batches: {sent_by['always']:,} bytes, with no_sync {sent_by['no_
 # 5. No. It costs four times the bytes (section 8).
 # 6. It waits for an all-reduce that nobody joins: a hang (section 10).
 # 7. Twelve: two samples twice (section 12).
-# 8. On four ranks to the last bit if buckets lie as before, which DDP's do not in its first step; on two to
-#    rounding (section 13).
+# 8. On four ranks to the last bit if buckets lie as before, which those of plain DDP do not in its first step; on two
+#    to rounding (section 13).
 # </details>
 #
 # **Exercises:** [exercises/04_ddp](../exercises/04_ddp.ipynb). **Next:** 05 scaling efficiency: why eight GPUs are

@@ -89,6 +89,7 @@ shrink = 2.0**-20  # factor on the loss that makes its gradients small
 # some windows of 64 characters. The two helpers below serve the whole lesson.
 
 # %%
+torch.set_num_threads(1)  # in this process as on the ranks: threads share busy cores badly
 windows = Windows("train", GPTConfig().context)
 backend = launch(dist.get_backend, world_size=world_size)[0]  # the same for any number of ranks
 
@@ -108,7 +109,7 @@ def loss_of(model, x, y):
 print(f"{parameters(GPTConfig()):,} parameters, {len(windows):,} windows")
 
 # %% [markdown]
-# A step ends when it has ended on the slowest rank, and the figure is the best of eight steps. DDP rebuilds its
+# A step ends when it has ended on the slowest rank, and the figure is the best of 16 steps. DDP rebuilds its
 # buckets after the first step, so three steps come first that do not count.
 
 
@@ -119,10 +120,10 @@ def finish():
 
 
 def timed_steps(size):
-    """Seconds of each of eight training steps of this rank."""
+    """Seconds of each of 16 training steps of this rank."""
     model = DDP(build().to(device()))
     optimizer, seconds = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(11):
+    for step in range(19):
         x, y = batch(step, size)
         dist.barrier()
         start = time.perf_counter()
@@ -318,7 +319,7 @@ for i, (n, rate) in enumerate(zip(dp.gpus, dp.tokens_per_gpu, strict=True)):
 
 # %%
 ring_errors = fits["ring"][2] / numpy.array(dp.tokens_per_gpu) - 1
-assert max(abs(ring_errors)) < 0.1
+assert max(abs(ring_errors)) < 0.1 and fits["bytes"][0] < 0
 assert fits["tree"][2][-1] > 1.5 * dp.tokens_per_gpu[-1]
 plots.scaling_models(dp, {name: of[2] for name, of in fits.items()}, fitted=3)
 
@@ -327,8 +328,8 @@ plots.scaling_models(dp, {name: of[2] for name, of in fits.items()}, fitted=3)
 # tree pass far above the last point; the ring's curve passes near all six. Right: the error of each model.*
 #
 # All three fit the first three points within 2 %. At 256 GPUs the bytes are wrong by a factor of 2.2, the tree by
-# 1.9, and the ring by 8 %. The fit of the bytes even makes computing take less than no time. A fit that is good
-# where it was fitted says little. What the ring model says:
+# 1.9, and the ring by 8 %. The fit of the bytes even makes computing take less than no time (as the
+# assertion says). A fit that is good where it was fitted says little. What the ring model says:
 
 # %%
 a, b, _ = fits["ring"]
@@ -424,17 +425,22 @@ def run_watched(delay, apart):
 
 
 # %% [markdown]
-# **Predict** (question 3). The last rank is 40 ms late. What will the other ranks' time be spent on?
+# **Predict** (question 3). The last rank is 40 ms late. What will the other ranks' time be spent on? (The figure
+# shows the shortest of four steps.)
 
 
 # %%
 def one_step(by_rank):
-    """The last step of each rank as rows for a timeline, from the moment the first rank starts."""
-    last = [spans[-1] for spans in by_rank]
-    zero = min(spans[0][1] for spans in last)
+    """The shortest step as rows for a timeline, from the moment the first rank starts."""
+
+    def begin_and_end(ranks):
+        return min(spans[0][1] for spans in ranks), max(spans[-1][2] for spans in ranks)
+
+    steps = [(*begin_and_end(ranks), ranks) for ranks in zip(*by_rank, strict=True)]
+    zero, _, ranks = min(steps, key=lambda step: step[1] - step[0])
     return {
         f"rank {r}": [(part, start - zero, end - zero) for part, start, end in spans]
-        for r, spans in enumerate(last)
+        for r, spans in enumerate(ranks)
     }
 
 
@@ -663,7 +669,8 @@ plots.bucket_sweep(messages, step_seconds, communication, overlap)
 # communication takes longest with a bucket for each parameter, and so does the whole step. With one bucket little
 # overlaps; the share grows with the first few, and falls again when communication outlasts backward.*
 #
-# One bucket is full only when backward has ended: nothing is left to hide behind. Many buckets start early, and pay
+# One bucket is full only when the last gradient has come: nothing is left to hide behind. (DDP's log lets backward end
+# a moment later, when autograd calls back. Hence the overlap of a single bucket.) Many buckets start early, and pay
 # α each. Where ranks compute on the cores that carry the messages, α is large and hidden communication slows the
 # computation down, so few buckets win.
 #
@@ -1241,13 +1248,12 @@ def learn(name, steps):
     """Loss of each step, bytes this rank must send in the last, share of weights never changed."""
     model = DDP(build().to(device()), bucket_cap_mb_list=[100])
     register(model, name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     losses, n = [], dist.get_world_size()
     for step in range(steps):
         loss = loss_of(model, *batch(step, 4))
         with record() as ledger:
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -1259,7 +1265,7 @@ def learn(name, steps):
 
 # %% [markdown]
 # **Predict** (question 8). Bytes sent by a rank in a step: fp16, PowerSGD of rank 4, top 1 %? Which learn as well
-# as the uncompressed run?
+# as the uncompressed run? The optimizer is plain SGD, for which error feedback was made.
 
 # %%
 steps = dict.fromkeys(["none", "PowerSGD", "top 1 %, feedback", "top 1 %"], training_steps)
@@ -1298,7 +1304,7 @@ print(f"{entropy:.2f} is the loss of knowing how frequent each character is, and
 # %%
 for name in ("fp16", "bf16"):
     assert abs(losses[name] - losses["none"][: steps[name]]).max() < 0.05
-assert min(final["top 1 %"], final["top 1 %, feedback"]) > final["none"]
+assert final["top 1 %, feedback"] < final["top 1 %"] - 0.1
 assert same["top 1 %"] > same["top 1 %, feedback"] > same["none"]
 shown = {name: of for name, of in losses.items() if len(of) == training_steps}
 smooth = {name: numpy.convolve(of, numpy.ones(5) / 5, "valid") for name, of in shown.items()}
@@ -1309,20 +1315,28 @@ plots.loss_curves(
 )
 
 # %% [markdown]
-# *The figure: PowerSGD's curve is close to the uncompressed one. Both top-k curves leave it where the model begins
-# to learn more than how frequent each character is, and stay behind.*
+# *The figure: the curves of PowerSGD and of top-k with feedback are close to the uncompressed one. Top-k without
+# feedback leaves them where the model begins to learn more than how frequent each character is, and stays there.*
 #
 # - **fp16, bf16**: half the bytes, the same losses in all steps that were run, hence not drawn. bf16 rounds more,
 #   fp16 can overflow.
 # - **PowerSGD**: an order of magnitude fewer bytes here, and the larger the matrices, the more. A close curve.
-# - **top-k without feedback**: nine weights in ten have never been updated.
-# - **top-k with feedback**: the same bytes, and it reaches far more weights. It sends late what it did not send, and
-#   with momentum a late gradient pushes on for many steps.
+# - **top-k without feedback**: most weights have never been updated. It has learnt how frequent each character is,
+#   and little else.
+# - **top-k with feedback**: the same bytes, and another curve. What one step leaves out adds up until it is among the
+#   largest.
 #
-# Which of the two top-k runs ends lower is *not* shown here: it differs from seed to seed and with the learning
-# rate, the momentum and the optimizer. A run of 120 steps shows that both cost something, and no more. What feedback
-# does guarantee is the assertion above: nothing is lost. Under the conditions of their theorem Stich et al. (below)
-# prove that SGD with it converges at the rate of SGD without compression.
+# Stich et al. (below) prove, under the conditions of their theorem, that SGD with error feedback converges at the rate
+# of SGD without compression.
+#
+# <details><summary>And with momentum?</summary>
+#
+# Then the comparison is not so clear. Momentum makes a late gradient, which arrives as one large number, push on for
+# many steps; and clipping the mean afterwards throws away a part of what was kept so carefully. With a momentum of 0.9
+# and the mean gradient clipped to 0.3, four ranks ended at 3.10 with feedback and at 2.99 without when this lesson was
+# built. Lin et al., *Deep gradient compression*, 2017 ([arXiv 1712.01887](https://arxiv.org/abs/1712.01887)), mend
+# both: each rank applies momentum and clips *before* it chooses what to send.
+# </details>
 #
 # > **Misconception.** "The top 1 % is 100 times fewer bytes." Each element needs its place too, which halves that.
 # > And an all-gather grows with n where an all-reduce does not:
@@ -1389,12 +1403,12 @@ print(f"each further layer keeps {more:.1f} times its input, or its input only")
 
 # %%
 def seconds_of(config, size=8):
-    """Best of five forward and backward passes."""
+    """CPU seconds of the best of five forward and backward passes; this process has one thread."""
     model, (x, y), times = build(config), fixed_batch(0, size), []
     for _ in range(6):
-        start = time.perf_counter()
+        start = time.process_time()
         loss_of(model, x, y).backward()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times[1:])
 
 
@@ -1405,7 +1419,7 @@ took = {
 plots.checkpointing(layers, kept, took)
 
 # %% [markdown]
-# *The figure, left: memory grows with the layers, steeply without checkpointing and slowly with it. Right: time
+# *The figure, left: memory grows with the layers, steeply without checkpointing and slowly with it. Right: CPU time
 # grows with the layers too, faster with checkpointing.*
 
 # %% tags=["nbval-ignore-output"]
@@ -1418,11 +1432,11 @@ counted = [flops_per_token(GPTConfig(layers=8, checkpoint=again)) for again in (
 print(f"{counted[0] / counted[1]:.2f} times the FLOPs")
 
 # %% [markdown]
-# The FLOPs say 1 + 2 + 1 instead of 1 + 2, a third more, or somewhat less where the end of a block need not be
-# repeated. The clock can say more on a model this small, where each call costs time beside its FLOPs. Is it
-# worth it? It is, if the memory goes into more tokens for each GPU and the step was waiting for communication; or
-# if the model does not fit at all. At 32k tokens the activations of Llama-3-8B are 224 GiB without checkpointing
-# and 8 GiB with it (*recorded*, [stas00/ml-engineering](https://github.com/stas00/ml-engineering)).
+# The FLOPs say 1 + 2 + 1 instead of 1 + 2, a third more at most. They are less where the end of a block need not be
+# repeated: here that is its last product, a third of the block's weights. The clock can say more on a model this
+# small, where each call costs time beside its FLOPs. Is it worth it? It is, if the memory goes into more tokens for
+# each GPU and the step was waiting for communication; or if the model does not fit at all. At 32k tokens the
+# activations of Llama-3-8B are 224 GiB without checkpointing and 8 GiB with it (*recorded*, [stas00/ml-engineering](https://github.com/stas00/ml-engineering)).
 #
 # <details><summary>And if only every second block is checkpointed?</summary>
 #
@@ -1438,7 +1452,7 @@ print(f"{counted[0] / counted[1]:.2f} times the FLOPs")
 #
 # $$\text{cost} = \text{price}\cdot n\cdot\frac{T_1}{S(n)} = \text{price}\cdot\frac{T_1}{E(n)}$$
 #
-# The cost goes with 1/efficiency, and with nothing else.
+# For a given job and price the cost goes with 1/efficiency, and with nothing else.
 #
 # **Predict** (question 10). 1.9 times on two GPUs?
 
@@ -1540,7 +1554,9 @@ print(f"one bucket: {overlap[0]:.0%} of the communication during backward;", end
 print(f" {messages[-2]} buckets: {overlap[-2]:.0%}")
 print(f"loss after {training_steps} steps: {final['none']:.2f};", end="")
 print(f" with PowerSGD {final['PowerSGD']:.2f} and", end="")
-print(f" {sent['none'] / sent['PowerSGD']:.0f} times fewer bytes")
+print(f" {sent['none'] / sent['PowerSGD']:.0f} times fewer bytes;")
+print(f"with the top 1 % {final['top 1 %, feedback']:.2f}, without error feedback", end="")
+print(f" {final['top 1 %']:.2f}")
 print(f"checkpointing 8 layers: {memory:.1f} times less memory, {extra:.2f} times the time")
 
 # %% [markdown]
@@ -1550,7 +1566,8 @@ print(f"checkpointing 8 layers: {memory:.1f} times less memory, {extra:.2f} time
 # - Compute over communication depends on tokens per GPU and on the machine, not on the size of the model.
 # - A bucket size trades latency against overlap; √(T/α) buckets where the link is the bottleneck.
 # - fp16 needs loss scaling, bf16 does not; both need master weights. 16 bytes per parameter, mixed or not.
-# - Error feedback makes what top-k leaves out late instead of lost. Compression pays only where the link is slow.
+# - Error feedback makes what top-k leaves out late instead of lost: with it the loss went on falling, without it the
+#   loss stood still. Compression pays only where the link is slow.
 # - Checkpointing keeps one tensor a block and costs up to a third more FLOPs. Cost goes with 1/efficiency.
 #
 # <details><summary>Answers to the ten predictions</summary>

@@ -279,6 +279,16 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
     assert launch(accumulate, world_size=3, backend="gloo") == [[(True, 16)] * 3] * 3
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_batch_norm_with_shared_statistics_is_that_of_the_whole_batch(n):
+    off = launch(
+        lesson()["norm_against_whole"], lesson()["SharedBatchNorm"], nn.BatchNorm1d, world_size=n, backend="gloo"
+    )
+    assert max(off) < 1e-5
+    alone = launch(lesson()["norm_against_whole"], nn.BatchNorm1d, nn.BatchNorm1d, world_size=n, backend="gloo")
+    assert (max(alone) > 0.01) == (n > 1)
+
+
 @pytest.mark.parametrize("length", [1, 5, 12, 33])
 def test_sampler_gives_pytorchs_order_and_its_rest_after_a_start(length):
     for ranks in (1, 2, 3, 4, 7):
@@ -303,6 +313,18 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit_and_on_one_rank_to_ro
     assert first + again[0] == whole and all(curve == again[0] for curve in again)
     assert alone == pytest.approx(whole[4:], abs=1e-5)
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_ddp_that_looks_for_unused_parameters_resumes_to_the_last_bit(n, tmp_path):
+    def wrap(model):
+        return ddp(model, bucket_cap_mb=0.125, find_unused_parameters=True)
+
+    fit, ddp = lesson()["fit"], lesson()["DDP"]
+    file, batch = tmp_path / "state.pt", 2 * n
+    whole = launch(fit, wrap, 16, batch, world_size=n, backend="gloo")[0]
+    launch(fit, wrap, 8, batch, write=file, world_size=n, backend="gloo")
+    assert launch(fit, wrap, 8, batch, read=file, world_size=n, backend="gloo")[0] == whole[8:]
 
 
 def run_script(*arguments: str) -> str:

@@ -223,3 +223,9 @@ def test_calculator_and_lesson_have_one_model_of_interruptions():
 def test_cost_goes_with_one_over_efficiency():
     hours, dollars = lesson()["run_cost"](100, 2, 1.9, price=3.0)
     assert math.isclose(hours, 100 / 1.9) and math.isclose(dollars, 300 / 0.95)
+
+
+def test_spot_becomes_the_dearer_choice_at_512_gpus_as_the_text_says():
+    save, restart = 2 / 60, 10 / 60
+    useful = {n: cost.goodput(n * 5 / 1000, save, restart) for n in (256, 512, 1024)}
+    assert useful[256] > 0.5 > useful[512] > 0 == useful[1024], "spot opens at half the price"
