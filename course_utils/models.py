@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["GPT", "GPTConfig", "build", "flops_per_token", "parameters"]
+__all__ = ["GPT", "GPTConfig", "PUBLISHED", "build", "flops_per_token", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,28 @@ class GPTConfig:
 
 
 _SMALL = GPTConfig()
+
+
+def _published() -> dict[str, GPTConfig]:
+    gpt2 = {"": (12, 12, 768), " medium": (24, 16, 1024), " large": (36, 20, 1280), " XL": (48, 25, 1600)}
+    gpt3 = {"6.7B": (32, 32, 4096), "13B": (40, 40, 5120), "175B": (96, 96, 12288)}
+    megatron = {
+        "1.7B": (24, 24, 2304), "3.6B": (30, 32, 3072), "7.5B": (36, 32, 4096), "18.4B": (40, 48, 6144),
+        "39.1B": (48, 64, 8192), "76.1B": (60, 80, 10240), "145.6B": (80, 96, 12288), "310.1B": (96, 128, 16384),
+        "529.6B": (105, 128, 20480), "1008B": (128, 160, 25600),
+    }  # fmt: skip
+    return {
+        **{f"GPT-2{size}": GPTConfig(*shape, 1024, 50257) for size, shape in gpt2.items()},
+        **{f"GPT-3 {size}": GPTConfig(*shape, 2048, 50257) for size, shape in gpt3.items()},
+        **{f"Megatron {size}": GPTConfig(*shape, 2048, 51200) for size, shape in megatron.items()},
+    }
+
+
+#: Shapes that were trained, in the layout of `GPT`: GPT-2 (Radford et al. 2019, table 2; heads from the released
+#: models), GPT-3 (Brown et al. 2020, table 2.1; three of its eight; the 13B row's width is printed as 5140 there,
+#: which 40 heads do not divide) and Megatron-LM's own (Narayanan et al. 2021, table 1). All share one weight between
+#: embedding and head. They are for counting, or for the meta device: `GPT(PUBLISHED["GPT-3 175B"])` needs 700 GB.
+PUBLISHED = _published()
 
 
 class Attention(nn.Module):
@@ -102,7 +124,11 @@ class GPT(nn.Module):
             elif parameter.dim() == 2:
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if residual else 0.02)
-        if config.tied:
+        self.tie()
+
+    def tie(self) -> None:
+        """Share the embedding's weight with the head, if `config.tied`; once more after `to_empty`, which unties it."""
+        if self.config.tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

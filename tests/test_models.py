@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from course_utils import launch
 from course_utils.data import Windows, tokens
-from course_utils.models import GPT, GPTConfig, build, flops_per_token, parameters
+from course_utils.models import GPT, PUBLISHED, GPTConfig, build, flops_per_token, parameters
 
 OTHER = GPTConfig(layers=3, heads=2, hidden=32, context=48, vocabulary=96, tied=False)
 CONFIGS = pytest.mark.parametrize("config", [GPTConfig(), OTHER], ids=["default", "other"])
@@ -210,3 +210,33 @@ def test_a_config_that_cannot_be_is_refused(wrong):
 def test_tokens_that_do_not_fit_are_refused(shape):
     with pytest.raises(ValueError, match="T up to 48"):
         build(OTHER)(torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("Megatron")])
+def test_published_shapes_have_the_parameters_of_their_name(name):
+    printed = name.removeprefix("Megatron ").removesuffix("B")
+    assert f"{parameters(PUBLISHED[name]) / 1e9:.1f}".removesuffix(".0") == printed
+
+
+def test_published_shapes_are_about_as_large_as_their_papers_say():
+    millions = {"GPT-2": 124, "GPT-2 medium": 355, "GPT-2 large": 774, "GPT-2 XL": 1558}
+    assert {name: round(parameters(PUBLISHED[name]) / 1e6) for name in millions} == millions
+    for name, billions in {"GPT-3 6.7B": 6.7, "GPT-3 13B": 13, "GPT-3 175B": 175}.items():
+        assert parameters(PUBLISHED[name]) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_a_published_model_fits_on_the_meta_device():
+    with torch.device("meta"):
+        model = GPT(PUBLISHED["GPT-3 6.7B"])
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters(PUBLISHED["GPT-3 6.7B"])
+
+
+def test_a_model_made_empty_is_tied_again():
+    with torch.device("meta"):
+        model = GPT()
+    model.to_empty(device="cpu")
+    model.tie()
+    assert model.head.weight is model.embedding.weight
+    apart = GPT(OTHER)
+    apart.tie()
+    assert apart.head.weight is not apart.embedding.weight

@@ -13,6 +13,7 @@ from .costs import (
     predicted_against_recorded,
     scale_out,
 )
+from .memory import PART_COLORS, decimal_bytes, memory_bars, memory_over_length, memory_over_time, partition_picture
 from .roofline import generations, ladder, latency_fit, roofline
 from .scaling import (
     bucket_choice,
@@ -25,13 +26,15 @@ from .scaling import (
     step_spans,
     step_split,
 )
+from .sharding import mesh_picture, shard_timeline
 from .topologies import topology_picture
 from .training import bucket_picture, loss_curves, replicas, step_timelines
 
 __all__ = [
-    "ALGORITHM_COLORS", "RANK_COLORS", "algorithm_color", "bandwidth", "before_after", "bucket_choice",
-    "bucket_picture", "bucket_sweep", "checkpointing", "crossover", "generations", "gradient_range", "ladder",
-    "latency_fit", "loss_curves", "model_against_emulation", "predicted_against_recorded", "rank_color", "replicas",
-    "roofline", "scale_out", "scaling_curves", "scaling_models", "speedup_laws", "step_picture", "step_spans",
+    "ALGORITHM_COLORS", "PART_COLORS", "RANK_COLORS", "algorithm_color", "bandwidth", "before_after", "bucket_choice",
+    "bucket_picture", "bucket_sweep", "checkpointing", "crossover", "decimal_bytes", "generations", "gradient_range",
+    "ladder", "latency_fit", "loss_curves", "memory_bars", "memory_over_length", "memory_over_time", "mesh_picture",
+    "model_against_emulation", "partition_picture", "predicted_against_recorded", "rank_color", "replicas", "roofline",
+    "scale_out", "scaling_curves", "scaling_models", "shard_timeline", "speedup_laws", "step_picture", "step_spans",
     "step_split", "step_timelines", "timeline", "topology_picture",
 ]  # fmt: skip

@@ -43,7 +43,7 @@ def new_figure(*panels: int, size: tuple[float, float], **kwargs) -> tuple[Figur
 
 def label_lines(ax: Axes, labels: Mapping[str, tuple[float, float, str]]) -> None:
     """Write each label at the right end of its line, moved apart where two would overlap."""
-    ax.figure.canvas.draw()
+    ax.figure.draw_without_rendering()  # settles limits and layout, also where the figure has no canvas of its own
     height, scale = 12.0, 72 / ax.figure.dpi
     ordered = sorted(labels.items(), key=lambda item: item[1][1])
     wanted = [ax.transData.transform((x, y))[1] * scale for _, (x, y, _) in ordered]

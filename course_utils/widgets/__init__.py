@@ -4,6 +4,7 @@ from .bits import bits_explorer
 from .chooser import algorithm_chooser
 from .cost import cost_calculator
 from .explorer import topology_explorer
+from .memory import memory_calculator
 from .stepper import all_reduce_stepper, collective_stepper
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "bits_explorer",
     "collective_stepper",
     "cost_calculator",
+    "memory_calculator",
     "topology_explorer",
 ]

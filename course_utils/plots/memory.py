@@ -1,0 +1,391 @@
+"""What the memory of ranks holds: bars by part, a step over time, who holds which part of the training state.
+
+Sizes are decimal, as on the data sheets of GPUs and in the ZeRO paper: 1 GB is 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation
+
+from ._style import INK, MARKERS, RANK_COLORS, label_lines, new_figure, tint
+
+if TYPE_CHECKING:
+    from ..memory import Memory
+
+    Parts = Memory | Mapping[str, float]
+
+__all__ = [
+    "PART_COLORS", "decimal_bytes", "memory_bars", "memory_over_length", "memory_over_time", "partition_picture",
+]  # fmt: skip
+
+#: One colour for each part of memory, in the order of `memory.PARTS`, the same in every figure.
+PART_COLORS = {
+    "parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73", "activations": "#CC79A7",
+    "buffers": "#999999",
+}  # fmt: skip
+_STATES = ("parameters", "gradients", "optimizer")
+_TOO_MUCH = "#B33C00"
+_SMALL = 8.5
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def _parts(memory: Parts) -> dict[str, float]:
+    """Return bytes by part, in the order of `PART_COLORS`.
+
+    Raises
+    ------
+    ValueError
+        A part has an unknown name, or bytes below zero.
+    """
+    given = dict(memory) if isinstance(memory, Mapping) else memory.parts()
+    if unknown := set(given) - set(PART_COLORS):
+        raise ValueError(f"no part of memory is called {sorted(unknown)[0]!r}; allowed are {', '.join(PART_COLORS)}")
+    if wrong := [part for part, size in given.items() if not size >= 0]:
+        raise ValueError(f"bytes must be at least 0, got {given[wrong[0]]} of {wrong[0]}")
+    return {part: float(given.get(part, 0)) for part in PART_COLORS}
+
+
+def _scale(largest: float) -> tuple[float, str]:
+    """Return the bytes of one unit, and its name, for sizes up to `largest`."""
+    power = 0
+    while power < len(_UNITS) - 1 and largest >= 999.5 * 1000**power:
+        power += 1
+    return 1000.0**power, _UNITS[power]
+
+
+def decimal_bytes(size: float) -> str:
+    """Return `size` in bytes to three digits with a decimal prefix, such as ``31.4 GB``."""
+    scale, unit = _scale(size)
+    value = size / scale
+    digits = 0 if value >= 99.95 or unit == "B" else 1 if value >= 9.995 else 2
+    number = f"{value:,.{digits}f}"
+    return f"{number.rstrip('0').rstrip('.') if digits else number} {unit}"
+
+
+def byte_axis(axis, largest: float, label: str) -> None:
+    scale, unit = _scale(largest)
+    axis.set_major_locator(_Round(scale))
+    axis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / scale:,.6g}"))
+    axis.set_label_text(f"{label} ({unit})")
+
+
+class _Round(MaxNLocator):
+    """Ticks that are round numbers of a unit of `scale` bytes."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(nbins=7, steps=[1, 2, 2.5, 5, 10], integer=scale == 1)
+        self.scale = scale
+
+    def tick_values(self, vmin: float, vmax: float) -> np.ndarray:
+        return super().tick_values(vmin / self.scale, vmax / self.scale) * self.scale
+
+
+def legend(ax: Axes, colors: Mapping[str, str], above: float = 0) -> None:
+    """Tell what colours mean, `above` points over the upper edge of `ax`; nothing where there are none."""
+    patches = [Patch(facecolor=tint(color), edgecolor=color, label=name) for name, color in colors.items()]
+    if patches:
+        place = ax.transAxes + ScaledTranslation(0, above / 72, ax.figure.dpi_scale_trans)
+        ax.legend(handles=patches, ncols=min(6, len(patches)), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
+                  bbox_transform=place, columnspacing=1.2, handlelength=1.2, borderaxespad=0.2)  # fmt: skip
+
+
+def _title(figure: Figure, title: str) -> None:
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+
+
+def _keep_if_it_fits(text: Text, width: float, height: float) -> bool:
+    """Remove `text` if it is larger than `width` by `height`, in points."""
+    box, scale = text.get_window_extent(), 72 / text.figure.dpi
+    fits = box.width * scale <= width and box.height * scale <= height
+    if not fits:
+        text.remove()
+    return fits
+
+
+def points_per_unit(ax: Axes) -> tuple[float, float]:
+    """Return the points of one data unit along x and y, once the layout is settled."""
+    box, (left, right), (low, high) = ax.bbox, ax.get_xlim(), ax.get_ylim()
+    scale = 72 / ax.figure.dpi
+    return box.width * scale / abs(right - left), box.height * scale / abs(high - low)
+
+
+def draw_bars(ax: Axes, rows: Mapping[str, Mapping[str, float]], faint: Sequence[str] = ()) -> None:
+    """Draw one stacked bar for each row of bytes by part into `ax`; rows of `faint` are pale."""
+    for y, (name, row) in enumerate(rows.items()):
+        left = 0.0
+        for part, size in row.items():
+            if size:
+                look = {"color": tint(PART_COLORS[part]), "edgecolor": PART_COLORS[part], "height": 0.72}
+                ax.barh(y, size, left=left, alpha=0.45 if name in faint else 1, **look)
+                left += size
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_ylim(len(rows) - 0.45, -0.55)
+    ax.tick_params(axis="y", length=0)
+
+
+def _write_sizes(ax: Axes, rows: Mapping[str, Mapping[str, float]], limit: float | None) -> None:
+    """Write each part's bytes into its piece where there is room, and each total at the end of its bar."""
+    wide, high = points_per_unit(ax)
+    for y, row in enumerate(rows.values()):
+        left = 0.0
+        for size in row.values():
+            text = ax.text(left + size / 2, y, decimal_bytes(size), ha="center", va="center", fontsize=_SMALL)
+            _keep_if_it_fits(text, size * wide - 4, high)
+            left += size
+        over = limit is not None and left > limit
+        ax.annotate(decimal_bytes(left), (left, y), (5, 0), textcoords="offset points", va="center",
+                    fontweight="bold", color=_TOO_MUCH if over else INK,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+
+
+def _draw_limits(ax: Axes, limits: Mapping[str, float]) -> int:
+    """Draw a line for each limit, its name above it, raised where it would meet another; return the rows of names."""
+    wide, _ = points_per_unit(ax)
+    ends: list[float] = []  # of the names written so far, by row
+    for name, size in sorted(limits.items(), key=lambda item: item[1]):
+        ax.axvline(size, color=INK, linewidth=1, linestyle=(0, (3, 2)), zorder=0.5)
+        text, at = f"{name} {decimal_bytes(size)}", size * wide
+        row = next((i for i, end in enumerate(ends) if end + 8 <= at), len(ends))
+        ends[row : row + 1] = [at + 5.2 * len(text)]
+        ax.annotate(text, (size, 1), (2, 3 + 12 * row), xycoords=("data", "axes fraction"), fontsize=_SMALL,
+                    textcoords="offset points")  # fmt: skip
+    return len(ends)
+
+
+def memory_bars(
+    rows: Mapping[str, Parts], title: str, limit: tuple[str, float] | Mapping[str, float] | None = None
+) -> Figure:
+    """Draw bytes by part, one stacked bar for each row with its total at the end.
+
+    Parameters
+    ----------
+    rows : dict of row name to Memory, or to dict of part to bytes
+    title : str
+        Says what is shown and whether it is measured, recorded or modelled.
+    limit : (name, bytes) or dict of name to bytes, optional
+        Sizes to hold against, such as a GPU's memory: vertical lines. Totals above a single one are coloured. A limit
+        that is more than three times as large as every bar is only told.
+
+    Raises
+    ------
+    ValueError
+        There is no row, a part has an unknown name, or bytes below zero.
+    """
+    if not rows:
+        raise ValueError("there must be at least one row")
+    table = {fill(name, 30): _parts(memory) for name, memory in rows.items()}
+    limits = dict(limit if isinstance(limit, Mapping) else [limit] if limit else [])
+    longest = max(sum(row.values()) for row in table.values()) or 1.0
+    near = {name: size for name, size in limits.items() if size <= 3 * longest}
+    right = max([longest, *near.values()])
+    lines = sum(1 + 0.45 * name.count("\n") for name in table)
+    figure, (ax,) = new_figure(1, 1, size=(8.6, 1.25 + 0.36 * lines + 0.2 * bool(near)))
+    draw_bars(ax, table)
+    ax.set_xlim(0, 1.12 * right)
+    byte_axis(ax.xaxis, right, "memory of one rank")
+    if far := [f"{name} {decimal_bytes(size)}" for name, size in limits.items() if name not in near]:
+        ax.set_xlabel(f"{ax.get_xlabel()}\n{fill('far beyond the right edge: ' + ', '.join(far), 100)}")
+    _title(figure, title)
+    figure.draw_without_rendering()
+    _write_sizes(ax, table, *(limits.values() if len(limits) == 1 else [None]))
+    rows_of_names = _draw_limits(ax, near)
+    legend(ax, {part: color for part, color in PART_COLORS.items() if any(row[part] for row in table.values())},
+           12 * rows_of_names)  # fmt: skip
+    return figure
+
+
+def memory_over_time(history: Sequence[tuple[str, Parts]], title: str) -> Figure:
+    """Draw bytes by part at each mark of a step, stacked, with the largest total marked.
+
+    Parameters
+    ----------
+    history : list of (label, Memory or dict of part to bytes)
+        In order. Neighbours with equal labels are one phase, labelled once.
+    title : str
+        Says what is shown and whether it is measured, recorded or modelled.
+
+    Raises
+    ------
+    ValueError
+        There is no mark, a part has an unknown name, or bytes below zero.
+    """
+    if not history:
+        raise ValueError("there must be at least one mark")
+    sizes = [_parts(memory) for _, memory in history]
+    phases = [(label, [i for i, _ in group]) for label, group in groupby(enumerate(history), lambda item: item[1][0])]
+    upright = sum(max(len(word) for word in label.split()) + 2 for label, _ in phases) > 110
+    figure, (ax,) = new_figure(1, 1, size=(8.6, 4.0 if upright else 3.4))
+    edges, top, bands = np.arange(len(history) + 1) - 0.5, np.zeros(len(history)), {}
+    for part, color in PART_COLORS.items():
+        if any(row[part] for row in sizes):
+            below, top = top, top + [row[part] for row in sizes]
+            bands[part] = (below, top)
+            shown = np.where(top > below, top, np.nan)  # no line where there is nothing
+            ax.stairs(shown, edges, baseline=below, fill=True, facecolor=tint(color), edgecolor=color, linewidth=0.8)
+    high = float(max(top)) or 1.0
+    ax.set(xlim=(edges[0], edges[-1]), ylim=(0, 1.14 * high))
+    byte_axis(ax.yaxis, high, "memory of one rank")
+    _phase_axis(ax, phases, upright, lines=len(history) > len(phases))
+    _title(figure, title)
+    figure.draw_without_rendering()
+    unnamed = [part for part, band in bands.items() if not _name_band(ax, part, *band)]
+    legend(ax, {part: PART_COLORS[part] for part in unnamed})
+    at = int(np.argmax(top))
+    side = "left" if at < 0.15 * len(top) else "right" if at > 0.85 * len(top) else "center"
+    x, shift = {"left": (edges[at], 4), "right": (edges[at + 1], 0), "center": (at, 0)}[side]
+    ax.annotate(f"peak {decimal_bytes(max(top))}", (x, max(top)), (shift, 4), textcoords="offset points", ha=side,
+                fontweight="bold", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+    return figure
+
+
+def _phase_axis(ax: Axes, phases: Sequence[tuple[str, list[int]]], upright: bool, lines: bool) -> None:
+    """Label each phase below its middle, every other one or fewer where they are many, and draw lines between them."""
+    shown = phases[:: -(-len(phases) // 45)]
+    names = [label if upright else fill(label, max(6, 110 // len(shown))) for label, _ in shown]
+    look = {"rotation": 60, "ha": "right", "va": "top", "rotation_mode": "anchor"} if upright else {}
+    ax.set_xticks([sum(at) / len(at) for _, at in shown], names, fontsize=_SMALL, **look)
+    ax.tick_params(axis="x", length=0)
+    for _, at in phases[1:] if lines else ():
+        ax.axvline(at[0] - 0.5, color=INK, linewidth=0.6, linestyle=(0, (2, 2)))
+
+
+def _name_band(ax: Axes, part: str, below: np.ndarray, top: np.ndarray) -> bool:
+    """Write the name of a part where its band is thickest over the width of the name; say whether there was room."""
+    wide, high = points_per_unit(ax)
+    columns = min(len(top), max(1, int(np.ceil((5.6 * len(part) + 6) / wide))))
+    if columns * wide < 5.6 * len(part):
+        return False
+    room = [(min(top[i : i + columns]) - max(below[i : i + columns]), i) for i in range(len(top) - columns + 1)]
+    thick, start = max(room)
+    if thick * high < 12:
+        return False
+    middle = (min(top[start : start + columns]) + max(below[start : start + columns])) / 2
+    ax.text(start + (columns - 1) / 2, middle, part, ha="center", va="center", fontweight="bold")
+    return True
+
+
+def memory_over_length(
+    lengths: Sequence[int], measured: Mapping[str, Sequence[float]], formula: Mapping[str, Sequence[float]], title: str
+) -> Figure:
+    """Draw bytes of activations over the length of the sequence: points measured, lines by formula.
+
+    Parameters
+    ----------
+    lengths : list of int
+        Tokens in a sequence, growing.
+    measured, formula : dict of name to list of float
+        Bytes at each length. What has the same name has the same colour; either may lack a name of the other.
+    title : str
+        Says what is shown and whether it is measured, recorded or modelled.
+    """
+    names, ends = list(dict.fromkeys([*measured, *formula])), {}
+    figure, (ax,) = new_figure(1, 1, size=(8.4, 3.7))
+    for i, name in enumerate(names):
+        color = RANK_COLORS[i % 6]
+        if name in formula:
+            ax.plot(lengths, formula[name], color=color, linewidth=1.8)
+        if name in measured:
+            ax.plot(lengths, measured[name], MARKERS[i % 8], color=color, markersize=6.5, markeredgecolor="white")
+        ends[name] = (lengths[-1], (formula.get(name) or measured[name])[-1], color)
+    ax.set(xscale="log", yscale="log", xlabel="tokens in a sequence", ylabel="activations", title=title)
+    ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda size, _: decimal_bytes(size)))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
+    label_lines(ax, ends)
+    return figure
+
+
+def partition_picture(stages: Mapping[str, Sequence[Parts]], title: str) -> Figure:
+    """Draw which parameters, gradients and optimizer states each rank holds, one panel for each stage.
+
+    A column is a rank, its height the whole training state; what the rank holds is filled. Where all ranks together
+    hold a part about once, each is drawn at its place in rank order, else from the bottom.
+
+    Parameters
+    ----------
+    stages : dict of stage name to list by rank of Memory or dict of part to bytes
+        The whole of a part is the most that any rank of any stage holds, or all ranks of a stage that share it.
+        Of more than eight ranks the first three and the last are drawn.
+    title : str
+        Says what is shown and whether it is measured, recorded or modelled.
+
+    Raises
+    ------
+    ValueError
+        There is no stage or a stage without ranks, a part has an unknown name, or bytes below zero.
+    """
+    if not stages or not all(len(ranks) for ranks in stages.values()):
+        raise ValueError("there must be at least one stage, and in each stage at least one rank")
+    table = {name: [_parts(memory) for memory in ranks] for name, ranks in stages.items()}
+    whole = {part: max(row[part] for ranks in table.values() for row in ranks) for part in _STATES}
+    shown = {name: few(len(ranks)) for name, ranks in table.items()}
+    ratios = [max(3, len(columns)) for columns in shown.values()]
+    width = min(10.8, 2.2 + 0.42 * sum(ratios) + 0.3 * len(ratios))
+    figure, axes = new_figure(1, len(table), size=(width, 3.7), sharey=True, gridspec_kw={"width_ratios": ratios})
+    high = sum(whole.values()) or 1.0
+    for ax, (name, ranks) in zip(axes, table.items(), strict=True):
+        bottom = 0.0
+        for part in _STATES:
+            starts = _places([row[part] for row in ranks], whole[part])
+            for x, rank in enumerate(shown[name]):
+                if rank is not None:
+                    _draw_cell(ax, x, bottom, PART_COLORS[part], whole[part], starts[rank], ranks[rank][part])
+            bottom += whole[part]
+        held = [sum(row[part] for part in _STATES) for row in ranks]
+        least, most = decimal_bytes(min(held)), decimal_bytes(max(held))
+        told = f"{most} a rank" if least == most else f"{least} to\n{most} a rank"
+        ax.set_title(f"{fill(name, 16)}\n{told}", fontsize=9.5, loc="center")
+        ax.set(xlim=(-0.6, len(shown[name]) - 0.4), ylim=(-0.01 * high, 1.02 * high))
+        ax.set_xticks(range(len(shown[name])), ["…" if rank is None else str(rank) for rank in shown[name]])
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.set_xlabel("rank")
+    _name_blocks(axes[0], whole, high)
+    _title(figure, title)
+    return figure
+
+
+def few(count: int, most: int = 8) -> list[int | None]:
+    """Return the numbers up to `count`; of more than `most` the first three, None for those left out, the last."""
+    return list(range(count)) if count <= most else [0, 1, 2, None, count - 1]
+
+
+def _places(held: Sequence[float], whole: float) -> list[float]:
+    """Return where in the whole each rank's bytes lie: one after the other if the ranks share it, else at the start."""
+    shared = max(held) < 0.999 * whole and sum(held) <= 1.25 * whole
+    ends = np.cumsum(held)
+    return [max(0.0, min(end, whole) - size) if shared else 0.0 for end, size in zip(ends, held, strict=True)]
+
+
+def _draw_cell(ax: Axes, x: int, bottom: float, color: str, whole: float, start: float, held: float) -> None:
+    ax.add_patch(Rectangle((x - 0.4, bottom), 0.8, whole, facecolor="none", edgecolor=tint(color), linewidth=0.8))
+    if held:
+        ax.add_patch(Rectangle((x - 0.4, bottom + start), 0.8, held, facecolor=color, edgecolor=color, linewidth=0.8))
+
+
+def _name_blocks(ax: Axes, whole: Mapping[str, float], high: float) -> None:
+    """Write the name and bytes of each part to the left of `ax`, moved apart where two would overlap."""
+    names = {part: size for part, size in whole.items() if size}
+    middles, bottom = [], 0.0
+    for size in names.values():
+        middles.append(bottom + size / 2)
+        bottom += size
+    for i in range(1, len(middles)):
+        middles[i] = max(middles[i], middles[i - 1] + 0.11 * high)
+    ax.set_yticks(middles, [f"{part}\n{decimal_bytes(size)}" for part, size in names.items()])
+    for label in ax.get_yticklabels():
+        label.set(fontweight="bold", fontsize=_SMALL)

@@ -1,0 +1,182 @@
+"""Sharded training in pictures: a step of one rank in lanes with what it has gathered, and a mesh of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from textwrap import fill
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from ._style import INK, RANK_COLORS, new_figure, tint
+from .memory import PART_COLORS, byte_axis, decimal_bytes, few, legend, points_per_unit
+
+__all__ = ["mesh_picture", "shard_timeline"]
+
+_SMALL = 8.5
+
+
+def shard_timeline(
+    lanes: Mapping[str, Sequence[tuple[str, float, float]]], held: Sequence[tuple[float, float]], title: str,
+    order: bool = False,
+) -> Figure:  # fmt: skip
+    """Draw a step of one rank, one row of bars for each lane, and below it the bytes of gathered parameters.
+
+    Parameters
+    ----------
+    lanes : dict of lane, such as "compute" or "all-gather", to list of (label, start, end)
+        Equal labels have equal colours in all lanes, of which there are eight, in turn. A label is written into its
+        bar where there is room, or its last word, such as the 3 of "block 3"; up to eight that nowhere have room
+        for the whole are told above.
+    held : list of (when, bytes)
+        What is held from then on, in order of time.
+    title : str
+        Says what is shown and whether it is measured, recorded or modelled.
+    order : bool
+        Whether `start`, `end` and `when` count events; otherwise they are seconds.
+
+    Raises
+    ------
+    ValueError
+        There is no span, or a span ends before it starts.
+    """
+    spans = [span for lane in lanes.values() for span in lane]
+    if not spans:
+        raise ValueError("there must be at least one span")
+    if wrong := next((span for span in spans if span[2] < span[1]), None):
+        raise ValueError(f"a span must not end before it starts, got {wrong}")
+    last = max([end for *_, end in spans] + [when for when, _ in held])
+    unit, scale = ("events, in order", 1.0) if order else ("time (ms)", 1e3) if last >= 1e-3 else ("time (µs)", 1e6)
+    first = min([start for _, start, _ in spans] + [when for when, _ in held])
+    size = (9.6, 1.0 + 0.42 * len(lanes) + 1.5 * bool(held))
+    figure, axes = plt.subplots(
+        1 + bool(held), 1, figsize=size, sharex=True, squeeze=False,
+        gridspec_kw={"height_ratios": [0.42 * len(lanes) + 0.2, 1.3][: 1 + bool(held)]},
+    )  # fmt: skip
+    plt.close(figure)
+    top, bottom = axes[0, 0], axes[-1, 0]
+    colors = {label: RANK_COLORS[i % 8] for i, label in enumerate(dict.fromkeys(label for label, *_ in spans))}
+    for y, lane in enumerate(lanes.values()):
+        for label, start, end in lane:
+            look = {"color": tint(colors[label]), "edgecolor": colors[label], "height": 0.78, "linewidth": 0.8}
+            top.barh(y, scale * (end - start), left=scale * start, **look)
+    top.set_yticks(range(len(lanes)), [fill(lane, 20) for lane in lanes])
+    top.set(ylim=(len(lanes) - 0.45, -0.55), xlim=(scale * first, scale * last if last > first else scale * first + 1))
+    top.tick_params(axis="y", length=0)
+    bottom.set_xlabel(unit)
+    if order:
+        bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if held:
+        _draw_held(bottom, [(scale * when, size) for when, size in held], scale * last)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    figure.draw_without_rendering()
+    short = {label: label.replace(".", " ").split()[-1] for label in colors}
+    if len(set(short.values())) < len(short):
+        short = {label: label for label in colors}
+    named = {label for y, lane in enumerate(lanes.values()) for label, start, end in lane
+             if _write(top, (label, short[label]), y, scale * start, scale * end)}  # fmt: skip
+    unnamed = {label: color for label, color in colors.items() if label not in named}
+    if len(unnamed) <= 8:
+        legend(top, unnamed)
+    return figure
+
+
+def _write(ax: Axes, names: tuple[str, str], y: int, start: float, end: float) -> bool:
+    """Write the first of `names` that has room in its bar, then the first upright; say whether the first one did."""
+    wide, high = points_per_unit(ax)
+    for text, upright in ((names[0], False), (names[0], True), (names[1], False)):
+        room, length = (end - start) * wide - 3, 5.2 * len(text)
+        if (length <= room) if not upright else (room >= 9 and length <= 0.78 * high):
+            look = {"ha": "center", "va": "center", "fontsize": _SMALL, "rotation": 90 * upright}
+            ax.text((start + end) / 2, y, text, **look)
+            return text == names[0]
+    return False
+
+
+def _draw_held(ax: Axes, held: Sequence[tuple[float, float]], last: float) -> None:
+    """Draw steps of bytes over time and write the largest at its place."""
+    x, y = [when for when, _ in held] + [last], [size for _, size in held] + [held[-1][1]]
+    ax.fill_between(x, y, step="post", facecolor=tint(PART_COLORS["buffers"]), linewidth=0)
+    ax.step(x, y, where="post", color="#666666", linewidth=1.2)
+    most = max(y)
+    at = y.index(most)
+    left, right = ax.get_xlim()
+    late = x[at] > left + 0.8 * (right - left)
+    ax.annotate(f"most: {decimal_bytes(most)}", (x[at], most), (-2 if late else 2, 3), textcoords="offset points",
+                ha="right" if late else "left", fontweight="bold", fontsize=_SMALL)  # fmt: skip
+    ax.set_ylim(0, 1.28 * (most or 1))
+    byte_axis(ax.yaxis, most or 1.0, "gathered")
+
+
+def mesh_picture(
+    grid: Sequence[Sequence[int]], names: tuple[str, str], title: str, nodes: Mapping[int, Hashable] | None = None
+) -> Figure:
+    """Draw a mesh of ranks: down a column runs its first dimension, along a row its second.
+
+    Ranks of one column have one colour: they hold the same shard where the second dimension shards.
+
+    Parameters
+    ----------
+    grid : list of rows of ranks
+        As ``DeviceMesh.mesh.tolist()`` gives it. Of more than eight rows or columns the first three and the last are
+        drawn.
+    names : (str, str)
+        Of the two dimensions, such as ``("replicate", "shard")``.
+    title : str
+        Says what is shown and whether it is measured, recorded or modelled.
+    nodes : dict of rank to node, optional
+        Ranks of one node that lie side by side share a frame; each rank says its node.
+
+    Raises
+    ------
+    ValueError
+        Rows have different lengths or none, or a rank has no node.
+    """
+    if not grid or not grid[0] or len({len(row) for row in grid}) != 1:
+        raise ValueError("the grid must have rows of one length, at least one rank each")
+    if nodes is not None and (missing := [rank for row in grid for rank in row if rank not in nodes]):
+        raise ValueError(f"rank {missing[0]} has no node")
+    rows, columns = few(len(grid)), few(len(grid[0]))
+    places = {(x, y): grid[row][column] for y, row in enumerate(rows) for x, column in enumerate(columns)
+              if row is not None and column is not None}  # fmt: skip
+    figure, (ax,) = new_figure(1, 1, size=(max(5.0, 1.6 + 1.05 * len(columns)), 1.3 + 0.72 * len(rows)))
+    for (x, y), rank in places.items():
+        if nodes is not None:
+            _draw_frame(ax, x, y, {step: nodes.get(places.get((x + step[0], y + step[1]))) == nodes[rank]
+                                   for step in ((1, 0), (-1, 0), (0, 1), (0, -1))})  # fmt: skip
+        color = RANK_COLORS[columns[x] % 8]
+        ax.add_patch(Rectangle((x - 0.38, y - 0.36), 0.76, 0.72, facecolor=tint(color), edgecolor=color, zorder=2))
+        ax.text(x, y - 0.12 * (nodes is not None), f"rank {rank}", ha="center", va="center", fontweight="bold")
+        if nodes is not None:
+            ax.text(x, y + 0.2, f"node {nodes[rank]}", ha="center", va="center", fontsize=_SMALL)
+    for x, column in enumerate(columns):
+        for y, row in enumerate(rows):
+            if column is None or row is None:
+                ax.text(x, y, "…" if row is not None else "⋮", ha="center", va="center", fontsize=12)
+    ax.set(xlim=(-0.62, len(columns) - 0.38), ylim=(len(rows) - 0.38, -0.62))
+    ax.set_xticks(range(len(columns)), ["" if column is None else str(column) for column in columns])
+    ax.set_yticks(range(len(rows)), ["" if row is None else str(row) for row in rows])
+    ax.xaxis.set_label_position("top")
+    ax.xaxis.tick_top()
+    ax.set_xlabel(f"{names[1]} →  ({len(grid[0])})")
+    ax.set_ylabel(f"← {names[0]}  ({len(grid)})")
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    return figure
+
+
+def _draw_frame(ax: Axes, x: int, y: int, same: Mapping[tuple[int, int], bool]) -> None:
+    """Draw a node's pale ground under one rank, and its border on the sides where the neighbour is of another node."""
+    left, right, low, high = (0.5 if same[step] else 0.46 for step in ((-1, 0), (1, 0), (0, -1), (0, 1)))
+    ax.add_patch(Rectangle((x - left, y - low), left + right, low + high, facecolor="#EEEEEE", edgecolor="none"))
+    ends = {
+        (-1, 0): ((x - left, x - left), (y - low, y + high)), (1, 0): ((x + right, x + right), (y - low, y + high)),
+        (0, -1): ((x - left, x + right), (y - low, y - low)), (0, 1): ((x - left, x + right), (y + high, y + high)),
+    }  # fmt: skip
+    for step, (across, down) in ends.items():
+        if not same[step]:
+            ax.plot(across, down, color=INK, linewidth=1.4, solid_capstyle="projecting", zorder=1.5)
