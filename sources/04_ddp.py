@@ -13,8 +13,8 @@
 # %% [markdown]
 # # What happens inside `loss.backward()` under DDP?
 #
-# Four ranks train a small GPT. Written in the way that comes to mind first, one step sends 28 messages a rank, one
-# after the other, and waits for each. PyTorch's `DistributedDataParallel` sends the same bytes in four messages,
+# Four ranks train a small GPT. Written in the way that comes to mind first, one step makes 28 all-reduces, one
+# after the other, and waits for each. PyTorch's `DistributedDataParallel` sends the same bytes in four all-reduces,
 # and starts them while the backward pass is still running. The weights are the same afterwards, and the gradients
 # are ready several times sooner, also on the two CPU cores that built this lesson (section 6 measures it). This
 # lesson builds that class, three times, each better.
@@ -153,7 +153,7 @@ replicas(columns, "measured: one step of data parallelism")
 # after. Coloured is the rank's own: text, loss and gradient. The only communication lies between the two gradient
 # columns.*
 #
-# Note what never moves: no text, no activations, no weights.
+# Note what never moves: text, activations, weights.
 
 # %% [markdown]
 # ## 2. The mean of the gradients is the gradient of the large batch
@@ -210,10 +210,11 @@ print(f"the gradient is {factor:.2f} times too large")
 
 # %% [markdown]
 # With plain SGD this is a learning rate N times too large, and one that changes with the number of ranks. Adam
-# divides by the gradient's own size and hides it, but gradient clipping and weight decay in the loss do not.
+# divides by the gradient's own size and hides it, unless gradients are clipped, or the optimizer adds a weight decay
+# to them (`Adam` does, `AdamW` does not): both are then off by a factor of N.
 #
 # > **Misconception.** "DDP sums the gradients", or "`all_reduce` averages." It is the other way round: `all_reduce`
-# > sums, and DDP divides by the world size. A loop that divides once more trains N times too slowly.
+# > sums, and DDP divides by the world size. A loop that divides once more takes steps N times too short, with SGD.
 #
 # **Equal parts.** The last rank now has a single window, as at the end of an epoch. A mean of means weighs that
 # window as much as the `per_rank` windows of another rank together. The cure weighs each rank by its share.
@@ -318,9 +319,9 @@ print(f"spread of the weights over ranks: {apart[0]:.3f} before, {apart[1]:.3f} 
 print(f"with a broadcast from rank 0:     {together[0]:.3f} before, {together[1]:.3f} after")
 
 # %% [markdown]
-# They stay exactly as far apart as they were. All ranks subtract the *same* mean gradient, so differences between
-# them neither shrink nor grow. And that gradient belongs to none of the models: each rank's part of it was computed
-# at other weights. The loss may even fall for a while, and no message ever says what is wrong.
+# They stay as far apart as they were, but for rounding. All ranks subtract the *same* mean gradient, so differences
+# between them neither shrink nor grow. And that gradient belongs to none of the models: each rank's part of it was
+# computed at other weights. The loss may even fall for a while, and no message ever says what is wrong.
 #
 # One broadcast cures it, and then the spread is zero after every step, not only small: an all-reduce leaves the
 # same bits on every rank (lesson 03), and the same bits minus the same bits are the same.
@@ -445,8 +446,9 @@ print(f"AfterBackward: {prove(AfterBackward)}")
 print(f"AfterBackward: {count(AfterBackward)}")
 
 # %% [markdown]
-# Right, and 28 messages, most of them tiny: 18 of the 28 gradients are biases and norms of 64 to 256 numbers. Each
-# message costs its α (lesson 02), and meanwhile the rank computes nothing.
+# Right, and 28 messages (in this lesson a **message** is one all-reduce, whatever a ring makes of it). Most are tiny:
+# 18 of the 28 gradients are biases and norms of 64 to 256 numbers. Each message costs its α, the latency of lesson
+# 02, and meanwhile the rank computes nothing.
 
 # %% [markdown]
 # ## 5. Second version: flat buckets
@@ -528,8 +530,9 @@ by_definition = [[(names[p], p.nbytes) for p in bucket] for bucket in dealt]
 bucket_picture({"last to first": by_definition}, "computed: the buckets of FlatBuckets")
 
 # %% [markdown]
-# *The figure: all gradients in one bar, from the final norm on the left to the embedding on the right, cut into
-# four coloured buckets. Each is full at 128 KiB or a little more, and the last one has what is left.*
+# *The figure: all gradients in one bar, from the last layers on the left to the embedding on the right, cut into
+# four coloured buckets. Each is full at 128 KiB or a little more, and the last one has what is left. Norms and biases
+# are too thin to be seen.*
 
 # %% [markdown]
 # ## 6. Third version: while backward goes on
@@ -598,7 +601,8 @@ print(f"Overlapped: {count(Overlapped)}")
 # %% [markdown]
 # The same four messages. Only the clock can tell the last two versions apart, so look at it: when does each rank
 # compute its gradients, and when is each message under way? `DistributedDataParallel`, with buckets of the same
-# size, comes along as a fourth. The four take turns, eight steps each; the figure shows each version's median step.
+# size, comes along as a fourth. The four take turns, eight steps each. Three warm up, and the figure shows each
+# version's median of the other five.
 
 
 # %%
@@ -800,7 +804,7 @@ bucket_picture(rows, "recorded by DDP, and computed: which gradients share a mes
 
 # %% [markdown]
 # *The figure: three bars of the same length. In the first step one bucket from the embedding on the left to the
-# final norm on the right; afterwards four, in the opposite order, with the same borders as our own.*
+# last layers on the right; afterwards four, in the opposite order, with the same borders as our own.*
 #
 # The order in which gradients came is the reverse of the definition, nearly. Where a model calls its layers in
 # another order than it defines them, ours would wait, and DDP's would not.
@@ -1361,7 +1365,7 @@ for look in (False, True):
 # | decisions around a collective | |
 #
 # One `torch.manual_seed(0)` on all ranks gets the left column right and the right one wrong. **Predict** the
-# dropout masks of all ranks:
+# dropout masks (the cell prints those of ranks 0 and 1, and its assertion looks at all):
 
 
 # %%
@@ -1384,8 +1388,8 @@ for seed_differs in (False, True):
 # %% [markdown]
 # ## 15. The learning rate
 #
-# N ranks take N times fewer steps for the same epoch. If each step is as long as before, the model gets N times
-# less far. Two rules for a batch k times larger:
+# N ranks that each keep their batch take N times fewer steps for the same epoch. If each step is as long as before,
+# the model gets about N times less far. Two rules for a batch k times larger:
 #
 # | | learning rate | for | source |
 # |---|---|---|---|
@@ -1429,8 +1433,11 @@ curves = {
 loss_curves(curves, "measured: four ways to read 512 windows", xlabel="windows", wide=["batch 4"])
 
 # %% [markdown]
-# *The figure: the broad curve of the small batch falls; the large batch with eight times its rate follows it, with
-# √8 times it lags, and with the same rate it lags most.*
+# *The figure: the broad curve of the small batch falls; the large batch with eight times its rate comes down to it
+# within a few steps and stays with it, with √8 times it lags, and with the same rate it lags most.*
+#
+# So for plain SGD and k = 8 the linear rule holds here. The square root is a rule for Adam: with SGD its steps are too
+# short.
 #
 # > **Misconception.** "With DDP I must multiply the learning rate by the number of GPUs." Only if the *global*
 # > batch grew with them, and then it is a rule of thumb to be checked. DDP's gradient is a mean: at the same global
@@ -1570,7 +1577,7 @@ with expect_error(WorkerError):
 
 # %% [markdown]
 # Save `ddp.module.state_dict()`. For a file that is already there,
-# `torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, "module.")` removes it.
+# `torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, "module.")` removes the prefix.
 #
 # **Around DDP.** The model is called through `ddp.module`, perhaps for a method like `loss` that the wrapper does
 # not have. **Predict:** what does DDP do?
@@ -1636,7 +1643,7 @@ print(f"4 micro-batches: {sent_by['always']:,} bytes, with no_sync {sent_by['no_
 # <details><summary>Answers to the eight predictions</summary>
 #
 # 1. An all-reduce, and a division by N: the mean (section 2).
-# 2. They stay exactly as far apart as they were (section 3).
+# 2. They stay as far apart as they were (section 3).
 # 3. As many as there are buckets: four here, after a first step of one (section 7).
 # 4. Reverse to the forward pass. The tied weight comes last: the embedding has the final share (section 6).
 # 5. No. It costs four times the bytes (section 8).
@@ -1646,8 +1653,8 @@ print(f"4 micro-batches: {sent_by['always']:,} bytes, with no_sync {sent_by['no_
 #    to rounding (section 13).
 # </details>
 #
-# **Exercises:** [exercises/04_ddp](../exercises/04_ddp.ipynb). **Next:** 05 scaling efficiency: why eight GPUs are
-# not eight times as fast, and what wins it back.
+# **Exercises:** [exercises/04_ddp](../exercises/04_ddp.ipynb). **Next:** [05 scaling
+# efficiency](05_scaling_efficiency.ipynb): why eight GPUs are not eight times as fast, and what wins it back.
 #
 # **Worth reading**
 # - S. Li et al., *PyTorch Distributed: experiences on accelerating data parallel training*, VLDB 2020,

@@ -23,8 +23,8 @@
 # - *weigh* memory against time with activation checkpointing;
 # - *turn* an efficiency into the price of a training run.
 #
-# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 80 minutes to
-# read, under a minute to run.
+# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb); sections 3 and 5 borrow from
+# [03 nccl](03_nccl.ipynb). **Time:** about 80 minutes to read, under a minute to run.
 
 # %% [markdown]
 # ## Ten predictions
@@ -222,8 +222,8 @@ print(
 plots.speedup_laws({"Amdahl": amdahl, "Gustafson": gustafson}, (0.001, 0.01, 0.05, 0.2), most=1000)
 
 # %% [markdown]
-# *The figure, left: by Amdahl each curve bends away from the ideal and ends at 1/s. Right: by Gustafson the curves
-# run parallel to the ideal.*
+# *The figure, left: by Amdahl each curve bends away from the dashed ideal, towards its limit 1/s. Right: by Gustafson
+# all curves keep climbing, close to the ideal, which they cover; only the one of 20 % is seen to run below it.*
 #
 # 19.6 against 950: do the laws contradict each other? They measure s in different runs. Take a job that spends 5 %
 # of its time on a thousand ranks in serial work. On *one* rank the same serial work is a tiny share of a far longer
@@ -348,8 +348,8 @@ print(f"half of the step at {a / b:.0f} GPUs")
 # backward until it no longer fits, and only then does the step grow. To know the cause you need the trace of a
 # step.
 #
-# Not every job looks like this. Llama-3-8B with FSDP does 5,762 tokens/s on each of 8 H100s and 5,605 on each of
-# 128 (*recorded*, [torchtitan](https://github.com/pytorch/torchtitan)):
+# Not every job looks like this. Llama-3-8B with FSDP (lesson 07) does 5,762 tokens/s on each of 8 H100s and 5,605 on
+# each of 128 (*recorded*, [torchtitan](https://github.com/pytorch/torchtitan)):
 
 # %%
 fsdp = recorded.TORCHTITAN_FSDP
@@ -449,7 +449,8 @@ plots.step_spans(one_step(together), "measured: one step; the last rank is late"
 
 # %% [markdown]
 # *The figure: one row a rank. The last rank has the longest bar of compute and a short all_reduce; the others have
-# shorter bars of compute and long ones of all_reduce.*
+# shorter bars of compute and long ones of all_reduce. Where ranks share cores, some begin later than others, and have
+# that much less to wait.*
 #
 # The 40 ms show as `all_reduce`, on the ranks that are *not* late. A profile of rank 0 would say: "communication
 # takes most of the step, buy a faster network." The network is idle.
@@ -487,8 +488,8 @@ rows |= {f"one late: {rank}": row for rank, row in parts_of(apart).items()}
 plots.step_split(rows, "measured: the parts of a step, with a barrier before the all-reduce")
 
 # %% [markdown]
-# *The figure: a bar for each rank. In the upper half the bars are much alike, in the lower half the late rank's bar
-# is filled with compute and the others' with wait.*
+# *The figure: a bar for each rank. In the upper half the bars differ as far as ranks share cores and take turns, and
+# none stands out as in the lower half: there the late rank's bar is filled with compute and the others' with wait.*
 
 # %% tags=["nbval-ignore-output"]
 for name, by_rank in {"even": even, "one late": apart}.items():
@@ -577,13 +578,13 @@ for view in (False, True):
 # ### The ratio
 #
 # A rank computes 6 FLOPs for each parameter and token, 2 in forward and 4 in backward (`flops_per_token` counts
-# exactly), and all-reduces b bytes for each parameter. With N parameters, B tokens a rank, speed F and bus
-# bandwidth W:
+# exactly), and all-reduces b bytes for each parameter. **Predict** (question 4): how does the ratio of the two change
+# for a model of ten times the parameters?
+#
+# With N parameters, n ranks, B tokens a rank, speed F and bus bandwidth W:
 #
 # $$\frac{\text{compute}}{\text{communication}} = \frac{6\,N B / F}{2\frac{n-1}{n}\, b N / W}
 #   = \frac{3\,B\,W}{b\,F}\cdot\frac{n}{n-1}$$
-#
-# **Predict** (question 4). Ten times the parameters?
 #
 # N is gone. Data parallelism of a large model scales as well as that of a small one, as long as each GPU gets as
 # many *tokens*. What counts is B, and the ratio of the machine W/F. So ask: from how many tokens on does the
@@ -607,9 +608,10 @@ gpt = GPTConfig()
 print(f"our GPT: {flops_per_token(gpt) / parameters(gpt):.1f} FLOPs per parameter and token")
 
 # %% [markdown]
-# Within a node some hundred tokens do. Over 25-gigabit Ethernet a GPU would need more than a hundred thousand, in
-# each step: it does not have the memory. Accumulating gradients without communicating (`no_sync`, lesson 04) is one
-# way to get there, compressing them (section 7) another.
+# Within a node fewer than a thousand tokens do. Over 25-gigabit Ethernet a GPU would need more than a hundred
+# thousand in each step, and the activations of a large model leave no room for so many (section 8). Accumulating
+# gradients without communicating (`no_sync`, lesson 04) is one way to get there, compressing them (section 7)
+# another.
 #
 # > **Misconception.** "Large models scale worse because they send more." They send more and compute more, by the
 # > same factor. They scale worse when the memory leaves room for fewer tokens.
@@ -620,7 +622,8 @@ print(f"our GPT: {flops_per_token(gpt) / parameters(gpt):.1f} FLOPs per paramete
 # fraction** is the share of communication during backward. The cell changes `bucket_cap_mb` and reads messages and
 # bytes from the ledger, and times from DDP's own log.
 #
-# **Predict** (question 5). What will one bucket hide, and what will one bucket for each parameter cost?
+# **Predict** (question 5). What will one bucket hide, and what will one bucket for each parameter cost? (α is the
+# latency that each all-reduce pays whatever its size, β its seconds for each further byte: lesson 02.)
 
 
 # %%
@@ -707,6 +710,8 @@ plots.step_spans(rows, "measured: buckets of 64 KiB, rank 0, from the profiler's
 # %% [markdown]
 # *The figure: the upper bar is the backward pass. Below it the all-reduces of the buckets run on gloo's threads;
 # the first start during backward, the last end after it.*
+#
+# The share below need not be that of the table: it is a single step, and the profiler takes time of its own.
 
 # %% tags=["nbval-ignore-output"]
 print(f"from the trace: {hidden:.0%} of the communication during backward")
@@ -756,7 +761,7 @@ plots.step_spans(rows, "modelled: 1, 5 and 40 buckets; α is 1 ms, backward 50 m
 
 # %% [markdown]
 # *The figure: with one bucket the all-reduce starts when backward ends. With five most of it hides. With forty the
-# latencies alone fill the link, and the end moves out again.*
+# latencies, 40 ms in all, leave no gap on the link, and the end moves out again.*
 #
 # When the link is the bottleneck, T/k + kα + βS is least at k = √(T/α). When it keeps up, more buckets help until
 # the first case becomes the second. Now with real constants: a model of 1.3 billion parameters, 4,096 tokens for
@@ -784,10 +789,10 @@ plots.bucket_choice(sizes, curves, default=25 * 2**20)
 
 # %% [markdown]
 # *The figure: over NVLink the added time is a valley: too small buckets pay latencies, too large ones stick out.
-# Over Ethernet it is nearly flat from a few MiB on: whatever the size, most of the communication does not fit.*
+# Over Ethernet it is nearly flat from about 16 MiB on: whatever the size, most of the communication does not fit.*
 #
 # DDP's default of 25 MiB stands on the gentle side of the valley, a fraction of a millisecond from the best. Over
-# the slow link the size hardly matters, unless it is tiny. When communication is the bottleneck, no bucket size
+# the slow link the size hardly matters once it is large enough. When communication is the bottleneck, no bucket size
 # helps: only fewer bytes do.
 #
 # > **What changes on real GPUs.** Communication kernels take multiprocessors from the computation beside them, so
@@ -796,13 +801,14 @@ plots.bucket_choice(sizes, curves, default=25 * 2**20)
 # %% [markdown]
 # ## 6. Precision
 #
-# Half the bits are half the bytes on every wire and in every memory, and tensor cores that are faster by more than
-# that. What is lost?
+# A number of half the bits takes half the bytes, on a wire and in memory, and tensor cores multiply it many times as
+# fast as other cores multiply fp32 (the table at the end of this section). What is lost?
 #
 # ### Six formats
 #
 # A floating-point number is a sign, an **exponent** that says how large it is, and a **fraction** that says exactly
-# how much. Exponent bits buy **range**, fraction bits buy **precision**.
+# how much. Exponent bits buy **range**, fraction bits buy **precision**. In the table `smallest` is the smallest
+# number above zero.
 
 # %%
 print("format     bits  exponent  fraction    largest   smallest  next after 1")
@@ -825,8 +831,8 @@ for number in (1 / 3, 1.001, 500, 70_000, 1e-6, 1e-8):
     print(f"{number:<12.6g}" + "".join(f"{store(number, f).value:14.6g}" for f in FORMATS))
 
 # %% [markdown]
-# 1.001 is 1 in bf16 and in both kinds of fp8. 70,000 is infinite in fp16. 1e-8 is zero there, and so is every
-# smaller gradient. Try other numbers:
+# 1.001 is 1 in bf16 and in both kinds of fp8. 70,000 is infinite in fp16 and in e5m2; e4m3 has no infinity, and the
+# cast stops at its largest number, 448. 1e-8 is zero in fp16, and so is every smaller gradient. Try other numbers:
 
 # %%
 explorer = bits_explorer()
@@ -870,8 +876,8 @@ plots.gradient_range({"loss": plain, "shrunken loss": tiny}, limits)
 
 # %% [markdown]
 # *The figure, above: two hills, each with a smaller one beside it, the share of gradient elements at each power of
-# two; the shrunken loss moves all to the left by 20. Below: a bar for each format. The left hill stands within the
-# bars of fp32 and bf16 and left of the beginning of fp16's.*
+# two; the shrunken loss moves all to the left by 20. Below: a bar for each format that numbers are stored in. The
+# left hill stands within the bars of fp32 and bf16 and left of the beginning of fp16's.*
 #
 # ### Failing, and mended by loss scaling
 #
@@ -899,9 +905,8 @@ def train(dtype=None, scaler=None, steps=16):
             optimizer.step()
         else:
             scaler.scale(loss * shrink).backward()
-            scaler.step(
-                optimizer
-            )  # divides by the scale, and skips the step if anything is infinite
+            # Divides the gradients by the scale; skips the step if any of them is not finite.
+            scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()
     return losses
@@ -1002,9 +1007,9 @@ for lr in (1e-3, 1e-4, 1e-5):
 #
 # <details><summary>What else helps, besides a second copy of all weights?</summary>
 #
-# **Stochastic rounding**: round up with a probability that is the distance to the lower neighbour. Then the
-# thousand updates above make 2 on average. Or keep only the 16 bits that bf16 drops, beside the bf16 weight:
-# together they are the master weight, without storing its upper half twice.
+# **Stochastic rounding**: round up with a probability that is the distance to the lower neighbour, as a share of the
+# gap. Then the thousand updates above make 2 on average. Or keep only the 16 bits that bf16 drops, beside the bf16
+# weight: together they are the master weight, without storing its upper half twice.
 # </details>
 #
 # ### What it saves, counted
@@ -1321,8 +1326,8 @@ plots.loss_curves(
 # - **fp16, bf16**: half the bytes, the same losses in all steps that were run, hence not drawn. bf16 rounds more,
 #   fp16 can overflow.
 # - **PowerSGD**: an order of magnitude fewer bytes here, and the larger the matrices, the more. A close curve.
-# - **top-k without feedback**: most weights have never been updated. It has learnt how frequent each character is,
-#   and little else.
+# - **top-k without feedback**: most weights have never been updated. Its loss is about that of knowing how frequent
+#   each character is, and no more.
 # - **top-k with feedback**: the same bytes, and another curve. What one step leaves out adds up until it is among the
 #   largest.
 #
@@ -1436,7 +1441,8 @@ print(f"{counted[0] / counted[1]:.2f} times the FLOPs")
 # repeated: here that is its last product, a third of the block's weights. The clock can say more on a model this
 # small, where each call costs time beside its FLOPs. Is it worth it? It is, if the memory goes into more tokens for
 # each GPU and the step was waiting for communication; or if the model does not fit at all. At 32k tokens the
-# activations of Llama-3-8B are 224 GiB without checkpointing and 8 GiB with it (*recorded*, [stas00/ml-engineering](https://github.com/stas00/ml-engineering)).
+# activations of Llama-3-8B are 224 GiB without checkpointing and 8 GiB with it (*recorded*,
+# [stas00/ml-engineering](https://github.com/stas00/ml-engineering)).
 #
 # <details><summary>And if only every second block is checkpointed?</summary>
 #
@@ -1486,7 +1492,7 @@ for n, e in zip(dp.gpus, dp.efficiency, strict=True):
 # not of activations), on average half an interval. Short intervals lose little, and spend more time saving.
 #
 # With `rate` interruptions an hour, the loss for an interval `every` is about save/every + rate·every/2. The sum is
-# least where the two are equal: every = √(2·save/rate).
+# least where the two are equal: every = √(2·save/rate) (J. W. Young, 1974).
 
 
 # %%
@@ -1584,8 +1590,8 @@ print(f"checkpointing 8 layers: {memory:.1f} times less memory, {extra:.2f} time
 # 10. 5.3 % more (section 9).
 # </details>
 #
-# **Exercises:** [exercises/05_scaling_efficiency](../exercises/05_scaling_efficiency.ipynb). **Next:** 06 zero,
-# which takes the 16 bytes apart.
+# **Exercises:** [exercises/05_scaling_efficiency](../exercises/05_scaling_efficiency.ipynb). **Next:** [06
+# zero](06_zero.ipynb), which takes the 16 bytes apart.
 #
 # **Worth reading**
 # - P. Micikevicius et al., *Mixed precision training*, 2017, [arXiv 1710.03740](https://arxiv.org/abs/1710.03740):
