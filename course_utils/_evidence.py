@@ -78,7 +78,9 @@ def standing(phase: str, running: bool) -> dict:
     in_torch = bool(frames) and frames[0]["file"].startswith(os.path.dirname(torch.__file__))
     on_wait = line is not None and (".wait(" in line["text"] or ".synchronize(" in line["text"])
     on_stream = torch.cuda.is_initialized()  # NCCL waits on the GPU, wherever Python is
-    waiting = tracker.inside or (unfinished[0] if unfinished and (in_torch or on_wait or on_stream) else None)
+    here = [entry for entry in unfinished if line is not None and entry.where == (line["file"], line["line"])]
+    oldest = (unfinished if on_stream else here or unfinished)[:1]  # what this line has started, if anything
+    waiting = tracker.inside or (oldest[0] if oldest and (in_torch or on_wait or on_stream) else None)
     return {
         "phase": phase, "line": line if phase == "running" else None,
         "waiting": entry_data(waiting) if running else None, "last": entry_data(tracker.last),

@@ -14,7 +14,7 @@ from .costs import busbw, busbw_factor
 __all__ = [
     "A100_ALL_REDUCE", "A100_LATENCY", "A100_P2P", "FOUR_H200_NODES", "H100_P2P", "H200_ALL_REDUCE", "H200_LARGEST",
     "H200_NVLS_BY_GPUS", "LLAMA3_INTERRUPTIONS", "OTHER_A100_ALL_REDUCE", "Scaling", "TORCHTITAN_FSDP", "Table",
-    "ULTRASCALE_DP",
+    "ULTRASCALE_DP", "ULTRASCALE_TP",
 ]  # fmt: skip
 
 _MIB = 2**20
@@ -174,6 +174,13 @@ ULTRASCALE_DP = Scaling(
     "data parallelism, Ultra-Scale Playbook",
     (8, 16, 32, 64, 128, 256),
     (40150, 37610, 35368, 31112, 26446, 15700),
+    "Hugging Face, The Ultra-Scale Playbook, https://huggingface.co/spaces/nanotron/ultrascale-playbook",
+)
+#: Tensor parallelism: more and more GPUs share each layer of one model with 3 billion parameters.
+ULTRASCALE_TP = Scaling(
+    "tensor parallelism, Ultra-Scale Playbook",
+    (2, 4, 8, 16, 32),
+    (13923, 12421, 10903, 6246, 2146),
     "Hugging Face, The Ultra-Scale Playbook, https://huggingface.co/spaces/nanotron/ultrascale-playbook",
 )
 #: Llama-3-8B with FSDP on H100s, without compilation.

@@ -1,4 +1,4 @@
-"""The benchmark runs and reports all that it promises; no time is asserted."""
+"""The benchmarks run, in one go as `make bench` does, and report all that they promise; no time is asserted."""
 
 import json
 import os
@@ -57,3 +57,76 @@ def test_stored_data_name_no_machine(report):
     text = json.dumps(report[0])
     for private in (str(Path.home()), os.sep + "tmp", str(Path(__file__).parents[1])):
         assert private not in text
+
+
+# --- what lessons measure ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_lesson(report):
+    """What a benchmark of a lesson wrote, by its name."""
+    return lambda name: json.loads((report[2] / "environments" / f"{name}.json").read_text())
+
+
+def test_ring_and_library_are_measured_on_the_same_sizes(of_lesson):
+    rows = of_lesson("algorithms")["ring"]
+    assert [(row["ranks"], row["bytes"]) for row in rows] == [(2, 2**10), (2, 2**14)]
+    assert all(row["ratio"] == pytest.approx(row["lesson_s"] / row["library_s"]) for row in rows)
+    assert all(row["lesson_s"] > 0 and row["library_s"] > 0 for row in rows)
+
+
+def test_sizes_that_are_predicted_are_not_those_of_the_fit(of_lesson):
+    fit = of_lesson("algorithms")["messages"]
+    sizes = list(fit["seconds"])
+    assert list(fit["errors"]) == sizes[1::2] and len(sizes) == 6
+    assert fit["alpha_s"] >= 0 and fit["beta_s_per_byte"] >= 0 and fit["median_error"] >= 0
+
+
+def test_every_version_of_data_parallelism_sends_the_same_bytes_in_fewer_messages(of_lesson):
+    rows = of_lesson("ddp")["versions"]
+    assert [*rows] == ["AfterBackward", "FlatBuckets", "Overlapped", "DistributedDataParallel"]
+    assert [row["messages"] for row in rows.values()] == [28, 4, 4, 4]
+    assert len({row["bytes"] for row in rows.values()}) == 1
+    assert all(row["step_s"] > 0 and row["quartiles"][0] <= row["quartiles"][1] for row in rows.values())
+    assert rows["DistributedDataParallel"]["ratio"] == 1
+
+
+@pytest.mark.parametrize("model", ["small", "larger"])
+def test_every_version_of_zero_3_peaks_below_data_parallelism(of_lesson, model):
+    rows = of_lesson("memory")["models"][model]["versions"]
+    assert [*rows] == ["DistributedDataParallel", "Zero3", "FSDP2"]
+    assert all(row["peak_bytes"] == sum(row["peak"].values()) for row in rows.values())
+    assert rows["DistributedDataParallel"]["peak_ratio"] == 1
+    assert rows["Zero3"]["peak_ratio"] < 1 and rows["FSDP2"]["peak_ratio"] < 1
+
+
+@pytest.mark.parametrize("model", ["small", "larger"])
+def test_two_ranks_hold_half_of_parameters_and_optimizer_states_each(of_lesson, model):
+    found = of_lesson("memory")["models"][model]
+    for part, of_each in {"parameters": 4, "optimizer": 8}.items():
+        of = {
+            version: row["held"][part] / (of_each * found["parameters"]) for version, row in found["versions"].items()
+        }
+        assert of == pytest.approx({"DistributedDataParallel": 1, "Zero3": 0.5, "FSDP2": 0.5}, rel=0.01)
+
+
+def test_steps_of_zero_3_are_compared_with_those_of_fsdp2(of_lesson):
+    for model in of_lesson("memory")["models"].values():
+        rows = model["versions"]
+        assert all(row["step_s"] > 0 and row["quartiles"][0] <= row["quartiles"][1] for row in rows.values())
+        assert rows["FSDP2"]["step_ratio"] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "| ranks | size S | lesson | gloo | ratio | goal |",
+        "below 20%",
+        "16 KiB",
+        "| version | messages | bytes | step (median) | against DDP (quartiles) | goal |",
+        "overlapped within 1.3×",
+        "| peak of a rank | against DDP | parts at the peak, kB | step (median) | against FSDP2 (quartiles) |",
+    ],
+)
+def test_tables_of_the_lessons_follow_with_their_goals(report, text):
+    assert text in report[1]

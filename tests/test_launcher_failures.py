@@ -458,6 +458,19 @@ def test_a_receive_without_a_send_is_named():
     assert "dist.recv(torch.empty(4), src=0)" in text
 
 
+def test_a_receive_is_named_although_a_send_before_it_was_not_waited_for():
+    def work():
+        x, rank = torch.ones(4), dist.get_rank()
+        request = dist.isend(x, 1 - rank)
+        dist.recv(torch.empty(4), 1 - rank)
+        if rank == 0:
+            dist.recv(torch.empty(4), 1)
+        request.wait()
+
+    error = failure(HangError, work, world_size=2, timeout=STUCK)
+    assert "rank 0 waits in recv from rank 1" in str(error) and "rank 1 never sends it" in str(error)
+
+
 def test_two_ranks_that_both_send_first_are_named():
     def work():
         x = torch.ones(8_000_000)

@@ -14,6 +14,7 @@ from .costs import (
     scale_out,
 )
 from .memory import PART_COLORS, decimal_bytes, memory_bars, memory_over_length, memory_over_time, partition_picture
+from .pipeline import PIPELINE_COLORS, activation_steps, bubble_curves, real_pipeline, schedule_picture
 from .roofline import generations, ladder, latency_fit, roofline
 from .scaling import (
     bucket_choice,
@@ -27,14 +28,16 @@ from .scaling import (
     step_split,
 )
 from .sharding import mesh_picture, shard_timeline
+from .tensor import cut_picture
 from .topologies import topology_picture
 from .training import bucket_picture, loss_curves, replicas, step_timelines
 
 __all__ = [
-    "ALGORITHM_COLORS", "PART_COLORS", "RANK_COLORS", "algorithm_color", "bandwidth", "before_after", "bucket_choice",
-    "bucket_picture", "bucket_sweep", "checkpointing", "crossover", "decimal_bytes", "generations", "gradient_range",
-    "ladder", "latency_fit", "loss_curves", "memory_bars", "memory_over_length", "memory_over_time", "mesh_picture",
-    "model_against_emulation", "partition_picture", "predicted_against_recorded", "rank_color", "replicas", "roofline",
-    "scale_out", "scaling_curves", "scaling_models", "shard_timeline", "speedup_laws", "step_picture", "step_spans",
-    "step_split", "step_timelines", "timeline", "topology_picture",
+    "ALGORITHM_COLORS", "PART_COLORS", "PIPELINE_COLORS", "RANK_COLORS", "activation_steps", "algorithm_color",
+    "bandwidth", "before_after", "bubble_curves", "bucket_choice", "bucket_picture", "bucket_sweep",
+    "checkpointing", "crossover", "cut_picture", "decimal_bytes", "generations", "gradient_range", "ladder",
+    "latency_fit", "loss_curves", "memory_bars", "memory_over_length", "memory_over_time", "mesh_picture",
+    "model_against_emulation", "partition_picture", "predicted_against_recorded", "rank_color", "real_pipeline",
+    "replicas", "roofline", "scale_out", "scaling_curves", "scaling_models", "schedule_picture", "shard_timeline",
+    "speedup_laws", "step_picture", "step_spans", "step_split", "step_timelines", "timeline", "topology_picture",
 ]  # fmt: skip

@@ -211,6 +211,5 @@ def loss_curves(
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
     ax.set_axisbelow(True)
-    figure.draw_without_rendering()  # settles limits and layout, also where the figure has no canvas of its own
     label_lines(ax, labels)
     return figure

@@ -7,6 +7,7 @@ Prints a table with the goals beside; nothing is asserted.
 
 import argparse
 import ast
+import copy
 import json
 import re
 import statistics
@@ -27,24 +28,30 @@ GOALS = {"ratio": 3.0, "error": 0.2}
 
 
 def from_lesson(name: str, source: Path = LESSON) -> Callable:
-    """The function `name` that a lesson defines, with the imports and functions that it uses and nothing else."""
+    """The function or class `name` that a lesson defines, with what it uses of the lesson's and nothing else."""
     parts = re.split(r"^# %%(.*)$", source.read_text(encoding="utf-8"), flags=re.MULTILINE)
     code = "".join(code for head, code in zip(parts[1::2], parts[2::2], strict=True) if "[markdown]" not in head)
     found: dict[str, ast.stmt] = {}
     for node in ast.parse(code).body:
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found[node.name] = node
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {alias.asname or alias.name.split(".")[0]: node for alias in node.names}
+            for alias in node.names:
+                one = copy.copy(node)
+                one.names = [alias]
+                found[alias.asname or alias.name.split(".")[0]] = one
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if not any(isinstance(part, (ast.Call, ast.Name)) for part in ast.walk(node.value)):
+                found.setdefault(node.targets[0].id, node)  # a parameter, as the first cell sets it
     if name not in found:
-        raise LookupError(f"{source.name} defines no function {name}")
+        raise LookupError(f"{source.name} defines no {name}")
     wanted, needed = [name], []
     while wanted:
         node = found.get(wanted.pop())
         if node is not None and node not in needed:
             needed.append(node)
             wanted += [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
-    names: dict = {"__name__": "__main__"}  # so that ranks get the functions themselves
+    names: dict = {"__name__": "__main__"}  # so that ranks get the definitions themselves
     exec(compile(ast.Module(sorted(needed, key=lambda node: node.lineno), []), source.name, "exec"), names)
     return names[name]
 

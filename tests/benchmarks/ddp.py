@@ -6,39 +6,26 @@ All versions take turns in one run. Prints a table with the goal beside; nothing
 """
 
 import argparse
-import ast
 import json
-import re
 import statistics
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from algorithms import from_lesson
 from report import table
 from torch.nn.parallel import DistributedDataParallel
 
 from course_utils import launch, record
+from course_utils.models import build
 
 LESSON = Path(__file__).resolve().parents[2] / "sources" / "04_ddp.py"
 KINDS = ("AfterBackward", "FlatBuckets", "Overlapped")
 GOAL = 1.3  # step of Overlapped as a multiple of DistributedDataParallel's
 
 
-def from_lesson(source: Path = LESSON) -> dict:
-    """Imports and parameters of the lesson's first cell, and every function and class that a cell defines."""
-    parts = re.split(r"^# %%(.*)$", source.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    names: dict = {"__name__": "__main__"}  # so that ranks get the classes themselves
-    for head, code in zip(parts[1::2], parts[2::2], strict=True):
-        if "[markdown]" not in head:
-            body = ast.parse(code.strip()).body
-            if "parameters" not in head:
-                body = [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-            exec(compile(ast.Module(body, []), source.name, "exec"), names)
-    return names
-
-
-def take_turns(kinds: dict, build, cap: int, batch: int, repeats: int) -> dict:
+def take_turns(kinds: dict, cap: int, batch: int, repeats: int) -> dict:
     """On a rank: seconds of every step, and messages and bytes of the last one, by version."""
     ways = {name: kind(build(), cap) if hasattr(kind, "start_next") else kind(build()) for name, kind in kinds.items()}
     ways["DistributedDataParallel"] = DistributedDataParallel(build(), bucket_cap_mb=cap / 2**20)
@@ -66,11 +53,8 @@ def take_turns(kinds: dict, build, cap: int, batch: int, repeats: int) -> dict:
 
 def measure(ranks: int, cap: int, batch: int, repeats: int) -> dict:
     """Median step by version, each step counted at its slowest rank, and its ratio to DDP's of the same turn."""
-    names = from_lesson()
-    kinds = {name: names[name] for name in KINDS}
-    by_rank = launch(
-        take_turns, kinds, names["build"], cap, batch, repeats, world_size=ranks, backend="gloo", timeout=600
-    )
+    kinds = {name: from_lesson(name, LESSON) for name in KINDS}
+    by_rank = launch(take_turns, kinds, cap, batch, repeats, world_size=ranks, backend="gloo", timeout=600)
     slowest = {
         name: [max(rank[name]["seconds"][turn] for rank in by_rank) for turn in range(repeats)] for name in by_rank[0]
     }

@@ -1,6 +1,7 @@
 """Measure `launch` against other ways to start ranks from a notebook; prints tables, writes JSON and a figure.
 
-What the lessons themselves measure (`algorithms.py`, `ddp.py`) follows, as tables only.
+What the lessons themselves measure (`algorithms.py`, `ddp.py`, `memory.py`) follows: tables, and JSON with the
+environments.
 
     python tests/benchmarks/run.py [--quick] [--tools course,ipyparallel] [--ranks 2,4] [--store]
 
@@ -26,6 +27,7 @@ from report import KINDS, markdown, targets
 from tools import TOOLS, Tool
 
 DOCS = environments.ROOT / "docs" / "benchmark.json"
+OF_LESSONS = ("algorithms", "ddp", "memory")
 
 
 def arguments() -> argparse.Namespace:
@@ -166,8 +168,10 @@ def main() -> None:
     draw(result, output.with_suffix(".png"))
     print(markdown(result), flush=True)
     if not args.render:
-        for name in ("algorithms.py", "ddp.py"):
-            subprocess.run([sys.executable, Path(__file__).with_name(name), *["--quick"] * args.quick])
+        environments.CACHE.mkdir(parents=True, exist_ok=True)
+        for name in OF_LESSONS:
+            command = [sys.executable, Path(__file__).with_name(f"{name}.py"), *["--quick"] * args.quick]
+            subprocess.run([*command, "--output", environments.CACHE / f"{name}.json"])
     say(f"{output.name} and its figure written after {(time.monotonic() - begin) / 60:.1f} min")
 
 

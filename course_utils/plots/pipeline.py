@@ -1,0 +1,189 @@
+"""Pipelines in pictures: schedules over time, the activations that ranks hold, simulated against real."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from ..pipeline import Op, Timeline
+from ._style import INK, RANK_COLORS, label_lines, new_figure, rank_color
+
+__all__ = ["PIPELINE_COLORS", "activation_steps", "bubble_curves", "real_pipeline", "schedule_picture"]
+
+#: By kind of operation: forward, full backward, gradient of the input, gradient of the weights.
+PIPELINE_COLORS = {"F": RANK_COLORS[0], "B": RANK_COLORS[2], "I": RANK_COLORS[1], "W": RANK_COLORS[3]}
+_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_HEIGHT = 0.86  # of a box, in rows
+_ROW, _HEAD = 0.27, 0.42  # inches
+_SMALL = 8.5
+
+Box = tuple[Op, float, float]
+
+
+def _shade(kind: str, chunk: int) -> tuple[float, ...]:
+    """The colour of an operation, lighter for a rank's later stages."""
+    keep = (0.55, 0.25, 0.8, 0.4)[chunk % 4]
+    return tuple(1 - keep * (1 - channel) for channel in to_rgb(PIPELINE_COLORS[kind]))
+
+
+def _draw_rows(ax: Axes, rows: Sequence[Sequence[Box]], ranks: int, inches: float, end: float) -> None:
+    """One row of boxes for each rank; the micro-batch is written where it has room."""
+    for rank, boxes in enumerate(rows):
+        kinds = {(op.kind, op.stage // ranks) for op, *_ in boxes}
+        for kind, chunk in sorted(kinds):
+            bars = [(a, b - a) for op, a, b in boxes if (op.kind, op.stage // ranks) == (kind, chunk)]
+            ax.broken_barh(bars, (rank - _HEIGHT / 2, _HEIGHT), facecolor=_shade(kind, chunk), edgecolor="white",
+                           linewidth=0.6 if len(boxes) < 200 else 0)  # fmt: skip
+        for op, a, b in boxes:
+            text = str(op.microbatch)
+            if (b - a) / end * inches * 72 > 5.0 * len(text) + 3:
+                ax.text((a + b) / 2, rank, text, ha="center", va="center_baseline", fontsize=_SMALL, color=INK)
+    ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, end), yticks=range(len(rows)))
+    ax.set_yticklabels([f"rank {rank}" for rank in range(len(rows))] if len(rows) <= 16 else [])
+    ax.set_facecolor("#F1F1F1")
+    ax.tick_params(axis="y", length=0)
+    ax.spines[:].set_visible(False)
+
+
+def _legend(figure: Figure, kinds: Sequence[str]) -> None:
+    handles = [Patch(facecolor=_shade(kind, 0), label=f"{kind} {_NAMES[kind]}") for kind in kinds]
+    handles.append(Patch(facecolor="#F1F1F1", edgecolor="#CCCCCC", label="idle"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=_SMALL + 0.5)
+
+
+def _panels(heights: Sequence[float], shared: bool) -> tuple[Figure, list[Axes]]:
+    figure, axes = plt.subplots(
+        len(heights), 1, figsize=(10.4, sum(heights) + 0.75), sharex=shared, squeeze=False,
+        gridspec_kw={"height_ratios": heights},
+    )  # fmt: skip
+    plt.close(figure)
+    return figure, list(axes[:, 0])
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _in_flight(peak: Sequence[float]) -> str:
+    shown = [_number(value) for value in peak]
+    if len(set(shown)) == 1:
+        return f"{shown[0]} on every rank"
+    return ", ".join(shown) if len(shown) <= 8 else f"{shown[0]} (rank 0) to {shown[-1]} (rank {len(shown) - 1})"
+
+
+def schedule_picture(timelines: Timeline | Sequence[Timeline], title: str, unit: str = "") -> Figure:
+    """Draw schedules below each other on one axis of time: a row a rank, a box an operation with its micro-batch.
+
+    Above each stand the time from step to step, the share of it that ranks idle, and the most activations that each
+    rank holds. Of a rank's stages the later ones have another shade. Numbers are written where the boxes have room.
+
+    Parameters
+    ----------
+    timelines : Timeline or sequence of Timeline
+    title : str
+        Says what is shown and whether it is measured or modelled.
+    unit : str
+        Of time; empty for the units of the costs.
+    """
+    timelines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    if not timelines:
+        raise ValueError("there must be at least one schedule")
+    row = _ROW if max(t.schedule.ranks for t in timelines) <= 16 else 3.6 / max(t.schedule.ranks for t in timelines)
+    figure, axes = _panels([_HEAD + row * t.schedule.ranks for t in timelines], shared=True)
+    end = max(t.seconds for t in timelines)
+    for ax, timeline in zip(axes, timelines, strict=True):
+        _draw_rows(ax, timeline.spans, timeline.schedule.ranks, 9.4, end)
+        ax.set_title(
+            f"{timeline.schedule.name}: {_number(timeline.period)}{unit and ' ' + unit} a step, idle "
+            f"{timeline.bubble:.0%}, activations at most {_in_flight(timeline.peak)}", fontsize=9.5,
+        )  # fmt: skip
+        ax.xaxis.set_major_locator(MaxNLocator(12, integer=end >= 12))
+    axes[-1].set_xlabel(f"time ({unit})" if unit else "time, in units of the costs")
+    used = {span.op.kind for t in timelines for spans in t.spans for span in spans}
+    _legend(figure, [kind for kind in PIPELINE_COLORS if kind in used])
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    return figure
+
+
+def real_pipeline(simulated: Timeline, measured: Sequence[Sequence[Box]], title: str) -> Figure:
+    """Draw a simulated schedule above the same one on real ranks, each on its own axis of time.
+
+    Parameters
+    ----------
+    simulated : Timeline
+    measured : by rank, list of (Op, start, end)
+        Seconds since the first operation of any rank began.
+    title : str
+    """
+    if len(measured) != simulated.schedule.ranks:
+        raise ValueError(f"{len(measured)} measured ranks for {simulated.schedule.ranks} simulated ones")
+    height = _HEAD + _ROW * len(measured)
+    figure, (top, bottom) = _panels([height, height + 0.25], shared=False)
+    _draw_rows(top, simulated.spans, len(measured), 9.4, simulated.seconds)
+    top.set_title(f"modelled: {simulated.schedule.name}, idle {simulated.bubble:.0%}", fontsize=9.5)
+    rows = [[(op, 1e3 * a, 1e3 * b) for op, a, b in boxes] for boxes in measured]
+    end = max(b for boxes in rows for *_, b in boxes)
+    busy = sum(b - a for boxes in rows for _, a, b in boxes)
+    _draw_rows(bottom, rows, len(measured), 9.4, end)
+    idle = 1 - busy / (len(rows) * end)
+    bottom.set_title(f"measured: the same on real ranks, not computing {idle:.0%}", fontsize=9.5)
+    top.set_xlabel("time, in units of the costs")
+    bottom.set_xlabel("time (ms)")
+    used = {op.kind for boxes in measured for op, *_ in boxes}
+    _legend(figure, [kind for kind in PIPELINE_COLORS if kind in used])
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    return figure
+
+
+def activation_steps(timelines: Sequence[Timeline], title: str) -> Figure:
+    """Draw the activations that each rank holds over time, one panel a schedule, all with the same scale."""
+    figure, axes = new_figure(1, len(timelines), size=(min(11.0, 1.4 + 3.4 * len(timelines)), 2.9), sharey=True)
+    highest = max(max(t.peak) for t in timelines)
+    for ax, timeline in zip(axes, timelines, strict=True):
+        peaks: dict[str, list[int]] = {}
+        for rank, steps in enumerate(timeline.memory):
+            when, held = zip(*steps, strict=True)
+            ax.step([*when, timeline.seconds], [*held, held[-1]], color=rank_color(rank), linewidth=1.6, where="post")
+            peaks.setdefault(_number(timeline.peak[rank]), []).append(rank)
+        for peak, ranks in peaks.items() if len(peaks) <= 8 else []:
+            first = next(t for t, value in timeline.memory[ranks[0]] if _number(value) == peak)
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+            ax.annotate(f"{who}: {peak}", (first, float(peak)), (3, 3), textcoords="offset points", fontsize=_SMALL,
+                        color=rank_color(ranks[0]) if len(ranks) == 1 else INK, fontweight="bold")  # fmt: skip
+        ax.set(ylim=(0, highest * 1.15), xlim=(0, timeline.seconds), xlabel="time", title=timeline.schedule.name)
+        ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes[0].set_ylabel("activations held\n(micro-batches)")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    return figure
+
+
+def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[float]], title: str) -> Figure:
+    """Draw the share of idle time over the number of micro-batches, one line for schedules that are equal throughout.
+
+    Parameters
+    ----------
+    microbatches : sequence of int
+    bubbles : dict of name to list of float
+        Idle share, 0 to 1, for each number of micro-batches.
+    """
+    figure, (ax,) = new_figure(1, 1, size=(7.6, 3.4))
+    equal: dict[tuple[float, ...], list[str]] = {}
+    for name, shares in bubbles.items():
+        equal.setdefault(tuple(round(share, 9) for share in shares), []).append(name)
+    labels = {}
+    for i, (shares, names) in enumerate(equal.items()):
+        color, name = RANK_COLORS[i % len(RANK_COLORS)], ", ".join(names)
+        ax.plot(microbatches, [100 * share for share in shares], "o-", color=color, markersize=4)
+        labels[name] = (microbatches[-1], 100 * shares[-1], color)
+    ax.set(xscale="log", xlabel="micro-batches m", ylabel="idle (%)", ylim=(0, None), title=title)
+    ax.set_xticks(list(microbatches), [str(m) for m in microbatches])
+    ax.minorticks_off()
+    ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
+    label_lines(ax, labels)
+    return figure

@@ -1,0 +1,80 @@
+"""Choose a pipeline's stages, micro-batches, schedule and times; see it, its bubble and its activations."""
+
+from __future__ import annotations
+
+import ipywidgets as widgets
+
+from ..pipeline import SCHEDULES, Costs, Timeline, simulate
+from ..plots.pipeline import schedule_picture
+from ._common import png
+
+__all__ = ["schedule_explorer"]
+
+
+def _formula(name: str, p: int, m: int, v: int, costs: Costs) -> tuple[str, float] | None:
+    """What the papers say that a rank idles in a step, in words and as a number; None where it does not hold."""
+    whole = costs.forward + costs.input + costs.weight
+    equal = costs.forward == costs.input == costs.weight
+    formulas = {
+        "naive": ("m(p − 1)(F + I + W)", m * (p - 1) * whole, True),
+        "GPipe": ("(p − 1)(F + I + W)", (p - 1) * whole, True),
+        "1F1B": ("(p − 1)(F + I + W)", (p - 1) * whole, True),
+        "interleaved": ("(p − 1)(F + I + W)/v", (p - 1) * whole / v, True),
+        "ZB-H1": ("(p − 1)(F + I − W)", (p - 1) * (costs.forward + costs.input - costs.weight), equal and m >= p),
+        "ZB-H2": ("(p − 1)(F + I − 2W)", (p - 1) * (costs.forward + costs.input - 2 * costs.weight),
+                  equal and m >= 2 * p - 1),
+    }  # fmt: skip
+    words, value, holds = formulas[name]
+    return (words, value) if holds and not costs.transfer else None
+
+
+def _describe(run: Timeline, costs: Costs) -> str:
+    schedule = run.schedule
+    p, m, v = schedule.ranks, schedule.microbatches, schedule.virtual
+    idle = run.period - max(run.busy)
+    told = _formula(schedule.name, p, m, v, costs)
+    by_formula = f"the formula says {told[0]} = {told[1]:g}" if told else "no closed formula for this setting"
+    messages = 2 * m * (p * v - 1) if p > 1 else 0
+    return (
+        f"{schedule.name}, {p} ranks, {m} micro-batches: a step takes {run.period:g}, of which a rank idles {idle:g} "
+        f"({run.bubble:.1%}); {by_formula}. Activations of at most {max(run.peak):.3g} micro-batches on a rank. "
+        f"{messages} messages in a step."
+    )
+
+
+def schedule_explorer() -> widgets.Widget:
+    """Look at any pipeline schedule of `course_utils.pipeline`, simulated with times of your choice."""
+
+    def slider(value: int, low: int, high: int, name: str) -> widgets.IntSlider:
+        return widgets.IntSlider(value, low, high, description=name, continuous_update=False)
+
+    def time(value: float, name: str, low: float = 0.25) -> widgets.FloatSlider:
+        return widgets.FloatSlider(
+            value=value, min=low, max=3.0, step=0.25, description=name, continuous_update=False, readout_format=".2f"
+        )
+
+    microbatches, ranks, virtual = (
+        slider(8, 1, 32, "micro-batches"), slider(4, 1, 12, "ranks p"), slider(2, 1, 4, "stages/rank v")
+    )  # fmt: skip
+    name = widgets.Dropdown(options=list(SCHEDULES), value="1F1B", description="schedule")
+    forward, input_, weight = time(1.0, "F"), time(1.0, "I"), time(1.0, "W")
+    transfer = time(0.0, "transfer", low=0.0)
+    status, picture = widgets.HTML(), widgets.Image(format="png", layout={"max_width": "100%"})
+
+    def draw(_=None) -> None:
+        virtual.disabled = name.value != "interleaved"
+        more = [] if virtual.disabled else [virtual.value]
+        costs = Costs(forward.value, input_.value, weight.value, transfer.value)
+        try:
+            run = simulate(SCHEDULES[name.value](ranks.value, microbatches.value, *more), costs)
+        except ValueError as error:
+            status.value = f"Not possible: {error}. The picture is the last one."
+            return
+        status.value = _describe(run, costs)
+        picture.value = png(schedule_picture(run, "modelled"))
+
+    for control in (microbatches, ranks, virtual, name, forward, input_, weight, transfer):
+        control.observe(draw, "value")
+    draw()
+    rows = [widgets.HBox(row) for row in ([microbatches, ranks, name], [virtual, transfer], [forward, input_, weight])]
+    return widgets.VBox([*rows, status, picture])

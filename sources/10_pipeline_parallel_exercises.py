@@ -1,0 +1,569 @@
+# %% [markdown]
+# # Exercises 10 · How do I split the layers, and where does the bubble go?
+#
+# Seven exercises on [10 Pipeline parallelism](../notebooks/10_pipeline_parallel.ipynb). In two you build a pipeline
+# on real ranks; the others are about orders, cuts and figures, without ranks. All of them take about three hours.
+#
+# | | you write | difficulty | minutes |
+# |---|---|---|---|
+# | 1 | the order of 1F1B | 2 of 5 | 20 |
+# | 2 | a GPipe engine | 4 of 5 | 45 |
+# | 3 | an engine for any order | 4 of 5 | 30 |
+# | 4 | stages of equal cost | 3 of 5 | 25 |
+# | 5 | bubble and activations on paper | 2 of 5 | 15 |
+# | 6 | enough micro-batches | 2 of 5 | 10 |
+# | 7 | a schedule of your own (puzzle) | 4 of 5 | 40 |
+#
+# 3 is built from 2. The others stand alone. *Follows* on each card names the section of the lesson to look things up
+# in.
+
+# %% [markdown]
+# **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
+# fold open one by one; solutions are in [the solutions notebook](../solutions/10_pipeline_parallel.ipynb).
+#
+# **What a check does.** In Exercises 1 and 7 it simulates what you return, and takes every order with the right time
+# and memory. In 2 and 3 it runs your engine on 1 to 4 real ranks in float64, with stages that note every call, and
+# compares gradients with one process on the whole batch to 12 digits. Then it reads the **ledger**: one message for
+# each micro-batch, boundary and direction. In 3 it also counts the micro-batches that autograd keeps in memory. If the
+# ranks wait for each other, it stops them after 5 seconds and shows where each one stood.
+
+# %% tags=["parameters"]
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from course_utils import launch, plots, record
+from course_utils.checks import c10 as check
+from course_utils.pipeline import Costs, Op, Schedule, simulate
+
+WORLD_SIZE = 4  # ranks of the demonstrations; the checks choose their own
+
+
+def receive(like: torch.Tensor, source: int) -> torch.Tensor:
+    """A new tensor of the shape and dtype of `like`, with what `source` sends (Exercises 2, 3)."""
+    tensor = torch.empty_like(like)
+    dist.recv(tensor, source)
+    return tensor
+
+
+# %% [markdown]
+# ---
+# ## Exercise 1 · The order of 1F1B
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 2 of 5 | 20 | 10, 1F1B: the same bubble, less memory | as fast as GPipe; at most p - rank micro-batches held |
+#
+# A pipeline has p ranks, each with one stage, and m micro-batches. A rank may start a forward when the rank before it
+# has done that forward, and a backward when the rank behind it has done that backward. In **1F1B** it runs some
+# forwards ahead, and then does one forward and one backward in turn, until nothing is left.
+#
+# Write down the order of one rank. All ranks' orders are simulated together.
+
+
+# %%
+def one_f_one_b_order(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
+    """The operations of a rank in order: ("F", i) forward, ("B", i) backward of micro-batch i.
+
+    Micro-batches count from 0. A rank never holds more than ranks - rank of them: F adds one, B
+    gives it back. There may be fewer micro-batches than ranks.
+    """
+    ### BEGIN SOLUTION
+    ahead = min(microbatches, ranks - rank - 1)
+    order = [("F", i) for i in range(ahead)]
+    for i in range(microbatches - ahead):
+        order += [("F", ahead + i), ("B", i)]
+    return order + [("B", i) for i in range(microbatches - ahead, microbatches)]
+    ### END SOLUTION
+
+
+# %%
+check.one_f_one_b_order(one_f_one_b_order)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Draw 3 ranks and 5 micro-batches. The last rank turns round at once: F0 B0 F1 B1 …. How many forwards has the rank
+# before it done when B0 reaches it?
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Rank r runs p - r - 1 forwards ahead. Then come pairs of F and B; the F of a pair is that many micro-batches ahead of
+# its B. The backwards that are left end the list.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# With fewer micro-batches than that, run ahead by all of them: `ahead = min(microbatches, ranks - rank - 1)`.
+# </details>
+# <details><summary>Is it faster than GPipe?</summary>
+#
+# No: both take (m + p - 1)(F + B). GPipe holds m micro-batches on every rank, 1F1B holds p - rank. With the memory that
+# this saves you can afford more micro-batches, and these make the bubble smaller.
+# </details>
+
+# %% [markdown]
+# When your function passes, draw it.
+
+# %%
+orders = [one_f_one_b_order(rank, WORLD_SIZE, 6) for rank in range(WORLD_SIZE)]
+operations = [tuple(Op(kind, rank, i) for kind, i in ops) for rank, ops in enumerate(orders)]
+mine = Schedule("1F1B", 6, tuple(range(WORLD_SIZE)), tuple(operations))
+plots.schedule_picture(simulate(mine), "simulated: my order, 6 micro-batches, B = 2 F")
+
+# %% [markdown]
+# *The figure: one row a rank, one box an operation with the number of its micro-batch. The first rank starts with
+# four forwards, the last one takes a forward and a backward in turn from the beginning. Grey is idle time, at the start
+# and at the end of the rows.*
+
+# %% [markdown]
+# ---
+# ## Backward in two processes
+#
+# Autograd does not look through a message. So each rank has a graph of its own, which starts at a tensor that came in
+# and ends at one that goes out. Below, both parts are in one process. Predict what is printed.
+
+# %%
+weight = torch.tensor(5.0, requires_grad=True)
+y = weight * 2  # a stage; y is sent
+
+x = y.detach().requires_grad_()  # the next stage; this is what arrives
+loss = x**2
+loss.backward()
+print(f"x.grad {x.grad.item():g}, weight.grad {weight.grad}")
+
+y.backward(x.grad)  # the first stage again; x.grad has been sent back
+print(f"weight.grad {weight.grad.item():g}")
+
+# %% [markdown]
+# The loss is (2w)², so its derivative is 8w = 40. `x.grad` is the derivative with respect to the stage's input. It is
+# all that the stage before needs to go on.
+
+# %% [markdown]
+# ---
+# ## Exercise 2 · A GPipe engine
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 4 of 5 | 45 | 10, The engine | gradients of the whole batch; m messages a boundary and direction |
+#
+# Each rank holds one stage. In **GPipe** all micro-batches go forward through all stages, and then all go back:
+#
+# - forward: receive the activation from the rank before, call the stage, send the output on; the last rank computes
+#   the loss;
+# - backward: receive the gradient of the output from the rank behind, continue backward, send the gradient of the
+#   input back.
+#
+# Gradients add up over the micro-batches. In the end they have to be those of the mean loss of the whole batch.
+#
+# | argument | what it is |
+# |---|---|
+# | `stage` | this rank's layers |
+# | `inputs` | one entry for each micro-batch; on the first rank whole numbers that the stage embeds, else None |
+# | `targets` | one entry for each micro-batch; on the last rank what `loss_fn` needs, else None |
+# | `loss_fn` | `loss_fn(output, target)`: the mean loss of one micro-batch |
+# | `like` | has the shape and dtype of what passes between stages; its contents mean nothing |
+#
+# The last rank returns the loss of the whole batch, the mean over the micro-batches; the others return None.
+
+
+# %%
+def run_gpipe(stage: nn.Module, inputs: list, targets: list, loss_fn, like: torch.Tensor):
+    """Leave the whole batch's gradients in the parameters; return its loss on the last rank."""
+    ### BEGIN SOLUTION
+    rank, n, m = dist.get_rank(), dist.get_world_size(), len(inputs)
+    first, last = rank == 0, rank == n - 1
+    pairs, sends, loss = [], [], 0
+    for x, target in zip(inputs, targets, strict=True):
+        x = x if first else receive(like, rank - 1).requires_grad_()
+        y = stage(x)
+        if last:
+            y = loss_fn(y, target) / m
+            loss += y.detach()
+        else:
+            sends.append(dist.isend(y.detach(), rank + 1))
+        pairs.append((x, y))
+    for x, y in pairs:
+        y.backward(None if last else receive(like, rank + 1))
+        if not first:
+            sends.append(dist.isend(x.grad, rank - 1))
+    for send in sends:
+        send.wait()
+    return loss if last else None
+    ### END SOLUTION
+
+
+# %%
+check.run_gpipe(run_gpipe)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Two loops over the micro-batches. The first fills a list with the input and the output of each; the second uses it.
+# With one rank, the rank is the first and the last.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# What arrives: `x = receive(like, rank - 1).requires_grad_()`, with `receive` from the first cell. Backward of a stage
+# in the middle: `y.backward(gradient)`, and `x.grad` is what the rank before waits for. On the last rank y
+# is the loss of the micro-batch, and backward needs no argument.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# `loss_fn` gives the mean over one micro-batch, and backward adds up: divide by the number of micro-batches. Send with
+# `dist.isend`, keep what it returns in a list, and `wait()` for all of it at the end.
+# </details>
+# <details><summary>Why not all in one message?</summary>
+#
+# It would be the same number of bytes. But the next rank could begin only after the last micro-batch: that is the
+# naive model parallelism, with one rank at work at a time.
+# </details>
+
+# %% [markdown]
+# When your function passes, count what it sends.
+
+
+# %%
+def count_messages(micro):
+    torch.manual_seed(0)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    stage = nn.Embedding(50, 16) if rank == 0 else nn.Linear(16, 50 if rank == n - 1 else 16)
+    words = list(torch.arange(24).view(micro, -1))
+    nothing = [None] * micro
+    with record() as ledger:
+        run_gpipe(stage, words if rank == 0 else nothing, words if rank == n - 1 else nothing,
+                  F.cross_entropy, torch.empty(24 // micro, 16))  # fmt: skip
+    return ledger.messages, ledger.sent
+
+
+for micro in (1, 4, 12):
+    counts = launch(count_messages, micro, world_size=WORLD_SIZE, backend="gloo")
+    print(f"{micro:>2} micro-batches:", ", ".join(f"{k} messages {b:,} B" for k, b in counts))
+
+# %% [markdown]
+# The bytes stay the same: more micro-batches are more messages, each smaller. The ranks in the middle send twice as
+# much as those at the ends, an activation on and a gradient back.
+
+# %% [markdown]
+# ---
+# ## Exercise 3 · An engine for any order
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 4 of 5 | 30 | 10, Messages that wait for each other; The engine | no deadlock; nothing is kept after its backward |
+#
+# Now the order is given: a list of ("F", i) and ("B", i) for this rank, such as Exercise 1 makes. Neighbours take
+# forwards in the same order, and backwards too. One of the checks lets micro-batches come back **last in, first out**.
+# After ("B", i) nothing of micro-batch i may stay in memory: not its graph, and not its input.
+#
+# In 1F1B a rank sends an activation on while its neighbour sends a gradient back. If both first wait until their
+# message is taken, both wait for ever.
+
+
+# %%
+def run_order(stage: nn.Module, order: list, inputs: list, targets: list, loss_fn, like):
+    """As run_gpipe, with the operations of `order`; ("B", i) leaves nothing of i in memory."""
+    ### BEGIN SOLUTION
+    rank, n, m = dist.get_rank(), dist.get_world_size(), len(inputs)
+    first, last = rank == 0, rank == n - 1
+    kept, sends, loss = {}, [], 0
+    for kind, i in order:
+        if kind == "F":
+            x = inputs[i] if first else receive(like, rank - 1).requires_grad_()
+            y = stage(x)
+            if last:
+                y = loss_fn(y, targets[i]) / m
+                loss += y.detach()
+            else:
+                sends.append(dist.isend(y.detach(), rank + 1))
+            kept[i] = x, y
+        else:
+            x, y = kept.pop(i)
+            y.backward(None if last else receive(like, rank + 1))
+            if not first:
+                sends.append(dist.isend(x.grad, rank - 1))
+    for send in sends:
+        send.wait()
+    return loss if last else None
+    ### END SOLUTION
+
+
+# %%
+check.run_order(run_order)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# The bodies of the two loops of Exercise 2 become the two branches of an `if` in one loop over the order.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Keep input and output in a dictionary under i, and take them out with `pop(i)` in backward.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# `dist.isend` everywhere: it starts the message and returns. `dist.recv` may wait, because the sender has already
+# started its message or will get there without waiting for you.
+# </details>
+# <details><summary>Does this work with NCCL?</summary>
+#
+# Not always. There, messages between two ranks run one after the other on one stream, in the order in which each rank
+# asked for them, and in 1F1B these orders differ. Two process groups help, one for activations and one for gradients,
+# or `batch_isend_irecv` for a send and a receive that belong together. `torch.distributed.pipelining` does the second.
+# </details>
+
+# %% [markdown]
+# ---
+# ## Exercise 4 · Stages of equal cost
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 3 of 5 | 25 | 10, Stages that are not equal | no cut has a cheaper dearest stage |
+#
+# All stages wait for the slowest, in every micro-batch. Layers are not alike: the head of a GPT multiplies by the whole
+# vocabulary and costs as much as several blocks. Cut a row of layers into stages, so that the dearest stage is as cheap
+# as it can be. The layers keep their order.
+
+
+# %%
+def balance(costs: list[float], stages: int) -> list[int]:
+    """The number of layers of each stage, at least one.
+
+    `costs` are the times of the layers in order, such as [1, 1, 1, 1, 4]: for 2 stages, [4, 1].
+    """
+    ### BEGIN SOLUTION
+    # best[n]: dearest stage and sizes of the first n layers, cut into as many stages as so far
+    best = {n: (sum(costs[:n]), [n]) for n in range(1, len(costs) + 1)}
+    for stage in range(2, stages + 1):
+        best = {
+            n: min(
+                (max(best[k][0], sum(costs[k:n])), best[k][1] + [n - k])
+                for k in range(stage - 1, n)
+            )
+            for n in range(stage, len(costs) + 1)
+        }
+    return best[len(costs)][1]
+    ### END SOLUTION
+
+
+# %%
+check.balance(balance)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# For the small cases here all places of the cuts can be tried: `itertools.combinations(range(1, layers), stages - 1)`.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Faster: suppose you know the best way to cut the first k layers into one stage less, for every k. Which k is best if
+# the last stage takes all layers from k on?
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# With best[k] the dearest stage of the first k layers in s - 1 stages, that of the first n layers in s stages is the
+# smallest max(best[k], costs[k] + … + costs[n - 1]) over all k. Begin with one stage, add one at a time, and keep the
+# sizes beside each number.
+# </details>
+# <details><summary>And if the head costs more than a whole stage should?</summary>
+#
+# Then no cut helps: the head is one layer. Vocabulary parallelism cuts it inside (lesson 09), or the last
+# stage gets fewer blocks than the others, and these wait a little.
+# </details>
+
+# %% [markdown]
+# ---
+# ## Exercise 5 · Bubble and activations on paper
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 2 of 5 | 15 | 10, Micro-batches, and GPipe; Interleaving | per cent and GB, within 1 % |
+#
+# 32 micro-batches go through 8 ranks of equal speed. Backward takes twice as long as forward; messages take no time.
+# What a rank's layers keep of one micro-batch for backward is 0.5 GB. Which share of **all the time** does a rank
+# idle, and how much does **rank 0** hold at most, with
+#
+# - GPipe,
+# - 1F1B,
+# - interleaved 1F1B with 4 stages on each rank?
+#
+# The activations of a stage count from the start of its forward to the end of its backward. Interleaved, rank 0 runs
+# 2(p - 1) + (v - 1)p pieces ahead before the first pair of forward and backward. A **piece** is the forward of one
+# micro-batch through one of the rank's v stages.
+
+
+# %%
+def bubble(
+    schedule: str, ranks: int, microbatches: int, virtual: int, gb: float
+) -> tuple[float, float]:
+    """Per cent of all the time that a rank idles, and GB of activations that rank 0 holds at most.
+
+    Parameters
+    ----------
+    schedule : str
+        "GPipe", "1F1B" or "interleaved".
+    virtual : int
+        Stages on each rank; 1 for GPipe and 1F1B.
+    gb : float
+        GB that all layers of a rank keep of one micro-batch.
+    """
+    ### BEGIN SOLUTION
+    p, m, v = ranks, microbatches, virtual
+    share = (p - 1) / (v * m + p - 1)
+    pieces = 2 * (p - 1) + (v - 1) * p + 1  # those ahead, and the forward of the first pair
+    held = m if schedule == "GPipe" else min(m, p) if schedule == "1F1B" else min(m, pieces / v)
+    return 100 * share, gb * held
+    ### END SOLUTION
+
+
+# %%
+check.bubble(bubble)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Let the forward and the backward of one stage take 1 together. How long does a rank work, and when has the last rank
+# its first input?
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Work takes m, the bubble p - 1: together m + p - 1. With v stages on each rank a step of the pipeline is 1/v as long.
+# For the memory, count micro-batches in flight: F adds one, B gives it back; never more than m.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# Bubble: (p - 1)/(vm + p - 1). Memory: m for GPipe, min(m, p) for 1F1B. Interleaved, one forward more than those ahead
+# makes v·p + p - 1 pieces, each 1/v of 0.5 GB.
+# </details>
+# <details><summary>What does interleaving cost?</summary>
+#
+# A little more memory, and v times the messages: each micro-batch crosses v times as many boundaries.
+# </details>
+
+# %% [markdown]
+# ---
+# ## Exercise 6 · Enough micro-batches
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 2 of 5 | 10 | 10, Why not a thousand micro-batches? | the exact number |
+#
+# How many micro-batches keep the bubble at 3 % of all the time or less, on 8 ranks, with 1, 2 and 4 stages on each?
+# With more than one, micro-batches come in groups of 8: their number is a multiple of the ranks.
+
+
+# %%
+def enough_microbatches(ranks: int, virtual: int, percent: float) -> int:
+    """Smallest number of micro-batches whose bubble is at most `percent` of all the time.
+
+    `virtual` is the number of stages on each rank: 1 is plain 1F1B, more is interleaved.
+    """
+    ### BEGIN SOLUTION
+    count = step = ranks if virtual > 1 else 1
+    while 100 * (ranks - 1) / (virtual * count + ranks - 1) > percent:
+        count += step
+    return count
+    ### END SOLUTION
+
+
+# %%
+check.enough_microbatches(enough_microbatches)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Solve (p - 1)/(vm + p - 1) = x for m, or let a loop count up.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# m = (p - 1)(1 - x)/(v x). Round up to a whole number, and with v > 1 to a multiple of p. One rank has no bubble, and
+# needs one micro-batch all the same.
+# </details>
+# <details><summary>What does interleaving save here?</summary>
+#
+# 227 micro-batches become 120 and 64. If the whole batch is 512 sequences, a micro-batch has 2 sequences in the first
+# case and 8 in the last: larger matrices, which a GPU computes faster. The price is v times the messages.
+# </details>
+
+# %% [markdown]
+# ---
+# ## Exercise 7 · A schedule of your own (puzzle)
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 4 of 5 | 40 | 10, Zero-bubble: backward in two halves | at most 59 ms and 5 activations on each rank |
+#
+# Four ranks, eight micro-batches. Backward comes in two parts: **I**, the gradient of the input, which the rank before
+# waits for, and **W**, the gradient of the weights, which nobody waits for. F takes 2 ms, I takes 3 ms, W takes 1 ms;
+# attention has no weights, so W is the shortest. F starts to hold one activation, and the end of W lets go of it.
+# A B in one piece takes 4 ms, and holds the activation until its end.
+#
+# | | time | most activations held on a rank |
+# |---|---|---|
+# | 1F1B | 66 ms | 4 |
+# | ZB-H1 | 60 ms | 4 |
+# | ZB-H2 | 57 ms | 7 |
+# | **yours** | **≤ 59 ms** | **≤ 5** |
+#
+# Every rank works for 48 ms. Where does the rest go, and which W can fill it?
+
+
+# %%
+def own_schedule() -> list[list[tuple[str, int]]]:
+    """For each of the 4 ranks its operations in order, such as ("F", 0), ("I", 0), ("W", 0).
+
+    Each of the 8 micro-batches needs F, I and W, or F and B, once on every rank.
+    """
+    ### BEGIN SOLUTION
+    orders = []
+    # by rank: forwards before I0, and how much later W comes than I
+    for ahead, behind in ((5, 0), (3, 2), (2, 3), (1, 4)):
+        order = [("F", i) for i in range(ahead)]
+        for i in range(8):
+            order.append(("I", i))
+            if i >= behind:
+                order.append(("W", i - behind))
+            if i + ahead < 8:
+                order.append(("F", i + ahead))
+        orders.append(order + [("W", i) for i in range(8 - behind, 8)])
+    return orders
+    ### END SOLUTION
+
+
+# %%
+check.own_schedule(own_schedule)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Begin with 1F1B and put I and W for each B: 63 ms. The last rank decides when everyone else gets an I. What does it do
+# between two of them that could wait?
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Describe a rank with two numbers: how many forwards it does before its first I, and how many micro-batches its W comes
+# later than I. ZB-H1 has 4, 3, 2, 1 forwards, and 0, 1, 2, 3 for W. Both numbers together are what a rank holds.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# Five activations are one more than ZB-H1 has. Try every way to spend it on each rank, on a forward more or on a W
+# that is one later: 2⁴ ways, and `simulate` tells the time of each in no time.
+# </details>
+# <details><summary>What is the price of the last milliseconds?</summary>
+#
+# Schedules with two such numbers for each rank reach 60, 59 and 58 ms with 4, 5 and 6 activations; ZB-H2 reaches 57
+# with 7. What remains is the filling and emptying of the pipeline, which matters less the more micro-batches there are.
+# </details>
+
+# %% [markdown]
+# When your schedule passes, look at it.
+
+# %%
+orders = own_schedule()
+operations = [tuple(Op(kind, rank, i) for kind, i in ops) for rank, ops in enumerate(orders)]
+mine = Schedule("my own", 8, tuple(range(4)), tuple(operations))
+plots.schedule_picture(simulate(mine, Costs(2, 3, 1)), "simulated: my own schedule", "ms")
+
+# %% [markdown]
+# *The figure: one row a rank, boxes for F, I and W with the number of the micro-batch. Later ranks do their W in a
+# row at the end, where the first rank still has backwards to do. Grey is idle time.*

@@ -1,0 +1,283 @@
+"""ZeRO as lesson 06 writes it: equal to one process for any ranks and odd parameters; what it holds and sends."""
+
+from __future__ import annotations
+
+import ast
+import mmap
+import re
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_utils import WorkerError, launch, record
+from course_utils.data import Windows
+from course_utils.memory import held, model_states, track
+from course_utils.models import GPTConfig, build, parameters
+
+pytestmark = pytest.mark.guard(120)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
+
+SOURCE = Path(__file__).resolve().parent.parent / "sources" / "06_zero.py"
+SMALL = GPTConfig(hidden=12, heads=2, context=16)
+STAGES = ("Zero1", "Zero2", "Zero3")
+OPTIMIZERS = {
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
+}
+
+
+@cache
+def lesson() -> dict:
+    """What the first code cell and every definition of the lesson give, by name; no other line is run."""
+    parts = re.split(r"^# %%(.*)$", SOURCE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    names: dict = {"__name__": "__main__", "windows": Windows("train", 64), "gpt": GPTConfig()}
+    for head, code in zip(parts[1::2], parts[2::2], strict=True):
+        if "[markdown]" in head:
+            continue
+        found = ast.parse(code.strip()).body
+        if "parameters" not in head:
+            found = [node for node in found if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        exec(compile(ast.Module(found, []), str(SOURCE), "exec"), names)
+    return names
+
+
+def stages() -> dict:
+    return {name: lesson()[name] for name in STAGES}
+
+
+def small(seed: int = 0, config: GPTConfig = SMALL, frozen: bool = False, dtype=torch.float64) -> nn.Module:
+    """A GPT of odd sizes, with two frozen tensors and a buffer if wanted."""
+    model = build(config, seed, dtype)
+    model.register_buffer("scale", torch.full((3,), float(seed), dtype=dtype))
+    if frozen:
+        model.position.weight.requires_grad_(False)
+        model.blocks[0].mlp.up.weight.requires_grad_(False)
+    return model
+
+
+def windows_of(step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(SMALL.vocabulary, (24, SMALL.context + 1), generator=generator)[first : first + count]
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model, x, y):
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def whole(zero) -> list[torch.Tensor]:
+    """The model's parameters, gathered if need be."""
+    for unit in zero.units.values():
+        unit.flat.untyped_storage().resize_(unit.flat.nbytes)
+        dist.all_gather_single(unit.flat, unit.shard.detach())
+    return [p.detach() for p in zero.module.parameters()]
+
+
+def differences(versions: dict, optimizer, steps: int = 4, micro: int = 1, **shape) -> dict[str, float]:
+    """On a rank: largest difference to one process in any weight or buffer, after training, by version."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    alone = small(**shape)
+    stepper, found = optimizer([p for p in alone.parameters() if p.requires_grad]), {}
+    for step in range(steps):
+        stepper.zero_grad()
+        loss_of(alone, *windows_of(step, 0, 2 * n)).backward()
+        stepper.step()
+    for name, version in versions.items():
+        zero = version(small(seed=rank, **shape), optimizer)
+        for step in range(steps):
+            for i in range(micro):
+                part = windows_of(step, 2 * rank + i * (2 // micro), 2 // micro)
+                (loss_of(zero, *part) / micro).backward()
+            zero.step()
+        pairs = [*zip(alone.parameters(), whole(zero), strict=True), (alone.scale, zero.module.scale)]
+        found[name] = max((a - b).abs().max().item() for a, b in pairs)
+    return found
+
+
+def on(n: int, fn, *args, **kwargs) -> list:
+    return launch(fn, *args, world_size=n, backend="gloo", **kwargs)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_stage_equals_one_process(n, optimizer):
+    """From another seed on each rank, with units that no number of ranks from 2 on need divide."""
+    for found in on(n, differences, stages(), OPTIMIZERS[optimizer]):
+        assert found.keys() == {*STAGES} and max(found.values()) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [
+    {"frozen": True},
+    {"config": GPTConfig(hidden=12, heads=2, context=16, tied=False)},
+    {"config": GPTConfig(hidden=12, heads=2, context=16, checkpoint=True)},
+    {"config": GPTConfig(hidden=12, heads=2, context=16, layers=1), "frozen": True},
+], ids=["frozen", "untied", "checkpointing", "one block"])  # fmt: skip
+def test_odd_models_equal_one_process(shape):
+    for found in on(3, differences, stages(), OPTIMIZERS["adamw"], **shape):
+        assert max(found.values()) < 1e-12
+
+
+def test_accumulation_equals_one_process():
+    for found in on(3, differences, stages(), OPTIMIZERS["momentum"], micro=2):
+        assert max(found.values()) < 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_ranks_hold_what_the_formulas_say(n):
+    def hold():
+        found = []
+        for version in versions.values():
+            zero = version(small(dtype=torch.float32), adam)
+            for _ in range(2):
+                loss_of(zero, *windows_of(0, 0, 2)).backward()
+                memory = held(zero, zero.optimizer)
+                zero.step()
+            found.append(memory)
+        return found
+
+    versions, adam = stages(), lesson()["adam"]
+    padded = 8 * 4 * 3 * n  # at most n - 1 numbers a unit in each of parameters, gradients, moments; and the counters
+    for by_stage in on(n, hold):
+        for stage, memory in enumerate(by_stage, 1):
+            formula = model_states(parameters(SMALL), stage=stage, ranks=n, precision="fp32")
+            for part in ("parameters", "gradients", "optimizer"):
+                assert 0 <= getattr(memory, part) - getattr(formula, part) <= padded, (stage, part)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_traffic_is_2_2_and_3_copies_and_more_with_micro_batches(micro):
+    def send():
+        found = []
+        for version in versions.values():
+            zero = version(small(), adam)
+            with record() as ledger:
+                for _ in range(micro):
+                    loss_of(zero, *windows_of(0, 0, 2)).backward()
+                zero.step()
+            found.append((ledger.bytes("reduce_scatter"), ledger.bytes("all_gather"), ledger.bytes()))
+        return found
+
+    versions, adam = stages(), lesson()["adam"]
+    psi = 8 * parameters(SMALL)
+    expected = [(1, 1), (micro, 1), (micro, 2 * micro)]
+    for by_stage in on(2, send):
+        for (scattered, gathered, everything), (a, b) in zip(by_stage, expected, strict=True):
+            assert (scattered, gathered, everything) == (a * psi, b * psi, (a + b) * psi)
+
+
+def test_zero_3_has_two_units_at_most_and_none_between_steps():
+    def watch():
+        zero, most = version(small(config=GPTConfig(layers=6, hidden=12, heads=2, context=16)), adam), 0
+
+        def there():
+            return sum(unit.flat.untyped_storage().nbytes() > 0 for unit in zero.units.values())
+
+        between = [there()]
+        seen = []
+        for block in zero.module.blocks:
+            block.mlp.register_forward_hook(lambda *_: seen.append(there()))
+            block.norm1.bias.register_hook(lambda _: seen.append(there()))
+        for _ in range(2):
+            loss_of(zero, *windows_of(0, 0, 2)).backward()
+            between.append(there())
+            zero.step()
+            most = max(most, *seen)
+        with torch.no_grad():
+            loss_of(zero, *windows_of(0, 0, 2))
+        return between + [there()], most, len(seen)
+
+    version, adam = lesson()["Zero3"], lesson()["adam"]
+    assert on(2, watch) == [([0, 0, 0, 0], 2, 30)] * 2
+
+
+def test_gradients_of_one_unit_at_a_time_from_stage_2_on():
+    def peaks():
+        found = []
+        for version in versions.values():
+            zero = version(small(config=deep), adam)
+            for _ in range(2):
+                with track(zero, zero.optimizer) as tracker:
+                    loss_of(zero, *windows_of(0, 0, 2)).backward()
+                    ended = tracker.mark("backward").gradients
+                    zero.step()
+            found.append((ended, tracker.peak.total))
+        return found
+
+    deep = GPTConfig(layers=6, hidden=48, heads=2, context=16, checkpoint=True)
+    versions, adam = stages(), lesson()["adam"]
+    psi = 8 * parameters(deep)
+    for (first, peak1), (second, peak2), (third, peak3) in on(2, peaks):
+        assert first >= psi > second == third and second == pytest.approx(psi / 2, rel=0.01)
+        assert peak1 > peak2 > peak3
+
+
+def test_a_parameter_without_gradient_is_refused():
+    def skip():
+        zero = version(small(), adam)
+        zero.module.blocks[1] = nn.Identity()
+        loss_of(zero, *windows_of(0, 0, 2)).backward()
+        zero.step()
+
+    for name in STAGES[1:]:
+        version, adam = lesson()[name], lesson()["adam"]
+        with pytest.raises(WorkerError, match="every rank must use all of them"):
+            on(2, skip)
+
+
+def test_library_version_trains_as_ddp_does():
+    def compare():
+        found = []
+        for version in versions:
+            model = version(small(seed=dist.get_rank(), dtype=torch.float32), adam)
+            for step in range(3):
+                loss_of(model, *windows_of(step, 2 * dist.get_rank(), 2)).backward()
+                model.step()
+            found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        return torch.equal(*found)
+
+    versions, adam = [lesson()["Stage0"], lesson()["Library1"]], lesson()["adam"]
+    assert on(3, compare) == [True] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_adam_steps_masters_in_fp32(dtype):
+    model, reference = (build(SMALL, dtype=dtype) for _ in range(2))
+    masters = [p.detach().float().requires_grad_() for p in reference.parameters()]
+    ours, adam = lesson()["OffloadedAdam"](model.parameters(), lr=1e-3), torch.optim.Adam(masters, lr=1e-3)
+    for step in range(3):
+        for net in (model, reference):
+            loss_of(net, *windows_of(step, 0, 2)).backward()
+        for master, p in zip(masters, reference.parameters(), strict=True):
+            master.grad, p.grad = p.grad.float(), None
+        adam.step()
+        for master, p in zip(masters, reference.parameters(), strict=True):
+            p.data.copy_(master)
+        ours.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_moments_in_a_file_are_adams(tmp_path):
+    size = 8 * parameters(SMALL)
+    (tmp_path / "moments").write_bytes(bytes(size))
+    model, reference = (build(SMALL) for _ in range(2))
+    mapped_adam, adam = (lesson()["adam"](net.parameters()) for net in (model, reference))
+    with (tmp_path / "moments").open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), size)
+    assert lesson()["mapped_moments"](mapped_adam, mapped, 0) == size
+    for step in range(3):
+        for net, optimizer in ((model, mapped_adam), (reference, adam)):
+            loss_of(net, *windows_of(step, 0, 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    mapped.flush()
+    expected = [adam.state[p][moment].flatten() for p in reference.parameters() for moment in ("exp_avg", "exp_avg_sq")]
+    written = torch.frombuffer(bytearray((tmp_path / "moments").read_bytes()), dtype=torch.float32)
+    assert torch.equal(written, torch.cat(expected))

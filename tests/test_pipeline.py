@@ -1,0 +1,211 @@
+"""Pipeline schedules: bubbles and activations are those of the papers, wrong schedules are refused with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from course_utils.pipeline import (
+    SCHEDULES,
+    Costs,
+    Op,
+    gpipe,
+    ideal_seconds,
+    interleaved,
+    naive,
+    one_f_one_b,
+    partition,
+    simulate,
+    zero_bubble_h1,
+    zero_bubble_h2,
+)
+
+RANKS = (1, 2, 3, 4, 7, 8)
+COSTS = Costs(forward=1.0, input=1.25, weight=0.75)
+WHOLE = 1.0 + 1.25 + 0.75  # forward and backward of a micro-batch on one rank
+
+
+def cases(least=lambda p: 1):
+    """Ranks and micro-batches, from the least number of micro-batches that a formula holds for."""
+    return [(p, m) for p in RANKS for m in sorted({1, 2, 3, p, p + 1, 2 * p, 4 * p + 1}) if m >= least(p)]
+
+
+class TestBubble:
+    @pytest.mark.parametrize(("p", "m"), cases())
+    def test_naive_uses_one_rank_at_a_time(self, p, m):
+        run = simulate(naive(p, m), COSTS)
+        assert run.seconds == pytest.approx(m * p * WHOLE)
+        assert run.bubble == pytest.approx(1 - 1 / p)
+
+    @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+    @pytest.mark.parametrize(("p", "m"), cases())
+    def test_gpipe_and_1f1b_have_the_same_bubble(self, schedule, p, m):
+        run = simulate(schedule(p, m), COSTS)
+        assert run.seconds - ideal_seconds(run.schedule, COSTS) == pytest.approx((p - 1) * WHOLE)
+        assert run.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+    @pytest.mark.parametrize("v", [1, 2, 3, 4])
+    @pytest.mark.parametrize(("p", "m"), [(p, k * p) for p in RANKS for k in (1, 2, 5)])
+    def test_interleaving_divides_the_bubble(self, p, m, v):
+        run = simulate(interleaved(p, m, v), COSTS)
+        assert run.seconds - ideal_seconds(run.schedule, COSTS) == pytest.approx((p - 1) * WHOLE / v)
+
+    @pytest.mark.parametrize(("p", "m"), cases(least=lambda p: p))
+    def test_zero_bubble_h1_idles_less_by_two_weight_gradients(self, p, m):
+        costs = Costs(1.0, 1.0, 1.0)
+        run = simulate(zero_bubble_h1(p, m), costs)
+        assert run.seconds - ideal_seconds(run.schedule, costs) == pytest.approx((p - 1) * (1.0 + 1.0 - 1.0))
+
+    @pytest.mark.parametrize(("p", "m"), cases(least=lambda p: 2 * p - 1))
+    def test_zero_bubble_h2_never_idles_between_its_first_and_last_operation(self, p, m):
+        run = simulate(zero_bubble_h2(p, m))
+        for spans, busy in zip(run.spans, run.busy, strict=True):
+            assert spans[-1].end - spans[0].start == pytest.approx(busy)
+        assert run.period == ideal_seconds(run.schedule) and run.bubble == pytest.approx(0)
+
+    def test_transfers_lengthen_the_way_through_the_pipeline(self):
+        plain, late = (simulate(gpipe(4, 8), Costs(transfer=t)) for t in (0.0, 0.5))
+        assert late.seconds - plain.seconds == pytest.approx(2 * 3 * 0.5)
+
+    def test_transfers_between_stages_of_one_rank_are_free(self):
+        assert simulate(one_f_one_b(1, 4), Costs(transfer=9.0)).seconds == pytest.approx(4 * 3)
+
+    def test_slowest_stage_sets_the_pace(self):
+        costs = Costs(forward=[1, 2, 1], input=[1, 2, 1], weight=[1, 2, 1])
+        assert simulate(gpipe(3, 20), costs).seconds == (4 + 19 * 2) + (8 + 19 * 4)  # one through all, then the slowest
+
+
+class TestMemory:
+    @pytest.mark.parametrize(("p", "m"), cases())
+    def test_activations_in_flight(self, p, m):
+        assert simulate(naive(p, m)).peak == [1] * p
+        assert simulate(gpipe(p, m)).peak == [m] * p
+        assert simulate(one_f_one_b(p, m)).peak == [min(m, p - rank) for rank in range(p)]
+
+    @pytest.mark.parametrize(("p", "m"), [(p, 3 * p) for p in RANKS])
+    def test_zero_bubble_holds_p_or_twice_p(self, p, m):
+        assert simulate(zero_bubble_h1(p, m)).peak == [p] * p
+        assert simulate(zero_bubble_h2(p, m)).peak == [2 * p - 1] * p
+
+    @pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3), (8, 4)])
+    def test_interleaving_holds_more(self, p, v):
+        peak = simulate(interleaved(p, 4 * p, v)).peak
+        assert peak[0] == pytest.approx(p * (1 + (p - 1) / (p * v)))  # Narayanan et al. 2021, section 2.2
+
+    def test_activations_that_only_the_weights_need(self):
+        run = simulate(zero_bubble_h1(4, 12), Costs(activation=3.0, after_input=0.0))
+        assert run.peak == [3.0 * (4 - rank) for rank in range(4)]  # as in 1F1B: all is given back after I
+
+    @pytest.mark.parametrize("name", SCHEDULES)
+    def test_everything_is_given_back(self, name):
+        run = simulate(SCHEDULES[name](4, 8), Costs(activation=2.0, after_input=0.25))
+        assert all(steps[-1][1] == pytest.approx(0) for steps in run.memory)
+
+
+class TestOrder:
+    @pytest.mark.parametrize("name", SCHEDULES)
+    @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (3, 9), (4, 4), (8, 16)])
+    def test_operations_follow_what_they_need(self, name, p, m):
+        run = simulate(SCHEDULES[name](p, m), Costs(transfer=0.3))
+        end = {span.op: span.end for spans in run.spans for span in spans}
+        for spans in run.spans:
+            assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
+            for (kind, stage, i), start, _ in spans:
+                if kind == "F" and stage:
+                    assert start >= end[Op("F", stage - 1, i)]
+                if kind in "BI":
+                    assert start >= end[Op("F", stage, i)]
+                    if stage + 1 < run.schedule.stages:
+                        assert start >= end[Op(kind, stage + 1, i)]
+
+    @pytest.mark.parametrize(
+        ("name", "schedule", "virtual"),
+        [("GPipe", gpipe, 1), ("1F1B", one_f_one_b, 1), ("Interleaved1F1B", interleaved, 2)],
+    )
+    def test_order_is_that_of_torch(self, name, schedule, virtual):
+        listed = get_schedule_ops(name, 4, 8, virtual)
+        if name == "1F1B":
+            listed = listed[:-1]  # torch 2.13 lists the last rank's wrongly
+        own = [[str(op) for op in ops] for ops in schedule(4, 8, *[virtual] * (virtual > 1)).order]
+        actions = [[str(action) for action in ops if action] for ops in listed]
+        assert [[a for a in ops if "REDUCE_GRAD" not in a] for ops in actions] == own[: len(listed)]
+
+
+class TestRefusals:
+    def changed(self, schedule, rank, change):
+        ops = list(schedule.order[rank])
+        change(ops)
+        order = (*schedule.order[:rank], tuple(ops), *schedule.order[rank + 1 :])
+        return dataclasses.replace(schedule, order=order)
+
+    def test_missing_operation(self):
+        schedule = self.changed(gpipe(2, 3), 1, lambda ops: ops.pop())
+        with pytest.raises(ValueError, match="stage 1, micro-batch 2: needs F and B, or F, I and W, has F"):
+            simulate(schedule)
+
+    def test_operation_twice(self):
+        with pytest.raises(ValueError, match="rank 0: 0F0 comes twice"):
+            simulate(self.changed(gpipe(2, 3), 0, lambda ops: ops.insert(1, ops[0])))
+
+    def test_backward_before_forward(self):
+        with pytest.raises(ValueError, match="rank 0: 0B0 comes before 0F0"):
+            simulate(self.changed(naive(2, 1), 0, lambda ops: ops.reverse()))
+
+    def test_wrong_rank(self):
+        schedule = one_f_one_b(2, 2)
+        with pytest.raises(ValueError, match="rank 0: 1F0 belongs to rank 1"):
+            simulate(dataclasses.replace(schedule, order=schedule.order[::-1]))
+
+    def test_unknown_operation(self):
+        with pytest.raises(ValueError, match="kinds are F, B, I, W"):
+            simulate(self.changed(gpipe(2, 3), 0, lambda ops: ops.append(Op("X", 0, 0))))
+
+    def test_ranks_that_wait_for_each_other_are_named(self):
+        def backward_first(ops):
+            ops[:] = [Op("F", 0, 0), Op("B", 0, 0), Op("F", 0, 1), Op("B", 0, 1)]
+
+        with pytest.raises(ValueError, match="wait for each other: rank 0 at 0B0, rank 1 at 1F1"):
+            simulate(self.changed(gpipe(2, 2), 0, backward_first))
+
+    @pytest.mark.parametrize("name", SCHEDULES)
+    @pytest.mark.parametrize("bad", [(0, 4), (4, 0), (2.0, 4), (True, 4)])
+    def test_bad_sizes(self, name, bad):
+        with pytest.raises(ValueError, match="must be an integer of at least 1"):
+            SCHEDULES[name](*bad)
+
+    def test_interleaving_needs_whole_groups(self):
+        with pytest.raises(ValueError, match="multiple of 4 micro-batches, got 6"):
+            interleaved(4, 6)
+
+    def test_costs_for_another_number_of_stages(self):
+        with pytest.raises(ValueError, match="forward has 3 numbers for 2 stages"):
+            simulate(gpipe(2, 2), Costs(forward=[1, 1, 1]))
+
+    def test_negative_times(self):
+        with pytest.raises(ValueError, match="negative"):
+            simulate(gpipe(2, 2), Costs(weight=-1))
+
+
+class TestPartition:
+    @pytest.mark.parametrize("seed", range(20))
+    def test_no_cut_is_better(self, seed):
+        draw = random.Random(seed)
+        costs = [draw.randint(1, 9) for _ in range(draw.randint(1, 9))]
+        stages = draw.randint(1, len(costs))
+
+        def dearest(cuts):
+            return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
+
+        best = min(map(dearest, itertools.combinations(range(1, len(costs)), stages - 1)))
+        sizes = partition(costs, stages)
+        assert len(sizes) == stages and min(sizes) > 0 and sum(sizes) == len(costs)
+        assert dearest(list(itertools.accumulate(sizes))[:-1]) == best
+
+    @pytest.mark.parametrize("stages", [0, 4])
+    def test_stages_out_of_range(self, stages):
+        with pytest.raises(ValueError, match="from 1 to the 3 layers"):
+            partition([1, 2, 3], stages)

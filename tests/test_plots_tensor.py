@@ -1,0 +1,49 @@
+"""The picture of cut matrices: every part is drawn once, to scale, in the colour of its rank."""
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.colors import to_rgb
+
+from course_utils import plots
+
+
+def pieces(figure, rank):
+    (ax,) = figure.axes
+    color = pytest.approx(to_rgb(plots.rank_color(rank)))
+    return [patch for patch in ax.patches if tuple(patch.get_edgecolor()[:3]) == color]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_columns_then_rows_of_each_rank(ranks):
+    figure = plots.cut_picture(96, 384, 96, ranks, "a title")
+    for rank in range(ranks):
+        first, product, second = pieces(figure, rank)
+        assert first.get_width() == product.get_width() == pytest.approx(4 / ranks), "columns of A, then features"
+        assert first.get_height() == pytest.approx(1) and second.get_width() == pytest.approx(1)
+        assert second.get_height() == pytest.approx(4 / ranks), "rows of B"
+    (ax,) = figure.axes
+    assert len(ax.patches) == 3 * ranks + 2 and ax.get_title(loc="left") == "a title"
+    assert plt.get_fignums() == []
+
+
+def test_pieces_join_without_gaps_and_uneven_ones_differ_by_one():
+    figure = plots.cut_picture(10, 11, 10, 4, "")
+    widths = [pieces(figure, rank)[0].get_width() * 10 for rank in range(4)]
+    assert widths == pytest.approx([3, 3, 3, 2])
+    starts = [pieces(figure, rank)[0].get_x() for rank in range(4)]
+    assert starts[1:] == pytest.approx([x + w / 10 for x, w in zip(starts, widths[:3], strict=False)])
+
+
+def test_f_stands_in_front_of_the_columns_and_g_behind_the_rows():
+    (ax,) = plots.cut_picture(4, 16, 4, 2, "").axes
+    at = {text.get_text(): text.get_position()[0] for text in ax.texts}
+    assert at["x"] < at["f"] < at["A"] < at["GELU(x A)"] < at["B"] < at["g"] < at["y"]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((0, 4, 4, 2), "inputs must be an integer of at least 1"), ((4, 4, 4, True), "ranks must be an integer"),
+    ((4, 2, 4, 3), "3 ranks cannot share 2 features"),
+])  # fmt: skip
+def test_impossible_cuts_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plots.cut_picture(*arguments, "")
