@@ -198,7 +198,7 @@ def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Schedule:
     """1F1B with `virtual` stages on each rank, stage s on rank s mod ranks.
 
     From Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473, section 2.2): the bubble is `virtual` times smaller,
-    the messages are `virtual` times as many.
+    the messages are more than `virtual` times as many.
 
     Raises
     ------

@@ -29,7 +29,7 @@
 # - *decide* from links and FLOP/s how many ranks may share a layer.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb), [05 scaling efficiency](05_scaling_efficiency.ipynb),
-# [06 zero](06_zero.ipynb). **Time:** about 80 minutes to read, under a minute to run.
+# [06 zero](06_zero.ipynb), [07 fsdp](07_fsdp.ipynb). **Time:** about 80 minutes to read, under a minute to run.
 
 # %% [markdown]
 # ## Ten predictions
@@ -85,6 +85,8 @@ steps = 3  # training steps of each comparison
 #
 # - **column parallel**: each rank has some *output* features, rows of PyTorch's weight (`dim=0`);
 # - **row parallel**: each rank has some *input* features, columns of PyTorch's weight (`dim=1`).
+#
+# In this lesson t is the number of ranks that share a layer.
 #
 # No ranks are needed to see what each cut asks for. The cell takes a layer apart on one process.
 #
@@ -226,7 +228,8 @@ plots.cut_picture(gpt.hidden, 4 * gpt.hidden, gpt.hidden, world_size, title)
 # %% [markdown]
 # *The figure: x, whole and grey; f; the matrix A of `up`, cut by columns into one stripe a rank; the inner features,
 # in stripes of the same widths; the matrix B of `down`, cut by rows; g; and y, whole. The stripes of A, of the inner
-# features and of B fit together.*
+# features and of B fit together. Matrices stand as in y = x A B: this A is the Aᵀ of section 1, so its columns are rows
+# of PyTorch's weight.*
 #
 # **Predict** (question 4).
 
@@ -412,8 +415,8 @@ for name in ("f and g", "gathered between"):
 # queries, keys and values are column parallel, each rank runs its heads, and the output layer is row parallel. One
 # all-reduce each way, as in the MLP.
 #
-# In the course's GPT one joint matrix makes queries, keys and values: 3h rows, first all of q, then all of k, then
-# all of v.
+# In the course's GPT one joint matrix makes queries, keys and values: 3h rows (h is the hidden size), first all of q,
+# then all of k, then all of v.
 #
 # **Predict** (question 5). What does rank 0 get, if the joint matrix is cut into t pieces?
 #
@@ -479,7 +482,7 @@ def try_attention(version):
 
 for name, version in {"by heads": ParallelAttention, "joint matrix cut": NaivelyCut}.items():
     output, gradient, ledger = on_ranks(try_attention, version)[0]
-    said = "output and gradients equal" if output < 1e-5 else f"output off by {output:.0%}"
+    said = "output and gradient of x equal" if output < 1e-5 else f"output off by {output:.0%}"
     print(f"{name:17} {len(ledger)} all-reduces, {said}")
     assert len(ledger) == 2 and (max(output, gradient) < 1e-5) == (version is ParallelAttention)
 
@@ -698,7 +701,7 @@ print(f" to gather the logits: {bytes_sent('all_gather', n, together):,.0f}")
 # How much is it for a real vocabulary? Gathering also asks for *memory* on each rank.
 
 # %%
-vocabulary, tokens, ranks = 128_256, 8192, 8  # Llama 3's vocabulary (table 3), one sequence of 8k
+vocabulary, tokens, ranks = 128_256, 8192, 8  # Llama 3's published vocabulary, one sequence of 8k
 gathering = bytes_sent("all_gather", ranks, 2 * tokens * vocabulary)  # bf16 logits
 small = 3 * bytes_sent("all_reduce", ranks, 4 * tokens)  # fp32 numbers
 print(f"{ranks} ranks, {tokens:,} tokens, {vocabulary:,} words:")
@@ -841,11 +844,11 @@ assert measured == formula
 print(f"one layer: {measured:,.0f} bytes sent by a rank; 4 · 8bsh(t-1)/t = {formula:,.0f}")
 
 # %% [markdown]
-# Equal. Two things follow from the formula:
+# Equal. Two things set it apart from data parallelism:
 #
-# - it has the batch in it and not the parameters: DDP sends *gradients*, tensor parallelism sends *activations*;
-# - it stands **between** operations that wait for it. DDP's all-reduce can run while backward goes on (lesson 04); the
-#   next layer's norm cannot begin before g has ended.
+# - the formula has the batch in it, not the parameters: DDP sends *gradients*, tensor parallelism *activations*;
+# - an all-reduce stands **between** operations that wait for it. DDP's all-reduce can run while backward goes on
+#   (lesson 04); the next layer's norm cannot begin before g has ended.
 #
 # For one layer of GPT-3 175B and one sequence of 2,048 tokens in bf16:
 
@@ -955,7 +958,7 @@ for name, numbers in by_formula.items():
 
 # %% [markdown]
 # (4/C are the statistics of two norms, and one number a head is attention's.) On 8 ranks it is 4 + 12/8 = 5.5 of 16: a
-# factor of 2.9, and of 4 on any number of ranks. What stands between the split parts is repeated t times.
+# factor of 2.9, and less than 4 however many ranks there are. What stands between the split parts is repeated t times.
 #
 # > **Misconception.** "Tensor parallelism divides the memory by t." It divides matrices and what is inside of attention
 # > and MLP. Norms and residual stream are kept, *and computed*, by every rank in full.
@@ -1158,8 +1161,9 @@ plots.memory_bars(rows, "modelled: GPT-3 13B, its blocks, four sequences; one ra
 
 # %% [markdown]
 # *The figure: bars of parameters, gradients, optimizer and activations for one GPU, and for 2, 4 and 8 with and without
-# sequence parallelism (SP). One GPU needs 259 GB, two 136. Those of 4 and 8 ranks end before the H100's 80 GB. With SP
-# the piece of activations is shorter, on 8 ranks by more than half.*
+# sequence parallelism (SP, here with gathering again). One GPU needs 259 GB; of two each needs 136, or 130 with SP.
+# Those of 4 and 8 ranks end before the H100's 80 GB. With SP the piece of activations is shorter, on 8 ranks by more
+# than half.*
 #
 # > **What changes on real GPUs.** NCCL has a reduce-scatter of its own. gloo runs it as an all-reduce inside; the
 # > ledger counts the call that was made. A sequence that t does not divide must be padded.
@@ -1208,8 +1212,7 @@ print("own seeds: other masks on each rank; one seed: the same mask on all")
 # - `RowwiseParallel()`: weight `Shard(1)`; takes pieces, gives the whole. For an embedding: rows.
 #
 # It splits `nn.Linear` as it is, so the joint qkv must become three layers. The rest of the model needs no change.
-# Inside attention the number of heads must not be written down, because each rank has fewer; `-1` leaves it open. Batch
-# and length are taken from q, not from x, for the same reason: with sequence parallelism x has fewer tokens.
+# Inside attention the number of heads must not be written down, because each rank has fewer; `-1` leaves it open.
 
 
 # %%
@@ -1374,7 +1377,8 @@ for name in ("one f for q, k, v", "sequence parallel"):
 
 # %% [markdown]
 # `loss_parallel` replaces the gather of the logits by three small all-reduces, as section 4 did. With one f the plan
-# sends what our own version sends, to the byte; with sequence parallelism too, in halves.
+# sends the activations that our own version sends, to the byte; with sequence parallelism too, in halves. (The bytes of
+# the smaller messages differ: the loss, and gradients to be summed.)
 #
 # And where does DTensor sum the gradients of norms, which each rank has from its own tokens only? It leaves them
 # *partial* until someone needs their values:
@@ -1439,7 +1443,9 @@ print(f"equal; {ledger.messages} messages of {ledger.sent // ledger.messages:,} 
 # %% [markdown]
 # What does it win on paper? A step takes as long as the longer of product and message, and one product is left at the
 # end. Take queries, keys and values of GPT-3 175B, one sequence of 2,048 tokens, on H100s that compute at 400
-# TFLOP/s, what Llama 3 reached (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4).
+# TFLOP/s, what Llama 3 reached (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4). That is the
+# rate of whole steps, communication included. Computing alone is faster, and the share of communication then larger
+# than shown here and in section 12.
 
 # %%
 RATE = 400e12  # FLOP/s of an H100 in training
@@ -1459,15 +1465,16 @@ for t in (4, 8):
 # a product shrinks with t², a message only with t. Overlap moves the line; it does not remove it.
 #
 # > **What changes on real GPUs.** Pieces of a product are smaller, and small products run at fewer FLOP/s. Copies
-# > between GPUs can run without the multiprocessors. PyTorch does this under `torch.compile` with symmetric memory
-# > (`torch._inductor.config._micro_pipeline_tp`, an option that may change).
+# > between GPUs can run without the multiprocessors. PyTorch does this under `torch.compile` with symmetric memory,
+# > buffers that every GPU of a node can read and write directly (`torch._inductor.config._micro_pipeline_tp`, an
+# > option that may change).
 
 # %% [markdown]
 # ## 12. Why it stays inside of the node
 #
 # Now the whole layer: what it computes against what it sends. Forward and backward of a layer take 72 C² FLOPs a token
 # for the matrices and 12 s C for attention (lesson 05), divided by t. The four all-reduces are not divided:
-# 2(t−1)/t hardly depends on t.
+# 2(t−1)/t only goes from 1 at t = 2 towards 2.
 #
 # **Predict** (question 10). GPT-3 175B, one sequence of 2,048 tokens, 8 ranks: what share of a layer's time is
 # communication over NVLink 4, and over InfiniBand with one NDR port for each GPU?
@@ -1508,15 +1515,17 @@ title = "modelled: a layer of GPT-3 175B on H100s, forward and backward of one s
 plots.step_split(rows, title)
 
 # %% [markdown]
-# *The figure: for each link five bars, t from 2 to 32. Computing halves from bar to bar, and communication grows a
-# little. Over NVLink they are equal at t = 32; over InfiniBand at t = 8, and at t = 32 nearly all of the bar is
+# *The figure: for each link five bars, t from 2 to 32. Computing halves from bar to bar. Communication grows, from
+# the first bar to the last by about three times: the bytes nearly double, and the latency of 2(t−1) steps comes on
+# top. Over NVLink both are equal at t = 32; over InfiniBand at t = 8, and at t = 32 nearly all of the bar is
 # communication.*
 #
 # Why do more ranks help so little? Computing goes with 1/t, sending does not. The number of FLOPs for each byte sent is
 #
 # $$\frac{72\,bsh^2/t}{2 \cdot 8\,bsh\,(t-1)/t} = \frac{4.5\,h}{t-1}$$
 #
-# (attention apart, 2 bytes a number). Batch and sequence cancel: a larger batch does not help. A wider model does.
+# (attention apart, 2 bytes a number). Batch and sequence cancel: a larger batch helps only in that it
+# shares the latency. A wider model does help.
 # A GPU does a certain number of FLOPs in the time in which a link carries a byte. That gives the largest t for which
 # sending takes no longer than computing, latency apart.
 
@@ -1528,6 +1537,9 @@ for key in ("nvlink4", "pcie5", "ib_ndr"):
     print(f"{LINKS[key].name:15}{needed:6,.0f} FLOPs a byte, largest t: {said}")
 
 # %% [markdown]
+# For h = 12,288 these are limits for many sequences. With latency and one sequence NVLink reaches equality at t = 32
+# already, as the figure shows.
+#
 # Half of the time for communication is a bad bargain already. Within a node of eight GPUs NVLink keeps it near a
 # tenth for wide models, and the next GPU is on the other side of a network port. That is why the layouts that
 # Megatron-LM (table 1) and Llama 3 (table 4) publish stop at t = 8, and take pipelines (lesson 10) and data
@@ -1542,12 +1554,14 @@ for key in ("nvlink4", "pcie5", "ib_ndr"):
 # the step from 8 to 16 leaves the node. A model of it, with one unknown:
 #
 # - a layer of a token takes its FLOPs at a rate R, and four all-reduces;
-# - up to 8 ranks by NVLink 4, beyond by NVLink inside of nodes of eight and one NDR port a GPU between them;
+# - up to 8 ranks by NVLink 4, beyond by NVLink inside of nodes of eight and one NDR port a GPU between them (an
+#   assumption: the text names Amazon's EFA);
 # - R is such that t = 2 comes out right. The other four points are predictions.
 #
 # The shape is not given with the chart. The cell takes that of Megatron's 3.6B, with sequences of 4,096 tokens, as in
-# the next chart of the same text. The batch was as large as would fit. It does not change what a token costs in bytes,
-# but many sequences in one all-reduce share its latency: two curves, for 1 sequence and for 16.
+# its later chart of the same kind, with sequence parallelism. The batch was as large as would fit. It does not change
+# what a token costs in bytes, but many sequences in one all-reduce share its latency: two curves, for 1 sequence and
+# for 16.
 #
 # **Predict.** Where will the model be furthest off, and on which side?
 
@@ -1590,13 +1604,14 @@ plots.scaling_models(curve, predicted, fitted=1)
 
 # %% [markdown]
 # *The figure, left: recorded points falling from 13,900 to 2,100 tokens/s and GPU, and two modelled curves through the
-# first. Right: their errors, small up to 8 GPUs, and positive at 32.*
+# first. Right: their errors, within 11 % up to 16 GPUs, and positive at 32.*
 #
-# Up to 8 GPUs both curves lie within 11 % of the record. At 16, the first point outside of the node, one is 11 % below
-# and the other 10 % above. The fall itself, which costs almost half of the throughput, comes out of two link speeds
-# alone. At 32 the model is 25 % and 82 % too fast. Two things grow there that it leaves out: matrices become thin
-# (3,072 / 32 = 96 features on a rank) and run at fewer FLOP/s, and every rank repeats the norms and the residual
-# stream. How far the network was the one assumed, the chart does not say.
+# Up to 8 GPUs both curves lie within 11 % of the record. At 16, the first point outside of the node, one is 11 %
+# below and the other 10 % above. The fall from 8 to 16 is 43 % in the record, and 43 % and 37 % in the models. More
+# than half of it would come without leaving the node's NVLink: the bytes stay, and the computing is halved. At 32 the
+# model is 25 % and 82 % too fast. Two things grow there that it leaves out: matrices become thin (3,072 / 32 = 96
+# features on a rank) and run at fewer FLOP/s, and every rank repeats the norms and the residual stream. And the
+# network was another than the one assumed.
 #
 # ## Recap, with the numbers of this run
 
@@ -1604,10 +1619,11 @@ plots.scaling_models(curve, predicted, fitted=1)
 print(f"{world_size} ranks, GPT with {parameters(gpt):,} parameters, forward and backward:")
 for name in ("tensor parallel", "sequence parallel", "gathered again"):
     sent = ring_bytes(large(runs[name][1]))
-    print(f"{name:18}{sent:10,.0f} bytes sent by a rank;", end="")
+    print(f"{name:18}{sent:10,.0f} bytes of activations sent by a rank;", end="")
     print(f" a layer keeps {kept[name]:5.2f} C a token of {kept['one process']:.2f}")
 for name in ("first plan", "one f for q, k, v", "sequence parallel"):
-    print(f"plan, {name:18} {ring_bytes(library[name]['ledger']):10,.0f} bytes sent by a rank")
+    sent = ring_bytes(large(library[name]["ledger"]))
+    print(f"plan, {name:18}{sent:10,.0f} bytes of activations sent by a rank")
 
 # %% [markdown]
 # - A column-parallel layer needs a sum in backward, f; a row-parallel layer needs one in forward, g. A pair of them
@@ -1633,7 +1649,7 @@ for name in ("first plan", "one f for q, k, v", "sequence parallel"):
 # 6. Two ranks each have a copy of the same head, and sum its gradients (section 3).
 # 7. Three numbers a token: a maximum, a sum, and the target's logit (section 4).
 # 8. No, the same bytes (section 8).
-# 9. By 2.9 at most: 5.5 of 16 are left. With sequence parallelism and gathering again by 8 (sections 7 and 8).
+# 9. By 2.9: 5.5 of 16 are left. With sequence parallelism and gathering again by 8 (sections 7 and 8).
 # 10. 12 % and 52 %, with one sequence of 2,048 tokens at 400 TFLOP/s (section 12).
 # </details>
 #

@@ -13,19 +13,19 @@
 # | 5 | the price of a layer, on NVLink and between nodes | 2 of 5 | 20 |
 # | 6 | a norm on a part of the sequence | 4 of 5 | 35 |
 #
-# f and g of Exercise 1 serve in the others, too. If you begin elsewhere, take `Copy.apply` and `Reduce.apply` of lesson
-# 09 for them; otherwise each stands alone.
-# *Follows* on each card names the section of the lesson to look things up in.
+# f and g of Exercise 1 serve in the others, too. If you begin elsewhere, copy `summed`, `Copy` and `Reduce` of lesson
+# 09 into a cell of their own and set `f, g = Copy.apply, Reduce.apply`. Otherwise each stands alone (Exercise 6 also
+# needs `with_backward`). *Follows* on each card names the section of the lesson to look things up in.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
 # fold open one by one; solutions are in [the solutions notebook](../solutions/09_tensor_parallel.ipynb).
 #
-# **What a check does.** It runs your function forward and backward on 2, 3 and more real ranks, and the whole layer in
-# one process. The output and **every gradient** have to agree to 12 digits in float64. A right output proves little
-# here: a missing all-reduce in backward shows only in the gradients. Then the check reads the **ledger** of each rank,
-# and counts calls and bytes in each direction. If the ranks wait for each other, it stops them after 5 seconds and
-# shows where each one stood.
+# **What a check does** (but for Exercise 5, which compares numbers). It runs your function forward and backward on 1
+# to 3 or 4 real ranks, and the whole layer in one process. The output and **every gradient** have to agree to 12
+# digits in float64. A right output proves little here: a missing all-reduce in backward shows only in the gradients.
+# Then the check reads the **ledger** of each rank, and counts calls and bytes in each direction. If the ranks wait
+# for each other, it stops them after 5 seconds and shows where each one stood.
 
 # %% tags=["parameters"]
 import torch
@@ -418,8 +418,8 @@ check.tp_traffic(tp_traffic)
 # </details>
 # <details><summary>What if t grows?</summary>
 #
-# The traffic of a GPU hardly changes, as (t-1)/t tends to 1, while its computation shrinks with 1/t. So the share grows
-# with t, and a wide layer bears more ranks than a narrow one.
+# The traffic of a GPU at most doubles from t = 2 on, as (t-1)/t tends to 1, while its computation shrinks with 1/t. So
+# the share grows with t, and a wide layer bears more ranks than a narrow one.
 # </details>
 
 # %% [markdown]
@@ -432,7 +432,8 @@ for name, link in LINKS.items():
     print(f"{name:<20} t = 2, 4, 8, 16: {', '.join(f'{share:.0%}' for share in shares)}")
 
 # %% [markdown]
-# This is the least it can be: bandwidth alone, without latency. It is why tensor parallelism stays inside the node.
+# Without overlap this is the least it can be: bandwidth alone, no latency. It is why tensor parallelism stays inside
+# the node.
 
 # %% [markdown]
 # ---
@@ -440,11 +441,12 @@ for name, link in LINKS.items():
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 35 | 09, Sequence parallelism | no byte more than with all-reduces |
+# | 4 of 5 | 35 | 09, Sequence parallelism | no byte more sent than with all-reduces, but for the gain's gradient |
 #
 # Between the parallel layers every rank computes the same norm of the same tokens, and keeps the same activations. In
 # **sequence parallelism** each rank has s/t of the tokens there. Around the MLP, an all-gather replaces f and a
-# reduce-scatter replaces g. Together they move as much as one all-reduce.
+# reduce-scatter replaces g. Together they move as much as one all-reduce. (The ledger shows the size S twice, but each
+# sends (t-1)/t · S, an all-reduce 2(t-1)/t · S.)
 #
 # In backward each turns into the other: the gradient of an all-gather is a reduce-scatter, and the gradient of a
 # reduce-scatter is an all-gather. The sequence is the first dimension here, so that its parts lie one behind the

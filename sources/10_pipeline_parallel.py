@@ -21,7 +21,7 @@
 # **You will be able to**
 # - *cut* a model into stages, *balance* them, and *train* it on real ranks with messages from stage to stage;
 # - *derive* the bubble and the activations of GPipe, 1F1B, interleaved and zero-bubble schedules;
-# - *write* one engine that runs any of them without deadlock, equal to one process;
+# - *write* one engine that runs naive, GPipe, 1F1B and interleaved schedules without deadlock, equal to one process;
 # - *compare* it with `torch.distributed.pipelining`;
 # - *decide* which traffic may cross nodes, and how many micro-batches a pipeline needs.
 #
@@ -161,7 +161,7 @@ assert sum(sizes) == len(costs) == gpt.layers + 2
 def now():
     """Seconds on the clock that all processes of a machine share, when the GPU has finished."""
     if device().type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     return time.monotonic()
 
 
@@ -320,19 +320,20 @@ plots.schedule_picture(
 )
 
 # %% [markdown]
-# *The figure: two schedules on one axis of time, a row a rank, a box an operation with the number of its micro-batch.
-# The naive one is a long row of staircases, and takes 96. GPipe takes 33: a wedge of idle time where the forwards fill
-# the pipeline, one where the backwards drain it, and in the middle the turn from one to the other.*
+# *The figure: two schedules on one axis of time, a row a rank, a box an operation with the number of its micro-batch
+# where it fits. The naive one is a long row of staircases, and takes 96. GPipe takes 33: a wedge of idle time where
+# the forwards fill the pipeline, one where the backwards drain it, and in the middle the turn from one to the other.*
 #
-# Count it. Let a rank's forward and backward of one micro-batch take F + B. Its own work takes m(F + B). Before rank
-# 3 can start, three other forwards pass, and after its last backward three others follow: (p − 1)(F + B) in which
-# every rank waits.
+# Count it. Let a rank's forward and backward of one micro-batch take F + B. Its own work, the **ideal time**, takes
+# m(F + B). Before rank 3 can start, three other forwards pass, and after its last backward three others follow: (p −
+# 1)(F + B) in which every rank waits.
 #
 # $$\frac{\text{bubble}}{\text{ideal time}} = \frac{p-1}{m} \qquad\qquad
 # \frac{\text{bubble}}{\text{all time}} = \frac{p-1}{m+p-1}$$
 #
-# The two are one fact, divided by different things. Megatron's paper has the first, GPipe's the second. Check which is
-# meant before you compare.
+# The two are one fact, divided by different things. (In code: `period` is the longest time that a rank takes from its
+# first operation to its last, `bubble` the idle share of it.) Megatron's paper has the first, GPipe's the second.
+# Check which is meant before you compare.
 
 # %%
 for ranks, count, times in itertools.product(range(1, 9), (1, 2, 5, 8, 32), ((1, 1, 1), (2, 1, 3))):
@@ -362,7 +363,8 @@ plots.bubble_curves(counts, curves, "modelled: bubble of GPipe, share of all tim
 
 # %% [markdown]
 # *The figure: idle share over the number of micro-batches, a curve each for 2, 4, 8 and 16 ranks. Each starts at
-# (p − 1)/p, the naive case, and falls. Twice the ranks need twice the micro-batches for the same bubble.*
+# (p − 1)/p, the naive case, and falls. The same m/(p − 1) gives the same bubble: from 2 to 4 ranks three times the
+# micro-batches, later a little more than twice.*
 #
 # ### Why not a thousand micro-batches?
 #
@@ -389,17 +391,17 @@ def split_work(counts, size=32):
 parts = launch(split_work, counts[:6], world_size=1, backend=backend)[0]
 
 # %% tags=["nbval-ignore-output"]
-print("micro-batches   windows in each   work of a rank   step of four ranks")
+print("micro-batches   windows in each   measured: a rank   modelled: four ranks")
 for count, seconds in parts.items():
     step = seconds * (count + p - 1) / count
-    print(f"{count:13}{32 // count:18}{1e3 * seconds:14.1f} ms{1e3 * step:18.1f} ms")
+    print(f"{count:13}{32 // count:18}{1e3 * seconds:16.1f} ms{1e3 * step:20.1f} ms")
 
 # %% [markdown]
 # The work of a rank grows when its pieces become small, and the bubble shrinks. The shortest step lies between.
 #
-# > **What changes on real GPUs.** The loss is larger. A micro-batch of a few hundred tokens leaves most of the chip
-# > empty, and each kernel has its launch to pay. So the smallest micro-batch is often one sequence of some thousand
-# > tokens.
+# > **What changes on real GPUs.** Small kernels cost more. A micro-batch of a few hundred tokens leaves most of the
+# > chip empty, and each kernel has its launch to pay. So the smallest micro-batch is often one sequence of some
+# > thousand tokens.
 #
 # The other price is memory. Look at GPipe's picture again: when the first backward starts, rank 0 has done *all*
 # forwards, and autograd keeps the activations of each.
@@ -438,17 +440,18 @@ plots.activation_steps(pair, "modelled: activations of a rank over the step")
 #
 # > **Misconception.** "1F1B has a smaller bubble than GPipe." It has the same, to the last unit, for every p and m in
 # > the cell above. It moves the backwards forward in time, and the idle time with them. What it saves is memory: at
-# > most p micro-batches are in flight on a rank, p − rank to be exact, and not m. *That* allows more micro-batches, and
-# > more micro-batches make the bubble smaller.
+# > most p micro-batches are **in flight** on a rank (forward begun, backward not ended), p − rank to be exact, and
+# > not m. *That* allows more micro-batches, and more micro-batches make the bubble smaller.
 #
 # With messages that take time 1F1B is even the slower of the two. A rank that may hold only p − rank micro-batches has
 # nothing else to do while a message travels. Section 11 has the numbers.
 #
 # Mind what is held constant. For a given batch GPipe holds the activations of the whole batch, however it is cut. 1F1B
 # holds p/m of them. (GPipe as published keeps only the inputs of its stages and computes the rest again in backward,
-# which is checkpointing, lesson 05. Without that it would not have fitted.)
+# which is checkpointing, lesson 05.)
 #
-# And memory is uneven: rank 0 holds most. A schedule has no use for the room that the others have left.
+# And memory is uneven: rank 0 holds most. 1F1B has no use for the room that the others have left; ZB-H1 in
+# section 6 has.
 
 # %% [markdown]
 # ## 5. On real ranks
@@ -603,7 +606,8 @@ class Worker(Worker):
 
 
 # %% [markdown]
-# The engine itself is the loop over the schedule. It has no idea which schedule it runs.
+# The engine itself is the loop over the schedule. It has no idea which schedule it runs. It knows F and B; a schedule
+# with I and W needs a backward in two halves (section 6), which the library runs in section 9.
 
 
 # %%
@@ -715,7 +719,7 @@ for schedule in plain:
         assert ledger.count() == ledger.messages + ledger.count("recv")  # nothing else
     total, sent = sum(ledger.messages for ledger in ledgers), sum(ledger.sent for ledger in ledgers)
     assert total == 2 * microbatches * (world_size - 1)
-    print(f"{schedule.name:6} {total} messages, {sent:,} bytes in a step: 2 m (p - 1) b s h")
+    print(f"{schedule.name:6} {total} messages, {sent:,} bytes in a step: 2m(p-1) bsh numbers of 4")
 
 # %% [markdown]
 # The same for all three: a schedule changes *when* messages go, and nothing else. With m micro-batches of b sequences
@@ -763,7 +767,8 @@ for rank, (seen, most) in enumerate(zip(by_rank, weighed, strict=True)):
 
 # %% [markdown]
 # GPipe m, 1F1B p − rank, as simulated: in micro-batches, and in bytes. (A little less in bytes, because the tokens of
-# the batch are there once, not m times.)
+# the batch are there once, not m times. And the sent gradients are not counted: the engine keeps them to the end of the
+# step, up to m·b·s·h numbers.)
 #
 # ### Real timelines
 #
@@ -779,11 +784,11 @@ plots.real_pipeline(
 
 # %% [markdown]
 # *The figure: above, the model of 1F1B. Below, real ranks. The order of the boxes in each row is the same. Their
-# lengths are not: where ranks share cores, an operation takes longer when others run at the same time.*
+# lengths and gaps depend on which ranks get a core.*
 #
-# Be honest about what this shows. The order is right, and so are the results. The bubble is not to be seen: where ranks
-# share cores, one goes on faster while another waits, so idle time costs nothing, and a rank that is not computing may
-# be waiting for a core instead of a message.
+# Be honest about what this shows. The order is right, and so are the results. The gaps are not the bubble of the
+# model: where ranks share cores, one goes on faster while another waits, and a rank that is not computing may be
+# waiting for a core instead of a message.
 #
 # A trick gives each rank a processor of its own, in time if not in work. With a **pace** every F takes at least 15 ms
 # and every B 30, mostly asleep, and sleeping needs no core. Messages, waiting and order are real.
@@ -904,8 +909,9 @@ plots.schedule_picture([simulate(make(p, m)) for make in makes], "modelled: F = 
 
 # %% [markdown]
 # *The figure: 1F1B takes 33 and idles 27 %. ZB-H1, with input gradients and weight gradients in colours of their own,
-# takes 27. In ZB-H2 every row is without a gap, each a little later than the one above, like a parallelogram: a rank's
-# step takes 24, which is all work.*
+# takes 27. In ZB-H2 every row is without a gap, each a little later than the one above, like a parallelogram: a
+# rank's step takes 24, which is all work. What is grey before a row's first box and after its last is not part of its
+# step: the previous and the next one run there.*
 #
 # The recorded formulas (Qi et al. 2023): a rank idles (p − 1)(F + I + W) in 1F1B, (p − 1)(F + I − W) in ZB-H1, and
 # (p − 1)(F + I − 2W) in ZB-H2. Activations: p micro-batches, p, and 2p − 1. Does our simulation agree?
@@ -939,7 +945,8 @@ for make in makes:
 # > afterwards, and takes a wrong step back.
 #
 # > **What changes on real GPUs.** W late means that its inputs and ∂y stay in memory between I and W. Split kernels
-# > are smaller ones. What it gains shows where m is small against p; where m ≥ 4p there is little bubble left to win.
+# > are smaller ones. What it gains shows where m is small against p; where m ≥ 4p less than a fifth of the time
+# > is left to win.
 #
 # All schedules in one figure: idle share over micro-batches, four ranks, F = I = W.
 
@@ -958,8 +965,8 @@ plots.bubble_curves(counts[2:], bubbles, "modelled: bubble of four ranks, share 
 # ## 7. Stages that are not equal
 #
 # Formulas assume equal stages. Real ones are not: the last has the head, a product with the whole vocabulary, and the
-# loss. Take a vocabulary of 6,144. (Llama 3 8B has 128 thousand words on a width of 4,096, and a head as dear as two
-# and a half of its blocks.)
+# loss. Take a vocabulary of 6,144. (Llama 3 8B has 128 thousand words on a width of 4,096, and a head with as many
+# weights as 2.4 of its blocks.)
 #
 # **Predict** (question 9). Cut the nine pieces into equal *numbers*, or by cost: which stage gets how many blocks?
 
@@ -1074,7 +1081,7 @@ for add in (True, False):
     print(f"gradients {how} copies equal: {add}, losses equal: {add}")
 
 # %% [markdown]
-# Without the sum the two copies drift apart: another model, which trains as well, so nobody notices. With it, the
+# Without the sum the two copies drift apart: another model, and no error says so. With it, the
 # losses are those of one process. The message is one gradient of the embedding, V·h numbers, in each step. Both copies
 # start equal, get equal gradients, and stay equal, as replicas in DDP do.
 
@@ -1145,13 +1152,14 @@ for seen, cases, wanted in ((theirs, single, reference), (theirs_multi, multi, e
 # backward into I and W on real ranks. (Others in the module: `ScheduleLoopedBFS`, `ScheduleZBVZeroBubble`,
 # `ScheduleDualPipeV`. The last two fold the pipeline into a V, so that first and last stage share a rank.)
 #
-# Where our mailbox has groups, the library posts a send and the receive that would block it *together*, with
-# `batch_isend_irecv`: NCCL then runs them at the same time. Two cures for one problem.
+# Where our mailbox has groups, `Schedule1F1B` posts a send and the receive that would block it *together*, with
+# `batch_isend_irecv`: NCCL then runs them at the same time. The schedules with several stages a rank put sends and
+# receives into the lists beforehand, in orders that match on both ranks. Three cures for one problem.
 #
 # ### Its lists and ours
 #
 # The library can list the order of a schedule without running it, by a helper that is not documented. Are they the
-# orders of section 3?
+# orders of sections 3, 4 and 6?
 
 
 # %%
@@ -1260,7 +1268,7 @@ for name, (t, stages, gpus, whole_batch, _) in MEGATRON.items():
 
 # %% [markdown]
 # That is the answer to the question at the top. With 64 stages each GPU would idle 63 of 64 parts of the time, if each
-# replica did one batch at a time. With 512 micro-batches in a step it idles 11 %. The price is a batch of 3,072
+# replica did one batch at a time. With 512 micro-batches in a step it idles 11 % or more. The price is a batch of 3,072
 # sequences: without a large batch there is no deep pipeline.
 
 # %% [markdown]
@@ -1288,7 +1296,7 @@ explorer
 # why?</summary>
 #
 # It comes back: there is less W to fill the gaps with. At W = 0.5 a rank works for 20, and its step takes 23: it idles
-# 13 %.
+# 3, as the formula of section 6 says, or 13 %.
 # </details>
 #
 # <details><summary>Four ranks, 8 micro-batches, F = I = W = 1. A message takes 0.5. Are GPipe and 1F1B still
@@ -1320,9 +1328,10 @@ for schedule in plain + [loop]:
 # - Micro-batches fill it. The bubble of GPipe and 1F1B is (p − 1)/m of the ideal time, (p − 1)/(m + p − 1) of all
 #   time.
 # - 1F1B holds p − rank micro-batches where GPipe holds m, with the same bubble. Interleaving divides the bubble by v
-#   for v times the messages. Zero-bubble fills it with weight gradients, ZB-H2 for 2p − 1 micro-batches of activations.
-# - One engine ran them all, equal to one process. Sends that nobody waits for, and a queue for each direction, keep it
-#   from deadlock.
+#   for more than v times the messages. Zero-bubble fills it with weight gradients, ZB-H2 for 2p − 1 micro-batches of
+#   activations.
+# - One engine ran naive, GPipe, 1F1B and interleaved, the library zero-bubble, all equal to one process. Sends that
+#   nobody waits for, and a queue for each direction, keep it from deadlock.
 # - The slowest stage sets the pace. Cut by cost, with the head counted, and measure.
 # - A tied weight needs its gradients added over first and last stage.
 # - A message is b·s·h numbers and goes to one neighbour. A pipeline may cross nodes; tensor parallelism should not.

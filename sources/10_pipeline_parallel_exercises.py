@@ -113,8 +113,8 @@ plots.schedule_picture(simulate(mine), "simulated: my order, 6 micro-batches, B 
 
 # %% [markdown]
 # *The figure: one row a rank, one box an operation with the number of its micro-batch. The first rank starts with
-# four forwards, the last one takes a forward and a backward in turn from the beginning. Grey is idle time, at the start
-# and at the end of the rows.*
+# four forwards, the last one takes a forward and a backward in turn from the beginning. Grey is idle time:
+# before the first forward, between the forwards ahead and the first backward, between the last backwards, and after.*
 
 # %% [markdown]
 # ---
@@ -309,7 +309,8 @@ check.run_order(run_order)
 #
 # Not always. There, messages between two ranks run one after the other on one stream, in the order in which each rank
 # asked for them, and in 1F1B these orders differ. Two process groups help, one for activations and one for gradients,
-# or `batch_isend_irecv` for a send and a receive that belong together. `torch.distributed.pipelining` does the second.
+# or `batch_isend_irecv` for a send and a receive that belong together. `Schedule1F1B` of
+# `torch.distributed.pipelining` does the second.
 # </details>
 
 # %% [markdown]
@@ -367,8 +368,8 @@ check.balance(balance)
 # </details>
 # <details><summary>And if the head costs more than a whole stage should?</summary>
 #
-# Then no cut helps: the head is one layer. Vocabulary parallelism cuts it inside (lesson 09), or the last
-# stage gets fewer blocks than the others, and these wait a little.
+# Then the best cut leaves the head alone on the last stage, and the others wait for it. Vocabulary parallelism cuts the
+# head inside (lesson 09).
 # </details>
 
 # %% [markdown]
@@ -437,7 +438,7 @@ check.bubble(bubble)
 # </details>
 # <details><summary>What does interleaving cost?</summary>
 #
-# A little more memory, and v times the messages: each micro-batch crosses v times as many boundaries.
+# A little more memory, and more than v times the messages: each micro-batch crosses v·p - 1 boundaries, not p - 1.
 # </details>
 
 # %% [markdown]
@@ -482,7 +483,7 @@ check.enough_microbatches(enough_microbatches)
 # <details><summary>What does interleaving save here?</summary>
 #
 # 227 micro-batches become 120 and 64. If the whole batch is 512 sequences, a micro-batch has 2 sequences in the first
-# case and 8 in the last: larger matrices, which a GPU computes faster. The price is v times the messages.
+# case and 8 in the last: larger matrices, which a GPU computes faster. The price is more than v times the messages.
 # </details>
 
 # %% [markdown]

@@ -150,7 +150,8 @@ HINTS: dict[str, dict[str, str]] = {
         "rank: sum the gradient over them.",
         "average": "Parts of a sum are added up, not averaged: ReduceOp.SUM.",
         "no-gradient": _CONJUGATES["no-gradient"],
-        "all-reduce": "The result is right, but the whole output was all-reduced, only to keep a part of it.",
+        "all-reduce": "The result is right, but the whole output (in backward, the whole gradient) was all-reduced, "
+        "only to keep a part of it.",
         "too-many-bytes": "The result is right, but more bytes travel than one all-gather and one reduce-scatter each "
         "way need, and the sum of the gain's gradient.",
         "float32": _CONJUGATES["float32"],

@@ -77,8 +77,7 @@ HINTS: dict[str, dict[str, str]] = {
         "gpipe": "This is GPipe's order: all forwards come first, so that the activations of all micro-batches are "
         "held.",
         "naive": "Each micro-batch goes back before the next goes forward, so that one rank works at a time.",
-        "peak": "The time is right or better, but a rank holds more than ranks - rank micro-batches. Every F adds one, "
-        "every B gives one back.",
+        "peak": "A rank holds more than ranks - rank micro-batches. Every F adds one, every B gives one back.",
         "slow": "The memory is right, but a rank waits that could work. Run further ahead before the first backward.",
         "odd": "Right for 2 and 4 ranks, wrong for an odd number. A rank ^ something, or a half, stands where a "
         "difference belongs.",

@@ -46,7 +46,7 @@ def _draw_rows(ax: Axes, rows: Sequence[Sequence[Box]], ranks: int, inches: floa
                 ax.text((a + b) / 2, rank, text, ha="center", va="center_baseline", fontsize=_SMALL, color=INK)
     ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, end), yticks=range(len(rows)))
     ax.set_yticklabels([f"rank {rank}" for rank in range(len(rows))] if len(rows) <= 16 else [])
-    ax.set_facecolor("#F1F1F1")
+    ax.axvspan(0, max(b for boxes in rows for *_, b in boxes), color="#F1F1F1", zorder=0, linewidth=0)
     ax.tick_params(axis="y", length=0)
     ax.spines[:].set_visible(False)
 
@@ -133,7 +133,7 @@ def real_pipeline(simulated: Timeline, measured: Sequence[Sequence[Box]], title:
     _draw_rows(bottom, rows, len(measured), 9.4, end)
     idle = 1 - busy / (len(rows) * end)
     bottom.set_title(f"measured: the same on real ranks, not computing {idle:.0%}", fontsize=9.5)
-    top.set_xlabel("time, in units of the costs")
+    top.set_xlabel("time, in the unit of the costs")
     bottom.set_xlabel("time (ms)")
     used = {op.kind for boxes in measured for op, *_ in boxes}
     _legend(figure, [kind for kind in PIPELINE_COLORS if kind in used])
@@ -156,7 +156,8 @@ def activation_steps(timelines: Sequence[Timeline], title: str) -> Figure:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
             ax.annotate(f"{who}: {peak}", (first, float(peak)), (3, 3), textcoords="offset points", fontsize=_SMALL,
                         color=rank_color(ranks[0]) if len(ranks) == 1 else INK, fontweight="bold")  # fmt: skip
-        ax.set(ylim=(0, highest * 1.15), xlim=(0, timeline.seconds), xlabel="time", title=timeline.schedule.name)
+        ax.set(ylim=(0, highest * 1.15), xlim=(0, timeline.seconds), xlabel="time, in units of the costs")
+        ax.set_title(timeline.schedule.name)
         ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes[0].set_ylabel("activations held\n(micro-batches)")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
@@ -181,7 +182,8 @@ def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[fl
         color, name = RANK_COLORS[i % len(RANK_COLORS)], ", ".join(names)
         ax.plot(microbatches, [100 * share for share in shares], "o-", color=color, markersize=4)
         labels[name] = (microbatches[-1], 100 * shares[-1], color)
-    ax.set(xscale="log", xlabel="micro-batches m", ylabel="idle (%)", ylim=(0, None), title=title)
+    top = 105 * max(max(shares) for shares in equal)
+    ax.set(xscale="log", xlabel="micro-batches m", ylabel="idle (%)", ylim=(-0.05 * top, top), title=title)
     ax.set_xticks(list(microbatches), [str(m) for m in microbatches])
     ax.minorticks_off()
     ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
