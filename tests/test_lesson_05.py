@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import math
-import re
 import sys
 from functools import cache
-from pathlib import Path
 
 import cloudpickle
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from lessons import definitions
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from course_utils import launch, record
@@ -24,21 +22,12 @@ from course_utils.widgets import cost
 pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
-SOURCE = Path(__file__).resolve().parent.parent / "sources" / "05_scaling_efficiency.py"
 
 
 @cache
 def lesson() -> dict:
-    """What the first code cell and every definition of the lesson give, by name; no other line is run."""
-    parts = re.split(r"^# %%(.*)$", SOURCE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    names: dict = {"__name__": "__main__", "windows": Windows("train", 64), "gpt": GPTConfig()}
-    for head, code in zip(parts[1::2], parts[2::2], strict=True):
-        if "[markdown]" in head:
-            continue
-        found = ast.parse(code.strip()).body
-        if "parameters" not in head:
-            found = [node for node in found if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-        exec(compile(ast.Module(found, []), str(SOURCE), "exec"), names)
+    """What the lesson defines, by name."""
+    names = definitions("05", windows=Windows("train", 64), gpt=GPTConfig())
     names["dp"] = names["recorded"].ULTRASCALE_DP
     return names
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import mmap
-import re
 import sys
 from functools import cache, partial
-from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from lessons import definitions
 from torch import nn
 
 from course_utils import WorkerError, launch, record
@@ -23,7 +21,6 @@ from course_utils.models import GPTConfig, build, parameters
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
-SOURCE = Path(__file__).resolve().parent.parent / "sources" / "06_zero.py"
 SMALL = GPTConfig(hidden=12, heads=2, context=16)
 STAGES = ("Zero1", "Zero2", "Zero3")
 OPTIMIZERS = {
@@ -34,17 +31,8 @@ OPTIMIZERS = {
 
 @cache
 def lesson() -> dict:
-    """What the first code cell and every definition of the lesson give, by name; no other line is run."""
-    parts = re.split(r"^# %%(.*)$", SOURCE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    names: dict = {"__name__": "__main__", "windows": Windows("train", 64), "gpt": GPTConfig()}
-    for head, code in zip(parts[1::2], parts[2::2], strict=True):
-        if "[markdown]" in head:
-            continue
-        found = ast.parse(code.strip()).body
-        if "parameters" not in head:
-            found = [node for node in found if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-        exec(compile(ast.Module(found, []), str(SOURCE), "exec"), names)
-    return names
+    """What the lesson defines, by name."""
+    return definitions("06", windows=Windows("train", 64), gpt=GPTConfig())
 
 
 def stages() -> dict:

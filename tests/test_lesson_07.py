@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import re
 import sys
 from functools import cache
-from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch.distributed as dist
+from lessons import definitions
 
 from course_utils import WorkerError, launch
 from course_utils.data import Windows
@@ -20,23 +18,13 @@ from course_utils.models import GPTConfig, build, parameters
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
-SOURCE = Path(__file__).resolve().parent.parent / "sources" / "07_fsdp.py"
 SMALL = GPTConfig(layers=3, hidden=20, heads=2)  # 20 rows are uneven over 3 ranks
 
 
 @cache
 def lesson() -> dict:
-    """What the first code cell and every definition of the lesson give, by name; no other line is run."""
-    parts = re.split(r"^# %%(.*)$", SOURCE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    names: dict = {"__name__": "__main__", "windows": Windows("train"), "gpt": SMALL, "wide": SMALL, "backend": "gloo"}
-    for head, code in zip(parts[1::2], parts[2::2], strict=True):
-        if "[markdown]" in head:
-            continue
-        found = ast.parse(code.strip()).body
-        if "parameters" not in head:
-            found = [node for node in found if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-        exec(compile(ast.Module(found, []), str(SOURCE), "exec"), names)
-    return names
+    """What the lesson defines, by name."""
+    return definitions("07", windows=Windows("train"), gpt=SMALL, wide=SMALL, backend="gloo")
 
 
 def on_ranks(fn, *args, n, **kwargs):

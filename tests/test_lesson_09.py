@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import re
 import sys
 from collections import Counter
 from functools import cache, partial
-from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lessons import definitions
 
 from course_utils import WorkerError, launch, record, recorded
 from course_utils.costs import bytes_sent
@@ -23,25 +21,15 @@ from course_utils.models import PUBLISHED, GPTConfig, build, parameters
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
-SOURCE = Path(__file__).resolve().parent.parent / "sources" / "09_tensor_parallel.py"
 KINDS = ("parallel", "sequence_parallel", "regathering")
 SMALL = GPTConfig(heads=12, hidden=24, context=12, vocabulary=131)
 
 
 @cache
 def lesson() -> dict:
-    """What the first code cell and every definition of the lesson give, by name; no other line is run."""
-    parts = re.split(r"^# %%(.*)$", SOURCE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    names: dict = {"__name__": "__main__", "windows": Windows("train", SMALL.context), "gpt": SMALL, "RATE": 400e12}
-    names |= {"bsh": 4 * SMALL.context * SMALL.hidden}
-    for head, code in zip(parts[1::2], parts[2::2], strict=True):
-        if "[markdown]" in head:
-            continue
-        found = ast.parse(code.strip()).body
-        if "parameters" not in head:
-            found = [node for node in found if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-        exec(compile(ast.Module(found, []), str(SOURCE), "exec"), names)
-    return names
+    """What the lesson defines, by name."""
+    given = {"windows": Windows("train", SMALL.context), "gpt": SMALL, "RATE": 400e12}
+    return definitions("09", **given, bsh=4 * SMALL.context * SMALL.hidden)
 
 
 def on(n: int, fn, *args, **kwargs) -> list:

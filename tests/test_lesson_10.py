@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import math
-import re
 import sys
 from functools import cache
-from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from lessons import definitions
 from torch import nn
 
 from course_utils import HangError, launch, record
@@ -22,24 +20,14 @@ from course_utils.pipeline import Op, Schedule, gpipe, interleaved, naive, one_f
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
-SOURCE = Path(__file__).resolve().parent.parent / "sources" / "10_pipeline_parallel.py"
 SMALL = GPTConfig(layers=7, hidden=12, heads=2, context=8, vocabulary=16, tied=False)
 BATCH, LENGTH = 14, 5  # not a multiple of most numbers of micro-batches
 
 
 @cache
 def lesson() -> dict:
-    """What the first code cell and every definition of the lesson give, by name; no other line is run."""
-    parts = re.split(r"^# %%(.*)$", SOURCE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    names: dict = {"__name__": "__main__", "gpt": SMALL}
-    for head, code in zip(parts[1::2], parts[2::2], strict=True):
-        if "[markdown]" in head:
-            continue
-        found = ast.parse(code.strip()).body
-        if "parameters" not in head:
-            found = [node for node in found if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-        exec(compile(ast.Module(found, []), str(SOURCE), "exec"), names)
-    return names
+    """What the lesson defines, by name."""
+    return definitions("10", gpt=SMALL)
 
 
 def engine() -> dict:
