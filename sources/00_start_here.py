@@ -768,8 +768,8 @@ print(f"a call that finds them running: {warm * 1e3:.1f} ms")
 
 # %%
 run_time = {
-    "00": 17, "01": 18, "02": 32, "03": 24, "04": 50, "05": 47,
-    "06": 41, "07": 45, "09": 30, "10": 40,
+    "00": 17, "01": 18, "02": 32, "03": 24, "04": 53, "05": 52,
+    "06": 58, "07": 59, "09": 25, "10": 46,
 }  # fmt: skip
 print("seconds in November 2026 by papermill: 4 ranks, 2 CPU cores, no GPU, torch 2.13.0")
 for lesson, seconds in run_time.items():
