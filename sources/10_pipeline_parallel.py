@@ -965,8 +965,8 @@ plots.bubble_curves(counts[2:], bubbles, "modelled: bubble of four ranks, share 
 # ## 7. Stages that are not equal
 #
 # Formulas assume equal stages. Real ones are not: the last has the head, a product with the whole vocabulary, and the
-# loss. Take a vocabulary of 6,144. (Llama 3 8B has 128 thousand words on a width of 4,096, and a head with as many
-# weights as 2.4 of its blocks.)
+# loss. Take a vocabulary of 6,144. (By its published configuration the head of Llama 3 8B has
+# as many weights as 2.4 of its blocks.)
 #
 # **Predict** (question 9). Cut the nine pieces into equal *numbers*, or by cost: which stage gets how many blocks?
 
