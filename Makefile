@@ -5,7 +5,7 @@ PY := .venv/bin/python
 SETUP := @$(PYTHON) course_utils/bootstrap.py --torch $(TORCH)
 ROOT_OK := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: help setup lab test notebooks bench restore clean
+.PHONY: help setup lab ffcv test notebooks bench restore clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -18,12 +18,15 @@ lab:  ## open the course in JupyterLab
 	@$(PY) -m nbformat.sign notebooks/*.ipynb exercises/*.ipynb solutions/*.ipynb >/dev/null
 	$(PY) -m jupyterlab $(ROOT_OK) --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
+ffcv:  ## add FFCV for lesson 15 (Linux, Python 3.11), or say what it needs
+	$(SETUP) --extra ffcv
+
 test:  ## run every test
-	$(SETUP) --extra test --extra nccl
-	$(PY) -m pytest -n 2 --dist loadscope --nbval --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitise.cfg tests notebooks solutions
+	$(SETUP) --extra test --extra nccl --extra-if-possible ffcv
+	$(PY) -m pytest -n 3 --dist loadscope --nbval --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitise.cfg tests notebooks solutions
 
 notebooks:  ## build notebooks, exercises and solutions from sources (what changed)
-	$(SETUP) --extra test --extra nccl
+	$(SETUP) --extra test --extra nccl --extra-if-possible ffcv
 	$(PY) -m course_utils.workshop build
 
 bench:  ## measure the launcher against other ways to start ranks

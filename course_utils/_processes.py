@@ -26,7 +26,9 @@ from multiprocessing.connection import wait
 from ._text import STATUS_BYTES, is_learner
 
 _LARGE = 1 << 12  # bytes that a socket surely takes without a reader
-_SLOW = tuple(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor"))  # to import
+SLOW = tuple(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor"))  # to import
+_shared: list[str] = []  # what else the server imports for the ranks
+_forked: set[int] = set()  # servers from which ranks have been forked
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -71,7 +73,8 @@ def wait_for_end(server: int | None) -> bool:
 def start_server() -> int | None:
     """Start the process that ranks are forked from, unless it runs; it imports torch in the background.
 
-    What is slow to import and is imported in the notebook already it imports too, once for all ranks.
+    What is slow to import it imports too, once for all ranks: what the notebook has imported already, and what
+    `share` has been told.
     """
     if server_id() is None:
         folder = _private_folder()
@@ -82,10 +85,27 @@ def start_server() -> int | None:
         config = process.current_process()._config
         with _quiet_start(), _replaced(os.environ, extra), _replaced(config, {"tempdir": folder}):
             with _replaced(util.__dict__, {"spawnv_passfds": _spawn_apart}):
-                slow = [name for name in _SLOW if name in sys.modules]
-                _context.set_forkserver_preload([*slow, "course_utils._worker"])
+                slow = [name for name in SLOW if name in sys.modules]
+                _context.set_forkserver_preload([*slow, *_shared, "course_utils._worker"])
                 forkserver.ensure_running()
     return server_id()
+
+
+def share(*modules: str) -> None:
+    """Tell what ranks are going to import, so that they find it imported; a server without ranks starts again for it.
+
+    Once there are ranks it is too late, and each imports for itself.
+    """
+    new = [name for name in modules if name not in _shared]
+    _shared.extend(new)
+    server = server_id()
+    if new and server is not None and server not in _forked:
+        folder = os.path.dirname(forkserver._forkserver._forkserver_address)
+        os.kill(server, signal.SIGKILL)
+        if wait_for_end(server):
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # told when ranks are asked for
+                start_server()
 
 
 def _private_folder() -> str:
@@ -143,6 +163,7 @@ class Worker:
     def __init__(self, rank: int):
         self.rank = rank
         self.server = server_id()
+        _forked.add(self.server)
         self.place: tuple[dict, str, list] | None = None
         self.sources: dict[str, tuple] = {}
         self.output_open = True

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import ledger
 
-_PATIENCE = 0.02  # seconds to wait for gloo's threads to drop the tensors of a finished operation
+_PATIENCE = 0.2  # seconds to wait for gloo's threads to drop the tensors of a finished operation
 _uses = torch._C._storage_Use_Count
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")

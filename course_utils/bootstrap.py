@@ -23,6 +23,7 @@ PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, "course-setup.json")
 OLDEST, NEWEST = (3, 11), (3, 14)  # the Pythons that the pinned packages support
 RANGE = f"Python 3.{OLDEST[1]} to 3.{NEWEST[1]}"
+FFCV_PYTHON = (3, 11)  # the newest that FFCV 1.0.2 can be compiled for
 TORCH_INDEX = "https://download.pytorch.org/whl/"
 GET_PIP = "https://bootstrap.pypa.io/get-pip.py"
 
@@ -45,10 +46,11 @@ def usable(python):
     return bool(python) and run(python, "-c", code, stderr=subprocess.DEVNULL)
 
 
-def find_python():
-    """The first suitable interpreter: the one running this script, else one on PATH, else None."""
+def find_python(first=()):
+    """The first suitable interpreter: of `first`, the one running this script, or others on PATH; else None."""
     names = [f"python3.{minor}" for minor in (13, 12, 11, 14)]
-    return next(filter(usable, [sys.executable] + [shutil.which(name) for name in names]), None)
+    places = [*map(shutil.which, first), sys.executable, *map(shutil.which, names)]
+    return next(filter(usable, places), None)
 
 
 def find_uv():
@@ -62,12 +64,12 @@ def find_uv():
     return uv if os.path.exists(uv) else None
 
 
-def make_environment():
-    """Create ``.venv`` with pip in it."""
-    python = find_python()
+def make_environment(old):
+    """Create ``.venv`` with pip in it; if `old`, with the Python that FFCV needs where there is one."""
+    python = find_python([f"python3.{FFCV_PYTHON[1]}"] if old and sys.version_info[:2] > FFCV_PYTHON else [])
     if python is None:
-        uv = find_uv()
-        if not uv or not run(uv, "venv", "--clear", "--seed", "--python", "3.12", VENV):
+        uv, version = find_uv(), "3.11" if old else "3.12"
+        if not uv or not run(uv, "venv", "--clear", "--seed", "--python", version, VENV):
             fail(
                 f"The course needs {RANGE}; this one is {platform.python_version()}.\n"
                 "  macOS:         brew install python@3.12, or the installer from python.org\n"
@@ -134,6 +136,34 @@ def pip(*arguments):
     return run(PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments, cwd=ROOT)
 
 
+def ffcv_needs():
+    """What keeps FFCV from being compiled for ``.venv`` here, with what to do; None if nothing does."""
+    if sys.platform != "linux":
+        return "FFCV runs on Linux only; without it lesson 15 shows recorded results."
+    code = "import sys, sysconfig; print(*sys.version_info[:2], sysconfig.get_path('include'))"
+    answer = subprocess.run([PYTHON, "-c", code], stdout=subprocess.PIPE, check=True).stdout.decode()
+    major, minor, headers = answer.strip().split(" ", 2)
+    if (int(major), int(minor)) > FFCV_PYTHON:
+        return (
+            f"FFCV 1.0.2 needs Python 3.{FFCV_PYTHON[1]}, .venv has {major}.{minor}.\n"
+            f"  With python3.{FFCV_PYTHON[1]} on PATH (your system's package, or uv python install): make clean ffcv"
+        )
+    lacking = [] if shutil.which("g++") else ["g++"]
+    if not shutil.which("pkg-config"):
+        lacking.append("pkg-config")
+    for package, library in (("libopencv-dev", "opencv4"), ("libturbojpeg0-dev", "libturbojpeg")):
+        if "pkg-config" in lacking or not run("pkg-config", "--exists", library, stderr=subprocess.DEVNULL):
+            lacking.append(package)
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        lacking.append("python3-dev")
+    if lacking:
+        return (
+            f"FFCV is compiled on this machine, and for that these packages are missing: {' '.join(lacking)}\n"
+            f"  Debian/Ubuntu: sudo apt install {' '.join(lacking)} (about 800 MB with all they need), then: make ffcv"
+        )
+    return None
+
+
 def read_stamp():
     try:
         with open(STAMP) as file:
@@ -153,6 +183,7 @@ def main():
     parser = argparse.ArgumentParser(description="Make or update the course's virtual environment.")
     parser.add_argument("--torch", default="auto", help="auto, cpu, cuda, or a CUDA version such as cu126")
     parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml to install as well")
+    parser.add_argument("--extra-if-possible", action="append", default=[], help="the same; left out where it fails")
     arguments = parser.parse_args()
     if not re.match(r"(auto|cpu|cuda|cu\d+)$", arguments.torch):
         parser.error("TORCH must be auto, cpu, cuda, or a CUDA version such as cu126")
@@ -169,22 +200,35 @@ def main():
         build = "macOS"
     elif build == "auto":
         build = done.get("torch") or ("cuda" if has_gpu() else "cpu")
-    extras = sorted(set(done.get("extras", []) + arguments.extra))
+    extras = sorted(set(done.get("extras", []) + arguments.extra + arguments.extra_if_possible))
     if "nccl" in extras and re.match(r"cu1[0-2]", build):
         say(f"without the extra nccl: it is for CUDA 13, and its files would replace those of torch's {build} build")
         extras.remove("nccl")
-    digest = hashlib.sha256(pyproject.encode()).hexdigest()
-    wanted = {"root": ROOT, "pyproject": digest, "torch": build, "extras": extras}
+    wanted = {"root": ROOT, "pyproject": hashlib.sha256(pyproject.encode()).hexdigest(), "torch": build}
+    wanted["extras"] = extras
     if done == wanted:
         return
 
     if not os.path.exists(PYTHON) or not run(PYTHON, "-m", "pip", "--version", stdout=subprocess.DEVNULL):
-        make_environment()
+        make_environment("ffcv" in arguments.extra)
+    if "ffcv" in extras and "ffcv" not in done.get("extras", []):
+        needs = ffcv_needs()
+        if needs and "ffcv" in arguments.extra:
+            fail(needs)
+        if needs:
+            say("without FFCV: " + needs)
+            extras.remove("ffcv")
+            if done == wanted:
+                return
     install_torch(build, re.search(r'"torch==([\d.]+)"', pyproject).group(1))
     say("installing JupyterLab and the rest, a minute or two")
     quiet = ["--quiet"] if build == "cpu" else []  # CUDA's libraries are gigabytes: show their progress
-    if not pip("install", "--editable", "." + (f"[{','.join(extras)}]" if extras else ""), *quiet):
-        fail("The packages could not be installed; pip's message is above.")
+    while not pip("install", "--editable", "." + (f"[{','.join(extras)}]" if extras else ""), *quiet):
+        optional = [extra for extra in extras if extra in set(arguments.extra_if_possible) - set(arguments.extra)]
+        if not optional:
+            fail("The packages could not be installed; pip's message is above.")
+        say(f"trying again without {optional[0]}")
+        extras.remove(optional[0])
     # Lab asks for no news, and looks the same whether or not the authors' tools are installed.
     tools = ["@jupyter/nbgrader", "@jupyter-notebook/lab-extension", "jupyterlab-jupytext"]
     news = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}

@@ -182,6 +182,19 @@ class _Silent:
         return False
 
 
+class _Barrier:
+    """In place of the Work of gloo's barrier, which keeps the memory of operations that had just ended as it began."""
+
+    def __init__(self, work):
+        self.future = work.get_future()
+
+    def get_future(self):
+        return self.future
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+
 class Tracker:
     """The kernels in front of the c10d operators, and what is known of this rank's communication at any moment."""
 
@@ -248,7 +261,7 @@ class Tracker:
             work = result[-1] if isinstance(result, tuple) else result
             if first.device.type == "cpu" and isinstance(work, self._script_object):
                 asynchronous = asynchronous_at is None or len(args) <= asynchronous_at or args[asynchronous_at]
-                self._issued(entry, _Silent(not asynchronous) if op == "reduce_scatter" else self._work(work))
+                self._issued(entry, self._witness(op, work, asynchronous))
             else:
                 entry.end = time.monotonic()
                 if isinstance(work, self._script_object):
@@ -256,6 +269,16 @@ class Tracker:
             return result
 
         return kernel
+
+    def _witness(self, op: str, work, asynchronous: bool):
+        """What says later whether an operation of gloo has completed, and holds no tensors but its own."""
+        if op == "reduce_scatter":
+            return _Silent(not asynchronous)
+        work = self._work(work)
+        if op == "barrier":
+            with contextlib.suppress(RuntimeError):  # a backend without futures
+                return _Barrier(work)
+        return work
 
     def _begin(self, op: str, group, size: int, peer: int | None) -> Entry:
         ranks = tuple(self._ranks(group)) if group.size() > 0 else ()

@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ._processes import share
+
 __all__ = ["GPT", "GPTConfig", "PUBLISHED", "build", "flops_per_token", "parameters"]
+
+share("torch._dynamo")  # who has models trains, and every optimizer imports it as it is made: a second on each rank
 
 
 @dataclass(frozen=True)

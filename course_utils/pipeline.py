@@ -254,7 +254,7 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
     """1F1B with backward split: later ranks put W off and fill the end with it.
 
     From Qi et al. 2023 (https://arxiv.org/abs/2401.10241): every rank idles (p - 1)(F + I - W) with activations of p
-    micro-batches, as many as rank 0 holds in 1F1B.
+    micro-batches, as many as rank 0 holds in 1F1B. This takes m >= p micro-batches and W <= F.
     """
     return _zero_bubble("ZB-H1", ranks, microbatches, lambda rank: ranks - rank, 1)
 
@@ -263,7 +263,8 @@ def zero_bubble_h2(ranks: int, microbatches: int) -> Schedule:
     """Zero-bubble with more forwards ahead: no bubble where F = I = W, for nearly twice the activations.
 
     From Qi et al. 2023 (https://arxiv.org/abs/2401.10241): every rank idles (p - 1)(F + I - 2 W) with activations of
-    2p - 1 micro-batches. Ranks end at different times; the optimizer step must not wait for all of them.
+    2p - 1 micro-batches. This takes m >= 2p - 1 micro-batches, W <= F and 2 W <= F + I. Ranks end at different times;
+    the optimizer step must not wait for all of them.
     """
     return _zero_bubble("ZB-H2", ranks, microbatches, lambda rank: 2 * (ranks - rank) - 1, 2)
 

@@ -12,9 +12,10 @@ from types import MappingProxyType
 from .costs import busbw, busbw_factor
 
 __all__ = [
-    "A100_ALL_REDUCE", "A100_LATENCY", "A100_P2P", "FOUR_H200_NODES", "H100_P2P", "H200_ALL_REDUCE", "H200_LARGEST",
-    "H200_NVLS_BY_GPUS", "LLAMA3_INTERRUPTIONS", "OTHER_A100_ALL_REDUCE", "Scaling", "TORCHTITAN_FSDP", "Table",
-    "ULTRASCALE_DP", "ULTRASCALE_TP",
+    "A100_ALL_REDUCE", "A100_LATENCY", "A100_P2P", "ACHIEVABLE_MATMUL", "FOUR_H200_NODES", "FUSED_ATTENTION",
+    "H100_P2P", "H200_ALL_REDUCE", "H200_LARGEST", "H200_NVLS_BY_GPUS", "LLAMA3_INTERRUPTIONS", "LLAMA3_MISPRINT",
+    "LLAMA3_RUNS", "MEGATRON_RUNS", "OTHER_A100_ALL_REDUCE", "PTD_RUNS", "Run", "Scaling", "TORCHTITAN_FSDP", "Table",
+    "ULTRASCALE_DP", "ULTRASCALE_TP", "ZERO3_RUNS",
 ]  # fmt: skip
 
 _MIB = 2**20
@@ -192,3 +193,138 @@ TORCHTITAN_FSDP = Scaling(
 )
 #: Unexpected interruptions, days, and GPUs of the Llama 3 405B run (arXiv 2407.21783).
 LLAMA3_INTERRUPTIONS = (419, 54, 16384)
+
+#: GPU -> FLOP/s of the best bf16 matrix product found on it, of the peak in `hardware.GPUS` (Bekman, ml-engineering,
+#: compute/accelerator, Maximum Achievable Matmul FLOPS, https://github.com/stas00/ml-engineering).
+ACHIEVABLE_MATMUL: Mapping[str, float] = MappingProxyType({"a100": 267.9e12, "h100": 792.1e12, "h200": 792.1e12})
+#: GPU -> share of the peak that FlashAttention-2 reaches: A100 50 to 73 % (Dao 2023, arXiv 2307.08691, abstract), H100
+#: 35 % (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608, abstract); taken for the H200 too.
+FUSED_ATTENTION: Mapping[str, float] = MappingProxyType({"a100": 0.6, "h100": 0.35, "h200": 0.35})
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published training run of a language model.
+
+    Attributes
+    ----------
+    model, cluster : str
+        Keys of `planner.MODELS` and `planner.CLUSTERS`.
+    gpus, batch, length : int
+        GPUs, sequences in a step, tokens in a sequence.
+    layout : mapping of str to value
+        Fields of `planner.Layout` that the source gives or that follow from it.
+    tflops : float
+        Published TFLOP/s of each GPU.
+    counted : {"hardware", "model"}
+        Whether what is computed a second time is in it.
+    share : float
+        Published share of the GPU's peak.
+    source : str
+    detail : str
+        What tells the run from others of the same model.
+    """
+
+    model: str
+    cluster: str
+    gpus: int
+    batch: int
+    length: int
+    layout: Mapping[str, object]
+    tflops: float
+    counted: str
+    share: float
+    source: str
+    detail: str = ""
+
+    @property
+    def name(self) -> str:
+        """Model and detail."""
+        return f"{self.model}, {self.detail}" if self.detail else self.model
+
+
+_MEGATRON = (
+    "Narayanan et al. 2021, arXiv 2104.04473, table 1; micro-batches and virtual stages: examples/sc21/run_table_1.sh "
+    "in https://github.com/NVIDIA/Megatron-LM"
+)
+_LLAMA3 = "Grattafiori et al. 2024, The Llama 3 Herd of Models, arXiv 2407.21783, table 4 and section 3.3.2"
+
+
+def _megatron(size: str, tp: int, pp: int, gpus: int, batch: int, tflops: float, share: float, *more: int) -> Run:
+    """`more`: sequences in a micro-batch, chunks on each pipeline rank."""
+    microbatch, virtual = more
+    layout = {
+        "tp": tp, "pp": pp, "dp": gpus // (tp * pp), "microbatch": microbatch, "virtual": virtual, "zero": 0,
+        "recompute": "full", "sequence_parallel": False, "overlap": pp == 1, "precision": "mixed",
+    }  # fmt: skip
+    return Run(f"Megatron {size}", "DGX A100", gpus, batch, 2048, layout, tflops, "hardware", share, _MEGATRON)
+
+
+#: Megatron-LM's GPTs of growing size on A100s. Gradients are reduced behind backward where the script says
+#: ``DDP=torch`` (one pipeline stage), after it where it says ``DDP=local``. Sequence parallelism came later.
+MEGATRON_RUNS = (
+    _megatron("1.7B", 1, 1, 32, 512, 137, 0.44, 16, 1),
+    _megatron("3.6B", 2, 1, 64, 512, 138, 0.44, 16, 1),
+    _megatron("7.5B", 4, 1, 128, 512, 142, 0.46, 16, 1),
+    _megatron("18.4B", 8, 1, 256, 1024, 135, 0.43, 8, 1),
+    _megatron("39.1B", 8, 2, 512, 1536, 138, 0.44, 4, 1),
+    _megatron("76.1B", 8, 4, 1024, 1792, 140, 0.45, 2, 3),
+    _megatron("145.6B", 8, 8, 1536, 2304, 148, 0.47, 2, 2),
+    _megatron("310.1B", 8, 16, 1920, 2160, 155, 0.50, 1, 2),
+    _megatron("529.6B", 8, 35, 2520, 2520, 163, 0.52, 1, 3),
+    _megatron("1008B", 8, 64, 3072, 3072, 163, 0.52, 1, 1),
+)
+
+
+def _section_5_2(model: str, gpus: int, batch: int, tflops: float, **layout: object) -> Run:
+    """A row of table 2; layout as in `_megatron`."""
+    source = "Narayanan et al. 2021, arXiv 2104.04473, table 2 and section 5.2"
+    fixed = {"recompute": "full", "sequence_parallel": False, "precision": "mixed"}
+    return Run(
+        model, "DGX A100", gpus, batch, 2048, layout | fixed, tflops, "hardware", tflops / 312, source, f"{gpus} GPUs",
+    )  # fmt: skip
+
+
+#: The same two models on more and more GPUs with an unchanged batch. Micro-batches of one sequence. Virtual stages are
+#: those of the same models in the scripts of figure 12 (two layers a chunk) and table 1 (one layer).
+PTD_RUNS = tuple(
+    _section_5_2(
+        model, gpus, batch, tflops, tp=8, pp=pp, dp=gpus // (8 * pp), virtual=virtual, zero=0, overlap=False,
+    )
+    for model, pp, virtual, batch, rows in (
+        ("GPT-3 175B", 12, 4, 1536, {384: 153, 768: 149, 1536: 141}),
+        ("Megatron 529.6B", 35, 3, 2240, {560: 171, 1120: 167, 2240: 159}),
+    )
+    for gpus, tflops in rows.items()
+)  # fmt: skip
+#: The same with ZeRO-3 and no other parallelism, in DeepSpeed of 2021, which overlaps communication where it can.
+ZERO3_RUNS = tuple(
+    _section_5_2(model, gpus, batch, tflops, dp=gpus, microbatch=batch // gpus, zero=3, overlap=True)
+    for model, batch, gpus, tflops in (
+        ("GPT-3 175B", 1536, 384, 144), ("GPT-3 175B", 1536, 768, 88), ("GPT-3 175B", 1536, 1536, 44),
+        ("Megatron 529.6B", 2560, 640, 138), ("Megatron 529.6B", 2240, 1120, 98), ("Megatron 529.6B", 2240, 2240, 48),
+    )
+)  # fmt: skip
+
+
+def _llama(gpus: int, cp: int, dp: int, length: int, batch: int, tflops: float, share: float) -> Run:
+    layout = {
+        "tp": 8, "pp": 16, "dp": dp, "cp": cp, "microbatch": 1, "virtual": 8, "zero": 2, "recompute": "selective",
+        "sequence_parallel": True, "overlap": True, "precision": "mixed, fp32 gradients",
+    }  # fmt: skip
+    detail = f"{gpus} GPUs, {length // 1024}k"
+    return Run("Llama 3 405B", "DGX H100", gpus, batch, length, layout, tflops, "model", share, _LLAMA3, detail)
+
+
+#: Llama 3 405B on H100s, 16 million tokens in a step. From the text: optimizer states and gradients sharded (ZeRO 2),
+#: gradients in fp32, asynchronous messages; 126 layers, embedding and head are spread over 16 ranks so that the first
+#: chunk has the embedding only and the last the head only: chunks of one layer, eight on a rank. Assumed: micro-batches
+#: of one sequence; FlashAttention; and "no activation checkpointing" read as kernels that compute norms and SwiGLU
+#: again from their inputs (`selective`), since all that autograd would keep does not fit by our count.
+LLAMA3_RUNS = (
+    _llama(8192, 1, 64, 8192, 64 * 32, 430, 0.43),
+    _llama(16384, 1, 128, 8192, 128 * 16, 400, 0.41),
+    _llama(16384, 16, 8, 131072, 8 * 16, 380, 0.38),
+)
+#: The third of them as the first version of the paper prints it.
+LLAMA3_MISPRINT = _llama(16384, 16, 4, 131072, 4 * 16, 380, 0.38)

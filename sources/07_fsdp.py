@@ -118,7 +118,7 @@ def loss_of(model, x, y):
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def train(model, optimizer, steps=range(3)):
+def train(model, optimizer, steps=range(2)):
     """Train; returns the loss of the whole batch at each step."""
     losses = []
     for step in steps:
@@ -170,7 +170,7 @@ def shard(model, root=None, **options):
 def first_run():
     model = shard(build(gpt).to(device()))
     optimizer = adam(model)  # after fully_shard: it is to hold the shards
-    return train(model, optimizer)
+    return train(model, optimizer, range(3))
 
 
 print(prove(on_ranks(first_run)[0]))
@@ -258,17 +258,17 @@ def held_after_a_step(sharded):
     return memory.held(model, optimizer)
 
 
-plain = on_ranks(held_after_a_step, False, n=1)[0]
+plain = on_ranks(held_after_a_step, False)[0]
 shards = on_ranks(held_after_a_step, True)
 for part in ("parameters", "gradients"):
     assert getattr(plain, part) == psi_bytes
     assert psi_bytes <= sum(getattr(rank, part) for rank in shards) <= gathered
-rows = {"one process": plain} | {f"FSDP, rank {r}": rank for r, rank in enumerate(shards)}
+rows = {"whole model": plain} | {f"FSDP, rank {r}": rank for r, rank in enumerate(shards)}
 plots.memory_bars(rows, "measured: model states after one step")
 
 # %% [markdown]
-# *The figure: stacked bars of parameters, gradients and optimizer states. One process holds 3.4 MB. Each rank under
-# FSDP holds an N-th of every part.*
+# *The figure: stacked bars of parameters, gradients and optimizer states. A rank with the whole model holds 3.4 MB.
+# Each rank under FSDP holds an N-th of every part.*
 #
 # This is ZeRO-3: the states are divided by N, and nothing but Adam's step counters is held twice. The rest of the
 # lesson is about what happens *between* two such moments.
@@ -477,10 +477,10 @@ print(" which cost as much as 2")
 # A unit is gathered whole, in one message. So units are a trade: **large** units mean few messages and much memory,
 # **small** ones many messages and little memory. **Predict** (question 4) what happens if only the root is wrapped.
 #
-# A larger GPT shows it better: six blocks, 128 wide. `memory.track` follows every tensor through a step.
+# A wider GPT shows it better: 128 instead of 64. `memory.track` follows every tensor through a step.
 
 # %%
-wide = GPTConfig(layers=6, hidden=128)
+wide = GPTConfig(layers=4, hidden=128)
 
 
 def root_only(model):
@@ -518,8 +518,8 @@ for name, (ledger, peak) in measured.items():
 # %%
 counts = {name: len(ledger) for name, (ledger, _) in measured.items()}
 peaks = {name: peak for name, (_, peak) in measured.items()}
-assert counts["root only"] == 2 and counts["every block"] == 6 * 3 + 2
-assert counts["every linear"] == 6 * 4 * 3 + 2
+assert counts["root only"] == 2 and counts["every block"] == 4 * 3 + 2
+assert counts["every linear"] == 4 * 4 * 3 + 2
 assert peaks["every linear"].total < peaks["every block"].total < peaks["root only"].total
 plots.memory_bars(peaks, "measured: one rank at its peak, one window of text")
 
@@ -734,7 +734,7 @@ def prefetching(forward, asynchronous):
         for block, following in zip(model.blocks, model.blocks[1:], strict=False):
             block.set_modules_to_forward_prefetch([following])
     model._set_unshard_async_op(asynchronous)
-    return lanes_of(watch(model))[0], train(model, adam(model), range(2))
+    return lanes_of(watch(model))[0], train(model, adam(model))
 
 
 def told(lanes):
@@ -788,7 +788,7 @@ def precision(options, of_root):
     policy, root = MixedPrecisionPolicy(**options), MixedPrecisionPolicy(**options, **of_root)
     model = shard(build(gpt).to(device()), mp_policy=policy, root={"mp_policy": root})
     optimizer = adam(model)
-    losses = train(model, optimizer, range(2))
+    losses = train(model, optimizer)
     with record() as ledger:
         loss = loss_of(model, *my_part(9))
         loss.backward()
@@ -1062,7 +1062,7 @@ def equal(a, b):
 def save(folder):
     model = shard(build(gpt).to(device()))
     optimizer = adam(model)
-    train(model, optimizer, range(2))
+    train(model, optimizer)
     saved = whole_state(model, optimizer)
     dcp.save(state_of(model, optimizer), checkpoint_id=folder / "plain")
     beside = dist.new_group(backend="gloo")
@@ -1316,7 +1316,7 @@ print(*names)
 def optimizer_first():
     model = build(gpt).to(device())
     optimizer = adam(model)
-    return train(shard(model), optimizer)
+    return train(shard(model), optimizer, range(3))
 
 
 losses = on_ranks(optimizer_first)[0]
@@ -1429,7 +1429,7 @@ print(f"{world_size} ranks: {usual.count('all_gather')} all-gathers and", end=" 
 print(f"{usual.count('reduce_scatter')} reduce-scatters a step, {usual.bytes() / gathered:.2f} Ψ")
 print(f"whole weights held at most: {most / gathered:.0%} of the model")
 share = peaks["every block"].total / peaks["DDP"].total
-print(f"peak of 6 blocks of 128: FSDP by blocks {share:.2f} of DDP's,", end=" ")
+print(f"peak of 4 blocks of 128: FSDP by blocks {share:.2f} of DDP's,", end=" ")
 print(f"root only {peaks['root only'].total / peaks['DDP'].total:.2f}")
 between = [sent[name][1] / psi_bytes for name in ("FSDP", "HSDP")]
 print("between two nodes: FSDP {:.2f} Ψ, HSDP {:.2f} Ψ".format(*between))

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ LONG = (  # what takes a minute or so, in the order in which workers begin it; a
     "tests/test_browser.py", "tests/test_launcher_failures.py", "tests/test_benchmarks.py", "tests/test_notebooks.py",
     "notebooks/", "solutions/", "tests/test_launcher", "tests/test_models.py", "tests/test_widgets.py",
 )  # fmt: skip
+WITH_FFCV = ("notebooks/15_", "solutions/15_")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "guard(seconds): past this time the test fails, and the run goes on")
+    from course_utils._processes import SLOW, share
+
+    share("torch._dynamo", *SLOW)  # ranks start by the hundred here: what one of them needs, all find imported
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -41,6 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         mark = item.get_closest_marker("guard")
         item.guard = float(mark.args[0]) if mark else 0.0
+        if item.nodeid.startswith(WITH_FFCV) and find_spec("ffcv") is None and not os.environ.get("CI"):
+            item.add_marker(pytest.mark.skip(reason="what is stored was measured with FFCV: see make ffcv"))
     if hasattr(config, "workerinput"):
         tests = Counter(_group(item.nodeid) for item in items)
         items.sort(key=lambda item: _place(_group(item.nodeid), tests))

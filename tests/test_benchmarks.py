@@ -117,6 +117,14 @@ def test_steps_of_zero_3_are_compared_with_those_of_fsdp2(of_lesson):
         assert rows["FSDP2"]["step_ratio"] == 1
 
 
+def test_schedules_are_simulated_and_layouts_searched(of_lesson):
+    result = of_lesson("planner")
+    assert {row["name"] for row in result["schedules"]} == {"GPipe", "1F1B", "interleaved", "ZB-H1", "ZB-H2"}
+    assert [row["model"] for row in result["searches"]] == ["Llama 3 70B", "GPT-3 175B"]
+    assert all(row["legal"] > 0 and row["refused"] > 0 for row in result["searches"])
+    assert all(row["s"] > 0 for row in result["schedules"] + result["searches"])
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -125,6 +133,8 @@ def test_steps_of_zero_3_are_compared_with_those_of_fsdp2(of_lesson):
         "16 KiB",
         "| version | messages | bytes | step (median) | against DDP (quartiles) | goal |",
         "overlapped within 1.3×",
+        "| schedule | stages × micro-batches | taken | goal |",
+        "| model | GPUs | legal | refused | taken | goal |",
         "| peak of a rank | against DDP | parts at the peak, kB | step (median) | against FSDP2 (quartiles) |",
     ],
 )

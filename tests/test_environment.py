@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import missing
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +49,20 @@ def test_every_dependency_is_pinned_and_installed_as_pinned(pin: Requirement):
     assert importlib.metadata.version(pin.name) in pin.specifier
 
 
+@pytest.mark.parametrize("pin", [*map(Requirement, EXTRAS["ffcv"])], ids=lambda pin: pin.name)
+def test_ffcv_is_pinned_and_installed_where_it_can_be(pin: Requirement):
+    assert [spec.operator for spec in pin.specifier] == ["=="]
+    for version, platform, wanted in (("3.11", "linux", True), ("3.12", "linux", False), ("3.11", "darwin", False)):
+        assert pin.marker.evaluate({"python_version": version, "sys_platform": platform}) is wanted
+    try:
+        assert importlib.metadata.version(pin.name) in pin.specifier
+    except importlib.metadata.PackageNotFoundError:
+        missing("FFCV: make ffcv")
+
+
 def test_tests_and_builds_install_what_native_programs_are_compiled_with():
-    assert (ROOT / "Makefile").read_text().count("--extra test --extra nccl\n") == 2
+    wanted = "--extra test --extra nccl --extra-if-possible ffcv\n"
+    assert (ROOT / "Makefile").read_text().count(wanted) == 2
 
 
 def test_readme_names_commands_that_exist():
@@ -69,6 +82,8 @@ def test_readme_names_subcommands_that_exist():
 def test_continuous_integration_runs_the_command_of_the_readme():
     script = (ROOT / ".ci" / "run").read_text()
     assert script.rstrip().endswith("make test")
+    for package in ("g++", "libopencv-dev", "libturbojpeg0-dev", "pkg-config", "python3-dev"):
+        assert re.search(rf"packages\+=\([^)]*{re.escape(package)}\b", script) or f"packages+=({package})" in script
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
@@ -118,6 +133,49 @@ def test_cuda_12_keeps_its_own_nccl(copy: Path):
     done = setup(copy, "--torch", "cu126", "--extra", "nccl")
     assert (done.returncode, done.stderr) == (0, "")
     assert "without the extra nccl" in done.stdout
+
+
+@pytest.fixture
+def without_compiler(copy: Path) -> str:
+    """A PATH on which there is neither a compiler nor pkg-config."""
+    (copy / "bin").mkdir()
+    return str(copy / "bin")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or sys.version_info[:2] > (3, 11), reason="FFCV is for Linux, Python 3.11")
+def test_system_packages_for_ffcv_are_named(copy: Path, without_compiler: str):
+    before = (copy / ".venv" / "course-setup.json").read_text()
+    done = setup(copy, "--extra", "ffcv", PATH=without_compiler)
+    assert done.returncode != 0
+    assert "sudo apt install g++ pkg-config libopencv-dev libturbojpeg0-dev" in done.stderr
+    assert "then: make ffcv" in done.stderr
+    assert (copy / ".venv" / "course-setup.json").read_text() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux" or sys.version_info[:2] > (3, 11), reason="FFCV is for Linux, Python 3.11")
+def test_tests_go_on_without_ffcv(copy: Path, without_compiler: str):
+    done = setup(copy, "--extra", "test", "--extra-if-possible", "ffcv", PATH=without_compiler)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "without FFCV" in done.stdout
+    assert "make ffcv" in done.stdout
+
+
+def test_ffcv_once_installed_is_kept(copy: Path, without_compiler: str):
+    stamp = copy / ".venv" / "course-setup.json"
+    stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"extras": ["ffcv", "test"]}))
+    for arguments in (["--extra", "ffcv"], ["--extra-if-possible", "ffcv"], []):
+        done = setup(copy, *arguments, PATH=without_compiler)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_newer_python_is_told_which_one_ffcv_needs(copy: Path):
+    script = copy / "course_utils" / "bootstrap.py"
+    script.write_text(script.read_text().replace("FFCV_PYTHON = (3, 11)", "FFCV_PYTHON = (3, 9)"))
+    done = setup(copy, "--extra", "ffcv")
+    assert done.returncode != 0
+    if sys.platform == "linux":
+        assert "FFCV 1.0.2 needs Python 3.9, .venv has" in done.stderr
+        assert "make clean ffcv" in done.stderr
 
 
 def test_unknown_build_of_torch_is_refused_with_the_choices(copy: Path):

@@ -781,6 +781,30 @@ print(launch(lambda: "torch.distributed.fsdp" in sys.modules, world_size=2))
         assert script.finish() == f"{[imported] * 2}\n"
 
 
+@pytest.mark.parametrize(("then", "shared"), [("", False), ("import course_utils.models", True)])
+def test_what_optimizers_import_is_there_for_who_has_models(then, shared):
+    """The module that every optimizer imports; the server that the launcher has started gives way to one with it."""
+    with Script(f"""
+import sys
+from course_utils import launch
+{then}
+print(launch(lambda: "torch._dynamo" in sys.modules, world_size=2))
+""") as script:
+        assert script.finish() == f"{[shared] * 2}\n"
+        assert not [*script.temporary.glob("course-*")]
+
+
+def test_ranks_that_run_are_not_disturbed_by_what_later_ones_would_share():
+    with Script("""
+import os, sys
+from course_utils import launch
+first = launch(os.getpid, world_size=2)
+import course_utils.models
+print(launch(os.getpid, world_size=2) == first, launch(lambda: "torch._dynamo" in sys.modules, world_size=2))
+""") as script:
+        assert script.finish() == "True [False, False]\n"
+
+
 def test_a_thread_may_launch():
     got = []
     thread = threading.Thread(target=lambda: got.append(launch(dist.get_rank, world_size=2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import pickle
@@ -181,13 +182,14 @@ def test_a_strangers_pickle_is_never_loaded(pool):
     payload = pickle.dumps(_Trap(str(trap)))
     framed = len(payload).to_bytes(4, "big") + payload
     for process in marked(script.mark):
-        for connection in process.net_connections(kind="inet"):
-            if connection.status == psutil.CONN_LISTEN:
-                family = socket.AF_INET6 if ":" in connection.laddr.ip else socket.AF_INET
-                _send(family, (connection.laddr.ip, connection.laddr.port), framed)
-        for connection in process.net_connections(kind="unix"):
-            if connection.laddr and Path(connection.laddr).exists():
-                _send(socket.AF_UNIX, connection.laddr, framed)
+        with contextlib.suppress(psutil.NoSuchProcess):  # the fork server may end over it, and its ranks with it
+            for connection in process.net_connections(kind="inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    family = socket.AF_INET6 if ":" in connection.laddr.ip else socket.AF_INET
+                    _send(family, (connection.laddr.ip, connection.laddr.port), framed)
+            for connection in process.net_connections(kind="unix"):
+                if connection.laddr and Path(connection.laddr).exists():
+                    _send(socket.AF_UNIX, connection.laddr, framed)
     time.sleep(0.5)
     (script.folder / "go").touch()
     assert "after [0, 1]" in script.finish()

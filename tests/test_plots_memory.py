@@ -56,6 +56,19 @@ def test_a_limit_is_a_line_and_totals_above_it_are_coloured():
     assert colors["120 GB"] != colors["40 GB"]
 
 
+@pytest.mark.parametrize("limits", [{"H100": 80e9}, {"V100": 32e9, "H100": 80e9, "H200": 141e9, "B200": 143e9}])
+@pytest.mark.parametrize("size", [60e9, 75e9, 78.2e9, 79.9e9, 80e9, 80.1e9, 140e9])
+def test_no_limit_strikes_through_a_total(size, limits):
+    figure = plots.memory_bars({"a": Memory(size), "b": Memory(150e9)}, "", limits)
+    figure.draw_without_rendering()
+    (ax,) = figure.axes
+    totals = [text.get_window_extent() for text in ax.texts if text.get_fontweight() == "bold"]
+    assert len(totals) == 2
+    for line in ax.lines:
+        at = ax.transData.transform((line.get_xdata()[0], 0))[0]
+        assert not any(box.x0 < at < box.x1 for box in totals)
+
+
 def test_limits_far_from_every_bar_are_told_and_do_not_squeeze_the_bars():
     (ax,) = plots.memory_bars({"a": Memory(1e6)}, "", {"near": 2e6, "H100": 80e9}).axes
     assert len(ax.lines) == 1 and ax.get_xlim()[1] < 3e6

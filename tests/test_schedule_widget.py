@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from course_utils.pipeline import SCHEDULES
-from course_utils.widgets.schedules import schedule_explorer
+from course_utils.pipeline import SCHEDULES, Costs, simulate
+from course_utils.widgets.schedules import _formula, schedule_explorer
 
 
 class Explorer:
@@ -69,7 +69,32 @@ def test_impossible_setting_says_why_and_keeps_the_picture(explorer):
 
 
 def test_no_formula_is_claimed_where_none_holds(explorer):
-    for name, value in (("transfer", 0.5), ("weight", 2.0)):
-        explorer.name.value = "ZB-H1"
-        getattr(explorer, name).value = value
-        assert "no closed formula" in explorer.status.value
+    explorer.name.value, explorer.weight.value = "ZB-H1", 2.0
+    assert "formula holds for m ≥ p and W ≤ F only" in explorer.status.value
+    explorer.forward.value = 2.0
+    assert "(p − 1)(F + I − W) = 3" in explorer.status.value
+    explorer.name.value = "ZB-H2"
+    assert "formula holds for m ≥ 2p − 1, W ≤ F and 2W ≤ F + I only" in explorer.status.value
+    explorer.transfer.value = 0.5
+    assert "the formulas know no transfer times" in explorer.status.value
+
+
+TIMES = [(f, i, w) for f in (1, 2, 3) for i in (0, 1, 2, 4) for w in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
+def test_the_formula_is_shown_exactly_where_it_holds(name, p):
+    """Over a grid: where the widget shows a formula it is what the simulation gives, where it shows none it is not."""
+    paper = {"ZB-H1": lambda f, i, w: (p - 1) * (f + i - w), "ZB-H2": lambda f, i, w: (p - 1) * (f + i - 2 * w)}
+    counts = {p, 2 * p} if name == "interleaved" else {p - 1, p, 2 * p - 2, 2 * p - 1, 2 * p + 1}
+    for m in sorted(counts - {0}):
+        schedule = SCHEDULES[name](p, m)
+        for times in TIMES:
+            costs = Costs(*map(float, times))
+            run = simulate(schedule, costs)
+            idle, told = run.period - max(run.busy), _formula(name, p, m, schedule.virtual, costs)
+            if told:
+                assert idle == pytest.approx(told[1], abs=1e-9), (m, times)
+            else:
+                assert abs(idle - paper[name](*times)) > 0.5, (m, times)

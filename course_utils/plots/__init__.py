@@ -13,8 +13,11 @@ from .costs import (
     predicted_against_recorded,
     scale_out,
 )
+from .loading import LOADING_COLORS, file_layout, loader_bars, page_accesses, time_shares
 from .memory import PART_COLORS, decimal_bytes, memory_bars, memory_over_length, memory_over_time, partition_picture
+from .mesh import DIMENSION_COLORS, mesh_grid
 from .pipeline import PIPELINE_COLORS, activation_steps, bubble_curves, real_pipeline, schedule_picture
+from .planner import TIME_COLORS, layout_bars, layout_name, predicted_against_published, search_picture
 from .roofline import generations, ladder, latency_fit, roofline
 from .scaling import (
     bucket_choice,
@@ -33,11 +36,13 @@ from .topologies import topology_picture
 from .training import bucket_picture, loss_curves, replicas, step_timelines
 
 __all__ = [
-    "ALGORITHM_COLORS", "PART_COLORS", "PIPELINE_COLORS", "RANK_COLORS", "activation_steps", "algorithm_color",
-    "bandwidth", "before_after", "bubble_curves", "bucket_choice", "bucket_picture", "bucket_sweep",
-    "checkpointing", "crossover", "cut_picture", "decimal_bytes", "generations", "gradient_range", "ladder",
-    "latency_fit", "loss_curves", "memory_bars", "memory_over_length", "memory_over_time", "mesh_picture",
-    "model_against_emulation", "partition_picture", "predicted_against_recorded", "rank_color", "real_pipeline",
-    "replicas", "roofline", "scale_out", "scaling_curves", "scaling_models", "schedule_picture", "shard_timeline",
-    "speedup_laws", "step_picture", "step_spans", "step_split", "step_timelines", "timeline", "topology_picture",
+    "ALGORITHM_COLORS", "DIMENSION_COLORS", "LOADING_COLORS", "PART_COLORS", "PIPELINE_COLORS", "RANK_COLORS",
+    "TIME_COLORS", "activation_steps", "algorithm_color", "bandwidth", "before_after", "bubble_curves", "bucket_choice",
+    "bucket_picture", "bucket_sweep", "checkpointing", "crossover", "cut_picture", "decimal_bytes", "file_layout",
+    "generations", "gradient_range", "ladder", "latency_fit", "layout_bars", "layout_name", "loader_bars",
+    "loss_curves", "memory_bars", "memory_over_length", "memory_over_time", "mesh_grid", "mesh_picture",
+    "model_against_emulation", "page_accesses", "partition_picture", "predicted_against_published",
+    "predicted_against_recorded", "rank_color", "real_pipeline", "replicas", "roofline", "scale_out", "scaling_curves",
+    "scaling_models", "schedule_picture", "search_picture", "shard_timeline", "speedup_laws", "step_picture",
+    "step_spans", "step_split", "step_timelines", "time_shares", "timeline", "topology_picture",
 ]  # fmt: skip

@@ -134,8 +134,8 @@ def draw_bars(ax: Axes, rows: Mapping[str, Mapping[str, float]], faint: Sequence
     ax.tick_params(axis="y", length=0)
 
 
-def _write_sizes(ax: Axes, rows: Mapping[str, Mapping[str, float]], limit: float | None) -> None:
-    """Write each part's bytes into its piece where there is room, and each total at the end of its bar."""
+def _write_sizes(ax: Axes, rows: Mapping[str, Mapping[str, float]], limits: Sequence[float]) -> None:
+    """Write each part's bytes into its piece where there is room, each total behind its bar and clear of the limits."""
     wide, high = points_per_unit(ax)
     for y, row in enumerate(rows.values()):
         left = 0.0
@@ -143,10 +143,15 @@ def _write_sizes(ax: Axes, rows: Mapping[str, Mapping[str, float]], limit: float
             text = ax.text(left + size / 2, y, decimal_bytes(size), ha="center", va="center", fontsize=_SMALL)
             _keep_if_it_fits(text, size * wide - 4, high)
             left += size
-        over = limit is not None and left > limit
-        ax.annotate(decimal_bytes(left), (left, y), (5, 0), textcoords="offset points", va="center",
-                    fontweight="bold", color=_TOO_MUCH if over else INK,
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+        over = len(limits) == 1 and left > limits[0]
+        total = ax.annotate(decimal_bytes(left), (left, y), (5, 0), textcoords="offset points", va="center",
+                            fontweight="bold", color=_TOO_MUCH if over else INK,
+                            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+        length, start = total.get_window_extent().width * 72 / ax.figure.dpi, 5.0
+        for limit in sorted(limits):
+            if start - 3 < (limit - left) * wide < start + length:
+                start = (limit - left) * wide + 5
+        total.set_position((start, 0))
 
 
 def _draw_limits(ax: Axes, limits: Mapping[str, float]) -> int:
@@ -198,7 +203,7 @@ def memory_bars(
         ax.set_xlabel(f"{ax.get_xlabel()}\n{fill('far beyond the right edge: ' + ', '.join(far), 100)}")
     _title(figure, title)
     figure.draw_without_rendering()
-    _write_sizes(ax, table, *(limits.values() if len(limits) == 1 else [None]))
+    _write_sizes(ax, table, list(limits.values()))
     rows_of_names = _draw_limits(ax, near)
     legend(ax, {part: color for part, color in PART_COLORS.items() if any(row[part] for row in table.values())},
            12 * rows_of_names)  # fmt: skip

@@ -5,6 +5,7 @@ from .chooser import algorithm_chooser
 from .cost import cost_calculator
 from .explorer import topology_explorer
 from .memory import memory_calculator
+from .mesh import mesh_explorer
 from .schedules import schedule_explorer
 from .stepper import all_reduce_stepper, collective_stepper
 
@@ -15,6 +16,7 @@ __all__ = [
     "collective_stepper",
     "cost_calculator",
     "memory_calculator",
+    "mesh_explorer",
     "schedule_explorer",
     "topology_explorer",
 ]

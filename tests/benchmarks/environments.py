@@ -13,10 +13,11 @@ from tools import Tool
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("COURSE_BENCH_ENVS", ROOT / ".bench"))
 INDEX = "https://download.pytorch.org/whl/"
+BASE = ("ipykernel", "numpy")  # beside torch and in the course's versions
 
 
-def python_of(tool: Tool) -> Path:
-    """The interpreter that has `tool`; its environment is made if it is not there.
+def python_of(tool: Tool, base: tuple[str, ...] = BASE, removed: tuple[str, ...] = ()) -> Path:
+    """The interpreter that has `tool`; its environment is made if it is not there, and rid of packages `removed`.
 
     Raises
     ------
@@ -26,8 +27,8 @@ def python_of(tool: Tool) -> Path:
     if tool.packages is None:
         return Path(sys.executable)
     torch = version("torch")
-    pins = [f"torch=={torch}", f"ipykernel=={version('ipykernel')}", f"numpy=={version('numpy')}"]
-    wanted = json.dumps([sys.version, pins, tool.packages])
+    pins = [f"torch=={torch}", *(f"{name}=={version(name)}" for name in base)]
+    wanted = json.dumps([sys.version, pins, tool.packages, *removed])
     name = "-".join(["torch", *(package.split("==")[0] for package in tool.packages)])
     folder = CACHE / f"{name}-{hashlib.sha1(wanted.encode()).hexdigest()[:8]}"
     python = folder / "bin" / "python"
@@ -44,6 +45,8 @@ def python_of(tool: Tool) -> Path:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     install(*pip, "--no-deps", *index, pins[0])
     install(*pip, "-c", str(constraints), *pins[1:], *tool.packages, f"torch=={torch.partition('+')[0]}")
+    if removed:
+        install(*pip[:3], "uninstall", "--yes", "--quiet", *removed)
     (folder / "complete").touch()
     return python
 
@@ -54,8 +57,8 @@ def install(*command: str) -> None:
         raise RuntimeError("pip: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
 
 
-def versions(python: Path, tool: Tool) -> dict[str, str]:
+def versions(python: Path, tool: Tool, base: tuple[str, ...] = BASE) -> dict[str, str]:
     """Versions of what is measured, asked of the environment itself."""
-    names = ["torch", "ipykernel", *(package.split("==")[0] for package in tool.packages or ())]
+    names = ["torch", *base, *(package.split("==")[0] for package in tool.packages or ())]
     code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
     return json.loads(subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout)

@@ -1,7 +1,7 @@
 """Measure `launch` against other ways to start ranks from a notebook; prints tables, writes JSON and a figure.
 
-What the lessons themselves measure (`algorithms.py`, `ddp.py`, `memory.py`) follows: tables, and JSON with the
-environments.
+What the lessons themselves measure (`algorithms.py`, `ddp.py`, `memory.py`, `planner.py`) follows: tables, and JSON
+with the environments.
 
     python tests/benchmarks/run.py [--quick] [--tools course,ipyparallel] [--ranks 2,4] [--store]
 
@@ -27,7 +27,7 @@ from report import KINDS, markdown, targets
 from tools import TOOLS, Tool
 
 DOCS = environments.ROOT / "docs" / "benchmark.json"
-OF_LESSONS = ("algorithms", "ddp", "memory")
+OF_LESSONS = ("algorithms", "ddp", "memory", "planner")
 
 
 def arguments() -> argparse.Namespace:

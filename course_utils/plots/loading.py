@@ -1,0 +1,290 @@
+"""Data loading in pictures: a file to scale, pages that an order reads, how fast loaders are, what a step waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle, groupby, pairwise
+from textwrap import fill
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import ConnectionPatch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from ..costs import format_bytes
+from ._style import FAINT, RANK_COLORS, new_figure, tint
+from .memory import legend, points_per_unit
+
+__all__ = ["LOADING_COLORS", "file_layout", "loader_bars", "page_accesses", "time_shares"]
+
+#: One colour for each part of loading, those of a step as in `plots.step_split`.
+LOADING_COLORS = {
+    "read": "#999999", "decode": "#009E73", "augment": "#E69F00", "copy": "#CC79A7", "load": "#56B4E9",
+    "step": "#0072B2", "wait": "#D55E00",
+}  # fmt: skip
+_SMALL = 8.5
+_TINY = 0.012  # of a row: what is narrower is enlarged
+
+
+class _Block(NamedTuple):
+    """Neighbouring segments of one label."""
+
+    label: str
+    segments: tuple[tuple[int, int], ...]  # (start, size)
+
+    @property
+    def start(self) -> int:
+        return self.segments[0][0]
+
+    @property
+    def end(self) -> int:
+        return sum(self.segments[-1])
+
+    @property
+    def words(self) -> str:
+        each = {size for _, size in self.segments}
+        if len(self.segments) == 1:
+            return f"{self.label}, {format_bytes(*each)}"
+        size = format_bytes(*each) if len(each) == 1 else f"{format_bytes(sum(s for _, s in self.segments))} in all"
+        return f"{len(self.segments):,} x {self.label}, {size}"
+
+
+class _Row(NamedTuple):
+    """A stretch of the file: its first and last byte, its blocks, and the row of which it enlarges a part."""
+
+    start: int
+    end: int
+    blocks: list[_Block]
+    above: int | None
+
+
+def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
+    """Draw a file to scale, from its first byte to its last, with neighbours too small to see enlarged below.
+
+    Each row is to scale in itself and says which bytes it shows. Segments of one label have one colour; the label is
+    written into the segment where there is room, else above the row. What no segment covers is left white.
+
+    Parameters
+    ----------
+    segments : list of (label, start, size)
+        Bytes, in order, none over another.
+    title : str
+        Says what is shown and whether it is measured, recorded or modelled.
+
+    Raises
+    ------
+    ValueError
+        There is no segment, one has no bytes, or one starts before the end of the one before.
+    """
+    segments = [(label, int(start), int(size)) for label, start, size in segments]
+    if not segments or any(start < 0 or size < 1 for _, start, size in segments):
+        raise ValueError("there must be at least one segment, each from byte 0 on and with at least one byte")
+    for (label, start, size), (later, at, _) in pairwise(segments):
+        if at < start + size:
+            raise ValueError(f"{later!r} starts at byte {at}, before {label!r} ends at byte {start + size}")
+    rows = _rows(segments)
+    names = dict.fromkeys(label for label, *_ in segments)
+    colors = {name: RANK_COLORS[i % len(RANK_COLORS)] for i, name in enumerate(names)}
+    figure = plt.figure(figsize=(9.6, 0.35 + 1.15 * len(rows)))
+    plt.close(figure)
+    axes = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    for ax, row in zip(axes, rows, strict=True):
+        _draw_row(ax, row, colors)
+    figure.draw_without_rendering()
+    for i, (ax, row) in enumerate(zip(axes, rows, strict=True)):
+        enlarged = {block for other in rows if other.above == i for block in other.blocks}
+        _name_blocks(ax, [block for block in row.blocks if block not in enlarged], colors)
+        if row.above is None:
+            continue
+        for at, corner in ((row.start, 0), (row.end, 1)):
+            look = {"color": FAINT, "linewidth": 0.9, "linestyle": (0, (3, 2)), "zorder": 0}
+            ends = ((at, -0.5), (corner, 1), axes[row.above].transData, ax.transAxes)
+            figure.add_artist(ConnectionPatch(*ends, **look))
+        times = (rows[0].end - rows[0].start) / (row.end - row.start)
+        ax.annotate(f"enlarged {times:,.0f} times", (0.5, 0), (0, -4), xycoords="axes fraction", ha="center", va="top",
+                    textcoords="offset points", fontsize=_SMALL, annotation_clip=False)  # fmt: skip
+    return figure
+
+
+def _rows(segments: Sequence[tuple[str, int, int]]) -> list[_Row]:
+    """Return the whole file, then each run of blocks too small to see in a row before it."""
+    blocks = [_Block(label, tuple((start, size) for _, start, size in group))
+              for label, group in groupby(segments, lambda segment: segment[0])]  # fmt: skip
+    rows = [_Row(0, blocks[-1].end, blocks, None)]
+    for i, row in enumerate(rows):  # which grows
+        wide = row.end - row.start
+        run: list[_Block] = []
+        for block in [*row.blocks, None]:
+            if block and block.end - block.start < _TINY * wide and block.end - (run or [block])[0].start < 0.05 * wide:
+                run.append(block)
+                continue
+            if len(run) > 1:
+                rows.append(_Row(run[0].start, run[-1].end, run, i))
+            run = []
+    return rows
+
+
+def _draw_row(ax: Axes, row: _Row, colors: Mapping[str, str]) -> None:
+    for block in row.blocks:
+        color = colors[block.label]
+        ax.broken_barh(block.segments, (-0.5, 1), facecolor=tint(color), edgecolor=color, linewidth=0.7)
+    ax.set(xlim=(row.start, row.end), ylim=(-0.5, 0.5), yticks=[])
+    ax.spines[:].set_visible(False)
+    ax.spines[["left", "right", "top", "bottom"]].set(visible=True, color=FAINT, linewidth=0.6)
+    ax.set_xticks([row.start, row.end], [f"byte {row.start:,}", f"byte {row.end:,}"], fontsize=_SMALL)
+    ax.tick_params(axis="x", length=3)
+    for tick, side in zip(ax.get_xticklabels(), ("left", "right"), strict=True):
+        tick.set_horizontalalignment(side)
+    ax.set_title(" ", fontsize=_SMALL)  # room for names
+
+
+def _name_blocks(ax: Axes, blocks: Sequence[_Block], colors: Mapping[str, str]) -> None:
+    """Write each block's name into it where there is room, else above it, none over another."""
+    wide, _ = points_per_unit(ax)
+    left, right = ax.get_xlim()
+    outside = []
+    for block in blocks:
+        middle, room = (block.start + block.end) / 2, (block.end - block.start) * wide
+        if 5.4 * len(block.words) < room:
+            look = {"ha": "center", "va": "center", "fontsize": _SMALL}
+            ground = {"facecolor": tint(colors[block.label]), "edgecolor": "none", "pad": 1.5}
+            ax.text(middle, 0, block.words, bbox=ground if len(block.segments) > 1 else None, **look)
+        else:
+            outside.append(((middle - left) * wide, block))
+    width, end = (right - left) * wide, 0.0
+    lengths = [5.2 * len(block.words) for _, block in outside]
+    for i, (at, block) in enumerate(outside):
+        after = sum(length + 12 for length in lengths[i + 1 :])
+        start = max(end, min(at - lengths[i] / 2, width - lengths[i] - after))
+        end = start + lengths[i] + 12
+        ax.annotate(block.words, (at / width, 1), ((start + lengths[i] / 2) - at, 12), xycoords="axes fraction",
+                    textcoords="offset points", ha="center", va="center", fontsize=_SMALL, annotation_clip=False,
+                    arrowprops={"arrowstyle": "-", "color": colors[block.label], "shrinkB": 0})  # fmt: skip
+
+
+def page_accesses(
+    orders: Mapping[str, Sequence[tuple[float, int]]], title: str, *, notes: Mapping[str, str] | None = None
+) -> Figure:
+    """Draw which page of a file each step reads, one panel an order, all with the same axes.
+
+    Parameters
+    ----------
+    orders : dict of name to list of (step, page)
+        In order of time.
+    title : str
+        Says what is shown and whether it is measured, recorded or modelled.
+    notes : dict of name to str, optional
+        What to write below the name of an order, such as its hit rate.
+
+    Raises
+    ------
+    ValueError
+        There is no order, or one reads nothing.
+    """
+    if not orders or not all(len(order) for order in orders.values()):
+        raise ValueError("there must be at least one order, and each must read at least one page")
+    figure, axes = new_figure(1, len(orders), size=(min(10.6, 1.4 + 3.1 * len(orders)), 3.1), sharex=True, sharey=True)
+    most = max(len(order) for order in orders.values())
+    for i, (ax, (name, order)) in enumerate(zip(axes, orders.items(), strict=True)):
+        steps, pages = zip(*order, strict=True)
+        size = 5 if most <= 100 else 3 if most <= 600 else 2.2 if most <= 1500 else 1.6
+        ax.plot(steps, pages, "s", markersize=size, color=RANK_COLORS[i % len(RANK_COLORS)], markeredgewidth=0)
+        ax.set(xlabel="sample, in order of reading")
+        note = (notes or {}).get(name, "")
+        ax.set_title(f"{name}\n{note}" if note else name, fontsize=9.5)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(MaxNLocator(5, integer=True))
+    axes[0].set_ylabel("page of the file")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    return figure
+
+
+def loader_bars(
+    rows: Mapping[str, float], title: str, baseline: str | None = None, *, strong: Sequence[str] = (),
+    unit: str = "samples/s",
+) -> Figure:  # fmt: skip
+    """Draw a rate for each loader, with how many times the rate of `baseline` it is.
+
+    Parameters
+    ----------
+    rows : dict of name to samples per second
+    title : str
+        Says what is shown and whether it is measured or recorded.
+    baseline : str, optional
+        The row that is 1.0×; drawn grey.
+    strong : list of str
+        Rows in another colour, such as those of one library.
+    unit : str
+
+    Raises
+    ------
+    ValueError
+        There is no row, a rate is not above 0, or `baseline` or a row of `strong` is unknown.
+    """
+    if not rows or any(not rate > 0 for rate in rows.values()):
+        raise ValueError("there must be at least one row, and rates must be above 0")
+    if unknown := [name for name in (*strong, *([baseline] if baseline else [])) if name not in rows]:
+        raise ValueError(f"no row is called {unknown[0]!r}")
+    names = [fill(name, 34) for name in rows]
+    lines = sum(1 + 0.45 * name.count("\n") for name in names)
+    figure, (ax,) = new_figure(1, 1, size=(8.6, 0.95 + 0.33 * lines))
+    for y, (name, rate) in enumerate(rows.items()):
+        color = FAINT if name == baseline else RANK_COLORS[1] if name in strong else RANK_COLORS[0]
+        ax.barh(y, rate, height=0.7, color=tint(color), edgecolor=color)
+        times = f"  {rate / rows[baseline]:.1f}×" if baseline else ""
+        ax.annotate(f"{rate:,.0f}{times}", (rate, y), (5, 0), textcoords="offset points", va="center",
+                    fontweight="bold" if name in strong else "normal")  # fmt: skip
+    ax.set_yticks(range(len(rows)), names)
+    ax.set(ylim=(len(rows) - 0.45, -0.55), xlim=(0, 1.16 * max(rows.values())), xlabel=unit)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    return figure
+
+
+def time_shares(rows: Mapping[str, Mapping[str, float]], title: str) -> Figure:
+    """Draw what share of its time each row spends on what, one bar of 100 % a row with its seconds at the end.
+
+    Parameters
+    ----------
+    rows : dict of row name to dict of part to seconds
+        Parts keep their order; those of `LOADING_COLORS` have colours of their own.
+    title : str
+        Says what is shown and whether it is measured, recorded or modelled.
+
+    Raises
+    ------
+    ValueError
+        There is no row, or a row takes no time or less.
+    """
+    if not rows or any(min(row.values(), default=0) < 0 or sum(row.values()) <= 0 for row in rows.values()):
+        raise ValueError("there must be at least one row; parts must not be negative, and not all 0")
+    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
+    spare = cycle(color for color in RANK_COLORS if color not in {LOADING_COLORS.get(part) for part in parts})
+    colors = {part: LOADING_COLORS.get(part) or next(spare) for part in parts}
+    figure, (ax,) = new_figure(1, 1, size=(8.6, 1.15 + 0.34 * len(rows)))
+    ax.set_yticks(range(len(rows)), [fill(name, 30) for name in rows])
+    ax.set(ylim=(len(rows) - 0.45, -0.55), xlim=(0, 1.14), xlabel="share of the time")
+    ax.set_xticks([0, 0.25, 0.5, 0.75, 1])
+    ax.xaxis.set_major_formatter(PercentFormatter(1))
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    legend(ax, colors)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    figure.draw_without_rendering()
+    wide, _ = points_per_unit(ax)
+    for y, row in enumerate(rows.values()):
+        left, total = 0.0, sum(row.values())
+        for part, seconds in row.items():
+            share = seconds / total
+            ax.barh(y, share, left=left, height=0.72, color=tint(colors[part]), edgecolor=colors[part])
+            if share * wide > 24:
+                ax.text(left + share / 2, y, f"{share:.0%}", ha="center", va="center", fontsize=_SMALL)
+            left += share
+        unit, scale = ("s", 1) if total >= 1 else ("ms", 1e3) if total >= 1e-3 else ("µs", 1e6)
+        ax.annotate(f"{total * scale:.3g} {unit}", (1, y), (6, 0), textcoords="offset points", va="center")
+    return figure

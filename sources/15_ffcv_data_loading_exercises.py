@@ -1,0 +1,674 @@
+# %% [markdown]
+# # Exercises 15 · Is the GPU waiting for data, and how does FFCV fix that?
+#
+# Eight exercises on [15 Data loading with FFCV](../notebooks/15_ffcv_data_loading.ipynb). Only the seventh needs
+# ranks. None needs a fast disk, and only parts of 1, 3 and 4 use FFCV itself; where it is not installed, these parts
+# are left out. All of them take about three hours.
+#
+# | | you write | difficulty | minutes |
+# |---|---|---|---|
+# | 1 | the header of a `.beton` file, parsed | 2 of 5 | 20 |
+# | 2 | one sample, and not a byte more | 3 of 5 | 25 |
+# | 3 | a field of your own: to the file | 2 of 5 | 15 |
+# | 4 | a field of your own: out of the file, compiled | 3 of 5 | 25 |
+# | 5 | a random order for a small memory | 3 of 5 | 25 |
+# | 6 | the bottleneck of a training job | 3 of 5 | 25 |
+# | 7 | shards for DDP, without duplicates | 3 of 5 | 25 |
+# | 8 | an epoch of ImageNet on paper | 2 of 5 | 15 |
+#
+# 2 is built from 1, and 4 belongs to 3. The others stand alone. *Follows* on each card names the section of the lesson
+# to look things up in.
+
+# %% [markdown]
+# **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
+# fold open one by one; solutions are in [the solutions notebook](../solutions/15_ffcv_data_loading.ipynb).
+#
+# **What a check does.** In Exercises 1 and 2 it hands you a file that counts the bytes you read. In 3 and 4 it looks at
+# bytes, and then lets FFCV write and read a real file with your functions. In 5 it takes any order with the properties
+# asked for. In 6 the jobs run on a clock of their own, so that the answer is the same on a busy machine. In 7 it
+# collects the batches of all ranks. A function that does not end is stopped: after 20 seconds, on ranks after 5.
+
+# %% tags=["parameters"]
+import io
+from dataclasses import replace
+
+import numpy as np
+import torch.distributed as dist
+
+from course_utils import launch, plots
+from course_utils.checks import c15 as check
+from course_utils.checks.c15 import JOBS, STAGES, Job
+
+WORLD_SIZE = 4  # ranks of the demonstration; the checks choose their own
+
+# %% [markdown]
+# ---
+# ## Exercise 1 · The header
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 2 of 5 | 20 | 15, A file made to be read | 24 bytes, and 1041 for each field |
+#
+# A `.beton` file begins with 24 bytes, little endian and without gaps:
+#
+# | bytes | what |
+# |---|---|
+# | 2 | version, 2 today |
+# | 2 | number of fields |
+# | 4 | page size |
+# | 8 | number of samples |
+# | 8 | where the allocation table begins |
+#
+# A **descriptor** follows for each field: 1 byte with the type (1 is an integer, 2 an image), 16 bytes with the name,
+# filled up with zeros, 1024 bytes with arguments. Parse them. `file` is open for reading in binary mode and has
+# `read`, `seek` and `tell`. It counts what you read.
+
+
+# %%
+def read_header(file: io.RawIOBase) -> dict:
+    """What a `.beton` file says about itself; ValueError if its version is not 2.
+
+    Returns
+    -------
+    dict
+        version, page_size (bytes), samples, table (bytes from the beginning): int;
+        fields: list of (name, type), a str and an int, in the order of the file.
+    """
+    ### BEGIN SOLUTION
+    file.seek(0)
+    head = file.read(24)
+    version, fields = np.frombuffer(head, "<u2", 2).tolist()
+    (page_size,) = np.frombuffer(head, "<u4", 1, offset=4).tolist()
+    samples, table = np.frombuffer(head, "<u8", 2, offset=8).tolist()
+    if version != 2:
+        raise ValueError(f"version 2 is wanted, and this is version {version}")
+    descriptor = np.dtype([("type", "u1"), ("name", "S16"), ("arguments", "V1024")])
+    rows = np.frombuffer(file.read(fields * descriptor.itemsize), descriptor)
+    names = [(row["name"].decode(), int(row["type"])) for row in rows]
+    return dict(
+        version=version, page_size=page_size, samples=samples, table=table, fields=names
+    )
+    ### END SOLUTION
+
+
+# %%
+check.read_header(read_header)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# `file.read(24)` returns bytes. `struct.unpack("<HHIQQ", …)` or `np.frombuffer(…, dtype)` make numbers of them.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Now you know the number of fields: read 1041 bytes for each. A structured dtype takes a descriptor apart:
+# `np.dtype([("type", "u1"), ("name", "S16"), ("arguments", "V1024")])`.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# NumPy leaves the zeros at the end of an `S16` out; with struct, `.rstrip(b"\0")` does. `.decode()` makes text.
+# </details>
+# <details><summary>What are the arguments for?</summary>
+#
+# A field may keep there what its decoder needs and what is the same for all samples, such as the shape of an array.
+# Images and integers leave it empty.
+# </details>
+
+# %% [markdown]
+# When your function passes, use it on a file that FFCV has written (without FFCV, a file of the same form).
+
+# %%
+small = io.BytesIO(check.own_file())
+header = read_header(small)
+for key, value in header.items():
+    print(f"{key:9} {value}")
+first_page = header["page_size"]  # the pages begin at the next multiple of the page size
+print(f"\n{(header['table'] - first_page) // header['page_size']} page with samples")
+print(f"{len(small.getvalue()) - header['table']} bytes of allocation table, 24 a sample")
+
+# %% [markdown]
+# ---
+# ## Exercise 2 · One sample
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 3 of 5 | 25 | 15, A file made to be read | header, descriptors, one row, the pixels |
+#
+# Behind the descriptors lies the **data table**, one row for each sample. A row is an *aligned* structure of its
+# fields, in their order:
+#
+# | type | bytes | what |
+# |---|---|---|
+# | 0 | 8 | a float64 |
+# | 1 | 8 | an int64 |
+# | 2 | 13, packed | mode (1), width (2), height (2), pointer (8) |
+#
+# All images here have mode 1: raw pixels of 3 bytes, row by row, at `pointer`, which counts from the beginning of the
+# file. Return one image and its label. There is one image field and one integer field, in any order, under any name;
+# a float may stand between them.
+
+
+# %%
+def read_sample(file: io.RawIOBase, index: int) -> tuple[np.ndarray, int]:
+    """The image (height, width, 3) in uint8 and the label of sample `index`."""
+    ### BEGIN SOLUTION
+    header = read_header(file)
+    image = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("pointer", "<u8")])
+    kinds = {0: np.dtype("<f8"), 1: np.dtype("<i8"), 2: image}
+    types = [kind for _, kind in header["fields"]]
+    row = np.dtype([(f"type {kind}", kinds[kind]) for kind in types], align=True)
+    file.seek(24 + 1041 * len(types) + row.itemsize * index)
+    sample = np.frombuffer(file.read(row.itemsize), row)[0]
+    place = sample["type 2"]
+    shape = int(place["height"]), int(place["width"]), 3
+    file.seek(int(place["pointer"]))
+    pixels = np.frombuffer(file.read(shape[0] * shape[1] * 3), np.uint8)
+    return pixels.reshape(shape), int(sample["type 1"])
+    ### END SOLUTION
+
+
+# %%
+check.read_sample(read_sample)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Make one dtype for a row: `np.dtype([…], align=True)`. The image's own dtype is packed, so without `align`.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# The data table begins at 24 + 1041 · fields. Row `index` begins `index` times the row's `itemsize` later.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# Numbers out of the row are NumPy's, of 2 bytes: `int(height) * int(width) * 3` does not overflow. The shape of the
+# image is (height, width, 3).
+# </details>
+# <details><summary>And a JPEG?</summary>
+#
+# Its length is not in the row: it is the size in the allocation table, which FFCV sorts by address when it opens the
+# file, and searches for every read.
+# </details>
+
+# %%
+images = [read_sample(small, index) for index in range(3)]
+for index, (image, label) in enumerate(images):
+    print(f"sample {index}: image {image.shape}, first pixel {image[0, 0].tolist()}, label {label}")
+
+# %% [markdown]
+# ---
+# ## Exercise 3 · A field of your own: to the file
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 2 of 5 | 15 | 15, A file made to be read | 16 bytes a box |
+#
+# Images for detection have **boxes**, four numbers each, in some images none and in others many. FFCV has no field for
+# that. A field of one's own fixes what stands in the row, here `check.BOX_ROW`:
+#
+# | bytes | name | what |
+# |---|---|---|
+# | 4 | count | boxes of this image |
+# | 8 | pointer | where they lie in the file |
+#
+# FFCV's writer calls the field's `encode` for each sample. `malloc(size)` gives memory in a page: the address in the
+# file, and an array of `size` bytes to write into.
+
+
+# %%
+def encode_boxes(destination: np.ndarray, boxes: np.ndarray, malloc) -> None:
+    """Store the boxes of one image as float32.
+
+    Parameters
+    ----------
+    destination : array of shape (1,) and dtype BOX_ROW
+        The row of this sample, to be filled in.
+    boxes : array of shape (count, 4), float32 or float64
+        May be a part of a larger array, and may be empty. An empty one needs no memory and no
+        pointer. Leave it as it is: the writer may need it again.
+    malloc : callable
+        malloc(size) -> (address, array of `size` bytes)
+    """
+    ### BEGIN SOLUTION
+    boxes = np.ascontiguousarray(boxes, dtype=np.float32)
+    destination["count"] = len(boxes)
+    destination["pointer"] = 0
+    if len(boxes):
+        destination["pointer"], memory = malloc(boxes.nbytes)
+        memory[:] = boxes.view(np.uint8).reshape(-1)
+    ### END SOLUTION
+
+
+# %% tags=["nbval-ignore-output"]
+check.encode_boxes(encode_boxes)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# `destination["count"] = …` writes into the row. `destination["pointer"], memory = malloc(…)` works as well.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# `np.ascontiguousarray(boxes, dtype=np.float32)` has the right type and no gaps; `.nbytes` is its size.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# The array that malloc returns has bytes. `boxes.view(np.uint8).reshape(-1)` shows the boxes as bytes.
+# </details>
+# <details><summary>What if the page is full?</summary>
+#
+# malloc raises MemoryError, and the writer calls `encode` again for the same sample with a new page: a sample never
+# crosses the end of a page. That is why `encode` must not change what it is given.
+# </details>
+
+# %% [markdown]
+# ---
+# ## Exercise 4 · A field of your own: out of the file
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 3 of 5 | 25 | 15, Compiled, and in threads | right in Python, and compiled by Numba |
+#
+# The decoder is a function that FFCV compiles and calls for each batch. It fills a part of a buffer that has been in
+# use before. An image with fewer than `most` boxes is filled up with -1; of one with more, the first `most` stay.
+#
+# | argument of `decode` | what it is |
+# |---|---|
+# | `indices` | numbers of the samples of this batch |
+# | `destination` | array (batch, most, 4) of float32, to be filled and returned |
+# | `rows` | array of dtype BOX_ROW, one for **every** sample of the file |
+# | `state` | to be handed on to `read` |
+#
+# `read(pointer, state)` returns the bytes that were allocated at `pointer`.
+
+
+# %%
+def box_decoder(read, most: int):
+    """The function decode(indices, destination, rows, state) -> destination, to be compiled."""
+
+    ### BEGIN SOLUTION
+    def decode(indices, destination, rows, state):
+        for i in range(len(indices)):
+            row = rows[indices[i]]
+            count = min(most, row["count"])
+            destination[i] = -1
+            if count > 0:
+                boxes = read(row["pointer"], state).view(np.float32).reshape(-1, 4)
+                destination[i, :count] = boxes[:count]
+        return destination
+
+    return decode
+    ### END SOLUTION
+
+
+# %% tags=["nbval-ignore-output"]
+check.box_decoder(box_decoder)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# A loop over the positions i of the batch; sample `indices[i]` has the row `rows[indices[i]]`.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# `read(…).view(np.float32).reshape(-1, 4)` are the boxes. Read only where count is not 0.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# Fill all places with -1 first, then write the first `min(most, count)`. A slice with that number on both sides keeps
+# Numba from writing too far.
+# </details>
+# <details><summary>What remains for a field that FFCV accepts?</summary>
+#
+# Two small classes around your functions, as below. `to_binary` and `from_binary` are for the 1024 bytes of arguments
+# in the descriptor.
+# </details>
+
+# %% [markdown]
+# The two classes, as the check builds them:
+#
+# ```python
+# class BoxDecoder(Operation):
+#     def declare_state_and_memory(self, previous):
+#         shape, dtype = (self.field.most, 4), np.dtype("<f4")
+#         return replace(previous, shape=shape, dtype=dtype), AllocationQuery(shape, dtype)
+#
+#     def generate_code(self):
+#         return box_decoder(self.memory_read, self.field.most)
+#
+#
+# class BoxField(Field):
+#     metadata_type = BOX_ROW
+#
+#     def encode(self, destination, boxes, malloc):
+#         encode_boxes(destination, boxes, malloc)
+#
+#     def get_decoder_class(self):
+#         return BoxDecoder
+#     …  # __init__, to_binary and from_binary: keep `most` in the descriptor
+# ```
+#
+# The file has a field of type 255, which nobody else can read: a Loader has to be told with
+# `custom_fields={"boxes": BoxField}`.
+
+# %% [markdown]
+# ---
+# ## Exercise 5 · A random order for a small memory
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 3 of 5 | 25 | 15, In which order?; A set that does not fit in memory | each page is loaded once |
+#
+# The file does not fit in memory; `cap` of its pages do. A page is **in use** from the first of its samples that an
+# epoch reads to the last one. If more pages are in use than fit, a page leaves memory and is loaded again later.
+# Read in the order of the file, one page is in use at a time, and neighbours always meet in the same batch. A full
+# shuffle uses all pages at once.
+#
+# The lesson has an order between the two, **quasi-random**. Leave the lesson closed, and make one from its promises:
+#
+# - every sample once, and never more than `cap` pages in use;
+# - as random as that allows: which pages come together, which of them is next, and which of its samples;
+# - the same for the same seed, another one for another seed. Each epoch calls with its own.
+
+
+# %%
+def quasi_random(pages: np.ndarray, cap: int, seed: int) -> np.ndarray:
+    """An order of all samples.
+
+    Parameters
+    ----------
+    pages : array of int, one entry for each sample
+        The page on which the sample lies. Pages may hold different numbers of samples, some
+        numbers may be missing, and neighbours may lie on different pages.
+    cap : int
+        How many pages may be in use at a time; at least 1, perhaps more than there are.
+    """
+    ### BEGIN SOLUTION
+    rng = np.random.default_rng(seed)
+    waiting = [rng.permutation(np.flatnonzero(pages == page)) for page in np.unique(pages)]
+    rng.shuffle(waiting := [list(samples) for samples in waiting])
+    order, in_use = [], []
+    while waiting or in_use:
+        while waiting and len(in_use) < cap:
+            in_use.append(waiting.pop())
+        k = rng.integers(len(in_use))
+        order.append(in_use[k].pop())
+        if not in_use[k]:
+            del in_use[k]
+    return np.array(order)
+    ### END SOLUTION
+
+
+# %%
+check.quasi_random(quasi_random)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Collect the samples of each page: `np.flatnonzero(pages == page)`. Shuffle each of these lists, and the list of
+# lists.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Keep up to `cap` lists open. Draw one of them, take its next sample; if it is empty, let it go and open another one.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# `rng = np.random.default_rng(seed)` at the beginning, and every draw from it.
+# </details>
+# <details><summary>Is there a shorter way?</summary>
+#
+# Take `cap` pages at a time from the shuffled pages, and shuffle all samples of such a group. It has the same hit
+# rate. But then all pages of a group change at once, and the loader waits; one page at a time can be loaded ahead.
+# </details>
+# <details><summary>What does FFCV do?</summary>
+#
+# The same as here, with 2 · batch_size pages open. It does not ask how much memory there is: the cap follows from the
+# batch size.
+# </details>
+
+# %% [markdown]
+# When your function passes, look at it. The hit rate is that of a memory for `cap` pages that lets go of the page which
+# is needed latest, as FFCV's process cache can, because it knows the order.
+
+# %%
+pages, cap = np.repeat(np.arange(32), 24), 4
+orders = {
+    "sequential": np.arange(len(pages)),
+    "quasi-random, mine": quasi_random(pages, cap, seed=0),
+    "random": np.random.default_rng(0).permutation(len(pages)),
+}
+accesses = {name: pages[order].tolist() for name, order in orders.items()}
+notes = {name: f"{check.hit_rate(read, cap):.0%} hits" for name, read in accesses.items()}
+reads = {name: list(enumerate(read)) for name, read in accesses.items()}
+plots.page_accesses(reads, "simulated: 32 pages, of which 4 fit in memory", notes=notes)
+
+# %% [markdown]
+# *The figure: three panels, page against step. Sequential is a staircase. Quasi-random is a band of four short
+# horizontal strokes at any time, at pages all over the file. Random is a cloud, and about one access in three hits.
+# It would be one in eight in a memory that does not know what comes.*
+
+# %% [markdown]
+# ---
+# ## Exercise 6 · The bottleneck of a training job
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 3 of 5 | 25 | 15, Who waits for whom? | the stage, and the waiting within 2 points |
+#
+# A batch is read, decoded, augmented and copied, and then used in a training step. Three jobs are given, A, B and C.
+# They run on a clock of their own: `job.clock()` is in seconds, and calling the stages moves it. It does not matter
+# what else your machine does. Decoding and augmentation share the job's threads. In A, B and C the loader works in the
+# background, some batches ahead of the step. The check has jobs of its own, too, some with the loader in the
+# foreground: it works when it is asked for a batch.
+#
+# | | what it does |
+# |---|---|
+# | `job.batches(n)` | starts a loader, which compiles: an iterator over n batches |
+# | `job.step(batch)` | one training step |
+# | `job.alone(stage)` | one stage on one batch, in one thread, with nothing beside it |
+# | `job.halved(stage)` | a new job in which one of `STAGES` takes half as long |
+#
+# The **bottleneck** is the stage which, twice as fast, makes the whole run fastest. A loader compiles its code before
+# its first batch, which does not count: measure from some later batch of the same loader on.
+
+
+# %%
+def find_bottleneck(job: Job) -> tuple[str, float]:
+    """The bottleneck, one of STAGES, and the per cent of its time that the loop waits."""
+
+    ### BEGIN SOLUTION
+    def measure(job, skip=20, count=100):
+        batches, waited, begin = job.batches(skip + count), 0.0, 0.0
+        for n in range(skip + count):
+            start = job.clock()
+            batch = next(batches)
+            if n == skip:
+                waited, begin = 0.0, start
+            waited += job.clock() - start
+            job.step(batch)
+        seconds = job.clock() - begin
+        return seconds, 100 * waited / seconds
+
+    stage = min(STAGES, key=lambda stage: measure(job.halved(stage))[0])
+    return stage, measure(job)[1]
+    ### END SOLUTION
+
+
+# %%
+check.find_bottleneck(find_bottleneck)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Write a function first that runs a job for some batches and returns the seconds after the first 20 of them. Call it
+# with `job.halved(stage)` for each stage.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# `batches = job.batches(n)` and `next(batches)`: look at the clock before and after it. The sum of the differences is
+# the waiting.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# The longest stage alone need not be the answer: the threads share the decoding, the disk works beside them, and the
+# step beside all of them. With the loader in the foreground only the threads work at the same time.
+# </details>
+# <details><summary>How does one halve a stage of a real job?</summary>
+#
+# One takes it out, or makes it smaller: batches that stay in memory instead of read ones, raw images instead of JPEG,
+# no augmentation, a model with half the layers. What changes the rate of the run is worth mending.
+# </details>
+
+# %%
+for name, job in JOBS.items():
+    stage, waiting = find_bottleneck(job)
+    times = {}
+    for part in STAGES:
+        probe = replace(job, now=0.0)
+        probe.alone(part)
+        times[part] = f"{1e3 * probe.clock():g} ms"
+    print(f"job {name}, {job.threads} threads: {stage}, waits {waiting:.0f} %, alone {times}")
+
+# %% [markdown]
+# In all three jobs decoding takes longest in one thread, and only in A is it the bottleneck. In A it shares its threads
+# with the augmentation; in B the step is slower than everything before it; C waits for its disk.
+
+# %% [markdown]
+# ---
+# ## Exercise 7 · Shards for DDP
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 3 of 5 | 25 | 15, Two ranks, one file | each sample once, equal numbers of batches, no message |
+#
+# Each rank asks which samples are its own in this epoch. All ranks' batches together hold **each sample once**. All
+# ranks have the same number of batches, because DDP waits for everyone in each step, and it is as small as possible: a
+# step takes up to `batch` samples on each rank. Batches may differ in size; none is empty. The order changes with the
+# epoch and with the seed, and so does what a rank gets. There are at least as many samples as ranks.
+
+
+# %%
+def shard(count: int, batch: int, epoch: int, seed: int) -> list[list[int]]:
+    """This rank's batches, each with 1 to `batch` of the numbers from 0 to count - 1."""
+    ### BEGIN SOLUTION
+    rank, n = dist.get_rank(), dist.get_world_size()
+    order = np.random.default_rng((seed, epoch)).permutation(count)
+    steps = -(-count // (batch * n))  # rounded up
+    parts = np.array_split(order, steps * n)
+    return [part.tolist() for part in parts[rank::n]]
+    ### END SOLUTION
+
+
+# %%
+check.shard(shard)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# All ranks make the same shuffled list, from a generator with seed and epoch. Then each takes its part.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# The number of steps is count / (batch · n), rounded up. So there are steps · n batches in all.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# `np.array_split(order, k)` cuts into k parts whose sizes differ by one at most. Every n-th of them is yours.
+# </details>
+# <details><summary>What does DDP make of batches of different size?</summary>
+#
+# It averages the ranks' gradients with equal weights, so that a sample in a smaller batch counts a little more.
+# Multiply the loss by batch size · n / samples of this step, and the gradient is that of the whole step again (lesson
+# 04, uneven inputs).
+# </details>
+# <details><summary>And FFCV?</summary>
+#
+# With `distributed=True` it uses PyTorch's DistributedSampler, which repeats a few samples until all ranks have the
+# same number, and its Loader drops the last incomplete batch unless `drop_last=False`. For training that is fine. For
+# an evaluation it is not: pass your own `indices`. The quasi-random order does not work with `distributed=True`. Each
+# rank may get pages of its own with `indices`, but then it sees the same samples in every epoch; a new Loader for each
+# epoch, with other pages, costs its compilation, unless `ffcv_fixes` has kept that.
+# </details>
+
+# %% [markdown]
+# When your function passes, look at the sizes.
+
+
+# %%
+def sizes(count, batch):
+    return [len(part) for part in shard(count, batch, epoch=0, seed=0)]
+
+
+for count in (1000, 1030):
+    for rank, row in enumerate(launch(sizes, count, 64, world_size=WORLD_SIZE, backend="gloo")):
+        print(f"{count} samples, rank {rank}: batches of {row}")
+
+# %% [markdown]
+# ---
+# ## Exercise 8 · An epoch of ImageNet on paper
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 2 of 5 | 15 | 15, Small or fast; A set that does not fit in memory | seconds within 1 % |
+#
+# ImageNet has 1,281,167 training images (Russakovsky et al., 2015). As raw pixels of at most 256 × 256 FFCV's file
+# has 169.8 GB. FFCV's benchmark (docs/benchmarks.rst) loads it at 172,801 images/s from memory, and at 6,870 images/s
+# from a network disk, which therefore gives 0.91 GB/s. FFCV's ResNet-50 on eight A100 makes 16 epochs in
+# 14.9 minutes: take its mean of 22,930 images/s for the GPUs.
+#
+# Disk, CPU and GPUs work at the same time, on different batches. If the file fits in memory, the disk is read in the
+# first epoch only. If it does not, every epoch reads all of it: assume that the page cache does not help then. How long
+# do the first epoch and a later one take with 256 GB of memory for the file, how long with 128 GB, and what sets the
+# pace of the later ones?
+
+
+# %%
+def imagenet_epoch(
+    images: int, gigabytes: float, memory: float, disk: float, cpu: float, gpu: float
+) -> tuple[float, float, str]:
+    """Seconds of the first epoch, seconds of a later one, and what sets the later ones' pace.
+
+    Parameters
+    ----------
+    gigabytes, memory : float
+        Size of the file, and memory that is free for it, in GB.
+    disk : float
+        GB/s.
+    cpu, gpu : float
+        Images/s that the CPU loads from memory, and that all GPUs together train on.
+
+    Returns
+    -------
+    tuple
+        Two numbers, and "disk", "cpu" or "gpu".
+    """
+    ### BEGIN SOLUTION
+    rates = {"disk": images * disk / gigabytes, "cpu": cpu, "gpu": gpu}
+    later = rates if gigabytes > memory else {"cpu": cpu, "gpu": gpu}
+    return images / min(rates.values()), images / min(later.values()), min(later, key=later.get)
+    ### END SOLUTION
+
+
+# %%
+check.imagenet_epoch(imagenet_epoch)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Bring all three to images/s. How many images does the disk deliver, if an image has 169.8 GB / 1,281,167?
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# The slowest of the three sets the pace of the first epoch. Later the disk counts only if the file does not fit.
+# </details>
+# <details><summary>What would you do with 128 GB?</summary>
+#
+# Store JPEG: FFCV's file of the same images has 22.0 GB at quality 90, which fits, and the CPU pays for the decoding.
+# Or mix both, until the file just fits: raw saves CPU, JPEG saves memory.
+# </details>
+
+# %%
+for memory in (256, 128):
+    first, later, pace = imagenet_epoch(1_281_167, 169.8, memory, 0.91, 172_801, 22_930)
+    print(f"{memory} GB: first epoch {first:.0f} s, later {later:.0f} s, set by the {pace}")

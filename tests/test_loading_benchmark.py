@@ -1,0 +1,65 @@
+"""The benchmark of lesson 15 runs, and the data that the lesson shows are whole; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, missing
+
+from course_utils import ffcv_fixes
+
+pytestmark = pytest.mark.guard(180)
+FOLDER = ROOT / "tests" / "benchmarks"
+sys.path.append(str(FOLDER))
+
+import loading  # noqa: E402
+import loading_ways  # noqa: E402
+
+STORED = json.loads((ROOT / "docs" / "loading.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
+    if reason := ffcv_fixes.missing():
+        missing(f"FFCV ({reason})")
+    folder = tmp_path_factory.mktemp("loading")
+    ways = "dataloader,dataloader_cv2,threads_raw,ffcv_raw,ffcv_jpeg_python"
+    command = [sys.executable, FOLDER / "loading.py", "--quick", "--ways", ways, "--output", folder / "loading.json"]
+    environment = os.environ | {"COURSE_BENCH_ENVS": str(folder), "XDG_CACHE_HOME": str(folder)}
+    environment["NUMBA_CACHE_DIR"] = str(ffcv_fixes._cache.folder("numba"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "loading.json").read_text()), done.stdout
+
+
+def test_every_way_is_measured(report: tuple[dict, str]):
+    for key, row in report[0]["ways"].items():
+        at = row["by_workers"]["1"]
+        assert at["images_per_s"] > 0 and at["cpu_ms_per_image"] > 0 and at["first_batch_s"] > 0, key
+
+
+def test_table_and_steps_are_printed(report: tuple[dict, str]):
+    assert "| DataLoader, PIL | PIL | JPEG files | processes |" in report[1]
+    assert "From DataLoader to FFCV, raw" in report[1]
+
+
+def test_data_name_no_machine(report: tuple[dict, str]):
+    for text in (json.dumps(report[0]), json.dumps(STORED)):
+        for private in (str(Path.home()), os.sep + "tmp", str(ROOT)):
+            assert private not in text
+
+
+def test_every_way_exists():
+    assert {way.key for way in loading.WAYS} == set(loading_ways.WAYS)
+    assert {key for steps in loading.STEPS.values() for *_, key in steps} <= set(loading_ways.WAYS)
+
+
+def test_stored_run_is_complete():
+    assert not STORED["quick"] and STORED["images"]["count"] == 2000
+    assert set(STORED["ways"]) == set(loading_ways.WAYS)
+    assert set(STORED["compile"]) == {"cold_s", "next_process_s", "without_fixes_s"}
