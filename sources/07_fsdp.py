@@ -532,7 +532,7 @@ plots.memory_bars(peaks, "measured: one rank at its peak, one window of text")
 # States are still divided by N; but at its peak each rank holds all weights and all gradients. Nothing can be
 # fetched ahead either.
 #
-# Every linear layer by itself saves a little more, and pays nearly four times the messages. Each pays its α (lesson
+# Every linear layer by itself saves a little more, and pays more than three times the messages. Each pays its α (lesson
 # 02). (FSDP warns here, and the cell has silenced it: a linear layer's output is a view, and `x += y` on it in the
 # model would lose the hook that starts its backward.) DDP's buffers are its buckets, a second copy of the gradients
 # (lesson 04). It reaches its peak after backward, in the optimizer's step; hence the few activations in its bar.

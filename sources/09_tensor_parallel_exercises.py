@@ -378,8 +378,8 @@ check.vocab_parallel_embedding(vocab_parallel_embedding)
 # - over NVLink with 900 GB/s, both directions together,
 # - over InfiniBand with 400 Gb/s in each direction?
 #
-# In forward, the layer takes 24·b·s·h² operations for its weights and 4·b·s²·h for the attention scores; in backward
-# twice as many. The t GPUs share them, and each does 400 TFLOP/s. Latency is left out, and nothing overlaps.
+# In forward, the layer takes 24·b·s·h² operations for its weights, and 4·b·s²·h for attention, scores and mixing; in
+# backward twice as many. The t GPUs share them, and each does 400 TFLOP/s. Latency is left out, and nothing overlaps.
 #
 # `unit` is "GB/s" or "Gb/s"; `directions` is 2 if the bandwidth counts both directions together, else 1. The answer is
 # a tuple: MB (10⁶ bytes), ms, and communication as a share (0 to 1) of communication plus computation.

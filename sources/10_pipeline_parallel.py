@@ -544,7 +544,8 @@ class Mailbox:
 #   `wait`. B asks when the answer to the message is there, so it never waits in vain.
 #
 # The worker notes when it computed, and how many micro-batches it has kept at most. With a `pace`, an operation takes
-# so long at least, of which more below.
+# so long at least, of which more below. It comes in three cells: `class Worker(Worker)` is the worker so far, with one
+# method more.
 
 
 # %%
@@ -1350,8 +1351,8 @@ for schedule in plain + [loop]:
 # 10. Tensor parallelism stays. Pipeline and data parallelism may cross (section 10).
 # </details>
 #
-# **Exercises:** [exercises/10_pipeline_parallel](../exercises/10_pipeline_parallel.ipynb). **Next:** 12, which puts
-# data, tensor and pipeline parallelism together.
+# **Exercises:** [exercises/10_pipeline_parallel](../exercises/10_pipeline_parallel.ipynb). **Next:**
+# [12 parallelism 3d](12_parallelism_3d.ipynb), which puts data, tensor and pipeline parallelism together.
 #
 # **Worth reading**
 # - Y. Huang et al., *GPipe: efficient training of giant neural networks using pipeline parallelism*, 2019,
