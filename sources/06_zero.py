@@ -966,7 +966,7 @@ for n in (64, 256, 1024):
 #
 # Now shapes that belong there, with checkpointing and one sequence a rank. Layers are alike, so a few of them are
 # enough: simulate three and four, and the difference is what each further one adds. That this is right is checked on
-# GPT-2, all twelve layers of it, and on six layers of the largest.
+# GPT-2 and on GPT-3 6.7B, all their layers simulated.
 
 
 # %%
@@ -988,7 +988,7 @@ def by_two_depths(config):
 big = {name: replace(PUBLISHED[name], checkpoint=True) for name in SHOWN}
 deeper = {name: by_two_depths(config) for name, config in big.items()}
 found = {name: deeper[name](config.layers) for name, config in big.items()}
-for name, layers in (("GPT-2", 12), ("GPT-3 175B", 6)):
+for name, layers in (("GPT-2", 12), ("GPT-3 6.7B", 32)):
     states, peak = deeper[name](layers)
     simulated = simulate(replace(big[name], layers=layers), cluster)
     assert abs(states.states - simulated.states.states) < 1
