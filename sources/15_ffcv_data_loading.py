@@ -107,8 +107,9 @@ else:
     print("FFCV can be used: everything below is measured here, unless it says otherwise.")
 
 # %% [markdown]
-# What is recorded was measured by `tests/benchmarks/loading.py`, on 2,000 of the images that this lesson uses, and
-# lies in `docs/loading.json`.
+# What is recorded was measured by `tests/benchmarks/loading.py`, on the 2,000 images of which this lesson uses a part,
+# and lies in `docs/loading.json`. It is one round, on a machine whose speed moved by 1.4 times from run to run with
+# nothing else running. So look at what is far apart, and do not quote a factor from it.
 
 # %%
 RECORDED = json.loads(Path("../docs/loading.json").read_text(encoding="utf-8"))
@@ -576,9 +577,9 @@ plots.file_layout(segments, "measured: a .beton file of 24 raw images, pages of 
 # is known without a search. Any image is one contiguous piece, without a directory to look it up in and a file to
 # open. And images that share a page can be fetched together. The price is white space, and a file that cannot grow.
 #
-# > **Misconception.** "FFCV is fast because `.beton` is a fast binary format." It is a plain one, as you saw. Most of
-# > the speed comes from what is stored in it, from the decoder, and from threads that share one memory. The next
-# > sections take these apart.
+# > **Misconception.** "FFCV is fast because `.beton` is a fast binary format." It is a plain one, as you saw. What is
+# > stored in it, the decoder, threads that share one memory and compiled code all have a part. The next sections take
+# > these apart.
 
 # %% [markdown]
 # ## 4. Small or fast: what to store
@@ -1190,7 +1191,8 @@ if not without:
 # left. And FFCV on one core takes about as long as the same work by our NumPy reader: both spend their time in
 # OpenCV's C++ code. To compile the loop around it gains little or nothing, as the line "not compiled" shows.
 #
-# The same steps with workers, one change at a time, each way in a process of its own on a quiet machine:
+# The same steps with workers, one change at a time, each way in a process of its own. Neighbours here are closer than
+# the machine is steady:
 
 # %%
 steps = recorded("dataloader", "dataloader_cv2", "dataloader_raw", "threads_raw", "ffcv_raw")
@@ -1199,7 +1201,8 @@ plots.loader_bars(steps, title, [*steps][0], unit="images/s")
 
 # %% [markdown]
 # *The figure: five bars, from the usual loader with PIL to one with OpenCV, then without decoding, then with threads
-# in the place of processes, then FFCV. Not to decode gains most, the compiled loop least.*
+# in the place of processes, then FFCV. Each is longer than the one before. In other runs threads and the compiled loop
+# changed their sign; that OpenCV takes less time of a core than PIL, and pixels less than JPEG, did not change.*
 #
 # Threads for processes means that nobody hands batches from process to process. OpenCV gives Python's lock back while
 # it works, so plain threads can do this part without compiling anything. Compiled code does not need the lock,
