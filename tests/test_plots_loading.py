@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 import pytest
+from figures import inside, texts
 from matplotlib.colors import to_rgb
 from matplotlib.patches import ConnectionPatch
 
@@ -12,17 +13,6 @@ BETON = [
     ("header", 0, 24), ("field descriptors", 24, 2082), ("data table", 2106, 64_000),
     *(("heap page", 8 * MIB * (i + 1), 8 * MIB) for i in range(47)), ("allocation table", 48 * 8 * MIB, 48_000),
 ]  # fmt: skip
-
-
-def texts(ax):
-    return [text.get_text() for text in ax.texts]
-
-
-def inside(figure):
-    """Everything that is drawn lies inside the figure's edges."""
-    figure.draw_without_rendering()
-    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < width + 0.02 and box.y1 < height + 0.02, box
 
 
 def drawn(ax):

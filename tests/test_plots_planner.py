@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from figures import inside, texts
 from matplotlib.collections import LineCollection, PatchCollection
 from matplotlib.colors import to_rgb
 
@@ -13,17 +14,6 @@ from course_utils.planner import Layout
 from course_utils.plots.mesh import short_ranks
 
 SIZES = {"pp": 4, "dp": 8, "tp": 8}
-
-
-def texts(ax):
-    return [text.get_text() for text in ax.texts]
-
-
-def inside(figure):
-    """Everything that is drawn lies inside the figure's edges."""
-    figure.draw_without_rendering()
-    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-    assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < width + 0.02 and box.y1 < height + 0.02, box
 
 
 def coloured(ax):
