@@ -14,10 +14,10 @@
 # # What happens inside `loss.backward()` under DDP?
 #
 # Four ranks train a small GPT. Written in the way that comes to mind first, one step makes 28 all-reduces, one
-# after the other, and waits for each. PyTorch's `DistributedDataParallel` sends the same bytes in four all-reduces,
+# after the other, and waits for each. PyTorch's `DistributedDataParallel` sends the same bytes in a few all-reduces,
 # and starts them while the backward pass is still running. The weights are the same afterwards, and the gradients
 # are ready several times sooner, also on the two CPU cores that built this lesson (section 6 measures it). This
-# lesson builds that class, three times, each better.
+# lesson builds that class in three versions.
 #
 # **You will be able to**
 # - *prove* that N ranks take the same step as one process with an N-times larger batch, and *name* what breaks it;
@@ -38,7 +38,8 @@
 #    all ranks take the step of one process with the whole batch?
 # 2. Ranks start from *different* weights and average their gradients at every step. Do the weights grow together,
 #    stay apart, or drift further apart?
-# 3. The GPT's gradients are 28 tensors, 449,536 bytes. How many all-reduces does PyTorch's DDP make in a step?
+# 3. The GPT's gradients are 28 tensors, 449,536 bytes, and PyTorch's DDP is told to make buckets of 128 KiB. How many
+#    all-reduces does it make in its first step, and how many later?
 # 4. In which order do gradients become ready, and which comes last if the output layer shares the embedding's
 #    weight?
 # 5. Four micro-batches are accumulated under DDP without `no_sync`. Is the result wrong?
@@ -84,12 +85,14 @@ patience = 2.0  # seconds until a hang is reported, in the cells that hang on pu
 # %% [markdown]
 # ## 1. Data parallelism in one picture
 #
-# Every rank holds the whole model. In a step each takes *its own part* of the batch, runs forward and backward
-# alone, and then the ranks average their gradients, so that all optimizers see the same one and take the same step.
+# Every rank holds the whole model. In a step each takes *its own part* of the batch and runs forward and backward
+# alone. Before the optimizer's step the ranks exchange their gradients, so that all optimizers see the same one and
+# take the same step. **Predict** (question 1): what has to be done to the gradients?
 #
 # The model is the small GPT of `course_utils.models`: two blocks, 64 wide, and its output layer shares the
-# embedding's weight. The data is *Alice in Wonderland* by characters, in windows of 64. `take` fetches windows by
-# their numbers, and the other two helpers say which numbers belong to a step and to a rank.
+# embedding's weight. The data is *Alice in Wonderland* by characters, in windows of 64. `on_ranks` runs a function on
+# all ranks. `take` fetches windows by their numbers; `whole_batch` says which numbers belong to a step, and `my_part`
+# which of them to this rank.
 
 
 # %%
@@ -153,18 +156,18 @@ replicas(columns, "measured: one step of data parallelism")
 # after. Coloured is the rank's own: text, loss and gradient. The only communication lies between the two gradient
 # columns.*
 #
-# Note what never moves: text, activations, weights.
+# Note what does not move in a step: text, activations, weights.
 
 # %% [markdown]
 # ## 2. The mean of the gradients is the gradient of the large batch
 #
-# The loss of a batch is a mean over its windows. Split N·b windows into N parts of b:
+# The loss of a batch is a mean over its windows, of losses ℓᵢ. Split N·b windows into N parts of b:
 #
 # $$\frac{1}{Nb}\sum_{i=1}^{Nb}\ell_i \;=\; \frac1N\sum_{r=1}^{N}\Big(\frac1b\sum_{i\,\in\,\text{part }r}\ell_i\Big)$$
 #
 # The gradient of a sum is the sum of the gradients. So the *mean over ranks* of the gradients of their *mean
-# losses* is the gradient of the whole batch. **Predict** (question 1) what the largest difference will be, in
-# float32 and in float64: zero?
+# losses* is the gradient of the whole batch. **Predict** the largest difference between the two, in float32 and in
+# float64: zero?
 
 
 # %%
@@ -323,20 +326,21 @@ print(f"with a broadcast from rank 0:     {together[0]:.3f} before, {together[1]
 # between them neither shrink nor grow. And that gradient belongs to none of the models: each rank's part of it was
 # computed at other weights. The loss may even fall for a while, and no message ever says what is wrong.
 #
-# One broadcast cures it, and then the spread is zero after every step, not only small: an all-reduce leaves the
-# same bits on every rank (lesson 03), and the same bits minus the same bits are the same.
+# A broadcast of the weights cures it, and then the spread is zero after every step, not only small: an all-reduce
+# leaves the same bits on every rank (lesson 03), and the same bits minus the same bits are the same.
 #
 # <details><summary>Would it do to give every rank the same seed instead?</summary>
 #
 # For weights drawn from that seed, yes, as long as all ranks draw the same numbers in the same order. A broadcast
 # also covers weights from a file that one rank read half-written, another version of a library, or a layer that a
-# rank built under an `if`. It happens once, costs S bytes, and DDP does it.
+# rank built under an `if`. It happens once, costs the bytes of the weights, and DDP does it.
 # </details>
 #
 # <details><summary>The opposite mistake: the same weights, and the same data on every rank. What happens?</summary>
 #
 # All ranks compute the same gradient, and the mean is that gradient. N ranks do the work of one. Loss, spread and
-# speed look right; only the epoch is N times too long. The sampler of section 12 prevents it.
+# speed look right; only each rank goes through the whole data set, so an epoch has N times the steps that it should.
+# The sampler of section 12 prevents it.
 # </details>
 
 # %% [markdown]
@@ -344,6 +348,9 @@ print(f"with a broadcast from rank 0:     {together[0]:.3f} before, {together[1]
 #
 # The loops of the last two sections become a class. It wraps a model, is called like it, and has one method more:
 # `finish()`, to be called between `backward()` and the optimizer's step. Written so, training code hardly changes.
+#
+# Besides parameters a model may have **buffers**: tensors that are saved with it and computed, not trained, such as the
+# running mean of batch norm (section 11). They are broadcast at the start, too.
 #
 # Three kinds of parameter want care even here. A **tied** weight is one tensor under two names; `parameters()`
 # gives it once. A **frozen** one has no gradient, on any rank, and is left out. An **unused** one has none *in this
@@ -456,8 +463,8 @@ print(f"AfterBackward: {count(AfterBackward)}")
 # Copy many gradients into one flat tensor, average that, and hand the parts back. The flat tensor is a **bucket**.
 # What changes:
 #
-# - buckets are dealt out once, at the start. All ranks must agree on them, so they follow the order of the
-#   parameters. They take them *from the last to the first*: the next version needs that order;
+# - buckets are dealt out once, at the start. All ranks must agree on them, so parameters are dealt in the order of the
+#   model, *from the last to the first*: the next version needs that order;
 # - a bucket is full when it has reached `cap` bytes, and it holds one dtype only;
 # - the division comes *before* the sum. In float16 a sum of N gradients overflows earlier than their mean.
 
@@ -545,7 +552,7 @@ bucket_picture({"last to first": by_definition}, "computed: the buckets of FlatB
 
 # %%
 def order_of_gradients():
-    model, arrived = build(), []
+    model, arrived = build().to(device()), []
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: arrived.append(name))
     loss_of(model, *take(my_part(0))).backward()
@@ -599,10 +606,36 @@ print(f"Overlapped: {prove(Overlapped)}")
 print(f"Overlapped: {count(Overlapped)}")
 
 # %% [markdown]
-# The same four messages. Only the clock can tell the last two versions apart, so look at it: when does each rank
-# compute its gradients, and when is each message under way? `DistributedDataParallel`, with buckets of the same
-# size, comes along as a fourth. The four take turns, eight steps each. Three warm up, and the figure shows each
-# version's median of the other five.
+# The same four messages. What differs is when they start. Count those that had started when `backward()` came back;
+# `DistributedDataParallel`, with buckets of the same size, comes along as a fourth.
+
+# %%
+versions = {
+    "AfterBackward": AfterBackward,
+    "FlatBuckets": FlatBuckets,
+    "Overlapped": Overlapped,
+    "DistributedDataParallel": lambda m: DDP(m, bucket_cap_mb=bucket_bytes / 2**20),
+}
+
+
+def started_in_backward(wrap):
+    """On a rank: messages of the third step that start before backward is over."""
+    model = wrap(build().to(device()))
+    for step in range(3):
+        loss = loss_of(model, *take(my_part(step)))
+        with record() as ledger:
+            loss.backward()
+        getattr(model, "finish", lambda: None)()
+    return len(ledger)
+
+
+started = {name: on_ranks(started_in_backward, wrap)[0] for name, wrap in versions.items()}
+print(started)
+assert [*started.values()] == [0, 0, 4, 4]
+
+# %% [markdown]
+# Now by the clock: when does each rank compute its gradients, and when is each message under way? The four take
+# turns, eight steps each. Three warm up, and the figure shows each version's median of the other five.
 
 
 # %%
@@ -642,12 +675,6 @@ def typical(by_step):
 
 
 # %% tags=["nbval-ignore-output"]
-versions = {
-    "AfterBackward": AfterBackward,
-    "FlatBuckets": FlatBuckets,
-    "Overlapped": Overlapped,
-    "DistributedDataParallel": lambda m: DDP(m, bucket_cap_mb=bucket_bytes / 2**20),
-}
 by_step = [*zip(*on_ranks(in_turns, versions), strict=True)][3:]  # the first three warm up
 steps = {name: typical([[rank[name] for rank in ranks] for ranks in by_step]) for name in versions}
 step_timelines(steps, "measured: backward (pale) and all-reduces (dark) of one step")
@@ -683,8 +710,9 @@ for name, ranks in steps.items():
 #
 # <details><summary>How can DDP do without <code>finish()</code>?</summary>
 #
-# The autograd engine takes callbacks that run when the whole backward pass is done. DDP queues one in its first
-# hook of a backward pass, and that one waits for the buckets and hands out the gradients. In Python it is
+# The autograd engine takes callbacks that run when the whole backward pass is done. DDP queues one as soon as its last
+# bucket is complete, and that one waits for the buckets and hands out the gradients. If a bucket never becomes
+# complete, nothing is queued and nothing waits: remember that in section 9. In Python it is
 # `torch.autograd.Variable._execution_engine.queue_callback(self.finish)`, a private name.
 # </details>
 #
@@ -797,10 +825,10 @@ def read_buckets(text):
 rebuilt = read_buckets(log["rebuilt_per_bucket_param_indices"])
 first = read_buckets(" ".join(map(str, range(len(names)))))
 rows = {"DDP, step 1": first, "DDP, then": rebuilt, "FlatBuckets": by_definition}
-assert [sum(size for _, size in bucket) for bucket in rebuilt] == [
-    entry.bytes for entry in seen["step 4"]
-]
-bucket_picture(rows, "recorded by DDP, and computed: which gradients share a message")
+totals = {name: [sum(size for _, size in bucket) for bucket in row] for name, row in rows.items()}
+assert totals["DDP, step 1"] == [entry.bytes for entry in seen["step 1"]]
+assert totals["DDP, then"] == [e.bytes for e in seen["step 4"]] == totals["FlatBuckets"]
+bucket_picture(rows, "measured on DDP, and computed: which gradients share a message")
 
 # %% [markdown]
 # *The figure: three bars of the same length. In the first step one bucket from the embedding on the left to the
@@ -863,7 +891,8 @@ for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameter
     show({when: ledger for when, ledger in seen.items() if when != "built"})
 
 # %% [markdown]
-# - With views, four pieces of memory instead of 28: the buckets are the gradients.
+# - With views nothing else is sent. But the gradients lie in four pieces of memory instead of 28: the buckets are the
+#   gradients.
 # - A static graph exchanges in its first step which parameters were used (28 flags of 4 bytes), and makes its
 #   buckets a step later.
 # - Looking for unused parameters exchanges such flags in *every* step. There are several buckets from the start,
@@ -880,6 +909,9 @@ for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameter
 # A batch that does not fit into memory is taken in **micro-batches**: several backward passes add up their
 # gradients, then one optimizer step. **Predict** (question 5): under DDP, is the result of the plain loop wrong?
 # And how many bytes does it send with four micro-batches?
+#
+# Each loss is divided by the number of micro-batches, because `backward()` adds: the sum of four means, each over a
+# quarter of the windows, has to become the mean over all. Without it the step is four times too long.
 #
 # `no_sync()` is a context in which DDP does not communicate. Three loops: without it, with it around all but the
 # last micro-batch, and with it around `backward()` only.
@@ -963,8 +995,9 @@ with expect_error(WorkerError):
     on_ranks(train_awkward, timeout=10)
 
 # %% [markdown]
-# Tied and frozen pass. What is not used does not, and the message comes in the *next* step, when DDP finds that the
-# last one never ended: a bucket still waits for a gradient. (Which rank is named differs from run to run. Numbers
+# A tied parameter is not what DDP minds (the one of section 7 trained), nor a frozen one, for which it does not wait.
+# What is not used is, and the message comes in the *next* step, when DDP finds that the last one never ended: a bucket
+# still waits for a gradient. (Which rank is named differs from run to run. Numbers
 # of the parameters follow; with `TORCH_DISTRIBUTED_DEBUG=INFO` in the environment their names.)
 #
 # The message offers the cure for a model that means it. **Predict** the gradient of the rare parameter on the ranks
@@ -1024,8 +1057,9 @@ assert gradients[-1][-1] == round(1 / world_size, 4)
 # %% [markdown]
 # One over N: the sum has one summand left and is still divided by the world size. So late batches count less. That
 # is as if the windows that are missing had a gradient of zero; `join(divide_by_initial_world_size=False)` divides
-# by the ranks that are left. Inside the context one more small all-reduce a step asks who is still there, and at
-# the end the weights of the last rank are broadcast to all.
+# by the ranks that are left. Inside the context two more all-reduces of one number each are made in every step: who is
+# still there, and does this step synchronise (it does not under `no_sync`)? At the end the weights of the last rank are
+# broadcast to all.
 #
 # Better than to join is not to need it: a sampler gives all ranks equally many batches (section 12). `join` is for
 # data that nobody has counted, such as streams.
@@ -1033,8 +1067,8 @@ assert gradients[-1][-1] == round(1 / world_size, 4)
 # %% [markdown]
 # ## 11. Buffers, and batch norm
 #
-# **Buffers** are tensors of a model that are not trained: batch norm's running mean and variance. Each rank
-# computes them from its own part. Here the data of rank r has the mean 10 (r + 1), and in each forward a running
+# The buffers (section 4) of batch norm are a running mean and a running variance. Each rank computes them from its own
+# part. Here the data of rank r has the mean 10 (r + 1), and in each forward a running
 # mean moves a tenth of the way from where it is to there. **Predict:** what do ranks 0 and 1 hold after three
 # forwards, and what is sent for it?
 
@@ -1060,10 +1094,13 @@ print("sent in forward 3:", ", ".join(f"{e.op} {e.bytes}" for e in ledgers[0]))
 assert len({mean[-1] for mean in means}) == world_size
 
 # %% [markdown]
-# Alone, rank 1 would go 2, 3.8, 5.4. But before every forward in training mode DDP broadcasts rank 0's buffers (32
-# bytes of floats, 8 of integers), so that ranks differ by their last forward only. Then each normalises by its own
-# batch, and moves the running values by it. What rank 0 holds at the end has seen one Nth of the data, and it is
-# what a checkpoint saves.
+# Alone, rank 1 would go 2, 3.8, 5.4. But before a forward DDP broadcasts rank 0's buffers (32 bytes of floats, 8 of
+# integers), unless the forward before it ran under `no_sync` or without gradients. So ranks differ by their last
+# forward only. Then each normalises by its own batch, and moves the running values by it. What rank 0 holds at the end
+# has seen one Nth of the data, and it is what a checkpoint saves.
+#
+# DDP does not ask whether the model is in training mode. An evaluation on rank 0 alone must call `model.module`, or its
+# first forward waits for the others.
 #
 # With enough samples on a rank its statistics are good anyway, and this is what plain DDP does. With one or two
 # they are noise, and then they are shared. By hand: every rank sums x and x² over its part, and an all-reduce makes
@@ -1209,7 +1246,7 @@ for tell in (False, True):
     assert (first == second) != tell
 
 # %% [markdown]
-# Every epoch has the same order, and every rank always sees the same samples. No message says so.
+# Without the call every epoch has the same order, and every rank sees the same samples for ever. No message says so.
 #
 # **In the middle of an epoch.** A job that resumes after half an epoch should go on with the other half. The
 # epoch's number gives the order, and one more number says how many samples are done, by all ranks together:
@@ -1380,7 +1417,8 @@ for seed_differs in (False, True):
     assert (len({tuple(mask) for mask in masks}) == 1) != seed_differs
 
 # %% [markdown]
-# With one seed all ranks drop the same units, and averaging over ranks removes none of that noise. So seed with
+# With one seed all ranks drop the same units: N ranks try one mask in a step instead of N, and averaging removes less
+# of dropout's noise than it could. So seed with
 # `seed + rank` *after* the model is built or broadcast; give the sampler the plain `seed`. A checkpoint of a model
 # with dropout keeps each rank's generator state (`torch.get_rng_state()`), and a run on another number of ranks
 # draws other masks in any case.
@@ -1433,11 +1471,20 @@ curves = {
 loss_curves(curves, "measured: four ways to read 512 windows", xlabel="windows", wide=["batch 4"])
 
 # %% [markdown]
-# *The figure: the broad curve of the small batch falls; the large batch with eight times its rate comes down to it
-# within a few steps and stays with it, with √8 times it lags, and with the same rate it lags most.*
-#
-# So for plain SGD and k = 8 the linear rule holds here. The square root is a rule for Adam: with SGD its steps are too
-# short.
+# *The figure: the broad curve of the small batch falls. The large batch with eight times its rate starts behind, meets
+# it after some steps and stays with it; with √8 times it lags, and with the same rate it lags most.*
+
+# %%
+small, *large = (sum(y[-len(y) // 4 :]) / len(y[-len(y) // 4 :]) for _, y in curves.values())
+behind = [loss - small for loss in large]  # in the mean loss of the last quarter
+for name, loss in zip(names_of[1:], behind, strict=True):
+    print(f"{name:22} {loss:+.2f} behind batch 4")
+assert abs(behind[2]) < behind[1] < behind[0]
+
+# %% [markdown]
+# So for plain SGD and k = 8 the linear rule holds here once the first steps are over. In those the loss falls fast, and
+# eight small steps lead further than one long one: the case for a warm-up, although nothing diverges here. The square
+# root is a rule for Adam: with SGD its steps are too short.
 #
 # > **Misconception.** "With DDP I must multiply the learning rate by the number of GPUs." Only if the *global*
 # > batch grew with them, and then it is a rule of thumb to be checked. DDP's gradient is a mean: at the same global
@@ -1534,7 +1581,8 @@ print("the same losses:", [round(loss, 3) for loss in curve[4::5]])
 # Unused layers (section 9) and uneven batches (section 10) have shown their messages. Here are five more that
 # everyone makes once: three with a message, two without.
 #
-# **No process group.** DDP is built before `init_process_group`, or in a program started with `python` alone.
+# **No process group.** DDP is built before `init_process_group`. (A program started with `python` instead of `torchrun`
+# stops earlier, in `init_process_group`: *environment variable RANK expected, but not set*.)
 
 
 # %%
@@ -1634,8 +1682,8 @@ print(f"4 micro-batches: {sent_by['always']:,} bytes, with no_sync {sent_by['no_
 # - The mean of the ranks' gradients is the gradient of the N-times batch: to 1e-6 in float32 and 1e-12 in float64,
 #   if it is a mean, parts are equal or weighted, and samples do not see each other.
 # - The same start by a broadcast, other data by a sampler. Without the broadcast ranks stay apart for ever.
-# - DDP is a hook on every gradient, a bucket that leaves when it is full, and one rule: the same order on all
-#   ranks.
+# - DDP is a hook on every gradient, a bucket that leaves when its last gradient has come, and one rule: the same order
+#   on all ranks.
 # - Its first step is one bucket; then it learns the order. Unused parameters need a flag, uneven data a sampler or
 #   `join`, accumulation a `no_sync` around forward *and* backward.
 # - A checkpoint has weights, optimizer, place in the epoch and generators. It can go on on another number of ranks.
@@ -1644,7 +1692,7 @@ print(f"4 micro-batches: {sent_by['always']:,} bytes, with no_sync {sent_by['no_
 #
 # 1. An all-reduce, and a division by N: the mean (section 2).
 # 2. They stay as far apart as they were (section 3).
-# 3. As many as there are buckets: four here, after a first step of one (section 7).
+# 3. One in the first step, then one a bucket: four here. With its default buckets of 25 MiB it is one (section 7).
 # 4. Reverse to the forward pass. The tied weight comes last: the embedding has the final share (section 6).
 # 5. No. It costs four times the bytes (section 8).
 # 6. It waits for an all-reduce that nobody joins: a hang (section 10).

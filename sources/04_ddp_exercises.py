@@ -2,8 +2,8 @@
 # # Exercises 04 · Can you train on N ranks as if there were one?
 #
 # Seven exercises on [04 DDP](../notebooks/04_ddp.ipynb). In five you write what `DistributedDataParallel` and the
-# loop around it do; in two you cut up parameters and samples, without ranks. All of them take about three and a half
-# hours.
+# loop around it do; in two you cut up parameters and samples, without ranks. All of them take about three and a
+# quarter hours.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
@@ -22,12 +22,13 @@
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
 # fold open one by one; solutions are in [the solutions notebook](../solutions/04_ddp.ipynb).
 #
-# **What a check does.** It trains a small model in float64 for some steps on real ranks, and the same model on all
-# batches in one process. Gradients have to agree to 12 digits. The model is one of the kind that breaks things:
-# each rank starts from another **seed**, a layer is **frozen**, two layers share a **tied** weight, a **branch** is
-# not taken by every rank, and the last batch is smaller. The check says which of these it was at. Then it reads the
-# **ledger** of each rank: which operations, how many bytes, and what had started when backward returned. If the
-# ranks wait for each other, it stops them after 5 seconds and shows where each one stood.
+# **What a check does.** In exercises 1, 3 and 4 it trains a small model in float64 for some steps on real ranks, and
+# the same model on all batches in one process. Gradients have to agree to 12 digits. The model is one of the kind that
+# breaks things: each rank starts from another **seed**, a layer is **frozen**, two layers share a **tied** weight, a
+# **branch** is not taken by every rank, and the last batch is smaller. The check says which of these it was at. Then it
+# reads the **ledger** of each rank: which operations, how many bytes, and what had started when backward returned. If
+# the ranks wait for each other, it stops them after 5 seconds and shows where each one stood. Exercises 5 and 7 are
+# compared with one process in the same way; 2 and 6 are checked without ranks.
 #
 # **How to look inside.** Run your function yourself, with prints, before you check it:
 #

@@ -177,8 +177,10 @@ plots.scaling_curves(ranks, {"strong": strong, "weak": weak}, "measured", limit=
 # rank that it is divided by came out slow, everything after looks better. The rest of the loss is real:
 # messages, copies, and waiting for ranks whose turn on a core comes later. That is what this lesson takes apart.
 #
-# On a machine with a processor for each rank weak scaling does better than strong scaling: each rank computes more
-# for the same message. Where ranks share cores both end there, and what else the machine is doing shows too.
+# On 2 ranks both are the same job, 12 windows each, and about as fast; the efficiencies differ because each is divided
+# by its own run on one rank, of 24 windows or of 12. From there on strong scaling gives each rank less work for the
+# same message, and weak scaling does better. Where ranks share cores neither gets past the cores, and strong scaling on
+# four ranks can be slower than one rank alone.
 #
 # > **Misconception.** "Throughput goes up, so the job scales." Where each rank has a processor it nearly always
 # > goes up. Efficiency says what it costs.
@@ -248,7 +250,8 @@ print(f"5 % of the run on 1,000 ranks is {small:.5%} of the run on one: Amdahl a
 #
 # From a measured speed-up, Amdahl's law gives the serial share that would explain it. (Karp and Flatt proposed this
 # in 1990.) If that share is the same for all n, it looks like a serial part. If it grows with n, something else
-# grows: communication, or waiting.
+# grows: communication, or waiting. If it falls, something was paid once, early, that does not grow further, such as the
+# first step out of a node.
 #
 # **Predict.** What does the recorded job show?
 
@@ -268,8 +271,9 @@ for n, e in zip(dp.gpus[1:], dp.efficiency[1:], strict=True):
 
 # %% [markdown]
 # Between 3.5 % and 6.8 %, falling at first and rising at the end: seen from outside the job looks as if about one
-# part in twenty of its work on eight GPUs could not be divided. Section 3 finds something else that gives the same
-# curve.
+# part in twenty of its work on eight GPUs could not be divided. The source does not say whether the whole batch stayed
+# the same. If it grew with the GPUs, the same numbers mean an overhead of each step that grows with n. Section 3 finds
+# that the two give one curve.
 
 # %% [markdown]
 # ## 3. A recorded curve, and models of it
@@ -501,28 +505,31 @@ for name, by_rank in {"even": even, "one late": apart}.items():
     print(f" imbalance {imbalance:.0%}")
 
 # %% [markdown]
-# These are the four overheads. Everything but `compute` is efficiency lost:
+# These are the four overheads. One rank alone has neither communication nor waiting nor copies into buckets: those are
+# the efficiency lost.
 #
 # | part | overhead | what helps |
 # |---|---|---|
-# | all_reduce | **communication** | fewer bytes (sections 6 and 7), overlap (section 5), faster links |
+# | all_reduce | **communication** | fewer bytes (section 7), overlap (section 5), faster links |
 # | wait | **imbalance** of work, which **synchronisation** makes everybody pay | equal batches, find the slow rank |
 # | copies | **copies** into and out of buffers | gradients that live in the buffer |
-# | data, optimizer | work that every rank repeats | loader processes, sharded optimizer (lesson 06) |
+# | optimizer | work that every rank **repeats**: with the same whole batch a serial part (section 2) | sharded
+# optimizer (lesson 06) |
+# | data | work that one rank has too; a loss where ranks share a disk or cores | loader processes (lesson 15) |
 #
-# **Imbalance** is max/mean − 1 of the compute times: by that much all ranks run slower than they could. Even ranks
-# wait as well where there are fewer cores than ranks: they take turns.
+# **Imbalance** is max/mean − 1 of the compute times: by that much computing takes longer than if the same seconds were
+# spread evenly over the ranks. Even ranks wait as well where there are fewer cores than ranks: they take turns.
 #
 # <details><summary>Why not leave the barrier in?</summary>
 #
-# It adds a round of messages to each step, and under DDP it would end the overlap: the first bucket's all-reduce
-# would wait for the whole backward pass of the slowest rank. It is an instrument, to be taken out again.
+# It adds a round of messages to each step, and under DDP, placed after backward as here, it would end the overlap. It
+# is an instrument, to be taken out again.
 # </details>
 #
 # ### Nobody is slow, and still all wait
 #
 # No rank need be broken. If each rank's step varies a little, n ranks wait for the unluckiest at each step. The
-# cell draws times with a mean of 1 and a standard deviation of 5 % (*modelled*).
+# cell draws times from a normal distribution with a mean of 1 and a standard deviation of 5 % (*modelled*).
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -535,17 +542,23 @@ for n in (1, 8, 64, 512, 4096):
     print(f" {1 / steps.max(1).values.mean():.0%}")
 
 # %% [markdown]
-# Five percent of jitter costs 15 % at 4,096 ranks. It grows like √(2 ln n): slowly, and never stops.
+# Five percent of jitter costs 15 % at 4,096 ranks. The wait grows like √(2 ln n) here: slowly, and without end. Real
+# times have longer tails, and cost more.
+#
+# > **What changes on real GPUs.** Kernels run behind Python, so each lap needs a `torch.cuda.synchronize()` (`finish`
+# > here), which itself ends the overlap. And NCCL waits in a kernel that spins: a GPU that waits for a late rank shows
+# > 100 % utilisation.
 #
 # ### Copies in DDP, from a trace
 #
 # `torch.profiler` records every operation of a rank, and what gloo does on its own threads. The cell takes one step
 # of DDP and counts the copies between gradients and buckets. With `gradient_as_bucket_view=True` the gradients live
-# in the bucket.
+# in the bucket, as long as nobody drops them: `zero_grad()` does, by default, and `set_to_none=False` does not.
+# **Predict** the copies of the three cases.
 
 
 # %%
-def traced_step(**options):
+def traced_step(none=True, **options):
     """Every operation of one DDP step of this rank: (name, thread, start, end), seconds."""
     model = DDP(build().to(device()), **options)
     for step in range(4):
@@ -553,33 +566,38 @@ def traced_step(**options):
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=False) as profiler:
             loss_of(model, x, y).backward()
-        model.zero_grad(set_to_none=False)
+        model.zero_grad(set_to_none=none)
     spans = ((e.name, e.thread, e.time_range.start, e.time_range.end) for e in profiler.events())
     return [(name, thread, start / 1e6, end / 1e6) for name, thread, start, end in spans]
 
 
 # %%
 os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler says nothing on the side
-for view in (False, True):
-    trace = launch(
-        traced_step, gradient_as_bucket_view=view, world_size=world_size, backend="gloo"
-    )[0]
+copies = {}
+for view, none in ((False, True), (True, True), (True, False)):
+    options = {"gradient_as_bucket_view": view, "none": none}
+    trace = launch(traced_step, world_size=world_size, backend="gloo", **options)[0]
     names = [name.rpartition("::")[2] for name, *_ in trace]
     into, out = names.count("mul_out"), names.count("copy_bucket_to_grad")
-    print(f"gradient_as_bucket_view={view}: {into} copies into buckets, {out} back")
+    copies[view, none] = into, out
+    print(f"gradient_as_bucket_view={view!s:5}, set_to_none={none!s:5}:", end="")
+    print(f" {into} copies in, {out} back")
+assert [*copies.values()] == [(28, 28), (28, 0), (0, 0)]
 
 # %% [markdown]
-# One copy each way for every parameter, or none. Each copy reads and writes the whole gradient; on a GPU that is
-# memory bandwidth, and without the views the gradients exist twice.
+# One copy each way for every parameter. With views the way back is saved; but after the default `zero_grad()` backward
+# makes new gradients, which DDP copies into the bucket all the same. Only gradients that are set to zero instead stay
+# in the bucket. Each copy reads and writes the whole gradient; on a GPU that is memory bandwidth, and without the views
+# the gradients exist twice.
 
 # %% [markdown]
 # ## 5. Communication: how much, and how much of it hides
 #
 # ### The ratio
 #
-# A rank computes 6 FLOPs for each parameter and token, 2 in forward and 4 in backward (`flops_per_token` counts
-# exactly), and all-reduces b bytes for each parameter. **Predict** (question 4): how does the ratio of the two change
-# for a model of ten times the parameters?
+# A rank computes 6 FLOPs for each parameter and token, 2 in forward and 4 in backward (`flops_per_token` counts the
+# matrix products, attention's too), and all-reduces b bytes for each parameter. **Predict** (question 4): how does the
+# ratio of the two change for a model of ten times the parameters?
 #
 # With N parameters, n ranks, B tokens a rank, speed F and bus bandwidth W:
 #
@@ -589,8 +607,8 @@ for view in (False, True):
 # N is gone. Data parallelism of a large model scales as well as that of a small one, as long as each GPU gets as
 # many *tokens*. What counts is B, and the ratio of the machine W/F. So ask: from how many tokens on does the
 # all-reduce fit behind the backward pass? The cell takes 400 TFLOP/s, what Llama 3 reached on an H100 (*recorded*,
-# [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4), gradients in bf16, and the rate of one link
-# (*modelled*).
+# [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4), gradients in bf16, and the rate of one link for each
+# GPU (*modelled*).
 
 
 # %%
@@ -611,7 +629,7 @@ print(f"our GPT: {flops_per_token(gpt) / parameters(gpt):.1f} FLOPs per paramete
 # Within a node fewer than a thousand tokens do. Over 25-gigabit Ethernet a GPU would need more than a hundred
 # thousand in each step, and the activations of a large model leave no room for so many (section 8). Accumulating
 # gradients without communicating (`no_sync`, lesson 04) is one way to get there, compressing them (section 7)
-# another.
+# another. (Our GPT needs 6.6 FLOPs instead of 6: attention multiplies without having weights for it.)
 #
 # > **Misconception.** "Large models scale worse because they send more." They send more and compute more, by the
 # > same factor. They scale worse when the memory leaves room for fewer tokens.
@@ -620,7 +638,8 @@ print(f"our GPT: {flops_per_token(gpt) / parameters(gpt):.1f} FLOPs per paramete
 #
 # DDP starts a bucket's all-reduce as soon as its gradients are there, while backward goes on. The **overlap
 # fraction** is the share of communication during backward. The cell changes `bucket_cap_mb` and reads messages and
-# bytes from the ledger, and times from DDP's own log.
+# bytes from the ledger, and times from DDP's own log. That counts communication from the start of the first all-reduce
+# to the end of the last, with the gaps between, as a mean over all steps.
 #
 # **Predict** (question 5). What will one bucket hide, and what will one bucket for each parameter cost? (α is the
 # latency that each all-reduce pays whatever its size, β its seconds for each further byte: lesson 02.)
@@ -628,7 +647,7 @@ print(f"our GPT: {flops_per_token(gpt) / parameters(gpt):.1f} FLOPs per paramete
 
 # %%
 def bucketed(cap):
-    """Messages and bytes of a step; seconds of all, of communication, and of that in backward."""
+    """Messages, bytes; seconds of forward and backward, of communication, of that in backward."""
     model = DDP(build().to(device()), bucket_cap_mb=cap, gradient_as_bucket_view=True)
     seconds = []
     for step in range(9):
@@ -661,23 +680,24 @@ assert {size for _, size, *_ in sweep} == {4 * parameters(gpt)}
 messages, _, step_seconds, communication, both = zip(*sweep, strict=True)
 overlap = [o / c if c else 0 for o, c in zip(both, communication, strict=True)]
 for cap, count, s, c, o in zip(caps, messages, step_seconds, communication, overlap, strict=True):
-    print(f"bucket_cap_mb={cap:<7}{count:3} messages: {s * 1e3:6.1f} ms a step,", end="")
+    print(f"bucket_cap_mb={cap:<7}{count:3} messages: {s * 1e3:6.1f} ms,", end="")
     print(f" {c * 1e3:6.1f} ms communication, {o:4.0%} of it during backward")
 
 # %%
 plots.bucket_sweep(messages, step_seconds, communication, overlap)
 
 # %% [markdown]
-# *The figure, left: time over the number of buckets. Right: the overlap fraction. As stored, from two cores:
-# communication takes longest with a bucket for each parameter, and so does the whole step. With one bucket little
-# overlaps; the share grows with the first few, and falls again when communication outlasts backward.*
+# *The figure, left: time of forward and backward, and of communication, over the number of buckets. Right: the overlap
+# fraction. As stored, from two cores: both times are longest with a bucket for each parameter. With one bucket little
+# overlaps; with two and more a good part does, and with a bucket for each parameter less again.*
 #
 # One bucket is full only when the last gradient has come: nothing is left to hide behind. (DDP's log lets backward end
 # a moment later, when autograd calls back. Hence the overlap of a single bucket.) Many buckets start early, and pay
 # α each. Where ranks compute on the cores that carry the messages, α is large and hidden communication slows the
 # computation down, so few buckets win.
 #
-# The same from a trace, for rank 0: when the backward pass ran, and when gloo's threads were busy.
+# The same from a trace, for rank 0: when the backward pass ran, and when all-reduces were under way on gloo's threads.
+# Under way is not busy (section 4): an all-reduce that was begun early also waits in there for the other ranks.
 
 
 # %%
@@ -711,7 +731,8 @@ plots.step_spans(rows, "measured: buckets of 64 KiB, rank 0, from the profiler's
 # *The figure: the upper bar is the backward pass. Below it the all-reduces of the buckets run on gloo's threads;
 # the first start during backward, the last end after it.*
 #
-# The share below need not be that of the table: it is a single step, and the profiler takes time of its own.
+# The share below need not be that of the table: it counts only the time in which an all-reduce is under way, it is a
+# single step, and the profiler takes time of its own.
 
 # %% tags=["nbval-ignore-output"]
 print(f"from the trace: {hidden:.0%} of the communication during backward")
@@ -719,8 +740,8 @@ print(f"from the trace: {hidden:.0%} of the communication during backward")
 # %% [markdown]
 # ### Choosing the size
 #
-# From α and β the best size can be computed. Cut S bytes into k buckets, that become ready at equal distances
-# during a backward pass of T seconds. Each takes c = α + βS/k, one after the other. Two things can happen:
+# The best size can be computed. Cut S bytes into k buckets, that become ready at equal distances during a backward
+# pass of T seconds. Each takes c seconds, one after the other; with α and β, c = α + βS/k. Two things can happen:
 #
 # - the link keeps up: only the last bucket sticks out, and the step ends at T + c;
 # - the link is the bottleneck: after the first bucket it is never idle, and the step ends at T/k + k·c.
@@ -729,32 +750,31 @@ print(f"from the trace: {hidden:.0%} of the communication during backward")
 
 
 # %%
-def exposed(size, k, alpha, beta, backward):
-    """Seconds that k buckets add to a backward pass of `backward` seconds."""
-    each = alpha + beta * size / k
+def exposed(k, each, backward):
+    """Seconds that k all-reduces of `each` seconds add to a backward pass of `backward` seconds."""
     return max(backward + each, backward / k + k * each) - backward
 
 
-def schedule(size, k, alpha, beta, backward):
+def schedule(k, each, backward):
     """When each bucket's all-reduce starts and ends."""
     spans, free = [], 0.0
     for i in range(1, k + 1):
         start = max(free, backward * i / k)
-        free = start + alpha + beta * size / k
+        free = start + each
         spans.append((start, free))
     return spans
 
 
 for k in (1, 2, 3, 10, 100):
     for beta in (1e-9, 1e-8):  # a link that keeps up, and one that does not
-        case = (1e7, k, 1e-3, beta, 0.05)
+        case = (k, 1e-3 + beta * 1e7 / k, 0.05)
         assert math.isclose(schedule(*case)[-1][1] - 0.05, exposed(*case))
 print("the formula gives the end of the schedule")
 
 # %%
 rows = {}
 for k in (1, 5, 40):
-    case = (2e7, k, 1e-3, 1.2e-9, 0.05)
+    case = (k, 1e-3 + 1.2e-9 * 2e7 / k, 0.05)
     bars = [("all_reduce", *span) for span in schedule(*case)]
     rows |= {f"{k}: backward": [("backward", 0, 0.05)], f"{k}: all-reduce": bars}
 plots.step_spans(rows, "modelled: 1, 5 and 40 buckets; α is 1 ms, backward 50 ms")
@@ -764,36 +784,56 @@ plots.step_spans(rows, "modelled: 1, 5 and 40 buckets; α is 1 ms, backward 50 m
 # latencies, 40 ms in all, leave no gap on the link, and the end moves out again.*
 #
 # When the link is the bottleneck, T/k + kα + βS is least at k = √(T/α). When it keeps up, more buckets help until
-# the first case becomes the second. Now with real constants: a model of 1.3 billion parameters, 4,096 tokens for
-# each of eight A100s at 140 TFLOP/s (Narayanan et al., table 1, give 135 to 163), gradients in bf16. α and β come
-# from the recorded table of lesson 03. The second curve puts the same job behind 100-gigabit Ethernet.
+# the first case becomes the second. Now with real numbers: a model of 1.3 billion parameters, 4,096 tokens for each of
+# eight A100s at 140 TFLOP/s (Narayanan et al., table 1, give 135 to 163), gradients in bf16. How long an all-reduce
+# takes over NVLink comes from the recorded table of lesson 03, between its rows on a straight line of logarithms. The
+# second curve puts the same job on eight nodes of one GPU, each with a port of 100-gigabit Ethernet.
 
 # %%
 size, backward = 2 * 1.3e9, 4 * 1.3e9 * 4096 / 140e12
-eth = LINKS["eth_100g"]
-settings = {
-    "NVLink": fit_alpha_beta(recorded.A100_ALL_REDUCE.sizes, recorded.A100_ALL_REDUCE.seconds),
-    "Ethernet": (14 * eth.latency, 2 * 7 / 8 / eth.bandwidth),  # a ring of 8
-}
+table, eth = recorded.A100_ALL_REDUCE, LINKS["eth_100g"]
+
+
+def on_nvlink(size):
+    """Seconds of an all-reduce over 8 A100s, from the record."""
+    return math.exp(numpy.interp(math.log(size), numpy.log(table.sizes), numpy.log(table.seconds)))
+
+
+def on_ethernet(size):
+    return 14 * eth.latency + 2 * 7 / 8 * size / eth.bandwidth  # a ring of 8
+
+
 sizes = [2.0 ** (e / 4) for e in range(72, 117)]  # of a bucket: 256 KiB to 512 MiB
-curves = {
-    name: [exposed(size, round(size / b), *constants, backward) for b in sizes]
-    for name, constants in settings.items()
-}
-for name, seconds in curves.items():
-    best = sizes[int(numpy.argmin(seconds))]
-    print(f"{name}: all-reduce {settings[name][1] * size * 1e3:.0f} ms", end="")
-    print(f" beside a backward pass of {backward * 1e3:.0f} ms;", end="")
-    print(f" best {format_bytes(best)}, which adds {min(seconds) * 1e3:.1f} ms")
+settings, curves = {"NVLink": on_nvlink, "Ethernet": on_ethernet}, {}
+for name, of in settings.items():
+    counts = [round(size / b) for b in sizes]
+    curves[name] = [exposed(k, of(size / k), backward) for k in counts]
+    best = sizes[int(numpy.argmin(curves[name]))]
+    print(f"{name}: one all-reduce {of(size) * 1e3:.0f} ms beside a backward pass of", end="")
+    print(f" {backward * 1e3:.0f} ms; best {format_bytes(best)}, which adds", end="")
+    default = exposed(99, of(size / 99), backward)  # 99 buckets of 25 MiB
+    print(f" {min(curves[name]) * 1e3:.1f} ms, 25 MiB {default * 1e3:.1f}")
 plots.bucket_choice(sizes, curves, default=25 * 2**20)
 
 # %% [markdown]
-# *The figure: over NVLink the added time is a valley: too small buckets pay latencies, too large ones stick out.
-# Over Ethernet it is nearly flat from about 16 MiB on: whatever the size, most of the communication does not fit.*
+# *The figure: over NVLink the added time is a valley with a cliff on its left: too small buckets pay latencies, all of
+# them beyond the backward pass; too large ones stick out. Over Ethernet it is nearly flat from about 16 MiB on:
+# whatever the size, most of the communication does not fit.*
 #
-# DDP's default of 25 MiB stands on the gentle side of the valley, a fraction of a millisecond from the best. Over
-# the slow link the size hardly matters once it is large enough. When communication is the bottleneck, no bucket size
-# helps: only fewer bytes do.
+# DDP's default of 25 MiB stands on the gentle side of the valley, a fraction of a millisecond from the best. Stay on
+# that side: near the cliff a straight line through the table would mislead. It makes an all-reduce of 1.2 MiB a third
+# faster than the table does, and has two thousand of them hide where by the table they add a third of a backward pass:
+
+# %%
+alpha, beta = fit_alpha_beta(table.sizes, table.seconds)
+small = 1.2 * 2**20
+for name, each in (("α and β", alpha + beta * small), ("the table", on_nvlink(small))):
+    added = exposed(round(size / small), each, backward)
+    print(f"by {name}: an all-reduce of 1.2 MiB {each * 1e6:3.0f} µs, added {added * 1e3:5.1f} ms")
+
+# %% [markdown]
+# Over the slow link the size hardly matters once it is large enough. When communication is the bottleneck, no bucket
+# size helps: only fewer bytes do.
 #
 # > **What changes on real GPUs.** Communication kernels take multiprocessors from the computation beside them, so
 # > overlapped time is not free either. And NCCL's α depends on the size (lesson 03).
@@ -832,7 +872,8 @@ for number in (1 / 3, 1.001, 500, 70_000, 1e-6, 1e-8):
 
 # %% [markdown]
 # 1.001 is 1 in bf16 and in both kinds of fp8. 70,000 is infinite in fp16 and in e5m2; e4m3 has no infinity, and the
-# cast stops at its largest number, 448. 1e-8 is zero in fp16, and so is every smaller gradient. Try other numbers:
+# cast stops at its largest number, 448. 1e-8 is zero in fp16 and in both kinds of fp8, and so is every smaller
+# gradient. Try other numbers:
 
 # %%
 explorer = bits_explorer()
@@ -976,7 +1017,7 @@ assert weight == 1 and master.bfloat16() == 2
 # back to 1, a thousand times. A **master weight** in fp32 collects the small updates.
 #
 # In the GPT the gains of the layer norms are such weights: they start at 1. The cell trains it in pure bf16 and
-# counts the weights that a step leaves as they are.
+# counts the weights that are after eight steps what they were.
 
 
 # %%
@@ -1123,11 +1164,12 @@ for name, x in {"weight": weight, "gradient": plain, "shrunken": tiny}.items():
     print(f"{name:9} error without scale {errors[0]:6.1%}, with {errors[1]:.1%}")
 
 # %% [markdown]
-# With a scale a few percent of each number are lost, whatever its size; without one it depends, up to everything.
-# Libraries such as Transformer Engine and torchao keep such scales, and use fp8 for matrix products.
+# With a scale the error is a few percent of the tensor's length, however small the tensor is; without one it depends,
+# up to everything. It is an error of the whole: an element half a million times smaller than the largest still becomes
+# 0. Libraries such as Transformer Engine and torchao keep such scales, and use fp8 for matrix products.
 #
-# > **What changes on real GPUs.** Time. Dense FLOP/s of tensor cores by format, from the data sheets (*recorded*;
-# > the figures in brochures that are twice these count 2:4 sparsity):
+# > **What changes on real GPUs.** Time. Dense FLOP/s by format, fp32 on the ordinary cores and the others on tensor
+# > cores, from the data sheets (*recorded*; the figures in brochures that are twice these count 2:4 sparsity):
 
 # %%
 for key in ("v100", "a100", "h100", "b200"):
@@ -1145,7 +1187,7 @@ for key in ("v100", "a100", "h100", "b200"):
 #
 # DDP calls a **communication hook** instead of its all-reduce: it gets a bucket and returns a future of the
 # averaged bucket. So everything about the wire can be changed without touching the model. PyTorch brings some
-# hooks. Here is one for bf16 (the built-in one refuses to run without a GPU):
+# hooks. Here is one for bf16 (the built-in one is refused by a PyTorch that was built without CUDA):
 
 
 # %%
@@ -1229,7 +1271,8 @@ def top_k_hook(state, bucket):
 # %% [markdown]
 # **PowerSGD** takes each gradient matrix, m×n, as a product of an m×r and an n×r matrix and all-reduces those two:
 # r(m + n) numbers instead of m·n ([Vogels et al.](https://arxiv.org/abs/1905.13727)). It has error feedback built
-# in. On gloo it needs one bucket for everything, hence `bucket_cap_mb_list`.
+# in. On gloo, with more than one bucket, PyTorch 2.13 aborts the process, hence `bucket_cap_mb_list`: one bucket for
+# everything. All runs below have it, so that they are compared on the same messages.
 
 
 # %%
@@ -1337,9 +1380,9 @@ plots.loss_curves(
 # <details><summary>And with momentum?</summary>
 #
 # Then the comparison is not so clear. Momentum makes a late gradient, which arrives as one large number, push on for
-# many steps; and clipping the mean afterwards throws away a part of what was kept so carefully. With a momentum of 0.9
-# and the mean gradient clipped to 0.3, four ranks ended at 3.10 with feedback and at 2.99 without when this lesson was
-# built. Lin et al., *Deep gradient compression*, 2017 ([arXiv 1712.01887](https://arxiv.org/abs/1712.01887)), mend
+# many steps; and clipping the mean afterwards throws away a part of what was kept so carefully. In such a run top-k
+# without feedback can end lower than with it. Try it: `SGD(…, momentum=0.9)` and `clip_grad_norm_(model.parameters(),
+# 0.3)`. Lin et al., *Deep gradient compression*, 2017 ([arXiv 1712.01887](https://arxiv.org/abs/1712.01887)), mend
 # both: each rank applies momentum and clips *before* it chooses what to send.
 # </details>
 #
@@ -1359,8 +1402,7 @@ for n in (2, 4, 16, 100, 256):
 #
 # > **What changes on real GPUs.** Compressing costs time too: a top-k over millions of elements, or an
 # > orthogonalisation, on the same GPU that computes backward. Over NVLink that can take longer than the all-reduce
-# > that it shortens. Compression pays where the link is slow: between sites, over Ethernet. The built-in bf16 hook
-# > needs a GPU and NCCL.
+# > that it shortens. Compression pays where the link is slow: between sites, over Ethernet.
 
 # %% [markdown]
 # ## 8. Activation checkpointing
@@ -1454,7 +1496,7 @@ print(f"{counted[0] / counted[1]:.2f} times the FLOPs")
 # ## 9. What does it cost?
 #
 # GPUs are paid by the hour, busy or not. A run that one GPU would finish in T₁ hours takes T₁/S(n) hours on n, and
-# every one of them costs n times the price:
+# each of these hours costs n times the price:
 #
 # $$\text{cost} = \text{price}\cdot n\cdot\frac{T_1}{S(n)} = \text{price}\cdot\frac{T_1}{E(n)}$$
 #
@@ -1484,6 +1526,23 @@ for n, e in zip(dp.gpus, dp.efficiency, strict=True):
 # dearer.
 #
 # > **Misconception.** "More GPUs finish sooner, so the hours cancel." They do at 100 % efficiency only.
+#
+# ### Time to train
+#
+# How long does a whole run take? A model of P parameters computes 6 FLOPs for each parameter and token, and 8 if the
+# forward pass is repeated (section 8). With T tokens on n GPUs, of which each reaches X FLOP/s, that is 8TP/(nX)
+# seconds. For GPT-3, with 175 billion parameters and 300 billion tokens, on 1,024 A100s at 140 TFLOP/s Narayanan et al.
+# give 34 days (*recorded*, [arXiv 2104.04473](https://arxiv.org/abs/2104.04473), section 5.1):
+
+# %%
+days = 8 * 300e9 * 175e9 / (1024 * 140e12) / 86_400
+gpu_hours = 1024 * 24 * days
+print(f"{days:.1f} days, {gpu_hours:,.0f} GPU hours;", end="")
+print(f" at 2 dollars an hour {2 * gpu_hours:,.0f} dollars")
+assert round(days) == 34
+
+# %% [markdown]
+# (The price is an example.) X holds all the efficiency that this lesson is about: what scales worse has a smaller X.
 #
 # ### Spot
 #
@@ -1525,8 +1584,9 @@ print(
     f"one every {between:.1f} hours; {stops / (days * 24 * gpus) * 1e6:.0f} per million GPU hours"
 )
 every = best_interval(1 / between, save)
-print(f"with {save * 60:.0f} minutes to save: a checkpoint every {every * 60:.0f} minutes,", end="")
-print(f" and {goodput(1 / between, save, restart, every):.0%} of the time is progress")
+share = goodput(1 / between, save, restart, every)
+print(f"modelled, {save * 60:.0f} minutes to save and {restart * 60:.0f} to restart:", end="")
+print(f" a checkpoint every {every * 60:.0f} minutes, {share:.0%} is progress")
 
 # %% [markdown]
 # ### Your prices

@@ -111,8 +111,9 @@ check.top_k_mean(top_k_mean)
 # </details>
 # <details><summary>From which k on is that no compression any more?</summary>
 #
-# A ring all-reduce sends nearly twice the gradient, whatever the number of ranks. Here each rank receives N − 1
-# times k values and indices. The traffic grows with N, so that many ranks need a small k.
+# A ring all-reduce of S elements sends 2(N − 1)/N · S of them, 8 bytes each in float64. Here N − 1 times k values and k
+# indices travel, 16 bytes a pair. The two are equal at k = S/N: on 2 ranks half of the gradient, on 100 ranks the top
+# 1 %. The traffic grows with N, so many ranks need a small k.
 # </details>
 
 # %% [markdown]
@@ -154,8 +155,8 @@ for steps in (1, 10, 100):
 #
 # - How large is s?
 # - What speed-up does the model promise for 64 GPUs, and for ever more of them, with the same batch?
-# - By how much more work per second, if the batch grows with the number of GPUs, and the serial part does not
-#   (Gustafson)?
+# - How many times the work per second does it promise for 64 GPUs if the batch grows with their number, and the serial
+#   part does not (Gustafson)?
 
 
 # %%
@@ -280,13 +281,13 @@ check.cost_of_run(cost_of_run)
 # |---|---|---|
 # | 4 of 5 | 30 | 05, Communication |
 #
-# Backward takes T, and gradients of S bytes become ready at a steady rate. They are cut into n equal buckets, n at
-# most the number of tensors. Bucket i is complete at i · T/n. Its all-reduce starts then, or when the one before it
-# ends, whichever is later. An all-reduce of b bytes in a ring takes 2(N−1) · (α + b/(N·B)), and does not slow
-# backward down.
+# Backward takes T, and gradients of S bytes become ready at a steady rate. They are cut into k equal buckets, k at most
+# the number of tensors. Bucket i is complete at i · T/k. Its all-reduce starts then, or when the one before it ends,
+# whichever is later. An all-reduce of b bytes among N ranks takes 2(N−1) · (α + b/(N·W)) in a ring, where W is the
+# speed of a link in bytes per second, and does not slow backward down.
 #
 # Few large buckets overlap badly: the last one is complete when backward ends. Many small ones pay α each. 2.6 GB of
-# gradients in 148 tensors, T = 200 ms, 64 ranks, α = 14 µs: which n is best at 400 Gb/s, and which at 100 Gb/s?
+# gradients in 148 tensors, T = 200 ms, 64 ranks, α = 14 µs: which k is best at 400 Gb/s, and which at 100 Gb/s?
 
 
 # %%
@@ -327,7 +328,7 @@ check.best_buckets(best_buckets)
 # <details><summary>Hint 2</summary>
 #
 # If an all-reduce is shorter than a piece, only the last one sticks out behind backward. If it is longer, they follow
-# each other without a gap from T/n on. One formula holds both: T/n + (n − 1) · max(T/n, c) + c.
+# each other without a gap from T/k on. One formula holds both: T/k + (k − 1) · max(T/k, c) + c.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -335,8 +336,8 @@ check.best_buckets(best_buckets)
 # </details>
 # <details><summary>Is there a formula?</summary>
 #
-# Let A = 2(N−1)α be the latency of one all-reduce, and R = 2(N−1)/N · S/B the time for all bytes. As long as n·A +
-# R < T, only A + R/n sticks out, and more buckets are better. Beyond, the end is at T/n + n·A + R, with its minimum
-# at n = √(T/A). So if R > T, take √(T/A), the size of the gradient does not matter; otherwise the larger of √(T/A)
+# Let A = 2(N−1)α be the latency of one all-reduce, and R = 2(N−1)/N · S/W the time for all bytes. As long as k·A +
+# R < T, only A + R/k sticks out, and more buckets are better. Beyond, the end is at T/k + k·A + R, with its minimum
+# at k = √(T/A). So if R > T, take √(T/A), the size of the gradient does not matter; otherwise the larger of √(T/A)
 # and (T − R)/A, and no more than there are tensors.
 # </details>

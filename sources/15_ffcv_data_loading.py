@@ -13,10 +13,10 @@
 # %% [markdown]
 # # Is the GPU waiting for data, and how does FFCV fix that?
 #
-# Eight A100s trained ResNet-50 on ImageNet for 16 epochs in 14.9 minutes (*recorded*, [FFCV's
-# benchmarks](https://github.com/libffcv/ffcv/blob/main/docs/benchmarks.rst)). ImageNet's training set (ILSVRC 2012)
-# has 1,281,167 images, so these GPUs took about 23,000 in each second, 2,900 each. Somebody had to read, decode, crop
-# and copy them. Below, a core does that for some hundred images a second, in the usual way. Every GPU of that run
+# Eight A100s trained ResNet-50 on ImageNet for 16 epochs in 14.9 minutes, with crops of 160 to 192 pixels (*recorded*,
+# [FFCV's ImageNet runs](https://github.com/libffcv/ffcv-imagenet)). ImageNet's training set (ILSVRC 2012) has
+# 1,281,167 images, so these GPUs took about 23,000 in each second, 2,900 each. Somebody had to read, decode, crop and
+# copy them. Below, a core does that for a few hundred images a second, in the usual way. Every GPU of that run
 # would want several cores for itself, and would wait if it did not get them. This lesson finds out who waits, opens
 # the file format that ends the waiting, and loads from it.
 #
@@ -108,27 +108,50 @@ else:
 
 # %% [markdown]
 # What is recorded was measured by `tests/benchmarks/loading.py`, on the 2,000 images of which this lesson uses a part,
-# and lies in `docs/loading.json`. It is one round, on a machine whose speed moved by 1.4 times from run to run with
-# nothing else running. So look at what is far apart, and do not quote a factor from it.
+# and lies in `docs/loading.json`. The machine's speed drifts, so all ways to load took turns of a second or an epoch,
+# in several rounds. What is shown are medians over the rounds; two ways are compared within each round.
 
 # %%
 RECORDED = json.loads(Path("../docs/loading.json").read_text(encoding="utf-8"))
 
 
+def best_workers(way):
+    """The name of a recorded way with the number of workers best for it, and what was measured."""
+    by_workers = way["by_workers"]
+    workers = max(by_workers, key=lambda n: by_workers[n]["images_per_s"])
+    return f"{way['name']}, {workers}", by_workers[workers]
+
+
 def recorded(*ways):
-    """Images/s that were recorded for ways to load, each with the number of workers best for it."""
-    rates = {}
-    for way in map(RECORDED["ways"].get, ways):
-        if way["by_workers"]:
-            workers = max(way["by_workers"], key=lambda n: way["by_workers"][n]["images_per_s"])
-            rates[f"{way['name']}, {workers}"] = way["by_workers"][workers]["images_per_s"]
-        else:
+    """Images/s that were recorded for ways to load, each with its best number of workers."""
+    found = [RECORDED["ways"][way] for way in ways]
+    for way in found:
+        if not way["by_workers"]:
             print(f"{way['name']} was not measured: {way['unavailable']}")
-    return rates
+    rows = dict(best_workers(way) for way in found if way["by_workers"])
+    return {name: row["images_per_s"] for name, row in rows.items()}
+
+
+# %%
+def gain(way, base="dataloader"):
+    """How many times as fast as `base` a way was: median, lowest, highest of the rounds."""
+    one, other = (best_workers(RECORDED["ways"][key])[1]["rounds"] for key in (way, base))
+    times = np.divide(one, other)
+    return np.median(times), times.min(), times.max()
+
+
+def recorded_bars(ways, strong=()):
+    """Bars of images/s, each with how many times as fast as the first it is."""
+    rates = recorded(*ways)
+    times = [gain(way, ways[0])[0] for way in ways if RECORDED["ways"][way]["by_workers"]]
+    title = f"recorded: {there}; behind each name the best number of workers"
+    options = {"times": dict(zip(rates, times, strict=True)), "unit": "images/s"}
+    strong = [name for name in rates if name.startswith(tuple(strong))] if strong else ()
+    return plots.loader_bars(rates, title, [*rates][0], strong=strong, **options)
 
 
 there = f"{RECORDED['images']['count']:,} images, {RECORDED['machine']['cores']} cores"
-print(f"recorded: {len(RECORDED['ways'])} ways to load {there}")
+print(f"recorded: {len(RECORDED['ways'])} ways to load {there}, {RECORDED['rounds']} rounds")
 
 # %% [markdown]
 # ## 1. A small ImageNet
@@ -151,8 +174,8 @@ for i in range(8):
 sheet.quantize(128)
 
 # %% [markdown]
-# *The figure: eight images side by side, scenes of overlapping shapes with a bright polygon or star in the middle,
-# which is the class.*
+# *The figure: eight images side by side, scenes of overlapping shapes with a polygon or star of one colour in the
+# middle, which is the class.*
 #
 # ## 2. Who waits for whom?
 #
@@ -193,21 +216,23 @@ def decode(data):
 
 
 def costs_of_parts(paths):
-    """Seconds an image takes in each part of the pipeline, in one process."""
-    parts, results = {}, [paths]
-    for path in paths:
-        path.read_bytes()  # from now on the file is in memory
-    for name, part in (("read", Path.read_bytes), ("decode", decode), ("augment", augment)):
-        start = time.perf_counter()
-        results.append([part(item) for item in results[-1]])
-        parts[name] = (time.perf_counter() - start) / len(paths)
-    start = time.perf_counter()
+    """Seconds an image takes in each part of the pipeline, in one process, a batch at a time."""
+    work = {"read": Path.read_bytes, "decode": decode, "augment": augment}
+    parts = dict.fromkeys([*work, "copy"], 0.0)
     for first in range(0, len(paths), 64):
-        torch.stack(results[-1][first : first + 64]).to(device())
-    return parts | {"copy": (time.perf_counter() - start) / len(paths)}
+        items = paths[first : first + 64]
+        for name, part in work.items():
+            start = time.perf_counter()
+            items = [part(item) for item in items]
+            parts[name] += (time.perf_counter() - start) / len(paths)
+        start = time.perf_counter()
+        torch.stack(items).to(device())
+        parts["copy"] += (time.perf_counter() - start) / len(paths)
+    return parts
 
 
-parts = costs_of_parts(paths[:200])
+costs_of_parts(paths[:200])  # from now on the files are in memory
+parts = min((costs_of_parts(paths[:200]) for _ in range(2)), key=lambda parts: sum(parts.values()))
 plots.time_shares({"one image": parts}, "measured: what PIL's pipeline does for one image")
 
 # %% [markdown]
@@ -324,14 +349,15 @@ del loaders  # ends the worker processes
 
 # %% [markdown]
 # In turns the times add up: 1/both = 1/L + 1/S. With workers that prepare the next batch while the step runs, the
-# slower of the two sets the pace: both = min(L, S). The step waits whenever L < S, for the share 1 − L/S of the time.
-# That share is money: it is what you pay a GPU for doing nothing.
+# slower of the two sets the pace: both = min(L, S). The step then waits whenever L < S, for the share 1 − L/S of the
+# time. (In turns it always waits, for the share S/(L + S).) That share is money: it is what you pay a GPU for doing
+# nothing.
 #
 # | what you see | what it means | what helps |
 # |---|---|---|
 # | both ≈ S, no waiting | the GPU is the bottleneck | nothing here: lessons 04 to 12 |
 # | both ≈ L < S | the loader is the bottleneck | more cores, a cheaper pipeline, or this lesson |
-# | both below min(L, S) | the two disturb each other | one core less for the loader, or overlap is missing |
+# | both below min(L, S) | the two disturb each other | see that the loader works ahead; leave a core to the step |
 #
 # > **Misconception.** "The loader is slow, so I set `num_workers` to 32." A worker is a process that wants a core.
 # > Workers beyond the number of cores add memory and switching, and few images, if any. What counts is the time that a
@@ -359,9 +385,9 @@ for workers, found_there in usual.items():
 # before we use it.
 #
 # FFCV's writer takes anything with a length and an index, and one **field** for each part of a sample. This function
-# writes the real ImageNet, too: `write_beton(ImageFolder("imagenet/train"), "train.beton", "jpg", workers=16,
-# max_resolution=256)`. The last limits the longer side of an image. Each image has to fit into a page. (The pages here
-# are the smallest that FFCV allows, so that a small file has many. Its default is 8 MiB.)
+# writes the real ImageNet, too: `write_beton(ImageFolder("imagenet/train"), "train.beton", "jpg", workers=16, page=8 <<
+# 20, max_resolution=256)`. The last limits the longer side of an image. Each image has to fit into a page. (The pages
+# here are the smallest that FFCV allows, so that a small file has many. Its default is 8 MiB.)
 
 
 # %%
@@ -613,9 +639,10 @@ if not without:
     print(f"'smart' without a threshold stored {np.sum(stored == JPEG)} of 24 images as JPEG")
 
 # %% [markdown]
-# Raw takes about nine times the bytes, and no decoding. (The JPEG file is larger than the folder for its white space:
-# a first page for the header, and a last one that is not full. In a large file that is nothing.) (The real ImageNet at
-# 256 pixels: 22.0 GB as JPEG of quality 90, 169.8 GB raw; *recorded*, FFCV's benchmarks.)
+# Raw takes 8 to 10 times the bytes of JPEG, and no decoding. (The JPEG file is larger than the folder for its white
+# space: a first page for the header, and a last one that is not full. In a large file that is nothing.) (The real
+# ImageNet at 256 pixels: 22.0 GB as JPEG of quality 90, 169.8 GB raw, 7.7 times as much; *recorded*, FFCV's
+# benchmarks.)
 #
 # Now the speed. An FFCV loader gets a **pipeline** for each field: a list of operations, the first of which decodes.
 # This one does what PIL's did. `ToDevice` copies to the GPU, and without one within memory. FFCV changes the lists
@@ -645,7 +672,7 @@ def ffcv_loader(path, threads=cores, size=64, **options):
 
 # %% [markdown]
 # The rates below are of later epochs. **Predict** (question 7): on its own, FFCV needs many seconds for its first
-# batch, and hardly any for the second. Why? (Section 8 answers. The column of first epochs shows little of it where
+# batch, and hardly any for the second. Why? (Section 8 answers. The line of first epochs shows little of it where
 # the lesson has run before.)
 
 
@@ -685,8 +712,8 @@ title = f"{origin}: loaders alone, images/s"
 plots.loader_bars(alone_rates, title, usual, strong=fast, unit="images/s")
 
 # %% [markdown]
-# *The figure: a bar for each loader. FFCV with raw images is several times as fast as the usual loader with as many
-# workers; JPEG is slower than raw, because it still decodes, and faster than the usual loader; the mixture is in
+# *The figure: a bar for each loader. FFCV with raw images is three to five times as fast as the usual loader with as
+# many workers; JPEG is slower than raw, because it still decodes, and faster than the usual loader; the mixture is in
 # between.*
 #
 # And with the step, as in training:
@@ -776,7 +803,7 @@ plots.page_accesses(accesses, "modelled: the page of each sample of an epoch, in
 
 # %% [markdown]
 # *The figure: three panels, samples of one epoch from left to right, page upwards. Sequential is a diagonal.
-# Quasi-random is a set of horizontal dashes: at any time 16 pages are in use, each for a while. Random fills the whole
+# Quasi-random is a set of horizontal dashes: at any time 16 pages are open, each for a while. Random fills the whole
 # panel.*
 #
 # Training needs batches that mix classes. A file written from a folder is sorted by class. How many classes does a
@@ -901,7 +928,8 @@ if LINUX:
 
 # %% [markdown]
 # The first epoch reads the file from the disk, the second finds it in memory. None of it is memory of the process: the
-# system can take it back at any moment without asking. (The file is a little larger than what was read: white space.)
+# system can take it back at any moment without asking. (The memory of files is a little less than the file: nobody
+# touches the white space.)
 #
 # Now FFCV's process cache, with the three orders. It runs without decoding and without compiling anything: these are
 # the parts of a Loader that fetch pages. (`launch` keeps its processes, so they import FFCV once, here.) **Predict**
@@ -992,7 +1020,7 @@ for name, order in orders.items():
 # %% [markdown]
 # Random gets what is there: half of the memory, half of the samples. With 20 % of the memory it needs a page that is
 # not there for four samples of five. Were whole pages of 2 MiB fetched for them, that would be 2 MiB for an image of a
-# quarter of one. (The system's own pages have 4 KiB, and it reads some ahead, so the page cache wastes less. FFCV's
+# quarter of a MiB. (The system's own pages have 4 KiB, and it reads some ahead, so the page cache wastes less. FFCV's
 # process cache never reads a page twice: it wants room for all, or fails.)
 #
 # The other two read each page about once, and find the rest of its samples in memory. Sequential gains nothing from
@@ -1090,15 +1118,16 @@ if not without:
     print(f"FFCV, {cores} threads: {busy:.1f} cores busy in this process")
 usual, before = pil_loader(cores), children()
 print(f"DataLoader, {cores} workers: {cores_busy(usual):.1f}, the others in its processes")
-own_memory = [c.memory_full_info().uss for pid, c in children().items() if pid not in before]
-print("each worker has memory of its own:", *(f"{size / 1e6:.0f} MB" for size in own_memory))
+new = [child for pid, child in children().items() if pid not in before]
+if LINUX:  # elsewhere only an administrator may ask
+    own_memory = [f"{child.memory_full_info().uss / 1e6:.0f} MB" for child in new]
+    print("each worker has memory of its own:", *own_memory)
 del usual
 
 # %% [markdown]
 # FFCV compiles its pipeline to machine code with **Numba**, a just-in-time compiler (**JIT**) for Python functions
 # that work on arrays and numbers. Such code does not need the lock, and FFCV tells Numba to let go of it
-# (`nogil=True`). So its threads run at the same time, on a busy machine on fewer cores, and write straight into the
-# batch of the training process.
+# (`nogil=True`). So its threads run at the same time, and write straight into the batch of the training process.
 #
 # A worker process has its own copy of whatever Python touches. That grows with the number of workers, and with the
 # lists of file names that a data set holds.
@@ -1106,13 +1135,14 @@ del usual
 # ### Where does the factor come from?
 #
 # FFCV changes four things at once: the decoder, what is stored, threads for processes, and compiled code. Take them
-# apart, in time of one core for each image, which depends little on how busy the machine is:
+# apart, in time of one core for each image, which depends less on how busy the machine is than images/s do:
 #
 # - the usual pipeline, with PIL;
-# - the same with OpenCV, with which FFCV resizes, too (by means over areas, where PIL's pipeline interpolates);
+# - the same with OpenCV, with which FFCV resizes, too (by plain means over areas, which PIL's pipeline weighs by a
+#   triangle);
 # - pixels from the raw file, read with our `Beton`, and resized with OpenCV;
 # - FFCV with one thread, JPEG and raw;
-# - FFCV with raw images and nothing compiled, its functions run as plain Python.
+# - FFCV with raw images and its loop not compiled, run as plain Python (what draws the crop stays compiled).
 
 
 # %%
@@ -1157,52 +1187,64 @@ def in_turns(data):
 
 
 # %%
-ladder = {"PIL, JPEG files": core_time(pil_loader(0), 1)}
+ladder = {}
 if without:
-    print("all but the first line: recorded, with one worker")
-    for key in ("dataloader_cv2", "dataloader_raw", "ffcv_jpeg", "ffcv_raw", "ffcv_raw_python"):
+    print("recorded, with one worker")
+    for key in ("dataloader", "dataloader_cv2", "dataloader_raw", "ffcv_jpeg", "ffcv_raw"):
         way = RECORDED["ways"][key]
         ladder[way["name"]] = way["by_workers"]["1"]["cpu_ms_per_image"]
 else:
     import cv2
 
     cv2.setNumThreads(1)
-    ladder["OpenCV, JPEG files"] = core_time(in_turns(WithCV2()), 1)
-    ladder["OpenCV, raw .beton by NumPy"] = core_time(in_turns(WithCV2(files["raw"])), 1)
+    ladder["PIL, JPEG files"] = core_time(pil_loader(0))
+    ladder["OpenCV, JPEG files"] = core_time(in_turns(WithCV2()))
+    ladder["OpenCV, raw .beton by NumPy"] = core_time(in_turns(WithCV2(files["raw"])))
     for name in ("JPEG", "raw"):
         ladder[f"FFCV, {name} .beton"] = core_time(ffcv_loader(files[name], threads=1))
     Compiler.set_enabled(False)
     ladder["FFCV, raw .beton, not compiled"] = core_time(ffcv_loader(files["raw"], threads=1))
     Compiler.set_enabled(True)
 
-    start = time.process_time()
-    for path in paths[:200]:
-        cv2_decode(path)
-    decoding = {"PIL": 1e3 * parts["decode"], "OpenCV": 5 * (time.process_time() - start)}
-
 # %% tags=["nbval-ignore-output"]
 for name, milliseconds in ladder.items():
     print(f"{name:31}{milliseconds:6.2f} ms of a core, {1e3 / milliseconds:6,.0f} images/s")
-if not without:
-    print("decoding alone, ms:", ", ".join(f"{name} {ms:.2f}" for name, ms in decoding.items()))
 
 # %% [markdown]
 # Read it from above. OpenCV's decoding and resizing save a good part. Not to decode at all saves about half of what is
-# left. And FFCV on one core takes about as long as the same work by our NumPy reader: both spend their time in
-# OpenCV's C++ code. To compile the loop around it gains little or nothing, as the line "not compiled" shows.
+# left. FFCV on one core takes about as long as the same work by our NumPy reader; which of the two is ahead changes
+# from run to run. Most of both is OpenCV's C++ code, so to compile the loop around it gains little on one core, as the
+# line "not compiled" shows.
 #
-# The same steps with workers, one change at a time, each way in a process of its own. Neighbours here are closer than
-# the machine is steady:
+# The same with workers, step by step, each way in a process of its own and with its best number of workers:
 
 # %%
-steps = recorded("dataloader", "dataloader_cv2", "dataloader_raw", "threads_raw", "ffcv_raw")
-title = f"recorded: {there}; at the end of each name the best number of workers"
-plots.loader_bars(steps, title, [*steps][0], unit="images/s")
+chain = ["dataloader", "dataloader_cv2", "dataloader_raw", "threads_raw", "ffcv_raw"]
+recorded_bars(chain)
 
 # %% [markdown]
 # *The figure: five bars, from the usual loader with PIL to one with OpenCV, then without decoding, then with threads
-# in the place of processes, then FFCV. Each is longer than the one before. In other runs threads and the compiled loop
-# changed their sign; that OpenCV takes less time of a core than PIL, and pixels less than JPEG, did not change.*
+# in the place of processes, then FFCV.*
+#
+# How sure is each step? Compare neighbours round by round:
+
+# %%
+product = 1
+reasons = ["decoder and resizing", "storage: pixels", "threads", "FFCV's compiled loop"]
+for reason, base, way in zip(reasons, chain[:-1], chain[1:], strict=True):
+    times, least, most = gain(way, base)
+    product *= times
+    print(f"{reason:21} x {times:.2f}, {least:.2f} to {most:.2f} in single rounds")
+print(f"{'product of the four':21} x {product:.2f}")
+for way in ("ffcv_raw", "ffcv_jpeg"):
+    times, least, most = gain(way)
+    name = f"{RECORDED['ways'][way]['name']}, at once"
+    print(f"{name:21} x {times:.2f}, {least:.2f} to {most:.2f}")
+
+# %% [markdown]
+# What is stored is the largest step, the decoder the second; threads and the compiled loop gain a fifth each. All four
+# are above 1 in every round, and their product is what FFCV gains at once. With JPEG images the largest step falls
+# away: FFCV still has to decode, with about the library that OpenCV has, and gains less than twice.
 #
 # Threads for processes means that nobody hands batches from process to process. OpenCV gives Python's lock back while
 # it works, so plain threads can do this part without compiling anything. Compiled code does not need the lock,
@@ -1282,9 +1324,17 @@ if not without:
         start = time.perf_counter()
         epoch(fresh)
         print(f"epoch {number} of 24 images: {time.perf_counter() - start:.2f} s")
-    extra = max(core_time(gray, 4) - core_time(plain, 4), 0.01)  # ms an image
-    print(f"compiled: {1e6 * extra / 224**2:4.0f} ns a pixel, {extra:.2f} ms of a core an image,")
-    print(f"          {python_time / (1e-3 * extra / 224**2):,.0f} times as fast")
+
+    compiled = Compiler.compile(RandomGray(1.0).generate_code())
+    many = np.random.default_rng(0).integers(0, 256, (64, 224, 224, 3), np.uint8)
+    out = np.empty_like(many)
+    compiled(many, out)  # compiles
+    start = time.process_time()  # of all threads
+    compiled(many, out)
+    each = (time.process_time() - start) / (64 * 224**2)
+    an_image = 1e3 * each * 224**2
+    print(f"compiled: {1e9 * each:5.1f} ns of a core a pixel, {an_image:.2f} ms an image,")
+    print(f"          {python_time / each:,.0f} times as fast")
 
 # %% [markdown]
 # The first epoch compiles this one operation, for a second or so, and the second shows what it costs from then on.
@@ -1295,14 +1345,14 @@ if not without:
 
 # %%
 times = RECORDED["compile"]
-print("recorded: seconds until the first batch, two threads, raw file")
+print("recorded once: seconds from the Loader to its first batch, two threads, raw file")
 print(f"  FFCV on its own, in every process  {times['without_fixes_s']:5.1f}")
 print(f"  the first time on a machine        {times['cold_s']:5.1f}")
 print(f"  in the next process                {times['next_process_s']:5.1f}")
 
 # %% [markdown]
-# On its own, eight ranks would compile the same code at the same time. Remember it when the first step of a job seems
-# to hang.
+# To keep the code costs a little the first time, and saves nearly all of it every later time. On its own, FFCV on eight
+# ranks would compile the same code eight times at once. Remember it when the first step of a job seems to hang.
 #
 # ## 9. Two ranks, one file
 #
@@ -1465,7 +1515,7 @@ for name, seeds in (("the same seed", [7] * world_size), ("seeds by rank", range
 #
 # ### One copy in memory
 #
-# In three epochs each rank has read its samples of three shuffles, of two ranks most of the file each. **Predict**
+# In three epochs each rank has read its samples of three shuffles, with two ranks 7/8 of all samples each. **Predict**
 # (question 6) how much of the machine's memory that takes. Linux counts for each process what it has of the file, and
 # also its fair share of that: a page that two processes have counts half for each.
 
@@ -1489,7 +1539,43 @@ print(f"{sum(p for _, p in shares) / 1e6:.0f} MB of memory; the file has {size /
 # The process cache is own memory, once for each rank. This is why `os_cache=True` is the right choice whenever the
 # file fits.
 #
-# The price of the other case: the quasi-random order does not work with `distributed=True`.
+# ### Is it faster, too?
+#
+# All ranks load at the same time, one worker each: FFCV's thread, or a process of the usual loader.
+
+
+# %%
+def rank_rate(path, seed):
+    """Images/s of this rank's share while all ranks load: FFCV's, and the usual loader's."""
+    rates = []
+    data = Subset(ImageFolder(image_folder() / "train", augment), spread)
+    more = {"multiprocessing_context": "fork", "persistent_workers": True}
+    more |= {"num_workers": 1, "collate_fn": channels_first}
+    usual = DataLoader(data, 64, sampler=DistributedSampler(data), **more)
+    for loader in (rank_loader(path, seed, 224), usual):
+        epoch(loader)  # compiles, or starts the worker
+        dist.barrier()
+        seen, seconds, _ = epoch(loader)
+        dist.barrier()
+        rates.append(seen / seconds)
+    return rates
+
+
+if not without:
+    rates = launch(rank_rate, shared, seed, world_size=world_size, timeout=120)
+    with_ffcv, usual = map(sum, zip(*rates, strict=True))
+
+# %% tags=["nbval-ignore-output"]
+if not without:
+    print(f"{world_size} ranks, images/s together: FFCV {with_ffcv:,.0f},", end=" ")
+    print(f"the usual loader {usual:,.0f}; {with_ffcv / usual:.1f} times")
+
+# %% [markdown]
+# The factor is about that of one process: ranks share the cores, and the file in memory.
+#
+# ### What `distributed=True` cannot do
+#
+# The quasi-random order does not work with it:
 
 # %%
 if not without:
@@ -1559,9 +1645,10 @@ if not without:
     assert not same
 
 stored, original = Beton(files["JPEG"]).image(0), np.asarray(subset[0][0])
-changed = np.mean(stored != original)
-print(f"4. {changed:.0%} of the numbers of the JPEG file's first image are not those of the source")
-assert changed > 0
+changed = np.abs(stored.astype(int) - original)
+print(f"4. {np.mean(changed > 0):.0%} of the numbers of the JPEG file's first image are", end=" ")
+print(f"not those of the source; they differ by {changed.max()} of 255 at most")
+assert 0 < changed.max() < 26
 
 # %% [markdown]
 # 3. `seed` is for the order. Random crops and flips have generators of their own, one in each thread.
@@ -1585,7 +1672,7 @@ if not without:
 
 # %%
 for fix in [] if without else ffcv_fixes.FIXES:
-    print(f"- {fix.why.splitlines()[0]}")
+    print(f"- {fix.why.splitlines()[0]}".replace("``", ""))
 
 # %% [markdown]
 # ## 11. What else there is today
@@ -1597,22 +1684,30 @@ for fix in [] if without else ffcv_fixes.FIXES:
 # %%
 ways = ["dataloader", "ffcv_raw", "ffcv_mixed", "ffcv_jpeg", "webdataset", "litdata"]
 ways += ["mosaicml_streaming", "grain", "spdl", "dali"]
-today = recorded(*ways)
-ours = [name for name in today if name.startswith("FFCV")]
-plots.loader_bars(today, title, [*today][0], strong=ours, unit="images/s")
+recorded_bars(ways, strong=["FFCV"])
 
 # %% [markdown]
 # *The figure: a bar of images/s for each library. FFCV's raw file is far ahead, the mixture and the JPEG file follow;
 # of the others the best are about as fast as the usual loader, and some are slower.*
 #
-# What each did there, from the same record:
+# What each did there, from the same record, with its best number of workers:
 
 # %%
-print(f"{'':20}{'decoder':17}{'stored as':14}workers")
+print(f"{'':22}{'decoder':16}{'stored as':12}{'workers':11}images/s  CPU ms an image")
 for way in map(RECORDED["ways"].get, ways):
-    print(f"{way['name']:20}{way['decoder']:17}{way['storage']:14}{way['workers_are']}")
+    if way["by_workers"]:
+        name, row = best_workers(way)
+        print(f"{name:22}{way['decoder']:16}{way['storage']:12}{way['workers_are']:11}", end="")
+        print(f"{row['images_per_s']:8,.0f}{row['cpu_ms_per_image']:17.2f}")
+for way in map(RECORDED["ways"].get, ways):
+    if way["note"]:
+        print(f"{way['name']}: {way['note']}")
 
 # %% [markdown]
+# All but FFCV and DALI call the same PIL function here: the figure compares how they hand images on, not what they
+# could do with another decoder. With OpenCV in its place each would gain about what the usual loader gained in section
+# 8.
+#
 # Where to look, by what you need:
 #
 # - data in shards that are streamed from an object store: [WebDataset](https://github.com/webdataset/webdataset),

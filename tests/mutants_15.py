@@ -176,7 +176,7 @@ def _row_of(file, place, row, index, count):
 
 def _sample(
     file, index, header=_header, align=True, order=lambda kinds: kinds, take=_row_of, shape=lambda h, w: (h, w, 3),
-    pointer=lambda pointer, start: pointer, image=lambda pixels, shape: pixels.reshape(shape),
+    pointer=lambda pointer, start: pointer, image=lambda pixels, shape: pixels.reshape(shape), size=np.prod,
 ):  # fmt: skip
     """The right way, with one thing that can be made wrong."""
     head = header(file)
@@ -186,7 +186,7 @@ def _sample(
     sample = take(file, start, row, index, head["samples"])
     shape = shape(int(sample["f2"]["height"]), int(sample["f2"]["width"]))
     place = pointer(int(sample["f2"]["pointer"]), -(-start // head["page_size"]) * head["page_size"])
-    pixels = np.frombuffer(_bytes_of(file, place, int(np.prod(shape))), np.uint8)
+    pixels = np.frombuffer(_bytes_of(file, place, int(size(shape))), np.uint8)
     return image(pixels, shape), int(sample["f1"])
 
 
@@ -194,6 +194,12 @@ def _sample(
 def sample_with_fromfile(file, index):
     header = _header(file)
     return np.fromfile(file, np.uint8, 8, offset=header["table"])
+
+
+@mutant("read_sample", "narrow-size")
+def lengths_of_two_bytes(file, index):
+    with np.errstate(over="ignore"):
+        return _sample(file, index, size=lambda shape: np.prod(shape, dtype=np.uint16))
 
 
 @mutant("read_sample", "whole-file")
@@ -524,15 +530,24 @@ def _lists(pages, rng, within=True, across=True):
     return lists
 
 
+def _window_that_fits(pages, cap, ahead, seed):
+    for window in range(cap, 0, -1):
+        read = pages[_quasi(pages, cap, ahead, seed, room=lambda *_, window=window: window)]
+        spans = [np.flatnonzero(read == page)[[0, -1]] for page in np.unique(read)]
+        if max(sum(a - ahead <= step <= b for a, b in spans) for step in range(len(read))) <= cap:
+            return window
+
+
 def _quasi(
-    pages, cap, seed, rng=np.random.default_rng, lists=_lists, room=lambda cap: cap,
+    pages, cap, ahead, seed, rng=np.random.default_rng, lists=_lists, room=_window_that_fits,
     draw=lambda rng, count, step: int(rng.integers(count)),
 ):  # fmt: skip
     """The right way, with one thing that can be made wrong."""
+    window = room(pages, cap, ahead, seed)
     rng = rng(seed)
     waiting, order, in_use = lists(pages, rng)[::-1], [], []
     while waiting or in_use:
-        while waiting and len(in_use) < room(cap):
+        while waiting and len(in_use) < window:
             in_use.append(waiting.pop())
         k = draw(rng, len(in_use), len(order))
         order.append(int(in_use[k].pop()))
@@ -542,22 +557,22 @@ def _quasi(
 
 
 @mutant("quasi_random", "form")
-def pages_instead_of_samples(pages, cap, seed):
+def pages_instead_of_samples(pages, cap, ahead, seed):
     return np.random.default_rng(seed).permutation(len(pages)) / 1.0
 
 
 @mutant("quasi_random", "form")
-def batches_of_samples(pages, cap, seed):
-    return [_quasi(pages, cap, seed)[i : i + 64] for i in range(0, len(pages), 64)]
+def batches_of_samples(pages, cap, ahead, seed):
+    return [_quasi(pages, cap, ahead, seed)[i : i + 64] for i in range(0, len(pages), 64)]
 
 
 @mutant("quasi_random", "form")
-def shuffled_in_place(pages, cap, seed):
+def shuffled_in_place(pages, cap, ahead, seed):
     np.random.default_rng(seed).shuffle(pages)
 
 
 @mutant("quasi_random", "incomplete")
-def last_group_of_pages_lost(pages, cap, seed):
+def last_group_of_pages_lost(pages, cap, ahead, seed):
     rng = np.random.default_rng(seed)
     lists, order = _lists(pages, rng), []
     for start in range(0, len(lists) - cap, cap):
@@ -566,33 +581,50 @@ def last_group_of_pages_lost(pages, cap, seed):
 
 
 @mutant("quasi_random", "incomplete")
-def pages_as_full_as_the_first(pages, cap, seed):
+def pages_as_full_as_the_first(pages, cap, ahead, seed):
     each = int((pages == pages.min()).sum())
-    return _quasi(pages, cap, seed, lists=lambda pages, rng: [part[-each:] for part in _lists(pages, rng)])
+    return _quasi(pages, cap, ahead, seed, lists=lambda pages, rng: [part[-each:] for part in _lists(pages, rng)])
 
 
 @mutant("quasi_random", "twice")
-def drawn_with_repetition(pages, cap, seed):
+def drawn_with_repetition(pages, cap, ahead, seed):
     return np.random.default_rng(seed).integers(0, len(pages), len(pages))
 
 
 @mutant("quasi_random", "random")
-def full_shuffle(pages, cap, seed):
+def full_shuffle(pages, cap, ahead, seed):
     return np.random.default_rng(seed).permutation(len(pages))
 
 
 @mutant("quasi_random", "over-cap")
 def one_page_too_many(*case):
-    return _quasi(*case, room=lambda cap: cap + 1)
+    return _quasi(*case, room=lambda pages, cap, *_: cap + 1)
 
 
 @mutant("quasi_random", "over-cap")
 def twice_the_batch(*case):
-    return _quasi(*case, room=lambda cap: 2 * cap)
+    return _quasi(*case, room=lambda pages, cap, *_: 2 * cap)
+
+
+@mutant("quasi_random", "ahead")
+def nothing_kept_for_pages_to_come(*case):
+    return _quasi(*case, room=lambda pages, cap, *_: cap)
+
+
+@mutant("quasi_random", "ahead")
+def one_place_kept_for_pages_to_come(*case):
+    return _quasi(*case, room=lambda pages, cap, ahead, seed: cap - 1 if ahead else cap)
+
+
+@mutant("quasi_random", "ahead")
+def groups_of_as_many_pages_as_fit(pages, cap, ahead, seed):
+    rng = np.random.default_rng(seed)
+    lists = _lists(pages, rng)
+    return np.concatenate([rng.permutation(np.concatenate(lists[i : i + cap])) for i in range(0, len(lists), cap)])
 
 
 @mutant("quasi_random", "unsorted")
-def a_page_is_a_range(pages, cap, seed):
+def a_page_is_a_range(pages, cap, ahead, seed):
     """Takes runs of neighbours for pages, as long as each page is full."""
     counts = np.unique(pages, return_counts=True)[1]
 
@@ -601,11 +633,11 @@ def a_page_is_a_range(pages, cap, seed):
         rng.shuffle(lists)
         return lists
 
-    return _quasi(pages, cap, seed, lists=ranges)
+    return _quasi(pages, cap, ahead, seed, lists=ranges)
 
 
 @mutant("quasi_random", "sequential")
-def order_of_the_file(pages, cap, seed):
+def order_of_the_file(pages, cap, ahead, seed):
     return np.arange(len(pages))
 
 
@@ -625,7 +657,7 @@ def order_of_the_file_from_somewhere(*case):
 
 
 @mutant("quasi_random", "page-order")
-def window_that_slides_over_the_file(pages, cap, seed):
+def window_that_slides_over_the_file(pages, cap, ahead, seed):
     """A shuffle buffer, as loaders of streams have it: groups of neighbours, shuffled."""
     rng = np.random.default_rng(seed)
     groups = np.unique(pages)[: len(np.unique(pages)) // cap * cap].reshape(-1, cap)
@@ -641,23 +673,81 @@ def samples_of_a_page_in_order(*case):
 
 @mutant("quasi_random", "one-page")
 def page_after_page(*case):
-    return _quasi(*case, room=lambda cap: 1)
+    return _quasi(*case, room=lambda *_: 1)
 
 
-@mutant("quasi_random", "one-page")
-def pages_shuffled_only(pages, cap, seed):
+@mutant("quasi_random", "within")
+def pages_shuffled_only(pages, cap, ahead, seed):
     lists = _lists(pages, np.random.default_rng(seed), within=False)
     return [i for samples in lists for i in samples[::-1]]
 
 
 @mutant("quasi_random", "unused-cap")
 def half_of_the_memory(*case):
-    return _quasi(*case, room=lambda cap: max(1, cap // 2))
+    return _quasi(*case, room=lambda pages, cap, *_: max(1, cap // 2))
+
+
+@mutant("quasi_random", "unused-cap")
+def groups_of_half_as_many_pages_as_fit(pages, cap, ahead, seed):
+    rng = np.random.default_rng(seed)
+    lists, each = _lists(pages, rng), cap // 2 if ahead else cap
+    return np.concatenate([rng.permutation(np.concatenate(lists[i : i + each])) for i in range(0, len(lists), each)])
+
+
+@mutant("quasi_random", "unused-cap")
+def one_page_too_few_without_loading_ahead(*case):
+    return _quasi(*case, room=lambda pages, cap, ahead, seed: _window_that_fits(pages, cap, ahead, seed) - (cap == 4))
+
+
+@mutant("quasi_random", "unused-cap")
+def three_places_kept_whatever_the_order(*case):
+    return _quasi(*case, room=lambda pages, cap, ahead, seed: max(1, cap - 3) if ahead else cap)
+
+
+@mutant("quasi_random", "unused-cap")
+def two_thirds_of_the_memory(*case):
+    return _quasi(*case, room=lambda pages, cap, ahead, seed: max(1, 2 * cap // 3) if ahead else cap)
+
+
+@mutant("quasi_random", "no-window")
+def two_pages_at_least(pages, cap, ahead, seed):
+    for window in range(cap, 1, -1):
+        order = _quasi(pages, cap, ahead, seed, room=lambda *_, window=window: window)
+        read = pages[order]
+        spans = [np.flatnonzero(read == page)[[0, -1]] for page in np.unique(read)]
+        if max(sum(a - ahead <= step <= b for a, b in spans) for step in range(len(read))) <= cap:
+            return order
+
+
+@mutant("quasi_random", "dead-end")
+def opens_a_page_when_it_could_have_been_loaded(pages, cap, ahead, seed):
+    """A better way, but for the point where no page is open and none may be opened."""
+    rng = np.random.default_rng(seed)
+    waiting, order, opened, ended = _lists(pages, rng), [], [], []
+    while waiting or opened:
+        while waiting and len(opened) + sum(end >= len(order) - ahead for end in ended) < cap:
+            opened.append(waiting.pop())
+        chosen = opened[rng.integers(len(opened))]
+        order.append(int(chosen.pop()))
+        if not chosen:
+            opened.remove(chosen)
+            ended.append(len(order) - 1)
+    return order
+
+
+@mutant("quasi_random", "unused-cap")
+def a_third_of_the_memory_if_pages_are_loaded_ahead(*case):
+    return _quasi(*case, room=lambda pages, cap, ahead, seed: max(1, cap // 3) if ahead else cap)
 
 
 @mutant("quasi_random", "round-robin")
 def pages_take_turns(*case):
     return _quasi(*case, draw=lambda rng, count, step: step % count)
+
+
+@mutant("quasi_random", "round-robin")
+def pages_take_turns_of_two_samples(*case):
+    return _quasi(*case, draw=lambda rng, count, step: step // 2 % count)
 
 
 @mutant("quasi_random", "not-reproducible")
@@ -670,16 +760,26 @@ def always_seed_zero(*case):
     return _quasi(*case, rng=lambda seed: np.random.default_rng(0))
 
 
+@mutant("quasi_random", "same-every-epoch")
+def pages_always_in_the_same_order(*case):
+    def lists(pages, rng):
+        lists = _lists(pages, rng, across=False)
+        np.random.default_rng(0).shuffle(lists)
+        return lists
+
+    return _quasi(*case, lists=lists)
+
+
 @mutant("quasi_random", "large-cap")
-def as_many_pages_as_fit_must_exist(pages, cap, seed):
+def as_many_pages_as_fit_must_exist(pages, cap, ahead, seed):
     chosen = np.random.default_rng(seed).choice(np.unique(pages), cap, replace=False)
     assert len(chosen) == cap
-    return _quasi(pages, cap, seed)
+    return _quasi(pages, cap, ahead, seed)
 
 
 @mutant("quasi_random", "one")
-def draws_from_the_pages_before_the_last(*case):
-    return _quasi(*case, draw=lambda rng, count, step: int(rng.integers(count - 1)) if count > 1 or step == 0 else 0)
+def one_place_is_no_room(*case):
+    return _quasi(*case, room=lambda *case: _window_that_fits(*case) if case[1] > 1 else 0)
 
 
 # ------------------------------------------------------------------------------------------------ bottleneck

@@ -109,35 +109,54 @@ class TestDataLoading(ExerciseTests):
         assert "without FFCV" in capsys.readouterr().out
         c15.own_file.cache_clear()
 
-    def test_order_of_groups_of_pages_passes(self):
-        def quasi_random(pages, cap, seed):
-            """Shuffles the pages, and then all samples of `cap` pages at a time."""
-            generator = torch.Generator().manual_seed(seed)
-            names = torch.from_numpy(np.unique(pages))
-            names = names[torch.randperm(len(names), generator=generator)]
-            groups = [np.flatnonzero(np.isin(pages, group.numpy())) for group in names.split(cap)]
-            shuffled = [torch.from_numpy(g)[torch.randperm(len(g), generator=generator)] for g in groups]
-            return torch.cat(shuffled)
+    def test_order_that_opens_a_page_when_it_could_have_been_loaded_passes(self):
+        def attempt(pages, cap, ahead, rng):
+            waiting = [rng.permutation(np.flatnonzero(pages == page)).tolist() for page in np.unique(pages)]
+            rng.shuffle(waiting)
+            order, opened, ended = [], [], []
+            while waiting or opened:
+                while waiting and len(opened) + sum(end >= len(order) - ahead for end in ended) < cap:
+                    opened.append(waiting.pop())
+                if not opened:  # all places are kept for pages that have ended
+                    return None
+                chosen = opened[rng.integers(len(opened))]
+                order.append(chosen.pop())
+                if not chosen:
+                    opened.remove(chosen)
+                    ended.append(len(order) - 1)
+            return order
+
+        def quasi_random(pages, cap, ahead, seed):
+            rng = np.random.default_rng(seed)
+            return next(filter(None, (attempt(pages, cap, ahead, rng) for _ in range(5000))))
 
         self.passes("quasi_random", quasi_random)
+        pages, window = np.repeat(np.arange(32), 24), self.answer("quasi_random")
+        for fn, opened in ((quasi_random, 7.9), (window, 6.3)):  # as the text says
+            means = [c15._in_memory(pages[np.array(fn(pages, 9, 12, seed))], 0).mean() for seed in range(20)]
+            assert np.mean(means) == pytest.approx(opened, abs=0.25)
 
     @pytest.mark.parametrize("seed", range(20))
     def test_right_order_passes_whatever_chance_brings(self, seed):
         answer = self.answer("quasi_random")
-        self.passes("quasi_random", lambda pages, cap, epoch: answer(pages, cap, 1000 * seed + epoch))
+        self.passes("quasi_random", lambda *case: answer(*case[:3], 1000 * seed + case[3]))
 
     @pytest.mark.usefixtures("with_ffcv")
     def test_order_of_ffcv_passes(self):
         from ffcv.traversal_order.quasi_random import generate_order_inner
 
-        def quasi_random(pages, cap, seed):
+        def quasi_random(pages, cap, ahead, seed):
+            orders = (window_of(pages, window, seed) for window in range(cap, 0, -1))
+            return next(order for order in orders if c15._in_memory(pages[order], ahead).max() <= cap)
+
+        def window_of(pages, window, seed):
             names = np.unique(pages)
             lists = [np.flatnonzero(pages == page) for page in names]
             table = np.zeros((len(names), max(map(len, lists))), np.int64)
             for row, samples in zip(table, lists, strict=True):
                 row[: len(samples)] = samples
             order = np.zeros(len(pages), np.int64)
-            generate_order_inner(seed, table, np.array(list(map(len, lists))), order, cap)
+            generate_order_inner(seed, table, np.array(list(map(len, lists))), order, window)
             return order
 
         self.passes("quasi_random", quasi_random)
@@ -185,7 +204,7 @@ class TestDataLoading(ExerciseTests):
         self.passes("shard", shard)
 
     def test_answer_that_never_ends_is_refused_and_ended(self):
-        def quasi_random(pages, cap, seed):
+        def quasi_random(pages, cap, ahead, seed):
             while True:
                 last.append(time.monotonic())
                 del last[:-1]
@@ -208,4 +227,4 @@ class TestDataLoading(ExerciseTests):
         assert re.search(r"4,2\d\d,\d{3} bytes were read, 2,\d{3} do;", text("whole_file_for_a_sample"))
         assert "2 ranks, 299 samples in batches of 16: 1 samples come twice" in text("sampler_of_torch")
         assert "65 samples in batches of 32: the ranks have 2, 1 batches." in text("every_nth_sample")
-        assert "32 pages are in use at once; 4 fit." in text("full_shuffle")
+        assert "32 pages are open at once; 4 fit." in text("full_shuffle")

@@ -61,10 +61,10 @@ def test_end_of_the_schedule_is_the_formula_for_any_link():
     generator = numpy.random.default_rng(0)
     for _ in range(200):
         k = int(generator.integers(1, 200))
-        size, alpha, beta, backward = 10.0 ** generator.uniform((5, -6, -12, -3), (10, -2, -7, 0))
-        spans = lesson()["schedule"](size, k, alpha, beta, backward)
+        each, backward = 10.0 ** generator.uniform((-6, -3), (0, 0))
+        spans = lesson()["schedule"](k, each, backward)
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
-        added = lesson()["exposed"](size, k, alpha, beta, backward)
+        added = lesson()["exposed"](k, each, backward)
         assert spans[-1][1] - backward == pytest.approx(added, rel=1e-6, abs=1e-9)
 
 

@@ -101,6 +101,13 @@ class TestLoaders:
         assert "samples/s" in ax.get_xlabel()
         inside(ax.figure)
 
+    def test_times_that_are_known_better_are_shown_instead(self):
+        times = {"DataLoader": 1.0, "FFCV raw": 4.6, "another": 0.4}
+        (ax,) = plots.loader_bars(self.RATES, "", "DataLoader", times=times).axes
+        assert texts(ax) == ["1,000  1.0×", "4,210  4.6×", "500  0.4×"]
+        with pytest.raises(ValueError, match="times lacks 'another'"):
+            plots.loader_bars(self.RATES, "", "DataLoader", times={"DataLoader": 1, "FFCV raw": 2})
+
     def test_without_a_baseline_there_are_only_rates(self):
         (ax,) = plots.loader_bars(self.RATES, "", unit="MB/s").axes
         assert texts(ax) == ["1,000", "4,210", "500"] and ax.get_xlabel() == "MB/s"

@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ HINTS: dict[str, dict[str, str]] = {
         "pixels, the height, first.",
         "field-order": "Right if the image comes first and the label second, wrong for another order. The descriptors "
         "say which field has which type.",
+        "narrow-size": "Small images are right, a larger one is not. NumPy numbers of 2 bytes have a product of 2 "
+        "bytes, and 200 · 150 · 3 does not fit: use int() on each.",
         "pointer": "The pixels come from another place. The pointer counts from the beginning of the file.",
         "channels": "The pixels are stored row by row, and in a row pixel by pixel, with its three colours together.",
     },
@@ -127,10 +130,12 @@ HINTS: dict[str, dict[str, str]] = {
         "incomplete": "Some samples are never read. Are all pages as full as the first, and is the last group as large "
         "as the others?",
         "twice": "Some samples come more than once in an epoch.",
-        "random": "That is a full shuffle: nearly all pages are in use at once, and in a small memory most reads go to "
+        "random": "That is a full shuffle: nearly all pages are open at once, and in a small memory most reads go to "
         "the disk again.",
-        "over-cap": "More pages are in use at once than fit. A page is in use from its first sample to its last one: "
-        "open a new page only when another one is used up.",
+        "over-cap": "More pages are open at once than fit, even if none is loaded ahead. A page is open from its first "
+        "sample to its last one: open a new page only when another one is used up.",
+        "ahead": "It would fit if no page were loaded ahead. A page is in memory from `ahead` samples before its first "
+        "one: while it waits there, the page whose place it takes is not yet used up.",
         "unsorted": "Right where each page holds neighbours, wrong where several writers took turns: look up the page "
         "of each sample in pages.",
         "sequential": "That is the order of the file. Neighbours in the file would always be together in a batch.",
@@ -138,11 +143,16 @@ HINTS: dict[str, dict[str, str]] = {
         "within": "The samples of a page come in the order of the file. Shuffle them too.",
         "one-page": "Pages are read one after the other, although there is room for more. A batch then holds "
         "neighbours only: mix the samples of all pages that fit.",
-        "unused-cap": "Fewer pages are mixed than fit. The more of them, the nearer to a full shuffle.",
-        "round-robin": "The pages take turns in a fixed pattern. Draw which one is next.",
+        "unused-cap": "Fewer pages are open, on average, than could be. The more, the nearer to a full shuffle: count "
+        "how many pages an order has in memory, and take the widest window that fits, for each seed anew.",
+        "no-window": "No order was returned: did no window fit? One open page at a time always does.",
+        "dead-end": "Two pages fit here, and one of them may be the page to come, so one open page at a time must be a "
+        "possible answer. An order that opens a page only when it could have been loaded may come to a point where no "
+        "page is open and none may be opened: begin again with other draws, or with a smaller window.",
+        "round-robin": "The pages take turns in a fixed pattern. Draw which one is next, sample by sample.",
         "not-reproducible": "Two calls with the same seed give different orders. Ranks, and a resumed run, need the "
         "same one: make a generator from the seed.",
-        "same-every-epoch": "Another seed gives the same order. Each epoch wants its own.",
+        "same-every-epoch": "Another seed gives the same order of samples or of pages. Each epoch wants its own.",
         "large-cap": "With room for all pages the answer must work all the same: it is then a full shuffle.",
         "one": "With room for one page the answer must work all the same: pages in random order, one at a time.",
     },
@@ -206,7 +216,7 @@ HINTS: dict[str, dict[str, str]] = {
 
 # ------------------------------------------------------------------------------------------------ files that count
 
-PATIENCE = 20.0  # seconds for a function in this process: a right one needs a hundredth of one
+PATIENCE = 20.0  # seconds for a function in this process: a right one needs less than one
 _ENDLESS = {"endless": "Look at the condition of the loop: what in the loop changes it?"}
 
 
@@ -364,7 +374,9 @@ def read_sample(fn: Callable, timeout: float = PATIENCE) -> None:
     """Check ``fn(file, index) -> (image, label)``, with no more bytes than header, row and pixels have."""
     exercise = Exercise("Exercise 2", _ENDLESS | HINTS["read_sample"], timeout)
     samples = 3000
-    images, labels = pictures(samples, 8), [int(v) for v in np.random.default_rng(2).integers(0, 1000, samples)]
+    images, large = pictures(samples, 8), np.random.default_rng(9).integers(0, 256, (200, 150, 3), np.uint8)
+    images[1234] = large
+    labels = [int(v) for v in np.random.default_rng(2).integers(0, 1000, samples)]
     for case, fields, fallback in _SAMPLE_CASES:
         columns = {IMAGE: images, INT: labels, FLOAT: [0.25 * i for i in range(samples)]}
         content = beton(fields, [columns[kind] for _, kind in fields], shuffled=True)
@@ -375,11 +387,12 @@ def read_sample(fn: Callable, timeout: float = PATIENCE) -> None:
                 got, file = _asked(exercise, fn, content, index)
             except CheckFailed as error:
                 if index and error.hint == "error":
-                    exercise.refuse("index", str(error).split("\n\n")[-1])
+                    hint = "narrow-size" if images[index] is large else "index"
+                    exercise.refuse(hint, str(error).split("\n\n")[-1])
                 raise
             _same_sample(exercise, got, images, labels, index)
             enough = HEADER.itemsize + DESCRIPTOR.itemsize * len(fields) + row + images[index].nbytes
-            _thrifty(exercise, file, enough, slack=64, rows=row * samples)
+            _thrifty(exercise, file, enough, slack=64, rows=row * samples + images[index].nbytes)
     print(f"Exercise 2 passed: {file.count:,} bytes read for one sample of a file of {len(content):,}.")
 
 
@@ -489,7 +502,7 @@ def _box_field(encode: Callable, decoder: Callable | None) -> Any:
     class BoxDecoder(Operation):
         def declare_state_and_memory(self, previous_state: Any) -> tuple:
             shape, dtype = (self.field.most, 4), np.dtype("<f4")
-            return replace(previous_state, jit_mode=True, shape=shape, dtype=dtype), AllocationQuery(shape, dtype)
+            return replace(previous_state, shape=shape, dtype=dtype), AllocationQuery(shape, dtype)
 
         def generate_code(self) -> Callable:
             return decoder(self.memory_read, self.field.most)
@@ -641,15 +654,24 @@ def _ffcv_reads(exercise: Exercise, fn: Callable, boxes: list[np.ndarray]) -> bo
 # ------------------------------------------------------------------------------------------------ quasi-random order
 
 
-def _order_cases() -> Iterator[tuple[str, np.ndarray, int, str | None]]:
-    """A name, the page of every sample, how many pages fit, and a hint for failures that nothing explains."""
+def _order_cases() -> Iterator[tuple[str, np.ndarray, int, int, str | None]]:
+    """A name, the page of every sample, how many pages fit, how far ahead, a hint for failures that nothing explains.
+
+    Pages hold more samples than are loaded ahead: an order with one page open has no more than two in memory.
+    """
     rng = np.random.default_rng(11)
-    yield "pages 1 to 32 of 24 samples each, 4 fit", np.repeat(np.arange(1, 33), 24), 4, None
+    even = np.repeat(np.arange(1, 33), 24)
+    yield "pages 1 to 32 of 24 samples each, 4 fit", even, 4, 0, None
     sizes = rng.integers(8, 40, 30)
-    yield "30 pages of 8 to 39 samples, numbered 3, 5, 7, …, 5 fit", np.repeat(3 + 2 * np.arange(30), sizes), 5, None
-    yield "three writers took turns, 4 of 27 pages fit", _by_turns(27, 20), 4, "unsorted"
-    yield "24 pages of 16 samples, 1 fits", np.repeat(np.arange(24), 16), 1, "one"
-    yield "10 pages of 30 samples, 12 fit", np.repeat(np.arange(1, 11), 30), 12, "large-cap"
+    yield "30 pages of 8 to 39 samples, numbered 3, 5, 7, …, 5 fit", np.repeat(3 + 2 * np.arange(30), sizes), 5, 0, None
+    yield "three writers took turns, 4 of 27 pages fit", _by_turns(27, 20), 4, 0, "unsorted"
+    yield "24 pages of 16 samples, 1 fits", np.repeat(np.arange(24), 16), 1, 0, "one"
+    yield "10 pages of 30 samples, 12 fit", np.repeat(np.arange(1, 11), 30), 12, 0, "large-cap"
+    yield "pages 1 to 32 of 24 samples each, 9 fit, loaded 12 samples ahead", even, 9, 12, None
+    yield "pages 1 to 32 of 24 samples each, 9 fit, loaded 2 samples ahead", even, 9, 2, None
+    long = np.repeat(np.arange(40), rng.integers(24, 60, 40))
+    yield "40 pages of 24 to 59 samples, 12 fit, loaded 20 samples ahead", long, 12, 20, None
+    yield "24 pages of 16 samples, 2 fit, loaded 8 samples ahead", np.repeat(np.arange(24), 16), 2, 8, "dead-end"
 
 
 def _by_turns(pages: int, each: int) -> np.ndarray:
@@ -674,21 +696,75 @@ def hit_rate(accesses: Sequence[int], cap: int) -> float:
     return hits / len(accesses)
 
 
+@cache
+def _open_in_windows() -> dict[str, float]:
+    """Pages open on average, by case, in orders of the widest window that fits: what others are measured by."""
+    return {
+        case: float(np.mean([_windowed(pages, cap, ahead, seed) for seed in range(_SEEDS if ahead else 1)]))
+        for case, pages, cap, ahead, _ in _order_cases()
+    }
+
+
+def _windowed(pages: np.ndarray, cap: int, ahead: int, seed: int) -> float:
+    for window in range(min(cap, len(np.unique(pages))), 0, -1):
+        rng = np.random.default_rng(seed)
+        waiting = [rng.permutation(np.flatnonzero(pages == page)).tolist() for page in np.unique(pages)]
+        order: list[int] = []
+        opened: list[list[int]] = []
+        while waiting or opened:
+            opened += [waiting.pop() for _ in range(min(len(waiting), window - len(opened)))]
+            chosen = opened[rng.integers(len(opened))]
+            order.append(chosen.pop())
+            opened = [page for page in opened if page]
+        if _in_memory(pages[order], ahead).max() <= cap:
+            break
+    return float(_in_memory(pages[order], 0).mean())
+
+
+def _in_memory(read: np.ndarray, ahead: int) -> np.ndarray:
+    """Pages in memory at each step: each from `ahead` steps before its first access to its last one."""
+    steps = np.zeros(len(read) + 1, int)
+    for page in np.unique(read):
+        places = np.flatnonzero(read == page)
+        steps[max(places[0] - ahead, 0)] += 1
+        steps[places[-1] + 1] -= 1
+    return np.cumsum(steps)[:-1]
+
+
+_SEEDS = 6  # orders that are judged where chance decides what fits
+
+
 def quasi_random(fn: Callable, timeout: float = PATIENCE) -> None:
-    """Check ``fn(pages, cap, seed)``: every sample once, each page loaded once, and as random as ``cap`` allows."""
+    """Check ``fn(pages, cap, ahead, seed)``: each page loaded once, and as random as ``cap`` pages allow."""
     exercise = Exercise("Exercise 5", _ENDLESS | HINTS["quasi_random"], timeout)
     said = []
-    for case, pages, cap, fallback in _order_cases():
+    for case, pages, cap, ahead, fallback in _order_cases():
         exercise.case, exercise.fallback = case, fallback
 
-        def order(seed: int, pages: np.ndarray = pages, cap: int = cap) -> np.ndarray:
-            return _numbers_of(exercise, _call(exercise, fn, pages.copy(), cap, seed), len(pages))
+        def order(seed: int, case: tuple = (pages, cap, ahead)) -> np.ndarray:
+            pages, cap, ahead = case
+            got = _call(exercise, fn, pages.copy(), cap, ahead, seed)
+            exercise.require(got is not None or cap > 2, "no-window", "the function returned None.")
+            return _numbers_of(exercise, got, len(pages))
 
-        got = order(17)
-        said.append(_judge_order(exercise, got, pages, cap))
-        exercise.require(np.array_equal(got, order(17)), "not-reproducible", "two calls with seed 17 differ.")
-        exercise.require(not np.array_equal(got, order(18)), "same-every-epoch", "seeds 17 and 18 give the same order.")
+        orders = [order(seed) for seed in range(17, 17 + (_SEEDS if ahead else 1))]
+        said += [_judge_order(exercise, each, pages, cap, ahead) for each in orders]
+        _judge_room(exercise, [_in_memory(pages[each], 0) for each in orders], _open_in_windows()[case])
+        exercise.require(np.array_equal(orders[0], order(17)), "not-reproducible", "two calls with seed 17 differ.")
+        other, same = order(117), "seeds 17 and 117 give the same order"
+        exercise.require(not np.array_equal(orders[0], other), "same-every-epoch", f"{same}.")
+        opening = [sorted(set(pages), key=lambda page: int(np.argmax(pages[o] == page))) for o in (orders[0], other)]
+        few = len(opening[0]) < 16 or cap >= len(opening[0])
+        exercise.require(few or opening[0] != opening[1], "same-every-epoch", f"{same} of pages.")
     print(f"Exercise 5 passed: {100 * said[0]:.1f} % of the accesses hit where 4 of 32 pages fit.")
+
+
+def _judge_room(exercise: Exercise, opened: list[np.ndarray], can: float) -> None:
+    """Refuse orders that have fewer pages open than a window has."""
+    mixed, most = float(np.mean([each.mean() for each in opened])), max(each.max() for each in opened)
+    if mixed < 0.9 * can:
+        key = "one-page" if most == 1 else "unused-cap"
+        exercise.refuse(key, f"{mixed:.1f} pages are open on average; {can:.1f} can be.")
 
 
 def _numbers_of(exercise: Exercise, got: Any, count: int) -> np.ndarray:
@@ -706,40 +782,31 @@ def _numbers_of(exercise: Exercise, got: Any, count: int) -> np.ndarray:
     return order.astype(np.int64)
 
 
-def _judge_order(exercise: Exercise, order: np.ndarray, pages: np.ndarray, cap: int) -> float:
-    """Refuse too many open pages, and too little chance; return the hit rate."""
+def _judge_order(exercise: Exercise, order: np.ndarray, pages: np.ndarray, cap: int, ahead: int) -> float:
+    """Refuse too many pages in memory, and too little chance; return the hit rate."""
     read, names = pages[order], np.unique(pages)
-    first = {p: int(np.argmax(read == p)) for p in names}
-    last = {p: len(read) - 1 - int(np.argmax(read[::-1] == p)) for p in names}
-    steps = np.zeros(len(read) + 1, int)
-    for p in names:
-        steps[first[p]] += 1
-        steps[last[p] + 1] -= 1
-    use = np.cumsum(steps)[:-1]
+    opened, held = _in_memory(read, 0), _in_memory(read, ahead)
     hits, possible, fallback = hit_rate(read.tolist(), cap), 1 - len(names) / len(read), exercise.fallback
-    if use.max() > cap:
-        what = f"{use.max()} pages are in use at once; {cap} fit. {100 * hits:.1f} % of the accesses hit"
-        full = use.max() > 0.75 * len(names) and fallback != "unsorted"
+    if opened.max() > cap:
+        what = f"{opened.max()} pages are open at once; {cap} fit. {100 * hits:.1f} % of the accesses hit"
+        full = opened.max() > 0.75 * len(names) and fallback != "unsorted"
         exercise.refuse("random" if full else fallback or "over-cap", f"{what}; {100 * possible:.1f} % can.")
+    exercise.require(held.max() <= cap, "ahead", f"{held.max()} pages are in memory at once; {cap} fit.")
     exercise.require(not np.array_equal(order, np.arange(len(order))), "sequential", "the order is 0, 1, 2, ….")
-    opened = sorted(names, key=first.get)
+    names = sorted(names, key=lambda page: int(np.argmax(read == page)))
     within = [np.diff(order[read == p]) for p in names]
     ascending = sum(bool((steps > 0).all() or (steps < 0).all()) for steps in within) / len(names)
-    mixed, room = float(use.mean()), min(cap, len(names))
-    if mixed < 0.6 * room:
-        key = "one-page" if use.max() == 1 else "unused-cap"
-        exercise.refuse(key, f"{mixed:.1f} pages are in use on average; {room} fit.")
     if len(names) >= 16:
-        places = np.argsort(np.argsort(opened))
+        places = np.argsort(np.argsort(names))
         trend = abs(float(np.corrcoef(np.arange(len(names)), places)[0, 1]))
         trend = max(trend, float((abs(np.diff(places)) == 1).mean()))  # also from a page in the middle
-        what = f"the pages are opened in the order {', '.join(map(str, opened[:6]))}, …."
+        what = f"the pages are opened in the order {', '.join(map(str, names[:6]))}, …."
         exercise.require(trend < 0.8, "page-order", what)
     what = f"on {100 * ascending:.0f} % of the pages the samples keep their order."
     exercise.require(ascending < 0.5, "within", what)
-    if 1 < cap < len(names):
-        turns = float((read[cap:] == read[:-cap]).mean())
-        what = f"{100 * turns:.0f} % of the accesses are to the same page as {cap} accesses before."
+    if 1 < opened.max() < len(names):
+        turns, every = max((float((read[n:] == read[:-n]).mean()), n) for n in range(1, len(read) // 4))
+        what = f"{100 * turns:.0f} % of the accesses are to the same page as {every} accesses before."
         exercise.require(turns < 0.75, "round-robin", what)
     return hits
 

@@ -204,7 +204,7 @@ def page_accesses(
 
 def loader_bars(
     rows: Mapping[str, float], title: str, baseline: str | None = None, *, strong: Sequence[str] = (),
-    unit: str = "samples/s",
+    times: Mapping[str, float] | None = None, unit: str = "samples/s",
 ) -> Figure:  # fmt: skip
     """Draw a rate for each loader, with how many times the rate of `baseline` it is.
 
@@ -217,25 +217,30 @@ def loader_bars(
         The row that is 1.0×; drawn grey.
     strong : list of str
         Rows in another colour, such as those of one library.
+    times : dict of name to float, optional
+        How many times the rate of `baseline` each row is, where that is known better than from the rates.
     unit : str
 
     Raises
     ------
     ValueError
-        There is no row, a rate is not above 0, or `baseline` or a row of `strong` is unknown.
+        There is no row, a rate is not above 0, `baseline` or a row of `strong` is unknown, or `times` lacks a row.
     """
     if not rows or any(not rate > 0 for rate in rows.values()):
         raise ValueError("there must be at least one row, and rates must be above 0")
     if unknown := [name for name in (*strong, *([baseline] if baseline else [])) if name not in rows]:
         raise ValueError(f"no row is called {unknown[0]!r}")
+    times = times or {name: rate / rows[baseline] for name, rate in rows.items() if baseline}
+    if baseline and (lacking := rows.keys() - times.keys()):
+        raise ValueError(f"times lacks {min(lacking)!r}")
     names = [fill(name, 34) for name in rows]
     lines = sum(1 + 0.45 * name.count("\n") for name in names)
     figure, (ax,) = new_figure(1, 1, size=(8.6, 0.95 + 0.33 * lines))
     for y, (name, rate) in enumerate(rows.items()):
         color = FAINT if name == baseline else RANK_COLORS[1] if name in strong else RANK_COLORS[0]
         ax.barh(y, rate, height=0.7, color=tint(color), edgecolor=color)
-        times = f"  {rate / rows[baseline]:.1f}×" if baseline else ""
-        ax.annotate(f"{rate:,.0f}{times}", (rate, y), (5, 0), textcoords="offset points", va="center",
+        factor = f"  {times[name]:.1f}×" if baseline else ""
+        ax.annotate(f"{rate:,.0f}{factor}", (rate, y), (5, 0), textcoords="offset points", va="center",
                     fontweight="bold" if name in strong else "normal")  # fmt: skip
     ax.set_yticks(range(len(rows)), names)
     ax.set(ylim=(len(rows) - 0.45, -0.55), xlim=(0, 1.16 * max(rows.values())), xlabel=unit)

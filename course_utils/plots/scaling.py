@@ -209,7 +209,7 @@ def bucket_sweep(
     """Draw, over the number of buckets in a step, the step's seconds, those of communication, and how much overlaps."""
     figure, (left, right) = new_figure(1, 2, size=(9.6, 3.4))
     ends = {}
-    for i, (name, values) in enumerate({"whole step": step, "communication": communication}.items()):
+    for i, (name, values) in enumerate({"forward and backward": step, "communication": communication}.items()):
         left.plot(messages, [t * 1e3 for t in values], marker=MARKERS[i], markersize=5, color=RANK_COLORS[i])
         ends[name] = (messages[-1], values[-1] * 1e3, RANK_COLORS[i])
     right.plot(messages, overlap, marker="^", markersize=5, color=RANK_COLORS[2])

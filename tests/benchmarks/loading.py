@@ -1,14 +1,18 @@
 """Measure ways to load the same 2,000 images: `DataLoader`, FFCV, six other libraries, and the steps between.
 
-    python tests/benchmarks/loading.py [--quick] [--ways ffcv_raw,dataloader] [--rounds 3] [--store]
+    python tests/benchmarks/loading.py [--quick] [--ways ffcv_raw,dataloader] [--rounds 9] [--store]
 
-Ways take turns, each in a process of its own and, if it needs other packages, in an environment of its own, made once
-under `.bench` (or COURSE_BENCH_ENVS). Prints tables and writes JSON; nothing is asserted. Give it a quiet machine.
+Each way has a process of its own, if it needs other packages in an environment of its own, made once under `.bench` (or
+COURSE_BENCH_ENVS). The processes live through the whole run and take turns of an epoch or a second, in an order drawn
+anew for each round, so that a machine whose speed drifts is as slow for one as for the other: ways are compared within
+a round. Prints tables and writes JSON; nothing is asserted. Give it a quiet machine.
 """
 
 import argparse
 import json
 import os
+import random
+import select
 import statistics
 import subprocess
 import sys
@@ -26,6 +30,7 @@ from course_utils.images import ImageFolder, image_folder
 
 DOCS = environments.ROOT / "docs" / "loading.json"
 BASE = ("numpy", "pillow")
+CORES = (1, 2)  # numbers of threads; processes also wait for each other, so more of them may help
 WAYS_FILE = Path(__file__).with_name("loading_ways.py")
 
 
@@ -42,7 +47,7 @@ class Way:
     storage: str
     workers_are: str
     packages: tuple[str, ...] | None = None
-    workers: tuple[int, ...] = (1, 2)
+    workers: tuple[int, ...] = (1, 2, 4)
     base: tuple[str, ...] = BASE
     removed: tuple[str, ...] = ()
     note: str = ""
@@ -50,9 +55,9 @@ class Way:
 
 WAYS = [
     Way("dataloader", "DataLoader, PIL", "PIL", "JPEG files", "processes", workers=(0, 1, 2, 4)),
-    Way("ffcv_raw", "FFCV, raw", "none", ".beton", "threads"),
-    Way("ffcv_mixed", "FFCV, mixed", "TurboJPEG, half", ".beton", "threads"),
-    Way("ffcv_jpeg", "FFCV, JPEG", "TurboJPEG", ".beton", "threads"),
+    Way("ffcv_raw", "FFCV, raw", "none", ".beton", "threads", workers=CORES),
+    Way("ffcv_mixed", "FFCV, mixed", "TurboJPEG, half", ".beton", "threads", workers=CORES),
+    Way("ffcv_jpeg", "FFCV, JPEG", "TurboJPEG", ".beton", "threads", workers=CORES),
     Way("webdataset", "WebDataset", "PIL", "tar files", "processes", ("webdataset==1.0.2",)),
     Way("litdata", "LitData", "PIL", "chunks", "processes", ("litdata==0.2.76",)),
     Way(
@@ -61,12 +66,12 @@ WAYS = [
         note="without torchvision, which it installs, and with it its part for torchvision's data sets",
     ),
     Way("grain", "Grain", "PIL", "JPEG files", "processes", ("grain==0.2.18",)),
-    Way("spdl", "SPDL", "PIL", "JPEG files", "threads", ("spdl==0.8.0",), note="its threads, with PIL"),
-    Way("dali", "DALI on CPU", "its own", "JPEG files", "threads", ("nvidia-dali-cuda130==2.4.0",)),
+    Way("spdl", "SPDL", "PIL", "JPEG files", "threads", ("spdl==0.8.0",), CORES, note="its threads, with PIL"),
+    Way("dali", "DALI on CPU", "its own", "JPEG files", "threads", ("nvidia-dali-cuda130==2.4.0",), CORES),
     Way("dataloader_cv2", "DataLoader, OpenCV", "OpenCV", "JPEG files", "processes"),
     Way("dataloader_raw", "DataLoader, OpenCV, pixels", "none", "mapped pixels", "processes"),
-    Way("threads_jpeg", "threads, OpenCV", "OpenCV", "JPEG files", "threads"),
-    Way("threads_raw", "threads, OpenCV, pixels", "none", "mapped pixels", "threads"),
+    Way("threads_jpeg", "threads, OpenCV", "OpenCV", "JPEG files", "threads", workers=CORES),
+    Way("threads_raw", "threads, OpenCV, pixels", "none", "mapped pixels", "threads", workers=CORES),
     Way("ffcv_jpeg_python", "FFCV, JPEG, not compiled", "TurboJPEG", ".beton", "one thread", workers=(1,)),
     Way("ffcv_raw_python", "FFCV, raw, not compiled", "none", ".beton", "one thread", workers=(1,)),
 ]  # fmt: skip
@@ -92,29 +97,46 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-def one_run(way: Way, python: Path, images: Path, data: Path, workers: int, seconds: float, **more: str) -> dict:
-    """Seconds of one process's epochs, as `loading_ways` prints them."""
-    command = [python, WAYS_FILE, way.key, images, data, workers, seconds]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | more
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=300, env=environment, cwd=data
-    )
-    if done.returncode:
-        raise RuntimeError(" / ".join(done.stderr.strip().splitlines()[-2:])[-300:])
-    return json.loads(done.stdout.strip().splitlines()[-1])
+class Running:
+    """A process that waits for its turns; `first_s`: seconds from the made loader to its first batch."""
 
+    def __init__(self, way: Way, python: Path, images: Path, data: Path, workers: int, **more: str) -> None:
+        command = [str(part) for part in (python, WAYS_FILE, way.key, images, data, workers)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | more
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, cwd=data, env=environment
+        )
+        self.turns: list[dict] = []
+        self.first_s = self._answer()["first_s"]
 
-def summary(runs: list[dict]) -> dict:
-    """The fastest epoch, which other processes disturb least, the median, CPU time of an image over all processes."""
-    speeds = [epoch["images"] / epoch["s"] for run in runs for epoch in run["epochs"]]
-    cpu = [1e3 * epoch["cpu_s"] / epoch["images"] for run in runs for epoch in run["epochs"]]
-    return {
-        "images_per_s": max(speeds),
-        "median": statistics.median(speeds),
-        "epochs": len(speeds),
-        "cpu_ms_per_image": statistics.median(cpu),
-        "first_batch_s": statistics.median(run["first_s"] for run in runs),
-    }
+    def turn(self, seconds: float) -> float:
+        """Run epochs for so many seconds; return images a second."""
+        self.process.stdin.write(f"{seconds}\n".encode())
+        self.process.stdin.flush()
+        self.turns.append(self._answer())
+        return self.turns[-1]["images"] / self.turns[-1]["s"]
+
+    def _answer(self) -> dict:
+        ready, _, _ = select.select([self.process.stdout], [], [], 180)
+        line = self.process.stdout.readline() if ready else b""
+        if not line:
+            self.close()
+            self.errors.seek(0)
+            last = " / ".join(self.errors.read().strip().splitlines()[-2:])[-300:]
+            raise RuntimeError(last if ready else f"no answer within 180 s; {last}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def summary(self) -> dict:
+        """Medians over the turns; CPU time of an image is that of all its processes."""
+        speeds = [turn["images"] / turn["s"] for turn in self.turns]
+        cpu = [1e3 * turn["cpu_s"] / turn["images"] for turn in self.turns]
+        found = {"images_per_s": statistics.median(speeds), "cpu_ms_per_image": statistics.median(cpu)}
+        return found | {"first_batch_s": self.first_s, "rounds": speeds}
 
 
 def give_up(row: dict, error: Exception) -> None:
@@ -125,62 +147,67 @@ def give_up(row: dict, error: Exception) -> None:
 def compile_times(images: Path, folder: Path) -> dict[str, float]:
     """Seconds to FFCV's first batch: never compiled before, compiled by an earlier process, without our fixes."""
     way = next(way for way in WAYS if way.key == "ffcv_raw")
-    data = folder / "ffcv"
+
+    def first(**more: str) -> float:
+        run = Running(way, Path(sys.executable), images, folder / "ffcv", 2, **more)
+        run.close()
+        return run.first_s
+
     with tempfile.TemporaryDirectory() as empty:
-        runs = [
-            one_run(way, Path(sys.executable), images, data, 2, 0.0, NUMBA_CACHE_DIR=empty)["first_s"] for _ in range(2)
-        ]
-    unfixed = one_run(way, Path(sys.executable), images, data, 2, 0.0, COURSE_BENCH_UNFIXED="1")["first_s"]
-    return {"cold_s": runs[0], "next_process_s": runs[1], "without_fixes_s": unfixed}
+        cold, again = first(NUMBA_CACHE_DIR=empty), first(NUMBA_CACHE_DIR=empty)
+    return {"cold_s": cold, "next_process_s": again, "without_fixes_s": first(COURSE_BENCH_UNFIXED="1")}
 
 
 def measure(args: argparse.Namespace) -> dict:
     folder = image_folder(count=args.images)
     images, work = folder / "train", environments.CACHE / "loading" / folder.name
-    rows, pythons, runs = {}, {}, {}
+    rows: dict[str, dict] = {}
+    runs: dict[tuple[str, int], Running] = {}
     for way in args.ways:
-        rows[way.key] = {"name": way.name, "decoder": way.decoder, "storage": way.storage}
-        rows[way.key] |= {"workers_are": way.workers_are, "note": way.note, "by_workers": {}}
+        row = rows[way.key] = {"name": way.name, "decoder": way.decoder, "storage": way.storage}
+        row |= {"workers_are": way.workers_are, "note": way.note, "by_workers": {}}
         data = work / way.key.partition("_")[0]
         data.mkdir(parents=True, exist_ok=True)
         try:
             if way.key.startswith("ffcv") and (reason := ffcv_fixes.missing()):
                 raise RuntimeError(reason)
             python = environments.python_of(way, way.base, way.removed)
-            rows[way.key]["versions"] = environments.versions(python, way, way.base)
-            pythons[way.key] = python, data
-        except (RuntimeError, subprocess.SubprocessError) as error:
-            give_up(rows[way.key], error)
-    end = time.monotonic() + 60 * args.minutes
-    for number in range(args.rounds):
-        for way in args.ways:
+            row["versions"] = environments.versions(python, way, way.base)
             for workers in (1,) if args.quick else way.workers:
-                if way.key not in pythons or (number and time.monotonic() > end):
-                    continue
-                try:
-                    run = one_run(way, pythons[way.key][0], images, pythons[way.key][1], workers, args.seconds)
-                except (RuntimeError, subprocess.SubprocessError) as error:
-                    give_up(rows[way.key], error)
-                    del pythons[way.key]
-                    continue
-                runs.setdefault((way.key, workers), []).append(run)
-                speed = [round(epoch["images"] / epoch["s"]) for epoch in run["epochs"]]
-                say(f"round {number + 1}: {way.name}, {workers} workers: {speed} images/s")
-    for (key, workers), found in runs.items():
-        rows[key]["by_workers"][str(workers)] = summary(found)
+                runs[way.key, workers] = Running(way, python, images, data, workers)
+        except (RuntimeError, subprocess.SubprocessError) as error:
+            give_up(row, error)
+        say(f"{way.name} is ready")
+
+    end, number = time.monotonic() + 60 * args.minutes, 0
+    while number < args.rounds and (not number or time.monotonic() < end):
+        number += 1
+        say(f"round {number}")
+        for key, run in random.Random(number).sample([*runs.items()], len(runs)):
+            try:
+                say(f"{key[0]}, {key[1]}: {run.turn(args.seconds):.0f} images/s")
+            except RuntimeError as error:
+                give_up(rows[key[0]], error)
+                del runs[key]
+    for (key, workers), run in runs.items():
+        rows[key]["by_workers"][str(workers)] = run.summary()
+        run.close()
     sample = map(ImageFolder(images).__getitem__, range(0, args.images, 50))
     pixels = [image.width * image.height for image, _ in sample]
     result = {
         "machine": {"cores": os.cpu_count(), "python": sys.version.split()[0], "torch": version("torch")},
         "quick": args.quick,
         "images": {"count": args.images, "mean_pixels": statistics.mean(pixels), "out": [224, 224], "batch": 64},
-        "rounds": max(map(len, runs.values()), default=0),
+        "rounds": number,
         "seconds": args.seconds,
         "ways": rows,
     }
-    if "ffcv_raw" in pythons and not args.quick:
+    if ("ffcv_raw", 2) in runs:
         say("time to compile")
-        result["compile"] = compile_times(images, work)
+        try:
+            result["compile"] = compile_times(images, work)
+        except RuntimeError as error:
+            say(f"not measured: {error}")
     return rounded(result)
 
 
@@ -192,9 +219,19 @@ def rounded(value):
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def best(row: dict) -> tuple[float, str]:
-    """Most images a second over the numbers of workers, and that number."""
-    return max((at["images_per_s"], workers) for workers, at in row["by_workers"].items())
+def best(row: dict) -> str:
+    """The number of workers with most images a second."""
+    return max(row["by_workers"], key=lambda workers: row["by_workers"][workers]["images_per_s"])
+
+
+def against(row: dict, base: dict) -> list[float]:
+    """Times the speed of `base`, each with its best number of workers, round by round, in rising order."""
+    pairs = (each["by_workers"][best(each)]["rounds"] for each in (row, base))
+    return sorted(one / other for one, other in zip(*pairs, strict=True))
+
+
+def shown(times: list[float]) -> list[str]:
+    return [f"{statistics.median(times):.2f}", f"{times[0]:.2f} to {times[-1]:.2f}"]
 
 
 def markdown(result: dict) -> str:
@@ -203,31 +240,31 @@ def markdown(result: dict) -> str:
     for row in rows.values():
         at = row["by_workers"]
         cells = [f"{at[n]['images_per_s']:.0f}" if n in at else "" for n in ("0", "1", "2", "4")]
-        speed, workers = best(row)
         lines.append([row["name"], row["decoder"], row["storage"], row["workers_are"], *cells])
-        lines[-1].append(f"{at[workers]['cpu_ms_per_image']:.2f}")
+        lines[-1].append(f"{at[best(row)]['cpu_ms_per_image']:.2f}")
     head = ["way", "decoder", "storage", "workers", "0", "1", "2", "4", "CPU ms an image"]
-    text = ["Images a second (the fastest epoch), by number of workers\n\n" + table(head, lines)]
+    text = [f"Images a second, by number of workers; medians of {result['rounds']} rounds\n\n" + table(head, lines)]
     for row in result["ways"].values():
         if "unavailable" in row:
             text.append(f"{row['name']} was not measured: {row['unavailable']}")
     if "dataloader" in rows:
-        base, workers = best(rows["dataloader"])
+        base = rows["dataloader"]
         goals = [
-            [row["name"], f"{best(row)[0] / base:.2f}", f"{GOALS[row['name']]:.0f}"]
+            [row["name"], *shown(against(row, base)), f"{GOALS[row['name']]:.0f}"]
             for row in rows.values()
             if row["name"] in GOALS
         ]
-        head = f"Against DataLoader with its best number of workers, {workers}"
-        text.append(head + "\n\n" + table(["", "times", "goal"], goals))
+        head = f"Against DataLoader with its best number of workers, {best(base)}"
+        text.append(head + "\n\n" + table(["", "times", "lowest and highest", "goal"], goals))
     for title, steps in STEPS.items():
-        steps = [(name, reason, best(rows[key])[0]) for name, reason, key in steps if key in rows]
-        before = [None, *(speed for *_, speed in steps)]
-        lines = [
-            [name, reason, f"{speed:.0f}", f"x {speed / last:.2f}" if last else ""]
-            for (name, reason, speed), last in zip(steps, before, strict=False)
-        ]
-        text.append(f"From DataLoader to {title}\n\n" + table(["", "reason", "images/s", ""], lines))
+        steps = [(name, reason, rows[key]) for name, reason, key in steps if key in rows]
+        lines, before = [], None
+        for name, reason, row in steps:
+            times = ["x " + part for part in shown(against(row, before))] if before else ["", ""]
+            lines.append([name, reason, f"{row['by_workers'][best(row)]['images_per_s']:.0f}", *times])
+            before = row
+        head = ["", "reason", "images/s", "", "lowest and highest"]
+        text.append(f"From DataLoader to {title}\n\n" + table(head, lines))
     if "compile" in result:
         text.append(f"Seconds to FFCV's first batch: {result['compile']}")
     return "\n\n".join(text)
@@ -238,9 +275,9 @@ def arguments() -> argparse.Namespace:
     keys = [way.key for way in WAYS]
     parser.add_argument("--quick", action="store_true", help="a smoke run: 200 images, one worker, one round")
     parser.add_argument("--ways", default=",".join(keys), help=f"comma-separated; of {', '.join(keys)}")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--minutes", type=float, default=60, help="begin no further round after so many")
-    parser.add_argument("--seconds", type=float, default=2, help="of epochs that are timed, in each process")
+    parser.add_argument("--seconds", type=float, default=1, help="at least, of each turn")
     parser.add_argument("--output", type=Path, default=environments.CACHE / "loading.json")
     parser.add_argument("--store", action="store_true", help="write docs/loading.json, which lesson 15 shows")
     parser.add_argument("--render", type=Path, help="measure nothing: tables from this JSON")
@@ -250,7 +287,7 @@ def arguments() -> argparse.Namespace:
     args.ways = [way for way in WAYS if way.key in args.ways.split(",")]
     args.images = 200 if args.quick else 2000
     if args.quick:
-        args.rounds, args.seconds = 1, 0.1
+        args.rounds, args.seconds = 1, 0
     if args.store:
         args.output = DOCS
     return args

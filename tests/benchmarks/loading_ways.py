@@ -1,11 +1,12 @@
 """Ways to load the same images for training; each runs in an environment that has its packages.
 
-    python loading_ways.py NAME IMAGES DATA WORKERS SECONDS
+    python loading_ways.py NAME IMAGES DATA WORKERS
 
-prints JSON: seconds to the first batch, then wall and CPU seconds of further epochs, over all processes, as many as
-begin within so many SECONDS (0: none). IMAGES is a folder of JPEG files, one folder a class; DATA one for files in the
-way's own format, made at the first call. All ways do the same: shuffle, decode, cut out a random part, resize it to
-224 x 224, flip half of them, and collate batches of 64 as bytes, channels last in memory.
+runs one epoch, prints the seconds to its first batch, then waits: for each line that it reads, a number of seconds, it
+runs epochs until so many have passed, at least one, and prints a line of JSON with images, wall and CPU seconds, over
+all processes. IMAGES is a folder of JPEG files, one folder a class; DATA one for files in the way's own format, made at
+the first call. All ways do the same: shuffle, decode, cut out a random part, resize it to 224 x 224, flip half of them,
+and collate batches of 64 as bytes, channels last in memory.
 """
 
 import io
@@ -124,11 +125,13 @@ def seed_worker(_: int) -> None:
 
 
 def threaded(dataset: Images, workers: int) -> Epoch:
-    """Threads that put images straight into the batch; batches are made three ahead, as by FFCV."""
+    """Threads that put images straight into one of few batches, which are made three ahead, as by FFCV."""
     import queue
     import threading
 
     import torch
+
+    memory = itertools.cycle(np.empty((6, BATCH, SIZE, SIZE, 3), np.uint8))  # 3 ready, and those at work
 
     def fill(place: np.ndarray, index: int) -> int:
         place[...], label = dataset[index]
@@ -141,7 +144,7 @@ def threaded(dataset: Images, workers: int) -> Epoch:
         def work() -> None:
             with ThreadPoolExecutor(workers) as pool:
                 for start in range(0, len(order) - BATCH + 1, BATCH):
-                    images = np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
+                    images = next(memory)
                     labels = list(pool.map(fill, images, order[start : start + BATCH]))
                     ready.put((torch.from_numpy(images).permute(0, 3, 1, 2), torch.tensor(labels)))
             ready.put(None)
@@ -247,7 +250,7 @@ def webdataset(images: Path, data: Path, workers: int) -> Epoch:
     shards = [str(data / f"{shard}.tar") for shard in range(8)]
     dataset = wds.WebDataset(shards, shardshuffle=8, empty_check=False).shuffle(200).to_tuple("jpg", "cls")
     dataset = dataset.map(lambda sample: (with_pil(io.BytesIO(sample[0])), int(sample[1])))
-    dataset = dataset.batched(BATCH, collation_fn=collate, partial=False)
+    dataset = dataset.batched(BATCH, collation_fn=collate, partial=True)
     options = {"num_workers": workers, "persistent_workers": workers > 0, "worker_init_fn": seed_worker}
     loader = DataLoader(dataset, batch_size=None, **options)
     return lambda: iter(loader)
@@ -303,7 +306,12 @@ def grain(images: Path, data: Path, workers: int) -> Epoch:
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=3)
     dataset = dataset.repeat().to_iter_dataset(reading)
     batches = iter(dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers)))
-    return lambda: itertools.islice(batches, len(samples) // BATCH)  # its processes live through all epochs
+
+    def epoch() -> Iterator:
+        return itertools.islice(batches, len(samples) // BATCH)  # its processes live through all epochs
+
+    epoch.stock = 8 * workers
+    return epoch
 
 
 def spdl(images: Path, data: Path, workers: int) -> Epoch:
@@ -342,6 +350,7 @@ def dali(images: Path, data: Path, workers: int) -> Epoch:
             pictures, labels = running.run()
             yield pictures.as_array(), labels.as_array()
 
+    epoch.stock = 1
     return epoch
 
 
@@ -384,26 +393,38 @@ def cpu_seconds() -> float:
     return found
 
 
+def settle() -> None:
+    """Wait until nothing below this process works: what is made ahead must not cost the next way its turn."""
+    before, now = -1.0, cpu_seconds()
+    while now - before > 0.03:
+        time.sleep(0.2)
+        before, now = now, cpu_seconds()
+
+
 def main() -> None:
-    name, images, data, workers, seconds = sys.argv[1:]
+    name, images, data, workers = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
     one_thread_each()
     Path(data).mkdir(parents=True, exist_ok=True)
-    begin = time.perf_counter()
     epoch = WAYS[name](Path(images), Path(data), int(workers))
-    ready = time.perf_counter()
-    first, taken, end = None, [], None
-    while end is None or time.perf_counter() < end:
-        start, cpu, count = time.perf_counter(), cpu_seconds(), 0
-        for batch, labels in epoch():
-            if first is None:
-                first = time.perf_counter() - ready
-                assert math.prod(batch.shape) == BATCH * SIZE * SIZE * 3 and str(batch.dtype).endswith("uint8")
-            count += len(labels)
-        if end is None:  # the first epoch warms up
-            end = time.perf_counter() + float(seconds)
-        else:
-            taken.append({"images": count, "s": time.perf_counter() - start, "cpu_s": cpu_seconds() - cpu})
-    print(json.dumps({"made_s": ready - begin, "first_s": first, "epochs": taken}))
+    ready, first = time.perf_counter(), None
+    for batch, _ in epoch():  # warms up
+        if first is None:
+            first = time.perf_counter() - ready
+            assert math.prod(batch.shape) == BATCH * SIZE * SIZE * 3 and str(batch.dtype).endswith("uint8")
+    print(json.dumps({"first_s": first}), file=answers)
+    for line in sys.stdin:
+        left = getattr(epoch, "stock", 0)  # batches made ahead, after the last turn
+        while left > 0:
+            left -= sum(1 for _ in itertools.islice(epoch(), left))
+        count, cpu, start = 0, cpu_seconds(), time.perf_counter()
+        while not count or time.perf_counter() < start + float(line):
+            count += sum(len(labels) for _, labels in epoch())
+        turn = {"images": count, "s": time.perf_counter() - start, "cpu_s": cpu_seconds() - cpu}
+        if hasattr(epoch, "stock"):
+            settle()
+        print(json.dumps(turn), file=answers)
 
 
 if __name__ == "__main__":
