@@ -107,6 +107,23 @@ async def execute(nb: NotebookNode, path: Path, timeout: int = 300) -> NotebookN
     return nb
 
 
+def take_outputs(nb: NotebookNode, built: NotebookNode) -> bool:
+    """Give ``nb`` the outputs of ``built`` if both have the same code, run without an error; return whether they do."""
+    cells, others = ([cell for cell in each.cells if cell.cell_type == "code"] for each in (nb, built))
+    if [(cell.source, cell.metadata.get("tags")) for cell in cells] != [
+        (cell.source, cell.metadata.get("tags")) for cell in others
+    ]:
+        return False
+    if not all(cell.execution_count for cell in others if cell.source.strip()):
+        return False
+    if any(output.output_type == "error" for cell in others for output in cell.outputs):
+        return False
+    for cell, other in zip(cells, others, strict=True):
+        cell.outputs, cell.execution_count = other.outputs, other.execution_count
+    nb.metadata.update({key: value for key, value in built.metadata.items() if key == "widgets"})
+    return True
+
+
 def normalise(nb: NotebookNode) -> NotebookNode:
     """Return the notebook in the one form that is committed: nothing in it depends on when or where it ran."""
     nb = nbformat.from_dict(nb)

@@ -187,15 +187,17 @@ def check(root: Path = ROOT) -> list[str]:
 
 
 def build(root: Path = ROOT, names: list[str] | None = None, force: bool = False, jobs: int = 1) -> list[str]:
-    """Make notebooks from sources; run those whose text changed, or all with ``force``. Returns what failed."""
+    """Make notebooks from sources; run those whose code changed, or all with ``force``. Returns what failed."""
     import nbformat
 
-    from ._notebooks import NotebookFailed, leaks, limited, normalise
+    from ._notebooks import NotebookFailed, leaks, limited, normalise, take_outputs
     from ._notebooks import execute as run
 
     async def make(path: Path, nb: Any, executed: bool) -> None:
         start = time.perf_counter()
         path.parent.mkdir(exist_ok=True)
+        if executed and not force and path.exists():
+            executed = not take_outputs(nb, nbformat.read(path, as_version=4))
         nb = normalise(await run(nb, path) if executed else nb)
         if found := leaks(nb):
             raise NotebookFailed(f"{path.relative_to(root)}: belongs to this machine: {'; '.join(found)}")

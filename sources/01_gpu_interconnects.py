@@ -513,7 +513,8 @@ topology_picture(five)
 #
 # Now line by line. GPU0 says `SYS` four times: whatever it exchanges crosses from CPU to CPU. Its cores are 8–15 and
 # 24–31, on NUMA node 1; a process that feeds it should run there. GPU1 and GPU2 say `PHB` to each other and `NODE` to
-# GPU3 and GPU4: same CPU, another host bridge. Nobody says `NV#`, so there is no NVLink, nor `PIX`: no PCIe switch.
+# GPU3 and GPU4: same CPU, another host bridge. Nobody says `NV#`, so there is no NVLink, nor `PIX` or
+# `PXB`: no two of the GPUs meet at a PCIe switch.
 #
 # **Predict** (question 5). Two of the five for a training on two GPUs: which?
 
@@ -626,9 +627,9 @@ assert round(across.seconds(2**30) / inside.seconds(2**30), 1) == 9.0
 #
 # <details><summary>GPU 0 has something for GPU 9 of the other node. Its own card or GPU 1's card?</summary>
 #
-# In the model both ways have the same bottleneck. In a *rail-optimised* cluster all cards number r of all nodes
-# hang on the same switch. There it is better to hand the data to GPU 1 by NVLink first and let it cross on rail 1;
-# NCCL does so and calls it PXN ([NVIDIA, Doubling all2all
+# In the model both ways have the same bottleneck. In a *rail-optimised* cluster all cards number r of all nodes hang on
+# the same switch. There it is better to hand the data to GPU 1 by NVLink first and let it cross on rail 1; NCCL does so
+# and calls it PXN ([NVIDIA, Doubling all2all
 # performance](https://developer.nvidia.com/blog/doubling-all2all-performance-with-nvidia-collective-communication-library-2-12/)).
 # </details>
 #
@@ -764,12 +765,12 @@ latency_fit(
 # first. The line is flat on the left, where α rules, and rises on the right, where βS does; the band around it holds
 # 95 % of the bootstrap's fits.*
 #
-# If all diamonds lie on one side of the line, the machine was busier in one of the two runs than in the other: no
-# model of the message can know that. Otherwise two numbers describe four orders of magnitude of message sizes. They
-# do not describe them perfectly: β is not the same for a message that fits into a cache and for one that does not,
-# and libraries switch their method at some size. The band knows nothing of that: it says how far the *points* pull
-# the line about, not whether a line is the right shape. Lesson 03 meets the same in NCCL, where one line per protocol
-# is needed.
+# If all diamonds lie on one side of the line, the machine may have been busier in one of the two runs, or the line has
+# the wrong shape: measuring both again tells which. At best two numbers describe four orders of magnitude of message
+# sizes. They do not describe them perfectly: β is not the same for a message that fits into a cache and for one that
+# does not, and libraries switch their method at some size. The band knows nothing of that: it says how far the *points*
+# pull the line about, not whether a line is the right shape. Lesson 03 meets the same in NCCL, where one line per
+# protocol is needed.
 #
 # > **What changes on real GPUs.** NCCL's own α is a few microseconds (section 3). What you measure from Python is
 # > more: each call also has to start a kernel. B is most of the data sheet's figure: *To and from a GPU*, below,

@@ -344,8 +344,8 @@ before_after(before, after, "reduce (SUM)")
 # %% [markdown]
 # *The figure: rank 0 holds sums of all colours; the other rows hold partial sums or their old numbers.*
 #
-# On the other ranks the library used the memory as scratch space: look at the stripes, and you see which partial sums
-# came by. No backend promises what is left there.
+# gloo uses the memory of the other ranks as scratch space: look at the stripes, and you see which partial sums came by.
+# NCCL leaves it as it was. No backend promises what is left there.
 #
 # > **Misconception.** "After `reduce` the other ranks still have their input." With gloo parts of it are gone. Copy
 # > it first if you need it.
@@ -987,9 +987,9 @@ alpha, beta = fit_alpha_beta(sizes, seconds["all_reduce"])
 bandwidth(sizes, seconds, world_size, fit=(alpha, beta))
 
 # %% [markdown]
-# *The figure, left: time against size on logarithmic axes. The lines are nearly flat at first; only the last step,
-# well beyond α/β (below), comes near a factor of four. Right: bus bandwidth, near zero at the small end, highest
-# between 1 and 16 MiB.*
+# *The figure, left: time against size on logarithmic axes. The lines are nearly flat at first; beyond about α/β (below)
+# they rise, by a factor of about three to four at the last step. Right: bus bandwidth, near zero at the small end,
+# highest between 1 and 16 MiB.*
 #
 # The two ends have names. Where the lines are flat, the call is **latency-bound**: a message ten times as large
 # hardly takes longer. Far to the right it is **bandwidth-bound**: a message ten times as large takes ten times as
@@ -1001,10 +1001,11 @@ print(f"alpha = {alpha * 1e3:.2f} ms, 1/beta = {1 / beta / 1e9:.2f} GB/s")
 print(f"alpha/beta = {format_bytes(alpha / beta)}")
 
 # %% [markdown]
-# <details><summary>Reduce-scatter is hardly faster than all-reduce here, so its busbw is low. Why?</summary>
+# <details><summary>Reduce-scatter is not faster than all-reduce here, so its busbw is low. Why?</summary>
 #
-# Because busbw counts what the collective *must* move, and gloo moves twice that (section 5). A low busbw asks for an
-# explanation: a wasteful algorithm, a slow path, or a busy machine. That is what busbw is for.
+# Because busbw counts what the collective *must* move, and gloo moves twice that (section 5): this alone halves it.
+# gloo also copies the whole input before and a piece of it after. A low busbw asks for an explanation: a wasteful
+# algorithm, a slow path, or a busy machine. That is what busbw is for.
 # </details>
 #
 # > **What changes on real GPUs.** The shape stays, the numbers change: α is some tens of microseconds, and the
@@ -1046,9 +1047,10 @@ print(f"share of the measured link: {share:.0%}")
 # %% [markdown]
 # ## 7. Many small calls
 #
-# At the latency-bound end a call costs α whatever its size. So 64 calls of 4 KiB cost 64 α or more (our α is fitted
-# to best repetitions, and calls in a row meet the bad ones too), and one of 256 KiB little more than one α.
-# **Coalescing** is making few calls of many: copy the small tensors into one flat buffer, reduce it, copy back.
+# At the latency-bound end a call costs α whatever its size. By the model 64 calls of 4 KiB cost 64 α, and one of 256
+# KiB little more than one α. (Our α is fitted to best repetitions. The cell below takes the middle one of five, so both
+# of its times may be several times as long.) **Coalescing** is making few calls of many: copy the small tensors into
+# one flat buffer, reduce it, copy back.
 
 
 # %%
@@ -1089,9 +1091,10 @@ print(f"{loose[2] / flat[2]:.0f} times faster")
 # The bytes are the same; the calls are not. DDP's *buckets* are this idea: it does not reduce each parameter's
 # gradient but flat buckets of 25 MiB.
 #
-# Copying can be avoided where the library takes a whole batch. NCCL's `ncclGroupStart` and `ncclGroupEnd` collect
-# calls in between and launch them together; `batch_isend_irecv` is its point-to-point face. For collectives PyTorch
-# has a context manager that it uses inside (the underscore says that its name is not a promise):
+# Some libraries take a whole batch, and the copying need not be yours. NCCL's `ncclGroupStart` and `ncclGroupEnd`
+# collect calls in between and launch them together, with no copy; `batch_isend_irecv` is its point-to-point face. For
+# collectives PyTorch has a context manager that it uses inside (the underscore says that its name is not a promise).
+# Under NCCL it makes such a group; gloo flattens and copies back itself:
 
 # %%
 from torch.distributed.distributed_c10d import _coalescing_manager  # noqa: E402
@@ -1110,8 +1113,8 @@ assert together[:2] == flat[:2]
 
 # %% [markdown]
 # > **What changes on real GPUs.** A kernel launch and a handshake between GPUs cost tens of microseconds
-# > rather than milliseconds, and the effect stays: recorded on H200 nodes, 4 GB reached 3,722 Gb/s in one call and
-# > 1,146 Gb/s in 1,000 calls of 4 MB (stas00/ml-engineering, network/README.md).
+# > rather than milliseconds, and the effect stays: recorded on a node of H200s, 4 GB reached a bus bandwidth of
+# > 3,722 Gb/s in one call and 1,146 Gb/s in 1,000 calls of 4 MB (stas00/ml-engineering, network/README.md).
 
 # %% [markdown]
 # ## 8. Communicate while computing

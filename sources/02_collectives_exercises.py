@@ -479,8 +479,8 @@ check.tree_broadcast(tree_broadcast)
 #
 # M nodes have G GPUs each, and links of two speeds: on an H100 node NVLink carries 450 GB/s each way from every
 # GPU, its network port 50. An all-reduce over all M·G ranks that knows nothing of nodes may send nearly 2·S
-# through a slow link. Build one that sends only 1/G of that between nodes. Node 0 has the ranks 0 … G−1, node 1
-# the next G, and so on.
+# through a slow link. Build one in which no rank sends more than 1/G of that between nodes. Node 0 has the ranks
+# 0 … G−1, node 1 the next G, and so on.
 #
 # The check adds up, for each rank, the bytes that its calls must send at least (2(N−1)/N · S for an all-reduce of
 # N ranks, (N−1)/N · S for a reduce-scatter or an all-gather), separately for groups inside a node and groups that

@@ -283,7 +283,7 @@ for name, ledgers in zip(("reduce-scatter", "all-gather"), by_half, strict=True)
 #
 # A small message does not care about bytes, only about steps. So let pairs add first, then pairs of pairs: after
 # ⌈log₂ n⌉ steps rank 0 has the sum, and the same way back hands it out. The messages form a **binomial tree**: rank 0
-# has log₂ n children, each of them one fewer.
+# has log₂ n children, and these have log₂ n − 1, log₂ n − 2, … and 0 children of their own.
 
 
 # %%
@@ -313,7 +313,7 @@ counted["tree"] = count("tree", tree_all_reduce)
 #
 # ### Recursive doubling
 #
-# In the tree half of the ranks wait at any time. Let both partners send instead, and both add: after each step twice
+# In the tree at most half of the ranks send in any step. Let both partners send, and both add: after each step twice
 # as many ranks share a sum, and nobody has to be told the result. Partners differ in one bit of their rank: `rank ^
 # reach`.
 #
@@ -847,7 +847,7 @@ assert one_card["hierarchical", 2**22] > 1.5 * own_card["hierarchical", 2**22]
 # <details><summary>Then what is left of the advantage of two levels?</summary>
 #
 # With g rings, one for each port, a port carries 2(n−1)/n·S/g. With two levels it carries 2(m−1)/m·S/g for m nodes.
-# For two nodes that is 1.75 against 1, for 32 nodes 1.99 against 1.94: nothing. What is left is latency: 2(n−1) hops
+# For two nodes that is 1.75 against 1, for 32 nodes 1.98 against 1.94: nothing. What is left is latency: 2(n−1) hops
 # against 2(g−1) + 2(m−1). NCCL's tree is the two-level algorithm in this sense: a chain in each node, a tree between
 # nodes, and one such pair for each port, which together make a reduce-scatter, an all-reduce and an all-gather
 # (NVIDIA/nccl issue [530](https://github.com/NVIDIA/nccl/issues/530)).
@@ -1422,10 +1422,11 @@ if toolkit:
 # | uprobe | root | yes | C stack (`ustack`) | no | no |
 # | profiler plugin | restart, NCCL 2.23 | yes | no | yes | yes |
 # | `torch.profiler` | change of the code | PyTorch's | Python | yes | in the kernel's name |
-# | PyTorch's Flight Recorder | restart | PyTorch's | Python | if asked for | no |
+# | PyTorch's Flight Recorder | nothing, on by default | PyTorch's | Python | after a restart | no |
 #
-# The last two know Python but see only what goes through PyTorch. The Flight Recorder's times need
-# `TORCH_NCCL_ENABLE_TIMING=1`. Lesson 13 (profiling) uses the profiler, lesson 14 (debugging hangs) the recorder.
+# The last two know Python but see only what goes through PyTorch. The Flight Recorder keeps the last 2,000 operations
+# and writes them out at a timeout. Its times need a start with `TORCH_NCCL_ENABLE_TIMING=1`. Lesson 13 (profiling) uses
+# the profiler, lesson 14 (debugging hangs) the recorder.
 
 # %% [markdown]
 # ## 9. Reading a log: what did NCCL decide?
@@ -1570,7 +1571,7 @@ assert all("GDRDMA" in v for s, r, v in transports(connections) if (s < 2) != (r
 # | `Ring 06 : 2 -> 0 -> 1` | on channel 6, rank 0 receives from 2 and sends to 1 |
 # | `Trees [0] 1/2/-1->0->-1` | on channel 0, rank 0 has the children 1 and 2, and no parent: the root |
 # | `[4] 1/-1/-1->0->2` | on channel 4 its parent is 2: the second of the two trees |
-# | `via P2P/CUMEM` | GPU to GPU directly. `P2P/IPC`, `P2P/direct pointer`: other kinds of memory |
+# | `via P2P/CUMEM` | GPU to GPU directly; so is `P2P/IPC` (older), and `P2P/direct pointer` inside one process |
 # | `via SHM/direct/direct` | through host memory: P2P was not possible, or forbidden |
 # | `via NET/IB/2/GDRDMA` | network card 2 reads and writes GPU memory itself: GPUDirect RDMA |
 # | `via NET/IB/2` | RDMA, but from buffers in host memory: one more copy |

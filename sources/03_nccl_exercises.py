@@ -258,7 +258,7 @@ check.ring_all_reduce(ring_all_reduce)
 #
 # A ring of 1,000 ranks takes 1,998 steps, a tree 20. Each of its messages carries the whole tensor: up the tree the
 # sums of ever larger groups come together at the root, down the tree the total goes out. Use a **binomial tree** as in
-# the lesson, but with any root: NCCL runs two trees at once, and no rank may be busy in both.
+# the lesson, but with any root: NCCL runs two trees at once, and no rank may have children in both.
 #
 # At 1, 2, 3, 4, 5 and 8 ranks the target leaves 0, 2, 4, 4, 6 and 6 steps. `dist.send` and `dist.recv` will do.
 

@@ -463,8 +463,8 @@ print(f"AfterBackward: {count(AfterBackward)}")
 # Copy many gradients into one flat tensor, average that, and hand the parts back. The flat tensor is a **bucket**.
 # What changes:
 #
-# - buckets are dealt out once, at the start. All ranks must agree on them, so parameters are dealt in the order of the
-#   model, *from the last to the first*: the next version needs that order;
+# - buckets are filled once, at the start. All ranks must agree on them, so they follow the order of the model, but
+#   backwards, *from the last parameter to the first*: the next version needs that;
 # - a bucket is full when it has reached `cap` bytes, and it holds one dtype only;
 # - the division comes *before* the sum. In float16 a sum of N gradients overflows earlier than their mean.
 
@@ -995,10 +995,10 @@ with expect_error(WorkerError):
     on_ranks(train_awkward, timeout=10)
 
 # %% [markdown]
-# A tied parameter is not what DDP minds (the one of section 7 trained), nor a frozen one, for which it does not wait.
-# What is not used is, and the message comes in the *next* step, when DDP finds that the last one never ended: a bucket
-# still waits for a gradient. (Which rank is named differs from run to run. Numbers
-# of the parameters follow; with `TORCH_DISTRIBUTED_DEBUG=INFO` in the environment their names.)
+# DDP minds neither the tied parameter (section 7 trained one) nor the frozen one, for which it does not wait. It minds
+# unused ones, and says so in the *next* step, when it finds that the last one never ended: a bucket still waits for a
+# gradient. (Which rank is named differs from run to run. Numbers of the parameters follow; with
+# `TORCH_DISTRIBUTED_DEBUG=INFO` in the environment their names.)
 #
 # The message offers the cure for a model that means it. **Predict** the gradient of the rare parameter on the ranks
 # that did not use it, and of the one that nobody used.
@@ -1067,10 +1067,10 @@ assert gradients[-1][-1] == round(1 / world_size, 4)
 # %% [markdown]
 # ## 11. Buffers, and batch norm
 #
-# The buffers (section 4) of batch norm are a running mean and a running variance. Each rank computes them from its own
-# part. Here the data of rank r has the mean 10 (r + 1), and in each forward a running
-# mean moves a tenth of the way from where it is to there. **Predict:** what do ranks 0 and 1 hold after three
-# forwards, and what is sent for it?
+# The buffers (section 4) of batch norm are a running mean, a running variance and a count of batches. Each rank
+# computes them from its own part. Here the data of rank r has the mean 10 (r + 1), and in each forward a running mean
+# moves a tenth of the way from where it is to there. **Predict:** what do ranks 0 and 1 hold after three forwards, and
+# what is sent for it?
 
 
 # %%

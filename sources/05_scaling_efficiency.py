@@ -505,16 +505,15 @@ for name, by_rank in {"even": even, "one late": apart}.items():
     print(f" imbalance {imbalance:.0%}")
 
 # %% [markdown]
-# These are the four overheads. One rank alone has neither communication nor waiting nor copies into buckets: those are
-# the efficiency lost.
+# Bold are the four overheads. One rank alone has none of them, so all their time is efficiency lost. Of the last two
+# rows only a part is:
 #
 # | part | overhead | what helps |
 # |---|---|---|
 # | all_reduce | **communication** | fewer bytes (section 7), overlap (section 5), faster links |
 # | wait | **imbalance** of work, which **synchronisation** makes everybody pay | equal batches, find the slow rank |
 # | copies | **copies** into and out of buffers | gradients that live in the buffer |
-# | optimizer | work that every rank **repeats**: with the same whole batch a serial part (section 2) | sharded
-# optimizer (lesson 06) |
+# | optimizer | work that every rank repeats: serial if the batch stays (section 2) | sharded optimizer (lesson 06) |
 # | data | work that one rank has too; a loss where ranks share a disk or cores | loader processes (lesson 15) |
 #
 # **Imbalance** is max/mean − 1 of the compute times: by that much computing takes longer than if the same seconds were
@@ -816,13 +815,13 @@ for name, of in settings.items():
 plots.bucket_choice(sizes, curves, default=25 * 2**20)
 
 # %% [markdown]
-# *The figure: over NVLink the added time is a valley with a cliff on its left: too small buckets pay latencies, all of
-# them beyond the backward pass; too large ones stick out. Over Ethernet it is nearly flat from about 16 MiB on:
+# *The figure: over NVLink the added time is a valley with a cliff on its left: with too small buckets the latencies no
+# longer fit behind the backward pass; too large ones stick out. Over Ethernet it is nearly flat from about 16 MiB on:
 # whatever the size, most of the communication does not fit.*
 #
 # DDP's default of 25 MiB stands on the gentle side of the valley, a fraction of a millisecond from the best. Stay on
 # that side: near the cliff a straight line through the table would mislead. It makes an all-reduce of 1.2 MiB a third
-# faster than the table does, and has two thousand of them hide where by the table they add a third of a backward pass:
+# faster than the table does, and has two thousand of them hide where by the table they add 38 % of a backward pass:
 
 # %%
 alpha, beta = fit_alpha_beta(table.sizes, table.seconds)

@@ -83,8 +83,8 @@ cluster = 64  # ranks of the simulated cluster
 # - **gradients**, one number for each parameter;
 # - **optimizer states**: for Adam two moments of each parameter, and in mixed precision the master weights;
 # - **activations**: what forward leaves for backward;
-# - **buffers**: everything else that lives for a moment, such as gathered parameters, the buckets of DDP, gradients
-#   of activations and temporaries.
+# - **buffers**: everything else: gathered parameters, gradients of activations and temporaries, which live for a
+#   moment, and the buckets of DDP, which stay.
 #
 # The first three are the **model states**. They depend on the model and the optimizer. Activations depend on the
 # batch too.
@@ -688,7 +688,7 @@ for name in ("ZeRO-1", "ZeRO-2"):
 
 # %% [markdown]
 # The same operations with the same bytes, earlier. At the end of backward a rank has its share of the gradients only.
-# At the peak it has the gradients of one unit too, and their flat copy on its way: section 9 measures it.
+# While a unit is reduced, it has that unit's gradients and their flat copy too. Section 9 measures the peak.
 #
 # The order matters now: all ranks must complete their units in
 # the same order, or they would reduce one rank's block with another's. Backward goes the same way on all ranks, so
@@ -787,7 +787,7 @@ for name in ("ZeRO-2", "ZeRO-3", "ZeRO-3, 4 micro-batches"):
 
 # %% [markdown]
 # 3Ψ: two all-gathers and one reduce-scatter of everything, half as much again as DDP. With four micro-batches it is
-# 12Ψ, for all three happen in every backward pass.
+# 12Ψ, for all three happen for every micro-batch.
 #
 # All messages of one step, in their order:
 
@@ -855,7 +855,8 @@ for name, memory in peaks.items():
     print(f"{name}: {', '.join(parts)}")
 
 # %% [markdown]
-# The buffers of ZeRO are the flat gradients on their way, a unit at a time, and in ZeRO-3 the gathered parameters.
+# At these peaks the buffers are gradients of activations, and in ZeRO-3 the gathered parameters besides: a block and
+# what is around the blocks. The flat gradients of a unit come a moment later, when its block's activations are gone.
 # One block is about a sixth of this model, so one gathered unit is a lot. Of a model with 96 blocks it is about one
 # percent.
 #
@@ -1048,8 +1049,8 @@ for name, (_, peak) in found.items():
 # ## 11. Offload: memory that is not on the GPU
 #
 # The host of a GPU has memory too, usually more, and an NVMe drive has more again. **Offload** keeps there what a step
-# needs only once: the optimizer's states ([ZeRO-Offload](https://arxiv.org/abs/2101.06840), Ren et al. 2021), and
-# then gradients and parameters too (ZeRO-Infinity, Rajbhandari et al. 2021).
+# needs only once: the optimizer's states and the gradients ([ZeRO-Offload](https://arxiv.org/abs/2101.06840), Ren et
+# al. 2021), and then the parameters too, on drives as well (ZeRO-Infinity, Rajbhandari et al. 2021).
 #
 # ### On paper
 #
@@ -1292,12 +1293,13 @@ calculator
 # gathered units do not become less with more ranks, and on 4,096 ranks it is still 94 GB.
 # </details>
 #
-# <details><summary>GPT-2 XL on one V100 alone, mixed precision, 1,024 tokens: which change leaves a tenth of the memory
-# free?</summary>
+# <details><summary>GPT-2 XL under DDP on V100s, mixed precision, 1,024 tokens: which change leaves a tenth of the
+# memory free?</summary>
 #
-# As it is it needs 31 of 32 GB. Checkpointing is enough, just. Half the sequence is not. The states alone are 25 GB,
-# so what is done to activations gains little; momentum instead of Adam saves 4 bytes a parameter, and ZeRO on two
-# V100s more.
+# As it is it needs 31 of 32 GB. Checkpointing is enough, just. Half the sequence is not. The states alone are 25 GB and
+# DDP's buckets 3 more, so what is done to activations gains little; momentum instead of Adam saves 4 bytes a parameter,
+# and ZeRO on two V100s more. (One V100 without DDP has no buckets: 28 GB, and a tenth is free as it is. The calculator
+# counts buckets on one rank too.)
 # </details>
 #
 # The next cell holds these answers against `training`.
@@ -1329,8 +1331,8 @@ for name in NAMES:
     print(f"{ring_bytes(ledger):10,.0f} bytes sent in a step")
 
 # %% [markdown]
-# - Five parts fill a rank: parameters, gradients, optimizer, activations, buffers. The peak of a step comes when
-#   backward begins.
+# - Five parts fill a rank: parameters, gradients, optimizer, activations, buffers. Where activations are most of it,
+#   the peak of a step comes when backward begins.
 # - Adam costs 16 bytes a parameter, in fp32 and in mixed precision; with fp32 gradients 18. Seven billion parameters
 #   are 112 GB.
 # - ZeRO-1 divides the optimizer's states and ZeRO-2 the gradients, for the traffic of DDP: 2Ψ. ZeRO-3 divides the
@@ -1351,7 +1353,7 @@ for name in NAMES:
 # 7. Half as much again, 3Ψ (section 8).
 # 8. ZeRO-3: 12Ψ. ZeRO-2: 5Ψ, ZeRO-1: 2Ψ (sections 7 and 8).
 # 9. 175 · 16 / 1,024 = 2.7 GB (section 4). At the peak of a step it is nine times that, 25 GB, most of it gathered
-#    blocks (section 12).
+#    parameters and whole gradients of a few blocks (section 12).
 # 10. 84 GB each way: 11 s over 4 lanes of PCIe 4, 5 s over PCIe 5 (section 11).
 # </details>
 #

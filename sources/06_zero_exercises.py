@@ -499,6 +499,7 @@ check.largest_model(largest_model)
 # </details>
 # <details><summary>What if ranks are added without end?</summary>
 #
-# Stage 1 never gets beyond 4 bytes a parameter, stage 2 not below 2: with 60 GB that is 15 and 30 billion parameters,
-# on however many GPUs. Only at stage 3 the model grows with the number of ranks, until one unit fills a GPU.
+# Stage 1 never gets below 4 bytes a parameter, stage 2 not below 2: with 60 GB that is 15 and 30 billion parameters,
+# on however many GPUs. Only at stage 3 the layers grow with the number of ranks. What limits the width there is one
+# unit, which must fit on a GPU whole.
 # </details>

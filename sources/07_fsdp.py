@@ -544,8 +544,8 @@ plots.memory_bars(peaks, "measured: one rank at its peak, one window of text")
 # A **tied** weight must be in one unit with both its users, or in a unit above both: here the root.
 #
 # > **Misconception.** "FSDP divides the memory by N." It divides parameters, gradients and optimizer states between
-# > steps. At the peak there are also one or two units' whole weights, one unit's whole gradients, and all the
-# > activations, and those are the same for any N.
+# > steps. At the peak there are also one or two units' whole weights, one unit's whole gradients, a flat copy of those
+# > of the unit before, and all the activations, and those are the same for any N.
 
 # %% [markdown]
 # ## 4. `reshard_after_forward`, and the ZeRO stages
@@ -595,8 +595,9 @@ for name, choice in choices.items():
 
 # %% [markdown]
 # `True` never holds much more than half of this small model (two of four blocks and the root); `False` climbs to the
-# whole at the end of forward and comes down in backward. With an integer the gathered weights are freed as
-# with `True`, and what is kept is a larger shard, which these digits do not count: Ψ/k instead of Ψ/N.
+# whole at the end of forward and comes down in backward. With an integer the gathered weights are freed as with `True`.
+# What is kept until backward is a second, larger shard, which these digits do not count: Ψ/k beside the Ψ/N that every
+# rank has.
 #
 # Each unit may have its own choice. `False` for the last block saves the all-gather that section 2 stumbled over, for
 # no memory at the peak: that block is needed at once.
@@ -1003,8 +1004,9 @@ assert tied and size >= psi_bytes
 # Weights are broadcast one by one, and each rank cuts out its rows: but for rank 0's own copy, there is never more
 # than one whole weight beside the shards.
 #
-# **Tied weights** survive `to_empty` here, because `fully_shard` knows that they are one parameter. Without it they
-# do not. **Predict** what `is` says for the plain model:
+# **Tied weights** survive `to_empty` here: `fully_shard` has made them one DTensor, and PyTorch fills a DTensor
+# parameter in place. An ordinary parameter is replaced, once for each user. **Predict** what `is` says for the plain
+# model:
 
 # %%
 with torch.device("meta"):
@@ -1126,12 +1128,13 @@ for kind, n in (("plain", world_size), ("plain", fewer), ("async", 1)):
 # > for that copy; writing to a slow file system goes on beside. The host needs room for the copy.
 #
 # What has to be saved beside: the step, the sampler's position, the learning rate's schedule, random states. They go
-# into the same dict, as objects with `state_dict` and `load_state_dict`, or as plain values.
+# into the same dict, as objects with `state_dict` and `load_state_dict`, or as plain values. What differs between
+# ranks, as random states do, needs a key for each rank: of plain values with the same key one rank's is written.
 #
 # ### For others: one file
 #
-# A checkpoint for training is not what others want. A **full state dict** has ordinary tensors, gathered on rank 0.
-# **Predict** what the other ranks get.
+# A checkpoint for training is not what others want. A **full state dict** has ordinary tensors, gathered whole.
+# **Predict** which ranks get it in the cell below.
 
 
 # %%
@@ -1154,7 +1157,8 @@ assert all(torch.equal(value, saved[name]) for name, value in plain.state_dict()
 print("an ordinary model loads the file: weights equal to the last bit")
 
 # %% [markdown]
-# Only rank 0 gets it, a tensor at a time, in the memory of its host: that must hold the whole model. If it cannot,
+# Only rank 0 gets it, a tensor at a time, in the memory of its host; `cpu_offload=True` does that, and without it every
+# rank would get the whole model, on its GPU. The host must hold the whole model. If it cannot,
 # `torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, file)` converts on any machine that can,
 # without ranks and without the model's code.
 

@@ -128,8 +128,9 @@ check.wrap_under_target(wrap_under_target)
 # </details>
 # <details><summary>Where do the 8 blocks go?</summary>
 #
-# Backward computes one unit of two blocks while the next is gathered already: 4 blocks. Beside them stand, for a
-# moment, the gradients of the unit and the flat tensor from which they are reduce-scattered: 4 more. Activations fit
+# Backward computes one unit of two blocks while the next is gathered already: 4 blocks. Beside them stand the gradients
+# of the unit, and still the flat tensor from which those of the unit before were reduce-scattered: FSDP drops it when
+# the unit's own gradients are complete. That makes 4 more. Activations fit
 # because the shards of the gradients, which belong to the model states, are not all there yet. On a GPU the same
 # tensors are there, and prefetching further ahead adds units.
 # </details>
@@ -376,8 +377,9 @@ check.accumulate(accumulate)
 # <details><summary>What does it cost?</summary>
 #
 # Memory. Until the last micro-batch each rank holds all gradients whole, not its share. On a model that only fits
-# sharded this may be too much; then one pays for the reduce-scatters. The all-gathers remain in any case, as the
-# parameters are freed after each use.
+# sharded this may be too much; then one pays for the reduce-scatters. The all-gathers remain, as the parameters are
+# freed after each use. `set_reshard_after_forward(False)`, and `set_reshard_after_backward(False)` until the last
+# micro-batch, would save those too, for whole parameters on every rank.
 # </details>
 
 # %% [markdown]

@@ -38,7 +38,7 @@
 #
 # 1. Four ranks share a layer. Do they read the same text, or each its own?
 # 2. A linear layer is split by output features. Which part of its forward or backward needs communication?
-# 3. All losses of a split model are right. Can its gradients be wrong?
+# 3. The loss of a split model is right. Can its gradients be wrong?
 # 4. An MLP has two linear layers. How many all-reduces does it need in forward and backward together?
 # 5. Queries, keys and values come from one joint matrix. Is a quarter of its rows what a rank of four needs?
 # 6. Two key-value heads, four ranks. Who gets what?
@@ -342,10 +342,12 @@ if world_size > 1:
 #   learns badly, and the copies of its norms drift apart.
 # - **Without g** the output is one rank's share, and the loss is wrong.
 # - **g reduces twice**: the loss is right, the gradients are t times too large. (100 % too large is twice.) Adam
-#   divides by their size and hides even that.
+#   divides by their size and would hide that. In a model each branch gets the factor and the residual stream does not:
+#   below it, gradients have another direction, too.
 #
-# > **Misconception.** "The loss is equal, so the parallel model is right." The forward of f is the identity: no loss
-# > can show that it is missing. Compare *gradients*, of every parameter, and losses after several steps.
+# > **Misconception.** "The loss is equal, so the parallel model is right." The forward of f is the identity: before
+# > the first update no loss can show that it is missing. Compare *gradients*, of every parameter, and losses after
+# > several steps.
 
 # %% [markdown]
 # ### When a gather is needed
@@ -601,9 +603,10 @@ for kv_heads in dict.fromkeys((gpt.heads, world_size, max(1, world_size // 2), 1
 # As long as t divides the key-value heads nothing changes. Beyond that copies cost memory, and a small all-reduce of
 # their gradients. Therefore 8 key-value heads and t = 8 go well together.
 #
-# > **What changes on real GPUs.** The fused attention takes fewer key-value heads than query heads as they are
-# > (`enable_gqa=True`) and repeats nothing in memory. The groups are NCCL communicators of their own; they are made
-# > once, when the model is built.
+# > **What changes on real GPUs.** In fp16 and bf16 FlashAttention takes fewer key-value heads than query heads as they
+# > are (`enable_gqa=True`) and repeats nothing in memory. In fp32, as here, that option falls back to attention that is
+# > not fused, and repeats them. The groups are NCCL communicators of their own; they are made once, when the model is
+# > built.
 
 # %% [markdown]
 # ## 4. Embedding and loss: the vocabulary is split
@@ -1196,7 +1199,7 @@ print("own seeds: other masks on each rank; one seed: the same mask on all")
 
 # %% [markdown]
 # The same holds when weights are *made* on each rank, not cut out of a whole: shards need different seeds, or the
-# matrix repeats itself; norms and biases the same.
+# matrix repeats itself; norms, positions and the biases of row-parallel layers the same.
 #
 # > **Misconception.** "Clipping by the gradient norm works as before." A rank's norm has only its shards in it. Squares
 # > of shards must be summed over ranks, squares of what is whole on each rank counted once. With plain
@@ -1377,8 +1380,8 @@ for name in ("one f for q, k, v", "sequence parallel"):
 
 # %% [markdown]
 # `loss_parallel` replaces the gather of the logits by three small all-reduces, as section 4 did. With one f the plan
-# sends the activations that our own version sends, to the byte; with sequence parallelism too, in halves. (The bytes of
-# the smaller messages differ: the loss, and gradients to be summed.)
+# sends what our own version sends, to the byte; with sequence parallelism the activations too, in halves. (There the
+# smaller messages differ: we sum gradients in backward, the plan only gathers those of the positions.)
 #
 # And where does DTensor sum the gradients of norms, which each rank has from its own tokens only? It leaves them
 # *partial* until someone needs their values:
@@ -1515,10 +1518,10 @@ title = "modelled: a layer of GPT-3 175B on H100s, forward and backward of one s
 plots.step_split(rows, title)
 
 # %% [markdown]
-# *The figure: for each link five bars, t from 2 to 32. Computing halves from bar to bar. Communication grows, from
-# the first bar to the last by about three times: the bytes nearly double, and the latency of 2(t−1) steps comes on
-# top. Over NVLink both are equal at t = 32; over InfiniBand at t = 8, and at t = 32 six sevenths of the bar
-# are communication.*
+# *The figure: for each link five bars, t from 2 to 32. Computing halves from bar to bar. Communication grows, from the
+# first bar to the last 3.6 times over NVLink and 2.7 times over InfiniBand: the bytes nearly double, and the latency of
+# 2(t−1) steps comes on top. Over NVLink both are equal at t = 32; over InfiniBand at t = 8, and at t = 32 six sevenths
+# of the bar are communication.*
 #
 # Why do more ranks help so little? Computing goes with 1/t, sending does not. The number of FLOPs for each byte sent is
 #
@@ -1643,7 +1646,7 @@ for name in ("first plan", "one f for q, k, v", "sequence parallel"):
 # - A column-parallel layer needs a sum in backward, f; a row-parallel layer needs one in forward, g. A pair of them
 #   needs nothing in between.
 # - MLP and attention cost one all-reduce each way: four a layer, 8bsh(t−1)/t numbers. The ledger agrees.
-# - Without f the loss is right and gradients are not. Only comparing gradients shows it.
+# - Without f the loss is right and gradients are not. Comparing gradients shows it, the loss of a first step does not.
 # - Heads are split, not rows of a joint matrix. Fewer key-value heads than ranks are copied, and the copies' gradients
 #   summed.
 # - The loss over a split vocabulary takes three numbers a token; logits are never gathered.

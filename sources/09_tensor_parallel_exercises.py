@@ -432,8 +432,8 @@ for name, link in LINKS.items():
     print(f"{name:<20} t = 2, 4, 8, 16: {', '.join(f'{share:.0%}' for share in shares)}")
 
 # %% [markdown]
-# Without overlap this is the least it can be: bandwidth alone, no latency. It is why tensor parallelism stays inside
-# the node.
+# Without overlap this is the least it can be with a ring: bandwidth alone, no latency. (A switch that adds needs less,
+# lesson 03.) It is why tensor parallelism stays inside the node.
 
 # %% [markdown]
 # ---

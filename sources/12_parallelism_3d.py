@@ -915,8 +915,9 @@ assert max(seconds, key=seconds.get)[0] == "tp" and min(seconds, key=seconds.get
 # (The second row is called "pure tensor parallelism" there. The notebook that it comes from has a data axis of four.)
 # </details>
 #
-# Three dimensions came last. Whether the pipeline or FSDP costs more the table cannot say, as its first row has both.
-# The fastest has one dimension less, no sharding, and most memory: 14.5 GB of 24, so memory was there to be used.
+# Three dimensions came last. The first two rows differ by the pipeline, which costs 0.3 s in place of two more
+# replicas; the last two by FSDP alone, which costs 0.1 s. The fastest has one dimension less, no sharding, and most
+# memory: 14.5 GB of 24, so memory was there to be used.
 #
 # Each dimension buys **memory** and costs **time**. TP costs all-reduces in every layer, PP a bubble, FSDP gathers.
 # Data parallelism with a large batch is nearly free, and buys none. So the rule is: *every dimension has to pay for
@@ -1105,7 +1106,8 @@ assert len(against) == 1 and math.prod(corrected.values()) == printed.gpus
 # Two of the planner's constants are fitted: the shares that products reach of the best product, and other operations of
 # the memory's bandwidth. The fit has seen **three** rows of Megatron-LM's table, the smallest, the fifth and the
 # largest model. The other constants were measured by others: what the best matrix product and attention kernel reach on
-# each GPU, and that large messages get 0.6 of NVLink and 0.9 of a port (lesson 03).
+# each GPU, that all-reduces of 64 to 256 MiB get 0.6 of an A100's NVLink, and that large messages get 0.9 of a port
+# (364.7 of 400 GB/s, lesson 03).
 
 # %%
 print(planner.CONSTANTS)
@@ -1207,8 +1209,8 @@ for run in recorded.ZERO3_RUNS[:3]:
 
 # %% [markdown]
 # From 768 to 1,536 GPUs the step does not become shorter at all, as if it waited for its messages, at 16 GB/s. The
-# eight ports of a node bring 200 GB/s, and the planner believes that all of this arrives and hides behind computing.
-# In that software of 2021 it did not.
+# eight ports of a node bring 200 GB/s. The planner believes that 0.9 of this arrives, and that all hides behind
+# computing. In that software of 2021 it did not.
 #
 # So a plan with FSDP over hundreds of GPUs is what the hardware would allow, and not a promise. Torchtitan's FSDP of
 # 2024 keeps 97 % from 8 to 128 GPUs (lesson 07): between the two lies the software. **A model is right about what it
@@ -1245,12 +1247,12 @@ plots.search_picture(
 # the degrees of section 8 takes over a third longer, at the 55th place.*
 #
 # What do the first five have in common? All divide the states completely, compute nothing twice, and use most of the
-# memory. FSDP alone, with one dimension, fits as well. But it has to compute everything twice, and that is dearer than
-# the messages of three dimensions. (It still beats the layout that section 8 made up.) Four of the five put more into
-# context than into tensor parallelism: with eight key-value heads little is sent, and activations are divided as well.
-# Few people would have tried that with sequences of 8,192 tokens. It may be a discovery, or a sign that the planner
-# flatters context parallelism and ZeRO-3, of which it has seen no good measurement. A search always finds the weakest
-# spot of its model.
+# memory. FSDP alone, with one dimension, fits as well. But it has to compute each forward twice, and that is dearer
+# than the messages of three dimensions. (It still beats the layout that section 8 made up.) Four of the five put more
+# into context than into tensor parallelism: with eight key-value heads little is sent, and activations are divided as
+# well. Few people would have tried that with sequences of 8,192 tokens. It may be a discovery, or a sign that the
+# planner flatters context parallelism and ZeRO-3, of which it has seen no good measurement. A search always finds the
+# weakest spot of its model.
 #
 # Where in such a list are the layouts that people have published? The search is given what their software could do
 # (ZeRO stage, recomputation, overlap, and context parallelism where they used it), and chooses all else.
@@ -1478,7 +1480,7 @@ explorer
 #
 # <details><summary>How few sequences until the data group needs longer than the tensor group?</summary>
 #
-# 16: then it is 150 ms against 83.5 ms. With 32 it is 150 against 167. Tensor traffic grows with the batch, data
+# 24: then it is 150 ms against 125 ms. With 32 it is 150 against 167. Tensor traffic grows with the batch, data
 # traffic does not: section 5 in a large cluster.
 # </details>
 #

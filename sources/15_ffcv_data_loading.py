@@ -109,7 +109,7 @@ else:
 # %% [markdown]
 # What is recorded was measured by `tests/benchmarks/loading.py`, on the 2,000 images of which this lesson uses a part,
 # and lies in `docs/loading.json`. The machine's speed drifts, so all ways to load took turns of a second or an epoch,
-# in several rounds. What is shown are medians over the rounds; two ways are compared within each round.
+# in several rounds. What is shown are medians over the rounds. Sections 8 and 11 compare two ways within each round.
 
 # %%
 RECORDED = json.loads(Path("../docs/loading.json").read_text(encoding="utf-8"))
@@ -1190,7 +1190,8 @@ def in_turns(data):
 ladder = {}
 if without:
     print("recorded, with one worker")
-    for key in ("dataloader", "dataloader_cv2", "dataloader_raw", "ffcv_jpeg", "ffcv_raw"):
+    keys = ["dataloader", "dataloader_cv2", "dataloader_raw", "ffcv_jpeg", "ffcv_raw"]
+    for key in [*keys, "ffcv_raw_python"]:
         way = RECORDED["ways"][key]
         ladder[way["name"]] = way["by_workers"]["1"]["cpu_ms_per_image"]
 else:
@@ -1351,8 +1352,9 @@ print(f"  the first time on a machine        {times['cold_s']:5.1f}")
 print(f"  in the next process                {times['next_process_s']:5.1f}")
 
 # %% [markdown]
-# To keep the code costs a little the first time, and saves nearly all of it every later time. On its own, FFCV on eight
-# ranks would compile the same code eight times at once. Remember it when the first step of a job seems to hang.
+# To keep the compiled code costs a second or two the first time, and saves nearly all of the wait every later time. On
+# its own, FFCV on eight ranks would compile the same code eight times at once. Remember it when the first step of a job
+# seems to hang.
 #
 # ## 9. Two ranks, one file
 #
@@ -1571,7 +1573,8 @@ if not without:
     print(f"the usual loader {usual:,.0f}; {with_ffcv / usual:.1f} times")
 
 # %% [markdown]
-# The factor is about that of one process: ranks share the cores, and the file in memory.
+# The factor is about that of one process: ranks share the cores, and the file in memory. (On the two cores that built
+# this lesson: about three times with two ranks, and three to four with two workers of one process.)
 #
 # ### What `distributed=True` cannot do
 #
@@ -1687,8 +1690,9 @@ ways += ["mosaicml_streaming", "grain", "spdl", "dali"]
 recorded_bars(ways, strong=["FFCV"])
 
 # %% [markdown]
-# *The figure: a bar of images/s for each library. FFCV's raw file is far ahead, the mixture and the JPEG file follow;
-# of the others the best are about as fast as the usual loader, and some are slower.*
+# *The figure: a bar of images/s for each library. FFCV's raw file is far ahead, the mixture and the JPEG file follow.
+# Of the others DALI, with a decoder of its own, is a fifth faster than the usual loader, two are about as fast, and
+# three are slower.*
 #
 # What each did there, from the same record, with its best number of workers:
 
@@ -1705,8 +1709,8 @@ for way in map(RECORDED["ways"].get, ways):
 
 # %% [markdown]
 # All but FFCV and DALI call the same PIL function here: the figure compares how they hand images on, not what they
-# could do with another decoder. With OpenCV in its place each would gain about what the usual loader gained in section
-# 8.
+# could do with another decoder. With OpenCV in its place each would probably gain, too, as the usual loader did in
+# section 8; that was not measured.
 #
 # Where to look, by what you need:
 #

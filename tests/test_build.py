@@ -111,6 +111,28 @@ def test_unchanged_text_is_not_executed_again(course: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == "3 of 3 notebooks are up to date\n"
 
 
+def test_new_prose_keeps_the_outputs_and_new_code_does_not(course: Path, capsys: pytest.CaptureFixture[str]):
+    source, name = course / "sources" / "90_small.py", "notebooks/90_small.ipynb"
+    text, before = source.read_text(), read(course, name)
+    assert "# %% [markdown]\n# " in text
+    source.write_text(text.replace("# %% [markdown]\n# ", "# %% [markdown]\n# New words. ", 1))
+    assert workshop.build(course) == []
+    assert f"built {name}\n" in capsys.readouterr().out  # without the time of a run
+    after = read(course, name)
+    assert after.cells[0].source != before.cells[0].source
+    assert [c.outputs for c in after.cells[1:] if c.cell_type == "code"] == [
+        c.outputs for c in before.cells if c.cell_type == "code"
+    ]
+    assert after.metadata == before.metadata and workshop.check(course) == []
+
+    source.write_text(source.read_text() + "\n# %%\nprint('five')\n")
+    assert workshop.build(course) == []
+    assert f"built {name} (" in capsys.readouterr().out
+    assert read(course, name).cells[-1].outputs[0].text == "five\n"
+    source.write_text(text)
+    assert workshop.build(course, force=True) == []
+
+
 def test_built_notebook_carries_nothing_of_the_run_but_its_outputs(course: Path):
     nb = read(course, "notebooks/90_small.ipynb")
     nbformat.validate(nb)

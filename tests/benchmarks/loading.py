@@ -2,10 +2,10 @@
 
     python tests/benchmarks/loading.py [--quick] [--ways ffcv_raw,dataloader] [--rounds 9] [--store]
 
-Each way has a process of its own, if it needs other packages in an environment of its own, made once under `.bench` (or
-COURSE_BENCH_ENVS). The processes live through the whole run and take turns of an epoch or a second, in an order drawn
-anew for each round, so that a machine whose speed drifts is as slow for one as for the other: ways are compared within
-a round. Prints tables and writes JSON; nothing is asserted. Give it a quiet machine.
+Each way has a process for each number of workers, and if it needs other packages an environment of its own, made once
+under `.bench` (or COURSE_BENCH_ENVS). The processes live through the whole run and take turns of an epoch or a second,
+in an order drawn anew for each round, so that a machine whose speed drifts is as slow for one as for the other: ways
+are compared within a round. Prints tables and writes JSON; nothing is asserted. Give it a quiet machine.
 """
 
 import argparse
