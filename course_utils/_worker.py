@@ -203,6 +203,7 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_ignored
 
 def _drop_group() -> None:
     state.generation = None
+    groups = [*dist.distributed_c10d._world.pg_map]  # noqa: F841  whose end comes last, without Python's lock
     if dist.is_initialized():
         if dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()  # its destruction would wait for ranks that have gone
@@ -293,6 +294,7 @@ def _take_place() -> None:
 def _tidy() -> None:
     """After a function has run and its result is sent: nothing that it set reaches into the next."""
     gc.collect()
+    tracker.groups.clear()
     _open_streams()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)

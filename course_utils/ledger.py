@@ -211,6 +211,9 @@ class Tracker:
         self.latest: dict[str, Entry] = {}
         self.inside: Entry | None = None
         self.pending: deque = deque(maxlen=_KEEP_PENDING)
+        # Groups outlive the function that destroys them. If DDP had the last reference, gloo's threads would be joined
+        # while Python's lock is held, and a thread that lets go of a barrier's Work waits for that lock for ever.
+        self.groups: dict[str, object] = {}
         self.sent = 0
         self.received = 0
         if self.status is not None:
@@ -260,6 +263,7 @@ class Tracker:
                 self.inside = None
             work = result[-1] if isinstance(result, tuple) else result
             if first.device.type == "cpu" and isinstance(work, self._script_object):
+                self.groups[group.group_name] = group
                 asynchronous = asynchronous_at is None or len(args) <= asynchronous_at or args[asynchronous_at]
                 self._issued(entry, self._witness(op, work, asynchronous))
             else:

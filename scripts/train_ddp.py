@@ -97,6 +97,7 @@ def main() -> None:
         torch.save(state, fresh)
         fresh.replace(args.checkpoint)
     dist.barrier()  # no rank leaves while another still talks to it
+    del ddp  # it holds the group, and must not be what ends it: with gloo that can hang (PyTorch 2.13)
     dist.destroy_process_group()
 
 

@@ -334,6 +334,29 @@ def test_a_program_that_forgets_to_destroy_its_group_does_not_disturb_the_next()
     assert launch(dist.get_rank, world_size=2) == [0, 1]
 
 
+def test_a_group_ends_after_the_function_and_not_where_ddp_lets_go_of_it():
+    """Else its threads are joined while Python's lock is held, which one of them may want: once in some fifty runs."""
+
+    def gloo_threads():
+        tasks = Path("/proc/self/task").glob("*/comm")
+        return sum("gloo_runloop" in task.read_text() for task in tasks)
+
+    def trains():
+        dist.init_process_group(backend="gloo")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        dist.barrier()
+        dist.destroy_process_group()
+        before = gloo_threads()
+        del model
+        return before, gloo_threads()
+
+    for _ in range(2):
+        for before, after in launch(trains, world_size=2, init=False):
+            assert before == after > 0 or not Path("/proc/self/task").exists()
+    assert launch(gloo_threads, world_size=2, init=False) == [0, 0]
+
+
 def test_a_function_may_destroy_the_process_group_it_was_given():
     def destroys():
         dist.barrier()
