@@ -26,7 +26,7 @@
 # **What a check does.** In Exercises 1 and 2 it hands you a file that counts the bytes you read. In 3 and 4 it looks at
 # bytes, and then lets FFCV write and read a real file with your functions. In 5 it takes any order with the properties
 # asked for. In 6 the jobs run on a clock of their own, so that the answer is the same on a busy machine. In 7 it
-# collects the batches of all ranks. A function that does not end is stopped: after 20 seconds, on ranks after 5.
+# collects the batches of all ranks. A call that does not end is stopped: after 20 seconds, on ranks after 5.
 
 # %% tags=["parameters"]
 import io
@@ -361,16 +361,16 @@ check.box_decoder(box_decoder)
 #
 # The file does not fit in memory; `cap` of its pages do. Nobody should wait for the disk, so pages are loaded ahead: a
 # page is **in memory** from `ahead` samples before the first of its samples that an epoch reads, to the last one. It is
-# **open** from the first of these samples to the last. If more pages are wanted than fit, one leaves early and is
-# loaded again later.
+# **open** from the first of these samples to the last. (The lesson counts what is ahead in batches, this exercise in
+# samples.) If more pages are wanted than fit, one leaves early and is loaded again later.
 #
 # The lesson's **quasi-random** order has a fixed window of open pages and takes whatever memory comes of it. Here the
 # memory is given. Make an order that uses it well:
 #
 # - every sample once, and never more than `cap` pages in memory, those loaded ahead included. Then each page is loaded
-#   once, and all other accesses **hit**, that is, find their page in memory;
+#   once, and all accesses but the first to each page **hit**, whatever is loaded ahead: they find their page in memory;
 # - as random as a window allows: on average at least about as many pages open as in the widest window that keeps to
-#   this. Chance decides which come together, which of them is next, and which of its samples;
+#   this with that seed. Chance decides which come together, which of them is next, and which of its samples;
 # - the same for the same seed, another one for another seed. Each epoch calls with its own.
 #
 # Pages may hold different numbers of samples, some numbers of pages may be missing, and neighbours may lie on different
@@ -417,8 +417,9 @@ check.quasi_random(quasi_random)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Then count. For a given order, find the first and the last place of each page. In how many of these spans, each made
-# longer by `ahead` at its beginning, does a step lie?
+# Then count. For a given order, find the first and the last place of each page, once for each page. In how many of
+# these spans, each made longer by `ahead` at its beginning, does a step lie? The largest of these numbers must be at
+# most `cap`.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -439,8 +440,8 @@ check.quasi_random(quasi_random)
 #
 # Open a page only when it could have been loaded: the pages open now, and those whose last sample is among the `ahead`
 # samples read last (they were in memory when loading would begin), must be fewer than `cap`. In the case of the
-# prediction this has 7.9 pages open on average, the widest window that fits 6.3. Find out what to do when no page is
-# open and none may be opened.
+# prediction this has 7.8 pages open on average, the widest window that fits 6.3. Where no page is open and none may be
+# opened, this way is stuck, with `cap = 2` nearly always: then take the window for this seed.
 # </details>
 # <details><summary>What does FFCV do?</summary>
 #

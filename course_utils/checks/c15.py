@@ -135,7 +135,8 @@ HINTS: dict[str, dict[str, str]] = {
         "over-cap": "More pages are open at once than fit, even if none is loaded ahead. A page is open from its first "
         "sample to its last one: open a new page only when another one is used up.",
         "ahead": "It would fit if no page were loaded ahead. A page is in memory from `ahead` samples before its first "
-        "one: while it waits there, the page whose place it takes is not yet used up.",
+        "one: while it waits there, the page whose place it takes is not yet used up. Several pages may end at nearly "
+        "the same time, so count: a page takes room from step first - ahead to step last, both included.",
         "unsorted": "Right where each page holds neighbours, wrong where several writers took turns: look up the page "
         "of each sample in pages.",
         "sequential": "That is the order of the file. Neighbours in the file would always be together in a batch.",
@@ -143,12 +144,13 @@ HINTS: dict[str, dict[str, str]] = {
         "within": "The samples of a page come in the order of the file. Shuffle them too.",
         "one-page": "Pages are read one after the other, although there is room for more. A batch then holds "
         "neighbours only: mix the samples of all pages that fit.",
-        "unused-cap": "Fewer pages are open, on average, than could be. The more, the nearer to a full shuffle: count "
-        "how many pages an order has in memory, and take the widest window that fits, for each seed anew.",
+        "unused-cap": "Fewer pages are open, on average, than could be. The more, the nearer to a full shuffle: open "
+        "the next page as soon as one is used up, not a whole group at once; draw evenly among the open pages; and "
+        "take the widest window that fits, for each seed anew.",
         "no-window": "No order was returned: did no window fit? One open page at a time always does.",
         "dead-end": "Two pages fit here, and one of them may be the page to come, so one open page at a time must be a "
         "possible answer. An order that opens a page only when it could have been loaded may come to a point where no "
-        "page is open and none may be opened: begin again with other draws, or with a smaller window.",
+        "page is open and none may be opened: then take a window of pages for this seed.",
         "round-robin": "The pages take turns in a fixed pattern. Draw which one is next, sample by sample.",
         "not-reproducible": "Two calls with the same seed give different orders. Ranks, and a resumed run, need the "
         "same one: make a generator from the seed.",
