@@ -218,6 +218,17 @@ class TestDataLoading(ExerciseTests):
             time.sleep(0.2)
         assert time.monotonic() - last[0] >= 2  # nobody runs any more
 
+    def test_reader_that_never_ends_on_another_version_is_ended(self):
+        def read_header(file):
+            try:
+                return answer(file)
+            except ValueError:
+                while True:
+                    time.sleep(0.001)
+
+        answer = self.answer("read_header")
+        assert self.refusal("read_header", read_header, 1).hint == "endless"
+
     def test_refusals_name_bytes_samples_and_ranks(self):
         def text(name):
             wrong = next(m for m in mutants_15.MUTANTS if m.answer.__name__ == name)
