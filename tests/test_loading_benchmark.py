@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +80,21 @@ def test_ways_are_compared_within_a_round():
     }
     assert loading.against(fast, slow) == [0.5, 2.0, 3.0]
     assert loading.shown(loading.against(fast, slow)) == ["2.00", "0.50 to 3.00"]
+
+
+def test_lesson_says_what_the_record_says():
+    """Its sections 8 and 11 put the stored factors into words: a new record wants them read again."""
+
+    def times(way, base="dataloader"):
+        return loading.against(STORED["ways"][way], STORED["ways"][base])
+
+    chain = [key for *_, key in loading.STEPS["FFCV, raw"]]
+    gains = [times(way, base) for base, way in itertools.pairwise(chain)]
+    assert min(each[0] for each in gains) > 1  # in every round
+    decoder, storage, threads, loop = map(statistics.median, gains)
+    assert storage > decoder > 1.4 and 1.15 < threads < 1.25 and 1.15 < loop < 1.25
+    product = math.prod((decoder, storage, threads, loop))
+    assert product == pytest.approx(statistics.median(times("ffcv_raw")), rel=0.05)
+    assert times("ffcv_jpeg")[-1] < 2
+    others = ("dali", "litdata", "grain", "webdataset", "mosaicml_streaming", "spdl")
+    assert [round(statistics.median(times(way)), 1) for way in others] == [1.2, 1.0, 1.0, 0.9, 0.9, 0.5]

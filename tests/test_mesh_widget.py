@@ -137,3 +137,16 @@ def test_groups_are_those_of_torch_on_real_ranks(sizes):
 
     for rank, expected in enumerate(launch(run, world_size=8)):
         assert {group.dimension: group.ranks for group in groups_of(rank, sizes, 4)} == expected
+
+
+def test_answers_that_lesson_12_gives():
+    explorer = Explorer()
+    assert explorer.table["tp"][-1] == "2.67 s"
+    explorer.order.value = ("pp", "cp", "tp", "dp")
+    assert explorer.table["tp"][-1] == "24.1 s"
+    explorer = Explorer()
+    for sequences, tensor in ((32, "167 ms"), (24, "125 ms"), (16, "83.5 ms")):
+        explorer.batch.value = sequences
+        assert (explorer.table["dp"][-1], explorer.table["tp"][-1]) == ("150 ms", tensor)
+    explorer.batch.value = 28  # what lies between is no batch
+    assert "cannot run so" in explorer.status.value
