@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import os
 import platform
 import re
@@ -19,6 +18,13 @@ __all__ = ["build", "check", "chromium", "doctor", "execute", "grade", "machine"
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("notebooks", "exercises", "solutions")
+GRADING = {
+    "description": "Run the checks of exercise notebooks that were handed in. This runs learners' code. Each hand-in "
+    "gets a temporary folder, the only place it can write to, and processes that it leaves are ended: by bubblewrap "
+    "where that is installed, else, for root, as another user. Where neither is possible nothing is run, except with "
+    "--no-sandbox. Checks and package are this course's own, whatever lies beside a hand-in.",
+    "epilog": "docs/teaching.md says how to collect hand-ins and how to read the table.",
+}
 
 
 def _smi(*arguments: str) -> str:
@@ -226,36 +232,54 @@ def execute(paths: list[Path], jobs: int = 1, timeout: int = 300) -> list[str]:
     return [message for message in asyncio.run(limited(jobs, [one(path) for path in paths])) if message]
 
 
-def grade(folder: Path, jobs: int = 1, timeout: int = 120, limit: int = 600, root: Path = ROOT) -> list[dict[str, Any]]:
+def grade(
+    folder: Path,
+    jobs: int = 1,
+    timeout: float = 120,
+    limit: float = 600,
+    root: Path = ROOT,
+    roster: Path | None = None,
+    sandbox: str | None = None,
+    only: list[str] | None = None,
+    report: Any = None,
+) -> list[dict[str, Any]]:
     """Run the checks of every exercise notebook below a folder.
 
-    A submission is any notebook whose name contains that of an exercise notebook (``02_collectives``). Its check cells
-    are replaced by the original ones. It runs learners' code: use an account or a container made for that.
+    A hand-in is recognised by its content. It runs in a folder of its own, fenced in (see
+    :class:`course_utils.grading.sandbox.Sandbox`), with the checks of this course, whatever it brings along. A check
+    that is refused for want of time is tried again when nothing else is running, with four times the time.
 
     Parameters
     ----------
     folder : Path
-        Searched with its sub-folders.
-    timeout, limit : int
+        Holds one folder a person, or notebooks named after persons.
+    timeout, limit : float
         Seconds allowed for a cell, which is then interrupted, and for a notebook, which is then ended.
+    roster : Path, optional
+        CSV file with a column ``person``, or names in its first column.
+    sandbox : {"bubblewrap", "user", "none"}, optional
+        Default: the first that is possible here, but never ``none``.
+    only : list of str, optional
+        Names of the notebooks that were set; default: all.
+    report : course_utils.grading.report.Report, optional
+        Gets each row as it comes.
 
     Returns
     -------
     list of dict
-        ``submission``, ``notebook``, ``passed``, ``total``, ``failed`` (names of checks) and ``note``, one a notebook.
-    """
-    from ._grade import grade_notebook
-    from ._notebooks import limited
+        One a person and notebook: ``person``, ``notebook``, ``passed``, ``total``, ``points``, ``of``, ``failed`` and
+        ``same_as_solution`` (names of checks), ``note``, ``file``, ``seconds``, and ``checks`` with each message.
 
-    originals = {path.stem: path for path in sorted((root / "exercises").glob("*.ipynb"))}
-    work = [
-        grade_notebook(path, str(path.relative_to(folder).with_suffix("")), original, timeout, limit)
-        for path in sorted(folder.rglob("*.ipynb"))
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        for name, original in originals.items()
-        if name in path.stem
-    ]
-    return asyncio.run(limited(jobs, work))
+    Raises
+    ------
+    NothingToGrade
+        The folder holds no hand-ins.
+    SandboxMissing
+        There is no way to fence them in; the message says what to install.
+    """
+    from .grading import grade as run
+
+    return run(folder, root, jobs, timeout, limit, roster, sandbox, only, report)
 
 
 def restore(root: Path = ROOT) -> list[Path]:
@@ -287,14 +311,20 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("check", help="fail when notebooks and sources differ")
     run = commands.add_parser("execute", help="run notebooks and report the first failing cell of each")
     run.add_argument("paths", nargs="*", type=Path, help="default: all lessons and solutions")
-    marks = commands.add_parser("grade", help="run the checks of submitted exercise notebooks")
-    marks.add_argument("folder", type=Path)
+    marks = commands.add_parser("grade", help="run the checks of exercise notebooks that were handed in", **GRADING)
+    marks.add_argument("folder", type=Path, help="holds one folder a person, or notebooks named after persons")
+    marks.add_argument("--roster", type=Path, help="CSV file with a column person; says who handed nothing in")
+    marks.add_argument("--only", nargs="+", metavar="NAME", help="notebooks that were set, such as 02_collectives")
     marks.add_argument("--csv", type=Path, help="write the table here as well")
+    marks.add_argument("--json", type=Path, help="write everything here, with the message of each refused check")
+    marks.add_argument("--feedback", type=Path, metavar="DIR", help="write one Markdown file a person for the learners")
+    marks.add_argument("--limit", type=float, default=600, help="seconds for a notebook (%(default)g)")
+    marks.add_argument("--no-sandbox", action="store_true", help="run hand-ins with all your rights")
     commands.add_parser("restore", help="bring the committed notebooks back, keeping changed ones in saved/")
     for command in (make, run, marks):
         command.add_argument("--jobs", type=int, default=1, help="notebooks at a time")
     for command, seconds in ((run, 300), (marks, 120)):
-        command.add_argument("--timeout", type=int, default=seconds, help="seconds for a cell")
+        command.add_argument("--timeout", type=int, default=seconds, help="seconds for a cell (%(default)g)")
     given = parser.parse_args(arguments)
 
     failed: list[str] = []
@@ -310,19 +340,26 @@ def main(arguments: list[str] | None = None) -> int:
         paths = given.paths or [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("solutions/*.ipynb")]
         failed = execute(sorted(paths), given.jobs, given.timeout)
     elif given.command == "grade":
-        rows = grade(given.folder, given.jobs, given.timeout)
-        _write_table(rows, sys.stdout)
-        if given.csv:
-            with given.csv.open("w", newline="", encoding="utf-8") as file:
-                _write_table(rows, file)
+        failed = _grade(given)
     print("\n".join(failed), file=sys.stderr, end="\n" if failed else "")
     return 1 if failed else 0
 
 
-def _write_table(rows: list[dict[str, Any]], file) -> None:
-    table = csv.DictWriter(file, ["submission", "notebook", "passed", "total", "failed", "note"], lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
+def _grade(given: argparse.Namespace) -> list[str]:
+    """Run ``grade`` as the command line says; return what went wrong with it as a whole."""
+    from .grading.collect import NothingToGrade
+    from .grading.report import Report, table
+    from .grading.sandbox import SandboxMissing
+
+    report, sandbox = Report(given.csv, given.json, given.feedback), "none" if given.no_sandbox else None
+    try:
+        rows = grade(
+            given.folder, given.jobs, given.timeout, given.limit, ROOT, given.roster, sandbox, given.only, report
+        )
+    except (NothingToGrade, SandboxMissing, OSError) as error:
+        return [str(error)]
+    print(table(rows), end="")
+    return [] if any(row["notebook"] for row in rows) else [f"no exercise notebook found below {given.folder}"]
 
 
 if __name__ == "__main__":
