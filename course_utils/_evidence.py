@@ -10,11 +10,14 @@ import time
 import traceback
 
 import torch
+import torch.distributed
 
+from ._settings import extra_threads
 from ._text import is_learner
 from .ledger import Entry, tracker
 
 _PACKAGE = os.path.dirname(__file__)
+_COMMUNICATION = os.path.join(os.path.dirname(torch.__file__), "distributed", "distributed_c10d.py")
 
 
 def _frame(filename: str, line: int, function: str) -> dict:
@@ -57,8 +60,19 @@ def _is_consequence(message: str) -> bool:
 def entry_data(entry: Entry | None) -> dict | None:
     if entry is None:
         return None
-    return {"op": entry.op, "group": entry.group, "bytes": entry.bytes, "peer": entry.peer, "ranks": entry.ranks,
-            "number": entry.number, "key": entry.key, "where": entry.where}  # fmt: skip
+    return {"op": entry.op, "group": _group_label(entry), "bytes": entry.bytes, "peer": entry.peer,
+            "ranks": entry.ranks, "number": entry.number, "key": entry.key, "where": entry.where,
+            "stream": entry.stream, "place": entry.place}  # fmt: skip
+
+
+def _group_label(entry: Entry) -> str:
+    """The group's name; which it is, if there are several without a name of the same ranks."""
+    if not entry.group.startswith("ranks "):
+        return entry.group
+    world = torch.distributed.distributed_c10d._world
+    names = [world.pg_names[group] for group, ranks in world.pg_group_ranks.items() if tuple(ranks) == entry.ranks]
+    name = entry.key.partition("|")[0]
+    return f"{entry.group}, group {1 + names.index(name)}" if len(names) > 1 and name in names else entry.group
 
 
 def latest() -> dict[str, dict]:
@@ -67,7 +81,12 @@ def latest() -> dict[str, dict]:
 
 
 def standing(phase: str, running: bool) -> dict:
-    """Where this rank is now: its phase, the operation it waits in, the last one it started, the learner's line."""
+    """Where this rank is now: its phase, the operation it waits in, the last one it started, the learner's line.
+
+    Beside it what tells whether the rank can go on: ``unfinished`` operations, messages begun by ``streams``, the
+    number of operations begun (``begun``), other ``threads`` of the function, whether it surely waits and does not
+    compute (``held``), whether it ``meets`` others to make a group, whether it is ``importing`` a module.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident)
     frames = []
     while frame is not None:
@@ -80,9 +99,14 @@ def standing(phase: str, running: bool) -> dict:
     on_stream = torch.cuda.is_initialized()  # NCCL waits on the GPU, wherever Python is
     here = [entry for entry in unfinished if line is not None and entry.where == (line["file"], line["line"])]
     oldest = (unfinished if on_stream else here or unfinished)[:1]  # what this line has started, if anything
-    waiting = tracker.inside or (oldest[0] if oldest and (in_torch or on_wait or on_stream) else None)
+    inside = tracker.inside
+    waiting = inside or (oldest[0] if oldest and (in_torch or on_wait or on_stream) else None)
     return {
         "phase": phase, "line": line if phase == "running" else None,
         "waiting": entry_data(waiting) if running else None, "last": entry_data(tracker.last),
-        "latest": latest(),
+        "latest": latest(), "unfinished": [entry_data(e) for e in unfinished + [inside] * (inside is not None)],
+        "streams": dict(tracker.streams), "begun": sum(tracker.numbers.values()), "threads": len(extra_threads()),
+        "held": inside is not None or on_wait or bool(frames) and frames[0]["file"].startswith(_COMMUNICATION),
+        "meets": any(f["function"] == "_new_process_group_helper" for f in frames),
+        "importing": any(f["file"].startswith("<frozen importlib") for f in frames),
     }  # fmt: skip

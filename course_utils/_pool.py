@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import linecache
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, wait
 
-from . import errors
+from . import _processes, errors
+from ._collect import Collector
 from ._interrupts import Interrupts, ignored
-from ._output import Merger
-from ._processes import Worker, learner_line, start_server, wait_for_end
+from ._processes import Worker, start_server
+from ._status import TICK, Status
+from ._text import IDLE_SECONDS, rank_label
+from ._watch import Watch
 
-_GRACE = 0.3  # seconds between the first failure and asking the others where they stand
-_CONNECTION_GRACE = 1.0  # the same when the failure only says that another rank has gone
-_ANSWER = 0.5  # seconds a rank has to say where it stands
-_DEAF = ("no answer", "starting")  # phases from which a rank does not come back when it is aborted
-_RETURN = 1.5  # seconds an aborted rank has to come back before it is killed
+_START = 120.0  # seconds that processes have to start
+_CELLS_STAY = 8  # times as long as other ranks those of cells may be idle, for they keep what the learner has computed
+
+_group_numbers = itertools.count()
 
 
 @dataclass
@@ -41,9 +42,11 @@ class Call:
     cell: str | None = None
     ranks: list[int] | None = None
     show: Callable[[str | dict], None] = print
-    failures: dict[int, dict] = field(default_factory=dict)
-    results: dict[int, bytes] = field(default_factory=dict)
-    books: dict[int, tuple] = field(default_factory=dict)
+    watch: Watch | None = None
+
+    @property
+    def kind(self) -> str:
+        return "cell" if self.cell is not None else "function" if self.init else "program"
 
 
 class Pool:
@@ -55,8 +58,10 @@ class Pool:
         self.group: tuple | None = None  # what the ranks' process group was made for; None: make it anew
         self.backend = ""
         self.port = 0
+        self.store = ""
         self.calls = 0
         self.pid = os.getpid()
+        self.used = 0.0  # when a call ended last
         self._busy = threading.Lock()
         self._interrupts = Interrupts()
 
@@ -76,13 +81,13 @@ class Pool:
         except (errors.WorkerError, errors.Interrupted):
             raise
         except KeyboardInterrupt:
-            with ignored():
-                self.close()  # interrupted while ranks were started, or twice: start afresh next time
+            self.close()  # interrupted while ranks were started, or twice: start afresh next time
             raise errors.Interrupted([]) from None
         except BaseException:
             self.close()
             raise
         finally:
+            self.used = time.monotonic()
             self._busy.release()
 
     def stop(self) -> None:
@@ -98,275 +103,163 @@ class Pool:
         """Stop all ranks."""
         if self.pid != os.getpid():
             return  # a fork of the notebook: the ranks are not its own
-        for worker in self.workers.values():
+        with ignored():
+            self._end(list(self.workers))
+            self.group = None
+
+    def _end(self, ranks: list[int]) -> None:
+        """End the processes of some ranks; the next call starts new ones."""
+        ended = [self.workers.pop(rank) for rank in ranks if rank in self.workers]
+        _processes.kill(ended)
+        for worker in ended:
             worker.close()
-        self.workers.clear()
-        self.group = None
+        if ended:
+            self.group = None
 
     # ------------------------------------------------------------------------------------------------- start and send
 
     def _run(self, call: Call) -> list:
         ranks = call.ranks if call.ranks is not None else list(range(call.world_size))
         wanted = (call.world_size, call.backend, call.init)
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:
+            text = "the notebook's working folder has been removed; go to one that exists: os.chdir(folder)"
+            raise errors.refusal(RuntimeError, text) from None
+        self._end_unfit(call)
+        self._start_missing(call)
+        if self.group != wanted:
+            self.group = wanted
+            self._choose_meeting()
+            if call.ranks is not None and len(ranks) < call.world_size:  # the group needs everybody
+                everybody = Call(b"", call.world_size, call.backend, call.timeout, cell="", show=call.show)
+                self._serve(everybody, list(range(call.world_size)), folder)
+        results = self._serve(call, ranks, folder)
+        self._interrupts.check()
+        return [self._load(rank, results[rank]) for rank in ranks]
+
+    def _serve(self, call: Call, ranks: list[int], folder: str) -> dict[int, bytes | None]:
+        """Send a call and wait for its end; ranks that must not serve another are ended. Returns pickled results."""
+        collector = Collector(call, self.calls + 1, ranks, self.workers, self._interrupts)
+        try:
+            with self._interrupts.at_once(False):
+                self._send(call, ranks, folder)
+                collector.wait()
+        finally:
+            if not collector.same_group:
+                self.group = None
+            self._end_lost(call, collector.lost)
+        return collector.results
+
+    def _end_lost(self, call: Call, lost: set[int]) -> None:
+        if lost and call.cell is not None:
+            afresh = f"{rank_label(sorted(lost))} {'starts' if len(lost) == 1 else 'start'} afresh"
+            call.show(f"{afresh}, without the names of earlier cells\n")
+        with ignored():
+            self._end(sorted(lost))
+
+    def _end_unfit(self, call: Call) -> None:
+        """End ranks that must not serve this call: for another backend, used by a program, about to end, dead."""
         if self.backend != call.backend:
             self.close()  # a process that has seen no GPU cannot see one later
             self.backend = call.backend
-        listener = self._start_missing(call.world_size)
-        if self.group != wanted:
-            self.generation += 1
-            self.group = wanted
-            if call.ranks is not None and len(ranks) < call.world_size:  # the group needs everybody
-                everybody = Call(b"", call.world_size, call.backend, call.timeout, cell="", show=call.show)
-                with self._interrupts.at_once(False):
-                    self._send(everybody, list(range(call.world_size)), listener)
-                    self._collect(everybody, list(range(call.world_size)))
-                listener = None
-        with self._interrupts.at_once(False):
-            self._send(call, ranks, listener)
-            self._collect(call, ranks)
-        self._interrupts.check()
-        return [self._load(rank, call.results[rank]) for rank in ranks]
+        limit = self._idle_seconds(call)
+        idle = time.monotonic() - self.used > limit - min(5.0, limit / 2)  # none is to end just as it is called
+        if idle and call.kind == "cell" and any(worker.ran for worker in self.workers.values()):
+            call.show("the ranks had nothing to do for long and have ended: names of earlier cells are gone\n")
+        server = _processes.server_id()
+        self._end([
+            rank for rank, worker in self.workers.items()
+            if idle or not worker.alive or worker.server != server
+            or worker.ran == "program" or (worker.ran and call.kind == "program")
+        ])  # fmt: skip
 
-    def _start_missing(self, world_size: int) -> socket.socket | None:
-        """Make sure that ranks 0 … world_size-1 live; a socket for rank 0 to serve the store on, if it is new."""
+    @staticmethod
+    def _idle_seconds(call: Call) -> float:
+        text = os.environ.get("COURSE_IDLE_SECONDS") or str(IDLE_SECONDS)
+        if not text.strip().isdigit() or int(text) == 0:
+            raise errors.refusal(ValueError, f"COURSE_IDLE_SECONDS is {text!r}; allowed are whole seconds from 1 on")
+        return int(text) * (_CELLS_STAY if call.kind == "cell" else 1)
+
+    def _start_missing(self, call: Call) -> None:
+        """Make sure that all ranks live; in a thread, so that an interrupt and a limit can end the wait."""
+        missing = [rank for rank in range(call.world_size) if rank not in self.workers]
+        if not missing and _processes.server_id() is not None:
+            return
+        outcome: list[BaseException | None] = []
+
+        def start() -> None:
+            try:
+                _processes.room_for(len(missing))
+                start_server()
+                _processes.wake_server()
+                for rank in missing:
+                    self.workers[rank] = Worker(rank)
+                outcome.append(None)
+            except BaseException as error:
+                outcome.append(error)
+
+        self.group = None
+        status = Status(call.show)
+        thread = threading.Thread(target=start, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + _START
         try:
-            server = start_server()
-            gone = [r for r, w in self.workers.items() if w.server != server or wait([w.process.sentinel], 0)]
-            for rank in gone:
-                self.workers.pop(rank).close()
-            missing = [rank for rank in range(world_size) if rank not in self.workers]
-            if missing or gone:
-                self.group = None
-            for rank in missing:
-                self.workers[rank] = Worker(rank)
-        except (EOFError, ConnectionError, AuthenticationError):
+            while thread.is_alive() and time.monotonic() < deadline:
+                with self._interrupts.at_once(True):
+                    thread.join(TICK)
+                status.update(missing, None, "starting")
+        finally:
+            status.erase()
+            if thread.is_alive():
+                with ignored():
+                    _processes.end_server()
+                    thread.join(5.0)
+        self._interrupts.check()
+        self._tell_start(outcome[0] if outcome else EOFError())
+
+    @staticmethod
+    def _tell_start(error: BaseException | None) -> None:
+        if error is None:
+            return
+        if isinstance(error, (EOFError, ConnectionError, AuthenticationError)):
             text = "the process that ranks are forked from did not start; run `python -m course_utils.workshop doctor`"
             raise errors.refusal(RuntimeError, text) from None
-        except OSError as error:
-            text = f"the ranks cannot be started: {error.strerror or error}"
-            if error.errno == errno.ENOSPC:
-                text += " in the temporary folder. Free some space, or set TMPDIR to a folder on another disk."
-            raise errors.refusal(RuntimeError, text) from None
-        listener = None
-        if 0 in missing:
-            listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-            self.port = listener.getsockname()[1]
-        return listener
+        if not isinstance(error, OSError):
+            raise error
+        text = f"the ranks cannot be started: {error.strerror or error}"
+        if error.errno == errno.ENOSPC:
+            text += " in the temporary folder. Free some space, or set TMPDIR to a folder on another disk."
+        if error.errno == errno.EMFILE:
+            text += ". Ask for fewer ranks, or allow more open files: `ulimit -n 4096` in the shell before Jupyter."
+        raise errors.refusal(RuntimeError, text) from None
 
-    def _send(self, call: Call, ranks: list[int], listener: socket.socket | None) -> None:
+    def _choose_meeting(self) -> None:
+        """A new file in which the ranks meet, and a free port for programs that want one of their own."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.store)
+        self.generation += 1
+        self.store = os.path.join(_processes.server_folder(), f"group-{next(_group_numbers)}")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+
+    def _send(self, call: Call, ranks: list[int], folder: str) -> None:
         self.calls += 1
-        place = (dict(os.environ), os.getcwd(), list(sys.path))
+        place = (dict(os.environ), folder, list(sys.path))
         cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
         for rank in ranks:
             worker = self.workers[rank]
             header = {
                 "call": self.calls, "world_size": call.world_size, "backend": call.backend, "init": call.init,
-                "generation": self.generation, "port": self.port, "cell": call.cell is not None, "filename": call.cell,
-                "listen": rank == 0 and listener is not None, "place": place if worker.place != place else None,
+                "generation": self.generation, "port": self.port, "store": self.store,
+                "cell": call.cell is not None, "filename": call.cell, "idle": self._idle_seconds(call),
+                "place": place if worker.place != place else None,
                 "sources": {name: entry for name, entry in cells.items() if worker.sources.get(name) is not entry},
             }  # fmt: skip
             worker.place = place
             worker.sources = cells
-            worker.deliver(header, call.body, listener if header["listen"] else None)
-
-    # --------------------------------------------------------------------------------------------------------- collect
-
-    def _collect(self, call: Call, ranks: list[int]) -> None:
-        """Wait for all replies while showing what ranks print. Raises what the contract says."""
-        merger = Merger(ranks, call.show)
-        pending = set(ranks)
-        deadline = time.monotonic() + call.timeout
-        try:
-            while pending or any(merger.is_open(rank) for rank in ranks):
-                now = time.monotonic()
-                stop = min(deadline, self._patience(call)) if pending else now + _ANSWER
-                if pending and now >= stop:
-                    break
-                if not self._listen(call, merger, pending, stop - now) and not pending:
-                    break
-                merger.flush()
-            interrupted = False
-        except KeyboardInterrupt:
-            interrupted, self._interrupts.count = True, 0
-        if interrupted or pending or call.failures:
-            with ignored():
-                standings = self._where(call, ranks, pending)
-                hung = not call.failures
-                self._stop(call, merger, pending, {r for r in pending if standings[r]["phase"] in _DEAF})
-            if interrupted:
-                raise errors.Interrupted(errors.state_table(standings))
-            if hung:
-                rank, fault = errors.likely_fault(standings)
-                raise errors.HangError(rank, call.timeout, fault, errors.state_table(standings))
-            raise self._first_cause(call, standings)
-        self._close_books(call)
-        for rank in ranks:
-            merger.close(rank)
-        merger.flush()
-
-    def _patience(self, call: Call) -> float:
-        """Until when to wait for the others once a rank has failed."""
-        if not call.failures:
-            return float("inf")
-        only_echoes = all(failure["connection"] for failure in call.failures.values())
-        return min(f["seen"] for f in call.failures.values()) + (_CONNECTION_GRACE if only_echoes else _GRACE)
-
-    def _listen(self, call: Call, merger: Merger, pending: set[int], timeout: float) -> bool:
-        """Handle whatever arrives within ``timeout`` seconds; False if nothing did."""
-        sources: dict = {}
-        for rank in merger.ranks:
-            worker = self.workers[rank]
-            if rank in pending:
-                sources[worker.task] = sources[worker.process.sentinel] = rank
-            if worker.output_open:
-                sources[worker.output] = rank
-        with self._interrupts.at_once(True):
-            ready = wait(list(sources), max(timeout, 0))
-        for source in ready:
-            rank = sources[source]
-            if isinstance(source, Connection) and source is self.workers[rank].output:
-                self._read_output(rank, merger)
-        for source in ready:
-            rank = sources[source]
-            if source is self.workers[rank].task and rank in pending:
-                self._read_reply(call, rank, pending)
-        for source in ready:
-            rank = sources[source]
-            if source == self.workers[rank].process.sentinel and rank in pending:
-                self._bury(call, rank, merger, pending)
-        return bool(ready)
-
-    def _read_output(self, rank: int, merger: Merger) -> None:
-        worker = self.workers[rank]
-        data = os.read(worker.output.fileno(), 1 << 16)
-        if data:
-            merger.feed(rank, data, self.calls)
-        else:
-            worker.output_open = False
-            merger.close(rank)
-
-    def _read_reply(self, call: Call, rank: int, pending: set[int]) -> None:
-        try:
-            kind, number, content, *books = self.workers[rank].task.recv()
-        except (EOFError, OSError):
-            return  # it has died: its sentinel says how
-        if number != self.calls:
-            return
-        pending.discard(rank)
-        if kind == "done":
-            call.results[rank] = content
-            call.books[rank] = books[0]
-        else:
-            call.failures[rank] = content | {"seen": time.monotonic()}
-
-    def _bury(self, call: Call, rank: int, merger: Merger, pending: set[int]) -> None:
-        """A rank has died: keep what it said last, and how it ended."""
-        worker = self.workers[rank]
-        while worker.task.poll(0) and rank in pending:
-            before = set(pending)
-            self._read_reply(call, rank, pending)
-            if pending == before:
-                break
-        while worker.output_open and wait([worker.output], 0):
-            self._read_output(rank, merger)
-        merger.close(rank)
-        worker.output_open = False
-        if rank in pending:
-            pending.discard(rank)
-            worker.process.join(0.2)
-            last, line = worker.last_operation(), worker.fatal_frame()
-            code = worker.process.exitcode
-            if code == 255 and wait_for_end(worker.server):
-                code = None  # no status: whoever collects it has gone
-            if line is None and code == -signal.SIGABRT and last and last["where"]:
-                line = learner_line(*last["where"])
-            call.failures[rank] = {
-                "death": code, "connection": False, "time": 0.0, "seen": time.monotonic(),
-                "last": last, "line": line, "said": merger.fatal.get(rank, ""),
-            }  # fmt: skip
-
-    # ------------------------------------------------------------------------------------------------- stand and stop
-
-    def _where(self, call: Call, ranks: list[int], pending: set[int]) -> dict[int, dict]:
-        """Where each rank stands, by asking those that still run."""
-        standings: dict[int, dict] = {}
-        for rank in pending:
-            with contextlib.suppress(OSError):
-                while self.workers[rank].control.poll(0):
-                    self.workers[rank].control.recv()
-                self.workers[rank].control.send("where")
-        deadline = time.monotonic() + _ANSWER
-        for rank in sorted(pending):
-            with contextlib.suppress(OSError, EOFError):
-                if self.workers[rank].control.poll(max(0.0, deadline - time.monotonic())):
-                    standings[rank] = self.workers[rank].control.recv()
-        silent = [rank for rank in pending if rank not in standings]
-        for rank in silent:  # it holds the interpreter lock: its fault handler can still tell the line
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.workers[rank].pid, signal.SIGUSR1)
-        if silent:
-            time.sleep(0.1)
-        for rank in silent:
-            worker = self.workers[rank]
-            standings[rank] = {"phase": "no answer", "last": worker.last_operation(), "line": worker.fatal_frame()}
-        for rank in ranks:
-            if rank in call.failures:
-                failure = call.failures[rank]
-                standings[rank] = {"phase": "died" if "death" in failure else "failed"} | failure
-                if failure["connection"]:  # it was waiting when another rank went
-                    standings[rank]["waiting"] = failure["last"]
-            elif rank not in standings:
-                latest, _, _, last = call.books[rank][0]
-                standings[rank] = {"phase": "returned", "last": last, "latest": latest}
-        for rank in set(range(call.world_size)).difference(ranks):
-            standings[rank] = {"phase": "not in this cell", "last": None}
-        return dict(sorted(standings.items()))
-
-    def _stop(self, call: Call, merger: Merger, pending: set[int], silent: set[int]) -> None:
-        """Bring the ranks that still run back; kill those that do not come. The group is made anew at the next call."""
-        self.group = None
-        ranks = merger.ranks
-        for rank in ranks:
-            while self.workers[rank].output_open and wait([self.workers[rank].output], 0):
-                self._read_output(rank, merger)
-            merger.close(rank)
-        merger.flush()
-        for rank in pending:
-            with contextlib.suppress(OSError):
-                self.workers[rank].control.send(self.calls)  # abort this call
-        # What ranks say and print about being stopped is of no interest.
-        echo, unseen = Call(b"", call.world_size, call.backend, 0), Merger(ranks, lambda item: None)
-        deadline = time.monotonic() + (_RETURN if pending - silent else 0)
-        while pending - silent and time.monotonic() < deadline:
-            self._listen(echo, unseen, pending, deadline - time.monotonic())
-        for rank in pending:
-            self.workers[rank].kill()
-        for rank in ranks:
-            worker = self.workers[rank]
-            if wait([worker.process.sentinel], 0):
-                self.workers.pop(rank).close()
-
-    def _first_cause(self, call: Call, standings: dict[int, dict]) -> errors.WorkerError:
-        def order(item: tuple[int, dict]) -> tuple:
-            return item[1]["connection"], "death" not in item[1], item[1]["time"], item[0]
-
-        failure = min(call.failures.items(), key=order)[1]
-        return errors.worker_error(failure, call.failures, standings)
-
-    def _close_books(self, call: Call) -> None:
-        """Make the group anew if ranks called different things, left messages behind, made others or destroyed it."""
-        if not all(alive for _, alive in call.books.values()):
-            self.group = None
-        if call.cell is not None:
-            return  # what a cell leaves under way, another may finish
-        sent = sum(count for (_, count, _, _), _ in call.books.values())
-        received = sum(count for (_, _, count, _), _ in call.books.values())
-        entries = [(key, entry) for (latest, *_), _ in call.books.values() for key, entry in latest.items()]
-        joined = {(key, entry["number"]): 0 for key, entry in entries}
-        for key, entry in entries:
-            joined[key, entry["number"]] += 1
-        if sent != received or any(joined[key, entry["number"]] != len(entry["ranks"]) for key, entry in entries):
-            self.group = None
+            worker.ran = call.kind
+            worker.deliver(header, call.body)
 
     def _load(self, rank: int, content: bytes | None):
         if content is None:

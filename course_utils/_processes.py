@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import fcntl
+import glob
 import json
 import linecache
 import mmap
@@ -11,24 +14,28 @@ import multiprocessing
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver, process, reduction, util
 from multiprocessing.connection import wait
 
+from . import _descendants
 from ._text import STATUS_BYTES, is_learner
 
 _LARGE = 1 << 12  # bytes that a socket surely takes without a reader
 SLOW = tuple(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor"))  # to import
 _shared: list[str] = []  # what else the server imports for the ranks
 _forked: set[int] = set()  # servers from which ranks have been forked
+_ranks: set[int] = set()  # processes that are ranks
+_forking = threading.Lock()  # held while one becomes a rank
+_FILES = 7  # open files that a rank needs in the notebook, and some while it starts
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -45,6 +52,31 @@ def _quiet_start() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         main.__dict__.update(hidden)
+
+
+def server_folder() -> str:
+    """The private folder of the fork server and its ranks."""
+    return os.path.dirname(forkserver._forkserver._forkserver_address)
+
+
+def end_server() -> None:
+    """Kill the fork server and with it all ranks; the next start makes another."""
+    server = server_id()
+    if server is not None:
+        folder = server_folder()
+        for number in (signal.SIGKILL, signal.SIGCONT):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(server, number)
+        if wait_for_end(server):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def wake_server() -> None:
+    """Let a fork server go on that somebody has stopped."""
+    server = server_id()
+    if server is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGCONT)
 
 
 def server_id() -> int | None:
@@ -78,6 +110,7 @@ def start_server() -> int | None:
     """
     if server_id() is None:
         folder = _private_folder()
+        _lock(folder)
         owner = os.getpid()  # and not a fork of it; if the notebook is killed, the server removes the folder
         atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
         extra = {"COURSE_UTILS_FOLDER": folder, "OMP_NUM_THREADS": "1"}
@@ -100,18 +133,35 @@ def share(*modules: str) -> None:
     _shared.extend(new)
     server = server_id()
     if new and server is not None and server not in _forked:
-        folder = os.path.dirname(forkserver._forkserver._forkserver_address)
-        os.kill(server, signal.SIGKILL)
-        if wait_for_end(server):
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # told when ranks are asked for
-                start_server()
+        end_server()
+        with contextlib.suppress(OSError):  # told when ranks are asked for
+            start_server()
 
 
 def _private_folder() -> str:
     """A folder of the user's own for the server's socket, whose path may not exceed about 100 characters."""
     places = [tempfile.gettempdir(), "/tmp"]
-    return tempfile.mkdtemp(prefix="course-", dir=next((p for p in places if len(p) < 60), places[-1]))
+    place = next((p for p in places if len(p) < 60), places[-1])
+    _sweep(place)
+    return tempfile.mkdtemp(prefix="course-", dir=place)
+
+
+def _lock(folder: str) -> None:
+    """Hold a lock in a folder for as long as this process lives."""
+    fd = os.open(os.path.join(folder, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _sweep(place: str) -> None:
+    """Remove folders of notebooks that were killed together with their fork server."""
+    for path in glob.glob(os.path.join(place, "course-*", "lock")):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while the owner lives
+                shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+            finally:
+                os.close(fd)
 
 
 @contextlib.contextmanager
@@ -163,6 +213,8 @@ class Worker:
     def __init__(self, rank: int):
         self.rank = rank
         self.server = server_id()
+        self.ran: str | None = None  # what kind of call it has served: "function", "program" or "cell"
+        self.folder = tempfile.mkdtemp(prefix=f"rank-{rank}-", dir=server_folder())
         _forked.add(self.server)
         self.place: tuple[dict, str, list] | None = None
         self.sources: dict[str, tuple] = {}
@@ -177,17 +229,18 @@ class Worker:
         self.task, task = _context.Pipe()
         self.control, control = _context.Pipe()
         self.output, output = _context.Pipe(duplex=False)
-        arguments = (rank, task, control, output, _SharedFile(self.status), dict(os.environ))
+        arguments = (rank, task, control, output, _SharedFile(self.status), dict(os.environ), self.folder)
         self.process = _context.Process(target=_run_worker, args=arguments, daemon=True, name=f"rank {rank}")
         try:
-            with _quiet_start():
+            with _forking, _quiet_start():
                 self.process.start()
+                self.pid = self.process.pid
+                _ranks.add(self.pid)
         finally:
             for end in (task, control, output):
                 end.close()
-        self.pid = self.process.pid
 
-    def deliver(self, header: dict, body: bytes, listener: socket.socket | None) -> None:
+    def deliver(self, header: dict, body: bytes) -> None:
         """Send a call; a large one from a thread, because a rank that does not read must not block the notebook."""
 
         head = pickle.dumps(header)
@@ -196,14 +249,11 @@ class Worker:
             with contextlib.suppress(OSError, RuntimeError):  # it has died: the wait for its reply finds out how
                 self.task.send_bytes(head)
                 self.task.send_bytes(body)
-                if listener is not None:
-                    reduction.send_handle(self.task, listener.fileno(), self.pid)
-                    listener.close()
 
         if self.sender is not None:
             self.sender.join(1.0)
         self.sender = threading.Thread(target=send, daemon=True)
-        if listener is None and len(head) + len(body) <= _LARGE:
+        if len(head) + len(body) <= _LARGE:
             self.sender = None
         if self.sender is None:
             send()
@@ -227,19 +277,62 @@ class Worker:
         frames = re.findall(r'File "(.*?)", line (\d+) in ', report.rpartition("most recent call first")[2])
         return next((learner_line(file, int(line)) for file, line in frames if is_learner(file)), None)
 
-    def kill(self) -> None:
-        """End the process and its children at once."""
-        if wait([self.process.sentinel], 0):
-            return
-        for kill in (os.killpg, os.kill):
-            try:
-                kill(self.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
-        wait([self.process.sentinel], 1.0)
+    def cpu_seconds(self) -> float:
+        """Processor time that the process has used."""
+        import psutil
+
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return times.user + times.system
+
+    @property
+    def alive(self) -> bool:
+        return not wait([self.process.sentinel], 0)
 
     def close(self) -> None:
-        self.kill()
+        """Let go of a process that has ended."""
         for end in (self.task, self.control, self.output):
             end.close()
         os.close(self.status)
+        _ranks.discard(self.pid)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def kill(workers: Iterable[Worker]) -> None:
+    """End the processes of ranks and all that they have started, at once."""
+    workers = list(workers)
+    running = [worker for worker in workers if worker.alive]
+    if len(running) < len(workers):
+        _end_orphans()
+    if not running:
+        return
+    below = _descendants.descendants([worker.pid for worker in running])
+    for worker in running:
+        for end in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                end(worker.pid, signal.SIGKILL)
+    _descendants.end(below)
+    deadline = time.monotonic() + 1.0
+    for worker in running:
+        wait([worker.process.sentinel], max(0.0, deadline - time.monotonic()))
+
+
+def _end_orphans() -> None:
+    """End what ranks have started that died by themselves: the fork server has adopted it."""
+    server = server_id()
+    if server is not None:
+        with _forking:
+            found = [process for process in _descendants.children(server) if process.pid not in _ranks]
+            _descendants.end([*_descendants.descendants(process.pid for process in found), *found])
+
+
+def room_for(ranks: int) -> None:
+    """Make sure that this process may open the files that so many more ranks need; raises OSError if it may not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/dev/fd")) + _FILES * ranks + 10
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        if hard != resource.RLIM_INFINITY and wanted > hard:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -8,6 +8,8 @@ import sysconfig
 MARK = b"\x1e"  # in what a rank prints: starts a record that is not text
 STATUS_BYTES = 8192  # of a rank's status file for its last operation; reports of fatal errors follow
 
+IDLE_SECONDS = 900  # after which a rank that has nothing to do ends by itself
+
 _PLACES = {sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")} | {os.path.dirname(__file__)}
 _LIBRARIES = ("<frozen", *(place + os.sep for place in _PLACES))
 
@@ -39,3 +41,14 @@ def size_text(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+def align(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+    """Rows of text as columns of equal width; ``right`` names the columns to align to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -17,7 +17,7 @@ import linecache
 import mmap
 import multiprocessing
 import os
-import random
+import select
 import shutil
 import signal
 import socket
@@ -26,102 +26,125 @@ import sys
 import threading
 import traceback
 import warnings
-from dataclasses import dataclass, field
-from datetime import timedelta
-from itertools import islice
-from multiprocessing import forkserver, parent_process, process, reduction
+from multiprocessing import forkserver, parent_process, process
 from multiprocessing.connection import wait
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import cloudpickle
-    import numpy
     import torch
     import torch.distributed as dist
+    import torch.distributed.nn.functional  # noqa: F401  imported during a call, its defaults would keep that group
 
-from . import _display, _evidence, _transfer
-from ._text import MARK, STATUS_BYTES, is_learner
+from . import _display, _evidence, _group, _settings, _transfer
+from ._descendants import adopt_orphans, end_descendants
+from ._modules import Modules, clock
+from ._state import state
+from ._text import IDLE_SECONDS, MARK, STATUS_BYTES
 from .ledger import tracker
 
-if os.environ.get(
-    "COURSE_UTILS_FOLDER"
-):  # this is the fork server: leave no file behind, even if the notebook was killed
+if folder := os.environ.get("COURSE_UTILS_FOLDER"):  # this is the fork server
     _server = os.getpid()
-    atexit.register(
-        lambda folder: os.getpid() == _server and shutil.rmtree(folder, ignore_errors=True),
-        os.environ["COURSE_UTILS_FOLDER"],
-    )
+
+    def _end(folder: str) -> None:
+        """Leave no process and no file behind, even if the notebook was killed."""
+        if os.getpid() == _server:
+            end_descendants(_server)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(_end, folder)
+    adopt_orphans()
+    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # it is one of the adopted
     tracker.install()
     gc.collect()
     gc.freeze()  # what all ranks share stays shared: the collector does not write into these pages
 
-_MODULES = len(sys.modules)
-_NEVER = timedelta(days=1)  # it is the launcher that watches the time
+_c = ctypes.CDLL(None)
 
 
-@dataclass
-class State:
-    """What this rank is doing; the main thread writes, the control thread reads."""
-
-    rank: int = -1
-    running: bool = False
-    phase: str = "idle"
-    call: int = 0
-    generation: int | None = None
-    store: object = None
-    meeting: tuple[int, int] | None = None  # port of the store and generation of the group
-    server: object = None
-    output: object = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    place: tuple[dict, str, list] | None = None  # the notebook's environment, folder and module path
-    rendezvous: int = 0
-
-
-state = State()
-
-
-def main(rank: int, task, control, output, status, environment: dict) -> None:
-    """Serve calls until the notebook closes the connection."""
-    state.rank = rank
-    _seed()
+def main(rank: int, task, control, output, status, environment: dict, folder: str) -> None:
+    """Serve calls until the notebook closes the connection, or has had nothing to do for long."""
+    state.rank, state.pid = rank, os.getpid()
+    _settings.seed(rank)
     _detach(status, output)
+    process.current_process()._config["tempdir"] = folder  # where multiprocessing puts its sockets
     _take_environment(environment)
     tracker.install()
     torch.set_num_threads(1)
-    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = _rendezvous
+    _group.install()
     builtins.display = _display.display
+    sys.breakpointhook = _no_keyboard
     _display.replace_ipython_display()
     sys.modules["__main__"].__dict__.update(torch=torch, dist=dist)
     threading.Thread(target=_answer, args=(control,), daemon=True).start()
-    stamps: dict[str, float] = {}
+    _settings.note_threads()
+    settings, modules = _settings.Settings(), Modules()
+    idle = float(environment.get("COURSE_IDLE_SECONDS") or IDLE_SECONDS)
+    calls = select.poll()
+    calls.register(task.fileno(), select.POLLIN)
     while True:
         try:
+            if not calls.poll(1000 * idle):
+                os._exit(0)
             header = task.recv()
             body = task.recv_bytes()
-            if header["listen"]:
-                _host_store(reduction.recv_handle(task))
         except (EOFError, OSError):
             os._exit(0)
-        _forget_edited_modules(stamps)
-        reply = _serve(header, body)
+        idle = header["idle"]
+        names = sys.modules["__main__"].__dict__ if header["cell"] else None
+        edited, since = modules.forget_edited(names), clock()
+        if edited and names is not None:
+            print(_imported_again(edited))
+        kind, *reply = _serve(header, body)
+        if os.getpid() != state.pid:
+            _end_fork(reply[1]["text"] if kind == "error" else "")
+        modules.note(since)
+        kept = (header["cell"] or settings.can_be_put_back()) and not (kind == "error" and _import_was_cut(reply[1]))
         with state.lock:  # an abort under way must not reach into the next call
             state.running = False
         _finish_output(header["call"])
         try:
-            task.send(reply)
+            task.send((kind, *reply, kept))
         except OSError:
             os._exit(0)
         if not header["cell"]:
-            _tidy()
+            _tidy(settings)
+
+
+def _import_was_cut(failure: dict) -> bool:
+    """Whether an interrupt has left a module half imported."""
+    importing = any(frame["file"].startswith("<frozen importlib") for frame in failure["frames"])
+    return importing and failure["text"].startswith("KeyboardInterrupt")
+
+
+def _imported_again(edited: list[str]) -> str:
+    """What a learner is told whose later cells would see a mixture of old and new."""
+    names = ", ".join(edited)
+    return f"imported again, because edited since: {names}; what earlier cells took from there by name is still the old"
+
+
+def _end_fork(error: str) -> None:
+    """End a process that the function has forked and that has come out of it: it is not the rank."""
+    if error:
+        print(f"a process forked by this rank ended in {error}")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1 if error else 0)
+
+
+def _no_keyboard(*_arguments, **_named) -> None:
+    raise RuntimeError("ranks have no keyboard, so breakpoint() cannot stop there: print or return what you look for")
 
 
 def _detach(status, output) -> None:
     """Become independent of the server's terminal and signals, and sure to end with it."""
     os.setsid()
+    adopt_orphans()
     signal.signal(signal.SIGINT, _interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        _c.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     threading.Thread(target=_end_with_parent, daemon=True).start()
     server = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
@@ -168,146 +191,63 @@ def _take_environment(environment: dict) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
 
 
-def _forget_edited_modules(stamps: dict[str, float]) -> None:
-    """Import a module of the learner's again if its file has changed since the last call."""
-    for name in list(islice(reversed(sys.modules), max(0, len(sys.modules) - _MODULES))):  # the newest
-        path = getattr(sys.modules[name], "__file__", None)
-        if path and is_learner(path):
-            with contextlib.suppress(OSError):  # an editor is just replacing it
-                changed = os.path.getmtime(path)
-                if stamps.setdefault(path, changed) != changed:
-                    del stamps[path], sys.modules[name]
-
-
-# ---------------------------------------------------------------------------------------------------------------- group
-
-
-def _host_store(listener: int) -> None:
-    """Rank 0: serve the store on a socket that the notebook has bound to the loopback interface."""
-    state.server = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=listener, timeout=timedelta(seconds=60)
-    )
-
-
-def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_ignored):
-    """``env://`` as PyTorch defines it, but meeting in the store that rank 0 already serves on loopback."""
-    if state.store is None:
-        state.store = dist.TCPStore(
-            "127.0.0.1", state.meeting[0], is_master=False, wait_for_workers=False, timeout=timeout
-        )
-    state.rendezvous += 1
-    store = dist.PrefixStore(f"call {state.call}.{state.rendezvous}", state.store)
-    yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    raise RuntimeError("this rendezvous is over")
-
-
-def _drop_group() -> None:
-    state.generation = None
-    groups = [*dist.distributed_c10d._world.pg_map]  # noqa: F841  whose end comes last, without Python's lock
-    if dist.is_initialized():
-        if dist.get_backend() == "nccl":
-            dist.distributed_c10d._abort_process_group()  # its destruction would wait for ranks that have gone
-        else:
-            dist.destroy_process_group()
-    c10d = dist.distributed_c10d  # an initialisation that failed half-way leaves names behind that others do not have
-    c10d._world.group_count = 0
-    for book in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
-        getattr(c10d._world, book).clear()
-    c10d._unregister_all_process_groups()
-    if "torch.distributed.tensor" in sys.modules:  # its caches hold meshes whose groups are gone
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
-
-
-def _untouched() -> bool:
-    """Whether a function has left the default group as it was: nothing under way in it, no other groups made."""
-    tracker.settle()
-    return not tracker.unfinished() and len(dist.distributed_c10d._world.pg_map) == 1
-
-
-def _prepare_group(header: dict) -> None:
-    world_size, rank = header["world_size"], state.rank
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(header["port"]),
-    )  # fmt: skip
-    if (header["port"], header["generation"]) != state.meeting:
-        state.store, state.meeting = None, (header["port"], header["generation"])
-    if header["backend"] == "nccl":
-        torch.cuda.set_device(rank)
-    elif not torch.cuda.is_initialized():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if header["init"] and state.generation == header["generation"] and dist.is_initialized():
-        return
-    _drop_group()
-    if header["init"]:
-        device = torch.device("cuda", rank) if header["backend"] == "nccl" else None
-        dist.init_process_group(header["backend"], timeout=_NEVER, device_id=device)
-        state.generation = header["generation"]
-
-
 # ----------------------------------------------------------------------------------------------------------------- call
 
 
 def _serve(header: dict, body: bytes) -> tuple:
-    """Run one call; the reply is ``("done", call, result, books)`` or ``("error", call, failure)``."""
+    """Run one call; the reply is ``("done", call, result, books)`` or ``("error", call, failure, None)``."""
     call = header["call"]
     state.rendezvous = 0
     try:
         with state.lock:
             state.call, state.running, state.phase = call, True, "starting"
         if header["place"] is not None:
-            state.place = header["place"]
+            state.place, state.environment = header["place"], None
             _take_place()
         linecache.cache.update(header["sources"])
         tracker.reset()
-        _prepare_group(header)
+        _group.prepare(header)
+        state.environment = os.environ._data.copy()
         tracker.reset()
         state.phase = "running"
         result = _run_cell(header, body) if header["cell"] else _run_function(body)
         state.phase = "returned"
         state.running = False
-        books = (
-            (_evidence.latest(), tracker.sent, tracker.received, _evidence.entry_data(tracker.last)),
-            dist.is_initialized() and state.generation == header["generation"] and (header["cell"] or _untouched()),
-        )
+        same = dist.is_initialized() and state.generation == header["generation"]
+        same = same and (header["cell"] or _group.untouched())
+        books = {
+            "latest": _evidence.latest(), "last": _evidence.entry_data(tracker.last), "sent": tracker.sent,
+            "received": tracker.received, "digests": tracker.digests, "streams": tracker.streams, "same_group": same,
+        }  # fmt: skip
         tracker.pending.clear()
         return "done", call, result, books
     except BaseException as error:
         state.running = False
-        state.phase = "failed"
+        starting, state.phase = state.phase == "starting", "failed"
         failure = _evidence.describe(error)
         failure["last"] = _evidence.entry_data(tracker.last)
         failure["line"] = next((f for f in reversed(failure["frames"]) if f["learner"]), None)
         failure["latest"] = _evidence.latest()
+        failure["starting"] = starting
         traceback.clear_frames(error.__traceback__)
-        return "error", call, failure
+        return "error", call, failure, None
 
 
 def _take_place() -> None:
     environment, folder, sys.path[:] = state.place
-    _take_environment(environment)
+    if os.environ._data != state.environment:
+        _take_environment(environment)
     os.chdir(folder)
 
 
-def _tidy() -> None:
+def _tidy(settings: _settings.Settings) -> None:
     """After a function has run and its result is sent: nothing that it set reaches into the next."""
     gc.collect()
     tracker.groups.clear()
     _open_streams()
-    torch.set_grad_enabled(True)
-    torch.set_default_dtype(torch.float32)
-    torch.set_num_threads(1)
+    settings.put_back()
     _take_place()
-    _seed()
-
-
-def _seed() -> None:
-    """Different random numbers on every rank, the same each time."""
-    random.seed(state.rank)
-    numpy.random.seed(state.rank)
-    (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(state.rank)
+    _settings.seed(state.rank)
 
 
 def _run_function(body: bytes) -> bytes:
@@ -321,11 +261,33 @@ def _run_function(body: bytes) -> bytes:
     return _transfer.pack_result(result)
 
 
+class _Device(str):
+    """The rank's device: as a value wherever PyTorch takes one, and as a call, as `course_utils.device` is."""
+
+    def __call__(self) -> torch.device:
+        return torch.device(self)
+
+    def __getattr__(self, name: str):
+        return getattr(torch.device(self), name)
+
+    def __eq__(self, other: object) -> bool:
+        return torch.device(self) == other or str(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(torch.device(self))
+
+    def __repr__(self) -> str:
+        return repr(torch.device(self))
+
+
 def _run_cell(header: dict, body: bytes) -> bytes | None:
     """Run a ``%%ranks`` cell in this rank's namespace; the text of its last expression, if it has a value."""
     names, filename = sys.modules["__main__"].__dict__, header["filename"]
-    device = torch.device("cuda", state.rank) if header["backend"] == "nccl" else torch.device("cpu")
-    names.update(rank=state.rank, world_size=header["world_size"], device=device)
+    device = f"cuda:{state.rank}" if header["backend"] == "nccl" else "cpu"
+    names.update(rank=state.rank, world_size=header["world_size"], device=_Device(device))
     tree = ast.parse(body.decode(), filename)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, filename, "exec"), names)
@@ -346,12 +308,10 @@ def _show_value(value) -> None:
 
 
 def _finish_output(call: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            pass
-    ctypes.CDLL(None).fflush(None)
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(Exception):  # closed, or another object, or None, or nothing
+            getattr(sys, name).flush()
+    _c.fflush(None)
     os.write(state.output.fileno(), MARK + b"E%d\n" % call)
 
 
@@ -363,10 +323,13 @@ def _answer(control) -> None:
     while True:
         try:
             question = control.recv()
-            if question == "where":
-                control.send(_evidence.standing(state.phase, state.running))
-            else:
-                _abort(question)
+            match question:
+                case "where", number:
+                    control.send((number, _evidence.standing(state.phase, state.running)))
+                case "signatures", number:
+                    control.send((number, tracker.signatures))
+                case "abort", call:
+                    _abort(call)
         except (EOFError, OSError):
             return
 
@@ -389,7 +352,7 @@ def _abort(call: int) -> None:
     with state.lock:
         if not state.running or state.call != call:
             return
-        state.generation = state.store = None
+        state.generation = None
         if not torch.cuda.is_initialized():
             _hang_up()
         if dist.is_initialized():

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
 from collections.abc import Iterator
 
-from ._text import rank_label, size_text
-from .ledger import align
+from ._text import align, rank_label, size_text
 
 __all__ = ["HangError", "Interrupted", "WorkerError", "expect_error"]
+
+_WIDTH = 110  # characters of a line of code, with its place, that a table shows
+_FRAMES = 8  # of a deep stack that are shown at its beginning and at its end
 
 
 class _Report:
@@ -48,7 +51,11 @@ class WorkerError(_Report, RuntimeError):
         The learner's frames.
     states : list of str
         One line a rank: where it stood.
+    starting : bool
+        Whether it happened before the function began, while the ranks made their process group.
     """
+
+    starting = False
 
     def __init__(self, rank: int, exception: str, traceback: str, states: list[str], message: str):
         self.rank, self.exception, self.traceback, self.states = rank, exception, traceback, states
@@ -56,12 +63,24 @@ class WorkerError(_Report, RuntimeError):
 
 
 class HangError(WorkerError):
-    """The ranks did not finish in time. ``fault`` names the likely cause, ``rank`` the rank to blame."""
+    """The ranks did not finish in time. ``fault`` names the likely cause, ``rank`` the rank to blame.
 
-    def __init__(self, rank: int, timeout: float, fault: str, states: list[str]):
+    ``kind`` is ``"stuck"`` if each rank waits for another in vain, ``"endless"`` if one computes without end, else
+    ``"slow"``.
+    """
+
+    def __init__(self, rank: int, head: str, fault: str, states: list[str], kind: str = "slow"):
         self.rank, self.exception, self.traceback, self.states = rank, "no result in time", "", states[1:]
-        self.fault = fault
-        RuntimeError.__init__(self, f"no result after {timeout:g} s\n\n{fault}\n\n" + "\n".join(states))
+        self.fault, self.kind = fault, kind
+        RuntimeError.__init__(self, "\n\n".join([head, fault, "\n".join(with_note(states))]))
+
+
+def with_note(states: list[str]) -> list[str]:
+    """A table of ranks, with a line below it that explains its numbers, if there are any."""
+    return [*states, _NUMBERS] if any(" #" in row for row in states) else states
+
+
+_NUMBERS = "# counts all collectives of a group, whatever they are called"
 
 
 class Interrupted(_Report, KeyboardInterrupt):
@@ -69,7 +88,7 @@ class Interrupted(_Report, KeyboardInterrupt):
 
     def __init__(self, states: list[str]):
         self.states = states[1:]
-        where = " where they stood\n\n" + "\n".join(states) if states else ""
+        where = " where they stood\n\n" + "\n".join(with_note(states)) if states else ""
         super().__init__(f"the ranks were stopped{where}")
 
 
@@ -105,23 +124,37 @@ def file_label(filename: str) -> str:
 def line_text(frame: dict | None) -> str:
     if frame is None:
         return ""
-    return f"{file_label(frame['file'])}, line {frame['line']}: {frame['text']}".rstrip(": ")
+    return _cut(f"{file_label(frame['file'])}, line {frame['line']}: {frame['text']}".rstrip(": "))
+
+
+def _cut(text: str, width: int = _WIDTH) -> str:
+    return text if len(text) <= width else f"{text[: width - 2]} …"
 
 
 def traceback_text(failure: dict) -> str:
     """The learner's frames of a failure, oldest first, and the library function that raised, if it was one."""
     frames = failure["frames"]
-    shown = [
-        f"  {file_label(f['file'])}, line {f['line']}, in {f['function']}\n      {f['text']}".rstrip()
+    shown = _folded([
+        f"  {file_label(f['file'])}, line {f['line']}, in {f['function']}\n      {_cut(f['text'])}".rstrip()
         for f in frames
         if f["learner"]
-    ]
+    ])  # fmt: skip
     if frames and "site-packages" in frames[-1]["file"]:
         module = frames[-1]["file"].rpartition("site-packages" + os.sep)[2].removesuffix(".py").replace(os.sep, ".")
         shown.append(f"  raised in {module}.{frames[-1]['function']}")
     if failure["cause"]:
         shown.append(f"  after {failure['cause']}")
     return "\n".join(shown)
+
+
+def _folded(frames: list[str]) -> list[str]:
+    """Frames in which one that repeats stands once, and of a deep stack the beginning and the end."""
+    shown: list[str] = []
+    for frame, repeated in itertools.groupby(frames):
+        count = len(list(repeated))
+        shown += [frame] if count == 1 else [frame, f"  … {count - 1:,} more times"]
+    left_out = len(shown) - 2 * _FRAMES
+    return shown if left_out <= 1 else [*shown[:_FRAMES], f"  … {left_out:,} more frames", *shown[-_FRAMES:]]
 
 
 def operation_text(entry: dict | None) -> str:
@@ -164,10 +197,47 @@ def worker_error(failure: dict, failures: dict[int, dict], standings: dict[int, 
         same = failure["text"], failure["line"]
         alike = sorted(rank for rank, other in failures.items() if (other.get("text"), other["line"]) == same)
         text, traceback = failure["text"], traceback_text(failure)
-        parts = [f"{rank_label(alike)} failed: {text}", traceback]
+        parts = [f"{rank_label(alike)} failed: {text}", _advice(text), traceback]
     elsewhere = [s for rank, s in standings.items() if rank not in alike and s["phase"] != "not in this cell"]
-    parts += ["\n".join(states)] if elsewhere else []
-    return WorkerError(alike[0], text, traceback, states[1:], "\n\n".join(part for part in parts if part))
+    parts += ["\n".join(with_note(states))] if elsewhere else []
+    error = WorkerError(alike[0], text, traceback, states[1:], "\n\n".join(part for part in parts if part))
+    error.starting = failure.get("starting", False)
+    return error
+
+
+def _advice(text: str) -> str:
+    """What to do about an error whose own words do not say it."""
+    if "bdb.BdbQuit" in text:
+        return "Ranks have no keyboard, so a debugger cannot stop there: print, or return what you want to see."
+    if "Unable to find address for" in text or ("enforce fail" in text and "transport/tcp" in text):
+        name = os.environ.get("GLOO_SOCKET_IFNAME")
+        if name:
+            return f"GLOO_SOCKET_IFNAME is {name!r}, which names no interface of this machine that is up."
+        return "The ranks meet over the loopback interface (lo), and it is down: `ip link set lo up`."
+    return ""
+
+
+def difference(calls: dict[int, list[tuple]]) -> str:
+    """The first collective that ranks of a group have called differently although the library did not complain.
+
+    ``calls`` has for each rank (operation, reduction, dtype, bytes, root) of each of its calls.
+    """
+    calls = dict(sorted(calls.items()))
+    each = enumerate(zip(*calls.values(), strict=False), 1)
+    number, together = next(((n, some) for n, some in each if len(set(some)) > 1), (0, ()))
+    if not together:
+        return ""
+    ranks, operation = list(calls), together[0][0]
+    for what, position, show in (("operations", 0, str), ("reductions", 1, str), ("dtypes", 2, str),
+                                 ("sizes", 3, size_text), ("roots", 4, "root {}".format)):  # fmt: skip
+        values: dict = {}
+        for rank, signature in zip(ranks, together, strict=True):
+            values.setdefault(signature[position], []).append(rank)
+        if len(values) > 1:
+            text = "; ".join(f"{rank_label(some)} {show(value)}" for value, some in values.items())
+            name = f"collective number {number}" if position == 0 else f"{operation} number {number}"
+            return f"the ranks called {name} with different {what} ({text}), and nothing noticed: the result is wrong."
+    return ""
 
 
 def mismatch(last: dict | None, standings: dict[int, dict]) -> str:
@@ -285,6 +355,9 @@ def _message_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tupl
         operations = {waiting[r]["op"] for r in ring}
         chain = " → ".join(f"rank {r}" for r in [*ring, ring[0]])
         reason = "the order of their calls differs"
+        tags = {waiting[r]["stream"][2] for r in ring if waiting[r].get("stream")}
+        if len(tags) > 1 and len(operations) == 2 and len(ring) == 2:
+            reason = f"their tags differ: {' and '.join(map(str, sorted(tags)))}"
         if len(operations) == 1:
             reason = (
                 "each sends first and none receives" if "send" in operations else "each receives first and none sends"

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from . import errors
@@ -17,13 +17,16 @@ __all__ = ["device", "launch", "shutdown"]
 if (worker := sys.modules.get("course_utils._worker")) and worker.state.rank >= 0:  # inside a rank
     _pool = None
 else:
-    from . import _pool, _processes
+    from . import _cell_advice, _pool, _processes
 
     _launched = _pool.Pool()
     atexit.register(_launched.close)
     if "RANK" not in os.environ:
         with contextlib.suppress(OSError):  # told when ranks are asked for
             _processes.start_server()
+
+    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
+        _cell_advice.install(shell)
 
 _DEFAULT_WORLD_SIZE = 4
 _MAX_WORLD_SIZE = 128
@@ -56,7 +59,7 @@ def launch(
         Default: ``nccl`` if there is a GPU for every rank, else ``gloo`` on the CPU.
     init : bool
         Whether a default process group exists when ``fn`` runs. If False only the variables that ``torchrun`` sets are
-        there, and ``fn`` calls ``init_process_group`` itself.
+        there, ``fn`` calls ``init_process_group`` itself, and the ranks are fresh processes, as under ``torchrun``.
 
     Returns
     -------
@@ -72,6 +75,20 @@ def launch(
     TypeError, ValueError
         Arguments that cannot be sent or make no sense; nothing has run then.
     """
+    return run(fn, args, kwargs, world_size, timeout, backend, init)
+
+
+def run(
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    world_size: int | None = None,
+    timeout: float = 60.0,
+    backend: str | None = None,
+    init: bool = True,
+    watch: Any = None,
+) -> list[Any]:
+    """As :func:`launch`; with a ``watch`` (see `_watch`) ranks that cannot finish are told before the time-out."""
     from . import _transfer
 
     if _pool is None:
@@ -80,15 +97,21 @@ def launch(
         )
     if not callable(fn):
         raise errors.refusal(
-            TypeError, f"launch takes a function to run on every rank, not {type(fn).__name__}: launch(fn, *args)"
+            TypeError,
+            f"launch takes a function to run on every rank, not {type(fn).__name__}: write launch(fn, *args), "
+            "without brackets behind fn",
         )
     if not isinstance(init, bool):
         raise errors.refusal(TypeError, f"init is True or False, not {init!r}")
     world_size, backend = settle(world_size, backend)
-    call = _pool.Call(
-        _transfer.pack_call(fn, args, kwargs), world_size, backend, seconds(timeout), init=init, show=show
-    )
-    return _launched.run(call)
+    try:
+        body = _transfer.pack_call(fn, args, kwargs)
+        call = _pool.Call(body, world_size, backend, seconds(timeout), init=init, show=show, watch=watch)
+        return _launched.run(call)
+    except KeyboardInterrupt as error:
+        if isinstance(error, errors.Interrupted):
+            raise
+        raise errors.Interrupted([]) from None
 
 
 def shutdown() -> None:
@@ -128,10 +151,11 @@ def settle(world_size: int | None, backend: str | None) -> tuple[int, str]:
                 ValueError, f"COURSE_WORLD_SIZE is {text!r}; allowed are whole numbers from 1 to {_MAX_WORLD_SIZE}"
             )
         world_size = int(text) if text else (gpus if gpus > 1 else _DEFAULT_WORLD_SIZE)
-    if isinstance(world_size, bool) or not isinstance(world_size, int):
+    if isinstance(world_size, bool) or not isinstance(world_size, Integral):
         raise errors.refusal(
             TypeError, f"world_size is a whole number of ranks, not {type(world_size).__name__}: {world_size!r}"
         )
+    world_size = int(world_size)
     if not 1 <= world_size <= _MAX_WORLD_SIZE:
         raise errors.refusal(ValueError, f"{source} is {world_size}; allowed are 1 to {_MAX_WORLD_SIZE} ranks")
     if backend not in (None, "gloo", "nccl"):

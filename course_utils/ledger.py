@@ -12,11 +12,12 @@ import json
 import linecache
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ._text import is_learner
+from ._text import align, is_learner
 
 __all__ = ["Entry", "Ledger", "record"]
 
@@ -33,7 +34,9 @@ _NAMES = {
 }  # fmt: skip
 _POINT_TO_POINT = ("send", "recv")
 _SECOND_ARGUMENT = ("reduce_scatter", "all_to_all")  # the message is their input, which comes second
+_SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # on all ranks of a group
 _KEEP_PENDING = 64
+_KEEP_SIGNATURES = 100_000
 
 
 @dataclass(slots=True)
@@ -71,6 +74,8 @@ class Entry:
     end: float | None = None
     where: tuple[str, int] | None = None
     key: str = field(default="", repr=False)
+    stream: tuple | None = field(default=None, repr=False)  # send and recv: group, peer and tag that must agree
+    place: int = field(default=0, repr=False)  # among those of the same stream, from 1
 
     @property
     def call_site(self) -> str:
@@ -144,17 +149,6 @@ class Ledger:
         return self.table()
 
 
-def align(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
-    """Rows of text as columns of equal width; ``right`` names the columns to align to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
 @contextlib.contextmanager
 def record() -> Iterator[Ledger]:
     """Record what this rank communicates inside the ``with`` block; yields a :class:`Ledger`.
@@ -216,6 +210,9 @@ class Tracker:
         self.groups: dict[str, object] = {}
         self.sent = 0
         self.received = 0
+        self.streams: dict[tuple, int] = {}  # messages begun, by operation, group, peer and tag
+        self.signatures: dict[str, list[tuple]] = {}  # of each group: what all its ranks must say alike, call by call
+        self.digests: dict[str, int] = {}  # the same in one number
         if self.status is not None:
             self.status[:4] = bytes(4)
 
@@ -248,6 +245,8 @@ class Tracker:
         peer_at = next((names.index(n) for n in ("root_rank", "dst", "src") if n in names), None)
         message_at = 1 if op in _SECOND_ARGUMENT else 0
         asynchronous_at = names.index("async_op") if "async_op" in names else None
+        tag_at = names.index("tag") if "tag" in names else None
+        reduces = "reduce_op" in names
         shards = op in ("gather", "scatter")
 
         def kernel(*args):
@@ -255,8 +254,12 @@ class Tracker:
             first = tensors[0] if tensors else next(_flatten(args[:2]))
             group = self._group(args[group_at])
             peer = None if peer_at is None else args[peer_at]
-            size = 0 if op == "barrier" else sum(t.nbytes for t in tensors)
+            size = 0 if op == "barrier" else sum(map(_bytes, tensors))
             entry = self._begin(op, group, size * (group.size() if shards else 1), peer)
+            if tag_at is None:
+                self._sign(entry, str(first.dtype), _reduction() if reduces else "")
+            else:
+                self._count(entry, group.group_name, args[tag_at])
             try:
                 result = operator.redispatch(self._keys_of(first) & self._after, *args)
             finally:
@@ -309,6 +312,19 @@ class Tracker:
             self.status[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
         return entry
 
+    def _sign(self, entry: Entry, dtype: str, reduction: str) -> None:
+        """Note what the other ranks of the group must pass too. Where they do not, gloo may say nothing."""
+        alike = entry.op in _SAME_SIZE
+        signature = (entry.op, reduction, dtype if alike else "", entry.bytes if alike else 0, entry.peer)
+        calls = self.signatures.setdefault(entry.key, [])
+        if len(calls) < _KEEP_SIGNATURES:
+            calls.append(_shared.setdefault(signature, signature))
+            self.digests[entry.key] = zlib.crc32(repr(signature).encode(), self.digests.get(entry.key, 0))
+
+    def _count(self, entry: Entry, group: str, tag: int) -> None:
+        entry.stream = (group, entry.peer, tag)
+        self.streams[entry.op, *entry.stream] = entry.place = self.streams.get((entry.op, *entry.stream), 0) + 1
+
     def _issued(self, entry: Entry, work) -> None:
         self.settle()
         self.pending.append((entry, work))
@@ -354,8 +370,27 @@ def _flatten(value):
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _flatten(item)
-    elif hasattr(value, "nbytes"):
+    elif hasattr(type(value), "nbytes"):
         yield value
 
+
+def _bytes(tensor) -> int:
+    """Bytes of a tensor; of a sparse one its values and its indices."""
+    if not tensor.is_sparse and not tensor.is_sparse_csr:
+        return tensor.nbytes
+    if tensor.is_sparse:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
+
+
+def _reduction() -> str:
+    """The reduction that a collective was called with, from the options of the function in PyTorch that calls it."""
+    frame = sys._getframe(2)
+    options = frame.f_locals.get("opts") if frame.f_code.co_filename.endswith("distributed_c10d.py") else None
+    operation = getattr(getattr(options, "reduceOp", None), "op", None)
+    return getattr(operation, "name", "")
+
+
+_shared: dict[tuple, tuple] = {}  # equal signatures are one object
 
 tracker = Tracker()

@@ -34,8 +34,8 @@ class RankMagics(Magics):
     def ranks(self, line: str, cell: str) -> None:
         """Run the cell on every rank, or on some: ``%%ranks [0,2] --world-size 4 --timeout 60``.
 
-        ``torch``, ``dist``, ``rank``, ``world_size`` and ``device`` are defined. Names last until ``%ranks_reset``. The
-        value of the last expression is shown by rank, merged where it is equal.
+        ``torch``, ``dist``, ``rank``, ``world_size`` and ``device`` (also ``device()``) are defined. Names last until
+        ``%ranks_reset``. The value of the last expression is shown by rank, merged where it is equal.
         """
         ranks, world_size, timeout = _arguments(line)
         if self._world_size is None or world_size not in (None, self._world_size):
@@ -55,9 +55,8 @@ class RankMagics(Magics):
         except SyntaxError as error:  # told here, once
             text = f"{error.msg}\n\n  {name}, line {error.lineno}\n      {(error.text or '').strip()}"
             raise errors.refusal(Exception, text, name="SyntaxError") from None
-        self._pool.run(
-            Call(cell.encode(), self._world_size, self._backend, timeout, cell=name, ranks=ranks, show=launcher.show)
-        )
+        call = Call(cell.encode(), self._world_size, self._backend, timeout, cell=name, ranks=ranks, show=launcher.show)
+        self._pool.run(call)
 
     def _number(self) -> int:
         """The number that the notebook shows beside the cell that runs."""

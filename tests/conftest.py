@@ -21,8 +21,9 @@ for folder in (str(ROOT / "tests"), str(ROOT)):
 
 
 LONG = (  # what takes a minute or so, in the order in which workers begin it; after it the groups with most tests
-    "tests/test_browser.py", "tests/test_launcher_failures.py", "tests/test_benchmarks.py", "tests/test_notebooks.py",
-    "notebooks/", "solutions/", "tests/test_launcher", "tests/test_models.py", "tests/test_widgets.py",
+    "tests/test_browser.py", "tests/test_launcher_failures.py", "tests/test_grading.py", "tests/test_benchmarks.py",
+    "tests/test_notebooks.py", "notebooks/", "solutions/", "tests/test_launcher", "tests/test_models.py",
+    "tests/test_widgets.py",
 )  # fmt: skip
 WITH_FFCV = ("notebooks/15_", "solutions/15_")
 

@@ -125,7 +125,7 @@ def test_no_cell_ends_in_an_error_or_warns(path: Path):
     outputs = [output for cell in code_cells(path) for output in cell.outputs]
     assert not [output.evalue for output in outputs if output.output_type == "error"]
     streams = [output.text for output in outputs if output.output_type == "stream"]
-    assert not [text for text in streams if re.search(r"\w*Warning:|\[W\d+ ", text)]
+    assert not [text for text in streams if re.search(r"\w+Warning:|\[W\d+ ", text)]
 
 
 @notebooks(LESSONS, SOLUTIONS)

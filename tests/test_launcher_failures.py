@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from calls import all_is_well
 from conftest import missing
 from kernels import Script, left_behind, namespace
 
@@ -24,17 +25,6 @@ from course_utils import HangError, WorkerError, expect_error, launch, shutdown
 pytestmark = pytest.mark.guard(60)
 
 STUCK = 2.0  # seconds until a hang is called one
-
-
-def all_is_well(world_size: int = 4) -> None:
-    """The next call: every rank answers, and they can talk to each other."""
-
-    def total():
-        x = torch.tensor([dist.get_rank()])
-        dist.all_reduce(x)
-        return x.item()
-
-    assert launch(total, world_size=world_size) == [world_size * (world_size - 1) // 2] * world_size
 
 
 def failure(kind: type[WorkerError], function, *args, world_size: int = 4, **options) -> WorkerError:
@@ -580,8 +570,8 @@ def test_a_hang_in_backward_of_ddp_is_told():
     assert "all_reduce" in text and "rank 1" in text
 
 
-def test_workers_survive_ordinary_faults():
-    """An exception or a hang in a collective costs no process: the ranks come back."""
+def test_a_rank_that_failed_by_itself_is_kept_and_one_that_was_interrupted_is_replaced():
+    """What an interrupt may have left half done, an import for example, must not reach the next call."""
 
     def fails():
         if dist.get_rank() == 1:
@@ -593,10 +583,11 @@ def test_workers_survive_ordinary_faults():
             return
         dist.barrier()
 
-    pids = launch(os.getpid, world_size=4)
-    failure(WorkerError, fails)
-    failure(HangError, hangs, timeout=STUCK)
-    assert launch(os.getpid, world_size=4) == pids
+    for function, error, options in ((fails, WorkerError, {}), (hangs, HangError, {"timeout": STUCK})):
+        before = launch(os.getpid, world_size=4)
+        failure(error, function, **options)
+        after = launch(os.getpid, world_size=4)
+        assert [a == b for a, b in zip(after, before, strict=True)] == [False, True, False, False]
 
 
 def test_twenty_failures_in_a_row_leave_nothing_behind():
@@ -848,13 +839,14 @@ def test_something_that_cannot_be_called_is_refused(function):
     all_is_well()
 
 
+@pytest.mark.parametrize("name", ["COURSE_WORLD_SIZE", "COURSE_IDLE_SECONDS"])
 @pytest.mark.parametrize("value", ["many", "0", "-1", "2.5"])
-def test_a_bad_course_world_size_is_refused_by_name(value, monkeypatch):
-    monkeypatch.setenv("COURSE_WORLD_SIZE", value)
-    with pytest.raises(ValueError, match="COURSE_WORLD_SIZE") as caught:
+def test_a_bad_variable_of_the_environment_is_refused_by_name(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=name) as caught:
         launch(print, "never")
     assert value in str(caught.value)
-    monkeypatch.delenv("COURSE_WORLD_SIZE")
+    monkeypatch.delenv(name)
     all_is_well()
 
 

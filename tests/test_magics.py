@@ -130,6 +130,13 @@ def test_interrupt_returns_to_the_prompt_and_state_is_kept(kernel):
     assert shown(kernel.good("%%ranks\ndist.barrier()\n'fine'")) == ["[ranks 0-3] 'fine'"]
 
 
+def test_an_import_that_fails_costs_no_names(kernel):
+    kernel.good("%%ranks\nx = rank * 2")
+    cell = kernel.run("%%ranks\nimport no_such_module")
+    assert "ModuleNotFoundError" in cell.error and "afresh" not in cell.out
+    assert shown(kernel.good("%%ranks\nx")) == [f"[rank {r}] {2 * r}" for r in range(4)]
+
+
 def test_ranks_reset_starts_afresh(kernel):
     kernel.good("%%ranks\nx = 1")
     kernel.good("%ranks_reset")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import textwrap
@@ -13,12 +14,18 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["CheckFailed", "Exercise", "Outcome", "message_steps", "paper_problem", "values"]
+from .._processes import share
+from .._text import is_learner
+from .._watch import Watch
+from ._limits import COMPUTING, LIMIT, Endless, limited
+
+__all__ = ["CheckFailed", "Exercise", "Outcome", "checked", "message_steps", "paper_problem", "values"]
+
+share("torch._dynamo")  # what optimizers and functional collectives import: no answer has to do it on each of its ranks
 
 BACKEND = "gloo"  # the same on every machine, whatever GPUs it has
-TIMEOUT = 5.0  # seconds after which an answer counts as hanging
+TIMEOUT = 5.0  # seconds in which ranks that all wait for each other do nothing at all, after which they hang
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # tolerance of results: the order of a sum is free
-_STUB = re.compile(r"NotImplementedError(: Replace this line .*)?")
 _ALONE = re.compile("Connection (closed|reset) by peer")
 
 COMMON_HINTS = {
@@ -30,6 +37,12 @@ COMMON_HINTS = {
     "one-rank": "With one rank there is nobody to talk to; the answer must work all the same.",
     "hang": "At least one rank waits for a call that another rank never makes. The table says where each of them "
     "waits.",
+    "slow": "No rank waits for another in vain: at least one still computes, or sleeps. Look for a loop that has no "
+    "end at the line named below.",
+    "endless": "Look at the condition of the loop: what in the loop changes it?",
+    "not-started": "This says nothing about your answer. Run the check again; if it stays so, run `python -m "
+    "course_utils.workshop doctor` in a terminal.",
+    "odd": "Return exactly what the docstring promises: this type, and nothing around it.",
     "error": "The function raised an error; the line in your code is named below.",
     "view": "A tensor need not be contiguous: reshape and flatten copy where view cannot.",
     "shape": "Numbers aside, the result has another form than the docstring promises.",
@@ -82,6 +95,12 @@ def _one_rank(fn: Callable, inputs: Sequence[Any], args: tuple) -> Outcome:
     return Outcome(result, ledger, before, x)
 
 
+def _is_stub(error: str, answered: bool) -> bool:
+    """Whether an error is that of the empty cell, and not one of a function that has answered before."""
+    kind, _, message = error.partition(": ")
+    return kind == "NotImplementedError" and (message.startswith("Replace this line") or not (message or answered))
+
+
 def _left_early(states: Sequence[str]) -> bool:
     """Whether some ranks of a ring have returned although all were talking to the right neighbours."""
     n = len(states)
@@ -90,10 +109,24 @@ def _left_early(states: Sequence[str]) -> bool:
     return talk and any("returned" in row for row in states)
 
 
-def _meet() -> None:
-    import torch.distributed as dist
+def checked(check: Callable) -> Callable:
+    """Decorate a check: whatever an answer returns, the learner gets CheckFailed and no error of the check's own."""
 
-    dist.barrier()
+    @functools.wraps(check)
+    def judge(*args: Any, **kwargs: Any) -> None:
+        try:
+            check(*args, **kwargs)
+        except CheckFailed:
+            raise
+        except Exception as error:
+            exercise = Exercise(f"The check {check.__name__}", {})
+            what = f"it cannot judge what the function returned ({type(error).__name__}: {error})."
+            try:
+                exercise.refuse("odd", what)
+            except CheckFailed as refusal:
+                raise refusal from error
+
+    return judge
 
 
 @dataclass
@@ -107,7 +140,7 @@ class Exercise:
     hints : dict
         Key to text; added to the common ones.
     timeout : float
-        Seconds after which an answer counts as hanging.
+        Seconds at rest after which ranks that all wait count as hanging, where it cannot be proven at once.
     """
 
     title: str
@@ -116,6 +149,7 @@ class Exercise:
     case: str = ""
     fallback: str | None = None
     world_sizes: list[int] = field(default_factory=list)
+    answered: bool = False  # whether the function has returned something in this process
 
     def run(
         self, fn: Callable, inputs: Sequence[torch.Tensor], *args: Any, case: str = "", fallback: str | None = None
@@ -129,39 +163,73 @@ class Exercise:
         CheckFailed
             The function is not written, raised an error, or did not return in time.
         """
-        from course_utils import HangError, WorkerError, launch
-
         n = len(inputs)
         self.case = f"{n} rank{'s' * (n > 1)}" + (f", {case}" if case else "")
         seen = max((size for size in self.world_sizes if size != n), default=0)
         usual = "one-rank" if n == 1 < seen else "only-two-ranks" if seen == 2 < n else None
         self.fallback = fallback or usual
-        if n not in self.world_sizes:
-            launch(_meet, world_size=n, backend=BACKEND)  # starting ranks is not the answer's time
-        try:
-            outcomes = launch(_one_rank, fn, inputs, args, world_size=n, timeout=self.timeout, backend=BACKEND)
-        except HangError as error:
-            key = "unwaited" if "unwaited" in self.hints and _left_early(error.states) else "hang"
-            self.refuse(key, f"the ranks do not finish within {self.timeout:g} s.\n\n{error}")
-        except WorkerError as error:
-            if _ALONE.search(error.exception):
-                self.refuse("hang", f"some ranks wait for others that have finished.\n\n{error}")
-            if _STUB.fullmatch(error.exception):
-                self.refuse("empty", "there is no answer yet.")
-            view = "view size is not compatible" in error.exception
-            self.refuse("view" if view else "error", f"an error.\n\n{error}", error.rank)
+        outcomes = self._outcomes(fn, inputs, args, n)
+        for rank, outcome in enumerate(outcomes):
+            ended = "the function ended its process (sys.exit) instead of returning a result."
+            self.require(isinstance(outcome, Outcome), "error", ended, rank)
         self.world_sizes.append(n)
         return outcomes
 
-    def call(self, fn: Callable, *args: Any) -> Any:
-        """The result of ``fn`` in this process; refuses an empty stub and an error, with the end of its traceback."""
+    def _outcomes(self, fn: Callable, inputs: Sequence[Any], args: tuple, n: int, again: bool = True) -> list[Any]:
+        """What the ranks return; a failure is told as what it says about the answer."""
+        from .. import HangError, WorkerError, launcher
+
+        watch = Watch(self.timeout, COMPUTING)
         try:
-            return fn(*args)
-        except NotImplementedError:
-            self.refuse("empty", "there is no answer yet.")
-        except Exception as error:
-            own = traceback.format_tb(error.__traceback__)[1:]
-            self.refuse("error", f"an error.\n\n{''.join(own[-1:])}{type(error).__name__}: {error}")
+            return launcher.run(_one_rank, (fn, inputs, args), {}, n, LIMIT, BACKEND, watch=watch)
+        except WorkerError as error:
+            if error.starting:
+                return self._not_started(error, fn, inputs, args, n, again)
+            if isinstance(error, HangError):
+                self._refuse_hang(error)
+            if _ALONE.search(error.exception):
+                self.refuse("hang", f"some ranks wait for others that have finished.\n\n{error}")
+            if _is_stub(error.exception, answered=bool(self.world_sizes)):
+                self.refuse("empty", "there is no answer yet.")
+            view = "view size is not compatible" in error.exception
+            self.refuse("view" if view else "error", f"an error.\n\n{error}", error.rank)
+        except RuntimeError as error:  # there are no ranks
+            return self._not_started(error, fn, inputs, args, n, again)
+
+    def _not_started(
+        self, error: Exception, fn: Callable, inputs: Sequence[Any], args: tuple, n: int, again: bool
+    ) -> list[Any]:
+        """Try once more with fresh ranks, and then say that the machine is to blame."""
+        from .. import launcher
+
+        launcher.shutdown()
+        if again:
+            return self._outcomes(fn, inputs, args, n, again=False)
+        self.refuse("not-started", f"the ranks did not start.\n\n{error}")
+
+    def _refuse_hang(self, error: Any) -> NoReturn:
+        if error.kind == "stuck":
+            key = "unwaited" if "unwaited" in self.hints and _left_early(error.states) else "hang"
+            self.refuse(key, f"the ranks do not finish: each waits for another.\n\n{error}")
+        self.refuse("slow", f"the ranks do not finish.\n\n{error}", error.rank)
+
+    def call(self, fn: Callable, *args: Any) -> Any:
+        """The result of ``fn`` in this process; refuses an empty stub, an error with the end of its traceback, and what
+        does not come to an end."""
+        try:
+            result = limited(lambda: fn(*args))
+        except Endless:
+            self.refuse("endless", "the function does not come to an end.")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}".rstrip(": ")
+            if _is_stub(text, self.answered):
+                self.refuse("empty", "there is no answer yet.")
+            own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_learner(frame.filename)]
+            self.refuse("error", f"an error.\n\n{''.join(traceback.format_list(own[-1:]))}{text}")
+        self.answered = True
+        return result
 
     def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
         """Raise CheckFailed with the hint ``key``, or the case's fallback if ``key`` explains little."""
@@ -324,11 +392,7 @@ def paper_problem(
     answers = []
     for case in cases:
         exercise.case = f"arguments {', '.join(v if isinstance(v, str) else f'{v:.6g}' for v in case)}"
-        try:
-            got = fn(*case)
-        except NotImplementedError:
-            exercise.refuse("empty", "there is no answer yet.")
-        got, expected = _numbers(got), _numbers(right(*case))
+        got, expected = _numbers(exercise.call(fn, *case)), _numbers(right(*case))
         text = _quantities(got or (), units)
         complete = got is not None and len(got) == len(units)
         exercise.require(complete, "number", f"the function returned {text or 'no number'}.")

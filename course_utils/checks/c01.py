@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import TIMEOUT, Exercise, Outcome, message_steps, paper_problem, values
+from . import TIMEOUT, Exercise, Outcome, checked, message_steps, paper_problem, values
 
 __all__ = [
     "HINTS", "copy_seconds", "fit_and_predict", "gradient_seconds", "measurements", "ping_pong", "roofline_point",
@@ -153,6 +153,7 @@ def _fit_traps(sizes: torch.Tensor, seconds: torch.Tensor) -> dict[str, list[tup
     }
 
 
+@checked
 def fit_and_predict(fn: Callable) -> None:
     """Check ``fn(sizes, seconds, unseen) -> (alpha, beta, predicted)``: within 10 % in spite of noise and hiccups.
 
@@ -213,6 +214,7 @@ def _with_clock(x: torch.Tensor, fn: Callable, repeats: int) -> Any:
         return fn(x, repeats, lambda: 100.0 + sum(trips[: ledger.count("recv")]))
 
 
+@checked
 def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, repeats, clock) -> seconds``: repeats + 1 messages of full size each way, one after the other."""
     exercise = Exercise("Exercise 4", HINTS["ping_pong"], timeout)
@@ -344,6 +346,7 @@ def _greedy(links: Links, start: str, end: str) -> list[float]:
     return taken
 
 
+@checked
 def widest_path(fn: Callable) -> None:
     """Check ``fn(links, start, end) -> (bandwidth, (device, device))`` on small graphs and reference machines."""
     exercise = Exercise("Exercise 5", HINTS["widest_path"])
@@ -400,6 +403,7 @@ def _on_path(links: Links, start: str, end: str, width: float) -> list[float]:
 # ------------------------------------------------------------------------------------------------ paper problems
 
 
+@checked
 def copy_seconds(fn: Callable) -> None:
     """Check ``fn(size, ports, port_gigabits, nvlink_total, pcie_one_way) -> (network, nvlink, pcie)`` in seconds."""
 
@@ -425,6 +429,7 @@ def copy_seconds(fn: Callable) -> None:
     )  # fmt: skip
 
 
+@checked
 def roofline_point(fn: Callable) -> None:
     """Check ``fn(sheet_tflops, with_sparsity, memory_bandwidth, m, n, k) -> (ridge, intensity, attainable)``."""
 
@@ -459,6 +464,7 @@ def roofline_point(fn: Callable) -> None:
     )  # fmt: skip
 
 
+@checked
 def gradient_seconds(fn: Callable) -> None:
     """Check ``fn(parameters, nodes, per_node, nvlink_total, ports, port_gigabits) -> (one node, all nodes)``."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..costs import busbw_factor, bytes_sent
-from . import TIMEOUT, Exercise, Outcome, message_steps, paper_problem, values
+from . import TIMEOUT, Exercise, Outcome, checked, message_steps, paper_problem, values
 
 __all__ = [
     "HINTS", "all_gather_seconds", "all_reduce_in_two", "bandwidths", "gradient_all_reduce_seconds",
@@ -181,6 +181,7 @@ def _listing(used: Counter) -> str:
 # ------------------------------------------------------------------------------------------------ mean and variance
 
 
+@checked
 def mean_and_variance(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x) -> (mean, variance)``: one all-reduce of 24 bytes."""
     exercise = Exercise("Exercise 1", HINTS["mean_and_variance"], timeout)
@@ -225,6 +226,7 @@ def _mean_and_variance(exercise: Exercise, fn: Callable, data: list, case: str, 
 # ------------------------------------------------------------------------------------------------ ring shift
 
 
+@checked
 def ring_shift(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x) -> tensor of the left neighbour``: one message out, one in."""
     exercise = Exercise("Exercise 2", HINTS["ring_shift"], timeout)
@@ -246,6 +248,7 @@ def ring_shift(fn: Callable, timeout: float = TIMEOUT) -> None:
 # ------------------------------------------------------------------------------------------------ all-reduce in two
 
 
+@checked
 def all_reduce_in_two(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x) -> sum over ranks``: one reduce-scatter and one all-gather of the padded size."""
     exercise = Exercise("Exercise 3", HINTS["all_reduce_in_two"], timeout)
@@ -294,6 +297,7 @@ def _all_reduce_in_two(exercise: Exercise, data: list, outcomes: list[Outcome]) 
 # ------------------------------------------------------------------------------------------------ ragged all-gather
 
 
+@checked
 def ragged_all_gather(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x) -> list of all ranks' tensors``: two collectives, the second padded to the longest."""
     exercise = Exercise("Exercise 4", HINTS["ragged_all_gather"], timeout)
@@ -345,6 +349,7 @@ def _ragged_all_gather(exercise: Exercise, data: list, outcomes: list[Outcome]) 
 # ------------------------------------------------------------------------------------------------ sums on a mesh
 
 
+@checked
 def row_and_column_sums(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(block, rows, cols) -> (row sums, column sums)``: two all-reduces in sub-groups, after local sums."""
     exercise = Exercise("Exercise 5", HINTS["row_and_column_sums"], timeout)
@@ -392,6 +397,7 @@ def _row_and_column_sums(exercise: Exercise, data: list, rows: int, cols: int, r
 # ------------------------------------------------------------------------------------------------ tree broadcast
 
 
+@checked
 def tree_broadcast(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, root)``, in place: N-1 messages in ⌈log2 N⌉ steps."""
     exercise = Exercise("Exercise 6", HINTS["tree_broadcast"], timeout)
@@ -433,6 +439,7 @@ def _tree_broadcast(exercise: Exercise, data: list, root: int, outcomes: list[Ou
 # ------------------------------------------------------------------------------------------------ two levels
 
 
+@checked
 def two_level_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, nodes, per_node) -> sum over ranks``: between nodes only 1/per_node of the tensor a rank."""
     exercise = Exercise("Exercise 7", HINTS["two_level_all_reduce"], timeout)
@@ -477,6 +484,7 @@ def _two_level_all_reduce(exercise: Exercise, data: list, nodes: int, per_node: 
 # ------------------------------------------------------------------------------------------------ paper problems
 
 
+@checked
 def gradient_all_reduce_seconds(fn: Callable) -> None:
     """Check ``fn(parameters, bytes_per_parameter, ranks, link_gigabits) -> seconds``."""
 
@@ -500,6 +508,7 @@ def gradient_all_reduce_seconds(fn: Callable) -> None:
     )  # fmt: skip
 
 
+@checked
 def bandwidths(fn: Callable) -> None:
     """Check ``fn(op, ranks, size, seconds) -> (algbw, busbw)`` in GB/s."""
 
@@ -530,6 +539,7 @@ def bandwidths(fn: Callable) -> None:
     )  # fmt: skip
 
 
+@checked
 def all_gather_seconds(fn: Callable) -> None:
     """Check ``fn(shard, ranks, both_directions) -> seconds``."""
 
@@ -549,6 +559,7 @@ def all_gather_seconds(fn: Callable) -> None:
     )  # fmt: skip
 
 
+@checked
 def half_bandwidth_size(fn: Callable) -> None:
     """Check ``fn(ranks, latency, peak_busbw) -> bytes``."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..costs import all_reduce_seconds, flat
-from . import BACKEND, TIMEOUT, CheckFailed, Exercise, Outcome, close, message_steps, paper_problem, values
+from . import BACKEND, TIMEOUT, CheckFailed, Exercise, Outcome, checked, close, message_steps, paper_problem, values
 
 __all__ = [
     "HINTS", "crossover_ranks", "crossover_size", "hierarchical_all_reduce", "mended_ring_all_reduce",
@@ -277,6 +277,7 @@ def _audit_ring(
     exercise.require(steps <= enough, "steps", f"the messages need {steps} steps; {enough} are enough.")
 
 
+@checked
 def ring_reduce_scatter(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, ring) -> chunk``: N-1 steps, S minus one chunk sent."""
     exercise = Exercise("Exercise 1", HINTS["ring_reduce_scatter"], timeout)
@@ -319,6 +320,7 @@ def _own_chunk_first(exercise: Exercise, fn: Callable) -> bool:
 _OLD = -1000  # stands where an all-gather has to write
 
 
+@checked
 def ring_all_gather(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, ring)``, in place: N-1 steps, S minus one chunk sent."""
     exercise = Exercise("Exercise 2", HINTS["ring_all_gather"], timeout)
@@ -352,11 +354,13 @@ def ring_all_gather(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise.passed("N-1 steps, and (N-1)/N of the tensor sent by each.")
 
 
+@checked
 def ring_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, ring) -> sum over the ring``: 2(N-1) steps, 2(N-1)/N of S sent."""
     _ring_all_reduce(Exercise("Exercise 3", HINTS["ring_all_reduce"], timeout), fn, _on_rings, -1)
 
 
+@checked
 def mended_ring_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x) -> sum over all ranks``: 2(N-1) steps, 2(N-1)/N of S sent."""
     _ring_all_reduce(Exercise("Exercise 6", HINTS["mended_ring_all_reduce"], timeout), fn, _on_the_world, 1)
@@ -398,6 +402,7 @@ def _all_reduce_traps(data: list, ring: list[int], rank: int, total: torch.Tenso
 # ------------------------------------------------------------------------------------------------ tree
 
 
+@checked
 def tree_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, root) -> sum over ranks``: 2(N-1) messages in 2⌈log2 N⌉ steps."""
     exercise = Exercise("Exercise 4", HINTS["tree_all_reduce"], timeout)
@@ -449,6 +454,7 @@ def _audit_tree(exercise: Exercise, root: int, outcomes: list[Outcome]) -> int:
 # ------------------------------------------------------------------------------------------------ two levels
 
 
+@checked
 def hierarchical_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, nodes, per_node) -> sum over ranks``: few bytes between nodes, and faster than a flat ring."""
     exercise = Exercise("Exercise 5", HINTS["hierarchical_all_reduce"], timeout)
@@ -562,6 +568,7 @@ def _whole_seconds(latency_us: float, gigabits: float) -> tuple[float, float]:
     return latency_us, 8 / (gigabits * 1e9)
 
 
+@checked
 def pick_algorithm(fn: Callable) -> None:
     """Check ``fn(size, ranks, latency_us, gigabits) -> (name, seconds)``."""
 
@@ -604,6 +611,7 @@ def _levels(n: int) -> int:
     return math.ceil(math.log2(n))
 
 
+@checked
 def crossover_size(fn: Callable) -> None:
     """Check ``fn(ranks, latency_us, gigabits) -> bytes``."""
 
@@ -633,6 +641,7 @@ def crossover_size(fn: Callable) -> None:
     )  # fmt: skip
 
 
+@checked
 def crossover_ranks(fn: Callable) -> None:
     """Check ``fn(size, latency_us, gigabits) -> ranks``."""
 

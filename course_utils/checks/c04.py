@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import BACKEND, TIMEOUT, Exercise, Outcome, close, show
+from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, close, show
 
 __all__ = [
     "HINTS", "accumulate", "bucketed", "data_parallel", "epoch_indices", "in_buckets", "overlapped", "uneven_epoch",
@@ -454,6 +454,7 @@ def _audit_overlap(
     exercise.require(early >= started - 1, "starts-late", what, rank)
 
 
+@checked
 def data_parallel(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(module) -> finish``: weights and buffers of rank 0, mean gradients after each backward."""
     exercise = Exercise("Exercise 1", HINTS["data_parallel"], timeout)
@@ -461,6 +462,7 @@ def data_parallel(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise.passed("equal to one process to 1e-12, and no byte more than the gradient.")
 
 
+@checked
 def bucketed(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(module, bucket_bytes) -> finish``: one all-reduce a bucket."""
     exercise = Exercise("Exercise 3", HINTS["bucketed"], timeout)
@@ -468,6 +470,7 @@ def bucketed(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise.passed("equal to one process to 1e-12, with one all-reduce a bucket.")
 
 
+@checked
 def overlapped(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(module, bucket_bytes) -> finish``: all-reduces that start while backward goes on."""
     exercise = Exercise("Exercise 4", HINTS["overlapped"], timeout)
@@ -478,6 +481,7 @@ def overlapped(fn: Callable, timeout: float = TIMEOUT) -> None:
 # ------------------------------------------------------------------------------------------------ buckets
 
 
+@checked
 def in_buckets(fn: Callable) -> None:
     """Check ``fn(parameters, bucket_bytes) -> list of lists``: full buckets of one dtype, in order."""
     exercise = Exercise("Exercise 2", HINTS["in_buckets"])
@@ -610,6 +614,7 @@ def _wrap() -> None:
     DistributedDataParallel(nn.Linear(1, 1))
 
 
+@checked
 def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(model, batches)``: the gradient of all samples, which travels once."""
     from course_utils import launch
@@ -678,6 +683,7 @@ def _indices(
     return _padded(order[done:], order, ranks)[rank::ranks]
 
 
+@checked
 def epoch_indices(fn: Callable) -> None:
     """Check ``fn(samples, ranks, rank, epoch, seed, done) -> list of int`` against DistributedSampler."""
     from torch.utils.data import DistributedSampler
@@ -798,6 +804,7 @@ _UNEVEN = (
 )  # fmt: skip
 
 
+@checked
 def uneven_epoch(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(module, optimizer, batches)``: every step with the mean over the samples that there are."""
     exercise = Exercise("Exercise 7", HINTS["uneven_epoch"], timeout)

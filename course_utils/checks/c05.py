@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import TIMEOUT, Exercise, Outcome, close, paper_problem
+from . import TIMEOUT, Exercise, Outcome, checked, close, paper_problem
 from .c04 import _difference, _exact, _listed
 
 __all__ = ["HINTS", "amdahl_and_gustafson", "best_buckets", "cost_of_run", "top_k_mean"]
@@ -129,6 +129,7 @@ def _top_k_traps(totals: list[Tensor], gradients: list[Tensor], k: int, rank: in
     }
 
 
+@checked
 def top_k_mean(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(gradient, residual, k) -> mean``: k values and indices of each rank, the rest kept."""
     exercise = Exercise("Exercise 1", HINTS["top_k_mean"], timeout)
@@ -198,6 +199,7 @@ def _audit_top_k(exercise: Exercise, rank: int, outcome: Outcome, n: int, k: int
 # ------------------------------------------------------------------------------------------------ paper problems
 
 
+@checked
 def amdahl_and_gustafson(fn: Callable) -> None:
     """Check ``fn(seconds_1, seconds_n, n, ranks) -> (serial, speed-up, limit, weak speed-up)``."""
 
@@ -241,6 +243,7 @@ def amdahl_and_gustafson(fn: Callable) -> None:
     )  # fmt: skip
 
 
+@checked
 def cost_of_run(fn: Callable) -> None:
     """Check ``fn(tokens, tokens_per_second, gpus, efficiency, lost, dollars) -> (hours, dollars)``."""
 
@@ -298,6 +301,7 @@ def _finish(n: int, backward: float, one: float) -> float:
     return backward / n + (n - 1) * max(backward / n, one) + one
 
 
+@checked
 def best_buckets(fn: Callable) -> None:
     """Check ``fn(gradient_bytes, tensors, backward_ms, ranks, latency_us, gigabits) -> (buckets, milliseconds)``."""
     exercise = Exercise("Exercise 4", HINTS["best_buckets"])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import TIMEOUT, Exercise, close, paper_problem
+from . import TIMEOUT, Exercise, checked, close, paper_problem
 from .c04 import _average, _compare, _difference, _exact, _gradients, _trained, _weights
 
 __all__ = ["HINTS", "gathered_layer", "largest_model", "reduce_scatter_gradients", "shard_optimizer", "state_bytes"]
@@ -284,6 +284,7 @@ def _steps_in_one(data: list[Tensor], options: dict, kind: str, factor: float = 
     return steps
 
 
+@checked
 def shard_optimizer(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(module, make_optimizer) -> step``: each rank steps its part, one all-gather brings the parts together.
 
@@ -423,6 +424,7 @@ def _reduce_steps(words: Tensor, fn: Callable, options: dict) -> dict:
     return out
 
 
+@checked
 def reduce_scatter_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(module) -> shards``: during backward each gradient is reduced to this rank's part, and freed."""
     exercise = Exercise("Exercise 3", HINTS["reduce_scatter_gradients"], timeout)
@@ -577,6 +579,7 @@ def _gathered_in_one(data: list[Tensor], width: int, frozen: int | None, uses: S
     return steps
 
 
+@checked
 def gathered_layer(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, shard, shape) -> y``: a linear layer whose weight is there only while it is used."""
     exercise = Exercise("Exercise 4", HINTS["gathered_layer"], timeout)
@@ -675,6 +678,7 @@ def _audit_gathered(
 GB = 1e9
 
 
+@checked
 def state_bytes(fn: Callable) -> None:
     """Check ``fn(parameters, stage, ranks, precision, optimizer) -> (parameters, gradients, optimizer)`` in GB."""
     from ..memory import OPTIMIZERS, PRECISIONS, model_states
@@ -744,6 +748,7 @@ def state_bytes(fn: Callable) -> None:
     )  # fmt: skip
 
 
+@checked
 def largest_model(fn: Callable) -> None:
     """Check ``fn(gpu_gb, reserved_gb, ranks, stage, width, vocabulary) -> layers``."""
     layer_size, sizes = 12, (2, 2, 12)

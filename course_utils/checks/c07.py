@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import BACKEND, TIMEOUT, Exercise, Outcome, paper_problem, show
+from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, paper_problem, show
 from .c04 import ROUNDS, _average, _batches, _compare, _difference, _exact, _gradient, _net, _samples, _weighted
 
 __all__ = [
@@ -248,6 +248,7 @@ def _wrapped_steps(words: Tensor, fn: Callable, layers: int) -> dict:
     return out | {"kept": kept, "peak": tracker.peak}
 
 
+@checked
 def wrap_under_target(fn: Callable, timeout: float = 4 * TIMEOUT) -> None:
     """Check ``fn(model, learning_rate) -> optimizer``: few all-gathers and a low peak."""
     exercise = Exercise("Exercise 1", HINTS["wrap_under_target"], timeout)
@@ -346,6 +347,7 @@ def _shard_group(exercise: Exercise, rank: int, group: tuple[int, ...], nodes: i
     exercise.refuse(key, f"the shards are gathered by ranks {group}; the node has ranks {tuple(node)}.", rank)
 
 
+@checked
 def fewest_internode_bytes(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(model, nodes, per_node)``: shards inside a node, the fewest bytes between nodes."""
     exercise = Exercise("Exercise 2", HINTS["fewest_internode_bytes"], timeout)
@@ -415,6 +417,7 @@ _CHECKPOINTS = (
 COLUMNS = 3
 
 
+@checked
 def reshard(fn: Callable) -> None:
     """Check ``fn(rows, saved, rank, ranks, read) -> rows of this rank``, read from the fewest bytes."""
     exercise = Exercise("Exercise 3", HINTS["reshard"])
@@ -502,6 +505,7 @@ _CLIPS = (  # ranks, sharded, replicated, size of the elements, max_norm, hint i
 )
 
 
+@checked
 def clip_sharded(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(sharded, replicated, max_norm) -> norm``: one coefficient for all, one number travels."""
     exercise = Exercise("Exercise 4", HINTS["clip_sharded"], timeout)
@@ -623,6 +627,7 @@ def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
     return out
 
 
+@checked
 def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(model, batches)``: the gradient of all samples, reduce-scattered once."""
     exercise = Exercise("Exercise 5", HINTS["accumulate"], timeout)
@@ -671,6 +676,7 @@ def _accumulated(exercise: Exercise, rank: int, result: dict, halves: list, size
 # ------------------------------------------------------------------------------------------------ paper problem
 
 
+@checked
 def fsdp_traffic(fn: Callable) -> None:
     """Check ``fn(layers, block, around, ranks, parameter, gradient, micro) -> (all-gathers, reduce-scatters, GB)``."""
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import TIMEOUT, Exercise, Outcome, close, paper_problem
+from . import TIMEOUT, Exercise, Outcome, checked, close, paper_problem
 from .c04 import _compare, _difference, _exact, _listed
 
 __all__ = [
@@ -278,6 +278,7 @@ def _call_mlp_residual(fn: Callable, own: dict[str, Tensor]) -> Any:
     return branch + y if isinstance(y, Tensor) else y
 
 
+@checked
 def column_row_mlp(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, up, up_bias, down, down_bias) -> y``: a two-layer MLP from this rank's shards."""
     exercise = Exercise("Exercise 1", HINTS["column_row_mlp"], timeout)
@@ -380,6 +381,7 @@ def _chunked(whole: dict[str, Tensor], n: int, heads: int) -> Tensor:
     return sum(_attention(whole["x"], qkv[r], outs[r], heads // n, heads // n) for r in range(n))
 
 
+@checked
 def head_attention(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, qkv, out, heads, kv_heads) -> y``: causal self-attention, a part of the heads on each rank."""
     exercise = Exercise("Exercise 2", HINTS["head_attention"], timeout)
@@ -473,6 +475,7 @@ def _picked(logits: list[Tensor], targets: Tensor, starts: list[int], index: Cal
     return sum(part[rows, index(targets - first, part.shape[1])] for part, first in zip(logits, starts, strict=True))
 
 
+@checked
 def vocab_parallel_loss(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(logits, targets, first) -> loss``: mean cross-entropy of logits that are cut over the vocabulary."""
     exercise = Exercise("Exercise 3", HINTS["vocab_parallel_loss"], timeout)
@@ -575,6 +578,7 @@ def _embedded(tokens: Tensor, weight: Tensor) -> Tensor:
     return weight[tokens]
 
 
+@checked
 def vocab_parallel_embedding(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(tokens, weight, first) -> rows``: an embedding whose rows are cut over the ranks."""
     exercise = Exercise("Exercise 4", HINTS["vocab_parallel_embedding"], timeout)
@@ -645,6 +649,7 @@ def _row_slips(tokens: Tensor, first: int, right: Tensor, upstream: Tensor, n: i
 # ------------------------------------------------------------------------------------------------ paper problem
 
 
+@checked
 def tp_traffic(fn: Callable) -> None:
     """Check ``fn(b, s, h, t, element_bytes, bandwidth, unit, directions, tflops) -> (MB, ms, share)``."""
 
@@ -721,6 +726,7 @@ def _call_normed(fn: Callable, own: dict[str, Tensor]) -> Any:
     return fn(own["x"], own["gain"], own["up"], own["down"])
 
 
+@checked
 def sequence_parallel_norm(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, gain, up, down) -> y``: a norm on this rank's tokens, and an MLP on this rank's features."""
     exercise = Exercise("Exercise 6", HINTS["sequence_parallel_norm"], timeout)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..pipeline import Costs, Op, Schedule, Timeline, gpipe, one_f_one_b, partition, simulate
-from . import TIMEOUT, Exercise, Outcome, close, paper_problem, show
+from . import TIMEOUT, Exercise, Outcome, checked, close, paper_problem, show
 from .c04 import _compare, _difference, _exact, _gradients
 
 __all__ = [
@@ -179,6 +179,7 @@ def _timeline(
         refuse(key, f"{text}.")
 
 
+@checked
 def one_f_one_b_order(fn: Callable) -> None:
     """Check ``fn(rank, ranks, microbatches)``: the order of one rank; all ranks' orders together are simulated."""
     exercise = Exercise("Exercise 1", HINTS["one_f_one_b_order"])
@@ -232,6 +233,7 @@ TARGET = Costs(2, 3, 1)  # of the puzzle, in ms
 RANKS, COUNT, LIMIT, SECONDS = 4, 8, 5, 59
 
 
+@checked
 def own_schedule(fn: Callable) -> None:
     """Check ``fn()``: a schedule of 4 ranks and 8 micro-batches under limits of time and memory."""
     exercise = Exercise("Exercise 7", HINTS["own_schedule"])
@@ -439,6 +441,7 @@ def _batches(count: int, ranks: int) -> list[Tensor]:
     return [torch.randint(WORDS, (count, BATCH, LENGTH + 1), generator=generator)] * ranks
 
 
+@checked
 def run_gpipe(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(stage, inputs, targets, loss_fn, like)``: all micro-batches forward, then all back."""
     exercise = _Engine("Exercise 2", HINTS["run_gpipe"], timeout)
@@ -453,6 +456,7 @@ def run_gpipe(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise.passed("equal to one process to 1e-12, one message for each micro-batch, boundary and direction.")
 
 
+@checked
 def run_order(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(stage, order, inputs, targets, loss_fn, like)``: forwards and backwards in a given order."""
     exercise = _Engine("Exercise 3", HINTS["run_order"], timeout)
@@ -600,6 +604,7 @@ _BALANCE_CASES: tuple[tuple[list[float], int], ...] = (
 )
 
 
+@checked
 def balance(fn: Callable) -> None:
     """Check ``fn(costs, stages)``: numbers of layers; any cut whose dearest stage costs as little as can be passes."""
     exercise = Exercise("Exercise 4", HINTS["balance"])
@@ -683,6 +688,7 @@ _CUTS: tuple[tuple[str, Callable[..., list[list[int]]]], ...] = (
 # ------------------------------------------------------------------------------------------------ paper problems
 
 
+@checked
 def bubble(fn: Callable) -> None:
     """Check ``fn(schedule, ranks, microbatches, virtual, gb)``: per cent of bubble, and GB of activations on rank 0."""
 
@@ -731,6 +737,7 @@ def bubble(fn: Callable) -> None:
     )  # fmt: skip
 
 
+@checked
 def enough_microbatches(fn: Callable) -> None:
     """Check ``fn(ranks, virtual, percent)``: the fewest micro-batches with a bubble of at most so many per cent."""
 

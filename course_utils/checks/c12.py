@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import planner
 from .._layout import reasons
 from ..costs import bytes_sent
-from . import TIMEOUT, Exercise, Outcome, close, paper_problem, show
+from . import TIMEOUT, Exercise, Outcome, checked, close, paper_problem, show
 from .c04 import _compare, _difference, _exact
 
 __all__ = [
@@ -226,6 +226,7 @@ def _coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: next(line.index(rank) for line in lines if rank in line) for name, lines in groups.items()}
 
 
+@checked
 def mesh_groups(fn: Callable) -> None:
     """Check ``fn(sizes)``: all groups of all dimensions, in any order."""
     exercise = Exercise("Exercise 1", HINTS["mesh_groups"])
@@ -339,6 +340,7 @@ class _Grouping(Exercise):
         super().refuse(key, what, rank)
 
 
+@checked
 def make_groups(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(lists)``: the process groups of this rank, of which all ranks together make as many as there are."""
     exercise = _Grouping("Exercise 2", HINTS["make_groups"], timeout)
@@ -401,6 +403,7 @@ def _between(order: Sequence[str], sizes: Mapping[str, int], gigabytes: Mapping[
     )
 
 
+@checked
 def node_order(fn: Callable) -> None:
     """Check ``fn(sizes, gigabytes, gpus_per_node)``: any order with the fewest bytes between nodes passes."""
     exercise = Exercise("Exercise 4", HINTS["node_order"])
@@ -572,6 +575,7 @@ class _Hybrid(Exercise):
         super().refuse(key, what, rank)
 
 
+@checked
 def hybrid_training(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(weights, batches, lr, gpus_per_node)``: data parallel between nodes, tensor parallel inside."""
     exercise = _Hybrid("Exercise 5", HINTS["hybrid_training"], timeout)
@@ -715,6 +719,7 @@ def _clips(tag: Tensor, fn: Callable, sizes: dict[str, int], bare: bool, limit: 
     return {"norm": norm, "gradients": mine, "kept": kept, "ledger": ledger}
 
 
+@checked
 def clip_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(gradients, copies, groups, limit)``: the norm of the whole model, and gradients scaled in place."""
     exercise = Exercise("Exercise 6", HINTS["clip_gradients"], timeout)
@@ -817,6 +822,7 @@ def _audit_norm(exercise: Exercise, rank: int, ledger: Any, n: int) -> None:
 # ------------------------------------------------------------------------------------------------ on paper
 
 
+@checked
 def traffic(fn: Callable) -> None:
     """Check ``fn(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch)``: bubble, and GB of a GPU."""
 
@@ -926,6 +932,7 @@ def _reasons(model: planner.Model, cluster: planner.Cluster, layout: planner.Lay
     return kinds or ({"memory"} if planner.legal(model, cluster, layout, batch) else set())
 
 
+@checked
 def why_not(fn: Callable) -> None:
     """Check ``fn(model, cluster, layout, batch)``: the reasons of `planner.legal`, one word each."""
     exercise = Exercise("Exercise 7", HINTS["why_not"])
@@ -960,6 +967,7 @@ LIMIT, SHARE = 72e9, 1.05  # bytes on the fullest GPU, and time against the best
 _GIVEN = ("cp", "precision", "sequence_parallel", "overlap")
 
 
+@checked
 def plan_70b(fn: Callable) -> None:
     """Check ``fn()``: a layout that fits, and is nearly as fast as the planner's best that does."""
     exercise = Exercise("Exercise 8", HINTS["plan_70b"])

@@ -8,12 +8,10 @@ own, so that no machine is too busy for them. What needs FFCV itself runs where 
 
 from __future__ import annotations
 
-import ctypes
 import math
 import numbers
 import random
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import TIMEOUT, CheckFailed, Exercise, paper_problem
+from . import TIMEOUT, CheckFailed, Exercise, checked, paper_problem
 from ._beton import (
     CUSTOM,
     DESCRIPTOR,
@@ -44,6 +42,7 @@ from ._beton import (
     written_by_ffcv,
 )  # fmt: skip
 from ._jobs import HIDDEN, JOBS, MEASURED, STAGES, Job, steady
+from ._limits import Endless, limited
 
 __all__ = [
     "BOX_ROW", "HINTS", "JOBS", "STAGES", "Job", "box_decoder", "encode_boxes", "find_bottleneck", "hit_rate",
@@ -218,55 +217,17 @@ HINTS: dict[str, dict[str, str]] = {
 
 # ------------------------------------------------------------------------------------------------ files that count
 
-PATIENCE = 20.0  # seconds for a function in this process: a right one needs less than one
-_ENDLESS = {"endless": "Look at the condition of the loop: what in the loop changes it?"}
-
-
-class _Endless(BaseException):
-    """Strikes a thread that has run too long; not an Exception, which a learner's code may catch."""
-
-
-def _in_thread(fn: Callable, timeout: float) -> tuple[Any, BaseException | None]:
-    """Result of ``fn()`` and None, or None and what it raised: _Endless if it did not end in ``timeout`` seconds."""
-    outcome: dict[str, Any] = {"error": _Endless()}
-
-    def run() -> None:
-        try:
-            outcome.update(result=fn(), error=None)
-        except BaseException as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        thread.join(timeout)
-    finally:
-        if thread.is_alive():  # ends at its next line of Python
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Endless))
-    return outcome.get("result"), outcome["error"]
-
-
 def _shown(value: Any) -> str:
     """The beginning of a value as text, in one line."""
     text = " ".join(str(value).split())
     return text if len(text) <= 100 else f"{text[:100]} …"
 
 
-def _call(exercise: Exercise, fn: Callable, *args: Any) -> Any:
-    """As ``exercise.call``, for at most ``exercise.timeout`` seconds."""
-    result, error = _in_thread(lambda: exercise.call(fn, *args), exercise.timeout)
-    if isinstance(error, _Endless):
-        exercise.refuse("endless", f"the function does not finish within {exercise.timeout:g} s.")
-    if error is not None:
-        raise error
-    return result
-
-
 def _asked(exercise: Exercise, fn: Callable, content: bytes, *args: Any) -> tuple[Any, CountedFile]:
     """Call ``fn(file, *args)``; refuses an answer that fails because it asks for a descriptor."""
     file = CountedFile(content)
     try:
-        return _call(exercise, fn, file, *args), file
+        return exercise.call(fn, file, *args), file
     except CheckFailed:
         exercise.require(not file.wanted_descriptor, "no-descriptor", "the function wants a file descriptor.")
         raise
@@ -307,9 +268,10 @@ def _headers() -> Iterator[tuple[str, bytes]]:
         yield case, head + descriptors + bytes(PAGE)
 
 
-def read_header(fn: Callable, timeout: float = PATIENCE) -> None:
+@checked
+def read_header(fn: Callable) -> None:
     """Check ``fn(file) -> dict`` on files that count: version, page size, samples, table and fields."""
-    exercise = Exercise("Exercise 1", _ENDLESS | HINTS["read_header"], timeout)
+    exercise = Exercise("Exercise 1", HINTS["read_header"])
     for exercise.case, content in _headers():
         got, file = _asked(exercise, fn, content)
         _same_header(exercise, got, _header(content))
@@ -318,11 +280,13 @@ def read_header(fn: Callable, timeout: float = PATIENCE) -> None:
         read = file.count
     exercise.case = "a file of version 1"
     file = CountedFile(bytes([1]) + content[1:])
-    got, error = _in_thread(lambda: fn(file), timeout)
-    if isinstance(error, _Endless):
-        exercise.refuse("endless", f"the function does not finish within {timeout:g} s.")
-    what = f"the function returned {_shown(got)}." if error is None else f"{type(error).__name__}: {error}"
-    exercise.require(isinstance(error, ValueError), "version", what)
+    try:
+        what, refused = f"the function returned {_shown(limited(lambda: fn(file)))}.", False
+    except Endless:
+        exercise.refuse("endless", "the function does not come to an end.")
+    except Exception as error:
+        what, refused = f"{type(error).__name__}: {error}", isinstance(error, ValueError)
+    exercise.require(refused, "version", what)
     print(f"Exercise 1 passed: {read:,} bytes read of a file with 2 fields, whatever its size.")
 
 
@@ -369,9 +333,10 @@ _SAMPLE_CASES = (  # name, fields, hint for failures that nothing explains
 )
 
 
-def read_sample(fn: Callable, timeout: float = PATIENCE) -> None:
+@checked
+def read_sample(fn: Callable) -> None:
     """Check ``fn(file, index) -> (image, label)``, with no more bytes than header, row and pixels have."""
-    exercise = Exercise("Exercise 2", _ENDLESS | HINTS["read_sample"], timeout)
+    exercise = Exercise("Exercise 2", HINTS["read_sample"])
     samples = 3000
     images, large = pictures(samples, 8), np.random.default_rng(9).integers(0, 256, (200, 150, 3), np.uint8)
     images[1234] = large
@@ -438,9 +403,10 @@ def _boxes(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).uniform(0, 256, (count, 4)).astype(np.float32)
 
 
-def encode_boxes(fn: Callable, timeout: float = PATIENCE) -> None:
+@checked
+def encode_boxes(fn: Callable) -> None:
     """Check ``fn(destination, boxes, malloc)``: the row, and the bytes behind its pointer."""
-    exercise = Exercise("Exercise 3", _ENDLESS | HINTS["encode_boxes"], timeout)
+    exercise = Exercise("Exercise 3", HINTS["encode_boxes"])
     heap = Heap()
     wide = np.random.default_rng(4).uniform(0, 256, (5, 9)).astype(np.float32)
     cases = [
@@ -459,7 +425,7 @@ def encode_boxes(fn: Callable, timeout: float = PATIENCE) -> None:
             return asked[-1]
 
         before = boxes.copy()
-        _call(exercise, fn, rows["boxes"][i : i + 1], boxes, malloc)
+        exercise.call(fn, rows["boxes"][i : i + 1], boxes, malloc)
         exercise.require(np.array_equal(boxes, before), "changed", "the boxes were changed.")
         _same_boxes(exercise, rows["boxes"][i], boxes, asked)
     exercise.fallback = None
@@ -561,9 +527,10 @@ def _right_encode(destination: np.ndarray, boxes: np.ndarray, malloc: Callable) 
         memory[:] = boxes.view(np.uint8).ravel()
 
 
-def box_decoder(fn: Callable, timeout: float = PATIENCE) -> None:
+@checked
+def box_decoder(fn: Callable) -> None:
     """Check ``fn(read, most) -> decode``: in Python first, then compiled and called by FFCV's Loader."""
-    exercise = Exercise("Exercise 4", _ENDLESS | HINTS["box_decoder"], timeout)
+    exercise = Exercise("Exercise 4", HINTS["box_decoder"])
     heap = Heap()
     counts = [2, 0, 6, 1, 3, 0, 5, 4, 9, 2, 1, 0]
     boxes = [_boxes(count, 30 + i) for i, count in enumerate(counts)]
@@ -572,7 +539,7 @@ def box_decoder(fn: Callable, timeout: float = PATIENCE) -> None:
         _right_encode(rows[i : i + 1], some, heap.malloc)
         rows[i]["pointer"] += 77 * (not len(some))
     exercise.case = "in Python"
-    decode = _call(exercise, fn, heap.read, MOST)
+    decode = exercise.call(fn, heap.read, MOST)
     exercise.require(callable(decode), "form", f"the function returned {_shown(decode)}.")
     for case, indices, fallback in (
         ("every image has boxes", [0, 2, 3, 4], None), ("in another order", [7, 6, 0, 9, 10], "position"),
@@ -581,7 +548,7 @@ def box_decoder(fn: Callable, timeout: float = PATIENCE) -> None:
         exercise.case, exercise.fallback = f"in Python, {case}", fallback
         destination = np.full((len(indices), MOST, 4), 7e7, np.float32)
         try:
-            got = _call(exercise, decode, np.array(indices, np.uint64), destination, rows, None)
+            got = exercise.call(decode, np.array(indices, np.uint64), destination, rows, None)
         except CheckFailed as error:
             if "NoSuchAddress" in str(error):
                 exercise.refuse("no-boxes" if fallback == "no-boxes" else "position", str(error).split("\n\n")[-1])
@@ -640,10 +607,11 @@ def _ffcv_reads(exercise: Exercise, fn: Callable, boxes: list[np.ndarray]) -> bo
             )  # fmt: skip
             return [batch.numpy().copy() for (batch,) in loader]
 
-        got, error = _in_thread(read, 120)
-    if error is not None:
-        lines = [line for line in str(error).splitlines() if line.strip()] or ["it does not finish within 120 s"]
-        exercise.refuse("numba", "\n".join(["FFCV cannot use it.", "", f"{type(error).__name__}:", *lines[:6]]))
+        try:
+            got = limited(read, computing=300.0, limit=600.0)  # a compiler runs first
+        except (Exception, Endless) as error:
+            lines = [line for line in str(error).splitlines() if line.strip()] or ["it does not come to an end"]
+            exercise.refuse("numba", "\n".join(["FFCV cannot use it.", "", f"{type(error).__name__}:", *lines[:6]]))
     for k, batch in enumerate(got):
         _same_decoded(exercise, batch, boxes, indices[5 * k : 5 * k + len(batch)])
     exercise.require(sum(map(len, got)) == len(boxes), "form", f"{sum(map(len, got))} of {len(boxes)} samples came.")
@@ -733,16 +701,17 @@ def _in_memory(read: np.ndarray, ahead: int) -> np.ndarray:
 _SEEDS = 6  # orders that are judged where chance decides what fits
 
 
-def quasi_random(fn: Callable, timeout: float = PATIENCE) -> None:
+@checked
+def quasi_random(fn: Callable) -> None:
     """Check ``fn(pages, cap, ahead, seed)``: each page loaded once, and as random as ``cap`` pages allow."""
-    exercise = Exercise("Exercise 5", _ENDLESS | HINTS["quasi_random"], timeout)
+    exercise = Exercise("Exercise 5", HINTS["quasi_random"])
     said = []
     for case, pages, cap, ahead, fallback in _order_cases():
         exercise.case, exercise.fallback = case, fallback
 
         def order(seed: int, case: tuple = (pages, cap, ahead)) -> np.ndarray:
             pages, cap, ahead = case
-            got = _call(exercise, fn, pages.copy(), cap, ahead, seed)
+            got = exercise.call(fn, pages.copy(), cap, ahead, seed)
             exercise.require(got is not None or cap > 2, "no-window", "the function returned None.")
             return _numbers_of(exercise, got, len(pages))
 
@@ -812,14 +781,15 @@ def _judge_order(exercise: Exercise, order: np.ndarray, pages: np.ndarray, cap: 
 
 # ------------------------------------------------------------------------------------------------ bottleneck
 
-def find_bottleneck(fn: Callable, timeout: float = PATIENCE) -> None:
+@checked
+def find_bottleneck(fn: Callable) -> None:
     """Check ``fn(job) -> (stage, per cent)``: what to make faster first, and how much of its time the step waits."""
-    exercise = Exercise("Exercise 6", _ENDLESS | HINTS["find_bottleneck"], timeout)
+    exercise = Exercise("Exercise 6", HINTS["find_bottleneck"])
     said = []
     for name, job in (JOBS | HIDDEN).items():
         exercise.case = f"job {name}"
         watched, looks = _watched(job)
-        got = _call(exercise, fn, watched)
+        got = exercise.call(fn, watched)
         form = isinstance(got, (tuple, list)) and len(got) == 2 and got[0] in STAGES
         form = form and isinstance(got[1], numbers.Real) and not isinstance(got[1], bool)
         exercise.require(form, "form", f"the function returned {_shown(got)}.")
@@ -892,6 +862,7 @@ def _shards(x: torch.Tensor, fn: Callable, cases: Sequence[tuple[int, int, int, 
     return results
 
 
+@checked
 def shard(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(count, batch, epoch, seed)``: batches of one rank; all ranks' together hold each sample once."""
     exercise = Exercise("Exercise 7", HINTS["shard"], timeout)
@@ -954,6 +925,7 @@ def _judge_epochs(exercise: Exercise, ranks: list[list]) -> None:
 # ------------------------------------------------------------------------------------------------ paper problem
 
 
+@checked
 def imagenet_epoch(fn: Callable) -> None:
     """Check ``fn(images, gigabytes, memory, disk, cpu, gpu) -> (first epoch, later epochs, bottleneck)``."""
 

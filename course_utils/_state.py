@@ -1,0 +1,28 @@
+"""What one rank is doing (private)."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+
+@dataclass
+class State:
+    """What this rank is doing; the main thread writes, the control thread reads."""
+
+    rank: int = -1
+    running: bool = False
+    phase: str = "idle"
+    call: int = 0
+    pid: int = 0
+    generation: int | None = None  # of the process group that there is
+    store: str = ""  # the file in which ranks meet
+    meeting: bool = False  # whether they do so now
+    output: object = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    place: tuple[dict, str, list] | None = None  # the notebook's environment, folder and module path
+    environment: dict | None = None  # this process's as a call found it
+    rendezvous: int = 0
+
+
+state = State()

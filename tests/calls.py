@@ -1,0 +1,66 @@
+"""What tests of the launcher ask again and again: whether the next call works, and what a screen would show."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_utils import WorkerError, launch
+
+
+def all_is_well(world_size: int = 4) -> None:
+    """The next call: every rank answers, and they can talk to each other."""
+
+    def total():
+        x = torch.tensor([dist.get_rank()])
+        dist.all_reduce(x)
+        return x.item()
+
+    assert launch(total, world_size=world_size) == [world_size * (world_size - 1) // 2] * world_size
+
+
+def failure(kind: type[Exception], function: Callable, *args, **options) -> WorkerError:
+    """The error that `launch` raises; the next two calls must work."""
+    options.setdefault("world_size", 4)
+    with pytest.raises(kind) as caught:
+        launch(function, *args, **options)
+    all_is_well(options["world_size"])
+    all_is_well(options["world_size"])
+    return caught.value
+
+
+def ended(pids: list[int], seconds: float = 10.0) -> bool:
+    """Whether all these processes end within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(_lives(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def screen(text: str) -> list[str]:
+    """The lines that a terminal or a notebook shows in the end: a carriage return begins the line anew."""
+    lines = []
+    for line in text.split("\n"):
+        shown = ""
+        for part in line.split("\r"):
+            part = re.sub(r"\x1b\[[0-9;]*m", "", part)
+            if "\x1b[K" in part or "\x1b[2K" in part:
+                shown, part = "", re.sub(r"\x1b\[2?K", "", part)
+            shown = part + shown[len(part) :]
+        lines.append(shown.rstrip())
+    return lines

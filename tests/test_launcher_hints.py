@@ -1,0 +1,275 @@
+"""Promises about what a learner reads: the cause by name, what to do next, and no more lines than it takes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from calls import all_is_well, failure
+from conftest import missing
+from kernels import Kernel, Script, namespace
+
+from course_utils import HangError, WorkerError, launch, shutdown
+
+pytestmark = pytest.mark.guard(60)
+
+STUCK = 1.0  # seconds until a hang is called one
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    with Kernel() as kernel:
+        kernel.good("import torch\nimport torch.distributed as dist\nfrom course_utils import launch")
+        kernel.good("%load_ext course_utils")
+        yield kernel
+
+
+# --- exceptions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_recursion_without_end_is_told_in_few_lines():
+    def deep(n=0):
+        return deep(n + 1)  # the learner's line
+
+    text = str(failure(WorkerError, deep))
+    assert "RecursionError" in text and "the learner's line" in text
+    assert text.count("\n") < 60
+    assert re.search(r"\d{3} (?:more|times)|repeated|frames", text), text
+
+
+def test_a_recursion_of_two_functions_is_told_in_few_lines():
+    def ping(n):
+        return pong(n + 1)
+
+    def pong(n):
+        return ping(n + 1)
+
+    text = str(failure(WorkerError, ping, 0))
+    assert "RecursionError" in text and "return pong(n + 1)" in text and "return ping(n + 1)" in text
+    assert text.count("\n") < 60
+
+
+def test_a_deep_traceback_is_told_in_few_lines_with_its_beginning_and_end(tmp_path, monkeypatch):
+    lines = [f"def f{i}():\n    return f{i + 1}()\n" for i in range(200)]
+    (tmp_path / "deep_down.py").write_text("".join(lines) + "def f200():\n    return 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = str(failure(WorkerError, importlib.import_module("deep_down").f0))
+    assert "ZeroDivisionError" in text and "return 1 / 0" in text and "return f1()" in text
+    assert text.count("\n") < 60
+
+
+@pytest.mark.parametrize("how", ["breakpoint()", "set_trace"])
+def test_a_debugger_on_a_rank_is_told_to_have_no_keyboard(how):
+    def work():
+        if how == "breakpoint()":
+            breakpoint()
+        else:
+            import pdb
+
+            pdb.set_trace()
+        return 1
+
+    text = str(failure(WorkerError, work, world_size=2))
+    assert "keyboard" in text
+
+
+# --- hangs ---------------------------------------------------------------------------------------------------------
+
+
+def test_tags_that_differ_are_named():
+    def work():
+        x = torch.ones(3)
+        if dist.get_rank() == 0:
+            dist.send(x, dst=1, tag=11)
+        else:
+            dist.recv(x, src=0, tag=22)
+
+    text = str(failure(HangError, work, world_size=2, timeout=STUCK))
+    fault = text.split("\n\n")[1]
+    assert re.search(r"\btags?\b", fault) and re.search(r"\b11\b", fault) and re.search(r"\b22\b", fault), text
+
+
+def test_messages_with_equal_tags_are_not_blamed_on_tags():
+    def work():
+        dist.recv(torch.ones(3), src=1 - dist.get_rank(), tag=5)
+
+    assert "tags" not in str(failure(HangError, work, world_size=2, timeout=STUCK)).split("\n\n")[1]
+
+
+def test_two_groups_of_the_same_ranks_can_be_told_apart():
+    def work():
+        first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+        for group in (first, second) if dist.get_rank() == 0 else (second, first):
+            dist.all_reduce(torch.ones(1), group=group)
+
+    states = failure(HangError, work, timeout=STUCK, world_size=2).states
+    names = [re.search(r"all_reduce #1 \((.*), 4 B\)", line)[1] for line in states]
+    assert len(set(names)) == 2 and all("0,1" in name for name in names), states
+
+
+def test_the_table_of_a_hang_says_what_its_numbers_count():
+    def work():
+        if dist.get_rank():
+            dist.barrier()
+
+    text = str(failure(HangError, work, timeout=STUCK))
+    table, below = text.split("barrier #1", 1)[1], text.rstrip().splitlines()[-1]
+    assert re.search(r"# counts all collectives of a group", table), text
+    assert re.search(r"# counts all collectives of a group", below), "the table's last line"
+
+
+def test_a_long_line_is_cut_in_the_table():
+    def work():
+        return dist.get_rank() and dist.barrier() or ["a line that is longer than any screen is wide", "and some more of it", "and more", "and yet more"]  # noqa: E501
+
+    error = failure(HangError, work, timeout=STUCK, world_size=2)
+    assert all(len(line) < 160 for line in error.states), error.states
+    assert all(len(line) < 300 for line in str(error).splitlines())
+    assert "dist.get_rank() and dist.barrier()" in str(error)
+
+
+# --- silent mistakes -----------------------------------------------------------------------------------------------
+
+
+def warned(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning")]
+
+
+def test_another_operation_of_a_reduction_is_told_after_the_call(capsys):
+    def work():
+        dist.barrier()
+        for _ in range(2):
+            dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX if dist.get_rank() == 3 else dist.ReduceOp.SUM)
+
+    launch(work, world_size=4)
+    told = warned(capsys)
+    assert len(told) == 1, told
+    assert "all_reduce" in told[0] and "rank 3" in told[0] and "SUM" in told[0] and "MAX" in told[0]
+
+
+def test_another_type_of_the_same_size_is_told_after_the_call(capsys):
+    def work():
+        x = torch.ones(3, dtype=torch.int32 if dist.get_rank() == 1 else torch.float32)
+        dist.all_reduce(x)
+
+    launch(work, world_size=2)
+    told = warned(capsys)
+    assert len(told) == 1, told
+    assert "all_reduce" in told[0] and re.search("ranks? [01]", told[0])
+    assert "int32" in told[0] and "float32" in told[0]
+
+
+def test_a_mistake_in_a_cell_on_ranks_is_told_below_the_cell(kernel):
+    cell = kernel.good("%%ranks --world-size 2\nop = dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM\n"
+                       "dist.all_reduce(torch.ones(3), op=op)")
+    assert re.search(r"^Warning.*all_reduce.*MAX", cell.out, re.MULTILINE), cell.out
+
+
+def test_what_is_alike_or_meant_to_differ_is_not_warned_of(capsys):
+    def work():
+        rank = dist.get_rank()
+        x = torch.ones(4)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.AVG):
+            try:
+                dist.all_reduce(x, op=op)
+            except (RuntimeError, ValueError):
+                continue
+        dist.all_reduce(x.to(torch.int32))
+        dist.all_reduce(x.to(torch.float64), op=dist.ReduceOp.MIN)
+        dist.scatter(x, list(torch.ones(2, 4)) if rank == 0 else None, src=0)
+        dist.gather(x, list(torch.ones(2, 4)) if rank == 0 else None, dst=0)
+        dist.broadcast(x, src=0)
+        dist.all_gather_object([None, None], rank * [3])
+        dist.broadcast_object_list([rank])
+        dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+        net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        net(torch.ones(1, 2)).sum().backward()
+
+    launch(work, world_size=2)
+    assert capsys.readouterr().out == ""
+
+
+# --- surroundings --------------------------------------------------------------------------------------------------
+
+FEW = """
+from course_utils import launch
+import torch.distributed as dist
+for world_size in (16, 2):
+    try:
+        print("RESULT", len(launch(dist.get_rank, world_size=world_size, timeout=20)), flush=True)
+    except Exception as error:
+        print("ERROR", type(error).__name__, error, flush=True)
+"""
+
+
+def test_too_few_files_for_so_many_ranks_is_one_clear_message():
+    with Script(FEW, prefix=["bash", "-c", 'ulimit -n 64; exec "$@"', "bash"]) as script:
+        out = script.finish()
+    assert "Traceback" not in out and "EOFError" not in out, out
+    told = out.splitlines()
+    assert len(told) == 2 and told[-1] == "RESULT 2", out
+    assert told[0].startswith("ERROR RuntimeError") and re.search("Too many open files|ulimit", told[0]), out
+
+
+def test_a_loopback_interface_that_is_down_is_named():
+    prefix = namespace("n", "true") or missing("the right to make a network namespace")
+    with Script(FEW.replace("(16, 2)", "(2,)"), prefix=prefix) as script:
+        out = script.finish()
+    assert out.startswith("ERROR") and "loopback" in out, out
+    assert "[c10d]" not in out and "Traceback" not in out, out
+
+
+def test_an_interface_that_does_not_exist_is_named_with_its_variable(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    shutdown()
+    with pytest.raises((WorkerError, RuntimeError)) as caught:
+        launch(dist.get_rank, world_size=2)
+    assert "GLOO_SOCKET_IFNAME" in str(caught.value) and "eth9" in str(caught.value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    all_is_well(2)
+
+
+def test_a_number_of_ranks_may_come_from_numpy():
+    assert launch(dist.get_rank, world_size=numpy.int64(2)) == [0, 1]
+    with pytest.raises((TypeError, ValueError), match="world_size"):
+        launch(dist.get_rank, world_size=numpy.float64(2.5))
+
+
+# --- in a notebook -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["hello()", "launch(hello())", "x = hello()"])
+def test_a_function_that_needs_ranks_called_in_the_notebook_is_shown_how(kernel, call):
+    kernel.good("def hello():\n    return dist.get_rank() + 5")
+    cell = kernel.run(call)
+    assert cell.error_name
+    assert (cell.error + cell.out + cell.err).count("launch(hello)") == 1, cell
+    assert kernel.good("launch(hello, world_size=2)").value == "[5, 6]"
+
+
+def test_a_function_that_needs_no_ranks_called_in_the_notebook_is_shown_how(kernel):
+    kernel.good("def greet():\n    print('hi')")
+    cell = kernel.run("launch(greet())")
+    assert cell.error_name == "TypeError" and re.search(r"launch\(greet\)|without brackets", cell.error), cell
+
+
+def test_other_errors_of_the_notebook_are_left_alone(kernel):
+    kernel.good("def hello():\n    return 1 / 0")
+    cell = kernel.run("hello()")
+    assert cell.error_name == "ZeroDivisionError" and "launch" not in cell.error + cell.out + cell.err
+
+
+def test_device_is_a_value_and_a_function_in_a_cell_on_ranks(kernel):
+    cell = kernel.good("""%%ranks --world-size 2
+x = torch.ones(2, device=device)
+y = torch.zeros(2).to(device)
+x.device.type, y.device.type, device.type, str(device), device == torch.device("cpu"), device().type, str(device())""")
+    gpu = torch.cuda.device_count() >= 2
+    if not gpu:
+        assert cell.out == "[ranks 0,1] ('cpu', 'cpu', 'cpu', 'cpu', True, 'cpu', 'cpu')\n"
+    cell = kernel.good("%%ranks\nfrom course_utils import device\ntorch.ones(2, device=device()).sum().item()")
+    assert cell.out == "[ranks 0,1] 2.0\n"

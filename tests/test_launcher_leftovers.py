@@ -1,0 +1,275 @@
+"""Promises about what calls leave: forks of a rank, processes in sessions of their own, files of data loaders."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from calls import all_is_well, ended, failure
+from kernels import Kernel, Script, left_behind, marked
+
+from course_utils import HangError, WorkerError, launch, shutdown
+
+pytestmark = pytest.mark.guard(60)
+
+
+# --- a fork of a rank never goes on as the rank --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forking", [[0], [0, 1, 2, 3]])
+@pytest.mark.parametrize("how", ["returns", "raises", "exits", "prints"])
+def test_the_results_are_the_parents_when_a_forked_child_goes_on(how, forking, capsys):
+    def work():
+        if dist.get_rank() in forking and os.fork() == 0:
+            if how == "raises":
+                raise ValueError("of the child")
+            if how == "exits":
+                sys.exit(3)
+            if how == "prints":
+                print("from the child")
+            return "CHILD"
+        time.sleep(0.2)
+        return "parent"
+
+    assert launch(work, world_size=4, timeout=20) == ["parent"] * 4
+    if how == "prints":
+        assert "from the child" in capsys.readouterr().out
+    for _ in range(3):
+        all_is_well()
+
+
+def test_a_forked_child_that_outlives_the_call_returns_into_nothing():
+    def work():
+        if os.fork() == 0:
+            time.sleep(0.5)
+            return "CHILD"
+        return os.getpid()
+
+    pids = launch(work, world_size=2, timeout=20)
+    for _ in range(8):
+        all_is_well(2)
+        time.sleep(0.1)
+    assert len(set(pids)) == 2
+
+
+def test_a_failure_of_the_rank_is_told_although_its_child_returned():
+    def work():
+        if dist.get_rank() == 1:
+            if os.fork() == 0:
+                return "CHILD"
+            raise ValueError("of the parent")
+        dist.barrier()
+
+    assert failure(WorkerError, work).exception == "ValueError: of the parent"
+
+
+def test_a_fork_in_a_cell_on_ranks_ends_with_the_cell():
+    with Kernel() as kernel:
+        kernel.good("%load_ext course_utils")
+        fork = "import os, time\npid = os.fork()\nif pid:\n    time.sleep(0.2)\npid > 0"
+        cell = kernel.good(f"%%ranks --world-size 2\n{fork}")
+        assert "[ranks 0,1] True\n" in cell.out
+        for _ in range(2):
+            cell = kernel.good("%%ranks\nx = torch.ones(1)\ndist.all_reduce(x)\n(x.item(), pid > 0)")
+            assert cell.out == "[ranks 0,1] (2.0, True)\n"
+
+
+# --- processes in a session of their own ---------------------------------------------------------------------------
+
+CHILDREN = """
+import os, subprocess, sys, time
+
+def children():
+    own = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    code = "import subprocess as s; print(s.Popen(['sleep', '1000'], start_new_session=True, stdout=-3, stderr=-3).pid)"
+    text = subprocess.run([sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True).stdout
+    return own.pid, int(text)
+"""
+
+
+def sleepers() -> list[int]:
+    names: dict = {}
+    exec(CHILDREN, names)
+    found = [pid for pids in launch(names["children"], world_size=2) for pid in pids]
+    assert all(psutil.Process(pid).name() == "sleep" for pid in found)
+    return found
+
+
+def test_children_in_sessions_of_their_own_end_with_shutdown():
+    there = sleepers()
+    shutdown()
+    assert ended(there, 5)
+
+
+def test_children_in_sessions_of_their_own_end_with_a_rank_that_is_killed(tmp_path):
+    def work():
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        (tmp_path / str(dist.get_rank())).write_text(str(child.pid))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    failure(WorkerError, work, world_size=2)
+    shutdown()
+    assert ended([int(path.read_text()) for path in tmp_path.iterdir()], 5)
+
+
+@pytest.mark.parametrize("end", ["normal", "SIGKILL", "SIGKILL while they start"])
+def test_children_in_sessions_of_their_own_end_with_the_notebook(end):
+    with Script(f"""
+{CHILDREN}
+from course_utils import launch
+
+def more():
+    print(children(), flush=True)
+    time.sleep(1000 if {end != "normal"} else 0)
+
+launch(children, world_size=2)
+{"launch(more, world_size=2, timeout=1000)" if "start" in end else ""}
+print("there", flush=True)
+if {end != "normal"}:
+    time.sleep(1000)
+""") as script:
+        if "start" in end:
+            script.read("(")
+        else:
+            script.read("there")
+        if end == "normal":
+            script.finish()
+        else:
+            assert len([p for p in marked(script.mark) if p.name() == "sleep"]) >= 4
+            os.kill(script.process.pid, signal.SIGKILL)
+        assert not left_behind(script.mark, script.temporary)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+LOADING = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from course_utils import HangError, WorkerError, launch, shutdown
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+    def __getitem__(self, i):
+        time.sleep(0.001)
+        return torch.ones(3)
+
+def load(how):
+    for i, batch in enumerate(torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2)):
+        if i == 5:
+            print("loading", flush=True)
+            if how == "hangs":
+                time.sleep(1000)
+            if how == "fails" and dist.get_rank() == 1:
+                raise ValueError("mine")
+            if how == "dies" and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+def files():
+    return [os.path.join(where, f) for where, folders, names in os.walk(os.environ["TMPDIR"]) for f in folders + names]
+"""
+
+
+def test_calls_with_data_loaders_that_are_stopped_leave_no_files():
+    with Script(LOADING + """
+for how, timeout in (("hangs", 3), ("fails", 60), ("dies", 60)):
+    try:
+        launch(load, how, world_size=2, timeout=timeout)
+    except WorkerError as error:
+        print(type(error).__name__, flush=True)
+    launch(dist.get_rank, world_size=2)
+    print("left", [name for name in files() if "pymp" in name])
+shutdown()
+print("after shutdown", [name for name in files() if "pymp" in name])
+""") as script:
+        out = script.finish()
+        assert out.count("loading\n") == 3 and "HangError" in out, out
+        assert out.count("left []") == 3 and "after shutdown []" in out, out
+        assert not left_behind(script.mark, script.temporary)
+
+
+def test_a_notebook_killed_while_data_loaders_work_leaves_no_files():
+    with Script(LOADING + 'launch(load, "goes on", world_size=2, timeout=1000)') as script:
+        script.read("loading")
+        os.kill(script.process.pid, signal.SIGKILL)
+        assert not left_behind(script.mark, script.temporary)
+
+
+SMALL = "from course_utils import launch\nlaunch(print, world_size=2)\n"
+
+
+@pytest.mark.parametrize("state", ["idle", "loading"])
+def test_what_a_killed_notebook_and_server_leave_is_removed_by_the_next_start(state):
+    body = 'launch(load, "goes on", world_size=2, timeout=1000)' if state == "loading" else ""
+    code = LOADING + f"""
+server = launch(os.getppid, world_size=2)[0]
+print("server", server, flush=True)
+{body}
+time.sleep(1000)
+"""
+    with Script(code) as script:
+        script.read("server ")
+        server = int(script.read("\n"))
+        if state == "loading":
+            script.read("loading")
+        os.kill(script.process.pid, signal.SIGSTOP)
+        os.kill(server, signal.SIGKILL)
+        os.kill(script.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20  # a data loader's worker looks for its parent every 5 s
+        while marked(script.mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not marked(script.mark)
+        left = os.listdir(script.temporary)
+        assert len(left) <= 1 and all(name.startswith("course-") for name in left), left
+        with Script(SMALL, TMPDIR=str(script.temporary)) as after:
+            after.finish()
+            assert not left_behind(after.mark, script.temporary)
+
+
+def test_the_folder_of_a_living_notebook_is_not_removed_by_another_start():
+    with Script("""
+from course_utils import launch, shutdown
+launch(print, world_size=1)
+print("there", flush=True)
+import os, time
+while not os.path.exists("go"):
+    time.sleep(0.01)
+print(launch(os.getpid, world_size=3) != 0, launch(lambda: 7, world_size=2))
+""") as script:
+        script.read("there")
+        with Script(SMALL, TMPDIR=str(script.temporary)) as other:
+            other.finish()
+        (script.folder / "go").touch()
+        assert "True [7, 7]" in script.finish()
+
+
+def test_a_data_loader_still_works_after_one_was_stopped():
+    def work(stop):
+        loader = torch.utils.data.DataLoader(torch.ones(64, 2), batch_size=4, num_workers=2)
+        sizes = []
+        for batch in loader:
+            if stop and dist.get_rank() == 0:
+                raise ValueError("stop")
+            sizes.append(len(batch))
+        return sum(sizes)
+
+    def slow():
+        for _ in torch.utils.data.DataLoader(torch.ones(64), num_workers=2):
+            time.sleep(0.1)
+
+    failure(WorkerError, work, True, world_size=2)
+    assert launch(work, False, world_size=2) == [64, 64]
+    with pytest.raises(HangError):
+        launch(slow, world_size=2, timeout=1.0)
+    assert launch(work, False, world_size=2) == [64, 64]

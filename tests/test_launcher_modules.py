@@ -1,0 +1,223 @@
+"""Promises about modules of the learner's own: an edit is seen at the next call, whatever way they are imported."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from calls import all_is_well
+from kernels import Kernel
+
+from course_utils import WorkerError, launch, shutdown
+
+pytestmark = pytest.mark.guard(60)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder to import from, as a notebook's is, and ranks that have imported nothing yet."""
+    shutdown()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+def write(path: Path, text: str, *, at: float | None = None) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    if at is not None:
+        os.utime(path, (at, at))
+
+
+def test_every_edit_is_seen_at_the_next_call(folder):
+    def ask():
+        import mine
+
+        return mine.X
+
+    for value in (1, 22, 333, 4):
+        write(folder / "mine.py", f"X = {value}\n")
+        assert launch(ask, world_size=2) == launch(ask, world_size=2) == [value] * 2
+
+
+def test_edits_of_equal_size_in_the_same_second_are_seen(folder):
+    def ask():
+        import mine
+
+        return mine.X
+
+    for value in (1, 2, 3):
+        write(folder / "mine.py", f"X = {value}\n")
+        assert launch(ask, world_size=2) == [value] * 2
+
+
+def test_an_edit_without_a_call_before_it_is_seen_by_ranks_that_were_used(folder):
+    all_is_well(2)
+    write(folder / "mine.py", "X = 1\n")
+    write(folder / "mine.py", "X = 2\n")
+
+    def ask():
+        from mine import X
+
+        return X
+
+    assert launch(ask, world_size=2) == [2, 2]
+
+
+@pytest.mark.parametrize("order", ["edit, call", "call, edit, call", "call, call, edit, call"])
+def test_an_edit_of_a_module_behind_another_is_seen(folder, order):
+    write(folder / "front.py", "from behind import X\nimport behind\n")
+    write(folder / "behind.py", "X = 1\n")
+
+    def ask():
+        import front
+
+        return front.X, front.behind.X
+
+    assert launch(ask, world_size=2) == [(1, 1)] * 2
+    for _ in range(order.count("call") - 1):
+        launch(ask, world_size=2)
+    write(folder / "behind.py", "X = 22\n")
+    assert launch(ask, world_size=2) == [(22, 22)] * 2
+
+
+def test_an_edit_inside_a_package_is_seen(folder):
+    write(folder / "package" / "__init__.py", "from . import part\nfrom .part import X\n")
+    write(folder / "package" / "part.py", "X = 1\n")
+
+    def ask():
+        import package.part
+
+        return package.X, package.part.X
+
+    assert launch(ask, world_size=2) == [(1, 1)] * 2
+    write(folder / "package" / "part.py", "X = 22\n")
+    assert launch(ask, world_size=2) == [(22, 22)] * 2
+    write(folder / "package" / "__init__.py", "from . import part\nX = 'own'\n")
+    assert launch(ask, world_size=2) == [("own", 22)] * 2
+
+
+def test_a_function_of_an_edited_module_is_the_new_one(folder):
+    write(folder / "functions.py", "def answer():\n    return 1\n")
+    functions = importlib.import_module("functions")
+    assert launch(functions.answer, world_size=2) == [1, 1]
+    write(folder / "functions.py", "def answer():\n    return 2 + 20\n", at=time.time() + 5)
+    assert importlib.reload(functions).answer() == 22
+    assert launch(functions.answer, world_size=2) == [22, 22]
+
+
+def test_a_module_that_has_not_changed_is_not_imported_again(folder):
+    text = "import os\nwith open(f'imports-{os.getpid()}', 'a') as f:\n    f.write('x')\n"
+    write(folder / "counted.py", text, at=time.time() - 10)
+
+    def ask():
+        import counted  # noqa: F401
+
+        with open(f"imports-{os.getpid()}") as file:
+            return file.read()
+
+    for _ in range(3):
+        assert launch(ask, world_size=2) == ["x", "x"]
+
+
+def test_an_edit_with_a_mistake_is_told_and_its_mending_is_seen(folder):
+    def ask():
+        import mine
+
+        return mine.X
+
+    write(folder / "mine.py", "X = 1\n")
+    assert launch(ask, world_size=2) == [1, 1]
+    write(folder / "mine.py", "X = = 2\n")
+    with pytest.raises(WorkerError, match="SyntaxError"):
+        launch(ask, world_size=2)
+    write(folder / "mine.py", "X = 2\n")
+    assert launch(ask, world_size=2) == [2, 2]
+
+
+def test_a_module_of_the_same_name_in_another_folder_is_another(folder, monkeypatch):
+    def ask():
+        import mine
+
+        return mine.X
+
+    write(folder / "mine.py", "X = 1\n")
+    write(folder / "there" / "mine.py", "X = 2\n")
+    assert launch(ask, world_size=2) == [1, 1]
+    monkeypatch.syspath_prepend(folder / "there")
+    write(folder / "mine.py", "X = 3\n")
+    assert launch(ask, world_size=2) == [2, 2]
+
+
+def test_a_module_edited_on_one_rank_only_is_seen_by_all_at_the_next_call(folder):
+    write(folder / "mine.py", "X = 1\n")
+
+    def work():
+        import mine
+
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with open("mine.py", "w") as file:
+                file.write("X = 2\n")
+        dist.barrier()
+        return mine.X
+
+    assert launch(work, world_size=2) == [1, 1]
+    assert launch(work, world_size=2) == [2, 2]
+
+
+# --- in a notebook -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    with Kernel() as kernel:
+        kernel.good("import time\nfrom course_utils import launch\n%load_ext course_utils")
+        yield kernel
+
+
+def test_cells_on_ranks_see_an_edit_and_say_so(kernel):
+    file = kernel.folder / "lib1.py"
+    write(file, "X = 1\ndef f():\n    return X\n")
+    kernel.good("%ranks_reset")
+    first = kernel.good("%%ranks --world-size 2\nimport lib1\nfrom lib1 import f\nkept = 5\n(lib1.X, f())")
+    assert first.out == "[ranks 0,1] (1, 1)\n"
+    for value in (2, 333):
+        write(file, f"X = {value}\ndef f():\n    return X\n")
+        time.sleep(0.1)  # sooner after an edit it may be said twice
+        cell = kernel.good("%%ranks\n(lib1.X, lib1.f(), f(), kept)")
+        told, *shown = cell.out.splitlines()
+        assert shown == [f"[ranks 0,1] ({value}, {value}, 1, 5)"]
+        assert re.search(r"\blib1\b", told) and "imported again" in told and "old" in told, told
+    assert kernel.good("%%ranks\nlib1.X").out == "[ranks 0,1] 333\n"
+    assert kernel.good("%%ranks\nfrom lib1 import f\nf()").out == "[ranks 0,1] 333\n"
+
+
+def test_cells_on_ranks_see_an_edit_of_a_module_behind_another_under_another_name(kernel):
+    write(kernel.folder / "front1.py", "import behind1\n")
+    write(kernel.folder / "behind1.py", "X = 1\n")
+    kernel.good("%ranks_reset")
+    kernel.good("%%ranks --world-size 2\nimport front1 as short")
+    write(kernel.folder / "behind1.py", "X = 2\n")
+    assert kernel.good("%%ranks\nshort.behind1.X").out.splitlines()[-1] == "[ranks 0,1] 2"
+
+
+def test_with_autoreload_ranks_have_what_the_notebook_has(kernel):
+    file = kernel.folder / "auto1.py"
+    write(file, "def answer():\n    return 1\n")
+    kernel.good("%load_ext autoreload\n%autoreload 2\nimport auto1")
+    assert kernel.good("auto1.answer(), launch(auto1.answer, world_size=2)").value == "(1, [1, 1])"
+    for value in (22, 333):
+        write(file, f"def answer():\n    return {value}\n", at=time.time() + value)
+        there = kernel.good("auto1.answer(), launch(auto1.answer, world_size=2)")
+        assert there.value == f"({value}, [{value}, {value}])"

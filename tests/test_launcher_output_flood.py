@@ -1,0 +1,204 @@
+"""Promises about much output: it defeats neither time-out nor interrupt, and what is shown of it stays readable."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from calls import all_is_well, screen
+from kernels import Kernel
+
+from course_utils import HangError, launch
+
+pytestmark = pytest.mark.guard(90)
+
+STUCK = 2.0  # seconds until a hang is called one
+SOON = 8.0  # seconds after it within which a call must have come back, on a busy machine
+
+
+def floods() -> dict[str, Callable[[], None]]:
+    """Functions that write without end; local ones, so that ranks need not import this module."""
+
+    def characters():
+        while True:
+            sys.stdout.write("." * 1000)
+
+    def characters_one_by_one():
+        while True:
+            print(".", end="")
+
+    def raw_bytes():
+        while True:
+            os.write(1, b"." * 60_000)
+
+    def lines():
+        while True:
+            print("a line of some length " * 5)
+
+    def short_lines():
+        while True:
+            sys.stdout.write("x\n" * 500)
+
+    def returns_of_the_carriage():
+        while True:
+            sys.stdout.write("\r 42 %|#####")
+
+    all_of_them = (characters, characters_one_by_one, raw_bytes, lines, short_lines, returns_of_the_carriage)
+    return {f.__name__: f for f in all_of_them}
+
+
+@pytest.mark.parametrize("name", floods())
+def test_a_rank_that_writes_without_end_is_stopped_at_the_time_out(name, capsys):
+    flood = floods()[name]
+
+    def work():
+        if dist.get_rank() == 0:
+            flood()
+        dist.barrier()
+
+    begin = time.monotonic()
+    with pytest.raises(HangError) as caught:
+        launch(work, world_size=2, timeout=STUCK)
+    assert time.monotonic() - begin < STUCK + SOON
+    assert "rank 0" in str(caught.value) and "barrier" in str(caught.value)
+    assert len(capsys.readouterr().out) < 10_000_000
+    all_is_well(2)
+    assert capsys.readouterr().out == ""
+
+
+def test_all_ranks_together_are_stopped_at_the_time_out(capsys):
+    begin = time.monotonic()
+    with pytest.raises(HangError):
+        launch(floods()["lines"], world_size=4, timeout=STUCK)
+    assert time.monotonic() - begin < STUCK + SOON
+    all_is_well()
+
+
+def test_a_rank_that_writes_while_another_fails_does_not_hide_the_failure():
+    flood = floods()["characters"]
+
+    def work():
+        if dist.get_rank() == 0:
+            flood()
+        time.sleep(0.5)
+        raise ValueError("the cause")
+
+    with pytest.raises(Exception, match="ValueError: the cause"):
+        launch(work, world_size=2)
+    all_is_well(2)
+
+
+def test_the_stop_button_stops_a_rank_that_writes_without_end():
+    with Kernel() as kernel:
+        kernel.good("import os, sys\nimport torch.distributed as dist\nfrom course_utils import launch")
+        for statement in ('sys.stdout.write("." * 1000)', 'print("line " * 20)'):
+            cell = kernel.start_until(f"""
+def work():
+    print("ready", flush=True)
+    while dist.get_rank() == 0:
+        {statement}
+    dist.barrier()
+launch(work, world_size=2, timeout=1000)
+""", "ready")
+            time.sleep(1.0)
+            kernel.interrupt(cell, timeout=20)
+            assert cell.error_name == "Interrupted"
+            assert kernel.good("launch(dist.get_rank, world_size=2)").value == "[0, 1]"
+
+
+# --- what is shown -------------------------------------------------------------------------------------------------
+
+NOTE = r"\b(\d[\d,_ ]*)\s+(?:more |other |further )?"
+
+
+def number(text: str) -> int:
+    return int(re.sub(r"\D", "", text))
+
+
+@pytest.mark.parametrize("size", [1_000_000, 30_000_000])
+def test_a_very_long_line_is_cut_with_a_note_how_much_is_missing(size, capsys):
+    def work():
+        sys.stdout.write("x" * size)
+        print("|")
+        print("next line")
+
+    launch(work, world_size=1, timeout=30)
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert rest == ["[rank 0] next line"]
+    shown = len(re.search("x+", first)[0])
+    assert 1000 <= shown <= 20_000
+    note = first.partition("x" * shown)[2]
+    assert abs(shown + number(re.search(NOTE + "(?:characters|more)", note)[1]) - size) <= 1, note
+
+
+def test_of_very_many_lines_beginning_and_end_are_shown_and_how_many_lie_between(capsys):
+    count = 300_000
+
+    def work():
+        for begin in range(0, count, 1000):
+            sys.stdout.write("".join(f"line {i} {'y' * 60}\n" for i in range(begin, begin + 1000)))
+        print("the end")
+
+    launch(work, world_size=1, timeout=60)
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) < 30_000
+    numbers = [int(m[1]) for line in out if (m := re.match(r"\[rank 0\] line (\d+) y{60}$", line))]
+    assert numbers[:500] == list(range(500)) and numbers[-1] == count - 1 and out[-1] == "[rank 0] the end"
+    assert numbers == sorted(numbers)
+    notes = [line for line in out if not re.match(r"\[rank 0\] (line \d+ y{60}|the end)$", line)]
+    assert len(notes) == 1, notes
+    assert number(re.search(NOTE + "lines", notes[0])[1]) + len(numbers) == count
+    gap = next(i for i, (a, b) in enumerate(zip(numbers, numbers[1:], strict=False)) if b != a + 1)
+    assert out.index(notes[0]) == gap + 1
+
+
+def test_a_limit_of_one_call_does_not_count_for_the_next(capsys):
+    def work(count):
+        sys.stdout.write("".join(f"{i}\n" for i in range(count)))
+
+    for _ in range(2):
+        launch(work, 50_000, world_size=1)
+        assert capsys.readouterr().out.startswith("[rank 0] 0\n[rank 0] 1\n")
+    launch(work, 500, world_size=2)
+    assert capsys.readouterr().out == "".join(f"[ranks 0,1] {i}\n" for i in range(500))
+
+
+def test_several_progress_bars_of_a_rank_are_one_clean_line_each(capsys):
+    def work():
+        from tqdm import tqdm
+
+        bars = [tqdm(total=20, position=i, desc=f"bar {i}", mininterval=0) for i in range(3)]
+        for _ in range(20):
+            for bar in bars:
+                bar.update()
+        for bar in bars:
+            bar.close()
+        print("after")
+
+    launch(work, world_size=1)
+    captured = capsys.readouterr()
+    shown = [line for line in screen(captured.out + captured.err) if line]
+    assert len(shown) == 4, shown
+    for i in range(3):
+        assert len([line for line in shown if re.match(rf"\[rank 0\] bar {i}: 100%.*20/20", line)]) == 1, shown
+    assert "[rank 0] after" in shown and "\x1b[A" not in captured.out
+
+
+def test_one_progress_bar_a_rank_with_positions_is_one_clean_line_each(capsys):
+    def work():
+        from tqdm import tqdm
+
+        for _ in tqdm(range(20), position=dist.get_rank(), desc=f"rank {dist.get_rank()}", mininterval=0):
+            time.sleep(0.005)
+
+    launch(work, world_size=4)
+    captured = capsys.readouterr()
+    shown = [line for line in screen(captured.out + captured.err) if line]
+    assert len(shown) == 4, shown
+    for rank in range(4):
+        assert len([line for line in shown if re.match(rf"\[rank {rank}\] rank {rank}: 100%.*20/20", line)]) == 1

@@ -1,0 +1,239 @@
+"""Promises about settings: what one function changes in its process does not reach the next call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import all_is_well, failure
+from kernels import Kernel
+
+from course_utils import HangError, launch, shutdown
+
+pytestmark = pytest.mark.guard(60)
+
+
+def settings() -> dict[str, tuple]:
+    """Settings by name; all functions are local, so that ranks need not import this module."""
+
+    def summed() -> float:
+        x = torch.ones(1)
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        dist.all_reduce(x)
+        return x.item()
+
+    def mask() -> int:
+        now = os.umask(0)
+        os.umask(now)
+        return now
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("replaced by an earlier call")
+
+    def level(name: str | None = None) -> int:
+        return logging.getLogger(name).level
+
+    def block():
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+
+    c10d, nofile, core = "torch.distributed", resource.RLIMIT_NOFILE, resource.RLIMIT_CORE
+    set_limit, limit = resource.setrlimit, resource.getrlimit
+    return {  # name: (what changes it, what shows it)
+        "default device": (lambda: torch.set_default_device("meta"), lambda: torch.ones(1).device.type),
+        "deterministic algorithms": (
+            lambda: torch.use_deterministic_algorithms(True), torch.are_deterministic_algorithms_enabled),
+        "anomaly mode": (lambda: torch.autograd.set_detect_anomaly(True) and None, torch.is_anomaly_enabled),
+        "default dtype": (lambda: torch.set_default_dtype(torch.float64), lambda: str(torch.ones(1).dtype)),
+        "grad mode": (lambda: torch.set_grad_enabled(False) and None, torch.is_grad_enabled),
+        "threads": (lambda: torch.set_num_threads(2), torch.get_num_threads),
+        "all_reduce": (lambda: setattr(dist, "all_reduce", broken), summed),
+        "barrier": (lambda: setattr(dist, "barrier", broken), lambda: dist.barrier()),
+        "wait": (lambda: setattr(dist.Work, "wait", broken), summed),
+        "get_rank": (lambda: setattr(dist, "get_rank", lambda: 7), lambda: dist.get_rank() < 2),
+        "umask": (lambda: os.umask(0o777) and None, mask),
+        "soft limit": (lambda: set_limit(nofile, (100, limit(nofile)[1])), lambda: limit(nofile)),
+        "hard limit": (lambda: set_limit(nofile, (100, 100)), lambda: limit(nofile)),
+        "another limit": (lambda: set_limit(core, (0, 4096)), lambda: limit(core)),
+        "niceness": (lambda: os.nice(3) and None, lambda: os.nice(0)),
+        "start method": (
+            lambda: multiprocessing.set_start_method("spawn", force=True), multiprocessing.get_start_method),
+        "root level": (lambda: logging.getLogger().setLevel(5), level),
+        "level of a logger": (lambda: logging.getLogger(c10d).setLevel(5), lambda: level(c10d)),
+        "logging.disable": (lambda: logging.disable(50), lambda: logging.root.manager.disable),
+        "logging handlers": (lambda: logging.basicConfig(filename="/dev/null"), lambda: len(logging.root.handlers)),
+        "recursion limit": (lambda: sys.setrecursionlimit(400), sys.getrecursionlimit),
+        "excepthook": (lambda: setattr(sys, "excepthook", print), lambda: sys.excepthook is sys.__excepthook__),
+        "warnings filters": (lambda: warnings.simplefilter("error"), lambda: [str(f) for f in warnings.filters]),
+        "handler of SIGTERM": (
+            lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN) and None, lambda: str(signal.getsignal(15))),
+        "handler of SIGUSR2": (
+            lambda: signal.signal(signal.SIGUSR2, lambda *_: None) and None,
+            lambda: str(signal.getsignal(signal.SIGUSR2))),
+        "blocked signals": (block, lambda: sorted(map(str, signal.pthread_sigmask(signal.SIG_BLOCK, [])))),
+        "environment": (lambda: os.environ.update(LEFT="here"), lambda: os.environ.get("LEFT")),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """If the block fails, let other tests have other ranks."""
+    try:
+        yield
+    except BaseException:
+        shutdown()
+        raise
+
+
+@pytest.mark.parametrize("name", settings())
+def test_a_setting_does_not_reach_the_next_call(name):
+    change, show = settings()[name]
+    with contained():
+        before = launch(show, world_size=2)
+        launch(change, world_size=2)
+        assert launch(show, world_size=2) == before
+        all_is_well(2)
+
+
+def test_a_setting_of_a_function_that_fails_does_not_reach_the_next_call():
+    def work():
+        torch.set_default_device("meta")
+        dist.all_reduce = None
+        os.umask(0o777)
+        raise ValueError("stop")
+
+    mask = settings()["umask"][1]
+    with contained():
+        before = launch(mask, world_size=2)
+        failure(Exception, work, world_size=2)
+        assert launch(mask, world_size=2) == before
+        assert launch(lambda: torch.ones(1).item(), world_size=2) == [1.0, 1.0]
+
+
+def test_ranks_can_still_be_stopped_after_a_function_changed_their_signals():
+    def changes():
+        for name in ("SIGINT", "SIGUSR1", "SIGALRM"):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+    launch(changes, world_size=2)
+    error = failure(HangError, lambda: dist.get_rank() or dist.barrier(), world_size=2, timeout=1.0)
+    assert "rank 0 waits in barrier" in str(error)
+
+
+@pytest.mark.parametrize("how", ["alarm", "setitimer"])
+def test_an_alarm_does_not_go_off_in_a_later_call(how):
+    def sets():
+        if how == "alarm":
+            signal.alarm(1)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0.5, 0.2)
+
+    with contained():
+        launch(sets, world_size=2)
+        assert launch(lambda: time.sleep(1.3) or dist.get_rank(), world_size=2) == [0, 1]
+
+
+# --- threads -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+@pytest.mark.parametrize("what", ["prints", "communicates", "prints without end"])
+def test_a_thread_that_outlives_its_call_does_not_disturb_later_ones(what, daemon, capsys):
+    def leaves():
+        def later():
+            time.sleep(0.3)
+            while True:
+                if what != "communicates":
+                    print("ghost")
+                    os.write(1, b"ghost\n")
+                if what != "prints without end":
+                    break
+                time.sleep(0.001)
+            if what == "communicates":
+                dist.all_reduce(torch.ones(1) if dist.get_rank() else torch.ones(3))
+
+        threading.Thread(target=later, daemon=daemon).start()
+        return "left"
+
+    def work():
+        for _ in range(20):
+            time.sleep(0.01)
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            assert x.item() == 2.0
+        print("mine")
+
+    with contained():
+        assert launch(leaves, world_size=2) == ["left"] * 2
+        capsys.readouterr()
+        for _ in range(4):
+            launch(work, world_size=2, timeout=10)
+            assert capsys.readouterr().out == "[ranks 0,1] mine\n"
+
+
+# --- streams -------------------------------------------------------------------------------------------------------
+
+STREAMS = {
+    "sys.stdout = None": lambda: setattr(sys, "stdout", None),
+    "sys.stderr = None": lambda: setattr(sys, "stderr", None),
+    "both None": lambda: setattr(sys, "stdout", None) or setattr(sys, "stderr", None),
+    "dunder None": lambda: setattr(sys, "stdout", None) or setattr(sys, "__stdout__", None),
+    "no stream at all": lambda: setattr(sys, "stdout", 3),
+    "sys.stdout deleted": lambda: delattr(sys, "stdout"),
+    "os.close(1)": lambda: os.close(1),
+    "os.close(2)": lambda: os.close(2),
+    "all closed": lambda: [os.close(n) for n in (0, 1, 2)] and None,
+    "sys.stdout.close()": lambda: sys.stdout.close(),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_that_a_function_has_lost_are_back_in_the_next_call(name, capsys):
+    def talk():
+        print("to stdout")
+        os.write(2, b"to stderr\n")
+        return dist.get_rank()
+
+    with contained():
+        assert launch(STREAMS[name], world_size=2, timeout=10) == [None, None]
+        capsys.readouterr()
+        assert launch(talk, world_size=2, timeout=10) == [0, 1]
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[ranks 0,1] to stderr", "[ranks 0,1] to stdout"]
+
+
+def test_an_error_is_told_although_the_function_has_no_streams():
+    def work():
+        sys.stdout = sys.stderr = None
+        raise ValueError("still told")
+
+    assert "ValueError: still told" in str(failure(Exception, work, world_size=2))
+
+
+# --- the working folder --------------------------------------------------------------------------------------------
+
+
+def test_a_removed_working_folder_is_told_and_another_works():
+    with Kernel() as kernel:
+        kernel.good("import os\nimport torch.distributed as dist\nfrom course_utils import launch, shutdown")
+        kernel.good("launch(dist.get_rank, world_size=2)\nhome = os.getcwd()\n%load_ext course_utils")
+        for before in ("", "shutdown()"):
+            kernel.good("os.mkdir('gone')\nos.chdir('gone')\nos.rmdir('../gone')")
+            kernel.good(before)
+            for cell in (*["launch(dist.get_rank, world_size=2)"] * 2, "%%ranks --world-size 2\nrank"):
+                shown = kernel.run(cell)
+                assert shown.error_name == "RuntimeError", shown
+                assert "working folder" in shown.error and "removed" in shown.error
+                assert "course_utils" not in shown.error and ".py" not in shown.error, shown.error
+            assert kernel.good("os.chdir(home)\nlaunch(os.getcwd, world_size=2) == [home] * 2").value == "True"

@@ -1,0 +1,274 @@
+"""Promises about ranks that were stopped: in the middle of an import, while they start, while they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from calls import all_is_well, failure
+from kernels import Kernel
+
+from course_utils import HangError, WorkerError, launch, shutdown
+
+pytestmark = pytest.mark.guard(90)
+
+STUCK = 1.0  # seconds until a hang is called one
+TALK = """
+def talk():
+    x = torch.tensor([dist.get_rank()])
+    dist.all_reduce(x)
+    return x.item()
+"""
+IMPORTS = "import os, signal, threading, time\nimport torch\nimport torch.distributed as dist\n"
+IMPORTS += "from course_utils import launch, shutdown\n%load_ext course_utils\n" + TALK
+
+
+def works(kernel: Kernel, world_size: int = 3) -> None:
+    total = world_size * (world_size - 1) // 2
+    for _ in range(2):
+        assert kernel.good(f"launch(talk, world_size={world_size})").value == str([total] * world_size)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    with Kernel() as kernel:
+        kernel.good(IMPORTS)
+        yield kernel
+
+
+# --- in the middle of an import ------------------------------------------------------------------------------------
+
+
+def half_importable(folder: Path, kind: str) -> Path:
+    """Write a package `halfway` that is imported only once a file is there, which is returned.
+
+    A second attempt finds its sub-module imported, but not as its attribute: as sympy and torch._dynamo do.
+    """
+    package, gate = folder / kind / "halfway", folder / "gate"
+    package.mkdir(parents=True)
+    (package / "part.py").write_text("value = 7\n")
+    (package / "__init__.py").write_text(f"""
+import os, time
+import halfway.part
+open({str(folder / "begun")!r}, "w").close()
+print("half", flush=True)
+while not os.path.exists({str(gate)!r}):
+    time.sleep(0.01)
+value = halfway.part.value
+""")
+    return gate
+
+
+@pytest.mark.parametrize("kind", ["site-packages", "mine"])
+@pytest.mark.parametrize("how", ["another rank's error", "time-out", "death of another rank"])
+def test_a_rank_stopped_in_the_middle_of_an_import_can_import_afterwards(how, kind, tmp_path, monkeypatch):
+    gate = half_importable(tmp_path, kind)
+    monkeypatch.syspath_prepend(tmp_path / kind)
+    shutdown()  # ranks that have imported another of that name
+
+    def use():
+        import halfway
+
+        return halfway.value
+
+    def stops():
+        if dist.get_rank() == 2 and how != "time-out":
+            time.sleep(0.5)
+            if how == "death of another rank":
+                os.abort()
+            raise ValueError("my bug")
+        use()
+
+    error = failure(HangError if how == "time-out" else WorkerError, stops, timeout=STUCK if how == "time-out" else 60)
+    assert how == "time-out" or error.rank == 2
+    gate.touch()
+    assert launch(use, world_size=4) == launch(use, world_size=4) == [7] * 4
+
+
+def test_a_rank_interrupted_in_the_middle_of_an_import_can_import_afterwards(kernel, tmp_path):
+    gate = half_importable(tmp_path, "site-packages")
+    kernel.good(f"import sys\nsys.path.insert(0, {str(tmp_path / 'site-packages')!r})")
+    kernel.good("def use():\n    import halfway\n    return halfway.value")
+    cell = kernel.start_until("launch(use, world_size=3)", "half")
+    kernel.interrupt(cell)
+    assert cell.error_name == "Interrupted"
+    gate.touch()
+    for _ in range(2):
+        assert kernel.good("launch(use, world_size=3)").value == "[7, 7, 7]"
+    kernel.good("sys.path.pop(0)")
+
+
+def test_ranks_that_were_interrupted_are_others_at_the_next_call():
+    def hangs():
+        if dist.get_rank() != 1:
+            dist.barrier()
+
+    def fails():
+        if dist.get_rank() == 1:
+            raise ValueError("stop")
+        time.sleep(1000)
+
+    for function, kind in ((hangs, HangError), (fails, WorkerError)):
+        before = launch(os.getpid, world_size=3)
+        failure(kind, function, world_size=3, timeout=STUCK)
+        after = launch(os.getpid, world_size=3)
+        assert before[0] != after[0] and before[2] != after[2]
+        assert not psutil.pid_exists(before[0]) and not psutil.pid_exists(before[2])
+
+
+# --- in cells on ranks, which keep their names ---------------------------------------------------------------------
+
+AFRESH = r"rank 1\b[^\n]*\bstarts? afresh[^\n]*names"
+
+
+@pytest.mark.parametrize("how", ["interrupt", "time-out", "error"])
+def test_cells_keep_their_names_when_ranks_are_stopped(kernel, how):
+    kernel.good("%ranks_reset")
+    kernel.good("%%ranks --world-size 3\nimport time\nx = rank * 2")
+    stop = {"error": "if rank == 0: raise ValueError('mine')\n", "interrupt": "print('ready')\n"}.get(how, "")
+    cell = kernel.start(f"%%ranks --timeout {1 if how == 'time-out' else 60}\n{stop}time.sleep(1000)")
+    if how == "interrupt":
+        kernel.pump(cell, lambda cell: "ready" in cell.out)
+        kernel.interrupt(cell)
+    kernel.pump(cell)
+    assert cell.error_name == {"interrupt": "Interrupted", "time-out": "HangError"}.get(how, "WorkerError")
+    after = kernel.good("%%ranks\nx")
+    assert after.out == "".join(f"[rank {r}] {2 * r}\n" for r in range(3))
+    assert "afresh" not in cell.out + cell.error
+
+
+@pytest.mark.parametrize("why", ["import", "deaf"])
+@pytest.mark.parametrize("how", ["interrupt", "time-out"])
+def test_a_cell_says_which_rank_starts_afresh_without_its_names(kernel, why, how, tmp_path):
+    half_importable(tmp_path, "site-packages")
+    kernel.good("%ranks_reset")
+    kernel.good("%%ranks --world-size 3\nimport sys, time\nx = rank * 2")
+    body = f"    sys.path.insert(0, {str(tmp_path / 'site-packages')!r})\n    import halfway"
+    if why == "deaf":
+        body = f"    open({str(tmp_path / 'begun')!r}, 'w').close()\n"
+        body += "    while True:\n        try: time.sleep(1000)\n        except BaseException: pass"
+    cell = kernel.start(f"%%ranks --timeout {2 if how == 'time-out' else 60}\nif rank == 1:\n{body}\ndist.barrier()")
+    if how == "interrupt":
+        kernel.pump(cell, lambda cell: (tmp_path / "begun").exists())
+        time.sleep(0.2)
+        kernel.interrupt(cell)
+    kernel.pump(cell)
+    assert cell.error_name == ("HangError" if how == "time-out" else "Interrupted")
+    after = kernel.good("%%ranks\nprint(globals().get('x', 'no x'))\nsum = torch.ones(1)\ndist.all_reduce(sum)\nsum")
+    told = cell.out + cell.error + after.out
+    assert len(re.findall(AFRESH, told)) == 1, told
+    assert not re.search(r"ranks? [02]\b[^\n]*afresh", told), told
+    for line in ("[rank 0] 0", "[rank 1] no x", "[rank 2] 4", "[ranks 0-2] tensor([3.])"):
+        assert line in after.out
+    again = kernel.good("%%ranks\nrank")
+    assert "afresh" not in again.out
+
+
+# --- interrupts while ranks end, start and are sent to -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gone", [0, 5, 10])
+def test_an_interrupt_of_shutdown_does_no_harm(kernel, gone):
+    """The interrupt strikes when the process of rank `gone` has just ended."""
+    cell = kernel.good(f"""
+pid = launch(os.getpid, world_size=12)[{gone}]
+def strike():
+    while os.path.exists(f"/proc/{{pid}}"):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+thread = threading.Thread(target=strike)
+try:
+    thread.start()
+    shutdown()
+    thread.join()
+    time.sleep(0.1)
+except KeyboardInterrupt:
+    pass
+""")
+    assert not cell.out + cell.err
+    works(kernel)
+    works(kernel, 12)
+
+
+@pytest.mark.parametrize("delay", [0.005, 0.02, 0.08])
+def test_an_interrupt_of_shutdown_at_any_moment_does_no_harm(kernel, delay):
+    kernel.good(f"""
+launch(os.getpid, world_size=12)
+timer = threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGINT))
+try:
+    timer.start()
+    shutdown()
+    timer.join()
+    time.sleep(0.1)
+except KeyboardInterrupt:
+    pass
+""")
+    works(kernel)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.04])
+def test_an_interrupt_of_ranks_reset_does_no_harm(kernel, delay):
+    kernel.good("%ranks_reset")
+    kernel.good("%%ranks --world-size 6\nx = 1")
+    kernel.good(f"""
+timer = threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGINT))
+try:
+    timer.start()
+    get_ipython().run_line_magic("ranks_reset", "")
+    timer.join()
+    time.sleep(0.1)
+except KeyboardInterrupt:
+    pass
+""")
+    kernel.good("%ranks_reset")
+    cell = kernel.good("%%ranks --world-size 3\ny = torch.ones(1)\ndist.all_reduce(y)\ny.item(), 'x' in globals()")
+    assert cell.out == "[ranks 0-2] (3.0, False)\n"
+    works(kernel)
+
+
+def test_an_interrupt_while_ranks_start_is_told_as_one(kernel):
+    kernel.good("shutdown()")
+    for delay in (0.05, 0.4):
+        cell = kernel.start_until("print('now', flush=True)\nlaunch(talk, world_size=24)", "now")
+        time.sleep(delay)
+        kernel.interrupt(cell)
+        assert cell.error_name == "Interrupted", cell
+        assert "course_utils" not in cell.error and "multiprocessing" not in cell.error, cell.error
+    works(kernel)
+
+
+def test_an_interrupt_while_an_argument_is_pickled_is_told_as_one(kernel):
+    works(kernel)
+    cell = kernel.start_until("""
+class Slow:
+    def __reduce__(self):
+        print("at it", flush=True)
+        time.sleep(0.05)
+        return int, ()
+launch(len, [Slow() for _ in range(600)], world_size=3)
+""", "at it")
+    kernel.interrupt(cell)
+    assert cell.error_name == "Interrupted"
+    assert not re.search("course_utils|site-packages|pickle", cell.error), cell.error
+    works(kernel)
+
+
+@pytest.mark.guard(30)
+@pytest.mark.parametrize("ranks", ["are there", "must start"])
+def test_a_stopped_fork_server_does_not_block_a_call(ranks):
+    all_is_well()
+    server = psutil.Process(launch(os.getpid, world_size=4)[0]).parent()
+    if ranks == "must start":
+        shutdown()
+    server.suspend()
+    try:
+        all_is_well()
+        all_is_well(6)
+    finally:
+        if server.is_running():
+            server.resume()
