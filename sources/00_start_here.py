@@ -331,7 +331,7 @@ print(f"{world_size} ranks, {here['cores']} cores: the slowest takes {slowdown:.
 
 # %% [markdown]
 # > **What changes on real GPUs.** Each rank has a GPU of its own, and the compute bars stay as short as for a rank
-# > alone. What they mainly wait for then is the network between them.
+# > alone. What they wait for then is each other, the network and the data.
 
 # %% [markdown]
 # ## 5. The first collective: all-reduce
@@ -395,8 +395,9 @@ print(*(f"{name:17} {value}" for name, value in last.items()), sep="\n")
 assert last["RANK"] == str(world_size - 1)
 
 # %% [markdown]
-# The last one is the address of the **master**, where the ranks meet at the start; `127.0.0.1` means this machine. The
-# port at that address is in `MASTER_PORT`.
+# The last one is the address of the **master**, where the ranks of a cluster meet at the start; `127.0.0.1` means this
+# machine. The port at that address is in `MASTER_PORT`. The ranks of `launch` meet in a private file instead, which no
+# other user of the machine can reach.
 #
 # Until now `launch` has also made the process group. A program for `torchrun` does it itself, with
 # `init_process_group`, and ends it with `destroy_process_group`. Here is one. With `init=False` it runs unchanged in
@@ -615,7 +616,8 @@ print("\nall ranks are back")
 # %% [markdown]
 # There is no traceback, since nobody was left to write one: "killed by signal SIGKILL" is all that the exit status
 # tells. If you meet it in your own work, look at memory first. The notebook lives on, because the ranks are processes
-# apart from it, and the next call starts a new process in the place of the dead one.
+# apart from it. The next call starts new processes in the place of the dead one and of those that waited for it: what
+# was stopped in the middle of something is not used again.
 #
 # ### A hang
 #
@@ -695,8 +697,9 @@ with expect_error(Interrupted):
 # %% [markdown]
 # ## 9. Stop the ranks, start afresh
 #
-# Ranks that wait for the next call use no core, but some memory, and they may be in a state that you do not trust
-# any more. `shutdown()` ends the ranks of `launch`; the next call starts new ones.
+# Ranks that wait for the next call use no core, but some memory, so after 15 minutes without a call they end by
+# themselves. Sooner than that, if you do not trust their state any more, `shutdown()` ends the ranks of `launch`. In
+# both cases the next call starts new ones.
 
 # %%
 ranks = launch(os.getpid, world_size=world_size)
@@ -706,7 +709,8 @@ assert set(launch(os.getpid, world_size=world_size)).isdisjoint(ranks)
 print("the old processes are gone, and the call after that ran on new ones")
 
 # %% [markdown]
-# `%ranks_reset` does it for `%%ranks` cells. Their variables go with them.
+# `%ranks_reset` does it for `%%ranks` cells. Their variables go with them, which is why they may wait for two hours
+# before they end by themselves.
 
 # %%
 # %ranks_reset
@@ -829,8 +833,8 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 #
 # 1. What it held before: every rank changed a copy (section 3).
 # 2. All first lines, then all second, then all third; equal ones merged (section 2).
-# 3. 0.3 s, as sleeping needs no core. For computing, the last rank needs about twice as long as a rank alone: four
-#    ranks share two cores (section 4).
+# 3. 0.3 s, as sleeping needs no core. For computing, the last rank needs up to ranks ÷ cores times as long as a rank
+#    alone, because they share the cores; section 4 prints the factor of this run.
 # 4. After the all-reduce every rank; before it nobody (section 5).
 # 5. They wait. `launch` reports the first failure, with its line, and stops them (section 8).
 # 6. A hang: rank 0 waits in an all-reduce that the others never call (section 8).

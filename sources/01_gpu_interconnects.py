@@ -41,7 +41,7 @@
 #    or a factor of 2?
 # 8. An H100 does 66.9 TFLOP/s in fp32. How many of them does `c = a + b` on long vectors reach?
 # 9. A model of 7 billion parameters averages its bf16 gradients among 16 GPUs, each in a machine of its own. How
-#    long, at least, over one 400G port each? And over 10G Ethernet?
+#    long, at least, over one 400G port each, if only the GPUs add? And over 10G Ethernet?
 
 # %% [markdown]
 # The first cell imports everything and names every parameter.
@@ -163,7 +163,8 @@ generations(names, figures, "recorded: growth since the P100 (data sheets)")
 
 # %% [markdown]
 # *The figure: six GPUs from left to right, oldest first, logarithmic. Arithmetic ends at 106 times the P100's; memory
-# size, memory bandwidth and NVLink end together at 11 times, PCIe at 4 times.*
+# size, memory bandwidth and NVLink end together at 11 times, PCIe at 4 times: a B200 could do PCIe 6, but the machines
+# it is sold in run PCIe 5.*
 #
 # Arithmetic grew more than nine times as much as anything that moves data. (The first step is so large because the
 # P100 had no tensor cores yet.) In the time in which one byte arrives, a GPU of today can compute far more than one
@@ -198,7 +199,7 @@ assert [round(n) for n in waiting.values()] == [591, 4397, 31410, 39576]
 # | **NVSwitch** | all GPUs of a node | every GPU reaches every other at the full rate of its NVLinks |
 # | **PCIe** | GPU, CPU, network card, disk | 16 lanes, each generation about twice as fast |
 # | **InfiniBand** | nodes | network with RDMA (section 3); EDR, HDR, NDR, XDR: 100 to 800 Gb/s a port of four lanes |
-# | **Ethernet** | nodes, and everything else | 10 to 400 Gb/s; with RDMA it is called RoCE |
+# | **Ethernet** | nodes, and everything else | 10 to 800 Gb/s; with RDMA mostly RoCE |
 #
 # <small>Sources for this table and the figure: Bekman, [ml-engineering,
 # network](https://github.com/stas00/ml-engineering/blob/master/network/README.md); NVIDIA's Ampere and Hopper pages,
@@ -435,8 +436,8 @@ assert (taken, pool.allocated) == (300, 3)
 
 # %% [markdown]
 # > **What changes on real GPUs.** Freeing GPU memory can make the CPU wait for the GPU. So PyTorch keeps a pool, its
-# > **caching allocator**: memory of a deleted tensor goes back to the pool, not to the driver. That is why
-# > `nvidia-smi` shows more in use than your tensors need.
+# > **caching allocator**: memory of a deleted tensor goes back to the pool, not to the driver. That is
+# > one reason why `nvidia-smi` shows more in use than your tensors need.
 #
 # <small>Source: PyTorch, [CUDA semantics, memory
 # management](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management).</small>
@@ -509,7 +510,7 @@ topology_picture(five)
 # | `PXB` | several PCIe bridges, but no host bridge | PCIe; the CPU is not on the way |
 # | `PHB` | a PCIe host bridge, where PCIe meets the CPU | PCIe, and what the CPU does with it |
 # | `NODE` | several host bridges of one NUMA node | PCIe, and the ways inside the CPU |
-# | `SYS` | the link between two CPUs (QPI, UPI, Infinity Fabric) | that link, which others use too |
+# | `SYS` | the link between two NUMA nodes, usually two CPUs (UPI, Infinity Fabric) | that link, which others use too |
 #
 # Now line by line. GPU0 says `SYS` four times: whatever it exchanges crosses from CPU to CPU. Its cores are 8–15 and
 # 24–31, on NUMA node 1; a process that feeds it should run there. GPU1 and GPU2 say `PHB` to each other and `NODE` to
@@ -580,7 +581,8 @@ topology_picture(node, path=node.path(0, 7))
 
 # %% [markdown]
 # *The figure, from top to bottom: network cards, CPUs, PCIe switches, GPUs, the NVSwitch. Each GPU has a PCIe switch
-# with a network card of its own. The path from GPU 0 to GPU 7 is highlighted: down to the NVSwitch and up again.*
+# with a network card of its own (`nvidia-smi` prints `PIX` for such a pair, on a DGX also `PXB`). The path from GPU 0
+# to GPU 7 is highlighted: down to the NVSwitch and up again.*
 #
 # A **path** is a list of links. Its bandwidth is that of its slowest link, the **bottleneck**; its time for S bytes
 # is the latency plus S through the bottleneck.
@@ -1012,9 +1014,10 @@ assert round(h100.flops["bf16"] / LINKS["ib_ndr"].bandwidth) == 19788
 # %% [markdown]
 # ## 8. What it means for training: one all-reduce on each rung
 #
-# Sixteen H100 train a model of 7 billion parameters, each on data of its own. After every backward pass they
-# average their gradients, 14 GB in bf16. Lesson 02 shows that each GPU must *send* at least 2(n−1)/n of that;
-# lesson 03 builds algorithms that do.
+# Sixteen H100 train a model of 7 billion parameters, each on data of its own (their optimizer states are sharded, as
+# in lesson 06, or they would not fit). After every backward pass they average their gradients, 14 GB in bf16. Lesson 02
+# shows that the busiest GPU must *send* at least 2(n−1)/n of that, as long as only GPUs add: switches that add need
+# about half (lesson 03, which builds algorithms that reach the bound).
 #
 # **Predict** (question 9): how long on each rung, if it is the only way from each GPU to all others?
 

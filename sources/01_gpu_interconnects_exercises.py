@@ -334,8 +334,8 @@ check.ping_pong(ping_pong)
 #
 # A machine is a list of links: two devices and the bandwidth one way, the same in both directions. Data may take
 # any path. A path is as fast as its slowest link, the **bottleneck**. Find the path whose bottleneck is the fastest
-# of all, as NCCL does when it looks for a way between two GPUs: a detour over three NVLinks is better than a
-# straight PCIe link.
+# of all: a detour over NVLinks is better than a straight PCIe link. (NCCL looks for a way between two GPUs in the
+# same spirit, but it goes through one other GPU at most, and it looks at the kind of link before its bandwidth.)
 #
 # These are the links of a reference machine from the lesson. The check uses small graphs first, and then two such
 # machines.

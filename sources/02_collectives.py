@@ -192,14 +192,17 @@ print("batch_isend_irecv: the same, in one call")
 
 # %% [markdown]
 # > **What changes on real GPUs.** The deadlock moves from Python to the GPU, and even `isend` before `irecv` can cause
-# > it. `batch_isend_irecv` cannot.
+# > it. `batch_isend_irecv` with the send *and* the receive in one list cannot, if the lists of the ranks match and all
+# > ranks of the group take part in its first call.
 #
 # <details><summary>Why?</summary>
 #
-# Under NCCL `send` and `isend` only put a kernel on a CUDA stream and return. But kernels on one stream run one after
-# the other: if two ranks first `isend` to each other and then `irecv`, each send can occupy its stream until the
-# other side receives, which is queued behind *its* send. `batch_isend_irecv` puts the whole list between
-# `ncclGroupStart` and `ncclGroupEnd`: they become one kernel, and in it sends and receives progress together.
+# Under NCCL `send` and `isend` only put a kernel on a CUDA stream and return. (The first one to a peer is another
+# matter in a program that has not passed `device_id=` to `init_process_group`: it has to make a communicator of two,
+# and blocks Python until the peer comes.) But kernels on one stream run one after the other: if two ranks first `isend`
+# to each other and then `irecv`, each send can occupy its stream until the other side receives, which is queued behind
+# *its* send. `batch_isend_irecv` puts the whole list between `ncclGroupStart` and `ncclGroupEnd`: they become one
+# kernel, and in it sends and receives progress together.
 # </details>
 #
 # > **Misconception.** "`isend` has returned, so the message is gone." It has been *started*. Changing the tensor
@@ -1298,9 +1301,10 @@ assert all(torch.equal(x, after[0]) for x in after)  # they even agree
 print("right:", sum(before).tolist(), "  got, on every rank:", after[0].tolist())
 
 # %% [markdown]
-# The worst of the four: no error, no hang, and all ranks agree, so that comparing ranks does not help. Read the
-# digits: wherever rank 0 did the adding, one summand was lost. The numbers chosen at the start of section 2 show it;
-# gradients would not.
+# The worst of the four: PyTorch raises no error, nothing hangs, and all ranks agree, so that comparing ranks does not
+# help. Read the digits: wherever rank 0 did the adding, one summand was lost. The numbers chosen at the start of
+# section 2 show it; gradients would not. The warning comes from `launch`, which compares what the ranks called after
+# they have all returned. Under `torchrun` nobody does that.
 #
 # `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set before torch is imported, makes PyTorch compare the kind of collective, size
 # and type before each call, at a price. The swap above and this one pass. Lesson 14 (debugging hangs) is about
@@ -1390,7 +1394,8 @@ assert all(works[op] == "yes" for op in (*collectives, "barrier", "send", "recv"
 #
 # <small>Source: PyTorch documentation ([torch.distributed,
 # Backends](https://docs.pytorch.org/docs/stable/distributed.html#backends)). MPI on GPU tensors depends on the MPI
-# library. UCC is not in that table: PyTorch calls it experimental, and its source
+# library. The fourth backend of that table, XCCL for Intel's GPUs, is left out here. UCC is not in it: PyTorch calls it
+# experimental, and its source
 # ([ProcessGroupUCC.hpp](https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupUCC.hpp))
 # has all of these operations.</small>
 #

@@ -662,7 +662,7 @@ assert not {up for up in first if up >= 0} & {up for up in second if up >= 0}
 # slices without a pause. In halving/doubling the partner changes at every step, there are log₂n of them, far ones
 # included, and the next exchange can only start when the last is complete. Other world sizes than powers of two send
 # S more. For all-gather and reduce-scatter NCCL has since got an algorithm with logarithmically many steps, PAT
-# ([arXiv 2506.20252](https://arxiv.org/abs/2506.20252)).
+# ([arXiv 2506.20252](https://arxiv.org/abs/2506.20252)), so far only for nodes of one GPU.
 # </details>
 #
 # ### When the switch adds
@@ -842,7 +842,8 @@ assert one_card["hierarchical", 2**22] > 1.5 * own_card["hierarchical", 2**22]
 # > **What changes on real GPUs.** NCCL's rings do use all ports. It lays one ring for each port, each through another
 # > GPU of the node and with its share of S. On four nodes with eight H200 each a ring reached 364.7 GB/s bus
 # > bandwidth at 4 GiB, nearly the 367.6 of a single node, and `NVLSTree` 310.1 (*recorded*, stas00/ml-engineering,
-# > network/README.md).
+# > network/README.md). That was on AWS, where Amazon's own tuner plugin takes the ring. Elsewhere it can be the other
+# > way round, so look at what your NCCL takes: `NCCL_DEBUG_SUBSYS=TUNING`.
 #
 # <details><summary>Then what is left of the advantage of two levels?</summary>
 #
@@ -1789,8 +1790,9 @@ print(f"NCCL_TIMEOUT=7 changes nothing; timeout=timedelta(minutes=45) gives {pat
 # %% [markdown]
 # PyTorch's own variables for NCCL begin with `TORCH_NCCL_`. `TORCH_NCCL_ASYNC_ERROR_HANDLING` (default 3: an error
 # or a timeout ends the process) and `TORCH_NCCL_BLOCKING_WAIT` (`wait()` blocks the CPU) decide what a fault does;
-# `TORCH_NCCL_TRACE_BUFFER_SIZE` and `TORCH_NCCL_DUMP_ON_TIMEOUT` belong to the Flight Recorder of lesson 14. See
-# the [PyTorch documentation](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html).
+# `TORCH_FR_BUFFER_SIZE` (until recently `TORCH_NCCL_TRACE_BUFFER_SIZE`, which still works) and
+# `TORCH_NCCL_DUMP_ON_TIMEOUT` belong to the Flight Recorder of lesson 14. See the
+# [PyTorch documentation](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html).
 
 # %% [markdown]
 # ## 11. nccl-tests: is it the machine or my program?
@@ -1814,8 +1816,8 @@ print(f"NCCL_TIMEOUT=7 changes nothing; timeout=timedelta(minutes=45) gives {pat
 #
 # GPUs = processes (`-np`) × threads (`-t`, default 1) × GPUs per thread (`-g`, default 1). `-b` and `-e` are the
 # first and last size, `-f 2` doubles it. Each row averages `-n` calls (default 20) that are queued back to back,
-# launches included, after `-w` untimed ones (default 5). `-c 1` checks results, `-m` puts several calls into one
-# group, `-G` replays a CUDA graph.
+# launches included, after `-w` untimed ones of every size (default 1; before August 2025 it was 5, of two sizes only).
+# `-c 1` checks results, `-m` puts several calls into one group, `-G` replays a CUDA graph.
 
 # %% [markdown]
 # One row, *recorded* ([nccl-tests issue 152](https://github.com/NVIDIA/nccl-tests/issues/152)). The left half is
@@ -1935,8 +1937,8 @@ print(f"small calls lose {1 - many_calls / one_call:.0%}")
 # <details><summary>Question: 400 Gb/s for each of eight GPUs a node, many nodes. What is good?</summary>
 #
 # 400 Gb/s are 50 GB/s; by the rule of question 4 about 48 are left. Eight such ports carry 8 · 48 = 384 GB/s for a
-# node, if rings enter and leave it through each of them. NVLink gives 370 inside. So a bus bandwidth of about 370,
-# and NVLink is the limit. (*Recorded*: 364.7 GB/s by ring on 4 nodes of 8 H200, stas00/ml-engineering.)
+# node, if rings enter and leave it through each of them. NVLink gives 370 inside. So with rings a bus bandwidth
+# of about 370, and NVLink is the limit. (*Recorded*: 364.7 GB/s by ring on 4 nodes of 8 H200, stas00/ml-engineering.)
 # </details>
 
 # %% [markdown]

@@ -466,7 +466,8 @@ print(f"AfterBackward: {count(AfterBackward)}")
 # - buckets are filled once, at the start. All ranks must agree on them, so they follow the order of the model, but
 #   backwards, *from the last parameter to the first*: the next version needs that;
 # - a bucket is full when it has reached `cap` bytes, and it holds one dtype only;
-# - the division comes *before* the sum. In float16 a sum of N gradients overflows earlier than their mean.
+# - the division comes *before* the sum. In float16 a sum of N gradients overflows earlier than their mean; the price is
+#   that small gradients become zero earlier.
 
 
 # %%
@@ -1099,8 +1100,8 @@ assert len({mean[-1] for mean in means}) == world_size
 # forward only. Then each normalises by its own batch, and moves the running values by it. What rank 0 holds at the end
 # has seen one Nth of the data, and it is what a checkpoint saves.
 #
-# DDP does not ask whether the model is in training mode. An evaluation on rank 0 alone must call `model.module`, or its
-# first forward waits for the others.
+# DDP does not ask whether the model is in training mode. So with buffers an evaluation on rank 0 alone must call
+# `model.module`, or its first forward waits for the others.
 #
 # With enough samples on a rank its statistics are good anyway, and this is what plain DDP does. With one or two
 # they are noise, and then they are shared. By hand: every rank sums x and x² over its part, and an all-reduce makes
@@ -1420,8 +1421,9 @@ for seed_differs in (False, True):
 # With one seed all ranks drop the same units: N ranks try one mask in a step instead of N, and averaging removes less
 # of dropout's noise than it could. So seed with
 # `seed + rank` *after* the model is built or broadcast; give the sampler the plain `seed`. A checkpoint of a model
-# with dropout keeps each rank's generator state (`torch.get_rng_state()`), and a run on another number of ranks
-# draws other masks in any case.
+# with dropout keeps each rank's generator state (`torch.get_rng_state()`, for dropout on GPUs
+# `torch.cuda.get_rng_state()`), gathered to the rank that writes or in a file of its own. A run on another number of
+# ranks draws other masks in any case.
 
 # %% [markdown]
 # ## 15. The learning rate

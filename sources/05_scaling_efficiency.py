@@ -871,8 +871,8 @@ for number in (1 / 3, 1.001, 500, 70_000, 1e-6, 1e-8):
 
 # %% [markdown]
 # 1.001 is 1 in bf16 and in both kinds of fp8. 70,000 is infinite in fp16 and in e5m2; e4m3 has no infinity, and the
-# cast stops at its largest number, 448. 1e-8 is zero in fp16 and in both kinds of fp8, and so is every smaller
-# gradient. Try other numbers:
+# cast stops at its largest number, 448 (since PyTorch 2.12; before that it gave NaN). 1e-8 is zero in fp16 and in both
+# kinds of fp8, and so is every smaller gradient. Try other numbers:
 
 # %%
 explorer = bits_explorer()
@@ -1145,8 +1145,9 @@ assert on_wire == 4
 #
 # ### fp8
 #
-# With 8 bits one scale for all does not do: e4m3 ends at 448 and has three bits of fraction. So each tensor gets
-# its own **scale**, chosen so that its largest element lands at the end of the range.
+# With 8 bits one scale for all does not do: e4m3 ends at 448 and has three bits of fraction. So each tensor, or today
+# each row or block of 32 to 128 elements, gets its own **scale**, chosen so that its largest element lands at the end
+# of the range. Here it is one scale a tensor.
 
 
 # %%
@@ -1164,8 +1165,9 @@ for name, x in {"weight": weight, "gradient": plain, "shrunken": tiny}.items():
 
 # %% [markdown]
 # With a scale the error is a few percent of the tensor's length, however small the tensor is; without one it depends,
-# up to everything. It is an error of the whole: an element half a million times smaller than the largest still becomes
-# 0. Libraries such as Transformer Engine and torchao keep such scales, and use fp8 for matrix products.
+# up to everything. It is an error of the whole: with one scale a tensor, an element half a million times smaller than
+# the largest still becomes 0, which is why blocks have scales of their own now. Libraries such as Transformer Engine
+# and torchao keep such scales, and use fp8 for matrix products.
 #
 # > **What changes on real GPUs.** Time. Dense FLOP/s by format, fp32 on the ordinary cores and the others on tensor
 # > cores, from the data sheets (*recorded*; the figures in brochures that are twice these count 2:4 sparsity):
@@ -1396,8 +1398,8 @@ for n in (2, 4, 16, 100, 256):
     print(f"{n:4} ranks: top 1 % sends {sparse / dense:5.1%} of the bytes of an all-reduce")
 
 # %% [markdown]
-# At a hundred ranks nothing is saved. PowerSGD's factors are *added* on the way, so its saving stays: its authors
-# chose the form for that.
+# At a hundred ranks nothing is saved compared with an all-reduce in fp32, and at fifty nothing compared with bf16.
+# PowerSGD's factors are *added* on the way, so its saving stays: its authors chose the form for that.
 #
 # > **What changes on real GPUs.** Compressing costs time too: a top-k over millions of elements, or an
 # > orthogonalisation, on the same GPU that computes backward. Over NVLink that can take longer than the all-reduce
@@ -1481,8 +1483,9 @@ print(f"{counted[0] / counted[1]:.2f} times the FLOPs")
 # The FLOPs say 1 + 2 + 1 instead of 1 + 2, a third more at most. They are less where the end of a block need not be
 # repeated: here that is its last product, a third of the block's weights. The clock can say more on a model this
 # small, where each call costs time beside its FLOPs. Is it worth it? It is, if the memory goes into more tokens for
-# each GPU and the step was waiting for communication; or if the model does not fit at all. At 32k tokens the
-# activations of Llama-3-8B are 224 GiB without checkpointing and 8 GiB with it (*recorded*,
+# each GPU and the step was waiting for communication; or if the model does not fit at all. At 32k tokens Llama-3-8B
+# keeps 240 GiB without checkpointing and 31 GiB with it: 8 for the inputs of the blocks, 7 for the block that is
+# computed again, and 16 for the logits, which checkpointing does not shrink (*recorded*,
 # [stas00/ml-engineering](https://github.com/stas00/ml-engineering)).
 #
 # <details><summary>And if only every second block is checkpointed?</summary>

@@ -260,11 +260,12 @@ for name in SHOWN:
     print(f" {len(fits)} of {len(GPUS)} kinds of GPU hold them")
 
 # %% [markdown]
-# > **What changes on real GPUs.** The formulas count tensors. A GPU has more to hold: the CUDA context and the
-# > kernels, NCCL's own buffers, workspaces of the matrix libraries. And PyTorch's caching allocator takes memory in
-# > blocks and does not give them back, so `nvidia-smi` shows what was *reserved*, not what is in use;
-# > `torch.cuda.memory_allocated` counts as this lesson does. Leave a few GB. And a GB is 10⁹ bytes here; how many
-# > bytes a GPU that is sold as "80 GB" really has, and how many are free, says `torch.cuda.mem_get_info`.
+# > **What changes on real GPUs.** The formulas count tensors. A GPU has more to hold: the CUDA context and the kernels,
+# > NCCL's own buffers, workspaces of the matrix libraries, and in the optimizer's step up to 4 bytes a local parameter,
+# > unless Adam is built with `fused=True`. And PyTorch's caching allocator takes memory in blocks and does not give
+# > them back, so `nvidia-smi` shows what was *reserved*, not what is in use; `torch.cuda.memory_allocated` counts as
+# > this lesson does. Leave a few GB. And a GB is 10⁹ bytes here; how many bytes a GPU that is sold as "80 GB" really
+# > has, and how many are free, says `torch.cuda.mem_get_info`.
 
 # %% [markdown]
 # ## 3. Activations: the part that grows with the batch
@@ -352,11 +353,12 @@ print(f"the logits in fp32: {logits / 2**30:.1f} GiB")
 assert block_inputs == 8 * 2**30 and round(logits / 2**30, 1) == 15.7
 
 # %% [markdown]
-# Checkpointing takes the 224 GiB to 8, and leaves the logits, now twice as large as all the rest. Programs for long
-# sequences therefore compute the loss in pieces.
+# Checkpointing takes the 224 GiB to 8, and leaves the logits, now twice as large as all that is kept of the blocks.
+# Programs for long sequences therefore compute the loss in pieces.
 #
-# ZeRO divides *model states*. Activations it leaves alone: each rank has those of its own batch. What else divides
-# them is checkpointing, a smaller batch, or splitting the sequence (lesson 11).
+# ZeRO divides *model states*. Activations it leaves alone: each rank has those of its own batch. What shrinks them is
+# checkpointing, a smaller batch, splitting the sequence (lesson 11), or tensor and pipeline parallelism (lessons 09 and
+# 10). ZeRO-R, of the same paper, also divides the checkpoints.
 #
 # <details><summary>By what factor do the activations of one layer exceed its input, and does the hidden size
 # matter?</summary>
@@ -485,8 +487,9 @@ for name, of in {"gradients apart from buckets": apart, "views into them": runs[
     print(f"{name:29} gradients {ended.gradients:9,.0f}, buffers {ended.buffers:9,.0f} bytes")
 
 # %% [markdown]
-# The first row is DDP as it comes: its buckets are a second copy of the gradients. `gradient_as_bucket_view=True`
-# makes the gradients views into the buckets, and changes nothing else. From here on "DDP" has it on.
+# The first row is DDP as it comes: its buckets are a second copy of the gradients. `gradient_as_bucket_view=True` makes
+# the gradients views into the buckets. They cannot be detached in place then, and nothing else changes. From here on
+# "DDP" has it on.
 
 # %% [markdown]
 # ## 6. ZeRO-1: each rank updates its own shard
@@ -1265,8 +1268,9 @@ plots.memory_bars(needs, "modelled: GPT-3 13B on 64 ranks, one rank", limit=gpus
 # *The figure: DDP needs 233 GB and ZeRO-1 81, both more than an H100 has. ZeRO-2 ends just below the V100's 32 GB,
 # and ZeRO-3 needs 8. DDP and ZeRO-1 have a grey piece as large as their gradients: the buckets.*
 #
-# From stage 2 on. ZeRO-1 misses 80 GB by one, which is less than what no formula knows of a real GPU (section 2). A
-# third of what it needs are buckets that `training` takes from DDP's default (section 5).
+# That depends on the buckets. `training` counts them as DDP makes them by default (section 5): a second copy of the
+# gradients, a third of what ZeRO-1 needs, with which it misses 80 GB by one. So it fits from stage 2 on. With gradients
+# as views ZeRO-1 needs 55 GB, and it fits from stage 1 on.
 #
 # The calculator calls the same function for any of these shapes, and says which GPUs have the room.
 
@@ -1282,8 +1286,9 @@ calculator
 #
 # <details><summary>GPT-3 13B as above, mixed precision, ZeRO-1: on how many H100s does it fit?</summary>
 #
-# On no number of them with room to spare. On 4,096 the optimizer's share is next to nothing, and it still needs 79
-# GB: parameters, gradients and buckets are whole, 2 bytes each. ZeRO-2 on 64 needs 31.
+# On no number of them with room to spare. On 4,096 the optimizer's share is next to nothing, and it still needs 79 GB:
+# parameters, gradients and buckets are whole, 2 bytes each. With gradients as views it would fit on 64, with 55 GB.
+# ZeRO-2 on 64 needs 31.
 # </details>
 #
 # <details><summary>GPT-3 175B, mixed precision, ZeRO-3, one sequence a rank: the least number of H100s, of those that
@@ -1298,8 +1303,8 @@ calculator
 #
 # As it is it needs 31 of 32 GB. Checkpointing is enough, just. Half the sequence is not. The states alone are 25 GB and
 # DDP's buckets 3 more, so what is done to activations gains little; momentum instead of Adam saves 4 bytes a parameter,
-# and ZeRO on two V100s more. (One V100 without DDP has no buckets: 28 GB, and a tenth is free as it is. The calculator
-# counts buckets on one rank too.)
+# and ZeRO on two V100s more. (With gradients as views, or on one V100 without DDP, there is no second copy: 28 GB, and
+# a tenth is free as it is. The calculator counts buckets on one rank too.)
 # </details>
 #
 # The next cell holds these answers against `training`.
@@ -1333,8 +1338,8 @@ for name in NAMES:
 # %% [markdown]
 # - Five parts fill a rank: parameters, gradients, optimizer, activations, buffers. Where activations are most of it,
 #   the peak of a step comes when backward begins.
-# - Adam costs 16 bytes a parameter, in fp32 and in mixed precision; with fp32 gradients 18. Seven billion parameters
-#   are 112 GB.
+# - With Adam 16 bytes a parameter are kept, in fp32 and in mixed precision; with fp32 gradients 18. Seven billion
+#   parameters are 112 GB.
 # - ZeRO-1 divides the optimizer's states and ZeRO-2 the gradients, for the traffic of DDP: 2Ψ. ZeRO-3 divides the
 #   parameters too, for 3Ψ. Losses are those of DDP.
 # - Every micro-batch costs ZeRO-2 one reduce-scatter more, and ZeRO-3 all its traffic again.
@@ -1344,7 +1349,8 @@ for name in NAMES:
 #
 # <details><summary>Answers to the ten predictions</summary>
 #
-# 1. When forward has ended and backward begins: all activations are there (section 1).
+# 1. In this run when backward begins: all activations are there (section 1). Where states outweigh activations, late in
+#    backward or in the optimizer's step (section 9).
 # 2. 16 and 16 (section 2).
 # 3. Two hold the 112 GB; one H200 does too. Activations come on top (section 2).
 # 4. Both double (section 3).

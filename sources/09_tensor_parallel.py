@@ -1445,10 +1445,11 @@ print(f"equal; {ledger.messages} messages of {ledger.sent // ledger.messages:,} 
 
 # %% [markdown]
 # What does it win on paper? A step takes as long as the longer of product and message, and one product is left at the
-# end. Take queries, keys and values of GPT-3 175B, one sequence of 2,048 tokens, on H100s that compute at 400
-# TFLOP/s, what Llama 3 reached (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4). That is the
-# rate of whole steps, communication included. Computing alone is faster, and the share of communication then larger
-# than shown here and in section 12.
+# end. Take queries, keys and values of GPT-3 175B, one sequence of 2,048 tokens, on H100s that compute at 400 TFLOP/s,
+# what Llama 3 reached (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4). That is the rate of
+# whole steps, communication included. Computing alone is faster, and the share of communication then larger than shown
+# here and in section 12. The links are taken at the data sheet's full rate, where lesson 12 takes 0.6 of NVLink's,
+# which makes it larger still.
 
 # %%
 RATE = 400e12  # FLOP/s of an H100 in training

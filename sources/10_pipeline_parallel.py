@@ -13,10 +13,10 @@
 # %% [markdown]
 # # How do I split the layers, and where does the bubble go?
 #
-# A model of a trillion parameters was trained on 3,072 GPUs. Its 128 layers were cut into 64 **stages** of two layers
-# each, and every word of every batch went through all 64 in turn, forward and back. Yet each GPU did 163 TFLOP/s, 52 %
-# of what it could (*recorded*, Narayanan et al. 2021, table 1). If 64 stages take turns, why were 63 of 64 GPUs not
-# idle? This lesson builds the answer.
+# Training steps of a model with a trillion parameters were measured on 3,072 GPUs. Its 128 layers were cut into 64
+# **stages** of two layers each, and every word of every batch went through all 64 in turn, forward and back. Yet each
+# GPU did 163 TFLOP/s, 52 % of what it could (*recorded*, Narayanan et al. 2021, table 1). If 64 stages take turns, why
+# were 63 of 64 GPUs not idle? This lesson builds the answer.
 #
 # **You will be able to**
 # - *cut* a model into stages, *balance* them, and *train* it on real ranks with messages from stage to stage;
@@ -350,7 +350,8 @@ for count in (1, 4, 8, 32):
 # %% [markdown]
 # The formula holds for any F and B, as long as all stages are equal and messages take no time. How many micro-batches
 # does it take? GPipe's authors call the bubble negligible from m ≥ 4p on (Huang et al. 2019, section 2.3). That is up
-# to a fifth of all time.
+# to a fifth of all time. (They recompute activations, which can begin before the gradient arrives, so their bubble is
+# smaller than the formula's.)
 
 # %%
 counts = [1, 2, 4, 8, 16, 32, 64, 128]
@@ -495,15 +496,18 @@ with expect_error(HangError):
 # needs to compute. Why is that enough? Suppose that some ranks are stuck. Each waits for a result of a neighbour, and
 # the neighbour has not come to that operation, because it waits too. Then `simulate` would be stuck at the same
 # operations: there, too, a rank waits for results and for nothing else. It refuses such schedules. So a schedule that
-# it accepts comes to its end here, for any number of stages and micro-batches.
+# it accepts comes to its end, for any number of stages and micro-batches, wherever a `recv` of one message does not
+# hold up another.
 #
-# One thing remains. Between two ranks activations and gradients travel in both directions. gloo keeps the two apart. In
-# NCCL the messages of a pair of ranks form **one queue** on each side, in the order of the calls. If rank 0 queues
-# "send activation, receive gradient" while rank 1 queues "send gradient, receive activation", the heads of the two
-# queues are two sends: the deadlock is back, one level lower. So activations and gradients get a **group** each, which
-# is a communicator, with its own queue. On two ranks section 6 sends activations both ways between the pair, so each
-# direction gets a group of its own as well. (gloo also looks at a message's `tag`. NCCL does not: a queue must be
-# emptied in the order in which it was filled, as all schedules of this lesson do.)
+# That condition remains. Between two ranks activations and gradients travel in both directions. gloo keeps the two
+# apart. In NCCL all messages of a process group form **one queue** on each rank, in the order of the calls (one for
+# each pair, if the group was made without naming its device). If rank 0 queues "send activation, receive gradient"
+# while rank 1 queues "send gradient, receive activation", the heads of the two queues are two sends: the deadlock is
+# back, one level lower. So activations and gradients get a **group** each, which is a communicator, with its own queue.
+# On two ranks section 6 sends activations both ways between the pair, so each direction gets a group of its own as
+# well. (gloo also looks at a message's `tag`. NCCL does not: a queue must be emptied in the order in which it was
+# filled, as all schedules of this lesson do. And several communicators at once need care there, so the library takes
+# another way, section 9.)
 
 
 # %%
@@ -858,7 +862,8 @@ for v in (1, 2, 4):
 # %% [markdown]
 # The price: 2m(pv − 1) messages, more than v times as many, of the same size. And more activations than 1F1B, because a
 # rank starts more forwards before its first backward: rank 0 holds p + (p − 1)/v micro-batches instead of p. Groups of
-# p micro-batches go through a rank's stages in turn, so m must be a multiple of p.
+# p micro-batches go through a rank's stages in turn, so in Megatron-LM's schedule and in ours m must be a multiple of
+# p. The library (section 9) and Llama 3's schedule take other numbers, with a larger bubble.
 #
 # The engine of section 5 runs it as it is: `placement` says which rank a stage is on. With v = 2 there are 2p stages,
 # cut from nine pieces. (On more than four ranks the model has too few, and gets more layers.)
@@ -1231,8 +1236,8 @@ for name, (t, stages, _, _, tflops) in MEGATRON.items():
 #
 # **Predict** (question 10). Now all three parallelisms of such a run: what does a GPU send for one micro-batch, forward
 # and backward? Tensor parallelism needs all-reduces in every layer: 8·b·s·h·(t − 1)/t numbers a layer (*recorded*, same
-# source; lesson 09 derives it). Data parallelism all-reduces the gradients of the GPU's parameters once a step, here
-# divided by the step's micro-batches, of one sequence each.
+# source; lesson 09 derives it), without the recomputation that these runs used. Data parallelism all-reduces the
+# gradients of the GPU's parameters once a step, here divided by the step's micro-batches, of one sequence each.
 
 # %%
 print("sent by a GPU for a micro-batch, MB       pipeline   tensor    data")
@@ -1249,17 +1254,19 @@ for name, (t, stages, gpus, whole_batch, _) in MEGATRON.items():
     assert row[0] < row[1]
 
 # %% [markdown]
-# Tensor parallelism sends 7 to 84 times what the pipeline sends, in the middle of every layer, where nothing hides it.
-# Hence the usual layout: tensor parallelism inside the node, on NVLink, and the pipeline across nodes, point to point
-# to one neighbour. Data parallelism crosses nodes too. Where a step has hundreds of micro-batches it sends even less,
-# but all at once, at the end. (Each of the t GPUs of a tensor-parallel group holds the same activations. Megatron lets
-# each send a t-th across nodes and gathers the parts on NVLink, which divides the pipeline's column by eight.)
+# Tensor parallelism sends 7 to 84 times what the pipeline sends, with recomputation 10 to 126 times, in the middle of
+# every layer, where nothing hides it. Hence the usual layout: tensor parallelism inside the node, on NVLink, and the
+# pipeline across nodes, point to point to one neighbour. Data parallelism crosses nodes too. Where a step has hundreds
+# of micro-batches it sends even less, but all at once, at the end. (Each of the t GPUs of a tensor-parallel group holds
+# the same activations. Megatron lets each send a t-th across nodes and gathers the parts on NVLink, which divides the
+# pipeline's column by eight.)
 #
 # ### Their bubbles
 #
 # How many micro-batches did they have? At most one per sequence of a replica's share of the batch. Here is what plain
-# 1F1B would idle with that many. (The largest run is plain 1F1B. The four before it interleaved two or three chunks a
-# rank, which lesson 12 reckons with: 76.1B, 310.1B and 529.6B idled less than is printed here, 3 to 5 %.)
+# 1F1B would idle with that many. (The paper says that its runs interleaved. The four before the largest had two or
+# three chunks a rank, which lesson 12 reckons with: 76.1B, 310.1B and 529.6B idled less than is printed here, 3 to 5 %.
+# For the largest, paper and script disagree: the script, published later, runs plain 1F1B.)
 
 # %%
 for name, (t, stages, gpus, whole_batch, _) in MEGATRON.items():
@@ -1271,8 +1278,8 @@ for name, (t, stages, gpus, whole_batch, _) in MEGATRON.items():
 
 # %% [markdown]
 # That is the answer to the question at the top. With 64 stages each GPU would idle 63 of 64 parts of the time, if each
-# replica did one batch at a time. With 512 micro-batches in a step it idles 11 % or more. The price is a batch of 3,072
-# sequences: without a large batch there is no deep pipeline.
+# replica did one batch at a time. With 512 micro-batches in a step it idles 11 % or more, or 5.8 % if it was
+# interleaved by two. The price is a batch of 3,072 sequences: without a large batch there is no deep pipeline.
 
 # %% [markdown]
 # ## 11. Try it

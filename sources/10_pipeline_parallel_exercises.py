@@ -307,10 +307,10 @@ check.run_order(run_order)
 # </details>
 # <details><summary>Does this work with NCCL?</summary>
 #
-# Not always. There, messages between two ranks run one after the other on one stream, in the order in which each rank
-# asked for them, and in 1F1B these orders differ. Two process groups help, one for activations and one for gradients,
-# or `batch_isend_irecv` for a send and a receive that belong together. `Schedule1F1B` of
-# `torch.distributed.pipelining` does the second.
+# Not always. There, all messages of a process group run one after the other on one stream, in the order in which each
+# rank asked for them, and in 1F1B the orders of two neighbours do not match. Two process groups help, one for
+# activations and one for gradients, or `batch_isend_irecv` for a send and a receive that belong together.
+# `Schedule1F1B` of `torch.distributed.pipelining` does the second.
 # </details>
 
 # %% [markdown]
@@ -450,7 +450,8 @@ check.bubble(bubble)
 # | 2 of 5 | 10 | 10, Why not a thousand micro-batches? | the exact number |
 #
 # How many micro-batches keep the bubble at 3 % of all the time or less, on 8 ranks, with 1, 2 and 4 stages on each?
-# With more than one, micro-batches come in groups of 8: their number is a multiple of the ranks.
+# With more than one, micro-batches come in groups of 8, as in Megatron-LM's schedule: their number is a multiple of the
+# ranks.
 
 
 # %%

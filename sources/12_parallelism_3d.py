@@ -16,7 +16,7 @@
 # Llama 3 405B was trained on 16,384 GPUs: eight shared each layer, sixteen shared the depth of the model, and 128
 # copies of that shared the batch. Each GPU did 400 TFLOP/s (*recorded*, Grattafiori et al. 2024, table 4). Why these
 # numbers and not 16 × 8 × 128, or 8 × 1 × 2,048? This lesson builds 3-D parallelism on real ranks, counts what each
-# dimension sends, and ends with a planner that answers the question for clusters that one does not own.
+# dimension sends, and ends with a planner that answers the question for clusters you do not have.
 #
 # **You will be able to**
 # - *lay out* ranks in a mesh, and *say* for each rank which groups it is in and which link carries their traffic;
@@ -188,8 +188,9 @@ for rank, groups in enumerate(on_ranks(torch_groups, cube, n=8)):
 # A100s (*recorded*, Narayanan et al. 2021, table 1; lesson 10). Here is a quarter of that run: 8 replicas instead of
 # 32, with 448 of the 1,792 sequences of 2,048 tokens in a step. A GPU sends, in 2 bytes a number:
 #
-# - tensor: 8·s·h·(t − 1)/t numbers a layer and sequence (lesson 09), in its L/p layers (s tokens in a sequence, h the
-#   hidden size, L layers; t, p and d are the sizes of the three groups, Ψ the parameters of the model);
+# - tensor: 8·s·h·(t − 1)/t numbers a layer and sequence (lesson 09; recomputation, which that run used, comes in
+#   section 7), in its L/p layers (s tokens in a sequence, h the hidden size, L layers; t, p and d are the sizes of the
+#   three groups, Ψ the parameters of the model);
 # - pipeline: s·h numbers for each sequence forward, and as many back (lesson 10);
 # - data: 2(d − 1)/d times the gradients of its own Ψ/(t·p) parameters, once a step (lesson 04).
 #
@@ -1001,10 +1002,12 @@ last = replays[-1].plan.parts()
 assert sorted(last, key=last.get)[-2:] == ["bubble", "compute"]
 
 # %% [markdown]
-# In the largest run the bubble comes first, then tensor parallelism. As models grow wider, a layer's products grow with
-# h² and its messages with h, so tensor parallelism's share falls from the first run with TP 8 to the last. The bubble
-# does not fall: 64 stages, and a batch that cannot grow for ever. Data parallelism, which stands for "distributed" in
-# most people's minds, is nearly nothing here.
+# In the largest run the bubble comes first, then tensor parallelism, if it was plain 1F1B, as in the script that was
+# published later. The paper says that its runs interleaved. With two chunks a rank the planner has 5.3 % of bubble and
+# 7.3 % of tensor traffic, the other way round. As models grow wider, a layer's products grow with h² and its messages
+# with h, so tensor parallelism's share falls from the first run with TP 8 to the last. The bubble does not fall by
+# itself: 64 stages, and a batch that cannot grow for ever. Data parallelism, which stands for "distributed" in most
+# people's minds, is nearly nothing here.
 #
 # ### Memory
 #
@@ -1078,8 +1081,8 @@ for name, (case, one) in CASES.items():
 # The kinds: the **GPUs** that the degrees make; **heads** (and key-value heads, and the width of the MLP) that tensor
 # ranks share; **layers** that stages share; a **batch** that replicas and micro-batches share; what **interleaving**
 # needs; the **length** that context ranks share; **values** that do not exist; and **memory**, which is looked at when
-# all else is well. The head rule is Megatron's: copies of key-value heads would get round it (lesson 09), and few
-# programs have them.
+# all else is well. Two rules are those of Megatron-LM at that time. Most programs today get round the one for heads
+# with copies of key-value heads (lesson 09), and some schedules take any number of micro-batches (lesson 10).
 #
 # What is *not* refused: tensor parallelism over two nodes. It runs. Section 11 shows what it costs.
 #
@@ -1105,9 +1108,9 @@ assert len(against) == 1 and math.prod(corrected.values()) == printed.gpus
 #
 # Two of the planner's constants are fitted: the shares that products reach of the best product, and other operations of
 # the memory's bandwidth. The fit has seen **three** rows of Megatron-LM's table, the smallest, the fifth and the
-# largest model. The other constants were measured by others: what the best matrix product and attention kernel reach on
-# each GPU, that all-reduces of 64 to 256 MiB get 0.6 of an A100's NVLink, and that large messages get 0.9 of a port
-# (364.7 of 400 GB/s, lesson 03).
+# largest model, the last as plain 1F1B (section 7). The other constants were measured by others: what the best matrix
+# product and attention kernel reach on each GPU, that all-reduces of 64 to 256 MiB get 0.6 of an A100's NVLink, and
+# that large messages get 0.9 of a port (364.7 of 400 GB/s, lesson 03).
 
 # %%
 print(planner.CONSTANTS)
@@ -1196,8 +1199,11 @@ for title, rows in (("TP 8 and a pipeline", recorded.PTD_RUNS), ("ZeRO-3", recor
 
 # %% [markdown]
 # The first half is within 9 %, but always too high, and the planner sees less than half of the decline as GPUs are
-# added. (The guess without a model has 2 to 15 %.) The second half is wrong altogether. What did it measure? In each
-# step the weights are gathered twice and the gradients scattered once, three times 2Ψ bytes.
+# added, if the runs were interleaved as in the paper's figure 12, which the planner assumes. The paper does not say.
+# Were they plain 1F1B, errors would be below 4 %, and the planner would see all of the decline. (The guess without a
+# model has 2 to 15 %.) The second half is wrong altogether. The memory model fails as well: for 529.6B on 640 GPUs it
+# counts 103 GB, so `legal` refuses a run that fitted into 80. What did the second half measure? In each step the
+# weights are gathered twice and the gradients scattered once, three times 2Ψ bytes.
 
 # %%
 for run in recorded.ZERO3_RUNS[:3]:
@@ -1213,8 +1219,9 @@ for run in recorded.ZERO3_RUNS[:3]:
 # computing. In that software of 2021 it did not.
 #
 # So a plan with FSDP over hundreds of GPUs is what the hardware would allow, and not a promise. Torchtitan's FSDP of
-# 2024 keeps 97 % from 8 to 128 GPUs (lesson 07): between the two lies the software. **A model is right about what it
-# has in it.** Before you believe a plan, measure one layer of each kind of traffic on your cluster.
+# 2024 keeps 97 % from 8 to 128 GPUs, though with a batch that grows with them (lesson 07): between the two lies the
+# software. **A model is right about what it has in it.** Before you believe a plan, measure one layer of each kind of
+# traffic on your cluster.
 #
 # ## 10. All layouts
 #
@@ -1443,11 +1450,11 @@ assert told["TP 8, PP 16, DP 128"] < 0.5 * told["TP 8, DP 2048, FSDP"]
 
 # %% [markdown]
 # Each number of the published layout has a reason. TP is 8, because eight GPUs share a node and eight key-value heads
-# do not divide further. Halving it doubles the replicas and leaves eight micro-batches for 16 stages: too few for
-# chunks, and a large bubble without. PP 32 is too deep for 32 micro-batches. PP 4 would be a little faster by the
-# planner, by less than its error, and would leave little memory. Without a pipeline there are 2,048 replicas of one
-# sequence, which cannot hide their gathers. And when sequences become 16 times as long, CP 16 takes the place of 16
-# replicas.
+# do not divide further. Halving it doubles the replicas and leaves eight micro-batches for 16 stages. The planner's
+# rule refuses that. Llama 3's own schedule would run it, but at least half of each pass would be idle. PP 32 is too
+# deep for 32 micro-batches. PP 4 would be a little faster by the planner, by less than its error, and would leave
+# little memory. Without a pipeline there are 2,048 replicas of one sequence, which cannot hide their gathers. And when
+# sequences become 16 times as long, CP 16 takes the place of 16 replicas.
 
 # %% [markdown]
 # ## 12. Try it
@@ -1525,7 +1532,7 @@ print(f" {within} of {len(replays)} published layouts within its first five")
 # 7. Tensor parallelism across sends eight times as much here. Below 3h tokens in a batch it would send less
 #    (section 5).
 # 8. On that machine 4 × 1 × 2 without FSDP, then with it, then 2 × 2 × 2 (section 6).
-# 9. The bubble, then tensor traffic (section 7).
+# 9. With plain 1F1B the bubble, then tensor traffic; interleaved by two, tensor traffic first (section 7).
 # 10. Not by itself: guessing the mean has 7 % (section 9).
 # </details>
 #

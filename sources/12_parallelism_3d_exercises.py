@@ -515,6 +515,7 @@ check.clip_gradients(clip_gradients)
 # | memory | nothing else is wrong, and the model states of a rank are more than its GPU has |
 #
 # *Plus 2*, because embedding and head may count as a layer each: Llama 3 405B has 126 layers and ran on 16 stages.
+# *Interleaving* is a rule of Megatron-LM's schedule; Llama 3's takes any number of micro-batches.
 #
 # | argument | what it is |
 # |---|---|

@@ -156,8 +156,10 @@ print(f"recorded: {len(RECORDED['ways'])} ways to load {there}, {RECORDED['round
 # %% [markdown]
 # ## 1. A small ImageNet
 #
-# The images are made from a seed, in the shape of ImageNet: one folder a class, JPEG files of many sizes. They
-# compress like photographs, so they cost about as much to decode. What reads this folder reads the real one.
+# The images are made from a seed, in the shape of ImageNet: one folder a class, JPEG files of many sizes. They compress
+# like photographs, so a pixel costs about as much to decode. But an image of ImageNet has about twice the pixels and
+# four times the bytes. What reads this folder reads the real one, two to three times as slowly (an estimate from these
+# ratios).
 
 # %%
 train = ImageFolder(image_folder() / "train")
@@ -247,6 +249,8 @@ print(f"together {1e3 * whole:6.2f} ms: {1 / whole:,.0f} images/s from one core,
 print(f"so a GPU that takes {gpu_rate:,} images/s needs {gpu_rate * whole:.1f} cores for itself")
 
 # %% [markdown]
+# For ImageNet's larger images reckon with two to three times as many cores (section 1).
+#
 # Now the three measurements. They answer the question of the title for any training script:
 #
 # 1. the **loader alone**: go through it and do nothing with the batches, L images/s;
@@ -356,12 +360,13 @@ del loaders  # ends the worker processes
 # | what you see | what it means | what helps |
 # |---|---|---|
 # | both ≈ S, no waiting | the GPU is the bottleneck | nothing here: lessons 04 to 12 |
-# | both ≈ L < S | the loader is the bottleneck | more cores, a cheaper pipeline, or this lesson |
+# | both ≈ L < S | the loader is the bottleneck | more cores (slow disk: workers), a cheaper pipeline, this lesson |
 # | both below min(L, S) | the two disturb each other | see that the loader works ahead; leave a core to the step |
 #
-# > **Misconception.** "The loader is slow, so I set `num_workers` to 32." A worker is a process that wants a core.
-# > Workers beyond the number of cores add memory and switching, and few images, if any. What counts is the time that a
-# > core spends on one image: that is why the costs of the parts come first.
+# > **Misconception.** "The loader is slow, so I set `num_workers` to 32." A worker is a process that wants a core. If
+# > workers compute, those beyond the number of cores add memory and switching, and few images, if any. (Only if they
+# > wait for a disk or the network do more workers than cores help.) What counts is the time that a core spends on one
+# > image: that is why the costs of the parts come first.
 
 # %%
 usual = RECORDED["ways"]["dataloader"]["by_workers"]
@@ -1088,9 +1093,9 @@ for name, order in orders.items():
 # %% [markdown]
 # ## 8. Compiled, and in threads
 #
-# Python runs one thread at a time, whatever the number of cores: its lock sees to that. Hence worker *processes* in
-# the usual loader, each with a Python of its own, whose batches must be handed to the training process. FFCV's workers
-# are threads. **Predict** (question 8) how many cores they keep busy.
+# The usual build of Python runs one thread at a time, whatever the number of cores: its lock sees to that. Hence worker
+# *processes* in the usual loader, each with a Python of its own, whose batches must be handed to the training process.
+# FFCV's workers are threads. **Predict** (question 8) how many cores they keep busy.
 
 
 # %%
@@ -1691,7 +1696,7 @@ recorded_bars(ways, strong=["FFCV"])
 
 # %% [markdown]
 # *The figure: a bar of images/s for each library. FFCV's raw file is far ahead, the mixture and the JPEG file follow.
-# Of the others DALI, with a decoder of its own, is a fifth faster than the usual loader, two are about as fast, and
+# Of the others DALI, with a decoder of its own, is 14 to 18 % faster than the usual loader, two are about as fast, and
 # three are slower.*
 #
 # What each did there, from the same record, with its best number of workers:
