@@ -155,8 +155,8 @@ def _targets(root: Path, names: list[str]) -> dict[Path, tuple[Any, bool]]:
             targets[root / "notebooks" / f"{name}.ipynb"] = (nb, True)
         else:
             nb = mark_exercises(nb)
-            targets[root / "exercises" / f"{name}.ipynb"] = (strip(nb), False)
-            targets[root / "solutions" / f"{name}.ipynb"] = (nb, True)
+            targets[root / "exercises" / f"{name}_exercises.ipynb"] = (strip(nb), False)
+            targets[root / "solutions" / f"{name}_solutions.ipynb"] = (nb, True)
     if not targets:
         raise SystemExit(f"no source in {root.name}/sources" + (f" for {', '.join(names)}" if names else ""))
     return targets

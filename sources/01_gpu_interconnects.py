@@ -1100,7 +1100,7 @@ print(f"roofline: {best_rate / 1e9:.0f} GFLOP/s, ridge at {best_rate / best_spee
 # 9. 0.525 s and 21 s (section 8). In two nodes of eight, with eight ports each, 0.066 s.
 # </details>
 #
-# **Exercises:** [exercises/01_gpu_interconnects](../exercises/01_gpu_interconnects.ipynb). **Next:** [02
+# **Exercises:** [exercises/01_gpu_interconnects](../exercises/01_gpu_interconnects_exercises.ipynb). **Next:** [02
 # collectives](02_collectives.ipynb): what ranks say to each other, and how many bytes that takes.
 #
 # **Worth reading**

@@ -18,7 +18,7 @@
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/01_gpu_interconnects.ipynb).
+# fold open one by one; solutions are in [the solutions notebook](../solutions/01_gpu_interconnects_solutions.ipynb).
 #
 # **What a check does.** It calls your function with other numbers than those of the text, so a typed result does
 # not pass. In Exercise 4 it runs your function on real ranks and reads the **ledger**: how many messages each rank

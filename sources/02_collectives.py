@@ -1438,7 +1438,7 @@ print(f"{length(overlapped) * 1e3:.0f} ms overlapped")
 # 8. 229 of 274 GB/s: 84 % (section 6).
 # </details>
 #
-# **Exercises:** [exercises/02_collectives](../exercises/02_collectives.ipynb). **Next:** [03
+# **Exercises:** [exercises/02_collectives](../exercises/02_collectives_exercises.ipynb). **Next:** [03
 # nccl](03_nccl.ipynb), where you build trees and two-level algorithms too and find out which one NCCL picks.
 #
 # **Worth reading**

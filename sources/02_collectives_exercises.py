@@ -21,7 +21,7 @@
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/02_collectives.ipynb).
+# fold open one by one; solutions are in [the solutions notebook](../solutions/02_collectives_solutions.ipynb).
 #
 # **What a check does.** It runs your function on real ranks, at several world sizes, with other numbers on each
 # rank. It compares the result with that of one process, and then reads the **ledger** of each rank: which

@@ -1703,7 +1703,7 @@ print(f"4 micro-batches: {sent_by['always']:,} bytes, with no_sync {sent_by['no_
 #    to rounding (section 13).
 # </details>
 #
-# **Exercises:** [exercises/04_ddp](../exercises/04_ddp.ipynb). **Next:** [05 scaling
+# **Exercises:** [exercises/04_ddp](../exercises/04_ddp_exercises.ipynb). **Next:** [05 scaling
 # efficiency](05_scaling_efficiency.ipynb): why eight GPUs are not eight times as fast, and what wins it back.
 #
 # **Worth reading**

@@ -20,7 +20,7 @@
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/04_ddp.ipynb).
+# fold open one by one; solutions are in [the solutions notebook](../solutions/04_ddp_solutions.ipynb).
 #
 # **What a check does.** In exercises 1, 3 and 4 it trains a small model in float64 for some steps on real ranks, and
 # the same model on all batches in one process. Gradients have to agree to 12 digits. The model is one of the kind that

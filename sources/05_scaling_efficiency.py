@@ -1652,7 +1652,7 @@ print(f"checkpointing 8 layers: {memory:.1f} times less memory, {extra:.2f} time
 # 10. 5.3 % more (section 9).
 # </details>
 #
-# **Exercises:** [exercises/05_scaling_efficiency](../exercises/05_scaling_efficiency.ipynb). **Next:** [06
+# **Exercises:** [exercises/05_scaling_efficiency](../exercises/05_scaling_efficiency_exercises.ipynb). **Next:** [06
 # zero](06_zero.ipynb), which takes the 16 bytes apart.
 #
 # **Worth reading**

@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/05_scaling_efficiency.ipynb).
+# fold open one by one; solutions are in [the solutions notebook](../solutions/05_scaling_efficiency_solutions.ipynb).
 #
 # **What a check does.** In Exercise 1 it runs your function on real ranks for several steps, compares every result
 # and every residual with those of one process, and reads the **ledger** of each rank for the bytes. The others it

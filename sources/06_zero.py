@@ -1363,7 +1363,7 @@ for name in NAMES:
 # 10. 84 GB each way: 11 s over 4 lanes of PCIe 4, 5 s over PCIe 5 (section 11).
 # </details>
 #
-# **Exercises:** [exercises/06_zero](../exercises/06_zero.ipynb). **Next:** [07 fsdp](07_fsdp.ipynb), ZeRO-3 as one
+# **Exercises:** [exercises/06_zero](../exercises/06_zero_exercises.ipynb). **Next:** [07 fsdp](07_fsdp.ipynb), ZeRO-3 as one
 # uses it.
 #
 # **Worth reading**

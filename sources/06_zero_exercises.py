@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/06_zero.ipynb).
+# fold open one by one; solutions are in [the solutions notebook](../solutions/06_zero_solutions.ipynb).
 #
 # **What a check does.** In Exercises 2 to 4 it trains a small model in float64 for some steps on real ranks, and the
 # same model on all batches in one process. Numbers have to agree to 12 digits. Some models are of the kind that breaks

@@ -1474,7 +1474,7 @@ print("between two nodes: FSDP {:.2f} Ψ, HSDP {:.2f} Ψ".format(*between))
 # 10. It loads without an error, and mixes two steps (section 11).
 # </details>
 #
-# **Exercises:** [exercises/07_fsdp](../exercises/07_fsdp.ipynb). **Next:** 08 deepspeed, the same stages from a
+# **Exercises:** [exercises/07_fsdp](../exercises/07_fsdp_exercises.ipynb). **Next:** 08 deepspeed, the same stages from a
 # config.
 #
 # **Worth reading**

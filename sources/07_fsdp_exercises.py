@@ -17,7 +17,7 @@
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/07_fsdp.ipynb).
+# fold open one by one; solutions are in [the solutions notebook](../solutions/07_fsdp_solutions.ipynb).
 #
 # **What a check does.** Exercises 1, 2, 4 and 5 run on real ranks, in float64, and are compared with one process.
 # Then the check reads the **ledger** of each rank: how many all-gathers, over which group, how many bytes. Exercise 1

@@ -1671,7 +1671,7 @@ for name in ("first plan", "one f for q, k, v", "sequence parallel"):
 # 10. 12 % and 52 %, with one sequence of 2,048 tokens at 400 TFLOP/s (section 12).
 # </details>
 #
-# **Exercises:** [exercises/09_tensor_parallel](../exercises/09_tensor_parallel.ipynb). **Next:** [10 pipeline
+# **Exercises:** [exercises/09_tensor_parallel](../exercises/09_tensor_parallel_exercises.ipynb). **Next:** [10 pipeline
 # parallel](10_pipeline_parallel.ipynb), which splits between layers and sends little.
 #
 # **Worth reading**

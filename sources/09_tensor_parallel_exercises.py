@@ -19,7 +19,7 @@
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/09_tensor_parallel.ipynb).
+# fold open one by one; solutions are in [the solutions notebook](../solutions/09_tensor_parallel_solutions.ipynb).
 #
 # **What a check does** (but for Exercise 5, which compares numbers). It runs your function forward and backward on 1
 # to 3 or 4 real ranks, and the whole layer in one process. The output and **every gradient** have to agree to 12

@@ -1360,7 +1360,7 @@ for schedule in plain + [loop]:
 # 10. Tensor parallelism stays. Pipeline and data parallelism may cross (section 10).
 # </details>
 #
-# **Exercises:** [exercises/10_pipeline_parallel](../exercises/10_pipeline_parallel.ipynb). **Next:**
+# **Exercises:** [exercises/10_pipeline_parallel](../exercises/10_pipeline_parallel_exercises.ipynb). **Next:**
 # [12 parallelism 3d](12_parallelism_3d.ipynb), which puts data, tensor and pipeline parallelism together.
 #
 # **Worth reading**

@@ -19,7 +19,7 @@
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/10_pipeline_parallel.ipynb).
+# fold open one by one; solutions are in [the solutions notebook](../solutions/10_pipeline_parallel_solutions.ipynb).
 #
 # **What a check does.** In Exercises 1 and 7 it simulates what you return, and takes every order with the right time
 # and memory. In 2 and 3 it runs your engine on 1 to 4 real ranks in float64, with stages that note every call, and

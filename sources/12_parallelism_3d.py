@@ -1536,7 +1536,7 @@ print(f" {within} of {len(replays)} published layouts within its first five")
 # 10. Not by itself: guessing the mean has 7 % (section 9).
 # </details>
 #
-# **Exercises:** [exercises/12_parallelism_3d](../exercises/12_parallelism_3d.ipynb). **Next:** 13, which finds out
+# **Exercises:** [exercises/12_parallelism_3d](../exercises/12_parallelism_3d_exercises.ipynb). **Next:** 13, which finds out
 # where the time of a real step goes.
 #
 # **Worth reading**

@@ -20,7 +20,7 @@
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/12_parallelism_3d.ipynb).
+# fold open one by one; solutions are in [the solutions notebook](../solutions/12_parallelism_3d_solutions.ipynb).
 #
 # **What a check does.** In Exercise 2 real ranks make your groups and add up numbers in each. In 5 your training runs
 # in float64 on meshes of 1 × 1 to 3 × 2 ranks, and weights and losses are compared with one process to 12 digits.

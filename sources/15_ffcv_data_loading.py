@@ -1778,7 +1778,7 @@ print("pages held at batches of 8: " + ", ".join(f"{n} {h}" for n, h in held.ite
 # 10. 768: the last 32 are dropped (section 10).
 # </details>
 #
-# **Exercises:** [exercises/15_ffcv_data_loading](../exercises/15_ffcv_data_loading.ipynb). **Before:** [12 three
+# **Exercises:** [exercises/15_ffcv_data_loading](../exercises/15_ffcv_data_loading_exercises.ipynb). **Before:** [12 three
 # dimensions](12_parallelism_3d.ipynb). **Next:** 16, which leaves this machine.
 #
 # **Worth reading**

@@ -21,7 +21,7 @@
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/15_ffcv_data_loading.ipynb).
+# fold open one by one; solutions are in [the solutions notebook](../solutions/15_ffcv_data_loading_solutions.ipynb).
 #
 # **What a check does.** In Exercises 1 and 2 it hands you a file that counts the bytes you read. In 3 and 4 it looks at
 # bytes, and then lets FFCV write and read a real file with your functions. In 5 it takes any order with the properties

@@ -21,13 +21,13 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 def make_course(root: Path) -> Path:
     """A course of one real exercise notebook, and of a short one with five of its exercises, two of them on ranks."""
-    for folder in ("exercises", "solutions", "notebooks"):
+    for folder, end in (("exercises", "_exercises"), ("solutions", "_solutions"), ("notebooks", "")):
         (root / folder).mkdir(parents=True)
-        nb = read(ROOT / folder / "02_collectives.ipynb")
-        nbformat.write(nb, root / folder / "02_collectives.ipynb")
-        if folder != "notebooks":
+        nb = read(ROOT / folder / f"02_collectives{end}.ipynb")
+        nbformat.write(nb, root / folder / f"02_collectives{end}.ipynb")
+        if end:
             nb.cells = _short(nb.cells)
-            nbformat.write(nb, root / folder / "90_short.ipynb")
+            nbformat.write(nb, root / folder / f"90_short{end}.ipynb")
     return root
 
 
@@ -52,10 +52,10 @@ class Desk:
         self.course, self.folder = course, folder
 
     def solution(self, name: str = "90_short") -> nbformat.NotebookNode:
-        return read(self.course / "solutions" / f"{name}.ipynb")
+        return read(self.course / "solutions" / f"{name}_solutions.ipynb")
 
     def exercise(self) -> nbformat.NotebookNode:
-        return read(self.course / "exercises" / "90_short.ipynb")
+        return read(self.course / "exercises" / "90_short_exercises.ipynb")
 
     def put(self, person: str, nb: nbformat.NotebookNode | str, name: str = "90_short.ipynb") -> Path:
         path = self.folder / person / name
@@ -196,7 +196,7 @@ def _own_check_cells(desk: Desk) -> nbformat.NotebookNode:
 
 
 def _exec_of_solutions(desk: Desk) -> nbformat.NotebookNode:
-    return desk.with_cell(READ_SOLUTIONS.format(path=str(desk.course / "solutions" / "90_short.ipynb")))
+    return desk.with_cell(READ_SOLUTIONS.format(path=str(desk.course / "solutions" / "90_short_solutions.ipynb")))
 
 
 def _outside(desk: Desk) -> str:
@@ -221,4 +221,4 @@ def _clone(desk: Desk, person: str) -> None:
     shutil.copytree(desk.course, place)
     (place / "course_utils").mkdir()
     (place / "course_utils" / "__init__.py").touch()
-    nbformat.write(desk.answered(4, 5), place / "exercises" / "90_short.ipynb")
+    nbformat.write(desk.answered(4, 5), place / "exercises" / "90_short_exercises.ipynb")

@@ -77,7 +77,9 @@ doubled = 2 * 2
 check.double(doubled)
 '''
 
-ORIGINALS = [f"{folder}/90_small.ipynb" for folder in ("exercises", "notebooks", "solutions")]
+ORIGINALS = [
+    "exercises/90_small_exercises.ipynb", "notebooks/90_small.ipynb", "solutions/90_small_solutions.ipynb",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +173,9 @@ def test_same_source_in_two_cells_has_two_ids():
 
 
 def test_exercises_lose_solutions_and_keep_everything_else(course: Path):
-    text = (course / "exercises/90_small.ipynb").read_text()
+    text = (course / "exercises/90_small_exercises.ipynb").read_text()
     assert "SOLUTION" not in text and "total = a + b" not in text and "2 * 2" not in text
-    cells = read(course, "exercises/90_small.ipynb").cells
+    cells = read(course, "exercises/90_small_exercises.ipynb").cells
     assert cells[2].source.startswith('def add(a, b):\n    """Return the sum."""\n    raise NotImplementedError("')
     assert cells[4].source.startswith('raise NotImplementedError("')
     assert [c.source for c in cells[3::2]] == ["check.add(add)", "check.double(doubled)"]
@@ -194,8 +196,8 @@ def change(path: Path, old: str, new: str) -> str:
         ("notebooks/90_small.ipynb", '"execution_count": 2', '"execution_count": null', "not executed"),
         ("notebooks/90_small.ipynb", '"execution_count": 2', '"execution_count": 9', "not in normal form"),
         ("notebooks/90_small.ipynb", "three\\n", "/home/somebody/three\\n", "/home/somebody"),
-        ("solutions/90_small.ipynb", "total = a + b", "total = b + a", "cell 3 is not what the text says"),
-        ("exercises/90_small.ipynb", "check.add(add)", "pass", "cell 4 is not what the text says"),
+        ("solutions/90_small_solutions.ipynb", "total = a + b", "total = b + a", "cell 3 is not what the text says"),
+        ("exercises/90_small_exercises.ipynb", "check.add(add)", "pass", "cell 4 is not what the text says"),
         ("sources/90_small.py", "print(\"three\")", "print(3)", "cell 3 is not what the text says"),
     ],
     ids=["text", "not-run", "count", "path", "solution", "exercise", "source"],
@@ -204,7 +206,7 @@ def test_check_names_what_differs(course: Path, name: str, old: str, new: str, c
     before = change(course / name, old, new)
     try:
         found = workshop.check(course)
-        assert len(found) == 1 and complaint in found[0] and "90_small.ipynb" in found[0]
+        assert len(found) == 1 and complaint in found[0] and "90_small" in found[0]
     finally:
         (course / name).write_text(before)
 
@@ -250,7 +252,7 @@ def test_instructors_nbgrader_makes_and_grades_the_assignment(
     config.CourseDirectory.root = str(tmp_path)
     config.CourseDirectory.db_url = f"sqlite:///{tmp_path}/gradebook.db"
     config.Exchange.root = str(tmp_path)
-    solution = (course / "solutions/90_small.ipynb").read_bytes()
+    solution = (course / "solutions/90_small_solutions.ipynb").read_bytes()
     wrong = solution.replace(b"total = a + b", b"total = a - b")
     for place, content in (("source", solution), ("submitted/ada", solution), ("submitted/bob", wrong)):
         (tmp_path / place / "adding").mkdir(parents=True)
@@ -274,7 +276,7 @@ def test_restore_brings_originals_back_and_keeps_the_learners_copy(course: Path,
     subprocess.run([*git, "init", "--quiet"], check=True)
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "--quiet", "-m", "start"], check=True)
-    mine = tmp_path / "exercises/90_small.ipynb"
+    mine = tmp_path / "exercises/90_small_exercises.ipynb"
     mine.write_text(json.dumps({"mine": True}))
     (tmp_path / "notebooks/90_small.ipynb").unlink()
     (tmp_path / "notebooks/own.ipynb").write_text("{}")
@@ -288,10 +290,10 @@ def test_restore_brings_originals_back_and_keeps_the_learners_copy(course: Path,
 def test_execute_reports_the_notebook_that_fails(course: Path, tmp_path: Path):
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")], metadata=from_text("").metadata)
     nbformat.write(nb, tmp_path / "bad.ipynb")
-    before = (course / "solutions/90_small.ipynb").read_bytes()
-    failed = workshop.execute([course / "solutions/90_small.ipynb", tmp_path / "bad.ipynb"], jobs=2)
+    before = (course / "solutions/90_small_solutions.ipynb").read_bytes()
+    failed = workshop.execute([course / "solutions/90_small_solutions.ipynb", tmp_path / "bad.ipynb"], jobs=2)
     assert len(failed) == 1 and "bad.ipynb: cell 1 (In [1]) ends in ZeroDivisionError" in failed[0]
-    assert (course / "solutions/90_small.ipynb").read_bytes() == before
+    assert (course / "solutions/90_small_solutions.ipynb").read_bytes() == before
 
 
 def test_dead_kernel_is_a_failure_not_a_hang(tmp_path: Path):

@@ -51,7 +51,8 @@ def test_every_lesson_and_exercise_was_built():
     sources = {path.stem for path in (ROOT / "sources").glob("[0-9][0-9]_*.py")}
     assert {path.stem for path in LESSONS} == {name for name in sources if not name.endswith("_exercises")}
     exercises = {name.removesuffix("_exercises") for name in sources if name.endswith("_exercises")}
-    assert {path.stem for path in EXERCISES} == {path.stem for path in SOLUTIONS} == exercises
+    assert {path.stem.removesuffix("_exercises") for path in EXERCISES} == exercises
+    assert {path.stem.removesuffix("_solutions") for path in SOLUTIONS} == exercises
     assert LESSONS and EXERCISES
 
 
@@ -82,8 +83,9 @@ def test_lesson_ends_with_recap_exercises_and_references(path: Path):
     assert len(references) == 2, "no list under 'Worth reading'"
     assert len(re.findall(r"^[-*\d]+\.? ", references[1], re.MULTILINE)) in (2, 3)
     assert len(re.findall(r"\]\((https://[^)]+)\)", references[1])) in (2, 3), "each with a link"
-    if (ROOT / "exercises" / path.name).exists():
-        assert f"exercises/{path.name}" in ending
+    exercises = f"exercises/{path.stem}_exercises.ipynb"
+    if (ROOT / exercises).exists():
+        assert exercises in ending
 
 
 @notebooks(LESSONS, EXERCISES, SOLUTIONS)

@@ -297,7 +297,7 @@ def test_wrong_folder_is_said(desk: Desk, tmp_path: Path, capsys: pytest.Capture
 
 def test_table_sums_points_by_person_over_all_notebooks(desk: Desk, tmp_path: Path):
     desk.put("ada", desk.exercise())
-    desk.put("bob", nbformat.read(desk.course / "exercises" / "02_collectives.ipynb", 4), "02_collectives.ipynb")
+    desk.put("bob", nbformat.read(desk.course / "exercises" / "02_collectives_exercises.ipynb", 4), "02_collectives.ipynb")
     files = {"csv": tmp_path / "g.csv", "json": tmp_path / "g.json", "feedback": tmp_path / "feedback"}
     workshop.grade(desk.folder, root=desk.course, report=Report(**files))
     rows = list(csv.DictReader(files["csv"].open()))
@@ -312,7 +312,7 @@ def test_table_sums_points_by_person_over_all_notebooks(desk: Desk, tmp_path: Pa
     assert [row["person"] for row in only] == ["ada"]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "exercises").glob("*.ipynb")))
+@pytest.mark.parametrize("name", sorted(assignments(ROOT)))
 def test_points_of_each_check_are_on_its_card(name: str):
     text = (ROOT / "sources" / f"{name}_exercises.py").read_text()
     cards = re.findall(r"^# \| difficulty .*\n# \|[-| ]+\n# \| (\d) of 5 ", text, re.MULTILINE)

@@ -80,12 +80,14 @@ def normal(source: str) -> str:
 
 def assignments(root: Path) -> dict[str, Assignment]:
     """All exercise notebooks of a course by name."""
-    return {path.stem: _read(path, root) for path in sorted((root / "exercises").glob("*.ipynb"))}
+    paths = sorted((root / "exercises").glob("*_exercises.ipynb"))
+    return {path.stem.removesuffix("_exercises"): _read(path, root) for path in paths}
 
 
 def _read(path: Path, root: Path) -> Assignment:
     cells = nbformat.read(path, as_version=4).cells
-    solutions = _answers(root / "solutions" / path.name)
+    name = path.stem.removesuffix("_exercises")
+    solutions = _answers(root / "solutions" / f"{name}_solutions.ipynb")
     checks: dict[str, Check] = {}
     points, solution = 1, {}
     for cell in cells:
@@ -101,8 +103,8 @@ def _read(path: Path, root: Path) -> Assignment:
             solution = {}
     code = [cell.source for cell in cells if cell.cell_type == "code"]
     imports = "\n".join(line for source in code for line in _IMPORTS.findall(source))
-    lesson = _title(root / "notebooks" / path.name)
-    return Assignment(path.stem, imports, checks, set(map(normal, code)), lesson)
+    lesson = _title(root / "notebooks" / f"{name}.ipynb")
+    return Assignment(name, imports, checks, set(map(normal, code)), lesson)
 
 
 def _answers(path: Path) -> dict[str, str]:

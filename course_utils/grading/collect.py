@@ -91,7 +91,8 @@ def _is_course(folder: Path) -> bool:
 def _without_notebook(stem: str, known: dict[str, Assignment]) -> str:
     """``ada`` of ``ada_02_collectives``; a name that is nothing but the notebook's stays."""
     for name in known:
-        stem = stem.replace(name, " ") if stem != name else stem
+        for whole in (f"{name}_exercises", f"{name}_solutions", name):
+            stem = stem.replace(whole, " ") if stem != whole else stem
     return stem.strip(" _-") or stem
 
 
