@@ -23,7 +23,7 @@ ffcv:  ## add FFCV for lesson 15 (Linux, Python 3.11), or say what it needs
 
 test:  ## run every test
 	$(SETUP) --extra test --extra nccl --extra-if-possible ffcv
-	$(PY) -m pytest -n 2 --dist loadscope --nbval --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitise.cfg tests notebooks solutions
+	$(PY) -m pytest -n 2 --dist loadscope --nbval --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitise.cfg --durations=40 tests notebooks solutions
 
 notebooks:  ## build notebooks, exercises and solutions from sources (what changed)
 	$(SETUP) --extra test --extra nccl --extra-if-possible ffcv
