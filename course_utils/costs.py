@@ -249,7 +249,7 @@ def all_reduce_seconds(algorithm: str, size: float, cluster: Cluster) -> float:
       slower of the two counts: max(a + (p-1)bS, A + (n-p)BS), twice.
     - ring: 2(n-1) steps of S/n, (a + bS/n) each. On several nodes the slower of two limits: the link between two
       nodes sends all 2(n-1) pieces, A + 2(n-1)BS/n; and one piece travels twice round, but for two hops, with 2N hops
-      between nodes (the count of NCCL's src/graph/tuning.cc) and the others in them.
+      between nodes and the others in them.
     - tree: binomial tree, a reduce to rank 0 and a broadcast from it, whole S in each message: 2*ceil(log2 n)*(a + bS),
       less if n is not a power of two, since the last branches are shorter. Near ranks are added first, so that one
       message crosses between two nodes: 2*ceil(log2 p)*(a + bS) + 2*ceil(log2 N)*(A + BS) for p a power of two.

@@ -93,8 +93,10 @@ class Interrupted(_Report, KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def expect_error(kind: type[BaseException] | tuple[type[BaseException], ...]) -> Iterator[None]:
+def expect_error(kind: type[BaseException] | tuple[type[BaseException], ...] = WorkerError) -> Iterator[None]:
     """Show the error that the block raises, and fail if it raises none.
+
+    Without `kind` any failure of the ranks is expected: an error, a death or a hang.
 
     Examples
     --------

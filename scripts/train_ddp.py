@@ -42,7 +42,7 @@ def connect(backend: str | None) -> torch.device:
     device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     return device
 
 

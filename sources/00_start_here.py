@@ -34,7 +34,8 @@
 # ready: the circle at the top right is then empty and the status line at the bottom says *Idle*.
 #
 # Where the text says **Predict**, write your answer down before you run the cell. A wrong guess that you made is worth
-# more than a right answer that you read. Answers are folded away; a click opens them.
+# more than a right answer that you read. If a notebook shows outputs before you have run it, clear them first (*Edit →
+# Clear Outputs of All Cells*): they contain the answers.
 #
 # Change cells, break them, run them again. `make restore` in a terminal brings the original notebooks back and keeps
 # yours.
@@ -77,12 +78,12 @@ import torch
 import torch.distributed as dist
 from IPython import get_ipython
 
-from course_utils import HangError, Interrupted, WorkerError, device, expect_error, launch, shutdown
+from course_utils import Interrupted, device, expect_error, launch, shutdown
 from course_utils.plots import before_after, timeline
 from course_utils.workshop import machine
 
 world_size = 4  # ranks, 2 or more
-patience = 2.0  # seconds until a hang is reported, in the cell that hangs on purpose
+patience = 2.0  # seconds that `launch` waits in one cell of section 8
 
 # %% [markdown]
 # It ran without an error? Then the environment is in order: Python, PyTorch and the course's own package are there.
@@ -144,6 +145,13 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # | **local rank** | the rank's number on its node; it says which GPU to use | equal to the rank, as there is one node |
 # | **process group** | the ranks that communicate together | all of them, made by `launch` |
 #
+# Two more words stand in many boxes about real GPUs:
+#
+# | word | meaning |
+# |---|---|
+# | **GPU kernel** | a function that runs on a GPU and is started by the CPU; not the notebook's kernel |
+# | **stream** | a queue of work for one GPU, done in order; work on two streams can run at the same time |
+#
 # `launch(fn)` runs a function on every rank and returns what they returned:
 #
 # ```text
@@ -156,7 +164,13 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # ```
 #
 # All ranks run the same function. `dist.get_rank()` tells a rank which one it is. (`dist` is the usual short name of
-# `torch.distributed`.)
+# `torch.distributed`.) Hand over the function itself, without parentheses: `launch` calls it, on the ranks.
+#
+# <details><summary>It said "Default process group has not been initialized"</summary>
+#
+# Then the function ran in the notebook, which is not a rank and belongs to no process group: `launch(hello())` calls
+# `hello` before `launch` sees it, and `hello()` in a cell does the same. Write `launch(hello)`.
+# </details>
 
 
 # %%
@@ -192,9 +206,9 @@ results = launch(three_lines, world_size=world_size)
 assert results == [None] * world_size  # a function without `return` returns None, on every rank
 
 # %% [markdown]
-# Always in this order, however slow a rank is. The launcher shows line 1 of all ranks, then line 2 of all, and so on,
-# and merges equal lines into one. So you can compare your screen with the one that was saved with this notebook.
-# If one rank prints an extra line, the lines after it no longer pair up.
+# Always in this order, however slow a rank is. The launcher shows line 1 as soon as all ranks have printed it, then
+# line 2, and so on, and merges equal lines into one. So you can compare your screen with the one that was saved with
+# this notebook. If one rank prints an extra line, the lines after it no longer pair up.
 #
 # > **Misconception.** "The order on the screen is the order in time." Not here, and even less under `torchrun`, where
 # > lines of several ranks appear as they come. To know what happened first, print the time, or let one rank print.
@@ -238,8 +252,12 @@ assert notes == ["written in the notebook"]
 # the list, other functions, imported modules, `world_size`. Each rank changed its own copy. What a rank returns is
 # copied back.
 #
-# So there are two ways for Python objects: into the ranks through the function, its arguments and the names it uses;
-# out of them through `return`. Copies are made anew at every call:
+# So Python objects have one way in and one way out:
+#
+# - *into* the ranks: the function, its arguments, and everything it uses by name;
+# - *out* of the ranks: what the function returns.
+#
+# Copies are made anew at every call:
 
 # %%
 assert launch(take_a_note, world_size=world_size) == copies  # no rank remembers its earlier note
@@ -258,7 +276,8 @@ print("every call starts from the notebook's present state")
 # number from the operating system, the **process id**. Ask for it twice:
 
 # %%
-first, second = (launch(os.getpid, world_size=world_size) for _ in range(2))
+first = launch(os.getpid, world_size=world_size)
+second = launch(os.getpid, world_size=world_size)
 assert len({os.getpid(), *first}) == world_size + 1  # the notebook and the ranks: all different
 assert first == second  # the same processes in both calls
 print(f"{world_size + 1} processes: the notebook and {world_size} ranks, the same in both calls")
@@ -380,8 +399,8 @@ before_after(parts, totals, "all_reduce")
 # ## 6. The same program without the notebook: `torchrun`
 #
 # Real jobs are files, and a **launcher** starts them: `torchrun`, which comes with PyTorch, Slurm, or a cloud service.
-# It starts a process for each rank and tells it who it is in **environment variables**, the small table of names and
-# texts that every process gets at its start. `launch` does the same:
+# It starts a process for each rank and tells it who it is in **environment variables**: named texts that every process
+# gets at its start. `launch` does the same:
 
 
 # %%
@@ -418,9 +437,10 @@ in_the_notebook = launch(main, world_size=world_size, init=False)
 assert in_the_notebook == [5050] * world_size
 
 # %% [markdown]
-# Now the same two functions become a file. The next cell puts their source together with the imports they need.
+# Now the same two functions become a file. The next cell (its code is folded away) puts their source together with the
+# imports they need.
 
-# %%
+# %% jupyter={"source_hidden": true}
 program = f"""\
 import torch
 import torch.distributed as dist
@@ -445,12 +465,11 @@ print(program, end="")
 # torchrun --standalone --nproc-per-node=2 add_up.py
 # ```
 #
-# `--nproc-per-node` is the number of ranks on this node, `--standalone` says that there is no other node. The cell
-# types it for you (`python -m torch.distributed.run` is `torchrun` by its full name), with two settings that keep it
-# quiet and on this machine. It takes some seconds, as every
-# process imports PyTorch anew.
+# `--nproc-per-node` is the number of ranks on this node, `--standalone` says that there is no other node. The next
+# cell, also folded, types the command for you, with settings that keep it quiet and on this machine. It takes some
+# seconds, as every process imports PyTorch anew.
 
-# %%
+# %% jupyter={"source_hidden": true}
 loopback = "lo0" if sys.platform == "darwin" else "lo"  # leads from this machine to itself
 settings = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
 with tempfile.TemporaryDirectory() as folder:
@@ -481,10 +500,7 @@ assert done.stdout == f"2 ranks say: 1 + 2 + ... + 100 = {in_the_notebook[0]}\n"
 # %load_ext course_utils
 
 # %% [markdown]
-# Five names are there from the start: `torch`, `dist`, `rank`, `world_size` and `device` (a name here, not a call). If
-# the cell ends with an expression, its value is shown for each rank. The braces put in the notebook's `world_size`;
-# without `--world-size` the ranks that live are used, or the number from section 1. Another number starts the ranks
-# afresh, without their variables.
+# A cell that makes a tensor on every rank:
 
 # %%
 # %%ranks --world-size {world_size}
@@ -492,7 +508,14 @@ mine = torch.full((3,), float(rank), device=device)
 mine
 
 # %% [markdown]
-# A tensor on each rank, and they are still there: the next cell uses them.
+# If the cell ends with an expression, its value is shown for each rank. Three things to know:
+#
+# - Five names are there from the start: `torch`, `dist`, `rank`, `world_size` and `device`.
+# - `--world-size` says how many ranks there are; the braces put in the notebook's `world_size`. Another number starts
+#   the ranks afresh, without their variables.
+# - Without `--world-size` the ranks that live are used, or as many as section 1 printed.
+#
+# The tensors are still there: the next cell uses them.
 #
 # **Predict.** How many lines will it show?
 
@@ -527,12 +550,17 @@ print("the notebook has no `mine`: it lives on the ranks")
 # The other way round it is the same: functions and variables of ordinary cells are unknown on the live ranks. Define
 # them in a `%%ranks` cell. (These ranks are also processes of their own, apart from those of `launch`.)
 #
-# An error in a `%%ranks` cell ends the cell and leaves the ranks alive. So that this notebook can run on, the next
-# cell writes the `%%ranks` cell as a call, `run_cell_magic`, and wraps it in `expect_error`, which prints the error as
-# you would meet it and fails if there is none.
+# An error in a `%%ranks` cell ends the cell and leaves the ranks alive. Here is what this cell says:
+#
+#     %%ranks
+#     if rank == 1:
+#         mine.reshape(2, 2)
+#
+# (The folded cell below runs it inside `expect_error`, which prints an error as you would meet it and lets this
+# notebook run on. It fails if there is no error.)
 
-# %%
-with expect_error(WorkerError):
+# %% jupyter={"source_hidden": true}
+with expect_error():
     get_ipython().run_cell_magic("ranks", "", "if rank == 1:\n    mine.reshape(2, 2)")
 
 # %% [markdown]
@@ -559,8 +587,7 @@ mine.shape
 # ## 8. When something goes wrong
 #
 # Training Llama 3 was interrupted 419 times in 54 days unexpectedly (*recorded*: Llama Team 2024,
-# table 5): once in about three hours. Reading failures is a daily skill. Here are the four that you will meet first:
-# an error, a death, a hang, and a run that you want to stop.
+# table 5): once in about three hours. Reading failures is a daily skill. Here are the four that you will meet first.
 #
 # ### An error on one rank
 #
@@ -580,7 +607,7 @@ def mean_of_my_samples():
     return total.item()
 
 
-with expect_error(WorkerError):
+with expect_error():
     launch(mean_of_my_samples, world_size=world_size, backend="gloo")
 
 # %% [markdown]
@@ -608,7 +635,7 @@ def die():
     dist.barrier()
 
 
-with expect_error(WorkerError):
+with expect_error():
     launch(die, world_size=world_size, backend="gloo")
 assert launch(len, "alive", world_size=world_size) == [5] * world_size  # the next call works
 print("\nall ranks are back")
@@ -619,10 +646,10 @@ print("\nall ranks are back")
 # apart from it. The next call starts new processes in the place of the dead one and of those that waited for it: what
 # was stopped in the middle of something is not used again.
 #
-# ### A hang
+# ### Only one rank calls
 #
-# **Predict** (question 6). The mean loss is to be printed once, so only rank 0 computes it. It looks like good
-# housekeeping. The limit is two seconds.
+# **Predict** (question 6). The mean loss is to be printed once, so only rank 0 computes it. What happens? (`timeout=`
+# is how long `launch` waits for the ranks.)
 
 
 # %%
@@ -634,11 +661,11 @@ def print_mean_loss():
     return "done"
 
 
-with expect_error(HangError):
+with expect_error():
     launch(print_mean_loss, world_size=world_size, timeout=patience, backend="gloo")
 
 # %% [markdown]
-# No rank has failed; somebody waits for a call that never comes. That is a **hang**, the typical fault of distributed
+# No rank has failed; rank 0 waits for a call that never comes. That is a **hang**, the typical fault of distributed
 # programs. Read it line by line:
 #
 # - The first line says how long `launch` waited. This is its `timeout=`, 60 s unless you set it. Without `launch` it
@@ -646,7 +673,8 @@ with expect_error(HangError):
 #   slow: give a long one a larger `timeout=`.
 # - The second sentence names the likely fault: who waits, in which call, and who never joined it.
 # - **state**: *waits* is inside a communication, *runs* is in other code, *returned* has left the function.
-# - **last operation**: the call, its number (calls of all ranks are matched by it), the group, the size of the tensor.
+# - **last operation**: the call, its number, the group, the size of the tensor. The number counts all collectives of
+#   this rank in this group, whatever they are called. Calls are matched by it: the ninth meets the ninth.
 # - **line**: where the rank is now, in your cell.
 #
 # The error shows on rank 0, but the fault lies with the others: look for the ranks that stand *somewhere else*. Here
@@ -760,15 +788,17 @@ print(f"a call that finds them running: {warm * 1e3:.1f} ms")
 # | 15 | [ffcv_data_loading](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? |
 # | 16 | multi_node | How do I leave this machine: torchrun, elastic, Slurm? |
 #
-# **On your own** take them in this order, exercises included; a lesson and its exercises fill an evening. If you come
-# with a problem, take the lessons that it needs, after 00 and 02:
+# **On your own** take them in this order, exercises included. Plan an evening for a lesson and one or two for its
+# exercises. If you come with a problem, take the lessons that it needs, after 00 and 02:
 #
 # - *it does not fit in memory*: 06, 07, then 09 to 12;
 # - *it is slow, or does not scale*: 04, 05, 13, 15;
 # - *it hangs, or one rank is wrong*: 04, 14;
 # - *it has to run on a cluster*: 01, 03, 16.
 #
-# How long does a notebook take to *run*, from the first cell to the last?
+# ### For those who teach: run times and workshops
+#
+# Everybody else can go on to the recap. How long does a notebook take to *run*, from the first cell to the last?
 
 # %%
 run_time = {
@@ -834,10 +864,10 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # 1. What it held before: every rank changed a copy (section 3).
 # 2. All first lines, then all second, then all third; equal ones merged (section 2).
 # 3. 0.3 s, as sleeping needs no core. For computing, the last rank needs up to ranks ÷ cores times as long as a rank
-#    alone, because they share the cores; section 4 prints the factor of this run.
+#    alone, because they share the cores. The recap above prints the factor of this run.
 # 4. After the all-reduce every rank; before it nobody (section 5).
 # 5. They wait. `launch` reports the first failure, with its line, and stops them (section 8).
-# 6. A hang: rank 0 waits in an all-reduce that the others never call (section 8).
+# 6. Rank 0 waits in an all-reduce that the others never call: a hang (section 8).
 # 7. No: it lives on the ranks, and only there (section 7).
 # </details>
 #

@@ -58,6 +58,7 @@ from course_utils import device, launch
 from course_utils.costs import bootstrap_alpha_beta, bytes_sent, fit_alpha_beta, format_bytes
 from course_utils.hardware import GPUS, LINKS
 from course_utils.plots import generations, ladder, latency_fit, roofline, topology_picture
+from course_utils.recorded import ACHIEVABLE_MATMUL
 from course_utils.topology import cluster, from_matrix, reference, this_machine
 from course_utils.widgets import topology_explorer
 
@@ -199,7 +200,7 @@ assert [round(n) for n in waiting.values()] == [591, 4397, 31410, 39576]
 # | **NVSwitch** | all GPUs of a node | every GPU reaches every other at the full rate of its NVLinks |
 # | **PCIe** | GPU, CPU, network card, disk | 16 lanes, each generation about twice as fast |
 # | **InfiniBand** | nodes | network with RDMA (section 3); EDR, HDR, NDR, XDR: 100 to 800 Gb/s a port of four lanes |
-# | **Ethernet** | nodes, and everything else | 10 to 800 Gb/s; with RDMA mostly RoCE |
+# | **Ethernet** | nodes, and everything else | 10 to 800 Gb/s; with RDMA mostly RoCE, on AWS its own protocol, EFA |
 #
 # <small>Sources for this table and the figure: Bekman, [ml-engineering,
 # network](https://github.com/stas00/ml-engineering/blob/master/network/README.md); NVIDIA's Ampere and Hopper pages,
@@ -352,6 +353,9 @@ assert round(staged / direct, 1) == 2.6
 # > **Misconception.** "Pin everything just before the copy." Pinning is a copy too: `x.pin_memory().to("cuda",
 # > non_blocking=True)` can be up to twice as slow as `x.to("cuda")`. Pin *once*, for buffers that are used again; a
 # > data loader's `pin_memory=True` pins in a thread beside the training.
+#
+# The other direction has a trap: `x.to("cpu", non_blocking=True)` returns before the data is there. Whoever reads the
+# result without a `torch.cuda.synchronize()` may read old numbers, and nothing says so.
 #
 # <small>Source: Moens, [A guide on good usage of non_blocking and
 # pin_memory()](https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html).</small>
@@ -565,7 +569,10 @@ assert nearest == {"GPU0": "mlx5_0", "GPU2": "mlx5_1", "GPU4": "mlx5_2"}
 
 # %% [markdown]
 # NCCL reads the same facts from the system and chooses by the same order; lesson 03 shows its log. If a job is slow
-# between nodes, this matrix is the first thing to look at.
+# between nodes, this matrix is the first thing to look at. The matrix says what the wires allow. In a virtual machine,
+# or with an IOMMU and PCIe access control (ACS) switched on, traffic between two PCIe devices can be sent through the
+# CPU all the same, so that it is slow or hangs
+# ([NCCL's troubleshooting](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html)).
 
 # %% [markdown]
 # ## 5. A DGX H100, and a cluster of them
@@ -627,11 +634,18 @@ assert round(across.seconds(2**30) / inside.seconds(2**30), 1) == 9.0
 # Large messages: nine times, the ratio of the bandwidths. Small ones: the ratio of the latencies. Whatever you design
 # for a cluster, ask first which messages cross between nodes.
 #
+# One switch is enough for a few nodes. Larger networks have two or three levels: *leaf* switches for the nodes, *spine*
+# switches above them. If a leaf has less bandwidth upwards than its nodes have together, the network is
+# **oversubscribed**, and the slow link of a large job is there, not at the node. *Recorded* for Llama 3's cluster of
+# 24,000 GPUs: full bandwidth inside a pod of 3,072 GPUs, a seventh of it between pods ([Llama Team
+# 2024](https://arxiv.org/abs/2407.21783), section 3.3.1). Two flows that are sent over the same link also halve each
+# other's speed, while links beside it are idle; that is why such networks spread flows or route adaptively.
+#
 # <details><summary>GPU 0 has something for GPU 9 of the other node. Its own card or GPU 1's card?</summary>
 #
-# In the model both ways have the same bottleneck. In a *rail-optimised* cluster all cards number r of all nodes hang on
-# the same switch. There it is better to hand the data to GPU 1 by NVLink first and let it cross on rail 1; NCCL does so
-# and calls it PXN ([NVIDIA, Doubling all2all
+# In the model both ways have the same bottleneck. In a *rail-optimised* cluster all cards number r of all nodes hang
+# on the same switch. There it is better to hand the data to GPU 1 by NVLink first and let it cross on rail 1; NCCL
+# does so and calls it PXN ([NVIDIA, Doubling all2all
 # performance](https://developer.nvidia.com/blog/doubling-all2all-performance-with-nvidia-collective-communication-library-2-12/)).
 # </details>
 #
@@ -994,7 +1008,10 @@ roofline(h100.flops["bf16"], h100.memory_bandwidth, placed, title, modelled=True
 # 2024, table 4).
 
 # %%
-for what, rate in {"best matrix product": 794.5e12, "Llama 3, 8,192 GPUs": 430e12}.items():
+for what, rate in {
+    "best matrix product": ACHIEVABLE_MATMUL["h100"],
+    "Llama 3, 8,192 GPUs": 430e12,
+}.items():
     print(f"{what:20} {rate / h100.flops['bf16']:.0%} of 989 TFLOP/s")
 
 # %% [markdown]
@@ -1016,7 +1033,7 @@ assert round(h100.flops["bf16"] / LINKS["ib_ndr"].bandwidth) == 19788
 #
 # Sixteen H100 train a model of 7 billion parameters, each on data of its own (their optimizer states are sharded, as
 # in lesson 06, or they would not fit). After every backward pass they average their gradients, 14 GB in bf16. Lesson 02
-# shows that the busiest GPU must *send* at least 2(n−1)/n of that, as long as only GPUs add: switches that add need
+# shows that the busiest GPU must *send* at least 2(N−1)/N of that, as long as only GPUs add: switches that add need
 # about half (lesson 03, which builds algorithms that reach the bound).
 #
 # **Predict** (question 9): how long on each rung, if it is the only way from each GPU to all others?
@@ -1027,7 +1044,7 @@ sent = bytes_sent("all_reduce", n, gradients)
 assert sent == 26.25e9
 at_least = {key: sent / LINKS[key].bandwidth for key in ("nvlink4", "pcie5", "ib_ndr", "eth_10g")}
 for key, seconds in at_least.items():
-    print(f"{LINKS[key].name:15}{seconds:8.3f} s at least")
+    print(f"{LINKS[key].name:15}{seconds:8.3f} s at least, if only GPUs add")
 
 # %% [markdown]
 # Is that much? Compare it with the arithmetic. A token costs 2 operations for each parameter forward (one

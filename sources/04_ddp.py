@@ -13,11 +13,11 @@
 # %% [markdown]
 # # What happens inside `loss.backward()` under DDP?
 #
-# Four ranks train a small GPT. Written in the way that comes to mind first, one step makes 28 all-reduces, one
-# after the other, and waits for each. PyTorch's `DistributedDataParallel` sends the same bytes in a few all-reduces,
-# and starts them while the backward pass is still running. The weights are the same afterwards, and the gradients
-# are ready several times sooner, also on the two CPU cores that built this lesson (section 6 measures it). This
-# lesson builds that class in three versions.
+# Four ranks train a small GPT. The obvious version makes 28 all-reduces per step, one after the other, and waits for
+# each. PyTorch's `DistributedDataParallel` sends the same bytes in a few all-reduces, and starts them while the
+# backward pass is still running. The weights are the same afterwards, and the gradients are ready several times sooner,
+# also on the two CPU cores that built this lesson (section 6 measures it). This lesson builds that class in three
+# versions.
 #
 # **You will be able to**
 # - *prove* that N ranks take the same step as one process with an N-times larger batch, and *name* what breaks it;
@@ -27,7 +27,7 @@
 # - *recognise* the usual mistakes by their message, and those that have none.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb). **Time:** about 80 minutes to read, under a minute to
-# run.
+# run. Sections 9, 11 and 14 to 17 can wait for a second evening.
 
 # %% [markdown]
 # ## Eight predictions
@@ -43,7 +43,7 @@
 # 4. In which order do gradients become ready, and which comes last if the output layer shares the embedding's
 #    weight?
 # 5. Four micro-batches are accumulated under DDP without `no_sync`. Is the result wrong?
-# 6. One rank has two batches more than the others. What happens at the end of the epoch?
+# 6. One rank has two batches more than the others. What happens when the others have none left?
 # 7. Ten samples, four ranks. How many samples does one epoch visit?
 # 8. A run on four ranks is resumed from its checkpoint, once on four ranks, once on two. Does the loss curve go on
 #    to the last bit as if nothing had happened?
@@ -59,7 +59,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from itertools import cycle, islice
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
-from course_utils import HangError, WorkerError, device, expect_error, launch, record
+from course_utils import device, expect_error, launch, record
 from course_utils.data import Windows
 from course_utils.models import build
 from course_utils.plots import bucket_picture, loss_curves, replicas, step_timelines
@@ -76,11 +76,11 @@ world_size = 4  # ranks, 2 or more
 backend = "gloo"  # the CPU; None takes the GPUs, if there is one for every rank
 per_rank = 4  # windows of text that a rank takes in one step
 bucket_bytes = 2**17  # gradients in one message: 128 KiB
-patience = 2.0  # seconds until a hang is reported, in the cells that hang on purpose
+patience = 2.0  # seconds that `launch` waits for the ranks in some cells
 
 # %% [markdown]
-# With `backend = "gloo"` every cell runs on the CPU, also on a machine with GPUs: last digits, counts and clocks
-# then mean the same everywhere.
+# With `backend = "gloo"` every cell runs on the CPU, also on a machine with GPUs, so that your numbers agree with the
+# text.
 
 # %% [markdown]
 # ## 1. Data parallelism in one picture
@@ -90,9 +90,30 @@ patience = 2.0  # seconds until a hang is reported, in the cells that hang on pu
 # take the same step. **Predict** (question 1): what has to be done to the gradients?
 #
 # The model is the small GPT of `course_utils.models`: two blocks, 64 wide, and its output layer shares the
-# embedding's weight. The data is *Alice in Wonderland* by characters, in windows of 64. `on_ranks` runs a function on
-# all ranks. `take` fetches windows by their numbers; `whole_batch` says which numbers belong to a step, and `my_part`
-# which of them to this rank.
+# embedding's weight. `build()` makes it, from seed 0 if you give no other: the same weights on every rank.
+
+# %% jupyter={"source_hidden": true}
+import inspect
+
+from IPython.display import Markdown
+
+from course_utils import models
+
+parts = [
+    inspect.getsource(part) for part in (models.Attention, models.MLP, models.Block, models.GPT)
+]
+source = "\n\n".join(parts)
+Markdown(f"<details><summary>The model's source</summary>\n\n```python\n{source}```\n\n</details>")
+
+# %% [markdown]
+# The data is *Alice in Wonderland* by characters, in windows of 64. These helpers come back in the whole lesson:
+#
+# | helper | what it does |
+# |---|---|
+# | `on_ranks(fn)` | runs `fn` on all ranks, as `launch` does |
+# | `whole_batch(step)`, `my_part(step)` | the numbers of the windows of a step: of all ranks, of this one |
+# | `take(numbers)` | fetches windows by their numbers: inputs and targets |
+# | `loss_of(model, x, y)` | the mean loss of these windows |
 
 
 # %%
@@ -191,8 +212,8 @@ for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
     print(f"{dtype}: mean of {world_size} gradients = gradient of the large batch, to {bound:g}")
 
 # %% [markdown]
-# Small, but not zero, as the `assert` says: the sum is taken in another order, and floating-point addition minds.
-# That it shrinks with the precision shows that it is rounding and nothing else.
+# Small, but not zero, as the `assert` says: the sum is taken in another order, and floating-point sums depend on the
+# order. That it shrinks with the precision shows that it is rounding and nothing else.
 #
 # The equation has three conditions. Each of the next three cells breaks one.
 #
@@ -212,9 +233,10 @@ assert abs(factor - world_size) < 1e-3
 print(f"the gradient is {factor:.2f} times too large")
 
 # %% [markdown]
-# With plain SGD this is a learning rate N times too large, and one that changes with the number of ranks. Adam
-# divides by the gradient's own size and hides it, unless gradients are clipped, or the optimizer adds a weight decay
-# to them (`Adam` does, `AdamW` does not): both are then off by a factor of N.
+# With plain SGD this is a learning rate N times too large, and one that changes with the number of ranks. Adam divides
+# each gradient by its own running size, so there the factor cancels and the mistake stays hidden. It shows where a
+# gradient is compared with something else: clipping at a fixed norm, or a weight decay that is added to the gradient
+# (`Adam` does that, `AdamW` does not).
 #
 # > **Misconception.** "DDP sums the gradients", or "`all_reduce` averages." It is the other way round: `all_reduce`
 # > sums, and DDP divides by the world size. A loop that divides once more takes steps N times too short, with SGD.
@@ -329,7 +351,7 @@ print(f"with a broadcast from rank 0:     {together[0]:.3f} before, {together[1]
 # A broadcast of the weights cures it, and then the spread is zero after every step, not only small: an all-reduce
 # leaves the same bits on every rank (lesson 03), and the same bits minus the same bits are the same.
 #
-# <details><summary>Would it do to give every rank the same seed instead?</summary>
+# <details><summary>Is it enough to give every rank the same seed instead?</summary>
 #
 # For weights drawn from that seed, yes, as long as all ranks draw the same numbers in the same order. A broadcast
 # also covers weights from a file that one rank read half-written, another version of a library, or a layer that a
@@ -352,23 +374,24 @@ print(f"with a broadcast from rank 0:     {together[0]:.3f} before, {together[1]
 # Besides parameters a model may have **buffers**: tensors that are saved with it and computed, not trained, such as the
 # running mean of batch norm (section 11). They are broadcast at the start, too.
 #
-# Three kinds of parameter want care even here. A **tied** weight is one tensor under two names; `parameters()`
+# Three kinds of parameters need special handling. A **tied** weight is one tensor under two names; `parameters()`
 # gives it once. A **frozen** one has no gradient, on any rank, and is left out. An **unused** one has none *in this
 # step*, and perhaps has one on another rank: the call must be made on all ranks or on none, so zeros stand in for
 # it.
 
 
 # %%
-class AfterBackward:
+class AfterBackward(torch.nn.Module):
     """Data parallelism, first version: after backward, average one gradient after the other."""
 
     def __init__(self, module):
+        super().__init__()
         self.module = module
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
         self.trained = [p for p in module.parameters() if p.requires_grad]
 
-    def __call__(self, *inputs):
+    def forward(self, *inputs):
         return self.module(*inputs)
 
     def finish(self):
@@ -378,6 +401,17 @@ class AfterBackward:
                 p.grad = torch.zeros_like(p)
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
+
+
+# %% [markdown]
+# A plain model has no `finish()`, and PyTorch's DDP needs none. So the training loop calls it through a helper:
+
+
+# %%
+def finish(model):
+    """Between backward and the optimizer's step: what our versions still have to do."""
+    if hasattr(model, "finish"):
+        model.finish()
 
 
 # %% [markdown]
@@ -392,7 +426,7 @@ def train(model, parameters, numbers, batch=take, steps=3):
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, *batch(numbers(step))).backward()
-        getattr(model, "finish", lambda: None)()  # DDP needs none
+        finish(model)
         optimizer.step()
 
 
@@ -439,7 +473,7 @@ def third_step(wrap):
         loss = loss_of(model, *take(my_part(step)))
         with record() as ledger:
             loss.backward()
-            getattr(model, "finish", lambda: None)()
+            finish(model)
     return ledger
 
 
@@ -466,8 +500,8 @@ print(f"AfterBackward: {count(AfterBackward)}")
 # - buckets are filled once, at the start. All ranks must agree on them, so they follow the order of the model, but
 #   backwards, *from the last parameter to the first*: the next version needs that;
 # - a bucket is full when it has reached `cap` bytes, and it holds one dtype only;
-# - the division comes *before* the sum. In float16 a sum of N gradients overflows earlier than their mean; the price is
-#   that small gradients become zero earlier.
+# - the division comes *before* the sum, as in DDP (section 7 shows it). In float16 a sum of N gradients overflows
+#   earlier than their mean; the price is that small gradients become zero earlier.
 
 
 # %%
@@ -582,24 +616,25 @@ class Overlapped(FlatBuckets):
     def __init__(self, module, cap=bucket_bytes):
         super().__init__(module, cap)
         self.home = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
-        self.missing = [*map(len, self.buckets), None]  # None stands behind the last bucket
+        self.missing = [len(bucket) for bucket in self.buckets]  # gradients that have not come yet
         self.listening = True
         for p in self.trained:
             p.register_post_accumulate_grad_hook(self.arrived)
 
-    def arrived(self, p):
-        """The hook: this gradient is complete."""
+    def arrived(self, p):  # the hook: this gradient is complete
         if not self.listening:
             return
         if self.missing[self.home[p]] == 0:
             raise RuntimeError("a gradient came twice: call finish() between two backward passes")
         self.missing[self.home[p]] -= 1
-        while self.missing[len(self.under_way)] == 0:  # the next bucket is complete
+        for missing in self.missing[len(self.under_way) :]:  # of the buckets not yet started
+            if missing:
+                break
             self.start_next()
 
     def finish(self):
         super().finish()
-        self.missing = [*map(len, self.buckets), None]
+        self.missing = [len(bucket) for bucket in self.buckets]
 
 
 # %%
@@ -626,7 +661,7 @@ def started_in_backward(wrap):
         loss = loss_of(model, *take(my_part(step)))
         with record() as ledger:
             loss.backward()
-        getattr(model, "finish", lambda: None)()
+        finish(model)
     return len(ledger)
 
 
@@ -636,10 +671,11 @@ assert [*started.values()] == [0, 0, 4, 4]
 
 # %% [markdown]
 # Now by the clock: when does each rank compute its gradients, and when is each message under way? The four take
-# turns, eight steps each. Three warm up, and the figure shows each version's median of the other five.
+# turns, eight steps each. Three warm up, and the figure shows each version's median of the other five. (The folded
+# cells read the clocks.)
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def backward_by_clock(model, step):
     """On a rank: spans of the gradients' computation and of every message, in seconds."""
     ready, parameters = [], [*model.module.parameters()]
@@ -654,7 +690,7 @@ def backward_by_clock(model, step):
     with record() as ledger:
         begin = time.monotonic()
         loss.backward()
-        getattr(model, "finish", lambda: None)()
+        finish(model)
         end = time.monotonic()
     for hook in hooks:
         hook.remove()
@@ -662,22 +698,29 @@ def backward_by_clock(model, step):
     return {"backward": (0, ready[-1] - begin), "messages": messages, "end": end - begin}
 
 
-# %%
-def in_turns(versions, steps=8):
-    models = {name: wrap(build(seed=0).to(device())) for name, wrap in versions.items()}
-    return [
-        {name: backward_by_clock(model, step) for name, model in models.items()}
-        for step in range(steps)
-    ]
+# %% jupyter={"source_hidden": true}
+def in_turns(versions, make, steps=8, warm_up=3):
+    """On a rank: the spans of every step but the first ones, by version."""
+    wrapped = {name: wrap(make()) for name, wrap in versions.items()}
+    spans = {name: [] for name in versions}
+    for step in range(steps):
+        for name, model in wrapped.items():
+            spans[name].append(backward_by_clock(model, step))
+    return {name: by_step[warm_up:] for name, by_step in spans.items()}
 
 
-def typical(by_step):
-    return sorted(by_step, key=lambda ranks: max(rank["end"] for rank in ranks))[len(by_step) // 2]
+def typical_step(versions, make, **kwargs):
+    """By version: the step of median length, as a list of spans by rank."""
+    by_rank, typical = on_ranks(in_turns, versions, make, **kwargs), {}
+    for name in versions:
+        steps = list(zip(*(rank[name] for rank in by_rank), strict=True))
+        steps.sort(key=lambda ranks: max(rank["end"] for rank in ranks))
+        typical[name] = steps[len(steps) // 2]
+    return typical
 
 
 # %% tags=["nbval-ignore-output"]
-by_step = [*zip(*on_ranks(in_turns, versions), strict=True)][3:]  # the first three warm up
-steps = {name: typical([[rank[name] for rank in ranks] for ranks in by_step]) for name in versions}
+steps = typical_step(versions, lambda: build().to(device()))
 step_timelines(steps, "measured: backward (pale) and all-reduces (dark) of one step")
 
 # %% [markdown]
@@ -691,6 +734,7 @@ step_timelines(steps, "measured: backward (pale) and all-reduces (dark) of one s
 
 # %% tags=["nbval-ignore-output"]
 def overlap(ranks):
+    """The hidden share of all messages of a step."""
     inside = outside = 0.0
     for rank in ranks:
         until = rank["backward"][1]
@@ -700,14 +744,41 @@ def overlap(ranks):
     return inside / (inside + outside)
 
 
-for name, ranks in steps.items():
-    ready = max(rank["end"] for rank in ranks)
-    print(f"{name:24} gradients ready after {1e3 * ready:4.0f} ms, overlap {overlap(ranks):.0%}")
+def show_times(steps):
+    for name, ranks in steps.items():
+        ready = max(rank["end"] for rank in ranks)
+        print(
+            f"{name:24} gradients ready after {1e3 * ready:4.0f} ms, overlap {overlap(ranks):.0%}"
+        )
+
+
+show_times(steps)
 
 # %% [markdown]
 # The large step is from 28 messages to four. Overlap gains little where messages need the same few cores as the
 # backward pass (four ranks on two cores when this lesson was built): hiding one behind the other is mostly sharing,
 # and any of the last three versions can come out first.
+#
+# On a GPU the backward pass does not need the cores that carry messages. A stand-in: let the ranks sleep for a moment
+# whenever a gradient is complete, as if something else had computed it. Now the backward pass takes long and leaves
+# the cores free. Compare the same 28 messages, first after backward and then each as soon as its gradient is there
+# (`cap=1` makes every gradient a bucket of its own).
+
+
+# %% tags=["nbval-ignore-output"]
+def computed_elsewhere():
+    model = build().to(device())
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: time.sleep(0.006))
+    return model
+
+
+pair = {"AfterBackward": AfterBackward, "Overlapped, cap=1": lambda m: Overlapped(m, cap=1)}
+show_times(typical_step(pair, computed_elsewhere, steps=4, warm_up=1))
+
+# %% [markdown]
+# This is what overlap is for: most of the messages disappear behind the backward pass. The last bucket cannot, because
+# it is complete only when backward is over.
 #
 # <details><summary>How can DDP do without <code>finish()</code>?</summary>
 #
@@ -717,11 +788,10 @@ for name, ranks in steps.items():
 # `torch.autograd.Variable._execution_engine.queue_callback(self.finish)`, a private name.
 # </details>
 #
-# > **What changes on real GPUs.** Messages travel on a CUDA stream of their own, beside the stream that computes,
-# > and take a few of the GPU's multiprocessors. `wait()` makes one stream wait for the other, not the CPU. There
-# > the backward pass of a large model takes far longer than one bucket, and messages disappear behind it; what
-# > cannot is the last bucket, which is complete only when backward is over. Lesson 05 measures and chooses the
-# > bucket size.
+# > **What changes on real GPUs.** Messages travel on a stream of their own, beside the stream that computes, and take a
+# > few of the GPU's multiprocessors. (A stream is a queue of work for the GPU; lesson 00.) `wait()` makes one stream
+# > wait for the other, not the CPU. There the backward pass of a large model takes far longer than one bucket. Lesson
+# > 05 measures and chooses the bucket size.
 
 # %% [markdown]
 # ### Tied, frozen, unused, and used on one rank only
@@ -750,8 +820,11 @@ class Awkward(torch.nn.Module):
 
 
 def take_one_rare(numbers):
+    """As `take`, but the first window of each whole batch begins with 0, and all others with 1."""
     x, y = take(numbers)
-    x[:, 0] = torch.tensor([number % len(whole_batch(0)) for number in numbers])  # 0: rare
+    for row, number in enumerate(numbers):
+        first_of_its_batch = number % len(whole_batch(0)) == 0
+        x[row, 0] = 0 if first_of_its_batch else 1
     return x, y
 
 
@@ -763,9 +836,9 @@ for wrap in (AfterBackward, FlatBuckets, Overlapped):
 # A rank whose sequences do not use the parameter contributes zero: in the mean over the whole batch those windows
 # add nothing. The sum is rank 0's gradient, and the division is by N as everywhere.
 #
-# One difference to one process remains. A parameter that *no* rank used has a gradient of zero here, and none in
-# one process: plain SGD does not care, but AdamW shrinks such a parameter by its weight decay. DDP tells the two
-# cases apart with one more message (section 9).
+# One difference from single-process training remains. A parameter that *no* rank used has a gradient of zero here, and
+# none in one process: plain SGD does not care, but AdamW shrinks such a parameter by its weight decay. DDP tells the
+# two cases apart with one more message (section 9).
 
 # %% [markdown]
 # ## 7. `DistributedDataParallel`
@@ -805,18 +878,38 @@ show(seen)
 #
 # - **Built.** An all-gather of 8 bytes a rank compares the number of parameters, a broadcast compares their shapes,
 #   and another hands out rank 0's weights, all 449,536 bytes. That is section 3, done for you.
-# - **Step 1.** One all-reduce with everything, as in no version of ours. DDP does not know yet in which order
-#   gradients come, and in a wrong order its all-reduces could get between other collectives that a model makes (so
-#   says its source). So it waits for all, and watches.
+# - **Step 1.** One all-reduce with everything, as in no version of ours. DDP does not know yet in which order gradients
+#   come, so it waits for all, and watches.
 # - **Step 2** starts by making buckets in the order it has seen. Ranks might have seen different orders, so rank 0
 #   broadcasts its own: 28 numbers and how many buckets, 4 bytes each, then the buckets' sizes.
 # - **From then on** four all-reduces a step.
 #
-# `_get_ddp_logging_data()` tells which parameters went where, by number. (It is a private name, and documented
-# nowhere; it answers what no public function does.)
+# And *when* does DDP divide by N? Take a gradient of 40,000 on every rank, in float16, which ends at 65,504:
 
 
 # %%
+def mean_of_large_gradients():
+    x = torch.full((1, 1), 40_000.0, dtype=torch.float16, device=device())
+    net = DDP(torch.nn.Linear(1, 1, bias=False, dtype=torch.float16, device=device()))
+    net(x).sum().backward()  # the gradient is x
+    by_hand = x.clone()
+    dist.all_reduce(by_hand)
+    by_hand /= dist.get_world_size()
+    return net.module.weight.grad.item(), by_hand.item()
+
+
+by_ddp, sum_first = on_ranks(mean_of_large_gradients)[0]
+print(f"mean by DDP: {by_ddp:,.0f}; sum first, then divide: {sum_first}")
+assert abs(by_ddp - 40_000) < 100 and sum_first == float("inf")
+
+# %% [markdown]
+# Before the sum, as our buckets do: afterwards would be too late.
+#
+# `_get_ddp_logging_data()` tells which parameters went where, by number. (It is a private name, and documented
+# nowhere; it answers what no public function does. The folded cell turns its answer into names.)
+
+
+# %% jupyter={"source_hidden": true}
 def read_buckets(text):
     """`"3 2, 1 0"` becomes buckets of (name, bytes)."""
     parameters = [(short(name), p.nbytes) for name, p in layout.named_parameters()]
@@ -896,9 +989,30 @@ for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameter
 #   gradients.
 # - A static graph exchanges in its first step which parameters were used (28 flags of 4 bytes), and makes its
 #   buckets a step later.
-# - Looking for unused parameters exchanges such flags in *every* step. There are several buckets from the start,
-#   and they stay for ever: what is used may change, so no order can be learnt. DDP fills them in the order of the
-#   definition and sends them from the last to the first. So the one that is left over, 768 bytes, is the first.
+# - Looking for unused parameters exchanges such flags, 112 bytes, in *every* step. There are several buckets from the
+#   start, and they stay for ever: what is used may change, so no order can be learnt.
+#
+# Three more came with PyTorch 2.13. `forward_sync_buffers` replaces `broadcast_buffers` (section 11),
+# `batched_grad_copy=True` copies all gradients of a bucket at once instead of one by one (lesson 05 measures those
+# copies), and `skip_all_reduce_unused_params=True` leaves out parameters that no rank ever uses.
+#
+# <details><summary>Clipping, mixed precision, checkpointing and torch.compile under DDP</summary>
+#
+# *Clipping.* After `backward()` every rank holds the same mean gradient, so `clip_grad_norm_` computes the same norm
+# everywhere and needs no communication. With accumulation it comes after the last micro-batch.
+#
+# *Mixed precision.* Autocast goes around forward and loss, as on one GPU. With a `GradScaler` call
+# `unscale_(optimizer)` before clipping. An infinity on one rank is one in the mean, so all ranks skip the same step.
+#
+# *Activation checkpointing* works with `use_reentrant=False`. The other kind needs a model without unused parameters,
+# in which each layer is checkpointed once.
+#
+# *`torch.compile`* cuts the graph where a bucket ends (`torch._dynamo.config.optimize_ddp`), because a backward pass
+# that is compiled in one piece hands out all its gradients at its end, and nothing could overlap. Compile the wrapped
+# model: `torch.compile(DDP(model))`. Sources:
+# [DDP](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html) and its
+# [design notes](https://docs.pytorch.org/docs/stable/notes/ddp.html).
+# </details>
 #
 # > **What changes on real GPUs.** One process drives one GPU: `torch.cuda.set_device(local_rank)`, then
 # > `DDP(model.cuda(), device_ids=[local_rank])`. The default bucket is 25 MiB, with a first one of 1 MiB so that
@@ -950,7 +1064,7 @@ for other in results.values():
 print("all three gradients are equal")
 
 # %% [markdown]
-# > **Misconception.** "Without `no_sync` the gradients are wrong." They are right, and four times as dear. After
+# > **Misconception.** "Without `no_sync` the gradients are wrong." They are right, but cost four times as much. After
 # > the first micro-batch every rank holds the mean; adding its own next gradient and averaging again leaves the old
 # > mean as it was and averages the new part.
 #
@@ -979,7 +1093,8 @@ print(f"Overlapped: {len(ledger)} all-reduces, {ledger.bytes():,} bytes")
 # %% [markdown]
 # ## 9. Parameters that get no gradient
 #
-# Section 6's awkward model, under plain DDP. **Predict:** which of its oddities does DDP mind, and in which step?
+# Section 6's awkward model, under plain DDP. **Predict:** which of its oddities does DDP accept, and which not? In
+# which step do you see it?
 
 
 # %%
@@ -992,13 +1107,13 @@ def train_awkward(**options):
 
 
 # %% tags=["nbval-ignore-output"]
-with expect_error(WorkerError):
+with expect_error():
     on_ranks(train_awkward, timeout=10)
 
 # %% [markdown]
-# DDP minds neither the tied parameter (section 7 trained one) nor the frozen one, for which it does not wait. It minds
-# unused ones, and says so in the *next* step, when it finds that the last one never ended: a bucket still waits for a
-# gradient. (Which rank is named differs from run to run. Numbers of the parameters follow; with
+# DDP accepts the tied parameter (section 7 trained one) and the frozen one, for which it does not wait. It fails when a
+# parameter is unused, and says so in the *next* step, when it finds that the last one never ended: a bucket still waits
+# for a gradient. (Which rank is named differs from run to run. Numbers of the parameters follow; with
 # `TORCH_DISTRIBUTED_DEBUG=INFO` in the environment their names.)
 #
 # The message offers the cure for a model that means it. **Predict** the gradient of the rare parameter on the ranks
@@ -1039,15 +1154,50 @@ def uneven(joined=False):
 
 
 # %%
-with expect_error(HangError):
+with expect_error():
     on_ranks(uneven, timeout=patience)
 
 # %% [markdown]
-# The last rank waits in an all-reduce that nobody joins. The others are done and content. Without our limit it
-# would wait for the group's timeout (lesson 02).
+# The last rank waits in an all-reduce that nobody joins; the others have returned. Without our limit it would wait for
+# the group's timeout (lesson 02).
 #
-# `join()` mends it: a rank that is through goes on to answer the others' all-reduces, with zeros, until all are
-# through. **Predict** the mean gradient in the steps that only the last rank computes.
+# That was the end of *training*. **Predict:** what happens at the end of an epoch, if another one follows? Here the
+# last rank has two batches in an epoch and the others three. To tell epochs apart, the gradient of every batch is 1 in
+# epoch 0 and 10 in epoch 1. Each rank takes four steps:
+
+
+# %%
+def into_the_next_epoch():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    net = DDP(torch.nn.Linear(1, 1, bias=False, device=device()))
+    batches = 2 if rank == n - 1 else 3
+    seen = []
+    for step in range(4):
+        epoch = step // batches
+        x = torch.tensor([[1.0 if epoch == 0 else 10.0]], device=device())
+        net.zero_grad()
+        net(x).sum().backward()
+        seen.append((epoch, net.module.weight.grad.item()))
+    return seen
+
+
+by_rank = on_ranks(into_the_next_epoch)
+for rank, seen in enumerate(by_rank):
+    print(f"rank {rank}:", ", ".join(f"epoch {epoch} gradient {mean:g}" for epoch, mean in seen))
+assert {seen[2][1] for seen in by_rank} == {(world_size - 1 + 10) / world_size}
+assert by_rank[0][2][0] == 0 and by_rank[-1][2][0] == 1
+
+# %% [markdown]
+# No error and no hang: in the third step the last rank is in epoch 1 already, and its batch is averaged with the last
+# batches of the others' epoch 0. From here on the ranks are never again in the same epoch at the same step. The
+# replicas stay equal, so no check of the weights finds it. The hang comes after the last epoch, perhaps days later. So
+# uneven data has to be made even *in every epoch*.
+#
+# > **Misconception.** "Uneven batches hang at the end of the epoch." They hang at the end of training. Until then they
+# > mix epochs in silence.
+#
+# `join()` helps: a rank that has finished its batches answers the others' all-reduces with zeros until all have
+# finished. **Predict** the mean gradient in the steps that only the last rank computes.
 
 # %%
 gradients = on_ranks(uneven, joined=True)
@@ -1103,8 +1253,11 @@ assert len({mean[-1] for mean in means}) == world_size
 # DDP does not ask whether the model is in training mode. So with buffers an evaluation on rank 0 alone must call
 # `model.module`, or its first forward waits for the others.
 #
-# With enough samples on a rank its statistics are good anyway, and this is what plain DDP does. With one or two
-# they are noise, and then they are shared. By hand: every rank sums x and x² over its part, and an all-reduce makes
+# ### Sharing the statistics
+#
+# (Optional: it uses an autograd function of its own, and nothing later builds on it.) With enough samples on a rank its
+# statistics are good anyway, and this is what plain DDP does. With one or two they are noise, and then they are shared.
+# By hand: every rank sums x and x² over its part, and an all-reduce makes
 # that the sums over all parts. Backward needs a second one: each rank's loss depends on the sums, so their gradient is
 # summed over the ranks too.
 
@@ -1161,7 +1314,7 @@ if torch.cuda.device_count() >= world_size:
     assert off < 1e-4
     print("SyncBatchNorm: equal to the whole batch, to rounding")
 else:
-    with expect_error(WorkerError):
+    with expect_error():
         on_ranks(shared_statistics, torch.nn.SyncBatchNorm)
 
 # %% [markdown]
@@ -1191,8 +1344,11 @@ class Sampler:
     def __iter__(self):
         shuffled = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.length, generator=shuffled).tolist()
-        padded = -(-self.length // self.ranks) * self.ranks  # rounded up to a multiple
-        return islice(cycle(order), self.start + self.rank, padded, self.ranks)
+        rounds = (self.length + self.ranks - 1) // self.ranks  # rounded up
+        padded = rounds * self.ranks
+        while len(order) < padded:
+            order = order + order  # padded with the beginning of the epoch
+        return iter(order[self.start + self.rank : padded : self.ranks])
 
 
 # %%
@@ -1276,9 +1432,10 @@ print(f"resumed on {world_size} ranks: the same order; on {fewer}: the same samp
 # %% [markdown]
 # ## 13. Checkpoint and resume
 #
-# A checkpoint holds what the rest of the run depends on: weights, the optimizer's state, the epoch and the place in
-# it, and the state of random generators if the model draws random numbers (this one does not). All ranks hold the
-# same weights, so one writes. Two habits: write to another name and rename, so that a crash leaves the old file
+# A checkpoint holds what the rest of the run depends on: weights, the optimizer's state, the epoch and the place in it,
+# and the state of random generators if the model draws random numbers (this one does not). A learning-rate scheduler
+# and a `GradScaler` have a state too: save their `state_dict()` with the rest. All ranks hold the same weights, so one
+# writes. Two habits: write to another name and rename, so that a crash leaves the old file
 # whole; and let the others wait, so that nobody reads too early.
 
 
@@ -1312,7 +1469,7 @@ def fit(wrap, steps, batch, read=None, write=None):
         loss = loss_of(model, *take([*islice(numbers, batch // n)]))
         optimizer.zero_grad()
         loss.backward()
-        getattr(model, "finish", lambda: None)()
+        finish(model)
         optimizer.step()
         done += batch
         mean = loss.detach().clone()
@@ -1386,12 +1543,16 @@ for look in (False, True):
     assert most < 1e-4 and (differ == 0 or not look)
 
 # %% [markdown]
-# Plain DDP need not, with more than two ranks. Every *start* of it begins with a step of one bucket (section 7). In
-# another bucket a gradient lies at another place, a ring adds its summands in another order there, and the last bit
-# can differ: in the weights from the first resumed step on, and in a loss wherever that shows. (Two ranks have one
-# order only.) Nothing is wrong; but who compares runs bit by bit should know where the bit comes from.
-# `find_unused_parameters=True` has the same buckets from the first step on, and resumes exactly, as the assertion
-# says.
+# | class | resumes to the last bit | because its buckets |
+# |---|---|---|
+# | `Overlapped` | yes | are the same in every step |
+# | DDP | not with more than two ranks | are others in the first step after each start |
+# | DDP, `find_unused_parameters=True` | yes | are the same in every step |
+#
+# Every *start* of plain DDP begins with a step of one bucket (section 7). In another bucket a gradient lies at another
+# place, a ring adds its summands in another order there, and the last bit can differ: in the weights from the first
+# resumed step on, and in a loss wherever that shows. (Two ranks have one order only.) Nothing is wrong, but if you
+# compare runs bit by bit, this is where the difference comes from.
 
 # %% [markdown]
 # ## 14. Seeds
@@ -1557,7 +1718,17 @@ print(run_program(script, f"file://{folder.name}/meeting"), end="")
 # torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py --steps 20 --backend gloo
 # ```
 #
-# The next cell types that. `--nproc-per-node` counts the ranks of *one* node: 2 here, and with GPUs as many as the
+# Here is all of it:
+
+# %% jupyter={"source_hidden": true}
+with open("../scripts/train_ddp.py") as script:
+    source = script.read()
+Markdown(
+    f"<details><summary>scripts/train_ddp.py</summary>\n\n```python\n{source}```\n\n</details>"
+)
+
+# %% [markdown]
+# The next cell runs it. `--nproc-per-node` counts the ranks of *one* node: 2 here, and with GPUs as many as the
 # node has. That is 1 on a node with a single GPU, and `gpu` stands for the right number. Leave out `--backend gloo`
 # there.
 
@@ -1592,7 +1763,7 @@ def no_group():
     DDP(torch.nn.Linear(2, 2))
 
 
-with expect_error(WorkerError):
+with expect_error():
     launch(no_group, world_size=2, init=False)
 
 
@@ -1606,7 +1777,7 @@ def other_model():
     DDP(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers))))
 
 
-with expect_error(WorkerError):
+with expect_error():
     launch(other_model, world_size=2, backend="gloo", timeout=10)
 
 # %% [markdown]
@@ -1622,17 +1793,17 @@ def wrong_names():
     torch.nn.Linear(2, 2).load_state_dict(saved)
 
 
-with expect_error(WorkerError):
+with expect_error():
     launch(wrong_names, world_size=2, backend="gloo")
 
 # %% [markdown]
 # Save `ddp.module.state_dict()`. For a file that is already there,
 # `torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, "module.")` removes the prefix.
 #
-# **Around DDP.** The model is called through `ddp.module`, perhaps for a method like `loss` that the wrapper does
+# **Past the wrapper.** The model is called through `ddp.module`, perhaps for a method like `loss` that the wrapper does
 # not have. **Predict:** what does DDP do?
 #
-# **Thawed too late.** A layer is frozen when DDP is built and released later, for fine-tuning. DDP looked for
+# **Unfrozen too late.** A layer is frozen when DDP is built and released later, for fine-tuning. DDP looked for
 # parameters that want a gradient once, when it was built.
 #
 # Neither says anything. The `spread` of section 3 does: a check to put into any training loop, every thousand
@@ -1647,13 +1818,13 @@ def check_same(model):
 
 def silent(mistake):
     replica = build(seed=0).to(device())
-    replica.blocks[0].requires_grad_(mistake != "thawed too late")
+    replica.blocks[0].requires_grad_(mistake != "unfrozen too late")
     model = DDP(replica)
     replica.requires_grad_(True)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
     for step in range(3):
         x, y = take(my_part(step))
-        loss = replica.loss(x, y) if mistake == "around DDP" else loss_of(model, x, y)
+        loss = replica.loss(x, y) if mistake == "past the wrapper" else loss_of(model, x, y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -1661,14 +1832,14 @@ def silent(mistake):
 
 
 on_ranks(silent, "none")  # passes
-for mistake in ("around DDP", "thawed too late"):
-    with expect_error(WorkerError):
+for mistake in ("past the wrapper", "unfrozen too late"):
+    with expect_error():
         on_ranks(silent, mistake)
 
 # %% [markdown]
-# Going around DDP means that its forward never runs, so its hooks are not armed: every rank trains alone. A
-# parameter thawed too late is trained by every rank alone, while the others are averaged: build DDP *after* the
-# last change of `requires_grad`.
+# When the model is called past the wrapper, DDP's forward never runs, so its hooks are not armed: every rank trains
+# alone. A parameter unfrozen too late is trained by every rank alone, while the others are averaged: build DDP *after*
+# the last change of `requires_grad`.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
@@ -1688,7 +1859,8 @@ print(f"4 micro-batches: {sent_by['always']:,} bytes, with no_sync {sent_by['no_
 #   on all ranks.
 # - Its first step is one bucket; then it learns the order. Unused parameters need a flag, uneven data a sampler or
 #   `join`, accumulation a `no_sync` around forward *and* backward.
-# - A checkpoint has weights, optimizer, place in the epoch and generators. It can go on on another number of ranks.
+# - A checkpoint has weights, optimizer, scheduler, scaler, place in the epoch and generators. It can be resumed on
+#   another number of ranks.
 #
 # <details><summary>Answers to the eight predictions</summary>
 #
@@ -1697,7 +1869,8 @@ print(f"4 micro-batches: {sent_by['always']:,} bytes, with no_sync {sent_by['no_
 # 3. One in the first step, then one a bucket: four here. With its default buckets of 25 MiB it is one (section 7).
 # 4. Reverse to the forward pass. The tied weight comes last: the embedding has the final share (section 6).
 # 5. No. It costs four times the bytes (section 8).
-# 6. It waits for an all-reduce that nobody joins: a hang (section 10).
+# 6. It waits for an all-reduce that nobody joins: a hang, if training ends there. If another epoch follows, epochs are
+#    mixed in silence (section 10).
 # 7. Twelve: two samples twice (section 12).
 # 8. On four ranks to the last bit if buckets lie as before, which those of plain DDP do not in its first step; on two
 #    to rounding (section 13).

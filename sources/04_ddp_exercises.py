@@ -471,7 +471,7 @@ check.epoch_indices(epoch_indices)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 40 | 04, Uneven data | in each step the gradient and 16 bytes |
+# | 4 of 5 | 40 | 04, Uneven data | in each step the gradient and two more numbers (16 bytes) at most |
 #
 # Documents have different lengths, files different numbers of rows: in the end one rank has 3 batches, another 1, a
 # third none, and their sizes differ too. `join()` keeps DDP from hanging, but samples then weigh differently: it

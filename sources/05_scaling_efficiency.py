@@ -79,11 +79,11 @@ shrink = 2.0**-20  # factor on the loss that makes its gradients small
 # Three numbers describe how a job grows:
 #
 # - **throughput**: tokens per second of all ranks together;
-# - **speed-up** S(n): throughput on n ranks over throughput on one;
-# - **efficiency** E(n) = S(n)/n: the share of a rank's time that counts.
+# - **speed-up** S(N): throughput on N ranks over throughput on one;
+# - **efficiency** E(N) = S(N)/N: the share of a rank's time that counts.
 #
-# There are two ways to grow. **Strong scaling** keeps the whole batch: n ranks share the same work, and each gets
-# less of it. **Weak scaling** keeps the batch of each rank: n ranks do n times the work.
+# There are two ways to grow. **Strong scaling** keeps the whole batch: N ranks share the same work, and each gets
+# less of it. **Weak scaling** keeps the batch of each rank: N ranks do N times the work.
 #
 # The job is the small GPT of lesson 04 under `DistributedDataParallel`, on the text of *Alice*. A rank's batch is
 # some windows of 64 characters. The two helpers below serve the whole lesson.
@@ -193,16 +193,16 @@ plots.scaling_curves(ranks, {"strong": strong, "weak": weak}, "measured", limit=
 #
 # ### Amdahl: the work is fixed
 #
-# Let one rank need time 1 for a job. A share s of it is **serial**: it takes as long on n ranks as on one. The rest
-# is divided. Then the time on n ranks is s + (1 − s)/n, and
+# Let one rank need time 1 for a job. A share s of it is **serial**: it takes as long on N ranks as on one. The rest
+# is divided. Then the time on N ranks is s + (1 − s)/N, and
 #
-# $$S(n) = \frac{1}{s + \frac{1-s}{n}} \;<\; \frac{1}{s}$$
+# $$S(N) = \frac{1}{s + \frac{1-s}{N}} \;<\; \frac{1}{s}$$
 #
 # ### Gustafson: the time is fixed
 #
-# Now let n ranks need time 1, of which a share s is serial. One rank would need s + (1 − s)·n for the same work, so
+# Now let N ranks need time 1, of which a share s is serial. One rank would need s + (1 − s)·N for the same work, so
 #
-# $$S(n) = s + (1-s)\,n = n - s\,(n-1)$$
+# $$S(N) = s + (1-s)\,N = N - s\,(N-1)$$
 #
 # **Predict** (question 1). s = 5 %: what do the laws allow for a thousand ranks?
 
@@ -244,12 +244,13 @@ print(f"5 % of the run on 1,000 ranks is {small:.5%} of the run on one: Amdahl a
 
 # %% [markdown]
 # One law, two questions. Amdahl is strong scaling: the same batch, sooner. Gustafson is weak scaling: more data in
-# the same time. Large training runs live by the second, and end where a larger batch no longer helps the loss.
+# the same time. Large training runs live by the second, and end where a larger batch no longer helps the loss: at the
+# **critical batch size**, which grows as the loss falls ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)).
 #
 # ### Backwards
 #
 # From a measured speed-up, Amdahl's law gives the serial share that would explain it. (Karp and Flatt proposed this
-# in 1990.) If that share is the same for all n, it looks like a serial part. If it grows with n, something else
+# in 1990.) If that share is the same for all N, it looks like a serial part. If it grows with N, something else
 # grows: communication, or waiting. If it falls, something was paid once, early, that does not grow further, such as the
 # first step out of a node.
 #
@@ -272,7 +273,7 @@ for n, e in zip(dp.gpus[1:], dp.efficiency[1:], strict=True):
 # %% [markdown]
 # Between 3.5 % and 6.8 %, falling at first and rising at the end: seen from outside the job looks as if about one
 # part in twenty of its work on eight GPUs could not be divided. The source does not say whether the whole batch stayed
-# the same. If it grew with the GPUs, the same numbers mean an overhead of each step that grows with n. Section 3 finds
+# the same. If it grew with the GPUs, the same numbers mean an overhead of each step that grows with N. Section 3 finds
 # that the two give one curve.
 
 # %% [markdown]
@@ -288,12 +289,12 @@ plots.scaling_curves(dp.gpus, {"Playbook, DP": dp.throughput}, "recorded", unit=
 # *The figure, left: the speed-up against eight GPUs climbs to 10.5 at 128 GPUs and ends at 12.5 of the possible 32.
 # Right: efficiency falls slowly to 66 % at 128 GPUs, and then to 39 %.*
 #
-# A model in one line: a step takes as long as computing does, plus something that grows with n. Lesson 03 offers
+# A model in one line: a step takes as long as computing does, plus something that grows with N. Lesson 03 offers
 # three candidates for what grows, if every step all-reduces the gradients:
 #
-# - the **bytes** of a ring, ∝ (n−1)/n, which hardly grow at all;
-# - the **hops of a tree**, ∝ log₂ n;
-# - the **hops of a ring**, ∝ n.
+# - the **bytes** of a ring, ∝ (N−1)/N, which hardly grow at all;
+# - the **hops of a tree**, ∝ log₂ N;
+# - the **hops of a ring**, ∝ N.
 #
 # Each has two unknowns. Fit them to the first three points only, up to 32 GPUs, and let them predict the other
 # three.
@@ -342,12 +343,12 @@ for n in (8, 256):
 print(f"half of the step at {a / b:.0f} GPUs")
 
 # %% [markdown]
-# This is Amdahl's law in other words. n GPUs do the work of n/(a + b·n), and that is Amdahl's curve for s = b/(a +
-# b). A serial part, and an overhead of each GPU that grows with n, cannot be told apart by a curve: hence the
+# This is Amdahl's law in other words. N GPUs do the work of N/(a + b·N), and that is Amdahl's curve for s = b/(a +
+# b). A serial part, and an overhead of each GPU that grows with N, cannot be told apart by a curve: hence the
 # steady share of section 2.
 #
 # What does it miss? At 128 GPUs it is 9 % too slow and at 256 it is 8 % too fast: between them something happens
-# that no straight line has, such as traffic that meets in the network. It also gives no cause. Waiting grows with n
+# that no straight line has, such as traffic that meets in the network. It also gives no cause. Waiting grows with N
 # too (section 4), and would be fitted just as well. And no overlap is in it: a real step hides communication behind
 # backward until it no longer fits, and only then does the step grow. To know the cause you need the trace of a
 # step.
@@ -527,7 +528,7 @@ for name, by_rank in {"even": even, "one late": apart}.items():
 #
 # ### Nobody is slow, and still all wait
 #
-# No rank need be broken. If each rank's step varies a little, n ranks wait for the unluckiest at each step. The
+# No rank need be broken. If each rank's step varies a little, N ranks wait for the unluckiest at each step. The
 # cell draws times from a normal distribution with a mean of 1 and a standard deviation of 5 % (*modelled*).
 
 # %%
@@ -541,8 +542,10 @@ for n in (1, 8, 64, 512, 4096):
     print(f" {1 / steps.max(1).values.mean():.0%}")
 
 # %% [markdown]
-# Five percent of jitter costs 15 % at 4,096 ranks. The wait grows like √(2 ln n) here: slowly, and without end. Real
-# times have longer tails, and cost more.
+# Five percent of jitter costs 15 % at 4,096 ranks. The wait grows like √(2 ln N) here: slowly, and without end. Real
+# times have longer tails, and cost more. Some ranks are slow for a reason: a GPU that is hot or lowers its clock, a bad
+# link, a busy disk. One such **straggler** sets the pace of all. Compare the ranks' compute times, as the table above
+# does, and look at the slowest; a slow *wait* is never the culprit.
 #
 # > **What changes on real GPUs.** Kernels run behind Python, so each lap needs a `torch.cuda.synchronize()` (`finish`
 # > here), which itself ends the overlap. And NCCL waits in a kernel that spins: a GPU that waits for a late rank shows
@@ -598,12 +601,12 @@ assert [*copies.values()] == [(28, 28), (28, 0), (0, 0)]
 # matrix products, attention's too), and all-reduces b bytes for each parameter. **Predict** (question 4): how does the
 # ratio of the two change for a model of ten times the parameters?
 #
-# With N parameters, n ranks, B tokens a rank, speed F and bus bandwidth W:
+# With Ψ parameters, N ranks, B tokens a rank, b bytes for each gradient, speed F and bus bandwidth W:
 #
-# $$\frac{\text{compute}}{\text{communication}} = \frac{6\,N B / F}{2\frac{n-1}{n}\, b N / W}
-#   = \frac{3\,B\,W}{b\,F}\cdot\frac{n}{n-1}$$
+# $$\frac{\text{compute}}{\text{communication}} = \frac{6\,\Psi B / F}{2\frac{N-1}{N}\, b \Psi / W}
+#   = \frac{3\,B\,W}{b\,F}\cdot\frac{N}{N-1}$$
 #
-# N is gone. Data parallelism of a large model scales as well as that of a small one, as long as each GPU gets as
+# Ψ is gone. Data parallelism of a large model scales as well as that of a small one, as long as each GPU gets as
 # many *tokens*. What counts is B, and the ratio of the machine W/F. So ask: from how many tokens on does the
 # all-reduce fit behind the backward pass? The cell takes 400 TFLOP/s, what Llama 3 reached on an H100 (*recorded*,
 # [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4), gradients in bf16, and the rate of one link for each
@@ -834,8 +837,9 @@ for name, each in (("α and β", alpha + beta * small), ("the table", on_nvlink(
 # Over the slow link the size hardly matters once it is large enough. When communication is the bottleneck, no bucket
 # size helps: only fewer bytes do.
 #
-# > **What changes on real GPUs.** Communication kernels take multiprocessors from the computation beside them, so
-# > overlapped time is not free either. And NCCL's α depends on the size (lesson 03).
+# > **What changes on real GPUs.** Communication kernels take multiprocessors and memory bandwidth from the computation
+# > beside them, so overlapped time is not free either; the model of this section leaves that out. And NCCL's α depends
+# > on the size (lesson 03).
 
 # %% [markdown]
 # ## 6. Precision
@@ -1177,9 +1181,9 @@ for key in ("v100", "a100", "h100", "b200"):
     flops = GPUS[key].flops
     row = [
         f"{flops[p] / 1e12:8.0f}" if p in flops else f"{'-':>8}"
-        for p in ("fp32", "tf32", "bf16", "fp16", "fp8")
+        for p in ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
     ]
-    print(f"{GPUS[key].name:6}" + "".join(row) + "   TFLOP/s in fp32, tf32, bf16, fp16, fp8")
+    print(f"{GPUS[key].name:6}" + "".join(row) + "   TFLOP/s in fp32, tf32, bf16, fp16, fp8, fp4")
 
 # %% [markdown]
 # ## 7. Compressed gradients
@@ -1388,7 +1392,7 @@ plots.loss_curves(
 # </details>
 #
 # > **Misconception.** "The top 1 % is 100 times fewer bytes." Each element needs its place too, which halves that.
-# > And an all-gather grows with n where an all-reduce does not:
+# > And an all-gather grows with N where an all-reduce does not:
 
 # %%
 n_parameters = parameters(gpt)
@@ -1491,16 +1495,17 @@ print(f"{counted[0] / counted[1]:.2f} times the FLOPs")
 # <details><summary>And if only every second block is checkpointed?</summary>
 #
 # Half the saving, half the price. **Selective** checkpointing chooses better: repeat what is large and cheap, such
-# as the GELU and the attention scores, and keep what is small and dear, such as the outputs of matrix products.
+# as the GELU and the attention scores, and keep what is small and costly to repeat, such as the outputs of matrix
+# products.
 # </details>
 
 # %% [markdown]
 # ## 9. What does it cost?
 #
-# GPUs are paid by the hour, busy or not. A run that one GPU would finish in T₁ hours takes T₁/S(n) hours on n, and
-# each of these hours costs n times the price:
+# GPUs are paid by the hour, busy or not. A run that one GPU would finish in T₁ hours takes T₁/S(N) hours on N, and
+# each of these hours costs N times the price:
 #
-# $$\text{cost} = \text{price}\cdot n\cdot\frac{T_1}{S(n)} = \text{price}\cdot\frac{T_1}{E(n)}$$
+# $$\text{cost} = \text{price}\cdot N\cdot\frac{T_1}{S(N)} = \text{price}\cdot\frac{T_1}{E(N)}$$
 #
 # For a given job and price the cost goes with 1/efficiency, and with nothing else.
 #
@@ -1524,15 +1529,15 @@ for n, e in zip(dp.gpus, dp.efficiency, strict=True):
 
 # %% [markdown]
 # 47 % sooner for 5 % more is a bargain: people wait as well. The recorded job tells a longer story. From 8 to 64
-# GPUs the run becomes 6 times as fast for 29 % more. From 128 to 256 it becomes 1.2 times as fast and two thirds
-# dearer.
+# GPUs the run becomes 6 times as fast for 29 % more. From 128 to 256 it becomes 1.2 times as fast and costs two thirds
+# more.
 #
 # > **Misconception.** "More GPUs finish sooner, so the hours cancel." They do at 100 % efficiency only.
 #
 # ### Time to train
 #
-# How long does a whole run take? A model of P parameters computes 6 FLOPs for each parameter and token, and 8 if the
-# forward pass is repeated (section 8). With T tokens on n GPUs, of which each reaches X FLOP/s, that is 8TP/(nX)
+# How long does a whole run take? A model of Ψ parameters computes 6 FLOPs for each parameter and token, and 8 if the
+# forward pass is repeated (section 8). With T tokens on N GPUs, of which each reaches X FLOP/s, that is 8TΨ/(NX)
 # seconds. For GPT-3, with 175 billion parameters and 300 billion tokens, on 1,024 A100s at 140 TFLOP/s Narayanan et al.
 # give 34 days (*recorded*, [arXiv 2104.04473](https://arxiv.org/abs/2104.04473), section 5.1):
 
@@ -1546,9 +1551,23 @@ assert round(days) == 34
 # %% [markdown]
 # (The price is an example.) X holds all the efficiency that this lesson is about: what scales worse has a smaller X.
 #
+# As a share of the peak, X has two names. **HFU** (hardware FLOPs utilisation) counts every FLOP that is computed, also
+# those of a repeated forward pass, as the 140 above do. **MFU** (model FLOPs utilisation) counts only what the model
+# needs, 6 of the 8, and is the one to compare jobs by ([Chowdhery et al.
+# 2022](https://arxiv.org/abs/2204.02311), section 4.1, proposed it). Llama 3's 400 TFLOP/s is MFU:
+
+# %%
+hfu = 140e12 / GPUS["a100"].flops["bf16"]
+mfu_llama = 400e12 / GPUS["h100"].flops["bf16"]
+print(
+    f"GPT-3 on A100s: HFU {hfu:.0%}, MFU {hfu * 6 / 8:.0%}; Llama 3 on H100s: MFU {mfu_llama:.0%}"
+)
+assert hfu * 6 / 8 < mfu_llama < hfu
+
+# %% [markdown]
 # ### Spot
 #
-# **Spot** or preemptible GPUs are cheap because they can be taken away. A job on n of them is interrupted n times
+# **Spot** or preemptible GPUs are cheap because they can be taken away. A job on N of them is interrupted N times
 # as often as one GPU. Each time it loses the **restart** and the work since the last **checkpoint** (of the model,
 # not of activations), on average half an interval. Short intervals lose little, and spend more time saving.
 #
@@ -1643,7 +1662,7 @@ print(f"checkpointing 8 layers: {memory:.1f} times less memory, {extra:.2f} time
 # 1. Below 20 = 1/0.05 (section 2).
 # 2. 2: the ranks share two cores (section 1).
 # 3. In their all-reduce, as waiting (section 4).
-# 4. Neither: N cancels. With the same tokens for each GPU it scales the same (section 5).
+# 4. Neither: the number of parameters cancels. With the same tokens for each GPU it scales the same (section 5).
 # 5. Small ones start early and overlap; each pays α (section 5).
 # 6. 16 and 16 (section 6).
 # 7. 1.0: each update is rounded away (section 6).

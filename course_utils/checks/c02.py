@@ -288,9 +288,8 @@ def _all_reduce_in_two(exercise: Exercise, data: list, outcomes: list[Outcome]) 
         exercise.require(not set(used) & _THROUGH_ROOT, "hub", listing, rank)
         exercise.require(used == Counter(reduce_scatter=1, all_gather=1), "other-calls", listing, rank)
         largest = max(entry.bytes for entry in outcome.ledger)
-        exercise.require(
-            largest <= padded, "padding", f"a call carries {largest} bytes; {padded} are enough for {size}.", rank
-        )
+        what = f"a call carries {largest} bytes; padded to a multiple of {n} numbers, {size} bytes become {padded}."
+        exercise.require(largest <= padded, "padding", what, rank)
         exercise.keeps_input(rank, outcome)
 
 
@@ -322,7 +321,8 @@ def _ragged_all_gather(exercise: Exercise, data: list, outcomes: list[Outcome]) 
         exercise.communicates(rank, outcome, n)
         got, used = outcome.result, _used(outcome)
         is_list = isinstance(got, (list, tuple)) and len(got) == n and all(isinstance(p, torch.Tensor) for p in got)
-        exercise.require(is_list, "not-a-list", f"expected a list of {n} tensors.", rank)
+        found = f"{len(got)} parts" if isinstance(got, (list, tuple)) else type(got).__name__
+        exercise.require(is_list, "not-a-list", f"expected a list of {n} tensors, got {found}.", rank)
         lengths = [len(part) if part.dim() else -1 for part in got]
         if lengths != [len(x) for x in data]:
             what = f"the parts have {lengths} rows, expected {[len(x) for x in data]}."

@@ -631,7 +631,7 @@ def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
         for rank, outcome in enumerate(outcomes):
             for number, result in enumerate(outcome.result):
                 halves = [_batches(table.chunk(ROUNDS)[number], sizes) for table in data]
-                _accumulated(exercise, rank, result, halves, sizes, f"round {number + 1}: ")
+                _accumulated(exercise, rank, result, halves, sizes, f"accumulation {number + 1} of {ROUNDS}: ")
     exercise.passed("the gradient travels once, whatever the number of micro-batches.")
 
 
