@@ -5,6 +5,7 @@ What relies on private parts of ``torch.distributed`` stands here.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from datetime import timedelta
@@ -33,6 +34,8 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_ignored
     127.0.0.1 for a line in its log, which takes 5 s where none answers.
     """
     state.rendezvous += 1
+    if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
+        dist.set_debug_level_from_env()
     state.meeting = True
     file = dist.FileStore(state.store, -1)
     file.set_timeout(timeout)
@@ -89,6 +92,8 @@ def _torchrun_names(world_size: int, port: int, program: bool) -> dict[str, str]
 def prepare(header: dict) -> None:
     """Set the variables of the environment and the GPU, and make the default group anew if it has to be."""
     world_size, rank = header["world_size"], state.rank
+    if not header["init"]:
+        multiprocessing.set_start_method(None, force=True)  # as in a process of its own: not chosen yet
     os.environ.update(_torchrun_names(world_size, header["port"], not header["init"]))
     state.store, state.meeting = header["store"], False
     if header["backend"] == "nccl":

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import linecache
 import mmap
 import multiprocessing
@@ -211,6 +212,8 @@ def _serve(header: dict, body: bytes) -> tuple:
         tracker.reset()
         state.phase = "running"
         result = _run_cell(header, body) if header["cell"] else _run_function(body)
+        if not header["init"]:
+            _end_program()
         state.phase = "returned"
         state.running = False
         same = dist.is_initialized() and state.generation == header["generation"]
@@ -259,6 +262,16 @@ def _run_function(body: bytes) -> bytes:
             raise
         result = None
     return _transfer.pack_result(result)
+
+
+def _end_program() -> None:
+    """What Python does at the end of a program, which no rank reaches: wait for threads, run exit functions, flush."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for item in gc.get_objects():
+        if isinstance(item, io.IOBase) and not item.closed and item.writable():
+            with contextlib.suppress(Exception):
+                item.flush()
 
 
 class _Device(str):

@@ -58,8 +58,10 @@ def launch(
     backend : {"gloo", "nccl"}, optional
         Default: ``nccl`` if there is a GPU for every rank, else ``gloo`` on the CPU.
     init : bool
-        Whether a default process group exists when ``fn`` runs. If False only the variables that ``torchrun`` sets are
-        there, ``fn`` calls ``init_process_group`` itself, and the ranks are fresh processes, as under ``torchrun``.
+        Whether a default process group exists when ``fn`` runs. If False only the variables are set by which
+        ``torchrun`` tells a program its place, ``fn`` calls ``init_process_group`` itself, and the ranks are fresh
+        processes that end as programs do: threads are waited for, exit functions run. Unlike there, random numbers
+        are seeded with the rank.
 
     Returns
     -------

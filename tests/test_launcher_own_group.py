@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -110,6 +113,49 @@ def test_the_environment_of_a_program_is_that_of_torchrun(tmp_path):
             assert here[name] == there[name], name
         assert here["MASTER_ADDR"] in ("127.0.0.1", "localhost") and 0 < int(here["MASTER_PORT"]) < 65536
         assert here["TORCHELASTIC_RUN_ID"]
+
+
+def test_what_python_does_at_the_end_of_a_program_is_done(tmp_path):
+    def program():
+        rank = os.environ["RANK"]
+
+        def write(what):
+            (tmp_path / f"{what}{rank}").write_text("written")
+
+        def later():
+            time.sleep(0.5)
+            write("thread")
+
+        atexit.register(write, "exit")
+        threading.Thread(target=later).start()
+        log = (tmp_path / f"log{rank}").open("w")
+        log.write("written")
+        cycle = [log]
+        cycle.append(cycle)
+
+    for _ in range(2):
+        launch(program, world_size=2, init=False)
+        files = sorted(tmp_path.iterdir())
+        assert [file.name for file in files] == ["exit0", "exit1", "log0", "log1", "thread0", "thread1"]
+        for file in files:
+            assert file.read_text() == "written"
+            file.unlink()
+
+
+def test_a_program_chooses_how_processes_start_and_how_much_torch_checks():
+    def program():
+        torch.multiprocessing.set_start_method("spawn")
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        dist.init_process_group("gloo")
+        return dist.get_debug_level().name
+
+    def other():
+        dist.init_process_group("gloo")
+        return torch.multiprocessing.get_start_method(allow_none=True), dist.get_debug_level().name
+
+    assert launch(program, world_size=2, init=False) == ["DETAIL"] * 2
+    assert launch(other, world_size=2, init=False) == [(None, "OFF")] * 2
+    all_is_well(2)
 
 
 # --- what keeps a group of an earlier call in mind -----------------------------------------------------------------
