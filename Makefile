@@ -3,9 +3,10 @@ PYTHON ?= python3
 TORCH ?= auto
 PY := .venv/bin/python
 SETUP := @$(PYTHON) course_utils/bootstrap.py --torch $(TORCH)
-ROOT_OK := $(if $(filter 0,$(shell id -u)),--allow-root)
+# A PYTHONPATH for other programs would put their packages before those of .venv.
+unexport PYTHONPATH
 
-.PHONY: help setup lab ffcv test notebooks bench restore clean
+.PHONY: help setup lab update restore ffcv test notebooks bench clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -13,10 +14,16 @@ help:  ## list these commands
 setup:  ## make the environment (TORCH=cpu, cuda or cu126 chooses the build of torch)
 	$(SETUP)
 
-lab:  ## open the course in JupyterLab
+lab:  ## open JupyterLab on work/, your copy of the course
 	$(SETUP)
-	@$(PY) -m nbformat.sign notebooks/*.ipynb exercises/*.ipynb solutions/*.ipynb >/dev/null
-	$(PY) -m jupyterlab $(ROOT_OK) --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
+	@$(PY) -m course_utils.workshop lab
+
+update:  ## get the newest version of the course; what you have changed in work/ stays
+	$(SETUP) --update
+
+restore:  ## give fresh lessons, all or L=02; changed ones are moved to work/saved/
+	$(SETUP)
+	@$(PY) -m course_utils.workshop restore $(L)
 
 ffcv:  ## add FFCV for lesson 15 (Linux, Python 3.11), or say what it needs
 	$(SETUP) --extra ffcv
@@ -33,10 +40,6 @@ bench:  ## measure the launcher against other ways to start ranks
 	$(SETUP)
 	$(PY) tests/benchmarks/run.py
 
-restore:  ## bring the original notebooks back; changed ones are kept in saved/
-	$(SETUP)
-	$(PY) -m course_utils.workshop restore
-
 clean:  ## remove the environment and caches
 	rm -rf .venv .uv *.egg-info .pytest_cache .ruff_cache
-	find . \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+	find . -path ./work -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""Make the virtual environment ``.venv``: a script for ``make``, of the standard library alone.
+"""Make the virtual environment ``.venv``, or update the course: a script of the standard library alone.
 
-It is run as ``python3 course_utils/bootstrap.py``, never imported, and keeps to the syntax of old Pythons,
-because finding a Python that is new enough is part of its work.
+It is run by ``make`` or as ``python3 course_utils/bootstrap.py --lab``, never imported, and keeps to the syntax of old
+Pythons, because finding a Python that is new enough is part of its work.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,11 @@ RANGE = f"Python 3.{OLDEST[1]} to 3.{NEWEST[1]}"
 FFCV_PYTHON = (3, 11)  # the newest that FFCV 1.0.2 can be compiled for
 TORCH_INDEX = "https://download.pytorch.org/whl/"
 GET_PIP = "https://bootstrap.pypa.io/get-pip.py"
+NETWORK = """\
+  Behind a proxy:    export https_proxy=http://HOST:PORT, or: pip config set global.proxy http://HOST:PORT
+  Own certificate:   export PIP_CERT=/path/to/certificate.pem SSL_CERT_FILE=/path/to/certificate.pem
+  Without a network: export PIP_NO_INDEX=1 PIP_FIND_LINKS=/folder/of/wheels (the README says how to fill it)
+Then run the same command again."""
 
 
 def say(text):
@@ -74,7 +80,8 @@ def make_environment(old):
                 f"The course needs {RANGE}; this one is {platform.python_version()}.\n"
                 "  macOS:         brew install python@3.12, or the installer from python.org\n"
                 "  Debian/Ubuntu: sudo apt install python3 python3-venv (from Debian 12, Ubuntu 24.04)\n"
-                "Then run make again, or name an interpreter: make setup PYTHON=/path/to/python3.12"
+                "  no admin rights: curl -LsSf https://astral.sh/uv/install.sh | sh, which can fetch a Python\n"
+                "Then run the same command again, or name an interpreter: make setup PYTHON=/path/to/python3.12"
             )
         return
     say(f"making .venv with {python}")
@@ -118,6 +125,8 @@ def install_torch(build, version):
     ``torch===V`` is the build of the ordinary index exactly: CUDA on Linux, the only one on macOS.
     """
     say(f"installing torch {version} ({build} build)")
+    if not os.path.exists(STAMP) and build != "macOS":
+        say("to download: " + ("about 280 MB in all, which take 1.3 GB on disk" if build == "cpu" else "several GB"))
     options = ["install", "--no-deps"]
     if build in ("cuda", "macOS"):
         options += ["torch===" + version]
@@ -125,6 +134,7 @@ def install_torch(build, version):
         options += [f"torch=={version}+{build}", "--extra-index-url", TORCH_INDEX + build]
         options += ["--retries", "1", "--timeout", "20"]
     if not pip(*options):
+        fail_without_index()
         fail(
             f"torch {version} ({build} build) could not be installed; pip's message is above.\n"
             f"  Try again when {TORCH_INDEX} can be reached, or take the build of your package index\n"
@@ -132,8 +142,20 @@ def install_torch(build, version):
         )
 
 
-def pip(*arguments):
-    return run(PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments, cwd=ROOT)
+def fail_without_index():
+    """Stop if not even a small package can be had, because then the network is at fault, not torch."""
+    probe = "install --dry-run --no-deps --ignore-installed --retries 0 --timeout 10 cloudpickle"
+    if not pip(*probe.split(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+        proxies = [f"{name}={os.environ[name]}" for name in os.environ if name.lower() in ("https_proxy", "all_proxy")]
+        fail(
+            "No packages can be downloaded; pip's message is above. "
+            + (f"The proxy is {', '.join(proxies)}.\n" if proxies else "No proxy is set.\n")
+            + NETWORK
+        )
+
+
+def pip(*arguments, **options):
+    return run(PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments, cwd=ROOT, **options)
 
 
 def ffcv_needs():
@@ -179,19 +201,72 @@ def write(content, *place):
         json.dump(content, file)
 
 
+def git(*arguments):
+    """The names that a git command prints, each ended by a zero byte; None if it fails, and its message is shown."""
+    done = subprocess.run(["git", "-C", ROOT, *arguments], stdout=subprocess.PIPE, check=False)
+    return None if done.returncode else set(filter(None, done.stdout.decode(errors="replace").split("\0")))
+
+
+def update():
+    """Move a git clone to the newest version of its branch, or say why not; nothing that was changed here is lost."""
+    if not os.path.exists(os.path.join(ROOT, ".git")) or not shutil.which("git"):
+        fail(
+            "This copy of the course was not made with git clone, or git is not installed, so it cannot be updated.\n"
+            "Download the course again, move your folder work/ into the new one, and run make lab there:\n"
+            "it keeps what you have changed and brings the rest up to date."
+        )
+    if git("rev-parse", "--abbrev-ref", "@{upstream}") is None:
+        fail("There is nothing to update from: this clone is on no branch that follows another. Try: git switch main")
+    if git("fetch", "--quiet") is None:
+        fail("The newest version could not be fetched; git's message is above.\n" + NETWORK)
+    if run("git", "-C", ROOT, "merge-base", "--is-ancestor", "@{upstream}", "HEAD"):
+        return say("this is the newest version")
+    if not run("git", "-C", ROOT, "merge-base", "--is-ancestor", "HEAD", "@{upstream}"):
+        fail("This clone has commits of its own, so it was left as it is. To put them on top: git pull --rebase")
+    incoming = git("diff", "--name-only", "--no-renames", "-z", "HEAD", "@{upstream}")
+    changed = git("diff", "--name-only", "--no-renames", "-z", "HEAD")
+    both = sorted(incoming & (changed | git("ls-files", "--others", "--exclude-standard", "-z")))
+    if both:
+        fail(
+            "Nothing was updated, because these files have changed here and in the new version:\n"
+            + "".join(f"  {name}\n" for name in both)
+            + "To put yours aside (git stash pop brings them back):\n"
+            + f"  git stash push --include-untracked -- {' '.join(map(shlex.quote, both))}\n"
+            + "Then update again. Lessons can be changed in work/, where this does not happen."
+        )
+    if git("merge", "--ff-only", "--quiet", "@{upstream}") is None:
+        fail("The new version could not be put in place; git's message is above.")
+    say(f"updated: {len(incoming)} files of the course are new")
+
+
 def main():
     parser = argparse.ArgumentParser(description="Make or update the course's virtual environment.")
     parser.add_argument("--torch", default="auto", help="auto, cpu, cuda, or a CUDA version such as cu126")
     parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml to install as well")
     parser.add_argument("--extra-if-possible", action="append", default=[], help="the same; left out where it fails")
+    parser.add_argument("--update", action="store_true", help="get the newest version of the course first, with git")
+    parser.add_argument("--copy", action="store_true", help="then bring the learner's copy in work/ up to date")
+    parser.add_argument("--lab", action="store_true", help="then open JupyterLab on the learner's copy in work/")
     arguments = parser.parse_args()
     if not re.match(r"(auto|cpu|cuda|cu\d+)$", arguments.torch):
         parser.error("TORCH must be auto, cpu, cuda, or a CUDA version such as cu126")
     if os.name == "nt":
-        fail("The course runs on Linux and macOS. On Windows use WSL: run wsl --install, then make inside it.")
+        fail("The course runs on Linux and macOS. On Windows use WSL: wsl --install, then this inside it.")
     if (sys.platform, platform.machine()) == ("darwin", "x86_64"):
         fail("PyTorch has no builds for Intel Macs. On Apple silicon use an arm64 Python, not one under Rosetta.")
 
+    os.environ.pop("PYTHONPATH", None)  # packages of another Python would come before those of .venv
+    if arguments.update:
+        update()
+        others = [argument for argument in sys.argv[1:] if argument != "--update"]
+        sys.exit(subprocess.call([sys.executable, os.path.abspath(__file__), *others, "--copy"]))  # the new version
+    set_up(arguments)
+    if arguments.lab or arguments.copy:
+        os.execv(PYTHON, [PYTHON, "-m", "course_utils.workshop", "lab" if arguments.lab else "copy"])
+
+
+def set_up(arguments):
+    """Make ``.venv`` and install what is missing in it; does nothing where all is there."""
     with open(os.path.join(ROOT, "pyproject.toml"), encoding="utf-8") as file:
         pyproject = file.read()
     done = read_stamp() if os.path.exists(PYTHON) else {}
@@ -226,6 +301,7 @@ def main():
     while not pip("install", "--editable", "." + (f"[{','.join(extras)}]" if extras else ""), *quiet):
         optional = [extra for extra in extras if extra in set(arguments.extra_if_possible) - set(arguments.extra)]
         if not optional:
+            fail_without_index()
             fail("The packages could not be installed; pip's message is above.")
         say(f"trying again without {optional[0]}")
         extras.remove(optional[0])
@@ -235,7 +311,7 @@ def main():
     write(news, "share", "jupyter", "lab", "settings", "overrides.json")
     write({"disabledExtensions": dict.fromkeys(tools, True)}, "etc", "jupyter", "labconfig", "page_config.json")
     write(wanted, os.path.basename(STAMP))
-    say("ready: make lab opens the course")
+    say("ready: make lab opens the course (without make: python3 course_utils/bootstrap.py --lab)")
 
 
 if __name__ == "__main__":

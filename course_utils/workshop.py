@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["build", "check", "chromium", "doctor", "execute", "grade", "machine", "main", "restore"]
+__all__ = ["build", "check", "chromium", "doctor", "execute", "grade", "machine", "main"]
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("notebooks", "exercises", "solutions")
@@ -100,7 +100,14 @@ def chromium() -> str | None:
 
 def doctor() -> bool:
     """Print a report on this machine, after a real launch of two ranks; return whether the course can run."""
-    found = machine()
+    other = os.environ.get("PYTHONPATH")
+    advice = f"PYTHONPATH is set, so packages in {other} come before the course's: unset PYTHONPATH, then try again"
+    try:
+        found = machine()
+    except Exception as error:  # whatever a package does that was damaged, or made for another Python
+        print(f"imports   failed: {type(error).__name__}: {error}")
+        print(f"\n{advice if other else 'make clean lab installs the packages again'}")
+        return False
     gpus = [f"{gpu['name']} ({gpu['memory'] / 1e9:.0f} GB)" for gpu in found["gpus"]]
     report = {
         "Python": f"{found['python']} on {found['system']}",
@@ -112,12 +119,13 @@ def doctor() -> bool:
         "ranks": f"{found['world_size']} by default, over {found['backend']}",
         "Chromium": "yes" if chromium() else "no (only tests need it)",
     }
+    report |= {"warning": advice} if other else {}
     print("\n".join(f"{name:9} {value}" for name, value in report.items()))
     start = time.perf_counter()
     try:
         sums = _sum_of_two_ranks()
     except Exception as error:
-        print(f"launch    failed\n\n{error}")
+        print(f"launch    failed\n\n{error}" + (f"\n\n{advice}" if other else ""))
         return False
     print(f"launch    2 ranks, one all_reduce: {sums} in {time.perf_counter() - start:.1f} s")
     print("\n".join(["", "real here:", *found["real"], "", "emulated here:", *found["emulated"]]))
@@ -143,20 +151,29 @@ def _sum_of_two_ranks() -> list[float]:
 
 def _targets(root: Path, names: list[str]) -> dict[Path, tuple[Any, bool]]:
     """Every notebook that the sources give: path, notebook without outputs, whether it is executed."""
-    from ._notebooks import from_text, mark_exercises, strip
+    from ._notebooks import from_text, mark_exercises, strip, with_ids
+    from ._pages import dress
 
+    sources = sorted((root / "sources").glob("[0-9][0-9]_*.py"))
+    exercises = [path.stem.removesuffix("_exercises") for path in sources if path.stem.endswith("_exercises")]
+    lessons = [path.stem for path in sources if not path.stem.endswith("_exercises")]
     targets: dict[Path, tuple[Any, bool]] = {}
-    for source in sorted((root / "sources").glob("[0-9][0-9]_*.py")):
+
+    def add(folder: str, name: str, suffix: str, nb: Any) -> None:
+        nb = with_ids(dress(nb, folder, name, lessons, exercises))
+        targets[root / folder / f"{name}{suffix}.ipynb"] = (nb, folder != "exercises")
+
+    for source in sources:
         name = source.stem.removesuffix("_exercises")
         if names and name not in names:
             continue
         nb = from_text(source.read_text(encoding="utf-8"))
         if source.stem == name:
-            targets[root / "notebooks" / f"{name}.ipynb"] = (nb, True)
+            add("notebooks", name, "", nb)
         else:
             nb = mark_exercises(nb)
-            targets[root / "exercises" / f"{name}_exercises.ipynb"] = (strip(nb), False)
-            targets[root / "solutions" / f"{name}_solutions.ipynb"] = (nb, True)
+            add("exercises", name, "_exercises", strip(nb))
+            add("solutions", name, "_solutions", nb)
     if not targets:
         raise SystemExit(f"no source in {root.name}/sources" + (f" for {', '.join(names)}" if names else ""))
     return targets
@@ -282,29 +299,18 @@ def grade(
     return run(folder, root, jobs, timeout, limit, roster, sandbox, only, report)
 
 
-def restore(root: Path = ROOT) -> list[Path]:
-    """Bring the committed notebooks back; what differs from them is copied to ``saved/`` first and returned."""
-    git = ["git", "-C", str(root)]
-    listing = subprocess.run([*git, "diff", "--name-only", "HEAD", "--", *FOLDERS], capture_output=True, text=True)
-    if listing.returncode:
-        raise SystemExit("this copy of the course is not a git clone; download it again for the original notebooks")
-    changed = [Path(line) for line in listing.stdout.splitlines()]
-    saved = root / "saved" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    for path in changed:
-        if (root / path).exists():
-            (saved / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / path, saved / path)
-    if changed:
-        subprocess.run([*git, "checkout", "--quiet", "HEAD", "--", *map(str, changed)], check=True)
-        print(f"restored {len(changed)}; yours are in {saved.relative_to(root)}")
-    return changed
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of ``python -m course_utils.workshop``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m course_utils.workshop", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="report on this machine and start two ranks")
+    opened = commands.add_parser("lab", help="open JupyterLab on the learner's copy; its own options can follow")
+    copied = commands.add_parser("copy", help="bring the learner's copy up to date; what was changed stays")
+    fresh = commands.add_parser("restore", help="give fresh lessons, moving changed ones to saved/ in the copy")
+    fresh.add_argument("names", nargs="*", help="such as 02 or 02_collectives; default: all")
+    for command, name in ((opened, "folder"), (copied, "folder"), (fresh, "--folder")):
+        extra = {"nargs": "?"} if name == "folder" else {}
+        command.add_argument(name, type=Path, default=ROOT / "work", help="the learner's copy (%(default)s)", **extra)
     make = commands.add_parser("build", help="make notebooks from sources, executing what changed")
     make.add_argument("names", nargs="*", help="such as 02_collectives; default: all")
     make.add_argument("--force", action="store_true", help="execute even where the text is unchanged")
@@ -320,18 +326,23 @@ def main(arguments: list[str] | None = None) -> int:
     marks.add_argument("--feedback", type=Path, metavar="DIR", help="write one Markdown file a person for the learners")
     marks.add_argument("--limit", type=float, default=600, help="seconds for a notebook (%(default)g)")
     marks.add_argument("--no-sandbox", action="store_true", help="run hand-ins with all your rights")
-    commands.add_parser("restore", help="bring the committed notebooks back, keeping changed ones in saved/")
+    clock = commands.add_parser("minutes", help="fail when the minutes that the course states are not the clock's")
+    clock.add_argument("--write", action="store_true", help="put them right, in sources, README.md and docs")
     for command in (make, run, marks):
         command.add_argument("--jobs", type=int, default=1, help="notebooks at a time")
     for command, seconds in ((run, 300), (marks, 120)):
         command.add_argument("--timeout", type=int, default=seconds, help="seconds for a cell (%(default)g)")
-    given = parser.parse_args(arguments)
+    given, further = parser.parse_known_args(arguments)
+    if further and given.command != "lab":
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
 
     failed: list[str] = []
     if given.command == "doctor":
         return 0 if doctor() else 1
-    if given.command == "restore":
-        restore()
+    if given.command in ("lab", "copy", "restore"):
+        from .learner import run_command
+
+        failed = run_command(given.command, given.folder, further or getattr(given, "names", []))
     elif given.command == "build":
         failed = build(ROOT, given.names, given.force, given.jobs)
     elif given.command == "check":
@@ -339,10 +350,21 @@ def main(arguments: list[str] | None = None) -> int:
     elif given.command == "execute":
         paths = given.paths or [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("solutions/*.ipynb")]
         failed = execute(sorted(paths), given.jobs, given.timeout)
+    elif given.command == "minutes":
+        failed = _minutes(given.write)
     elif given.command == "grade":
         failed = _grade(given)
     print("\n".join(failed), file=sys.stderr, end="\n" if failed else "")
     return 1 if failed else 0
+
+
+def _minutes(write: bool) -> list[str]:
+    """Compare the course's minutes with its clock; return the files that differ, unless they have been put right."""
+    from .minutes import update
+
+    wrong = [str(path.relative_to(ROOT)) for path in update(write=write)]
+    print("\n".join(f"wrote {path}" for path in wrong) if write else f"{len(wrong)} files differ from the clock")
+    return [] if write else wrong
 
 
 def _grade(given: argparse.Namespace) -> list[str]:

@@ -1,10 +1,13 @@
 """A learner in JupyterLab: every lesson is shown as stored, lesson 00 runs through the menu, every widget moves.
 
-That all cells of all lessons run, nbval and papermill show; ``--thorough`` runs every lesson through the menu as well.
+JupyterLab is started as ``make lab`` does it, on a learner's copy of a copy of the course; what is stored, which the
+learner's copy leaves out, lies beside it in ``stored/``. That all cells of all lessons run, nbval and papermill show;
+``--thorough`` runs every lesson through the menu as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,6 +26,7 @@ import psutil
 import pytest
 from conftest import ROOT, missing
 
+from course_utils import learner
 from course_utils.workshop import chromium
 
 pytestmark = pytest.mark.guard(420)
@@ -99,25 +103,20 @@ class Lab:
         return f"{self.info['url']}{path}?token={self.info['token']}"
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """JupyterLab as ``make lab`` starts it, on copies of the lessons and with settings of its own."""
-    root = tmp_path_factory.mktemp("lab")
-    for folder in ("notebooks", "scripts"):
-        shutil.copytree(ROOT / folder, root / folder)
-    folders = {f"JUPYTER_{name}_DIR": str(root / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
-    folders |= {f"JUPYTERLAB_{name}_DIR": str(root / name.lower()) for name in ("SETTINGS", "WORKSPACES")}
+@contextlib.contextmanager
+def serving(course: Path) -> Iterator[Lab]:
+    """JupyterLab as ``make lab`` starts it in a course, with settings of its own; its log is beside the course."""
+    settings = course.parent / "settings"
+    folders = {f"JUPYTER_{name}_DIR": str(settings / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+    folders |= {f"JUPYTERLAB_{name}_DIR": str(settings / name.lower()) for name in ("SETTINGS", "WORKSPACES")}
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")} | folders
     dry_run = ["make", "--dry-run", "--no-print-directory", "lab"]
     recipe = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    trust, serve = ([sys.executable, *shlex.split(line)[1:]] for line in recipe.splitlines()[-2:])
-    trust[3:] = map(str, (root / "notebooks").glob("*.ipynb"))
-    subprocess.run(trust, env=environment, check=True, stdout=subprocess.DEVNULL)
-    serve += ["--no-browser", "--expose-app-in-browser"]
-    with (root / "log").open("w") as log:
-        server = subprocess.Popen(serve, cwd=root, env=environment, stdout=log, stderr=log)
+    serve = [sys.executable, *shlex.split(recipe.splitlines()[-1])[1:], "--no-browser", "--expose-app-in-browser"]
+    with (course.parent / "log").open("w") as log:
+        server = subprocess.Popen(serve, cwd=course, env=environment, stdout=log, stderr=log)
     try:
-        files = waited_for(lambda: [*(root / "runtime").glob("jpserver-*.json")], "JupyterLab's server", 60)
+        files = waited_for(lambda: [*settings.glob("runtime/jpserver-*.json")], "JupyterLab's server", 120)
         yield Lab(server, json.loads(files[0].read_text()))
     finally:
         server.terminate()
@@ -125,6 +124,29 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             server.wait(30)
         except subprocess.TimeoutExpired:
             server.kill()
+
+
+def copied_course(place: Path, *names: str) -> Path:
+    """A copy of the course, or of the notebooks with these numbers in it."""
+    unwanted = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+    for folder in ("course_utils", "notebooks", "exercises", "solutions", "scripts", "native", "docs"):
+        shutil.copytree(ROOT / folder, place / folder, ignore=unwanted)
+    for path in place.glob("*/*.ipynb"):
+        if names and not path.name.startswith(names):
+            path.unlink()
+    return place
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """JupyterLab on the whole course, with the lessons as they are stored in ``stored/``, which are signed."""
+    course = copied_course(tmp_path_factory.mktemp("lab") / "course")
+    shutil.copytree(course / "notebooks", course / "work" / "stored")
+    trust = [sys.executable, "-m", "nbformat.sign", *map(str, (course / "work" / "stored").glob("*.ipynb"))]
+    data = {"JUPYTER_DATA_DIR": str(course.parent / "settings" / "data")}
+    subprocess.run(trust, env=os.environ | data, check=True, stdout=subprocess.DEVNULL)
+    with serving(course) as server:
+        yield server
 
 
 def waited_for(look: Callable, what: str, seconds: float):
@@ -156,19 +178,33 @@ class Opened:
     errors: list[str]
 
 
-@pytest.fixture(scope="module")
-def opened(request: pytest.FixtureRequest, browser, lab: Lab) -> Iterator[Opened]:
-    """The lesson with the number of the parameter, as stored, with a kernel that answers. Its tests share the page."""
+@contextlib.contextmanager
+def open_notebook(browser, lab: Lab, path: str) -> Iterator[Opened]:
+    """A notebook of the learner's folder in a page of its own, with a kernel that answers."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page, errors = context.new_page(), []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(lab.address(f"lab/tree/notebooks/{LESSONS[request.param].name}") + "&reset")
+    page.goto(lab.address(f"lab/tree/{path}") + "&reset")
     page.wait_for_selector(".jp-NotebookPanel", timeout=90_000)
     page.wait_for_function(CONNECTED, timeout=90_000)
-    yield Opened(request.param, page, errors)
+    yield Opened(path.rsplit("/", 1)[-1][:2], page, errors)
     page.evaluate(f"() => {{ {PANEL} return panel.sessionContext.shutdown(); }}")
     context.close()
+
+
+@pytest.fixture(scope="module")
+def opened(request: pytest.FixtureRequest, browser, lab: Lab) -> Iterator[Opened]:
+    """The lesson with the number of the parameter, as stored. Its tests share the page."""
+    with open_notebook(browser, lab, f"stored/{LESSONS[request.param].name}") as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def copied(request: pytest.FixtureRequest, browser, lab: Lab) -> Iterator[Opened]:
+    """The lesson with the number of the parameter, as a learner gets it."""
+    with open_notebook(browser, lab, f"notebooks/{LESSONS[request.param].name}") as page:
+        yield page
 
 
 @pytest.fixture
@@ -181,7 +217,7 @@ def screenshots(tmp_path: Path) -> Path:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function.__name__.startswith("test_lesson_runs_through_the_menu"):
         numbers = LESSONS if metafunc.config.getoption("thorough") else [SHORTEST]
-        metafunc.parametrize("opened", numbers, indirect=True)
+        metafunc.parametrize("copied", numbers, indirect=True)
 
 
 def run_all(page) -> None:
@@ -273,10 +309,13 @@ def test_stored_lesson_is_shown_without_errors_and_no_output_is_wider_than_its_c
 
 
 @pytest.mark.parametrize(("opened", "text"), WIDGETS, indirect=["opened"], scope="module")
-def test_stored_widget_is_shown_before_anything_runs(opened: Opened, text: str, screenshots: Path):
-    cell = widget(opened.page, text)
-    picture = cell.locator("img.widget-image").first
+def test_stored_widget_is_a_picture_until_its_cell_runs(opened: Opened, text: str, screenshots: Path):
+    show_cell(opened.page, text)
+    cell = opened.page.locator(".jp-Notebook-cell.jp-mod-active")
+    picture = cell.locator(".jp-OutputArea-output img").first
+    picture.wait_for(state="visible", timeout=30_000)
     assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
+    assert cell.locator(".jupyter-widgets").count() == 0, "controls that do nothing"
     opened.page.screenshot(path=screenshots / f"{opened.number}_{text.strip('(')}_stored.png")
 
 
@@ -295,10 +334,68 @@ def test_widget_moves_once_its_cell_has_run(opened: Opened, text: str, screensho
     assert opened.errors == []
 
 
-def test_lesson_runs_through_the_menu(opened: Opened, screenshots: Path):
-    run_all(opened.page)
-    cells = [cell for cell in opened.page.evaluate(CELLS) if "".join(cell["source"]).strip()]
+def test_lesson_runs_through_the_menu(copied: Opened, screenshots: Path):
+    assert copied.page.evaluate(WITH_OUTPUTS) == [], "an answer stands below its question"
+    run_all(copied.page)
+    cells = [cell for cell in copied.page.evaluate(CELLS) if "".join(cell["source"]).strip()]
     counts = [cell["execution_count"] for cell in cells]
     assert counts == list(range(min(counts), min(counts) + len(cells)))
-    assert errors_in(cells) == [] and opened.errors == []
-    opened.page.screenshot(path=screenshots / f"{opened.number}.png")
+    assert errors_in(cells) == [] and copied.errors == []
+    copied.page.screenshot(path=screenshots / f"{copied.number}.png")
+
+
+EXERCISE, LESSON = "exercises/02_collectives_exercises.ipynb", "notebooks/02_collectives.ipynb"
+NEW = EXERCISE.replace("02_", "02_new_")
+ANSWER = "my_answer = 42"
+
+
+def save(page) -> None:
+    page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+
+
+def edit_first_text(path: Path, text: str) -> None:
+    """Change the first cell of a notebook of the course, as a new version of it would."""
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    nb["cells"][0]["source"] = [text]
+    path.write_text(json.dumps(nb), encoding="utf-8")
+
+
+def test_answer_stays_while_the_lessons_around_it_change(browser, tmp_path: Path, screenshots: Path):
+    """``make lab``, an answer, a new version of the course, ``make lab`` again."""
+    course = copied_course(tmp_path / "course", "00", "02")
+    with serving(course) as first:
+        with open_notebook(browser, first, EXERCISE) as opened:
+            stub = opened.page.locator(".jp-CodeCell", has_text="NotImplementedError").first.locator(".cm-content")
+            stub.click()
+            opened.page.keyboard.press("ControlOrMeta+A")
+            opened.page.keyboard.type(ANSWER)
+            save(opened.page)
+            waited_for(lambda: ANSWER in (course / "work" / EXERCISE).read_text(), "the saved answer", 30)
+        with open_notebook(browser, first, LESSON) as opened:  # read and saved, not changed
+            run_cell(opened.page, PARAMETERS)
+            waited_for(lambda: opened.page.evaluate(CELLS)[0]["execution_count"], "the end of the cell", 60)
+            save(opened.page)
+            waited_for(lambda: '"execution_count": 1,' in (course / "work" / LESSON).read_text(), "the saved run", 30)
+    log = (tmp_path / "log").read_text()
+    assert f"new in {course / 'work'}: " in log and "Kernel started" in log
+    assert "without encryption" not in log, "every start of a kernel warns on the terminal"
+    edit_first_text(course / LESSON, "# Is this the new lesson?")
+    edit_first_text(course / EXERCISE, "# New words for the exercises")
+
+    with serving(course) as second:
+        log = (tmp_path / "log").read_text()
+        assert f"updated in {course / 'work'}: {LESSON}\n" in log
+        assert f"{EXERCISE} is yours and stays; its new version is {NEW}\n" in log
+        for path, there, absent in (
+            (EXERCISE, ANSWER, "New words for the exercises"),
+            (NEW, "New words for the exercises", ANSWER),
+            (LESSON, "Is this the new lesson?", ANSWER),
+        ):
+            with open_notebook(browser, second, path) as opened:
+                opened.page.locator(".jp-Cell", has_text=there).first.wait_for(state="visible", timeout=30_000)
+                assert not opened.page.locator(".jp-Cell", has_text=absent).count()
+                for name in (Path(EXERCISE).name, Path(NEW).name) if path == NEW else ():
+                    assert opened.page.locator(".jp-DirListing-itemText", has_text=name).count()
+                opened.page.screenshot(path=screenshots / f"work_{Path(path).stem}.png")
+                assert opened.errors == []
+    assert learner.copy(course / "work", course) == []  # what was offered once is not offered again

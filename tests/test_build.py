@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from course_utils import workshop
 from course_utils._notebooks import from_text, leaks, normalise
+from course_utils._pages import BOX, BOXES, FOLD, boxed, dress
 
 LESSON = """\
 # %% [markdown]
@@ -23,6 +22,7 @@ import sys
 
 import ipywidgets as widgets
 
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAsTqLlwAAAABJRU5ErkJggg=="
 world_size = 4
 
 # %%
@@ -31,16 +31,20 @@ print("two", file=sys.stderr)
 print("three")
 
 # %%
-orphan = widgets.IntText()
-slider = widgets.IntSlider(value=1, min=0, max=5)
-picture = widgets.HTML("1")
-slider.observe(lambda change: setattr(picture, "value", str(change["new"])), "value")
-widgets.VBox([slider, picture])
+class Explorer(widgets.VBox):
+    def _repr_mimebundle_(self, **kwargs):
+        return {**super()._repr_mimebundle_(**kwargs), "text/plain": "Run this cell.", "image/png": PIXEL}
+
+
+Explorer([widgets.IntSlider(value=1, min=0, max=5)])
+
+# %% [markdown]
+# **Predict.** What is below?
+#
+# *The widget: a [slider](x.ipynb) from `0` to 5, and a **pixel**.*
 
 # %%
-mirror = widgets.IntText()
-link = widgets.jslink((slider, "value"), (mirror, "value"))
-mirror
+widgets.IntText()
 """
 
 EXERCISES = '''\
@@ -97,6 +101,13 @@ def read(root: Path, name: str) -> nbformat.NotebookNode:
     return nbformat.read(root / name, as_version=4)
 
 
+def change(path: Path, old: str, new: str) -> str:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return text
+
+
 def test_notebooks_of_the_course_are_what_their_text_says():
     assert workshop.check() == []
 
@@ -138,7 +149,7 @@ def test_new_prose_keeps_the_outputs_and_new_code_does_not(course: Path, capsys:
 def test_built_notebook_carries_nothing_of_the_run_but_its_outputs(course: Path):
     nb = read(course, "notebooks/90_small.ipynb")
     nbformat.validate(nb)
-    assert nb.metadata.keys() == {"kernelspec", "language_info", "widgets"}
+    assert nb.metadata.keys() == {"kernelspec", "language_info"}
     assert nb.metadata.language_info == {"name": "python"}
     code = [cell for cell in nb.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == [1, 2, 3, 4]
@@ -146,15 +157,35 @@ def test_built_notebook_carries_nothing_of_the_run_but_its_outputs(course: Path)
     assert [(o.name, o.text) for o in code[1].outputs] == [("stdout", "one\nthree\n"), ("stderr", "two\n")]
 
 
-def test_widget_models_are_numbered_and_orphans_dropped(course: Path):
+def test_a_stored_widget_is_its_picture_with_a_description_and_no_dead_controls(course: Path):
     nb = read(course, "notebooks/90_small.ipynb")
-    state = nb.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
-    assert sorted(state) == [f"{number:032x}" for number in range(len(state))]
-    names = [model["model_name"] for model in state.values()]
-    assert names.count("IntTextModel") == 1  # the mirror, not the orphan
-    assert names.count("LinkModel") == 1
-    views = [o.data["application/vnd.jupyter.widget-view+json"].model_id for c in nb.cells[-2:] for o in c.outputs]
-    assert [state[view]["model_name"] for view in views] == ["VBoxModel", "IntTextModel"]
+    explorer, _, plain = nb.cells[3:]
+    (shown,) = explorer.outputs
+    assert shown.data.keys() == {"text/plain", "image/png"} and shown.data["text/plain"] == "Run this cell."
+    assert shown.metadata == {"image/png": {"alt": "The widget: a slider from 0 to 5, and a pixel."}}
+    assert plain.outputs[0].data == {"text/plain": "IntText(value=0)"}
+
+
+def test_a_new_caption_reaches_the_picture_without_a_run(course: Path, capsys: pytest.CaptureFixture[str]):
+    before = change(course / "sources/90_small.py", "and a **pixel**", "and one dot")
+    try:
+        assert workshop.build(course) == []
+        assert "built notebooks/90_small.ipynb\n" in capsys.readouterr().out  # without the time of a run
+        (shown,) = read(course, "notebooks/90_small.ipynb").cells[3].outputs
+        assert shown.metadata["image/png"]["alt"].endswith("from 0 to 5, and one dot.")
+        assert workshop.check(course) == []
+    finally:
+        (course / "sources/90_small.py").write_text(before)
+        workshop.build(course)
+
+
+def test_converted_lessons_carry_the_description(course: Path):
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter(template_name="classic")  # the only one that reads it, in nbconvert 7.17
+    html, _ = exporter.from_notebook_node(read(course, "notebooks/90_small.ipynb"))
+    assert 'alt="The widget: a slider from 0 to 5, and a pixel."' in html
+    assert BOXES["**Predict"] in html and "<strong>Predict.</strong> What is below?" in html
 
 
 def test_streams_around_a_rich_output_stay_around_it():
@@ -182,13 +213,6 @@ def test_exercises_lose_solutions_and_keep_everything_else(course: Path):
     assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in cells)
 
 
-def change(path: Path, old: str, new: str) -> str:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-    return text
-
-
 @pytest.mark.parametrize(
     ("name", "old", "new", "complaint"),
     [
@@ -196,7 +220,7 @@ def change(path: Path, old: str, new: str) -> str:
         ("notebooks/90_small.ipynb", '"execution_count": 2', '"execution_count": null', "not executed"),
         ("notebooks/90_small.ipynb", '"execution_count": 2', '"execution_count": 9', "not in normal form"),
         ("notebooks/90_small.ipynb", "three\\n", "/home/somebody/three\\n", "/home/somebody"),
-        ("solutions/90_small_solutions.ipynb", "total = a + b", "total = b + a", "cell 3 is not what the text says"),
+        ("solutions/90_small_solutions.ipynb", "total = a + b", "total = b + a", "cell 4 is not what the text says"),
         ("exercises/90_small_exercises.ipynb", "check.add(add)", "pass", "cell 4 is not what the text says"),
         ("sources/90_small.py", "print(\"three\")", "print(3)", "cell 3 is not what the text says"),
     ],
@@ -218,6 +242,65 @@ def test_check_finds_a_notebook_without_source(course: Path):
         assert workshop.check(course) == ["notebooks/91_stray.ipynb: has no source"]
     finally:
         stray.unlink()
+
+
+def test_notebooks_say_what_they_are_and_lead_on(tmp_path: Path):
+    (tmp_path / "sources").mkdir()
+    one = LESSON.replace("build?", "build?\n#\n# **Before this:** nothing.")
+    for name, text in {"08_one": one, "08_one_exercises": EXERCISES, "11_two": LESSON}.items():
+        (tmp_path / "sources" / f"{name}.py").write_text(text)
+    made = {path.stem: nb.cells for path, (nb, _) in workshop._targets(tmp_path, []).items()}
+    one, exercises, solutions, two = made.values()
+    link = "[the exercises](../exercises/08_one_exercises.ipynb)"
+    assert one[0].source == f"# 08 · Does a small notebook build?\n\n**Before this:** nothing. **Afterwards:** {link}."
+    assert two[0].source == "# 11 · Does a small notebook build?"
+    assert [cells[0].source for cells in (exercises, solutions)] == [
+        f"# {kind} 08 · Can you add and double?" for kind in ("Exercises", "Solutions")
+    ]
+    assert solutions[1].source.startswith("**These are the solutions.**") and link in solutions[1].source
+    onward = "[08 one](../notebooks/08_one.ipynb), and the next lesson is [11 two](../notebooks/11_two.ipynb)."
+    assert all(cells[-1].source.endswith(onward) for cells in (exercises, solutions))
+    assert "(../solutions/08_one_solutions.ipynb)" in exercises[-1].source and link in solutions[-1].source
+    alone = workshop._targets(tmp_path, ["08_one"])
+    assert {path.stem: nb.cells for path, (nb, _) in alone.items()} == {k: v for k, v in made.items() if k != "11_two"}
+
+
+def test_how_to_work_becomes_what_solutions_are():
+    nb = nbformat.v4.new_notebook(
+        cells=list(map(nbformat.v4.new_markdown_cell, ("# Exercises 08 · X?", "**How to work.** Write.\n\n**More.**")))
+    )
+    cells = dress(nb, "solutions", "08_one", ["08_one"], ["08_one"]).cells
+    assert len(cells) == 3 and cells[0].source == "# Solutions 08 · X?"
+    assert cells[1].source.startswith("**These are the solutions.**") and cells[1].source.endswith("\n\n**More.**")
+
+
+def box(start: str, text: str) -> str:
+    return BOX.format(BOXES[start], text)
+
+
+@pytest.mark.parametrize(
+    ("text", "framed"),
+    [
+        ("**Predict.** What\nnow?\n\nThen.", box("**Predict", "**Predict.** What\nnow?") + "\n\nThen."),
+        ("It is 3. **Predict** (2): how\nmany?", "It is 3.\n\n" + box("**Predict", "**Predict** (2): how\nmany?")),
+        ("It is so. **Bold.**\n**Predict** it.", "It is so. **Bold.**\n\n" + box("**Predict", "**Predict** it.")),
+        ("Where the text says **Predict**, stop.", "Where the text says **Predict**, stop."),
+        ("> **Misconception.** \"A\"\n>\n> b", box("> **Misconception", "**Misconception.** \"A\"\n\nb")),
+        ("> **What changes on real X.** A\n> b", box("> **What changes on real", "**What changes on real X.** A\nb")),
+        ("> **word**: meaning", "> **word**: meaning"),
+        ("- **Predict** in a list", "- **Predict** in a list"),
+        ("```text\na\n\n**Predict** b\n```", "```text\na\n\n**Predict** b\n```"),
+        ("<details><summary>x</summary>\n\n**Predict**\n\n</details>",) * 2,
+    ],
+)  # fmt: skip
+def test_predictions_and_boxes_are_framed(text: str, framed: str):
+    assert boxed(text) == framed
+
+
+def test_a_fold_away_is_followed_by_a_blank_line():
+    text = "<details><summary>a</summary>\n\nb\n</details>\n<details><summary>c</summary>\n\nd\n</details>\nAfter."
+    nb = dress(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)]), "notebooks", "01_x", [], [])
+    assert nb.cells[0].source == text.replace("</details>\n", "</details>\n\n").replace("<details><summary>", FOLD)
 
 
 def test_failing_cell_is_named(tmp_path: Path):
@@ -266,25 +349,6 @@ def test_instructors_nbgrader_makes_and_grades_the_assignment(
         assert done["success"], done
         scores[student] = api.get_submission("adding", student)["score"]
     assert scores == {"ada": 2, "bob": 1}
-
-
-def test_restore_brings_originals_back_and_keeps_the_learners_copy(course: Path, tmp_path: Path):
-    for name in ORIGINALS:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes((course / name).read_bytes())
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@localhost"]
-    subprocess.run([*git, "init", "--quiet"], check=True)
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "--quiet", "-m", "start"], check=True)
-    mine = tmp_path / "exercises/90_small_exercises.ipynb"
-    mine.write_text(json.dumps({"mine": True}))
-    (tmp_path / "notebooks/90_small.ipynb").unlink()
-    (tmp_path / "notebooks/own.ipynb").write_text("{}")
-    assert [str(path) for path in workshop.restore(tmp_path)] == ORIGINALS[:2]
-    assert all((tmp_path / name).read_bytes() == (course / name).read_bytes() for name in ORIGINALS)
-    assert (tmp_path / "notebooks/own.ipynb").exists()
-    (kept,) = (tmp_path / "saved").rglob("*.ipynb")
-    assert json.loads(kept.read_text()) == {"mine": True}
 
 
 def test_execute_reports_the_notebook_that_fails(course: Path, tmp_path: Path):

@@ -195,11 +195,3 @@ def test_too_old_python_is_told_what_to_install(copy: Path):
     assert done.returncode != 0
     assert "The course needs Python 3.98 to 3.99" in done.stderr
     assert "make setup PYTHON=" in done.stderr
-
-
-def test_run_times_in_the_readme_are_those_of_lesson_00():
-    text = (ROOT / "sources" / "00_start_here.py").read_text()
-    times = ast.literal_eval(re.search(r"^run_time = (\{.*?\})", text, re.MULTILINE | re.DOTALL).group(1))
-    rows = re.findall(r"^\| (\d\d) \| \[.*\| (\d+) s \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert {number: int(seconds) for number, seconds in rows} == times
-    assert set(times) == {path.name[:2] for path in (ROOT / "notebooks").glob("*.ipynb")}

@@ -85,7 +85,9 @@ def collect(
 
 
 def _is_course(folder: Path) -> bool:
-    return (folder / "course_utils" / "__init__.py").exists() and (folder / "exercises").is_dir()
+    """True for the course itself and for a learner's copy of it, ``work/``."""
+    others = (folder / "course_utils" / "__init__.py", folder / "solutions")
+    return (folder / "exercises").is_dir() and any(path.exists() for path in others)
 
 
 def _without_notebook(stem: str, known: dict[str, Assignment]) -> str:

@@ -1,0 +1,344 @@
+"""The learner's copy of the course: a folder with the lessons, without outputs, where no change is ever lost."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import re
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["CourseError", "copy", "lab", "restore", "run_command"]
+
+ROOT = Path(__file__).resolve().parent.parent
+# What lessons consist of, and what they reach by relative paths.
+PATTERNS = (
+    *(f"{folder}/[0-9][0-9]_*.ipynb" for folder in ("notebooks", "exercises", "solutions")),
+    "scripts/**/*", "native/*", "docs/*.json",
+)  # fmt: skip
+MANIFEST = ".course.json"
+FIRST = "notebooks/00_start_here.ipynb"
+
+
+class CourseError(Exception):
+    """Something about the learner's copy that the message explains."""
+
+
+def _course(root: Path) -> dict[str, Path]:
+    """Every file that learners get a copy of, by its name relative to the course."""
+    paths = [path for pattern in PATTERNS for path in sorted(root.glob(pattern))]
+    paths = [path for path in paths if path.is_file() and path.name[0] != "." and path.suffix != ".pyc"]
+    if not paths:
+        raise CourseError(f"{root} holds no lessons")
+    return {path.relative_to(root).as_posix(): path for path in paths}
+
+
+def _fresh(path: Path) -> bytes:
+    """Return what a learner gets of a file: a notebook loses its outputs."""
+    data = path.read_bytes()
+    if path.suffix != ".ipynb":
+        return data
+    try:
+        nb = json.loads(data)
+        nb["metadata"].pop("widgets", None)
+        for cell in nb["cells"]:
+            if cell["cell_type"] == "code":
+                cell["outputs"], cell["execution_count"] = [], None
+    except (ValueError, KeyError, TypeError):
+        raise CourseError(f"{path} is not a notebook any more; get it again: git checkout HEAD -- {path}") from None
+    return (json.dumps(nb, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+def _version(data: bytes) -> str:
+    """Hash what somebody wrote: of a notebook the text of its cells, because opening and running it changes the rest.
+
+    Empty cells do not count either: JupyterLab adds one when the last cell is run.
+    """
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(data)["cells"]]
+        data = json.dumps([cell for cell in cells if cell[1].strip()]).encode()
+    return hashlib.sha256(data).hexdigest()
+
+
+def _version_of(path: Path) -> str | None:
+    return _version(path.read_bytes()) if path.exists() else None
+
+
+def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """For each copied file its ``version``, and the ``offered`` ones: file beside it, and version in that."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {name: {"version": entry["version"], "offered": entry["offered"]} for name, entry in manifest.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # none yet, or unreadable: then every file that differs counts as the learner's
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    half.write_bytes(data)
+    os.replace(half, path)
+    if path.suffix == ".ipynb":
+        _trust(data)
+
+
+def _trust(data: bytes) -> None:
+    """Sign a notebook of the course, so that JupyterLab shows all of its outputs once it has been run and saved."""
+    import nbformat
+    from jupyter_core.paths import jupyter_data_dir
+    from nbformat.sign import NotebookNotary
+
+    with contextlib.suppress(OSError, sqlite3.Error):  # without a signature it is only shown as not trusted
+        Path(jupyter_data_dir()).mkdir(parents=True, exist_ok=True, mode=0o700)
+        NotebookNotary(data_dir=jupyter_data_dir()).sign(nbformat.reads(data.decode(), as_version=4))
+
+
+def _opened(folder: Path, root: Path) -> Path:
+    """The absolute path of a folder for a copy, made if needed."""
+    folder, root = folder.expanduser().resolve(), root.resolve()
+    if root.is_relative_to(folder) or any(folder.is_relative_to(root / pattern.split("/")[0]) for pattern in PATTERNS):
+        raise CourseError(f"{folder} holds the course itself; choose another folder, such as {root / 'work'}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise CourseError(
+            f"{folder} cannot be written to ({error.strerror}); choose a folder of yours:\n"
+            f"  {sys.executable} -m course_utils.workshop lab ~/course"
+        ) from None
+    return folder
+
+
+def _unchanged(folder: Path, name: str, entry: dict[str, Any]) -> bool:
+    """True if a copy is as the course gave it, or equal to a newer version that was offered beside it."""
+    return _version_of(folder / name) in (entry["version"], *entry["offered"].values())
+
+
+def _renames(gone: dict[str, str], new: dict[str, str]) -> dict[str, str]:
+    """Guess which of the new files each file that is gone has become; both are given as name and version.
+
+    Equal content decides, then an equal topic (``03_nccl`` and ``04_nccl``), then an equal number.
+    """
+
+    def key(name: str, version: str, kind: str) -> str | None:
+        match = re.fullmatch(r"(.*/)(\d\d)_(.*)", name)
+        if kind == "content":
+            return name.split("/")[0] + version
+        return match and match[1] + match[3 if kind == "topic" else 2]
+
+    renames: dict[str, str] = {}
+    for kind in ("content", "topic", "number"):
+        free = {key(name, new[name], kind): name for name in new if name not in renames.values()}
+        for name in sorted(gone.keys() - renames.keys()):
+            same = key(name, gone[name], kind)
+            if same and same in free:
+                renames[name] = free.pop(same)
+    return renames
+
+
+def _follow(folder: Path, manifest: dict[str, dict[str, Any]], versions: dict[str, str]) -> list[str]:
+    """Rename or remove copies of what the course has renamed or removed since; changed ones stay. Returns sentences."""
+    said = []
+    gone = {name: manifest.pop(name) for name in sorted(manifest.keys() - versions.keys())}
+    new = {name: version for name, version in versions.items() if name not in manifest and not (folder / name).exists()}
+    renames = _renames({name: gone[name]["version"] for name in gone if (folder / name).exists()}, new)
+    for name, entry in gone.items():
+        if name in renames:
+            target = folder / renames[name]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder / name, target)
+            manifest[renames[name]] = entry
+            said.append(f"renamed in the course, and here: {name} is {renames[name]}")
+        elif not (folder / name).exists():
+            continue
+        elif _unchanged(folder, name, entry):
+            (folder / name).unlink()
+            said.append(f"removed, because the course no longer has it: {name}")
+        else:
+            said.append(f"{name} is no longer part of the course; your copy, which you have changed, stays")
+    return said
+
+
+def _beside(folder: Path, name: str, offered: dict[str, str]) -> str:
+    """A name for a new version beside a changed copy; taken are those of files that the learner has changed as well."""
+    for number in itertools.count(1):
+        new = "new_" if number == 1 else f"new{number}_"  # near the start, because JupyterLab cuts long names
+        beside = re.sub(r"(\d\d_)?([^/]+)$", rf"\g<1>{new}\g<2>", name)
+        if not (folder / beside).exists() or _version_of(folder / beside) == offered.get(beside):
+            return beside
+    raise AssertionError
+
+
+def copy(folder: Path, root: Path = ROOT) -> list[str]:
+    """Bring a learner's copy of the course up to date; what the learner has changed stays as it is.
+
+    A file that is missing is copied. One that the course has changed since replaces a copy without changes; beside a
+    changed copy it is put once, as ``02_new_…``. Outputs, execution counts and metadata are not changes.
+
+    Parameters
+    ----------
+    folder : Path
+        Made if needed.
+
+    Returns
+    -------
+    list of str
+        Sentences that say what was done.
+
+    Raises
+    ------
+    CourseError
+        The folder cannot be written to, or is the course itself.
+    """
+    folder = _opened(folder, root)
+    manifest = _read_manifest(folder)
+    course = {name: _fresh(path) for name, path in _course(root).items()}
+    said = _follow(folder, manifest, {name: _version(data) for name, data in course.items()})
+    written: dict[str, list[str]] = {"new": [], "updated": []}
+    for name, data in course.items():
+        version, has = _version(data), _version_of(folder / name)
+        entry = manifest.setdefault(name, {"version": None, "offered": {}})
+        if has is None or has != version and _unchanged(folder, name, entry):
+            _write(folder / name, data)
+            written["updated" if has else "new"].append(name)
+        elif has != version:
+            if version not in (entry["version"], *entry["offered"].values()):
+                beside = _beside(folder, name, entry["offered"])
+                _write(folder / beside, data)
+                entry["offered"][beside] = version
+                said.append(f"{name} is yours and stays; its new version is {beside}")
+            continue
+        manifest[name] = {"version": version, "offered": {}}
+    _write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    return [_listed(f"{what} in {folder}", names) for what, names in written.items() if names] + said
+
+
+def _listed(what: str, names: list[str]) -> str:
+    return f"{what}: " + (", ".join(names) if len(names) <= 5 else f"{len(names)} files")
+
+
+def restore(folder: Path, names: Sequence[str] = (), root: Path = ROOT) -> list[str]:
+    """Give a learner fresh lessons; changed ones are moved to ``saved/`` in the folder of the copy.
+
+    Parameters
+    ----------
+    folder : Path
+        The learner's copy.
+    names : sequence of str
+        Such as ``02``, ``02_collectives`` or ``exercises/02_collectives_exercises.ipynb``; default: everything.
+
+    Returns
+    -------
+    list of str
+        Sentences that say what was done.
+
+    Raises
+    ------
+    CourseError
+        There is no such lesson, or the folder cannot be written to.
+    """
+    folder = _opened(folder, root)
+    manifest, course = _read_manifest(folder), _course(root)
+    saved = folder / "saved" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    while saved.exists():
+        saved = saved.with_name(saved.name + "_2")
+    kept, fresh = [], _named(course, names)
+    for name in fresh:
+        data = _fresh(course[name])
+        entry = manifest.get(name, {"version": None, "offered": {}})
+        for each in (name, *entry["offered"]):
+            has = _version_of(folder / each)
+            if has not in (None, entry["version"], _version(data), *entry["offered"].values()):
+                (saved / each).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(folder / each, saved / each)
+                kept.append(each)
+            elif has and each != name:
+                (folder / each).unlink()
+        _write(folder / name, data)
+        manifest[name] = {"version": _version(data), "offered": {}}
+    _write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    yours = [_listed(f"yours are in {saved}", kept)] if kept else ["none of them was changed, so nothing was put aside"]
+    return [_listed(f"fresh in {folder}", fresh), *yours]
+
+
+def _named(course: dict[str, Path], names: Sequence[str]) -> list[str]:
+    """The files of the course that ``names`` stand for."""
+    found: list[str] = [] if names else [*course]
+    for given in names:
+        wanted = given.removeprefix("./").removesuffix(".ipynb")
+        wanted = wanted.zfill(2) if wanted.isdigit() else wanted
+        fits = [name for name in course if re.match(re.escape(wanted) + r"(?![^_.])", name.split("/")[-1])]
+        fits = fits or [name for name in course if name in (given, wanted + ".ipynb")]
+        if not fits:
+            numbers = sorted({name.split("/")[1][:2] for name in course if name.endswith(".ipynb")})
+            raise CourseError(f"the course has no lesson {given}; it has {', '.join(numbers)}")
+        found += [name for name in fits if name not in found]
+    return found
+
+
+def lab(folder: Path, arguments: Sequence[str] = (), root: Path = ROOT) -> NoReturn:
+    """Bring the learner's copy up to date and become JupyterLab on it, with ``arguments`` as on its command line."""
+    import zmq
+
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise CourseError(f"JupyterLab is not installed for {sys.executable}; make lab installs it")
+    folder = _opened(folder, root)
+    for name in ("PYTHONPATH", "PYTHONHOME"):  # the packages of another Python would come before those of the course
+        if os.environ.pop(name, None):
+            print(f"{name} is ignored: the course has an environment of its own")
+    _keep_settings_in(folder / ".jupyter")
+    print("\n".join(copy(folder, root)), flush=True)
+    command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--ServerApp.root_dir={folder}"]
+    command += [f"--LabApp.default_url=/lab/tree/{FIRST}"]
+    if zmq.has("curve"):
+        command += ["--KernelManager.transport_encryption=auto"]  # or else each kernel warns that it has none
+    if os.geteuid() == 0:
+        command += ["--allow-root"]
+    os.execv(sys.executable, [*command, *arguments])
+
+
+def _keep_settings_in(place: Path) -> None:
+    """Where Jupyter's folders in the user's home cannot be written to, let them be in ``place``."""
+    from jupyter_core import paths
+
+    folders = {
+        "JUPYTER_CONFIG_DIR": paths.jupyter_config_dir(),
+        "JUPYTER_DATA_DIR": paths.jupyter_data_dir(),
+        "JUPYTER_RUNTIME_DIR": paths.jupyter_runtime_dir(),
+        "IPYTHONDIR": os.environ.get("IPYTHONDIR", Path.home() / ".ipython"),
+        "MPLCONFIGDIR": os.environ.get("MPLCONFIGDIR", Path.home() / ".config" / "matplotlib"),
+    }
+    closed = []
+    for name, path in folders.items():
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True, mode=0o700)
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError:
+            os.environ[name] = str(place / name.lower())
+            Path(os.environ[name]).mkdir(parents=True, exist_ok=True, mode=0o700)
+            closed.append(str(path))
+    if closed:
+        print(f"{', '.join(closed)} cannot be written to; settings go to {place}")
+
+
+def run_command(command: str, folder: Path, further: Sequence[str]) -> list[str]:
+    """Run ``lab``, ``copy`` or ``restore`` as the command line says; return what went wrong, in sentences."""
+    try:
+        if command == "lab":
+            lab(folder, further)
+        said = copy(folder) if command == "copy" else restore(folder, further)
+    except CourseError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"{error.filename}: {error.strerror}"]
+    print("\n".join(said or [f"{folder} is up to date"]))
+    return []
