@@ -72,7 +72,9 @@ class Layout:
     virtual : int
         Model chunks on each pipeline rank: 1 is 1F1B, more is interleaved (`pipeline.interleaved`).
     zero : {0, 1, 2, 3}
-        ZeRO stage over the data and context ranks: 0 is DDP, 1 the distributed optimizer, 3 FSDP.
+        ZeRO stage over the data and context ranks: 0 is DDP, 1 the distributed optimizer, 3 FSDP. With a pipeline the
+        gradients of all micro-batches add up whole before they are reduced, and stage 3 gathers the weights once and
+        keeps them, as FSDP2 does with `reshard_after_forward=False`: stages 2 and 3 then divide between steps only.
     recompute : {"full", "selective", "none"}
         What backward computes a second time. Full: every layer from its input. Selective: attention's scores
         (Korthikanti et al. 2022, arXiv 2205.05198); with fused attention, which keeps no scores, what is cheap: the
@@ -159,7 +161,8 @@ def reasons(model: Model, cluster: Cluster, layout: Layout, batch: int) -> Itera
         yield "batch", f"{batch} sequences do not divide into DP {dp} x micro-batches of {layout.microbatch}"
     elif layout.virtual > 1 and layout.microbatches(batch) % pp:
         count = layout.microbatches(batch)
-        yield "interleaving", f"interleaving needs a multiple of PP {pp} micro-batches, got {count}"
+        rule = "interleaving as in Megatron-LM's schedule, which is planned here,"
+        yield "interleaving", f"{rule} needs a multiple of PP {pp} micro-batches, got {count}"
 
 
 @cache
@@ -230,9 +233,10 @@ def _rank_bytes(model: Model, layout: Layout, rank: int, microbatches: int) -> t
     root = parameters - layers * unit  # what is around the layers
     if cp > 1:  # keys and values of the whole sequence
         buffers += 4 * tokens * cp * model.kv_width / tp
+    piped = layout.pp > 1  # then gradients add up whole, and gathered weights stay
     if zero >= 2:  # gradients before they are reduced
-        buffers += max(unit, root) * width.gradient
+        buffers += (parameters if piped else max(unit, root)) * width.gradient
     if zero == 3:  # gathered: a layer and the next one ahead
-        buffers += (2 * unit + root) * width.activation
+        buffers += (parameters if piped else 2 * unit + root) * width.activation
     weight, gradient, optimizer = _states(zero, layout.dp * cp, layout.precision)
     return parameters * weight, parameters * gradient, parameters * optimizer, activations, buffers

@@ -179,9 +179,10 @@ def _data(
 ) -> float:
     """Seconds of data parallelism that `busy` seconds of computing in each of `count` micro-batches do not hide.
 
-    Stages 0 and 1 reduce once, behind the last micro-batch. Stages 2 and 3 reduce after each micro-batch, or each group
-    of `pp` where stages are interleaved: the gradients of a chunk add up over the group, as Llama 3's do. Stage 3
-    gathers the parameters, layer by layer, before each forward and backward.
+    Stages 0 and 1 reduce once, behind the last micro-batch. Without a pipeline stages 2 and 3 reduce after each
+    micro-batch, and stage 3 gathers the parameters, layer by layer, before each forward and backward. With one they
+    reduce and gather once, like stage 1: DeepSpeed refuses them (issue 4164, https://github.com/deepspeedai/DeepSpeed),
+    and PyTorch's schedules add gradients up until the last micro-batch.
     """
     ranks = layout.dp * layout.cp
     if ranks == 1:
@@ -195,13 +196,14 @@ def _data(
     scatter, gather = half(parameters * width.gradient), half(parameters * width.activation)
     scatters, gathers = _exchanges(layout, count)
     total = scatters * scatter + gathers * gather
-    return max(0.0, total - (busy if layout.zero < 2 else count * busy)) if layout.overlap else total
+    hides = busy if layout.zero < 2 or layout.pp > 1 else count * busy
+    return max(0.0, total - hides) if layout.overlap else total
 
 
 def _exchanges(layout: Layout, count: int) -> tuple[int, int]:
     """How often a step moves all gradients as a reduce-scatter does, and all parameters as an all-gather does."""
-    rounds = -(-count // layout.pp) if layout.virtual > 1 else count
-    return ((2, 0), (1, 1), (rounds, 1), (rounds, 2 * rounds))[layout.zero]
+    rounds = count if layout.pp == 1 else 0
+    return ((2, 0), (1, 1), (rounds or 1, 1), (rounds or 1, 2 * rounds or 1))[layout.zero]
 
 
 def traffic(model: Model, layout: Layout, batch: int) -> dict[str, float]:

@@ -134,6 +134,7 @@ def training(
     ranks: int = 1,
     precision: str = "mixed",
     optimizer: str = "adam",
+    gradient_copy: bool = False,
 ) -> Memory:
     """Return the bytes of training `models.GPT` on one rank when the most is held.
 
@@ -142,7 +143,7 @@ def training(
     last blocks (with the recomputed activations of one under `config.checkpoint`). Modelled as buffers are
 
     - gradients of activations;
-    - stages 0 and 1: buckets for all gradients, as DDP makes them by default;
+    - stages 0 and 1: with `gradient_copy` buckets for all gradients, beside these;
     - stage 2: the gradients of one block or of what is around the blocks, and a flat copy to reduce;
     - stage 3: what FSDP2 holds with a unit for each block and one for the rest: the rest gathered throughout, a block
       and the next one ahead, unsharded gradients, and a flat copy to reduce.
@@ -158,6 +159,9 @@ def training(
         Sequences on this rank and tokens in each; by default the full context.
     stage, ranks, precision, optimizer
         As for `model_states`.
+    gradient_copy : bool
+        At stages 0 and 1, whether buckets are a second copy of the gradients, as DDP makes them by default. Otherwise
+        gradients are views into them, as with ``gradient_as_bucket_view=True``.
     """
     length = _check_run(config, batch, length)
     parameters = count_parameters(config)
@@ -171,7 +175,8 @@ def training(
     each = _block_activations(config, tokens, width, config.checkpoint)
     below = kept - logits - 2 * wide - each  # of the blocks below the last
     if stage != 3:
-        flat = 2 * max(unit, root) if stage == 2 else parameters * PRECISIONS[precision].gradient
+        copy = parameters * PRECISIONS[precision].gradient if gradient_copy else 0
+        flat = 2 * max(unit, root) if stage == 2 else copy
         moments = [(kept, 2 * logits), *_in_block(below, 0, block, wide, 0)]
         return _at_peak(states, [(held, buffers + flat) for held, buffers in moments])
     square, position, two = c * c * width, config.context * c * width, min(config.layers, 2)

@@ -6,16 +6,17 @@ Sizes are bytes, times seconds, bandwidths bytes per second. Sizes S follow nccl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from ._transformer import MODELS
 from .costs import busbw, busbw_factor
 
 __all__ = [
     "A100_ALL_REDUCE", "A100_LATENCY", "A100_P2P", "ACHIEVABLE_MATMUL", "FOUR_H200_NODES", "FUSED_ATTENTION",
     "H100_P2P", "H200_ALL_REDUCE", "H200_LARGEST", "H200_NVLS_BY_GPUS", "LLAMA3_INTERRUPTIONS", "LLAMA3_MISPRINT",
-    "LLAMA3_RUNS", "MEGATRON_RUNS", "OTHER_A100_ALL_REDUCE", "PTD_RUNS", "Run", "Scaling", "TORCHTITAN_FSDP", "Table",
-    "ULTRASCALE_DP", "ULTRASCALE_TP", "ZERO3_RUNS",
+    "LLAMA3_RUNS", "MEGATRON_RUNS", "OTHER_A100_ALL_REDUCE", "PTD_RUNS", "Run", "Scaling", "TORCHTITAN_FSDP",
+    "TORCHTITAN_RUNS", "Table", "ULTRASCALE_DP", "ULTRASCALE_TP", "ZERO3_RUNS",
 ]  # fmt: skip
 
 _MIB = 2**20
@@ -195,8 +196,8 @@ TORCHTITAN_FSDP = Scaling(
 LLAMA3_INTERRUPTIONS = (419, 54, 16384)
 
 #: GPU -> FLOP/s of the best bf16 matrix product found on it, of the peak in `hardware.GPUS` (Bekman, ml-engineering,
-#: compute/accelerator, Maximum Achievable Matmul FLOPS, https://github.com/stas00/ml-engineering).
-ACHIEVABLE_MATMUL: Mapping[str, float] = MappingProxyType({"a100": 267.9e12, "h100": 792.1e12, "h200": 792.1e12})
+#: compute/accelerator, Maximum Achievable Matmul FLOPS, https://github.com/stas00/ml-engineering, August 2026).
+ACHIEVABLE_MATMUL: Mapping[str, float] = MappingProxyType({"a100": 271.2e12, "h100": 794.5e12, "h200": 794.5e12})
 #: GPU -> share of the peak that FlashAttention-2 reaches: A100 50 to 73 % (Dao 2023, arXiv 2307.08691, abstract), H100
 #: 35 % (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608, abstract); taken for the H200 too.
 FUSED_ATTENTION: Mapping[str, float] = MappingProxyType({"a100": 0.6, "h100": 0.35, "h200": 0.35})
@@ -223,6 +224,8 @@ class Run:
     source : str
     detail : str
         What tells the run from others of the same model.
+    held : float or None
+        Published bytes of the fullest GPU.
     """
 
     model: str
@@ -236,6 +239,7 @@ class Run:
     share: float
     source: str
     detail: str = ""
+    held: float | None = None
 
     @property
     def name(self) -> str:
@@ -261,7 +265,8 @@ def _megatron(size: str, tp: int, pp: int, gpus: int, batch: int, tflops: float,
 
 
 #: Megatron-LM's GPTs of growing size on A100s. Gradients are reduced behind backward where the script says
-#: ``DDP=torch`` (one pipeline stage), after it where it says ``DDP=local``. Sequence parallelism came later.
+#: ``DDP=torch`` (one pipeline stage), after it where it says ``DDP=local``. Sequence parallelism came later. Paper and
+#: script disagree on the last row: section 5.1 says that all of these runs interleave, the script's 1T case does not.
 MEGATRON_RUNS = (
     _megatron("1.7B", 1, 1, 32, 512, 137, 0.44, 16, 1),
     _megatron("3.6B", 2, 1, 64, 512, 138, 0.44, 16, 1),
@@ -286,7 +291,7 @@ def _section_5_2(model: str, gpus: int, batch: int, tflops: float, **layout: obj
 
 
 #: The same two models on more and more GPUs with an unchanged batch. Micro-batches of one sequence. Virtual stages are
-#: those of the same models in the scripts of figure 12 (two layers a chunk) and table 1 (one layer).
+#: assumed, as table 2 does not give them: those of the same models in the scripts of figure 12 and table 1.
 PTD_RUNS = tuple(
     _section_5_2(
         model, gpus, batch, tflops, tp=8, pp=pp, dp=gpus // (8 * pp), virtual=virtual, zero=0, overlap=False,
@@ -328,3 +333,26 @@ LLAMA3_RUNS = (
 )
 #: The third of them as the first version of the paper prints it.
 LLAMA3_MISPRINT = _llama(16384, 16, 4, 131072, 4 * 16, 380, 0.38)
+
+
+def _torchtitan(gpus: int, length: int, batch: int, tokens: float, gib: float, detail: str, **layout: object) -> Run:
+    """`tokens` per second of each GPU, and memory in GiB, as they are published."""
+    model, fixed = MODELS["Llama 3 8B"], {"zero": 3, "precision": "bf16 policy"}
+    tflops = replace(model, length=length).flops(1) * tokens / 1e12
+    source = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, https://github.com/pytorch/torchtitan"
+    return Run(
+        model.name, "DGX H100", gpus, batch, length, layout | fixed, tflops, "model", tflops / 989.4, source, detail,
+        gib * 2**30,
+    )  # fmt: skip
+
+
+#: Llama 3.1 8B with FSDP2 on H100s of another kind (96 GB at 2.4 TB/s, 500 W), 400 Gb/s a GPU: tables 1 and 3 without
+#: compilation, table 2 with `torch.compile` and Float8, which the planner does not know.
+TORCHTITAN_RUNS = (
+    _torchtitan(8, 8192, 16, 5762, 82.4, "8 GPUs", dp=8, microbatch=2, recompute="selective"),
+    _torchtitan(128, 8192, 256, 5605, 67.0, "128 GPUs", dp=128, microbatch=2, recompute="selective"),
+    _torchtitan(8, 32768, 8, 3890, 83.9, "32k, Float8", dp=8, recompute="full"),
+    _torchtitan(8, 65536, 4, 2540, 84.2, "64k, CP 2, Float8", dp=4, cp=2, recompute="full"),
+    _torchtitan(8, 131072, 2, 1071, 84.0, "128k, CP 4, Float8", dp=2, cp=4, recompute="full"),
+    _torchtitan(8, 262144, 1, 548, 84.5, "256k, CP 8, Float8", dp=1, cp=8, recompute="full"),
+)

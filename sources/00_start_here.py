@@ -24,7 +24,7 @@
 # - *work* on live ranks, step by step, with `%%ranks`;
 # - *read* an error and the table of a hang, and *stop* ranks that will not stop by themselves.
 #
-# **Before this:** Python, and PyTorch tensors on one machine. Nothing about distributed programs. **Time:** about 35
+# **Before this:** Python, and PyTorch tensors on one machine. Nothing about distributed programs. **Time:** about 60
 # minutes to read, under half a minute to run.
 
 # %% [markdown]
@@ -34,11 +34,12 @@
 # ready: the circle at the top right is then empty and the status line at the bottom says *Idle*.
 #
 # Where the text says **Predict**, write your answer down before you run the cell. A wrong guess that you made is worth
-# more than a right answer that you read. If a notebook shows outputs before you have run it, clear them first (*Edit →
-# Clear Outputs of All Cells*): they contain the answers.
+# more than a right answer that you read. `make lab` opens copies without outputs, so that no answer stands below its
+# question; where you see outputs before you have run a cell, clear them first (*Edit → Clear Outputs of All Cells*).
 #
-# Change cells, break them, run them again. `make restore` in a terminal brings the original notebooks back and keeps
-# yours.
+# Change cells, break them, run them again: `make restore L=02` in a terminal gives you a fresh lesson 02 and puts yours
+# into `work/saved/`. Exercises open beside the lesson if you drag their tab to the right half of the window. Each open
+# notebook keeps its ranks; *Kernel → Shut Down All Kernels* ends those that you no longer need.
 #
 # Figures are always one of three kinds: **measured** (on this machine, now), **recorded** (published elsewhere, with
 # its source) or **modelled** (computed from a formula). Boxes look like this:
@@ -766,78 +767,44 @@ print(f"a call that finds them running: {warm * 1e3:.1f} ms")
 # %% [markdown]
 # ## 10. Where to go from here
 #
-# Names with a link can be opened now; the others are coming.
+# Lessons with a link can be opened now; the others are coming. *Read* and *exercises* are minutes: 130 words and 12
+# lines of code a minute, a minute and a half for each prediction, an exercise what its card says. To *run* from the
+# first cell to the last they take 17 to 70 s (*recorded*: November 2026, 4 ranks, 2 CPU cores, no GPU, torch 2.13.0;
+# the course's README has the time of each).
 #
-# | | lesson | the question it answers |
-# |---|---|---|
-# | 00 | start_here | this notebook |
-# | 01 | [gpu_interconnects](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? |
-# | 02 | [collectives](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? |
-# | 03 | [nccl](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? |
-# | 04 | [ddp](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? |
-# | 05 | [scaling_efficiency](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? |
-# | 06 | [zero](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? |
-# | 07 | [fsdp](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? |
-# | 08 | deepspeed | What does DeepSpeed do differently, and when do I pick it? |
-# | 09 | [tensor_parallel](09_tensor_parallel.ipynb) | How do I split one layer over ranks? |
-# | 10 | [pipeline_parallel](10_pipeline_parallel.ipynb) | How do I split the layers, and where does the bubble go? |
-# | 11 | long_context_and_experts | How do I split a long sequence, and many experts? |
-# | 12 | [parallelism_3d](12_parallelism_3d.ipynb) | Which TP × PP × CP × DP for this model on this cluster? |
-# | 13 | profiling | Where does a step's time go? |
-# | 14 | debugging_hangs | It hangs. Which rank, which call, why? |
-# | 15 | [ffcv_data_loading](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? |
-# | 16 | multi_node | How do I leave this machine: torchrun, elastic, Slurm? |
+# | lesson | the question it answers | read, min | exercises, min |
+# |---|---|---|---|
+# | 00 | this notebook | 60 |  |
+# | [01](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? | 95 | 95 |
+# | [02](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? | 105 | 195 |
+# | [03](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? | 150 | 180 |
+# | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 145 | 195 |
+# | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 130 | 95 |
+# | [06](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? | 105 | 145 |
+# | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 120 | 155 |
+# | 08 | What does DeepSpeed do differently, and when do I pick it? | | |
+# | [09](09_tensor_parallel.ipynb) | How do I split one layer over ranks? | 120 | 190 |
+# | [10](10_pipeline_parallel.ipynb) | How do I split the layers, and where does the bubble go? | 110 | 185 |
+# | 11 | How do I split a long sequence, and many experts? | | |
+# | [12](12_parallelism_3d.ipynb) | Which TP × PP × CP × DP for this model on this cluster? | 130 | 215 |
+# | 13 | Where does a step's time go? | | |
+# | 14 | It hangs. Which rank, which call, why? | | |
+# | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 130 | 180 |
+# | 16 | How do I leave this machine: torchrun, elastic, Slurm? | | |
 #
-# **On your own** take them in this order, exercises included. Plan an evening for a lesson and one or two for its
-# exercises. If you come with a problem, take the lessons that it needs, after 00 and 02:
+# **On your own** take them in this order. If you come with a problem, take the lessons that it needs, after 00 and 02;
+# the course's README says which sections:
 #
 # - *it does not fit in memory*: 06, 07, then 09 to 12;
 # - *it is slow, or does not scale*: 04, 05, 13, 15;
 # - *it hangs, or one rank is wrong*: 04, 14;
 # - *it has to run on a cluster*: 01, 03, 16.
 #
-# ### For those who teach: run times and workshops
+# <details><summary>Do you teach?</summary>
 #
-# Everybody else can go on to the recap. How long does a notebook take to *run*, from the first cell to the last?
-
-# %%
-run_time = {
-    "00": 17, "01": 18, "02": 32, "03": 24, "04": 53, "05": 52,
-    "06": 58, "07": 59, "09": 25, "10": 46, "12": 50, "15": 70,
-}  # fmt: skip
-print("seconds in November 2026 by papermill: 4 ranks, 2 CPU cores, no GPU, torch 2.13.0")
-for lesson, seconds in run_time.items():
-    print(f"{lesson}   {seconds} s")
-assert all(seconds < (90 if lesson == "15" else 60) for lesson, seconds in run_time.items())
-
-# %% [markdown]
-# Reading, predicting and asking takes longer. **In a workshop** choose a plan by the time you have; the minutes are for
-# a guided walk, without folded boxes and exercises:
-#
-# - *2 h*: what distributed training is;
-# - *4 h*: train what does not fit on one GPU;
-# - *8 h*: the whole picture.
-#
-# The cell prints the minutes for each lesson and checks that they fill the time.
-
-# %%
-plans = {
-    "2 h": {"00": 25, "02": 45, "04": 40, "breaks": 10},
-    "4 h": {"00": 25, "02": 45, "04": 45, "06": 45, "07": 50, "breaks": 30},
-    "8 h": {
-        "00": 25, "01": 40, "02": 50, "04": 45, "05": 40, "06": 45, "07": 45, "09": 40, "10": 40,
-        "12": 40, "14": 40, "breaks": 30,
-    },
-}  # fmt: skip
-print("minutes ", *(f"{plan:>6}" for plan in plans))
-for lesson in plans["8 h"]:
-    coming = "" if lesson in run_time or lesson == "breaks" else "  coming"
-    print(f"{lesson:8}", *(f"{plan.get(lesson, ''):6}" for plan in plans.values()), coming)
-for plan, minutes in plans.items():
-    assert sum(minutes.values()) == 60 * int(plan.removesuffix(" h"))
-
-# %% [markdown]
-# Until the lessons marked *coming* are there, their time is well filled with sections 1 to 6 of 03 and with exercises.
+# `docs/instructor.md` in the course's folder has plans for a workshop, minute by minute: *2 hours*, what distributed
+# training is; *4 hours*, train what does not fit on one GPU; *8 hours*, from the first rank to a layout.
+# </details>
 
 # %% [markdown]
 # ## Recap, with the numbers of this run

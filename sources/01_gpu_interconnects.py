@@ -23,7 +23,7 @@
 # - *measure* latency and bandwidth, say how sure you are, and *predict* the time of a message you have not sent yet;
 # - *place* an operation on a roofline: is arithmetic, memory or a link its limit?
 #
-# **Before this:** [00 start_here](00_start_here.ipynb). **Time:** about 60 minutes to read, under a minute to run.
+# **Before this:** [00 start_here](00_start_here.ipynb). **Time:** about 95 minutes to read, under a minute to run.
 
 # %% [markdown]
 # ## Nine predictions

@@ -3,7 +3,7 @@
 #
 # Six exercises on [01 GPU interconnects](../notebooks/01_gpu_interconnects.ipynb), from easy to hard. One runs on
 # real ranks, two work on data, and in three you do on paper what a data sheet invites you to get wrong. All of them
-# take about an hour and a half.
+# take about 95 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|

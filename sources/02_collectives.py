@@ -24,7 +24,7 @@
 # - *read* a bandwidth table: latency end, bandwidth end, algorithm and bus bandwidth;
 # - *recognise* the four usual mistakes by what they do.
 #
-# **Before this:** [00 start_here](00_start_here.ipynb). **Time:** about 50 minutes to read, under a minute to run.
+# **Before this:** [00 start_here](00_start_here.ipynb). **Time:** about 105 minutes to read, under a minute to run.
 # Sections 10 and 11 can wait.
 
 # %% [markdown]

@@ -2,8 +2,8 @@
 # # Exercises 02 · Can you move the data with no byte too many?
 #
 # Eleven exercises on [02 collectives](../notebooks/02_collectives.ipynb), from easy to hard. In seven you write a
-# function that runs on real ranks; in four you work out bytes and seconds on paper and let Python do the
-# arithmetic. All of them take about three and a quarter hours.
+# function that runs on real ranks; in four you work out bytes and seconds on paper and let Python do the arithmetic.
+# All of them take about 195 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|

@@ -27,7 +27,7 @@
 # - *judge* whether a bandwidth is what the machine should give.
 #
 # **Before this:** [01 interconnects](01_gpu_interconnects.ipynb), [02 collectives](02_collectives.ipynb). **Time:**
-# about two hours to read (sections 1 to 6: 80 minutes; 7 to 11 stand alone), under a minute to run.
+# about 150 minutes to read (sections 1 to 6: 75 minutes; 7 to 11 stand alone), under a minute to run.
 
 # %% [markdown]
 # ## Eight predictions

@@ -3,7 +3,7 @@
 #
 # Nine exercises on [03 NCCL](../notebooks/03_nccl.ipynb). In six you build all-reduce out of messages between two
 # ranks, or mend one; in three you work out times on paper and let Python do the arithmetic. All of them take about
-# three hours.
+# 180 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|

@@ -26,8 +26,8 @@
 # - *train* as one does for real: sampler, accumulation, uneven data, checkpoints, seeds, learning rate, `torchrun`;
 # - *recognise* the usual mistakes by their message, and those that have none.
 #
-# **Before this:** [02 collectives](02_collectives.ipynb). **Time:** about 80 minutes to read, under a minute to
-# run. Sections 9, 11 and 14 to 17 can wait for a second evening.
+# **Before this:** [02 collectives](02_collectives.ipynb). **Time:** about 145 minutes to read, under a minute to run.
+# Sections 9, 11 and 14 to 17 can wait for a second evening.
 
 # %% [markdown]
 # ## Eight predictions

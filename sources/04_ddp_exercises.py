@@ -2,8 +2,7 @@
 # # Exercises 04 · Can you train on N ranks as if there were one?
 #
 # Seven exercises on [04 DDP](../notebooks/04_ddp.ipynb). In five you write what `DistributedDataParallel` and the
-# loop around it do; in two you cut up parameters and samples, without ranks. All of them take about three and a
-# quarter hours.
+# loop around it do; in two you cut up parameters and samples, without ranks. All of them take about 195 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|

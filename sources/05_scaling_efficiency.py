@@ -24,7 +24,7 @@
 # - *turn* an efficiency into the price of a training run.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb); sections 3 and 5 borrow from
-# [03 nccl](03_nccl.ipynb). **Time:** about 80 minutes to read, under a minute to run.
+# [03 nccl](03_nccl.ipynb). **Time:** about 130 minutes to read, under a minute to run.
 
 # %% [markdown]
 # ## Ten predictions

@@ -3,7 +3,7 @@
 #
 # Four exercises on [05 scaling efficiency](../notebooks/05_scaling_efficiency.ipynb). In one you compress gradients
 # on real ranks; in three you work out speed-ups, money and bucket sizes on paper and let Python do the arithmetic.
-# All of them take about an hour and a half.
+# All of them take about 95 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|

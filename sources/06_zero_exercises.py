@@ -2,7 +2,7 @@
 # # Exercises 06 · Where does the memory go, and what does each ZeRO stage remove?
 #
 # Five exercises on [06 ZeRO](../notebooks/06_zero.ipynb). In three you build the stages on real ranks; in two you
-# count bytes on paper and let Python do the arithmetic. All of them take about two and a half hours.
+# count bytes on paper and let Python do the arithmetic. All of them take about 145 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
@@ -462,14 +462,15 @@ for cut in (False, True):
 # and in backward its whole gradient is there as well: 2 + 2 bytes a parameter, for one unit at a time. Room is needed
 # for the largest.
 #
-# With width 4,096 and a vocabulary of 128,256, how many layers fit on 64 GPUs at stages 3, 2 and 1?
+# With width 4,096 and a vocabulary of 128,256, how many layers fit on 64 GPUs at stages 3, 2 and 1? The check also asks
+# for stage 0, where nothing is divided.
 
 
 # %%
 def largest_model(
     gpu_gb: float, reserved_gb: float, ranks: int, stage: int, width: int, vocabulary: int
 ) -> int:
-    """Largest number of layers whose training fits; 0 if no layer does. 1 GB = 10⁹ bytes."""
+    """Largest number of layers that fit, 0 if none does; stage 0 is DDP, 1 GB = 10⁹ bytes."""
     ### BEGIN SOLUTION
     layer, embedding = 12 * width**2, vocabulary * width
     each = sum(size / (ranks if stage >= first else 1) for size, first in ((2, 3), (2, 2), (12, 1)))

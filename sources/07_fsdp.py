@@ -16,7 +16,8 @@
 # A training script needs two lines to become one whose model no rank holds whole: `fully_shard(block)` for each block,
 # and `fully_shard(model)`. The loop stays as it was, and so do the losses. Llama 3.1 8B, sharded in this way, takes
 # 5,762 tokens a second on each of 8 H100s, and on 128, with 16 times the batch, 5,605 on each: 97 % (*recorded*,
-# [torchtitan](https://github.com/pytorch/torchtitan): bf16, selective checkpointing, and 82.4 GiB on cards of 96 GB).
+# [torchtitan](https://github.com/pytorch/torchtitan): bf16, selective checkpointing, and 82.4 GiB on cards of 96 GB and
+# 500 W; with `torch.compile` 6,667 and 6,514).
 # This lesson shows what the two lines do, when, and in how many bytes, and how to save a model that no rank has whole.
 #
 # **You will be able to**
@@ -26,7 +27,7 @@
 # - *save* a sharded checkpoint that survives a rank's death, and *load* it on any number of ranks;
 # - *recognise* the usual mistakes by their message, and those that have none.
 #
-# **Before this:** [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb). **Time:** about 80 minutes to read, under a
+# **Before this:** [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb). **Time:** about 120 minutes to read, under a
 # minute to run.
 
 # %% [markdown]
@@ -57,7 +58,6 @@ import signal
 import tempfile
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,13 +66,13 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from course_utils import HangError, WorkerError, device, expect_error, launch, memory, plots, record
 from course_utils.costs import bytes_sent
 from course_utils.data import Windows
+from course_utils.fsdp import watch
 from course_utils.models import GPT, GPTConfig, build, parameters
 
 world_size = 4  # ranks, 2 or more
@@ -272,10 +272,6 @@ plots.memory_bars(rows, "measured: model states after one step")
 #
 # This is ZeRO-3: the states are divided by N, and nothing but Adam's step counters is held twice. The rest of the
 # lesson is about what happens *between* two such moments.
-#
-# > **Misconception.** "FSDP is model parallelism: each rank computes its piece of the model." Each rank computes the
-# > *whole* model, on its own part of the batch. It is data parallelism whose weights are stored in pieces and
-# > fetched when they are needed.
 
 # %% [markdown]
 # ## 2. Gathered, computed, freed: one step
@@ -286,151 +282,59 @@ plots.memory_bars(rows, "measured: model states after one step")
 # 2. backward: all-gather again, compute, free, and **reduce-scatter** the gradients: every rank gets the mean of its
 #    own rows only.
 #
-# Let us watch it. The ledger tells when messages start. Hooks on the layers tell when one computes. And the bytes of
-# gathered weights can be read off: PyTorch keeps the same storage for each whole weight, and frees it by resizing it
-# to zero, as lesson 06 did. The next five cells are the instruments for this; you can go on to the figure first, and
-# come back. The first one finds the units, and which unit each layer belongs to.
+# `watch` runs a step to warm up, and then notes the order of events in the next: when messages start, when a layer
+# computes, and how many bytes of gathered weights are held. It can read these off, because PyTorch keeps the same
+# storage for each whole weight and frees it by resizing it to zero, as lesson 06 did. An all-gather's flat result, out
+# of which FSDP copies the weights, is counted as well. Clocks are left out: each event is one step to the right.
 
 
 # %%
-def units(model):
-    """The modules that `fully_shard` was called on, by name, root first."""
-    named = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule)]
-    return {name.replace("blocks.", "block ") or "root": module for name, module in named}
-
-
-def layers(model):
-    """Each module without children, and the unit whose weights it uses."""
-    unit = {m: name for name, top in units(model).items() for m in top.modules()}
-    return {m: name for m, name in unit.items() if not any(m.children())}
-
-
-def whole_weights(unit):
-    """The storages of a unit's gathered parameters; to be called while they are gathered."""
-    return [p.untyped_storage() for p in unit.parameters() if not isinstance(p, DTensor)]
-
-
-# %% [markdown]
-# `watch` runs one step of warm-up and one that it notes. A note has the time, what happens in which unit, and the
-# bytes of whole weights that each unit holds. There is one when a layer computes, forward or backward; one when
-# forward has left a unit; and one when a parameter's gradient has been reduced.
-
-
-# %%
-def watch(model):
-    """On a rank: (time, what, unit, bytes) of one step in order; bytes of a message, or by unit."""
-    storages, seen = {}, []
-
-    def note(what, name, *_):
-        held = {unit: sum(s.nbytes() for s in whole) for unit, whole in storages.items()}
-        seen.append((time.monotonic(), what, name, held))
-
-    for name, unit in units(model).items():
-        unit.register_forward_pre_hook(partial(remember, storages, name))
-        unit.register_forward_hook(partial(note, "left", name))
-    for layer, name in layers(model).items():
-        layer.register_forward_pre_hook(partial(note, "forward", name))
-        layer.register_forward_hook(partial(in_backward, partial(note, "backward", name)))
-        for p in layer.parameters(recurse=False):
-            p.register_post_accumulate_grad_hook(partial(note, "reduced", name))
-    for step in range(2):
-        seen.clear()
-        with record() as ledger:
-            loss_of(model, *my_part(step)).backward()
+def watched(model):
+    """On a rank: lanes of a step, and bytes of gathered weights after each event."""
+    found = watch(model, lambda step: loss_of(model, *my_part(step)).backward())
     model.zero_grad()
-    messages = [(entry.start, entry.op, None, entry.bytes) for entry in ledger]
-    return sorted(seen + messages, key=lambda event: event[0])
-
-
-# %%
-def remember(storages, name, unit, _):
-    storages.setdefault(name, whole_weights(unit))
-
-
-def in_backward(note, layer, inputs, output):
-    """Forward hook: take the note when the gradient of this output is there."""
-    output.register_hook(note)
+    return found
 
 
 def watch_blocks(**options):
-    return watch(shard(build(gpt).to(device()), **options))
-
-
-seen = on_ranks(watch_blocks)[0]
-print(len(seen), "events, of which", sum(name is None for _, _, name, _ in seen), "are messages")
-
-# %% [markdown]
-# A message does not say whose weights it brings. But the notes do: the first unit whose storage fills belongs to the
-# first all-gather, the first whose gradients are reduced to the first reduce-scatter. `lanes_of` uses that, and
-# makes lanes for the figure. A gathered message counts as held from its start. Clocks are left out: each event is
-# one step to the right.
-
-
-# %%
-def whose(seen):
-    """The units of the all-gathers, and of the reduce-scatters, in order."""
-    filled, reduced, before = [], [], {}
-    for _, what, name, held in (event for event in seen if event[2]):
-        filled += [unit for unit in held if held[unit] and not before.get(unit)]
-        reduced += [name] * (what == "reduced")
-        before = held
-    return {"all_gather": iter(filled), "reduce_scatter": iter(dict.fromkeys(reduced))}
-
-
-# %%
-def lanes_of(seen):
-    """Spans by lane, and bytes of whole weights held, over the order of events."""
-    lane = {"forward": "compute", "backward": "compute", "all_gather": "all-gather"}
-    lane, unit_of = lane | {"reduce_scatter": "reduce-scatter"}, whose(seen)
-    lanes, line = {name: [] for name in lane.values()}, []
-    held, coming, last = {}, {}, None
-    for _, what, name, size in seen:
-        if name is None:
-            name = next(unit_of[what])
-            coming |= {name: size} if what == "all_gather" else {}
-        else:
-            held, coming = size, {u: s for u, s in coming.items() if not size.get(u)}
-        total = sum(held.values()) + sum(coming.values())
-        if what == "reduced":  # freed before the reduce-scatter
-            line[-1] = line[-1][0], total
-        elif what in lane and (what, name) != last:
-            lanes[lane[what]].append((name, len(line), len(line) + 1))
-            line.append((len(line), total))
-            last = what, name
-    return lanes, line
+    return watched(shard(build(gpt).to(device()), **options))
 
 
 # %% [markdown]
 # **Predict** (questions 2 and 3), then look.
 
 # %%
-lanes, line = lanes_of(seen)
+lanes, line = on_ranks(watch_blocks)[0]
 plots.shard_timeline(lanes, line, "measured: one step of rank 0, in order of events", order=True)
 
 # %% [markdown]
-# *The figure: three lanes over 27 events. In forward each block is gathered, computed and left before the next is
-# gathered. In backward the next block is gathered before the present one computes, and each block's reduce-scatter
-# follows it. Below, the bytes of gathered parameters: the root's and one block's in forward, the root's and two blocks'
-# in backward.*
+# *The figure: four lanes over 27 events; the root computes the embeddings, and later the last norm and the head. In
+# forward each block is gathered, computed and left before the next is gathered. In backward the next block is gathered
+# before the present one computes, and each block's reduce-scatter follows it. Below, the bytes held for gathered
+# weights: in both directions up to the root's and twice a block's.*
 
 # %%
 order = [unit for unit, *_ in lanes["all-gather"]]
 block = padded(build(gpt).blocks[0], world_size)
 root = gathered - 4 * block
-most = max(size for _, size in line)
+turn = lanes["backward"][0][1]  # the first event of backward
+in_forward, in_backward = (
+    max(size for at, size in line if (at < turn) == forward) for forward in (True, False)
+)
+most = max(in_forward, in_backward)
 print("all-gathers:    ", " -> ".join(order))
 print("reduce-scatters:", " -> ".join(unit for unit, *_ in lanes["reduce-scatter"]))
-print(f"held at most: {most:,} bytes of {gathered:,}, in forward {line[6][1]:,}")
+print(f"held at most: in forward {in_forward:,} bytes of {gathered:,}, in backward {in_backward:,}")
 assert order == ["root", *(f"block {i}" for i in (0, 1, 2, 3, 3, 2, 1, 0))]
-assert 0.97 * (2 * block + root) < most <= 2 * block + root
+assert 0.97 * (2 * block + root) < min(in_forward, in_backward) <= most <= 2 * block + root
 
 # %% [markdown]
 # Nine all-gathers and five reduce-scatters. The root is gathered once: the backward pass begins with it, so freeing it
-# after forward would be for nothing, and FSDP does not. In backward two blocks at most are held beside the root, the
-# one that computes and the one that is fetched ahead. In forward it is as much, though the figure and the last number
-# printed show one block: FSDP keeps the flat result of an all-gather until it cuts up the next one, so the block that
-# computes is there twice. On a GPU, where the CPU runs ahead, the next block's message can be there as well, a third
-# block's bytes.
+# after forward would be for nothing, and FSDP does not. Besides the root, two blocks' bytes are held at most, for
+# different reasons. In backward two *different* blocks are there, the one that computes and the one that is fetched
+# ahead. In forward it is the *same* block twice: FSDP keeps the flat result of an all-gather until the next unit's
+# weights are copied out. On a GPU, where the CPU runs ahead, forward can hold the next block's message as well, a third
+# block's bytes (by FSDP's source; not measured here).
 #
 # The last block is left, freed, and gathered again at once. That all-gather is wasted; section 4 saves it.
 #
@@ -492,7 +396,7 @@ def root_only(model):
 
 
 def every_linear(model):
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # see below
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # outputs that are views
     for layer in [m for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)]:
         fully_shard(layer)
     return fully_shard(model)
@@ -537,19 +441,33 @@ plots.memory_bars(peaks, "measured: one rank at its peak, one window of text")
 # fetched ahead either.
 #
 # Every linear layer by itself saves a little more, and pays more than three times the messages. Each pays its α (lesson
-# 02). (FSDP warns here, and the cell has silenced it: a linear layer's output is a view, and `x += y` on it in the
-# model would lose the hook that starts its backward.) DDP's buffers are its buckets, a second copy of the gradients
-# (lesson 04). It reaches its peak after backward, in the optimizer's step; hence the few activations in its bar.
+# 02). DDP's buffers are its buckets, a second copy of the gradients (lesson 04). It reaches its peak after backward, in
+# the optimizer's step; hence the few activations in its bar.
 #
 # One block is the usual choice: its weights are used one after the other anyway, and it is large enough for the
-# bandwidth. FSDP says nothing about activations: they do not shrink with N (`checkpoint=True` of lesson 05 does that,
-# block by block, and goes together with FSDP). Where blocks are small, `fully_shard([a, b])` makes one unit of several.
+# bandwidth. Where blocks are small, `fully_shard([a, b])` makes one unit of several. A **tied** weight must be in one
+# unit with both its users, or in a unit above both: here the root. Frozen parameters are gathered like others, but have
+# no gradients to reduce (LoRA); `ignored_params` stay whole on every rank, and nobody averages their gradients.
 #
-# A **tied** weight must be in one unit with both its users, or in a unit above both: here the root.
+# Blocks are also what is checkpointed (lesson 05) and compiled. torchtitan does it in this order, block by block:
+# `checkpoint_wrapper`, `torch.compile`, `fully_shard`. Recomputing gathers nothing again, because the block's weights
+# are there for its backward.
 #
-# > **Misconception.** "FSDP divides the memory by N." It divides parameters, gradients and optimizer states between
-# > steps. At the peak there are also one or two units' whole weights, one unit's whole gradients, a flat copy of those
-# > of the unit before, and all the activations, and those are the same for any N.
+# What is on the GPU, and when? With Adam and the precisions of section 7:
+#
+# | moment | shards | gathered weights | whole gradients | flat copies |
+# |---|---|---|---|---|
+# | between steps | parameters and moments, Ψ/N each | | | |
+# | forward of block i | the same | root, block i | | gather of block i (on a GPU also i + 1) |
+# | backward of block i | and gradients so far | root, block i | block i's, root's | gather i − 1, reduce i + 1 |
+# | optimizer's step | and all gradients | | | default Adam on a GPU: 4 bytes a local parameter |
+# | *dtype* | *fp32* | `param_dtype` | `param_dtype` | `param_dtype` gathered, `reduce_dtype` reduced |
+#
+# The flat copies are the messages: *gather i* what the all-gather of block i brings, *reduce i* what its reduce-scatter
+# takes. Activations come on top. They rise in forward, fall in backward, and are the same for any N.
+#
+# > **Misconception.** "FSDP divides the memory by N." It divides the shards. The other columns, and the activations,
+# > are as large on a thousand ranks as on two.
 
 # %% [markdown]
 # ## 4. `reshard_after_forward`, and the ZeRO stages
@@ -584,24 +502,23 @@ for name, ledgers in by_choice.items():
 assert [len(ledgers[0]) for ledgers in by_choice.values()] == [15, 10, 15]
 
 # %% [markdown]
-# And the whole weights that each holds over a step, one digit an event, 9 for the whole model:
+# And the bytes of gathered weights, at most and when backward begins:
 
 
 # %%
-def held_over_a_step(choice):
-    return lanes_of(watch_blocks(reshard_after_forward=choice))[1]
-
-
 for name, choice in choices.items():
-    sizes = [size for _, size in on_ranks(held_over_a_step, choice, n=even)[0]]
-    marks = "".join("0123456789"[round(9 * size / max(sizes + [gathered]))] for size in sizes)
-    print(f"{name:6} {marks}")
+    lanes, line = on_ranks(watch_blocks, reshard_after_forward=choice, n=even)[0]
+    whole = padded(build(gpt), even)
+    kept = dict(line)[lanes["backward"][0][1]] / whole
+    at_most = max(size for _, size in line) / whole
+    print(f"{name:6} at most {at_most:.2f} Ψ, when backward begins {kept:.2f} Ψ")
+    assert (kept > 0.99) == (choice is False)
 
 # %% [markdown]
-# `True` never holds much more than half of this small model (two of four blocks and the root); `False` climbs to the
-# whole at the end of forward and comes down in backward. With an integer the gathered weights are freed as with `True`.
-# What is kept until backward is a second, larger shard, which these digits do not count: Ψ/k beside the Ψ/N that every
-# rank has.
+# `True` never holds much more than half of this small model: the root, and two of four blocks. `False` has the whole
+# model when backward begins, and the last block's flat copy a moment before. With an integer the gathered weights are
+# freed as with `True`. (The root is too, because it has the same choice here.) What is kept until backward is a second,
+# larger shard, which these numbers do not count: Ψ/k beside the Ψ/N that every rank has. (ZeRO++ has the same, as hpZ.)
 #
 # Each unit may have its own choice. `False` for the last block saves the all-gather that section 2 stumbled over, for
 # no memory at the peak: that block is needed at once.
@@ -609,7 +526,7 @@ for name, choice in choices.items():
 # | ZeRO | what is divided | FSDP2 | FSDP1 `ShardingStrategy` | traffic of a rank |
 # |---|---|---|---|---|
 # | 0 | nothing | `DDP`, or `replicate` | `NO_SHARD` | 2Ψ |
-# | 1 | optimizer states | none; `ZeroRedundancyOptimizer` with DDP | none | 2Ψ |
+# | 1 | optimizer states | none; `ZeroRedundancyOptimizer` with DDP | none | 2Ψ; this tool 3Ψ (lesson 06) |
 # | 2 | and gradients | `reshard_after_forward=False` | `SHARD_GRAD_OP` | 2Ψ |
 # | 3 | and parameters | `reshard_after_forward=True` | `FULL_SHARD` | 3Ψ |
 # | 3, second shard in the node | as 3, and Ψ/k more | `reshard_after_forward=k` | none | 3Ψ, of which Ψ inside |
@@ -639,7 +556,7 @@ plots.mesh_picture(grid, ("replicate", "shard"), title, nodes=node)
 # What travels where? The ledger knows each message's group. Let every collective run as a ring over its group: then
 # rank r sends its share to the next rank of the group, and that one is on the same node or not. Four layouts:
 # FSDP over all ranks; the same with an integer, which keeps backward's all-gathers inside; HSDP; and HSDP with the
-# mesh turned round by mistake. **Predict** (question 5) their order.
+# mesh turned round by mistake. The bytes are those of *all ranks together*. **Predict** (question 5) their order.
 
 
 # %%
@@ -677,7 +594,7 @@ layouts = {
 sent = {name: traffic(ledgers) for name, ledgers in layouts.items()}
 for name, (inside, between) in sent.items():
     inside, between = inside / psi_bytes, between / psi_bytes
-    print(f"{name:24} inside {inside:5.2f} Ψ, between nodes {between:5.2f} Ψ")
+    print(f"{name:24} all ranks: inside {inside:5.2f} Ψ, between nodes {between:5.2f} Ψ")
 
 # %%
 print(*(f"{e.op} of {e.bytes:,} among ranks {e.ranks}" for e in layouts["HSDP"][0][-3:]), sep="\n")
@@ -690,9 +607,14 @@ assert sent["HSDP"][1] == 2 * padded(build(gpt), per_node)
 # whatever k is. FSDP's ring over all ranks crosses the border twice, each time with 3Ψ(N−1)/N: on 4 ranks 4.5Ψ, less
 # the root's second all-gather, and with many ranks nearly 6Ψ.
 #
+# With M nodes the all-reduces carry 2(M − 1)Ψ between nodes, FSDP's ring 3MΨ(N−1)/N. For each node that is 2Ψ(M−1)/M
+# against nearly 3Ψ: a third on two nodes, 1.75Ψ against 2.95Ψ on eight of eight GPUs, and no better than two thirds on
+# many.
+#
 # What HSDP costs is memory: states are divided by the ranks of a node, not by all. So it is for models that fit into
-# a node, on more nodes than one. And a mesh turned round is worse than no mesh at all: it *shards* over the slow link.
-# Nothing warns of that.
+# a node, on more nodes than one. 70 billion parameters do not: 16 · 70 / 8 = 140 GB of states on each of 8 GPUs.
+#
+# A mesh turned round is worse than no mesh at all: it *shards* over the slow link. Nothing warns of that.
 #
 # > **Misconception.** "HSDP is FSDP with less memory." It has more than FSDP: twice as much on two nodes. It saves
 # > bytes on the slow link.
@@ -724,35 +646,33 @@ print(f"HSDP: {prove(losses)}; placements {placements}")
 # before the present block computes, and must *run beside it*. Those are two conditions:
 #
 # - backward fetches ahead by itself: section 2 shows the next all-gather before the block computes;
-# - forward does not, because nobody knows yet which unit comes next. `set_modules_to_forward_prefetch` says so;
-# - on gloo the call blocks, so that even a message issued early is waited for. `_set_unshard_async_op(True)` makes it
-#   asynchronous. (A private name. On GPUs it is not needed: a stream runs beside the other.)
+# - forward does not, because nobody knows yet which unit comes next. `set_modules_to_forward_prefetch` says so.
 #
+# On gloo the call blocks, so that even a message issued early is waited for: only the order can be seen here.
 # **Predict** the order of events in forward with and without the hint.
 
 
 # %%
-def prefetching(forward, asynchronous):
+def prefetching(forward):
     """On a rank: the lanes of a step, and the losses of a few."""
     model = shard(build(gpt).to(device()))
     if forward:
         for block, following in zip(model.blocks, model.blocks[1:], strict=False):
             block.set_modules_to_forward_prefetch([following])
-    model._set_unshard_async_op(asynchronous)
-    return lanes_of(watch(model))[0], train(model, adam(model))
+    return watched(model)[0], train(model, adam(model))
 
 
 def told(lanes):
     """The order of all-gathers and computing in the forward pass, until block 2."""
     events = [(at, "+" + unit) for unit, at, _ in lanes["all-gather"]]
-    events = sorted(events + [(at, unit) for unit, at, _ in lanes["compute"]])
+    events = sorted(events + [(at, unit) for unit, at, _ in lanes["forward"]])
     words = [word for _, word in events]
     return "  ".join(words[: words.index("block 2")])
 
 
 def ahead(lanes):
     """How many all-gathers are issued before another unit computes."""
-    computing = sorted((at, unit) for unit, at, _ in lanes["compute"])
+    computing = sorted((at, unit) for unit, at, _ in lanes["forward"] + lanes["backward"])
     return sum(
         next(of for later, of in computing if later > at) != unit
         for unit, at, _ in lanes["all-gather"]
@@ -760,9 +680,9 @@ def ahead(lanes):
 
 
 # %%
-for forward, asynchronous in ((False, False), (True, False), (True, True)):
-    lanes, losses = on_ranks(prefetching, forward, asynchronous)[0]
-    print(f"hint {forward!s:5}, asynchronous {asynchronous!s:5}: {told(lanes)}")
+for forward in (False, True):
+    lanes, losses = on_ranks(prefetching, forward)[0]
+    print(f"hint {forward!s:5}: {told(lanes)}")
     early, count = ahead(lanes), len(lanes["all-gather"])
     print(f"    {early} of {count} all-gathers before another unit computes; {prove(losses)}")
     assert early == (7 if forward else 4)
@@ -770,9 +690,8 @@ for forward, asynchronous in ((False, False), (True, False), (True, True)):
 # %% [markdown]
 # `+block 1` is the all-gather, `block 1` the computing. With the hint the all-gathers of blocks 1 to 3 are issued one
 # block ahead, in forward as in backward, and can be hidden behind that block. Without it only backward's four are
-# (block 3's comes while the root computes). The order of the calls is the same with and without
-# `_set_unshard_async_op`; what differs is whether the rank waits in them. The price is one more unit's weights in
-# memory. A list of two modules fetches two ahead.
+# (block 3's comes while the root computes). The price is one more unit's weights in memory. A list of two modules
+# fetches two ahead.
 #
 # > **What changes on real GPUs.** There the CPU runs ahead of the GPU: it has issued the next all-gather long before
 # > the GPU has computed the present block. So forward overlaps without any hint, and the hint matters when the CPU
@@ -860,8 +779,9 @@ print(f"{prove(losses)}; same messages; {kept:,} bytes of states are on the {whe
 # Lesson 06 does this by hand.
 #
 # > **What changes on real GPUs.** With offload, gradients lie on the CPU, so clipping (section 9) and full state dicts
-# > (section 11) are collectives on CPU tensors. NCCL alone refuses them: the group needs a backend for each kind of
-# > device, `init_process_group("cpu:gloo,cuda:nccl")`.
+# > (section 11) are collectives on CPU tensors. NCCL alone refuses them (*recorded*,
+# > [pytorch issue 148532](https://github.com/pytorch/pytorch/issues/148532)): the group needs a backend for each kind
+# > of device, `init_process_group("cpu:gloo,cuda:nccl")`.
 
 # %% [markdown]
 # ## 8. Accumulation
@@ -905,12 +825,18 @@ for how in ("plain", "sync at the end", "keep weights"):
 
 # %% [markdown]
 # In float32 all three are right. (With `param_dtype=torch.bfloat16` set `reduce_dtype=torch.float32`: without it the
-# first switch adds the micro-batches up in bf16.) The plain loop sends four steps' worth; the first switch saves the
-# reduce-scatters; all of them together leave 2Ψ for four micro-batches, as much as DDP.
+# first switch adds the micro-batches up in bf16; with it the whole gradients it keeps take 4 bytes each.) The plain
+# loop sends four steps' worth; the first switch saves the reduce-scatters; all of them together leave 2Ψ for four
+# micro-batches, as much as DDP.
 #
 # What they cost is what FSDP was for: whole gradients on every rank between micro-batches, and with the others whole
-# weights too. Where memory is tight, pay the plain loop, or better: make the micro-batches larger with activation
-# checkpointing.
+# weights too. Where memory is tight, pay the plain loop (lesson 12 computes its time), or better: make the
+# micro-batches larger with activation checkpointing. With HSDP there is a middle way: `set_requires_all_reduce(False)`
+# until the last micro-batch reduces inside the node every time, between nodes once, and keeps no more than a shard.
+#
+# Dividing by `micro` is right where every micro-batch of every rank has as many tokens. With padding or masks a mean of
+# means is wrong: take the sum over tokens, divide by the tokens of the whole step (one all-reduce of their count) and
+# multiply by N, because FSDP divides by N.
 
 # %% [markdown]
 # ## 9. Clipping
@@ -985,11 +911,13 @@ for rank, row in enumerate(on_ranks(filled_by_each_rank)[0]):
 
 # %% [markdown]
 # Every rank drew the same numbers for its own piece, so the whole weight repeats itself N times. On the CPU there is
-# a warning, which is easily missed. The model would train, badly. (On GPUs the random generator of DTensors gives
-# each piece numbers of its own.)
+# a warning, which is easily missed. The model would train, badly. (On GPUs the random generator of DTensors is made to
+# give each piece numbers of its own; not run here.)
 #
 # The safe way is to take the weights from one place. Rank 0 has them, from a file or by building the model once on
-# the CPU; `set_model_state_dict` hands each rank its piece. The other ranks give an empty dict.
+# the CPU; `set_model_state_dict` hands each rank its piece. The other ranks give an empty dict. (Rank 0's host must
+# hold the whole model, 280 GB for 70 billion parameters in fp32. From safetensors files a rank can read its own rows:
+# `dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))`, of `torch.distributed.checkpoint.hf_storage`.)
 
 
 # %%
@@ -1136,9 +1064,19 @@ for kind, n in (("plain", world_size), ("plain", fewer), ("async", 1)):
 # > **What changes on real GPUs.** `async_save` copies the states from the GPU to the host first, and training waits
 # > for that copy; writing to a slow file system goes on beside. The host needs room for the copy.
 #
-# What has to be saved beside: the step, the sampler's position, the learning rate's schedule, random states. They go
+# What has to be saved beside: the step, the sampler's position, the learning rate's schedule, and random states, the
+# GPU's too (`torch.get_rng_state()` and `torch.cuda.get_rng_state()`: dropout on a GPU draws from the second). They go
 # into the same dict, as objects with `state_dict` and `load_state_dict`, or as plain values. What differs between
 # ranks, as random states do, needs a key for each rank: of plain values with the same key one rank's is written.
+#
+# > **To resume, in this order:**
+# > 1. Build on the meta device, `fully_shard`, `to_empty`; assert that tied weights still are (section 10).
+# > 2. Make the optimizer, of the shards.
+# > 3. `state = state_of(model, optimizer)`, and the step, schedule and random states under their keys.
+# > 4. `dcp.load(state, checkpoint_id=latest(folder))`: it overwrites what it was given.
+# > 5. `set_state_dict(...)` as in `load`; `load_state_dict` of the rest; `set_rng_state` of this rank's key, if there
+# >    are as many ranks.
+# > 6. Compute again what no state dict has: buffers with `persistent=False`.
 #
 # ### For others: one file
 #
@@ -1192,7 +1130,7 @@ def safe_save(state, folder, step, writer=dcp.FileSystemWriter):
     unfinished = folder / f"step-{step}.unfinished"
     dcp.save(state, storage_writer=writer(unfinished))  # rank 0 returns when all have written
     if dist.get_rank() == 0:
-        unfinished.rename(folder / f"step-{step}")  # all or nothing
+        unfinished.rename(folder / f"step-{step}")  # all or nothing, but not in object stores
     dist.barrier()
 
 
@@ -1270,8 +1208,8 @@ assert not equal(loaded, saved) and old.any() and not old.all()
 # %% [markdown]
 # ## 12. FSDP1 and other old names
 #
-# Scripts and papers of 2021 to 2024 use `FullyShardedDataParallel`, FSDP1. It wraps the model in another module and
-# packs each unit into one flat parameter.
+# Scripts and papers of 2021 to 2024 use `FullyShardedDataParallel`, FSDP1, which is deprecated. It wraps the model in
+# another module and packs each unit into one flat parameter.
 
 
 # %%
@@ -1432,6 +1370,31 @@ with expect_error(HangError):
 # %% [markdown]
 # All ranks ask, one saves. The same holds for `full_tensor()`, for the norm of section 9, and for printing a
 # parameter's mean.
+#
+# **One rank has a batch less in every epoch.** Each gradient here is the input: 1 in the first epoch, 10 in the second.
+# **Predict** in which batch it hangs.
+
+
+# %% tags=["nbval-ignore-output"]
+def two_epochs():
+    last = dist.get_rank() == dist.get_world_size() - 1
+    layer = fully_shard(torch.nn.Linear(1, dist.get_world_size(), bias=False).to(device()))
+    for epoch, size in enumerate((1.0, 10.0)):
+        for i in range(2 if last else 3):
+            layer.zero_grad()
+            layer(torch.full((1, 1), size, device=device())).sum().backward()
+            if dist.get_rank() == 0:
+                print(f"epoch {epoch}, batch {i}: {layer.weight.grad.to_local().item()}")
+
+
+with expect_error(HangError):
+    on_ranks(two_epochs, timeout=2)
+
+# %% [markdown]
+# Only at the very end, when the last rank has returned. Before that it was a batch ahead: its first batch of epoch 1
+# was averaged with the others' last of epoch 0, without a message, since the operations and sizes are the same. (Seen
+# here on gloo; NCCL pairs operations by their order in the group, too. DDP behaves alike.) Count the batches before the
+# loop, and take the smallest number of all ranks.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
@@ -1462,8 +1425,8 @@ print("between two nodes: FSDP {:.2f} Ψ, HSDP {:.2f} Ψ".format(*between))
 #
 # 1. 2, 2, 1 and 0: chunks of ⌈5/4⌉ (section 1).
 # 2. 9 and 5: blocks are gathered twice, the root once (section 2).
-# 3. Two in backward: one computes, one is fetched ahead. In forward one, but its bytes twice, and on a GPU the next
-#    one's as well. The root's come on top (section 2).
+# 3. Two in backward: one computes, one is fetched ahead. In forward one, but twice, so as many bytes; on a GPU also the
+#    next one's. The root's come on top (section 2).
 # 4. The states between steps are divided. Lost: the peak holds the whole model, and nothing overlaps (section 3).
 # 5. FSDP: 4.4Ψ on 4 ranks and nearly 6Ψ on many, against 2Ψ (section 5).
 # 6. float32 (section 7).
@@ -1474,8 +1437,8 @@ print("between two nodes: FSDP {:.2f} Ψ, HSDP {:.2f} Ψ".format(*between))
 # 10. It loads without an error, and mixes two steps (section 11).
 # </details>
 #
-# **Exercises:** [exercises/07_fsdp](../exercises/07_fsdp_exercises.ipynb). **Next:** 08 deepspeed, the same stages from a
-# config.
+# **Exercises:** [exercises/07_fsdp](../exercises/07_fsdp_exercises.ipynb). **Next:**
+# [09 tensor parallel](09_tensor_parallel.ipynb), which splits single layers over ranks.
 #
 # **Worth reading**
 # - Y. Zhao et al., *PyTorch FSDP: experiences on scaling fully sharded data parallel*, 2023, [arXiv

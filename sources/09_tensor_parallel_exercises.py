@@ -2,7 +2,7 @@
 # # Exercises 09 · How do several GPUs compute one layer?
 #
 # Six exercises on [09 tensor parallelism](../notebooks/09_tensor_parallel.ipynb). In five you cut layers over real
-# ranks; in one you work out the price on paper and let Python do the arithmetic. All of them take about three hours.
+# ranks; in one you work out the price on paper and let Python do the arithmetic. All of them take about 190 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|

@@ -25,8 +25,8 @@
 # - *compare* it with `torch.distributed.pipelining`;
 # - *decide* which traffic may cross nodes, and how many micro-batches a pipeline needs.
 #
-# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb).
-# **Time:** about 80 minutes to read, under a minute to run.
+# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb). **Time:**
+# about 110 minutes to read, under a minute to run.
 
 # %% [markdown]
 # ## Ten predictions
@@ -937,14 +937,20 @@ for make in makes:
     print(f" activations at most {max(one.peak):g}")
 
 # %%
-uneven = Costs(1, 1.25, 0.75)  # F, I, W: attention has no weights, so I is longer than W
-for make in makes:
-    one = simulate(make(p, m), uneven)
-    print(f"F 1, I 1.25, W 0.75: {one.schedule.name:6} idle {one.bubble:.1%}")
+for forward, inputs, weights in ((1, 1.25, 0.75), (1, 2, 1)):
+    idle = [simulate(make(p, m), Costs(forward, inputs, weights)).bubble for make in makes]
+    told = ", ".join(
+        f"{make.__name__} {share:.1%}" for make, share in zip(makes, idle, strict=True)
+    )
+    print(f"F {forward}, I {inputs}, W {weights}: idle {told}")
+    assert math.isclose(idle[0], (p - 1) / (m + p - 1)) and idle[1] < idle[0]
 
 # %% [markdown]
 # With F = I = W nothing is left of the bubble in ZB-H2. It pays with nearly twice the activations. Real layers are not
-# so even, and some of the bubble comes back.
+# so even: attention has no weights, so I is longer than W (first line). With full recomputation (second line) backward
+# begins with another F, which belongs to I. The share of 1F1B stays, since its bubble grows as its work does, but there
+# is less W to fill it with, and some of the bubble comes back. (The two lines agree, because F + I − W is half of the
+# work in both.)
 #
 # > **Misconception.** "Zero-bubble: no rank ever waits." The ranks end at different times, so nothing may wait for all
 # > of them before the next step: no global gradient norm, no check for overflow. The paper steps first, checks
@@ -1178,6 +1184,8 @@ def library_order(name, ranks, count):
     return [[text for text in order if not text.endswith("GRAD")] for order in texts]
 
 
+# %%
+assert all(library_order("Interleaved1F1B", p, count) for count in (p - 1, p + 1, 2 * p - 1))
 for name, make in (("GPipe", gpipe), ("1F1B", one_f_one_b), ("Interleaved1F1B", interleaved)):
     ours = [[str(op) for op in order] for order in make(p, m).order]
     equal = [a == b for a, b in zip(library_order(name, p, m), ours, strict=True)]
@@ -1198,7 +1206,8 @@ print(
 # %% [markdown]
 # One differs: the last rank of 1F1B. The *listing* of this version counts its forwards from 1 and ends with a
 # micro-batch 8 that does not exist. What *runs* is other code, and right, as the equal losses show. A drawing is not
-# proof of what runs. (1F1B of the library also refuses fewer micro-batches than stages; ours runs them.)
+# proof of what runs. (1F1B of the library also refuses fewer micro-batches than stages; ours runs them. Its interleaved
+# schedule also takes numbers of micro-batches that p does not divide, as the first line of the cell asserts.)
 #
 # > **What changes on real GPUs.** Use the library, or Megatron-LM's, which also recycle buffers and overlap messages.
 # > A stage can itself be sharded by FSDP2 (lesson 07) or split by tensor parallelism: `PipelineStage` takes any module.
@@ -1236,26 +1245,27 @@ for name, (t, stages, _, _, tflops) in MEGATRON.items():
 #
 # **Predict** (question 10). Now all three parallelisms of such a run: what does a GPU send for one micro-batch, forward
 # and backward? Tensor parallelism needs all-reduces in every layer: 8·b·s·h·(t − 1)/t numbers a layer (*recorded*, same
-# source; lesson 09 derives it), without the recomputation that these runs used. Data parallelism all-reduces the
-# gradients of the GPU's parameters once a step, here divided by the step's micro-batches, of one sequence each.
+# source; lesson 09 derives it), and 12 in place of 8 with full recomputation, which these runs used: forward's two come
+# again. Data parallelism all-reduces the gradients of the GPU's parameters once a step, here divided by the step's
+# micro-batches, of one sequence each.
 
 # %%
 print("sent by a GPU for a micro-batch, MB       pipeline   tensor    data")
 for name, (t, stages, gpus, whole_batch, _) in MEGATRON.items():
     config = PUBLISHED[f"Megatron {name}"]
     numbers, d = config.context * config.hidden, gpus // (t * stages)
-    tensor = 8 * numbers * (t - 1) / t * config.layers / stages
+    tensor = 12 * numbers * (t - 1) / t * config.layers / stages
     share = float(name[:-1]) * 1e9 / (t * stages)
     data = 2 * (d - 1) / d * share / (whole_batch / d)
     row = [2 * sent / 1e6 for sent in (2 * numbers, tensor, data)]
     print(
         f"{name:8} t = {t}, p = {stages:2}, d = {d:2}" + f"{row[0]:24.0f}{row[1]:9.0f}{row[2]:8.0f}"
     )
-    assert row[0] < row[1]
+    assert 9.5 < row[1] / row[0] <= 126
 
 # %% [markdown]
-# Tensor parallelism sends 7 to 84 times what the pipeline sends, with recomputation 10 to 126 times, in the middle of
-# every layer, where nothing hides it. Hence the usual layout: tensor parallelism inside the node, on NVLink, and the
+# Tensor parallelism sends 10 to 126 times what the pipeline sends (7 to 84 times without recomputation), in the middle
+# of every layer, where nothing hides it. Hence the usual layout: tensor parallelism inside the node, on NVLink, and the
 # pipeline across nodes, point to point to one neighbour. Data parallelism crosses nodes too. Where a step has hundreds
 # of micro-batches it sends even less, but all at once, at the end. (Each of the t GPUs of a tensor-parallel group holds
 # the same activations. Megatron lets each send a t-th across nodes and gathers the parts on NVLink, which divides the
@@ -1264,22 +1274,24 @@ for name, (t, stages, gpus, whole_batch, _) in MEGATRON.items():
 # ### Their bubbles
 #
 # How many micro-batches did they have? At most one per sequence of a replica's share of the batch. Here is what plain
-# 1F1B would idle with that many. (The paper says that its runs interleaved. The four before the largest had two or
-# three chunks a rank, which lesson 12 reckons with: 76.1B, 310.1B and 529.6B idled less than is printed here, 3 to 5 %.
-# For the largest, paper and script disagree: the script, published later, runs plain 1F1B.)
+# 1F1B would idle with that many, and interleaving with two stages a rank. Which of the two was it? The paper says that
+# all these runs interleaved (section 5.1). A script that was published later gives two or three stages a rank to the
+# middle four, and none to the first and the largest (lesson 12).
 
 # %%
 for name, (t, stages, gpus, whole_batch, _) in MEGATRON.items():
     d = gpus // (t * stages)
     most = whole_batch // d
     idle = simulate(one_f_one_b(stages, most)).bubble
-    print(f"{name:8} p = {stages:2}, m = {most:3} at most: 1F1B idles {idle:5.1%} or more")
+    halved = (stages - 1) / (2 * most + stages - 1)
+    print(f"{name:8} p = {stages:2}, m = {most:3} at most: 1F1B idles {idle:5.1%} or more,", end="")
+    print(f" with v = 2 {halved:4.1%}")
     assert math.isclose(idle, (stages - 1) / (most + stages - 1), abs_tol=1e-9)
 
 # %% [markdown]
 # That is the answer to the question at the top. With 64 stages each GPU would idle 63 of 64 parts of the time, if each
-# replica did one batch at a time. With 512 micro-batches in a step it idles 11 % or more, or 5.8 % if it was
-# interleaved by two. The price is a batch of 3,072 sequences: without a large batch there is no deep pipeline.
+# replica did one batch at a time. With 512 micro-batches in a step it idles 11 % if the script is right, and 5.8 % if
+# the paper is. The price is a batch of 3,072 sequences: without a large batch there is no deep pipeline.
 
 # %% [markdown]
 # ## 11. Try it

@@ -2,7 +2,7 @@
 # # Exercises 10 · How do I split the layers, and where does the bubble go?
 #
 # Seven exercises on [10 Pipeline parallelism](../notebooks/10_pipeline_parallel.ipynb). In two you build a pipeline
-# on real ranks; the others are about orders, cuts and figures, without ranks. All of them take about three hours.
+# on real ranks; the others are about orders, cuts and figures, without ranks. All of them take about 185 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
@@ -450,8 +450,8 @@ check.bubble(bubble)
 # | 2 of 5 | 10 | 10, Why not a thousand micro-batches? | the exact number |
 #
 # How many micro-batches keep the bubble at 3 % of all the time or less, on 8 ranks, with 1, 2 and 4 stages on each?
-# With more than one, micro-batches come in groups of 8, as in Megatron-LM's schedule: their number is a multiple of the
-# ranks.
+# With more than one, take Megatron-LM's schedule: micro-batches come in groups of 8, so their number is a multiple of
+# the ranks. (Other interleaved schedules take any number, with a larger bubble.)
 
 
 # %%

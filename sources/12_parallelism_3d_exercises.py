@@ -2,7 +2,7 @@
 # # Exercises 12 · Which TP × PP × CP × DP for this model on this cluster?
 #
 # Eight exercises on [12 3-D parallelism](../notebooks/12_parallelism_3d.ipynb). In three you work on real ranks; the
-# others are about ranks, bytes and layouts, without ranks. All of them take about three and a half hours.
+# others are about ranks, bytes and layouts, without ranks. All of them take about 215 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
@@ -515,7 +515,7 @@ check.clip_gradients(clip_gradients)
 # | memory | nothing else is wrong, and the model states of a rank are more than its GPU has |
 #
 # *Plus 2*, because embedding and head may count as a layer each: Llama 3 405B has 126 layers and ran on 16 stages.
-# *Interleaving* is a rule of Megatron-LM's schedule; Llama 3's takes any number of micro-batches.
+# *Interleaving* is a rule of Megatron-LM's schedule, which the planner has; Llama 3's and PyTorch's take other numbers.
 #
 # | argument | what it is |
 # |---|---|
@@ -592,7 +592,7 @@ for run in (*recorded.LLAMA3_RUNS[:2], recorded.LLAMA3_MISPRINT):
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 30 | 12, The planner; All layouts | at most 72 GB, at most 5 % above the best |
+# | 3 of 5 | 30 | 12, The planner; All layouts | at most 72 GB, at most 8 % above the best |
 #
 # Llama 3 70B is to be trained on 8 nodes with 8 H100 each, 128 sequences of 8,192 tokens in a step: a million tokens.
 # The GPUs have 80 GB; leave 8 GB of them for what no formula knows. Choose
@@ -648,12 +648,12 @@ check.plan_70b(plan_70b)
 # <details><summary>Hint 3</summary>
 #
 # Try tp 4 without a pipeline, the rest dp, `zero=3`, and see which `recompute` fits. With a pipeline, `virtual` makes
-# the bubble small.
+# the bubble small, and `zero=1` does as much as 3: inside a step a stage's weights and gradients are whole.
 # </details>
 # <details><summary>How far can one trust this?</summary>
 #
-# The planner's error for published runs is in the lesson, and it is larger than the 5 % of this puzzle. It tells which
-# few layouts are worth an hour of measuring, and why the others are not.
+# The planner's errors for published runs are in the lesson, and those with FSDP are far larger than the 8 % of this
+# puzzle. It tells which few layouts are worth an hour of measuring, and why the others are not.
 # </details>
 
 # %% [markdown]

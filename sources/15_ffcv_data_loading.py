@@ -27,7 +27,7 @@
 # - *build* an FFCV pipeline with an operation of your own, and *load* with it under DDP;
 # - *say* when FFCV is not the answer, and what is.
 #
-# **Before this:** [04 ddp](04_ddp.ipynb). **Time:** about 80 minutes to read, one minute to run.
+# **Before this:** [04 ddp](04_ddp.ipynb). **Time:** about 130 minutes to read, one minute to run.
 
 # %% [markdown]
 # ## Ten predictions
@@ -354,8 +354,7 @@ del loaders  # ends the worker processes
 # %% [markdown]
 # In turns the times add up: 1/both = 1/L + 1/S. With workers that prepare the next batch while the step runs, the
 # slower of the two sets the pace: both = min(L, S). The step then waits whenever L < S, for the share 1 − L/S of the
-# time. (In turns it always waits, for the share S/(L + S).) That share is money: it is what you pay a GPU for doing
-# nothing.
+# time. (In turns it always waits, for the share S/(L + S).)
 #
 # | what you see | what it means | what helps |
 # |---|---|---|
@@ -1217,16 +1216,17 @@ for name, milliseconds in ladder.items():
     print(f"{name:31}{milliseconds:6.2f} ms of a core, {1e3 / milliseconds:6,.0f} images/s")
 
 # %% [markdown]
-# Read it from above. OpenCV's decoding and resizing save a good part. Not to decode at all saves about half of what is
-# left. FFCV on one core takes about as long as the same work by our NumPy reader; which of the two is ahead changes
-# from run to run. Most of both is OpenCV's C++ code, so to compile the loop around it gains little on one core, as the
-# line "not compiled" shows.
+# Read it from above. OpenCV's decoding and resizing save a good part. (Where photographs are several times as wide as
+# the crop, there is a cheaper cure: PIL's `draft` makes the decoder give half, a quarter or an eighth of the size.) Not
+# to decode at all saves about half of what is left. FFCV on one core takes about as long as the same work by our NumPy
+# reader; which of the two is ahead changes from run to run. Most of both is OpenCV's C++ code, so to compile the loop
+# around it gains little on one core, as the line "not compiled" shows.
 #
 # The same with workers, step by step, each way in a process of its own and with its best number of workers:
 
 # %%
 chain = ["dataloader", "dataloader_cv2", "dataloader_raw", "threads_raw", "ffcv_raw"]
-recorded_bars(chain)
+recorded_bars(chain, strong=["FFCV"])
 
 # %% [markdown]
 # *The figure: five bars, from the usual loader with PIL to one with OpenCV, then without decoding, then with threads
@@ -1500,6 +1500,8 @@ if not without:
     print("a new loader with next_epoch = 1 goes on with the order of epoch 1")
 
 # %% [markdown]
+# That resumes at the beginning of an epoch. In the middle of one the usual loader can, with torchdata's
+# [`StatefulDataLoader`](https://github.com/meta-pytorch/data), which saves its place with the checkpoint.
 #
 # **Predict** (question 9): what if each rank seeds its own shuffle, as one does for augmentations?
 
@@ -1543,8 +1545,8 @@ print(f"{sum(p for _, p in shares) / 1e6:.0f} MB of memory; the file has {size /
 
 # %% [markdown]
 # The page cache belongs to the machine, not to a process, so a second rank on the same machine adds next to nothing.
-# The process cache is own memory, once for each rank. This is why `os_cache=True` is the right choice whenever the
-# file fits.
+# Another machine needs the file, and memory for it, once more. The process cache is own memory, once for each rank.
+# This is why `os_cache=True` is the right choice whenever the file fits.
 #
 # ### Is it faster, too?
 #
@@ -1608,8 +1610,6 @@ if not without:
     print(f"{count - same * world_size} samples are left out")
 
 # %% [markdown]
-# Exercise 7 shards without FFCV's help.
-#
 # > **What changes on real GPUs.** `ToDevice(device())` in the pipeline is the copy to this rank's GPU. It runs in the
 # > loader's thread and on a stream of its own, so it overlaps with the step. Pixels travel as bytes and become floats
 # > there. On a node with 8 GPUs and 96 cores give each loader 12 threads, not 96.
@@ -1638,7 +1638,7 @@ if not without:
 # %% [markdown]
 # 1. The samples of the last batch are lost in each epoch. With a random order they are others each time. In validation
 #    they are samples that are never tested: `drop_last=False`.
-# 2. A batch is a view of one of five buffers, and the loader goes on to fill it. Use it at once, or `clone()` it.
+# 2. A batch is a view of one of five buffers, and the loader fills it again. Use it at once, or `clone()` it.
 
 
 # %%
@@ -1778,8 +1778,8 @@ print("pages held at batches of 8: " + ", ".join(f"{n} {h}" for n, h in held.ite
 # 10. 768: the last 32 are dropped (section 10).
 # </details>
 #
-# **Exercises:** [exercises/15_ffcv_data_loading](../exercises/15_ffcv_data_loading_exercises.ipynb). **Before:** [12 three
-# dimensions](12_parallelism_3d.ipynb). **Next:** 16, which leaves this machine.
+# **Exercises:** [exercises/15_ffcv_data_loading](../exercises/15_ffcv_data_loading_exercises.ipynb). **All lessons:**
+# the table at the end of [00 start_here](00_start_here.ipynb).
 #
 # **Worth reading**
 # - G. Leclerc, A. Ilyas, L. Engstrom, S. M. Park, H. Salman, A. Madry, *FFCV: accelerating training by removing data

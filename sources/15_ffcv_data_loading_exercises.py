@@ -3,7 +3,7 @@
 #
 # Eight exercises on [15 Data loading with FFCV](../notebooks/15_ffcv_data_loading.ipynb). Only the seventh needs
 # ranks. None needs a fast disk, and only parts of 1, 3 and 4 use FFCV itself; where it is not installed, these parts
-# are left out. All of them take about three hours.
+# are left out. All of them take about 180 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|

@@ -1065,6 +1065,11 @@ def memory_of_all_gpus_together(*case):
     return _largest(*case, free=lambda gpu, reserved, n: n * gpu - reserved, cut=lambda stage: [False] * 3)
 
 
+@mutant("largest_model", "stage-0")
+def optimizer_divided_at_every_stage(*case):
+    return _largest(*case, cut=lambda stage: (stage > 2, stage > 1, True))
+
+
 @mutant("largest_model", "limits")
 def divided_parts_for_nothing(*case):
     return _largest(*case, share=0)

@@ -579,6 +579,11 @@ def root_gathered_twice(layers, block, around, n, a, b, m):
     return _traffic(layers, block, around, n, a, b, m, gathers=2 * m * (layers + 1), gathered=gathered)
 
 
+@mutant("fsdp_traffic", "root-twice")
+def bytes_of_the_root_gathered_twice(layers, block, around, n, a, b, m):
+    return _traffic(layers, block, around, n, a, b, m, gathered=2 * m * (layers * block + around))
+
+
 @mutant("fsdp_traffic", "forward-only")
 def gathered_in_forward_only(layers, block, around, n, a, b, m):
     gathered = m * (layers * block + around)

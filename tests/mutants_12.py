@@ -757,6 +757,16 @@ def one_message_for_each_tensor(gradients, copies, groups, limit):
     return norm
 
 
+@mutant("clip_gradients", "too-many-messages")
+def one_sum_for_each_dimension(*case):
+    def total(x, groups):
+        for group in groups.values():
+            x = _summed(x, group)
+        return x
+
+    return _clip(*case, total=total)
+
+
 # ------------------------------------------------------------------------------------------------ legality
 
 
@@ -960,8 +970,3 @@ def all_of_a_node():
 @mutant("plan_70b", "bubble")
 def deep_pipeline():
     return _slow("bubble")
-
-
-@mutant("plan_70b", "data")
-def gradients_in_the_way():
-    return _slow("data")

@@ -170,7 +170,8 @@ def test_what_is_no_number_is_refused(text, complaint):
 class Explorer:
     def __init__(self):
         self.widget = bits_explorer()
-        self.box, buttons, self.status, self.picture = self.widget.children
+        first, buttons, self.status, self.picture = self.widget.children
+        (self.box,) = first.children
         self.buttons = {button.description: button for button in buttons.children}
 
 

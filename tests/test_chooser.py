@@ -125,4 +125,6 @@ def test_one_node_has_no_network_and_one_rank_nothing_to_do(chooser):
     picture = bytes(chooser.picture.value)
     chooser.gpus.value = 1
     assert "nothing to reduce" in chooser.status.value
+    assert bytes(chooser.picture.value) != picture
+    chooser.gpus.value = 4
     assert bytes(chooser.picture.value) == picture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import subprocess
 import sys
@@ -57,10 +58,10 @@ def test_every_lesson_and_exercise_was_built():
 
 
 @notebooks(LESSONS)
-def test_title_is_the_question_the_lesson_answers(path: Path):
+def test_title_is_the_number_and_the_question_the_lesson_answers(path: Path):
     first = read(path).cells[0]
     assert first.cell_type == "markdown"
-    assert re.match(r"# [^\n]*\?(\n|$)", first.source), first.source.splitlines()[0]
+    assert re.match(rf"# {path.name[:2]} · [^\n]*\?(\n|$)", first.source), first.source.splitlines()[0]
     assert sum(len(re.findall(r"^# ", cell.source, re.MULTILINE)) for cell in text_cells(path)) == 1
 
 
@@ -164,10 +165,73 @@ def test_pictures_are_described_in_words(path: Path):
 
 
 @notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_every_picture_has_an_alternative_text_and_fits_into_a_column(path: Path):
+    """On a screen 1366 pixels wide, JupyterLab's column has 934 of them: what is wider is shrunk, and its letters."""
+    for cell in code_cells(path):
+        for output in cell.outputs:
+            if "image/png" in output.get("data", {}):
+                first = cell.source.splitlines()[0]
+                assert len(output.metadata.get("image/png", {}).get("alt", "")) > 20, first
+                header = base64.b64decode(output.data["image/png"][:64])
+                assert int.from_bytes(header[16:20], "big") <= 934, first
+
+
+@notebooks(LESSONS, SOLUTIONS)
+def test_stored_widgets_are_pictures(path: Path):
+    """Without a kernel, controls would be dead, each with the sign of a broken link."""
+    nb = read(path)
+    assert "widgets" not in nb.metadata
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    assert not [output for output in outputs if any("widget" in kind for kind in output.get("data", {}))]
+
+
+def targets(text: str) -> list[str]:
+    """Paths of links in Markdown to other files of the course."""
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    return [link for link in links if not re.match(r"https?:|mailto:", link)]
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
 def test_links_to_files_of_the_course_work(path: Path):
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", "\n".join(cell.source for cell in text_cells(path)))
-    local = [target for target in targets if not re.match(r"https?:|mailto:", target)]
-    assert not [target for target in local if not (path.parent / target).exists()]
+    links = targets("\n".join(cell.source for cell in text_cells(path)))
+    assert not [link for link in links if not (path.parent / link).exists()]
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_no_notebook_is_a_dead_end(path: Path):
+    """Its last text leads to what belongs to it, and to the next lesson where there is one."""
+    lesson = path.stem.removesuffix("_exercises").removesuffix("_solutions")
+    ending = {(path.parent / link).resolve() for link in targets(text_cells(path)[-1].source)}
+    others = {ROOT / "exercises" / f"{lesson}_exercises.ipynb", ROOT / "solutions" / f"{lesson}_solutions.ipynb",
+              ROOT / "notebooks" / f"{lesson}.ipynb"} - {path}  # fmt: skip
+    if path in LESSONS:
+        others -= {ROOT / "solutions" / f"{lesson}_solutions.ipynb"}
+    assert {other for other in others if other.exists()} <= ending
+    following = [other for other in LESSONS if other.stem > lesson][:1]
+    assert not following or any(other in ending for other in LESSONS if other.stem > lesson)
+    assert path.parent.name == "notebooks" or following == [] or following[0] in ending
+
+
+@notebooks(LESSONS)
+def test_exercises_are_linked_at_the_top_too(path: Path):
+    exercises = f"../exercises/{path.stem}_exercises.ipynb"
+    assert not (path.parent / exercises).exists() or exercises in targets("\n".join(
+        cell.source for cell in text_cells(path)[:3]
+    ))
+
+
+@notebooks(EXERCISES, SOLUTIONS)
+def test_exercises_and_solutions_say_which_they_are(path: Path):
+    kind = path.parent.name.capitalize()
+    assert read(path).cells[0].source.startswith(f"# {kind} {path.name[:2]} · ")
+    opening = "\n".join(cell.source for cell in text_cells(path)[:3])
+    assert ("**These are the solutions.**" in opening) == (kind == "Solutions")
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_fold_aways_stand_apart(path: Path):
+    for cell in text_cells(path):
+        assert not re.search(r"</details>\n[^\n]", cell.source), cell.source[:80]
 
 
 @notebooks(EXERCISES)
@@ -192,7 +256,7 @@ def test_every_exercise_has_a_card_and_hints(path: Path):
     checks = sum(cell.metadata.get("nbgrader", {}).get("grade", False) for cell in code_cells(path))
     assert len(re.findall(r"[Dd]ifficulty", text)) >= 5
     assert len(re.findall(r"\bminutes\b", text)) >= 5
-    assert text.count("<details>") == text.count("</details>") >= checks
+    assert text.count("<details") == text.count("</details>") >= checks
 
 
 def test_code_is_clean():

@@ -128,15 +128,15 @@ class TestParallelism(ExerciseTests):
 
         self.passes("hybrid_training", hybrid_training)
 
-    def test_norm_summed_group_by_group_passes(self):
+    def test_norm_reduced_to_one_rank_and_sent_back_passes(self):
         def clip_gradients(gradients, copies, groups, limit):
-            """One rank of each group of copies counts; then one sum a dimension."""
+            """One rank of each group of copies counts."""
             total = torch.zeros((), dtype=torch.float64)
             for gradient, names in zip(gradients, copies, strict=True):
                 if all(dist.get_rank(groups[name]) == 0 for name in names):
                     total += gradient.norm() ** 2
-            for group in groups.values():
-                dist.all_reduce(total, group=group)
+            dist.reduce(total, 0)
+            dist.broadcast(total, 0)
             norm = total.sqrt()
             torch._foreach_mul_(gradients, min(1.0, (limit / (norm + 1e-6)).item())) if gradients else None
             return norm

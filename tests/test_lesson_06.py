@@ -159,6 +159,33 @@ def test_traffic_is_2_2_and_3_copies_and_more_with_micro_batches(micro):
             assert (scattered, gathered, everything) == (a * psi, b * psi, (a + b) * psi)
 
 
+def test_recomputed_blocks_are_not_gathered_again():
+    def gathers():
+        found = []
+        for checkpoint in (False, True):
+            zero = version(small(config=GPTConfig(hidden=12, heads=2, context=16, checkpoint=checkpoint)), adam)
+            with record() as ledger:
+                loss_of(zero, *windows_of(0, 0, 2)).backward()
+            found.append(ledger.count("all_gather"))
+        return found
+
+    version, adam = lesson()["Zero3"], lesson()["adam"]
+    assert on(2, gathers) == [[6, 6]] * 2
+
+
+def test_library_version_sends_an_all_reduce_and_every_parameter_once_more():
+    def send():
+        model = version(build(SMALL), adam)
+        for step in range(3):
+            with record() as ledger:
+                loss_of(model, *windows_of(step, 0, 2)).backward()
+                model.step()
+        return {op: ledger.bytes(op) for op in {entry.op for entry in ledger}}
+
+    version, adam = lesson()["Library1"], lesson()["adam"]
+    assert on(3, send) == [dict.fromkeys(("all_reduce", "broadcast"), 4 * parameters(SMALL))] * 3
+
+
 def test_zero_3_has_two_units_at_most_and_none_between_steps():
     def watch():
         zero, most = version(small(config=GPTConfig(layers=6, hidden=12, heads=2, context=16)), adam), 0

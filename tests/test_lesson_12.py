@@ -149,6 +149,76 @@ def test_other_norms_are_wrong_and_fail_nowhere(wrong):
     assert all((of["norms"][0] > right) == (wrong == "all_pieces") for of in runs)
 
 
+def test_a_backward_leaves_a_freed_stage_gathered_and_its_gradients_whole():
+    """So freeing after forward saves no memory at the peak of a pipeline: what section 3 and the planner say."""
+
+    def work(lesson):
+        from torch.distributed.pipelining import PipelineStage
+
+        seen, backward = [], PipelineStage.backward_one_chunk
+
+        def watched(self, chunk, *args, **kwargs):
+            found = backward(self, chunk, *args, **kwargs)
+            groups = [block._get_fsdp_state()._fsdp_param_group for block in self.submod.blocks.values()]
+            parameters = [p for group in groups for p in group.fsdp_params]
+            seen.append(
+                (
+                    chunk,
+                    all(group.is_unsharded for group in groups),
+                    all(p.unsharded_param.grad is not None for p in parameters),
+                )
+            )
+            return found
+
+        PipelineStage.backward_one_chunk = watched
+        try:
+            lesson["three_dimensions"](CUBE, steps=1)
+        finally:
+            PipelineStage.backward_one_chunk = backward
+        return seen
+
+    for seen in launch(work, lesson(), world_size=8, backend="gloo", timeout=100):
+        assert [chunk for chunk, *_ in seen] == [0, 1, 2, 3]
+        assert all(gathered for _, gathered, _ in seen) and all(whole for *_, whole in seen[:3])
+
+
+def test_a_checkpoint_of_three_dimensions_is_loaded_into_another_layout(tmp_path):
+    """Parameters keep the names that they have in one process, so DCP finds the pieces of each."""
+
+    def stage_of(lesson, sizes):
+        mesh = lesson["mesh_of"](sizes)
+        number = mesh.get_local_rank("pp")
+        return lesson["split"](lesson["Stage"](SMALL, number, sizes["pp"]), mesh)
+
+    def save(lesson, sizes, path):
+        import torch.distributed.checkpoint as dcp
+
+        stage = stage_of(lesson, sizes)
+        with torch.no_grad():
+            for name, p in stage.named_parameters():
+                p.mul_(1 + len(name))
+        dcp.save(dict(stage.named_parameters()), checkpoint_id=path)
+        return lesson["weights_of"](stage)
+
+    def load(lesson, sizes, path):
+        import torch.distributed.checkpoint as dcp
+
+        stage = stage_of(lesson, sizes)
+        dcp.load(dict(stage.named_parameters()), checkpoint_id=path)
+        return lesson["weights_of"](stage)
+
+    path = str(tmp_path / "checkpoint")
+    saved = {}
+    for weights in launch(save, lesson(), CUBE, path, world_size=8, backend="gloo", timeout=100):
+        saved |= weights
+    for sizes in ({"pp": 1, "dp": 2, "tp": 1}, {"pp": 4, "dp": 1, "tp": 1}):
+        seen = {}
+        for weights in launch(load, lesson(), sizes, path, world_size=math.prod(sizes.values()), backend="gloo"):
+            seen |= weights
+        assert seen.keys() == saved.keys()
+        assert all(torch.equal(seen[name], saved[name]) for name in saved)
+
+
 def test_states_of_all_ranks_are_those_of_the_model_and_copies():
     runs = run("three_dimensions", CUBE, ranks=8)
     whole = one_process()["held"]

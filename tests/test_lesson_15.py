@@ -261,6 +261,14 @@ def test_memory_of_a_mapped_file_is_seen(tmp_path):
     assert lesson()["linux_counts"]("/proc/self/status", "Nothing").tolist() == [0]
 
 
+@pytest.mark.parametrize("share", [2, 4, 8])
+def test_a_decoder_can_give_a_part_of_the_size(share, tmp_path):
+    Image.new("RGB", (800, 640)).save(tmp_path / "large.jpg")
+    with Image.open(tmp_path / "large.jpg") as image:
+        image.draft("RGB", (800 // share, 640 // share))
+        assert image.convert("RGB").size == (800 // share, 640 // share)
+
+
 def test_what_the_lesson_quotes_was_measured_in_one_full_run():
     found = json.loads((ROOT / "docs" / "loading.json").read_text(encoding="utf-8"))
     assert not found["quick"] and found["images"]["count"] == 2000

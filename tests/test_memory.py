@@ -171,6 +171,12 @@ def test_training_adds_activations_and_buffers_to_the_states(stage):
     assert memory.activations > 0 and memory.buffers > 0
 
 
+def test_buckets_apart_from_gradients_are_a_second_copy_before_stage_2():
+    for stage in range(4):
+        views, apart = (training(SMALL, 4, stage=stage, ranks=4, gradient_copy=copy) for copy in (False, True))
+        assert apart.buffers - views.buffers == (2 * parameters(SMALL) if stage < 2 else 0)
+
+
 def test_checkpointing_saves_most_of_the_activations():
     for config in (GPTConfig(layers=6), PUBLISHED["GPT-2 XL"], PUBLISHED["GPT-3 175B"]):
         plain, again = (training(replace(config, checkpoint=c), 8, stage=3, ranks=64) for c in (False, True))
@@ -416,7 +422,7 @@ GPT2 = replace(PUBLISHED["GPT-2"], layers=4)
 def test_formula_and_simulation_agree(config, ranks, size, stage):
     for precision in ("fp32",) if stage == 0 else ("fp32", "bf16 policy"):
         simulated = simulate(config, ranks, batch=size, stage=stage, precision=precision)
-        formula = training(config, size, ranks=ranks, stage=stage, precision=precision)
+        formula = training(config, size, ranks=ranks, stage=stage, precision=precision, gradient_copy=True)
         assert simulated.states.states == pytest.approx(formula.states, rel=0.01)
         assert simulated.states.activations == simulated.states.buffers == 0
         # The formula counts all gradients; at the peak of a lone micro-batch few of them exist.

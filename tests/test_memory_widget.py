@@ -17,7 +17,7 @@ class Calculator:
         self.model, self.precision, self.optimizer = first.children
         self.layers, self.heads, self.hidden, self.vocabulary = second.children
         self.ranks, self.stage, self.free = third.children
-        self.length, self.batch, self.checkpointing = fourth.children
+        self.length, self.batch, self.checkpointing, self.buckets_apart = fourth.children
 
     def shows(self):
         return self.status.value, bytes(self.picture.value)
@@ -40,7 +40,8 @@ def test_it_says_what_the_formulas_say(calculator):
 def test_every_control_changes_what_is_shown(calculator):
     seen = {calculator.shows()}
     for control, value in (
-        (calculator.ranks, 16), (calculator.stage, 1), (calculator.precision, "fp32"), (calculator.optimizer, "sgd"),
+        (calculator.ranks, 16), (calculator.stage, 1),
+        (calculator.buckets_apart, True), (calculator.precision, "fp32"), (calculator.optimizer, "sgd"),
         (calculator.length, 1024), (calculator.batch, 2), (calculator.checkpointing, True), (calculator.free, 0.5),
         (calculator.model, "GPT-2"), (calculator.model, "own shape"), (calculator.layers, 13), (calculator.heads, 6),
         (calculator.hidden, 384), (calculator.vocabulary, 1000),
@@ -126,6 +127,14 @@ def test_what_is_advised_makes_it_fit(calculator):
     assert fits(8) != "fits" == fits(8, dataclasses.replace(config, checkpoint=True))
     batch = int(advice.split("batch ")[1].split(",")[0].rstrip("."))
     assert fits(batch) == "fits" != fits(2 * batch)
+
+
+def test_views_into_the_buckets_are_advised_where_they_help(calculator):
+    calculator.model.value, calculator.checkpointing.value = "GPT-3 13B", True
+    calculator.stage.value, calculator.ranks.value, calculator.free.value = 1, 64, 0.0
+    assert "gradients as views" not in calculator.status.value
+    calculator.buckets_apart.value = True
+    assert "gradients as views into the buckets" in calculator.status.value
 
 
 def test_formulas_and_what_is_left_out_are_told(calculator):

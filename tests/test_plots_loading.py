@@ -53,7 +53,7 @@ class TestFile:
         assert [tuple(c.get_edgecolor()[0][:3]) for c in start.collections] == colors[:3]
 
     def test_names_do_not_lie_over_each_other(self):
-        segments = [(f"a long name {i}", 100_000 * i, 99_000 if i % 2 else 1) for i in range(6)]
+        segments = [(f"a name {i}", 100_000 * i, 99_000 if i % 2 else 1) for i in range(6)]
         figure = plots.file_layout([("first", 0, 1), *segments[1:], ("the last of all", 600_000, 1)], "")
         figure.draw_without_rendering()
         boxes = sorted((t.get_window_extent() for t in figure.axes[0].texts), key=lambda box: (box.y0, box.x0))

@@ -58,13 +58,16 @@ def test_virtual_stages_belong_to_interleaving(explorer):
     assert not explorer.virtual.disabled
 
 
-def test_impossible_setting_says_why_and_keeps_the_picture(explorer):
+def test_impossible_setting_says_why_and_fades_the_picture(explorer):
     explorer.name.value = "interleaved"
     before = explorer.picture.value
     explorer.microbatches.value = 9
     assert explorer.status.value == (
-        "Not possible: interleaving needs a multiple of 4 micro-batches, got 9. The picture is the last one."
+        "<p><b>Not possible: interleaving needs a multiple of 4 micro-batches, got 9.</b> The picture is the last "
+        "one.</p>"
     )
+    assert explorer.picture.value != before
+    explorer.microbatches.value = 8
     assert explorer.picture.value == before
 
 

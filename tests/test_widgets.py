@@ -1,12 +1,18 @@
 """The stepper: real steps, clear answers to bad input, a picture that a stored notebook keeps."""
 
+import base64
+import io
+
+import numpy as np
 import pytest
 from matplotlib.patches import FancyArrowPatch
+from PIL import Image
 
 from course_utils.costs import COLLECTIVES, all_reduce_bytes, all_reduce_steps
 from course_utils.schedules import ALGORITHMS, schedule
 from course_utils.widgets import all_reduce_stepper, collective_stepper
 from course_utils.widgets import stepper as module
+from course_utils.widgets._common import TO_USE, Explorer, Picture, png
 
 
 class Stepper:
@@ -114,13 +120,11 @@ def test_parts_of_a_tensor_are_named_as_such(algorithms):
 
 @pytest.mark.parametrize("n", [4, 7])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_no_arrow_lies_on_another(algorithm, n, monkeypatch):
-    figures = []
-    monkeypatch.setattr(module, "png", figures.append)
+def test_no_arrow_lies_on_another(algorithm, n):
     state = ([[None] * n] * n, [[[]] * n] * n)
     for step in schedule("all_reduce", n, algorithm):
-        module._picture([state, state], step, ("before", "after"))
-        arrows = [patch for patch in figures[-1].axes[0].patches if isinstance(patch, FancyArrowPatch)]
+        figure = module._picture([state, state], step, ("before", "after"))
+        arrows = [patch for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch)]
         assert [arrow.get_linewidth() > 3 for arrow in arrows] == [len(m.pieces) > 1 for m in step]
         places = []
         for arrow in arrows:
@@ -128,3 +132,38 @@ def test_no_arrow_lies_on_another(algorithm, n, monkeypatch):
             places.append((x, *sorted((y, end))))
         for i, (column, low, high) in enumerate(places):
             assert not [c for c, a, b in places[:i] if c == column and a < high and low < b]
+
+
+def pixels(data):
+    return np.asarray(Image.open(io.BytesIO(data)).convert("L"))
+
+
+def test_a_viewer_without_widgets_gets_the_picture_and_what_to_do(stepper):
+    bundle = stepper.widget._repr_mimebundle_()
+    assert bundle["text/plain"] == TO_USE
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    stored, live = pixels(base64.b64decode(bundle["image/png"])), pixels(stepper.picture.value)
+    line = len(stored) - len(live)
+    assert line > 20 and stored[:line].min() < 100  # words above the picture
+    assert (stored[line:] == live).all()
+
+
+def test_a_refused_choice_fades_the_picture_and_the_next_one_brings_it_back():
+    picture = Picture()
+    picture.fade()
+    assert not picture.value
+    figure = module._picture([([[1.0] * 2] * 2, [[[0]] * 2] * 2)] * 2, [], ("before", "after"))
+    picture.show(figure)
+    before = picture.value
+    picture.fade()
+    assert pixels(picture.value).min() > 150 > pixels(before).min()
+    picture.show(figure)
+    assert picture.value == before == png(figure)
+
+
+def test_rows_wrap_and_the_picture_keeps_its_own_size(stepper):
+    assert isinstance(stepper.widget, Explorer)
+    rows = stepper.widget.children[:3]
+    assert [row.layout.flex_flow for row in rows] == ["row wrap"] * 3
+    layout = stepper.picture.layout
+    assert (layout.width, layout.max_width, layout.align_self) == ("auto", "100%", "flex-start")

@@ -391,7 +391,7 @@ def paper_problem(
     exercise = Exercise(title, _PAPER_HINTS | hints)
     answers = []
     for case in cases:
-        exercise.case = f"arguments {', '.join(v if isinstance(v, str) else f'{v:.6g}' for v in case)}"
+        exercise.case = f"arguments {_arguments(fn, case)}"
         got, expected = _numbers(exercise.call(fn, *case)), _numbers(right(*case))
         text = _quantities(got or (), units)
         complete = got is not None and len(got) == len(units)
@@ -416,6 +416,14 @@ _PAPER_HINTS = {
     "limit": "2·S is the limit for many ranks. A rank keeps its share: 2(N-1)/N of S.",
     "typed": "The answer does not change with the arguments. Compute it from them.",
 }
+
+
+def _arguments(fn: Callable, case: tuple) -> str:
+    """The arguments of a case in words, by the names that the answer gives them."""
+    values, code = [v if isinstance(v, str) else f"{v:.6g}" for v in case], getattr(fn, "__code__", None)
+    if code and code.co_argcount == len(values):
+        values = [f"{name} {value}" for name, value in zip(code.co_varnames, values, strict=False)]
+    return ", ".join(values)
 
 
 def _listed(value: Any) -> list:

@@ -8,6 +8,7 @@ process to 1e-12. A model that is ``odd`` has no size that 2 ranks can divide ev
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,6 +148,7 @@ HINTS: dict[str, dict[str, str]] = {
         "parameters.",
         "limits": "What is divided does not vanish: with N ranks, 1/N of it is left.",
         "not-cumulative": "Stage 2 divides the optimizer's part as well, stage 3 all three.",
+        "stage-0": "Stage 0 is DDP: nothing is divided.",
         "no-gathered": "At stage 3 a unit is gathered while it is used. These bytes have to be free, too.",
         "gathered-divided": "What is gathered is whole, on every rank.",
         "gathered-always": "Only stage 3 gathers: before, the parameters are there anyway.",
@@ -528,6 +530,16 @@ def _stack(x: Tensor, weights: Sequence[Any], uses: Sequence[int], layer: Callab
     return x
 
 
+def _settled(tracker: Any, label: str, most: float) -> Any:
+    """Mark what is held; on a busy machine gloo's threads drop their tensors late, so wait if it is too much."""
+    until = time.monotonic() + 1
+    while True:
+        memory = tracker.mark(label)
+        if memory.total - memory.parameters < most or time.monotonic() > until:
+            return memory
+        time.sleep(0.01)
+
+
 def _gather_steps(x: Tensor, fn: Callable, width: int, frozen: int | None, uses: Sequence[int]) -> list[dict]:
     """Some steps of one rank through layers of the learner's ``fn(x, shard, shape)``."""
     import torch.distributed as dist
@@ -537,6 +549,7 @@ def _gather_steps(x: Tensor, fn: Callable, width: int, frozen: int | None, uses:
 
     whole, out = _matrices(width), []
     rank, n = dist.get_rank(), dist.get_world_size()
+    most = min(w.nbytes for w in whole) if n > 1 else math.inf
     shards = nn.ParameterList([nn.Parameter(_parts(w, n)[rank].clone(), i != frozen) for i, w in enumerate(whole)])
     layers = [(shard, tuple(w.shape)) for shard, w in zip(shards, whole, strict=True)]
     for batch in map(Tensor.clone, x):
@@ -544,14 +557,15 @@ def _gather_steps(x: Tensor, fn: Callable, width: int, frozen: int | None, uses:
         with track(shards) as tracker:
             with record() as forward:
                 y = _stack(batch, layers, uses, lambda h, weight: fn(h, *weight))
-            before = tracker.mark("after forward")
+            before = _settled(tracker, "after forward", most)
             output = y.detach().clone()
             with record() as backward:
                 if y.requires_grad:
                     y.square().mean().backward()
             del y
-            after = tracker.mark("after backward")
-        left = after.total - after.parameters - sum(p.grad.nbytes for p in shards if p.grad is not None)
+            own = sum(p.grad.nbytes for p in shards if p.grad is not None)
+            after = _settled(tracker, "after backward", most + own)
+        left = after.total - after.parameters - own
         gradients = {f"weight {i}": None if p.grad is None else p.grad.clone() for i, p in enumerate(shards)}
         out.append({
             "y": output, "forward": forward, "backward": backward, "gradients": gradients,
@@ -810,6 +824,7 @@ def largest_model(fn: Callable) -> None:
             "pooled": [fits(divided=lambda stage: (True,) * 3), pooled],
             "limits": fits(share=lambda ranks: 0),
             "not-cumulative": fits(divided=lambda stage: (stage == 3, stage == 2, stage == 1)),
+            "stage-0": fits(divided=lambda stage: (stage >= 3, stage >= 2, True)),
             "negative": fits(finish=lambda layers, layer, table: math.floor(layers)),
             **{key: fits(gathered=slip) for key, slip in gather.items()},
         },

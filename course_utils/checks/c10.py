@@ -124,7 +124,8 @@ HINTS: dict[str, dict[str, str]] = {
         "virtual-ignored": "With v stages on each rank the bubble is v times smaller.",
         "ranks": "The last rank begins p - 1 steps after the first, not p.",
         "round": "The number is not whole, or leaves the bubble too large. Round up.",
-        "multiple": "With v > 1 the micro-batches go through in groups of p: their number is a multiple of p.",
+        "multiple": "With v > 1 the micro-batches of Megatron-LM's schedule go through in groups of p: their number is "
+        "a multiple of p.",
         "multiple-always": "Only interleaving needs a multiple of p. Plain 1F1B takes any number.",
         "nothing": "Without micro-batches nothing is trained: at least 1.",
     },

@@ -134,8 +134,8 @@ HINTS: dict[str, dict[str, str]] = {
         "the optimizer sees.",
         "scale": "The norm is right, the gradients are not. Multiply all by limit / norm if the norm is larger.",
         "too-many-bytes": "The norm is right. One number from each rank is enough; more travels here.",
-        "too-many-messages": "The norm is right. Add up on the rank first, and send one number; not one for each "
-        "tensor.",
+        "too-many-messages": "The norm is right. Add up on the rank first, and send one number, over all ranks at "
+        "once: not one for each tensor, nor one for each dimension.",
     },
     "traffic": {
         "fraction": "The docstring asks for per cent.",
@@ -171,7 +171,8 @@ HINTS: dict[str, dict[str, str]] = {
         "layers": "Each of the pp · virtual chunks gets the same number of layers.",
         "around": "The layers do not divide, but with embedding and head as a layer each they do: so it can run.",
         "batch": "Each replica needs a whole number of micro-batches: dp · microbatch divides the batch.",
-        "interleaving": "With virtual stages the micro-batches of a replica come in groups of pp.",
+        "interleaving": "In Megatron-LM's schedule with virtual stages, the micro-batches of a replica come in groups "
+        "of pp.",
         "interleaving-always": "Plain 1F1B takes any number of micro-batches; only virtual stages need a multiple of "
         "pp.",
         "slow": "Nothing forbids tensor parallelism over two nodes. It is slow, and the planner says how slow.",
@@ -192,8 +193,6 @@ HINTS: dict[str, dict[str, str]] = {
         "memory. Does less recomputation fit, if need be with other degrees?",
         "tensor": "Tensor parallelism takes the most time that could be saved: its all-reduces are not hidden. A "
         "smaller tp needs fewer bytes; what else can make the states fit?",
-        "data": "Gradients or gathered parameters take the most time that could be saved: they do not hide behind "
-        "computing.",
         "bubble": "The bubble takes the most time that could be saved. More micro-batches, fewer stages or virtual "
         "stages make it smaller.",
     },
@@ -816,7 +815,8 @@ def _audit_norm(exercise: Exercise, rank: int, ledger: Any, n: int) -> None:
     size, most = sum(e.bytes for e in entries), max((e.bytes for e in entries), default=0)
     exercise.require(n == 1 or len(entries) > 0, "not-distributed", "the ledger of this rank is empty.", rank)
     exercise.require(most <= 8 * max(n, 4), "too-many-bytes", f"{size:,} bytes travel.", rank)
-    exercise.require(len(entries) <= 4, "too-many-messages", f"{len(entries)} messages for one norm.", rank)
+    sums = len(entries)
+    exercise.require(sums <= 2, "too-many-messages", f"{sums} messages for one norm.", rank)  # 2: reduce, broadcast
 
 
 # ------------------------------------------------------------------------------------------------ on paper
@@ -963,7 +963,7 @@ def _words(words: set[str]) -> str:
 # ------------------------------------------------------------------------------------------------ the puzzle
 
 PUZZLE = ("Llama 3 70B", _MACHINE, 64, 128)  # model, machine, GPUs, sequences in a batch
-LIMIT, SHARE = 72e9, 1.05  # bytes on the fullest GPU, and time against the best
+LIMIT, SHARE = 72e9, 1.08  # bytes on the fullest GPU, and time against the best
 _GIVEN = ("cp", "precision", "sequence_parallel", "overlap")
 
 

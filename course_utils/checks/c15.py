@@ -217,6 +217,7 @@ HINTS: dict[str, dict[str, str]] = {
 
 # ------------------------------------------------------------------------------------------------ files that count
 
+
 def _shown(value: Any) -> str:
     """The beginning of a value as text, in one line."""
     text = " ".join(str(value).split())
@@ -780,6 +781,7 @@ def _judge_order(exercise: Exercise, order: np.ndarray, pages: np.ndarray, cap: 
 
 
 # ------------------------------------------------------------------------------------------------ bottleneck
+
 
 @checked
 def find_bottleneck(fn: Callable) -> None:
