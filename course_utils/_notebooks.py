@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import platform
 import re
@@ -17,13 +16,14 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
+from ._pages import alternative_text
+
 __all__ = [
     "CLIENT", "NotebookFailed", "differences", "execute", "from_text", "leaks", "limited", "mark_exercises",
-    "normalise", "strip",
+    "normalise", "strip", "take_outputs", "with_ids",
 ]  # fmt: skip
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 STUB = 'raise NotImplementedError("Replace this line with your answer, then run the check below.")'
 CLIENT = {"kernel_name": "python3", "record_timing": False, "extra_arguments": ["--IPKernelApp.log_level=40"]}
 CHECK_CELL = re.compile(r"^check\.(\w+)\(", re.MULTILINE)
@@ -41,10 +41,11 @@ def from_text(text: str) -> NotebookNode:
     nb.nbformat_minor = 5
     nb.metadata.kernelspec = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
     nb.metadata.language_info = {"name": "python"}
-    return _with_ids(nb)
+    return with_ids(nb)
 
 
-def _with_ids(nb: NotebookNode) -> NotebookNode:
+def with_ids(nb: NotebookNode) -> NotebookNode:
+    """Give each cell the id that its content makes."""
     seen: Counter[str] = Counter()
     for cell in nb.cells:
         for key in ("lines_to_next_cell", "lines_to_end_of_cell_marker"):  # jupytext's notes on the layout of the text
@@ -80,7 +81,7 @@ def strip(nb: NotebookNode) -> NotebookNode:
     nb = nbformat.from_dict(nb)
     for step in (ClearSolutions(code_stub={"python": STUB}), ClearHiddenTests()):
         nb, _ = step.preprocess(nb, {})
-    return _with_ids(nb)
+    return with_ids(nb)
 
 
 async def execute(nb: NotebookNode, path: Path, timeout: int = 300) -> NotebookNode:
@@ -121,14 +122,12 @@ def take_outputs(nb: NotebookNode, built: NotebookNode) -> bool:
         return False
     for cell, other in zip(cells, others, strict=True):
         cell.outputs, cell.execution_count = other.outputs, other.execution_count
-    nb.metadata.update({key: value for key, value in built.metadata.items() if key == "widgets"})
     return True
 
 
 def normalise(nb: NotebookNode) -> NotebookNode:
     """Return the notebook in the one form that is committed: nothing in it depends on when or where it ran."""
     nb = nbformat.from_dict(nb)
-    state = nb.metadata.get("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
     nb.metadata = {key: nb.metadata[key] for key in ("kernelspec", "language_info")}
     nb.metadata.language_info = {"name": "python"}
     code = [cell for cell in nb.cells if cell.cell_type == "code"]
@@ -140,11 +139,11 @@ def normalise(nb: NotebookNode) -> NotebookNode:
         cell.execution_count = count if ran else None
         cell.outputs = list(_merged(cell.outputs))
         for output in cell.outputs:
-            output.pop("transient", None)
             if output.output_type == "execute_result":
                 output.execution_count = count
-    if state:
-        _renumber_widgets(nb, state)
+    for cell, following in zip(nb.cells, [*nb.cells[1:], None], strict=True):
+        for output in cell.get("outputs", []):
+            _stored(output, alternative_text(following))
     return nb
 
 
@@ -161,34 +160,14 @@ def _merged(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
             yield output
 
 
-def _renumber_widgets(nb: NotebookNode, state: dict) -> None:
-    """Give widget models ids in order of use, and keep only those that a view, or a link between two of them, needs."""
-    views = [o.data[WIDGET_VIEW] for c in nb.cells for o in c.get("outputs", []) if WIDGET_VIEW in o.get("data", {})]
-
-    def references(model: str) -> list[str]:
-        return [ref for ref in re.findall(r"IPY_MODEL_(\w+)", json.dumps(state[model]["state"])) if ref in state]
-
-    def visit(model: str) -> None:
-        if model not in numbers:
-            numbers[model] = f"{len(numbers):032x}"
-            for ref in references(model):
-                visit(ref)
-
-    numbers: dict[str, str] = {}
-    for view in views:
-        if view["model_id"] in state:
-            visit(view["model_id"])
-    links = [m for m in state if state[m]["model_name"].endswith("LinkModel") and numbers.keys() >= set(references(m))]
-    for link in sorted(links, key=lambda m: [numbers[ref] for ref in references(m)]):
-        visit(link)
-    if not numbers:
-        return
-    kept = json.dumps({numbers[model]: state[model] for model in numbers})
-    kept = re.sub(r"IPY_MODEL_(\w+)", lambda match: "IPY_MODEL_" + numbers.get(match[1], match[1]), kept)
-    for view in views:
-        view["model_id"] = numbers.get(view["model_id"], view["model_id"])
-    saved = {"state": json.loads(kept), "version_major": 2, "version_minor": 0}
-    nb.metadata.widgets = nbformat.from_dict({WIDGET_STATE: saved})
+def _stored(output: NotebookNode, words: str) -> None:
+    """Keep of an output what a reader without a kernel can see: a picture with its description, no dead controls."""
+    output.pop("transient", None)
+    data = output.get("data", {})
+    data.pop(WIDGET_VIEW, None)
+    if "image/png" in data:
+        shape = output.metadata.get("image/png", {})
+        output.metadata["image/png"] = {**shape, "alt": words}
 
 
 def differences(built: NotebookNode, text: NotebookNode) -> str:

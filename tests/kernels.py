@@ -219,8 +219,13 @@ class Script:
         self.mark = self.env[MARK]
         self.text, self.position = "", 0
         self.process = subprocess.Popen(
-            [*(prefix or []), sys.executable, str(path)], cwd=self.folder, env=self.env,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            [*(prefix or []), sys.executable, str(path)],
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.set_blocking(self.process.stdout.fileno(), False)

@@ -1223,4 +1223,3 @@ def no_word(*case):
 @mutant("imagenet_epoch", "typed")
 def numbers_of_the_text(*case):
     return 186.6, 55.87, "gpu"
-

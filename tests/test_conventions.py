@@ -215,9 +215,9 @@ def test_no_notebook_is_a_dead_end(path: Path):
 @notebooks(LESSONS)
 def test_exercises_are_linked_at_the_top_too(path: Path):
     exercises = f"../exercises/{path.stem}_exercises.ipynb"
-    assert not (path.parent / exercises).exists() or exercises in targets("\n".join(
-        cell.source for cell in text_cells(path)[:3]
-    ))
+    assert not (path.parent / exercises).exists() or exercises in targets(
+        "\n".join(cell.source for cell in text_cells(path)[:3])
+    )
 
 
 @notebooks(EXERCISES, SOLUTIONS)

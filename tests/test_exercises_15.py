@@ -41,6 +41,7 @@ class TestDataLoading(ExerciseTests):
     def test_header_with_another_reader_passes(self):
         def read_header(file):
             """Number by number, from where the file stands, with a seek only at the end."""
+
             def number(size):
                 return int.from_bytes(file.read(size), "little")
 

@@ -297,7 +297,8 @@ def test_wrong_folder_is_said(desk: Desk, tmp_path: Path, capsys: pytest.Capture
 
 def test_table_sums_points_by_person_over_all_notebooks(desk: Desk, tmp_path: Path):
     desk.put("ada", desk.exercise())
-    desk.put("bob", nbformat.read(desk.course / "exercises" / "02_collectives_exercises.ipynb", 4), "02_collectives.ipynb")
+    released = nbformat.read(desk.course / "exercises" / "02_collectives_exercises.ipynb", 4)
+    desk.put("bob", released, "02_collectives_exercises.ipynb")
     files = {"csv": tmp_path / "g.csv", "json": tmp_path / "g.json", "feedback": tmp_path / "feedback"}
     workshop.grade(desk.folder, root=desk.course, report=Report(**files))
     rows = list(csv.DictReader(files["csv"].open()))

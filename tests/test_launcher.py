@@ -239,7 +239,7 @@ def test_a_process_group_exists_by_default_and_none_with_init_false():
 
 
 def torchrun_program() -> str:
-    return '''
+    return """
 import json, os, sys
 import torch
 import torch.distributed as dist
@@ -270,7 +270,7 @@ def main(folder=None):
 
 if __name__ == "__main__":
     main(sys.argv[1])
-'''
+"""
 
 
 def test_an_unchanged_torchrun_program_runs_and_equals_torchrun(tmp_path, monkeypatch):
@@ -282,8 +282,9 @@ def test_an_unchanged_torchrun_program_runs_and_equals_torchrun(tmp_path, monkey
     assert launch(a_program.main, world_size=2, init=False) == ours  # twice in a row
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = surroundings() | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run([*command, str(tmp_path / "a_program.py"), str(tmp_path)],
-                         env=env, capture_output=True, text=True, timeout=80)
+    run = subprocess.run(
+        [*command, str(tmp_path / "a_program.py"), str(tmp_path)], env=env, capture_output=True, text=True, timeout=80
+    )
     assert run.returncode == 0, run.stderr
     theirs = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert ours == theirs
@@ -551,8 +552,12 @@ def test_a_line_alike_on_all_ranks_appears_once_others_with_their_ranks(capsys):
     launch(talk, world_size=4)
     assert capsys.readouterr().out.splitlines() == [
         "[ranks 0-3] hello",
-        "[ranks 0,2] even", "[ranks 1,3] odd",
-        "[rank 0] I am 0", "[rank 1] I am 1", "[rank 2] I am 2", "[rank 3] I am 3",
+        "[ranks 0,2] even",
+        "[ranks 1,3] odd",
+        "[rank 0] I am 0",
+        "[rank 1] I am 1",
+        "[rank 2] I am 2",
+        "[rank 3] I am 3",
         "[ranks 1,2] only some",
     ]
 
@@ -591,7 +596,11 @@ def test_ranks_that_print_different_numbers_of_lines_merge_deterministically(cap
     for seed in range(6):
         launch(talk, seed, world_size=4)
         assert capsys.readouterr().out.splitlines() == [
-            "[ranks 0-3] line 0", "[ranks 1-3] line 1", "[ranks 2,3] line 2", "[rank 3] line 3"]
+            "[ranks 0-3] line 0",
+            "[ranks 1-3] line 1",
+            "[ranks 2,3] line 2",
+            "[rank 3] line 3",
+        ]
 
 
 def test_output_is_live(tmp_path):
@@ -696,7 +705,7 @@ def test_very_long_output_is_complete_and_in_order(capsys):
     assert len(labels) == 1
     assert [line.split("] ")[1] for line in out[:lines]] == [str(i) for i in range(lines)]
     assert out[lines].endswith("y" * 10_000 + " … (990,000 more characters)")
-    assert out[lines + 1:] == ["[rank 0] rank 0 done", "[rank 1] rank 1 done"]
+    assert out[lines + 1 :] == ["[rank 0] rank 0 done", "[rank 1] rank 1 done"]
 
 
 def test_unicode_and_broken_bytes_in_output(capsys):
@@ -729,7 +738,11 @@ def test_bytes_that_look_like_control_records_are_shown_as_text(capsys):
 def test_empty_lines_and_spaces_are_kept(capsys):
     launch(lambda: print("a\n\n  b  \n"), world_size=4)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
-        "[ranks 0-3] a", "[ranks 0-3]", "[ranks 0-3]   b", "[ranks 0-3]"]
+        "[ranks 0-3] a",
+        "[ranks 0-3]",
+        "[ranks 0-3]   b",
+        "[ranks 0-3]",
+    ]
 
 
 def test_a_learners_own_warning_is_shown(capsys):
@@ -937,9 +950,11 @@ print(counts[-1] <= counts[0] + 1)
 
 
 def test_import_does_not_import_torch_and_the_doc_names_are_there():
-    code = ("import sys, course_utils; print('torch' in sys.modules); "
-            "from course_utils import launch, WorkerError, HangError, record, device, shutdown, expect_error; "
-            "print(issubclass(HangError, WorkerError), issubclass(WorkerError, RuntimeError))")
+    code = (
+        "import sys, course_utils; print('torch' in sys.modules); "
+        "from course_utils import launch, WorkerError, HangError, record, device, shutdown, expect_error; "
+        "print(issubclass(HangError, WorkerError), issubclass(WorkerError, RuntimeError))"
+    )
     run = subprocess.run([sys.executable, "-c", code], env=surroundings(), capture_output=True, text=True, timeout=60)
     assert run.stdout.split() == ["False", "True", "True"], run.stderr
     assert not re.search(r"warn|error", run.stderr, re.IGNORECASE), run.stderr

@@ -739,8 +739,10 @@ print("ends", flush=True)
 
 
 def test_an_argument_that_cannot_be_sent_is_named():
-    for launch_it in (lambda: launch(print, threading.Lock(), world_size=2),
-                      lambda: launch(print, 1, world_size=2, guard=threading.Lock())):
+    for launch_it in (
+        lambda: launch(print, threading.Lock(), world_size=2),
+        lambda: launch(print, 1, world_size=2, guard=threading.Lock()),
+    ):
         with pytest.raises((TypeError, ValueError)) as caught:
             launch_it()
         text = str(caught.value)
@@ -948,8 +950,9 @@ def test_a_full_disk_is_told_or_not_needed(where, when, tmp_path):
     prefix = may_mount(tmp_path)
     folder = "/dev/shm" if where == "shared memory" else str(tmp_path)
     early = when == "before the first call"
-    text = FULL.format(folder=folder, before="fill()" if early else "",
-                       warm="" if early else "launch(dist.get_rank, world_size=2)")
+    text = FULL.format(
+        folder=folder, before="fill()" if early else "", warm="" if early else "launch(dist.get_rank, world_size=2)"
+    )
     extra = {} if where == "shared memory" else {"TMPDIR": folder}
     with Script(text, prefix=prefix, **extra) as script:
         out = script.finish()
@@ -967,7 +970,8 @@ def test_a_data_loader_without_shared_memory_fails_clearly(tmp_path):
     if not Path("/dev/shm").is_dir():
         pytest.skip("this platform has no /dev/shm")
     prefix = may_mount(tmp_path)
-    with Script("""
+    with Script(
+        """
 import subprocess
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", "/dev/shm"], check=True)
 import torch
@@ -982,7 +986,9 @@ try:
 except WorkerError as error:
     print("ERROR", error.exception)
 print("NEXT", launch(dist.get_rank, world_size=2))
-""", prefix=prefix) as script:
+""",
+        prefix=prefix,
+    ) as script:
         out = script.finish()
     assert out.startswith("ERROR RuntimeError") and re.search(r"shared memory|shm|No space|[Bb]us error", out), out
     assert out.splitlines()[-1] == "NEXT [0, 1]"
@@ -1001,7 +1007,12 @@ def test_a_copy_of_the_package_in_a_subprocess_is_not_disturbed():
     pids = launch(os.getpid, world_size=2)
     code = "from course_utils import launch\nimport torch.distributed as dist\n"
     code += "print(launch(dist.get_rank, world_size=2))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-                         env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)})
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+    )
     assert run.stdout == "[0, 1]\n", run.stderr
     assert launch(os.getpid, world_size=2) == pids

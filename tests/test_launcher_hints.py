@@ -124,7 +124,11 @@ def test_the_table_of_a_hang_says_what_its_numbers_count():
 
 def test_a_long_line_is_cut_in_the_table():
     def work():
-        return dist.get_rank() and dist.barrier() or ["a line that is longer than any screen is wide", "and some more of it", "and more", "and yet more"]  # noqa: E501
+        return (
+            dist.get_rank()
+            and dist.barrier()
+            or ["a line that is longer than any screen is wide", "and some more of it", "and more", "and yet more"]
+        )  # noqa: E501
 
     error = failure(HangError, work, timeout=STUCK, world_size=2)
     assert all(len(line) < 160 for line in error.states), error.states
@@ -164,8 +168,10 @@ def test_another_type_of_the_same_size_is_told_after_the_call(capsys):
 
 
 def test_a_mistake_in_a_cell_on_ranks_is_told_below_the_cell(kernel):
-    cell = kernel.good("%%ranks --world-size 2\nop = dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM\n"
-                       "dist.all_reduce(torch.ones(3), op=op)")
+    cell = kernel.good(
+        "%%ranks --world-size 2\nop = dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM\n"
+        "dist.all_reduce(torch.ones(3), op=op)"
+    )
     assert re.search(r"^Warning.*all_reduce.*MAX", cell.out, re.MULTILINE), cell.out
 
 

@@ -69,14 +69,17 @@ def test_a_thread_of_the_notebook_can_launch(kernel):
 
 def test_output_reaches_the_cell_live_and_merged(kernel):
     """The ranks go on only once their first line has been seen in the cell."""
-    cell = kernel.start_until("""
+    cell = kernel.start_until(
+        """
 def work():
     print("first")
     while not os.path.exists("seen"):
         time.sleep(0.01)
     print("second", dist.get_rank())
 launch(work, world_size=2);
-""", "[ranks 0,1] first\n")
+""",
+        "[ranks 0,1] first\n",
+    )
     assert "second" not in cell.out
     (kernel.folder / "seen").touch()
     kernel.pump(cell)
@@ -86,12 +89,15 @@ launch(work, world_size=2);
 
 def test_output_reaches_the_cell_under_pytest_too(kernel):
     """The kernel's own capture of child output is off while PYTEST_CURRENT_TEST is set: nbval's case."""
-    code = IMPORTS + """
+    code = (
+        IMPORTS
+        + """
 def work():
     print("from Python")
     os.write(1, b"from below\\n")
 launch(work, world_size=2);
 """
+    )
     with Kernel(PYTEST_CURRENT_TEST="something") as other:
         under = other.good(code)
     plain = kernel.good(code)
@@ -228,12 +234,15 @@ STUCK = {
 @pytest.mark.parametrize("how", STUCK)
 def test_interrupt_stops_the_ranks_and_returns_to_the_prompt(kernel, how):
     body, word = STUCK[how]
-    cell = kernel.start_until(f"""
+    cell = kernel.start_until(
+        f"""
 def stuck():
     print("ready")
     {body}
 launch(stuck, world_size=2, timeout=1000)
-""", "ready")
+""",
+        "ready",
+    )
     time.sleep(0.3)  # let the ranks arrive where they hang
     kernel.interrupt(cell)
     assert cell.error_name == "Interrupted"
@@ -245,12 +254,15 @@ launch(stuck, world_size=2, timeout=1000)
 def test_an_interrupt_in_any_moment_of_a_cold_start_does_no_harm():
     with Kernel() as fresh:
         for delay in (0.0, 0.1, 0.5, 1.5):
-            cell = fresh.pump(fresh.start("""
+            cell = fresh.pump(
+                fresh.start("""
 import time
 print("begin")
 from course_utils import launch
 launch(time.sleep, 1000, world_size=2, timeout=1000)
-"""), lambda cell: "begin" in cell.out)
+"""),
+                lambda cell: "begin" in cell.out,
+            )
             time.sleep(delay)
             fresh.interrupt(cell)
             assert cell.error_name in ("Interrupted", "KeyboardInterrupt")
@@ -260,12 +272,15 @@ launch(time.sleep, 1000, world_size=2, timeout=1000)
 
 def test_interrupts_in_quick_succession_do_no_harm(kernel):
     for _ in range(2):
-        cell = kernel.start_until("""
+        cell = kernel.start_until(
+            """
 def stuck():
     print("ready")
     sum(range(10**12))
 launch(stuck, world_size=2, timeout=1000)
-""", "ready")
+""",
+            "ready",
+        )
         for _ in range(3):
             kernel.manager.interrupt_kernel()
             time.sleep(0.05)
@@ -277,7 +292,9 @@ launch(stuck, world_size=2, timeout=1000)
 
 # --- restart, kill, two notebooks ----------------------------------------------------------------------------------
 
-BUSY = IMPORTS + """
+BUSY = (
+    IMPORTS
+    + """
 def work():
     print("ready")
     dist.barrier()
@@ -288,6 +305,7 @@ def work():
     dist.barrier()
 launch(work, world_size=3, timeout=1000)
 """
+)
 
 
 @pytest.mark.parametrize("state", ["idle", "running"])

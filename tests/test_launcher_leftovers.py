@@ -182,7 +182,9 @@ def files():
 
 
 def test_calls_with_data_loaders_that_are_stopped_leave_no_files():
-    with Script(LOADING + """
+    with Script(
+        LOADING
+        + """
 for how, timeout in (("hangs", 3), ("fails", 60), ("dies", 60)):
     try:
         launch(load, how, world_size=2, timeout=timeout)
@@ -192,7 +194,8 @@ for how, timeout in (("hangs", 3), ("fails", 60), ("dies", 60)):
     print("left", [name for name in files() if "pymp" in name])
 shutdown()
 print("after shutdown", [name for name in files() if "pymp" in name])
-""") as script:
+"""
+    ) as script:
         out = script.finish()
         assert out.count("loading\n") == 3 and "HangError" in out, out
         assert out.count("left []") == 3 and "after shutdown []" in out, out
@@ -212,12 +215,15 @@ SMALL = "from course_utils import launch\nlaunch(print, world_size=2)\n"
 @pytest.mark.parametrize("state", ["idle", "loading"])
 def test_what_a_killed_notebook_and_server_leave_is_removed_by_the_next_start(state):
     body = 'launch(load, "goes on", world_size=2, timeout=1000)' if state == "loading" else ""
-    code = LOADING + f"""
+    code = (
+        LOADING
+        + f"""
 server = launch(os.getppid, world_size=2)[0]
 print("server", server, flush=True)
 {body}
 time.sleep(1000)
 """
+    )
     with Script(code) as script:
         script.read("server ")
         server = int(script.read("\n"))

@@ -41,7 +41,9 @@ def questions(server):
             return count
         count += 1
 """
-PROGRAM = SURROUNDINGS + """
+PROGRAM = (
+    SURROUNDINGS
+    + """
 server = name_server_that_never_answers()
 from datetime import timedelta
 import torch
@@ -84,6 +86,7 @@ print("OWN", min(own), max(own))
 print("GIVEN", min(given), max(given))
 print("ASKED", questions(server))
 """
+)
 
 
 def test_ranks_meet_at_once_although_no_name_server_answers():

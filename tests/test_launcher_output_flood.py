@@ -97,14 +97,17 @@ def test_the_stop_button_stops_a_rank_that_writes_without_end():
     with Kernel() as kernel:
         kernel.good("import os, sys\nimport torch.distributed as dist\nfrom course_utils import launch")
         for statement in ('sys.stdout.write("." * 1000)', 'print("line " * 20)'):
-            cell = kernel.start_until(f"""
+            cell = kernel.start_until(
+                f"""
 def work():
     print("ready", flush=True)
     while dist.get_rank() == 0:
         {statement}
     dist.barrier()
 launch(work, world_size=2, timeout=1000)
-""", "ready")
+""",
+                "ready",
+            )
             time.sleep(1.0)
             kernel.interrupt(cell, timeout=20)
             assert cell.error_name == "Interrupted"

@@ -136,12 +136,16 @@ def pool():
             script.read(word)
             processes = marked(script.mark)
             unix = [c.laddr for p in processes for c in p.net_connections(kind="unix") if c.laddr]
-            stages.append(Stage(
-                sockets=[row for p in processes for row in sockets_of(p)],
-                unix=unix,
-                files={path: path.lstat() for path in [*script.temporary.iterdir(), *map(Path, unix)] if path.exists()},
-                commands=[" ".join(p.cmdline()) for p in processes],
-            ))
+            stages.append(
+                Stage(
+                    sockets=[row for p in processes for row in sockets_of(p)],
+                    unix=unix,
+                    files={
+                        path: path.lstat() for path in [*script.temporary.iterdir(), *map(Path, unix)] if path.exists()
+                    },
+                    commands=[" ".join(p.cmdline()) for p in processes],
+                )
+            )
             if len(stages) < 4:
                 (script.folder / "go").touch()
         yield script, stages
@@ -218,7 +222,8 @@ def _send(family: int, address: object, payload: bytes) -> None:
 def test_ranks_talk_without_a_network():
     """A laptop offline: only the loopback device, and a host name that nobody knows."""
     prefix = namespace("nu", "true") or missing("the right to make a network namespace")
-    with Script("""
+    with Script(
+        """
 import fcntl, socket, struct
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
     fcntl.ioctl(s, 0x8914, struct.pack("16sh", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
@@ -239,7 +244,9 @@ def own():
     return result
 
 print(launch(total, world_size=2), launch(own, world_size=2, init=False))
-""", prefix=prefix) as script:
+""",
+        prefix=prefix,
+    ) as script:
         assert script.finish() == "[2.0, 2.0] [2.0, 2.0]\n"
 
 
@@ -247,11 +254,13 @@ print(launch(total, world_size=2), launch(own, world_size=2, init=False))
 
 
 def test_importing_the_package_imports_no_torch_and_starts_no_cuda():
-    code = ("import sys, course_utils\nassert 'torch' not in sys.modules\n"
-            "from course_utils import launch, shutdown, WorkerError, HangError, expect_error\n"
-            "print('torch' in sys.modules)\n"
-            "assert launch(abs, -3, world_size=2) == [3, 3]\n"
-            "import torch\nprint(torch.cuda.is_initialized())")
+    code = (
+        "import sys, course_utils\nassert 'torch' not in sys.modules\n"
+        "from course_utils import launch, shutdown, WorkerError, HangError, expect_error\n"
+        "print('torch' in sys.modules)\n"
+        "assert launch(abs, -3, world_size=2) == [3, 3]\n"
+        "import torch\nprint(torch.cuda.is_initialized())"
+    )
     run = subprocess.run([sys.executable, "-c", code], env=surroundings(), capture_output=True, text=True, timeout=80)
     assert run.stdout.split() == ["False", "False"], run.stdout + run.stderr
 

@@ -244,14 +244,17 @@ def test_an_interrupt_while_ranks_start_is_told_as_one(kernel):
 
 def test_an_interrupt_while_an_argument_is_pickled_is_told_as_one(kernel):
     works(kernel)
-    cell = kernel.start_until("""
+    cell = kernel.start_until(
+        """
 class Slow:
     def __reduce__(self):
         print("at it", flush=True)
         time.sleep(0.05)
         return int, ()
 launch(len, [Slow() for _ in range(600)], world_size=3)
-""", "at it")
+""",
+        "at it",
+    )
     kernel.interrupt(cell)
     assert cell.error_name == "Interrupted"
     assert not re.search("course_utils|site-packages|pickle", cell.error), cell.error

@@ -44,12 +44,16 @@ def quiet():
 
 def test_a_long_call_says_how_long_it_runs_and_on_which_ranks(kernel):
     """It is there while the call runs, without a new line, and gone at its end."""
-    cell = kernel.start_until("""
+    cell = kernel.start_until(
+        """
 def work():
     while dist.get_rank() == 1 and not os.path.exists("go"):
         time.sleep(0.01)
 launch(work, world_size=3);
-""", "\r", timeout=20)
+""",
+        "\r",
+        timeout=20,
+    )
     kernel.pump(cell, lambda cell: re.search(r"\b[45] ?s", cell.out), timeout=20)
     assert "\n" not in cell.out and not cell.err
     live = [line for line in screen(cell.out) if line]
@@ -77,7 +81,8 @@ launch(work, world_size=2);
 
 
 def test_a_progress_bar_is_one_bar_that_moves_while_the_call_runs(kernel):
-    cell = kernel.start_until("""
+    cell = kernel.start_until(
+        """
 def work():
     from tqdm import tqdm
     bar = tqdm(total=10, desc="epoch", mininterval=0, disable=dist.get_rank() != 0)
@@ -89,7 +94,10 @@ def work():
     bar.update(5)
     bar.close()
 launch(work, world_size=2);
-""", "5/10", timeout=20)
+""",
+        "5/10",
+        timeout=20,
+    )
     assert "\r" in cell.out
     live = [line for line in screen(cell.out + cell.err) if line]
     assert len(live) == 1 and re.match(r"\[rank 0\] epoch: +50%", live[0]), live
@@ -110,7 +118,8 @@ def test_nothing_is_said_where_it_is_switched_off(quiet):
 
 
 def test_nothing_is_said_in_a_plain_script_and_idle_ranks_end_without_a_word():
-    with Script("""
+    with Script(
+        """
 import os, time
 from course_utils import launch
 first = launch(os.getpid, world_size=3)
@@ -124,7 +133,10 @@ second = launch(os.getpid, world_size=3)
 assert not set(first) & set(second)
 assert launch(os.getpid, world_size=3) == second
 print("end")
-""", COURSE_IDLE_SECONDS="2", COURSE_STATUS="1") as script:
+""",
+        COURSE_IDLE_SECONDS="2",
+        COURSE_STATUS="1",
+    ) as script:
         assert script.finish() == "end\n"
         assert not left_behind(script.mark, script.temporary)
 

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
 
-
 @cache
 def lesson() -> dict:
     """What the lesson defines, by name."""

@@ -34,7 +34,12 @@ def shown(cell) -> list[str]:
 
 def test_a_cell_runs_on_every_rank_and_equal_lines_are_merged(kernel):
     assert shown(kernel.good("%%ranks\nprint('hello')\nprint('I am', rank)")) == [
-        "[ranks 0-3] hello", "[rank 0] I am 0", "[rank 1] I am 1", "[rank 2] I am 2", "[rank 3] I am 3"]
+        "[ranks 0-3] hello",
+        "[rank 0] I am 0",
+        "[rank 1] I am 1",
+        "[rank 2] I am 2",
+        "[rank 3] I am 3",
+    ]
 
 
 def test_the_last_expression_is_shown_per_rank_and_merged_when_equal(kernel):
@@ -187,12 +192,15 @@ def test_a_bad_magic_line_is_refused_with_the_reason(kernel, line, words):
 
 
 def test_output_of_a_cell_is_live(kernel):
-    cell = kernel.start_until("""%%ranks
+    cell = kernel.start_until(
+        """%%ranks
 import os, time
 print("first")
 while not os.path.exists("ranks_seen"):
     time.sleep(0.01)
-print("second")""", "[ranks 0-3] first\n")
+print("second")""",
+        "[ranks 0-3] first\n",
+    )
     (kernel.folder / "ranks_seen").touch()
     kernel.pump(cell)
     assert cell.out == "[ranks 0-3] first\n[ranks 0-3] second\n" and not cell.error

@@ -226,9 +226,7 @@ class TestSearch:
     def test_a_layout_that_is_not_there_is_marked_by_its_degrees(self, found):
         wanted = replace(found.best[3].layout, microbatch=64)
         (ax,) = plots.search_picture(found.best, "", marked={"ours": wanted}, best=0).axes
-        assert [text for text in texts(ax) if "ours" in text] == [
-            f"4. ours: {plots.layout_name(found.best[3].layout)}"
-        ]
+        assert [text for text in texts(ax) if "ours" in text] == [f"4. ours: {plots.layout_name(found.best[3].layout)}"]
 
     def test_slow_ones_are_counted(self, found):
         slow = sum(plan.seconds > 2 * found.plans[0].seconds for plan in found.plans)

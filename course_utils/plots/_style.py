@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil, floor, log2
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from ..costs import format_bytes
@@ -17,8 +19,12 @@ from ..costs import format_bytes
 RANK_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
 MARKERS = "osD^vP*X"
 INK, FAINT = "#222222", "#AAAAAA"
+#: Inches: with the resolution below, what a notebook's column shows at full size on a screen 1366 pixels wide.
+WIDTH = 8.4
+#: Keeps lines of a grid, and of other curves, from striking through a label.
+HALO = (withStroke(linewidth=3, foreground="white"),)
 STYLE = {
-    "figure.dpi": 110, "savefig.dpi": "figure", "figure.constrained_layout.use": True,
+    "figure.dpi": 110, "savefig.dpi": "figure", "savefig.pad_inches": 0.05, "figure.constrained_layout.use": True,
     "font.size": 9.5, "axes.titlesize": 10.5,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": False, "axes.titlelocation": "left",
     "text.color": INK, "axes.labelcolor": INK, "axes.prop_cycle": plt.cycler(color=RANK_COLORS[:6]),
@@ -35,14 +41,25 @@ def tint(color: str) -> tuple[float, ...]:
     return tuple(0.5 + 0.5 * channel for channel in to_rgb(color))
 
 
+def readable(color: str) -> tuple[float, ...]:
+    """Return `color` as dark as letters need on white: a contrast of 4.5 to 1 (WCAG 2, level AA)."""
+    tone = np.array(to_rgb(color))
+    while True:
+        linear = np.where(tone <= 0.04045, tone / 12.92, ((tone + 0.055) / 1.055) ** 2.4)
+        if 1.05 / (linear @ (0.2126, 0.7152, 0.0722) + 0.05) >= 4.5:
+            return tuple(tone.tolist())
+        tone = 0.98 * tone
+
+
 def new_figure(*panels: int, size: tuple[float, float], **kwargs) -> tuple[Figure, np.ndarray]:
-    figure, axes = plt.subplots(*panels, figsize=size, squeeze=False, **kwargs)
+    """Return a figure of at most `WIDTH` inches that pyplot does not track, and its axes."""
+    figure, axes = plt.subplots(*panels, figsize=(min(WIDTH, size[0]), size[1]), squeeze=False, **kwargs)
     plt.close(figure)
     return figure, axes[0]
 
 
 def label_lines(ax: Axes, labels: Mapping[str, tuple[float, float, str]]) -> None:
-    """Write each label at the right end of its line, moved apart where two would overlap."""
+    """Write each label at the right end of its line, moved apart where two would overlap, then with a line to it."""
     ax.figure.draw_without_rendering()  # settles limits and layout, also where the figure has no canvas of its own
     height, scale = 12.0, 72 / ax.figure.dpi
     ordered = sorted(labels.items(), key=lambda item: item[1][1])
@@ -51,16 +68,21 @@ def label_lines(ax: Axes, labels: Mapping[str, tuple[float, float, str]]) -> Non
     room = ax.bbox.y1 * scale - height / 2
     placed = [min(y, room - height * (len(placed) - 1 - i)) for i, y in enumerate(placed)]
     for (text, (x, y, color)), at, old in zip(ordered, placed, wanted, strict=True):
-        ax.annotate(text, (x, y), (6, at - old), textcoords="offset points", va="center", color=color,
-                    fontweight="bold")  # fmt: skip
+        moved = abs(at - old) > 5
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
+        ax.annotate(text, (x, y), (16 if moved else 6, at - old), textcoords="offset points", va="center",
+                    color=readable(color), fontweight="bold", path_effects=HALO,
+                    arrowprops=line if moved else None)  # fmt: skip
 
 
 def size_axis(ax: Axes, sizes, label: str = "message size S") -> None:
-    """Make the x axis one of bytes: logarithmic, with a tick at every third power of two or so, and a light grid."""
-    ticks = [sizes[0]]
-    for size in sizes:
-        if size >= 8 * ticks[-1]:
-            ticks.append(size)
+    """Make the x axis one of bytes: logarithmic, with as many evenly spaced powers of two as fit, and a light grid."""
+    low, high = ceil(log2(min(sizes)) - 1e-9), floor(log2(max(sizes)) + 1e-9)
+    place = ax.get_subplotspec()
+    share = len(place.colspan) / place.get_gridspec().ncols
+    room = max(2, int(share * ax.figure.get_figwidth()))  # an inch for each, less what stands beside the axes
+    step = next(step for step in (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 60) if (high - low) // step < room)
+    ticks = [2.0**power for power in range(low, high + 1, step)] or list(sizes)
     ax.set(xscale="log", xlabel=label)
     ax.set_xticks(ticks)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from ..costs import Cluster, all_reduce_seconds, busbw, format_bytes
 from ..recorded import Table
-from ._style import FAINT, INK, MARKERS, RANK_COLORS, label_lines, new_figure, size_axis
+from ._style import FAINT, HALO, INK, MARKERS, RANK_COLORS, WIDTH, label_lines, new_figure, size_axis
 
 __all__ = [
     "ALGORITHM_COLORS", "algorithm_color", "crossings", "crossover", "draw_crossover", "model_against_emulation",
@@ -48,13 +49,6 @@ def _microseconds(ax: Axes) -> None:
     ax.yaxis.set_major_locator(LogLocator(10))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(text))
-
-
-def _sizes(ax: Axes, sizes: Sequence[float]) -> None:
-    """Make the x axis one of bytes with room between its ticks."""
-    size_axis(ax, sizes)
-    ticks = ax.get_xticks()
-    ax.set_xticks(ticks[:: -(-len(ticks) // 5)])
 
 
 def crossings(
@@ -110,13 +104,14 @@ def draw_crossover(
         marks = [(a, x) for a, b in pairs for x in crossings(times[a], times[b], sizes[0], sizes[-1])]
     ax.set(ylabel="time of one all-reduce", title=title, ylim=limits or _limits([cluster], algorithms, sizes))
     _microseconds(ax)
-    _sizes(ax, sizes)
+    size_axis(ax, sizes)
     bottom = ax.get_ylim()[0]
     for name, at in marks:
         height = times[name](at) * 1e6
         ax.plot([at, at], [bottom, height], color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
         ax.plot([at], [height], "o", color=INK, markersize=5)
-        ax.annotate(format_bytes(at), (at, bottom), (3, 4), textcoords="offset points", fontsize=8.5)
+        ax.annotate(format_bytes(at), (at, bottom), (3, 4), textcoords="offset points", fontsize=8.5,
+                    path_effects=HALO)  # fmt: skip
     label_lines(ax, labels)
     return spans
 
@@ -161,13 +156,16 @@ def scale_out(
     figure, axes = new_figure(1, len(sizes), size=(1.2 + 4.4 * len(sizes), 3.7))
     for ax, size in zip(axes, sizes, strict=True):
         labels = {}
-        for name in algorithms:
-            values = [all_reduce_seconds(name, size, cluster) * 1e6 for cluster in clusters]
-            ax.plot(ranks, values, color=algorithm_color(name), linewidth=1.8, marker="o", markersize=3)
+        times = {name: [all_reduce_seconds(name, size, cluster) * 1e6 for cluster in clusters] for name in algorithms}
+        for name, values in times.items():
+            same = [other for other in times if np.allclose(times[other], values, rtol=0.05)]
+            dashes = (5 * same.index(name), (5, 5 * len(same) - 5)) if len(same) > 1 else "-"
+            ax.plot(ranks, values, color=algorithm_color(name), linewidth=1.8, linestyle=dashes, marker="o",
+                    markersize=3)  # fmt: skip
             labels[spoken(name)] = (ranks[-1], values[-1], algorithm_color(name))
         ax.set(ylabel="time of one all-reduce", xscale="log", xlabel="ranks", title=f"modelled: {format_bytes(size)}")
         _microseconds(ax)
-        ticks = ranks[:: max(1, -(-len(ranks) // 7))]
+        ticks = ranks[:: max(1, -(-len(ranks) // 5))]
         ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
         ax.xaxis.set_minor_locator(NullLocator())
         ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
@@ -203,7 +201,7 @@ def model_against_emulation(
         worst = max(worst, *(abs(t / model(name, s) - 1) for s, t in zip(sizes, seconds, strict=True)))
     ax.set(ylabel="time of one all-reduce", title=f"points: {kind}; lines: modelled; {worst:.1%} apart at most")
     _microseconds(ax)
-    _sizes(ax, sizes)
+    size_axis(ax, sizes)
     label_lines(ax, labels)
     return figure
 
@@ -223,9 +221,12 @@ def predicted_against_recorded(
         What the library is predicted to choose at each size, written where it changes.
     """
     sizes = list(table.sizes)
-    figure, (left, middle, right) = new_figure(1, 3, size=(13.2, 3.9))
+    figure = plt.figure(figsize=(WIDTH, 6.8))
+    plt.close(figure)
+    grid = figure.add_gridspec(2, 2)
+    left, middle, right = (figure.add_subplot(grid[where]) for where in ((0, 0), (0, 1), (1, slice(None))))
     styles = {name: RANK_COLORS[(4, 0, 2, 1, 3, 5)[i % 6]] for i, name in enumerate(predicted)}
-    labels = {}
+    labels, names = {}, {}
     for name, seconds in predicted.items():
         color, width = styles[name], 2.0 if name == list(predicted)[-1] else 1.2
         rates = [busbw(table.op, table.ranks, s, t) / 1e9 for s, t in zip(sizes, seconds, strict=True)]
@@ -235,21 +236,23 @@ def predicted_against_recorded(
         middle.plot(sizes, rates, color=color, linewidth=width)
         right.plot(sizes, wrong, color=color, linewidth=width, marker="o", markersize=3.5)
         labels[f"{name}: median {median:.1f} %"] = (sizes[-1], wrong[-1], color)
+        names[name] = (sizes[-1], rates[-1], color)
     left.plot(sizes, [t * 1e6 for t in table.seconds], "o", color=INK, markersize=4.5)
     middle.plot(sizes, [b / 1e9 for b in table.busbw], "o", color=INK, markersize=4.5)
-    left.set(ylabel="time of one call", title=f"points recorded, lines modelled: {table.name}")
+    left.set(ylabel="time of one call", title=f"points recorded, lines modelled:\n{table.name}")
     middle.set(ylabel="bus bandwidth (GB/s)", ylim=(0, None), title="bus bandwidth")
     right.set(ylabel="predicted time / recorded time - 1 (%)", title="error of the predicted time")
     right.axhspan(-15, 15, color="#EEEEEE", zorder=0)
     right.axhline(0, color=INK, linewidth=0.8)
     _microseconds(left)
     for ax in (left, middle, right):
-        _sizes(ax, sizes)
+        size_axis(ax, sizes)
     for i, choice in enumerate(choices or ()):
         if i == 0 or choice != choices[i - 1]:
             edge = sizes[i] if i == 0 else (sizes[i] * sizes[i - 1]) ** 0.5
             left.axvline(edge, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
             left.annotate(choice, (edge, 0.98), (3, 0), xycoords=("data", "axes fraction"), rotation=90, va="top",
                           textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
+    label_lines(middle, names)
     label_lines(right, labels)
     return figure

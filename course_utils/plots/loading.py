@@ -14,7 +14,7 @@ from matplotlib.patches import ConnectionPatch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from ..costs import format_bytes
-from ._style import FAINT, RANK_COLORS, new_figure, tint
+from ._style import FAINT, RANK_COLORS, WIDTH, new_figure, tint
 from .memory import legend, points_per_unit
 
 __all__ = ["LOADING_COLORS", "file_layout", "loader_bars", "page_accesses", "time_shares"]
@@ -87,7 +87,7 @@ def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
     rows = _rows(segments)
     names = dict.fromkeys(label for label, *_ in segments)
     colors = {name: RANK_COLORS[i % len(RANK_COLORS)] for i, name in enumerate(names)}
-    figure = plt.figure(figsize=(9.6, 0.35 + 1.15 * len(rows)))
+    figure = plt.figure(figsize=(WIDTH, 0.35 + 1.15 * len(rows)))
     plt.close(figure)
     axes = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
@@ -243,7 +243,7 @@ def loader_bars(
         ax.annotate(f"{rate:,.0f}{factor}", (rate, y), (5, 0), textcoords="offset points", va="center",
                     fontweight="bold" if name in strong else "normal")  # fmt: skip
     ax.set_yticks(range(len(rows)), names)
-    ax.set(ylim=(len(rows) - 0.45, -0.55), xlim=(0, 1.16 * max(rows.values())), xlabel=unit)
+    ax.set(ylim=(len(rows) - 0.45, -0.55), xlim=(0, 1.2 * max(rows.values())), xlabel=unit)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)

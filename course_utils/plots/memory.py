@@ -244,8 +244,11 @@ def memory_over_time(history: Sequence[tuple[str, Parts]], title: str) -> Figure
     _phase_axis(ax, phases, upright, lines=len(history) > len(phases))
     _title(figure, title)
     figure.draw_without_rendering()
-    unnamed = [part for part, band in bands.items() if not _name_band(ax, part, *band)]
-    legend(ax, {part: PART_COLORS[part] for part in unnamed})
+    names = [_name_band(ax, part, *band) for part, band in bands.items()]
+    if None in names:  # then all of them in one place
+        for name in filter(None, names):
+            name.remove()
+        legend(ax, {part: PART_COLORS[part] for part in bands})
     at = int(np.argmax(top))
     side = "left" if at < 0.15 * len(top) else "right" if at > 0.85 * len(top) else "center"
     x, shift = {"left": (edges[at], 4), "right": (edges[at + 1], 0), "center": (at, 0)}[side]
@@ -265,19 +268,18 @@ def _phase_axis(ax: Axes, phases: Sequence[tuple[str, list[int]]], upright: bool
         ax.axvline(at[0] - 0.5, color=INK, linewidth=0.6, linestyle=(0, (2, 2)))
 
 
-def _name_band(ax: Axes, part: str, below: np.ndarray, top: np.ndarray) -> bool:
-    """Write the name of a part where its band is thickest over the width of the name; say whether there was room."""
+def _name_band(ax: Axes, part: str, below: np.ndarray, top: np.ndarray) -> Text | None:
+    """Write the name of a part where its band is thickest over the width of the name, if there is room."""
     wide, high = points_per_unit(ax)
     columns = min(len(top), max(1, int(np.ceil((5.6 * len(part) + 6) / wide))))
     if columns * wide < 5.6 * len(part):
-        return False
+        return None
     room = [(min(top[i : i + columns]) - max(below[i : i + columns]), i) for i in range(len(top) - columns + 1)]
     thick, start = max(room)
     if thick * high < 12:
-        return False
+        return None
     middle = (min(top[start : start + columns]) + max(below[start : start + columns])) / 2
-    ax.text(start + (columns - 1) / 2, middle, part, ha="center", va="center", fontweight="bold")
-    return True
+    return ax.text(start + (columns - 1) / 2, middle, part, ha="center", va="center", fontweight="bold")
 
 
 def memory_over_length(

@@ -13,7 +13,7 @@ from matplotlib.collections import LineCollection, PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ._style import FAINT, INK, RANK_COLORS, new_figure, tint
+from ._style import FAINT, INK, RANK_COLORS, WIDTH, new_figure, tint
 
 __all__ = ["DIMENSION_COLORS", "dimension_color", "mesh_grid", "short_ranks"]
 
@@ -78,7 +78,7 @@ def mesh_grid(
     most = (_FEW, _FEW, _FEW, _MOST) if names[0] else (_MOST,) * 4
     kept = [_kept(size, int(where), limit) for size, where, limit in zip(grid.shape, at, most, strict=True)]
     corners, wide, high = _corners(kept)
-    cell = min(0.5, 9.2 / (wide + 1.6), max(0.3, 5.4 / high))  # inches
+    cell = min(0.5, (WIDTH - 0.3) / (wide + 1.6), max(0.3, 5.4 / high))  # inches
     told = _tell(groups, rank, per_node)
     size = (max(6.6, cell * (wide + 1.6) + 0.3), cell * (high + 0.5) + 0.5 + 0.22 * len(told))
     figure, (ax,) = new_figure(1, 1, size=size)
@@ -187,8 +187,16 @@ def _draw_panel(
         faces.append(face)
         edges.append(color)
         if font < 0.92 * room:
-            text = ax.text(left, top, str(rank), ha="center", va="center_baseline", fontsize=font,
-                           color="white" if rank == chosen else INK, fontweight="normal" if face == "white" else "bold")
+            text = ax.text(
+                left,
+                top,
+                str(rank),
+                ha="center",
+                va="center_baseline",
+                fontsize=font,
+                color="white" if rank == chosen else INK,
+                fontweight="normal" if face == "white" else "bold",
+            )
             text.set_in_layout(False)  # inside a cell: the layout need not measure it
         for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1)) if per_node is not None else ():
             if node.get((x + dx, y + dy)) != node[x, y]:

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ..pipeline import Op, Timeline
-from ._style import INK, RANK_COLORS, label_lines, new_figure, rank_color
+from ._style import HALO, INK, RANK_COLORS, WIDTH, label_lines, new_figure, rank_color, readable
 
 __all__ = ["PIPELINE_COLORS", "activation_steps", "bubble_curves", "real_pipeline", "schedule_picture"]
 
@@ -51,15 +51,19 @@ def _draw_rows(ax: Axes, rows: Sequence[Sequence[Box]], ranks: int, inches: floa
     ax.spines[:].set_visible(False)
 
 
-def _legend(figure: Figure, kinds: Sequence[str]) -> None:
-    handles = [Patch(facecolor=_shade(kind, 0), label=f"{kind} {_NAMES[kind]}") for kind in kinds]
+def _legend(figure: Figure, kinds: Sequence[str], stages: int = 1) -> None:
+    """Tell the colours of operations, and the shades of a rank's `stages`."""
+    of = [f", stage {chunk + 1} of a rank" if stages > 1 else "" for chunk in range(stages)]
+    handles = [Patch(facecolor=_shade(kind, chunk), label=f"{kind} {_NAMES[kind]}{of[chunk]}")
+               for kind in kinds for chunk in range(stages)]  # fmt: skip
     handles.append(Patch(facecolor="#F1F1F1", edgecolor="#CCCCCC", label="idle"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=_SMALL + 0.5)
+    columns = len(handles) if stages == 1 else 3
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=_SMALL + 0.5)
 
 
 def _panels(heights: Sequence[float], shared: bool) -> tuple[Figure, list[Axes]]:
     figure, axes = plt.subplots(
-        len(heights), 1, figsize=(10.4, sum(heights) + 0.75), sharex=shared, squeeze=False,
+        len(heights), 1, figsize=(WIDTH, sum(heights) + 0.75), sharex=shared, squeeze=False,
         gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
     plt.close(figure)
@@ -98,7 +102,7 @@ def schedule_picture(timelines: Timeline | Sequence[Timeline], title: str, unit:
     figure, axes = _panels([_HEAD + row * t.schedule.ranks for t in timelines], shared=True)
     end = max(t.seconds for t in timelines)
     for ax, timeline in zip(axes, timelines, strict=True):
-        _draw_rows(ax, timeline.spans, timeline.schedule.ranks, 9.4, end)
+        _draw_rows(ax, timeline.spans, timeline.schedule.ranks, WIDTH - 1, end)
         ax.set_title(
             f"{timeline.schedule.name}: {_number(timeline.period)}{unit and ' ' + unit} a step, idle "
             f"{timeline.bubble:.0%}, activations at most {_in_flight(timeline.peak)}", fontsize=9.5,
@@ -106,7 +110,8 @@ def schedule_picture(timelines: Timeline | Sequence[Timeline], title: str, unit:
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=end >= 12))
     axes[-1].set_xlabel(f"time ({unit})" if unit else "time, in units of the costs")
     used = {span.op.kind for t in timelines for spans in t.spans for span in spans}
-    _legend(figure, [kind for kind in PIPELINE_COLORS if kind in used])
+    stages = max(t.schedule.virtual for t in timelines)
+    _legend(figure, [kind for kind in PIPELINE_COLORS if kind in used], stages)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     return figure
 
@@ -125,12 +130,12 @@ def real_pipeline(simulated: Timeline, measured: Sequence[Sequence[Box]], title:
         raise ValueError(f"{len(measured)} measured ranks for {simulated.schedule.ranks} simulated ones")
     height = _HEAD + _ROW * len(measured)
     figure, (top, bottom) = _panels([height, height + 0.25], shared=False)
-    _draw_rows(top, simulated.spans, len(measured), 9.4, simulated.seconds)
+    _draw_rows(top, simulated.spans, len(measured), WIDTH - 1, simulated.seconds)
     top.set_title(f"modelled: {simulated.schedule.name}, idle {simulated.bubble:.0%}", fontsize=9.5)
     rows = [[(op, 1e3 * a, 1e3 * b) for op, a, b in boxes] for boxes in measured]
     end = max(b for boxes in rows for *_, b in boxes)
     busy = sum(b - a for boxes in rows for _, a, b in boxes)
-    _draw_rows(bottom, rows, len(measured), 9.4, end)
+    _draw_rows(bottom, rows, len(measured), WIDTH - 1, end)
     idle = 1 - busy / (len(rows) * end)
     bottom.set_title(f"measured: the same on real ranks, not computing {idle:.0%}", fontsize=9.5)
     top.set_xlabel("time, in the unit of the costs")
@@ -149,13 +154,16 @@ def activation_steps(timelines: Sequence[Timeline], title: str) -> Figure:
         peaks: dict[str, list[int]] = {}
         for rank, steps in enumerate(timeline.memory):
             when, held = zip(*steps, strict=True)
-            ax.step([*when, timeline.seconds], [*held, held[-1]], color=rank_color(rank), linewidth=1.6, where="post")
+            dashes = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)))[rank % 4]
+            ax.step([*when, timeline.seconds], [*held, held[-1]], color=rank_color(rank), linewidth=1.6, where="post",
+                    linestyle=dashes)  # fmt: skip
             peaks.setdefault(_number(timeline.peak[rank]), []).append(rank)
         for peak, ranks in peaks.items() if len(peaks) <= 8 else []:
             first = next(t for t, value in timeline.memory[ranks[0]] if _number(value) == peak)
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
             ax.annotate(f"{who}: {peak}", (first, float(peak)), (3, 3), textcoords="offset points", fontsize=_SMALL,
-                        color=rank_color(ranks[0]) if len(ranks) == 1 else INK, fontweight="bold")  # fmt: skip
+                        color=readable(rank_color(ranks[0])) if len(ranks) == 1 else INK, fontweight="bold",
+                        path_effects=HALO)  # fmt: skip
         ax.set(ylim=(0, highest * 1.15), xlim=(0, timeline.seconds), xlabel="time, in units of the costs")
         ax.set_title(timeline.schedule.name)
         ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ._style import INK, MARKERS, RANK_COLORS, new_figure, tint
+from ._style import HALO, INK, MARKERS, RANK_COLORS, new_figure, tint
 from .memory import byte_axis, decimal_bytes, legend, points_per_unit
 from .mesh import DIMENSION_COLORS
 
@@ -142,7 +142,7 @@ def predicted_against_published(
     right.axvline(0, color=INK, linewidth=2)
     left.set_yticks(range(len(rows)), [row.name for row in rows])
     left.set(ylim=(len(rows) - 0.4, -0.6), xlabel="TFLOP/s of one GPU", xlim=(0, None))
-    hint = "; hollow: the fit has seen it" if any(row.fitted for row in rows) else ""
+    hint = " (hollow: fitted)" if any(row.fitted for row in rows) else ""
     left.set_title(f"bar: published, grey: ± {band:.0%}\ndot: predicted{hint}", fontsize=9.5)
     furthest = 1.15 * max([band, *(abs(row.error) for row in rows), *map(abs, baseline or ())])
     right.set(xlabel="predicted / published - 1 (%)", xlim=(-100 * furthest, 100 * furthest))
@@ -201,13 +201,16 @@ def search_picture(
                 color=RANK_COLORS[i % 8], markersize=5.5, markeredgecolor="white", markeredgewidth=0.4,
                 label=f"TP {degree}")  # fmt: skip
     most = max([plan.memory.total for plan in drawn] + ([limit] if limit else []))
-    ax.set(ylabel="time of a step (s)", ylim=(0, top), xlim=(0, 1.06 * most))
+    fastest, least = plans[0].seconds, min(plan.memory.total for plan in drawn)
+    ax.set(ylabel="time of a step (s)", ylim=(max(0, fastest - 0.08 * (top - fastest)), top),
+           xlim=(max(0, least - 0.06 * (most - least)), most + 0.06 * (most - least) or 1))  # fmt: skip
     ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
     byte_axis(ax.xaxis, most, "memory of the fullest GPU")
     if limit:
         ax.axvline(limit, color=INK, linewidth=1, linestyle=(0, (3, 2)))
-        ax.annotate(f"GPU {decimal_bytes(limit)}", (limit, 0), (-3, 4), xycoords=("data", "axes fraction"), va="bottom",
-                    ha="right", textcoords="offset points", rotation=90, fontsize=_SMALL)  # fmt: skip
+        ax.annotate(f"GPU {decimal_bytes(limit)}", (limit, 1), (-3, -2), xycoords=("data", "axes fraction"), va="top",
+                    ha="right", textcoords="offset points", rotation=90, fontsize=_SMALL,
+                    path_effects=HALO)  # fmt: skip
     if len(drawn) < len(plans):
         ax.annotate(f"{len(plans) - len(drawn):,} slower ones above", (1, 1), (0, 5), xycoords="axes fraction",
                     ha="right", textcoords="offset points", fontsize=_SMALL, color="#555555")  # fmt: skip
@@ -239,12 +242,12 @@ def _name_plans(ax: Axes, chosen: Mapping[str, Plan]) -> None:
     ax.figure.draw_without_rendering()  # settles the layout with room for the names
     room.remove()
     ax.figure.set_layout_engine("none")
-    height = ax.bbox.height * 72 / ax.figure.dpi
+    height, (low, high) = ax.bbox.height * 72 / ax.figure.dpi, ax.get_ylim()
     free = -np.inf
     for name, plan in sorted(chosen.items(), key=lambda item: item[1].seconds):
         point = (plan.memory.total, plan.seconds)
         ax.plot(*point, "o", color="none", markeredgecolor=INK, markersize=10, markeredgewidth=1.3)
-        free = max(height * plan.seconds / ax.get_ylim()[1], free + 13)
+        free = max(height * (plan.seconds - low) / (high - low), free + 13)
         ax.annotate(name, point, (1.03, free / height), textcoords="axes fraction", va="center", fontsize=_SMALL,
                     fontweight="bold", annotation_clip=False,
                     arrowprops={"arrowstyle": "-", "color": "#777777", "linewidth": 0.7, "shrinkB": 5,

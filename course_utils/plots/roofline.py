@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from ._style import FAINT, INK, MARKERS, RANK_COLORS, label_lines, new_figure, size_axis
+from ._style import FAINT, HALO, INK, MARKERS, RANK_COLORS, label_lines, new_figure, readable, size_axis
 
 _RATES = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"))
 
@@ -109,7 +109,8 @@ def roofline(
         color = RANK_COLORS[i % 6]
         fill = {"markerfacecolor": "white", "markeredgewidth": 1.8} if modelled else {}
         ax.plot(intensity, rate, MARKERS[i % 8], color=color, markersize=7, **fill)
-        ax.annotate(label, (intensity, rate), (7, -11), textcoords="offset points", color=color, fontweight="bold")
+        ax.annotate(label, (intensity, rate), (7, -11), textcoords="offset points", color=readable(color),
+                    fontweight="bold", path_effects=HALO)  # fmt: skip
     ax.set(
         xscale="log", yscale="log", xlim=(low, high), title=title,
         xlabel="arithmetic intensity (FLOP per byte of memory traffic)", ylabel="FLOP/s",
@@ -149,10 +150,11 @@ def latency_fit(
     ax.plot(grid, middle, color=RANK_COLORS[0])
     ax.plot(sizes, np.multiply(seconds, 1e3), "o", color=RANK_COLORS[0], markersize=5)
     ends = {"α + βS": (grid[-1], middle[-1], RANK_COLORS[0])}
-    ax.text(0.03, 0.93, "● fitted", transform=ax.transAxes, color=RANK_COLORS[0])
+    ax.text(0.03, 0.93, "● fitted", transform=ax.transAxes, color=readable(RANK_COLORS[0]))
     if unseen:
         ax.plot(unseen[0], np.multiply(unseen[1], 1e3), "D", color=RANK_COLORS[5], markersize=6)
-        ax.text(0.03, 0.85, "◆ predicted first, then measured", transform=ax.transAxes, color=RANK_COLORS[5])
+        color = readable(RANK_COLORS[5])
+        ax.text(0.03, 0.85, "◆ predicted first, then measured", transform=ax.transAxes, color=color)
     ax.set(yscale="log", ylabel="time of one message (ms)", title=title)
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

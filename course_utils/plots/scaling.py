@@ -12,7 +12,19 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 
 from ..costs import format_bytes
 from ..recorded import Scaling
-from ._style import FAINT, INK, MARKERS, RANK_COLORS, label_lines, new_figure, size_axis, tint
+from ._style import (
+    FAINT,
+    HALO,
+    INK,
+    MARKERS,
+    RANK_COLORS,
+    WIDTH,
+    label_lines,
+    new_figure,
+    readable,
+    size_axis,
+    tint,
+)  # fmt: skip
 
 __all__ = [
     "bucket_choice", "bucket_sweep", "checkpointing", "gradient_range", "scaling_curves", "scaling_models",
@@ -25,6 +37,7 @@ _PARTS = {
     "data": "#56B4E9", "compute": "#0072B2", "copies": "#CC79A7", "wait": "#D55E00", "all_reduce": "#E69F00",
     "optimizer": "#009E73", "backward": "#0072B2",
 }  # fmt: skip
+_HATCHES = {"wait": "////", "data": "...."}  # beside parts of nearly their hue
 
 
 def _ranks_axis(ax: Axes, ranks: Sequence[int], label: str = "ranks") -> None:
@@ -133,7 +146,7 @@ def scaling_models(record: Scaling, predicted: Mapping[str, Sequence[float]], fi
         ends[0][name], ends[1][name] = (gpus[-1], values[-1], color), (gpus[-1], error[-1], color)
     right.axhline(0, color=FAINT, linewidth=1)
     left.set(ylim=(0, None), ylabel="tokens per second and GPU",
-             title=f"recorded (points; filled: seen by the fit)\nand modelled: {record.name}")  # fmt: skip
+             title=f"recorded (points; filled: seen by the fit),\nmodelled: {record.name}")  # fmt: skip
     left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     right.yaxis.set_major_formatter(PercentFormatter(1))
     right.set(ylabel="prediction above record", title="error of the models")
@@ -151,7 +164,7 @@ def _colors(parts: Sequence[str]) -> dict[str, str]:
 
 def _finish_bars(ax: Axes, rows: Mapping[str, object], color: Mapping[str, str], title: str, xlabel: str) -> None:
     for part, tone in color.items():
-        ax.barh(0, 0, color=tint(tone), edgecolor=tone, label=part)
+        ax.barh(0, 0, color=tint(tone), edgecolor=tone, label=part, hatch=_HATCHES.get(part))
     ax.legend(ncols=len(color), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, columnspacing=1.2,
               handlelength=1.2)  # fmt: skip
     ax.figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
@@ -176,7 +189,7 @@ def step_split(rows: Mapping[str, Mapping[str, float]], title: str) -> Figure:
     for y, row in enumerate(rows.values()):
         left = 0.0
         for part, seconds in row.items():
-            look = {"color": tint(color[part]), "edgecolor": color[part], "height": 0.72}
+            look = {"color": tint(color[part]), "edgecolor": color[part], "height": 0.72, "hatch": _HATCHES.get(part)}
             ax.barh(y, seconds * 1e3, left=left * 1e3, **look)
             left += seconds
     _finish_bars(ax, rows, color, title, "time in one step (ms)")
@@ -197,7 +210,7 @@ def step_spans(rows: Mapping[str, Sequence[tuple[str, float, float]]], title: st
     figure, (ax,) = new_figure(1, 1, size=(8.6, 1.15 + 0.36 * len(rows)))
     for y, spans in enumerate(rows.values()):
         for part, start, end in spans:
-            look = {"color": tint(color[part]), "edgecolor": color[part], "height": 0.72}
+            look = {"color": tint(color[part]), "edgecolor": color[part], "height": 0.72, "hatch": _HATCHES.get(part)}
             ax.barh(y, (end - start) * 1e3, left=start * 1e3, **look)
     _finish_bars(ax, rows, color, title, "time (ms)")
     return figure
@@ -214,7 +227,7 @@ def bucket_sweep(
         ends[name] = (messages[-1], values[-1] * 1e3, RANK_COLORS[i])
     right.plot(messages, overlap, marker="^", markersize=5, color=RANK_COLORS[2])
     left.set(ylabel="time (ms)", title="measured: time by number of buckets", ylim=(0, None))
-    right.set(ylabel="share of communication", title="measured: communication during backward", ylim=(0, 1))
+    right.set(ylabel="share of communication", title="measured: overlap with backward", ylim=(0, 1))
     right.yaxis.set_major_formatter(PercentFormatter(1))
     for ax in (left, right):
         _ranks_axis(ax, messages, "buckets, one all-reduce each")
@@ -264,7 +277,7 @@ def gradient_range(gradients: Mapping[str, Sequence[float]], ranges: Mapping[str
         Elements; zeros are left out.
     ranges : dict of format to (exponent of the smallest, exponent of the largest power of two)
     """
-    figure, axes = plt.subplots(2, 1, figsize=(8.8, 4.0), sharex=True, height_ratios=[2.4, 1])
+    figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 4.0), sharex=True, height_ratios=[2.4, 1])
     plt.close(figure)
     ax, below = axes
     edges = np.arange(-60, 17)
@@ -277,7 +290,7 @@ def gradient_range(gradients: Mapping[str, Sequence[float]], ranges: Mapping[str
         ax.plot(edges[:-1] + 0.5, share, color=RANK_COLORS[i])
         top = int(np.argmax(share))
         ax.annotate(name, (edges[top] + 0.5, share[top]), (0, 4), textcoords="offset points", ha="center",
-                    color=RANK_COLORS[i], fontweight="bold")  # fmt: skip
+                    color=readable(RANK_COLORS[i]), fontweight="bold", path_effects=HALO)  # fmt: skip
     for y, (name, (low, high)) in enumerate(ranges.items()):
         start, end = max(low, edges[0]), min(high, edges[-1])
         below.barh(y, end - start, left=start, height=0.6, color="#DDDDDD", edgecolor=INK, linewidth=0.6)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from ._style import INK, RANK_COLORS, new_figure, tint
+from ._style import INK, RANK_COLORS, WIDTH, new_figure, tint
 from .memory import PART_COLORS, byte_axis, decimal_bytes, few, legend, points_per_unit
 
 __all__ = ["mesh_picture", "shard_timeline"]
@@ -51,7 +51,7 @@ def shard_timeline(
     last = max([end for *_, end in spans] + [when for when, _ in held])
     unit, scale = ("events, in order", 1.0) if order else ("time (ms)", 1e3) if last >= 1e-3 else ("time (µs)", 1e6)
     first = min([start for _, start, _ in spans] + [when for when, _ in held])
-    size = (9.6, 1.0 + 0.42 * len(lanes) + 1.5 * bool(held))
+    size = (WIDTH, 1.0 + 0.42 * len(lanes) + 1.5 * bool(held))
     figure, axes = plt.subplots(
         1 + bool(held), 1, figsize=size, sharex=True, squeeze=False,
         gridspec_kw={"height_ratios": [0.42 * len(lanes) + 0.2, 1.3][: 1 + bool(held)]},
@@ -64,7 +64,8 @@ def shard_timeline(
             look = {"color": tint(colors[label]), "edgecolor": colors[label], "height": 0.78, "linewidth": 0.8}
             top.barh(y, scale * (end - start), left=scale * start, **look)
     top.set_yticks(range(len(lanes)), [fill(lane, 20) for lane in lanes])
-    top.set(ylim=(len(lanes) - 0.45, -0.55), xlim=(scale * first, scale * last if last > first else scale * first + 1))
+    right = scale * last + 0.003 * scale * (last - first) if last > first else scale * first + 1  # with its edge
+    top.set(ylim=(len(lanes) - 0.45, -0.55), xlim=(scale * first, right))
     top.tick_params(axis="y", length=0)
     bottom.set_xlabel(unit)
     if order:
@@ -78,9 +79,8 @@ def shard_timeline(
         short = {label: label for label in colors}
     named = {label for y, lane in enumerate(lanes.values()) for label, start, end in lane
              if _write(top, (label, short[label]), y, scale * start, scale * end)}  # fmt: skip
-    unnamed = {label: color for label, color in colors.items() if label not in named}
-    if len(unnamed) <= 8:
-        legend(top, unnamed)
+    if named != colors.keys() and len(colors) <= 8:
+        legend(top, colors)
     return figure
 
 

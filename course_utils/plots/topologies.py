@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from ..topology import Link, Path, Topology
-from ._style import INK, new_figure, rank_color, tint
+from ._style import HALO, INK, new_figure, rank_color, readable, tint
 
 __all__ = ["topology_picture"]
 
@@ -71,6 +71,7 @@ class _Scene:
         self.y = {name: -float(used.index(row)) for name, row in rows.items()}
         self.x: dict[str, float] = {}
         self.edges: dict[int, tuple[float, float]] = {}
+        self.narrow = False  # whether boxes have room for less than usual
         left = 0.0
         for node in shown:
             self.edges[node] = left, self.place_node(node, left)
@@ -156,7 +157,7 @@ def _draw_device(ax: Axes, scene: _Scene, name: str, faint: bool, several: bool)
     if device.kind == "gpu":
         rank = scene.topology.gpus.index(name)
         fill, edge = tint(rank_color(rank)), rank_color(rank)
-        text += (f"\nrank {rank}" if rank < 100 else f"\nr. {rank}") if several else ""
+        text += f"\n{'r.' if scene.narrow or rank >= 100 else 'rank'} {rank}" if several else ""
     elif device.kind in ("cpu", "nic") and device.detail:
         text += "\n" + device.detail.replace(", ", "\n")
     text = {"nvswitch": "NVSwitch", "switch": "network switch"}.get(device.kind, text)
@@ -166,8 +167,8 @@ def _draw_device(ax: Axes, scene: _Scene, name: str, faint: bool, several: bool)
     box = FancyBboxPatch((left - 0.4, y - tall / 2), right - left + 0.8, tall, linewidth=1, zorder=4,
                          boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge)  # fmt: skip
     ax.add_patch(box)
-    ax.text((left + right) / 2, y, text, ha="center", va="center", fontsize=7.5, zorder=5, linespacing=1.05,
-            color="#888888" if faint else INK)  # fmt: skip
+    ax.text((left + right) / 2, y, text, ha="center", va="center", fontsize=6.8 if scene.narrow else 7.5, zorder=5,
+            linespacing=1.05, color="#707070" if faint else INK)  # fmt: skip
 
 
 def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
@@ -182,6 +183,7 @@ def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
     rows = 1 - min(scene.y.values())
     figure, (ax,) = new_figure(size=(min(10.5, max(5.5, 2.9 + 0.66 * width)), 0.7 + 0.74 * rows))
     several = len(scene.edges) > 1 or scene.skipped
+    scene.narrow = width > 13
     drawn = [link for link in topology.links if {link.a, link.b} <= set(scene.names)]
     slowest = min((link.bandwidth for link in drawn if not math.isnan(link.bandwidth)), default=1.0)
     labels: dict[str, tuple[str, list[float]]] = {}
@@ -189,7 +191,8 @@ def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
         faint = bool(path) and link not in path_links
         _, y = _draw_link(ax, scene, link, color=_color(link), linewidth=_width(link, slowest), zorder=2,
                           alpha=0.3 if faint else 1)  # fmt: skip
-        labels.setdefault(_speed(link), (_color(link), []))[1].append(y)
+        text = _speed(link).replace(": ", ":\n") if scene.narrow else _speed(link)
+        labels.setdefault(text, (_color(link), []))[1].append(y)
     for link in path_links:
         slow = link.bandwidth == path.bandwidth or math.isnan(link.bandwidth)
         at = _draw_link(ax, scene, link, color=_SLOW if slow else INK, linewidth=_width(link, slowest) + 1.2, zorder=3)
@@ -197,15 +200,16 @@ def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
             level = scene.y[link.a] == scene.y[link.b]
             text, offset = "unknown speed" if math.isnan(link.bandwidth) else "slowest", (0, 8) if level else (-9, 0)
             ax.annotate(text, at, offset, textcoords="offset points", ha="center" if level else "right", va="center",
-                        color=_SLOW, fontsize=8, fontweight="bold", zorder=6)  # fmt: skip
+                        color=readable(_SLOW), fontsize=8, fontweight="bold",
+                        zorder=6, path_effects=HALO)  # fmt: skip
     for name in scene.names:
         _draw_device(ax, scene, name, bool(path) and name not in on_path, several)
     _frame(ax, scene, several)
     _label_kinds(ax, labels, width)
-    ax.set(xlim=(-1.4, width + 2.6), ylim=(0.6 - rows, 0.45))
+    ax.set(xlim=(-1.4, width + (1.2 if scene.narrow else 2.6)), ylim=(0.6 - rows, 0.45))
     ax.axis("off")
     ends = f": {path.devices[0]} → {path.devices[-1]}" if path else ""
-    ax.set_title(topology.name + ends)
+    ax.set_title(topology.name + ends + (" (r.: rank)" if several and scene.narrow else ""))
     return figure
 
 
@@ -232,5 +236,6 @@ def _label_kinds(ax: Axes, labels: dict[str, tuple[str, list[float]]], width: fl
     """Write each kind of link at the right, level with its lines, moved apart where two would overlap."""
     last = math.inf
     for text, (color, ys) in sorted(labels.items(), key=lambda item: -sum(item[1][1]) / len(item[1][1])):
-        last = min(sum(ys) / len(ys), last - 0.3)
-        ax.text(width - 0.3, last, text, va="center", fontsize=8.5, color=color, fontweight="bold")
+        last = min(sum(ys) / len(ys), last - 0.3 * (1 + text.count("\n")))
+        ax.text(width - 0.3, last, text, va="center", fontsize=8.5, color=readable(color), fontweight="bold",
+                path_effects=HALO)  # fmt: skip

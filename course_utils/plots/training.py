@@ -88,7 +88,7 @@ def bucket_picture(rows: Mapping[str, Sequence[Sequence[tuple[str, int]]]], titl
     title : str
         Says what is shown and whether it is measured, recorded or modelled.
     """
-    figure, (ax,) = new_figure(1, 1, size=(9.2, 0.9 + 0.7 * len(rows)))
+    figure, (ax,) = new_figure(1, 1, size=(8.4, 0.9 + 0.8 * len(rows)))
     whole = max(sum(size for bucket in row for _, size in bucket) for row in rows.values())
     for y, row in enumerate(rows.values()):
         at = 0
@@ -96,8 +96,8 @@ def bucket_picture(rows: Mapping[str, Sequence[Sequence[tuple[str, int]]]], titl
             start, color = at, RANK_COLORS[number % 6]
             for name, size in _merged(bucket):
                 ax.barh(y, size, left=at, height=0.66, color=tint(color), edgecolor="white", linewidth=0.8)
-                upright = size < 0.008 * len(name) * whole
-                if not upright or size > 0.012 * whole:  # else it would not fit
+                upright = size < 0.009 * len(name) * whole
+                if not upright or size > 0.013 * whole:  # else it would not fit
                     ax.text(at + size / 2, y, name, ha="center", va="center", fontsize=7, rotation=90 * upright)
                 at += size
             ax.barh(y, at - start, left=start, height=0.66, color="none", edgecolor=color, linewidth=1.6)
@@ -200,7 +200,8 @@ def loss_curves(
         color = RANK_COLORS[i % 6]
         if name in wide:
             order = wide.index(name)
-            ax.plot(x, loss, color=tint(color), linewidth=max(3, 8 - 4 * order), zorder=1 + order / len(wide))
+            look = {"linewidth": 3.5 + 2 * (len(wide) - 1 - order), "zorder": 1 + order / len(wide)}
+            ax.plot(x, loss, color=tint(color), **look)
         else:
             ax.plot(x, loss, color=color, linewidth=1.6)
         labels[name] = (x[-1], loss[-1], color)

@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ..plots._style import FAINT, INK, new_figure, tint
-from ._common import png
+from ..plots._style import FAINT, INK, new_figure, readable, tint
+from ._common import Explorer, Picture
 
 __all__ = ["FORMATS", "Format", "Stored", "bits_explorer", "read_number", "store"]
 
@@ -199,9 +199,9 @@ def _draw_row(ax: Axes, y: float, form: Format, stored: Stored) -> None:
             )
     ax.text(-13.6, y, form.name, va="center", fontweight="bold", fontsize=11)
     note = _formula(stored, form)
-    ax.text(23.8, y - 0.22, f"{stored.value:.11g}", va="center", fontweight="bold", fontsize=10.5)
-    ax.text(33.0, y - 0.22, note, va="center", color="#555555")
-    ax.text(23.8, y + 0.24, stored.verdict, va="center", fontweight="bold" if stored.lost else "normal",
+    ax.text(23.8, y - 0.22, f"{stored.value:.11g}", va="center", fontweight="bold")
+    ax.text(34.0, y - 0.22, note, va="center", color="#555555")
+    ax.text(23.8, y + 0.24, stored.verdict, va="center", fontsize=8.5, fontweight="bold" if stored.lost else "normal",
             color="#A33B00" if stored.lost else INK)  # fmt: skip
 
 
@@ -211,11 +211,11 @@ def _draw(text: str, number: float | Fraction) -> tuple[Figure, str]:
     figure, (ax,) = new_figure(1, 1, size=(11.4, 4.3))
     for row, (form, stored) in enumerate(kept.items()):
         _draw_row(ax, 1.25 * row, form, stored)
-    heads = {"sign": (-9.2, "sign"), "exponent": (-4.2, "exponent: range"), "fraction": (11.5, "fraction: precision")}
+    heads = {"sign": (-10.4, "sign"), "exponent": (-4.2, "exponent: range"), "fraction": (11.5, "fraction: precision")}
     for kind, (x, label) in heads.items():
-        ax.text(x, -0.75, label, ha="center", color=_COLORS[kind], fontweight="bold")
+        ax.text(x, -0.75, label, ha="center", color=readable(_COLORS[kind]), fontweight="bold")
     ax.text(23.8, -0.75, "stored value", color=INK, fontweight="bold")
-    ax.set(xlim=(-13.8, 41.5), ylim=(1.25 * len(FORMATS) - 0.6, -1.3), title=f"{text} in {len(FORMATS)} formats")
+    ax.set(xlim=(-13.8, 43), ylim=(1.25 * len(FORMATS) - 0.6, -1.3), title=f"{text} in {len(FORMATS)} formats")
     ax.axis("off")
     words = "; ".join(f"<b>{form.name}</b> {stored.value:.12g} ({stored.verdict})" for form, stored in kept.items())
     return figure, f"{html.escape(text)} is stored as: {words}.<br><small>{_NOTE}</small>"
@@ -230,7 +230,7 @@ def bits_explorer() -> widgets.Widget:
     """
     box = widgets.Text("0.1", description="number", continuous_update=False)
     buttons = [widgets.Button(description=text, layout={"width": "auto"}) for text in _EXAMPLES]
-    status, picture = widgets.HTML(), widgets.Image(format="png", layout={"max_width": "100%"})
+    status, picture = widgets.HTML(), Picture()
     shown = {}
 
     def draw(_=None) -> None:
@@ -241,7 +241,8 @@ def bits_explorer() -> widgets.Widget:
             return
         text = " ".join(box.value.split())
         figure, status.value = _draw(text, number)
-        picture.value, shown["text"] = png(figure), html.escape(text)
+        picture.show(figure)
+        shown["text"] = html.escape(text)
 
     def press(button: widgets.Button) -> None:
         box.value = button.description
@@ -250,4 +251,4 @@ def bits_explorer() -> widgets.Widget:
         button.on_click(press)
     box.observe(draw, "value")
     draw()
-    return widgets.VBox([box, widgets.HBox(buttons, layout={"flex_flow": "row wrap"}), status, picture])
+    return Explorer([[box], buttons], status, picture)

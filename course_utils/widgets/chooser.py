@@ -9,7 +9,7 @@ from ..costs import ALL_REDUCE_ALGORITHMS, Cluster, all_reduce_seconds, flat, fo
 from ..hardware import LINKS
 from ..plots._style import new_figure
 from ..plots.costs import algorithm_color, draw_crossover, spoken
-from ._common import png
+from ._common import Explorer, Picture
 
 __all__ = ["algorithm_chooser"]
 
@@ -69,20 +69,22 @@ def algorithm_chooser() -> widgets.Widget:
     near = widgets.Dropdown(options=inside, value="nvlink4", description="in a node")
     far = widgets.Dropdown(options=between, value="ib_ndr", description="between")
     adds = widgets.Checkbox(value=False, description="switches add (NVLS, SHARP)", indent=False)
-    status, picture = widgets.HTML(), widgets.Image(format="png", layout={"max_width": "100%"})
+    status, picture = widgets.HTML(), Picture()
 
     def draw(_=None) -> None:
         intra, inter = ((LINKS[key].latency, 1 / LINKS[key].bandwidth) for key in (near.value, far.value))
         cluster = Cluster(nodes.value, gpus.value, intra, inter) if nodes.value > 1 else flat(gpus.value, *intra)
         far.disabled = nodes.value == 1
         if cluster.ranks == 1:
-            status.value = "One rank has nothing to reduce; choose more nodes or GPUs. The picture is the last one."
+            words = "<b>One rank has nothing to reduce; choose more nodes or GPUs.</b> The picture is the last one."
+            status.value = f"<p>{words}</p>"
+            picture.fade()
             return
         algorithms = [name for name in ALL_REDUCE_ALGORITHMS if adds.value or name != "in_network"]
         figure, status.value = _draw(cluster, size.value, algorithms)
-        picture.value = png(figure)
+        picture.show(figure)
 
     for control in (size, nodes, gpus, near, far, adds):
         control.observe(draw, "value")
     draw()
-    return widgets.VBox([widgets.HBox([size, nodes, gpus]), widgets.HBox([near, far, adds]), status, picture])
+    return Explorer([[size, nodes, gpus], [near, far, adds]], status, picture)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from ..plots._style import RANK_COLORS, label_lines, new_figure
-from ._common import png
+from ._common import Explorer, Picture
 
 __all__ = ["cost_calculator", "efficiency", "goodput"]
 
@@ -101,7 +101,7 @@ def cost_calculator() -> widgets.Widget:
     rate = _number(5, "spot stops per 1,000 GPU hours", 0, 1e6)
     save, restart = _number(2, "minutes to save", 0, 1e5), _number(10, "minutes to restart", 0, 1e5)
     gpus = widgets.SelectionSlider(options=_GPUS, value=8, description="GPUs", continuous_update=False)
-    status, picture = widgets.HTML(), widgets.Image(format="png", layout={"max_width": "100%"})
+    status, picture = widgets.HTML(), Picture()
 
     def draw(_=None) -> None:
         share = kept.value / 100
@@ -119,10 +119,9 @@ def cost_calculator() -> widgets.Widget:
             f"{gpus.value:,} GPUs at {efficiency(gpus.value, share):.0%} efficiency, {useful(gpus.value):.0%} of the "
             f"time on spot useful. {'; '.join(told)}. One GPU on demand: ${work.value * price.value:,.2f}."
         )
-        picture.value = png(_draw(gpus.value, runs))
+        picture.show(_draw(gpus.value, runs))
 
     for control in (work, price, spot, kept, rate, save, restart, gpus):
         control.observe(draw, "value")
     draw()
-    rows = [widgets.HBox(row) for row in ([work, kept, gpus], [price, spot], [rate, save, restart])]
-    return widgets.VBox([*rows, status, picture])
+    return Explorer([[work, kept, gpus], [price, spot], [rate, save, restart]], status, picture)

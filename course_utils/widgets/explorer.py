@@ -11,7 +11,7 @@ import ipywidgets as widgets
 from ..costs import format_bytes
 from ..plots import topology_picture
 from ..topology import REFERENCES, Path, Topology, cluster, reference, this_machine
-from ._common import png
+from ._common import Explorer, Picture
 
 __all__ = ["topology_explorer"]
 
@@ -70,7 +70,7 @@ def topology_explorer(topologies: Sequence[Topology] | None = None) -> widgets.W
     size = widgets.SelectionSlider(
         options=[(format_bytes(n), n) for n in _SIZES], value=2**26, description="size", continuous_update=False
     )
-    status, picture = widgets.HTML(), widgets.Image(format="png", layout={"max_width": "100%"})
+    status, picture = widgets.HTML(), Picture()
     shown: dict = {}
 
     def describe(_=None) -> None:
@@ -84,7 +84,7 @@ def topology_explorer(topologies: Sequence[Topology] | None = None) -> widgets.W
             shown["path"] = shown["topology"].path(start.value, end.value)
         except ValueError as error:
             shown.update(path=None, complaint=f"{error}.")
-        picture.value = png(topology_picture(shown["topology"], shown["path"]))
+        picture.show(topology_picture(shown["topology"], shown["path"]))
         describe()
 
     def select(_=None) -> None:
@@ -104,4 +104,4 @@ def topology_explorer(topologies: Sequence[Topology] | None = None) -> widgets.W
     choice.observe(select, "value")
     size.observe(describe, "value")
     select()
-    return widgets.VBox([widgets.HBox([choice, size]), widgets.HBox([start, end]), status, picture])
+    return Explorer([[choice, size], [start, end]], status, picture)

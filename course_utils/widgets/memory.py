@@ -14,7 +14,7 @@ from .. import memory, models
 from ..hardware import GPU, GPUS
 from ..plots._style import FAINT, INK, new_figure, tint
 from ..plots.memory import PART_COLORS, byte_axis, decimal_bytes
-from ._common import png
+from ._common import Explorer, Picture
 
 __all__ = ["Verdict", "judge", "memory_calculator"]
 
@@ -28,8 +28,9 @@ _NOTE = (
     "Modelled by <code>memory.training</code>. Model states: the formulas of ZeRO (Rajbhandari et al. 2020). "
     "Activations: what each operation of this course's GPT keeps for backward. Buffers: gathered parameters, buckets "
     "and gradients of activations. All at the moment of a step when the most is held. Not counted: the CUDA context, "
-    "NCCL, workspaces of kernels and memory lost between blocks; for these some memory stays free. Only memory is "
-    "judged, not whether a GPU computes in that precision. 1 GB is 1e9 bytes, as on data sheets."
+    "NCCL, workspaces of kernels, temporaries of the optimizer's step and memory lost between blocks; for these some "
+    "memory stays free. Only memory is judged, not whether a GPU computes in that precision. 1 GB is 1e9 bytes, "
+    "as on data sheets."
 )
 
 
@@ -70,6 +71,7 @@ def _changes(config: models.GPTConfig, run: dict, gpu: GPU, free: float) -> list
     """Return what, changed alone, makes a run fit on `gpu`: of each control the nearest value that does."""
     tried = {
         "checkpointing": [("checkpointing", {"config": replace(config, checkpoint=True)})],
+        "buckets": [("gradients as views into the buckets", {"gradient_copy": False})],
         "stage": [(f"stage {stage}", {"stage": stage}) for stage, _ in _STAGES if stage > run["stage"]],
         "ranks": [(f"{n:,} ranks", {"ranks": n}) for n in _RANKS if n > run["ranks"]],
         "batch": [(f"batch {run['batch'] >> k:,}", {"batch": run["batch"] >> k}) for k in range(1, 40)
@@ -109,7 +111,7 @@ def _draw_parts(ax: Axes, need: memory.Memory) -> None:
     ax.set_yticks(range(len(PART_COLORS) + 1), [*PART_COLORS, "total"])
     ax.get_yticklabels()[-1].set_fontweight("bold")
     ax.tick_params(axis="y", length=0)
-    ax.set(ylim=(len(PART_COLORS) + 0.6, -0.6), xlim=(0, 1.25 * (left or 1.0)))
+    ax.set(ylim=(len(PART_COLORS) + 0.6, -0.6), xlim=(0, 1.4 * (left or 1.0)))
     byte_axis(ax.xaxis, left or 1.0, "memory of one rank")
 
 
@@ -142,7 +144,7 @@ def _draw(need: memory.Memory, verdicts: list[Verdict], free: float, title: str)
     _draw_parts(left, need)
     _draw_gpus(right, need, verdicts, free)
     left.set_title("modelled: one rank, part by part")
-    right.set_title(f"modelled: on which GPU it fits (hatched: {free:.0%} to stay free)")
+    right.set_title(f"modelled: where it fits (hatched: {free:.0%} to stay free)")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     return figure
 
@@ -179,9 +181,9 @@ def memory_calculator() -> widgets.Widget:
     free = _slider([(f"{percent} %", percent / 100) for percent in range(0, 55, 5)], 0.1, "keep free")
     length = _slider([(f"{n:,}", n) for n in _LENGTHS], 2048, "sequence")
     batch = widgets.IntText(value=1, description="batch of a rank", continuous_update=False, **_look(272, 110))
-    again = widgets.Checkbox(value=False, description="activation checkpointing", indent=False, **_look(210))
-    status, picture = widgets.HTML(), widgets.Image(format="png", layout={"max_width": "100%"})
-    note = widgets.HTML(f"<div style='line-height: 1.4; font-size: 85%'>{_NOTE}</div>")
+    again = widgets.Checkbox(value=False, description="activation checkpointing", indent=False, **_look(180))
+    copy = widgets.Checkbox(value=False, description="buckets apart from gradients", indent=False, **_look(215))
+    status, picture = widgets.HTML(), Picture()
     shown = {}
 
     def chosen() -> models.GPTConfig:
@@ -200,7 +202,7 @@ def memory_calculator() -> widgets.Widget:
         try:
             config = chosen()
             run = {"batch": batch.value, "length": length.value, "stage": stage.value, "ranks": ranks.value}
-            run |= {"precision": precision.value, "optimizer": optimizer.value}
+            run |= {"precision": precision.value, "optimizer": optimizer.value, "gradient_copy": copy.value}
             need = memory.training(config, **run)
             if need.total >= 1e18:
                 raise ValueError(f"that is {need.total:.1e} bytes a rank, more than any machine has; choose less")
@@ -214,6 +216,7 @@ def memory_calculator() -> widgets.Widget:
             f"{model.value}{own}, {many} parameters, {precision.value}, {optimizer.value}, stage {stage.value} on "
             f"{ranks.value:,} {'rank' if ranks.value == 1 else 'ranks'}, {batch.value:,} x {length.value:,} tokens a "
             f"rank{', checkpointing' if again.value else ''}"
+            f"{', buckets apart' if copy.value and stage.value < 2 else ''}"
         )
         verdicts = [judge(need, gpu, free.value) for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes)]
         parts = ", ".join(f"{part} {decimal_bytes(size)}" for part, size in need.parts().items())
@@ -221,7 +224,8 @@ def memory_calculator() -> widgets.Widget:
             f"<div style='line-height: 1.5'><b>{decimal_bytes(need.total)} on each rank</b>: {parts}. "
             f"{_tell(verdicts, free.value)} {_advise(verdicts, config, run, free.value)}</div>"
         )
-        picture.value, shown["title"] = png(_draw(need, verdicts, free.value, title)), html.escape(title)
+        picture.show(_draw(need, verdicts, free.value, title))
+        shown["title"] = html.escape(title)
 
     def show_shape() -> None:
         for name, field in shape.items():
@@ -241,8 +245,8 @@ def memory_calculator() -> widgets.Widget:
         draw()
 
     show_shape()
-    for control in (model, precision, optimizer, *shape.values(), ranks, stage, length, batch, again, free):
+    for control in (model, precision, optimizer, *shape.values(), ranks, stage, length, batch, again, copy, free):
         control.observe(changed, "value")
     draw()
-    rows = [[model, precision, optimizer], list(shape.values()), [ranks, stage, free], [length, batch, again]]
-    return widgets.VBox([*(widgets.HBox(row, layout={"flex_flow": "row wrap"}) for row in rows), status, picture, note])
+    rows = [[model, precision, optimizer], list(shape.values()), [ranks, stage, free], [length, batch, again, copy]]
+    return Explorer(rows, status, picture, _NOTE)

@@ -12,7 +12,7 @@ import ipywidgets as widgets
 from ..planner import CLUSTERS, MODELS, RECOMPUTE, Cluster, Layout, cluster, legal, mesh_groups, traffic
 from ..plots.memory import decimal_bytes
 from ..plots.mesh import dimension_color, mesh_grid, short_ranks
-from ._common import png
+from ._common import Explorer, Picture
 
 __all__ = ["Group", "groups_of", "mesh_explorer"]
 
@@ -134,8 +134,7 @@ def mesh_explorer() -> widgets.Widget:
     model = widgets.Dropdown(options=list(MODELS), value="Llama 3 70B", description="model", **look(330))
     again = widgets.Dropdown(options=list(RECOMPUTE), value="none", description="recompute", **look(230))
     batch, microbatch = number(512, "sequences", 160, 90), number(1, "micro-batch", 160, 90)
-    status, picture = widgets.HTML(), widgets.Image(format="png", layout={"max_width": "100%"})
-    note = widgets.HTML(f"<div style='line-height: 1.4; font-size: 85%'>{_NOTE}</div>")
+    status, picture = widgets.HTML(), Picture()
     shown = {"title": ""}
 
     def describe(sizes: dict[str, int], ranks: int) -> str:
@@ -164,12 +163,12 @@ def mesh_explorer() -> widgets.Widget:
         mesh = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1) or "one"
         shown["title"] = f"{ranks:,} ranks as {mesh}, rank {rank.value}"
         title = f"modelled: {shown['title']} and its groups"
-        drawn = png(mesh_grid(sizes, title, per_node=per_node.value, rank=rank.value))
-        status.value, picture.value = describe(sizes, ranks), drawn
+        status.value = describe(sizes, ranks)
+        picture.show(mesh_grid(sizes, title, per_node=per_node.value, rank=rank.value))
 
     controls = [rank, *degrees.values(), order, per_node, machine, model, batch, microbatch, again]
     for control in controls:
         control.observe(draw, "value")
     draw()
     rows = [list(degrees.values()), [order, per_node], [rank], [model, machine], [batch, microbatch, again]]
-    return widgets.VBox([*(widgets.HBox(row, layout={"flex_flow": "row wrap"}) for row in rows), status, picture, note])
+    return Explorer(rows, status, picture, _NOTE)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
+
 import ipywidgets as widgets
 
 from ..pipeline import SCHEDULES, Costs, Timeline, simulate
 from ..plots.pipeline import schedule_picture
-from ._common import png
+from ._common import Explorer, Picture
 
 __all__ = ["schedule_explorer"]
 
@@ -57,7 +59,8 @@ def schedule_explorer() -> widgets.Widget:
     """Look at any pipeline schedule of `course_utils.pipeline`, simulated with times of your choice."""
 
     def slider(value: int, low: int, high: int, name: str) -> widgets.IntSlider:
-        return widgets.IntSlider(value, low, high, description=name, continuous_update=False)
+        look = {"style": {"description_width": "100px"}, "layout": {"width": "310px"}}
+        return widgets.IntSlider(value, low, high, description=name, continuous_update=False, **look)
 
     def time(value: float, name: str, low: float = 0.25) -> widgets.FloatSlider:
         return widgets.FloatSlider(
@@ -70,7 +73,7 @@ def schedule_explorer() -> widgets.Widget:
     name = widgets.Dropdown(options=list(SCHEDULES), value="1F1B", description="schedule")
     forward, input_, weight = time(1.0, "F"), time(1.0, "I"), time(1.0, "W")
     transfer = time(0.0, "transfer", low=0.0)
-    status, picture = widgets.HTML(), widgets.Image(format="png", layout={"max_width": "100%"})
+    status, picture = widgets.HTML(), Picture()
 
     def draw(_=None) -> None:
         virtual.disabled = name.value != "interleaved"
@@ -79,13 +82,14 @@ def schedule_explorer() -> widgets.Widget:
         try:
             run = simulate(SCHEDULES[name.value](ranks.value, microbatches.value, *more), costs)
         except ValueError as error:
-            status.value = f"Not possible: {error}. The picture is the last one."
+            status.value = f"<p><b>Not possible: {html.escape(str(error))}.</b> The picture is the last one.</p>"
+            picture.fade()
             return
         status.value = _describe(run, costs)
-        picture.value = png(schedule_picture(run, "modelled"))
+        picture.show(schedule_picture(run, "modelled"))
 
     for control in (microbatches, ranks, virtual, name, forward, input_, weight, transfer):
         control.observe(draw, "value")
     draw()
-    rows = [widgets.HBox(row) for row in ([microbatches, ranks, name], [virtual, transfer], [forward, input_, weight])]
-    return widgets.VBox([*rows, status, picture])
+    rows = [[microbatches, ranks, name], [virtual, transfer], [forward, input_, weight]]
+    return Explorer(rows, status, picture)

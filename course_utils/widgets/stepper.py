@@ -7,6 +7,7 @@ import math
 
 import ipywidgets as widgets
 import torch
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from ..costs import COLLECTIVES
@@ -14,7 +15,7 @@ from ..errors import WorkerError
 from ..launcher import launch
 from ..plots import step_picture
 from ..schedules import ALGORITHMS, Message, result_slots, schedule, trace
-from ._common import png
+from ._common import Explorer, Picture
 
 __all__ = ["all_reduce_stepper", "collective_stepper"]
 
@@ -55,7 +56,7 @@ def _describe(message: Message, n: int) -> str:
     return f"rank {message.src} → rank {message.dst}: {what}" + (" (added)" if message.add else "")
 
 
-def _picture(states: list[tuple], messages: list[Message], titles: tuple[str, str]) -> bytes:
+def _picture(states: list[tuple], messages: list[Message], titles: tuple[str, str]) -> Figure:
     """Draw a step. A message of some pieces is a thick arrow in the column of one, so that no two lie on each other."""
     n = len(states[0][0])
     drawn = []
@@ -66,7 +67,7 @@ def _picture(states: list[tuple], messages: list[Message], titles: tuple[str, st
     arrows = [patch for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch)]
     for arrow, m in zip(arrows, messages, strict=True):
         arrow.set_linewidth(3.5 if len(m.pieces) > 1 else 2)
-    return png(figure)
+    return figure
 
 
 def _summary(n: int, algorithm: str) -> str:
@@ -99,7 +100,7 @@ def _stepper(n: int, **options) -> widgets.Widget:
     step = widgets.IntSlider(min=1, max=1, description="step", continuous_update=False)
     digits = [", ".join(str((i + 1) * 10**rank) for i in range(n)) for rank in range(n)]
     boxes = [widgets.Text(text, description=f"rank {r}", continuous_update=False) for r, text in enumerate(digits)]
-    status, picture = widgets.HTML(), widgets.Image(format="png", layout={"max_width": "100%"})
+    status, picture = widgets.HTML(), Picture()
     shown: dict = {}
 
     def draw(_=None) -> None:
@@ -109,7 +110,7 @@ def _stepper(n: int, **options) -> widgets.Widget:
         states = [_state(snapshots[:, now - 1], op, False), _state(snapshots[:, now], op, now == total)]
         title = f"{algorithm or op}: messages of step {now} of {total}"
         titles = title, "after this step" if now < total else "the result"
-        picture.value = _picture(states, messages[now - 1], titles)
+        picture.show(_picture(states, messages[now - 1], titles))
         sent = sum(len(m.pieces) for done in messages[:now] for m in done)
         lines = "; ".join(_describe(m, n) for m in messages[now - 1])
         partial = any(len(result_slots(op, rank, n)) < n for rank in range(n))
@@ -148,5 +149,4 @@ def _stepper(n: int, **options) -> widgets.Widget:
     for control in (choice, *boxes):
         control.observe(run, "value")
     run()
-    return widgets.VBox([widgets.HBox([choice, step]), widgets.HBox(boxes[: n // 2]), widgets.HBox(boxes[n // 2 :]),
-                         status, picture])  # fmt: skip
+    return Explorer([[choice, step], boxes[: n // 2], boxes[n // 2 :]], status, picture)
