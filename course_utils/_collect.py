@@ -78,7 +78,7 @@ class Collector:
         self._status.erase()
 
     def _wait(self) -> str:
-        """Until all have replied and printed what they had to, or it is time to stop them: the reason, if a watch says."""
+        """Until all have replied and printed what they had to, or must be stopped: the reason, if a watch says so."""
         watch, now = self.call.watch, time.monotonic()
         deadline, look = now + self.call.timeout, now + 2 * _LOOK if watch else float("inf")
         while self._pending or any(self._merger.is_open(rank) for rank in self.ranks):
@@ -292,7 +292,7 @@ class Collector:
         return errors.worker_error(failure, self._failures, standings)
 
     def _close_books(self) -> None:
-        """Have the group made anew if ranks called different things, left messages behind, made others or destroyed it."""
+        """Have the group made anew if ranks called different things, left messages, made others or destroyed it."""
         self.same_group = all(books["same_group"] for books in self.books.values())
         if self.call.cell is not None:
             return  # what a cell leaves under way, another may finish
