@@ -43,13 +43,20 @@ def _course(root: Path) -> dict[str, Path]:
 
 
 def _fresh(path: Path) -> bytes:
-    """Return what a learner gets of a file: a notebook loses its outputs."""
+    """Return what a learner gets of a file.
+
+    A notebook loses its outputs, and gets what JupyterLab would write into it when it is opened, so that opening it
+    changes nothing.
+    """
+    from ipykernel.ipkernel import IPythonKernel
+
     data = path.read_bytes()
     if path.suffix != ".ipynb":
         return data
     try:
         nb = json.loads(data)
         nb["metadata"].pop("widgets", None)
+        nb["metadata"]["language_info"] = IPythonKernel.language_info
         for cell in nb["cells"]:
             if cell["cell_type"] == "code":
                 cell["outputs"], cell["execution_count"] = [], None

@@ -22,7 +22,7 @@
 #
 # **What a check does.** It calls your function with other numbers than those of the text, so a typed result does
 # not pass. In Exercise 4 it runs your function on real ranks and reads the **ledger**: how many messages each rank
-# sent, and how large they were. If ranks wait for each other, it stops them after 5 seconds and shows where each
+# sent, and how large they were. If ranks wait for each other, it stops them within seconds and shows where each
 # one stood.
 
 # %% tags=["parameters"]

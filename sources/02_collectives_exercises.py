@@ -26,7 +26,7 @@
 # **What a check does.** It runs your function on real ranks, at several world sizes, with other numbers on each
 # rank. It compares the result with that of one process, and then reads the **ledger** of each rank: which
 # operations it called, and how many bytes they carried. A right result by the wrong way does not pass. If the
-# ranks wait for each other, the check stops them after 5 seconds and shows where each one stood.
+# ranks wait for each other, the check stops them within seconds and shows where each one stood.
 #
 # **How to look inside.** Run the function yourself, with prints, before you check it:
 #

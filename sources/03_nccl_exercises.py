@@ -26,7 +26,7 @@
 # that it does not, on fewer numbers than ranks, and on whole numbers. It compares the result with that of one process.
 # Then it reads the **ledger** of each rank: to whom it sends, how many bytes, and in how many steps. In one **step** a
 # rank sends at most one message and receives at most one, and it passes on only what came in an earlier step. If the
-# ranks wait for each other, the check stops them after 5 seconds and shows where each one stood.
+# ranks wait for each other, the check stops them within seconds and shows where each one stood.
 #
 # **How to look inside.** Run the function yourself before you check it:
 #

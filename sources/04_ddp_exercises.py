@@ -26,7 +26,7 @@
 # breaks things: each rank starts from another **seed**, a layer is **frozen**, two layers share a **tied** weight, a
 # **branch** is not taken by every rank, and the last batch is smaller. The check says which of these it was at. Then it
 # reads the **ledger** of each rank: which operations, how many bytes, and what had started when backward returned. If
-# the ranks wait for each other, it stops them after 5 seconds and shows where each one stood. Exercises 5 and 7 are
+# the ranks wait for each other, it stops them within seconds and shows where each one stood. Exercises 5 and 7 are
 # compared with one process in the same way; 2 and 6 are checked without ranks.
 #
 # **How to look inside.** Run your function yourself, with prints, before you check it:

@@ -22,7 +22,7 @@
 # same model on all batches in one process. Numbers have to agree to 12 digits. Some models are of the kind that breaks
 # things: sizes that the number of ranks does **not divide**, a **frozen** layer, a **tied** weight, and ranks that
 # start from different **seeds**. Then the check reads the **ledger** of each rank, and counts the **bytes that are
-# alive**. If the ranks wait for each other, it stops them after 5 seconds and shows where each one stood.
+# alive**. If the ranks wait for each other, it stops them within seconds and shows where each one stood.
 
 # %% tags=["parameters"]
 import torch

@@ -22,8 +22,8 @@
 # **What a check does.** Exercises 1, 2, 4 and 5 run on real ranks, in float64, and are compared with one process.
 # Then the check reads the **ledger** of each rank: how many all-gathers, over which group, how many bytes. Exercise 1
 # also measures the peak memory of each rank, tensor by tensor. Exercises 3 and 6 run without ranks, and are called
-# with several numbers. If the ranks wait for each other, the check stops them after 5 seconds (20 in Exercise 1) and
-# shows where each one stood. The first checks take some seconds more, until all ranks have imported FSDP2.
+# with several numbers. If the ranks wait for each other, the check stops them within seconds and shows
+# where each one stood. The first checks take some seconds more, until all ranks have imported FSDP2.
 #
 # **How to look inside.** Run your function yourself, with prints, before you check it:
 #

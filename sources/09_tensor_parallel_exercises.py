@@ -25,7 +25,7 @@
 # to 3 or 4 real ranks, and the whole layer in one process. The output and **every gradient** have to agree to 12
 # digits in float64. A right output proves little here: a missing all-reduce in backward shows only in the gradients.
 # Then the check reads the **ledger** of each rank, and counts calls and bytes in each direction. If the ranks wait
-# for each other, it stops them after 5 seconds and shows where each one stood.
+# for each other, it stops them within seconds and shows where each one stood.
 
 # %% tags=["parameters"]
 import torch

@@ -25,7 +25,7 @@
 # and memory. In 2 and 3 it runs your engine on 1 to 4 real ranks in float64, with stages that note every call, and
 # compares gradients with one process on the whole batch to 12 digits. Then it reads the **ledger**: one message for
 # each micro-batch, boundary and direction. In 3 it also counts the micro-batches that autograd keeps in memory. If the
-# ranks wait for each other, it stops them after 5 seconds and shows where each one stood.
+# ranks wait for each other, it stops them within seconds and shows where each one stood.
 
 # %% tags=["parameters"]
 import torch

@@ -25,7 +25,7 @@
 # **What a check does.** In Exercise 2 real ranks make your groups and add up numbers in each. In 5 your training runs
 # in float64 on meshes of 1 × 1 to 3 × 2 ranks, and weights and losses are compared with one process to 12 digits.
 # Then the check reads the **ledger** and counts the bytes inside a node and between nodes. 6 runs on up to 8 ranks.
-# Checks 7 and 8 ask the planner of the lesson. If ranks wait for each other, the check stops them after 5 seconds and
+# Checks 7 and 8 ask the planner of the lesson. If ranks wait for each other, the check stops them within seconds and
 # shows where each one stood.
 
 # %% tags=["parameters"]

@@ -284,11 +284,14 @@ def test_lab_is_for_this_machine_and_this_user_only(lab: Lab):
         urllib.request.urlopen(f"{lab.info['url']}api/contents", timeout=30)
 
 
-def test_lab_opens_on_the_first_lesson(browser, lab: Lab):
+def test_lab_opens_on_the_first_lesson_and_changes_nothing_in_it(browser, lab: Lab):
     page = browser.new_page()
     page.goto(lab.address(""))
     page.wait_for_selector(".jp-NotebookPanel", timeout=90_000)
     assert page.locator(".lm-TabBar-tabLabel", has_text="00_start_here.ipynb").count()
+    page.wait_for_selector("text=Python 3 (ipykernel) | Idle", timeout=90_000)
+    page.wait_for_timeout(2_000)
+    assert not page.locator(".jp-mod-dirty").count(), "marked as changed although nobody has changed it"
     page.close()
 
 
