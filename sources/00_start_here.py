@@ -146,7 +146,7 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # | **local rank** | the rank's number on its node; it says which GPU to use | equal to the rank, as there is one node |
 # | **process group** | the ranks that communicate together | all of them, made by `launch` |
 #
-# Two more words stand in many boxes about real GPUs:
+# Two more words appear in many boxes about real GPUs:
 #
 # | word | meaning |
 # |---|---|
@@ -208,8 +208,8 @@ assert results == [None] * world_size  # a function without `return` returns Non
 
 # %% [markdown]
 # Always in this order, however slow a rank is. The launcher shows line 1 as soon as all ranks have printed it, then
-# line 2, and so on, and merges equal lines into one. So you can compare your screen with the one that was saved with
-# this notebook. If one rank prints an extra line, the lines after it no longer pair up.
+# line 2, and so on, and merges equal lines into one. So you can compare your screen with the outputs saved in the
+# course's folder `notebooks`. If one rank prints an extra line, the lines after it no longer pair up.
 #
 # > **Misconception.** "The order on the screen is the order in time." Not here, and even less under `torchrun`, where
 # > lines of several ranks appear as they come. To know what happened first, print the time, or let one rank print.
@@ -511,7 +511,7 @@ mine
 # %% [markdown]
 # If the cell ends with an expression, its value is shown for each rank. Three things to know:
 #
-# - Five names are there from the start: `torch`, `dist`, `rank`, `world_size` and `device`.
+# - Five names are there from the start: `torch`, `dist`, `rank`, `world_size` and `device` (without parentheses here).
 # - `--world-size` says how many ranks there are; the braces put in the notebook's `world_size`. Another number starts
 #   the ranks afresh, without their variables.
 # - Without `--world-size` the ranks that live are used, or as many as section 1 printed.
@@ -551,14 +551,14 @@ print("the notebook has no `mine`: it lives on the ranks")
 # The other way round it is the same: functions and variables of ordinary cells are unknown on the live ranks. Define
 # them in a `%%ranks` cell. (These ranks are also processes of their own, apart from those of `launch`.)
 #
-# An error in a `%%ranks` cell ends the cell and leaves the ranks alive. Here is what this cell says:
+# An error in a `%%ranks` cell ends the cell and leaves the ranks alive. Here is one with an error:
 #
 #     %%ranks
 #     if rank == 1:
 #         mine.reshape(2, 2)
 #
 # (The folded cell below runs it inside `expect_error`, which prints an error as you would meet it and lets this
-# notebook run on. It fails if there is no error.)
+# notebook run on. If there is no error, `expect_error` fails.)
 
 # %% jupyter={"source_hidden": true}
 with expect_error():
@@ -587,8 +587,8 @@ mine.shape
 # %% [markdown]
 # ## 8. When something goes wrong
 #
-# Training Llama 3 was interrupted 419 times in 54 days unexpectedly (*recorded*: Llama Team 2024,
-# table 5): once in about three hours. Reading failures is a daily skill. Here are the four that you will meet first.
+# Training Llama 3 was interrupted 419 times in 54 days unexpectedly (*recorded*: Llama Team 2024, table 5): once in
+# about three hours. Reading failures is a daily skill. Here are the four cases that you will meet first.
 #
 # ### An error on one rank
 #
@@ -675,7 +675,7 @@ with expect_error():
 # - The second sentence names the likely fault: who waits, in which call, and who never joined it.
 # - **state**: *waits* is inside a communication, *runs* is in other code, *returned* has left the function.
 # - **last operation**: the call, its number, the group, the size of the tensor. The number counts all collectives of
-#   this rank in this group, whatever they are called. Calls are matched by it: the ninth meets the ninth.
+#   this rank in this group, whatever they are called. Calls are matched by it: a rank's third meets the others' third.
 # - **line**: where the rank is now, in your cell.
 #
 # The error shows on rank 0, but the fault lies with the others: look for the ranks that stand *somewhere else*. Here
@@ -767,10 +767,10 @@ print(f"a call that finds them running: {warm * 1e3:.1f} ms")
 # %% [markdown]
 # ## 10. Where to go from here
 #
-# Lessons with a link can be opened now; the others are coming. *Read* and *exercises* are minutes: 130 words and 12
-# lines of code a minute, a minute and a half for each prediction, an exercise what its card says. To *run* from the
-# first cell to the last they take 17 to 70 s (*recorded*: November 2026, 4 ranks, 2 CPU cores, no GPU, torch 2.13.0;
-# the course's README has the time of each).
+# Lessons with a link can be opened now; the others are coming. *Read* and *exercises* are in minutes: 130 words or 12
+# lines of code count as one, a prediction as one and a half, and an exercise as many as its card says. To run a lesson
+# from the first cell to the last takes 17 to 70 s (*recorded*: November 2026, 4 ranks, 2 CPU cores, no GPU,
+# torch 2.13.0; the course's README has the time of each).
 #
 # | lesson | the question it answers | read, min | exercises, min |
 # |---|---|---|---|

@@ -200,7 +200,7 @@ assert [round(n) for n in waiting.values()] == [591, 4397, 31410, 39576]
 # | **NVSwitch** | all GPUs of a node | every GPU reaches every other at the full rate of its NVLinks |
 # | **PCIe** | GPU, CPU, network card, disk | 16 lanes, each generation about twice as fast |
 # | **InfiniBand** | nodes | network with RDMA (section 3); EDR, HDR, NDR, XDR: 100 to 800 Gb/s a port of four lanes |
-# | **Ethernet** | nodes, and everything else | 10 to 800 Gb/s; with RDMA mostly RoCE, on AWS its own protocol, EFA |
+# | **Ethernet** | nodes, and everything else | 10 to 800 Gb/s; with RDMA mostly RoCE; on AWS it is EFA |
 #
 # <small>Sources for this table and the figure: Bekman, [ml-engineering,
 # network](https://github.com/stas00/ml-engineering/blob/master/network/README.md); NVIDIA's Ampere and Hopper pages,
@@ -354,8 +354,8 @@ assert round(staged / direct, 1) == 2.6
 # > non_blocking=True)` can be up to twice as slow as `x.to("cuda")`. Pin *once*, for buffers that are used again; a
 # > data loader's `pin_memory=True` pins in a thread beside the training.
 #
-# The other direction has a trap: `x.to("cpu", non_blocking=True)` returns before the data is there. Whoever reads the
-# result without a `torch.cuda.synchronize()` may read old numbers, and nothing says so.
+# The other direction has a trap: `x.to("cpu", non_blocking=True)` can return before the data is there. If you read the
+# result without a `torch.cuda.synchronize()`, you may read wrong numbers, and no error says so.
 #
 # <small>Source: Moens, [A guide on good usage of non_blocking and
 # pin_memory()](https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html).</small>
@@ -569,9 +569,9 @@ assert nearest == {"GPU0": "mlx5_0", "GPU2": "mlx5_1", "GPU4": "mlx5_2"}
 
 # %% [markdown]
 # NCCL reads the same facts from the system and chooses by the same order; lesson 03 shows its log. If a job is slow
-# between nodes, this matrix is the first thing to look at. The matrix says what the wires allow. In a virtual machine,
-# or with an IOMMU and PCIe access control (ACS) switched on, traffic between two PCIe devices can be sent through the
-# CPU all the same, so that it is slow or hangs
+# between nodes, this matrix is the first thing to look at. But it says only what the wires allow. In a virtual machine,
+# or where I/O virtualization (IOMMU) or PCIe access control (ACS) is switched on, traffic between two PCIe devices may
+# go through the CPU all the same, and then it is slow or hangs
 # ([NCCL's troubleshooting](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html)).
 
 # %% [markdown]
@@ -638,12 +638,12 @@ assert round(across.seconds(2**30) / inside.seconds(2**30), 1) == 9.0
 # switches above them. If a leaf has less bandwidth upwards than its nodes have together, the network is
 # **oversubscribed**, and the slow link of a large job is there, not at the node. *Recorded* for Llama 3's cluster of
 # 24,000 GPUs: full bandwidth inside a pod of 3,072 GPUs, a seventh of it between pods ([Llama Team
-# 2024](https://arxiv.org/abs/2407.21783), section 3.3.1). Two flows that are sent over the same link also halve each
-# other's speed, while links beside it are idle; that is why such networks spread flows or route adaptively.
+# 2024](https://arxiv.org/abs/2407.21783), section 3.3.1). Two flows that share a link also halve each other's speed,
+# even while other links are idle. That is why such networks spread flows or route adaptively.
 #
-# <details><summary>GPU 0 has something for GPU 9 of the other node. Its own card or GPU 1's card?</summary>
+# <details><summary>GPU 0 has something for GPU 9, on the other node. Its own card or GPU 1's card?</summary>
 #
-# In the model both ways have the same bottleneck. In a *rail-optimised* cluster all cards number r of all nodes hang
+# In the model both ways have the same bottleneck. In a *rail-optimised* cluster the cards number r of all nodes are
 # on the same switch. There it is better to hand the data to GPU 1 by NVLink first and let it cross on rail 1; NCCL
 # does so and calls it PXN ([NVIDIA, Doubling all2all
 # performance](https://developer.nvidia.com/blog/doubling-all2all-performance-with-nvidia-collective-communication-library-2-12/)).

@@ -199,10 +199,10 @@ print("batch_isend_irecv: the same, in one call")
 #
 # <details><summary>Why?</summary>
 #
-# Under NCCL `send` and `isend` only put a GPU kernel on a stream and return: the words are those of lesson 00, a
-# function that runs on the GPU and a queue of such work. (The first one to a peer is another matter in a program that
-# has not passed `device_id=` to `init_process_group`: it has to make a communicator of two, and blocks Python until
-# the peer comes.) But GPU kernels on one stream run one after the other: if two ranks first `isend` to each other and
+# Under NCCL `send` and `isend` only put a GPU kernel on a stream and return. (In lesson 00's words: they put a function
+# that runs on the GPU into a queue. The first one to a peer is another matter in a program that has not passed
+# `device_id=` to `init_process_group`: it has to make a communicator of two, and blocks Python until the peer comes.)
+# But GPU kernels on one stream run one after the other: if two ranks first `isend` to each other and
 # then `irecv`, each send can occupy its stream until the other side receives, which is queued behind *its* send.
 # `batch_isend_irecv` puts the whole list between `ncclGroupStart` and `ncclGroupEnd`: they become one GPU kernel, and
 # in it sends and receives progress together.
@@ -547,8 +547,8 @@ print("broadcast == scatter + all_gather")
 
 # %% [markdown]
 # The first identity carries half of this course. ZeRO and FSDP pull the two halves apart and do something useful in
-# between, when each rank holds 1/N of the sum: an optimizer step on 1/N of the parameters, with 1/N of the optimizer
-# state.
+# between, when each of the N ranks holds 1/N of the sum: an optimizer step on 1/N of the parameters, with 1/N of the
+# optimizer state.
 #
 # <details><summary>Why must a library not promise bit-equal results?</summary>
 #
@@ -670,8 +670,8 @@ before_after(before, between, "all_reduce along tp")
 #
 # - **All-gather.** A rank has 1/N of the whole. The other (N−1)/N must come in, so each rank receives (N−1)/N·S.
 # - **Reduce-scatter.** Cut the tensor into N pieces; rank r has to end with the sum of piece r. Let each piece travel
-#   round the ring and collect a summand at every rank: N−1 hops until it is complete. There are N pieces and N ranks,
-#   so in each of the N−1 steps every rank sends one piece of S/N: (N−1)/N·S.
+#   from rank to rank in a ring and collect a summand at each: N−1 hops until it is complete. There are N pieces and N
+#   ranks, so in each of the N−1 steps every rank sends one piece of S/N: (N−1)/N·S.
 # - **All-to-all.** A rank keeps one of its N pieces and sends the others: (N−1)/N·S.
 # - **All-reduce.** Reduce-scatter, then all-gather: 2(N−1)/N·S. Play it in the widget of section 2: on 4 ranks steps 1
 #   to 3 add, steps 4 to 6 copy.
@@ -704,9 +704,9 @@ assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the 7-billion-parameter mode
 # independent of the number of ranks: that is why data parallelism scales at all.
 #
 # Why can it not be less, as long as only the ranks add? Follow one number of the tensor. Before the first rank can know
-# its sum, what the other N−1 ranks have must have been brought together: N−1 messages at least. After that the other
-# N−1 ranks still lack the result: N−1 more. So 2(N−1) messages for each number, 2(N−1)·S bytes in all, and if N ranks
-# share them evenly, each sends 2(N−1)/N·S (Patarasuk and Yuan, below, prove it). The figures are bounds: many
+# its sum, each of the other N−1 ranks must have sent its own value on: N−1 messages at least. Then each of these N−1
+# ranks still has to receive the result: N−1 more. So 2(N−1) messages for each number, 2(N−1)·S bytes in all, and if N
+# ranks share them evenly, each sends 2(N−1)/N·S (Patarasuk and Yuan, below, prove it). The figures are bounds: many
 # algorithms move more. In the widget's broadcast, for example, the root sends S several times.
 #
 # <details><summary>FSDP all-gathers parameters twice a step and reduce-scatters gradients. Its bytes?</summary>
@@ -924,7 +924,7 @@ for op in wire and wire[0]:
     assert max(max(rank[op]) for rank in wire) > least - 0.01
 
 # %% [markdown]
-# Compare the least with what the busiest rank sends or receives. For all-reduce, all-gather and all-to-all gloo moves
+# Compare the bound with what the busiest rank sends or receives. For all-reduce, all-gather and all-to-all gloo moves
 # what the formula says, to two decimals. Elsewhere it tells a story:
 #
 # - **`reduce_scatter`** costs as much as `all_reduce`. It *is* one, of which each rank keeps a piece. The formula is
@@ -1168,8 +1168,8 @@ assert together[:2] == flat[:2]
 #
 # On this CPU ranks compute on the same cores that carry the messages, and the two would fight for them. A GPU does
 # both at once (NCCL's kernels take a few of its multiprocessors). So here a sleep stands in for a computation
-# elsewhere, as long as the all-reduce takes alone. The function does these three steps, or with `overlap=False` waits
-# first, and notes when what happened.
+# elsewhere, as long as the all-reduce takes alone. The function takes these three steps and notes the time of each;
+# with `overlap=False` it waits before it computes.
 
 
 # %%

@@ -914,8 +914,8 @@ for protocol in ("LL", "LL128", "Simple"):
 # ### The tuner
 #
 # Before every collective NCCL computes for each pair of algorithm and protocol t = latency + S/bandwidth, and takes
-# the least. `course_utils.tuner` is the same calculation with the same constants, less what its docstring says it
-# leaves out. The bandwidth begins with what NCCL counts on, 20 GB/s for each of an A100's 12 NVLinks; the nodes of the
+# the least. `course_utils.tuner` is the same calculation with the same constants, except for what its docstring lists
+# as left out. The bandwidth begins with what NCCL counts on, 20 GB/s for each of an A100's 12 NVLinks; the nodes of the
 # larger machines have eight ports of 200 Gb/s each.
 
 # %%
@@ -1029,7 +1029,7 @@ print(f"median without sign {np.median(abs(h200_errors)):.0%}")
 for_choosing = tuner.bandwidth(("nvls", "Simple"), h200) * costs.busbw_factor("all_reduce", 8)
 wire_rate = tuner.nvls_busbw(h200)
 largest = recorded.H200_LARGEST["all_reduce, nvls"]
-print(f"busbw of NVLS: {for_choosing / 1e9:.0f} GB/s in NCCL's comparison, which no link carries;")
+print(f"busbw of NVLS: {for_choosing / 1e9:.0f} GB/s in NCCL's comparison, good for choosing only;")
 print(f"{wire_rate / 1e9:.0f} GB/s from the bytes on the wire, {largest / 1e9:.1f} recorded")
 assert abs(wire_rate / largest - 1) < 0.05 < for_choosing / largest - 1
 assert max(abs(h200_errors[-7:])) < 0.08 and max(abs(h200_errors)) < 0.33
@@ -1119,8 +1119,8 @@ c("init_rank", "one_rank")
 # (`config.blocking = 0`): calls return at once with `ncclInProgress`, and the program can look at its watch.
 #
 # > **Misconception.** "`init_process_group` sets up NCCL." PyTorch makes the communicator when the first collective
-# > runs, unless you pass it `device_id=`. So a broken network shows in the first `all_reduce`, not before. Pass it:
-# > then it shows at the start, and `barrier` knows its GPU. (Source:
+# > runs, unless you pass it `device_id=`. So a broken network shows in the first `all_reduce`, not before. If you pass
+# > `device_id=`, it shows at the start, and `barrier` knows its GPU. (Source:
 # > [`init_process_group`](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group).)
 #
 # ### A group: many calls, one launch
@@ -1986,7 +1986,7 @@ for name, m in medians.items():
 # - Where the switch adds, bus bandwidth is no longer the speed of a wire: 482 of 450 GB/s is 310 on the wire.
 # - A protocol trades bandwidth for latency: LL and LL128 send flags with the data, Simple waits for a fence.
 # - NCCL computes a time for each algorithm and protocol from a table of constants and takes the least. The table can
-#   be rebuilt, and errs where the constants do. What mends it came from other machines, chosen knowing the errors.
+#   be rebuilt, and errs where the constants do. The corrections came from other machines, chosen knowing the errors.
 # - In C: a communicator, a stream, a group around calls of one process. Errors come in three kinds; the third, that
 #   nothing comes, only a clock finds. One function gives everything back.
 # - A trace by LD_PRELOAD shows which calls a program makes and how many bytes it hands over; its time is the CPU's.

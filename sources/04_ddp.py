@@ -300,7 +300,7 @@ assert without < 1e-5 and with_norm > 0.01
 print(f"without batch norm: equal to rounding; with it: off by {with_norm:.0%}")
 
 # %% [markdown]
-# No weighting mends that; the statistics themselves have to be shared (section 11). Layer norm, which transformers
+# No weighting helps here; the statistics themselves have to be shared (section 11). Layer norm, which transformers
 # use, works within a sample and is safe. Other losses that couple samples, such as contrastive ones, break it
 # alike.
 
@@ -884,7 +884,7 @@ show(seen)
 #   broadcasts its own: 28 numbers and how many buckets, 4 bytes each, then the buckets' sizes.
 # - **From then on** four all-reduces a step.
 #
-# And *when* does DDP divide by N? Take a gradient of 40,000 on every rank, in float16, which ends at 65,504:
+# And *when* does DDP divide by N? Take a gradient of 40,000 on every rank, in float16, whose largest number is 65,504:
 
 
 # %%
@@ -992,9 +992,10 @@ for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameter
 # - Looking for unused parameters exchanges such flags, 112 bytes, in *every* step. There are several buckets from the
 #   start, and they stay for ever: what is used may change, so no order can be learnt.
 #
-# Three more came with PyTorch 2.13. `forward_sync_buffers` replaces `broadcast_buffers` (section 11),
-# `batched_grad_copy=True` copies all gradients of a bucket at once instead of one by one (lesson 05 measures those
-# copies), and `skip_all_reduce_unused_params=True` leaves out parameters that no rank ever uses.
+# PyTorch 2.13 has three more. `forward_sync_buffers=False` turns off the broadcast of buffers in forward (section 11;
+# before, `broadcast_buffers=False` did), `batched_grad_copy=True` copies all gradients of a bucket at once instead of
+# one by one (lesson 05 counts those copies), and `skip_all_reduce_unused_params=True` leaves out parameters that no
+# rank ever uses.
 #
 # <details><summary>Clipping, mixed precision, checkpointing and torch.compile under DDP</summary>
 #
@@ -1005,7 +1006,7 @@ for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameter
 # `unscale_(optimizer)` before clipping. An infinity on one rank is one in the mean, so all ranks skip the same step.
 #
 # *Activation checkpointing* works with `use_reentrant=False`. The other kind needs a model without unused parameters,
-# in which each layer is checkpointed once.
+# in which each layer is checkpointed at most once.
 #
 # *`torch.compile`* cuts the graph where a bucket ends (`torch._dynamo.config.optimize_ddp`), because a backward pass
 # that is compiled in one piece hands out all its gradients at its end, and nothing could overlap. Compile the wrapped
@@ -1189,12 +1190,12 @@ assert by_rank[0][2][0] == 0 and by_rank[-1][2][0] == 1
 
 # %% [markdown]
 # No error and no hang: in the third step the last rank is in epoch 1 already, and its batch is averaged with the last
-# batches of the others' epoch 0. From here on the ranks are never again in the same epoch at the same step. The
-# replicas stay equal, so no check of the weights finds it. The hang comes after the last epoch, perhaps days later. So
-# uneven data has to be made even *in every epoch*.
+# batches of the others' epoch 0. In the fourth step all are in epoch 1, but at different batches of it, and from the
+# fifth step on they are never again in the same epoch. The replicas stay equal, so no check of the weights finds it.
+# The hang comes after the last epoch, perhaps days later. So uneven data has to be made even *in every epoch*.
 #
-# > **Misconception.** "Uneven batches hang at the end of the epoch." They hang at the end of training. Until then they
-# > mix epochs in silence.
+# > **Misconception.** "Uneven batches hang at the end of the epoch." If DDP alone communicates, they hang at the end of
+# > training. Until then they mix epochs in silence.
 #
 # `join()` helps: a rank that has finished its batches answers the others' all-reduces with zeros until all have
 # finished. **Predict** the mean gradient in the steps that only the last rank computes.
@@ -1256,10 +1257,9 @@ assert len({mean[-1] for mean in means}) == world_size
 # ### Sharing the statistics
 #
 # (Optional: it uses an autograd function of its own, and nothing later builds on it.) With enough samples on a rank its
-# statistics are good anyway, and this is what plain DDP does. With one or two they are noise, and then they are shared.
-# By hand: every rank sums x and x² over its part, and an all-reduce makes
-# that the sums over all parts. Backward needs a second one: each rank's loss depends on the sums, so their gradient is
-# summed over the ranks too.
+# statistics are good anyway, and this is what plain DDP does. With one or two they are noise, and it helps to share
+# them. By hand: every rank sums x and x² over its part, and an all-reduce turns that into the sums over all parts.
+# Backward needs a second one: each rank's loss depends on the sums, so their gradient is summed over the ranks too.
 
 
 # %%
@@ -1546,7 +1546,7 @@ for look in (False, True):
 # | class | resumes to the last bit | because its buckets |
 # |---|---|---|
 # | `Overlapped` | yes | are the same in every step |
-# | DDP | not with more than two ranks | are others in the first step after each start |
+# | DDP | not with more than two ranks | differ in the first step after each start |
 # | DDP, `find_unused_parameters=True` | yes | are the same in every step |
 #
 # Every *start* of plain DDP begins with a step of one bucket (section 7). In another bucket a gradient lies at another
@@ -1739,8 +1739,8 @@ output = run_program(*torchrun, *arguments)
 print(output, end="")
 
 # %% [markdown]
-# **Predict:** is it the same training as `fit`, on two ranks of `launch`? (The script's batch has 16 windows if one
-# does not say otherwise.)
+# **Predict:** is it the same training as `fit`, on two ranks of `launch`? (The script's batch has 16 windows unless
+# you set another size.)
 
 # %%
 curve = launch(fit, DDP, 20, 16, world_size=2, backend="gloo")[0]
@@ -1806,8 +1806,8 @@ with expect_error():
 # **Unfrozen too late.** A layer is frozen when DDP is built and released later, for fine-tuning. DDP looked for
 # parameters that want a gradient once, when it was built.
 #
-# Neither says anything. The `spread` of section 3 does: a check to put into any training loop, every thousand
-# steps.
+# The cell trains with each of the two and then calls the `spread` of section 3: a check to put into any training loop,
+# every thousand steps.
 
 
 # %%
@@ -1837,9 +1837,9 @@ for mistake in ("past the wrapper", "unfrozen too late"):
         on_ranks(silent, mistake)
 
 # %% [markdown]
-# When the model is called past the wrapper, DDP's forward never runs, so its hooks are not armed: every rank trains
-# alone. A parameter unfrozen too late is trained by every rank alone, while the others are averaged: build DDP *after*
-# the last change of `requires_grad`.
+# DDP says nothing in either case; only the check does. When the model is called past the wrapper, DDP's forward never
+# runs, so its hooks are not armed: every rank trains alone. A parameter unfrozen too late is trained by every rank
+# alone, while the others are averaged: build DDP *after* the last change of `requires_grad`.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run

@@ -244,7 +244,7 @@ print(f"5 % of the run on 1,000 ranks is {small:.5%} of the run on one: Amdahl a
 
 # %% [markdown]
 # One law, two questions. Amdahl is strong scaling: the same batch, sooner. Gustafson is weak scaling: more data in
-# the same time. Large training runs live by the second, and end where a larger batch no longer helps the loss: at the
+# the same time. Large training runs live by the second, up to where a larger batch hardly helps the loss: the
 # **critical batch size**, which grows as the loss falls ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)).
 #
 # ### Backwards
@@ -339,7 +339,7 @@ plots.scaling_models(dp, {name: of[2] for name, of in fits.items()}, fitted=3)
 # %%
 a, b, _ = fits["ring"]
 for n in (8, 256):
-    print(f"{n:3} GPUs: {b * n / (a + b * n):.0%} of the step is the part that grows with n")
+    print(f"{n:3} GPUs: {b * n / (a + b * n):.0%} of the step is the part that grows with N")
 print(f"half of the step at {a / b:.0f} GPUs")
 
 # %% [markdown]
@@ -506,7 +506,7 @@ for name, by_rank in {"even": even, "one late": apart}.items():
     print(f" imbalance {imbalance:.0%}")
 
 # %% [markdown]
-# Bold are the four overheads. One rank alone has none of them, so all their time is efficiency lost. Of the last two
+# The four overheads are in bold. One rank alone has none of them, so all their time is efficiency lost. Of the last two
 # rows only a part is:
 #
 # | part | overhead | what helps |
@@ -543,9 +543,9 @@ for n in (1, 8, 64, 512, 4096):
 
 # %% [markdown]
 # Five percent of jitter costs 15 % at 4,096 ranks. The wait grows like √(2 ln N) here: slowly, and without end. Real
-# times have longer tails, and cost more. Some ranks are slow for a reason: a GPU that is hot or lowers its clock, a bad
-# link, a busy disk. One such **straggler** sets the pace of all. Compare the ranks' compute times, as the table above
-# does, and look at the slowest; a slow *wait* is never the culprit.
+# times have longer tails, and cost more. Some ranks are slow for a reason: a GPU that is hot and lowers its clock, or a
+# busy disk. One such **straggler** sets the pace of all. Compare the ranks' compute and data times, as the figure above
+# does, and look at the slowest; a long *wait* is never the culprit. (A bad link shows in neither: lesson 03.)
 #
 # > **What changes on real GPUs.** Kernels run behind Python, so each lap needs a `torch.cuda.synchronize()` (`finish`
 # > here), which itself ends the overlap. And NCCL waits in a kernel that spins: a GPU that waits for a late rank shows
@@ -1149,7 +1149,7 @@ assert on_wire == 4
 #
 # ### fp8
 #
-# With 8 bits one scale for all does not do: e4m3 ends at 448 and has three bits of fraction. So each tensor, or today
+# With 8 bits one scale for all is not enough: e4m3 ends at 448 and has three bits of fraction. So each tensor, or today
 # each row or block of 32 to 128 elements, gets its own **scale**, chosen so that its largest element lands at the end
 # of the range. Here it is one scale a tensor.
 
@@ -1174,7 +1174,8 @@ for name, x in {"weight": weight, "gradient": plain, "shrunken": tiny}.items():
 # and torchao keep such scales, and use fp8 for matrix products.
 #
 # > **What changes on real GPUs.** Time. Dense FLOP/s by format, fp32 on the ordinary cores and the others on tensor
-# > cores, from the data sheets (*recorded*; the figures in brochures that are twice these count 2:4 sparsity):
+# > cores, from the data sheets (*recorded*; the figures in brochures that are twice these count 2:4 sparsity). fp4 has
+# > 4 bits:
 
 # %%
 for key in ("v100", "a100", "h100", "b200"):
@@ -1625,7 +1626,7 @@ calculator
 #
 # Things to try: the recorded job keeps 94 % at each of the first two doublings and 59 % at the last.
 #
-# <details><summary>With the numbers that it opens with, from how many GPUs on is spot the dearer choice?</summary>
+# <details><summary>With the numbers that it opens with, from how many GPUs on does spot cost more?</summary>
 #
 # From 512 on: the job is then stopped 2.6 times an hour, and spends most of its time on saving, restarting and
 # repeating. Beyond that it makes no progress at all.

@@ -46,7 +46,7 @@
 # 10. Adam's states of a 7B model move to an NVMe drive. How long do they travel in each step, at least?
 
 # %% [markdown]
-# The first cell imports everything and names every parameter. What comes from `course_utils` is the course's own; of
+# The first cell imports everything and names every parameter. `course_utils` is the course's own package. Of its module
 # `memory`, `model_states`, `activations` and `training` are formulas, `held` and `track` measure, `simulate` simulates.
 
 # %% tags=["parameters"]
@@ -176,7 +176,8 @@ print("  " + ", ".join(f"{part} {size / 1e6:.2f}" for part, size in peak.parts()
 # In **mixed precision** (lesson 05, section 6) parameter and gradient take 2 bytes each, and the optimizer keeps in
 # fp32 a master weight and the two moments: 4 + 4 + 4 = 12, the K of the ZeRO paper. Many programs sum gradients in
 # fp32, which makes 18 of it (*recorded*, [stas00/ml-engineering](https://github.com/stas00/ml-engineering)). FSDP2's
-# **bf16 policy** (lesson 07) keeps parameters, gradients and moments in fp32, and a bf16 copy of what it gathers only.
+# **bf16 policy** (lesson 07) keeps parameters, gradients and moments in fp32; only what it gathers for computing is
+# bf16.
 #
 # **Predict** (question 2) the sums. Then the cell counts them: `model_states` is the formula, `held` looks at every
 # tensor that the model and the optimizer have at this moment, and counts each block of memory once.
@@ -228,8 +229,8 @@ for name in ("fp32", "mixed", "mixed, fp32 gradients", "bf16 policy", "bf16"):
 # %% [markdown]
 # 16 and 16. The thousandths are Adam's step counters, one number for each tensor. Mixed precision moves bytes from
 # parameters and gradients to the master copy. The third row takes 2 bytes more. The last one, pure bf16, takes half,
-# but loses updates (lesson 05, section 6). The other way to a smaller K are optimizers that keep less: 8-bit moments,
-# or factored ones as in Adafactor.
+# but loses updates (lesson 05, section 6). Another way to a smaller K is an optimizer that keeps less: 8-bit
+# moments, or factored ones as in Adafactor.
 #
 # > **Misconception.** "Mixed precision halves the memory." It saves activations and time, and not a byte of the
 # > model states. ZeRO does.
@@ -271,9 +272,9 @@ for name in SHOWN:
 # > NCCL's own buffers, workspaces of the matrix libraries, and in the optimizer's step up to 4 bytes a local parameter,
 # > unless Adam is built with `fused=True`. And PyTorch's caching allocator takes memory in blocks and does not give
 # > them back, so `nvidia-smi` shows what was *reserved*, not what is in use; `torch.cuda.memory_allocated` counts as
-# > this lesson does. Gaps between blocks are lost too; `PYTORCH_ALLOC_CONF=expandable_segments:True` leaves fewer.
-# > Leave a few GB. And a GB is 10⁹ bytes here; how many bytes a GPU that is sold as "80 GB" really
-# > has, and how many are free, says `torch.cuda.mem_get_info`.
+# > this lesson does. Gaps between blocks cannot be used either (*fragmentation*); with
+# > `PYTORCH_ALLOC_CONF=expandable_segments:True` there are fewer. Leave a few GB free. And a GB is 10⁹ bytes here;
+# > `torch.cuda.mem_get_info` says how many bytes a GPU sold as "80 GB" really has, and how many are free.
 
 # %% [markdown]
 # ## 3. Activations: the part that grows with the batch
@@ -636,8 +637,8 @@ for name in runs:
     describe(name)
 
 # %% [markdown]
-# (What a rank sends is told as a multiple of Ψ: the bytes of Ψ numbers, times (N−1)/N, since its own part never
-# travels.)
+# (What a rank sends is given in multiples of Ψ. Here 1Ψ means the bytes of Ψ numbers, times (N−1)/N, because the rank's
+# own part never travels.)
 #
 # The same traffic: 2Ψ, in two halves. DDP's all-reduce has them next to each other; ZeRO-1 puts the optimizer's step
 # between them. The optimizer's states are divided by the number of ranks, and it costs
@@ -934,9 +935,9 @@ for op, psi in {"all_reduce": 2, "broadcast": 1}.items():
 # %% [markdown]
 # The sum is the same but for padding and step counters; the shares are not: a tensor is not cut. And it sends 3Ψ, not
 # our 2Ψ: DDP has already all-reduced all gradients, which is 2Ψ, and then every parameter is broadcast by the rank that
-# updated it. (A chain of N ranks sends a broadcast tensor N − 1 times: (N−1)/N of it from each rank on average.) In
-# PyTorch FSDP is the better way today; stages 1 and 2 for 2Ψ, as accumulation and pipelines want them, are in DeepSpeed
-# and in Megatron-LM's distributed optimizer.
+# updated it. (In a broadcast a tensor is sent N − 1 times, so each rank sends (N−1)/N of it on average.) In PyTorch
+# FSDP is the better way today. Stage 1 for 2Ψ, which suits accumulation and pipelines, is in DeepSpeed and in
+# Megatron-LM's distributed optimizer.
 #
 # > **What changes on real GPUs.** NCCL has a real reduce-scatter; gloo runs it as an all-reduce inside, so on the
 # > CPU only the logical sizes show ZeRO's advantage. All-gathers and reduce-scatters run on streams of their own and
@@ -1057,11 +1058,11 @@ for name, (_, peak) in found.items():
 # > ranks as on two. The largest unit must fit, whole, beside its gradients.
 #
 # The formula's peak is higher because it counts all gradients beside all activations, as in a second micro-batch. The
-# simulated step has only one, so its peak lies between the formula with gradients and without:
+# simulated step has only one micro-batch, so its peak lies between the formula with gradients and without:
 #
 # - up to 13 billion parameters it comes early in backward, when few gradients are there: near the second column;
-# - that of 175 billion comes late, with nearly all gradients and hardly any activations, of which the formula counts
-#   9.7 GB on top.
+# - with 175 billion it comes late, with nearly all gradients there and hardly any activations. The formula has 9.7 GB
+#   of activations on top.
 #
 # > **What changes on real GPUs.** A simulation counts what PyTorch allocates. It knows nothing of fragmentation, and
 # > its peak is that of CPU kernels, some of which take other temporaries than a GPU's.
@@ -1286,8 +1287,9 @@ plots.memory_bars(needs, "modelled: GPT-3 13B on 64 ranks, one rank", limit=gpus
 # *The figure: DDP needs 207 GB, more than an H100 has, and ZeRO-1 55. ZeRO-2 ends just below the V100's 32 GB, and
 # ZeRO-3 needs 8.*
 #
-# From stage 1 on, if gradients are views into the buckets, as here since section 5. With DDP's default there is a
-# second copy of them, 26 GB more (`gradient_copy=True`): ZeRO-1 would need 81 GB and miss the H100 by one.
+# It fits from stage 1 on, if gradients are views into the buckets, as this lesson assumes since section 5. With DDP's
+# default there is a second copy of them, 26 GB more (`gradient_copy=True`): ZeRO-1 would need 81 GB, one more than an
+# H100 has.
 #
 # The calculator calls the same function for any of these shapes, or for one of your own, and says which GPUs have the
 # room.
@@ -1306,8 +1308,9 @@ calculator
 # <details><summary>GPT-3 13B as above, mixed precision, ZeRO-1: on how many H100s does it fit, with a tenth free? And
 # with buckets apart from gradients?</summary>
 #
-# On 16, with 63 GB: 8 need 72.2. On 4,096, where the optimizer's share is next to nothing, it is still 53, since
-# parameters and gradients are whole. With buckets apart it fits on no number with room to spare: 79 GB on 4,096.
+# On 16, with 63 GB on each. On 8 it is 72.2, just over the 72 that leave a tenth free. On 4,096, where the optimizer's
+# share is next to nothing, it is still 53, since parameters and gradients are whole. With buckets apart no number
+# leaves a tenth free: even on 4,096 it is 79 GB.
 # </details>
 #
 # <details><summary>GPT-3 175B, mixed precision, ZeRO-3, one sequence a rank: the least number of H100s, of those that

@@ -83,7 +83,7 @@ whole_batch = 24  # windows of text in a step, of all ranks together: a multiple
 #
 # The model is the small GPT of the lessons before, here with four blocks. Rank r of n takes the r-th part of the
 # windows that belong to a step, so that a step means the same on any number of ranks. Ψ is the number of parameters,
-# as in lesson 06, and traffic is told in multiples of Ψ numbers in float32, 4 bytes each.
+# as in lesson 06, and traffic is given in multiples of Ψ numbers in float32, 4 bytes each.
 
 # %%
 windows, gpt = Windows("train"), GPTConfig(layers=4)
@@ -283,7 +283,7 @@ plots.memory_bars(rows, "measured: model states after one step")
 #    own rows only.
 #
 # `watch` runs a step to warm up, and then notes the order of events in the next: when messages start, when a layer
-# computes, and how many bytes of gathered weights are held. It can read these off, because PyTorch keeps the same
+# computes, and how many bytes of gathered weights are held. The bytes can be read off because PyTorch keeps the same
 # storage for each whole weight and frees it by resizing it to zero, as lesson 06 did. An all-gather's flat result, out
 # of which FSDP copies the weights, is counted as well. Clocks are left out: each event is one step to the right.
 
@@ -309,7 +309,7 @@ plots.shard_timeline(lanes, line, "measured: one step of rank 0, in order of eve
 
 # %% [markdown]
 # *The figure: four lanes over 27 events; the root computes the embeddings, and later the last norm and the head. In
-# forward each block is gathered, computed and left before the next is gathered. In backward the next block is gathered
+# forward each block is gathered, computed and freed before the next is gathered. In backward the next block is gathered
 # before the present one computes, and each block's reduce-scatter follows it. Below, the bytes held for gathered
 # weights: in both directions up to the root's and twice a block's.*
 
@@ -447,7 +447,7 @@ plots.memory_bars(peaks, "measured: one rank at its peak, one window of text")
 # One block is the usual choice: its weights are used one after the other anyway, and it is large enough for the
 # bandwidth. Where blocks are small, `fully_shard([a, b])` makes one unit of several. A **tied** weight must be in one
 # unit with both its users, or in a unit above both: here the root. Frozen parameters are gathered like others, but have
-# no gradients to reduce (LoRA); `ignored_params` stay whole on every rank, and nobody averages their gradients.
+# no gradients to reduce; `ignored_params` stay whole on every rank, and nobody averages their gradients.
 #
 # Blocks are also what is checkpointed (lesson 05) and compiled. torchtitan does it in this order, block by block:
 # `checkpoint_wrapper`, `torch.compile`, `fully_shard`. Recomputing gathers nothing again, because the block's weights
@@ -458,16 +458,16 @@ plots.memory_bars(peaks, "measured: one rank at its peak, one window of text")
 # | moment | shards | gathered weights | whole gradients | flat copies |
 # |---|---|---|---|---|
 # | between steps | parameters and moments, Ψ/N each | | | |
-# | forward of block i | the same | root, block i | | gather of block i (on a GPU also i + 1) |
-# | backward of block i | and gradients so far | root, block i | block i's, root's | gather i − 1, reduce i + 1 |
-# | optimizer's step | and all gradients | | | default Adam on a GPU: 4 bytes a local parameter |
+# | forward of block i | the same | root, block i | | gather i (on a GPU also gather i + 1) |
+# | backward of block i | also gradients so far | root, block i | block i's, root's | gather i − 1, reduce i + 1 |
+# | optimizer's step | also all gradients | | | temporaries of default Adam on a GPU: 4 bytes a local parameter |
 # | *dtype* | *fp32* | `param_dtype` | `param_dtype` | `param_dtype` gathered, `reduce_dtype` reduced |
 #
 # The flat copies are the messages: *gather i* what the all-gather of block i brings, *reduce i* what its reduce-scatter
 # takes. Activations come on top. They rise in forward, fall in backward, and are the same for any N.
 #
-# > **Misconception.** "FSDP divides the memory by N." It divides the shards. The other columns, and the activations,
-# > are as large on a thousand ranks as on two.
+# > **Misconception.** "FSDP divides the memory by N." Only the first column shrinks with N. Gathered weights,
+# > whole gradients, messages and activations are as large on a thousand ranks as on two.
 
 # %% [markdown]
 # ## 4. `reshard_after_forward`, and the ZeRO stages
@@ -518,7 +518,7 @@ for name, choice in choices.items():
 # `True` never holds much more than half of this small model: the root, and two of four blocks. `False` has the whole
 # model when backward begins, and the last block's flat copy a moment before. With an integer the gathered weights are
 # freed as with `True`. (The root is too, because it has the same choice here.) What is kept until backward is a second,
-# larger shard, which these numbers do not count: Ψ/k beside the Ψ/N that every rank has. (ZeRO++ has the same, as hpZ.)
+# larger shard, which these numbers do not count: Ψ/k beside the Ψ/N that every rank has. (ZeRO++ calls this hpZ.)
 #
 # Each unit may have its own choice. `False` for the last block saves the all-gather that section 2 stumbled over, for
 # no memory at the peak: that block is needed at once.
@@ -526,7 +526,7 @@ for name, choice in choices.items():
 # | ZeRO | what is divided | FSDP2 | FSDP1 `ShardingStrategy` | traffic of a rank |
 # |---|---|---|---|---|
 # | 0 | nothing | `DDP`, or `replicate` | `NO_SHARD` | 2Ψ |
-# | 1 | optimizer states | none; `ZeroRedundancyOptimizer` with DDP | none | 2Ψ; this tool 3Ψ (lesson 06) |
+# | 1 | optimizer states | none; `ZeroRedundancyOptimizer` with DDP | none | 2Ψ; with this tool 3Ψ (lesson 06) |
 # | 2 | and gradients | `reshard_after_forward=False` | `SHARD_GRAD_OP` | 2Ψ |
 # | 3 | and parameters | `reshard_after_forward=True` | `FULL_SHARD` | 3Ψ |
 # | 3, second shard in the node | as 3, and Ψ/k more | `reshard_after_forward=k` | none | 3Ψ, of which Ψ inside |
@@ -607,9 +607,9 @@ assert sent["HSDP"][1] == 2 * padded(build(gpt), per_node)
 # whatever k is. FSDP's ring over all ranks crosses the border twice, each time with 3Ψ(N−1)/N: on 4 ranks 4.5Ψ, less
 # the root's second all-gather, and with many ranks nearly 6Ψ.
 #
-# With M nodes the all-reduces carry 2(M − 1)Ψ between nodes, FSDP's ring 3MΨ(N−1)/N. For each node that is 2Ψ(M−1)/M
-# against nearly 3Ψ: a third on two nodes, 1.75Ψ against 2.95Ψ on eight of eight GPUs, and no better than two thirds on
-# many.
+# With M nodes HSDP's all-reduces send 2(M − 1)Ψ between nodes, FSDP's ring 3MΨ(N−1)/N. For each node that is 2Ψ(M−1)/M
+# against nearly 3Ψ. HSDP sends about a third as much on two nodes, 1.75Ψ against 2.95Ψ on eight nodes of eight GPUs,
+# and on many nodes two thirds.
 #
 # What HSDP costs is memory: states are divided by the ranks of a node, not by all. So it is for models that fit into
 # a node, on more nodes than one. 70 billion parameters do not: 16 · 70 / 8 = 140 GB of states on each of 8 GPUs.
@@ -830,13 +830,14 @@ for how in ("plain", "sync at the end", "keep weights"):
 # micro-batches, as much as DDP.
 #
 # What they cost is what FSDP was for: whole gradients on every rank between micro-batches, and with the others whole
-# weights too. Where memory is tight, pay the plain loop (lesson 12 computes its time), or better: make the
-# micro-batches larger with activation checkpointing. With HSDP there is a middle way: `set_requires_all_reduce(False)`
-# until the last micro-batch reduces inside the node every time, between nodes once, and keeps no more than a shard.
+# weights too. Where memory is tight, accept the traffic of the plain loop (lesson 12 computes its time), or
+# better: make the micro-batches larger with activation checkpointing. With HSDP there is a middle way. With
+# `set_requires_all_reduce(False)` until the last micro-batch, each one is reduced inside the node and only their sum
+# between nodes, and a rank keeps no more than a shard of it.
 #
 # Dividing by `micro` is right where every micro-batch of every rank has as many tokens. With padding or masks a mean of
 # means is wrong: take the sum over tokens, divide by the tokens of the whole step (one all-reduce of their count) and
-# multiply by N, because FSDP divides by N.
+# multiply by the number of ranks N, because FSDP averages over ranks.
 
 # %% [markdown]
 # ## 9. Clipping
@@ -1064,18 +1065,18 @@ for kind, n in (("plain", world_size), ("plain", fewer), ("async", 1)):
 # > **What changes on real GPUs.** `async_save` copies the states from the GPU to the host first, and training waits
 # > for that copy; writing to a slow file system goes on beside. The host needs room for the copy.
 #
-# What has to be saved beside: the step, the sampler's position, the learning rate's schedule, and random states, the
+# What has to be saved besides: the step, the sampler's position, the learning rate's schedule, and random states, the
 # GPU's too (`torch.get_rng_state()` and `torch.cuda.get_rng_state()`: dropout on a GPU draws from the second). They go
 # into the same dict, as objects with `state_dict` and `load_state_dict`, or as plain values. What differs between
 # ranks, as random states do, needs a key for each rank: of plain values with the same key one rank's is written.
 #
 # > **To resume, in this order:**
-# > 1. Build on the meta device, `fully_shard`, `to_empty`; assert that tied weights still are (section 10).
-# > 2. Make the optimizer, of the shards.
+# > 1. Build on the meta device, `fully_shard`, `to_empty`; assert that tied weights are still tied (section 10).
+# > 2. Make the optimizer from the sharded parameters.
 # > 3. `state = state_of(model, optimizer)`, and the step, schedule and random states under their keys.
-# > 4. `dcp.load(state, checkpoint_id=latest(folder))`: it overwrites what it was given.
-# > 5. `set_state_dict(...)` as in `load`; `load_state_dict` of the rest; `set_rng_state` of this rank's key, if there
-# >    are as many ranks.
+# > 4. `dcp.load(state, checkpoint_id=latest(folder))` overwrites what it was given (`latest` is written below).
+# > 5. `set_state_dict(...)` as in `load`; `load_state_dict` of the rest; `set_rng_state` from this rank's key, if
+# >    the number of ranks is the same.
 # > 6. Compute again what no state dict has: buffers with `persistent=False`.
 #
 # ### For others: one file
@@ -1391,10 +1392,11 @@ with expect_error(HangError):
     on_ranks(two_epochs, timeout=2)
 
 # %% [markdown]
-# Only at the very end, when the last rank has returned. Before that it was a batch ahead: its first batch of epoch 1
-# was averaged with the others' last of epoch 0, without a message, since the operations and sizes are the same. (Seen
-# here on gloo; NCCL pairs operations by their order in the group, too. DDP behaves alike.) Count the batches before the
-# loop, and take the smallest number of all ranks.
+# In batch 1 of epoch 1, and only because the last rank has no batches left and has returned. Before that it was a batch
+# ahead: its first batch of epoch 1 was averaged with the others' last of epoch 0, (1 + 1 + 1 + 10)/4 = 3.25 on four
+# ranks. There is no error, since the operations and sizes are the same. (Seen here on gloo; NCCL pairs operations by
+# their order in the group, too. DDP behaves alike.) Count the batches before the loop, and take the smallest number of
+# all ranks.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
@@ -1419,7 +1421,8 @@ print("between two nodes: FSDP {:.2f} Ψ, HSDP {:.2f} Ψ".format(*between))
 #   dimension is which.
 # - Shards are the fp32 master weights of mixed precision. Switches save the traffic of accumulation, for memory.
 # - Norms and full state dicts are collectives. Let the library clip.
-# - `dcp` saves on N ranks and loads on M, equal to the last bit. A new folder each time, named when complete.
+# - `dcp` saves on some number of ranks and loads on any other, equal to the last bit. A new folder each time, named
+#   when complete.
 #
 # <details><summary>Answers to the ten predictions</summary>
 #

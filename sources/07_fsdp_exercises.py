@@ -399,7 +399,7 @@ check.accumulate(accumulate)
 # 4 micro-batches that accumulate as in Exercise 5? In a collective of S bytes over N ranks, a rank sends (N − 1)/N · S.
 #
 # Work out the formula by hand, then write it as a function of its arguments. The check calls it with the numbers of the
-# text and with others. Answers within 0.1 % pass: in this shape 1 % is less than a root.
+# text and with others. Answers within 0.1 % pass, because gathering the root once is less than 1 % of a step.
 
 
 # %%

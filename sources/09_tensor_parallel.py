@@ -1481,8 +1481,8 @@ for t in (4, 8):
 # 2(t−1)/t only goes from 1 at t = 2 towards 2.
 #
 # **Predict** (question 10). GPT-3 175B, one sequence of 2,048 tokens, 8 ranks: what share of a layer's time is
-# communication over NVLink 4, and over InfiniBand with one NDR port for each GPU? (Large all-reduces get 0.6 of an
-# A100's NVLink, as measured, and lesson 12 reckons with that. So NVLink stands in the table twice.)
+# communication over NVLink 4, and over InfiniBand with one NDR port for each GPU? (Large all-reduces reach 0.6 of an
+# A100's NVLink (*recorded*, lesson 03), and lesson 12 uses that share. So the table has NVLink twice.)
 
 
 # %%
@@ -1547,9 +1547,9 @@ for key, share in (("nvlink4", 1), ("nvlink4", 0.6), ("pcie5", 1), ("ib_ndr", 1)
 # For h = 12,288 these are limits for many sequences. With latency and one sequence NVLink reaches equality at t = 32
 # already, as the figure shows.
 #
-# Half of the time for communication is a bad bargain already. Within a node of eight GPUs NVLink keeps it near a
-# sixth for wide models, and the next GPU is on the other side of a network port. That is why the layouts that
-# Megatron-LM (table 1) and Llama 3 (table 4) publish stop at t = 8, and take pipelines (lesson 10) and data
+# Half of the time for communication is a bad bargain already. Within a node of eight GPUs NVLink, at 0.6 of its rate,
+# keeps it near a sixth for wide models. The next GPU is on the other side of a network port. That is why the layouts
+# that Megatron-LM (table 1) and Llama 3 (table 4) publish stop at t = 8, and take pipelines (lesson 10) and data
 # parallelism for the rest.
 #
 # > **Misconception.** "InfiniBand NDR has 400, NVLink 4 has 900: a factor of two." InfiniBand's 400 are giga*bits*, 50

@@ -948,9 +948,9 @@ for forward, inputs, weights in ((1, 1.25, 0.75), (1, 2, 1)):
 # %% [markdown]
 # With F = I = W nothing is left of the bubble in ZB-H2. It pays with nearly twice the activations. Real layers are not
 # so even: attention has no weights, so I is longer than W (first line). With full recomputation (second line) backward
-# begins with another F, which belongs to I. The share of 1F1B stays, since its bubble grows as its work does, but there
-# is less W to fill it with, and some of the bubble comes back. (The two lines agree, because F + I − W is half of the
-# work in both.)
+# begins with another F, which belongs to I. The idle share of 1F1B stays the same, since its bubble grows as its work
+# does. But the zero-bubble schedules have less W to fill it with, so some of the bubble comes back. (The two lines
+# agree, because F + I − W is half of the work in both.)
 #
 # > **Misconception.** "Zero-bubble: no rank ever waits." The ranks end at different times, so nothing may wait for all
 # > of them before the next step: no global gradient norm, no check for overflow. The paper steps first, checks
@@ -1207,7 +1207,7 @@ print(
 # One differs: the last rank of 1F1B. The *listing* of this version counts its forwards from 1 and ends with a
 # micro-batch 8 that does not exist. What *runs* is other code, and right, as the equal losses show. A drawing is not
 # proof of what runs. (1F1B of the library also refuses fewer micro-batches than stages; ours runs them. Its interleaved
-# schedule also takes numbers of micro-batches that p does not divide, as the first line of the cell asserts.)
+# schedule also takes some numbers of micro-batches that p does not divide, as the first line of the cell asserts.)
 #
 # > **What changes on real GPUs.** Use the library, or Megatron-LM's, which also recycle buffers and overlap messages.
 # > A stage can itself be sharded by FSDP2 (lesson 07) or split by tensor parallelism: `PipelineStage` takes any module.
@@ -1276,7 +1276,7 @@ for name, (t, stages, gpus, whole_batch, _) in MEGATRON.items():
 # How many micro-batches did they have? At most one per sequence of a replica's share of the batch. Here is what plain
 # 1F1B would idle with that many, and interleaving with two stages a rank. Which of the two was it? The paper says that
 # all these runs interleaved (section 5.1). A script that was published later gives two or three stages a rank to the
-# middle four, and none to the first and the largest (lesson 12).
+# middle four, but does not interleave the first and the largest (lesson 12).
 
 # %%
 for name, (t, stages, gpus, whole_batch, _) in MEGATRON.items():
@@ -1291,7 +1291,7 @@ for name, (t, stages, gpus, whole_batch, _) in MEGATRON.items():
 # %% [markdown]
 # That is the answer to the question at the top. With 64 stages each GPU would idle 63 of 64 parts of the time, if each
 # replica did one batch at a time. With 512 micro-batches in a step it idles 11 % if the script is right, and 5.8 % if
-# the paper is. The price is a batch of 3,072 sequences: without a large batch there is no deep pipeline.
+# the paper is right. The price is a batch of 3,072 sequences: without a large batch there is no deep pipeline.
 
 # %% [markdown]
 # ## 11. Try it

@@ -451,7 +451,7 @@ check.bubble(bubble)
 #
 # How many micro-batches keep the bubble at 3 % of all the time or less, on 8 ranks, with 1, 2 and 4 stages on each?
 # With more than one, take Megatron-LM's schedule: micro-batches come in groups of 8, so their number is a multiple of
-# the ranks. (Other interleaved schedules take any number, with a larger bubble.)
+# the ranks. (PyTorch's interleaved schedule takes some other numbers, too.)
 
 
 # %%

@@ -642,9 +642,9 @@ for name, runs, gathers in (("freed", frees, microbatches + 1), ("kept", keeps, 
 #   is gathered once. Gradients are reduced once in either case, after the last micro-batch.
 #
 # > **Misconception.** "FSDP and pipelines do not go together." They do, but inside a step weights and gradients of a
-# > stage are there whole, whatever the ZeRO stage. ZeRO-1 (lesson 06) has the same memory and messages with less
-# > machinery, and is the usual partner of a pipeline; DeepSpeed's engine refuses stages
-# > 2 and 3.
+# > stage are there whole, whatever the ZeRO stage. ZeRO-1 (lesson 06) needs the same memory there and sends the same
+# > bytes, with less machinery. So it is the usual partner of a pipeline; DeepSpeed's pipeline engine refuses stages 2
+# > and 3.
 #
 # Because every parameter has the name that it has in one process, a checkpoint is not bound to a layout: what
 # `dcp.save` (lesson 07) writes from 2 × 2 × 2 ranks, `dcp.load` reads into any other mesh. (The tests of this lesson do
@@ -952,9 +952,10 @@ assert max(seconds, key=seconds.get)[0] == "tp" and min(seconds, key=seconds.get
 # | memory | states by ZeRO stage (06), activations of the micro-batches in flight, by kind of recomputation (05, 10) |
 #
 # What it assumes where you say nothing: micro-batches of one sequence, ZeRO-1, full recomputation, sequence
-# parallelism, and bf16 gradients (Llama 3 reduced in fp32: `precision="mixed, fp32 gradients"`). Each GPU has a port,
-# of 400 Gb/s beside an H100. A group over several nodes runs a ring in each node, and then one between the nodes on
-# every port (lesson 03). With a pipeline, weights and gradients of a stage are whole in any ZeRO stage (section 3).
+# parallelism, and bf16 gradients (Llama 3 reduced in fp32: `precision="mixed, fp32 gradients"`). Each GPU has a network
+# port of its own, 400 Gb/s for an H100. A group over several nodes runs a ring in each node, and then one between the
+# nodes on every port (lesson 03). With a pipeline, weights and gradients of a stage are whole at any ZeRO stage
+# (section 3).
 #
 # First a run that you know from section 1. **Predict** what takes most of the time after computing.
 
@@ -1015,8 +1016,8 @@ for each in replays:
 
 # %% [markdown]
 # The largest run is planned as plain 1F1B, which is an assumption: the script that was published later
-# (`examples/sc21/run_table_1.sh`) leaves the flag for interleaving out in this case alone. The paper says of all runs
-# of the table that they interleaved (section 5.1), and 128 layers on 64 stages allow two chunks. Both readings:
+# (`examples/sc21/run_table_1.sh`) interleaves four of the six runs with a pipeline, but not 39.1B and not this one. The
+# paper says that all of them interleaved (section 5.1), and 128 layers on 64 stages allow two chunks. Both readings:
 
 
 # %%
@@ -1036,17 +1037,17 @@ for virtual, source in ((1, "script, plain 1F1B"), (2, "paper, two chunks")):
 assert largest_part == {1: "bubble", 2: "tensor"}
 
 # %% [markdown]
-# So question 9 has no single answer: the bubble comes first, or tensor traffic, by a schedule that two sources tell
-# differently. Either way both matter and data parallelism, which most people call *distributed training*, is nearly
-# nothing here. As models grow wider, a layer's products grow with h² and its messages with h, so tensor parallelism's
-# share falls from the first run with TP 8 to the last. The bubble does not fall by itself: 64 stages, and a batch that
-# cannot grow for ever.
+# So question 9 has no single answer: whether the bubble or tensor traffic comes first depends on the schedule, and the
+# two sources disagree about it. Either way both matter, and data parallelism, which most people call *distributed
+# training*, is nearly nothing here. As models grow wider, a layer's products grow with h² and its messages with h, so
+# tensor parallelism's share falls from the first run with TP 8 to the last. The bubble does not fall by itself: 64
+# stages, and a batch that cannot grow for ever.
 #
 # ### Memory
 #
 # Where does memory go, and which lever moves which part? The same model and GPUs, one lever at a time, and what it
 # needs besides. (Without recomputation micro-batches of two do not fit.) b is the size of a micro-batch. *Activations*
-# include the loss, which is taken in one piece: for 8,192 tokens and Llama 3's vocabulary that alone is 8.7 GB.
+# include the loss, which is computed in one piece: for 8,192 tokens of Llama 3 70B it takes 8.7 GB, with the last norm.
 
 # %%
 sharded = planner.Layout(tp=8, dp=128, zero=3, sequence_parallel=False)
@@ -1116,7 +1117,8 @@ for name, (case, one) in CASES.items():
 # ranks share; **layers** that stages share; a **batch** that replicas and micro-batches share; what **interleaving**
 # needs; the **length** that context ranks share; **values** that do not exist; and **memory**, which is looked at when
 # all else is well. Two rules are those of Megatron-LM at that time. Most programs today get round the one for heads
-# with copies of key-value heads (lesson 09), and some schedules take any number of micro-batches (lesson 10).
+# with copies of key-value heads (lesson 09), and other schedules also run other numbers of micro-batches
+# (lesson 10).
 #
 # What is *not* refused: tensor parallelism over two nodes. It runs. Section 11 shows what it costs. What cannot be said
 # at all: HSDP, experts, FP8, and nodes of several kinds.
@@ -1143,9 +1145,9 @@ assert len(against) == 1 and math.prod(corrected.values()) == printed.gpus
 #
 # Two of the planner's constants are fitted: the shares that products reach of the best product, and other operations of
 # the memory's bandwidth. The fit has seen **three** rows of Megatron-LM's table, the smallest, the fifth and the
-# largest model, the last as plain 1F1B (section 7). The other constants were measured by others: what the best matrix
-# product and attention kernel reach on each GPU, that all-reduces of 64 to 256 MiB get 0.6 of an A100's NVLink, and
-# that large messages get 0.9 of a port (364.7 of 400 GB/s, lesson 03).
+# largest model, the last two as plain 1F1B (section 7). The other constants were measured by others: what the best
+# matrix product and attention kernel reach on each GPU, that all-reduces of 64 to 256 MiB get 0.6 of an A100's NVLink,
+# and that large messages get 0.9 of a port (364.7 of 400 GB/s, lesson 03).
 
 # %%
 print(planner.CONSTANTS)
@@ -1196,8 +1198,8 @@ assert median_error(replays[k].error for k in held_out) < 0.15
 #
 # For Llama 3 the two are nearly equally wrong. The planner says 483 and 453 TFLOP/s where 430 and 400 were measured. It
 # does not know what else happens on 16,384 GPUs. Nor are these rows quite unseen. Nothing is fitted to them, but three
-# parts of the model came in after a first look at them, when the errors were +8, +9 and +34 %. And one of the three
-# fitted rows is the one with two readings (section 7). What if it interleaved?
+# parts of the model came in after a first look at them, when the errors were +8, +9 and +34 %. And two of the three
+# fitted rows, 39.1B and 1008B, have two readings (section 7). What if the largest interleaved?
 
 # %%
 sets = {"Megatron-LM's seven": held_out[:-3], "Llama 3": held_out[-3:]}
@@ -1213,8 +1215,9 @@ for virtual in (1, 2):
 assert all(two < one for one, two in zip(*by_reading.values(), strict=True))
 
 # %% [markdown]
-# All errors become smaller, which speaks for the paper's text. The planner keeps the other reading, that of the only
-# script there is; a choice made by the errors of the held-out rows would turn them into fitted ones.
+# Both medians become smaller, which speaks for the paper's text. (The first line has 12.3 where the table above has
+# 12.4 %, because `CONSTANTS` are rounded.) The planner keeps the other reading, that of the only script there is: to
+# choose by the errors of the held-out rows would turn them into fitted ones.
 #
 # And were the three rows chosen well? Here are all choices of three from ten.
 
@@ -1267,7 +1270,7 @@ assert interleaved > seen / 2 > plain
 # %% [markdown]
 # With a pipeline errors are within 9 %, always too high. How much of the decline the planner sees depends on what the
 # paper does not say: less than half if the runs were interleaved, as its figure 12 is and the planner assumes; all of
-# it, with errors below 4 %, if they were plain 1F1B. (The guess without a model has 2 to 15 %.)
+# it, with errors of at most 4 %, if they were plain 1F1B. (The guess without a model has 2 to 15 %.)
 #
 # The ZeRO-3 part is wrong altogether, in memory too: `legal` refuses a run that took place, on cards of 80 GB, because
 # it counts 103. (The paper says that 560 GPUs were too few at this micro-batch and 640 were not.) What did this part
@@ -1301,10 +1304,10 @@ assert all(each.error > 0.8 for each in titan[:2])
 assert [each.error for each in titan[2:]] == sorted(each.error for each in titan[2:])
 
 # %% [markdown]
-# From 8 to 128 GPUs throughput hardly falls, as planned. But all of it is half of what the planner says: eager code,
-# slower cards, and whatever keeps a GPU from the best product that was ever found on it. Memory is right to 7 % in the
-# first two rows and a fifth too low in the long ones. And the error in time grows with context parallelism and length
-# up to a factor of two: **here the planner flatters.**
+# From 8 to 128 GPUs throughput hardly falls, as planned. But it is only about half of what the planner says. Possible
+# reasons are eager code, slower cards, and products that are slower than the best ever measured on such a GPU. Memory
+# is right to 7 % in the first two rows and a fifth too low in the long ones. And the error in time grows with context
+# parallelism and length, up to a factor of two: **here the planner flatters.**
 #
 # So an absolute time with FSDP or CP is what the hardware would allow, and not a promise. **A model is right about what
 # it has in it.** Before you believe a plan, measure your links: `all_reduce_perf -b 256M -e 256M -g 8` of nccl-tests on
@@ -1354,8 +1357,8 @@ plots.search_picture(
 
 # %% [markdown]
 # *The figure: a point for the best plan of each choice of degrees, memory of the fullest GPU to the right and time of a
-# step upwards, coloured by TP. The fastest have TP 1 and 2 and compute little twice. The best plan with the degrees of
-# section 8 takes a third longer, at the 37th place.*
+# step upwards, coloured by TP. The fastest have TP 1 and 2 and recompute little. The best plan with the degrees of
+# section 8 takes nearly a third longer, in 37th place.*
 #
 # What do the first five have in common? None computes a whole forward twice, three use nearly all the memory, and all
 # divide the sequences of 8,192 tokens among context ranks. Those without a pipeline take ZeRO-3, those with one ZeRO-1.
@@ -1391,10 +1394,11 @@ for gigabits in (400, 200, 100, 50):
 assert winners[0] == "TP 4, FSDP 16" and set(winners[1:]) == {"TP 4, PP 4, DP 4, 5 chunks"}
 
 # %% [markdown]
-# TP 4 with FSDP is first on the full network, where it hides 40 s of messages behind 56 s, and last on half of it. The
-# pipeline hardly notices. FSDP alone sends about as many bytes as TP 4 with FSDP, but eight ranks of each group share a
-# node, not two, so less of it crosses the network. The width of the network decides between these, and two runs of
-# nccl-tests are worth more than the third digit of any plan.
+# TP 4 with FSDP is first on the full network, where it hides 40 s of messages in a step of 56 s, and last on half of
+# it. The pipeline hardly notices, and is best on all narrower networks, the shared port included. FSDP alone sends
+# about as many bytes as TP 4 with FSDP, but eight ranks of each group share a node, not two, so less of it crosses the
+# network. The width of the network decides between these, and two runs of nccl-tests are worth more than the third
+# digit of any plan.
 #
 # ### Published layouts in such a list
 #
@@ -1419,8 +1423,8 @@ assert within > len(replays) / 2
 #
 # Seven questions, in the order in which they should be asked. Each answer is a call of the planner, on a case where it
 # matters. `weigh` prints time and memory of some layouts, ZeRO stage and recomputation, what takes most of the time
-# beside computing, or why they cannot run. Gradients are bf16 and overlap is perfect, so times with FSDP are lower
-# bounds, by up to a factor of two (section 9).
+# beside computing, or why they cannot run. Gradients are bf16 and overlap is perfect, so times with FSDP can be
+# too short by up to a factor of two (section 9).
 
 
 # %%
@@ -1460,8 +1464,8 @@ told = weigh(small, one_node, 128, {
 assert min(told, key=told.get) == "DP 8"
 
 # %% [markdown]
-# **2. No, but all GPUs together do?** Divide the states: ZeRO-1, or FSDP if that is not enough. Same messages or half
-# as many again, and no dimension more.
+# **2. No, but all GPUs together do?** Divide the states: ZeRO-1, or FSDP if that is not enough. The bytes sent
+# are the same or half as many again, and there is no new dimension.
 
 # %%
 told = weigh(MODELS["Llama 3 8B"], planner.cluster("DGX H100", 8), 128, {
@@ -1492,8 +1496,8 @@ assert cheaper == ["FSDP, TP 2", "FSDP, full recomputation"]
 
 # %% [markdown]
 # **4. Does computing hide the gathers?** FSDP moves the weights for every micro-batch. Larger micro-batches are the
-# first cure. Where the batch of a replica is used up, a pipeline moves activations instead of weights. (The first batch
-# is a draw at best: a few percent, from a planner that flatters FSDP.)
+# first cure. Where the batch of a replica is used up, a pipeline moves activations instead of weights. (With the
+# larger batch the two differ by a few percent, which says nothing from a planner that flatters FSDP.)
 
 # %%
 for size, most in ((1536, 12), (128, 1)):
@@ -1575,11 +1579,11 @@ assert told["TP 8, PP 16, DP 128"] < 0.5 * told["TP 8, DP 2048, FSDP"]
 # %% [markdown]
 # Each number of the published layout has a reason. TP is 8, because eight GPUs share a node and eight key-value heads
 # do not divide further. Halving it doubles the replicas and leaves eight micro-batches for 16 stages. Megatron-LM's
-# schedule, and so the planner, refuses that. Llama 3's own schedule would run it, but a chunk of a rank has work for
-# eight slots until the first micro-batch comes round through 16 stages: at least half of each pass would be idle. PP 32
-# is too deep for 32 micro-batches. PP 4 does not fit: a stage's gradients alone, in fp32, take 50 GB. Without a
-# pipeline there are 2,048 replicas of one sequence, which cannot hide their gathers. And when sequences become 16 times
-# as long, CP 16 takes the place of 16 replicas.
+# schedule, and so the planner, refuses that. Llama 3's own schedule would run it. But a rank would be done with its
+# first chunk after eight micro-batches, while the first of them needs 16 stages to come back for the second chunk: at
+# least half of each pass would be idle. PP 32 is too deep for 32 micro-batches. PP 4 does not fit: a stage's gradients
+# alone, in fp32, take 50 GB. Without a pipeline there are 2,048 replicas of one sequence, which cannot hide their
+# gathers. And when sequences become 16 times as long, CP 16 takes the place of 16 replicas.
 
 # %% [markdown]
 # ## 12. Try it
@@ -1657,7 +1661,8 @@ print(f" {within} of {len(replays)} published layouts within its first five")
 # 7. Tensor parallelism across sends eight times as much here. Below 3h tokens in a batch it would send less
 #    (section 5).
 # 8. On that machine 4 × 1 × 2 without FSDP, then with it, then 2 × 2 × 2 (section 6).
-# 9. With plain 1F1B the bubble, interleaved by two tensor traffic: the sources differ on which it was (section 7).
+# 9. With plain 1F1B the bubble, with two chunks a rank tensor traffic: the sources disagree on which it was (section
+#    7).
 # 10. Not by itself: guessing the mean has 7 % (section 9).
 # </details>
 #

@@ -515,7 +515,7 @@ check.clip_gradients(clip_gradients)
 # | memory | nothing else is wrong, and the model states of a rank are more than its GPU has |
 #
 # *Plus 2*, because embedding and head may count as a layer each: Llama 3 405B has 126 layers and ran on 16 stages.
-# *Interleaving* is a rule of Megatron-LM's schedule, which the planner has; Llama 3's and PyTorch's take other numbers.
+# *Interleaving* is a rule of Megatron-LM's schedule, which the planner assumes; others are less strict (lesson 10).
 #
 # | argument | what it is |
 # |---|---|

@@ -1217,7 +1217,7 @@ for name, milliseconds in ladder.items():
 
 # %% [markdown]
 # Read it from above. OpenCV's decoding and resizing save a good part. (Where photographs are several times as wide as
-# the crop, there is a cheaper cure: PIL's `draft` makes the decoder give half, a quarter or an eighth of the size.) Not
+# the crop, there is a cheaper way: PIL's `draft` makes the decoder give half, a quarter or an eighth of the size.) Not
 # to decode at all saves about half of what is left. FFCV on one core takes about as long as the same work by our NumPy
 # reader; which of the two is ahead changes from run to run. Most of both is OpenCV's C++ code, so to compile the loop
 # around it gains little on one core, as the line "not compiled" shows.
@@ -1500,8 +1500,8 @@ if not without:
     print("a new loader with next_epoch = 1 goes on with the order of epoch 1")
 
 # %% [markdown]
-# That resumes at the beginning of an epoch. In the middle of one the usual loader can, with torchdata's
-# [`StatefulDataLoader`](https://github.com/meta-pytorch/data), which saves its place with the checkpoint.
+# This resumes at the beginning of an epoch. To resume in the middle of one, the usual loader can be replaced by
+# torchdata's [`StatefulDataLoader`](https://github.com/meta-pytorch/data), which saves its place with the checkpoint.
 #
 # **Predict** (question 9): what if each rank seeds its own shuffle, as one does for augmentations?
 
@@ -1545,8 +1545,8 @@ print(f"{sum(p for _, p in shares) / 1e6:.0f} MB of memory; the file has {size /
 
 # %% [markdown]
 # The page cache belongs to the machine, not to a process, so a second rank on the same machine adds next to nothing.
-# Another machine needs the file, and memory for it, once more. The process cache is own memory, once for each rank.
-# This is why `os_cache=True` is the right choice whenever the file fits.
+# Another machine needs a copy of the file, and memory for it. The process cache is memory of each process, so it is
+# there once for each rank. This is why `os_cache=True` is the right choice whenever the file fits.
 #
 # ### Is it faster, too?
 #
