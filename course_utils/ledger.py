@@ -33,6 +33,7 @@ _NAMES = {
     "send": "send", "recv_": "recv", "recv_any_source_": "recv",
 }  # fmt: skip
 _POINT_TO_POINT = ("send", "recv")
+_NO_SUCH_RANK = "{op}: there is no rank {peer}, the group has ranks 0 to {last}"  # gloo would hang or crash
 _SECOND_ARGUMENT = ("reduce_scatter", "all_to_all")  # the message is their input, which comes second
 _SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # on all ranks of a group
 _KEEP_PENDING = 64
@@ -254,6 +255,8 @@ class Tracker:
             first = tensors[0] if tensors else next(_flatten(args[:2]))
             group = self._group(args[group_at])
             peer = None if peer_at is None else args[peer_at]
+            if op in _POINT_TO_POINT and peer is not None and not 0 <= peer < group.size():
+                raise ValueError(_NO_SUCH_RANK.format(op=op, peer=peer, last=group.size() - 1))
             size = 0 if op == "barrier" else sum(map(_bytes, tensors))
             entry = self._begin(op, group, size * (group.size() if shards else 1), peer)
             if tag_at is None:

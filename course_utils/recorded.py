@@ -266,7 +266,7 @@ def _megatron(size: str, tp: int, pp: int, gpus: int, batch: int, tflops: float,
 
 #: Megatron-LM's GPTs of growing size on A100s. Gradients are reduced behind backward where the script says
 #: ``DDP=torch`` (one pipeline stage), after it where it says ``DDP=local``. Sequence parallelism came later. Paper and
-#: script disagree on 39.1B and 1008B: section 5.1 says that all of these runs interleave, the script's two cases do not.
+#: script disagree on 39.1B and 1008B: section 5.1 says that all of these runs interleave, the script's two do not.
 MEGATRON_RUNS = (
     _megatron("1.7B", 1, 1, 32, 512, 137, 0.44, 16, 1),
     _megatron("3.6B", 2, 1, 64, 512, 138, 0.44, 16, 1),

@@ -124,11 +124,7 @@ def test_the_table_of_a_hang_says_what_its_numbers_count():
 
 def test_a_long_line_is_cut_in_the_table():
     def work():
-        return (
-            dist.get_rank()
-            and dist.barrier()
-            or ["a line that is longer than any screen is wide", "and some more of it", "and more", "and yet more"]
-        )  # noqa: E501
+        return dist.get_rank() and dist.barrier() or ["a line that is longer than any screen is wide", "and some more of it", "and more", "and yet more"]  # fmt: skip # noqa: E501
 
     error = failure(HangError, work, timeout=STUCK, world_size=2)
     assert all(len(line) < 160 for line in error.states), error.states

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from course_utils import launch, record
+from course_utils import WorkerError, launch, record
 
 pytestmark = pytest.mark.guard(90)
 
@@ -30,6 +30,15 @@ def run(function, *args, world_size: int = 4):
 
 def ops(ledger) -> list[str]:
     return [entry.op for entry in ledger.entries]
+
+
+@pytest.mark.parametrize(("call", "peer"), [("send", 2), ("recv", 5), ("isend", 7), ("irecv", 3)])
+def test_a_rank_that_does_not_exist_is_told_before_gloo_hangs_or_crashes(call: str, peer: int):
+    def work():
+        getattr(dist, call)(torch.ones(2), peer)
+
+    with pytest.raises(WorkerError, match=rf"{call.lstrip('i')}: there is no rank {peer}, the group has ranks 0 to 1"):
+        launch(work, world_size=2)
 
 
 def test_every_direct_collective_with_its_bytes():
