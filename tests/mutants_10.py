@@ -280,7 +280,7 @@ def output_sent_to_all_ranks_behind():
     return {"send": send, "receive": receive, "finish": finish}
 
 
-@both("neighbours", hangs=True)
+@both("error")
 def first_rank_behind_the_last():
     """A ring: the rank before rank 0 is rank -1."""
 
