@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
+import numpy.random  # else each rank would import it by itself
 import torch
 import torch.distributed as dist
 
