@@ -16,14 +16,14 @@ setup:  ## make the environment (TORCH=cpu, cuda or cu126 chooses the build of t
 
 lab:  ## open JupyterLab on work/, your copy of the course
 	$(SETUP)
-	@$(PY) -m course_utils.workshop lab
+	@$(PY) -m course_utils lab
 
 update:  ## get the newest version of the course; what you have changed in work/ stays
 	$(SETUP) --update
 
 restore:  ## give fresh lessons, all or L=02; changed ones are moved to work/saved/
 	$(SETUP)
-	@$(PY) -m course_utils.workshop restore $(L)
+	@$(PY) -m course_utils restore $(L)
 
 ffcv:  ## add FFCV for lesson 15 (Linux, Python 3.11), or say what it needs
 	$(SETUP) --extra ffcv
@@ -34,11 +34,11 @@ test:  ## run every test
 
 notebooks:  ## build notebooks, exercises and solutions from sources (what changed)
 	$(SETUP) --extra test --extra nccl --extra-if-possible ffcv
-	$(PY) -m course_utils.workshop build
+	$(PY) -m course_utils build
 
 bench:  ## measure the launcher against other ways to start ranks
 	$(SETUP)
-	$(PY) tests/benchmarks/run.py
+	$(PY) benchmarks/run.py
 
 clean:  ## remove the environment and caches
 	rm -rf .venv .uv *.egg-info .pytest_cache .ruff_cache

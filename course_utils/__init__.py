@@ -2,18 +2,15 @@
 
 import importlib
 
-_HOME = {
-    "launch": "launcher", "device": "launcher", "shutdown": "launcher",
-    "WorkerError": "errors", "HangError": "errors", "Interrupted": "errors", "expect_error": "errors",
-    "record": "ledger", "Ledger": "ledger", "Entry": "ledger",
-}  # fmt: skip
-
-__all__ = sorted(_HOME)
+__all__ = [
+    "Entry", "HangError", "Interrupted", "Ledger", "WorkerError", "device", "expect_error", "launch", "record",
+    "shutdown",
+]  # fmt: skip
 
 
 def __getattr__(name: str):
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in __all__:
+        return getattr(importlib.import_module(f"{__name__}.ranks"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -23,6 +20,6 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell) -> None:
     """Register ``%%ranks`` and ``%ranks_reset`` (called by ``%load_ext course_utils``)."""
-    from . import magics
+    from .ranks import RankMagics
 
-    shell.register_magics(magics.RankMagics)
+    shell.register_magics(RankMagics)

@@ -262,7 +262,7 @@ def main():
         sys.exit(subprocess.call([sys.executable, os.path.abspath(__file__), *others, "--copy"]))  # the new version
     set_up(arguments)
     if arguments.lab or arguments.copy:
-        os.execv(PYTHON, [PYTHON, "-m", "course_utils.workshop", "lab" if arguments.lab else "copy"])
+        os.execv(PYTHON, [PYTHON, "-m", "course_utils", "lab" if arguments.lab else "copy"])
 
 
 def set_up(arguments):

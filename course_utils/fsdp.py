@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .ledger import record
+from .ranks import record
 
 __all__ = ["Lanes", "watch"]
 

@@ -120,7 +120,7 @@ def _opened(folder: Path, root: Path) -> Path:
     except OSError as error:
         raise CourseError(
             f"{folder} cannot be written to ({error.strerror}); choose a folder of yours:\n"
-            f"  {sys.executable} -m course_utils.workshop lab ~/course"
+            f"  {sys.executable} -m course_utils lab ~/course"
         ) from None
     return folder
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ._processes import share
+from .ranks import share
 
 __all__ = ["GPT", "GPTConfig", "PUBLISHED", "build", "flops_per_token", "parameters"]
 

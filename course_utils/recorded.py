@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ._transformer import MODELS
 from .costs import busbw, busbw_factor
+from .transformer import MODELS
 
 __all__ = [
     "A100_ALL_REDUCE", "A100_LATENCY", "A100_P2P", "ACHIEVABLE_MATMUL", "FOUR_H200_NODES", "FUSED_ATTENTION",

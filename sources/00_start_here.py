@@ -80,8 +80,8 @@ import torch.distributed as dist
 from IPython import get_ipython
 
 from course_utils import Interrupted, device, expect_error, launch, shutdown
+from course_utils.doctor import machine
 from course_utils.plots import before_after, timeline
-from course_utils.workshop import machine
 
 world_size = 4  # ranks, 2 or more
 patience = 2.0  # seconds that `launch` waits in one cell of section 8
@@ -129,7 +129,7 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # | 2 or more GPUs | one rank on each, with NCCL, by the same cells; set `world_size` to at most their number |
 # | a Mac | as without a GPU: neither gloo nor NCCL works with Apple's GPUs |
 #
-# In a terminal, `.venv/bin/python -m course_utils.workshop doctor` prints the same report and starts two ranks: the
+# In a terminal, `.venv/bin/python -m course_utils doctor` prints the same report and starts two ranks: the
 # first thing to try when something seems broken.
 
 # %% [markdown]

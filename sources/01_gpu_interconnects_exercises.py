@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from course_utils import launch, record
-from course_utils.checks import c01 as check
+from course_utils.checks import interconnects as check
 from course_utils.topology import cluster, reference
 
 WORLD_SIZE = 2  # ranks of the demonstration, 2 or more; the checks choose their own

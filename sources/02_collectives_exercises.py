@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from course_utils import expect_error, launch, record
-from course_utils.checks import c02 as check
+from course_utils.checks import collectives as check
 
 WORLD_SIZE = 4  # ranks of the two demonstrations; the checks choose their own
 

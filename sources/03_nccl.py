@@ -63,7 +63,17 @@ import torch
 import torch.distributed as dist
 from IPython.display import Markdown
 
-from course_utils import costs, device, hardware, launch, native, plots, record, recorded, tuner
+from course_utils import (
+    c_programs,
+    costs,
+    device,
+    hardware,
+    launch,
+    nccl_tuner,
+    plots,
+    record,
+    recorded,
+)
 from course_utils.checks import message_steps
 from course_utils.costs import algbw, all_reduce_seconds, busbw, format_bytes
 from course_utils.fabric import emulate
@@ -900,10 +910,10 @@ chooser
 # byte counts?
 
 # %%
-a100 = tuner.MACHINES["8 x A100"]
+a100 = nccl_tuner.MACHINES["8 x A100"]
 for protocol in ("LL", "LL128", "Simple"):
     ring = "ring", protocol
-    start, rate = tuner.latency(ring, a100), tuner.bandwidth(ring, a100)
+    start, rate = nccl_tuner.latency(ring, a100), nccl_tuner.bandwidth(ring, a100)
     print(f"{protocol:7}{start * 1e6:5.1f} µs, then {rate / 1e9:5.1f} GB/s of x")
 
 # %% [markdown]
@@ -913,24 +923,24 @@ for protocol in ("LL", "LL128", "Simple"):
 #
 # ### The tuner
 #
-# Before every collective NCCL computes for each pair of algorithm and protocol t = latency + S/bandwidth, and takes
-# the least. `course_utils.tuner` is the same calculation with the same constants, except for what its docstring lists
+# Before every collective NCCL computes for each pair of algorithm and protocol t = latency + S/bandwidth, and takes the
+# least. `course_utils.nccl_tuner` is the same calculation with the same constants, except for what its docstring lists
 # as left out. The bandwidth begins with what NCCL counts on, 20 GB/s for each of an A100's 12 NVLinks; the nodes of the
 # larger machines have eight ports of 200 Gb/s each.
 
 # %%
-for choice, t in sorted(tuner.predict(2**20, a100).items(), key=lambda item: item[1]):
+for choice, t in sorted(nccl_tuner.predict(2**20, a100).items(), key=lambda item: item[1]):
     print(f"1 MiB: {' / '.join(choice):14}{t * 1e6:6.1f} µs")
 two_a100, cluster_64 = (
-    tuner.Machine(nodes, 8, "nvlink", a100.bandwidth, network=8 * 25e9) for nodes in (2, 64)
+    nccl_tuner.Machine(nodes, 8, "nvlink", a100.bandwidth, network=8 * 25e9) for nodes in (2, 64)
 )
 for title, machine in {"1 node": a100, "2 nodes": two_a100, "64 nodes": cluster_64}.items():
     previous = None
     for size in (2**k for k in range(10, 35)):
-        if (now := tuner.choose(size, machine)) != previous:
+        if (now := nccl_tuner.choose(size, machine)) != previous:
             print(f"{title}, from {format_bytes(size):>7}: {' / '.join(now)}")
         previous = now
-assert tuner.choose(2**20, cluster_64)[0] == "tree"
+assert nccl_tuner.choose(2**20, cluster_64)[0] == "tree"
 
 # %% [markdown]
 # In one node of eight the tree never wins: its chain has as many hops as the ring, and less bandwidth. On two nodes it
@@ -945,10 +955,10 @@ assert tuner.choose(2**20, cluster_64)[0] == "tree"
 
 # %%
 a100_table = recorded.A100_ALL_REDUCE
-published = tuner.errors(a100_table, a100)
+published = nccl_tuner.errors(a100_table, a100)
 print("S        recorded        choice   published")
 for size, t, e in zip(a100_table.sizes, a100_table.seconds, published, strict=True):
-    choice = " / ".join(tuner.choose(size, a100))
+    choice = " / ".join(nccl_tuner.choose(size, a100))
     print(f"{format_bytes(size):8}{t * 1e6:9.1f} µs{choice:>14}{e:12.0%}")
 print(f"median error, without sign: {np.median(abs(published)):.1%}")
 
@@ -971,23 +981,23 @@ print(f"median error, without sign: {np.median(abs(published)):.1%}")
 
 # %%
 models = {"published": published}
-for number, correction in enumerate(tuner.CORRECTIONS, start=1):
-    models[correction.name] = tuner.errors(a100_table, a100, tuner.corrected(number))
+for number, correction in enumerate(nccl_tuner.CORRECTIONS, start=1):
+    models[correction.name] = nccl_tuner.errors(a100_table, a100, nccl_tuner.corrected(number))
 print("S       " + "".join(f"{name:>22}" for name in models))
 for i, size in enumerate(a100_table.sizes):
     print(f"{format_bytes(size):8}" + "".join(f"{of[i]:22.0%}" for of in models.values()))
 medians = {name: float(np.median(abs(of))) for name, of in models.items()}
 print("median  " + "".join(f"{m:22.1%}" for m in medians.values()))
-assert medians[tuner.CORRECTIONS[-1].name] < 0.15
+assert medians[nccl_tuner.CORRECTIONS[-1].name] < 0.15
 
 # %%
 drawn = {
     name: (1 + of) * np.array(a100_table.seconds)
     for name, of in models.items()
-    if name in ("published", tuner.CORRECTIONS[-1].name)
+    if name in ("published", nccl_tuner.CORRECTIONS[-1].name)
 }
 plots.predicted_against_recorded(
-    a100_table, drawn, [" / ".join(tuner.choose(size, a100)) for size in a100_table.sizes]
+    a100_table, drawn, [" / ".join(nccl_tuner.choose(size, a100)) for size in a100_table.sizes]
 )
 
 # %% [markdown]
@@ -1016,18 +1026,18 @@ plots.predicted_against_recorded(
 # With a switch that adds there is one more pair, NVLS with Simple. **Predict.** From what size on?
 
 # %%
-h200 = tuner.MACHINES["8 x H200"]
-chosen = {size: tuner.choose(size, h200) for size in recorded.H200_ALL_REDUCE.sizes}
+h200 = nccl_tuner.MACHINES["8 x H200"]
+chosen = {size: nccl_tuner.choose(size, h200) for size in recorded.H200_ALL_REDUCE.sizes}
 for size, choice in chosen.items():
     assert choice == (("ring", "LL") if size <= 2**20 else ("nvls", "Simple"))
 print("predicted, and recorded: ring / LL up to 1 MiB, nvls / Simple from 2 MiB")
 
 # %%
-h200_errors = tuner.errors(recorded.H200_ALL_REDUCE, h200)
+h200_errors = nccl_tuner.errors(recorded.H200_ALL_REDUCE, h200)
 print("error of the time, 32 KiB to 16 GiB:", *(f"{e * 100:.0f}" for e in h200_errors), "%")
 print(f"median without sign {np.median(abs(h200_errors)):.0%}")
-for_choosing = tuner.bandwidth(("nvls", "Simple"), h200) * costs.busbw_factor("all_reduce", 8)
-wire_rate = tuner.nvls_busbw(h200)
+for_choosing = nccl_tuner.bandwidth(("nvls", "Simple"), h200) * costs.busbw_factor("all_reduce", 8)
+wire_rate = nccl_tuner.nvls_busbw(h200)
 largest = recorded.H200_LARGEST["all_reduce, nvls"]
 print(f"busbw of NVLS: {for_choosing / 1e9:.0f} GB/s in NCCL's comparison, good for choosing only;")
 print(f"{wire_rate / 1e9:.0f} GB/s from the bytes on the wire, {largest / 1e9:.1f} recorded")
@@ -1037,9 +1047,9 @@ assert max(abs(h200_errors[-7:])) < 0.08 and max(abs(h200_errors)) < 0.33
 # %% [markdown]
 # Every choice is right. NCCL's bandwidth for NVLS, 591 GB/s, serves for choosing and for nothing else: 8 GPUs would
 # have to send 380 GB/s each, and NCCL itself counts on 371. The bytes of section 4 say more: (N+1)/N·S at NCCL's rate
-# for the link and 85 % efficiency give 490 GB/s, 2 % from the record. `tuner.estimate` takes that rate for the time of
-# NVLS. The time is then right within 8 % from 256 MiB on. Around 8 MiB it is still up to 32 % too short, because real
-# bandwidth builds up slowly here too.
+# for the link and 85 % efficiency give 490 GB/s, 2 % from the record. `nccl_tuner.estimate` takes that rate for the
+# time of NVLS. The time is then right within 8 % from 256 MiB on. Around 8 MiB it is still up to 32 % too short,
+# because real bandwidth builds up slowly here too.
 #
 # > **What changes on real GPUs.** Nothing has to be rebuilt: `NCCL_DEBUG=INFO` with `NCCL_DEBUG_SUBSYS=TUNING` prints
 # > NCCL's own table (section 9). `NCCL_ALGO` and `NCCL_PROTO` force a choice, for an experiment. In a job they freeze
@@ -1077,16 +1087,16 @@ assert max(abs(h200_errors[-7:])) < 0.08 and max(abs(h200_errors)) < 0.33
 folder = tempfile.TemporaryDirectory(prefix="nccl-")  # goes away with the kernel
 work = Path(folder.name)
 try:
-    toolkit, compiler = native.find_nccl(), native.find_compiler()
+    toolkit, compiler = c_programs.find_nccl(), c_programs.find_compiler()
     print("found nccl.h, libnccl.so.2, the CUDA runtime and a C compiler")
-except native.MissingToolError as error:
+except c_programs.MissingToolError as error:
     toolkit = None
     print(error, "Until then the cells below only show code.", sep="\n")
 
 
 def c(*names, source="all_reduce.c"):
     """Show functions of a C file of the folder native/."""
-    return Markdown(f"```c\n{native.excerpt(source, *names)}\n```")
+    return Markdown(f"```c\n{c_programs.excerpt(source, *names)}\n```")
 
 
 # %% [markdown]
@@ -1218,9 +1228,9 @@ c("release")
 
 # %%
 if toolkit:
-    native.build("all_reduce.c", work / "all_reduce")
-    line = " ".join(native.command("all_reduce.c", "all_reduce", toolkit))
-    shorter = {toolkit.nccl: "$NCCL", toolkit.cuda: "$CUDA", native.NATIVE: "native"}
+    c_programs.build("all_reduce.c", work / "all_reduce")
+    line = " ".join(c_programs.command("all_reduce.c", "all_reduce", toolkit))
+    shorter = {toolkit.nccl: "$NCCL", toolkit.cuda: "$CUDA", c_programs.NATIVE: "native"}
     for path, name in shorter.items():
         line = line.replace(str(path), name)
     print(re.sub(r" (?=-isystem|native|-o|-L|-Wl)", " \\\n    ", line))
@@ -1265,8 +1275,8 @@ if toolkit:
 
 # %%
 if toolkit:
-    native.build("stand_in_nccl.c", work / "stand_in" / "libnccl.so.2")
-    native.build("stand_in_cuda.c", work / "stand_in" / toolkit.runtime)
+    c_programs.build("stand_in_nccl.c", work / "stand_in" / "libnccl.so.2")
+    c_programs.build("stand_in_cuda.c", work / "stand_in" / toolkit.runtime)
 
 
 def on_stand_ins(mode, floats, seconds=30, **environment):
@@ -1334,7 +1344,7 @@ c("next", "TRACE", "ncclAllReduce", source="trace_nccl.c")
 
 # %%
 if toolkit:
-    native.build("trace_nccl.c", work / "libtrace_nccl.so")
+    c_programs.build("trace_nccl.c", work / "libtrace_nccl.so")
     done = on_stand_ins("one-process", 65536, LD_PRELOAD=work / "libtrace_nccl.so")
     assert done.returncode == 0 and "every sum as expected" in done.stdout
     trace = done.stderr.splitlines()

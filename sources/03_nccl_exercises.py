@@ -50,10 +50,10 @@ import torch
 import torch.distributed as dist
 
 from course_utils import expect_error, launch
-from course_utils.checks import c03 as check
+from course_utils.checks import nccl as check
+from course_utils.collective_algorithms import step_through
 from course_utils.costs import format_bytes
 from course_utils.fabric import emulate
-from course_utils.schedules import step_through
 from course_utils.topology import two_level
 
 WORLD_SIZE = 4  # ranks of the demonstrations; the checks choose their own

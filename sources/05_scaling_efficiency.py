@@ -64,8 +64,8 @@ from course_utils.costs import bytes_sent, fit_alpha_beta, format_bytes
 from course_utils.data import Windows
 from course_utils.hardware import GPUS, LINKS
 from course_utils.models import GPTConfig, build, flops_per_token, parameters
+from course_utils.number_formats import FORMATS, store
 from course_utils.widgets import bits_explorer, cost_calculator
-from course_utils.widgets.bits import FORMATS, store
 
 world_size = 4  # ranks, 2 or more
 whole_batch, rank_batch = 24, 12  # windows of text in a step: of all ranks, or of each rank

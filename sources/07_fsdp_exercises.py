@@ -53,7 +53,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from course_utils import launch
-from course_utils.checks import c07 as check
+from course_utils.checks import fsdp as check
 from course_utils.models import GPT
 
 WORLD_SIZE = 4  # ranks of the demonstration; the checks choose their own

@@ -71,8 +71,8 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
-from course_utils import device, expect_error, ffcv_fixes, launch, plots
-from course_utils.images import ImageFolder, image_folder
+from course_utils import device, expect_error, launch, plots
+from course_utils.ffcv import FIXES, ImageFolder, apply_fixes, image_folder, missing
 
 world_size = 2  # ranks
 count = 800  # images of the set that this lesson uses
@@ -80,17 +80,17 @@ gpu_rate = 2_900  # images/s of the GPU that is emulated where there is none
 use_ffcv = True  # False: as if FFCV could not be used here
 
 # %% [markdown]
-# FFCV is a package that few machines have. `ffcv_fixes.missing` says whether it can be used here. If not, the cells
+# FFCV is a package that few machines have. `missing` says whether it can be used here. If not, the cells
 # that need it show what was recorded elsewhere, and say so. All others run for real. `apply` mends what goes wrong in
 # its last release; section 10 comes back to that.
 
 # %%
-without = ffcv_fixes.missing() if use_ffcv else "FFCV is left out, as use_ffcv says."
+without = missing() if use_ffcv else "FFCV is left out, as use_ffcv says."
 if without:
     print(without, "\nWhat needs FFCV below is recorded, not measured.")
     Operation = object
 else:
-    ffcv_fixes.apply()
+    apply_fixes()
     from ffcv import transforms
     from ffcv.fields import IntField, RGBImageField, rgb_image
     from ffcv.fields.basics import IntDecoder
@@ -107,7 +107,7 @@ else:
     print("FFCV can be used: everything below is measured here, unless it says otherwise.")
 
 # %% [markdown]
-# What is recorded was measured by `tests/benchmarks/loading.py`, on the 2,000 images of which this lesson uses a part,
+# What is recorded was measured by `benchmarks/loading.py`, on the 2,000 images of which this lesson uses a part,
 # and lies in `docs/loading.json`. The machine's speed drifts, so all ways to load took turns of a second or an epoch,
 # in several rounds. What is shown are medians over the rounds. Sections 8 and 11 compare two ways within each round.
 
@@ -426,7 +426,7 @@ if not without:
 
 # %% [markdown]
 # Every image has to be RGB. Real ImageNet has grey ones, which is why `ImageFolder` calls `convert("RGB")`. FFCV's
-# writer would wait for ever if one of its processes met another kind; `ffcv_fixes` makes that an error:
+# writer would wait for ever if one of its processes met another kind; `course_utils.ffcv` makes that an error:
 
 # %%
 if not without:
@@ -955,7 +955,7 @@ def through_process_cache(path, order, size):
 
 # %%
 if not without:
-    launch(ffcv_fixes.apply, world_size=world_size)
+    launch(apply_fixes, world_size=world_size)
 held = {n: pages_held(pages_by_batch(order, page_of, 8)) for n, order in orders.items()}
 own = {}
 for name, order in orders.items() if not without else ():
@@ -1346,8 +1346,8 @@ if not without:
 # The first epoch compiles this one operation, for a second or so, and the second shows what it costs from then on.
 #
 # The decoder and all other operations of FFCV are compiled once, too (question 7). On its own FFCV does it in each
-# process and for each loader, at its first batch. `ffcv_fixes` keeps the compiled code in files, so the next loader
-# and the next process find it there:
+# process and for each loader, at its first batch. `course_utils.ffcv` keeps the compiled code in files, so the next
+# loader and the next process find it there:
 
 # %%
 times = RECORDED["compile"]
@@ -1421,7 +1421,7 @@ def rank_loader(path, seed, size=64):
     """This rank's loader, one thread."""
     if without:
         return ByHand(path, size, seed)
-    ffcv_fixes.apply()
+    apply_fixes()
     return ffcv_loader(path, 1, distributed=True, seed=seed, pipelines=numbered(size))
 
 
@@ -1665,8 +1665,8 @@ assert 0 < changed.max() < 26
 #
 # And one from section 4: `smart` without a threshold stores plain pixels.
 #
-# Other mistakes hang for ever, without any message, unless something like `ffcv_fixes` turns them into errors. One of
-# them: an operation that is compiled, behind `ToTensor`.
+# Other mistakes hang for ever, without any message, unless something like `course_utils.ffcv` turns them into errors.
+# One of them: an operation that is compiled, behind `ToTensor`.
 
 # %%
 if not without:
@@ -1676,10 +1676,10 @@ if not without:
         ffcv_loader(files["raw"], pipelines={"image": late, "label": None})
 
 # %% [markdown]
-# What `ffcv_fixes` repairs in FFCV, and what happens without it:
+# What `course_utils.ffcv` repairs in FFCV, and what happens without it:
 
 # %%
-for fix in [] if without else ffcv_fixes.FIXES:
+for fix in [] if without else FIXES:
     print(f"- {fix.why.splitlines()[0]}".replace("``", ""))
 
 # %% [markdown]

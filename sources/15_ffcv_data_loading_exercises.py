@@ -36,8 +36,8 @@ import numpy as np
 import torch.distributed as dist
 
 from course_utils import launch, plots
-from course_utils.checks import c15 as check
-from course_utils.checks.c15 import JOBS, STAGES, Job
+from course_utils.checks import data_loading as check
+from course_utils.checks.data_loading import JOBS, STAGES, Job
 
 WORLD_SIZE = 4  # ranks of the demonstration; the checks choose their own
 
@@ -621,7 +621,7 @@ check.shard(shard)
 # same number, and its Loader drops the last incomplete batch unless `drop_last=False`. For training that is fine. For
 # an evaluation it is not: pass your own `indices`. The quasi-random order does not work with `distributed=True`. Each
 # rank may get pages of its own with `indices`, but then it sees the same samples in every epoch; a new Loader for each
-# epoch, with other pages, costs its compilation, unless `ffcv_fixes` has kept that.
+# epoch, with other pages, costs its compilation, unless `course_utils.ffcv` has kept that.
 # </details>
 
 # %% [markdown]

@@ -21,9 +21,9 @@ for folder in (str(ROOT / "tests"), str(ROOT)):
 
 
 LONG = (  # what takes a minute or so, in the order in which workers begin it; after it the groups with most tests
-    "tests/test_browser.py", "tests/test_launcher_failures.py", "tests/test_grading.py", "tests/test_benchmarks.py",
-    "tests/test_notebooks.py", "notebooks/", "solutions/", "tests/test_launcher", "tests/test_models.py",
-    "tests/test_widgets.py",
+    "tests/promises/test_browser.py", "tests/ranks/test_launcher_failures.py", "tests/grading/",
+    "tests/promises/test_benchmarks.py", "tests/promises/test_notebooks.py", "notebooks/", "solutions/",
+    "tests/ranks/test_launcher", "tests/models/test_models.py", "tests/figures/test_widgets.py",
 )  # fmt: skip
 WITH_FFCV = ("notebooks/15_", "solutions/15_")
 
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "guard(seconds): past this time the test fails, and the run goes on")
-    from course_utils._processes import SLOW, share
+    from course_utils.ranks.processes import SLOW, share
 
     share("torch._dynamo", *SLOW)  # ranks start by the hundred here: what one of them needs, all find imported
 
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _group(nodeid: str) -> str:
     """What one worker runs in one go: a module, a class, a notebook; but papermill's runs one by one."""
-    return nodeid if nodeid.startswith("tests/test_notebooks.py") else nodeid.rsplit("::", 1)[0]
+    return nodeid if nodeid.startswith("tests/promises/test_notebooks.py") else nodeid.rsplit("::", 1)[0]
 
 
 def _place(group: str, tests: Counter) -> tuple[int, int, str]:

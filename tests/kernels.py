@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from jupyter_client import KernelManager
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 MARK = "COURSE_TEST_MARK"  # set for a kernel or script, inherited by all it starts
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -14,9 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._processes import share
-from .._text import is_learner
-from .._watch import Watch
+from ..ranks import Watch, is_learner, share
 from ._limits import COMPUTING, LIMIT, Endless, limited
 
 __all__ = ["CheckFailed", "Exercise", "Outcome", "checked", "message_steps", "paper_problem", "values"]
@@ -41,7 +39,7 @@ COMMON_HINTS = {
     "end at the line named below.",
     "endless": "Look at the condition of the loop: what in the loop changes it?",
     "not-started": "This says nothing about your answer. Run the check again; if it stays so, run `python -m "
-    "course_utils.workshop doctor` in a terminal.",
+    "course_utils doctor` in a terminal.",
     "odd": "Return exactly what the docstring promises: this type, and nothing around it.",
     "error": "The function raised an error; the line in your code is named below.",
     "view": "A tensor need not be contiguous: reshape and flatten copy where view cannot.",
@@ -177,11 +175,11 @@ class Exercise:
 
     def _outcomes(self, fn: Callable, inputs: Sequence[Any], args: tuple, n: int, again: bool = True) -> list[Any]:
         """What the ranks return; a failure is told as what it says about the answer."""
-        from .. import HangError, WorkerError, launcher
+        from .. import HangError, WorkerError, ranks
 
         watch = Watch(self.timeout, COMPUTING)
         try:
-            return launcher.run(_one_rank, (fn, inputs, args), {}, n, LIMIT, BACKEND, watch=watch)
+            return ranks.run(_one_rank, (fn, inputs, args), {}, n, LIMIT, BACKEND, watch=watch)
         except WorkerError as error:
             if error.starting:
                 return self._not_started(error, fn, inputs, args, n, again)
@@ -200,9 +198,9 @@ class Exercise:
         self, error: Exception, fn: Callable, inputs: Sequence[Any], args: tuple, n: int, again: bool
     ) -> list[Any]:
         """Try once more with fresh ranks, and then say that the machine is to blame."""
-        from .. import launcher
+        from .. import shutdown
 
-        launcher.shutdown()
+        shutdown()
         if again:
             return self._outcomes(fn, inputs, args, n, again=False)
         self.refuse("not-started", f"the ranks did not start.\n\n{error}")

@@ -109,11 +109,11 @@ class _Listed:
 
 def ffcv_here() -> bool:
     """Whether FFCV can be used; if so it has been mended."""
-    from .. import ffcv_fixes
+    from ..ffcv import apply_fixes, missing
 
-    if ffcv_fixes.missing():
+    if missing():
         return False
-    ffcv_fixes.apply()
+    apply_fixes()
     return True
 
 

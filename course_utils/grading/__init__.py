@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .report import Report
 
-__all__ = ["grade"]
+_HOME = {  # imported when asked for: a hand-in's kernel lives in this package, and needs none of it
+    "NothingToGrade": "collect", "Report": "report", "table": "report",
+    "Sandbox": "sandbox", "SandboxMissing": "sandbox",
+}  # fmt: skip
+
+__all__ = ["grade", *_HOME]
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 PATIENCE = 4.0  # by which checks wait longer when they are tried again
 
@@ -27,7 +39,40 @@ def grade(
     only: list[str] | None = None,
     report: Report | None = None,
 ) -> list[dict[str, Any]]:
-    """Run the checks of every exercise notebook below a folder; see :func:`course_utils.workshop.grade`."""
+    """Run the checks of every exercise notebook below a folder.
+
+    A hand-in is recognised by its content. It runs in a folder of its own, fenced in (see
+    :class:`course_utils.grading.Sandbox`), with the checks of this course, whatever it brings along. A check
+    that is refused for want of time is tried again when nothing else is running, with four times the time.
+
+    Parameters
+    ----------
+    folder : Path
+        Holds one folder a person, or notebooks named after persons.
+    timeout, limit : float
+        Seconds allowed for a cell, which is then interrupted, and for a notebook, which is then ended.
+    roster : Path, optional
+        CSV file with a column ``person``, or names in its first column.
+    sandbox : {"bubblewrap", "user", "none"}, optional
+        Default: the first that is possible here, but never ``none``.
+    only : list of str, optional
+        Names of the notebooks that were set; default: all.
+    report : course_utils.grading.Report, optional
+        Gets each row as it comes.
+
+    Returns
+    -------
+    list of dict
+        One a person and notebook: ``person``, ``notebook``, ``passed``, ``total``, ``points``, ``of``, ``failed`` and
+        ``same_as_solution`` (names of checks), ``note``, ``file``, ``seconds``, and ``checks`` with each message.
+
+    Raises
+    ------
+    NothingToGrade
+        The folder holds no hand-ins.
+    SandboxMissing
+        There is no way to fence them in; the message says what to install.
+    """
     from .assignments import assignments
     from .collect import collect, read_roster
     from .report import Report

@@ -3,19 +3,29 @@
 Every function returns a figure that pyplot no longer tracks, so that a cell ending in it shows it once.
 """
 
-from ._style import RANK_COLORS, rank_color
+from ._style import FAINT, INK, RANK_COLORS, label_lines, new_figure, rank_color, readable, tint
 from .collectives import bandwidth, before_after, step_picture, timeline
 from .costs import (
     ALGORITHM_COLORS,
     algorithm_color,
     crossover,
+    draw_crossover,
     model_against_emulation,
     predicted_against_recorded,
     scale_out,
+    spoken,
 )
 from .loading import LOADING_COLORS, file_layout, loader_bars, page_accesses, time_shares
-from .memory import PART_COLORS, decimal_bytes, memory_bars, memory_over_length, memory_over_time, partition_picture
-from .mesh import DIMENSION_COLORS, mesh_grid
+from .memory import (
+    PART_COLORS,
+    byte_axis,
+    decimal_bytes,
+    memory_bars,
+    memory_over_length,
+    memory_over_time,
+    partition_picture,
+)
+from .mesh import DIMENSION_COLORS, dimension_color, mesh_grid, short_ranks
 from .pipeline import PIPELINE_COLORS, activation_steps, bubble_curves, real_pipeline, schedule_picture
 from .planner import TIME_COLORS, layout_bars, layout_name, predicted_against_published, search_picture
 from .roofline import generations, ladder, latency_fit, roofline
@@ -45,4 +55,7 @@ __all__ = [
     "predicted_against_recorded", "rank_color", "real_pipeline", "replicas", "roofline", "scale_out", "scaling_curves",
     "scaling_models", "schedule_picture", "search_picture", "shard_timeline", "speedup_laws", "step_picture",
     "step_spans", "step_split", "step_timelines", "time_shares", "timeline", "topology_picture",
+    # What the widgets draw with.
+    "FAINT", "INK", "byte_axis", "dimension_color", "draw_crossover", "label_lines", "new_figure", "readable",
+    "short_ranks", "spoken", "tint",
 ]  # fmt: skip

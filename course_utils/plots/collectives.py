@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from ..collective_algorithms import Message
 from ..costs import busbw
-from ..schedules import Message
 from ._style import FAINT, INK, MARKERS, RANK_COLORS, label_lines, new_figure, rank_color, size_axis, tint
 
 Buffer = Sequence[float] | None

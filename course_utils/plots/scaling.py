@@ -12,19 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 
 from ..costs import format_bytes
 from ..recorded import Scaling
-from ._style import (
-    FAINT,
-    HALO,
-    INK,
-    MARKERS,
-    RANK_COLORS,
-    WIDTH,
-    label_lines,
-    new_figure,
-    readable,
-    size_axis,
-    tint,
-)  # fmt: skip
+from ._style import FAINT, HALO, INK, MARKERS, RANK_COLORS, WIDTH, label_lines, new_figure, readable, size_axis, tint
 
 __all__ = [
     "bucket_choice", "bucket_sweep", "checkpointing", "gradient_range", "scaling_curves", "scaling_models",

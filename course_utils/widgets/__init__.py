@@ -3,11 +3,11 @@
 from .bits import bits_explorer
 from .chooser import algorithm_chooser
 from .cost import cost_calculator
-from .explorer import topology_explorer
 from .memory import memory_calculator
 from .mesh import mesh_explorer
-from .schedules import schedule_explorer
+from .pipeline_schedules import schedule_explorer
 from .stepper import all_reduce_stepper, collective_stepper
+from .topology import topology_explorer
 
 __all__ = [
     "algorithm_chooser",

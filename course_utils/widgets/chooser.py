@@ -7,9 +7,8 @@ from matplotlib.figure import Figure
 
 from ..costs import ALL_REDUCE_ALGORITHMS, Cluster, all_reduce_seconds, flat, format_bytes
 from ..hardware import LINKS
-from ..plots._style import new_figure
-from ..plots.costs import algorithm_color, draw_crossover, spoken
-from ._common import Explorer, Picture
+from ..plots import algorithm_color, draw_crossover, new_figure, spoken
+from ._explorer import Explorer, Picture
 
 __all__ = ["algorithm_chooser"]
 

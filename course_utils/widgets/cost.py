@@ -8,8 +8,8 @@ import ipywidgets as widgets
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from ..plots._style import RANK_COLORS, label_lines, new_figure
-from ._common import Explorer, Picture
+from ..plots import RANK_COLORS, label_lines, new_figure
+from ._explorer import Explorer, Picture
 
 __all__ = ["cost_calculator", "efficiency", "goodput"]
 

@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 
 from .. import memory, models
 from ..hardware import GPU, GPUS
-from ..plots._style import FAINT, INK, new_figure, tint
-from ..plots.memory import PART_COLORS, byte_axis, decimal_bytes
-from ._common import Explorer, Picture
+from ..plots import FAINT, INK, PART_COLORS, byte_axis, decimal_bytes, new_figure, tint
+from ._explorer import Explorer, Picture
 
 __all__ = ["Verdict", "judge", "memory_calculator"]
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 import ipywidgets as widgets
 
 from ..planner import CLUSTERS, MODELS, RECOMPUTE, Cluster, Layout, cluster, legal, mesh_groups, traffic
-from ..plots.memory import decimal_bytes
-from ..plots.mesh import dimension_color, mesh_grid, short_ranks
-from ._common import Explorer, Picture
+from ..plots import decimal_bytes, dimension_color, mesh_grid, short_ranks
+from ._explorer import Explorer, Picture
 
 __all__ = ["Group", "groups_of", "mesh_explorer"]
 

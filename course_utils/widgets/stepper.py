@@ -10,12 +10,11 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
+from ..collective_algorithms import ALGORITHMS, Message, result_slots, schedule, trace
 from ..costs import COLLECTIVES
-from ..errors import WorkerError
-from ..launcher import launch
 from ..plots import step_picture
-from ..schedules import ALGORITHMS, Message, result_slots, schedule, trace
-from ._common import Explorer, Picture
+from ..ranks import WorkerError, launch
+from ._explorer import Explorer, Picture
 
 __all__ = ["all_reduce_stepper", "collective_stepper"]
 

@@ -1,0 +1,161 @@
+"""Measure peak memory and step of ZeRO-3: lesson 06's own version and FSDP2, against DistributedDataParallel.
+
+    python benchmarks/memory.py [--quick] [--ranks N] [--output FILE]
+
+All versions take turns in one run, on the small GPT of the lessons and on a larger one. Prints a table for each;
+nothing is asserted about time or memory.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from algorithms import from_lesson
+from report import table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from course_utils import launch
+from course_utils.memory import PARTS, held, track
+from course_utils.models import GPTConfig, build, parameters
+
+LESSON = Path(__file__).resolve().parents[1] / "sources" / "06_zero.py"
+MODELS = {"small": GPTConfig(), "larger": GPTConfig(layers=4, heads=8, hidden=256)}
+WARM_UP = 3  # steps
+
+
+def adam(weights) -> torch.optim.Adam:
+    return torch.optim.Adam(weights, lr=1e-3)
+
+
+def ways(config: GPTConfig, zero3: type[nn.Module]) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
+    """On a rank: model and optimizer of each version, all with the same weights."""
+    ddp = DistributedDataParallel(build(config), gradient_as_bucket_view=True)
+    own = zero3(build(config), adam)
+    fsdp, mesh = build(config), init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*fsdp.blocks, fsdp):
+        fully_shard(part, mesh=mesh)
+    return {
+        "DistributedDataParallel": (ddp, adam(ddp.parameters())),
+        "Zero3": (own, own.optimizer),
+        "FSDP2": (fsdp, adam(fsdp.parameters())),
+    }
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    """Forward, backward and update; the loss of this rank."""
+    loss = nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+    loss.backward()
+    model.step() if hasattr(model, "step") else optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def take_turns(config: GPTConfig, zero3: type[nn.Module], batch: int, repeats: int) -> dict:
+    """On a rank, by version: seconds of every step, losses, the parts of one more step's peak and of what it leaves."""
+    versions, seed = ways(config, zero3), torch.Generator().manual_seed(dist.get_rank())
+    found: dict = {name: {"seconds": [], "losses": []} for name in versions}
+    x = torch.randint(0, config.vocabulary, (batch, config.context + 1), generator=seed)
+    for _ in range(WARM_UP + repeats):
+        for name, version in versions.items():
+            dist.barrier()
+            start = time.perf_counter()
+            found[name]["losses"].append(step(*version, x))
+            found[name]["seconds"].append(time.perf_counter() - start)
+    for name, version in versions.items():
+        with track(*version) as tracker:
+            step(*version, x)
+        found[name] |= {"peak": tracker.peak.parts(), "held": held(*version).parts()}
+    return found
+
+
+def measure_model(config: GPTConfig, zero3: type[nn.Module], ranks: int, batch: int, repeats: int) -> dict:
+    """Median step by version, each step counted at its slowest rank; the peak is that of the rank with the largest."""
+    by_rank = launch(take_turns, config, zero3, batch, repeats, world_size=ranks, backend="gloo", timeout=600)
+    first, rows = by_rank[0]["DistributedDataParallel"]["losses"][:WARM_UP], {}
+    for name in by_rank[0]:
+        off = max(abs(a - b) for a, b in zip(by_rank[0][name]["losses"], first, strict=False))
+        if off > 1e-4:
+            raise AssertionError(f"{name} has other losses than DDP: off by {off:.1g}")
+        turns = zip(*(rank[name]["seconds"][WARM_UP:] for rank in by_rank), strict=True)
+        rows[name] = {
+            "seconds": [max(turn) for turn in turns],
+            **{
+                key: max((rank[name][key] for rank in by_rank), key=lambda parts: sum(parts.values()))
+                for key in ("peak", "held")
+            },
+        }
+    base, fsdp = sum(rows["DistributedDataParallel"]["peak"].values()), rows["FSDP2"]["seconds"]
+    for row in rows.values():
+        seconds = row.pop("seconds")
+        ratios = sorted(mine / theirs for mine, theirs in zip(seconds, fsdp, strict=True))
+        row |= {
+            "peak_bytes": sum(row["peak"].values()),
+            "peak_ratio": sum(row["peak"].values()) / base,
+            "step_s": statistics.median(seconds),
+            "step_ratio": statistics.median(ratios),
+            "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
+        }
+    return {"config": dataclasses.asdict(config), "parameters": parameters(config), "versions": rows}
+
+
+def measure(ranks: int, batch: int, repeats: int) -> dict:
+    zero3 = from_lesson("Zero3", LESSON)
+    found = {name: measure_model(config, zero3, ranks, batch, repeats) for name, config in MODELS.items()}
+    return {"torch": torch.__version__, "ranks": ranks, "windows_per_rank": batch, "repeats": repeats, "models": found}
+
+
+def markdown(result: dict) -> str:
+    """What was measured, a table for each model."""
+    parts = []
+    for name, model in result["models"].items():
+        rows = [
+            [
+                version,
+                f"{sum(row['held'].values()) / 1e3:,.0f} kB",
+                f"{row['peak_bytes'] / 1e3:,.0f} kB",
+                f"{row['peak_ratio']:.2f}×",
+                ", ".join(f"{part} {row['peak'][part] / 1e3:,.0f}" for part in PARTS),
+                f"{row['step_s'] * 1e3:.1f} ms",
+                f"{row['step_ratio']:.2f}× ({row['quartiles'][0]:.2f} to {row['quartiles'][1]:.2f})",
+            ]
+            for version, row in model["versions"].items()
+        ]
+        head = ["version", "between steps", "peak of a rank", "against DDP", "parts at the peak, kB", "step (median)"]
+        head.append("against FSDP2 (quartiles)")
+        parts += [
+            f"## ZeRO-3 on {result['ranks']} ranks, {name} GPT of {model['parameters']:,} parameters",
+            table(head, rows),
+        ]
+    note = (
+        f"Adam in fp32, {result['windows_per_rank']} windows of {GPTConfig().context} tokens a rank; DDP's gradients "
+        f"are views into its buckets. {result['repeats']} steps each, in turns, at the slowest rank; bytes are of one "
+        f"more step, at the rank with the most. Zero3's gathered units count as parameters, FSDP2's as buffers. "
+        f"torch {result['torch']}."
+    )
+    return "\n\n".join([*parts, note])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run: 2 ranks, few steps")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=2, help="windows a rank takes in a step")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--output", type=Path, help="JSON to write")
+    args = parser.parse_args()
+    result = measure(2, 1, 3) if args.quick else measure(args.ranks, args.batch, args.repeats)
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    main()

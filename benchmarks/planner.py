@@ -1,0 +1,109 @@
+"""Measure what lessons 10 and 12 wait for: a simulated schedule, and the search of all layouts of a cluster.
+
+    python benchmarks/planner.py [--quick] [--output FILE]
+
+Prints a table with the goals beside; nothing is asserted.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from report import table
+
+from course_utils import pipeline, planner
+
+GOALS = {"schedule_s": 1.0, "search_s": 2.0}
+
+
+def median(work: Callable[[], object], repeats: int) -> tuple[float, object]:
+    """Median seconds of `work`, and what it returned last."""
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = work()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken), result
+
+
+def schedules(ranks: int, microbatches: int, repeats: int) -> list[dict]:
+    """Make and simulate every schedule but the naive one."""
+    rows = []
+    for name, make in pipeline.SCHEDULES.items():
+        if name != "naive":
+            seconds, run = median(lambda make=make: pipeline.simulate(make(ranks, microbatches)), repeats)
+            rows.append(
+                {"name": name, "ranks": ranks, "microbatches": microbatches, "s": seconds, "bubble": run.bubble}
+            )
+    return rows
+
+
+def searches(gpus: int, repeats: int) -> list[dict]:
+    """Plan all layouts of `gpus` GPUs, with a sequence for each."""
+    rows = []
+    for model, machine in (("Llama 3 70B", "DGX H100"), ("GPT-3 175B", "DGX A100")):
+        arguments = planner.MODELS[model], planner.cluster(machine, gpus), gpus
+        seconds, found = median(lambda arguments=arguments: planner.search(*arguments), repeats)
+        refused = sum(found.refused.values())
+        rows.append({"model": model, "gpus": gpus, "legal": len(found.plans), "refused": refused, "s": seconds})
+    return rows
+
+
+def measure(quick: bool) -> dict:
+    ranks, microbatches, gpus, repeats = (4, 8, 64, 1) if quick else (64, 512, 1024, 5)
+    return {
+        "quick": quick,
+        "schedules": schedules(ranks, microbatches, repeats),
+        "searches": searches(gpus, repeats),
+    }
+
+
+def markdown(result: dict) -> str:
+    """What was measured, with the goals."""
+    simulated = [
+        [
+            row["name"],
+            f"{row['ranks']} × {row['microbatches']}",
+            f"{row['s']:.2f} s",
+            f"below {GOALS['schedule_s']:.0f} s",
+        ]
+        for row in result["schedules"]
+    ]
+    searched = [
+        [
+            row["model"],
+            str(row["gpus"]),
+            str(row["legal"]),
+            str(row["refused"]),
+            f"{row['s']:.2f} s",
+            f"below {GOALS['search_s']:.0f} s",
+        ]
+        for row in result["searches"]
+    ]
+    return "\n\n".join(
+        [
+            "## A schedule, made and simulated (median)",
+            table(["schedule", "stages × micro-batches", "taken", "goal"], simulated),
+            "## All layouts of a cluster, planned and ranked (median)",
+            table(["model", "GPUs", "legal", "refused", "taken", "goal"], searched),
+            "A smoke run." if result["quick"] else "On one core.",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run: few stages, few GPUs, once each")
+    parser.add_argument("--output", type=Path, help="JSON to write")
+    args = parser.parse_args()
+    result = measure(args.quick)
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""Make the course: notebooks from their sources, in one way only, and the minutes that it states."""
+
+from __future__ import annotations
+
+from .build import FOLDERS, ROOT, build, check, execute
+from .minutes import update as update_minutes
+
+__all__ = ["FOLDERS", "ROOT", "build", "check", "execute", "update_minutes"]

@@ -1,0 +1,131 @@
+"""Describe this machine: what of the course is real on it, and whether ranks start."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import time
+from typing import Any
+
+__all__ = ["chromium", "doctor", "machine"]
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine, and what of the course is real on it; never initialises CUDA.
+
+    Returns
+    -------
+    dict
+        ``python``, ``torch`` and ``system``: versions; ``cores``: those this process may use; ``memory``: bytes;
+        ``gpus``: list of ``{"name", "memory"}`` (bytes); ``links``: kind of link by pair of GPUs, in nvidia-smi's
+        terms (``NV18`` is 18 NVLinks, ``PIX``, ``PHB`` and ``SYS`` are ever longer ways over PCIe);
+        ``world_size`` and ``backend``: what ``launch`` takes by default; ``real`` and ``emulated``: lists of sentences.
+    """
+    import psutil
+    import torch
+
+    from .ranks import gpu_count, settle
+    from .topology import nvidia_smi
+
+    count = gpu_count()
+    listing = nvidia_smi("--query-gpu=name,memory.total", "--format=csv,noheader,nounits") if count else ""
+    rows = [line.rsplit(",", 1) for line in listing.splitlines()[:count]]
+    gpus = [{"name": name.strip(), "memory": int(mebibytes) * 2**20} for name, mebibytes in rows]
+    gpus += [{"name": "GPU", "memory": 0}] * (count - len(gpus))
+    world_size, _ = settle(None, "gloo")
+    backend = "nccl" if count >= world_size else "gloo"
+    real = [f"{world_size} ranks: separate processes in a real process group ({backend})"]
+    emulated = ["several hosts: played by processes on this one"]
+    if backend == "nccl":
+        real += ["the links between GPUs: measured, and used by every collective"]
+    else:
+        real += ["the bytes that ranks exchange, and results equal to one process"]
+        emulated = ["GPU links (NVLink, PCIe, InfiniBand): modelled, or quoted from a source", *emulated]
+    if count:
+        real += ["GPU kernels and GPU memory: measured" + (" on one GPU at a time" if backend == "gloo" else "")]
+    else:
+        emulated = ["GPU speed and GPU memory: modelled, or quoted from a source", *emulated]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+        "gpus": gpus,
+        "links": _links(nvidia_smi("topo", "-m"), count) if count > 1 else {},
+        "world_size": world_size,
+        "backend": backend,
+        "real": real,
+        "emulated": emulated,
+    }
+
+
+def _links(topology: str, gpus: int) -> dict[str, str]:
+    """Kinds of link by pair of GPUs, from what ``nvidia-smi topo -m`` prints: ``{"0-1": "NV18", …}``."""
+    from .topology import parse_matrix
+
+    try:
+        cells = parse_matrix(topology).cells
+    except ValueError:
+        return {}
+    pairs = [(a, b) for a in range(gpus) for b in range(a + 1, gpus) if (f"GPU{a}", f"GPU{b}") in cells]
+    return {f"{a}-{b}": cells[f"GPU{a}", f"GPU{b}"] for a, b in pairs}
+
+
+def chromium() -> str | None:
+    """Path of a Chromium or Chrome for the browser tests."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    places = [*map(shutil.which, names), "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"]
+    return next((place for place in places if place and os.path.exists(place)), None)
+
+
+def doctor() -> bool:
+    """Print a report on this machine, after a real launch of two ranks; return whether the course can run."""
+    other = os.environ.get("PYTHONPATH")
+    advice = f"PYTHONPATH is set, so packages in {other} come before the course's: unset PYTHONPATH, then try again"
+    try:
+        found = machine()
+    except Exception as error:  # whatever a package does that was damaged, or made for another Python
+        print(f"imports   failed: {type(error).__name__}: {error}")
+        print(f"\n{advice if other else 'make clean lab installs the packages again'}")
+        return False
+    gpus = [f"{gpu['name']} ({gpu['memory'] / 1e9:.0f} GB)" for gpu in found["gpus"]]
+    report = {
+        "Python": f"{found['python']} on {found['system']}",
+        "torch": found["torch"],
+        "cores": found["cores"],
+        "memory": f"{found['memory'] / 1e9:.0f} GB",
+        "GPUs": ", ".join(gpus) or "none (none is needed)",
+        "links": ", ".join(f"{pair} {kind}" for pair, kind in found["links"].items()) or "no GPU pairs",
+        "ranks": f"{found['world_size']} by default, over {found['backend']}",
+        "Chromium": "yes" if chromium() else "no (only tests need it)",
+    }
+    report |= {"warning": advice} if other else {}
+    print("\n".join(f"{name:9} {value}" for name, value in report.items()))
+    start = time.perf_counter()
+    try:
+        sums = _sum_of_two_ranks()
+    except Exception as error:
+        print(f"launch    failed\n\n{error}" + (f"\n\n{advice}" if other else ""))
+        return False
+    print(f"launch    2 ranks, one all_reduce: {sums} in {time.perf_counter() - start:.1f} s")
+    print("\n".join(["", "real here:", *found["real"], "", "emulated here:", *found["emulated"]]))
+    return sums == [3.0, 3.0]
+
+
+def _sum_of_two_ranks() -> list[float]:
+    from . import launch, shutdown
+
+    def add() -> float:
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(total)
+        return total.item()
+
+    try:
+        return launch(add, world_size=2, backend="gloo", timeout=120)
+    finally:
+        shutdown()

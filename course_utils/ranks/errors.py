@@ -1,0 +1,373 @@
+"""What a learner reads when ranks fail, hang or are interrupted: the first cause, and where every rank stood."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+from .labels import align, rank_label, size_text
+
+__all__ = ["HangError", "Interrupted", "WorkerError", "expect_error"]
+
+_WIDTH = 110  # characters of a line of code, with its place, that a table shows
+_FRAMES = 8  # of a deep stack that are shown at its beginning and at its end
+
+
+class _Report:
+    """Shown as its own text, without the frames of this package."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+    def __reduce__(self):
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[BaseException], args: tuple, state: dict) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
+def refusal(kind: type[Exception], text: str, name: str = "") -> Exception:
+    """A built-in exception for bad input, shown to the learner without the frames of this package."""
+    return type(name or kind.__name__, (_Report, kind), {"__module__": "builtins"})(text)
+
+
+class WorkerError(_Report, RuntimeError):
+    """A rank raised an exception or died.
+
+    Attributes
+    ----------
+    rank : int
+        The rank that failed first (the lowest, if several failed alike).
+    exception : str
+        Its error in one line, such as ``ValueError: bad batch`` or ``killed by signal SIGKILL``.
+    traceback : str
+        The learner's frames.
+    states : list of str
+        One line a rank: where it stood.
+    starting : bool
+        Whether it happened before the function began, while the ranks made their process group.
+    """
+
+    starting = False
+
+    def __init__(self, rank: int, exception: str, traceback: str, states: list[str], message: str):
+        self.rank, self.exception, self.traceback, self.states = rank, exception, traceback, states
+        super().__init__(message)
+
+
+class HangError(WorkerError):
+    """The ranks did not finish in time. ``fault`` names the likely cause, ``rank`` the rank to blame.
+
+    ``kind`` is ``"stuck"`` if each rank waits for another in vain, ``"endless"`` if one computes without end, else
+    ``"slow"``.
+    """
+
+    def __init__(self, rank: int, head: str, fault: str, states: list[str], kind: str = "slow"):
+        self.rank, self.exception, self.traceback, self.states = rank, "no result in time", "", states[1:]
+        self.fault, self.kind = fault, kind
+        RuntimeError.__init__(self, "\n\n".join([head, fault, "\n".join(with_note(states))]))
+
+
+def with_note(states: list[str]) -> list[str]:
+    """A table of ranks, with a line below it that explains its numbers, if there are any."""
+    return [*states, _NUMBERS] if any(" #" in row for row in states) else states
+
+
+_NUMBERS = "# counts all collectives of a group, whatever they are called"
+
+
+class Interrupted(_Report, KeyboardInterrupt):
+    """The learner interrupted the kernel; the ranks were stopped. ``states`` says where they stood."""
+
+    def __init__(self, states: list[str]):
+        self.states = states[1:]
+        where = " where they stood\n\n" + "\n".join(with_note(states)) if states else ""
+        super().__init__(f"the ranks were stopped{where}")
+
+
+@contextlib.contextmanager
+def expect_error(kind: type[BaseException] | tuple[type[BaseException], ...] = WorkerError) -> Iterator[None]:
+    """Show the error that the block raises, and fail if it raises none.
+
+    Without `kind` any failure of the ranks is expected: an error, a death or a hang.
+
+    Examples
+    --------
+    >>> with expect_error(ZeroDivisionError):
+    ...     1 / 0
+    ZeroDivisionError: division by zero
+    """
+    try:
+        yield
+    except kind as error:
+        print(f"{type(error).__name__}: {error}")
+    else:
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise AssertionError(f"expected {names}, but nothing was raised")
+
+
+# ----------------------------------------------------------------------------------------------- from evidence to words
+
+
+def file_label(filename: str) -> str:
+    """``cell [5]`` for a notebook cell, else the file's name."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(filename)
+    return f"cell [{number}]" if number is not None else os.path.basename(filename)
+
+
+def line_text(frame: dict | None) -> str:
+    if frame is None:
+        return ""
+    return _cut(f"{file_label(frame['file'])}, line {frame['line']}: {frame['text']}".rstrip(": "))
+
+
+def _cut(text: str, width: int = _WIDTH) -> str:
+    return text if len(text) <= width else f"{text[: width - 2]} …"
+
+
+def traceback_text(failure: dict) -> str:
+    """The learner's frames of a failure, oldest first, and the library function that raised, if it was one."""
+    frames = failure["frames"]
+    shown = _folded([
+        f"  {file_label(f['file'])}, line {f['line']}, in {f['function']}\n      {_cut(f['text'])}".rstrip()
+        for f in frames
+        if f["learner"]
+    ])  # fmt: skip
+    if frames and "site-packages" in frames[-1]["file"]:
+        module = frames[-1]["file"].rpartition("site-packages" + os.sep)[2].removesuffix(".py").replace(os.sep, ".")
+        shown.append(f"  raised in {module}.{frames[-1]['function']}")
+    if failure["cause"]:
+        shown.append(f"  after {failure['cause']}")
+    return "\n".join(shown)
+
+
+def _folded(frames: list[str]) -> list[str]:
+    """Frames in which one that repeats stands once, and of a deep stack the beginning and the end."""
+    shown: list[str] = []
+    for frame, repeated in itertools.groupby(frames):
+        count = len(list(repeated))
+        shown += [frame] if count == 1 else [frame, f"  … {count - 1:,} more times"]
+    left_out = len(shown) - 2 * _FRAMES
+    return shown if left_out <= 1 else [*shown[:_FRAMES], f"  … {left_out:,} more frames", *shown[-_FRAMES:]]
+
+
+def operation_text(entry: dict | None) -> str:
+    """An operation in words: ``all_reduce #3 (default, 4 kB)``: its number among the group's, the group, the size."""
+    if entry is None:
+        return "none"
+    size = f", {size_text(entry['bytes'])}" if entry["op"] != "barrier" else ""
+    if entry["op"] == "send":
+        return f"send to rank {entry['peer']} ({size[2:]})"
+    if entry["op"] == "recv":
+        source = "any rank" if entry["peer"] is None else f"rank {entry['peer']}"
+        return f"recv from {source} ({size[2:]})"
+    return f"{entry['op']} #{entry['number']} ({entry['group']}{size})"
+
+
+def death_text(code: int | None) -> str:
+    if code is None:
+        return "the process that all ranks are forked from has ended; the next call starts another"
+    if code >= 0:
+        return f"the process ended itself with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"number {-code}"
+    hint = {"SIGKILL": " (by hand, or by the system when memory runs out)", "SIGSEGV": " (invalid memory access)",
+            "SIGABRT": " (a C++ library gave up)"}.get(name, "")  # fmt: skip
+    return f"killed by signal {name}{hint}"
+
+
+def worker_error(failure: dict, failures: dict[int, dict], standings: dict[int, dict]) -> WorkerError:
+    """The error for the failure that came first; ranks that failed alike are named together."""
+    states = state_table(standings)
+    if "death" in failure:
+        alike = [rank for rank, other in failures.items() if other is failure]
+        text, traceback = death_text(failure["death"]), ""
+        said = f"It said: {failure['said']}" if failure["said"] else ""
+        advice = "\n".join(part for part in (said, mismatch(failure["last"], standings)) if part)
+        parts = [f"rank {alike[0]} died: {text}", advice]
+    else:
+        same = failure["text"], failure["line"]
+        alike = sorted(rank for rank, other in failures.items() if (other.get("text"), other["line"]) == same)
+        text, traceback = failure["text"], traceback_text(failure)
+        parts = [f"{rank_label(alike)} failed: {text}", _advice(text), traceback]
+    elsewhere = [s for rank, s in standings.items() if rank not in alike and s["phase"] != "not in this cell"]
+    parts += ["\n".join(with_note(states))] if elsewhere else []
+    error = WorkerError(alike[0], text, traceback, states[1:], "\n\n".join(part for part in parts if part))
+    error.starting = failure.get("starting", False)
+    return error
+
+
+def _advice(text: str) -> str:
+    """What to do about an error whose own words do not say it."""
+    if "bdb.BdbQuit" in text:
+        return "Ranks have no keyboard, so a debugger cannot stop there: print, or return what you want to see."
+    if "Unable to find address for" in text or ("enforce fail" in text and "transport/tcp" in text):
+        name = os.environ.get("GLOO_SOCKET_IFNAME")
+        if name:
+            return f"GLOO_SOCKET_IFNAME is {name!r}, which names no interface of this machine that is up."
+        return "The ranks meet over the loopback interface (lo), and it is down: `ip link set lo up`."
+    return ""
+
+
+def difference(calls: dict[int, list[tuple]]) -> str:
+    """The first collective that ranks of a group have called differently although the library did not complain.
+
+    ``calls`` has for each rank (operation, reduction, dtype, bytes, root) of each of its calls.
+    """
+    calls = dict(sorted(calls.items()))
+    each = enumerate(zip(*calls.values(), strict=False), 1)
+    number, together = next(((n, some) for n, some in each if len(set(some)) > 1), (0, ()))
+    if not together:
+        return ""
+    ranks, operation = list(calls), together[0][0]
+    for what, position, show in (("operations", 0, str), ("reductions", 1, str), ("dtypes", 2, str),
+                                 ("sizes", 3, size_text), ("roots", 4, "root {}".format)):  # fmt: skip
+        values: dict = {}
+        for rank, signature in zip(ranks, together, strict=True):
+            values.setdefault(signature[position], []).append(rank)
+        if len(values) > 1:
+            text = "; ".join(f"{rank_label(some)} {show(value)}" for value, some in values.items())
+            name = f"collective number {number}" if position == 0 else f"{operation} number {number}"
+            return f"the ranks called {name} with different {what} ({text}), and nothing noticed: the result is wrong."
+    return ""
+
+
+def mismatch(last: dict | None, standings: dict[int, dict]) -> str:
+    """Advice when a rank died in a collective that others call with another size; else nothing."""
+    if last is None or last["op"] in ("send", "recv"):
+        return ""
+    sizes = {
+        rank: entry["bytes"]
+        for rank, s in standings.items()
+        if (entry := s.get("waiting") or s.get("last"))
+        and all(entry[what] == last[what] for what in ("op", "number", "group"))
+    }
+    if len(set(sizes.values())) < 2:
+        return ""
+    text = ", ".join(f"rank {rank} {size_text(size)}" for rank, size in sizes.items())
+    return f"Likely fault: {last['op']} number {last['number']} was called with different sizes: {text}."
+
+
+def state_table(standings: dict[int, dict]) -> list[str]:
+    """A head, then one line a rank: state, last operation, line. Beyond 8, ranks that stand alike share a line."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for rank, standing in standings.items():
+        waiting = standing.get("waiting")
+        state = (
+            "waits" if waiting else {"running": "runs", "starting": "starts"}.get(standing["phase"], standing["phase"])
+        )
+        row = (state, operation_text(waiting or standing.get("last")), line_text(standing.get("line")))
+        rows.setdefault(row if len(standings) > 8 else (*row, str(rank)), []).append(rank)
+    body = [(rank_label(ranks).split(" ", 1)[1], *row[:3]) for row, ranks in rows.items()]
+    return align([("rank", "state", "last operation", "line"), *body]).split("\n")
+
+
+def likely_fault(standings: dict[int, dict]) -> tuple[int, str]:
+    """The rank to blame, and one sentence that names the likely reason why the ranks do not finish."""
+    waiting = {rank: s["waiting"] for rank, s in standings.items() if s.get("waiting")}
+    collectives = {rank: e for rank, e in waiting.items() if e["op"] not in ("send", "recv")}
+    if collectives:
+        return _collective_fault(standings, collectives)
+    if waiting:
+        return _message_fault(standings, waiting)
+    busy = [rank for rank, s in standings.items() if s["phase"] != "returned"]
+    who = rank_label(busy)
+    verb = "is" if len(busy) == 1 else "are"
+    doing = "; ".join(dict.fromkeys(_doing(standings[rank]) for rank in busy))
+    doing = doing if len(busy) == 1 else _plural(doing)
+    return busy[0], f"{who} {verb} still busy, and no rank waits for another: {doing}."
+
+
+def _doing(standing: dict) -> str:
+    if standing.get("waiting"):
+        return f"it waits in {operation_text(standing['waiting'])}"
+    ended = {
+        "returned": "it has returned from the function",
+        "failed": "it has failed",
+        "died": "it has died",
+        "not in this cell": "the cell does not run on it",
+    }
+    if standing["phase"] in ended:
+        return ended[standing["phase"]]
+    if standing["phase"] == "starting":
+        return "it is still starting"
+    where = line_text(standing.get("line"))
+    return f"it is at {where}" if where else "it gives no answer"
+
+
+def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tuple[int, str]:
+    first = min(waiting.values(), key=lambda entry: (len(entry["ranks"]), entry["number"]))
+    key, number, op = first["key"], first["number"], first["op"]
+    name = f"{op} number {number}"
+    waiting = {r: entry for r, entry in waiting.items() if entry["key"] == key}
+    last = {r: standings[r].get("latest", {}).get(key) for r in first["ranks"] if r in standings}
+    missing = [r for r, entry in last.items() if entry is None or entry["number"] < number]
+    here = {r: waiting.get(r, entry) for r, entry in last.items() if r not in missing}
+    here = {r: entry for r, entry in here.items() if entry["number"] == number}
+    calls = {r: entry["op"] for r, entry in here.items()}
+    if len(set(calls.values())) > 1:
+        text = "; ".join(
+            f"{rank_label([r for r in calls if calls[r] == call])} called {call}"
+            for call in dict.fromkeys(calls.values())
+        )
+        return _odd(calls), f"The ranks disagree on collective number {number} of the {first['group']} group: {text}."
+    if missing:
+        reasons = {_doing(standings[r]): r for r in reversed(missing)}
+        why = [f"rank {r}: {reason}" for reason, r in list(reasons.items())[-3:]]
+        if len(reasons) == 1:
+            why = [_plural(reason) if len(missing) > 1 else reason for reason in reasons]
+        who = f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
+        return missing[0], f"{who} in {name}; {rank_label(missing)} never joined it ({'; '.join(why)})."
+    for what, field, show in (("sizes", "bytes", size_text), ("roots", "peer", "root {}".format)):
+        values = {r: entry[field] for r, entry in here.items()}
+        if len(set(values.values())) > 1:
+            text = ", ".join(f"rank {r} {show(value)}" for r, value in values.items())
+            return _odd(values), f"The ranks call {name} with different {what}: {text}."
+    return min(waiting), f"All ranks joined {name}, and it is not done: look for an earlier mismatch, or a slow link."
+
+
+def _plural(sentence: str) -> str:
+    words = {"it has": "they have", "it is": "they are", "it waits": "they wait", "it gives": "they give"}
+    return next((sentence.replace(one, many, 1) for one, many in words.items() if sentence.startswith(one)), sentence)
+
+
+def _odd(values: dict[int, object]) -> int:
+    """The rank whose value the fewest share."""
+    counts = list(values.values())
+    return min(values, key=lambda rank: (counts.count(values[rank]), rank))
+
+
+def _message_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tuple[int, str]:
+    ring, rank = [], next(iter(waiting))
+    while rank in waiting and rank not in ring and waiting[rank]["peer"] is not None:
+        ring.append(rank)
+        rank = waiting[rank]["peer"]
+    if rank in ring:
+        ring = ring[ring.index(rank) :]
+        operations = {waiting[r]["op"] for r in ring}
+        chain = " → ".join(f"rank {r}" for r in [*ring, ring[0]])
+        reason = "the order of their calls differs"
+        tags = {waiting[r]["stream"][2] for r in ring if waiting[r].get("stream")}
+        if len(tags) > 1 and len(operations) == 2 and len(ring) == 2:
+            reason = f"their tags differ: {' and '.join(map(str, sorted(tags)))}"
+        if len(operations) == 1:
+            reason = (
+                "each sends first and none receives" if "send" in operations else "each receives first and none sends"
+            )
+        return min(ring), f"The ranks wait for each other in a circle ({chain}): {reason}."
+    rank, entry = next(((r, e) for r, e in waiting.items() if e["peer"] not in waiting), next(iter(waiting.items())))
+    peer, what = entry["peer"], operation_text(entry)
+    if peer is None or peer not in standings:
+        return rank, f"rank {rank} waits in {what}, and no message comes."
+    verb = "receives" if entry["op"] == "send" else "sends"
+    return peer, f"rank {rank} waits in {what}, but rank {peer} never {verb} it ({_doing(standings[peer])})."

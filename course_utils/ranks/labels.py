@@ -1,0 +1,55 @@
+"""Small pieces of text that several modules write alike (private)."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+
+MARK = b"\x1e"  # in what a rank prints: starts a record that is not text
+STATUS_BYTES = 8192  # of a rank's status file for its last operation; reports of fatal errors follow
+
+IDLE_SECONDS = 900  # after which a rank that has nothing to do ends by itself
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PLACES = {sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")} | {_PACKAGE}
+_LIBRARIES = ("<frozen", *(place + os.sep for place in _PLACES))
+
+
+def is_learner(filename: str) -> bool:
+    """Whether a file is the learner's own, not Python's, an installed package's or the course's."""
+    return not filename.startswith(_LIBRARIES) and "-packages" + os.sep not in filename
+
+
+def rank_label(ranks: list[int]) -> str:
+    """``rank 2``, ``ranks 0-3`` or ``ranks 0,2``."""
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return "ranks " + ",".join(parts)
+
+
+def size_text(size: float) -> str:
+    """Bytes with a decimal unit: ``4 kB``, ``1.05 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def align(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+    """Rows of text as columns of equal width; ``right`` names the columns to align to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

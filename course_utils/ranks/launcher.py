@@ -1,0 +1,206 @@
+"""Run a function on every rank, from a notebook cell, and get the results by rank."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+from . import errors
+
+__all__ = ["device", "launch", "shutdown"]
+
+if (worker := sys.modules.get("course_utils.ranks.worker")) and worker.state.rank >= 0:  # inside a rank
+    pool = None
+else:
+    from . import cell_advice, pool, processes
+
+    _launched = pool.Pool()
+    atexit.register(_launched.close)
+    if "RANK" not in os.environ:
+        with contextlib.suppress(OSError):  # told when ranks are asked for
+            processes.start_server()
+
+    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
+        cell_advice.install(shell)
+
+_DEFAULT_WORLD_SIZE = 4
+_MAX_WORLD_SIZE = 128
+_announced: set[tuple[int, int]] = set()
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int | None = None,
+    timeout: float = 60.0,
+    backend: str | None = None,
+    init: bool = True,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks and return the results, index = rank.
+
+    Each rank is a process of its own, kept warm between calls. Random generators are seeded with the rank each time.
+
+    Parameters
+    ----------
+    fn : callable
+        Any function, also one defined in a cell, with closures and classes.
+    world_size : int, optional
+        Number of ranks. Default: environment variable ``COURSE_WORLD_SIZE``, else the number of GPUs if there are
+        several, else 4.
+    timeout : float
+        Seconds after which the ranks are stopped and :class:`HangError` is raised.
+    backend : {"gloo", "nccl"}, optional
+        Default: ``nccl`` if there is a GPU for every rank, else ``gloo`` on the CPU.
+    init : bool
+        Whether a default process group exists when ``fn`` runs. If False only the variables are set by which
+        ``torchrun`` tells a program its place, ``fn`` calls ``init_process_group`` itself, and the ranks are fresh
+        processes that end as programs do: threads are waited for, exit functions run. Unlike there, random numbers
+        are seeded with the rank.
+
+    Returns
+    -------
+    list
+        Results by rank; tensors are on the CPU.
+
+    Raises
+    ------
+    WorkerError
+        A rank raised an exception or died: the first cause, and where the others stood.
+    HangError
+        No result in time: where each rank waits, and the likely fault.
+    TypeError, ValueError
+        Arguments that cannot be sent or make no sense; nothing has run then.
+    """
+    return run(fn, args, kwargs, world_size, timeout, backend, init)
+
+
+def run(
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    world_size: int | None = None,
+    timeout: float = 60.0,
+    backend: str | None = None,
+    init: bool = True,
+    watch: Any = None,
+) -> list[Any]:
+    """As :func:`launch`; with a ``watch`` (see `watch`) ranks that cannot finish are told before the time-out."""
+    from . import serialization
+
+    if pool is None:
+        raise errors.refusal(
+            RuntimeError, "launch was called on a rank; ranks cannot start ranks. Call it from the notebook."
+        )
+    if not callable(fn):
+        raise errors.refusal(
+            TypeError,
+            f"launch takes a function to run on every rank, not {type(fn).__name__}: write launch(fn, *args), "
+            "without brackets behind fn",
+        )
+    if not isinstance(init, bool):
+        raise errors.refusal(TypeError, f"init is True or False, not {init!r}")
+    world_size, backend = settle(world_size, backend)
+    try:
+        body = serialization.pack_call(fn, args, kwargs)
+        call = pool.Call(body, world_size, backend, seconds(timeout), init=init, show=show, watch=watch)
+        return _launched.run(call)
+    except KeyboardInterrupt as error:
+        if isinstance(error, errors.Interrupted):
+            raise
+        raise errors.Interrupted([]) from None
+
+
+def on_a_rank() -> bool:
+    """Whether this process is a rank, which cannot start ranks."""
+    return pool is None
+
+
+def shutdown() -> None:
+    """Stop all ranks that ``launch`` keeps warm. The next call starts new ones."""
+    if pool is not None:
+        _launched.stop()
+
+
+def device():
+    """The device of this rank: its GPU under NCCL, else the CPU. Works under ``torchrun`` too."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def gpu_count() -> int:
+    """Number of GPUs that PyTorch can use, found without initialising CUDA."""
+    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def settle(world_size: int | None, backend: str | None) -> tuple[int, str]:
+    """Check and complete world size and backend. Raises ValueError or TypeError with the allowed values."""
+    gpus = gpu_count()
+    source = "world_size"
+    if world_size is None:
+        text = os.environ.get("COURSE_WORLD_SIZE")
+        source = "COURSE_WORLD_SIZE" if text else source
+        if text and not text.strip().isdigit():
+            raise errors.refusal(
+                ValueError, f"COURSE_WORLD_SIZE is {text!r}; allowed are whole numbers from 1 to {_MAX_WORLD_SIZE}"
+            )
+        world_size = int(text) if text else (gpus if gpus > 1 else _DEFAULT_WORLD_SIZE)
+    if isinstance(world_size, bool) or not isinstance(world_size, Integral):
+        raise errors.refusal(
+            TypeError, f"world_size is a whole number of ranks, not {type(world_size).__name__}: {world_size!r}"
+        )
+    world_size = int(world_size)
+    if not 1 <= world_size <= _MAX_WORLD_SIZE:
+        raise errors.refusal(ValueError, f"{source} is {world_size}; allowed are 1 to {_MAX_WORLD_SIZE} ranks")
+    if backend not in (None, "gloo", "nccl"):
+        raise errors.refusal(
+            ValueError, f"backend is {backend!r}; allowed are 'gloo' (CPU), 'nccl' (one GPU a rank) and None (choose)"
+        )
+    if backend == "nccl" and world_size > gpus:
+        there = "no GPU" if gpus == 0 else "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        raise errors.refusal(
+            ValueError,
+            f"NCCL needs one GPU for each of {world_size} ranks, and this machine has {there}. "
+            f"Use backend='gloo'{f' or world_size <= {gpus}' if gpus else ''}.",
+        )
+    if backend is None:
+        backend = "nccl" if gpus >= world_size else "gloo"
+        if 0 < gpus < world_size and (world_size, gpus) not in _announced:
+            _announced.add((world_size, gpus))
+            there = f"{gpus} GPU{'s' * (gpus > 1)}"
+            print(f"{world_size} ranks and {there}: too few for NCCL, so the ranks use gloo on the CPU")
+    return world_size, backend
+
+
+def seconds(timeout: float) -> float:
+    """Check a timeout. Raises TypeError or ValueError."""
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
+        raise errors.refusal(TypeError, f"timeout is a number of seconds, not {type(timeout).__name__}: {timeout!r}")
+    if not 0 < timeout < 86400:
+        raise errors.refusal(ValueError, f"timeout is {timeout!r}; allowed are seconds above 0 and below one day")
+    return float(timeout)
+
+
+def show(item: str | dict) -> None:
+    """Show merged output of the ranks: text, or a MIME bundle where there is a notebook."""
+    if isinstance(item, str):
+        print(item, end="", flush=True)
+    elif "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
+        from IPython.display import display
+
+        display(item, raw=True)
+    else:
+        print(item["text/plain"], flush=True)

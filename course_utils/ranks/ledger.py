@@ -1,0 +1,399 @@
+"""What each rank communicates: every operation that PyTorch issues on any process group, with its bytes.
+
+All communication of ``torch.distributed`` passes through the operators of the ``c10d`` dispatcher library, whether
+Python calls them or DDP and FSDP do from C++. The ledger puts a kernel in front of each, at the ``BackendSelect`` key,
+which is always active; it notes the call and hands it on unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .labels import align, is_learner
+
+__all__ = ["Entry", "Ledger", "record"]
+
+_NAMES = {
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather", "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather", "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
+    "barrier": "barrier", "monitored_barrier_": "barrier",
+    "send": "send", "recv_": "recv", "recv_any_source_": "recv",
+}  # fmt: skip
+_POINT_TO_POINT = ("send", "recv")
+_NO_SUCH_RANK = "{op}: there is no rank {peer}, the group has ranks 0 to {last}"  # gloo would hang or crash
+_SECOND_ARGUMENT = ("reduce_scatter", "all_to_all")  # the message is their input, which comes second
+_SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # on all ranks of a group
+_KEEP_PENDING = 64
+_KEEP_SIGNATURES = 100_000
+
+
+@dataclass(slots=True)
+class Entry:
+    """One operation of one rank.
+
+    Attributes
+    ----------
+    op : str
+        ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``reduce``, ``gather``, ``scatter``,
+        ``all_to_all``, ``barrier``, ``send`` or ``recv``; fused and single-tensor variants count as the plain one.
+    group : str
+        ``"default"``, the name of a mesh dimension, or the ranks of the group.
+    bytes : int
+        Message size S as in nccl-tests: the tensor for all-reduce, broadcast, reduce, send and recv; the whole output
+        for all-gather; the whole input for reduce-scatter and all-to-all; all shards for gather and scatter.
+    peer : int or None
+        Global rank of the other side (send, recv) or of the root; None where there is none or any source will do.
+    ranks : tuple of int
+        Global ranks of the group.
+    number : int
+        Position among the group's collectives on this rank, from 1; for send and recv among those of the rank.
+    start, end : float
+        Seconds on the monotonic clock; ``end`` is None while the operation has not completed. Under NCCL an operation
+        counts as completed when it is queued on its stream.
+    """
+
+    op: str
+    group: str
+    bytes: int
+    peer: int | None
+    ranks: tuple[int, ...]
+    number: int
+    start: float
+    end: float | None = None
+    where: tuple[str, int] | None = None
+    key: str = field(default="", repr=False)
+    stream: tuple | None = field(default=None, repr=False)  # send and recv: group, peer and tag that must agree
+    place: int = field(default=0, repr=False)  # among those of the same stream, from 1
+
+    @property
+    def call_site(self) -> str:
+        """The learner's line that issued the operation, such as ``line 3: dist.all_reduce(x)``."""
+        if self.where is None:
+            return ""
+        return f"line {self.where[1]}: {linecache.getline(*self.where).strip()}".rstrip(": ")
+
+    @property
+    def is_collective(self) -> bool:
+        return self.op not in _POINT_TO_POINT
+
+
+class Ledger:
+    """The operations of one rank in the order of their start. ``len``, iteration and indexing give entries."""
+
+    def __init__(self, entries: list[Entry] | None = None):
+        self.entries: list[Entry] = entries if entries is not None else []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __getitem__(self, index):
+        return self.entries[index]
+
+    def count(self, op: str | None = None) -> int:
+        """Number of operations, of one kind if ``op`` is given."""
+        return sum(op in (None, entry.op) for entry in self.entries)
+
+    def bytes(self, op: str | None = None) -> int:
+        """Sum of the message sizes in bytes, of one kind if ``op`` is given."""
+        return sum(entry.bytes for entry in self.entries if op in (None, entry.op))
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent point to point."""
+        return self.bytes("send")
+
+    @property
+    def received(self) -> int:
+        """Bytes received point to point."""
+        return self.bytes("recv")
+
+    @property
+    def messages(self) -> int:
+        """Number of point-to-point messages sent."""
+        return self.count("send")
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        head = ("#", "operation", "group", "bytes", "peer", "called at")
+        return [head] + [
+            (str(i), e.op, e.group, f"{e.bytes:,}", "" if e.peer is None else str(e.peer), e.call_site)
+            for i, e in enumerate(self.entries)
+        ]
+
+    def table(self) -> str:
+        """The entries as aligned text, one line each."""
+        return align(self._rows(), right=(0, 3))
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        head, *rows = self._rows()
+        cells = ["<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows]
+        return f"<table><tr>{''.join(f'<th>{c}</th>' for c in head)}</tr>{''.join(cells)}</table>"
+
+    def __repr__(self) -> str:
+        return self.table()
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Ledger]:
+    """Record what this rank communicates inside the ``with`` block; yields a :class:`Ledger`.
+
+    The ledger is complete when the block ends; asynchronous operations still under way then have ``end`` None until
+    they complete. It may be returned from a rank. Blocks can be nested.
+    """
+    tracker.install()
+    ledger = Ledger()
+    tracker.recorders.append(ledger)
+    try:
+        yield ledger
+    finally:
+        tracker.recorders.remove(ledger)
+        tracker.settle()
+
+
+class _Silent:
+    """In place of the Work of gloo's reduce-scatter, which keeps its tensors and never says that it has completed."""
+
+    def __init__(self, synchronous: bool):
+        self.synchronous = synchronous
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class _Barrier:
+    """In place of the Work of gloo's barrier, which keeps the memory of operations that had just ended as it began."""
+
+    def __init__(self, work):
+        self.future = work.get_future()
+
+    def get_future(self):
+        return self.future
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+
+class Tracker:
+    """The kernels in front of the c10d operators, and what is known of this rank's communication at any moment."""
+
+    def __init__(self):
+        self.library = None
+        self.recorders: list[Ledger] = []
+        self.status = None  # a memory map that outlives this process, for the parent to read
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the past; called before each function that the launcher runs."""
+        self.numbers: dict[str, int] = {}
+        self.last: Entry | None = None
+        self.latest: dict[str, Entry] = {}
+        self.inside: Entry | None = None
+        self.pending: deque = deque(maxlen=_KEEP_PENDING)
+        # Groups outlive the function that destroys them. If DDP had the last reference, gloo's threads would be joined
+        # while Python's lock is held, and a thread that lets go of a barrier's Work waits for that lock for ever.
+        self.groups: dict[str, object] = {}
+        self.sent = 0
+        self.received = 0
+        self.streams: dict[tuple, int] = {}  # messages begun, by operation, group, peer and tag
+        self.signatures: dict[str, list[tuple]] = {}  # of each group: what all its ranks must say alike, call by call
+        self.digests: dict[str, int] = {}  # the same in one number
+        if self.status is not None:
+            self.status[:4] = bytes(4)
+
+    def install(self) -> None:
+        """Put the kernels in place (once per process)."""
+        if self.library is not None:
+            return
+        import torch
+        import torch.distributed as dist
+
+        self._group = dist.ProcessGroup.unbox
+        self._work = torch._C._distributed_c10d.Work.unbox
+        self._ranks = dist.get_process_group_ranks
+        self._keys_of = torch._C._dispatch_keys
+        self._after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        self._script_object = torch.ScriptObject
+        self.library = torch.library.Library("c10d", "IMPL")
+        for name, op in _NAMES.items():
+            self.library.impl(name, self._kernel(op, getattr(torch.ops.c10d, name).default), "BackendSelect")
+
+    def uninstall(self) -> None:
+        """Take the kernels out again (benchmarks compare with and without)."""
+        if self.library is not None:
+            self.library._destroy()
+            self.library = None
+
+    def _kernel(self, op: str, operator):
+        names = [argument.name for argument in operator._schema.arguments]
+        group_at = names.index("process_group")
+        peer_at = next((names.index(n) for n in ("root_rank", "dst", "src") if n in names), None)
+        message_at = 1 if op in _SECOND_ARGUMENT else 0
+        asynchronous_at = names.index("async_op") if "async_op" in names else None
+        tag_at = names.index("tag") if "tag" in names else None
+        reduces = "reduce_op" in names
+        shards = op in ("gather", "scatter")
+
+        def kernel(*args):
+            tensors = list(_flatten(args[1 if op == "gather" else message_at]))
+            first = tensors[0] if tensors else next(_flatten(args[:2]))
+            group = self._group(args[group_at])
+            peer = None if peer_at is None else args[peer_at]
+            if op in _POINT_TO_POINT and peer is not None and not 0 <= peer < group.size():
+                raise ValueError(_NO_SUCH_RANK.format(op=op, peer=peer, last=group.size() - 1))
+            size = 0 if op == "barrier" else sum(map(_bytes, tensors))
+            entry = self._begin(op, group, size * (group.size() if shards else 1), peer)
+            if tag_at is None:
+                self._sign(entry, str(first.dtype), _reduction() if reduces else "")
+            else:
+                self._count(entry, group.group_name, args[tag_at])
+            try:
+                result = operator.redispatch(self._keys_of(first) & self._after, *args)
+            finally:
+                self.inside = None
+            work = result[-1] if isinstance(result, tuple) else result
+            if first.device.type == "cpu" and isinstance(work, self._script_object):
+                self.groups[group.group_name] = group
+                asynchronous = asynchronous_at is None or len(args) <= asynchronous_at or args[asynchronous_at]
+                self._issued(entry, self._witness(op, work, asynchronous))
+            else:
+                entry.end = time.monotonic()
+                if isinstance(work, self._script_object):
+                    self.pending.append((entry, self._work(work)))
+            return result
+
+        return kernel
+
+    def _witness(self, op: str, work, asynchronous: bool):
+        """What says later whether an operation of gloo has completed, and holds no tensors but its own."""
+        if op == "reduce_scatter":
+            return _Silent(not asynchronous)
+        work = self._work(work)
+        if op == "barrier":
+            with contextlib.suppress(RuntimeError):  # a backend without futures
+                return _Barrier(work)
+        return work
+
+    def _begin(self, op: str, group, size: int, peer: int | None) -> Entry:
+        ranks = tuple(self._ranks(group)) if group.size() > 0 else ()
+        name, description = group.group_name, group.group_desc
+        key = "p2p" if op in _POINT_TO_POINT else f"{name}|{ranks}"
+        self.numbers[key] = number = self.numbers.get(key, 0) + 1
+        if description == "default_pg":
+            label = "default"
+        else:
+            label = "ranks " + ",".join(map(str, ranks)) if description in ("", "undefined") else description
+        peer = ranks[peer] if peer is not None and 0 <= peer < len(ranks) else None
+        entry = Entry(op, label, size, peer, ranks, number, time.monotonic(), None, self._caller(), key)
+        if op == "send":
+            self.sent += 1
+        elif op == "recv":
+            self.received += 1
+        else:
+            self.latest[key] = entry
+        self.last = self.inside = entry
+        for ledger in self.recorders:
+            ledger.entries.append(entry)
+        if self.status is not None:
+            text = json.dumps((op, label, size, peer, ranks, number, entry.where)).encode()[: len(self.status) - 4]
+            self.status[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
+        return entry
+
+    def _sign(self, entry: Entry, dtype: str, reduction: str) -> None:
+        """Note what the other ranks of the group must pass too. Where they do not, gloo may say nothing."""
+        alike = entry.op in _SAME_SIZE
+        signature = (entry.op, reduction, dtype if alike else "", entry.bytes if alike else 0, entry.peer)
+        calls = self.signatures.setdefault(entry.key, [])
+        if len(calls) < _KEEP_SIGNATURES:
+            calls.append(_shared.setdefault(signature, signature))
+            self.digests[entry.key] = zlib.crc32(repr(signature).encode(), self.digests.get(entry.key, 0))
+
+    def _count(self, entry: Entry, group: str, tag: int) -> None:
+        entry.stream = (group, entry.peer, tag)
+        self.streams[entry.op, *entry.stream] = entry.place = self.streams.get((entry.op, *entry.stream), 0) + 1
+
+    def _issued(self, entry: Entry, work) -> None:
+        self.settle()
+        self.pending.append((entry, work))
+        if self.recorders and not isinstance(work, _Silent):
+
+            def done(_future) -> None:
+                entry.end = time.monotonic()
+
+            with contextlib.suppress(RuntimeError):  # a backend without futures
+                work.get_future().add_done_callback(done)
+
+    def _caller(self) -> tuple[str, int] | None:
+        frame = sys._getframe(3)
+        while frame is not None:
+            if is_learner(frame.f_code.co_filename):
+                return frame.f_code.co_filename, frame.f_lineno
+            frame = frame.f_back
+        return None
+
+    def settle(self) -> None:
+        """Let go of operations that have completed, and of their tensors; called between operations.
+
+        Of gloo's reduce-scatter it is known only that a synchronous one is over, and that what comes later on its
+        group has completed.
+        """
+        kept, over = [], set()
+        for entry, work in reversed(self.pending):
+            if work.is_completed():
+                entry.end = entry.end or time.monotonic()
+            elif not isinstance(work, _Silent) or not (work.synchronous or entry.key in over):
+                kept.append((entry, work))
+                continue
+            over.add(entry.key)
+        if len(kept) < len(self.pending):
+            self.pending = deque(reversed(kept), maxlen=_KEEP_PENDING)
+
+    def unfinished(self) -> list[Entry]:
+        """Operations issued and not completed, oldest first."""
+        return [entry for entry, work in list(self.pending) if not work.is_completed()]
+
+
+def _flatten(value):
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)
+    elif hasattr(type(value), "nbytes"):
+        yield value
+
+
+def _bytes(tensor) -> int:
+    """Bytes of a tensor; of a sparse one its values and its indices."""
+    if not tensor.is_sparse and not tensor.is_sparse_csr:
+        return tensor.nbytes
+    if tensor.is_sparse:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
+
+
+def _reduction() -> str:
+    """The reduction that a collective was called with, from the options of the function in PyTorch that calls it."""
+    frame = sys._getframe(2)
+    options = frame.f_locals.get("opts") if frame.f_code.co_filename.endswith("distributed_c10d.py") else None
+    operation = getattr(getattr(options, "reduceOp", None), "op", None)
+    return getattr(operation, "name", "")
+
+
+_shared: dict[tuple, tuple] = {}  # equal signatures are one object
+
+tracker = Tracker()

@@ -1,0 +1,271 @@
+"""The notebook's side of the ranks: run a call on them, find out where they stand, stop them (private)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import linecache
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+
+from . import errors, processes
+from .collector import Collector
+from .interrupts import Interrupts, ignored
+from .labels import IDLE_SECONDS, rank_label
+from .processes import Worker, start_server
+from .status_line import TICK, Status
+from .watch import Watch
+
+_START = 120.0  # seconds that processes have to start
+_CELLS_STAY = 8  # times as long as other ranks those of cells may be idle, for they keep what the learner has computed
+
+_group_numbers = itertools.count()
+
+
+@dataclass
+class Call:
+    """What to run: a pickled call, or the source of a ``%%ranks`` cell (then ``cell`` is its label)."""
+
+    body: bytes
+    world_size: int
+    backend: str
+    timeout: float
+    init: bool = True
+    cell: str | None = None
+    ranks: list[int] | None = None
+    show: Callable[[str | dict], None] = print
+    watch: Watch | None = None
+
+    @property
+    def kind(self) -> str:
+        return "cell" if self.cell is not None else "function" if self.init else "program"
+
+
+class Pool:
+    """Ranks kept warm between calls. Only one call at a time."""
+
+    def __init__(self):
+        self.workers: dict[int, Worker] = {}
+        self.generation = 0
+        self.group: tuple | None = None  # what the ranks' process group was made for; None: make it anew
+        self.backend = ""
+        self.port = 0
+        self.store = ""
+        self.calls = 0
+        self.pid = os.getpid()
+        self.used = 0.0  # when a call ended last
+        self._busy = threading.Lock()
+        self._interrupts = Interrupts()
+
+    def run(self, call: Call) -> list:
+        """Run a call on its ranks and return the results by rank."""
+        if self.pid != os.getpid():
+            raise errors.refusal(
+                RuntimeError, "this process is a fork of the notebook; start ranks from the notebook itself"
+            )
+        if not self._busy.acquire(blocking=False):
+            raise errors.refusal(
+                RuntimeError, "another launch is running on the ranks; wait until it ends or interrupt it"
+            )
+        try:
+            with self._interrupts.taken():
+                return self._run(call)
+        except (errors.WorkerError, errors.Interrupted):
+            raise
+        except KeyboardInterrupt:
+            self.close()  # interrupted while ranks were started, or twice: start afresh next time
+            raise errors.Interrupted([]) from None
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.used = time.monotonic()
+            self._busy.release()
+
+    def stop(self) -> None:
+        """Stop all ranks, unless they are running something."""
+        if not self._busy.acquire(blocking=False):
+            raise errors.refusal(RuntimeError, "the ranks are running something; interrupt it first")
+        try:
+            self.close()
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """Stop all ranks."""
+        if self.pid != os.getpid():
+            return  # a fork of the notebook: the ranks are not its own
+        with ignored():
+            self._end(list(self.workers))
+            self.group = None
+
+    def _end(self, ranks: list[int]) -> None:
+        """End the processes of some ranks; the next call starts new ones."""
+        ended = [self.workers.pop(rank) for rank in ranks if rank in self.workers]
+        processes.kill(ended)
+        for worker in ended:
+            worker.close()
+        if ended:
+            self.group = None
+
+    # ------------------------------------------------------------------------------------------------- start and send
+
+    def _run(self, call: Call) -> list:
+        ranks = call.ranks if call.ranks is not None else list(range(call.world_size))
+        wanted = (call.world_size, call.backend, call.init)
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:
+            text = "the notebook's working folder has been removed; go to one that exists: os.chdir(folder)"
+            raise errors.refusal(RuntimeError, text) from None
+        self._end_unfit(call)
+        self._start_missing(call)
+        if self.group != wanted:
+            self.group = wanted
+            self._choose_meeting()
+            if call.ranks is not None and len(ranks) < call.world_size:  # the group needs everybody
+                everybody = Call(b"", call.world_size, call.backend, call.timeout, cell="", show=call.show)
+                self._serve(everybody, list(range(call.world_size)), folder)
+        results = self._serve(call, ranks, folder)
+        self._interrupts.check()
+        return [self._load(rank, results[rank]) for rank in ranks]
+
+    def _serve(self, call: Call, ranks: list[int], folder: str) -> dict[int, bytes | None]:
+        """Send a call and wait for its end; ranks that must not serve another are ended. Returns pickled results."""
+        collector = Collector(call, self.calls + 1, ranks, self.workers, self._interrupts)
+        try:
+            with self._interrupts.at_once(False):
+                self._send(call, ranks, folder)
+                collector.wait()
+        finally:
+            if not collector.same_group:
+                self.group = None
+            self._end_lost(call, collector.lost)
+        return collector.results
+
+    def _end_lost(self, call: Call, lost: set[int]) -> None:
+        if lost and call.cell is not None:
+            afresh = f"{rank_label(sorted(lost))} {'starts' if len(lost) == 1 else 'start'} afresh"
+            call.show(f"{afresh}, without the names of earlier cells\n")
+        with ignored():
+            self._end(sorted(lost))
+
+    def _end_unfit(self, call: Call) -> None:
+        """End ranks that must not serve this call: for another backend, used by a program, about to end, dead."""
+        if self.backend != call.backend:
+            self.close()  # a process that has seen no GPU cannot see one later
+            self.backend = call.backend
+        limit = self._idle_seconds(call)
+        idle = time.monotonic() - self.used > limit - min(5.0, limit / 2)  # none is to end just as it is called
+        if idle and call.kind == "cell" and any(worker.ran for worker in self.workers.values()):
+            call.show("the ranks had nothing to do for long and have ended: names of earlier cells are gone\n")
+        server = processes.server_id()
+        self._end([
+            rank for rank, worker in self.workers.items()
+            if idle or not worker.alive or worker.server != server
+            or worker.ran == "program" or (worker.ran and call.kind == "program")
+        ])  # fmt: skip
+
+    @staticmethod
+    def _idle_seconds(call: Call) -> float:
+        text = os.environ.get("COURSE_IDLE_SECONDS") or str(IDLE_SECONDS)
+        if not text.strip().isdigit() or int(text) == 0:
+            raise errors.refusal(ValueError, f"COURSE_IDLE_SECONDS is {text!r}; allowed are whole seconds from 1 on")
+        return int(text) * (_CELLS_STAY if call.kind == "cell" else 1)
+
+    def _start_missing(self, call: Call) -> None:
+        """Make sure that all ranks live; in a thread, so that an interrupt and a limit can end the wait."""
+        missing = [rank for rank in range(call.world_size) if rank not in self.workers]
+        if not missing and processes.server_id() is not None:
+            return
+        outcome: list[BaseException | None] = []
+
+        def start() -> None:
+            try:
+                processes.room_for(len(missing))
+                start_server()
+                processes.wake_server()
+                for rank in missing:
+                    self.workers[rank] = Worker(rank)
+                outcome.append(None)
+            except BaseException as error:
+                outcome.append(error)
+
+        self.group = None
+        status = Status(call.show)
+        thread = threading.Thread(target=start, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + _START
+        try:
+            while thread.is_alive() and time.monotonic() < deadline:
+                with self._interrupts.at_once(True):
+                    thread.join(TICK)
+                status.update(missing, None, "starting")
+        finally:
+            status.erase()
+            if thread.is_alive():
+                with ignored():
+                    processes.end_server()
+                    thread.join(5.0)
+        self._interrupts.check()
+        self._tell_start(outcome[0] if outcome else EOFError())
+
+    @staticmethod
+    def _tell_start(error: BaseException | None) -> None:
+        if error is None:
+            return
+        if isinstance(error, (EOFError, ConnectionError, AuthenticationError)):
+            text = "the process that ranks are forked from did not start; run `python -m course_utils doctor`"
+            raise errors.refusal(RuntimeError, text) from None
+        if not isinstance(error, OSError):
+            raise error
+        text = f"the ranks cannot be started: {error.strerror or error}"
+        if error.errno == errno.ENOSPC:
+            text += " in the temporary folder. Free some space, or set TMPDIR to a folder on another disk."
+        if error.errno == errno.EMFILE:
+            text += ". Ask for fewer ranks, or allow more open files: `ulimit -n 4096` in the shell before Jupyter."
+        raise errors.refusal(RuntimeError, text) from None
+
+    def _choose_meeting(self) -> None:
+        """A new file in which the ranks meet, and a free port for programs that want one of their own."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.store)
+        self.generation += 1
+        self.store = os.path.join(processes.server_folder(), f"group-{next(_group_numbers)}")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+
+    def _send(self, call: Call, ranks: list[int], folder: str) -> None:
+        self.calls += 1
+        place = (dict(os.environ), folder, list(sys.path))
+        cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+        for rank in ranks:
+            worker = self.workers[rank]
+            header = {
+                "call": self.calls, "world_size": call.world_size, "backend": call.backend, "init": call.init,
+                "generation": self.generation, "port": self.port, "store": self.store,
+                "cell": call.cell is not None, "filename": call.cell, "idle": self._idle_seconds(call),
+                "place": place if worker.place != place else None,
+                "sources": {name: entry for name, entry in cells.items() if worker.sources.get(name) is not entry},
+            }  # fmt: skip
+            worker.place = place
+            worker.sources = cells
+            worker.ran = call.kind
+            worker.deliver(header, call.body)
+
+    def _load(self, rank: int, content: bytes | None):
+        if content is None:
+            return None
+        try:
+            return pickle.loads(content)
+        except Exception as error:
+            text = f"its result cannot be rebuilt in the notebook: {type(error).__name__}: {error}"
+            raise errors.WorkerError(rank, text, "", [], f"rank {rank}: {text}") from None

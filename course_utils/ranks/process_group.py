@@ -1,0 +1,109 @@
+"""The process group of a rank: how it meets the others, and what must be true before each call (private).
+
+What relies on private parts of ``torch.distributed`` stands here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .ledger import tracker
+from .state import state
+
+c10d = dist.distributed_c10d
+_needs_barrier = c10d._is_barrier_after_init
+_NEVER = timedelta(days=1)  # it is the launcher that watches the time
+
+
+def install() -> None:
+    """Let this rank meet others in the way of `_rendezvous`."""
+    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = _rendezvous
+    c10d._is_barrier_after_init = _barrier_after_init
+
+
+def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_ignored):
+    """``env://`` as PyTorch defines it, but meeting in a file of the private folder.
+
+    A TCP store would listen where other users can reach it, and each of its clients has the name server look up
+    127.0.0.1 for a line in its log, which takes 5 s where none answers.
+    """
+    state.rendezvous += 1
+    if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
+        dist.set_debug_level_from_env()
+    state.meeting = True
+    file = dist.FileStore(state.store, -1)
+    file.set_timeout(timeout)
+    store = dist.PrefixStore(f"call {state.call}.{state.rendezvous}", file)
+    yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    raise RuntimeError("this rendezvous is over")
+
+
+def _barrier_after_init() -> int:
+    """Let all ranks leave ``init_process_group`` together if they have met in the file: one that went on and left would
+    break the connection that another is still making. ``new_group`` asks too, and there the learner's setting counts.
+    """
+    meeting, state.meeting = state.meeting, False
+    return int(meeting) or _needs_barrier()
+
+
+def drop() -> None:
+    """Destroy all process groups, also half-made ones, and what libraries remember of them."""
+    state.generation = None
+    groups = [*c10d._world.pg_map]  # noqa: F841  whose end comes last, without Python's lock
+    if dist.is_initialized():
+        if dist.get_backend() == "nccl":
+            c10d._abort_process_group()  # its destruction would wait for ranks that have gone
+        else:
+            dist.destroy_process_group()
+    c10d._world.group_count = 0  # an initialisation that failed half-way leaves names behind that others do not have
+    for book in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(c10d._world, book).clear()
+    c10d._unregister_all_process_groups()
+    if "torch.distributed.tensor" in sys.modules:  # its caches hold meshes whose groups are gone
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
+def untouched() -> bool:
+    """Whether a function has left the default group as it was: nothing under way in it, no other groups made."""
+    tracker.settle()
+    return not tracker.unfinished() and len(c10d._world.pg_map) == 1
+
+
+def _torchrun_names(world_size: int, port: int, program: bool) -> dict[str, str]:
+    """The variables that ``torchrun`` sets, all of them for a program that calls ``init_process_group`` itself."""
+    rank, size = str(state.rank), str(world_size)
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if program:
+        names |= {"GROUP_WORLD_SIZE": "1", "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "ROLE_NAME": "default"}
+        names |= {f"TORCHELASTIC_{what}": value for what, value in (
+            ("RUN_ID", "none"), ("RESTART_COUNT", "0"), ("MAX_RESTARTS", "0"))}  # fmt: skip
+    return names
+
+
+def prepare(header: dict) -> None:
+    """Set the variables of the environment and the GPU, and make the default group anew if it has to be."""
+    world_size, rank = header["world_size"], state.rank
+    if not header["init"]:
+        multiprocessing.set_start_method(None, force=True)  # as in a process of its own: not chosen yet
+    os.environ.update(_torchrun_names(world_size, header["port"], not header["init"]))
+    state.store, state.meeting = header["store"], False
+    if header["backend"] == "nccl":
+        torch.cuda.set_device(rank)
+    elif not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if header["init"] and state.generation == header["generation"] and dist.is_initialized():
+        return
+    drop()
+    if header["init"]:
+        device = torch.device("cuda", rank) if header["backend"] == "nccl" else None
+        dist.init_process_group(header["backend"], timeout=_NEVER, device_id=device)
+        state.generation = header["generation"]

@@ -1,0 +1,112 @@
+"""Evidence that a rank gives of itself: where it is, and what went wrong, as plain data (private)."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+import time
+import traceback
+
+import torch
+import torch.distributed
+
+from .labels import is_learner
+from .ledger import Entry, tracker
+from .settings import extra_threads
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_COMMUNICATION = os.path.join(os.path.dirname(torch.__file__), "distributed", "distributed_c10d.py")
+
+
+def _frame(filename: str, line: int, function: str) -> dict:
+    try:
+        text = linecache.getline(filename, line).strip()
+    except Exception:  # the other thread is at the same cache
+        text = ""
+    return {"file": filename, "line": line, "function": function, "learner": is_learner(filename), "text": text}
+
+
+def _parts(error: BaseException) -> list[BaseException]:
+    """An exception, and what an exception group holds."""
+    return [error, *(leaf for part in getattr(error, "exceptions", ()) for leaf in _parts(part))]
+
+
+def describe(error: BaseException) -> dict:
+    """An exception as plain data: its classes need not exist in the notebook."""
+    frames = [_frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    while frames and frames[0]["file"].startswith(_PACKAGE) and len(frames) > 1:
+        frames.pop(0)
+    text = "\n".join("".join(traceback.format_exception_only(part)).strip() for part in _parts(error))
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return {
+        "text": text,
+        "frames": frames,
+        "cause": None if cause is None else "".join(traceback.format_exception_only(cause)).strip(),
+        "connection": isinstance(error, RuntimeError) and _is_consequence(text),
+        "time": time.monotonic(),
+    }
+
+
+def _is_consequence(message: str) -> bool:
+    """Whether an error only says that another rank has gone."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed",
+             "Failed to recv", "failed to recv", "Connection refused", "Application timeout caused pair closure",
+             "Pair closure", "remote process exited", "aborted")  # fmt: skip
+    return any(sign in message for sign in signs)
+
+
+def entry_data(entry: Entry | None) -> dict | None:
+    if entry is None:
+        return None
+    return {"op": entry.op, "group": _group_label(entry), "bytes": entry.bytes, "peer": entry.peer,
+            "ranks": entry.ranks, "number": entry.number, "key": entry.key, "where": entry.where,
+            "stream": entry.stream, "place": entry.place}  # fmt: skip
+
+
+def _group_label(entry: Entry) -> str:
+    """The group's name; which it is, if there are several without a name of the same ranks."""
+    if not entry.group.startswith("ranks "):
+        return entry.group
+    world = torch.distributed.distributed_c10d._world
+    names = [world.pg_names[group] for group, ranks in world.pg_group_ranks.items() if tuple(ranks) == entry.ranks]
+    name = entry.key.partition("|")[0]
+    return f"{entry.group}, group {1 + names.index(name)}" if len(names) > 1 and name in names else entry.group
+
+
+def latest() -> dict[str, dict]:
+    """The last collective of each group."""
+    return {key: entry_data(entry) for key, entry in tracker.latest.items()}
+
+
+def standing(phase: str, running: bool) -> dict:
+    """Where this rank is now: its phase, the operation it waits in, the last one it started, the learner's line.
+
+    Beside it what tells whether the rank can go on: ``unfinished`` operations, messages begun by ``streams``, the
+    number of operations begun (``begun``), other ``threads`` of the function, whether it surely waits and does not
+    compute (``held``), whether it ``meets`` others to make a group, whether it is ``importing`` a module.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    frames = []
+    while frame is not None:
+        frames.append(_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    line = next((f for f in frames if f["learner"]), None)
+    unfinished = tracker.unfinished()
+    in_torch = bool(frames) and frames[0]["file"].startswith(os.path.dirname(torch.__file__))
+    on_wait = line is not None and (".wait(" in line["text"] or ".synchronize(" in line["text"])
+    on_stream = torch.cuda.is_initialized()  # NCCL waits on the GPU, wherever Python is
+    here = [entry for entry in unfinished if line is not None and entry.where == (line["file"], line["line"])]
+    oldest = (unfinished if on_stream else here or unfinished)[:1]  # what this line has started, if anything
+    inside = tracker.inside
+    waiting = inside or (oldest[0] if oldest and (in_torch or on_wait or on_stream) else None)
+    return {
+        "phase": phase, "line": line if phase == "running" else None,
+        "waiting": entry_data(waiting) if running else None, "last": entry_data(tracker.last),
+        "latest": latest(), "unfinished": [entry_data(e) for e in unfinished + [inside] * (inside is not None)],
+        "streams": dict(tracker.streams), "begun": sum(tracker.numbers.values()), "threads": len(extra_threads()),
+        "held": inside is not None or on_wait or bool(frames) and frames[0]["file"].startswith(_COMMUNICATION),
+        "meets": any(f["function"] == "_new_process_group_helper" for f in frames),
+        "importing": any(f["file"].startswith("<frozen importlib") for f in frames),
+    }  # fmt: skip

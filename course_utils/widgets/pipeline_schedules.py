@@ -1,0 +1,95 @@
+"""Choose a pipeline's stages, micro-batches, schedule and times; see it, its bubble and its activations."""
+
+from __future__ import annotations
+
+import html
+
+import ipywidgets as widgets
+
+from ..pipeline import SCHEDULES, Costs, Timeline, simulate
+from ..plots import schedule_picture
+from ._explorer import Explorer, Picture
+
+__all__ = ["schedule_explorer"]
+
+
+def _formula(name: str, p: int, m: int, v: int, costs: Costs) -> tuple[str, float] | None:
+    """What the papers say that a rank idles in a step, in words and as a number; None where it does not hold.
+
+    The zero-bubble formulas hold exactly where there are micro-batches for all forwards ahead and W is no longer than
+    F, in ZB-H2 nor than the mean of F and I; a test compares them with the simulation over a grid.
+    """
+    f, i, w = costs.forward, costs.input, costs.weight
+    h1, h2 = m >= p and w <= f, m >= 2 * p - 1 and w <= min(f, (f + i) / 2)
+    formulas = {
+        "naive": ("m(p − 1)(F + I + W)", m * (p - 1) * (f + i + w), True),
+        "GPipe": ("(p − 1)(F + I + W)", (p - 1) * (f + i + w), True),
+        "1F1B": ("(p − 1)(F + I + W)", (p - 1) * (f + i + w), True),
+        "interleaved": ("(p − 1)(F + I + W)/v", (p - 1) * (f + i + w) / v, True),
+        "ZB-H1": ("(p − 1)(F + I − W)", (p - 1) * (f + i - w), p == 1 or h1),
+        "ZB-H2": ("(p − 1)(F + I − 2W)", (p - 1) * (f + i - 2 * w), p == 1 or h2),
+    }  # fmt: skip
+    words, value, holds = formulas[name]
+    return (words, value) if holds and not costs.transfer else None
+
+
+def _without_formula(name: str, costs: Costs) -> str:
+    """Say what the formula of a schedule asks for that a setting does not have."""
+    if costs.transfer:
+        return "the formulas know no transfer times"
+    most = {"ZB-H1": "m ≥ p and W ≤ F", "ZB-H2": "m ≥ 2p − 1, W ≤ F and 2W ≤ F + I"}
+    return f"the paper's formula holds for {most[name]} only"
+
+
+def _describe(run: Timeline, costs: Costs) -> str:
+    schedule = run.schedule
+    p, m, v = schedule.ranks, schedule.microbatches, schedule.virtual
+    idle = run.period - max(run.busy)
+    told = _formula(schedule.name, p, m, v, costs)
+    by_formula = f"the formula says {told[0]} = {told[1]:g}" if told else _without_formula(schedule.name, costs)
+    messages = 2 * m * (p * v - 1) if p > 1 else 0
+    return (
+        f"{schedule.name}, {p} ranks, {m} micro-batches: a step takes {run.period:g}, of which a rank idles {idle:g} "
+        f"({run.bubble:.1%}); {by_formula}. Activations of at most {max(run.peak):.3g} micro-batches on a rank. "
+        f"{messages} messages in a step."
+    )
+
+
+def schedule_explorer() -> widgets.Widget:
+    """Look at any pipeline schedule of `course_utils.pipeline`, simulated with times of your choice."""
+
+    def slider(value: int, low: int, high: int, name: str) -> widgets.IntSlider:
+        look = {"style": {"description_width": "100px"}, "layout": {"width": "310px"}}
+        return widgets.IntSlider(value, low, high, description=name, continuous_update=False, **look)
+
+    def time(value: float, name: str, low: float = 0.25) -> widgets.FloatSlider:
+        return widgets.FloatSlider(
+            value=value, min=low, max=3.0, step=0.25, description=name, continuous_update=False, readout_format=".2f"
+        )
+
+    microbatches, ranks, virtual = (
+        slider(8, 1, 32, "micro-batches"), slider(4, 1, 12, "ranks p"), slider(2, 1, 4, "stages/rank v")
+    )  # fmt: skip
+    name = widgets.Dropdown(options=list(SCHEDULES), value="1F1B", description="schedule")
+    forward, input_, weight = time(1.0, "F"), time(1.0, "I"), time(1.0, "W")
+    transfer = time(0.0, "transfer", low=0.0)
+    status, picture = widgets.HTML(), Picture()
+
+    def draw(_=None) -> None:
+        virtual.disabled = name.value != "interleaved"
+        more = [] if virtual.disabled else [virtual.value]
+        costs = Costs(forward.value, input_.value, weight.value, transfer.value)
+        try:
+            run = simulate(SCHEDULES[name.value](ranks.value, microbatches.value, *more), costs)
+        except ValueError as error:
+            status.value = f"<p><b>Not possible: {html.escape(str(error))}.</b> The picture is the last one.</p>"
+            picture.fade()
+            return
+        status.value = _describe(run, costs)
+        picture.show(schedule_picture(run, "modelled"))
+
+    for control in (microbatches, ranks, virtual, name, forward, input_, weight, transfer):
+        control.observe(draw, "value")
+    draw()
+    rows = [[microbatches, ranks, name], [virtual, transfer], [forward, input_, weight]]
+    return Explorer(rows, status, picture)

@@ -1,0 +1,244 @@
+"""Whatever an answer does, its check says something about the answer, and the next check works."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_checks_on_a_busy_machine import exercises_of
+
+from course_utils import checks, launch, shutdown
+from course_utils.checks import CheckFailed, _limits
+from course_utils.checks import collectives as collectives
+from course_utils.checks import interconnects as interconnects
+from course_utils.checks import scaling as scaling
+
+pytestmark = pytest.mark.guard(120)
+
+COLLECTIVES = exercises_of("collectives")
+
+
+def refusal(check, answer) -> CheckFailed:
+    """What the check says, once it is known that the next right answer passes."""
+    with pytest.raises(CheckFailed) as caught:
+        check(answer)
+    collectives.mean_and_variance(COLLECTIVES.answer("mean_and_variance"))
+    text = str(caught.value)
+    assert "course_utils" not in text.replace("python -m course_utils", "") and "site-packages" not in text, text
+    return caught.value
+
+
+# --- hanging, slow and endless are three things ----------------------------------------------------------------------
+
+
+def test_ranks_that_wait_for_each_other_hang_without_a_wait_for_the_clock():
+    def only_rank_0(x):
+        if dist.get_rank() == 0:
+            dist.all_reduce(x)
+        return x.mean(), x.var()
+
+    error = refusal(collectives.mean_and_variance, only_rank_0)
+    assert error.hint == "hang" and "never joined it" in str(error)
+
+
+def test_a_group_that_some_ranks_never_make_is_a_hang():
+    def own_groups(x):
+        if dist.get_rank() == 0:
+            dist.new_group([0, 1])
+        return x.mean(), x.var()
+
+    assert refusal(collectives.mean_and_variance, own_groups).hint == "hang"
+
+
+def test_a_loop_without_end_on_a_rank_is_endless_and_no_hang(monkeypatch):
+    monkeypatch.setattr(checks, "COMPUTING", 2.0)
+
+    def endless(x):
+        while dist.get_rank() == 0:
+            pass
+        dist.barrier()
+
+    error = refusal(collectives.mean_and_variance, endless)
+    assert error.hint == "slow" and "a rank computes without end" in str(error) and "while dist" in str(error)
+
+
+def test_an_answer_that_sleeps_is_slow_and_no_hang(monkeypatch):
+    monkeypatch.setattr(checks, "LIMIT", 4.0)
+
+    def sleeps(x):
+        if dist.get_rank() == 0:
+            time.sleep(1000)
+        dist.barrier()
+
+    error = refusal(collectives.mean_and_variance, sleeps)
+    assert error.hint == "slow" and "time.sleep(1000)" in str(error)
+
+
+def test_a_right_answer_that_takes_its_time_passes(capsys):
+    right = COLLECTIVES.answer("mean_and_variance")
+
+    def late(x):
+        if dist.get_rank() == 0:
+            time.sleep(6)  # longer than ranks may rest that all wait
+        return right(x)
+
+    collectives.mean_and_variance(late)
+    assert "Exercise 1 passed" in capsys.readouterr().out
+
+
+def test_a_loop_without_end_in_the_notebook_is_ended(monkeypatch):
+    monkeypatch.setattr(_limits, "COMPUTING", 1.0)
+    began = []
+
+    def endless(*_arguments):
+        while True:
+            began.append(time.monotonic())
+            del began[:-1]
+
+    assert refusal(interconnects.copy_seconds, endless).hint == "endless"
+    last = began[0]
+    time.sleep(0.5)
+    assert began[0] - last < 0.4  # nobody runs any more
+
+
+# --- odd answers -----------------------------------------------------------------------------------------------------
+
+
+def divides_by_zero(*_arguments):
+    return 1 / 0
+
+
+def takes_too_few():
+    return 1.0
+
+
+def leaves(*_arguments):
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("answer", [divides_by_zero, takes_too_few, leaves, 3, None])
+def test_a_paper_answer_that_fails_is_refused_with_its_error(answer):
+    error = refusal(interconnects.copy_seconds, answer)
+    assert error.hint == "error"
+
+
+class Odd:
+    def __eq__(self, other):
+        raise RuntimeError("not comparable")
+
+    def __float__(self):
+        raise RuntimeError("no number")
+
+    shape = property(lambda self: divides_by_zero())
+
+
+ODD = [Odd(), [Odd()] * 3, {}, "text", torch.ones(2, device="meta"), float("nan"), (None,) * 3]
+
+
+@pytest.mark.parametrize("result", ODD)
+def test_an_odd_result_is_refused_and_never_an_error_of_the_check(result):
+    refusal(interconnects.copy_seconds, lambda *_arguments: result)
+    shape = getattr(result, "shape", None) if isinstance(result, torch.Tensor) else None
+    refusal(collectives.mean_and_variance, lambda x: torch.empty(shape, device="meta") if shape else ("odd", {}))
+
+
+def test_an_answer_that_ends_its_process_is_refused():
+    for leave in (lambda x: sys.exit(0), lambda x: sys.exit("enough"), lambda x: os._exit(3)):
+        assert refusal(collectives.mean_and_variance, leave).hint == "error"
+
+
+def test_an_answer_that_gives_up_on_three_ranks_is_not_called_empty():
+    right = COLLECTIVES.answer("mean_and_variance")
+
+    def two_only(x):
+        if dist.get_world_size() > 2:
+            raise NotImplementedError
+        return right(x)
+
+    assert refusal(collectives.mean_and_variance, two_only).hint != "empty"
+
+
+def test_an_operation_that_pytorch_lacks_is_not_called_empty():
+    def lacking(*_arguments):
+        raise NotImplementedError("\"sum\" not implemented for 'Half'")
+
+    assert refusal(interconnects.copy_seconds, lacking).hint == "error"
+
+
+def test_a_sparse_all_reduce_is_an_answer():
+    def top_k_mean(gradient, residual, k):
+        total = gradient + residual
+        flat = total.flatten()
+        places = flat.abs().topk(k).indices
+        residual.copy_(total)
+        residual.view(-1)[places] = 0
+        own = torch.sparse_coo_tensor(places[None], flat[places], (flat.numel(),))
+        dist.all_reduce(own)
+        return (own.to_dense() / dist.get_world_size()).view_as(gradient)
+
+    try:
+        scaling.top_k_mean(top_k_mean)
+    except CheckFailed as error:
+        assert error.hint != "error", error
+
+
+# --- what an answer leaves behind ------------------------------------------------------------------------------------
+
+
+def test_a_replaced_function_does_not_reach_the_next_check():
+    def patch(x):
+        dist.all_reduce = lambda *args, **kwargs: None
+        dist.Work.wait = lambda *args: None
+        return x.mean(), x.var()
+
+    refusal(collectives.mean_and_variance, patch)
+
+
+def test_a_thread_that_communicates_later_does_not_reach_the_next_check():
+    def late(x):
+        def again():
+            time.sleep(0.05)
+            dist.all_reduce(torch.ones(3))
+
+        threading.Thread(target=again, daemon=True).start()
+        return x.mean(), x.var()
+
+    for _ in range(3):
+        refusal(collectives.mean_and_variance, late)
+
+
+def test_an_import_that_was_stopped_does_not_reach_the_next_check(monkeypatch):
+    def imports_for_long(x):
+        import importlib
+        import pkgutil
+
+        for module in pkgutil.walk_packages(torch.__path__, "torch."):
+            try:
+                importlib.import_module(module.name)
+            except Exception:
+                continue
+
+    monkeypatch.setattr(checks, "LIMIT", 1.5)
+    refusal(collectives.mean_and_variance, imports_for_long)
+
+
+def test_ranks_that_do_not_start_are_no_fault_of_the_answer(monkeypatch):
+    shutdown()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    with pytest.raises(CheckFailed) as caught:
+        collectives.mean_and_variance(COLLECTIVES.answer("mean_and_variance"))
+    assert caught.value.hint == "not-started" and "eth9" in str(caught.value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert launch(dist.get_rank, world_size=2) == [0, 1]
+    collectives.mean_and_variance(COLLECTIVES.answer("mean_and_variance"))
+
+
+def test_a_long_line_of_the_learners_is_cut_in_the_table():
+    answer = eval("lambda x: (dist.barrier() if dist.get_rank() else None, " + " + ".join(["x"] * 200) + ")")
+    text = str(refusal(collectives.mean_and_variance, answer))
+    assert max(map(len, text.splitlines())) < 220

@@ -1,0 +1,158 @@
+"""The figures: what is drawn is what was given, in one style."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+from matplotlib.patches import FancyArrowPatch
+from matplotlib.text import Text
+
+from course_utils import plots
+from course_utils.collective_algorithms import Message
+from course_utils.plots import RANK_COLORS, bandwidth, before_after, rank_color, step_picture, timeline
+from course_utils.plots._style import WIDTH, label_lines, new_figure, readable, size_axis
+
+BEFORE = [[1, 2, 3], [10, 20, 30], [100, 200, 300]]
+
+
+def texts(figure):
+    return [text.get_text() for ax in figure.axes for text in ax.texts]
+
+
+def stripes(figure, rank, column, panel=1):
+    """Ranks whose colours fill a cell, left to right."""
+    tints = {tuple(np.round(np.add(0.5, np.multiply(0.5, to_rgb(c))), 3)): r for r, c in enumerate(RANK_COLORS)}
+    found = []
+    for patch in figure.axes[panel].patches:
+        x, y = patch.get_xy()
+        color = tuple(np.round(patch.get_facecolor()[:3], 3))
+        if column < x < column + 1 and rank < y < rank + 1 and patch.get_facecolor()[3] and color in tints:
+            found.append((x, tints[color]))
+    return [rank for _, rank in sorted(found)]
+
+
+def test_every_rank_has_one_colour_everywhere():
+    assert len(set(RANK_COLORS)) == len(RANK_COLORS) == 8
+    assert rank_color(3) == rank_color(11) == RANK_COLORS[3]
+
+
+def test_figures_are_shown_once():
+    before_after(BEFORE, BEFORE, "nothing")
+    assert plt.get_fignums() == []
+
+
+def test_cells_carry_the_numbers_and_their_origin():
+    after = [torch.tensor([111, 222, 333]), torch.tensor([1, 20]), None]
+    figure = before_after([torch.tensor(row) for row in BEFORE], after, "mixture")
+    assert {"111", "222", "333", "1", "20", "300", "rank 2"} <= set(texts(figure))
+    assert figure.axes[0].get_title(loc="left") == "mixture: before"
+    assert stripes(figure, 0, 0) == [0, 1, 2]
+    assert stripes(figure, 1, 0) == [0]
+    assert stripes(figure, 1, 1) == [1]
+    assert stripes(figure, 2, 0) == []
+
+
+def test_partial_sums_and_means_show_who_took_part():
+    figure = before_after(BEFORE, [[110, 202], [37.0], [999]], "parts")
+    assert stripes(figure, 0, 0) == [1, 2]
+    assert stripes(figure, 0, 1) == [0, 2]
+    assert stripes(figure, 1, 0) == [0, 1, 2]
+    assert stripes(figure, 2, 0) == []
+
+
+def test_before_and_after_must_have_the_same_ranks():
+    with pytest.raises(ValueError, match="each rank"):
+        before_after(BEFORE, BEFORE[:2], "short")
+
+
+def test_step_has_an_arrow_for_each_message():
+    state = (BEFORE, [[[r]] * 3 for r in range(3)])
+    messages = [Message(0, 1, (2,), (2,), True), Message(1, 2, (0, 1, 2), (0, 1, 2), False)]
+    figure = step_picture([state, state], messages, ("left", "right"))
+    assert sum(isinstance(patch, FancyArrowPatch) for patch in figure.axes[0].patches) == 2
+
+
+def test_bandwidth_has_units_labels_and_its_kind():
+    sizes = [2**k for k in range(10, 22, 2)]
+    seconds = {op: [1e-4 + s * 1e-9 for s in sizes] for op in ("all_reduce", "broadcast")}
+    figure = bandwidth(sizes, seconds, 4, kind="modelled", fit=(1e-4, 1e-9))
+    left, right = figure.axes
+    assert "(ms)" in left.get_ylabel()
+    assert "(GB/s)" in right.get_ylabel()
+    assert all("modelled" in ax.get_title(loc="left") for ax in (left, right))
+    assert {"all_reduce", "broadcast"} <= set(texts(figure))
+    assert right.lines[0].get_ydata()[-1] == pytest.approx(sizes[-1] / seconds["all_reduce"][-1] * 1.5 / 1e9)
+
+
+def test_direct_labels_do_not_overlap():
+    sizes, names = [2**10, 2**20], ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+    figure = bandwidth(sizes, {op: [1e-3, 1e-2] for op in names}, 4)
+    figure.canvas.draw()
+    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts if text.get_text() in names]
+    boxes.sort(key=lambda box: box.y0)
+    assert len(boxes) == 5
+    assert all(low.y1 <= high.y0 + 3 for low, high in zip(boxes, boxes[1:], strict=False))
+
+
+def test_timeline_is_in_milliseconds_with_room_for_its_labels():
+    figure = timeline({"rank 0": [("compute", 0.0, 0.1), ("wait", 0.1, 0.1001)]}, "measured: a step")
+    (ax,) = figure.axes
+    assert ax.get_xlabel() == "time (ms)"
+    assert ax.patches[0].get_width() == pytest.approx(100)
+    assert texts(figure) == ["compute"]  # the second bar is too narrow for its label
+
+
+PALETTES = [value for name, value in vars(plots).items() if name.endswith("_COLORS")]
+COLORS = sorted({tone for palette in PALETTES for tone in (palette.values() if isinstance(palette, dict) else palette)})
+
+
+def contrast_on_white(color):
+    """WCAG 2, success criterion 1.4.3."""
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in to_rgb(color)]
+    return 1.05 / (sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True)) + 0.05)
+
+
+@pytest.mark.parametrize("color", COLORS)
+def test_labels_in_a_colour_can_be_read(color):
+    figure, (ax,) = new_figure(1, 1, size=(4, 3))
+    ax.plot([0, 1], [0, 1], color=color)
+    label_lines(ax, {"line": (1, 1, color)})
+    (label,) = ax.texts
+    assert contrast_on_white(label.get_color()) >= 4.5
+    assert to_rgb(ax.lines[0].get_color()) == to_rgb(color)  # lines keep theirs
+    if contrast_on_white(color) >= 4.5:
+        assert readable(color) == to_rgb(color)
+    else:  # darker, but of the same hue
+        before, after = np.array(to_rgb(color)), np.array(readable(color))
+        assert np.allclose(after / after.max(), before / before.max())
+
+
+def test_no_figure_is_wider_than_a_column():
+    figure, _ = new_figure(1, 3, size=(13.2, 3.9))
+    assert figure.get_figwidth() == WIDTH and WIDTH * figure.dpi <= 934
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [[2**10, 2**20], [2**k for k in range(8, 35)], [1000, 3000, 50_000_000], [5, 6]])
+def test_sizes_along_an_axis_do_not_overlap(panels, sizes):
+    figure, axes = new_figure(1, panels, size=(8.4, 3))
+    for ax in axes:
+        ax.plot(sizes, sizes)
+        size_axis(ax, sizes)
+    figure.draw_without_rendering()
+    low, high = axes[0].get_xlim()
+    shown = [label for label in axes[0].get_xticklabels() if low <= label.get_position()[0] <= high]
+    boxes = [label.get_window_extent() for label in shown]
+    assert len(boxes) >= 1 and all(a.x1 + 4 < b.x0 for a, b in zip(boxes, boxes[1:], strict=False))
+    steps = np.diff(np.log2(axes[0].get_xticks()))
+    assert np.allclose(steps, steps[0]) if len(steps) else True
+
+
+def test_a_label_that_was_moved_is_joined_to_its_line():
+    figure, (ax,) = new_figure(1, 1, size=(8.4, 3))
+    ax.plot([0, 1], [0, 1])
+    label_lines(ax, {"at its line": (1, 0, "#0072B2"), "here": (1, 1, "#009E73"), "there": (1, 1, "#D55E00")})
+    assert [text.arrow_patch is not None for text in ax.texts] == [False, True, False] or [
+        text.arrow_patch is not None for text in ax.texts
+    ] == [False, False, True]

@@ -1,0 +1,330 @@
+"""What a right hand-in gets never depends on load; what a hand-in does to checks or to others is told."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hand_ins
+import nbformat
+import psutil
+import pytest
+from conftest import ROOT, missing
+from hand_ins import CHECKS, Desk
+
+from course_utils import grading
+from course_utils.__main__ import main
+from course_utils.grading.assignments import assignments
+from course_utils.grading.collect import NothingToGrade
+from course_utils.grading.report import Report
+from course_utils.grading.run import Result
+from course_utils.grading.sandbox import Sandbox, SandboxMissing
+
+PAPER = 4  # the number of an answer that needs no ranks
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A course of one real exercise notebook and a short one."""
+    return hand_ins.make_course(tmp_path_factory.mktemp("course") / "course")
+
+
+@pytest.fixture
+def desk(course: Path, tmp_path: Path) -> Desk:
+    (tmp_path / "in").mkdir()
+    return Desk(course, tmp_path / "in")
+
+
+@pytest.fixture(params=["bubblewrap", "user"])
+def sandbox(request: pytest.FixtureRequest) -> str:
+    """Each kind that fences a hand-in."""
+    try:
+        Sandbox(request.param)
+    except SandboxMissing as error:
+        missing(str(error))
+    return request.param
+
+
+class BesideALoad(Report):
+    """A report during which four busy loops run, until the first eight hand-ins have been graded."""
+
+    def __enter__(self) -> BesideALoad:
+        self._loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for loop in self._loops:
+            loop.kill()
+            loop.wait()
+
+    def add(self, new: dict, done: int, of: int) -> None:
+        super().add(new, done, of)
+        if done == 8:
+            self.__exit__()
+
+
+def running(text: str) -> list[int]:
+    """Processes whose command contains a text."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if text in " ".join(process.info["cmdline"] or []):
+            found.append(process.pid)
+    return found
+
+
+def by_person(rows: list[dict]) -> dict[str, dict]:
+    return {row["person"]: row for row in rows}
+
+
+def verdicts(row: dict) -> dict[str, dict]:
+    return {check["name"].removeprefix("check_"): check for check in row["checks"]}
+
+
+@pytest.mark.guard(1500)
+def test_36_hand_ins_beside_a_load(desk: Desk, tmp_path: Path):
+    expected = hand_ins.make(desk)
+    assert len(expected) == 36
+    files = {"csv": tmp_path / "out" / "grades.csv", "json": tmp_path / "out" / "grades.json"}
+    with BesideALoad(**files) as report:
+        rows = by_person(grading.grade(desk.folder, jobs=2, timeout=20, root=desk.course, report=report))
+    got = {person: (row["passed"], row["total"]) for person, row in rows.items()}
+    assert got == {person: (passed, of) for person, (passed, of, _) in expected.items()}
+    silent = {
+        person: rows[person]["note"] for person, (_, _, note) in expected.items() if note not in rows[person]["note"]
+    }
+    assert not silent
+    assert all(row["points"] == row["of"] for row in rows.values() if row["passed"] == row["total"])
+
+    assert not list(tmp_path.rglob("DEFACED.txt")) and not list((ROOT / "course_utils").glob("DEFACED.txt"))
+    assert "sees" not in rows["p27_writes_outside"]["note"]
+    assert not running("sleep 86399")
+    assert not [
+        each for each in psutil.Process().children(recursive=True) if "grading.kernel" in " ".join(each.cmdline())
+    ]
+    told = json.loads(files["json"].read_text())
+    assert by_person(told["rows"]) == rows
+
+    deadlock = verdicts(rows["p13_deadlock"])["ring_shift"]
+    assert deadlock["tried_again"] and deadlock["hint"] in ("hang", "deadlock") and "rank" in deadlock["message"]
+    assert not verdicts(rows["p11_wrong"])["mean_and_variance"]["tried_again"]
+    assert "SyntaxError" in verdicts(rows["p12_syntax"])["bandwidths"]["message"]
+    assert rows["p12_syntax"]["failed"] == "check_bandwidths"
+    assert verdicts(rows["p14_exit_in_a_rank"])["ring_shift"]["message"].count("exit code 3")
+    assert rows["p16_killed"]["failed"] == "check_gradient_all_reduce_seconds"
+    assert verdicts(rows["p09_one"])["ring_shift"]["hint"] == "empty"
+    assert rows["p01_right"]["same_as_solution"].split() == CHECKS
+    assert rows["p26_pasted"]["same_as_solution"] == "check_bandwidths"
+    assert rows["p11_wrong"]["same_as_solution"].split() == CHECKS[1:]
+
+
+def test_answer_in_other_words_is_not_the_solution_and_one_with_other_names_is(desk: Desk):
+    nb = desk.answered(1, PAPER)
+    for cell in filter(hand_ins.is_answer, nb.cells):
+        cell.source = cell.source.replace("sums", "values").replace("total", "whole").replace('"""Algorithm', '"""My')
+        cell.source = cell.source.replace("return op", "op = str(op)\n    return op")
+    words = nb.cells[[hand_ins.is_answer(cell) for cell in nb.cells].index(True) :]
+    answers = [cell for cell in words if hand_ins.is_answer(cell)]
+    answers[3].source = answers[3].source.replace('"""\n    ', '"""\n    ranks = int(ranks)\n    ')
+    desk.put("ada", nb)
+    (row,) = grading.grade(desk.folder, root=desk.course)
+    assert (row["passed"], row["same_as_solution"]) == (2, "check_mean_and_variance")
+
+
+def test_hand_in_writes_nowhere_but_its_folder_and_leaves_nothing(desk: Desk, tmp_path: Path, sandbox: str):
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)  # pytest makes them private; that is not what is to keep a hand-in out
+    other = desk.put("eve", desk.exercise())
+    stays = hand_ins.STAYS.replace("86399", "86397")
+    outside = hand_ins.OUTSIDE.partition("seen =")[0]
+    outside = outside.format(folder=str(other.parent), course=str(desk.course), package=str(ROOT / "course_utils"))
+    desk.put("ada", desk.with_cell(f"{stays}\n{outside}", desk.answered(PAPER)))
+    rows = by_person(grading.grade(desk.folder, root=desk.course, sandbox=sandbox))
+    assert rows["ada"]["failed"].split() == [name for name in CHECKS if name != "check_bandwidths"]
+    assert "left a process behind, which was ended: sleep 86397" in rows["ada"]["note"]
+    assert not running("sleep 86397")
+    assert not list(tmp_path.rglob("DEFACED.txt")) and not list(ROOT.glob("*/DEFACED.txt"))
+    assert not list(Path("/tmp").glob("course-grade-*/DEFACED.txt"))
+
+
+def test_bubblewrap_shows_neither_solutions_nor_other_hand_ins_nor_a_network(desk: Desk):
+    try:
+        Sandbox("bubblewrap")
+    except SandboxMissing as error:
+        missing(str(error))
+    hidden = [desk.course, desk.folder, ROOT / "solutions", ROOT / "sources", ROOT / "tests"]
+    hidden += [path for path in Path.home().iterdir() if not sys.base_prefix.startswith(str(path))]
+    look = f"""import os, socket
+seen = [place for place in {list(map(str, hidden))!r} if os.path.exists(place)]
+names = [name for _, name in socket.if_nameindex()]
+raise RuntimeError(f"sees {{seen}}, {{names}}, {{os.getuid()}}")"""
+    desk.put("ada", desk.with_cell(look, desk.answered(PAPER)))
+    (row,) = grading.grade(desk.folder, root=desk.course, sandbox="bubblewrap")
+    assert row["passed"] == 1 and "RuntimeError: sees [], ['lo'], 1000" in row["note"]
+
+
+def test_without_a_fence_nothing_is_run_unless_asked(desk: Desk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    desk.put("ada", desk.answered(PAPER))
+    with monkeypatch.context() as inside:
+        inside.setenv("PATH", str(tmp_path))  # neither bwrap nor setpriv
+        with pytest.raises(SandboxMissing, match=r"(?s)sudo apt install bubblewrap.*container.*--no-sandbox"):
+            grading.grade(desk.folder, root=desk.course)
+    (row,) = grading.grade(desk.folder, root=desk.course, sandbox="none")
+    assert row["passed"] == 1
+
+
+def test_cell_that_ignores_the_interrupt_costs_only_itself(desk: Desk):
+    stubborn = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+    desk.put("ada", desk.with_cell(stubborn, desk.answered(PAPER)))
+    (row,) = grading.grade(desk.folder, timeout=3, root=desk.course)
+    assert row["passed"] == 1 and "cell 2 ended its kernel" in row["note"]
+
+
+def test_notebook_is_ended_at_its_limit_and_what_was_not_reached_is_tried_again(desk: Desk):
+    nb = desk.answered(PAPER)
+    nb.cells.insert(len(nb.cells) - 1, nbformat.v4.new_code_cell("import time\ntime.sleep(600)"))
+    desk.put("ada", nb)
+    (row,) = grading.grade(desk.folder, limit=20, root=desk.course)
+    assert row["passed"] == 1 and "ended after 20 s" in row["note"]
+    last = row["checks"][-1]
+    assert last["tried_again"] and last["message"] == "The check was not reached."
+
+
+def test_check_that_passes_when_tried_again_counts_and_says_so(course: Path, desk: Desk):
+    from course_utils.grading.collect import collect
+
+    desk.put("ada", desk.solution())
+    (hand_in,) = collect(desk.folder, assignments(course))
+    first, second = Result.empty(hand_in), Result.empty(hand_in)
+    for name in CHECKS:
+        first.verdicts[name].passed = name != "check_ring_shift"
+    first.verdicts["check_ring_shift"].slow = True
+    assert first.slow() == ["check_ring_shift"]
+    second.verdicts = {"check_ring_shift": second.verdicts["check_ring_shift"]}
+    second.verdicts["check_ring_shift"].passed = True
+    first.take(second)
+    assert all(verdict.passed for verdict in first.verdicts.values()) and not first.slow()
+    assert first.notes == ["check_ring_shift passed when it was tried again, alone"]
+
+
+def test_killed_grading_keeps_its_rows_and_leaves_no_process(desk: Desk, tmp_path: Path, sandbox: str):
+    desk.put("ada", desk.answered(PAPER))
+    sleeping = "import subprocess\nsubprocess.run(['sleep', '86396'])"
+    desk.put("bob", desk.with_cell(sleeping, desk.answered(PAPER)))
+    program = (
+        "from pathlib import Path; from course_utils.grading import Report, grade\n"
+        f"grade(Path({str(desk.folder)!r}), root=Path({str(desk.course)!r}), sandbox={sandbox!r}, "
+        f"report=Report(json=Path({str(tmp_path / 'grades.json')!r})))"
+    )
+    grader = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        until = time.monotonic() + 120
+        while not running("sleep 86396") and time.monotonic() < until:
+            time.sleep(0.2)
+        started = psutil.Process(grader.pid).children(recursive=True)
+        folders = {
+            place for each in started for place in re.findall(r"/\S*/course-grade-\w+", " ".join(each.cmdline()))
+        }
+    finally:
+        grader.send_signal(signal.SIGTERM if sandbox == "user" else signal.SIGKILL)
+        grader.wait()
+    rows = by_person(json.loads((tmp_path / "grades.json").read_text())["rows"])
+    assert {person: row["passed"] for person, row in rows.items()} == {"ada": 1}
+    for place in folders:  # a killed grader cannot remove them itself
+        shutil.rmtree(place, ignore_errors=True)
+    _, left = psutil.wait_procs(started, timeout=30)
+    assert started and not left and not running("sleep 86396")
+
+
+# -------------------------------------------------------------------------- who, what and where: nothing is run
+
+
+def test_roster_finds_persons_and_says_who_is_missing_or_unknown(desk: Desk, tmp_path: Path):
+    roster = tmp_path / "names.csv"
+    roster.write_text("e-mail,person\na@x,Ann Müller\nb@x,Bob Ray\nc@x,Cyd Fox\n", "utf-8")
+    for place in ("ann muller_12345_assignsubmission_file_", "Zed"):
+        desk.put(place, desk.exercise())
+    (desk.folder / "submission BOB RAY final (1).ipynb").write_text(nbformat.writes(desk.exercise()))
+    rows = by_person(grading.grade(desk.folder, root=desk.course, roster=roster))
+    assert set(rows) == {"Ann Müller", "Bob Ray", "Cyd Fox", "Zed"}
+    assert "not on the roster" in rows["Zed"]["note"] and "not on the roster" not in rows["Bob Ray"]["note"]
+    assert rows["Cyd Fox"]["note"] == "on the roster, but handed nothing in"
+    assert rows["Bob Ray"]["notebook"] == "90_short"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        ("notes.ipynb", '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}', "no code in it"),
+        ("90_short.ipynb", "", "the file is empty"),
+        ("90_short.ipynb", "[1, 2]", "not a notebook that can be read"),
+        ("90_short.ipynb", b"\xff\xfe\x00", "not a notebook that can be read"),
+        ("own.ipynb", None, "not an exercise notebook of the course"),
+        ("answers.zip", "PK", "no notebook, only answers.zip"),
+    ],
+    ids=["no-cells", "empty", "other-json", "binary", "own", "zip"],
+)
+def test_every_folder_gets_a_row_that_says_what_is_in_it(desk: Desk, name: str, content: str | bytes | None, note: str):
+    own = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("x = 1")]))
+    (desk.folder / "ada").mkdir()
+    (desk.folder / "ada" / name).write_bytes(content if isinstance(content, bytes) else (content or own).encode())
+    if content == "":
+        (desk.folder / "ada" / name).touch()
+        (desk.folder / "ada" / name).write_text("")
+    (row,) = grading.grade(desk.folder, root=desk.course)
+    assert row["person"] == "ada" and note in row["note"] and row["passed"] == 0
+
+
+def test_wrong_folder_is_said(desk: Desk, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for folder, what in (
+        (tmp_path / "none", "is not a folder"),
+        (ROOT, "is a copy of the course"),
+        (desk.folder, "neither"),
+    ):
+        with pytest.raises(NothingToGrade, match=what):
+            grading.grade(folder, root=desk.course)
+        assert main(["grade", str(folder)]) == 1
+        assert what in capsys.readouterr().err
+    (desk.folder / "ada").mkdir()
+    assert main(["grade", str(desk.folder)]) == 1
+    assert "no exercise notebook found" in capsys.readouterr().err
+
+
+def test_table_sums_points_by_person_over_all_notebooks(desk: Desk, tmp_path: Path):
+    desk.put("ada", desk.exercise())
+    released = nbformat.read(desk.course / "exercises" / "02_collectives_exercises.ipynb", 4)
+    desk.put("bob", released, "02_collectives_exercises.ipynb")
+    files = {"csv": tmp_path / "g.csv", "json": tmp_path / "g.json", "feedback": tmp_path / "feedback"}
+    grading.grade(desk.folder, root=desk.course, report=Report(**files))
+    rows = list(csv.DictReader(files["csv"].open()))
+    assert [(row["person"], row["notebook"], row["of"]) for row in rows] == [
+        ("ada", "90_short", "10"), ("ada", "sum", "41"), ("bob", "02_collectives", "31"), ("bob", "sum", "41"),
+    ]  # fmt: skip
+    told = json.loads(files["json"].read_text())
+    assert [entry["of"] for entry in told["sums"]] == [41, 41]
+    feedback = (files["feedback"] / "ada.md").read_text()
+    assert "## 90_short: 0 of 10 points" in feedback and "check_ring_shift, 2 points" in feedback
+    only = grading.grade(desk.folder, root=desk.course, only=["90_short"])
+    assert [row["person"] for row in only] == ["ada"]
+
+
+@pytest.mark.parametrize("name", sorted(assignments(ROOT)))
+def test_points_of_each_check_are_on_its_card(name: str):
+    text = (ROOT / "sources" / f"{name}_exercises.py").read_text()
+    cards = re.findall(r"^# \| difficulty .*\n# \|[-| ]+\n# \| (\d) of 5 ", text, re.MULTILINE)
+    checks = assignments(ROOT)[name].checks.values()
+    assert [check.points for check in checks] == list(map(int, cards))
+    assert all(check.solution for check in checks)
+
+
+def test_help_says_that_it_runs_learners_code_and_how_it_is_fenced(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["grade", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "runs learners' code" in text and "bubblewrap" in text and "--no-sandbox" in text

@@ -1,0 +1,166 @@
+"""The all-reduce algorithms of lesson 03, as its text defines them: right for any ranks, sizes, types."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_utils import WorkerError, launch, record
+from course_utils.checks import message_steps
+from course_utils.costs import Cluster, all_reduce_bytes, all_reduce_steps
+
+pytestmark = pytest.mark.guard(60)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
+
+SOURCE = Path(__file__).resolve().parents[2] / "sources" / "03_nccl.py"
+FLAT = ("root", "ring", "tree", "recursive_doubling", "halving_doubling")
+DTYPES = (torch.float32, torch.float64, torch.int64)
+NODES = ((1, 1), (2, 1), (3, 3), (4, 2), (6, 2), (6, 3), (8, 4), (8, 8))  # ranks, ranks on a node
+ROUNDING = 2  # pieces differ by one number where n does not divide the size, once in each half
+
+
+@cache
+def lesson() -> dict[str, Callable]:
+    """Every function that a code cell of the lesson defines, by name; no cell is run."""
+    parts = re.split(r"^# %%(.*)$", SOURCE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    names: dict = {"__name__": "__main__", "torch": torch, "dist": dist}
+    for head, code in zip(parts[1::2], parts[2::2], strict=True):
+        if "[markdown]" not in head:
+            found = [node for node in ast.parse(code.strip()).body if isinstance(node, ast.FunctionDef)]
+            exec(compile(ast.Module(found, []), str(SOURCE), "exec"), names)
+    return names
+
+
+def numbers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Whole numbers that differ between ranks: their sums need no rounding, so any order gives the same bits."""
+    return torch.randint(-99, 100, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def run_cases(algorithms: dict[str, Callable]) -> dict:
+    """On a rank: every algorithm, size and type; whether the result is right, and the ledger."""
+    rank, n, cases = dist.get_rank(), dist.get_world_size(), {}
+    for name, algorithm in algorithms.items():
+        for numel in {0, 1, n - 1, n, n + 1, 1000}:
+            for dtype in DTYPES:
+                x = numbers(rank, numel, dtype)
+                with record() as ledger:
+                    algorithm(x)
+                expected = sum(numbers(r, numel, dtype) for r in range(n))
+                cases[name, numel, dtype] = torch.equal(x, expected), ledger
+    return cases
+
+
+def prove(algorithms: dict[str, Callable], n: int, cluster: int | Cluster) -> None:
+    """Run the cases on n ranks; results, steps and bytes of the busiest rank must be those of the formulas."""
+    by_rank = launch(run_cases, algorithms, world_size=n, backend="gloo")
+    for case in by_rank[0]:
+        name, numel, dtype = case
+        assert all(cases[case][0] for cases in by_rank), case
+        ledgers = [cases[case][1] for cases in by_rank]
+        assert not any(entry.is_collective for ledger in ledgers for entry in ledger), case
+        assert message_steps(ledgers) == all_reduce_steps(name, cluster), case
+        sent = max(ledger.sent for ledger in ledgers) / dtype.itemsize
+        assert abs(sent - all_reduce_bytes(name, cluster, numel)) <= ROUNDING, (case, sent)
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_algorithms_are_right_for_any_size_and_type_at_their_cost(n):
+    prove({name: lesson()[f"{name}_all_reduce"] for name in FLAT}, n, n)
+
+
+@pytest.mark.parametrize(("n", "per_node"), NODES)
+def test_hierarchical_is_right_on_any_nodes_at_its_cost(n, per_node):
+    def on_nodes(x):
+        hierarchical(x, per_node)
+
+    hierarchical = lesson()["hierarchical_all_reduce"]
+    prove({"hierarchical": on_nodes}, n, Cluster(n // per_node, per_node, (0.0, 0.0), (0.0, 0.0)))
+
+
+def test_hierarchical_sends_only_its_share_between_nodes():
+    def count(numel):
+        rank = dist.get_rank()
+        with record() as ledger:
+            hierarchical(numbers(rank, numel), 4)
+        return sum(entry.bytes for entry in ledger if entry.op == "send" and entry.peer // 4 != rank // 4)
+
+    hierarchical = lesson()["hierarchical_all_reduce"]
+    assert launch(count, 800, world_size=8, backend="gloo") == [800] * 8  # 2 (m-1)/m S/g, 4 bytes a number
+
+
+def test_hierarchical_refuses_nodes_that_are_not_full():
+    hierarchical = lesson()["hierarchical_all_reduce"]
+    with pytest.raises(WorkerError, match="3 ranks do not fill nodes of 2"):
+        launch(lambda: hierarchical(torch.ones(4), 2), world_size=3, backend="gloo")
+
+
+@pytest.mark.parametrize("numel", [0, 2, 3, 10])
+def test_halves_of_the_ring_work_on_any_list_of_ranks(numel):
+    """Three of four ranks, in an order of their own: piece i ends on the i-th, and the all-gather copies it."""
+
+    def halves(numel):
+        rank = dist.get_rank()
+        if rank not in members:
+            return None
+        x = numbers(rank, numel)
+        piece = reduce_scatter(x, members).clone()
+        all_gather(x, members)
+        return piece, x
+
+    members = [3, 0, 2]
+    reduce_scatter, all_gather = lesson()["ring_reduce_scatter"], lesson()["ring_all_gather"]
+    by_rank = launch(halves, numel, world_size=4, backend="gloo")
+    total = sum(numbers(rank, numel) for rank in members)
+    for rank, expected in zip(members, total.tensor_split(3), strict=True):
+        piece, whole = by_rank[rank]
+        assert torch.equal(piece, expected) and torch.equal(whole, total)
+    assert by_rank[1] is None
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_all_ranks_hold_the_same_bits(name):
+    """Also where adding rounds, and for tensors of more than one dimension."""
+
+    def one_run():
+        x = torch.randn(5, 7)
+        algorithm(x)
+        return x
+
+    algorithm = lesson()[f"{name}_all_reduce"]
+    by_rank = launch(one_run, world_size=5, backend="gloo")
+    assert all(torch.equal(x, by_rank[0]) for x in by_rank)
+
+
+def test_whole_tensors_round_a_ring_are_right_and_wasteful():
+    def one_run():
+        rank, n = dist.get_rank(), dist.get_world_size()
+        x = numbers(rank, 60)
+        with record() as ledger:
+            wasteful(x)
+        return torch.equal(x, sum(numbers(r, 60) for r in range(n))), ledger.sent
+
+    wasteful = lesson()["whole_tensors_round_a_ring"]
+    assert launch(one_run, world_size=4, backend="gloo") == [(True, 3 * 240)] * 4
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 10, 64])
+def test_no_rank_works_in_both_trees(n):
+    first = lesson()["parents"](n)
+    second = lesson()["mirrored"](first)
+    for tree in (first, second):
+        assert sum(up < 0 for up in tree) == 1
+        assert max(tree.count(rank) for rank in range(n)) <= 2
+        for rank in range(n):
+            for _ in range(n.bit_length()):
+                rank = tree[rank] if rank >= 0 else rank
+            assert rank == -1, "every rank reaches the root in about log2 n hops"
+    assert not {*first} & {*second} - {-1}

@@ -1,0 +1,323 @@
+"""The C programs compile without a warning; they do what they say, on stand-ins for the GPU and for NCCL.
+
+The stand-ins (native/stand_in_*.c) have NCCL's and CUDA's functions over ordinary memory, and make any one of
+them fail on demand. So every line of the lesson's program runs here, its error paths too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import missing
+
+from course_utils import c_programs
+
+pytestmark = pytest.mark.guard(120)
+
+CLIENT = r"""
+#include <nccl.h>
+#include <stdio.h>
+int client(void) {  // two ranks, one of every call; prints what rank 1 has in the end
+    ncclComm_t c[2];
+    int a[2][4], sum[2][4], all[2][8], part[2][2], got = 0, token = 7;
+    double top[2] = {1.5, 2.5};
+    if (ncclCommInitAll(c, 2, NULL) != ncclSuccess) return 1;
+    for (int r = 0; r < 2; r++)
+        for (int k = 0; k < 4; k++) a[r][k] = (r ? 10 : 1) * (k + 1);
+#define BOTH(call)                                                                         \
+    do {                                                                                   \
+        ncclGroupStart();                                                                  \
+        for (int r = 0; r < 2; r++) call;                                                  \
+        if (ncclGroupEnd() != ncclSuccess) return 1;                                       \
+    } while (0)
+    BOTH(ncclAllReduce(a[r], sum[r], 4, ncclInt32, ncclSum, c[r], NULL));
+    BOTH(ncclBroadcast(a[r], a[r], 4, ncclInt32, 1, c[r], NULL));
+    BOTH(ncclReduce(&top[r], &top[r], 1, ncclFloat64, ncclMax, 1, c[r], NULL));
+    BOTH(ncclAllGather(sum[r], all[r], 4, ncclInt32, c[r], NULL));
+    BOTH(ncclReduceScatter(sum[r], part[r], 2, ncclInt32, ncclProd, c[r], NULL));
+    ncclGroupStart();
+    ncclSend(&token, 1, ncclInt32, 1, c[0], NULL);
+    ncclRecv(&got, 1, ncclInt32, 0, c[1], NULL);
+    if (ncclGroupEnd() != ncclSuccess) return 1;
+    if (ncclAllReduce(a[0], a[0], 4, ncclFloat16, ncclSum, c[0], NULL) != ncclInvalidArgument) return 1;
+    printf("sum %d bcast %d reduce %g gather %d scatter %d got %d\n", sum[1][3], a[0][3], top[1], all[1][7],
+           part[1][1], got);
+    ncclCommDestroy(c[0]);
+    ncclCommAbort(c[1]);
+    return 0;
+}
+#ifdef PROGRAM
+int main(void) { return client(); }
+#endif
+"""
+CLIENT_SAYS = "sum 44 bcast 40 reduce 2.5 gather 44 scatter 1936 got 7\n"
+CLIENT_TRACE = """\
+#0 ncclCommInitAll ranks=2 result=ok
+#1 ncclGroupStart result=ok
+#2   ncclAllReduce count=4 type=int32 bytes=16 op=sum comm=c0 rank=0/2 stream=default result=ok
+#3   ncclAllReduce count=4 type=int32 bytes=16 op=sum comm=c1 rank=1/2 stream=default result=ok
+#4 ncclGroupEnd result=ok
+#5 ncclGroupStart result=ok
+#6   ncclBroadcast count=4 type=int32 bytes=16 root=1 comm=c0 rank=0/2 stream=default result=ok
+#7   ncclBroadcast count=4 type=int32 bytes=16 root=1 comm=c1 rank=1/2 stream=default result=ok
+#8 ncclGroupEnd result=ok
+#9 ncclGroupStart result=ok
+#10   ncclReduce count=1 type=float64 bytes=8 op=max root=1 comm=c0 rank=0/2 stream=default result=ok
+#11   ncclReduce count=1 type=float64 bytes=8 op=max root=1 comm=c1 rank=1/2 stream=default result=ok
+#12 ncclGroupEnd result=ok
+#13 ncclGroupStart result=ok
+#14   ncclAllGather count=4 type=int32 bytes=16 comm=c0 rank=0/2 stream=default result=ok
+#15   ncclAllGather count=4 type=int32 bytes=16 comm=c1 rank=1/2 stream=default result=ok
+#16 ncclGroupEnd result=ok
+#17 ncclGroupStart result=ok
+#18   ncclReduceScatter count=2 type=int32 bytes=8 op=prod comm=c0 rank=0/2 stream=default result=ok
+#19   ncclReduceScatter count=2 type=int32 bytes=8 op=prod comm=c1 rank=1/2 stream=default result=ok
+#20 ncclGroupEnd result=ok
+#21 ncclGroupStart result=ok
+#22   ncclSend count=1 type=int32 bytes=4 peer=1 comm=c0 rank=0/2 stream=default result=ok
+#23   ncclRecv count=1 type=int32 bytes=4 peer=0 comm=c1 rank=1/2 stream=default result=ok
+#24 ncclGroupEnd result=ok
+#25 ncclAllReduce count=4 type=float16 bytes=8 op=sum comm=c0 rank=0/2 stream=default result=error 4
+#26 ncclCommDestroy comm=c0 rank=0/2 result=ok
+#27 ncclCommAbort comm=c1 rank=1/2 result=ok
+"""
+THREADS = r"""
+#include <nccl.h>
+#include <pthread.h>
+static void *work(void *rank) {
+    ncclUniqueId id;
+    ncclComm_t comm;
+    float x = 1;
+    ncclGetUniqueId(&id);
+    ncclCommInitRank(&comm, 1, id, 0);
+    for (int i = 0; i < 200; i++) ncclAllReduce(&x, &x, 1, ncclFloat, ncclSum, comm, NULL);
+    ncclCommDestroy(comm);
+    return rank;
+}
+int main(void) {
+    pthread_t threads[4];
+    for (int i = 0; i < 4; i++) pthread_create(&threads[i], NULL, work, NULL);
+    for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+    return 0;
+}
+"""
+FAULTS = {  # the call that fails, and which of its calls in each process
+    "one-process": [
+        *((call, "1") for call in ("cudaSetDevice", "cudaStreamCreateWithFlags", "cudaEventCreate", "cudaMalloc")),
+        *((call, "2") for call in ("cudaSetDevice", "cudaStreamCreateWithFlags", "cudaEventCreate", "cudaMalloc")),
+        *(("cudaMemcpyAsync", nth) for nth in "134"),
+        *((call, nth) for call in ("ncclGroupStart", "ncclAllReduce", "ncclGroupEnd") for nth in "15"),
+        *(("cudaEventRecord", nth) for nth in "12"),
+        *((call, "1") for call in ("cudaEventElapsedTime", "ncclCommInitAll")),
+    ],
+    "per-gpu": [
+        *((call, "1") for call in ("cudaSetDevice", "cudaStreamCreateWithFlags", "cudaEventCreate", "cudaMalloc")),
+        *((call, nth) for call in ("cudaMemcpyAsync", "cudaEventRecord") for nth in "12"),
+        *((call, nth) for call in ("ncclGroupStart", "ncclAllReduce", "ncclGroupEnd") for nth in "15"),
+        *((call, "1") for call in ("ncclGetUniqueId", "ncclCommInitRankConfig")),
+    ],
+}
+SAYS = {
+    "ncclAllReduce": "each: stand-in: CUDA error",
+    "ncclGroupEnd": "group: stand-in: system error",
+    "ncclCommGetAsyncError": "communicator: stand-in: remote error",
+    "cudaStreamQuery": "stream: stand-in: a fault on demand",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything compiled, warnings being errors."""
+    folder = tmp_path_factory.mktemp("native")
+    try:
+        c_programs.find_nccl(), c_programs.find_compiler()
+    except c_programs.MissingToolError as error:
+        missing(str(error))
+    toolkit = c_programs.find_nccl()
+    (folder / "client.c").write_text("#define PROGRAM\n" + CLIENT)
+    (folder / "library.c").write_text(CLIENT)
+    (folder / "threads.c").write_text(THREADS)
+    c_programs.build("stand_in_nccl.c", folder / "stand_in" / "libnccl.so.2")
+    c_programs.build("stand_in_cuda.c", folder / "stand_in" / toolkit.runtime)
+    c_programs.build("trace_nccl.c", folder / "libtrace_nccl.so")
+    c_programs.build("all_reduce.c", folder / "all_reduce")
+    c_programs.build(folder / "client.c", folder / "client")
+    c_programs.build(folder / "library.c", folder / "libclient.so")
+    c_programs.build(folder / "threads.c", folder / "threads")
+    return folder
+
+
+def run(*arguments: object, **environment: object) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("LD_LIBRARY_PATH", "LD_PRELOAD")}
+    env = kept | {name: str(value) for name, value in environment.items()}
+    return subprocess.run([*map(str, arguments)], capture_output=True, text=True, env=env, timeout=60)
+
+
+def on_stand_ins(folder: Path, tmp_path: Path, *arguments: object, **environment: object):
+    return run(*arguments, LD_LIBRARY_PATH=folder / "stand_in", TMPDIR=tmp_path, **environment)
+
+
+def without_times(trace: str) -> str:
+    return re.sub(r" us=[\d.]+$", "", trace, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("mode", ["one-process", "per-gpu"])
+def test_all_reduce_works_with_gpus_and_says_what_is_missing_without(folder: Path, mode: str):
+    done = run(folder / "all_reduce", mode, 2**20)
+    if done.returncode == 0:
+        assert "every sum as expected" in done.stdout
+    else:
+        assert done.returncode == 2 and done.stdout == ""
+        assert re.fullmatch("all_reduce: no GPU to use: .*(driver|device).*\n", done.stderr)
+
+
+def test_all_reduce_tells_how_it_is_used(folder: Path):
+    for arguments in [], ["everywhere"], ["per-gpu", "0"]:
+        done = run(folder / "all_reduce", *arguments)
+        assert done.returncode == 1
+        assert "one-process|per-gpu [floats [seconds]]" in done.stderr
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 5])
+@pytest.mark.parametrize("mode", ["one-process", "per-gpu"])
+def test_all_reduce_adds_on_stand_ins(folder: Path, tmp_path: Path, mode: str, gpus: int):
+    done = on_stand_ins(folder, tmp_path, folder / "all_reduce", mode, 1001, STAND_IN_GPUS=gpus)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    timing, verdict = done.stdout.splitlines()
+    assert re.fullmatch(r"[\d.]+ us   algbw [\d.]+ GB/s   busbw [\d.]+ GB/s", timing)
+    assert verdict == f"{mode}: 1001 floats on {gpus} GPUs, every sum as expected"
+
+
+@pytest.mark.parametrize("mode", FAULTS)
+def test_all_reduce_cleans_up_after_a_fault_in_any_call(folder: Path, tmp_path: Path, mode: str):
+    for call, nth in [*FAULTS[mode], ("ncclCommGetAsyncError", "2"), ("cudaStreamQuery", "2")]:
+        fault = f"{call}:{nth}"
+        done = on_stand_ins(folder, tmp_path, folder / "all_reduce", mode, 100, STAND_IN_FAIL=fault)
+        assert done.returncode == 1, fault
+        assert SAYS.get(call, call + "(") in done.stderr, fault
+        assert "left behind" not in done.stderr, fault
+        assert "every sum" not in done.stdout, fault
+        assert not list(tmp_path.iterdir()), fault
+
+
+@pytest.mark.parametrize("mode", ["one-process", "per-gpu"])
+def test_all_reduce_gives_up_waiting_and_cleans_up(folder: Path, tmp_path: Path, mode: str):
+    done = on_stand_ins(folder, tmp_path, folder / "all_reduce", mode, 100, 0.2, STAND_IN_FAIL="cudaStreamQuery:hang")
+    assert done.returncode == 1
+    assert "time-out: another rank is late or gone" in done.stderr
+    assert "left behind" not in done.stderr
+
+
+def test_stand_ins_notice_what_is_left_behind(folder: Path, tmp_path: Path):
+    (tmp_path / "leak.c").write_text(
+        "#include <nccl.h>\nint main(void) { ncclComm_t c; cudaEvent_t e; cudaEventCreate(&e);"
+        " return ncclCommInitAll(&c, 1, NULL); }"
+    )
+    leak = c_programs.build(tmp_path / "leak.c", tmp_path / "leak")
+    done = on_stand_ins(folder, tmp_path, leak)
+    assert "left behind: 0 streams, 1 events, 0 blocks of memory" in done.stderr
+    assert "left behind: 1 communicators" in done.stderr
+
+
+def test_trace_has_every_call_in_order_and_leaves_the_results_alone(folder: Path, tmp_path: Path):
+    plain = on_stand_ins(folder, tmp_path, folder / "client")
+    traced = on_stand_ins(folder, tmp_path, folder / "client", LD_PRELOAD=folder / "libtrace_nccl.so")
+    assert plain.stdout == traced.stdout == CLIENT_SAYS
+    assert (plain.returncode, plain.stderr, traced.returncode) == (0, "", 0)
+    assert without_times(traced.stderr) == CLIENT_TRACE
+    assert re.findall(r" us=\d+\.\d$", traced.stderr, re.MULTILINE) == re.findall(r" us=.*", traced.stderr)
+
+
+def test_trace_sees_a_library_that_python_has_loaded(folder: Path, tmp_path: Path):
+    script = (
+        "import ctypes, sys\n"
+        "ctypes.CDLL(sys.argv[1] + '/stand_in/libnccl.so.2')\n"  # RTLD_LOCAL, as torch's libraries are
+        "sys.exit(ctypes.CDLL(sys.argv[1] + '/libclient.so').client())"
+    )
+    done = on_stand_ins(folder, tmp_path, sys.executable, "-c", script, folder, LD_PRELOAD=folder / "libtrace_nccl.so")
+    assert (done.returncode, done.stdout) == (0, CLIENT_SAYS)
+    assert without_times(done.stderr) == CLIENT_TRACE
+
+
+def test_trace_of_several_processes_goes_to_a_file_each(folder: Path, tmp_path: Path):
+    done = on_stand_ins(
+        folder,
+        tmp_path,
+        folder / "all_reduce",
+        "per-gpu",
+        1000,
+        STAND_IN_GPUS=3,
+        LD_PRELOAD=folder / "libtrace_nccl.so",
+        NCCL_TRACE_FILE=tmp_path / "trace.%p.txt",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    traces = [path.read_text() for path in tmp_path.glob("trace.*.txt")]
+    ranks = sorted(re.search(r"ncclCommInitRankConfig comm=c0 rank=(\d)/3", trace)[1] for trace in traces)
+    assert ranks == ["0", "1", "2"]
+    for trace in traces:
+        sums = re.findall(r"ncclAllReduce count=1000 type=float32 bytes=4000 op=sum comm=c0 .*stream=s0", trace)
+        assert len(sums) == 21  # one verified, 20 timed
+
+
+def test_trace_of_several_threads_has_whole_lines_and_every_number_once(folder: Path, tmp_path: Path):
+    done = on_stand_ins(folder, tmp_path, folder / "threads", LD_PRELOAD=folder / "libtrace_nccl.so")
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    assert all(
+        re.fullmatch(r"#\d+ ncclCommInitRank .*|#\d+ ncclAllReduce .*|#\d+ ncclCommDestroy .*", x) for x in lines
+    )
+    assert sorted(int(line[1:].split()[0]) for line in lines) == list(range(4 * 202))
+
+
+def test_trace_finds_the_real_library(folder: Path, tmp_path: Path):
+    (tmp_path / "empty.c").write_text(
+        "#include <nccl.h>\nint main(void) { return ncclGroupStart() || ncclGroupEnd(); }"
+    )
+    done = run(c_programs.build(tmp_path / "empty.c", tmp_path / "empty"), LD_PRELOAD=folder / "libtrace_nccl.so")
+    assert without_times(done.stderr) == "#0 ncclGroupStart result=ok\n#1 ncclGroupEnd result=ok\n"
+    assert done.returncode == 0
+
+
+def test_library_has_the_version_of_its_package(folder: Path):
+    library = ctypes.CDLL(str(c_programs.find_nccl().nccl / "lib" / "libnccl.so.2"))
+    version = ctypes.c_int()
+    assert library.ncclGetVersion(ctypes.byref(version)) == 0
+    major, minor, patch = version.value // 10000, version.value // 100 % 100, version.value % 100
+    installed = {one.version for one in importlib.metadata.distributions() if one.name.startswith("nvidia-nccl-cu")}
+    assert f"{major}.{minor}.{patch}" in installed
+
+
+def test_missing_tools_are_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(c_programs.MissingToolError, match="sudo apt install gcc"):
+        c_programs.find_compiler()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    what = r"pip install -e '.\[nccl\]'" if sys.platform == "linux" else "Linux only"
+    with pytest.raises(c_programs.MissingToolError, match=what):
+        c_programs.find_nccl()
+
+
+def test_compiler_messages_come_through(folder: Path, tmp_path: Path):
+    (tmp_path / "wrong.c").write_text("int main(void) { int unused; return 0; }")
+    with pytest.raises(RuntimeError, match="(?s)wrong.c does not compile:\n.*unused variable"):
+        c_programs.build(tmp_path / "wrong.c", tmp_path / "wrong")
+
+
+def test_excerpts_are_whole_functions_structures_and_macros():
+    assert c_programs.excerpt("all_reduce.c", "Rank").startswith("typedef struct {\n")
+    assert c_programs.excerpt("all_reduce.c", "Rank").endswith("\n} Rank;")
+    assert c_programs.excerpt("all_reduce.c", "init_all").count("\n") == 5
+    assert c_programs.excerpt("all_reduce.c", "NCCL").endswith("while (0)")
+    assert c_programs.excerpt("all_reduce.c", "release", "run").count("\n}\n") == 1
+    assert c_programs.excerpt("all_reduce.c", "wait_for").startswith("// Wait until NCCL")
+    with pytest.raises(ValueError, match="all_reduce.c has no nothing"):
+        c_programs.excerpt("all_reduce.c", "nothing")

@@ -1,0 +1,290 @@
+"""The costs of collectives: formulas agree with the messages, the messages with the library."""
+
+import numpy as np
+import pytest
+
+from course_utils import launch, record
+from course_utils.collective_algorithms import ALGORITHMS, owned_slots, result_slots, schedule, step_through, trace
+from course_utils.costs import (
+    ALL_REDUCE_ALGORITHMS,
+    COLLECTIVES,
+    Cluster,
+    algbw,
+    all_reduce_bytes,
+    all_reduce_seconds,
+    all_reduce_steps,
+    bootstrap_alpha_beta,
+    busbw,
+    busbw_factor,
+    bytes_sent,
+    cluster_of,
+    fit_alpha_beta,
+    flat,
+    format_bytes,
+)
+from course_utils.topology import two_level
+
+SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 1000])
+def test_factors_are_those_of_nccl_tests(n):
+    assert busbw_factor("all_reduce", n) == pytest.approx(2 * (n - 1) / n)
+    for op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
+        assert busbw_factor(op, n) == pytest.approx((n - 1) / n)
+    assert busbw_factor("send", n) == busbw_factor("recv", n) == 1
+    assert busbw_factor("broadcast", n) == busbw_factor("reduce", n) == (n > 1)
+
+
+def test_recorded_a100_table_is_reproduced():
+    """8 A100, all-reduce, microseconds and GB/s (stas00/ml-engineering, network/README.md)."""
+    for mib, microseconds, printed in ((1 / 32, 43.83, 1.31), (1, 101.9, 18.00), (1024, 8203.9, 229.04)):
+        size, seconds = mib * 2**20, microseconds / 1e6
+        assert busbw("all_reduce", 8, size, seconds) / 1e9 == pytest.approx(printed, rel=5e-3)
+        assert algbw(size, seconds) * 1.75 == busbw("all_reduce", 8, size, seconds)
+
+
+@pytest.mark.parametrize("n", range(2, 10))
+@pytest.mark.parametrize("op", SYMMETRIC)
+def test_schedule_sends_exactly_the_least_from_every_rank(op, n):
+    pieces = [0] * n
+    for step in schedule(op, n):
+        for message in step:
+            pieces[message.src] += len(message.pieces)
+    assert pieces == [round(bytes_sent(op, n, n))] * n
+
+
+@pytest.mark.parametrize("n", range(2, 10))
+def test_schedules_have_the_textbook_number_of_steps(n):
+    log = int(np.ceil(np.log2(n)))
+    steps = {op: len(schedule(op, n)) for op in COLLECTIVES}
+    assert steps["all_reduce"] == 2 * (n - 1)
+    assert steps["all_gather"] == steps["reduce_scatter"] == steps["gather"] == steps["scatter"] == n - 1
+    assert steps["broadcast"] == steps["reduce"] == log
+    assert steps["all_to_all"] == (n - 1 if n & (n - 1) == 0 else n)
+
+
+@pytest.mark.parametrize("n", range(2, 10))
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_a_rank_sends_and_receives_at_most_one_message_a_step(op, n):
+    for step in schedule(op, n):
+        assert len({m.src for m in step}) == len({m.dst for m in step}) == len(step)
+        assert all(m.src != m.dst for m in step)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_steps_end_where_the_library_does(world_size):
+    inputs = [[(r + 1) * 1.5 + 10 * i for i in range(world_size)] for r in range(world_size)]
+
+    def every_collective():
+        return {op: trace(op, inputs) for op in COLLECTIVES}  # compares with the library on every rank
+
+    for rank, traces in enumerate(launch(every_collective, world_size=world_size, backend="gloo")):
+        for op, snapshots in traces.items():
+            assert snapshots.shape == (len(schedule(op, world_size)) + 1, world_size, 2)
+            start, end = snapshots[0], snapshots[-1]
+            assert (start[:, 1] > 0).nonzero().flatten().tolist() == owned_slots(op, rank, world_size)
+            everybody = 2**world_size - 1
+            if op in ("reduce", "all_reduce", "reduce_scatter"):
+                assert all(end[slot, 1] == everybody for slot in result_slots(op, rank, world_size))
+
+
+def test_ledger_counts_the_bytes_of_the_formula():
+    def count(op):
+        import torch
+
+        pieces = torch.ones(4, 25)
+        with record() as ledger:
+            assert list(step_through(op, pieces)) == list(range(1, len(schedule(op, 4)) + 1))
+        return ledger.sent
+
+    for op in SYMMETRIC:
+        assert launch(count, op, world_size=4, backend="gloo") == [round(bytes_sent(op, 4, 400))] * 4
+
+
+def test_pieces_of_another_shape_are_refused():
+    def wrong():
+        import torch
+
+        with pytest.raises(ValueError, match=r"shape \(world_size, k\) with world_size 2"):
+            next(step_through("all_reduce", torch.ones(3, 1)))
+
+    launch(wrong, world_size=2, backend="gloo")
+
+
+def test_unknown_operations_are_refused_with_the_allowed_ones():
+    with pytest.raises(ValueError, match="all_gather"):
+        busbw_factor("allgather", 4)
+    with pytest.raises(ValueError, match="reduce_scatter"):
+        schedule("send", 4)
+    with pytest.raises(ValueError, match="at least 1"):
+        bytes_sent("all_reduce", 0, 1.0)
+
+
+def test_fit_recovers_latency_and_bandwidth():
+    sizes = [2**k for k in range(10, 26)]
+    alpha, beta = fit_alpha_beta(sizes, [3e-4 + 2e-9 * s for s in sizes])
+    assert alpha == pytest.approx(3e-4)
+    assert beta == pytest.approx(2e-9)
+
+
+@pytest.mark.parametrize("seconds", [[1.0, 1.0, 0.5], [1e-3, 1e-1, 1e2]])
+def test_fit_is_never_negative(seconds):
+    alpha, beta = fit_alpha_beta([1, 10, 100], seconds)
+    assert alpha >= 0
+    assert beta >= 0
+    assert alpha + beta > 0
+
+
+@pytest.mark.parametrize("sizes, seconds", [([1], [1.0]), ([1, 1], [1.0, 1.0]), ([1, 2], [1.0]), ([1, 2], [0.0, 1.0])])
+def test_fit_refuses_what_it_cannot_fit(sizes, seconds):
+    with pytest.raises(ValueError):
+        fit_alpha_beta(sizes, seconds)
+
+
+def test_sizes_have_binary_prefixes():
+    assert [format_bytes(s) for s in (0, 1000, 2**10, 1.5 * 2**20, 2**32)] == [
+        "0 B",
+        "1e+03 B",
+        "1 KiB",
+        "1.5 MiB",
+        "4 GiB",
+    ]
+
+
+US, GB = 1e-6, 1e9
+NEAR, FAR = (2 * US, 1 / (300 * GB)), (14 * US, 1 / (50 * GB))
+
+
+def simulate(steps, n, cluster, size):
+    """Seconds of a schedule under the port model: a message takes alpha + beta * S; alpha does not keep a port busy.
+
+    A rank starts a step when what it sent in the last one has left and what it received has arrived.
+    """
+    clock, free = [0.0] * n, {}
+    for step in steps:
+        done = {rank: clock[rank] for rank in range(n)}
+        for m in step:
+            near = m.src // cluster.per_node == m.dst // cluster.per_node
+            alpha, beta = cluster.intra if near else cluster.inter
+            ports = (m.src, "out", near), (m.dst, "in", near)
+            start = max(clock[m.src], *(free.get(port, 0.0) for port in ports))
+            left = start + beta * size * len(m.pieces) / n
+            free.update(dict.fromkeys(ports, left))
+            done[m.src] = max(done[m.src], left)
+            done[m.dst] = max(done[m.dst], left + alpha)
+        clock = [done[rank] for rank in range(n)]
+    return max(clock)
+
+
+@pytest.mark.parametrize("n", range(1, 18))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_formulas_are_the_schedules_under_the_port_model(algorithm, n):
+    steps, cluster = schedule("all_reduce", n, algorithm), flat(n, *NEAR)
+    assert all_reduce_steps(algorithm, n) == len(steps)
+    sent = [sum(len(m.pieces) for step in steps for m in step if m.src == rank) / n for rank in range(n)]
+    exact = algorithm in ("root", "ring") or n & (n - 1) == 0
+    most = 1.2 if algorithm == "halving_doubling" else 1 + 1e-9  # n pieces do not split in equal halves
+    for size in (0, 2**10, 2**20, 2**30):
+        modelled, simulated = all_reduce_seconds(algorithm, size, cluster), simulate(steps, n, cluster, size)
+        if exact:
+            assert modelled == pytest.approx(simulated)
+        else:  # some ranks need not wait for every step
+            assert modelled / 2 <= simulated <= most * modelled
+        if exact or algorithm != "halving_doubling":
+            assert all_reduce_bytes(algorithm, n, size) == pytest.approx(max(sent) * size)
+
+
+@pytest.mark.parametrize("nodes, per_node", [(2, 1), (3, 1), (2, 2), (2, 4), (4, 2), (3, 3), (2, 8), (5, 3)])
+def test_ring_across_nodes_is_what_a_simulation_gives(nodes, per_node):
+    cluster, n = Cluster(nodes, per_node, NEAR, FAR), nodes * per_node
+    for size in (0, 2**12, 2**18, 2**20, 2**22, 2**30):
+        simulated = simulate(schedule("all_reduce", n, "ring"), n, cluster, size)
+        assert all_reduce_seconds("ring", size, cluster) == pytest.approx(simulated)
+
+
+@pytest.mark.parametrize("nodes, per_node", [(2, 2), (2, 4), (4, 2), (4, 4)])
+def test_pairs_across_nodes_are_what_a_simulation_gives(nodes, per_node):
+    cluster, n = Cluster(nodes, per_node, NEAR, FAR), nodes * per_node
+    for size in (0, 2**20):
+        simulated = simulate(schedule("all_reduce", n, "recursive_doubling"), n, cluster, size)
+        assert all_reduce_seconds("recursive_doubling", size, cluster) == pytest.approx(simulated)
+
+
+@pytest.mark.parametrize("algorithm", ALL_REDUCE_ALGORITHMS)
+def test_one_level_clusters_agree_however_they_are_written(algorithm):
+    for n in range(1, 10):
+        for size in (0, 1000, 10**9):
+            one = all_reduce_seconds(algorithm, size, flat(n, *FAR))
+            assert one == all_reduce_seconds(algorithm, size, Cluster(1, n, FAR, NEAR))
+            assert one == pytest.approx(all_reduce_seconds(algorithm, size, Cluster(n, 1, NEAR, FAR)))
+
+
+@pytest.mark.parametrize("algorithm", ALL_REDUCE_ALGORITHMS)
+def test_time_grows_with_size_and_distance(algorithm):
+    for cluster in (flat(8, *NEAR), Cluster(4, 8, NEAR, FAR), Cluster(2, 3, NEAR, FAR)):
+        times = [all_reduce_seconds(algorithm, size, cluster) for size in (0, 1, 10**3, 10**6, 10**9)]
+        assert times == sorted(times)
+        assert times[0] > 0
+    far, near = Cluster(4, 8, NEAR, FAR), Cluster(4, 8, NEAR, NEAR)
+    assert all_reduce_seconds(algorithm, 10**6, far) > all_reduce_seconds(algorithm, 10**6, near)
+    assert all_reduce_seconds(algorithm, 10**9, flat(1, *NEAR)) == all_reduce_bytes(algorithm, 1, 10**9) == 0
+    assert all_reduce_steps(algorithm, 1) == 0
+
+
+def test_ring_and_tree_cross_where_the_formulas_say():
+    """2(n-1)(a + bS/n) = 2 log2 n (a + bS) has one solution S > 0."""
+    n, (a, b) = 64, NEAR
+    crossing = a * ((n - 1) - 6) / (b * (6 - (n - 1) / n))
+    for factor, faster in ((0.99, "tree"), (1.01, "ring")):
+        times = {name: all_reduce_seconds(name, factor * crossing, flat(n, a, b)) for name in ("ring", "tree")}
+        assert min(times, key=times.get) == faster
+
+
+def test_two_levels_pay_off_by_the_number_of_nics():
+    own, size = Cluster(2, 8, NEAR, FAR), 2**30
+    shared = Cluster(2, 8, NEAR, FAR, sharing=8)
+    ring, best, held = (
+        all_reduce_seconds("ring", size, own),
+        all_reduce_seconds("hierarchical", size, own),
+        all_reduce_seconds("hierarchical", size, shared),
+    )
+    assert best < ring / 4
+    assert best < held
+    assert all_reduce_seconds("ring", size, shared) == ring
+
+
+def test_a_topology_becomes_a_cluster():
+    for nics, sharing in (("gpu", 1), ("node", 4)):
+        cluster = cluster_of(two_level(2, 4, NEAR, FAR, nics))
+        assert (cluster.nodes, cluster.per_node, cluster.sharing) == (2, 4, pytest.approx(sharing))
+        assert cluster.intra == pytest.approx(NEAR)
+        assert cluster.inter == pytest.approx(FAR)
+    assert cluster_of(two_level(1, 3, NEAR)) == flat(3, *map(pytest.approx, NEAR))
+
+
+def test_bad_clusters_and_algorithms_are_refused():
+    with pytest.raises(ValueError, match="inter"):
+        Cluster(2, 4, NEAR)
+    with pytest.raises(ValueError, match="at least 1"):
+        flat(0, *NEAR)
+    with pytest.raises(ValueError, match="negative"):
+        all_reduce_seconds("ring", -1, flat(2, *NEAR))
+    for call in (lambda: all_reduce_steps("star", 4), lambda: all_reduce_bytes("star", 4, 1)):
+        with pytest.raises(ValueError, match="halving_doubling"):
+            call()
+
+
+def test_bootstrap_surrounds_the_fit():
+    random = np.random.default_rng(1)
+    sizes = np.repeat([2**k for k in range(10, 24, 2)], 5)
+    seconds = (1e-5 + 1e-9 * sizes) * random.lognormal(0, 0.1, len(sizes))
+    fits = bootstrap_alpha_beta(sizes, seconds, resamples=200)
+    assert fits.shape == (200, 2)
+    for value, column in zip((1e-5, 1e-9), fits.T, strict=True):
+        low, high = np.percentile(column, [0.5, 99.5])
+        assert low < value < high
+        assert high - low < value
+    assert np.array_equal(fits, bootstrap_alpha_beta(sizes, seconds, resamples=200))
+    with pytest.raises(ValueError):
+        bootstrap_alpha_beta([1, 1], [1.0, 2.0])

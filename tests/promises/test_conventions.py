@@ -1,0 +1,275 @@
+"""Every notebook, and the code beside it, keeps the conventions of the course that a program can check."""
+
+from __future__ import annotations
+
+import base64
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from conftest import ROOT
+
+from course_utils.authoring.notebooks import leaks
+
+FOLDERS = ("notebooks", "exercises", "solutions")
+LESSONS, EXERCISES, SOLUTIONS = (sorted((ROOT / folder).glob("[0-9][0-9]_*.ipynb")) for folder in FOLDERS)
+EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u27bf\ufe0f]")
+FILLERS = re.compile(r"\b(simply|obviously|as we all know|of course|trivially)\b", re.IGNORECASE)
+
+
+def notebooks(*paths: list[Path]):
+    return pytest.mark.parametrize("path", sum(paths, []), ids=lambda path: f"{path.parent.name}/{path.stem}")
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(path: Path) -> list:
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def text_cells(path: Path) -> list:
+    return [cell for cell in read(path).cells if cell.cell_type == "markdown"]
+
+
+def prose(path: Path) -> str:
+    """The text without code, formulas, links' targets, pictures and HTML tags."""
+    text = "\n\n".join(cell.source for cell in text_cells(path))
+    for pattern in (r"```.*?```", r"`[^`]*`", r"\$\$.*?\$\$", r"\$[^$\n]*\$", r"!\[", r"\]\([^)]*\)", r"<[^>]*>"):
+        text = re.sub(pattern, " ", text, flags=re.DOTALL)
+    return text
+
+
+def tags(cell) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def test_every_lesson_and_exercise_was_built():
+    sources = {path.stem for path in (ROOT / "sources").glob("[0-9][0-9]_*.py")}
+    assert {path.stem for path in LESSONS} == {name for name in sources if not name.endswith("_exercises")}
+    exercises = {name.removesuffix("_exercises") for name in sources if name.endswith("_exercises")}
+    assert {path.stem.removesuffix("_exercises") for path in EXERCISES} == exercises
+    assert {path.stem.removesuffix("_solutions") for path in SOLUTIONS} == exercises
+    assert LESSONS and EXERCISES
+
+
+@notebooks(LESSONS)
+def test_title_is_the_number_and_the_question_the_lesson_answers(path: Path):
+    first = read(path).cells[0]
+    assert first.cell_type == "markdown"
+    assert re.match(rf"# {path.name[:2]} · [^\n]*\?(\n|$)", first.source), first.source.splitlines()[0]
+    assert sum(len(re.findall(r"^# ", cell.source, re.MULTILINE)) for cell in text_cells(path)) == 1
+
+
+@notebooks(LESSONS)
+def test_lesson_opens_with_aims_prerequisites_and_time(path: Path):
+    opening = "\n".join(cell.source for cell in read(path).cells[:3] if cell.cell_type == "markdown")
+    aims = re.search(r"\*{1,2}You will be able to[^\n]*\n+((?:[-*] .*\n?(?:  .*\n?)*)+)", opening)
+    assert aims, "no list after 'You will be able to'"
+    assert 3 <= len(re.findall(r"^[-*] ", aims[1], re.MULTILINE)) <= 5
+    assert re.search(r"\b(Before this|Prerequisites?)\b", opening)
+    assert re.search(r"\bminutes?\b", opening)
+
+
+@notebooks(LESSONS)
+def test_lesson_ends_with_recap_exercises_and_references(path: Path):
+    headings = re.findall(r"^## (.*)$", "\n".join(cell.source for cell in text_cells(path)), re.MULTILINE)
+    assert any(heading.startswith("Recap") for heading in headings), headings
+    ending = "\n".join(cell.source for cell in text_cells(path)[-3:])
+    references = re.split(r"Worth reading|References|Further reading", ending)
+    assert len(references) == 2, "no list under 'Worth reading'"
+    assert len(re.findall(r"^[-*\d]+\.? ", references[1], re.MULTILINE)) in (2, 3)
+    assert len(re.findall(r"\]\((https://[^)]+)\)", references[1])) in (2, 3), "each with a link"
+    exercises = f"exercises/{path.stem}_exercises.ipynb"
+    if (ROOT / exercises).exists():
+        assert exercises in ending
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_first_code_cell_names_the_parameters(path: Path):
+    cells = code_cells(path)
+    assert "parameters" in tags(cells[0])
+    assert not any("parameters" in tags(cell) for cell in cells[1:])
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_cells_are_short_enough_to_see_at_once(path: Path):
+    long = [cell.source.splitlines()[0] for cell in code_cells(path) if len(cell.source.splitlines()) > 25]
+    wide = [line for cell in code_cells(path) for line in cell.source.splitlines() if len(line) > 100]
+    assert not long and not wide
+
+
+@notebooks(LESSONS)
+def test_there_is_enough_text_for_the_code(path: Path):
+    assert len(text_cells(path)) >= 0.7 * len(code_cells(path))
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_prose_is_plain(path: Path):
+    text = prose(path)
+    assert not EMOJI.findall("\n".join(cell.source for cell in read(path).cells))
+    assert not re.findall(r"[^\n]*!(?!=)[^\n]*", text)
+    assert not FILLERS.findall(text)
+
+
+@notebooks(LESSONS, SOLUTIONS)
+def test_notebook_was_run_once_from_top_to_bottom(path: Path):
+    counts = [cell.execution_count for cell in code_cells(path)]
+    assert counts == [*range(1, len(counts) + 1)]
+    assert any(cell.outputs for cell in code_cells(path))
+
+
+@notebooks(LESSONS, SOLUTIONS)
+def test_no_cell_ends_in_an_error_or_warns(path: Path):
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    assert not [output.evalue for output in outputs if output.output_type == "error"]
+    streams = [output.text for output in outputs if output.output_type == "stream"]
+    assert not [text for text in streams if re.search(r"\w+Warning:|\[W\d+ ", text)]
+
+
+@notebooks(LESSONS, SOLUTIONS)
+def test_at_least_half_of_the_cells_are_compared(path: Path):
+    cells = code_cells(path)
+    ignored = [cell for cell in cells if {"nbval-ignore-output", "nbval-skip"} & {*tags(cell)}]
+    assert len(ignored) <= 0.5 * len(cells)
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_tools_that_run_notebooks_agree_on_every_cell(path: Path):
+    for cell in code_cells(path):
+        assert not {"raises-exception", "nbval-raises-exception"} & {*tags(cell)}, "papermill ignores it: expect_error"
+        assert not re.search(r"\binteract(ive)?\(|\bOutput\(|clear_output\(", cell.source), "nbval cannot compare it"
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_nothing_belongs_to_one_machine(path: Path):
+    assert leaks(read(path)) == []
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_notebook_is_small(path: Path):
+    assert path.stat().st_size < 1_500_000
+
+
+@notebooks(LESSONS)
+def test_pictures_are_described_in_words(path: Path):
+    """Below a cell that shows a picture stands text, which also reaches a reader who cannot see it."""
+    cells = read(path).cells
+    for cell, following in zip(cells, [*cells[1:], None], strict=True):
+        if any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])):
+            assert following is not None and following.cell_type == "markdown", cell.source.splitlines()[0]
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_every_picture_has_an_alternative_text_and_fits_into_a_column(path: Path):
+    """On a screen 1366 pixels wide, JupyterLab's column has 934 of them: what is wider is shrunk, and its letters."""
+    for cell in code_cells(path):
+        for output in cell.outputs:
+            if "image/png" in output.get("data", {}):
+                first = cell.source.splitlines()[0]
+                assert len(output.metadata.get("image/png", {}).get("alt", "")) > 20, first
+                header = base64.b64decode(output.data["image/png"][:64])
+                assert int.from_bytes(header[16:20], "big") <= 934, first
+
+
+@notebooks(LESSONS, SOLUTIONS)
+def test_stored_widgets_are_pictures(path: Path):
+    """Without a kernel, controls would be dead, each with the sign of a broken link."""
+    nb = read(path)
+    assert "widgets" not in nb.metadata
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    assert not [output for output in outputs if any("widget" in kind for kind in output.get("data", {}))]
+
+
+def targets(text: str) -> list[str]:
+    """Paths of links in Markdown to other files of the course."""
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    return [link for link in links if not re.match(r"https?:|mailto:", link)]
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_links_to_files_of_the_course_work(path: Path):
+    links = targets("\n".join(cell.source for cell in text_cells(path)))
+    assert not [link for link in links if not (path.parent / link).exists()]
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_no_notebook_is_a_dead_end(path: Path):
+    """Its last text leads to what belongs to it, and to the next lesson where there is one."""
+    lesson = path.stem.removesuffix("_exercises").removesuffix("_solutions")
+    ending = {(path.parent / link).resolve() for link in targets(text_cells(path)[-1].source)}
+    others = {ROOT / "exercises" / f"{lesson}_exercises.ipynb", ROOT / "solutions" / f"{lesson}_solutions.ipynb",
+              ROOT / "notebooks" / f"{lesson}.ipynb"} - {path}  # fmt: skip
+    if path in LESSONS:
+        others -= {ROOT / "solutions" / f"{lesson}_solutions.ipynb"}
+    assert {other for other in others if other.exists()} <= ending
+    following = [other for other in LESSONS if other.stem > lesson][:1]
+    assert not following or any(other in ending for other in LESSONS if other.stem > lesson)
+    assert path.parent.name == "notebooks" or following == [] or following[0] in ending
+
+
+@notebooks(LESSONS)
+def test_exercises_are_linked_at_the_top_too(path: Path):
+    exercises = f"../exercises/{path.stem}_exercises.ipynb"
+    assert not (path.parent / exercises).exists() or exercises in targets(
+        "\n".join(cell.source for cell in text_cells(path)[:3])
+    )
+
+
+@notebooks(EXERCISES, SOLUTIONS)
+def test_exercises_and_solutions_say_which_they_are(path: Path):
+    kind = path.parent.name.capitalize()
+    assert read(path).cells[0].source.startswith(f"# {kind} {path.name[:2]} · ")
+    opening = "\n".join(cell.source for cell in text_cells(path)[:3])
+    assert ("**These are the solutions.**" in opening) == (kind == "Solutions")
+
+
+@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+def test_fold_aways_stand_apart(path: Path):
+    for cell in text_cells(path):
+        assert not re.search(r"</details>\n[^\n]", cell.source), cell.source[:80]
+
+
+@notebooks(EXERCISES)
+def test_exercises_hold_no_solutions_and_no_outputs(path: Path):
+    assert not [cell for cell in read(path).cells if "BEGIN SOLUTION" in cell.source or "END SOLUTION" in cell.source]
+    assert not [cell for cell in code_cells(path) if cell.outputs or cell.execution_count]
+
+
+@notebooks(EXERCISES)
+def test_every_exercise_has_a_stub_and_a_check(path: Path):
+    marks = [cell.metadata.nbgrader for cell in code_cells(path) if "nbgrader" in cell.metadata]
+    assert marks and marks[0].solution
+    ids = [mark.grade_id for mark in marks]
+    assert len(ids) == len(set(ids))
+    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+        assert mark.grade or (following is not None and following.grade), f"no check after {mark.grade_id}"
+
+
+@notebooks(EXERCISES)
+def test_every_exercise_has_a_card_and_hints(path: Path):
+    text = "\n".join(cell.source for cell in text_cells(path))
+    checks = sum(cell.metadata.get("nbgrader", {}).get("grade", False) for cell in code_cells(path))
+    assert len(re.findall(r"[Dd]ifficulty", text)) >= 5
+    assert len(re.findall(r"\bminutes\b", text)) >= 5
+    assert text.count("<details") == text.count("</details>") >= checks
+
+
+def test_code_is_clean():
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--quiet", ROOT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_modules_are_short():
+    modules = [path for path in (ROOT / "course_utils").rglob("*.py") if "checks" not in path.parts]
+    lengths = {path.name: len(path.read_text().splitlines()) for path in modules}
+    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
+
+
+def test_modules_say_why_they_exist():
+    modules = [path for path in (ROOT / "course_utils").rglob("*.py") if path.read_text().strip()]
+    assert not [path.name for path in modules if not path.read_text().startswith('"""')]

@@ -1,0 +1,176 @@
+"""Every figure of minutes in the course is what its one clock computes, and the plans for workshops hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from course_utils.authoring.minutes import chosen, exercises, lessons, reading, sections, selection, update
+
+GUIDE = (ROOT / "docs" / "instructor.md").read_text(encoding="utf-8")
+LESSON = """\
+# %% [markdown]
+# # How long?
+#
+# {words}
+
+# %% [markdown]
+# ## 1. First
+#
+# **Predict** the `sum`.
+#
+# <details><summary>More</summary>
+#
+# seven words that nobody has to read
+# </details>
+
+# %%
+a = 1
+
+print(a)
+
+# %% [markdown]
+# ## 2. Second
+#
+# ```text
+# one
+# two
+# ```
+#
+# | a | b |
+# |---|---|
+
+# %% jupyter={{"source_hidden": true}}
+hidden = 1
+
+# %%
+print(a)
+"""
+CARD = """\
+# %% [markdown]
+# ## Exercise 1 · A title
+#
+# | difficulty | minutes | follows |
+# |---|---|---|
+# | 1 of 5 | 25 | 01, First |
+"""
+
+
+@pytest.fixture
+def course(tmp_path: Path) -> Path:
+    """A course of one lesson, with figures that are wrong."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "docs").mkdir()
+    opening = "word " * 1285 + "[a link](x.ipynb). **Time:** about 5 minutes to read, under a minute to run."
+    (tmp_path / "sources" / "00_start_here.py").write_text(LESSON.format(words=opening))
+    card = CARD.replace("# ## Ex", "# All of them\n# take about two hours.\n#\n# ## Ex")
+    (tmp_path / "sources" / "00_start_here_exercises.py").write_text(card)
+    (tmp_path / "README.md").write_text(
+        "| | lesson | read, min | exercises, min |\n|---|---|---|---|\n| 00 | x | 1 | 2 |\n| 01 | coming | | |\n"
+    )
+    (tmp_path / "docs" / "instructor.md").write_text(
+        "| minutes | lessons: sections | by the clock | titles |\n|---|---|---|---|\n| 9 | break | | |\n"
+        "| 30 | 00: 1-2; exercises 00: 1 | | |\n\n<!-- minutes by section -->\nold\n<!-- end -->\n"
+    )
+    return tmp_path
+
+
+def test_clock_counts_words_lines_and_predictions_in_sight(course: Path):
+    opening, first, second = sections("00", course)
+    assert (opening.words, opening.lines) == (1300, 0)  # How long; 1,285; a link; Time: about … to run
+    assert (first.number, first.title) == (1, "First")
+    assert (first.words, first.lines, first.predictions, first.folded) == (3, 2, 1, 8)
+    assert first.minutes == pytest.approx(3 / 130 + 2 / 12 + 1.5)
+    assert (second.words, second.lines, second.needs) == (2, 3, (1,))
+    assert reading("00", course) == sum(section.minutes for section in (opening, first, second))
+    assert exercises("00", course) == {1: 25}
+
+
+def test_selection_is_the_sum_of_what_it_names(course: Path):
+    _, first, second = sections("00", course)
+    assert selection("00: 1-2; exercises 00: 1", course) == first.minutes + second.minutes + 25
+    assert selection("[00](notebooks/x.ipynb)", course) == reading("00", course)
+    assert [title for title, _ in chosen("00: 2; exercises 00", course)] == ["Second", "A title"]
+    for wrong, message in {"00: 3": r"names \[3\]", "07": "no lesson 07", "soon": "not lessons"}.items():
+        with pytest.raises(ValueError, match=message):
+            selection(wrong, course)
+
+
+def test_update_writes_every_figure_and_then_finds_nothing(course: Path):
+    assert len(update(course)) == 4
+    assert "about 5 minutes" in (course / "sources" / "00_start_here.py").read_text()  # nothing is written unasked
+    update(course, write=True)
+    assert update(course) == []
+    text = (course / "sources" / "00_start_here.py").read_text()
+    assert "**Time:** about 10 minutes to read, under" in text.replace("\n# ", " ")
+    assert max(map(len, text.splitlines())) <= 120
+    assert "All of them take about 25 minutes." in (course / "sources" / "00_start_here_exercises.py").read_text()
+    assert "| 00 | x | 10 | 25 |\n| 01 | coming | | |" in (course / "README.md").read_text()
+    guide = (course / "docs" / "instructor.md").read_text()
+    assert "| 30 | 00: 1-2; exercises 00: 1 | 27 | First; Second; A title |" in guide
+    assert "| 2 | Second | 0 | 1 |" in guide and "old" not in guide
+
+
+def test_the_course_states_the_minutes_of_its_clock():
+    wrong = [str(path.relative_to(ROOT)) for path in update()]
+    assert not wrong, "python -m course_utils minutes --write"
+
+
+@pytest.mark.parametrize("name", lessons())
+def test_every_lesson_says_its_minutes_once(name: str):
+    text = (ROOT / "sources" / f"{name}.py").read_text(encoding="utf-8").replace("\n# ", " ")
+    assert len(re.findall(r"\*\*Time:\*\* about \d+ minutes to read", text)) == 1
+    exercise = ROOT / "sources" / f"{name}_exercises.py"
+    if exercise.exists():
+        text = exercise.read_text(encoding="utf-8").replace("\n# ", " ")
+        assert len(re.findall(r"All of them take about \d+ minutes\.", text)) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in lessons() if name != "00_start_here"])
+def test_table_of_exercises_agrees_with_their_cards(name: str):
+    """Rows of the table at the top, of which one may stand for several exercises, add up to the cards."""
+    text = (ROOT / "sources" / f"{name}_exercises.py").read_text(encoding="utf-8")
+    rows = re.findall(r"^# \| [\d–]+ \| .* \| (\d+) \|$", text, re.MULTILINE)
+    assert sum(map(int, rows)) == sum(exercises(name).values())
+
+
+def plans() -> dict[str, list[list[str]]]:
+    """Rows of the tables of plans by their heading, without the heads."""
+    found = {}
+    for title, body in re.findall(r"^### (\w+ hours): .*\n\n((?:\|.*\n)+)", GUIDE, re.MULTILINE):
+        found[title] = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines()[2:]]
+    return found
+
+
+@pytest.mark.parametrize(("title", "hours"), {"Two hours": 2, "Four hours": 4, "Eight hours": 8}.items())
+def test_plan_fills_its_time_and_no_block_is_too_short(title: str, hours: int):
+    rows = plans()[title]
+    assert sum(int(row[0]) for row in rows) == 60 * hours
+    for minutes, what, clock, *_ in rows:
+        if clock:
+            needed = selection(what) * (1.0 if what.startswith("exercises") else 1.1)
+            assert int(minutes) >= needed, f"{what}: {needed:.0f} minutes"
+    assert {"arrive", "break", "end"} <= {row[1] for row in rows}
+    assert any(row[1].startswith("exercises") for row in rows)
+
+
+def table(path: str) -> list[list[str]]:
+    """Cells of the rows of the table of lessons, links as their text."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", (ROOT / path).read_text(encoding="utf-8"))
+    lines = re.findall(r"^(?:# )?\| (\d\d \| .*[?k] \|.*) ?\|$", text, re.MULTILINE)
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+def test_tables_of_lessons_agree():
+    """README.md and lesson 00 list the same lessons with the same questions, minutes and run times."""
+    readme, lesson = table("README.md"), table("sources/00_start_here.py")
+    assert [row[0] for row in readme] == [row[0] for row in lesson] == [f"{number:02}" for number in range(17)]
+    for (number, _, question, *minutes, _), theirs in zip(readme[1:], lesson[1:], strict=True):
+        assert [number, question, *minutes] == theirs
+    seconds = [int(row[-1].removesuffix(" s")) for row in readme if row[-1].endswith(" s")]
+    assert [row[0] for row in readme if row[-1].endswith(" s")] == [name[:2] for name in lessons()]
+    text = (ROOT / "sources" / "00_start_here.py").read_text(encoding="utf-8").replace("\n# ", " ")
+    assert f"{min(seconds)} to {max(seconds)} s" in text
