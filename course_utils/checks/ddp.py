@@ -9,19 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, close, show
+from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, show
+from .training import (
+    EXACT,
+    ROUNDS,
+    Passes,
+    average,
+    batches_of,
+    compare,
+    exact,
+    gradients_of,
+    loss_gradient,
+    regression_net,
+    sample_table,
+    trained_parameters,
+    weighted_sum,
+    weights_of,
+)  # fmt: skip
 
 __all__ = [
     "HINTS", "accumulate", "bucketed", "data_parallel", "epoch_indices", "in_buckets", "overlapped", "uneven_epoch",
 ]  # fmt: skip
-
-EXACT = 1e-12  # tolerance in float64, relative and absolute
 
 _REPLICAS = {
     "no-broadcast": "Ranks start with other weights here, as after different seeds. Before the first step every rank "
@@ -48,6 +63,8 @@ _REPLICAS = {
     "float32": "Right to 7 digits only: somewhere the gradients pass through float32. Make buffers with new_empty, "
     "zeros_like or cat, which keep the dtype.",
     "too-many-bytes": "The gradients are right, but more bytes travel than the trained parameters have.",
+    "too-few-bytes": "The gradients are right, but they went past the functions of torch.distributed, which record() "
+    "counts. Call dist.all_reduce.",
     "other-calls": "All-reduces are enough after the broadcast. A gather, or a way through one rank, moves more "
     "bytes over one link.",
 }
@@ -67,6 +84,8 @@ HINTS: dict[str, dict[str, str]] = {
         "order": "Keep the order that the function was given.",
         "too-large": "A bucket may hold at most bucket_bytes. Close it before it overflows, not after.",
         "elements": "bucket_bytes are bytes. p.nbytes is p.numel() times 8 in float64, times 4 in float32.",
+        "storage": "Right until parameters are pieces of one flat tensor. Count a parameter's own bytes, p.nbytes, not "
+        "those of its storage.",
         "large-alone": "A parameter larger than bucket_bytes makes a bucket by itself; no bucket is empty.",
         "too-small": "There was room left: take the next parameter into the bucket if it fits exactly as well.",
         "dtype": "A flat tensor has one dtype. Keep a bucket open for each dtype, or at least begin a new one.",
@@ -103,6 +122,8 @@ HINTS: dict[str, dict[str, str]] = {
         "divided-twice": "DDP divides by the number of ranks already.",
         "one-batch": "All micro-batches went through the model at once. Accumulation is there because that does not "
         "fit into memory.",
+        "all-graphs": "The gradient is right, but the activations of several micro-batches are in memory at once, and "
+        "accumulation is there to avoid that. Call backward for each before the next goes forward.",
         "only-last": "Only the last micro-batch is in the gradient. Which call throws away what was accumulated?",
         "one-micro-batch": "With one micro-batch there is nothing to accumulate; the answer must work all the same.",
         "too-many-bytes": "The gradient has to travel once. record() shows what else does.",
@@ -193,52 +214,6 @@ class Words(nn.Module):
         return F.cross_entropy(self(words[:, :-1], branch).flatten(0, 1), words[:, 1:].flatten())
 
 
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of the gradients by name; zeros where there is none."""
-    return {k: torch.zeros_like(p) if p.grad is None else p.grad.clone() for k, p in _trained(module).items()}
-
-
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
-def _exact(got: Any, expected: Tensor) -> bool:
-    same = isinstance(got, Tensor) and got.shape == expected.shape
-    return same and torch.allclose(got.double(), expected, rtol=EXACT, atol=EXACT)
-
-
-def _difference(got: Any, expected: Tensor) -> str:
-    start = 0
-    if isinstance(got, Tensor) and got.shape == expected.shape:
-        near = torch.isclose(got.double(), expected, rtol=EXACT, atol=EXACT)
-        start = int((~near).flatten().nonzero()[0])
-    return f"\n  one process  {show(expected, start)}\n  this rank    {show(got, start)}"
-
-
-def _compare(
-    exercise: Exercise, rank: int, got: dict, expected: dict, traps: dict[str, Any], what: str, default: str = "value"
-) -> None:
-    """Compare tensors by name; ``traps``, hint key to wrong tensors by name, say which hint a wrong one gets."""
-    for name, right in expected.items():
-        if _exact(got[name], right):
-            continue
-        alike = (key for key, some in traps.items() for wrong in _listed(some) if close(got[name], wrong[name]))
-        key = "float32" if "float32" in exercise.hints and close(got[name], right) else next(alike, default)
-        exercise.refuse(key, f"{what} of {name} is wrong.{_difference(got[name], right)}", rank)
-
-
-def _listed(value: Any) -> list:
-    return value if isinstance(value, list) else [value]
-
-
-def _average(parts: Sequence[dict[str, Tensor]], divisor: float | None = None) -> dict[str, Tensor]:
-    return {name: sum(part[name] for part in parts) / (divisor or len(parts)) for name in parts[0]}
-
-
 # ------------------------------------------------------------------------------------------------ replicas
 
 
@@ -273,12 +248,12 @@ def _train(words: Tensor, fn: Callable, options: dict, args: tuple, branches: li
     module = Words(rank, **options)
     arrivals: list[int] = []
     current = [[]]  # the ledger of the backward that goes on
-    for p in _trained(module).values():
+    for p in trained_parameters(module).values():
         p.register_post_accumulate_grad_hook(lambda _: arrivals.append(len(current[0])))
     parameters = list(module.parameters())
     finish = fn(module, *args)
     out = {
-        "callable": callable(finish), "start": _weights(module), "scale": module.scale.clone(),
+        "callable": callable(finish), "start": weights_of(module), "scale": module.scale.clone(),
         "kept": all(p is q for p, q in zip(parameters, module.parameters(), strict=False)), "steps": [],
     }  # fmt: skip
     if not callable(finish):
@@ -294,7 +269,7 @@ def _train(words: Tensor, fn: Callable, options: dict, args: tuple, branches: li
         with record() as after:
             finish()
         out["steps"].append({
-            "gradients": _gradients(module), "during": during, "after": after, "waits": len(waits),
+            "gradients": gradients_of(module), "during": during, "after": after, "waits": len(waits),
             "before_last": arrivals[-1] if arrivals else 0,
         })  # fmt: skip
         optimizer.step()
@@ -310,8 +285,8 @@ def _one_process(data: list[Tensor], options: dict, branches: list[list[bool]]) 
         for words, branch in zip(data, branches[step], strict=True):
             optimizer.zero_grad()
             module.loss(words[step, :samples], branch).backward()
-            parts.append(_gradients(module))
-        for name, gradient in _average(parts).items():
+            parts.append(gradients_of(module))
+        for name, gradient in average(parts).items():
             module.get_parameter(name).grad = gradient
         optimizer.step()
         steps.append(parts)
@@ -355,7 +330,7 @@ def _replicas(exercise: Exercise, fn: Callable, audit: Callable, with_caps: bool
             for step, parts in enumerate(_one_process(data, options, branches)):
                 for rank, outcome in enumerate(outcomes):
                     _step(exercise, rank, outcome.result["steps"][step], parts, step)
-            trained = list(_trained(Words(0, **options)).values())
+            trained = list(trained_parameters(Words(0, **options)).values())
             for rank, outcome in enumerate(outcomes if n > 1 else []):
                 for step, result in enumerate(outcome.result["steps"]):
                     audit(exercise, rank, step, result, trained, cap, everyone)
@@ -365,28 +340,28 @@ def _starts_alike(exercise: Exercise, rank: int, outcome: Outcome, options: dict
     """Refuse a rank that does not start with the weights and buffers of rank 0."""
     root, got = Words(0, **options), outcome.result
     exercise.require(got["callable"], "finish", "the function returned nothing that can be called.", rank)
-    wrong = [name for name, value in _weights(root).items() if not _exact(got["start"][name], value)]
+    wrong = [name for name, value in weights_of(root).items() if not exact(got["start"][name], value)]
     if wrong:
         key = "frozen-broadcast" if all(name.startswith("frozen") for name in wrong) else "no-broadcast"
         right = root.get_parameter(wrong[0]).detach()
         lines = f"\n  rank 0     {show(right)}\n  this rank  {show(got['start'][wrong[0]])}"
         exercise.refuse(key, f"{wrong[0]} starts with other numbers than on rank 0.{lines}", rank)
-    exercise.require(_exact(got["scale"], root.scale), "buffers", "the buffer `scale` differs from rank 0's.", rank)
+    exercise.require(exact(got["scale"], root.scale), "buffers", "the buffer `scale` differs from rank 0's.", rank)
     exercise.require(got["kept"], "replaced", "some parameters are not those that the module had.", rank)
 
 
 def _step(exercise: Exercise, rank: int, result: dict, parts: list[dict], step: int) -> None:
     """Compare a rank's gradients after a step with the mean over the parts."""
-    n, mean, got, traps = len(parts), _average(parts), result["gradients"], {}
+    n, mean, got, traps = len(parts), average(parts), result["gradients"], {}
     if n > 1 and step == 0 and exercise.fallback is None:
         traps = {
-            "own-gradient": parts[rank], "sum": _average(parts, 1), "divided-twice": _average(parts, n * n),
+            "own-gradient": parts[rank], "sum": average(parts, 1), "divided-twice": average(parts, n * n),
             "too-early": {name: torch.zeros_like(g) for name, g in mean.items()},
             "write-back": {name: _elsewhere(got[name], mean) for name in mean},
         }  # fmt: skip
     traps = {key: wrong for key, wrong in traps.items() if key in exercise.hints}
     default = "leftover" if step and exercise.fallback is None else "value"
-    _compare(exercise, rank, got, mean, traps, f"step {step + 1}: the gradient", default)
+    compare(exercise, rank, got, mean, traps, f"step {step + 1}: the gradient", default)
 
 
 def _elsewhere(got: Tensor, mean: dict[str, Tensor]) -> Tensor | None:
@@ -400,7 +375,7 @@ def _elsewhere(got: Tensor, mean: dict[str, Tensor]) -> Tensor | None:
 def _audit_bytes(
     exercise: Exercise, rank: int, step: int, result: dict, trained: list, cap: int | None, everyone: bool
 ) -> None:
-    """Refuse other operations than all-reduces, and more bytes than the trained parameters have."""
+    """Refuse other operations than all-reduces, and more or fewer bytes than the trained parameters have."""
     entries = [e for e in (*result["during"], *result["after"]) if e.op != "barrier"]
     others = sorted({e.op for e in entries} - {"all_reduce"})
     where = f"step {step + 1}: "
@@ -408,6 +383,7 @@ def _audit_bytes(
     size, enough = sum(e.bytes for e in entries), sum(p.nbytes for p in trained)
     key = exercise.fallback if exercise.fallback in ("tied", "frozen") else "too-many-bytes"
     exercise.require(size <= enough, key, f"{where}{size} bytes travel; {enough} are enough.", rank)
+    exercise.require(size >= enough, "too-few-bytes", f"{where}{size} of {enough} bytes are in the ledger.", rank)
 
 
 def _filled(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
@@ -493,11 +469,13 @@ def in_buckets(fn: Callable) -> None:
         "a large parameter first": ([9, 2, 3], [double], 48),
         "all in one bucket": ([3, 1], [double], 32),
         "two dtypes": ([3, 2, 1, 4, 1, 5, 2], [double, single], 48),
+        "pieces of one flat tensor": ([3, 2, 1, 4, 1, 5, 2], [double], 48),
     }
     for name, (lengths, dtypes, cap) in cases.items():
-        parameters = [
-            nn.Parameter(torch.zeros(length, dtype=dtypes[i % len(dtypes)])) for i, length in enumerate(lengths)
-        ]
+        pieces = [torch.zeros(length, dtype=dtypes[i % len(dtypes)]) for i, length in enumerate(lengths)]
+        if name.startswith("pieces"):
+            pieces = list(torch.cat(pieces).split(lengths))
+        parameters = [nn.Parameter(piece) for piece in pieces]
         exercise.case = f"{name}, {cap} bytes, parameters of {', '.join(str(p.nbytes) for p in parameters)} bytes"
         given = list(parameters)
         _in_buckets(exercise, exercise.call(fn, given, cap), parameters, cap)
@@ -524,6 +502,8 @@ def _in_buckets(exercise: Exercise, got: Any, parameters: list, cap: int) -> Non
     right = _grouped([p.nbytes for p in parameters], cap)
     groups = [len(bucket) for bucket in sizes]
     if len({p.dtype for p in parameters}) == 1 and groups != right and max(map(max, sizes)) <= cap:
+        whole = [p.untyped_storage().nbytes() for p in parameters]
+        exercise.require(groups != _grouped(whole, cap), "storage", what)
         exercise.require(groups not in [_grouped(slip, cap) for slip in slips], "elements", what)
     large = [bucket for bucket in sizes if sum(bucket) > cap and len(bucket) > 1]
     alone = all(max(bucket) <= cap for bucket in large)
@@ -547,40 +527,6 @@ def _grouped(sizes: Sequence[int], cap: int) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------ accumulation
 
-INPUTS, OUTPUTS = 5, 3
-
-
-def _net() -> nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(INPUTS, 7), nn.Tanh(), nn.Linear(7, OUTPUTS)).double()
-
-
-def _samples(count: int, seed: int) -> Tensor:
-    """Inputs and targets side by side, of shape (count, INPUTS + OUTPUTS), float64."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, INPUTS + OUTPUTS, generator=generator, dtype=torch.float64)
-
-
-def _batches(table: Tensor, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Consecutive batches (x, y) of the given sizes."""
-    rows = table[: sum(sizes)].split(list(sizes)) if sizes else []
-    return [(part[:, :INPUTS].clone(), part[:, INPUTS:].clone()) for part in rows]
-
-
-def _gradient(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Gradient of the mean loss of a batch."""
-    net.zero_grad()
-    F.mse_loss(net(x), y).backward()
-    return _gradients(net)
-
-
-def _weighted(parts: Sequence[dict], weights: Sequence[float]) -> dict[str, Tensor]:
-    return {name: sum(w * part[name] for w, part in zip(weights, parts, strict=True)) for name in parts[0]}
-
-
-ROUNDS = 2
-
 
 def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
     """Two rounds of one rank; each has its own half of the table."""
@@ -589,22 +535,24 @@ def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
 
     from course_utils import record
 
-    entered, seen = [], []
+    entered = []
 
     class Counted(DistributedDataParallel):
         def no_sync(self):
             entered.append(1)
             return super().no_sync()
 
-    net = _net()
-    net.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-    model, out = Counted(net), []
+    net = regression_net()
+    passes, model, out = Passes(net), Counted(net), []
     dist.barrier()
     for half in table.chunk(ROUNDS):
         net.zero_grad()
         with record() as ledger:
-            fn(model, _batches(half, sizes))
-        out.append({"gradients": _gradients(net), "ledger": ledger, "entered": len(entered), "largest": max(seen)})
+            fn(model, batches_of(half, sizes))
+        out.append({
+            "gradients": gradients_of(net), "ledger": ledger, "entered": len(entered), "largest": passes.largest,
+            "alive": passes.alive,
+        })  # fmt: skip
     return out
 
 
@@ -625,37 +573,39 @@ def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
         (1, [4, 4, 2], None),
     ):  # fmt: skip
         launch(_wrap, world_size=n, backend=BACKEND)  # the first time takes a second, which is not the answer's
-        data = [_samples(ROUNDS * sum(sizes), 900 + 10 * n + rank) for rank in range(n)]
+        data = [sample_table(ROUNDS * sum(sizes), 900 + 10 * n + rank) for rank in range(n)]
         case = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
         outcomes = exercise.run(_accumulate, data, fn, sizes, case=case, fallback=fallback)
         for rank, outcome in enumerate(outcomes):
             for number, result in enumerate(outcome.result):
-                halves = [_batches(table.chunk(ROUNDS)[number], sizes) for table in data]
+                halves = [batches_of(table.chunk(ROUNDS)[number], sizes) for table in data]
                 _accumulated(exercise, rank, result, halves, sizes, f"accumulation {number + 1} of {ROUNDS}: ")
     exercise.passed("the gradient travels once, whatever the number of micro-batches.")
 
 
 def _accumulated(exercise: Exercise, rank: int, result: dict, halves: list, sizes: list[int], where: str) -> None:
-    n, m, net = len(halves), len(sizes), _net()
-    parts = [[_gradient(net, x, y) for x, y in batches] for batches in halves]
+    n, m, net = len(halves), len(sizes), regression_net()
+    parts = [[loss_gradient(net, x, y) for x, y in batches] for batches in halves]
     share = [size / sum(sizes) for size in sizes]
-    by_rank = [_weighted(own, share) for own in parts]
-    right = _average(by_rank)
+    by_rank = [weighted_sum(own, share) for own in parts]
+    right = average(by_rank)
     traps = {}
     if m > 1:
-        plain, last = _average([_weighted(own, [1] * m) for own in parts]), _average([own[-1] for own in parts])
+        plain, last = average([weighted_sum(own, [1] * m) for own in parts]), average([own[-1] for own in parts])
         traps = {
-            "not-scaled": plain, "mean-of-means": _weighted([plain], [1 / m]),
-            "only-last": [_weighted([last], [w]) for w in (1, 1 / m, share[-1])],
+            "not-scaled": plain, "mean-of-means": weighted_sum([plain], [1 / m]),
+            "only-last": [weighted_sum([last], [w]) for w in (1, 1 / m, share[-1])],
         }  # fmt: skip
     if n > 1:
-        traps |= {"never": by_rank[rank], "divided-twice": _weighted([right], [1 / n])}
+        traps |= {"never": by_rank[rank], "divided-twice": weighted_sum([right], [1 / n])}
         if m > 1:
-            traps["never"] = [by_rank[rank], *(_weighted(parts[rank], [w] * m) for w in (1, 1 / m))]
-    _compare(exercise, rank, result["gradients"], right, traps, f"{where}the gradient")
+            traps["never"] = [by_rank[rank], *(weighted_sum(parts[rank], [w] * m) for w in (1, 1 / m))]
+    compare(exercise, rank, result["gradients"], right, traps, f"{where}the gradient")
     largest, ledger = result["largest"], result["ledger"]
     what = f"{where}the model saw {largest} samples at once; a micro-batch has {max(sizes)} at most."
     exercise.require(largest <= max(sizes), "one-batch", what, rank)
+    what = f"{where}{result['alive']} micro-batches have gone forward and not yet backward."
+    exercise.require(result["alive"] <= 1, "all-graphs", what, rank)
     size = sum(e.bytes for e in ledger if e.op not in ("broadcast", "barrier"))
     enough = sum(p.nbytes for p in net.parameters())
     if n > 1 and size > enough:
@@ -691,8 +641,8 @@ def epoch_indices(fn: Callable) -> None:
     exercise = Exercise("Exercise 6", HINTS["epoch_indices"])
     cases = (
         (12, 4, 3, 7, 0, None), (12, 4, 4, 7, 0, None), (10, 4, 3, 7, 0, None), (11, 3, 1, 2, 0, None),
-        (3, 8, 2, 5, 0, "short"), (1, 3, 2, 5, 0, "short"), (12, 4, 3, 7, 4, None), (12, 2, 3, 7, 8, None),
-        (10, 4, 3, 7, 4, None), (10, 3, 3, 7, 8, None), (10, 4, 3, 7, 10, None),
+        (3, 8, 2, 5, 0, "short"), (1, 3, 2, 5, 0, "short"), (1, 8, 2, 5, 0, "short"), (12, 4, 3, 7, 4, None),
+        (12, 2, 3, 7, 8, None), (10, 4, 3, 7, 4, None), (10, 3, 3, 7, 8, None), (10, 4, 3, 7, 10, None),
     )  # fmt: skip
     for samples, ranks, epoch, seed, done, fallback in cases:
         exercise.case = f"{samples} samples, {ranks} ranks, epoch {epoch}, seed {seed}, done {done}"
@@ -716,9 +666,9 @@ def _sampled(exercise: Exercise, fn: Callable, *args: int) -> list[int]:
         got = exercise.call(fn, *args)
         same = torch.equal(before, torch.get_rng_state())
     exercise.require(same, "global-generator", "the global generator was used.")
-    whole = isinstance(got, (list, tuple)) and all(isinstance(i, int) for i in got)
+    whole = isinstance(got, (list, tuple)) and all(isinstance(i, Integral) for i in got)
     exercise.require(whole, "list", f"the function returned {show(got)}.")
-    return list(got)
+    return [int(i) for i in got]
 
 
 def _refuse_indices(exercise: Exercise, parts: list, right: list, case: tuple) -> None:
@@ -764,38 +714,38 @@ def _refuse_indices(exercise: Exercise, parts: list, right: list, case: tuple) -
 def _uneven(table: Tensor, fn: Callable, sizes: list[list[int]]) -> dict:
     import torch.distributed as dist
 
-    module = _net()
+    module = regression_net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    fn(module, optimizer, _batches(table, sizes[dist.get_rank()]))
-    return _weights(module)
+    fn(module, optimizer, batches_of(table, sizes[dist.get_rank()]))
+    return weights_of(module)
 
 
 def _uneven_in_one(data: list[Tensor], sizes: list[list[int]], slip: str = "") -> dict[str, Tensor]:
     """Final weights of one process that takes in each step the batches of all ranks; or with a usual mistake."""
-    net, before = _net(), None
+    net, before = regression_net(), None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    batches = [_batches(table, own) for table, own in zip(data, sizes, strict=True)]
+    batches = [batches_of(table, own) for table, own in zip(data, sizes, strict=True)]
     steps = (min if slip == "stops-early" else max)(map(len, batches))
     for step in range(steps):
         present = [own[step] for own in batches if step < len(own)]
-        parts, counts = [_gradient(net, x, y) for x, y in present], [len(x) for x, _ in present]
-        mean = _weighted(parts, [c / sum(counts) for c in counts])
+        parts, counts = [loss_gradient(net, x, y) for x, y in present], [len(x) for x, _ in present]
+        mean = weighted_sum(parts, [c / sum(counts) for c in counts])
         if slip == "mean-of-means":
-            mean = _average(parts)
+            mean = average(parts)
         elif slip == "divided-by-all":
-            mean = _average(parts, len(data))
+            mean = average(parts, len(data))
         elif slip == "sum":
-            mean = _average(parts, 1)
+            mean = average(parts, 1)
         elif slip == "sum of samples":
-            mean = _weighted(parts, counts)
+            mean = weighted_sum(parts, counts)
         elif slip.startswith("leftover") and before is not None:
             stale = len(data) if slip == "leftover on all" else len(data) - len(present)
-            mean = _weighted([mean, before], [1, stale / sum(counts)])
+            mean = weighted_sum([mean, before], [1, stale / sum(counts)])
         before = {name: g.clone() for name, g in mean.items()}
         for name, g in mean.items():
             net.get_parameter(name).grad = g
         optimizer.step()
-    return _weights(net)
+    return weights_of(net)
 
 
 _UNEVEN = (
@@ -810,7 +760,7 @@ def uneven_epoch(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise = Exercise("Exercise 7", HINTS["uneven_epoch"], timeout)
     for sizes in _UNEVEN:
         n = len(sizes)
-        data = [_samples(max(1, sum(own)), 700 + 10 * n + rank) for rank, own in enumerate(sizes)]
+        data = [sample_table(max(1, sum(own)), 700 + 10 * n + rank) for rank, own in enumerate(sizes)]
         case = "batches of " + " | ".join(", ".join(map(str, own)) or "none" for own in sizes) + " samples"
         outcomes = exercise.run(_uneven, data, fn, sizes, case=case)
         right = _uneven_in_one(data, sizes)
@@ -819,20 +769,20 @@ def uneven_epoch(fn: Callable, timeout: float = TIMEOUT) -> None:
         if n > 1:
             traps["sum"] = [traps["sum"], _uneven_in_one(data, sizes, "sum of samples")]
             traps["leftover"] = [traps["leftover"], traps.pop("leftover on all")]
-        agree = [all(_exact(outcome.result[name], w) for name, w in right.items()) for outcome in outcomes]
+        agree = [all(exact(outcome.result[name], w) for name, w in right.items()) for outcome in outcomes]
         for rank, outcome in enumerate(outcomes):
             exercise.communicates(rank, outcome, n)
             lost = any(bool(w.isnan().any()) for w in outcome.result.values())
             exercise.require(not lost, "no-samples", "the weights are nan.", rank)
             odd = agree[rank] or not any(agree)
             exercise.require(odd, "ranks-differ", "these weights are wrong, those of another rank are right.", rank)
-            _compare(exercise, rank, outcome.result, right, traps, "after the epoch the weight")
+            compare(exercise, rank, outcome.result, right, traps, "after the epoch the weight")
         _audit_uneven(exercise, outcomes, max(map(len, sizes)))
     exercise.passed("every sample weighs the same, with one gradient a step.")
 
 
 def _audit_uneven(exercise: Exercise, outcomes: list[Outcome], steps: int) -> None:
-    gradient = sum(p.nbytes for p in _net().parameters())
+    gradient = sum(p.nbytes for p in regression_net().parameters())
     enough = steps * (gradient + 16) + 16
     for rank, outcome in enumerate(outcomes if len(outcomes) > 1 else []):
         other = sum(e.bytes for e in outcome.ledger if e.op != "all_reduce")

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, paper_problem, show
-from .ddp import ROUNDS, _average, _batches, _compare, _difference, _exact, _gradient, _net, _samples, _weighted
+from .training import (
+    ROUNDS,
+    average,
+    batches_of,
+    compare,
+    difference,
+    exact,
+    loss_gradient,
+    regression_net,
+    sample_table,
+    weighted_sum,
+)  # fmt: skip
 
 __all__ = [
     "HINTS", "accumulate", "clip_sharded", "fewest_internode_bytes", "fsdp_traffic", "reshard", "wrap_under_target",
@@ -277,9 +288,9 @@ def wrap_under_target(fn: Callable, timeout: float = 4 * TIMEOUT) -> None:
 def _same_step(exercise: Exercise, rank: int, got: dict, gradients: dict, losses: tuple[float, float]) -> None:
     """Compare gradients of the first step, and the losses of both, with those of one process."""
     for name, right in gradients.items():
-        if not _exact(got["gradients"][name], right):
+        if not exact(got["gradients"][name], right):
             near = (got["gradients"][name] - right).norm() < 0.1 * right.norm()
-            what = f"the gradient of {name} is wrong.{_difference(got['gradients'][name], right)}"
+            what = f"the gradient of {name} is wrong.{difference(got['gradients'][name], right)}"
             exercise.refuse("precision" if near else "value", what, rank)
     for step, (loss, right) in enumerate(zip(got["losses"], losses, strict=True)):
         what = f"the loss of step {step + 1} is {loss:.9g}, in one process {right:.9g}."
@@ -375,11 +386,11 @@ def fewest_internode_bytes(fn: Callable, timeout: float = TIMEOUT) -> None:
         enough, total = 2 * (nodes - 1) * padded, sum(crossing)
         what = f"{total:,.0f} bytes cross the nodes in a step; {enough:,} are enough."
         for rank, outcome in enumerate(outcomes):
-            wrong = next((k for k, g in right.items() if not _exact(outcome.result["gradients"][k], g)), None)
+            wrong = next((k for k, g in right.items() if not exact(outcome.result["gradients"][k], g)), None)
             if wrong:
                 key = "nodes-apart" if total == 0 else "precision" if total < 0.99 * enough else "value"
                 got = outcome.result["gradients"][wrong]
-                exercise.refuse(key, f"the gradient of {wrong} is wrong.{_difference(got, right[wrong])}", rank)
+                exercise.refuse(key, f"the gradient of {wrong} is wrong.{difference(got, right[wrong])}", rank)
         exercise.require(total <= 1.001 * enough, "too-many-bytes", what)
         blocks, whole = (_padded(list(module.parameters()), n) for module in (model.blocks, model))
         said.append((total, nodes * (n - 1) / n * (2 * whole + blocks)))  # all ranks: only blocks are gathered twice
@@ -606,7 +617,7 @@ def _sharded_net() -> tuple[nn.Module, list[int]]:
     """The small net, its first layer a unit, its last one in the root; and a list of the samples of each forward."""
     from torch.distributed.fsdp import fully_shard
 
-    net, seen = _net(), []
+    net, seen = regression_net(), []
     fully_shard(net[0])
     fully_shard(net)
     net.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
@@ -622,7 +633,7 @@ def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
     for half in table.chunk(ROUNDS):
         net.zero_grad()
         with record() as ledger:
-            fn(net, _batches(half, sizes))
+            fn(net, batches_of(half, sizes))
         out.append({"gradients": _whole_gradients(net), "ledger": ledger, "largest": max(seen, default=0)})
     return out
 
@@ -635,34 +646,34 @@ def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
         (2, [4, 4, 4], None), (2, [4, 4, 2], "mean-of-means"), (2, [4], "one-micro-batch"), (3, [3, 3, 3, 1], None),
     ):  # fmt: skip
         _ready(n)
-        data = [_samples(ROUNDS * sum(sizes), 500 + 10 * n + rank) for rank in range(n)]
+        data = [sample_table(ROUNDS * sum(sizes), 500 + 10 * n + rank) for rank in range(n)]
         case = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
         outcomes = exercise.run(_accumulate, data, fn, sizes, case=case, fallback=fallback)
         for rank, outcome in enumerate(outcomes):
             for number, result in enumerate(outcome.result):
-                halves = [_batches(table.chunk(ROUNDS)[number], sizes) for table in data]
+                halves = [batches_of(table.chunk(ROUNDS)[number], sizes) for table in data]
                 _accumulated(exercise, rank, result, halves, sizes, f"round {number + 1}: ")
     exercise.passed("the gradients are reduce-scattered once, whatever the number of micro-batches.")
 
 
 def _accumulated(exercise: Exercise, rank: int, result: dict, halves: list, sizes: list[int], where: str) -> None:
-    n, m, net = len(halves), len(sizes), _net()
+    n, m, net = len(halves), len(sizes), regression_net()
     got, largest = result["gradients"], result["largest"]
     none = [name for name, g in got.items() if g is None]
     reduced = result["ledger"].count("reduce_scatter")
     exercise.require(not none, "never", f"{where}{', '.join(none)} has no gradient.", rank)
-    parts = [[_gradient(net, x, y) for x, y in batches] for batches in halves]
+    parts = [[loss_gradient(net, x, y) for x, y in batches] for batches in halves]
     share = [size / sum(sizes) for size in sizes]
-    right = _average([_weighted(own, share) for own in parts])
-    traps: dict[str, Any] = {"divided-twice": _weighted([right], [1 / n])}
+    right = average([weighted_sum(own, share) for own in parts])
+    traps: dict[str, Any] = {"divided-twice": weighted_sum([right], [1 / n])}
     if m > 1:
-        plain, last = _average([_weighted(own, [1] * m) for own in parts]), _average([own[-1] for own in parts])
-        heads = [_average([_weighted(own[:k], share[:k]) for own in parts]) for k in range(1, m)]
+        plain, last = average([weighted_sum(own, [1] * m) for own in parts]), average([own[-1] for own in parts])
+        heads = [average([weighted_sum(own[:k], share[:k]) for own in parts]) for k in range(1, m)]
         traps |= {
-            "not-scaled": plain, "mean-of-means": _weighted([plain], [1 / m]),
-            "only-last": [_weighted([last], [w]) for w in (1, 1 / m, share[-1])], "too-early": heads,
+            "not-scaled": plain, "mean-of-means": weighted_sum([plain], [1 / m]),
+            "only-last": [weighted_sum([last], [w]) for w in (1, 1 / m, share[-1])], "too-early": heads,
         }  # fmt: skip
-    _compare(exercise, rank, got, right, traps, f"{where}the gradient")
+    compare(exercise, rank, got, right, traps, f"{where}the gradient")
     what = f"{where}the model saw {largest} samples at once; a micro-batch has {max(sizes)} at most."
     exercise.require(largest <= max(sizes), "one-batch", what, rank)
     size, enough = result["ledger"].bytes("reduce_scatter"), _padded(list(net.parameters()), n)

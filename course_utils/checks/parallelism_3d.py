@@ -22,7 +22,7 @@ from .. import planner
 from ..costs import bytes_sent
 from ..planner import reasons
 from . import TIMEOUT, Exercise, Outcome, checked, close, paper_problem, show
-from .ddp import _compare, _difference, _exact
+from .training import compare, difference, exact
 
 __all__ = [
     "HINTS", "clip_gradients", "hybrid_training", "make_groups", "mesh_groups", "node_order", "plan_70b", "traffic",
@@ -599,10 +599,10 @@ def _same_weights(exercise: Exercise, rank: int, got: Weights, whole: Weights, n
     right = _cut(whole, rank % gpus, gpus)
     shapes = {k: tuple(got[k].shape) if k in got else None for k in right}
     expected = {k: tuple(w.shape) for k, w in right.items()}
-    if all(_exact(got.get(k), w) for k, w in right.items()):
+    if all(exact(got.get(k), w) for k, w in right.items()):
         return
     turned = _cut(whole, rank // nodes, gpus)
-    if exercise.fallback is None and shapes == expected and all(_exact(got[k], w) for k, w in turned.items()):
+    if exercise.fallback is None and shapes == expected and all(exact(got[k], w) for k, w in turned.items()):
         exercise.refuse("tp-across-nodes", f"this rank holds part {rank // nodes} of the weights.", rank)
     key = exercise.fallback or "shards"
     exercise.require(shapes == expected, key, f"the weights have shapes {shapes}; expected {expected}.", rank)
@@ -625,9 +625,9 @@ def _same_weights(exercise: Exercise, rank: int, got: Weights, whole: Weights, n
         }
         for key, some in slips.items():
             if any(_alike(got, _simulated(nodes, gpus, **slip)[rank]) for slip in some):
-                name = next(k for k, w in right.items() if not _exact(got[k], w))
-                exercise.refuse(key, f"the weight {name} is wrong.{_difference(got[name], right[name])}", rank)
-    _compare(exercise, rank, got, right, {}, "the weight")
+                name = next(k for k, w in right.items() if not exact(got[k], w))
+                exercise.refuse(key, f"the weight {name} is wrong.{difference(got[name], right[name])}", rank)
+    compare(exercise, rank, got, right, {}, "the weight")
 
 
 def _alike(got: Weights, wrong: Weights) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..pipeline import Costs, Op, Schedule, Timeline, gpipe, one_f_one_b, partition, simulate
 from . import TIMEOUT, Exercise, Outcome, checked, close, paper_problem, show
-from .ddp import _compare, _difference, _exact, _gradients
+from .training import compare, difference, exact, gradients_of
 
 __all__ = [
     "HINTS", "balance", "bubble", "enough_microbatches", "one_f_one_b_order", "own_schedule", "run_gpipe", "run_order",
@@ -364,10 +364,10 @@ def _engine(words: Tensor, fn: Callable, order: list | None) -> dict:
     with _counted_waits() as waits:
         loss = fn(stage, *([] if order is None else [order]), inputs, targets, _loss, like)
     return {
-        "loss": loss.detach() if isinstance(loss, Tensor) else loss, "gradients": _gradients(stage), "seen": stage.seen,
-        "missing": [name for name, p in stage.named_parameters() if p.grad is None], "events": stage.events,
-        "arrived": stage.arrived, "peak": stage.peak, "inputs": stage.inputs, "shared": stage.shared,
-        "waits": len(waits),
+        "loss": loss.detach() if isinstance(loss, Tensor) else loss, "gradients": gradients_of(stage),
+        "missing": [name for name, p in stage.named_parameters() if p.grad is None], "seen": stage.seen,
+        "events": stage.events, "arrived": stage.arrived, "peak": stage.peak, "inputs": stage.inputs,
+        "shared": stage.shared, "waits": len(waits),
     }  # fmt: skip
 
 
@@ -400,14 +400,14 @@ def _whole(words: Tensor, ranks: int) -> _Whole:
         loss.backward()
         total += loss.item()
         for rank, stage in enumerate(stages):
-            each[rank].append(_gradients(stage))
+            each[rank].append(gradients_of(stage))
             arriving[rank].append(outputs[rank].grad)
     x = words[..., :-1].flatten(0, 1)
     for stage in stages:
         stage.zero_grad()
         x = stage(x)
     _loss(x, words[..., 1:].flatten(0, 1)).backward()
-    return _Whole(total, [_gradients(stage) for stage in stages], each, inputs, arriving)
+    return _Whole(total, [gradients_of(stage) for stage in stages], each, inputs, arriving)
 
 
 class _Engine(Exercise):
@@ -512,8 +512,8 @@ def _equal_to_whole(exercise: Exercise, outcomes: list[Outcome], whole: _Whole) 
     if not isinstance(got, Tensor) or got.numel() != 1:
         exercise.refuse("loss", f"the function returned {show(got)} on the last rank.", n - 1)
     got = got.reshape(())
-    if not _exact(got, right):
-        exercise.refuse("loss", f"the loss is wrong.{_difference(got, right)}", n - 1)
+    if not exact(got, right):
+        exercise.refuse("loss", f"the loss is wrong.{difference(got, right)}", n - 1)
 
 
 def _same_activations(exercise: Exercise, rank: int, result: dict, whole: _Whole) -> None:
@@ -529,7 +529,7 @@ def _same_activations(exercise: Exercise, rank: int, result: dict, whole: _Whole
 
 def _same_gradients(exercise: Exercise, rank: int, result: dict, whole: _Whole, n: int, count: int) -> None:
     right, got, each = whole.gradients[rank], result["gradients"], whole.each[rank]
-    if all(_exact(got[name], value) for name, value in right.items()):
+    if all(exact(got[name], value) for name, value in right.items()):
         return
     traps, default = {}, "value"
     if exercise.fallback is None:
@@ -548,7 +548,7 @@ def _same_gradients(exercise: Exercise, rank: int, result: dict, whole: _Whole, 
                 "sum": _scaled(right, count), "divided-twice": _scaled(right, 1 / count),
                 "one-microbatch": [_scaled(part, factor) for part in each for factor in (1, count)],
             }  # fmt: skip
-    _compare(exercise, rank, got, right, traps, "the gradient", default)
+    compare(exercise, rank, got, right, traps, "the gradient", default)
 
 
 def _scaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:

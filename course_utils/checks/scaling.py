@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import TIMEOUT, Exercise, Outcome, checked, close, paper_problem
-from .ddp import _difference, _exact, _listed
+from .training import as_list, difference, exact
 
 __all__ = ["HINTS", "amdahl_and_gustafson", "best_buckets", "cost_of_run", "top_k_mean"]
 
@@ -176,12 +176,12 @@ def _top_k_step(
 
 def _same(exercise: Exercise, rank: int, got: Any, expected: Tensor, traps: dict[str, Any], what: str) -> None:
     """Refuse what is not equal to 1e-12, with the hint of the mistake that makes it."""
-    if _exact(got, expected):
+    if exact(got, expected):
         return
-    alike = (key for key, some in traps.items() for wrong in _listed(some) if close(got, wrong))
+    alike = (key for key, some in traps.items() for wrong in as_list(some) if close(got, wrong))
     form = isinstance(got, Tensor) and got.shape == expected.shape
     key = "float32" if close(got, expected) else next(alike, "value" if form else "shape")
-    exercise.refuse(key, f"{what} is wrong.{_difference(got, expected)}", rank)
+    exercise.refuse(key, f"{what} is wrong.{difference(got, expected)}", rank)
 
 
 def _audit_top_k(exercise: Exercise, rank: int, outcome: Outcome, n: int, k: int, whole: int) -> None:

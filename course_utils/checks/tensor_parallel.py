@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import TIMEOUT, Exercise, Outcome, checked, close, paper_problem
-from .ddp import _compare, _difference, _exact, _listed
+from .training import as_list, compare, difference, exact
 
 __all__ = [
     "HINTS", "column_row_mlp", "head_attention", "sequence_parallel_norm", "tp_traffic", "vocab_parallel_embedding",
@@ -216,11 +216,11 @@ def _whole(call: Callable, leaves: dict[str, Tensor], upstream: Tensor) -> tuple
 def _output(exercise: Exercise, rank: int, result: dict, right: Tensor, traps: dict[str, Any]) -> None:
     """Compare the output; ``traps``, hint key to wrong outputs. The arguments have to be as before."""
     y = result["y"]
-    if not _exact(y, right):
+    if not exact(y, right):
         form = "value" if isinstance(y, Tensor) and y.shape == right.shape else "shape"
-        alike = (key for key, some in traps.items() if any(close(y, wrong) for wrong in _listed(some)))
+        alike = (key for key, some in traps.items() if any(close(y, wrong) for wrong in as_list(some)))
         key = "float32" if close(y, right) else next(alike, form)
-        exercise.refuse(key, f"the output is wrong.{_difference(y, right)}", rank)
+        exercise.refuse(key, f"the output is wrong.{difference(y, right)}", rank)
     what = f"the answer changed {' and '.join(result['changed'])}."
     exercise.require(not result["changed"], "input-changed", what, rank)
 
@@ -232,8 +232,8 @@ def _gradient(
     """Compare one gradient; ``traps``, hint key to wrong gradients. One that is missing counts as wrong."""
     if got[name] is None and default == "value":
         exercise.refuse(exercise.fallback or "no-gradient", f"{name} has no gradient.", rank)
-    wrong = {key: [{name: w} for w in _listed(some)] for key, some in traps.items()}
-    _compare(exercise, rank, got, {name: right}, wrong, "the gradient", exercise.fallback or default)
+    wrong = {key: [{name: w} for w in as_list(some)] for key, some in traps.items()}
+    compare(exercise, rank, got, {name: right}, wrong, "the gradient", exercise.fallback or default)
 
 
 def _audit(exercise: Exercise, rank: int, result: dict, n: int, limits: dict[str, tuple[int, int]]) -> None:
@@ -433,11 +433,11 @@ def _attention_gradients(
         if missing:
             exercise.refuse(exercise.fallback or "no-gradient", f"{name} has no gradient.", missing[0])
         traps = {"g-backward": n * right[name], "average": right[name] / n} if plain else {}
-        if not _exact(total := sum(gradients), right[name]):
+        if not exact(total := sum(gradients), right[name]):
             key = next((k for k, wrong in traps.items() if close(total, wrong)), exercise.fallback or "value")
             key = "float32" if close(total, right[name]) else key
             exercise.refuse(key, f"the gradient of {name}, summed over the ranks, is wrong."
-                            + _difference(total, right[name]))  # fmt: skip
+                            + difference(total, right[name]))  # fmt: skip
     for rank, result in enumerate(results):
         traps = {}
         if plain:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import TIMEOUT, Exercise, checked, close, paper_problem
-from .ddp import _average, _compare, _difference, _exact, _gradients, _trained, _weights
+from .training import average, compare, difference, exact, gradients_of, trained_parameters, weights_of
 
 __all__ = ["HINTS", "gathered_layer", "largest_model", "reduce_scatter_gradients", "shard_optimizer", "state_bytes"]
 
@@ -213,7 +213,7 @@ def _part(tensors: dict[str, Tensor], n: int, rank: int) -> dict[str, Tensor]:
 def _own_gradients(module: nn.Module, words: Tensor) -> dict[str, Tensor]:
     module.zero_grad()
     module.loss(words).backward()
-    return _gradients(module)
+    return gradients_of(module)
 
 
 # ------------------------------------------------------------------------------------------------ ZeRO-1
@@ -236,7 +236,7 @@ _SHARD_CASES = (  # ranks, name, options of the model, optimizer, hint if it fai
 def _mean_gradients(module: nn.Module) -> None:
     import torch.distributed as dist
 
-    for p in _trained(module).values():
+    for p in trained_parameters(module).values():
         dist.all_reduce(p.grad)
         p.grad /= dist.get_world_size()
 
@@ -256,7 +256,7 @@ def _shard_steps(words: Tensor, fn: Callable, options: dict, kind: str) -> dict:
 
     parameters = list(module.parameters())
     step = fn(module, make_optimizer)
-    out = {"callable": callable(step), "made": len(made), "start": _weights(module), "steps": []}
+    out = {"callable": callable(step), "made": len(made), "start": weights_of(module), "steps": []}
     for batch in words if callable(step) and len(made) == 1 else ():
         module.zero_grad()
         module.loss(batch).backward()
@@ -266,7 +266,7 @@ def _shard_steps(words: Tensor, fn: Callable, options: dict, kind: str) -> dict:
         states = [t for s in made[0].state.values() for t in s.values() if isinstance(t, Tensor) and t.dim()]
         memory, gradients = held(module, made[0]), held(module).gradients
         out["steps"].append({
-            "weights": _weights(module), "ledger": ledger, "made": len(made), "states": sum(t.nbytes for t in states),
+            "weights": weights_of(module), "ledger": ledger, "made": len(made), "states": sum(t.nbytes for t in states),
             "held": memory.optimizer + memory.gradients - gradients,
             "kept": all(p is q for p, q in zip(parameters, module.parameters(), strict=False)),
         })  # fmt: skip
@@ -276,13 +276,13 @@ def _shard_steps(words: Tensor, fn: Callable, options: dict, kind: str) -> dict:
 def _steps_in_one(data: list[Tensor], options: dict, kind: str, factor: float = 1) -> list[dict[str, Tensor]]:
     """Weights after each step of one process on the batches of all ranks; ``factor`` times the mean gradient."""
     module, steps = Net(0, **options), []
-    optimizer = OPTIMIZERS[kind][0](list(_trained(module).values()))
+    optimizer = OPTIMIZERS[kind][0](list(trained_parameters(module).values()))
     for step in range(STEPS):
-        mean = _average([_own_gradients(module, words[step]) for words in data], len(data) / factor)
+        mean = average([_own_gradients(module, words[step]) for words in data], len(data) / factor)
         for name, gradient in mean.items():
             module.get_parameter(name).grad = gradient
         optimizer.step()
-        steps.append(_weights(module))
+        steps.append(weights_of(module))
     return steps
 
 
@@ -297,8 +297,8 @@ def shard_optimizer(fn: Callable, timeout: float = TIMEOUT) -> None:
         data = _words(n, 60 + n)
         case = f"{name}, {kind}"
         outcomes = exercise.run(_shard_steps, data, fn, options, kind, case=case, fallback=fallback)
-        root = _weights(Net(0, **options))
-        numel = sum(p.numel() for p in _trained(Net(0, **options)).values())
+        root = weights_of(Net(0, **options))
+        numel = sum(p.numel() for p in trained_parameters(Net(0, **options)).values())
         for rank, outcome in enumerate(outcomes):
             got = outcome.result
             exercise.require(got["callable"], "step", "the function returned nothing that can be called.", rank)
@@ -307,7 +307,7 @@ def shard_optimizer(fn: Callable, timeout: float = TIMEOUT) -> None:
             steps = got["steps"]
             talks = n == 1 or any(len(step["ledger"]) for step in steps) or _exact_all(got["start"], root)
             exercise.require(talks, "not-distributed", "no step sends anything.", rank)
-            _compare(exercise, rank, got["start"], root, {}, "before the first step the weight", "no-broadcast")
+            compare(exercise, rank, got["start"], root, {}, "before the first step the weight", "no-broadcast")
         right = _steps_in_one(data, options, kind)
         for step in range(STEPS):
             for rank, outcome in enumerate(outcomes):
@@ -320,7 +320,7 @@ def shard_optimizer(fn: Callable, timeout: float = TIMEOUT) -> None:
 
 
 def _exact_all(got: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return all(_exact(got[name], value) for name, value in right.items())
+    return all(exact(got[name], value) for name, value in right.items())
 
 
 def _sharded_step(exercise: Exercise, rank: int, steps: list[dict], step: int, right: list, case: tuple) -> None:
@@ -330,7 +330,7 @@ def _sharded_step(exercise: Exercise, rank: int, steps: list[dict], step: int, r
     exercise.require(result["kept"], "replaced", f"{where}some parameters are not those that the module had.", rank)
     got, traps = result["weights"], {}
     if step == 0 and n > 1 and exercise.fallback is None:
-        start = _weights(Net(0, **case[1]))
+        start = weights_of(Net(0, **case[1]))
         half = {name: _mixed(got[name], right[0][name], start[name]) for name in start}
         moved = any(half[name] is not None and not close(got[name], start[name]) for name in start)
         still = _exact_all(got, start)
@@ -342,7 +342,7 @@ def _sharded_step(exercise: Exercise, rank: int, steps: list[dict], step: int, r
         }  # fmt: skip
         traps = {key: some for key, some in traps.items() if some}
     default = "leftover" if step and exercise.fallback is None else "value"
-    _compare(exercise, rank, got, right[step], traps, f"{where}the weight", default)
+    compare(exercise, rank, got, right[step], traps, f"{where}the weight", default)
 
 
 def _mixed(got: Tensor, right: Tensor, start: Tensor) -> Tensor | None:
@@ -402,7 +402,7 @@ def _reduce_steps(words: Tensor, fn: Callable, options: dict) -> dict:
     from course_utils.memory import track
 
     module = Net(0, **options)
-    trained, waiting = _trained(module), []
+    trained, waiting = trained_parameters(module), []
     shards = fn(module)
     out = {"dictionary": isinstance(shards, dict), "steps": []}
     for p in trained.values():
@@ -441,15 +441,15 @@ def reduce_scatter_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
             for rank, outcome in enumerate(outcomes):
                 _reduced(exercise, rank, outcome.result["steps"][step], parts, step)
             for rank, outcome in enumerate(outcomes):
-                _audit_reduced(exercise, rank, step, outcome.result["steps"][step], _trained(module), n)
+                _audit_reduced(exercise, rank, step, outcome.result["steps"][step], trained_parameters(module), n)
     exercise.passed("the mean gradient to 1e-12, and never more than one whole gradient in memory.")
 
 
 def _reduced(exercise: Exercise, rank: int, result: dict, parts: list[list[dict]], step: int) -> None:
     """Compare a rank's shards after a step with the mean over the ranks, summed over the backward passes."""
     n, m, where = len(parts), len(parts[0]), f"step {step + 1}: "
-    sums = [_average(own, 1) for own in parts]
-    mean, got = _average(sums), result["shards"]
+    sums = [average(own, 1) for own in parts]
+    mean, got = average(sums), result["shards"]
     missing = [name for name in mean if got[name] is None]
     if missing:
         exercise.refuse(exercise.fallback or "shards", f"{where}there is no tensor for {missing[0]}.", rank)
@@ -457,22 +457,22 @@ def _reduced(exercise: Exercise, rank: int, result: dict, parts: list[list[dict]
     if n > 1 and exercise.fallback is None and step == 0:
         others = [_part(mean, n, r) for r in range(n) if r != rank]
         traps = {
-            "sum": _part(_average(sums, 1), n, rank), "divided-twice": _part(_average(sums, n * n), n, rank),
-            "own-gradient": [_part(sums[rank], n, rank), _part(_average([sums[rank]], n), n, rank)],
+            "sum": _part(average(sums, 1), n, rank), "divided-twice": _part(average(sums, n * n), n, rank),
+            "own-gradient": [_part(sums[rank], n, rank), _part(average([sums[rank]], n), n, rank)],
             "wrong-part": [*others, {name: g.flatten()[rank::n] for name, g in mean.items()}],
             "whole": [mean, {name: g.flatten() for name, g in mean.items()}],
         }  # fmt: skip
     elif m > 1:
-        last = _average([own[-1] for own in parts])
-        traps = {"accumulate": [_part(last, n, rank), _part(_average([mean], m), n, rank)]}
+        last = average([own[-1] for own in parts])
+        traps = {"accumulate": [_part(last, n, rank), _part(average([mean], m), n, rank)]}
     for name, value in mean.items():
         valid = max(0, min(value.numel() - rank * len(right[name]), len(right[name])))
-        same = got[name].shape == right[name].shape and _exact(got[name][:valid], right[name][:valid])
-        behind = same and not _exact(got[name], right[name])
-        lines = _difference(got[name], right[name]) if behind else ""
+        same = got[name].shape == right[name].shape and exact(got[name][:valid], right[name][:valid])
+        behind = same and not exact(got[name], right[name])
+        lines = difference(got[name], right[name]) if behind else ""
         exercise.require(not behind, "padding", f"{where}the part of {name} is wrong behind its end.{lines}", rank)
     default = "leftover" if step and exercise.fallback is None else "value"
-    _compare(exercise, rank, got, right, traps, f"{where}the part", default)
+    compare(exercise, rank, got, right, traps, f"{where}the part", default)
 
 
 def _audit_reduced(
@@ -588,7 +588,7 @@ def _gathered_in_one(data: list[Tensor], width: int, frozen: int | None, uses: S
             gradients = torch.autograd.grad(loss, [weights[i] for i in trained])
             result["gradients"].append({f"weight {i}": g for i, g in zip(trained, gradients, strict=True)})
         for i in trained:
-            weights[i].data -= _average(result["gradients"])[f"weight {i}"]
+            weights[i].data -= average(result["gradients"])[f"weight {i}"]
         steps.append(result)
     return steps
 
@@ -614,7 +614,7 @@ def _gathered_output(exercise: Exercise, rank: int, result: dict, right: dict, u
     """Compare the output, and refuse whole weights that are still alive after forward."""
     x, weights, where = right["x"][rank], right["weights"], f"step {step + 1}: "
     n, y = len(right["x"]), _stack(x, weights, uses, F.linear)
-    if not _exact(result["y"], y):
+    if not exact(result["y"], y):
         traps: dict[str, list] = {}
         if n > 1 and exercise.fallback is None:
             traps["order"] = [
@@ -626,7 +626,7 @@ def _gathered_output(exercise: Exercise, rank: int, result: dict, right: dict, u
         keys = (key for key, some in traps.items() for w in some if close(result["y"], _stack(x, w, uses, F.linear)))
         form = "value" if result["y"].shape == y.shape else "shape"
         key = "float32" if close(result["y"], y) else next(keys, form)
-        exercise.refuse(key, f"{where}the output is wrong.{_difference(result['y'], y)}", rank)
+        exercise.refuse(key, f"{where}the output is wrong.{difference(result['y'], y)}", rank)
     if n > 1 and {e.op for e in result["forward"]} <= {"all_gather"}:  # of others `_audit_gathered` tells
         one, kept = min(w.nbytes for w in weights), result["kept"]
         what = f"{where}{kept:.0f} bytes are alive after forward, besides the shards; one weight has {one}."
@@ -642,7 +642,7 @@ def _gathered_gradients(
 ) -> None:
     """Compare the gradients of a rank's shards with the mean over the ranks."""
     own, got, where = right["gradients"], result["gradients"], f"step {step + 1}: "
-    n, mean = len(own), _average(own)
+    n, mean = len(own), average(own)
     expected, last = _part(mean, n, rank), f"weight {uses[-1]}"
     missing, traps = [name for name in expected if got[name] is None], {}
     if missing and exercise.fallback is None:
@@ -651,15 +651,15 @@ def _gathered_gradients(
     if n > 1 and exercise.fallback is None:
         others = [_part(mean, n, r) for r in range(n) if r != rank]
         traps = {
-            "sum": _part(_average(own, 1), n, rank), "divided-twice": _part(_average(own, n * n), n, rank),
-            "own-gradient": [_part(own[rank], n, rank), _part(_average([own[rank]], n), n, rank)],
+            "sum": _part(average(own, 1), n, rank), "divided-twice": _part(average(own, n * n), n, rank),
+            "own-gradient": [_part(own[rank], n, rank), _part(average([own[rank]], n), n, rank)],
             "wrong-part": others,
         }  # fmt: skip
     default, backwards = "value", {name: expected[name] for name in sorted(expected, reverse=True)}
-    if exercise.fallback is None and _exact(got[last], expected[last]):
+    if exercise.fallback is None and exact(got[last], expected[last]):
         again = n == 1 or result["backward"].count("all_gather")
         traps, default = {}, "input-gradient" if again else "not-gathered-again"
-    _compare(exercise, rank, got, backwards, traps, f"{where}the gradient of the shard", default)
+    compare(exercise, rank, got, backwards, traps, f"{where}the gradient of the shard", default)
 
 
 def _audit_gathered(
