@@ -411,6 +411,14 @@ def test_right_numbers_of_another_type_are_refused_where_one_is_promised():
     exercise.equal(0, ones.double(), ones.double(), dtype=torch.float64)
 
 
+def test_numbers_may_be_of_any_type():
+    for half in (0.5, Fraction(1, 2), np.float32(0.5), torch.tensor(0.5), np.array(0.5)):
+        assert checks.number(half) == 0.5 and type(checks.number(half)) is float
+    assert checks.number(np.int64(3)) == 3.0
+    for other in (True, None, "0.5", torch.tensor([0.5]), 1j, torch.tensor(True)):
+        assert checks.number(other) is None
+
+
 def test_whole_numbers_may_be_of_any_type():
     for three in (3, np.int64(3), np.uint8(3), torch.tensor(3), np.array(3)):
         assert checks.whole_number(three) == 3 and type(checks.whole_number(three)) is int

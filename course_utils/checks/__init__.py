@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from .._processes import share
 from ._hints import load_hints
-from .compare import close, show, values, whole_number, whole_numbers
+from .compare import close, number, show, values, whole_number, whole_numbers
 from .exercise import BACKEND, COMMON_HINTS, TIMEOUT, CheckFailed, Exercise, Outcome, checked
 from .paper import paper_problem, wrong_formulas
 from .traffic import crosses, message_steps, sent
 
 __all__ = [
     "BACKEND", "COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Outcome", "checked", "close", "crosses",
-    "load_hints", "message_steps", "paper_problem", "sent", "show", "values", "whole_number", "whole_numbers",
-    "wrong_formulas",
+    "load_hints", "message_steps", "number", "paper_problem", "sent", "show", "values", "whole_number",
+    "whole_numbers", "wrong_formulas",
 ]  # fmt: skip
 
 share("torch._dynamo")  # what optimizers and functional collectives import: no answer has to do it on each of its ranks

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["alike", "close", "listed", "show", "values", "whole_number", "whole_numbers"]
+__all__ = ["alike", "close", "listed", "number", "show", "values", "whole_number", "whole_numbers"]
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # tolerance of results: the order of a sum is free
 
@@ -31,6 +31,13 @@ def alike(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     if expected.is_floating_point():
         return torch.isclose(got.double(), expected.double(), RELATIVE, ABSOLUTE)
     return got == expected
+
+
+def number(value: Any) -> float | None:
+    """``value`` as a float if it is a number of any type, also of NumPy or a tensor without dimensions."""
+    if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
 def whole_number(value: Any) -> int | None:

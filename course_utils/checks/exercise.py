@@ -213,7 +213,7 @@ class Exercise:
             if _is_stub(text, self.answered):
                 self.refuse("empty", "there is no answer yet.")
             own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_learner(frame.filename)]
-            self.refuse("error", f"an error.\n\n{''.join(traceback.format_list(own[-1:]))}{text}")
+            self.refuse(self.fallback or "error", f"an error.\n\n{''.join(traceback.format_list(own[-1:]))}{text}")
         self.answered = True
         return result
 
