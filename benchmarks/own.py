@@ -13,7 +13,7 @@ import torch
 from course_utils import launch, record
 
 def overhead(blocks, steps):
-    from course_utils.ledger import tracker
+    from course_utils.ranks import tracker
 
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
     ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)

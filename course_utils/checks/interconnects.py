@@ -8,99 +8,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from . import TIMEOUT, Exercise, Outcome, checked, message_steps, paper_problem, values
+from . import TIMEOUT, Exercise, Outcome, checked, load_hints, message_steps, number, paper_problem, show, values
+from .traffic import calls, counted
 
 __all__ = [
     "HINTS", "copy_seconds", "fit_and_predict", "gradient_seconds", "measurements", "ping_pong", "roofline_point",
     "widest_path",
 ]  # fmt: skip
 
-HINTS: dict[str, dict[str, str]] = {
-    "copy_seconds": {
-        "gigabits": "Gb are bits, GB are bytes: a port of 400 Gb/s carries 50 GB/s.",
-        "one-port": "The node has several ports, used side by side. Together they carry ports times as much.",
-        "directions": "The figure for NVLink adds both directions. A copy goes one way: half of it.",
-        "pcie": "The figure for PCIe is one way already.",
-        "gibi": "Link speeds count in powers of ten: 1 GB/s is 10⁹ bytes per second.",
-    },
-    "roofline_point": {
-        "sparsity": "The peak of a data sheet that counts 2:4 sparsity is twice that of dense matrices. Halve it if "
-        "with_sparsity is true, and only then.",
-        "multiply": "A multiplication and its addition are two FLOP: 2·m·n·k.",
-        "result": "The result is written to memory too: m·n numbers more.",
-        "elements": "Intensity is FLOP per byte, and a bf16 number has 2 bytes.",
-        "memory-only": "To the right of the ridge arithmetic is the limit, not memory.",
-        "peak-only": "To the left of the ridge memory is the limit: the lower of the two roofs counts.",
-        "tera": "The docstring asks for TFLOP/s.",
-    },
-    "fit_and_predict": {
-        "absolute": "Least squares on the seconds themselves looks at the largest messages only: 1 % of them is more "
-        "than all of alpha. Divide each row by its time, so that relative errors count.",
-        "outliers": "Measurements that took ten times too long pull the fit up. Use one time per size that ignores "
-        "them, such as the median of its row.",
-        "no-alpha": "Time over size alone says that an empty message takes no time. Fit both alpha and beta.",
-        "bandwidth": "beta is seconds per byte, the inverse of a bandwidth.",
-        "swapped": "Both are right, but in the other order: alpha comes first.",
-        "prediction": "alpha and beta are right. The time of a size is alpha + beta · size.",
-        "triple": "Return three things: alpha, beta, and a tensor with one time for each of the unseen sizes.",
-        "two-sizes": "Here the whole rows of the smallest and of the largest size are slow, and an estimate that rests "
-        "on one or two sizes is off by as much as those. Fit one line to all sizes.",
-        "value": "Start with data without noise: two rows are enough to compute alpha and beta by hand.",
-    },
-    "ping_pong": {
-        "hang": "Both ranks wait at the same time. Rank 0 sends first and receives then, rank 1 the other way round.",
-        "collective": "A message goes from one rank to one other: use send and recv. A collective involves everybody.",
-        "bystander": "Only ranks 0 and 1 take part; with other ranks the links would be shared.",
-        "no-echo": "Rank 1 has to send every message back. That a send has returned does not mean that it arrived.",
-        "size": "The message must be as large on the way back. Otherwise the round trip is not twice the same.",
-        "exchange": "Both messages are under way at the same time. In a round trip the second starts when the first "
-        "has arrived.",
-        "no-warm-up": "The first round trip opens connections. Make one more than repeats, and leave the first out.",
-        "count": "One round trip to warm up and repeats that count, no more and no less.",
-        "not-halved": "That is a round trip, two messages long.",
-        "warm-up-counted": "The first round trip is in the median. It is there to warm up: leave it out.",
-        "mean": "A single slow round trip pulls the mean up. Time each one, and take the median.",
-        "minimum": "The docstring asks for the median; the fastest round trip is not what one will usually get.",
-        "send-only": "The clock stands still between your two looks at it: they enclose no message that came back.",
-        "seconds": "Return a number of seconds on rank 0.",
-    },
-    "widest_path": {
-        "fewest-hops": "The path with the fewest links is not the widest. A detour over faster links is better.",
-        "series": "Seconds do not add up along a path here: data streams through all links at once, and the slowest "
-        "sets the pace. Take the minimum.",
-        "sum": "Links of a path follow one another; their bandwidths do not add up. Take the minimum.",
-        "average": "The slowest link sets the pace, however fast the others are. Take the minimum, not the mean.",
-        "first-link": "That is the first link of the path. Any of them may be the slowest.",
-        "fastest-link": "That is the fastest link of the path. The slowest sets the pace.",
-        "slowest-of-all": "That is the slowest link of the whole machine, and the path need not use it.",
-        "greedy": "Taking the fastest link at each device can lead into a slow end. Keep all links open that lead out "
-        "of the devices reached so far.",
-        "direction": "Links work both ways, whichever device is named first.",
-        "bottleneck": "The bandwidth is right. The second result should name the two ends of a link on such a path "
-        "that has just this bandwidth.",
-        "pair": "Return the bandwidth and the two ends of the bottleneck: bandwidth, (device, device).",
-        "value": "Draw the graph of the case above, and follow your function on it with prints.",
-    },
-    "gradient_seconds": {
-        "directions": "The figure for NVLink adds both directions. What leaves a GPU goes one way: half of it.",
-        "gigabits": "Gb are bits, GB are bytes: a port of 400 Gb/s carries 50 GB/s.",
-        "one-port": "All ports of a node carry at the same time. Multiply by their number.",
-        "fp32": "Each gradient has 2 bytes here.",
-        "no-factor": "A GPU sends 2(N-1)/N · S, not S.",
-        "node-size": "On all nodes N is the number of all GPUs, nodes · per_node.",
-        "one-after-another": "Data streams through NVLink and ports at the same time. The slower one sets the pace; "
-        "the times do not add up.",
-        "half": "What the GPUs add up has to come back to all of them: 2(N-1)/N · S, twice that.",
-        "fastest": "The slower of NVLink and ports sets the pace, not the faster.",
-        "network-only": "Many fast ports are no help if NVLink is slower: it is on the way too.",
-    },
-}
+HINTS = load_hints("interconnects")
 
 
 def _near(got: float, expected: float, tolerance: float) -> bool:
@@ -165,7 +86,7 @@ def fit_and_predict(fn: Callable) -> None:
     for case, alpha, beta, noise, exponents, ends in (
         ("two sizes without noise", 1e-5, 1 / 10e9, 0, (10, 20), 1.0),
         ("ten sizes, 5 % noise", 20e-6, 1 / 50e9, 0.05, range(10, 29, 2), 1.0),
-        ("a slow link, 5 % noise", 1e-3, 1 / 125e6, 0.05, range(8, 27, 2), 1.0),
+        ("seven sizes of a slow link, 5 % noise", 1e-3, 1 / 125e6, 0.05, range(8, 27, 3), 1.0),
         ("19 sizes, the first and the last slow", 20e-6, 1 / 50e9, 0.05, range(10, 29), 1.3),
     ):
         exercise.case, exercise.fallback = case, "two-sizes" if ends > 1 else None
@@ -174,8 +95,9 @@ def fit_and_predict(fn: Callable) -> None:
         got = exercise.call(fn, sizes.clone(), seconds.clone(), unseen.clone())
         triple = isinstance(got, (tuple, list)) and len(got) == 3
         triple = triple and isinstance(got[2], torch.Tensor) and got[2].shape == unseen.shape
-        exercise.require(triple, "triple", f"got {type(got).__name__}, expected alpha, beta and a tensor.")
-        found = float(got[0]), float(got[1])
+        triple = triple and None not in (number(got[0]), number(got[1]))
+        exercise.require(triple, "triple", f"got {show(got)}, expected alpha, beta and a tensor.")
+        found = number(got[0]), number(got[1])
         if not (_near(found[0], alpha, 0.1) and _near(found[1], beta, 0.1)):
             traps = _fit_traps(sizes, seconds)
             key = next((k for k, some in traps.items() if any(_same(found, wrong) for wrong in some)), "value")
@@ -206,47 +128,54 @@ def _trips(repeats: int) -> list[float]:
 
 
 def _with_clock(x: torch.Tensor, fn: Callable, repeats: int) -> Any:
-    """Call the answer with a clock that moves when a message has come back to this rank."""
+    """Call the answer with a clock that moves when this rank has waited for a message."""
     from course_utils import record
+    from course_utils.ranks import tracker
 
     trips = _trips(repeats)
+
+    def clock() -> float:
+        under_way = tracker.unfinished()
+        return 100.0 + sum(trips[: sum(e.op == "recv" and all(e is not u for u in under_way) for e in ledger)])
+
     with record() as ledger:
-        return fn(x, repeats, lambda: 100.0 + sum(trips[: ledger.count("recv")]))
+        return fn(x, repeats, clock)
 
 
 @checked
 def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, repeats, clock) -> seconds``: repeats + 1 messages of full size each way, one after the other."""
     exercise = Exercise("Exercise 4", HINTS["ping_pong"], timeout)
-    for n, repeats in ((2, 5), (3, 6)):
+    for n, repeats in ((2, 5), (3, 6), (4, 5)):
         data = [values(50, 2, seed=400 + rank) for rank in range(n)]
         case = f"repeats = {repeats}"
-        _ping_pong(exercise, data[0].nbytes, repeats, exercise.run(_with_clock, data, fn, repeats, case=case))
+        outcomes = exercise.run(_with_clock, data, fn, repeats, case=case)
+        _ping_pong(exercise, data[0].nbytes, repeats, outcomes)
+    for rank, outcome in exercise.each(outcomes):
+        exercise.require(rank == 0 or outcome.result is None, "seconds", f"this rank returned {outcome.result!r}.")
     exercise.passed("repeats + 1 messages each way, half of the median.")
 
 
 def _ping_pong(exercise: Exercise, size: int, repeats: int, outcomes: list[Outcome]) -> None:
-    for rank, outcome in enumerate(outcomes):
-        used = Counter(entry.op for entry in outcome.ledger)
-        listing = f"the ledger shows {', '.join(f'{c} {op}' for op, c in sorted(used.items())) or 'nothing'}."
-        exercise.require(not set(used) - {"send", "recv"}, "collective", listing, rank)
-        exercise.require(rank < 2 or not used, "bystander", listing, rank)
-        exercise.require(rank >= 2 or len(used) > 0, "not-distributed", "the ledger of this rank is empty.", rank)
+    for rank, outcome in exercise.each(outcomes):
+        exercise.audit(outcome.ledger, {"send", "recv"}, keys={"other-calls": "collective"})
+        busy = f"the ledger shows {counted(outcome.ledger)}."
+        exercise.require(rank < 2 or not calls(outcome.ledger), "bystander", busy)
+        exercise.communicates(rank, outcome, 1 if rank >= 2 else len(outcomes))
     there, back = (outcome.ledger.count("send") for outcome in outcomes[:2])
     exercise.require(there == back, "no-echo", f"rank 0 sends {there} messages, rank 1 sends {back}.")
     what = f"{there} round trips; {repeats + 1} are asked for."
     exercise.require(there != repeats, "no-warm-up", what)
     exercise.require(there == repeats + 1, "count", what)
     for rank, outcome in enumerate(outcomes[:2]):
-        other = {entry.bytes for entry in outcome.ledger} - {size}
+        other = {entry.bytes for entry in calls(outcome.ledger)} - {size}
         exercise.require(not other, "size", f"messages of {sorted(other)} bytes; x has {size}.", rank)
     steps = message_steps([outcome.ledger for outcome in outcomes])
     exercise.require(steps == 2 * there, "exchange", f"the {2 * there} messages are done in {steps} steps.")
     trips = _trips(repeats)[: repeats + 1]
     expected = statistics.median(trips[1:]) / 2
-    got = outcomes[0].result
-    number = isinstance(got, (int, float)) and not isinstance(got, bool)
-    exercise.require(number, "seconds", f"rank 0 returned {got!r}.", 0)
+    got = number(outcomes[0].result)
+    exercise.require(got is not None, "seconds", f"rank 0 returned {outcomes[0].result!r}.", 0)
     if _near(got, expected, 1e-6):
         return
     slips = {
@@ -361,12 +290,12 @@ def widest_path(fn: Callable) -> None:
 
 
 def _widest_path(exercise: Exercise, links: Links, start: str, end: str, got: Any) -> None:
-    pair = isinstance(got, (tuple, list)) and len(got) == 2 and isinstance(got[0], (int, float))
+    pair = isinstance(got, (tuple, list)) and len(got) == 2 and number(got[0]) is not None
     pair = pair and isinstance(got[1], (tuple, list, set, frozenset)) and len(got[1]) == 2
     if not pair and exercise.fallback:
         exercise.refuse(exercise.fallback, f"the function returned {got!r}.")
     exercise.require(pair, "pair", f"the function returned {got!r}.")
-    expected, (bandwidth, ends) = _widest(links, start, end), got
+    expected, bandwidth, ends = _widest(links, start, end), number(got[0]), got[1]
     if not _near(bandwidth, expected, 1e-9):
         path = _on_path(links, start, end, expected)
         slips = {
@@ -403,102 +332,79 @@ def _on_path(links: Links, start: str, end: str, width: float) -> list[float]:
 # ------------------------------------------------------------------------------------------------ paper problems
 
 
-@checked
-def copy_seconds(fn: Callable) -> None:
+@paper_problem(
+    "Exercise 1",
+    cases=[(14e9, 8, 400, 900, 63), (1e9, 4, 200, 600, 31), (140e9, 1, 100, 300, 15.75)],
+    slips={
+        "gigabits": ["/ 8  ->  ", "/ 8  ->  * 8"],
+        "one-port": "ports * port_gigabits  ->  port_gigabits",
+        "directions": "nvlink_total / 2  ->  nvlink_total",
+        "pcie": "pcie_one_way  ->  pcie_one_way / 2",
+        "gibi": "giga = 1e9  ->  giga = 2**30",
+    },
+    units=["s by network", "s by NVLink", "s by PCIe"],
+    hints=HINTS["copy_seconds"],
+)
+def copy_seconds(size, ports, port_gigabits, nvlink_total, pcie_one_way):
     """Check ``fn(size, ports, port_gigabits, nvlink_total, pcie_one_way) -> (network, nvlink, pcie)`` in seconds."""
-
-    def seconds(
-        bits: float = 8, ports: bool = True, both: float = 2, pcie_part: float = 1, giga: float = 1e9
-    ) -> Callable[..., tuple[float, ...]]:
-        def answer(size: float, count: int, gigabits: float, nvlink: float, pcie: float) -> tuple[float, ...]:
-            network = (count if ports else 1) * gigabits / bits
-            return tuple(size / (rate * giga) for rate in (network, nvlink / both, pcie / pcie_part))
-
-        return answer
-
-    paper_problem(
-        "Exercise 1", fn, seconds(), [(14e9, 8, 400, 900, 63), (1e9, 4, 200, 600, 31), (140e9, 1, 100, 300, 15.75)],
-        {
-            "gigabits": [seconds(bits=1), seconds(bits=1 / 8)],
-            "one-port": seconds(ports=False),
-            "directions": seconds(both=1),
-            "pcie": seconds(pcie_part=2),
-            "gibi": seconds(giga=2**30),
-        },
-        HINTS["copy_seconds"], ["s by network", "s by NVLink", "s by PCIe"],
-    )  # fmt: skip
+    giga = 1e9
+    network = ports * port_gigabits / 8 * giga
+    nvlink = nvlink_total / 2 * giga
+    return size / network, size / nvlink, size / (pcie_one_way * giga)
 
 
-@checked
-def roofline_point(fn: Callable) -> None:
+@paper_problem(
+    "Exercise 2",
+    cases=[
+        (1979, True, 3350, 8, 4096, 4096),
+        (1979, True, 3350, 4096, 4096, 4096),
+        (312, False, 2039, 64, 8192, 1024),
+        (312, False, 2039, 2048, 2048, 2048),
+    ],
+    slips={
+        "sparsity": ["/ (2 if with_sparsity else 1)  ->  ", "(2 if with_sparsity else 1)  ->  2"],
+        "multiply": "2 * m * n * k  ->  m * n * k",
+        "result": "+ m * n)  ->  )",
+        "elements": "2 * (m * k  ->  (m * k",
+        "memory-only": "min(dense, intensity * bandwidth)  ->  intensity * bandwidth",
+        "peak-only": ["min(dense, intensity * bandwidth)  ->  dense", "min  ->  max"],
+        "tera": "bandwidth) / 1e12  ->  bandwidth)",
+    },
+    units=["FLOP/byte at the ridge", "FLOP/byte here", "TFLOP/s attainable"],
+    hints=HINTS["roofline_point"],
+)
+def roofline_point(sheet_tflops, with_sparsity, memory_bandwidth, m, n, k):
     """Check ``fn(sheet_tflops, with_sparsity, memory_bandwidth, m, n, k) -> (ridge, intensity, attainable)``."""
-
-    def point(
-        dense: Callable[[float, bool], float] = lambda sheet, sparse: sheet / (2 if sparse else 1),
-        flop: float = 2, width: float = 2, written: int = 1, roof: Callable[[float, float], float] = min,
-        unit: float = 1e12,
-    ) -> Callable[..., tuple[float, ...]]:  # fmt: skip
-        def answer(sheet: float, sparse: bool, bandwidth: float, m: int, n: int, k: int) -> tuple[float, ...]:
-            peak, rate = dense(sheet, sparse) * 1e12, bandwidth * 1e9
-            intensity = flop * m * n * k / (width * (m * k + k * n + written * m * n))
-            return peak / rate, intensity, roof(peak, intensity * rate) / unit
-
-        return answer
-
-    paper_problem(
-        "Exercise 2", fn, point(),
-        [
-            (1979, True, 3350, 8, 4096, 4096), (1979, True, 3350, 4096, 4096, 4096), (312, False, 2039, 64, 8192, 1024),
-            (312, False, 2039, 2048, 2048, 2048),
-        ],
-        {
-            "sparsity": [point(dense=lambda sheet, sparse: sheet), point(dense=lambda sheet, sparse: sheet / 2)],
-            "multiply": point(flop=1),
-            "result": point(written=0),
-            "elements": point(width=1),
-            "memory-only": point(roof=lambda peak, memory: memory),
-            "peak-only": [point(roof=lambda peak, memory: peak), point(roof=max)],
-            "tera": point(unit=1),
-        },
-        HINTS["roofline_point"], ["FLOP/byte at the ridge", "FLOP/byte here", "TFLOP/s attainable"],
-    )  # fmt: skip
+    dense = sheet_tflops * 1e12 / (2 if with_sparsity else 1)
+    bandwidth = memory_bandwidth * 1e9
+    intensity = 2 * m * n * k / (2 * (m * k + k * n + m * n))
+    return dense / bandwidth, intensity, min(dense, intensity * bandwidth) / 1e12
 
 
-@checked
-def gradient_seconds(fn: Callable) -> None:
+@paper_problem(
+    "Exercise 6",
+    cases=[
+        (7e9, 16, 8, 900, 1, 100), (7e9, 16, 8, 900, 8, 400), (1e9, 2, 4, 600, 2, 200), (13e9, 4, 4, 300, 8, 400),
+    ],
+    slips={
+        "directions": "nvlink_total / 2  ->  nvlink_total",
+        "gigabits": "port_gigabits / 8  ->  port_gigabits",
+        "one-port": "ports * port_gigabits  ->  port_gigabits",
+        "fp32": "size = 2  ->  size = 4",
+        "no-factor": "2 * (n - 1) / n  ->  1",
+        "node-size": "nodes * per_node  ->  per_node",
+        "one-after-another": "every / min(inside, across)  ->  every / inside + every / across",
+        "network-only": "min(inside, across)  ->  across",
+        "fastest": "min  ->  max",
+        "half": "2 * (n - 1) / n  ->  (n - 1) / n",
+        "limit": "2 * (n - 1) / n  ->  2",
+    },
+    units=["s on one node", "s on all nodes"],
+    hints=HINTS["gradient_seconds"],
+)
+def gradient_seconds(parameters, nodes, per_node, nvlink_total, ports, port_gigabits):
     """Check ``fn(parameters, nodes, per_node, nvlink_total, ports, port_gigabits) -> (one node, all nodes)``."""
-
-    def ring(n: int) -> float:
-        return 2 * (n - 1) / n
-
-    def seconds(
-        factor: Callable[[int], float] = ring, width: float = 2, both: float = 2, bits: float = 8,
-        all_ports: bool = True, whole: bool = True, pace: Callable[[float, float], float] = min,
-    ) -> Callable[..., tuple[float, ...]]:  # fmt: skip
-        def answer(parameters: float, nodes: int, per_node: int, nvlink: float, ports: int, gigabits: float):
-            size, inside = width * parameters, nvlink / both * 1e9
-            across = (ports if all_ports else 1) * gigabits / bits * 1e9
-            n = nodes * per_node if whole else per_node
-            return factor(per_node) * size / inside, factor(n) * size / pace(inside, across)
-
-        return answer
-
-    paper_problem(
-        "Exercise 6", fn, seconds(),
-        [(7e9, 16, 8, 900, 1, 100), (7e9, 16, 8, 900, 8, 400), (1e9, 2, 4, 600, 2, 200), (13e9, 4, 4, 300, 8, 400)],
-        {
-            "directions": seconds(both=1),
-            "gigabits": seconds(bits=1),
-            "one-port": seconds(all_ports=False),
-            "fp32": seconds(width=4),
-            "no-factor": seconds(factor=lambda n: 1),
-            "node-size": seconds(whole=False),
-            "one-after-another": seconds(pace=lambda inside, across: 1 / (1 / inside + 1 / across)),
-            "network-only": seconds(pace=lambda inside, across: across),
-            "fastest": seconds(pace=max),
-            "half": seconds(factor=lambda n: (n - 1) / n),
-            "limit": seconds(factor=lambda n: 2),
-        },
-        HINTS["gradient_seconds"],
-        ["s on one node", "s on all nodes"],
-    )  # fmt: skip
+    inside, across = nvlink_total / 2 * 1e9, ports * port_gigabits / 8 * 1e9
+    size = 2 * parameters
+    one, every = (2 * (n - 1) / n * size for n in (per_node, nodes * per_node))
+    return one / inside, every / min(inside, across)

@@ -822,73 +822,62 @@ def _audit_norm(exercise: Exercise, rank: int, ledger: Any, n: int) -> None:
 # ------------------------------------------------------------------------------------------------ on paper
 
 
-@checked
-def traffic(fn: Callable) -> None:
-    """Check ``fn(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch)``: bubble, and GB of a GPU."""
+def _whole_microbatches(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch) -> bool:
+    return batch % (dp * microbatch) == 0 and layers % pp == 0
 
-    def slip(
-        share: Callable[[int, int], float] = lambda p, m: (p - 1) / (m + p - 1),
-        count: Callable[..., float] = lambda batch, dp, b: batch / (dp * b),
-        calls: float = 4,
-        ring: Callable[[int], float] = lambda n: 2 * (n - 1) / n,
-        layers_of: Callable[[int, int], float] = lambda layers, p: layers / p,
-        ways: float = 2,
-        shard: Callable[..., float] = lambda parameters, t, p: parameters / (t * p),
-        width: float = 2,
-        unit: float = 1e9,
-        percent: float = 100,
-        tensor_rounds: Callable[[float], float] = lambda m: m,
-        data_rounds: Callable[[float], float] = lambda m: 1,
-        pipeline_layers: Callable[..., float] = lambda layers, p: 1,
-        boundary: Callable[[int, int], float] = lambda t, p: float(p > 1),
-        data_ring: Callable[[int], float] | None = None,
-        data_width: float | None = None,
-    ) -> Callable[..., tuple[float, ...]]:
-        def answer(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch) -> tuple[float, ...]:
-            m = count(batch, dp, microbatch)
-            activation = width * microbatch * length * hidden
-            tensor = tensor_rounds(m) * layers_of(layers, pp) * calls * ring(tp) * activation * (tp > 1)
-            pipeline = tensor_rounds(m) * ways * activation * pipeline_layers(layers, pp) * boundary(tp, pp)
-            size = (data_width or width) * shard(parameters, tp, pp)
-            data = data_rounds(m) * (data_ring or ring)(dp) * size * (dp > 1)
-            return percent * share(pp, m), tensor / unit, pipeline / unit, data / unit
 
-        return answer
-
-    paper_problem(
-        "Exercise 3", fn, slip(),
-        [
-            (80, 8192, 8192, 70.6e9, 8, 4, 2, 128, 1), (32, 4096, 2048, 6.7e9, 4, 4, 8, 256, 2),
-            (96, 12288, 2048, 174.6e9, 8, 8, 16, 1536, 1), (32, 4096, 4096, 6.7e9, 1, 8, 4, 64, 1),
-            (40, 5120, 2048, 13e9, 2, 1, 4, 48, 3), (48, 8192, 2048, 39.1e9, 8, 4, 1, 64, 2),
+@paper_problem(
+    "Exercise 3",
+    cases=[
+        (80, 8192, 8192, 70.6e9, 8, 4, 2, 128, 1), (32, 4096, 2048, 6.7e9, 4, 4, 8, 256, 2),
+        (96, 12288, 2048, 174.6e9, 8, 8, 16, 1536, 1), (32, 4096, 4096, 6.7e9, 1, 8, 4, 64, 1),
+        (40, 5120, 2048, 13e9, 2, 1, 4, 48, 3), (48, 8192, 2048, 39.1e9, 8, 4, 1, 64, 2),
+    ],
+    slips={
+        "fraction": "100 * (pp - 1)  ->  (pp - 1)",
+        "of-ideal": "(m + pp - 1)  ->  m",
+        "microbatches": [
+            "batch / (dp * microbatch)  ->  batch / microbatch", "batch / (dp * microbatch)  ->  batch / dp",
+            "batch / (dp * microbatch)  ->  batch",
         ],
-        {
-            "fraction": slip(percent=1),
-            "of-ideal": slip(lambda p, m: (p - 1) / m),
-            "microbatches": [
-                slip(count=lambda batch, dp, b: batch / b), slip(count=lambda batch, dp, b: batch / dp),
-                slip(count=lambda batch, dp, b: batch),
-            ],
-            "forward-only": [slip(calls=2), slip(calls=1)],
-            "all-reduce": [
-                slip(ring=lambda n: (n - 1) / n), slip(ring=lambda n: 2), slip(ring=lambda n: 1),
-                slip(data_ring=lambda n: (n - 1) / n), slip(data_ring=lambda n: 1),
-            ],
-            "one-stage": slip(boundary=lambda t, p: 1),
-            "part-sent": slip(boundary=lambda t, p: (p > 1) / t),
-            "mean-stage": slip(boundary=lambda t, p: (p - 1) / p),
-            "all-layers": slip(layers_of=lambda layers, p: layers),
-            "one-microbatch": slip(tensor_rounds=lambda m: 1),
-            "one-way": slip(ways=1),
-            "whole-model": [slip(shard=lambda n, t, p: n), slip(shard=lambda n, t, p: n / p),
-                            slip(shard=lambda n, t, p: n / t)],
-            "data-microbatches": slip(data_rounds=lambda m: m),
-            "bytes": [slip(width=1), slip(width=4), slip(data_width=4)],
-            "gigabytes": [slip(unit=1), slip(unit=1e6), slip(unit=2**30)],
-            "layers-in-pipeline": [slip(pipeline_layers=lambda layers, p: layers / p)],
-        },
-        HINTS["traffic"], ["% bubble", "GB tensor", "GB pipeline", "GB data"],
-    )  # fmt: skip
+        "forward-only": ["layers / pp * 4  ->  layers / pp * 2", "layers / pp * 4  ->  layers / pp"],
+        "all-reduce": [
+            "2 * (n - 1) / n  ->  (n - 1) / n", "2 * (n - 1) / n  ->  2 * (n > 1)", "2 * (n - 1) / n  ->  (n > 1)",
+            "ring(dp)  ->  ring(dp) / 2", "ring(dp)  ->  (dp > 1)",
+        ],
+        "one-stage": " if pp > 1 else 0  ->  ",
+        "part-sent": "2 * activation  ->  2 * activation / tp",
+        "mean-stage": "2 * activation  ->  2 * activation * (pp - 1) / pp",
+        "all-layers": "layers / pp  ->  layers",
+        "one-microbatch": "return 100  ->  tensor, pipeline = tensor / m, pipeline / m\nreturn 100",
+        "one-way": "2 * activation  ->  activation",
+        "whole-model": [
+            "/ (tp * pp)  ->  ", "/ (tp * pp)  ->  / pp", "/ (tp * pp)  ->  / tp",
+        ],
+        "data-microbatches": "data / 1e9  ->  m * data / 1e9",
+        "bytes": ["width = 2  ->  width = 1", "width = 2  ->  width = 4", "width * parameters  ->  4 * parameters"],
+        "gigabytes": [
+            {"tensor / 1e9, pipeline / 1e9, data / 1e9": f"tensor / {unit}, pipeline / {unit}, data / {unit}"}
+            for unit in ("1", "1e6", "2**30")
+        ],
+        "layers-in-pipeline": "2 * activation  ->  2 * activation * layers / pp",
+    },
+    units=["% bubble", "GB tensor", "GB pipeline", "GB data"],
+    hints=HINTS["traffic"],
+    allowed=_whole_microbatches,
+)  # fmt: skip
+def traffic(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch):
+    """Check ``fn(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch)``: bubble, and GB of a GPU."""
+    def ring(n):
+        return 2 * (n - 1) / n
+
+    width = 2
+    m = batch / (dp * microbatch)
+    activation = width * microbatch * length * hidden
+    tensor = m * layers / pp * 4 * ring(tp) * activation
+    pipeline = m * 2 * activation if pp > 1 else 0
+    data = ring(dp) * width * parameters / (tp * pp)
+    return 100 * (pp - 1) / (m + pp - 1), tensor / 1e9, pipeline / 1e9, data / 1e9
 
 
 # ------------------------------------------------------------------------------------------------ legality

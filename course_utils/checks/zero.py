@@ -692,74 +692,45 @@ def _audit_gathered(
 GB = 1e9
 
 
-@checked
-def state_bytes(fn: Callable) -> None:
-    """Check ``fn(parameters, stage, ranks, precision, optimizer) -> (parameters, gradients, optimizer)`` in GB."""
-    from ..memory import OPTIMIZERS, PRECISIONS, model_states
-
-    def right(parameters: float, stage: int, ranks: int, precision: str, optimizer: str) -> tuple[float, ...]:
-        memory = model_states(parameters, stage=stage, ranks=ranks, precision=precision, optimizer=optimizer)
-        return memory.parameters / GB, memory.gradients / GB, memory.optimizer / GB
-
-    def slip(
-        divided: Callable[[int], Sequence[bool]] = lambda stage: (stage >= 3, stage >= 2, stage >= 1),
-        share: Callable[[int], float] = lambda ranks: 1 / ranks,
-        gradient: Callable[[str], float] | None = None,
-        master: Callable[[str], float] | None = None,
-        states: Callable[[int], int] = lambda states: states,
-        state: Callable[[str], float] = lambda precision: 4,
-        master_as: str = "state",
-    ) -> Callable[..., tuple[float, ...]]:
-        def answer(parameters: float, stage: int, ranks: int, precision: str, optimizer: str) -> tuple[float, ...]:
-            width, kept = PRECISIONS[precision], divided(stage)
-            p, g, o = (parameters / GB * (share(ranks) if cut else 1) for cut in kept)
-            extra = master(precision) if master else width.master
-            place = {"state": o, "whole": parameters / GB}.get(master_as, 0)
-            return (
-                p * (width.parameter + (extra if master_as == "parameters" else 0)),
-                g * (gradient(precision) if gradient else width.gradient),
-                o * states(OPTIMIZERS[optimizer]) * state(precision) + place * extra,
-            )
-
-        return answer
-
-    def scaled(factor: float) -> Callable[..., tuple[float, ...]]:
-        return lambda *case: tuple(factor * x for x in right(*case))
-
-    def by_limit(parameters: float, stage: int, ranks: int, precision: str, optimizer: str) -> tuple[float, ...]:
-        factor = (1, 4, 8, ranks)[stage]
-        return tuple(x / factor for x in right(parameters, 0, ranks, precision, optimizer))
-
-    paper_problem(
-        "Exercise 1", fn, right,
-        [
-            (7.5e9, 1, 64, "fp32", "adam"), (7.5e9, 2, 64, "mixed", "momentum"), (7.5e9, 3, 64, "mixed", "adam"),
-            (1.5e9, 0, 8, "fp32", "momentum"), (6.7e9, 2, 16, "mixed, fp32 gradients", "adam"),
-            (1.3e10, 1, 4, "mixed", "sgd"), (3e8, 3, 2, "fp32", "adam"),
+@paper_problem(
+    "Exercise 1",
+    cases=[
+        (7.5e9, 1, 64, "fp32", "adam"), (7.5e9, 2, 64, "mixed", "momentum"), (7.5e9, 3, 64, "mixed", "adam"),
+        (1.5e9, 0, 8, "fp32", "momentum"), (6.7e9, 2, 16, "mixed, fp32 gradients", "adam"),
+        (1.3e10, 1, 4, "mixed", "sgd"), (3e8, 3, 2, "fp32", "adam"),
+    ],
+    slips={
+        "everything": "(3, 2, 1)  ->  (1, 1, 1)",
+        "stage-ignored": "(3, 2, 1)  ->  (4, 4, 4)",
+        "not-cumulative": "stage >= first  ->  stage == first",
+        "stage-order": ["(3, 2, 1)  ->  (1, 2, 3)", "(3, 2, 1)  ->  (3, 1, 2)"],
+        "limits": [
+            "ranks if  ->  float('inf') if",
+            {"(ranks if stage >= first else 1)": "(1, 4, 8, ranks)[stage]"},
         ],
-        {
-            "everything": slip(lambda stage: (stage >= 1,) * 3),
-            "stage-ignored": slip(lambda stage: (False,) * 3),
-            "not-cumulative": slip(lambda stage: (stage == 3, stage == 2, stage == 1)),
-            "stage-order": [
-                slip(lambda stage: (stage >= 1, stage >= 2, stage >= 3)),
-                slip(lambda stage: (stage >= 3, stage >= 1, stage >= 2)),
-            ],
-            "limits": [slip(share=lambda ranks: 0), by_limit],
-            "no-master": slip(master=lambda precision: 0),
-            "master-whole": slip(master_as="whole"),
-            "master-place": slip(master_as="parameters"),
-            "master-in-fp32": slip(master=lambda precision: 4),
-            "gradients-half": slip(gradient=lambda precision: 4 if precision == "fp32" else 2),
-            "gradients-fp32": slip(gradient=lambda precision: 4),
-            "states-half": slip(state=lambda precision: 4 if precision == "fp32" else 2),
-            "one-state": slip(states=lambda states: min(states, 1)),
-            "optimizer-ignored": slip(states=lambda states: 2),
-            "bytes": scaled(GB),
-            "gib": scaled(GB / 2**30),
-        },
-        HINTS["state_bytes"], ["GB of parameters", "GB of gradients", "GB of the optimizer"],
-    )  # fmt: skip
+        "no-master": 'master = 0 if precision == "fp32" else 4  ->  master = 0',
+        "master-whole": "o * (master + 4 * states)  ->  o * 4 * states + parameters / 1e9 * master",
+        "master-place": {"p * parameter,": "p * (parameter + master),", "(master + 4 * states)": "4 * states"},
+        "master-in-fp32": 'master = 0 if precision == "fp32" else 4  ->  master = 4',
+        "gradients-half": '2 if precision == "mixed" else 4  ->  parameter',
+        "gradients-fp32": '2 if precision == "mixed" else 4  ->  4',
+        "states-half": "4 * states  ->  parameter * states",
+        "one-state": '"adam": 2  ->  "adam": 1',
+        "optimizer-ignored": "[optimizer]  ->  ['adam']",
+        "bytes": "1e9  ->  1",
+        "gib": "1e9  ->  2**30",
+    },
+    units=["GB of parameters", "GB of gradients", "GB of the optimizer"],
+    hints=HINTS["state_bytes"],
+)  # fmt: skip
+def state_bytes(parameters, stage, ranks, precision, optimizer):
+    """Check ``fn(parameters, stage, ranks, precision, optimizer) -> (parameters, gradients, optimizer)`` in GB."""
+    parameter = 4 if precision == "fp32" else 2
+    gradient = 2 if precision == "mixed" else 4
+    master = 0 if precision == "fp32" else 4
+    states = {"sgd": 0, "momentum": 1, "adam": 2}[optimizer]
+    p, g, o = (parameters / 1e9 / (ranks if stage >= first else 1) for first in (3, 2, 1))
+    return p * parameter, g * gradient, o * (master + 4 * states)
 
 
 @checked

@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 from test_checks_on_a_busy_machine import exercises_of
 
-from course_utils import checks, launch, shutdown
-from course_utils.checks import CheckFailed, _limits
-from course_utils.checks import collectives as collectives
-from course_utils.checks import interconnects as interconnects
-from course_utils.checks import scaling as scaling
+from course_utils import launch, shutdown
+from course_utils.checks import CheckFailed, _limits, collectives, exercise, interconnects, scaling
 
 pytestmark = pytest.mark.guard(120)
 
@@ -56,7 +53,7 @@ def test_a_group_that_some_ranks_never_make_is_a_hang():
 
 
 def test_a_loop_without_end_on_a_rank_is_endless_and_no_hang(monkeypatch):
-    monkeypatch.setattr(checks, "COMPUTING", 2.0)
+    monkeypatch.setattr(exercise, "COMPUTING", 2.0)
 
     def endless(x):
         while dist.get_rank() == 0:
@@ -68,7 +65,7 @@ def test_a_loop_without_end_on_a_rank_is_endless_and_no_hang(monkeypatch):
 
 
 def test_an_answer_that_sleeps_is_slow_and_no_hang(monkeypatch):
-    monkeypatch.setattr(checks, "LIMIT", 4.0)
+    monkeypatch.setattr(exercise, "LIMIT", 4.0)
 
     def sleeps(x):
         if dist.get_rank() == 0:
@@ -223,7 +220,7 @@ def test_an_import_that_was_stopped_does_not_reach_the_next_check(monkeypatch):
             except Exception:
                 continue
 
-    monkeypatch.setattr(checks, "LIMIT", 1.5)
+    monkeypatch.setattr(exercise, "LIMIT", 1.5)
     refusal(collectives.mean_and_variance, imports_for_long)
 
 

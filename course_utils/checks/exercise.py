@@ -1,0 +1,357 @@
+"""One run of an exercise check: an answer on real ranks or in the notebook, compared, audited, refused with a hint."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import textwrap
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from ..ranks import Watch, is_learner
+from . import traffic
+from ._hints import load_hints
+from ._limits import COMPUTING, LIMIT, Endless, limited
+from .compare import alike, close, listed, show
+
+__all__ = ["BACKEND", "COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Outcome", "checked"]
+
+BACKEND = "gloo"  # the same on every machine, whatever GPUs it has
+TIMEOUT = 5.0  # seconds in which ranks that all wait for each other do nothing at all, after which they hang
+_ALONE = re.compile("Connection (closed|reset) by peer")
+_PEER = re.compile(r"\A(IndexError|KeyError)|\b(rank|peer|index)\b", re.IGNORECASE)
+_SIZE = re.compile(r"\b(sizes?|shapes?|length|numel|elements?|divisible|split\w*)\b", re.IGNORECASE)
+
+COMMON_HINTS = load_hints("common")["every"]
+
+
+class CheckFailed(AssertionError):
+    """An answer was refused.
+
+    Attributes
+    ----------
+    hint : str
+        Key of the hint that was given.
+    rank : int or None
+        The rank whose result was refused, if one was.
+    """
+
+    def __init__(self, message: str, hint: str, rank: int | None = None):
+        super().__init__(message)
+        self.hint, self.rank = hint, rank
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"CheckFailed: {self}"]
+
+
+@dataclass
+class Outcome:
+    """What one rank brings back: the function's result, what it communicated, its input before and after."""
+
+    result: Any
+    ledger: Any
+    before: Any
+    after: Any
+
+
+def _one_rank(fn: Callable, inputs: list[Any], args: tuple) -> Outcome:
+    import torch.distributed as dist
+
+    from course_utils import record
+
+    x, inputs[:] = inputs[dist.get_rank()], []  # what other ranks hold has to be sent
+    before = x.clone()
+    with record() as ledger:
+        result = fn(x, *args)
+    return Outcome(result, ledger, before, x)
+
+
+def _is_stub(error: str, answered: bool) -> bool:
+    """Whether an error is that of the empty cell, and not one of a function that has answered before."""
+    kind, _, message = error.partition(": ")
+    return kind == "NotImplementedError" and (message.startswith("Replace this line") or not (message or answered))
+
+
+def _left_early(states: Sequence[str]) -> bool:
+    """Whether some ranks of a ring have returned although all were talking to the right neighbours."""
+    n = len(states)
+    pairs = [(f"send to rank {(r + 1) % n} ", f"recv from rank {(r - 1) % n} ") for r in range(n)]
+    talk = all(any(text in row for text in pair) for row, pair in zip(states, pairs, strict=True))
+    return talk and any("returned" in row for row in states)
+
+
+def checked(check: Callable) -> Callable:
+    """Decorate a check: whatever an answer returns, the learner gets CheckFailed and no error of the check's own."""
+
+    @functools.wraps(check)
+    def judge(*args: Any, **kwargs: Any) -> None:
+        try:
+            check(*args, **kwargs)
+        except CheckFailed:
+            raise
+        except Exception as error:
+            exercise = Exercise(f"The check {check.__name__}", {})
+            what = f"it cannot judge what the function returned ({type(error).__name__}: {error})."
+            try:
+                exercise.refuse("odd", what)
+            except CheckFailed as refusal:
+                raise refusal from error
+
+    return judge
+
+
+@dataclass
+class Exercise:
+    """One run of a check: which exercise, which case it is at, which hints it knows.
+
+    Parameters
+    ----------
+    title : str
+        Begins every message, such as ``Exercise 3``.
+    hints : dict
+        Key to text; added to the common ones.
+    timeout : float
+        Seconds at rest after which ranks that all wait count as hanging, where it cannot be proven at once.
+    """
+
+    title: str
+    hints: dict[str, str]
+    timeout: float = TIMEOUT
+    case: str = ""
+    fallback: str | None = None
+    world_sizes: list[int] = field(default_factory=list)
+    answered: bool = False  # whether the function has returned something in this process
+    rank: int | None = None  # the rank that refusals are about, if they name no other
+    own_fallback: bool = False  # whether the case brought `fallback`, and not the number of ranks
+
+    def run(
+        self, fn: Callable, inputs: Sequence[torch.Tensor], *args: Any, case: str = "", fallback: str | None = None
+    ) -> list[Outcome]:
+        """Run ``fn(inputs[rank], *args)`` on ``len(inputs)`` ranks and return the outcomes by rank.
+
+        ``case`` names the inputs in messages. ``fallback`` is the hint for a failure that nothing more exact explains:
+        a wrong value or shape, ranks that wait for each other, and an error about an index, a rank or a size. Without
+        one, a failure on more ranks than 2 after 2 ranks have passed is *only-two-ranks*, if it is a wrong value or
+        shape, or about an index, a rank or a message.
+
+        On a rank ``inputs`` is empty when ``fn`` is called: an answer cannot look up what other ranks were given.
+
+        Raises
+        ------
+        CheckFailed
+            The function is not written, raised an error, or did not return in time.
+        """
+        n = len(inputs)
+        self.case, self.rank = f"{n} rank{'s' * (n > 1)}" + (f", {case}" if case else ""), None
+        seen = max((size for size in self.world_sizes if size != n), default=0)
+        usual = "one-rank" if n == 1 < seen else "only-two-ranks" if seen == 2 < n else None
+        self.fallback, self.own_fallback = fallback or usual, fallback is not None
+        outcomes = self._outcomes(fn, list(inputs), args, n)
+        for rank, outcome in enumerate(outcomes):
+            ended = "the function ended its process (sys.exit) instead of returning a result."
+            self.require(isinstance(outcome, Outcome), "error", ended, rank)
+        self.world_sizes.append(n)
+        return outcomes
+
+    def _outcomes(self, fn: Callable, inputs: Sequence[Any], args: tuple, n: int, again: bool = True) -> list[Any]:
+        """What the ranks return; a failure is told as what it says about the answer."""
+        from .. import HangError, WorkerError, ranks
+
+        watch = Watch(self.timeout, COMPUTING)
+        try:
+            return ranks.run(_one_rank, (fn, inputs, args), {}, n, LIMIT, BACKEND, watch=watch)
+        except WorkerError as error:
+            if error.starting:
+                return self._not_started(error, fn, inputs, args, n, again)
+            if isinstance(error, HangError):
+                self._refuse_hang(error)
+            if _ALONE.search(error.exception):
+                self.refuse("hang", f"some ranks wait for others that have finished.\n\n{error}")
+            if _is_stub(error.exception, answered=bool(self.world_sizes)):
+                self.refuse("empty", "there is no answer yet.")
+            view = "view size is not compatible" in error.exception
+            self.refuse("view" if view else self._error(error.exception), f"an error.\n\n{error}", error.rank)
+        except RuntimeError as error:  # there are no ranks
+            return self._not_started(error, fn, inputs, args, n, again)
+
+    def _not_started(
+        self, error: Exception, fn: Callable, inputs: Sequence[Any], args: tuple, n: int, again: bool
+    ) -> list[Any]:
+        """Try once more with fresh ranks, and then say that the machine is to blame."""
+        from .. import shutdown
+
+        shutdown()
+        if again:
+            return self._outcomes(fn, inputs, args, n, again=False)
+        self.refuse("not-started", f"the ranks did not start.\n\n{error}")
+
+    def _refuse_hang(self, error: Any) -> NoReturn:
+        if error.kind == "stuck":
+            messages = any(re.search(r"\b(send|recv)\b", state) for state in error.states)
+            explained = self.fallback if self.own_fallback or messages else None
+            key = "unwaited" if "unwaited" in self.hints and _left_early(error.states) else explained or "hang"
+            self.refuse(key, f"the ranks do not finish: each waits for another.\n\n{error}")
+        self.refuse("slow", f"the ranks do not finish.\n\n{error}", error.rank)
+
+    def call(self, fn: Callable, *args: Any) -> Any:
+        """The result of ``fn`` in this process; refuses an empty stub, an error with the end of its traceback, and what
+        does not come to an end."""
+        try:
+            result = limited(lambda: fn(*args))
+        except Endless:
+            self.refuse("endless", "the function does not come to an end.")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}".rstrip(": ")
+            if _is_stub(text, self.answered):
+                self.refuse("empty", "there is no answer yet.")
+            own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_learner(frame.filename)]
+            self.refuse(self.fallback or "error", f"an error.\n\n{''.join(traceback.format_list(own[-1:]))}{text}")
+        self.answered = True
+        return result
+
+    def _error(self, text: str) -> str:
+        """The hint for an error of the answer's: the fallback where it is about what differs in this case."""
+        told = _PEER.search(text) or self.own_fallback and _SIZE.search(text)
+        return self.fallback if self.fallback and told else "error"
+
+    @contextlib.contextmanager
+    def on_rank(self, rank: int) -> Iterator[None]:
+        """What is refused inside the ``with`` block is refused on this rank."""
+        before, self.rank = self.rank, rank
+        try:
+            yield
+        finally:
+            self.rank = before
+
+    def each(self, outcomes: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """Pairs of rank and outcome; what is refused in the body of the loop over them is refused on that rank."""
+        for rank, outcome in enumerate(outcomes):
+            with self.on_rank(rank):
+                yield rank, outcome
+
+    def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
+        """Raise CheckFailed with the hint ``key``, or the case's fallback if ``key`` explains little.
+
+        ``what`` is a sentence; what follows its first empty line stands behind the hint. ``rank`` is by default that of
+        `on_rank` or `each`.
+        """
+        rank = self.rank if rank is None else rank
+        if key in ("value", "shape") and self.fallback:
+            key = self.fallback
+        circumstances = [self.case, f"rank {rank}" if rank is not None else ""] if key != "empty" else []
+        where = ", ".join(filter(None, [self.title, *circumstances]))
+        hint = textwrap.fill("Hint: " + (COMMON_HINTS | self.hints)[key], 100, break_on_hyphens=False)
+        what, *evidence = what.split("\n\n", 1)
+        raise CheckFailed("\n\n".join([f"{where}: {what}", hint, *evidence]), key, rank) from None
+
+    def require(self, condition: bool, key: str, what: str, rank: int | None = None) -> None:
+        """Refuse with the hint ``key`` unless ``condition`` holds."""
+        if not condition:
+            self.refuse(key, what, rank)
+
+    def communicates(self, rank: int, outcome: Outcome, world_size: int) -> None:
+        """Refuse an answer that sends and receives nothing although there are other ranks; a barrier is nothing."""
+        talks = world_size == 1 or bool(traffic.calls(outcome.ledger))
+        self.require(talks, "not-distributed", "the ledger of this rank is empty.", rank)
+
+    def audit(
+        self,
+        ledger: Iterable[Any],
+        ops: Collection[str] | None = None,
+        *,
+        calls: traffic.Limit | Mapping[str, traffic.Limit] | None = None,
+        sent: traffic.Limit | None = None,
+        carried: traffic.Limit | None = None,
+        largest: float | None = None,
+        where: str = "",
+        keys: Mapping[str, str] | None = None,
+    ) -> None:
+        """Refuse an answer for what one rank has communicated; on a single rank anything goes, barriers always do.
+
+        A limit is a number, at most that many; or a pair (at least, at most), in which None stands for no limit.
+        Whoever gives the lower limits too refuses answers that get their numbers past the ledger.
+
+        Parameters
+        ----------
+        ledger : iterable of Entry
+            A rank's ledger, or some of its entries: a phase, or those between nodes (`traffic.crosses`).
+        ops : collection of str, optional
+            Operations that may be used, such as ``{"send", "recv"}``; by default all.
+        calls : limit, or dict of operation to limit
+            Number of calls, of all or of each kind; of messages both ends count, so say ``{"send": 1, "recv": 1}``.
+        sent : limit
+            Bytes that this rank sends: of messages those it sends, not those it receives; of a collective
+            ``costs.bytes_sent(op, ranks, size)``, which does not depend on the way the same is done: an all-reduce of S
+            bytes and a reduce-scatter and an all-gather of S bytes together both send 2(N-1)/N · S.
+        carried : limit
+            The sum of the sizes as `record()` shows them, without what is received point to point.
+        largest : float
+            Bytes that one call carries at most.
+        where : str
+            Begins the sentence, such as ``"step 2: "``.
+        keys : dict
+            Which hint another finding gets than the one of its own name. Findings, in the order in which they are
+            looked for: *other-calls*, or the name of such an operation if `keys` has it (its order decides between
+            several); *object* (calls for objects; only if the exercise has this hint); *not-distributed* (nothing at
+            all where a lower limit asks for something); *too-large*; *too-many-calls*; *too-many-bytes*;
+            *too-few-calls*; *too-few-bytes*.
+
+        Raises
+        ------
+        CheckFailed
+            With the hint of the first finding.
+        """
+        if self.world_sizes and self.world_sizes[-1] == 1:
+            return
+        keys = keys or {}
+        known = COMMON_HINTS | self.hints
+        if unknown := sorted(set(keys.values()) - set(known)):
+            raise ValueError(f"{self.title} has no hints {', '.join(unknown)}")
+        for key, what in traffic.findings(
+            ledger, ops, number=calls, sent_bytes=sent, carried=carried, largest=largest, named=keys
+        ):
+            if key != "object" or "object" in known:
+                self.refuse(keys.get(key, key), where + what)
+
+    def keeps_input(self, rank: int, outcome: Outcome) -> None:
+        """Refuse an answer that changed its input."""
+        same = outcome.before.shape == outcome.after.shape and torch.equal(outcome.before, outcome.after)
+        self.require(same, "input-changed", "the result is right, but the input x was changed.", rank)
+
+    def equal(
+        self,
+        rank: int,
+        got: Any,
+        expected: torch.Tensor,
+        traps: dict[str, Any] | None = None,
+        what: str = "the result",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Compare with ``expected``; ``traps``, hint key to wrong result(s), say which hint a wrong one gets.
+
+        ``dtype`` is what the docstring promises, if it does: right numbers of another get the hint *dtype*.
+        """
+        if close(got, expected):
+            told = f"{what} is {got.dtype}; the docstring promises {dtype}."
+            return self.require(dtype in (None, got.dtype), "dtype", told, rank)
+        key = next((key for key, wrongs in (traps or {}).items() if any(close(got, w) for w in listed(wrongs))), None)
+        if key is None:
+            key = "value" if isinstance(got, torch.Tensor) and got.shape == expected.shape else "shape"
+        start = 0
+        if key != "shape" and got.shape == expected.shape:
+            start = int((~alike(got, expected)).flatten().nonzero()[0])
+        lines = f"\n  expected  {show(expected, start)}\n  got       {show(got, start)}"
+        self.refuse(key, f"{what} is wrong.{lines}", rank)
+
+    def passed(self, text: str) -> None:
+        """Say that all cases passed, in one line."""
+        sizes = sorted(set(self.world_sizes))
+        ranks = f"on {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks: " if len(sizes) > 1 else ""
+        print(f"{self.title} passed {ranks}{text}")

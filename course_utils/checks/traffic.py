@@ -1,0 +1,150 @@
+"""What ledgers say about an answer: bytes as sent, calls, links between nodes, steps; and one audit of them all."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..costs import bytes_sent
+
+__all__ = ["Limit", "calls", "counted", "crosses", "findings", "message_steps", "sent"]
+
+Limit = float | tuple[float | None, float | None]  # at most; or at least and at most, None for no limit
+
+_ROUNDING = 0.5  # bytes: 2(N-1)/N of a size need not be whole
+
+
+def calls(ledger: Iterable[Any]) -> list[Any]:
+    """The entries of a ledger that carry data: all but barriers."""
+    return [entry for entry in ledger if entry.op != "barrier"]
+
+
+def counted(ledger: Iterable[Any]) -> str:
+    """The calls of a ledger in words, such as ``2 all_reduce, 1 send``."""
+    used = Counter(entry.op for entry in calls(ledger))
+    return ", ".join(f"{count} {op}" for op, count in sorted(used.items())) or "nothing"
+
+
+def sent(ledger: Iterable[Any]) -> float:
+    """Bytes that a rank sends: of messages those sent, of a collective what `costs.bytes_sent` says for its ranks."""
+    return sum(
+        bytes_sent(entry.op, len(entry.ranks) or 1, entry.bytes) for entry in calls(ledger) if entry.op != "recv"
+    )
+
+
+def crosses(entry: Any, rank: int, per_node: int) -> bool:
+    """Whether an entry of ``rank`` involves ranks of several nodes of ``per_node`` ranks each."""
+    ends = entry.ranks if entry.is_collective else [r for r in (rank, entry.peer) if r is not None]
+    return len({r // per_node for r in ends}) > 1
+
+
+def findings(
+    ledger: Iterable[Any],
+    ops: Collection[str] | None,
+    *,
+    number: Limit | Mapping[str, Limit] | None,
+    sent_bytes: Limit | None,
+    carried: Limit | None,
+    largest: float | None,
+    named: Mapping[str, str],
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with a rank's calls: pairs of a key and a sentence, in the order of `Exercise.audit`."""
+    entries = calls(ledger)
+    others = {e.op for e in entries} - set(ops) if ops is not None else set()
+    for op in sorted(others, key=lambda op: list(named).index(op) if op in named else len(named)):
+        yield (op if op in named else "other-calls"), f"the ledger shows {counted(entries)}."
+    if any("_object" in entry.call_site for entry in entries):
+        yield "object", "the ledger shows a call for objects, which go through pickle."
+    numbers = [(None, number)] if not isinstance(number, Mapping) else list(number.items())
+    lower = [*(limit for _, limit in numbers), sent_bytes, carried]
+    if not entries and any((_range(limit)[0] or 0) > 0 for limit in lower):
+        yield "not-distributed", "the ledger of this rank is empty."
+    biggest = max((entry.bytes for entry in entries), default=0)
+    if largest is not None and biggest > largest + _ROUNDING:
+        yield "too-large", f"a call carries {biggest} bytes; {largest:.0f} are enough."
+    amounts = [
+        (sum(op in (None, entry.op) for entry in entries), limit, "calls", f" of {op}" if op else " in all", 0)
+        for op, limit in numbers
+    ]
+    amounts.append((sent(entries), sent_bytes, "bytes", " are sent", _ROUNDING))
+    size = sum(entry.bytes for entry in entries if entry.op != "recv")
+    amounts.append((size, carried, "bytes", " are carried", _ROUNDING))
+    for got, limit, unit, verb, slack in amounts:
+        most = _range(limit)[1]
+        if most is not None and got > most + slack:
+            yield f"too-many-{unit}", f"{got:.0f} {unit}{verb}; {most:.0f} {'is' if most == 1 else 'are'} enough."
+    for got, limit, unit, verb, slack in amounts:
+        least = _range(limit)[0]
+        if least is not None and got < least - slack:
+            yield f"too-few-{unit}", f"{got:.0f} {unit}{verb}; it takes at least {least:.0f}."
+
+
+def _range(limit: Limit | None) -> tuple[float | None, float | None]:
+    return limit if isinstance(limit, tuple) else (None, limit)
+
+
+def message_steps(ledgers: Sequence[Any]) -> int:
+    """Number of steps that the point-to-point messages of all ranks need.
+
+    In one step a rank sends at most one message and receives at most one, and it can pass on only what came in an
+    earlier step. Computed from the order of the calls on each rank, not from time: a send waits for the receives before
+    it on the same rank that were waited for before it, unless all ranks are at a receive; then the sends behind it must
+    have been started with it.
+
+    Parameters
+    ----------
+    ledgers : sequence of Ledger
+        One per rank.
+    """
+    left = [deque(_by_wait(list(ledger))) for ledger in ledgers]
+    sent, received = [0] * len(left), [0] * len(left)  # the step of each rank's last message out and in
+    under_way: dict[tuple[int, int], deque[int]] = {}
+
+    def send(rank: int, peer: int) -> None:
+        sent[rank] = 1 + max(sent[rank], received[rank])
+        under_way.setdefault((rank, peer), deque()).append(sent[rank])
+
+    def advance(rank: int, calls: deque) -> bool:
+        """Follow one rank up to a receive whose message nobody has sent yet; whether it got on at all."""
+        before = len(calls)
+        while calls:
+            if calls[0].op == "send":
+                send(rank, calls[0].peer)
+            else:
+                sources = range(len(left)) if calls[0].peer is None else [calls[0].peer]
+                arriving = [under_way[s, rank] for s in sources if under_way.get((s, rank))]
+                if not arriving:
+                    break
+                received[rank] = max(received[rank] + 1, min(arriving, key=lambda queue: queue[0]).popleft())
+            calls.popleft()
+        return len(calls) < before
+
+    moved = True
+    while moved:
+        moved = any([advance(rank, calls) for rank, calls in enumerate(left)])
+        if not moved:
+            for rank, calls in enumerate(left):
+                started = next((call for call in calls if call.op == "send"), None)
+                if started is not None:
+                    send(rank, started.peer)
+                    calls.remove(started)
+                    moved = True
+    return max(sent + received)
+
+
+def _by_wait(entries: list[Any]) -> list[Any]:
+    """The messages of a rank, a receive where it was waited for and not where it was posted.
+
+    Under gloo a message has completed when its ``wait`` returns; the ledger notes that as the rank issues its next
+    call, after the start of this call. So a receive was waited for before a call if its end comes before the start of
+    the call after that one. Without an end, it stays where it was posted.
+    """
+    bounds = [entry.start for entry in entries[1:]] + [entries[-1].end if entries else None]
+    place = list(range(len(entries)))
+    for i, entry in enumerate(entries):
+        if entry.op == "recv" and entry.end is not None:
+            later = (j for j in range(i + 1, len(entries)) if bounds[j] is None or entry.end <= bounds[j])
+            place[i] = next(later, len(entries)) - 0.5
+    order = sorted(range(len(entries)), key=place.__getitem__)
+    return [entries[i] for i in order if entries[i].op in ("send", "recv")]
