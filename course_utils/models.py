@@ -1,8 +1,6 @@
-"""The small GPT that every parallelism of the course trains, and what it costs in parameters and FLOPs."""
+"""The small GPT that every parallelism of the course trains; its shape and costs are those of `transformer`."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,60 +8,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .ranks import share
+from .transformer import PUBLISHED, GPTConfig, flops_per_token, parameters
 
 __all__ = ["GPT", "GPTConfig", "PUBLISHED", "build", "flops_per_token", "parameters"]
 
 share("torch._dynamo")  # who has models trains, and every optimizer imports it as it is made: a second on each rank
 
 
-@dataclass(frozen=True)
-class GPTConfig:
-    """Shape of a `GPT`.
-
-    `tied` makes the output layer share the embedding's weight; `checkpoint` keeps only the input of each block for
-    backward and computes the rest of the block a second time.
-    """
-
-    layers: int = 2
-    heads: int = 4
-    hidden: int = 64
-    context: int = 64
-    vocabulary: int = 128
-    tied: bool = True
-    checkpoint: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "heads", "hidden", "context", "vocabulary"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden must be a multiple of heads, got {self.hidden} and {self.heads}")
-
-
 _SMALL = GPTConfig()
-
-
-def _published() -> dict[str, GPTConfig]:
-    gpt2 = {"": (12, 12, 768), " medium": (24, 16, 1024), " large": (36, 20, 1280), " XL": (48, 25, 1600)}
-    gpt3 = {"6.7B": (32, 32, 4096), "13B": (40, 40, 5120), "175B": (96, 96, 12288)}
-    megatron = {
-        "1.7B": (24, 24, 2304), "3.6B": (30, 32, 3072), "7.5B": (36, 32, 4096), "18.4B": (40, 48, 6144),
-        "39.1B": (48, 64, 8192), "76.1B": (60, 80, 10240), "145.6B": (80, 96, 12288), "310.1B": (96, 128, 16384),
-        "529.6B": (105, 128, 20480), "1008B": (128, 160, 25600),
-    }  # fmt: skip
-    return {
-        **{f"GPT-2{size}": GPTConfig(*shape, 1024, 50257) for size, shape in gpt2.items()},
-        **{f"GPT-3 {size}": GPTConfig(*shape, 2048, 50257) for size, shape in gpt3.items()},
-        **{f"Megatron {size}": GPTConfig(*shape, 2048, 51200) for size, shape in megatron.items()},
-    }
-
-
-#: Shapes that were trained, in the layout of `GPT`: GPT-2 (Radford et al. 2019, table 2; heads from the released
-#: models), GPT-3 (Brown et al. 2020, table 2.1; three of its eight; the 13B row's width is printed as 5140 there,
-#: which 40 heads do not divide) and Megatron-LM's own (Narayanan et al. 2021, table 1). All share one weight between
-#: embedding and head. They are for counting, or for the meta device: `GPT(PUBLISHED["GPT-3 175B"])` needs 700 GB.
-PUBLISHED = _published()
 
 
 class Attention(nn.Module):
@@ -159,32 +111,3 @@ def build(config: GPTConfig = _SMALL, seed: int = 0, dtype: torch.dtype = torch.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         return GPT(config).to(dtype)
-
-
-def parameters(config: GPTConfig) -> int:
-    """Return the number of parameters of a `GPT`; a tied weight counts once.
-
-    Each block has 12 C^2 + 13 C: 4 C^2 + 4 C in attention, 8 C^2 + 5 C in the MLP, 4 C in two layer norms. Around the
-    blocks stand the embedding V C, the position T C, a layer norm 2 C, and V C of the head unless it is tied.
-    """
-    c = config.hidden
-    around = (config.vocabulary * (1 if config.tied else 2) + config.context + 2) * c
-    return config.layers * (12 * c**2 + 13 * c) + around
-
-
-def flops_per_token(config: GPTConfig, backward: bool = True) -> int:
-    """Return the FLOPs of matrix products for one token of a full context, a multiply-add counted as two.
-
-    Forward: 2 for each of the 12 C^2 weights of a block and the V C of the head, and 4 T C a block for the scores and
-    the mixing of attention (all T positions, as counters of FLOPs do, although the mask leaves half to use). Backward
-    costs twice the forward. `config.checkpoint` adds the forward of the blocks, but for the last product of each,
-    4 C^2 weights, whose output backward does not need. Embeddings, norms, GELU and softmax are left out. Without
-    attention this is the 6 N of Kaplan et al. 2020 (https://arxiv.org/abs/2001.08361).
-    """
-    c = config.hidden
-    attention = 4 * config.context * c
-    forward = config.layers * (2 * 12 * c**2 + attention) + 2 * config.vocabulary * c
-    if not backward:
-        return forward
-    again = config.layers * (2 * 8 * c**2 + attention) if config.checkpoint else 0
-    return 3 * forward + again

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 
-from ..models import GPTConfig
-from ..models import parameters as count_parameters
-from . import simulation
-from .simulation import Simulated
-from .tracking import PARTS, Memory, Tracker, held, track
+from ..transformer import GPTConfig
+from ..transformer import parameters as count_parameters
+from .parts import PARTS, Memory, Simulated
 
 __all__ = [
     "OPTIMIZERS", "PARTS", "PRECISIONS", "Memory", "Precision", "Simulated", "Tracker", "activations", "held",
     "model_states", "simulate", "track", "training",
 ]  # fmt: skip
+
+
+_WRAPS = ("block", "layer", "model")
+
+
+def __getattr__(name: str):
+    if name in ("Tracker", "held", "track"):  # they load torch, which the formulas do without
+        return getattr(importlib.import_module(f"{__name__}.tracking"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True)
@@ -250,9 +258,10 @@ def simulate(
     stored, computed = _choose(_SIMULATED, precision, "precision")
     if stage == 0 and stored != computed:
         raise ValueError(f"precision {precision!r} is a policy of FSDP2: stage 0 takes 'fp32' and 'bf16' only")
-    _choose(dict.fromkeys(simulation.WRAPS), wrap, "wrap")
+    _choose(dict.fromkeys(_WRAPS), wrap, "wrap")
     arguments = (config, ranks, stage, batch, length, stored, computed, wrap)
     from ..ranks import launch, on_a_rank
+    from . import simulation
 
     if on_a_rank():
         return simulation.step(*arguments)

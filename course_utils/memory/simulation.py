@@ -8,39 +8,17 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from .tracking import Memory, held, track
+from .parts import Simulated
+from .tracking import held, track
 
 if TYPE_CHECKING:
     from ..models import GPT, GPTConfig
 
 WRAPS = ("block", "layer", "model")
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """What `memory.simulate` saw on rank 0.
-
-    Attributes
-    ----------
-    states : Memory
-        Held after the optimizer step, gradients included: no activations, and no gathered parameters.
-    peak : Memory
-        At the largest total of the step.
-    history : tuple of (str, Memory)
-        After forward, backward and the optimizer step.
-    seconds : float
-        Time the simulation took on its rank.
-    """
-
-    states: Memory
-    peak: Memory
-    history: tuple[tuple[str, Memory], ...]
-    seconds: float
 
 
 def step(

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
 from functools import partial, wraps
 from itertools import accumulate
 from typing import Any
@@ -22,51 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from ..ranks import Entry, tracker
+from .parts import PARTS, Memory
 
 _PATIENCE = 0.2  # seconds to wait for gloo's threads to drop the tensors of a finished operation
 _uses = torch._C._storage_Use_Count
-
-PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank.
-
-    Attributes
-    ----------
-    parameters : float
-        What the rank keeps of the model's parameters between steps: a shard under FSDP.
-    gradients : float
-        What it keeps of their gradients between backward and the optimizer step.
-    optimizer : float
-        States of the optimizer and, in mixed precision, the fp32 master weights.
-    activations : float
-        What forward leaves for backward, and what lives during forward.
-    buffers : float
-        The rest: gathered parameters, buckets, gradients of activations, temporaries, buffers of modules.
-    """
-
-    parameters: float = 0
-    gradients: float = 0
-    optimizer: float = 0
-    activations: float = 0
-    buffers: float = 0
-
-    @property
-    def states(self) -> float:
-        """Parameters, gradients and optimizer: the model states of the ZeRO paper."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> float:
-        """All parts together."""
-        return sum(astuple(self))
-
-    def parts(self) -> dict[str, float]:
-        """Return the bytes by name, in the order of `PARTS`."""
-        return dict(zip(PARTS, astuple(self), strict=True))
-
 
 def _storages(tensor: Tensor) -> Iterator[UntypedStorage]:
     """Yield the storages behind a tensor; of a DTensor those of the local shard."""
