@@ -77,6 +77,10 @@ DATA_PARALLEL = {
     "only-two-ranks": "p.grad /= dist.get_world_size()  ->  p.grad /= min(2, dist.get_world_size())",
 }
 DATA_PARALLEL_RIGHT = {
+    "functional collectives": {
+        AVERAGED: "import torch.distributed._functional_collectives as functional\n\n"
+        "p.grad = functional.wait_tensor(functional.all_reduce(p.grad, 'avg', dist.group.WORLD))"
+    },
     "mean taken by the library": {AVERAGED: "dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)"},
     "divided before": {AVERAGED: "p.grad /= dist.get_world_size()\ndist.all_reduce(p.grad)"},
     "state_dict, a tied weight twice": "(*module.parameters(), *module.buffers())  ->  module.state_dict().values()",
@@ -176,7 +180,19 @@ BUCKETED = {
         "flat = torch.cat(": "flat = kept[bucket[0]] = kept[bucket[0]] if bucket[0] in kept else torch.cat(",
     },
 }
+PERSISTENT = """flats = [torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype) for bucket in buckets]
+
+def finish():
+    for bucket, flat in zip(buckets, flats, strict=True):
+        for p, view in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            view.copy_(torch.zeros_like(view) if p.grad is None else p.grad.flatten())
+            p.grad = view.view_as(p)
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+
+return finish"""
 BUCKETED_RIGHT = {
+    "views of flat tensors that stay": f"return lambda: {REDUCED}  ->  {PERSISTENT}",
     "overlapped": f"return lambda: {REDUCED}  ->  return overlapped(module, bucket_bytes)",
     "filled in forward order": "trained[::-1]  ->  trained",
     "one after the other": f"{REDUCED}  ->  [start_bucket(bucket)() for bucket in buckets]",
@@ -211,6 +227,11 @@ OVERLAPPED = {
     "waits-in-hook": [{SEND: "dist.all_reduce(flat)", "request.wait()": "pass"}, f"{SEND}  ->  {SEND}\nrequest.wait()"],
 }
 OVERLAPPED_RIGHT = {
+    "waits in threads": {
+        "for end in under_way:\n            end()": "from threading import Thread\n\n"
+        "threads = [Thread(target=end) for end in under_way]\nfor thread in threads:\n    thread.start()\n"
+        "for thread in threads:\n    thread.join()"
+    },
     "futures": "request.wait()  ->  request.get_future().wait()",
     "divided in the end": {" / dist.get_world_size()": "", "flat.split(": "(flat / dist.get_world_size()).split("},
     "last started, first ended": "for end in under_way:  ->  for end in under_way[::-1]:",
@@ -312,6 +333,7 @@ EPOCH_INDICES = {
 EPOCH_INDICES_RIGHT = {
     "whole numbers of NumPy": f"{DEALT}  ->  import numpy as np\n\nreturn list(np.array(left)[rank::ranks])",
     "a tuple": f"{DEALT}  ->  return tuple(left[rank::ranks])",
+    "a cycle": {PADDED: "from itertools import cycle, islice\n\nleft += islice(cycle(order), missing)"},
     "the order as often as there are ranks": {PADDED: "left += (order * ranks)[:missing]"},
 }
 
