@@ -72,7 +72,7 @@ def test_readme_names_commands_that_exist():
 
 
 def test_readme_names_subcommands_that_exist():
-    named = set(re.findall(r"course_utils ([a-z]+)", (ROOT / "README.md").read_text()))
+    named = set(re.findall(r"-m course_utils ([a-z]+)", (ROOT / "README.md").read_text()))
     usage = subprocess.run(
         [sys.executable, "-m", "course_utils", "--help"], capture_output=True, text=True, check=True
     )
