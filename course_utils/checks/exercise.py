@@ -25,8 +25,9 @@ __all__ = ["BACKEND", "COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Out
 BACKEND = "gloo"  # the same on every machine, whatever GPUs it has
 TIMEOUT = 5.0  # seconds in which ranks that all wait for each other do nothing at all, after which they hang
 _ALONE = re.compile("Connection (closed|reset) by peer")
-_RANKS = re.compile(  # errors that the number of ranks may explain: an index, a rank, a size; gloo aborts for sizes
-    r"\A(IndexError|KeyError)|SIGABRT|\b(rank|peer|index|sizes?|shapes?|length|numel|elements?|divisible|split\w*)\b",
+_RANKS = re.compile(  # errors that the number of ranks may explain: an index, a rank, a size, which gloo checks itself
+    r"\A(IndexError|KeyError)|\b(rank|peer|index|sizes?|length|numel|elements?|divisible|split\w*)\b"
+    r"|shape|Check failed|SIGABRT",
     re.IGNORECASE,
 )
 
