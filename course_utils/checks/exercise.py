@@ -24,8 +24,11 @@ __all__ = ["BACKEND", "COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Out
 BACKEND = "gloo"  # the same on every machine, whatever GPUs it has
 TIMEOUT = 5.0  # seconds in which ranks that all wait for each other do nothing at all, after which they hang
 _ALONE = re.compile("Connection (closed|reset) by peer")
-_PEER = re.compile(r"\A(IndexError|KeyError)|\b(rank|peer|index)\b", re.IGNORECASE)
-_SIZE = re.compile(r"\b(sizes?|shapes?|length|numel|elements?|divisible|split\w*)\b", re.IGNORECASE)
+_RANKS = re.compile(  # errors that the number of ranks may explain: an index, a rank, a size, which gloo checks itself
+    r"\A(IndexError|KeyError)|\b(rank|peer|index|sizes?|length|numel|elements?|divisible|split\w*)\b"
+    r"|shape|Check failed|SIGABRT",
+    re.IGNORECASE,
+)
 
 COMMON_HINTS = load_hints("common")["every"]
 
@@ -135,9 +138,9 @@ class Exercise:
         """Run ``fn(inputs[rank], *args)`` on ``len(inputs)`` ranks and return the outcomes by rank.
 
         ``case`` names the inputs in messages. ``fallback`` is the hint for a failure that nothing more exact explains:
-        a wrong value or shape, ranks that wait for each other, and an error about an index, a rank or a size. Without
-        one, a failure on more ranks than 2 after 2 ranks have passed is *only-two-ranks*, if it is a wrong value or
-        shape, or about an index, a rank or a message.
+        a wrong value or shape, an error, and ranks that wait for each other. Without one, a failure on more ranks than
+        2 after 2 ranks have passed is *only-two-ranks*, if it is a wrong value or shape, an error about an index, a
+        rank or a size, or ranks that wait in a send or receive.
 
         On a rank ``inputs`` is empty when ``fn`` is called: an answer cannot look up what other ranks were given.
 
@@ -218,7 +221,7 @@ class Exercise:
 
     def _error(self, text: str) -> str:
         """The hint for an error of the answer's: the fallback where it is about what differs in this case."""
-        told = _PEER.search(text) or self.own_fallback and _SIZE.search(text)
+        told = self.own_fallback or self.fallback == "one-rank" or _RANKS.search(text)
         return self.fallback if self.fallback and told else "error"
 
     @contextlib.contextmanager
