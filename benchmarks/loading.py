@@ -25,8 +25,7 @@ from pathlib import Path
 import environments
 from report import table
 
-from course_utils.ffcv import missing
-from course_utils.ffcv.images import ImageFolder, image_folder
+from course_utils.ffcv import ImageFolder, image_folder, missing
 
 DOCS = environments.ROOT / "docs" / "loading.json"
 BASE = ("numpy", "pillow")

@@ -213,7 +213,7 @@ def ffcv(mode: str, jit: bool = True) -> Callable[[Path, Path, int], Epoch]:
         from ffcv.pipeline import Compiler
         from ffcv.transforms import RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
 
-        from course_utils.ffcv.images import ImageFolder
+        from course_utils.ffcv import ImageFolder
 
         file = data / f"{mode}.beton"
         if not file.exists():

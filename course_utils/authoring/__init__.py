@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .build import FOLDERS, ROOT, build, check, execute
+from .builder import FOLDERS, ROOT, build, check, execute
 from .minutes import update as update_minutes
 
 __all__ = ["FOLDERS", "ROOT", "build", "check", "execute", "update_minutes"]

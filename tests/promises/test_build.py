@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from course_utils import authoring, doctor
-from course_utils.authoring.build import _targets as targets
+from course_utils.authoring.builder import _targets as targets
 from course_utils.authoring.notebooks import from_text, leaks, normalise
 from course_utils.authoring.pages import BOX, BOXES, FOLD, boxed, dress
 
