@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 
-from .labels import is_learner
+from .learner_code import is_learner
 
 _SIGN = "Default process group has not been initialized"
 

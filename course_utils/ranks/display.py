@@ -10,7 +10,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 
-from .labels import MARK
+from .channels import MARK
 
 _FORMATS = {"text/html": "_repr_html_", "text/markdown": "_repr_markdown_", "image/svg+xml": "_repr_svg_",
             "image/png": "_repr_png_", "text/latex": "_repr_latex_"}  # fmt: skip

@@ -1,23 +1,6 @@
-"""Small pieces of text that several modules write alike (private)."""
+"""Ranks, sizes and tables as text."""
 
 from __future__ import annotations
-
-import os
-import sysconfig
-
-MARK = b"\x1e"  # in what a rank prints: starts a record that is not text
-STATUS_BYTES = 8192  # of a rank's status file for its last operation; reports of fatal errors follow
-
-IDLE_SECONDS = 900  # after which a rank that has nothing to do ends by itself
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_PLACES = {sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")} | {_PACKAGE}
-_LIBRARIES = ("<frozen", *(place + os.sep for place in _PLACES))
-
-
-def is_learner(filename: str) -> bool:
-    """Whether a file is the learner's own, not Python's, an installed package's or the course's."""
-    return not filename.startswith(_LIBRARIES) and "-packages" + os.sep not in filename
 
 
 def rank_label(ranks: list[int]) -> str:

@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .labels import align, is_learner
+from .labels import align
+from .learner_code import is_learner
 
 __all__ = ["Entry", "Ledger", "record"]
 

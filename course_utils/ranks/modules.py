@@ -9,7 +9,7 @@ import sys
 import time
 from itertools import islice
 
-from .labels import is_learner
+from .learner_code import is_learner
 
 
 class Modules:

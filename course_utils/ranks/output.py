@@ -8,7 +8,8 @@ import re
 from collections import deque
 from collections.abc import Callable
 
-from .labels import MARK, rank_label
+from .channels import MARK
+from .labels import rank_label
 
 MAX_LINES = 10_000  # of a rank that are shown as they come,
 LAST_LINES = 50  # and of the rest the last ones

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 
 from . import errors, processes
+from .channels import IDLE_SECONDS
 from .collector import Collector
 from .interrupts import Interrupts, ignored
-from .labels import IDLE_SECONDS, rank_label
+from .labels import rank_label
 from .processes import Worker, start_server
 from .status_line import TICK, Status
 from .watch import Watch

@@ -27,7 +27,8 @@ from multiprocessing import forkserver, process, reduction, util
 from multiprocessing.connection import wait
 
 from . import descendants
-from .labels import STATUS_BYTES, is_learner
+from .channels import STATUS_BYTES
+from .learner_code import is_learner
 
 _LARGE = 1 << 12  # bytes that a socket surely takes without a reader
 SLOW = tuple(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor"))  # to import

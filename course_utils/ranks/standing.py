@@ -12,7 +12,7 @@ import traceback
 import torch
 import torch.distributed
 
-from .labels import is_learner
+from .learner_code import is_learner
 from .ledger import Entry, tracker
 from .settings import extra_threads
 

@@ -38,8 +38,8 @@ with warnings.catch_warnings():
     import torch.distributed.nn.functional  # noqa: F401  imported during a call, its defaults would keep that group
 
 from . import display, process_group, serialization, standing
+from .channels import IDLE_SECONDS, MARK, STATUS_BYTES
 from .descendants import adopt_orphans, end_descendants
-from .labels import IDLE_SECONDS, MARK, STATUS_BYTES
 from .ledger import tracker
 from .modules import Modules, clock
 from .settings import Settings, note_threads, seed
