@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .authoring import ROOT, build, check, execute
+from .authoring import ROOT, build, check, execute, test_lesson
 
 GRADING = {
     "description": "Run the checks of exercise notebooks that were handed in. This runs learners' code. Each hand-in "
@@ -32,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     make = commands.add_parser("build", help="make notebooks from sources, executing what changed")
     make.add_argument("names", nargs="*", help="such as 02_collectives; default: all")
     make.add_argument("--force", action="store_true", help="execute even where the text is unchanged")
+    one = commands.add_parser("lesson", help="build one lesson and run what concerns it: its notebooks and its tests")
+    one.add_argument("number", help="such as 04")
     commands.add_parser("check", help="fail when notebooks and sources differ")
     run = commands.add_parser("execute", help="run notebooks and report the first failing cell of each")
     run.add_argument("paths", nargs="*", type=Path, help="default: all lessons and solutions")
@@ -65,6 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         failed = run_command(given.command, given.folder, further or getattr(given, "names", []))
     elif given.command == "build":
         failed = build(ROOT, given.names, given.force, given.jobs)
+    elif given.command == "lesson":
+        return test_lesson(given.number)
     elif given.command == "check":
         failed = check()
     elif given.command == "execute":

@@ -25,6 +25,15 @@ LONG = (  # what takes a minute or so, in the order in which workers begin it; a
     "tests/promises/test_benchmarks.py", "tests/promises/test_notebooks.py", "notebooks/", "solutions/",
     "tests/ranks/test_launcher", "tests/models/test_models.py", "tests/figures/test_widgets.py",
 )  # fmt: skip
+#: What `--quick` leaves out whole: kernels, browsers, other programs, ranks. Where else ranks are asked for, it skips.
+SLOW_PARTS = (
+    "tests/ranks/", "tests/grading/", "tests/lessons/", "tests/exercises/test_checks_",
+    "tests/models/test_c_programs.py",
+    "tests/models/test_ffcv_fixes.py", "tests/models/test_images.py", "tests/promises/test_benchmarks.py",
+    "tests/promises/test_bootstrap.py", "tests/promises/test_browser.py", "tests/promises/test_build.py",
+    "tests/promises/test_environment.py", "tests/promises/test_learner.py", "tests/promises/test_loading_benchmark.py",
+    "tests/promises/test_notebooks.py", "tests/promises/test_sheets.py",
+)  # fmt: skip
 WITH_FFCV = ("notebooks/15_", "solutions/15_")
 
 
@@ -33,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--thorough", action="store_true",
         help="every lesson with 2 and with 3 ranks, and all of it through the browser's menu (half as long again)",
     )  # fmt: skip
+    parser.addoption("--quick", action="store_true", help="only tests that start no rank")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,6 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let a mark on a test count before the mark of its module. Under xdist put the longest groups first."""
+    if config.getoption("quick"):
+        slow = [item for item in items if item.nodeid.startswith(SLOW_PARTS)]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.nodeid.startswith(SLOW_PARTS)]
     for item in items:
         mark = item.get_closest_marker("guard")
         item.guard = float(mark.args[0]) if mark else 0.0
@@ -115,6 +129,17 @@ def pytest_runtest_teardown(item: pytest.Item):
 def no_world_size_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests state the world size they mean; a variable set in the shell must not change it."""
     monkeypatch.delenv("COURSE_WORLD_SIZE", raising=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_ranks_when_quick(request: pytest.FixtureRequest):
+    if not request.config.getoption("quick"):
+        return (yield)
+    from course_utils.ranks.pool import Pool
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pool, "run", lambda *_: pytest.skip("asks for ranks"))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

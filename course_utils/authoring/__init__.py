@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .builder import FOLDERS, ROOT, build, check, execute
+from .builder import FOLDERS, ROOT, build, check, execute, test_lesson
 from .minutes import update as update_minutes
 
-__all__ = ["FOLDERS", "ROOT", "build", "check", "execute", "update_minutes"]
+__all__ = ["FOLDERS", "ROOT", "build", "check", "execute", "test_lesson", "update_minutes"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDERS", "ROOT", "build", "check", "execute"]
+__all__ = ["FOLDERS", "ROOT", "build", "check", "execute", "test_lesson"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("notebooks", "exercises", "solutions")
@@ -111,3 +114,22 @@ def execute(paths: list[Path], jobs: int = 1, timeout: int = 300) -> list[str]:
         print(f"passed {path} ({time.perf_counter() - start:.0f} s)", flush=True)
 
     return [message for message in asyncio.run(limited(jobs, [one(path) for path in paths])) if message]
+
+
+def test_lesson(number: str, root: Path = ROOT) -> int:
+    """Build a lesson and its exercises, compare their outputs, and run their tests; returns the exit status."""
+    sources = sorted((root / "sources").glob(f"{number}_*.py")) if number else []
+    if not sources:
+        numbers = sorted({path.name[:2] for path in (root / "sources").glob("[0-9][0-9]_*.py")})
+        raise SystemExit(f"which lesson? one of {', '.join(numbers)}, such as make lesson L=04")
+    name = sources[0].stem.removesuffix("_exercises")
+    if failed := build(root, [name]):
+        print("\n".join(failed), file=sys.stderr)
+        return 1
+    topics = [re.search(r"course_utils\.checks import (\w+) as check", path.read_text("utf-8")) for path in sources]
+    topic = next((found[1] for found in topics if found), name[3:])
+    tests = f"tests/lessons/test_{topic}_lesson.py", f"tests/exercises/test_{topic}_exercises.py"
+    files = [*tests, f"notebooks/{name}.ipynb", f"solutions/{name}_solutions.ipynb"]
+    compare = ["--nbval", "--nbval-cell-timeout=300", "--nbval-sanitize-with", "tests/sanitise.cfg"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", *compare]
+    return subprocess.call([*command, *(file for file in files if (root / file).exists())], cwd=root)
