@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ..ranks import tracker
+from ..torch_internals import c10d, default_store
 from .replay import ARRIVED, LEAVE, MEET, RECORD, SEND, SENT, Replay
 
 __all__ = ["Clock", "emulate"]
@@ -141,7 +141,7 @@ class _Request:
 
 def _shared_file(rank: int, n: int) -> int:
     """Open the file of this block, which rank 0 makes and the last rank to open it unlinks."""
-    store = distributed_c10d._get_default_store()
+    store = default_store()
     name = f"course_utils.fabric/block {store.add(f'course_utils.fabric/rank {rank}', 1)}"
     if rank == 0:
         made, path = tempfile.mkstemp(prefix="fabric-")
@@ -212,7 +212,7 @@ def _listen(clock: Clock) -> Callable[[], None]:
     """Let `clock` see the messages of this process; return how to undo that, as often as one likes."""
     group_class = dist.ProcessGroup
     plain_send, plain_recv = group_class.send, group_class.recv
-    make_group, begin = distributed_c10d._new_process_group_helper, tracker._begin
+    make_group, begin = c10d._new_process_group_helper, tracker._begin
 
     def send(group, tensors, peer, tag):
         return clock._issue(SENT, plain_send, group, tensors, peer, tag)
@@ -237,7 +237,7 @@ def _listen(clock: Clock) -> Callable[[], None]:
         return begin(op, *args)
 
     ours = [(group_class, method.__name__, method) for method in (send, recv, recv_anysource)]
-    ours += [(distributed_c10d, make_group.__name__, new_group), (tracker, "_begin", refuse)]
+    ours += [(c10d, make_group.__name__, new_group), (tracker, "_begin", refuse)]
     before = [(place, name, vars(place).get(name, begin)) for place, name, _ in ours]
 
     def put_back() -> None:

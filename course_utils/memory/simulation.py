@@ -1,4 +1,4 @@
-"""One rank's memory in a training step on a cluster that is not there: a fake process group and fake tensors (private).
+"""One rank's memory in a training step on a cluster that is not there: a fake process group and fake tensors.
 
 A fake tensor has a shape, a type and a size in bytes, and no data; collectives of a fake group return at once.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..torch_internals import FakeTensorMode, fake_store
 from .parts import Simulated
 from .tracking import held, track
 
@@ -26,9 +27,7 @@ def step(
 ) -> Simulated:
     """Run the step in a process that has no process group. `stored` and `computed` are types of the parameters."""
     import torch.distributed as dist
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from ..models import GPT, parameters
 
@@ -36,7 +35,7 @@ def step(
     if dist.is_initialized():
         raise RuntimeError("simulate makes a fake process group and needs a process without one: launch(init=False)")
     with ExitStack() as stack:
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=fake_store())
         stack.callback(dist.destroy_process_group)
         mesh = init_device_mesh("cpu", (ranks,))
         with torch.device("meta"):  # sharding a fake model would take minutes on 1,024 ranks

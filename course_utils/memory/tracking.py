@@ -12,19 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook as _AFTER_STEP
 from torch.optim.optimizer import register_optimizer_step_pre_hook as _BEFORE_STEP
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from ..ranks import Entry, tracker
+from ..torch_internals import (
+    FakeTensor,
+    TorchDispatchMode,
+    active_fake_mode,
+    is_traceable_wrapper_subclass,
+    storage_use_count,
+    tree_leaves,
+)
 from .parts import PARTS, Memory
 
 _PATIENCE = 0.2  # seconds to wait for gloo's threads to drop the tensors of a finished operation
-_uses = torch._C._storage_Use_Count
 
 def _storages(tensor: Tensor) -> Iterator[UntypedStorage]:
     """Yield the storages behind a tensor; of a DTensor those of the local shard."""
@@ -197,9 +200,9 @@ class Tracker(TorchDispatchMode):
         if func.namespace not in ("c10d", "_c10d_functional"):
             result = func(*args, **(kwargs or {}))
         else:
-            before = [_uses(storage._cdata) for storage in used]
+            before = [storage_use_count(storage._cdata) for storage in used]
             result = func(*args, **(kwargs or {}))
-            grown = [s._cdata for s, uses in zip(used, before, strict=True) if _uses(s._cdata) > uses]
+            grown = [s._cdata for s, uses in zip(used, before, strict=True) if storage_use_count(s._cdata) > uses]
             if grown and tracker.pending:
                 self._in_flight.append((tracker.pending[-1][0], grown))
             for number in numbers:
@@ -214,13 +217,15 @@ class Tracker(TorchDispatchMode):
         """Wait until finished operations have dropped their tensors: the ledger keeps them, then a thread of gloo."""
         if not self._in_flight:
             return
-        before = {a: _uses(a) for _, addresses in self._in_flight for a in addresses if a in self._known}
+        before = {a: storage_use_count(a) for _, addresses in self._in_flight for a in addresses if a in self._known}
         tracker.settle()
         pending = {id(entry) for entry, _ in tracker.pending}
         over = [a for entry, addresses in self._in_flight if id(entry) not in pending for a in addresses]
         self._in_flight = [flight for flight in self._in_flight if id(flight[0]) in pending]
         until = time.monotonic() + _PATIENCE
-        while any(a in self._known and before.get(a) == _uses(a) for a in over) and time.monotonic() < until:
+        while any(a in self._known and before.get(a) == storage_use_count(a) for a in over):
+            if time.monotonic() > until:
+                break
             time.sleep(1e-5)
 
     @contextmanager

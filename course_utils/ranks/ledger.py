@@ -225,11 +225,13 @@ class Tracker:
         import torch
         import torch.distributed as dist
 
+        from .. import torch_internals
+
         self._group = dist.ProcessGroup.unbox
-        self._work = torch._C._distributed_c10d.Work.unbox
+        self._work = torch_internals.unbox_work
         self._ranks = dist.get_process_group_ranks
-        self._keys_of = torch._C._dispatch_keys
-        self._after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        self._keys_of = torch_internals.dispatch_keys
+        self._after = torch_internals.keys_after_backend_select()
         self._script_object = torch.ScriptObject
         self.library = torch.library.Library("c10d", "IMPL")
         for name, op in _NAMES.items():

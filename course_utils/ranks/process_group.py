@@ -1,30 +1,25 @@
-"""The process group of a rank: how it meets the others, and what must be true before each call (private).
-
-What relies on private parts of ``torch.distributed`` stands here.
-"""
+"""The process group of a rank: how it meets the others, and what must be true before each call."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from ..torch_internals import abort_process_groups, forget_process_groups, open_groups, replace_rendezvous
 from .ledger import tracker
 from .state import state
 
-c10d = dist.distributed_c10d
-_needs_barrier = c10d._is_barrier_after_init
 _NEVER = timedelta(days=1)  # it is the launcher that watches the time
 
 
 def install() -> None:
     """Let this rank meet others in the way of `_rendezvous`."""
-    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = _rendezvous
-    c10d._is_barrier_after_init = _barrier_after_init
+    replace_rendezvous(_rendezvous, _barrier_after_init)
 
 
 def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_ignored):
@@ -44,37 +39,30 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_ignored
     raise RuntimeError("this rendezvous is over")
 
 
-def _barrier_after_init() -> int:
+def _barrier_after_init(usual: Callable[[], int]) -> int:
     """Let all ranks leave ``init_process_group`` together if they have met in the file: one that went on and left would
     break the connection that another is still making. ``new_group`` asks too, and there the learner's setting counts.
     """
     meeting, state.meeting = state.meeting, False
-    return int(meeting) or _needs_barrier()
+    return int(meeting) or usual()
 
 
 def drop() -> None:
     """Destroy all process groups, also half-made ones, and what libraries remember of them."""
     state.generation = None
-    groups = [*c10d._world.pg_map]  # noqa: F841  whose end comes last, without Python's lock
+    groups = open_groups()  # noqa: F841  whose end comes last, without Python's lock
     if dist.is_initialized():
         if dist.get_backend() == "nccl":
-            c10d._abort_process_group()  # its destruction would wait for ranks that have gone
+            abort_process_groups()  # its destruction would wait for ranks that have gone
         else:
             dist.destroy_process_group()
-    c10d._world.group_count = 0  # an initialisation that failed half-way leaves names behind that others do not have
-    for book in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
-        getattr(c10d._world, book).clear()
-    c10d._unregister_all_process_groups()
-    if "torch.distributed.tensor" in sys.modules:  # its caches hold meshes whose groups are gone
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
+    forget_process_groups()
 
 
 def untouched() -> bool:
     """Whether a function has left the default group as it was: nothing under way in it, no other groups made."""
     tracker.settle()
-    return not tracker.unfinished() and len(c10d._world.pg_map) == 1
+    return not tracker.unfinished() and len(open_groups()) == 1
 
 
 def _torchrun_names(world_size: int, port: int, program: bool) -> dict[str, str]:

@@ -23,10 +23,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from multiprocessing import forkserver, process, reduction, util
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import wait
 
 from . import descendants
+from . import multiprocessing_internals as internals
 from .channels import STATUS_BYTES
 from .learner_code import is_learner
 
@@ -57,7 +58,7 @@ def _quiet_start() -> Iterator[None]:
 
 def server_folder() -> str:
     """The private folder of the fork server and its ranks."""
-    return os.path.dirname(forkserver._forkserver._forkserver_address)
+    return os.path.dirname(internals.server_address())
 
 
 def end_server() -> None:
@@ -82,16 +83,15 @@ def wake_server() -> None:
 
 def server_id() -> int | None:
     """Process id of the fork server, None if there is none; a dead one is forgotten."""
-    server = forkserver._forkserver
-    if server._forkserver_pid is not None:
+    server = internals.server_pid()
+    if server is not None:
         try:
-            dead = os.waitpid(server._forkserver_pid, os.WNOHANG)[0] != 0
+            dead = os.waitpid(server, os.WNOHANG)[0] != 0
         except ChildProcessError:
             dead = True
-        if dead or not os.path.exists(server._forkserver_address):
-            os.close(server._forkserver_alive_fd)
-            server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
-    return server._forkserver_pid
+        if dead or not os.path.exists(internals.server_address()):
+            internals.forget_server()
+    return internals.server_pid()
 
 
 def wait_for_end(server: int | None) -> bool:
@@ -116,12 +116,10 @@ def start_server() -> int | None:
         atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
         extra = {"COURSE_UTILS_FOLDER": folder, "OMP_NUM_THREADS": "1"}
         extra["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-        config = process.current_process()._config
-        with _quiet_start(), _replaced(os.environ, extra), _replaced(config, {"tempdir": folder}):
-            with _replaced(util.__dict__, {"spawnv_passfds": _spawn_apart}):
-                slow = [name for name in SLOW if name in sys.modules]
-                _context.set_forkserver_preload([*slow, *_shared, "course_utils.ranks.worker"])
-                forkserver.ensure_running()
+        with _quiet_start(), internals.replaced(os.environ, extra), internals.started_by(_spawn_apart, folder):
+            slow = [name for name in SLOW if name in sys.modules]
+            _context.set_forkserver_preload([*slow, *_shared, "course_utils.ranks.worker"])
+            forkserver.ensure_running()
     return server_id()
 
 
@@ -163,18 +161,6 @@ def _sweep(place: str) -> None:
                 shutil.rmtree(os.path.dirname(path), ignore_errors=True)
             finally:
                 os.close(fd)
-
-
-@contextlib.contextmanager
-def _replaced(mapping, items: dict) -> Iterator[None]:
-    before = {key: mapping[key] for key in items if key in mapping}
-    mapping.update(items)
-    try:
-        yield
-    finally:
-        for key in items:
-            del mapping[key]
-        mapping.update(before)
 
 
 def _spawn_apart(path, arguments, fds) -> int:

@@ -28,6 +28,8 @@ import numpy.random  # else each rank would import it by itself
 import torch
 import torch.distributed as dist
 
+from ..torch_internals import count_modes
+
 # Looking at an object writes to its memory, which ranks share until then: what follows names as little as will do.
 
 #: Functions that a learner may replace, to be put back by name: where they stand, and which.
@@ -120,8 +122,7 @@ class Settings:
     def can_be_put_back(self) -> bool:
         """Whether `put_back` would undo all that was changed; if not, this process should not be used again."""
         torch.set_default_device(None)  # a mode too, but one that has an end
-        modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
-        left = modes > 0 or torch.is_inference_mode_enabled() or extra_threads()
+        left = count_modes() > 0 or torch.is_inference_mode_enabled() or extra_threads()
         return not left and _process_limits() == self._limits
 
     def put_back(self) -> None:

@@ -12,12 +12,12 @@ import traceback
 import torch
 import torch.distributed
 
+from ..torch_internals import C10D_FILE, group_names
 from .learner_code import is_learner
 from .ledger import Entry, tracker
 from .settings import extra_threads
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_COMMUNICATION = os.path.join(os.path.dirname(torch.__file__), "distributed", "distributed_c10d.py")
 
 
 def _frame(filename: str, line: int, function: str) -> dict:
@@ -69,8 +69,7 @@ def _group_label(entry: Entry) -> str:
     """The group's name; which it is, if there are several without a name of the same ranks."""
     if not entry.group.startswith("ranks "):
         return entry.group
-    world = torch.distributed.distributed_c10d._world
-    names = [world.pg_names[group] for group, ranks in world.pg_group_ranks.items() if tuple(ranks) == entry.ranks]
+    names = group_names(entry.ranks)
     name = entry.key.partition("|")[0]
     return f"{entry.group}, group {1 + names.index(name)}" if len(names) > 1 and name in names else entry.group
 
@@ -106,7 +105,7 @@ def standing(phase: str, running: bool) -> dict:
         "waiting": entry_data(waiting) if running else None, "last": entry_data(tracker.last),
         "latest": latest(), "unfinished": [entry_data(e) for e in unfinished + [inside] * (inside is not None)],
         "streams": dict(tracker.streams), "begun": sum(tracker.numbers.values()), "threads": len(extra_threads()),
-        "held": inside is not None or on_wait or bool(frames) and frames[0]["file"].startswith(_COMMUNICATION),
+        "held": inside is not None or on_wait or bool(frames) and frames[0]["file"].startswith(C10D_FILE),
         "meets": any(f["function"] == "_new_process_group_helper" for f in frames),
         "importing": any(f["file"].startswith("<frozen importlib") for f in frames),
     }  # fmt: skip

@@ -27,7 +27,7 @@ import sys
 import threading
 import traceback
 import warnings
-from multiprocessing import forkserver, parent_process, process
+from multiprocessing import parent_process
 from multiprocessing.connection import wait
 
 with warnings.catch_warnings():
@@ -37,7 +37,9 @@ with warnings.catch_warnings():
     import torch.distributed as dist
     import torch.distributed.nn.functional  # noqa: F401  imported during a call, its defaults would keep that group
 
+from ..torch_internals import abort_process_groups
 from . import display, process_group, serialization, standing
+from . import multiprocessing_internals as internals
 from .channels import IDLE_SECONDS, MARK, STATUS_BYTES
 from .descendants import adopt_orphans, end_descendants
 from .ledger import tracker
@@ -69,7 +71,7 @@ def main(rank: int, task, control, output, status, environment: dict, folder: st
     state.rank, state.pid = rank, os.getpid()
     seed(rank)
     _detach(status, output)
-    process.current_process()._config["tempdir"] = folder  # where multiprocessing puts its sockets
+    internals.set_folder(folder)
     _take_environment(environment)
     tracker.install()
     torch.set_num_threads(1)
@@ -148,11 +150,8 @@ def _detach(status, output) -> None:
     if sys.platform == "linux":
         _c.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    server = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)  # otherwise the server outlives the notebook as long as we live
-        server._forkserver_alive_fd = None
-    process.current_process()._config["daemon"] = False  # a DataLoader may start workers here,
+    internals.leave_server()  # otherwise it outlives the notebook as long as we live
+    internals.set_daemon(False)  # a DataLoader may start workers here,
     multiprocessing.set_start_method("fork", force=True)  # also of a data set that was defined in a cell
     fd = status.detach()
     tracker.status = mmap.mmap(fd, STATUS_BYTES)
@@ -267,8 +266,7 @@ def _run_function(body: bytes) -> bytes:
 
 def _end_program() -> None:
     """What Python does at the end of a program, which no rank reaches: wait for threads, run exit functions, flush."""
-    threading._shutdown()
-    atexit._run_exitfuncs()
+    internals.run_exit_functions()
     for item in gc.get_objects():
         if isinstance(item, io.IOBase) and not item.closed and item.writable():
             with contextlib.suppress(Exception):
@@ -371,7 +369,7 @@ def _abort(call: int) -> None:
             _hang_up()
         if dist.is_initialized():
             try:
-                dist.distributed_c10d._abort_process_group()
+                abort_process_groups()
             except Exception:
                 pass  # the group is half made or half gone; the interrupt follows either way
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,108 @@
+"""All that the course takes from private parts of PyTorch, for the version in `WRITTEN_FOR`, and what for.
+
+Public ways do not exist for it: seeing what C++ code sends, ending a process group that hangs, knowing who holds a
+tensor's memory. When a new version changes a name, `tests/ranks/test_internals.py` says which; mend it here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "C10D_FILE", "WRITTEN_FOR", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "abort_process_groups",
+    "active_fake_mode", "c10d", "count_modes", "default_store", "dispatch_keys", "fake_store", "forget_process_groups",
+    "group_names", "is_traceable_wrapper_subclass", "keys_after_backend_select", "open_groups", "replace_rendezvous",
+    "storage_use_count", "tree_leaves", "unbox_work",
+]  # fmt: skip
+
+WRITTEN_FOR = "2.13"
+
+#: The file of the functions that learners call, to tell its frames from others.
+C10D_FILE = c10d.__file__
+
+# --- the dispatcher: one kernel before every collective (ranks.ledger)
+
+#: The `dist.Work` behind the object that an operator of c10d returns.
+unbox_work = torch._C._distributed_c10d.Work.unbox
+#: The dispatch keys of a tensor.
+dispatch_keys = torch._C._dispatch_keys
+
+
+def keys_after_backend_select() -> Any:
+    """The dispatch keys that come after the one at which the ledger listens."""
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def count_modes() -> int:
+    """How many modes that change what operators do are on (``with torch.device("meta")`` is one)."""
+    return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+
+
+# --- memory: who holds a storage, and tensors without data (memory)
+
+#: How many tensors and other owners hold the storage at an address (``storage._cdata``).
+storage_use_count = torch._C._storage_Use_Count
+
+
+def fake_store() -> Any:
+    """A store for a process group that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+# --- process groups: meeting, ending, and what is left of them (ranks, fabric)
+
+
+def replace_rendezvous(
+    meet: Callable[..., Any], barrier_after_init: Callable[[Callable[[], int]], int]
+) -> None:
+    """Let ``init_process_group`` of ``env://`` meet by `meet`.
+
+    ``barrier_after_init(usual)`` says whether it ends with a barrier, where ``usual()`` is PyTorch's own answer.
+    """
+    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = meet
+    usual = c10d._is_barrier_after_init
+    c10d._is_barrier_after_init = lambda: barrier_after_init(usual)
+
+
+def open_groups() -> list[Any]:
+    """The process groups that there are."""
+    return [*c10d._world.pg_map]
+
+
+def group_names(ranks: tuple[int, ...]) -> list[str]:
+    """PyTorch's names of the groups with these ranks, oldest first."""
+    world = c10d._world
+    return [world.pg_names[group] for group, members in world.pg_group_ranks.items() if tuple(members) == ranks]
+
+
+def default_store() -> Any:
+    """The store through which the ranks of the default group met."""
+    return c10d._get_default_store()
+
+
+def abort_process_groups() -> None:
+    """End all groups at once, without waiting for other ranks."""
+    c10d._abort_process_group()
+
+
+def forget_process_groups() -> None:
+    """Clear what PyTorch remembers of groups, also of half-made ones: an initialisation that failed leaves names."""
+    c10d._world.group_count = 0
+    for memory in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(c10d._world, memory).clear()
+    c10d._unregister_all_process_groups()
+    if "torch.distributed.tensor" in sys.modules:  # its caches hold meshes whose groups are gone
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
