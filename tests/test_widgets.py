@@ -9,10 +9,10 @@ from matplotlib.patches import FancyArrowPatch
 from PIL import Image
 
 from course_utils.costs import COLLECTIVES, all_reduce_bytes, all_reduce_steps
+from course_utils.plots._style import png, png_width
 from course_utils.schedules import ALGORITHMS, schedule
 from course_utils.widgets import all_reduce_stepper, collective_stepper
 from course_utils.widgets import stepper as module
-from course_utils.plots._style import png, png_width
 from course_utils.widgets._common import TO_USE, Explorer, Picture
 
 
