@@ -170,4 +170,4 @@ def test_rows_wrap_and_the_picture_keeps_its_own_size(stepper):
     layout = stepper.picture.layout
     assert (layout.height, layout.max_width, layout.align_self) == ("auto", "100%", "flex-start")
     assert layout.width == f"{png_width(stepper.picture.value)}px"
-    assert png_width(stepper.picture.value) == round(stepper.picture.figure.get_figwidth() * 110)
+    assert abs(png_width(stepper.picture.value) - stepper.picture.figure.get_figwidth() * 110) < 1
