@@ -789,7 +789,7 @@ assert all(abs(x - bytes_sent("all_gather", world_size, 1.0)) < 1e-4 for x in se
 # first half on four ranks:
 
 # %%
-print("        rank 0   rank 1   rank 2   rank 3")
+print("sends: rank 0   rank 1   rank 2   rank 3")
 for step in range(1, 4):
     print(f"step {step}", *(f"piece {(rank - step) % 4} " for rank in range(4)))
 print("after it: rank r has the sum of piece r")

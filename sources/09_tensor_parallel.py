@@ -1537,13 +1537,13 @@ plots.step_split(rows, title)
 # sending takes no longer than computing, latency apart.
 
 # %%
-print("                   FLOPs a byte, largest t: h = 4,096  h = 8,192  h = 12,288")
+print(f"{'':16}   FLOPs a byte; largest t if h = 4,096  h = 8,192  h = 12,288")
 for key, share in (("nvlink4", 1), ("nvlink4", 0.6), ("pcie5", 1), ("ib_ndr", 1)):
     needed = RATE / (share * LINKS[key].bandwidth)
     largest = {c: int(1 + 4.5 * c / needed) for c in (4096, 8192, 12288)}
-    said = "".join(f"{n:11}" for n in largest.values())
+    small, middle, large_one = largest.values()
     name = LINKS[key].name + (f" at {share}" if share < 1 else "")
-    print(f"{name:16}{needed:15,.0f}{said}")
+    print(f"{name:16}{needed:15,.0f}{small:24}{middle:11}{large_one:12}")
 
 # %% [markdown]
 # For h = 12,288 these are limits for many sequences. With latency and one sequence NVLink reaches equality at t = 32

@@ -177,7 +177,7 @@ def test_every_picture_has_an_alternative_text_and_fits_into_a_column(path: Path
                 look = output.metadata.get("image/png", {})
                 assert len(look.get("alt", "")) > 20, first
                 header = base64.b64decode(output.data["image/png"][:64])
-                assert look.get("width", int.from_bytes(header[16:20], "big")) <= 934, first
+                assert look["width"] <= 934 and int.from_bytes(header[16:20], "big") // 2 == look["width"], first
 
 
 @notebooks(LESSONS, SOLUTIONS)
