@@ -1702,7 +1702,7 @@ recorded_bars(ways, strong=["FFCV"])
 # What each did there, from the same record, with its best number of workers:
 
 # %%
-print(f"{'':21}{'decoder':16}{'stored as':11}{'workers':10}images/s  CPU ms each")
+print(f"{'':22}{'decoder':16}{'stored as':11}{'workers':9}images/s  CPU ms each")
 for way in map(RECORDED["ways"].get, ways):
     if way["by_workers"]:
         name, row = best_workers(way)
