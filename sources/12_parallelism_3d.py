@@ -1299,8 +1299,8 @@ titan = planner.replay(recorded.TORCHTITAN_RUNS, ranks=False)
 print("published and predicted TFLOP/s              memory (GB)")
 for each in titan:
     held, planned = each.run.held / 1e9, each.plan.memory.total / 1e9
-    print(f"{each.run.detail:18}{each.published:7.0f}{each.predicted:6.0f}{each.error:+7.0%}", end="")
-    print(f"{held:10.0f}{planned:6.0f}{planned / held - 1:+6.0%}")
+    print(f"{each.run.detail:18}{each.published:7.0f}{each.predicted:6.0f}", end="")
+    print(f"{each.error:+7.0%}{held:10.0f}{planned:6.0f}{planned / held - 1:+6.0%}")
 assert all(each.error > 0.8 for each in titan[:2])
 assert [each.error for each in titan[2:]] == sorted(each.error for each in titan[2:])
 
