@@ -521,6 +521,11 @@ topology_picture(five)
 # GPU3 and GPU4: same CPU, another host bridge. Nobody says `NV#`, so there is no NVLink, nor `PIX` or
 # `PXB`: no two of the GPUs meet at a PCIe switch.
 #
+# On AMD GPUs `rocm-smi --showtopo` prints such a matrix. What NVLink is here is `XGMI` there (Infinity Fabric). A node
+# of eight MI300X has no switch for it: each GPU has a link of its own to each of the other seven, 64 GB/s one way
+# (*recorded*, stas00/ml-engineering, network/README.md). So a pair gets 64 GB/s, and only a job that uses all eight
+# GPUs gets 448 GB/s out of each.
+#
 # **Predict** (question 5). Two of the five for a training on two GPUs: which?
 
 # %%

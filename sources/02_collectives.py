@@ -789,8 +789,9 @@ assert all(abs(x - bytes_sent("all_gather", world_size, 1.0)) < 1e-4 for x in se
 # first half on four ranks:
 
 # %%
+print("sends: rank 0   rank 1   rank 2   rank 3")
 for step in range(1, 4):
-    print(f"step {step}:", *(f"rank {rank} sends piece {(rank - step) % 4}," for rank in range(4)))
+    print(f"step {step}", *(f"piece {(rank - step) % 4} " for rank in range(4)))
 print("after it: rank r has the sum of piece r")
 
 # %% [markdown]
@@ -918,9 +919,9 @@ if not on_tcp:
     print("bytes are counted on Linux, on CPU only")
 for op in wire and wire[0]:
     least = bytes_sent(op, world_size, 1.0)
-    print(f"{op:15} busiest rank at least {least:.2f} S", end="")
-    print("   sent by each rank:", *(f"{rank[op][0]:5.2f}" for rank in wire))
-    print(f"{'received:':>65}", *(f"{rank[op][1]:5.2f}" for rank in wire))
+    print(f"{op:15} at least {least:.2f} S", end="")
+    print("   sent by each rank:", *(f"{rank[op][0]:4.2f}" for rank in wire))
+    print(f"{'received:':>51}", *(f"{rank[op][1]:4.2f}" for rank in wire))
     assert max(max(rank[op]) for rank in wire) > least - 0.01
 
 # %% [markdown]

@@ -681,7 +681,9 @@ assert not {up for up in first if up >= 0} & {up for up in second if up >= 0}
 # switches (**SHARP**). For an all-reduce, each GPU asks the switch for the sum of one piece: every GPU sends that
 # piece, and one sum comes back. Then it hands the sum to the switch once, which copies it to all. For N pieces a GPU
 # sends S for the sums and S/N of results, and receives S/N of sums and S of results: **(N+1)/N·S each way**
-# (NVIDIA/nccl issue [1083](https://github.com/NVIDIA/nccl/issues/1083)) instead of 2(N−1)/N·S.
+# (NVIDIA/nccl issue [1083](https://github.com/NVIDIA/nccl/issues/1083)) instead of 2(N−1)/N·S. NCCL takes NVLS by
+# itself. The switches of an InfiniBand network it reaches by the algorithm **CollNet**, only with a plugin of the
+# network's vendor and `NCCL_COLLNET_ENABLE=1`.
 #
 # Bus bandwidth knows nothing of this. It multiplies S/t by 2(N−1)/N, whoever adds. The next cell takes recorded bus
 # bandwidths of H200 GPUs at 8 GiB apart again (stas00/ml-engineering, network/README.md).
@@ -773,14 +775,14 @@ cluster = costs.cluster_of(two_nodes)
 
 # %%
 errors = {}
-print("µs emulated/model" + "".join(f"{format_bytes(size):>16}" for size in emulated_sizes))
+print("µs, emu./model" + "".join(f"{format_bytes(size):>13}" for size in emulated_sizes))
 for name in contenders:
     row = ""
     for size in emulated_sizes:
         model = all_reduce_seconds(name, size, cluster)
         errors[name, size] = emulated[name, size] / model - 1
-        row += f"{emulated[name, size] * 1e6:8.1f} /{model * 1e6:6.1f}"
-    print(f"{name:17}{row}")
+        row += f"{emulated[name, size] * 1e6:7.1f}/{model * 1e6:5.1f}"
+    print(f"{name:14}{row}")
 worst = max(map(abs, errors.values()))
 assert worst < 0.01
 print(f"largest difference between emulation and model: {worst:.1%}")
@@ -1034,7 +1036,8 @@ print("predicted, and recorded: ring / LL up to 1 MiB, nvls / Simple from 2 MiB"
 
 # %%
 h200_errors = nccl_tuner.errors(recorded.H200_ALL_REDUCE, h200)
-print("error of the time, 32 KiB to 16 GiB:", *(f"{e * 100:.0f}" for e in h200_errors), "%")
+print("error of the time in %, 32 KiB to 16 GiB:")
+print(*(f"{e * 100:.0f}" for e in h200_errors))
 print(f"median without sign {np.median(abs(h200_errors)):.0%}")
 for_choosing = nccl_tuner.bandwidth(("nvls", "Simple"), h200) * costs.busbw_factor("all_reduce", 8)
 wire_rate = nccl_tuner.nvls_busbw(h200)
@@ -1611,6 +1614,7 @@ assert all("GDRDMA" in v for s, r, v in transports(connections) if (s < 2) != (r
 # | `via NET/Socket/0` | TCP |
 # | `threadThresholds 8/8/64` … | bytes per thread (tree, then ring; LL/LL128/Simple): below, fewer threads |
 # | `8 coll channels, 0 nvls channels` | eight blocks of each GPU at work; no NVLink SHARP |
+# | `MNNVL 0` | no NVLink between nodes; in a rack that has it (multi-node NVLink, GB200 NVL72) the rack is one node |
 # | `Init COMPLETE` | this rank is ready; a rank without the line is the one to look at |
 #
 # Rank 0 also prints whole rings, as `Channel 06/08 : 0 1 3 2`. The ring's threshold for LL is 8 bytes times the
@@ -1734,6 +1738,8 @@ assert list(verdicts.values()) == [
 # | `NCCL_SHM_DISABLE` (unset) | 1: never through host memory | the same |
 # | `NCCL_NET_GDR_LEVEL` (chosen) | how far GPUDirect RDMA reaches, as above | NCCL misjudges a topology: measure both |
 # | `NCCL_NVLS_ENABLE` (2) | NVLink SHARP; 0: off | to compare; its memory cannot be had |
+# | `NCCL_MNNVL_ENABLE` (2: if it works) | NVLink between nodes; 0: off, 1: or fail | a rack falls back to its network |
+# | `NCCL_COLLNET_ENABLE` (0) † | 1: let the network's switches add, by a plugin | SHARP is there and set up |
 # | `NCCL_PXN_DISABLE` (0) | 1: no card of another GPU by way of NVLink | experiment |
 
 # %% [markdown]
@@ -1743,6 +1749,7 @@ assert list(verdicts.values()) == [
 # |---|---|---|
 # | `NCCL_ALGO` (chosen) | allow or exclude `Ring`, `Tree`, `NVLS`, … | to compare; leave alone in production |
 # | `NCCL_PROTO` (chosen) | the same for `LL`, `LL128`, `Simple` | **only to exclude one**, a bug suspected |
+# | `NCCL_TUNER_PLUGIN` (looked for) | a library that chooses instead of NCCL | what it chooses is slower: compare |
 # | `NCCL_BUFFSIZE` (4194304) | bytes of buffer between two GPUs | memory is short, or the network far |
 # | `NCCL_MIN_CTAS`, `NCCL_MAX_CTAS` (chosen) | GPU blocks used, taken from your kernels | benchmarks |
 # | `NCCL_IB_QPS_PER_CONNECTION` (1) | queue pairs between two ranks | fabrics of several levels, RoCE: measure |

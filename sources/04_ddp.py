@@ -1436,7 +1436,8 @@ print(f"resumed on {world_size} ranks: the same order; on {fewer}: the same samp
 # and the state of random generators if the model draws random numbers (this one does not). A learning-rate scheduler
 # and a `GradScaler` have a state too: save their `state_dict()` with the rest. All ranks hold the same weights, so one
 # writes. Two habits: write to another name and rename, so that a crash leaves the old file
-# whole; and let the others wait, so that nobody reads too early.
+# whole; and let the others wait, so that nobody reads too early. If the machine may crash too, call `os.fsync` on the
+# file before the rename: until then its bytes may be only in the operating system's memory.
 
 
 # %%

@@ -156,11 +156,12 @@ ranks = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < world_size] + [world_size]
 strong = [throughput(whole_batch // n, n) for n in ranks]
 weak = [throughput(rank_batch, n) for n in ranks]
 print(f"cores: {os.cpu_count()}, ranks on {backend}")
-print("ranks   strong: tokens/s  speed-up  efficiency     weak: tokens/s  speed-up  efficiency")
+print(f"{'strong scaling':>21}{'weak scaling':>30}")
+print("ranks" + "  tokens/s  speed-up  efficiency" * 2)
 for n, a, b in zip(ranks, strong, weak, strict=True):
     print(
-        f"{n:5}{a:18,.0f}{a / strong[0]:10.2f}{a / strong[0] / n:12.0%}"
-        f"{b:19,.0f}{b / weak[0]:10.2f}{b / weak[0] / n:12.0%}"
+        f"{n:5}{a:10,.0f}{a / strong[0]:10.2f}{a / strong[0] / n:12.0%}"
+        f"{b:10,.0f}{b / weak[0]:10.2f}{b / weak[0] / n:12.0%}"
     )
 
 # %%
@@ -186,7 +187,10 @@ plots.scaling_curves(ranks, {"strong": strong, "weak": weak}, "measured", limit=
 # > goes up. Efficiency says what it costs.
 #
 # > **What changes on real GPUs.** Each rank has a processor of its own, so the dotted line goes. Strong scaling
-# > meets another limit: a GPU with few tokens is not full, and its kernels take as long for less work.
+# > meets another limit: a GPU with few tokens is not full, and its kernels take as long for less work. With fewer
+# > still, it waits for the CPU to launch the next kernel. A **CUDA graph** records the kernels of a step once, and then
+# > launches all of them in one call; `torch.compile(model, mode="reduce-overhead")` makes one where shapes stay the
+# > same.
 
 # %% [markdown]
 # ## 2. Two laws
@@ -681,9 +685,9 @@ assert {size for _, size, *_ in sweep} == {4 * parameters(gpt)}
 # %% tags=["nbval-ignore-output"]
 messages, _, step_seconds, communication, both = zip(*sweep, strict=True)
 overlap = [o / c if c else 0 for o, c in zip(both, communication, strict=True)]
+print("bucket_cap_mb  messages  step (ms)  communication (ms)  of it in backward")
 for cap, count, s, c, o in zip(caps, messages, step_seconds, communication, overlap, strict=True):
-    print(f"bucket_cap_mb={cap:<7}{count:3} messages: {s * 1e3:6.1f} ms,", end="")
-    print(f" {c * 1e3:6.1f} ms communication, {o:4.0%} of it during backward")
+    print(f"{cap:<13}{count:10}{s * 1e3:11.1f}{c * 1e3:20.1f}{o:19.0%}")
 
 # %%
 plots.bucket_sweep(messages, step_seconds, communication, overlap)
@@ -869,9 +873,9 @@ for f in FORMATS:
 # **Predict.** Which formats keep 1.001 apart from 1? Which hold 70,000? Which hold 1e-8?
 
 # %%
-print(f"{'':12}" + "".join(f"{f.name:>14}" for f in FORMATS))
+print(f"{'':8}" + "".join(f"{f.name:>12}" for f in FORMATS))
 for number in (1 / 3, 1.001, 500, 70_000, 1e-6, 1e-8):
-    print(f"{number:<12.6g}" + "".join(f"{store(number, f).value:14.6g}" for f in FORMATS))
+    print(f"{number:<8.6g}" + "".join(f"{store(number, f).value:12.6g}" for f in FORMATS))
 
 # %% [markdown]
 # 1.001 is 1 in bf16 and in both kinds of fp8. 70,000 is infinite in fp16 and in e5m2; e4m3 has no infinity, and the
@@ -1178,13 +1182,12 @@ for name, x in {"weight": weight, "gradient": plain, "shrunken": tiny}.items():
 # > 4 bits:
 
 # %%
+formats = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+print("TFLOP/s" + "".join(f"{p:>8}" for p in formats))
 for key in ("v100", "a100", "h100", "b200"):
     flops = GPUS[key].flops
-    row = [
-        f"{flops[p] / 1e12:8.0f}" if p in flops else f"{'-':>8}"
-        for p in ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
-    ]
-    print(f"{GPUS[key].name:6}" + "".join(row) + "   TFLOP/s in fp32, tf32, bf16, fp16, fp8, fp4")
+    row = [f"{flops[p] / 1e12:8.0f}" if p in flops else f"{'-':>8}" for p in formats]
+    print(f"{GPUS[key].name:7}" + "".join(row))
 
 # %% [markdown]
 # ## 7. Compressed gradients

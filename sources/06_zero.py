@@ -260,12 +260,12 @@ plots.memory_bars(rows, "modelled: 7 billion parameters with Adam", limit=sizes)
 
 # %%
 SHOWN = ("GPT-2", "GPT-2 XL", "GPT-3 6.7B", "GPT-3 13B", "GPT-3 175B")
+print("            parameters (10⁹)  states (GB)  kinds of GPU that hold them")
 for name in SHOWN:
     count = parameters(PUBLISHED[name])
     states = model_states(count, precision="mixed").states
     fits = [gpu.name for gpu in GPUS.values() if gpu.memory_bytes >= states]
-    print(f"{name:11}{count / 1e9:8.2f} billion parameters, states {states / 1e9:7.1f} GB;", end="")
-    print(f" {len(fits)} of {len(GPUS)} kinds of GPU hold them")
+    print(f"{name:12}{count / 1e9:16.2f}{states / 1e9:13.1f}{len(fits):7} of {len(GPUS)}")
 
 # %% [markdown]
 # > **What changes on real GPUs.** The formulas count tensors. A GPU has more to hold: the CUDA context and the kernels,
@@ -813,7 +813,7 @@ for name in ("ZeRO-2", "ZeRO-3", "ZeRO-3, 4 micro-batches"):
 ledger = runs["ZeRO-3"][0]["ledger"]
 sizes = sorted({entry.bytes for entry in ledger})
 called = {sizes[0]: "around", sizes[-1]: "a block"}  # the unit around the blocks is the smallest
-print(" | ".join(f"{entry.op} {called[entry.bytes]}" for entry in ledger))
+print(*(f"{entry.op} {called[entry.bytes]}" for entry in ledger), sep="\n")
 for name, psi in zip(NAMES, (2, 2, 2, 3), strict=True):
     assert abs(psi_sent(name) - psi) < 0.01
 
@@ -868,9 +868,9 @@ plots.memory_bars(peaks, f"measured: peak of a step, 6 layers, rank 0 of {world_
 # and 3 it comes early.
 
 # %% tags=["nbval-ignore-output"]
+print("bytes   " + "".join(f"{part:>13}" for part in peaks["DDP"].parts()))
 for name, memory in peaks.items():
-    parts = [f"{part} {size:,.0f}" for part, size in memory.parts().items()]
-    print(f"{name}: {', '.join(parts)}")
+    print(f"{name:8}" + "".join(f"{size:13,.0f}" for size in memory.parts().values()))
 
 # %% [markdown]
 # At these peaks the buffers are gradients of activations, and in ZeRO-3 the gathered parameters besides: a block and

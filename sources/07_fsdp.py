@@ -198,7 +198,8 @@ names = ["embedding.weight", "blocks.0.attention.qkv.weight", "blocks.0.mlp.down
 by_rank = on_ranks(pieces, names)
 for name in names:
     whole, placement, _ = by_rank[0][name]
-    print(f"{name:30} whole {whole!s:10} {placement}  pieces", *[rank[name][2] for rank in by_rank])
+    print(f"{name}: whole {whole}, {placement}")
+    print("    pieces", *[rank[name][2] for rank in by_rank])
 
 # %% [markdown]
 # Each parameter is cut on its own, by rows, and keeps its name. Optimizer states are made like their parameters, so
@@ -418,10 +419,11 @@ def measure(wrap, config=wide):
 # %% tags=["nbval-ignore-output"]
 wraps = {"DDP": DDP, "root only": root_only, "every block": shard, "every linear": every_linear}
 measured = {name: on_ranks(measure, wrap)[0] for name, wrap in wraps.items()}
+print(f"{'':13}messages  kB each (mean)  peak (MB)  of it buffers (MB)")
 for name, (ledger, peak) in measured.items():
     each = ledger.bytes() / len(ledger) / 1e3
-    print(f"{name:13} {len(ledger):3} messages of {each:7.1f} kB on average,", end="")
-    print(f" peak {peak.total / 1e6:5.2f} MB, of which buffers {peak.buffers / 1e6:5.2f} MB")
+    print(f"{name:13}{len(ledger):8}{each:16.1f}", end="")
+    print(f"{peak.total / 1e6:11.2f}{peak.buffers / 1e6:20.2f}")
 
 # %%
 counts = {name: len(ledger) for name, (ledger, _) in measured.items()}
@@ -821,7 +823,8 @@ for how in ("plain", "sync at the end", "keep weights"):
     parts = [ledger.bytes(op) / gathered for op in ("all_gather", "reduce_scatter")]
     print(f"{how:16} gathered {parts[0]:.2f} Ψ, reduced {parts[1]:.2f} Ψ", end="")
     assert torch.allclose(gradient.cpu(), expected, rtol=0, atol=1e-6)
-    print(f" in {len(ledger)} messages; gradient equal to one process")
+    print(f" in {len(ledger)} messages")
+print("each time the gradient of one process")
 
 # %% [markdown]
 # In float32 all three are right. (With `param_dtype=torch.bfloat16` set `reduce_dtype=torch.float32`: without it the

@@ -1453,6 +1453,7 @@ print(f"equal; {ledger.messages} messages of {ledger.sent // ledger.messages:,} 
 
 # %%
 RATE = 400e12  # FLOP/s of an H100 in training
+print("a piece:             product (us)  message (us)  all (ms)  overlapped (ms)")
 for t in (4, 8):
     for key in ("nvlink4", "ib_ndr"):
         link, c = LINKS[key], big.hidden
@@ -1460,9 +1461,8 @@ for t in (4, 8):
         message = link.latency + 2 * (tokens / t) * c / link.bandwidth
         plain = (t - 1) * message + t * product
         ring = (t - 1) * max(message, product) + product
-        print(f"t = {t}, {link.name:14} a piece: product {product * 1e6:4.0f} us,", end="")
-        print(f" message {message * 1e6:4.0f} us; all: {plain * 1e3:5.2f} ms,", end="")
-        print(f" overlapped {ring * 1e3:5.2f} ms")
+        print(f"t = {t}, {link.name:14}{product * 1e6:13.0f}{message * 1e6:14.0f}", end="")
+        print(f"{plain * 1e3:10.2f}{ring * 1e3:17.2f}")
 
 # %% [markdown]
 # Over NVLink the messages vanish behind the products. Over InfiniBand four ranks can just hide them, and eight cannot:
@@ -1505,7 +1505,8 @@ def ranks_on(key, t, share=1.0):
 
 # %%
 rows = {}
-print(f"{'':22}" + "".join(f"{f't = {t}':>12}" for t in (2, 4, 8, 16, 32)))
+print("share of the time that is communication")
+print(f"{'':16}" + "".join(f"{f't = {t}':>10}" for t in (2, 4, 8, 16, 32)))
 for key, share in (("nvlink4", 1), ("nvlink4", 0.6), ("ib_ndr", 1)):
     cells, name = [], LINKS[key].name + (f" at {share}" if share < 1 else "")
     for t in (2, 4, 8, 16, 32):
@@ -1513,8 +1514,8 @@ for key, share in (("nvlink4", 1), ("nvlink4", 0.6), ("ib_ndr", 1)):
         exchange = exchange_seconds(big, tokens, ranks_on(key, t, share))
         if share == 1:
             rows[f"{name}, t = {t}"] = {"compute": compute, "all_reduce": exchange}
-        cells.append(f"{exchange / (compute + exchange):12.0%}")
-    print(f"{name:22}" + "".join(cells) + "   of the time is communication")
+        cells.append(f"{exchange / (compute + exchange):10.0%}")
+    print(f"{name:16}" + "".join(cells))
 
 # %%
 title = "modelled: a layer of GPT-3 175B on H100s, forward and backward of one sequence"
@@ -1536,12 +1537,13 @@ plots.step_split(rows, title)
 # sending takes no longer than computing, latency apart.
 
 # %%
+print(f"{'':16}   FLOPs a byte; largest t if h = 4,096  h = 8,192  h = 12,288")
 for key, share in (("nvlink4", 1), ("nvlink4", 0.6), ("pcie5", 1), ("ib_ndr", 1)):
     needed = RATE / (share * LINKS[key].bandwidth)
     largest = {c: int(1 + 4.5 * c / needed) for c in (4096, 8192, 12288)}
-    said = ", ".join(f"{n} (h = {c:,})" for c, n in largest.items())
+    small, middle, large_one = largest.values()
     name = LINKS[key].name + (f" at {share}" if share < 1 else "")
-    print(f"{name:16}{needed:6,.0f} FLOPs a byte, largest t: {said}")
+    print(f"{name:16}{needed:15,.0f}{small:24}{middle:11}{large_one:12}")
 
 # %% [markdown]
 # For h = 12,288 these are limits for many sequences. With latency and one sequence NVLink reaches equality at t = 32
@@ -1640,8 +1642,8 @@ for sequences in (1, 16):
 print(f"{world_size} ranks, GPT with {parameters(gpt):,} parameters, forward and backward:")
 for name in ("tensor parallel", "sequence parallel", "gathered again"):
     sent = ring_bytes(large(runs[name][1]))
-    print(f"{name:18}{sent:10,.0f} bytes of activations sent by a rank;", end="")
-    print(f" a layer keeps {kept[name]:5.2f} C a token of {kept['one process']:.2f}")
+    print(f"{name:18}{sent:10,.0f} bytes sent by a rank;", end="")
+    print(f" kept: {kept[name]:5.2f} of {kept['one process']:.2f} C")
 for name in ("first plan", "one f for q, k, v", "sequence parallel"):
     sent = ring_bytes(large(library[name]["ledger"]))
     print(f"plan, {name:18}{sent:10,.0f} bytes of activations sent by a rank")

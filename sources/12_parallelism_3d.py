@@ -1007,11 +1007,11 @@ plots.layout_bars({each.name: each.plan for each in replays}, "modelled: a step 
 # only one with a broad bar of bubble.*
 
 # %%
-print("share of a step        " + "".join(f"{part:>10}" for part in planner.PARTS))
+print("share of a step     " + "".join(f"{part:>9}" for part in planner.PARTS))
 for each in replays:
     shares = [seconds / each.plan.seconds for seconds in each.plan.parts().values()]
     print(
-        f"{each.name:18} TP {each.plan.layout.tp}" + "".join(f"{share:10.1%}" for share in shares)
+        f"{each.name:15} TP {each.plan.layout.tp}" + "".join(f"{share:9.1%}" for share in shares)
     )
 
 # %% [markdown]
@@ -1070,9 +1070,9 @@ plots.memory_bars(rows, f"modelled: {model.name}, the fullest GPU")
 # activations are nearly all there is.*
 
 # %%
+print(f"{'':27}   GB     s   TFLOP/s without what is computed again")
 for name, each in plans.items():
-    print(f"{name:27}{each.memory.total / 1e9:4.0f} GB,{each.seconds:6.1f} s,", end="")
-    print(f"{each.model_tflops:5.0f} TFLOP/s without what is computed again")
+    print(f"{name:27}{each.memory.total / 1e9:5.0f}{each.seconds:6.1f}{each.model_tflops:10.0f}")
 for name, lever in {"PP 2": {"pp": 2, "dp": 64}, "no recomputation": {"recompute": "none"}}.items():
     print(f"{name}, b = 2:", *planner.legal(model, machine, replace(layout, **lever), batch))
 
@@ -1231,9 +1231,10 @@ for three in itertools.combinations(recorded.MEGATRON_RUNS, 3):
     better += error < median_error(simple[k] for k in unseen)
     by_choice.append((error, [run.model for run in three]))
 by_choice.sort()
-print(f"{len(by_choice)} choices of three rows: median error of the other seven", end="")
+print(f"{len(by_choice)} choices of three rows: median error of the other seven")
 print(f" {by_choice[0][0]:.1%} at best, {by_choice[len(by_choice) // 2][0]:.1%} usually,", end="")
-print(f" {by_choice[-1][0]:.1%} at worst, with", ", ".join(by_choice[-1][1]))
+print(f" {by_choice[-1][0]:.1%} at worst")
+print("the worst:", ", ".join(by_choice[-1][1]))
 print(f"better than the guess from the same three rows: {better} of {len(by_choice)}")
 assert better > 0.9 * len(by_choice)
 
@@ -1295,11 +1296,11 @@ for run in recorded.ZERO3_RUNS[:3]:
 
 # %%
 titan = planner.replay(recorded.TORCHTITAN_RUNS, ranks=False)
+print("published and predicted TFLOP/s              memory (GB)")
 for each in titan:
     held, planned = each.run.held / 1e9, each.plan.memory.total / 1e9
-    print(f"{each.run.detail:18} published{each.published:4.0f}, predicted", end="")
-    print(f"{each.predicted:4.0f} TFLOP/s {each.error:+5.0%}; memory", end="")
-    print(f"{held:3.0f} and{planned:3.0f} GB {planned / held - 1:+4.0%}")
+    print(f"{each.run.detail:18}{each.published:7.0f}{each.predicted:6.0f}", end="")
+    print(f"{each.error:+7.0%}{held:10.0f}{planned:6.0f}{planned / held - 1:+6.0%}")
 assert all(each.error > 0.8 for each in titan[:2])
 assert [each.error for each in titan[2:]] == sorted(each.error for each in titan[2:])
 
@@ -1330,7 +1331,8 @@ print(f" instead of {made.tensor:.2f}")
 # %%
 found = planner.search(llama, sixty_four, 512)
 print(f"{llama.name} on 64 H100s: {len(found.plans):,} layouts can run,", end="")
-print(f" with {len(found.best)} choices of degrees; refused:", found.refused)
+print(f" with {len(found.best)} choices of degrees")
+print("refused:", ", ".join(f"{count:,} for {reason}" for reason, count in found.refused.items()))
 
 
 def show(search, places):

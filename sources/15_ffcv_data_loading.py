@@ -1702,12 +1702,12 @@ recorded_bars(ways, strong=["FFCV"])
 # What each did there, from the same record, with its best number of workers:
 
 # %%
-print(f"{'':22}{'decoder':16}{'stored as':12}{'workers':11}images/s  CPU ms an image")
+print(f"{'':22}{'decoder':16}{'stored as':11}{'workers':9}images/s  CPU ms each")
 for way in map(RECORDED["ways"].get, ways):
     if way["by_workers"]:
         name, row = best_workers(way)
-        print(f"{name:22}{way['decoder']:16}{way['storage']:12}{way['workers_are']:11}", end="")
-        print(f"{row['images_per_s']:8,.0f}{row['cpu_ms_per_image']:17.2f}")
+        print(f"{name:22}{way['decoder']:15} {way['storage']:11}{way['workers_are']:9}", end="")
+        print(f"{row['images_per_s']:8,.0f}{row['cpu_ms_per_image']:13.2f}")
 for way in map(RECORDED["ways"].get, ways):
     if way["note"]:
         print(f"{way['name']}: {way['note']}")
@@ -1743,8 +1743,8 @@ for way in map(RECORDED["ways"].get, ways):
 # ## Recap, with the numbers of this run
 
 # %% tags=["nbval-ignore-output"]
-print("the step waits: " + "; ".join(f"{name} {w:.0%}" for name, (*_, w) in loaded.items()))
-print("one core, ms an image: " + ", ".join(f"{n} {t:.2f}" for n, t in ladder.items()))
+print("the step waits:", *(f"{name} {w:.0%}" for name, (*_, w) in loaded.items()), sep="\n  ")
+print("one core, ms an image:", *(f"{n} {t:.2f}" for n, t in ladder.items()), sep="\n  ")
 print(
     f"raw {sizes['.beton, raw'] / 1e6:.0f} MB, JPEG {sizes['.beton, JPEG'] / 1e6:.0f} MB;", end=" "
 )

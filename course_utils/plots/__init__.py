@@ -3,7 +3,7 @@
 Every function returns a figure that pyplot no longer tracks, so that a cell ending in it shows it once.
 """
 
-from ._style import FAINT, INK, RANK_COLORS, label_lines, new_figure, rank_color, readable, tint
+from ._style import FAINT, INK, RANK_COLORS, label_lines, new_figure, png, png_width, rank_color, readable, tint
 from .collectives import bandwidth, before_after, step_picture, timeline
 from .costs import (
     ALGORITHM_COLORS,
@@ -56,6 +56,6 @@ __all__ = [
     "scaling_models", "schedule_picture", "search_picture", "shard_timeline", "speedup_laws", "step_picture",
     "step_spans", "step_split", "step_timelines", "time_shares", "timeline", "topology_picture",
     # What the widgets draw with.
-    "FAINT", "INK", "byte_axis", "dimension_color", "draw_crossover", "label_lines", "new_figure", "readable",
+    "FAINT", "INK", "byte_axis", "dimension_color", "draw_crossover", "label_lines", "new_figure", "png", "png_width", "readable",
     "short_ranks", "spoken", "tint",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from ..costs import Cluster, all_reduce_seconds, busbw, format_bytes
 from ..recorded import Table
-from ._style import FAINT, HALO, INK, MARKERS, RANK_COLORS, WIDTH, label_lines, new_figure, size_axis
+from ._style import FAINT, HALO, INK, MARKERS, RANK_COLORS, WIDTH, Drawing, label_lines, new_figure, size_axis
 
 __all__ = [
     "ALGORITHM_COLORS", "algorithm_color", "crossings", "crossover", "draw_crossover", "model_against_emulation",
@@ -221,7 +221,7 @@ def predicted_against_recorded(
         What the library is predicted to choose at each size, written where it changes.
     """
     sizes = list(table.sizes)
-    figure = plt.figure(figsize=(WIDTH, 6.8))
+    figure = plt.figure(figsize=(WIDTH, 6.8), FigureClass=Drawing)
     plt.close(figure)
     grid = figure.add_gridspec(2, 2)
     left, middle, right = (figure.add_subplot(grid[where]) for where in ((0, 0), (0, 1), (1, slice(None))))

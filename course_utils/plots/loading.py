@@ -7,14 +7,13 @@ from itertools import cycle, groupby, pairwise
 from textwrap import fill
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from ..costs import format_bytes
-from ._style import FAINT, RANK_COLORS, WIDTH, new_figure, tint
+from ._style import FAINT, RANK_COLORS, WIDTH, grid_figure, new_figure, tint
 from .memory import legend, points_per_unit
 
 __all__ = ["LOADING_COLORS", "file_layout", "loader_bars", "page_accesses", "time_shares"]
@@ -87,9 +86,8 @@ def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
     rows = _rows(segments)
     names = dict.fromkeys(label for label, *_ in segments)
     colors = {name: RANK_COLORS[i % len(RANK_COLORS)] for i, name in enumerate(names)}
-    figure = plt.figure(figsize=(WIDTH, 0.35 + 1.15 * len(rows)))
-    plt.close(figure)
-    axes = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
+    figure, axes = grid_figure(len(rows), 1, size=(WIDTH, 0.35 + 1.15 * len(rows)))
+    axes = axes[:, 0]
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     for ax, row in zip(axes, rows, strict=True):
         _draw_row(ax, row, colors)

@@ -42,7 +42,7 @@ def short_ranks(ranks: Sequence[int], most: int = 8) -> str:
 
 def mesh_grid(
     sizes: Mapping[str, int], title: str, *, per_node: int | None = None, rank: int | None = None,
-    show: Sequence[str] | None = None,
+    show: Sequence[str] | None = None, names_only: bool = False,
 ) -> Figure:  # fmt: skip
     """Draw the ranks of a mesh in panels, nodes framed, with the groups of one rank in the colours of their dimensions.
 
@@ -63,6 +63,8 @@ def mesh_grid(
         The rank whose groups are coloured, by default none.
     show : list of str, optional
         The dimensions whose group of `rank` is coloured, by default all that are larger than 1.
+    names_only : bool, optional
+        Whether one line with the colours of the dimensions stands in the place of the ranks, by default not.
 
     Raises
     ------
@@ -79,8 +81,9 @@ def mesh_grid(
     kept = [_kept(size, int(where), limit) for size, where, limit in zip(grid.shape, at, most, strict=True)]
     corners, wide, high = _corners(kept)
     cell = min(0.5, (WIDTH - 0.3) / (wide + 1.6), max(0.3, 5.4 / high))  # inches
-    told = _tell(groups, rank, per_node)
-    size = (max(6.6, cell * (wide + 1.6) + 0.3), cell * (high + 0.5) + 0.5 + 0.22 * len(told))
+    told = _tell(groups, rank, per_node, names_only)
+    lines = min(1, len(told)) if names_only else len(told)
+    size = (max(6.6, cell * (wide + 1.6) + 0.3), cell * (high + 0.5) + 0.5 + 0.22 * lines)
     figure, (ax,) = new_figure(1, 1, size=size)
     for panel, corner in corners:
         if None in panel:
@@ -96,11 +99,13 @@ def mesh_grid(
         ax.text(-0.68, 0, f"{names[2]}\n↓", ha="right", va="center", linespacing=1.1, **look)
     ax.set(xlim=(-1.9, wide - 0.3), ylim=(high - 0.4, -1.2), aspect="equal", anchor="NW")
     ax.axis("off")
-    for i, (line, color) in enumerate(told):
+    x, y = 4.0, -7.0
+    for line, color in told:
         look = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "center", "annotation_clip": False}
         if color:
-            ax.annotate("■", (0, 0), (4, -6 - 15.5 * i), color=color, fontsize=12, **look)
-        ax.annotate(line, (0, 0), (18 if color else 4, -7 - 15.5 * i), fontsize=9, **look)
+            ax.annotate("■", (0, 0), (x, y + 1), color=color, fontsize=12, **look)
+        ax.annotate(line, (0, 0), (x + 14 if color else x, y), fontsize=9, **look)
+        x, y = (x + 30 + 5.2 * len(line), y) if names_only else (x, y - 15.5)
     figure.suptitle(fill(title, int(14 * size[0])), x=0.01, ha="left", fontsize=10.5)
     return figure
 
@@ -207,8 +212,10 @@ def _draw_panel(
     ax.add_collection(LineCollection(frames, colors=INK, linewidths=1.1, capstyle="projecting", zorder=1.5))
 
 
-def _tell(groups: Mapping[str, Sequence[int]], rank: int | None, per_node: int | None) -> list[tuple[str, str]]:
-    """Return the lines below the panels with their colours: what frames mean, then each group."""
+def _tell(
+    groups: Mapping[str, Sequence[int]], rank: int | None, per_node: int | None, names_only: bool
+) -> list[tuple[str, str]]:
+    """Return what stands below the panels, with its colours: what frames mean, then each group."""
     told = [] if per_node is None else [(f"frame: a node of {per_node} ranks", "")]
     if rank is not None:
         told.append((f"rank {rank}", INK))
@@ -217,5 +224,6 @@ def _tell(groups: Mapping[str, Sequence[int]], rank: int | None, per_node: int |
         if per_node is not None:
             nodes = len({other // per_node for other in ranks})
             where = ", all in one node" if nodes == 1 else f", over {nodes} nodes"
-        told.append((f"{name}: ranks {short_ranks(ranks)}{where}", dimension_color(name)))
+        words = name if names_only else f"{name}: ranks {short_ranks(ranks)}{where}"
+        told.append((words, dimension_color(name)))
     return told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -12,7 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ..pipeline import Op, Timeline
-from ._style import HALO, INK, RANK_COLORS, WIDTH, label_lines, new_figure, rank_color, readable
+from ._style import HALO, INK, RANK_COLORS, WIDTH, grid_figure, label_lines, new_figure, rank_color, readable
 
 __all__ = ["PIPELINE_COLORS", "activation_steps", "bubble_curves", "real_pipeline", "schedule_picture"]
 
@@ -62,11 +61,8 @@ def _legend(figure: Figure, kinds: Sequence[str], stages: int = 1) -> None:
 
 
 def _panels(heights: Sequence[float], shared: bool) -> tuple[Figure, list[Axes]]:
-    figure, axes = plt.subplots(
-        len(heights), 1, figsize=(WIDTH, sum(heights) + 0.75), sharex=shared, squeeze=False,
-        gridspec_kw={"height_ratios": heights},
-    )  # fmt: skip
-    plt.close(figure)
+    size = (WIDTH, sum(heights) + 0.75)
+    figure, axes = grid_figure(len(heights), 1, size=size, sharex=shared, gridspec_kw={"height_ratios": heights})
     return figure, list(axes[:, 0])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,7 +11,20 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 
 from ..costs import format_bytes
 from ..recorded import Scaling
-from ._style import FAINT, HALO, INK, MARKERS, RANK_COLORS, WIDTH, label_lines, new_figure, readable, size_axis, tint
+from ._style import (
+    FAINT,
+    HALO,
+    INK,
+    MARKERS,
+    RANK_COLORS,
+    WIDTH,
+    grid_figure,
+    label_lines,
+    new_figure,
+    readable,
+    size_axis,
+    tint,
+)  # fmt: skip
 
 __all__ = [
     "bucket_choice", "bucket_sweep", "checkpointing", "gradient_range", "scaling_curves", "scaling_models",
@@ -265,9 +277,8 @@ def gradient_range(gradients: Mapping[str, Sequence[float]], ranges: Mapping[str
         Elements; zeros are left out.
     ranges : dict of format to (exponent of the smallest, exponent of the largest power of two)
     """
-    figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 4.0), sharex=True, height_ratios=[2.4, 1])
-    plt.close(figure)
-    ax, below = axes
+    figure, axes = grid_figure(2, 1, size=(WIDTH, 4.0), sharex=True, height_ratios=[2.4, 1])
+    ax, below = axes[:, 0]
     edges = np.arange(-60, 17)
     for i, (name, values) in enumerate(gradients.items()):
         size = np.abs(np.asarray(values, float))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from textwrap import fill
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from ._style import INK, RANK_COLORS, WIDTH, new_figure, tint
+from ._style import INK, RANK_COLORS, WIDTH, grid_figure, new_figure, tint
 from .memory import PART_COLORS, byte_axis, decimal_bytes, few, legend, points_per_unit
 
 __all__ = ["mesh_picture", "shard_timeline"]
@@ -52,11 +51,10 @@ def shard_timeline(
     unit, scale = ("events, in order", 1.0) if order else ("time (ms)", 1e3) if last >= 1e-3 else ("time (µs)", 1e6)
     first = min([start for _, start, _ in spans] + [when for when, _ in held])
     size = (WIDTH, 1.0 + 0.42 * len(lanes) + 1.5 * bool(held))
-    figure, axes = plt.subplots(
-        1 + bool(held), 1, figsize=size, sharex=True, squeeze=False,
+    figure, axes = grid_figure(
+        1 + bool(held), 1, size=size, sharex=True,
         gridspec_kw={"height_ratios": [0.42 * len(lanes) + 0.2, 1.3][: 1 + bool(held)]},
     )  # fmt: skip
-    plt.close(figure)
     top, bottom = axes[0, 0], axes[-1, 0]
     colors = {label: RANK_COLORS[i % 8] for i, label in enumerate(dict.fromkeys(label for label, *_ in spans))}
     for y, lane in enumerate(lanes.values()):

@@ -206,7 +206,7 @@ def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
         _draw_device(ax, scene, name, bool(path) and name not in on_path, several)
     _frame(ax, scene, several)
     _label_kinds(ax, labels, width)
-    ax.set(xlim=(-1.4, width + (1.2 if scene.narrow else 2.6)), ylim=(0.6 - rows, 0.45))
+    ax.set(xlim=(-1.4, width + (1.5 if scene.narrow else 2.8)), ylim=(0.6 - rows, 0.45))
     ax.axis("off")
     ends = f": {path.devices[0]} → {path.devices[-1]}" if path else ""
     ax.set_title(topology.name + ends + (" (r.: rank)" if several and scene.narrow else ""))
@@ -233,9 +233,10 @@ def _frame(ax: Axes, scene: _Scene, several: bool) -> None:
 
 
 def _label_kinds(ax: Axes, labels: dict[str, tuple[str, list[float]]], width: float) -> None:
-    """Write each kind of link at the right, level with its lines, moved apart where two would overlap."""
+    """Write each kind of link at the right beside a piece of its line, level with the others, or moved apart."""
     last = math.inf
     for text, (color, ys) in sorted(labels.items(), key=lambda item: -sum(item[1][1]) / len(item[1][1])):
         last = min(sum(ys) / len(ys), last - 0.3 * (1 + text.count("\n")))
-        ax.text(width - 0.3, last, text, va="center", fontsize=8.5, color=readable(color), fontweight="bold",
+        ax.plot([width - 0.45, width - 0.15], [last, last], color=color, linewidth=3, solid_capstyle="butt")
+        ax.text(width - 0.05, last, text, va="center", fontsize=8.5, color=readable(color), fontweight="bold",
                 path_effects=HALO)  # fmt: skip

@@ -88,7 +88,7 @@ def bucket_picture(rows: Mapping[str, Sequence[Sequence[tuple[str, int]]]], titl
     title : str
         Says what is shown and whether it is measured, recorded or modelled.
     """
-    figure, (ax,) = new_figure(1, 1, size=(8.4, 0.9 + 0.8 * len(rows)))
+    figure, (ax,) = new_figure(1, 1, size=(8.4, 0.9 + 1.0 * len(rows)))
     whole = max(sum(size for bucket in row for _, size in bucket) for row in rows.values())
     for y, row in enumerate(rows.values()):
         at = 0

@@ -96,9 +96,9 @@ def cost_calculator() -> widgets.Widget:
     The prices that it opens with are examples. On-demand GPUs are taken not to be interrupted.
     """
     work = _number(1000, "hours on one GPU", 0.001)
-    price, spot = _number(1.00, "$ per GPU hour (example)"), _number(0.50, "$ per spot GPU hour (example)")
+    price, spot = _number(1.00, "$ per GPU hour (example)"), _number(0.50, "$ per spot hour (example)")
     kept = _number(95, "% kept at each doubling", 1, 100)
-    rate = _number(5, "spot stops per 1,000 GPU hours", 0, 1e6)
+    rate = _number(5, "stops per 1,000 spot hours", 0, 1e6)
     save, restart = _number(2, "minutes to save", 0, 1e5), _number(10, "minutes to restart", 0, 1e5)
     gpus = widgets.SelectionSlider(options=_GPUS, value=8, description="GPUs", continuous_update=False)
     status, picture = widgets.HTML(), Picture()

@@ -180,7 +180,7 @@ def memory_calculator() -> widgets.Widget:
     free = _slider([(f"{percent} %", percent / 100) for percent in range(0, 55, 5)], 0.1, "keep free")
     length = _slider([(f"{n:,}", n) for n in _LENGTHS], 2048, "sequence")
     batch = widgets.IntText(value=1, description="batch of a rank", continuous_update=False, **_look(272, 110))
-    again = widgets.Checkbox(value=False, description="activation checkpointing", indent=False, **_look(180))
+    again = widgets.Checkbox(value=False, description="activation checkpointing", indent=False, **_look(205))
     copy = widgets.Checkbox(value=False, description="buckets apart from gradients", indent=False, **_look(215))
     status, picture = widgets.HTML(), Picture()
     shown = {}

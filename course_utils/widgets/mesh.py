@@ -163,7 +163,7 @@ def mesh_explorer() -> widgets.Widget:
         shown["title"] = f"{ranks:,} ranks as {mesh}, rank {rank.value}"
         title = f"modelled: {shown['title']} and its groups"
         status.value = describe(sizes, ranks)
-        picture.show(mesh_grid(sizes, title, per_node=per_node.value, rank=rank.value))
+        picture.show(mesh_grid(sizes, title, per_node=per_node.value, rank=rank.value, names_only=True))
 
     controls = [rank, *degrees.values(), order, per_node, machine, model, batch, microbatch, again]
     for control in controls:

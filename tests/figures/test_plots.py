@@ -1,5 +1,8 @@
 """The figures: what is drawn is what was given, in one style."""
 
+import base64
+import io
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -7,11 +10,12 @@ import torch
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Text
+from PIL import Image
 
 from course_utils import plots
 from course_utils.collective_algorithms import Message
 from course_utils.plots import RANK_COLORS, bandwidth, before_after, rank_color, step_picture, timeline
-from course_utils.plots._style import WIDTH, label_lines, new_figure, readable, size_axis
+from course_utils.plots._style import WIDTH, label_lines, new_figure, png, readable, size_axis
 
 BEFORE = [[1, 2, 3], [10, 20, 30], [100, 200, 300]]
 
@@ -156,3 +160,42 @@ def test_a_label_that_was_moved_is_joined_to_its_line():
     assert [text.arrow_patch is not None for text in ax.texts] == [False, True, False] or [
         text.arrow_patch is not None for text in ax.texts
     ] == [False, False, True]
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch):
+    """What a notebook is given to show, as (data, metadata)."""
+    sent = []
+    monkeypatch.setattr("IPython.display.display", lambda data, metadata, raw: sent.append((data, metadata)))
+    return sent
+
+
+def drawn():
+    figure, (left, right) = new_figure(1, 2, size=(8.4, 3))
+    left.set(xlabel="ranks", ylabel="time (ms)", title='two <b> & "quotes"')
+    right.set(xlabel="ranks")
+    figure.suptitle("measured: time")
+    return figure
+
+
+def test_a_notebook_stores_a_figure_with_twice_the_pixels_it_takes_up(published):
+    figure = drawn()
+    figure._ipython_display_()
+    ((data, metadata),) = published
+    assert data.keys() == {"text/plain", "image/png"}  # here nobody works: outputs are compared
+    image = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
+    width = metadata["image/png"]["width"]
+    assert image.width // 2 == width and abs(width - WIDTH * figure.dpi) < 8
+    exact = Image.open(io.BytesIO(png(figure, small=False, bbox_inches="tight"))).convert("RGB")
+    apart = np.abs(np.asarray(image.convert("RGB"), int) - np.asarray(exact, int))
+    assert apart.mean() < 0.5 and apart.max() < 64
+    assert png(figure) == png(figure)
+
+
+def test_a_figure_that_is_looked_at_is_described(published, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("course_utils.plots._style.wanted", lambda: True)
+    drawn()._ipython_display_()
+    ((data, metadata),) = published
+    words = "Figure: measured: time; two &lt;b&gt; &amp; &quot;quotes&quot;; time (ms); ranks"
+    look = f'<img alt="{words}" width="{metadata["image/png"]["width"]}" src="data:image/png;base64,'
+    assert data["text/html"] == look + data["image/png"] + '">'

@@ -1,6 +1,7 @@
 """Figures of meshes and layouts: what is drawn is what was given, and figures say what they show."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -59,6 +60,16 @@ class TestMesh:
             "dp: ranks 69, 77, 85, 93, 101, 109, 117, 125, over 8 nodes", "tp: ranks 72 to 79, all in one node",
         } <= set(texts(ax))  # fmt: skip
         assert {"pp 0", "pp 3", "tp →", "dp\n↓"} <= set(texts(ax))
+
+    def test_groups_can_be_named_in_one_line(self):
+        (whole,), (ax,) = (plots.mesh_grid(SIZES, "", per_node=8, rank=77, names_only=o).axes for o in (False, True))
+        assert whole.figure.get_figheight() - ax.figure.get_figheight() > 0.8  # inches
+        told = [text for text in ax.texts if text.get_text() in ("frame: a node of 8 ranks", "rank 77", *SIZES)]
+        assert [text.get_text() for text in told] == ["frame: a node of 8 ranks", "rank 77", "pp", "dp", "tp"]
+        ax.figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in told]
+        assert all(a.x1 < b.x0 and abs(a.y0 - b.y0) < 2 for a, b in pairwise(boxes)), boxes
+        inside(ax.figure)
 
     def test_without_a_rank_or_nodes_there_are_only_numbers(self):
         (ax,) = plots.mesh_grid({"dp": 2, "tp": 2}, "measured: four ranks").axes
