@@ -56,6 +56,6 @@ __all__ = [
     "scaling_models", "schedule_picture", "search_picture", "shard_timeline", "speedup_laws", "step_picture",
     "step_spans", "step_split", "step_timelines", "time_shares", "timeline", "topology_picture",
     # What the widgets draw with.
-    "FAINT", "INK", "byte_axis", "dimension_color", "draw_crossover", "label_lines", "new_figure", "png", "png_width", "readable",
-    "short_ranks", "spoken", "tint",
+    "FAINT", "INK", "byte_axis", "dimension_color", "draw_crossover", "label_lines", "new_figure", "png", "png_width",
+    "readable", "short_ranks", "spoken", "tint",
 ]  # fmt: skip

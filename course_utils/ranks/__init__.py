@@ -13,7 +13,8 @@ _HOME = {
     "on_a_rank": "launcher", "settle": "launcher",
     "WorkerError": "errors", "HangError": "errors", "Interrupted": "errors", "expect_error": "errors",
     "record": "ledger", "Ledger": "ledger", "Entry": "ledger", "tracker": "ledger",
-    "share": "processes", "Watch": "watch", "is_learner": "learner_code", "wanted": "status_line", "RankMagics": "magics",
+    "share": "processes", "Watch": "watch", "is_learner": "learner_code", "wanted": "status_line",
+    "RankMagics": "magics",
 }  # fmt: skip
 
 __all__ = sorted(_HOME)
