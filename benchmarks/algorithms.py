@@ -9,7 +9,6 @@ import argparse
 import ast
 import copy
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from report import number, table
 
 from course_utils import launch
+from course_utils.authoring import code_cells
 from course_utils.costs import fit_alpha_beta, format_bytes
 
 LESSON = Path(__file__).resolve().parents[1] / "sources" / "03_nccl.py"
@@ -29,8 +29,7 @@ GOALS = {"ratio": 3.0, "error": 0.2}
 
 def from_lesson(name: str, source: Path = LESSON) -> Callable:
     """The function or class `name` that a lesson defines, with what it uses of the lesson's and nothing else."""
-    parts = re.split(r"^# %%(.*)$", source.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    code = "".join(code for head, code in zip(parts[1::2], parts[2::2], strict=True) if "[markdown]" not in head)
+    code = "\n".join(code for _, code in code_cells(source))
     found: dict[str, ast.stmt] = {}
     for node in ast.parse(code).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -13,7 +13,7 @@ import torch
 from course_utils import launch, record
 
 def overhead(blocks, steps):
-    from course_utils.ranks import tracker
+    from course_utils.ranks import interceptor
 
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
     ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
@@ -29,11 +29,11 @@ def overhead(blocks, steps):
         return (time.perf_counter() - start) / steps
 
     def without():
-        tracker.uninstall()
+        interceptor.uninstall()
         return block()
 
     def installed():
-        tracker.install()
+        interceptor.install()
         return block()
 
     def recorded():
@@ -46,7 +46,7 @@ def overhead(blocks, steps):
     for i in range(blocks):
         for kind in kinds[i % 3:] + kinds[: i % 3]:
             times[kind.__name__].append(kind())
-    tracker.install()
+    interceptor.install()
     return {name: statistics.median(values) for name, values in times.items()}
 """
 

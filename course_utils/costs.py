@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .units import format_bytes
+
 __all__ = [
     "ALL_REDUCE_ALGORITHMS", "COLLECTIVES", "Cluster", "algbw", "all_reduce_bytes", "all_reduce_seconds",
     "all_reduce_steps", "bootstrap_alpha_beta", "busbw", "busbw_factor", "bytes_sent", "cluster_of", "fit_alpha_beta",
@@ -355,12 +357,3 @@ _SECONDS = {
     "halving_doubling": _halving_doubling, "hierarchical": _hierarchical, "double_tree": _double_tree,
     "in_network": _in_network,
 }  # fmt: skip
-
-
-def format_bytes(size: float) -> str:
-    """Return `size` in bytes with a binary prefix, such as ``64 KiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

@@ -9,6 +9,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -42,6 +43,13 @@ def from_text(text: str) -> NotebookNode:
     nb.metadata.kernelspec = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
     nb.metadata.language_info = {"name": "python"}
     return with_ids(nb)
+
+
+@cache
+def code_cells(source: Path) -> list[tuple[list[str], str]]:
+    """The code cells of a lesson's or an exercise's text: their tags, and the code."""
+    cells = from_text(source.read_text(encoding="utf-8")).cells
+    return [(cell.metadata.get("tags", []), cell.source) for cell in cells if cell.cell_type == "code"]
 
 
 def with_ids(nb: NotebookNode) -> NotebookNode:

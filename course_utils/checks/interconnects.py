@@ -130,12 +130,12 @@ def _trips(repeats: int) -> list[float]:
 def _with_clock(x: torch.Tensor, fn: Callable, repeats: int) -> Any:
     """Call the answer with a clock that moves when this rank has waited for a message."""
     from course_utils import record
-    from course_utils.ranks import tracker
+    from course_utils.ranks import interceptor
 
     trips = _trips(repeats)
 
     def clock() -> float:
-        under_way = tracker.unfinished()
+        under_way = interceptor.unfinished()
         return 100.0 + sum(trips[: sum(e.op == "recv" and all(e is not u for u in under_way) for e in ledger)])
 
     with record() as ledger:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from ..ranks import tracker
+from ..ranks import interceptor
 from ..torch_internals import c10d, default_store
 from .replay import ARRIVED, LEAVE, MEET, RECORD, SEND, SENT, Replay
 
@@ -195,7 +195,7 @@ def emulate(topology, slowdown: float = 0.0) -> Iterator[Clock]:
     if dist.ProcessGroup.send.__module__ == __name__:
         raise RuntimeError("emulate() inside emulate(): end one block before the next")
     clock = Clock(topology, slowdown)
-    tracker.install()
+    interceptor.install()
     put_back = _listen(clock)
     try:
         yield clock
@@ -212,7 +212,7 @@ def _listen(clock: Clock) -> Callable[[], None]:
     """Let `clock` see the messages of this process; return how to undo that, as often as one likes."""
     group_class = dist.ProcessGroup
     plain_send, plain_recv = group_class.send, group_class.recv
-    make_group, begin = c10d._new_process_group_helper, tracker._begin
+    make_group, begin = c10d._new_process_group_helper, interceptor._begin
 
     def send(group, tensors, peer, tag):
         return clock._issue(SENT, plain_send, group, tensors, peer, tag)
@@ -237,7 +237,7 @@ def _listen(clock: Clock) -> Callable[[], None]:
         return begin(op, *args)
 
     ours = [(group_class, method.__name__, method) for method in (send, recv, recv_anysource)]
-    ours += [(c10d, make_group.__name__, new_group), (tracker, "_begin", refuse)]
+    ours += [(c10d, make_group.__name__, new_group), (interceptor, "_begin", refuse)]
     before = [(place, name, vars(place).get(name, begin)) for place, name, _ in ours]
 
     def put_back() -> None:

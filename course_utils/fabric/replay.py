@@ -11,7 +11,7 @@ SEND, SENT, ARRIVED, MEET, LEAVE = range(5)  # SENT and ARRIVED: waits of the tw
 RECORD = struct.Struct("<BxHHxxIIqQ")  # kind, rank, peer, channel, number, tag, size: 32 bytes
 
 
-class Message(NamedTuple):
+class InFlight(NamedTuple):
     asked: float  # emulated second of the call
     src: int
     order: int  # of the call, among those of its sender
@@ -31,7 +31,7 @@ class Replay:
         self.clock = [0.0] * n
         self.todo: list[deque] = [deque() for _ in range(n)]
         self.left: set[int] = set()
-        self.waiting: list[Message] = []
+        self.waiting: list[InFlight] = []
         self.times: dict[tuple, tuple[float, float]] = {}  # message: when its last byte has left, when it has arrived
         self.meetings: dict[tuple, list[int]] = defaultdict(list)
         self.free: dict[tuple, float] = defaultdict(float)  # link and where it is entered: free from then on
@@ -59,7 +59,7 @@ class Replay:
             self._run(message.src)
             self._run(message.dst)
 
-    def _earliest(self, message: Message) -> float:
+    def _earliest(self, message: InFlight) -> float:
         links, _, _ = self.route(message.src, message.dst)
         return max([message.asked, *(self.free[link] for link, _ in links)])
 
@@ -87,7 +87,7 @@ class Replay:
             src, dst = (peer, rank) if kind == ARRIVED else (rank, peer)
             key = (src, dst, channel, tag, number)
             if kind == SEND:
-                self.waiting.append(Message(self.clock[rank], src, next(self.order), dst, size, key))
+                self.waiting.append(InFlight(self.clock[rank], src, next(self.order), dst, size, key))
             elif kind == MEET:
                 if not self._meet(rank, channel, number):
                     return

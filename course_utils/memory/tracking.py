@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook as _AFTER_STEP
 from torch.optim.optimizer import register_optimizer_step_pre_hook as _BEFORE_STEP
 
-from ..ranks import Entry, tracker
+from ..ranks import Entry, interceptor
 from ..torch_internals import (
     FakeTensor,
     TorchDispatchMode,
@@ -203,8 +203,8 @@ class Tracker(TorchDispatchMode):
             before = [storage_use_count(storage._cdata) for storage in used]
             result = func(*args, **(kwargs or {}))
             grown = [s._cdata for s, uses in zip(used, before, strict=True) if storage_use_count(s._cdata) > uses]
-            if grown and tracker.pending:
-                self._in_flight.append((tracker.pending[-1][0], grown))
+            if grown and interceptor.pending:
+                self._in_flight.append((interceptor.pending[-1][0], grown))
             for number in numbers:
                 if not recorded and self._parts[number] == "activations":
                     self._parts[number] = "buffers"  # DDP makes its buckets during forward
@@ -218,8 +218,8 @@ class Tracker(TorchDispatchMode):
         if not self._in_flight:
             return
         before = {a: storage_use_count(a) for _, addresses in self._in_flight for a in addresses if a in self._known}
-        tracker.settle()
-        pending = {id(entry) for entry, _ in tracker.pending}
+        interceptor.settle()
+        pending = {id(entry) for entry, _ in interceptor.pending}
         over = [a for entry, addresses in self._in_flight if id(entry) not in pending for a in addresses]
         self._in_flight = [flight for flight in self._in_flight if id(flight[0]) in pending]
         until = time.monotonic() + _PATIENCE

@@ -19,7 +19,6 @@ from .loading import LOADING_COLORS, file_layout, loader_bars, page_accesses, ti
 from .memory import (
     PART_COLORS,
     byte_axis,
-    decimal_bytes,
     memory_bars,
     memory_over_length,
     memory_over_time,
@@ -48,7 +47,7 @@ from .training import bucket_picture, loss_curves, replicas, step_timelines
 __all__ = [
     "ALGORITHM_COLORS", "DIMENSION_COLORS", "LOADING_COLORS", "PART_COLORS", "PIPELINE_COLORS", "RANK_COLORS",
     "TIME_COLORS", "activation_steps", "algorithm_color", "bandwidth", "before_after", "bubble_curves", "bucket_choice",
-    "bucket_picture", "bucket_sweep", "checkpointing", "crossover", "cut_picture", "decimal_bytes", "file_layout",
+    "bucket_picture", "bucket_sweep", "checkpointing", "crossover", "cut_picture", "file_layout",
     "generations", "gradient_range", "ladder", "latency_fit", "layout_bars", "layout_name", "loader_bars",
     "loss_curves", "memory_bars", "memory_over_length", "memory_over_time", "mesh_grid", "mesh_picture",
     "model_against_emulation", "page_accesses", "partition_picture", "predicted_against_published",

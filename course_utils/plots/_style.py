@@ -17,8 +17,8 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, NullLocator
 from PIL import Image
 
-from ..costs import format_bytes
 from ..ranks import wanted
+from ..units import format_bytes
 
 #: Okabe and Ito's colour-blind-safe palette, in an order that keeps neighbours apart.
 RANK_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")

@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from ..costs import Cluster, all_reduce_seconds, busbw, format_bytes
+from ..costs import Cluster, all_reduce_seconds, busbw
 from ..recorded import Table
+from ..units import format_bytes
 from ._style import FAINT, HALO, INK, MARKERS, RANK_COLORS, WIDTH, Drawing, label_lines, new_figure, size_axis
 
 __all__ = [

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from ..costs import format_bytes
+from ..units import format_bytes
 from ._style import FAINT, RANK_COLORS, WIDTH, grid_figure, new_figure, tint
 from .memory import legend, points_per_unit
 

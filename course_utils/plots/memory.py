@@ -18,6 +18,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
+from ..units import byte_unit, decimal_bytes
 from ._style import INK, MARKERS, RANK_COLORS, label_lines, new_figure, tint
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     Parts = Memory | Mapping[str, float]
 
 __all__ = [
-    "PART_COLORS", "decimal_bytes", "memory_bars", "memory_over_length", "memory_over_time", "partition_picture",
+    "PART_COLORS", "memory_bars", "memory_over_length", "memory_over_time", "partition_picture",
 ]  # fmt: skip
 
 #: One colour for each part of memory, in the order of `memory.PARTS`, the same in every figure.
@@ -37,7 +38,6 @@ PART_COLORS = {
 _STATES = ("parameters", "gradients", "optimizer")
 _TOO_MUCH = "#B33C00"
 _SMALL = 8.5
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def _parts(memory: Parts) -> dict[str, float]:
@@ -56,25 +56,8 @@ def _parts(memory: Parts) -> dict[str, float]:
     return {part: float(given.get(part, 0)) for part in PART_COLORS}
 
 
-def _scale(largest: float) -> tuple[float, str]:
-    """Return the bytes of one unit, and its name, for sizes up to `largest`."""
-    power = 0
-    while power < len(_UNITS) - 1 and largest >= 999.5 * 1000**power:
-        power += 1
-    return 1000.0**power, _UNITS[power]
-
-
-def decimal_bytes(size: float) -> str:
-    """Return `size` in bytes to three digits with a decimal prefix, such as ``31.4 GB``."""
-    scale, unit = _scale(size)
-    value = size / scale
-    digits = 0 if value >= 99.95 or unit == "B" else 1 if value >= 9.995 else 2
-    number = f"{value:,.{digits}f}"
-    return f"{number.rstrip('0').rstrip('.') if digits else number} {unit}"
-
-
 def byte_axis(axis, largest: float, label: str) -> None:
-    scale, unit = _scale(largest)
+    scale, unit = byte_unit(largest)
     axis.set_major_locator(_Round(scale))
     axis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / scale:,.6g}"))
     axis.set_label_text(f"{label} ({unit})")

@@ -12,8 +12,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..units import decimal_bytes
 from ._style import HALO, INK, MARKERS, RANK_COLORS, new_figure, tint
-from .memory import byte_axis, decimal_bytes, legend, points_per_unit
+from .memory import byte_axis, legend, points_per_unit
 from .mesh import DIMENSION_COLORS
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from ..costs import format_bytes
 from ..recorded import Scaling
+from ..units import format_bytes
 from ._style import (
     FAINT,
     HALO,

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from ..units import decimal_bytes
 from ._style import INK, RANK_COLORS, WIDTH, grid_figure, new_figure, tint
-from .memory import PART_COLORS, byte_axis, decimal_bytes, few, legend, points_per_unit
+from .memory import PART_COLORS, byte_axis, few, legend, points_per_unit
 
 __all__ = ["mesh_picture", "shard_timeline"]
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-from ..costs import format_bytes
+from ..units import format_bytes
 from ._style import FAINT, INK, RANK_COLORS, label_lines, new_figure, rank_color, tint
 
 __all__ = ["bucket_picture", "loss_curves", "replicas", "step_timelines"]

@@ -12,7 +12,7 @@ _HOME = {
     "launch": "launcher", "run": "launcher", "device": "launcher", "shutdown": "launcher", "gpu_count": "launcher",
     "on_a_rank": "launcher", "settle": "launcher",
     "WorkerError": "errors", "HangError": "errors", "Interrupted": "errors", "expect_error": "errors",
-    "record": "ledger", "Ledger": "ledger", "Entry": "ledger", "tracker": "ledger",
+    "record": "ledger", "Ledger": "ledger", "Entry": "ledger", "interceptor": "ledger",
     "share": "processes", "Watch": "watch", "is_learner": "learner_code", "wanted": "status_line",
     "RankMagics": "magics",
 }  # fmt: skip

@@ -31,7 +31,7 @@ class Collector:
     ----------
     results : dict
         Pickled results by rank.
-    books : dict
+    communication : dict
         What each rank that returned has communicated.
     lost : set of int
         Ranks that must not serve another call.
@@ -42,7 +42,7 @@ class Collector:
     def __init__(self, call, number: int, ranks: list[int], workers: dict[int, Worker], interrupts: Interrupts):
         self.call, self.number, self.ranks, self.workers = call, number, ranks, workers
         self.results: dict[int, bytes | None] = {}
-        self.books: dict[int, dict] = {}
+        self.communication: dict[int, dict] = {}
         self.lost: set[int] = set()
         self.same_group = True
         self._failures: dict[int, dict] = {}
@@ -70,7 +70,7 @@ class Collector:
             if self._failures:
                 raise self._first_cause(standings)
             raise self._hang(standings, unfinished, verdict)
-        self._close_books()
+        self._judge_group()
         for rank in self.ranks:
             self._merger.close(rank)
         self._merger.flush()
@@ -150,7 +150,7 @@ class Collector:
 
     def _read_reply(self, rank: int) -> None:
         try:
-            kind, number, content, books, kept = self.workers[rank].task.recv()
+            kind, number, content, communication, kept = self.workers[rank].task.recv()
         except (EOFError, OSError):
             return  # it has died: its sentinel says how
         if number != self.number:
@@ -161,7 +161,7 @@ class Collector:
         if self._stopping:
             return
         if kind == "done":
-            self.results[rank], self.books[rank] = content, books
+            self.results[rank], self.communication[rank] = content, communication
         else:
             self._failures[rank] = content | {"seen": time.monotonic()}
 
@@ -221,8 +221,8 @@ class Collector:
                 standings[rank] = {"phase": "died" if "death" in failure else "failed"} | failure
                 if failure["connection"]:  # it was waiting when another rank went
                     standings[rank]["waiting"] = failure["last"]
-            elif rank in self.books:
-                standings[rank] = {"phase": "returned"} | self.books[rank]
+            elif rank in self.communication:
+                standings[rank] = {"phase": "returned"} | self.communication[rank]
         for rank in set(range(self.call.world_size)).difference(self.ranks):
             standings[rank] = {"phase": "not in this cell", "last": None}
         return standings
@@ -291,14 +291,14 @@ class Collector:
         failure = min(self._failures.items(), key=order)[1]
         return errors.worker_error(failure, self._failures, standings)
 
-    def _close_books(self) -> None:
+    def _judge_group(self) -> None:
         """Have the group made anew if ranks called different things, left messages, made others or destroyed it."""
-        self.same_group = all(books["same_group"] for books in self.books.values())
+        parts = list(self.communication.values())
+        self.same_group = all(part["same_group"] for part in parts)
         if self.call.cell is not None:
             return  # what a cell leaves under way, another may finish
-        sent = sum(books["sent"] for books in self.books.values())
-        received = sum(books["received"] for books in self.books.values())
-        entries = [(key, entry) for books in self.books.values() for key, entry in books["latest"].items()]
+        sent, received = sum(part["sent"] for part in parts), sum(part["received"] for part in parts)
+        entries = [(key, entry) for part in parts for key, entry in part["latest"].items()]
         joined = {(key, entry["number"]): 0 for key, entry in entries}
         for key, entry in entries:
             joined[key, entry["number"]] += 1
@@ -308,8 +308,8 @@ class Collector:
     def _warn(self) -> None:
         """Say which collective the ranks have called differently, if the library has not noticed it."""
         by_group: dict[str, dict[int, int]] = {}
-        for rank, books in self.books.items():
-            for key, digest in books["digests"].items():
+        for rank, part in self.communication.items():
+            for key, digest in part["digests"].items():
                 by_group.setdefault(key, {})[rank] = digest
         differ = [key for key, digests in by_group.items() if len(set(digests.values())) > 1]
         signatures = self._ask("signatures", set(self.ranks)) if differ else {}

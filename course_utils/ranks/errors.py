@@ -9,7 +9,8 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from .labels import align, rank_label, size_text
+from ..units import decimal_bytes
+from .labels import align, rank_label
 
 __all__ = ["HangError", "Interrupted", "WorkerError", "expect_error"]
 
@@ -163,7 +164,7 @@ def operation_text(entry: dict | None) -> str:
     """An operation in words: ``all_reduce #3 (default, 4 kB)``: its number among the group's, the group, the size."""
     if entry is None:
         return "none"
-    size = f", {size_text(entry['bytes'])}" if entry["op"] != "barrier" else ""
+    size = f", {decimal_bytes(entry['bytes'])}" if entry["op"] != "barrier" else ""
     if entry["op"] == "send":
         return f"send to rank {entry['peer']} ({size[2:]})"
     if entry["op"] == "recv":
@@ -231,7 +232,7 @@ def difference(calls: dict[int, list[tuple]]) -> str:
         return ""
     ranks, operation = list(calls), together[0][0]
     for what, position, show in (("operations", 0, str), ("reductions", 1, str), ("dtypes", 2, str),
-                                 ("sizes", 3, size_text), ("roots", 4, "root {}".format)):  # fmt: skip
+                                 ("sizes", 3, decimal_bytes), ("roots", 4, "root {}".format)):  # fmt: skip
         values: dict = {}
         for rank, signature in zip(ranks, together, strict=True):
             values.setdefault(signature[position], []).append(rank)
@@ -254,7 +255,7 @@ def mismatch(last: dict | None, standings: dict[int, dict]) -> str:
     }
     if len(set(sizes.values())) < 2:
         return ""
-    text = ", ".join(f"rank {rank} {size_text(size)}" for rank, size in sizes.items())
+    text = ", ".join(f"rank {rank} {decimal_bytes(size)}" for rank, size in sizes.items())
     return f"Likely fault: {last['op']} number {last['number']} was called with different sizes: {text}."
 
 
@@ -328,7 +329,7 @@ def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> t
             why = [_plural(reason) if len(missing) > 1 else reason for reason in reasons]
         who = f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
         return missing[0], f"{who} in {name}; {rank_label(missing)} never joined it ({'; '.join(why)})."
-    for what, field, show in (("sizes", "bytes", size_text), ("roots", "peer", "root {}".format)):
+    for what, field, show in (("sizes", "bytes", decimal_bytes), ("roots", "peer", "root {}".format)):
         values = {r: entry[field] for r, entry in here.items()}
         if len(set(values.values())) > 1:
             text = ", ".join(f"rank {r} {show(value)}" for r, value in values.items())

@@ -18,15 +18,6 @@ def rank_label(ranks: list[int]) -> str:
     return "ranks " + ",".join(parts)
 
 
-def size_text(size: float) -> str:
-    """Bytes with a decimal unit: ``4 kB``, ``1.05 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
 def align(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     """Rows of text as columns of equal width; ``right`` names the columns to align to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

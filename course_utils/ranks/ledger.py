@@ -23,12 +23,11 @@ from .learner_code import is_learner
 __all__ = ["Entry", "Ledger", "record"]
 
 _NAMES = {
-    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather", "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather", "allgather_into_tensor_coalesced_": "all_gather",
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "allgather_": "all_gather",
+    "_allgather_base_": "all_gather", "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
     "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter", "alltoall_": "all_to_all", "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
     "barrier": "barrier", "monitored_barrier_": "barrier",
     "send": "send", "recv_": "recv", "recv_any_source_": "recv",
@@ -158,14 +157,14 @@ def record() -> Iterator[Ledger]:
     The ledger is complete when the block ends; asynchronous operations still under way then have ``end`` None until
     they complete. It may be returned from a rank. Blocks can be nested.
     """
-    tracker.install()
+    interceptor.install()
     ledger = Ledger()
-    tracker.recorders.append(ledger)
+    interceptor.recorders.append(ledger)
     try:
         yield ledger
     finally:
-        tracker.recorders.remove(ledger)
-        tracker.settle()
+        interceptor.recorders.remove(ledger)
+        interceptor.settle()
 
 
 class _Silent:
@@ -191,7 +190,7 @@ class _Barrier:
         return self.future.done()
 
 
-class Tracker:
+class Interceptor:
     """The kernels in front of the c10d operators, and what is known of this rank's communication at any moment."""
 
     def __init__(self):
@@ -226,7 +225,6 @@ class Tracker:
         import torch.distributed as dist
 
         from .. import torch_internals
-
         self._group = dist.ProcessGroup.unbox
         self._work = torch_internals.unbox_work
         self._ranks = dist.get_process_group_ranks
@@ -399,4 +397,4 @@ def _reduction() -> str:
 
 _shared: dict[tuple, tuple] = {}  # equal signatures are one object
 
-tracker = Tracker()
+interceptor = Interceptor()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..torch_internals import abort_process_groups, forget_process_groups, open_groups, replace_rendezvous
-from .ledger import tracker
+from .ledger import interceptor
 from .state import state
 
 _NEVER = timedelta(days=1)  # it is the launcher that watches the time
@@ -61,8 +61,8 @@ def drop() -> None:
 
 def untouched() -> bool:
     """Whether a function has left the default group as it was: nothing under way in it, no other groups made."""
-    tracker.settle()
-    return not tracker.unfinished() and len(open_groups()) == 1
+    interceptor.settle()
+    return not interceptor.unfinished() and len(open_groups()) == 1
 
 
 def _torchrun_names(world_size: int, port: int, program: bool) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch.distributed
 
 from ..torch_internals import C10D_FILE, group_names
 from .learner_code import is_learner
-from .ledger import Entry, tracker
+from .ledger import Entry, interceptor
 from .settings import extra_threads
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -76,7 +76,7 @@ def _group_label(entry: Entry) -> str:
 
 def latest() -> dict[str, dict]:
     """The last collective of each group."""
-    return {key: entry_data(entry) for key, entry in tracker.latest.items()}
+    return {key: entry_data(entry) for key, entry in interceptor.latest.items()}
 
 
 def standing(phase: str, running: bool) -> dict:
@@ -92,19 +92,20 @@ def standing(phase: str, running: bool) -> dict:
         frames.append(_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     line = next((f for f in frames if f["learner"]), None)
-    unfinished = tracker.unfinished()
+    unfinished = interceptor.unfinished()
     in_torch = bool(frames) and frames[0]["file"].startswith(os.path.dirname(torch.__file__))
     on_wait = line is not None and (".wait(" in line["text"] or ".synchronize(" in line["text"])
     on_stream = torch.cuda.is_initialized()  # NCCL waits on the GPU, wherever Python is
     here = [entry for entry in unfinished if line is not None and entry.where == (line["file"], line["line"])]
     oldest = (unfinished if on_stream else here or unfinished)[:1]  # what this line has started, if anything
-    inside = tracker.inside
+    inside = interceptor.inside
     waiting = inside or (oldest[0] if oldest and (in_torch or on_wait or on_stream) else None)
     return {
         "phase": phase, "line": line if phase == "running" else None,
-        "waiting": entry_data(waiting) if running else None, "last": entry_data(tracker.last),
+        "waiting": entry_data(waiting) if running else None, "last": entry_data(interceptor.last),
         "latest": latest(), "unfinished": [entry_data(e) for e in unfinished + [inside] * (inside is not None)],
-        "streams": dict(tracker.streams), "begun": sum(tracker.numbers.values()), "threads": len(extra_threads()),
+        "streams": dict(interceptor.streams), "begun": sum(interceptor.numbers.values()),
+        "threads": len(extra_threads()),
         "held": inside is not None or on_wait or bool(frames) and frames[0]["file"].startswith(C10D_FILE),
         "meets": any(f["function"] == "_new_process_group_helper" for f in frames),
         "importing": any(f["file"].startswith("<frozen importlib") for f in frames),

@@ -42,7 +42,7 @@ from . import display, process_group, serialization, standing
 from . import multiprocessing_internals as internals
 from .channels import IDLE_SECONDS, MARK, STATUS_BYTES
 from .descendants import adopt_orphans, end_descendants
-from .ledger import tracker
+from .ledger import interceptor
 from .modules import Modules, clock
 from .settings import Settings, note_threads, seed
 from .state import state
@@ -59,7 +59,7 @@ if folder := os.environ.get("COURSE_UTILS_FOLDER"):  # this is the fork server
     atexit.register(_end, folder)
     adopt_orphans()
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # it is one of the adopted
-    tracker.install()
+    interceptor.install()
     gc.collect()
     gc.freeze()  # what all ranks share stays shared: the collector does not write into these pages
 
@@ -73,7 +73,7 @@ def main(rank: int, task, control, output, status, environment: dict, folder: st
     _detach(status, output)
     internals.set_folder(folder)
     _take_environment(environment)
-    tracker.install()
+    interceptor.install()
     torch.set_num_threads(1)
     process_group.install()
     builtins.display = display.display
@@ -154,7 +154,7 @@ def _detach(status, output) -> None:
     internals.set_daemon(False)  # a DataLoader may start workers here,
     multiprocessing.set_start_method("fork", force=True)  # also of a data set that was defined in a cell
     fd = status.detach()
-    tracker.status = mmap.mmap(fd, STATUS_BYTES)
+    interceptor.status = mmap.mmap(fd, STATUS_BYTES)
     os.lseek(fd, STATUS_BYTES, os.SEEK_SET)
     faulthandler.enable(file=fd, all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=False)
@@ -196,7 +196,7 @@ def _take_environment(environment: dict) -> None:
 
 
 def _serve(header: dict, body: bytes) -> tuple:
-    """Run one call; the reply is ``("done", call, result, books)`` or ``("error", call, failure, None)``."""
+    """Run one call; the reply is ``("done", call, result, communication)`` or ``("error", call, failure, None)``."""
     call = header["call"]
     state.rendezvous = 0
     try:
@@ -206,10 +206,10 @@ def _serve(header: dict, body: bytes) -> tuple:
             state.place, state.environment = header["place"], None
             _take_place()
         linecache.cache.update(header["sources"])
-        tracker.reset()
+        interceptor.reset()
         process_group.prepare(header)
         state.environment = os.environ._data.copy()
-        tracker.reset()
+        interceptor.reset()
         state.phase = "running"
         result = _run_cell(header, body) if header["cell"] else _run_function(body)
         if not header["init"]:
@@ -218,17 +218,18 @@ def _serve(header: dict, body: bytes) -> tuple:
         state.running = False
         same = dist.is_initialized() and state.generation == header["generation"]
         same = same and (header["cell"] or process_group.untouched())
-        books = {
-            "latest": standing.latest(), "last": standing.entry_data(tracker.last), "sent": tracker.sent,
-            "received": tracker.received, "digests": tracker.digests, "streams": tracker.streams, "same_group": same,
+        communication = {
+            "latest": standing.latest(), "last": standing.entry_data(interceptor.last), "same_group": same,
+            "sent": interceptor.sent, "received": interceptor.received, "digests": interceptor.digests,
+            "streams": interceptor.streams,
         }  # fmt: skip
-        tracker.pending.clear()
-        return "done", call, result, books
+        interceptor.pending.clear()
+        return "done", call, result, communication
     except BaseException as error:
         state.running = False
         starting, state.phase = state.phase == "starting", "failed"
         failure = standing.describe(error)
-        failure["last"] = standing.entry_data(tracker.last)
+        failure["last"] = standing.entry_data(interceptor.last)
         failure["line"] = next((f for f in reversed(failure["frames"]) if f["learner"]), None)
         failure["latest"] = standing.latest()
         failure["starting"] = starting
@@ -246,7 +247,7 @@ def _take_place() -> None:
 def _tidy(settings: Settings) -> None:
     """After a function has run and its result is sent: nothing that it set reaches into the next."""
     gc.collect()
-    tracker.groups.clear()
+    interceptor.groups.clear()
     _open_streams()
     settings.put_back()
     _take_place()
@@ -339,7 +340,7 @@ def _answer(control) -> None:
                 case "where", number:
                     control.send((number, standing.standing(state.phase, state.running)))
                 case "signatures", number:
-                    control.send((number, tracker.signatures))
+                    control.send((number, interceptor.signatures))
                 case "abort", call:
                     _abort(call)
         except (EOFError, OSError):

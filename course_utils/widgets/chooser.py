@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from ..costs import ALL_REDUCE_ALGORITHMS, Cluster, all_reduce_seconds, flat, format_bytes
+from ..costs import ALL_REDUCE_ALGORITHMS, Cluster, all_reduce_seconds, flat
 from ..hardware import LINKS
 from ..plots import algorithm_color, draw_crossover, new_figure, spoken
+from ..units import format_bytes
 from ._explorer import Explorer, Picture
 
 __all__ = ["algorithm_chooser"]

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 from .. import memory, models
 from ..hardware import GPU, GPUS
-from ..plots import FAINT, INK, PART_COLORS, byte_axis, decimal_bytes, new_figure, tint
+from ..plots import FAINT, INK, PART_COLORS, byte_axis, new_figure, tint
+from ..units import decimal_bytes
 from ._explorer import Explorer, Picture
 
 __all__ = ["Verdict", "judge", "memory_calculator"]

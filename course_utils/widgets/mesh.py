@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import ipywidgets as widgets
 
 from ..planner import CLUSTERS, MODELS, RECOMPUTE, Cluster, Layout, cluster, legal, mesh_groups, traffic
-from ..plots import decimal_bytes, dimension_color, mesh_grid, short_ranks
+from ..plots import dimension_color, mesh_grid, short_ranks
+from ..units import decimal_bytes
 from ._explorer import Explorer, Picture
 
 __all__ = ["Group", "groups_of", "mesh_explorer"]

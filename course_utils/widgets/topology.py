@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import ipywidgets as widgets
 
-from ..costs import format_bytes
 from ..plots import topology_picture
 from ..topology import REFERENCES, Path, Topology, cluster, reference, this_machine
+from ..units import format_bytes
 from ._explorer import Explorer, Picture
 
 __all__ = ["topology_explorer"]

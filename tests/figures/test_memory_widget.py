@@ -6,7 +6,7 @@ import pytest
 
 from course_utils import hardware, memory, models
 from course_utils.memory import Memory
-from course_utils.plots import decimal_bytes
+from course_utils.units import decimal_bytes
 from course_utils.widgets import memory_calculator
 from course_utils.widgets.memory import judge
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from course_utils import launch, planner
-from course_utils.plots import decimal_bytes
+from course_utils.units import decimal_bytes
 from course_utils.widgets.mesh import groups_of, mesh_explorer
 
 SIZES = {"pp": 4, "dp": 8, "tp": 8}

@@ -8,6 +8,7 @@ from matplotlib.patches import Rectangle
 from course_utils import memory, plots
 from course_utils.memory import Memory
 from course_utils.plots import PART_COLORS
+from course_utils.units import decimal_bytes
 
 
 def texts(ax):
@@ -27,7 +28,7 @@ def bars(ax, color):
     (120e9, "120 GB"), (1.875e9, "1.88 GB"), (2.8e12, "2.8 TB"), (3e18, "3,000 PB"),
 ])  # fmt: skip
 def test_sizes_are_decimal_with_three_digits(size, expected):
-    assert plots.decimal_bytes(size) == expected
+    assert decimal_bytes(size) == expected
 
 
 def test_every_part_of_memory_has_a_colour_of_its_own():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from typing import Any
 
 from conftest import ROOT
+
+from course_utils.authoring import code_cells
 
 
 def definitions(number: str, **given: Any) -> dict:
@@ -15,13 +16,10 @@ def definitions(number: str, **given: Any) -> dict:
     `given` stands for what other lines of the lesson would have made.
     """
     (source,) = (path for path in (ROOT / "sources").glob(f"{number}_*.py") if not path.stem.endswith("_exercises"))
-    parts = re.split(r"^# %%(.*)$", source.read_text(encoding="utf-8"), flags=re.MULTILINE)
     names: dict = {"__name__": "__main__", **given}  # so that ranks get the definitions themselves
-    for head, code in zip(parts[1::2], parts[2::2], strict=True):
-        if "[markdown]" in head:
-            continue
-        found = ast.parse(code.strip()).body
-        if "parameters" not in head:
+    for tags, code in code_cells(source):
+        found = ast.parse(code).body
+        if "parameters" not in tags:
             found = [node for node in found if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         exec(compile(ast.Module(found, []), str(source), "exec"), names)
     return names

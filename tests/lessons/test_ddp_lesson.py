@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import io
 import re
@@ -15,6 +14,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from lessons import definitions
 from torch import nn
 from torch.utils.data import DistributedSampler
 
@@ -31,15 +31,7 @@ KINDS = ("AfterBackward", "FlatBuckets", "Overlapped")
 @cache
 def lesson() -> dict:
     """Imports and parameters of the lesson's first cell, and every function and class that a cell defines."""
-    source = ROOT / "sources" / "04_ddp.py"
-    parts = re.split(r"^# %%(.*)$", source.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    names: dict = {"__name__": "__main__"}
-    for head, code in zip(parts[1::2], parts[2::2], strict=True):
-        if "[markdown]" not in head:
-            body = ast.parse(code.strip()).body
-            if "parameters" not in head:
-                body = [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-            exec(compile(ast.Module(body, []), str(source), "exec"), names)
+    names = definitions("04")
     names["windows"] = names["Windows"]("train")
     return names
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from course_utils import WorkerError, launch, record
+from course_utils.authoring import code_cells
 from course_utils.checks import message_steps
 from course_utils.costs import Cluster, all_reduce_bytes, all_reduce_steps
 
@@ -31,12 +31,10 @@ ROUNDING = 2  # pieces differ by one number where n does not divide the size, on
 @cache
 def lesson() -> dict[str, Callable]:
     """Every function that a code cell of the lesson defines, by name; no cell is run."""
-    parts = re.split(r"^# %%(.*)$", SOURCE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     names: dict = {"__name__": "__main__", "torch": torch, "dist": dist}
-    for head, code in zip(parts[1::2], parts[2::2], strict=True):
-        if "[markdown]" not in head:
-            found = [node for node in ast.parse(code.strip()).body if isinstance(node, ast.FunctionDef)]
-            exec(compile(ast.Module(found, []), str(SOURCE), "exec"), names)
+    for _, code in code_cells(SOURCE):
+        found = [node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
+        exec(compile(ast.Module(found, []), str(SOURCE), "exec"), names)
     return names
 
 
