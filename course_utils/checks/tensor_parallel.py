@@ -361,7 +361,7 @@ def _wrong_reads(shards: list[Tensor], words: Tensor, starts: list[int], read: R
 
 # ------------------------------------------------------------------------------------------------ loss
 
-_LOSS_CASES = (  # ranks, name, vocabulary, level of the logits, what word 3 has more, hint if it fails first
+_LOSS_CASES = (  # ranks, name, vocabulary, level of the logits, what one of them has more, hint if it fails first
     (2, "a vocabulary of 12", 12, 0.0, 0.0, None),
     (2, "logits about 1,000", 12, 1000.0, 0.0, None),
     (2, "logits about -1,000", 12, -1000.0, 0.0, None),
@@ -386,7 +386,7 @@ def vocab_parallel_loss(fn: Callable, timeout: float = TIMEOUT) -> None:
         ends = [start - 1 for start in (*starts[1:], vocabulary)]
         targets = torch.tensor([*starts, *ends, vocabulary // 3])
         logits = level + _numbers(tokens, vocabulary, seed=60 + n, scale=2.0)
-        logits[:, 3] += more
+        logits[0, 3] += more
         shards = list(logits.tensor_split(n, 1))
         leaves = [{"logits": shards[r].clone(), "targets": targets, "first": torch.tensor(starts[r])} for r in range(n)]
         upstream = torch.tensor(UPSTREAM, dtype=torch.float64)
@@ -583,11 +583,11 @@ def sequence_parallel_norm(fn: Callable, timeout: float = TIMEOUT) -> None:
         defaults = {"gain": "norm-gradient"} if n > 1 else {}
         _compare(exercise, results, list(y.chunk(n)), gradients, slips, defaults)
         for _, result in exercise.each(results if n > 1 else []):
-            both, gain = _reduced(n, y.nbytes), whole["gain"].nbytes
-            for way, summed, gathered in (("forward", 0, 0), ("backward", gain, (n - 1) * gain)):
+            for way, gain in {"forward": 0, "backward": whole["gain"].nbytes}.items():
                 reduced, where = [e for e in result[way] if e.op == "all_reduce"], f"in {way}, "
-                exercise.audit(reduced, carried=summed, where=where, keys={"too-many-bytes": "all-reduce"})
-                exercise.audit(result[way], sent=(both, both + max(_reduced(n, summed), gathered)), where=where)
+                exercise.audit(reduced, carried=gain, where=where, keys={"too-many-bytes": "all-reduce"})
+                limits = {"carried": 2 * y.nbytes + n * gain, "sent": (_reduced(n, y.nbytes), None)}
+                exercise.audit(result[way], where=where, **limits)
             copies = sum(size >= y.nbytes for size in result["kept"])
             what = f"{copies} tensors of all tokens are kept for backward; 1 is enough."
             exercise.require(copies <= 1, "whole-norm", what)

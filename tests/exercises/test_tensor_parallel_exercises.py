@@ -236,6 +236,7 @@ VOCAB_PARALLEL_LOSS = {
         f"{LARGEST}  ->  largest = logits.new_zeros(len(logits))",
         f"{MAXIMUM}  ->  dist.all_reduce(largest)",
         {"detach().amax(1)": "detach().mean(1)", MAXIMUM: "dist.all_reduce(largest, op=dist.ReduceOp.AVG)"},
+        f"{LARGEST}  ->  largest = logits.detach().max().expand(len(logits)).clone()",
     ],
     "local-max": [
         f"{MAXIMUM}  ->  pass",
@@ -479,13 +480,17 @@ SEQUENCE_PARALLEL_NORM_RIGHT = {
         "tokens =": "gain = gain.view_as(gain)\ngain.register_hook(summed)\ntokens =",
         "f(gain)": "gain",
     },
+    "a broadcast from each rank": {
+        "dist.all_gather_single(whole, x.contiguous())": f"whole{OWN}.copy_(x)\n"
+        f"for r, part in enumerate(whole.chunk({RANKS})):\n    dist.broadcast(part, src=r)"
+    },
     "all-to-all, summed here": {
         "dist.reduce_scatter_single(part, x.contiguous())\n    return part": "pieces = torch.empty_like(x)\n"
         "dist.all_to_all_single(pieces, x.contiguous())\n"
         "return pieces.unflatten(0, (dist.get_world_size(), len(part))).sum(0)",
     },
     "gradients of the gain gathered": {
-        "f(gain)": """with_backward(torch.clone, lambda dy: gathered(dy[None]).sum(0))(gain)"""
+        "f(gain)": "with_backward(torch.clone, lambda dy: gathered(dy[None]).sum(0))(gain)"
     },
     "asynchronous gather": {
         "dist.all_gather_single(whole, x.contiguous())": "dist.all_gather_single(whole, x.contiguous(), "
