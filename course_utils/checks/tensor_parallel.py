@@ -112,11 +112,10 @@ def _compare(
         exercise.require(not result["changed"], "input-changed", what)
     for rank, result in exercise.each(results):
         for name, right in gradients[rank].items():
-            got, default = result["gradients"][name], (defaults or {}).get(name, "no-gradient")
+            got, key = result["gradients"][name], (defaults or {}).get(name)
             if got is None:
-                exercise.refuse(exercise.fallback or default, f"{name} has no gradient.")
-            default = "value" if default == "no-gradient" else default
-            _equal(exercise, got, right, f"the gradient of {name}", partial(slips, rank, name), default)
+                exercise.refuse(exercise.fallback or key or "no-gradient", f"{name} has no gradient.")
+            _equal(exercise, got, right, f"the gradient of {name}", partial(slips, rank, name), key or "value")
 
 
 def _equal(
