@@ -17,7 +17,7 @@ pytestmark = pytest.mark.guard(60)
 RANK, RANKS = "dist.get_rank()", "dist.get_world_size()"
 G = "with_backward(summed, lambda dy: dy)"
 F_BACKWARD = "x.view_as(x), summed)"
-HOOK = "{0}.register_hook(summed)\n"
+HOOK = "x.register_hook(summed)\n"
 G_BACKWARD = "lambda dy: dy  ->  summed"  # g sums the gradient as well
 G_MEAN = f"{G}  ->  with_backward(lambda x: summed(x) / {RANKS}, lambda dy: dy)"
 F_MEAN = f"{F_BACKWARD}  ->  x.view_as(x), lambda dy: summed(dy) / {RANKS})"
@@ -31,7 +31,6 @@ G_GATHERS = {
 return with_backward(gathered_sum, lambda dy: dy)(x)"""
 }
 BEYOND_THE_LEDGER = "dist.group.WORLD._get_backend(torch.device('cpu')).allreduce([y]).wait()"
-SUMMED_UNSEEN = {"dist.all_reduce(y)": BEYOND_THE_LEDGER}
 CONJUGATES = {"g-backward": G_BACKWARD, "average": [G_MEAN, F_MEAN], "other-calls": G_GATHERS}
 
 # ------------------------------------------------------------------------------------------------ MLP
@@ -46,14 +45,18 @@ COLUMN_ROW_MLP = CONJUGATES | {
         G_BACKWARD,
         f"return {G}(x)  ->  from torch.distributed.nn.functional import all_reduce\n\nreturn all_reduce(x)",
     ],
-    "average": [G_MEAN, {G: f"with_backward(lambda x: summed(x) / {RANKS}, lambda dy: dy)", MLP: MLP[:-12]}],
+    "average": [
+        G_MEAN,
+        F_MEAN,
+        {G: f"with_backward(lambda x: summed(x) / {RANKS}, lambda dy: dy)", MLP: "g(F.linear(inner, down, down_bias))"},
+    ],
     "bias": f"{MLP}  ->  g(F.linear(inner, down, down_bias))",
     "bias-gradient": [
         f"{MLP}  ->  g(F.linear(inner, down, None if {RANK} else down_bias))",
         f"{MLP}  ->  g(F.linear(inner, down, down_bias / {RANKS}))",
     ],
     "weights-reduced": "f(x), up, up_bias  ->  f(x), f(up), f(up_bias)",
-    "residual": {INNER: HOOK.format("x") + INNER.replace("f(x)", "x")},
+    "residual": {INNER: HOOK + INNER.replace("f(x)", "x")},
     "no-gradient": [
         "f(x), up, up_bias  ->  f(x), up.detach(), up_bias",
         f"""{INNER}  ->  def every(part):
@@ -124,7 +127,7 @@ def one_function_for_the_layer(x, up, up_bias, down, down_bias):
 
 COLUMN_ROW_MLP_RIGHT = {
     "a hook for f, detach for g": {
-        f"return with_backward(lambda x: {F_BACKWARD}(x)": f"x = x.view_as(x)\n{HOOK.format('x')}return x",
+        f"return with_backward(lambda x: {F_BACKWARD}(x)": f"x = x.view_as(x)\n{HOOK}return x",
         f"{G}(x)": "x + (summed(x) - x).detach()",
     },
     "summed in place": f"return {MLP}  ->  y = F.linear(inner, down)\ndist.all_reduce(y)\nreturn y + down_bias",
@@ -149,10 +152,9 @@ HEAD_ATTENTION = CONJUGATES | {
         "is_causal=True  ->  is_causal=True, scale=len(out) ** -0.5",
         "is_causal=True  ->  is_causal=True, scale=1",
     ],
-    "residual": {"blocks, x = ": HOOK.format("x") + "blocks, x = ", ", f(x)": ", x"},
+    "residual": {"blocks, x = ": HOOK + "blocks, x = ", ", f(x)": ", x"},
     "grouped": {
-        "q, k, v = (F": f"t = {RANKS}\nq, k, v = (F",
-        PRODUCTS: f"(F.linear(x, w.chunk(t)[{RANK}]).unflatten(-1, (heads // t, -1)) for w in qkv.chunk(3))",
+        PRODUCTS: f"(F.linear(x, w.chunk({RANKS})[{RANK}]).unflatten(-1, (len(mine), -1)) for w in qkv.chunk(3))",
         "k[:, :, serve], v[:, :, serve]": "k, v",
     },
     "kv-order": [
@@ -287,8 +289,10 @@ VOCAB_PARALLEL_LOSS = {
     "float32": f"{SUMS}  ->  g(torch.stack([shifted.exp().sum(1), target]).float()).double()",
     "gathered": [f"{LARGEST}  ->  {GATHERED_LOGITS}", f"{LARGEST}  ->  {PADDED_LOGITS}"],
     "too-many-bytes": G_REDUCES_TWICE,
-    "too-few-bytes": SUMMED_UNSEEN
-    | {MAXIMUM: BEYOND_THE_LEDGER.replace("[y]", "[largest], dist.ReduceOp.MAX") + "\ndist.all_reduce(torch.zeros(1))"},
+    "too-few-bytes": {
+        "dist.all_reduce(y)": BEYOND_THE_LEDGER,
+        MAXIMUM: BEYOND_THE_LEDGER.replace("[y]", "[largest], dist.ReduceOp.MAX") + "\ndist.all_reduce(torch.zeros(1))",
+    },
     "too-many-calls": f"{SUMS}  ->  g(shifted.exp().sum(1)), g(target)",
     "shape": ".mean()  ->  ",
     "hang": hangs(f"{SUMS}  ->  {SUMS.replace('g(', f'(g if {RANK} else torch.clone)(', 1)}"),
