@@ -457,7 +457,7 @@ for name, link in LINKS.items():
 #   every rank has its whole gradient, over all tokens;
 # - `up` and `down` of shapes (m, h) and (h, m): this rank's inner features, as in Exercise 1, without biases,
 #
-# and returns GELU(norm(x) Upᵀ) Downᵀ of this rank's tokens, of shape (s/t, b, h).
+# and returns GELU(norm(x) Upᵀ) Downᵀ of this rank's tokens, of shape (s/t, b, h). No rank norms the tokens of others.
 
 
 # %%
