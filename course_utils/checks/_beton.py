@@ -121,7 +121,7 @@ class _Listed:
 
 def ffcv_here() -> bool:
     """Whether FFCV can be used; if so it has been mended."""
-    from ..ffcv import apply_fixes, missing
+    from ..ffcv.fixes import apply_fixes, missing
 
     if missing():
         return False
