@@ -415,7 +415,7 @@ check.quasi_random(quasi_random)
 # <details><summary>Hint 1</summary>
 #
 # First the case `ahead = 0`, in which a window of `cap` pages is right. Does yours treat pages that hold different
-# numbers of samples, and neighbours on different pages?
+# numbers of samples, and neighbours on different pages? Let one generator, made from the seed, draw everything.
 # </details>
 # <details><summary>Hint 2</summary>
 #

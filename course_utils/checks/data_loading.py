@@ -231,6 +231,7 @@ def _same_sample(exercise: Exercise, got: Any, images: list[np.ndarray], labels:
 # ------------------------------------------------------------------------------------------------ a field of one's own
 
 BOX_ROW = np.dtype([("count", "<u4"), ("pointer", "<u8")])  # what a row of the file holds of the boxes of an image
+_ROWS = np.dtype([("label", "<i8"), ("boxes", BOX_ROW)], align=True)
 MOST = 6  # boxes that the decoder returns of an image
 
 
@@ -252,7 +253,7 @@ def encode_boxes(fn: Callable) -> None:
         ("7 boxes, every second row of a larger array in float64", _boxes(14, 7).astype(float)[::2], "contiguous"),
         ("40 boxes", _boxes(40, 6), None),
     ]  # fmt: skip
-    rows = np.zeros(len(cases), np.dtype([("label", "<i8"), ("boxes", BOX_ROW)], align=True))
+    rows = np.zeros(len(cases), _ROWS)
     rows["boxes"] = (2**32 - 1, 2**64 - 1)
     for i, (exercise.case, boxes, exercise.fallback) in enumerate(cases):
         asked: list[tuple[int, np.ndarray]] = []
@@ -350,7 +351,7 @@ def _ffcv_writes(exercise: Exercise, encode: Callable) -> bool:
             exercise.refuse("error", f"FFCV's writer fails.\n\n{type(error).__name__}: {error}")
         content = path.read_bytes()
     start = HEADER.itemsize + 2 * DESCRIPTOR.itemsize
-    rows = np.frombuffer(content, np.dtype([("label", "<i8"), ("boxes", BOX_ROW)], align=True), 50, start)["boxes"]
+    rows = np.frombuffer(content, _ROWS, 50, start)["boxes"]
     for row, boxes in zip(rows, columns[1], strict=True):
         got = np.frombuffer(content, "<f4", 4 * len(boxes), int(row["pointer"])) if len(boxes) else boxes.ravel()
         exercise.require(row["count"] == len(boxes) and np.array_equal(got, boxes.ravel()), "bytes", "other boxes.")
@@ -371,7 +372,7 @@ def box_decoder(fn: Callable) -> None:
     heap = Heap()
     counts = [2, 0, 6, 1, 3, 0, 5, 4, 9, 2, 1, 0]
     boxes = [_boxes(count, 30 + i) for i, count in enumerate(counts)]
-    rows = np.zeros(len(counts), np.dtype([("label", "<i8"), ("boxes", BOX_ROW)], align=True))["boxes"]
+    rows = np.zeros(len(counts), _ROWS)["boxes"]
     for i, some in enumerate(boxes):
         _right_encode(rows[i : i + 1], some, heap.malloc)
         rows[i]["pointer"] += 77 * (not len(some))
