@@ -65,9 +65,7 @@ WORLD_SIZE = 4  # ranks of the demonstration; the checks choose their own
 
 # %%
 def read_header(file: io.RawIOBase) -> dict:
-    """What a `.beton` file says about itself; ValueError if its version is not 2.
-
-    The file may have been read from before: it need not stand at its beginning.
+    """What a `.beton` file says, wherever it was read last; ValueError if its version is not 2.
 
     Returns
     -------
