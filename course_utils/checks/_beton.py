@@ -6,6 +6,7 @@ import contextlib
 import io
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "CUSTOM", "DESCRIPTOR", "FLOAT", "HEADER", "IMAGE", "INT", "OLD", "PAGE", "ROWS", "CountedFile", "Heap",
-    "NoSuchAddress", "beton", "ffcv_here", "own_file", "pictures", "written_by_ffcv",
+    "CUSTOM", "DESCRIPTOR", "FLOAT", "HEADER", "IMAGE", "INT", "OLD", "PAGE", "ROWS", "Heap", "NoSuchAddress",
+    "Reads", "beton", "counted_file", "ffcv_here", "own_file", "pictures", "written_by_ffcv",
 ]  # fmt: skip
 
 FLOAT, INT, IMAGE, CUSTOM = 0, 1, 2, 255
@@ -26,35 +27,46 @@ ROWS = {FLOAT: np.dtype("<f8"), INT: np.dtype("<i8"), IMAGE: _PIXELS}
 PAGE = 1 << 21  # the smallest that FFCV writes
 
 
-class CountedFile(io.RawIOBase):
-    """Bytes as a file without a descriptor, which counts what is read."""
+@dataclass
+class Reads:
+    """What was asked of a file: how many bytes were read, and whether its descriptor was wanted."""
 
-    def __init__(self, content: bytes):
-        self._content, self.place, self.count, self.wanted_descriptor = content, 0, 0, False
+    count: int = 0
+    wanted_descriptor: bool = False
 
-    def readable(self) -> bool:
-        return True
 
-    def seekable(self) -> bool:
-        return True
+def counted_file(content: bytes) -> tuple[io.RawIOBase, Reads]:
+    """Bytes as a file without a descriptor, and what is asked of it; they can only be had by reading."""
+    reads, place = Reads(), 0
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = max(0, int(offset) + {0: 0, 1: self.place, 2: len(self._content)}[whence])
-        return self.place
+    class CountedFile(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
 
-    def tell(self) -> int:
-        return self.place
+        def seekable(self) -> bool:
+            return True
 
-    def readinto(self, buffer: Any) -> int:
-        part = self._content[self.place : self.place + len(buffer)]
-        buffer[: len(part)] = part
-        self.place += len(part)
-        self.count += len(part)
-        return len(part)
+        def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+            nonlocal place
+            place = max(0, int(offset) + {0: 0, 1: place, 2: len(content)}[whence])
+            return place
 
-    def fileno(self) -> int:
-        self.wanted_descriptor = True
-        raise io.UnsupportedOperation("this file counts its bytes in Python and has no descriptor")
+        def tell(self) -> int:
+            return place
+
+        def readinto(self, buffer: Any) -> int:
+            nonlocal place
+            part = content[place : place + len(buffer)]
+            buffer[: len(part)] = part
+            place += len(part)
+            reads.count += len(part)
+            return len(part)
+
+        def fileno(self) -> int:
+            reads.wanted_descriptor = True
+            raise io.UnsupportedOperation("this file counts its bytes in Python and has no descriptor")
+
+    return CountedFile(), reads
 
 
 def beton(fields: Sequence[tuple[str, int]], columns: Sequence[Sequence], shuffled: bool = False) -> bytes:
@@ -109,7 +121,7 @@ class _Listed:
 
 def ffcv_here() -> bool:
     """Whether FFCV can be used; if so it has been mended."""
-    from ..ffcv import apply_fixes, missing
+    from ..ffcv.fixes import apply_fixes, missing
 
     if missing():
         return False

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
-__all__ = ["HIDDEN", "JOBS", "MEASURED", "STAGES", "Job", "steady"]
+__all__ = ["HIDDEN", "JOBS", "MEASURED", "PLANS", "STAGES", "Job", "Plan", "steady"]
 
 STAGES = ("read", "decode", "augment", "copy", "step")
 
 
-@dataclass
-class Job:
-    """A training job on a clock of its own, which no other work on this machine disturbs.
+@dataclass(frozen=True)
+class Plan:
+    """What a job is made of, which its measurement has to bring out.
 
     A batch is read, decoded and augmented by ``threads`` threads that share its images, copied, and used in a step. In
     the background a disk, the threads and a copier work on up to three batches ahead of the step; in the foreground
@@ -25,75 +26,102 @@ class Job:
     background: bool = True
     compiled: str = "augment"
     compile_seconds: float = 2
-    now: float = 0.0
+
+    def seconds(self, stage: str) -> float:
+        if stage not in STAGES:
+            raise ValueError(f"there is no stage {stage!r}; there are {', '.join(STAGES)}")
+        return self.milliseconds[stage] * 1e-3
+
+    def halved(self, stage: str) -> Plan:
+        times = self.milliseconds | {stage: 1e3 * self.seconds(stage) / 2}
+        return replace(self, milliseconds=times, compile_seconds=self.compile_seconds / (1 + (stage == self.compiled)))
+
+
+class Job:
+    """A training job on a clock of its own, which no other work on this machine disturbs.
+
+    How long its stages take is no attribute: it has to be measured.
+
+    Attributes
+    ----------
+    threads : int
+        Threads that share the decoding and the augmentation of a batch.
+    """
+
+    def __init__(self, plan: Plan, looks: list[float] | None = None):
+        _PLANS[self] = plan
+        self.threads = plan.threads
+        self._now = 0.0
+        self._looks = [] if looks is None else looks  # shared with the jobs in which a stage is halved
 
     def clock(self) -> float:
         """Seconds since the job was made."""
-        return self.now
+        self._looks.append(self._now)
+        return self._now
 
     def halved(self, stage: str) -> Job:
         """A new job of the same kind in which one stage takes half as long."""
-        if stage not in STAGES:
-            raise ValueError(f"there is no stage {stage!r}; there are {', '.join(STAGES)}")
-        times = self.milliseconds | {stage: self.milliseconds[stage] / 2}
-        compiling = self.compile_seconds / (2 if stage == self.compiled else 1)
-        return replace(self, milliseconds=times, compile_seconds=compiling, now=0.0)
+        return Job(_PLANS[self].halved(stage), self._looks)
 
     def alone(self, stage: str) -> None:
         """Run one stage on one batch in one thread, with nothing beside it."""
-        self.now += self.milliseconds[stage] * 1e-3
+        self._now += _PLANS[self].seconds(stage)
 
     def step(self, batch: int) -> None:
         """One training step."""
-        self.now += self.milliseconds["step"] * 1e-3
+        self.alone("step")
 
     def batches(self, count: int) -> Iterator[int]:
         """Start a loader, and give ``count`` batches, each as soon as it is ready."""
-        free = dict.fromkeys(("disk", "threads", "copier"), self.now)
+        plan = _PLANS[self]
+        read, copy = plan.seconds("read"), plan.seconds("copy")
+        shared = (plan.seconds("decode") + plan.seconds("augment")) / plan.threads
+        free = dict.fromkeys(("disk", "threads", "copier"), self._now)
         taken: list[float] = []
-        work = {name: self.milliseconds[name] * 1e-3 for name in STAGES}
-        shared = (work["decode"] + work["augment"]) / self.threads
         for batch in range(count):
-            first = self.compile_seconds if batch == 0 else 0.0
-            if self.background:
+            compiling = plan.compile_seconds if batch == 0 else 0.0
+            if plan.background:
                 ready = max(free["disk"], taken[batch - 3] if batch >= 3 else 0.0)
-                for place, time in (("disk", work["read"]), ("threads", shared + first), ("copier", work["copy"])):
+                for place, time in (("disk", read), ("threads", shared + compiling), ("copier", copy)):
                     ready = free[place] = max(ready, free[place]) + time
-                self.now = max(self.now, ready)
+                self._now = max(self._now, ready)
             else:
-                self.now += work["read"] + shared + first + work["copy"]
-            taken.append(self.now)
+                self._now += read + shared + compiling + copy
+            taken.append(self._now)
             yield batch
 
 
-def _job(read: float, decode: float, augment: float, copy: float, step: float, threads: int, **more: Any) -> Job:
-    return Job(dict(zip(STAGES, (read, decode, augment, copy, step), strict=True)), threads, **more)
+_PLANS: WeakKeyDictionary[Job, Plan] = WeakKeyDictionary()
 
 
-JOBS = {
-    "A": _job(4.5, 16, 12, 2, 4, threads=4, compile_seconds=5),
-    "B": _job(3, 20, 4, 2, 9, threads=4, compile_seconds=6),
-    "C": _job(12, 20, 8, 1, 5, threads=8, compile_seconds=1),
+def _plan(read: float, decode: float, augment: float, copy: float, step: float, threads: int, **more: Any) -> Plan:
+    return Plan(dict(zip(STAGES, (read, decode, augment, copy, step), strict=True)), threads, **more)
+
+
+PLANS = {
+    "A": _plan(4.5, 16, 12, 2, 4, threads=4, compile_seconds=5),
+    "B": _plan(3, 20, 4, 2, 9, threads=4, compile_seconds=6),
+    "C": _plan(12, 20, 8, 1, 5, threads=8, compile_seconds=1),
 }
+JOBS = {name: Job(plan) for name, plan in PLANS.items()}
 HIDDEN = {
-    "D, which compiles for 9 s": _job(2, 8, 6, 9, 5, threads=4, compile_seconds=9),
-    "E, with its loader in the foreground": _job(2, 8, 3, 1, 7, threads=1, background=False),
-    "F, with its loader in the foreground": _job(1, 10, 2, 1, 9, threads=3, background=False),
+    "D, which compiles for 9 s": _plan(2, 8, 6, 9, 5, threads=4, compile_seconds=9),
+    "E, with its loader in the foreground": _plan(2, 8, 3, 1, 7, threads=1, background=False),
+    "F, with its loader in the foreground": _plan(1, 10, 2, 1, 9, threads=3, background=False),
 }
 _SKIPPED, MEASURED = 20, 200  # batches
 
 
-def steady(job: Job, skipped: int = _SKIPPED) -> tuple[float, float]:
-    """Seconds of the loop after ``skipped`` batches, and per cent of them spent in next()."""
-    job = replace(job, now=0.0)
+def steady(plan: Plan, skipped: int = _SKIPPED) -> tuple[float, float]:
+    """Seconds of the loop over `MEASURED` batches after ``skipped`` others, and per cent of them spent in next()."""
+    job = Job(plan)
     begin = waited = 0.0
     batches = job.batches(skipped + MEASURED)
     for n in range(skipped + MEASURED):
-        if n == skipped:
-            begin = job.clock()
         start = job.clock()
         batch = next(batches)
-        if n >= skipped:
-            waited += job.clock() - start
+        if n == skipped:
+            begin, waited = start, 0.0
+        waited += job.clock() - start
         job.step(batch)
     return job.clock() - begin, 100 * waited / (job.clock() - begin)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import random
 import re
+import struct
 import time
 from pathlib import Path
 
@@ -11,14 +13,535 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import wrong_data_loading
-from exercise_cases import ExerciseTests
+from exercise_cases import ExerciseTests, hangs
+from torch.utils.data import DistributedSampler
 
-from course_utils.checks import _beton, _jobs, _limits
-from course_utils.checks import data_loading as data_loading
+from course_utils.checks import _beton, _jobs, _limits, _orders, data_loading, wrong_formulas
 from course_utils.ffcv import fixes
 
 pytestmark = pytest.mark.guard(90)
+
+# ------------------------------------------------------------------------------------------------ the header
+
+HEAD = "head = file.read(24)"
+NAME = 'row["name"].decode()'
+READ_HEADER = {
+    "no-descriptor": f"{HEAD}  ->  import mmap\n\nhead = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)[:24]",
+    "whole-file": "file.seek(0)  ->  file.seek(0)\nfile = io.BytesIO(file.read())",
+    "form": [
+        "return dict(  ->  dict(",
+        "fields=names  ->  fields=2",
+        f'({NAME}, int(row["type"]))  ->  int(row["type"])',
+    ],
+    "too-many-bytes": "file.seek(0)  ->  file.seek(0)\nfile = io.BytesIO(file.read(1 << 16))",
+    "value": '"<u4", 1, offset=4  ->  "<u4", 1, offset=2',
+    "byte-order": "<u4  ->  >u4",
+    "swapped": "samples, table =  ->  table, samples =",
+    "narrow": {"samples, table =": "samples, _, table, _ =", '"<u8", 2, offset=8': '"<u4", 4, offset=8'},
+    "fields-count": "fields * descriptor.itemsize  ->  2 * descriptor.itemsize",
+    "descriptor-size": "V1024  ->  V1027",
+    "names": [f'{NAME}  ->  row["name"]', f'{NAME}  ->  {NAME}.ljust(16, "\\0")'],
+    "full-name": f"{NAME}  ->  {NAME}[:15]",
+    "version": ["if version != 2:  ->  if version > 2:", "raise ValueError  ->  raise AssertionError"],
+    "not-rewound": "file.seek(0)  ->  pass",
+    "error": f"{HEAD}  ->  head = file._content[:24]",
+}
+
+
+def one_number_after_the_other(file):
+    def number(size):
+        return int.from_bytes(file.read(size), "little")
+
+    file.seek(0, io.SEEK_SET)
+    version, count = number(2), number(2)
+    if version != 2:
+        raise ValueError
+    values = {"page_size": number(4), "samples": number(8), "table": number(8)}
+    fields = []
+    for _ in range(count):
+        kind, name = number(1), file.read(16)
+        fields.append([name.split(b"\0")[0].decode("ascii"), np.uint8(kind)])
+        file.seek(1024, io.SEEK_CUR)
+    return {"version": np.uint16(version), "fields": tuple(fields), **values}
+
+
+def read_into_a_buffer(file):
+    file.seek(-file.tell(), io.SEEK_CUR)
+    file.readinto(head := bytearray(24))
+    version, count, page_size, samples, table = struct.unpack("=HHIqq", head)
+    if version != 2:
+        raise ValueError(f"version {version}")
+    fields = [struct.unpack("<B16s1024s", file.read(1041))[:2] for _ in range(count)]
+    names = [(name.rstrip(b"\0").decode(), kind) for kind, name in fields]
+    return {"version": version, "page_size": page_size, "samples": samples, "table": table, "fields": names}
+
+
+READ_HEADER_RIGHT = {
+    "one number after the other": one_number_after_the_other,
+    "into a buffer, and struct": read_into_a_buffer,
+}
+
+# ------------------------------------------------------------------------------------------------ one sample
+
+HEADER = "header = read_header(file)"
+PIXELS = "np.frombuffer(file.read(shape[0] * shape[1] * 3), np.uint8)"
+SHAPED = "pixels.reshape(shape),"
+READ_SAMPLE = {
+    "no-descriptor": f"{PIXELS}  ->  np.fromfile(file, np.uint8, shape[0] * shape[1] * 3)",
+    "narrow-size": "shape[0] * shape[1] * 3  ->  int(np.prod(shape, dtype=np.uint16))",
+    "whole-file": f"{HEADER}  ->  file = io.BytesIO(file.read())\n{HEADER}",
+    "form": [
+        f'{SHAPED} int(sample["type 1"])  ->  pixels.reshape(shape)',
+        f"{SHAPED}  ->  pixels.reshape(shape).astype(float),",
+        f"{SHAPED}  ->  pixels.reshape(shape) / 255,",
+    ],
+    "too-many-bytes": "return pixels  ->  file.read(4096)\nreturn pixels",
+    "all-rows": [
+        {" + row.itemsize * index": "", "row.itemsize), row)[0]": 'row.itemsize * header["samples"]), row)[index]'},
+        'return pixels  ->  file.seek(header["table"])\nfile.read()\nreturn pixels',
+    ],
+    "packed": ", align=True  ->  ",
+    "index": ["row.itemsize * index  ->  0", 'np.dtype("<i8")  ->  np.dtype("<i4")'],
+    "width-height": 'int(place["height"]), int(place["width"])  ->  int(place["width"]), int(place["height"])',
+    "field-order": 'types = [kind for _, kind in header["fields"]]  ->  types = [2, 1]',
+    "pointer": 'int(place["pointer"])  ->  int(place["pointer"]) - header["page_size"]',
+    "channels": [
+        f"{SHAPED}  ->  pixels.reshape(3, *shape[:2]).transpose(1, 2, 0),",
+        f"{SHAPED}  ->  pixels.reshape(shape)[..., ::-1],",
+    ],
+}
+
+
+def aligned_by_hand(file, index):
+    file.seek(0)
+    _, count, _, _, _ = struct.unpack("<HHIQQ", file.read(24))
+    place, at = 0, {}
+    for _ in range(count):
+        kind = file.read(1041)[0]
+        place = place if kind == 2 else -(-place // 8) * 8
+        at[kind] = place
+        place += 13 if kind == 2 else 8
+    file.seek(-(-place // 8) * 8 * index, io.SEEK_CUR)
+    row = file.read(place)
+    _, width, height, pointer = struct.unpack_from("<BHHQ", row, at[2])
+    file.seek(pointer)
+    image = np.array(list(file.read(3 * width * height)), np.uint8)
+    image.shape = height, width, 3
+    return [image, np.int64(struct.unpack_from("<q", row, at[1])[0])]
+
+
+READ_SAMPLE_RIGHT = {
+    "aligned by hand": aligned_by_hand,
+    "images of 16 bytes in the row": '("pointer", "<u8")]  ->  ("pointer", "<u8"), ("padding", "V3")]',
+}
+
+# ------------------------------------------------------------------------------------------------ a field of one's own
+
+FLOATS = "np.ascontiguousarray(boxes, dtype=np.float32)"
+MEMORY = 'destination["pointer"], memory = malloc(boxes.nbytes)'
+COPIED = "memory[:] = boxes.view(np.uint8).reshape(-1)"
+AS_THEY_LIE = {FLOATS: "boxes.astype(np.float32, copy=False)"}
+ENCODE_BOXES = {
+    "not-written": f"boxes = {FLOATS}  ->  destination = destination.copy()\nboxes = {FLOATS}",
+    "count": ['["count"] = len(boxes)  ->  ["count"] = boxes.size', "= len(boxes)  ->  = min(32, len(boxes))"],
+    "pointer": ['destination["pointer"], memory  ->  address, memory', "if len(boxes):  ->  if False:"],
+    "not-copied": "memory[:] =  ->  memory =",
+    "float64": ", dtype=np.float32)  ->  )",
+    "contiguous": [
+        AS_THEY_LIE | {"boxes.view(np.uint8).reshape(-1)": "np.frombuffer(boxes, np.uint8)"},
+        AS_THEY_LIE | {"boxes.view(np.uint8).reshape(-1)": 'np.frombuffer(boxes.tobytes("A"), np.uint8)'},
+    ],
+    "bytes": f"{COPIED}  ->  memory[:] = boxes.T.copy().view(np.uint8).reshape(-1)",
+    "changed": f"boxes = {FLOATS}  ->  boxes += 1\nboxes = {FLOATS}",
+    "mallocs": {
+        f"{MEMORY}\n        {COPIED}": 'for box in boxes:\n    destination["pointer"], memory = malloc(16)\n'
+        "    memory[:] = box.view(np.uint8)"
+    },
+    "padded": {"malloc(boxes.nbytes)": "malloc(64 * 16)", "memory[:]": "memory[: boxes.nbytes]"},
+    "empty-malloc": "if len(boxes):  ->  if True:",
+}
+
+
+def whole_row(destination, boxes, malloc):
+    data = np.array(boxes, dtype="<f4", order="C").tobytes()
+    address = 0
+    if data:
+        address, memory = malloc(len(data))
+        memory[...] = list(data)
+    destination[0] = (len(boxes), address)
+
+
+ENCODE_BOXES_RIGHT = {
+    "the whole row at once": whole_row,
+    "memory seen as float32": f"{COPIED}  ->  memory.view(np.float32)[:] = boxes.ravel()",
+    "number by number": f"{COPIED}  ->  for k, value in enumerate(boxes.ravel()):\n"
+    "    memory[4 * k : 4 * k + 4] = list(value.tobytes())",
+}
+
+BOX_DECODER = {
+    "form": ["return destination  ->  pass", "return decode  ->  return np.zeros((5, most, 4), np.float32)"],
+    "stale": ["destination[i] = -1  ->  pass", "destination[i] = -1  ->  destination[i, : max(1, count)] = -1"],
+    "unfilled": "return destination  ->  destination[:] = -1\nreturn destination",
+    "position": "rows[indices[i]]  ->  rows[i]",
+    "no-boxes": "if count > 0:  ->  if True:",
+    "more": 'min(most, row["count"])  ->  row["count"]',
+    "bytes": ".view(np.float32)  ->  .astype(np.float32)",
+    "numba": "rows[indices[i]]  ->  dict(zip(rows.dtype.names, rows[indices[i]], strict=True))",
+}
+FIRST_BOXES = "destination[i, :count] = boxes[:count]"
+BOX_DECODER_RIGHT = {
+    "number by number": {
+        FIRST_BOXES: "for k in range(count):\n    for j in range(4):\n        destination[i, k, j] = boxes[k, j]"
+    },
+    "filled up behind the boxes, samples enumerated": {
+        "i in range(len(indices))": "i, sample in enumerate(indices)",
+        "rows[indices[i]]": "rows[sample]",
+        "destination[i] = -1": "destination[i, count:] = -1",
+    },
+}
+
+# ------------------------------------------------------------------------------------------------ quasi-random order
+
+WINDOWS = "for window in range(cap, 0, -1):"
+FITS = "if in_memory.max() <= cap:"
+SHUFFLED = "rng.permutation(np.flatnonzero(pages == page))"
+SHUFFLED_PAGES = "rng.shuffle(waiting := [samples.tolist() for samples in waiting])"
+IN_FILE_ORDER = "waiting = [samples.tolist() for samples in waiting]"
+DRAWN = "rng.integers(len(opened))"
+RANGES = """counts = np.unique(pages, return_counts=True)[1]
+waiting = [rng.permutation(part) for part in np.split(np.arange(len(pages)), np.cumsum(counts)[:-1])]"""
+
+
+def instead(order):
+    """An edit that returns another order at once."""
+    return f"{WINDOWS}  ->  return {order}\n{WINDOWS}"
+
+
+def from_window(first):
+    return f"range(cap, 0, -1)  ->  range({first}, 0, -1)"
+
+
+def groups_of(size):
+    """All pages of a group are used up before the next group is opened."""
+    grouped = f"if not opened:\n    opened = [waiting.pop() for _ in waiting[:{size}]]"
+    return {"while waiting and len(opened) < window:\n                opened.append(waiting.pop())": grouped}
+
+
+def pages_opened_when_they_could_have_been_loaded(pages, cap, ahead, rng):
+    """None where no page is open, and all places are kept for pages that have ended."""
+    waiting = [rng.permutation(np.flatnonzero(pages == page)).tolist() for page in np.unique(pages)]
+    rng.shuffle(waiting)
+    order, opened, ended = [], [], []
+    while waiting or opened:
+        while waiting and len(opened) + sum(end >= len(order) - ahead for end in ended) < cap:
+            opened.append(waiting.pop())
+        if not opened:
+            return None
+        chosen = opened[rng.integers(len(opened))]
+        order.append(chosen.pop())
+        if not chosen:
+            opened.remove(chosen)
+            ended.append(len(order) - 1)
+    return order
+
+
+def without_a_way_out(pages, cap, ahead, seed):
+    return pages_opened_when_they_could_have_been_loaded(pages, cap, ahead, np.random.default_rng(seed)) or 1 // 0
+
+
+QUASI_RANDOM = {
+    "form": [
+        "return np.array(order)  ->  return np.array(order) / 1.0",
+        "return np.array(order)  ->  return [order[i : i + 64] for i in range(0, len(order), 64)]",
+        instead("np.random.default_rng(seed).shuffle(pages)"),
+    ],
+    "incomplete": [f"{SHUFFLED}  ->  {SHUFFLED}[:24]", "return np.array(order)  ->  return np.array(order[:-cap])"],
+    "twice": instead("np.random.default_rng(seed).integers(0, len(pages), len(pages))"),
+    "random": instead("np.random.default_rng(seed).permutation(len(pages))"),
+    "over-cap": {"range(cap, 0, -1)": "range(cap + 1, 0, -1)", FITS: "if True:"},
+    "ahead": [
+        f"{FITS}  ->  if True:",
+        {"range(cap, 0, -1)": "range(cap - (ahead > 0), 0, -1)", FITS: "if True:"},
+    ],
+    "unsorted": {f"waiting = [{SHUFFLED} for page in np.unique(pages)]": RANGES, FITS: "if True:"},
+    "sequential": instead("np.arange(len(pages))"),
+    "page-order": [
+        f"{SHUFFLED_PAGES}  ->  {IN_FILE_ORDER}",
+        f"{SHUFFLED_PAGES}  ->  {IN_FILE_ORDER}\nk = len(waiting) // 2 + int(rng.integers(3))\n"
+        "waiting = waiting[k:] + waiting[:k]",
+    ],
+    "within": [
+        f"{SHUFFLED}  ->  np.flatnonzero(pages == page)",
+        f"{SHUFFLED}  ->  np.roll(np.flatnonzero(pages == page), rng.integers(1, 8))",
+    ],
+    "one-page": from_window("1"),
+    "unused-cap": [
+        from_window("max(1, cap // 2)"),
+        from_window("max(1, cap - 3 if ahead else cap)"),
+        from_window("cap - (cap == 4)"),
+        groups_of("window"),
+    ],
+    "no-window": "range(cap, 0, -1)  ->  range(cap, 1, -1)",
+    "dead-end": without_a_way_out,
+    "round-robin": [
+        f"{DRAWN}  ->  len(order) % len(opened)",
+        f"{DRAWN}  ->  0 if rng.random() < 0.9 else {DRAWN}",
+        f"k = {DRAWN}  ->  turns = np.random.default_rng((seed, len(order) // len(opened))).permutation(len(opened))\n"
+        "k = turns[len(order) % len(opened)]",
+    ],
+    "not-reproducible": "default_rng(seed)  ->  default_rng()",
+    "same-every-epoch": [
+        "default_rng(seed)  ->  default_rng(seed // 100)",
+        "default_rng(seed)  ->  default_rng(seed % 64)",
+        f"{SHUFFLED_PAGES}  ->  np.random.default_rng(0).{SHUFFLED_PAGES[4:]}",
+        f"{SHUFFLED}  ->  np.random.default_rng(page).{SHUFFLED[4:]}",
+    ],
+    "large-cap": f"{WINDOWS}  ->  np.random.default_rng(seed).choice(np.unique(pages), cap, replace=False)\n{WINDOWS}",
+    "one": f"{WINDOWS}  ->  for window in range(cap, 0, -1) if cap > 1 else [0]:",
+}
+
+
+def window_sought_upwards(pages, cap, ahead, seed):
+    def order_with(window):
+        rng = random.Random(seed)
+        samples = {page: rng.sample(some := np.flatnonzero(pages == page).tolist(), len(some)) for page in set(pages)}
+        waiting = rng.sample(sorted(samples), len(samples))
+        opened, order = waiting[:window], []
+        del waiting[:window]
+        while opened:
+            page = rng.choice(opened)
+            order.append(samples[page].pop())
+            if not samples[page]:
+                opened.remove(page)
+                opened += waiting[:1]
+                del waiting[:1]
+        return order
+
+    best = None
+    for window in range(1, min(cap, len(set(pages))) + 1):
+        order = order_with(window)
+        if data_loading.in_memory(pages[order], ahead).max() <= cap:
+            best = order
+    return best
+
+
+def when_it_could_have_been_loaded(pages, cap, ahead, seed):
+    rng = np.random.default_rng(seed)
+    tries = (pages_opened_when_they_could_have_been_loaded(pages, cap, ahead, rng) for _ in range(5000))
+    return next(filter(None, tries))
+
+
+GROUPS_IF_NOTHING_IS_LOADED_AHEAD = f"""if not ahead:
+    rng = np.random.default_rng(seed)
+    names = rng.permutation(np.unique(pages))
+    groups = [np.isin(pages, names[i : i + cap]) for i in range(0, len(names), cap)]
+    return np.concatenate([rng.permutation(np.flatnonzero(group)) for group in groups])
+{WINDOWS}"""
+QUASI_RANDOM_RIGHT = {
+    "groups of pages if nothing is loaded ahead": f"{WINDOWS}  ->  {GROUPS_IF_NOTHING_IS_LOADED_AHEAD}",
+    "window sought upwards": window_sought_upwards,
+    "pages opened when they could have been loaded": when_it_could_have_been_loaded,
+    "drawn by a generator of torch": {
+        "rng = np.random.default_rng(seed)": "rng = np.random.default_rng(seed)\nimport torch\n"
+        "generator = torch.Generator().manual_seed(seed)",
+        DRAWN: "int(torch.randint(len(opened), (), generator=generator))",
+    },
+}
+
+# ------------------------------------------------------------------------------------------------ bottleneck
+
+STAGE = "stage = min(STAGES, key=lambda stage: measure(job.halved(stage))[0])"
+RETURNED = "return stage, measure(job)[1]"
+ALONE = "def alone(stage):\n    start = job.clock()\n    job.alone(stage)\n    return job.clock() - start\n\n"
+OTHER_CLOCK = "__import__('time').perf_counter()"
+FIND_BOTTLENECK = {
+    "form": [
+        f"{RETURNED}  ->  return stage",
+        f"{STAGE}  ->  stage = 'loader' if measure(job)[1] > 5 else 'step'",
+    ],
+    "warm-up": "measure(job.halved(stage))  ->  measure(job.halved(stage), skip=0)",
+    "longest": f"{STAGE}  ->  {ALONE}stage = max(STAGES, key=alone)",
+    "loader-only": [
+        "min(STAGES  ->  min(STAGES[:-1]",
+        f"{STAGE}  ->  {STAGE.replace('STAGES', 'STAGES[:-1]')} if measure(job)[1] > 5 else 'step'",
+    ],
+    "stage": [
+        "min(STAGES  ->  max(STAGES",
+        f"{STAGE}  ->  {ALONE}shared = {{'decode': job.threads, 'augment': job.threads}}\n"
+        "stage = max(STAGES, key=lambda stage: alone(stage) / shared.get(stage, 1))",
+    ],
+    "clock": {
+        "start = job.clock()": f"start = {OTHER_CLOCK}",
+        "job.clock() - start": f"{OTHER_CLOCK} - start",
+        "job.clock() - begin": f"{OTHER_CLOCK} - begin",
+    },
+    "fraction": "100 * waited  ->  waited",
+    "waits-warm-up": f"{RETURNED}  ->  return stage, measure(job, skip=0, count=500)[1]",
+    "added": [
+        f"{RETURNED}  ->  {ALONE}times = [alone(each) for each in STAGES]\n"
+        "return stage, 100 * sum(times[:-1]) / sum(times)",
+        f"{RETURNED}  ->  {ALONE}times = [job.clock() for _ in job.batches(120)]\n"
+        "loading = (times[-1] - times[19]) / 100\n"
+        "return stage, 100 * loading / (loading + alone('step'))",
+    ],
+    "working": "100 * waited / seconds  ->  100 - 100 * waited / seconds",
+    "waits": "100 * waited  ->  50 * waited",
+    "error": f"{STAGE}  ->  stage = max(STAGES, key=job.milliseconds.get)",
+}
+
+
+def by_the_last_batches(job):
+    def ends(job):
+        times = []
+        for batch in job.batches(300):
+            taken = job.clock()
+            job.step(batch)
+            times.append((taken, job.clock()))
+        return times
+
+    def seconds(job):
+        times = ends(job)
+        return times[-1][1] - times[100][1]
+
+    best = sorted(data_loading.STAGES, key=lambda stage: seconds(job.halved(stage)))[0]
+    times = ends(job)
+    gaps = [later[0] - before[1] for before, later in zip(times[100:], times[101:], strict=False)]
+    return [best, np.float64(100 * sum(gaps) / (times[-1][1] - times[100][1]))]
+
+
+FIND_BOTTLENECK_RIGHT = {
+    "by the last batches": by_the_last_batches,
+    "three batches skipped": "skip=20  ->  skip=3",
+    "many batches": "skip=20, count=100  ->  skip=50, count=1000",
+}
+
+# ------------------------------------------------------------------------------------------------ shards
+
+RANKS = "rank, n = dist.get_rank(), dist.get_world_size()"
+ORDER = "np.random.default_rng((seed, epoch)).permutation(count)"
+PARTS = "parts = np.array_split(order, steps * n)"
+OWN = "[part.tolist() for part in parts[rank::n]]"
+STEPS = "-(-count // (batch * n))"
+EVERY_NTH_SAMPLE = {
+    PARTS: "own = order[rank::n]",
+    OWN: "[own[i : i + batch].tolist() for i in range(0, len(own), batch)]",
+}
+
+
+def sampler_of_torch(count, batch, epoch, seed):
+    sampler = DistributedSampler(range(count), dist.get_world_size(), dist.get_rank(), seed=seed)
+    sampler.set_epoch(epoch)
+    own = list(sampler)
+    return [own[i : i + batch] for i in range(0, len(own), batch)]
+
+
+SHARD = {
+    "form": [f"{OWN}  ->  np.concatenate(parts[rank::n]).tolist()", f"{ORDER}  ->  {ORDER} + 1"],
+    "batch-size": f"{STEPS}  ->  max(1, count // (batch * n))",
+    "not-sharded": {"steps * n": "-(-count // batch)", "parts[rank::n]": "parts"},
+    "own-shuffle": [
+        "(seed, epoch)  ->  (seed, epoch, rank)",
+        f"{ORDER}  ->  np.random.permutation(count)",
+        '(seed, epoch)  ->  abs(hash(f"{seed}/{epoch}"))',
+    ],
+    "padded": [
+        sampler_of_torch,
+        f"{ORDER}  ->  np.resize({ORDER}, -(-count // (batch * n)) * batch * n)",
+    ],
+    "overlap": {
+        PARTS: "ends = [i * count // (steps * n) for i in range(steps * n + 1)]\n"
+        "parts = [order[max(0, a - 1) : b] for a, b in zip(ends, ends[1:])]"
+    },
+    "last-batch": f"{PARTS}  ->  parts = [order[i : i + batch] for i in range(0, count - batch + 1, batch)]",
+    "remainder": f"{ORDER}  ->  {ORDER}[: count // n * n]",
+    "missing": [
+        "parts[rank::n]  ->  parts[rank::n][: max(1, steps // 2)]",
+        f"{OWN}  ->  {OWN} if rank or n == 1 else []",
+    ],
+    "steps": EVERY_NTH_SAMPLE,
+    "empty-batch": f"{PARTS}  ->  parts = [order[i : i + batch] for i in range(0, steps * n * batch, batch)]",
+    "small-batches": f"{STEPS}  ->  min(count // n, count // (batch * n) + 1)",
+    "not-shuffled": f"{ORDER}  ->  np.arange(count)",
+    "not-reproducible": {
+        "seed: int) -> list[list[int]]:": "seed: int, calls=[]) -> list[list[int]]:\n    calls.append(seed)",
+        "(seed, epoch)": "len(calls)",
+    },
+    "same-every-epoch": ["(seed, epoch)  ->  seed", "(seed, epoch)  ->  seed * epoch"],
+    "fixed-shard": {
+        f"order = {ORDER}": f"own = np.array_split(np.arange(count), n)[rank]\norder = {ORDER[:-6]}own)",
+        "steps * n": "steps",
+        "parts[rank::n]": "parts",
+    },
+    "together": [
+        f"{ORDER}  ->  np.roll(np.random.default_rng(0).permutation(count), 7 * epoch + seed)",
+        {
+            f"order = {ORDER}": "blocks = np.array_split(np.random.default_rng(3).permutation(count), n)\n"
+            f"order = {ORDER[:-6]}blocks[(rank + epoch + seed) % n])",
+            "steps * n": "steps",
+            "parts[rank::n]": "parts",
+        },
+    ],
+    "messages": [
+        f"{RANKS}  ->  {RANKS}\nimport torch\n\ndist.broadcast(torch.zeros(3), 0)",
+        f"order = {ORDER}  ->  store, key = dist.distributed_c10d._get_default_store(), str((count, epoch, seed))\n"
+        f"if rank == 0:\n    store.set(key, {ORDER}.tobytes())\norder = np.frombuffer(store.get(key), np.int64)",
+    ],
+    "one-rank": f"{RANKS}  ->  {RANKS}\nother = [r for r in range(n) if r != rank][0]",
+    "only-two-ranks": "= dist.get_rank(),  ->  = [0, 1][dist.get_rank()],",
+    "hang": hangs(f"{RANKS}  ->  {RANKS}\nif rank == 0:\n    dist.barrier()"),
+}
+
+
+def contiguous_parts(count, batch, epoch, seed):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+    own = order.tensor_split(n)[rank]
+    return own.tensor_split(-(-count // (batch * n)))
+
+
+def shuffled_by_the_library(count, batch, epoch, seed):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    steps = -(-count // (batch * n))
+    ends = [(rank * steps + i) * count // (steps * n) for i in range(steps + 1)]
+    return (order[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True))
+
+
+SHARD_RIGHT = {
+    "contiguous parts": contiguous_parts,
+    "shuffled by the library, from a text": shuffled_by_the_library,
+    "global generator, seeded": f"order = {ORDER}  ->  np.random.seed(1000 * seed + epoch)\n"
+    "order = np.random.permutation(count)",
+    "hash of numbers": "(seed, epoch)  ->  abs(hash((seed, epoch)))",
+    "own samples, split into steps": {
+        PARTS: "parts = np.array_split(order[rank::n], steps)",
+        "parts[rank::n]": "parts",
+    },
+}
+
+# ------------------------------------------------------------------------------------------------ paper problem
+
+IMAGENET_EPOCH = {
+    **wrong_formulas(data_loading.imagenet_epoch),
+    "numbers": "disk / gigabytes  ->  disk / gigabytes * 1.024**3",
+    "number": ", min(later, key=later.get)  ->  ",
+    "typed": 'return images  ->  return 186.6, 55.87, "gpu"\nreturn images',
+}
+
+
+def by_the_seconds(images, gigabytes, memory, disk, cpu, gpu):
+    seconds = np.array([gigabytes / disk, images / cpu, images / gpu])
+    later = seconds.copy()
+    if memory >= gigabytes:
+        later[0] = 0
+    return [seconds.max(), later.max(), ("disk", "cpu", "gpu")[later.argmax()]]
+
+
+IMAGENET_EPOCH_RIGHT = {
+    "by the seconds": by_the_seconds,
+    "the slowest is the first of the sorted ones": "min(later, key=later.get)  ->  sorted(later, key=later.get)[0]",
+}
 
 
 @pytest.fixture
@@ -29,35 +552,35 @@ def with_ffcv():
 
 
 class TestDataLoading(ExerciseTests):
-    checks, mutants = data_loading, wrong_data_loading
+    checks = data_loading
+    WRONG = {
+        "read_header": READ_HEADER,
+        "read_sample": READ_SAMPLE,
+        "encode_boxes": ENCODE_BOXES,
+        "box_decoder": BOX_DECODER,
+        "quasi_random": QUASI_RANDOM,
+        "find_bottleneck": FIND_BOTTLENECK,
+        "shard": SHARD,
+        "imagenet_epoch": IMAGENET_EPOCH,
+    }
+    RIGHT = {
+        "read_header": READ_HEADER_RIGHT,
+        "read_sample": READ_SAMPLE_RIGHT,
+        "encode_boxes": ENCODE_BOXES_RIGHT,
+        "box_decoder": BOX_DECODER_RIGHT,
+        "quasi_random": QUASI_RANDOM_RIGHT,
+        "find_bottleneck": FIND_BOTTLENECK_RIGHT,
+        "shard": SHARD_RIGHT,
+        "imagenet_epoch": IMAGENET_EPOCH_RIGHT,
+    }
 
     def passes(self, name, answer):
         getattr(data_loading, name)(answer)
 
-    def test_wrong_answer_is_refused_with_its_own_hint(self, mutant):
-        if mutant.hint == "numba" and fixes.missing():
+    def test_wrong_answer_is_refused_with_its_own_hint(self, wrong):
+        if wrong.name == "numba" and fixes.missing():
             pytest.skip("nothing is compiled without FFCV")
-        super().test_wrong_answer_is_refused_with_its_own_hint(mutant)
-
-    def test_header_with_another_reader_passes(self):
-        def read_header(file):
-            """Number by number, from where the file stands, with a seek only at the end."""
-
-            def number(size):
-                return int.from_bytes(file.read(size), "little")
-
-            version, count = number(2), number(2)
-            if version != 2:
-                raise ValueError
-            values = {"page_size": number(4), "samples": number(8), "table": number(8)}
-            fields = []
-            for _ in range(count):
-                kind, name = number(1), file.read(16)
-                fields.append([name.split(b"\0")[0].decode("ascii"), np.uint8(kind)])
-                file.seek(1024, io.SEEK_CUR)
-            return {"version": np.uint16(version), "fields": tuple(fields), **values}
-
-        self.passes("read_header", read_header)
+        super().test_wrong_answer_is_refused_with_its_own_hint(wrong)
 
     @pytest.mark.usefixtures("with_ffcv")
     def test_files_of_the_checks_are_read_by_ffcv(self, tmp_path: Path):
@@ -83,25 +606,14 @@ class TestDataLoading(ExerciseTests):
         assert _beton.beton([("image", _beton.IMAGE), ("label", _beton.INT)], columns) == data_loading.own_file()
 
     def test_file_cannot_be_read_without_being_counted(self):
-        file = _beton.CountedFile(bytes(range(200)) * 100)
-        assert file.read(10) == bytes(range(10)) and file.count == 10
+        file, reads = _beton.counted_file(bytes(range(200)) * 100)
+        assert file.read(10) == bytes(range(10)) and reads.count == 10
         buffered = io.BufferedReader(file)
-        assert buffered.read(4) and file.count > 14
-        before = file.count
-        assert len(file.read()) == file.count - before and file.tell() == 20_000
+        assert buffered.read(4) and reads.count > 14
+        before = reads.count
+        assert len(file.read()) == reads.count - before and file.tell() == 20_000
         with pytest.raises(io.UnsupportedOperation):
             np.fromfile(file, np.uint8)
-
-    def test_boxes_by_struct_pass(self):
-        def encode_boxes(destination, boxes, malloc):
-            data = np.array(boxes, dtype="<f4", order="C").tobytes()
-            address = 0
-            if data:
-                address, memory = malloc(len(data))
-                memory[...] = list(data)
-            destination[0] = (len(boxes), address)
-
-        self.passes("encode_boxes", encode_boxes)
 
     def test_without_ffcv_the_checks_say_so_and_pass(self, monkeypatch, capsys):
         monkeypatch.setattr(fixes, "missing", lambda: "not here")
@@ -111,31 +623,10 @@ class TestDataLoading(ExerciseTests):
         assert "without FFCV" in capsys.readouterr().out
         data_loading.own_file.cache_clear()
 
-    def test_order_that_opens_a_page_when_it_could_have_been_loaded_passes(self):
-        def attempt(pages, cap, ahead, rng):
-            waiting = [rng.permutation(np.flatnonzero(pages == page)).tolist() for page in np.unique(pages)]
-            rng.shuffle(waiting)
-            order, opened, ended = [], [], []
-            while waiting or opened:
-                while waiting and len(opened) + sum(end >= len(order) - ahead for end in ended) < cap:
-                    opened.append(waiting.pop())
-                if not opened:  # all places are kept for pages that have ended
-                    return None
-                chosen = opened[rng.integers(len(opened))]
-                order.append(chosen.pop())
-                if not chosen:
-                    opened.remove(chosen)
-                    ended.append(len(order) - 1)
-            return order
-
-        def quasi_random(pages, cap, ahead, seed):
-            rng = np.random.default_rng(seed)
-            return next(filter(None, (attempt(pages, cap, ahead, rng) for _ in range(5000))))
-
-        self.passes("quasi_random", quasi_random)
+    def test_pages_open_on_average_as_the_text_says(self):
         pages, window = np.repeat(np.arange(32), 24), self.answer("quasi_random")
-        for fn, opened in ((quasi_random, 7.8), (window, 6.3)):  # as the text says
-            means = [data_loading._in_memory(pages[np.array(fn(pages, 9, 12, seed))], 0).mean() for seed in range(20)]
+        for fn, opened in ((when_it_could_have_been_loaded, 7.8), (window, 6.3)):
+            means = [_orders.in_memory(pages[np.array(fn(pages, 9, 12, seed))], 0).mean() for seed in range(20)]
             assert np.mean(means) == pytest.approx(opened, abs=0.25)
 
     @pytest.mark.parametrize("seed", range(20))
@@ -149,7 +640,7 @@ class TestDataLoading(ExerciseTests):
 
         def quasi_random(pages, cap, ahead, seed):
             orders = (window_of(pages, window, seed) for window in range(cap, 0, -1))
-            return next(order for order in orders if data_loading._in_memory(pages[order], ahead).max() <= cap)
+            return next(order for order in orders if _orders.in_memory(pages[order], ahead).max() <= cap)
 
         def window_of(pages, window, seed):
             names = np.unique(pages)
@@ -169,41 +660,23 @@ class TestDataLoading(ExerciseTests):
         assert data_loading.hit_rate([1, 1, 2, 2, 3], 1) == pytest.approx(2 / 5)
 
     def test_jobs_have_one_bottleneck_each_that_any_long_measurement_finds(self):
-        for name, job in (_jobs.JOBS | _jobs.HIDDEN).items():
+        for name, plan in (_jobs.PLANS | _jobs.HIDDEN).items():
             for skip in (5, 50):
-                first, second = sorted(_jobs.steady(job.halved(stage), skip)[0] for stage in data_loading.STAGES)[:2]
+                first, second = sorted(_jobs.steady(plan.halved(stage), skip)[0] for stage in data_loading.STAGES)[:2]
                 assert first < 0.98 * second, name
-            assert _jobs.steady(job, 5)[1] == pytest.approx(_jobs.steady(job, 60)[1], abs=1), name
+            assert _jobs.steady(plan, 5)[1] == pytest.approx(_jobs.steady(plan, 60)[1], abs=1), name
 
-    def test_bottleneck_by_the_rate_of_the_last_batches_passes(self):
-        def find_bottleneck(job):
-            def ends(job):
-                times = []
-                for batch in job.batches(300):
-                    taken = job.clock()
-                    job.step(batch)
-                    times.append((taken, job.clock()))
-                return times
+    @pytest.mark.parametrize("n", [2, 3, 4])
+    def test_shuffled_shards_are_told_from_blocks_that_stay_together(self, n):
+        def parts(order):
+            return [part.tolist() for part in np.array_split(order, n)]
 
-            def seconds(job):
-                times = ends(job)
-                return times[-1][1] - times[100][1]
-
-            best = sorted(data_loading.STAGES, key=lambda stage: seconds(job.halved(stage)))[0]
-            times = ends(job)
-            gaps = [later[0] - before[1] for before, later in zip(times[100:], times[101:], strict=False)]
-            return [best, np.float64(100 * sum(gaps) / (times[-1][1] - times[100][1]))]
-
-        self.passes("find_bottleneck", find_bottleneck)
-
-    def test_contiguous_shards_pass(self):
-        def shard(count, batch, epoch, seed):
-            rank, n = dist.get_rank(), dist.get_world_size()
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(1000 * seed + epoch))
-            own = order.tensor_split(n)[rank]
-            return own.tensor_split(-(-count // (batch * n)))
-
-        self.passes("shard", shard)
+        limit = 25 + 4 * (n - 1) ** 2  # as in the check
+        rng = np.random.default_rng(n)
+        before = parts(rng.permutation(300))
+        by_chance = [data_loading._kept_together(before, parts(rng.permutation(300))) for _ in range(500)]
+        assert np.mean(by_chance) == pytest.approx((n - 1) ** 2, rel=0.2) and max(by_chance) < limit
+        assert data_loading._kept_together(before, before[1:] + before[:1]) > 5 * limit
 
     def test_answer_that_never_ends_is_refused_and_ended(self, monkeypatch):
         def quasi_random(pages, cap, ahead, seed):
@@ -234,12 +707,11 @@ class TestDataLoading(ExerciseTests):
         assert self.refusal("read_header", read_header).hint == "endless"
 
     def test_refusals_name_bytes_samples_and_ranks(self):
-        def text(name):
-            wrong = next(m for m in wrong_data_loading.MUTANTS if m.answer.__name__ == name)
-            return str(self.refusal(wrong.exercise, wrong.answer))
+        def text(exercise, hint, number=1):
+            return str(self.refusal(exercise, self.wrong(exercise, hint, number)))
 
-        assert "65,536 bytes were read, 2,106 do;" in text("first_page_for_the_header")
-        assert re.search(r"4,2\d\d,\d{3} bytes were read, 2,\d{3} do;", text("whole_file_for_a_sample"))
-        assert "2 ranks, 299 samples in batches of 16: 1 samples come twice" in text("sampler_of_torch")
-        assert "65 samples in batches of 32: the ranks have 2, 1 batches." in text("every_nth_sample")
-        assert "32 pages are open at once; 4 fit." in text("full_shuffle")
+        assert "65,536 bytes were read, 2,106 do;" in text("read_header", "too-many-bytes")
+        assert re.search(r"4,2\d\d,\d{3} bytes were read, 2,\d{3} do;", text("read_sample", "whole-file"))
+        assert "2 ranks, 299 samples in batches of 16: 1 samples come twice" in text("shard", "padded")
+        assert "65 samples in batches of 32: the ranks have 2, 1 batches." in text("shard", "steps")
+        assert "32 pages are open at once; 4 fit." in text("quasi_random", "random")
