@@ -141,8 +141,8 @@ RING_SHIFT = {
     "any-tensor": [
         f"{RECEIVED}  ->  received = torch.empty(x.shape)",
         f"{RECEIVED}  ->  received = x.new_empty(x.shape[:2])",
+        f"{RECEIVED}  ->  a, b = x.shape\nreceived = x.new_empty(a, b)",
     ],
-    "error": f"{RECEIVED}  ->  a, b = x.shape\nreceived = x.new_empty(a, b)",
     "dtype": "return received  ->  return received.double()",
     "too-few-bytes": {
         "isend, x": "isend, x.float() if x.dtype == torch.float64 else x",
