@@ -36,7 +36,7 @@ _TENSORS: dict[str, Callable[[int], torch.Tensor]] = {  # by seed; what works fo
 
 @checked
 def mean_and_variance(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x) -> (mean, variance)``, two float64 numbers: one all-reduce of 24 bytes."""
+    """Check ``fn(x) -> (mean, variance)``, x of shape (n,), two float64 scalars: one all-reduce of 24 bytes."""
     exercise = Exercise("Exercise 1", HINTS["mean_and_variance"], timeout)
     for n in (2, 3, 4, 1):
         equal, ragged = (
@@ -70,7 +70,8 @@ def _mean_and_variance(exercise: Exercise, data: list[torch.Tensor], outcomes: l
         exercise.equal(rank, mean, everything.mean(), mean_traps, "the mean")
         exercise.equal(rank, variance, everything.var(correction=0), variance_traps, "the variance")
         if exercise.fallback == "float32":  # where sums in float32 have been told from right ones
-            exercise.require(mean.dtype == variance.dtype == torch.float64, "dtype", f"they are {mean.dtype} and {variance.dtype}.")
+            what = f"the mean is {mean.dtype}, the variance {variance.dtype}; the docstring promises float64."
+            exercise.require(mean.dtype == variance.dtype == torch.float64, "dtype", what)
         exercise.audit(outcome.ledger, calls=1, sent=sizes, keys={"too-many-calls": "two-all-reduces"})
         exercise.keeps_input(rank, outcome)
 
@@ -203,7 +204,7 @@ def _ragged_all_gather(exercise: Exercise, data: list[torch.Tensor], outcomes: l
 
 @checked
 def row_and_column_sums(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(block, rows, cols) -> (row sums, column sums)``: two all-reduces in sub-groups, after local sums."""
+    """Check ``fn(block, rows, cols) -> (row sums, column sums)``, (m,) and (n,): two all-reduces in sub-groups."""
     exercise = Exercise("Exercise 5", HINTS["row_and_column_sums"], timeout)
     for rows, cols, shape in ((2, 3, (4, 5)), (3, 2, (3, 3)), (2, 2, (1, 6)), (1, 2, (5, 2))):
         data = [values(*shape, seed=100 + rank) for rank in range(rows * cols)]
@@ -250,7 +251,7 @@ def _row_and_column_sums(
 
 @checked
 def tree_broadcast(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, root)``, in place: N-1 messages in ⌈log2 N⌉ steps."""
+    """Check ``fn(x, root)``, in place, x of any shape and dtype: N-1 messages in ⌈log2 N⌉ steps."""
     exercise = Exercise("Exercise 6", HINTS["tree_broadcast"], timeout)
     usual, *others = _TENSORS
     steps = {}
@@ -296,7 +297,7 @@ def _tree_broadcast(exercise: Exercise, data: list[torch.Tensor], root: int, out
 
 @checked
 def two_level_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, nodes, per_node) -> sum over ranks``: between nodes only 1/per_node of the tensor a rank."""
+    """Check ``fn(x, nodes, per_node) -> sum over ranks``, of shape (n,): a rank sends 2(M-1)/M · S/G between nodes."""
     exercise = Exercise("Exercise 7", HINTS["two_level_all_reduce"], timeout)
     for nodes, per_node, n in ((2, 2, 12), (2, 3, 12), (3, 2, 12), (2, 3, 9), (3, 2, 10)):
         data = [values(n, seed=300 + rank) for rank in range(nodes * per_node)]
@@ -324,7 +325,7 @@ def _two_level_all_reduce(
         traps = {"one-level": sum(data[first : first + per_node]), "counted-twice": [per_node * total, nodes * total]}
         exercise.equal(rank, outcome.result, total, traps)
         flat = {entry.op for entry in calls(outcome.ledger) if entry.is_collective and len(entry.ranks) == n}
-        exercise.require(not flat, "flat", f"{' and '.join(flat)} over all {n} ranks.")
+        exercise.require(not flat, "flat", f"{' and '.join(sorted(flat))} over all {n} ranks.")
         exercise.keeps_input(rank, outcome)
     idle = 0 < sum(sent(across) > 0 for _, across in traffic) < n
     for _, (inside, across) in exercise.each(traffic):
@@ -353,7 +354,7 @@ def _two_level_all_reduce(
     hints=HINTS["gradient_all_reduce_seconds"],
 )
 def gradient_all_reduce_seconds(parameters, bytes_per_parameter, ranks, link_gigabits):
-    """Check ``fn(parameters, bytes_per_parameter, ranks, link_gigabits) -> seconds``."""
+    """Check ``fn(parameters, bytes_per_parameter, ranks, link_gigabits) -> seconds``, of a link in Gb/s."""
     giga = 1e9
     return 2 * (ranks - 1) / ranks * parameters * bytes_per_parameter / (link_gigabits * giga / 8)
 
