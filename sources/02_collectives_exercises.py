@@ -160,7 +160,7 @@ with expect_error():
     launch(shift_own_rank, world_size=WORLD_SIZE, backend="gloo", timeout=2)
 
 # %% [markdown]
-# Write a version that works for every number of ranks, also for one.
+# Write a version out of messages, no collective, that works for every number of ranks, also for one.
 
 
 # %%
@@ -169,8 +169,8 @@ def ring_shift(x: torch.Tensor) -> torch.Tensor:
 
     Parameters
     ----------
-    x : tensor of any shape and dtype
-        The same shape on every rank. Must not be changed.
+    x : contiguous tensor of any shape and dtype
+        The same shape and dtype on every rank. Must not be changed.
 
     Returns
     -------

@@ -27,9 +27,9 @@ def close(got: Any, expected: Any) -> bool:
 
 
 def alike(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Element by element, what `close` asks of all."""
+    """Element by element, what `close` asks of all; where nan is expected, nan is right."""
     if expected.is_floating_point():
-        return torch.isclose(got.double(), expected.double(), RELATIVE, ABSOLUTE)
+        return torch.isclose(got.double(), expected.double(), RELATIVE, ABSOLUTE, equal_nan=True)
     return got == expected
 
 

@@ -14,6 +14,7 @@ before it, whose functions the solution calls. In both it must stand exactly onc
 from __future__ import annotations
 
 import ast
+import linecache
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -184,7 +185,9 @@ class ExerciseTests:
     def answer(cls, name: str, edits: str | Mapping[str, str] = (), stub: bool = False) -> Callable:
         """The function between the markers, as it is or with edits; or its empty stub."""
         names: dict = {"__name__": "__main__"}  # so that ranks get what it uses by value
-        exec(cls.program(name, edits, stub), names)
+        program, file = cls.program(name, edits, stub), f"<{name}>"
+        linecache.cache[file] = (len(program), None, program.splitlines(True), file)  # as for a cell
+        exec(compile(program, file, "exec"), names)
         return names[name]
 
     @classmethod

@@ -414,6 +414,25 @@ def test_right_numbers_of_another_type_are_refused_where_one_is_promised():
     exercise.equal(0, ones.double(), ones.double(), dtype=torch.float64)
 
 
+def test_nan_is_right_where_it_is_expected_and_nowhere_else():
+    number, nan = torch.tensor([1.0]), torch.tensor([torch.nan])
+    assert [checks.close(a, b) for a in (number, nan) for b in (number, nan)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
+def test_an_input_that_was_changed_is_told_from_one_that_holds_nan(kind):
+    def unchanged(before, after):
+        Exercise("Exercise 1", {}).keeps_input(0, Outcome(None, [], before, after))
+
+    x = torch.tensor([0, 1]).to(kind)
+    unchanged(x, x.clone())
+    assert refusal(unchanged, x, 1 - x.long()).hint == "input-changed"
+    assert refusal(unchanged, x, x[:1]).hint == "input-changed"
+    if x.is_floating_point():
+        unchanged(x / 0, x / 0)
+        assert refusal(unchanged, x / 0, x).hint == "input-changed"
+
+
 def test_numbers_may_be_of_any_type():
     for half in (0.5, Fraction(1, 2), np.float32(0.5), torch.tensor(0.5), np.array(0.5)):
         assert checks.number(half) == 0.5 and type(checks.number(half)) is float

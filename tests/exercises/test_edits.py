@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from exercise_cases import ExerciseTests, cases, hangs
 
@@ -111,3 +113,8 @@ def test_answer_knows_what_the_text_imports_and_gives():
     names = Lesson.answer("overlapped", "async_op=True  ->  async_op=False").__globals__
     assert {"torch", "dist", "F", "nn", "DistributedDataParallel", "in_buckets", "look_at_gradients"} <= set(names)
     assert names["__name__"] == "__main__"
+
+
+def test_lines_of_an_answer_can_be_shown():
+    answer = Lesson.answer("data_parallel", "p.grad /= dist.get_world_size()  ->  p.grad /= 7")
+    assert "p.grad /= 7" in inspect.getsource(answer)
