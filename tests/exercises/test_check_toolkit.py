@@ -166,6 +166,18 @@ def test_a_barrier_is_no_communication():
     exercise.communicates(0, Outcome(None, ledger("send:8"), None, None), 2)
 
 
+def test_a_message_to_itself_is_laid_to_the_single_rank():
+    def answer(x):
+        other = (dist.get_rank() + 1) % dist.get_world_size()
+        message = dist.isend(x, other)
+        dist.recv(torch.empty_like(x), other)
+        message.wait()
+
+    exercise = Exercise("Exercise 1", {}, 1.0)
+    exercise.run(answer, [torch.ones(2)] * 2)
+    assert refusal(exercise.run, answer, [torch.ones(2)]).hint == "one-rank"
+
+
 def after_two_ranks(answer, fallback: str | None = None) -> str:
     exercise = Exercise("Exercise 1", {"odd-sizes": "Sizes differ."}, 1.0)
     exercise.run(answer, [torch.ones(2)] * 2)
@@ -193,6 +205,7 @@ def waits_in(call):
     [
         (fails_with(IndexError("list index out of range")), "only-two-ranks", "odd-sizes"),
         (fails_with(ValueError("there is no rank 3")), "only-two-ranks", "odd-sizes"),
+        (fails_with(ValueError("2 is not in list")), "only-two-ranks", "odd-sizes"),
         (fails_with(RuntimeError("shape '[3, -1]' is invalid for input of size 7")), "error", "odd-sizes"),
         (fails_with(ZeroDivisionError("division by zero")), "error", "error"),
         (waits_in(lambda x: dist.recv(x, 1)), "only-two-ranks", "odd-sizes"),
