@@ -25,7 +25,9 @@ BACKEND = "gloo"  # the same on every machine, whatever GPUs it has
 TIMEOUT = 5.0  # seconds in which ranks that all wait for each other do nothing at all, after which they hang
 _ALONE = re.compile("Connection (closed|reset) by peer")
 _PEER = re.compile(r"\A(IndexError|KeyError)|\b(rank|peer|index|not in (list|tuple)|not connected)\b", re.IGNORECASE)
-_SIZE = re.compile(r"\b(sizes?|shapes?|length|numel|elements?|divisible|split\w*)\b", re.IGNORECASE)
+_SIZE = re.compile(  # gloo ends the process when a message is longer than the buffer for it
+    r"\b(sizes?|shapes?|length|numel|elements?|divisible|split\w*|SIGABRT)\b", re.IGNORECASE
+)
 
 COMMON_HINTS = load_hints("common")["every"]
 

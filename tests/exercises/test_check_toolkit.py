@@ -192,6 +192,11 @@ def fails_with(error: Exception):
     return answer
 
 
+def too_long_a_message(x):
+    if dist.get_world_size() == 3:
+        dist.send(x.double(), 1) if dist.get_rank() == 0 else dist.recv(x, 0)
+
+
 def waits_in(call):
     def answer(x):
         if dist.get_world_size() == 3 and dist.get_rank() == 0:
@@ -208,6 +213,7 @@ def waits_in(call):
         (fails_with(ValueError("2 is not in list")), "only-two-ranks", "odd-sizes"),
         (fails_with(RuntimeError("shape '[3, -1]' is invalid for input of size 7")), "error", "odd-sizes"),
         (fails_with(ZeroDivisionError("division by zero")), "error", "error"),
+        (too_long_a_message, "error", "odd-sizes"),
         (waits_in(lambda x: dist.recv(x, 1)), "only-two-ranks", "odd-sizes"),
         (waits_in(dist.all_reduce), "hang", "odd-sizes"),
     ],
