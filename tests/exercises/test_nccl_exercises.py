@@ -277,8 +277,8 @@ def cut(method: str) -> dict[str, str]:
 
 
 ALL_REDUCE = {
-    "hang": hangs("send = dist.P2POp(dist.isend, chunks  ->  dist.send(chunks[place], ring[place - 1])\nsend = "
-                  "dist.P2POp(dist.isend, chunks"),
+    "hang": hangs("receive = dist.P2POp(dist.irecv, received  ->  "
+                  "dist.send(into, ring[place - 1])\nreceive = dist.P2POp(dist.irecv, received"),
     "library": f"{GATHER}  ->  dist.all_reduce(flat)",
     "not-divisible": {
         "x.flatten().clone()": "torch.cat([x.flatten(), x.new_zeros(-x.numel() % len(ring))])",
@@ -524,7 +524,6 @@ TREE_RIGHT = {"halves of what is left": halves, "all receives posted first": all
 
 SUM_OF_SHARD = "ring_all_reduce(ring_reduce_scatter(x, inside), across)"
 CLUSTER = "list(range(nodes * per_node))"
-COPY_OF_X = "result = x.clone()"
 
 
 def leaders(x, nodes, per_node):
@@ -545,43 +544,42 @@ def leaders(x, nodes, per_node):
     return total
 
 
-
 HIERARCHICAL = {
     "average": "return result  ->  return result / nodes / per_node",
     "hang": hangs(
         f"shard = {SUM_OF_SHARD}  ->  "
         "shard = ring_reduce_scatter(x, inside)\nif node == 0:\n    shard = ring_all_reduce(shard, across)"
     ),
-    "library": f"{COPY_OF_X}  ->  {COPY_OF_X}\ndist.all_reduce(result)\nreturn result",
+    "library": f"{COPY}  ->  {COPY}\ndist.all_reduce(result)\nreturn result",
     "not-divisible": [
         "result.tensor_split(per_node)[local]  ->  result.view(per_node, -1)[local]",
         f"shard = {SUM_OF_SHARD}  ->  shard = ring_reduce_scatter(x, inside)\n"
         "shard = ring_all_reduce(shard[: len(shard) // nodes * nodes], across)",
     ],
     "two-nodes": "[m * per_node + local for m in range(nodes)]  ->  [local, local + per_node]",
-    "one-level": f"{COPY_OF_X}  ->  return ring_all_reduce(x, inside)\n{COPY_OF_X}",
-    "counted-twice": f"{COPY_OF_X}  ->  return ring_all_reduce(ring_all_reduce(x, inside), {CLUSTER})\n{COPY_OF_X}",
+    "one-level": f"{COPY}  ->  return ring_all_reduce(x, inside)\n{COPY}",
+    "counted-twice": f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), {CLUSTER})\n{COPY}",
     "shard-order": {"[local].copy_": "[local - 1].copy_", "(result, inside)": "(result, inside[1:] + inside[:1])"},
-    "flat-ring": f"{COPY_OF_X}  ->  return ring_all_reduce(x, {CLUSTER})\n{COPY_OF_X}",
+    "flat-ring": f"{COPY}  ->  return ring_all_reduce(x, {CLUSTER})\n{COPY}",
     "leaders": leaders,
-    "whole-tensor-across": f"{COPY_OF_X}  ->  return ring_all_reduce(ring_all_reduce(x, inside), across)\n{COPY_OF_X}",
+    "whole-tensor-across": f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), across)\n{COPY}",
     "groups": [
-        f"{COPY_OF_X}  ->  inside, across, local, per_node = across, inside, node, nodes\n{COPY_OF_X}",
+        f"{COPY}  ->  inside, across, local, per_node = across, inside, node, nodes\n{COPY}",
         {
             "node, local = divmod(dist.get_rank(), per_node)": "local, node = divmod(dist.get_rank(), nodes)",
             "[node * per_node + i for": "[i * nodes + node for",
             "[m * per_node + local for": "[local * nodes + m for",
         },
     ],
-    "slow": f"{COPY_OF_X}  ->  if len(x) > 2**14:\n    parts = x.split(2**14)\n"
-    f"    return torch.cat([hierarchical_all_reduce(part, nodes, per_node) for part in parts])\n{COPY_OF_X}",
+    "slow": f"{COPY}  ->  if len(x) > 2**14:\n    parts = x.split(2**14)\n"
+    f"    return torch.cat([hierarchical_all_reduce(part, nodes, per_node) for part in parts])\n{COPY}",
     "differs": "return result  ->  if not dist.get_rank():\n    result *= 1 + 1e-6\nreturn result",
     "too-many-bytes": "ring_reduce_scatter(x, inside), across  ->  "
     "ring_all_reduce(x, inside).tensor_split(per_node)[local], across",
     "too-few-bytes": f"shard = {SUM_OF_SHARD}  ->  {PAST_THE_LEDGER}\nring_reduce_scatter(x, inside)\n"
     "shard = result.tensor_split(per_node)[local].clone()",
-    "input-changed": f"{COPY_OF_X}  ->  result = x",
-    "not-distributed": f"{COPY_OF_X}  ->  return x * nodes * per_node\n{COPY_OF_X}",
+    "input-changed": f"{COPY}  ->  result = x",
+    "not-distributed": f"{COPY}  ->  return x * nodes * per_node\n{COPY}",
 }
 
 
@@ -605,11 +603,11 @@ def direct_inside(x, nodes, per_node):
 HIERARCHICAL_RIGHT = {
     "direct exchange inside the node": direct_inside,
     "padded to a multiple of the ranks in a node": {
-        COPY_OF_X: "length = len(x)\nx = torch.cat([x, x.new_zeros(-length % per_node)])\nresult = x.clone()",
+        COPY: "length = len(x)\nx = torch.cat([x, x.new_zeros(-length % per_node)])\nresult = x.clone()",
         "return result": "return result[:length]",
     },
-    "the other way round in the node": f"{COPY_OF_X}  ->  inside, place = inside[::-1], per_node - 1 - local\n"
-    f"local = place\n{COPY_OF_X}",
+    "the other way round in the node": f"{COPY}  ->  inside, place = inside[::-1], per_node - 1 - local\n"
+    f"local = place\n{COPY}",
 }
 
 # ------------------------------------------------------------------------------------------------ paper problems
