@@ -25,9 +25,19 @@ BACKEND = "gloo"  # the same on every machine, whatever GPUs it has
 TIMEOUT = 5.0  # seconds in which ranks that all wait for each other do nothing at all, after which they hang
 _ALONE = re.compile("Connection (closed|reset) by peer")
 _RANKS = re.compile(  # errors that the number of ranks may explain: an index, a rank, a size, which gloo checks itself
-    r"\A(IndexError|KeyError)|\b(rank|peer|index|sizes?|length|numel|elements?|divisible|split\w*)\b"
-    r"|shape|Check failed|SIGABRT",
+    r"\A(IndexError|KeyError)|\b(rank|peer|index|not in (list|tuple)|not connected)\b|shapes?\b|Check failed"
+    r"|\b(sizes?|length|numel|elements?|divisible|split\w*|SIGABRT)\b",
     re.IGNORECASE,
+)
+
+COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Outcome", "checked"]
+
+BACKEND = "gloo"  # the same on every machine, whatever GPUs it has
+TIMEOUT = 5.0  # seconds in which ranks that all wait for each other do nothing at all, after which they hang
+_ALONE = re.compile("Connection (closed|reset) by peer")
+_PEER = re.compile(r"\A(IndexError|KeyError)|\b(rank|peer|index|not in (list|tuple)|not connected)\b", re.IGNORECASE)
+_SIZE = re.compile(  # gloo ends the process when a message is longer than the buffer for it
+    r"\b(sizes?|length|numel|elements?|divisible|split\w*|SIGABRT)\b|shapes?\b", re.IGNORECASE
 )
 
 COMMON_HINTS = load_hints("common")["every"]
@@ -221,7 +231,7 @@ class Exercise:
 
     def _error(self, text: str) -> str:
         """The hint for an error of the answer's: the fallback where it is about what differs in this case."""
-        told = self.own_fallback or self.fallback == "one-rank" or _RANKS.search(text)
+        told = self.fallback == "one-rank" or _RANKS.search(text)
         return self.fallback if self.fallback and told else "error"
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ import ast
 import linecache
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -185,8 +186,9 @@ class ExerciseTests:
     def answer(cls, name: str, edits: str | Mapping[str, str] = (), stub: bool = False) -> Callable:
         """The function between the markers, as it is or with edits; or its empty stub."""
         names: dict = {"__name__": "__main__"}  # so that ranks get what it uses by value
-        program, file = cls.program(name, edits, stub), f"<{name}>"
-        linecache.cache[file] = (len(program), None, program.splitlines(True), file)  # as for a cell
+        program = cls.program(name, edits, stub)
+        file = f"<{name}, {zlib.crc32(program.encode()):08x}>"
+        linecache.cache[file] = (len(program), None, program.splitlines(True), file)  # its lines are known, as a cell's
         exec(compile(program, file, "exec"), names)
         return names[name]
 

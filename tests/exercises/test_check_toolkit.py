@@ -166,6 +166,18 @@ def test_a_barrier_is_no_communication():
     exercise.communicates(0, Outcome(None, ledger("send:8"), None, None), 2)
 
 
+def test_a_message_to_itself_is_laid_to_the_single_rank():
+    def answer(x):
+        other = (dist.get_rank() + 1) % dist.get_world_size()
+        message = dist.isend(x, other)
+        dist.recv(torch.empty_like(x), other)
+        message.wait()
+
+    exercise = Exercise("Exercise 1", {}, 1.0)
+    exercise.run(answer, [torch.ones(2)] * 2)
+    assert refusal(exercise.run, answer, [torch.ones(2)]).hint == "one-rank"
+
+
 def after_two_ranks(answer, fallback: str | None = None) -> str:
     exercise = Exercise("Exercise 1", {"odd-sizes": "Sizes differ."}, 1.0)
     exercise.run(answer, [torch.ones(2)] * 2)
@@ -178,6 +190,11 @@ def fails_with(error: Exception):
             raise error
 
     return answer
+
+
+def too_long_a_message(x):
+    if dist.get_world_size() == 3:
+        dist.send(x.double(), 1) if dist.get_rank() == 0 else dist.recv(x, 0)
 
 
 def waits_in(call):
@@ -193,8 +210,10 @@ def waits_in(call):
     [
         (fails_with(IndexError("list index out of range")), "only-two-ranks", "odd-sizes"),
         (fails_with(ValueError("there is no rank 3")), "only-two-ranks", "odd-sizes"),
+        (fails_with(ValueError("2 is not in list")), "only-two-ranks", "odd-sizes"),
         (fails_with(RuntimeError("shape '[3, -1]' is invalid for input of size 7")), "only-two-ranks", "odd-sizes"),
-        (fails_with(ZeroDivisionError("division by zero")), "error", "odd-sizes"),
+        (fails_with(ZeroDivisionError("division by zero")), "error", "error"),
+        (too_long_a_message, "only-two-ranks", "odd-sizes"),
         (waits_in(lambda x: dist.recv(x, 1)), "only-two-ranks", "odd-sizes"),
         (waits_in(dist.all_reduce), "hang", "odd-sizes"),
     ],
