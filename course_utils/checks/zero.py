@@ -653,16 +653,16 @@ def state_bytes(parameters, stage, ranks, precision, optimizer):
         (180, 60, 256, 3, 16384, 128256), (16, 14, 2, 0, 4096, 128256),
     ],
     slips={
-        "parameters": "(fit - embedding) // layer  ->  fit",
+        "parameters": "(free / each - embedding) // layer  ->  free / each",
         "round": [
-            "int((fit - embedding) // layer)  ->  math.ceil((fit - embedding) / layer)",
-            "int((fit - embedding) // layer)  ->  round((fit - embedding) / layer)",
+            "int((free / each - embedding) // layer)  ->  -int((embedding - free / each) // layer)",
+            "int((free / each - embedding) // layer)  ->  round((free / each - embedding) / layer)",
         ],
-        "whole": "int((fit - embedding) // layer)  ->  (fit - embedding) / layer",
+        "whole": "int((free / each - embedding) // layer)  ->  (free / each - embedding) / layer",
         "reserve-ignored": "gpu_gb - reserved_gb  ->  gpu_gb",
         "reserve-divided": "gpu_gb - reserved_gb  ->  gpu_gb - reserved_gb / ranks",
         "gib": "1e9  ->  2**30",
-        "no-table": "fit - embedding  ->  fit",
+        "no-table": "free / each - embedding  ->  free / each",
         "no-sharding": "ranks if stage >= first else 1  ->  1",
         "pooled": [
             "ranks if stage >= first else 1  ->  ranks",
@@ -676,7 +676,7 @@ def state_bytes(parameters, stage, ranks, precision, optimizer):
         "gathered-always": "if stage == 3 else 0  ->  ",
         "no-gradient": "4 * max(  ->  2 * max(",
         "largest-unit": "max(layer, embedding)  ->  layer",
-        "negative": "max(0, int((fit - embedding) // layer))  ->  int((fit - embedding) // layer)",
+        "negative": "max(0, int((free / each - embedding) // layer))  ->  int((free / each - embedding) // layer)",
     },
     units=["layers"],
     hints=HINTS["largest_model"],
@@ -688,5 +688,5 @@ def largest_model(gpu_gb, reserved_gb, ranks, stage, width, vocabulary):
     layer, embedding = 12 * width**2, vocabulary * width
     each = sum(size / (ranks if stage >= first else 1) for size, first in ((2, 3), (2, 2), (12, 1)))
     gathered = 4 * max(layer, embedding) if stage == 3 else 0
-    fit = ((gpu_gb - reserved_gb) * 1e9 - gathered) / each
-    return max(0, int((fit - embedding) // layer))
+    free = (gpu_gb - reserved_gb) * 1e9 - gathered
+    return max(0, int((free / each - embedding) // layer))
