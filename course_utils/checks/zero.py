@@ -406,14 +406,14 @@ def _audit_reduced(exercise: Exercise, result: dict, step: int, trained: dict[st
     where, parts = f"step {step + 1}: ", sum(8 * _share(p.numel(), n) for p in trained.values())
     left, alive, late = result["left"], result["alive"], result["late"]
     exercise.require(left == 0, "grads-kept", f"{where}after backward p.grad still holds {left} bytes.")
-    what = f"{where}{alive:.0f} bytes stay alive after backward; the parts have {parts}."
-    exercise.require(alive <= parts + SLACK, "view", what)
-    exercise.require(not late, "freed-late", where + "".join(late))
     whole = sum(p.nbytes for p in trained.values())
     exercise.audit(
         result["ledger"], {"reduce_scatter"}, carried=(whole * PASSES[step], n * parts * PASSES[step]), where=where,
         keys={"all_reduce": "all-reduce", "too-many-bytes": _of_case(exercise, "too-many-bytes")},
     )  # fmt: skip
+    what = f"{where}{alive:.0f} bytes stay alive after backward; the parts have {parts}."
+    exercise.require(alive <= parts + SLACK, "view", what)
+    exercise.require(not late, "freed-late", where + "".join(late))
 
 
 # ------------------------------------------------------------------------------------------------ ZeRO-3

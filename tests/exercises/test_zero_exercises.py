@@ -245,7 +245,7 @@ REDUCE_SCATTER_GRADIENTS = {
     "too-few-bytes": f"{SCATTER}  ->  dist.reduce_scatter_single(shard[:1].clone(), flat[:n].clone())\n"
     f"{BEYOND_THE_LEDGER}([flat]).wait()\nshard = {OWN}.clone()",
     "own-gradient": f"{SCATTER}  ->  {SCATTER}\nshard = {OWN}.clone()",
-    "shards": ["return shards  ->  pass", {STORE: STORE.replace("shards[p] =", "shards[id(p)] =")}],
+    "shards": ["return shards  ->  pass", {STORE: STORE.replace("shards[p] =", "shards[str(id(p))] =")}],
     "sum": f"{MEAN}  ->  join([p.grad], n)",
     "divided-twice": f"{MEAN}  ->  {MEAN}**2",
     "wrong-part": [
@@ -261,7 +261,10 @@ REDUCE_SCATTER_GRADIENTS = {
         queued(HIDE, SHOW, full="2"),
     ],
     "view": f"{SCATTER}  ->  {SCATTER}\nshard = {OWN}.copy_(shard)",
-    "accumulate": [f"{STORE}  ->  shards[p] = shard", f"{STORE}  ->  {STORE.replace(' if', ' * 0.5 if')}"],
+    "accumulate": [
+        f"{STORE}  ->  shards[p] = shard",
+        f"{STORE}  ->  {STORE.replace('shards[p] + shard', '(shards[p] + shard) / 2')}",
+    ],
     "leftover": {
         "n, shards = dist.get_world_size(), {}": "n, shards, totals = dist.get_world_size(), {}, {}",
         STORE: "shards[p] = totals[p] = totals[p] + shard if p in totals else shard",
