@@ -153,29 +153,25 @@ def _shard_steps(words: Tensor, fn: Callable, options: dict, kind: str) -> dict:
         return made[-1]
 
     parameters = list(module.parameters())
-    weights, gradients = (sum(p.nbytes for p in some) for some in (parameters, trained_parameters(module).values()))
-    expected = weights + gradients + words.untyped_storage().nbytes()
+    module_bytes = sum(p.nbytes for p in (*parameters, *trained_parameters(module).values()))  # and of the gradients
     enough = (states + 2) * _share_bytes(module, dist.get_world_size())
-    with track(module) as tracker:
-        with record() as ledger:
-            step = fn(module, make_optimizer)
-        out = {
-            "callable": callable(step), "made": len(made), "ledger": ledger, "start": weights_of(module), "steps": [],
-        }  # fmt: skip
-        for batch in words if callable(step) and len(made) == 1 else ():
-            expected += weights  # the copy that was noted before
-            module.zero_grad()
-            module.loss(batch).backward()
-            _mean_gradients(module)
+    with record() as ledger:
+        step = fn(module, make_optimizer)
+    out = {"callable": callable(step), "made": len(made), "ledger": ledger, "start": weights_of(module), "steps": []}
+    for batch in words if callable(step) and len(made) == 1 else ():
+        module.zero_grad()
+        module.loss(batch).backward()
+        _mean_gradients(module)
+        with track(module) as tracker:
             with record() as ledger:
                 step()
-            held = [t for s in made[0].state.values() for t in s.values() if isinstance(t, Tensor) and t.dim()]
-            beside = _settled(tracker, expected + enough + SLACK) - expected
-            out["steps"].append({
-                "weights": weights_of(module), "ledger": ledger, "made": len(made), "beside": beside,
-                "states": sum(t.nbytes for t in held),
-                "kept": all(p is q for p, q in zip(parameters, module.parameters(), strict=False)),
-            })  # fmt: skip
+            beside = _settled(tracker, module_bytes + enough + SLACK) - module_bytes
+        held = [t for s in made[0].state.values() for t in s.values() if isinstance(t, Tensor) and t.dim()]
+        out["steps"].append({
+            "weights": weights_of(module), "ledger": ledger, "made": len(made), "beside": beside,
+            "states": sum(t.nbytes for t in held),
+            "kept": all(p is q for p, q in zip(parameters, module.parameters(), strict=False)),
+        })  # fmt: skip
     return out
 
 
