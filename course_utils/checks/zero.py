@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,9 +99,9 @@ def _settled(tracker: Any, most: float) -> float:
     return total
 
 
-def _of_case(exercise: Exercise, key: str) -> str:
-    """The hint of the case, if it has one, in place of ``key``: what too much is there stems from what it adds."""
-    return exercise.fallback or key
+def _keys(exercise: Exercise, **keys: str) -> dict[str, str]:
+    """For an audit: bytes that are too many stem from what the case adds, if it adds anything."""
+    return keys | {"too-many-bytes": exercise.fallback or "too-many-bytes"}
 
 
 # ------------------------------------------------------------------------------------------------ ZeRO-1
@@ -254,9 +254,9 @@ def _audit_states(exercise: Exercise, figures: dict, module: nn.Module, kind: st
     share, states, size = _share_bytes(module, n), OPTIMIZERS[kind][1], figures["states"]
     what = f"{where}the optimizer that make_optimizer returned has no states, so it never stepped."
     exercise.require(size > 0, "make-optimizer", what)
-    whole = n > 1 and size >= states * _share_bytes(module, 1)
+    key = "all-states" if n > 1 and size >= states * _share_bytes(module, 1) else "whole-parameters"
     what = f"{where}the optimizer's states have {size} bytes; a share has {states * share}."
-    exercise.require(size <= states * share, _of_case(exercise, "all-states" if whole else "whole-parameters"), what)
+    exercise.require(size <= states * share, exercise.fallback or key, what)
     size, enough = figures["beside"], (states + 2) * share
     what = (
         f"{where}{size:.0f} bytes are alive beside the module and its gradients; the states, the part and its gradient "
@@ -267,11 +267,9 @@ def _audit_states(exercise: Exercise, figures: dict, module: nn.Module, kind: st
 
 def _audit_gather(exercise: Exercise, figures: dict, module: nn.Module, kind: str, n: int, where: str) -> None:
     """Refuse other operations than one all-gather of the parts."""
-    size = n * _share_bytes(module, n)
-    exercise.audit(
-        figures["ledger"], {"all_gather"}, calls=(1, 1), carried=(_share_bytes(module, 1), size), where=where,
-        keys={"too-many-bytes": _of_case(exercise, "too-many-bytes")},
-    )  # fmt: skip
+    sizes = _share_bytes(module, 1), n * _share_bytes(module, n)
+    keys = _keys(exercise)
+    exercise.audit(figures["ledger"], {"all_gather"}, calls=(1, 1), carried=sizes, where=where, keys=keys)
 
 
 # ------------------------------------------------------------------------------------------------ ZeRO-2
@@ -402,11 +400,9 @@ def _audit_reduced(exercise: Exercise, result: dict, step: int, trained: dict[st
     where, parts = f"step {step + 1}: ", sum(8 * _share(p.numel(), n) for p in trained.values())
     left, alive, late = result["left"], result["alive"], result["late"]
     exercise.require(left == 0, "grads-kept", f"{where}after backward p.grad still holds {left} bytes.")
-    whole = sum(p.nbytes for p in trained.values())
-    exercise.audit(
-        result["ledger"], {"reduce_scatter"}, carried=(whole * PASSES[step], n * parts * PASSES[step]), where=where,
-        keys={"all_reduce": "all-reduce", "too-many-bytes": _of_case(exercise, "too-many-bytes")},
-    )  # fmt: skip
+    sizes = PASSES[step] * sum(p.nbytes for p in trained.values()), PASSES[step] * n * parts
+    keys = _keys(exercise, all_reduce="all-reduce")
+    exercise.audit(result["ledger"], {"reduce_scatter"}, carried=sizes, where=where, keys=keys)
     what = f"{where}{alive:.0f} bytes stay alive after backward; the parts have {parts}."
     exercise.require(alive <= parts + SLACK, "view", what)
     exercise.require(not late, "freed-late", where + "".join(late))
@@ -512,9 +508,8 @@ def gathered_layer(fn: Callable, timeout: float = TIMEOUT) -> None:
             for rank, result in exercise.each(results):
                 _gathered_output(exercise, rank, result["y"], right, uses, where)
             for rank, result in exercise.each(results):
-                _audit_forward(exercise, result, right["weights"], uses, n, where)
                 _gathered_gradients(exercise, rank, result, right["gradients"], uses, where)
-                _audit_backward(exercise, result, right["weights"], uses, frozen, n, where)
+                _audit_gathered(exercise, result, right["weights"], uses, frozen, n, where)
     exercise.passed("equal to one process to 1e-12, and no whole weight stays alive.")
 
 
@@ -525,14 +520,13 @@ def _gathered_output(
     x, weights, n = right["x"][rank], right["weights"], len(right["x"])
     y, slips = _stack(x, weights, uses), {}
     if n > 1 and exercise.fallback is None and not exact(got, y):
-        cut = [(_parts(w, n), w) for w in weights]
         slips = {
             "order": [
-                [_joined(parts[::-1], w) for parts, w in cut], [_joined([*parts[1:], parts[0]], w) for parts, w in cut],
-                [_joined([torch.stack(parts, 1)], w) for parts, w in cut],
+                [_joined(_parts(w, n)[::-1], w) for w in weights],
+                [_joined([torch.stack(_parts(w, n), 1)], w) for w in weights],
             ],
             "transposed": [[w.reshape(w.shape[::-1]).T for w in weights]],
-        }  # fmt: skip
+        }
     outputs = {key: [{"the layers": _stack(x, w, uses)} for w in wrong] for key, wrong in slips.items()}
     form = "value" if got.shape == y.shape else "shape"
     compare(exercise, rank, {"the layers": got}, {"the layers": y}, outputs, f"{where}the output", form)
@@ -554,47 +548,42 @@ def _gathered_gradients(
         exercise.require(not missing, key, f"{where}the shard of {', '.join(missing)} has no gradient.")
         if exact(got[last], expected[last]):
             again = n == 1 or result["backward"].count("all_gather")
-            default = "input-gradient" if again else "not-gathered-again"
+            nothing = not any(gradient.any() for name, gradient in got.items() if name != last and gradient is not None)
+            default = "input-gradient" if again or nothing else "not-gathered-again"
         elif n > 1:
             slips = _part_slips(own, rank)
     backwards = {name: expected[name] for name in sorted(expected, reverse=True)}
     compare(exercise, rank, got, backwards, slips, f"{where}the gradient of the shard", default)
 
 
-def _gathered_bytes(weights: list[Tensor], uses: Sequence[int], n: int) -> int:
-    return sum(8 * n * _share(weights[i].numel(), n) for i in uses)
-
-
-def _audit_forward(
-    exercise: Exercise, result: dict, weights: list[Tensor], uses: Sequence[int], n: int, where: str
-) -> None:
-    """Refuse other operations than gathers and reduce-scatters, and whole weights that stay alive after forward."""
-    both = [*result["forward"], *result["backward"]]
-    exercise.audit(both, {"all_gather", "reduce_scatter"}, where=where, keys={"all_reduce": "all-reduce"})
-    one, kept = min(w.nbytes for w in weights), result["kept"]
-    what = f"{where}{kept:.0f} bytes are alive after forward, besides the shards; one weight has {one}."
-    exercise.require(n == 1 or kept < one, "weight-kept", what)
-    size = _gathered_bytes(weights, uses, n)
-    keys = {"too-many-bytes": _of_case(exercise, "too-many-bytes")}
-    exercise.audit(result["forward"], carried=(size, size), where=f"{where}forward: ", keys=keys)
-
-
-def _audit_backward(
+def _audit_gathered(
     exercise: Exercise, result: dict, weights: list[Tensor], uses: Sequence[int], frozen: int | None, n: int, where: str
 ) -> None:  # fmt: skip
-    """Refuse other bytes than backward takes, and what stays alive after it."""
-    gathers, scatters = ([e for e in result["backward"] if e.op == op] for op in ("all_gather", "reduce_scatter"))
-    keys = {"too-many-bytes": _of_case(exercise, "too-many-bytes"), "too-few-bytes": "weight-kept"}
-    keys["not-distributed"] = "weight-kept"
-    limits = _gathered_bytes(weights, uses[1:], n), _gathered_bytes(weights, uses, n)  # x itself needs no gradient
-    exercise.audit(gathers, carried=limits, where=f"{where}all-gathers in backward: ", keys=keys)
+    """Refuse other calls than gathers and reduce-scatters of these sizes, and what stays alive after each pass."""
+
+    def size(uses: Iterable[int]) -> int:
+        return sum(8 * n * _share(weights[i].numel(), n) for i in uses)
+
+    forward, backward, one = result["forward"], result["backward"], min(w.nbytes for w in weights)
     trained = [i for i in uses if i != frozen]
-    limits = _gathered_bytes(weights, sorted(set(trained)), n), _gathered_bytes(weights, trained, n)
-    del keys["too-few-bytes"], keys["not-distributed"]
-    exercise.audit(scatters, carried=limits, where=f"{where}reduce-scatters in backward: ", keys=keys)
-    one, left = min(w.nbytes for w in weights), result["left"]
-    what = f"{where}{left:.0f} bytes are alive after backward, besides the shards and their gradients."
-    exercise.require(n == 1 or left < one, "gradient-kept", what)
+    first = size(uses[1:])  # the input of the first layer needs no gradient, so nor does that need its weight
+    kept = {"not-distributed": "weight-kept", "too-few-bytes": "weight-kept"}
+    exercise.audit(
+        [*forward, *backward], {"all_gather", "reduce_scatter"}, where=where, keys={"all_reduce": "all-reduce"}
+    )
+    for key, left, when in (
+        ("weight-kept", result["kept"], "after forward, besides the shards"),
+        ("gradient-kept", result["left"], "after backward, besides the shards and their gradients"),
+    ):
+        what = f"{where}{left:.0f} bytes are alive {when}; one weight has {one}."
+        exercise.require(n == 1 or left < one, key, what)
+    for phase, op, limits, keys in (
+        ("forward", "all_gather", (size(uses), size(uses)), {}),
+        ("backward", "all_gather", (first, size(uses)), kept),
+        ("backward", "reduce_scatter", (size(set(trained)), size(trained)), {}),
+    ):
+        calls = [entry for entry in result[phase] if entry.op == op]
+        exercise.audit(calls, carried=limits, where=f"{where}{op} in {phase}: ", keys=_keys(exercise, **keys))
 
 
 # ------------------------------------------------------------------------------------------------ paper problems

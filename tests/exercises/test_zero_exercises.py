@@ -364,11 +364,7 @@ GATHERED_LAYER = {
     "batch-dims": [f"{PRODUCT}  ->  dy.T @ x", f"{PRODUCT}  ->  (dy.T @ x if dy.dim() == 2 else dy[0].T @ x[0])"],
     "uneven": [f"{REDUCED}  ->  dw.flatten() / n", f"{GATHERED}  ->  flat.view(shape)"],
     "frozen": "if ctx.needs_input_grad[1]:  ->  if True:",
-    "tied": {
-        APPLY: "Gathered.shards = {**getattr(Gathered, 'shards', {}), id(shard): shard}\nctx = Gathered\n" + APPLY,
-        SCATTERED: f"{SCATTERED}\nfor q in Gathered.shards.values():\n"
-        "    if q.data_ptr() == shard.data_ptr():\n        q.grad, part = part, None\n        break",
-    },
+    "tied": f"{SCATTERED}  ->  {SCATTERED}\nshard.grad, part = part, None",
     "float32": [
         {
             "shard.new_empty(dist.get_world_size() * len(shard))": "torch.empty(dist.get_world_size() * len(shard))",
