@@ -23,7 +23,9 @@ __all__ = ["HINTS", "gathered_layer", "largest_model", "reduce_scatter_gradients
 
 HINTS = load_hints("zero")
 
-ERRORS = {"frozen": "NoneType|require grad", "tied": "NoneType", "uneven": "AssertionError"}  # of cases, by their hint
+ERRORS = {  # that a case is to blame for, by its hint; SIGABRT is gloo's answer to sizes that do not match
+    "frozen": "NoneType|require grad", "tied": "NoneType", "uneven": "AssertionError|SIGABRT",
+}  # fmt: skip
 STEPS = 3
 SLACK = 256  # bytes of counters and scalars that nobody counts
 PATIENCE = 1.0  # seconds; on a busy machine gloo's threads drop their tensors late
