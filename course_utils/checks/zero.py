@@ -198,7 +198,8 @@ def _steps_in_one(data: list[Tensor], options: dict, kind: str, factor: float = 
 def shard_optimizer(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(module, make_optimizer) -> step``: each rank steps its part, one all-gather brings the parts together.
 
-    The states that the optimizers hold are counted on each rank, and all that is alive after a step.
+    ``step`` takes no arguments. The states that the optimizers hold are counted on each rank, and all that is alive
+    after a step.
     """
     exercise = Exercise("Exercise 2", HINTS["shard_optimizer"], timeout)
     for n, name, options, kind, fallback in _SHARD_CASES:
@@ -352,7 +353,11 @@ def _reduce_steps(words: Tensor, fn: Callable, options: dict) -> dict:
 
 @checked
 def reduce_scatter_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(module) -> shards``: during backward each gradient is reduced to this rank's part, and freed."""
+    """Check ``fn(module) -> shards``: during backward each gradient is reduced to this rank's part, and freed.
+
+    ``shards`` is a dictionary from each trained parameter to ⌈numel / N⌉ elements. What is alive is counted as each
+    gradient arrives, and after backward.
+    """
     exercise = Exercise("Exercise 3", HINTS["reduce_scatter_gradients"], timeout)
     for n, name, options, fallback in _REDUCE_CASES:
         data, module = _words(n, 80 + n), Net(0, **options)
@@ -496,7 +501,11 @@ def _gathered_in_one(data: list[Tensor], width: int, frozen: int | None, uses: S
 
 @checked
 def gathered_layer(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, shard, shape) -> y``: a linear layer whose weight is there only while it is used."""
+    """Check ``fn(x, shard, shape) -> y``: a linear layer whose weight is there only while it is used.
+
+    ``x`` has the shape (…, in) and ``y`` (…, out) for ``shape`` (out, in); ``shard`` has ⌈out · in / N⌉ elements. What
+    is alive is counted after forward and after backward.
+    """
     exercise = Exercise("Exercise 4", HINTS["gathered_layer"], timeout)
     for n, name, width, batch, frozen, uses, fallback in _GATHER_CASES:
         data = _inputs(n, width, batch)
