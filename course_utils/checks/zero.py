@@ -324,7 +324,7 @@ def _reduce_steps(words: Tensor, fn: Callable, options: dict) -> dict:
         most = least.pop(0) + sum(part_bytes[other] for other in reduced)
         reduced.add(name)
         if not late and (size := _settled(tracker, most + FEW) - most) > FEW:
-            late.append(f"{size:.0f} bytes of earlier gradients are whole as that of {name} arrives.")
+            late.append(f"as the gradient of {name} arrives, {size:.0f} bytes more are alive than it and the parts.")
 
     for name, p in trained.items():  # before the learner's hooks
         p.register_post_accumulate_grad_hook(lambda _, name=name: arrive(name))
