@@ -198,13 +198,14 @@ check.shard_optimizer(shard_optimizer)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Four things happen in a step: cut this rank's part out of the flat gradient, step, gather, and write the pieces back
+# Before the first step every rank takes over all parameters of rank 0, with `dist.broadcast(p.detach(), src=0)`. Then
+# four things happen in a step: cut this rank's part out of the flat gradient, step, gather, and write the pieces back
 # into the parameters. Which of them does the optimizer do by itself?
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `part = nn.Parameter(…)` made of this rank's part of the flat parameters, once. In a step, `part.grad = …` and
-# `optimizer.step()`. Clone both, or the whole flat tensor stays alive.
+# `part = nn.Parameter(…)` made of this rank's part of the flat parameters, once. `module.parameters()` yields a tied
+# weight once. In a step, `part.grad = …` and `optimizer.step()`. Clone both, or the whole flat tensor stays alive.
 # </details>
 # <details><summary>Hint 3</summary>
 #

@@ -30,16 +30,6 @@ _RANKS = re.compile(  # errors that the number of ranks may explain: an index, a
     re.IGNORECASE,
 )
 
-COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Outcome", "checked"]
-
-BACKEND = "gloo"  # the same on every machine, whatever GPUs it has
-TIMEOUT = 5.0  # seconds in which ranks that all wait for each other do nothing at all, after which they hang
-_ALONE = re.compile("Connection (closed|reset) by peer")
-_PEER = re.compile(r"\A(IndexError|KeyError)|\b(rank|peer|index|not in (list|tuple)|not connected)\b", re.IGNORECASE)
-_SIZE = re.compile(  # gloo ends the process when a message is longer than the buffer for it
-    r"\b(sizes?|length|numel|elements?|divisible|split\w*|SIGABRT)\b|shapes?\b", re.IGNORECASE
-)
-
 COMMON_HINTS = load_hints("common")["every"]
 
 
@@ -141,16 +131,24 @@ class Exercise:
     answered: bool = False  # whether the function has returned something in this process
     rank: int | None = None  # the rank that refusals are about, if they name no other
     own_fallback: bool = False  # whether the case brought `fallback`, and not the number of ranks
+    errors: str | None = None  # pattern of more errors that the case's own fallback explains
 
     def run(
-        self, fn: Callable, inputs: Sequence[torch.Tensor], *args: Any, case: str = "", fallback: str | None = None
+        self,
+        fn: Callable,
+        inputs: Sequence[torch.Tensor],
+        *args: Any,
+        case: str = "",
+        fallback: str | None = None,
+        errors: str | None = None,
     ) -> list[Outcome]:
         """Run ``fn(inputs[rank], *args)`` on ``len(inputs)`` ranks and return the outcomes by rank.
 
         ``case`` names the inputs in messages. ``fallback`` is the hint for a failure that nothing more exact explains:
-        a wrong value or shape, an error, and ranks that wait for each other. Without one, a failure on more ranks than
-        2 after 2 ranks have passed is *only-two-ranks*, if it is a wrong value or shape, an error about an index, a
-        rank or a size, or ranks that wait in a send or receive.
+        a wrong value or shape, ranks that wait for each other, and an error about an index, a rank or a size, or one
+        whose type and message the regular expression ``errors`` matches. Without one, a failure on more ranks than 2
+        after 2 ranks have passed is *only-two-ranks*, if it is a wrong value or shape, an error about an index, a rank
+        or a size, or ranks that wait in a send or receive.
 
         On a rank ``inputs`` is empty when ``fn`` is called: an answer cannot look up what other ranks were given.
 
@@ -163,7 +161,7 @@ class Exercise:
         self.case, self.rank = f"{n} rank{'s' * (n > 1)}" + (f", {case}" if case else ""), None
         seen = max((size for size in self.world_sizes if size != n), default=0)
         usual = "one-rank" if n == 1 < seen else "only-two-ranks" if seen == 2 < n else None
-        self.fallback, self.own_fallback = fallback or usual, fallback is not None
+        self.fallback, self.own_fallback, self.errors = fallback or usual, fallback is not None, errors
         outcomes = self._outcomes(fn, list(inputs), args, n)
         for rank, outcome in enumerate(outcomes):
             ended = "the function ended its process (sys.exit) instead of returning a result."
@@ -231,7 +229,8 @@ class Exercise:
 
     def _error(self, text: str) -> str:
         """The hint for an error of the answer's: the fallback where it is about what differs in this case."""
-        told = self.fallback == "one-rank" or _RANKS.search(text)
+        named = self.own_fallback and self.errors and re.search(self.errors, text)
+        told = named or self.fallback == "one-rank" or _RANKS.search(text)
         return self.fallback if self.fallback and told else "error"
 
     @contextlib.contextmanager

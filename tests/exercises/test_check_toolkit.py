@@ -178,10 +178,10 @@ def test_a_message_to_itself_is_laid_to_the_single_rank():
     assert refusal(exercise.run, answer, [torch.ones(2)]).hint == "one-rank"
 
 
-def after_two_ranks(answer, fallback: str | None = None) -> str:
+def after_two_ranks(answer, fallback: str | None = None, errors: str | None = None) -> str:
     exercise = Exercise("Exercise 1", {"odd-sizes": "Sizes differ."}, 1.0)
     exercise.run(answer, [torch.ones(2)] * 2)
-    return refusal(exercise.run, answer, [torch.ones(2)] * 3, fallback=fallback).hint
+    return refusal(exercise.run, answer, [torch.ones(2)] * 3, fallback=fallback, errors=errors).hint
 
 
 def fails_with(error: Exception):
@@ -221,6 +221,14 @@ def waits_in(call):
 def test_only_failures_about_what_differs_are_laid_to_it(answer, usual, own):
     assert after_two_ranks(answer) == usual
     assert after_two_ranks(answer, "odd-sizes") == own
+
+
+def test_fallback_of_a_case_explains_the_errors_that_the_case_names():
+    absent = AttributeError("'NoneType' object has no attribute 'detach'")
+    assert after_two_ranks(fails_with(absent), "odd-sizes") == "error"
+    assert after_two_ranks(fails_with(absent), "odd-sizes", "NoneType") == "odd-sizes"
+    assert after_two_ranks(fails_with(absent), None, "NoneType") == "error"
+    assert after_two_ranks(fails_with(RuntimeError("inputShape[0] is wrong")), "odd-sizes") == "odd-sizes"
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
