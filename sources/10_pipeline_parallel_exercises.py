@@ -169,7 +169,10 @@ print(f"weight.grad {weight.grad.item():g}")
 
 # %%
 def run_gpipe(stage: nn.Module, inputs: list, targets: list, loss_fn, like: torch.Tensor):
-    """Leave the whole batch's gradients in the parameters; return its loss on the last rank."""
+    """Leave the whole batch's gradients in the parameters; return its loss on the last rank.
+
+    The other ranks return None. A stage hands each micro-batch on as soon as it is done with it.
+    """
     ### BEGIN SOLUTION
     rank, n, m = dist.get_rank(), dist.get_world_size(), len(inputs)
     first, last = rank == 0, rank == n - 1
@@ -200,7 +203,8 @@ check.run_gpipe(run_gpipe)
 # <details><summary>Hint 1</summary>
 #
 # Two loops over the micro-batches. The first fills a list with the input and the output of each; the second uses it.
-# With one rank, the rank is the first and the last.
+# Both receive, compute and send one micro-batch before they turn to the next. With one rank, the rank is the first and
+# the last.
 # </details>
 # <details><summary>Hint 2</summary>
 #

@@ -333,7 +333,7 @@ class _Engine(Exercise):
         if key == "error":
             for pattern, cause in (
                 ("but got <class 'NoneType'>|'NoneType' object has no attribute|expected.*NoneType", "requires-grad"),
-                ("modified by an inplace operation", "one-buffer"),
+                ("leaf Variable .* in an in-place operation", "one-buffer"),
                 ("backward through the graph a second time", "graph-twice"),
             ):
                 if re.search(pattern, what):
@@ -408,13 +408,13 @@ def _names(seen: Sequence[Tensor], right: Sequence[Tensor]) -> list[int | None]:
 def _audit_inputs(exercise: Exercise, notes: Notes, right: Sequence[Tensor]) -> None:
     """Refuse a stage that is not called once with each micro-batch, in memory that stays as it is until backward."""
     calls, names = len(notes.seen), _names(notes.seen, right)
-    what = f"the stage was called {calls} times for {len(right)} micro-batches."
-    exercise.require(calls >= len(right), "whole-batch", what)
-    exercise.require(not notes.overwritten, "one-buffer", "what the stage had kept for backward has changed since.")
+    called = f"the stage was called {calls} times for {len(right)} micro-batches."
+    exercise.require(calls >= len(right), "whole-batch", called)
     if None in names:
         what = f"call {names.index(None) + 1} of the stage got an input that no micro-batch has there."
         exercise.refuse(exercise.fallback or "not-received", what)
-    exercise.require(len(set(names)) == calls, "forwards", what)
+    exercise.require(not notes.overwritten, "one-buffer", "what the stage had kept for backward has changed since.")
+    exercise.require(len(set(names)) == calls, "forwards", called)
 
 
 def _audit_gradients(exercise: Exercise, rank: int, step: _Step, whole: _Whole) -> None:

@@ -119,7 +119,10 @@ ENGINE = {
         f"{RETURN}  ->  return [loss] if last else None",
         f"{RETURN}  ->  return loss if last else 0",
     ],
-    "one-buffer": f"{ARRIVAL}.requires_grad_()  ->  (dist.recv(like, rank - 1), like.detach().requires_grad_())[1]",
+    "one-buffer": [
+        f"{ARRIVAL}.requires_grad_()  ->  (dist.recv(like, rank - 1), like.detach().requires_grad_())[1]",
+        f"{ARRIVAL}  ->  like.copy_({ARRIVAL})",
+    ],
     "value": {OUTPUT: "dist.isend(y.detach().float(), rank + 1)", ARRIVAL: "receive(like.float(), rank - 1).double()"},
     "hang": hangs(f"{SEND_BACK}  ->  pass"),
     "only-two-ranks": hangs(
@@ -414,8 +417,13 @@ BALANCE = {
 
 
 def last_of_the_best(costs, stages):
-    best = min(max(sums(costs, sizes)) for sizes in cuts(costs, stages))
-    return [sizes for sizes in cuts(costs, stages) if max(sums(costs, sizes)) <= best + 1e-9][-1]
+    total, best, found = [0, *itertools.accumulate(costs)], float("inf"), None
+    for ends in itertools.combinations(range(1, len(costs)), stages - 1):
+        places = [0, *ends, len(costs)]
+        dearest = max(total[b] - total[a] for a, b in itertools.pairwise(places))
+        if dearest <= best + 1e-9:
+            best, found = min(best, dearest), [b - a for a, b in itertools.pairwise(places)]
+    return found
 
 
 def smallest_limit(costs, stages):
@@ -462,13 +470,12 @@ def simulated_number(ranks, virtual, percent):
     def enough(steps):
         return 100 * pipeline.simulate(schedule_of(name, ranks, steps * step, virtual)).bubble <= percent + 1e-9
 
-    low, high = 0, 1  # in steps
-    while not enough(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high * step
+    steps = max(1, round((ranks - 1) * (100 / percent - 1) / virtual / step))  # from here up or down
+    while not enough(steps):
+        steps += 1
+    while steps > 1 and enough(steps - 1):
+        steps -= 1
+    return steps * step
 
 
 COUNTED = "count = step = ranks if virtual > 1 else 1"
