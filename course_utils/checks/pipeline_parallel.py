@@ -24,7 +24,7 @@ from ..pipeline import Costs, Op, Schedule, Timeline, gpipe, one_f_one_b, partit
 from ..ranks import Ledger, record, tracker
 from . import TIMEOUT, Exercise, Outcome, checked, close, load_hints, paper_problem, show
 from .compare import number, whole_number, whole_numbers
-from .training import EXACT, compare, exact, gradients_of
+from .training import EXACT, average, compare, exact, gradients_of
 
 __all__ = [
     "HINTS", "balance", "bubble", "enough_microbatches", "one_f_one_b_order", "own_schedule", "run_gpipe", "run_order",
@@ -73,20 +73,18 @@ def _simulated(exercise: Exercise, got: Sequence[Any], kinds: str, count: int, c
 
 
 def _written(ops: Sequence[tuple], most: int = 24) -> str:
+    """Operations, of which the kind comes first and the micro-batch last, in one line."""
     return " ".join(f"{op[0]}{op[-1]}" for op in ops[:most]) + (" …" if len(ops) > most else "")
 
 
 def _waits(timeline: Timeline, most: int = 5, unit: str = "") -> str:
     """The longest times that ranks wait between two operations."""
-    gaps = [
-        (before.end - after.start, after.start, rank, after.op)
-        for rank, spans in enumerate(timeline.spans)
-        for before, after in itertools.pairwise(spans)
-        if after.start - before.end > 1e-9
-    ]
+    pairs = [(rank, *pair) for rank, spans in enumerate(timeline.spans) for pair in itertools.pairwise(spans)]
+    waits = sorted((before.end - after.start, after.start, rank, after.op) for rank, before, after in pairs)
     lines = [
-        f"rank {rank} waits {-length:g}{unit} for {op.kind}{op.microbatch}, until {start:g}{unit}"
-        for length, start, rank, op in sorted(gaps)[:most]
+        f"rank {rank} waits {-negative:g}{unit} for {op.kind}{op.microbatch}, until {start:g}{unit}"
+        for negative, start, rank, op in waits[:most]
+        if negative < -1e-9
     ]
     return "\n".join(lines) or "No rank waits between two operations."
 
@@ -425,30 +423,27 @@ def _audit_gradients(exercise: Exercise, rank: int, step: _Step, whole: _Whole) 
     names, arriving = _names(step.notes.seen, whole.inputs[rank]), whole.arriving[rank]
     for call, gradient in step.notes.arrived.items():
         m, others = names[call], [k for k, other in enumerate(arriving) if close(gradient, other)]
-        what = f"the gradient of micro-batch {others[:1]} went into the output of micro-batch {m}."
-        exercise.require(not others or m in others, "wrong-microbatch", what, rank)
+        if others and m not in others:
+            what = f"the gradient of micro-batch {others[0]} went into the output of micro-batch {m}."
+            exercise.refuse("wrong-microbatch", what, rank)
     traps, default, count = {}, "value", len(each)
     if rank < len(whole.gradients) - 1:
         nothing = step.missing or not any(bool(g.any()) for g in step.gradients.values())
         default = "last-stage-only" if nothing else "input-gradient"
     if count > 1:
         traps = {
-            "sum": _scaled(right, count), "divided-twice": _scaled(right, 1 / count),
-            "one-microbatch": [_scaled(part, factor) for part in each for factor in (1, count)],
+            "sum": average([right], 1 / count), "divided-twice": average([right], count),
+            "one-microbatch": [average([part], divisor) for part in each for divisor in (1, 1 / count)],
         }  # fmt: skip
     compare(exercise, rank, step.gradients, right, traps, "the gradient", default)
-
-
-def _scaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    return {name: factor * t for name, t in tensors.items()}
 
 
 def _audit_messages(exercise: Exercise, rank: int, outcome: Outcome, n: int, count: int) -> None:
     """Refuse collectives, messages to others than neighbours, another number or size of them, and no wait."""
     exercise.audit(outcome.ledger, {"send", "recv"}, keys={"other-calls": "collective"})
     beside = [r for r in (rank - 1, rank + 1) if 0 <= r < n]
-    strange = sorted({e.peer for e in outcome.ledger if e.peer is not None} - set(beside))
-    exercise.require(not strange, "neighbours", f"the ledger shows messages with rank {strange[:1]}.")
+    for peer in sorted({e.peer for e in outcome.ledger if e.peer is not None} - set(beside)):
+        exercise.refuse("neighbours", f"the ledger shows messages with rank {peer}.")
     size = count * 8 * BATCH * LENGTH * WIDTH
     keys = dict.fromkeys(("not-distributed", "too-many-calls", "too-few-calls"), "messages")
     for peer in beside:
@@ -468,7 +463,7 @@ def _audit_loss(exercise: Exercise, got: Any, right: float | None) -> None:
 
 
 def _audit_overlap(exercise: Exercise, rank: int, notes: Notes, n: int, count: int) -> None:
-    """Refuse a stage that works only when its neighbours have done everything, or have nothing to do before it has.
+    """Refuse a stage that begins when everything has come, or hands nothing on before its last micro-batch.
 
     The last stage may go back in one piece, with the mean of all losses.
     """
