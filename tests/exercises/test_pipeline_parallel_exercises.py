@@ -386,6 +386,21 @@ def by_halves(costs, stages):
     return by_halves(costs[:middle], stages // 2) + by_halves(costs[middle:], stages // 2)
 
 
+def one_cut_at_a_time(costs, stages):
+    """From equal counts on, moves the cut that helps most, until none does."""
+    each, rest = divmod(len(costs), stages)
+    sizes = [each + (s < rest) for s in range(stages)]
+    while True:
+        moved = []
+        for i, step in itertools.product(range(stages - 1), (-1, 1)):
+            other = [size + step * ((s == i) - (s == i + 1)) for s, size in enumerate(sizes)]
+            if min(other) > 0:
+                moved.append((max(sums(costs, other)), other))
+        if not moved or min(moved)[0] >= max(sums(costs, sizes)):
+            return sizes
+        sizes = min(moved)[1]
+
+
 def filled(condition):
     return f"{CUT}  ->  {FILLED.format(condition)}"
 
@@ -408,6 +423,7 @@ BALANCE = {
         filled("sum(costs[start : end + 1]) <= mean"),
         filled("sum(costs[start:end]) < mean"),
         f"{CUT}  ->  import itertools\n\n{SHARES}",
+        one_cut_at_a_time,
     ],
     "most-even": [
         with_least(lambda loads: sum(x * x for x in loads)), with_least(lambda loads: -min(loads)), by_halves,
