@@ -154,7 +154,8 @@ print(f"weight.grad {weight.grad.item():g}")
 # - backward: receive the gradient of the output from the rank behind, continue backward, send the gradient of the
 #   input back.
 #
-# Gradients add up over the micro-batches. In the end they have to be those of the mean loss of the whole batch.
+# A stage hands each micro-batch on as soon as it is done with it, so that the next stage can begin. Gradients add up
+# over the micro-batches. In the end they have to be those of the mean loss of the whole batch.
 #
 # | argument | what it is |
 # |---|---|
@@ -169,7 +170,7 @@ print(f"weight.grad {weight.grad.item():g}")
 
 # %%
 def run_gpipe(stage: nn.Module, inputs: list, targets: list, loss_fn, like: torch.Tensor):
-    """Leave the whole batch's gradients in the parameters; return its loss on the last rank."""
+    """Leave the batch's gradients in the parameters; return its loss on the last rank only."""
     ### BEGIN SOLUTION
     rank, n, m = dist.get_rank(), dist.get_world_size(), len(inputs)
     first, last = rank == 0, rank == n - 1
@@ -200,7 +201,8 @@ check.run_gpipe(run_gpipe)
 # <details><summary>Hint 1</summary>
 #
 # Two loops over the micro-batches. The first fills a list with the input and the output of each; the second uses it.
-# With one rank, the rank is the first and the last.
+# Both receive, compute and send one micro-batch before they turn to the next. With one rank, the rank is the first and
+# the last.
 # </details>
 # <details><summary>Hint 2</summary>
 #
