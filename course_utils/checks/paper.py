@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import math
 import random
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +13,7 @@ import torch
 
 from ._hints import load_hints
 from .compare import listed
-from .edits import edited
+from .edits import edited_function
 from .exercise import Exercise, checked
 
 __all__ = ["draw_mixed", "paper_problem", "wrong_formulas"]
@@ -106,22 +103,9 @@ def wrong_formulas(check: Any) -> dict[str, list[Formula]]:
         An edit does not fit the formula.
     """
     return {
-        key: [slip if callable(slip) else _edited(check.formula, slip) for slip in listed(some)]
+        key: [slip if callable(slip) else edited_function(check.formula, slip) for slip in listed(some)]
         for key, some in check.slips.items()
     }
-
-
-def _edited(formula: Formula, edit: str | Mapping[str, str]) -> Formula:
-    """A function as ``formula``, its body edited; decorators and docstring are not looked at."""
-    source = textwrap.dedent(inspect.getsource(formula))
-    (node,) = ast.parse(source).body
-    first = node.body[ast.get_docstring(node) is not None]
-    body = textwrap.dedent("\n".join(source.splitlines()[first.lineno - 1 :]))
-    arguments = ", ".join(argument.arg for argument in node.args.args)
-    code = f"def {node.name}({arguments}):\n" + textwrap.indent(edited(body, edit), "    ")
-    names = dict(formula.__globals__)
-    exec(compile(code, f"<slip of {node.name}>", "exec"), names)
-    return names[node.name]
 
 
 def draw_mixed(

@@ -6,7 +6,7 @@ import pytest
 from exercise_cases import ExerciseTests, cases, hangs
 
 from course_utils.checks import ddp
-from course_utils.checks.edits import EditError, edited
+from course_utils.checks.edits import EditError, edited, edited_function
 
 PROGRAM = """def mean(x):
     total = x.sum()
@@ -48,6 +48,19 @@ def test_edit_replaces_the_old_text(edits, expected):
 def test_edit_that_does_not_fit_says_why(edits, words):
     with pytest.raises(EditError, match=words):
         edited(PROGRAM, edits)
+
+
+def halved(x, y=2):
+    """Half of x."""
+    half = x / y
+    return half
+
+
+def test_edited_function_is_the_function_with_another_body():
+    assert edited_function(halved, "x / y  ->  x // y")(7, 2) == 3
+    assert edited_function(halved, {"half = x / y": "half = y\nhalf += x"})(7, 2) == 9
+    with pytest.raises(EditError, match="stands in the text 0 times"):
+        edited_function(halved, "Half of x  ->  x")
 
 
 def test_answers_of_a_lesson_one_by_one():
