@@ -511,7 +511,7 @@ check.clip_gradients(clip_gradients)
 # | heads | query heads, key-value heads or the MLP's width do not divide among tp |
 # | layers | pp · virtual divides neither the layers nor the layers plus 2 |
 # | batch | dp · microbatch does not divide the batch |
-# | interleaving | virtual > 1, the batch divides, and pp does not divide the micro-batches of a replica |
+# | interleaving | virtual > 1, and pp = 1; or virtual > 1, the batch divides, and pp not the number of micro-batches |
 # | memory | nothing else is wrong, and the model states of a rank are more than its GPU has |
 #
 # *Plus 2*, because embedding and head may count as a layer each: Llama 3 405B has 126 layers and ran on 16 stages.
@@ -521,7 +521,7 @@ check.clip_gradients(clip_gradients)
 # |---|---|
 # | `model` | `heads`, `kv_heads`, `ffn`, `layers`, `parameters` … |
 # | `cluster` | `gpus`, `per_node`, `card.memory_bytes` |
-# | `layout` | `tp`, `pp`, `dp`, `cp`, `microbatch`, `virtual`, `zero` (stage of ZeRO over the dp ranks) |
+# | `layout` | `tp`, `pp`, `dp`, `cp`, `microbatch`, `virtual`, `zero` (stage of ZeRO over the dp · cp ranks) |
 # | `batch` | sequences of a step |
 #
 # For the states, `memory.model_states(parameters, stage=…, ranks=…).total` of lesson 06 gives the bytes of a rank. Take
@@ -545,9 +545,10 @@ def why_not(
     count, rest = divmod(batch, dp * layout.microbatch)
     if rest:
         words.add("batch")
-    elif layout.virtual > 1 and count % pp:
+    if layout.virtual > 1 and (pp == 1 or not rest and count % pp):
         words.add("interleaving")
-    states = memory.model_states(model.parameters / (tp * pp), stage=layout.zero, ranks=dp)
+    ranks = dp * layout.cp
+    states = memory.model_states(model.parameters / (tp * pp), stage=layout.zero, ranks=ranks)
     if not words and states.total > cluster.card.memory_bytes:
         words.add("memory")
     return words
@@ -568,8 +569,9 @@ check.why_not(why_not)
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# States: `memory.model_states(model.parameters / (tp * pp), stage=layout.zero, ranks=dp).total`, against
-# `cluster.card.memory_bytes`; only if the set is still empty.
+# States: `memory.model_states(model.parameters / (tp * pp), stage=layout.zero, ranks=dp * layout.cp).total`, against
+# `cluster.card.memory_bytes`; only if the set is still empty. Ranks along cp hold the same parameters as those along
+# dp, so ZeRO divides among them too.
 # </details>
 
 # %% [markdown]
