@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ from torch import Tensor
 from .. import planner
 from ..costs import bytes_sent
 from ..planner import reasons
-from . import TIMEOUT, Exercise, Outcome, checked, close, crosses, load_hints, paper_problem, sent, show, whole_numbers
-from .compare import listed
+from . import TIMEOUT, Exercise, Outcome, checked, crosses, load_hints, paper_problem, sent
+from .compare import close, listed, number, show, whole_numbers
 from .edits import edited_function
 from .training import compare, difference, exact
 
@@ -56,6 +57,18 @@ def _groups_of(rank: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]
 
 def _coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: line.index(rank) for name, line in _groups_of(rank, sizes).items()}
+
+
+@dataclass
+class _Told(Exercise):
+    """An exercise in which some hangs and errors, known by words of their text, have hints of their own."""
+
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
+        if key in ("hang", "error"):
+            key = next((hint for words, hint in self.errors.items() if words in what), key)
+        super().refuse(key, what, rank)
 
 
 # ------------------------------------------------------------------------------------------------ groups of a mesh
@@ -118,45 +131,35 @@ def _first_difference(name: str, got: list, right: list) -> str:
 # ------------------------------------------------------------------------------------------------ process groups
 
 
-@contextmanager
-def _watched_groups() -> Iterator[list[str]]:
-    """Yield a list of the calls that make groups; raises where the ranks disagree, instead of a wait."""
+def _new_group_in_step(made: list, new_group: Callable) -> Callable:
+    """``new_group`` that notes in ``made`` what was asked for; it raises where the ranks disagree, instead of a wait."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
-    made, new_group, new_mesh = [], dist.new_group, DeviceMesh.__init__
-
-    def watched(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        asked = None if ranks is None else sorted(int(r) for r in ranks)
-        made.append("group")
+    def new_group_in_step(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        made.append(None if ranks is None else sorted(int(r) for r in ranks))
         if not kwargs.get("use_local_synchronization"):
             everyone: list = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, (len(made), asked))
+            dist.all_gather_object(everyone, (len(made), made[-1]))
             if any(other != everyone[0] for other in everyone):
                 wishes = ", ".join(f"rank {r}: {ranks}" for r, (_, ranks) in enumerate(everyone))
                 raise RuntimeError(f"new_group number {len(made)} was called for different groups ({wishes})")
         return new_group(ranks, *args, **kwargs)
 
-    def watched_mesh(*args: Any, **kwargs: Any) -> None:
-        made.append("mesh")
-        new_mesh(*args, **kwargs)
-
-    dist.new_group, DeviceMesh.__init__ = watched, watched_mesh
-    try:
-        yield made
-    finally:
-        dist.new_group, DeviceMesh.__init__ = new_group, new_mesh
+    return new_group_in_step
 
 
 def _makes_groups(tag: Tensor, fn: Callable, lists: Groups) -> dict[str, Any]:
     """One rank makes its groups; then each group adds up the numbers of its ranks.
 
-    The result has the calls that made groups, and by dimension what it found: the ranks of a group, or a word for what
-    is none; and the sum.
+    The result has the number of calls of new_group, whether there was a DeviceMesh, and by dimension what was found,
+    the ranks of a group or a word for what is none, and the sum.
     """
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
-    with _watched_groups() as made:
+    made: list = []
+    watched_mesh = patch.object(DeviceMesh, "__init__", autospec=True, side_effect=DeviceMesh.__init__)
+    with patch.object(dist, "new_group", _new_group_in_step(made, dist.new_group)), watched_mesh as mesh:
         got = fn({name: [list(line) for line in lines] for name, lines in lists.items()})
     if not isinstance(got, dict) or set(got) != set(lists):
         return {"form": str(got)[:100]}
@@ -169,32 +172,22 @@ def _makes_groups(tag: Tensor, fn: Callable, lists: Groups) -> dict[str, Any]:
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     sums = {}
-    if all(isinstance(line, tuple) and _agreed(rank, name, line, everyone)
-           for rank, lines in enumerate(everyone) for name, line in lines.items()):  # fmt: skip
+    if all(isinstance(line, tuple) and rank in line and tuple(sorted(line)) in lists[name]
+           for rank, groups in enumerate(everyone) for name, line in groups.items()):  # fmt: skip
         for name in lists:  # nobody waits in vain
             total = tag.clone()
             dist.all_reduce(total, group=got[name])
             sums[name] = total.item()
-    return {"found": found, "sums": sums, "made": made}
+    return {"found": found, "sums": sums, "made": len(made), "mesh": mesh.called}
 
 
-def _agreed(rank: int, name: str, line: tuple[int, ...], everyone: list[dict]) -> bool:
-    """Whether a rank is in its group, and all others of it have the same one."""
-    return rank in line and all(everyone[other].get(name) == line for other in line)
-
-
-class _Grouping(Exercise):
-    """An exercise in which whoever waits does so because the ranks made different groups."""
-
-    def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
-        apart = key == "hang" or key == "error" and "was called for different groups" in what
-        super().refuse("disagree" if apart else key, what, rank)
+_APART = dict.fromkeys(("was called for different groups", "do not finish", "wait for others"), "disagree")
 
 
 @checked
 def make_groups(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(lists)``: the process groups of this rank, of which all ranks together make as many as there are."""
-    exercise = _Grouping("Exercise 2", HINTS["make_groups"], timeout)
+    exercise = _Told("Exercise 2", HINTS["make_groups"], timeout, errors=_APART)
     for sizes in ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"dp": 3, "tp": 2}, {"dp": 1}):
         lists, n = _groups(sizes), math.prod(sizes.values())
         tags = [torch.tensor([2.0**rank]) for rank in range(n)]
@@ -204,9 +197,9 @@ def make_groups(fn: Callable, timeout: float = TIMEOUT) -> None:
             _right_groups(exercise, result, _groups_of(rank, sizes))
         count = sum(map(len, lists.values()))
         for _, result in exercise.each(results):
-            exercise.require("mesh" not in result["made"], "device-mesh", "the function made a DeviceMesh.")
-            made = len(result["made"])
-            exercise.require(made <= count, "too-many", f"new_group was called {made} times for {count} groups.")
+            exercise.require(not result["mesh"], "device-mesh", "the function made a DeviceMesh.")
+            what = f"new_group was called {result['made']} times for {count} groups."
+            exercise.require(result["made"] <= count, "too-many", what)
     exercise.passed("every rank is in its groups, and each group adds up numbers of its own ranks.")
 
 
@@ -407,20 +400,16 @@ def _trains(tag: Tensor, fn: Callable, gpus: int) -> dict[str, Any]:
         return {"form": str(got)[:100]}
 
 
-class _Hybrid(Exercise):
-    """An exercise in which two errors of autograd come from f and g."""
-
-    def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
-        if key == "error" and self.fallback is None:
-            key = "not-a-leaf" if "register a hook on a tensor that doesn't require" in what else key
-            key = "cut-off" if "does not require grad and does not have a grad_fn" in what else key
-        super().refuse(key, what, rank)
+_DETACHED = {
+    "register a hook on a tensor that doesn't require": "not-a-leaf",
+    "does not require grad and does not have a grad_fn": "cut-off",
+}
 
 
 @checked
 def hybrid_training(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(weights, batches, lr, gpus_per_node)``: data parallel between nodes, tensor parallel inside."""
-    exercise = _Hybrid("Exercise 5", HINTS["hybrid_training"], timeout)
+    exercise = _Told("Exercise 5", HINTS["hybrid_training"], timeout, errors=_DETACHED)
     losses, whole = _one_process()
     for nodes, gpus, fallback in _HYBRIDS:
         tags = [torch.zeros(1) for _ in range(nodes * gpus)]
@@ -558,15 +547,16 @@ _NORM_SLIPS: Slips = {
 }  # fmt: skip
 
 
-def _norm_slip(held: list[Held], sizes: Mapping[str, int], rank: int, limit: float, got: float) -> str:
-    """The hint for the slip that gives this norm."""
+def _norm_slip(norms: list, held: list[Held], sizes: Mapping[str, int], rank: int, limit: float) -> str:
+    """The hint for the slip that gives the norm of a rank; not that it is its own, if it is the same on all."""
+    together = all(norm is not None and math.isclose(norm, norms[0], rel_tol=1e-5) for norm in norms)
     for key, some in _NORM_SLIPS.items():
-        for slip in listed(some):
+        for slip in [] if key == "own" and together else listed(some):
             try:
                 wrong = edited_function(_model_norm, slip)(held, sizes, rank, limit)
             except KeyError:  # a dimension that this mesh does not have
                 continue
-            if math.isclose(got, wrong, rel_tol=1e-5):
+            if math.isclose(norms[rank], wrong, rel_tol=1e-5):
                 return key
     return "value"
 
@@ -590,7 +580,8 @@ def _clips(tag: Tensor, fn: Callable, sizes: dict[str, int], bare: bool, limit: 
 @checked
 def clip_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(gradients, copies, groups, limit)``: the norm of the whole model, and gradients scaled in place."""
-    exercise = Exercise("Exercise 6", HINTS["clip_gradients"], timeout)
+    errors = dict.fromkeys(("non-empty", "is empty"), "nothing")
+    exercise = _Told("Exercise 6", HINTS["clip_gradients"], timeout, errors=errors)
     keys = {"too-large": "too-many-bytes", "too-many-calls": "too-many-messages"}
     for sizes, bare, fallback in _NORM_CASES:
         n = math.prod(sizes.values())
@@ -601,8 +592,12 @@ def clip_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
             tags = [torch.zeros(1) for _ in range(n)]
             outcomes = exercise.run(_clips, tags, fn, sizes, bare, limit, case=case, fallback=fallback)
             results = [outcome.result for outcome in outcomes]
-            for rank, result in exercise.each(results):
-                _same_norm(exercise, rank, result["norm"], norm, limit, held, sizes)
+            norms = [_one_number(result["norm"]) for result in results]
+            for rank, got in exercise.each(norms):
+                exercise.require(got is not None, "number", f"the function returned {show(results[rank]['norm'])}.")
+                if not math.isclose(got, norm, rel_tol=1e-5):
+                    key = exercise.fallback or _norm_slip(norms, held, sizes, rank, limit)
+                    exercise.refuse(key, f"the norm is {got:.6g}; expected {norm:.6g}.")
             for rank, result in exercise.each(results):
                 _scaled(exercise, result, [g for g, _ in held[rank]], norm, limit)
             for _, result in exercise.each(results):
@@ -610,16 +605,8 @@ def clip_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise.passed("the norm of the whole model on every rank, for one number each.")
 
 
-def _same_norm(
-    exercise: Exercise, rank: int, norm: Any, right: float, limit: float, held: list[Held], sizes: Mapping[str, int]
-) -> None:
-    try:
-        got = float(norm)
-    except (TypeError, ValueError):
-        exercise.refuse("number", f"the function returned {show(norm)}.")
-    if not math.isclose(got, right, rel_tol=1e-5):
-        key = exercise.fallback or _norm_slip(held, sizes, rank, limit, got)
-        exercise.refuse(key, f"the norm is {got:.6g}; expected {right:.6g}.")
+def _one_number(value: Any) -> float | None:
+    return number(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
 
 
 def _scaled(exercise: Exercise, result: dict, before: list[Tensor], norm: float, limit: float) -> None:
@@ -779,30 +766,14 @@ LIMIT, SHARE = 72e9, 1.08  # bytes on the fullest GPU, and time against the best
 _GIVEN = ("cp", "precision", "sequence_parallel", "overlap")
 
 
-@contextmanager
-def _watched_search() -> Iterator[list]:
-    """Yield a list of what `planner.search` finds."""
-    found, search = [], planner.search
-
-    def watched(*args: Any, **kwargs: Any) -> planner.Search:
-        found.append(search(*args, **kwargs))
-        return found[-1]
-
-    planner.search = watched
-    try:
-        yield found
-    finally:
-        planner.search = search
-
-
 @checked
 def plan_70b(fn: Callable) -> None:
     """Check ``fn()``: a layout that fits, and is nearly as fast as the planner's best that does."""
     exercise = Exercise("Exercise 8", HINTS["plan_70b"])
-    with _watched_search() as found:
+    with patch.object(planner, "search", wraps=planner.search) as search:
         got = exercise.call(fn)
     exercise.require(isinstance(got, planner.Layout), "form", f"the function returned {str(got)[:100]}.")
-    exercise.require(not found, "search", "the function calls planner.search.")
+    exercise.require(not search.called, "search", "the function calls planner.search.")
     changed = [name for name in _GIVEN if getattr(got, name) != getattr(planner.Layout(), name)]
     exercise.require(not changed, "rules", f"the layout changes {', '.join(changed)}.")
     name, machine, gpus, batch = PUZZLE

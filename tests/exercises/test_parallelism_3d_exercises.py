@@ -473,7 +473,10 @@ CLIP = {
     ],
     "sum-of-norms": {ALL_REDUCE: f"total = total.sqrt()\n{ALL_REDUCE}", "total.sqrt().item()": "total.item()"},
     "squared": "total.sqrt().item()  ->  total.item()",
-    "mean": f"{ALL_REDUCE}  ->  {ALL_REDUCE}\ntotal /= dist.get_world_size()",
+    "mean": [
+        f"{ALL_REDUCE}  ->  {ALL_REDUCE}\ntotal /= dist.get_world_size()",
+        'for name in names:  ->  for name in {*groups} - {"pp"}:',  # all tensors by the number of ranks, if pp is 1
+    ],
     "shards-lost": {
         ADD: 'if all(dist.get_rank(group) == 0 for name, group in groups.items() if name in ("dp", "tp")):\n'
         "    total += gradient.double().pow(2).sum()"
@@ -493,10 +496,7 @@ CLIP = {
         f"{ALL_REDUCE}  ->  for group in groups.values():\n    dist.all_reduce(total, group=group)",
         {ADD: "pass", ALL_REDUCE: ONE_EACH},
     ],
-    "value": [
-        "dtype=torch.float64  ->  dtype=torch.float16",
-        'for name in names:  ->  for name in {*groups} - {"pp"}:',
-    ],
+    "value": "dtype=torch.float64  ->  dtype=torch.float16",
     "not-distributed": f"{ALL_REDUCE}  ->  {BEYOND_THE_LEDGER}([total]).wait()",
 }
 
@@ -693,7 +693,7 @@ class TestParallelism(ExerciseTests):
         turned = self.refused_with("hybrid_training", "tp-across-nodes")
         assert "2 nodes with 2 GPUs each, rank 1: this rank holds part 0 of the weights" in turned
         between = self.refused_with("hybrid_training", "between")
-        assert "between the nodes 3744 bytes are sent; 1944 are enough" in between
+        assert "between the nodes 3768 bytes are sent; 1944 are enough" in between
         wishes = "rank 0: [0, 2], rank 1: [1, 3], rank 2: [0, 2], rank 3: [1, 3]"
         assert wishes in self.refused_with("make_groups", "disagree")
         twice = self.refused_with("clip_gradients", "twice")
