@@ -103,7 +103,11 @@ KEPT = """group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
                 mine[name] = group"""
 MAKE_GROUPS = {
-    "form": ["return mine  ->  return list(mine.values())", "mine[name] = group  ->  mine[name] = ranks"],
+    "form": [
+        "return mine  ->  return list(mine.values())",
+        "mine[name] = group  ->  mine[name] = ranks",
+        "return mine  ->  return mine if dist.get_rank() else None",
+    ],
     "disagree": [
         {KEPT: "if dist.get_rank() in ranks:\n    mine[name] = dist.new_group(ranks)"},
         "in lines:  ->  in sorted(lines, key=lambda line: dist.get_rank() not in line):",
@@ -496,7 +500,10 @@ CLIP = {
         f"{ALL_REDUCE}  ->  for group in groups.values():\n    dist.all_reduce(total, group=group)",
         {ADD: "pass", ALL_REDUCE: ONE_EACH},
     ],
-    "value": "dtype=torch.float64  ->  dtype=torch.float16",
+    "value": [
+        "dtype=torch.float64  ->  dtype=torch.float16",
+        "count *= groups[name].size()  ->  count *= min(2, groups[name].size())",
+    ],
     "not-distributed": f"{ALL_REDUCE}  ->  {BEYOND_THE_LEDGER}([total]).wait()",
 }
 
