@@ -132,18 +132,25 @@ def _first_difference(name: str, got: list, right: list) -> str:
 # ------------------------------------------------------------------------------------------------ process groups
 
 
-def _new_group_in_step(made: list, new_group: Callable) -> Callable:
-    """``new_group`` that notes in ``made`` what was asked for; where the ranks disagree it raises and does not wait."""
+def _together(step: str, what: Any) -> list:
+    """What the ranks bring to a step, by rank; raises where they are at different steps, instead of a wait."""
     import torch.distributed as dist
+
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (step, what))
+    if len({theirs for theirs, _ in everyone}) > 1:
+        wishes = ", ".join(f"rank {r}: {theirs}" for r, (theirs, _) in enumerate(everyone))
+        raise RuntimeError(f"new_group was called for different groups ({wishes})")
+    return [theirs for _, theirs in everyone]
+
+
+def _new_group_in_step(made: list, new_group: Callable) -> Callable:
+    """``new_group`` that notes in ``made`` what was asked for, and that all ranks have to call alike."""
 
     def new_group_in_step(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         made.append(None if ranks is None else sorted(int(r) for r in ranks))
         if not kwargs.get("use_local_synchronization"):
-            everyone: list = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, (len(made), made[-1]))
-            if any(other != everyone[0] for other in everyone):
-                wishes = ", ".join(f"rank {r}: {ranks}" for r, (_, ranks) in enumerate(everyone))
-                raise RuntimeError(f"new_group number {len(made)} was called for different groups ({wishes})")
+            _together(f"call {len(made)} for {made[-1]}", None)
         return new_group(ranks, *args, **kwargs)
 
     return new_group_in_step
@@ -169,8 +176,7 @@ def _makes_groups(tag: Tensor, fn: Callable, lists: Groups) -> dict[str, Any]:
             found[name] = tuple(dist.get_process_group_ranks(group))
         else:
             found[name] = "None" if group is None else "number" if isinstance(group, int) else type(group).__name__
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    everyone = _together("returned", found)
     right = [isinstance(line, tuple) and rank in line and tuple(sorted(line)) in lists[name]
              for rank, groups in enumerate(everyone) for name, line in groups.items()]  # fmt: skip
     sums = {}

@@ -112,7 +112,7 @@ MAKE_GROUPS = {
         {KEPT: "if dist.get_rank() in ranks:\n    mine[name] = dist.new_group(ranks)"},
         "in lines:  ->  in sorted(lines, key=lambda line: dist.get_rank() not in line):",
         "in lists.items():  ->  in list(lists.items())[:: 1 - dist.get_rank() % 2 * 2]:",
-        hangs("mine = {}  ->  mine = {}\nif dist.get_rank():\n    return {}"),
+        "mine = {}  ->  mine = {}\nif dist.get_rank():\n    return {}",
     ],
     "not-a-member": "if dist.get_rank() in ranks:  ->  if True:",
     "default": "mine[name] = group  ->  mine[name] = None",
@@ -701,7 +701,7 @@ class TestParallelism(ExerciseTests):
         assert "2 nodes with 2 GPUs each, rank 1: this rank holds part 0 of the weights" in turned
         between = self.refused_with("hybrid_training", "between")
         assert "between the nodes 3768 bytes are sent; 1944 are enough" in between
-        wishes = "rank 0: [0, 2], rank 1: [1, 3], rank 2: [0, 2], rank 3: [1, 3]"
+        wishes = "rank 0: call 1 for [0, 2], rank 1: call 1 for [1, 3], rank 2: call 1 for [0, 2]"
         assert wishes in self.refused_with("make_groups", "disagree")
         twice = self.refused_with("clip_gradients", "twice")
         assert re.search(r"the norm is \d+\.\d+; expected \d+\.\d+", twice)
