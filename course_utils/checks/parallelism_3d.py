@@ -448,12 +448,25 @@ def _same_weights(exercise: Exercise, rank: int, got: Weights, whole: Weights, n
         turned = _cut(whole, rank // nodes, gpus)
         if all(exact(got[k], w) for k, w in turned.items()):
             exercise.refuse("tp-across-nodes", f"this rank holds part {rank // nodes} of the weights.")
-        slips = ((key, edited_function(_all_ranks, slip)) for key, some in _SLIPS.items() for slip in listed(some))
-        for key, slip in slips:
-            if all(close(got[name], w) for name, w in slip(nodes, gpus)[rank].items()):
-                what = f"the weight {wrong[0]} is wrong.{difference(got[wrong[0]], right[wrong[0]])}"
-                exercise.refuse(key, what)
+        if key := _training_slip(got, rank, nodes, gpus):
+            what = f"the weight {wrong[0]} is wrong.{difference(got[wrong[0]], right[wrong[0]])}"
+            exercise.refuse(key, what)
     compare(exercise, rank, got, right, {}, "the weight")
+
+
+def _training_slip(got: Weights, rank: int, nodes: int, gpus: int) -> str | None:
+    """The hint for the slip that gives these weights."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of small tensors several threads make slow work, the more so on a busy machine
+    try:
+        for key, some in _SLIPS.items():
+            for slip in listed(some):
+                wrong = edited_function(_all_ranks, slip)(nodes, gpus)[rank]
+                if all(close(got[name], w) for name, w in wrong.items()):
+                    return key
+    finally:
+        torch.set_num_threads(threads)
+    return None
 
 
 def _same_losses(exercise: Exercise, got: list[float], right: list[float], nodes: int) -> None:
