@@ -187,10 +187,22 @@ while moved:
         if between_nodes(other) < between_nodes(order):
             order, moved = other, True
 return order"""
-FROM_INSIDE = """order = []
-while len(order) < len(sizes):
-    order.insert(0, min((name for name in sizes if name not in order), key=lambda name: between_nodes([name, *order])))
-return order"""
+
+
+def greedy_from_inside(sizes, gigabytes, gpus_per_node):
+    """The dimension that keeps the most inside the nodes goes next, from the innermost on."""
+    order, stride, ranks = [], 1, range(math.prod(sizes.values()))
+    while len(order) < len(sizes):
+        kept = {}
+        for name in sizes.keys() - order:
+            wrap = stride * sizes[name]
+            neighbours = [(r, r - r % wrap + (r + stride) % wrap) for r in ranks]
+            kept[name] = gigabytes[name] * sum(a // gpus_per_node == b // gpus_per_node for a, b in neighbours)
+        order.insert(0, max(sorted(kept), key=kept.get))
+        stride *= sizes[order[0]]
+    return order
+
+
 NODE_ORDER = {
     "form": [f"{BEST}  ->  {BEST}[-1]", f"return {BEST}  ->  return [sizes[name] for name in {BEST}]"],
     "node-ignored": [
@@ -209,7 +221,7 @@ NODE_ORDER = {
         {"for line in lines:": "for line in lines[:1]:", RING: "itertools.pairwise(line)"},
         "total += gigabytes[name]  ->  total += gigabytes[name]\nbreak",
         f"return {BEST}  ->  {CLIMB}",
-        f"return {BEST}  ->  {FROM_INSIDE}",
+        greedy_from_inside,
     ],
 }
 
