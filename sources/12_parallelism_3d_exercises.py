@@ -23,10 +23,10 @@
 # fold open one by one; solutions are in [the solutions notebook](../solutions/12_parallelism_3d_solutions.ipynb).
 #
 # **What a check does.** In Exercise 2 real ranks make your groups and add up numbers in each. In 5 your training runs
-# in float64 on meshes of 1 × 1 to 3 × 2 ranks, and weights and losses are compared with one process to 12 digits.
-# Then the check reads the **ledger** and counts the bytes inside a node and between nodes. 6 runs on up to 8 ranks.
-# Checks 7 and 8 ask the planner of the lesson. If ranks wait for each other, the check stops them within seconds and
-# shows where each one stood.
+# in float64 on meshes of 1 × 1 to 3 × 2 ranks; weights are compared with one process to 12 digits, losses to 6. Then
+# the check counts the bytes inside a node and between nodes, which it reads from the **ledger**, and the operations of
+# each rank. 6 runs on up to 8 ranks. Checks 7 and 8 ask the planner of the lesson. If ranks wait for each other, the
+# check stops them within seconds and shows where each one stood.
 
 # %% tags=["parameters"]
 import itertools
@@ -511,17 +511,18 @@ check.clip_gradients(clip_gradients)
 # | heads | query heads, key-value heads or the MLP's width do not divide among tp |
 # | layers | pp · virtual divides neither the layers nor the layers plus 2 |
 # | batch | dp · microbatch does not divide the batch |
-# | interleaving | virtual > 1, the batch divides, and pp does not divide the micro-batches of a replica |
+# | interleaving | virtual > 1, and either pp is 1 or it does not divide the micro-batches of a replica |
 # | memory | nothing else is wrong, and the model states of a rank are more than its GPU has |
 #
 # *Plus 2*, because embedding and head may count as a layer each: Llama 3 405B has 126 layers and ran on 16 stages.
-# *Interleaving* is a rule of Megatron-LM's schedule, which the planner assumes; others are less strict (lesson 10).
+# *Interleaving* is a rule of Megatron-LM's schedule, which the planner assumes; others are less strict (lesson 10). If
+# the batch does not divide, there is no number of micro-batches to look at.
 #
 # | argument | what it is |
 # |---|---|
 # | `model` | `heads`, `kv_heads`, `ffn`, `layers`, `parameters` … |
 # | `cluster` | `gpus`, `per_node`, `card.memory_bytes` |
-# | `layout` | `tp`, `pp`, `dp`, `cp`, `microbatch`, `virtual`, `zero` (stage of ZeRO over the dp ranks) |
+# | `layout` | `tp`, `pp`, `dp`, `cp`, `microbatch`, `virtual`, `zero` (stage of ZeRO over the dp · cp ranks) |
 # | `batch` | sequences of a step |
 #
 # For the states, `memory.model_states(parameters, stage=…, ranks=…).total` of lesson 06 gives the bytes of a rank. Take
@@ -545,9 +546,10 @@ def why_not(
     count, rest = divmod(batch, dp * layout.microbatch)
     if rest:
         words.add("batch")
-    elif layout.virtual > 1 and count % pp:
+    if layout.virtual > 1 and (pp == 1 or not rest and count % pp):
         words.add("interleaving")
-    states = memory.model_states(model.parameters / (tp * pp), stage=layout.zero, ranks=dp)
+    ranks = dp * layout.cp
+    states = memory.model_states(model.parameters / (tp * pp), stage=layout.zero, ranks=ranks)
     if not words and states.total > cluster.card.memory_bytes:
         words.add("memory")
     return words
@@ -568,8 +570,9 @@ check.why_not(why_not)
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# States: `memory.model_states(model.parameters / (tp * pp), stage=layout.zero, ranks=dp).total`, against
-# `cluster.card.memory_bytes`; only if the set is still empty.
+# States: `memory.model_states(model.parameters / (tp * pp), stage=layout.zero, ranks=dp * layout.cp).total`, against
+# `cluster.card.memory_bytes`; only if the set is still empty. Ranks along cp hold the same parameters as those along
+# dp, so ZeRO divides among them too.
 # </details>
 
 # %% [markdown]
