@@ -121,11 +121,11 @@ class _Listed:
 
 def ffcv_here() -> bool:
     """Whether FFCV can be used; if so it has been mended."""
-    from ..ffcv.fixes import apply_fixes, missing
+    from .. import ffcv
 
-    if missing():
+    if ffcv.missing():
         return False
-    apply_fixes()
+    ffcv.apply_fixes()
     return True
 
 

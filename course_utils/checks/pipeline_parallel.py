@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..pipeline import Costs, Op, Schedule, Timeline, gpipe, one_f_one_b, partition, simulate
-from ..ranks import Ledger, record, tracker
+from ..ranks import Ledger, interceptor, record
 from . import TIMEOUT, Exercise, Outcome, checked, close, load_hints, paper_problem, show
 from .compare import number, whole_number, whole_numbers
 from .training import EXACT, average, compare, exact, gradients_of
@@ -236,7 +236,7 @@ class Watched(Stage):
         self.notes.arrived[call] = gradient.detach().clone()
 
     def _note(self, kind: str, call: int) -> None:
-        under_way = tracker.unfinished()
+        under_way = interceptor.unfinished()
         done = [e for e in self._ledger if e.op == "send" or all(e is not other for other in under_way)]
         self.notes.events.append((kind, call))
         self.notes.messages.append(Counter((e.op, e.peer) for e in done))
@@ -274,7 +274,7 @@ def _step(words: Tensor, fn: Callable, orders: list[Order] | None) -> _Step:
         loss = fn(stage, *order, inputs, targets, _loss, like)
     loss = loss.detach() if isinstance(loss, Tensor) else loss
     missing = any(p.grad is None for p in stage.parameters())
-    return _Step(loss, gradients_of(stage), missing, stage.notes, len(tracker.unfinished()))
+    return _Step(loss, gradients_of(stage), missing, stage.notes, len(interceptor.unfinished()))
 
 
 @dataclass

@@ -32,7 +32,7 @@ LESSONS = sorted(
 )
 MODULES = [importlib.import_module(f"course_utils.checks.{name}") for name in LESSONS]
 PAPER = {
-    f"{module.__name__[-3:]}.{name}": check
+    f"{module.__name__.rpartition('.')[2]}.{name}": check
     for module in MODULES
     for name in module.__all__
     if hasattr(check := getattr(module, name), "formula")

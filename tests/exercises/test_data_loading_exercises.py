@@ -16,8 +16,8 @@ import torch.distributed as dist
 from exercise_cases import ExerciseTests, hangs
 from torch.utils.data import DistributedSampler
 
+from course_utils import ffcv
 from course_utils.checks import _beton, _jobs, _limits, _orders, data_loading, wrong_formulas
-from course_utils.ffcv import fixes
 
 pytestmark = pytest.mark.guard(90)
 
@@ -546,9 +546,9 @@ IMAGENET_EPOCH_RIGHT = {
 
 @pytest.fixture
 def with_ffcv():
-    if reason := fixes.missing():
+    if reason := ffcv.missing():
         pytest.skip(reason)
-    fixes.apply_fixes()
+    ffcv.apply_fixes()
 
 
 class TestDataLoading(ExerciseTests):
@@ -578,7 +578,7 @@ class TestDataLoading(ExerciseTests):
         getattr(data_loading, name)(answer)
 
     def test_wrong_answer_is_refused_with_its_own_hint(self, wrong):
-        if wrong.name == "numba" and fixes.missing():
+        if wrong.name == "numba" and ffcv.missing():
             pytest.skip("nothing is compiled without FFCV")
         super().test_wrong_answer_is_refused_with_its_own_hint(wrong)
 
@@ -616,7 +616,7 @@ class TestDataLoading(ExerciseTests):
             np.fromfile(file, np.uint8)
 
     def test_without_ffcv_the_checks_say_so_and_pass(self, monkeypatch, capsys):
-        monkeypatch.setattr(fixes, "missing", lambda: "not here")
+        monkeypatch.setattr(ffcv, "missing", lambda: "not here")
         data_loading.own_file.cache_clear()
         for name in ("read_header", "encode_boxes", "box_decoder"):
             self.passes(name, self.answer(name))
