@@ -75,7 +75,7 @@ def measure(ranks: int, cap: int, batch: int, repeats: int) -> dict:
     return {
         "torch": torch.__version__, "ranks": ranks, "bucket_bytes": cap, "windows_per_rank": batch, "repeats": repeats,
         "versions": rows,
-    }  # fmt: skip
+    }
 
 
 def markdown(result: dict) -> str:

@@ -73,7 +73,7 @@ WAYS = [
     Way("threads_raw", "threads, OpenCV, pixels", "none", "mapped pixels", "threads", workers=CORES),
     Way("ffcv_jpeg_python", "FFCV, JPEG, not compiled", "TurboJPEG", ".beton", "one thread", workers=(1,)),
     Way("ffcv_raw_python", "FFCV, raw, not compiled", "none", ".beton", "one thread", workers=(1,)),
-]  # fmt: skip
+]
 STEPS = {  # from DataLoader to FFCV, one change at a time
     "FFCV, JPEG": [
         ("DataLoader, PIL", "", "dataloader"),

@@ -5,7 +5,7 @@ import importlib
 __all__ = [
     "Entry", "HangError", "Interrupted", "Ledger", "WorkerError", "device", "expect_error", "launch", "record",
     "shutdown",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str):

@@ -18,15 +18,15 @@ __all__ = [
     "ALL_REDUCE_ALGORITHMS", "COLLECTIVES", "Cluster", "algbw", "all_reduce_bytes", "all_reduce_seconds",
     "all_reduce_steps", "bootstrap_alpha_beta", "busbw", "busbw_factor", "bytes_sent", "cluster_of", "fit_alpha_beta",
     "flat", "format_bytes",
-]  # fmt: skip
+]
 
 COLLECTIVES = (
     "broadcast", "reduce", "all_reduce", "gather", "scatter", "all_gather", "reduce_scatter", "all_to_all",
-)  # fmt: skip
+)
 
 ALL_REDUCE_ALGORITHMS = (
     "root", "ring", "tree", "recursive_doubling", "halving_doubling", "hierarchical", "double_tree", "in_network",
-)  # fmt: skip
+)
 
 
 def busbw_factor(op: str, n: int) -> float:
@@ -356,4 +356,4 @@ _SECONDS = {
     "root": _root, "ring": _ring, "tree": _tree, "recursive_doubling": _recursive_doubling,
     "halving_doubling": _halving_doubling, "hierarchical": _hierarchical, "double_tree": _double_tree,
     "in_network": _in_network,
-}  # fmt: skip
+}

@@ -138,7 +138,7 @@ LINKS: Mapping[str, LinkType] = MappingProxyType({
     "eth_50g": _link("Ethernet 50G", 50e9 / 8, _NETWORK_STEP, "the name gives it, in bits"),
     "eth_100g": _link("Ethernet 100G", 100e9 / 8, _NETWORK_STEP, "the name gives it, in bits"),
     "eth_400g": _link("Ethernet 400G", 400e9 / 8, _NETWORK_STEP, "the name gives it, in bits"),
-})  # fmt: skip
+})
 
 
 def _tera(**flops: float) -> Mapping[str, float]:
@@ -184,4 +184,4 @@ GPUS: Mapping[str, GPU] = MappingProxyType({
         _tera(tf32=1250, fp16=2500, bf16=2500, fp8=5000, fp4=10000), 2,
         "nvlink5", "pcie5", f"{_BLACKWELL}; {_MLPERF}; {_SCALING}",
     ),
-})  # fmt: skip
+})

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PATTERNS = (
     *(f"{folder}/[0-9][0-9]_*.ipynb" for folder in ("notebooks", "exercises", "solutions")),
     "scripts/**/*", "native/*", "docs/*.json",
-)  # fmt: skip
+)
 MANIFEST = ".course.json"
 FIRST = "notebooks/00_start_here.ipynb"
 

@@ -17,7 +17,7 @@ from .recorded import A100_LATENCY, OTHER_A100_ALL_REDUCE, Table
 __all__ = [
     "CORRECTIONS", "MACHINES", "PUBLISHED", "Choice", "Constants", "Correction", "Machine", "bandwidth", "choose",
     "corrected", "errors", "estimate", "latency", "nvls_busbw", "predict",
-]  # fmt: skip
+]
 
 Choice = tuple[str, str]  #: algorithm and protocol, such as ("ring", "LL128")
 
@@ -110,11 +110,11 @@ _LL_MOST_NODES = {2: 39.0, 3: 20.4}
 _RING_LL128_CHANNEL = {"volta": (20, 20, 20), "ampere": (20, 20, 20), "hopper": (36.7,) * 3, "blackwell": (40,) * 3}
 _TREE_LL128_CHANNEL = {
     "volta": (20, 20, 20), "ampere": (20, 20, 20), "hopper": (36.7, 36.7, 29.0), "blackwell": (55.6, 31.67, 20.0),
-}  # fmt: skip
+}
 _TREE_CHANNEL = {
     "volta": (26.5, 18.5, 10.0), "ampere": (24.0, 23.6, 17.8), "hopper": (38.7, 41.4, 36.0),
     "blackwell": (70.0, 42.8, 24.0),
-}  # fmt: skip
+}
 _NVLS_EFFICIENCY, _NVLS_CHANNELS = {"hopper": 0.85, "blackwell": 0.74}, {"hopper": 16, "blackwell": 24}
 # Share of the tree's bandwidth by size, from 64 B in powers of two; 1 above the last.
 _TREE_SHARE = {
@@ -126,7 +126,7 @@ _TREE_SHARE = {
         0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9,
         0.9,
     ),
-}  # fmt: skip
+}
 
 
 def _choices(machine: Machine) -> list[Choice]:

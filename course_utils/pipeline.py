@@ -16,7 +16,7 @@ from typing import NamedTuple
 __all__ = [
     "SCHEDULES", "Costs", "Op", "Schedule", "Timeline", "gpipe", "ideal_seconds", "interleaved", "naive",
     "one_f_one_b", "partition", "simulate", "zero_bubble_h1", "zero_bubble_h2",
-]  # fmt: skip
+]
 
 KINDS = ("F", "B", "I", "W")
 _BEFORE = {"B": "F", "I": "F", "W": "I"}  # what a stage has to do first
@@ -272,7 +272,7 @@ def zero_bubble_h2(ranks: int, microbatches: int) -> Schedule:
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "naive": naive, "GPipe": gpipe, "1F1B": one_f_one_b, "interleaved": interleaved,
     "ZB-H1": zero_bubble_h1, "ZB-H2": zero_bubble_h2,
-}  # fmt: skip
+}
 
 
 def _complete(schedule: Schedule) -> None:

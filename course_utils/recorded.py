@@ -17,7 +17,7 @@ __all__ = [
     "H100_P2P", "H200_ALL_REDUCE", "H200_LARGEST", "H200_NVLS_BY_GPUS", "LLAMA3_INTERRUPTIONS", "LLAMA3_MISPRINT",
     "LLAMA3_RUNS", "MEGATRON_RUNS", "OTHER_A100_ALL_REDUCE", "PTD_RUNS", "Run", "Scaling", "TORCHTITAN_FSDP",
     "TORCHTITAN_RUNS", "Table", "ULTRASCALE_DP", "ULTRASCALE_TP", "ZERO3_RUNS",
-]  # fmt: skip
+]
 
 _MIB = 2**20
 _ENGINEERING = "Bekman, ml-engineering, https://github.com/stas00/ml-engineering/blob/master/network"
@@ -76,7 +76,7 @@ A100_ALL_REDUCE = _times(
     },
     f"{_ENGINEERING}/README.md, Real network throughput",
     "all_reduce_perf -b 32k -e 16G -f 2 -g 8 -n 50",
-)  # fmt: skip
+)
 
 #: The same command and kind of node elsewhere: two A100-SXM4-40GB machines, by others and with other versions of NCCL.
 OTHER_A100_ALL_REDUCE = (
@@ -98,7 +98,7 @@ OTHER_A100_ALL_REDUCE = (
         "CS244C-Research, phase1-baseline/a100-8gpu-new/results, https://github.com/yumibyte/CS244C-Research",
         "all_reduce_perf -b 8 -e 128M -f 2 -g 8, NCCL 2.29.3",
     ),
-)  # fmt: skip
+)
 
 #: GPUs of a DGX A100 in one process (``-g n``) -> time of a ring all-reduce of a few bytes on one channel.
 #: nccl-tests issue 123, https://github.com/NVIDIA/nccl-tests/issues/123
@@ -109,7 +109,7 @@ A100_LATENCY: Mapping[int, float] = MappingProxyType(
 _H200_BUSBW = (
     3.20, 6.26, 12.40, 24.63, 48.30, 72.45, 91.48, 139.97, 182.03, 242.45, 298.44, 369.82, 411.21, 442.27, 455.82,
     464.00, 468.31, 473.10, 475.16, 480.70,
-)  # fmt: skip
+)
 _H200_SIZES = tuple(2**k for k in range(15, 35))
 
 #: One node of eight H200, nccl-tests with NCCL 2.30.7. NCCL chose ring with LL up to 1 MiB, NVLS with Simple above.
@@ -260,7 +260,7 @@ def _megatron(size: str, tp: int, pp: int, gpus: int, batch: int, tflops: float,
     layout = {
         "tp": tp, "pp": pp, "dp": gpus // (tp * pp), "microbatch": microbatch, "virtual": virtual, "zero": 0,
         "recompute": "full", "sequence_parallel": False, "overlap": pp == 1, "precision": "mixed",
-    }  # fmt: skip
+    }
     return Run(f"Megatron {size}", "DGX A100", gpus, batch, 2048, layout, tflops, "hardware", share, _MEGATRON)
 
 
@@ -287,7 +287,7 @@ def _section_5_2(model: str, gpus: int, batch: int, tflops: float, **layout: obj
     fixed = {"recompute": "full", "sequence_parallel": False, "precision": "mixed"}
     return Run(
         model, "DGX A100", gpus, batch, 2048, layout | fixed, tflops, "hardware", tflops / 312, source, f"{gpus} GPUs",
-    )  # fmt: skip
+    )
 
 
 #: The same two models on more and more GPUs with an unchanged batch. Micro-batches of one sequence. Virtual stages are
@@ -301,7 +301,7 @@ PTD_RUNS = tuple(
         ("Megatron 529.6B", 35, 3, 2240, {560: 171, 1120: 167, 2240: 159}),
     )
     for gpus, tflops in rows.items()
-)  # fmt: skip
+)
 #: The same with ZeRO-3 and no other parallelism, in DeepSpeed of 2021, which overlaps communication where it can.
 ZERO3_RUNS = tuple(
     _section_5_2(model, gpus, batch, tflops, dp=gpus, microbatch=batch // gpus, zero=3, overlap=True)
@@ -309,14 +309,14 @@ ZERO3_RUNS = tuple(
         ("GPT-3 175B", 1536, 384, 144), ("GPT-3 175B", 1536, 768, 88), ("GPT-3 175B", 1536, 1536, 44),
         ("Megatron 529.6B", 2560, 640, 138), ("Megatron 529.6B", 2240, 1120, 98), ("Megatron 529.6B", 2240, 2240, 48),
     )
-)  # fmt: skip
+)
 
 
 def _llama(gpus: int, cp: int, dp: int, length: int, batch: int, tflops: float, share: float) -> Run:
     layout = {
         "tp": 8, "pp": 16, "dp": dp, "cp": cp, "microbatch": 1, "virtual": 8, "zero": 2, "recompute": "selective",
         "sequence_parallel": True, "overlap": True, "precision": "mixed, fp32 gradients",
-    }  # fmt: skip
+    }
     detail = f"{gpus} GPUs, {length // 1024}k"
     return Run("Llama 3 405B", "DGX H100", gpus, batch, length, layout, tflops, "model", share, _LLAMA3, detail)
 
@@ -343,7 +343,7 @@ def _torchtitan(gpus: int, length: int, batch: int, tokens: float, gib: float, d
     return Run(
         model.name, "DGX H100", gpus, batch, length, layout | fixed, tflops, "model", tflops / 989.4, source, detail,
         gib * 2**30,
-    )  # fmt: skip
+    )
 
 
 #: Llama 3.1 8B with FSDP2 on H100s of another kind (96 GB at 2.4 TB/s, 500 W), 400 Gb/s a GPU: tables 1 and 3 without

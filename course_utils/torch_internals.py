@@ -22,7 +22,7 @@ __all__ = [
     "active_fake_mode", "c10d", "count_modes", "default_store", "dispatch_keys", "fake_store", "forget_process_groups",
     "group_names", "is_traceable_wrapper_subclass", "keys_after_backend_select", "open_groups", "replace_rendezvous",
     "storage_use_count", "tree_leaves", "unbox_work",
-]  # fmt: skip
+]
 
 WRITTEN_FOR = "2.13"
 

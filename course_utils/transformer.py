@@ -8,7 +8,7 @@ from functools import cached_property
 
 __all__ = [
     "MODELS", "PUBLISHED", "RECOMPUTE", "GPTConfig", "Model", "flops_per_token", "parameters",
-]  # fmt: skip
+]
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -42,7 +42,7 @@ def _published() -> dict[str, GPTConfig]:
         "1.7B": (24, 24, 2304), "3.6B": (30, 32, 3072), "7.5B": (36, 32, 4096), "18.4B": (40, 48, 6144),
         "39.1B": (48, 64, 8192), "76.1B": (60, 80, 10240), "145.6B": (80, 96, 12288), "310.1B": (96, 128, 16384),
         "529.6B": (105, 128, 20480), "1008B": (128, 160, 25600),
-    }  # fmt: skip
+    }
     return {
         **{f"GPT-2{size}": GPTConfig(*shape, 1024, 50257) for size, shape in gpt2.items()},
         **{f"GPT-3 {size}": GPTConfig(*shape, 2048, 50257) for size, shape in gpt3.items()},
@@ -236,7 +236,7 @@ def _gpt(name: str, shape, vocabulary: int | None = None) -> Model:
     return Model(
         name, shape.layers, shape.hidden, shape.heads, shape.heads, 4 * shape.hidden, vocabulary or shape.vocabulary,
         shape.context,
-    )  # fmt: skip
+    )
 
 
 def _llama(size: str, layers: int, hidden: int, heads: int, ffn: int) -> Model:

@@ -24,7 +24,7 @@ LONG = (  # what takes a minute or so, in the order in which workers begin it; a
     "tests/promises/test_browser.py", "tests/ranks/test_launcher_failures.py", "tests/grading/",
     "tests/promises/test_benchmarks.py", "tests/promises/test_notebooks.py", "notebooks/", "solutions/",
     "tests/ranks/test_launcher", "tests/models/test_models.py", "tests/figures/test_widgets.py",
-)  # fmt: skip
+)
 #: What `--quick` leaves out whole: kernels, browsers, other programs, ranks. Where else ranks are asked for, it skips.
 SLOW_PARTS = (
     "tests/ranks/", "tests/grading/", "tests/lessons/", "tests/exercises/test_checks_",
@@ -33,7 +33,7 @@ SLOW_PARTS = (
     "tests/promises/test_bootstrap.py", "tests/promises/test_browser.py", "tests/promises/test_build.py",
     "tests/promises/test_environment.py", "tests/promises/test_learner.py", "tests/promises/test_loading_benchmark.py",
     "tests/promises/test_notebooks.py", "tests/promises/test_sheets.py",
-)  # fmt: skip
+)
 WITH_FFCV = ("notebooks/15_", "solutions/15_")
 
 
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough", action="store_true",
         help="every lesson with 2 and with 3 ranks, and all of it through the browser's menu (half as long again)",
-    )  # fmt: skip
+    )
     parser.addoption("--quick", action="store_true", help="only tests that start no rank")
 
 

@@ -91,7 +91,7 @@ def _section(heading: str, cells: list[tuple[bool, str]]) -> Section:
         predictions += content.count("**Predict")
     number = re.match(r"(\d+)\. ", heading)
     return Section(int(number[1]) if number else None, heading[number.end() if number else 0 :], words, lines,
-                   predictions, folded)  # fmt: skip
+                   predictions, folded)
 
 
 def lessons(root: Path = ROOT) -> list[str]:
@@ -262,7 +262,7 @@ def _texts(root: Path) -> dict[Path, str]:
         if path.exists():
             minutes = sum(exercises(name, root).values())
             texts[path] = _replaced(path.read_text(encoding="utf-8"), r"All of them take about [^.]*\.",
-                                    f"All of them take about {minutes} minutes.")  # fmt: skip
+                                    f"All of them take about {minutes} minutes.")
     for path in [root / "sources" / "00_start_here.py", root / "README.md", root / "docs" / "instructor.md"]:
         text = texts.get(path) or path.read_text(encoding="utf-8")
         texts[path] = _rows(re.sub(LISTED, lambda _: _listing(root), text, flags=re.DOTALL), root)

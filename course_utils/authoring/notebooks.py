@@ -22,7 +22,7 @@ from .pages import alternative_text
 __all__ = [
     "CLIENT", "NotebookFailed", "differences", "execute", "from_text", "leaks", "limited", "mark_exercises",
     "normalise", "strip", "take_outputs", "with_ids",
-]  # fmt: skip
+]
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 STUB = 'raise NotImplementedError("Replace this line with your answer, then run the check below.")'

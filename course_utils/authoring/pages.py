@@ -76,7 +76,7 @@ def _link_to_exercises(nb: NotebookNode, link: str) -> None:
     sentence = f"**Afterwards:** {link}."
     for cell in nb.cells[:3]:
         text = re.sub(r"^(\*\*(?:Before this|Prerequisites?).*?)(?=\n\n|\Z)", rf"\1 {sentence}", cell.source, count=1,
-                      flags=re.MULTILINE | re.DOTALL)  # fmt: skip
+                      flags=re.MULTILINE | re.DOTALL)
         if text != cell.source:
             cell.source = text
             return

@@ -13,6 +13,6 @@ __all__ = [
     "BACKEND", "COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Outcome", "checked", "close", "crosses",
     "load_hints", "message_steps", "number", "paper_problem", "sent", "show", "values", "whole_number",
     "whole_numbers", "wrong_formulas",
-]  # fmt: skip
+]
 
 share("torch._dynamo")  # what optimizers and functional collectives import: no answer has to do it on each of its ranks

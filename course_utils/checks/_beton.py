@@ -16,7 +16,7 @@ import numpy as np
 __all__ = [
     "CUSTOM", "DESCRIPTOR", "FLOAT", "HEADER", "IMAGE", "INT", "OLD", "PAGE", "ROWS", "Heap", "NoSuchAddress",
     "Reads", "beton", "counted_file", "ffcv_here", "own_file", "pictures", "written_by_ffcv",
-]  # fmt: skip
+]
 
 FLOAT, INT, IMAGE, CUSTOM = 0, 1, 2, 255
 HEADER = np.dtype([("version", "<u2"), ("fields", "<u2"), ("page", "<u4"), ("samples", "<u8"), ("table", "<u8")])

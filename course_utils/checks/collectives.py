@@ -19,7 +19,7 @@ __all__ = [
     "HINTS", "all_gather_seconds", "all_reduce_in_two", "bandwidths", "gradient_all_reduce_seconds",
     "half_bandwidth_size", "mean_and_variance", "ragged_all_gather", "ring_shift", "row_and_column_sums",
     "tree_broadcast", "two_level_all_reduce",
-]  # fmt: skip
+]
 
 HINTS = load_hints("collectives")
 
@@ -87,7 +87,8 @@ def ring_shift(fn: Callable, timeout: float = TIMEOUT) -> None:
         for i, (kind, tensor) in enumerate(_TENSORS.items()):
             data = [tensor(10 + rank) for rank in range(n)]
             size, dtype = data[0].nbytes, data[0].dtype
-            outcomes = exercise.run(fn, data, case=f"x {kind}", fallback="any-tensor" if i and n == 2 else None)
+            fallback = "any-tensor" if i and n == 2 else None
+            outcomes = exercise.run(fn, data, case=f"x {kind}", fallback=fallback, errors="unpack|dim|dtype")
             for rank, outcome in exercise.each(outcomes):
                 exercise.communicates(rank, outcome, n)
                 exercise.audit(outcome.ledger, {"send", "recv"}, keys={"other-calls": "collective"})
@@ -232,7 +233,7 @@ def _row_and_column_sums(
         "two-columns": sums(range(rank // 2 * 2, rank // 2 * 2 + 2), range(rank % 2, n, 2)),
         "dim": (sum(data[r].sum(0) for r in same_row), sum(data[r].sum(1) for r in same_col)),
         "swapped": right[::-1],
-    }  # fmt: skip
+    }
     exercise.communicates(rank, outcome, n)
     pair = isinstance(outcome.result, (tuple, list)) and len(outcome.result) == 2
     exercise.require(pair, "shape", "expected a pair (row sums, column sums).")
@@ -378,7 +379,7 @@ def gradient_all_reduce_seconds(parameters, bytes_per_parameter, ranks, link_gig
     },
     units=["GB/s algbw", "GB/s busbw"],
     hints=HINTS["bandwidths"],
-)  # fmt: skip
+)
 def bandwidths(op, ranks, size, seconds):
     """Check ``fn(op, ranks, size, seconds) -> (algbw, busbw)`` in GB/s, of a size in bytes."""
     giga = 1e9

@@ -50,7 +50,7 @@ from ._orders import SEEDS, OrderCase, by_page, hit_rate, in_memory, open_in_win
 __all__ = [
     "BOX_ROW", "HINTS", "JOBS", "STAGES", "Job", "box_decoder", "encode_boxes", "find_bottleneck", "hit_rate",
     "imagenet_epoch", "own_file", "quasi_random", "read_header", "read_sample", "shard",
-]  # fmt: skip
+]
 
 HINTS = load_hints("data_loading")
 
@@ -104,7 +104,7 @@ def _headers() -> Iterator[tuple[str, bytes]]:
          1 << 23, 1281167, 170 << 30),
         ("a name of 16 characters", [("coarse_label_100", INT), ("image", IMAGE)], 1 << 23, 50000, 1 << 25),
         ("6 billion samples", [("image", IMAGE), ("label", INT)], 1 << 22, 6 * 10**9 + 3, 1 << 50),
-    ):  # fmt: skip
+    ):
         head = np.array((2, len(fields), page, samples, table), HEADER).tobytes()
         arguments = np.random.default_rng(1).bytes(1024)
         descriptors = np.array([(kind, name.encode(), arguments) for name, kind in fields], DESCRIPTOR).tobytes()
@@ -252,7 +252,7 @@ def encode_boxes(fn: Callable) -> None:
         ("3 boxes, their columns side by side in memory", np.asfortranarray(_boxes(3, 5)), "contiguous"),
         ("7 boxes, every second row of a larger array in float64", _boxes(14, 7).astype(float)[::2], "contiguous"),
         ("40 boxes", _boxes(40, 6), None),
-    ]  # fmt: skip
+    ]
     rows = np.zeros(len(cases), _ROWS)
     rows["boxes"] = (2**32 - 1, 2**64 - 1)
     for i, (exercise.case, boxes, exercise.fallback) in enumerate(cases):
@@ -382,7 +382,7 @@ def box_decoder(fn: Callable) -> None:
     for case, indices, fallback in (
         ("every image has boxes", [0, 2, 3, 4], None), ("in another order", [7, 6, 0, 9, 10], "position"),
         ("an image without boxes", [1, 4, 5, 0, 2], "no-boxes"), ("an image with 9 boxes, most = 6", [8, 3], "more"),
-    ):  # fmt: skip
+    ):
         exercise.case, exercise.fallback = f"in Python, {case}", fallback
         destination = np.full((len(indices), MOST, 4), 7e7, np.float32)
         try:
@@ -441,7 +441,7 @@ def _ffcv_reads(exercise: Exercise, fn: Callable, boxes: list[np.ndarray]) -> bo
             loader = Loader(
                 str(path), batch_size=5, num_workers=1, order=OrderOption.SEQUENTIAL, drop_last=False,
                 indices=np.array(indices, np.uint64), custom_fields={"boxes": field}, pipelines={"label": None},
-            )  # fmt: skip
+            )
             return [batch.numpy().copy() for (batch,) in loader]
 
         try:
@@ -782,7 +782,7 @@ _FASTEST = {"min(first.values": "max(first.values", "min(later.values": "max(lat
     },
     units=["s in the first epoch", "s later", ""],
     hints=HINTS["imagenet_epoch"],
-)  # fmt: skip
+)
 def imagenet_epoch(images, gigabytes, memory, disk, cpu, gpu):
     """Check ``fn(images, gigabytes, memory, disk, cpu, gpu) -> (first epoch, later epochs, bottleneck)``."""
     cached = {"cpu": cpu, "gpu": gpu}

@@ -32,11 +32,11 @@ from .training import (
     trained_parameters,
     weighted_sum,
     weights_of,
-)  # fmt: skip
+)
 
 __all__ = [
     "HINTS", "accumulate", "bucketed", "data_parallel", "epoch_indices", "in_buckets", "overlapped", "uneven_epoch",
-]  # fmt: skip
+]
 
 _REPLICAS = {
     "no-broadcast": "Ranks start with other weights here, as after different seeds. Before the first step every rank "
@@ -176,7 +176,7 @@ HINTS: dict[str, dict[str, str]] = {
         "gathers-everything": "The batches themselves, or all gradients, are gathered on every rank. One all-reduce "
         "a step is enough.",
     },
-}  # fmt: skip
+}
 
 # ------------------------------------------------------------------------------------------------ models and numbers
 
@@ -255,7 +255,7 @@ def _train(words: Tensor, fn: Callable, options: dict, args: tuple, branches: li
     out = {
         "callable": callable(finish), "start": weights_of(module), "scale": module.scale.clone(),
         "kept": all(p is q for p, q in zip(parameters, module.parameters(), strict=False)), "steps": [],
-    }  # fmt: skip
+    }
     if not callable(finish):
         return out
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -271,7 +271,7 @@ def _train(words: Tensor, fn: Callable, options: dict, args: tuple, branches: li
         out["steps"].append({
             "gradients": gradients_of(module), "during": during, "after": after, "waits": len(waits),
             "before_last": arrivals[-1] if arrivals else 0,
-        })  # fmt: skip
+        })
         optimizer.step()
     return out
 
@@ -323,7 +323,8 @@ def _replicas(exercise: Exercise, fn: Callable, audit: Callable, with_caps: bool
         for cap in caps if with_caps else caps[:1]:
             data, branches = _words(n, 40 + n), _branches(n, everyone)
             args, case = ((cap,), f"{name}, buckets of {cap:,} bytes") if with_caps else ((), name)
-            outcomes = exercise.run(_train, data, fn, options, args, branches, case=case, fallback=fallback)
+            explained = {"fallback": fallback, "errors": "NoneType|gradient"}
+            outcomes = exercise.run(_train, data, fn, options, args, branches, case=case, **explained)
             for rank, outcome in enumerate(outcomes):
                 exercise.communicates(rank, outcome, n)
                 _starts_alike(exercise, rank, outcome, options)
@@ -358,7 +359,7 @@ def _step(exercise: Exercise, rank: int, result: dict, parts: list[dict], step: 
             "own-gradient": parts[rank], "sum": average(parts, 1), "divided-twice": average(parts, n * n),
             "too-early": {name: torch.zeros_like(g) for name, g in mean.items()},
             "write-back": {name: _elsewhere(got[name], mean) for name in mean},
-        }  # fmt: skip
+        }
     traps = {key: wrong for key, wrong in traps.items() if key in exercise.hints}
     default = "leftover" if step and exercise.fallback is None else "value"
     compare(exercise, rank, got, mean, traps, f"step {step + 1}: the gradient", default)
@@ -552,7 +553,7 @@ def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
         out.append({
             "gradients": gradients_of(net), "ledger": ledger, "entered": len(entered), "largest": passes.largest,
             "alive": passes.alive,
-        })  # fmt: skip
+        })
     return out
 
 
@@ -571,7 +572,7 @@ def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
     for n, sizes, fallback in (
         (2, [4, 4, 4], None), (2, [4, 4, 2], "mean-of-means"), (2, [4], "one-micro-batch"), (3, [3, 3, 3, 1], None),
         (1, [4, 4, 2], None),
-    ):  # fmt: skip
+    ):
         launch(_wrap, world_size=n, backend=BACKEND)  # the first time takes a second, which is not the answer's
         data = [sample_table(ROUNDS * sum(sizes), 900 + 10 * n + rank) for rank in range(n)]
         case = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
@@ -595,7 +596,7 @@ def _accumulated(exercise: Exercise, rank: int, result: dict, halves: list, size
         traps = {
             "not-scaled": plain, "mean-of-means": weighted_sum([plain], [1 / m]),
             "only-last": [weighted_sum([last], [w]) for w in (1, 1 / m, share[-1])],
-        }  # fmt: skip
+        }
     if n > 1:
         traps |= {"never": by_rank[rank], "divided-twice": weighted_sum([right], [1 / n])}
         if m > 1:
@@ -643,7 +644,7 @@ def epoch_indices(fn: Callable) -> None:
         (12, 4, 3, 7, 0, None), (12, 4, 4, 7, 0, None), (10, 4, 3, 7, 0, None), (11, 3, 1, 2, 0, None),
         (3, 8, 2, 5, 0, "short"), (1, 3, 2, 5, 0, "short"), (1, 8, 2, 5, 0, "short"), (12, 4, 3, 7, 4, None),
         (12, 2, 3, 7, 8, None), (10, 4, 3, 7, 4, None), (10, 3, 3, 7, 8, None), (10, 4, 3, 7, 10, None),
-    )  # fmt: skip
+    )
     for samples, ranks, epoch, seed, done, fallback in cases:
         exercise.case = f"{samples} samples, {ranks} ranks, epoch {epoch}, seed {seed}, done {done}"
         exercise.fallback = fallback
@@ -698,7 +699,7 @@ def _refuse_indices(exercise: Exercise, parts: list, right: list, case: tuple) -
         "shuffled-again": [dealt(_padded(s, s, ranks)) for s in anew] if done else [],
         "resumed-uneven": [dealt(_padded(order, order, ranks)[done:])] if done else [],
         "resumed-padding": [dealt(_padded(left, left, ranks))] if done and left else [],
-    }  # fmt: skip
+    }
     key = next((key for key, some in traps.items() if parts in some), "value")
     real = [len(left[r::ranks]) for r in everyone]
     alike = all(p[:k] == r[:k] for p, r, k in zip(parts, right, real, strict=True))
@@ -751,7 +752,7 @@ def _uneven_in_one(data: list[Tensor], sizes: list[list[int]], slip: str = "") -
 _UNEVEN = (
     [[4, 4, 4], [4, 4, 4]], [[4, 4, 4], [4]], [[4, 4, 2], [4, 2, 1]], [[3], [4, 2, 4]], [[4, 1], [], [3, 4, 4]],
     [[4, 2]],
-)  # fmt: skip
+)
 
 
 @checked

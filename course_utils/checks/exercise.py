@@ -131,7 +131,7 @@ class Exercise:
     answered: bool = False  # whether the function has returned something in this process
     rank: int | None = None  # the rank that refusals are about, if they name no other
     own_fallback: bool = False  # whether the case brought `fallback`, and not the number of ranks
-    errors: str | None = None  # pattern of more errors that the case's own fallback explains
+    case_errors: str | None = None  # pattern of more errors that the case's own fallback explains
 
     def run(
         self,
@@ -161,7 +161,7 @@ class Exercise:
         self.case, self.rank = f"{n} rank{'s' * (n > 1)}" + (f", {case}" if case else ""), None
         seen = max((size for size in self.world_sizes if size != n), default=0)
         usual = "one-rank" if n == 1 < seen else "only-two-ranks" if seen == 2 < n else None
-        self.fallback, self.own_fallback, self.errors = fallback or usual, fallback is not None, errors
+        self.fallback, self.own_fallback, self.case_errors = fallback or usual, fallback is not None, errors
         outcomes = self._outcomes(fn, list(inputs), args, n)
         for rank, outcome in enumerate(outcomes):
             ended = "the function ended its process (sys.exit) instead of returning a result."
@@ -229,7 +229,7 @@ class Exercise:
 
     def _error(self, text: str) -> str:
         """The hint for an error of the answer's: the fallback where it is about what differs in this case."""
-        named = self.own_fallback and self.errors and re.search(self.errors, text)
+        named = self.own_fallback and self.case_errors and re.search(self.case_errors, text)
         told = named or self.fallback == "one-rank" or _RANKS.search(text)
         return self.fallback if self.fallback and told else "error"
 

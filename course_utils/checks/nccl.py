@@ -20,7 +20,7 @@ from .traffic import crosses, sent
 __all__ = [
     "HINTS", "crossover_ranks", "crossover_size", "hierarchical_all_reduce", "mended_ring_all_reduce",
     "pick_algorithm", "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter", "tree_all_reduce",
-]  # fmt: skip
+]
 
 HINTS = load_hints("nccl")
 
@@ -291,7 +291,7 @@ def _audit_tree(exercise: Exercise, root: int, outcomes: list[Outcome]) -> int:
     exercise.audit(
         chain(*sends), calls=(2 * (n - 1), 2 * (n - 1)), sent=(2 * (n - 1) * size, None), largest=size,
         where="all ranks together: ", keys={"too-many-calls": "exchange" if doubling else "too-many-messages"},
-    )  # fmt: skip
+    )
     steps, allowed = message_steps(ledgers), 2 * math.ceil(math.log2(n))
     hops = {(entry.peer - rank) % n for rank, some in enumerate(sends) for entry in some}
     children = defaultdict(list)
@@ -303,7 +303,7 @@ def _audit_tree(exercise: Exercise, root: int, outcomes: list[Outcome]) -> int:
         else "chain" if hops <= {1, n - 1}
         else "too-deep" if 2 * _rounds(children, root, n) > allowed
         else "order"
-    )  # fmt: skip
+    )
     exercise.require(steps <= allowed, key, f"the messages need {steps} steps; {allowed} are enough.")
     order = [entry.op for entry in ledgers[root]]
     late = root > 0 and "send" in order and "recv" in order[order.index("send") :]
@@ -385,7 +385,7 @@ def _two_levels(exercise: Exercise, data: list, nodes: int, per_node: int, rank:
         "average": [total / len(data), total / per_node, total / nodes],
         "shard-order": [torch.cat([chunks[(i * s + k) % per_node] for i in range(per_node)])
                         for k in range(per_node) for s in (1, -1)],
-    }  # fmt: skip
+    }
     exercise.equal(rank, got, total, traps)
 
 
@@ -435,7 +435,7 @@ _LINKS = {"gigabits": "8 / (gigabits  ->  1 / (gigabits", "microseconds": "laten
     },
     units=["", "s"],
     hints=HINTS["pick_algorithm"],
-)  # fmt: skip
+)
 def pick_algorithm(size, ranks, latency_us, gigabits):
     """Check ``fn(size, ranks, latency_us, gigabits) -> (name, seconds)``; size in bytes."""
     alpha, beta = latency_us * 1e-6, 8 / (gigabits * 1e9)
@@ -459,7 +459,7 @@ def pick_algorithm(size, ranks, latency_us, gigabits):
     },
     units=["bytes"],
     hints=HINTS["crossover_size"],
-)  # fmt: skip
+)
 def crossover_size(ranks, latency_us, gigabits):
     """Check ``fn(ranks, latency_us, gigabits) -> bytes``."""
     alpha, beta = latency_us * 1e-6, 8 / (gigabits * 1e9)
@@ -483,7 +483,7 @@ def crossover_size(ranks, latency_us, gigabits):
     },
     units=["ranks"],
     hints=HINTS["crossover_ranks"],
-)  # fmt: skip
+)
 def crossover_ranks(size, latency_us, gigabits):
     """Check ``fn(size, latency_us, gigabits) -> ranks``; size in bytes."""
     alpha, byte = latency_us * 1e-6, 8 / (gigabits * 1e9) * size

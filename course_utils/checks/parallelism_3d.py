@@ -31,7 +31,7 @@ from .training import compare, difference, exact
 __all__ = [
     "HINTS", "clip_gradients", "hybrid_training", "make_groups", "mesh_groups", "node_order", "plan_70b", "traffic",
     "why_not",
-]  # fmt: skip
+]
 
 HINTS = load_hints("parallelism_3d")
 
@@ -178,7 +178,7 @@ def _makes_groups(tag: Tensor, fn: Callable, lists: Groups) -> dict[str, Any]:
             found[name] = "None" if group is None else "number" if isinstance(group, int) else type(group).__name__
     everyone = _together("returned", found)
     right = [isinstance(line, tuple) and rank in line and tuple(sorted(line)) in lists[name]
-             for rank, groups in enumerate(everyone) for name, line in groups.items()]  # fmt: skip
+             for rank, groups in enumerate(everyone) for name, line in groups.items()]
     sums = {}
     for name in lists if all(right) and all(everyone) else ():  # nobody waits in vain
         total = tag.clone()
@@ -386,12 +386,12 @@ _SLIPS: Slips = {
     ],
     "x-in-the-sum": "x[r] + part[r]  ->  gpus * x[r] + part[r]",
     "batch-by-rank": [_BY_RANK, _BY_GPU, _BY_RANK | {_MEAN: _ALL_RANKS}],
-}  # fmt: skip
+}
 
 
 _HYBRIDS = (  # nodes, GPUs of each, hint if it fails first here
     (2, 2, None), (2, 3, "sizes"), (3, 2, "sizes"), (1, 2, "sizes"), (2, 1, "sizes"), (1, 1, None),
-)  # fmt: skip
+)
 
 
 def _trains(tag: Tensor, fn: Callable, gpus: int) -> dict[str, Any]:
@@ -564,7 +564,7 @@ _NORM_SLIPS: Slips = {
     "copies-lost": {_ONCE: " if not copies"},
     "sum-of-norms": [{"math.sqrt(sum(squares))": "sum(map(math.sqrt, squares))", **some} for some in _COUNTED],
     "squared": [{"math.sqrt(sum(squares))": "sum(squares)", **some} for some in _COUNTED],
-}  # fmt: skip
+}
 
 
 def _norm_slip(norms: list, held: list[Held], sizes: Mapping[str, int], rank: int, limit: float) -> str:
@@ -688,7 +688,7 @@ def _whole_microbatches(layers, hidden, length, parameters, tp, pp, dp, batch, m
     units=["% bubble", "GB tensor", "GB pipeline", "GB data"],
     hints=HINTS["traffic"],
     allowed=_whole_microbatches,
-)  # fmt: skip
+)
 def traffic(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch):
     """Check ``fn(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch)``: bubble, and GB of a GPU."""
 

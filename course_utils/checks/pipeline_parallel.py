@@ -28,7 +28,7 @@ from .training import EXACT, average, compare, exact, gradients_of
 
 __all__ = [
     "HINTS", "balance", "bubble", "enough_microbatches", "one_f_one_b_order", "own_schedule", "run_gpipe", "run_order",
-]  # fmt: skip
+]
 
 HINTS = load_hints("pipeline_parallel")
 
@@ -39,7 +39,7 @@ Order = list[tuple[str, int]]  # of one rank, such as ("F", 0)
 _ORDER_CASES = (  # ranks, micro-batches, hint for any failure here
     (2, 4, None), (4, 8, None), (3, 6, "odd"), (5, 7, "odd"), (4, 2, "few"), (5, 3, "few"), (8, 1, "few"),
     (1, 3, "one-rank"), (7, 20, None), (16, 40, None),
-)  # fmt: skip
+)
 
 
 class _Orders(Exercise):
@@ -383,7 +383,7 @@ def run_order(fn: Callable, timeout: float = TIMEOUT) -> None:
     for n, count, name in (
         (2, 4, "1F1B"), (2, 3, "last in, first out"), (3, 5, "1F1B"), (4, 2, "1F1B"), (4, 7, "1F1B"), (3, 4, "GPipe"),
         (1, 3, "1F1B"),
-    ):  # fmt: skip
+    ):
         outcomes, whole = _stepped(exercise, n, count, fn, name)
         orders = _given(name, n, count)
         for rank, outcome in exercise.each(outcomes):
@@ -434,7 +434,7 @@ def _audit_gradients(exercise: Exercise, rank: int, step: _Step, whole: _Whole) 
         traps = {
             "sum": average([right], 1 / count), "divided-twice": average([right], count),
             "one-microbatch": [average([part], divisor) for part in each for divisor in (1, 1 / count)],
-        }  # fmt: skip
+        }
     compare(exercise, rank, step.gradients, right, traps, "the gradient", default)
 
 
@@ -469,7 +469,7 @@ def _audit_overlap(exercise: Exercise, rank: int, notes: Notes, n: int, count: i
     """
     before, behind = rank - 1, rank + 1
     forwards, backwards = ([m for (k, _), m in zip(notes.events, notes.messages, strict=True) if k == kind]
-                           for kind in "FB")  # fmt: skip
+                           for kind in "FB")
     found = {
         "all inputs had come before the first forward": rank > 0 and forwards[0]["recv", before] == count,
         "no output had gone before the last forward": behind < n and not forwards[-1]["send", behind],
@@ -582,7 +582,7 @@ def _even_cuts(costs: Sequence[float], stages: int) -> list[list[int]]:
     return [
         sizes for scores in (squares, least)
         for sizes, score in zip(cuts, scores, strict=True) if score <= min(scores) + 1e-9
-    ]  # fmt: skip
+    ]
 
 
 _CUTS = {"equal-counts": _equal_counts, "greedy": _greedy_cuts, "most-even": _even_cuts}
@@ -623,7 +623,7 @@ def _interleaves(schedule: str, ranks: int, microbatches: int, virtual: int, gb:
     units=["% of the time", "GB"],
     hints=HINTS["bubble"],
     allowed=_interleaves,
-)  # fmt: skip
+)
 def bubble(schedule, ranks, microbatches, virtual, gb):
     """Check ``fn(schedule, ranks, microbatches, virtual, gb)``: per cent of bubble, and GB of activations on rank 0."""
     p, m, v = ranks, microbatches, virtual

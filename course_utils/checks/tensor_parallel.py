@@ -23,7 +23,7 @@ from .training import as_list, difference, exact
 __all__ = [
     "HINTS", "column_row_mlp", "head_attention", "sequence_parallel_norm", "tp_traffic", "vocab_parallel_embedding",
     "vocab_parallel_loss",
-]  # fmt: skip
+]
 
 HINTS = load_hints("tensor_parallel")
 
@@ -74,13 +74,13 @@ def _both_ways(tag: Tensor, fn: Callable, call: Call, leaves: Leaves, upstream: 
         "y": y.detach() if isinstance(y, Tensor) else y, "gradients": {k: gradients.get(k) for k in own},
         "forward": forward, "backward": backward, "flops": counter.get_total_flops(), "kept": list(kept.values()),
         "changed": [k for k, t in own.items() if not torch.equal(t.detach(), start[k])],
-    }  # fmt: skip
+    }
 
 
 def _run(
     exercise: Exercise, fn: Callable, call: Call, leaves: Leaves, upstream: list[Tensor], name: str,
     fallback: str | None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     tags = [torch.zeros(1) for _ in leaves]
     outcomes = exercise.run(_both_ways, tags, fn, call, leaves, upstream, case=name, fallback=fallback)
     for rank, outcome in enumerate(outcomes):
@@ -104,7 +104,7 @@ def _no_slips(rank: int, name: str) -> dict[str, Any]:
 def _compare(
     exercise: Exercise, results: list[dict], outputs: list[Tensor], gradients: Leaves, slips: Slips = _no_slips,
     defaults: dict[str, str] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Refuse wrong outputs, changed arguments, then wrong gradients; ``defaults`` are hints of gradients by name."""
     for rank, result in exercise.each(results):
         _equal(exercise, result["y"], outputs[rank], "the output", partial(slips, rank, "y"))
@@ -177,7 +177,7 @@ def column_row_mlp(fn: Callable, timeout: float = TIMEOUT) -> None:
         whole = {
             "x": _numbers(b, s, h, seed=n), "up": _numbers(m, h, seed=10), "up_bias": _numbers(m, seed=11),
             "down": _numbers(h, m, seed=12), "down_bias": _numbers(h, seed=13),
-        }  # fmt: skip
+        }
         cuts = {"up": 0, "up_bias": 0, "down": 1}
         leaves, upstream = _split(whole, n, cuts), _numbers(b, s, h, seed=14)
         call = partial(_call_mlp, residual=residual)
@@ -226,7 +226,7 @@ _BATCH, _LENGTH = 2, 5
 def _attention(
     x: Tensor, qkv: Tensor, out: Tensor, heads: int, kv_heads: int, causal: bool = True, scale: float | None = None,
     tiled: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Causal self-attention in one process; the last three arguments make known slips."""
     d = len(qkv) // (heads + 2 * kv_heads)
     q, k, v = F.linear(x, qkv).unflatten(-1, (-1, d)).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
@@ -261,7 +261,7 @@ def head_attention(fn: Callable, timeout: float = TIMEOUT) -> None:
         whole = {
             "x": _numbers(_BATCH, _LENGTH, h, seed=n), "qkv": _numbers(h + 2 * kv_heads * d, h, seed=20, scale=0.5),
             "out": _numbers(h, h, seed=21),
-        }  # fmt: skip
+        }
         upstream = _numbers(_BATCH, _LENGTH, h, seed=22)
         call = partial(_call_attention, heads=heads, kv_heads=kv_heads, residual=residual)
         results = _run(exercise, fn, call, [whole] * n, [upstream] * n, name, fallback)
@@ -289,7 +289,7 @@ def _grouped_slips(whole: dict[str, Tensor], shape: tuple[int, int, int], rank: 
 def _attention_slips(
     whole: dict[str, Tensor], upstream: Tensor, y: Tensor, gradient: Tensor, shape: tuple[int, int, int], rank: int,
     name: str,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     n, heads, kv_heads = shape
     if name == "x":
         x = whole["x"].clone().requires_grad_()
@@ -304,7 +304,7 @@ def _attention_slips(
         "no-g": _head_parts(whole, *shape)[rank], "average": y / n, "chunked": sum(parts),
         "not-causal": attention(causal=False),
         "scale": [attention(scale=width**-0.5) for width in (h, h // n, heads, heads // n, 1)],
-    }  # fmt: skip
+    }
 
 
 def _compare_sums(exercise: Exercise, results: list[dict], right: dict[str, Tensor]) -> None:
@@ -424,7 +424,7 @@ def _loss_slips(
             (shards[rank].logsumexp(1) - target).mean(), sum(s.logsumexp(1) for s in shards).sub(target).mean(),
         ],
         "average": [loss / n],
-    }  # fmt: skip
+    }
     for off in (0 * top, top):  # what was taken off the logits before
         slips["average"] += [
             (total - off - a * math.log(n) - (target - off) / c).mean() for a, c in ((1, 1), (0, n), (1, n))
@@ -445,7 +445,7 @@ def _loss_gradient_slips(shards: list[Tensor], rank: int, right: Tensor, tokens:
         "g-backward": n * right, "average": right / n, "upstream": right / UPSTREAM,
         "target-gradient": [soft * scale, -hit * scale], "local-softmax": (own.softmax(1) - hit) * scale,
         "max-gradient": [right + scale * top * extra for extra in (1 - share, mine - share, -share)],
-    }  # fmt: skip
+    }
 
 
 # ------------------------------------------------------------------------------------------------ embedding
@@ -491,7 +491,7 @@ def vocab_parallel_embedding(fn: Callable, timeout: float = TIMEOUT) -> None:
 def _embedding_slips(
     tokens: Tensor, shards: list[Tensor], starts: list[int], y: Tensor, upstream: Tensor, gradients: Leaves, rank: int,
     name: str,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     n, size, local = len(shards), len(shards[rank]), tokens - starts[rank]
     mine = (local >= 0) & (local < size)
     if name == "y":
@@ -537,7 +537,7 @@ def _embedding_slips(
     units=["MB", "ms", "of the time"],
     hints=HINTS["tp_traffic"],
     tolerance=1e-3,
-)  # fmt: skip
+)
 def tp_traffic(b, s, h, t, element_bytes, bandwidth, unit, directions, tflops):
     """Check ``fn(b, s, h, t, element_bytes, bandwidth, unit, directions, tflops) -> (MB, ms, share)``."""
     size = 4 * 2 * (t - 1) / t * b * s * h * element_bytes
@@ -572,7 +572,7 @@ def sequence_parallel_norm(fn: Callable, timeout: float = TIMEOUT) -> None:
         whole = {
             "x": _numbers(n * tokens, b, h, seed=50 + n), "gain": 1 + _numbers(h, seed=51, scale=0.3),
             "up": _numbers(m, h, seed=52), "down": _numbers(h, m, seed=53),
-        }  # fmt: skip
+        }
         cuts = {"x": 0, "up": 0, "down": 1}
         leaves, upstream = _split(whole, n, cuts), _numbers(n * tokens, b, h, seed=54)
         results = _run(exercise, fn, _call_normed, leaves, list(upstream.chunk(n)), name, None)
@@ -605,7 +605,7 @@ def _sequence_slips(
             "whole": y, "wrong-part": [other for r, other in enumerate(parts) if r != rank],
             "average": parts[rank] / n,
             "eps": [_normed_mlp(**whole, eps=10.0**-k).chunk(n)[rank] for k in range(3, 13)],
-        }  # fmt: skip
+        }
     if name == "x":
         return {"gather-backward": gradients["x"].chunk(n)[rank]}
     if name == "gain":

@@ -15,7 +15,7 @@ __all__ = [
     "EXACT", "INPUTS", "OUTPUTS", "ROUNDS", "Passes", "as_list", "average", "batches_of", "compare", "difference",
     "exact", "gradients_of", "loss_gradient", "regression_net", "sample_table", "trained_parameters", "weighted_sum",
     "weights_of",
-]  # fmt: skip
+]
 
 EXACT = 1e-12  # tolerance in float64, relative and absolute
 INPUTS, OUTPUTS = 5, 3  # of the net

@@ -25,7 +25,7 @@ HINTS = load_hints("zero")
 
 ERRORS = {  # that a case is to blame for, by its hint; SIGABRT is gloo's answer to sizes that do not match
     "frozen": "NoneType|require grad", "tied": "NoneType", "uneven": "AssertionError|SIGABRT",
-}  # fmt: skip
+}
 STEPS = 3
 SLACK = 256  # bytes of counters and scalars that nobody counts
 PATIENCE = 1.0  # seconds; on a busy machine gloo's threads drop their tensors late
@@ -84,7 +84,7 @@ def _part_slips(own: list[dict[str, Tensor]], rank: int) -> dict[str, Any]:
         "sum": _part(average(own, 1), n, rank), "divided-twice": _part(average(own, n * n), n, rank),
         "own-gradient": [_part(own[rank], n, rank), _part(average([own[rank]], n), n, rank)],
         "wrong-part": [_part(mean, n, r) for r in range(n) if r != rank],
-    }  # fmt: skip
+    }
 
 
 def _own_gradients(module: nn.Module, words: Tensor) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ def _shard_steps(words: Tensor, fn: Callable, options: dict, kind: str) -> dict:
             "weights": weights_of(module), "ledger": ledger, "made": len(made), "beside": beside,
             "states": sum(t.nbytes for t in held),
             "kept": all(p is q for p, q in zip(parameters, module.parameters(), strict=False)),
-        })  # fmt: skip
+        })
     return out
 
 
@@ -347,7 +347,7 @@ def _reduce_steps(words: Tensor, fn: Callable, options: dict) -> dict:
             "shards": {name: t.clone() if isinstance(t, Tensor) else None for name, t in got.items()},
             "ledger": ledger, "late": list(late), "alive": alive,
             "left": sum(p.grad.nbytes for p in trained.values() if p.grad is not None),
-        })  # fmt: skip
+        })
     return out
 
 
@@ -476,7 +476,7 @@ def _gather_steps(x: Tensor, fn: Callable, width: int, frozen: int | None, uses:
         gradients = {f"weight {i}": None if p.grad is None else p.grad.clone() for i, p in enumerate(shards)}
         out.append({
             "y": output, "gradients": gradients, "forward": forward, "backward": backward, "kept": kept, "left": left,
-        })  # fmt: skip
+        })
         with torch.no_grad():
             for p in shards:
                 p -= 0 if p.grad is None else p.grad
@@ -569,7 +569,7 @@ def _gathered_gradients(
 
 def _audit_gathered(
     exercise: Exercise, result: dict, weights: list[Tensor], uses: Sequence[int], frozen: int | None, n: int, where: str
-) -> None:  # fmt: skip
+) -> None:
     """Refuse other calls than gathers and reduce-scatters of these sizes, and what stays alive after each pass."""
 
     def size(uses: Iterable[int]) -> int:
@@ -630,7 +630,7 @@ def _audit_gathered(
     },
     units=["GB of parameters", "GB of gradients", "GB of the optimizer"],
     hints=HINTS["state_bytes"],
-)  # fmt: skip
+)
 def state_bytes(parameters, stage, ranks, precision, optimizer):
     """Check ``fn(parameters, stage, ranks, precision, optimizer) -> (parameters, gradients, optimizer)`` in GB."""
     parameter = 4 if precision == "fp32" else 2
@@ -678,7 +678,7 @@ def state_bytes(parameters, stage, ranks, precision, optimizer):
     hints=HINTS["largest_model"],
     tolerance=1e-9,
     allowed=lambda gpu_gb, reserved_gb, *_: gpu_gb > reserved_gb,
-)  # fmt: skip
+)
 def largest_model(gpu_gb, reserved_gb, ranks, stage, width, vocabulary):
     """Check ``fn(gpu_gb, reserved_gb, ranks, stage, width, vocabulary) -> layers``."""
     layer, embedding = 12 * width**2, vocabulary * width

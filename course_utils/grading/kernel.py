@@ -97,7 +97,7 @@ class GradingKernel(IPythonKernel):
     async def do_execute(
         self, code, silent, store_history=True, user_expressions=None, allow_stdin=False, *,
         cell_meta=None, cell_id=None,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         task = dict((cell_meta or {}).get("grading") or {})
         if not task:
             return await super().do_execute(

@@ -19,7 +19,7 @@ def of_value(value: Any) -> str:
     """Digest of a function, or of the methods of a class; empty for anything else."""
     if isinstance(value, type):
         members = (member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
-                   for member in vars(value).values())  # fmt: skip
+                   for member in vars(value).values())
         return _of_codes([member.__code__ for member in members if isinstance(member, FunctionType)])
     function = inspect.unwrap(value) if callable(value) else value
     return _of_codes([function.__code__]) if isinstance(function, FunctionType) else ""
@@ -29,7 +29,7 @@ def of_source(solution: str, stub: str) -> dict[str, set[str]]:
     """Digests of the functions and classes of a solution's cell, by name, except those that the stub gives already."""
     given = {ast.dump(node) for node in ast.parse(stub).body}
     written = {node.name: isinstance(node, ast.ClassDef) for node in ast.parse(solution).body
-               if hasattr(node, "name") and ast.dump(node) not in given}  # fmt: skip
+               if hasattr(node, "name") and ast.dump(node) not in given}
     found: dict[str, set[str]] = {name: set() for name in written}
     for tree in (ast.parse(solution), _without_docstrings(ast.parse(solution))):
         for code in _inner(compile(tree, "<solution>", "exec")):

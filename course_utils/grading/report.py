@@ -39,7 +39,7 @@ def row(result: Result) -> dict[str, Any]:
             {"name": v.id, "passed": v.passed, "points": v.points, "hint": v.hint, "message": v.message,
              "tried_again": v.again, "same_as_solution": v.same_as_solution} for v in verdicts
         ],
-    }  # fmt: skip
+    }
 
 
 def _sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -19,9 +19,9 @@ KINDS = ("bubblewrap", "user", "none")
 PACKAGE = Path(__file__).resolve().parent.parent
 TOKEN = "COURSE_HAND_IN"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/sys/devices/system/cpu",
-           "/sys/devices/system/node")  # fmt: skip
+           "/sys/devices/system/node")
 _SETTINGS = ("alternatives", "fonts", "group", "host.conf", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d",
-             "localtime", "nsswitch.conf", "passwd", "ssl")  # fmt: skip
+             "localtime", "nsswitch.conf", "passwd", "ssl")
 _KEPT = ("LANG", "LC_", "TZ", "COURSE_", "OMP_", "MKL_", "LD_LIBRARY_PATH")
 _FIRST_USER, _USERS = 64000, 1000  # numbers that no distribution gives to people or services
 
@@ -129,7 +129,7 @@ def _fence(kind: str, home: Path, user: int | None) -> list[str]:
     """The command in front of Python's."""
     if kind == "user":
         return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs",
-                "--pdeathsig=KILL", "--"]  # fmt: skip
+                "--pdeathsig=KILL", "--"]
     if kind == "none":
         return []
     fence = ["bwrap", "--unshare-all", "--uid", "1000", "--gid", "1000", "--die-with-parent", "--new-session"]

@@ -46,7 +46,7 @@ class Session:
             process = await asyncio.create_subprocess_exec(
                 *room.command([*arguments, "--IPKernelApp.log_level=40"]), env=room.environment(), cwd=room.home,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+            )
         client = AsyncKernelClient()
         client.load_connection_file(str(name))
         client.start_channels(iopub=False, stdin=False, hb=False)
@@ -98,7 +98,7 @@ class Session:
 
     async def _ask(self, code: str, seconds: float, task: dict[str, Any] | None = None) -> dict[str, Any]:
         content = {"code": code, "silent": False, "store_history": True, "user_expressions": {}, "allow_stdin": False,
-                   "stop_on_error": False}  # fmt: skip
+                   "stop_on_error": False}
         message = self._client.session.msg("execute_request", content, metadata={"grading": task} if task else {})
         self._client.shell_channel.send(message)
         reply = await self._reply(message["header"]["msg_id"], seconds)

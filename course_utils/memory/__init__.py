@@ -12,7 +12,7 @@ from .parts import PARTS, Memory, Simulated
 __all__ = [
     "OPTIMIZERS", "PARTS", "PRECISIONS", "Memory", "Precision", "Simulated", "Tracker", "activations", "held",
     "model_states", "simulate", "track", "training",
-]  # fmt: skip
+]
 
 
 _WRAPS = ("block", "layer", "model")
@@ -216,7 +216,7 @@ def _at_peak(states: Memory, moments: list[tuple[float, float]]) -> Memory:
 #: Types of stored and of gathered parameters in `simulate`.
 _SIMULATED = {
     "fp32": ("float32", "float32"), "bf16": ("bfloat16", "bfloat16"), "bf16 policy": ("float32", "bfloat16"),
-}  # fmt: skip
+}
 
 
 def simulate(

@@ -39,7 +39,7 @@ __all__ = [
     "CLUSTERS", "CONSTANTS", "FITTED", "MODELS", "PARTS", "RECOMPUTE", "Cluster", "Constants", "Layout", "Model",
     "Plan", "Replayed", "Search", "baseline", "cluster", "fit", "legal", "mesh_groups", "of_run", "plan", "reasons",
     "replay", "search", "traffic",
-]  # fmt: skip
+]
 
 #: Runs that `CONSTANTS` are fitted to: the smallest, the middle and the largest of Megatron-LM's table.
 FITTED = (recorded.MEGATRON_RUNS[0], recorded.MEGATRON_RUNS[4], recorded.MEGATRON_RUNS[9])
@@ -138,7 +138,7 @@ def search(model: Model, cluster: Cluster, batch: int, *, constants: Constants =
     defaults = {
         "microbatch": (1, 2, 4, 8, 16), "sequence_parallel": (True,), "zero": (0, 1, 2, 3), "recompute": RECOMPUTE,
         "overlap": (True,), "precision": ("mixed",),
-    }  # fmt: skip
+    }
     options = {name: _choices(restrict, name, default) for name, default in defaults.items()}
     names = list(options)[2:]  # legal or not whatever they are
     combinations = [dict(zip(names, values, strict=True)) for values in itertools.product(*map(options.get, names))]

@@ -43,7 +43,7 @@ class Cluster:
 #: Name -> the reference machine of `topology` and the GPU of `hardware`.
 CLUSTERS: Mapping[str, tuple[str, str]] = {
     "DGX A100": ("dgx a100", "a100"), "DGX H100": ("dgx h100", "h100"), "DGX H200": ("dgx h200", "h200"),
-}  # fmt: skip
+}
 
 
 @cache

@@ -243,7 +243,7 @@ def step(
         compute=count * compute + optimizer, tensor=count * tensor, context=count * context,
         pipeline=_pipeline(model, cluster, constants, layout, count, busy / layout.virtual),
         data=_data(model, cluster, constants, layout, parameters, count, busy), bubble=bubble,
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -57,4 +57,4 @@ __all__ = [
     # What the widgets draw with.
     "FAINT", "INK", "byte_axis", "dimension_color", "draw_crossover", "label_lines", "new_figure", "png", "png_width",
     "readable", "short_ranks", "spoken", "tint",
-]  # fmt: skip
+]

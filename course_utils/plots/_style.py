@@ -35,7 +35,7 @@ STYLE = {
     "font.size": 9.5, "axes.titlesize": 10.5,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": False, "axes.titlelocation": "left",
     "text.color": INK, "axes.labelcolor": INK, "axes.prop_cycle": plt.cycler(color=RANK_COLORS[:6]),
-}  # fmt: skip
+}
 plt.rcParams.update(STYLE)
 
 
@@ -137,7 +137,7 @@ def label_lines(ax: Axes, labels: Mapping[str, tuple[float, float, str]]) -> Non
         line = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
         ax.annotate(text, (x, y), (16 if moved else 6, at - old), textcoords="offset points", va="center",
                     color=readable(color), fontweight="bold", path_effects=HALO,
-                    arrowprops=line if moved else None)  # fmt: skip
+                    arrowprops=line if moved else None)
 
 
 def size_axis(ax: Axes, sizes, label: str = "message size S") -> None:

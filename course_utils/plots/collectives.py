@@ -79,7 +79,7 @@ def before_after(before: Sequence[Buffer], after: Sequence[Buffer], title: str) 
     figure, axes = new_figure(
         1, 2, size=(min(9.0, 2.6 + 0.52 * sum(width)), 0.45 + 0.32 * len(before)),
         gridspec_kw={"width_ratios": [w + 1 for w in width]},
-    )  # fmt: skip
+    )
     start = [[(rank,)] * len(b) if b else [()] * width[0] for rank, b in enumerate(sides[0])]
     end = [[_contributors(v, sides[0]) for v in b] if b else [()] * width[1] for b in sides[1]]
     _draw_buffers(axes[0], sides[0], start, f"{title}: before")
@@ -111,7 +111,7 @@ def step_picture(states: Sequence[tuple], messages: Sequence[Message], titles: t
 def bandwidth(
     sizes: Sequence[float], seconds: Mapping[str, Sequence[float]], world_size: int, *, kind: str = "measured",
     fit: tuple[float, float] | None = None,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw time and bus bandwidth against message size for several collectives.
 
     Parameters

@@ -18,14 +18,14 @@ from ._style import FAINT, HALO, INK, MARKERS, RANK_COLORS, WIDTH, Drawing, labe
 __all__ = [
     "ALGORITHM_COLORS", "algorithm_color", "crossings", "crossover", "draw_crossover", "model_against_emulation",
     "predicted_against_recorded", "scale_out", "spoken",
-]  # fmt: skip
+]
 
 #: One colour for each algorithm of all-reduce, the same in every figure.
 ALGORITHM_COLORS = {
     "root": "#999999", "ring": "#0072B2", "tree": "#009E73", "recursive_doubling": "#E69F00",
     "halving_doubling": "#CC79A7", "hierarchical": "#D55E00", "double_tree": "#56B4E9", "in_network": INK,
     "nvls": INK,
-}  # fmt: skip
+}
 _GRID = tuple(2.0**k for k in range(8, 31))
 
 
@@ -72,7 +72,7 @@ def crossings(
 def _winners(times: Mapping[str, Callable[[float], float]], low: float, high: float) -> list[tuple[str, float, float]]:
     """Return which name is the fastest from where to where, from the smallest size on."""
     edges = sorted({low, high, *(x for a in times for b in times if a < b
-                                 for x in crossings(times[a], times[b], low, high))})  # fmt: skip
+                                 for x in crossings(times[a], times[b], low, high))})
     spans: list[tuple[str, float, float]] = []
     for a, b in zip(edges, edges[1:], strict=False):
         middle = (a * b) ** 0.5
@@ -87,7 +87,7 @@ def _winners(times: Mapping[str, Callable[[float], float]], low: float, high: fl
 def draw_crossover(
     ax: Axes, cluster: Cluster, algorithms: Sequence[str], sizes: Sequence[float], title: str,
     pairs: Sequence[tuple[str, str]] | None = None, limits: tuple[float, float] | None = None,
-) -> list[tuple[str, float, float]]:  # fmt: skip
+) -> list[tuple[str, float, float]]:
     """Draw one panel of `crossover`; return the fastest algorithm, from which size to which.
 
     `limits` of the time axis are in microseconds, by default those that `_limits` finds for this cluster.
@@ -112,7 +112,7 @@ def draw_crossover(
         ax.plot([at, at], [bottom, height], color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
         ax.plot([at], [height], "o", color=INK, markersize=5)
         ax.annotate(format_bytes(at), (at, bottom), (3, 4), textcoords="offset points", fontsize=8.5,
-                    path_effects=HALO)  # fmt: skip
+                    path_effects=HALO)
     label_lines(ax, labels)
     return spans
 
@@ -126,7 +126,7 @@ def _limits(clusters: Sequence[Cluster], algorithms: Sequence[str], sizes: Seque
 def crossover(
     clusters: Cluster | Mapping[str, Cluster], algorithms: Sequence[str], sizes: Sequence[float] = _GRID,
     pairs: Sequence[tuple[str, str]] | None = None,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw the modelled time of several all-reduce algorithms over message size, with the sizes at which lines cross.
 
     Parameters
@@ -162,7 +162,7 @@ def scale_out(
             same = [other for other in times if np.allclose(times[other], values, rtol=0.05)]
             dashes = (5 * same.index(name), (5, 5 * len(same) - 5)) if len(same) > 1 else "-"
             ax.plot(ranks, values, color=algorithm_color(name), linewidth=1.8, linestyle=dashes, marker="o",
-                    markersize=3)  # fmt: skip
+                    markersize=3)
             labels[spoken(name)] = (ranks[-1], values[-1], algorithm_color(name))
         ax.set(ylabel="time of one all-reduce", xscale="log", xlabel="ranks", title=f"modelled: {format_bytes(size)}")
         _microseconds(ax)
@@ -177,7 +177,7 @@ def scale_out(
 def model_against_emulation(
     sizes: Sequence[float], emulated: Mapping[str, Sequence[float]], model: Callable[[str, float], float],
     kind: str = "emulated",
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw points and the lines a model predicts for them, and say how far they are apart at most.
 
     Parameters
@@ -253,7 +253,7 @@ def predicted_against_recorded(
             edge = sizes[i] if i == 0 else (sizes[i] * sizes[i - 1]) ** 0.5
             left.axvline(edge, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
             left.annotate(choice, (edge, 0.98), (3, 0), xycoords=("data", "axes fraction"), rotation=90, va="top",
-                          textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
+                          textcoords="offset points", fontsize=8, color="#555555")
     label_lines(middle, names)
     label_lines(right, labels)
     return figure

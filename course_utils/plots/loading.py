@@ -22,7 +22,7 @@ __all__ = ["LOADING_COLORS", "file_layout", "loader_bars", "page_accesses", "tim
 LOADING_COLORS = {
     "read": "#999999", "decode": "#009E73", "augment": "#E69F00", "copy": "#CC79A7", "load": "#56B4E9",
     "step": "#0072B2", "wait": "#D55E00",
-}  # fmt: skip
+}
 _SMALL = 8.5
 _TINY = 0.012  # of a row: what is narrower is enlarged
 
@@ -103,14 +103,14 @@ def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
             figure.add_artist(ConnectionPatch(*ends, **look))
         times = (rows[0].end - rows[0].start) / (row.end - row.start)
         ax.annotate(f"enlarged {times:,.0f} times", (0.5, 0), (0, -4), xycoords="axes fraction", ha="center", va="top",
-                    textcoords="offset points", fontsize=_SMALL, annotation_clip=False)  # fmt: skip
+                    textcoords="offset points", fontsize=_SMALL, annotation_clip=False)
     return figure
 
 
 def _rows(segments: Sequence[tuple[str, int, int]]) -> list[_Row]:
     """Return the whole file, then each run of blocks too small to see in a row before it."""
     blocks = [_Block(label, tuple((start, size) for _, start, size in group))
-              for label, group in groupby(segments, lambda segment: segment[0])]  # fmt: skip
+              for label, group in groupby(segments, lambda segment: segment[0])]
     rows = [_Row(0, blocks[-1].end, blocks, None)]
     for i, row in enumerate(rows):  # which grows
         wide = row.end - row.start
@@ -160,7 +160,7 @@ def _name_blocks(ax: Axes, blocks: Sequence[_Block], colors: Mapping[str, str]) 
         end = start + lengths[i] + 12
         ax.annotate(block.words, (at / width, 1), ((start + lengths[i] / 2) - at, 12), xycoords="axes fraction",
                     textcoords="offset points", ha="center", va="center", fontsize=_SMALL, annotation_clip=False,
-                    arrowprops={"arrowstyle": "-", "color": colors[block.label], "shrinkB": 0})  # fmt: skip
+                    arrowprops={"arrowstyle": "-", "color": colors[block.label], "shrinkB": 0})
 
 
 def page_accesses(
@@ -203,7 +203,7 @@ def page_accesses(
 def loader_bars(
     rows: Mapping[str, float], title: str, baseline: str | None = None, *, strong: Sequence[str] = (),
     times: Mapping[str, float] | None = None, unit: str = "samples/s",
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw a rate for each loader, with how many times the rate of `baseline` it is.
 
     Parameters
@@ -239,7 +239,7 @@ def loader_bars(
         ax.barh(y, rate, height=0.7, color=tint(color), edgecolor=color)
         factor = f"  {times[name]:.1f}×" if baseline else ""
         ax.annotate(f"{rate:,.0f}{factor}", (rate, y), (5, 0), textcoords="offset points", va="center",
-                    fontweight="bold" if name in strong else "normal")  # fmt: skip
+                    fontweight="bold" if name in strong else "normal")
     ax.set_yticks(range(len(rows)), names)
     ax.set(ylim=(len(rows) - 0.45, -0.55), xlim=(0, 1.2 * max(rows.values())), xlabel=unit)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PART_COLORS", "memory_bars", "memory_over_length", "memory_over_time", "partition_picture",
-]  # fmt: skip
+]
 
 #: One colour for each part of memory, in the order of `memory.PARTS`, the same in every figure.
 PART_COLORS = {
     "parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73", "activations": "#CC79A7",
     "buffers": "#999999",
-}  # fmt: skip
+}
 _STATES = ("parameters", "gradients", "optimizer")
 _TOO_MUCH = "#B33C00"
 _SMALL = 8.5
@@ -80,7 +80,7 @@ def legend(ax: Axes, colors: Mapping[str, str], above: float = 0) -> None:
     if patches:
         place = ax.transAxes + ScaledTranslation(0, above / 72, ax.figure.dpi_scale_trans)
         ax.legend(handles=patches, ncols=min(6, len(patches)), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
-                  bbox_transform=place, columnspacing=1.2, handlelength=1.2, borderaxespad=0.2)  # fmt: skip
+                  bbox_transform=place, columnspacing=1.2, handlelength=1.2, borderaxespad=0.2)
 
 
 def _title(figure: Figure, title: str) -> None:
@@ -129,7 +129,7 @@ def _write_sizes(ax: Axes, rows: Mapping[str, Mapping[str, float]], limits: Sequ
         over = len(limits) == 1 and left > limits[0]
         total = ax.annotate(decimal_bytes(left), (left, y), (5, 0), textcoords="offset points", va="center",
                             fontweight="bold", color=_TOO_MUCH if over else INK,
-                            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+                            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
         length, start = total.get_window_extent().width * 72 / ax.figure.dpi, 5.0
         for limit in sorted(limits):
             if start - 3 < (limit - left) * wide < start + length:
@@ -147,7 +147,7 @@ def _draw_limits(ax: Axes, limits: Mapping[str, float]) -> int:
         row = next((i for i, end in enumerate(ends) if end + 8 <= at), len(ends))
         ends[row : row + 1] = [at + 5.2 * len(text)]
         ax.annotate(text, (size, 1), (2, 3 + 12 * row), xycoords=("data", "axes fraction"), fontsize=_SMALL,
-                    textcoords="offset points")  # fmt: skip
+                    textcoords="offset points")
     return len(ends)
 
 
@@ -189,7 +189,7 @@ def memory_bars(
     _write_sizes(ax, table, list(limits.values()))
     rows_of_names = _draw_limits(ax, near)
     legend(ax, {part: color for part, color in PART_COLORS.items() if any(row[part] for row in table.values())},
-           12 * rows_of_names)  # fmt: skip
+           12 * rows_of_names)
     return figure
 
 
@@ -236,7 +236,7 @@ def memory_over_time(history: Sequence[tuple[str, Parts]], title: str) -> Figure
     side = "left" if at < 0.15 * len(top) else "right" if at > 0.85 * len(top) else "center"
     x, shift = {"left": (edges[at], 4), "right": (edges[at + 1], 0), "center": (at, 0)}[side]
     ax.annotate(f"peak {decimal_bytes(max(top))}", (x, max(top)), (shift, 4), textcoords="offset points", ha=side,
-                fontweight="bold", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+                fontweight="bold", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
     return figure
 
 

@@ -43,7 +43,7 @@ def short_ranks(ranks: Sequence[int], most: int = 8) -> str:
 def mesh_grid(
     sizes: Mapping[str, int], title: str, *, per_node: int | None = None, rank: int | None = None,
     show: Sequence[str] | None = None, names_only: bool = False,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw the ranks of a mesh in panels, nodes framed, with the groups of one rank in the colours of their dimensions.
 
     The last dimension runs along rows, the one before down columns, the others from panel to panel. Ranks are numbered
@@ -172,11 +172,11 @@ def _corners(kept: Sequence[Sequence[int | None]]) -> tuple[list[tuple[tuple, Pl
 def _draw_panel(
     ax: Axes, grid: np.ndarray, kept: Sequence[Sequence[int | None]], panel: tuple[int, int], corner: Place,
     shown: tuple[Mapping[str, Sequence[int]], int | None, int | None, float],
-) -> None:  # fmt: skip
+) -> None:
     """Draw the ranks of one panel with the frames of their nodes."""
     groups, chosen, per_node, cell = shown
     places = {(x, y): None if None in (row, column) else int(grid[(*panel, row, column)])
-              for y, row in enumerate(kept[2]) for x, column in enumerate(kept[3])}  # fmt: skip
+              for y, row in enumerate(kept[2]) for x, column in enumerate(kept[3])}
     node = {place: None if per_node is None or rank is None else rank // per_node for place, rank in places.items()}
     room = 72 * cell / (0.62 * max(2, len(str(grid.size - 1))))  # points a digit
     font = min(9.0, max(5.5, 0.7 * room))
@@ -207,7 +207,7 @@ def _draw_panel(
             if node.get((x + dx, y + dy)) != node[x, y]:
                 across, down = left + 0.5 * dx, top + 0.5 * dy
                 frames.append([(across - 0.5 * abs(dy), down - 0.5 * abs(dx)),
-                               (across + 0.5 * abs(dy), down + 0.5 * abs(dx))])  # fmt: skip
+                               (across + 0.5 * abs(dy), down + 0.5 * abs(dx))])
     ax.add_collection(PatchCollection(cells, facecolors=faces, edgecolors=edges, linewidths=0.8, zorder=2))
     ax.add_collection(LineCollection(frames, colors=INK, linewidths=1.1, capstyle="projecting", zorder=1.5))
 

@@ -38,7 +38,7 @@ def _draw_rows(ax: Axes, rows: Sequence[Sequence[Box]], ranks: int, inches: floa
         for kind, chunk in sorted(kinds):
             bars = [(a, b - a) for op, a, b in boxes if (op.kind, op.stage // ranks) == (kind, chunk)]
             ax.broken_barh(bars, (rank - _HEIGHT / 2, _HEIGHT), facecolor=_shade(kind, chunk), edgecolor="white",
-                           linewidth=0.6 if len(boxes) < 200 else 0)  # fmt: skip
+                           linewidth=0.6 if len(boxes) < 200 else 0)
         for op, a, b in boxes:
             text = str(op.microbatch)
             if (b - a) / end * inches * 72 > 5.0 * len(text) + 3:
@@ -54,7 +54,7 @@ def _legend(figure: Figure, kinds: Sequence[str], stages: int = 1) -> None:
     """Tell the colours of operations, and the shades of a rank's `stages`."""
     of = [f", stage {chunk + 1} of a rank" if stages > 1 else "" for chunk in range(stages)]
     handles = [Patch(facecolor=_shade(kind, chunk), label=f"{kind} {_NAMES[kind]}{of[chunk]}")
-               for kind in kinds for chunk in range(stages)]  # fmt: skip
+               for kind in kinds for chunk in range(stages)]
     handles.append(Patch(facecolor="#F1F1F1", edgecolor="#CCCCCC", label="idle"))
     columns = len(handles) if stages == 1 else 3
     figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=_SMALL + 0.5)
@@ -102,7 +102,7 @@ def schedule_picture(timelines: Timeline | Sequence[Timeline], title: str, unit:
         ax.set_title(
             f"{timeline.schedule.name}: {_number(timeline.period)}{unit and ' ' + unit} a step, idle "
             f"{timeline.bubble:.0%}, activations at most {_in_flight(timeline.peak)}", fontsize=9.5,
-        )  # fmt: skip
+        )
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=end >= 12))
     axes[-1].set_xlabel(f"time ({unit})" if unit else "time, in units of the costs")
     used = {span.op.kind for t in timelines for spans in t.spans for span in spans}
@@ -152,14 +152,14 @@ def activation_steps(timelines: Sequence[Timeline], title: str) -> Figure:
             when, held = zip(*steps, strict=True)
             dashes = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)))[rank % 4]
             ax.step([*when, timeline.seconds], [*held, held[-1]], color=rank_color(rank), linewidth=1.6, where="post",
-                    linestyle=dashes)  # fmt: skip
+                    linestyle=dashes)
             peaks.setdefault(_number(timeline.peak[rank]), []).append(rank)
         for peak, ranks in peaks.items() if len(peaks) <= 8 else []:
             first = next(t for t, value in timeline.memory[ranks[0]] if _number(value) == peak)
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
             ax.annotate(f"{who}: {peak}", (first, float(peak)), (3, 3), textcoords="offset points", fontsize=_SMALL,
                         color=readable(rank_color(ranks[0])) if len(ranks) == 1 else INK, fontweight="bold",
-                        path_effects=HALO)  # fmt: skip
+                        path_effects=HALO)
         ax.set(ylim=(0, highest * 1.15), xlim=(0, timeline.seconds), xlabel="time, in units of the costs")
         ax.set_title(timeline.schedule.name)
         ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -26,7 +26,7 @@ __all__ = ["TIME_COLORS", "layout_bars", "layout_name", "predicted_against_publi
 TIME_COLORS = {
     "compute": RANK_COLORS[0], "tensor": DIMENSION_COLORS["tp"], "context": DIMENSION_COLORS["cp"],
     "pipeline": DIMENSION_COLORS["pp"], "data": DIMENSION_COLORS["dp"], "bubble": "#BBBBBB",
-}  # fmt: skip
+}
 _SMALL, _BAND = 8.5, "#EEEEEE"
 
 
@@ -42,7 +42,7 @@ def _names(layouts: Sequence[Layout]) -> list[str]:
     told = {
         "zero": "ZeRO {}".format, "recompute": "recompute {}".format, "precision": str,
         "sequence_parallel": ("no SP", "SP").__getitem__, "overlap": ("no overlap", "overlap").__getitem__,
-    }  # fmt: skip
+    }
     unequal = [name for name in told if len({getattr(layout, name) for layout in layouts}) > 1]
     return [", ".join([layout_name(x), *(told[name](getattr(x, name)) for name in unequal)]) for x in layouts]
 
@@ -98,7 +98,7 @@ def layout_bars(plans: Mapping[str, Plan] | Sequence[Plan], title: str, *, rate:
                 ax.text(left + seconds / 2, y, share, ha="center", va="center", fontsize=_SMALL)
             left += seconds
         ax.annotate(f"{total:.3g} s, {getattr(plan, rate):.0f} TFLOP/s", (total, y), (5, 0), textcoords="offset points",
-                    va="center", fontweight="bold")  # fmt: skip
+                    va="center", fontweight="bold")
     legend(ax, {part: color for part, color in TIME_COLORS.items() if any(row[part] for row in rows.values())})
     return figure
 
@@ -138,7 +138,7 @@ def predicted_against_published(
         right.plot([0, 100 * row.error], [y, y], color=color, linewidth=1.2)
         right.plot([100 * row.error], [y], **look)
         right.annotate(f"{row.error:+.0%}", (1, y), (2, 0), xycoords=("axes fraction", "data"), va="center",
-                       textcoords="offset points", fontsize=_SMALL, annotation_clip=False)  # fmt: skip
+                       textcoords="offset points", fontsize=_SMALL, annotation_clip=False)
     right.axvspan(-100 * band, 100 * band, color=_BAND, zorder=0, linewidth=0)
     right.axvline(0, color=INK, linewidth=2)
     left.set_yticks(range(len(rows)), [row.name for row in rows])
@@ -166,7 +166,7 @@ def _errors(rows: Sequence[Replayed], baseline: Sequence[float] | None) -> str:
 def search_picture(
     plans: Sequence[Plan], title: str, *, limit: float | None = None, marked: Mapping[str, Layout] | None = None,
     best: int = 1, slowest: float = 3.0,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw the legal layouts that a search has found: memory of the fullest GPU against the time of a step.
 
     Parameters
@@ -200,21 +200,21 @@ def search_picture(
         own, i = [plan for plan in drawn if plan.layout.tp == degree], degree.bit_length() - 1
         ax.plot([plan.memory.total for plan in own], [plan.seconds for plan in own], MARKERS[i % 8], linestyle="none",
                 color=RANK_COLORS[i % 8], markersize=5.5, markeredgecolor="white", markeredgewidth=0.4,
-                label=f"TP {degree}")  # fmt: skip
+                label=f"TP {degree}")
     most = max([plan.memory.total for plan in drawn] + ([limit] if limit else []))
     fastest, least = plans[0].seconds, min(plan.memory.total for plan in drawn)
     ax.set(ylabel="time of a step (s)", ylim=(max(0, fastest - 0.08 * (top - fastest)), top),
-           xlim=(max(0, least - 0.06 * (most - least)), most + 0.06 * (most - least) or 1))  # fmt: skip
+           xlim=(max(0, least - 0.06 * (most - least)), most + 0.06 * (most - least) or 1))
     ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
     byte_axis(ax.xaxis, most, "memory of the fullest GPU")
     if limit:
         ax.axvline(limit, color=INK, linewidth=1, linestyle=(0, (3, 2)))
         ax.annotate(f"GPU {decimal_bytes(limit)}", (limit, 1), (-3, -2), xycoords=("data", "axes fraction"), va="top",
                     ha="right", textcoords="offset points", rotation=90, fontsize=_SMALL,
-                    path_effects=HALO)  # fmt: skip
+                    path_effects=HALO)
     if len(drawn) < len(plans):
         ax.annotate(f"{len(plans) - len(drawn):,} slower ones above", (1, 1), (0, 5), xycoords="axes fraction",
-                    ha="right", textcoords="offset points", fontsize=_SMALL, color="#555555")  # fmt: skip
+                    ha="right", textcoords="offset points", fontsize=_SMALL, color="#555555")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     ax.legend(ncols=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, columnspacing=1.0, handletextpad=0.2)
     _name_plans(ax, chosen)
@@ -239,7 +239,7 @@ def _chosen(plans: Sequence[Plan], marked: Mapping[str, Layout], best: int) -> d
 def _name_plans(ax: Axes, chosen: Mapping[str, Plan]) -> None:
     """Ring the plans and write their names to the right of the axes, with a line to each, none over another."""
     room = ax.annotate("\n".join(chosen), (1.03, 0), xycoords="axes fraction", alpha=0, fontsize=_SMALL,
-                       fontweight="bold")  # fmt: skip
+                       fontweight="bold")
     ax.figure.draw_without_rendering()  # settles the layout with room for the names
     room.remove()
     ax.figure.set_layout_engine("none")
@@ -252,4 +252,4 @@ def _name_plans(ax: Axes, chosen: Mapping[str, Plan]) -> None:
         ax.annotate(name, point, (1.03, free / height), textcoords="axes fraction", va="center", fontsize=_SMALL,
                     fontweight="bold", annotation_clip=False,
                     arrowprops={"arrowstyle": "-", "color": "#777777", "linewidth": 0.7, "shrinkB": 5,
-                                "relpos": (0, 0.5)})  # fmt: skip
+                                "relpos": (0, 0.5)})

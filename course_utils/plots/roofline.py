@@ -110,11 +110,11 @@ def roofline(
         fill = {"markerfacecolor": "white", "markeredgewidth": 1.8} if modelled else {}
         ax.plot(intensity, rate, MARKERS[i % 8], color=color, markersize=7, **fill)
         ax.annotate(label, (intensity, rate), (7, -11), textcoords="offset points", color=readable(color),
-                    fontweight="bold", path_effects=HALO)  # fmt: skip
+                    fontweight="bold", path_effects=HALO)
     ax.set(
         xscale="log", yscale="log", xlim=(low, high), title=title,
         xlabel="arithmetic intensity (FLOP per byte of memory traffic)", ylabel="FLOP/s",
-    )  # fmt: skip
+    )
     ax.set_ylim(min([low * bandwidth, *(rate for _, rate in points.values())]) / 2, peak * 3)
     ax.grid(True, color="#EEEEEE", linewidth=0.6)
     return figure

@@ -22,7 +22,7 @@ _SMALL = 8.5
 def shard_timeline(
     lanes: Mapping[str, Sequence[tuple[str, float, float]]], held: Sequence[tuple[float, float]], title: str,
     order: bool = False,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw a step of one rank, one row of bars for each lane, and below it the bytes of gathered parameters.
 
     Parameters
@@ -55,7 +55,7 @@ def shard_timeline(
     figure, axes = grid_figure(
         1 + bool(held), 1, size=size, sharex=True,
         gridspec_kw={"height_ratios": [0.42 * len(lanes) + 0.2, 1.3][: 1 + bool(held)]},
-    )  # fmt: skip
+    )
     top, bottom = axes[0, 0], axes[-1, 0]
     colors = {label: RANK_COLORS[i % 8] for i, label in enumerate(dict.fromkeys(label for label, *_ in spans))}
     for y, lane in enumerate(lanes.values()):
@@ -77,7 +77,7 @@ def shard_timeline(
     if len(set(short.values())) < len(short):
         short = {label: label for label in colors}
     named = {label for y, lane in enumerate(lanes.values()) for label, start, end in lane
-             if _write(top, (label, short[label]), y, scale * start, scale * end)}  # fmt: skip
+             if _write(top, (label, short[label]), y, scale * start, scale * end)}
     if named != colors.keys() and len(colors) <= 8:
         legend(top, colors)
     return figure
@@ -105,7 +105,7 @@ def _draw_held(ax: Axes, held: Sequence[tuple[float, float]], last: float) -> No
     left, right = ax.get_xlim()
     late = x[at] > left + 0.8 * (right - left)
     ax.annotate(f"most: {decimal_bytes(most)}", (x[at], most), (-2 if late else 2, 3), textcoords="offset points",
-                ha="right" if late else "left", fontweight="bold", fontsize=_SMALL)  # fmt: skip
+                ha="right" if late else "left", fontweight="bold", fontsize=_SMALL)
     ax.set_ylim(0, 1.28 * (most or 1))
     byte_axis(ax.yaxis, most or 1.0, "gathered")
 
@@ -140,12 +140,12 @@ def mesh_picture(
         raise ValueError(f"rank {missing[0]} has no node")
     rows, columns = few(len(grid)), few(len(grid[0]))
     places = {(x, y): grid[row][column] for y, row in enumerate(rows) for x, column in enumerate(columns)
-              if row is not None and column is not None}  # fmt: skip
+              if row is not None and column is not None}
     figure, (ax,) = new_figure(1, 1, size=(max(5.0, 1.6 + 1.05 * len(columns)), 1.3 + 0.72 * len(rows)))
     for (x, y), rank in places.items():
         if nodes is not None:
             _draw_frame(ax, x, y, {step: nodes.get(places.get((x + step[0], y + step[1]))) == nodes[rank]
-                                   for step in ((1, 0), (-1, 0), (0, 1), (0, -1))})  # fmt: skip
+                                   for step in ((1, 0), (-1, 0), (0, 1), (0, -1))})
         color = RANK_COLORS[columns[x] % 8]
         ax.add_patch(Rectangle((x - 0.38, y - 0.36), 0.76, 0.72, facecolor=tint(color), edgecolor=color, zorder=2))
         ax.text(x, y - 0.12 * (nodes is not None), f"rank {rank}", ha="center", va="center", fontweight="bold")
@@ -175,7 +175,7 @@ def _draw_frame(ax: Axes, x: int, y: int, same: Mapping[tuple[int, int], bool]) 
     ends = {
         (-1, 0): ((x - left, x - left), (y - low, y + high)), (1, 0): ((x + right, x + right), (y - low, y + high)),
         (0, -1): ((x - left, x + right), (y - low, y - low)), (0, 1): ((x - left, x + right), (y + high, y + high)),
-    }  # fmt: skip
+    }
     for step, (across, down) in ends.items():
         if not same[step]:
             ax.plot(across, down, color=INK, linewidth=1.4, solid_capstyle="projecting", zorder=1.5)

@@ -39,7 +39,7 @@ def cut_picture(inputs: int, inner: int, outputs: int, ranks: int, title: str) -
     matrices = [
         ("x", (1, tokens), None), ("A", (inner * unit, 1), "columns"), ("GELU(x A)", (inner * unit, tokens), "columns"),
         ("B", (outputs * unit, inner * unit), "rows"), ("y", (outputs * unit, tokens), None),
-    ]  # fmt: skip
+    ]
     left, between = 0.0, ("f", "=", "", "g")
     for i, (name, (width, height), cut) in enumerate(matrices):
         _draw(ax, left, width, height, cut, edges)

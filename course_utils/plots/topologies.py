@@ -17,7 +17,7 @@ __all__ = ["topology_picture"]
 _COLORS = {
     "NVLink": "#009E73", "node": "#009E73", "PCIe": "#0072B2", "bus": "#0072B2", "InfiniBand": "#A6568A",
     "network": "#A6568A", "Ethernet": "#A6568A",
-}  # fmt: skip
+}
 _SLOW = "#D55E00"  # the bottleneck
 _FILL = {"cpu": "#E6E6E6", "pcie": "#DCE9F3", "nic": "#F6E8F0", "switch": "#F6E8F0", "nvswitch": "#D8EEE6"}
 _ROWS = ("switch", "nic", "hub", "cpu", "pcie", "pcie below", "gpu", "nvswitch")  # from the top
@@ -165,10 +165,10 @@ def _draw_device(ax: Axes, scene: _Scene, name: str, faint: bool, several: bool)
         fill, edge = [0.6 + 0.4 * channel for channel in fill], "#CCCCCC"
     tall = 0.22 + 0.1 * (1 + text.count("\n"))
     box = FancyBboxPatch((left - 0.4, y - tall / 2), right - left + 0.8, tall, linewidth=1, zorder=4,
-                         boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge)  # fmt: skip
+                         boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge)
     ax.add_patch(box)
     ax.text((left + right) / 2, y, text, ha="center", va="center", fontsize=6.8 if scene.narrow else 7.5, zorder=5,
-            linespacing=1.05, color="#707070" if faint else INK)  # fmt: skip
+            linespacing=1.05, color="#707070" if faint else INK)
 
 
 def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
@@ -190,7 +190,7 @@ def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
     for link in drawn:
         faint = bool(path) and link not in path_links
         _, y = _draw_link(ax, scene, link, color=_color(link), linewidth=_width(link, slowest), zorder=2,
-                          alpha=0.3 if faint else 1)  # fmt: skip
+                          alpha=0.3 if faint else 1)
         text = _speed(link).replace(": ", ":\n") if scene.narrow else _speed(link)
         labels.setdefault(text, (_color(link), []))[1].append(y)
     for link in path_links:
@@ -201,7 +201,7 @@ def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
             text, offset = "unknown speed" if math.isnan(link.bandwidth) else "slowest", (0, 8) if level else (-9, 0)
             ax.annotate(text, at, offset, textcoords="offset points", ha="center" if level else "right", va="center",
                         color=readable(_SLOW), fontsize=8, fontweight="bold",
-                        zorder=6, path_effects=HALO)  # fmt: skip
+                        zorder=6, path_effects=HALO)
     for name in scene.names:
         _draw_device(ax, scene, name, bool(path) and name not in on_path, several)
     _frame(ax, scene, several)
@@ -220,16 +220,16 @@ def _frame(ax: Axes, scene: _Scene, several: bool) -> None:
     for node, (left, right) in scene.edges.items():
         if several:
             ax.add_patch(FancyBboxPatch((left - 0.78, bottom), right - left + 0.33, top - bottom, zorder=0, linewidth=0,
-                                        boxstyle="round,pad=0,rounding_size=0.1", facecolor="#F2F2F2"))  # fmt: skip
+                                        boxstyle="round,pad=0,rounding_size=0.1", facecolor="#F2F2F2"))
             ax.text(left - 0.6, (top + bottom) / 2, f"node {node}", ha="center", va="center", rotation=90, fontsize=8,
-                    color="#666666", zorder=1)  # fmt: skip
+                    color="#666666", zorder=1)
         if scene.hidden[node]:
             row = min(scene.y[name] for name in scene.names if scene.kind(name) == "gpu")
             ax.text(right - 0.45, row, f"{scene.hidden[node]} more", va="center", fontsize=8, color="#666666")
     if scene.skipped:
         (_, right), (left, _) = scene.edges.values()
         ax.text((right + left - 1) / 2, (top + bottom) / 2, f"…\n{scene.skipped} more\nnodes", ha="center", va="center",
-                fontsize=8, color="#666666")  # fmt: skip
+                fontsize=8, color="#666666")
 
 
 def _label_kinds(ax: Axes, labels: dict[str, tuple[str, list[float]]], width: float) -> None:
@@ -239,4 +239,4 @@ def _label_kinds(ax: Axes, labels: dict[str, tuple[str, list[float]]], width: fl
         last = min(sum(ys) / len(ys), last - 0.3 * (1 + text.count("\n")))
         ax.plot([width - 0.45, width - 0.15], [last, last], color=color, linewidth=3, solid_capstyle="butt")
         ax.text(width - 0.05, last, text, va="center", fontsize=8.5, color=readable(color), fontweight="bold",
-                path_effects=HALO)  # fmt: skip
+                path_effects=HALO)

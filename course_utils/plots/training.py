@@ -102,7 +102,7 @@ def bucket_picture(rows: Mapping[str, Sequence[Sequence[tuple[str, int]]]], titl
                 at += size
             ax.barh(y, at - start, left=start, height=0.66, color="none", edgecolor=color, linewidth=1.6)
     ax.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel="bytes of gradients, in the order of sending",
-           xlim=(0, whole), title=title)  # fmt: skip
+           xlim=(0, whole), title=title)
     ax.xaxis.set_major_locator(MultipleLocator(2 ** round(log2(whole / 6))))
     ax.xaxis.set_major_formatter(lambda size, _: format_bytes(size) if size else "0")
     ax.invert_yaxis()
@@ -144,7 +144,7 @@ def step_timelines(versions: Mapping[str, Sequence[Mapping]], title: str) -> Fig
             height = 0.42 / (1 + max(lanes, default=0))
             for lane, (start, end) in zip(lanes, spans["messages"], strict=True):
                 ax.barh(rank + 0.04 + (lane + 0.5) * height, 1e3 * (end - start), left=1e3 * start, height=height,
-                        color=color, edgecolor="white", linewidth=0.3)  # fmt: skip
+                        color=color, edgecolor="white", linewidth=0.3)
         done = max(rank["end"] for rank in version) * 1e3
         ax.axvline(done, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
         ax.text(done + 0.008 * last, (len(version) - 1) / 2, f"{done:.0f} ms", va="center")
@@ -171,7 +171,7 @@ def _lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
 def loss_curves(
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str, xlabel: str = "step",
     wide: Sequence[str] = (), marks: Mapping[str, float] | None = None,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw loss curves with their names at their ends.
 
     Parameters

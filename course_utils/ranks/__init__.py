@@ -15,7 +15,7 @@ _HOME = {
     "record": "ledger", "Ledger": "ledger", "Entry": "ledger", "interceptor": "ledger",
     "share": "processes", "Watch": "watch", "is_learner": "learner_code", "wanted": "status_line",
     "RankMagics": "magics",
-}  # fmt: skip
+}
 
 __all__ = sorted(_HOME)
 

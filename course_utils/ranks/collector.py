@@ -191,7 +191,7 @@ class Collector:
         self._failures[rank] = {
             "death": code, "connection": False, "time": 0.0, "seen": time.monotonic(),
             "last": last, "line": line, "said": self._merger.fatal.get(rank, ""),
-        }  # fmt: skip
+        }
 
     # ------------------------------------------------------------------------------------------------- stand and stop
 

@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from .channels import MARK
 
 _FORMATS = {"text/html": "_repr_html_", "text/markdown": "_repr_markdown_", "image/svg+xml": "_repr_svg_",
-            "image/png": "_repr_png_", "text/latex": "_repr_latex_"}  # fmt: skip
+            "image/png": "_repr_png_", "text/latex": "_repr_latex_"}
 _DISPLAY_MODULE = "IPython.core.display_functions"
 
 

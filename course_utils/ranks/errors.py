@@ -141,7 +141,7 @@ def traceback_text(failure: dict) -> str:
         f"  {file_label(f['file'])}, line {f['line']}, in {f['function']}\n      {_cut(f['text'])}".rstrip()
         for f in frames
         if f["learner"]
-    ])  # fmt: skip
+    ])
     if frames and "site-packages" in frames[-1]["file"]:
         module = frames[-1]["file"].rpartition("site-packages" + os.sep)[2].removesuffix(".py").replace(os.sep, ".")
         shown.append(f"  raised in {module}.{frames[-1]['function']}")
@@ -183,7 +183,7 @@ def death_text(code: int | None) -> str:
     except ValueError:
         name = f"number {-code}"
     hint = {"SIGKILL": " (by hand, or by the system when memory runs out)", "SIGSEGV": " (invalid memory access)",
-            "SIGABRT": " (a C++ library gave up)"}.get(name, "")  # fmt: skip
+            "SIGABRT": " (a C++ library gave up)"}.get(name, "")
     return f"killed by signal {name}{hint}"
 
 
@@ -232,7 +232,7 @@ def difference(calls: dict[int, list[tuple]]) -> str:
         return ""
     ranks, operation = list(calls), together[0][0]
     for what, position, show in (("operations", 0, str), ("reductions", 1, str), ("dtypes", 2, str),
-                                 ("sizes", 3, decimal_bytes), ("roots", 4, "root {}".format)):  # fmt: skip
+                                 ("sizes", 3, decimal_bytes), ("roots", 4, "root {}".format)):
         values: dict = {}
         for rank, signature in zip(ranks, together, strict=True):
             values.setdefault(signature[position], []).append(rank)

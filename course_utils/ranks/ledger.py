@@ -31,7 +31,7 @@ _NAMES = {
     "broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
     "barrier": "barrier", "monitored_barrier_": "barrier",
     "send": "send", "recv_": "recv", "recv_any_source_": "recv",
-}  # fmt: skip
+}
 _POINT_TO_POINT = ("send", "recv")
 _NO_SUCH_RANK = "{op}: there is no rank {peer}, the group has ranks 0 to {last}"  # gloo would hang or crash
 _SECOND_ARGUMENT = ("reduce_scatter", "all_to_all")  # the message is their input, which comes second

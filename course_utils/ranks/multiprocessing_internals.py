@@ -16,7 +16,7 @@ from multiprocessing import forkserver, process, util
 __all__ = [
     "forget_server", "leave_server", "replaced", "run_exit_functions", "server_address", "server_pid", "set_daemon",
     "set_folder", "started_by",
-]  # fmt: skip
+]
 
 
 def server_pid() -> int | None:

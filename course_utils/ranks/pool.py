@@ -173,7 +173,7 @@ class Pool:
             rank for rank, worker in self.workers.items()
             if idle or not worker.alive or worker.server != server
             or worker.ran == "program" or (worker.ran and call.kind == "program")
-        ])  # fmt: skip
+        ])
 
     @staticmethod
     def _idle_seconds(call: Call) -> float:
@@ -256,7 +256,7 @@ class Pool:
                 "cell": call.cell is not None, "filename": call.cell, "idle": self._idle_seconds(call),
                 "place": place if worker.place != place else None,
                 "sources": {name: entry for name, entry in cells.items() if worker.sources.get(name) is not entry},
-            }  # fmt: skip
+            }
             worker.place = place
             worker.sources = cells
             worker.ran = call.kind

@@ -73,7 +73,7 @@ def _torchrun_names(world_size: int, port: int, program: bool) -> dict[str, str]
     if program:
         names |= {"GROUP_WORLD_SIZE": "1", "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "ROLE_NAME": "default"}
         names |= {f"TORCHELASTIC_{what}": value for what, value in (
-            ("RUN_ID", "none"), ("RESTART_COUNT", "0"), ("MAX_RESTARTS", "0"))}  # fmt: skip
+            ("RUN_ID", "none"), ("RESTART_COUNT", "0"), ("MAX_RESTARTS", "0"))}
     return names
 
 

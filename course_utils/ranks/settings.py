@@ -36,7 +36,7 @@ from ..torch_internals import count_modes
 _PATCHED = (
     (dist, dist.distributed_c10d.__all__), (dist.distributed_c10d, dist.distributed_c10d.__all__),
     (dist.Work, ["wait", "is_completed", "get_future"]), (builtins, vars(builtins)),
-)  # fmt: skip
+)
 #: What keeps hooks for all modules and for all optimizers.
 _HOOKS = [
     hooks

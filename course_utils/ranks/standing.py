@@ -53,7 +53,7 @@ def _is_consequence(message: str) -> bool:
     """Whether an error only says that another rank has gone."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed",
              "Failed to recv", "failed to recv", "Connection refused", "Application timeout caused pair closure",
-             "Pair closure", "remote process exited", "aborted")  # fmt: skip
+             "Pair closure", "remote process exited", "aborted")
     return any(sign in message for sign in signs)
 
 
@@ -62,7 +62,7 @@ def entry_data(entry: Entry | None) -> dict | None:
         return None
     return {"op": entry.op, "group": _group_label(entry), "bytes": entry.bytes, "peer": entry.peer,
             "ranks": entry.ranks, "number": entry.number, "key": entry.key, "where": entry.where,
-            "stream": entry.stream, "place": entry.place}  # fmt: skip
+            "stream": entry.stream, "place": entry.place}
 
 
 def _group_label(entry: Entry) -> str:
@@ -109,4 +109,4 @@ def standing(phase: str, running: bool) -> dict:
         "held": inside is not None or on_wait or bool(frames) and frames[0]["file"].startswith(C10D_FILE),
         "meets": any(f["function"] == "_new_process_group_helper" for f in frames),
         "importing": any(f["file"].startswith("<frozen importlib") for f in frames),
-    }  # fmt: skip
+    }

@@ -222,7 +222,7 @@ def _serve(header: dict, body: bytes) -> tuple:
             "latest": standing.latest(), "last": standing.entry_data(interceptor.last), "same_group": same,
             "sent": interceptor.sent, "received": interceptor.received, "digests": interceptor.digests,
             "streams": interceptor.streams,
-        }  # fmt: skip
+        }
         interceptor.pending.clear()
         return "done", call, result, communication
     except BaseException as error:

@@ -17,7 +17,7 @@ from .graph import Builder, Device, Link, Path, Slot, Topology
 __all__ = [
     "REFERENCES", "Device", "Link", "Path", "Topology", "cluster", "from_matrix", "nvidia_smi", "parse_matrix",
     "reference", "this_machine", "two_level",
-]  # fmt: skip
+]
 
 
 def _workstation() -> Builder:
@@ -92,7 +92,7 @@ _MACHINES: dict[str, tuple[Callable[[], Builder], LinkType, str]] = {
     "2 x t4": (_t4, _T4_PORT,
         "Azure Standard_NC4as_T4_v3, 8 Gb/s each: "
         "https://github.com/MicrosoftDocs/azure-docs/blob/main/articles/virtual-machines/nct4-v3-series.md"),
-}  # fmt: skip
+}
 
 #: Names that `reference` knows.
 REFERENCES = tuple(_MACHINES)

@@ -23,7 +23,7 @@ from .graph import Builder, Slot, Topology
 __all__ = [
     "Matrix", "Numa", "PciDevice", "from_matrix", "nvidia_smi", "parse_gpus", "parse_matrix", "pcie_slot", "read_numa",
     "read_pci", "this_machine",
-]  # fmt: skip
+]
 
 _CELLS = ("X", "PIX", "PXB", "PHB", "NODE", "SYS")
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")

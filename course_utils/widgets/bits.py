@@ -46,7 +46,7 @@ def _draw_row(ax: Axes, y: float, form: Format, stored: Stored) -> None:
             Rectangle((x + 0.06, y - 0.4), 0.88, 0.8, facecolor=face, edgecolor=color, linewidth=0.8, snap=False)
         )
         ax.text(x + 0.5, y - 0.02, bit, ha="center", va="center", color="white" if bit == "1" else INK,
-                fontweight="bold" if bit == "1" else "normal", family="monospace")  # fmt: skip
+                fontweight="bold" if bit == "1" else "normal", family="monospace")
     if form.dtype is None:
         for x in range(form.fraction, 23):
             ax.add_patch(
@@ -57,7 +57,7 @@ def _draw_row(ax: Axes, y: float, form: Format, stored: Stored) -> None:
     ax.text(23.8, y - 0.22, f"{stored.value:.11g}", va="center", fontweight="bold")
     ax.text(34.0, y - 0.22, note, va="center", color="#555555")
     ax.text(23.8, y + 0.24, stored.verdict, va="center", fontsize=8.5, fontweight="bold" if stored.lost else "normal",
-            color="#A33B00" if stored.lost else INK)  # fmt: skip
+            color="#A33B00" if stored.lost else INK)
 
 
 def _draw(text: str, number: float | Fraction) -> tuple[Figure, str]:

@@ -34,9 +34,9 @@ def _draw(cluster: Cluster, size: int, algorithms: list[str]) -> tuple[Figure, s
         left.plot([start, times[name]], [y, y], **look)
         left.plot([times[name]], [y], "o", color=algorithm_color(name), markersize=9 if y == 0 else 6)
         left.annotate(_time(times[name]), (times[name], y), (9, 0), textcoords="offset points", va="center",
-                      fontweight="bold" if y == 0 else "normal")  # fmt: skip
+                      fontweight="bold" if y == 0 else "normal")
     left.set(xscale="log", xlim=(start, times[ranked[-1]] * 3), ylim=(len(ranked) - 0.4, -0.6),
-             title=f"modelled: all-reduce of {format_bytes(size)}", xlabel="time, logarithmic")  # fmt: skip
+             title=f"modelled: all-reduce of {format_bytes(size)}", xlabel="time, logarithmic")
     left.minorticks_off()
     left.set_xticks([])
     left.set_yticks(range(len(ranked)), [spoken(name) for name in ranked])

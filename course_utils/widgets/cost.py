@@ -87,7 +87,7 @@ def _number(value: float, description: str, low: float = 0.0, high: float = 1e9)
     return widgets.BoundedFloatText(
         value=value, min=low, max=high, description=description, style={"description_width": "190px"},
         layout={"width": "300px"},
-    )  # fmt: skip
+    )
 
 
 def cost_calculator() -> widgets.Widget:

@@ -77,7 +77,7 @@ def _changes(config: models.GPTConfig, run: dict, gpu: GPU, free: float) -> list
         "batch": [(f"batch {run['batch'] >> k:,}", {"batch": run["batch"] >> k}) for k in range(1, 40)
                   if run["batch"] >> k],
         "length": [(f"sequence {n:,}", {"length": n}) for n in reversed(_LENGTHS) if n < run["length"]],
-    }  # fmt: skip
+    }
 
     def fits(change: dict) -> bool:
         return judge(memory.training(**{"config": config, **run, **change}), gpu, free).reason == "fits"
@@ -107,7 +107,7 @@ def _draw_parts(ax: Axes, need: memory.Memory) -> None:
         ax.annotate(decimal_bytes(size), (left + size, y), (5, 0), textcoords="offset points", va="center")
         left += size
     ax.annotate(decimal_bytes(left), (left, len(PART_COLORS)), (5, 0), textcoords="offset points", va="center",
-                fontweight="bold")  # fmt: skip
+                fontweight="bold")
     ax.set_yticks(range(len(PART_COLORS) + 1), [*PART_COLORS, "total"])
     ax.get_yticklabels()[-1].set_fontweight("bold")
     ax.tick_params(axis="y", length=0)
@@ -124,13 +124,13 @@ def _draw_gpus(ax: Axes, need: memory.Memory, verdicts: list[Verdict], free: flo
         ax.barh(rows, width, left=left, height=0.62, color=tint(PART_COLORS[part]))
         left += width
     ax.barh(rows, free * sizes, left=(1 - free) * sizes, height=0.62, color="none", edgecolor=FAINT, hatch="////",
-            linewidth=0)  # fmt: skip
+            linewidth=0)
     colors = [INK if verdict.reason == "fits" else _NO for verdict in verdicts]
     ax.barh(rows, sizes, height=0.62, color="none", edgecolor=colors, linewidth=1.2)
     for y, (verdict, color) in enumerate(zip(verdicts, colors, strict=True)):
         sign = {"fits": "✓", "tight": "!"}.get(verdict.reason, "✗")
         ax.annotate(f"{sign} {verdict.words}", (sizes[y], y), (6, 0), textcoords="offset points", va="center",
-                    color=color, fontweight="bold" if sign == "✓" else "normal")  # fmt: skip
+                    color=color, fontweight="bold" if sign == "✓" else "normal")
     largest = max(sizes)
     ax.set_yticks(range(len(verdicts)), [verdict.gpu.name for verdict in verdicts])
     ax.tick_params(axis="y", length=0)
@@ -159,7 +159,7 @@ def _number(value: int, description: str) -> widgets.IntText:
 
 def _slider(options: list, value: float, description: str) -> widgets.SelectionSlider:
     return widgets.SelectionSlider(options=options, value=value, description=description, continuous_update=False,
-                                   **_look(272))  # fmt: skip
+                                   **_look(272))
 
 
 def _choice(options: list, value: object, description: str) -> widgets.Dropdown:

@@ -22,7 +22,7 @@ _MOST = 65_536  # ranks
 _SENT = {
     "tp": "sums of activations", "cp": "keys and values", "pp": "activations, their gradients",
     "dp": "gradients, new parameters",
-}  # fmt: skip
+}
 _NOTE = (
     "Modelled by <code>planner.traffic</code>: what a GPU in the middle of the pipeline sends in a step, all in bf16, "
     "with sequence parallelism and a divided optimizer (ZeRO-1). Time: these bytes at the data sheet's speed of the "
@@ -140,7 +140,7 @@ def mesh_explorer() -> widgets.Widget:
     def describe(sizes: dict[str, int], ranks: int) -> str:
         node = replace(cluster(machine.value, 8), gpus=ranks, per_node=per_node.value)
         layout = Layout(**sizes, microbatch=microbatch.value, zero=1 if sizes["dp"] * sizes["cp"] > 1 else 0,
-                        recompute=again.value)  # fmt: skip
+                        recompute=again.value)
         shape = MODELS[model.value]
         reasons = legal(shape, node, layout, batch.value)
         groups = groups_of(rank.value, sizes, per_node.value)

@@ -28,7 +28,7 @@ def _formula(name: str, p: int, m: int, v: int, costs: Costs) -> tuple[str, floa
         "interleaved": ("(p − 1)(F + I + W)/v", (p - 1) * (f + i + w) / v, True),
         "ZB-H1": ("(p − 1)(F + I − W)", (p - 1) * (f + i - w), p == 1 or h1),
         "ZB-H2": ("(p − 1)(F + I − 2W)", (p - 1) * (f + i - 2 * w), p == 1 or h2),
-    }  # fmt: skip
+    }
     words, value, holds = formulas[name]
     return (words, value) if holds and not costs.transfer else None
 
@@ -69,7 +69,7 @@ def schedule_explorer() -> widgets.Widget:
 
     microbatches, ranks, virtual = (
         slider(8, 1, 32, "micro-batches"), slider(4, 1, 12, "ranks p"), slider(2, 1, 4, "stages/rank v")
-    )  # fmt: skip
+    )
     name = widgets.Dropdown(options=list(SCHEDULES), value="1F1B", description="schedule")
     forward, input_, weight = time(1.0, "F"), time(1.0, "I"), time(1.0, "W")
     transfer = time(0.0, "transfer", low=0.0)

@@ -53,7 +53,7 @@ COLLECTIVES = [
         "Piece c of rank r goes to rank c: tokens to their experts.",
         "Before, each rank has a row of one colour; after it, a column of every colour: the transpose.",
     ),
-]  # fmt: skip
+]
 
 STYLE = """
 @page { size: A4; margin: 9mm 11mm }

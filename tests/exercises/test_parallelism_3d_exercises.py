@@ -166,7 +166,7 @@ def a_whole_step_at_once(layers, hidden, length, parameters, tp, pp, dp, batch, 
     return np.array([
         100 - 100 * (slots - pp + 1) / slots, 4e-9 * layers / pp * ring[0] * tokens * hidden, through / 1e9,
         ring[1] * parameters / tp / pp / 1e9,
-    ])  # fmt: skip
+    ])
 
 
 TRAFFIC_RIGHT = {
@@ -279,7 +279,7 @@ WHOLE_WEIGHTS = {  # cut at the end
     UP: 'weights["up"]', DOWN: 'weights["down"]', COPY: 'x * own["gain"]', SUM_OVER: PARTIAL,
     RETURN: 'own["up"] = own["up"].chunk(gpus_per_node)[gpu]\n'
     f'own["down"] = own["down"].chunk(gpus_per_node, dim=1)[gpu]\n{RETURN}',
-}  # fmt: skip
+}
 ALONE = {**WHOLE_WEIGHTS, PART: "pass", MEAN: "gradient", LOSS: "loss.item()"}
 ZEROS = """for x, _ in batches:
     for t in (x[: len(x) // nodes], x[: len(x) // nodes]):
@@ -661,12 +661,12 @@ class TestParallelism(ExerciseTests):
     WRONG = {
         "mesh_groups": MESH_GROUPS, "make_groups": MAKE_GROUPS, "traffic": TRAFFIC, "node_order": NODE_ORDER,
         "hybrid_training": HYBRID, "clip_gradients": CLIP, "why_not": WHY_NOT, "plan_70b": PLAN,
-    }  # fmt: skip
+    }
     RIGHT = {
         "mesh_groups": MESH_GROUPS_RIGHT, "make_groups": MAKE_GROUPS_RIGHT, "traffic": TRAFFIC_RIGHT,
         "node_order": NODE_ORDER_RIGHT, "hybrid_training": HYBRID_RIGHT, "clip_gradients": CLIP_RIGHT,
         "why_not": WHY_NOT_RIGHT, "plan_70b": PLAN_RIGHT,
-    }  # fmt: skip
+    }
 
     def refused_with(self, exercise, hint, number=1):
         return str(self.refusal(exercise, self.wrong(exercise, hint, number)))

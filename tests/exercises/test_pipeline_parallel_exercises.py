@@ -131,7 +131,7 @@ ENGINE = {
             "x.grad, rank - 1": "x.grad, other", "y.detach(), rank + 1": "y.detach(), other",
         }
     ),
-}  # fmt: skip
+}
 
 PAIRS = "for x, y in pairs:"
 THERE_AND_BACK = f"""        pairs.append((x, y))
@@ -195,7 +195,7 @@ RUN_GPIPE = {
         ARRIVAL: "torch.zeros_like(like)", SEND_ON: "pass", "receive(like, rank + 1)": "torch.zeros_like(like)",
         SEND_BACK: "pass",
     },
-}  # fmt: skip
+}
 
 KEPT = "x, y = kept.pop(i)"
 START = "kept, sends, loss = {}, [], 0"
@@ -219,7 +219,7 @@ RUN_ORDER = {
         {BACKWARD: BACKWARD[:-1] + ", retain_graph=True)"},
     ],
     "one-rank": f"{ROLES}  ->  {ROLES}\nif n == 1:\n    dist.recv(torch.empty_like(like), 1)",
-}  # fmt: skip
+}
 
 BY_HAND = {
     BACKWARD: "wanted = [*stage.parameters()] + ([] if first else [x])\n"
@@ -330,7 +330,7 @@ RUN_ORDER_RIGHT = {
         BACKWARD: "gradient = back(None if last else receive(like, rank + 1))\nback = None",
         "x.grad,": "gradient,",
     },
-}  # fmt: skip
+}
 
 # ------------------------------------------------------------------------------------------------ stages of equal cost
 
@@ -430,7 +430,7 @@ BALANCE = {
         with_least(lambda loads: sum(x * x for x in loads)), with_least(lambda loads: -min(loads)), by_halves,
     ],
     "not-best": [with_least(lambda loads: -max(loads)), f"{CUT}  ->  {LIMITED}"],
-}  # fmt: skip
+}
 
 
 def last_of_the_best(costs, stages):

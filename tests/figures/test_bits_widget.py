@@ -122,7 +122,7 @@ def test_the_largest_number_is_that_of_torch(form):
         ("0", FP16, "exact"), ("-0", E5M2, "exact"), ("inf", FP16, "infinity"), ("nan", BF16, "not a number"),
         ("inf", E4M3, "saturates: it has no infinity"), ("1e300", FP32, "overflows to inf: its largest is 3.40282e+38"),
     ],
-)  # fmt: skip
+)
 def test_what_happened_is_said(text, form, verdict):
     assert store(read_number(text), form).verdict == verdict
 
@@ -140,7 +140,7 @@ def test_error_is_that_against_what_was_written():
         ("1 + 2**-10", 1 + Fraction(1, 1024)), ("-(2-3)*4", 4), ("1_000", 1000), ("-2^2", -4), (".5", Fraction(1, 2)),
         ("\N{MINUS SIGN}3", -3), ("INF", math.inf), ("-inf", -math.inf), ("0e999", 0), ("1.7e308", Fraction("1.7e308")),
     ],
-)  # fmt: skip
+)
 def test_numbers_are_read_exactly(text, value):
     assert read_number(text) == value
 
@@ -162,7 +162,7 @@ def test_the_sign_of_zero_is_read():
         ("(" * 70, "not a number"), ("0x1p3", "not a number"), ("1j", "not a number"), ("0/0", "divides by zero"),
         ("0^-1", "divides by zero"), ("1;2", "not a number"), ("'1'", "not a number"), ("<b>", "not a number"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_number_is_refused(text, complaint):
     with pytest.raises(ValueError, match=complaint):
         read_number(text)

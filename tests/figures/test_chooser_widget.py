@@ -106,7 +106,7 @@ def test_every_control_changes_the_picture(chooser):
     for control, value in (
         (chooser.size, 4096), (chooser.nodes, 64), (chooser.gpus, 8), (chooser.near, "pcie4"),
         (chooser.far, "eth_25g"), (chooser.adds, True),
-    ):  # fmt: skip
+    ):
         control.value = value
         seen.add(bytes(chooser.picture.value))
     assert len(seen) == 7

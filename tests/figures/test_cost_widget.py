@@ -42,7 +42,7 @@ def test_every_control_changes_the_result(calculator):
     for control, value in (
         (calculator.work, 500), (calculator.kept, 90), (calculator.gpus, 64), (calculator.price, 3.0),
         (calculator.spot, 1.0), (calculator.rate, 1.0), (calculator.save, 5), (calculator.restart, 20),
-    ):  # fmt: skip
+    ):
         control.value = value
         seen.add((calculator.status.value, bytes(calculator.picture.value)))
     assert len(seen) == 9

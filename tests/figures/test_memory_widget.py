@@ -45,7 +45,7 @@ def test_every_control_changes_what_is_shown(calculator):
         (calculator.length, 1024), (calculator.batch, 2), (calculator.checkpointing, True), (calculator.free, 0.5),
         (calculator.model, "GPT-2"), (calculator.model, "own shape"), (calculator.layers, 13), (calculator.heads, 6),
         (calculator.hidden, 384), (calculator.vocabulary, 1000),
-    ):  # fmt: skip
+    ):
         control.value = value
         assert calculator.shows() not in seen, control.description
         assert "The picture still shows" not in calculator.status.value
@@ -74,7 +74,7 @@ def test_an_own_shape_starts_from_the_model_before(calculator):
     ("batch", 0, "batch must be an integer of at least 1, got 0"), ("batch", -3, "at least 1, got -3"),
     ("heads", 7, "hidden must be a multiple of heads"), ("layers", 0, "layers must be an integer of at least 1"),
     ("hidden", 32 * 10**13, "bytes a rank, more than any machine has"), ("vocabulary", -1, "vocabulary must be"),
-])  # fmt: skip
+])
 def test_impossible_input_is_refused_and_the_picture_stays(calculator, control, value, message):
     calculator.model.value = "own shape"
     before = bytes(calculator.picture.value)
@@ -96,7 +96,7 @@ def test_a_sequence_longer_than_the_positions_of_a_model_is_refused(calculator):
 @pytest.mark.parametrize(("need", "free", "reason"), [
     (Memory(72e9), 0.1, "fits"), (Memory(72.1e9), 0.1, "tight"), (Memory(80e9), 0.0, "fits"),
     (Memory(80e9), 0.05, "tight"), (Memory(79e9, activations=2e9), 0.1, "activations"), (Memory(81e9), 0.0, "states"),
-])  # fmt: skip
+])
 def test_what_fits_is_judged_against_the_memory_of_the_gpu(need, free, reason):
     verdict = judge(need, hardware.GPUS["h100"], free)
     assert verdict.reason == reason

@@ -78,7 +78,7 @@ def test_every_control_changes_what_is_shown(explorer):
         (explorer.microbatch, 2), (explorer.recompute, "full"), (explorer.per_node, 4),
         (explorer.order, ("dp", "pp", "cp", "tp")), (explorer.tp, 4), (explorer.cp, 2), (explorer.pp, 2),
         (explorer.dp, 4),
-    ):  # fmt: skip
+    ):
         control.value = value
         assert explorer.shown not in seen, control.description
         seen.add(explorer.shown)
@@ -89,7 +89,7 @@ def test_every_control_changes_what_is_shown(explorer):
     ("per_node", 0, "GPUs in a node must be at least 1, got 0"),
     ("per_node", 7, "pp 4 x dp 8 x cp 1 x tp 8 makes 256 ranks, which do not fill nodes of 7"),
     ("dp", 10**6, "makes 32,000,000 ranks; the explorer takes up to 65,536"),
-])  # fmt: skip
+])
 def test_impossible_meshes_are_refused_and_the_picture_stays(explorer, control, value, message):
     before = explorer.picture.value
     field = getattr(explorer, control)
@@ -105,7 +105,7 @@ def test_impossible_meshes_are_refused_and_the_picture_stays(explorer, control, 
     ("pp", 3, "layers do not divide"), ("microbatch", 3, "512 sequences do not divide into DP 8 x micro-batches of 3"),
     ("batch", 0, "batch"), ("microbatch", 0, "micro-batch"), ("tp", 16, "8 key-value heads"),
     ("model", "Llama 3 405B", "the fullest GPU needs"),
-])  # fmt: skip
+])
 def test_what_the_model_cannot_do_is_told_with_the_planners_reasons(explorer, control, value, message):
     getattr(explorer, control).value = value
     assert "cannot run so: " in explorer.status.value and message in explorer.status.value

@@ -46,7 +46,7 @@ def test_every_control_changes_the_result(explorer):
     for control, value in (
         (explorer.microbatches, 4), (explorer.ranks, 2), (explorer.virtual, 3), (explorer.transfer, 0.5),
         (explorer.forward, 2.0), (explorer.input, 2.0), (explorer.weight, 2.0), (explorer.name, "ZB-H1"),
-    ):  # fmt: skip
+    ):
         control.value = value
         seen.add(explorer.shown)
     assert len(seen) == 9

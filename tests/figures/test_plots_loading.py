@@ -12,7 +12,7 @@ MIB = 2**20
 BETON = [
     ("header", 0, 24), ("field descriptors", 24, 2082), ("data table", 2106, 64_000),
     *(("heap page", 8 * MIB * (i + 1), 8 * MIB) for i in range(47)), ("allocation table", 48 * 8 * MIB, 48_000),
-]  # fmt: skip
+]
 
 
 def drawn(ax):
@@ -66,7 +66,7 @@ class TestFile:
     @pytest.mark.parametrize(("segments", "message"), [
         ([], "at least one segment"), ([("a", 0, 0)], "at least one byte"), ([("a", -1, 2)], "from byte 0 on"),
         ([("a", 0, 10), ("b", 8, 2)], "'b' starts at byte 8, before 'a' ends at byte 10"),
-    ])  # fmt: skip
+    ])
     def test_impossible_files_are_refused(self, segments, message):
         with pytest.raises(ValueError, match=message):
             plots.file_layout(segments, "")
@@ -116,7 +116,7 @@ class TestLoaders:
         ({}, {}, "at least one row"), ({"a": 0.0}, {}, "above 0"), ({"a": float("nan")}, {}, "above 0"),
         ({"a": 1.0}, {"baseline": "b"}, "no row is called 'b'"),
         ({"a": 1.0}, {"strong": ["c"]}, "no row is called 'c'"),
-    ])  # fmt: skip
+    ])
     def test_impossible_rates_are_refused(self, rows, options, message):
         with pytest.raises(ValueError, match=message):
             plots.loader_bars(rows, "", **options)

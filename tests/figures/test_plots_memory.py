@@ -26,7 +26,7 @@ def bars(ax, color):
 @pytest.mark.parametrize(("size", "expected"), [
     (0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_600, "1 MB"), (1.5e6, "1.5 MB"), (31.4e9, "31.4 GB"),
     (120e9, "120 GB"), (1.875e9, "1.88 GB"), (2.8e12, "2.8 TB"), (3e18, "3,000 PB"),
-])  # fmt: skip
+])
 def test_sizes_are_decimal_with_three_digits(size, expected):
     assert decimal_bytes(size) == expected
 
@@ -42,7 +42,7 @@ def test_parts_are_stacked_in_order_with_their_total_at_the_end():
     (ax,) = figure.axes
     assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [
         (0, 2e6), (2e6, 2e6), (4e6, 12e6), (0, 2e6), (2e6, 1e6),
-    ]  # fmt: skip
+    ]
     assert {"16 MB", "3 MB", "12 MB"} <= set(texts(ax))
     assert [text.get_text() for text in ax.get_legend().get_texts()] == list(PART_COLORS)[:4], "what is there"
     assert figure.get_suptitle() == "measured and modelled: a GPT" and "(MB)" in ax.get_xlabel()
@@ -84,7 +84,7 @@ def test_names_of_limits_close_together_stand_in_rows():
 
 @pytest.mark.parametrize("rows", [
     {"nothing": Memory()}, {"tiny": Memory(3)}, {str(i): Memory(1e12) for i in range(14)},
-])  # fmt: skip
+])
 def test_bars_of_any_size_are_drawn(rows):
     (ax,) = plots.memory_bars(rows, "modelled: extremes", ("T4", 16e9)).axes
     assert len(ax.get_yticks()) == len(rows) and ax.get_xlim()[1] > 0
@@ -93,7 +93,7 @@ def test_bars_of_any_size_are_drawn(rows):
 @pytest.mark.parametrize(("rows", "message"), [
     ({}, "at least one row"), ({"a": {"weights": 1}}, "no part of memory is called 'weights'; allowed are parameters"),
     ({"a": Memory(-1)}, "at least 0"), ({"a": {"buffers": float("nan")}}, "at least 0"),
-])  # fmt: skip
+])
 def test_impossible_rows_are_refused(rows, message):
     with pytest.raises(ValueError, match=message):
         plots.memory_bars(rows, "")
@@ -153,7 +153,7 @@ def partition(ranks=4, whole=400):
 def filled(ax, part):
     return [(p.get_x(), p.get_y(), p.get_height()) for p in ax.patches
             if isinstance(p, Rectangle) and p.get_facecolor()[:3] == pytest.approx(to_rgb(PART_COLORS[part]))
-            and p.get_facecolor()[3]]  # fmt: skip
+            and p.get_facecolor()[3]]
 
 
 def test_shards_lie_at_their_places_and_replicas_are_whole():
@@ -222,7 +222,7 @@ def test_labels_without_room_are_shortened_and_told_above():
 @pytest.mark.parametrize(("lanes", "message"), [
     ({}, "at least one span"), ({"compute": []}, "at least one span"),
     ({"compute": [("a", 2, 1)]}, "must not end before it starts"),
-])  # fmt: skip
+])
 def test_impossible_lanes_are_refused(lanes, message):
     with pytest.raises(ValueError, match=message):
         plots.shard_timeline(lanes, [], "")
@@ -250,7 +250,7 @@ def test_a_large_mesh_is_cut_short_and_one_rank_is_a_mesh():
 @pytest.mark.parametrize(("grid", "nodes", "message"), [
     ([], None, "at least one rank"), ([[0], [1, 2]], None, "rows of one length"),
     ([[0, 1]], {0: 0}, "rank 1 has no node"),
-])  # fmt: skip
+])
 def test_impossible_meshes_are_refused(grid, nodes, message):
     with pytest.raises(ValueError, match=message):
         plots.mesh_picture(grid, ("a", "b"), "", nodes)

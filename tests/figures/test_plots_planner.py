@@ -58,7 +58,7 @@ class TestMesh:
         assert {
             "frame: a node of 8 ranks", "rank 77", "pp: ranks 13, 77, 141, 205, over 4 nodes",
             "dp: ranks 69, 77, 85, 93, 101, 109, 117, 125, over 8 nodes", "tp: ranks 72 to 79, all in one node",
-        } <= set(texts(ax))  # fmt: skip
+        } <= set(texts(ax))
         assert {"pp 0", "pp 3", "tp →", "dp\n↓"} <= set(texts(ax))
 
     def test_groups_can_be_named_in_one_line(self):
@@ -101,7 +101,7 @@ class TestMesh:
         inside(figure)
 
     @pytest.mark.parametrize("sizes", [{"tp": 1}, {"dp": 8}, {"pp": 2, "dp": 2, "tp": 2}, {"tp": 8, "dp": 8, "pp": 4},
-                                       {"pp": 2, "dp": 2, "cp": 2, "tp": 2}, {"replicate": 3, "shard": 5}])  # fmt: skip
+                                       {"pp": 2, "dp": 2, "cp": 2, "tp": 2}, {"replicate": 3, "shard": 5}])
     def test_nothing_is_cut_off(self, sizes):
         inside(plots.mesh_grid(sizes, "modelled: a mesh of ranks and its groups", rank=0, per_node=1))
 
@@ -110,7 +110,7 @@ class TestMesh:
         ({str(i): 2 for i in range(5)}, {}, "at most four dimensions"), ({"tp": 4}, {"rank": 4}, "from 0 to 3, got 4"),
         ({"tp": 4}, {"rank": 0, "show": ["dp"]}, "no dimension 'dp', only tp"),
         ({"tp": 6}, {"per_node": 4}, "6 ranks do not fill nodes of 4"), ({"tp": 6}, {"per_node": 0}, "do not fill"),
-    ])  # fmt: skip
+    ])
     def test_impossible_meshes_are_refused(self, sizes, options, message):
         with pytest.raises(ValueError, match=message):
             plots.mesh_grid(sizes, "", **options)
@@ -118,7 +118,7 @@ class TestMesh:
     @pytest.mark.parametrize(("ranks", "words"), [
         ((4,), "4"), ((4, 5), "4, 5"), ((4, 5, 6), "4 to 6"), ((0, 2, 4), "0, 2, 4"),
         (tuple(range(0, 40, 2)), "0, 2, 4, …, 38"),
-    ])  # fmt: skip
+    ])
     def test_ranks_in_words(self, ranks, words):
         assert short_ranks(ranks) == words
 

@@ -43,7 +43,7 @@ def test_f_stands_in_front_of_the_columns_and_g_behind_the_rows():
 @pytest.mark.parametrize(("arguments", "message"), [
     ((0, 4, 4, 2), "inputs must be an integer of at least 1"), ((4, 4, 4, True), "ranks must be an integer"),
     ((4, 2, 4, 3), "3 ranks cannot share 2 features"),
-])  # fmt: skip
+])
 def test_impossible_cuts_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         plots.cut_picture(*arguments, "")

@@ -63,7 +63,7 @@ def test_loss_curves_are_labelled_at_their_ends_inside_the_figure():
     figure = loss_curves(
         {"whole": (range(1, 31), [4 - i / 10 for i in range(30)]), "resumed": ([16, 30], [2.5, 1.1])},
         "measured: loss", wide=["whole"], marks={"checkpoint": 15.5},
-    )  # fmt: skip
+    )
     ax = figure.axes[0]
     assert {"whole", "resumed", "checkpoint"} <= set(texts(figure)) and "nats" in ax.get_ylabel()
     widths = [line.get_linewidth() for line in ax.lines[:2]]

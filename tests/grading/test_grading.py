@@ -305,7 +305,7 @@ def test_table_sums_points_by_person_over_all_notebooks(desk: Desk, tmp_path: Pa
     rows = list(csv.DictReader(files["csv"].open()))
     assert [(row["person"], row["notebook"], row["of"]) for row in rows] == [
         ("ada", "90_short", "10"), ("ada", "sum", "41"), ("bob", "02_collectives", "31"), ("bob", "sum", "41"),
-    ]  # fmt: skip
+    ]
     told = json.loads(files["json"].read_text())
     assert [entry["of"] for entry in told["sums"]] == [41, 41]
     feedback = (files["feedback"] / "ada.md").read_text()

@@ -30,7 +30,7 @@ TYPES = {
     "FIELD": np.dtype([("type", "u1"), ("name", "S16"), ("arguments", "V1024")]),
     "IMAGE": IMAGE, "TYPES": {0: np.dtype("<f8"), 1: np.dtype("<i8"), 2: IMAGE},
     "PIECE": np.dtype([("sample", "<u8"), ("pointer", "<u8"), ("size", "<u8")]), "JPEG": 0, "RAW": 1,
-}  # fmt: skip
+}
 
 
 @cache
@@ -58,7 +58,7 @@ SETS = {
     "many to a page": [(64 + i % 9, 48 + i % 7) for i in range(300)],
     "pages filled to the last byte": [(1024, 1024 * 2 // 3)] * 5 + [(1024, 2)] * 4,
     "a page each": [(800, 800)] * 4,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -284,7 +284,7 @@ def test_lesson_runs_without_ffcv(tmp_path):
     papermill.execute_notebook(
         lesson_file, tmp_path / "out.ipynb", parameters={"use_ffcv": False, "world_size": 3},
         cwd=lesson_file.parent, progress_bar=False, execution_timeout=200,
-    )  # fmt: skip
+    )
     cells = [cell for cell in nbformat.read(tmp_path / "out.ipynb", 4).cells if cell.cell_type == "code"]
     text = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     assert any("FFCV is left out" in part and "recorded" in part for part in text[:4])

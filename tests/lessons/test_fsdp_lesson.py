@@ -167,7 +167,7 @@ def test_whole_gradients_are_added_up_in_the_dtype_they_are_reduced_in(reduce_dt
         for step in range(2):
             names["loss_of"](model, *names["my_part"](step)).backward()
         groups = [group for unit in model.modules() if hasattr(unit, "_get_fsdp_state")
-                  for group in unit._get_fsdp_state()._fsdp_param_groups]  # fmt: skip
+                  for group in unit._get_fsdp_state()._fsdp_param_groups]
         held = [p.unsharded_accumulated_grad for group in groups for p in group.fsdp_params]
         whole = [p._unsharded_param.grad for group in groups for p in group.fsdp_params]
         return {gradient.dtype for gradient in (*held, *whole) if gradient is not None}
@@ -181,7 +181,7 @@ def test_a_batch_less_in_each_epoch_mixes_epochs_and_hangs_at_the_end(capfd):
         on_ranks(lesson()["two_epochs"], n=2, timeout=8)
     assert [line.split(": ")[-1] for line in capfd.readouterr().out.splitlines() if "epoch" in line] == [
         "1.0", "1.0", "5.5", "10.0"
-    ]  # fmt: skip
+    ]
 
 
 def test_random_states_under_a_key_for_each_rank_come_back(tmp_path):

@@ -98,7 +98,7 @@ def test_two_dimensions_are_one_process(sizes):
 THREE = [
     (2, 2, 1, True), (2, 1, 2, False), (1, 2, 2, True), (3, 1, 2, False), (2, 3, 1, False), (2, 1, 4, True),
     (4, 2, 1, True), (4, 2, 1, False), (1, 1, 1, True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("pp", "dp", "tp", "freed"), THREE)

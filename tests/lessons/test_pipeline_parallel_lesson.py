@@ -84,7 +84,7 @@ def pipeline_runs(parts, schedules, sizes, steps=3):
             "parameters": {s: flat(m.parameters()) for s, m in modules.items()},
             "order": [op for op, *_ in worker.spans],
             "messages": ledger.messages, "sent": ledger.sent, "other": ledger.count() - ledger.count("recv"),
-        })  # fmt: skip
+        })
         for group in worker.mail.groups.values():
             dist.destroy_process_group(group)
     return seen

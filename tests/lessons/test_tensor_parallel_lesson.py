@@ -65,7 +65,7 @@ def test_a_missing_or_doubled_sum_shows_in_gradients(version):
 def test_gathering_between_the_layers_changes_bytes_only():
     tried = {name: on(3, lesson()["try_mlp"], *(lesson()[part] for part in parts)) for name, parts in {
         "pieces": ("ColumnParallelLinear", "RowParallelLinear"), "gathered": ("GatheredColumn", "SplittingRow"),
-    }.items()}  # fmt: skip
+    }.items()}
     for ranks in tried.values():
         assert all(max(errors.values()) < 1e-5 for errors, _, _ in ranks)
     sent = {name: sum(bytes_sent(e.op, 3, e.bytes) for e in ranks[0][2]) for name, ranks in tried.items()}
@@ -110,7 +110,7 @@ def test_grouped_attention_equals_one_process_with_copies_or_without(n, kv_heads
 def test_key_value_heads_and_ranks_must_divide():
     with pytest.raises(WorkerError, match="3 ranks and 2 key-value heads"):
         on(3, lambda make, split: split(make(24, 12, 2)), lesson()["GroupedAttention"],
-           lesson()["ParallelGroupedAttention"])  # fmt: skip
+           lesson()["ParallelGroupedAttention"])
 
 
 @pytest.mark.parametrize("scale", [1, 1e4], ids=["small", "that would overflow"])

@@ -105,7 +105,7 @@ def test_every_stage_equals_one_process(n, optimizer):
     {"config": GPTConfig(hidden=12, heads=2, context=16, tied=False)},
     {"config": GPTConfig(hidden=12, heads=2, context=16, checkpoint=True)},
     {"config": GPTConfig(hidden=12, heads=2, context=16, layers=1), "frozen": True},
-], ids=["frozen", "untied", "checkpointing", "one block"])  # fmt: skip
+], ids=["frozen", "untied", "checkpointing", "one block"])
 def test_odd_models_equal_one_process(shape):
     for found in on(3, differences, stages(), OPTIMIZERS["adamw"], **shape):
         assert max(found.values()) < 1e-12

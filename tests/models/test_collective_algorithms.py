@@ -70,7 +70,7 @@ def test_steps_and_bytes_are_those_of_the_formulas(algorithm, n):
         "ring": 2 * (n - 1), "root": 2 * (n - 1), "tree": 2 * (n - 1),
         "recursive_doubling": power * (power.bit_length() - 1) + 2 * (n - power),
         "halving_doubling": 2 * (power - 1) + 2 * (n - power),
-    }[algorithm]  # fmt: skip
+    }[algorithm]
     assert sum(sent) == total * n
     busiest = all_reduce_bytes(algorithm, n, n)
     if algorithm == "halving_doubling" and power < n:  # n pieces do not divide evenly among fewer ranks

@@ -86,7 +86,7 @@ def test_there_is_nothing_past_the_end(index):
     "wrong, named",
     [({"split": "test"}, "train, valid"), ({"context": 0}, "at least 1"), ({"length": 0}, "1 to 2016"),
      ({"length": 2017}, "1 to 2016"), ({"split": "valid", "context": 14_337}, "below 14337")],
-)  # fmt: skip
+)
 def test_what_the_text_cannot_give_is_refused(wrong, named):
     with pytest.raises(ValueError, match=named):
         Windows(**wrong)

@@ -61,7 +61,7 @@ def run(folder: Path, *names: str) -> Iterator[dict]:
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1, env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
         with child, selectors.DefaultSelector() as selector:
             selector.register(child.stdout, selectors.EVENT_READ)
             try:

@@ -46,7 +46,7 @@ def test_generations_grow():
     for figure in (
         lambda gpu: gpu.year, lambda gpu: gpu.memory_bandwidth, lambda gpu: gpu.memory_bytes,
         lambda gpu: gpu.flops["fp16"], lambda gpu: LINKS[gpu.nvlink].bandwidth,
-    ):  # fmt: skip
+    ):
         values = [figure(GPUS[key]) for key in GENERATIONS]
         assert values == sorted(values)
 

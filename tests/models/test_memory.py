@@ -72,7 +72,7 @@ def test_the_figure_of_the_zero_paper():
         ("bf16", "adam", (2, 2, 4)), ("bf16 policy", "adam", (4, 4, 8)), ("mixed", "sgd", (2, 2, 4)),
         ("fp32", "momentum", (4, 4, 4)), ("fp32", "sgd", (4, 4, 0)),
     ],
-)  # fmt: skip
+)
 def test_bytes_for_a_parameter(precision, optimizer, expected):
     memory = model_states(1, precision=precision, optimizer=optimizer)
     assert (memory.parameters, memory.gradients, memory.optimizer) == expected
@@ -408,7 +408,7 @@ GPT2 = replace(PUBLISHED["GPT-2"], layers=4)
         (replace(PUBLISHED["Megatron 7.5B"], layers=1), 64, 2, 3),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_formula_and_simulation_agree(config, ranks, size, stage):
     for precision in ("fp32",) if stage == 0 else ("fp32", "bf16 policy"):
         simulated = simulate(config, ranks, batch=size, stage=stage, precision=precision)

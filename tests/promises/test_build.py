@@ -84,7 +84,7 @@ check.double(doubled)
 
 ORIGINALS = [
     "exercises/90_small_exercises.ipynb", "notebooks/90_small.ipynb", "solutions/90_small_solutions.ipynb",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_exercises_lose_solutions_and_keep_everything_else(course: Path):
         ("sources/90_small.py", "print(\"three\")", "print(3)", "cell 3 is not what the text says"),
     ],
     ids=["text", "not-run", "count", "path", "solution", "exercise", "source"],
-)  # fmt: skip
+)
 def test_check_names_what_differs(course: Path, name: str, old: str, new: str, complaint: str):
     before = change(course / name, old, new)
     try:
@@ -293,7 +293,7 @@ def box(start: str, text: str) -> str:
         ("```text\na\n\n**Predict** b\n```", "```text\na\n\n**Predict** b\n```"),
         ("<details><summary>x</summary>\n\n**Predict**\n\n</details>",) * 2,
     ],
-)  # fmt: skip
+)
 def test_predictions_and_boxes_are_framed(text: str, framed: str):
     assert boxed(text) == framed
 

@@ -209,7 +209,7 @@ def test_no_notebook_is_a_dead_end(path: Path):
     lesson = path.stem.removesuffix("_exercises").removesuffix("_solutions")
     ending = {(path.parent / link).resolve() for link in targets(text_cells(path)[-1].source)}
     others = {ROOT / "exercises" / f"{lesson}_exercises.ipynb", ROOT / "solutions" / f"{lesson}_solutions.ipynb",
-              ROOT / "notebooks" / f"{lesson}.ipynb"} - {path}  # fmt: skip
+              ROOT / "notebooks" / f"{lesson}.ipynb"} - {path}
     if path in LESSONS:
         others -= {ROOT / "solutions" / f"{lesson}_solutions.ipynb"}
     assert {other for other in others if other.exists()} <= ending

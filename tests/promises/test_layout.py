@@ -15,7 +15,7 @@ from conftest import ROOT
 PACKAGE = ROOT / "course_utils"
 FOLDERS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 FORMULAS = ("collective_algorithms", "costs", "hardware", "memory", "nccl_tuner", "pipeline", "planner", "recorded",
-            "topology", "transformer")  # fmt: skip
+            "topology", "transformer")
 USERS = [*ROOT.glob("sources/*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/*.py")]
 
 

@@ -258,7 +258,7 @@ def test_program_that_the_learner_has_changed_stays(course: Path, work: Path):
     learner.copy(work, course)
     assert [(work / SCRIPT).with_name(name).read_text() for name in ("train.py", "new_train.py")] == [
         "print(2)\n", "print(3)\n",
-    ]  # fmt: skip
+    ]
 
 
 def test_restore_gives_fresh_lessons_and_keeps_changed_ones(course: Path, work: Path):
@@ -295,7 +295,7 @@ def test_restore_tidies_what_was_offered_and_keeps_what_was_written_into_it(cour
     learner.restore(work, (), course)
     assert {path.name for path in (work / "saved").rglob("*.ipynb")} == {
         Path(EXERCISE).name, Path(NEW).name, Path(LESSON).name,
-    }  # fmt: skip
+    }
     assert {name for name in files(work) if not name.startswith("saved/")} == {LESSON, EXERCISE, SCRIPT}
     assert learner.copy(work, course) == []
 

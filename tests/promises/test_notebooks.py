@@ -25,7 +25,7 @@ def run(lesson: Path, world_size: int, folder: Path) -> None:
     papermill.execute_notebook(
         lesson, folder / lesson.name, parameters={"world_size": world_size}, cwd=lesson.parent,
         progress_bar=False, execution_timeout=300,
-    )  # fmt: skip
+    )
 
 
 def test_there_are_lessons():

@@ -825,7 +825,7 @@ def test_an_argument_that_fails_to_load_is_told():
     ({"timeout": "soon"}, (TypeError, ValueError), ["timeout", "soon"]),
     ({"backend": "carrier pigeon"}, ValueError, ["backend", "carrier pigeon", "gloo", "nccl"]),
     ({"backend": 3}, (TypeError, ValueError), ["backend", "3"]),
-])  # fmt: skip
+])
 def test_a_bad_option_is_refused_with_the_allowed_values(options, kind, words):
     with pytest.raises(kind) as caught:
         launch(print, "never", **options)

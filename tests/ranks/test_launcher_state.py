@@ -84,7 +84,7 @@ def settings() -> dict[str, tuple]:
             lambda: str(signal.getsignal(signal.SIGUSR2))),
         "blocked signals": (block, lambda: sorted(map(str, signal.pthread_sigmask(signal.SIG_BLOCK, [])))),
         "environment": (lambda: os.environ.update(LEFT="here"), lambda: os.environ.get("LEFT")),
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def test_every_direct_collective_with_its_bytes():
         ("all_reduce", 4000), ("broadcast", 4000), ("reduce", 4000), ("all_gather", 16000), ("all_gather", 16000),
         ("reduce_scatter", 16000), ("reduce_scatter", 16000), ("all_to_all", 16000),
         ("gather", 16000), ("scatter", 16000), ("barrier", 0),
-    ]  # fmt: skip
+    ]
     for ledger in run(work):
         assert [(entry.op, entry.bytes) for entry in ledger.entries] == expected
         rooted = {"broadcast", "reduce", "gather", "scatter"}

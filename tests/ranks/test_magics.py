@@ -180,7 +180,7 @@ def test_a_syntax_error_is_shown_once_and_nothing_hangs(kernel):
     ("--world-size 0", ["world-size|world_size", "0"]),
     ("--timeout never", ["timeout", "never"]),
     ("--no-such-option", ["no-such-option"]),
-])  # fmt: skip
+])
 def test_a_bad_magic_line_is_refused_with_the_reason(kernel, line, words):
     cell = kernel.run(f"%%ranks {line}\nprint('it ran')")
     text = cell.error + cell.err
