@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import TIMEOUT, Exercise, Outcome, checked, load_hints, message_steps, number, paper_problem, show, values
-from .traffic import calls, counted
+from .traffic import calls
 
 __all__ = [
     "HINTS", "copy_seconds", "fit_and_predict", "gradient_seconds", "measurements", "ping_pong", "roofline_point",
@@ -24,8 +24,9 @@ __all__ = [
 HINTS = load_hints("interconnects")
 
 
-def _near(got: float, expected: float, tolerance: float) -> bool:
-    return math.isclose(got, expected, rel_tol=tolerance)
+def _near(got: float, expected: float, tolerance: float, zero: float = 0.0) -> bool:
+    """Whether two numbers agree relative to the larger one, or differ by ``zero`` at most."""
+    return math.isclose(got, expected, rel_tol=tolerance, abs_tol=zero)
 
 
 # ------------------------------------------------------------------------------------------------ fit
@@ -101,10 +102,8 @@ def fit_and_predict(fn: Callable) -> None:
         if not (_near(found[0], alpha, 0.1) and _near(found[1], beta, 0.1)):
             traps = _fit_traps(sizes, seconds)
             key = next((k for k, some in traps.items() if any(_same(found, wrong) for wrong in some)), "value")
-            what = (
-                f"\n  expected  alpha {alpha:.3g} s, beta {beta:.3g} s/byte\n  got       alpha {found[0]:.3g} s, beta "
-            )
-            exercise.refuse(key, f"the fit is off by more than 10 %.{what}{found[1]:.3g} s/byte")
+            lines = "\n  expected  alpha {:.3g} s, beta {:.3g} s/byte\n  got       alpha {:.3g} s, beta {:.3g} s/byte"
+            exercise.refuse(key, "the fit is off by more than 10 %." + lines.format(alpha, beta, *found))
         expected = alpha + beta * unseen
         close = bool(((got[2] - expected).abs() <= 0.1 * expected).all())
         exercise.require(close, "prediction", "the predicted times are off by more than 10 %.")
@@ -112,7 +111,7 @@ def fit_and_predict(fn: Callable) -> None:
 
 
 def _same(found: tuple[float, float], wrong: tuple[float, float]) -> bool:
-    return all(math.isclose(f, w, rel_tol=1e-3, abs_tol=1e-15) for f, w in zip(found, wrong, strict=True))
+    return all(_near(f, w, 1e-3, zero=1e-15) for f, w in zip(found, wrong, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ ping-pong
@@ -146,9 +145,9 @@ def _with_clock(x: torch.Tensor, fn: Callable, repeats: int) -> Any:
 def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, repeats, clock) -> seconds``: repeats + 1 messages of full size each way, one after the other."""
     exercise = Exercise("Exercise 4", HINTS["ping_pong"], timeout)
-    for n, repeats in ((2, 5), (3, 6), (4, 5)):
-        data = [values(50, 2, seed=400 + rank) for rank in range(n)]
-        case = f"repeats = {repeats}"
+    for n, repeats, shape in ((2, 5, (50, 2)), (3, 6, ()), (4, 5, (3, 4, 5))):
+        data = [values(*shape, seed=400 + rank) for rank in range(n)]
+        case = f"repeats = {repeats}, x of shape {shape}"
         outcomes = exercise.run(_with_clock, data, fn, repeats, case=case)
         _ping_pong(exercise, data[0].nbytes, repeats, outcomes)
     for rank, outcome in exercise.each(outcomes):
@@ -158,10 +157,8 @@ def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
 
 def _ping_pong(exercise: Exercise, size: int, repeats: int, outcomes: list[Outcome]) -> None:
     for rank, outcome in exercise.each(outcomes):
-        exercise.audit(outcome.ledger, {"send", "recv"}, keys={"other-calls": "collective"})
-        busy = f"the ledger shows {counted(outcome.ledger)}."
-        exercise.require(rank < 2 or not calls(outcome.ledger), "bystander", busy)
-        exercise.communicates(rank, outcome, 1 if rank >= 2 else len(outcomes))
+        limits, keys = ((1, None), {}) if rank < 2 else (0, {"too-many-calls": "bystander"})
+        exercise.audit(outcome.ledger, {"send", "recv"}, calls=limits, keys={"other-calls": "collective", **keys})
     there, back = (outcome.ledger.count("send") for outcome in outcomes[:2])
     exercise.require(there == back, "no-echo", f"rank 0 sends {there} messages, rank 1 sends {back}.")
     what = f"{there} round trips; {repeats + 1} are asked for."
@@ -180,18 +177,15 @@ def _ping_pong(exercise: Exercise, size: int, repeats: int, outcomes: list[Outco
         return
     slips = {
         "not-halved": [statistics.median(trips[1:])],
+        "middle": [statistics.median_low(trips[1:]) / 2, statistics.median_high(trips[1:]) / 2],
         "warm-up-counted": [statistics.median(trips) / 2, statistics.median(trips)],
         "mean": [f * total for total in (sum(trips[1:]) / repeats, sum(trips) / (repeats + 1)) for f in (1, 0.5)],
         "minimum": [min(trips) / 2, min(trips)],
         "send-only": [0.0],
     }
-    key = next((k for k, some in slips.items() if any(_close_to(got, wrong) for wrong in some)), "value")
+    key = next((k for k, some in slips.items() if any(_near(got, wrong, 1e-6, zero=1e-9) for wrong in some)), "value")
     lines = f"\n  expected  {expected * 1e3:.4g} ms\n  got       {got * 1e3:.4g} ms"
     exercise.refuse(key, f"the time is wrong on the check's clock.{lines}", 0)
-
-
-def _close_to(got: float, wrong: float) -> bool:
-    return math.isclose(got, wrong, rel_tol=1e-6, abs_tol=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------ widest path
