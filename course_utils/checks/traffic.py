@@ -73,7 +73,8 @@ def findings(
     for got, limit, unit, verb, slack in amounts:
         most = _range(limit)[1]
         if most is not None and got > most + slack:
-            yield f"too-many-{unit}", f"{got:.0f} {unit}{verb}; {most:.0f} {'is' if most == 1 else 'are'} enough."
+            need = {0: "none is needed", 1: "1 is enough"}.get(most, f"{most:.0f} are enough")
+            yield f"too-many-{unit}", f"{got:.0f} {unit}{verb}; {need}."
     for got, limit, unit, verb, slack in amounts:
         least = _range(limit)[0]
         if least is not None and got < least - slack:
