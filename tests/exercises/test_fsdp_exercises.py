@@ -87,13 +87,12 @@ FEWEST_INTERNODE_BYTES_RIGHT = {
     "a table of ranks, the model in one unit": {
         MESH: f"{OF_TABLE}nodes, per_node), mesh_dim_names=('between', 'inside'))", SHARD_BLOCK: "pass",
     },
-    "the blocks in one unit, a mesh without names": {
-        ", mesh_dim_names=names": "", "for block in model.blocks:": "if True:",
-        SHARD_BLOCK: "fully_shard(list(model.blocks), mesh=mesh)",
+    "the blocks in one unit": {
+        "for block in model.blocks:": "if True:", SHARD_BLOCK: "fully_shard(list(model.blocks), mesh=mesh)",
     },
     "own all-reduces between the nodes": {
-        SHARD_MODEL: AND_ONCE_MORE, SHARD_BLOCK: 'fully_shard(block, mesh=mesh["shard"])',
-        "fully_shard(model, mesh=mesh)": 'fully_shard(model, mesh=mesh["shard"])',
+        SHARD_BLOCK: 'fully_shard(block, mesh=mesh["shard"])',
+        SHARD_MODEL: AND_ONCE_MORE.replace("mesh=mesh", 'mesh=mesh["shard"]'),
     },
 }  # fmt: skip
 
@@ -185,7 +184,10 @@ CLIP_SHARDED = {
                               f"in {ALL}  ->  in (*sharded, *(replicated if dist.get_rank() == 0 else [])):"],
     "scaled-up": f"{COEFFICIENT}  ->  max_norm / (norm.item() + 1e-6)",
     "each-tensor": f"{SCALED}  ->  gradient.mul_(min(1.0, max_norm / (gradient.norm().item() + 1e-6)))",
-    "zero": ["norm.item() + 1e-6  ->  norm.item()", f"{COEFFICIENT}  ->  (max_norm / norm).clamp(max=1) if norm else norm / norm"],
+    "zero": [
+        "norm.item() + 1e-6  ->  norm.item()",
+        f"{COEFFICIENT}  ->  (max_norm / norm).clamp(max=1) if norm else norm / norm",
+    ],
     "gathered": f"{REDUCED}  ->  everyone = [None] * dist.get_world_size()\ndist.all_gather_object(everyone, sharded)\n"
     "squares = sum(g.square().sum() for pieces in everyone for g in pieces)",
     "too-many-messages": [
