@@ -270,8 +270,9 @@ def _audit_nodes(
             key = "nodes-apart" if total == 0 else "precision" if less else "value"
             got = outcome.result["gradients"][wrong]
             exercise.refuse(key, f"the gradient of {wrong} is wrong.{difference(got, right[wrong])}")
+        limits = (factor * outcome.result["held"], factor * share)
         exercise.audit(
-            crossing[rank], sent=(factor * outcome.result["held"], factor * share), where="between the nodes "
+            crossing[rank], sent=limits, where="between the nodes ", keys={"not-distributed": "too-few-bytes"}
         )
     return total
 
@@ -471,7 +472,7 @@ def _clipped(exercise: Exercise, n: int, got: dict, sharded: list, replicated: l
     if all(right):
         return
     i, key = right.index(False), "value"
-    alone = [min(1.0, max_norm / (_norm([g]) + 1e-6)) for g in (before[right.index(False)], *whole)]
+    alone = [min(1.0, max_norm / (_norm([g]) + 1e-6)) for g in (before[i], *whole)]
     if scaled(i, 1.0):
         key = "replicated-not-scaled" if all(right[: len(sharded)]) else "not-scaled"
     elif norm < max_norm and scaled(i, max_norm / norm):
@@ -484,18 +485,20 @@ def _clipped(exercise: Exercise, n: int, got: dict, sharded: list, replicated: l
 
 # ------------------------------------------------------------------------------------------------ accumulation
 
-
 UNITS = 2  # of the net that accumulates
 SLACK = 64  # bytes that an answer may send beside the gradient, such as a number of samples
 
 
-def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
-    """Two rounds of one rank; each has its own half of the table. The first layer is a unit, the last in the root."""
+def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> dict:
+    """Two rounds of one rank, each with its own half of the table, and a plain backward afterwards.
+
+    The first layer is a unit, the last one is in the root.
+    """
     from torch.distributed.fsdp import fully_shard
 
     from course_utils import record
 
-    net, out = regression_net(), []
+    net, rounds = regression_net(), []
     fully_shard(net[0])
     fully_shard(net)
     passes = Passes(net)
@@ -503,10 +506,12 @@ def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
         net.zero_grad()
         with record() as ledger:
             fn(net, batches_of(half, sizes))
-        out.append({
+        rounds.append({
             "gradients": _whole_gradients(net), "ledger": ledger, "largest": passes.largest, "alive": passes.alive,
         })  # fmt: skip
-    return out
+    with record() as ledger:
+        net(batches_of(table, sizes)[0][0]).sum().backward()
+    return {"rounds": rounds, "reduced afterwards": ledger.count("reduce_scatter")}
 
 
 @checked
@@ -521,9 +526,12 @@ def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
         case = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
         outcomes = exercise.run(_accumulate, data, fn, sizes, case=case, fallback=fallback)
         for _, outcome in exercise.each(outcomes):
-            for i, result in enumerate(outcome.result):
+            for i, result in enumerate(outcome.result["rounds"]):
                 halves = [batches_of(table.chunk(ROUNDS)[i], sizes) for table in data]
                 _accumulated(exercise, result, halves, sizes, f"round {i + 1}: ")
+            afterwards = outcome.result["reduced afterwards"]
+            what = f"the next backward reduce-scatters {afterwards} of {UNITS} units."
+            exercise.require(afterwards == UNITS, "left-off", what)
     exercise.passed("the gradients are reduce-scattered once, whatever the number of micro-batches.")
 
 
@@ -550,12 +558,12 @@ def _accumulated(exercise: Exercise, result: dict, halves: list, sizes: list[int
     gradients = [e for e in result["ledger"] if e.op != "all_gather"]
     reduced = sum(e.op == "reduce_scatter" for e in gradients)
     waste = "too-many-bytes" if reduced <= UNITS else "every-micro-batch" if reduced >= UNITS * m else "recurse"
-    least, most = (bytes_sent("reduce_scatter", n, size) for size in (_bytes(net), _padded(list(net.parameters()), n)))
-    exercise.audit(gradients, sent=(least, most + SLACK), keys={"too-many-bytes": waste}, where=where)
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters())
+    plain, padded = sum(p.nbytes for p in net.parameters()), _padded(list(net.parameters()), n)
+    least, most = (bytes_sent("reduce_scatter", n, size) for size in (plain, padded))
+    exercise.audit(
+        gradients, sent=(least, most + SLACK), where=f"{where}apart from all-gathers, ",
+        keys={"too-many-bytes": waste, "not-distributed": "too-few-bytes"},
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ paper problem

@@ -8,6 +8,7 @@ from itertools import groupby
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from exercise_cases import ExerciseTests, hangs
 from torch import nn
 
@@ -61,6 +62,12 @@ BETWEEN_NODES = """dist.all_reduce(p.grad.to_local().div_(nodes), group=mesh.get
 AND_ONCE_MORE = f"""{SHARD_MODEL}
 for p in model.parameters():
     p.register_post_accumulate_grad_hook(lambda p: {BETWEEN_NODES})"""
+IN_A_NODE = {
+    SHARD_BLOCK: 'fully_shard(block, mesh=mesh["shard"])',
+    SHARD_MODEL: AND_ONCE_MORE.replace("mesh=mesh", 'mesh=mesh["shard"]'),
+}
+BEYOND_THE_LEDGER = """mesh.get_group("replicate")._get_backend(torch.device("cpu")).allreduce(
+        [p.grad.to_local().div_(nodes)]).wait()"""
 FEWEST_INTERNODE_BYTES = {
     "not-distributed": {f"mesh = {MESH}": "pass", SHARD_BLOCK: "pass", SHARD_MODEL: "pass"},
     "no-root": f"{SHARD_MODEL}  ->  pass",
@@ -82,6 +89,7 @@ FEWEST_INTERNODE_BYTES = {
         SHARD_MODEL: "fully_shard(model, mesh=mesh, mp_policy=policy)",
     },
     "too-many-bytes": f"{SHARD_MODEL}  ->  {AND_ONCE_MORE}",
+    "too-few-bytes": IN_A_NODE | {BETWEEN_NODES: BEYOND_THE_LEDGER},
 }
 FEWEST_INTERNODE_BYTES_RIGHT = {
     "a table of ranks, the model in one unit": {
@@ -90,10 +98,7 @@ FEWEST_INTERNODE_BYTES_RIGHT = {
     "the blocks in one unit": {
         "for block in model.blocks:": "if True:", SHARD_BLOCK: "fully_shard(list(model.blocks), mesh=mesh)",
     },
-    "own all-reduces between the nodes": {
-        SHARD_BLOCK: 'fully_shard(block, mesh=mesh["shard"])',
-        SHARD_MODEL: AND_ONCE_MORE.replace("mesh=mesh", 'mesh=mesh["shard"]'),
-    },
+    "own all-reduces between the nodes": IN_A_NODE,
 }  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------ resharding
@@ -195,6 +200,8 @@ CLIP_SHARDED = {
         "for one in squares:\n    dist.all_reduce(one)\nsquares = squares.sum()",
         f"{REDUCED}  ->  dist.reduce(squares, 0)\ndist.broadcast(squares, 0)",
     ],
+    "value": f"{REDUCED}  ->  import sys\n\ndist.all_reduce(torch.zeros(1))\n"
+    "squares = 0 * squares + sum(g.square().sum() for g in sys._getframe(1).f_locals['sharded'])",
     "hang": hangs(f"{REDUCED}  ->  if any(g.numel() for g in sharded):\n    {REDUCED}"),
 }  # fmt: skip
 CLIP_SHARDED_RIGHT = {
@@ -224,6 +231,22 @@ LOOP = f"""for i, (x, y) in enumerate(batches):
         {SYNC}
         (F.mse_loss(model(x), y){SHARE}).backward()"""
 AFTERWARDS = ".backward()\nfor p in model.parameters() if i == len(batches) - 1 else ():\n    "
+
+
+def samples_kept_from_the_model(model, batches):
+    from torch.distributed.tensor import distribute_tensor
+
+    weights = [p.full_tensor().detach().requires_grad_() for p in model.parameters()]
+    samples = sum(len(x) for x, _ in batches) * dist.get_world_size()
+    for x, y in batches:
+        hidden = torch.tanh(F.linear(x, *weights[:2]))
+        (F.mse_loss(F.linear(hidden, *weights[2:]), y) * len(x) / samples).backward()
+    for p, whole in zip(model.parameters(), weights, strict=True):
+        everyone = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, whole.grad)
+        p.grad = distribute_tensor(sum(everyone), p.device_mesh, p.placements, src_data_rank=None)
+
+
 ACCUMULATE = {
     "every-micro-batch": f"{SYNC}  ->  pass",
     "recurse": "- 1)  ->  - 1, recurse=False)",
@@ -243,6 +266,8 @@ ACCUMULATE = {
          "for i, loss in enumerate(losses):\n    {SYNC}\n    loss.backward()".replace("{SYNC}", SYNC)},
     ],
     "one-micro-batch": "enumerate(batches)  ->  enumerate([*batches[:-2], batches[-2], batches[-1]])",
+    "left-off": ".backward()  ->  .backward()\nmodel.set_requires_gradient_sync(False)",
+    "too-few-bytes": samples_kept_from_the_model,
     "too-many-bytes": f".backward()  ->  {AFTERWARDS}dist.all_reduce(p.grad.full_tensor())",
 }  # fmt: skip
 ACCUMULATE_RIGHT = {
