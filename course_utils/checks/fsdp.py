@@ -8,9 +8,10 @@ process to 1e-12.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -290,7 +291,8 @@ def _reader(files: list[Tensor]) -> tuple[Callable, list[tuple[int, int]], list[
     """``read(file, start, stop)``; the file and the number of rows of each read; the reads of what does not exist."""
     reads, missing = [], []
 
-    def read(file: int, start: int, stop: int) -> Tensor:
+    def read(file: SupportsIndex, start: SupportsIndex, stop: SupportsIndex) -> Tensor:
+        file, start, stop = map(operator.index, (file, start, stop))
         rows = len(files[file]) if 0 <= file < len(files) else -1
         if not 0 <= start <= stop <= rows:
             has = f"it has {rows} rows" if rows >= 0 else f"files are 0 to {len(files) - 1}"
@@ -420,7 +422,7 @@ def clip_sharded(fn: Callable, timeout: float = TIMEOUT) -> None:
                 outcome.ledger, calls=1, largest=8 * n,
                 keys={"too-large": "gathered", "too-many-calls": "too-many-messages"},
             )  # fmt: skip
-    exercise.passed("one number of each rank travels, and every gradient gets the coefficient of one process.")
+    exercise.passed("one number travels, and every gradient gets the coefficient of one process.")
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

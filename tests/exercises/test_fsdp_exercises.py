@@ -26,7 +26,10 @@ POLICY = "from torch.distributed.fsdp import MixedPrecisionPolicy\n\npolicy = Mi
 WRAP_UNDER_TARGET = {
     "not-distributed": {UNIT: "pass", "fully_shard(model)": "pass"},
     "no-optimizer": f"return {ADAM}  ->  return model",
-    "no-root": "fully_shard(model)  ->  pass",
+    "no-root": [
+        "fully_shard(model)  ->  pass",
+        "fully_shard(model)  ->  fully_shard([model.embedding, model.head])",
+    ],
     "only-root": f"{UNIT}  ->  pass",
     "too-many-gathers": [
         f"{UNIT}  ->  {EACH_BLOCK})",
@@ -153,6 +156,10 @@ RESHARD_RIGHT = {
         f"pieces.append({READ})": f"out[start - begin : stop - begin] = {READ}",
         JOINED: "return out",
     },
+    "whole numbers of NumPy": f"{READ}  ->  read(*__import__('numpy').array([{READ[5:-1]}]))",
+    "limits from torch.chunk": f"{BOUNDS}  ->  "
+    "own = [*torch.arange(rows).chunk(ranks), *[torch.empty(0)] * ranks][rank]\n"
+    "begin, end = (own[0], own[-1] + 1) if len(own) else (0, 0)",
     "an empty slice of every file": "if start < stop:  ->  start = min(start, rows)\nstop = max(start, stop)\n"
     "if file * old <= start <= stop <= min(rows, (file + 1) * old):",
 }

@@ -79,6 +79,9 @@ TOP_K_MEAN = {
     "indices = (total.abs() > least).nonzero().flatten()",
     "any-shape": "mean.view_as(gradient)  ->  mean.view(gradient.shape[0], gradient.shape[1])",
     "large-indices": [as_dtype("torch.uint8"), as_dtype("torch.float16")],
+    "value": f"{ADDED}  ->  {ADDED} * n\n"
+    "mean /= torch.zeros_like(mean).index_add_(0, all_indices, torch.ones_like(all_values)).clamp(min=1)",
+    "error": as_dtype("torch.int16"),
     "input-changed": "(gradient + residual)  ->  gradient.add_(residual)",
     "shape": "mean.view_as(gradient)  ->  mean",
     "hang": hangs(f"{SEND_VALUES}  ->  if dist.get_rank():\n    dist.send(values, dst=0)\n    dist.barrier()"),
