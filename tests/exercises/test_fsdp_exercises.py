@@ -156,7 +156,7 @@ RESHARD_RIGHT = {
         f"pieces.append({READ})": f"out[start - begin : stop - begin] = {READ}",
         JOINED: "return out",
     },
-    "whole numbers of NumPy": f"{READ}  ->  read(*__import__('numpy').array([{READ[5:-1]}]))",
+    "whole numbers as tensors": f"{READ}  ->  read(*torch.tensor([{READ[5:-1]}]))",
     "limits from torch.chunk": f"{BOUNDS}  ->  "
     "own = [*torch.arange(rows).chunk(ranks), *[torch.empty(0)] * ranks][rank]\n"
     "begin, end = (own[0], own[-1] + 1) if len(own) else (0, 0)",
