@@ -342,6 +342,8 @@ check.clip_sharded(clip_sharded)
 def accumulate(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]):
     """Accumulate the gradient of the mean loss over all samples of all micro-batches and ranks.
 
+    Afterwards every backward synchronises again, as it did before.
+
     Parameters
     ----------
     model : nn.Module

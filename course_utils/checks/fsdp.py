@@ -8,16 +8,19 @@ process to 1e-12.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
-from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, paper_problem, show
+from ..costs import bytes_sent
+from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, crosses, load_hints, number, paper_problem, sent, show
 from .training import (
     ROUNDS,
+    Passes,
     average,
     batches_of,
     compare,
@@ -33,123 +36,7 @@ __all__ = [
     "HINTS", "accumulate", "clip_sharded", "fewest_internode_bytes", "fsdp_traffic", "reshard", "wrap_under_target",
 ]  # fmt: skip
 
-HINTS: dict[str, dict[str, str]] = {
-    "wrap_under_target": {
-        "no-optimizer": "Return the optimizer: torch.optim.Adam with the learning rate that was given.",
-        "no-root": "The parameters outside of the blocks are still whole on every rank, and nobody averages their "
-        "gradients. Shard the model itself too, after its parts.",
-        "only-root": "One unit holds the whole model: it is gathered before the first layer and stays until backward "
-        "ends. Shard parts of the model first, then the model.",
-        "too-many-gathers": "The peak is low, but the units are so small that too many messages travel, and each pays "
-        "its latency. fully_shard also takes a list of modules, and makes one unit of them.",
-        "too-large": "The units are too large: while backward computes one, the next is gathered already, so that two "
-        "are there at once. What is in no unit of its own belongs to the root, which stays from forward to backward.",
-        "kept": "Blocks are still whole after forward. With reshard_after_forward=False the messages get fewer, but at "
-        "the end of forward all units are held.",
-        "optimizer-before": "The optimizer holds the parameters that were there before the sharding. fully_shard "
-        "replaces them by DTensors, so that these are never updated. Make the optimizer last.",
-        "precision": "The parameters or the gradients pass through another dtype. That saves bytes, but it is not the "
-        "same step as that of one process.",
-    },
-    "fewest_internode_bytes": {
-        "no-root": "Some parameters are still whole on every rank. Shard the model itself too, after its blocks, with "
-        "the same mesh.",
-        "replicas": "A rank holds more than its share of the parameters. Inside a node each rank holds one piece: the "
-        "second dimension of the mesh has as many ranks as a node.",
-        "full-shard": "All ranks form one shard group, so that these all-gathers cross the nodes. Shard inside a "
-        "node, replicate across nodes: a mesh with two dimensions, given to every fully_shard, the model's too.",
-        "transposed": "A shard group has one rank of each node, so that the all-gathers, which are most of the "
-        "traffic, cross the nodes. The first dimension of the mesh replicates, the second one shards.",
-        "swapped": "The shard groups have as many ranks as there are nodes. The mesh has one row for each node, and "
-        "a column for each rank of a node.",
-        "wrong-ranks": "The groups have the right sizes, but ranks of different nodes are in one shard group. Node 0 "
-        "has the first ranks, node 1 the next ones: row by row, as torch.arange counts.",
-        "nodes-apart": "Each node trains alone: nothing travels between them, and their gradients differ. Give "
-        "fully_shard the mesh with both dimensions.",
-        "precision": "Fewer bytes than the gradients have in float64: they pass through a smaller dtype, and the step "
-        "is another one.",
-        "too-many-bytes": "The groups are right, but more bytes cross the nodes than the all-reduce of each rank's "
-        "shard of the gradients needs.",
-    },
-    "reshard": {
-        "tensor": "Return a tensor with the rows of this rank.",
-        "dtype": "The rows have another dtype than in the files. torch.cat and slices keep it; torch.empty and "
-        "torch.zeros make float32 unless told.",
-        "dropped": "Rows are missing. If the number of ranks does not divide the rows, the shards differ: each has "
-        "ceil(rows / ranks) rows, the last ones less or none.",
-        "balanced": "That is the division into parts as equal as possible. FSDP2 divides like torch.chunk: "
-        "ceil(rows / ranks) rows each, as long as there are some.",
-        "padding": "There are rows that the tensor does not have. FSDP2 pads shards when it sends them; a shard "
-        "itself is not padded.",
-        "order": "The right rows in another order. Row i of the tensor comes before row i + 1.",
-        "own-file": "This is the file of the same number, as if the number of ranks had not changed.",
-        "whole": "This is the whole tensor. It may not fit into the memory of one rank: return this rank's rows.",
-        "no-rows": "Right until a rank has no rows. Its shard is an empty tensor with the right number of columns: "
-        "read(0, 0, 0) gives one.",
-        "wrong-rows": "As many rows as there should be, from wrong places. Shards of N ranks begin at multiples of "
-        "ceil(rows / N), also those in the files; start and stop count inside of the file.",
-        "past-the-end": "There is no such row, or no such file. Shards of N ranks begin at multiples of ceil(rows / "
-        "N); the last files are shorter or empty. start and stop count inside of the file.",
-        "every-file": "Every rank reads the whole checkpoint. With many ranks the storage has to deliver it as many "
-        "times. Read the rows that this rank needs.",
-        "more-rows": "Rows are read that this rank does not need. Read a part of a file where a part is enough.",
-        "many-reads": "A file is read in several pieces. Rows that follow each other come with one read.",
-    },
-    "clip_sharded": {
-        "tensor": "Return the norm as a tensor with one element, or as a number.",
-        "local": "This is the norm of what this rank holds. Each rank would then scale by another coefficient. The "
-        "squares of all ranks have to be added.",
-        "sum-of-norms": "Norms do not add up, their squares do: add the squares, and take one root at the end.",
-        "no-root": "This is the square of the norm.",
-        "mean": "The squares are averaged over the ranks. Each rank holds other elements: add them.",
-        "replicated-twice": "A gradient that every rank holds is counted once for every rank. Add its squares after "
-        "the all-reduce, or let one rank bring them.",
-        "replicated-forgotten": "The replicated gradients are not in the norm.",
-        "norm-after": "The norm before clipping is asked for. It is what one watches during training.",
-        "not-scaled": "The norm is right, and the gradients are as before. Scale them in place: gradient.mul_(…).",
-        "replicated-not-scaled": "All gradients have to be scaled, the replicated ones too.",
-        "scaled-up": "The norm is below max_norm, and the gradients were made larger. Clipping never does: the "
-        "coefficient is at most 1.",
-        "each-tensor": "Each gradient is clipped by its own norm, which changes their direction. There is one "
-        "coefficient for all.",
-        "zero": "All gradients are zero, and the coefficient is 0 / 0. Add a small number to the norm before you "
-        "divide by it; PyTorch takes 1e-6.",
-        "gathered": "The gradients themselves travel. The squares can be added where they are; one number is enough.",
-        "too-many-messages": "More than one message. Add the squares of all tensors before you send.",
-        "hang": "Some ranks skip the all-reduce. A rank without any rows must take part as well, with zero.",
-    },
-    "accumulate": {
-        "every-micro-batch": "The gradients are reduce-scattered after each micro-batch: the result is right, the "
-        "traffic is wasted. model.set_requires_gradient_sync(False) lets backward only accumulate.",
-        "recurse": "The root waits, the units below it do not. set_requires_gradient_sync works on all of them unless "
-        "recurse is False.",
-        "never": "The gradients were never reduced: the parameters have none. Turn synchronisation on again before "
-        "the last backward.",
-        "too-early": "The gradients were reduced before the last micro-batch, and not after it, so that some are "
-        "missing. Which backward has to synchronise?",
-        "not-scaled": "backward adds up the gradients of all micro-batches. The mean is asked for: scale each loss.",
-        "mean-of-means": "The last micro-batch is smaller, so its samples weigh too much. Scale each loss by its "
-        "share of the samples.",
-        "divided-twice": "FSDP divides by the number of ranks already.",
-        "only-last": "Only the last micro-batch is in the gradient. Which call throws away what was accumulated?",
-        "one-batch": "All micro-batches went through the model at once. Accumulation is there because that does not "
-        "fit into memory.",
-        "one-micro-batch": "With one micro-batch there is nothing to accumulate; the answer must work all the same.",
-    },
-    "fsdp_traffic": {
-        "root-twice": "The root unit is not freed after forward: backward begins with it. It is gathered once.",
-        "forward-only": "A block is freed after its forward, so that backward has to gather it a second time.",
-        "no-root": "What stands outside of the blocks, embedding and head, forms a unit as well: the root.",
-        "per-micro-batch": "In accumulation the gradients are reduced once, with the last micro-batch.",
-        "gathered-once": "Blocks are freed after each forward and each backward, so that every micro-batch gathers "
-        "them anew.",
-        "all-reduce": "A reduce-scatter sends half of what an all-reduce does: (N-1)/N of the gradients.",
-        "share": "A rank has its own share already: (N-1)/N of a unit travels.",
-        "one-dtype": "Parameters travel in one precision, gradients in another. Take the bytes of each.",
-        "elements": "These are numbers of elements. Multiply by the bytes of each.",
-        "giga": "GB are 10⁹ bytes.",
-    },
-}  # fmt: skip
+HINTS = load_hints("fsdp")
 
 # ------------------------------------------------------------------------------------------------ models and numbers
 
@@ -169,27 +56,21 @@ def _ready(n: int) -> None:
     launch(_first_use, world_size=n, backend=BACKEND, timeout=120)
 
 
-def _whole(value: Tensor | None) -> Tensor | None:
-    """A tensor without DTensor around it, all shards together."""
-    from torch.distributed.tensor import DTensor
-
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _local(value: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _is_sharded(value: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(value, DTensor)
 
 
+def _unsharded(module: nn.Module) -> list[str]:
+    """The parameters that are whole on this rank now."""
+    return [name for name, p in module.named_parameters() if not _is_sharded(p)]
+
+
 def _whole_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else _whole(p.grad).clone() for name, p in module.named_parameters()}
+    """Gradients by name, all shards of each together."""
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    return {name: g.full_tensor() if _is_sharded(g) else g for name, g in gradients.items()}
 
 
 def _gpt(layers: int, hidden: int = 12) -> nn.Module:
@@ -240,7 +121,7 @@ def _wrapped_steps(words: Tensor, fn: Callable, layers: int) -> dict:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     out = {
         "optimizer": None, "stepped": all(id(p) in stepped for p in model.parameters()), "losses": [],
-        "plain": [name for name, p in model.named_parameters() if not _is_sharded(p)],
+        "plain": _unsharded(model),
     }  # fmt: skip
     if out["plain"]:
         return out | {"some": len(out["plain"]) < len(list(model.parameters()))}
@@ -249,7 +130,7 @@ def _wrapped_steps(words: Tensor, fn: Callable, layers: int) -> dict:
         with record() as ledger, track(model, optimizer) if step else nullcontext() as tracker:
             loss = _loss(model, batch)
             forward = len(ledger)
-            kept = [name for name, p in model.blocks.named_parameters() if not _is_sharded(p)]
+            kept = _unsharded(model)
             loss.backward()
             optimizer.step()
         out["losses"].append(loss.item())
@@ -273,28 +154,27 @@ def wrap_under_target(fn: Callable, timeout: float = 4 * TIMEOUT) -> None:
         losses = [_loss(model, w[0]).item() for w in words]
         torch.optim.Adam(model.parameters(), RATE).step()
         after = [_loss(model, w[1]).item() for w in words]
-        for rank, outcome in enumerate(outcomes):
+        for rank, outcome in exercise.each(outcomes):
             got = outcome.result
-            exercise.require(not got["optimizer"], "no-optimizer", f"the function returned {got['optimizer']}.", rank)
-            what = f"{', '.join(got['plain'][:3])}: whole on every rank."
-            exercise.require(not got.get("some"), "no-root", what, rank)
+            exercise.require(not got["optimizer"], "no-optimizer", f"the function returned {got['optimizer']}.")
+            exercise.require(not got.get("some"), "no-root", f"{', '.join(got['plain'][:3])}: whole on every rank.")
             exercise.communicates(rank, outcome, n)
-            exercise.require(got["stepped"], "optimizer-before", "some parameters are not in the optimizer.", rank)
-            _same_step(exercise, rank, got, gradients, (losses[rank], after[rank]))
+            exercise.require(got["stepped"], "optimizer-before", "some parameters are not in the optimizer.")
+            _same_step(exercise, got, gradients, (losses[rank], after[rank]))
         said.append(_audit_units(exercise, outcomes, layers, n))
     exercise.passed(f"{said[0]}.")
 
 
-def _same_step(exercise: Exercise, rank: int, got: dict, gradients: dict, losses: tuple[float, float]) -> None:
+def _same_step(exercise: Exercise, got: dict, gradients: dict, losses: tuple[float, float]) -> None:
     """Compare gradients of the first step, and the losses of both, with those of one process."""
     for name, right in gradients.items():
         if not exact(got["gradients"][name], right):
             near = (got["gradients"][name] - right).norm() < 0.1 * right.norm()
             what = f"the gradient of {name} is wrong.{difference(got['gradients'][name], right)}"
-            exercise.refuse("precision" if near else "value", what, rank)
+            exercise.refuse("precision" if near else "value", what)
     for step, (loss, right) in enumerate(zip(got["losses"], losses, strict=True)):
         what = f"the loss of step {step + 1} is {loss:.9g}, in one process {right:.9g}."
-        exercise.require(math.isclose(loss, right, rel_tol=1e-9), "value", what, rank)
+        exercise.require(math.isclose(loss, right, rel_tol=1e-9), "value", what)
 
 
 def _audit_units(exercise: Exercise, outcomes: list[Outcome], layers: int, n: int) -> str:
@@ -302,16 +182,18 @@ def _audit_units(exercise: Exercise, outcomes: list[Outcome], layers: int, n: in
     model = _gpt(layers, HIDDEN)
     states = 4 * _padded(list(model.parameters()), n) / n
     limit = states + ALLOWED * sum(p.nbytes for p in model.blocks[0].parameters())
-    for rank, outcome in enumerate(outcomes):
-        got = outcome.result
-        forward, backward = got["gathers"]
-        gathers, peak = forward + backward, got["peak"].total
-        what = f"a step has {gathers} all-gathers of {layers + 1} allowed; the peak is {peak / 1e6:.2f} MB of "
+    most = layers + 1
+    for _, outcome in exercise.each(outcomes):
+        forward, backward = outcome.result["gathers"]
+        gathers, peak = forward + backward, outcome.result["peak"].total
+        blocks_kept = any(name.startswith("blocks.") for name in outcome.result["kept"])
+        what = f"a step has {gathers} all-gathers of {most} allowed; the peak is {peak / 1e6:.2f} MB of "
         what += f"{limit / 1e6:.2f} MB allowed."
-        exercise.require(gathers > 1 or peak <= limit, "only-root", what, rank)
-        exercise.require(backward > 0 or not got["kept"], "kept", what, rank)
-        exercise.require(gathers <= layers + 1, "too-many-gathers", what, rank)
-        exercise.require(peak <= limit, "too-large", what, rank)
+        exercise.require(gathers > 1 or peak <= limit, "only-root", what)
+        exercise.require(backward > 0 or not blocks_kept, "kept", what)
+        exercise.require(gathers != most + 1 or outcome.result["kept"], "root-again", what)
+        exercise.require(gathers <= most, "too-many-gathers", what)
+        exercise.require(peak <= limit, "too-large", what)
     return f"{gathers} all-gathers a step for {layers} blocks, peak {peak / 1e6:.1f} MB of {limit / 1e6:.1f} MB allowed"
 
 
@@ -323,39 +205,30 @@ def _hybrid_step(words: Tensor, fn: Callable, nodes: int, per_node: int) -> dict
 
     model = _gpt(2)
     fn(model, nodes, per_node)
+    plain = _unsharded(model)
+    held = sum(p.nbytes if name in plain else p.to_local().nbytes for name, p in model.named_parameters())
     with record() as ledger:
         _loss(model, words[0]).backward()
-    parameters = dict(model.named_parameters())
-    return {
-        "ledger": ledger, "held": sum(_local(p).nbytes for p in parameters.values()),
-        "plain": [name for name, p in parameters.items() if not _is_sharded(p)],
-        "gradients": _whole_gradients(model),
-    }  # fmt: skip
+    return {"ledger": ledger, "held": held, "plain": plain, "gradients": _whole_gradients(model)}
 
 
-def _crossing(rank: int, entry: Any, per_node: int) -> float:
-    """Bytes that ``rank`` sends to another node if the group's ring runs in the order of its ranks."""
-    size = len(entry.ranks)
-    after = entry.ranks[(entry.ranks.index(rank) + 1) % size]
-    if rank // per_node == after // per_node:
-        return 0.0
-    return {"all_reduce": 2, "broadcast": 0, "barrier": 0}.get(entry.op, 1) * (size - 1) / size * entry.bytes
-
-
-def _shard_group(exercise: Exercise, rank: int, group: tuple[int, ...], nodes: int, per_node: int) -> None:
+def _shard_group(exercise: Exercise, group: tuple[int, ...], nodes: int, per_node: int) -> None:
     """Refuse a group of ranks that share one copy of the parameters, unless it is the rank's node."""
-    node = range(rank // per_node * per_node, (rank // per_node + 1) * per_node)
-    if group == tuple(node):
+    first = exercise.rank // per_node * per_node
+    node = tuple(range(first, first + per_node))
+    if group == node:
         return
     touched = [r // per_node for r in group]
-    key = "wrong-ranks"
+    one_of_each = len(set(touched)) == len(touched) == nodes
     if len(group) == nodes * per_node:
         key = "full-shard"
-    elif len(group) == nodes != per_node or len(set(touched)) == len(touched) == nodes:
-        key = "transposed" if len(set(touched)) == len(touched) else "swapped"
-    elif len(group) < per_node:
-        key = "replicas"
-    exercise.refuse(key, f"the shards are gathered by ranks {group}; the node has ranks {tuple(node)}.", rank)
+    elif one_of_each:
+        key = "transposed"
+    elif len(group) == nodes != per_node:
+        key = "swapped"
+    else:
+        key = "replicas" if len(group) < per_node else "wrong-ranks"
+    exercise.refuse(key, f"the shards are gathered by ranks {group}; the node has ranks {node}.")
 
 
 @checked
@@ -367,128 +240,142 @@ def fewest_internode_bytes(fn: Callable, timeout: float = TIMEOUT) -> None:
         n, model = nodes * per_node, _gpt(2)
         _ready(n)
         words = _tokens(n, 1)
-        case = f"{nodes} nodes of {per_node}"
-        outcomes = exercise.run(_hybrid_step, words, fn, nodes, per_node, case=case)
-        padded = _padded(list(model.parameters()), per_node)
-        right = _mean_gradients(model, [w[0] for w in words])
-        crossing = [0.0] * n
-        for rank, outcome in enumerate(outcomes):
+        outcomes = exercise.run(_hybrid_step, words, fn, nodes, per_node, case=f"{nodes} nodes of {per_node}")
+        share = _padded(list(model.parameters()), per_node) // per_node
+        for rank, outcome in exercise.each(outcomes):
             exercise.communicates(rank, outcome, n)
             got = outcome.result
-            what = f"{', '.join(got['plain'][:3])}: whole on every rank."
-            exercise.require(not got["plain"], "no-root", what, rank)
-            groups = {e.ranks for e in got["ledger"] if e.op in ("all_gather", "reduce_scatter")}
-            for group in sorted(groups):
-                _shard_group(exercise, rank, group, nodes, per_node)
-            what = f"{got['held']} bytes of parameters are held; the node's share is {padded // per_node}."
-            exercise.require(got["held"] <= padded // per_node, "replicas", what, rank)
-            crossing[rank] = sum(_crossing(rank, e, per_node) for e in got["ledger"])
-        enough, total = 2 * (nodes - 1) * padded, sum(crossing)
-        what = f"{total:,.0f} bytes cross the nodes in a step; {enough:,} are enough."
-        for rank, outcome in enumerate(outcomes):
-            wrong = next((k for k, g in right.items() if not exact(outcome.result["gradients"][k], g)), None)
-            if wrong:
-                key = "nodes-apart" if total == 0 else "precision" if total < 0.99 * enough else "value"
-                got = outcome.result["gradients"][wrong]
-                exercise.refuse(key, f"the gradient of {wrong} is wrong.{difference(got, right[wrong])}", rank)
-        exercise.require(total <= 1.001 * enough, "too-many-bytes", what)
+            exercise.require(not got["plain"], "no-root", f"{', '.join(got['plain'][:3])}: whole on every rank.")
+            for group in sorted({e.ranks for e in got["ledger"] if e.op in ("all_gather", "reduce_scatter")}):
+                _shard_group(exercise, group, nodes, per_node)
+            what = f"{got['held']} bytes of parameters are held; the node's share is {share}."
+            exercise.require(got["held"] <= share, "replicas", what)
+        said.append(_audit_nodes(exercise, outcomes, _mean_gradients(model, [w[0] for w in words]), share, per_node))
         blocks, whole = (_padded(list(module.parameters()), n) for module in (model.blocks, model))
-        said.append((total, nodes * (n - 1) / n * (2 * whole + blocks)))  # all ranks: only blocks are gathered twice
-    few, all_ranks = said[0]
+        said.append(nodes * (n - 1) / n * (2 * whole + blocks))  # over all ranks: only blocks are gathered twice
+    few, all_ranks, *_ = said
     print(f"Exercise 2 passed: {few:,.0f} bytes cross 3 nodes of 2; sharded over all 6 ranks, {all_ranks:,.0f} would.")
+
+
+def _audit_nodes(
+    exercise: Exercise, outcomes: list[Outcome], right: dict[str, Tensor], share: int, per_node: int
+) -> float:
+    """Refuse wrong gradients, and more than one all-reduce of each shard between nodes; the bytes that cross them."""
+    crossing = [[e for e in out.result["ledger"] if crosses(e, rank, per_node)] for rank, out in enumerate(outcomes)]
+    total, nodes = sum(map(sent, crossing)), len(outcomes) // per_node
+    factor = 2 * (nodes - 1) / nodes
+    for rank, outcome in exercise.each(outcomes):
+        wrong = next((name for name, g in right.items() if not exact(outcome.result["gradients"][name], g)), None)
+        if wrong:
+            less = total < 0.99 * factor * share * len(outcomes)
+            key = "nodes-apart" if total == 0 else "precision" if less else "value"
+            got = outcome.result["gradients"][wrong]
+            exercise.refuse(key, f"the gradient of {wrong} is wrong.{difference(got, right[wrong])}")
+        limits = (factor * outcome.result["held"], factor * share)
+        exercise.audit(
+            crossing[rank], sent=limits, where="between the nodes ", keys={"not-distributed": "too-few-bytes"}
+        )
+    return total
 
 
 # ------------------------------------------------------------------------------------------------ resharding
 
 
-class _Files:
-    """The shards that N ranks have saved; counts what is read."""
+def _shards(whole: Tensor, ranks: int) -> list[Tensor]:
+    """The rows of each rank: those of torch.chunk, then empty ones."""
+    chunks = list(whole.chunk(ranks))
+    return chunks + [whole[:0]] * (ranks - len(chunks))
 
-    def __init__(self, whole: Tensor, saved: int):
-        chunks = list(whole.chunk(saved))
-        self.files = chunks + [whole[:0]] * (saved - len(chunks))
-        self.reads: list[tuple[int, int]] = []
-        self.missing = ""
 
-    def __call__(self, file: int, start: int, stop: int) -> Tensor:
-        rows = len(self.files[file]) if 0 <= file < len(self.files) else -1
+def _reader(files: list[Tensor]) -> tuple[Callable, list[tuple[int, int]], list[str]]:
+    """``read(file, start, stop)``; the file and the number of rows of each read; the reads of what does not exist."""
+    reads, missing = [], []
+
+    def read(file: SupportsIndex, start: SupportsIndex, stop: SupportsIndex) -> Tensor:
+        file, start, stop = map(operator.index, (file, start, stop))
+        rows = len(files[file]) if 0 <= file < len(files) else -1
         if not 0 <= start <= stop <= rows:
-            has = f"it has {rows} rows" if rows >= 0 else f"files are 0 to {len(self.files) - 1}"
-            self.missing = self.missing or f"read({file}, {start}, {stop}): {has}."
-            return self.files[0][:0].clone()
+            has = f"it has {rows} rows" if rows >= 0 else f"files are 0 to {len(files) - 1}"
+            missing.append(f"read({file}, {start}, {stop}): {has}.")
+            return files[0][:0].clone()
         if stop > start:
-            self.reads.append((file, stop - start))
-        return self.files[file][start:stop].clone()
+            reads.append((file, stop - start))
+        return files[file][start:stop].clone()
+
+    return read, reads, missing
 
 
 _CHECKPOINTS = (
     (12, 4, 2), (12, 2, 4), (12, 3, 3), (10, 4, 3), (10, 3, 4), (13, 5, 2), (5, 4, 2), (9, 4, 4), (7, 3, 1),
     (7, 1, 3), (5, 2, 4), (2, 3, 5),
 )  # fmt: skip
-COLUMNS = 3
+_KINDS = ((3, torch.bfloat16), (1, torch.float64), (4, torch.int64), (2, torch.float32))  # columns and dtype, in turn
+
+
+def _checkpoint(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose numbers are all different, in no order, and not zero."""
+    numbers = 1 + torch.randperm(200, generator=torch.Generator().manual_seed(rows))
+    return numbers[: rows * columns].view(rows, columns).to(dtype)
 
 
 @checked
 def reshard(fn: Callable) -> None:
     """Check ``fn(rows, saved, rank, ranks, read) -> rows of this rank``, read from the fewest bytes."""
     exercise = Exercise("Exercise 3", HINTS["reshard"])
-    for rows, saved, ranks in _CHECKPOINTS:
-        whole = (1 + torch.arange(rows * COLUMNS)).view(rows, COLUMNS).to(torch.bfloat16)
-        shards = _Files(whole, ranks).files
-        for rank, right in enumerate(shards):
-            exercise.case = f"{rows} rows saved by {saved} ranks, loaded by {ranks}"
+    for i, (rows, saved, ranks) in enumerate(_CHECKPOINTS):
+        whole = _checkpoint(rows, *_KINDS[i % len(_KINDS)])
+        exercise.case = f"{rows} rows saved by {saved} ranks, loaded by {ranks}"
+        for rank, right in exercise.each(_shards(whole, ranks)):
             exercise.fallback = "no-rows" if not len(right) else None
-            read = _Files(whole, saved)
+            read, reads, missing = _reader(_shards(whole, saved))
             got = exercise.call(fn, rows, saved, rank, ranks, read)
-            exercise.require(not read.missing, "past-the-end", f"there is nothing at {read.missing}", rank)
-            exercise.require(isinstance(got, Tensor), "tensor", f"the function returned {show(got)}.", rank)
+            exercise.require(not missing, "past-the-end", f"there is nothing at {''.join(missing[:1])}")
+            exercise.require(isinstance(got, Tensor), "tensor", f"the function returned {show(got)}.")
             if got.shape != right.shape or not torch.equal(got.to(right.dtype), right):
-                _refuse_shard(exercise, rank, got, right, whole, (saved, ranks))
-            what = f"the dtype is {got.dtype}, in the files {right.dtype}."
-            exercise.require(got.dtype == right.dtype, "dtype", what, rank)
-            _audit_reads(exercise, rank, read, len(right), rows)
+                _refuse_shard(exercise, got, right, whole, saved, ranks)
+            key = exercise.fallback or "dtype"
+            exercise.require(got.dtype == right.dtype, key, f"the dtype is {got.dtype}, in the files {right.dtype}.")
+            _audit_reads(exercise, reads, len(right), rows)
     print(f"Exercise 3 passed on {len(_CHECKPOINTS)} checkpoints: each rank reads its own rows, and each of them once.")
 
 
-def _refuse_shard(exercise: Exercise, rank: int, got: Tensor, right: Tensor, whole: Tensor, sizes: tuple) -> None:
-    saved, ranks = sizes
-    rows, small = len(whole), len(whole) // ranks
-    floor = whole[rank * small : (rank + 1) * small]
-    balanced = whole.tensor_split(ranks)[rank]
-    same = got.dim() == 2 and got.shape[1] == COLUMNS
-    listed, wanted = ([tuple(row) for row in t.tolist()] if same else [] for t in (got, right))
-    own = _Files(whole, saved).files[rank] if rank < saved else whole[:0]
-    width = -(-rows // ranks)
+def _refuse_shard(exercise: Exercise, got: Tensor, right: Tensor, whole: Tensor, saved: int, ranks: int) -> None:
+    """Refuse wrong rows with the hint of the division, or the order, that gives them."""
+    rows, rank = len(whole), exercise.rank
+    lines = f"\n  expected  {show(right)}\n  got       {show(got)}"
+    if got.dim() != 2 or got.shape[1] != whole.shape[1]:
+        exercise.refuse("shape", f"the shard is wrong.{lines}")
+    floor, width = rows // ranks, -(-rows // ranks)
+    listed, wanted, known = ([tuple(row) for row in t.tolist()] for t in (got, right, whole))
+    own = _shards(whole, saved)[rank] if rank < saved else whole[:0]
     traps = {
         "order": sorted(listed) == sorted(wanted) and listed != wanted,
-        "padding": len(listed) == width > len(wanted) and listed == wanted + [(0.0,) * COLUMNS] * (width - len(wanted)),
-        "whole": same and ranks > 1 and torch.equal(got, whole),
-        "equal split": same and torch.equal(got, floor),
-        "own-file": same and len(own) and torch.equal(got, own),
-        "balanced": same and rows % ranks and torch.equal(got, balanced),
-        "dropped": same and len(listed) < len(wanted) and set(listed) <= set(wanted),
-        "wrong-rows": same and len(listed) == len(wanted) and set(listed) <= {tuple(row) for row in whole.tolist()},
-    }  # fmt: skip
-    key = next((key for key, found in traps.items() if found), "value" if got.shape == right.shape else "shape")
-    key = "dropped" if key == "equal split" else key
-    lines = f"\n  expected  {show(right)}\n  got       {show(got)}"
-    exercise.refuse(key, f"the shard is wrong.{lines}", rank)
+        "padding": len(listed) == width and listed == wanted + [(0,) * whole.shape[1]] * (width - len(wanted)),
+        "whole": ranks > 1 and torch.equal(got, whole),
+        "dropped": listed == known[rank * floor : (rank + 1) * floor],
+        "own-file": len(own) and torch.equal(got, own),
+        "balanced": rows % ranks and torch.equal(got, whole.tensor_split(ranks)[rank]),
+    }
+    key = next((key for key, found in traps.items() if found), None)
+    if key is None and set(listed) <= set(known) and len(listed) <= len(wanted):
+        less = len(listed) < len(wanted)
+        key = "wrong-rows" if not less else "dropped" if set(listed) <= set(wanted) else None
+    exercise.refuse(key or ("value" if got.shape == right.shape else "shape"), f"the shard is wrong.{lines}")
 
 
-def _audit_reads(exercise: Exercise, rank: int, read: _Files, needed: int, rows: int) -> None:
-    count = sum(size for _, size in read.reads)
+def _audit_reads(exercise: Exercise, reads: list[tuple[int, int]], needed: int, rows: int) -> None:
+    count = sum(size for _, size in reads)
     what = f"{count} rows are read; {needed} are enough."
-    exercise.require(count <= needed, "every-file" if count >= rows else "more-rows", what, rank)
-    files = [file for file, _ in read.reads]
-    what = f"{len(files)} reads of {len(set(files))} files."
-    exercise.require(len(files) == len(set(files)), "many-reads", what, rank)
+    exercise.require(count <= needed, "every-file" if count >= rows else "more-rows", what)
+    files = [file for file, _ in reads]
+    exercise.require(len(files) == len(set(files)), "many-reads", f"{len(files)} reads of {len(set(files))} files.")
 
 
 # ------------------------------------------------------------------------------------------------ clipping
 
 
 def _pieces(whole: Sequence[Tensor], ranks: int, rank: int) -> list[Tensor]:
-    return [_Files(g, ranks).files[rank].clone() for g in whole]
+    return [_shards(g, ranks)[rank].clone() for g in whole]
 
 
 def _gradient_set(seed: int, shapes: Sequence[tuple[int, ...]], size: float) -> list[Tensor]:
@@ -501,6 +388,7 @@ def _clip(x: Tensor, fn: Callable, sharded: list, replicated: list, max_norm: fl
 
     own = _pieces(sharded, dist.get_world_size(), dist.get_rank())
     copies = [g.clone() for g in replicated]
+    sharded.clear()  # the rows of other ranks have to be sent
     norm = fn(list(own), list(copies), max_norm)
     return {"norm": norm, "sharded": own, "replicated": copies}
 
@@ -526,12 +414,14 @@ def clip_sharded(fn: Callable, timeout: float = TIMEOUT) -> None:
         case = f"a norm of {norm:.4g}, max_norm {max_norm:g}" + ", nothing replicated" * (not copies)
         inputs = [torch.zeros(1)] * n
         outcomes = exercise.run(_clip, inputs, fn, sharded, replicated, max_norm, case=case, fallback=fallback)
-        for rank, outcome in enumerate(outcomes):
+        for rank, outcome in exercise.each(outcomes):
             exercise.communicates(rank, outcome, n)
-            _clipped_norm(exercise, rank, n, outcome.result["norm"], sharded, replicated, max_norm)
-            _clipped(exercise, rank, n, outcome.result, sharded, replicated, max_norm)
-            if n > 1:
-                _audit_clip(exercise, rank, outcome)
+            _clipped_norm(exercise, n, outcome.result["norm"], sharded, replicated, max_norm)
+            _clipped(exercise, n, outcome.result, sharded, replicated, max_norm)
+            exercise.audit(
+                outcome.ledger, calls=1, largest=8 * n,
+                keys={"too-large": "gathered", "too-many-calls": "too-many-messages"},
+            )  # fmt: skip
     exercise.passed("one number travels, and every gradient gets the coefficient of one process.")
 
 
@@ -539,103 +429,91 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(t.square().sum()) for t in tensors))
 
 
-def _near(got: float, expected: float) -> bool:
-    return math.isclose(got, expected, rel_tol=1e-5, abs_tol=1e-12)
+def _near(got: float, expected: float, tolerance: float = 1e-5) -> bool:
+    return math.isclose(got, expected, rel_tol=tolerance, abs_tol=1e-12)
 
 
-def _clipped_norm(
-    exercise: Exercise, rank: int, n: int, got: Any, sharded: list, replicated: list, max_norm: float
-) -> None:
-    number = isinstance(got, (int, float)) or isinstance(got, Tensor) and got.numel() == 1
-    exercise.require(number, "tensor", f"the function returned {show(got)}.", rank)
-    got, right = float(got), _norm([*sharded, *replicated])
-    if _near(got, right):
+def _clipped_norm(exercise: Exercise, n: int, got: Any, sharded: list, replicated: list, max_norm: float) -> None:
+    value = number(got.reshape(()) if isinstance(got, Tensor) and got.numel() == 1 else got)
+    exercise.require(value is not None, "tensor", f"the function returned {show(got)}.")
+    right = _norm([*sharded, *replicated])
+    if _near(value, right, 1e-10):
         return
     by_rank = [_norm([*_pieces(sharded, n, r), *replicated]) for r in range(n)]
     shards = [_norm(_pieces(sharded, n, r)) for r in range(n)]
     parts, copies = [_norm([g]) for g in (*sharded, *replicated)], _norm(replicated)
     traps = {
-        "local": [by_rank[rank], shards[rank]],
+        "float32": [right],
         "no-root": [right**2],
-        "replicated-twice": [math.hypot(*by_rank)],
         "replicated-forgotten": [math.hypot(*shards)],
-        "mean": [math.hypot(*by_rank) / math.sqrt(n), math.hypot(math.hypot(*shards) / math.sqrt(n), copies)],
-        "sum-of-norms": [sum(by_rank), sum(shards), sum(shards) + copies, sum(parts), math.fsum(by_rank) / n],
         "norm-after": [min(right, max_norm)],
-    }  # fmt: skip
-    if n == 1:
-        traps = {key: wrong for key, wrong in traps.items() if key in ("no-root", "norm-after", "replicated-forgotten")}
-    key = next((key for key, some in traps.items() if any(_near(got, w) for w in some)), "value")
-    exercise.refuse(key, f"the norm is wrong.\n  one process  {right:.6g}\n  this rank    {got:.6g}", rank)
+    }
+    if n > 1:
+        traps |= {
+            "local": [by_rank[exercise.rank], shards[exercise.rank]],
+            "replicated-twice": [math.hypot(*by_rank)],
+            "mean": [math.hypot(*by_rank) / math.sqrt(n), math.hypot(math.hypot(*shards) / math.sqrt(n), copies)],
+            "sum-of-norms": [sum(by_rank), sum(shards), sum(shards) + copies, sum(parts), math.fsum(by_rank) / n],
+        }
+    key = next((key for key, some in traps.items() if any(_near(value, wrong) for wrong in some)), "value")
+    exercise.refuse(key, f"the norm is wrong.\n  one process  {right:.10g}\n  this rank    {value:.10g}")
 
 
-def _clipped(
-    exercise: Exercise, rank: int, n: int, got: dict, sharded: list, replicated: list, max_norm: float
-) -> None:
+def _clipped(exercise: Exercise, n: int, got: dict, sharded: list, replicated: list, max_norm: float) -> None:
     """Compare the gradients with those that one process clips."""
-    own, norm = _pieces(sharded, n, rank), _norm([*sharded, *replicated])
+    whole, before = [*sharded, *replicated], [*_pieces(sharded, n, exercise.rank), *replicated]
+    found, norm = [*got["sharded"], *got["replicated"]], _norm(whole)
     factor = min(1.0, max_norm / (norm + 1e-6))
-    found, before = [*got["sharded"], *got["replicated"]], [*own, *replicated]
-    lost = any(bool(g.isnan().any()) for g in found)
-    exercise.require(not lost, "zero", "some gradients are nan.", rank)
-    for tensor, old in zip(found, before, strict=True):
-        right = factor * old
-        if tensor.shape == right.shape and torch.allclose(tensor, right, rtol=1e-5, atol=1e-12):
-            continue
+    exercise.require(not any(bool(g.isnan().any()) for g in found), "zero", "some gradients are nan.")
 
-        def scaled(by: float, old: Tensor = old, tensor: Tensor = tensor) -> bool:
-            return torch.allclose(tensor, by * old, rtol=1e-4, atol=1e-12)
+    def scaled(i: int, by: float) -> bool:
+        right = by * before[i]
+        return found[i].shape == right.shape and torch.allclose(found[i], right, rtol=1e-5, atol=1e-12)
 
-        kept, alone = scaled(1.0), [_norm([old]), *(_norm([g]) for g in (*sharded, *replicated))]
-        sharded_right = all(torch.allclose(a, factor * b, rtol=1e-5) for a, b in zip(got["sharded"], own, strict=True))
-        key = "value"
-        if kept:
-            key = "replicated-not-scaled" if sharded_right else "not-scaled"
-        elif norm < max_norm and scaled(max_norm / norm):
-            key = "scaled-up"
-        elif any(scaled(min(1.0, max_norm / (v + 1e-6))) for v in alone):
-            key = "each-tensor"
-        exercise.refuse(key, f"a gradient is wrong.\n  expected  {show(right)}\n  got       {show(tensor)}", rank)
-
-
-def _audit_clip(exercise: Exercise, rank: int, outcome: Outcome) -> None:
-    calls = [e for e in outcome.ledger if e.op != "barrier"]
-    size = sum(e.bytes for e in calls)
-    largest = max(e.bytes for e in calls)
-    exercise.require(largest <= 16, "gathered", f"a message has {largest} bytes; 8 are enough.", rank)
-    what = f"{len(calls)} messages with {size} bytes; one is enough."
-    exercise.require(len(calls) <= 1, "too-many-messages", what, rank)
+    right = [scaled(i, factor) for i in range(len(found))]
+    if all(right):
+        return
+    i, key = right.index(False), "value"
+    alone = [min(1.0, max_norm / (_norm([g]) + 1e-6)) for g in (before[i], *whole)]
+    if scaled(i, 1.0):
+        key = "replicated-not-scaled" if all(right[: len(sharded)]) else "not-scaled"
+    elif norm < max_norm and scaled(i, max_norm / norm):
+        key = "scaled-up"
+    elif any(scaled(i, by) for by in alone):
+        key = "each-tensor"
+    what = f"a gradient is wrong.\n  expected  {show(factor * before[i])}\n  got       {show(found[i])}"
+    exercise.refuse(key, what)
 
 
 # ------------------------------------------------------------------------------------------------ accumulation
 
+UNITS = 2  # of the net that accumulates
+SLACK = 64  # bytes that an answer may send beside the gradient, such as a number of samples
 
-UNITS = 2
 
+def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> dict:
+    """Two rounds of one rank, each with its own half of the table, and a plain backward afterwards.
 
-def _sharded_net() -> tuple[nn.Module, list[int]]:
-    """The small net, its first layer a unit, its last one in the root; and a list of the samples of each forward."""
+    The first layer is a unit, the last one is in the root.
+    """
     from torch.distributed.fsdp import fully_shard
 
-    net, seen = regression_net(), []
-    fully_shard(net[0])
-    fully_shard(net)
-    net.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-    return net, seen
-
-
-def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
-    """Two rounds of one rank; each has its own half of the table."""
     from course_utils import record
 
-    net, seen = _sharded_net()
-    out = []
+    net, rounds = regression_net(), []
+    fully_shard(net[0])
+    fully_shard(net)
+    passes = Passes(net)
     for half in table.chunk(ROUNDS):
         net.zero_grad()
         with record() as ledger:
             fn(net, batches_of(half, sizes))
-        out.append({"gradients": _whole_gradients(net), "ledger": ledger, "largest": max(seen, default=0)})
-    return out
+        rounds.append({
+            "gradients": _whole_gradients(net), "ledger": ledger, "largest": passes.largest, "alive": passes.alive,
+        })  # fmt: skip
+    with record() as ledger:
+        net(batches_of(table, sizes)[0][0]).sum().backward()
+    return {"rounds": rounds, "reduced afterwards": ledger.count("reduce_scatter")}
 
 
 @checked
@@ -649,19 +527,20 @@ def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
         data = [sample_table(ROUNDS * sum(sizes), 500 + 10 * n + rank) for rank in range(n)]
         case = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
         outcomes = exercise.run(_accumulate, data, fn, sizes, case=case, fallback=fallback)
-        for rank, outcome in enumerate(outcomes):
-            for number, result in enumerate(outcome.result):
-                halves = [batches_of(table.chunk(ROUNDS)[number], sizes) for table in data]
-                _accumulated(exercise, rank, result, halves, sizes, f"round {number + 1}: ")
+        for _, outcome in exercise.each(outcomes):
+            for i, result in enumerate(outcome.result["rounds"]):
+                halves = [batches_of(table.chunk(ROUNDS)[i], sizes) for table in data]
+                _accumulated(exercise, result, halves, sizes, f"round {i + 1}: ")
+            afterwards = outcome.result["reduced afterwards"]
+            what = f"the next backward reduce-scatters {afterwards} of {UNITS} units."
+            exercise.require(afterwards == UNITS, "left-off", what)
     exercise.passed("the gradients are reduce-scattered once, whatever the number of micro-batches.")
 
 
-def _accumulated(exercise: Exercise, rank: int, result: dict, halves: list, sizes: list[int], where: str) -> None:
+def _accumulated(exercise: Exercise, result: dict, halves: list, sizes: list[int], where: str) -> None:
     n, m, net = len(halves), len(sizes), regression_net()
-    got, largest = result["gradients"], result["largest"]
-    none = [name for name, g in got.items() if g is None]
-    reduced = result["ledger"].count("reduce_scatter")
-    exercise.require(not none, "never", f"{where}{', '.join(none)} has no gradient.", rank)
+    none = [name for name, g in result["gradients"].items() if g is None]
+    exercise.require(not none, "never", f"{where}{', '.join(none)} has no gradient.")
     parts = [[loss_gradient(net, x, y) for x, y in batches] for batches in halves]
     share = [size / sum(sizes) for size in sizes]
     right = average([weighted_sum(own, share) for own in parts])
@@ -673,66 +552,65 @@ def _accumulated(exercise: Exercise, rank: int, result: dict, halves: list, size
             "not-scaled": plain, "mean-of-means": weighted_sum([plain], [1 / m]),
             "only-last": [weighted_sum([last], [w]) for w in (1, 1 / m, share[-1])], "too-early": heads,
         }  # fmt: skip
-    compare(exercise, rank, got, right, traps, f"{where}the gradient")
-    what = f"{where}the model saw {largest} samples at once; a micro-batch has {max(sizes)} at most."
-    exercise.require(largest <= max(sizes), "one-batch", what, rank)
-    size, enough = result["ledger"].bytes("reduce_scatter"), _padded(list(net.parameters()), n)
-    key = "every-micro-batch" if reduced >= UNITS * m else "recurse"
-    what = f"{where}{size} bytes are reduce-scattered in {reduced} calls; {enough} bytes in {UNITS} calls are enough."
-    exercise.require(size <= enough, key, what, rank)
-    others = sum(e.bytes for e in result["ledger"] if e.op not in ("all_gather", "reduce_scatter", "barrier"))
-    exercise.require(others < enough, "too-many-bytes", f"{where}{others} bytes travel in other calls.", rank)
+    compare(exercise, exercise.rank, result["gradients"], right, traps, f"{where}the gradient")
+    what = f"{where}the model saw {result['largest']} samples at once; a micro-batch has {max(sizes)} at most."
+    exercise.require(result["largest"] <= max(sizes), "one-batch", what)
+    what = f"{where}{result['alive']} micro-batches have gone forward and not yet backward."
+    exercise.require(result["alive"] <= 1, "all-graphs", what)
+    gradients = [e for e in result["ledger"] if e.op != "all_gather"]
+    reduced = sum(e.op == "reduce_scatter" for e in gradients)
+    waste = "too-many-bytes" if reduced <= UNITS else "every-micro-batch" if reduced >= UNITS * m else "recurse"
+    plain, padded = sum(p.nbytes for p in net.parameters()), _padded(list(net.parameters()), n)
+    least, most = (bytes_sent("reduce_scatter", n, size) for size in (plain, padded))
+    exercise.audit(
+        gradients, sent=(least, most + SLACK), where=f"{where}apart from all-gathers, ",
+        keys={"too-many-bytes": waste, "not-distributed": "too-few-bytes"},
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ paper problem
 
 
-@checked
-def fsdp_traffic(fn: Callable) -> None:
-    """Check ``fn(layers, block, around, ranks, parameter, gradient, micro) -> (all-gathers, reduce-scatters, GB)``."""
-
-    def traffic(
-        gathers: Callable[[int, int], float] = lambda layers, m: m * (2 * layers + 1),
-        elements: Callable[[int, float, float, int], float] = lambda layers, p, root, m: m * (2 * layers * p + root),
-        reduces: Callable[[int, int], float] = lambda layers, m: layers + 1,
-        reduced: Callable[[int, float, float, int], float] = lambda layers, p, root, m: layers * p + root,
-        share: Callable[[int], float] = lambda n: (n - 1) / n,
-        widths: Callable[[float, float], tuple[float, float]] = lambda parameter, gradient: (parameter, gradient),
-        giga: float = 1e9,
-        times: float = 1,
-    ) -> Callable[..., tuple[float, ...]]:
-        def answer(layers: int, p: float, root: float, n: int, parameter: float, gradient: float, m: int):
-            a, b = widths(parameter, gradient)
-            sent = elements(layers, p, root, m) * a + times * reduced(layers, p, root, m) * b
-            return gathers(layers, m), reduces(layers, m), share(n) * sent / giga
-
-        return answer
-
-    first = (32, 201_379_840, 214_249_472, 64, 2, 4, 1)
-    paper_problem(
-        "Exercise 6", fn, traffic(),
-        [first, (12, 7_087_872, 39_385_344, 8, 4, 4, 2), (*first[:-1], 4), (5, 1e6, 3e6, 2, 2, 2, 3)],
-        {
-            "root-twice": [
-                traffic(lambda x, m: 2 * m * (x + 1), lambda x, p, r, m: 2 * m * (x * p + r)),
-                traffic(elements=lambda x, p, r, m: 2 * m * (x * p + r)),
-            ],
-            "forward-only": [traffic(lambda x, m: m * (x + 1), lambda x, p, r, m: m * (x * p + r))],
-            "no-root": [
-                traffic(
-                    lambda x, m: 2 * m * x, lambda x, p, r, m: 2 * m * x * p, lambda x, m: x, lambda x, p, r, m: x * p
-                ),
-                traffic(reduces=lambda x, m: x, reduced=lambda x, p, r, m: x * p),
-            ],
-            "per-micro-batch": traffic(
-                reduces=lambda x, m: m * (x + 1), reduced=lambda x, p, r, m: m * (x * p + r)
-            ),
-            "gathered-once": traffic(lambda x, m: 2 * x + 1, lambda x, p, r, m: 2 * x * p + r),
-            "all-reduce": traffic(times=2),
-            "share": [traffic(share=lambda n: 1), traffic(share=lambda n: 1 / n)],
-            "one-dtype": [traffic(widths=lambda a, b: (a, a)), traffic(widths=lambda a, b: (b, b))],
-            "elements": traffic(widths=lambda a, b: (1, 1)),
-            "giga": [traffic(giga=1), traffic(giga=1e6), traffic(giga=2**30)],
+@paper_problem(
+    "Exercise 6",
+    cases=[
+        (32, 201_379_840, 214_249_472, 64, 2, 4, 1), (12, 7_087_872, 39_385_344, 8, 4, 4, 2),
+        (32, 201_379_840, 214_249_472, 64, 2, 4, 4), (5, 1e6, 3e6, 2, 2, 2, 3),
+    ],
+    slips={
+        "root-twice": [
+            {"(2 * layers + 1)": "2 * (layers + 1)", "(2 * layers * block": "2 * (layers * block"},
+            "(2 * layers * block  ->  2 * (layers * block",
+        ],
+        "forward-only": {"(2 * layers + 1)": "(layers + 1)", "(2 * layers * block": "(layers * block"},
+        "no-root": [
+            {
+                "2 * layers + 1)": "2 * layers)", "2 * layers * block + around": "2 * layers * block",
+                "return gathers, layers + 1": "return gathers, layers", "(layers * block + around": "(layers * block",
+            },
+            {"return gathers, layers + 1": "return gathers, layers", "(layers * block + around": "(layers * block"},
+        ],
+        "per-micro-batch": {
+            "return gathers, layers + 1": "return gathers, micro_batches * (layers + 1)",
+            "reduced = (": "reduced = micro_batches * (",
         },
-        HINTS["fsdp_traffic"], ["all-gathers", "reduce-scatters", "GB"], tolerance=1e-3,
-    )  # fmt: skip
+        "gathered-once": {"gathers = micro_batches * ": "gathers = ", "gathered = micro_batches * ": "gathered = "},
+        "all-reduce": "reduced = (  ->  reduced = 2 * (",
+        "share": ["(ranks - 1) / ranks  ->  1", "(ranks - 1) / ranks  ->  1 / ranks"],
+        "one-dtype": [
+            "around) * gradient_bytes  ->  around) * parameter_bytes",
+            "around) * parameter_bytes  ->  around) * gradient_bytes",
+        ],
+        "elements": {") * parameter_bytes": ")", ") * gradient_bytes": ")"},
+        "giga": ["/ 1e9  ->  ", "/ 1e9  ->  / 1e6", "/ 1e9  ->  / 2**30"],
+    },
+    units=["all-gathers", "reduce-scatters", "GB"],
+    hints=HINTS["fsdp_traffic"],
+    tolerance=1e-3,
+)  # fmt: skip
+def fsdp_traffic(layers, block, around, ranks, parameter_bytes, gradient_bytes, micro_batches):
+    """Check ``fn(layers, block, around, ranks, parameter, gradient, micro) -> (all-gathers, reduce-scatters, GB)``."""
+    gathers = micro_batches * (2 * layers + 1)
+    gathered = micro_batches * (2 * layers * block + around) * parameter_bytes
+    reduced = (layers * block + around) * gradient_bytes
+    return gathers, layers + 1, (ranks - 1) / ranks * (gathered + reduced) / 1e9

@@ -3,18 +3,318 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 
 import pytest
 import torch
 import torch.distributed as dist
-import wrong_fsdp
-from exercise_cases import ExerciseTests
+import torch.nn.functional as F
+from exercise_cases import ExerciseTests, hangs
 from torch import nn
 
 from course_utils import launch
-from course_utils.checks import fsdp as fsdp
+from course_utils.checks import fsdp
 
 pytestmark = pytest.mark.guard(90)
+
+# ------------------------------------------------------------------------------------------------ units and peak
+
+UNIT = "fully_shard(blocks[i : i + 2])"
+EACH_BLOCK = "for block in blocks[i : i + 2]:\n    fully_shard(block"
+ADAM = "torch.optim.Adam(model.parameters(), learning_rate)"
+POLICY = "from torch.distributed.fsdp import MixedPrecisionPolicy\n\npolicy = MixedPrecisionPolicy"
+WRAP_UNDER_TARGET = {
+    "not-distributed": {UNIT: "pass", "fully_shard(model)": "pass"},
+    "no-optimizer": f"return {ADAM}  ->  return model",
+    "no-root": [
+        "fully_shard(model)  ->  pass",
+        "fully_shard(model)  ->  fully_shard([model.embedding, model.head])",
+    ],
+    "only-root": f"{UNIT}  ->  pass",
+    "too-many-gathers": [
+        f"{UNIT}  ->  {EACH_BLOCK})",
+        f"{UNIT}  ->  for block in blocks[i : i + 2]:\n    for layer in block.modules():\n"
+        "        if isinstance(layer, nn.Linear):\n            fully_shard(layer)",
+    ],
+    "root-again": "fully_shard(model)  ->  fully_shard(model, reshard_after_forward=True)",
+    "too-large": [
+        {"len(blocks), 2)": "len(blocks), 4)", "i + 2": "i + 4"},
+        "blocks[i : i + 2]  ->  blocks[i]",
+        {"len(blocks), 2)": "len(blocks), 3)", "i + 2": "i + 3"},
+    ],
+    "kept": f"{UNIT}  ->  {EACH_BLOCK}, reshard_after_forward=False)",
+    "optimizer-before": {f"return {ADAM}": "return optimizer", "blocks = list": f"optimizer = {ADAM}\nblocks = list"},
+    "precision": {
+        "blocks = list": f"{POLICY}(param_dtype=torch.bfloat16, output_dtype=torch.float64)\nblocks = list",
+        UNIT: "fully_shard(blocks[i : i + 2], mp_policy=policy)",
+    },
+    "error": {"fully_shard(model)": "pass", "blocks = list": "fully_shard(model)\nblocks = list"},
+}
+WRAP_UNDER_TARGET_RIGHT = {
+    "pairs from the end": "in range(0, len(blocks), 2)  ->  in reversed(range(0, len(blocks), 2))",
+    "AdamW without decay": f"{ADAM}  ->  "
+    "torch.optim.AdamW([*model.parameters()], learning_rate, weight_decay=0, foreach=False)",
+}
+
+# ------------------------------------------------------------------------------------------------ two-level cluster
+
+MESH = 'init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=names)'
+SHARD_BLOCK, SHARD_MODEL = "fully_shard(block, mesh=mesh)", "fully_shard(model, mesh=mesh)"
+OF_TABLE = 'dist.device_mesh.DeviceMesh("cpu", torch.arange(nodes * per_node).view('
+BETWEEN_NODES = """dist.all_reduce(p.grad.to_local().div_(nodes), group=mesh.get_group("replicate"))"""
+AND_ONCE_MORE = f"""{SHARD_MODEL}
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(lambda p: {BETWEEN_NODES})"""
+IN_A_NODE = {
+    SHARD_BLOCK: 'fully_shard(block, mesh=mesh["shard"])',
+    SHARD_MODEL: AND_ONCE_MORE.replace("mesh=mesh", 'mesh=mesh["shard"]'),
+}
+BEYOND_THE_LEDGER = """mesh.get_group("replicate")._get_backend(torch.device("cpu")).allreduce(
+        [p.grad.to_local().div_(nodes)]).wait()"""
+FEWEST_INTERNODE_BYTES = {
+    "not-distributed": {f"mesh = {MESH}": "pass", SHARD_BLOCK: "pass", SHARD_MODEL: "pass"},
+    "no-root": f"{SHARD_MODEL}  ->  pass",
+    "full-shard": [
+        {SHARD_BLOCK: "fully_shard(block)", SHARD_MODEL: "fully_shard(model)"},
+        f"{SHARD_MODEL}  ->  fully_shard(model)",
+    ],
+    "transposed": f"{MESH}  ->  {OF_TABLE}nodes, per_node).T.contiguous(), mesh_dim_names=names)",
+    "swapped": [
+        "(nodes, per_node), mesh  ->  (per_node, nodes), mesh",
+        "(nodes, per_node), mesh  ->  sorted((nodes, per_node), reverse=nodes < per_node), mesh",
+    ],
+    "wrong-ranks": f"{MESH}  ->  {OF_TABLE}per_node, nodes).T.contiguous(), mesh_dim_names=names)",
+    "replicas": "(nodes, per_node), mesh  ->  (nodes * per_node, 1), mesh",
+    "nodes-apart": f'{MESH}  ->  {MESH}["shard"]',
+    "precision": {
+        "names = (": f"{POLICY}(reduce_dtype=torch.bfloat16)\nnames = (",
+        SHARD_BLOCK: "fully_shard(block, mesh=mesh, mp_policy=policy)",
+        SHARD_MODEL: "fully_shard(model, mesh=mesh, mp_policy=policy)",
+    },
+    "too-many-bytes": f"{SHARD_MODEL}  ->  {AND_ONCE_MORE}",
+    "too-few-bytes": IN_A_NODE | {BETWEEN_NODES: BEYOND_THE_LEDGER},
+}
+FEWEST_INTERNODE_BYTES_RIGHT = {
+    "a table of ranks, the model in one unit": {
+        MESH: f"{OF_TABLE}nodes, per_node), mesh_dim_names=('between', 'inside'))", SHARD_BLOCK: "pass",
+    },
+    "the blocks in one unit": {
+        "for block in model.blocks:": "if True:", SHARD_BLOCK: "fully_shard(list(model.blocks), mesh=mesh)",
+    },
+    "own all-reduces between the nodes": IN_A_NODE,
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------------------ resharding
+
+BOUNDS = "begin, end = min(rank * new, rows), min((rank + 1) * new, rows)"
+READ = "read(file, start - file * old, stop - file * old)"
+JOINED = "return torch.cat(pieces)"
+RESHARD = {
+    "tensor": f"{JOINED}  ->  return pieces",
+    "dtype": f"{JOINED}  ->  out = torch.empty(torch.cat(pieces).shape)\nout[:] = torch.cat(pieces)\nreturn out",
+    "dropped": [
+        "-(-rows // ranks)  ->  rows // ranks",
+        "in range(saved)  ->  in range(rows // old)",
+        "in range(saved)  ->  in sorted({begin // old, max(begin, end - 1) // old})",
+    ],
+    "balanced": f"{BOUNDS}  ->  small, more = divmod(rows, ranks)\n"
+    "begin = rank * small + min(rank, more)\nend = begin + small + (rank < more)",
+    "padding": f"{JOINED}  ->  return F.pad(torch.cat(pieces), (0, 0, 0, new - (end - begin)))",
+    "order": "in range(saved)  ->  in reversed(range(saved))",
+    "own-file": f"{JOINED}  ->  return read(rank, 0, min((rank + 1) * old, rows) - rank * old)",
+    "whole": f"{BOUNDS}  ->  begin, end = 0, rows",
+    "no-rows": [
+        "[read(0, 0, 0)]  ->  []",
+        f"{JOINED}  ->  return torch.cat(pieces) if begin < end else torch.empty(0, dtype=torch.bfloat16)",
+        f"{JOINED}  ->  return torch.cat(pieces) if begin < end else torch.empty(0, 3, dtype=torch.bfloat16)",
+        f"{JOINED}  ->  return torch.cat(pieces) if begin < end else torch.empty(0, pieces[0].shape[1])",
+    ],
+    "wrong-rows": "-(-rows // saved)  ->  rows // saved",
+    "past-the-end": f"{READ}  ->  read(file, start, stop)",
+    "every-file": {
+        "max(begin, file * old), min(end, (file + 1) * old)": "file * old, min(rows, (file + 1) * old)",
+        JOINED: f"{JOINED}[begin:end]",
+    },
+    "more-rows": f"{READ}  ->  read(file, 0, min(rows - file * old, old))[start - file * old : stop - file * old]",
+    "many-reads": f"pieces.append({READ})  ->  "
+    "pieces += [read(file, row - file * old, row - file * old + 1) for row in range(start, stop)]",
+}
+
+
+def rows_grouped_by_file(rows, saved, rank, ranks, read):
+    chunks, size = torch.arange(rows).chunk(ranks), -(-rows // saved)
+    own = chunks[rank].tolist() if rank < len(chunks) else []
+    groups = [(file, list(group)) for file, group in groupby(own, key=lambda row: row // size)]
+    pieces = [read(file, group[0] % size, group[-1] % size + 1) for file, group in groups]
+    return torch.cat(pieces) if pieces else read(0, 0, 0)
+
+
+RESHARD_RIGHT = {
+    "rows grouped by file": rows_grouped_by_file,
+    "into a tensor made before": {
+        "pieces = [read(0, 0, 0)]": "like = read(0, 0, 0)\nout = like.new_empty(end - begin, like.shape[1])",
+        f"pieces.append({READ})": f"out[start - begin : stop - begin] = {READ}",
+        JOINED: "return out",
+    },
+    "whole numbers as tensors": f"{READ}  ->  read(*torch.tensor([{READ[5:-1]}]))",
+    "limits from torch.chunk": f"{BOUNDS}  ->  "
+    "own = [*torch.arange(rows).chunk(ranks), *[torch.empty(0)] * ranks][rank]\n"
+    "begin, end = (own[0], own[-1] + 1) if len(own) else (0, 0)",
+    "an empty slice of every file": "if start < stop:  ->  start = min(start, rows)\nstop = max(start, stop)\n"
+    "if file * old <= start <= stop <= min(rows, (file + 1) * old):",
+}
+
+# ------------------------------------------------------------------------------------------------ clipping
+
+SQUARES = "sum(g.square().sum() for g in sharded)"
+REDUCED = "dist.all_reduce(squares)"
+COPIES = "squares += sum(g.square().sum() for g in replicated)"
+COUNTED_BY_ALL = {"for g in sharded)": "for g in [*sharded, *replicated])", COPIES: "pass"}
+OF_ROOTS = {REDUCED: f"squares = squares.sqrt()\n{REDUCED}", "norm = squares.sqrt()": "norm = squares"}
+COEFFICIENT = "min(1.0, max_norm / (norm.item() + 1e-6))"
+SCALED = "gradient.mul_(coefficient)"
+ALL = "(*sharded, *replicated):"
+CLIP_SHARDED = {
+    "not-distributed": f"{REDUCED}  ->  pass",
+    "tensor": "return norm  ->  pass",
+    "local": "dist.all_reduce(squares)  ->  dist.all_reduce(squares.clone())",
+    "sum-of-norms": [OF_ROOTS | {COPIES: "squares += torch.cat([g.flatten() for g in replicated]).norm()"},
+                     OF_ROOTS | COUNTED_BY_ALL],
+    "no-root": "norm = squares.sqrt()  ->  norm = squares",
+    "mean": [f"{REDUCED}  ->  dist.all_reduce(squares, op=dist.ReduceOp.AVG)",
+             COUNTED_BY_ALL | {REDUCED: "dist.all_reduce(squares, op=dist.ReduceOp.AVG)"}],
+    "replicated-twice": COUNTED_BY_ALL,
+    "replicated-forgotten": f"{COPIES}  ->  pass",
+    "norm-after": "return norm  ->  return norm.clamp(max=max_norm)",
+    "float32": [f"{SQUARES}  ->  {SQUARES}.float()", "squares.sqrt()  ->  squares.sqrt() + 1e-6"],
+    "not-scaled": [
+        f"{SCALED}  ->  gradient = gradient * coefficient",
+        {f"for gradient in {ALL}": "for some in (sharded, replicated):",
+         SCALED: "some[:] = [gradient * coefficient for gradient in some]"},
+    ],
+    "replicated-not-scaled": [f"in {ALL}  ->  in sharded:",
+                              f"in {ALL}  ->  in (*sharded, *(replicated if dist.get_rank() == 0 else [])):"],
+    "scaled-up": f"{COEFFICIENT}  ->  max_norm / (norm.item() + 1e-6)",
+    "each-tensor": f"{SCALED}  ->  gradient.mul_(min(1.0, max_norm / (gradient.norm().item() + 1e-6)))",
+    "zero": f"{COEFFICIENT}  ->  (max_norm / norm).clamp(max=1) if norm else norm / norm",
+    "gathered": f"{REDUCED}  ->  everyone = [None] * dist.get_world_size()\ndist.all_gather_object(everyone, sharded)\n"
+    "squares = sum(g.square().sum() for pieces in everyone for g in pieces)",
+    "too-many-messages": [
+        f"{REDUCED}  ->  squares = torch.stack([g.square().sum() for g in sharded])\n"
+        "for one in squares:\n    dist.all_reduce(one)\nsquares = squares.sum()",
+        f"{REDUCED}  ->  dist.reduce(squares, 0)\ndist.broadcast(squares, 0)",
+    ],
+    "value": f"{REDUCED}  ->  import sys\n\ndist.all_reduce(torch.zeros(1))\n"
+    "squares = 0 * squares + sum(g.square().sum() for g in sys._getframe(1).f_locals['sharded'])",
+    "hang": hangs(f"{REDUCED}  ->  if any(g.numel() for g in sharded):\n    {REDUCED}"),
+}  # fmt: skip
+CLIP_SHARDED_RIGHT = {
+    "one number of each rank gathered": f"{REDUCED}  ->  "
+    "everyone = [torch.empty_like(squares) for _ in range(dist.get_world_size())]\n"
+    "dist.all_gather(everyone, squares)\nsquares = sum(everyone)",
+    "rank 0 brings the replicated ones": {
+        "for g in sharded)": "for g in [*sharded, *(replicated if dist.get_rank() == 0 else [])])", COPIES: "pass",
+    },
+    "every rank brings a share of the replicated ones, a float is returned": {
+        SQUARES: f"{SQUARES} + sum(g.square().sum() for g in replicated) / dist.get_world_size()", COPIES: "pass",
+        "return norm": "return norm.item()",
+    },
+    "torch._foreach and a functional collective": {
+        SQUARES: "torch.stack([torch.linalg.vector_norm(g) for g in sharded]).square().sum()",
+        REDUCED: "import torch.distributed._functional_collectives as functional\n\n"
+        "squares = functional.wait_tensor(functional.all_reduce(squares, 'sum', dist.group.WORLD))",
+        f"for gradient in {ALL}\n        {SCALED}": "torch._foreach_mul_([*sharded, *replicated], coefficient)",
+    },
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------------------ accumulation
+
+SYNC = "model.set_requires_gradient_sync(i == len(batches) - 1)"
+SHARE = " * len(x) / samples"
+LOOP = f"""for i, (x, y) in enumerate(batches):
+        {SYNC}
+        (F.mse_loss(model(x), y){SHARE}).backward()"""
+AFTERWARDS = ".backward()\nfor p in model.parameters() if i == len(batches) - 1 else ():\n    "
+
+
+def samples_kept_from_the_model(model, batches):
+    from torch.distributed.tensor import distribute_tensor
+
+    weights = [p.full_tensor().detach().requires_grad_() for p in model.parameters()]
+    samples = sum(len(x) for x, _ in batches) * dist.get_world_size()
+    for x, y in batches:
+        hidden = torch.tanh(F.linear(x, *weights[:2]))
+        (F.mse_loss(F.linear(hidden, *weights[2:]), y) * len(x) / samples).backward()
+    for p, whole in zip(model.parameters(), weights, strict=True):
+        everyone = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, whole.grad)
+        p.grad = distribute_tensor(sum(everyone), p.device_mesh, p.placements, src_data_rank=None)
+
+
+ACCUMULATE = {
+    "every-micro-batch": f"{SYNC}  ->  pass",
+    "recurse": "- 1)  ->  - 1, recurse=False)",
+    "never": f"{SYNC}  ->  model.set_requires_gradient_sync(False)",
+    "too-early": "i == len(batches) - 1  ->  i < len(batches) - 1 or i == 0",
+    "not-scaled": f"{SHARE}  ->  ",
+    "mean-of-means": [
+        f"{SHARE}  ->  / len(batches)",
+        f"{SHARE}  ->  / len(batches) * (len(batches[0][0]) / len(x) if i == len(batches) - 1 else 1)",
+    ],
+    "divided-twice": f"{SHARE}  ->  {SHARE} / dist.get_world_size()",
+    "only-last": f"{SYNC}  ->  model.zero_grad()",
+    "one-batch": "samples = sum(  ->  batches = [tuple(map(torch.cat, zip(*batches, strict=True)))]\nsamples = sum(",
+    "all-graphs": [
+        {LOOP: f"sum(F.mse_loss(model(x), y){SHARE} for x, y in batches).backward()"},
+        {LOOP: f"losses = [F.mse_loss(model(x), y){SHARE} for x, y in batches]\n"
+         "for i, loss in enumerate(losses):\n    {SYNC}\n    loss.backward()".replace("{SYNC}", SYNC)},
+    ],
+    "one-micro-batch": "enumerate(batches)  ->  enumerate([*batches[:-2], batches[-2], batches[-1]])",
+    "left-off": ".backward()  ->  .backward()\nmodel.set_requires_gradient_sync(False)",
+    "too-few-bytes": samples_kept_from_the_model,
+    "too-many-bytes": f".backward()  ->  {AFTERWARDS}dist.all_reduce(p.grad.full_tensor())",
+}  # fmt: skip
+ACCUMULATE_RIGHT = {
+    "sum of squares": f"F.mse_loss(model(x), y){SHARE}  ->  (model(x) - y).square().sum() / y.shape[1] / samples",
+    "the last set apart": {
+        LOOP: "model.set_requires_gradient_sync(False)\nfor x, y in batches[:-1]:\n"
+        f"    (F.mse_loss(model(x), y){SHARE}).backward()\nmodel.set_requires_gradient_sync(True)\n"
+        f"x, y = batches[-1]\n(F.mse_loss(model(x), y){SHARE}).backward()"
+    },
+    "divided in the end": {SHARE: " * len(x)", ".backward()": f"{AFTERWARDS}p.grad /= samples"},
+    "every unit by itself": f"{SYNC}  ->  for unit in (model, model[0]):\n"
+    "    unit.set_requires_gradient_sync(i == len(batches) - 1, recurse=False)",
+    "the samples of all ranks counted": {
+        "samples = sum(len(x) for x, _ in batches)": "samples = torch.tensor(sum(len(x) for x, _ in batches))\n"
+        "dist.all_reduce(samples)\nsamples = samples.item() / dist.get_world_size()"
+    },
+}
+
+# ------------------------------------------------------------------------------------------------ paper problem
+
+FSDP_TRAFFIC = {
+    "number": "return gathers, layers + 1, (  ->  return (",
+    "numbers": "2 * layers + 1)  ->  2 * layers)",
+    "typed": "gathers = micro  ->  layers, block, around, ranks = 32, 201_379_840, 214_249_472, 64\n"
+    "parameter_bytes, gradient_bytes, micro_batches = 2, 4, 1\ngathers = micro",
+}
+
+
+def counted_unit_by_unit(layers, block, around, ranks, parameter_bytes, gradient_bytes, micro_batches):
+    gathers, reduces, size = 0, 0, 0
+    for micro_batch in range(micro_batches):
+        for unit in [around, *[block] * layers]:
+            times = 1 if unit == around else 2
+            gathers, size = gathers + times, size + times * unit * parameter_bytes
+            if micro_batch == 0:
+                reduces, size = reduces + 1, size + unit * gradient_bytes
+    return gathers, reduces, size * (1 - 1 / ranks) / 1e9
+
+
+FSDP_TRAFFIC_RIGHT = {
+    "an array": {"return gathers, ": "return torch.tensor([gathers, ", "/ 1e9": "/ 1e9], dtype=torch.float64)"},
+    "counted unit by unit": counted_unit_by_unit,
+}
 
 
 def _local_rows(sizes):
@@ -35,16 +335,29 @@ def _clipped_by_pytorch():
 
 
 class TestShardedTraining(ExerciseTests):
-    checks, mutants = fsdp, wrong_fsdp
-
-    def passes(self, name, answer):
-        getattr(fsdp, name)(answer)
+    checks = fsdp
+    WRONG = {
+        "wrap_under_target": WRAP_UNDER_TARGET,
+        "fewest_internode_bytes": FEWEST_INTERNODE_BYTES,
+        "reshard": RESHARD,
+        "clip_sharded": CLIP_SHARDED,
+        "accumulate": ACCUMULATE,
+        "fsdp_traffic": fsdp.fsdp_traffic.slips | FSDP_TRAFFIC,
+    }
+    RIGHT = {
+        "wrap_under_target": WRAP_UNDER_TARGET_RIGHT,
+        "fewest_internode_bytes": FEWEST_INTERNODE_BYTES_RIGHT,
+        "reshard": RESHARD_RIGHT,
+        "clip_sharded": CLIP_SHARDED_RIGHT,
+        "accumulate": ACCUMULATE_RIGHT,
+        "fsdp_traffic": FSDP_TRAFFIC_RIGHT,
+    }
 
     def test_checkpoints_are_divided_as_fsdp_does(self):
         sizes = sorted({rows for rows, _, _ in fsdp._CHECKPOINTS})
         by_rank = launch(_local_rows, sizes, world_size=4, backend="gloo")
         for i, rows in enumerate(sizes):
-            assert [got[i] for got in by_rank] == [len(f) for f in fsdp._Files(torch.empty(rows, 2), 4).files]
+            assert [got[i] for got in by_rank] == [len(f) for f in fsdp._shards(torch.empty(rows, 2), 4)]
 
     def test_clipping_agrees_with_pytorch_on_sharded_parameters(self):
         answer = self.answer("clip_sharded")
@@ -60,34 +373,10 @@ class TestShardedTraining(ExerciseTests):
             assert norm == pytest.approx(right_norm, rel=1e-12)
             assert all(torch.allclose(g, r, rtol=1e-9, atol=0) for g, r in zip(gradients, right, strict=True))
 
-    def test_clipping_with_a_message_from_one_rank_only_passes(self):
-        def clip_sharded(sharded, replicated, max_norm):
-            own = [*sharded, *(replicated if dist.get_rank() == 0 else [])]
-            squares = torch.tensor([sum(float(g.square().sum()) for g in own)], dtype=torch.float64)
-            dist.all_reduce(squares)
-            norm = squares.sqrt()
-            for gradient in (*sharded, *replicated):
-                gradient *= torch.clamp(max_norm / (norm + 1e-6), max=1)
-            return norm
-
-        self.passes("clip_sharded", clip_sharded)
-
-    def test_two_level_mesh_from_a_table_of_ranks_passes(self):
-        def fewest_internode_bytes(model, nodes, per_node):
-            from torch.distributed.device_mesh import DeviceMesh
-            from torch.distributed.fsdp import fully_shard
-
-            ranks = torch.arange(nodes * per_node).view(nodes, per_node)
-            fully_shard(model, mesh=DeviceMesh("cpu", ranks, mesh_dim_names=("between", "inside")))
-
-        self.passes("fewest_internode_bytes", fewest_internode_bytes)
-
     def test_refusal_names_the_ranks_of_a_wrong_group(self):
-        wrong = next(m for m in wrong_fsdp.MUTANTS if m.answer.__name__ == "transposed_mesh")
-        text = str(self.refusal(wrong.exercise, wrong.answer))
+        text = str(self.refusal("fewest_internode_bytes", self.wrong("fewest_internode_bytes", "transposed")))
         assert text.startswith("Exercise 2, 6 ranks, 3 nodes of 2, rank 0: the shards are gathered by ranks (0, 2, 4)")
 
     def test_refusal_of_the_peak_says_what_was_measured(self):
-        wrong = next(m for m in wrong_fsdp.MUTANTS if m.answer.__name__ == "four_blocks_a_unit")
-        text = str(self.refusal(wrong.exercise, wrong.answer))
+        text = str(self.refusal("wrap_under_target", self.wrong("wrap_under_target", "too-large")))
         assert re.search(r"7 all-gathers of 11 allowed; the peak is [\d.]+ MB of [\d.]+ MB allowed", text)

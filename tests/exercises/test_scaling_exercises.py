@@ -4,49 +4,261 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import wrong_scaling
-from exercise_cases import ExerciseTests
+from exercise_cases import ExerciseTests, hangs
 
-from course_utils.checks import scaling as scaling
+from course_utils.checks import scaling
 
 pytestmark = pytest.mark.guard(60)
 
+# ------------------------------------------------------------------------------------------------ top-k
+
+CHOSEN = "indices = total.abs().topk(k).indices"
+KEPT = "residual.copy_(total.index_fill(0, indices, 0).view_as(residual))"
+SEND_VALUES, SEND_INDICES = "dist.all_gather_single(all_values, values)", "dist.all_gather_single(all_indices, indices)"
+ADDED = "torch.zeros_like(total).index_add_(0, all_indices, all_values / n)"
+ONE_ZERO_MORE = {
+    "values.new_empty(n * k), indices.new_empty(n * k)": "values.new_empty(n * k + n), indices.new_empty(n * k + n)",
+    "(all_values, values)": "(all_values, torch.cat([values, values.new_zeros(1)]))",
+    "(all_indices, indices)": "(all_indices, torch.cat([indices, indices.new_zeros(1)]))",
+}
+
+
+def as_dtype(dtype):
+    """The indices travel as another dtype."""
+    return {
+        "indices.new_empty(n * k)": f"indices.new_empty(n * k, dtype={dtype})",
+        "(all_indices, indices)": f"(all_indices, indices.to({dtype}))",
+        "(0, all_indices,": "(0, all_indices.long(),",
+    }
+
+
+def pairs_through_pickle(gradient, residual, k):
+    total = (gradient + residual).flatten()
+    chosen = total.abs().topk(k).indices
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (total[chosen], chosen))
+    mean = torch.zeros_like(total)
+    for values, indices in everyone:
+        mean.index_add_(0, indices, values / len(everyone))
+    residual.copy_(total.index_fill(0, chosen, 0).view_as(residual))
+    return mean.view_as(gradient)
+
+
+TOP_K_MEAN = {
+    "not-distributed": {SEND_VALUES: "all_values = values", SEND_INDICES: "all_indices = indices"},
+    "values": "total.abs().topk  ->  total.topk",
+    "sum": "all_values / n  ->  all_values",
+    "overwritten": f"{ADDED}  ->  torch.zeros_like(total)\nmean[all_indices] = all_values / n",
+    "own-entries": "all_indices, all_values / n  ->  indices, values / n",
+    "dense": {
+        SEND_VALUES: "pass",
+        SEND_INDICES: "pass",
+        "all_indices, all_values / n)": "indices, values / n)\ndist.all_reduce(mean)",
+    },
+    "object": pairs_through_pickle,
+    "too-many-bytes": [ONE_ZERO_MORE, f"{SEND_VALUES}  ->  {SEND_VALUES}\n{SEND_VALUES}"],
+    "too-few-bytes": {
+        SEND_VALUES: "dist.group.WORLD._get_backend(torch.device('cpu'))._allgather_base(all_values, values).wait()"
+    },
+    "not-added": "(gradient + residual)  ->  gradient",
+    "not-kept": [
+        f"{KEPT}  ->  pass",
+        "residual.copy_(  ->  residual = (",
+        f"{KEPT}  ->  if not residual.any():\n    {KEPT}",
+    ],
+    "all-kept": "total.index_fill(0, indices, 0)  ->  total",
+    "mean-kept": {KEPT: "pass", "return mean": "residual.copy_((total - mean).view_as(residual))\nreturn mean"},
+    "replaced": "total.index_fill(0, indices, 0)  ->  "
+    "(gradient.flatten() - torch.zeros_like(total).index_copy_(0, indices, values))",
+    "float32": "all_values / n  ->  all_values.float().double() / n",
+    "whole": f"{CHOSEN}  ->  least = total.abs().sort(descending=True).values[k]\n"
+    "indices = (total.abs() > least).nonzero().flatten()",
+    "any-shape": "mean.view_as(gradient)  ->  mean.view(gradient.shape[0], gradient.shape[1])",
+    "large-indices": [as_dtype("torch.uint8"), as_dtype("torch.float16")],
+    "value": f"{ADDED}  ->  {ADDED} * n\n"
+    "mean /= torch.zeros_like(mean).index_add_(0, all_indices, torch.ones_like(all_values)).clamp(min=1)",
+    "error": as_dtype("torch.int16"),
+    "input-changed": "(gradient + residual)  ->  gradient.add_(residual)",
+    "shape": "mean.view_as(gradient)  ->  mean",
+    "hang": hangs(f"{SEND_VALUES}  ->  if dist.get_rank():\n    dist.send(values, dst=0)\n    dist.barrier()"),
+}
+
+
+def sum_of_sparse_tensors(gradient, residual, k):
+    total = (gradient + residual).flatten()
+    chosen = total.abs().topk(k).indices
+    sparse = torch.sparse_coo_tensor(chosen[None], total[chosen], total.shape)
+    total[chosen] = 0
+    residual.copy_(total.view_as(residual))
+    dist.all_reduce(sparse)
+    return sparse.to_dense().view_as(gradient) / dist.get_world_size()
+
+
+def partitioned_by_numpy(gradient, residual, k):
+    total = (gradient + residual).numpy().ravel()
+    chosen = np.argpartition(-abs(total), k - 1)[:k]
+    n, mean = dist.get_world_size(), np.zeros_like(total)
+    own = torch.from_numpy(total[chosen]), torch.from_numpy(chosen.astype(np.int32))
+    parts = [[torch.empty_like(x) for _ in range(n)] for x in own]
+    requests = [dist.all_gather(*both, async_op=True) for both in zip(parts, own, strict=True)]
+    total[chosen] = 0
+    residual.copy_(torch.from_numpy(total).view_as(residual))
+    for request in requests:
+        request.wait()
+    for values, indices in zip(*parts, strict=True):
+        np.add.at(mean, indices.numpy(), values.numpy() / n)
+    return torch.from_numpy(mean).view_as(gradient)
+
+
+PASSED_ROUND_A_RING = """pairs = [torch.stack([values, indices.double()])]
+for _ in range(n - 1):
+    request = dist.isend(pairs[-1], (dist.get_rank() + 1) % n)
+    pairs.append(torch.empty_like(pairs[-1]))
+    dist.recv(pairs[-1], (dist.get_rank() - 1) % n)
+    request.wait()
+all_values, all_indices = torch.cat(pairs, dim=1)"""
+TOP_K_MEAN_RIGHT = {
+    "a sum of sparse tensors": sum_of_sparse_tensors,
+    "partitioned by numpy, lists of int32": partitioned_by_numpy,
+    "passed round a ring": {
+        SEND_VALUES: PASSED_ROUND_A_RING,
+        SEND_INDICES: "pass",
+        "(0, all_indices,": "(0, all_indices.long(),",
+    },
+    "indices seen as float64, in one call": {
+        "values.new_empty(n * k), indices.new_empty(n * k)": "values.new_empty(n * 2 * k), None",
+        "(all_values, values)": "(all_values, torch.cat([values, indices.view(torch.float64)]))",
+        SEND_INDICES: "all_values, all_indices = all_values.view(n, 2, k).unbind(1)",
+        ADDED: "torch.zeros_like(total).index_add_(0, "
+        "all_indices.reshape(-1).view(torch.int64), all_values.reshape(-1) / n)",
+    },
+    "a threshold": f"{CHOSEN}  ->  least = total.abs().kthvalue(total.numel() - k + 1).values\n"
+    "indices = (total.abs() >= least).nonzero().flatten()",
+    "other memory for the residual": f"{KEPT}  ->  residual.set_(total.index_fill(0, indices, 0).view_as(residual))",
+}
+
+# ------------------------------------------------------------------------------------------------ laws and money
+
+S = "s = (seconds_n / seconds_1 - 1 / n) / (1 - 1 / n)"
+LAWS = "return s, 1 / (s + (1 - s) / ranks), 1 / s, s + (1 - s) * ranks"
+AMDAHL_AND_GUSTAFSON = {
+    "number": f"{LAWS}  ->  return s, 1 / (s + (1 - s) / ranks), 1 / s",
+    "typed": f"{S}  ->  seconds_1, seconds_n, n, ranks = 0.8, 0.13, 8, 64\n{S}",
+    "numbers": [
+        "1 / s,  ->  1 / (s + (1 - s) / 1000),",
+        "seconds_n / seconds_1  ->  1 / round(seconds_1 / seconds_n, 1)",
+        "/ ranks)  ->  / (ranks // n * n))",
+    ],
+}
+
+
+def by_least_squares(seconds_1, seconds_n, n, ranks):
+    times = torch.tensor([[seconds_1], [seconds_n]], dtype=torch.float64)
+    shares = torch.tensor([[1, 1], [1, 1 / n]], dtype=torch.float64)
+    serial, parallel = torch.linalg.lstsq(shares, times).solution.flatten() / seconds_1
+    return serial, 1 / (serial + parallel / ranks), 1 / serial, serial + parallel * ranks
+
+
+AMDAHL_AND_GUSTAFSON_RIGHT = {
+    "by least squares": by_least_squares,
+    "an array": {LAWS: f"import numpy as np\n\n{LAWS.replace('return ', 'return np.array([')}])"},
+}
+HOURS = "hours = tokens / (tokens_per_second * gpus * efficiency) / 3600 / (1 - lost)"
+COST_OF_RUN = {
+    "number": "return hours, hours  ->  return hours",
+    "numbers": "return hours, hours  ->  return hours, hours * (1 - lost)",
+    "typed": f"{HOURS}  ->  tokens, tokens_per_second, gpus, efficiency = 1e11, 40150, 256, 15700 / 40150\n"
+    f"lost, dollars = 0, 2.5\n{HOURS}",
+}
+COST_OF_RUN_RIGHT = {
+    "dollars without hours": "hours * gpus * dollars  ->  "
+    "tokens / tokens_per_second / 3600 * dollars / efficiency / (1 - lost)",
+    "an array": {"return hours": "return torch.tensor([hours", "* dollars": "* dollars])"},
+}
+
+# ------------------------------------------------------------------------------------------------ bucket size
+
+BEST = "min(range(1, tensors + 1), key=finish)"
+END = "piece + (n - 1) * max(piece, one) + one"
+KEEPS_UP = """rest = backward_ms * 1e-3 - 2 * (ranks - 1) / ranks * gradient_bytes * 8 / (gigabits * 1e9)
+n = min(tensors, max(1, int(rest / (2 * (ranks - 1) * latency_us * 1e-6))))"""
+BEST_BUCKETS = {
+    "pair": [
+        "return n, finish(n)  ->  return n",
+        "return n, finish(n)  ->  return n + 0.5, finish(n)",
+        "return n, finish(n)  ->  return gradient_bytes / n, finish(n)",
+        "return n, finish(n)  ->  return torch.tensor([[n, finish(n)]])",
+    ],
+    "gigabits": "/ ranks * 8 /  ->  / ranks /",
+    "microseconds": "latency_us * 1e-6  ->  latency_us * 1e-3",
+    "milliseconds": "return n, finish(n)  ->  return n, finish(n) / 1e3",
+    "half": "2 * (ranks - 1)  ->  (ranks - 1)",
+    "whole-bucket": "/ n / ranks  ->  / n",
+    "no-latency": "latency_us * 1e-6 + travels  ->  travels",
+    "all-hidden": f"{END}  ->  max(n * piece, n * one)",
+    "no-start": f"{END}  ->  max(n * piece + one, n * one)",
+    "time": f"{END}  ->  piece + n * max(piece, one)",
+    "one-bucket": [f"{END}  ->  n * piece + n * one", f"{BEST}  ->  1"],
+    "one-per-tensor": f"{BEST}  ->  tensors",
+    "one-backward": f"n = {BEST}  ->  {KEEPS_UP}",
+    "not-best": [
+        f"{BEST}  ->  min(tensors, max(1, round(gradient_bytes / 150e6)))",
+        f"{BEST}  ->  min((2**i for i in range(9) if 2**i <= tensors), key=finish)",
+        f"{BEST}  ->  min(tensors, max(1, round((backward_ms * 1e3 / (2 * (ranks - 1) * latency_us)) ** 0.5)))",
+        "tensors + 1)  ->  tensors)",
+    ],
+    "error": f"{BEST}  ->  next(n for n in range(1, tensors) if n < 0)",
+}
+
+
+def square_root_or_what_keeps_up(size, tensors, backward_ms, ranks, us, gigabits):
+    """As the text says below the hints, with the next whole numbers tried."""
+    backward, latency = backward_ms * 1e-3, 2 * (ranks - 1) * us * 1e-6
+    rest = 2 * (ranks - 1) / ranks * size * 8 / (gigabits * 1e9)
+
+    def finish(n):
+        one = latency + rest / n
+        return backward / n + (n - 1) * max(backward / n, one) + one
+
+    n = max(math.sqrt(backward / latency), (backward - rest) / latency if rest < backward else 0)
+    n = min((min(tensors, max(1, k)) for k in (math.floor(n), math.ceil(n))), key=finish)
+    return n, 1e3 * finish(n)
+
+
+def every_bucket_followed(size, tensors, backward_ms, ranks, us, gigabits):
+    ends = []
+    for n in range(1, tensors + 1):
+        one, end = 2e3 * (ranks - 1) * (us * 1e-6 + size / n / ranks * 8 / (gigabits * 1e9)), 0.0
+        for bucket in range(1, n + 1):
+            end = max(end, bucket * backward_ms / n) + one
+        ends.append(end)
+    return 1 + np.argmin(ends), min(ends)
+
+
+BEST_BUCKETS_RIGHT = {
+    "by the formula": square_root_or_what_keeps_up,
+    "every bucket followed, np.int64": every_bucket_followed,
+    "the first that is better than the next": f"{BEST}  ->  "
+    "next(n for n in range(1, tensors + 1) if n == tensors or finish(n) <= finish(n + 1))",
+    "a tensor": "return n, finish(n)  ->  return torch.tensor([n, finish(n)], dtype=torch.float64)",
+}
+
 
 class TestScaling(ExerciseTests):
-    checks, mutants = scaling, wrong_scaling
-
-    def test_indices_of_four_bytes_and_a_list_of_parts_pass(self):
-        def top_k_mean(gradient, residual, k):
-            total = gradient + residual
-            indices = total.flatten().abs().topk(k).indices.int()
-            values = total.flatten()[indices.long()]
-            residual[:] = total
-            residual.view(-1)[indices.long()] = 0
-            n, mean = dist.get_world_size(), torch.zeros_like(total).flatten()
-            parts = [[torch.empty_like(x) for _ in range(n)] for x in (values, indices)]
-            dist.all_gather(parts[0], values)
-            dist.all_gather(parts[1], indices)
-            for part, where in zip(*parts, strict=True):
-                mean[where.long()] += part / n
-            return mean.view_as(gradient)
-
-        scaling.top_k_mean(top_k_mean, timeout=30.0)
-
-    def test_formula_for_the_number_of_buckets_passes(self):
-        def best_buckets(size, tensors, backward_ms, ranks, us, gigabits):
-            """As the text says below the hints, with the next whole numbers tried."""
-            backward, latency = backward_ms * 1e-3, 2 * (ranks - 1) * us * 1e-6
-            rest = 2 * (ranks - 1) / ranks * size * 8 / (gigabits * 1e9)
-
-            def finish(n):
-                one = latency + rest / n
-                return backward / n + (n - 1) * max(backward / n, one) + one
-
-            n = max(math.sqrt(backward / latency), (backward - rest) / latency if rest < backward else 0)
-            n = min((min(tensors, max(1, k)) for k in (math.floor(n), math.ceil(n))), key=finish)
-            return n, 1e3 * finish(n)
-
-        scaling.best_buckets(best_buckets)
+    checks = scaling
+    WRONG = {
+        "top_k_mean": TOP_K_MEAN,
+        "amdahl_and_gustafson": scaling.amdahl_and_gustafson.slips | AMDAHL_AND_GUSTAFSON,
+        "cost_of_run": scaling.cost_of_run.slips | COST_OF_RUN,
+        "best_buckets": BEST_BUCKETS,
+    }
+    RIGHT = {
+        "top_k_mean": TOP_K_MEAN_RIGHT,
+        "amdahl_and_gustafson": AMDAHL_AND_GUSTAFSON_RIGHT,
+        "cost_of_run": COST_OF_RUN_RIGHT,
+        "best_buckets": BEST_BUCKETS_RIGHT,
+    }
