@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .builder import FOLDERS, ROOT, build, check, execute, test_lesson
 from .minutes import update as update_minutes
-from .notebooks import code_cells
+from .notebooks import STUB, code_cells
 
-__all__ = ["FOLDERS", "ROOT", "build", "check", "code_cells", "execute", "test_lesson", "update_minutes"]
+__all__ = ["FOLDERS", "ROOT", "STUB", "build", "check", "code_cells", "execute", "test_lesson", "update_minutes"]

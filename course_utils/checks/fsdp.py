@@ -413,7 +413,8 @@ def clip_sharded(fn: Callable, timeout: float = TIMEOUT) -> None:
         norm = _norm([*sharded, *replicated])
         case = f"a norm of {norm:.4g}, max_norm {max_norm:g}" + ", nothing replicated" * (not copies)
         inputs = [torch.zeros(1)] * n
-        outcomes = exercise.run(_clip, inputs, fn, sharded, replicated, max_norm, case=case, fallback=fallback)
+        explained = {"fallback": fallback, "errors": "ZeroDivisionError"}
+        outcomes = exercise.run(_clip, inputs, fn, sharded, replicated, max_norm, case=case, **explained)
         for rank, outcome in exercise.each(outcomes):
             exercise.communicates(rank, outcome, n)
             _clipped_norm(exercise, n, outcome.result["norm"], sharded, replicated, max_norm)

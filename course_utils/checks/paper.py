@@ -22,24 +22,20 @@ Formula = Callable[..., Any]
 Slip = str | Mapping[str, str] | Formula
 
 _HINTS = load_hints("common")["paper"]
-_DECORATES: Any = object()
 _TRIES = 100  # draws of a case that the formula can compute and that is none of the fixed ones
 
 
 def paper_problem(
     title: str,
-    fn: Any = _DECORATES,
-    right: Formula | None = None,
-    cases: Sequence[tuple] = (),
-    traps: Mapping[str, Formula | list[Formula]] | None = None,
-    hints: Mapping[str, str] | None = None,
-    units: Sequence[str] = ("",),
-    tolerance: float = 0.01,
     *,
-    slips: Mapping[str, Slip | list[Slip]] | None = None,
+    cases: Sequence[tuple],
+    slips: Mapping[str, Slip | list[Slip]],
+    hints: Mapping[str, str],
+    units: Sequence[str],
+    tolerance: float = 0.01,
     allowed: Callable[..., bool] | None = None,
     draw: Callable[[random.Random], tuple | None] | None = None,
-) -> Any:
+) -> Callable[[Formula], Callable[[Callable], None]]:
     """Decorate the right formula of a problem: what it is decorated to is the check, ``check(fn)``.
 
     The check compares the answer ``fn`` with the formula on the fixed cases, and on one more that is drawn at each
@@ -70,25 +66,21 @@ def paper_problem(
     Notes
     -----
     The check has the attributes ``formula``, ``slips``, ``cases``, ``hints`` and ``tolerance``; `wrong_formulas` makes
-    its slips into functions. With ``fn``, ``right`` and ``traps`` (hint key to callables that make the slip), this is
-    the check itself.
+    its slips into functions.
     """
-    texts = _HINTS | dict(hints or {})
-    if fn is not _DECORATES:
-        _judge(title, fn, right, cases, lambda: _pairs(traps or {}), texts, units, tolerance)
-        return None
+    texts = _HINTS | dict(hints)
 
     def decorate(formula: Formula) -> Callable[[Callable], None]:
         def check(fn: Callable) -> None:
             drawn = (draw or functools.partial(draw_mixed, formula, cases, allowed=allowed))(random.Random())
-            wrongs = functools.partial(wrong_formulas, check)
-            _judge(title, fn, formula, cases, lambda: _pairs(wrongs()), texts, units, tolerance, drawn)
+            wrongs = functools.partial(_pairs, check)
+            _judge(title, fn, formula, cases, wrongs, texts, units, tolerance, drawn)
 
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(check, name, getattr(formula, name))
         check = checked(check)
-        check.formula, check.slips, check.cases = formula, dict(slips or {}), list(cases)
-        check.hints, check.tolerance = dict(hints or {}), tolerance
+        check.formula, check.slips, check.cases = formula, dict(slips), list(cases)
+        check.hints, check.tolerance = dict(hints), tolerance
         return check
 
     return decorate
@@ -126,8 +118,8 @@ def draw_mixed(
     return None
 
 
-def _pairs(wrongs: Mapping[str, Any]) -> Iterator[tuple[str, Formula]]:
-    return ((key, wrong) for key, some in wrongs.items() for wrong in listed(some))
+def _pairs(check: Any) -> Iterator[tuple[str, Formula]]:
+    return ((key, wrong) for key, some in wrong_formulas(check).items() for wrong in some)
 
 
 def _judge(

@@ -81,7 +81,7 @@ def top_k_mean(fn: Callable, timeout: float = TIMEOUT) -> None:
         data = [_gradients(rank, shape) for rank in range(n)]
         whole = data[0][0].nbytes
         case = f"k = {k} of {math.prod(shape)}, shape {shape}"
-        outcomes = exercise.run(_compress, data, fn, k, case=case, fallback=fallback)
+        outcomes = exercise.run(_compress, data, fn, k, case=case, fallback=fallback, errors="unpack")
         residuals = [torch.zeros(shape, dtype=torch.float64)] * n
         for step in range(STEPS):
             gradients = [x[step] for x in data]

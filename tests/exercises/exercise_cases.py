@@ -20,7 +20,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +27,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from course_utils.authoring.notebooks import STUB, from_text
+from course_utils.authoring import STUB, code_cells
 from course_utils.checks import COMMON_HINTS, CheckFailed
 from course_utils.checks.edits import EditError, edited
 
@@ -74,49 +73,6 @@ def cases(answers: Mapping[str, Mapping[str, Any]]) -> list[Case]:
     return found
 
 
-# ---- transition: modules of mutants; to be removed with `mutants` in ExerciseTests when no lesson has one any more
-
-
-@dataclass
-class Mutant:
-    """A wrong answer to ``exercise``, refused with ``hint``; ``hangs`` if its ranks wait for each other for ever."""
-
-    exercise: str
-    hint: str
-    hangs: bool
-    answer: Callable
-
-
-def register_of(mutants: list[Mutant]) -> Callable[..., Callable[[Callable], Callable]]:
-    """A decorator ``mutant(exercise, hint, hangs=False)`` that adds the function to ``mutants``."""
-
-    def mutant(exercise: str, hint: str, hangs: bool = False) -> Callable[[Callable], Callable]:
-        def register(answer: Callable) -> Callable:
-            mutants.append(Mutant(exercise, hint, hangs, answer))
-            return answer
-
-        return register
-
-    return mutant
-
-
-def from_mutants(mutants: list[Mutant]) -> dict[str, dict[str, list]]:
-    wrong: dict[str, dict[str, list]] = {}
-    for m in mutants:
-        wrong.setdefault(m.exercise, {}).setdefault(m.hint, []).append(hangs(m.answer) if m.hangs else m.answer)
-    return wrong
-
-
-# ---- end of transition
-
-
-@cache
-def code_cells(source: Path) -> list[tuple[list[str], str]]:
-    """The code cells of a text: their tags, and the code."""
-    cells = from_text(source.read_text(encoding="utf-8")).cells
-    return [(cell.metadata.get("tags", []), cell.source) for cell in cells if cell.cell_type == "code"]
-
-
 def functions_in(code: str) -> str:
     """The functions that a cell defines, without what it does with them."""
     given = [node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
@@ -129,13 +85,9 @@ class ExerciseTests:
     checks: ModuleType
     WRONG: Mapping[str, Mapping[str, Any]] = {}
     RIGHT: Mapping[str, Mapping[str, Any]] = {}
-    mutants: ModuleType | None = None  # transition
 
     def __init_subclass__(cls) -> None:
         cloudpickle.register_pickle_by_value(sys.modules[cls.__module__])  # ranks cannot import from this folder
-        if cls.mutants:  # transition
-            cloudpickle.register_pickle_by_value(cls.mutants)
-            cls.WRONG = from_mutants(cls.mutants.MUTANTS)
 
     @classmethod
     def exercises(cls) -> list[str]:
@@ -268,6 +220,4 @@ class ExerciseTests:
         assert set(self.checks.HINTS[exercise]) <= {*self.WRONG.get(exercise, ()), *slips}
 
     def test_two_right_answers_in_other_styles_stand_here(self, exercise):
-        if self.mutants:  # transition
-            pytest.skip("the lesson still has a module of mutants")
         assert len(cases({exercise: self.RIGHT.get(exercise, {})})) >= 2

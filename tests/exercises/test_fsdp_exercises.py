@@ -196,7 +196,10 @@ CLIP_SHARDED = {
                               f"in {ALL}  ->  in (*sharded, *(replicated if dist.get_rank() == 0 else [])):"],
     "scaled-up": f"{COEFFICIENT}  ->  max_norm / (norm.item() + 1e-6)",
     "each-tensor": f"{SCALED}  ->  gradient.mul_(min(1.0, max_norm / (gradient.norm().item() + 1e-6)))",
-    "zero": f"{COEFFICIENT}  ->  (max_norm / norm).clamp(max=1) if norm else norm / norm",
+    "zero": [
+        f"{COEFFICIENT}  ->  (max_norm / norm).clamp(max=1) if norm else norm / norm",
+        "norm.item() + 1e-6  ->  norm.item()",
+    ],
     "gathered": f"{REDUCED}  ->  everyone = [None] * dist.get_world_size()\ndist.all_gather_object(everyone, sharded)\n"
     "squares = sum(g.square().sum() for pieces in everyone for g in pieces)",
     "too-many-messages": [

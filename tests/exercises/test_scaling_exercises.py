@@ -77,7 +77,10 @@ TOP_K_MEAN = {
     "float32": "all_values / n  ->  all_values.float().double() / n",
     "whole": f"{CHOSEN}  ->  least = total.abs().sort(descending=True).values[k]\n"
     "indices = (total.abs() > least).nonzero().flatten()",
-    "any-shape": "mean.view_as(gradient)  ->  mean.view(gradient.shape[0], gradient.shape[1])",
+    "any-shape": [
+        "mean.view_as(gradient)  ->  mean.view(gradient.shape[0], gradient.shape[1])",
+        {"mean.view_as(gradient)": "mean.view(rows, columns)", "n = dist": "rows, columns = gradient.shape\nn = dist"},
+    ],
     "large-indices": [as_dtype("torch.uint8"), as_dtype("torch.float16")],
     "value": f"{ADDED}  ->  {ADDED} * n\n"
     "mean /= torch.zeros_like(mean).index_add_(0, all_indices, torch.ones_like(all_values)).clamp(min=1)",
