@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from ..torch_internals import default_store
 from . import TIMEOUT, CheckFailed, Exercise, checked, load_hints, number, paper_problem, whole_number
 from ._beton import (
     CUSTOM,
@@ -648,7 +648,7 @@ def _shards(x: torch.Tensor, fn: Callable, cases: Sequence[tuple[int, int, int, 
 
 def _alone(x: torch.Tensor, fn: Callable, last: int, case: tuple[int, int, int, int]) -> bool:
     """Call ``fn`` on the last rank only; whether it waits for what another rank has to put into the store."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     patience = store.timeout
     try:
         store.set_timeout(timedelta(seconds=2))

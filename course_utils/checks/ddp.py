@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, show
+from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, load_hints, show
 from .training import (
     EXACT,
     ROUNDS,
@@ -38,145 +38,7 @@ __all__ = [
     "HINTS", "accumulate", "bucketed", "data_parallel", "epoch_indices", "in_buckets", "overlapped", "uneven_epoch",
 ]
 
-_REPLICAS = {
-    "no-broadcast": "Ranks start with other weights here, as after different seeds. Before the first step every rank "
-    "has to take over those of rank 0.",
-    "buffers": "The weights are those of rank 0, the buffers are not. Running statistics and tables are part of the "
-    "model too: module.buffers().",
-    "frozen-broadcast": "A frozen layer has no gradient, but it has weights, and they differ between the ranks. "
-    "Broadcast all parameters, not only the trained ones.",
-    "replaced": "The module has other parameters than before: shared ones come apart, and an optimizer goes on with "
-    "the old ones. Write into a parameter; do not put another in its place.",
-    "finish": "Return a function without arguments. The check calls it after each backward.",
-    "sum": "all_reduce sums. Divide by the number of ranks, once.",
-    "divided-twice": "The gradient is too small by a factor of N: it is divided by the number of ranks twice.",
-    "own-gradient": "This rank still has its own gradient: it was not averaged, or the mean was not written back "
-    "into p.grad.",
-    "frozen": "The layer is frozen (requires_grad is False): it has no gradient, needs no hook and costs no bytes.",
-    "tied": "Right until two layers share one parameter. module.parameters() yields it once; a walk over the "
-    "modules, or named_parameters(remove_duplicate=False), yields it twice, so that it is averaged, counted or "
-    "hooked twice.",
-    "unused": "Right until a rank has no gradient for a parameter. The other ranks wait for it all the same: send "
-    "zeros, and give that rank the mean as well, or its weights drift away.",
-    "leftover": "The first step is right and a later one is not. What does the function keep from one step to the "
-    "next?",
-    "float32": "Right to 7 digits only: somewhere the gradients pass through float32. Make buffers with new_empty, "
-    "zeros_like or cat, which keep the dtype.",
-    "too-many-bytes": "The gradients are right, but more bytes travel than the trained parameters have.",
-    "too-few-bytes": "The gradients are right, but they went past the functions of torch.distributed, which record() "
-    "counts. Call dist.all_reduce.",
-    "other-calls": "All-reduces are enough after the broadcast. A gather, or a way through one rank, moves more "
-    "bytes over one link.",
-}
-_BUCKETS = {
-    "one-per-parameter": "Every parameter travels alone, and each pays the latency. Copy the gradients of a bucket "
-    "into one flat tensor.",
-    "too-many-messages": "More all-reduces than buckets: fill a bucket before you begin the next.",
-    "too-large": "A message is larger than bucket_bytes, although it carries more than one parameter. With one large "
-    "bucket nothing can overlap.",
-}
-
-HINTS: dict[str, dict[str, str]] = {
-    "data_parallel": _REPLICAS,
-    "in_buckets": {
-        "lists": "Return a list of lists of parameters.",
-        "lost": "Every parameter has to be in one bucket, and in one only. What happens to the last bucket?",
-        "order": "Keep the order that the function was given.",
-        "too-large": "A bucket may hold at most bucket_bytes. Close it before it overflows, not after.",
-        "elements": "bucket_bytes are bytes. p.nbytes is p.numel() times 8 in float64, times 4 in float32.",
-        "storage": "Right until parameters are pieces of one flat tensor. Count a parameter's own bytes, p.nbytes, not "
-        "those of its storage.",
-        "large-alone": "A parameter larger than bucket_bytes makes a bucket by itself; no bucket is empty.",
-        "too-small": "There was room left: take the next parameter into the bucket if it fits exactly as well.",
-        "dtype": "A flat tensor has one dtype. Keep a bucket open for each dtype, or at least begin a new one.",
-        "input-changed": "The list that the function was given was changed. Make new lists.",
-    },
-    "bucketed": _REPLICAS | _BUCKETS | {
-        "write-back": "The sums are right and reach the wrong parameters. Split the flat tensor in the order in "
-        "which it was filled.",
-    },
-    "overlapped": _REPLICAS | _BUCKETS | {
-        "write-back": "The sums are right and reach the wrong parameters. Split the flat tensor in the order in "
-        "which it was filled.",
-        "too-early": "A hook ran before the gradient was there. Tensor.register_hook runs before p.grad is set; "
-        "register_post_accumulate_grad_hook runs after it. And a bucket is ready when all of its gradients are.",
-        "after-backward": "No all-reduce starts before backward returns. A hook on every parameter can start a "
-        "bucket's as soon as its last gradient is there.",
-        "starts-late": "Some buckets were complete long before the end of backward, and their all-reduces start only "
-        "at its end. Start each when it is complete.",
-        "waits-in-hook": "Backward waits for the network: an all-reduce is finished inside a hook. Start it with "
-        "async_op=True, and wait for it in finish.",
-        "order": "Right until a rank has no gradient for a parameter. That rank starts the bucket later than others "
-        "do, and all-reduces pair by their order. Start bucket i only after bucket i - 1, on every rank.",
-    },
-    "accumulate": {
-        "every-micro-batch": "The gradient is all-reduced after each micro-batch: the result is right, the traffic "
-        "is wasted. In model.no_sync() backward only accumulates; leave it for the last micro-batch.",
-        "forward-outside": "no_sync was entered, but it is the forward pass that decides. Both, forward and "
-        "backward, belong inside.",
-        "never": "The ranks never talked to each other: each has the gradient of its own micro-batches. The last one "
-        "has to run outside of no_sync.",
-        "not-scaled": "backward adds up the gradients of all micro-batches. The mean is asked for: scale each loss.",
-        "mean-of-means": "The last micro-batch is smaller, so its samples weigh too much. Scale each loss by its "
-        "share of the samples.",
-        "divided-twice": "DDP divides by the number of ranks already.",
-        "one-batch": "All micro-batches went through the model at once. Accumulation is there because that does not "
-        "fit into memory.",
-        "all-graphs": "The gradient is right, but the activations of several micro-batches are in memory at once, and "
-        "accumulation is there to avoid that. Call backward for each before the next goes forward.",
-        "only-last": "Only the last micro-batch is in the gradient. Which call throws away what was accumulated?",
-        "one-micro-batch": "With one micro-batch there is nothing to accumulate; the answer must work all the same.",
-        "too-many-bytes": "The gradient has to travel once. record() shows what else does.",
-    },
-    "epoch_indices": {
-        "list": "Return a list of whole numbers, the indices of this rank's samples.",
-        "no-padding": "The ranks have different numbers of samples, so that some would wait for ever at the end of "
-        "the epoch. Fill up from the beginning of the epoch's order until N divides the number.",
-        "cut": "Samples are missing: the rest was cut off. Fill up instead, from the beginning of the epoch's order.",
-        "padding": "The padding comes from somewhere else. DistributedSampler takes it from the beginning of the "
-        "epoch's order.",
-        "short": "Right until there are fewer samples than ranks. Then the order has to be repeated more than once.",
-        "overlap": "All ranks have the same samples. Each takes every N-th, beginning with its own rank.",
-        "blocks": "Each rank takes one block. DistributedSampler deals the samples out like cards: rank r takes r, r "
-        "+ N, r + 2N, … of the order, so that what is done is always a beginning of it.",
-        "no-shuffle": "The order is not shuffled.",
-        "no-epoch": "The order is the same in every epoch. This is what happens when set_epoch is forgotten: the "
-        "generator must be seeded with seed + epoch.",
-        "no-seed": "The order does not depend on the seed. The generator must be seeded with seed + epoch.",
-        "rank-seed": "Each rank shuffles in its own way, so that some samples come twice and others never. The ranks "
-        "must agree on one order.",
-        "global-generator": "The order depends on the global generator, which others use as well, or changes it. "
-        "Make a torch.Generator of your own and seed it.",
-        "not-resumed": "The epoch begins again. Leave out the first `done` of the epoch's order.",
-        "per-rank": "`done` counts the samples of all ranks together. They have gone from the beginning of the "
-        "common order; cut there before you deal out.",
-        "shuffled-again": "What is left was shuffled anew. Make the order of the whole epoch first, then leave out "
-        "its beginning.",
-        "resumed-uneven": "After resuming on another number of ranks, some ranks have more samples than others. It is "
-        "the rest that N has to divide, not the whole epoch.",
-        "resumed-padding": "Resumed, the padding differs from that of an epoch that was not interrupted. It comes "
-        "from the beginning of the epoch's order, not from the beginning of the rest.",
-    },
-    "uneven_epoch": {
-        "hang": "A rank that has no batch left must go on taking part in the all-reduces until all ranks are done. "
-        "How can it know when that is?",
-        "mean-of-means": "Batches have different sizes, so that the mean of the ranks' gradients gives the samples "
-        "different weights. Add gradients of sums, and divide by the number of all samples.",
-        "divided-by-all": "In some steps not all ranks have a batch. Divide by what really took part: the samples, "
-        "not the ranks.",
-        "sum": "The gradients are summed over the ranks and not divided.",
-        "stops-early": "The epoch ends when the first rank has no batch left; the samples of the others are lost.",
-        "no-samples": "There was a step in which no rank had a batch, and 0 / 0 is nan. How many steps does the "
-        "epoch have?",
-        "ranks-differ": "The ranks end with different weights. A rank that has no batch left must still take the "
-        "step that the others take.",
-        "leftover": "Gradients of an earlier step are in it. Clear them before each backward, also on ranks without "
-        "a batch.",
-        "too-many-bytes": "The weights are right, but more than one gradient and 16 bytes travel in a step.",
-        "gathers-everything": "The batches themselves, or all gradients, are gathered on every rank. One all-reduce "
-        "a step is enough.",
-    },
-}
+HINTS = load_hints("ddp")
 
 # ------------------------------------------------------------------------------------------------ models and numbers
 

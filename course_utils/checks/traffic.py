@@ -74,7 +74,8 @@ def findings(
         most = _range(limit)[1]
         if most is not None and got > most + slack:
             need = {0: "none is needed", 1: "1 is enough"}.get(most, f"{most:.0f} are enough")
-            yield f"too-many-{unit}", f"{got:.0f} {unit}{verb}; {need}."
+            count = f"{got:.0f} {unit if got != 1 else unit[:-1]}"
+            yield f"too-many-{unit}", f"{count}{verb}; {need}."
     for got, limit, unit, verb, slack in amounts:
         least = _range(limit)[0]
         if least is not None and got < least - slack:

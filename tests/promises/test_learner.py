@@ -382,4 +382,4 @@ def test_one_course_serves_many_learners_who_cannot_write_to_it(tmp_path: Path):
         assert (tmp_path / folder / "exercises" / "02_collectives_exercises.ipynb").read_bytes() == mine
     done = copy()
     assert done.returncode == 1 and done.stdout == ""
-    assert "work cannot be written to (" in done.stderr and "workshop lab ~/course" in done.stderr
+    assert "work cannot be written to (" in done.stderr and "-m course_utils lab ~/course" in done.stderr
