@@ -226,20 +226,18 @@ def difference(calls: dict[int, list[tuple]]) -> str:
     ``calls`` has for each rank (operation, reduction, dtype, bytes, root) of each of its calls.
     """
     calls = dict(sorted(calls.items()))
-    each = enumerate(zip(*calls.values(), strict=False), 1)
-    number, together = next(((n, some) for n, some in each if len(set(some)) > 1), (0, ()))
-    if not together:
-        return ""
-    ranks, operation = list(calls), together[0][0]
-    for what, position, show in (("operations", 0, str), ("reductions", 1, str), ("dtypes", 2, str),
-                                 ("sizes", 3, decimal_bytes), ("roots", 4, "root {}".format)):
-        values: dict = {}
-        for rank, signature in zip(ranks, together, strict=True):
-            values.setdefault(signature[position], []).append(rank)
-        if len(values) > 1:
-            text = "; ".join(f"{rank_label(some)} {show(value)}" for value, some in values.items())
-            name = f"collective number {number}" if position == 0 else f"{operation} number {number}"
-            return f"the ranks called {name} with different {what} ({text}), and nothing noticed: the result is wrong."
+    for number, together in enumerate(zip(*calls.values(), strict=False), 1):
+        for what, position, show in (("operations", 0, str), ("reductions", 1, str), ("dtypes", 2, str),
+                                     ("sizes", 3, decimal_bytes), ("roots", 4, "root {}".format)):
+            values: dict = {}
+            for rank, signature in zip(calls, together, strict=True):
+                if position != 1 or signature[1]:  # of some calls the reduction is not known
+                    values.setdefault(signature[position], []).append(rank)
+            if len(values) > 1:
+                text = "; ".join(f"{rank_label(some)} {show(value)}" for value, some in values.items())
+                name = f"collective number {number}" if position == 0 else f"{together[0][0]} number {number}"
+                how = f"the ranks called {name} with different {what} ({text})"
+                return f"{how}, and nothing noticed: the result is wrong."
     return ""
 
 

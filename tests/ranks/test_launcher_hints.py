@@ -14,6 +14,7 @@ from conftest import missing
 from kernels import Kernel, Script, namespace
 
 from course_utils import HangError, WorkerError, launch, shutdown
+from course_utils.ranks import errors
 
 pytestmark = pytest.mark.guard(60)
 
@@ -275,3 +276,17 @@ x.device.type, y.device.type, device.type, str(device), device == torch.device("
         assert cell.out == "[ranks 0,1] ('cpu', 'cpu', 'cpu', 'cpu', True, 'cpu', 'cpu')\n"
     cell = kernel.good("%%ranks\nfrom course_utils import device\ntorch.ones(2, device=device()).sum().item()")
     assert cell.out == "[ranks 0,1] 2.0\n"
+
+
+@pytest.mark.parametrize(("reductions", "said"), [
+    (("SUM", "MAX"), "all_reduce number 2 with different reductions (rank 0 SUM; rank 1 MAX)"),
+    (("SUM", ""), ""),  # the reduction of a call is not always known
+    (("SUM", "SUM"), ""),
+])
+def test_calls_that_differ_are_told_where_they_are_known_to_differ(reductions, said):
+    calls = {
+        rank: [("all_reduce", "SUM", "float32", 8, None), ("all_reduce", reduction, "float32", 8, None)]
+        for rank, reduction in enumerate(reductions)
+    }
+    text = errors.difference(calls)
+    assert said in text and bool(text) == bool(said)
