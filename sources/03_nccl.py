@@ -63,17 +63,7 @@ import torch
 import torch.distributed as dist
 from IPython.display import Markdown
 
-from course_utils import (
-    c_programs,
-    costs,
-    device,
-    hardware,
-    launch,
-    nccl_tuner,
-    plots,
-    record,
-    recorded,
-)
+from course_utils import c_programs, costs, device, launch, nccl_tuner, plots, record, recorded
 from course_utils.checks import message_steps
 from course_utils.costs import algbw, all_reduce_seconds, busbw, format_bytes
 from course_utils.fabric import emulate
@@ -722,8 +712,10 @@ print(f"so 4 GPUs would show {alone:.0f} GB/s with NVLS; recorded, with a ring: 
 # latencies are NCCL's constants for a hop (section 6).
 
 # %%
+from course_utils.hardware import LINKS
+
 links = [
-    (hardware.LINKS[kind].latency, 1 / hardware.LINKS[kind].bandwidth)
+    (LINKS[kind].latency, 1 / LINKS[kind].bandwidth)
     for kind in ("nvlink4", "ib_ndr")
 ]
 two_nodes = two_level(*virtual, *links)
