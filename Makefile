@@ -6,7 +6,7 @@ SETUP := @$(PYTHON) course_utils/bootstrap.py --torch $(TORCH)
 # A PYTHONPATH for other programs would put their packages before those of .venv.
 unexport PYTHONPATH
 
-.PHONY: help setup lab update restore ffcv dev lesson quick lint test notebooks bench clean
+.PHONY: help setup lab update restore ffcv deepspeed dev lesson quick lint test notebooks bench clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -28,21 +28,24 @@ restore:  ## give fresh lessons, all or L=02; changed ones are moved to work/sav
 ffcv:  ## add FFCV for lesson 15 (Linux, Python 3.11), or say what it needs
 	$(SETUP) --extra ffcv
 
+deepspeed:  ## add DeepSpeed for lesson 08 (Linux)
+	$(SETUP) --extra deepspeed
+
 dev:  ## make the environment with all that authors and tests need
-	$(SETUP) --extra test --extra nccl --extra-if-possible ffcv
+	$(SETUP) --extra test --extra nccl --extra deepspeed --extra-if-possible ffcv
 
 lesson: dev  ## build lesson L=04 and run what concerns it
 	$(PY) -m course_utils lesson $(L)
 
 quick: dev  ## run the tests that start no rank
-	$(PY) -m pytest -q -n 2 --quick
+	$(PY) -m pytest -q -n 2 --dist loadscope --quick
 
 lint: dev  ## check style, and types in the package
 	$(PY) -m ruff check
 	$(PY) -m pyrefly check
 
 test: dev  ## run every test
-	$(PY) -m pytest -n 2 --dist loadscope --nbval --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitise.cfg --durations=40 tests notebooks solutions
+	$(PY) -m pytest -n 3 --dist loadscope --nbval --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitise.cfg --durations=40 tests notebooks solutions
 
 notebooks: dev  ## build notebooks, exercises and solutions from sources (what changed)
 	$(PY) -m course_utils build

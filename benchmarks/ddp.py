@@ -18,7 +18,7 @@ from report import table
 from torch.nn.parallel import DistributedDataParallel
 
 from course_utils import launch, record
-from course_utils.models import build
+from course_utils.models import build_gpt
 
 LESSON = Path(__file__).resolve().parents[1] / "sources" / "04_ddp.py"
 KINDS = ("AfterBackward", "FlatBuckets", "Overlapped")
@@ -27,8 +27,11 @@ GOAL = 1.3  # step of Overlapped as a multiple of DistributedDataParallel's
 
 def take_turns(kinds: dict, cap: int, batch: int, repeats: int) -> dict:
     """On a rank: seconds of every step, and messages and bytes of the last one, by version."""
-    ways = {name: kind(build(), cap) if hasattr(kind, "start_next") else kind(build()) for name, kind in kinds.items()}
-    ways["DistributedDataParallel"] = DistributedDataParallel(build(), bucket_cap_mb=cap / 2**20)
+    ways = {
+        name: kind(build_gpt(), cap) if hasattr(kind, "start_next") else kind(build_gpt())
+        for name, kind in kinds.items()
+    }
+    ways["DistributedDataParallel"] = DistributedDataParallel(build_gpt(), bucket_cap_mb=cap / 2**20)
     optimizers = {name: torch.optim.SGD(model.module.parameters(), lr=0.01) for name, model in ways.items()}
     x = torch.randint(0, 128, (batch, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
     found: dict = {name: {"seconds": []} for name in ways}

@@ -23,11 +23,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from course_utils import launch
-from course_utils.memory import PARTS, held, track
-from course_utils.models import GPTConfig, build, parameters
+from course_utils.memory import PARTS, held_memory, track
+from course_utils.models import TransformerConfig, build_gpt
 
 LESSON = Path(__file__).resolve().parents[1] / "sources" / "06_zero.py"
-MODELS = {"small": GPTConfig(), "larger": GPTConfig(layers=4, heads=8, hidden=256)}
+MODELS = {"small": TransformerConfig(), "larger": TransformerConfig(layers=4, heads=8, hidden=256)}
 WARM_UP = 3  # steps
 
 
@@ -35,11 +35,11 @@ def adam(weights) -> torch.optim.Adam:
     return torch.optim.Adam(weights, lr=1e-3)
 
 
-def ways(config: GPTConfig, zero3: type[nn.Module]) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
+def ways(config: TransformerConfig, zero3: type[nn.Module]) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
     """On a rank: model and optimizer of each version, all with the same weights."""
-    ddp = DistributedDataParallel(build(config), gradient_as_bucket_view=True)
-    own = zero3(build(config), adam)
-    fsdp, mesh = build(config), init_device_mesh("cpu", (dist.get_world_size(),))
+    ddp = DistributedDataParallel(build_gpt(config), gradient_as_bucket_view=True)
+    own = zero3(build_gpt(config), adam)
+    fsdp, mesh = build_gpt(config), init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*fsdp.blocks, fsdp):
         fully_shard(part, mesh=mesh)
     return {
@@ -58,7 +58,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     return loss.item()
 
 
-def take_turns(config: GPTConfig, zero3: type[nn.Module], batch: int, repeats: int) -> dict:
+def take_turns(config: TransformerConfig, zero3: type[nn.Module], batch: int, repeats: int) -> dict:
     """On a rank, by version: seconds of every step, losses, the parts of one more step's peak and of what it leaves."""
     versions, seed = ways(config, zero3), torch.Generator().manual_seed(dist.get_rank())
     found: dict = {name: {"seconds": [], "losses": []} for name in versions}
@@ -72,11 +72,11 @@ def take_turns(config: GPTConfig, zero3: type[nn.Module], batch: int, repeats: i
     for name, version in versions.items():
         with track(*version) as tracker:
             step(*version, x)
-        found[name] |= {"peak": tracker.peak.parts(), "held": held(*version).parts()}
+        found[name] |= {"peak": tracker.peak.parts(), "held": held_memory(*version).parts()}
     return found
 
 
-def measure_model(config: GPTConfig, zero3: type[nn.Module], ranks: int, batch: int, repeats: int) -> dict:
+def measure_model(config: TransformerConfig, zero3: type[nn.Module], ranks: int, batch: int, repeats: int) -> dict:
     """Median step by version, each step counted at its slowest rank; the peak is that of the rank with the largest."""
     by_rank = launch(take_turns, config, zero3, batch, repeats, world_size=ranks, backend="gloo", timeout=600)
     first, rows = by_rank[0]["DistributedDataParallel"]["losses"][:WARM_UP], {}
@@ -103,7 +103,7 @@ def measure_model(config: GPTConfig, zero3: type[nn.Module], ranks: int, batch: 
             "step_ratio": statistics.median(ratios),
             "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
         }
-    return {"config": dataclasses.asdict(config), "parameters": parameters(config), "versions": rows}
+    return {"config": dataclasses.asdict(config), "parameters": config.parameter_count, "versions": rows}
 
 
 def measure(ranks: int, batch: int, repeats: int) -> dict:
@@ -135,9 +135,10 @@ def markdown(result: dict) -> str:
             table(head, rows),
         ]
     note = (
-        f"Adam in fp32, {result['windows_per_rank']} windows of {GPTConfig().context} tokens a rank; DDP's gradients "
-        f"are views into its buckets. {result['repeats']} steps each, in turns, at the slowest rank; bytes are of one "
-        f"more step, at the rank with the most. Zero3's gathered units count as parameters, FSDP2's as buffers. "
+        f"Adam in fp32, {result['windows_per_rank']} windows of {TransformerConfig().context} tokens a rank; "
+        f"DDP's gradients are views into its buckets. {result['repeats']} steps each, in turns, at the slowest rank; "
+        f"bytes are of one more step, at the rank with the most. Zero3's gathered units count as parameters, FSDP2's "
+        f"as buffers. "
         f"torch {result['torch']}."
     )
     return "\n\n".join([*parts, note])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tools
 from kernel import kernel
-from scenarios import first_result_cold, first_result_ready, must
+from scenarios import Effort, first_result_cold, first_result_ready, must
 
 LEDGER = """
 import statistics, time
@@ -99,10 +99,10 @@ def warm_shares(python: Path, ranks: int, count: int) -> dict:
     return {"ranks": ranks, "empty_s": empty_s, "with_all_reduce_s": with_collective_s, "all_reduce_s": collective_s}
 
 
-def many_ranks(python: Path, ranks: int) -> dict:
+def many_ranks(python: Path, ranks: int, effort: Effort) -> dict:
     """Seconds to the first result on many ranks, from a cold kernel and when the server is ready."""
     return {
         "ranks": ranks,
         "cold_s": first_result_cold(tools.course, python, ranks),
-        "ready_s": first_result_ready(tools.course, python, ranks),
+        "ready_s": first_result_ready(tools.course, python, ranks, effort),
     }

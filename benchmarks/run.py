@@ -1,7 +1,7 @@
 """Measure `launch` against other ways to start ranks from a notebook; prints tables, writes JSON and a figure.
 
-What the lessons themselves measure (`algorithms.py`, `ddp.py`, `memory.py`, `planner.py`) follows: tables, and JSON
-with the environments.
+What else is measured (`algorithms.py`, `ddp.py`, `memory.py`, `planner.py`, `train_overhead.py`, `verify.py`) follows:
+tables, and JSON with the environments.
 
     python benchmarks/run.py [--quick] [--tools course,ipyparallel] [--ranks 2,4] [--store]
 
@@ -27,7 +27,7 @@ from report import KINDS, markdown, targets
 from tools import TOOLS, Tool
 
 DOCS = environments.ROOT / "docs" / "benchmark.json"
-OF_LESSONS = ("algorithms", "ddp", "memory", "planner")
+OF_LESSONS = ("algorithms", "ddp", "memory", "planner", "train_overhead", "verify")
 
 
 def arguments() -> argparse.Namespace:
@@ -74,10 +74,10 @@ def attempt(at: dict, part: str, measure_part: Callable[[], dict]) -> None:
 def measure(tool: Tool, python: Path, ranks: int, effort: scenarios.Effort) -> dict:
     """All scenarios of one tool at one world size. What the tool said after failures goes to text files."""
 
-    def median(first_result: Callable[[Tool, Path, int], float]) -> float:
+    def median(first_result: Callable[..., float], *more) -> float:
         values, end = [], time.monotonic() + effort.repeat_seconds
         while len(values) < effort.repeats and (not values or time.monotonic() < end):
-            values.append(first_result(tool, python, ranks))
+            values.append(first_result(tool, python, ranks, *more))
         return statistics.median(values)
 
     def after(kind: str) -> dict:
@@ -89,9 +89,9 @@ def measure(tool: Tool, python: Path, ranks: int, effort: scenarios.Effort) -> d
 
     at, failures = {}, {}
     attempt(at, "first result, cold", lambda: {"first_cold_s": median(scenarios.first_result_cold)})
-    attempt(at, "first result, ready", lambda: {"first_ready_s": median(scenarios.first_result_ready)})
+    attempt(at, "first result, ready", lambda: {"first_ready_s": median(scenarios.first_result_ready, effort)})
     attempt(at, "further calls", lambda: scenarios.warm_calls(tool, python, ranks, effort))
-    attempt(at, "kernel killed", lambda: scenarios.kernel_killed(tool, python, ranks))
+    attempt(at, "kernel killed", lambda: scenarios.kernel_killed(tool, python, ranks, effort))
     for kind, title in KINDS.items():
         attempt(failures, title, lambda kind=kind: after(kind))
     for key in ("failed_attempts", "unavailable"):
@@ -99,15 +99,19 @@ def measure(tool: Tool, python: Path, ranks: int, effort: scenarios.Effort) -> d
     return at | {"failures": failures}
 
 
-def prepare(keys: list[str], ranks: int) -> tuple[dict[str, dict], dict[str, Path]]:
-    """Entries of the report and interpreters; each tool is run once, which brings its files into the page cache."""
+def prepare(keys: list[str], ranks: int, quick: bool) -> tuple[dict[str, dict], dict[str, Path]]:
+    """Entries of the report and interpreters; each tool is run once, which brings its files into the page cache.
+
+    For a smoke run only its environment is made.
+    """
     entries, pythons = {}, {}
     for key in keys:
         tool, found = TOOLS[key], {}
 
         def try_out(tool: Tool = tool) -> dict:
             python = environments.python_of(tool)
-            scenarios.first_result_cold(tool, python, ranks)
+            if not quick:
+                scenarios.first_result_cold(tool, python, ranks)
             return {"python": python, "versions": environments.versions(python, tool)}
 
         say(f"{tool.name}: environment and first run")
@@ -121,18 +125,18 @@ def prepare(keys: list[str], ranks: int) -> tuple[dict[str, dict], dict[str, Pat
     return entries, pythons
 
 
-def measure_own(python: Path, ranks: int, quick: bool) -> dict:
-    own_result = {}
+def measure_own(python: Path, ranks: int, effort: scenarios.Effort) -> dict:
+    own_result, quick = {}, effort == scenarios.QUICK
     many, blocks, steps = (8, 3, 3) if quick else (32, 30, 10)
     attempt(own_result, "warm calls", lambda: {"warm": own.warm_shares(python, ranks, 20 if quick else 200)})
-    attempt(own_result, "many ranks", lambda: {"many": own.many_ranks(python, many)})
+    attempt(own_result, "many ranks", lambda: {"many": own.many_ranks(python, many, effort)})
     attempt(own_result, "ledger", lambda: {"ledger": own.ledger_overhead(python, ranks, blocks, steps)})
     return own_result
 
 
 def measure_all(args: argparse.Namespace) -> dict:
     effort = scenarios.QUICK if args.quick else scenarios.Effort()
-    entries, pythons = prepare(args.tools, min(args.ranks))
+    entries, pythons = prepare(args.tools, min(args.ranks), args.quick)
     result = {
         "machine": {"cores": os.cpu_count(), "torch": version("torch"), "python": sys.version.split()[0]},
         "quick": args.quick,
@@ -146,7 +150,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             entries[key]["ranks"][str(ranks)] = measure(TOOLS[key], python, ranks, effort)
     if "course" in pythons:
         say("this course: many ranks, ledger")
-        result["own"] = measure_own(pythons["course"], max(args.ranks), args.quick)
+        result["own"] = measure_own(pythons["course"], max(args.ranks), effort)
     return rounded(result)
 
 

@@ -14,7 +14,6 @@ from tools import Setting, Tool
 SETUP_LIMIT = 120.0  # s, for starting engines and the like
 CALL_LIMIT = 45.0  # s, for a call that should simply work
 TOOL_LIMIT = 60  # s, the limit that each tool is given for a collective, where it has one
-READING_PAUSE = 2.0  # s between set-up and first call when the tool is to be ready
 AFTER_KILL = 5.0  # s after which processes count as left behind
 SETTLE = 0.5  # s, for ranks that have just said where they are to get into the collective
 MEGA = 1e6
@@ -33,7 +32,10 @@ FIRST_CAUSE = r"(?is)(?:root|first) cause.{0,200}?\brank[\s:]{0,12}(\d+)"
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure: repeats of a first result (fewer after `repeat_seconds`), warm calls, limits in seconds."""
+    """How much to measure: repeats of a first result (fewer after `repeat_seconds`), warm calls, limits in seconds.
+
+    `reading_pause` stands between set-up and first call when the tool is to be ready, in seconds.
+    """
 
     repeats: int = 5
     repeat_seconds: float = 15.0
@@ -41,9 +43,10 @@ class Effort:
     warm_seconds: float = 8.0
     hang_limit: int = 10
     give_up: float = 35.0
+    reading_pause: float = 2.0
 
 
-QUICK = Effort(repeats=1, warm_calls=20, warm_seconds=1.0, hang_limit=2, give_up=20.0)
+QUICK = Effort(repeats=1, warm_calls=20, warm_seconds=1.0, hang_limit=2, give_up=20.0, reading_pause=0.3)
 
 
 def setting(ranks: int, limit: int = TOOL_LIMIT) -> Setting:
@@ -70,16 +73,16 @@ def first_result_cold(tool: Tool, python: Path, ranks: int) -> float:
         return must(k.run(*tool.setup(s), tool.call("allreduce", s), limit=SETUP_LIMIT), "first result", ranks).seconds
 
 
-def ready(k: Kernel, tool: Tool, s: Setting) -> None:
+def ready(k: Kernel, tool: Tool, s: Setting, effort: Effort) -> None:
     must(k.run(*tool.setup(s), limit=SETUP_LIMIT), "set-up")
-    time.sleep(READING_PAUSE)
+    time.sleep(effort.reading_pause)
 
 
-def first_result_ready(tool: Tool, python: Path, ranks: int) -> float:
+def first_result_ready(tool: Tool, python: Path, ranks: int, effort: Effort) -> float:
     """Seconds to the first result once all that can be done before it has been done."""
     s = setting(ranks)
     with kernel(python) as k:
-        ready(k, tool, s)
+        ready(k, tool, s, effort)
         return must(k.run(tool.call("allreduce", s), limit=CALL_LIMIT), "first result", ranks).seconds
 
 
@@ -87,7 +90,7 @@ def warm_calls(tool: Tool, python: Path, ranks: int, effort: Effort) -> dict:
     """Median time of further calls, taken in the kernel; memory of a rank; then the idle kernel is killed."""
     s = setting(ranks)
     with kernel(python) as k:
-        ready(k, tool, s)
+        ready(k, tool, s, effort)
         must(k.run(tool.call("allreduce", s), limit=CALL_LIMIT), "first result", ranks)
         must(k.run(tool.call("memory", s), limit=CALL_LIMIT), "memory", ranks)
         memory = [list(map(float, mark[2:])) for mark in k.wait_for_marks("memory", range(ranks), 5).values()]
@@ -124,12 +127,12 @@ def killed(k: Kernel) -> dict:
     return {"left": len(left), "seconds": None if left else time.monotonic() - begin}
 
 
-def kernel_killed(tool: Tool, python: Path, ranks: int) -> dict:
+def kernel_killed(tool: Tool, python: Path, ranks: int, effort: Effort) -> dict:
     """Memory of all processes together; then the kernel gets SIGKILL in the middle of a call."""
     s = setting(ranks)
     with kernel(python) as k:
         empty = total_pss(k)
-        ready(k, tool, s)
+        ready(k, tool, s, effort)
         without_ranks = empty if tool.starts_ranks_in_setup else total_pss(k)
         k.start(tool.call("asleep", s))
         k.wait_for_marks("asleep", range(ranks), CALL_LIMIT)
@@ -162,7 +165,7 @@ def failure(kind: str, tool: Tool, python: Path, ranks: int, effort: Effort) -> 
     s = setting(ranks, effort.hang_limit if kind == "hang" else TOOL_LIMIT)
     odd = ranks // 2
     with kernel(python) as k:
-        ready(k, tool, s)
+        ready(k, tool, s, effort)
         must(k.run(tool.call("allreduce", s), limit=CALL_LIMIT), "the call before the event", ranks)
         request = k.start(tool.call(WORKLOAD_OF[kind], s))
         marks = k.wait_for_marks(WORKLOAD_OF[kind], range(ranks) if kind in ON_SLEEP else [odd], CALL_LIMIT)

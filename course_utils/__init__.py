@@ -1,21 +1,13 @@
 """Helpers of the course: start ranks from a notebook cell, watch what they send, check exercises."""
 
-import importlib
+from .lazy import attach
 
 __all__ = [
-    "Entry", "HangError", "Interrupted", "Ledger", "WorkerError", "device", "expect_error", "launch", "record",
-    "shutdown",
+    "Entry", "HangError", "Interrupted", "Ledger", "MismatchError", "WorkerError", "device", "expect_error",
+    "hosts_available", "launch", "record", "run_on_hosts", "shutdown",
 ]
 
-
-def __getattr__(name: str):
-    if name in __all__:
-        return getattr(importlib.import_module(f"{__name__}.ranks"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = attach(__name__, {"ranks": __all__})
 
 
 def load_ipython_extension(shell) -> None:

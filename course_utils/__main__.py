@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .authoring import ROOT, build, check, execute, test_lesson
+from .programs import ROOT
 
 GRADING = {
     "description": "Run the checks of exercise notebooks that were handed in. This runs learners' code. Each hand-in "
@@ -22,6 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m course_utils", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="report on this machine and start two ranks")
+    gpus = commands.add_parser("gpu-check", help="on a machine with GPUs: try all of the course that needs one")
+    gpus.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder for JSON and trace (%(default)s)")
+    gpus.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these checks, such as copies roofline")
+    gpus.add_argument("--on", choices=["gpu", "cpu"], default="gpu", help=argparse.SUPPRESS)  # cpu: tests of the kit
     opened = commands.add_parser("lab", help="open JupyterLab on the learner's copy; its own options can follow")
     copied = commands.add_parser("copy", help="bring the learner's copy up to date; what was changed stays")
     fresh = commands.add_parser("restore", help="give fresh lessons, moving changed ones to saved/ in the copy")
@@ -32,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     make = commands.add_parser("build", help="make notebooks from sources, executing what changed")
     make.add_argument("names", nargs="*", help="such as 02_collectives; default: all")
     make.add_argument("--force", action="store_true", help="execute even where the text is unchanged")
+    make.add_argument("--core", action="store_true", help="write lessons without the sections marked deeper, "
+                      "and without outputs, for workshops; nothing is executed")
+    make.add_argument("--out", type=Path, metavar="FOLDER", help="where --core writes (core/ in the course's folder)")
     one = commands.add_parser("lesson", help="build one lesson and run what concerns it: its notebooks and its tests")
     one.add_argument("number", help="such as 04")
     commands.add_parser("check", help="fail when notebooks and sources differ")
@@ -46,6 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
     marks.add_argument("--feedback", type=Path, metavar="DIR", help="write one Markdown file a person for the learners")
     marks.add_argument("--limit", type=float, default=600, help="seconds for a notebook (%(default)g)")
     marks.add_argument("--no-sandbox", action="store_true", help="run hand-ins with all your rights")
+    linter = commands.add_parser("check-deepspeed", help="say what is wrong with a DeepSpeed configuration, and what "
+                                 "it leaves to surprising defaults; fails on more than notes")
+    linter.add_argument("config", type=Path, help="JSON file")
+    linter.add_argument("--world-size", type=int, help="ranks that share the batch, to check its size")
     clock = commands.add_parser("minutes", help="fail when the minutes that the course states are not the clock's")
     clock.add_argument("--write", action="store_true", help="put them right, in sources, README.md and docs")
     for command in (make, run, marks):
@@ -55,31 +66,63 @@ def main(arguments: list[str] | None = None) -> int:
     given, further = parser.parse_known_args(arguments)
     if further and given.command != "lab":
         parser.error(f"unrecognized arguments: {' '.join(further)}")
+    if given.command == "build" and given.out and not given.core:
+        parser.error("--out goes with --core: notebooks of the course have their places")
 
     failed: list[str] = []
     if given.command == "doctor":
         from .doctor import doctor
 
         return 0 if doctor() else 1
+    if given.command == "gpu-check":
+        from .gpu_check import command
+
+        return command(given.out, given.on, given.only)
     if given.command in ("lab", "copy", "restore"):
         from .learner import run_command
 
         failed = run_command(given.command, given.folder, further or getattr(given, "names", []))
-    elif given.command == "build":
-        failed = build(ROOT, given.names, given.force, given.jobs)
     elif given.command == "lesson":
+        from .authoring import test_lesson
+
         return test_lesson(given.number)
-    elif given.command == "check":
-        failed = check()
-    elif given.command == "execute":
-        paths = given.paths or [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("solutions/*.ipynb")]
-        failed = execute(sorted(paths), given.jobs, given.timeout)
+    elif given.command in ("build", "check", "execute"):
+        failed = _notebooks(given)
+    elif given.command == "check-deepspeed":
+        return _check_deepspeed(given.config, given.world_size)
     elif given.command == "minutes":
         failed = _minutes(given.write)
     elif given.command == "grade":
         failed = _grade(given)
     print("\n".join(failed), file=sys.stderr, end="\n" if failed else "")
     return 1 if failed else 0
+
+
+def _notebooks(given: argparse.Namespace) -> list[str]:
+    """Build, compare or execute notebooks as the command line says; return what went wrong."""
+    from .authoring import build, build_core, check, execute
+
+    if given.command == "check":
+        return check()
+    if given.command == "execute":
+        paths = given.paths or [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("solutions/*.ipynb")]
+        return execute(sorted(paths), given.jobs, given.timeout)
+    if given.core:
+        return build_core(ROOT, given.names, given.out)
+    return build(ROOT, given.names, given.force, given.jobs)
+
+
+def _check_deepspeed(path: Path, world_size: int | None) -> int:
+    """Print what there is to say about a DeepSpeed configuration; return 1 if that is more than notes."""
+    from .deepspeed_tools import check_file, report
+
+    try:
+        found = check_file(path, world_size)
+    except (OSError, ValueError) as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return 2
+    print(report(found))
+    return 1 if any(finding.level != "note" for finding in found) else 0
 
 
 def _minutes(write: bool) -> list[str]:

@@ -126,7 +126,7 @@ def install_torch(build, version):
     """
     say(f"installing torch {version} ({build} build)")
     if not os.path.exists(STAMP) and build != "macOS":
-        say("to download: " + ("about 280 MB in all, which take 1.3 GB on disk" if build == "cpu" else "several GB"))
+        say("to download: " + ("about 300 MB in all, which take 1.3 GB on disk" if build == "cpu" else "several GB"))
     options = ["install", "--no-deps"]
     if build in ("cuda", "macOS"):
         options += ["torch===" + version]
@@ -256,6 +256,7 @@ def main():
         fail("PyTorch has no builds for Intel Macs. On Apple silicon use an arm64 Python, not one under Rosetta.")
 
     os.environ.pop("PYTHONPATH", None)  # packages of another Python would come before those of .venv
+    os.environ["DS_BUILD_OPS"] = "0"  # DeepSpeed without its C++ extensions, which take minutes to compile
     if arguments.update:
         update()
         others = [argument for argument in sys.argv[1:] if argument != "--update"]

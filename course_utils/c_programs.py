@@ -11,7 +11,10 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["NATIVE", "MissingToolError", "Toolkit", "build", "command", "excerpt", "find_compiler", "find_nccl"]
+__all__ = [
+    "NATIVE", "MissingToolError", "Toolkit", "build", "build_stand_ins", "command", "excerpt", "find_compiler",
+    "find_nccl", "run", "run_on_stand_ins", "show", "shown_command", "toolkit_or_none",
+]
 
 NATIVE = Path(__file__).resolve().parent.parent / "native"
 _SHARED = ("-shared", "-fPIC", "-Wl,-Bsymbolic")
@@ -53,6 +56,16 @@ def find_compiler() -> str:
         if name and shutil.which(name):
             return name
     raise MissingToolError("There is no C compiler here: install gcc (Debian and Ubuntu: sudo apt install gcc).")
+
+
+def toolkit_or_none() -> Toolkit | None:
+    """Return what `find_nccl` finds; without it, or without a compiler, say what is missing and return None."""
+    try:
+        find_compiler()
+        return find_nccl()
+    except MissingToolError as error:
+        print(error, "Until then the cells below only show code.", sep="\n")
+        return None
 
 
 def command(source: str, target: Path | str, toolkit: Toolkit, compiler: str = "gcc") -> list[str]:
@@ -98,3 +111,39 @@ def excerpt(source: str, *names: str) -> str:
             raise ValueError(f"{source} has no {name}")
         found.append(match.group())
     return "\n\n".join(found)
+
+
+def show(source: str, *names: str):
+    """Return an `excerpt` as Markdown that a notebook shows in colours."""
+    from IPython.display import Markdown
+
+    return Markdown(f"```c\n{excerpt(source, *names)}\n```")
+
+
+def shown_command(source: str, target: str, toolkit: Toolkit) -> str:
+    """Return `command` as it is read best: in lines, with names in place of this machine's folders."""
+    line = " ".join(command(source, target, toolkit))
+    for path, name in {toolkit.nccl: "$NCCL", toolkit.cuda: "$CUDA", NATIVE: "native"}.items():
+        line = line.replace(str(path), name)
+    return re.sub(r" (?=-isystem|native|-o|-L|-Wl)", " \\\n    ", line)
+
+
+def run(program: Path | str, *arguments: object, **environment: object) -> subprocess.CompletedProcess:
+    """Run a program with arguments, and with variables beside those of this process; its output comes as text."""
+    env = os.environ | {name: str(value) for name, value in environment.items()}
+    call = [str(part) for part in (program, *arguments)]
+    return subprocess.run(call, capture_output=True, text=True, env=env, timeout=60)
+
+
+def build_stand_ins(folder: Path, toolkit: Toolkit) -> None:
+    """Compile the libraries that stand in for NCCL and the CUDA runtime into `folder`."""
+    build("stand_in_nccl.c", folder / "libnccl.so.2", toolkit)
+    build("stand_in_cuda.c", folder / toolkit.runtime, toolkit)
+
+
+def run_on_stand_ins(
+    program: Path, folder: Path, gpus: int, *arguments: object, **environment: object
+) -> subprocess.CompletedProcess:
+    """`run` a program with the stand-ins of `folder` in place of NCCL and CUDA, on `gpus` pretended GPUs."""
+    places = {"LD_LIBRARY_PATH": folder, "TMPDIR": folder, "STAND_IN_GPUS": gpus}
+    return run(program, *arguments, **places | environment)

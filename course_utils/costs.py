@@ -15,9 +15,9 @@ import numpy as np
 from .units import format_bytes
 
 __all__ = [
-    "ALL_REDUCE_ALGORITHMS", "COLLECTIVES", "Cluster", "algbw", "all_reduce_bytes", "all_reduce_seconds",
+    "ALL_REDUCE_ALGORITHMS", "COLLECTIVES", "TwoLevelCluster", "algbw", "all_reduce_bytes", "all_reduce_seconds",
     "all_reduce_steps", "bootstrap_alpha_beta", "busbw", "busbw_factor", "bytes_sent", "cluster_of", "fit_alpha_beta",
-    "flat", "format_bytes",
+    "flat_cluster", "format_bytes",
 ]
 
 COLLECTIVES = (
@@ -104,7 +104,7 @@ def bootstrap_alpha_beta(
 
 
 @dataclass(frozen=True)
-class Cluster:
+class TwoLevelCluster:
     """Ranks on equal nodes, numbered node by node, with the cost alpha + beta * S of one message between two of them.
 
     A rank sends one message at a time and receives one at a time, both at once; alpha does not keep the port busy;
@@ -138,12 +138,12 @@ class Cluster:
         return self.nodes * self.per_node
 
 
-def flat(n: int, alpha: float, beta: float) -> Cluster:
+def flat_cluster(n: int, alpha: float, beta: float) -> TwoLevelCluster:
     """Return `n` ranks of which each two are equally far apart."""
-    return Cluster(1, n, (alpha, beta))
+    return TwoLevelCluster(1, n, (alpha, beta))
 
 
-def cluster_of(topology) -> Cluster:
+def cluster_of(topology) -> TwoLevelCluster:
     """Return the two-level view of a `topology.Topology`: its slowest pair in the first node and between the first two.
 
     Raises `ValueError` where GPUs are not numbered node by node, or nodes do not have equally many.
@@ -161,7 +161,7 @@ def cluster_of(topology) -> Cluster:
     mates = [(a, b) for a in range(per_node) for b in range(per_node) if a != b]
     intra = worst([topology.path(a, b) for a, b in mates])
     if count == 1:
-        return Cluster(1, per_node, intra)
+        return TwoLevelCluster(1, per_node, intra)
     across = [topology.path(r, r + per_node) for r in range(per_node)]
     inter = worst(across)
     users = Counter((a, b) for p in across for a, b in zip(p.devices, p.devices[1:], strict=False))
@@ -170,7 +170,7 @@ def cluster_of(topology) -> Cluster:
         for link, a, b in zip(p.links, p.devices, p.devices[1:], strict=False):
             slowest[a, b] = max(slowest.get((a, b), 0.0), 1 / link.bandwidth)
     busiest = max(users[ends] * slowest[ends] for ends in users)
-    return Cluster(count, per_node, intra, inter, sharing=max(1.0, busiest / inter[1]))
+    return TwoLevelCluster(count, per_node, intra, inter, sharing=max(1.0, busiest / inter[1]))
 
 
 def _log2(n: int) -> int:
@@ -188,8 +188,8 @@ def _known(algorithm: str) -> None:
         raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {', '.join(ALL_REDUCE_ALGORITHMS)}")
 
 
-def all_reduce_steps(algorithm: str, n: int | Cluster) -> int:
-    """Messages one after the other in an all-reduce of `n` ranks; for hierarchical `n` may be a `Cluster`.
+def all_reduce_steps(algorithm: str, n: int | TwoLevelCluster) -> int:
+    """Messages one after the other in an all-reduce of `n` ranks; for hierarchical `n` may be a `TwoLevelCluster`.
 
     root: 2(n-1), one at a time at the root. ring: 2(n-1). tree: 2*ceil(log2 n). recursive_doubling: log2 n, and
     halving_doubling: 2*log2 n, with two more where n is not a power of two. hierarchical: 2(p-1) in the node and
@@ -197,7 +197,7 @@ def all_reduce_steps(algorithm: str, n: int | Cluster) -> int:
     switch and back.
     """
     _known(algorithm)
-    nodes, per_node = (n.nodes, n.per_node) if isinstance(n, Cluster) else (1, n)
+    nodes, per_node = (n.nodes, n.per_node) if isinstance(n, TwoLevelCluster) else (1, n)
     n = nodes * per_node
     if n < 2:
         return 0
@@ -214,7 +214,7 @@ def all_reduce_steps(algorithm: str, n: int | Cluster) -> int:
     }[algorithm]
 
 
-def all_reduce_bytes(algorithm: str, n: int | Cluster, size: float) -> float:
+def all_reduce_bytes(algorithm: str, n: int | TwoLevelCluster, size: float) -> float:
     """Bytes that the busiest of `n` ranks sends in an all-reduce of `size` bytes.
 
     ring, hierarchical, halving_doubling: 2(n-1)/n * S, the least without help from the network (Patarasuk and Yuan
@@ -223,7 +223,7 @@ def all_reduce_bytes(algorithm: str, n: int | Cluster, size: float) -> float:
     algorithms work on the power below and send S more.
     """
     _known(algorithm)
-    n = n.ranks if isinstance(n, Cluster) else n
+    n = n.ranks if isinstance(n, TwoLevelCluster) else n
     if n < 2:
         return 0.0
     power, folded = _fold(n)
@@ -240,8 +240,8 @@ def all_reduce_bytes(algorithm: str, n: int | Cluster, size: float) -> float:
     return factor * size
 
 
-def all_reduce_seconds(algorithm: str, size: float, cluster: Cluster) -> float:
-    """Modelled seconds of an all-reduce of `size` bytes, under the port model of `Cluster`.
+def all_reduce_seconds(algorithm: str, size: float, cluster: TwoLevelCluster) -> float:
+    """Modelled seconds of an all-reduce of `size` bytes, under the port model of `TwoLevelCluster`.
 
     Below, a and b are alpha and beta in the node, A and B between nodes, p ranks on each of N nodes, n = N*p; on a
     flat cluster only a and b are left.
@@ -277,7 +277,7 @@ def all_reduce_seconds(algorithm: str, size: float, cluster: Cluster) -> float:
     return float(_SECONDS[algorithm](size, cluster)) if cluster.ranks > 1 else 0.0
 
 
-def _levels(cluster: Cluster, shared: bool = False) -> tuple[float, float, float, float]:
+def _levels(cluster: TwoLevelCluster, shared: bool = False) -> tuple[float, float, float, float]:
     """Return alpha and beta in the node and between nodes; those of the only level twice."""
     a, b = cluster.intra
     if cluster.nodes == 1:
@@ -287,7 +287,7 @@ def _levels(cluster: Cluster, shared: bool = False) -> tuple[float, float, float
     return (far, slow, far, slow) if cluster.per_node == 1 else (a, b, far, slow)
 
 
-def _root(size: float, cluster: Cluster) -> float:
+def _root(size: float, cluster: TwoLevelCluster) -> float:
     a, b, far, slow = _levels(cluster)
     p, n = cluster.per_node, cluster.ranks
     own = a + (p - 1) * b * size if p > 1 else 0.0
@@ -295,7 +295,7 @@ def _root(size: float, cluster: Cluster) -> float:
     return 2 * max(own, others)
 
 
-def _ring(size: float, cluster: Cluster) -> float:
+def _ring(size: float, cluster: TwoLevelCluster) -> float:
     a, b, far, slow = _levels(cluster)
     p, n, steps = cluster.per_node, cluster.ranks, 2 * (cluster.ranks - 1)
     inside, busy = a + b * size / n, slow * size / n
@@ -307,19 +307,19 @@ def _ring(size: float, cluster: Cluster) -> float:
     return max(far + steps * busy, travel)
 
 
-def _tree(size: float, cluster: Cluster) -> float:
+def _tree(size: float, cluster: TwoLevelCluster) -> float:
     a, b, far, slow = _levels(cluster)
     return 2 * (_log2(cluster.per_node) * (a + b * size) + _log2(cluster.nodes) * (far + slow * size))
 
 
-def _exchanges(cluster: Cluster) -> list[bool]:
+def _exchanges(cluster: TwoLevelCluster) -> list[bool]:
     """For each distance 1, 2, 4, ... of the doubling algorithms: do any partners sit in different nodes?"""
     power, _ = _fold(cluster.ranks)
     distances = [1 << k for k in range(_log2(power))]
     return [cluster.nodes > 1 and cluster.per_node % (2 * d) != 0 for d in distances]
 
 
-def _recursive_doubling(size: float, cluster: Cluster) -> float:
+def _recursive_doubling(size: float, cluster: TwoLevelCluster) -> float:
     a, b, far, slow = _levels(cluster, shared=True)
     crossing = _exchanges(cluster)
     near = len(crossing) - sum(crossing)
@@ -327,7 +327,7 @@ def _recursive_doubling(size: float, cluster: Cluster) -> float:
     return near * (a + b * size) + (sum(crossing) + folds) * (far + slow * size)
 
 
-def _halving_doubling(size: float, cluster: Cluster) -> float:
+def _halving_doubling(size: float, cluster: TwoLevelCluster) -> float:
     a, b, far, slow = _levels(cluster, shared=True)
     folds = 2 * _fold(cluster.ranks)[1]
     halves = [size / 2 ** (k + 1) for k in range(len(_exchanges(cluster)))]
@@ -335,19 +335,19 @@ def _halving_doubling(size: float, cluster: Cluster) -> float:
     return folds * (far + slow * size) + 2 * sum(far + slow * s if cross else a + b * s for s, cross in exchanges)
 
 
-def _hierarchical(size: float, cluster: Cluster) -> float:
+def _hierarchical(size: float, cluster: TwoLevelCluster) -> float:
     a, b, far, slow = _levels(cluster, shared=True)
     inside = 2 * (cluster.per_node - 1) * (a + b * size / cluster.per_node)
     return inside + 2 * (cluster.nodes - 1) * (far + slow * size / cluster.ranks)
 
 
-def _double_tree(size: float, cluster: Cluster) -> float:
+def _double_tree(size: float, cluster: TwoLevelCluster) -> float:
     a, b, far, slow = _levels(cluster)
     hops = _log2(cluster.per_node) * a + _log2(cluster.nodes) * far
     return 2 * hops + all_reduce_bytes("double_tree", cluster.ranks, size) * max(b, slow)
 
 
-def _in_network(size: float, cluster: Cluster) -> float:
+def _in_network(size: float, cluster: TwoLevelCluster) -> float:
     a, b, far, slow = _levels(cluster)
     return max(a, far) + max(b, slow) * size
 

@@ -6,6 +6,7 @@ left out. Author (died 1898) and publication are long enough ago that it is in t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 
@@ -52,6 +53,11 @@ class Windows(Dataset):
 
     def __len__(self) -> int:
         return self.length
+
+    def batch(self, numbers: Iterable[int], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Return the windows with these numbers on `device`: inputs and targets, both int64 (len(numbers), context)."""
+        x, y = zip(*(self[i] for i in numbers), strict=True)
+        return torch.stack(x).to(device), torch.stack(y).to(device)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not -self.length <= index < self.length:

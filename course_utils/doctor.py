@@ -8,7 +8,7 @@ import shutil
 import time
 from typing import Any
 
-__all__ = ["chromium", "doctor", "machine"]
+__all__ = ["chromium", "doctor", "machine", "report"]
 
 
 def machine() -> dict[str, Any]:
@@ -20,12 +20,13 @@ def machine() -> dict[str, Any]:
         ``python``, ``torch`` and ``system``: versions; ``cores``: those this process may use; ``memory``: bytes;
         ``gpus``: list of ``{"name", "memory"}`` (bytes); ``links``: kind of link by pair of GPUs, in nvidia-smi's
         terms (``NV18`` is 18 NVLinks, ``PIX``, ``PHB`` and ``SYS`` are ever longer ways over PCIe);
-        ``world_size`` and ``backend``: what ``launch`` takes by default; ``real`` and ``emulated``: lists of sentences.
+        ``world_size`` and ``backend``: what ``launch`` takes by default; ``hosts``: whether ``launch(hosts=…)``
+        emulates hosts here, and a sentence that says so or why not; ``real`` and ``emulated``: lists of sentences.
     """
     import psutil
     import torch
 
-    from .ranks import gpu_count, settle
+    from .ranks import gpu_count, hosts_available, settle
     from .topology import nvidia_smi
 
     count = gpu_count()
@@ -36,7 +37,9 @@ def machine() -> dict[str, Any]:
     world_size, _ = settle(None, "gloo")
     backend = "nccl" if count >= world_size else "gloo"
     real = [f"{world_size} ranks: separate processes in a real process group ({backend})"]
-    emulated = ["several hosts: played by processes on this one"]
+    hosts = hosts_available()
+    how = "network namespaces, whose links, bytes and faults are real" if hosts[0] else "processes on one host"
+    emulated = [f"several hosts: played by {how}"]
     if backend == "nccl":
         real += ["the links between GPUs: measured, and used by every collective"]
     else:
@@ -56,9 +59,37 @@ def machine() -> dict[str, Any]:
         "links": _links(nvidia_smi("topo", "-m"), count) if count > 1 else {},
         "world_size": world_size,
         "backend": backend,
+        "hosts": hosts,
         "real": real,
         "emulated": emulated,
     }
+
+
+def report(found: dict[str, Any]) -> str:
+    """Return what :func:`machine` found as text: a line for each part, then what is real and what is emulated."""
+    return "\n".join([*_lines(_parts(found)), "", *_kinds(found)])
+
+
+def _parts(found: dict[str, Any]) -> dict[str, str]:
+    gpus = [f"{gpu['name']} ({gpu['memory'] / 1e9:.0f} GB)" for gpu in found["gpus"]]
+    return {
+        "Python": f"{found['python']} on {found['system']}",
+        "torch": found["torch"],
+        "cores": str(found["cores"]),
+        "memory": f"{found['memory'] / 1e9:.0f} GB",
+        "GPUs": ", ".join(gpus) or "none (none is needed)",
+        "links": ", ".join(f"{pair} {kind}" for pair, kind in found["links"].items()) or "no GPU pairs",
+        "ranks": f"{found['world_size']} by default, over {found['backend']}",
+    }
+
+
+def _lines(parts: dict[str, str]) -> list[str]:
+    return [f"{name:9} {value}" for name, value in parts.items()]
+
+
+def _kinds(found: dict[str, Any]) -> list[str]:
+    real, emulated = ([f"  {sentence}" for sentence in found[kind]] for kind in ("real", "emulated"))
+    return ["real here:", *real, "", "emulated here:", *emulated]
 
 
 def _links(topology: str, gpus: int) -> dict[str, str]:
@@ -90,19 +121,12 @@ def doctor() -> bool:
         print(f"imports   failed: {type(error).__name__}: {error}")
         print(f"\n{advice if other else 'make clean lab installs the packages again'}")
         return False
-    gpus = [f"{gpu['name']} ({gpu['memory'] / 1e9:.0f} GB)" for gpu in found["gpus"]]
-    report = {
-        "Python": f"{found['python']} on {found['system']}",
-        "torch": found["torch"],
-        "cores": found["cores"],
-        "memory": f"{found['memory'] / 1e9:.0f} GB",
-        "GPUs": ", ".join(gpus) or "none (none is needed)",
-        "links": ", ".join(f"{pair} {kind}" for pair, kind in found["links"].items()) or "no GPU pairs",
-        "ranks": f"{found['world_size']} by default, over {found['backend']}",
+    parts = _parts(found) | {
+        "hosts": found["hosts"][1],
         "Chromium": "yes" if chromium() else "no (only tests need it)",
     }
-    report |= {"warning": advice} if other else {}
-    print("\n".join(f"{name:9} {value}" for name, value in report.items()))
+    parts |= {"warning": advice} if other else {}
+    print("\n".join(_lines(parts)))
     start = time.perf_counter()
     try:
         sums = _sum_of_two_ranks()
@@ -110,7 +134,7 @@ def doctor() -> bool:
         print(f"launch    failed\n\n{error}" + (f"\n\n{advice}" if other else ""))
         return False
     print(f"launch    2 ranks, one all_reduce: {sums} in {time.perf_counter() - start:.1f} s")
-    print("\n".join(["", "real here:", *found["real"], "", "emulated here:", *found["emulated"]]))
+    print("\n".join(["", *_kinds(found)]))
     return sums == [3.0, 3.0]
 
 

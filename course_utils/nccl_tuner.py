@@ -15,7 +15,7 @@ from .costs import busbw_factor
 from .recorded import A100_LATENCY, OTHER_A100_ALL_REDUCE, Table
 
 __all__ = [
-    "CORRECTIONS", "MACHINES", "PUBLISHED", "Choice", "Constants", "Correction", "Machine", "bandwidth", "choose",
+    "CORRECTIONS", "MACHINES", "PUBLISHED", "Choice", "Correction", "Machine", "TunerConstants", "bandwidth", "choose",
     "corrected", "errors", "estimate", "latency", "nvls_busbw", "predict",
 ]
 
@@ -85,7 +85,7 @@ def _us(*values: float) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Constants:
+class TunerConstants:
     """NCCL's constants for latency: seconds, by algorithm and protocol, per hop also by kind of link."""
 
     base: dict[str, dict[str, float]] = field(
@@ -102,7 +102,7 @@ class Constants:
     launch: float = 0.0  # seconds for each GPU of the machine, not one of NCCL's
 
 
-PUBLISHED = Constants()
+PUBLISHED = TunerConstants()
 
 # GB/s by generation and by one, two, or more nodes. Several nodes: LL depends on the CPU, here Intel's values.
 _LL_MOST = {"volta": 39.0, "ampere": 87.7, "hopper": 141.0, "blackwell": 282.0}
@@ -136,7 +136,7 @@ def _choices(machine: Machine) -> list[Choice]:
     return [*pairs, ("nvls", "Simple")] if machine.nvls and machine.nodes == 1 else pairs
 
 
-def latency(choice: Choice, machine: Machine, constants: Constants = PUBLISHED) -> float:
+def latency(choice: Choice, machine: Machine, constants: TunerConstants = PUBLISHED) -> float:
     """Seconds that do not depend on the size: a base, and the hops one after the other.
 
     Ring: 2(n-1) hops, 2(N-1) of them between N nodes. Tree: up and down a chain of the node's GPUs and a binary tree of
@@ -191,7 +191,7 @@ def bandwidth(choice: Choice, machine: Machine) -> float:
     return link / 2
 
 
-def predict(size: float, machine: Machine, constants: Constants = PUBLISHED) -> dict[Choice, float]:
+def predict(size: float, machine: Machine, constants: TunerConstants = PUBLISHED) -> dict[Choice, float]:
     """Return NCCL's own seconds for an all-reduce of `size` bytes by each algorithm and protocol the machine has.
 
     They are made for comparing. As a forecast the one of NVLS is too short; `estimate` corrects it.
@@ -220,7 +220,7 @@ def choose(size: float, machine: Machine) -> Choice:
     return min(times, key=times.get)
 
 
-def estimate(size: float, machine: Machine, constants: Constants = PUBLISHED) -> float:
+def estimate(size: float, machine: Machine, constants: TunerConstants = PUBLISHED) -> float:
     """Return the seconds, by `constants`, of what NCCL chooses by its own: its choice does not know of corrections.
 
     NVLS takes at least its latency and S at the rate of `nvls_busbw`, which follows from the bytes on the wire.
@@ -232,7 +232,7 @@ def estimate(size: float, machine: Machine, constants: Constants = PUBLISHED) ->
     return predict(size, machine, constants)[choice]
 
 
-def errors(table: Table, machine: Machine, constants: Constants = PUBLISHED) -> np.ndarray:
+def errors(table: Table, machine: Machine, constants: TunerConstants = PUBLISHED) -> np.ndarray:
     """Return the relative error of the estimated time at each size of `table`: positive where the model is too slow."""
     return np.array([estimate(s, machine, constants) / t - 1 for s, t in zip(table.sizes, table.seconds, strict=True)])
 
@@ -278,7 +278,7 @@ CORRECTIONS = (
 )
 
 
-def _launch(constants: Constants) -> Constants:
+def _launch(constants: TunerConstants) -> TunerConstants:
     """Fit base + launch * n to A100_LATENCY, after taking away the 2(n-1) hops of LL on NVLink that it contains."""
     gpus = np.array(list(A100_LATENCY))
     hops = 2 * (gpus - 1) * constants.hop["nvlink"]["ring"]["LL"]
@@ -288,7 +288,7 @@ def _launch(constants: Constants) -> Constants:
     return replace(constants, base=moved, launch=float(launch))
 
 
-def _loaded_hops(constants: Constants) -> Constants:
+def _loaded_hops(constants: TunerConstants) -> TunerConstants:
     """Set each protocol's ring hop on NVLink to the median of what the other machines leave for it."""
     machine = MACHINES["8 x A100"]
     left: dict[str, list[float]] = {p: [] for p in _PROTOCOLS}
@@ -303,7 +303,7 @@ def _loaded_hops(constants: Constants) -> Constants:
     return replace(constants, hop={**constants.hop, "nvlink": nvlink})
 
 
-def corrected(steps: int = len(CORRECTIONS)) -> Constants:
+def corrected(steps: int = len(CORRECTIONS)) -> TunerConstants:
     """Return the published constants with the first `steps` of `CORRECTIONS`, for nccl-tests with -g 8 on 8 A100.
 
     Computed from the sources when called, so that nothing is typed by hand.

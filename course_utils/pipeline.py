@@ -179,7 +179,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Forwards until the last rank has work, then one forward and one backward in turn.
 
-    PipeDream-Flush of Narayanan et al. 2021, https://arxiv.org/abs/2006.09503: rank r has at most ``ranks - r``
+    PipeDream-Flush of Narayanan et al. 2020, https://arxiv.org/abs/2006.09503: rank r has at most ``ranks - r``
     micro-batches in flight.
     """
     _check(ranks, microbatches)

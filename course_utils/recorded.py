@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from .costs import busbw, busbw_factor
-from .transformer import MODELS
+from .transformer import PUBLISHED
 
 __all__ = [
     "A100_ALL_REDUCE", "A100_LATENCY", "A100_P2P", "ACHIEVABLE_MATMUL", "FOUR_H200_NODES", "FUSED_ATTENTION",
@@ -210,7 +210,7 @@ class Run:
     Attributes
     ----------
     model, cluster : str
-        Keys of `planner.MODELS` and `planner.CLUSTERS`.
+        Keys of `transformer.PUBLISHED` and `planner.CLUSTERS`.
     gpus, batch, length : int
         GPUs, sequences in a step, tokens in a sequence.
     layout : mapping of str to value
@@ -297,7 +297,7 @@ PTD_RUNS = tuple(
         model, gpus, batch, tflops, tp=8, pp=pp, dp=gpus // (8 * pp), virtual=virtual, zero=0, overlap=False,
     )
     for model, pp, virtual, batch, rows in (
-        ("GPT-3 175B", 12, 4, 1536, {384: 153, 768: 149, 1536: 141}),
+        ("Megatron 174.6B", 12, 4, 1536, {384: 153, 768: 149, 1536: 141}),
         ("Megatron 529.6B", 35, 3, 2240, {560: 171, 1120: 167, 2240: 159}),
     )
     for gpus, tflops in rows.items()
@@ -306,7 +306,7 @@ PTD_RUNS = tuple(
 ZERO3_RUNS = tuple(
     _section_5_2(model, gpus, batch, tflops, dp=gpus, microbatch=batch // gpus, zero=3, overlap=True)
     for model, batch, gpus, tflops in (
-        ("GPT-3 175B", 1536, 384, 144), ("GPT-3 175B", 1536, 768, 88), ("GPT-3 175B", 1536, 1536, 44),
+        ("Megatron 174.6B", 1536, 384, 144), ("Megatron 174.6B", 1536, 768, 88), ("Megatron 174.6B", 1536, 1536, 44),
         ("Megatron 529.6B", 2560, 640, 138), ("Megatron 529.6B", 2240, 1120, 98), ("Megatron 529.6B", 2240, 2240, 48),
     )
 )
@@ -337,8 +337,8 @@ LLAMA3_MISPRINT = _llama(16384, 16, 4, 131072, 4 * 16, 380, 0.38)
 
 def _torchtitan(gpus: int, length: int, batch: int, tokens: float, gib: float, detail: str, **layout: object) -> Run:
     """`tokens` per second of each GPU, and memory in GiB, as they are published."""
-    model, fixed = MODELS["Llama 3 8B"], {"zero": 3, "precision": "bf16 policy"}
-    tflops = replace(model, length=length).flops(1) * tokens / 1e12
+    model, fixed = PUBLISHED["Llama 3 8B"], {"zero": 3, "precision": "bf16 policy"}
+    tflops = replace(model, context=length).flops_per_token("none") * tokens / 1e12
     source = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, https://github.com/pytorch/torchtitan"
     return Run(
         model.name, "DGX H100", gpus, batch, length, layout | fixed, tflops, "model", tflops / 989.4, source, detail,
@@ -347,7 +347,7 @@ def _torchtitan(gpus: int, length: int, batch: int, tokens: float, gib: float, d
 
 
 #: Llama 3.1 8B with FSDP2 on H100s of another kind (96 GB at 2.4 TB/s, 500 W), 400 Gb/s a GPU: tables 1 and 3 without
-#: compilation, table 2 with `torch.compile` and Float8, which the planner does not know.
+#: compilation, table 2 with `torch.compile` and Float8. `planner.published_runs` has them with all that is said.
 TORCHTITAN_RUNS = (
     _torchtitan(8, 8192, 16, 5762, 82.4, "8 GPUs", dp=8, microbatch=2, recompute="selective"),
     _torchtitan(128, 8192, 256, 5605, 67.0, "128 GPUs", dp=128, microbatch=2, recompute="selective"),

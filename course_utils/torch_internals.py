@@ -6,6 +6,7 @@ tensor's memory. When a new version changes a name, `tests/ranks/test_internals.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "C10D_FILE", "WRITTEN_FOR", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "abort_process_groups",
-    "active_fake_mode", "c10d", "count_modes", "default_store", "dispatch_keys", "fake_store", "forget_process_groups",
-    "group_names", "is_traceable_wrapper_subclass", "keys_after_backend_select", "open_groups", "replace_rendezvous",
-    "storage_use_count", "tree_leaves", "unbox_work",
+    "active_fake_mode", "c10d", "count_modes", "default_store", "dispatch_keys", "fake_store", "flight_record",
+    "forget_process_groups", "group_names", "groups_by_name", "is_traceable_wrapper_subclass",
+    "keys_after_backend_select", "open_groups", "replace_rendezvous", "storage_use_count", "tree_leaves",
+    "unbox_work",
 ]
 
 WRITTEN_FOR = "2.13"
@@ -84,6 +86,17 @@ def group_names(ranks: tuple[int, ...]) -> list[str]:
     """PyTorch's names of the groups with these ranks, oldest first."""
     world = c10d._world
     return [world.pg_names[group] for group, members in world.pg_group_ranks.items() if tuple(members) == ranks]
+
+
+def groups_by_name() -> dict[str, tuple[Any, list[int]]]:
+    """The process groups that this rank is in, by PyTorch's names, with their ranks in order."""
+    world = c10d._world
+    return {world.pg_names[group]: (group, sorted(world.pg_group_ranks[group])) for group in world.pg_map}
+
+
+def flight_record() -> dict[str, Any]:
+    """The flight record of this process, without stacks."""
+    return pickle.loads(torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False))
 
 
 def default_store() -> Any:

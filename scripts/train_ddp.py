@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from course_utils.data import Windows
-from course_utils.models import build
+from course_utils.models import build_gpt
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def arguments() -> argparse.Namespace:
@@ -26,10 +28,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps in all, also of earlier calls")
     parser.add_argument("--batch", type=int, default=16, help="windows in a step, over all ranks")
     parser.add_argument("--micro", type=int, default=1, help="micro-batches that a step accumulates")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
+    parser.add_argument("--warmup", type=int, default=10, help="steps in which the rate rises from a tenth of --lr")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients together")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of forward and backward")
+    parser.add_argument("--compile", action="store_true", help="compile the model, cut where a bucket ends")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=int, default=5, help="steps between two lines of output")
-    parser.add_argument("--checkpoint", type=Path, help="file to go on from, if it exists, and to write at the end")
+    parser.add_argument("--checkpoint", type=Path, help="file to go on from, if it exists, and to write")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints")
     parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl if there is a GPU for every rank")
     return parser.parse_args()
 
@@ -57,6 +64,24 @@ def batches(size: int, seed: int, done: int):
         epoch, skipped = epoch + 1, 0
 
 
+def save(path: Path, parts: dict, step: int, done: int) -> None:
+    """Rank 0 writes, and a crash leaves the old file whole; when any rank returns, the file is there."""
+    if dist.get_rank() == 0:
+        states = {name: part.state_dict() for name, part in parts.items()}
+        fresh = path.with_suffix(".new")
+        torch.save(states | {"step": step, "samples": done}, fresh)
+        fresh.replace(path)
+    dist.barrier()
+
+
+def load(path: Path, parts: dict, device: torch.device) -> tuple[int, int]:
+    """All ranks read. Returns how many steps and samples are done."""
+    states = torch.load(path, map_location=device)
+    for name, part in parts.items():
+        part.load_state_dict(states[name])
+    return states["step"], states["samples"]
+
+
 def main() -> None:
     args = arguments()
     device = connect(args.backend)
@@ -64,16 +89,18 @@ def main() -> None:
     if args.batch % (ranks * args.micro):
         raise SystemExit(f"--batch must be a multiple of {ranks} ranks times {args.micro} micro-batches: {args.batch}")
 
-    model = build(seed=args.seed).to(device)
+    model = build_gpt(seed=args.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=args.warmup)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     step = done = 0
     if args.checkpoint and args.checkpoint.exists():
-        state = torch.load(args.checkpoint, map_location=device)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, done = state["step"], state["samples"]
+        step, done = load(args.checkpoint, parts, device)
     ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    forward = torch.compile(ddp) if args.compile else ddp
 
+    dtype = PRECISIONS[args.precision]
     data = batches(args.batch // (ranks * args.micro), args.seed, done)
     while step < args.steps:
         optimizer.zero_grad()
@@ -81,23 +108,25 @@ def main() -> None:
         for micro in range(args.micro):
             x, y = (part.to(device) for part in next(data))
             with contextlib.nullcontext() if micro == args.micro - 1 else ddp.no_sync():
-                loss = F.cross_entropy(ddp(x).flatten(0, 1), y.flatten()) / args.micro
-                loss.backward()
+                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                    loss = F.cross_entropy(forward(x).flatten(0, 1), y.flatten()) / args.micro
+                scaler.scale(loss).backward()
             mean += loss.detach()
-        optimizer.step()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
         step, done = step + 1, done + args.batch
         if step % args.report == 0:
             dist.all_reduce(mean)
             if rank == 0:
                 print(f"step {step:4}  loss {mean.item() / ranks:.4f}", flush=True)
+        if args.checkpoint and (step % args.save_every == 0 or step == args.steps):
+            save(args.checkpoint, parts, step, done)
 
-    if args.checkpoint and rank == 0:
-        fresh = args.checkpoint.with_suffix(".new")
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "samples": done}
-        torch.save(state, fresh)
-        fresh.replace(args.checkpoint)
     dist.barrier()  # no rank leaves while another still talks to it
-    del ddp  # it holds the group, and must not be what ends it: with gloo that can hang (PyTorch 2.13)
+    del ddp, forward  # they hold the group, and must not be what ends it: with gloo that can hang (PyTorch 2.13)
     dist.destroy_process_group()
 
 

@@ -13,81 +13,62 @@
 # %% [markdown]
 # # Does my machine work, and how do I run code on many ranks from a cell?
 #
-# Llama 3 405B was trained on up to 16,384 GPUs (*recorded*: Llama Team 2024, table 4). Behind each stood a process, and
-# all of them ran the same program. What made process 7,000 do its own share of the work was one number: its rank. In
-# this notebook you start such processes yourself, from a cell, on the machine in front of you. No GPU is needed.
+# Llama 3 405B was trained on up to 16,384 GPUs (*recorded*: Llama Team 2024, table 4). A process stood behind each
+# GPU, and all the processes ran the same program. What made process 7,000 do its own share of the work was one
+# number: its rank. In this notebook you start such processes yourself, from a cell, on the machine in front of you.
+# Then you break them on purpose, because later they will break without being asked. No GPU is needed.
 #
 # **You will be able to**
 # - *run* a function on many ranks from a cell, and *read* what they print and return;
-# - *say* what a process, a rank, a local rank and a node are, and *predict* what a rank can and cannot see;
-# - *run* the same program with `torchrun`, as real jobs do;
-# - *work* on live ranks, step by step, with `%%ranks`;
-# - *read* an error and the table of a hang, and *stop* ranks that will not stop by themselves.
+# - *predict* what a rank can and cannot see;
+# - *read* an error and the table of a hang, and *stop* ranks that will not stop by themselves;
+# - *turn* a cell into a program that `torchrun` starts, as real jobs do.
 #
-# **Before this:** Python, and PyTorch tensors on one machine. Nothing about distributed programs. **Time:** about 60
-# minutes to read, under half a minute to run.
+# **Before this:** Python, and PyTorch tensors on one machine. Nothing about distributed programs. **Time:** about 35
+# minutes to read the core, 50 with the deeper sections, under half a minute to run.
 
 # %% [markdown]
 # ## How to work in these notebooks
 #
-# Run one cell after the other with *Shift* + *Enter*. When you have just opened a notebook, wait until its kernel is
-# ready: the circle at the top right is then empty and the status line at the bottom says *Idle*.
+# Run one cell after the other with *Shift* + *Enter*, once the status line at the bottom says *Idle*. Where the text
+# says *Predict*, write your answer down before you run the next cell, because a wrong guess of your own teaches more
+# than a right answer that you read. Sections marked *deeper* can wait.
 #
-# Where the text says **Predict**, write your answer down before you run the cell. A wrong guess that you made is worth
-# more than a right answer that you read. `make lab` opens copies without outputs, so that no answer stands below its
-# question; where you see outputs before you have run a cell, clear them first (*Edit → Clear Outputs of All Cells*).
+# Every figure in this course is **measured** (on this machine, now), **recorded** (published elsewhere, with its
+# source) or **modelled** (computed from a formula).
 #
-# Change cells, break them, run them again: `make restore L=02` in a terminal gives you a fresh lesson 02 and puts yours
-# into `work/saved/`. Exercises open beside the lesson if you drag their tab to the right half of the window. Each open
-# notebook keeps its ranks; *Kernel → Shut Down All Kernels* ends those that you no longer need.
+# <details><summary>Outputs that are already there, fresh copies, exercises beside the lesson</summary>
 #
-# Figures are always one of three kinds: **measured** (on this machine, now), **recorded** (published elsewhere, with
-# its source) or **modelled** (computed from a formula). Boxes look like this:
+# `make lab` opens copies without outputs, so that no answer stands below its question. Where you see outputs before
+# you have run a cell, clear them: *Edit → Clear Outputs of All Cells*.
 #
-# > **Misconception.** What many people believe, and what is the case.
+# Change cells, break them, run them again: `make restore L=02` in a terminal gives you a fresh lesson 02 and puts
+# yours into `work/saved/`. Exercises open beside the lesson if you drag their tab to the right half of the window.
+# Each open notebook keeps its ranks; *Kernel → Shut Down All Kernels* ends those that you no longer need.
+# </details>
 #
-# > **What changes on real GPUs.** What you have just seen ran on CPU processes; this says what differs.
-#
-# ### Seven predictions
-#
-# They come up again on the way, and the answers are at the end.
-#
-# 1. Four ranks append to a list that you made in the notebook. What does your list hold afterwards?
-# 2. Four ranks print three lines each, at the same time. In which order do you read them?
-# 3. Four ranks sleep for 0.3 s each. How long does that take? And if they compute instead, on two cores?
-# 4. The numbers 1 to 100 are dealt out to four ranks, and each adds up its own. Who can say that the sum is 5,050?
-# 5. One rank fails while the others wait for it. What do the others do, and what do you read?
-# 6. Only rank 0 is to print the mean loss, so only rank 0 computes it. What happens?
-# 7. A `%%ranks` cell says `mine = 5`. Is there a `mine` in the notebook?
-
-# %% [markdown]
-# The first cell imports everything and names every parameter.
+# The first cell imports what the core needs, and names the parameters that you can change.
 
 # %% tags=["parameters"]
-import inspect
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
-from IPython import get_ipython
 
-from course_utils import Interrupted, device, expect_error, launch, shutdown
-from course_utils.doctor import machine
+from course_utils import Interrupted, device, expect_error, launch
+from course_utils.doctor import machine, report
 from course_utils.plots import before_after, timeline
+from course_utils.programs import as_program, torchrun
+from course_utils.step_log import all_inside, longest, side_by_side, spans_of
 
 world_size = 4  # ranks, 2 or more
-patience = 2.0  # seconds that `launch` waits in one cell of section 8
+patience = 2.0  # seconds that `launch` waits in one cell of section 6
 
 # %% [markdown]
-# It ran without an error? Then the environment is in order: Python, PyTorch and the course's own package are there.
+# If it ran without an error, then Python, PyTorch and the course's own package are in place.
 #
 # <details><summary>It said "No module named course_utils" or "No module named torch"</summary>
 #
@@ -99,28 +80,20 @@ patience = 2.0  # seconds that `launch` waits in one cell of section 8
 # %% [markdown]
 # ## 1. What is in this machine?
 #
-# Three things matter for this course: how many **cores** compute, how much **memory** there is, and which **GPUs**
-# with which **links** between them. The **backend** is the library that carries messages between processes: **NCCL**
-# between GPUs, **gloo** between CPUs.
+# What you may conclude from a measurement depends on the machine, so look at yours first: its cores, its memory, its
+# GPUs and the links between them. The **backend**, in the line *ranks*, is the library that carries messages between
+# processes: **NCCL** between GPUs, **gloo** between CPUs.
 
 # %% tags=["nbval-ignore-output"]
 here = machine()
-gpus = [f"{gpu['name']} ({gpu['memory'] / 1e9:.0f} GB)" for gpu in here["gpus"]]
-links = [f"GPUs {pair}: {kind}" for pair, kind in here["links"].items()]
-print(f"Python {here['python']}, torch {here['torch']}, {here['system']}")
-print(f"cores    {here['cores']}")
-print(f"memory   {here['memory'] / 1e9:.0f} GB")
-print(f"GPUs     {', '.join(gpus) or 'none (none is needed)'}")
-print(f"links    {', '.join(links) or 'no pair of GPUs'}")
-print(f"ranks    {here['world_size']} if you do not say how many, over {here['backend']}")
-print("\nreal on this machine", *here["real"], sep="\n  ")
-print("\nemulated or taken from elsewhere", *here["emulated"], sep="\n  ")
+print(report(here))
 assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 
 # %% [markdown]
-# Read the last two lists once more; they decide what you may conclude from a measurement here. Without GPUs, what the
-# ranks *say* to each other is real: the processes, the messages, their bytes and their order, the results, and the
-# hangs. How *fast* it goes is real too, but for this machine only.
+# The two lists at the end matter most. Without GPUs, what the ranks *say* to each other is real: the messages, their
+# bytes and their order, the results, and the hangs. How *fast* it goes is measured too, but for this machine only.
+#
+# <details><summary>What the course does with no GPU, one GPU, several GPUs, or a Mac</summary>
 #
 # | you have | what the course does |
 # |---|---|
@@ -131,11 +104,12 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 #
 # In a terminal, `.venv/bin/python -m course_utils doctor` prints the same report and starts two ranks: the
 # first thing to try when something seems broken.
+# </details>
 
 # %% [markdown]
 # ## 2. Hello from every rank
 #
-# First some words. They are used in the same way in the whole course.
+# These words mean the same in the whole course.
 #
 # | word | meaning | here |
 # |---|---|---|
@@ -146,32 +120,20 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # | **local rank** | the rank's number on its node; it says which GPU to use | equal to the rank, as there is one node |
 # | **process group** | the ranks that communicate together | all of them, made by `launch` |
 #
-# Two more words appear in many boxes about real GPUs:
-#
-# | word | meaning |
-# |---|---|
-# | **GPU kernel** | a function that runs on a GPU and is started by the CPU; not the notebook's kernel |
-# | **stream** | a queue of work for one GPU, done in order; work on two streams can run at the same time |
-#
-# `launch(fn)` runs a function on every rank and returns what they returned:
+# `launch` is the launcher of this course. It runs a function on every rank, and returns a list of what they returned:
 #
 # ```text
-# your machine = one node
-#
-#   notebook ──┬── hello() ──▶ rank 0 ──┐
-#   (kernel)   ├── hello() ──▶ rank 1 ──┤
-#              ├── hello() ──▶ rank 2 ──┼──▶ a list of results, by rank
-#              └── hello() ──▶ rank 3 ──┘
+#              ┌── hello() on rank 0 ──┐
+# notebook ────┼── hello() on rank 1 ──┼────▶  [0, 10, 20, 30]
+# (kernel)     ├── hello() on rank 2 ──┤       results, by rank
+#              └── hello() on rank 3 ──┘
 # ```
 #
-# All ranks run the same function. `dist.get_rank()` tells a rank which one it is. (`dist` is the usual short name of
-# `torch.distributed`.) Hand over the function itself, without parentheses: `launch` calls it, on the ranks.
+# All ranks run the same function, and `dist.get_rank()` tells a rank which one it is. (`dist` is the usual short name
+# of `torch.distributed`.) Hand over the function itself, without parentheses, because it is to run on the ranks and
+# not in the notebook.
 #
-# <details><summary>It said "Default process group has not been initialized"</summary>
-#
-# Then the function ran in the notebook, which is not a rank and belongs to no process group: `launch(hello())` calls
-# `hello` before `launch` sees it, and `hello()` in a cell does the same. Write `launch(hello)`.
-# </details>
+# **Predict**: `hello` prints two lines, and four ranks run it. How many lines will you read?
 
 
 # %%
@@ -187,32 +149,15 @@ print("the notebook got", results)
 assert results == [10 * rank for rank in range(world_size)]
 
 # %% [markdown]
-# `[ranks 0-3] hello` is one line for four: all ranks printed the same. Where they differ, each has its own line with
-# its own label. The last line has no label, since the notebook printed it. The result of rank r is `results[r]`.
+# Five with four ranks: a single line for the first `print`, because all ranks printed the same, and a line for each
+# rank for the second. (The line without a label is the notebook's own.) `launch` labels, merges and sorts what the
+# ranks print, so your screen looks the same at every run, whichever rank is the fastest.
 #
-# **Predict** (question 2). The ranks run at the same time and nobody makes them wait for each other. Now each prints
-# three lines, and rank 0 is slow. In which order do you read them?
-
-
-# %%
-def three_lines():
-    print("first")
-    if dist.get_rank() == 0:
-        time.sleep(0.3)
-    print("second, from an even rank" if dist.get_rank() % 2 == 0 else "second, from an odd rank")
-    print("third, with my number:", dist.get_rank())
-
-
-results = launch(three_lines, world_size=world_size)
-assert results == [None] * world_size  # a function without `return` returns None, on every rank
-
-# %% [markdown]
-# Always in this order, however slow a rank is. The launcher shows line 1 as soon as all ranks have printed it, then
-# line 2, and so on, and merges equal lines into one. So you can compare your screen with the outputs saved in the
-# course's folder `notebooks`. If one rank prints an extra line, the lines after it no longer pair up.
+# <details><summary>It said "Default process group has not been initialized"</summary>
 #
-# > **Misconception.** "The order on the screen is the order in time." Not here, and even less under `torchrun`, where
-# > lines of several ranks appear as they come. To know what happened first, print the time, or let one rank print.
+# Then the function ran in the notebook, which is not a rank and belongs to no process group: `launch(hello())` calls
+# `hello` before `launch` sees it, and `hello()` in a cell does the same. Write `launch(hello)`.
+# </details>
 #
 # <details><summary>A job has 2 nodes with 8 GPUs each. Which local rank, on which node, is rank 11?</summary>
 #
@@ -230,8 +175,8 @@ assert results == [None] * world_size  # a function without `return` returns Non
 # %% [markdown]
 # ## 3. Each rank has its own memory
 #
-# **Predict** (question 1). Every rank appends a line to `notes`, a list that was made in the notebook. Then it returns
-# the list.
+# The next function uses a list that was made in the notebook: every rank appends a line to it, and returns it.
+# **Predict**: what does the list hold in the notebook afterwards?
 
 # %%
 notes = ["written in the notebook"]
@@ -249,123 +194,77 @@ print(f"the notebook has {notes}")
 assert notes == ["written in the notebook"]
 
 # %% [markdown]
-# Your list is untouched. `launch` *copied* the function to each rank, and with it everything that the function uses:
-# the list, other functions, imported modules, `world_size`. Each rank changed its own copy. What a rank returns is
-# copied back.
+# Only what it held before. `launch` *copied* the function to each rank, together with everything that the function
+# uses by name, so each rank changed a copy of its own. What a rank returns is copied back.
 #
-# So Python objects have one way in and one way out:
+# ```text
+# notebook                                            rank 2
+#   take_a_note, notes   ─── a copy at each call ───▶   take_a_note, notes
+#                                                       notes.append(...)
+#   copies[2]            ◀── a copy of the result ───   return notes
+# ```
 #
-# - *into* the ranks: the function, its arguments, and everything it uses by name;
-# - *out* of the ranks: what the function returns.
+# So Python objects have one way *into* the ranks (the function, its arguments, and what it uses by name) and one way
+# *out* (what it returns). Copies cost time, which is why a large tensor is better made inside the function.
 #
-# Copies are made anew at every call:
-
-# %%
-assert launch(take_a_note, world_size=world_size) == copies  # no rank remembers its earlier note
-notes.append("added later")
-assert launch(len, notes, world_size=world_size) == [2] * world_size  # all see it as it is now
-print("every call starts from the notebook's present state")
-
-# %% [markdown]
-# > **Misconception.** "A rank is a thread of my notebook." Threads share memory; no rank sees a byte of another's. That
-# > is why a program for 4 processes on one machine can also run as 16,384 processes on two thousand machines.
-#
-# Copies cost time. A large tensor that a function uses by name is sent to every rank at every call: make it *inside*
-# the function instead. Tensors come back on the CPU.
-#
-# The *processes* themselves stay, however, since starting one takes much longer than calling it. Every process has a
-# number from the operating system, the **process id**. Ask for it twice:
-
-# %%
-first = launch(os.getpid, world_size=world_size)
-second = launch(os.getpid, world_size=world_size)
-assert len({os.getpid(), *first}) == world_size + 1  # the notebook and the ranks: all different
-assert first == second  # the same processes in both calls
-print(f"{world_size + 1} processes: the notebook and {world_size} ranks, the same in both calls")
-
-# %% [markdown]
-# One more thing is set at every call: the random generators of torch, NumPy and Python, each from the rank's number.
-# Hence different ranks draw different numbers, and a cell that you run again draws the same ones. (This is `launch`'s
-# doing; under `torchrun` you seed them yourself.)
-
-
-# %%
-def draw():
-    return round(torch.rand(1).item(), 3)
-
-
-drawn = launch(draw, world_size=world_size)
-assert len(set(drawn)) == world_size
-assert launch(draw, world_size=world_size) == drawn
-print("drawn by each rank, the same at every run:", drawn)
+# > **Misconception.** "A rank is a thread of my notebook." Threads share memory, but no rank sees a byte of another's.
+# > That is why a program for 4 processes on one machine can also run as 16,384 processes on two thousand machines.
 
 # %% [markdown]
 # ## 4. At the same time, but on the same cores
 #
-# **Predict** (question 3). Every rank sleeps for 0.3 s, then multiplies matrices. A single rank does the same, alone,
-# for comparison. Which bars of the ranks will be longer than those of the single one?
+# The ranks run at the same time. Does that make them fast? Here every rank sleeps for 0.3 s and then multiplies
+# matrices, once a single rank and once all of them. `spans_of` calls both functions on a rank, and notes when each
+# began and ended.
+#
+# **Predict**: which takes longer together than alone: the sleeping, the computing, or both?
 
 
 # %%
-def sleep_then_compute():
-    x = torch.ones(256, 256)
-    dist.barrier()  # wait until all ranks are here
-    marks = [time.monotonic()]
+def sleep():
     time.sleep(0.3)
-    marks.append(time.monotonic())
+
+
+def compute():
+    x = torch.ones(256, 256)
     for _ in range(300):
         x = x @ x / 256
-    return [*marks, time.monotonic()]
 
 
-alone = launch(sleep_then_compute, world_size=1)
-together = launch(sleep_then_compute, world_size=world_size)
-starts, woke, _ = zip(*together, strict=True)
-assert max(starts) < min(woke)  # the last rank falls asleep before the first one wakes up
-print("all ranks slept at the same time")
+alone = launch(spans_of, sleep, compute, world_size=1)
+together = launch(spans_of, sleep, compute, world_size=world_size)
+assert all_inside(together, "sleep")  # at some moment all ranks were asleep
+timeline(side_by_side(alone=alone, together=together), "measured: a rank alone, and ranks together")
 
 # %% [markdown]
-# Drawn on one time axis, with the single rank on top:
-
-# %%
-rows = {}
-names = ["alone", *(f"rank {rank}" for rank in range(world_size))]
-for name, run in zip(names, alone + together, strict=True):
-    zero = run[0] if name == "alone" else min(starts)
-    start, slept, done = (mark - zero for mark in run)
-    rows[name] = [("sleep", start, slept), ("compute", slept, done)]
-timeline(rows, "measured: ranks sleep together, and share the cores when they compute")
-
-# %% [markdown]
-# *The figure: one row of two bars for a rank that is alone and for each of the ranks that run together. All sleep bars
-# are equally long; the compute bars are longer together than alone where there are fewer cores than ranks.*
+# *The figure: one row of two bars for the rank that is alone, and for each of those that run together. All sleep bars
+# are equally long. The compute bars are longer together than alone where there are fewer cores than ranks.*
 #
-# Sleeping needs no core, so that four sleeps take as long as one. Computing does: the ranks share the cores of this
-# machine, and four ranks on two cores get half a core each on average. This is why the course never concludes from
-# the *speed* of CPU ranks that a method is good. It counts bytes, messages, steps and memory, and takes times from
-# real clusters.
+# Only the computing. Sleeping needs no core, so four sleeps take as long as one. Computing needs a core, and where
+# there are more ranks than cores, the ranks have to share them:
 
 # %% tags=["nbval-ignore-output"]
-slowdown = max(done - slept for _, slept, done in together) / (alone[0][2] - alone[0][1])
+slowdown = longest(together, "compute") / longest(alone, "compute")
 print(f"{world_size} ranks, {here['cores']} cores: the slowest takes {slowdown:.1f} times as long")
 
 # %% [markdown]
-# > **What changes on real GPUs.** Each rank has a GPU of its own, and the compute bars stay as short as for a rank
-# > alone. What they wait for then is each other, the network and the data.
+# This is why the course never concludes from the *speed* of CPU ranks that a method is good. It counts bytes,
+# messages, steps and memory, and takes times from real clusters.
+#
+# > **What changes on real GPUs.** Each rank has a GPU of its own, so the compute bars stay as short as for a rank
+# > alone. What ranks wait for then is each other, the network and the data.
 
 # %% [markdown]
 # ## 5. The first collective: all-reduce
 #
-# As a boy Gauss is said to have added up the numbers from 1 to 100 in his head. Here the ranks do it together. Rank 0
-# takes 1, 5, 9, …, rank 1 takes 2, 6, 10, …: the same program, other data. Then each rank knows a part of the sum.
+# Ranks that share no memory have to send each other messages. A **collective** is a call that all ranks make together.
+# The best-known one, `dist.all_reduce`, adds up a tensor over all ranks and writes the sum into it.
 #
-# A **collective** is a call that all ranks make together. `dist.all_reduce` adds up a tensor over all ranks and writes
-# the sum into it.
+# Here the ranks add up the numbers from 1 to 100. Rank 0 takes 1, 5, 9, …, rank 1 takes 2, 6, 10, …, and so on: the
+# same program, other data. `device()` is the place where a rank's tensors belong: its GPU under NCCL, the CPU under
+# gloo.
 #
-# `device()` is the place where a rank's tensors belong: its GPU under NCCL, the CPU under gloo. Write it wherever you
-# make a tensor that travels, and the cell runs on both.
-#
-# **Predict** (question 4). Which ranks hold 5,050 after the call?
+# **Predict**: which ranks hold 5,050 after the call?
 
 
 # %%
@@ -377,8 +276,9 @@ def add_up(last):
     return part, total
 
 
-results = launch(add_up, 100, world_size=world_size)  # a pair (part, total) from each rank
-parts, totals = zip(*results, strict=True)  # all parts by rank, all totals by rank
+results = launch(add_up, 100, world_size=world_size)
+parts = [part for part, total in results]
+totals = [total for part, total in results]
 assert all(total.item() == sum(range(1, 101)) for total in totals)  # equal to one process
 before_after(parts, totals, "all_reduce")
 
@@ -386,222 +286,37 @@ before_after(parts, totals, "all_reduce")
 # *The figure: on the left each rank's own part, in the rank's colour; on the right 5,050 on every rank, with a stripe
 # of each colour.*
 #
-# All of them, and the assertion above says more: the result is that of *one* process. Nearly every lesson ends with
-# such a line, because it is the only way to know that a distributed program is right.
+# All ranks do. The assertion says more: the result is that of *one* process. Nearly every lesson has such a line,
+# because it is the only way to know that a distributed program is right.
 #
-# You have just seen data parallelism in miniature. Put a batch of images in place of the numbers and gradients in
-# place of the sums, divide by the world size, and you have data-parallel training. Lesson [02](02_collectives.ipynb)
-# shows the other collectives and counts their bytes; lesson 04 (ddp) trains with them.
+# This is data-parallel training in miniature. Put images in place of the numbers and gradients in place of the sums,
+# divide by the world size, and you have what lesson 04 builds.
 #
-# > **What changes on real GPUs.** The call is the same. NCCL moves the numbers from GPU to GPU, directly where the
-# > machine allows it. A tensor that lies on the CPU, or on another rank's GPU, is an error there.
+# > **What changes on real GPUs.** The call is the same, and NCCL moves the numbers from GPU to GPU. A tensor that lies
+# > on the CPU, or on another rank's GPU, is an error there.
 
 # %% [markdown]
-# ## 6. The same program without the notebook: `torchrun`
-#
-# Real jobs are files, and a **launcher** starts them: `torchrun`, which comes with PyTorch, Slurm, or a cloud service.
-# It starts a process for each rank and tells it who it is in **environment variables**: named texts that every process
-# gets at its start. `launch` does the same:
-
-
-# %%
-def who_am_i():
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    return {name: os.environ[name] for name in names}
-
-
-last = launch(who_am_i, world_size=world_size, init=False)[-1]
-print(*(f"{name:17} {value}" for name, value in last.items()), sep="\n")
-assert last["RANK"] == str(world_size - 1)
-
-# %% [markdown]
-# The last one is the address of the **master**, where the ranks of a cluster meet at the start; `127.0.0.1` means this
-# machine. The port at that address is in `MASTER_PORT`. The ranks of `launch` meet in a private file instead, which no
-# other user of the machine can reach.
-#
-# Until now `launch` has also made the process group. A program for `torchrun` does it itself, with
-# `init_process_group`, and ends it with `destroy_process_group`. Here is one. With `init=False` it runs unchanged in
-# the notebook:
-
-
-# %%
-def main():
-    dist.init_process_group("gloo")  # meets the other ranks
-    _, total = add_up(100)
-    if dist.get_rank() == 0:  # one rank speaks for all
-        print(f"{dist.get_world_size()} ranks say: 1 + 2 + ... + 100 = {total.item()}")
-    dist.destroy_process_group()
-    return total.item()
-
-
-in_the_notebook = launch(main, world_size=world_size, init=False)
-assert in_the_notebook == [5050] * world_size
-
-# %% [markdown]
-# Now the same two functions become a file. The next cell (its code is folded away) puts their source together with the
-# imports they need.
-
-# %% jupyter={"source_hidden": true}
-program = f"""\
-import torch
-import torch.distributed as dist
-
-from course_utils import device
-
-
-{inspect.getsource(add_up)}
-
-{inspect.getsource(main)}
-
-if __name__ == "__main__":
-    main()
-"""
-print(program, end="")
-
-# %% [markdown]
-# In a terminal you would save this as `add_up.py` and type (with `.venv/bin/` in front, unless the environment is
-# active)
-#
-# ```text
-# torchrun --standalone --nproc-per-node=2 add_up.py
-# ```
-#
-# `--nproc-per-node` is the number of ranks on this node, `--standalone` says that there is no other node. The next
-# cell, also folded, types the command for you, with settings that keep it quiet and on this machine. It takes some
-# seconds, as every process imports PyTorch anew.
-
-# %% jupyter={"source_hidden": true}
-loopback = "lo0" if sys.platform == "darwin" else "lo"  # leads from this machine to itself
-settings = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-with tempfile.TemporaryDirectory() as folder:
-    file = Path(folder, "add_up.py")
-    file.write_text(program)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*torchrun, file], env=settings, capture_output=True, text=True)
-assert done.returncode == 0, done.stderr
-print(done.stdout, end="")
-assert done.stdout == f"2 ranks say: 1 + 2 + ... + 100 = {in_the_notebook[0]}\n"
-
-# %% [markdown]
-# The same functions, the same answer, without a notebook. On a cluster the file stays as it is and the command line
-# grows: `--nnodes=2`, and an address where the nodes meet. Lesson 16 (multi_node) does it.
-#
-# While it runs, `torchrun` opens a port for the meeting that other machines can reach too. On a computer that you share
-# with people you do not trust, run it inside a container or behind a firewall. The ranks of `launch` talk over
-# `127.0.0.1` alone.
-
-# %% [markdown]
-# ## 7. Live ranks: `%%ranks`
-#
-# `launch` calls a function, and its variables are gone when it returns. For looking around there is a second way: a
-# cell that begins with `%%ranks` runs on every rank, and what it defines stays there for the next one. The line
-# below loads it; you need it once in a notebook.
-
-# %%
-# %load_ext course_utils
-
-# %% [markdown]
-# A cell that makes a tensor on every rank:
-
-# %%
-# %%ranks --world-size {world_size}
-mine = torch.full((3,), float(rank), device=device)
-mine
-
-# %% [markdown]
-# If the cell ends with an expression, its value is shown for each rank. Three things to know:
-#
-# - Five names are there from the start: `torch`, `dist`, `rank`, `world_size` and `device` (without parentheses here).
-# - `--world-size` says how many ranks there are; the braces put in the notebook's `world_size`. Another number starts
-#   the ranks afresh, without their variables.
-# - Without `--world-size` the ranks that live are used, or as many as section 1 printed.
-#
-# The tensors are still there: the next cell uses them.
-#
-# **Predict.** How many lines will it show?
-
-# %%
-# %%ranks
-dist.all_reduce(mine)
-mine
-
-# %% [markdown]
-# One line, as all ranks now hold the same. A list of ranks in brackets runs the cell on these only:
-
-# %%
-# %%ranks [0]
-mine *= 10
-
-# %%
-# %%ranks
-print("sum over all elements:", mine.sum().item())
-assert mine[0].item() == sum(range(world_size)) * (10 if rank == 0 else 1)
-
-# %% [markdown]
-# Rank 0 differs from the others, as in any program in which one rank does something that the others do not. Such
-# differences are the most common fault in distributed programs, and here you can make one and look at it.
-#
-# **Predict** (question 7). Is there a `mine` in the notebook?
-
-# %%
-assert "mine" not in globals()
-print("the notebook has no `mine`: it lives on the ranks")
-
-# %% [markdown]
-# The other way round it is the same: functions and variables of ordinary cells are unknown on the live ranks. Define
-# them in a `%%ranks` cell. (These ranks are also processes of their own, apart from those of `launch`.)
-#
-# An error in a `%%ranks` cell ends the cell and leaves the ranks alive. Here is one with an error:
-#
-#     %%ranks
-#     if rank == 1:
-#         mine.reshape(2, 2)
-#
-# (The folded cell below runs it inside `expect_error`, which prints an error as you would meet it and lets this
-# notebook run on. If there is no error, `expect_error` fails.)
-
-# %% jupyter={"source_hidden": true}
-with expect_error():
-    get_ipython().run_cell_magic("ranks", "", "if rank == 1:\n    mine.reshape(2, 2)")
-
-# %% [markdown]
-# Three numbers do not fill a 2 × 2 matrix. The first line names the rank and what went wrong, the lines below it the
-# place (line 3, as line 1 of such a cell is `%%ranks`); the table says where every rank stood. Nothing is lost:
-
-# %%
-# %%ranks
-mine.shape
-
-# %% [markdown]
-# > **Misconception.** "I want the sum on rank 0, so I run `dist.all_reduce(mine)` with `%%ranks [0]`." A collective is
-# > a call of *all* ranks. Rank 0 would wait for the others until `--timeout`, 60 s unless you set it. Try it: put
-# > `dist.barrier()` into a cell that begins with `%%ranks [0] --timeout 2`, and read what it says.
-#
-# | | `launch(fn)` | `%%ranks` | `torchrun file.py` |
-# |---|---|---|---|
-# | what runs | a function | a cell | a program |
-# | variables | last for the call | last until `%ranks_reset` | last as long as the program |
-# | results | a list in the notebook | shown below the cell | printed, or in files |
-# | use it for | experiments and checks | looking around | real jobs |
-
-# %% [markdown]
-# ## 8. When something goes wrong
+# ## 6. When something goes wrong
 #
 # Training Llama 3 was interrupted 419 times in 54 days unexpectedly (*recorded*: Llama Team 2024, table 5): once in
-# about three hours. Reading failures is a daily skill. Here are the four cases that you will meet first.
+# about three hours. So failures are daily work there. `launch` makes three promises about them: the cell ends, it
+# tells you the rank and the line, and your next cell works.
+#
+# `expect_error` prints an error as you would meet it, and lets this notebook run on. `backend="gloo"` keeps these
+# cells on the CPU, so that they look the same on every machine.
 #
 # ### An error on one rank
 #
-# Samples are dealt out to the ranks, each takes the mean of its own, and an all-reduce adds the means up. There
-# happens to be one sample fewer than ranks.
+# Samples are dealt out to the ranks like cards. Each rank takes the mean of its own, and an all-reduce adds the means
+# up. There happens to be one sample fewer than ranks.
 #
-# **Predict** (question 5). The last rank gets no sample. What does it do, and what do the others?
+# **Predict**: the last rank gets no sample. What does it do, and what do the others do?
 
 
 # %%
 def mean_of_my_samples():
     samples = list(range(1, world_size))  # one fewer than ranks
-    mine = samples[dist.get_rank() :: world_size]  # dealt out like cards
+    mine = samples[dist.get_rank() :: world_size]
     mean = sum(mine) / len(mine)
     total = torch.tensor([mean])
     dist.all_reduce(total)
@@ -612,45 +327,15 @@ with expect_error():
     launch(mean_of_my_samples, world_size=world_size, backend="gloo")
 
 # %% [markdown]
-# From top to bottom:
-#
-# - **Which rank, which error.** The rank that failed *first* is the cause. Others often fail because of it, and their
-#   messages mislead.
-# - **Where.** The line in your cell, and its text.
-# - **Where the others stood.** They wait in all-reduce number 1, each in the line that is shown. Nothing is wrong with
-#   them: a sum over all ranks needs all ranks.
-#
-# Left to themselves the others would go on waiting. `launch` noticed the failure and stopped them.
-#
-# ### A rank that dies
-#
-# A process can also end without any Python error. If memory runs out, the system kills a process, usually a large
-# one, with the signal SIGKILL, which no program can catch. The last rank does this to itself here.
-
-
-# %%
-def die():
-    dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-with expect_error():
-    launch(die, world_size=world_size, backend="gloo")
-assert launch(len, "alive", world_size=world_size) == [5] * world_size  # the next call works
-print("\nall ranks are back")
-
-# %% [markdown]
-# There is no traceback, since nobody was left to write one: "killed by signal SIGKILL" is all that the exit status
-# tells. If you meet it in your own work, look at memory first. The notebook lives on, because the ranks are processes
-# apart from it. The next call starts new processes in the place of the dead one and of those that waited for it: what
-# was stopped in the middle of something is not used again.
+# The last rank fails, and the others wait for it. The first line names the rank that failed *first*, since that is the
+# cause, and below it stands the line of your cell. The table shows where every rank stood. Nothing is wrong with the
+# others: they are in all-reduce number 1, and a sum over all ranks needs all ranks. Left alone they would go on
+# waiting, so `launch` stopped them.
 #
 # ### Only one rank calls
 #
-# **Predict** (question 6). The mean loss is to be printed once, so only rank 0 computes it. What happens? (`timeout=`
-# is how long `launch` waits for the ranks.)
+# The mean loss is to be printed once, so only rank 0 computes it. **Predict**: what happens? (`timeout=` is the number
+# of seconds that `launch` waits for the ranks.)
 
 
 # %%
@@ -666,21 +351,19 @@ with expect_error():
     launch(print_mean_loss, world_size=world_size, timeout=patience, backend="gloo")
 
 # %% [markdown]
-# No rank has failed; rank 0 waits for a call that never comes. That is a **hang**, the typical fault of distributed
-# programs. Read it line by line:
+# No rank has failed. Rank 0 waits for a call that never comes: a **hang**, the typical fault of distributed programs.
+# After the `timeout` (60 s unless you set it) `launch` stops the ranks and says who waits, in which call, and who
+# never joined it. Then comes the table:
 #
-# - The first line says how long `launch` waited. This is its `timeout=`, 60 s unless you set it. Without `launch` it
-#   would be the process group's: 30 minutes under gloo, 10 under NCCL. The limit also ends a function that is only
-#   slow: give a long one a larger `timeout=`.
-# - The second sentence names the likely fault: who waits, in which call, and who never joined it.
-# - **state**: *waits* is inside a communication, *runs* is in other code, *returned* has left the function.
-# - **last operation**: the call, its number, the group, the size of the tensor. The number counts all collectives of
-#   this rank in this group, whatever they are called. Calls are matched by it: a rank's third meets the others' third.
+# - **state**: a rank *waits* inside a communication, *runs* other code, or has *returned* from the function;
+# - **last operation**: the last collective that the rank called, and its number. Each rank counts its own calls, and a
+#   rank's third call meets the third of the others, whatever they are called;
 # - **line**: where the rank is now, in your cell.
 #
-# The error shows on rank 0, but the fault lies with the others: look for the ranks that stand *somewhere else*. Here
-# they have returned, past an `if` that let only rank 0 in. The rule: **all ranks make the same collective calls; only
-# what does not communicate may hide behind `if rank == 0`.**
+# The error shows on rank 0, but the fault lies with the others, so look for the ranks that stand *somewhere else*.
+# Here they have returned, past an `if` that let only rank 0 in. The rule is: **all ranks make the same collective
+# calls; only what does not communicate may stand behind `if rank == 0`.** With the call in front of the `if` it
+# works:
 
 
 # %%
@@ -698,13 +381,15 @@ assert losses == [(world_size + 1) / 2] * world_size
 # %% [markdown]
 # ### Stop it yourself
 #
-# You need not wait for a limit. While a cell runs (its number is then a star, `[*]`), press the stop button ■ above
-# the notebook, choose *Kernel → Interrupt Kernel* in the menu, or press *Esc* and then *I* twice. It sends the signal
-# SIGINT to the notebook. Here rank 0 presses the button for you, half a second after all ranks have started; without
-# that, the cell would sleep for 55 seconds.
+# You need not wait for a limit. Add a cell with `launch(time.sleep, 60)`, run it, and press the stop button ■ above
+# the notebook, or choose *Kernel → Interrupt Kernel*. The next cell, folded away, does this without you: rank 0
+# presses the button half a second after all ranks have begun to sleep.
+
+# %% jupyter={"source_hidden": true}
+import signal
+import threading
 
 
-# %%
 def sleep_until_stopped(notebook):
     dist.barrier()  # all ranks are here
     if dist.get_rank() == 0:
@@ -716,139 +401,365 @@ with expect_error(Interrupted):
     launch(sleep_until_stopped, os.getpid(), world_size=world_size, backend="gloo")
 
 # %% [markdown]
-# The same table again: it shows where the ranks were when you lost patience. Often this alone tells what was slow. The
-# next cell you run works as usual.
+# The same table again: it shows where the ranks were when you lost patience. The next cell works as usual, on new
+# ranks. *Kernel → Restart Kernel* ends all of them, and so does closing JupyterLab; no process stays behind.
 #
-# > **What changes on real GPUs.** The CPU only hands work to the GPU and goes on, so a rank that hangs is seen in a
-# > *later* line, the first that needs a result: `.item()`, a print, a copy. And under NCCL a watchdog ends the process
-# > after the group's timeout. Lesson 14 (debugging_hangs) is about finding the fault then.
+# > **What changes on real GPUs.** The CPU only hands work over. It puts **GPU kernels**, which are functions that run
+# > on the GPU, into a **stream**, which is a queue of work that the GPU does in order, and goes on. (Work on two
+# > streams can run at the same time.) So a rank that hangs is seen in a *later* line, the first that needs a result.
+# > Lesson 14 finds the fault then.
 
 # %% [markdown]
-# ## 9. Stop the ranks, start afresh
+# ## 7. What to take to work: the same program under `torchrun`
 #
-# Ranks that wait for the next call use no core, but some memory, so after 15 minutes without a call they end by
-# themselves. Sooner than that, if you do not trust their state any more, `shutdown()` ends the ranks of `launch`. In
-# both cases the next call starts new ones.
+# A real job is a file, and another launcher starts it: `torchrun`, which comes with PyTorch, Slurm, or a cloud
+# service. It starts one process for each rank, and tells it who it is in **environment variables**, named texts that
+# a process gets at its start: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, and the address where all ranks meet, in
+# `MASTER_ADDR` and `MASTER_PORT`.
+#
+# Until now `launch` has also made the process group. Under `torchrun` the program does this itself, with
+# `init_process_group`. With `init=False`, `launch` leaves it to the program too, so that you can try a whole program
+# from a cell:
+
 
 # %%
-ranks = launch(os.getpid, world_size=world_size)
-shutdown()
-assert not any(psutil.pid_exists(pid) for pid in ranks)
-assert set(launch(os.getpid, world_size=world_size)).isdisjoint(ranks)
-print("the old processes are gone, and the call after that ran on new ones")
+def main():
+    dist.init_process_group("gloo")  # meets the other ranks
+    _, total = add_up(100)
+    if dist.get_rank() == 0:  # one rank speaks for all
+        print(f"{dist.get_world_size()} ranks say: 1 + 2 + ... + 100 = {total.item()}")
+    dist.destroy_process_group()
+    return total.item()
+
+
+in_the_notebook = launch(main, world_size=world_size, init=False)
+assert in_the_notebook == [5050] * world_size
 
 # %% [markdown]
-# `%ranks_reset` does it for `%%ranks` cells. Their variables go with them, which is why they may wait for two hours
-# before they end by themselves.
+# Now the two functions become a file. `as_program` writes the imports above them, and the call of `main` below:
 
 # %%
+program = as_program(add_up, main)
+print(program)
+
+# %% [markdown]
+# You would save this as `add_up.py`, and type in a terminal:
+#
+# ```text
+# torchrun --standalone --nproc-per-node=2 add_up.py
+# ```
+#
+# `--nproc-per-node` is the number of ranks on this node, and `--standalone` says that there is no other node. The next
+# cell does both for you. It takes some seconds, as every process imports PyTorch anew.
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder, "add_up.py")
+    path.write_text(program)
+    printed = torchrun(path, ranks=2)
+print(printed, end="")
+assert printed == f"2 ranks say: 1 + 2 + ... + 100 = {in_the_notebook[0]}\n"
+
+# %% [markdown]
+# The same functions give the same answer, without a notebook and on another number of ranks. Every program of this
+# course has this shape: make the group, compute on your share, communicate, let one rank speak, end the group. On a
+# cluster the file stays as it is and the command line grows (lesson 16).
+#
+# [`scripts/hello.py`](../scripts/hello.py) is such a program to take along. It needs nothing of the course, chooses
+# GPU and backend itself, and says which rank runs on which machine. Run it first on every new cluster.
+#
+# <details><summary>On a computer that you share with others</summary>
+#
+# While `torchrun` runs, the port where its ranks meet is open to other machines too. Among people whom you do not
+# trust, run it inside a container or behind a firewall. The ranks of `launch` talk over `127.0.0.1` alone, and meet in
+# a private file.
+# </details>
+#
+# This is all that the next lessons need. Go to the recap at the end, or on to what is deeper.
+
+# %% [markdown] tags=["deeper"]
+# ## 8. Live ranks: `%%ranks` · deeper
+#
+# `launch` calls a function, and its variables are gone when it returns. For looking around there is a second way: a
+# cell that begins with `%%ranks` runs on every rank, and what it defines stays there for the next one. One line loads
+# it, once in a notebook.
+
+# %% tags=["deeper"]
+# %load_ext course_utils
+
+# %% [markdown] tags=["deeper"]
+# The first cell makes a tensor on every rank. If such a cell ends with an expression, its value is shown for each
+# rank.
+
+# %% tags=["deeper"]
+# %%ranks --world-size {world_size}
+mine = torch.full((3,), float(rank), device=device)
+mine
+
+# %% [markdown] tags=["deeper"]
+# Five names are there from the start: `torch`, `dist`, `rank`, `world_size` and `device` (without parentheses here).
+# `--world-size` says how many ranks there are, and the braces put in the notebook's `world_size`. The next cell leaves
+# it out, so it runs on the same ranks and finds their tensors.
+#
+# **Predict**: how many lines will it show?
+
+# %% tags=["deeper"]
+# %%ranks
+dist.all_reduce(mine)
+mine
+
+# %% [markdown] tags=["deeper"]
+# One, as all ranks now hold the same. A list of ranks in brackets runs a cell on these only:
+
+# %% tags=["deeper"]
+# %%ranks [0]
+mine *= 10
+
+# %% tags=["deeper"]
+# %%ranks
+print("sum over all elements:", mine.sum().item())
+assert mine[0].item() == sum(range(world_size)) * (10 if rank == 0 else 1)
+
+# %% [markdown] tags=["deeper"]
+# Rank 0 differs now, as in any program in which one rank does something that the others do not. Such differences are
+# the most common fault in distributed programs, and here you can make one and look at it.
+#
+# The notebook itself has no `mine`, because it is not a rank; and functions and variables of ordinary cells are
+# unknown on the live ranks, which are other processes than those of `launch`.
+
+# %% tags=["deeper"]
+assert "mine" not in globals()
+print("the notebook has no `mine`: it lives on the ranks")
+
+# %% [markdown] tags=["deeper"]
+# An error ends the cell, and leaves the ranks alive with all their variables. This cell has one:
+#
+#     %%ranks
+#     if rank == 1:
+#         mine.reshape(2, 2)
+#
+# It runs in the folded cell below, inside `expect_error`.
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+from IPython import get_ipython
+
+with expect_error():
+    get_ipython().run_cell_magic("ranks", "", "if rank == 1:\n    mine.reshape(2, 2)")
+
+# %% [markdown] tags=["deeper"]
+# Three numbers do not fill a 2 × 2 matrix. Line 3 is meant, as line 1 of the cell is `%%ranks`. Nothing is lost:
+
+# %% tags=["deeper"]
+# %%ranks
+mine.shape
+
+# %% [markdown] tags=["deeper"]
+# > **Misconception.** "I want the sum on rank 0, so I run `dist.all_reduce(mine)` with `%%ranks [0]`." A collective
+# > is a call of *all* ranks, so rank 0 would wait until `--timeout` (60 s unless you set it). Try it: put
+# > `dist.barrier()` into a cell that begins with `%%ranks [0] --timeout 2`, and read what it says.
+#
+# | | `launch(fn)` | `%%ranks` | `torchrun file.py` |
+# |---|---|---|---|
+# | what runs | a function | a cell | a program |
+# | variables | last for the call | last until `%ranks_reset` | last as long as the program |
+# | results | a list in the notebook | shown below the cell | printed, or in files |
+# | use it for | experiments and checks | looking around | real jobs |
+#
+# The live ranks end with `%ranks_reset`, or after two hours without a cell:
+
+# %% tags=["deeper"]
 # %ranks_reset
 
-# %% [markdown]
-# And *Kernel → Restart Kernel* ends everything: the notebook's variables and all ranks. The same holds when you close
-# JupyterLab or when the kernel is killed. No process stays behind, so you need not clean up.
+# %% [markdown] tags=["deeper"]
+# ## 9. What stays from call to call · deeper
 #
-# What does a fresh start cost? The cell measures a call after `shutdown()`, which has to start its ranks, and the best
-# of twenty that find them running. The very first call in a notebook takes a second or two more, for PyTorch.
+# Variables do not survive a call of `launch`. The function and what it uses are copied anew each time, so every call
+# starts from the notebook's present state. Here is the list of section 3 again:
+
+# %% tags=["deeper"]
+assert launch(take_a_note, world_size=world_size) == copies  # no rank remembers its earlier note
+notes.append("added later")
+assert launch(len, notes, world_size=world_size) == [2] * world_size  # all see it as it is now
+print("every call starts from the notebook's present state")
+
+# %% [markdown] tags=["deeper"]
+# The *processes* stay, since starting one takes much longer than calling it. Their **process ids**, the operating
+# system's numbers for them, show it:
+
+# %% tags=["deeper"]
+first = launch(os.getpid, world_size=world_size)
+second = launch(os.getpid, world_size=world_size)
+assert len({os.getpid(), *first}) == world_size + 1  # the notebook and the ranks: all different
+assert first == second  # the same processes in both calls
+print(f"{world_size + 1} processes: the notebook and {world_size} ranks, the same in both calls")
+
+# %% [markdown] tags=["deeper"]
+# One thing is set at every call: the random generators of torch, NumPy and Python, each from the rank's number. So
+# different ranks draw different numbers, and a cell that you run again draws the same ones. Under `torchrun` you seed
+# them yourself.
 
 
-# %% tags=["nbval-ignore-output"]
-def seconds_of_a_call():
-    start = time.perf_counter()
-    launch(dist.barrier, world_size=world_size)
-    return time.perf_counter() - start
+# %% tags=["deeper"]
+def draw():
+    return round(torch.rand(1).item(), 3)
 
+
+drawn = launch(draw, world_size=world_size)
+assert len(set(drawn)) == world_size
+assert launch(draw, world_size=world_size) == drawn
+print("drawn by each rank, the same at every run:", drawn)
+
+# %% [markdown] tags=["deeper"]
+# If you do not trust the state of the processes any more, `shutdown()` ends them, and the next call starts new ones.
+# After 15 minutes without a call they end by themselves.
+
+# %% tags=["deeper"]
+import psutil
+
+from course_utils import shutdown
 
 shutdown()
-cold, warm = seconds_of_a_call(), min(seconds_of_a_call() for _ in range(20))
-print(f"a call that starts {world_size} ranks: {cold * 1e3:.0f} ms")
-print(f"a call that finds them running: {warm * 1e3:.1f} ms")
+assert not any(psutil.pid_exists(pid) for pid in first)
+assert set(launch(os.getpid, world_size=world_size)).isdisjoint(first)
+print("the old processes are gone, and the call after that ran on new ones")
+
+# %% [markdown] tags=["deeper"]
+# ## 10. In which order lines appear · deeper
+#
+# The ranks run at the same time, and nobody makes them wait for each other. In the next cell each prints three lines,
+# and rank 0 is slow.
+#
+# **Predict**: in which order do you read them?
+
+
+# %% tags=["deeper"]
+def three_lines():
+    print("first")
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+    print("second, from an even rank" if dist.get_rank() % 2 == 0 else "second, from an odd rank")
+    print("third, with my number:", dist.get_rank())
+
+
+assert launch(three_lines, world_size=world_size) == [None] * world_size  # no `return`, so None
+
+# %% [markdown] tags=["deeper"]
+# Always in this order, however slow a rank is. The launcher shows line 1 as soon as all ranks have printed it, then
+# line 2, and so on, and it merges equal lines. If one rank prints an extra line, those after it no longer pair up.
+#
+# > **Misconception.** "The order on the screen is the order in time." Not here, and even less under `torchrun`, where
+# > lines of several ranks appear as they come. To know what happened first, print the time, or let one rank print.
+
+# %% [markdown] tags=["deeper"]
+# ## 11. A rank that dies · deeper
+#
+# A process can also end without any Python error. If memory runs out, the system kills a process, usually a large
+# one, with the signal SIGKILL, which no program can catch. The last rank does this to itself here.
+
+
+# %% tags=["deeper"]
+def die():
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+with expect_error():
+    launch(die, world_size=world_size, backend="gloo")
+assert launch(len, "alive", world_size=world_size) == [5] * world_size  # the next call works
+print("\nall ranks are back")
+
+# %% [markdown] tags=["deeper"]
+# There is no traceback, since nobody was left to write one: the signal is all that the exit status tells. If you meet
+# it in your own work, look at memory first. The notebook lives on, because the ranks are separate processes. The
+# next call replaces the dead rank and those that waited for it, because what was stopped in the middle of something
+# is not used again.
 
 # %% [markdown]
-# ## 10. Where to go from here
+# ## Recap, with the numbers of this run
+
+# %% tags=["nbval-ignore-output"]
+print(f"{here['cores']} cores, {len(here['gpus'])} GPUs, {world_size} ranks over {here['backend']}")
+print(f"computing together takes the slowest rank {slowdown:.1f} times as long as alone")
+print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 under torchrun")
+
+# %% [markdown]
+# - A job is many processes that run the same program; the rank tells them apart. `launch(fn)` runs a function on all of
+#   them and returns a list by rank.
+# - Ranks share no memory: the function and what it uses are copied in, results are copied out.
+# - A collective is a call of all ranks. After an all-reduce every rank holds the sum.
+# - Errors, hangs and interrupts report which rank, which line, and where the others stood.
+# - Bytes, order and results are real here; speed belongs to this machine.
 #
-# Lessons with a link can be opened now; the others are coming. *Read* and *exercises* are in minutes: 130 words or 12
-# lines of code count as one, a prediction as one and a half, and an exercise as many as its card says. To run a lesson
-# from the first cell to the last takes 17 to 70 s (*recorded*: November 2026, 4 ranks, 2 CPU cores, no GPU,
-# torch 2.13.0; the course's README has the time of each).
+# **Now you can answer**
 #
-# | lesson | the question it answers | read, min | exercises, min |
-# |---|---|---|---|
-# | 00 | this notebook | 60 |  |
-# | [01](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? | 95 | 95 |
-# | [02](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? | 105 | 195 |
-# | [03](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? | 150 | 180 |
-# | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 145 | 195 |
-# | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 130 | 95 |
-# | [06](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? | 105 | 145 |
-# | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 120 | 155 |
-# | 08 | What does DeepSpeed do differently, and when do I pick it? | | |
-# | [09](09_tensor_parallel.ipynb) | How do I split one layer over ranks? | 120 | 190 |
-# | [10](10_pipeline_parallel.ipynb) | How do I split the layers, and where does the bubble go? | 110 | 185 |
-# | 11 | How do I split a long sequence, and many experts? | | |
-# | [12](12_parallelism_3d.ipynb) | Which TP × PP × CP × DP for this model on this cluster? | 130 | 215 |
-# | 13 | Where does a step's time go? | | |
-# | 14 | It hangs. Which rank, which call, why? | | |
-# | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 130 | 180 |
-# | 16 | How do I leave this machine: torchrun, elastic, Slurm? | | |
+# 1. A function appends to a list of the notebook, on four ranks. How do you get what they have appended?
+# 2. Four ranks on two cores take twice as long as one. Does that say anything about four GPUs?
+# 3. In a table ranks 0 to 2 wait in all-reduce number 8. Rank 3 runs, and its last operation has number 7. Where do you
+#    look?
+# 4. Only rank 0 is to write a log line with the mean loss. What must stand before the `if`?
 #
-# **On your own** take them in this order. If you come with a problem, take the lessons that it needs, after 00 and 02;
-# the course's README says which sections:
+# <details><summary>Answers</summary>
+#
+# 1. Return the list: the copies come back as results, and nothing else does (section 3).
+# 2. No. Each GPU computes for itself; the ranks here share cores (section 4).
+# 3. At the line of rank 3, because it stands somewhere else than the others (section 6).
+# 4. The all-reduce, because all ranks have to call it (section 6).
+# </details>
+#
+# **Exercises:** set `world_size = 3` in the first code cell and run the notebook again; before you do, write down
+# which outputs will differ. **Next:** [01 interconnects](01_gpu_interconnects.ipynb), on how fast data can move.
+#
+# On your own, take the lessons in their order; if you come with a problem, take those that it needs.
+#
+# <details><summary>Which lessons for which problem, and all lessons with their questions and minutes</summary>
+#
+# After 00 and [02](02_collectives.ipynb), by problem (the course's README says which sections):
 #
 # - *it does not fit in memory*: 06, 07, then 09 to 12;
 # - *it is slow, or does not scale*: 04, 05, 13, 15;
 # - *it hangs, or one rank is wrong*: 04, 14;
 # - *it has to run on a cluster*: 01, 03, 16.
 #
+# *Read* and *exercises* are in minutes: 130 words or 12 lines of code count as one, a prediction as one and a half,
+# and an exercise as many as its card says. Where sections are marked *deeper*, 45 (100) means 45 minutes for the
+# core, which is what everybody needs, and 100 for all of it. To run a lesson from the first cell to the last takes 17
+# to 135 s (*recorded*: November 2026, 4 ranks, 2 CPU cores, no GPU, torch 2.13.0; the README has the time of each).
+#
+# | lesson | the question it answers | read, min | exercises, min |
+# |---|---|---|---|
+# | 00 | this notebook | 35 (50) |  |
+# | [01](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? | 95 | 95 |
+# | [02](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? | 45 (75) | 110 |
+# | [03](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? | 45 (125) | 180 |
+# | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 45 (115) | 220 |
+# | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 130 | 95 |
+# | [06](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? | 45 (80) | 145 |
+# | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 45 (100) | 155 |
+# | [08](08_deepspeed.ipynb) | What does DeepSpeed do differently, and when do I pick it? | 45 (95) | 150 |
+# | [09](09_tensor_parallel.ipynb) | How do I split one layer over ranks? | 120 | 190 |
+# | [10](10_pipeline_parallel.ipynb) | How do I split the layers, and where does the bubble go? | 110 | 185 |
+# | [11](11_long_context_and_experts.ipynb) | How do I split a long sequence, and many experts? | 45 (85) | 215 |
+# | [12](12_parallelism_3d.ipynb) | Which TP × PP × CP × DP for this model on this cluster? | 135 | 215 |
+# | [13](13_profiling.ipynb) | Where does a step's time go? | 45 (90) | 120 |
+# | [14](14_debugging_hangs.ipynb) | It hangs. Which rank, which call, why? | 35 (70) | 155 |
+# | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 130 | 180 |
+# | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 45 (130) | 170 |
+# </details>
+#
 # <details><summary>Do you teach?</summary>
 #
 # `docs/instructor.md` in the course's folder has plans for a workshop, minute by minute: *2 hours*, what distributed
 # training is; *4 hours*, train what does not fit on one GPU; *8 hours*, from the first rank to a layout.
 # </details>
-
-# %% [markdown]
-# ## Recap, with the numbers of this run
-
-# %% tags=["nbval-ignore-output"]
-print(f"{here['cores']} cores, {len(gpus)} GPUs, {world_size} ranks")
-print(f"a call that starts its ranks: {cold * 1e3:.0f} ms; later calls: {warm * 1e3:.1f} ms")
-print(f"computing together takes the slowest rank {slowdown:.1f} times as long as alone")
-print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 under torchrun")
-
-# %% [markdown]
-# - A job is many processes that run the same program; the rank tells them apart. `launch(fn)` runs a function on all of
-#   them and returns a list by rank; `[ranks 0-3]` labels what they print alike.
-# - Ranks share no memory. The function and what it uses are copied in, results are copied out.
-# - A collective is a call of all ranks. After an all-reduce every rank holds the sum over all ranks, equal to that of
-#   one process.
-# - The same functions run under `torchrun`, with `init_process_group` in front. `%%ranks` cells run on live ranks.
-# - Error, death, hang, interrupt: each tells which rank, which line, and where the others stood. Look for the rank that
-#   stands somewhere else.
-# - Bytes, order and results are real here; speed belongs to this machine.
-#
-# <details><summary>Answers to the seven predictions</summary>
-#
-# 1. What it held before: every rank changed a copy (section 3).
-# 2. All first lines, then all second, then all third; equal ones merged (section 2).
-# 3. 0.3 s, as sleeping needs no core. For computing, the last rank needs up to ranks ÷ cores times as long as a rank
-#    alone, because they share the cores. The recap above prints the factor of this run.
-# 4. After the all-reduce every rank; before it nobody (section 5).
-# 5. They wait. `launch` reports the first failure, with its line, and stops them (section 8).
-# 6. Rank 0 waits in an all-reduce that the others never call: a hang (section 8).
-# 7. No: it lives on the ranks, and only there (section 7).
-# </details>
-#
-# **Exercises:** change `world_size` in the first code cell to 3 and run the notebook again; before you do, write down
-# which outputs will differ. **Next:** [01 interconnects](01_gpu_interconnects.ipynb), on how fast data
-# can move, or straight to [02 collectives](02_collectives.ipynb), where eight collectives are drawn, counted, timed and
-# misused.
 #
 # **Worth reading**
 # - W. Constable, W. Feng, *PyTorch Distributed Overview*, 2025,
 #   [docs.pytorch.org](https://docs.pytorch.org/tutorials/beginner/dist_overview.html): a map of what PyTorch offers for
 #   many processes.
 # - PyTorch, *torchrun (Elastic Launch)*, 2021,
-#   [docs.pytorch.org](https://docs.pytorch.org/docs/stable/elastic/run.html): every option of section 6's command, and
+#   [docs.pytorch.org](https://docs.pytorch.org/docs/stable/elastic/run.html): every option of section 7's command, and
 #   the environment variables it sets.
 # - Llama Team, *The Llama 3 Herd of Models*, 2024, [arxiv.org/abs/2407.21783](https://arxiv.org/abs/2407.21783):
 #   section 3.3 tells what running 16,384 ranks for weeks is like.

@@ -503,7 +503,7 @@ topology_picture(five)
 
 # %% [markdown]
 # *The figure: GPU0 hangs alone on one CPU, the other four on the other; a line joins the CPUs. How fast the links are
-# the matrix does not say.*
+# the matrix does not say. CPUs are numbered in the order of the GPUs in the matrix: CPU0 is NUMA node 1.*
 #
 # The codes, from near to far, as the command's own legend explains them:
 #
@@ -741,7 +741,8 @@ for size, took in zip(fitted, seconds, strict=True):
     print(f"{format_bytes(size):>8}{took * 1e3:9.3f} ms{size / took / 1e9:8.2f} GB/s")
 
 # %% [markdown]
-# Small messages take the same time, whatever their size: that is α. Large ones take time in proportion: that is β.
+# Small messages take about the same time, whatever their size: that is α. Large ones take time in proportion: that
+# is β.
 # The cell fits both numbers to all sizes at once, on the *relative* error, so that small and large messages count
 # alike.
 #

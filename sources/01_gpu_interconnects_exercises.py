@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Exercises 01 · Can you say how long it takes before you run it?
 #
-# Six exercises on [01 GPU interconnects](../notebooks/01_gpu_interconnects.ipynb), from easy to hard. One runs on
-# real ranks, two work on data, and in three you do on paper what a data sheet invites you to get wrong. All of them
-# take about 95 minutes.
+# Six exercises on [01 GPU interconnects](../notebooks/01_gpu_interconnects.ipynb), most of the easy ones first. One
+# runs on real ranks, two work on data, and in three you do on paper what a data sheet invites you to get wrong. All
+# of them take about 95 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|

@@ -1,23 +1,21 @@
 # %% [markdown]
 # # Exercises 02 · Can you move the data with no byte too many?
 #
-# Eleven exercises on [02 collectives](../notebooks/02_collectives.ipynb), from easy to hard. In seven you write a
-# function that runs on real ranks; in four you work out bytes and seconds on paper and let Python do the arithmetic.
-# All of them take about 195 minutes.
+# Seven exercises on [02 collectives](../notebooks/02_collectives.ipynb). In four you write a function that runs on real
+# ranks; in three you work out bytes and seconds on paper and let Python do the arithmetic. All of them take about 110
+# minutes. **If you do only these:** 1, 2 and 5.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
 # | 1 | mean and variance in one all-reduce | 1 of 5 | 10 |
 # | 2 | a ring shift that does not deadlock | 2 of 5 | 15 |
-# | 3 | all-reduce out of reduce-scatter and all-gather | 2 of 5 | 20 |
-# | 4 | an all-gather of tensors of different lengths | 3 of 5 | 25 |
-# | 5 | row and column sums on a 2-D mesh | 3 of 5 | 25 |
-# | 6 | broadcast as a tree of messages | 4 of 5 | 30 |
-# | 7 | all-reduce on two levels | 5 of 5 | 40 |
-# | 8–11 | paper problems: bytes, time, bandwidth | 2–4 of 5 | 30 |
+# | 3 | an all-gather of tensors of different lengths | 3 of 5 | 25 |
+# | 4 | all-reduce on two levels | 5 of 5 | 40 |
+# | 5 | gradients over a network, on paper | 2 of 5 | 5 |
+# | 6 | read a benchmark, on paper | 2 of 5 | 10 |
+# | 7 | shards over NVLink, on paper | 3 of 5 | 5 |
 #
-# Each stands alone, except that 7 puts 3 and 5 together. *Follows* on each card names the section of the lesson
-# to look things up in.
+# *Follows* on each card names the section of the lesson to look things up in.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
@@ -216,69 +214,7 @@ check.ring_shift(ring_shift)
 
 # %% [markdown]
 # ---
-# ## Exercise 3 · All-reduce out of two other collectives
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 2 of 5 | 20 | 02, Two identities | 1 reduce-scatter and 1 all-gather |
-#
-# The lesson showed that an all-reduce equals a reduce-scatter followed by an all-gather. ZeRO and FSDP live on that:
-# they do the first half for the gradients and the second half, later, for the parameters. Build it for tensors of
-# **any** shape, also where N does not divide the number of elements. Each rank then has to send 2(N−1)/N · S bytes,
-# nearly independent of N. (gloo's reduce-scatter sends twice its share; see the lesson, section 5.)
-#
-# Use `dist.reduce_scatter_single` and `dist.all_gather_single` (called `reduce_scatter_tensor` and
-# `all_gather_into_tensor` before PyTorch 2.13). Pad to the next multiple of N at most.
-
-
-# %%
-def all_reduce_in_two(x: torch.Tensor) -> torch.Tensor:
-    """Sum of x over all ranks, by one reduce-scatter and one all-gather.
-
-    Parameters
-    ----------
-    x : tensor of any shape, float32
-        The same shape on every rank; it may have no dimension at all, and need not be contiguous.
-        Must not be changed.
-
-    Returns
-    -------
-    tensor of the same shape
-        The sum, the same on every rank.
-    """
-    ### BEGIN SOLUTION
-    n = dist.get_world_size()
-    shard_length = -(-x.numel() // n)  # rounded up
-    padded = x.new_zeros(n * shard_length)
-    padded[: x.numel()] = x.flatten()
-    shard = x.new_empty(shard_length)
-    dist.reduce_scatter_single(shard, padded)
-    dist.all_gather_single(padded, shard)
-    return padded[: x.numel()].reshape(x.shape)
-    ### END SOLUTION
-
-
-# %%
-check.all_reduce_in_two(all_reduce_in_two)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Forget the shape first: work on a flat tensor, and give it the shape of `x` at the end.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# The shard has ⌈numel / N⌉ elements. Copy the flat `x` into a tensor of N times that length. What stands in the rest
-# does not matter, since it is cut off; zeros are tidy.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# `dist.reduce_scatter_single(shard, padded)`, then `dist.all_gather_single(padded, shard)`, then cut and reshape.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 4 · An all-gather of tensors of different lengths
+# ## Exercise 3 · An all-gather of tensors of different lengths
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -336,146 +272,11 @@ check.ragged_all_gather(ragged_all_gather)
 
 # %% [markdown]
 # ---
-# ## Exercise 5 · Row and column sums on a 2-D mesh
+# ## Exercise 4 · All-reduce on two levels
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 25 | 02, Groups | 2 all-reduces, of 4·m and 4·n bytes |
-#
-# A matrix is cut into `rows` × `cols` blocks, one per rank, numbered row by row. For 2 × 3:
-#
-# | | column 0 | column 1 | column 2 |
-# |---|---|---|---|
-# | **row 0** | rank 0 | rank 1 | rank 2 |
-# | **row 1** | rank 3 | rank 4 | rank 5 |
-#
-# Each rank should know the row sums of the whole matrix for the rows that pass through its block, and the column
-# sums for its columns. Tensor parallelism does this in every layer: all groups along one dimension add, side by side.
-
-
-# %%
-def row_and_column_sums(
-    block: torch.Tensor, rows: int, cols: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column sums of a matrix that is spread over a mesh of rows × cols ranks.
-
-    Parameters
-    ----------
-    block : tensor of shape (m, n), float32
-        This rank's block, of the same shape on every rank. Must not be changed.
-    rows, cols : int
-        Shape of the mesh; the world size is rows · cols.
-
-    Returns
-    -------
-    row_sums, column_sums : tensors of shape (m,) and (n,)
-        Sums over whole rows of the matrix, the same on all ranks of a mesh row; sums over whole
-        columns, the same on all ranks of a mesh column.
-    """
-    ### BEGIN SOLUTION
-    mesh = init_device_mesh(block.device.type, (rows, cols), mesh_dim_names=("row", "col"))
-    row_sums, column_sums = block.sum(dim=1), block.sum(dim=0)
-    dist.all_reduce(row_sums, group=mesh.get_group("col"))
-    dist.all_reduce(column_sums, group=mesh.get_group("row"))
-    return row_sums, column_sums
-    ### END SOLUTION
-
-
-# %%
-check.row_and_column_sums(row_and_column_sums)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Add up inside the block first. What is left to send is a vector, not a matrix.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# For the row sums rank 0 has to add with ranks 1 and 2. Their row index is the same; it is the column index that
-# runs.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# `init_device_mesh(block.device.type, (rows, cols), mesh_dim_names=("row", "col"))` makes all groups.
-# `mesh.get_group("col")` is the group along which the column index runs. With `dist.new_group` instead, every
-# rank must make every group, in the same order.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 6 · Broadcast as a tree
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 4 of 5 | 30 | 02, Point to point | N−1 messages in ⌈log2 N⌉ steps, from any root |
-#
-# A root that sends to all others one after another needs N−1 steps. Whoever has the data can help: then the
-# number of ranks that have it doubles in every step. Write that with point-to-point calls alone;
-# `dist.send` and `dist.recv` will do.
-#
-# The check counts the steps from the ledgers of all ranks, by this rule: **in one step a rank sends at most one
-# message and receives at most one, and it passes on only what came in an earlier step.** At 1, 2, 3, 4, 5 and 8
-# ranks that leaves 0, 1, 2, 2, 3 and 3 steps.
-
-
-# %%
-def tree_broadcast(x: torch.Tensor, root: int) -> None:
-    """Broadcast x from the root to all ranks, in place, with point-to-point messages.
-
-    Parameters
-    ----------
-    x : contiguous tensor of any shape and dtype
-        On the root the data; elsewhere a tensor of the same shape that is overwritten.
-    root : int
-        The rank that has the data.
-    """
-    ### BEGIN SOLUTION
-    rank, n = dist.get_rank(), dist.get_world_size()
-    place = (rank - root) % n  # the root has place 0
-    have = 1  # the places 0 … have - 1 have the data
-    while have < n:
-        if place < have and place + have < n:
-            dist.send(x, dst=(place + have + root) % n)
-        elif have <= place < 2 * have:
-            dist.recv(x, src=(place - have + root) % n)
-        have *= 2
-    ### END SOLUTION
-
-
-# %%
-check.tree_broadcast(tree_broadcast)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Take root 0 and N = 8 and draw it. Step 1: 0→1. Step 2: 0→2, 1→3. Step 3: 0→4, 1→5, 2→6, 3→7. Before a step,
-# which ranks have the data, and how far does each of them send?
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# Before step k (from 0) the ranks below 2^k have it; rank r sends to r + 2^k, if there is such a rank. Everybody
-# runs the same loop, and in each turn either sends, receives, or does nothing.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# For another root, renumber: `place = (rank - root) % n` runs the algorithm, `(place + root) % n` is the rank to
-# talk to.
-# </details>
-# <details><summary>When is a tree the right choice?</summary>
-#
-# Each message carries the whole tensor, so the last rank has it after ⌈log2 N⌉ · (α + S/B), with latency α and
-# bandwidth B. For small S nothing is faster. For large S the other identity of the lesson wins: scatter and
-# all-gather send S/N at a time, and all links work at once, which takes about 2(N−1)/N · S/B however many ranks
-# there are.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 7 · All-reduce on two levels
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 5 of 5 | 40 | exercises 3 and 5 | between nodes 2(M−1)/M · S/G bytes sent by each rank |
+# | 5 of 5 | 40 | 02, Groups and meshes | between nodes 2(M−1)/M · S/G bytes sent by each rank |
 #
 # M nodes have G GPUs each, and links of two speeds: on an H100 node NVLink carries 450 GB/s each way from every
 # GPU, its network port 50. An all-reduce over all M·G ranks that knows nothing of nodes may send nearly 2·S
@@ -484,7 +285,7 @@ check.tree_broadcast(tree_broadcast)
 #
 # The check adds up, for each rank, the bytes that its calls must send at least (2(N−1)/N · S for an all-reduce of
 # N ranks, (N−1)/N · S for a reduce-scatter or an all-gather), separately for groups inside a node and groups that
-# reach over nodes. Inside a node 2(G−1)/G · S are allowed. Think first, then write: it is five lines.
+# reach over nodes. Inside a node 2(G−1)/G · S are allowed. Think first, then write: it is seven lines.
 
 
 # %%
@@ -520,8 +321,8 @@ check.two_level_all_reduce(two_level_all_reduce)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Exercise 3 in one node: after the reduce-scatter each rank has 1/G of the node's sum. What is missing, and who
-# has the other part?
+# All-reduce = reduce-scatter + all-gather. After a reduce-scatter inside the node each rank has 1/G of the node's sum.
+# What is missing, and who has the other part?
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -536,14 +337,14 @@ check.two_level_all_reduce(two_level_all_reduce)
 
 # %% [markdown]
 # ---
-# ## Exercises 8 to 11 · On paper
+# ## Exercises 5 to 7 · On paper
 #
 # Work out the formula by hand, then write it as a function of its arguments. The check calls it with the numbers
 # of the text and with others. Answers within 1 % pass. Units are half of each problem: **GB are bytes, Gb are
 # bits**, and in link speeds both count in powers of ten.
 
 # %% [markdown]
-# ## Exercise 8 · Gradients over a network
+# ## Exercise 5 · Gradients over a network
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
@@ -596,7 +397,7 @@ check.gradient_all_reduce_seconds(gradient_all_reduce_seconds)
 # </details>
 
 # %% [markdown]
-# ## Exercise 9 · Read a benchmark
+# ## Exercise 6 · Read a benchmark
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
@@ -654,7 +455,7 @@ check.bandwidths(bandwidths)
 # </details>
 
 # %% [markdown]
-# ## Exercise 10 · Shards over NVLink
+# ## Exercise 7 · Shards over NVLink
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
@@ -700,62 +501,7 @@ check.all_gather_seconds(all_gather_seconds)
 # <details><summary>Hint 3</summary>
 #
 # (N−1) · shard divided by half the figure of the data sheet. With S = N · shard that is (N−1)/N · S: the factor
-# of Exercise 9.
-# </details>
-
-# %% [markdown]
-# ## Exercise 11 · How large is large?
-#
-# | difficulty | minutes | follows |
-# |---|---|---|
-# | 4 of 5 | 10 | 02, How long does it take? |
-#
-# On the node of Exercise 9 a small all-reduce (32 KiB) takes 43.83 µs, and very large ones reach a bus bandwidth of
-# 234.89 GB/s (*recorded*, same source). *Model* the time as t(S) = latency + 2(N−1)/N · S / peak. At which size S
-# does the bus bandwidth reach **half** of its peak?
-
-
-# %%
-def half_bandwidth_size(ranks: int, latency: float, peak_busbw: float) -> float:
-    """Message size of an all-reduce at which the bus bandwidth is half of its peak, in bytes.
-
-    Parameters
-    ----------
-    ranks : int
-        Number of ranks N.
-    latency : float
-        Time of a whole all-reduce of almost no data, in seconds.
-    peak_busbw : float
-        Bus bandwidth for very large messages, in GB/s.
-    """
-    ### BEGIN SOLUTION
-    factor = 2 * (ranks - 1) / ranks
-    return latency * peak_busbw * 1e9 / factor
-    ### END SOLUTION
-
-
-# %%
-check.half_bandwidth_size(half_bandwidth_size)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Write busbw(S) = 2(N−1)/N · S / t(S) and set it to peak / 2.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# Half the peak means that half of the time goes into latency: both terms of t(S) are equal.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# latency = 2(N−1)/N · S / peak. Solve for S, and mind that the peak is given in GB/s.
-# </details>
-# <details><summary>And on the real machine?</summary>
-#
-# The model says 5.9 MB (5.6 MiB). The recorded table has 72 GB/s at 4 MiB, 110 at 8 MiB, 106 at 16 MiB and 138 at 32
-# MiB, so half of the peak, 117 GB/s, comes only between 16 and 32 MiB, and the curve is not even monotone. One
-# latency and one bandwidth are not enough: NCCL changes its protocol and algorithm with the size, which is what
-# notebook 03 takes apart.
+# of Exercise 6.
 # </details>
 
 # %% [markdown]
@@ -765,9 +511,6 @@ check.half_bandwidth_size(half_bandwidth_size)
 # - **Sums that can be added** (1): the pattern of synchronised batch normalisation and of every distributed
 #   metric.
 # - **A shift without deadlock** (2): the step of ring all-reduce, ring attention and pipelines.
-# - **All-reduce in two halves** (3): ZeRO and FSDP put the optimizer step between them.
-# - **Ragged gathers** (4): evaluation, detection, and the routing of experts.
-# - **Sub-groups of a mesh** (5) and **two levels** (7): tensor, pipeline and data parallelism side by side, and
-#   hierarchical all-reduce.
-# - **A tree** (6): ⌈log2 N⌉ instead of N−1 steps, the idea behind NCCL's tree algorithm.
-# - **Bytes before seconds** (8–11): the estimate to make before you believe a measurement.
+# - **Ragged gathers** (3): evaluation, detection, and the routing of experts.
+# - **Two levels** (4): sub-groups of a mesh, and hierarchical all-reduce.
+# - **Bytes before seconds** (5–7): the estimate to make before you believe a measurement.

@@ -1,22 +1,22 @@
 # %% [markdown]
 # # Exercises 03 · Can you make a ring, a tree and a cluster add up?
 #
-# Nine exercises on [03 NCCL](../notebooks/03_nccl.ipynb). In six you build all-reduce out of messages between two
-# ranks, or mend one; in three you work out times on paper and let Python do the arithmetic. All of them take about
-# 180 minutes.
+# Seven exercises on [03 NCCL](../notebooks/03_nccl.ipynb). In five you build all-reduce out of messages between two
+# ranks, or mend one; in two you work out times on paper and let Python do the arithmetic. All of them take about
+# 180 minutes. **If you do only these:** 1, 2 and 6.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
 # | 1 | a ring reduce-scatter | 3 of 5 | 25 |
-# | 2 | a ring all-gather | 2 of 5 | 15 |
-# | 3 | a ring all-reduce | 2 of 5 | 15 |
-# | 4 | a tree all-reduce | 4 of 5 | 30 |
-# | 5 | an all-reduce for two nodes that beats the ring | 5 of 5 | 40 |
-# | 6 | a mended ring | 3 of 5 | 25 |
-# | 7–9 | paper problems: which algorithm, and from where on | 2–4 of 5 | 30 |
+# | 2 | a ring all-gather, and the whole ring all-reduce | 2 of 5 | 30 |
+# | 3 | a tree all-reduce | 4 of 5 | 30 |
+# | 4 | an all-reduce for two nodes that beats the ring | 5 of 5 | 40 |
+# | 5 | a mended ring | 3 of 5 | 25 |
+# | 6 | which algorithm is fastest, on paper | 2 of 5 | 10 |
+# | 7 | where ring and tree cross, on paper | 4 of 5 | 20 |
 #
-# 3 is built from 1 and 2, and 5 from 1 to 3. The others stand alone. *Follows* on each card names the section of the
-# lesson to look things up in.
+# 2 uses what 1 builds, and 4 uses both. The others stand alone. *Follows* on each card names the section of the lesson
+# to look things up in. The letters are the lesson's: N ranks, S bytes of the whole tensor, m nodes of g GPUs.
 
 # %% [markdown]
 # **The rule of this notebook.** Nothing but messages: `dist.send`, `dist.recv`, `dist.isend`, `dist.irecv` and
@@ -86,7 +86,7 @@ for numbers in (11, 3):
 # from place p+1, and in the end place p holds chunk p of the sum.
 #
 # The ring is given as a list of ranks: `[3, 0, 2]` means that rank 3 has place 0, rank 0 place 1, rank 2 place 2. A
-# rank that is not in the list does not take part. You will need that in Exercise 5.
+# rank that is not in the list does not take part. You will need that in Exercise 4.
 
 
 # %%
@@ -139,14 +139,15 @@ check.ring_reduce_scatter(ring_reduce_scatter)
 
 # %% [markdown]
 # ---
-# ## Exercise 2 · Ring all-gather
+# ## Exercise 2 · The other half, and the whole ring
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 2 of 5 | 15 | 03, The ring | N−1 steps, S minus one chunk sent by each rank |
+# | 2 of 5 | 30 | 03, The ring | N−1 and 2(N−1) steps; 2(N−1)/N · S sent by each rank in all |
 #
-# The other half. Place p holds chunk p; in the end everybody holds all chunks. Turn the same way as before: send to
-# place p−1. Nothing is added here, so chunks can be received where they belong.
+# First the ring **all-gather**, in N−1 steps, with S minus one chunk sent by each rank. Place p holds chunk p; in the
+# end everybody holds all chunks. Turn the same way as before: send to place p−1. Nothing is added here, so chunks can
+# be received where they belong.
 
 
 # %%
@@ -194,15 +195,10 @@ check.ring_all_gather(ring_all_gather)
 # </details>
 
 # %% [markdown]
-# ---
-# ## Exercise 3 · Ring all-reduce
+# ### The whole ring
 #
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 2 of 5 | 15 | exercises 1 and 2 | 2(N−1) steps, 2(N−1)/N · S sent by each rank |
-#
-# Put the halves together. This one takes a tensor of any shape. Before you write: how many numbers does a rank send at
-# most, if x has 11 and N is 4?
+# Put the halves together. This function takes a tensor of any shape. Before you write: how many numbers does a rank
+# send at most, if x has 11 and N is 4?
 
 
 # %%
@@ -250,11 +246,11 @@ check.ring_all_reduce(ring_all_reduce)
 
 # %% [markdown]
 # ---
-# ## Exercise 4 · Tree all-reduce
+# ## Exercise 3 · Tree all-reduce
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 30 | 03, A tree | 2(N−1) messages in 2⌈log2 N⌉ steps, for any root |
+# | 4 of 5 | 30 | 03, A tree, for small messages | 2(N−1) messages in 2⌈log2 N⌉ steps, for any root |
 #
 # A ring of 1,000 ranks takes 1,998 steps, a tree 20. Each of its messages carries the whole tensor: up the tree the
 # sums of ever larger groups come together at the root, down the tree the total goes out. Use a **binomial tree** as in
@@ -311,20 +307,20 @@ check.tree_all_reduce(tree_all_reduce)
 # </details>
 # <details><summary>Why not let both partners send, and save half of the steps?</summary>
 #
-# That is recursive doubling. On links of equal speed it takes half the time for small tensors, as the lesson shows. On
+# That is recursive doubling. On links of equal speed it takes half the time for small tensors, as section 9 shows. On
 # a cluster every rank then sends to far partners, while in a tree one message crosses each pair of nodes.
 # </details>
 
 # %% [markdown]
 # ---
-# ## Exercise 5 · Two nodes of four GPUs
+# ## Exercise 4 · Two nodes of four GPUs
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 5 of 5 | 40 | 03, Two levels; exercises 1 to 3 | less time than a flat ring |
+# | 5 of 5 | 40 | 03, Two levels, and a cluster in a notebook; exercises 1 and 2 | less time than a flat ring |
 #
-# M nodes have G GPUs each. Node 0 has the ranks 0 … G−1, node 1 the next G, and so on. A ring over all ranks crosses
-# between the nodes with nearly 2·S, through one port of each. Build one that sends 2(M−1)/M · S/G bytes through the
+# m nodes have g GPUs each. Node 0 has the ranks 0 … g−1, node 1 the next g, and so on. A ring over all ranks crosses
+# between the nodes with nearly 2·S, through one port of each. Build one that sends 2(m−1)/m · S/g bytes through the
 # port of each GPU, and all of them at once.
 #
 # What that is worth shows on **emulated** links. The messages are real; the time is that of 2 nodes with 4 GPUs,
@@ -360,7 +356,7 @@ def hierarchical_all_reduce(x: torch.Tensor, nodes: int, per_node: int) -> torch
     x : contiguous tensor of shape (n,), float32
         The same n on every rank, not always a multiple of per_node. Must not be changed.
     nodes, per_node : int
-        M nodes with G ranks each; rank // per_node is the node.
+        m nodes with g ranks each; rank // per_node is the node.
     """
     ### BEGIN SOLUTION
     node, local = divmod(dist.get_rank(), per_node)
@@ -380,13 +376,13 @@ check.hierarchical_all_reduce(hierarchical_all_reduce)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Which ranks hold the same chunk after a reduce-scatter in each node? These have to add, and G such groups can do it at
+# Which ranks hold the same chunk after a reduce-scatter in each node? These have to add, and g such groups can do it at
 # the same time, each through ports of its own.
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Rank r is local rank r % G of node r // G. Its ring inside the node holds the G ranks of that node, its ring across
-# the M ranks with the same local rank.
+# Rank r is local rank r % g of node r // g. Its ring inside the node holds the g ranks of that node, its ring across
+# the m ranks with the same local rank.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -405,7 +401,7 @@ check.hierarchical_all_reduce(hierarchical_all_reduce)
 
 # %% [markdown]
 # ---
-# ## Exercise 6 · Debug this: a ring that passed its test
+# ## Exercise 5 · Debug this: a ring that passed its test
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -497,7 +493,7 @@ check.mended_ring_all_reduce(mended_ring_all_reduce)
 
 # %% [markdown]
 # ---
-# ## Exercises 7 to 9 · On paper
+# ## Exercises 6 and 7 · On paper
 #
 # Work out the formula by hand, then write it as a function of its arguments. The check calls it with the numbers of the
 # text and with others. Answers within 1 % pass.
@@ -507,7 +503,7 @@ check.mended_ring_all_reduce(mended_ring_all_reduce)
 # given in Gb/s, 10⁹ **bits** per second each way, latencies in µs.
 
 # %% [markdown]
-# ## Exercise 7 · Pick the algorithm
+# ## Exercise 6 · Pick the algorithm
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
@@ -570,14 +566,14 @@ check.pick_algorithm(pick_algorithm)
 # </details>
 
 # %% [markdown]
-# ## Exercise 8 · Where ring and tree cross
+# ## Exercise 7 · Where ring and tree cross
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
-# | 3 of 5 | 10 | 03, What it costs |
+# | 4 of 5 | 20 | 03, What it costs |
 #
 # For small tensors a tree is faster than a ring, for large ones slower. With 8 and with 64 ranks on the links of
-# Exercise 7: at which size do both take the same time?
+# Exercise 6: at which size do both take the same time?
 
 
 # %%
@@ -624,14 +620,10 @@ check.crossover_size(crossover_size)
 # </details>
 
 # %% [markdown]
-# ## Exercise 9 · From how many ranks on?
-#
-# | difficulty | minutes | follows |
-# |---|---|---|
-# | 4 of 5 | 10 | 03, What it costs |
+# ### From how many ranks on?
 #
 # Turn the question round. A bucket of gradients has 16 MiB. On a few ranks the ring is faster; its latencies grow
-# with N, those of the tree with log2 N. From which power of two on is the tree faster, on the links of Exercise 7?
+# with N, those of the tree with log2 N. From which power of two on is the tree faster, on the same links?
 
 
 # %%

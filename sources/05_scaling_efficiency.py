@@ -54,7 +54,6 @@ import time
 import numpy
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
@@ -63,7 +62,7 @@ from course_utils import device, launch, plots, record, recorded
 from course_utils.costs import bytes_sent, fit_alpha_beta, format_bytes
 from course_utils.data import Windows
 from course_utils.hardware import GPUS, LINKS
-from course_utils.models import GPTConfig, build, flops_per_token, parameters
+from course_utils.models import TransformerConfig, build_gpt, loss_of
 from course_utils.number_formats import FORMATS, store
 from course_utils.widgets import bits_explorer, cost_calculator
 
@@ -86,27 +85,22 @@ shrink = 2.0**-20  # factor on the loss that makes its gradients small
 # less of it. **Weak scaling** keeps the batch of each rank: N ranks do N times the work.
 #
 # The job is the small GPT of lesson 04 under `DistributedDataParallel`, on the text of *Alice*. A rank's batch is
-# some windows of 64 characters. The two helpers below serve the whole lesson.
+# some windows of 64 characters. `batch` fetches them in the whole lesson; `loss_of`, the mean loss, is from
+# `course_utils.models`, as in lesson 04.
 
 # %%
 torch.set_num_threads(1)  # in this process as on the ranks: threads share busy cores badly
-windows = Windows("train", GPTConfig().context)
+windows = Windows("train", TransformerConfig().context)
 backend = launch(dist.get_backend, world_size=world_size)[0]  # the same for any number of ranks
 
 
 def batch(step, size):
     """The windows of this rank in this step: inputs and targets, both (size, context)."""
     first = (step * dist.get_world_size() + dist.get_rank()) * size
-    picked = [windows[i % len(windows)] for i in range(first, first + size)]
-    return [torch.stack(part).to(device()) for part in zip(*picked, strict=True)]
+    return windows.batch((i % len(windows) for i in range(first, first + size)), device())
 
 
-def loss_of(model, x, y):
-    """Mean cross-entropy; calls the model itself, so that DDP sees the forward pass."""
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-
-
-print(f"{parameters(GPTConfig()):,} parameters, {len(windows):,} windows")
+print(f"{TransformerConfig().parameter_count:,} parameters, {len(windows):,} windows")
 
 # %% [markdown]
 # A step ends when it has ended on the slowest rank, and the figure is the best of 16 steps. DDP rebuilds its
@@ -121,7 +115,7 @@ def finish():
 
 def timed_steps(size):
     """Seconds of each of 16 training steps of this rank."""
-    model = DDP(build().to(device()))
+    model = DDP(build_gpt().to(device()))
     optimizer, seconds = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(19):
         x, y = batch(step, size)
@@ -144,7 +138,7 @@ def throughput(size, ranks):
     """Tokens per second of `ranks` ranks together, `size` windows each."""
     by_rank = launch(timed_steps, size, world_size=ranks, backend=backend)
     step = min(max(seconds) for seconds in zip(*by_rank, strict=True))
-    return ranks * size * GPTConfig().context / step
+    return ranks * size * TransformerConfig().context / step
 
 
 # %% [markdown]
@@ -178,10 +172,10 @@ plots.scaling_curves(ranks, {"strong": strong, "weak": weak}, "measured", limit=
 # rank that it is divided by came out slow, everything after looks better. The rest of the loss is real:
 # messages, copies, and waiting for ranks whose turn on a core comes later. That is what this lesson takes apart.
 #
-# On 2 ranks both are the same job, 12 windows each, and about as fast; the efficiencies differ because each is divided
-# by its own run on one rank, of 24 windows or of 12. From there on strong scaling gives each rank less work for the
-# same message, and weak scaling does better. Where ranks share cores neither gets past the cores, and strong scaling on
-# four ranks can be slower than one rank alone.
+# On 2 ranks both are the same job, 12 windows each: if their throughputs differ, that is scatter of the timings. The
+# efficiencies differ for another reason too: each is divided by its own run on one rank, of 24 windows or of 12. From
+# there on strong scaling gives each rank less work for the same message, and weak scaling does better. Where ranks
+# share cores neither gets past the cores, and strong scaling can be slower than one rank alone.
 #
 # > **Misconception.** "Throughput goes up, so the job scales." Where each rank has a processor it nearly always
 # > goes up. Efficiency says what it costs.
@@ -349,7 +343,7 @@ print(f"half of the step at {a / b:.0f} GPUs")
 # %% [markdown]
 # This is Amdahl's law in other words. N GPUs do the work of N/(a + b·N), and that is Amdahl's curve for s = b/(a +
 # b). A serial part, and an overhead of each GPU that grows with N, cannot be told apart by a curve: hence the
-# steady share of section 2.
+# share of about one part in twenty in section 2.
 #
 # What does it miss? At 128 GPUs it is 9 % too slow and at 256 it is 8 % too fast: between them something happens
 # that no straight line has, such as traffic that meets in the network. It also gives no cause. Waiting grows with N
@@ -410,7 +404,7 @@ def average_gradients(model, watch, apart):
 # %%
 def watched_steps(delay, apart, steps=6):
     """The spans of each step of this rank; the last rank is late by `delay` seconds."""
-    model = build().to(device())
+    model = build_gpt().to(device())
     optimizer, all_spans = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(steps):
         dist.barrier()
@@ -566,7 +560,7 @@ for n in (1, 8, 64, 512, 4096):
 # %%
 def traced_step(none=True, **options):
     """Every operation of one DDP step of this rank: (name, thread, start, end), seconds."""
-    model = DDP(build().to(device()), **options)
+    model = DDP(build_gpt().to(device()), **options)
     for step in range(4):
         x, y = batch(step, rank_batch)
         dist.barrier()
@@ -628,8 +622,8 @@ for key, n in (("nvlink4", 8), ("ib_ndr", 64), ("eth_100g", 64), ("eth_25g", 64)
     print(
         f"{link.name:15} {n:3} GPUs: {tokens_to_hide(400e12, link.bandwidth, n):9,.0f} tokens a GPU"
     )
-gpt = GPTConfig()
-print(f"our GPT: {flops_per_token(gpt) / parameters(gpt):.1f} FLOPs per parameter and token")
+gpt = TransformerConfig()
+print(f"our GPT: {gpt.flops_per_token() / gpt.parameter_count:.1f} FLOPs per parameter and token")
 
 # %% [markdown]
 # Within a node fewer than a thousand tokens do. Over 25-gigabit Ethernet a GPU would need more than a hundred
@@ -654,7 +648,7 @@ print(f"our GPT: {flops_per_token(gpt) / parameters(gpt):.1f} FLOPs per paramete
 # %%
 def bucketed(cap):
     """Messages, bytes; seconds of forward and backward, of communication, of that in backward."""
-    model = DDP(build().to(device()), bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    model = DDP(build_gpt().to(device()), bucket_cap_mb=cap, gradient_as_bucket_view=True)
     seconds = []
     for step in range(9):
         x, y = batch(step, rank_batch)
@@ -676,7 +670,7 @@ caps = [25, 0.25, 0.125, 0.0625, 0.0001]  # MiB
 sweep = [launch(bucketed, cap, world_size=world_size, backend=backend)[0] for cap in caps]
 for cap, (messages, size, *_) in zip(caps, sweep, strict=True):
     print(f"bucket_cap_mb={cap:<7}{messages:3} messages, {size:,} bytes")
-assert {size for _, size, *_ in sweep} == {4 * parameters(gpt)}
+assert {size for _, size, *_ in sweep} == {4 * gpt.parameter_count}
 
 # %% [markdown]
 # The bytes never change. A bucket closes when it has *passed* its cap, so the largest parameter sets a limit of its
@@ -695,7 +689,7 @@ plots.bucket_sweep(messages, step_seconds, communication, overlap)
 # %% [markdown]
 # *The figure, left: time of forward and backward, and of communication, over the number of buckets. Right: the overlap
 # fraction. As stored, from two cores: both times are longest with a bucket for each parameter. With one bucket little
-# overlaps; with two and more a good part does, and with a bucket for each parameter less again.*
+# overlaps; with two to seven more does, and with a bucket for each parameter less again.*
 #
 # One bucket is full only when the last gradient has come: nothing is left to hide behind. (DDP's log lets backward end
 # a moment later, when autograd calls back. Hence the overlap of a single bucket.) Many buckets start early, and pay
@@ -900,14 +894,11 @@ explorer
 # %%
 def fixed_batch(step, size=4):
     """Inputs and targets of one process, without ranks."""
-    first = step * size
-    return [
-        torch.stack(p) for p in zip(*(windows[i] for i in range(first, first + size)), strict=True)
-    ]
+    return windows.batch(range(step * size, (step + 1) * size))
 
 
 def gradients_of(scale):
-    model = build()
+    model = build_gpt()
     (loss_of(model, *fixed_batch(0)) * scale).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -942,7 +933,7 @@ plots.gradient_range({"loss": plain, "shrunken loss": tiny}, limits)
 # %%
 def train(dtype=None, scaler=None, steps=16):
     """Losses of one process; autocast to `dtype` if given, `scaler` a GradScaler or None."""
-    model, losses = build(), []
+    model, losses = build_gpt(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-30)
     for step in range(steps):
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
@@ -986,7 +977,7 @@ plots.loss_curves(curves, "measured: a loss with small gradients", wide=["fp32"]
 # scale; after 2,000 good steps it doubles it.
 
 # %%
-scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0**30), build()
+scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0**30), build_gpt()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scales, moved = [], []
 for step in range(16):
@@ -1030,7 +1021,7 @@ assert weight == 1 and master.bfloat16() == 2
 # %%
 def unchanged(dtype, lr):
     """Shares of all weights, and of the gains, that are what they were after eight steps."""
-    model, first = build(dtype=dtype), build(dtype=dtype)
+    model, first = build_gpt(dtype=dtype), build_gpt(dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
     for step in range(8):
         loss_of(model, *fixed_batch(step)).backward()
@@ -1068,7 +1059,7 @@ for lr in (1e-3, 1e-4, 1e-5):
 # %%
 def state_bytes(dtype, master):
     """Bytes per parameter: weights, gradients, moments, master weights; counted after one step."""
-    model = build(dtype=dtype)
+    model = build_gpt(dtype=dtype)
     loss_of(model, *fixed_batch(0)).backward()
     copies = [p.detach().float().requires_grad_() for p in model.parameters()] if master else None
     for copy, p in zip(copies or [], model.parameters(), strict=bool(copies)):
@@ -1107,7 +1098,7 @@ for name, case in {
 # %%
 def kept_for_backward(config, size, dtype=None):
     """Bytes that the forward pass keeps for backward, besides the parameters."""
-    model, kept = build(config), {}
+    model, kept = build_gpt(config), {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(tensor):
@@ -1136,12 +1127,12 @@ print(f" autocast to bf16 {in_bf16 / 1e6:.1f} MB")
 
 # %%
 def autocast_bytes(dtype):
-    model = DDP(build())
+    model = DDP(build_gpt())
     with torch.autocast("cpu", dtype=dtype):
         loss = loss_of(model, *batch(0, 1))
     with record() as ledger:
         loss.backward()
-    return ledger.bytes("all_reduce") / parameters(gpt)
+    return ledger.bytes("all_reduce") / gpt.parameter_count
 
 
 on_wire = launch(autocast_bytes, torch.bfloat16, world_size=world_size, backend="gloo")[0]
@@ -1165,7 +1156,7 @@ def error_in_fp8(x, scale, dtype=torch.float8_e4m3fn):
     return ((kept - x).norm() / x.norm()).item()
 
 
-weight = build().blocks[0].mlp.up.weight.detach()
+weight = build_gpt().blocks[0].mlp.up.weight.detach()
 for name, x in {"weight": weight, "gradient": plain, "shrunken": tiny}.items():
     scale = torch.finfo(torch.float8_e4m3fn).max / x.abs().max().item()
     errors = error_in_fp8(x, 1.0), error_in_fp8(x, scale)
@@ -1303,7 +1294,7 @@ def register(model, name):
 # %%
 def learn(name, steps):
     """Loss of each step, bytes this rank must send in the last, share of weights never changed."""
-    model = DDP(build().to(device()), bucket_cap_mb_list=[100])
+    model = DDP(build_gpt().to(device()), bucket_cap_mb_list=[100])
     register(model, name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     losses, n = [], dist.get_world_size()
@@ -1315,7 +1306,7 @@ def learn(name, steps):
         optimizer.zero_grad()
         losses.append(loss.item())
     dist.barrier()  # on every rank gloo's threads are done with the hooks' futures
-    pairs = zip(model.parameters(), build().to(device()).parameters(), strict=True)
+    pairs = zip(model.parameters(), build_gpt().to(device()).parameters(), strict=True)
     same = torch.cat([(p == q).flatten() for p, q in pairs]).float().mean().item()
     return losses, sum(bytes_sent(entry.op, n, entry.bytes) for entry in ledger), same
 
@@ -1340,12 +1331,12 @@ for name, size in sent.items():
 # The formulas give the same numbers. For PowerSGD, what has one dimension goes uncompressed:
 
 # %%
-shapes = [p.shape for p in build().parameters()]
+shapes = [p.shape for p in build_gpt().parameters()]
 numbers = sum(4 * sum(s) if len(s) > 1 else s.numel() for s in shapes)
 assert math.isclose(sent["PowerSGD"], bytes_sent("all_reduce", world_size, 4 * numbers))
 assert math.isclose(sent["bf16"], sent["none"] / 2) and sent["fp16"] == sent["bf16"]
-assert sent["top 1 %"] == (world_size - 1) * 8 * int(0.01 * parameters(gpt))
-print(f"PowerSGD: {numbers:,} of {parameters(gpt):,} numbers")
+assert sent["top 1 %"] == (world_size - 1) * 8 * int(0.01 * gpt.parameter_count)
+print(f"PowerSGD: {numbers:,} of {gpt.parameter_count:,} numbers")
 
 # %% tags=["nbval-ignore-output"]
 counts = torch.stack([y for _, y in windows]).flatten().bincount().double()
@@ -1399,7 +1390,7 @@ plots.loss_curves(
 # > And an all-gather grows with N where an all-reduce does not:
 
 # %%
-n_parameters = parameters(gpt)
+n_parameters = gpt.parameter_count
 for n in (2, 4, 16, 100, 256):
     dense = bytes_sent("all_reduce", n, 4 * n_parameters)
     sparse = (n - 1) * 8 * 0.01 * n_parameters
@@ -1427,7 +1418,7 @@ for n in (2, 4, 16, 100, 256):
 # %%
 gradients = []
 for again in (False, True):
-    model = build(GPTConfig(checkpoint=again))
+    model = build_gpt(TransformerConfig(checkpoint=again))
     loss_of(model, *fixed_batch(0)).backward()
     gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
 assert torch.equal(*gradients)
@@ -1437,17 +1428,22 @@ print("the same gradients, to the last bit")
 # Now memory, counted by `kept_for_backward` of section 6, and time, over the number of layers.
 
 # %%
+def of_depth(layers, checkpoint):
+    return TransformerConfig(layers=layers, checkpoint=checkpoint)
+
+
 layers = [1, 2, 4, 8]
 ways = {"keep all": False, "checkpoint": True}
 kept = {
-    name: [kept_for_backward(GPTConfig(layers=depth, checkpoint=again), 8) for depth in layers]
+    name: [kept_for_backward(of_depth(depth, again), 8) for depth in layers]
     for name, again in ways.items()
 }
 for i, depth in enumerate(layers):
     print(
         f"{depth} layers:" + "".join(f"  {name} {of[i] / 1e6:6.2f} MB" for name, of in kept.items())
     )
-block = GPTConfig().hidden * GPTConfig().context * 8 * 4  # bytes of one block's input
+config = TransformerConfig()
+block = 8 * config.context * config.hidden * 4  # bytes of one block's input
 assert (kept["checkpoint"][3] - kept["checkpoint"][2]) == 4 * block
 more = (kept["keep all"][3] - kept["keep all"][2]) / 4 / block
 print(f"each further layer keeps {more:.1f} times its input, or its input only")
@@ -1460,7 +1456,7 @@ print(f"each further layer keeps {more:.1f} times its input, or its input only")
 # %%
 def seconds_of(config, size=8):
     """CPU seconds of the best of five forward and backward passes; this process has one thread."""
-    model, (x, y), times = build(config), fixed_batch(0, size), []
+    model, (x, y), times = build_gpt(config), fixed_batch(0, size), []
     for _ in range(6):
         start = time.process_time()
         loss_of(model, x, y).backward()
@@ -1469,7 +1465,7 @@ def seconds_of(config, size=8):
 
 
 took = {
-    name: [seconds_of(GPTConfig(layers=depth, checkpoint=again)) for depth in layers]
+    name: [seconds_of(of_depth(depth, again)) for depth in layers]
     for name, again in ways.items()
 }
 plots.checkpointing(layers, kept, took)
@@ -1484,7 +1480,7 @@ memory, extra = (
     took["checkpoint"][-1] / took["keep all"][-1],
 )
 print(f"8 layers: {memory:.1f} times less memory, {extra:.2f} times the time (measured)")
-counted = [flops_per_token(GPTConfig(layers=8, checkpoint=again)) for again in (True, False)]
+counted = [of_depth(8, again).flops_per_token() for again in (True, False)]
 print(f"{counted[0] / counted[1]:.2f} times the FLOPs")
 
 # %% [markdown]

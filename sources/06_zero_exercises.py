@@ -3,13 +3,14 @@
 #
 # Five exercises on [06 ZeRO](../notebooks/06_zero.ipynb). In three you build the stages on real ranks; in two you
 # count bytes on paper and let Python do the arithmetic. All of them take about 145 minutes.
+# **If you do only these:** 1, 2 and 4.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
 # | 1 | the bytes of model states | 2 of 5 | 15 |
-# | 2 | an optimizer that is cut over the ranks (ZeRO-1) | 3 of 5 | 40 |
-# | 3 | gradients that are cut as they appear (ZeRO-2) | 3 of 5 | 30 |
-# | 4 | a layer whose weight is cut (ZeRO-3) | 4 of 5 | 40 |
+# | 2 | an optimizer sharded over the ranks (ZeRO-1) | 3 of 5 | 40 |
+# | 3 | gradients sharded as they appear (ZeRO-2) | 3 of 5 | 30 |
+# | 4 | a layer with a sharded weight (ZeRO-3) | 4 of 5 | 40 |
 # | 5 | the largest model that fits | 3 of 5 | 20 |
 #
 # Each stands alone. *Follows* on each card names the section of the lesson to look things up in.
@@ -32,7 +33,7 @@ from torch import nn
 
 from course_utils import launch
 from course_utils.checks import zero as check
-from course_utils.memory import held, track
+from course_utils.memory import held_memory, track
 
 WORLD_SIZE = 4  # ranks of the demonstrations; the checks choose their own
 
@@ -147,7 +148,7 @@ for name, part in slices.items():
 
 # %% [markdown]
 # ---
-# ## Exercise 2 · An optimizer that is cut over the ranks
+# ## Exercise 2 · An optimizer sharded over the ranks
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -235,7 +236,7 @@ def optimizer_bytes():
     step = shard_optimizer(module, adam)
     module(torch.ones(1, 100)).sum().backward()
     step()
-    return int(held(module, made[0]).optimizer)
+    return int(held_memory(module, made[0]).optimizer)
 
 
 for n in (1, 2, WORLD_SIZE):
@@ -248,7 +249,7 @@ for n in (1, 2, WORLD_SIZE):
 
 # %% [markdown]
 # ---
-# ## Exercise 3 · Gradients that are cut as they appear
+# ## Exercise 3 · Gradients sharded as they appear
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -316,7 +317,7 @@ check.reduce_scatter_gradients(reduce_scatter_gradients)
 
 # %% [markdown]
 # ---
-# ## Exercise 4 · A layer whose weight is cut
+# ## Exercise 4 · A layer with a sharded weight
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -419,7 +420,7 @@ check.gathered_layer(gathered_layer)
 # <details><summary>Where do the 3Ψ come from?</summary>
 #
 # Two all-gathers and one reduce-scatter of all weights, where plain data parallelism has an all-reduce, which is as
-# much as one of each. So 1.5 times the traffic buys 1/N of the parameters' memory.
+# much as one of each. So at 1.5 times the traffic the parameters take 1/N of the memory.
 # </details>
 
 # %% [markdown]

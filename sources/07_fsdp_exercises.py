@@ -13,7 +13,10 @@
 # | 5 | accumulation with the fewest bytes | 2 of 5 | 15 |
 # | 6 | messages and bytes of a step | 3 of 5 | 20 |
 #
-# Each stands alone. *Follows* on each card names the section of the lesson to look things up in.
+# Each stands alone. *Follows* on each card names the section of the lesson to look things up in; those of 2, 4, 5 and 6
+# are partly in the lesson's deeper half.
+#
+# **If you do only these:** 1, 3 and 5.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
@@ -30,10 +33,10 @@
 # ```python
 # from course_utils import record
 # from course_utils.memory import track
-# from course_utils.models import GPTConfig, build
+# from course_utils.models import TransformerConfig, build_gpt
 #
 # def look():
-#     model = build(GPTConfig(layers=4))
+#     model = build_gpt(TransformerConfig(layers=4))
 #     optimizer = wrap_under_target(model, 1e-3)
 #     words = torch.zeros(1, 8, dtype=torch.int64)
 #     with record() as ledger, track(model, optimizer) as tracker:

@@ -56,6 +56,7 @@ import copy
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -64,14 +65,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 from course_utils import device, launch, plots, record, recorded
-from course_utils.costs import Cluster, all_reduce_seconds, bytes_sent, flat
+from course_utils.costs import TwoLevelCluster, all_reduce_seconds, bytes_sent, flat_cluster
 from course_utils.data import Windows
 from course_utils.hardware import GPUS, LINKS
-from course_utils.memory import held, model_states
-from course_utils.models import PUBLISHED, GPTConfig, build, parameters
+from course_utils.memory import held_memory, model_states
+from course_utils.models import PUBLISHED, SeparateQKVAttention, TransformerConfig, build_gpt
 
 world_size = 4  # ranks that share each layer: 2, 3, 4 or 6
 per_step = 4  # windows of text in a step, the same ones on every rank
@@ -221,7 +221,7 @@ class RowParallelLinear(nn.Module):
 # row parallel, and wants some of the inner features. Nothing is sent between the two.
 
 # %%
-gpt = GPTConfig(heads=12, hidden=96, context=60)  # 12 heads, 60 tokens: divided by 2, 3, 4 and 6
+gpt = TransformerConfig(heads=12, hidden=96, context=60)  # heads, tokens: by 2, 3, 4, 6
 title = f"an MLP on {world_size} ranks, a colour each; grey: whole on every rank"
 plots.cut_picture(gpt.hidden, 4 * gpt.hidden, gpt.hidden, world_size, title)
 
@@ -288,8 +288,7 @@ VERSIONS = {
 }
 
 
-def on_ranks(fn, *args, n=world_size):
-    return launch(fn, *args, world_size=n, backend=backend)
+on_ranks = partial(launch, world_size=world_size, backend=backend)
 
 
 def off(a, b):
@@ -300,7 +299,7 @@ def off(a, b):
 # %%
 def try_mlp(column, row):
     """Relative errors of a split MLP, all-reduces in forward and in backward, and the ledger."""
-    whole = build(gpt).blocks[0].mlp.to(device())
+    whole = build_gpt(gpt).blocks[0].mlp.to(device())
     split = ParallelMLP(whole, column, row)
     x = torch.randn(2, gpt.context, gpt.hidden, generator=torch.Generator().manual_seed(1))
     inputs = [x.to(device()).clone().requires_grad_() for _ in range(2)]
@@ -470,7 +469,7 @@ class NaivelyCut(ParallelAttention):
 # %%
 def try_attention(version):
     """Relative errors of output and input gradient, and the ledger."""
-    whole = build(gpt).blocks[0].attention.to(device())
+    whole = build_gpt(gpt).blocks[0].attention.to(device())
     split = version(whole)
     x = torch.randn(2, gpt.context, gpt.hidden, generator=torch.Generator().manual_seed(1))
     inputs = [x.to(device()).clone().requires_grad_() for _ in range(2)]
@@ -618,7 +617,7 @@ for kv_heads in dict.fromkeys((gpt.heads, world_size, max(1, world_size // 2), 1
 # Exactly one rank adds something that is not zero.
 #
 # **The head** is column parallel: each rank gets the logits of its words. They must not be gathered. With a large
-# vocabulary they are the largest tensor of the whole model (lesson 06, section 3).
+# vocabulary they are the largest tensor of the whole model (lesson 06, section 10).
 
 
 # %%
@@ -753,8 +752,7 @@ def parallel_loss(model, x, y):
 # %%
 def take(step):
     """The windows of a step, the same on every rank: tokens and targets, (per_step, context)."""
-    x, y = zip(*(windows[i] for i in range(step * per_step, (step + 1) * per_step)), strict=True)
-    return torch.stack(x).to(device()), torch.stack(y).to(device())
+    return windows.batch(range(step * per_step, (step + 1) * per_step), device())
 
 
 def adam(model):
@@ -788,7 +786,7 @@ def first_errors(model, alone, make, step=0):
 # %%
 def compare(make=parallel, config=gpt, rounds=steps, dtype=torch.float32):
     """Errors against one process: logits, gradients, losses, weights; ledger of the last step."""
-    alone = build(config, dtype=dtype).to(device())
+    alone = build_gpt(config, dtype=dtype).to(device())
     model = make(copy.deepcopy(alone))
     errors, optimizers = first_errors(model, alone, make), (adam(model), adam(alone))
     for step in range(rounds):
@@ -869,8 +867,8 @@ print(f"DDP: twice the {weights / 1e9:.1f} GB of gradients of a layer, once a st
 # ## 7. What a rank holds
 #
 # **Predict** (question 9). Parameters, gradients and Adam's moments of the split layers become t times less. And the
-# activations? Two functions count on real ranks: `held` what there is after a training step, and `saved` what autograd
-# keeps for backward, each block of memory once.
+# activations? Two functions count on real ranks: `held_memory` what there is after a training step, and `saved` what
+# autograd keeps for backward, each block of memory once.
 
 
 # %%
@@ -880,20 +878,20 @@ def whole_model(model):
 
 def states(make):
     """Bytes of model states on this rank after a training step."""
-    model = make(build(gpt).to(device()))
+    model = make(build_gpt(gpt).to(device()))
     optimizer, (x, y) = adam(model), take(0)
     if make is whole_model:
         model.loss(x, y).backward()
     else:
         parallel_loss(model, x, y).backward()
     optimizer.step()
-    return held(model, optimizer).states
+    return held_memory(model, optimizer).states
 
 
 # %%
 def saved(make, layers):
     """Bytes that autograd keeps when the model has run forward, parameters apart."""
-    model = make(build(replace(gpt, layers=layers)).to(device()))
+    model = make(build_gpt(replace(gpt, layers=layers)).to(device()))
     own, found = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def note(tensor):
@@ -928,7 +926,7 @@ print(f"formula {expected:,.0f}")
 # Not quite t times less, since norms, positions and the biases of row-parallel layers are whole on each rank. In a
 # large model these are next to nothing.
 #
-# For activations a layer is looked at as lesson 06 does (section 3): for each token it keeps 16 C numbers and some
+# For activations a layer is looked at as lesson 06 does (section 10): for each token it keeps 16 C numbers and some
 # statistics. C is the hidden size, h above. Which of these are in pieces?
 #
 # | kept for backward | numbers a token | with tensor parallelism |
@@ -1155,13 +1153,14 @@ for name, numbers in by_formula.items():
 # %%
 thirteen, sequences = PUBLISHED["GPT-3 13B"], 4
 unit = 2 * sequences * thirteen.context * thirteen.hidden * thirteen.layers  # C for all tokens
-rows = {"one GPU": replace(model_states(parameters(thirteen)), activations=16 * unit)}
+rows = {"one GPU": replace(model_states(thirteen.parameter_count), activations=16 * unit)}
 for t in (2, 4, 8):
     on_rank = model_states(tp_parameters(thirteen, t))
     rows[f"t = {t}"] = replace(on_rank, activations=(4 + 12 / t) * unit)
     rows[f"t = {t}, SP"] = replace(on_rank, activations=16 / t * unit)
 limit = {"H100": GPUS["h100"].memory_bytes}
-plots.memory_bars(rows, "modelled: GPT-3 13B, its blocks, four sequences; one rank", limit=limit)
+title = "modelled: GPT-3 13B, its states and the activations of its blocks; one rank"
+plots.memory_bars(rows, title, limit=limit)
 
 # %% [markdown]
 # *The figure: bars of parameters, gradients, optimizer and activations for one GPU, and for 2, 4 and 8 with and without
@@ -1215,36 +1214,24 @@ print("own seeds: other masks on each rank; one seed: the same mask on all")
 # - `ColwiseParallel()`: weight `Shard(0)`; takes a whole input, leaves its output in pieces of the last dimension;
 # - `RowwiseParallel()`: weight `Shard(1)`; takes pieces, gives the whole. For an embedding: rows.
 #
-# It splits `nn.Linear` as it is, so the joint qkv must become three layers. The rest of the model needs no change.
-# Inside attention the number of heads must not be written down, because each rank has fewer; `-1` leaves it open.
+# It splits `nn.Linear` as it is, so the joint qkv must become three layers: `SeparateQKVAttention` copies its weights
+# into them. The rest of the model needs no change. Inside attention the number of heads must not be written down,
+# because each rank has fewer; `-1` leaves it open.
 
 
 # %%
-class ApartAttention(nn.Module):
-    """`models.Attention` with queries, keys and values from layers of their own."""
-
-    def __init__(self, joint):
-        super().__init__()
-        self.size, self.out = joint.out.in_features // joint.heads, joint.out
-        weights, biases = joint.qkv.weight.detach().chunk(3), joint.qkv.bias.detach().chunk(3)
-        for name, weight, bias in zip("qkv", weights, biases, strict=True):
-            layer = nn.Linear(*weight.shape[::-1])
-            layer.weight.data, layer.bias.data = weight.clone(), bias.clone()
-            self.add_module(name, layer)
-
-    def forward(self, x):
-        q, k, v = (part(x).unflatten(-1, (-1, self.size)) for part in (self.q, self.k, self.v))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
 def build_apart(config=gpt):
-    model = build(config)
+    model = build_gpt(config)
     for block in model.blocks:
-        block.attention = ApartAttention(block.attention)
+        block.attention = SeparateQKVAttention(block.attention)
     return model.to(device())
 
+
+import inspect
+
+from torch.distributed.tensor.debug import CommDebugMode
+
+print(inspect.getsource(SeparateQKVAttention.forward))
 
 # %% [markdown]
 # A first plan, the shortest that does it all, and three refinements that come one by one.
@@ -1281,7 +1268,7 @@ def loss_parallel_plan():
 # %%
 def train_with(make_plan):
     """Error of the losses; ledgers of the last step and its optimizer; CommDebugMode's counts."""
-    model, whole = build_apart(), build(gpt).to(device())
+    model, whole = build_apart(), build_gpt(gpt).to(device())
     plan = make_plan()
     tp.parallelize_module(model, init_device_mesh(device().type, (dist.get_world_size(),)), plan)
     model.tie()
@@ -1500,7 +1487,7 @@ def exchange_seconds(config, tokens, cluster):
 
 def ranks_on(key, t, share=1.0):
     """t ranks of which each two are joined by a link of this kind, or a share of it."""
-    return flat(t, LINKS[key].latency, 1 / (share * LINKS[key].bandwidth))
+    return flat_cluster(t, LINKS[key].latency, 1 / (share * LINKS[key].bandwidth))
 
 
 # %%
@@ -1580,7 +1567,7 @@ def nodes_of_eight(t):
     """t ranks on as few nodes of eight H100s as there must be."""
     near, far = (LINKS[key] for key in ("nvlink4", "ib_ndr"))
     links = (near.latency, 1 / near.bandwidth), (far.latency, 1 / far.bandwidth)
-    return Cluster(max(1, t // 8), min(t, 8), *links)
+    return TwoLevelCluster(max(1, t // 8), min(t, 8), *links)
 
 
 def predict(curve, config, sequences):
@@ -1639,7 +1626,7 @@ for sequences in (1, 16):
 # ## Recap, with the numbers of this run
 
 # %%
-print(f"{world_size} ranks, GPT with {parameters(gpt):,} parameters, forward and backward:")
+print(f"{world_size} ranks, GPT with {gpt.parameter_count:,} parameters, forward and backward:")
 for name in ("tensor parallel", "sequence parallel", "gathered again"):
     sent = ring_bytes(large(runs[name][1]))
     print(f"{name:18}{sent:10,.0f} bytes sent by a rank;", end="")

@@ -57,14 +57,13 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from course_utils import HangError, device, expect_error, launch, plots, record
 from course_utils.data import Windows
 from course_utils.hardware import LINKS
 from course_utils.memory import track
-from course_utils.models import PUBLISHED, GPTConfig, build, flops_per_token
+from course_utils.models import PUBLISHED, TransformerConfig, build_gpt, next_token_loss
 from course_utils.pipeline import SCHEDULES, Costs, Op, ideal_seconds, partition, simulate
 from course_utils.widgets import schedule_explorer
 
@@ -84,7 +83,7 @@ patience = 2.0  # seconds until a hang is reported, in the cell that hangs on pu
 # their own until section 8.
 
 # %%
-gpt = GPTConfig(layers=7, hidden=128, tied=False)
+gpt = TransformerConfig(layers=7, hidden=128, tied=False)
 backend = launch(dist.get_backend, world_size=world_size)[0]  # the same for any number of ranks
 windows = Windows("train", gpt.context)
 naive, gpipe, one_f_one_b, interleaved, zero_bubble_h1, zero_bubble_h2 = SCHEDULES.values()
@@ -115,7 +114,7 @@ def pieces(model):
 def piece_costs(config):
     """Forward FLOPs of each piece for one token; to look up an embedding takes none."""
     head = 2 * config.vocabulary * config.hidden
-    block = (flops_per_token(config, backward=False) - head) / config.layers
+    block = (config.flops_per_token(backward=False) - head) / config.layers
     return [0, *[block] * config.layers, head]
 
 
@@ -128,7 +127,7 @@ def sums(costs, sizes):
 def stage_of(config, sizes, number):
     """The module of one stage, with weights that are the same in every run."""
     start = sum(sizes[:number])
-    return nn.Sequential(*pieces(build(config))[start : start + sizes[number]]).to(device())
+    return nn.Sequential(*pieces(build_gpt(config))[start : start + sizes[number]]).to(device())
 
 
 # %%
@@ -167,13 +166,7 @@ def now():
 
 def batch(step, size):
     """Windows of text and their targets, both (size, T), the same on every rank."""
-    picked = [windows[i] for i in range(step * size, (step + 1) * size)]
-    return [torch.stack(part).to(device()) for part in zip(*picked, strict=True)]
-
-
-def loss_of(logits, y):
-    """Mean cross-entropy of the next character."""
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    return windows.batch(range(step * size, (step + 1) * size), device())
 
 
 # %%
@@ -185,7 +178,7 @@ def naive_step(stage, x, y):
         dist.recv(x, rank - 1)
         x.requires_grad_()
     start, gradient = now(), None
-    out = stage(x) if rank < last else loss_of(stage(x), y)
+    out = stage(x) if rank < last else next_token_loss(stage(x), y)
     forward = Op("F", rank, 0), start, now()
     if rank < last:
         dist.send(out.detach(), rank + 1)
@@ -216,11 +209,11 @@ def sgd(parameters):
 
 def one_process(config, size, steps=3):
     """Losses, gradients of the first step, and parameters at the end, of the whole model."""
-    model = nn.Sequential(*pieces(build(config))).to(device())
+    model = nn.Sequential(*pieces(build_gpt(config))).to(device())
     optimizer, losses = sgd(model.parameters()), []
     for step in range(steps):
         x, y = batch(step, size)
-        loss = loss_of(model(x), y)
+        loss = next_token_loss(model(x), y)
         loss.backward()
         if step == 0:
             gradients = flat(p.grad for p in model.parameters())
@@ -379,7 +372,7 @@ plots.bubble_curves(counts, curves, "modelled: bubble of GPipe, share of all tim
 # %%
 def split_work(counts, size=32):
     """Seconds for F and B of two blocks, whole batch, by number of micro-batches: best of four."""
-    stage, times = nn.Sequential(*build(gpt).blocks[:2]).to(device()), {}
+    stage, times = nn.Sequential(*build_gpt(gpt).blocks[:2]).to(device()), {}
     x = torch.randn(size, gpt.context, gpt.hidden, device=device())
     for count in counts * 4:
         start = now()
@@ -398,7 +391,8 @@ for count, seconds in parts.items():
     print(f"{count:13}{32 // count:18}{1e3 * seconds:16.1f} ms{1e3 * step:20.1f} ms")
 
 # %% [markdown]
-# The work of a rank grows when its pieces become small, and the bubble shrinks. The shortest step lies between.
+# The work of a rank grows when its pieces become small, and the bubble shrinks. At first the bubble's part is the
+# larger one. Beyond some m the step becomes hardly shorter, or longer again; where that is differs from run to run.
 #
 # > **What changes on real GPUs.** Small kernels cost more. A micro-batch of a few hundred tokens leaves most of the
 # > chip empty, and each kernel has its launch to pay. So the smallest micro-batch is often one sequence of some
@@ -586,7 +580,7 @@ class Worker(Worker):
             x.requires_grad_()
         with self.timed(op):
             out = self.modules[stage](x)
-            out = loss_of(out, y) * share if stage == self.last else out
+            out = next_token_loss(out, y) * share if stage == self.last else out
         if stage < self.last:
             sent = self.mail.send(out.detach(), Op("F", stage + 1, m))
         else:
@@ -818,8 +812,8 @@ for name, model in at_pace.items():
     print(f"{name:6} modelled {model.seconds:6.0f} ms, measured {1e3 * step:6.0f} ms a step")
 
 # %% [markdown]
-# What is measured above the model is messages, and operations that need longer than their pace. GPipe and 1F1B take
-# the same time, as they should.
+# What is measured above the model is messages, and operations that need longer than their pace. It differs from run to
+# run, and between GPipe and 1F1B, which take the same time in the model.
 #
 # > **What changes on real GPUs.** Each rank has a processor, so the idle time is real without a pace. `recv` does not
 # > stop the program, only the stream, and the CPU runs ahead. Messages travel while the GPU computes, if there is
@@ -863,7 +857,8 @@ for v in (1, 2, 4):
 # The price: 2m(pv − 1) messages, more than v times as many, of the same size. And more activations than 1F1B, because a
 # rank starts more forwards before its first backward: rank 0 holds p + (p − 1)/v micro-batches instead of p. Groups of
 # p micro-batches go through a rank's stages in turn, so in Megatron-LM's schedule and in ours m must be a multiple of
-# p. The library (section 9) and Llama 3's schedule take other numbers, with a larger bubble.
+# p. The library (section 9) and Llama 3's schedule take other numbers, too. Longer groups leave the bubble as it is and
+# hold more activations; with fewer micro-batches than ranks the bubble is larger than the formula's.
 #
 # The engine of section 5 runs it as it is: `placement` says which rank a stage is on. With v = 2 there are 2p stages,
 # cut from nine pieces. (On more than four ranks the model has too few, and gets more layers.)
@@ -1117,7 +1112,7 @@ def library(cases, config, cuts, size, steps=3):
         modules = my_stages(config, cuts[count], placement)
         stages = [pipelining.PipelineStage(m, s, count, device()) for s, m in modules.items()]
         schedule = getattr(pipelining, kind)(
-            stages[0] if len(stages) == 1 else stages, microbatches, loss_fn=loss_of
+            stages[0] if len(stages) == 1 else stages, microbatches, loss_fn=next_token_loss
         )
         seen[name] = library_steps(schedule, modules, count - 1 in modules, size, steps)
     return seen
@@ -1230,7 +1225,7 @@ print("                                                           IB of the forw
 print("model    layers/stage   forward   message  NVLink 3     IB HDR     v = 1  v = 2")
 for name, (t, stages, _, _, tflops) in MEGATRON.items():
     config = PUBLISHED[f"Megatron {name}"]
-    flops = flops_per_token(config, backward=False) * config.context / (t * stages)
+    flops = config.flops_per_token(backward=False) * config.context / (t * stages)
     forward, sent = flops / (tflops * 1e12), 2 * config.context * config.hidden
     near, far = (LINKS[key].latency + sent / LINKS[key].bandwidth for key in ("nvlink3", "ib_hdr"))
     row = f"{name:8}{config.layers / stages:12.0f}{1e3 * forward:8.1f} ms{sent / 1e6:6.0f} MB"
@@ -1373,7 +1368,8 @@ for schedule in plain + [loop]:
 # </details>
 #
 # **Exercises:** [exercises/10_pipeline_parallel](../exercises/10_pipeline_parallel_exercises.ipynb). **Next:**
-# [12 parallelism 3d](12_parallelism_3d.ipynb), which puts data, tensor and pipeline parallelism together.
+# [11 long context and experts](11_long_context_and_experts.ipynb), which splits the sequence, and layers of many
+# experts.
 #
 # **Worth reading**
 # - Y. Huang et al., *GPipe: efficient training of giant neural networks using pipeline parallelism*, 2019,

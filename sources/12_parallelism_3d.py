@@ -24,10 +24,10 @@
 #   right;
 # - *count* what each group sends, and *choose* the order of a mesh by the bytes on the slow link;
 # - *plan* memory and time of a layout, *refuse* those that cannot run, and *search* all the others;
-# - *judge* such a plan: against published runs, and against a baseline that knows nothing.
+# - *judge* such a plan: against published runs, a baseline that knows nothing, and two measurements of your own.
 #
 # **Before this:** [07 fsdp](07_fsdp.ipynb), [09 tensor parallelism](09_tensor_parallel.ipynb),
-# [10 pipeline parallelism](10_pipeline_parallel.ipynb). **Time:** about 130 minutes to read, under a minute to run.
+# [10 pipeline parallelism](10_pipeline_parallel.ipynb). **Time:** about 135 minutes to read, under a minute to run.
 
 # %% [markdown]
 # ## Ten predictions
@@ -59,6 +59,7 @@ import logging
 import math
 import statistics
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -70,14 +71,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 
 from course_utils import device, fabric, launch, memory, pipeline, planner, plots, record, recorded
-from course_utils.costs import busbw, bytes_sent
+from course_utils.costs import bytes_sent
 from course_utils.data import Windows
-from course_utils.hardware import LINKS
-from course_utils.models import PUBLISHED, GPTConfig, build, parameters
+from course_utils.hardware import GPUS, LINKS
+from course_utils.models import PUBLISHED, SeparateQKVAttention, build_gpt, next_token_loss
 from course_utils.topology import two_level
-from course_utils.widgets import mesh_explorer
 
-world_size = 4  # ranks of section 2: even and 4 or more, else it takes 4; 3 and 4 take 8, 5 takes 4
+world_size = 4  # of section 2: even and 4 or more, else 4; sections 3 and 4 take 8, 5 takes 4
 whole_batch = 24  # windows of text in a step, a multiple of the replicas
 
 # %% [markdown]
@@ -163,13 +163,9 @@ def pretend(rank, sizes):
 
 # %%
 backend = launch(dist.get_backend, world_size=8)[0]  # the same for all that follows
+on_ranks = partial(launch, backend=backend)
 
 
-def on_ranks(fn, *args, n, **kwargs):
-    return launch(fn, *args, world_size=n, backend=backend, **kwargs)
-
-
-# %%
 def by_hand(rank, sizes):
     return {name: group_of(rank, sizes, name) for name in sizes}
 
@@ -177,7 +173,7 @@ def by_hand(rank, sizes):
 found = launch(pretend, rank, cluster_sizes, world_size=1, init=False)[0]
 assert found == by_hand(rank, cluster_sizes)
 cube = {"pp": 2, "dp": 2, "tp": 2}
-for rank, groups in enumerate(on_ranks(torch_groups, cube, n=8)):
+for rank, groups in enumerate(on_ranks(torch_groups, cube, world_size=8)):
     assert groups == by_hand(rank, cube)
     print(f"rank {rank}:", ", ".join(f"{name} {group}" for name, group in groups.items()))
 
@@ -205,7 +201,7 @@ def sent_by_a_gpu(config, sizes, batch, width=2):
     return {
         "tp": 8 * numbers * (t - 1) / t * config.layers / p * width,
         "pp": 2 * numbers * width if p > 1 else 0,
-        "dp": 2 * (d - 1) / d * parameters(config) / (t * p) * width,
+        "dp": 2 * (d - 1) / d * config.parameter_count / (t * p) * width,
     }
 
 
@@ -250,28 +246,8 @@ assert best[-1] == "tp" and max(order_seconds.values()) > 5 * order_seconds[best
 # Now for real, with the course's small GPT. Its weights must be equal to those of one process at the end, so every
 # parameter keeps the name that it has there. A `Stage` is a run of blocks of the model, with the embeddings if it is
 # the first and the head if it is the last. One stage of one is the whole model. Queries, keys and values have a layer
-# each, as a plan for `parallelize_module` wants it (lesson 09). The logits are copied, because FSDP2 warns of a module
-# that returns a view.
-
-
-# %%
-class ApartAttention(nn.Module):
-    """`models.Attention` with queries, keys and values from layers of their own."""
-
-    def __init__(self, joint):
-        super().__init__()
-        self.size, self.out = joint.out.in_features // joint.heads, joint.out
-        weights, biases = joint.qkv.weight.detach().chunk(3), joint.qkv.bias.detach().chunk(3)
-        for name, weight, bias in zip("qkv", weights, biases, strict=True):
-            layer = nn.Linear(*weight.shape[::-1])
-            layer.weight.data, layer.bias.data = weight.clone(), bias.clone()
-            self.add_module(name, layer)
-
-    def forward(self, x):
-        q, k, v = (part(x).unflatten(-1, (-1, self.size)) for part in (self.q, self.k, self.v))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+# each (`SeparateQKVAttention`), as a plan for `parallelize_module` wants it (lesson 09). The logits are copied, because
+# FSDP2 warns of a module that returns a view.
 
 
 # %%
@@ -280,11 +256,11 @@ class Stage(nn.Module):
 
     def __init__(self, config, number=0, of=1):
         super().__init__()
-        model, cut = build(config), [config.layers * k // of for k in range(of + 1)]
+        model, cut = build_gpt(config), [config.layers * k // of for k in range(of + 1)]
         mine = range(cut[number], cut[number + 1])
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in mine})
         for block in self.blocks.values():
-            block.attention = ApartAttention(block.attention)
+            block.attention = SeparateQKVAttention(block.attention)
         if number == 0:
             self.embedding, self.position = model.embedding, model.position
         if number == of - 1:
@@ -339,15 +315,9 @@ def split(stage, mesh, **options):
 
 def my_text(mesh, step, size=whole_batch):
     """This replica's windows of a step and their targets, both (size / replicas, T)."""
-    picked = [windows[i] for i in range(step * size, (step + 1) * size)]
-    whole = [torch.stack(part) for part in zip(*picked, strict=True)]
+    whole = windows.batch(range(step * size, (step + 1) * size))
     replicas, mine = mesh["dp"].size(), mesh.get_local_rank("dp")
     return [part.chunk(replicas)[mine].to(device()) for part in whole]
-
-
-def loss_of(logits, y):
-    """Mean cross-entropy of the next character."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 # %% [markdown]
@@ -358,7 +328,9 @@ def loss_of(logits, y):
 # two by two ranks.
 
 # %%
-gpt = GPTConfig(layers=4, hidden=64, heads=4, tied=False)
+from course_utils.models import TransformerConfig
+
+gpt = TransformerConfig(layers=4, hidden=64, heads=4, tied=False)
 windows = Windows("train", gpt.context)
 
 
@@ -370,7 +342,7 @@ def shapes_of(names, sizes):
 
 names = ["blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight", "blocks.0.norm1.weight"]
 square = {"dp": 2, "tp": 2}
-for name, (placements, shape) in on_ranks(shapes_of, names, square, n=4)[0].items():
+for name, (placements, shape) in on_ranks(shapes_of, names, square, world_size=4)[0].items():
     print(f"{name:25} {placements}, {shape} on rank 0")
 
 # %% [markdown]
@@ -413,7 +385,7 @@ def train(step, stage, mesh, clip=no_clipping, steps=3):
             losses.append(step(*my_text(mesh, number)))
         norms.append(clip(list(stage.parameters()), mesh))
         optimizer.step()
-        bytes_held = memory.held(stage, optimizer).states
+        bytes_held = memory.held_memory(stage, optimizer).states
         optimizer.zero_grad()
     return {"losses": losses, "norms": norms, "ledger": ledger, "held": bytes_held}
 
@@ -431,11 +403,11 @@ def alone(limit=math.inf, steps=3):
     optimizer = sgd(model.parameters())
     for number in range(steps):
         x, y = my_text(mesh, number)
-        loss = loss_of(model(x), y)
+        loss = next_token_loss(model(x), y)
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         optimizer.step()
-        bytes_held = memory.held(model, optimizer).states
+        bytes_held = memory.held_memory(model, optimizer).states
         optimizer.zero_grad()
         losses.append(loss.item())
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
@@ -470,7 +442,7 @@ def two_dimensions(sizes):
     model = split(Stage(gpt).to(device()), mesh)
 
     def step(x, y):
-        loss = loss_of(model(x), y)
+        loss = next_token_loss(model(x), y)
         loss.backward()
         return loss.item()
 
@@ -478,10 +450,10 @@ def two_dimensions(sizes):
     return train(step, model, mesh) | {"weights": weights_of(model)}
 
 
-reference = on_ranks(alone, n=1)[0]
+reference = on_ranks(alone, world_size=1)[0]
 even = world_size if world_size >= 4 and world_size % 2 == 0 else 4
 plane = {"dp": even // 2, "tp": 2}
-flat_run = on_ranks(two_dimensions, plane, n=even)
+flat_run = on_ranks(two_dimensions, plane, world_size=even)
 print("losses", *(f"{loss:.4f}" for loss in reference["losses"]))
 print(f"{plane}: {prove(flat_run, reference)}")
 
@@ -558,7 +530,7 @@ def pipelined(stage, mesh, schedule=pipelining.Schedule1F1B):
     """A step of the pipeline: replica's text in, its loss out on the last stage, else None."""
     number, of = mesh.get_local_rank("pp"), mesh["pp"].size()
     place = pipelining.PipelineStage(stage, number, of, device(), group=mesh.get_group("pp"))
-    run = schedule(place, microbatches, loss_fn=loss_of)
+    run = schedule(place, microbatches, loss_fn=next_token_loss)
 
     def step(x, y):
         losses = []
@@ -593,7 +565,7 @@ def three_dimensions(sizes, clip=no_clipping, order=None, steps=3, **options):
 # Eight ranks, 2 × 2 × 2. The same three steps, the same text, the same comparison.
 
 # %%
-cube_run = on_ranks(three_dimensions, cube, n=8)
+cube_run = on_ranks(three_dimensions, cube, world_size=8)
 print(f"{cube}: {prove(cube_run, reference)}")
 for rank, run in enumerate(cube_run):
     count = len(run["weights"])
@@ -613,7 +585,7 @@ for rank, run in enumerate(cube_run):
 
 # %%
 frees = cube_run
-keeps = on_ranks(three_dimensions, cube, n=8, reshard_after_forward=False)
+keeps = on_ranks(three_dimensions, cube, world_size=8, reshard_after_forward=False)
 prove(keeps, reference)
 for name, runs, gathers in (("freed", frees, microbatches + 1), ("kept", keeps, 1)):
     for stage in range(cube["pp"]):
@@ -706,7 +678,7 @@ def try_norms(parameters, mesh):
     return {name: n if isinstance(n, str) else f"{n.item():.4f}" for name, n in found.items()}
 
 
-runs = on_ranks(three_dimensions, cube, try_norms, n=8, steps=1)
+runs = on_ranks(three_dimensions, cube, try_norms, world_size=8, steps=1)
 print(f"one process: {reference['norms'][0]:.4f}")
 for norm_of in ways:
     seen = [run["norms"][0][norm_of.__name__] for run in runs]
@@ -744,8 +716,8 @@ def clipped_runs(norms, sizes):
 
 
 tried = (own_stage, all_stages)
-clipped = on_ranks(alone, Clip(None).limit, n=1)[0]
-by_norm = zip(*on_ranks(clipped_runs, tried, cube, n=8), strict=True)
+clipped = on_ranks(alone, Clip(None).limit, world_size=1)[0]
+by_norm = zip(*on_ranks(clipped_runs, tried, cube, world_size=8), strict=True)
 for norm_of, runs in zip(tried, by_norm, strict=True):
     loss, weight = apart(runs, clipped)
     told = "equal to one process" if max(loss, weight) < 1e-5 else f"weights off by {weight:.4f}"
@@ -806,7 +778,7 @@ def crossing(ledgers, per_node=2):
 
 # %%
 cases = list(itertools.permutations(cube, 2))
-by_rank = on_ranks(challenge, cases, n=4)
+by_rank = on_ranks(challenge, cases, world_size=4)
 slow_bytes = {}
 for slow, fast in cases:
     runs = [rank[slow, fast] for rank in by_rank]
@@ -938,53 +910,51 @@ assert max(seconds, key=seconds.get)[0] == "tp" and min(seconds, key=seconds.get
 # ## 7. The planner
 #
 # `course_utils.planner` takes a model, a cluster, a layout and a batch (in sequences), and gives the bytes on the
-# fullest GPU and the seconds of a step, in six parts. It numbers ranks with tp fastest and dp slowest. Only context
-# parallelism is new in it:
+# fullest GPU and the seconds of a step. It numbers ranks with tp fastest and dp slowest. Its parts are what this course
+# has counted, but at the speeds that others have measured:
 #
 # | part | from |
 # |---|---|
-# | compute | FLOPs of products at a share `matmul` of the best, bytes of the rest at a share `hbm` (lesson 05) |
-# | tensor | all-reduces in every layer, half as many again with full recomputation (09) |
-# | context | keys and values gathered among the context ranks |
+# | compute | products by shape, attention by kernel and length, bytes of all else, the optimizer (lesson 05) |
+# | tensor | four all-reduces in a layer, six with full recomputation (09) |
+# | context, expert | keys and values gathered among the context ranks; tokens sent to their experts (11) |
 # | pipeline | messages between stages that nothing hides (10) |
-# | data | gradients and weights, as far as computing does not hide them (06, 07) |
+# | data | gradients and weights, as far as computing does not hide them, and what hiding costs (06, 07) |
 # | bubble | (p − 1)/(v·m) of the work of a rank (10) |
-# | memory | states by ZeRO stage (06), activations of the micro-batches in flight, by kind of recomputation (05, 10) |
+# | memory | states by ZeRO stage (06), activations (05, 10), the loss, gathered weights, unreduced gradients |
 #
-# What it assumes where you say nothing: micro-batches of one sequence, ZeRO-1, full recomputation, sequence
-# parallelism, and bf16 gradients (Llama 3 reduced in fp32: `precision="mixed, fp32 gradients"`). Each GPU has a network
-# port of its own, 400 Gb/s for an H100. A group over several nodes runs a ring in each node, and then one between the
-# nodes on every port (lesson 03). With a pipeline, weights and gradients of a stage are whole at any ZeRO stage
-# (section 3).
-#
-# First a run that you know from section 1. **Predict** what takes most of the time after computing.
+# First a run that you know from section 1. `report()` prints the plan with everything that it assumes: read that part
+# before you believe the rest. **Predict** what takes most of the time after computing.
 
 # %%
 run = next(run for run in recorded.MEGATRON_RUNS if run.model == "Megatron 76.1B")
-model, machine, layout, batch = planner.of_run(run)
+model, machine, layout, batch = planner.plan_inputs(run)
 made = planner.plan(model, machine, layout, batch)
-print(f"{model.name}, {batch} sequences on {machine.gpus} GPUs of {machine.name}: {layout},")
-print(f"micro-batches of {layout.microbatch}, {layout.virtual} chunks a rank")
-for part, seconds in made.parts().items():
-    print(f"  {part:9}{seconds:6.2f} s {seconds / made.seconds:6.1%}")
-print(f"a step: {made.seconds:.1f} s, {made.tflops:.0f} TFLOP/s a GPU; published {run.tflops}")
-print(f"memory: {made.memory.total / 1e9:.0f} GB of {machine.card.memory_bytes / 1e9:.0f}")
+print(made.report())
+print(f"\n{made.tflops:.0f} TFLOP/s a GPU with what is computed again; published {run.tflops}")
 
 # %% [markdown]
+# *Exposed* is what communication adds to the step, *hidden* what it does beside computing. Hidden messages are not
+# free: they take multiprocessors and memory bandwidth from what hides them. Measured on A100s and H100s, computing is
+# 18.9 % slower on average while the GPU communicates (*recorded*, Lee et al. 2025, [arXiv
+# 2507.03114](https://arxiv.org/abs/2507.03114)), and the planner adds that.
+#
 # A planner that one cannot check is an oracle. Four checks against what this course has counted: parameters and FLOPs
 # against the formulas of the paper, tensor traffic against section 1 (with full recomputation the forward's two
 # all-reduces come again: 12 instead of 8), and the bubble against a simulated schedule.
 
 # %%
-shape, tokens = PUBLISHED[run.model], batch * 2048
-assert model.parameters == parameters(shape)
-h, depth, vocabulary = shape.hidden, shape.layers, shape.vocabulary
+tokens, h, depth, vocabulary = batch * 2048, model.hidden, model.layers, model.vocabulary
+assert model.parameter_count == 12 * depth * h**2 + (13 * depth + vocabulary + 2048 + 2) * h
 paper = 96 * tokens * depth * h**2 * (1 + 2048 / (6 * h) + vocabulary / (16 * depth * h))
-assert math.isclose(model.flops(tokens, "full"), paper, rel_tol=1e-12)
+assert math.isclose(tokens * model.flops_per_token("full"), paper, rel_tol=1e-12)
 
-nvlink = planner.CONSTANTS.nvlink * LINKS["nvlink3"].bandwidth  # 0.6 of it, as measured
-counted = sent_by_a_gpu(shape, vars(layout), batch)["tp"] * 12 / 8 / nvlink
-print(f"tensor: {counted:.2f} s from bytes, {made.tensor:.2f} s planned, with latency and head")
+nvlink = planner.CONSTANTS.nvlink * LINKS["nvlink3"].bandwidth
+counted = sent_by_a_gpu(model, vars(layout), batch)["tp"] * 12 / 8 / nvlink
+hops = layout.microbatches(batch) * depth / layout.pp * 6 * 14  # of rings of eight, in a step
+print(f"tensor: {counted:.2f} s from bytes, {hops * planner.HOP['Ampere']:.2f} from hops;", end="")
+print(f" {made.tensor:.2f} s planned, with the head")
+counted += hops * planner.HOP["Ampere"]
 assert counted < made.tensor < 1.1 * counted
 assert math.isclose(planner.traffic(model, layout, batch)["tp"], sent["tp"] * 12 / 8)
 
@@ -995,7 +965,46 @@ print(f"bubble: {bubble:.3f} of the work simulated, {made.bubble / busy:.3f} pla
 assert math.isclose(bubble, made.bubble / busy, rel_tol=0.1)
 
 # %% [markdown]
-# Now all ten runs of Megatron-LM's table, from 1.7 to 1,008 billion parameters. **Predict** (question 9).
+# ### What makes real steps slower
+#
+# A GPU never reaches the data sheet, and how far it stays below depends on the shape of the work. **Predict**: how much
+# slower per operation is the output product of an MLP when TP 8 cuts its inner dimension to an eighth?
+
+# %%
+card, share = GPUS["h100"], planner.CONSTANTS.matmul_hopper
+stream, best = card.memory_bandwidth * planner.CONSTANTS.hbm, planner.best_product("h100") * share
+print(f"best product: {best / share / 1e12:.0f} TFLOP/s, in training {best / 1e12:.0f}")
+shapes = {"TP 1": (8192, 8192, 28672), "TP 8": (8192, 8192, 3584), "a small one": (512, 1024, 1024)}
+for name, (rows, columns, inner) in shapes.items():
+    seconds = planner.product_seconds(rows, columns, inner, card.sms, best, stream)
+    reached = 2 * rows * columns * inner / seconds / 1e12
+    print(f"{name:12} {rows} tokens, {inner:5} x {columns}: {reached:4.0f} TFLOP/s")
+for length in (512, 2048, 8192, 131072):
+    both = [planner.attention_rate("h100", kernel, length) for kernel in ("flash2", "flash3")]
+    told = ", ".join(f"{rate * share / 1e12:.0f}" for rate in both)
+    print(f"attention over {length:6} tokens: {told} TFLOP/s (FlashAttention-2, -3)")
+
+# %% [markdown]
+# A product is cut into tiles, and multiprocessors take them in waves: the last wave leaves some idle, and a small
+# product does not fill one. A result is written when its tile is done, which counts beside a short inner dimension: a
+# few percent with TP 8. Attention needs long sequences, since tiles on the diagonal are half masked.
+#
+# Two shares of the planner are **fitted**, to five published runs: what training reaches of the best product ever found
+# on the GPU, on Ampere and on Hopper. The share of memory bandwidth is assumed. All else is measured by others, or
+# counted. Here are the constants.
+
+# %%
+print(planner.CONSTANTS)
+fitted = planner.fit(planner.fitted_runs())
+print(f"fitted again: {fitted.matmul:.3f} and {fitted.matmul_hopper:.3f}, from")
+for known in planner.fitted_runs():
+    print("  ", known.name, "-", known.title)
+assert round(fitted.matmul, 3) == planner.CONSTANTS.matmul
+assert round(fitted.matmul_hopper, 3) == planner.CONSTANTS.matmul_hopper
+
+# %% [markdown]
+# Now all ten runs of Megatron-LM's table, from 1.7 to 1,008 billion parameters, of which only the fifth was fitted.
+# **Predict** (question 9).
 
 # %%
 replays = planner.replay(recorded.MEGATRON_RUNS)
@@ -1003,8 +1012,8 @@ plots.layout_bars({each.name: each.plan for each in replays}, "modelled: a step 
 
 # %% [markdown]
 # *The figure: a bar a run, stacked from compute, tensor, pipeline, data and bubble, with the seconds of a step and the
-# TFLOP/s at its end. Compute is by far the largest part of every bar. The last run takes 101 seconds a step, and is the
-# only one with a broad bar of bubble.*
+# TFLOP/s at its end. Compute is by far the largest part of every bar. The last run takes about a hundred seconds a
+# step, and is the only one with a broad bar of bubble.*
 
 # %%
 print("share of a step     " + "".join(f"{part:>9}" for part in planner.PARTS))
@@ -1026,19 +1035,19 @@ def with_chunks(run, virtual):
     return replace(run, layout={**run.layout, "virtual": virtual})
 
 
-largest_part = {}
+readings = {}
 for virtual, source in ((1, "script, plain 1F1B"), (2, "paper, two chunks")):
-    (each,) = planner.replay([with_chunks(recorded.MEGATRON_RUNS[-1], virtual)], ranks=False)
+    (each,) = planner.replay([with_chunks(recorded.MEGATRON_RUNS[-1], virtual)])
     parts = {part: seconds / each.plan.seconds for part, seconds in each.plan.parts().items()}
-    del parts["compute"]
-    largest_part[virtual] = max(parts, key=parts.get)
+    readings[virtual] = parts
     told = f"bubble {parts['bubble']:.1%}, tensor {parts['tensor']:.1%}"
-    print(f"{source:20}: {told}, {each.predicted:.0f} TFLOP/s of {each.published}")
-assert largest_part == {1: "bubble", 2: "tensor"}
+    print(f"{source:20}: {told}, {each.plan.tflops:.0f} TFLOP/s of {each.run.tflops}")
+assert readings[1]["bubble"] > 1.5 * readings[1]["tensor"]
+assert 0.8 < readings[2]["bubble"] / readings[2]["tensor"] < 1.2
 
 # %% [markdown]
-# So question 9 has no single answer: whether the bubble or tensor traffic comes first depends on the schedule, and the
-# two sources disagree about it. Either way both matter, and data parallelism, which most people call *distributed
+# So question 9 has no single answer: as plain 1F1B the bubble comes first by far, interleaved by two it is as large as
+# tensor traffic, and the two sources disagree. Either way data parallelism, which most people call *distributed
 # training*, is nearly nothing here. As models grow wider, a layer's products grow with h² and its messages with h, so
 # tensor parallelism's share falls from the first run with TP 8 to the last. The bubble does not fall by itself: 64
 # stages, and a batch that cannot grow for ever.
@@ -1046,8 +1055,7 @@ assert largest_part == {1: "bubble", 2: "tensor"}
 # ### Memory
 #
 # Where does memory go, and which lever moves which part? The same model and GPUs, one lever at a time, and what it
-# needs besides. (Without recomputation micro-batches of two do not fit.) b is the size of a micro-batch. *Activations*
-# include the loss, which is computed in one piece: for 8,192 tokens of Llama 3 70B it takes 8.7 GB, with the last norm.
+# needs besides. b is the size of a micro-batch.
 
 # %%
 sharded = planner.Layout(tp=8, dp=128, zero=3, sequence_parallel=False)
@@ -1070,18 +1078,40 @@ plots.memory_bars(rows, f"modelled: {model.name}, the fullest GPU")
 # activations are nearly all there is.*
 
 # %%
-print(f"{'':27}   GB     s   TFLOP/s without what is computed again")
+print(f"{'':27}   GB     s   exposed    hidden messages (s)")
 for name, each in plans.items():
-    print(f"{name:27}{each.memory.total / 1e9:5.0f}{each.seconds:6.1f}{each.model_tflops:10.0f}")
+    hidden, exposed = sum(each.hidden.values()), each.seconds - each.compute - each.bubble
+    print(f"{name:27}{each.memory.total / 1e9:5.0f}{each.seconds:6.1f}", end="")
+    print(f"{exposed:10.1f}{hidden:10.1f}")
 for name, lever in {"PP 2": {"pp": 2, "dp": 64}, "no recomputation": {"recompute": "none"}}.items():
-    print(f"{name}, b = 2:", *planner.legal(model, machine, replace(layout, **lever), batch))
+    against = planner.reasons_against(model, machine, replace(layout, **lever), batch)
+    print(f"{name}, b = 2:", *against)
+times = {name: each.seconds for name, each in plans.items()}
+assert times["no recomputation, b = 1"] < 0.85 * times["published, b = 2"]
+assert times["ZeRO-3, no pipeline, b = 1"] == max(times.values())
+assert times["ZeRO-3, no pipeline, b = 14"] < times["published, b = 2"]
 
 # %% [markdown]
 # Memory buys time. Sequence parallelism is the exception, which takes less of both; it was published after this run
-# (lesson 09). Without recomputation the step is a quarter shorter, for more memory. ZeRO-3 with micro-batches of one
+# (lesson 09). Without recomputation the step is shorter by a quarter, for more memory. ZeRO-3 with micro-batches of one
 # gathers all weights 28 times in a step, and is slowest. With one micro-batch of 14 it gathers them twice, and would be
-# faster than the published layout, if the network does what the planner believes. Section 9 doubts that.
+# faster than the published layout.
 #
+# The loss is a part of its own. Backward begins with its log-softmax, the gradient of that, and the gradient of the
+# logits: 12 bytes a logit, in fp32. Llama 3 has 128,256 of them for each token, so programs for long sequences take the
+# loss in pieces (lesson 06).
+
+# %%
+llama8, eight = PUBLISHED["Llama 3 8B"], planner.cluster("DGX H100", 8)
+long8 = replace(llama8, context=32768)
+for pieces in (1, 16):
+    one = planner.Layout(dp=8, zero=3, recompute="full", loss_pieces=pieces)
+    against = planner.reasons_against(long8, eight, one, 8)
+    told = against[0] if against else str(planner.plan(long8, eight, one, 8))
+    loss = long8.kept_around(32768, pieces=pieces)
+    print(f"loss in {pieces:2} pieces, {loss / 1e9:4.1f} GB for it: {told}")
+
+# %% [markdown]
 # ## 8. Layouts that cannot run
 #
 # Most layouts that one writes down are impossible. It is better to hear that from a planner than after an hour in a
@@ -1089,10 +1119,10 @@ for name, lever in {"PP 2": {"pp": 2, "dp": 64}, "no recomputation": {"recompute
 # layouts is legal; each of the others breaks one rule. **Predict** which.
 
 # %%
-llama = planner.MODELS["Llama 3 70B"]
+llama = PUBLISHED["Llama 3 70B"]
 sixty_four = planner.cluster("DGX H100", 64)
 good = planner.Layout(tp=8, pp=4, dp=2, recompute="selective")  # what is cheap to compute again
-odd_length = replace(llama, length=9000)
+odd_length = replace(llama, context=9000)
 CASES = {
     "TP 8 x PP 4 x DP 2": (llama, good),
     "TP 8 x PP 4 x DP 4": (llama, replace(good, dp=4)),
@@ -1103,25 +1133,47 @@ CASES = {
     "4 chunks, 2 micro-batches": (llama, replace(good, microbatch=128, virtual=4)),
     "9,000 tokens, CP 16": (odd_length, replace(good, tp=1, cp=16, dp=1)),
     "FSDP 64, no recomputation": (llama, planner.Layout(dp=64, zero=3, recompute="none")),
+    "HSDP, 8 nodes as replicas": (llama, planner.Layout(dp=64, zero=3, replicas=8)),
     "ZeRO-4": (llama, replace(good, zero=4)),
 }
 
 # %%
 for name, (case, one) in CASES.items():
-    against = planner.legal(case, sixty_four, one, 512)
+    against = planner.reasons_against(case, sixty_four, one, 512)
     print(f"{name}:", "; ".join(against) or "legal")
     assert bool(against) == (one is not good)
 
 # %% [markdown]
 # The kinds: the **GPUs** that the degrees make; **heads** (and key-value heads, and the width of the MLP) that tensor
 # ranks share; **layers** that stages share; a **batch** that replicas and micro-batches share; what **interleaving**
-# needs; the **length** that context ranks share; **values** that do not exist; and **memory**, which is looked at when
-# all else is well. Two rules are those of Megatron-LM at that time. Most programs today get round the one for heads
-# with copies of key-value heads (lesson 09), and other schedules also run other numbers of micro-batches
-# (lesson 10).
+# needs; the **length** that context ranks share; **replicas** and **experts** that data ranks share; **values** that do
+# not exist; and **memory**, which is looked at when all else is well. Two rules are those of Megatron-LM at that time.
+# Most programs today get round the one for heads with copies of key-value heads (lesson 09), and other schedules also
+# run other numbers of micro-batches (lesson 10).
 #
+# HSDP does not fit here, because eight GPUs cannot hold the states of 70B. The smaller model does, and its gathers stay
+# in the node. A mixture of experts divides them among data ranks, and a shape of your own is a `TransformerConfig`:
+
+# %%
+ours = TransformerConfig(
+    layers=32, heads=32, hidden=4096, context=8192, vocabulary=64000, tied=False,
+    queries_per_key=4, mlp_ratio=3.5, gated=True, fused=True, name="our 7B",
+)  # fmt: skip
+kinds = {
+    "FSDP": (ours, planner.Layout(dp=64, zero=3, recompute="selective")),
+    "HSDP": (ours, planner.Layout(dp=64, zero=3, replicas=8, recompute="selective")),
+    "EP 8": (PUBLISHED["Mixtral 8x7B"], planner.Layout(dp=64, zero=1, ep=8, recompute="full")),
+}
+own = planner.own_cluster("h100", 64, network=100e9)
+for name, (case, one) in kinds.items():
+    each = planner.plan(case, own, one, 64)
+    print(f"{name}: {each}; data {each.data:.2f} s, experts {each.expert:.2f} s")
+    kinds[name] = each
+assert kinds["HSDP"].data < kinds["FSDP"].data
+
+# %% [markdown]
 # What is *not* refused: tensor parallelism over two nodes. It runs. Section 11 shows what it costs. What cannot be said
-# at all: HSDP, experts, FP8, and nodes of several kinds.
+# at all: nodes of several kinds, and stages of several sizes.
 #
 # ### An erratum
 #
@@ -1130,10 +1182,10 @@ for name, (case, one) in CASES.items():
 
 # %%
 printed = recorded.LLAMA3_MISPRINT
-against = planner.legal(*planner.of_run(printed))
+against = planner.reasons_against(*planner.plan_inputs(printed))
 print(*against)
 for row in recorded.LLAMA3_RUNS:
-    assert not planner.legal(*planner.of_run(row))
+    assert not planner.reasons_against(*planner.plan_inputs(row))
 corrected = {"TP": 8, "CP": 16, "PP": 16, "DP": recorded.LLAMA3_RUNS[2].layout["dp"]}
 print("the row as it was meant:", corrected, "makes", math.prod(corrected.values()), "GPUs")
 assert len(against) == 1 and math.prod(corrected.values()) == printed.gpus
@@ -1143,190 +1195,164 @@ assert len(against) == 1 and math.prod(corrected.values()) == printed.gpus
 #
 # ## 9. Held against published runs
 #
-# Two of the planner's constants are fitted: the shares that products reach of the best product, and other operations of
-# the memory's bandwidth. The fit has seen **three** rows of Megatron-LM's table, the smallest, the fifth and the
-# largest model, the last two as plain 1F1B (section 7). The other constants were measured by others: what the best
-# matrix product and attention kernel reach on each GPU, that all-reduces of 64 to 256 MiB get 0.6 of an A100's NVLink,
-# and that large messages get 0.9 of a port (364.7 of 400 GB/s, lesson 03).
-
-# %%
-print(planner.CONSTANTS)
-
-# %% [markdown]
-# All other rows are predictions: seven more of that table, and three of Llama 3, on other GPUs, with another attention
-# kernel, another network, and in part with context parallelism.
+# The course keeps a table of published runs as data, each with the place it was read in. The planner has seen five of
+# them. All others are predictions: other models, GPUs, networks and programs.
 #
 # **Predict** (question 10): is an error of 4 % good?
 
 # %%
-published = [*recorded.MEGATRON_RUNS, *recorded.LLAMA3_RUNS]
+published = planner.published_runs(role=("known", "held_out"))
 replays = planner.replay(published)
-guesses = planner.baseline(published)
-plots.predicted_against_published(
-    replays, "modelled against recorded: TFLOP/s of a GPU in published runs", baseline=guesses
-)
+sources = {run.title for run in published}
+seen = sum(each.fitted for each in replays)
+print(f"{len(published)} runs from {len(sources)} sources, {seen} of them fitted")
+plots.errors_by_family(replays, "modelled against recorded: errors by family")
 
 # %% [markdown]
-# *The figure: on the left, for each run, the published TFLOP/s as a bar in a grey band of 15 % either way, and the
-# predicted as a dot, hollow if the fit has seen it. On the right the errors of the same runs, with crosses for the
-# guess that knows nothing of layouts.*
+# *The figure: a row of points for each family of runs, a point a run, predicted over published throughput less one,
+# with a grey band of 15 % either way. Most points lie inside. A few of the data-parallel runs are far to the right.*
 
 # %%
-held_out = [k for k, each in enumerate(replays) if not each.fitted]
-
-
-def median_error(errors):
-    return statistics.median(abs(error) for error in errors)
-
-
-tables = {
-    "all that was not fitted": held_out,
-    "  Megatron-LM's seven": [k for k in held_out if k < len(recorded.MEGATRON_RUNS)],
-    "  Llama 3's three": [k for k in held_out if k >= len(recorded.MEGATRON_RUNS)],
-}
-for name, rows in tables.items():
-    ours = median_error(replays[k].error for k in rows)
-    simple = median_error(guesses[k] for k in rows)
-    print(f"{name:25} median error {ours:5.1%}; of the mean of three rows {simple:5.1%}")
-assert median_error(replays[k].error for k in held_out) < 0.15
+FAMILIES = {
+    "fsdp": "data parallel, FSDP", "3d": "tensor, pipeline", "long_context": "long context",
+}  # fmt: skip
+found_scores = planner.scores(replays)
+print(f"{'':22}runs  median    bias   best constant guess")
+for family, name in {**FAMILIES, "all": "all"}.items():
+    each = found_scores[family]
+    print(f"{name:22}{each.runs:4}{each.median:8.1%}{each.bias:+8.1%}{each.guess:10.1%}")
+    assert each.median < 0.15 and abs(each.bias) < 0.1 and each.median < each.guess
+assert found_scores["all"].median < 0.12
 
 # %% [markdown]
-# By the median the error is below 15 %, and no run lies outside the band. But look at the second column. It is a
-# **baseline**: the guess that every run reaches the mean share of peak of the three fitted ones. The published values
-# lie so close together, from 135 to 163 TFLOP/s, that a constant is hard to beat. An error of 4 % alone says little
-# (question 10). What says something is the comparison, and that the planner knows *why* a run is slower.
+# *Median* is that of the errors' sizes, *bias* that of the errors with their sign. The last column is a **baseline**:
+# the guess that all runs of the family reach one share of the peak, the share chosen with all of them in view. An error
+# of 4 % alone says little (question 10), since published shares lie close together. What says something is the
+# comparison: with the planner the median error is smaller in every family, though it has seen five runs and the guess
+# all of them.
 #
-# For Llama 3 the two are nearly equally wrong. The planner says 483 and 453 TFLOP/s where 430 and 400 were measured. It
-# does not know what else happens on 16,384 GPUs. Nor are these rows quite unseen. Nothing is fitted to them, but three
-# parts of the model came in after a first look at them, when the errors were +8, +9 and +34 %. And two of the three
-# fitted rows, 39.1B and 1008B, have two readings (section 7). What if these two interleaved?
+# How unseen are these rows? Nothing was fitted to them. But while the planner was written its errors were seen, and
+# some things were changed after a look: attention reaches in training as much less of its published speed as products
+# do; NVIDIA's recipes are taken to overlap tensor-parallel messages where a source is silent; Megatron-LM's distributed
+# optimizer and torchtitan's recomputation were read again. Only a table that nobody has looked at is an exam. There is
+# one: the H100 tables of llm-foundry, which were scored once, when all was finished.
 
 # %%
-sets = {"Megatron-LM's seven": held_out[:-3], "Llama 3": held_out[-3:]}
-by_reading = {}
-for virtual in (1, 2):
-    rows = [*published]
-    rows[4], rows[9] = with_chunks(rows[4], virtual), with_chunks(rows[9], virtual)
-    three = [rows[0], rows[4], rows[9]]
-    again = planner.replay(rows, planner.fit(three), fitted=three, ranks=False)
-    by_reading[virtual] = [median_error(again[k].error for k in some) for some in sets.values()]
-    told = [f"{name} {error:.1%}" for name, error in zip(sets, by_reading[virtual], strict=True)]
-    print(f"fitted with {virtual} chunk{'s' * (virtual > 1)} in these two:", ", ".join(told))
-assert all(two < one for one, two in zip(*by_reading.values(), strict=True))
+exam = planner.replay(planner.published_runs(role="exam"))
+for name, each in planner.scores(exam).items():
+    told = f"median {each.median:.1%}, bias {each.bias:+.1%}, best constant guess {each.guess:.1%}"
+    print(f"exam, {FAMILIES.get(name, name)}: {each.runs} runs, {told}")
+    assert each.median < 0.15
+assert planner.scores(exam)["all"].median < 0.06 and planner.scores(exam)["fsdp"].bias > -0.05
+assert -0.15 < planner.scores(exam)["long_context"].bias < -0.1
 
 # %% [markdown]
-# Both medians become smaller, which speaks for the paper's text. (The first line has 12.3 where the table above has
-# 12.4 %, because `CONSTANTS` are rounded.) The planner keeps the other reading, that of the only script there is: to
-# choose by the errors of the held-out rows would turn them into fitted ones.
-#
-# And were the three rows chosen well? Here are all choices of three from ten.
-
-# %%
-by_choice, better = [], 0
-for three in itertools.combinations(recorded.MEGATRON_RUNS, 3):
-    again = planner.replay(recorded.MEGATRON_RUNS, planner.fit(three), fitted=three, ranks=False)
-    simple = planner.baseline(recorded.MEGATRON_RUNS, three)
-    unseen = [k for k, each in enumerate(again) if not each.fitted]
-    error = median_error(again[k].error for k in unseen)
-    better += error < median_error(simple[k] for k in unseen)
-    by_choice.append((error, [run.model for run in three]))
-by_choice.sort()
-print(f"{len(by_choice)} choices of three rows: median error of the other seven")
-print(f" {by_choice[0][0]:.1%} at best, {by_choice[len(by_choice) // 2][0]:.1%} usually,", end="")
-print(f" {by_choice[-1][0]:.1%} at worst")
-print("the worst:", ", ".join(by_choice[-1][1]))
-print(f"better than the guess from the same three rows: {better} of {len(by_choice)}")
-assert better > 0.9 * len(by_choice)
-
-# %% [markdown]
-# The worst choice is the three largest models, from which one cannot tell arithmetic and memory apart. A fit needs rows
-# that differ. And with nearly every choice the planner does better than the guess that has seen the same rows.
+# Passed, with one mark below: the median is below 6 %, but its long sequences are predicted 12 % too slow, where the
+# goal was a bias of at most 10 %. A likely reason is the attention kernel, whose speed on an H100 we found published
+# nowhere, so that about half of its successor's was assumed. The constant guess does nearly as well on this table. It
+# was chosen with the answers in view, though, and all these runs are of one program on one kind of GPU: what a constant
+# cannot do is carry over to another.
 #
 # ### Where it fails
-#
-# The paper has another table, which the fit has not seen: two models on more and more GPUs, once with TP 8 and a
-# pipeline, once with ZeRO-3 and nothing else (*recorded*, Narayanan et al. 2021, table 2).
 
 # %%
-TABLES = {
-    "TP 8 and a pipeline, interleaved": recorded.PTD_RUNS,
-    "the same as plain 1F1B": [with_chunks(run, 1) for run in recorded.PTD_RUNS],
-    "ZeRO-3": recorded.ZERO3_RUNS,
-}
-declines = {}
-for title, rows in TABLES.items():
-    print(title)
-    table = planner.replay(rows, ranks=False)
-    declines[title] = table[2].predicted / table[0].predicted - 1
-    for each in table:
-        print(f"  {each.run.model:15} {each.run.gpus:4} GPUs: published", end="")
-        print(f"{each.published:5.0f}, predicted{each.predicted:5.0f} TFLOP/s", end="")
-        print(f" {each.error:+5.0%}", *(f"refused: {text}" for text in each.refused))
-interleaved, plain, _ = declines.values()
-seen = recorded.PTD_RUNS[2].tflops / recorded.PTD_RUNS[0].tflops - 1
-print(f"GPT-3 from 384 to 1,536 GPUs: published {seen:.1%}, ", end="")
-print(f"interleaved {interleaved:.1%}, plain {plain:.1%}")
-assert interleaved > seen / 2 > plain
+worst = sorted(replays, key=lambda each: -abs(each.error))[:10]
+for each in worst:
+    print(f"{each.name:44}{str(each.plan.layout):30}{each.error:+6.0%}  {each.run.title[:44]}")
+
+
+def of_table(name):
+    """Median error, with its sign, of the runs of a table."""
+    return statistics.median(each.error for each in replays if each.run.table == name)
+
+
+names = sorted({each.run.table for each in replays})
+by_table = {name: of_table(name) for name in names}
+print("median error of a table:", ", ".join(f"{name} {e:+.0%}" for name, e in by_table.items()))
+assert by_table["megatron-zero3"] > 1 and abs(by_table["torchtitan-fsdp"]) < 0.05
+assert by_table["torchtitan-cp"] > 0.15 > by_table["bloom-bf16"] > 0.1
+many = [each for each in replays if each.run.table == "torchtitan-cp" and each.run.cp >= 4]
+assert all(0.3 < each.error < 0.45 for each in many)
 
 # %% [markdown]
-# With a pipeline errors are within 9 %, always too high. How much of the decline the planner sees depends on what the
-# paper does not say: less than half if the runs were interleaved, as its figure 12 is and the planner assumes; all of
-# it, with errors of at most 4 %, if they were plain 1F1B. (The guess without a model has 2 to 15 %.)
-#
-# The ZeRO-3 part is wrong altogether, in memory too: `legal` refuses a run that took place, on cards of 80 GB, because
-# it counts 103. (The paper says that 560 GPUs were too few at this micro-batch and 640 were not.) What did this part
-# measure? In each step the weights are gathered twice and the gradients scattered once, three times 2Ψ bytes.
+# The largest errors are those of ZeRO-3 in 2021 (Narayanan et al. 2021, table 2). What did that table measure? In each
+# step the weights are gathered twice and the gradients scattered once, three times 2Ψ bytes.
 
 # %%
 for run in recorded.ZERO3_RUNS[:3]:
-    size = planner.of_run(run)[0]
-    flops = size.flops(run.batch * run.length, "full")
+    size = planner.plan_inputs(run)[0]
+    flops = run.batch * run.length * size.flops_per_token("full")
     seconds = flops / (run.gpus * run.tflops * 1e12)
-    moved = 3 * 2 * size.parameters / seconds
+    moved = 3 * 2 * size.parameter_count / seconds
     print(f"{run.gpus:4} GPUs: {seconds:3.0f} s a step, {moved / 1e9:.0f} GB/s into each GPU")
 
 # %% [markdown]
 # From 768 to 1,536 GPUs the step does not become shorter at all, as if it waited for its messages, at 16 GB/s. The
-# eight ports of a node bring 200 GB/s. The planner believes that 0.9 of this arrives, and that all hides behind
-# computing. In that software of 2021 it did not.
+# eight ports of a node bring 200 GB/s. The planner believes that 0.9 of this arrives, and that most hides behind
+# computing. In that software of 2021 it did not; in FSDP of today it does: the median error of torchtitan's runs with
+# it is below 5 %. Context parallelism in torchtitan of 2024 is slower than planned as well, the more the more ranks
+# share a sequence, and BLOOM's runs on a narrow network are slower by an eighth. **A model is right about what it has
+# in it.** It does not know software that does less than the hardware allows.
 #
-# Is FSDP of today better? Torchtitan's 8B (lesson 07) ran on H100s, and its page gives the memory too. The cards were
-# slower ones with more memory (500 W, 2.4 TB/s, 96 GB); the long rows also used `torch.compile` and Float8, of which
-# the planner knows nothing.
+# Memory is held against published runs as well: the peaks of torchtitan, and runs that did not fit.
 
 # %%
-titan = planner.replay(recorded.TORCHTITAN_RUNS, ranks=False)
-print("published and predicted TFLOP/s              memory (GB)")
-for each in titan:
-    held, planned = each.run.held / 1e9, each.plan.memory.total / 1e9
-    print(f"{each.run.detail:18}{each.published:7.0f}{each.predicted:6.0f}", end="")
-    print(f"{each.error:+7.0%}{held:10.0f}{planned:6.0f}{planned / held - 1:+6.0%}")
-assert all(each.error > 0.8 for each in titan[:2])
-assert [each.error for each in titan[2:]] == sorted(each.error for each in titan[2:])
+peaks = [each for each in replays if each.run.table == "torchtitan-fsdp"]
+print("torchtitan, 8B with FSDP                published  planned (GiB)")
+for each in peaks:
+    kind = f"{each.run.gpus} GPUs, {each.run.precision}, compile {each.run.compile}"
+    held = each.plan.memory.total / 2**30
+    print(f"  {kind:38}{each.run.peak_gib:8.1f}{held:9.1f}{held / each.run.peak_gib - 1:+7.0%}")
+    assert abs(held / each.run.peak_gib - 1) < 0.08
+too_much = [each for each in replays if each.refused]
+failed = planner.published_runs(role=("known", "held_out"), outcome="out_of_memory")
+caught = [run for run in failed if planner.reasons_against(*planner.plan_inputs(run))]
+print(f"of {len(replays)} runs that fitted the planner refuses {len(too_much)};")
+print(f"of {len(failed)} that did not fit it refuses {len(caught)}")
+assert len(too_much) < 0.05 * len(replays) and len(caught) > len(failed) / 2
 
 # %% [markdown]
-# From 8 to 128 GPUs throughput hardly falls, as planned. But it is only about half of what the planner says. Possible
-# reasons are eager code, slower cards, and products that are slower than the best ever measured on such a GPU. Memory
-# is right to 7 % in the first two rows and a fifth too low in the long ones. And the error in time grows with context
-# parallelism and length, up to a factor of two: **here the planner flatters.**
+# Published peaks are what the allocator *reserved*, and eager programs reserve more than they use. The planner counts
+# what is used, so leave it a tenth. It misses runs whose program kept more than the source says, such as a second copy
+# of gradients.
 #
-# So an absolute time with FSDP or CP is what the hardware would allow, and not a promise. **A model is right about what
-# it has in it.** Before you believe a plan, measure your links: `all_reduce_perf -b 256M -e 256M -g 8` of nccl-tests on
-# one node, then one GPU of each of several nodes. Two numbers replace the planner's two shares:
+# ### Before you believe a plan
+#
+# Measure. Two commands of nccl-tests give the two numbers of your network: `all_gather_perf -b 256M -e 256M -g 8` on
+# one node, and the same with one GPU of each of several nodes; type in the column *busbw*. Then run 20 steps of two
+# layouts that you can start today, and type in the seconds of a step. `fit` finds the two shares that explain them: of
+# products, and of memory bandwidth. (The numbers here are invented: replace them.)
 
 # %%
-data_sheet = 300e9  # bytes/s of a GPU's NVLink, one direction
-reached = busbw("all_reduce", 8, 2**28, 2420.6e-6) / data_sheet  # the table of lesson 03
-mine = replace(planner.CONSTANTS, nvlink=reached)  # and network=… in the same way
-again = planner.plan(model, machine, layout, batch, mine)
-print(f"NVLink at {reached:.2f} of the data sheet: {again.tensor:.2f} s of tensor traffic", end="")
-print(f" instead of {made.tensor:.2f}")
+mine = planner.own_cluster(
+    "h100", 16, network=200e9, busbw_node=340e9, busbw_network=21e9, name="my 16 H100s"
+)
+runs_of_mine = {  # what was run: seconds of a step
+    planner.Layout(dp=16, zero=3, recompute="full"): 5.48,
+    planner.Layout(tp=4, dp=4, zero=3, recompute="none", compiled=False): 5.91,
+}
+measured = [planner.Measured(llama8, mine, one, 64, s) for one, s in runs_of_mine.items()]
+of_mine = planner.fit(measured, ("matmul_hopper", "hbm"))
+print(f"matmul_hopper {of_mine.matmul_hopper:.3f} (was {planner.CONSTANTS.matmul_hopper}),", end="")
+print(f" hbm {of_mine.hbm:.3f} (was {planner.CONSTANTS.hbm})")
+for each in measured:
+    before, after = (
+        planner.plan(llama8, mine, each.layout, 64, constants).seconds
+        for constants in (planner.CONSTANTS, of_mine)
+    )
+    print(f"  {each.layout}: measured {each.seconds:.2f} s, before {before:.2f}, after {after:.2f}")
+    assert math.isclose(after, each.seconds, rel_tol=0.02)
+assert 0.6 < of_mine.matmul_hopper < 0.75 and 0.6 < of_mine.hbm < 0.9
 
 # %% [markdown]
+# A share above 1, or one far from the old one, says that something else is going on in these runs: look for it before
+# you plan with such a share.
+#
 # ## 10. All layouts
 #
 # A plan is a short sum, so one can try them all: every way to write the GPUs as a product, every micro-batch, every
-# number of chunks, every ZeRO stage and kind of recomputation.
+# number of chunks, every ZeRO stage and kind of recomputation. Each of them is bf16 with gradients in bf16,
+# FlashAttention-2 and fused element-wise operations, unless you say otherwise.
 
 # %%
 found = planner.search(llama, sixty_four, 512)
@@ -1340,16 +1366,16 @@ def show(search, places):
         each = search.best[place - 1]
         one = each.layout
         kind = f"ZeRO-{one.zero}, recompute {one.recompute}"
-        print(f"{place:2}. {plots.layout_name(one)}, {kind}:", end="")
-        print(f" {each.seconds:.1f} s, {each.memory.total / 1e9:.0f} GB")
+        messages = each.seconds - each.compute - each.bubble
+        print(f"{place:2}. {plots.layout_name(one)}, {kind}: {each.seconds:.1f} s", end="")
+        print(f" ({messages:.1f} messages, {sum(each.hidden.values()):.1f} hidden)", end="")
+        print(f", {each.memory.total / 1e9:.0f} GB")
 
 
 show(found, (1, 2, 3, 4, 5, found.rank(planner.Layout(dp=64))))
 print("the same without context parallelism:")
 whole = planner.search(llama, sixty_four, 512, cp=1)
 show(whole, range(1, 6))
-as_written = planner.plan(llama, sixty_four, good, 512)
-print(f"the layout of section 8 as it stands there: {as_written.seconds:.1f} s")
 
 # %%
 plots.search_picture(
@@ -1359,48 +1385,68 @@ plots.search_picture(
 
 # %% [markdown]
 # *The figure: a point for the best plan of each choice of degrees, memory of the fullest GPU to the right and time of a
-# step upwards, coloured by TP. The fastest have TP 1 and 2 and recompute little. The best plan with the degrees of
-# section 8 takes nearly a third longer, in 37th place.*
+# step upwards, coloured by TP. The fastest have small TP and nearly full GPUs.*
 #
-# What do the first five have in common? None computes a whole forward twice, three use nearly all the memory, and all
-# divide the sequences of 8,192 tokens among context ranks. Those without a pipeline take ZeRO-3, those with one ZeRO-1.
-# FSDP alone fits as well, but it has to compute each forward twice, and that costs more than the messages of more
-# dimensions. Few people would divide sequences of this length. Section 9 has shown that the planner flatters context
-# parallelism and FSDP, and **a search always finds the weakest spot of its model**. So there is a second list, without
-# context parallelism. It is the one to start from: TP 4 with FSDP over 16, pipelines with ZeRO-1, and FSDP alone.
+# **A search always finds the weakest spot of its model.** The first list divides sequences of 8,192 tokens among
+# context ranks, which section 9 has shown the planner to flatter, and few people would. So there is a second list,
+# without context parallelism. It is the one to start from: TP 4 with a short pipeline and ZeRO-1, or with FSDP over 16.
+# FSDP alone fits as well, but it has to compute each forward twice.
 #
 # ### How wide is the network?
 #
-# The answer turns on an assumption of section 7: a port of 400 Gb/s for every GPU. Many clusters have less.
-# What a layout has hidden behind computing is its reserve, so the table prints that as well. **Predict** which of three
-# layouts is best when eight GPUs share one such port.
+# The answer turns on an assumption of the first line: a port of 400 Gb/s for every GPU. Many clusters have less, new
+# ones have more. The same search on three networks, with 128 sequences in a step: who wins on each, and what becomes of
+# the winner on the others?
 
 # %%
-rivals = {
-    "FSDP 64, full recomputation": planner.Layout(dp=64, zero=3),
-    "TP 4, FSDP 16": planner.Layout(tp=4, dp=16, zero=3, recompute="none"),
-    "TP 4, PP 4, DP 4, 5 chunks": replace(good, tp=4, pp=4, dp=4, virtual=5),
-}
-winners = []
-for gigabits in (400, 200, 100, 50):
-    narrow = replace(sixty_four, inter=(sixty_four.inter[0], 8 / (gigabits * 1e9)))
-    print(f"{gigabits} Gb/s a GPU:")
-    times = {}
-    for name, one in rivals.items():
-        each = planner.plan(llama, narrow, one, 512)
-        bare = planner.plan(llama, narrow, replace(one, overlap=False), 512)
-        times[name] = each.seconds
-        hidden = bare.data + bare.pipeline - each.data - each.pipeline
-        print(f"  {name:28}{each.seconds:6.1f} s, {hidden:4.1f} s of messages hidden")
-    winners.append(min(times, key=times.get))
-assert winners[0] == "TP 4, FSDP 16" and set(winners[1:]) == {"TP 4, PP 4, DP 4, 5 chunks"}
+networks = {g: planner.own_cluster("h100", 64, network=g * 1e9) for g in (800, 400, 50)}
+winners = {}
+for gigabits, width in networks.items():
+    best = planner.search(llama, width, 128, cp=1).plans[0]
+    winners.setdefault(best.layout, gigabits)
+print("seconds of a step (hidden)".ljust(52) + "".join(f"{g:>8} Gb/s" for g in networks))
+for one in winners:
+    name = f"{plots.layout_name(one)}, ZeRO-{one.zero}, {one.recompute}"
+    cells = [planner.plan(llama, width, one, 128) for width in networks.values()]
+    told = "".join(f"{c.seconds:6.1f} ({sum(c.hidden.values()):4.1f})" for c in cells)
+    print(f"{name:50}{told}")
+    if one.zero == 3:
+        assert cells[2].seconds > 3 * cells[1].seconds
+assert len(winners) == 3
 
 # %% [markdown]
-# TP 4 with FSDP is first on the full network, where it hides 40 s of messages in a step of 56 s, and last on half of
-# it. The pipeline hardly notices, and is best on all narrower networks, the shared port included. FSDP alone sends
-# about as many bytes as TP 4 with FSDP, but eight ranks of each group share a node, not two, so less of it crosses the
-# network. The width of the network decides between these, and two runs of nccl-tests are worth more than the third
-# digit of any plan.
+# On the widest network TP 4 with FSDP over 16 wins. It hides its gathers, but the hiding costs, and on an eighth of the
+# width, where eight GPUs share what one has in the middle column, its messages come out from behind the computing and
+# the step takes more than three times as long. A pipeline sends activations, not weights, and hardly notices. The
+# narrower the network, the fewer replicas. What is hidden is also the reserve: a layout that hides much is near the
+# edge.
+#
+# The width of the network decides between these, and two runs of nccl-tests are worth more than the third digit of any
+# plan.
+#
+# ### 70B at 8k and at 128k
+#
+# The question of many teams: Llama 3 70B on 64 H100s, a million tokens in a step, first with sequences of 8,192 tokens
+# and then, to make the context long, of 131,072. Gradients are reduced in fp32, the loss is taken in pieces, and the
+# attention kernel is the one for Hopper.
+
+# %%
+given = {"precision": "mixed, fp32 gradients", "loss_pieces": 16, "attention": "flash3"}
+short = planner.search(llama, sixty_four, 128, cp=1, **given)
+long = planner.search(replace(llama, context=131072), sixty_four, 8, **given)
+for name, one in {"8k": short, "128k": long}.items():
+    print(f"{name}: {len(one.plans):,} layouts can run")
+    show(one, range(1, 1 + min(3, len(one.best))))
+print(long.plans[0].report())
+share = long.plans[0].seconds / short.plans[0].seconds
+print(f"a million tokens take {share:.1f} times as long at 128k")
+assert 2 < share < 3 and long.plans[0].layout.dp == 1 and short.plans[0].layout.pp > 1
+
+# %% [markdown]
+# At 8k the plan is that of the pipeline, with whole sequences. At 128k there are only eight sequences in a step, so
+# data parallelism has nothing to divide, and context ranks take its place: all nodes share each sequence. Attention
+# makes a token cost more than twice as much. Section 9 says how far to believe the second plan: torchtitan's runs with
+# four and eight context ranks took 30 to 45 % longer than planned, so measure that one first.
 #
 # ### Published layouts in such a list
 #
@@ -1408,35 +1454,37 @@ assert winners[0] == "TP 4, FSDP 16" and set(winners[1:]) == {"TP 4, PP 4, DP 4,
 # (ZeRO stage, recomputation, overlap, and context parallelism where they used it), and chooses all else.
 
 # %%
-for each in replays:
-    print(f"{each.name:32} place {each.rank:2} of the degrees,{each.behind:6.1%} behind the best")
-within = sum(each.rank <= 5 for each in replays)
-print(f"within the first five: {within} of {len(replays)}")
-assert within > len(replays) / 2
+chosen = [*recorded.MEGATRON_RUNS, *recorded.LLAMA3_RUNS]
+places = [planner.place(run) for run in chosen]
+for run, place in zip(chosen, places, strict=True):
+    print(f"{run.name:32} place {place.rank:2} of {place.of:2},{place.behind:6.1%} behind the best")
+within = sum(place.rank <= 5 for place in places)
+print(f"within the first five: {within} of {len(chosen)}")
+assert within >= 11 and all(place.rank <= 2 for place in places[-3:])
+assert sum(place.behind > 0.1 for place in places) == 3
 
 # %% [markdown]
-# Most are within the first five, and all of Llama's are first. Places are brittle, as many layouts lie within a few
-# percent of each other; the last column says more. Three of Megatron-LM's are 17 to 29 % behind: its rule was tensor
-# parallelism first, up to a node, and the planner thinks that less of it would have been faster. Who is right cannot be
-# known from the table, since nobody published the runs that were not made.
+# Most are within the first five, and Llama's are first or second. Places are brittle, as many layouts lie within a few
+# percent of each other; the last column says more. Megatron-LM's rule was tensor parallelism first, up to a node, and
+# for three of its models the planner thinks that less of it would have been faster by 10 % or more. Who is right cannot
+# be known from the table, since nobody published the runs that were not made.
 
 # %% [markdown]
 # ## 11. Which layout? A guide
 #
 # Seven questions, in the order in which they should be asked. Each answer is a call of the planner, on a case where it
 # matters. `weigh` prints time and memory of some layouts, ZeRO stage and recomputation, what takes most of the time
-# beside computing, or why they cannot run. Gradients are bf16 and overlap is perfect, so times with FSDP can be
-# too short by up to a factor of two (section 9).
+# beside computing, or why they cannot run. Gradients are reduced in bf16, and the network is that of a DGX.
 
 
 # %%
 def weigh(model, machine, batch, layouts):
     """Print and return seconds by name; None for a layout that cannot run."""
     seconds = {}
-    print(f"{model.name}, {batch} sequences of {model.length:,}", end="")
+    print(f"{model.name}, {batch} sequences of {model.context:,}", end="")
     print(f" on {machine.gpus} GPUs of {machine.name}")
     for name, one in layouts.items():
-        against = planner.legal(model, machine, one, batch)
+        against = planner.reasons_against(model, machine, one, batch)
         if against:
             print(f"  {name:24} cannot run: {against[0]}")
             continue
@@ -1451,8 +1499,8 @@ def weigh(model, machine, batch, layouts):
     return seconds
 
 
-Layout, MODELS = planner.Layout, planner.MODELS
-small, one_node = MODELS["Megatron 1.7B"], planner.cluster("DGX A100", 8)
+Layout = planner.Layout
+small, one_node = PUBLISHED["Megatron 1.7B"], planner.cluster("DGX A100", 8)
 
 # %% [markdown]
 # **1. Does a GPU hold the model's states and one micro-batch?** Then data parallelism, and nothing else. (Micro-batches
@@ -1470,7 +1518,7 @@ assert min(told, key=told.get) == "DP 8"
 # are the same or half as many again, and there is no new dimension.
 
 # %%
-told = weigh(MODELS["Llama 3 8B"], planner.cluster("DGX H100", 8), 128, {
+told = weigh(PUBLISHED["Llama 3 8B"], planner.cluster("DGX H100", 8), 128, {
     "DDP": Layout(dp=8, zero=0, recompute="selective"),
     "ZeRO-1": Layout(dp=8, zero=1, recompute="selective"),
     "FSDP": Layout(dp=8, zero=3, recompute="selective"),
@@ -1480,12 +1528,13 @@ assert "DDP" not in told and told["FSDP"] < told["TP 8"]
 
 # %% [markdown]
 # **3. Activations of one sequence do not fit?** FSDP does not divide them. Either compute them again, or divide them
-# too: a little tensor parallelism, inside the node. Here are two models, and each has another answer.
+# too: a little tensor parallelism, inside the node. Here are two networks, and each has another answer.
 
 # %%
-gpt3, thousand = MODELS["GPT-3 175B"], planner.cluster("DGX A100", 1024)
+gpt3, thousand = PUBLISHED["Megatron 174.6B"], planner.cluster("DGX A100", 1024)
+narrow = planner.own_cluster("a100", 1024, network=50e9, name="A100s at 50 Gb/s")
 cheaper = []
-for case in ((llama, planner.cluster("DGX H100", 512), 512), (gpt3, thousand, 1024)):
+for case in ((gpt3, thousand, 1024), (gpt3, narrow, 1024)):
     gpus = case[1].gpus
     told = weigh(*case, {
         "FSDP": Layout(dp=gpus, zero=3, recompute="selective"),
@@ -1499,7 +1548,7 @@ assert cheaper == ["FSDP, TP 2", "FSDP, full recomputation"]
 # %% [markdown]
 # **4. Does computing hide the gathers?** FSDP moves the weights for every micro-batch. Larger micro-batches are the
 # first cure. Where the batch of a replica is used up, a pipeline moves activations instead of weights. (With the
-# larger batch the two differ by a few percent, which says nothing from a planner that flatters FSDP.)
+# larger batch the two differ by a tenth, which is not much more than the planner's error.)
 
 # %%
 for size, most in ((1536, 12), (128, 1)):
@@ -1512,7 +1561,7 @@ for size, most in ((1536, 12), (128, 1)):
 
 # %% [markdown]
 # **5. More tensor parallelism, or more stages?** Never tensor parallelism beyond the node. Inside it, only as much as
-# memory and batch need: TP 4 and TP 8 are equal here, and where chunks shrink the bubble the smaller one wins.
+# memory and batch need: TP 4 and TP 8 are about equal here, and where chunks shrink the bubble the smaller one wins.
 
 # %%
 told = weigh(gpt3, thousand, 1536, {
@@ -1542,7 +1591,7 @@ assert told["TP 8, PP 8, 4 chunks"] < 0.75 * told["TP 8, PP 8"]
 # interleaves and recomputes less, too.)
 
 # %%
-long = replace(MODELS["Llama 3 405B"], length=131072)
+long = replace(PUBLISHED["Llama 3 405B"], context=131072)
 told = weigh(long, planner.cluster("DGX H100", 16384), 128, {
     "CP 1, DP 128": Layout(tp=8, pp=16, dp=128),
     "CP 16, DP 8": Layout(tp=8, pp=16, cp=16, dp=8),
@@ -1558,7 +1607,7 @@ assert told["CP 16, DP 8"] < 0.2 * told["CP 1, DP 128"]
 # | 1 | do states and a micro-batch fit on a GPU? | DP | 2 | no: 1.13 TB |
 # | 2 | do states fit on all, and a sequence's activations on one? | ZeRO-1, FSDP | 3 | only the states |
 # | 3 | is recomputation cheaper than a little TP? | recompute | TP in the node | no: TP 4 |
-# | 4 | does computing hide FSDP's gathers? | FSDP | PP with ZeRO-1 | at 400 Gb/s, not at 200 |
+# | 4 | does computing hide FSDP's gathers? | FSDP | PP with ZeRO-1 | mostly at 400 Gb/s, not at 50 |
 # | 5 | would more TP leave the node? | PP for the rest | as much TP as needed | TP 4 |
 # | 6 | m many times p? | stay | interleave, fewer stages | 128 for PP 4: stay |
 # | 7 | long sequences, few of them? | CP for replicas | done | done |
@@ -1566,8 +1615,8 @@ assert told["CP 16, DP 8"] < 0.2 * told["CP 1, DP 128"]
 # Now the question at the top: Llama 3 405B, 16,384 GPUs, 2,048 sequences. The published layout against its neighbours:
 
 # %%
-largest, machine = MODELS["Llama 3 405B"], planner.cluster("DGX H100", 16384)
-theirs = planner.of_run(recorded.LLAMA3_RUNS[1])[2]  # 16,384 GPUs, 8,192 tokens
+largest, machine = PUBLISHED["Llama 3 405B"], planner.cluster("DGX H100", 16384)
+theirs = planner.plan_inputs(recorded.LLAMA3_RUNS[1])[2]  # 16,384 GPUs, 8,192 tokens
 told = weigh(largest, machine, 2048, {
     "TP 8, PP 16, DP 128": theirs,
     "TP 16, PP 8, DP 128": replace(theirs, tp=16, pp=8),
@@ -1594,6 +1643,8 @@ assert told["TP 8, PP 16, DP 128"] < 0.5 * told["TP 8, DP 2048, FSDP"]
 # whom this rank shares what, over which links, and how many bytes a step sends there.
 
 # %%
+from course_utils.widgets import mesh_explorer
+
 explorer = mesh_explorer()
 explorer
 
@@ -1613,7 +1664,7 @@ explorer
 # <details><summary>Put 16 GPUs in a node. Does the data group gain?</summary>
 #
 # Two of its ranks are in each node now. But a ring is as fast as its slowest link, which is the network: still 150 ms.
-# Algorithms that go in two steps, inside first (lesson 03), would gain; the planner assumes those.
+# NCCL builds as many rings as a node has ports, each through all ranks; the planner assumes those, and the group gains.
 # </details>
 #
 # <details><summary>How few sequences until the data group needs longer than the tensor group?</summary>
@@ -1634,9 +1685,10 @@ ends = [min(slow_bytes.values()), max(slow_bytes.values())]
 print(
     f"two machines: {ends[0]:,.0f} to {ends[1]:,.0f} bytes between them, by the order of the mesh"
 )
-print(f"planner: {median_error(replays[k].error for k in held_out):.1%} median error,", end="")
-print(f" {median_error(guesses[k] for k in held_out):.1%} for the guess without one,", end="")
-print(f" {within} of {len(replays)} published layouts within its first five")
+total = found_scores["all"]
+print(f"planner: {total.median:.1%} median error over {total.runs} runs that it was not fitted to,")
+print(f"{total.guess:.1%} for the best constant guess,", end="")
+print(f" {within} of {len(chosen)} published layouts within its first five")
 
 # %% [markdown]
 # - A mesh is arithmetic: the last dimension counts fastest, and is the one inside the node. Tensor parallelism belongs
@@ -1648,9 +1700,9 @@ print(f" {within} of {len(replays)} published layouts within its first five")
 # - Between two machines with two GPUs each a pipeline sends 2·N·h numbers, data parallelism 24·L·h², tensor
 #   parallelism 8·N·h·L.
 # - Each dimension buys memory and costs messages or a bubble. It has to pay for itself.
-# - A planner is a sum of things counted before. It refuses what cannot run, found an erratum, and ranks the rest. Judge
-#   it by rows that it has not seen, and against a guess that knows nothing. It is wrong where software does not do what
-#   the hardware allows.
+# - A planner is a sum of things counted before, at speeds that others have measured. It refuses what cannot run, found
+#   an erratum, and ranks the rest. Judge it by rows that it has not seen, and against a guess that knows nothing. It is
+#   wrong where software does not do what the hardware allows. What a layout hides is its reserve.
 #
 # <details><summary>Answers to the ten predictions</summary>
 #
@@ -1663,13 +1715,17 @@ print(f" {within} of {len(replays)} published layouts within its first five")
 # 7. Tensor parallelism across sends eight times as much here. Below 3h tokens in a batch it would send less
 #    (section 5).
 # 8. On that machine 4 × 1 × 2 without FSDP, then with it, then 2 × 2 × 2 (section 6).
-# 9. With plain 1F1B the bubble, with two chunks a rank tensor traffic: the sources disagree on which it was (section
-#    7).
-# 10. Not by itself: guessing the mean has 7 % (section 9).
+# 9. With plain 1F1B the bubble, with two chunks a rank the bubble and tensor traffic alike: the sources disagree on
+#    which it was (section 7).
+# 10. Not by itself: published shares of the peak lie close together, and a constant guess is not far off (section 9).
 # </details>
 #
+# **What to take to work:** [scripts/train.py](../scripts/train.py) trains on any mesh of replicas × shards × tensor
+# parallelism, with the same losses on each, and goes on from its checkpoints on another mesh.
+# [Lesson 16](16_multi_node.ipynb) starts it under torchrun and Slurm.
+#
 # **Exercises:** [exercises/12_parallelism_3d](../exercises/12_parallelism_3d_exercises.ipynb). **Next:**
-# [15 ffcv data loading](15_ffcv_data_loading.ipynb), which asks whether the GPU waits for its data.
+# [13 profiling](13_profiling.ipynb), which finds out where the time of a step goes.
 #
 # **Worth reading**
 # - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using Megatron-LM*, 2021,

@@ -16,7 +16,7 @@
 # Eight A100s trained ResNet-50 on ImageNet for 16 epochs in 14.9 minutes, with crops of 160 to 192 pixels (*recorded*,
 # [FFCV's ImageNet runs](https://github.com/libffcv/ffcv-imagenet)). ImageNet's training set (ILSVRC 2012) has
 # 1,281,167 images, so these GPUs took about 23,000 in each second, 2,900 each. Somebody had to read, decode, crop and
-# copy them. Below, a core does that for a few hundred images a second, in the usual way. Every GPU of that run
+# copy them. Below, a core does that for several hundred images a second, in the usual way. Every GPU of that run
 # would want several cores for itself, and would wait if it did not get them. This lesson finds out who waits, opens
 # the file format that ends the waiting, and loads from it.
 #
@@ -81,8 +81,8 @@ use_ffcv = True  # False: as if FFCV could not be used here
 
 # %% [markdown]
 # FFCV is a package that few machines have. `missing` says whether it can be used here. If not, the cells
-# that need it show what was recorded elsewhere, and say so. All others run for real. `apply` mends what goes wrong in
-# its last release; section 10 comes back to that.
+# that need it show what was recorded elsewhere, and say so. All others run for real. `apply_fixes` mends what goes
+# wrong in its last release; section 10 comes back to that.
 
 # %%
 without = missing() if use_ffcv else "FFCV is left out, as use_ffcv says."
@@ -716,9 +716,9 @@ title = f"{origin}: loaders alone, images/s"
 plots.loader_bars(alone_rates, title, usual, strong=fast, unit="images/s")
 
 # %% [markdown]
-# *The figure: a bar for each loader. FFCV with raw images is three to five times as fast as the usual loader with as
-# many workers; JPEG is slower than raw, because it still decodes, and faster than the usual loader; the mixture is in
-# between.*
+# *The figure: a bar for each loader. On a quiet machine FFCV with raw images is four to five times as fast as the usual
+# loader with as many workers; JPEG is slower than raw, because it still decodes, and faster than the usual loader; the
+# mixture is in between. On a busy machine all this may look different.*
 #
 # And with the step, as in training:
 
@@ -731,7 +731,7 @@ plots.time_shares(shares, f"{more}: what an epoch of training spends its time on
 
 # %% [markdown]
 # *The figure: for each loader one bar of the time of an epoch, divided into the step and waiting for data. With the
-# usual loader most of it is waiting, with FFCV and raw images the least.*
+# usual loader most of it is waiting, on a quiet machine with FFCV and raw images the least.*
 #
 # That is the answer to the second half of the title. Whether it helps *you* depends on the first half: a step that did
 # not wait before gets no faster.
@@ -1580,8 +1580,8 @@ if not without:
     print(f"the usual loader {usual:,.0f}; {with_ffcv / usual:.1f} times")
 
 # %% [markdown]
-# The factor is about that of one process: ranks share the cores, and the file in memory. (On the two cores that built
-# this lesson: about three times with two ranks, and three to four with two workers of one process.)
+# On a quiet machine the factor is about that of one process, which was recorded as four to five (section 8): ranks
+# share the cores, and the file in memory.
 #
 # ### What `distributed=True` cannot do
 #
@@ -1778,8 +1778,8 @@ print("pages held at batches of 8: " + ", ".join(f"{n} {h}" for n, h in held.ite
 # 10. 768: the last 32 are dropped (section 10).
 # </details>
 #
-# **Exercises:** [exercises/15_ffcv_data_loading](../exercises/15_ffcv_data_loading_exercises.ipynb). **All lessons:**
-# the table at the end of [00 start_here](00_start_here.ipynb).
+# **Exercises:** [exercises/15_ffcv_data_loading](../exercises/15_ffcv_data_loading_exercises.ipynb). **Next:**
+# [16 multi node](16_multi_node.ipynb), which leaves this machine.
 #
 # **Worth reading**
 # - G. Leclerc, A. Ilyas, L. Engstrom, S. M. Park, H. Salman, A. Madry, *FFCV: accelerating training by removing data

@@ -613,7 +613,7 @@ check.shard(shard)
 #
 # It averages the ranks' gradients with equal weights, so that a sample in a smaller batch counts a little more.
 # Multiply the loss by batch size · n / samples of this step, and the gradient is that of the whole step again (lesson
-# 04, uneven inputs).
+# 04, section 2).
 # </details>
 # <details><summary>And FFCV?</summary>
 #

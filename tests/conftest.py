@@ -21,20 +21,32 @@ for folder in (str(ROOT / "tests"), str(ROOT)):
 
 
 LONG = (  # what takes a minute or so, in the order in which workers begin it; after it the groups with most tests
-    "tests/promises/test_browser.py", "tests/ranks/test_launcher_failures.py", "tests/grading/",
-    "tests/promises/test_benchmarks.py", "tests/promises/test_notebooks.py", "notebooks/", "solutions/",
-    "tests/ranks/test_launcher", "tests/models/test_models.py", "tests/figures/test_widgets.py",
+    "tests/promises/test_browser.py", "tests/promises/test_gpu_check.py", "tests/ranks/test_launcher_failures.py",
+    "tests/grading/",
+    "tests/promises/test_benchmarks.py", "tests/promises/test_notebooks.py", "notebooks/",
+    "tests/ranks/test_hangs_clinic.py", "tests/lessons/test_multi_node", "tests/ranks/test_where", "solutions/",
+    "tests/promises/test_loading_benchmark.py", "tests/lessons/test_data_loading_lesson.py",
+    "tests/ranks/test_launcher", "tests/promises/test_b", "tests/promises/test_environment.py",
+    "tests/figures/test_memory_widget.py", "tests/figures/test_mesh_widget.py", "tests/figures/test_widgets.py",
+    "tests/figures/test_", "tests/models/test_fabric.py", "tests/models/test_memory.py", "tests/models/test_models.py",
 )
 #: What `--quick` leaves out whole: kernels, browsers, other programs, ranks. Where else ranks are asked for, it skips.
 SLOW_PARTS = (
     "tests/ranks/", "tests/grading/", "tests/lessons/", "tests/exercises/test_checks_",
-    "tests/models/test_c_programs.py",
+    "tests/exercises/test_data_loading_exercises.py", "tests/models/test_c_programs.py",
+    "tests/models/test_fabric.py::test_works_under_torchrun",
     "tests/models/test_ffcv_fixes.py", "tests/models/test_images.py", "tests/promises/test_benchmarks.py",
     "tests/promises/test_bootstrap.py", "tests/promises/test_browser.py", "tests/promises/test_build.py",
-    "tests/promises/test_environment.py", "tests/promises/test_learner.py", "tests/promises/test_loading_benchmark.py",
-    "tests/promises/test_notebooks.py", "tests/promises/test_sheets.py",
+    "tests/promises/test_core.py::test_the_core_edition_runs",
+    "tests/promises/test_environment.py", "tests/promises/test_gpu_check.py", "tests/promises/test_learner.py",
+    "tests/promises/test_loading_benchmark.py", "tests/promises/test_notebooks.py",
+    "tests/promises/test_sheets.py", "tests/promises/test_trace_viewer.py",
 )
-WITH_FFCV = ("notebooks/15_", "solutions/15_")
+QUICK_IGNORES = tuple(f"{ROOT.as_posix()}/{part}" for part in SLOW_PARTS)
+#: Notebooks whose outputs were measured with an extra that few have.
+WITH_EXTRA = {
+    "notebooks/08_": "deepspeed", "solutions/08_": "deepspeed", "notebooks/15_": "ffcv", "solutions/15_": "ffcv",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,6 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
     share("torch._dynamo", *SLOW)  # ranks start by the hundred here: what one of them needs, all find imported
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what `--quick` leaves out."""
+    return config.getoption("quick") and collection_path.as_posix().startswith(QUICK_IGNORES) or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let a mark on a test count before the mark of its module. Under xdist put the longest groups first."""
     if config.getoption("quick"):
@@ -61,8 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         mark = item.get_closest_marker("guard")
         item.guard = float(mark.args[0]) if mark else 0.0
-        if item.nodeid.startswith(WITH_FFCV) and find_spec("ffcv") is None and not os.environ.get("CI"):
-            item.add_marker(pytest.mark.skip(reason="what is stored was measured with FFCV: see make ffcv"))
+        extra = WITH_EXTRA.get(item.nodeid[: item.nodeid.find("/") + 4])
+        if extra and find_spec(extra) is None and not os.environ.get("CI"):
+            item.add_marker(pytest.mark.skip(reason=f"what is stored was measured with {extra}: see make {extra}"))
     if hasattr(config, "workerinput"):
         tests = Counter(_group(item.nodeid) for item in items)
         items.sort(key=lambda item: _place(_group(item.nodeid), tests))

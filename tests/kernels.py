@@ -47,7 +47,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def left_behind(mark: str, folder: Path, seconds: float = 5.0) -> list[str]:
+def left_behind(mark: str, folder: Path, seconds: float = 20.0) -> list[str]:
     """What still exists once `seconds` have passed: marked processes, files in `folder`, shared memory of the dead."""
     pids = {p.pid for p in marked(mark)}
     deadline = time.monotonic() + seconds

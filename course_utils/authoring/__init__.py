@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from .builder import FOLDERS, ROOT, build, check, execute, test_lesson
+from .builder import FOLDERS, ROOT, build, build_core, check, execute, test_lesson
 from .minutes import update as update_minutes
 from .notebooks import STUB, code_cells
 
-__all__ = ["FOLDERS", "ROOT", "STUB", "build", "check", "code_cells", "execute", "test_lesson", "update_minutes"]
+__all__ = [
+    "FOLDERS", "ROOT", "STUB", "build", "build_core", "check", "code_cells", "execute", "test_lesson", "update_minutes",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -10,10 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDERS", "ROOT", "build", "check", "execute", "test_lesson"]
+__all__ = ["FOLDERS", "ROOT", "build", "build_core", "check", "execute", "test_lesson"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("notebooks", "exercises", "solutions")
+_SHOWN = re.compile(r"^show\(\"([\w./-]+)\"", re.MULTILINE)  # a cell that shows a program of scripts/
 
 
 def _targets(root: Path, names: list[str]) -> dict[Path, tuple[Any, bool]]:
@@ -46,6 +48,18 @@ def _targets(root: Path, names: list[str]) -> dict[Path, tuple[Any, bool]]:
     return targets
 
 
+def _older_programs(path: Path, built: Any) -> str:
+    """Say which programs of ``scripts/`` a built notebook shows as they are no more; empty if none."""
+    older = []
+    for cell in built.cells:
+        shown = [str(data) for output in cell.get("outputs", []) for data in output.get("data", {}).values()]
+        for name in _SHOWN.findall(cell.source) if shown else []:
+            program = path.parents[1] / "scripts" / name
+            if program.exists() and not any(program.read_text("utf-8") in text for text in shown):
+                older.append(name)
+    return f"shows an older scripts/{', scripts/'.join(older)}" if older else ""
+
+
 def _state(path: Path, text: Any, executed: bool) -> str:
     """Say what is wrong with a built notebook; empty if it is up to date."""
     import nbformat
@@ -64,6 +78,8 @@ def _state(path: Path, text: Any, executed: bool) -> str:
         return "a cell ends in an error"
     if nbformat.writes(normalise(built)) != path.read_text(encoding="utf-8").rstrip("\n"):
         return "not in normal form"
+    if older := _older_programs(path, built):
+        return older
     return "; ".join(leaks(built))
 
 
@@ -87,7 +103,8 @@ def build(root: Path = ROOT, names: list[str] | None = None, force: bool = False
         start = time.perf_counter()
         path.parent.mkdir(exist_ok=True)
         if executed and not force and path.exists():
-            executed = not take_outputs(nb, nbformat.read(path, as_version=4))
+            before = nbformat.read(path, as_version=4)
+            executed = bool(_older_programs(path, before)) or not take_outputs(nb, before)
         nb = normalise(await run(nb, path) if executed else nb)
         if found := leaks(nb):
             raise NotebookFailed(f"{path.relative_to(root)}: belongs to this machine: {'; '.join(found)}")
@@ -99,6 +116,36 @@ def build(root: Path = ROOT, names: list[str] | None = None, force: bool = False
     stale = [make(path, *what) for path, what in targets.items() if force or _state(path, *what)]
     print(f"{len(targets) - len(stale)} of {len(targets)} notebooks are up to date")
     return [message for message in asyncio.run(limited(jobs, stale)) if message]
+
+
+def build_core(root: Path = ROOT, names: list[str] | None = None, folder: Path | None = None) -> list[str]:
+    """Write the core edition of lessons, without outputs, to ``folder`` (``core/``). Returns what is wrong.
+
+    A lesson without deeper sections is written whole, and a printed line says so. A lesson in which headings and tags
+    disagree, or whose core needs a deeper cell, is not written.
+    """
+    import nbformat
+
+    from .core import core_edition, core_faults, is_deeper, moved_links
+
+    folder = folder or root / "core"
+    if folder.resolve() in {(root / name).resolve() for name in (*FOLDERS, "sources")}:
+        raise SystemExit(f"{folder} holds the course itself; name another folder for the core edition")
+    lessons = {path.stem: nb for path, (nb, _) in _targets(root, names or []).items() if path.parent.name == FOLDERS[0]}
+    failed = []
+    for name, nb in lessons.items():
+        if wrong := core_faults(nb):
+            failed += [f"{name}: {fault}" for fault in wrong]
+            continue
+        left = sum(map(is_deeper, nb.cells))
+        core = moved_links(nb, root / FOLDERS[0], folder, set(lessons))
+        whole = Path(os.path.relpath(root / FOLDERS[0] / f"{name}.ipynb", folder.resolve())).as_posix()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.ipynb"
+        path.write_text(nbformat.writes(core_edition(core, name, whole)) + "\n", encoding="utf-8")
+        print(f"wrote {path}: " + (f"{left} of {len(nb.cells)} cells left out" if left else
+                                   "the whole lesson, which has no section marked deeper"))
+    return failed
 
 
 def execute(paths: list[Path], jobs: int = 1, timeout: int = 300) -> list[str]:
@@ -128,8 +175,8 @@ def test_lesson(number: str, root: Path = ROOT) -> int:
         return 1
     topics = [re.search(r"course_utils\.checks import (\w+) as check", path.read_text("utf-8")) for path in sources]
     topic = next((found[1] for found in topics if found), name[3:])
-    tests = f"tests/lessons/test_{topic}_lesson.py", f"tests/exercises/test_{topic}_exercises.py"
-    files = [*tests, f"notebooks/{name}.ipynb", f"solutions/{name}_solutions.ipynb"]
+    tests = [path for folder in ("lessons", "exercises") for path in root.glob(f"tests/{folder}/test_{topic}_*.py")]
+    files = [*map(str, sorted(tests)), f"notebooks/{name}.ipynb", f"solutions/{name}_solutions.ipynb"]
     compare = ["--nbval", "--nbval-cell-timeout=300", "--nbval-sanitize-with", "tests/sanitise.cfg"]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", *compare]
     return subprocess.call([*command, *(file for file in files if (root / file).exists())], cwd=root)

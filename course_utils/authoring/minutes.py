@@ -7,7 +7,8 @@ text or code, does not count: it is there for those who want it.
 
 The figures in README.md, docs/instructor.md and the openings of the lessons come from here; :func:`update` writes them.
 In tables of lessons it fills the columns *read, min* and *exercises, min*; where a table has a column *lessons:
-sections*, it fills *by the clock* and *titles*.
+sections*, it fills *by the clock* and *titles*. A lesson with sections marked *deeper* has two figures: its core's, and
+the whole's.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["Section", "chosen", "exercises", "lessons", "reading", "rounded", "sections", "selection", "update"]
+__all__ = [
+    "MARK", "Section", "chosen", "core_reading", "exercises", "lessons", "names", "reading", "rounded", "sections",
+    "selection", "update",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS, LINES, PREDICTION = 130, 12, 1.5  # words and lines a minute, minutes a prediction
+MARK = " · deeper"  # at the end of the heading of a section that is not of the core
+TIME = r"(\*\*Time:\*\* about) .*? (?:minutes|hours) to read(?: the core, \d+ with the deeper sections)?"
 LISTED = r"<!-- minutes by section -->\n.*?<!-- end -->"
 
 
@@ -41,6 +47,10 @@ class Section:
     @property
     def minutes(self) -> float:
         return self.words / WORDS + self.lines / LINES + self.predictions * PREDICTION
+
+    @property
+    def deeper(self) -> bool:
+        return self.title.endswith(MARK)
 
 
 def _cells(source: Path) -> list[tuple[bool, str]]:
@@ -64,7 +74,7 @@ def _words(text: str) -> int:
     return len(re.findall(r"\S*\w\S*", text))
 
 
-def _names(code: str) -> tuple[set[str], set[str]]:
+def names(code: str) -> tuple[set[str], set[str]]:
     """What code defines for cells after it, and what it takes from cells before it."""
     table = symtable.symtable(code, "cells", "exec")
     defined = {name.get_name() for name in table.get_symbols() if name.is_assigned() or name.is_imported()}
@@ -117,7 +127,7 @@ def sections(lesson: str, root: Path = ROOT) -> list[Section]:
     result = []
     for heading, cells in found:
         section = _section(heading, cells)
-        defined, used = _names("\n".join(content for text, content in cells if not text))
+        defined, used = names("\n".join(content for text, content in cells if not text))
         result.append(replace(section, needs=tuple(sorted({made[name] for name in used if made.get(name)}))))
         made |= dict.fromkeys(defined, section.number)
     return result
@@ -140,9 +150,20 @@ def reading(lesson: str, root: Path = ROOT) -> float:
     return sum(section.minutes for section in sections(lesson, root))
 
 
+def core_reading(lesson: str, root: Path = ROOT) -> float:
+    """Minutes to read a lesson without its sections marked *deeper*; those of the whole where it has none."""
+    return sum(section.minutes for section in sections(lesson, root) if not section.deeper)
+
+
 def rounded(minutes: float) -> int:
     """To five minutes, as the figures of whole lessons are given."""
     return 5 * round(minutes / 5)
+
+
+def _figures(lesson: str, root: Path) -> tuple[int, int | None]:
+    """Rounded minutes of a lesson's core, and of the whole if that has deeper sections."""
+    deeper = any(section.deeper for section in sections(lesson, root))
+    return rounded(core_reading(lesson, root)), rounded(reading(lesson, root)) if deeper else None
 
 
 def _numbers(text: str) -> list[int]:
@@ -219,7 +240,8 @@ def _rows(text: str, root: Path) -> str:
         row = dict(zip(columns, cells, strict=True))
         lesson = re.match(r"\[?(\d\d)\b", cells[0])
         if "read, min" in row and lesson and any(name.startswith(lesson[1]) for name in lessons(root)):
-            row["read, min"] = str(rounded(reading(lesson[1], root)))
+            core, whole = _figures(lesson[1], root)
+            row["read, min"] = f"{core} ({whole})" if whole else f"{core}"
             row["exercises, min"] = str(sum(exercises(lesson[1], root).values()) or "")
         elif re.match(r"(exercises? )?\[?\d\d\b", row.get("lessons: sections", "")):
             row["by the clock"] = str(round(selection(row["lessons: sections"], root)))
@@ -239,7 +261,9 @@ def _listing(root: Path) -> str:
             uses = ", ".join(map(str, section.needs))
             rows.append(f"| {section.number or ''} | {section.title} | {section.minutes:.0f} | {uses} |")
         head = ["| | section | min | uses |", "|---|---|---|---|"]
-        parts += [f"**{name}**, {rounded(reading(name, root))} minutes", "\n".join([*head, *rows])]
+        core, whole = _figures(name, root)
+        time = f"{core} minutes for the core, {whole} with the deeper sections" if whole else f"{core} minutes"
+        parts += [f"**{name}**, {time}", "\n".join([*head, *rows])]
     return "\n\n".join(["<!-- minutes by section -->", *parts, "<!-- end -->"])
 
 
@@ -250,13 +274,15 @@ def _texts(root: Path) -> dict[Path, str]:
         path = root / "sources" / f"{name}.py"
 
         def whole(found: re.Match, name: str = name) -> str:
-            return f"{found[1]} {rounded(reading(name, root))} minutes to read"
+            core, deep = _figures(name, root)
+            more = f" the core, {deep} with the deeper sections" if deep else ""
+            return f"{found[1]} {core} minutes to read{more}"
 
         def part(found: re.Match, name: str = name) -> str:
             return f"{found[1]} {rounded(selection(f'{name[:2]}: {found[2]}-{found[3]}', root))} minutes"
 
         text = path.read_text(encoding="utf-8")
-        text = _replaced(text, r"(\*\*Time:\*\* about) .*? (?:minutes|hours) to read", whole)
+        text = _replaced(text, TIME, whole)
         texts[path] = _replaced(text, r"(\*\*Time:\*\*.*\bsections (\d+) to (\d+):) \d+ minutes", part)
         path = path.with_name(f"{name}_exercises.py")
         if path.exists():

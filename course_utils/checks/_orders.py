@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["SEEDS", "OrderCase", "by_page", "hit_rate", "in_memory", "open_in_windows", "order_cases"]
+__all__ = ["SEEDS", "OrderCase", "by_page", "hit_rate", "in_memory", "open_in_window", "order_cases"]
 
 SEEDS = 6  # orders that are judged where chance decides what fits
 
@@ -81,13 +80,15 @@ def hit_rate(accesses: Sequence[int], cap: int) -> float:
     return hits / len(accesses)
 
 
-@cache
-def open_in_windows() -> dict[str, float]:
-    """Pages open on average, by case, in orders of the widest window that fits: what others are measured by."""
-    return {
-        case.name: float(np.mean([_windowed(case, seed) for seed in range(SEEDS if case.ahead else 1)]))
-        for case in order_cases()
-    }
+def open_in_window(case: OrderCase) -> float:
+    """Pages open on average in orders of the widest window that fits: what others are measured by."""
+    if case.name not in _OPEN:
+        orders = [_windowed(case, seed) for seed in range(SEEDS if case.ahead else 1)]
+        _OPEN[case.name] = float(np.mean(orders))
+    return _OPEN[case.name]
+
+
+_OPEN: dict[str, float] = {}  # by the name of the case
 
 
 def _windowed(case: OrderCase, seed: int) -> float:

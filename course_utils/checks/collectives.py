@@ -7,18 +7,17 @@ and raises :class:`CheckFailed` with a hint if not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from ..costs import busbw_factor, bytes_sent
-from . import TIMEOUT, Exercise, Outcome, checked, crosses, load_hints, message_steps, paper_problem, sent, values
-from .traffic import calls, counted
+from . import TIMEOUT, Exercise, Outcome, checked, load_hints, paper_problem, sent, values
+from .traffic import by_node, calls
 
 __all__ = [
-    "HINTS", "all_gather_seconds", "all_reduce_in_two", "bandwidths", "gradient_all_reduce_seconds",
-    "half_bandwidth_size", "mean_and_variance", "ragged_all_gather", "ring_shift", "row_and_column_sums",
-    "tree_broadcast", "two_level_all_reduce",
+    "HINTS", "all_gather_seconds", "bandwidths", "gradient_all_reduce_seconds", "mean_and_variance",
+    "ragged_all_gather", "ring_shift", "two_level_all_reduce",
 ]
 
 HINTS = load_hints("collectives")
@@ -99,55 +98,13 @@ def ring_shift(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise.passed("1 message out and 1 in on every rank.")
 
 
-# ------------------------------------------------------------------------------------------------ all-reduce in two
-
-
-@checked
-def all_reduce_in_two(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x) -> sum over ranks``, x of any shape: one reduce-scatter and one all-gather of the padded size."""
-    exercise = Exercise("Exercise 3", HINTS["all_reduce_in_two"], timeout)
-    for n in (2, 3, 4, 1):
-        for number, shape in enumerate([(n, 3), (7,), (), (3, 5)]):
-            data = [values(*shape, seed=20 + 5 * rank + number) for rank in range(n)]
-            if number == 3:
-                data = [x.t() for x in data]
-            case = f"x of shape {tuple(data[0].shape)}" + ", not contiguous" * (number == 3)
-            fallback = "not-divisible" if number == 1 and n == 2 else None
-            _all_reduce_in_two(exercise, data, exercise.run(fn, data, case=case, fallback=fallback))
-    exercise.passed("1 reduce-scatter and 1 all-gather, which need 2(N-1)/N of the padded size.")
-
-
-def _all_reduce_in_two(exercise: Exercise, data: list[torch.Tensor], outcomes: list[Outcome]) -> None:
-    n, total, size = len(data), torch.stack(data).sum(0), data[0].nbytes
-    padded = math.ceil(total.numel() / n) * n * total.element_size()
-    body = total.numel() // n * n  # elements that N divides
-    for rank, outcome in exercise.each(outcomes):
-        ledger = outcome.ledger
-        exercise.communicates(rank, outcome, n)
-        library = ledger.count("all_reduce")
-        exercise.require(not library, "library-all-reduce", f"the ledger shows {counted(ledger)}.")
-        ends = (torch.zeros_like(data[rank]), data[rank])
-        tails = [torch.cat([total.flatten()[:body], end.flatten()[body:]]).reshape(total.shape) for end in ends]
-        exercise.equal(rank, outcome.result, total, {"tail": tails, "average": total / n})
-        whole = any(entry.op == "send" and entry.bytes >= size for entry in ledger)
-        keys = {**_HUB, "send": "whole-tensor" if whole else "other-calls"}
-        exercise.audit(ledger, {"reduce_scatter", "all_gather"}, keys=keys)
-        where = f"padded to a multiple of {n} numbers, {size} bytes become {padded}; "
-        key = "padding" if ledger.count("reduce_scatter") else "whole-tensor"
-        exercise.audit(ledger, largest=padded, where=where, keys={"too-large": key})
-        once = {"reduce_scatter": (1, 1), "all_gather": (1, 1)}
-        keys = {"too-many-calls": "other-calls", "too-few-calls": "other-calls"}
-        exercise.audit(ledger, calls=once, sent=(bytes_sent("all_reduce", n, size), None), keys=keys)
-        exercise.keeps_input(rank, outcome)
-
-
 # ------------------------------------------------------------------------------------------------ ragged all-gather
 
 
 @checked
 def ragged_all_gather(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x) -> list of all ranks' tensors``, x of shape (rows, d): two collectives, padded to the longest."""
-    exercise = Exercise("Exercise 4", HINTS["ragged_all_gather"], timeout)
+    exercise = Exercise("Exercise 3", HINTS["ragged_all_gather"], timeout)
     for n in (2, 3, 4, 1):
         uneven = [(3 * rank + 1) % 8 for rank in range(n)]
         for name, lengths, columns, fallback in (
@@ -200,106 +157,13 @@ def _ragged_all_gather(exercise: Exercise, data: list[torch.Tensor], outcomes: l
         exercise.keeps_input(rank, outcome)
 
 
-# ------------------------------------------------------------------------------------------------ sums on a mesh
-
-
-@checked
-def row_and_column_sums(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(block, rows, cols) -> (row sums, column sums)``, (m,) and (n,): two all-reduces in sub-groups."""
-    exercise = Exercise("Exercise 5", HINTS["row_and_column_sums"], timeout)
-    for rows, cols, shape in ((2, 3, (4, 5)), (3, 2, (3, 3)), (2, 2, (1, 6)), (1, 2, (5, 2))):
-        data = [values(*shape, seed=100 + rank) for rank in range(rows * cols)]
-        outcomes = exercise.run(fn, data, rows, cols, case=f"mesh of {rows} × {cols}")
-        for rank, outcome in exercise.each(outcomes):
-            _row_and_column_sums(exercise, data, rows, cols, rank, outcome)
-    exercise.passed("2 all-reduces in sub-groups, of one number for each row and for each column.")
-
-
-def _row_and_column_sums(
-    exercise: Exercise, data: list[torch.Tensor], rows: int, cols: int, rank: int, outcome: Outcome
-) -> None:
-    n = rows * cols
-    row, col = divmod(rank, cols)
-
-    def sums(row_ranks: Sequence[int], col_ranks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return sum(data[r].sum(1) for r in row_ranks), sum(data[r].sum(0) for r in col_ranks)
-
-    same_row, same_col = [row * cols + c for c in range(cols)], [r * cols + col for r in range(rows)]
-    right = sums(same_row, same_col)
-    slips = {
-        "axis": sums(same_col, same_row),
-        "whole-world": sums(range(n), range(n)),
-        "column-major": sums(range(rank % rows, n, rows), range(rank // rows * rows, (rank // rows + 1) * rows)),
-        "two-columns": sums(range(rank // 2 * 2, rank // 2 * 2 + 2), range(rank % 2, n, 2)),
-        "dim": (sum(data[r].sum(0) for r in same_row), sum(data[r].sum(1) for r in same_col)),
-        "swapped": right[::-1],
-    }
-    exercise.communicates(rank, outcome, n)
-    pair = isinstance(outcome.result, (tuple, list)) and len(outcome.result) == 2
-    exercise.require(pair, "shape", "expected a pair (row sums, column sums).")
-    for i, what in enumerate(("the vector of row sums", "the vector of column sums")):
-        exercise.equal(rank, outcome.result[i], right[i], {key: slip[i] for key, slip in slips.items()}, what)
-    exercise.audit(outcome.ledger, {"all_reduce"}, keys={"other-calls": "gathers-everything"})
-    own = all(set(entry.ranks) <= set(same_row) or set(entry.ranks) <= set(same_col) for entry in calls(outcome.ledger))
-    exercise.require(own, "whole-world", "an all-reduce goes beyond this rank's row or column.")
-    size = bytes_sent("all_reduce", cols, right[0].nbytes) + bytes_sent("all_reduce", rows, right[1].nbytes)
-    exercise.audit(outcome.ledger, calls=2, sent=(size, size), keys={"too-many-bytes": "block-sent"})
-    exercise.keeps_input(rank, outcome)
-
-
-# ------------------------------------------------------------------------------------------------ tree broadcast
-
-
-@checked
-def tree_broadcast(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, root)``, in place, x of any shape and dtype: N-1 messages in ⌈log2 N⌉ steps."""
-    exercise = Exercise("Exercise 6", HINTS["tree_broadcast"], timeout)
-    usual, *others = _TENSORS
-    steps = {}
-    for n, root, kind, fallback in (
-        (2, 0, usual, None),
-        *((2, 0, kind, "any-tensor") for kind in others),
-        *((n, 0, usual, "power-of-two" if n in (3, 5) else None) for n in (4, 8, 3, 5, 1)),
-        *((n, root, usual, "root") for n, root in ((2, 1), (4, 3), (3, 1), (3, 2), (5, 2), (5, 4), (6, 5))),
-    ):
-        data = [_TENSORS[kind](200 + 10 * rank + n) for rank in range(n)]
-        outcomes = exercise.run(fn, data, root, case=f"root {root}, x {kind}", fallback=fallback)
-        _tree_broadcast(exercise, data, root, outcomes)
-        steps[n] = message_steps([outcome.ledger for outcome in outcomes])
-    exercise.passed(f"N-1 messages in {', '.join(str(steps[n]) for n in sorted(steps))} steps.")
-
-
-def _tree_broadcast(exercise: Exercise, data: list[torch.Tensor], root: int, outcomes: list[Outcome]) -> None:
-    n, size, ledgers = len(data), data[root].nbytes, [outcome.ledger for outcome in outcomes]
-    for rank, outcome in exercise.each(outcomes):
-        exercise.communicates(rank, outcome, n)
-        exercise.audit(
-            outcome.ledger, {"send", "recv"}, keys={"broadcast": "library-broadcast", "other-calls": "collective"}
-        )
-        first = next(iter(calls(outcome.ledger)), None)
-        early = rank != root and first is not None and first.op == "send"
-        exercise.require(not early, "root" if root else "sends-too-early", "this rank sends before it has received.")
-    for rank, outcome in exercise.each(outcomes):
-        returned = isinstance(outcome.result, torch.Tensor) and torch.equal(outcome.result, data[root])
-        if returned and rank != root and torch.equal(outcome.after, data[rank]):
-            exercise.refuse("not-in-place", "x still holds this rank's own numbers.")
-        exercise.equal(rank, outcome.after, data[root], what="x after the call")
-    together = [entry for ledger in ledgers for entry in ledger]
-    messages = {"send": (n - 1, n - 1)}
-    limits = (size * (n - 1), size * (n - 1))
-    exercise.audit(together, calls=messages, sent=limits, keys={"too-many-calls": "too-many-messages"})
-    steps, allowed, most = message_steps(ledgers), math.ceil(math.log2(n)), max(ledger.messages for ledger in ledgers)
-    key = "hub" if most == n - 1 else "chain" if most == 1 else "small-subtree-first"
-    exercise.require(steps <= allowed, key, f"the messages need {steps} steps; {allowed} are enough.")
-
-
 # ------------------------------------------------------------------------------------------------ two levels
 
 
 @checked
 def two_level_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, nodes, per_node) -> sum over ranks``, of shape (n,): a rank sends 2(M-1)/M · S/G between nodes."""
-    exercise = Exercise("Exercise 7", HINTS["two_level_all_reduce"], timeout)
+    exercise = Exercise("Exercise 4", HINTS["two_level_all_reduce"], timeout)
     for nodes, per_node, n in ((2, 2, 12), (2, 3, 12), (3, 2, 12), (2, 3, 9), (3, 2, 10)):
         data = [values(n, seed=300 + rank) for rank in range(nodes * per_node)]
         fallback = "uneven" if n % (nodes * per_node) else None
@@ -316,10 +180,7 @@ def _two_level_all_reduce(
     padded = math.ceil(total.numel() / per_node / nodes) * nodes * total.element_size()  # a shard cut for all nodes
     light, inside_limit = (bytes_sent("all_reduce", per_node, s) for s in (size / nodes + 1, size))
     across_limits = bytes_sent("all_gather", nodes, size / per_node), bytes_sent("all_reduce", nodes, padded)
-    traffic = [  # by rank: entries inside its node, and between nodes
-        [[entry for entry in outcome.ledger if crosses(entry, rank, per_node) == across] for across in (False, True)]
-        for rank, outcome in enumerate(outcomes)
-    ]
+    traffic = [by_node(outcome.ledger, rank, per_node) for rank, outcome in enumerate(outcomes)]
     for rank, outcome in exercise.each(outcomes):
         exercise.communicates(rank, outcome, n)
         first = rank // per_node * per_node
@@ -341,7 +202,7 @@ def _two_level_all_reduce(
 
 
 @paper_problem(
-    "Exercise 8",
+    "Exercise 5",
     cases=[(7e9, 2, 16, 400), (70e9, 2, 64, 800), (1e9, 4, 2, 100)],
     slips={
         "gigabits": ["/ 8  ->  ", "/ 8  ->  * 8"],
@@ -361,7 +222,7 @@ def gradient_all_reduce_seconds(parameters, bytes_per_parameter, ranks, link_gig
 
 
 @paper_problem(
-    "Exercise 9",
+    "Exercise 6",
     cases=[
         ("all_reduce", 8, 2**30, 8203.9e-6), ("all_reduce", 2, 2**20, 1e-4), ("all_gather", 4, 2**24, 1e-3),
         ("reduce_scatter", 8, 2**24, 1e-3), ("all_to_all", 3, 2**24, 1e-3), ("broadcast", 8, 2**24, 1e-3),
@@ -389,7 +250,7 @@ def bandwidths(op, ranks, size, seconds):
 
 
 @paper_problem(
-    "Exercise 10",
+    "Exercise 7",
     cases=[(2e9, 8, 900), (1e9, 4, 600), (5e8, 16, 1800)],
     slips={
         "directions": "both_directions / 2  ->  both_directions",
@@ -407,25 +268,3 @@ def bandwidths(op, ranks, size, seconds):
 def all_gather_seconds(shard, ranks, both_directions):
     """Check ``fn(shard, ranks, both_directions) -> seconds``, of a shard in bytes and a bandwidth in GB/s."""
     return (ranks - 1) * shard / (both_directions / 2 * 1e9)
-
-
-@paper_problem(
-    "Exercise 11",
-    cases=[(8, 43.83e-6, 234.89), (4, 2e-5, 300), (64, 1e-4, 48)],
-    slips={
-        "algbw": "2 * (ranks - 1) / ranks  ->  1",
-        "limit": "2 * (ranks - 1) / ranks  ->  2",
-        "upside-down": "giga / factor  ->  giga * factor",
-        "gather-factor": "2 * (ranks - 1) / ranks  ->  (ranks - 1) / ranks",
-        "giga": "giga = 1e9  ->  giga = 1",
-        "gibi": "giga = 1e9  ->  giga = 2**30",
-        "per-step": "latency *  ->  2 * (ranks - 1) * latency *",
-    },
-    units=["bytes"],
-    hints=HINTS["half_bandwidth_size"],
-)
-def half_bandwidth_size(ranks, latency, peak_busbw):
-    """Check ``fn(ranks, latency, peak_busbw) -> bytes``, of a latency in seconds and a bandwidth in GB/s."""
-    giga = 1e9
-    factor = 2 * (ranks - 1) / ranks
-    return latency * peak_busbw * giga / factor

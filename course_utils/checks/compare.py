@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["alike", "close", "listed", "number", "show", "values", "whole_number", "whole_numbers"]
+__all__ = ["alike", "close", "listed", "number", "show", "slip_of", "values", "whole_number", "whole_numbers"]
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # tolerance of results: the order of a sum is free
 
@@ -76,3 +76,8 @@ def show(value: Any, start: int = 0) -> str:
 def listed(value: Any) -> Sequence:
     """``value`` if it is a list, else a list of it alone."""
     return value if isinstance(value, list) else [value]
+
+
+def slip_of(slips: Mapping[str, Any], same: Callable[[Any], bool], default: str) -> str:
+    """The key of the first slip whose result is the ``same``, or one of whose results if it has a list; or default."""
+    return next((key for key, some in slips.items() if any(map(same, listed(some)))), default)

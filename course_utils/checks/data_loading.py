@@ -13,7 +13,6 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -41,11 +40,11 @@ from ._beton import (
     ffcv_here,
     own_file,
     pictures,
-    written_by_ffcv,
 )
+from ._boxes import BOX_ROW, MOST, ROW, decoded_by_ffcv, encoded_by_ffcv, padded_boxes, random_boxes, right_encode
 from ._jobs import HIDDEN, JOBS, MEASURED, PLANS, STAGES, Job, Plan, steady
 from ._limits import Endless, limited
-from ._orders import SEEDS, OrderCase, by_page, hit_rate, in_memory, open_in_windows, order_cases
+from ._orders import SEEDS, OrderCase, by_page, hit_rate, in_memory, open_in_window, order_cases
 
 __all__ = [
     "BOX_ROW", "HINTS", "JOBS", "STAGES", "Job", "box_decoder", "encode_boxes", "find_bottleneck", "hit_rate",
@@ -156,14 +155,16 @@ def _same_header(exercise: Exercise, got: Any, right: dict[str, Any]) -> None:
     what = f"the fields are wrong.\n  expected  {expected}\n  got       {names}"
     exercise.require(len(names) == len(expected), "fields-count", what)
     for i, ((name, kind), (right_name, right_kind)) in enumerate(zip(names, expected, strict=True)):
-        if name != right_name or whole_number(kind) != right_kind:
-            text = bytes(name) if isinstance(name, (bytes, bytearray, np.ndarray)) else str(name).encode()
-            hint = "descriptor-size" if i else "value"
-            if text.startswith(right_name.encode()):
-                hint = "names"
-            elif len(right_name) == 16 and name == right_name[:15]:
-                hint = "full-name"
-            exercise.refuse(hint, what)
+        if name == right_name:
+            exercise.require(whole_number(kind) == right_kind, "types", what)
+            continue
+        text = bytes(name) if isinstance(name, (bytes, bytearray, np.ndarray)) else str(name).encode()
+        causes = (
+            ("names", text.startswith(right_name.encode())),
+            ("full-name", len(right_name) == 16 and name == right_name[:15]),
+            ("descriptor-size", i > 0),
+        )
+        exercise.refuse(next((key for key, holds in causes if holds), "value"), what)
 
 
 _SAMPLE_CASES = (  # name, fields, hint for failures that nothing explains
@@ -206,18 +207,17 @@ def _same_sample(exercise: Exercise, got: Any, images: list[np.ndarray], labels:
     form = pair and isinstance(got[0], np.ndarray) and whole_number(got[1]) is not None
     exercise.require(form, "form", f"the function returned {' and '.join(map(_shown, got)) if pair else _shown(got)}.")
     image, label = got[0], whole_number(got[1])
-    expected, fallback = images[index], exercise.fallback
-    if image.shape != expected.shape or image.dtype != np.uint8:
-        hint = fallback or "form"
-        if np.array_equal(image, expected):
-            hint = "form"
-        elif image.dtype == np.uint8 and image.shape == (expected.shape[1], expected.shape[0], 3):
-            hint = "width-height"
-        elif any(np.array_equal(image, other) for other in images):
-            hint = "index"
-        elif image.dtype == np.uint8 and image.ndim == 3 and index:
-            hint = fallback or "index"
-        exercise.refuse(hint, f"the image is {_shown(image)}; expected {expected.shape}, uint8.")
+    expected, fallback, pixels = images[index], exercise.fallback, got[0].dtype == np.uint8
+    if image.shape != expected.shape or not pixels:
+        height, width, _ = expected.shape
+        causes = (
+            ("form", not pixels or np.array_equal(image, expected)),
+            ("width-height", image.shape == (width, height, 3)),
+            ("index", any(np.array_equal(image, other) for other in images)),
+            (fallback or "index", image.ndim == 3 and index),
+        )
+        key = next((key for key, holds in causes if holds), fallback or "form")
+        exercise.refuse(key, f"the image is {_shown(image)}; expected {expected.shape}, uint8.")
     if not np.array_equal(image, expected):
         planes = expected.tobytes() == image.transpose(2, 0, 1).tobytes()
         planes = planes or np.array_equal(np.sort(image.ravel()), np.sort(expected.ravel()))
@@ -230,14 +230,6 @@ def _same_sample(exercise: Exercise, got: Any, images: list[np.ndarray], labels:
 
 # ------------------------------------------------------------------------------------------------ a field of one's own
 
-BOX_ROW = np.dtype([("count", "<u4"), ("pointer", "<u8")])  # what a row of the file holds of the boxes of an image
-_ROWS = np.dtype([("label", "<i8"), ("boxes", BOX_ROW)], align=True)
-MOST = 6  # boxes that the decoder returns of an image
-
-
-def _boxes(count: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).uniform(0, 256, (count, 4)).astype(np.float32)
-
 
 @checked
 def encode_boxes(fn: Callable) -> None:
@@ -246,14 +238,16 @@ def encode_boxes(fn: Callable) -> None:
     heap = Heap()
     wide = np.random.default_rng(4).uniform(0, 256, (5, 9)).astype(np.float32)
     cases = [
-        ("3 boxes", _boxes(3, 1), None), ("1 box", _boxes(1, 2), None), ("no box", _boxes(0, 3), None),
-        ("2 boxes in float64", _boxes(2, 4).astype(np.float64), "float64"),
+        ("3 boxes", random_boxes(3, 1), None),
+        ("1 box", random_boxes(1, 2), None),
+        ("no box", random_boxes(0, 3), None),
+        ("2 boxes in float64", random_boxes(2, 4).astype(np.float64), "float64"),
         ("5 boxes, columns 2 to 5 of a larger array", wide[:, 2:6], "contiguous"),
-        ("3 boxes, their columns side by side in memory", np.asfortranarray(_boxes(3, 5)), "contiguous"),
-        ("7 boxes, every second row of a larger array in float64", _boxes(14, 7).astype(float)[::2], "contiguous"),
-        ("40 boxes", _boxes(40, 6), None),
+        ("3 boxes, their columns side by side in memory", np.asfortranarray(random_boxes(3, 5)), "contiguous"),
+        ("7 boxes, every second row of a larger float64 array", random_boxes(14, 7).astype(float)[::2], "contiguous"),
+        ("40 boxes", random_boxes(40, 6), None),
     ]
-    rows = np.zeros(len(cases), _ROWS)
+    rows = np.zeros(len(cases), ROW)
     rows["boxes"] = (2**32 - 1, 2**64 - 1)
     for i, (exercise.case, boxes, exercise.fallback) in enumerate(cases):
         asked: list[tuple[int, np.ndarray]] = []
@@ -284,54 +278,19 @@ def _same_boxes(exercise: Exercise, row: np.void, boxes: np.ndarray, asked: list
     address, memory = asked[0]
     what = f"the pointer is {row['pointer']}; malloc returned {address}."
     exercise.require(int(row["pointer"]) == address, "pointer", what)
-    right = np.frombuffer(np.ascontiguousarray(boxes, np.float32).tobytes(), np.uint8)
-    if len(memory) % 4 == 0 and (memory.reshape(-1, 4) == OLD).all():
-        exercise.refuse("not-copied", "the memory is as malloc returned it.")
-    double = np.frombuffer(np.ascontiguousarray(boxes, np.float64).tobytes(), np.uint8)
-    if boxes.dtype == np.float64 or np.array_equal(memory, double):
-        exercise.require(np.array_equal(memory, right), "float64", "the bytes are not those of float32.")
-    what = f"{len(memory)} bytes were asked for; {len(right)} do."
-    exercise.require(len(memory) <= len(right) or not np.array_equal(memory[: len(right)], right), "padded", what)
-    same = np.array_equal(memory, right)
-    exercise.require(same, exercise.fallback or "bytes", "the bytes are not those of the boxes.")
-
-
-def _box_field(encode: Callable, decoder: Callable | None) -> Any:
-    """FFCV's field, a class, around the two functions; imports FFCV."""
-    from ffcv.fields.base import ARG_TYPE, Field
-    from ffcv.pipeline.allocation_query import AllocationQuery
-    from ffcv.pipeline.operation import Operation
-
-    class BoxDecoder(Operation):
-        def declare_state_and_memory(self, previous_state: Any) -> tuple:
-            shape, dtype = (self.field.most, 4), np.dtype("<f4")
-            return replace(previous_state, shape=shape, dtype=dtype), AllocationQuery(shape, dtype)
-
-        def generate_code(self) -> Callable:
-            return decoder(self.memory_read, self.field.most)
-
-    class BoxField(Field):
-        metadata_type = BOX_ROW
-
-        def __init__(self, most: int):
-            self.most = most
-
-        def encode(self, destination: np.ndarray, boxes: np.ndarray, malloc: Callable) -> None:
-            encode(destination, boxes, malloc)
-
-        def to_binary(self) -> Any:
-            arguments = np.zeros(1, ARG_TYPE)[0]
-            arguments[0][:8] = np.array([self.most], "<u8").view(np.uint8)
-            return arguments
-
-        @classmethod
-        def from_binary(cls, binary: np.ndarray) -> Any:
-            return cls(int(binary[:8].view("<u8")[0]))
-
-        def get_decoder_class(self) -> type:
-            return BoxDecoder
-
-    return BoxField
+    right, double = (
+        np.frombuffer(np.ascontiguousarray(boxes, dtype).tobytes(), np.uint8) for dtype in (np.float32, np.float64)
+    )
+    if np.array_equal(memory, right):
+        return
+    causes = (
+        ("not-copied", "is as malloc returned it", not len(memory) % 4 and (memory.reshape(-1, 4) == OLD).all()),
+        ("float64", "does not hold float32", boxes.dtype == np.float64 or np.array_equal(memory, double)),
+        ("padded", f"has {len(memory)} bytes; {len(right)} do", np.array_equal(memory[: len(right)], right)),
+        (exercise.fallback or "bytes", "does not hold the boxes", True),
+    )
+    key, what = next((key, what) for key, what, holds in causes if holds)
+    exercise.refuse(key, f"the memory {what}.")
 
 
 def _ffcv_writes(exercise: Exercise, encode: Callable) -> bool:
@@ -339,30 +298,19 @@ def _ffcv_writes(exercise: Exercise, encode: Callable) -> bool:
     if not ffcv_here():
         return False
     exercise.case = "a file of 50 images, written by FFCV"
-    columns = [list(range(50)), [_boxes(7 * i % 5, i) for i in range(50)]]
-    from ffcv.fields import IntField
-
+    written = [random_boxes(7 * i % 5, i) for i in range(50)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "boxes.beton"
-        fields = {"label": IntField(), "boxes": _box_field(encode, None)(MOST)}
         try:
-            written_by_ffcv(path, fields, columns)
+            encoded_by_ffcv(encode, written, path)
         except Exception as error:
             exercise.refuse("error", f"FFCV's writer fails.\n\n{type(error).__name__}: {error}")
         content = path.read_bytes()
-    start = HEADER.itemsize + 2 * DESCRIPTOR.itemsize
-    rows = np.frombuffer(content, _ROWS, 50, start)["boxes"]
-    for row, boxes in zip(rows, columns[1], strict=True):
+    rows = np.frombuffer(content, ROW, len(written), HEADER.itemsize + 2 * DESCRIPTOR.itemsize)["boxes"]
+    for row, boxes in zip(rows, written, strict=True):
         got = np.frombuffer(content, "<f4", 4 * len(boxes), int(row["pointer"])) if len(boxes) else boxes.ravel()
         exercise.require(row["count"] == len(boxes) and np.array_equal(got, boxes.ravel()), "bytes", "other boxes.")
     return True
-
-
-def _right_encode(destination: np.ndarray, boxes: np.ndarray, malloc: Callable) -> None:
-    destination["count"] = len(boxes)
-    if len(boxes):
-        destination["pointer"], memory = malloc(boxes.nbytes)
-        memory[:] = boxes.view(np.uint8).ravel()
 
 
 @checked
@@ -371,10 +319,10 @@ def box_decoder(fn: Callable) -> None:
     exercise = Exercise("Exercise 4", HINTS["box_decoder"])
     heap = Heap()
     counts = [2, 0, 6, 1, 3, 0, 5, 4, 9, 2, 1, 0]
-    boxes = [_boxes(count, 30 + i) for i, count in enumerate(counts)]
-    rows = np.zeros(len(counts), _ROWS)["boxes"]
+    boxes = [random_boxes(count, 30 + i) for i, count in enumerate(counts)]
+    rows = np.zeros(len(counts), ROW)["boxes"]
     for i, some in enumerate(boxes):
-        _right_encode(rows[i : i + 1], some, heap.malloc)
+        right_encode(rows[i : i + 1], some, heap.malloc)
         rows[i]["pointer"] += 77 * (not len(some))
     exercise.case = "in Python"
     decode = exercise.call(fn, heap.read, MOST)
@@ -397,12 +345,6 @@ def box_decoder(fn: Callable) -> None:
     print(f"Exercise 4 passed: {len(counts)} images, {said}.")
 
 
-def _padded(boxes: np.ndarray) -> np.ndarray:
-    full = np.full((MOST, 4), -1, np.float32)
-    full[: len(boxes)] = boxes[:MOST]
-    return full
-
-
 def _same_decoded(exercise: Exercise, got: Any, boxes: list[np.ndarray], indices: list[int]) -> None:
     form = isinstance(got, np.ndarray) and got.shape == (len(indices), MOST, 4) and got.dtype == np.float32
     exercise.require(form, "form", f"decode returned {_shown(got)}.")
@@ -410,7 +352,7 @@ def _same_decoded(exercise: Exercise, got: Any, boxes: list[np.ndarray], indices
     what = f"every place holds {value:g}."
     exercise.require((got != value).any() or all(not len(boxes[k]) for k in indices), "unfilled", what)
     for i, sample in enumerate(indices):
-        right, count = _padded(boxes[sample]), min(MOST, len(boxes[sample]))
+        right, count = padded_boxes(boxes[sample]), min(MOST, len(boxes[sample]))
         if np.array_equal(got[i], right):
             continue
         first = ", ".join(f"{number:.1f}" for number in got[i, 0].tolist())
@@ -418,37 +360,22 @@ def _same_decoded(exercise: Exercise, got: Any, boxes: list[np.ndarray], indices
         if count and not np.array_equal(got[i, :count], right[:count]):
             others = [some[:MOST] for k, some in enumerate(boxes) if k != sample]
             other = any(np.array_equal(got[i, : len(some)], some) for some in others if len(some))
-            other = other or np.array_equal(got[i], _padded(boxes[1]))
+            other = other or np.array_equal(got[i], padded_boxes(boxes[1]))
             exercise.refuse("position" if other else exercise.fallback or "bytes", what)
         exercise.refuse("stale", f"{what} It has {count} boxes.")
 
 
 def _ffcv_reads(exercise: Exercise, fn: Callable, boxes: list[np.ndarray]) -> bool:
-    """Write the boxes with FFCV, and let its Loader compile and call the learner's decoder; False without FFCV."""
+    """Let FFCV's Loader compile and call the learner's decoder; False without FFCV."""
     if not ffcv_here():
         return False
-    from ffcv.fields import IntField
-    from ffcv.loader import Loader, OrderOption
-
     exercise.case = "compiled by FFCV"
-    field = _box_field(_right_encode, fn)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "boxes.beton"
-        written_by_ffcv(path, {"label": IntField(), "boxes": field(MOST)}, [list(range(len(boxes))), boxes])
-        indices = [*range(1, len(boxes)), 0]
-
-        def read() -> list[np.ndarray]:
-            loader = Loader(
-                str(path), batch_size=5, num_workers=1, order=OrderOption.SEQUENTIAL, drop_last=False,
-                indices=np.array(indices, np.uint64), custom_fields={"boxes": field}, pipelines={"label": None},
-            )
-            return [batch.numpy().copy() for (batch,) in loader]
-
-        try:
-            got = limited(read, computing=300.0, limit=600.0)  # a compiler runs first
-        except (Exception, Endless) as error:
-            lines = [line for line in str(error).splitlines() if line.strip()] or ["it does not come to an end"]
-            exercise.refuse("numba", "\n".join(["FFCV cannot use it.", "", f"{type(error).__name__}:", *lines[:6]]))
+    indices = [*range(1, len(boxes)), 0]
+    try:
+        got = limited(lambda: decoded_by_ffcv(fn, boxes, indices, 5), computing=300.0, limit=600.0)  # compiles first
+    except (Exception, Endless) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or ["it does not come to an end"]
+        exercise.refuse("numba", "\n".join(["FFCV cannot use it.", "", f"{type(error).__name__}:", *lines[:6]]))
     for k, batch in enumerate(got):
         _same_decoded(exercise, batch, boxes, indices[5 * k : 5 * k + len(batch)])
     exercise.require(sum(map(len, got)) == len(boxes), "form", f"{sum(map(len, got))} of {len(boxes)} samples came.")
@@ -545,7 +472,7 @@ def _equal_steps(samples: np.ndarray) -> float:
 
 def _judge_room(exercise: Exercise, orders: list[np.ndarray], case: OrderCase) -> None:
     """Refuse orders that have fewer pages open than a window has."""
-    opened, can = [in_memory(case.pages[order], 0) for order in orders], open_in_windows()[case.name]
+    opened, can = [in_memory(case.pages[order], 0) for order in orders], open_in_window(case)
     mixed, most = float(np.mean([each.mean() for each in opened])), max(each.max() for each in opened)
     key = "one-page" if most == 1 else "unused-cap"
     exercise.require(mixed >= 0.9 * can, key, f"{mixed:.1f} pages are open on average; {can:.1f} can be.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from numbers import Integral
 from typing import Any
 
@@ -16,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, load_hints, show
+from . import TIMEOUT, Exercise, checked, load_hints, show
+from .compare import listed, slip_of
+from .edits import edited_function
+from .traffic import calls
 from .training import (
     EXACT,
     ROUNDS,
@@ -32,7 +36,7 @@ from .training import (
     trained_parameters,
     weighted_sum,
     weights_of,
-)
+)  # fmt: skip
 
 __all__ = [
     "HINTS", "accumulate", "bucketed", "data_parallel", "epoch_indices", "in_buckets", "overlapped", "uneven_epoch",
@@ -125,26 +129,26 @@ def _train(words: Tensor, fn: Callable, options: dict, args: tuple, branches: li
         arrivals.clear()
         optimizer.zero_grad()
         loss = module.loss(words[step, :samples], branches[step][rank])
-        with record() as during, _counted_waits() as waits:
-            current[0] = during
-            loss.backward()
-        with record() as after:
+        with record() as ledger:
+            with record() as current[0], _counted_waits() as waits:
+                loss.backward()
             finish()
         out["steps"].append({
-            "gradients": gradients_of(module), "during": during, "after": after, "waits": len(waits),
+            "gradients": gradients_of(module), "ledger": ledger, "during": current[0], "waits": len(waits),
             "before_last": arrivals[-1] if arrivals else 0,
         })
         optimizer.step()
     return out
 
 
-def _one_process(data: list[Tensor], options: dict, branches: list[list[bool]]) -> list[list[dict]]:
+@cache
+def _one_process(n: int, everyone: bool, **options: bool) -> list[list[dict]]:
     """By step, the gradients of all ranks' batches in one process that trains rank 0's model."""
     module, steps = Words(0, **options), []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for step, samples in enumerate(SIZES):
         parts = []
-        for words, branch in zip(data, branches[step], strict=True):
+        for words, branch in zip(_words(n), _branches(n, everyone)[step], strict=True):
             optimizer.zero_grad()
             module.loss(words[step, :samples], branch).backward()
             parts.append(gradients_of(module))
@@ -155,8 +159,8 @@ def _one_process(data: list[Tensor], options: dict, branches: list[list[bool]]) 
     return steps
 
 
-def _words(n: int, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def _words(n: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(40 + n)
     return [torch.randint(WORDS, (len(SIZES), max(SIZES), 5), generator=generator) for _ in range(n)]
 
 
@@ -178,39 +182,40 @@ def _branches(n: int, everyone: bool) -> list[list[bool]]:
 
 
 def _replicas(exercise: Exercise, fn: Callable, audit: Callable, with_caps: bool = True) -> None:
-    """Run ``fn`` on all cases; ``audit(exercise, rank, step, result, trained, cap, everyone)`` looks at the ledger."""
+    """Run ``fn`` on all cases; ``audit(exercise, result, trained, cap, everyone)`` looks at the ledger of a step."""
     for n, name, options, everyone, caps, fallback in _CASES:
         if fallback == "order" and "order" not in exercise.hints:
             continue
         for cap in caps if with_caps else caps[:1]:
-            data, branches = _words(n, 40 + n), _branches(n, everyone)
             args, case = ((cap,), f"{name}, buckets of {cap:,} bytes") if with_caps else ((), name)
             explained = {"fallback": fallback, "errors": "NoneType|gradient"}
-            outcomes = exercise.run(_train, data, fn, options, args, branches, case=case, **explained)
-            for rank, outcome in enumerate(outcomes):
+            outcomes = exercise.run(
+                _train, _words(n), fn, options, args, _branches(n, everyone), case=case, **explained
+            )
+            for rank, outcome in exercise.each(outcomes):
                 exercise.communicates(rank, outcome, n)
-                _starts_alike(exercise, rank, outcome, options)
-            for step, parts in enumerate(_one_process(data, options, branches)):
-                for rank, outcome in enumerate(outcomes):
-                    _step(exercise, rank, outcome.result["steps"][step], parts, step)
+                _starts_alike(exercise, outcome.result, options)
+            results = list(zip(*(outcome.result["steps"] for outcome in outcomes), strict=True))
+            for step, parts in enumerate(_one_process(n, everyone, **options)):
+                for rank, result in exercise.each(results[step], f"step {step + 1}: "):
+                    _step(exercise, rank, result, parts, step)
             trained = list(trained_parameters(Words(0, **options)).values())
-            for rank, outcome in enumerate(outcomes if n > 1 else []):
-                for step, result in enumerate(outcome.result["steps"]):
-                    audit(exercise, rank, step, result, trained, cap, everyone)
+            for step in range(len(SIZES) if n > 1 else 0):
+                for _, result in exercise.each(results[step], f"step {step + 1}: "):
+                    audit(exercise, result, trained, cap, everyone)
 
 
-def _starts_alike(exercise: Exercise, rank: int, outcome: Outcome, options: dict) -> None:
+def _starts_alike(exercise: Exercise, got: dict, options: dict) -> None:
     """Refuse a rank that does not start with the weights and buffers of rank 0."""
-    root, got = Words(0, **options), outcome.result
-    exercise.require(got["callable"], "finish", "the function returned nothing that can be called.", rank)
+    root = Words(0, **options)
+    exercise.require(got["callable"], "finish", "the function returned nothing that can be called.")
     wrong = [name for name, value in weights_of(root).items() if not exact(got["start"][name], value)]
     if wrong:
         key = "frozen-broadcast" if all(name.startswith("frozen") for name in wrong) else "no-broadcast"
-        right = root.get_parameter(wrong[0]).detach()
-        lines = f"\n  rank 0     {show(right)}\n  this rank  {show(got['start'][wrong[0]])}"
-        exercise.refuse(key, f"{wrong[0]} starts with other numbers than on rank 0.{lines}", rank)
-    exercise.require(exact(got["scale"], root.scale), "buffers", "the buffer `scale` differs from rank 0's.", rank)
-    exercise.require(got["kept"], "replaced", "some parameters are not those that the module had.", rank)
+        lines = f"\n  rank 0     {show(root.get_parameter(wrong[0]))}\n  this rank  {show(got['start'][wrong[0]])}"
+        exercise.refuse(key, f"{wrong[0]} starts with other numbers than on rank 0.{lines}")
+    exercise.require(exact(got["scale"], root.scale), "buffers", "the buffer `scale` differs from rank 0's.")
+    exercise.require(got["kept"], "replaced", "some parameters are not those that the module had.")
 
 
 def _step(exercise: Exercise, rank: int, result: dict, parts: list[dict], step: int) -> None:
@@ -223,8 +228,7 @@ def _step(exercise: Exercise, rank: int, result: dict, parts: list[dict], step: 
             "write-back": {name: _elsewhere(got[name], mean) for name in mean},
         }
     traps = {key: wrong for key, wrong in traps.items() if key in exercise.hints}
-    default = "leftover" if step and exercise.fallback is None else "value"
-    compare(exercise, rank, got, mean, traps, f"step {step + 1}: the gradient", default)
+    compare(exercise, rank, got, mean, traps, "the gradient", "leftover" if step and not exercise.fallback else "value")
 
 
 def _elsewhere(got: Tensor, mean: dict[str, Tensor]) -> Tensor | None:
@@ -235,18 +239,13 @@ def _elsewhere(got: Tensor, mean: dict[str, Tensor]) -> Tensor | None:
     return got if found and len(nonzero) else None
 
 
-def _audit_bytes(
-    exercise: Exercise, rank: int, step: int, result: dict, trained: list, cap: int | None, everyone: bool
-) -> None:
+def _audit_bytes(exercise: Exercise, result: dict, trained: list, cap: int, everyone: bool) -> None:
     """Refuse other operations than all-reduces, and more or fewer bytes than the trained parameters have."""
-    entries = [e for e in (*result["during"], *result["after"]) if e.op != "barrier"]
-    others = sorted({e.op for e in entries} - {"all_reduce"})
-    where = f"step {step + 1}: "
-    exercise.require(not others, "other-calls", f"{where}the ledger shows {', '.join(others)}.", rank)
-    size, enough = sum(e.bytes for e in entries), sum(p.nbytes for p in trained)
-    key = exercise.fallback if exercise.fallback in ("tied", "frozen") else "too-many-bytes"
-    exercise.require(size <= enough, key, f"{where}{size} bytes travel; {enough} are enough.", rank)
-    exercise.require(size >= enough, "too-few-bytes", f"{where}{size} of {enough} bytes are in the ledger.", rank)
+    enough = sum(p.nbytes for p in trained)
+    keys = {"not-distributed": "too-few-bytes"}
+    if exercise.fallback in ("tied", "frozen"):
+        keys["too-many-bytes"] = exercise.fallback
+    exercise.audit(result["ledger"], {"all_reduce"}, carried=(enough, enough), keys=keys)
 
 
 def _filled(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
@@ -261,36 +260,27 @@ def _filled(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parame
     return closed + list(filling.values())
 
 
-def _audit_buckets(
-    exercise: Exercise, rank: int, step: int, result: dict, trained: list, cap: int, everyone: bool
-) -> None:
+def _audit_buckets(exercise: Exercise, result: dict, trained: list, cap: int, everyone: bool) -> None:
     """Refuse too many messages and too large ones."""
-    _audit_bytes(exercise, rank, step, result, trained, cap, everyone)
-    sizes = [e.bytes for e in (*result["during"], *result["after"]) if e.op == "all_reduce"]
-    where, largest = f"step {step + 1}: ", max(cap, max(p.nbytes for p in trained))
-    what = f"{where}an all-reduce carries {max(sizes)} bytes; {largest} is the limit."
-    exercise.require(max(sizes) <= largest, "too-large", what, rank)
+    _audit_bytes(exercise, result, trained, cap, everyone)
     enough = max(len(_filled(order, cap)) for order in (trained, trained[::-1]))
-    key = "one-per-parameter" if len(sizes) == len(trained) else "too-many-messages"
-    what = f"{where}{len(sizes)} all-reduces; {enough} buckets are enough."
-    exercise.require(len(sizes) <= enough, key, what, rank)
+    alone = len(calls(result["ledger"])) == len(trained)
+    keys = {"too-many-calls": "one-per-parameter" if alone else "too-many-messages"}
+    exercise.audit(result["ledger"], calls=enough, largest=max(cap, *(p.nbytes for p in trained)), keys=keys)
 
 
-def _audit_overlap(
-    exercise: Exercise, rank: int, step: int, result: dict, trained: list, cap: int, everyone: bool
-) -> None:
+def _audit_overlap(exercise: Exercise, result: dict, trained: list, cap: int, everyone: bool) -> None:
     """Refuse all-reduces that start after backward, at its very end, or that backward waits for."""
-    _audit_buckets(exercise, rank, step, result, trained, cap, everyone)
+    _audit_buckets(exercise, result, trained, cap, everyone)
     if not everyone:
         return
-    started, late, where = result["during"].count("all_reduce"), len(result["after"]), f"step {step + 1}: "
-    what = f"{where}{started} all-reduces start before backward returns, {late} after it."
-    exercise.require(late == 0, "after-backward", what, rank)
-    what = f"{where}backward waits for {result['waits']} operations."
-    exercise.require(result["waits"] == 0, "waits-in-hook", what, rank)
-    early = result["before_last"]
-    what = f"{where}when the last gradient arrives, {early} of {started} all-reduces have started."
-    exercise.require(early >= started - 1, "starts-late", what, rank)
+    started, waits, early = result["during"].count("all_reduce"), result["waits"], result["before_last"]
+    late = len(result["ledger"]) - len(result["during"])
+    what = f"{started} all-reduces start before backward returns, {late} after it."
+    exercise.require(late == 0, "after-backward", what)
+    exercise.require(waits == 0, "waits-in-hook", f"backward waits for {waits} operations.")
+    what = f"when the last gradient arrives, {early} of {started} all-reduces have started."
+    exercise.require(early >= started - 1, "starts-late", what)
 
 
 @checked
@@ -361,13 +351,14 @@ def _in_buckets(exercise: Exercise, got: Any, parameters: list, cap: int) -> Non
     for dtype in {p.dtype for p in parameters}:
         mine = [i for i in order if parameters[i].dtype == dtype]
         exercise.require(mine == sorted(mine), "order", what)
-    slips = ([p.numel() for p in parameters], [8 * p.numel() for p in parameters], [4 * p.numel() for p in parameters])
-    right = _grouped([p.nbytes for p in parameters], cap)
-    groups = [len(bucket) for bucket in sizes]
-    if len({p.dtype for p in parameters}) == 1 and groups != right and max(map(max, sizes)) <= cap:
-        whole = [p.untyped_storage().nbytes() for p in parameters]
-        exercise.require(groups != _grouped(whole, cap), "storage", what)
-        exercise.require(groups not in [_grouped(slip, cap) for slip in slips], "elements", what)
+    groups, one_dtype = [len(bucket) for bucket in sizes], len({p.dtype for p in parameters}) == 1
+
+    def grouped(size: Callable[[nn.Parameter], int]) -> bool:
+        return groups == _grouped([size(p) for p in parameters], cap)
+
+    if one_dtype and max(map(max, sizes)) <= cap and not grouped(lambda p: p.nbytes):
+        exercise.require(not grouped(lambda p: p.untyped_storage().nbytes()), "storage", what)
+        exercise.require(not any(grouped(lambda p, k=k: k * p.numel()) for k in (1, 4, 8)), "elements", what)
     large = [bucket for bucket in sizes if sum(bucket) > cap and len(bucket) > 1]
     alone = all(max(bucket) <= cap for bucket in large)
     exercise.require(not large, "too-large" if alone else "large-alone", what)
@@ -419,36 +410,29 @@ def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
     return out
 
 
-def _wrap() -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    DistributedDataParallel(nn.Linear(1, 1))
-
-
 @checked
 def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(model, batches)``: the gradient of all samples, which travels once."""
-    from course_utils import launch
-
     exercise = Exercise("Exercise 5", HINTS["accumulate"], timeout)
     for n, sizes, fallback in (
         (2, [4, 4, 4], None), (2, [4, 4, 2], "mean-of-means"), (2, [4], "one-micro-batch"), (3, [3, 3, 3, 1], None),
         (1, [4, 4, 2], None),
     ):
-        launch(_wrap, world_size=n, backend=BACKEND)  # the first time takes a second, which is not the answer's
         data = [sample_table(ROUNDS * sum(sizes), 900 + 10 * n + rank) for rank in range(n)]
         case = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
         outcomes = exercise.run(_accumulate, data, fn, sizes, case=case, fallback=fallback)
-        for rank, outcome in enumerate(outcomes):
-            for number, result in enumerate(outcome.result):
-                halves = [batches_of(table.chunk(ROUNDS)[number], sizes) for table in data]
-                _accumulated(exercise, rank, result, halves, sizes, f"accumulation {number + 1} of {ROUNDS}: ")
+        net = regression_net()
+        for number in range(ROUNDS):
+            batches = [batches_of(table.chunk(ROUNDS)[number], sizes) for table in data]
+            parts = [[loss_gradient(net, x, y) for x, y in own] for own in batches]
+            for rank, outcome in exercise.each(outcomes, f"accumulation {number + 1} of {ROUNDS}: "):
+                _accumulated(exercise, rank, outcome.result[number], parts, sizes)
     exercise.passed("the gradient travels once, whatever the number of micro-batches.")
 
 
-def _accumulated(exercise: Exercise, rank: int, result: dict, halves: list, sizes: list[int], where: str) -> None:
-    n, m, net = len(halves), len(sizes), regression_net()
-    parts = [[loss_gradient(net, x, y) for x, y in batches] for batches in halves]
+def _accumulated(exercise: Exercise, rank: int, result: dict, parts: list[list[dict]], sizes: list[int]) -> None:
+    """Refuse a gradient that is not that of all samples, from ``parts`` by rank and micro-batch, or travels twice."""
+    n, m = len(parts), len(sizes)
     share = [size / sum(sizes) for size in sizes]
     by_rank = [weighted_sum(own, share) for own in parts]
     right = average(by_rank)
@@ -463,18 +447,16 @@ def _accumulated(exercise: Exercise, rank: int, result: dict, halves: list, size
         traps |= {"never": by_rank[rank], "divided-twice": weighted_sum([right], [1 / n])}
         if m > 1:
             traps["never"] = [by_rank[rank], *(weighted_sum(parts[rank], [w] * m) for w in (1, 1 / m))]
-    compare(exercise, rank, result["gradients"], right, traps, f"{where}the gradient")
-    largest, ledger = result["largest"], result["ledger"]
-    what = f"{where}the model saw {largest} samples at once; a micro-batch has {max(sizes)} at most."
-    exercise.require(largest <= max(sizes), "one-batch", what, rank)
-    what = f"{where}{result['alive']} micro-batches have gone forward and not yet backward."
-    exercise.require(result["alive"] <= 1, "all-graphs", what, rank)
-    size = sum(e.bytes for e in ledger if e.op not in ("broadcast", "barrier"))
-    enough = sum(p.nbytes for p in net.parameters())
-    if n > 1 and size > enough:
-        every = size >= m * enough and m > 1
-        key = "forward-outside" if every and result["entered"] else "every-micro-batch" if every else "too-many-bytes"
-        exercise.refuse(key, f"{where}{size} bytes travel; {enough} are enough.", rank)
+    compare(exercise, rank, result["gradients"], right, traps, "the gradient")
+    largest, alive, ledger = result["largest"], result["alive"], [e for e in result["ledger"] if e.op != "broadcast"]
+    what = f"the model saw {largest} samples at once; a micro-batch has {max(sizes)} at most."
+    exercise.require(largest <= max(sizes), "one-batch", what)
+    what = f"{alive} micro-batches have gone forward and not yet backward."
+    exercise.require(alive <= 1, "all-graphs", what)
+    enough = sum(g.nbytes for g in right.values())
+    every = m > 1 and sum(e.bytes for e in ledger) >= m * enough
+    key = "forward-outside" if every and result["entered"] else "every-micro-batch" if every else "too-many-bytes"
+    exercise.audit(ledger, carried=enough, keys={"too-many-bytes": key})
 
 
 # ------------------------------------------------------------------------------------------------ sampler
@@ -484,16 +466,38 @@ def _order(samples: int, seed: int) -> list[int]:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _padded(left: list[int], source: list[int], ranks: int) -> list[int]:
-    missing = -len(left) % ranks
-    return left + (source * (1 + missing // max(1, len(source))))[:missing]
+def _indices(samples: int, ranks: int, rank: int, epoch: int, seed: int, done: int) -> list[int]:
+    """What DistributedSampler gives a rank, without the first ``done`` samples of the epoch's order."""
+    order = _order(samples, seed + epoch)
+    left = order[done:]
+    left = left + (order * ranks)[: -len(left) % ranks]
+    return left[rank::ranks]
 
 
-def _indices(
-    samples: int, ranks: int, rank: int, epoch: int, seed: int, done: int, shuffle_with: int | None = None
-) -> list[int]:
-    order = _order(samples, seed + epoch if shuffle_with is None else shuffle_with)
-    return _padded(order[done:], order, ranks)[rank::ranks]
+_SHUFFLED_AGAIN = "[done + i for i in _order(samples - done, seed + epoch)]"
+_INDEX_SLIPS = {  # hint key to an edit of `_indices`, or several
+    "no-shuffle": "_order(samples, seed + epoch)  ->  list(range(samples))",
+    "no-epoch": "seed + epoch  ->  seed",
+    "no-seed": "seed + epoch  ->  epoch",
+    "rank-seed": ["seed + epoch  ->  seed + epoch + rank", "seed + epoch  ->  seed + rank"],
+    "overlap": [
+        "left[rank::ranks]  ->  order[done:]", "left[rank::ranks]  ->  left",
+        "left[rank::ranks]  ->  left[: len(left) // ranks]",
+    ],
+    "blocks": "left[rank::ranks]  ->  left[rank * len(left) // ranks : (rank + 1) * len(left) // ranks]",
+    "no-padding": "(order * ranks)[: -len(left) % ranks]  ->  []",
+    "cut": "left + (order * ranks)[: -len(left) % ranks]  ->  left[: len(left) // ranks * ranks]",
+    "not-resumed": "order[done:]  ->  order",
+    "per-rank": [
+        {"order[done:]": "order", "[rank::ranks]": f"[rank::ranks]{rest}"} for rest in ("[done:]", "[done // ranks :]")
+    ],
+    "shuffled-again": [
+        {"order[done:]": again, "(order * ranks)": "(left * ranks)"}
+        for again in (_SHUFFLED_AGAIN, _SHUFFLED_AGAIN.replace("done + i", "order[done + i]"))
+    ],
+    "resumed-uneven": {"order[done:]": "order", "left[rank::ranks]": "left[done:][rank::ranks]"},
+    "resumed-padding": "(order * ranks)  ->  (left * ranks)",
+}  # fmt: skip
 
 
 @checked
@@ -536,45 +540,22 @@ def _sampled(exercise: Exercise, fn: Callable, *args: int) -> list[int]:
 
 def _refuse_indices(exercise: Exercise, parts: list, right: list, case: tuple) -> None:
     samples, ranks, epoch, seed, done = case
-    order = _order(samples, seed + epoch)
-    left, everyone = order[done:], range(ranks)
 
-    def dealt(source: list[int]) -> list[list[int]]:
-        return [source[r::ranks] for r in everyone]
+    def same(edit: str | dict[str, str]) -> bool:
+        wrong = edited_function(_indices, edit)
+        return parts == [wrong(samples, ranks, rank, epoch, seed, done) for rank in range(ranks)]
 
-    def shuffled(with_seed: int) -> list[list[int]]:
-        return [_indices(samples, ranks, r, epoch, seed, done, with_seed) for r in everyone]
-
-    padded, whole = _padded(left, order, ranks), [_indices(samples, ranks, r, epoch, seed, 0) for r in everyone]
-    length = len(padded) // ranks
-    anew = [[left[i] for i in _order(len(left), seed + epoch)], [done + i for i in _order(len(left), seed + epoch)]]
-    traps: dict[str, list] = {
-        "no-shuffle": [dealt(_padded(list(range(samples))[done:], list(range(samples)), ranks))],
-        "no-epoch": [shuffled(seed)], "no-seed": [shuffled(epoch)],
-        "rank-seed": [[shuffled(seed + epoch + r)[r] for r in everyone], [shuffled(seed + r)[r] for r in everyone]],
-        "overlap": [[left] * ranks, [padded] * ranks, [left[:length]] * ranks],
-        "blocks": [[padded[r * length : (r + 1) * length] for r in everyone]],
-        "no-padding": [dealt(left)] if len(left) % ranks else [],
-        "cut": [dealt(left[: len(left) // ranks * ranks])],
-        "not-resumed": [whole] if done else [],
-        "per-rank": [[w[done:] for w in whole], [w[done // ranks :] for w in whole]] if done else [],
-        "shuffled-again": [dealt(_padded(s, s, ranks)) for s in anew] if done else [],
-        "resumed-uneven": [dealt(_padded(order, order, ranks)[done:])] if done else [],
-        "resumed-padding": [dealt(_padded(left, left, ranks))] if done and left else [],
-    }
-    key = next((key for key, some in traps.items() if parts in some), "value")
-    real = [len(left[r::ranks]) for r in everyone]
-    alike = all(p[:k] == r[:k] for p, r, k in zip(parts, right, real, strict=True))
-    if key == "value" and alike and not exercise.fallback:
-        key = "padding"
-    rank = next(r for r in everyone if parts[r] != right[r])
-    exercise.refuse(key, f"the indices are wrong.\n  expected  {right[rank]}\n  got       {parts[rank]}", rank)
+    real = [len(range(rank, samples - done, ranks)) for rank in range(ranks)]  # samples without the padding
+    alike = all(p[:k] == r[:k] for p, r, k in zip(parts, right, real, strict=True)) and not exercise.fallback
+    key = slip_of(_INDEX_SLIPS, same, "padding" if alike else "value")
+    rank = next(rank for rank in range(ranks) if parts[rank] != right[rank])
+    exercise.differs(key, "the indices are wrong.", right[rank], parts[rank], rank)
 
 
 # ------------------------------------------------------------------------------------------------ uneven inputs
 
 
-def _uneven(table: Tensor, fn: Callable, sizes: list[list[int]]) -> dict:
+def _uneven(table: Tensor, fn: Callable, sizes: Sequence[Sequence[int]]) -> dict:
     import torch.distributed as dist
 
     module = regression_net()
@@ -583,37 +564,43 @@ def _uneven(table: Tensor, fn: Callable, sizes: list[list[int]]) -> dict:
     return weights_of(module)
 
 
-def _uneven_in_one(data: list[Tensor], sizes: list[list[int]], slip: str = "") -> dict[str, Tensor]:
-    """Final weights of one process that takes in each step the batches of all ranks; or with a usual mistake."""
-    net, before = regression_net(), None
+def _tables(sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The samples of each rank."""
+    return [sample_table(max(1, sum(own)), 700 + 10 * len(sizes) + rank) for rank, own in enumerate(sizes)]
+
+
+@cache
+def _uneven_in_one(sizes: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
+    """Final weights of one process that takes in each step the batches of all ranks."""
+    net = regression_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    batches = [batches_of(table, own) for table, own in zip(data, sizes, strict=True)]
-    steps = (min if slip == "stops-early" else max)(map(len, batches))
-    for step in range(steps):
+    batches = [batches_of(table, own) for table, own in zip(_tables(sizes), sizes, strict=True)]
+    for step in range(max(map(len, batches))):
         present = [own[step] for own in batches if step < len(own)]
         parts, counts = [loss_gradient(net, x, y) for x, y in present], [len(x) for x, _ in present]
-        mean = weighted_sum(parts, [c / sum(counts) for c in counts])
-        if slip == "mean-of-means":
-            mean = average(parts)
-        elif slip == "divided-by-all":
-            mean = average(parts, len(data))
-        elif slip == "sum":
-            mean = average(parts, 1)
-        elif slip == "sum of samples":
-            mean = weighted_sum(parts, counts)
-        elif slip.startswith("leftover") and before is not None:
-            stale = len(data) if slip == "leftover on all" else len(data) - len(present)
-            mean = weighted_sum([mean, before], [1, stale / sum(counts)])
-        before = {name: g.clone() for name, g in mean.items()}
+        mean = weighted_sum(parts, [count / sum(counts) for count in counts])
         for name, g in mean.items():
-            net.get_parameter(name).grad = g
+            net.get_parameter(name).grad = g.clone()
         optimizer.step()
     return weights_of(net)
 
 
+def _not_cleared(stale: str) -> dict[str, str]:
+    """The edit by which so many ranks add their gradient of the step before."""
+    added = f"mean = weighted_sum([mean, before], [1, ({stale}) / sum(counts)]) if before else mean\nbefore = mean\n"
+    return {"net = ": "before = None\nnet = ", "for name, g": f"{added}for name, g"}
+
+
+_UNEVEN_SLIPS = {  # hint key to edits of `_uneven_in_one`
+    "stops-early": "max(map  ->  min(map",
+    "mean-of-means": "count / sum(counts)  ->  1 / len(counts)",
+    "divided-by-all": "count / sum(counts)  ->  1 / len(sizes)",
+    "sum": ["count / sum(counts)  ->  1", "count / sum(counts)  ->  count"],
+    "leftover": [_not_cleared("len(sizes) - len(present)"), _not_cleared("len(sizes)")],
+}
 _UNEVEN = (
-    [[4, 4, 4], [4, 4, 4]], [[4, 4, 4], [4]], [[4, 4, 2], [4, 2, 1]], [[3], [4, 2, 4]], [[4, 1], [], [3, 4, 4]],
-    [[4, 2]],
+    ((4, 4, 4), (4, 4, 4)), ((4, 4, 4), (4,)), ((4, 4, 2), (4, 2, 1)), ((3,), (4, 2, 4)), ((4, 1), (), (3, 4, 4)),
+    ((4, 2),),
 )
 
 
@@ -623,33 +610,24 @@ def uneven_epoch(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise = Exercise("Exercise 7", HINTS["uneven_epoch"], timeout)
     for sizes in _UNEVEN:
         n = len(sizes)
-        data = [sample_table(max(1, sum(own)), 700 + 10 * n + rank) for rank, own in enumerate(sizes)]
         case = "batches of " + " | ".join(", ".join(map(str, own)) or "none" for own in sizes) + " samples"
-        outcomes = exercise.run(_uneven, data, fn, sizes, case=case)
-        right = _uneven_in_one(data, sizes)
-        slips = ("stops-early", "mean-of-means", "divided-by-all", "sum", "leftover", "leftover on all")
-        traps = {slip: _uneven_in_one(data, sizes, slip) for slip in slips if n > 1}
-        if n > 1:
-            traps["sum"] = [traps["sum"], _uneven_in_one(data, sizes, "sum of samples")]
-            traps["leftover"] = [traps["leftover"], traps.pop("leftover on all")]
+        outcomes, right = exercise.run(_uneven, _tables(sizes), fn, sizes, case=case), _uneven_in_one(sizes)
         agree = [all(exact(outcome.result[name], w) for name, w in right.items()) for outcome in outcomes]
-        for rank, outcome in enumerate(outcomes):
+        slips = _UNEVEN_SLIPS if n > 1 and not all(agree) else {}
+        traps = {
+            key: [edited_function(_uneven_in_one, edit)(sizes) for edit in listed(some)] for key, some in slips.items()
+        }
+        for rank, outcome in exercise.each(outcomes):
             exercise.communicates(rank, outcome, n)
             lost = any(bool(w.isnan().any()) for w in outcome.result.values())
-            exercise.require(not lost, "no-samples", "the weights are nan.", rank)
+            exercise.require(not lost, "no-samples", "the weights are nan.")
             odd = agree[rank] or not any(agree)
-            exercise.require(odd, "ranks-differ", "these weights are wrong, those of another rank are right.", rank)
+            exercise.require(odd, "ranks-differ", "these weights are wrong, those of another rank are right.")
             compare(exercise, rank, outcome.result, right, traps, "after the epoch the weight")
-        _audit_uneven(exercise, outcomes, max(map(len, sizes)))
+        gradient, steps = sum(p.nbytes for p in regression_net().parameters()), max(map(len, sizes))
+        for _, outcome in exercise.each(outcomes):
+            others = [entry for entry in outcome.ledger if entry.op != "all_reduce"]
+            told = {"where": "outside of all-reduces ", "keys": {"too-many-bytes": "gathers-everything"}}
+            exercise.audit(others, carried=gradient - 1, **told)
+            exercise.audit(outcome.ledger, carried=steps * (gradient + 16) + 16, where=f"in {steps} steps ")
     exercise.passed("every sample weighs the same, with one gradient a step.")
-
-
-def _audit_uneven(exercise: Exercise, outcomes: list[Outcome], steps: int) -> None:
-    gradient = sum(p.nbytes for p in regression_net().parameters())
-    enough = steps * (gradient + 16) + 16
-    for rank, outcome in enumerate(outcomes if len(outcomes) > 1 else []):
-        other = sum(e.bytes for e in outcome.ledger if e.op != "all_reduce")
-        exercise.require(other < gradient, "gathers-everything", f"{other} bytes outside of all-reduces.", rank)
-        size = outcome.ledger.bytes()
-        what = f"{size} bytes travel in {steps} steps; {enough} are enough."
-        exercise.require(size <= enough, "too-many-bytes", what, rank)

@@ -66,6 +66,6 @@ def edited_function(function: Callable[..., Any], edits: str | Mapping[str, str]
     body = textwrap.dedent("\n".join(source.splitlines()[first.lineno - 1 :]))
     arguments = ", ".join(argument.arg for argument in node.args.args)
     code = f"def {node.name}({arguments}):\n" + textwrap.indent(edited(body, edits), "    ")
-    names = dict(function.__globals__)
+    names = dict(inspect.unwrap(function).__globals__)
     exec(compile(code, f"<slip of {node.name}>", "exec"), names)
     return names[node.name]

@@ -17,7 +17,7 @@ from ..ranks import Watch, is_learner
 from . import traffic
 from ._hints import load_hints
 from ._limits import COMPUTING, LIMIT, Endless, limited
-from .compare import alike, close, listed, show
+from .compare import alike, close, show, slip_of
 
 __all__ = ["BACKEND", "COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Outcome", "checked"]
 
@@ -80,6 +80,11 @@ def _is_stub(error: str, answered: bool) -> bool:
     return kind == "NotImplementedError" and (message.startswith("Replace this line") or not (message or answered))
 
 
+def _in_short(error: str) -> str:
+    """The first line of an error's text as the end of a sentence."""
+    return textwrap.shorten(error.strip().split("\n")[0], 100, placeholder=" …").rstrip(".:") + "."
+
+
 def _left_early(states: Sequence[str]) -> bool:
     """Whether some ranks of a ring have returned although all were talking to the right neighbours."""
     n = len(states)
@@ -88,13 +93,25 @@ def _left_early(states: Sequence[str]) -> bool:
     return talk and any("returned" in row for row in states)
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """PyTorch computes in one thread: with tensors as small as those of the checks, several wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def checked(check: Callable) -> Callable:
     """Decorate a check: whatever an answer returns, the learner gets CheckFailed and no error of the check's own."""
 
     @functools.wraps(check)
     def judge(*args: Any, **kwargs: Any) -> None:
         try:
-            check(*args, **kwargs)
+            with _one_thread():
+                check(*args, **kwargs)
         except CheckFailed:
             raise
         except Exception as error:
@@ -120,16 +137,26 @@ class Exercise:
         Key to text; added to the common ones.
     timeout : float
         Seconds at rest after which ranks that all wait count as hanging, where it cannot be proven at once.
+    program : callable
+        What each rank runs, given the answer, the inputs of all ranks and the other arguments; it returns an `Outcome`.
+    options : mapping
+        More arguments of `ranks.run` from the next case on, such as ``{"hosts": {"hosts": 2}}``.
+    explained : mapping
+        Words in the text of a hang or an error, to the hint of its own that it has.
     """
 
     title: str
     hints: dict[str, str]
     timeout: float = TIMEOUT
+    program: Callable[..., Outcome] = _one_rank
+    options: Mapping[str, Any] = field(default_factory=dict)
+    explained: Mapping[str, str] = field(default_factory=dict)
     case: str = ""
     fallback: str | None = None
     world_sizes: list[int] = field(default_factory=list)
     answered: bool = False  # whether the function has returned something in this process
     rank: int | None = None  # the rank that refusals are about, if they name no other
+    where: str = ""  # begins what refusals say, such as "step 2: "
     own_fallback: bool = False  # whether the case brought `fallback`, and not the number of ranks
     case_errors: str | None = None  # pattern of more errors that the case's own fallback explains
 
@@ -175,7 +202,7 @@ class Exercise:
 
         watch = Watch(self.timeout, COMPUTING)
         try:
-            return ranks.run(_one_rank, (fn, inputs, args), {}, n, LIMIT, BACKEND, watch=watch)
+            return ranks.run(self.program, (fn, inputs, args), {}, n, LIMIT, BACKEND, watch=watch, **self.options)
         except WorkerError as error:
             if error.starting:
                 return self._not_started(error, fn, inputs, args, n, again)
@@ -186,7 +213,8 @@ class Exercise:
             if _is_stub(error.exception, answered=bool(self.world_sizes)):
                 self.refuse("empty", "there is no answer yet.")
             view = "view size is not compatible" in error.exception
-            self.refuse("view" if view else self._error(error.exception), f"an error.\n\n{error}", error.rank)
+            ended = f"the function did not return a result: {_in_short(error.exception)}"
+            self.refuse("view" if view else self._error(error.exception), f"{ended}\n\n{error}", error.rank)
         except RuntimeError as error:  # there are no ranks
             return self._not_started(error, fn, inputs, args, n, again)
 
@@ -206,7 +234,7 @@ class Exercise:
             messages = any(re.search(r"\b(send|recv)\b", state) for state in error.states)
             explained = self.fallback if self.own_fallback or messages else None
             key = "unwaited" if "unwaited" in self.hints and _left_early(error.states) else explained or "hang"
-            self.refuse(key, f"the ranks do not finish: each waits for another.\n\n{error}")
+            self.refuse(key, f"the ranks do not finish: at least one waits in vain.\n\n{error}")
         self.refuse("slow", f"the ranks do not finish.\n\n{error}", error.rank)
 
     def call(self, fn: Callable, *args: Any) -> Any:
@@ -223,7 +251,8 @@ class Exercise:
             if _is_stub(text, self.answered):
                 self.refuse("empty", "there is no answer yet.")
             own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_learner(frame.filename)]
-            self.refuse(self.fallback or "error", f"an error.\n\n{''.join(traceback.format_list(own[-1:]))}{text}")
+            ended = f"the function did not return a result: {_in_short(text)}"
+            self.refuse(self.fallback or "error", f"{ended}\n\n{''.join(traceback.format_list(own[-1:]))}{text}")
         self.answered = True
         return result
 
@@ -234,34 +263,43 @@ class Exercise:
         return self.fallback if self.fallback and told else "error"
 
     @contextlib.contextmanager
-    def on_rank(self, rank: int) -> Iterator[None]:
-        """What is refused inside the ``with`` block is refused on this rank."""
-        before, self.rank = self.rank, rank
+    def on_rank(self, rank: int, where: str = "") -> Iterator[None]:
+        """What is refused inside the ``with`` block is refused on this rank; ``where`` begins what is said."""
+        before, (self.rank, self.where) = (self.rank, self.where), (rank, where)
         try:
             yield
         finally:
-            self.rank = before
+            self.rank, self.where = before
 
-    def each(self, outcomes: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """Pairs of rank and outcome; what is refused in the body of the loop over them is refused on that rank."""
+    def each(self, outcomes: Iterable[Any], where: str = "") -> Iterator[tuple[int, Any]]:
+        """Pairs of rank and outcome; what is refused in the body of the loop over them is refused on that rank.
+
+        ``where``, such as ``"step 2: "``, begins what is said.
+        """
         for rank, outcome in enumerate(outcomes):
-            with self.on_rank(rank):
+            with self.on_rank(rank, where):
                 yield rank, outcome
 
     def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
         """Raise CheckFailed with the hint ``key``, or the case's fallback if ``key`` explains little.
 
         ``what`` is a sentence; what follows its first empty line stands behind the hint. ``rank`` is by default that of
-        `on_rank` or `each`.
+        `on_rank` or `each`, whose ``where`` begins the sentence.
         """
         rank = self.rank if rank is None else rank
         if key in ("value", "shape") and self.fallback:
             key = self.fallback
+        if key in ("hang", "error"):
+            key = next((hint for words, hint in self.explained.items() if words in what), key)
         circumstances = [self.case, f"rank {rank}" if rank is not None else ""] if key != "empty" else []
         where = ", ".join(filter(None, [self.title, *circumstances]))
         hint = textwrap.fill("Hint: " + (COMMON_HINTS | self.hints)[key], 100, break_on_hyphens=False)
-        what, *evidence = what.split("\n\n", 1)
+        what, *evidence = (self.where + what).split("\n\n", 1)
         raise CheckFailed("\n\n".join([f"{where}: {what}", hint, *evidence]), key, rank) from None
+
+    def differs(self, key: str, what: str, expected: Any, got: Any, rank: int | None = None) -> NoReturn:
+        """Refuse with two lines below the sentence ``what``: what was expected, and what the answer gave."""
+        self.refuse(key, f"{what}\n  expected  {expected}\n  got       {got}", rank)
 
     def require(self, condition: bool, key: str, what: str, rank: int | None = None) -> None:
         """Refuse with the hint ``key`` unless ``condition`` holds."""
@@ -354,14 +392,10 @@ class Exercise:
         if close(got, expected):
             told = f"{what} is {got.dtype}; the docstring promises {dtype}."
             return self.require(dtype in (None, got.dtype), "dtype", told, rank)
-        key = next((key for key, wrongs in (traps or {}).items() if any(close(got, w) for w in listed(wrongs))), None)
-        if key is None:
-            key = "value" if isinstance(got, torch.Tensor) and got.shape == expected.shape else "shape"
-        start = 0
-        if key != "shape" and got.shape == expected.shape:
-            start = int((~alike(got, expected)).flatten().nonzero()[0])
-        lines = f"\n  expected  {show(expected, start)}\n  got       {show(got, start)}"
-        self.refuse(key, f"{what} is wrong.{lines}", rank)
+        formed = isinstance(got, torch.Tensor) and got.shape == expected.shape
+        key = slip_of(traps or {}, lambda wrong: close(got, wrong), "value" if formed else "shape")
+        start = int((~alike(got, expected)).flatten().nonzero()[0]) if formed else 0
+        self.differs(key, f"{what} is wrong.", show(expected, start), show(got, start), rank)
 
     def passed(self, text: str) -> None:
         """Say that all cases passed, in one line."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, SupportsIndex
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..costs import bytes_sent
-from . import BACKEND, TIMEOUT, Exercise, Outcome, checked, crosses, load_hints, number, paper_problem, sent, show
+from . import TIMEOUT, Exercise, Outcome, checked, crosses, load_hints, number, paper_problem, sent, show
 from .training import (
     ROUNDS,
     Passes,
@@ -30,30 +31,15 @@ from .training import (
     regression_net,
     sample_table,
     weighted_sum,
-)  # fmt: skip
+)
 
 __all__ = [
     "HINTS", "accumulate", "clip_sharded", "fewest_internode_bytes", "fsdp_traffic", "reshard", "wrap_under_target",
-]  # fmt: skip
+]
 
 HINTS = load_hints("fsdp")
 
 # ------------------------------------------------------------------------------------------------ models and numbers
-
-
-def _first_use() -> None:
-    """One step of FSDP2. The first of a process imports for seconds, which are not the answer's."""
-    from torch.distributed.fsdp import fully_shard
-
-    layer = fully_shard(nn.Linear(1, 1))
-    layer(torch.zeros(1, 1)).sum().backward()
-    layer.weight.full_tensor()
-
-
-def _ready(n: int) -> None:
-    from course_utils import launch
-
-    launch(_first_use, world_size=n, backend=BACKEND, timeout=120)
 
 
 def _is_sharded(value: Any) -> bool:
@@ -74,10 +60,10 @@ def _whole_gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _gpt(layers: int, hidden: int = 12) -> nn.Module:
-    from ..models import GPTConfig, build
+    from ..models import TransformerConfig, build_gpt
 
-    config = GPTConfig(layers=layers, heads=2, hidden=hidden, context=8, vocabulary=10)
-    return build(config, seed=layers, dtype=torch.float64)
+    config = TransformerConfig(layers=layers, heads=2, hidden=hidden, context=8, vocabulary=10)
+    return build_gpt(config, seed=layers, dtype=torch.float64)
 
 
 def _tokens(n: int, steps: int) -> list[Tensor]:
@@ -119,12 +105,12 @@ def _wrapped_steps(words: Tensor, fn: Callable, layers: int) -> dict:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return {"optimizer": show(optimizer)}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    plain = _unsharded(model)
+    if plain:
+        return {"optimizer": None, "plain": plain, "sharded": len(plain) < len(list(model.parameters()))}
     out = {
-        "optimizer": None, "stepped": all(id(p) in stepped for p in model.parameters()), "losses": [],
-        "plain": _unsharded(model),
-    }  # fmt: skip
-    if out["plain"]:
-        return out | {"some": len(out["plain"]) < len(list(model.parameters()))}
+        "optimizer": None, "plain": [], "stepped": all(id(p) in stepped for p in model.parameters()), "losses": [],
+    }
     for step, batch in enumerate(words):
         optimizer.zero_grad()
         with record() as ledger, track(model, optimizer) if step else nullcontext() as tracker:
@@ -146,7 +132,6 @@ def wrap_under_target(fn: Callable, timeout: float = 4 * TIMEOUT) -> None:
     exercise = Exercise("Exercise 1", HINTS["wrap_under_target"], timeout)
     said = []
     for n, layers in ((2, 10), (3, 8)):
-        _ready(n)
         words = [w[:, :1, :5] for w in _tokens(n, 2)]
         outcomes = exercise.run(_wrapped_steps, words, fn, layers, case=f"{layers} blocks")
         model = _gpt(layers, HIDDEN)
@@ -157,12 +142,17 @@ def wrap_under_target(fn: Callable, timeout: float = 4 * TIMEOUT) -> None:
         for rank, outcome in exercise.each(outcomes):
             got = outcome.result
             exercise.require(not got["optimizer"], "no-optimizer", f"the function returned {got['optimizer']}.")
-            exercise.require(not got.get("some"), "no-root", f"{', '.join(got['plain'][:3])}: whole on every rank.")
-            exercise.communicates(rank, outcome, n)
+            if not (got["plain"] and got["sharded"]):
+                exercise.communicates(rank, outcome, n)
+            _all_sharded(exercise, got["plain"])
             exercise.require(got["stepped"], "optimizer-before", "some parameters are not in the optimizer.")
             _same_step(exercise, got, gradients, (losses[rank], after[rank]))
         said.append(_audit_units(exercise, outcomes, layers, n))
     exercise.passed(f"{said[0]}.")
+
+
+def _all_sharded(exercise: Exercise, plain: list[str]) -> None:
+    exercise.require(not plain, "no-root", f"{', '.join(plain[:3])}: whole on every rank.")
 
 
 def _same_step(exercise: Exercise, got: dict, gradients: dict, losses: tuple[float, float]) -> None:
@@ -238,14 +228,13 @@ def fewest_internode_bytes(fn: Callable, timeout: float = TIMEOUT) -> None:
     said = []
     for nodes, per_node in ((3, 2), (2, 3)):
         n, model = nodes * per_node, _gpt(2)
-        _ready(n)
         words = _tokens(n, 1)
         outcomes = exercise.run(_hybrid_step, words, fn, nodes, per_node, case=f"{nodes} nodes of {per_node}")
         share = _padded(list(model.parameters()), per_node) // per_node
         for rank, outcome in exercise.each(outcomes):
             exercise.communicates(rank, outcome, n)
             got = outcome.result
-            exercise.require(not got["plain"], "no-root", f"{', '.join(got['plain'][:3])}: whole on every rank.")
+            _all_sharded(exercise, got["plain"])
             for group in sorted({e.ranks for e in got["ledger"] if e.op in ("all_gather", "reduce_scatter")}):
                 _shard_group(exercise, group, nodes, per_node)
             what = f"{got['held']} bytes of parameters are held; the node's share is {share}."
@@ -308,7 +297,7 @@ def _reader(files: list[Tensor]) -> tuple[Callable, list[tuple[int, int]], list[
 _CHECKPOINTS = (
     (12, 4, 2), (12, 2, 4), (12, 3, 3), (10, 4, 3), (10, 3, 4), (13, 5, 2), (5, 4, 2), (9, 4, 4), (7, 3, 1),
     (7, 1, 3), (5, 2, 4), (2, 3, 5),
-)  # fmt: skip
+)
 _KINDS = ((3, torch.bfloat16), (1, torch.float64), (4, torch.int64), (2, torch.float32))  # columns and dtype, in turn
 
 
@@ -341,26 +330,25 @@ def reshard(fn: Callable) -> None:
 
 def _refuse_shard(exercise: Exercise, got: Tensor, right: Tensor, whole: Tensor, saved: int, ranks: int) -> None:
     """Refuse wrong rows with the hint of the division, or the order, that gives them."""
-    rows, rank = len(whole), exercise.rank
-    lines = f"\n  expected  {show(right)}\n  got       {show(got)}"
-    if got.dim() != 2 or got.shape[1] != whole.shape[1]:
-        exercise.refuse("shape", f"the shard is wrong.{lines}")
-    floor, width = rows // ranks, -(-rows // ranks)
-    listed, wanted, known = ([tuple(row) for row in t.tolist()] for t in (got, right, whole))
+    what = f"the shard is wrong.\n  expected  {show(right)}\n  got       {show(got)}"
+    exercise.require(got.dim() == 2 and got.shape[1] == whole.shape[1], "shape", what)
+    rank, (floor, rest), width = exercise.rank, divmod(len(whole), ranks), -(-len(whole) // ranks)
     own = _shards(whole, saved)[rank] if rank < saved else whole[:0]
-    traps = {
-        "order": sorted(listed) == sorted(wanted) and listed != wanted,
-        "padding": len(listed) == width and listed == wanted + [(0,) * whole.shape[1]] * (width - len(wanted)),
-        "whole": ranks > 1 and torch.equal(got, whole),
-        "dropped": listed == known[rank * floor : (rank + 1) * floor],
-        "own-file": len(own) and torch.equal(got, own),
-        "balanced": rows % ranks and torch.equal(got, whole.tensor_split(ranks)[rank]),
-    }
-    key = next((key for key, found in traps.items() if found), None)
-    if key is None and set(listed) <= set(known) and len(listed) <= len(wanted):
-        less = len(listed) < len(wanted)
-        key = "wrong-rows" if not less else "dropped" if set(listed) <= set(wanted) else None
-    exercise.refuse(key or ("value" if got.shape == right.shape else "shape"), f"the shard is wrong.{lines}")
+    found, wanted, known, own, even = (
+        [tuple(row) for row in t.tolist()] for t in (got, right, whole, own, whole.tensor_split(ranks)[rank])
+    )
+    causes = (
+        ("order", sorted(found) == sorted(wanted)),
+        ("padding", found == wanted + [(0,) * whole.shape[1]] * (width - len(wanted))),
+        ("whole", ranks > 1 and found == known),
+        ("dropped", found == known[rank * floor : (rank + 1) * floor]),
+        ("own-file", own and found == own),
+        ("balanced", rest and found == even),
+        ("dropped", len(found) < len(wanted) and set(found) <= set(wanted)),
+        ("wrong-rows", len(found) == len(wanted) and set(found) <= set(known)),
+    )
+    alike = "value" if got.shape == right.shape else "shape"
+    exercise.refuse(next((key for key, holds in causes if holds), alike), what)
 
 
 def _audit_reads(exercise: Exercise, reads: list[tuple[int, int]], needed: int, rows: int) -> None:
@@ -422,7 +410,7 @@ def clip_sharded(fn: Callable, timeout: float = TIMEOUT) -> None:
             exercise.audit(
                 outcome.ledger, calls=1, largest=8 * n,
                 keys={"too-large": "gathered", "too-many-calls": "too-many-messages"},
-            )  # fmt: skip
+            )
     exercise.passed("one number travels, and every gradient gets the coefficient of one process.")
 
 
@@ -464,26 +452,27 @@ def _clipped(exercise: Exercise, n: int, got: dict, sharded: list, replicated: l
     """Compare the gradients with those that one process clips."""
     whole, before = [*sharded, *replicated], [*_pieces(sharded, n, exercise.rank), *replicated]
     found, norm = [*got["sharded"], *got["replicated"]], _norm(whole)
-    factor = min(1.0, max_norm / (norm + 1e-6))
     exercise.require(not any(bool(g.isnan().any()) for g in found), "zero", "some gradients are nan.")
+
+    def coefficient(norm: float) -> float:
+        return min(1.0, max_norm / (norm + 1e-6))
 
     def scaled(i: int, by: float) -> bool:
         right = by * before[i]
         return found[i].shape == right.shape and torch.allclose(found[i], right, rtol=1e-5, atol=1e-12)
 
-    right = [scaled(i, factor) for i in range(len(found))]
-    if all(right):
+    factor = coefficient(norm)
+    i = next((i for i in range(len(found)) if not scaled(i, factor)), None)
+    if i is None:
         return
-    i, key = right.index(False), "value"
-    alone = [min(1.0, max_norm / (_norm([g]) + 1e-6)) for g in (before[i], *whole)]
-    if scaled(i, 1.0):
-        key = "replicated-not-scaled" if all(right[: len(sharded)]) else "not-scaled"
-    elif norm < max_norm and scaled(i, max_norm / norm):
-        key = "scaled-up"
-    elif any(scaled(i, by) for by in alone):
-        key = "each-tensor"
+    causes = (
+        ("replicated-not-scaled", i >= len(sharded) and scaled(i, 1.0)),
+        ("not-scaled", scaled(i, 1.0)),
+        ("scaled-up", norm < max_norm and scaled(i, max_norm / norm)),
+        ("each-tensor", any(scaled(i, coefficient(_norm([g]))) for g in (before[i], *whole))),
+    )
     what = f"a gradient is wrong.\n  expected  {show(factor * before[i])}\n  got       {show(found[i])}"
-    exercise.refuse(key, what)
+    exercise.refuse(next((key for key, holds in causes if holds), "value"), what)
 
 
 # ------------------------------------------------------------------------------------------------ accumulation
@@ -511,7 +500,7 @@ def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> dict:
             fn(net, batches_of(half, sizes))
         rounds.append({
             "gradients": _whole_gradients(net), "ledger": ledger, "largest": passes.largest, "alive": passes.alive,
-        })  # fmt: skip
+        })
     with record() as ledger:
         net(batches_of(table, sizes)[0][0]).sum().backward()
     return {"rounds": rounds, "reduced afterwards": ledger.count("reduce_scatter")}
@@ -523,8 +512,7 @@ def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise = Exercise("Exercise 5", HINTS["accumulate"], timeout)
     for n, sizes, fallback in (
         (2, [4, 4, 4], None), (2, [4, 4, 2], "mean-of-means"), (2, [4], "one-micro-batch"), (3, [3, 3, 3, 1], None),
-    ):  # fmt: skip
-        _ready(n)
+    ):
         data = [sample_table(ROUNDS * sum(sizes), 500 + 10 * n + rank) for rank in range(n)]
         case = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
         outcomes = exercise.run(_accumulate, data, fn, sizes, case=case, fallback=fallback)
@@ -539,34 +527,45 @@ def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
 
 
 def _accumulated(exercise: Exercise, result: dict, halves: list, sizes: list[int], where: str) -> None:
-    n, m, net = len(halves), len(sizes), regression_net()
+    n, net = len(halves), regression_net()
     none = [name for name, g in result["gradients"].items() if g is None]
     exercise.require(not none, "never", f"{where}{', '.join(none)} has no gradient.")
     parts = [[loss_gradient(net, x, y) for x, y in batches] for batches in halves]
-    share = [size / sum(sizes) for size in sizes]
-    right = average([weighted_sum(own, share) for own in parts])
-    traps: dict[str, Any] = {"divided-twice": weighted_sum([right], [1 / n])}
-    if m > 1:
-        plain, last = average([weighted_sum(own, [1] * m) for own in parts]), average([own[-1] for own in parts])
-        heads = [average([weighted_sum(own[:k], share[:k]) for own in parts]) for k in range(1, m)]
-        traps |= {
-            "not-scaled": plain, "mean-of-means": weighted_sum([plain], [1 / m]),
-            "only-last": [weighted_sum([last], [w]) for w in (1, 1 / m, share[-1])], "too-early": heads,
-        }  # fmt: skip
+    right, traps = _mean_of_samples(parts, sizes)
     compare(exercise, exercise.rank, result["gradients"], right, traps, f"{where}the gradient")
     what = f"{where}the model saw {result['largest']} samples at once; a micro-batch has {max(sizes)} at most."
     exercise.require(result["largest"] <= max(sizes), "one-batch", what)
     what = f"{where}{result['alive']} micro-batches have gone forward and not yet backward."
     exercise.require(result["alive"] <= 1, "all-graphs", what)
-    gradients = [e for e in result["ledger"] if e.op != "all_gather"]
-    reduced = sum(e.op == "reduce_scatter" for e in gradients)
-    waste = "too-many-bytes" if reduced <= UNITS else "every-micro-batch" if reduced >= UNITS * m else "recurse"
+    reductions = [e for e in result["ledger"] if e.op != "all_gather"]
     plain, padded = sum(p.nbytes for p in net.parameters()), _padded(list(net.parameters()), n)
     least, most = (bytes_sent("reduce_scatter", n, size) for size in (plain, padded))
-    exercise.audit(
-        gradients, sent=(least, most + SLACK), where=f"{where}apart from all-gathers, ",
-        keys={"too-many-bytes": waste, "not-distributed": "too-few-bytes"},
-    )  # fmt: skip
+    keys = {"too-many-bytes": _surplus(reductions, len(sizes)), "not-distributed": "too-few-bytes"}
+    exercise.audit(reductions, sent=(least, most + SLACK), where=f"{where}apart from all-gathers, ", keys=keys)
+
+
+def _mean_of_samples(parts: list[list[dict]], sizes: list[int]) -> tuple[dict, dict[str, Any]]:
+    """The gradient of all samples, from those by rank and micro-batch; and hint key to what a slip makes of them."""
+    n, m, share = len(parts), len(sizes), [size / sum(sizes) for size in sizes]
+    right = average([weighted_sum(own, share) for own in parts])
+    traps: dict[str, Any] = {"divided-twice": weighted_sum([right], [1 / n])}
+    if m > 1:
+        added, last = average([weighted_sum(own, [1] * m) for own in parts]), average([own[-1] for own in parts])
+        traps |= {
+            "not-scaled": added,
+            "mean-of-means": weighted_sum([added], [1 / m]),
+            "only-last": [weighted_sum([last], [w]) for w in (1, 1 / m, share[-1])],
+            "too-early": [average([weighted_sum(own[:k], share[:k]) for own in parts]) for k in range(1, m)],
+        }
+    return right, traps
+
+
+def _surplus(reductions: list, micro_batches: int) -> str:
+    """The hint for more bytes than one reduce-scatter of each unit; units differ in bytes."""
+    times = set(Counter(e.bytes for e in reductions if e.op == "reduce_scatter").values())
+    if times <= {1}:
+        return "too-many-bytes"
+    return "recurse" if len(times) > 1 else "every-micro-batch" if times == {micro_batches} else "too-often"
 
 
 # ------------------------------------------------------------------------------------------------ paper problem
@@ -608,7 +607,7 @@ def _accumulated(exercise: Exercise, result: dict, halves: list, sizes: list[int
     units=["all-gathers", "reduce-scatters", "GB"],
     hints=HINTS["fsdp_traffic"],
     tolerance=1e-3,
-)  # fmt: skip
+)
 def fsdp_traffic(layers, block, around, ranks, parameter_bytes, gradient_bytes, micro_batches):
     """Check ``fn(layers, block, around, ranks, parameter, gradient, micro) -> (all-gathers, reduce-scatters, GB)``."""
     gathers = micro_batches * (2 * layers + 1)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import TIMEOUT, Exercise, Outcome, checked, load_hints, message_steps, number, paper_problem, show, values
+from .compare import slip_of
 from .traffic import calls
 
 __all__ = [
@@ -61,18 +63,16 @@ def _fit_traps(sizes: torch.Tensor, seconds: torch.Tensor) -> dict[str, list[tup
     all_sizes, all_times = sizes.repeat_interleave(seconds.shape[1]), seconds.flatten()
     alpha, beta = _line(sizes, median, 1 / median)
     proportional = [float((median / sizes).median()), float((median / sizes).mean()), float(median[-1] / sizes[-1])]
-    absolute = [
-        _line(sizes, median, one),
-        _line(sizes, mean, one),
-        _line(all_sizes, all_times, torch.ones_like(all_times)),
-    ]
     return {
-        "absolute": absolute,
+        "absolute": [
+            _line(sizes, median, one), _line(sizes, mean, one),
+            _line(all_sizes, all_times, torch.ones_like(all_times)),
+        ],
         "outliers": [_line(sizes, mean, 1 / mean)],
         "no-alpha": [(0.0, ratio) for ratio in proportional],
         "bandwidth": [(alpha, 1 / beta)],
         "swapped": [(beta, alpha)],
-    }
+    }  # fmt: skip
 
 
 @checked
@@ -94,24 +94,23 @@ def fit_and_predict(fn: Callable) -> None:
         sizes, seconds = measurements(alpha, beta, noise, exponents)
         seconds[[0, -1]] *= ends
         got = exercise.call(fn, sizes.clone(), seconds.clone(), unseen.clone())
-        triple = isinstance(got, (tuple, list)) and len(got) == 3
+        triple = isinstance(got, (tuple, list)) and len(got) == 3 and None not in map(number, got[:2])
         triple = triple and isinstance(got[2], torch.Tensor) and got[2].shape == unseen.shape
-        triple = triple and None not in (number(got[0]), number(got[1]))
         exercise.require(triple, "triple", f"got {show(got)}, expected alpha, beta and a tensor.")
-        found = number(got[0]), number(got[1])
-        if not (_near(found[0], alpha, 0.1) and _near(found[1], beta, 0.1)):
-            traps = _fit_traps(sizes, seconds)
-            key = next((k for k, some in traps.items() if any(_same(found, wrong) for wrong in some)), "value")
-            lines = "\n  expected  alpha {:.3g} s, beta {:.3g} s/byte\n  got       alpha {:.3g} s, beta {:.3g} s/byte"
-            exercise.refuse(key, "the fit is off by more than 10 %." + lines.format(alpha, beta, *found))
+        right, found = (alpha, beta), (number(got[0]), number(got[1]))
+        if not _both_near(found, right, 0.1):
+            same = partial(_both_near, found, tolerance=1e-3, zero=1e-15)
+            key = slip_of(_fit_traps(sizes, seconds), same, "value")
+            line = "alpha {:.3g} s, beta {:.3g} s/byte".format
+            exercise.differs(key, "the fit is off by more than 10 %.", line(*right), line(*found))
         expected = alpha + beta * unseen
         close = bool(((got[2] - expected).abs() <= 0.1 * expected).all())
         exercise.require(close, "prediction", "the predicted times are off by more than 10 %.")
     print("Exercise 3 passed: alpha, beta and four unseen sizes within 10 %, with noise and hiccups.")
 
 
-def _same(found: tuple[float, float], wrong: tuple[float, float]) -> bool:
-    return all(_near(f, w, 1e-3, zero=1e-15) for f, w in zip(found, wrong, strict=True))
+def _both_near(found: Sequence[float], right: Sequence[float], tolerance: float, zero: float = 0.0) -> bool:
+    return all(_near(f, w, tolerance, zero) for f, w in zip(found, right, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ ping-pong
@@ -183,9 +182,9 @@ def _ping_pong(exercise: Exercise, size: int, repeats: int, outcomes: list[Outco
         "minimum": [min(trips) / 2, min(trips)],
         "send-only": [0.0],
     }
-    key = next((k for k, some in slips.items() if any(_near(got, wrong, 1e-6, zero=1e-9) for wrong in some)), "value")
-    lines = f"\n  expected  {expected * 1e3:.4g} ms\n  got       {got * 1e3:.4g} ms"
-    exercise.refuse(key, f"the time is wrong on the check's clock.{lines}", 0)
+    key = slip_of(slips, lambda wrong: _near(got, wrong, 1e-6, zero=1e-9), "value")
+    expected, got = (f"{1e3 * seconds:.4g} ms" for seconds in (expected, got))
+    exercise.differs(key, "the time is wrong on the check's clock.", expected, got, 0)
 
 
 # ------------------------------------------------------------------------------------------------ widest path
@@ -230,30 +229,24 @@ def _neighbours(links: Links) -> dict[str, list[tuple[str, float]]]:
     return found
 
 
-def _reachable(links: Links, start: str, at_least: float) -> set[str]:
-    neighbours, reached, todo = _neighbours(links), {start}, [start]
-    while todo:
-        for other, bandwidth in neighbours.get(todo.pop(), []):
-            if bandwidth >= at_least and other not in reached:
-                reached.add(other)
-                todo.append(other)
-    return reached
-
-
-def _widest(links: Links, start: str, end: str) -> float:
-    return max(b for b in {link[2] for link in links} if end in _reachable(links, start, b))
-
-
-def _shortest(links: Links, start: str, end: str) -> list[float]:
-    """Bandwidths along a path with the fewest links."""
+def _shortest(links: Links, start: str) -> dict[str, list[float]]:
+    """Bandwidths along a path with the fewest links to each device that can be reached."""
     neighbours, paths, todo = _neighbours(links), {start: []}, [start]
-    while end not in paths:
+    while todo:
         here = todo.pop(0)
-        for other, bandwidth in sorted(neighbours[here], key=lambda link: -link[1]):
+        for other, bandwidth in sorted(neighbours.get(here, []), key=lambda link: -link[1]):
             if other not in paths:
                 paths[other] = [*paths[here], bandwidth]
                 todo.append(other)
-    return paths[end]
+    return paths
+
+
+def _at_least(links: Links, width: float) -> Links:
+    return [link for link in links if link[2] >= width]
+
+
+def _widest(links: Links, start: str, end: str) -> float:
+    return max(width for width in {link[2] for link in links} if end in _shortest(_at_least(links, width), start))
 
 
 def _greedy(links: Links, start: str, end: str) -> list[float]:
@@ -286,25 +279,23 @@ def widest_path(fn: Callable) -> None:
 def _widest_path(exercise: Exercise, links: Links, start: str, end: str, got: Any) -> None:
     pair = isinstance(got, (tuple, list)) and len(got) == 2 and number(got[0]) is not None
     pair = pair and isinstance(got[1], (tuple, list, set, frozenset)) and len(got[1]) == 2
-    if not pair and exercise.fallback:
-        exercise.refuse(exercise.fallback, f"the function returned {got!r}.")
-    exercise.require(pair, "pair", f"the function returned {got!r}.")
+    exercise.require(pair, exercise.fallback or "pair", f"the function returned {got!r}.")
     expected, bandwidth, ends = _widest(links, start, end), number(got[0]), got[1]
     if not _near(bandwidth, expected, 1e-9):
-        path = _on_path(links, start, end, expected)
+        path = _shortest(_at_least(links, expected), start)[end]  # a shortest of the widest
         slips = {
             "slowest-of-all": min(link[2] for link in links),
             "greedy": min(_greedy(links, start, end)),
-            "fewest-hops": min(_shortest(links, start, end)),
+            "fewest-hops": min(_shortest(links, start)[end]),
             "series": 1 / sum(1 / b for b in path),
             "sum": sum(path),
             "average": sum(path) / len(path),
             "first-link": path[0],
             "fastest-link": max(path),
         }
-        key = next((k for k, wrong in slips.items() if _near(bandwidth, wrong, 1e-9)), "value")
-        what = f"\n  expected  {expected / 1e9:.4g} GB/s\n  got       {bandwidth / 1e9:.4g} GB/s"
-        exercise.refuse(key, f"the bandwidth is wrong.{what}")
+        key = slip_of(slips, lambda wrong: _near(bandwidth, wrong, 1e-9), "value")
+        right, found = (f"{b / 1e9:.4g} GB/s" for b in (expected, bandwidth))
+        exercise.differs(key, "the bandwidth is wrong.", right, found)
     text = " and ".join(map(str, ends))
     right = any(_limits(links, start, end, link) for link in links if link[2] == expected and {*link[:2]} == {*ends})
     exercise.require(right, "bottleneck", f"the bottleneck is not between {text}.")
@@ -313,14 +304,9 @@ def _widest_path(exercise: Exercise, links: Links, start: str, end: str, got: An
 def _limits(links: Links, start: str, end: str, link: tuple[str, str, float]) -> bool:
     """Whether some path from start to end uses the link and none that is slower."""
     a, b, bandwidth = link
-    others = [other for other in links if other is not link]
-    near, far = (_reachable(others, device, bandwidth) for device in (start, end))
+    others = _at_least([other for other in links if other is not link], bandwidth)
+    near, far = (_shortest(others, device) for device in (start, end))
     return (a in near and b in far) or (b in near and a in far)
-
-
-def _on_path(links: Links, start: str, end: str, width: float) -> list[float]:
-    """Bandwidths along a shortest of the widest paths."""
-    return _shortest([link for link in links if link[2] >= width], start, end)
 
 
 # ------------------------------------------------------------------------------------------------ paper problems

@@ -216,6 +216,7 @@ class Watched(Stage):
         from torch.multiprocessing.reductions import StorageWeakRef
 
         notes, call = self.notes, len(self.notes.seen)
+        _require_tensor("the stage", x)
         self._note("F", call)
         notes.seen.append(x.detach().clone())
         self._storages.append(StorageWeakRef(x.untyped_storage()))
@@ -242,7 +243,13 @@ class Watched(Stage):
         self.notes.messages.append(Counter((e.op, e.peer) for e in done))
 
 
+def _require_tensor(user: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{user} got {value} instead of a tensor")
+
+
 def _loss(output: Tensor, target: Tensor) -> Tensor:
+    _require_tensor("loss_fn", target)
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
@@ -312,31 +319,37 @@ def _whole(words: Tensor, ranks: int) -> _Whole:
     return _Whole(total, [gradients_of(stage) for stage in stages], each, inputs, arriving)
 
 
+_CAUSES = {  # of hangs and of errors: pattern of the text, and hint
+    "hang": {
+        "send to rank None|recv from any rank": "neighbours",
+        r"(?m)^\d+\s+returned\s+send to rank": "not-waited",
+    },
+    "error": {
+        "instead of a tensor": "no-input",
+        "but got <class 'NoneType'>|'NoneType' object has no attribute|expected.*NoneType": "requires-grad",
+        "leaf Variable .* in an in-place operation": "one-buffer",
+        "backward through the graph a second time": "graph-twice",
+    },
+}
+
+
 class _Engine(Exercise):
     """An exercise whose answer runs a pipeline: names the usual causes of errors and of waiting."""
 
     def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
-        super().refuse(self._cause(key, what) if self.fallback is None else key, what, rank)
+        if self.fallback is None:
+            if key == "hang" and "blocking" in self.hints and _neighbours_send(what):
+                key = "blocking"
+            causes = _CAUSES.get(key, {}).items()
+            key = next((cause for pattern, cause in causes if re.search(pattern, what)), key)
+        super().refuse(key, what, rank)
 
-    def _cause(self, key: str, what: str) -> str:
-        if key == "hang":
-            rows = re.findall(r"^(\d+)\s+waits\s+send to rank (\d+)(.*)$", what, re.M)
-            sends = {(int(a), int(b)) for a, b, line in rows if "recv(" not in line}  # an earlier isend, named in vain
-            if "blocking" in self.hints and any((b, a) in sends for a, b in sends):
-                return "blocking"
-            if re.search("send to rank None|recv from any rank", what):
-                return "neighbours"
-            if re.search(r"^\d+\s+returned\s+send to rank", what, re.M):
-                return "not-waited"
-        if key == "error":
-            for pattern, cause in (
-                ("but got <class 'NoneType'>|'NoneType' object has no attribute|expected.*NoneType", "requires-grad"),
-                ("leaf Variable .* in an in-place operation", "one-buffer"),
-                ("backward through the graph a second time", "graph-twice"),
-            ):
-                if re.search(pattern, what):
-                    return cause
-        return key
+
+def _neighbours_send(what: str) -> bool:
+    """Whether the table of a hang shows two ranks that wait in a send to each other."""
+    rows = re.findall(r"^(\d+)\s+waits\s+send to rank (\d+)(.*)$", what, re.M)
+    sends = {(int(a), int(b)) for a, b, line in rows if "recv(" not in line}  # an earlier isend, named in vain
+    return any((b, a) in sends for a, b in sends)
 
 
 def _stepped(exercise: Exercise, n: int, count: int, fn: Callable, name: str = "") -> tuple[list[Outcome], _Whole]:

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import TIMEOUT, Exercise, checked, close, load_hints, number, paper_problem, show
-from .training import as_list, difference, exact
+from . import TIMEOUT, Exercise, checked, load_hints, number, paper_problem, show
+from .compare import slip_of
+from .training import compare_tensor
 
 __all__ = ["HINTS", "amdahl_and_gustafson", "best_buckets", "cost_of_run", "top_k_mean"]
 
@@ -86,9 +87,9 @@ def top_k_mean(fn: Callable, timeout: float = TIMEOUT) -> None:
         for step in range(STEPS):
             gradients = [x[step] for x in data]
             totals = [r + g for r, g in zip(residuals, gradients, strict=True)]
-            for rank, outcome in exercise.each(outcomes):
+            for rank, outcome in exercise.each(outcomes, f"step {step + 1}: "):
                 exercise.communicates(rank, outcome, n)
-                _top_k_step(exercise, outcome.result[step], totals, gradients, k, f"step {step + 1}: ")
+                _top_k_step(exercise, rank, outcome.result[step], totals, gradients, k)
             residuals = [t - _one_top_k(t, k) for t in totals]
         for rank, outcome in exercise.each(outcomes):
             exercise.keeps_input(rank, outcome)
@@ -101,29 +102,18 @@ def top_k_mean(fn: Callable, timeout: float = TIMEOUT) -> None:
 
 
 def _top_k_step(
-    exercise: Exercise, got: dict, totals: list[Tensor], gradients: list[Tensor], k: int, where: str
+    exercise: Exercise, rank: int, got: dict, totals: list[Tensor], gradients: list[Tensor], k: int
 ) -> None:
     """Compare result and residual of a step in which the ranks choose from ``totals``."""
-    n, rank = len(totals), exercise.rank
-    total, gradient = totals[rank], gradients[rank]
+    n, total, gradient = len(totals), totals[rank], gradients[rank]
     mean, kept = sum(_one_top_k(t, k) for t in totals) / n, total - _one_top_k(total, k)
+    slips = _top_k_traps(totals, gradients, k, rank) if n == 2 and not exercise.fallback else {}
+    compare_tensor(exercise, got["result"], mean, slips, "the result")
     residuals = {
         "replaced": gradient - _one_top_k(total, k), "all-kept": total, "mean-kept": total - mean,
         "not-kept": total - gradient,
     }  # fmt: skip
-    traps = _top_k_traps(totals, gradients, k, rank) if n == 2 else {}
-    _same(exercise, got["result"], mean, {} if exercise.fallback else traps, f"{where}the result")
-    _same(exercise, got["residual"], kept, {} if exercise.fallback else residuals, f"{where}the residual")
-
-
-def _same(exercise: Exercise, got: Any, expected: Tensor, traps: dict[str, Any], what: str) -> None:
-    """Refuse what is not equal to 1e-12, with the hint of the mistake that makes it."""
-    if exact(got, expected):
-        return
-    alike = (key for key, some in traps.items() for wrong in as_list(some) if close(got, wrong))
-    form = isinstance(got, Tensor) and got.shape == expected.shape
-    key = "float32" if close(got, expected) else next(alike, "value" if form else "shape")
-    exercise.refuse(key, f"{what} is wrong.{difference(got, expected)}")
+    compare_tensor(exercise, got["residual"], kept, {} if exercise.fallback else residuals, "the residual")
 
 
 # ------------------------------------------------------------------------------------------------ paper problems
@@ -241,9 +231,8 @@ def _best_buckets(exercise: Exercise, n: int, ms: float, case: tuple) -> str:
         "no-start": 1e3 * seconds(n, lambda n, backward, one: max(backward + one, n * one)),
     }  # fmt: skip
     if not math.isclose(ms, right, rel_tol=1e-3):
-        key = next((key for key, wrong in slips.items() if math.isclose(ms, wrong, rel_tol=1e-3)), "time")
-        what = f"the time is wrong.\n  expected  {right:.6g} ms for {n} buckets\n  got       {ms:.6g} ms"
-        exercise.refuse(key, what)
+        key = slip_of(slips, lambda wrong: math.isclose(ms, wrong, rel_tol=1e-3), "time")
+        exercise.differs(key, "the time is wrong.", f"{right:.6g} ms for {n} buckets", f"{ms:.6g} ms")
     best = min(range(1, tensors + 1), key=seconds)
     if seconds(n) > 1.001 * seconds(best):
         latency, rest = _all_reduce(0, ranks, us, gb), backward - _all_reduce(size, ranks, 0, gb)

@@ -2,14 +2,14 @@
 
 Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
 and raises :class:`CheckFailed` with a hint if not. Numbers are in float64, so that outputs and gradients of the ranks
-can be compared with one process to 1e-12. What differs between exercises is only which tensors a rank gets (its
-``leaves``), and how the answer is called with them.
+can be compared with one process to 1e-12. What differs between exercises is only which tensors a rank gets: its
+``leaves``, which are the answer's arguments in their order.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import TIMEOUT, Exercise, checked, close, load_hints, paper_problem
-from .training import as_list, difference, exact
+from .compare import listed
+from .edits import edited_function
+from .training import difference, exact
 
 __all__ = [
     "HINTS", "column_row_mlp", "head_attention", "sequence_parallel_norm", "tp_traffic", "vocab_parallel_embedding",
@@ -30,7 +32,6 @@ HINTS = load_hints("tensor_parallel")
 # ------------------------------------------------------------------------------------------------ numbers and runs
 
 Leaves = list[dict[str, Tensor]]  # by rank, what the answer is called with; a gradient is asked of each float tensor
-Call = Callable[[Callable, dict[str, Tensor]], Any]  # calls an answer, or one process, with leaves
 Slips = Callable[[int, str], dict[str, Any]]  # of a rank's output "y" or gradient: hint key to what the slip gives
 
 
@@ -44,7 +45,17 @@ def _split(whole: dict[str, Tensor], n: int, cuts: dict[str, int]) -> Leaves:
     return [{k: t.tensor_split(n, cuts[k])[r] if k in cuts else t for k, t in whole.items()} for r in range(n)]
 
 
-def _both_ways(tag: Tensor, fn: Callable, call: Call, leaves: Leaves, upstream: list[Tensor]) -> dict[str, Any]:
+def _called(fn: Callable, leaves: dict[str, Tensor], more: tuple, residual: bool) -> Any:
+    """``fn`` of the leaves, a whole number as int, and of ``more``; with ``residual`` as a branch beside x."""
+    whole = {k: int(t) for k, t in leaves.items() if t.dim() == 0 and not t.is_floating_point()}
+    x = {"x": leaves["x"] * 1.0} if residual else {}
+    y = fn(*(leaves | whole | x).values(), *more)
+    return x["x"] + y if residual and isinstance(y, Tensor) else y
+
+
+def _both_ways(
+    tag: Tensor, fn: Callable, leaves: Leaves, upstream: list[Tensor], more: tuple, residual: bool
+) -> dict[str, Any]:
     """Forward and backward of one rank: the output, the gradient of each leaf, and what it took each way."""
     import torch.distributed as dist
     from torch.utils.flop_counter import FlopCounterMode
@@ -64,7 +75,7 @@ def _both_ways(tag: Tensor, fn: Callable, call: Call, leaves: Leaves, upstream: 
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
     with record() as forward, FlopCounterMode(display=False) as counter, hooks:
-        y = call(fn, own)
+        y = _called(fn, own, more, residual)
     fits = isinstance(y, Tensor) and y.shape == above.shape
     with record() as backward:
         if fits and y.requires_grad:
@@ -78,20 +89,22 @@ def _both_ways(tag: Tensor, fn: Callable, call: Call, leaves: Leaves, upstream: 
 
 
 def _run(
-    exercise: Exercise, fn: Callable, call: Call, leaves: Leaves, upstream: list[Tensor], name: str,
-    fallback: str | None,
+    exercise: Exercise, fn: Callable, leaves: Leaves, upstream: list[Tensor], name: str, fallback: str | None = None,
+    more: tuple = (), residual: bool = False,
 ) -> list[dict[str, Any]]:
     tags = [torch.zeros(1) for _ in leaves]
-    outcomes = exercise.run(_both_ways, tags, fn, call, leaves, upstream, case=name, fallback=fallback)
+    outcomes = exercise.run(_both_ways, tags, fn, leaves, upstream, more, residual, case=name, fallback=fallback)
     for rank, outcome in enumerate(outcomes):
         exercise.communicates(rank, outcome, len(leaves))
     return [outcome.result for outcome in outcomes]
 
 
-def _whole(call: Callable, leaves: dict[str, Tensor], upstream: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and the gradients of one process: ``call(**leaves)`` with whole tensors."""
+def _whole(
+    fn: Callable, leaves: dict[str, Tensor], upstream: Tensor, more: tuple = (), residual: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output and the gradients of one process: ``fn`` of whole tensors."""
     own = {k: t.clone().requires_grad_(t.is_floating_point()) for k, t in leaves.items()}
-    y = call(**own)
+    y = _called(fn, own, more, residual)
     floats = {k: t for k, t in own.items() if t.is_floating_point()}
     found = torch.autograd.grad(y, list(floats.values()), upstream, allow_unused=True, materialize_grads=True)
     return y.detach(), dict(zip(floats, found, strict=True))
@@ -126,7 +139,7 @@ def _equal(
         return
     if "overflow" in exercise.hints and isinstance(got, Tensor) and not got.isfinite().all():
         exercise.refuse("overflow", f"{what} is not finite.{difference(got, right)}")
-    same = (key for key, some in slips().items() for wrong in as_list(some) if exact(got, wrong))
+    same = (key for key, some in slips().items() for wrong in listed(some) if exact(got, wrong))
     form = default if isinstance(got, Tensor) and got.shape == right.shape else "shape"
     key = next(same, "float32" if close(got, right) else form)
     exercise.refuse(key, f"{what} is wrong.{difference(got, right)}")
@@ -163,12 +176,6 @@ def _mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
     return F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
 
 
-def _call_mlp(fn: Callable, own: dict[str, Tensor], residual: bool) -> Any:
-    x = own["x"] * 1.0 if residual else own["x"]
-    y = fn(x, own["up"], own["up_bias"], own["down"], own["down_bias"])
-    return x + y if residual and isinstance(y, Tensor) else y
-
-
 @checked
 def column_row_mlp(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, up, up_bias, down, down_bias) -> y``: a two-layer MLP from this rank's shards."""
@@ -180,9 +187,8 @@ def column_row_mlp(fn: Callable, timeout: float = TIMEOUT) -> None:
         }
         cuts = {"up": 0, "up_bias": 0, "down": 1}
         leaves, upstream = _split(whole, n, cuts), _numbers(b, s, h, seed=14)
-        call = partial(_call_mlp, residual=residual)
-        results = _run(exercise, fn, call, leaves, [upstream] * n, name, fallback)
-        y, right = _whole(lambda call=call, **own: call(_mlp, own), whole, upstream)
+        results = _run(exercise, fn, leaves, [upstream] * n, name, fallback, residual=residual)
+        y, right = _whole(_mlp, whole, upstream, residual=residual)
         gradients = _split({k: right[k] for k in ("down", "up", "up_bias", "x", "down_bias")}, n, cuts)
         plain = n > 1 and not fallback
         slips = partial(_mlp_slips, leaves, upstream, y, gradients) if plain else _no_slips
@@ -235,12 +241,6 @@ def _attention(
     return F.linear(mixed.transpose(1, 2).flatten(2), out)
 
 
-def _call_attention(fn: Callable, own: dict[str, Tensor], heads: int, kv_heads: int, residual: bool) -> Any:
-    x = own["x"] * 1.0 if residual else own["x"]
-    y = fn(x, own["qkv"], own["out"], heads, kv_heads)
-    return x + y if residual and isinstance(y, Tensor) else y
-
-
 def _head_parts(whole: dict[str, Tensor], n: int, heads: int, kv_heads: int, tiled: bool = False) -> list[Tensor]:
     """What each of n ranks adds to the output, with heads cut in order; ``kv_heads`` is a multiple of n."""
     d = len(whole["qkv"]) // (heads + 2 * kv_heads)
@@ -262,10 +262,9 @@ def head_attention(fn: Callable, timeout: float = TIMEOUT) -> None:
             "x": _numbers(_BATCH, _LENGTH, h, seed=n), "qkv": _numbers(h + 2 * kv_heads * d, h, seed=20, scale=0.5),
             "out": _numbers(h, h, seed=21),
         }
-        upstream = _numbers(_BATCH, _LENGTH, h, seed=22)
-        call = partial(_call_attention, heads=heads, kv_heads=kv_heads, residual=residual)
-        results = _run(exercise, fn, call, [whole] * n, [upstream] * n, name, fallback)
-        y, right = _whole(lambda call=call, **own: call(_attention, own), whole, upstream)
+        upstream, more = _numbers(_BATCH, _LENGTH, h, seed=22), (heads, kv_heads)
+        results = _run(exercise, fn, [whole] * n, [upstream] * n, name, fallback, more, residual)
+        y, right = _whole(_attention, whole, upstream, more, residual)
         slips, shape = _no_slips, (n, heads, kv_heads)
         if fallback == "grouped":
             slips = partial(_grouped_slips, whole, shape)
@@ -322,40 +321,35 @@ def _compare_sums(exercise: Exercise, results: list[dict], right: dict[str, Tens
 
 # ------------------------------------------------------------------------------------------------ look-ups
 
-_INDICES = (  # what a rank looks up for a word that may not be its own, by place in the shard and size of the shard
-    lambda local, size: local.clamp(0, size - 1),
-    lambda local, size: local % size,
-    lambda local, size: torch.where((local < 0) | (local >= size), 0, local),
-)
-_BORDERS = (  # which words a rank takes for its own
-    lambda local, size: (local > 0) & (local < size),
-    lambda local, size: (local >= 0) & (local < size - 1),
-    lambda local, size: (local >= 0) & (local <= size),
-)
-Read = Callable[[Tensor, Tensor], Tensor]  # of a shard, at places in it
+_PLACE, _OWN = "torch.where(here[r], local[r], 0)", "_only(here[r], read[r])"  # in both programs below
+_CLAMPED = {_PLACE: "local[r].clamp(0, size[r] - 1)"}
+_OUTSIDE = [{_OWN: "read[r]", **place} for place in ({}, _CLAMPED, {_PLACE: "(local[r] % size[r])"})]
+_BORDERS = [
+    {"local[r] >= 0": "local[r] > 0"}, {"local[r] < size[r]": "local[r] < size[r] - 1"},
+    {"local[r] < size[r]": "local[r] <= size[r]", **_CLAMPED},
+]
+
+
+def _only(here: Tensor, rows: Tensor) -> Tensor:
+    """Rows of this rank's words, and zeros in place of others."""
+    return torch.where(here.view(*here.shape, *[1] * (rows.dim() - here.dim())), rows, 0)
+
+
+def _summed(parts: list[Tensor], r: int) -> Tensor:
+    """What rank r gets from g: the sum over the ranks, whose gradient goes to its own part."""
+    return parts[r] + sum(part.detach() for q, part in enumerate(parts) if q != r)
 
 
 def _starts(size: int, n: int) -> list[int]:
     return [int(part[0]) for part in torch.arange(size).tensor_split(n)]
 
 
-def _wrong_reads(shards: list[Tensor], words: Tensor, starts: list[int], read: Read) -> dict[str, list[Tensor]]:
-    """What the ranks' look-ups add up to if foreign words are not left out, or those at a border are not told apart.
-
-    The words of a shard are its first dimension.
-    """
-    found: dict[str, list[Tensor]] = {"outside": [], "border": []}
-    for index in _INDICES:
-        found["outside"].append(sum(read(s, index(words - a, len(s))) for s, a in zip(shards, starts, strict=True)))
-    for mine in _BORDERS:
-        terms = []
-        for shard, start in zip(shards, starts, strict=True):
-            local = words - start
-            rows = read(shard, local.clamp(0, len(shard) - 1))
-            own = mine(local, len(shard))
-            terms.append(rows * own.view(*own.shape, *[1] * (rows.dim() - own.dim())))
-        found["border"].append(sum(terms))
-    return found
+def _program_slips(program: Callable, slips: dict[str, dict], arguments: tuple, rank: int, name: str) -> dict[str, Any]:
+    """What edits of a program for all ranks make of a rank's output or gradient, by hint key."""
+    return {
+        key: [edited_function(program, slip)(*arguments)[rank][name] for slip in listed(some)]
+        for key, some in slips[name].items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------ loss
@@ -372,10 +366,6 @@ _LOSS_CASES = (  # ranks, name, vocabulary, level of the logits, what one of the
 UPSTREAM = 3.0  # the gradient that comes back to the loss
 
 
-def _call_loss(fn: Callable, own: dict[str, Tensor]) -> Any:
-    return fn(own["logits"], own["targets"], int(own["first"]))
-
-
 @checked
 def vocab_parallel_loss(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(logits, targets, first) -> loss``: mean cross-entropy of logits that are cut over the vocabulary."""
@@ -389,11 +379,11 @@ def vocab_parallel_loss(fn: Callable, timeout: float = TIMEOUT) -> None:
         shards = list(logits.tensor_split(n, 1))
         leaves = [{"logits": shards[r].clone(), "targets": targets, "first": torch.tensor(starts[r])} for r in range(n)]
         upstream = torch.tensor(UPSTREAM, dtype=torch.float64)
-        results = _run(exercise, fn, _call_loss, leaves, [upstream] * n, name, fallback)
+        results = _run(exercise, fn, leaves, [upstream] * n, name, fallback)
         loss, right = _whole(F.cross_entropy, {"input": logits, "target": targets}, upstream)
         gradients = _split({"logits": right["input"]}, n, {"logits": 1})
         plain = n > 1 and not fallback
-        slips = partial(_loss_slips, shards, targets, starts, loss, gradients) if plain else _no_slips
+        slips = partial(_program_slips, _loss_of_all, _LOSS_SLIPS, (shards, targets, starts)) if plain else _no_slips
         _compare(exercise, results, [loss] * n, gradients, slips)
         for _, result in exercise.each(results if n > 1 else []):
             entries = [*result["forward"], *result["backward"]]
@@ -404,48 +394,40 @@ def vocab_parallel_loss(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise.passed("loss and gradients equal to one process to 1e-12, 3 numbers a token in two messages.")
 
 
-def _loss_slips(
-    shards: list[Tensor], targets: Tensor, starts: list[int], loss: Tensor, gradients: Leaves, rank: int, name: str
-) -> dict[str, Any]:
-    if name == "logits":
-        return _loss_gradient_slips(shards, rank, gradients[rank]["logits"], len(targets))
-    n, logits, tokens = len(shards), torch.cat(shards, 1), torch.arange(len(targets))
-    total, target, top = logits.logsumexp(1), logits[tokens, targets], logits.amax(1)
-    tops = torch.stack([shard.amax(1) for shard in shards])
-    owned = tops[torch.bucketize(targets, torch.tensor(starts), right=True) - 1, tokens]
-    scaled = sum((shard - own[:, None]).exp().sum(1) for shard, own in zip(shards, tops, strict=True)).log()
-    slips: dict[str, Any] = {
-        "local-max": [
-            (scaled + tops[rank] - target).mean(), (scaled - (target - owned)).mean(),
-            (scaled + sum(tops) - target).mean(), (scaled + top - target).mean(),
-        ],
-        "mean": loss * len(targets),
-        "local-softmax": [
-            (shards[rank].logsumexp(1) - target).mean(), sum(s.logsumexp(1) for s in shards).sub(target).mean(),
-        ],
-        "average": [loss / n],
-    }
-    for off in (0 * top, top):  # what was taken off the logits before
-        slips["average"] += [
-            (total - off - a * math.log(n) - (target - off) / c).mean() for a, c in ((1, 1), (0, n), (1, n))
-        ]
-        moved = [(shard - off[:, None]).T for shard in shards]
-        for key, reads in _wrong_reads(moved, targets, starts, lambda s, places: s[places, tokens]).items():
-            slips[key] = slips.get(key, []) + [(total - off - read).mean() for read in reads]
-    return slips
+def _loss_of_all(shards: list[Tensor], targets: Tensor, starts: list[int]) -> list[dict[str, Tensor]]:
+    """By rank the loss and its gradient, as all ranks compute them; `_LOSS_SLIPS` edits this program."""
+    ranks, tokens, size = range(len(shards)), torch.arange(len(targets)), [shard.shape[1] for shard in shards]
+    logits = [shard.clone().requires_grad_() for shard in shards]
+    top = torch.stack([shard.amax(1) for shard in shards]).amax(0)
+    largest = [top for r in ranks]
+    shifted = [logits[r] - largest[r][:, None] for r in ranks]
+    local = [targets - start for start in starts]
+    here = [(local[r] >= 0) & (local[r] < size[r]) for r in ranks]
+    read = [shifted[r][tokens, torch.where(here[r], local[r], 0)] for r in ranks]
+    target = [_only(here[r], read[r]) for r in ranks]
+    total = [shifted[r].exp().sum(1) for r in ranks]
+    losses = [(_summed(total, r).log() - _summed(target, r)).mean() for r in ranks]
+    gradients = [torch.autograd.grad(UPSTREAM * losses[r], logits[r])[0] for r in ranks]
+    return [{"y": losses[r].detach(), "logits": gradients[r]} for r in ranks]
 
 
-def _loss_gradient_slips(shards: list[Tensor], rank: int, right: Tensor, tokens: int) -> dict[str, Any]:
-    n, own, scale = len(shards), shards[rank], UPSTREAM / tokens
-    soft = torch.cat(shards, 1).softmax(1).tensor_split(n, 1)[rank]
-    hit = soft - right / scale  # 1 at the targets of this shard
-    top = F.one_hot(own.argmax(1), own.shape[1]).double()
-    share, mine = soft.sum(1, keepdim=True), hit.sum(1, keepdim=True)
-    return {
-        "g-backward": n * right, "average": right / n, "upstream": right / UPSTREAM,
-        "target-gradient": [soft * scale, -hit * scale], "local-softmax": (own.softmax(1) - hit) * scale,
-        "max-gradient": [right + scale * top * extra for extra in (1 - share, mine - share, -share)],
-    }
+_TOTAL, _TARGET, _TOP = "_summed(total, r)", "_summed(target, r)", "[top for"
+_WAYS = ({}, {"shifted[r][tokens": "logits[r][tokens", ".log()": ".log() + largest[r]"})  # the maximum is added again
+_LOSS_SLIPS = dict.fromkeys(("y", "logits"), {
+    "local-max": [{_TOP: "[shards[r].amax(1) for", **way} for way in _WAYS],
+    "mean": ".mean()  ->  .sum()",
+    "local-softmax": [f"{_TOTAL}.log()  ->  total[r].log()", f"{_TOTAL}.log()  ->  sum(t.log() for t in total)"],
+    "average": [".mean()  ->  .mean() / len(ranks)"] + [
+        {**{part: f"({part} / len(ranks))" for part in parts}, **way}
+        for parts in ((_TOTAL, _TARGET), (_TOTAL,), (_TARGET,)) for way in _WAYS
+    ],
+    "outside": [slip | way for slip in _OUTSIDE for way in _WAYS],
+    "border": [slip | way for slip in _BORDERS for way in _WAYS],
+    "g-backward": "UPSTREAM *  ->  len(ranks) * UPSTREAM *",
+    "upstream": "UPSTREAM *  ->  1 *",
+    "target-gradient": [f"{part}  ->  {part}.detach()" for part in (_TARGET, _TOTAL)],
+    "max-gradient": [{_TOP: "[logits[r].amax(1) + (top - logits[r].amax(1)).detach() for", **way} for way in _WAYS],
+})
 
 
 # ------------------------------------------------------------------------------------------------ embedding
@@ -458,10 +440,6 @@ _EMBEDDING_CASES = (  # ranks, name, vocabulary, how many of its words are among
     (1, "a vocabulary of 8", 8, 8, None),
 )
 _WIDTH = 3
-
-
-def _call_embedding(fn: Callable, own: dict[str, Tensor]) -> Any:
-    return fn(own["tokens"], own["weight"], int(own["first"]))
 
 
 def _embedded(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -478,35 +456,46 @@ def vocab_parallel_embedding(fn: Callable, timeout: float = TIMEOUT) -> None:
         shards = list(weight.tensor_split(n))
         leaves = [{"tokens": tokens, "weight": shards[r], "first": torch.tensor(starts[r])} for r in range(n)]
         upstream = _numbers(*tokens.shape, _WIDTH, seed=41)
-        results = _run(exercise, fn, _call_embedding, leaves, [upstream] * n, name, fallback)
+        results = _run(exercise, fn, leaves, [upstream] * n, name, fallback)
         y, right = _whole(_embedded, {"tokens": tokens, "weight": weight}, upstream)
         gradients = _split({"weight": right["weight"]}, n, {"weight": 0})
         plain = n > 1 and not fallback
-        slips = partial(_embedding_slips, tokens, shards, starts, y, upstream, gradients) if plain else _no_slips
+        arguments = tokens, shards, starts, upstream
+        slips = partial(_program_slips, _embedding_of_all, _EMBEDDING_SLIPS, arguments) if plain else _no_slips
         _compare(exercise, results, [y] * n, gradients, slips)
         _audit(exercise, results, backward=0, least=used / tokens.numel())
     exercise.passed("rows and gradients equal to one process to 1e-12, one all-reduce in forward, none in backward.")
 
 
-def _embedding_slips(
-    tokens: Tensor, shards: list[Tensor], starts: list[int], y: Tensor, upstream: Tensor, gradients: Leaves, rank: int,
-    name: str,
-) -> dict[str, Any]:
-    n, size, local = len(shards), len(shards[rank]), tokens - starts[rank]
-    mine = (local >= 0) & (local < size)
-    if name == "y":
-        wrong = _wrong_reads(shards, tokens, starts, lambda shard, places: shard[places])
-        return {"no-g": y * mine[..., None], "average": y / n} | wrong
-    right = gradients[rank]["weight"]
+def _embedding_of_all(
+    tokens: Tensor, shards: list[Tensor], starts: list[int], upstream: Tensor
+) -> list[dict[str, Tensor]]:
+    """By rank the rows, and the gradient of its shard, as all ranks compute them; `_EMBEDDING_SLIPS` edits this."""
+    ranks, size = range(len(shards)), [len(shard) for shard in shards]
+    weight = [shard.clone().requires_grad_() for shard in shards]
+    local = [tokens - start for start in starts]
+    here = [(local[r] >= 0) & (local[r] < size[r]) for r in ranks]
+    read = [weight[r][torch.where(here[r], local[r], 0)] for r in ranks]
+    own = [_only(here[r], read[r]) for r in ranks]
+    y = [_summed(own, r) for r in ranks]
+    gradients = [torch.autograd.grad(y[r], weight[r], upstream)[0] for r in ranks]
+    return [{"y": y[r].detach(), "weight": gradients[r]} for r in ranks]
 
-    def added(index: Tensor) -> Tensor:
-        return torch.zeros_like(right).index_add_(0, index.flatten(), upstream.flatten(0, 1))
 
-    last_only = torch.zeros_like(right)
-    for row, gradient in zip(local[mine].tolist(), upstream[mine], strict=True):
-        last_only[row] = gradient
-    foreign = [added(index(local, size)) for index in _INDICES]
-    return {"g-backward": n * right, "average": right / n, "mask-gradient": foreign, "repeated": last_only}
+def _last_places(tokens: Tensor) -> Tensor:
+    """1 at the last place of each word, and 0 at the others; with a dimension more."""
+    words = tokens.flatten().tolist()
+    return torch.tensor([float(word not in words[i + 1 :]) for i, word in enumerate(words)]).view(*tokens.shape, 1)
+
+
+_AVERAGE = "_summed(own, r)  ->  _summed(own, r) / len(ranks)"
+_EMBEDDING_SLIPS = {
+    "y": {"no-g": "_summed(own, r)  ->  own[r]", "average": _AVERAGE, "outside": _OUTSIDE, "border": _BORDERS},
+    "weight": {
+        "g-backward": "upstream)[0]  ->  len(ranks) * upstream)[0]", "average": _AVERAGE, "mask-gradient": _OUTSIDE,
+        "repeated": "upstream)[0]  ->  upstream * _last_places(tokens))[0]",
+    },
+}
 
 
 # ------------------------------------------------------------------------------------------------ paper problem
@@ -559,10 +548,6 @@ def _normed_mlp(x: Tensor, gain: Tensor, up: Tensor, down: Tensor, eps: float | 
     return F.linear(F.gelu(F.linear(F.rms_norm(x, x.shape[-1:], gain, eps), up)), down)
 
 
-def _call_normed(fn: Callable, own: dict[str, Tensor]) -> Any:
-    return fn(own["x"], own["gain"], own["up"], own["down"])
-
-
 @checked
 def sequence_parallel_norm(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, gain, up, down) -> y``: a norm on this rank's tokens, and an MLP on this rank's features."""
@@ -575,7 +560,7 @@ def sequence_parallel_norm(fn: Callable, timeout: float = TIMEOUT) -> None:
         }
         cuts = {"x": 0, "up": 0, "down": 1}
         leaves, upstream = _split(whole, n, cuts), _numbers(n * tokens, b, h, seed=54)
-        results = _run(exercise, fn, _call_normed, leaves, list(upstream.chunk(n)), name, None)
+        results = _run(exercise, fn, leaves, list(upstream.chunk(n)), name)
         y, right = _whole(_normed_mlp, whole, upstream)
         gradients = _split({k: right[k] for k in ("down", "up", "x", "gain")}, n, cuts)
         slips = partial(_sequence_slips, leaves, whole, upstream, y) if n > 1 else _no_slips
@@ -583,14 +568,20 @@ def sequence_parallel_norm(fn: Callable, timeout: float = TIMEOUT) -> None:
         _compare(exercise, results, list(y.chunk(n)), gradients, slips, defaults)
         for _, result in exercise.each(results if n > 1 else []):
             for way, gain in {"forward": 0, "backward": whole["gain"].nbytes}.items():
-                reduced, where = [e for e in result[way] if e.op == "all_reduce"], f"in {way}, "
+                entries, where = [_per_rank(e) for e in result[way]], f"in {way}, "
+                reduced = [e for e in entries if e.op == "all_reduce"]
                 exercise.audit(reduced, carried=gain, where=where, keys={"too-many-bytes": "all-reduce"})
                 limits = {"carried": 2 * y.nbytes + n * gain, "sent": (_reduced(n, y.nbytes), None)}
-                exercise.audit(result[way], where=where, **limits)
+                exercise.audit(entries, where=where, **limits)
             copies = sum(size >= y.nbytes for size in result["kept"])
             what = f"{copies} tensors of all tokens are kept for backward; 1 is enough."
             exercise.require(copies <= 1, "whole-norm", what)
     exercise.passed("outputs and gradients equal to one process to 1e-12, in as many bytes as with all-reduces.")
+
+
+def _per_rank(entry: Any) -> Any:
+    """An entry with a rank's share of its bytes: torch makes an all-to-all of one scatter from each rank."""
+    return replace(entry, bytes=entry.bytes // len(entry.ranks)) if entry.op == "scatter" else entry
 
 
 def _sequence_slips(

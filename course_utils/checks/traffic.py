@@ -8,7 +8,7 @@ from typing import Any
 
 from ..costs import bytes_sent
 
-__all__ = ["Limit", "calls", "counted", "crosses", "findings", "message_steps", "sent"]
+__all__ = ["Limit", "by_node", "calls", "counted", "crosses", "findings", "message_steps", "sent"]
 
 Limit = float | tuple[float | None, float | None]  # at most; or at least and at most, None for no limit
 
@@ -37,6 +37,12 @@ def crosses(entry: Any, rank: int, per_node: int) -> bool:
     """Whether an entry of ``rank`` involves ranks of several nodes of ``per_node`` ranks each."""
     ends = entry.ranks if entry.is_collective else [r for r in (rank, entry.peer) if r is not None]
     return len({r // per_node for r in ends}) > 1
+
+
+def by_node(ledger: Iterable[Any], rank: int, per_node: int) -> tuple[list[Any], list[Any]]:
+    """The entries of ``rank`` that stay inside its node, and those between nodes."""
+    entries = list(ledger)
+    return [e for e in entries if not crosses(e, rank, per_node)], [e for e in entries if crosses(e, rank, per_node)]
 
 
 def findings(
@@ -140,13 +146,19 @@ def _by_wait(entries: list[Any]) -> list[Any]:
 
     Under gloo a message has completed when its ``wait`` returns; the ledger notes that as the rank issues its next
     call, after the start of this call. So a receive was waited for before a call if its end comes before the start of
-    the call after that one. Without an end, it stays where it was posted.
+    the call after that one. A call in another thread did not wait for a receive that ended after its start. Without an
+    end, a receive stays where it was posted.
     """
     bounds = [entry.start for entry in entries[1:]] + [entries[-1].end if entries else None]
     place = list(range(len(entries)))
+
+    def waits_for(call: int, receive: Any) -> bool:
+        bound = bounds[call] if entries[call].thread == receive.thread else entries[call].start
+        return bound is None or receive.end <= bound
+
     for i, entry in enumerate(entries):
         if entry.op == "recv" and entry.end is not None:
-            later = (j for j in range(i + 1, len(entries)) if bounds[j] is None or entry.end <= bounds[j])
+            later = (j for j in range(i + 1, len(entries)) if waits_for(j, entry))
             place[i] = next(later, len(entries)) - 0.5
     order = sorted(range(len(entries)), key=place.__getitem__)
     return [entries[i] for i in order if entries[i].op in ("send", "recv")]

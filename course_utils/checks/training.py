@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import Exercise, close, show
+from .compare import listed, slip_of
 
 __all__ = [
-    "EXACT", "INPUTS", "OUTPUTS", "ROUNDS", "Passes", "as_list", "average", "batches_of", "compare", "difference",
-    "exact", "gradients_of", "loss_gradient", "regression_net", "sample_table", "trained_parameters", "weighted_sum",
-    "weights_of",
+    "EXACT", "INPUTS", "OUTPUTS", "ROUNDS", "Passes", "average", "batches_of", "compare", "compare_tensor",
+    "difference", "exact", "gradients_of", "loss_gradient", "regression_net", "sample_table", "trained_parameters",
+    "weighted_sum", "weights_of",
 ]
 
 EXACT = 1e-12  # tolerance in float64, relative and absolute
@@ -68,36 +69,40 @@ def difference(got: Any, expected: Tensor) -> str:
     return f"\n  one process  {show(expected, start)}\n  this rank    {show(got, start)}"
 
 
-def as_list(value: Any) -> list:
-    """A list as it is, anything else as a list of one."""
-    return value if isinstance(value, list) else [value]
+def compare_tensor(
+    exercise: Exercise, got: Any, expected: Tensor, slips: Mapping[str, Any], what: str, default: str = ""
+) -> None:
+    """Refuse a tensor that is not equal to 1e-12.
+
+    Parameters
+    ----------
+    exercise : Exercise
+    got, expected : tensor
+    slips : mapping
+        Hint key to the tensor that a usual slip leads to, or a list of such: they say which hint is given.
+    what : str
+        What the tensor is, for the message.
+    default : str
+        Hint key of all other wrong tensors; if there is none, *shape* or *value*.
+    """
+    if exact(got, expected):
+        return
+    alike = "value" if isinstance(got, Tensor) and got.shape == expected.shape else "shape"
+    key = slip_of(slips, lambda wrong: close(got, wrong), default or alike)
+    if "float32" in exercise.hints and close(got, expected):
+        key = "float32"
+    exercise.refuse(key, f"{what} is wrong.{difference(got, expected)}")
 
 
 def compare(
     exercise: Exercise, rank: int, got: dict, expected: dict, traps: dict[str, Any], what: str, default: str = "value"
 ) -> None:
-    """Refuse tensors, by name, that are not equal to 1e-12.
-
-    Parameters
-    ----------
-    exercise : Exercise
-    rank : int
-        Whose tensors these are.
-    got, expected : dict
-        Tensors by name.
-    traps : dict
-        Hint key to the tensors by name that a usual slip leads to, or a list of such: they say which hint is given.
-    what : str
-        What the tensors are, for the message.
-    default : str
-        Hint key of all other wrong tensors.
-    """
-    for name, right in expected.items():
-        if exact(got[name], right):
-            continue
-        alike = (key for key, some in traps.items() for wrong in as_list(some) if close(got[name], wrong[name]))
-        key = "float32" if "float32" in exercise.hints and close(got[name], right) else next(alike, default)
-        exercise.refuse(key, f"{what} of {name} is wrong.{difference(got[name], right)}", rank)
+    """Refuse tensors, by name, that are not equal to 1e-12; of ``rank``, with hints as `compare_tensor` gives them."""
+    with exercise.on_rank(rank, exercise.where):
+        for name, right in expected.items():
+            if not exact(got[name], right):
+                slips = {key: [wrong[name] for wrong in listed(some)] for key, some in traps.items()}
+                compare_tensor(exercise, got[name], right, slips, f"{what} of {name}", default)
 
 
 # ------------------------------------------------------------------------------------------------ a net with data

@@ -7,17 +7,21 @@ process to 1e-12. A model that is ``odd`` has no size that 2 ranks can divide ev
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import TIMEOUT, Exercise, checked, load_hints, paper_problem
-from .training import average, compare, difference, exact, gradients_of, trained_parameters, weights_of
+from .training import average, compare, compare_tensor, difference, exact, gradients_of, trained_parameters, weights_of
 
 __all__ = ["HINTS", "gathered_layer", "largest_model", "reduce_scatter_gradients", "shard_optimizer", "state_bytes"]
 
@@ -101,6 +105,23 @@ def _settled(tracker: Any, most: float) -> float:
     return total
 
 
+def _array_bytes(step: Callable) -> int:
+    """Bytes of the arrays of NumPy that ``step`` keeps in its closure and attributes, and in what these hold."""
+    found, todo, size = set(), [step], 0
+    while todo:
+        value = todo.pop()
+        if id(value) in found or isinstance(value, type | ModuleType | Tensor | nn.Module):
+            continue
+        found.add(id(value))
+        if isinstance(value, np.ndarray):
+            size += value.nbytes if value.flags.owndata else 0
+        elif isinstance(value, FunctionType):
+            todo += [value.__closure__, vars(value)]
+        elif isinstance(value, CellType | MethodType | dict | list | tuple | set) or hasattr(value, "__dict__"):
+            todo += gc.get_referents(value)
+    return size
+
+
 def _keys(exercise: Exercise, **keys: str) -> dict[str, str]:
     """For an audit: bytes that are too many stem from what the case adds, if it adds anything."""
     return keys | {"too-many-bytes": exercise.fallback or "too-many-bytes"}
@@ -167,7 +188,7 @@ def _shard_steps(words: Tensor, fn: Callable, options: dict, kind: str) -> dict:
         with track(module) as tracker:
             with record() as ledger:
                 step()
-            beside = _settled(tracker, module_bytes + enough + SLACK) - module_bytes
+            beside = _settled(tracker, module_bytes + enough + SLACK) - module_bytes + _array_bytes(step)
         held = [t for s in made[0].state.values() for t in s.values() if isinstance(t, Tensor) and t.dim()]
         out["steps"].append({
             "weights": weights_of(module), "ledger": ledger, "made": len(made), "beside": beside,
@@ -177,16 +198,18 @@ def _shard_steps(words: Tensor, fn: Callable, options: dict, kind: str) -> dict:
     return out
 
 
-def _steps_in_one(data: list[Tensor], options: dict, kind: str, factor: float = 1) -> list[dict[str, Tensor]]:
-    """Weights of one process on the batches of all ranks, at the start and after each step.
+@cache
+def _steps_in_one(n: int, kind: str, factor: float = 1, **options: bool) -> list[dict[str, Tensor]]:
+    """Weights of one process on the batches of ``n`` ranks, at the start and after each step.
 
     ``factor`` times the mean gradient is what the optimizer gets.
     """
+    data = _words(n, 60 + n)
     module = _started(data[0], options)
     optimizer = OPTIMIZERS[kind][0](list(trained_parameters(module).values()))
     moments = [weights_of(module)]
     for step in range(STEPS):
-        mean = average([_own_gradients(module, words[step]) for words in data], len(data) / factor)
+        mean = average([_own_gradients(module, words[step]) for words in data], n / factor)
         for name, gradient in mean.items():
             module.get_parameter(name).grad = gradient
         optimizer.step()
@@ -207,7 +230,7 @@ def shard_optimizer(fn: Callable, timeout: float = TIMEOUT) -> None:
         case, errors = f"{name}, {kind}", ERRORS.get(fallback)
         outcomes = exercise.run(_shard_steps, data, fn, options, kind, case=case, fallback=fallback, errors=errors)
         results = [outcome.result for outcome in outcomes]
-        start, *right = _steps_in_one(data, options, kind)
+        start = _steps_in_one(n, kind, **options)[0]
         for rank, result in exercise.each(results):
             exercise.require(result["callable"], "step", "the function returned nothing that can be called.")
             what = f"make_optimizer was called {result['made']} times."
@@ -216,30 +239,30 @@ def shard_optimizer(fn: Callable, timeout: float = TIMEOUT) -> None:
             exercise.audit([entry for ledger in ledgers for entry in ledger], calls=(1, None))
             compare(exercise, rank, result["start"], start, {}, "before the first step the weight", "no-broadcast")
         for step in range(STEPS):
-            for rank, result in exercise.each(results):
-                _sharded_step(exercise, rank, result["steps"][step], step, start, right, (data, options, kind))
+            for rank, result in exercise.each(results, f"step {step + 1}: "):
+                _sharded_step(exercise, rank, result["steps"][step], step, n, kind, options)
+        module = _started(data[0], options)
         for audit in (_audit_states, _audit_gather):
-            for _, result in exercise.each(results):
-                for step, figures in enumerate(result["steps"], 1):
-                    audit(exercise, figures, _started(data[0], options), kind, n, f"step {step}: ")
+            for step in range(STEPS):
+                for _, result in exercise.each(results, f"step {step + 1}: "):
+                    audit(exercise, result["steps"][step], module, kind, n)
     exercise.passed("equal to one process to 1e-12, with 1/N of the optimizer's states on each rank.")
 
 
 def _sharded_step(
-    exercise: Exercise, rank: int, result: dict, step: int, start: dict, right: list[dict], case: tuple
+    exercise: Exercise, rank: int, result: dict, step: int, n: int, kind: str, options: dict
 ) -> None:
     """Compare a rank's weights after a step with those of one process."""
-    where, got, slips = f"step {step + 1}: ", result["weights"], {}
-    exercise.require(result["made"] == 1, "new-optimizer", f"{where}{result['made']} optimizers have been made.")
-    exercise.require(result["kept"], "replaced", f"{where}some parameters are not those that the module had.")
-    n, default = len(case[0]), "value"
-    if exercise.fallback is None:
-        if step:
-            default = "leftover"
-        elif n > 1:
-            slips = _first_step_slips(got, start, right[0])
-            slips["averaged-again"] = [_steps_in_one(*case, factor=f)[1] for f in (1 / n, n)]
-    compare(exercise, rank, got, right[step], slips, f"{where}the weight", default)
+    got, slips, default = result["weights"], {}, "value"
+    start, *right = _steps_in_one(n, kind, **options)
+    exercise.require(result["made"] == 1, "new-optimizer", f"{result['made']} optimizers have been made.")
+    exercise.require(result["kept"], "replaced", "some parameters are not those that the module had.")
+    if exercise.fallback is None and step:
+        default = "leftover"
+    elif exercise.fallback is None and n > 1:
+        slips = _first_step_slips(got, start, right[0])
+        slips["averaged-again"] = [_steps_in_one(n, kind, factor=f, **options)[1] for f in (1 / n, n)]
+    compare(exercise, rank, got, right[step], slips, "the weight", default)
 
 
 def _first_step_slips(got: dict, start: dict, right: dict) -> dict[str, Any]:
@@ -252,27 +275,23 @@ def _first_step_slips(got: dict, start: dict, right: dict) -> dict[str, Any]:
     return {"order": got} if torch.allclose(now.sort().values, new.sort().values, 1e-9, 1e-9) else {}
 
 
-def _audit_states(exercise: Exercise, figures: dict, module: nn.Module, kind: str, n: int, where: str) -> None:
+def _audit_states(exercise: Exercise, figures: dict, module: nn.Module, kind: str, n: int) -> None:
     """Refuse states of another size than a share, and what else stays alive beside the module."""
     share, states, size = _share_bytes(module, n), OPTIMIZERS[kind][1], figures["states"]
-    what = f"{where}the optimizer that make_optimizer returned has no states, so it never stepped."
+    what = "the optimizer that make_optimizer returned has no states, so it never stepped."
     exercise.require(size > 0, "make-optimizer", what)
     key = "all-states" if n > 1 and size >= states * _share_bytes(module, 1) else "whole-parameters"
-    what = f"{where}the optimizer's states have {size} bytes; a share has {states * share}."
+    what = f"the optimizer's states have {size} bytes; a share has {states * share}."
     exercise.require(size <= states * share, exercise.fallback or key, what)
     size, enough = figures["beside"], (states + 2) * share
-    what = (
-        f"{where}{size:.0f} bytes are alive beside the module and its gradients; the states, the part and its gradient "
-        f"have {enough}."
-    )
+    what = f"{size:.0f} bytes are alive beside the module and its gradients; states, part and gradient have {enough}."
     exercise.require(size <= enough + SLACK, "whole-copy", what)
 
 
-def _audit_gather(exercise: Exercise, figures: dict, module: nn.Module, kind: str, n: int, where: str) -> None:
+def _audit_gather(exercise: Exercise, figures: dict, module: nn.Module, kind: str, n: int) -> None:
     """Refuse other operations than one all-gather of the parts."""
     sizes = _share_bytes(module, 1), n * _share_bytes(module, n)
-    keys = _keys(exercise)
-    exercise.audit(figures["ledger"], {"all_gather"}, calls=(1, 1), carried=sizes, where=where, keys=keys)
+    exercise.audit(figures["ledger"], {"all_gather"}, calls=(1, 1), carried=sizes, keys=_keys(exercise))
 
 
 # ------------------------------------------------------------------------------------------------ ZeRO-2
@@ -369,22 +388,22 @@ def reduce_scatter_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
             exercise.communicates(rank, outcome, n)
         for step, passes in enumerate(PASSES):
             parts = [[_own_gradients(module, b) for b in words[step].chunk(passes)] for words in data]
-            results = [outcome.result["steps"][step] for outcome in outcomes]
-            for rank, result in exercise.each(results):
+            results, where = [outcome.result["steps"][step] for outcome in outcomes], f"step {step + 1}: "
+            for rank, result in exercise.each(results, where):
                 _reduced(exercise, rank, result["shards"], parts, step)
-            for _, result in exercise.each(results):
-                _audit_reduced(exercise, result, step, trained_parameters(module), n)
+            for _, result in exercise.each(results, where):
+                _audit_reduced(exercise, result, passes, trained_parameters(module), n)
     exercise.passed("the mean gradient to 1e-12, and never more than one whole gradient in memory.")
 
 
 def _reduced(exercise: Exercise, rank: int, got: dict, parts: list[list[dict]], step: int) -> None:
     """Compare a rank's shards after a step with the mean over the ranks, summed over the backward passes."""
-    n, m, where = len(parts), len(parts[0]), f"step {step + 1}: "
+    n, m = len(parts), len(parts[0])
     sums = [average(own, 1) for own in parts]
     mean, slips = average(sums), {}
     right = _part(mean, n, rank)
     missing = [name for name in mean if got[name] is None]
-    exercise.require(not missing, "shards", f"{where}there is no tensor for {', '.join(missing)}.")
+    exercise.require(not missing, "shards", f"there is no tensor for {', '.join(missing)}.")
     if n > 1 and exercise.fallback is None and step == 0:
         slips = _part_slips(sums, rank)
         slips["wrong-part"].append({name: g.flatten()[rank::n] for name, g in mean.items()})
@@ -397,22 +416,20 @@ def _reduced(exercise: Exercise, rank: int, got: dict, parts: list[list[dict]], 
         same = got[name].shape == right[name].shape and exact(got[name][:valid], right[name][:valid])
         if same and not exact(got[name], right[name]):
             lines = difference(got[name], right[name])
-            exercise.refuse("padding", f"{where}the part of {name} is wrong behind its end.{lines}")
-    default = "leftover" if step and exercise.fallback is None else "value"
-    compare(exercise, rank, got, right, slips, f"{where}the part", default)
+            exercise.refuse("padding", f"the part of {name} is wrong behind its end.{lines}")
+    compare(exercise, rank, got, right, slips, "the part", "leftover" if step and not exercise.fallback else "value")
 
 
-def _audit_reduced(exercise: Exercise, result: dict, step: int, trained: dict[str, nn.Parameter], n: int) -> None:
+def _audit_reduced(exercise: Exercise, result: dict, passes: int, trained: dict[str, nn.Parameter], n: int) -> None:
     """Refuse whole gradients that stay, and other calls than the reduce-scatters."""
-    where, parts = f"step {step + 1}: ", sum(8 * _share(p.numel(), n) for p in trained.values())
     left, alive, late = result["left"], result["alive"], result["late"]
-    exercise.require(left == 0, "grads-kept", f"{where}after backward p.grad still holds {left} bytes.")
-    sizes = PASSES[step] * sum(p.nbytes for p in trained.values()), PASSES[step] * n * parts
-    keys = _keys(exercise, all_reduce="all-reduce")
-    exercise.audit(result["ledger"], {"reduce_scatter"}, carried=sizes, where=where, keys=keys)
-    what = f"{where}{alive:.0f} bytes stay alive after backward; the parts have {parts}."
+    parts = sum(8 * _share(p.numel(), n) for p in trained.values())
+    exercise.require(left == 0, "grads-kept", f"after backward p.grad still holds {left} bytes.")
+    sizes = passes * sum(p.nbytes for p in trained.values()), passes * n * parts
+    exercise.audit(result["ledger"], {"reduce_scatter"}, carried=sizes, keys=_keys(exercise, all_reduce="all-reduce"))
+    what = f"{alive:.0f} bytes stay alive after backward; the parts have {parts}."
     exercise.require(alive <= parts + SLACK, "view", what)
-    exercise.require(not late, "freed-late", where + "".join(late))
+    exercise.require(not late, "freed-late", "".join(late))
 
 
 # ------------------------------------------------------------------------------------------------ ZeRO-3
@@ -483,8 +500,12 @@ def _gather_steps(x: Tensor, fn: Callable, width: int, frozen: int | None, uses:
     return out
 
 
-def _gathered_in_one(data: list[Tensor], width: int, frozen: int | None, uses: Sequence[int]) -> list[dict]:
+@cache
+def _gathered_in_one(
+    n: int, width: int, batch: tuple[int, ...], frozen: int | None, uses: Sequence[int]
+) -> list[dict]:
     """By step, the weights, and inputs and gradients of each rank's batch in one process with whole weights."""
+    data = _inputs(n, width, batch)
     weights = [w.requires_grad_(i != frozen) for i, w in enumerate(_matrices(width))]
     trained, steps = [i for i in range(len(weights)) if i != frozen], []
     for step in range(STEPS):
@@ -514,19 +535,17 @@ def gathered_layer(fn: Callable, timeout: float = TIMEOUT) -> None:
         )
         for rank, outcome in exercise.each(outcomes):
             exercise.communicates(rank, outcome, n)
-        for step, right in enumerate(_gathered_in_one(data, width, frozen, uses)):
+        for step, right in enumerate(_gathered_in_one(n, width, batch, frozen, uses)):
             results, where = [outcome.result[step] for outcome in outcomes], f"step {step + 1}: "
-            for rank, result in exercise.each(results):
-                _gathered_output(exercise, rank, result["y"], right, uses, where)
-            for rank, result in exercise.each(results):
-                _gathered_gradients(exercise, rank, result, right["gradients"], uses, where)
-                _audit_gathered(exercise, result, right["weights"], uses, frozen, n, where)
+            for rank, result in exercise.each(results, where):
+                _gathered_output(exercise, rank, result["y"], right, uses)
+            for rank, result in exercise.each(results, where):
+                _gathered_gradients(exercise, rank, result, right["gradients"], uses)
+                _audit_gathered(exercise, result, right["weights"], uses, frozen, n)
     exercise.passed("equal to one process to 1e-12, and no whole weight stays alive.")
 
 
-def _gathered_output(
-    exercise: Exercise, rank: int, got: Tensor, right: dict, uses: Sequence[int], where: str
-) -> None:
+def _gathered_output(exercise: Exercise, rank: int, got: Tensor, right: dict, uses: Sequence[int]) -> None:
     """Compare a rank's output with that of whole weights."""
     x, weights, n = right["x"][rank], right["weights"], len(right["x"])
     y, slips = _stack(x, weights, uses), {}
@@ -538,25 +557,22 @@ def _gathered_output(
             ],
             "transposed": [[w.reshape(w.shape[::-1]).T for w in weights]],
         }
-    outputs = {key: [{"the layers": _stack(x, w, uses)} for w in wrong] for key, wrong in slips.items()}
-    form = "value" if got.shape == y.shape else "shape"
-    compare(exercise, rank, {"the layers": got}, {"the layers": y}, outputs, f"{where}the output", form)
+    outputs = {key: [_stack(x, w, uses) for w in wrong] for key, wrong in slips.items()}
+    compare_tensor(exercise, got, y, outputs, "the output of the layers")
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat([part.flatten() for part in parts])[: like.numel()].view_as(like)
 
 
-def _gathered_gradients(
-    exercise: Exercise, rank: int, result: dict, own: list[dict], uses: Sequence[int], where: str
-) -> None:
+def _gathered_gradients(exercise: Exercise, rank: int, result: dict, own: list[dict], uses: Sequence[int]) -> None:
     """Compare the gradients of a rank's shards with the mean over the ranks, from the last layer to the first."""
     n, got, last = len(own), result["gradients"], f"weight {uses[-1]}"
     expected, slips, default = _part(average(own), n, rank), {}, "value"
     missing = [name for name in expected if got[name] is None]
     if exercise.fallback is None:
         key = "input-gradient" if last not in missing else "no-gradient"
-        exercise.require(not missing, key, f"{where}the shard of {', '.join(missing)} has no gradient.")
+        exercise.require(not missing, key, f"the shard of {', '.join(missing)} has no gradient.")
         if exact(got[last], expected[last]):
             again = n == 1 or result["backward"].count("all_gather")
             nothing = not any(gradient.any() for name, gradient in got.items() if name != last and gradient is not None)
@@ -564,11 +580,11 @@ def _gathered_gradients(
         elif n > 1:
             slips = _part_slips(own, rank)
     backwards = {name: expected[name] for name in sorted(expected, reverse=True)}
-    compare(exercise, rank, got, backwards, slips, f"{where}the gradient of the shard", default)
+    compare(exercise, rank, got, backwards, slips, "the gradient of the shard", default)
 
 
 def _audit_gathered(
-    exercise: Exercise, result: dict, weights: list[Tensor], uses: Sequence[int], frozen: int | None, n: int, where: str
+    exercise: Exercise, result: dict, weights: list[Tensor], uses: Sequence[int], frozen: int | None, n: int
 ) -> None:
     """Refuse other calls than gathers and reduce-scatters of these sizes, and what stays alive after each pass."""
 
@@ -579,14 +595,12 @@ def _audit_gathered(
     trained = [i for i in uses if i != frozen]
     first = size(uses[1:])  # the input of the first layer needs no gradient, so nor does that need its weight
     kept = {"not-distributed": "weight-kept", "too-few-bytes": "weight-kept"}
-    exercise.audit(
-        [*forward, *backward], {"all_gather", "reduce_scatter"}, where=where, keys={"all_reduce": "all-reduce"}
-    )
+    exercise.audit([*forward, *backward], {"all_gather", "reduce_scatter"}, keys={"all_reduce": "all-reduce"})
     for key, left, when in (
         ("weight-kept", result["kept"], "after forward, besides the shards"),
         ("gradient-kept", result["left"], "after backward, besides the shards and their gradients"),
     ):
-        what = f"{where}{left:.0f} bytes are alive {when}; one weight has {one}."
+        what = f"{left:.0f} bytes are alive {when}; one weight has {one}."
         exercise.require(n == 1 or left < one, key, what)
     for phase, op, limits, keys in (
         ("forward", "all_gather", (size(uses), size(uses)), {}),
@@ -594,7 +608,7 @@ def _audit_gathered(
         ("backward", "reduce_scatter", (size(set(trained)), size(trained)), {}),
     ):
         calls = [entry for entry in result[phase] if entry.op == op]
-        exercise.audit(calls, carried=limits, where=f"{where}{op} in {phase}: ", keys=_keys(exercise, **keys))
+        exercise.audit(calls, carried=limits, where=f"{op} in {phase}: ", keys=_keys(exercise, **keys))
 
 
 # ------------------------------------------------------------------------------------------------ paper problems

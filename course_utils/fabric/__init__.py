@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from ..ranks import interceptor
 from ..torch_internals import c10d, default_store
+from .race import emulated_seconds, slow_motion
 from .replay import ARRIVED, LEAVE, MEET, RECORD, SEND, SENT, Replay
 
-__all__ = ["Clock", "emulate"]
+__all__ = ["Clock", "emulate", "emulated_seconds", "slow_motion"]
 
 _PAUSES = 20e-6, 2e-3  # shortest and longest, in seconds, between two looks at the shared file
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..lazy import attach
+
 if TYPE_CHECKING:
     from .report import Report
 
-_HOME = {  # imported when asked for: a hand-in's kernel lives in this package, and needs none of it
-    "NothingToGrade": "collect", "Report": "report", "table": "report",
-    "Sandbox": "sandbox", "SandboxMissing": "sandbox",
+_HOMES = {  # imported when asked for: a hand-in's kernel lives in this package, and needs none of it
+    "collect": ("NothingToGrade",), "report": ("Report", "table"), "sandbox": ("Sandbox", "SandboxMissing"),
 }
 
-__all__ = ["grade", *_HOME]
+__all__ = ["grade", *(name for names in _HOMES.values() for name in names)]
 
-def __getattr__(name: str):
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+__getattr__, __dir__ = attach(__name__, _HOMES)
 
 PATIENCE = 4.0  # by which checks wait longer when they are tried again
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, replace
 
-from ..transformer import GPTConfig
-from ..transformer import parameters as count_parameters
+from ..lazy import attach
+from ..transformer import TransformerConfig
 from .parts import PARTS, Memory, Simulated
 
 __all__ = [
-    "OPTIMIZERS", "PARTS", "PRECISIONS", "Memory", "Precision", "Simulated", "Tracker", "activations", "held",
-    "model_states", "simulate", "track", "training",
+    "OPTIMIZERS", "PARTS", "PRECISIONS", "Memory", "Precision", "Simulated", "Tracker", "activation_bytes",
+    "held_memory", "model_states", "simulate", "track", "training_memory",
 ]
 
+#: These load torch, which the formulas do without.
+__getattr__, __dir__ = attach(__name__, {"tracking": ("Tracker", "held_memory", "track")})
 
 _WRAPS = ("block", "layer", "model")
-
-
-def __getattr__(name: str):
-    if name in ("Tracker", "held", "track"):  # they load torch, which the formulas do without
-        return getattr(importlib.import_module(f"{__name__}.tracking"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,9 @@ def model_states(
     )
 
 
-def activations(config: GPTConfig, batch: int, length: int | None = None, *, precision: str = "fp32") -> float:
+def activation_bytes(
+    config: TransformerConfig, batch: int, length: int | None = None, *, precision: str = "fp32"
+) -> float:
     """Return the bytes that a forward of `models.GPT` and its loss leave for backward, operation by operation.
 
     For each of the M = `batch` x `length` tokens a block keeps 16 C elements: the inputs of its two layer norms (2 C)
@@ -113,7 +110,7 @@ def activations(config: GPTConfig, batch: int, length: int | None = None, *, pre
 
     Parameters
     ----------
-    config : GPTConfig
+    config : TransformerConfig
         Model; `config.checkpoint` is honoured.
     batch, length : int
         Sequences on this rank and tokens in each; by default the full context.
@@ -127,14 +124,14 @@ def activations(config: GPTConfig, batch: int, length: int | None = None, *, pre
     return blocks + tokens * (around * width + 16) + 8 * length + 2 * width
 
 
-def _block_activations(config: GPTConfig, tokens: int, width: int, checkpoint: bool) -> int:
+def _block_activations(config: TransformerConfig, tokens: int, width: int, checkpoint: bool) -> int:
     if checkpoint:
         return tokens * config.hidden * width
     return tokens * ((16 * config.hidden + 4) * width + 4 * config.heads)
 
 
-def training(
-    config: GPTConfig,
+def training_memory(
+    config: TransformerConfig,
     batch: int,
     *,
     length: int | None = None,
@@ -161,7 +158,7 @@ def training(
 
     Parameters
     ----------
-    config : GPTConfig
+    config : TransformerConfig
         Model; `config.checkpoint` is honoured.
     batch, length : int
         Sequences on this rank and tokens in each; by default the full context.
@@ -172,13 +169,13 @@ def training(
         gradients are views into them, as with ``gradient_as_bucket_view=True``.
     """
     length = _check_run(config, batch, length)
-    parameters = count_parameters(config)
+    parameters = config.parameter_count
     states = model_states(parameters, stage=stage, ranks=ranks, precision=precision, optimizer=optimizer)
     width, tokens, c = PRECISIONS[precision].activation, batch * length, config.hidden
     wide, logits, head = tokens * c * width, tokens * config.vocabulary * width, config.vocabulary * c * width
-    unit = (12 * c**2 + 13 * c) * width
+    unit = config.layer_parameters * width
     root = parameters * width - config.layers * unit
-    kept = activations(config, batch, length, precision=precision)
+    kept = activation_bytes(config, batch, length, precision=precision)
     block = _block_activations(config, tokens, width, checkpoint=False)
     each = _block_activations(config, tokens, width, config.checkpoint)
     below = kept - logits - 2 * wide - each  # of the blocks below the last
@@ -220,7 +217,7 @@ _SIMULATED = {
 
 
 def simulate(
-    config: GPTConfig,
+    config: TransformerConfig,
     ranks: int,
     *,
     stage: int = 3,
@@ -237,7 +234,7 @@ def simulate(
 
     Parameters
     ----------
-    config : GPTConfig
+    config : TransformerConfig
         Model; `config.checkpoint` is honoured.
     ranks : int
         Size of the fake process group.
@@ -270,8 +267,9 @@ def simulate(
 
 def _check_run(config: object, batch: object, length: object) -> int:
     """Refuse what cannot be run and return the number of tokens in a sequence."""
-    if not isinstance(config, GPTConfig):
-        raise TypeError(f"config must be a models.GPTConfig, got {type(config).__name__}")
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a models.TransformerConfig, got {type(config).__name__}")
+    config.require_gpt2_layers()
     _positive("batch", batch)
     if length is None:
         return config.context

@@ -14,22 +14,22 @@ import torch
 
 from ..torch_internals import FakeTensorMode, fake_store
 from .parts import Simulated
-from .tracking import held, track
+from .tracking import held_memory, track
 
 if TYPE_CHECKING:
-    from ..models import GPT, GPTConfig
+    from ..models import GPT, TransformerConfig
 
 WRAPS = ("block", "layer", "model")
 
 
 def step(
-    config: GPTConfig, ranks: int, stage: int, batch: int, length: int, stored: str, computed: str, wrap: str
+    config: TransformerConfig, ranks: int, stage: int, batch: int, length: int, stored: str, computed: str, wrap: str
 ) -> Simulated:
     """Run the step in a process that has no process group. `stored` and `computed` are types of the parameters."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from ..models import GPT, parameters
+    from ..models import GPT
 
     start = time.perf_counter()
     if dist.is_initialized():
@@ -51,7 +51,7 @@ def step(
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-        bucket = None if stage == 3 else torch.empty(parameters(config), dtype=parameter.dtype)
+        bucket = None if stage == 3 else torch.empty(config.parameter_count, dtype=parameter.dtype)
         tokens, targets = (torch.zeros(batch, length, dtype=torch.int64) for _ in range(2))
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # wrap="layer"; never in place
         with track(model, optimizer) as tracker:
@@ -65,7 +65,8 @@ def step(
             tracker.mark("backward")
             optimizer.step()
             tracker.mark("step")
-        return Simulated(held(model, optimizer), tracker.peak, tuple(tracker.history), time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Simulated(held_memory(model, optimizer), tracker.peak, tuple(tracker.history), seconds)
 
 
 def _shard(model: GPT, mesh, wrap: str, computed: torch.dtype) -> None:

@@ -72,7 +72,7 @@ def _claims(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     yield from (("buffers", p._unsharded_param) for p in gathered.values())
 
 
-def held(model: nn.Module, optimizer: Any = None) -> Memory:
+def held_memory(model: nn.Module, optimizer: Any = None) -> Memory:
     """Return what this rank holds now, tensor by tensor.
 
     Every storage counts once, with all its bytes: tied weights once, of a sharded parameter the local shard with its
@@ -270,7 +270,7 @@ def track(model: nn.Module, optimizer: Any = None) -> Iterator[Tracker]:
     """Follow every tensor that lives on this rank inside the block, by part.
 
     Operations are watched below autograd, so real and fake tensors, plain modules, DDP and FSDP2 all work. Storages
-    count once, as in `held`. Of the rest, what is made while autograd records (forward, and recomputing it) is
+    count once, as in `held_memory`. Of the rest, what is made while autograd records (forward, and recomputing it) is
     `activations`; anything else is `buffers`, also a parameter that was empty when the block began. A gradient or an
     optimizer state keeps its part for its whole life, also before it was assigned. Tensors that are older than the
     block, such as the batch or the buckets of DDP, count from the beginning once an operation uses them. What an
@@ -281,7 +281,7 @@ def track(model: nn.Module, optimizer: Any = None) -> Iterator[Tracker]:
     model : nn.Module
         Plain, or wrapped by DDP or FSDP2.
     optimizer : torch.optim.Optimizer or nest of tensors, optional
-        As for `held`.
+        As for `held_memory`.
 
     Yields
     ------

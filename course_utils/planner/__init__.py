@@ -1,53 +1,79 @@
 """How to divide a training run among GPUs: is a layout legal, what does it hold in memory, how long does a step take.
 
-A layout is tensor x context x pipeline x data parallelism. Ranks are numbered with tensor fastest, then context,
-pipeline and data, as Llama 3's (arXiv 2407.21783, section 3.3.2), so that the groups that talk most sit closest. Bytes,
-seconds, bytes per second; a batch is counted in sequences.
+A layout is tensor x context x pipeline x data parallelism, the data ranks in replicas of sharded groups (HSDP) if you
+like, experts divided among them. Ranks are numbered with tensor fastest, then context, pipeline and data, as Llama 3's
+(arXiv 2407.21783, section 3.3.2), so that the groups that talk most sit closest. Bytes, seconds, bytes per second; a
+batch is counted in sequences.
 
-What is modelled: matrix products at a share of the best product found on the GPU, fused attention at the published
-share of the peak, element-wise operations at a share of the memory bandwidth, collectives as `costs` has them at the
-share of the links that large ones reach, the pipeline's bubble by formula. Two shares are fitted, to three runs
-(`FITTED`); the others are measurements of others. What is not, and what published runs are slower by: small products
-that fill a GPU badly, stragglers among thousands of GPUs, GPUs that communication keeps from computing, congestion,
-masks that make work uneven. Where communication is said to hide, it hides entirely: of ZeRO-3 in particular the time is
-a lower bound, which DeepSpeed of 2021 missed by far (`recorded.ZERO3_RUNS`) and torchtitan of 2024 by a factor of 1.8
-(`recorded.TORCHTITAN_RUNS`). The achievable products, the share of fused attention, and gradients that are not reduced
-after each micro-batch of a pipeline came in after a first comparison with Llama 3's runs (errors of +8, +9 and +34 %
-before); nothing was fitted to those.
+What is modelled (`rates`, `messages`, `step_time`, `held`): matrix products by shape, with waves of tiles that leave
+multiprocessors idle and results that are written after the arithmetic; attention by kernel and length; element-wise
+operations by the bytes they pass, with and without compilation; kernels that start no faster than Python starts them;
+collectives by size, ranks and links; what hides behind computing, which it slows; the pipeline's bubble; the
+optimizer; and the loss. Two shares are fitted, to five runs (`FITTED`); the others are measurements of others. What
+is not: input, failures, an allocator short of memory, congestion, waiting for the slowest of many nodes, masks that
+make work uneven, software that does not do what the hardware allows.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 
-import numpy as np
-
-from .. import recorded
-from ..hardware import GPUS
 from ..recorded import Run
-from ..transformer import MODELS, RECOMPUTE, Model
-from .layout import CLUSTERS, Cluster, Layout, cluster, fullest, reasons
-from .step_time import PARTS, Constants, Plan, step, traffic
+from ..transformer import RECOMPUTE, TransformerConfig
+from . import evidence
+from .clusters import CLUSTERS, GpuCluster, cluster, own_cluster
+from .evidence import Measured, Replayed, Score, guesses, plan_inputs, score, scores
+from .held import MemoryModel, fullest
+from .layout import Layout, broken_rules
+from .messages import traffic
+from .plans import MESSAGES, PARTS, Plan
+from .published import ModelShape, PublishedRun, published_runs
+from .rates import ATTENTION, HOP, PRODUCTS, StepTimeConstants, attention_rate, best_product, product_seconds
+from .step_time import StepModel
 
 __all__ = [
-    "CLUSTERS", "CONSTANTS", "FITTED", "MODELS", "PARTS", "RECOMPUTE", "Cluster", "Constants", "Layout", "Model",
-    "Plan", "Replayed", "Search", "baseline", "cluster", "fit", "legal", "mesh_groups", "of_run", "plan", "reasons",
-    "replay", "search", "traffic",
+    "ATTENTION", "CLUSTERS", "CONSTANTS", "FITTED", "FITTED_NAMES", "HOP", "MESSAGES", "PARTS", "PRODUCTS", "RECOMPUTE",
+    "GpuCluster", "Layout", "Measured", "ModelShape", "Place", "Plan", "PublishedRun", "Replayed", "Score", "Search",
+    "StepModel", "StepTimeConstants", "attention_rate", "best_product", "broken_rules", "cluster", "fit", "fitted_runs",
+    "guesses", "mesh_groups", "own_cluster", "place", "plan", "plan_inputs", "product_seconds", "published_runs",
+    "reasons_against", "replay", "score", "scores", "search", "traffic",
 ]
 
-#: Runs that `CONSTANTS` are fitted to: the smallest, the middle and the largest of Megatron-LM's table.
-FITTED = (recorded.MEGATRON_RUNS[0], recorded.MEGATRON_RUNS[4], recorded.MEGATRON_RUNS[9])
-#: What `fit(FITTED)` gives, rounded.
-CONSTANTS = Constants(matmul=0.862, hbm=0.706)
+#: Names of the published runs that `CONSTANTS` are fitted to, and of the constants that are.
+FITTED = (
+    "llm-foundry-a100-80-19", "llm-foundry-a100-80-34", "megatron-weak-5", "torchtitan-fsdp-2", "torchtitan-fsdp-5",
+)
+FITTED_NAMES = ("matmul", "matmul_hopper")
+#: What `fit(fitted_runs())` gives, rounded.
+CONSTANTS = StepTimeConstants(matmul=0.862, matmul_hopper=0.731)
 
 
-def legal(model: Model, cluster: Cluster, layout: Layout, batch: int) -> list[str]:
+def fitted_runs() -> tuple[PublishedRun, ...]:
+    """Return the published runs of `FITTED`, in that order."""
+    by_name = {run.id: run for run in published_runs(role="known")}
+    return tuple(by_name[name] for name in FITTED)
+
+
+def fit(
+    rows: Iterable, names: Iterable[str] = FITTED_NAMES, start: StepTimeConstants = CONSTANTS
+) -> StepTimeConstants:
+    """Fit constants to published runs, or to steps of your own (`Measured`): see `evidence.fit`."""
+    return evidence.fit(list(rows), list(names), start)
+
+
+def replay(
+    rows: Iterable, constants: StepTimeConstants = CONSTANTS, *, fitted: Iterable | None = None
+) -> list[Replayed]:
+    """Plan published runs; `fitted` are those that the constants have seen: see `evidence.replay`."""
+    return evidence.replay(rows, constants, fitted=tuple(fitted_runs() if fitted is None else fitted))
+
+
+def reasons_against(model: TransformerConfig, cluster: GpuCluster, layout: Layout, batch: int) -> list[str]:
     """Return the reasons why a layout cannot run, none if it can.
 
     Tensor parallelism over more GPUs than a node has is legal: `plan` shows what it costs. Two rules are those of
@@ -57,25 +83,27 @@ def legal(model: Model, cluster: Cluster, layout: Layout, batch: int) -> list[st
     else is well; the limit is the data sheet's. What a card has above it is left to CUDA, NCCL and the allocator: an
     "80 GB" H100 reports 81,559 MiB, 85.5 GB (https://thundergolfer.com/blog/nvidia-gpu-memory-capacity).
     """
-    found = [text for _, text in reasons(model, cluster, layout, batch)]
+    found = [text for _, text in broken_rules(model, cluster, layout, batch)]
     if not found and (need := sum(fullest(model, layout, batch))) > cluster.card.memory_bytes:
         has = f"{cluster.card.memory_bytes / 1e9:.0f}"
         found.append(f"the fullest GPU needs {need / 1e9:.1f} GB, more than the {has} of this {cluster.card.name}")
     return found
 
 
-def plan(model: Model, cluster: Cluster, layout: Layout, batch: int, constants: Constants = CONSTANTS) -> Plan:
+def plan(
+    model: TransformerConfig, cluster: GpuCluster, layout: Layout, batch: int, constants: StepTimeConstants = CONSTANTS
+) -> Plan:
     """Return memory and time of a step of `batch` sequences.
 
     Raises
     ------
     ValueError
-        The layout cannot run, with all reasons of `legal`.
+        The layout cannot run, with all reasons of `reasons_against`.
     """
-    against = legal(model, cluster, layout, batch)
+    against = reasons_against(model, cluster, layout, batch)
     if against:
         raise ValueError(f"{model.name} as {layout} cannot run: " + "; ".join(against))
-    return step(model, cluster, layout, batch, constants, fullest(model, layout, batch))
+    return StepModel(model, cluster, constants).step(layout, batch, fullest(model, layout, batch))
 
 
 # --- search -----------------------------------------------------------------------------------------------------------
@@ -90,7 +118,8 @@ class Search:
     plans : tuple of Plan
         Legal ones, fastest first; of equally fast ones the one with less memory.
     refused : dict of str to int
-        Number of illegal ones by kind of the first reason: heads, context, layers, batch, interleaving, memory.
+        Number of illegal ones by kind of the first reason: heads, context, layers, batch, interleaving, replicas,
+        experts, memory.
     """
 
     plans: tuple[Plan, ...]
@@ -120,49 +149,78 @@ def _choices(restrict: dict, name: str, default: Iterable) -> tuple:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
-def search(model: Model, cluster: Cluster, batch: int, *, constants: Constants = CONSTANTS, **restrict) -> Search:
+def search(
+    model: TransformerConfig, cluster: GpuCluster, batch: int, *, constants: StepTimeConstants = CONSTANTS, **restrict
+) -> Search:
     """Plan every layout of the cluster's GPUs.
 
     Tried are all degrees whose product is the number of GPUs; micro-batches of 1, 2, 4, 8 and 16 sequences; up to 8
-    virtual stages, where they divide the layers; all ZeRO stages and kinds of recomputation.
+    virtual stages, where they divide the layers; all ZeRO stages and three kinds of recomputation. With a pipeline
+    stages 2 and 3 hold more than stage 1 and take as long, so they are not tried unless 1 is excluded. Without one
+    states are divided among all ranks or, as HSDP, in each node. Experts are divided in all ways.
 
     Parameters
     ----------
     **restrict
         Fields of `Layout`, each a value or several, such as ``tp=8`` or ``recompute=("none", "full")``. Fields that are
-        not searched (`sequence_parallel`, `overlap`, `precision`) can be set in the same way.
+        not searched (`precision`, `compiled`, `products`, ...) can be set in the same way, to several values too.
     """
     names = {field.name for field in fields(Layout)}
     if set(restrict) - names:
         raise ValueError(f"unknown {sorted(set(restrict) - names)}; a layout has {', '.join(sorted(names))}")
-    defaults = {
-        "microbatch": (1, 2, 4, 8, 16), "sequence_parallel": (True,), "zero": (0, 1, 2, 3), "recompute": RECOMPUTE,
-        "overlap": (True,), "precision": ("mixed",),
-    }
+    defaults = {"zero": (0, 1, 2, 3), "recompute": RECOMPUTE}
+    ruled = ("tp", "pp", "dp", "cp", "virtual", "microbatch", "replicas", "ep", "sequence_parallel")  # some are illegal
+    defaults |= {name: (getattr(Layout(), name),) for name in sorted(names - {*defaults, *ruled})}
     options = {name: _choices(restrict, name, default) for name, default in defaults.items()}
-    names = list(options)[2:]  # legal or not whatever they are
-    combinations = [dict(zip(names, values, strict=True)) for values in itertools.product(*map(options.get, names))]
+    combinations = [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
     refused: Counter[str] = Counter()
-    plans = []
+    plans, times, bytes_of = [], StepModel(model, cluster, constants), MemoryModel(model)
+    limit = cluster.card.memory_bytes
+    for degrees in _ruled(model, cluster, restrict):
+        sets = [each for each in combinations if _worth_trying(degrees, each["zero"], options["zero"])]
+        if not sets:
+            continue
+        kind, text = next(broken_rules(model, cluster, Layout(**degrees, **sets[0]), batch), (None, ""))
+        if kind == "value":
+            raise ValueError(text)
+        if kind is not None:
+            refused[kind] += len(sets)
+            continue
+        for each in sets:
+            layout = Layout(**degrees, **each)
+            held = bytes_of.fullest(layout, batch)
+            if (total := sum(held)) > limit:
+                refused["memory"] += 1
+                continue
+            made = times.step(layout, batch, held)
+            plans.append((made.seconds, total, len(plans), made))
+    return Search(tuple(each for *_, each in sorted(plans)), dict(refused))
+
+
+def _worth_trying(degrees: Mapping[str, int], zero: int, stages: tuple[int, ...]) -> bool:
+    """Leave out stages that change nothing for these degrees, or make it worse."""
+    if degrees["dp"] * degrees["cp"] == 1:
+        return zero == min(stages)
+    if degrees["pp"] > 1 and zero > max(1, min(stages)):
+        return False
+    return degrees["replicas"] == 1 or zero >= 1
+
+
+def _ruled(model: TransformerConfig, cluster: GpuCluster, restrict: Mapping[str, object]) -> Iterator[dict[str, int]]:
+    """Yield degrees, chunks, micro-batches, replicas and expert parallelism: what rules of legality are about."""
     for tp, pp, dp, cp in _degrees(cluster.gpus, restrict):
         chunks = _divisors(model.layers // pp) + _divisors((model.layers + 2) // pp) if pp > 1 else [1]
         virtual = _choices(restrict, "virtual", sorted({v for v in chunks if v <= 8}))
-        sets = [each for each in combinations if dp * cp > 1 or each["zero"] == min(options["zero"])]
-        for v, microbatch, sp in itertools.product(virtual, options["microbatch"], options["sequence_parallel"]):
-            degrees = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "virtual": v, "microbatch": microbatch}
-            layouts = [Layout(**degrees, sequence_parallel=sp, **each) for each in sets]
-            kind, text = next(reasons(model, cluster, layouts[0], batch), (None, ""))
-            if kind == "value":
-                raise ValueError(text)
-            for layout in layouts:
-                if kind is None:
-                    held = fullest(model, layout, batch)
-                    if sum(held) <= cluster.card.memory_bytes:
-                        each = step(model, cluster, layout, batch, constants, held)
-                        plans.append((each.seconds, sum(held), len(plans), each))
-                        continue
-                refused[kind or "memory"] += 1
-    return Search(tuple(each for *_, each in sorted(plans)), dict(refused))
+        nodes = cluster.gpus // cluster.per_node
+        hybrid = (1, nodes) if pp == 1 and nodes > 1 and dp % nodes == 0 and dp * cp > nodes else (1,)
+        experts = [n for n in _divisors(model.experts) if dp % n == 0] if model.experts else (1,)
+        options = {
+            "virtual": virtual, "microbatch": _choices(restrict, "microbatch", (1, 2, 4, 8, 16)),
+            "replicas": _choices(restrict, "replicas", hybrid), "ep": _choices(restrict, "ep", experts),
+            "sequence_parallel": _choices(restrict, "sequence_parallel", (True,)),
+        }
+        for values in itertools.product(*options.values()):
+            yield {"tp": tp, "pp": pp, "dp": dp, "cp": cp, **dict(zip(options, values, strict=True))}
 
 
 def _degrees(gpus: int, restrict: Mapping[str, object]) -> Iterator[tuple[int, int, int, int]]:
@@ -175,128 +233,37 @@ def _degrees(gpus: int, restrict: Mapping[str, object]) -> Iterator[tuple[int, i
                     yield tp, pp, dp, cp
 
 
-# --- published runs ---------------------------------------------------------------------------------------------------
-
-
-def of_run(run: Run) -> tuple[Model, Cluster, Layout, int]:
-    """Return model, cluster, layout and batch of a published run, as `plan` takes them."""
-    model = replace(MODELS[run.model], length=run.length)
-    return model, cluster(run.cluster, run.gpus), Layout(**run.layout), run.batch
-
-
-def fit(rows: Sequence[Run]) -> Constants:
-    """Fit the shares of matrix products and of memory bandwidth to two or three published runs.
-
-    Least squares on the relative error of the TFLOP/s. The time of a step is linear in one over each share as long as
-    nothing hides behind computing; where something does, the fit goes on from its own result.
-    """
-    if not 2 <= len(rows) <= 3:
-        raise ValueError(f"two constants are fitted to two or three runs, got {len(rows)}")
-
-    def relative(inverse: np.ndarray) -> np.ndarray:
-        """Predicted over published time."""
-        constants = Constants(*map(float, 1 / inverse))
-        return np.array([run.tflops / _counted(run, _planned(run, constants)) for run in rows])
-
-    inverse = np.array([1.5, 1.5])
-    for _ in range(4):
-        here = relative(inverse)
-        slopes = np.stack([(relative(inverse + change) - here) / 0.1 for change in 0.1 * np.eye(2)], axis=1)
-        inverse = np.clip(inverse + np.linalg.lstsq(slopes, 1 - here, rcond=None)[0], 1.0, 20.0)
-    return Constants(*map(float, 1 / inverse))
-
-
-def _planned(run: Run, constants: Constants) -> Plan:
-    model, machine, layout, batch = of_run(run)
-    return step(model, machine, layout, batch, constants, fullest(model, layout, batch))
-
-
-def _counted(run: Run, each: Plan) -> float:
-    return each.tflops if run.counted == "hardware" else each.model_tflops
-
-
 @dataclass(frozen=True)
-class Replayed:
-    """A published run and what the planner makes of it.
+class Place:
+    """Where a published layout stands among all of as many GPUs.
 
     Attributes
     ----------
-    plan : Plan
-        Of the published layout.
-    predicted : float
-        TFLOP/s of each GPU, counted as the source counts.
     rank : int or None
-        Place of the published degrees among all of as many GPUs, the best plan of each counting; None if not searched.
-    behind : float or None
-        How much longer its step takes than that of the best plan found, by the planner: 0.1 is a tenth.
-    fitted : bool
-        Whether the constants were fitted to this run: its error says nothing about the planner.
-    refused : tuple of str
-        What `legal` says against it: memory, or nothing.
+        Place of its degrees, the best plan of each counting, from 1; None if none of their plans fits.
+    of : int
+        Number of degrees that can run.
+    behind : float
+        How much longer the layout's step takes than that of the best plan found: 0.1 is a tenth.
     """
 
-    run: Run
-    plan: Plan
-    predicted: float
     rank: int | None
-    behind: float | None
-    fitted: bool
-    refused: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.run.name
-
-    @property
-    def published(self) -> float:
-        """TFLOP/s of each GPU."""
-        return self.run.tflops
-
-    @property
-    def error(self) -> float:
-        """Predicted over published, less one."""
-        return self.predicted / self.run.tflops - 1
+    of: int
+    behind: float
 
 
-def replay(
-    rows: Sequence[Run], constants: Constants = CONSTANTS, *, fitted: Sequence[Run] = FITTED, ranks: bool = True
-) -> list[Replayed]:
-    """Plan published runs; with `ranks`, search the place of their degrees too.
+def place(run: Run | PublishedRun, constants: StepTimeConstants = CONSTANTS) -> Place:
+    """Search all layouts of a published run's GPUs for the place of its own.
 
-    The search keeps what was given by the software: ZeRO stage, recomputation, sequence parallelism, overlap and
-    precision. Micro-batch and virtual stages are free. Contexts are divided only where the run divides them. A run that
-    takes more memory than we think there is is planned all the same.
-
-    Raises
-    ------
-    ValueError
-        A layout cannot run for another reason.
+    The search keeps what was given by the software: all but the degrees, micro-batch and virtual stages. Contexts are
+    divided only where the run divides them.
     """
-    found = []
-    for run in rows:
-        model, machine, layout, batch = of_run(run)
-        against = [text for _, text in reasons(model, machine, layout, batch)]
-        if against:
-            raise ValueError(f"{run.name} as {layout} cannot run: " + "; ".join(against))
-        each, refused = _planned(run, constants), tuple(legal(model, machine, layout, batch))
-        place = behind = None
-        if ranks:
-            given = ["zero", "recompute", "sequence_parallel", "overlap", "precision"] + ["cp"] * (layout.cp == 1)
-            kept = {name: getattr(layout, name) for name in given}
-            others = search(model, machine, batch, constants=constants, **kept)
-            place, behind = others.rank(layout), each.seconds / others.plans[0].seconds - 1
-        found.append(Replayed(run, each, _counted(run, each), place, behind, run in fitted, refused))
-    return found
-
-
-def baseline(rows: Sequence[Run], fitted: Sequence[Run] = FITTED) -> list[float]:
-    """Errors of the guess that every run reaches the mean share of peak of the fitted ones, as `Replayed.error`."""
-
-    def share(run: Run) -> float:
-        return run.tflops * 1e12 / GPUS[CLUSTERS[run.cluster][1]].flops["bf16"]
-
-    mean = statistics.fmean(map(share, fitted))
-    return [mean / share(run) - 1 for run in rows]
+    model, machine, layout, batch = plan_inputs(run)
+    free = {"tp", "pp", "dp", "microbatch", "virtual"} | ({"cp"} if layout.cp > 1 else set())
+    kept = {each.name: getattr(layout, each.name) for each in fields(Layout) if each.name not in free}
+    found = search(model, machine, batch, constants=constants, **kept)
+    own = StepModel(model, machine, constants).step(layout, batch, fullest(model, layout, batch))
+    return Place(found.rank(layout), len(found.best), own.seconds / found.plans[0].seconds - 1)
 
 
 def mesh_groups(sizes: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""The seconds of a training step by part, for one layout."""
+"""The seconds of a training step by part, for one layout: what computing takes, and what communication adds to it."""
 
 from __future__ import annotations
 
@@ -7,263 +7,291 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from .. import costs, memory
-from ..recorded import ACHIEVABLE_MATMUL, FUSED_ATTENTION
-from ..transformer import Model
-from .layout import Cluster, Layout, chunks, rank_parameters
-
-#: Where the seconds of a step go, in the order of tables and figures.
-PARTS = ("compute", "tensor", "context", "pipeline", "data", "bubble")
-
-
-@dataclass(frozen=True)
-class Constants:
-    """What share of its hardware's figures a training step reaches.
-
-    Attributes
-    ----------
-    matmul : float
-        Of the best matrix product found on the GPU (`recorded.ACHIEVABLE_MATMUL`).
-    hbm : float
-        Of the memory bandwidth, in element-wise operations.
-    nvlink : float
-        Of the link in a node, in collectives of 64 to 256 MiB. 0.6 is measured: `recorded.A100_ALL_REDUCE` reaches 172,
-        177 and 194 of 300 GB/s.
-    network : float
-        Of the network port, in large messages. 0.9 is measured: `recorded.FOUR_H200_NODES` reaches 364.7 of 400 GB/s a
-        node with the ring.
-    """
-
-    matmul: float
-    hbm: float
-    nvlink: float = 0.6
-    network: float = 0.9
+from .. import memory
+from ..transformer import TransformerConfig
+from .clusters import GpuCluster
+from .held import rank_parameters
+from .layout import Layout, chunks
+from .messages import all_to_all, exposed, half_all_reduce, mates
+from .plans import Plan
+from .rates import (
+    ATTENTION_BACKWARD,
+    KERNELS,
+    LAUNCH,
+    StepTimeConstants,
+    attention_rate,
+    best_product,
+    product_seconds,
+)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a layout costs.
+class LayerTimes:
+    """Seconds of a micro-batch in a layer: forward and backward, computing alone and with what messages add.
 
-    Attributes
+    `forward` and `backward` are computing; `tensor`, `context` and `expert` what messages add, both passes together;
+    `hidden` their seconds that add nothing, in that order.
+    """
+
+    forward: float
+    backward: float
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    hidden: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def all(self) -> float:
+        return self.compute + self.tensor + self.context + self.expert
+
+
+class StepModel:
+    """Times of the parts of a step, each computed once.
+
+    Parameters
     ----------
-    memory : memory.Memory
-        Bytes on the fullest GPU.
-    compute, tensor, context, pipeline, data, bubble : float
-        Seconds of a step on the GPU with the most work. compute: matrix products, what passes through memory, the
-        optimizer. tensor, context, pipeline, data: communication that computing does not hide. bubble: waiting for
-        other pipeline stages.
+    model : TransformerConfig
+    cluster : GpuCluster
+    constants : StepTimeConstants
     """
 
-    model: Model
-    cluster: Cluster
-    layout: Layout
-    batch: int
-    memory: memory.Memory
-    compute: float
-    tensor: float
-    context: float
-    pipeline: float
-    data: float
-    bubble: float
+    def __init__(self, model: TransformerConfig, cluster: GpuCluster, constants: StepTimeConstants) -> None:
+        self.model, self.cluster, self.constants = model, cluster, constants
+        card = cluster.card
+        self.stream = card.memory_bandwidth * constants.hbm
+        self.units = card.sms
+        share = constants.matmul if card.architecture == "Ampere" else constants.matmul_hopper
+        self.clock = share * cluster.clock
+        self._layers: dict[tuple, tuple[LayerTimes, LayerTimes]] = {}
+        self._work: dict[tuple, tuple] = {}
+        self._halves: dict[tuple, float] = {}
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-        return self.compute + self.tensor + self.context + self.pipeline + self.data + self.bubble
+    def half(self, ranks: int, near: int, size: float) -> float:
+        """`half_all_reduce` on this cluster."""
+        key = (ranks, near, size)
+        if key not in self._halves:
+            self._halves[key] = half_all_reduce(self.cluster, self.constants, ranks, near, size)
+        return self._halves[key]
 
-    def parts(self) -> dict[str, float]:
-        """Seconds by name, in the order of `PARTS`."""
-        return {part: getattr(self, part) for part in PARTS}
+    def product(self, rows: float, columns: float, inner: float, products: str = "bf16") -> tuple[float, float]:
+        """Seconds of a product in forward, and of the two in backward: for the gradient of its input and its weight."""
+        flops, width = best_product(self.cluster.gpu, products) * self.clock, 1.0 if products == "fp8" else 2.0
+        shapes = ((rows, columns, inner), (rows, inner, columns), (columns, inner, rows))
+        forward, *backward = (product_seconds(*shape, self.units, flops, self.stream, width) for shape in shapes)
+        casts = 0.0
+        if products == "fp8":  # each factor is read for its largest value and again to be converted, written twice
+            casts = 2 * 6.0 * inner * rows / self.stream
+        return forward + casts / 2, sum(backward) + casts
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.batch * self.model.length
+    def layer(self, layout: Layout) -> tuple[LayerTimes, LayerTimes]:
+        """Return the times of a layer, and of the head with the loss."""
+        key = (
+            layout.tp, layout.cp, layout.ep, layout.microbatch, layout.recompute, layout.sequence_parallel,
+            layout.compiled, layout.attention, layout.products, layout.tp_overlap,
+        )
+        if key not in self._layers:
+            self._layers[key] = self._layer(layout), self._head(layout)
+        return self._layers[key]
 
-    @property
-    def tflops(self) -> float:
-        """TFLOP/s of each GPU, with what is computed a second time, as Megatron-LM counts."""
-        return self.model.flops(self.tokens, self.layout.recompute) / self.seconds / self.cluster.gpus / 1e12
+    def _layer(self, one: Layout) -> LayerTimes:
+        """Tensor: 8 bsh (t-1)/t elements a layer (Narayanan et al. 2021, section 3.2), in four all-reduces or as many
+        pairs of all-gather and reduce-scatter; two more where the whole forward runs again. Context: keys and values
+        are gathered in forward and again in backward, and their gradients reduced; nothing hides either (Llama 3 does
+        so for context). Experts: tokens go to theirs and come back, in forward and in backward."""
+        m, tp, tokens = self.model, one.tp, one.microbatch * self.model.context / one.cp
+        products = self._products(one, tokens)
+        forward, backward = sum(f for f, _ in products), sum(b for _, b in products)
+        again = {"none": 0.0, "selective": 0.0, "full": forward, "half": forward / 2}[one.recompute]
+        if m.fused:
+            rate = attention_rate(self.cluster.gpu, one.attention, m.context) * self.clock
+            scores = m.attention_flops * tokens / tp / rate
+            after, more = ATTENTION_BACKWARD * scores, scores if one.recompute == "full" else 0.0
+        else:
+            batch, width = one.microbatch * m.heads / tp, m.hidden / m.heads
+            flops = best_product(self.cluster.gpu) * self.clock
+            product = 2 * m.context * m.context * width * batch / flops
+            scores, after = 2 * product, 4 * product
+            more = scores if one.recompute in ("full", "selective") else 0.0
+        passing = [size / self.stream for size in m.traffic(tokens, tp, one.sequence_parallel, one.compiled)]
+        cheap = {"none": 0.0, "full": passing[0], "half": passing[0]}.get(one.recompute)
+        if cheap is None:
+            cheap = m.selective_traffic(tokens, tp, one.sequence_parallel) / self.stream
+        forward += scores + passing[0]
+        backward += after + passing[1] + again + more + cheap
+        started = KERNELS[one.compiled] * LAUNCH
+        forward, backward = max(forward, started), max(backward, 2 * started)
+        reductions, gathers = (6, 4) if one.recompute == "full" else (4, 3)
+        hidden_size = 2 * tokens * m.hidden
+        sent = reductions * 2 * self.half(tp, mates(self.cluster, one, "tensor"), hidden_size)
+        tensor = sent
+        if one.tp_overlap and sent:  # all but the first of tp pieces runs beside the products
+            beside = sent * (tp - 1) / tp
+            tensor = sent / tp + exposed(beside, sum(f + b for f, b in products), self.constants.contention)
+        keys = 4 * tokens * one.cp * m.kv_width / tp
+        context = gathers * self.half(one.cp, mates(self.cluster, one, "context"), keys)
+        expert = 0.0
+        if one.ep > 1:
+            size, near = hidden_size / tp * m.experts_per_token, self._expert_mates(one)
+            times = 6 if one.recompute == "full" else 4
+            expert = times * all_to_all(self.cluster, self.constants, one.ep, near, size)
+        return LayerTimes(forward, backward, tensor, context, expert, (max(0.0, sent - tensor), 0.0, 0.0))
 
-    @property
-    def model_tflops(self) -> float:
-        """TFLOP/s of each GPU, every operation counted once, as Llama 3 counts."""
-        return self.model.flops(self.tokens) / self.seconds / self.cluster.gpus / 1e12
+    def _expert_mates(self, one: Layout) -> int:
+        apart = one.tp * one.cp * one.pp
+        return max(1, min(one.ep, self.cluster.per_node // apart))
 
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation: `model_tflops` as a share of the peak (Chowdhery et al. 2022, arXiv 2204.02311)."""
-        return self.model_tflops * 1e12 / self.cluster.card.flops["bf16"]
+    def _products(self, one: Layout, tokens: float) -> list[tuple[float, float]]:
+        m, tp, kind = self.model, one.tp, one.products
+        h, wide = m.hidden, m.ffn / tp
+        made = [self.product(tokens, (h + 2 * m.kv_width) / tp, h, kind), self.product(tokens, h, h / tp, kind)]
+        first = 2 * wide if m.gated else wide
+        if not m.experts:
+            return [*made, self.product(tokens, first, h, kind), self.product(tokens, h, wide, kind)]
+        mine, rows = m.experts / one.ep, tokens * m.experts_per_token * one.ep / m.experts
+        for count, of in ((mine, rows), (m.shared_experts, tokens)):
+            for shape in ((of, first, h), (of, h, wide)):
+                made.append(tuple(count * seconds for seconds in self.product(*shape, kind)))
+        return [*made, self.product(tokens, m.experts, h)]
 
-    def __str__(self) -> str:
-        held, rate = f"{self.memory.total / 1e9:.1f} GB", f"{self.model_tflops:.0f} model TFLOP/s a GPU"
-        return f"{self.model.name} as {self.layout}: {self.seconds:.3g} s a step, {rate}, {held}"
+    def _head(self, one: Layout) -> LayerTimes:
+        m, tokens = self.model, one.microbatch * self.model.context / one.cp
+        forward, backward = self.product(tokens, m.vocabulary / one.tp, m.hidden)
+        loss = m.loss_traffic(tokens, one.tp) / self.stream
+        hidden = 2 * tokens * m.hidden
+        reduced = 2 * self.half(one.tp, mates(self.cluster, one, "tensor"), hidden)
+        return LayerTimes(forward + loss / 2, backward + loss / 2, reduced)
 
-    @property
-    def hfu(self) -> float:
-        """Hardware FLOPs utilisation: `tflops` as a share of the peak."""
-        return self.tflops * 1e12 / self.cluster.card.flops["bf16"]
+    # --- the step -----------------------------------------------------------------------------------------------------
 
+    def work(self, one: Layout) -> tuple[tuple[float, ...], float, int, LayerTimes, LayerTimes]:
+        """Seconds of a micro-batch by part on the rank with the most work, of the bubble, and layers of the first rank.
 
-@cache
-def _links(cluster: Cluster, constants: Constants) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Latency and seconds per byte in a node and between nodes, at the speed that collectives reach."""
-    (near, fast), (far, slow) = cluster.intra, cluster.inter
-    return (near, fast / constants.nvlink), (far, slow / constants.network)
+        The rank with the most work computes without a break from its first micro-batch on; the pipeline adds one
+        forward and backward of all other ranks, divided by the chunks of a rank (Narayanan et al. 2021, section 2.2).
+        """
+        layer, head = self.layer(one)
+        key = (id(layer), one.pp, one.virtual)
+        if key not in self._work:
+            size, counted = chunks(self.model, one.pp * one.virtual)
+            most = size * one.virtual
+            edge = most - counted  # layers of the first and last rank
+            last = one.pp <= 2 or edge * layer.all + head.all > most * layer.all  # has the last rank the most work?
+            many = edge if last else most
+            parts = tuple(
+                many * getattr(layer, part) + last * getattr(head, part)
+                for part in ("compute", "tensor", "context", "expert")
+            )
+            parts += tuple(many * a + last * b for a, b in zip(layer.hidden, head.hidden, strict=True))
+            others = 0.0
+            if one.pp > 1:
+                others = (one.pp * most - 2 * counted) * layer.all + head.all - sum(parts[:4])
+            self._work[key] = parts, others / one.virtual, edge
+        return *self._work[key], layer, head
 
+    def step(self, one: Layout, batch: int, held: Sequence[float]) -> Plan:
+        """Return the plan of a legal layout whose fullest GPU holds the bytes `held`."""
+        count = one.microbatches(batch)
+        parts, bubble, edge, layer, head = self.work(one)
+        compute, tensor, context, expert, *behind = parts
+        busy = compute + tensor + context + expert
+        dense, experts = rank_parameters(self.model, one.tp, one.ep, edge, True, one.pp == 1)
+        divided = one.shards if one.zero else 1
+        stepped = dense / divided + experts / max(1, divided // one.ep if one.zero else 1)
+        optimizer = stepped * _touched(one.precision) / self.stream
+        data, data_hidden = self._data(one, count, busy, layer, head, dense, experts)
+        pipeline, pipeline_hidden = self._pipeline(one, count, busy / one.virtual)
+        hidden = (*(count * each for each in behind), pipeline_hidden, data_hidden)
+        return Plan(
+            self.model, self.cluster, one, batch, memory.Memory(*held), count * compute + optimizer, count * tensor,
+            count * context, count * expert, pipeline, data, bubble, hidden, self.constants,
+        )
 
-@cache
-def _all_reduce(cluster: Cluster, constants: Constants, ranks: int, mates: int, size: float) -> float:
-    """Seconds of an all-reduce of `size` bytes by `ranks` ranks, of which `mates` share a node.
+    def _groups(self, one: Layout) -> tuple[int, int, int, int]:
+        """Ranks and mates of the groups that divide states, and of those that reduce across replicas."""
+        near = mates(self.cluster, one, "data")
+        inner = math.gcd(one.shards, near)
+        return one.shards, inner, one.replicas, max(1, near // inner)
 
-    Ring in the node, rings between nodes over the port of each rank (`costs.all_reduce_seconds`, hierarchical). A
-    reduce-scatter or an all-gather takes half.
-    """
-    intra, inter = _links(cluster, constants)
-    if cluster.gpus <= cluster.per_node:
-        mates = ranks
-    nodes = ranks // mates if ranks % mates == 0 else ranks  # where a group does not fill nodes evenly: the network
-    group = costs.Cluster(nodes, ranks // nodes, intra, inter)
-    return costs.all_reduce_seconds("hierarchical", size, group)
+    def _data(
+        self, one: Layout, count: int, busy: float, layer: LayerTimes, head: LayerTimes, dense: float, experts: float
+    ) -> tuple[float, float]:
+        """Seconds that data parallelism adds, and seconds of it that computing hides.
 
+        Stages 0 and 1 reduce once, behind the last backward, and stage 1 gathers behind the next forward. Without a
+        pipeline stages 2 and 3 reduce after each micro-batch, and stage 3 gathers the parameters, layer by layer,
+        before each forward and backward: a layer's messages run beside the computing of its neighbour, and what comes
+        first in forward and last in backward has no neighbour. With a pipeline they reduce and gather once, like stage
+        1: DeepSpeed refuses them (issue 4164, https://github.com/deepspeedai/DeepSpeed), and PyTorch's schedules add
+        gradients up until the last micro-batch. Replicas all-reduce the shards of gradients once a step.
+        """
+        if one.dp * one.cp == 1:
+            return 0.0, 0.0
+        width, c = memory.PRECISIONS[one.precision], self.constants.contention
+        shards, near, replicas, apart = self._groups(one)
+        parameters = dense + experts
+        layers = max(1.0, self.model.layers / one.pp)
+        total = added = 0.0
+        across = 2 * self.half(replicas, apart, parameters * width.gradient / shards) if replicas > 1 else 0.0
+        if one.zero >= 2 and one.pp == 1:
+            unit = (self.model.layer_parameters - self.model.expert_parameters * (1 - 1 / one.ep)) / one.tp
+            root = parameters - layers * unit
+            gather, scatter = (self.half(shards, near, unit * each) for each in (width.activation, width.gradient))
+            first, last = (self.half(shards, near, root * each) for each in (width.activation, width.gradient))
+            if one.zero == 2:
+                gather = first = 0.0
+            more = layer.tensor + layer.context + layer.expert
+            forward, backward = layer.forward + more / 3, layer.backward + 2 * more / 3
+            total = count * (layers * (2 * gather + scatter) + first + last)
+            if one.overlap:
+                ahead = (layers - 1) * exposed(gather, forward, c) + gather + first
+                behind = (layers - 1) * exposed(gather + scatter, backward, c) + gather + scatter + last
+                added = count * (ahead + behind)
+            else:
+                added = total
+            if one.zero == 2:
+                total += (gathered := self.half(shards, near, parameters * width.activation))
+                added += exposed(gathered, busy / 3, c) if one.overlap else gathered
+        else:
+            scatter, gather = (
+                self.half(shards, near, parameters * each) for each in (width.gradient, width.activation)
+            )
+            if one.zero == 0:
+                gather = scatter
+            total = scatter + gather
+            if not one.overlap:
+                added = total
+            elif one.zero == 0:
+                added = exposed(total, 2 * busy / 3, c)
+            else:
+                added = exposed(scatter, 2 * busy / 3, c) + exposed(gather, busy / 3, c)
+        if across:
+            total += across
+            added += exposed(across, 2 * busy / 3, c) if one.overlap else across
+        return added, max(0.0, total - added)
 
-def _mates(cluster: Cluster, layout: Layout, dimension: str) -> int:
-    """How many ranks of a group share a node, by the order of `Layout.degrees`; of the group that is spread most."""
-    tp, cp, pp, dp = layout.degrees
-    node, block = cluster.per_node, tp * cp * pp
-    if dimension == "tensor":
-        return math.gcd(tp, node)
-    near = math.gcd(cp, node // tp) if node % tp == 0 else 1
-    if dimension == "data" and node % block == 0:  # the whole pipeline fits, several times
-        return cp * math.gcd(dp, node // block)
-    return near
+    def _pipeline(self, one: Layout, count: int, busy: float) -> tuple[float, float]:
+        """Seconds of messages between pipeline ranks, and hidden ones, a chunk being `busy` so long with a micro-batch.
 
-
-#: All-reduces of the tensor ranks, and all-gathers or reduce-scatters of the context ranks, for a layer and a
-#: micro-batch: without and with a second forward.
-_COLLECTIVES = ((4, 3), (6, 4))
-
-
-@cache
-def _layer(
-    model: Model, cluster: Cluster, constants: Constants, tp: int, cp: int, microbatch: int, recompute: str, sp: bool
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of a micro-batch in a layer, and in the head with the loss: compute, tensor, context.
-
-    Tensor: 8 bsh (t-1)/t elements a layer (Narayanan et al. 2021, section 3.2), in four all-reduces or as many pairs of
-    all-gather and reduce-scatter; two more where forward runs again. Context: keys and values are gathered in forward
-    and again in backward, and their gradients reduced; nothing hides either (Llama 3 does so for context).
-    """
-    tokens, card = microbatch * model.length / cp, cluster.card
-    peak, stream = ACHIEVABLE_MATMUL[cluster.gpu] * constants.matmul, card.memory_bandwidth * constants.hbm
-    kernel = card.flops["bf16"] * FUSED_ATTENTION[cluster.gpu] if model.fused else peak
-    products = (2 * model.layer_weights / peak + model.attention_flops() / kernel) * tokens / tp
-    forward, backward = (size / stream for size in model.traffic(tokens, tp, sp))
-    compute = 3 * products + forward + backward
-    if recompute == "full":
-        compute += products + forward
-    elif recompute == "selective":
-        compute += model.selective_flops() * tokens / tp / kernel + model.selective_traffic(tokens, tp, sp) / stream
-    reductions, gathers = _COLLECTIVES[recompute == "full"]
-    layout = Layout(tp=tp, cp=cp)
-    hidden = 2 * tokens * model.hidden
-    reduced = _all_reduce(cluster, constants, tp, _mates(cluster, layout, "tensor"), hidden)
-    keys = 4 * tokens * cp * model.kv_width / tp
-    gathered = _all_reduce(cluster, constants, cp, _mates(cluster, layout, "context"), keys) / 2
-    head = 6 * model.hidden * model.vocabulary * tokens / tp / peak + model.loss_traffic(tokens, tp) / stream
-    return (compute, reductions * reduced, gathers * gathered), (head, reduced, 0.0)
-
-
-def _data(
-    model: Model, cluster: Cluster, constants: Constants, layout: Layout, parameters: float, count: int, busy: float
-) -> float:
-    """Seconds of data parallelism that `busy` seconds of computing in each of `count` micro-batches do not hide.
-
-    Stages 0 and 1 reduce once, behind the last micro-batch. Without a pipeline stages 2 and 3 reduce after each
-    micro-batch, and stage 3 gathers the parameters, layer by layer, before each forward and backward. With one they
-    reduce and gather once, like stage 1: DeepSpeed refuses them (issue 4164, https://github.com/deepspeedai/DeepSpeed),
-    and PyTorch's schedules add gradients up until the last micro-batch.
-    """
-    ranks = layout.dp * layout.cp
-    if ranks == 1:
-        return 0.0
-    width, mates = memory.PRECISIONS[layout.precision], _mates(cluster, layout, "data")
-    pieces = model.layers / layout.pp if layout.zero == 3 else 1
-
-    def half(size: float) -> float:
-        return pieces * _all_reduce(cluster, constants, ranks, mates, size / pieces) / 2
-
-    scatter, gather = half(parameters * width.gradient), half(parameters * width.activation)
-    scatters, gathers = _exchanges(layout, count)
-    total = scatters * scatter + gathers * gather
-    hides = busy if layout.zero < 2 or layout.pp > 1 else count * busy
-    return max(0.0, total - hides) if layout.overlap else total
-
-
-def _exchanges(layout: Layout, count: int) -> tuple[int, int]:
-    """How often a step moves all gradients as a reduce-scatter does, and all parameters as an all-gather does."""
-    rounds = count if layout.pp == 1 else 0
-    return ((2, 0), (1, 1), (rounds or 1, 1), (rounds or 1, 2 * rounds or 1))[layout.zero]
-
-
-def traffic(model: Model, layout: Layout, batch: int) -> dict[str, float]:
-    """Return the bytes that a GPU in the middle of the pipeline sends in a step: by ``tp``, ``cp``, ``pp``, ``dp``.
-
-    The counts are those of the planner's times; a dimension of one rank sends nothing.
-    """
-    tp, cp, pp, dp = layout.degrees
-    count, width = layout.microbatches(batch), memory.PRECISIONS[layout.precision]
-    tokens, layers = layout.microbatch * model.length / cp, model.layers / pp
-    hidden, keys = 2 * tokens * model.hidden, 4 * tokens * cp * model.kv_width / tp
-    reductions, gathers = _COLLECTIVES[layout.recompute == "full"]
-    parameters = layers * model.layer_parameters / tp
-    scatters, gathered = _exchanges(layout, count)
-    moved = parameters * (scatters * width.gradient + gathered * width.activation)
-    return {
-        "tp": count * layers * reductions * costs.bytes_sent("all_reduce", tp, hidden),
-        "cp": count * layers * gathers * costs.bytes_sent("all_gather", cp, keys),
-        "pp": 2 * count * layout.virtual * hidden / tp if pp > 1 else 0.0,
-        "dp": costs.bytes_sent("all_gather", dp * cp, moved) if dp * cp > 1 else 0.0,
-    }
-
-
-def step(
-    model: Model, cluster: Cluster, layout: Layout, batch: int, constants: Constants, held: Sequence[float]
-) -> Plan:
-    """Return the plan of a legal layout whose fullest GPU holds the bytes `held`."""
-    count = layout.microbatches(batch)
-    key = (layout.tp, layout.cp, layout.microbatch, layout.recompute, layout.sequence_parallel)
-    (compute, tensor, context), bubble, edge = _work(model, cluster, constants, key, layout.pp, layout.virtual)
-    busy = compute + tensor + context
-    parameters = rank_parameters(model, layout, edge, True, layout.pp == 1)
-    stepped = parameters / (layout.dp * layout.cp if layout.zero else 1)
-    optimizer = stepped * _touched(layout.precision) / (cluster.card.memory_bandwidth * constants.hbm)
-    return Plan(
-        model, cluster, layout, batch, memory.Memory(*held),
-        compute=count * compute + optimizer, tensor=count * tensor, context=count * context,
-        pipeline=_pipeline(model, cluster, constants, layout, count, busy / layout.virtual),
-        data=_data(model, cluster, constants, layout, parameters, count, busy), bubble=bubble,
-    )
-
-
-@cache
-def _work(
-    model: Model, cluster: Cluster, constants: Constants, key: tuple, pp: int, virtual: int
-) -> tuple[tuple[float, float, float], float, int]:
-    """Seconds of a micro-batch by part on the rank with the most work, of the bubble, and layers of the first rank.
-
-    The rank with the most work computes without a break from its first micro-batch on; the pipeline adds one forward
-    and backward of all other ranks, divided by the chunks of a rank (Narayanan et al. 2021, section 2.2).
-    """
-    layer, head = _layer(model, cluster, constants, *key)
-    size, counted = chunks(model, pp * virtual)
-    most = size * virtual
-    edge = most - counted  # layers of the first and last rank
-    each, loss = sum(layer), sum(head)
-    last = pp <= 2 or edge * each + loss > most * each  # is the last rank the one with the most work?
-    parts = tuple((edge if last else most) * a + last * b for a, b in zip(layer, head, strict=True))
-    others = (pp * most - 2 * counted) * each + loss - sum(parts) if pp > 1 else 0.0
-    return parts, others / virtual, edge
+        Each of the tensor ranks sends its part, bsh/t elements; without sequence parallelism the parts are gathered on
+        the other side (Narayanan et al. 2021, section 4.1). Filling and draining the pipeline nothing hides messages.
+        """
+        if one.pp == 1:
+            return 0.0, 0.0
+        inside = one.tp * one.cp * one.pp <= self.cluster.per_node
+        latency, beta = self.cluster.intra if inside else self.cluster.inter
+        share = self.constants.nvlink if inside else self.constants.network
+        reached = self.cluster.reached[0 if inside else 1]
+        size = 2 * one.microbatch * self.model.context / one.cp * self.model.hidden
+        message = latency + size / one.tp * (1 / reached if reached else beta / share)
+        if not one.sequence_parallel:
+            message += self.half(one.tp, mates(self.cluster, one, "tensor"), size)
+        shown = exposed(2 * message, busy, self.constants.contention) if one.overlap else 2 * message
+        filling, steady = 2 * message * (one.pp - 1), count * one.virtual
+        return filling + shown * steady, max(0.0, (2 * message - shown) * steady)
 
 
 @cache
@@ -271,22 +299,3 @@ def _touched(precision: str) -> int:
     """Bytes that Adam reads and writes for each parameter: gradient, weight, and twice master weight and moments."""
     width = memory.PRECISIONS[precision]
     return width.gradient + 2 * (width.master + 2 * width.state) + width.parameter
-
-
-def _pipeline(model: Model, cluster: Cluster, constants: Constants, layout: Layout, count: int, busy: float) -> float:
-    """Seconds of messages between pipeline ranks, a chunk being `busy` for so long with a micro-batch.
-
-    Each of the tensor ranks sends its part, bsh/t elements; without sequence parallelism the parts are gathered on the
-    other side (Narayanan et al. 2021, section 4.1). Filling and draining the pipeline nothing hides the messages.
-    """
-    if layout.pp == 1:
-        return 0.0
-    near, far = _links(cluster, constants)
-    inside = layout.tp * layout.cp * layout.pp <= cluster.per_node
-    latency, each = near if inside else far
-    size = 2 * layout.microbatch * model.length / layout.cp * model.hidden
-    message = latency + each * size / layout.tp
-    if not layout.sequence_parallel:
-        message += _all_reduce(cluster, constants, layout.tp, _mates(cluster, layout, "tensor"), size) / 2
-    exposed = max(0.0, 2 * message - busy) if layout.overlap else 2 * message
-    return 2 * message * (layout.pp - 1) + exposed * count * layout.virtual

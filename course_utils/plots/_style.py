@@ -1,24 +1,19 @@
-"""What every figure shares: palette, style, sizes, direct labels."""
+"""What every figure shares: palette, style, size, and how a notebook shows it."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
-from collections.abc import Mapping
-from math import ceil, floor, log2
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter, NullLocator
 from PIL import Image
 
 from ..ranks import wanted
-from ..units import format_bytes
 
 #: Okabe and Ito's colour-blind-safe palette, in an order that keeps neighbours apart.
 RANK_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
@@ -28,8 +23,14 @@ INK, FAINT = "#222222", "#AAAAAA"
 WIDTH = 8.4
 #: Pixels of an image for each one it takes up.
 SHARPER = 2
+#: Of letters inside bars and beside marks; 8 pixels or more stay of it on a small screen.
+SMALL = 8.5
 #: Keeps lines of a grid, and of other curves, from striking through a label.
 HALO = (withStroke(linewidth=3, foreground="white"),)
+#: What figures say of letters and lines again and again; `GROUND` lies below letters that lines may cross.
+CENTRED = {"ha": "center", "va": "center"}
+DASHED = {"color": INK, "linewidth": 0.8, "linestyle": (0, (2, 2))}
+GROUND = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 STYLE = {
     "figure.dpi": 110, "savefig.dpi": "figure", "savefig.pad_inches": 0.05, "figure.constrained_layout.use": True,
     "font.size": 9.5, "axes.titlesize": 10.5,
@@ -45,6 +46,7 @@ def rank_color(rank: int) -> str:
 
 
 def tint(color: str) -> tuple[float, ...]:
+    """Return `color` half as strong: what surfaces are filled with, so that letters on them can be read."""
     return tuple(0.5 + 0.5 * channel for channel in to_rgb(color))
 
 
@@ -56,6 +58,11 @@ def readable(color: str) -> tuple[float, ...]:
         if 1.05 / (linear @ (0.2126, 0.7152, 0.0722) + 0.05) >= 4.5:
             return tuple(tone.tolist())
         tone = 0.98 * tone
+
+
+def naming(color: str) -> dict[str, object]:
+    """Return the look of letters that name what is drawn in `color`."""
+    return {"color": readable(color), "fontweight": "bold", "path_effects": HALO}
 
 
 class Drawing(Figure):
@@ -109,47 +116,16 @@ def png_width(data: bytes) -> int:
     return int.from_bytes(data[16:20], "big") // SHARPER
 
 
-def new_figure(*panels: int, size: tuple[float, float], **kwargs) -> tuple[Figure, np.ndarray]:
-    """Return a figure of at most `WIDTH` inches that pyplot does not track, and its axes."""
-    figure, axes = grid_figure(*panels, size=size, **kwargs)
-    return figure, axes[0]
-
-
-def grid_figure(*panels: int, size: tuple[float, float], **kwargs) -> tuple[Figure, np.ndarray]:
-    """As `new_figure`, with the axes in rows and columns."""
-    size = (min(WIDTH, size[0]), size[1])
-    figure, axes = plt.subplots(*panels, figsize=size, squeeze=False, FigureClass=Drawing, **kwargs)
+def empty_figure(size: tuple[float, float], title: str = "") -> Figure:
+    """Return a figure of at most `WIDTH` inches that pyplot does not track, with `title` above all its panels."""
+    figure = plt.figure(figsize=(min(WIDTH, size[0]), size[1]), FigureClass=Drawing)
     plt.close(figure)
-    return figure, axes
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    return figure
 
 
-def label_lines(ax: Axes, labels: Mapping[str, tuple[float, float, str]]) -> None:
-    """Write each label at the right end of its line, moved apart where two would overlap, then with a line to it."""
-    ax.figure.draw_without_rendering()  # settles limits and layout, also where the figure has no canvas of its own
-    height, scale = 12.0, 72 / ax.figure.dpi
-    ordered = sorted(labels.items(), key=lambda item: item[1][1])
-    wanted = [ax.transData.transform((x, y))[1] * scale for _, (x, y, _) in ordered]
-    placed = [max(y + height * (i - j) for j, y in enumerate(wanted[: i + 1])) for i in range(len(wanted))]
-    room = ax.bbox.y1 * scale - height / 2
-    placed = [min(y, room - height * (len(placed) - 1 - i)) for i, y in enumerate(placed)]
-    for (text, (x, y, color)), at, old in zip(ordered, placed, wanted, strict=True):
-        moved = abs(at - old) > 5
-        line = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
-        ax.annotate(text, (x, y), (16 if moved else 6, at - old), textcoords="offset points", va="center",
-                    color=readable(color), fontweight="bold", path_effects=HALO,
-                    arrowprops=line if moved else None)
-
-
-def size_axis(ax: Axes, sizes, label: str = "message size S") -> None:
-    """Make the x axis one of bytes: logarithmic, with as many evenly spaced powers of two as fit, and a light grid."""
-    low, high = ceil(log2(min(sizes)) - 1e-9), floor(log2(max(sizes)) + 1e-9)
-    place = ax.get_subplotspec()
-    share = len(place.colspan) / place.get_gridspec().ncols
-    room = max(2, int(share * ax.figure.get_figwidth()))  # an inch for each, less what stands beside the axes
-    step = next(step for step in (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 60) if (high - low) // step < room)
-    ticks = [2.0**power for power in range(low, high + 1, step)] or list(sizes)
-    ax.set(xscale="log", xlabel=label)
-    ax.set_xticks(ticks)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
+def new_figure(*panels: int, size: tuple[float, float], title: str = "", **kwargs) -> tuple[Figure, np.ndarray]:
+    """Return a figure as `empty_figure` makes it, and its axes, row by row; `panels` are rows and columns."""
+    figure = empty_figure(size, title)
+    return figure, figure.subplots(*panels, squeeze=False, **kwargs).ravel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,7 +12,8 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from ..collective_algorithms import Message
 from ..costs import busbw
-from ._style import FAINT, INK, MARKERS, RANK_COLORS, label_lines, new_figure, rank_color, size_axis, tint
+from . import _charts as charts
+from ._style import CENTRED, FAINT, INK, new_figure, rank_color, tint
 
 Buffer = Sequence[float] | None
 
@@ -22,18 +23,22 @@ def _number(value: float) -> str:
 
 
 def _contributors(value: float, before: Sequence[Buffer]) -> tuple[int, ...]:
-    """Return the ranks whose elements make up `value`: one that held it, or several with this sum or mean."""
+    """Return the ranks whose elements make up `value`: one that held it, or as many as can have this sum or mean."""
     for rank, buffer in enumerate(before):
         if buffer is not None and value in buffer:
             return (rank,)
-    held = [rank for rank, buffer in enumerate(before) if buffer]
-    columns = list(itertools.zip_longest(*(before[rank] for rank in held), fillvalue=float("nan")))
-    for size in range(len(held), 1, -1) if len(held) <= 8 else ():
-        for picked in itertools.combinations(range(len(held)), size):
-            sums = [sum(column[i] for i in picked) for column in columns]
-            if any(value in (total, total / size) for total in sums):
-                return tuple(held[i] for i in picked)
+    held = {rank: buffer for rank, buffer in enumerate(before) if buffer}
+    for ranks in _groups(list(held)):
+        for column in zip(*(held[rank] for rank in ranks), strict=False):
+            if value in (sum(column), sum(column) / len(ranks)):
+                return ranks
     return ()
+
+
+def _groups(ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield every choice of at least two of up to eight ranks, the largest first; of more there are too many."""
+    for size in range(len(ranks), 1, -1) if len(ranks) <= 8 else ():
+        yield from itertools.combinations(ranks, size)
 
 
 def _draw_buffers(ax: Axes, values: Sequence[Buffer], owners: Sequence[Sequence[Sequence[int]]], title: str) -> None:
@@ -49,8 +54,7 @@ def _draw_buffers(ax: Axes, values: Sequence[Buffer], owners: Sequence[Sequence[
             ax.add_patch(Rectangle((column + 0.04, rank + 0.12), 0.92, 0.76, facecolor="none", **edge))
             if known:
                 text = _number(values[rank][column])
-                size = min(9.5, 46 / len(text))
-                ax.text(column + 0.5, rank + 0.5, text, ha="center", va="center", fontsize=size, zorder=5)
+                ax.text(column + 0.5, rank + 0.5, text, fontsize=min(9.5, 46 / len(text)), zorder=5, **CENTRED)
         ax.text(-0.15, rank + 0.5, f"rank {rank}", ha="right", va="center", fontweight="bold")
         ax.add_patch(Rectangle((-0.1, rank + 0.12), 0.07, 0.76, color=rank_color(rank), linewidth=0))
     ax.set(xlim=(-0.9, max(width, 1) + 0.1), ylim=(n, 0), title=title)
@@ -76,10 +80,8 @@ def before_after(before: Sequence[Buffer], after: Sequence[Buffer], title: str) 
         raise ValueError(f"before and after need one entry for each rank, got {len(before)} and {len(after)}")
     sides = [[None if b is None else np.asarray(b).ravel().tolist() for b in side] for side in (before, after)]
     width = [max(1, *(len(b or ()) for b in side)) for side in sides]
-    figure, axes = new_figure(
-        1, 2, size=(min(9.0, 2.6 + 0.52 * sum(width)), 0.45 + 0.32 * len(before)),
-        gridspec_kw={"width_ratios": [w + 1 for w in width]},
-    )
+    size = (2.6 + 0.52 * sum(width), 0.45 + 0.32 * len(before))
+    figure, axes = new_figure(1, 2, size=size, width_ratios=[w + 1 for w in width])
     start = [[(rank,)] * len(b) if b else [()] * width[0] for rank, b in enumerate(sides[0])]
     end = [[_contributors(v, sides[0]) for v in b] if b else [()] * width[1] for b in sides[1]]
     _draw_buffers(axes[0], sides[0], start, f"{title}: before")
@@ -93,7 +95,7 @@ def step_picture(states: Sequence[tuple], messages: Sequence[Message], titles: t
     `states` are two pairs: values by rank and slot (None: empty), and the ranks that contributed to each.
     """
     n = len(states[0][0])
-    figure, axes = new_figure(1, 2, size=(min(11.0, 2.8 + 1.15 * n), 0.6 + 0.42 * n))
+    figure, axes = new_figure(1, 2, size=(2.8 + 1.15 * n, 0.6 + 0.42 * n))
     for ax, (values, owners), title in zip(axes, states, titles, strict=True):
         _draw_buffers(ax, values, owners, title)
     for m in messages:
@@ -128,22 +130,19 @@ def bandwidth(
         Drawn as a dashed line alpha + beta * S.
     """
     figure, (left, right) = new_figure(1, 2, size=(9.6, 3.5))
-    ends: tuple[dict, dict] = ({}, {})
-    for i, (op, times) in enumerate(seconds.items()):
-        color, marker = RANK_COLORS[i % 6], MARKERS[i % 8]
-        rates = [busbw(op, world_size, s, t) / 1e9 for s, t in zip(sizes, times, strict=True)]
-        left.plot(sizes, [t * 1e3 for t in times], marker=marker, markersize=4, color=color)
-        right.plot(sizes, rates, marker=marker, markersize=4, color=color)
-        ends[0][op], ends[1][op] = (sizes[-1], times[-1] * 1e3, color), (sizes[-1], rates[-1], color)
+    rates = {op: [busbw(op, world_size, s, t) / 1e9 for s, t in zip(sizes, times, strict=True)]
+             for op, times in seconds.items()}
+    ends = (charts.draw_lines(left, sizes, seconds, scale=1e3, markers=4),
+            charts.draw_lines(right, sizes, rates, markers=4))
     if fit:
-        grid = np.geomspace(sizes[0], sizes[-1], 60)
-        left.plot(grid, (fit[0] + fit[1] * grid) * 1e3, "--", color=INK, linewidth=1)
+        many = np.geomspace(sizes[0], sizes[-1], 60)
+        left.plot(many, (fit[0] + fit[1] * many) * 1e3, "--", color=INK, linewidth=1)
         left.text(0.04, 0.95, "dashed: α + βS, modelled", transform=left.transAxes, va="top")
     left.set(yscale="log", ylabel="time of one call (ms)", title=f"{kind}: time, {world_size} ranks")
     right.set(ylabel="bus bandwidth (GB/s)", ylim=(0, None), title=f"{kind}: bus bandwidth, {world_size} ranks")
     for ax, labels in zip((left, right), ends, strict=True):
-        size_axis(ax, sizes)
-        label_lines(ax, labels)
+        charts.size_axis(ax, sizes)
+        charts.label_lines(ax, labels)
     return figure
 
 
@@ -155,18 +154,12 @@ def timeline(rows: Mapping[str, Sequence[tuple[str, float, float]]], title: str)
     rows : dict of row name to list of (label, start, end)
         Seconds. Equal labels have equal colours; a label is written inside its bar.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
     """
-    kinds = list(dict.fromkeys(label for spans in rows.values() for label, *_ in spans))
-    whole = max(end for spans in rows.values() for *_, end in spans)
-    figure, (ax,) = new_figure(1, 1, size=(8.4, 0.9 + 0.42 * len(rows)))
+    figure, (ax,) = new_figure(size=(8.4, 0.9 + 0.42 * len(rows)))
+    charts.draw_spans(ax, rows, charts.in_turn(label for spans in rows.values() for label, *_ in spans), scale=1e3)
+    ax.set(xlabel="time (ms)", title=title, xlim=(0, None))
+    figure.draw_without_rendering()
     for y, spans in enumerate(rows.values()):
         for label, start, end in spans:
-            color = RANK_COLORS[kinds.index(label) % 8]
-            ax.barh(y, (end - start) * 1e3, left=start * 1e3, height=0.7, color=tint(color), edgecolor=color)
-            if end - start > 0.012 * len(label) * whole:  # else it would not fit
-                ax.text((start + end) * 500, y, label, ha="center", va="center", fontsize=8.5)
-    ax.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel="time (ms)", title=title, xlim=(0, None))
-    ax.invert_yaxis()
-    ax.tick_params(axis="y", length=0)
+            charts.write_inside(ax, y, label, 1e3 * start, 1e3 * end)
     return figure

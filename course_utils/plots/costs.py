@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from ..costs import Cluster, all_reduce_seconds, busbw
+from ..costs import TwoLevelCluster, all_reduce_seconds, busbw
 from ..recorded import Table
 from ..units import format_bytes
-from ._style import FAINT, HALO, INK, MARKERS, RANK_COLORS, WIDTH, Drawing, label_lines, new_figure, size_axis
-
-__all__ = [
-    "ALGORITHM_COLORS", "algorithm_color", "crossings", "crossover", "draw_crossover", "model_against_emulation",
-    "predicted_against_recorded", "scale_out", "spoken",
-]
+from . import _charts as charts
+from ._style import DASHED, FAINT, HALO, INK, MARKERS, RANK_COLORS, SMALL, WIDTH, empty_figure, new_figure
 
 #: One colour for each algorithm of all-reduce, the same in every figure.
 ALGORITHM_COLORS = {
@@ -39,17 +36,27 @@ def spoken(name: str) -> str:
     return {"halving_doubling": "halving/doubling", "in_network": "in network"}.get(name, name.replace("_", " "))
 
 
-def _microseconds(ax: Axes) -> None:
+def _microseconds(algorithm: str, cluster: TwoLevelCluster, size: float) -> float:
+    return all_reduce_seconds(algorithm, size, cluster) * 1e6
+
+
+def _time_axis(ax: Axes) -> None:
+    """Make the y axis one of microseconds, a power of ten a tick, in the unit that fits each."""
     def text(value: float, _) -> str:
-        for unit, scale in (("s", 1e6), ("ms", 1e3)):
-            if value >= scale:
-                return f"{value / scale:g} {unit}"
-        return f"{value:g} µs"
+        unit, scale = ("s", 1e6) if value >= 1e6 else ("ms", 1e3) if value >= 1e3 else ("µs", 1)
+        return f"{value / scale:g} {unit}"
 
     ax.set(yscale="log")
     ax.yaxis.set_major_locator(LogLocator(10))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(text))
+
+
+def _draw_algorithms(ax: Axes, x: Sequence[float], times: Mapping[str, Sequence[float]], **look: object) -> charts.Ends:
+    """Draw a line for each algorithm, with its name as it is written and in its colour."""
+    colors = {spoken(name): algorithm_color(name) for name in times}
+    lines = {spoken(name): values for name, values in times.items()}
+    return charts.draw_lines(ax, x, lines, colors=colors, **{"linewidth": 1.8} | look)
 
 
 def crossings(
@@ -85,53 +92,52 @@ def _winners(times: Mapping[str, Callable[[float], float]], low: float, high: fl
 
 
 def draw_crossover(
-    ax: Axes, cluster: Cluster, algorithms: Sequence[str], sizes: Sequence[float], title: str,
+    ax: Axes, cluster: TwoLevelCluster, algorithms: Sequence[str], sizes: Sequence[float], title: str,
     pairs: Sequence[tuple[str, str]] | None = None, limits: tuple[float, float] | None = None,
 ) -> list[tuple[str, float, float]]:
     """Draw one panel of `crossover`; return the fastest algorithm, from which size to which.
 
     `limits` of the time axis are in microseconds, by default those that `_limits` finds for this cluster.
     """
-    times = {name: lambda size, name=name: all_reduce_seconds(name, size, cluster) for name in algorithms}
-    grid, labels = np.geomspace(sizes[0], sizes[-1], 200), {}
-    for name, time in times.items():
-        values = [time(size) * 1e6 for size in grid]
-        ax.plot(grid, values, color=algorithm_color(name), linewidth=1.8)
-        labels[spoken(name)] = (grid[-1], values[-1], algorithm_color(name))
+    times = {name: partial(_microseconds, name, cluster) for name in algorithms}
+    many = np.geomspace(sizes[0], sizes[-1], 200)
+    ends = _draw_algorithms(ax, many, {name: [time(size) for size in many] for name, time in times.items()})
     spans = _winners(times, sizes[0], sizes[-1])
     if pairs is None:
-        marks = [(name, start) for name, start, _ in spans[1:]]
+        marks = [(start, name) for name, start, _ in spans[1:]]
     else:
-        marks = [(a, x) for a, b in pairs for x in crossings(times[a], times[b], sizes[0], sizes[-1])]
+        marks = sorted((x, a) for a, b in pairs for x in crossings(times[a], times[b], sizes[0], sizes[-1]))
     ax.set(ylabel="time of one all-reduce", title=title, ylim=limits or _limits([cluster], algorithms, sizes))
-    _microseconds(ax)
-    size_axis(ax, sizes)
+    _time_axis(ax)
+    charts.size_axis(ax, sizes)
+    charts.label_lines(ax, ends)
     bottom = ax.get_ylim()[0]
-    for name, at in marks:
-        height = times[name](at) * 1e6
-        ax.plot([at, at], [bottom, height], color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+    rows = charts.rows_for(ax, [(at, format_bytes(at)) for at, _ in marks])
+    for (at, name), row in zip(marks, rows, strict=True):
+        height = times[name](at)
+        ax.plot([at, at], [bottom, height], **DASHED)
         ax.plot([at], [height], "o", color=INK, markersize=5)
-        ax.annotate(format_bytes(at), (at, bottom), (3, 4), textcoords="offset points", fontsize=8.5,
-                    path_effects=HALO)
-    label_lines(ax, labels)
+        charts.beside(ax, format_bytes(at), (at, bottom), (3, 4 + 12 * row), fontsize=SMALL, path_effects=HALO)
     return spans
 
 
-def _limits(clusters: Sequence[Cluster], algorithms: Sequence[str], sizes: Sequence[float]) -> tuple[float, float]:
+def _limits(
+    clusters: Sequence[TwoLevelCluster], algorithms: Sequence[str], sizes: Sequence[float]
+) -> tuple[float, float]:
     """Return limits in microseconds that hold every line, with room for the names of the crossings below."""
-    ends = [all_reduce_seconds(a, s, c) * 1e6 for c in clusters for a in algorithms for s in (sizes[0], sizes[-1])]
+    ends = [_microseconds(a, c, s) for c in clusters for a in algorithms for s in (sizes[0], sizes[-1])]
     return min(ends) / 2.5, max(ends) * 1.6
 
 
 def crossover(
-    clusters: Cluster | Mapping[str, Cluster], algorithms: Sequence[str], sizes: Sequence[float] = _GRID,
-    pairs: Sequence[tuple[str, str]] | None = None,
+    clusters: TwoLevelCluster | Mapping[str, TwoLevelCluster], algorithms: Sequence[str],
+    sizes: Sequence[float] = _GRID, pairs: Sequence[tuple[str, str]] | None = None,
 ) -> Figure:
     """Draw the modelled time of several all-reduce algorithms over message size, with the sizes at which lines cross.
 
     Parameters
     ----------
-    clusters : Cluster, or dict of title to Cluster
+    clusters : TwoLevelCluster, or dict of title to TwoLevelCluster
         One panel each.
     algorithms : list of str
         Names of `costs.ALL_REDUCE_ALGORITHMS`.
@@ -140,7 +146,7 @@ def crossover(
     pairs : list of (str, str), optional
         Pairs whose crossings are marked; by default those at which the fastest algorithm changes.
     """
-    panels = {"": clusters} if isinstance(clusters, Cluster) else dict(clusters)
+    panels = {"": clusters} if isinstance(clusters, TwoLevelCluster) else dict(clusters)
     limits = _limits(list(panels.values()), algorithms, sizes)
     figure, axes = new_figure(1, len(panels), size=(1.2 + 5.0 * len(panels), 3.9))
     for ax, (title, cluster) in zip(axes, panels.items(), strict=True):
@@ -150,27 +156,22 @@ def crossover(
 
 
 def scale_out(
-    clusters: Sequence[Cluster], algorithms: Sequence[str], sizes: Sequence[float] = (2**12, 2**28)
+    clusters: Sequence[TwoLevelCluster], algorithms: Sequence[str], sizes: Sequence[float] = (2**12, 2**28)
 ) -> Figure:
     """Draw the modelled time of all-reduce over the number of ranks, one panel for each message size in bytes."""
     ranks = [cluster.ranks for cluster in clusters]
     figure, axes = new_figure(1, len(sizes), size=(1.2 + 4.4 * len(sizes), 3.7))
     for ax, size in zip(axes, sizes, strict=True):
-        labels = {}
-        times = {name: [all_reduce_seconds(name, size, cluster) * 1e6 for cluster in clusters] for name in algorithms}
+        ends: charts.Ends = {}
+        times = {name: [_microseconds(name, cluster, size) for cluster in clusters] for name in algorithms}
         for name, values in times.items():
             same = [other for other in times if np.allclose(times[other], values, rtol=0.05)]
             dashes = (5 * same.index(name), (5, 5 * len(same) - 5)) if len(same) > 1 else "-"
-            ax.plot(ranks, values, color=algorithm_color(name), linewidth=1.8, linestyle=dashes, marker="o",
-                    markersize=3)
-            labels[spoken(name)] = (ranks[-1], values[-1], algorithm_color(name))
-        ax.set(ylabel="time of one all-reduce", xscale="log", xlabel="ranks", title=f"modelled: {format_bytes(size)}")
-        _microseconds(ax)
-        ticks = ranks[:: max(1, -(-len(ranks) // 5))]
-        ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
-        label_lines(ax, labels)
+            ends |= _draw_algorithms(ax, ranks, {name: values}, linestyle=dashes, marker="o", markersize=3)
+        ax.set(ylabel="time of one all-reduce", title=f"modelled: {format_bytes(size)}")
+        _time_axis(ax)
+        charts.count_axis(ax, ranks[:: max(1, -(-len(ranks) // 5))])
+        charts.label_lines(ax, ends)
     return figure
 
 
@@ -191,19 +192,18 @@ def model_against_emulation(
     kind : str
         What the points are: ``"emulated"`` or ``"measured"``.
     """
-    figure, (ax,) = new_figure(1, 1, size=(7.0, 3.9))
-    labels, worst, grid = {}, 0.0, np.geomspace(sizes[0], sizes[-1], 120)
+    figure, (ax,) = new_figure(size=(7.0, 3.9))
+    many, worst = np.geomspace(sizes[0], sizes[-1], 120), 0.0
+    ends = _draw_algorithms(ax, many, {name: [model(name, size) * 1e6 for size in many] for name in emulated},
+                            linewidth=1.4)
     for i, (name, seconds) in enumerate(emulated.items()):
-        color = algorithm_color(name)
-        line = [model(name, size) * 1e6 for size in grid]
-        ax.plot(grid, line, color=color, linewidth=1.4)
-        ax.plot(sizes, [t * 1e6 for t in seconds], MARKERS[i % 8], color=color, markersize=6, markeredgecolor="white")
-        labels[spoken(name)] = (grid[-1], line[-1], color)
+        ax.plot(sizes, [t * 1e6 for t in seconds], MARKERS[i % 8], color=algorithm_color(name), markersize=6,
+                markeredgecolor="white")
         worst = max(worst, *(abs(t / model(name, s) - 1) for s, t in zip(sizes, seconds, strict=True)))
     ax.set(ylabel="time of one all-reduce", title=f"points: {kind}; lines: modelled; {worst:.1%} apart at most")
-    _microseconds(ax)
-    size_axis(ax, sizes)
-    label_lines(ax, labels)
+    _time_axis(ax)
+    charts.size_axis(ax, sizes)
+    charts.label_lines(ax, ends)
     return figure
 
 
@@ -222,38 +222,36 @@ def predicted_against_recorded(
         What the library is predicted to choose at each size, written where it changes.
     """
     sizes = list(table.sizes)
-    figure = plt.figure(figsize=(WIDTH, 6.8), FigureClass=Drawing)
-    plt.close(figure)
-    grid = figure.add_gridspec(2, 2)
-    left, middle, right = (figure.add_subplot(grid[where]) for where in ((0, 0), (0, 1), (1, slice(None))))
-    styles = {name: RANK_COLORS[(4, 0, 2, 1, 3, 5)[i % 6]] for i, name in enumerate(predicted)}
-    labels, names = {}, {}
-    for name, seconds in predicted.items():
-        color, width = styles[name], 2.0 if name == list(predicted)[-1] else 1.2
-        rates = [busbw(table.op, table.ranks, s, t) / 1e9 for s, t in zip(sizes, seconds, strict=True)]
-        wrong = [100 * (p / t - 1) for p, t in zip(seconds, table.seconds, strict=True)]
-        median = float(np.median(np.abs(wrong)))
-        left.plot(sizes, [t * 1e6 for t in seconds], color=color, linewidth=width)
-        middle.plot(sizes, rates, color=color, linewidth=width)
-        right.plot(sizes, wrong, color=color, linewidth=width, marker="o", markersize=3.5)
-        labels[f"{name}: median {median:.1f} %"] = (sizes[-1], wrong[-1], color)
-        names[name] = (sizes[-1], rates[-1], color)
+    figure = empty_figure((WIDTH, 6.8))
+    panels = figure.subplot_mosaic([["time", "rate"], ["error", "error"]])
+    left, right, below = panels["time"], panels["rate"], panels["error"]
+    rates = {name: [busbw(table.op, table.ranks, s, t) / 1e9 for s, t in zip(sizes, seconds, strict=True)]
+             for name, seconds in predicted.items()}
+    errors = {name: 100 * (np.divide(seconds, table.seconds) - 1) for name, seconds in predicted.items()}
+    tones = cycle(RANK_COLORS[i] for i in (4, 0, 2, 1, 3, 5))
+    look = {"colors": dict(zip(predicted, tones, strict=False)), "linewidth": 1.2}
+    charts.draw_lines(left, sizes, predicted, scale=1e6, **look)
+    rate_ends = charts.draw_lines(right, sizes, rates, **look)
+    error_ends = charts.draw_lines(below, sizes, errors, marker="o", markersize=3.5, **look)
+    for ax in panels.values():
+        ax.lines[-1].set_linewidth(2.0)
     left.plot(sizes, [t * 1e6 for t in table.seconds], "o", color=INK, markersize=4.5)
-    middle.plot(sizes, [b / 1e9 for b in table.busbw], "o", color=INK, markersize=4.5)
+    right.plot(sizes, [b / 1e9 for b in table.busbw], "o", color=INK, markersize=4.5)
     left.set(ylabel="time of one call", title=f"points recorded, lines modelled:\n{table.name}")
-    middle.set(ylabel="bus bandwidth (GB/s)", ylim=(0, None), title="bus bandwidth")
-    right.set(ylabel="predicted time / recorded time - 1 (%)", title="error of the predicted time")
-    right.axhspan(-15, 15, color="#EEEEEE", zorder=0)
-    right.axhline(0, color=INK, linewidth=0.8)
-    _microseconds(left)
-    for ax in (left, middle, right):
-        size_axis(ax, sizes)
+    right.set(ylabel="bus bandwidth (GB/s)", ylim=(0, None), title="bus bandwidth")
+    below.set(ylabel="predicted time / recorded time - 1 (%)", title="error of the predicted time")
+    below.axhspan(-15, 15, color="#EEEEEE", zorder=0)
+    below.axhline(0, color=INK, linewidth=0.8)
+    _time_axis(left)
+    for ax in panels.values():
+        charts.size_axis(ax, sizes)
     for i, choice in enumerate(choices or ()):
         if i == 0 or choice != choices[i - 1]:
             edge = sizes[i] if i == 0 else (sizes[i] * sizes[i - 1]) ** 0.5
-            left.axvline(edge, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
-            left.annotate(choice, (edge, 0.98), (3, 0), xycoords=("data", "axes fraction"), rotation=90, va="top",
-                          textcoords="offset points", fontsize=8, color="#555555")
-    label_lines(middle, names)
-    label_lines(right, labels)
+            left.axvline(edge, **DASHED | {"color": FAINT})
+            charts.beside(left, choice, (edge, 0.98), (3, 0), xycoords=("data", "axes fraction"), rotation=90, va="top",
+                          fontsize=8, color="#555555")
+    charts.label_lines(right, rate_ends)
+    charts.label_lines(below, {f"{name}: median {np.median(np.abs(errors[name])):.1f} %": end
+                               for name, end in error_ends.items()})
     return figure

@@ -10,20 +10,17 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ..units import format_bytes
-from ._style import FAINT, RANK_COLORS, WIDTH, grid_figure, new_figure, tint
-from .memory import legend, points_per_unit
-
-__all__ = ["LOADING_COLORS", "file_layout", "loader_bars", "page_accesses", "time_shares"]
+from . import _charts as charts
+from ._style import CENTRED, FAINT, RANK_COLORS, SMALL, WIDTH, new_figure, tint
 
 #: One colour for each part of loading, those of a step as in `plots.step_split`.
 LOADING_COLORS = {
     "read": "#999999", "decode": "#009E73", "augment": "#E69F00", "copy": "#CC79A7", "load": "#56B4E9",
     "step": "#0072B2", "wait": "#D55E00",
 }
-_SMALL = 8.5
 _TINY = 0.012  # of a row: what is narrower is enlarged
 
 
@@ -70,7 +67,6 @@ def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
     segments : list of (label, start, size)
         Bytes, in order, none over another.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
 
     Raises
     ------
@@ -84,11 +80,8 @@ def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
         if at < start + size:
             raise ValueError(f"{later!r} starts at byte {at}, before {label!r} ends at byte {start + size}")
     rows = _rows(segments)
-    names = dict.fromkeys(label for label, *_ in segments)
-    colors = {name: RANK_COLORS[i % len(RANK_COLORS)] for i, name in enumerate(names)}
-    figure, axes = grid_figure(len(rows), 1, size=(WIDTH, 0.35 + 1.15 * len(rows)))
-    axes = axes[:, 0]
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    colors = charts.in_turn(label for label, *_ in segments)
+    figure, axes = new_figure(len(rows), 1, size=(WIDTH, 0.35 + 1.15 * len(rows)), title=title)
     for ax, row in zip(axes, rows, strict=True):
         _draw_row(ax, row, colors)
     figure.draw_without_rendering()
@@ -102,8 +95,8 @@ def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
             ends = ((at, -0.5), (corner, 1), axes[row.above].transData, ax.transAxes)
             figure.add_artist(ConnectionPatch(*ends, **look))
         times = (rows[0].end - rows[0].start) / (row.end - row.start)
-        ax.annotate(f"enlarged {times:,.0f} times", (0.5, 0), (0, -4), xycoords="axes fraction", ha="center", va="top",
-                    textcoords="offset points", fontsize=_SMALL, annotation_clip=False)
+        charts.beside(ax, f"enlarged {times:,.0f} times", (0.5, 0), (0, -4), xycoords="axes fraction", fontsize=SMALL,
+                      ha="center", va="top")
     return figure
 
 
@@ -132,24 +125,23 @@ def _draw_row(ax: Axes, row: _Row, colors: Mapping[str, str]) -> None:
     ax.set(xlim=(row.start, row.end), ylim=(-0.5, 0.5), yticks=[])
     ax.spines[:].set_visible(False)
     ax.spines[["left", "right", "top", "bottom"]].set(visible=True, color=FAINT, linewidth=0.6)
-    ax.set_xticks([row.start, row.end], [f"byte {row.start:,}", f"byte {row.end:,}"], fontsize=_SMALL)
+    ax.set_xticks([row.start, row.end], [f"byte {row.start:,}", f"byte {row.end:,}"], fontsize=SMALL)
     ax.tick_params(axis="x", length=3)
     for tick, side in zip(ax.get_xticklabels(), ("left", "right"), strict=True):
         tick.set_horizontalalignment(side)
-    ax.set_title(" ", fontsize=_SMALL)  # room for names
+    ax.set_title(" ", fontsize=SMALL)  # room for names
 
 
 def _name_blocks(ax: Axes, blocks: Sequence[_Block], colors: Mapping[str, str]) -> None:
     """Write each block's name into it where there is room, else above it, none over another."""
-    wide, _ = points_per_unit(ax)
+    wide, _ = charts.points_per_unit(ax)
     left, right = ax.get_xlim()
     outside = []
     for block in blocks:
         middle, room = (block.start + block.end) / 2, (block.end - block.start) * wide
         if 5.4 * len(block.words) < room:
-            look = {"ha": "center", "va": "center", "fontsize": _SMALL}
             ground = {"facecolor": tint(colors[block.label]), "edgecolor": "none", "pad": 1.5}
-            ax.text(middle, 0, block.words, bbox=ground if len(block.segments) > 1 else None, **look)
+            ax.text(middle, 0, block.words, bbox=ground if len(block.segments) > 1 else None, fontsize=SMALL, **CENTRED)
         else:
             outside.append(((middle - left) * wide, block))
     width, end = (right - left) * wide, 0.0
@@ -158,9 +150,9 @@ def _name_blocks(ax: Axes, blocks: Sequence[_Block], colors: Mapping[str, str]) 
         after = sum(length + 12 for length in lengths[i + 1 :])
         start = max(end, min(at - lengths[i] / 2, width - lengths[i] - after))
         end = start + lengths[i] + 12
-        ax.annotate(block.words, (at / width, 1), ((start + lengths[i] / 2) - at, 12), xycoords="axes fraction",
-                    textcoords="offset points", ha="center", va="center", fontsize=_SMALL, annotation_clip=False,
-                    arrowprops={"arrowstyle": "-", "color": colors[block.label], "shrinkB": 0})
+        line = {"arrowstyle": "-", "color": colors[block.label], "shrinkB": 0}
+        charts.beside(ax, block.words, (at / width, 1), (start + lengths[i] / 2 - at, 12), xycoords="axes fraction",
+                      fontsize=SMALL, arrowprops=line, **CENTRED)
 
 
 def page_accesses(
@@ -173,7 +165,6 @@ def page_accesses(
     orders : dict of name to list of (step, page)
         In order of time.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
     notes : dict of name to str, optional
         What to write below the name of an order, such as its hit rate.
 
@@ -184,19 +175,19 @@ def page_accesses(
     """
     if not orders or not all(len(order) for order in orders.values()):
         raise ValueError("there must be at least one order, and each must read at least one page")
-    figure, axes = new_figure(1, len(orders), size=(min(10.6, 1.4 + 3.1 * len(orders)), 3.1), sharex=True, sharey=True)
+    size = (1.4 + 3.1 * len(orders), 3.1)
+    figure, axes = new_figure(1, len(orders), size=size, title=title, sharex=True, sharey=True)
     most = max(len(order) for order in orders.values())
     for i, (ax, (name, order)) in enumerate(zip(axes, orders.items(), strict=True)):
         steps, pages = zip(*order, strict=True)
-        size = 5 if most <= 100 else 3 if most <= 600 else 2.2 if most <= 1500 else 1.6
-        ax.plot(steps, pages, "s", markersize=size, color=RANK_COLORS[i % len(RANK_COLORS)], markeredgewidth=0)
+        large = 5 if most <= 100 else 3 if most <= 600 else 2.2 if most <= 1500 else 1.6
+        ax.plot(steps, pages, "s", markersize=large, color=RANK_COLORS[i % len(RANK_COLORS)], markeredgewidth=0)
         ax.set(xlabel="sample, in order of reading")
         note = (notes or {}).get(name, "")
         ax.set_title(f"{name}\n{note}" if note else name, fontsize=9.5)
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True))
     axes[0].set_ylabel("page of the file")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
@@ -210,7 +201,6 @@ def loader_bars(
     ----------
     rows : dict of name to samples per second
     title : str
-        Says what is shown and whether it is measured or recorded.
     baseline : str, optional
         The row that is 1.0×; drawn grey.
     strong : list of str
@@ -232,20 +222,15 @@ def loader_bars(
     if baseline and (lacking := rows.keys() - times.keys()):
         raise ValueError(f"times lacks {min(lacking)!r}")
     names = [fill(name, 34) for name in rows]
-    lines = sum(1 + 0.45 * name.count("\n") for name in names)
-    figure, (ax,) = new_figure(1, 1, size=(8.6, 0.95 + 0.33 * lines))
+    figure, (ax,) = new_figure(size=(8.6, 0.95 + 0.33 * charts.lines_of(names)), title=title)
     for y, (name, rate) in enumerate(rows.items()):
         color = FAINT if name == baseline else RANK_COLORS[1] if name in strong else RANK_COLORS[0]
         ax.barh(y, rate, height=0.7, color=tint(color), edgecolor=color)
         factor = f"  {times[name]:.1f}×" if baseline else ""
-        ax.annotate(f"{rate:,.0f}{factor}", (rate, y), (5, 0), textcoords="offset points", va="center",
-                    fontweight="bold" if name in strong else "normal")
-    ax.set_yticks(range(len(rows)), names)
-    ax.set(ylim=(len(rows) - 0.45, -0.55), xlim=(0, 1.2 * max(rows.values())), xlabel=unit)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    ax.tick_params(axis="y", length=0)
-    ax.spines["left"].set_visible(False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+        charts.write_behind(ax, y, f"{rate:,.0f}{factor}", rate, fontweight="bold" if name in strong else "normal")
+    charts.name_rows(ax, names)
+    ax.set(xlim=(0, 1.2 * max(rows.values())), xlabel=unit)
+    charts.format_ticks(ax.xaxis, "{:,.0f}")
     return figure
 
 
@@ -257,7 +242,6 @@ def time_shares(rows: Mapping[str, Mapping[str, float]], title: str) -> Figure:
     rows : dict of row name to dict of part to seconds
         Parts keep their order; those of `LOADING_COLORS` have colours of their own.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
 
     Raises
     ------
@@ -269,25 +253,18 @@ def time_shares(rows: Mapping[str, Mapping[str, float]], title: str) -> Figure:
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     spare = cycle(color for color in RANK_COLORS if color not in {LOADING_COLORS.get(part) for part in parts})
     colors = {part: LOADING_COLORS.get(part) or next(spare) for part in parts}
-    figure, (ax,) = new_figure(1, 1, size=(8.6, 1.15 + 0.34 * len(rows)))
-    ax.set_yticks(range(len(rows)), [fill(name, 30) for name in rows])
-    ax.set(ylim=(len(rows) - 0.45, -0.55), xlim=(0, 1.14), xlabel="share of the time")
-    ax.set_xticks([0, 0.25, 0.5, 0.75, 1])
+    totals = {fill(name, 30): sum(row.values()) for name, row in rows.items()}
+    shares = [charts.end_to_end({part: seconds / total for part, seconds in row.items()})
+              for row, total in zip(rows.values(), totals.values(), strict=True)]
+    figure, (ax,) = new_figure(size=(8.6, 1.15 + 0.34 * charts.lines_of(totals)), title=title)
+    charts.draw_spans(ax, dict(zip(totals, shares, strict=True)), colors)
+    ax.set(xlim=(0, 1.14), xlabel="share of the time", xticks=[0, 0.25, 0.5, 0.75, 1])
     ax.xaxis.set_major_formatter(PercentFormatter(1))
-    ax.tick_params(axis="y", length=0)
-    ax.spines["left"].set_visible(False)
-    legend(ax, colors)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    charts.legend(ax, colors)
     figure.draw_without_rendering()
-    wide, _ = points_per_unit(ax)
-    for y, row in enumerate(rows.values()):
-        left, total = 0.0, sum(row.values())
-        for part, seconds in row.items():
-            share = seconds / total
-            ax.barh(y, share, left=left, height=0.72, color=tint(colors[part]), edgecolor=colors[part])
-            if share * wide > 24:
-                ax.text(left + share / 2, y, f"{share:.0%}", ha="center", va="center", fontsize=_SMALL)
-            left += share
+    for y, (spans, total) in enumerate(zip(shares, totals.values(), strict=True)):
+        for _, start, end in spans:
+            charts.write_inside(ax, y, f"{end - start:.0%}", start, end)
         unit, scale = ("s", 1) if total >= 1 else ("ms", 1e3) if total >= 1e-3 else ("µs", 1e6)
-        ax.annotate(f"{total * scale:.3g} {unit}", (1, y), (6, 0), textcoords="offset points", va="center")
+        charts.write_behind(ax, y, f"{total * scale:.3g} {unit}", 1, fontweight="normal")
     return figure

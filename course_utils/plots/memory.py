@@ -6,29 +6,24 @@ Sizes are decimal, as on the data sheets of GPUs and in the ZeRO paper: 1 GB is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import cycle, groupby
 from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import ScaledTranslation
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from ..units import byte_unit, decimal_bytes
-from ._style import INK, MARKERS, RANK_COLORS, label_lines, new_figure, tint
+from ..units import decimal_bytes
+from . import _charts as charts
+from ._style import CENTRED, GROUND, INK, MARKERS, RANK_COLORS, SMALL, new_figure, tint
 
 if TYPE_CHECKING:
     from ..memory import Memory
 
     Parts = Memory | Mapping[str, float]
-
-__all__ = [
-    "PART_COLORS", "memory_bars", "memory_over_length", "memory_over_time", "partition_picture",
-]
 
 #: One colour for each part of memory, in the order of `memory.PARTS`, the same in every figure.
 PART_COLORS = {
@@ -37,7 +32,6 @@ PART_COLORS = {
 }
 _STATES = ("parameters", "gradients", "optimizer")
 _TOO_MUCH = "#B33C00"
-_SMALL = 8.5
 
 
 def _parts(memory: Parts) -> dict[str, float]:
@@ -56,101 +50,6 @@ def _parts(memory: Parts) -> dict[str, float]:
     return {part: float(given.get(part, 0)) for part in PART_COLORS}
 
 
-def byte_axis(axis, largest: float, label: str) -> None:
-    scale, unit = byte_unit(largest)
-    axis.set_major_locator(_Round(scale))
-    axis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / scale:,.6g}"))
-    axis.set_label_text(f"{label} ({unit})")
-
-
-class _Round(MaxNLocator):
-    """Ticks that are round numbers of a unit of `scale` bytes."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__(nbins=7, steps=[1, 2, 2.5, 5, 10], integer=scale == 1)
-        self.scale = scale
-
-    def tick_values(self, vmin: float, vmax: float) -> np.ndarray:
-        return super().tick_values(vmin / self.scale, vmax / self.scale) * self.scale
-
-
-def legend(ax: Axes, colors: Mapping[str, str], above: float = 0) -> None:
-    """Tell what colours mean, `above` points over the upper edge of `ax`; nothing where there are none."""
-    patches = [Patch(facecolor=tint(color), edgecolor=color, label=name) for name, color in colors.items()]
-    if patches:
-        place = ax.transAxes + ScaledTranslation(0, above / 72, ax.figure.dpi_scale_trans)
-        ax.legend(handles=patches, ncols=min(6, len(patches)), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
-                  bbox_transform=place, columnspacing=1.2, handlelength=1.2, borderaxespad=0.2)
-
-
-def _title(figure: Figure, title: str) -> None:
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
-
-
-def _keep_if_it_fits(text: Text, width: float, height: float) -> bool:
-    """Remove `text` if it is larger than `width` by `height`, in points."""
-    box, scale = text.get_window_extent(), 72 / text.figure.dpi
-    fits = box.width * scale <= width and box.height * scale <= height
-    if not fits:
-        text.remove()
-    return fits
-
-
-def points_per_unit(ax: Axes) -> tuple[float, float]:
-    """Return the points of one data unit along x and y, once the layout is settled."""
-    box, (left, right), (low, high) = ax.bbox, ax.get_xlim(), ax.get_ylim()
-    scale = 72 / ax.figure.dpi
-    return box.width * scale / abs(right - left), box.height * scale / abs(high - low)
-
-
-def draw_bars(ax: Axes, rows: Mapping[str, Mapping[str, float]], faint: Sequence[str] = ()) -> None:
-    """Draw one stacked bar for each row of bytes by part into `ax`; rows of `faint` are pale."""
-    for y, (name, row) in enumerate(rows.items()):
-        left = 0.0
-        for part, size in row.items():
-            if size:
-                look = {"color": tint(PART_COLORS[part]), "edgecolor": PART_COLORS[part], "height": 0.72}
-                ax.barh(y, size, left=left, alpha=0.45 if name in faint else 1, **look)
-                left += size
-    ax.set_yticks(range(len(rows)), list(rows))
-    ax.set_ylim(len(rows) - 0.45, -0.55)
-    ax.tick_params(axis="y", length=0)
-
-
-def _write_sizes(ax: Axes, rows: Mapping[str, Mapping[str, float]], limits: Sequence[float]) -> None:
-    """Write each part's bytes into its piece where there is room, each total behind its bar and clear of the limits."""
-    wide, high = points_per_unit(ax)
-    for y, row in enumerate(rows.values()):
-        left = 0.0
-        for size in row.values():
-            text = ax.text(left + size / 2, y, decimal_bytes(size), ha="center", va="center", fontsize=_SMALL)
-            _keep_if_it_fits(text, size * wide - 4, high)
-            left += size
-        over = len(limits) == 1 and left > limits[0]
-        total = ax.annotate(decimal_bytes(left), (left, y), (5, 0), textcoords="offset points", va="center",
-                            fontweight="bold", color=_TOO_MUCH if over else INK,
-                            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
-        length, start = total.get_window_extent().width * 72 / ax.figure.dpi, 5.0
-        for limit in sorted(limits):
-            if start - 3 < (limit - left) * wide < start + length:
-                start = (limit - left) * wide + 5
-        total.set_position((start, 0))
-
-
-def _draw_limits(ax: Axes, limits: Mapping[str, float]) -> int:
-    """Draw a line for each limit, its name above it, raised where it would meet another; return the rows of names."""
-    wide, _ = points_per_unit(ax)
-    ends: list[float] = []  # of the names written so far, by row
-    for name, size in sorted(limits.items(), key=lambda item: item[1]):
-        ax.axvline(size, color=INK, linewidth=1, linestyle=(0, (3, 2)), zorder=0.5)
-        text, at = f"{name} {decimal_bytes(size)}", size * wide
-        row = next((i for i, end in enumerate(ends) if end + 8 <= at), len(ends))
-        ends[row : row + 1] = [at + 5.2 * len(text)]
-        ax.annotate(text, (size, 1), (2, 3 + 12 * row), xycoords=("data", "axes fraction"), fontsize=_SMALL,
-                    textcoords="offset points")
-    return len(ends)
-
-
 def memory_bars(
     rows: Mapping[str, Parts], title: str, limit: tuple[str, float] | Mapping[str, float] | None = None
 ) -> Figure:
@@ -160,7 +59,6 @@ def memory_bars(
     ----------
     rows : dict of row name to Memory, or to dict of part to bytes
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
     limit : (name, bytes) or dict of name to bytes, optional
         Sizes to hold against, such as a GPU's memory: vertical lines. Totals above a single one are coloured. A limit
         that is more than three times as large as every bar is only told.
@@ -177,20 +75,45 @@ def memory_bars(
     longest = max(sum(row.values()) for row in table.values()) or 1.0
     near = {name: size for name, size in limits.items() if size <= 3 * longest}
     right = max([longest, *near.values()])
-    lines = sum(1 + 0.45 * name.count("\n") for name in table)
-    figure, (ax,) = new_figure(1, 1, size=(8.6, 1.25 + 0.36 * lines + 0.2 * bool(near)))
-    draw_bars(ax, table)
+    size = (8.6, 1.25 + 0.36 * charts.lines_of(table) + 0.2 * bool(near))
+    figure, (ax,) = new_figure(size=size, title=title)
+    charts.stacked_bars(ax, table, PART_COLORS)
     ax.set_xlim(0, 1.12 * right)
-    byte_axis(ax.xaxis, right, "memory of one rank")
+    charts.byte_axis(ax.xaxis, right, "memory of one rank")
     if far := [f"{name} {decimal_bytes(size)}" for name, size in limits.items() if name not in near]:
         ax.set_xlabel(f"{ax.get_xlabel()}\n{fill('far beyond the right edge: ' + ', '.join(far), 100)}")
-    _title(figure, title)
     figure.draw_without_rendering()
-    _write_sizes(ax, table, list(limits.values()))
+    for y, row in enumerate(table.values()):
+        _write_sizes(ax, y, row, sorted(limits.values()))
     rows_of_names = _draw_limits(ax, near)
-    legend(ax, {part: color for part, color in PART_COLORS.items() if any(row[part] for row in table.values())},
-           12 * rows_of_names)
+    shown = {part: color for part, color in PART_COLORS.items() if any(row[part] for row in table.values())}
+    charts.legend(ax, shown, above=12 * rows_of_names)
     return figure
+
+
+def _write_sizes(ax: Axes, y: int, row: Mapping[str, float], limits: Sequence[float]) -> None:
+    """Write each part's bytes into its piece where there is room, and the total behind the bar, clear of the limits."""
+    for _, start, end in charts.end_to_end(row):
+        charts.write_inside(ax, y, decimal_bytes(end - start), start, end)
+    total = sum(row.values())
+    over = len(limits) == 1 and total > limits[0]
+    text = charts.write_behind(ax, y, decimal_bytes(total), total, color=_TOO_MUCH if over else INK, bbox=GROUND)
+    wide, _ = charts.points_per_unit(ax)
+    length, start = text.get_window_extent().width * 72 / ax.figure.dpi, 5.0
+    for limit in limits:
+        if start - 3 < (limit - total) * wide < start + length:
+            start = (limit - total) * wide + 5
+    text.set_position((start, 0))
+
+
+def _draw_limits(ax: Axes, limits: Mapping[str, float]) -> int:
+    """Draw a line for each limit, its name above it, raised where it would meet another; return the rows of names."""
+    names = [(size, f"{name} {decimal_bytes(size)}") for name, size in sorted(limits.items(), key=lambda item: item[1])]
+    rows = charts.rows_for(ax, names)
+    for (size, text), row in zip(names, rows, strict=True):
+        ax.axvline(size, color=INK, linewidth=1, linestyle=(0, (3, 2)), zorder=0.5)
+        charts.beside(ax, text, (size, 1), (2, 3 + 12 * row), xycoords=("data", "axes fraction"), fontsize=SMALL)
+    return max(rows, default=-1) + 1
 
 
 def memory_over_time(history: Sequence[tuple[str, Parts]], title: str) -> Figure:
@@ -201,7 +124,6 @@ def memory_over_time(history: Sequence[tuple[str, Parts]], title: str) -> Figure
     history : list of (label, Memory or dict of part to bytes)
         In order. Neighbours with equal labels are one phase, labelled once.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
 
     Raises
     ------
@@ -213,7 +135,7 @@ def memory_over_time(history: Sequence[tuple[str, Parts]], title: str) -> Figure
     sizes = [_parts(memory) for _, memory in history]
     phases = [(label, [i for i, _ in group]) for label, group in groupby(enumerate(history), lambda item: item[1][0])]
     upright = sum(max(len(word) for word in label.split()) + 2 for label, _ in phases) > 110
-    figure, (ax,) = new_figure(1, 1, size=(8.6, 4.0 if upright else 3.4))
+    figure, (ax,) = new_figure(size=(8.6, 4.0 if upright else 3.4), title=title)
     edges, top, bands = np.arange(len(history) + 1) - 0.5, np.zeros(len(history)), {}
     for part, color in PART_COLORS.items():
         if any(row[part] for row in sizes):
@@ -223,20 +145,19 @@ def memory_over_time(history: Sequence[tuple[str, Parts]], title: str) -> Figure
             ax.stairs(shown, edges, baseline=below, fill=True, facecolor=tint(color), edgecolor=color, linewidth=0.8)
     high = float(max(top)) or 1.0
     ax.set(xlim=(edges[0], edges[-1]), ylim=(0, 1.14 * high))
-    byte_axis(ax.yaxis, high, "memory of one rank")
+    charts.byte_axis(ax.yaxis, high, "memory of one rank")
     _phase_axis(ax, phases, upright, lines=len(history) > len(phases))
-    _title(figure, title)
     figure.draw_without_rendering()
     names = [_name_band(ax, part, *band) for part, band in bands.items()]
     if None in names:  # then all of them in one place
         for name in filter(None, names):
             name.remove()
-        legend(ax, {part: PART_COLORS[part] for part in bands})
+        charts.legend(ax, {part: PART_COLORS[part] for part in bands})
     at = int(np.argmax(top))
     side = "left" if at < 0.15 * len(top) else "right" if at > 0.85 * len(top) else "center"
     x, shift = {"left": (edges[at], 4), "right": (edges[at + 1], 0), "center": (at, 0)}[side]
-    ax.annotate(f"peak {decimal_bytes(max(top))}", (x, max(top)), (shift, 4), textcoords="offset points", ha=side,
-                fontweight="bold", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+    peak = float(max(top))
+    charts.beside(ax, f"peak {decimal_bytes(peak)}", (x, peak), (shift, 4), ha=side, fontweight="bold", bbox=GROUND)
     return figure
 
 
@@ -245,7 +166,7 @@ def _phase_axis(ax: Axes, phases: Sequence[tuple[str, list[int]]], upright: bool
     shown = phases[:: -(-len(phases) // 45)]
     names = [label if upright else fill(label, max(6, 110 // len(shown))) for label, _ in shown]
     look = {"rotation": 60, "ha": "right", "va": "top", "rotation_mode": "anchor"} if upright else {}
-    ax.set_xticks([sum(at) / len(at) for _, at in shown], names, fontsize=_SMALL, **look)
+    ax.set_xticks([sum(at) / len(at) for _, at in shown], names, fontsize=SMALL, **look)
     ax.tick_params(axis="x", length=0)
     for _, at in phases[1:] if lines else ():
         ax.axvline(at[0] - 0.5, color=INK, linewidth=0.6, linestyle=(0, (2, 2)))
@@ -253,7 +174,7 @@ def _phase_axis(ax: Axes, phases: Sequence[tuple[str, list[int]]], upright: bool
 
 def _name_band(ax: Axes, part: str, below: np.ndarray, top: np.ndarray) -> Text | None:
     """Write the name of a part where its band is thickest over the width of the name, if there is room."""
-    wide, high = points_per_unit(ax)
+    wide, high = charts.points_per_unit(ax)
     columns = min(len(top), max(1, int(np.ceil((5.6 * len(part) + 6) / wide))))
     if columns * wide < 5.6 * len(part):
         return None
@@ -262,7 +183,7 @@ def _name_band(ax: Axes, part: str, below: np.ndarray, top: np.ndarray) -> Text 
     if thick * high < 12:
         return None
     middle = (min(top[start : start + columns]) + max(below[start : start + columns])) / 2
-    return ax.text(start + (columns - 1) / 2, middle, part, ha="center", va="center", fontweight="bold")
+    return ax.text(start + (columns - 1) / 2, middle, part, fontweight="bold", **CENTRED)
 
 
 def memory_over_length(
@@ -277,25 +198,20 @@ def memory_over_length(
     measured, formula : dict of name to list of float
         Bytes at each length. What has the same name has the same colour; either may lack a name of the other.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
     """
-    names, ends = list(dict.fromkeys([*measured, *formula])), {}
-    figure, (ax,) = new_figure(1, 1, size=(8.4, 3.7))
-    for i, name in enumerate(names):
-        color = RANK_COLORS[i % 6]
-        if name in formula:
-            ax.plot(lengths, formula[name], color=color, linewidth=1.8)
+    colors = {name: RANK_COLORS[i % 6] for i, name in enumerate(dict.fromkeys([*measured, *formula]))}
+    figure, (ax,) = new_figure(size=(8.4, 3.7))
+    ends = charts.draw_lines(ax, lengths, formula, colors=colors, linewidth=1.8)
+    for (name, color), marker in zip(colors.items(), cycle(MARKERS), strict=False):
         if name in measured:
-            ax.plot(lengths, measured[name], MARKERS[i % 8], color=color, markersize=6.5, markeredgecolor="white")
-        ends[name] = (lengths[-1], (formula.get(name) or measured[name])[-1], color)
-    ax.set(xscale="log", yscale="log", xlabel="tokens in a sequence", ylabel="activations", title=title)
-    ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    ax.xaxis.set_minor_locator(NullLocator())
+            ax.plot(lengths, measured[name], marker, color=color, markersize=6.5, markeredgecolor="white")
+            ends.setdefault(name, (lengths[-1], measured[name][-1], color))
+    charts.count_axis(ax, lengths, "tokens in a sequence")
+    ax.set(yscale="log", ylabel="activations", title=title)
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda size, _: decimal_bytes(size)))
     ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
-    label_lines(ax, ends)
+    charts.label_lines(ax, ends)
     return figure
 
 
@@ -311,7 +227,6 @@ def partition_picture(stages: Mapping[str, Sequence[Parts]], title: str) -> Figu
         The whole of a part is the most that any rank of any stage holds, or all ranks of a stage that share it.
         Of more than eight ranks the first three and the last are drawn.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
 
     Raises
     ------
@@ -322,10 +237,10 @@ def partition_picture(stages: Mapping[str, Sequence[Parts]], title: str) -> Figu
         raise ValueError("there must be at least one stage, and in each stage at least one rank")
     table = {name: [_parts(memory) for memory in ranks] for name, ranks in stages.items()}
     whole = {part: max(row[part] for ranks in table.values() for row in ranks) for part in _STATES}
-    shown = {name: few(len(ranks)) for name, ranks in table.items()}
+    shown = {name: charts.few(len(ranks)) for name, ranks in table.items()}
     ratios = [max(3, len(columns)) for columns in shown.values()]
-    width = min(10.8, 2.2 + 0.42 * sum(ratios) + 0.3 * len(ratios))
-    figure, axes = new_figure(1, len(table), size=(width, 3.7), sharey=True, gridspec_kw={"width_ratios": ratios})
+    width = 2.2 + 0.42 * sum(ratios) + 0.3 * len(ratios)
+    figure, axes = new_figure(1, len(table), size=(width, 3.7), title=title, sharey=True, width_ratios=ratios)
     high = sum(whole.values()) or 1.0
     for ax, (name, ranks) in zip(axes, table.items(), strict=True):
         bottom = 0.0
@@ -341,17 +256,10 @@ def partition_picture(stages: Mapping[str, Sequence[Parts]], title: str) -> Figu
         ax.set_title(f"{fill(name, 16)}\n{told}", fontsize=9.5, loc="center")
         ax.set(xlim=(-0.6, len(shown[name]) - 0.4), ylim=(-0.01 * high, 1.02 * high))
         ax.set_xticks(range(len(shown[name])), ["…" if rank is None else str(rank) for rank in shown[name]])
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
         ax.set_xlabel("rank")
+        charts.bare(ax)
     _name_blocks(axes[0], whole, high)
-    _title(figure, title)
     return figure
-
-
-def few(count: int, most: int = 8) -> list[int | None]:
-    """Return the numbers up to `count`; of more than `most` the first three, None for those left out, the last."""
-    return list(range(count)) if count <= most else [0, 1, 2, None, count - 1]
 
 
 def _places(held: Sequence[float], whole: float) -> list[float]:
@@ -362,20 +270,18 @@ def _places(held: Sequence[float], whole: float) -> list[float]:
 
 
 def _draw_cell(ax: Axes, x: int, bottom: float, color: str, whole: float, start: float, held: float) -> None:
-    ax.add_patch(Rectangle((x - 0.4, bottom), 0.8, whole, facecolor="none", edgecolor=tint(color), linewidth=0.8))
+    """Draw the frame of a whole part in the column `x`, with what its rank holds filled."""
+    charts.cell(ax, x - 0.4, bottom, 0.8, whole, color, facecolor="none", edgecolor=tint(color), linewidth=0.8)
     if held:
-        ax.add_patch(Rectangle((x - 0.4, bottom + start), 0.8, held, facecolor=color, edgecolor=color, linewidth=0.8))
+        charts.cell(ax, x - 0.4, bottom + start, 0.8, held, color, facecolor=color, linewidth=0.8)
 
 
 def _name_blocks(ax: Axes, whole: Mapping[str, float], high: float) -> None:
     """Write the name and bytes of each part to the left of `ax`, moved apart where two would overlap."""
-    names = {part: size for part, size in whole.items() if size}
-    middles, bottom = [], 0.0
-    for size in names.values():
-        middles.append(bottom + size / 2)
-        bottom += size
+    names = charts.end_to_end(whole)
+    middles = [(start + end) / 2 for _, start, end in names]
     for i in range(1, len(middles)):
         middles[i] = max(middles[i], middles[i - 1] + 0.11 * high)
-    ax.set_yticks(middles, [f"{part}\n{decimal_bytes(size)}" for part, size in names.items()])
+    ax.set_yticks(middles, [f"{part}\n{decimal_bytes(whole[part])}" for part, *_ in names])
     for label in ax.get_yticklabels():
-        label.set(fontweight="bold", fontsize=_SMALL)
+        label.set(fontweight="bold", fontsize=SMALL)

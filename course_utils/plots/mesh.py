@@ -13,16 +13,14 @@ from matplotlib.collections import LineCollection, PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ._style import FAINT, INK, RANK_COLORS, WIDTH, new_figure, tint
-
-__all__ = ["DIMENSION_COLORS", "dimension_color", "mesh_grid", "short_ranks"]
+from . import _charts as charts
+from ._style import CENTRED, FAINT, INK, RANK_COLORS, SMALL, WIDTH, new_figure, tint
 
 #: By dimension of a mesh; what a group of it sends has the same colour in `plots.planner`.
 DIMENSION_COLORS = {"tp": RANK_COLORS[2], "cp": RANK_COLORS[4], "pp": RANK_COLORS[3], "dp": RANK_COLORS[1]}
 _MOST, _FEW = 8, 4  # of a dimension that is drawn whole, of one where all four are larger than 1
 _GAP = 1.4  # between panels, in cells
 _WIDE = 40  # cells side by side
-_SMALL = 8.5
 
 Place = tuple[float, float]
 
@@ -56,7 +54,6 @@ def mesh_grid(
         Outermost first, such as ``{"pp": 4, "dp": 8, "tp": 8}``; at most four larger than 1. Of a dimension larger
         than eight the ends and the neighbours of `rank` are drawn.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
     per_node : int, optional
         Ranks of a node; they have consecutive numbers. Nodes are framed.
     rank : int, optional
@@ -84,16 +81,16 @@ def mesh_grid(
     told = _tell(groups, rank, per_node, names_only)
     lines = min(1, len(told)) if names_only else len(told)
     size = (max(6.6, cell * (wide + 1.6) + 0.3), cell * (high + 0.5) + 0.5 + 0.22 * lines)
-    figure, (ax,) = new_figure(1, 1, size=size)
+    figure, (ax,) = new_figure(size=size, title=fill(title, int(14 * size[0])))
     for panel, corner in corners:
         if None in panel:
             sign = "…" if panel[0] is not None else "⋮" if panel[1] is not None else ""
-            ax.text(*corner, sign, ha="center", va="center", fontsize=12)
+            ax.text(*corner, sign, fontsize=12, **CENTRED)
             continue
         _draw_panel(ax, grid, kept, panel, corner, (groups, rank, per_node, cell))
         label = ", ".join(f"{name} {k}" for name, k in zip(names[:2], panel, strict=True) if name)
-        ax.text(corner[0] - 0.45, corner[1] - 0.68, label, va="bottom", fontweight="bold", fontsize=_SMALL)
-    look = {"fontsize": _SMALL, "fontweight": "bold"}
+        ax.text(corner[0] - 0.45, corner[1] - 0.68, label, va="bottom", fontweight="bold", fontsize=SMALL)
+    look = {"fontsize": SMALL, "fontweight": "bold"}
     ax.text(-0.45, len(kept[2]) - 0.4, f"{names[3] or 'rank'} →", va="top", **look)
     if names[2]:
         ax.text(-0.68, 0, f"{names[2]}\n↓", ha="right", va="center", linespacing=1.1, **look)
@@ -101,12 +98,11 @@ def mesh_grid(
     ax.axis("off")
     x, y = 4.0, -7.0
     for line, color in told:
-        look = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "center", "annotation_clip": False}
+        look = {"xycoords": "axes fraction", "va": "center"}
         if color:
-            ax.annotate("■", (0, 0), (x, y + 1), color=color, fontsize=12, **look)
-        ax.annotate(line, (0, 0), (x + 14 if color else x, y), fontsize=9, **look)
+            charts.beside(ax, "■", (0, 0), (x, y + 1), color=color, fontsize=12, **look)
+        charts.beside(ax, line, (0, 0), (x + 14 if color else x, y), fontsize=9, **look)
         x, y = (x + 30 + 5.2 * len(line), y) if names_only else (x, y - 15.5)
-    figure.suptitle(fill(title, int(14 * size[0])), x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
@@ -184,7 +180,7 @@ def _draw_panel(
     for (x, y), rank in places.items():
         left, top = corner[0] + x, corner[1] + y
         if rank is None:
-            ax.text(left, top, "⋮" if kept[2][y] is None else "…", ha="center", va="center", color="#666666")
+            ax.text(left, top, "⋮" if kept[2][y] is None else "…", color="#666666", **CENTRED)
             continue
         color = next((dimension_color(name) for name, ranks in groups.items() if rank in ranks), None)
         color, face = (INK, INK) if rank == chosen else (color, tint(color)) if color else (FAINT, "white")
@@ -192,16 +188,8 @@ def _draw_panel(
         faces.append(face)
         edges.append(color)
         if font < 0.92 * room:
-            text = ax.text(
-                left,
-                top,
-                str(rank),
-                ha="center",
-                va="center_baseline",
-                fontsize=font,
-                color="white" if rank == chosen else INK,
-                fontweight="normal" if face == "white" else "bold",
-            )
+            text = ax.text(left, top, str(rank), ha="center", va="center_baseline", fontsize=font,
+                           color="white" if rank == chosen else INK, fontweight="normal" if face == "white" else "bold")
             text.set_in_layout(False)  # inside a cell: the layout need not measure it
         for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1)) if per_node is not None else ():
             if node.get((x + dx, y + dy)) != node[x, y]:

@@ -11,16 +11,15 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ..pipeline import Op, Timeline
-from ._style import HALO, INK, RANK_COLORS, WIDTH, grid_figure, label_lines, new_figure, rank_color, readable
-
-__all__ = ["PIPELINE_COLORS", "activation_steps", "bubble_curves", "real_pipeline", "schedule_picture"]
+from . import _charts as charts
+from ._style import INK, RANK_COLORS, SMALL, WIDTH, naming, new_figure, rank_color
 
 #: By kind of operation: forward, full backward, gradient of the input, gradient of the weights.
 PIPELINE_COLORS = {"F": RANK_COLORS[0], "B": RANK_COLORS[2], "I": RANK_COLORS[1], "W": RANK_COLORS[3]}
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _HEIGHT = 0.86  # of a box, in rows
 _ROW, _HEAD = 0.27, 0.42  # inches
-_SMALL = 8.5
+_IDLE = "#F1F1F1"
 
 Box = tuple[Op, float, float]
 
@@ -42,11 +41,10 @@ def _draw_rows(ax: Axes, rows: Sequence[Sequence[Box]], ranks: int, inches: floa
         for op, a, b in boxes:
             text = str(op.microbatch)
             if (b - a) / end * inches * 72 > 5.0 * len(text) + 3:
-                ax.text((a + b) / 2, rank, text, ha="center", va="center_baseline", fontsize=_SMALL, color=INK)
-    ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, end), yticks=range(len(rows)))
-    ax.set_yticklabels([f"rank {rank}" for rank in range(len(rows))] if len(rows) <= 16 else [])
-    ax.axvspan(0, max(b for boxes in rows for *_, b in boxes), color="#F1F1F1", zorder=0, linewidth=0)
-    ax.tick_params(axis="y", length=0)
+                ax.text((a + b) / 2, rank, text, ha="center", va="center_baseline", fontsize=SMALL)
+    charts.name_rows(ax, [f"rank {rank}" if len(rows) <= 16 else "" for rank in range(len(rows))])
+    ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, end))
+    ax.axvspan(0, max(b for boxes in rows for *_, b in boxes), color=_IDLE, zorder=0, linewidth=0)
     ax.spines[:].set_visible(False)
 
 
@@ -55,15 +53,14 @@ def _legend(figure: Figure, kinds: Sequence[str], stages: int = 1) -> None:
     of = [f", stage {chunk + 1} of a rank" if stages > 1 else "" for chunk in range(stages)]
     handles = [Patch(facecolor=_shade(kind, chunk), label=f"{kind} {_NAMES[kind]}{of[chunk]}")
                for kind in kinds for chunk in range(stages)]
-    handles.append(Patch(facecolor="#F1F1F1", edgecolor="#CCCCCC", label="idle"))
+    handles.append(Patch(facecolor=_IDLE, edgecolor="#CCCCCC", label="idle"))
     columns = len(handles) if stages == 1 else 3
-    figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=_SMALL + 0.5)
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=SMALL + 0.5)
 
 
-def _panels(heights: Sequence[float], shared: bool) -> tuple[Figure, list[Axes]]:
+def _panels(heights: Sequence[float], title: str, shared: bool) -> tuple[Figure, Sequence[Axes]]:
     size = (WIDTH, sum(heights) + 0.75)
-    figure, axes = grid_figure(len(heights), 1, size=size, sharex=shared, gridspec_kw={"height_ratios": heights})
-    return figure, list(axes[:, 0])
+    return new_figure(len(heights), 1, size=size, title=title, sharex=shared, height_ratios=heights)
 
 
 def _number(value: float) -> str:
@@ -87,7 +84,6 @@ def schedule_picture(timelines: Timeline | Sequence[Timeline], title: str, unit:
     ----------
     timelines : Timeline or sequence of Timeline
     title : str
-        Says what is shown and whether it is measured or modelled.
     unit : str
         Of time; empty for the units of the costs.
     """
@@ -95,7 +91,7 @@ def schedule_picture(timelines: Timeline | Sequence[Timeline], title: str, unit:
     if not timelines:
         raise ValueError("there must be at least one schedule")
     row = _ROW if max(t.schedule.ranks for t in timelines) <= 16 else 3.6 / max(t.schedule.ranks for t in timelines)
-    figure, axes = _panels([_HEAD + row * t.schedule.ranks for t in timelines], shared=True)
+    figure, axes = _panels([_HEAD + row * t.schedule.ranks for t in timelines], title, shared=True)
     end = max(t.seconds for t in timelines)
     for ax, timeline in zip(axes, timelines, strict=True):
         _draw_rows(ax, timeline.spans, timeline.schedule.ranks, WIDTH - 1, end)
@@ -108,7 +104,6 @@ def schedule_picture(timelines: Timeline | Sequence[Timeline], title: str, unit:
     used = {span.op.kind for t in timelines for spans in t.spans for span in spans}
     stages = max(t.schedule.virtual for t in timelines)
     _legend(figure, [kind for kind in PIPELINE_COLORS if kind in used], stages)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
@@ -125,7 +120,7 @@ def real_pipeline(simulated: Timeline, measured: Sequence[Sequence[Box]], title:
     if len(measured) != simulated.schedule.ranks:
         raise ValueError(f"{len(measured)} measured ranks for {simulated.schedule.ranks} simulated ones")
     height = _HEAD + _ROW * len(measured)
-    figure, (top, bottom) = _panels([height, height + 0.25], shared=False)
+    figure, (top, bottom) = _panels([height, height + 0.25], title, shared=False)
     _draw_rows(top, simulated.spans, len(measured), WIDTH - 1, simulated.seconds)
     top.set_title(f"modelled: {simulated.schedule.name}, idle {simulated.bubble:.0%}", fontsize=9.5)
     rows = [[(op, 1e3 * a, 1e3 * b) for op, a, b in boxes] for boxes in measured]
@@ -138,13 +133,12 @@ def real_pipeline(simulated: Timeline, measured: Sequence[Sequence[Box]], title:
     bottom.set_xlabel("time (ms)")
     used = {op.kind for boxes in measured for op, *_ in boxes}
     _legend(figure, [kind for kind in PIPELINE_COLORS if kind in used])
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
 def activation_steps(timelines: Sequence[Timeline], title: str) -> Figure:
     """Draw the activations that each rank holds over time, one panel a schedule, all with the same scale."""
-    figure, axes = new_figure(1, len(timelines), size=(min(11.0, 1.4 + 3.4 * len(timelines)), 2.9), sharey=True)
+    figure, axes = new_figure(1, len(timelines), size=(1.4 + 3.4 * len(timelines), 2.9), title=title, sharey=True)
     highest = max(max(t.peak) for t in timelines)
     for ax, timeline in zip(axes, timelines, strict=True):
         peaks: dict[str, list[int]] = {}
@@ -157,14 +151,12 @@ def activation_steps(timelines: Sequence[Timeline], title: str) -> Figure:
         for peak, ranks in peaks.items() if len(peaks) <= 8 else []:
             first = next(t for t, value in timeline.memory[ranks[0]] if _number(value) == peak)
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-            ax.annotate(f"{who}: {peak}", (first, float(peak)), (3, 3), textcoords="offset points", fontsize=_SMALL,
-                        color=readable(rank_color(ranks[0])) if len(ranks) == 1 else INK, fontweight="bold",
-                        path_effects=HALO)
+            color = rank_color(ranks[0]) if len(ranks) == 1 else INK
+            charts.beside(ax, f"{who}: {peak}", (first, float(peak)), (3, 3), fontsize=SMALL, **naming(color))
         ax.set(ylim=(0, highest * 1.15), xlim=(0, timeline.seconds), xlabel="time, in units of the costs")
         ax.set_title(timeline.schedule.name)
         ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes[0].set_ylabel("activations held\n(micro-batches)")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
@@ -177,19 +169,14 @@ def bubble_curves(microbatches: Sequence[int], bubbles: Mapping[str, Sequence[fl
     bubbles : dict of name to list of float
         Idle share, 0 to 1, for each number of micro-batches.
     """
-    figure, (ax,) = new_figure(1, 1, size=(7.6, 3.4))
     equal: dict[tuple[float, ...], list[str]] = {}
     for name, shares in bubbles.items():
         equal.setdefault(tuple(round(share, 9) for share in shares), []).append(name)
-    labels = {}
-    for i, (shares, names) in enumerate(equal.items()):
-        color, name = RANK_COLORS[i % len(RANK_COLORS)], ", ".join(names)
-        ax.plot(microbatches, [100 * share for share in shares], "o-", color=color, markersize=4)
-        labels[name] = (microbatches[-1], 100 * shares[-1], color)
+    figure, (ax,) = new_figure(size=(7.6, 3.4))
+    curves = {", ".join(names): shares for shares, names in equal.items()}
+    ends = charts.draw_lines(ax, microbatches, curves, scale=100, marker="o", markersize=4)
     top = 105 * max(max(shares) for shares in equal)
-    ax.set(xscale="log", xlabel="micro-batches m", ylabel="idle (%)", ylim=(-0.05 * top, top), title=title)
-    ax.set_xticks(list(microbatches), [str(m) for m in microbatches])
-    ax.minorticks_off()
-    ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
-    label_lines(ax, labels)
+    ax.set(ylabel="idle (%)", ylim=(-0.05 * top, top), title=title)
+    charts.count_axis(ax, microbatches, "micro-batches m")
+    charts.label_lines(ax, ends)
     return figure

@@ -13,21 +13,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..units import decimal_bytes
-from ._style import HALO, INK, MARKERS, RANK_COLORS, new_figure, tint
-from .memory import byte_axis, legend, points_per_unit
+from . import _charts as charts
+from ._style import HALO, INK, MARKERS, RANK_COLORS, SMALL, new_figure
 from .mesh import DIMENSION_COLORS
 
 if TYPE_CHECKING:
     from ..planner import Layout, Plan, Replayed
 
-__all__ = ["TIME_COLORS", "layout_bars", "layout_name", "predicted_against_published", "search_picture"]
-
 #: One colour for each part of a step's time, in the order of `planner.PARTS`, the same in every figure.
 TIME_COLORS = {
     "compute": RANK_COLORS[0], "tensor": DIMENSION_COLORS["tp"], "context": DIMENSION_COLORS["cp"],
-    "pipeline": DIMENSION_COLORS["pp"], "data": DIMENSION_COLORS["dp"], "bubble": "#BBBBBB",
+    "expert": RANK_COLORS[5], "pipeline": DIMENSION_COLORS["pp"], "data": DIMENSION_COLORS["dp"], "bubble": "#BBBBBB",
 }
-_SMALL, _BAND = 8.5, "#EEEEEE"
+_BAND = "#EEEEEE"
 
 
 def layout_name(layout: Layout) -> str:
@@ -55,7 +53,6 @@ def layout_bars(plans: Mapping[str, Plan] | Sequence[Plan], title: str, *, rate:
     plans : dict of name to Plan, or list of Plan
         Plans of a list are named by their layouts.
     title : str
-        Says what is shown and that it is modelled.
     rate : {"tflops", "model_tflops"}
         Whether what is computed a second time counts.
 
@@ -73,40 +70,24 @@ def layout_bars(plans: Mapping[str, Plan] | Sequence[Plan], title: str, *, rate:
     if not named:
         raise ValueError("there must be at least one plan")
     rows = {fill(name, 44): plan.parts() for name, plan in named.items()}
-    lines = sum(1 + 0.45 * name.count("\n") for name in rows)
-    figure, (ax,) = new_figure(1, 1, size=(9.2, 1.25 + 0.36 * lines))
+    figure, (ax,) = new_figure(size=(9.2, 1.25 + 0.36 * charts.lines_of(rows)), title=title)
+    charts.stacked_bars(ax, rows, TIME_COLORS)
     longest = max(sum(row.values()) for row in rows.values()) or 1.0
-    for y, row in enumerate(rows.values()):
-        left = 0.0
-        for part, seconds in row.items():
-            if seconds:
-                ax.barh(y, seconds, left=left, height=0.72, color=tint(TIME_COLORS[part]), edgecolor=TIME_COLORS[part])
-                left += seconds
-    ax.set_yticks(range(len(rows)), list(rows))
-    ax.set(ylim=(len(rows) - 0.45, -0.55), xlim=(0, 1.24 * longest), xlabel="time of a step (s)")
-    ax.tick_params(axis="y", length=0)
-    ax.spines["left"].set_visible(False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    ax.set(xlim=(0, 1.24 * longest), xlabel="time of a step (s)")
+    charts.legend(ax, {part: color for part, color in TIME_COLORS.items() if any(row[part] for row in rows.values())})
     figure.draw_without_rendering()
-    wide, _ = points_per_unit(ax)
     for y, (row, plan) in enumerate(zip(rows.values(), named.values(), strict=True)):
         total = sum(row.values())
-        left = 0.0
-        for seconds in row.values():
-            share = f"{seconds / total:.0%}" if total else ""
-            if seconds * wide > 6.2 * len(share) + 4:
-                ax.text(left + seconds / 2, y, share, ha="center", va="center", fontsize=_SMALL)
-            left += seconds
-        ax.annotate(f"{total:.3g} s, {getattr(plan, rate):.0f} TFLOP/s", (total, y), (5, 0), textcoords="offset points",
-                    va="center", fontweight="bold")
-    legend(ax, {part: color for part, color in TIME_COLORS.items() if any(row[part] for row in rows.values())})
+        for _, start, end in charts.end_to_end(row):
+            charts.write_inside(ax, y, f"{(end - start) / total:.0%}", start, end)
+        charts.write_behind(ax, y, f"{total:.3g} s, {getattr(plan, rate):.0f} TFLOP/s", total)
     return figure
 
 
 def predicted_against_published(
     rows: Sequence[Replayed], title: str, *, baseline: Sequence[float] | None = None, band: float = 0.15
 ) -> Figure:
-    """Draw predicted and published TFLOP/s of each run beside the error, with a band to hold the error against.
+    """Draw predicted and published tokens/s of each run's GPUs beside the error, with a band to hold the error against.
 
     Parameters
     ----------
@@ -115,7 +96,7 @@ def predicted_against_published(
     title : str
         Says that published values are recorded and the others modelled.
     baseline : list of float, optional
-        The error of a guess without the model for each row, as `planner.baseline` gives it: grey crosses.
+        The error of a guess without the model for each row, as `planner.guesses` gives it: grey crosses.
     band : float
         Half-width of the band, as a share of the published value.
 
@@ -126,7 +107,7 @@ def predicted_against_published(
     """
     if not rows or len(baseline or rows) != len(rows):
         raise ValueError(f"there must be at least one run, and an error of the baseline for each, got {len(rows)} runs")
-    figure, (left, right) = new_figure(1, 2, size=(10.4, 1.6 + 0.29 * len(rows)), sharey=True)
+    figure, (left, right) = new_figure(1, 2, size=(10.4, 1.6 + 0.29 * len(rows)), title=title, sharey=True)
     color = RANK_COLORS[0]
     for y, row in enumerate(rows):
         look = {"marker": "o", "markersize": 7, "color": color, "markerfacecolor": "white" if row.fitted else color}
@@ -137,21 +118,19 @@ def predicted_against_published(
             right.plot([100 * baseline[y]], [y], "x", color="#777777", markersize=6)
         right.plot([0, 100 * row.error], [y, y], color=color, linewidth=1.2)
         right.plot([100 * row.error], [y], **look)
-        right.annotate(f"{row.error:+.0%}", (1, y), (2, 0), xycoords=("axes fraction", "data"), va="center",
-                       textcoords="offset points", fontsize=_SMALL, annotation_clip=False)
+        charts.beside(right, f"{row.error:+.0%}", (1, y), (2, 0), xycoords=("axes fraction", "data"), va="center",
+                      fontsize=SMALL)
     right.axvspan(-100 * band, 100 * band, color=_BAND, zorder=0, linewidth=0)
     right.axvline(0, color=INK, linewidth=2)
-    left.set_yticks(range(len(rows)), [row.name for row in rows])
-    left.set(ylim=(len(rows) - 0.4, -0.6), xlabel="TFLOP/s of one GPU", xlim=(0, None))
+    for ax in (right, left):
+        charts.name_rows(ax, [row.name for row in rows])
+        ax.spines["left"].set_visible(False)
+    left.set(xlabel="tokens/s of one GPU", xlim=(0, None))
     hint = " (hollow: fitted)" if any(row.fitted for row in rows) else ""
     left.set_title(f"bar: published, grey: ± {band:.0%}\ndot: predicted{hint}", fontsize=9.5)
     furthest = 1.15 * max([band, *(abs(row.error) for row in rows), *map(abs, baseline or ())])
     right.set(xlabel="predicted / published - 1 (%)", xlim=(-100 * furthest, 100 * furthest))
     right.set_title(_errors(rows, baseline), fontsize=9.5)
-    for ax in (left, right):
-        ax.tick_params(axis="y", length=0)
-        ax.spines["left"].set_visible(False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     return figure
 
 
@@ -174,7 +153,6 @@ def search_picture(
     plans : list of Plan
         Fastest first. The tensor-parallel degree has colour and marker.
     title : str
-        Says what is shown and that it is modelled.
     limit : float, optional
         Memory of a GPU in bytes, drawn as a line.
     marked : dict of name to Layout, optional
@@ -195,7 +173,7 @@ def search_picture(
     top = max([slowest * plans[0].seconds, *(1.05 * plan.seconds for plan in chosen.values())])
     drawn = [plan for plan in plans if plan.seconds <= top]
     top = min(top, 1.08 * max(plan.seconds for plan in drawn))
-    figure, (ax,) = new_figure(1, 1, size=(9.4, 4.2))
+    figure, (ax,) = new_figure(size=(9.4, 4.2), title=title)
     for degree in sorted({plan.layout.tp for plan in drawn}):
         own, i = [plan for plan in drawn if plan.layout.tp == degree], degree.bit_length() - 1
         ax.plot([plan.memory.total for plan in own], [plan.seconds for plan in own], MARKERS[i % 8], linestyle="none",
@@ -205,17 +183,15 @@ def search_picture(
     fastest, least = plans[0].seconds, min(plan.memory.total for plan in drawn)
     ax.set(ylabel="time of a step (s)", ylim=(max(0, fastest - 0.08 * (top - fastest)), top),
            xlim=(max(0, least - 0.06 * (most - least)), most + 0.06 * (most - least) or 1))
-    ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
-    byte_axis(ax.xaxis, most, "memory of the fullest GPU")
+    charts.grid(ax)
+    charts.byte_axis(ax.xaxis, most, "memory of the fullest GPU")
     if limit:
         ax.axvline(limit, color=INK, linewidth=1, linestyle=(0, (3, 2)))
-        ax.annotate(f"GPU {decimal_bytes(limit)}", (limit, 1), (-3, -2), xycoords=("data", "axes fraction"), va="top",
-                    ha="right", textcoords="offset points", rotation=90, fontsize=_SMALL,
-                    path_effects=HALO)
+        charts.beside(ax, f"GPU {decimal_bytes(limit)}", (limit, 1), (-3, -2), xycoords=("data", "axes fraction"),
+                      va="top", ha="right", rotation=90, fontsize=SMALL, path_effects=HALO)
     if len(drawn) < len(plans):
-        ax.annotate(f"{len(plans) - len(drawn):,} slower ones above", (1, 1), (0, 5), xycoords="axes fraction",
-                    ha="right", textcoords="offset points", fontsize=_SMALL, color="#555555")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+        charts.beside(ax, f"{len(plans) - len(drawn):,} slower ones above", (1, 1), (0, 5), xycoords="axes fraction",
+                      ha="right", fontsize=SMALL, color="#555555")
     ax.legend(ncols=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, columnspacing=1.0, handletextpad=0.2)
     _name_plans(ax, chosen)
     return figure
@@ -238,7 +214,7 @@ def _chosen(plans: Sequence[Plan], marked: Mapping[str, Layout], best: int) -> d
 
 def _name_plans(ax: Axes, chosen: Mapping[str, Plan]) -> None:
     """Ring the plans and write their names to the right of the axes, with a line to each, none over another."""
-    room = ax.annotate("\n".join(chosen), (1.03, 0), xycoords="axes fraction", alpha=0, fontsize=_SMALL,
+    room = ax.annotate("\n".join(chosen), (1.03, 0), xycoords="axes fraction", alpha=0, fontsize=SMALL,
                        fontweight="bold")
     ax.figure.draw_without_rendering()  # settles the layout with room for the names
     room.remove()
@@ -249,7 +225,7 @@ def _name_plans(ax: Axes, chosen: Mapping[str, Plan]) -> None:
         point = (plan.memory.total, plan.seconds)
         ax.plot(*point, "o", color="none", markeredgecolor=INK, markersize=10, markeredgewidth=1.3)
         free = max(height * (plan.seconds - low) / (high - low), free + 13)
-        ax.annotate(name, point, (1.03, free / height), textcoords="axes fraction", va="center", fontsize=_SMALL,
+        ax.annotate(name, point, (1.03, free / height), textcoords="axes fraction", va="center", fontsize=SMALL,
                     fontweight="bold", annotation_clip=False,
                     arrowprops={"arrowstyle": "-", "color": "#777777", "linewidth": 0.7, "shrinkB": 5,
                                 "relpos": (0, 0.5)})

@@ -8,7 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from ._style import FAINT, HALO, INK, MARKERS, RANK_COLORS, label_lines, new_figure, readable, size_axis
+from . import _charts as charts
+from ._style import FAINT, INK, MARKERS, RANK_COLORS, SMALL, naming, new_figure, readable
 
 _RATES = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"))
 
@@ -28,20 +29,16 @@ def generations(names: Sequence[str], figures: Mapping[str, Sequence[float]], ti
     figures : dict of label to list of float
         One value a generation, any unit.
     title : str
-        Says whether it is measured, recorded or modelled.
     """
-    figure, (ax,) = new_figure(1, 1, size=(8.4, 3.6))
-    ends = {}
-    for i, (label, values) in enumerate(figures.items()):
-        growth = [value / values[0] for value in values]
-        color = RANK_COLORS[i % 6]
-        ax.plot(names, growth, marker=MARKERS[i % 8], markersize=5, color=color)
-        ends[f"{label}: ×{growth[-1]:.0f}"] = (len(names) - 1, growth[-1], color)
+    figure, (ax,) = new_figure(size=(8.4, 3.6))
+    growth = {f"{label}: ×{values[-1] / values[0]:.0f}": np.divide(values, values[0])
+              for label, values in figures.items()}
+    ends = charts.draw_lines(ax, range(len(names)), growth, markers=5)
     ax.set(yscale="log", ylabel=f"multiple of {names[0].split()[0]}", title=title, xlim=(-0.2, len(names) + 0.9))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"×{value:g}"))
-    ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
     ax.set_xticks(range(len(names)), names)
-    label_lines(ax, ends)
+    charts.format_ticks(ax.yaxis, "×{:g}")
+    charts.grid(ax)
+    charts.label_lines(ax, ends)
     return figure
 
 
@@ -53,22 +50,19 @@ def ladder(rungs: Mapping[str, float], title: str, groups: Mapping[str, str] | N
     rungs : dict of label to float
         Bytes per second, in one direction.
     title : str
-        Says whether it is measured, recorded or modelled.
     groups : dict of label to group name, optional
         Rungs of one group have one colour.
     """
     groups = groups or {}
-    kinds = list(dict.fromkeys(groups.values()))
-    ordered = sorted(rungs.items(), key=lambda rung: rung[1])
-    low = 10 ** np.floor(np.log10(ordered[0][1]))
-    figure, (ax,) = new_figure(1, 1, size=(8.4, 0.9 + 0.26 * len(rungs)))
+    colors = charts.in_turn(groups.values())
+    ordered = sorted(rungs.items(), key=lambda rung: rung[1])[::-1]
+    low = 10 ** np.floor(np.log10(ordered[-1][1]))
+    figure, (ax,) = new_figure(size=(8.4, 0.9 + 0.26 * len(rungs)))
     for y, (label, speed) in enumerate(ordered):
-        color = RANK_COLORS[kinds.index(groups[label]) % 8] if label in groups else RANK_COLORS[0]
-        ax.barh(y, speed - low, left=low, height=0.72, color=color)
-        ax.text(speed * 1.08, y, _rate(speed), va="center", fontsize=8.5)
-    ax.set(xscale="log", xlim=(low, ordered[-1][1] * 5), title=title, xlabel="bandwidth, one direction (logarithmic)")
-    ax.set_yticks(range(len(ordered)), [label for label, _ in ordered])
-    ax.tick_params(axis="y", length=0)
+        ax.barh(y, speed - low, left=low, height=0.72, color=colors.get(groups.get(label, ""), RANK_COLORS[0]))
+        ax.text(speed * 1.08, y, _rate(speed), va="center", fontsize=SMALL)
+    charts.name_rows(ax, [label for label, _ in ordered])
+    ax.set(xscale="log", xlim=(low, ordered[0][1] * 5), title=title, xlabel="bandwidth, one direction (logarithmic)")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _rate(value)))
     ax.xaxis.set_minor_locator(NullLocator())
     return figure
@@ -88,7 +82,6 @@ def roofline(
     points : dict of label to (intensity, FLOP/s)
         Intensity in FLOP per byte.
     title : str
-        Says whether it is measured, recorded or modelled.
     modelled : bool
         Draw the points hollow: they stand where the roof lets them, nobody measured them.
     """
@@ -97,20 +90,19 @@ def roofline(
     ridge = peak / bandwidth
     intensities = [intensity for intensity, _ in points.values()]
     low, high = min([ridge / 30, *intensities]) / 2, max([ridge * 30, *intensities]) * 3
-    figure, (ax,) = new_figure(1, 1, size=(8.4, 3.9))
+    figure, (ax,) = new_figure(size=(8.4, 3.9))
     ax.plot([low, ridge, high], [low * bandwidth, peak, peak], color=INK, linewidth=1.6)
     ax.plot([ridge, ridge], [low * bandwidth, peak], ":", color=FAINT)
-    ax.annotate(f"ridge: {ridge:.3g} FLOP/byte", (ridge, low * bandwidth), (5, 4), textcoords="offset points")
+    charts.beside(ax, f"ridge: {ridge:.3g} FLOP/byte", (ridge, low * bandwidth), (5, 4))
     scale, unit = (1e12, "TFLOP/s") if peak >= 1e12 else (1e9, "GFLOP/s")
-    ax.annotate(f"{peak / scale:.4g} {unit}", (high, peak), (-4, 4), textcoords="offset points", ha="right")
+    charts.beside(ax, f"{peak / scale:.4g} {unit}", (high, peak), (-4, 4), ha="right")
     slope = (low * ridge**2) ** (1 / 3)
-    ax.annotate(_rate(bandwidth), (slope, slope * bandwidth), (-8, 4), textcoords="offset points", ha="right")
+    charts.beside(ax, _rate(bandwidth), (slope, slope * bandwidth), (-8, 4), ha="right")
     for i, (label, (intensity, rate)) in enumerate(points.items()):
         color = RANK_COLORS[i % 6]
         fill = {"markerfacecolor": "white", "markeredgewidth": 1.8} if modelled else {}
         ax.plot(intensity, rate, MARKERS[i % 8], color=color, markersize=7, **fill)
-        ax.annotate(label, (intensity, rate), (7, -11), textcoords="offset points", color=readable(color),
-                    fontweight="bold", path_effects=HALO)
+        charts.beside(ax, label, (intensity, rate), (7, -11), **naming(color))
     ax.set(
         xscale="log", yscale="log", xlim=(low, high), title=title,
         xlabel="arithmetic intensity (FLOP per byte of memory traffic)", ylabel="FLOP/s",
@@ -139,26 +131,23 @@ def latency_fit(
     unseen : (sizes, seconds), optional
         Points that were predicted before they were measured.
     title : str
-        Says whether it is measured, recorded or modelled.
     """
-    figure, (ax,) = new_figure(1, 1, size=(8.4, 3.8))
+    figure, (ax,) = new_figure(size=(8.4, 3.8))
     both = sorted([*sizes, *(unseen[0] if unseen else [])])
-    grid = np.geomspace(both[0], both[-1], 80)
-    lines = np.asarray(fits)[:, :1] + np.asarray(fits)[:, 1:] * grid
+    many = np.geomspace(both[0], both[-1], 80)
+    lines = np.asarray(fits)[:, :1] + np.asarray(fits)[:, 1:] * many
     low, middle, high = np.percentile(lines, [2.5, 50, 97.5], axis=0) * 1e3
-    ax.fill_between(grid, low, high, color=RANK_COLORS[0], alpha=0.2, linewidth=0)
-    ax.plot(grid, middle, color=RANK_COLORS[0])
+    ax.fill_between(many, low, high, color=RANK_COLORS[0], alpha=0.2, linewidth=0)
+    ends = charts.draw_lines(ax, many, {"α + βS": middle})
     ax.plot(sizes, np.multiply(seconds, 1e3), "o", color=RANK_COLORS[0], markersize=5)
-    ends = {"α + βS": (grid[-1], middle[-1], RANK_COLORS[0])}
     ax.text(0.03, 0.93, "● fitted", transform=ax.transAxes, color=readable(RANK_COLORS[0]))
     if unseen:
         ax.plot(unseen[0], np.multiply(unseen[1], 1e3), "D", color=RANK_COLORS[5], markersize=6)
-        color = readable(RANK_COLORS[5])
-        ax.text(0.03, 0.85, "◆ predicted first, then measured", transform=ax.transAxes, color=color)
+        ax.text(0.03, 0.85, "◆ predicted first, then measured", transform=ax.transAxes, color=readable(RANK_COLORS[5]))
     ax.set(yscale="log", ylabel="time of one message (ms)", title=title)
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
-    size_axis(ax, both)
-    label_lines(ax, ends)
+    charts.format_ticks(ax.yaxis, "{:g}")
+    charts.size_axis(ax, both)
+    charts.label_lines(ax, ends)
     return figure

@@ -11,12 +11,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from ..units import decimal_bytes
-from ._style import INK, RANK_COLORS, WIDTH, grid_figure, new_figure, tint
-from .memory import PART_COLORS, byte_axis, few, legend, points_per_unit
-
-__all__ = ["mesh_picture", "shard_timeline"]
-
-_SMALL = 8.5
+from . import _charts as charts
+from ._style import CENTRED, INK, RANK_COLORS, SMALL, WIDTH, new_figure, tint
+from .memory import PART_COLORS
 
 
 def shard_timeline(
@@ -34,7 +31,6 @@ def shard_timeline(
     held : list of (when, bytes)
         What is held from then on, in order of time.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
     order : bool
         Whether `start`, `end` and `when` count events; otherwise they are seconds.
 
@@ -48,51 +44,42 @@ def shard_timeline(
         raise ValueError("there must be at least one span")
     if wrong := next((span for span in spans if span[2] < span[1]), None):
         raise ValueError(f"a span must not end before it starts, got {wrong}")
+    first = min([start for _, start, _ in spans] + [when for when, _ in held])
     last = max([end for *_, end in spans] + [when for when, _ in held])
     unit, scale = ("events, in order", 1.0) if order else ("time (ms)", 1e3) if last >= 1e-3 else ("time (µs)", 1e6)
-    first = min([start for _, start, _ in spans] + [when for when, _ in held])
+    lanes = {fill(name, 20): [(label, scale * start, scale * end) for label, start, end in lane]
+             for name, lane in lanes.items()}
+    heights = [0.42 * len(lanes) + 0.2, 1.3] if held else [1.0]
     size = (WIDTH, 1.0 + 0.42 * len(lanes) + 1.5 * bool(held))
-    figure, axes = grid_figure(
-        1 + bool(held), 1, size=size, sharex=True,
-        gridspec_kw={"height_ratios": [0.42 * len(lanes) + 0.2, 1.3][: 1 + bool(held)]},
-    )
-    top, bottom = axes[0, 0], axes[-1, 0]
-    colors = {label: RANK_COLORS[i % 8] for i, label in enumerate(dict.fromkeys(label for label, *_ in spans))}
-    for y, lane in enumerate(lanes.values()):
-        for label, start, end in lane:
-            look = {"color": tint(colors[label]), "edgecolor": colors[label], "height": 0.78, "linewidth": 0.8}
-            top.barh(y, scale * (end - start), left=scale * start, **look)
-    top.set_yticks(range(len(lanes)), [fill(lane, 20) for lane in lanes])
-    right = scale * last + 0.003 * scale * (last - first) if last > first else scale * first + 1  # with its edge
-    top.set(ylim=(len(lanes) - 0.45, -0.55), xlim=(scale * first, right))
-    top.tick_params(axis="y", length=0)
-    bottom.set_xlabel(unit)
+    figure, axes = new_figure(len(heights), 1, size=size, title=title, sharex=True, height_ratios=heights)
+    colors = charts.in_turn(label for label, *_ in spans)
+    charts.draw_spans(axes[0], lanes, colors, height=0.78)
+    edge = 0.003 * (last - first) or 1 / scale  # so that the last bar is not cut
+    axes[0].set_xlim(scale * first, scale * (last + edge))
+    axes[-1].set_xlabel(unit)
     if order:
-        bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     if held:
-        _draw_held(bottom, [(scale * when, size) for when, size in held], scale * last)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+        _draw_held(axes[-1], [(scale * when, size) for when, size in held], scale * last)
     figure.draw_without_rendering()
-    short = {label: label.replace(".", " ").split()[-1] for label in colors}
-    if len(set(short.values())) < len(short):
-        short = {label: label for label in colors}
-    named = {label for y, lane in enumerate(lanes.values()) for label, start, end in lane
-             if _write(top, (label, short[label]), y, scale * start, scale * end)}
-    if named != colors.keys() and len(colors) <= 8:
-        legend(top, colors)
+    if _write_labels(axes[0], lanes) != colors.keys() and len(colors) <= 8:
+        charts.legend(axes[0], colors)
     return figure
 
 
-def _write(ax: Axes, names: tuple[str, str], y: int, start: float, end: float) -> bool:
-    """Write the first of `names` that has room in its bar, then the first upright; say whether the first one did."""
-    wide, high = points_per_unit(ax)
-    for text, upright in ((names[0], False), (names[0], True), (names[1], False)):
-        room, length = (end - start) * wide - 3, 5.2 * len(text)
-        if (length <= room) if not upright else (room >= 9 and length <= 0.78 * high):
-            look = {"ha": "center", "va": "center", "fontsize": _SMALL, "rotation": 90 * upright}
-            ax.text((start + end) / 2, y, text, **look)
-            return text == names[0]
-    return False
+def _write_labels(ax: Axes, lanes: Mapping[str, Sequence[charts.Span]]) -> set[str]:
+    """Write into each bar its label, level or upright, else the last word of it; return the labels written whole."""
+    labels = {label for lane in lanes.values() for label, *_ in lane}
+    short = {label: label.replace(".", " ").split()[-1] for label in labels}
+    told_apart = len(set(short.values())) == len(short)
+    whole = set()
+    for y, lane in enumerate(lanes.values()):
+        for label, start, end in lane:
+            if any(charts.write_inside(ax, y, label, start, end, rotation) for rotation in (0, 90)):
+                whole.add(label)
+            elif told_apart:
+                charts.write_inside(ax, y, short[label], start, end)
+    return whole
 
 
 def _draw_held(ax: Axes, held: Sequence[tuple[float, float]], last: float) -> None:
@@ -104,10 +91,11 @@ def _draw_held(ax: Axes, held: Sequence[tuple[float, float]], last: float) -> No
     at = y.index(most)
     left, right = ax.get_xlim()
     late = x[at] > left + 0.8 * (right - left)
-    ax.annotate(f"most: {decimal_bytes(most)}", (x[at], most), (-2 if late else 2, 3), textcoords="offset points",
-                ha="right" if late else "left", fontweight="bold", fontsize=_SMALL)
+    shift, side = (-2, "right") if late else (2, "left")
+    charts.beside(ax, f"most: {decimal_bytes(most)}", (x[at], most), (shift, 3), ha=side, fontweight="bold",
+                  fontsize=SMALL)
     ax.set_ylim(0, 1.28 * (most or 1))
-    byte_axis(ax.yaxis, most or 1.0, "gathered")
+    charts.byte_axis(ax.yaxis, most or 1.0, "gathered")
 
 
 def mesh_picture(
@@ -125,7 +113,6 @@ def mesh_picture(
     names : (str, str)
         Of the two dimensions, such as ``("replicate", "shard")``.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
     nodes : dict of rank to node, optional
         Ranks of one node that lie side by side share a frame; each rank says its node.
 
@@ -138,23 +125,22 @@ def mesh_picture(
         raise ValueError("the grid must have rows of one length, at least one rank each")
     if nodes is not None and (missing := [rank for row in grid for rank in row if rank not in nodes]):
         raise ValueError(f"rank {missing[0]} has no node")
-    rows, columns = few(len(grid)), few(len(grid[0]))
+    rows, columns = charts.few(len(grid)), charts.few(len(grid[0]))
     places = {(x, y): grid[row][column] for y, row in enumerate(rows) for x, column in enumerate(columns)
               if row is not None and column is not None}
-    figure, (ax,) = new_figure(1, 1, size=(max(5.0, 1.6 + 1.05 * len(columns)), 1.3 + 0.72 * len(rows)))
+    size = (max(5.0, 1.6 + 1.05 * len(columns)), 1.3 + 0.72 * len(rows))
+    figure, (ax,) = new_figure(size=size, title=title)
     for (x, y), rank in places.items():
         if nodes is not None:
             _draw_frame(ax, x, y, {step: nodes.get(places.get((x + step[0], y + step[1]))) == nodes[rank]
                                    for step in ((1, 0), (-1, 0), (0, 1), (0, -1))})
-        color = RANK_COLORS[columns[x] % 8]
-        ax.add_patch(Rectangle((x - 0.38, y - 0.36), 0.76, 0.72, facecolor=tint(color), edgecolor=color, zorder=2))
-        ax.text(x, y - 0.12 * (nodes is not None), f"rank {rank}", ha="center", va="center", fontweight="bold")
-        if nodes is not None:
-            ax.text(x, y + 0.2, f"node {nodes[rank]}", ha="center", va="center", fontsize=_SMALL)
+            ax.text(x, y + 0.2, f"node {nodes[rank]}", fontsize=SMALL, **CENTRED)
+        charts.cell(ax, x - 0.38, y - 0.36, 0.76, 0.72, RANK_COLORS[columns[x] % 8], zorder=2)
+        ax.text(x, y - 0.12 * (nodes is not None), f"rank {rank}", fontweight="bold", **CENTRED)
     for x, column in enumerate(columns):
         for y, row in enumerate(rows):
             if column is None or row is None:
-                ax.text(x, y, "…" if row is not None else "⋮", ha="center", va="center", fontsize=12)
+                ax.text(x, y, "…" if row is not None else "⋮", fontsize=12, **CENTRED)
     ax.set(xlim=(-0.62, len(columns) - 0.38), ylim=(len(rows) - 0.38, -0.62))
     ax.set_xticks(range(len(columns)), ["" if column is None else str(column) for column in columns])
     ax.set_yticks(range(len(rows)), ["" if row is None else str(row) for row in rows])
@@ -162,9 +148,7 @@ def mesh_picture(
     ax.xaxis.tick_top()
     ax.set_xlabel(f"{names[1]} →  ({len(grid[0])})")
     ax.set_ylabel(f"← {names[0]}  ({len(grid)})")
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    charts.bare(ax)
     return figure
 
 

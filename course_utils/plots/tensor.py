@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
-from ._style import INK, new_figure, rank_color, tint
-
-__all__ = ["cut_picture"]
+from . import _charts as charts
+from ._style import CENTRED, INK, new_figure, rank_color
 
 _GAP = 1.0  # between two matrices, in units of the input's width
 _WHOLE = "#EEEEEE"
@@ -33,7 +33,7 @@ def cut_picture(inputs: int, inner: int, outputs: int, ranks: int, title: str) -
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     if inner < ranks:
         raise ValueError(f"{ranks} ranks cannot share {inner} features")
-    figure, (ax,) = new_figure(1, 1, size=(9.0, 3.6))
+    figure, (ax,) = new_figure(size=(9.0, 3.6))
     unit, tokens = 1 / inputs, 0.8
     edges = [unit * sum(divmod(inner, ranks)[0] + (r < inner % ranks) for r in range(k)) for k in range(ranks + 1)]
     matrices = [
@@ -46,7 +46,7 @@ def cut_picture(inputs: int, inner: int, outputs: int, ranks: int, title: str) -
         ax.text(left + width / 2, -height / 2 - 0.12, name, ha="center", va="top", fontweight="bold")
         left += width + _GAP
         if i < len(between):
-            ax.text(left - _GAP / 2, 0, between[i], ha="center", va="center", fontsize=13, fontweight="bold", color=INK)
+            ax.text(left - _GAP / 2, 0, between[i], fontsize=13, fontweight="bold", color=INK, **CENTRED)
     half = max(1.0, inner * unit) / 2 + 0.5
     ax.set(xlim=(-0.1, left - _GAP + 0.1), ylim=(-half, half), aspect="equal", title=title)
     ax.axis("off")
@@ -57,15 +57,13 @@ def _draw(ax: Axes, left: float, width: float, height: float, cut: str | None, e
     """Draw a matrix in the middle of the line, whole or in one piece for each rank."""
     bottom = -height / 2
     if cut is None:
-        ax.add_patch(Rectangle((left, bottom), width, height, facecolor=_WHOLE, edgecolor=INK, linewidth=0.8))
+        charts.cell(ax, left, bottom, width, height, INK, facecolor=_WHOLE, linewidth=0.8)
         return
-    for rank, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
-        color = rank_color(rank)
+    for rank, (start, end) in enumerate(pairwise(edges)):
         if cut == "columns":
-            corner, size = (left + start, bottom), (end - start, height)
+            (x, y), (wide, high) = (left + start, bottom), (end - start, height)
         else:
-            corner, size = (left, height / 2 - end), (width, end - start)
-        ax.add_patch(Rectangle(corner, *size, facecolor=tint(color), edgecolor=color, linewidth=1.2))
-        middle = corner[0] + size[0] / 2, corner[1] + size[1] / 2
-        if min(size) > 0.2:
-            ax.text(*middle, str(rank), ha="center", va="center")
+            (x, y), (wide, high) = (left, height / 2 - end), (width, end - start)
+        charts.cell(ax, x, y, wide, high, rank_color(rank), linewidth=1.2)
+        if min(wide, high) > 0.2:
+            ax.text(x + wide / 2, y + high / 2, str(rank), **CENTRED)

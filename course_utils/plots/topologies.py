@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -10,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from ..topology import Link, Path, Topology
-from ._style import HALO, INK, new_figure, rank_color, readable, tint
-
-__all__ = ["topology_picture"]
+from . import _charts as charts
+from ._style import CENTRED, INK, SMALL, naming, new_figure, rank_color, tint
 
 _COLORS = {
     "NVLink": "#009E73", "node": "#009E73", "PCIe": "#0072B2", "bus": "#0072B2", "InfiniBand": "#A6568A",
@@ -21,6 +22,7 @@ _COLORS = {
 _SLOW = "#D55E00"  # the bottleneck
 _FILL = {"cpu": "#E6E6E6", "pcie": "#DCE9F3", "nic": "#F6E8F0", "switch": "#F6E8F0", "nvswitch": "#D8EEE6"}
 _ROWS = ("switch", "nic", "hub", "cpu", "pcie", "pcie below", "gpu", "nvswitch")  # from the top
+_ASIDE = {"fontsize": 8, "color": "#666666"}
 _MOST = 16  # GPUs of one node that fit
 
 
@@ -45,37 +47,56 @@ class _Scene:
     """
 
     def __init__(self, topology: Topology, path: Path | None) -> None:
-        self.devices, self.topology = topology.devices, topology
+        self.topology, self.devices = topology, topology.devices
         self.near: dict[str, set[str]] = {name: set() for name in topology.devices}
         for link in topology.links:
             self.near[link.a].add(link.b)
             self.near[link.b].add(link.a)
         on_path = path.devices if path else ()
-        nodes = sorted({device.node for name, device in self.devices.items() if not self.is_bar(name)})
-        ends = [self.devices[name].node for name in (*on_path[:1], *on_path[-1:]) if not self.is_bar(name)]
-        shown = sorted(list(dict.fromkeys([*ends, nodes[0], nodes[-1]]))[:2])
-        self.skipped, self.hidden = len(nodes) - len(shown), {}
-        gone = {name for name, device in self.devices.items() if not self.is_bar(name) and device.node not in shown}
-        for node in shown:
-            gpus = [name for name in topology.gpus if self.devices[name].node == node]
-            spare = [gpu for gpu in gpus[7:-1] if gpu not in on_path] if len(gpus) > _MOST else []
-            self.hidden[node] = len(spare)
-            gone.update(spare)
-        for name in self.devices:  # what served only GPUs that are left out goes with them
-            served = {other for other in self.near[name] if self.kind(other) == "gpu"}
-            if self.kind(name) in ("nic", "pcie", "nvswitch") and served and served <= gone:
-                gone.add(name)
-        self.names = [name for name in self.devices if name not in gone]
+        nodes = self.nodes_to_draw(on_path)
+        spare = {node: self.spare_gpus(node, on_path) for node in nodes}
+        self.hidden = {node: len(gpus) for node, gpus in spare.items()}
+        self.names = self.devices_to_draw(nodes, set(itertools.chain(*spare.values())))
         rows = {name: self.row(name) for name in self.names}
         used = [row for row in _ROWS if row in rows.values()]
         self.y = {name: -float(used.index(row)) for name, row in rows.items()}
         self.x: dict[str, float] = {}
         self.edges: dict[int, tuple[float, float]] = {}
-        self.narrow = False  # whether boxes have room for less than usual
+        self.place_nodes(nodes)
+        self.width = max(right for _, right in self.edges.values())
+        self.narrow = self.width > 13  # whether boxes have room for less than usual
+        self.several = len(self.edges) > 1 or self.skipped > 0
+
+    def nodes_to_draw(self, on_path: Sequence[str]) -> list[int]:
+        """Return at most two nodes, and count those left out."""
+        nodes = sorted({device.node for name, device in self.devices.items() if not self.is_bar(name)})
+        ends = [self.devices[name].node for name in (*on_path[:1], *on_path[-1:]) if not self.is_bar(name)]
+        shown = list(dict.fromkeys([*ends, nodes[0], nodes[-1]]))[:2]
+        self.skipped = len(nodes) - len(shown)
+        return sorted(shown)
+
+    def spare_gpus(self, node: int, on_path: Sequence[str]) -> list[str]:
+        """Return the GPUs of `node` that are left out."""
+        gpus = [name for name in self.topology.gpus if self.devices[name].node == node]
+        return [gpu for gpu in gpus[7:-1] if gpu not in on_path] if len(gpus) > _MOST else []
+
+    def devices_to_draw(self, nodes: Sequence[int], spare: set[str]) -> list[str]:
+        """Return the devices of `nodes` but for the GPUs left out, and what serves only such GPUs."""
+        gone = spare | {name for name, device in self.devices.items()
+                        if not self.is_bar(name) and device.node not in nodes}
+        for name in self.devices:
+            served = {other for other in self.near[name] if self.kind(other) == "gpu"}
+            if self.kind(name) in ("nic", "pcie", "nvswitch") and served and served <= gone:
+                gone.add(name)
+        return [name for name in self.devices if name not in gone]
+
+    def place_nodes(self, nodes: Sequence[int]) -> None:
+        """Give every device its column: one node beside the other, bars and hubs in the middle of what they join."""
         left = 0.0
-        for node in shown:
-            self.edges[node] = left, self.place_node(node, left)
-            left = self.edges[node][1] + (1.9 if self.skipped or self.hidden[node] else 0.7)
+        for node in nodes:
+            right = self.place_node(node, left)
+            self.edges[node] = left, right
+            left = right + (1.9 if self.skipped or self.hidden[node] else 0.7)
         for name in self.names:
             if name not in self.x:
                 columns = [self.x[other] for other in self.near[name] if other in self.x]
@@ -150,14 +171,14 @@ def _draw_link(ax: Axes, scene: _Scene, link: Link, **style) -> tuple[float, flo
     return (xa + xb) / 2, ya - bend * abs(xb - xa) / 2
 
 
-def _draw_device(ax: Axes, scene: _Scene, name: str, faint: bool, several: bool) -> None:
+def _draw_device(ax: Axes, scene: _Scene, name: str, faint: bool) -> None:
     device, x, y = scene.devices[name], scene.x[name], scene.y[name]
     left, right = scene.span(name) if scene.is_bar(name) else (x, x)
     fill, text, edge = to_rgb(_FILL.get(device.kind, "white")), name.partition(".")[2] or name, "#888888"
     if device.kind == "gpu":
         rank = scene.topology.gpus.index(name)
         fill, edge = tint(rank_color(rank)), rank_color(rank)
-        text += f"\n{'r.' if scene.narrow or rank >= 100 else 'rank'} {rank}" if several else ""
+        text += f"\n{'r.' if scene.narrow or rank >= 100 else 'rank'} {rank}" if scene.several else ""
     elif device.kind in ("cpu", "nic") and device.detail:
         text += "\n" + device.detail.replace(", ", "\n")
     text = {"nvswitch": "NVSwitch", "switch": "network switch"}.get(device.kind, text)
@@ -167,8 +188,8 @@ def _draw_device(ax: Axes, scene: _Scene, name: str, faint: bool, several: bool)
     box = FancyBboxPatch((left - 0.4, y - tall / 2), right - left + 0.8, tall, linewidth=1, zorder=4,
                          boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge)
     ax.add_patch(box)
-    ax.text((left + right) / 2, y, text, ha="center", va="center", fontsize=6.8 if scene.narrow else 7.5, zorder=5,
-            linespacing=1.05, color="#707070" if faint else INK)
+    ax.text((left + right) / 2, y, text, fontsize=6.8 if scene.narrow else 7.5, zorder=5, linespacing=1.05,
+            color="#707070" if faint else INK, **CENTRED)
 
 
 def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
@@ -179,11 +200,8 @@ def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
     """
     scene = _Scene(topology, path)
     on_path, path_links = (set(path.devices), list(path.links)) if path else (set(), [])
-    width = max(right for _, right in scene.edges.values())
     rows = 1 - min(scene.y.values())
-    figure, (ax,) = new_figure(size=(min(10.5, max(5.5, 2.9 + 0.66 * width)), 0.7 + 0.74 * rows))
-    several = len(scene.edges) > 1 or scene.skipped
-    scene.narrow = width > 13
+    figure, (ax,) = new_figure(size=(max(5.5, 2.9 + 0.66 * scene.width), 0.7 + 0.74 * rows))
     drawn = [link for link in topology.links if {link.a, link.b} <= set(scene.names)]
     slowest = min((link.bandwidth for link in drawn if not math.isnan(link.bandwidth)), default=1.0)
     labels: dict[str, tuple[str, list[float]]] = {}
@@ -199,37 +217,34 @@ def topology_picture(topology: Topology, path: Path | None = None) -> Figure:
         if link == path.bottleneck:
             level = scene.y[link.a] == scene.y[link.b]
             text, offset = "unknown speed" if math.isnan(link.bandwidth) else "slowest", (0, 8) if level else (-9, 0)
-            ax.annotate(text, at, offset, textcoords="offset points", ha="center" if level else "right", va="center",
-                        color=readable(_SLOW), fontsize=8, fontweight="bold",
-                        zorder=6, path_effects=HALO)
+            charts.beside(ax, text, at, offset, ha="center" if level else "right", va="center", fontsize=8,
+                          zorder=6, **naming(_SLOW))
     for name in scene.names:
-        _draw_device(ax, scene, name, bool(path) and name not in on_path, several)
-    _frame(ax, scene, several)
-    _label_kinds(ax, labels, width)
-    ax.set(xlim=(-1.4, width + (1.5 if scene.narrow else 2.8)), ylim=(0.6 - rows, 0.45))
+        _draw_device(ax, scene, name, bool(path) and name not in on_path)
+    _frame(ax, scene)
+    _label_kinds(ax, labels, scene.width)
+    ax.set(xlim=(-1.4, scene.width + (1.5 if scene.narrow else 2.8)), ylim=(0.6 - rows, 0.45))
     ax.axis("off")
     ends = f": {path.devices[0]} → {path.devices[-1]}" if path else ""
-    ax.set_title(topology.name + ends + (" (r.: rank)" if several and scene.narrow else ""))
+    ax.set_title(topology.name + ends + (" (r.: rank)" if scene.several and scene.narrow else ""))
     return figure
 
 
-def _frame(ax: Axes, scene: _Scene, several: bool) -> None:
+def _frame(ax: Axes, scene: _Scene) -> None:
     """Draw a box around each node, and say what is left out."""
     inside = [scene.y[name] for name in scene.names if not scene.is_bar(name)]
     top, bottom = max(inside) + 0.32, min(inside) - 0.32
     for node, (left, right) in scene.edges.items():
-        if several:
+        if scene.several:
             ax.add_patch(FancyBboxPatch((left - 0.78, bottom), right - left + 0.33, top - bottom, zorder=0, linewidth=0,
                                         boxstyle="round,pad=0,rounding_size=0.1", facecolor="#F2F2F2"))
-            ax.text(left - 0.6, (top + bottom) / 2, f"node {node}", ha="center", va="center", rotation=90, fontsize=8,
-                    color="#666666", zorder=1)
+            ax.text(left - 0.6, (top + bottom) / 2, f"node {node}", rotation=90, zorder=1, **CENTRED, **_ASIDE)
         if scene.hidden[node]:
             row = min(scene.y[name] for name in scene.names if scene.kind(name) == "gpu")
-            ax.text(right - 0.45, row, f"{scene.hidden[node]} more", va="center", fontsize=8, color="#666666")
+            ax.text(right - 0.45, row, f"{scene.hidden[node]} more", va="center", **_ASIDE)
     if scene.skipped:
         (_, right), (left, _) = scene.edges.values()
-        ax.text((right + left - 1) / 2, (top + bottom) / 2, f"…\n{scene.skipped} more\nnodes", ha="center", va="center",
-                fontsize=8, color="#666666")
+        ax.text((right + left - 1) / 2, (top + bottom) / 2, f"…\n{scene.skipped} more\nnodes", **CENTRED, **_ASIDE)
 
 
 def _label_kinds(ax: Axes, labels: dict[str, tuple[str, list[float]]], width: float) -> None:
@@ -238,5 +253,4 @@ def _label_kinds(ax: Axes, labels: dict[str, tuple[str, list[float]]], width: fl
     for text, (color, ys) in sorted(labels.items(), key=lambda item: -sum(item[1][1]) / len(item[1][1])):
         last = min(sum(ys) / len(ys), last - 0.3 * (1 + text.count("\n")))
         ax.plot([width - 0.45, width - 0.15], [last, last], color=color, linewidth=3, solid_capstyle="butt")
-        ax.text(width - 0.05, last, text, va="center", fontsize=8.5, color=readable(color), fontweight="bold",
-                path_effects=HALO)
+        ax.text(width - 0.05, last, text, va="center", fontsize=SMALL, **naming(color))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from math import log2
 from numbers import Real
 
@@ -12,9 +13,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from ..units import format_bytes
-from ._style import FAINT, INK, RANK_COLORS, label_lines, new_figure, rank_color, tint
-
-__all__ = ["bucket_picture", "loss_curves", "replicas", "step_timelines"]
+from . import _charts as charts
+from ._style import CENTRED, DASHED, FAINT, INK, RANK_COLORS, SMALL, new_figure, rank_color, tint
 
 _WIDTHS = {str: 2.6, float: 0.9, tuple: 1.5}  # inches of a column of the kind
 
@@ -35,7 +35,6 @@ def replicas(columns: Mapping[str, Sequence], title: str) -> Figure:
     columns : dict of heading to list by rank
         Texts, numbers, or sequences of numbers, which become bars. All columns have one value for each rank.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
 
     Raises
     ------
@@ -46,7 +45,7 @@ def replicas(columns: Mapping[str, Sequence], title: str) -> Figure:
         raise ValueError("each column needs one value for each rank")
     ranks = len(next(iter(columns.values())))
     widths = [_WIDTHS[_kind(values[0])] for values in columns.values()]
-    figure, (ax,) = new_figure(1, 1, size=(0.7 + sum(widths), 0.9 + 0.55 * ranks))
+    figure, (ax,) = new_figure(size=(0.7 + sum(widths), 0.9 + 0.55 * ranks))
     left = 0.0
     for (heading, values), width in zip(columns.items(), widths, strict=True):
         values = [_plain(value) for value in values]
@@ -54,13 +53,12 @@ def replicas(columns: Mapping[str, Sequence], title: str) -> Figure:
         ax.text(left + width / 2, -0.15, heading, ha="center", va="bottom", fontsize=9)
         for rank, value in enumerate(values):
             color = FAINT if same else rank_color(rank)
-            ax.add_patch(Rectangle((left + 0.05, rank + 0.08), width - 0.1, 0.84, fc=tint(color), ec=color))
+            charts.cell(ax, left + 0.05, rank + 0.08, width - 0.1, 0.84, color)
             _fill(ax, value, left, rank, width, INK if same else color, values)
         left += width
-    ax.set(xlim=(0, left), ylim=(ranks, -0.6), yticks=[rank + 0.5 for rank in range(ranks)], xticks=[], title=title)
-    ax.set_yticklabels([f"rank {rank}" for rank in range(ranks)])
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
+    ax.set(xlim=(0, left), ylim=(ranks, -0.6), xticks=[], title=title)
+    ax.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    charts.bare(ax)
     return figure
 
 
@@ -68,7 +66,7 @@ def _fill(ax: Axes, value, left: float, rank: int, width: float, color: str, col
     """Write or draw one value into its cell; bars share the scale of their column."""
     if _kind(value) is not tuple:
         text = value if isinstance(value, str) else f"{value:.4f}"
-        ax.text(left + width / 2, rank + 0.5, text, ha="center", va="center", fontsize=8.5)
+        ax.text(left + width / 2, rank + 0.5, text, fontsize=SMALL, **CENTRED)
         return
     top = max(abs(x) for values in column for x in values) or 1.0
     step = (width - 0.3) / len(value)
@@ -86,9 +84,8 @@ def bucket_picture(rows: Mapping[str, Sequence[Sequence[tuple[str, int]]]], titl
         Each bucket is a list of (parameter, bytes), all in the order of sending. A bucket has one colour, and
         neighbouring parameters of the same name are drawn as one piece.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
     """
-    figure, (ax,) = new_figure(1, 1, size=(8.4, 0.9 + 1.0 * len(rows)))
+    figure, (ax,) = new_figure(size=(8.4, 0.9 + 1.0 * len(rows)))
     whole = max(sum(size for bucket in row for _, size in bucket) for row in rows.values())
     for y, row in enumerate(rows.values()):
         at = 0
@@ -98,26 +95,19 @@ def bucket_picture(rows: Mapping[str, Sequence[Sequence[tuple[str, int]]]], titl
                 ax.barh(y, size, left=at, height=0.66, color=tint(color), edgecolor="white", linewidth=0.8)
                 upright = size < 0.009 * len(name) * whole
                 if not upright or size > 0.013 * whole:  # else it would not fit
-                    ax.text(at + size / 2, y, name, ha="center", va="center", fontsize=7, rotation=90 * upright)
+                    ax.text(at + size / 2, y, name, fontsize=7, rotation=90 * upright, **CENTRED)
                 at += size
             ax.barh(y, at - start, left=start, height=0.66, color="none", edgecolor=color, linewidth=1.6)
-    ax.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel="bytes of gradients, in the order of sending",
-           xlim=(0, whole), title=title)
+    charts.name_rows(ax, rows)
+    ax.set(xlabel="bytes of gradients, in the order of sending", xlim=(0, whole), title=title)
     ax.xaxis.set_major_locator(MultipleLocator(2 ** round(log2(whole / 6))))
     ax.xaxis.set_major_formatter(lambda size, _: format_bytes(size) if size else "0")
-    ax.invert_yaxis()
-    ax.tick_params(axis="y", length=0)
     return figure
 
 
 def _merged(bucket: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    pieces: list[tuple[str, int]] = []
-    for name, size in bucket:
-        if pieces and pieces[-1][0] == name:
-            pieces[-1] = (name, pieces[-1][1] + size)
-        else:
-            pieces.append((name, size))
-    return pieces
+    """Return the parameters of a bucket, neighbours of one name as one piece."""
+    return [(name, sum(size for _, size in pieces)) for name, pieces in groupby(bucket, lambda piece: piece[0])]
 
 
 def step_timelines(versions: Mapping[str, Sequence[Mapping]], title: str) -> Figure:
@@ -129,13 +119,12 @@ def step_timelines(versions: Mapping[str, Sequence[Mapping]], title: str) -> Fig
         For each rank a mapping with ``"backward"``, a (start, end) in seconds, ``"messages"``, a list of them, and
         ``"end"``, when the gradients were ready. Zero is the start of the backward pass.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
     """
     ranks = max(len(version) for version in versions.values())
-    height = 0.7 + len(versions) * (0.45 + 0.36 * ranks)
-    figure, _ = new_figure(len(versions), 1, size=(8.8, height), sharex=True)
+    size = (8.8, 0.7 + len(versions) * (0.45 + 0.36 * ranks))
+    figure, axes = new_figure(len(versions), 1, size=size, sharex=True, title=title)
     last = max(rank["end"] for version in versions.values() for rank in version) * 1e3
-    for ax, (name, version) in zip(figure.axes, versions.items(), strict=True):
+    for ax, (name, version) in zip(axes, versions.items(), strict=True):
         for rank, spans in enumerate(version):
             color = rank_color(rank)
             start, end = (1e3 * t for t in spans["backward"])
@@ -146,14 +135,32 @@ def step_timelines(versions: Mapping[str, Sequence[Mapping]], title: str) -> Fig
                 ax.barh(rank + 0.04 + (lane + 0.5) * height, 1e3 * (end - start), left=1e3 * start, height=height,
                         color=color, edgecolor="white", linewidth=0.3)
         done = max(rank["end"] for rank in version) * 1e3
-        ax.axvline(done, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+        ax.axvline(done, **DASHED)
         ax.text(done + 0.008 * last, (len(version) - 1) / 2, f"{done:.0f} ms", va="center")
-        ax.set(yticks=range(len(version)), yticklabels=[f"rank {rank}" for rank in range(len(version))])
         ax.set_title(name, fontsize=9.5)
-        ax.invert_yaxis()
-        ax.tick_params(axis="y", length=0)
-    figure.axes[-1].set(xlabel="time since the start of backward (ms)", xlim=(0, 1.1 * last))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+        charts.name_rows(ax, [f"rank {rank}" for rank in range(len(version))])
+    axes[-1].set(xlabel="time since the start of backward (ms)", xlim=(0, 1.1 * last))
+    return figure
+
+
+def gpu_timelines(recorded: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], title: str) -> Figure:
+    """Draw when GPUs computed and communicated, a panel for each, two lanes in it, each panel on its own scale.
+
+    Parameters
+    ----------
+    recorded : dict of heading to dict of lane to list of (start, end)
+        Seconds. The first lane is drawn pale, the second dark, as in `step_timelines`.
+    title : str
+    """
+    figure, axes = new_figure(len(recorded), 1, size=(8.8, 0.6 + 1.35 * len(recorded)), title=title)
+    for number, (ax, (heading, lanes)) in enumerate(zip(axes, recorded.items(), strict=True)):
+        color = rank_color(number)
+        for row, spans in enumerate(lanes.values()):
+            bars = [(1e3 * start, 1e3 * (end - start)) for start, end in spans]
+            ax.broken_barh(bars, (row - 0.38, 0.76), facecolor=color if row else tint(color), linewidth=0)
+        ax.set_title(heading, fontsize=9.5)
+        charts.name_rows(ax, lanes)
+        ax.set(xlabel="time since the step's first kernel (ms)", xlim=(0, None))
     return figure
 
 
@@ -179,7 +186,6 @@ def loss_curves(
     curves : dict of name to (x, loss)
         Loss in nats per token.
     title : str
-        Says what is shown and whether it is measured, recorded or modelled.
     xlabel : str
         What x counts.
     wide : sequence of names
@@ -194,23 +200,20 @@ def loss_curves(
     """
     if unknown := set(wide) - set(curves):
         raise ValueError(f"wide names {', '.join(sorted(unknown))}; allowed are {', '.join(curves)}")
-    figure, (ax,) = new_figure(1, 1, size=(8.0, 3.5))
-    labels = {}
+    figure, (ax,) = new_figure(size=(8.0, 3.5))
+    ends: charts.Ends = {}
     for i, (name, (x, loss)) in enumerate(curves.items()):
-        color = RANK_COLORS[i % 6]
+        color, look = RANK_COLORS[i % 6], {"linewidth": 1.6}
         if name in wide:
             order = wide.index(name)
             look = {"linewidth": 3.5 + 2 * (len(wide) - 1 - order), "zorder": 1 + order / len(wide)}
-            ax.plot(x, loss, color=tint(color), **look)
-        else:
-            ax.plot(x, loss, color=color, linewidth=1.6)
-        labels[name] = (x[-1], loss[-1], color)
-    for text, x in (marks or {}).items():
-        ax.axvline(x, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
-        ax.annotate(text, (x, 1), (4, -4), xycoords=("data", "axes fraction"), textcoords="offset points", va="top")
+        ax.plot(x, loss, color=tint(color) if name in wide else color, **look)
+        ends[name] = (x[-1], loss[-1], color)
+    for text, at in (marks or {}).items():
+        charts.mark(ax, at, text)
     ax.set(xlabel=xlabel, ylabel="loss (nats per token)", title=title)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
     ax.set_axisbelow(True)
-    label_lines(ax, labels)
+    charts.grid(ax)
+    charts.label_lines(ax, ends)
     return figure

@@ -6,25 +6,17 @@ parts of the course may use stands here; it is imported when it is asked for, be
 
 from __future__ import annotations
 
-import importlib
+from ..lazy import attach
 
-_HOME = {
-    "launch": "launcher", "run": "launcher", "device": "launcher", "shutdown": "launcher", "gpu_count": "launcher",
-    "on_a_rank": "launcher", "settle": "launcher",
-    "WorkerError": "errors", "HangError": "errors", "Interrupted": "errors", "expect_error": "errors",
-    "record": "ledger", "Ledger": "ledger", "Entry": "ledger", "interceptor": "ledger",
-    "share": "processes", "Watch": "watch", "is_learner": "learner_code", "wanted": "status_line",
-    "RankMagics": "magics",
+_HOMES = {
+    "launcher": ("launch", "run", "device", "shutdown", "gpu_count", "on_a_rank", "settle"),
+    "errors": ("WorkerError", "HangError", "MismatchError", "Interrupted", "expect_error"),
+    "ledger": ("record", "Ledger", "Entry", "interceptor"),
+    "processes": ("share",), "watch": ("Watch",), "learner_code": ("is_learner",), "status_line": ("wanted",),
+    "magics": ("RankMagics",), "hosts": ("hosts_available",), "commands": ("run_on_hosts",),
+    "host_plan": ("Conditions", "conditions_of"),
 }
 
-__all__ = sorted(_HOME)
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
-
-def __getattr__(name: str):
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = attach(__name__, _HOMES)

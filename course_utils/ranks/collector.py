@@ -8,8 +8,9 @@ import signal
 import time
 from multiprocessing.connection import Connection, wait
 
-from . import errors
+from . import errors, verify
 from .interrupts import Interrupts, ignored
+from .likely_fault import likely_fault
 from .output import Merger
 from .processes import Worker, learner_line, wait_for_end
 from .status_line import TICK, Status
@@ -18,7 +19,7 @@ from .watch import can_go_on
 _GRACE = 0.3  # seconds between the first failure and asking the others where they stand
 _CONNECTION_GRACE = 1.0  # the same when the failure only says that another rank has gone
 _ANSWER = 0.5  # seconds a rank has to say where it stands
-_LOOK = 0.5  # seconds between two looks at where the ranks stand, if a call is watched
+_COMPARE = 0.05  # seconds between two looks at what the ranks have called, if they are compared
 _DEAF = ("no answer", "starting")  # phases from which a rank does not come back when it is aborted
 _RETURN = 1.5  # seconds an aborted rank has to come back before it is killed
 _REST = 1 << 18  # bytes of output that are read from a rank that is stopped or has died
@@ -52,6 +53,9 @@ class Collector:
         self._interrupts = interrupts
         self._stopping = False
         self._questions = 0
+        self._watch = call.watch or (verify.watch() if call.verify else None)
+        files = {rank: verify.path(workers[rank].folder, number) for rank in ranks} if call.verify else {}
+        self._verifier = verify.Verifier(files) if call.verify else None
 
     def wait(self) -> None:
         """Wait for all replies while showing what ranks print. Raises what the contract says."""
@@ -60,13 +64,16 @@ class Collector:
             verdict = self._wait()
         except KeyboardInterrupt:
             interrupted, self._interrupts.count = True, 0
-        if interrupted or self._pending or self._failures:
+        if interrupted or self._pending or self._failures or self._differs():
             with ignored():
                 standings, unfinished = self._where(), set(self._pending)
+                self._differs()  # before ranks that are stopped clean up
                 self._stop(standings)
             self._status.erase()
             if interrupted:
                 raise errors.Interrupted(errors.state_table(standings))
+            if self._verifier and (mismatch := self._verifier.error()):
+                raise mismatch
             if self._failures:
                 raise self._first_cause(standings)
             raise self._hang(standings, unfinished, verdict)
@@ -77,24 +84,36 @@ class Collector:
         self._warn()
         self._status.erase()
 
+    def close(self) -> None:
+        """Remove what the ranks have written down."""
+        if self._verifier is not None:
+            self._verifier.close()
+
     def _wait(self) -> str:
         """Until all have replied and printed what they had to, or must be stopped: the reason, if a watch says so."""
-        watch, now = self.call.watch, time.monotonic()
-        deadline, look = now + self.call.timeout, now + 2 * _LOOK if watch else float("inf")
+        now = time.monotonic()
+        deadline, look = now + self.call.timeout, now + 2 * self._watch.look if self._watch else float("inf")
         while self._pending or any(self._merger.is_open(rank) for rank in self.ranks):
             now = time.monotonic()
+            if self._differs():
+                return ""
             if now >= look and self._pending and not self._failures:
                 if verdict := self._look():
                     return verdict
-                look = time.monotonic() + _LOOK
+                look = time.monotonic() + self._watch.look
             stop = min(deadline, self._patience()) if self._pending else now + _ANSWER
             if self._pending and now >= stop:
                 return ""
-            if not self._listen(min(stop, now + TICK, max(look, now)) - now) and not self._pending:
+            tick = _COMPARE if self._verifier else TICK
+            if not self._listen(min(stop, now + tick, max(look, now)) - now) and not self._pending:
                 return ""
             self._merger.flush()
             self._status.update(sorted(self._pending), self._merger.unended())
         return ""
+
+    def _differs(self) -> bool:
+        """Whether ranks have passed different things to an operation."""
+        return self._verifier is not None and self._verifier.look(set(self.communication))
 
     def _patience(self) -> float:
         """Until when to wait for the others once a rank has failed."""
@@ -233,7 +252,7 @@ class Collector:
         for rank in self._pending.difference(standings):
             standings[rank] = {"phase": "no answer"}
         used = {rank: self.workers[rank].cpu_seconds() for rank in self._pending}
-        return self.call.watch.verdict(standings, self._pending, used, time.monotonic())
+        return self._watch.verdict(standings, self._pending, used, time.monotonic())
 
     def _where(self) -> dict[int, dict]:
         """Where each rank stands, also of those that do not answer."""
@@ -247,6 +266,9 @@ class Collector:
         for rank in silent:
             worker = self.workers[rank]
             standings[rank] = {"phase": "no answer", "last": worker.last_operation(), "line": worker.fatal_frame()}
+        if self.call.hosts is not None:
+            for rank, standing in standings.items():
+                standing["host"] = self.call.hosts.name(rank)
         return dict(sorted(standings.items()))
 
     def _stop(self, standings: dict[int, dict]) -> None:
@@ -275,7 +297,9 @@ class Collector:
 
     def _hang(self, standings: dict[int, dict], unfinished: set[int], verdict: str) -> errors.HangError:
         """The error for ranks that do not finish."""
-        rank, fault = errors.likely_fault(standings)
+        rank, fault = likely_fault(standings)
+        if self._verifier and (advice := self._verifier.advice(standings)):
+            fault = f"{fault}\n{advice}"
         waits = all(standings[rank].get("waiting") for rank in unfinished)
         kind = verdict or ("stuck" if waits and not any(can_go_on(r, standings) for r in unfinished) else "slow")
         heads = {"stuck": "the ranks can never finish", "endless": "a rank computes without end"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from ..units import decimal_bytes
 from .labels import align, rank_label
 
-__all__ = ["HangError", "Interrupted", "WorkerError", "expect_error"]
+__all__ = ["HangError", "Interrupted", "MismatchError", "WorkerError", "expect_error"]
 
 _WIDTH = 110  # characters of a line of code, with its place, that a table shows
 _FRAMES = 8  # of a deep stack that are shown at its beginning and at its end
@@ -74,6 +75,14 @@ class HangError(WorkerError):
         self.rank, self.exception, self.traceback, self.states = rank, "no result in time", "", states[1:]
         self.fault, self.kind = fault, kind
         RuntimeError.__init__(self, "\n\n".join([head, fault, "\n".join(with_note(states))]))
+
+
+class MismatchError(WorkerError):
+    """Ranks passed different things to one operation (``launch(..., verify=True)``).
+
+    ``exception`` says what differs, ``rank`` is the one that few agree with, ``traceback`` its line, and ``states`` has
+    what each rank called. If the ranks are two, either may be wrong.
+    """
 
 
 def with_note(states: list[str]) -> list[str]:
@@ -195,12 +204,12 @@ def worker_error(failure: dict, failures: dict[int, dict], standings: dict[int, 
         text, traceback = death_text(failure["death"]), ""
         said = f"It said: {failure['said']}" if failure["said"] else ""
         advice = "\n".join(part for part in (said, mismatch(failure["last"], standings)) if part)
-        parts = [f"rank {alike[0]} died: {text}", advice]
+        parts = [f"rank {alike[0]}{_on_hosts(alike[:1], standings)} died: {text}", advice]
     else:
         same = failure["text"], failure["line"]
         alike = sorted(rank for rank, other in failures.items() if (other.get("text"), other["line"]) == same)
         text, traceback = failure["text"], traceback_text(failure)
-        parts = [f"{rank_label(alike)} failed: {text}", _advice(text), traceback]
+        parts = [f"{rank_label(alike)}{_on_hosts(alike, standings)} failed: {text}", _advice(text), traceback]
     elsewhere = [s for rank, s in standings.items() if rank not in alike and s["phase"] != "not in this cell"]
     parts += ["\n".join(with_note(states))] if elsewhere else []
     error = WorkerError(alike[0], text, traceback, states[1:], "\n\n".join(part for part in parts if part))
@@ -208,16 +217,28 @@ def worker_error(failure: dict, failures: dict[int, dict], standings: dict[int, 
     return error
 
 
+def _on_hosts(ranks: list[int], standings: dict[int, dict]) -> str:
+    """On which emulated hosts ranks are; nothing without such hosts."""
+    hosts = dict.fromkeys(host for rank in ranks if (host := standings.get(rank, {}).get("host")))
+    return f" on {' and '.join(hosts)}" if hosts else ""
+
+
 def _advice(text: str) -> str:
     """What to do about an error whose own words do not say it."""
     if "bdb.BdbQuit" in text:
         return "Ranks have no keyboard, so a debugger cannot stop there: print, or return what you want to see."
     if "Unable to find address for" in text or ("enforce fail" in text and "transport/tcp" in text):
-        name = os.environ.get("GLOO_SOCKET_IFNAME")
-        if name:
+        name = _interface(text) or os.environ.get("GLOO_SOCKET_IFNAME")
+        if name and name not in ("lo", "lo0"):
             return f"GLOO_SOCKET_IFNAME is {name!r}, which names no interface of this machine that is up."
         return "The ranks meet over the loopback interface (lo), and it is down: `ip link set lo up`."
     return ""
+
+
+def _interface(text: str) -> str:
+    """The interface that gloo has not found."""
+    named = re.search(r"Unable to find address for: (\S+)", text)
+    return named[1] if named else ""
 
 
 def difference(calls: dict[int, list[tuple]]) -> str:
@@ -265,108 +286,11 @@ def state_table(standings: dict[int, dict]) -> list[str]:
         state = (
             "waits" if waiting else {"running": "runs", "starting": "starts"}.get(standing["phase"], standing["phase"])
         )
-        row = (state, operation_text(waiting or standing.get("last")), line_text(standing.get("line")))
+        last = standing.get("meeting") or operation_text(waiting or standing.get("last"))
+        row = (standing.get("host", ""), state, last, line_text(standing.get("line")))
         rows.setdefault(row if len(standings) > 8 else (*row, str(rank)), []).append(rank)
-    body = [(rank_label(ranks).split(" ", 1)[1], *row[:3]) for row, ranks in rows.items()]
-    return align([("rank", "state", "last operation", "line"), *body]).split("\n")
-
-
-def likely_fault(standings: dict[int, dict]) -> tuple[int, str]:
-    """The rank to blame, and one sentence that names the likely reason why the ranks do not finish."""
-    waiting = {rank: s["waiting"] for rank, s in standings.items() if s.get("waiting")}
-    collectives = {rank: e for rank, e in waiting.items() if e["op"] not in ("send", "recv")}
-    if collectives:
-        return _collective_fault(standings, collectives)
-    if waiting:
-        return _message_fault(standings, waiting)
-    busy = [rank for rank, s in standings.items() if s["phase"] != "returned"]
-    who = rank_label(busy)
-    verb = "is" if len(busy) == 1 else "are"
-    doing = "; ".join(dict.fromkeys(_doing(standings[rank]) for rank in busy))
-    doing = doing if len(busy) == 1 else _plural(doing)
-    return busy[0], f"{who} {verb} still busy, and no rank waits for another: {doing}."
-
-
-def _doing(standing: dict) -> str:
-    if standing.get("waiting"):
-        return f"it waits in {operation_text(standing['waiting'])}"
-    ended = {
-        "returned": "it has returned from the function",
-        "failed": "it has failed",
-        "died": "it has died",
-        "not in this cell": "the cell does not run on it",
-    }
-    if standing["phase"] in ended:
-        return ended[standing["phase"]]
-    if standing["phase"] == "starting":
-        return "it is still starting"
-    where = line_text(standing.get("line"))
-    return f"it is at {where}" if where else "it gives no answer"
-
-
-def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tuple[int, str]:
-    first = min(waiting.values(), key=lambda entry: (len(entry["ranks"]), entry["number"]))
-    key, number, op = first["key"], first["number"], first["op"]
-    name = f"{op} number {number}"
-    waiting = {r: entry for r, entry in waiting.items() if entry["key"] == key}
-    last = {r: standings[r].get("latest", {}).get(key) for r in first["ranks"] if r in standings}
-    missing = [r for r, entry in last.items() if entry is None or entry["number"] < number]
-    here = {r: waiting.get(r, entry) for r, entry in last.items() if r not in missing}
-    here = {r: entry for r, entry in here.items() if entry["number"] == number}
-    calls = {r: entry["op"] for r, entry in here.items()}
-    if len(set(calls.values())) > 1:
-        text = "; ".join(
-            f"{rank_label([r for r in calls if calls[r] == call])} called {call}"
-            for call in dict.fromkeys(calls.values())
-        )
-        return _odd(calls), f"The ranks disagree on collective number {number} of the {first['group']} group: {text}."
-    if missing:
-        reasons = {_doing(standings[r]): r for r in reversed(missing)}
-        why = [f"rank {r}: {reason}" for reason, r in list(reasons.items())[-3:]]
-        if len(reasons) == 1:
-            why = [_plural(reason) if len(missing) > 1 else reason for reason in reasons]
-        who = f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
-        return missing[0], f"{who} in {name}; {rank_label(missing)} never joined it ({'; '.join(why)})."
-    for what, field, show in (("sizes", "bytes", decimal_bytes), ("roots", "peer", "root {}".format)):
-        values = {r: entry[field] for r, entry in here.items()}
-        if len(set(values.values())) > 1:
-            text = ", ".join(f"rank {r} {show(value)}" for r, value in values.items())
-            return _odd(values), f"The ranks call {name} with different {what}: {text}."
-    return min(waiting), f"All ranks joined {name}, and it is not done: look for an earlier mismatch, or a slow link."
-
-
-def _plural(sentence: str) -> str:
-    words = {"it has": "they have", "it is": "they are", "it waits": "they wait", "it gives": "they give"}
-    return next((sentence.replace(one, many, 1) for one, many in words.items() if sentence.startswith(one)), sentence)
-
-
-def _odd(values: dict[int, object]) -> int:
-    """The rank whose value the fewest share."""
-    counts = list(values.values())
-    return min(values, key=lambda rank: (counts.count(values[rank]), rank))
-
-
-def _message_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tuple[int, str]:
-    ring, rank = [], next(iter(waiting))
-    while rank in waiting and rank not in ring and waiting[rank]["peer"] is not None:
-        ring.append(rank)
-        rank = waiting[rank]["peer"]
-    if rank in ring:
-        ring = ring[ring.index(rank) :]
-        operations = {waiting[r]["op"] for r in ring}
-        chain = " → ".join(f"rank {r}" for r in [*ring, ring[0]])
-        reason = "the order of their calls differs"
-        tags = {waiting[r]["stream"][2] for r in ring if waiting[r].get("stream")}
-        if len(tags) > 1 and len(operations) == 2 and len(ring) == 2:
-            reason = f"their tags differ: {' and '.join(map(str, sorted(tags)))}"
-        if len(operations) == 1:
-            reason = (
-                "each sends first and none receives" if "send" in operations else "each receives first and none sends"
-            )
-        return min(ring), f"The ranks wait for each other in a circle ({chain}): {reason}."
-    rank, entry = next(((r, e) for r, e in waiting.items() if e["peer"] not in waiting), next(iter(waiting.items())))
-    peer, what = entry["peer"], operation_text(entry)
-    if peer is None or peer not in standings:
-        return rank, f"rank {rank} waits in {what}, and no message comes."
-    verb = "receives" if entry["op"] == "send" else "sends"
-    return peer, f"rank {rank} waits in {what}, but rank {peer} never {verb} it ({_doing(standings[peer])})."
+    head = ("rank", "host", "state", "last operation", "line")
+    table = [head, *((rank_label(ranks).split(" ", 1)[1], *row[:4]) for row, ranks in rows.items())]
+    if not any(row[1] for row in table[1:]):
+        table = [(row[0], *row[2:]) for row in table]
+    return align(table).split("\n")

@@ -40,6 +40,11 @@ def launch(
     timeout: float = 60.0,
     backend: str | None = None,
     init: bool = True,
+    hosts: int | None = None,
+    link: str | None = None,
+    latency: str | None = None,
+    fault: str | None = None,
+    verify: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks and return the results, index = rank.
@@ -62,11 +67,35 @@ def launch(
         ``torchrun`` tells a program its place, ``fn`` calls ``init_process_group`` itself, and the ranks are fresh
         processes that end as programs do: threads are waited for, exit functions run. Unlike there, random numbers
         are seeded with the rank.
+    hosts : int, optional
+        Divide the ranks among so many emulated hosts, equally and in order. A host has a name (``node0``, ``node1``, …)
+        and a network interface ``eth0`` of its own; LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE are
+        what ``torchrun`` sets. Ranks meet at MASTER_ADDR ``node0``, MASTER_PORT 29500; they use gloo and reach nothing
+        but each other. They are kept warm for calls with the same hosts, link, latency and fault. Where hosts cannot be
+        emulated (see :func:`hosts_available`) the ranks run on one host with the same variables, and a printed line
+        says so.
+    link : str, optional
+        Rate of each host's link in each direction, such as ``"100mbit"`` (kbit, mbit or gbit). Default: no limit.
+    latency : str, optional
+        What a packet takes longer from one host to another, such as ``"5ms"`` (us, ms or s). A kernel without netem
+        cannot do that; a printed line says so.
+    fault : str, optional
+        What is broken between the hosts: ``"cable pulled"``, ``"port closed"``, ``"only one port open"``,
+        ``"wrong name"``, ``"unknown name"``, ``"wrong address"`` or ``"wrong interface"``. The ranks have half of
+        ``timeout`` to make their process group, so that PyTorch's error comes before :class:`HangError`; with
+        ``init=False`` the time-out is that of the program.
+    verify : bool
+        Compare what the ranks of a group pass to each operation: its name, reduction, root, dtype, shapes and tag, in
+        the group's order, and refuse the first difference, also one that gloo and NCCL do not notice. Ranks that can
+        never go on are told at once. It costs some microseconds an operation.
+
+    A function cannot have keyword arguments with these names; ``launch`` takes them for its own.
 
     Returns
     -------
     list
-        Results by rank; tensors are on the CPU.
+        Results by rank; tensors are on the CPU. With ``hosts`` its attribute ``left_host`` has the bytes that left each
+        host, and a :class:`Ledger` among the results shows them below its table.
 
     Raises
     ------
@@ -74,10 +103,15 @@ def launch(
         A rank raised an exception or died: the first cause, and where the others stood.
     HangError
         No result in time: where each rank waits, and the likely fault.
+    MismatchError
+        With ``verify``: ranks passed different things to one operation, or one rank left it out.
     TypeError, ValueError
         Arguments that cannot be sent or make no sense; nothing has run then.
+    RuntimeError
+        A fault was asked for where hosts cannot be emulated.
     """
-    return run(fn, args, kwargs, world_size, timeout, backend, init)
+    wanted = {"hosts": hosts, "link": link, "latency": latency, "fault": fault}
+    return run(fn, args, kwargs, world_size, timeout, backend, init, hosts=wanted, verify=verify)
 
 
 def run(
@@ -89,8 +123,13 @@ def run(
     backend: str | None = None,
     init: bool = True,
     watch: Any = None,
+    hosts: dict[str, Any] | None = None,
+    verify: bool = False,
 ) -> list[Any]:
-    """As :func:`launch`; with a ``watch`` (see `watch`) ranks that cannot finish are told before the time-out."""
+    """As :func:`launch`, with what concerns hosts in one dictionary.
+
+    With a ``watch`` (see `watch`) ranks that cannot finish are told before the time-out.
+    """
     from . import serialization
 
     if pool is None:
@@ -105,15 +144,41 @@ def run(
         )
     if not isinstance(init, bool):
         raise errors.refusal(TypeError, f"init is True or False, not {init!r}")
-    world_size, backend = settle(world_size, backend)
+    if not isinstance(verify, bool):
+        raise errors.refusal(TypeError, f"verify is True or False, not {verify!r}")
+    asked = {name: value for name, value in (hosts or {}).items() if value is not None}
+    world_size, backend = settle(world_size, backend or "gloo" if asked else backend)
     try:
+        plan = _plan_of_hosts(asked, world_size, backend) if asked else None
         body = serialization.pack_call(fn, args, kwargs)
-        call = pool.Call(body, world_size, backend, seconds(timeout), init=init, show=show, watch=watch)
-        return _launched.run(call)
+        call = pool.Call(body, world_size, backend, seconds(timeout), init=init, show=show, watch=watch, hosts=plan,
+                         verify=verify)
+        return _launched.run(call) if plan is None else _run_on_hosts(call)
     except KeyboardInterrupt as error:
         if isinstance(error, errors.Interrupted):
             raise
         raise errors.Interrupted([]) from None
+
+
+def _plan_of_hosts(asked: dict[str, Any], world_size: int, backend: str) -> Any:
+    """How ranks are divided among hosts, as far as that can be emulated here."""
+    from . import host_plan, hosts
+
+    if "hosts" not in asked:
+        raise errors.refusal(ValueError, f"{next(iter(asked))} is about the link between hosts; say how many: hosts=2")
+    if backend == "nccl":
+        raise errors.refusal(ValueError, "emulated hosts use gloo on the CPU: leave out backend, or use backend='gloo'")
+    return hosts.as_possible(host_plan.plan(world_size=world_size, **asked))
+
+
+def _run_on_hosts(call: Any) -> list[Any]:
+    from .hosts import HostResults
+
+    if not call.hosts.emulated:
+        return HostResults(_launched.run(call), None)
+    from . import host_pool
+
+    return HostResults(host_pool.launched.run(call), host_pool.launched.left_host)
 
 
 def on_a_rank() -> bool:
@@ -125,6 +190,8 @@ def shutdown() -> None:
     """Stop all ranks that ``launch`` keeps warm. The next call starts new ones."""
     if pool is not None:
         _launched.stop()
+        if on_hosts := sys.modules.get(f"{__package__}.host_pool"):
+            on_hosts.launched.stop()
 
 
 def device():

@@ -11,12 +11,14 @@ import contextlib
 import json
 import linecache
 import sys
+import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from .call_signature import flatten, reduction_name
 from .labels import align
 from .learner_code import is_learner
 
@@ -77,6 +79,7 @@ class Entry:
     key: str = field(default="", repr=False)
     stream: tuple | None = field(default=None, repr=False)  # send and recv: group, peer and tag that must agree
     place: int = field(default=0, repr=False)  # among those of the same stream, from 1
+    thread: int = field(default_factory=threading.get_ident, repr=False, compare=False)  # that issued it
 
     @property
     def call_site(self) -> str:
@@ -197,6 +200,7 @@ class Interceptor:
         self.library = None
         self.recorders: list[Ledger] = []
         self.status = None  # a memory map that outlives this process, for the parent to read
+        self.announce: Callable | None = None  # told what each operation passes, before it begins
         self.reset()
 
     def reset(self) -> None:
@@ -248,22 +252,26 @@ class Interceptor:
         message_at = 1 if op in _SECOND_ARGUMENT else 0
         asynchronous_at = names.index("async_op") if "async_op" in names else None
         tag_at = names.index("tag") if "tag" in names else None
-        reduces = "reduce_op" in names
+        reduces_at = names.index("reduce_op") if "reduce_op" in names else None
+        name = operator._schema.name.removeprefix("c10d::")
         shards = op in ("gather", "scatter")
 
         def kernel(*args):
-            tensors = list(_flatten(args[1 if op == "gather" else message_at]))
-            first = tensors[0] if tensors else next(_flatten(args[:2]))
+            tensors = list(flatten(args[1 if op == "gather" else message_at]))
+            first = tensors[0] if tensors else next(flatten(args[:2]))
             group = self._group(args[group_at])
             peer = None if peer_at is None else args[peer_at]
             if op in _POINT_TO_POINT and peer is not None and not 0 <= peer < group.size():
                 raise ValueError(_NO_SUCH_RANK.format(op=op, peer=peer, last=group.size() - 1))
             size = 0 if op == "barrier" else sum(map(_bytes, tensors))
             entry = self._begin(op, group, size * (group.size() if shards else 1), peer)
+            reduction = "" if reduces_at is None else reduction_name(args[reduces_at])
             if tag_at is None:
-                self._sign(entry, str(first.dtype), _reduction() if reduces else "")
+                self._sign(entry, str(first.dtype), reduction)
             else:
                 self._count(entry, group.group_name, args[tag_at])
+            if self.announce is not None:
+                self.announce(entry, name, args, reduction)
             try:
                 result = operator.redispatch(self._keys_of(first) & self._after, *args)
             finally:
@@ -296,10 +304,8 @@ class Interceptor:
         name, description = group.group_name, group.group_desc
         key = "p2p" if op in _POINT_TO_POINT else f"{name}|{ranks}"
         self.numbers[key] = number = self.numbers.get(key, 0) + 1
-        if description == "default_pg":
-            label = "default"
-        else:
-            label = "ranks " + ",".join(map(str, ranks)) if description in ("", "undefined") else description
+        named = "default" if description == "default_pg" else description
+        label = "ranks " + ",".join(map(str, ranks)) if named in ("", "undefined") else named
         peer = ranks[peer] if peer is not None and 0 <= peer < len(ranks) else None
         entry = Entry(op, label, size, peer, ranks, number, time.monotonic(), None, self._caller(), key)
         if op == "send":
@@ -370,14 +376,6 @@ class Interceptor:
         return [entry for entry, work in list(self.pending) if not work.is_completed()]
 
 
-def _flatten(value):
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flatten(item)
-    elif hasattr(type(value), "nbytes"):
-        yield value
-
-
 def _bytes(tensor) -> int:
     """Bytes of a tensor; of a sparse one its values and its indices."""
     if not tensor.is_sparse and not tensor.is_sparse_csr:
@@ -385,14 +383,6 @@ def _bytes(tensor) -> int:
     if tensor.is_sparse:
         return tensor._values().nbytes + tensor._indices().nbytes
     return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
-
-
-def _reduction() -> str:
-    """The reduction that a collective was called with, from the options of the function in PyTorch that calls it."""
-    frame = sys._getframe(2)
-    options = frame.f_locals.get("opts") if frame.f_code.co_filename.endswith("distributed_c10d.py") else None
-    operation = getattr(getattr(options, "reduceOp", None), "op", None)
-    return getattr(operation, "name", "")
 
 
 _shared: dict[tuple, tuple] = {}  # equal signatures are one object

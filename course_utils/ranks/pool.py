@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
+from typing import Any
 
-from . import errors, processes
+from . import errors, processes, verify
 from .channels import IDLE_SECONDS
 from .collector import Collector
 from .interrupts import Interrupts, ignored
@@ -44,6 +45,13 @@ class Call:
     ranks: list[int] | None = None
     show: Callable[[str | dict], None] = print
     watch: Watch | None = None
+    hosts: Any = None  # the plan of the hosts that the ranks are divided among (see `hosts`)
+    verify: bool = False
+
+    @property
+    def group(self) -> tuple:
+        """What the ranks' process group depends on."""
+        return self.world_size, self.backend, self.init
 
     @property
     def kind(self) -> str:
@@ -121,7 +129,6 @@ class Pool:
 
     def _run(self, call: Call) -> list:
         ranks = call.ranks if call.ranks is not None else list(range(call.world_size))
-        wanted = (call.world_size, call.backend, call.init)
         try:
             folder = os.getcwd()
         except FileNotFoundError:
@@ -129,15 +136,19 @@ class Pool:
             raise errors.refusal(RuntimeError, text) from None
         self._end_unfit(call)
         self._start_missing(call)
-        if self.group != wanted:
-            self.group = wanted
+        if self.group != call.group:
+            self.group = call.group
             self._choose_meeting()
-            if call.ranks is not None and len(ranks) < call.world_size:  # the group needs everybody
-                everybody = Call(b"", call.world_size, call.backend, call.timeout, cell="", show=call.show)
-                self._serve(everybody, list(range(call.world_size)), folder)
+            self._make_group(call, ranks, folder)
         results = self._serve(call, ranks, folder)
         self._interrupts.check()
         return [self._load(rank, results[rank]) for rank in ranks]
+
+    def _make_group(self, call: Call, ranks: list[int], folder: str) -> None:
+        """Make the process group where the call cannot do so itself, because the group needs everybody."""
+        if call.ranks is not None and len(ranks) < call.world_size:
+            everybody = Call(b"", call.world_size, call.backend, call.timeout, cell="", show=call.show)
+            self._serve(everybody, list(range(call.world_size)), folder)
 
     def _serve(self, call: Call, ranks: list[int], folder: str) -> dict[int, bytes | None]:
         """Send a call and wait for its end; ranks that must not serve another are ended. Returns pickled results."""
@@ -147,6 +158,7 @@ class Pool:
                 self._send(call, ranks, folder)
                 collector.wait()
         finally:
+            collector.close()
             if not collector.same_group:
                 self.group = None
             self._end_lost(call, collector.lost)
@@ -188,36 +200,40 @@ class Pool:
         if not missing and processes.server_id() is not None:
             return
         outcome: list[BaseException | None] = []
+        finished = threading.Event()  # a thread whose ``join`` was interrupted says that it has ended (Python 3.11)
 
         def start() -> None:
             try:
                 processes.room_for(len(missing))
                 start_server()
                 processes.wake_server()
-                for rank in missing:
-                    self.workers[rank] = Worker(rank)
+                self._start_workers(call, missing)
                 outcome.append(None)
             except BaseException as error:
                 outcome.append(error)
+            finished.set()
 
         self.group = None
         status = Status(call.show)
-        thread = threading.Thread(target=start, daemon=True)
-        thread.start()
+        threading.Thread(target=start, daemon=True).start()
         deadline = time.monotonic() + _START
         try:
-            while thread.is_alive() and time.monotonic() < deadline:
+            while not finished.is_set() and time.monotonic() < deadline:
                 with self._interrupts.at_once(True):
-                    thread.join(TICK)
+                    finished.wait(TICK)
                 status.update(missing, None, "starting")
         finally:
             status.erase()
-            if thread.is_alive():
+            if not finished.is_set():
                 with ignored():
                     processes.end_server()
-                    thread.join(5.0)
+                    finished.wait(5.0)
         self._interrupts.check()
         self._tell_start(outcome[0] if outcome else EOFError())
+
+    def _start_workers(self, call: Call, missing: list[int]) -> None:
+        for rank in missing:
+            self.workers[rank] = Worker(rank)
 
     @staticmethod
     def _tell_start(error: BaseException | None) -> None:
@@ -254,6 +270,8 @@ class Pool:
                 "call": self.calls, "world_size": call.world_size, "backend": call.backend, "init": call.init,
                 "generation": self.generation, "port": self.port, "store": self.store,
                 "cell": call.cell is not None, "filename": call.cell, "idle": self._idle_seconds(call),
+                "hosts": call.hosts and call.hosts.environment, "timeout": call.timeout,
+                "operations": verify.path(worker.folder, self.calls) if call.verify else None,
                 "place": place if worker.place != place else None,
                 "sources": {name: entry for name, entry in cells.items() if worker.sources.get(name) is not entry},
             }

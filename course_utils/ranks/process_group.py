@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from urllib.parse import parse_qsl, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,27 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_ignored
     if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
         dist.set_debug_level_from_env()
     state.meeting = True
+    if state.meeting_limit is not None:
+        yield from _meet_over_hosts(url, timeout)
+        return
     file = dist.FileStore(state.store, -1)
     file.set_timeout(timeout)
     store = dist.PrefixStore(f"call {state.call}.{state.rendezvous}", file)
-    yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    yield store, *_place(url)
     raise RuntimeError("this rendezvous is over")
+
+
+def _place(url: str) -> tuple[int, int]:
+    """Rank and world size: what ``init_process_group`` was given comes before the variables."""
+    given = dict(parse_qsl(urlsplit(url).query))
+    return int(given.get("rank", os.environ["RANK"])), int(given.get("world_size", os.environ["WORLD_SIZE"]))
+
+
+def _meet_over_hosts(url: str, timeout: timedelta):
+    """Meet as without this course, in a TCP store of rank 0's: whether hosts reach each other is the question."""
+    rank, world_size = _place(url)
+    url = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}?rank={rank}&world_size={world_size}"
+    yield from dist.rendezvous(url, timeout=min(timeout, state.meeting_limit))
 
 
 def _barrier_after_init(usual: Callable[[], int]) -> int:
@@ -65,16 +82,28 @@ def untouched() -> bool:
     return not interceptor.unfinished() and len(open_groups()) == 1
 
 
-def _torchrun_names(world_size: int, port: int, program: bool) -> dict[str, str]:
+def _torchrun_names(world_size: int, port: int, program: bool, hosts: dict | None) -> dict[str, str]:
     """The variables that ``torchrun`` sets, all of them for a program that calls ``init_process_group`` itself."""
     rank, size = str(state.rank), str(world_size)
-    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
-    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    count, address = (hosts["count"], hosts["address"]) if hosts else (1, "127.0.0.1")
+    group, local = divmod(state.rank, world_size // count)
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(world_size // count)}
+    names |= {"GROUP_RANK": str(group), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    names |= {"GROUP_WORLD_SIZE": str(count)}
     if program:
-        names |= {"GROUP_WORLD_SIZE": "1", "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "ROLE_NAME": "default"}
+        names |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "ROLE_NAME": "default"}
         names |= {f"TORCHELASTIC_{what}": value for what, value in (
             ("RUN_ID", "none"), ("RESTART_COUNT", "0"), ("MAX_RESTARTS", "0"))}
     return names
+
+
+def _name_interface(interface: str | None) -> None:
+    """Tell gloo and NCCL which interface to use, or leave it to them."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if interface is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = interface
 
 
 def prepare(header: dict) -> None:
@@ -82,7 +111,13 @@ def prepare(header: dict) -> None:
     world_size, rank = header["world_size"], state.rank
     if not header["init"]:
         multiprocessing.set_start_method(None, force=True)  # as in a process of its own: not chosen yet
-    os.environ.update(_torchrun_names(world_size, header["port"], not header["init"]))
+    hosts = header["hosts"]
+    os.environ.update(_torchrun_names(world_size, header["port"], not header["init"], hosts))
+    state.meeting_limit = None
+    if hosts and hosts["emulated"]:
+        _name_interface(hosts["interface"])
+        # half the time: where ranks cannot meet, PyTorch's own error comes before the launcher's
+        state.meeting_limit = timedelta(seconds=header["timeout"] / 2) if header["init"] else _NEVER
     state.store, state.meeting = header["store"], False
     if header["backend"] == "nccl":
         torch.cuda.set_device(rank)

@@ -197,7 +197,8 @@ def learner_line(file: str, line: int) -> dict:
 class Worker:
     """One rank's process, with the notebook's ends of its channels."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, host: int | None = None):
+        """Start the process; ``host`` is the one that holds the emulated host that it is to enter, if any."""
         self.rank = rank
         self.server = server_id()
         self.ran: str | None = None  # what kind of call it has served: "function", "program" or "cell"
@@ -216,7 +217,7 @@ class Worker:
         self.task, task = _context.Pipe()
         self.control, control = _context.Pipe()
         self.output, output = _context.Pipe(duplex=False)
-        arguments = (rank, task, control, output, _SharedFile(self.status), dict(os.environ), self.folder)
+        arguments = (rank, task, control, output, _SharedFile(self.status), dict(os.environ), self.folder, host)
         self.process = _context.Process(target=_run_worker, args=arguments, daemon=True, name=f"rank {rank}")
         try:
             with _forking, _quiet_start():

@@ -18,12 +18,12 @@ def pack_call(fn, args: tuple, kwargs: dict) -> bytes:
         raise errors.refusal(
             TypeError,
             f"launch cannot send {_culprit(fn, args, kwargs)} to the ranks: {_first_line(error)}\n"
-            "Ranks are other processes: create such objects inside the function instead of outside.",
+            "Ranks are other processes: import or create such objects inside the function instead of outside.",
         ) from None
 
 
-def _culprit(fn, args: tuple, kwargs: dict) -> str:
-    """Name the first part of the call that cannot be pickled by itself."""
+def _culprit(fn, args: tuple, kwargs: dict, seen: tuple = ()) -> str:
+    """Name the first part of the call that cannot be pickled by itself, also in functions that it calls."""
     parts = [(f"argument {i + 1}", value) for i, value in enumerate(args)]
     parts += [(f"argument {name}=", value) for name, value in kwargs.items()]
     if isinstance(fn, types.FunctionType):
@@ -38,6 +38,8 @@ def _culprit(fn, args: tuple, kwargs: dict) -> str:
         try:
             cloudpickle.dumps(value)
         except Exception:
+            if isinstance(value, types.FunctionType) and value not in seen:
+                return _culprit(value, (), {}, (*seen, value))
             return f"{name} ({type(value).__name__})"
     return f"the function {getattr(fn, '__name__', fn)!r}"
 

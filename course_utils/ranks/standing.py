@@ -16,6 +16,7 @@ from ..torch_internals import C10D_FILE, group_names
 from .learner_code import is_learner
 from .ledger import Entry, interceptor
 from .settings import extra_threads
+from .state import state
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
@@ -79,12 +80,24 @@ def latest() -> dict[str, dict]:
     return {key: entry_data(entry) for key, entry in interceptor.latest.items()}
 
 
+def _meeting(frames: list[dict]) -> str:
+    """What a rank is doing that makes a process group over emulated hosts: where each of them waits then."""
+    functions = {frame["function"] for frame in frames}
+    if state.meeting_limit is None or "init_process_group" not in functions:
+        return ""
+    if "_create_c10d_store" in functions:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return f"waits for others at {place}" if os.environ.get("RANK") == "0" else f"connects to {place}"
+    return "connects to other ranks"
+
+
 def standing(phase: str, running: bool) -> dict:
     """Where this rank is now: its phase, the operation it waits in, the last one it started, the learner's line.
 
     Beside it what tells whether the rank can go on: ``unfinished`` operations, messages begun by ``streams``, the
     number of operations begun (``begun``), other ``threads`` of the function, whether it surely waits and does not
-    compute (``held``), whether it ``meets`` others to make a group, whether it is ``importing`` a module.
+    compute (``held``), whether it ``meets`` others to make a group (on emulated hosts also how, ``meeting``), whether
+    it is ``importing`` a module.
     """
     frame = sys._current_frames().get(threading.main_thread().ident)
     frames = []
@@ -108,5 +121,6 @@ def standing(phase: str, running: bool) -> dict:
         "threads": len(extra_threads()),
         "held": inside is not None or on_wait or bool(frames) and frames[0]["file"].startswith(C10D_FILE),
         "meets": any(f["function"] == "_new_process_group_helper" for f in frames),
+        "meeting": _meeting(frames),
         "importing": any(f["file"].startswith("<frozen importlib") for f in frames),
     }

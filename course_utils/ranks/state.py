@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 
 @dataclass
@@ -23,6 +24,7 @@ class State:
     place: tuple[dict, str, list] | None = None  # the notebook's environment, folder and module path
     environment: dict | None = None  # this process's as a call found it
     rendezvous: int = 0
+    meeting_limit: timedelta | None = None  # for how long ranks try to meet at MASTER_ADDR; None: they meet in a file
 
 
 state = State()

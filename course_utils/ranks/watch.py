@@ -19,10 +19,13 @@ class Watch:
         used, after which the ranks count as stuck. Where it can be proven that no rank can go on, it is told at once.
     computing : float
         Seconds of processor time after which a rank counts as endless.
+    look : float
+        Seconds between two looks at where the ranks stand.
     """
 
     idle: float
     computing: float
+    look: float = 0.5
     _before: dict | None = field(default=None, repr=False)
     _since: float = 0.0
     _used: float = 0.0

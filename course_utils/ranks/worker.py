@@ -40,6 +40,7 @@ with warnings.catch_warnings():
 from ..torch_internals import abort_process_groups
 from . import display, process_group, serialization, standing
 from . import multiprocessing_internals as internals
+from .call_signature import Announcer
 from .channels import IDLE_SECONDS, MARK, STATUS_BYTES
 from .descendants import adopt_orphans, end_descendants
 from .ledger import interceptor
@@ -66,8 +67,12 @@ if folder := os.environ.get("COURSE_UTILS_FOLDER"):  # this is the fork server
 _c = ctypes.CDLL(None)
 
 
-def main(rank: int, task, control, output, status, environment: dict, folder: str) -> None:
+def main(rank: int, task, control, output, status, environment: dict, folder: str, host: int | None) -> None:
     """Serve calls until the notebook closes the connection, or has had nothing to do for long."""
+    if host is not None:  # before there is any thread
+        from .host_namespaces import enter
+
+        enter(host)
     state.rank, state.pid = rank, os.getpid()
     seed(rank)
     _detach(status, output)
@@ -210,6 +215,7 @@ def _serve(header: dict, body: bytes) -> tuple:
         process_group.prepare(header)
         state.environment = os.environ._data.copy()
         interceptor.reset()
+        interceptor.announce = Announcer(header["operations"]) if header["operations"] else None
         state.phase = "running"
         result = _run_cell(header, body) if header["cell"] else _run_function(body)
         if not header["init"]:
@@ -248,6 +254,9 @@ def _tidy(settings: Settings) -> None:
     """After a function has run and its result is sent: nothing that it set reaches into the next."""
     gc.collect()
     interceptor.groups.clear()
+    if interceptor.announce is not None:
+        interceptor.announce.close()
+        interceptor.announce = None
     _open_streams()
     settings.put_back()
     _take_place()

@@ -2,6 +2,7 @@
 
 from .bits import bits_explorer
 from .chooser import algorithm_chooser
+from .context import context_explorer
 from .cost import cost_calculator
 from .memory import memory_calculator
 from .mesh import mesh_explorer
@@ -14,6 +15,7 @@ __all__ = [
     "all_reduce_stepper",
     "bits_explorer",
     "collective_stepper",
+    "context_explorer",
     "cost_calculator",
     "memory_calculator",
     "mesh_explorer",

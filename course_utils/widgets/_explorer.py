@@ -1,9 +1,11 @@
-"""What every explorer shares: rows of controls above words and a picture, and what a notebook stores of them."""
+"""The explorer that every widget is: rows of controls above words and a picture, and what a notebook stores of them."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import html
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ipywidgets as widgets
 from matplotlib.figure import Figure
@@ -55,19 +57,70 @@ class Picture(widgets.Image):
 
 
 class Explorer(widgets.VBox):
-    """Rows of controls above `status`, in words, and `picture`. A notebook also stores the picture as an image."""
+    """Rows of controls above words and a picture that follow them. A notebook also stores the picture as an image.
+
+    Parameters
+    ----------
+    rows : list of dict of str to Widget
+        Controls by name, a row each. Those with a value are arguments of `render`; buttons are not.
+    render : callable
+        ``render(**values) -> (figure, html)`` draws one setting and tells of it. A `ValueError` refuses the setting:
+        its message stands below the controls, which stay as they are, and the last picture turns pale.
+    adapt : callable, optional
+        ``adapt(changed)`` is called before each drawing with the name of the control that has changed, None at the
+        start. It sets what follows in other controls, such as options and limits, and may refuse as `render` does.
+    note : str
+        HTML below the picture.
+
+    Attributes
+    ----------
+    controls : dict of str to Widget
+    status : HTML
+        What `render` tells, or why it refuses.
+    picture : Picture
+    note : HTML
+    """
 
     def __init__(
-        self, rows: Sequence[Sequence[widgets.Widget]], status: widgets.HTML, picture: Picture, note: str = ""
+        self,
+        rows: Sequence[Mapping[str, widgets.Widget]],
+        render: Callable[..., tuple[Figure, str]],
+        adapt: Callable[[str | None], None] = lambda changed: None,
+        note: str = "",
     ) -> None:
-        boxes = [widgets.HBox(row, layout={"flex_flow": "row wrap"}) for row in rows]
-        below = [widgets.HTML(f"<div style='line-height: 1.4; font-size: 85%'>{note}</div>")] if note else []
-        super().__init__([*boxes, status, picture, *below])
-        self._picture = picture
+        self.controls = {name: control for row in rows for name, control in row.items()}
+        self.rows = [widgets.HBox(list(row.values()), layout={"flex_flow": "row wrap"}) for row in rows]
+        self.status, self.picture = widgets.HTML(), Picture()
+        self.note = widgets.HTML(f"<div style='line-height: 1.4; font-size: 85%'>{note}</div>")
+        super().__init__([*self.rows, self.status, self.picture, *([self.note] if note else [])])
+        self._names = {control: name for name, control in self.controls.items() if control.has_trait("value")}
+        self._render, self._adapt, self._adapting = render, adapt, False
+        for control in self._names:
+            control.observe(self._changed, "value")
+        self._draw(None)
+
+    def _changed(self, change: Mapping[str, Any]) -> None:
+        if not self._adapting:  # what `adapt` sets is drawn with the change that it follows
+            self._draw(self._names[change["owner"]])
+
+    def _draw(self, changed: str | None) -> None:
+        self._adapting = True
+        try:
+            self._adapt(changed)
+            figure, words = self._render(**{name: control.value for control, name in self._names.items()})
+        except ValueError as error:
+            why = html.escape(str(error).rstrip("."))
+            self.status.value = f"<p><b>{why}.</b> The pale picture is of the last setting that was possible.</p>"
+            self.picture.fade()
+        else:
+            self.status.value = words
+            self.picture.show(figure)
+        finally:
+            self._adapting = False
 
     def _repr_mimebundle_(self, **kwargs: object) -> tuple[dict[str, object], dict[str, dict[str, int]]]:
         """What IPython shows; viewers that know no widgets take the image, which says what to do."""
-        image = headed(self._picture.figure, TO_USE)
+        image = headed(self.picture.figure, TO_USE)
         encoded = base64.b64encode(image).decode()
         data = {**super()._repr_mimebundle_(**kwargs), "text/plain": TO_USE, "image/png": encoded}
         return data, {"image/png": {"width": png_width(image)}}

@@ -13,7 +13,8 @@ from matplotlib.patches import Rectangle
 
 from ..number_formats import FORMATS, Format, Stored, read_number, store
 from ..plots import FAINT, INK, new_figure, readable, tint
-from ._explorer import Explorer, Picture
+from ._controls import text
+from ._explorer import Explorer
 
 __all__ = ["bits_explorer"]
 
@@ -76,34 +77,23 @@ def _draw(text: str, number: float | Fraction) -> tuple[Figure, str]:
     return figure, f"{html.escape(text)} is stored as: {words}.<br><small>{_NOTE}</small>"
 
 
-def bits_explorer() -> widgets.Widget:
+def _render(number: str) -> tuple[Figure, str]:
+    return _draw(" ".join(number.split()), read_number(number))
+
+
+def bits_explorer() -> Explorer:
     """Write a number, or press an example; see its sign, exponent and fraction bits in fp32, tf32, bf16, fp16 and fp8.
 
     Beside the bits stand the value stored and its relative error, or that the number overflows, saturates or
     underflows. fp8 is e5m2 and e4m3 as torch has them; out of range, a cast to e4m3 saturates since torch 2.12
     (https://github.com/pytorch/pytorch/pull/178817).
     """
-    box = widgets.Text("0.1", description="number", continuous_update=False)
-    buttons = [widgets.Button(description=text, layout={"width": "auto"}) for text in _EXAMPLES]
-    status, picture = widgets.HTML(), Picture()
-    shown = {}
-
-    def draw(_=None) -> None:
-        try:
-            number = read_number(box.value)
-        except ValueError as error:
-            status.value = f"<p><b>{html.escape(str(error))}.</b> The picture still shows {shown['text']}.</p>"
-            return
-        text = " ".join(box.value.split())
-        figure, status.value = _draw(text, number)
-        picture.show(figure)
-        shown["text"] = html.escape(text)
+    number = text("number", "0.1")
+    examples = {example: widgets.Button(description=example, layout={"width": "auto"}) for example in _EXAMPLES}
 
     def press(button: widgets.Button) -> None:
-        box.value = button.description
+        number.value = button.description
 
-    for button in buttons:
+    for button in examples.values():
         button.on_click(press)
-    box.observe(draw, "value")
-    draw()
-    return Explorer([[box], buttons], status, picture)
+    return Explorer([{"number": number}, examples], _render)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ipywidgets as widgets
 from matplotlib.figure import Figure
 
-from ..costs import ALL_REDUCE_ALGORITHMS, Cluster, all_reduce_seconds, flat
+from ..costs import ALL_REDUCE_ALGORITHMS, TwoLevelCluster, all_reduce_seconds, flat_cluster
 from ..hardware import LINKS
 from ..plots import algorithm_color, draw_crossover, new_figure, spoken
 from ..units import format_bytes
-from ._explorer import Explorer, Picture
+from ._controls import checkbox, choice, slider
+from ._explorer import Explorer
 
 __all__ = ["algorithm_chooser"]
 
@@ -23,7 +23,7 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def _draw(cluster: Cluster, size: int, algorithms: list[str]) -> tuple[Figure, str]:
+def _draw(cluster: TwoLevelCluster, size: int, algorithms: list[str]) -> tuple[Figure, str]:
     """Return the picture for one setting, and what it shows in words."""
     times = {name: all_reduce_seconds(name, size, cluster) for name in algorithms}
     ranked = sorted(times, key=times.get)
@@ -51,40 +51,28 @@ def _draw(cluster: Cluster, size: int, algorithms: list[str]) -> tuple[Figure, s
     return figure, words + ", ".join(f"{spoken(name)} up to {format_bytes(end)}" for name, _, end in spans) + "."
 
 
-def algorithm_chooser() -> widgets.Widget:
+def _render(size: int, nodes: int, gpus: int, near: str, far: str, adds: bool) -> tuple[Figure, str]:
+    if nodes * gpus == 1:
+        raise ValueError("one rank has nothing to reduce; choose more nodes or GPUs")
+    intra, inter = ((LINKS[key].latency, 1 / LINKS[key].bandwidth) for key in (near, far))
+    cluster = TwoLevelCluster(nodes, gpus, intra, inter) if nodes > 1 else flat_cluster(gpus, *intra)
+    return _draw(cluster, size, [name for name in ALL_REDUCE_ALGORITHMS if adds or name != "in_network"])
+
+
+def algorithm_chooser() -> Explorer:
     """Compare the times of all-reduce algorithms on links of your choice, modelled by `costs.all_reduce_seconds`.
 
     Each GPU has a port of its own to the network. One node has no network: the second link is not used.
     """
     inside = [(link.name, key) for key, link in LINKS.items() if key.startswith(("nvlink", "pcie"))]
     between = [(link.name, key) for key, link in LINKS.items() if key.startswith(("ib_", "eth_"))]
-    options = [(format_bytes(size), size) for size in _SIZES]
-    size = widgets.SelectionSlider(options=options, value=2**20, description="size S", continuous_update=False)
-    nodes = widgets.SelectionSlider(
-        options=[2**k for k in range(11)], value=2, description="nodes", continuous_update=False
-    )
-    gpus = widgets.SelectionSlider(
-        options=[1, 2, 4, 8, 16, 32, 72], value=4, description="GPUs each", continuous_update=False
-    )
-    near = widgets.Dropdown(options=inside, value="nvlink4", description="in a node")
-    far = widgets.Dropdown(options=between, value="ib_ndr", description="between")
-    adds = widgets.Checkbox(value=False, description="switches add (NVLS, SHARP)", indent=False)
-    status, picture = widgets.HTML(), Picture()
+    size = slider("size S", [(format_bytes(size), size) for size in _SIZES], 2**20)
+    nodes, gpus = slider("nodes", [2**k for k in range(11)], 2), slider("GPUs each", [1, 2, 4, 8, 16, 32, 72], 4)
+    near, far = choice("in a node", inside, "nvlink4"), choice("between", between, "ib_ndr")
+    adds = checkbox("switches add (NVLS, SHARP)")
 
-    def draw(_=None) -> None:
-        intra, inter = ((LINKS[key].latency, 1 / LINKS[key].bandwidth) for key in (near.value, far.value))
-        cluster = Cluster(nodes.value, gpus.value, intra, inter) if nodes.value > 1 else flat(gpus.value, *intra)
+    def adapt(_: str | None) -> None:
         far.disabled = nodes.value == 1
-        if cluster.ranks == 1:
-            words = "<b>One rank has nothing to reduce; choose more nodes or GPUs.</b> The picture is the last one."
-            status.value = f"<p>{words}</p>"
-            picture.fade()
-            return
-        algorithms = [name for name in ALL_REDUCE_ALGORITHMS if adds.value or name != "in_network"]
-        figure, status.value = _draw(cluster, size.value, algorithms)
-        picture.show(figure)
 
-    for control in (size, nodes, gpus, near, far, adds):
-        control.observe(draw, "value")
-    draw()
-    return Explorer([[size, nodes, gpus], [near, far, adds]], status, picture)
+    rows = [{"size": size, "nodes": nodes, "gpus": gpus}, {"near": near, "far": far, "adds": adds}]
+    return Explorer(rows, _render, adapt)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import ipywidgets as widgets
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from ..plots import RANK_COLORS, label_lines, new_figure
-from ._explorer import Explorer, Picture
+from ._controls import decimal, slider
+from ._explorer import Explorer
 
 __all__ = ["cost_calculator", "efficiency", "goodput"]
 
@@ -83,45 +83,46 @@ def _draw(at: int, runs: dict[str, list[tuple[float, float]]]) -> Figure:
     return figure
 
 
-def _number(value: float, description: str, low: float = 0.0, high: float = 1e9) -> widgets.BoundedFloatText:
-    return widgets.BoundedFloatText(
-        value=value, min=low, max=high, description=description, style={"description_width": "190px"},
-        layout={"width": "300px"},
+def _render(
+    work: float, price: float, spot: float, kept: float, rate: float, save: float, restart: float, gpus: int
+) -> tuple[Figure, str]:
+    share = kept / 100
+
+    def useful(n: int) -> float:
+        return goodput(n * rate / 1000, save / 60, restart / 60)
+
+    runs = {
+        "on demand": [_run(work, n, share, price, 1.0) for n in _GPUS],
+        "spot": [_run(work, n, share, spot, useful(n)) for n in _GPUS],
+    }
+    at = _GPUS.index(gpus)
+    told = [f"{name}: {_span(runs[name][at][0])}, ${runs[name][at][1]:,.2f}" for name in runs]
+    words = (
+        f"{gpus:,} GPUs at {efficiency(gpus, share):.0%} efficiency, {useful(gpus):.0%} of the "
+        f"time on spot useful. {'; '.join(told)}. One GPU on demand: ${work * price:,.2f}."
     )
+    return _draw(gpus, runs), words
 
 
-def cost_calculator() -> widgets.Widget:
+def cost_calculator() -> Explorer:
     """Work out hours and dollars of a run from your prices, GPUs, scaling and interruptions.
 
     The prices that it opens with are examples. On-demand GPUs are taken not to be interrupted.
     """
-    work = _number(1000, "hours on one GPU", 0.001)
-    price, spot = _number(1.00, "$ per GPU hour (example)"), _number(0.50, "$ per spot hour (example)")
-    kept = _number(95, "% kept at each doubling", 1, 100)
-    rate = _number(5, "stops per 1,000 spot hours", 0, 1e6)
-    save, restart = _number(2, "minutes to save", 0, 1e5), _number(10, "minutes to restart", 0, 1e5)
-    gpus = widgets.SelectionSlider(options=_GPUS, value=8, description="GPUs", continuous_update=False)
-    status, picture = widgets.HTML(), Picture()
-
-    def draw(_=None) -> None:
-        share = kept.value / 100
-
-        def useful(n: int) -> float:
-            return goodput(n * rate.value / 1000, save.value / 60, restart.value / 60)
-
-        runs = {
-            "on demand": [_run(work.value, n, share, price.value, 1.0) for n in _GPUS],
-            "spot": [_run(work.value, n, share, spot.value, useful(n)) for n in _GPUS],
-        }
-        at = _GPUS.index(gpus.value)
-        told = [f"{name}: {_span(runs[name][at][0])}, ${runs[name][at][1]:,.2f}" for name in runs]
-        status.value = (
-            f"{gpus.value:,} GPUs at {efficiency(gpus.value, share):.0%} efficiency, {useful(gpus.value):.0%} of the "
-            f"time on spot useful. {'; '.join(told)}. One GPU on demand: ${work.value * price.value:,.2f}."
-        )
-        picture.show(_draw(gpus.value, runs))
-
-    for control in (work, price, spot, kept, rate, save, restart, gpus):
-        control.observe(draw, "value")
-    draw()
-    return Explorer([[work, kept, gpus], [price, spot], [rate, save, restart]], status, picture)
+    rows = [
+        {
+            "work": decimal("hours on one GPU", 1000, 0.001, 1e9),
+            "kept": decimal("% kept at each doubling", 95, 1, 100),
+            "gpus": slider("GPUs", _GPUS, 8),
+        },
+        {
+            "price": decimal("$ per GPU hour (example)", 1.00, 0, 1e9),
+            "spot": decimal("$ per spot hour (example)", 0.50, 0, 1e9),
+        },
+        {
+            "rate": decimal("stops per 1,000 spot hours", 5, 0, 1e6),
+            "save": decimal("minutes to save", 2, 0, 1e5),
+            "restart": decimal("minutes to restart", 10, 0, 1e5),
+        },
+    ]
+    return Explorer(rows, _render)

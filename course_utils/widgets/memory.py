@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass, replace
+from typing import Any
 
-import ipywidgets as widgets
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,18 +13,20 @@ from .. import memory, models
 from ..hardware import GPU, GPUS
 from ..plots import FAINT, INK, PART_COLORS, byte_axis, new_figure, tint
 from ..units import decimal_bytes
-from ._explorer import Explorer, Picture
+from ._controls import checkbox, choice, integer, slider
+from ._explorer import Explorer
 
 __all__ = ["Verdict", "judge", "memory_calculator"]
 
 _OWN = "own shape"
+_GPTS = [name for name, config in models.PUBLISHED.items() if not config.gated]  # Llama's layers are others
 _STAGES = ((0, "0: DDP"), (1, "1: ZeRO-1"), (2, "2: ZeRO-2"), (3, "3: ZeRO-3, FSDP"))
 _RANKS = tuple(2**k for k in range(13))
 _LENGTHS = tuple(2**k for k in range(7, 18))
 _SHAPE = ("layers", "heads", "hidden", "vocabulary")
 _NO = "#B33C00"
 _NOTE = (
-    "Modelled by <code>memory.training</code>. Model states: the formulas of ZeRO (Rajbhandari et al. 2020). "
+    "Modelled by <code>memory.training_memory</code>. Model states: the formulas of ZeRO (Rajbhandari et al. 2020). "
     "Activations: what each operation of this course's GPT keeps for backward. Buffers: gathered parameters, buckets "
     "and gradients of activations. All at the moment of a step when the most is held. Not counted: the CUDA context, "
     "NCCL, workspaces of kernels, temporaries of the optimizer's step and memory lost between blocks; for these some "
@@ -67,7 +68,7 @@ def _tell(verdicts: list[Verdict], free: float) -> str:
     return " ".join(told if groups["fits"] else ["<b>Fits on none of these GPUs.</b>", *told])
 
 
-def _changes(config: models.GPTConfig, run: dict, gpu: GPU, free: float) -> list[str]:
+def _changes(config: models.TransformerConfig, run: dict, gpu: GPU, free: float) -> list[str]:
     """Return what, changed alone, makes a run fit on `gpu`: of each control the nearest value that does."""
     tried = {
         "checkpointing": [("checkpointing", {"config": replace(config, checkpoint=True)})],
@@ -80,13 +81,13 @@ def _changes(config: models.GPTConfig, run: dict, gpu: GPU, free: float) -> list
     }
 
     def fits(change: dict) -> bool:
-        return judge(memory.training(**{"config": config, **run, **change}), gpu, free).reason == "fits"
+        return judge(memory.training_memory(**{"config": config, **run, **change}), gpu, free).reason == "fits"
 
     nearest = (next((name for name, change in choices if fits(change)), None) for choices in tried.values())
     return [name for name in nearest if name]
 
 
-def _advise(verdicts: list[Verdict], config: models.GPTConfig, run: dict, free: float) -> str:
+def _advise(verdicts: list[Verdict], config: models.TransformerConfig, run: dict, free: float) -> str:
     """Return what would help on the largest GPU on which the run does not fit with room, in words."""
     short = [verdict.gpu for verdict in verdicts if verdict.reason != "fits"]
     if not short:
@@ -149,104 +150,83 @@ def _draw(need: memory.Memory, verdicts: list[Verdict], free: float, title: str)
     return figure
 
 
-def _look(width: int, label: int = 80) -> dict:
-    return {"layout": {"width": f"{width}px"}, "style": {"description_width": f"{label}px"}}
+def _config(model: str, shape: dict[str, int], length: int, checkpoint: bool) -> models.TransformerConfig:
+    """Return the shape of a published model, or the user's own, which has as many positions as the sequence is long."""
+    if model == _OWN:
+        return models.TransformerConfig(**shape, context=length, checkpoint=checkpoint)
+    config = models.PUBLISHED[model]
+    if length > config.context:
+        raise ValueError(
+            f"{model} has {config.context:,} positions, no {length:,}; choose a shorter sequence, "
+            f"or {_OWN!r}, which has as many as you choose"
+        )
+    return replace(config, checkpoint=checkpoint)
 
 
-def _number(value: int, description: str) -> widgets.IntText:
-    return widgets.IntText(value=value, description=description, continuous_update=False, **_look(205))
+def _title(model: str, config: models.TransformerConfig, run: dict) -> str:
+    count, ranks = config.parameter_count, run["ranks"]
+    many = f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+    own = f" ({config.layers} x {config.hidden}, {config.heads} heads)" if model == _OWN else ""
+    return (
+        f"{model}{own}, {many} parameters, {run['precision']}, {run['optimizer']}, stage {run['stage']} on "
+        f"{ranks:,} {'rank' if ranks == 1 else 'ranks'}, {run['batch']:,} x {run['length']:,} tokens a "
+        f"rank{', checkpointing' if config.checkpoint else ''}"
+        f"{', buckets apart' if run['gradient_copy'] and run['stage'] < 2 else ''}"
+    )
 
 
-def _slider(options: list, value: float, description: str) -> widgets.SelectionSlider:
-    return widgets.SelectionSlider(options=options, value=value, description=description, continuous_update=False,
-                                   **_look(272))
+def _render(
+    model: str, layers: int, heads: int, hidden: int, vocabulary: int, checkpoint: bool, free: float, **run: Any
+) -> tuple[Figure, str]:
+    """Draw and tell what a run needs; `run` is what `memory.training_memory` takes besides the shape."""
+    shape = {"layers": layers, "heads": heads, "hidden": hidden, "vocabulary": vocabulary}
+    config = _config(model, shape, run["length"], checkpoint)
+    need = memory.training_memory(config, **run)
+    if need.total >= 1e18:
+        raise ValueError(f"that is {need.total:.1e} bytes a rank, more than any machine has; choose less")
+    verdicts = [judge(need, gpu, free) for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes)]
+    parts = ", ".join(f"{part} {decimal_bytes(size)}" for part, size in need.parts().items())
+    words = (
+        f"<div style='line-height: 1.5'><b>{decimal_bytes(need.total)} on each rank</b>: {parts}. "
+        f"{_tell(verdicts, free)} {_advise(verdicts, config, run, free)}</div>"
+    )
+    return _draw(need, verdicts, free, _title(model, config, run)), words
 
 
-def _choice(options: list, value: object, description: str) -> widgets.Dropdown:
-    return widgets.Dropdown(options=options, value=value, description=description, **_look(272))
-
-
-def memory_calculator() -> widgets.Widget:
-    """Work out what training a GPT takes on one rank, by `memory.training`, and on which GPUs of `hardware` it fits.
+def memory_calculator() -> Explorer:
+    """Work out what training a GPT takes on one rank, by `memory.training_memory`, and which GPUs have room for it.
 
     A published model has as many positions as its paper gives it; "own shape" starts from the model chosen before and
-    has as many as the sequence is long. What cannot be is refused, and the picture stays.
+    has as many as the sequence is long. What cannot be is refused.
     """
-    model = _choice([*models.PUBLISHED, _OWN], "GPT-3 6.7B", "model")
-    precision = _choice(list(memory.PRECISIONS), "mixed", "precision")
-    optimizer = _choice(list(memory.OPTIMIZERS), "adam", "optimizer")
-    shape = {name: _number(1, name) for name in _SHAPE}
-    ranks = _slider([(f"{n:,}", n) for n in _RANKS], 8, "ranks")
-    stage = _choice([(label, number) for number, label in _STAGES], 3, "stage")
-    free = _slider([(f"{percent} %", percent / 100) for percent in range(0, 55, 5)], 0.1, "keep free")
-    length = _slider([(f"{n:,}", n) for n in _LENGTHS], 2048, "sequence")
-    batch = widgets.IntText(value=1, description="batch of a rank", continuous_update=False, **_look(272, 110))
-    again = widgets.Checkbox(value=False, description="activation checkpointing", indent=False, **_look(205))
-    copy = widgets.Checkbox(value=False, description="buckets apart from gradients", indent=False, **_look(215))
-    status, picture = widgets.HTML(), Picture()
-    shown = {}
+    model = choice("model", [*_GPTS, _OWN], "GPT-3 6.7B")
+    length = slider("sequence", [(f"{n:,}", n) for n in _LENGTHS], 2048)
+    shape = {name: integer(name, 1) for name in _SHAPE}
 
-    def chosen() -> models.GPTConfig:
-        if model.value != _OWN:
-            config = models.PUBLISHED[model.value]
-            if length.value > config.context:
-                raise ValueError(
-                    f"{model.value} has {config.context:,} positions, no {length.value:,}; choose a shorter sequence, "
-                    f"or {_OWN!r}, which has as many as you choose"
-                )
-            return replace(config, checkpoint=again.value)
-        asked = {name: field.value for name, field in shape.items()}
-        return models.GPTConfig(**asked, context=length.value, checkpoint=again.value)
-
-    def draw() -> None:
-        try:
-            config = chosen()
-            run = {"batch": batch.value, "length": length.value, "stage": stage.value, "ranks": ranks.value}
-            run |= {"precision": precision.value, "optimizer": optimizer.value, "gradient_copy": copy.value}
-            need = memory.training(config, **run)
-            if need.total >= 1e18:
-                raise ValueError(f"that is {need.total:.1e} bytes a rank, more than any machine has; choose less")
-        except ValueError as error:
-            status.value = f"<p><b>{html.escape(str(error))}.</b> The picture still shows {shown['title']}.</p>"
-            return
-        count = models.parameters(config)
-        many = f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
-        own = f" ({config.layers} x {config.hidden}, {config.heads} heads)" if model.value == _OWN else ""
-        title = (
-            f"{model.value}{own}, {many} parameters, {precision.value}, {optimizer.value}, stage {stage.value} on "
-            f"{ranks.value:,} {'rank' if ranks.value == 1 else 'ranks'}, {batch.value:,} x {length.value:,} tokens a "
-            f"rank{', checkpointing' if again.value else ''}"
-            f"{', buckets apart' if copy.value and stage.value < 2 else ''}"
-        )
-        verdicts = [judge(need, gpu, free.value) for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes)]
-        parts = ", ".join(f"{part} {decimal_bytes(size)}" for part, size in need.parts().items())
-        status.value = (
-            f"<div style='line-height: 1.5'><b>{decimal_bytes(need.total)} on each rank</b>: {parts}. "
-            f"{_tell(verdicts, free.value)} {_advise(verdicts, config, run, free.value)}</div>"
-        )
-        picture.show(_draw(need, verdicts, free.value, title))
-        shown["title"] = html.escape(title)
-
-    def show_shape() -> None:
+    def adapt(changed: str | None) -> None:
+        published = models.PUBLISHED.get(model.value)
         for name, field in shape.items():
-            field.disabled = model.value != _OWN
-            if model.value != _OWN:
-                field.value = getattr(models.PUBLISHED[model.value], name)
+            field.disabled = published is not None
+            if published:
+                field.value = getattr(published, name)
+        if published and changed == "model":
+            length.value = min(length.value, published.context)
 
-    def changed(change) -> None:
-        owner, published = change["owner"], models.PUBLISHED.get(model.value)
-        if owner in shape.values() and published:
-            return  # `show_shape` has set it
-        if owner is model:
-            show_shape()
-            if published and length.value > published.context:
-                length.value = published.context  # which draws
-                return
-        draw()
-
-    show_shape()
-    for control in (model, precision, optimizer, *shape.values(), ranks, stage, length, batch, again, copy, free):
-        control.observe(changed, "value")
-    draw()
-    rows = [[model, precision, optimizer], list(shape.values()), [ranks, stage, free], [length, batch, again, copy]]
-    return Explorer(rows, status, picture, _NOTE)
+    rows = [
+        {
+            "model": model, "precision": choice("precision", memory.PRECISIONS, "mixed"),
+            "optimizer": choice("optimizer", memory.OPTIMIZERS, "adam"),
+        },
+        shape,
+        {
+            "ranks": slider("ranks", [(f"{n:,}", n) for n in _RANKS], 8),
+            "stage": choice("stage", [(label, number) for number, label in _STAGES], 3),
+            "free": slider("keep free", [(f"{percent} %", percent / 100) for percent in range(0, 55, 5)], 0.1),
+        },
+        {
+            "length": length, "batch": integer("batch of a rank", 1),
+            "checkpoint": checkbox("activation checkpointing"),
+            "gradient_copy": checkbox("buckets apart from gradients"),
+        },
+    ]
+    return Explorer(rows, _render, adapt, _NOTE)

@@ -7,12 +7,14 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-import ipywidgets as widgets
+from matplotlib.figure import Figure
 
-from ..planner import CLUSTERS, MODELS, RECOMPUTE, Cluster, Layout, cluster, legal, mesh_groups, traffic
+from ..planner import CLUSTERS, RECOMPUTE, GpuCluster, Layout, cluster, mesh_groups, reasons_against, traffic
 from ..plots import dimension_color, mesh_grid, short_ranks
+from ..transformer import PUBLISHED
 from ..units import decimal_bytes
-from ._explorer import Explorer, Picture
+from ._controls import choice, integer, steps
+from ._explorer import Explorer
 
 __all__ = ["Group", "groups_of", "mesh_explorer"]
 
@@ -85,7 +87,7 @@ def _where(group: Group) -> str:
     return f"on {group.nodes} nodes" + (f", {each:g} on each" if each > 1 else "")
 
 
-def _table(groups: list[Group], machine: Cluster, sent: dict[str, float] | None) -> str:
+def _table(groups: list[Group], machine: GpuCluster, sent: dict[str, float] | None) -> str:
     """Return the groups as an HTML table, with bytes and times where the layout can run."""
     heads = ["", "ranks", "where", "link, one way", "sends", *(["in a step", "at least"] if sent else [])]
     rows = []
@@ -113,62 +115,52 @@ def _orders() -> list[tuple[str, tuple[str, ...]]]:
     return [(", ".join(order) + (f": {_KNOWN[order]}" if order in _KNOWN else ""), order) for order in every]
 
 
-def mesh_explorer() -> widgets.Widget:
+def _describe(groups: list[Group], node: GpuCluster, layout: Layout, model: str, batch: int) -> str:
+    """Return what each group sends, or why the model cannot run so."""
+    shape = PUBLISHED[model]
+    against = reasons_against(shape, node, layout, batch)
+    if not against:
+        return _table(groups, node, traffic(shape, layout, batch))
+    refused = html.escape(f"{model} cannot run so: {'; '.join(against)}.")
+    return f"<p><b>{refused}</b></p>{_table(groups, node, None)}"
+
+
+def _render(
+    order: tuple[str, ...], per_node: int, rank: int, model: str, machine: str, batch: int, microbatch: int,
+    recompute: str, **degrees: int,
+) -> tuple[Figure, str]:
+    sizes = {name: degrees[name] for name in order}
+    ranks = _check(sizes, per_node)
+    mesh = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1) or "one"
+    title = f"modelled: {ranks:,} ranks as {mesh}, rank {rank} and its groups"
+    figure = mesh_grid(sizes, title, per_node=per_node, rank=rank, names_only=True)
+    node = replace(cluster(machine, 8), gpus=ranks, per_node=per_node)
+    zero = 1 if sizes["dp"] * sizes["cp"] > 1 else 0
+    layout = Layout(**sizes, microbatch=microbatch, zero=zero, recompute=recompute)
+    return figure, _describe(groups_of(rank, sizes, per_node), node, layout, model, batch)
+
+
+def mesh_explorer() -> Explorer:
     """See which ranks share a group in up to four dimensions, over which links, and what a step sends over each.
 
     Groups are those of `planner.mesh_groups`, which numbers ranks as torch's ``init_device_mesh`` does: the last
-    dimension of the order fastest. What cannot be is refused, and the picture stays.
+    dimension of the order fastest. A mesh that cannot be is refused.
     """
+    degrees = {name: integer(name, n) for name, n in zip(_DIMENSIONS, (8, 1, 4, 8), strict=True)}
+    order, per_node = choice("order", _orders(), ("pp", "dp", "cp", "tp"), 260), integer("GPUs in a node", 8)
+    rank = steps("rank", 77, 0, 255, 480)
 
-    def look(width: int, label: int = 90) -> dict:
-        return {"layout": {"width": f"{width}px"}, "style": {"description_width": f"{label}px"}}
+    def adapt(_: str | None) -> None:
+        rank.max = _check({name: degrees[name].value for name in order.value}, per_node.value) - 1
 
-    def number(value: int, name: str, width: int = 150, label: int = 70) -> widgets.IntText:
-        return widgets.IntText(value=value, description=name, continuous_update=False, **look(width, label))
-
-    rank = widgets.IntSlider(77, 0, 255, description="rank", continuous_update=False, **look(560))
-    degrees = {name: number(n, name) for name, n in zip(_DIMENSIONS, (8, 1, 4, 8), strict=True)}
-    order = widgets.Dropdown(options=_orders(), value=("pp", "dp", "cp", "tp"), description="order", **look(330))
-    per_node = number(8, "GPUs in a node", 190, 110)
-    machine = widgets.Dropdown(options=list(CLUSTERS), value="DGX H100", description="machine", **look(230))
-    model = widgets.Dropdown(options=list(MODELS), value="Llama 3 70B", description="model", **look(330))
-    again = widgets.Dropdown(options=list(RECOMPUTE), value="none", description="recompute", **look(230))
-    batch, microbatch = number(512, "sequences", 160, 90), number(1, "micro-batch", 160, 90)
-    status, picture = widgets.HTML(), Picture()
-    shown = {"title": ""}
-
-    def describe(sizes: dict[str, int], ranks: int) -> str:
-        node = replace(cluster(machine.value, 8), gpus=ranks, per_node=per_node.value)
-        layout = Layout(**sizes, microbatch=microbatch.value, zero=1 if sizes["dp"] * sizes["cp"] > 1 else 0,
-                        recompute=again.value)
-        shape = MODELS[model.value]
-        reasons = legal(shape, node, layout, batch.value)
-        groups = groups_of(rank.value, sizes, per_node.value)
-        if reasons:
-            refused = html.escape(f"{model.value} cannot run so: {'; '.join(reasons)}.")
-            return f"<p><b>{refused}</b></p>{_table(groups, node, None)}"
-        return _table(groups, node, traffic(shape, layout, batch.value))
-
-    def draw(_=None) -> None:
-        sizes = {name: degrees[name].value for name in order.value}
-        try:
-            ranks = _check(sizes, per_node.value)
-        except ValueError as error:
-            status.value = f"<p><b>{html.escape(str(error))}.</b> The picture still shows {shown['title']}.</p>"
-            return
-        if rank.max != ranks - 1:
-            rank.unobserve(draw, "value")
-            rank.max = ranks - 1  # which moves the rank into the mesh
-            rank.observe(draw, "value")
-        mesh = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1) or "one"
-        shown["title"] = f"{ranks:,} ranks as {mesh}, rank {rank.value}"
-        title = f"modelled: {shown['title']} and its groups"
-        status.value = describe(sizes, ranks)
-        picture.show(mesh_grid(sizes, title, per_node=per_node.value, rank=rank.value, names_only=True))
-
-    controls = [rank, *degrees.values(), order, per_node, machine, model, batch, microbatch, again]
-    for control in controls:
-        control.observe(draw, "value")
-    draw()
-    rows = [list(degrees.values()), [order, per_node], [rank], [model, machine], [batch, microbatch, again]]
-    return Explorer(rows, status, picture, _NOTE)
+    rows = [
+        degrees,
+        {"order": order, "per_node": per_node},
+        {"rank": rank},
+        {"model": choice("model", PUBLISHED, "Llama 3 70B"), "machine": choice("machine", CLUSTERS, "DGX H100")},
+        {
+            "batch": integer("sequences", 512), "microbatch": integer("micro-batch", 1),
+            "recompute": choice("recompute", RECOMPUTE, "none", 120),
+        },
+    ]
+    return Explorer(rows, _render, adapt, _NOTE)

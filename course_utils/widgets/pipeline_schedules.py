@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
-
-import ipywidgets as widgets
+from matplotlib.figure import Figure
 
 from ..pipeline import SCHEDULES, Costs, Timeline, simulate
 from ..plots import schedule_picture
-from ._explorer import Explorer, Picture
+from ._controls import choice, decimal, steps
+from ._explorer import Explorer
 
 __all__ = ["schedule_explorer"]
 
@@ -55,41 +54,27 @@ def _describe(run: Timeline, costs: Costs) -> str:
     )
 
 
-def schedule_explorer() -> widgets.Widget:
+def _render(
+    microbatches: int, ranks: int, name: str, virtual: int, transfer: float, forward: float, input: float, weight: float
+) -> tuple[Figure, str]:
+    costs, more = Costs(forward, input, weight, transfer), [virtual] if name == "interleaved" else []
+    run = simulate(SCHEDULES[name](ranks, microbatches, *more), costs)
+    return schedule_picture(run, "modelled"), _describe(run, costs)
+
+
+def schedule_explorer() -> Explorer:
     """Look at any pipeline schedule of `course_utils.pipeline`, simulated with times of your choice."""
+    name, virtual = choice("schedule", SCHEDULES, "1F1B"), steps("stages/rank v", 2, 1, 4)
 
-    def slider(value: int, low: int, high: int, name: str) -> widgets.IntSlider:
-        look = {"style": {"description_width": "100px"}, "layout": {"width": "310px"}}
-        return widgets.IntSlider(value, low, high, description=name, continuous_update=False, **look)
-
-    def time(value: float, name: str, low: float = 0.25) -> widgets.FloatSlider:
-        return widgets.FloatSlider(
-            value=value, min=low, max=3.0, step=0.25, description=name, continuous_update=False, readout_format=".2f"
-        )
-
-    microbatches, ranks, virtual = (
-        slider(8, 1, 32, "micro-batches"), slider(4, 1, 12, "ranks p"), slider(2, 1, 4, "stages/rank v")
-    )
-    name = widgets.Dropdown(options=list(SCHEDULES), value="1F1B", description="schedule")
-    forward, input_, weight = time(1.0, "F"), time(1.0, "I"), time(1.0, "W")
-    transfer = time(0.0, "transfer", low=0.0)
-    status, picture = widgets.HTML(), Picture()
-
-    def draw(_=None) -> None:
+    def adapt(_: str | None) -> None:
         virtual.disabled = name.value != "interleaved"
-        more = [] if virtual.disabled else [virtual.value]
-        costs = Costs(forward.value, input_.value, weight.value, transfer.value)
-        try:
-            run = simulate(SCHEDULES[name.value](ranks.value, microbatches.value, *more), costs)
-        except ValueError as error:
-            status.value = f"<p><b>Not possible: {html.escape(str(error))}.</b> The picture is the last one.</p>"
-            picture.fade()
-            return
-        status.value = _describe(run, costs)
-        picture.show(schedule_picture(run, "modelled"))
 
-    for control in (microbatches, ranks, virtual, name, forward, input_, weight, transfer):
-        control.observe(draw, "value")
-    draw()
-    rows = [[microbatches, ranks, name], [virtual, transfer], [forward, input_, weight]]
-    return Explorer(rows, status, picture)
+    rows = [
+        {"microbatches": steps("micro-batches", 8, 1, 32), "ranks": steps("ranks p", 4, 1, 12), "name": name},
+        {"virtual": virtual, "transfer": decimal("transfer", 0.0, 0.0, 3.0, step=0.25)},
+        {
+            time: decimal(label, 1.0, 0.25, 3.0, step=0.25)
+            for time, label in {"forward": "F", "input": "I", "weight": "W"}.items()
+        },
+    ]
+    return Explorer(rows, _render, adapt)

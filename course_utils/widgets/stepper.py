@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import math
+from functools import lru_cache
 
 import ipywidgets as widgets
 import torch
@@ -14,7 +14,8 @@ from ..collective_algorithms import ALGORITHMS, Message, result_slots, schedule,
 from ..costs import COLLECTIVES
 from ..plots import step_picture
 from ..ranks import WorkerError, launch
-from ._explorer import Explorer, Picture
+from ._controls import choice, steps, text
+from ._explorer import Explorer
 
 __all__ = ["all_reduce_stepper", "collective_stepper"]
 
@@ -26,15 +27,22 @@ _START = {
 }
 
 
-def _parse(text: str, count: int) -> list[float]:
-    words = text.replace(",", " ").split()
+def _operation(name: str) -> tuple[str, str | None]:
+    """Return the collective, and the algorithm if `name` is that of one."""
+    return ("all_reduce", name) if name in ALGORITHMS else (name, None)
+
+
+def _parse(rank: int, line: str, count: int) -> list[float]:
+    """Return the numbers that a rank starts with. Raises ValueError unless there are `count` of them."""
+    words = line.replace(",", " ").split()
     try:
         numbers = [float(word) for word in words]
     except ValueError as error:
         bad = str(error).partition(":")[2].strip()
-        raise ValueError(f"{bad} is not a number; write {count} numbers separated by commas") from None
+        raise ValueError(f"Rank {rank}: {bad} is not a number; write {count} numbers separated by commas") from None
     if len(numbers) != count or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{len(numbers)} number(s) given; write {count} finite numbers separated by commas")
+        given = f"{len(numbers)} number(s) given"
+        raise ValueError(f"Rank {rank}: {given}; write {count} finite numbers separated by commas")
     return numbers
 
 
@@ -76,76 +84,68 @@ def _summary(n: int, algorithm: str) -> str:
     return f" {sent} A thick arrow carries several pieces."
 
 
-def collective_stepper(world_size: int = 4) -> widgets.Widget:
+def _tell(op: str, n: int, algorithm: str | None, now: int) -> str:
+    """Return the messages of step `now`, from 1, and what has been sent until then, in words."""
+    messages = schedule(op, n, algorithm)
+    sent = sum(len(m.pieces) for done in messages[:now] for m in done)
+    lines = "; ".join(_describe(m, n) for m in messages[now - 1])
+    partial = any(len(result_slots(op, rank, n)) < n for rank in range(n))
+    left_over = " White cells are left-overs, not part of the result." if partial and now == len(messages) else ""
+    return (
+        f"At the start {_START.get(op, 'every rank holds all pieces')}. Step {now}: {lines}. "
+        f"Sent so far by all ranks together: {sent} pieces of S/{n} bytes.{left_over}"
+        f"{_summary(n, algorithm) if algorithm else ''}"
+    )
+
+
+def collective_stepper(world_size: int = 4) -> Explorer:
     """Step through a collective on numbers of your choice; the messages are real, sent between `world_size` ranks.
 
     For 2 to 8 ranks. The picture shows every rank's pieces before and after the chosen step, and the step's messages.
     """
-    return _stepper(world_size, options=COLLECTIVES, value="all_reduce", description="collective")
+    return _stepper(world_size, choice("collective", COLLECTIVES, "all_reduce"))
 
 
-def all_reduce_stepper(world_size: int = 4) -> widgets.Widget:
-    """Step through an algorithm of all-reduce, one of `schedules.ALGORITHMS`, as `collective_stepper` does.
+def all_reduce_stepper(world_size: int = 4) -> Explorer:
+    """Step through an algorithm of all-reduce, one of `collective_algorithms.ALGORITHMS`, as `collective_stepper` does.
 
     For 2 to 8 ranks. The text tells the steps of the algorithm and what its busiest rank sends.
     """
-    return _stepper(world_size, options=ALGORITHMS, value="ring", description="algorithm")
+    return _stepper(world_size, choice("algorithm", ALGORITHMS, "ring"))
 
 
-def _stepper(n: int, **options) -> widgets.Widget:
+def _stepper(n: int, chosen: widgets.Dropdown) -> Explorer:
     if n not in range(2, 9):
         raise ValueError(f"world_size must be 2 to 8, got {n}")
-    choice = widgets.Dropdown(**options)
-    step = widgets.IntSlider(min=1, max=1, description="step", continuous_update=False)
+    step = steps("step", 1, 1, 1)
     digits = [", ".join(str((i + 1) * 10**rank) for i in range(n)) for rank in range(n)]
-    boxes = [widgets.Text(text, description=f"rank {r}", continuous_update=False) for r, text in enumerate(digits)]
-    status, picture = widgets.HTML(), Picture()
-    shown: dict = {}
+    boxes = {f"rank{rank}": text(f"rank {rank}", digits[rank]) for rank in range(n)}
 
-    def draw(_=None) -> None:
-        op, algorithm, snapshots = shown["op"], shown["algorithm"], shown["snapshots"]
-        messages = schedule(op, n, algorithm)
-        now, total = step.value, len(messages)
-        states = [_state(snapshots[:, now - 1], op, False), _state(snapshots[:, now], op, now == total)]
-        title = f"{algorithm or op}: messages of step {now} of {total}"
-        titles = title, "after this step" if now < total else "the result"
-        picture.show(_picture(states, messages[now - 1], titles))
-        sent = sum(len(m.pieces) for done in messages[:now] for m in done)
-        lines = "; ".join(_describe(m, n) for m in messages[now - 1])
-        partial = any(len(result_slots(op, rank, n)) < n for rank in range(n))
-        left_over = " White cells are left-overs, not part of the result." if partial and now == total else ""
-        start = _START.get(op, "every rank holds all pieces")
-        status.value = (
-            f"{shown['complaint']}At the start {start}. Step {now}: {lines}. "
-            f"Sent so far by all ranks together: {sent} pieces of S/{n} bytes.{left_over}"
-            f"{_summary(n, algorithm) if algorithm else ''}"
-        )
-
-    def run(_=None) -> None:
+    @lru_cache(maxsize=1)
+    def snapshots(name: str, inputs: tuple[str, ...]) -> torch.Tensor:
+        """What ranks hold after each step, sent for real: rank, step, slot, (value, mask)."""
+        numbers = [_parse(rank, words, n) for rank, words in enumerate(inputs)]
         try:
-            inputs = []
-            for rank, box in enumerate(boxes):
-                try:
-                    inputs.append(_parse(box.value, n))
-                except ValueError as error:
-                    raise ValueError(f"Rank {rank}: {error}. The picture still shows the last valid input.") from None
-            op, algorithm = ("all_reduce", choice.value) if choice.value in ALGORITHMS else (choice.value, None)
-            snapshots = launch(trace, op, inputs, algorithm, world_size=n, timeout=20)
-        except (ValueError, WorkerError) as error:
-            shown["complaint"] = f"<p><b>{html.escape(str(error))}</b></p>"
-            if "op" in shown:
-                draw()
-            else:
-                status.value = shown["complaint"]
-            return
-        shown.update(complaint="", op=op, algorithm=algorithm)
-        shown["snapshots"] = torch.stack(snapshots)  # rank, step, slot, (value, mask)
-        step.unobserve(draw, "value")
-        step.max, step.value = len(schedule(op, n, algorithm)), 1
-        step.observe(draw, "value")
-        draw()
+            op, algorithm = _operation(name)
+            return torch.stack(launch(trace, op, numbers, algorithm, world_size=n, timeout=20))
+        except WorkerError as error:
+            raise ValueError(str(error)) from None
 
-    for control in (choice, *boxes):
-        control.observe(run, "value")
-    run()
-    return Explorer([[choice, step], boxes[: n // 2], boxes[n // 2 :]], status, picture)
+    def adapt(changed: str | None) -> None:
+        if changed in (None, "chosen"):
+            op, algorithm = _operation(chosen.value)
+            step.max, step.value = len(schedule(op, n, algorithm)), 1
+
+    def render(chosen: str, step: int, **inputs: str) -> tuple[Figure, str]:
+        op, algorithm = _operation(chosen)
+        held = snapshots(chosen, tuple(inputs.values()))
+        messages = schedule(op, n, algorithm)
+        last = step == len(messages)
+        states = [_state(held[:, step - 1], op, False), _state(held[:, step], op, last)]
+        title = f"{chosen}: messages of step {step} of {len(messages)}"
+        figure = _picture(states, messages[step - 1], (title, "the result" if last else "after this step"))
+        return figure, _tell(op, n, algorithm, step)
+
+    names = list(boxes)
+    halves = [{name: boxes[name] for name in half} for half in (names[: n // 2], names[n // 2 :])]
+    return Explorer([{"chosen": chosen, "step": step}, *halves], render, adapt)

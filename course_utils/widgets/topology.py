@@ -5,13 +5,15 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
-import ipywidgets as widgets
+from matplotlib.figure import Figure
 
 from ..plots import topology_picture
 from ..topology import REFERENCES, Path, Topology, cluster, reference, this_machine
 from ..units import format_bytes
-from ._explorer import Explorer, Picture
+from ._controls import choice, slider
+from ._explorer import Explorer
 
 __all__ = ["topology_explorer"]
 
@@ -59,49 +61,28 @@ def _describe(topology: Topology, path: Path, size: int) -> str:
     return f"<table>{body}</table><small>{note}{html.escape(topology.source)}</small>"
 
 
-def topology_explorer(topologies: Sequence[Topology] | None = None) -> widgets.Widget:
+def topology_explorer(topologies: Sequence[Topology] | None = None) -> Explorer:
     """Choose a machine, two of its devices and a message size: path, slowest link, latency, bandwidth and time.
 
     `topologies` replaces the machines offered, which are the references, clusters of two, and this machine.
     """
-    machines = _machines(topologies)
-    choice = widgets.Dropdown(options=list(machines), description="machine")
-    start, end = widgets.Dropdown(description="from"), widgets.Dropdown(description="to")
-    size = widgets.SelectionSlider(
-        options=[(format_bytes(n), n) for n in _SIZES], value=2**26, description="size", continuous_update=False
-    )
-    status, picture = widgets.HTML(), Picture()
-    shown: dict = {}
+    machines = {name: cache(build) for name, build in _machines(topologies).items()}
+    machine, start, end = choice("machine", machines), choice("from", []), choice("to", [])
+    size = slider("size", [(format_bytes(n), n) for n in _SIZES], 2**26)
 
-    def describe(_=None) -> None:
-        if shown["path"] is None:
-            status.value = f"<p><b>{html.escape(shown['complaint'])}</b></p>"
-        else:
-            status.value = _describe(shown["topology"], shown["path"], size.value)
+    def adapt(changed: str | None) -> None:
+        if changed in (None, "machine"):
+            topology = machines[machine.value]()
+            start.options = end.options = names = _ends(topology)
+            gpus = topology.gpus or names
+            start.value, end.value = gpus[0], gpus[-1]
 
-    def draw(_=None) -> None:
+    def render(machine: str, size: int, start: str, end: str) -> tuple[Figure, str]:
+        topology = machines[machine]()
         try:
-            shown["path"] = shown["topology"].path(start.value, end.value)
-        except ValueError as error:
-            shown.update(path=None, complaint=f"{error}.")
-        picture.show(topology_picture(shown["topology"], shown["path"]))
-        describe()
+            path = topology.path(start, end)
+        except ValueError as error:  # the machine is shown all the same
+            return topology_picture(topology, None), f"<p><b>{html.escape(str(error))}.</b></p>"
+        return topology_picture(topology, path), _describe(topology, path, size)
 
-    def select(_=None) -> None:
-        shown["topology"] = machines[choice.value]()
-        names = _ends(shown["topology"])
-        for control in (start, end):
-            control.unobserve(draw, "value")
-            control.options = names
-        gpus = shown["topology"].gpus or names
-        start.value, end.value = gpus[0], gpus[-1]
-        for control in (start, end):
-            control.observe(draw, "value")
-        draw()
-
-    for control in (start, end):
-        control.observe(draw, "value")
-    choice.observe(select, "value")
-    size.observe(describe, "value")
-    select()
-    return Explorer([[choice, size], [start, end]], status, picture)
+    return Explorer([{"machine": machine, "size": size}, {"start": start, "end": end}], render, adapt)

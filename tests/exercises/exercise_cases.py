@@ -74,8 +74,8 @@ def cases(answers: Mapping[str, Mapping[str, Any]]) -> list[Case]:
 
 
 def functions_in(code: str) -> str:
-    """The functions that a cell defines, without what it does with them."""
-    given = [node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
+    """The functions and classes that a cell defines, without what it does with them."""
+    given = [node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return "\n\n\n".join(ast.get_source_segment(code, node) or "" for node in given)
 
 
@@ -91,9 +91,10 @@ class ExerciseTests:
 
     @classmethod
     def exercises(cls) -> list[str]:
-        """The names of the checks: those public functions that take an answer ``fn``."""
+        """The names of the checks: those public functions of the module itself that take an answer ``fn``."""
         public = {name: getattr(cls.checks, name) for name in cls.checks.__all__}
-        return [name for name, check in public.items() if "fn" in getattr(check, "__annotations__", ())]
+        own = {name: each for name, each in public.items() if getattr(each, "__module__", "") == cls.checks.__name__}
+        return [name for name, check in own.items() if "fn" in getattr(check, "__annotations__", ())]
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
@@ -106,8 +107,9 @@ class ExerciseTests:
     @classmethod
     def cells(cls) -> list[tuple[list[str], str]]:
         """The code cells of the exercise text: their tags, and the code."""
-        topic = cls.checks.__name__.rpartition(".")[2]
-        (source,) = (p for p in SOURCES.glob("*_exercises.py") if f"import {topic} as check" in p.read_text("utf-8"))
+        calls = [f"\ncheck.{name}({name})\n" for name in cls.exercises()]
+        texts = {path: path.read_text("utf-8") for path in SOURCES.glob("*_exercises.py")}
+        (source,) = (path for path, text in texts.items() if all(call in text for call in calls))
         return code_cells(source)
 
     @classmethod
@@ -121,7 +123,7 @@ class ExerciseTests:
                 parts.append(SOLUTION.sub(STUB, code) if stub else MARKER.sub("", code))
             elif "parameters" in tags:
                 parts.append(code)
-            elif code.startswith("def "):
+            elif code.startswith(("def ", "class ")):
                 parts.append(functions_in(code))
         if own is None:
             raise LookupError(f"no cell between markers defines {name}")
@@ -182,7 +184,7 @@ class ExerciseTests:
     def test_every_exercise_has_solution_and_check_side_by_side(self):
         found = [code for _, code in self.cells()]
         matches = ((i, re.match(r"check\.(\w+)\((\w+)\)$", cell)) for i, cell in enumerate(found))
-        checked = [(i, match[1]) for i, match in matches if match]
+        checked = [(i, match[1]) for i, match in matches if match and match[1] in self.exercises()]
         assert sorted(name for _, name in checked) == sorted(self.exercises())
         for i, name in checked:
             assert f"def {name}(" in found[i - 1] and SOLUTION.search(found[i - 1])

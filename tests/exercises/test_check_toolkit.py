@@ -7,6 +7,7 @@ import itertools
 import random
 import re
 import sys
+import threading
 import tomllib
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +21,9 @@ import torch.distributed as dist
 from course_utils import Entry, checks
 from course_utils.checks import CheckFailed, Exercise, Outcome, message_steps, paper, paper_problem, traffic
 from course_utils.checks._hints import HintError, load_hints
+from course_utils.checks.compare import slip_of
 from course_utils.checks.edits import EditError
+from course_utils.checks.training import compare, compare_tensor
 
 pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -147,6 +150,35 @@ def test_refusals_name_the_rank_of_their_loop():
         assert refusal(exercise.refuse, "value", "no.", 0).rank == 0
 
 
+def test_refusals_begin_with_where_they_were_found():
+    exercise = Exercise("Exercise 1", {})
+
+    def steps():
+        for _, outcome in exercise.each([3, 4], "step 2: "):
+            if outcome == 4:
+                exercise.differs("value", "it is wrong.", 3, outcome)
+
+    error = refusal(steps)
+    assert error.rank == 1
+    assert str(error).startswith("Exercise 1, rank 1: step 2: it is wrong.\n  expected  3\n  got       4\n")
+    assert str(refusal(exercise.refuse, "value", "no.")).startswith("Exercise 1: no.")
+
+
+def test_a_check_computes_in_one_thread_and_leaves_the_number_as_it_was():
+    seen, before = [], torch.get_num_threads()
+
+    @checks.checked
+    def check(fn):
+        seen.append(torch.get_num_threads())
+        Exercise("Exercise 1", {}).refuse("value", fn())
+
+    torch.set_num_threads(2)
+    try:
+        assert "no." in str(refusal(check, lambda: "no.")) and seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_answer_finds_nothing_that_other_ranks_were_given():
     def looks_around(x):
         found, frame = [], sys._getframe(1)
@@ -223,6 +255,18 @@ def test_only_failures_about_what_differs_are_laid_to_it(answer, usual, own):
     assert after_two_ranks(answer, "odd-sizes") == own
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (fails_with(ValueError("bad\nmore")), "rank 0: the function did not return a result: ValueError: bad."),
+        (waits_in(lambda x: dist.recv(x, 1)), "the ranks do not finish: at least one waits in vain."),
+    ],
+)
+def test_a_failure_is_told_in_the_first_sentence(answer, said):
+    error = refusal(Exercise("Exercise 1", {}, 1.0).run, answer, [torch.ones(2)] * 3)
+    assert said in str(error).split("\n")[0]
+
+
 def test_fallback_of_a_case_explains_the_errors_that_the_case_names():
     absent = AttributeError("'NoneType' object has no attribute 'detach'")
     assert after_two_ranks(fails_with(absent), "odd-sizes") == "error"
@@ -258,6 +302,20 @@ def exchanged(x):
         answer = dist.irecv(torch.empty_like(x), other)
         dist.send(x, other)
         answer.wait()
+
+
+def sent_in_a_thread(x):
+    """Three exchanges; each sends in a thread and receives meanwhile, or after its receive has ended."""
+    other = 1 - dist.get_rank()
+    for _ in range(3):
+        thread = threading.Thread(target=dist.send, args=(x, other))
+        thread.start()
+        dist.recv(torch.empty_like(x), other)
+        thread.join()
+
+
+def test_a_send_in_a_thread_waits_for_no_receive_of_its_step():
+    assert steps_of(sent_in_a_thread) == 3
 
 
 def test_a_receive_counts_where_it_is_waited_for():
@@ -439,6 +497,24 @@ def test_right_numbers_of_another_type_are_refused_where_one_is_promised():
     exercise.equal(0, ones, ones.double())
     assert refusal(exercise.equal, 0, ones, ones.double(), dtype=torch.float64).hint == "dtype"
     exercise.equal(0, ones.double(), ones.double(), dtype=torch.float64)
+
+
+def test_the_slip_that_explains_a_result_is_the_first_that_is_the_same():
+    slips = {"half": [1, 2], "double": 2, "none": []}
+    assert [slip_of(slips, lambda wrong, n=n: wrong == n, "value") for n in (1, 2, 3)] == ["half", "half", "value"]
+
+
+def test_tensors_that_are_to_be_exact_are_refused_with_the_hint_that_fits():
+    exercise, right = Exercise("Exercise 1", {"float32": "Digits.", "sum": "Divide."}), torch.arange(1, 4).double() / 3
+
+    def compared(got, **slips):
+        compare_tensor(exercise, got, right, slips, "it")
+
+    compared(right.clone())
+    for hint, got in {"float32": right.float(), "sum": 3 * right, "value": 2 * right, "shape": right[:2]}.items():
+        assert refusal(compared, got, sum=[None, 3 * right]).hint == hint
+    named = refusal(compare, exercise, 1, {"w": 3 * right}, {"w": right}, {"sum": {"w": 3 * right}}, "the weight")
+    assert named.hint == "sum" and named.rank == 1 and "the weight of w is wrong.\n  one process" in str(named)
 
 
 def test_nan_is_right_where_it_is_expected_and_nowhere_else():

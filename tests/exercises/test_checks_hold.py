@@ -21,10 +21,11 @@ COLLECTIVES = exercises_of("collectives")
 
 
 def refusal(check, answer) -> CheckFailed:
-    """What the check says, once it is known that the next right answer passes."""
+    """What the check says, once it is known that the next right answer passes: on ranks, or on paper."""
     with pytest.raises(CheckFailed) as caught:
         check(answer)
-    collectives.mean_and_variance(COLLECTIVES.answer("mean_and_variance"))
+    tests = exercises_of(check.__module__.rpartition(".")[2])
+    check(tests.answer(check.__name__))
     text = str(caught.value)
     assert "course_utils" not in text.replace("python -m course_utils", "") and "site-packages" not in text, text
     return caught.value
@@ -80,7 +81,7 @@ def test_a_right_answer_that_takes_its_time_passes(capsys):
     right = COLLECTIVES.answer("mean_and_variance")
 
     def late(x):
-        if dist.get_rank() == 0:
+        if (dist.get_rank(), dist.get_world_size()) == (0, 2) and x.mean() > 1000:  # one case of many
             time.sleep(6)  # longer than ranks may rest that all wait
         return right(x)
 
@@ -140,8 +141,11 @@ ODD = [Odd(), [Odd()] * 3, {}, "text", torch.ones(2, device="meta"), float("nan"
 @pytest.mark.parametrize("result", ODD)
 def test_an_odd_result_is_refused_and_never_an_error_of_the_check(result):
     refusal(interconnects.copy_seconds, lambda *_arguments: result)
-    shape = getattr(result, "shape", None) if isinstance(result, torch.Tensor) else None
-    refusal(collectives.mean_and_variance, lambda x: torch.empty(shape, device="meta") if shape else ("odd", {}))
+
+
+def test_an_odd_result_of_ranks_is_refused_and_never_an_error_of_the_check():
+    refusal(collectives.mean_and_variance, lambda x: torch.empty(2, device="meta"))
+    refusal(collectives.mean_and_variance, lambda x: ("odd", {}))
 
 
 def test_an_answer_that_ends_its_process_is_refused():

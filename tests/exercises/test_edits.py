@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -61,6 +62,7 @@ def halved(x, y=2):
 def test_edited_function_is_the_function_with_another_body():
     assert edited_function(halved, "x / y  ->  x // y")(7, 2) == 3
     assert edited_function(halved, {"half = x / y": "half = y\nhalf += x"})(7, 2) == 9
+    assert edited_function(functools.cache(halved), "x / y  ->  x // y")(7, 2) == 3
     with pytest.raises(EditError, match="stands in the text 0 times"):
         edited_function(halved, "Half of x  ->  x")
 

@@ -10,71 +10,39 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from exercise_cases import ExerciseTests, hangs
 
 from course_utils import planner, recorded
 from course_utils.checks import parallelism_3d
 from course_utils.checks.compare import listed
 from course_utils.checks.edits import edited_function
+from course_utils.transformer import PUBLISHED
 
 pytestmark = pytest.mark.guard(60)
+
+WRONG: dict[str, dict] = {}
+RIGHT: dict[str, dict] = {}
 
 BEYOND_THE_LEDGER = "dist.group.WORLD._get_backend(torch.device('cpu')).allreduce"
 
 # ------------------------------------------------------------------------------------------------ groups of a mesh
 
-MESH_GROUPS = {
+WRONG["mesh_groups"] = {
     "form": [
-        "return groups  ->  return list(groups.values())",
         "return groups  ->  return {name: sum(lines, []) for name, lines in groups.items()}",
-        "return groups  ->  return None",
         "stride *= size  ->  stride *= size\nif size == 1:\n    del groups[name]",
     ],
-    "missing": [
-        "return groups  ->  return {name: [line for line in lines if 0 in line] for name, lines in groups.items()}",
-        "return groups  ->  return {name: lines[: max(1, len(lines) - 1)] for name, lines in groups.items()}",
-    ],
+    "missing": "groups[name] =  ->  firsts = firsts[:1]\ngroups[name] =",
     "repeated": [
         "for first in firsts]  ->  for first in firsts for _ in range(size)]",
         "rank // stride % size == 0  ->  rank & stride * (size - 1) == 0",
     ],
     "transposed": "in reversed(sizes.items())  ->  in sizes.items()",
     "same-coordinate": {"for k in range(size)] for first in firsts]": "for first in firsts] for k in range(size)]"},
-    "stride": [
-        "stride *= size  ->  pass",
-        "firsts =  ->  stride = world // size\nfirsts =",
-        "first + k * stride  ->  1 + first + k * stride",
-    ],
-    "any-mesh": [
-        "stride *= size  ->  stride *= size if len(groups) < 3 else 1",
-    ],
+    "stride": ["stride *= size  ->  pass", "first + k * stride  ->  1 + first + k * stride"],
+    "sizes": "for k in range(size)]  ->  for k in range(2)]",
+    "any-mesh": "stride *= size  ->  stride *= size if len(groups) < 3 else 1",
 }
-
-
-def mesh_by_coordinates(sizes):
-    """Collects the ranks that agree in all other coordinates, in another order."""
-    names, found = list(sizes), {name: {} for name in sizes}
-    for rank in reversed(range(math.prod(sizes.values()))):
-        rest, place = rank, {}
-        for name in reversed(names):
-            rest, place[name] = divmod(rest, sizes[name])
-        for name in names:
-            others = tuple(v for k, v in place.items() if k != name)
-            found[name].setdefault(others, []).append(rank)
-    return {name: list(lines.values()) for name, lines in found.items()}
-
-
-def mesh_by_product(sizes):
-    """Counts all coordinates; groups are tuples."""
-    places = list(itertools.product(*map(range, sizes.values())))
-    found = {}
-    for at, name in enumerate(sizes):
-        others = sorted({place[:at] + place[at + 1 :] for place in places})
-        found[name] = tuple(
-            tuple(r for r, place in enumerate(places) if place[:at] + place[at + 1 :] == other) for other in others
-        )
-    return found
 
 
 def mesh_of_numpy(sizes):
@@ -83,17 +51,11 @@ def mesh_of_numpy(sizes):
     return {name: [list(line) for line in some] for name, some in lines.items()}
 
 
-def mesh_of_torch(sizes):
-    mesh = torch.arange(math.prod(sizes.values())).view(*sizes.values())
-    return {name: mesh.movedim(at, -1).reshape(-1, sizes[name]).tolist() for at, name in enumerate(sizes)}
-
-
-MESH_GROUPS_RIGHT = {
+RIGHT["mesh_groups"] = {
     "the planner's": planner.mesh_groups,
-    "by coordinates": mesh_by_coordinates,
-    "by product": mesh_by_product,
+    "tuples in another order": "return groups  ->  "
+    "return {name: tuple(map(tuple, lines[::-1])) for name, lines in groups.items()}",
     "whole numbers of NumPy": mesh_of_numpy,
-    "a mesh of torch": mesh_of_torch,
 }
 
 # ------------------------------------------------------------------------------------------------ process groups
@@ -102,24 +64,21 @@ NEW = "group = dist.new_group(ranks)"
 KEPT = """group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
                 mine[name] = group"""
-MAKE_GROUPS = {
+WRONG["make_groups"] = {
     "form": [
-        "return mine  ->  return list(mine.values())",
         "mine[name] = group  ->  mine[name] = ranks",
         "return mine  ->  return mine if dist.get_rank() else None",
     ],
     "disagree": [
         {KEPT: "if dist.get_rank() in ranks:\n    mine[name] = dist.new_group(ranks)"},
-        "in lines:  ->  in sorted(lines, key=lambda line: dist.get_rank() not in line):",
         "in lists.items():  ->  in list(lists.items())[:: 1 - dist.get_rank() % 2 * 2]:",
         "mine = {}  ->  mine = {}\nif dist.get_rank():\n    return {}",
     ],
     "not-a-member": "if dist.get_rank() in ranks:  ->  if True:",
     "default": "mine[name] = group  ->  mine[name] = None",
     "wrong-group": [
-        "dist.new_group(ranks)  ->  dist.new_group()",
-        "return mine  ->  return dict(zip(mine, reversed(mine.values()), strict=True))",
         "dist.new_group(ranks)  ->  dist.new_group([ranks[0], ranks[-1]])",
+        "mine[name] = group  ->  mine[name] = group\nif dist.get_rank() == 1:\n    mine[name] = dist.group.WORLD",
     ],
     "too-many": "for ranks in lines:  ->  for ranks in lines + lines:",
     "device-mesh": "mine = {}  ->  shape = tuple(len(lines[0]) for lines in lists.values())\n"
@@ -136,7 +95,7 @@ def groups_with_descriptions(lists):
     return found
 
 
-MAKE_GROUPS_RIGHT = {
+RIGHT["make_groups"] = {
     "groups known by their ranks": {
         KEPT: "if dist.get_rank() in ranks:\n    mine[name] = dist.new_group(ranks, use_local_synchronization=True)",
     },
@@ -149,7 +108,7 @@ MAKE_GROUPS_RIGHT = {
 
 # ------------------------------------------------------------------------------------------------ on paper
 
-TRAFFIC = {
+WRONG["traffic"] = {
     "number": "return 100 * (pp - 1) / (count + pp - 1), tensor / 1e9, pipeline / 1e9, data / 1e9  ->  "
     "return tensor / 1e9",
     "typed": "return 100 * (pp - 1) / (count + pp - 1), tensor / 1e9, pipeline / 1e9, data / 1e9  ->  "
@@ -169,7 +128,7 @@ def a_whole_step_at_once(layers, hidden, length, parameters, tp, pp, dp, batch, 
     ])
 
 
-TRAFFIC_RIGHT = {
+RIGHT["traffic"] = {
     "a list": "return 100 * (pp - 1) / (count + pp - 1), tensor / 1e9, pipeline / 1e9, data / 1e9  ->  "
     "return [100 * (pp - 1) / (count + pp - 1), *(x * 1e-9 for x in (tensor, pipeline, data))]",
     "NumPy": a_whole_step_at_once,
@@ -178,7 +137,6 @@ TRAFFIC_RIGHT = {
 # ------------------------------------------------------------------------------------------------ the order for a node
 
 BEST = "min(itertools.permutations(sizes), key=between_nodes)"
-RING = "zip(line, line[1:] + line[:1], strict=True)"
 CLIMB = """order, moved = sorted(sizes, key=gigabytes.get), True
 while moved:
     moved = False
@@ -203,48 +161,17 @@ def greedy_from_inside(sizes, gigabytes, gpus_per_node):
     return order
 
 
-NODE_ORDER = {
-    "form": [f"{BEST}  ->  {BEST}[-1]", f"return {BEST}  ->  return [sizes[name] for name in {BEST}]"],
-    "node-ignored": [
-        "def between_nodes(order):  ->  gpus_per_node = 2\n\ndef between_nodes(order):",
-        f"{BEST}  ->  sorted(sizes, key=lambda name: gigabytes[name] * (sizes[name] - 1) / sizes[name])",
-    ],
+WRONG["node_order"] = {
+    "form": f"return {BEST}  ->  return [sizes[name] for name in {BEST}]",
+    "node-ignored": "def between_nodes(order):  ->  gpus_per_node = 2\n\ndef between_nodes(order):",
     "backwards": [f"{BEST}  ->  {BEST}[::-1]", "return min(  ->  return max("],
     "by-degree": [
         f"{BEST}  ->  sorted(sizes, key=sizes.get, reverse=True)",
         f"{BEST}  ->  sorted(sizes, key=sizes.get)",
     ],
     "greedy": f"{BEST}  ->  sorted(sizes, key=gigabytes.get)",
-    "not-best": [
-        "def between_nodes(order):  ->  gpus_per_node = max(1, gpus_per_node // 2)\n\ndef between_nodes(order):",
-        f"{RING}  ->  itertools.pairwise(line)",
-        {"for line in lines:": "for line in lines[:1]:", RING: "itertools.pairwise(line)"},
-        "total += gigabytes[name]  ->  total += gigabytes[name]\nbreak",
-        f"return {BEST}  ->  {CLIMB}",
-        greedy_from_inside,
-    ],
+    "not-best": [f"return {BEST}  ->  {CLIMB}", greedy_from_inside],
 }
-
-
-def order_from_inside_out(sizes, gigabytes, gpus_per_node):
-    """Looks for the order without a mesh: a step of `stride` ranks, counted in every ring."""
-    names = list(sizes)
-
-    def cost(order):
-        stride, total = 1, 0
-        for name in reversed(order):
-            size = sizes[name]
-            for rank in range(math.prod(sizes.values())):
-                last = rank // stride % size == size - 1
-                following = rank - (size - 1) * stride if last else rank + stride
-                total += gigabytes[name] * (rank // gpus_per_node != following // gpus_per_node)
-            stride *= size
-        return total
-
-    orders = [[]]
-    for _ in names:
-        orders = [[name, *order] for order in orders for name in names if name not in order]
-    return min(orders, key=cost)
 
 
 def order_by_rolling(sizes, gigabytes, gpus_per_node):
@@ -257,7 +184,10 @@ def order_by_rolling(sizes, gigabytes, gpus_per_node):
     return sorted(map(list, itertools.permutations(sizes)), key=cost)[0]
 
 
-NODE_ORDER_RIGHT = {"from inside out": order_from_inside_out, "by rolling": order_by_rolling}
+RIGHT["node_order"] = {
+    "the last of the best": f"{BEST}  ->  min(list(itertools.permutations(sizes))[::-1], key=between_nodes)",
+    "by rolling": order_by_rolling,
+}
 
 # ------------------------------------------------------------------------------------------------ hybrid training
 
@@ -287,17 +217,14 @@ ZEROS = """for x, _ in batches:
     for w in [*own.values(), x[0, 0]]:
         dist.all_reduce(torch.zeros_like(w), group=groups["dp"])
 """
-HYBRID = {
-    "form": ["return losses, {  ->  return {", "return losses,  ->  return None,"],
+WRONG["hybrid_training"] = {
+    "form": "return losses,  ->  return None,",
     "shards": "in own.items()}  ->  in (weights | {'gain': own['gain']}).items()}",
     "tp-across-nodes": {
         "node, gpu = divmod(dist.get_rank(), gpus_per_node)": "gpu, node = divmod(dist.get_rank(), nodes)",
         GROUPS: 'make_groups(mesh_groups({"tp": gpus_per_node, "dp": nodes}))',
     },
-    "no-f": [
-        f'{COPY}  ->  x * own["gain"]',
-        f'{COPY}  ->  copy_to(x.clone().requires_grad_(), groups["tp"]) * own["gain"]',
-    ],
+    "no-f": f'{COPY}  ->  x * own["gain"]',
     "sum": f'{MEAN}  ->  summed(gradient, groups["dp"])',
     "divided": f'{MEAN}  ->  summed(gradient, groups["dp"]) / dist.get_world_size()',
     "wrong-group": [
@@ -312,22 +239,12 @@ HYBRID = {
     "not-a-leaf": f'{COPY}  ->  copy_to(x, groups["tp"])',
     "cut-off": "sum_over(F.linear  ->  summed(F.linear",
     "value": f'{OWN}  ->  groups = {{"dp": groups["tp"], "tp": groups["dp"]}}\n{OWN}',
-    "batch-by-rank": [
-        f"{PART}  ->  {BY_RANK}",
-        {PART: PART.replace("nodes", "gpus_per_node").replace("node]", "gpu]")},
-    ],
+    "batch-by-rank": f"{PART}  ->  {BY_RANK}",
     "own-loss": f"{LOSS}  ->  loss.item()",
-    "loss": [f'{LOSS}  ->  summed(loss, groups["dp"]).item()', "return losses,  ->  return losses[1:] + losses[-1:],"],
-    "float32": [
-        'own["up"]))  ->  own["up"]), approximate="tanh")',
-        f"{OWN}  ->  weights = {{k: w.float() for k, w in weights.items()}}\n"
-        f"batches = [(x.float(), target.float()) for x, target in batches]\n{OWN}",
-    ],
+    "loss": f'{LOSS}  ->  summed(loss, groups["dp"]).item()',
+    "float32": 'own["up"]))  ->  own["up"]), approximate="tanh")',
     "whole-batch": [f"{PART}  ->  pass", {PART: "pass", MEAN: "gradient", LOSS: "loss.item()"}],
-    "no-tensor-parallelism": [
-        WHOLE_WEIGHTS,
-        {**WHOLE_WEIGHTS, PART: BY_RANK, MEAN: OVER_ALL.format("gradient"), LOSS: OVER_ALL.format("loss.detach()")},
-    ],
+    "no-tensor-parallelism": WHOLE_WEIGHTS,
     "not-distributed": ALONE,
     "all-work": {**ALONE, RETURN: WHOLE_WEIGHTS[RETURN].replace("return losses", f"{ZEROS}return losses")},
     "all-ranks": f'{MEAN}  ->  ({OVER_ALL.format("gradient")} if w is own["gain"] else {MEAN})',
@@ -349,50 +266,6 @@ HYBRID = {
         }
     ),
 }
-
-
-class Sum(torch.autograd.Function):
-    """The sum over a group on the way there or on the way back."""
-
-    @staticmethod
-    def forward(ctx, x, group, there):
-        ctx.group, ctx.there = group, there
-        y = x.clone()
-        if there:
-            dist.all_reduce(y, group=group)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        dy = dy.clone()
-        if not ctx.there:
-            dist.all_reduce(dy, group=ctx.group)
-        return dy, None, None
-
-
-def on_a_device_mesh(weights, batches, lr, gpus_per_node):
-    """With an optimizer; gradients and loss in one tensor."""
-    shape = dist.get_world_size() // gpus_per_node, gpus_per_node
-    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu"))
-    (node, gpu), tp, dp = mesh.get_coordinate(), mesh.get_group("gpu"), mesh.get_group("node")
-    gain = weights["gain"].clone().requires_grad_()
-    up = weights["up"].chunk(gpus_per_node)[gpu].clone().requires_grad_()
-    down = weights["down"].chunk(gpus_per_node, 1)[gpu].clone().requires_grad_()
-    optimizer, losses = torch.optim.SGD([gain, up, down], lr), []
-    for x, target in batches:
-        x, target = x.chunk(shape[0])[node], target.chunk(shape[0])[node]
-        inner = F.gelu(F.linear(Sum.apply(x * gain, tp, False), up))
-        loss = F.mse_loss(x + Sum.apply(F.linear(inner, down), tp, True), target) / shape[0]
-        optimizer.zero_grad()
-        loss.backward()
-        flat = torch.cat([p.grad.flatten() for p in (gain, up, down)] + [loss.detach()[None]])
-        dist.all_reduce(flat, group=dp)
-        parts = flat.split([gain.numel(), up.numel(), down.numel(), 1])
-        for p, part in zip((gain, up, down), parts, strict=False):
-            p.grad.copy_(part.view_as(p))
-        losses.append(parts[-1].item())
-        optimizer.step()
-    return torch.tensor(losses), {"gain": gain, "up": up, "down": down}
 
 
 def backward_by_hand(weights, batches, lr, gpus_per_node):
@@ -433,8 +306,12 @@ def average(w):
 for w in parameters:
     w.register_post_accumulate_grad_hook(average)
 for x, target in batches:"""
-HYBRID_RIGHT = {
-    "a device mesh and an optimizer": on_a_device_mesh,
+RIGHT["hybrid_training"] = {
+    "a device mesh, tensors returned": {
+        GROUPS: 'dist.init_device_mesh("cpu", (nodes, gpus_per_node), mesh_dim_names=("dp", "tp"))\n'
+        'groups = {name: groups.get_group(name) for name in ("dp", "tp")}',
+        RETURN: "return torch.tensor(losses, dtype=torch.float64), own",
+    },
     "backward by hand": backward_by_hand,
     "hooks and an optimizer": {
         "for x, target in batches:": HOOKED,
@@ -465,34 +342,17 @@ ALL_REDUCE = "dist.all_reduce(total)"
 SCALE = """for gradient in gradients:
             gradient *= limit / norm"""
 OWN_SQUARE = "sum(g.double().pow(2).sum().item() for g in gradients)"
-ONE_EACH = """import math
-
-most = torch.tensor(len(gradients))
-dist.all_reduce(most, op=dist.ReduceOp.MAX)
-squares = [gradient.pow(2).sum() for gradient in gradients]
-for i in range(int(most)):
-    square = torch.zeros(())
-    if i < len(gradients):
-        square += squares[i] / math.prod(groups[name].size() for name in copies[i])
-    dist.all_reduce(square)
-    total += square"""
-CLIP = {
+WRONG["clip_gradients"] = {
     "number": "return norm  ->  pass",
     "limited": "return norm  ->  return min(limit, norm)",
     "no-grad": f"{START}  ->  return torch.nn.utils.clip_grad_norm_(gradients, limit)\n{START}",
     "norm-divided": "/ count  ->  / count**2",
     "own": f"{ALL_REDUCE}  ->  dist.all_reduce(total.clone())",
     "twice": " / count  ->  ",
-    "one-group": [
-        f'{ALL_REDUCE}  ->  dist.all_reduce(total, group=groups.get("tp"))',
-        {ALL_REDUCE: 'dist.all_reduce(total, group=groups.get("dp"))', " / count": ""},
-    ],
+    "one-group": f'{ALL_REDUCE}  ->  dist.all_reduce(total, group=groups.get("tp"))',
     "sum-of-norms": {ALL_REDUCE: f"total = total.sqrt()\n{ALL_REDUCE}", "total.sqrt().item()": "total.item()"},
     "squared": "total.sqrt().item()  ->  total.item()",
-    "mean": [
-        f"{ALL_REDUCE}  ->  {ALL_REDUCE}\ntotal /= dist.get_world_size()",
-        'for name in names:  ->  for name in {*groups} - {"pp"}:',  # all tensors by the number of ranks, if pp is 1
-    ],
+    "mean": f"{ALL_REDUCE}  ->  {ALL_REDUCE}\ntotal /= dist.get_world_size()",
     "shards-lost": {
         ADD: 'if all(dist.get_rank(group) == 0 for name, group in groups.items() if name in ("dp", "tp")):\n'
         "    total += gradient.double().pow(2).sum()"
@@ -502,47 +362,16 @@ CLIP = {
         hangs(f"{START}  ->  if not gradients:\n    return 0.0\n{START}"),
         f"{ALL_REDUCE}  ->  torch.stack([g.sum() for g in gradients])\n{ALL_REDUCE}",
     ],
-    "not-clipped": ["if norm > limit:  ->  if False:", f"if norm > limit:  ->  if {OWN_SQUARE} > limit**2:"],
+    "not-clipped": "if norm > limit:  ->  if False:",
     "always": "if norm > limit:  ->  if True:",
     "own-scale": {"if norm > limit:": f"own = {OWN_SQUARE} ** 0.5\nif own > limit:", "limit / norm": "limit / own"},
     "replaced": {SCALE: "gradients[:] = [gradient * (limit / norm) for gradient in gradients]"},
     "scale": "limit / norm  ->  (limit / norm) ** 2",
     "too-many-bytes": f"{ALL_REDUCE}  ->  {ALL_REDUCE}\ndist.all_reduce(torch.zeros(1000))",
-    "too-many-messages": [
-        f"{ALL_REDUCE}  ->  for group in groups.values():\n    dist.all_reduce(total, group=group)",
-        {ADD: "pass", ALL_REDUCE: ONE_EACH},
-    ],
-    "value": [
-        "dtype=torch.float64  ->  dtype=torch.float16",
-        "count *= groups[name].size()  ->  count *= min(2, groups[name].size())",
-    ],
+    "too-many-messages": f"{ALL_REDUCE}  ->  for group in groups.values():\n    dist.all_reduce(total, group=group)",
+    "value": "dtype=torch.float64  ->  dtype=torch.float16",
     "not-distributed": f"{ALL_REDUCE}  ->  {BEYOND_THE_LEDGER}([total]).wait()",
 }
-
-
-def reduced_to_one_rank(gradients, copies, groups, limit):
-    """One rank of each group of copies counts."""
-    total = torch.zeros((), dtype=torch.float64)
-    for gradient, names in zip(gradients, copies, strict=True):
-        if all(dist.get_rank(groups[name]) == 0 for name in names):
-            total += gradient.norm() ** 2
-    dist.reduce(total, 0)
-    dist.broadcast(total, 0)
-    norm = total.sqrt()
-    torch._foreach_mul_(gradients, min(1.0, (limit / (norm + 1e-6)).item())) if gradients else None
-    return norm
-
-
-def single_precision(gradients, copies, groups, limit):
-    """Nothing asks for more than the gradients' own precision; ranks without any add a plain zero."""
-    total = torch.tensor(0.0)
-    for gradient, names in zip(gradients, copies, strict=True):
-        total += (gradient**2).sum() / math.prod(groups[name].size() for name in names)
-    dist.all_reduce(total)
-    norm = total.sqrt()
-    for gradient in gradients:
-        gradient *= (limit / (norm + 1e-6)).clamp(max=1.0)
-    return norm.item()
 
 
 def gathered_in_numpy(gradients, copies, groups, limit):
@@ -560,9 +389,12 @@ def gathered_in_numpy(gradients, copies, groups, limit):
     return norm
 
 
-CLIP_RIGHT = {
-    "reduced to one rank": reduced_to_one_rank,
-    "single precision": single_precision,
+RIGHT["clip_gradients"] = {
+    "reduced to one rank": {
+        ALL_REDUCE: "dist.reduce(total, 0)\ndist.broadcast(total, 0)",
+        SCALE: "torch._foreach_mul_(gradients, limit / norm) if gradients else None",
+    },
+    "single precision": {START: "total = torch.tensor(0.0)", ADD: "total += (gradient**2).sum() / count"},
     "gathered, in NumPy": gathered_in_numpy,
     "a tensor": "return norm  ->  return torch.tensor([norm])",
 }
@@ -570,22 +402,17 @@ CLIP_RIGHT = {
 # ------------------------------------------------------------------------------------------------ legality
 
 INTERLEAVING = "layout.virtual > 1 and (pp == 1 or not rest and count % pp)"
-WHY_NOT = {
+WRONG["why_not"] = {
     "form": [
-        "return words  ->  return ' '.join(words)",
         "return words  ->  return {f'too many {word}' for word in words} or {'legal'}",
         "return words  ->  return list(words)",
-        "return words  ->  return None",
     ],
     "legal": [
-        "model.parameters / (tp * pp)  ->  model.parameters",
-        "model.parameters / (tp * pp)  ->  model.parameters / tp",
+        "model.parameter_count / (tp * pp)  ->  model.parameter_count",
+        "cluster.card.memory_bytes  ->  cluster.card.memory_bytes / 2",
     ],
     "gpus": " * layout.cp != cluster.gpus  ->  != cluster.gpus",
-    "heads": [
-        " or model.kv_heads % tp  ->  ",
-        "model.kv_heads % tp  ->  tp <= model.kv_heads and model.kv_heads % tp",
-    ],
+    "heads": " or model.kv_heads % tp  ->  ",
     "slow": "if model.heads % tp  ->  if tp > cluster.per_node or model.heads % tp",
     "layers": "layout.pp * layout.virtual  ->  layout.pp",
     "around": " and (model.layers + 2) % chunks  ->  ",
@@ -594,14 +421,10 @@ WHY_NOT = {
     "interleaving": [
         f"{INTERLEAVING}  ->  False",
         "pp == 1 or not rest and count % pp  ->  not rest and count % pp",
-        "layout.virtual > 1 and (pp == 1  ->  layout.virtual > 1 and (False",
     ],
     "interleaving-always": f"{INTERLEAVING}  ->  not rest and count % pp",
     "interleaving-last": "not rest and count % pp  ->  count % pp",
-    "memory": [
-        "states.total >  ->  states.total / 8 >",
-        "if not words and states.total  ->  if False and states.total",
-    ],
+    "memory": "if not words and states.total  ->  if False and states.total",
     "memory-last": "if not words and states.total  ->  if states.total",
     "zero": ["stage=layout.zero  ->  stage=0", "ranks = dp * layout.cp  ->  ranks = dp"],
     "zero-ranks": "ranks = dp * layout.cp  ->  ranks = cluster.gpus",
@@ -611,7 +434,7 @@ WHY_NOT = {
 
 def a_table_of_conditions(model, cluster, layout, batch):
     """The states by hand: 2 bytes for weights, 2 for gradients and 12 for the optimizer."""
-    replicas, share = layout.dp * layout.cp, model.parameters / layout.tp / layout.pp
+    replicas, share = layout.dp * layout.cp, model.parameter_count / layout.tp / layout.pp
     bytes_each = sum(b / (replicas if layout.zero >= stage else 1) for stage, b in ((3, 2), (2, 2), (1, 12)))
     microbatches = batch / layout.dp / layout.microbatch
     chunks = layout.pp * layout.virtual
@@ -627,21 +450,21 @@ def a_table_of_conditions(model, cluster, layout, batch):
 
 
 def the_planners_words(model, cluster, layout, batch):
-    words = {word for word, _ in planner.reasons(model, cluster, layout, batch)}
-    return words or ({"memory"} if planner.legal(model, cluster, layout, batch) else set())
+    words = {word for word, _ in planner.broken_rules(model, cluster, layout, batch)}
+    return words or ({"memory"} if planner.reasons_against(model, cluster, layout, batch) else set())
 
 
-WHY_NOT_RIGHT = {"a table of conditions": a_table_of_conditions, "the planner's words": the_planners_words}
+RIGHT["why_not"] = {"a table of conditions": a_table_of_conditions, "the planner's words": the_planners_words}
 
 # ------------------------------------------------------------------------------------------------ the puzzle
 
 DEGREES, MORE = "tp=4, pp=1, dp=16", 'zero=3, recompute="none"'
-PLAN = {
+WRONG["plan_70b"] = {
     "form": f"planner.Layout({DEGREES}, {MORE})  ->  4, 1, 16",
     "search": "return planner.Layout(  ->  "
-    "planner.search(*planner.of_run(recorded.LLAMA3_RUNS[0])[:2], 2048)\nreturn planner.Layout(",
-    "illegal": [f"{DEGREES}  ->  tp=16, pp=4, dp=1", f"{DEGREES}  ->  tp=8, pp=4, dp=1"],
-    "rules": [f'{MORE}  ->  {MORE}, precision="bf16"', f"{DEGREES}  ->  tp=1, pp=2, dp=8, cp=4"],
+    "planner.search(*planner.plan_inputs(recorded.LLAMA3_RUNS[0])[:2], 2048)\nreturn planner.Layout(",
+    "illegal": f"{DEGREES}  ->  tp=8, pp=4, dp=1",
+    "rules": f"{DEGREES}  ->  tp=1, pp=2, dp=8, cp=4",
     "memory": [
         f"{MORE}  ->  zero=0",
         {DEGREES: "tp=4, pp=2, dp=8", MORE: 'zero=1, recompute="selective"'},  # legal, but more than 72 GB
@@ -650,7 +473,7 @@ PLAN = {
     "tensor": f"{DEGREES}  ->  tp=8, pp=1, dp=8",
     "bubble": {DEGREES: "tp=4, pp=4, dp=4", MORE: 'zero=1, recompute="selective"'},
 }
-PLAN_RIGHT = {
+RIGHT["plan_70b"] = {
     "some recomputation": '"none"  ->  "selective"',
     "a pipeline with virtual stages": {DEGREES: "tp=4, pp=4, dp=4, virtual=10", MORE: 'zero=1, recompute="selective"'},
 }
@@ -658,15 +481,7 @@ PLAN_RIGHT = {
 
 class TestParallelism(ExerciseTests):
     checks = parallelism_3d
-    WRONG = {
-        "mesh_groups": MESH_GROUPS, "make_groups": MAKE_GROUPS, "traffic": TRAFFIC, "node_order": NODE_ORDER,
-        "hybrid_training": HYBRID, "clip_gradients": CLIP, "why_not": WHY_NOT, "plan_70b": PLAN,
-    }
-    RIGHT = {
-        "mesh_groups": MESH_GROUPS_RIGHT, "make_groups": MAKE_GROUPS_RIGHT, "traffic": TRAFFIC_RIGHT,
-        "node_order": NODE_ORDER_RIGHT, "hybrid_training": HYBRID_RIGHT, "clip_gradients": CLIP_RIGHT,
-        "why_not": WHY_NOT_RIGHT, "plan_70b": PLAN_RIGHT,
-    }
+    WRONG, RIGHT = WRONG, RIGHT
 
     def refused_with(self, exercise, hint, number=1):
         return str(self.refusal(exercise, self.wrong(exercise, hint, number)))
@@ -691,9 +506,9 @@ class TestParallelism(ExerciseTests):
 
     def test_layouts_of_the_check_are_judged_as_the_planner_does(self):
         for name, gpus, layout, batch, _ in parallelism_3d._LAYOUTS:
-            model, cluster = planner.MODELS[name], planner.cluster(parallelism_3d._MACHINE, gpus)
+            model, cluster = PUBLISHED[name], planner.cluster(parallelism_3d._MACHINE, gpus)
             found = parallelism_3d._reasons(model, cluster, layout, batch)
-            assert bool(found) == bool(planner.legal(model, cluster, layout, batch))
+            assert bool(found) == bool(planner.reasons_against(model, cluster, layout, batch))
             assert found <= {"gpus", "heads", "layers", "batch", "interleaving", "memory"}
 
     def test_the_planners_own_best_passes_the_puzzle(self):
@@ -702,7 +517,7 @@ class TestParallelism(ExerciseTests):
 
     def test_other_layouts_than_the_solution_pass_the_puzzle(self):
         name, machine, gpus, batch = parallelism_3d.PUZZLE
-        found = planner.search(planner.MODELS[name], planner.cluster(machine, gpus), batch, cp=1)
+        found = planner.search(PUBLISHED[name], planner.cluster(machine, gpus), batch, cp=1)
         enough = parallelism_3d.SHARE * found.plans[0].seconds
         fits = [p for p in found.plans if p.seconds <= enough and p.memory.total <= parallelism_3d.LIMIT]
         degrees = {p.layout.degrees for p in fits}
@@ -715,14 +530,17 @@ class TestParallelism(ExerciseTests):
         assert "between the nodes 3768 bytes are sent; 1944 are enough" in between
         wishes = "rank 0: call 1 for [0, 2], rank 1: call 1 for [1, 3], rank 2: call 1 for [0, 2]"
         assert wishes in self.refused_with("make_groups", "disagree")
+        alone = "rank 1: dp is the group of the ranks [0, 1, 2, 3]; expected [1, 3]"
+        assert alone in self.refused_with("make_groups", "wrong-group", 2)
+        assert "there is no [0, 1, 2, 3]" in self.refused_with("mesh_groups", "sizes")
         twice = self.refused_with("clip_gradients", "twice")
         assert re.search(r"the norm is \d+\.\d+; expected \d+\.\d+", twice)
         assert re.search(r"compute +\d+\.\d\d s   best +\d+\.\d\d s", self.refused_with("plan_70b", "compute"))
 
     def test_misprint_is_found_by_the_solution(self):
         why_not = self.answer("why_not")
-        assert why_not(*planner.of_run(recorded.LLAMA3_MISPRINT)) == {"gpus"}
-        assert not any(why_not(*planner.of_run(run)) for run in recorded.LLAMA3_RUNS)
+        assert why_not(*planner.plan_inputs(recorded.LLAMA3_MISPRINT)) == {"gpus"}
+        assert not any(why_not(*planner.plan_inputs(run)) for run in recorded.LLAMA3_RUNS)
 
 
 def flat_weights(ranks):

@@ -16,33 +16,28 @@ from course_utils.checks import pipeline_parallel
 
 pytestmark = pytest.mark.guard(60)
 
+WRONG: dict[str, dict] = {}
+RIGHT: dict[str, dict] = {}
+
 # ------------------------------------------------------------------------------------------------ the order of 1F1B
 
 AHEAD = "ahead = min(microbatches, ranks - rank - 1)"
 REST = '[("B", i) for i in range(microbatches - ahead, microbatches)]'
 ORDER = f"return order + {REST}"
-ONE_F_ONE_B_ORDER = {
+WRONG["one_f_one_b_order"] = {
     "form": [
-        f'{ORDER}  ->  return [f"{{kind}}{{i}}" for kind, i in order + {REST}]',
         f'{ORDER}  ->  return [(part, i) for kind, i in order + {REST} for part in ("F" if kind == "F" else "IW")]',
         f"{ORDER}  ->  print(order + {REST})",
     ],
-    "incomplete": [f"{ORDER}  ->  return order", f"{ORDER}  ->  return [(kind, i + 1) for kind, i in order + {REST}]"],
+    "incomplete": f"{ORDER}  ->  return order",
     "early": '("F", ahead + i), ("B", i)  ->  ("B", i), ("F", ahead + i)',
     "deadlock": f"{AHEAD}  ->  ahead = min(microbatches, rank)",
     "rank-ignored": f"{AHEAD}  ->  ahead = min(microbatches, ranks - 1)",
     "gpipe": f"{AHEAD}  ->  ahead = microbatches",
     "naive": f"{AHEAD}  ->  ahead = 0",
-    "peak": [
-        f"{AHEAD}  ->  ahead = min(microbatches, ranks - rank)",
-        f"{AHEAD}  ->  ahead = min(microbatches, 2 * (ranks - rank - 1))",
-    ],
+    "peak": f"{AHEAD}  ->  ahead = min(microbatches, ranks - rank)",
     "slow": f"{AHEAD}  ->  ahead = min(microbatches, 1, ranks - rank - 1)",
-    "odd": [
-        f"{AHEAD}  ->  ahead = min(microbatches, (ranks - 1) ^ rank)",
-        f"{AHEAD}  ->  ahead = min(microbatches, max(0, ranks // 2 * 2 - rank - 1))",
-        f"{AHEAD}  ->  ahead = min(microbatches, ranks - rank - 1 - (rank == 0) * (microbatches % 2))",
-    ],
+    "odd": f"{AHEAD}  ->  ahead = min(microbatches, (ranks - 1) ^ rank)",
     "few": f"{AHEAD}  ->  ahead = ranks - rank - 1",
     "one-rank": f"{AHEAD}  ->  ahead = min(microbatches, (ranks - rank - 1) * (ranks - 1) // (ranks - 1))",
 }
@@ -69,6 +64,12 @@ def back_as_soon_as_it_can(rank, ranks, microbatches):
     return order
 
 
+RIGHT["one_f_one_b_order"] = {
+    "of the package": order_of_the_package,
+    "from the last micro-batch down": from_the_last_micro_batch_down,
+    "back as soon as it can": back_as_soon_as_it_can,
+}
+
 # ------------------------------------------------------------------------------------------------ engines
 
 ROLES = "first, last = rank == 0, rank == n - 1"
@@ -91,8 +92,9 @@ ENGINE = {
         BACKWARD: "gradient = None if last else receive(like, rank + 1)\nif last:\n    y.backward()",
         "x.grad": "torch.zeros_like(x)",
     },
-    "input-gradient": ["x.grad  ->  x.detach()", "x.grad  ->  x.grad / 2"],
-    "requires-grad": [".requires_grad_()  ->  ", ".requires_grad_()  ->  .requires_grad_() * 1"],
+    "input-gradient": "x.grad  ->  x.grad / 2",
+    "no-input": ["if first else receive(  ->  if True else receive(", "if last:  ->  if True:"],
+    "requires-grad": ".requires_grad_()  ->  ",
     "not-received": f"{ARRIVAL}  ->  (0 * {ARRIVAL})",
     "neighbours": {
         SEND_ON: "sends += [dist.isend(y.detach(), r) for r in range(rank + 1, n)]",
@@ -109,16 +111,8 @@ ENGINE = {
         OUTPUT: "dist.isend(torch.stack([y.detach(), y.detach()]), rank + 1)",
         ARRIVAL: "receive(torch.stack([like, like]), rank - 1)[0].clone()",
     },
-    "not-waited": [
-        f"{WAIT}  ->  import time\n\ntime.sleep(0.3)",
-        f"{WAIT}  ->  import time\n\nfor send in sends[: len(sends) // 2]:\n    send.wait()\ntime.sleep(0.3)",
-    ],
-    "loss": [
-        f"{RETURN}  ->  return y.detach() * m if last else None",
-        f"{RETURN}  ->  return loss * m if last else None",
-        f"{RETURN}  ->  return [loss] if last else None",
-        f"{RETURN}  ->  return loss if last else 0",
-    ],
+    "not-waited": f"{WAIT}  ->  import time\n\ntime.sleep(0.3)",
+    "loss": [f"{RETURN}  ->  return loss * m if last else None", f"{RETURN}  ->  return loss if last else 0"],
     "one-buffer": [
         f"{ARRIVAL}.requires_grad_()  ->  (dist.recv(like, rank - 1), like.detach().requires_grad_())[1]",
         f"{ARRIVAL}  ->  like.copy_({ARRIVAL})",
@@ -140,38 +134,8 @@ THERE_AND_BACK = f"""        pairs.append((x, y))
 ZIPPED = "zip(inputs, targets, strict=True)"
 
 
-def outputs_by_broadcast(stage, inputs, targets, loss_fn, like):
-    rank, n, m = dist.get_rank(), dist.get_world_size(), len(inputs)
-
-    def passed(tensor, source):
-        tensor = tensor.detach().clone() if rank == source else torch.empty_like(like)
-        dist.broadcast(tensor, source)
-        return tensor
-
-    pairs, losses, came, y = [], [], None, None
-    for i in range(m):
-        for r in range(n):
-            if r == rank:
-                x = inputs[i] if r == 0 else came.requires_grad_()
-                y = stage(x)
-                if r == n - 1:
-                    y = loss_fn(y, targets[i]) / m
-                    losses.append(y.detach())
-                pairs.append((x, y))
-            if r < n - 1:
-                came = passed(y, r)
-    for x, y in pairs:
-        for r in reversed(range(n)):
-            if r == rank:
-                y.backward(None if r == n - 1 else came)
-            if r:
-                came = passed(x.grad, r)
-    return sum(losses) if rank == n - 1 else None
-
-
-RUN_GPIPE = {
+WRONG["run_gpipe"] = {
     **ENGINE,
-    "collective": [ENGINE["collective"], outputs_by_broadcast],
     "whole-batch": f"pairs, sends, loss = [], [], 0  ->  pairs, sends, loss = [], [], 0\n{JOINED}",
     "wrong-microbatch": f"{PAIRS}  ->  for x, y in pairs[::-1] if last else pairs:",
     "graph-twice": f"{PAIRS}  ->  for x, y in pairs[-1:] * m:",
@@ -199,16 +163,11 @@ RUN_GPIPE = {
 
 KEPT = "x, y = kept.pop(i)"
 START = "kept, sends, loss = {}, [], 0"
-RUN_ORDER = {
+WRONG["run_order"] = {
     **ENGINE,
     "whole-batch": {START: f"{START}\n{JOINED}\norder = [('F', 0), ('B', 0)]"},
     "wrong-microbatch": f"{KEPT}  ->  x, y = kept.pop(max(kept))",
-    "order": [
-        f"{KEPT}  ->  x, y = kept.pop(min(kept))",
-        "for kind, i in order:  ->  for kind, i in sorted(order, key=lambda op: op[0] == 'B'):",
-        "for kind, i in order:  ->  early = [k for k, _ in order[:2]] == ['F', 'F']\n"
-        "for kind, i in sorted(order, key=lambda op: early and op[0] == 'B'):",
-    ],
+    "order": f"{KEPT}  ->  x, y = kept.pop(min(kept))",
     "graph-twice": f"{KEPT}  ->  x, y = kept[max(kept)]",
     "blocking": hangs(
         {SEND_ON: "dist.send(y.detach(), rank + 1)", SEND_BACK: "dist.send(x.grad, rank - 1)"}
@@ -216,7 +175,6 @@ RUN_ORDER = {
     "kept": [
         f"{KEPT}  ->  x, y = kept[i]",
         {KEPT: "x, y = kept[i]", BACKWARD: BACKWARD[:-1] + ", retain_graph=True)"},
-        {BACKWARD: BACKWARD[:-1] + ", retain_graph=True)"},
     ],
     "one-rank": f"{ROLES}  ->  {ROLES}\nif n == 1:\n    dist.recv(torch.empty_like(like), 1)",
 }
@@ -258,7 +216,7 @@ def one_backward_for_all_losses(stage, inputs, targets, loss_fn, like):
     return None if loss is None else loss.item()
 
 
-RUN_GPIPE_RIGHT = {
+RIGHT["run_gpipe"] = {
     "one backward for all losses": one_backward_for_all_losses,
     "back as soon as it can": f"{ROLES}  ->  order = one_f_one_b_order(rank, n, m)\n"
     f"return run_order(stage, order, inputs, targets, loss_fn, like)\n{ROLES}",
@@ -278,43 +236,12 @@ RUN_GPIPE_RIGHT = {
 }
 
 
-def batched_operations(stage, order, inputs, targets, loss_fn, like):
-    rank, n, m = dist.get_rank(), dist.get_world_size(), len(inputs)
-    kept, works, total = {}, [], 0.0
-
-    def start(op, tensor, peer):
-        return dist.batch_isend_irecv([dist.P2POp(op, tensor, peer)])
-
-    def received(peer):
-        tensor = torch.empty_like(like)
-        for work in start(dist.irecv, tensor, peer):
-            work.wait()
-        return tensor
-
-    for kind, i in order:
-        if kind == "F":
-            x = inputs[i] if rank == 0 else received(rank - 1).requires_grad_()
-            y = stage(x)
-            if rank == n - 1:
-                y = loss_fn(y, targets[i]) / m
-                total += y.item()
-            else:
-                works += start(dist.isend, y.detach(), rank + 1)
-            kept[i] = [x, y]
-        else:
-            y = kept[i].pop()
-            y.backward(received(rank + 1) if rank < n - 1 else None)
-            if rank:
-                works += start(dist.isend, kept[i][0].grad, rank - 1)
-            del kept[i]
-    for work in works:
-        work.wait()
-    return total if rank == n - 1 else None
-
-
 BOUNDED = "if {0} in latest:\n    latest[{0}].wait()\nlatest[{0}] = {1}"
-RUN_ORDER_RIGHT = {
-    "batched operations": batched_operations,
+RIGHT["run_order"] = {
+    "batched operations": {
+        OUTPUT: "dist.batch_isend_irecv([dist.P2POp(dist.isend, y.detach(), rank + 1)])[0]",
+        GRADIENT: "dist.batch_isend_irecv([dist.P2POp(dist.isend, x.grad, rank - 1)])[0]",
+    },
     "one send under way in each direction": {
         START: f"{START}\nlatest = {{}}", SEND_ON: BOUNDED.format(1, OUTPUT), SEND_BACK: BOUNDED.format(-1, GRADIENT),
         "for send in sends:": "for send in latest.values():",
@@ -335,11 +262,10 @@ RUN_ORDER_RIGHT = {
 # ------------------------------------------------------------------------------------------------ stages of equal cost
 
 CUT = "return best[len(costs)][1]"
-DEAREST = "(max(best[k][0], sum(costs[k:n])), "
 FILLED = """sizes, start, mean = [], 0, sum(costs) / stages
 for left in range(stages, 1, -1):
     end = start + 1
-    while end <= len(costs) - left and {}:
+    while end <= len(costs) - left and sum(costs[start : end + 1]) <= mean:
         end += 1
     sizes.append(end - start)
     start = end
@@ -378,15 +304,6 @@ def with_least(score):
     return lambda costs, stages: min(cuts(costs, stages), key=lambda sizes: score(sums(costs, sizes)))
 
 
-def by_halves(costs, stages):
-    """Right if a half of the stages may be cut by itself."""
-    if stages % 2:
-        return with_least(max)(costs, stages)
-    (middle, _) = with_least(max)(costs, 2)
-    middle = min(max(middle, stages // 2), len(costs) - stages // 2)
-    return by_halves(costs[:middle], stages // 2) + by_halves(costs[middle:], stages // 2)
-
-
 def one_cut_at_a_time(costs, stages):
     """From equal counts on, moves the cut that helps most, until none does."""
     each, rest = divmod(len(costs), stages)
@@ -402,34 +319,14 @@ def one_cut_at_a_time(costs, stages):
         sizes = min(moved)[1]
 
 
-def filled(condition):
-    return f"{CUT}  ->  {FILLED.format(condition)}"
-
-
-BALANCE = {
-    "form": [
-        f"{CUT}  ->  import itertools\n\nreturn list(itertools.accumulate(best[len(costs)][1]))[:-1]",
-        f"{CUT}  ->  return [float(size) for size in best[len(costs)][1]]",
-    ],
-    "missing": [
-        lambda costs, stages: list(map(int, sums(costs, with_least(max)(costs, stages)))),
-        f"{CUT}  ->  return best[len(costs) - 1][1]",
-    ],
+WRONG["balance"] = {
+    "form": f"{CUT}  ->  return [float(size) for size in best[len(costs)][1]]",
+    "missing": f"{CUT}  ->  return best[len(costs) - 1][1]",
     "empty-stage": f"{CUT}  ->  sizes = best[len(costs)][1]\nreturn [0, sum(sizes[:2]), *sizes[2:]]",
-    "equal-counts": [
-        f"{CUT}  ->  each, rest = divmod(len(costs), stages)\nreturn [each + (s < rest) for s in range(stages)]",
-        f"{CUT}  ->  each, rest = divmod(len(costs), stages)\nreturn [each] * (stages - 1) + [each + rest]",
-    ],
-    "greedy": [
-        filled("sum(costs[start : end + 1]) <= mean"),
-        filled("sum(costs[start:end]) < mean"),
-        f"{CUT}  ->  import itertools\n\n{SHARES}",
-        one_cut_at_a_time,
-    ],
-    "most-even": [
-        with_least(lambda loads: sum(x * x for x in loads)), with_least(lambda loads: -min(loads)), by_halves,
-    ],
-    "not-best": [with_least(lambda loads: -max(loads)), f"{CUT}  ->  {LIMITED}"],
+    "equal-counts": f"{CUT}  ->  each, rest = divmod(len(costs), stages)\nreturn [each] * (stages - 1) + [each + rest]",
+    "greedy": [f"{CUT}  ->  {FILLED}", f"{CUT}  ->  import itertools\n\n{SHARES}", one_cut_at_a_time],
+    "most-even": [with_least(lambda loads: sum(x * x for x in loads)), with_least(lambda loads: -min(loads))],
+    "not-best": f"{CUT}  ->  {LIMITED}",
 }
 
 
@@ -443,29 +340,12 @@ def last_of_the_best(costs, stages):
     return found
 
 
-def smallest_limit(costs, stages):
-    """Of all sums of neighbours the smallest with which a greedy filling needs no more stages."""
-    runs = sorted(sum(costs[a:b]) for a, b in itertools.combinations(range(len(costs) + 1), 2))
-    for limit in runs:
-        sizes, load = [0], 0.0
-        for i, cost in enumerate(costs):
-            must = len(costs) - i == stages - len(sizes)
-            if sizes[-1] and (load + cost > limit + 1e-9 or must):
-                sizes, load = [*sizes, 0], 0.0
-            sizes[-1] += 1
-            load += cost
-        if len(sizes) == stages and max(sums(costs, sizes)) <= limit + 1e-9:
-            return tuple(sizes)
-    return None
-
-
-BALANCE_RIGHT = {
+RIGHT["balance"] = {
     "the last of the best cuts": last_of_the_best,
     "of the package": pipeline.partition,
     "whole numbers of NumPy": f"{CUT}  ->  import numpy as np\n\n"
     "return list(np.diff([0, *np.cumsum(best[len(costs)][1])]))",
     "an array": f"{CUT}  ->  import numpy as np\n\nreturn np.array(best[len(costs)][1])",
-    "the smallest limit": smallest_limit,
 }
 
 # ------------------------------------------------------------------------------------------------ on paper
@@ -481,18 +361,19 @@ def simulated_bubble(schedule, ranks, microbatches, virtual, gb):
     return 100 * timeline.bubble, gb * timeline.peak[0]
 
 
-def simulated_number(ranks, virtual, percent):
-    step, name = (ranks, "interleaved") if virtual > 1 else (1, "1F1B")
+def by_halving(ranks, virtual, percent):
+    step = ranks if virtual > 1 else 1
+    low, high = 0, 1  # groups of micro-batches: too few, and enough
 
-    def enough(steps):
-        return 100 * pipeline.simulate(schedule_of(name, ranks, steps * step, virtual)).bubble <= percent + 1e-9
+    def enough(groups):
+        return 100 * (ranks - 1) <= percent * (virtual * groups * step + ranks - 1)
 
-    steps = max(1, round((ranks - 1) * (100 / percent - 1) / virtual / step))  # from here up or down
-    while not enough(steps):
-        steps += 1
-    while steps > 1 and enough(steps - 1):
-        steps -= 1
-    return steps * step
+    while not enough(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high * step
 
 
 COUNTED = "count = step = ranks if virtual > 1 else 1"
@@ -500,6 +381,18 @@ IN_CLOSED_FORM = """import math
 
 need = (ranks - 1) * (100 / percent - 1) / virtual
 return max(count, math.ceil(need / step - 1e-9) * step)"""
+
+BOTH = "return 100 * share, gb * held"
+WRONG["bubble"] = {"number": f"{BOTH}  ->  return 100 * share", "typed": f"{BOTH}  ->  return 100 * 7 / 39, 16"}
+RIGHT["bubble"] = {
+    "simulated": simulated_bubble,
+    "an array": f"{BOTH}  ->  return torch.tensor([100 * share, gb * held])",
+}
+WRONG["enough_microbatches"] = {"typed": "return count  ->  return 227", "border": "> percent:  ->  >= percent:"}
+RIGHT["enough_microbatches"] = {
+    "by halving": by_halving,
+    "in closed form": f"{COUNTED}  ->  {COUNTED}\n{IN_CLOSED_FORM}",
+}
 
 # ------------------------------------------------------------------------------------------------ the puzzle
 
@@ -511,63 +404,33 @@ GREEDY = (
     "F0 F1 F2 F3 I0 F4 I1 W0 I2 W1 W2 I3 F5 I4 W3 F6 I5 W4 F7 I6 W5 W6 I7 W7",
     "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 F6 I6 W2 F7 I7 W3 W4 W5 W6 W7",
 )
-OWN_SCHEDULE = {
-    "form": [
-        "return orders  ->  return orders[0]",
-        'return orders  ->  return [[f"{kind}{i}" for kind, i in order] for order in orders]',
-    ],
+WRONG["own_schedule"] = {
+    "form": 'return orders  ->  return [[f"{kind}{i}" for kind, i in order] for order in orders]',
     "incomplete": "return orders  ->  return [[op for op in order if op[0] != 'W'] for order in orders]",
     "early": "return orders  ->  swap = dict(I='W', W='I', F='F')\n"
     "return [[(swap[kind], i) for kind, i in order] for order in orders]",
     "deadlock": f"{AHEAD_AND_BEHIND}  ->  ((1, 4), (2, 3), (3, 2), (4, 1))",
-    "memory": [
-        f"{AHEAD_AND_BEHIND}  ->  ((7, 0), (5, 2), (3, 4), (1, 6))",
-        f"{AHEAD_AND_BEHIND}  ->  ((4, 8), (3, 8), (2, 8), (1, 8))",
-    ],
+    "memory": f"{AHEAD_AND_BEHIND}  ->  ((7, 0), (5, 2), (3, 4), (1, 6))",
     "unsplit": "return orders  ->  return [one_f_one_b_order(rank, 4, 8) for rank in range(4)]",
-    "slow": [
-        f"{AHEAD_AND_BEHIND}  ->  ((4, 0), (3, 1), (2, 2), (1, 3))",
-        f"{AHEAD_AND_BEHIND}  ->  ((4, 0), (3, 0), (2, 0), (1, 0))",
-    ],
+    "slow": f"{AHEAD_AND_BEHIND}  ->  ((4, 0), (3, 1), (2, 2), (1, 3))",
+}
+RIGHT["own_schedule"] = {
+    "greedy": lambda: [[(op[0], int(op[1:])) for op in ops.split()] for ops in GREEDY],
+    "tuples": "return orders  ->  return tuple(map(tuple, orders))",
 }
 
 
 class TestPipeline(ExerciseTests):
     checks = pipeline_parallel
-    WRONG = {
-        "one_f_one_b_order": ONE_F_ONE_B_ORDER,
-        "run_gpipe": RUN_GPIPE,
-        "run_order": RUN_ORDER,
-        "balance": BALANCE,
-        "bubble": {
-            "number": "return 100 * share, gb * held  ->  return 100 * share",
-            "typed": "return 100 * share, gb * held  ->  return 100 * 7 / 39, 16",
-        },
-        "enough_microbatches": {"typed": "return count  ->  return 227", "border": "> percent:  ->  >= percent:"},
-        "own_schedule": OWN_SCHEDULE,
-    }
-    RIGHT = {
-        "one_f_one_b_order": {
-            "of the package": order_of_the_package,
-            "from the last micro-batch down": from_the_last_micro_batch_down,
-            "back as soon as it can": back_as_soon_as_it_can,
-        },
-        "run_gpipe": RUN_GPIPE_RIGHT,
-        "run_order": RUN_ORDER_RIGHT,
-        "balance": BALANCE_RIGHT,
-        "bubble": {
-            "simulated": simulated_bubble,
-            "an array": "return 100 * share, gb * held  ->  return torch.tensor([100 * share, gb * held])",
-        },
-        "enough_microbatches": {
-            "simulated": simulated_number,
-            "in closed form": f"{COUNTED}  ->  {COUNTED}\n{IN_CLOSED_FORM}",
-        },
-        "own_schedule": {
-            "greedy": lambda: [[(op[0], int(op[1:])) for op in ops.split()] for ops in GREEDY],
-            "tuples": "return orders  ->  return tuple(map(tuple, orders))",
-        },
-    }
+    WRONG, RIGHT = WRONG, RIGHT
+
+    @pytest.mark.parametrize("case", [(8, 1, 3), (8, 2, 3), (4, 3, 12), (8, 1, 12.5)])
+    def test_fewest_microbatches_are_so_in_the_simulation(self, case):
+        ranks, virtual, percent = case
+        name, step = ("interleaved", ranks) if virtual > 1 else ("1F1B", 1)
+        count = pipeline_parallel.enough_microbatches.formula(*case)
+        few, enough = (simulated_bubble(name, ranks, m, virtual, 0)[0] for m in (count - step, count))
+        assert enough <= percent + 1e-9 < few
 
     def test_schedule_says_what_it_reaches(self, capsys):
         pipeline_parallel.own_schedule(self.RIGHT["own_schedule"]["greedy"])

@@ -1,9 +1,10 @@
 """The algorithm chooser and the figures of time by model: what is drawn is what the model says."""
 
 import pytest
+from figures import Opened, texts
 
 from course_utils import nccl_tuner
-from course_utils.costs import ALL_REDUCE_ALGORITHMS, Cluster, all_reduce_seconds, flat
+from course_utils.costs import ALL_REDUCE_ALGORITHMS, TwoLevelCluster, all_reduce_seconds, flat_cluster
 from course_utils.plots import (
     ALGORITHM_COLORS,
     crossover,
@@ -16,11 +17,7 @@ from course_utils.recorded import A100_ALL_REDUCE
 from course_utils.widgets import algorithm_chooser
 
 NEAR, FAR = (3.4e-6, 1 / 450e9), (14e-6, 1 / 50e9)
-TWO_NODES = Cluster(2, 4, NEAR, FAR)
-
-
-def texts(ax):
-    return [text.get_text() for text in ax.texts]
+TWO_NODES = TwoLevelCluster(2, 4, NEAR, FAR)
 
 
 def test_every_algorithm_has_a_colour_of_its_own():
@@ -34,7 +31,7 @@ def test_crossings_are_found_exactly():
 
 
 def test_crossover_marks_where_another_algorithm_wins():
-    figure = crossover({"a": TWO_NODES, "b": flat(8, *NEAR)}, ["ring", "tree", "hierarchical"])
+    figure = crossover({"a": TWO_NODES, "b": flat_cluster(8, *NEAR)}, ["ring", "tree", "hierarchical"])
     left, right = figure.axes
     (dot,) = [line for line in left.lines if line.get_marker() == "o"]
     size, height = dot.get_xdata()[0], dot.get_ydata()[0]
@@ -52,7 +49,7 @@ def test_crossover_marks_the_pairs_it_is_asked_for():
 
 
 def test_scale_out_has_one_panel_for_each_size():
-    figure = scale_out([flat(2**k, *FAR) for k in range(1, 13)], ["root", "ring", "tree"], sizes=(4096, 2**28))
+    figure = scale_out([flat_cluster(2**k, *FAR) for k in range(1, 13)], ["root", "ring", "tree"], sizes=(4096, 2**28))
     small, large = figure.axes
     assert small.lines[0].get_xdata()[-1] == 4096
     assert "4 KiB" in small.get_title(loc="left")
@@ -83,17 +80,9 @@ def test_recorded_figure_shows_time_bandwidth_and_error():
     assert texts(error) == ["published: median 24.7 %"]
 
 
-class Chooser:
-    def __init__(self):
-        self.widget = algorithm_chooser()
-        top, second, self.status, self.picture = self.widget.children
-        self.size, self.nodes, self.gpus = top.children
-        self.near, self.far, self.adds = second.children
-
-
 @pytest.fixture
 def chooser():
-    return Chooser()
+    return Opened(algorithm_chooser())
 
 
 def test_a_stored_notebook_shows_a_picture(chooser):
@@ -124,7 +113,7 @@ def test_one_node_has_no_network_and_one_rank_nothing_to_do(chooser):
     assert chooser.far.disabled
     picture = bytes(chooser.picture.value)
     chooser.gpus.value = 1
-    assert "nothing to reduce" in chooser.status.value
+    assert "nothing to reduce" in chooser.status.value and chooser.refuses
     assert bytes(chooser.picture.value) != picture
     chooser.gpus.value = 4
     assert bytes(chooser.picture.value) == picture

@@ -3,22 +3,15 @@
 import math
 
 import pytest
+from figures import Opened
 
 from course_utils.widgets import cost_calculator
 from course_utils.widgets.cost import efficiency, goodput
 
 
-class Calculator:
-    def __init__(self):
-        first, second, third, self.status, self.picture = cost_calculator().children
-        self.work, self.kept, self.gpus = first.children
-        self.price, self.spot = second.children
-        self.rate, self.save, self.restart = third.children
-
-
 @pytest.fixture
 def calculator():
-    return Calculator()
+    return Opened(cost_calculator())
 
 
 def test_two_gpus_at_1_9_times_cost_five_percent_more(calculator):
@@ -38,13 +31,13 @@ def test_prices_are_called_examples(calculator):
 
 
 def test_every_control_changes_the_result(calculator):
-    seen = {(calculator.status.value, bytes(calculator.picture.value))}
+    seen = {calculator.shown}
     for control, value in (
         (calculator.work, 500), (calculator.kept, 90), (calculator.gpus, 64), (calculator.price, 3.0),
         (calculator.spot, 1.0), (calculator.rate, 1.0), (calculator.save, 5), (calculator.restart, 20),
     ):
         control.value = value
-        seen.add((calculator.status.value, bytes(calculator.picture.value)))
+        seen.add(calculator.shown)
     assert len(seen) == 9
     assert all(picture.startswith(b"\x89PNG") for _, picture in seen)
 

@@ -3,26 +3,15 @@
 import re
 
 import pytest
+from figures import REFUSED, Opened
 
 from course_utils.pipeline import SCHEDULES, Costs, simulate
 from course_utils.widgets.pipeline_schedules import _formula, schedule_explorer
 
 
-class Explorer:
-    def __init__(self):
-        first, second, third, self.status, self.picture = schedule_explorer().children
-        self.microbatches, self.ranks, self.name = first.children
-        self.virtual, self.transfer = second.children
-        self.forward, self.input, self.weight = third.children
-
-    @property
-    def shown(self):
-        return self.status.value, bytes(self.picture.value)
-
-
 @pytest.fixture
 def explorer():
-    return Explorer()
+    return Opened(schedule_explorer())
 
 
 def test_1f1b_as_it_opens(explorer):
@@ -62,10 +51,7 @@ def test_impossible_setting_says_why_and_fades_the_picture(explorer):
     explorer.name.value = "interleaved"
     before = explorer.picture.value
     explorer.microbatches.value = 9
-    assert explorer.status.value == (
-        "<p><b>Not possible: interleaving needs a multiple of 4 micro-batches, got 9.</b> The picture is the last "
-        "one.</p>"
-    )
+    assert explorer.status.value == f"<p><b>interleaving needs a multiple of 4 micro-batches, got 9.</b> {REFUSED}</p>"
     assert explorer.picture.value != before
     explorer.microbatches.value = 8
     assert explorer.picture.value == before

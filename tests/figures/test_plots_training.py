@@ -1,39 +1,22 @@
 """The figures of data-parallel training: what is drawn is what was given."""
 
-import matplotlib.pyplot as plt
 import pytest
-from matplotlib.colors import to_rgb
+from figures import edged, rows, texts, titles
 
-from course_utils.plots import RANK_COLORS, bucket_picture, loss_curves, replicas, step_timelines
-
-
-def texts(figure):
-    return [text.get_text() for ax in figure.axes for text in ax.texts]
-
-
-def edges(figure):
-    return [tuple(patch.get_edgecolor()[:3]) for patch in figure.axes[0].patches]
+from course_utils.plots import RANK_COLORS, bucket_picture, gpu_timelines, loss_curves, replicas, step_timelines
 
 
 def test_replicas_are_grey_where_ranks_agree_and_in_their_colour_where_not():
     figure = replicas({"loss": [1.0, 2.0], "weights": [[1, -1], [1, -1]], "text": ["a", "b"]}, "measured: a step")
-    found = edges(figure)
-    assert sum(edge == pytest.approx(to_rgb("#AAAAAA")) for edge in found) == 2
-    assert [sum(edge == pytest.approx(to_rgb(color)) for edge in found) for color in RANK_COLORS[:2]] == [2, 2]
+    assert [len(edged(figure.axes[0], color)) for color in ("#AAAAAA", *RANK_COLORS[:2])] == [2, 2, 2]
     assert {"1.0000", "2.0000", "a", "b", "weights"} <= set(texts(figure))
-    assert figure.axes[0].get_title(loc="left") == "measured: a step"
-    assert plt.get_fignums() == []
+    assert titles(figure) == ["measured: a step"]
 
 
 def test_bars_of_a_column_share_one_scale():
     figure = replicas({"gradient": [[0.5, 0.0], [0.0, -1.0]]}, "")
     heights = [patch.get_height() for patch in figure.axes[0].patches if patch.get_width() < 1]
     assert heights == pytest.approx([-0.19, 0, 0, 0.38])  # the axis points down
-
-
-def test_replicas_need_a_value_for_each_rank():
-    with pytest.raises(ValueError, match="each column needs one value for each rank"):
-        replicas({"loss": [1.0, 2.0], "text": ["a"]}, "")
 
 
 def test_buckets_lie_one_after_the_other_with_their_bytes():
@@ -43,7 +26,7 @@ def test_buckets_lie_one_after_the_other_with_their_bytes():
     assert [(x, width) for _, x, width in pieces] == [(0, 200), (200, 800), (1000, 1000)] * 2
     borders = [(p.get_x(), p.get_width()) for p in figure.axes[0].patches if not p.get_facecolor()[3]]
     assert borders == [(0, 1000), (1000, 1000), (0, 2000)]
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["ours", "DDP"]
+    assert rows(figure.axes[0]) == ["ours", "DDP"]
     assert "embedding" in texts(figure)
 
 
@@ -53,10 +36,22 @@ def test_timelines_share_a_scale_and_messages_that_overlap_have_lanes_of_their_o
     figure = step_timelines({"calm": calm, "busy": busy}, "measured: steps")
     first, second = figure.axes
     assert first.get_xlim() == second.get_xlim() and second.get_xlabel().endswith("(ms)")
-    assert [ax.get_title(loc="left") for ax in figure.axes] == ["calm", "busy"]
+    assert titles(figure) == ["calm", "busy"]
     lanes = [{round(p.get_y(), 3) for p in ax.patches if p.get_y() > 0 and p.get_y() < 0.5} for ax in figure.axes]
     assert [len(lane) for lane in lanes] == [1, 2]
     assert {"30 ms", "20 ms"} <= set(texts(figure))
+
+
+def test_gpus_have_a_panel_and_a_scale_each_and_a_lane_for_each_kind():
+    jobs = {"slow": {"compute": [(0.0, 0.2)], "all-reduces": [(0.2, 0.25), (0.26, 0.3)]},
+            "fast": {"compute": [(0.0, 0.1)], "all-reduces": [(0.05, 0.1)]}}
+    figure = gpu_timelines(jobs, "recorded: steps")
+    assert titles(figure) == ["slow", "fast"]
+    for ax, lanes in zip(figure.axes, jobs.values(), strict=True):
+        assert rows(ax) == [*lanes] and ax.get_xlabel().endswith("(ms)")
+        for drawn, spans in zip(ax.collections, lanes.values(), strict=True):
+            boxes = [path.get_extents() for path in drawn.get_paths()]
+            assert [(box.x0, box.x1) for box in boxes] == [pytest.approx((1e3 * a, 1e3 * b)) for a, b in spans]
 
 
 def test_loss_curves_are_labelled_at_their_ends_inside_the_figure():
@@ -70,8 +65,3 @@ def test_loss_curves_are_labelled_at_their_ends_inside_the_figure():
     assert widths[0] > 2 * widths[1]
     ends = [text for text in ax.texts if text.get_text() in ("whole", "resumed")]
     assert all(abs(text.xyann[1]) < 30 for text in ends), "labels stay beside their lines"
-
-
-def test_loss_curves_refuse_an_unknown_wide_name():
-    with pytest.raises(ValueError, match="wide names b; allowed are a"):
-        loss_curves({"a": ([1], [1.0])}, "", wide=["b"])

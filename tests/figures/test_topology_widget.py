@@ -1,16 +1,15 @@
 """The topology explorer: every machine can be explored, complaints are shown, a stored notebook keeps the picture."""
 
 import pytest
+from figures import Opened
 
 from course_utils.topology import REFERENCES, cluster, reference, two_level
 from course_utils.widgets import topology_explorer
 
 
-class Explorer:
+class Explorer(Opened):
     def __init__(self, *arguments):
-        self.widget = topology_explorer(*arguments)
-        top, ends, self.status, self.picture = self.widget.children
-        (self.choice, self.size), (self.start, self.end) = top.children, ends.children
+        super().__init__(topology_explorer(*arguments))
 
     @property
     def complains(self):
@@ -23,7 +22,7 @@ def explorer():
 
 
 def test_first_picture_is_there_and_the_same_each_time(explorer):
-    assert explorer.choice.value == "2 x dgx h100"
+    assert explorer.machine.value == "2 x dgx h100"
     assert bytes(explorer.picture.value).startswith(b"\x89PNG")
     assert Explorer().picture.value == explorer.picture.value
     assert "50 GB/s" in explorer.status.value and "14 µs" in explorer.status.value
@@ -31,20 +30,20 @@ def test_first_picture_is_there_and_the_same_each_time(explorer):
 
 
 def test_every_machine_can_be_chosen(explorer):
-    assert {*REFERENCES, "this machine"} <= set(explorer.choice.options)
+    assert {*REFERENCES, "this machine"} <= set(explorer.machine.options)
     pictures = set()
-    for name in explorer.choice.options:
-        explorer.choice.value = name
+    for name in explorer.machine.options:
+        explorer.machine.value = name
         pictures.add(bytes(explorer.picture.value))
         if name != "this machine":
             assert not explorer.complains
             assert "https://" in explorer.status.value and "Modelled" in explorer.status.value
-    assert len(pictures) >= len(explorer.choice.options) - 1  # DGX H100 and H200 differ in the title
+    assert len(pictures) >= len(explorer.machine.options) - 1  # DGX H100 and H200 differ in the title
 
 
 def test_other_ends_another_path_and_a_complaint_keeps_the_machine():
     explorer = Explorer([reference("dgx a100"), two_level(2, 2, (1e-6, 1e-9), (1e-5, 1e-8))])
-    assert explorer.choice.options == ("dgx a100", "2 x 2 GPUs")
+    assert explorer.machine.options == ("dgx a100", "2 x 2 GPUs")
     before = explorer.picture.value
     explorer.end.value = "CPU1"
     assert "Infinity Fabric" in explorer.status.value and "known between GPUs only" in explorer.status.value

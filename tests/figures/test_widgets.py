@@ -5,22 +5,27 @@ import io
 
 import numpy as np
 import pytest
+from figures import REFUSED, Opened
 from matplotlib.patches import FancyArrowPatch
 from PIL import Image
 
+from course_utils import launch, widgets
 from course_utils.collective_algorithms import ALGORITHMS, schedule
 from course_utils.costs import COLLECTIVES, all_reduce_bytes, all_reduce_steps
+from course_utils.plots import new_figure
 from course_utils.plots._style import png, png_width
 from course_utils.widgets import all_reduce_stepper, collective_stepper
 from course_utils.widgets import stepper as module
+from course_utils.widgets._controls import checkbox, integer
 from course_utils.widgets._explorer import TO_USE, Explorer, Picture
 
+WIDGETS = [getattr(widgets, name) for name in widgets.__all__]
 
-class Stepper:
+
+class Stepper(Opened):
     def __init__(self, world_size, make=collective_stepper):
-        self.widget = make(world_size)
-        top, first, second, self.status, self.picture = self.widget.children
-        (self.choice, self.step), self.boxes = top.children, first.children + second.children
+        super().__init__(make(world_size))
+        self.boxes = [self.widget.controls[f"rank{rank}"] for rank in range(world_size)]
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +35,13 @@ def stepper():
 
 def test_picture_is_there_before_anything_is_moved(stepper):
     assert bytes(stepper.picture.value).startswith(b"\x89PNG")
-    assert stepper.choice.value == "all_reduce"
+    assert stepper.chosen.value == "all_reduce"
     assert stepper.step.max == 4
 
 
 @pytest.mark.parametrize("op", COLLECTIVES)
 def test_every_collective_can_be_stepped_to_its_end(stepper, op):
-    stepper.choice.value = op
+    stepper.chosen.value = op
     assert (stepper.step.value, stepper.step.max) == (1, len(schedule(op, 3)))
     pictures = {bytes(stepper.picture.value)}
     for number in range(2, stepper.step.max + 1):
@@ -57,27 +62,33 @@ def test_other_numbers_make_another_picture(stepper):
 @pytest.mark.parametrize(
     "text, complaint", [("1, x, 3", "x"), ("1, 2", "2 number"), ("", "0 number"), ("1 2 inf", "finite")]
 )
-def test_bad_input_is_named_and_nothing_is_lost(stepper, text, complaint):
-    picture, old = stepper.picture.value, stepper.boxes[1].value
+def test_bad_input_is_named_and_the_picture_comes_back(stepper, text, complaint):
+    before, old = stepper.shown, stepper.boxes[1].value
     stepper.boxes[1].value = text
-    assert "Rank 1" in stepper.status.value
+    assert stepper.refuses and "Rank 1" in stepper.status.value
     assert complaint in stepper.status.value
-    assert stepper.picture.value == picture
+    assert stepper.picture.value != before[1]
     assert stepper.boxes[1].value == text  # what was typed stays to be mended
     stepper.boxes[1].value = old
-    assert "Rank 1" not in stepper.status.value
+    assert stepper.shown == before
 
 
-def test_stepping_still_works_after_bad_input(stepper):
-    stepper.choice.value = "all_gather"
+def test_bad_input_is_named_until_it_is_mended_and_stepping_goes_on_from_there(stepper):
+    stepper.chosen.value = "all_gather"
     stepper.boxes[2].value = "oops"
-    earlier = stepper.picture.value
     stepper.step.value = 2
-    assert stepper.picture.value != earlier
-    assert "Step 2" in stepper.status.value
-    assert "oops" in stepper.status.value  # until it is mended
+    assert stepper.refuses and "oops" in stepper.status.value
     stepper.boxes[2].value = "1, 2, 3"
-    assert "oops" not in stepper.status.value
+    assert not stepper.refuses and "Step 2" in stepper.status.value
+
+
+def test_the_ranks_are_asked_once_for_all_steps(stepper, monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "launch", lambda *args, **options: calls.append(args) or launch(*args, **options))
+    stepper.chosen.value = "all_to_all"
+    for number in range(1, stepper.step.max + 1):
+        stepper.step.value = number
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("make", [collective_stepper, all_reduce_stepper])
@@ -94,7 +105,7 @@ def algorithms():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_can_be_stepped_to_its_end(algorithms, algorithm):
-    algorithms.choice.value = algorithm
+    algorithms.chosen.value = algorithm
     assert (algorithms.step.value, algorithms.step.max) == (1, all_reduce_steps(algorithm, 4))
     pictures = {bytes(algorithms.picture.value)}
     for number in range(2, algorithms.step.max + 1):
@@ -106,16 +117,16 @@ def test_every_algorithm_can_be_stepped_to_its_end(algorithms, algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_steps_and_bytes_of_an_algorithm_are_told(algorithms, algorithm):
-    algorithms.choice.value = algorithm
+    algorithms.chosen.value = algorithm
     sent = all_reduce_bytes(algorithm, 4, 4)
     expected = f"In all {all_reduce_steps(algorithm, 4)} steps; the busiest rank sends {sent:g} pieces, {sent / 4:g} S."
     assert expected in algorithms.status.value
 
 
 def test_parts_of_a_tensor_are_named_as_such(algorithms):
-    algorithms.choice.value = "halving_doubling"
+    algorithms.chosen.value = "halving_doubling"
     assert "rank 0 → rank 2: pieces 2 to 3 (added)" in algorithms.status.value
-    algorithms.choice.value = "tree"
+    algorithms.chosen.value = "tree"
     assert "rank 2 → rank 0: all pieces (added)" in algorithms.status.value
 
 
@@ -165,9 +176,66 @@ def test_a_refused_choice_fades_the_picture_and_the_next_one_brings_it_back():
 
 def test_rows_wrap_and_the_picture_keeps_its_own_size(stepper):
     assert isinstance(stepper.widget, Explorer)
-    rows = stepper.widget.children[:3]
-    assert [row.layout.flex_flow for row in rows] == ["row wrap"] * 3
+    assert [row.layout.flex_flow for row in stepper.widget.rows] == ["row wrap"] * 3
     layout = stepper.picture.layout
     assert (layout.height, layout.max_width, layout.align_self) == ("auto", "100%", "flex-start")
     assert layout.width == f"{png_width(stepper.picture.value)}px"
     assert abs(png_width(stepper.picture.value) - stepper.picture.figure.get_figwidth() * 110) < 1
+
+
+def square(side, flat):
+    if side > 8:
+        raise ValueError(f"a side of {side} is too long; <choose> less")
+    figure, (ax,) = new_figure(1, 1, size=(3, 1 if flat else 3))
+    ax.plot([0, side], [0, side])
+    return figure, f"a square of {side}"
+
+
+def test_an_explorer_draws_once_for_each_change_and_for_all_that_follows_from_it():
+    drawn, side, flat = [], integer("side", 2), checkbox("flat")
+
+    def adapt(changed):
+        flat.disabled = side.value < 2
+        if changed == "flat":
+            side.value = 5
+
+    def render(**values):
+        drawn.append(values)
+        return square(**values)
+
+    explorer = Opened(Explorer([{"side": side}, {"flat": flat}], render, adapt, "a note"))
+    explorer.flat.value = True
+    explorer.side.value = 1
+    assert drawn == [{"side": 2, "flat": False}, {"side": 5, "flat": True}, {"side": 1, "flat": True}]
+    assert flat.disabled and "a note" in explorer.note.value and explorer.note in explorer.widget.children
+
+
+@pytest.mark.parametrize("where", ["render", "adapt"])
+def test_what_cannot_be_is_refused_with_its_reason_and_the_picture_turns_pale(where):
+    side = integer("side", 2)
+
+    def render(side):
+        return square(side if where == "render" else 2, False)
+
+    explorer = Opened(Explorer([{"side": side}], render, lambda _: square(side.value, False)))
+    before = explorer.shown
+    side.value = 9
+    assert explorer.status.value == f"<p><b>a side of 9 is too long; &lt;choose&gt; less.</b> {REFUSED}</p>"
+    pale = pixels(explorer.picture.value)
+    assert pale.min() > pixels(before[1]).min() and side.value == 9
+    side.value = 10
+    assert np.array_equal(pixels(explorer.picture.value), pale), "no paler than once"
+    side.value = 2
+    assert explorer.shown == before
+
+
+@pytest.mark.parametrize("make", WIDGETS)
+def test_all_widgets_behave_alike(make):
+    """A change counts when it is finished, labels are whole, and everything that has a value is drawn."""
+    explorer = make()
+    assert isinstance(explorer, Explorer)
+    for name, control in explorer.controls.items():
+        assert not getattr(control, "continuous_update", False), name
+        if hasattr(control.style, "description_width"):
+            room = control.style.description_width or f"{8 * len(control.description) + 40}px"
+            assert int(room.removesuffix("px")) >= 8 * len(control.description), name

@@ -71,11 +71,13 @@ class Desk:
                 cell.source = answers[number - 1].source
         return nb
 
-    def with_answer(self, number: int, source: str) -> nbformat.NotebookNode:
-        """All answers right but one, which has this code before the solution's."""
+    def with_answers(self, sources: dict[int, str]) -> nbformat.NotebookNode:
+        """All answers right but some, which have this code, or have it after the solution's if a comment begins it."""
         nb = self.solution()
-        cell = [cell for cell in nb.cells if is_answer(cell)][number - 1]
-        cell.source = f"{cell.source}\n\n{source}" if source.startswith("#") else source
+        answers = [cell for cell in nb.cells if is_answer(cell)]
+        for number, source in sources.items():
+            cell = answers[number - 1]
+            cell.source = f"{cell.source}\n\n{source}" if source.startswith("#") else source
         return nb
 
     def with_cell(self, source: str, nb: nbformat.NotebookNode | None = None) -> nbformat.NotebookNode:
@@ -93,6 +95,8 @@ def is_check(cell) -> bool:
     return bool(cell.metadata.get("nbgrader", {}).get("grade"))
 
 
+WRONG = "def mean_and_variance(x):\n    return x.mean(), x.var()"
+SYNTAX = "def bandwidths(op, ranks:\n    return 1"
 DEADLOCK = """def ring_shift(x):
     y = torch.empty_like(x)
     dist.recv(y, src=(dist.get_rank() + 1) % dist.get_world_size())
@@ -101,6 +105,8 @@ EXIT_IN_A_RANK = "def ring_shift(x):\n    import os\n    os._exit(3)"
 EXIT_IN_A_CHECK = "def bandwidths(*a):\n    import os\n    os._exit(1)"
 KILLED = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
 OUTPUT = "# and then\nfor i in range(200):\n    print('x' * 100_000)"
+SYS_EXIT = "# and then\nimport sys\nsys.exit(1)"
+ENDLESS = "# and then\nwhile True:\n    pass"
 FAKE = """class check:
     def __getattr__(self, name):
         return lambda *a: None
@@ -121,62 +127,48 @@ for cell in json.load(open({path!r}))["cells"]:
     if cell["metadata"].get("nbgrader", dict()).get("solution"):
         exec("".join(cell["source"]))"""
 PASTED = "exec({source!r})"
-OUTSIDE = """import glob
-for folder in ("..", "../p01_right", "../../p01_right", {folder!r}, {course!r} + "/exercises", {package!r}):
+OUTSIDE = """for folder in ("..", "../eve", "../../eve", {folder!r}, {course!r} + "/exercises", {package!r}):
     try:
         open(folder + "/DEFACED.txt", "w").write("x")
     except OSError:
-        pass
-seen = glob.glob({folder!r} + "/*") + glob.glob({course!r} + "/*")
-if seen:
-    raise RuntimeError("sees " + seen[0])"""
-STAYS = "import subprocess\nleft = subprocess.Popen(['sleep', '86399'], start_new_session=True)"
+        pass"""
+STAYS = "import subprocess\nleft = subprocess.Popen(['sleep', '86397'], start_new_session=True)"
 
 
-def make(desk: Desk) -> dict[str, tuple[int, int, str]]:
-    """Write all hand-ins; return by person how many checks must pass, of how many, and what the note must say."""
-    expected: dict[str, tuple[int, int, str]] = {}
+def make(desk: Desk) -> dict[str, tuple[int, int, list[str]]]:
+    """Write all hand-ins, the right ones first; return by person how many checks must pass, of how many, and the notes.
 
-    def add(person: str, passed: int, note: str, nb, name: str = "90_short.ipynb", of: int = 5) -> Path:
-        expected[person] = (passed, of, note)
+    A hand-in has several odd things where each of them alone would change how many checks pass, or has a note.
+    """
+    expected: dict[str, tuple[int, int, list[str]]] = {}
+
+    def add(person: str, passed: int, nb, *notes: str, name: str = "90_short.ipynb", of: int = 5) -> Path:
+        expected[person] = (passed, of, [*notes])
         return desk.put(person, nb, name)
 
-    for number in range(1, 8):
-        add(f"p0{number}_right", 5, "", desk.solution())
-    add("p08_right", 11, "", desk.solution("02_collectives"), "02_collectives.ipynb", 11)
-    add("p09_one", 1, "", desk.answered(4))
-    add("p10_three", 3, "", desk.answered(3, 4, 5))
-    add("p11_wrong", 4, "", desk.with_answer(1, "def mean_and_variance(x):\n    return x.mean(), x.var()"))
-    add("p12_syntax", 4, "SyntaxError", desk.with_answer(4, "def bandwidths(op, ranks:\n    return 1"))
-    add("p13_deadlock", 4, "", desk.with_answer(2, DEADLOCK))
-    add("p14_exit_in_a_rank", 4, "", desk.with_answer(2, EXIT_IN_A_RANK))
-    add("p15_while_true", 5, "interrupted after", desk.with_answer(3, "# and then\nwhile True:\n    pass"))
-    add("p16_killed", 4, "ended its kernel", desk.with_answer(3, KILLED))
-    add("p17_exit_in_a_check", 4, "the kernel ended in", desk.with_answer(4, EXIT_IN_A_CHECK))
-    add("p18_output", 5, "", desk.with_answer(3, OUTPUT))
-    add("p19_sys_exit", 5, "SystemExit", desk.with_answer(3, "# and then\nimport sys\nsys.exit(1)"))
-    add("p20_fake_check", 0, "something else under the name check", desk.with_cell(FAKE))
-    add("p21_patched_checks", 0, "the checks were changed by the hand-in", desk.with_cell(PATCHED))
-    add("p22_handlers", 0, "IPython's exception handlers, IPython's transformers", desk.with_cell(HANDLERS))
-    add("p23_own_package", 0, "a folder course_utils/", desk.with_cell("x = 1"))
-    _own_package(desk.folder / "p23_own_package" / "course_utils")
-    add("p24_own_check_cells", 0, "check cells changed", _own_check_cells(desk))
-    add("p25_exec_of_solutions", 0, "names the folder with the solutions", _exec_of_solutions(desk))
-    add("p26_pasted", 1, "", _pasted(desk))
-    add("p27_writes_outside", 5, "", desk.with_cell(_outside(desk), desk.solution()))
-    add("p28_leaves_a_process", 5, "left a process behind", desk.with_cell(STAYS, desk.solution()))
-    add("p29_no_grade_id", 5, "", _without_an_id(desk))
-    path = add("p30_two_copies", 5, "2 copies", desk.solution())
-    old = desk.put("p30_two_copies", desk.answered(4), "old/90_short.ipynb")
+    add("01_right", 5, desk.solution())
+    add("02_right_lesson", 7, desk.solution("02_collectives"), name="02_collectives.ipynb", of=7)
+    add("03_right_but_noisy", 5, desk.with_answers({3: OUTPUT, 4: SYS_EXIT}), "SystemExit")
+    path = add("04_right_copy", 5, _without_an_id(desk), "renamed", "2 copies", name="submission final (1).ipynb")
+    old = desk.put("04_right_copy", desk.answered(4), "old/90_short.ipynb")
     os.utime(old, (path.stat().st_mtime - 60,) * 2)
-    add("p31_renamed", 5, "renamed", desk.solution(), "submission final (1).ipynb")
-    _clone(desk, "p32_clone")
-    expected["p32_clone"] = (2, 5, "a whole copy of the course")
-    (desk.folder / "p33_empty").mkdir()
-    expected["p33_empty"] = (0, 0, "an empty folder")
-    add("p34_truncated", 0, "not a notebook that can be read", nbformat.writes(desk.solution())[:1000])
-    add("p35_lesson", 0, "the lesson", read(desk.course / "notebooks/02_collectives.ipynb"), "02_collectives.ipynb", 11)
-    add("p36_untouched", 0, "no exercise in it has been answered", desk.exercise())
+    add("05_wrong", 2, desk.with_answers({1: WRONG, 2: DEADLOCK, 4: SYNTAX}), "SyntaxError")
+    ends = {2: EXIT_IN_A_RANK, 3: KILLED, 4: EXIT_IN_A_CHECK}
+    add("06_ends", 2, desk.with_answers(ends), "ended its kernel", "the kernel ended in")
+    notes = "something else under the name check", "a folder course_utils/", "check cells changed"
+    add("07_own_checks", 0, desk.with_cell(FAKE, _own_check_cells(desk)), *notes)
+    _own_package(desk.folder / "07_own_checks" / "course_utils")
+    add("08_patched_checks", 0, desk.with_cell(PATCHED), "the checks were changed by the hand-in")
+    add("09_handlers", 0, desk.with_cell(HANDLERS), "IPython's exception handlers, IPython's transformers")
+    add("10_pasted", 1, _pasted(desk), "names the folder with the solutions")
+    _clone(desk, "11_clone")
+    expected["11_clone"] = (2, 5, ["a whole copy of the course"])
+    (desk.folder / "12_empty").mkdir()
+    expected["12_empty"] = (0, 0, ["an empty folder"])
+    add("13_truncated", 0, nbformat.writes(desk.solution())[:1000], "not a notebook that can be read")
+    lesson = read(desk.course / "notebooks/02_collectives.ipynb")
+    add("14_lesson", 0, lesson, "the lesson", name="02_collectives.ipynb", of=7)
+    add("15_untouched", 0, desk.exercise(), "no exercise in it has been answered")
     return expected
 
 
@@ -195,14 +187,6 @@ def _own_check_cells(desk: Desk) -> nbformat.NotebookNode:
     return nb
 
 
-def _exec_of_solutions(desk: Desk) -> nbformat.NotebookNode:
-    return desk.with_cell(READ_SOLUTIONS.format(path=str(desk.course / "solutions" / "90_short_solutions.ipynb")))
-
-
-def _outside(desk: Desk) -> str:
-    return OUTSIDE.format(folder=str(desk.folder), course=str(desk.course), package=str(ROOT / "course_utils"))
-
-
 def _without_an_id(desk: Desk) -> nbformat.NotebookNode:
     nb = desk.solution()
     del next(cell for cell in nb.cells if is_check(cell)).metadata.nbgrader["grade_id"]
@@ -210,10 +194,12 @@ def _without_an_id(desk: Desk) -> nbformat.NotebookNode:
 
 
 def _pasted(desk: Desk) -> nbformat.NotebookNode:
+    """The file of solutions is asked for all answers; one has been made from a text that was pasted."""
     nb, answer = desk.exercise(), [cell.source for cell in desk.solution().cells if is_answer(cell)][3]
     cell = [cell for cell in nb.cells if is_answer(cell)][3]
     cell.source = PASTED.format(source=answer)
-    return nb
+    path = desk.course / "solutions" / "90_short_solutions.ipynb"
+    return desk.with_cell(READ_SOLUTIONS.format(path=str(path)), nb)
 
 
 def _clone(desk: Desk, person: str) -> None:

@@ -9,9 +9,11 @@ from conftest import ROOT
 
 from course_utils.authoring import code_cells
 
+KEPT = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
 
 def definitions(number: str, **given: Any) -> dict:
-    """What the first code cell and every definition of a lesson give, by name; no other line is run.
+    """What the first code cell and every import and definition of a lesson give, by name; no other line is run.
 
     `given` stands for what other lines of the lesson would have made.
     """
@@ -20,6 +22,6 @@ def definitions(number: str, **given: Any) -> dict:
     for tags, code in code_cells(source):
         found = ast.parse(code).body
         if "parameters" not in tags:
-            found = [node for node in found if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+            found = [node for node in found if isinstance(node, KEPT)]
         exec(compile(ast.Module(found, []), str(source), "exec"), names)
     return names

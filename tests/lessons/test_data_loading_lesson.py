@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import Counter
@@ -10,12 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import cloudpickle
-import nbformat
 import numpy as np
-import papermill
 import pytest
 from conftest import ROOT, missing
 from lessons import definitions
+from notebook_runs import run_core_then_deeper
 from PIL import Image
 
 from course_utils import ffcv, launch
@@ -269,23 +267,10 @@ def test_a_decoder_can_give_a_part_of_the_size(share, tmp_path):
         assert image.convert("RGB").size == (800 // share, 640 // share)
 
 
-def test_what_the_lesson_quotes_was_measured_in_one_full_run():
-    found = json.loads((ROOT / "docs" / "loading.json").read_text(encoding="utf-8"))
-    assert not found["quick"] and found["images"]["count"] == 2000
-    for name, way in found["ways"].items():
-        assert way["by_workers"] or way["unavailable"], name
-    assert {"ffcv_raw", "ffcv_mixed", "ffcv_jpeg", "dataloader"} <= found["ways"].keys()
-    assert {"cold_s", "next_process_s", "without_fixes_s"} <= found["compile"].keys()
-
-
 @pytest.mark.guard(300)
 def test_lesson_runs_without_ffcv(tmp_path):
     lesson_file = ROOT / "notebooks" / "15_ffcv_data_loading.ipynb"
-    papermill.execute_notebook(
-        lesson_file, tmp_path / "out.ipynb", parameters={"use_ffcv": False, "world_size": 3},
-        cwd=lesson_file.parent, progress_bar=False, execution_timeout=200,
-    )
-    cells = [cell for cell in nbformat.read(tmp_path / "out.ipynb", 4).cells if cell.cell_type == "code"]
+    cells = run_core_then_deeper(lesson_file, tmp_path, use_ffcv=False, world_size=3)
     text = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     assert any("FFCV is left out" in part and "recorded" in part for part in text[:4])
     assert any("epoch 1: [267, 267, 267] samples by rank, 800 different, 1 twice" in part for part in text)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from lessons import definitions
 
 from course_utils import WorkerError, launch, record
-from course_utils.authoring import code_cells
 from course_utils.checks import message_steps
-from course_utils.costs import Cluster, all_reduce_bytes, all_reduce_steps
+from course_utils.costs import TwoLevelCluster, all_reduce_bytes, all_reduce_steps
 
 pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
-SOURCE = Path(__file__).resolve().parents[2] / "sources" / "03_nccl.py"
 FLAT = ("root", "ring", "tree", "recursive_doubling", "halving_doubling")
 DTYPES = (torch.float32, torch.float64, torch.int64)
 NODES = ((1, 1), (2, 1), (3, 3), (4, 2), (6, 2), (6, 3), (8, 4), (8, 8))  # ranks, ranks on a node
@@ -29,13 +26,9 @@ ROUNDING = 2  # pieces differ by one number where n does not divide the size, on
 
 
 @cache
-def lesson() -> dict[str, Callable]:
-    """Every function that a code cell of the lesson defines, by name; no cell is run."""
-    names: dict = {"__name__": "__main__", "torch": torch, "dist": dist}
-    for _, code in code_cells(SOURCE):
-        found = [node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
-        exec(compile(ast.Module(found, []), str(SOURCE), "exec"), names)
-    return names
+def lesson() -> dict:
+    """What the lesson defines, by name."""
+    return definitions("03")
 
 
 def numbers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -57,7 +50,7 @@ def run_cases(algorithms: dict[str, Callable]) -> dict:
     return cases
 
 
-def prove(algorithms: dict[str, Callable], n: int, cluster: int | Cluster) -> None:
+def prove(algorithms: dict[str, Callable], n: int, cluster: int | TwoLevelCluster) -> None:
     """Run the cases on n ranks; results, steps and bytes of the busiest rank must be those of the formulas."""
     by_rank = launch(run_cases, algorithms, world_size=n, backend="gloo")
     for case in by_rank[0]:
@@ -81,7 +74,7 @@ def test_hierarchical_is_right_on_any_nodes_at_its_cost(n, per_node):
         hierarchical(x, per_node)
 
     hierarchical = lesson()["hierarchical_all_reduce"]
-    prove({"hierarchical": on_nodes}, n, Cluster(n // per_node, per_node, (0.0, 0.0), (0.0, 0.0)))
+    prove({"hierarchical": on_nodes}, n, TwoLevelCluster(n // per_node, per_node, (0.0, 0.0), (0.0, 0.0)))
 
 
 def test_hierarchical_sends_only_its_share_between_nodes():

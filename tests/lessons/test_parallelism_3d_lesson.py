@@ -16,13 +16,13 @@ from lessons import definitions
 from course_utils import launch, planner, record
 from course_utils.costs import bytes_sent
 from course_utils.data import Windows
-from course_utils.models import PUBLISHED, GPTConfig
+from course_utils.models import PUBLISHED, TransformerConfig
 from course_utils.topology import two_level
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
-SMALL = GPTConfig(layers=4, hidden=16, heads=4, context=8, tied=False)
+SMALL = TransformerConfig(layers=4, hidden=16, heads=4, context=8, tied=False)
 CUBE = {"pp": 2, "dp": 2, "tp": 2}
 
 
@@ -75,7 +75,7 @@ def test_groups_of_a_cluster_that_does_not_exist():
 def test_bytes_of_a_gpu_are_those_of_the_planner(name):
     layout = planner.Layout(tp=8, pp=4, dp=8, zero=0, recompute="none", sequence_parallel=False)
     ours = lesson()["sent_by_a_gpu"](PUBLISHED[name], {"tp": 8, "pp": 4, "dp": 8}, 64)
-    theirs = planner.traffic(planner.MODELS[name], layout, 64)
+    theirs = planner.traffic(PUBLISHED[name], layout, 64)
     assert ours["tp"] == pytest.approx(theirs["tp"])
     assert ours["dp"] == pytest.approx(theirs["dp"], rel=0.05)  # without embeddings
     assert ours["pp"] == pytest.approx(8 * theirs["pp"])  # the planner's ranks send an eighth each
@@ -264,7 +264,7 @@ def test_bytes_between_nodes_and_their_emulated_time():
 
 
 def test_layouts_are_weighed_and_what_cannot_run_is_left_out(capsys):
-    model, machine = planner.MODELS["Llama 3 8B"], planner.cluster("DGX H100", 8)
+    model, machine = PUBLISHED["Llama 3 8B"], planner.cluster("DGX H100", 8)
     layouts = {"fits": planner.Layout(dp=8, zero=3), "does not": planner.Layout(dp=8, zero=0)}
     found = lesson()["weigh"](model, machine, 64, layouts)
     assert found == {"fits": planner.plan(model, machine, layouts["fits"], 64).seconds}

@@ -14,13 +14,13 @@ from lessons import definitions
 from torch import nn
 
 from course_utils import HangError, launch, record
-from course_utils.models import GPTConfig, build
+from course_utils.models import TransformerConfig, build_gpt
 from course_utils.pipeline import Op, Schedule, gpipe, interleaved, naive, one_f_one_b, partition, simulate
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
-SMALL = GPTConfig(layers=7, hidden=12, heads=2, context=8, vocabulary=16, tied=False)
+SMALL = TransformerConfig(layers=7, hidden=12, heads=2, context=8, vocabulary=16, tied=False)
 BATCH, LENGTH = 14, 5  # not a multiple of most numbers of micro-batches
 
 
@@ -47,7 +47,7 @@ def flat(tensors) -> torch.Tensor:
 @cache
 def one_process(steps: int = 3) -> tuple[list[float], torch.Tensor, torch.Tensor]:
     """Losses, the gradients of the first step, and the parameters at the end."""
-    model = build(SMALL, dtype=torch.float64)
+    model = build_gpt(SMALL, dtype=torch.float64)
     whole = nn.Sequential(*lesson()["pieces"](model))
     optimizer, losses, gradients = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9), [], None
     for step in range(steps):
@@ -65,7 +65,7 @@ def pipeline_runs(parts, schedules, sizes, steps=3):
     """Each schedule from the same weights on this rank, in float64."""
     seen = []
     for schedule in schedules:
-        pieces, modules, start = parts["pieces"](build(SMALL, dtype=torch.float64)), {}, 0
+        pieces, modules, start = parts["pieces"](build_gpt(SMALL, dtype=torch.float64)), {}, 0
         for stage, count in enumerate(sizes[schedule.stages]):
             if schedule.placement[stage] == dist.get_rank():
                 modules[stage] = nn.Sequential(*pieces[start : start + count])
@@ -161,13 +161,13 @@ def test_one_queue_for_each_kind_and_direction_is_emptied_in_the_order_in_which_
 
 def test_costs_of_pieces_are_those_of_the_model():
     costs = lesson()["piece_costs"](SMALL)
-    assert len(costs) == len(lesson()["pieces"](build(SMALL)))
-    assert sum(costs) == lesson()["flops_per_token"](SMALL, backward=False)
+    assert len(costs) == len(lesson()["pieces"](build_gpt(SMALL)))
+    assert sum(costs) == SMALL.flops_per_token(backward=False)
     assert lesson()["sums"](costs, [3, 4, 2]) == [sum(costs[:3]), sum(costs[3:7]), sum(costs[7:])]
 
 
 def test_pieces_in_a_row_are_the_model():
-    model = build(SMALL, dtype=torch.float64)
+    model = build_gpt(SMALL, dtype=torch.float64)
     x, _ = text()
     assert torch.equal(nn.Sequential(*lesson()["pieces"](model))(x), model(x))
     cut = [lesson()["stage_of"](SMALL, [4, 3, 2], stage) for stage in range(3)]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from course_utils import launch, record
 from course_utils.data import Windows
-from course_utils.models import GPTConfig, build
+from course_utils.models import TransformerConfig, build_gpt
 from course_utils.widgets import cost
 
 pytestmark = pytest.mark.guard(60)
@@ -26,7 +26,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot impo
 @cache
 def lesson() -> dict:
     """What the lesson defines, by name."""
-    names = definitions("05", windows=Windows("train", 64), gpt=GPTConfig())
+    names = definitions("05", windows=Windows("train", 64), gpt=TransformerConfig())
     names["dp"] = names["recorded"].ULTRASCALE_DP
     return names
 
@@ -184,9 +184,9 @@ def test_states_are_counted_in_bytes_per_parameter():
 
 def test_checkpointing_keeps_one_input_a_layer():
     kept = lesson()["kept_for_backward"]
-    shallow, deep = (kept(GPTConfig(layers=depth, checkpoint=True), 2) for depth in (2, 5))
+    shallow, deep = (kept(TransformerConfig(layers=depth, checkpoint=True), 2) for depth in (2, 5))
     assert deep - shallow == 3 * 2 * 64 * 64 * 4
-    assert kept(GPTConfig(layers=5), 2) > 5 * deep
+    assert kept(TransformerConfig(layers=5), 2) > 5 * deep
 
 
 def test_small_updates_are_lost_in_bf16():
@@ -197,7 +197,7 @@ def test_small_updates_are_lost_in_bf16():
 
 
 def test_error_in_fp8_is_small_with_the_right_scale():
-    x = build().head.weight.detach()
+    x = build_gpt().head.weight.detach()
     assert lesson()["error_in_fp8"](x, 448 / x.abs().max().item()) < 0.04
     assert lesson()["error_in_fp8"](x, 1e-6) == 1
 

@@ -16,13 +16,13 @@ from lessons import definitions
 from course_utils import WorkerError, launch, record, recorded
 from course_utils.costs import bytes_sent
 from course_utils.data import Windows
-from course_utils.models import PUBLISHED, GPTConfig, build, parameters
+from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
 KINDS = ("parallel", "sequence_parallel", "regathering")
-SMALL = GPTConfig(heads=12, hidden=24, context=12, vocabulary=131)
+SMALL = TransformerConfig(heads=12, hidden=24, context=12, vocabulary=131)
 
 
 @cache
@@ -45,7 +45,7 @@ def test_whole_model_equals_one_process(n, tied):
         return {make.__name__: compare(make, config, dtype=torch.float64)[0] for make in kinds}
 
     compare, kinds = lesson()["compare"], [lesson()[name] for name in KINDS]
-    config = GPTConfig(heads=12, hidden=24, context=12, vocabulary=131, tied=tied)
+    config = TransformerConfig(heads=12, hidden=24, context=12, vocabulary=131, tied=tied)
     for by_kind in on(n, every_kind):
         for name, errors in by_kind.items():
             assert errors.keys() == {"logits", "gradients", "losses", "weights"}
@@ -79,7 +79,7 @@ def test_a_joint_matrix_that_is_cut_naively_is_another_layer():
 
 def test_ranks_that_do_not_divide_the_heads_are_refused():
     with pytest.raises(WorkerError, match="3 ranks do not divide 4 heads"):
-        on(3, lambda parallel: parallel(build()), lesson()["parallel"])
+        on(3, lambda parallel: parallel(build_gpt()), lesson()["parallel"])
 
 
 @pytest.mark.parametrize(("n", "kv_heads"), [(1, 1), (2, 12), (2, 1), (3, 6), (3, 1), (4, 4), (4, 2), (4, 1)])
@@ -139,7 +139,7 @@ def test_traffic_of_a_layer_is_the_formula_and_comes_in_halves_with_sequence_par
     found = {}
     for name in KINDS:
         for layers in (1, 3):
-            config = GPTConfig(layers, 12, 24, 12, 132)
+            config = TransformerConfig(layers, 12, 24, 12, 132)
             _, ledger = on(3, lesson()["compare"], lesson()[name], config, 1)[0]
             found[name, layers] = Counter((e.op, e.bytes) for e in ledger if e.bytes == 4 * 4 * 12 * 24)
     size = 4 * 4 * 12 * 24
@@ -167,10 +167,13 @@ def test_a_layer_keeps_what_the_formulas_say(n):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_parameters_of_a_rank(n):
-    even = GPTConfig(heads=12, hidden=24, context=12, vocabulary=132)
-    counts = on(n, lambda parallel: sum(p.numel() for p in parallel(build(even)).parameters()), lesson()["parallel"])
+    even = TransformerConfig(heads=12, hidden=24, context=12, vocabulary=132)
+    def count(parallel):
+        return sum(p.numel() for p in parallel(build_gpt(even)).parameters())
+
+    counts = on(n, count, lesson()["parallel"])
     assert counts == [lesson()["tp_parameters"](even, n)] * n
-    assert lesson()["tp_parameters"](even, 1) == parameters(even)
+    assert lesson()["tp_parameters"](even, 1) == even.parameter_count
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -195,7 +198,7 @@ def test_plans_train_as_one_process_and_send_six_or_four_sums_a_layer():
 def test_model_of_the_recorded_curve_bends_where_the_node_ends():
     curve = recorded.ULTRASCALE_TP
     assert curve.efficiency[-1] == pytest.approx(0.154, abs=1e-3) and "https://" in curve.source
-    three = GPTConfig(30, 32, 3072, 4096, 51200)
+    three = TransformerConfig(30, 32, 3072, 4096, 51200)
     rates, compute = lesson()["predict"](curve, three, 1)
     assert rates[0] == pytest.approx(curve.tokens_per_gpu[0]) and 0 < compute < 1 / rates[0]
     drops = [b / a for a, b in zip(rates, rates[1:], strict=False)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import sys
+from dataclasses import replace
 from functools import cache, partial
 
 import cloudpickle
@@ -15,13 +15,14 @@ from torch import nn
 
 from course_utils import WorkerError, launch, record
 from course_utils.data import Windows
-from course_utils.memory import held, model_states, track
-from course_utils.models import GPTConfig, build, parameters
+from course_utils.memory import activation_bytes, held_memory, model_states, track, training_memory
+from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
+from course_utils.zero import MasterAdam, same_losses, train
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
-SMALL = GPTConfig(hidden=12, heads=2, context=16)
+SMALL = TransformerConfig(hidden=12, heads=2, context=16)
 STAGES = ("Zero1", "Zero2", "Zero3")
 OPTIMIZERS = {
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -32,16 +33,16 @@ OPTIMIZERS = {
 @cache
 def lesson() -> dict:
     """What the lesson defines, by name."""
-    return definitions("06", windows=Windows("train", 64), gpt=GPTConfig())
+    return definitions("06", windows=Windows("train", 64), gpt=TransformerConfig())
 
 
 def stages() -> dict:
     return {name: lesson()[name] for name in STAGES}
 
 
-def small(seed: int = 0, config: GPTConfig = SMALL, frozen: bool = False, dtype=torch.float64) -> nn.Module:
+def small(seed: int = 0, config: TransformerConfig = SMALL, frozen: bool = False, dtype=torch.float64) -> nn.Module:
     """A GPT of odd sizes, with two frozen tensors and a buffer if wanted."""
-    model = build(config, seed, dtype)
+    model = build_gpt(config, seed, dtype)
     model.register_buffer("scale", torch.full((3,), float(seed), dtype=dtype))
     if frozen:
         model.position.weight.requires_grad_(False)
@@ -102,9 +103,9 @@ def test_every_stage_equals_one_process(n, optimizer):
 
 @pytest.mark.parametrize("shape", [
     {"frozen": True},
-    {"config": GPTConfig(hidden=12, heads=2, context=16, tied=False)},
-    {"config": GPTConfig(hidden=12, heads=2, context=16, checkpoint=True)},
-    {"config": GPTConfig(hidden=12, heads=2, context=16, layers=1), "frozen": True},
+    {"config": TransformerConfig(hidden=12, heads=2, context=16, tied=False)},
+    {"config": TransformerConfig(hidden=12, heads=2, context=16, checkpoint=True)},
+    {"config": TransformerConfig(hidden=12, heads=2, context=16, layers=1), "frozen": True},
 ], ids=["frozen", "untied", "checkpointing", "one block"])
 def test_odd_models_equal_one_process(shape):
     for found in on(3, differences, stages(), OPTIMIZERS["adamw"], **shape):
@@ -124,7 +125,7 @@ def test_ranks_hold_what_the_formulas_say(n):
             zero = version(small(dtype=torch.float32), adam)
             for _ in range(2):
                 loss_of(zero, *windows_of(0, 0, 2)).backward()
-                memory = held(zero, zero.optimizer)
+                memory = held_memory(zero, zero.optimizer)
                 zero.step()
             found.append(memory)
         return found
@@ -133,7 +134,7 @@ def test_ranks_hold_what_the_formulas_say(n):
     padded = 8 * 4 * 3 * n  # at most n - 1 numbers a unit in each of parameters, gradients, moments; and the counters
     for by_stage in on(n, hold):
         for stage, memory in enumerate(by_stage, 1):
-            formula = model_states(parameters(SMALL), stage=stage, ranks=n, precision="fp32")
+            formula = model_states(SMALL.parameter_count, stage=stage, ranks=n, precision="fp32")
             for part in ("parameters", "gradients", "optimizer"):
                 assert 0 <= getattr(memory, part) - getattr(formula, part) <= padded, (stage, part)
 
@@ -152,7 +153,7 @@ def test_traffic_is_2_2_and_3_copies_and_more_with_micro_batches(micro):
         return found
 
     versions, adam = stages(), lesson()["adam"]
-    psi = 8 * parameters(SMALL)
+    psi = 8 * SMALL.parameter_count
     expected = [(1, 1), (micro, 1), (micro, 2 * micro)]
     for by_stage in on(2, send):
         for (scattered, gathered, everything), (a, b) in zip(by_stage, expected, strict=True):
@@ -163,7 +164,7 @@ def test_recomputed_blocks_are_not_gathered_again():
     def gathers():
         found = []
         for checkpoint in (False, True):
-            zero = version(small(config=GPTConfig(hidden=12, heads=2, context=16, checkpoint=checkpoint)), adam)
+            zero = version(small(config=TransformerConfig(hidden=12, heads=2, context=16, checkpoint=checkpoint)), adam)
             with record() as ledger:
                 loss_of(zero, *windows_of(0, 0, 2)).backward()
             found.append(ledger.count("all_gather"))
@@ -175,7 +176,7 @@ def test_recomputed_blocks_are_not_gathered_again():
 
 def test_library_version_sends_an_all_reduce_and_every_parameter_once_more():
     def send():
-        model = version(build(SMALL), adam)
+        model = version(build_gpt(SMALL), adam)
         for step in range(3):
             with record() as ledger:
                 loss_of(model, *windows_of(step, 0, 2)).backward()
@@ -183,12 +184,12 @@ def test_library_version_sends_an_all_reduce_and_every_parameter_once_more():
         return {op: ledger.bytes(op) for op in {entry.op for entry in ledger}}
 
     version, adam = lesson()["Library1"], lesson()["adam"]
-    assert on(3, send) == [dict.fromkeys(("all_reduce", "broadcast"), 4 * parameters(SMALL))] * 3
+    assert on(3, send) == [dict.fromkeys(("all_reduce", "broadcast"), 4 * SMALL.parameter_count)] * 3
 
 
 def test_zero_3_has_two_units_at_most_and_none_between_steps():
     def watch():
-        zero, most = version(small(config=GPTConfig(layers=6, hidden=12, heads=2, context=16)), adam), 0
+        zero, most = version(small(config=TransformerConfig(layers=6, hidden=12, heads=2, context=16)), adam), 0
 
         def there():
             return sum(unit.flat.untyped_storage().nbytes() > 0 for unit in zero.units.values())
@@ -224,9 +225,9 @@ def test_gradients_of_one_unit_at_a_time_from_stage_2_on():
             found.append((ended, tracker.peak.total))
         return found
 
-    deep = GPTConfig(layers=6, hidden=48, heads=2, context=16, checkpoint=True)
+    deep = TransformerConfig(layers=6, hidden=48, heads=2, context=16, checkpoint=True)
     versions, adam = stages(), lesson()["adam"]
-    psi = 8 * parameters(deep)
+    psi = 8 * deep.parameter_count
     for (first, peak1), (second, peak2), (third, peak3) in on(2, peaks):
         assert first >= psi > second == third and second == pytest.approx(psi / 2, rel=0.01)
         assert peak1 > peak2 > peak3
@@ -260,11 +261,12 @@ def test_library_version_trains_as_ddp_does():
     assert on(3, compare) == [True] * 3
 
 
+@pytest.mark.parametrize("place", [None, "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offloaded_adam_steps_masters_in_fp32(dtype):
-    model, reference = (build(SMALL, dtype=dtype) for _ in range(2))
+def test_master_adam_steps_masters_in_fp32(dtype, place):
+    model, reference = (build_gpt(SMALL, dtype=dtype) for _ in range(2))
     masters = [p.detach().float().requires_grad_() for p in reference.parameters()]
-    ours, adam = lesson()["OffloadedAdam"](model.parameters(), lr=1e-3), torch.optim.Adam(masters, lr=1e-3)
+    ours, adam = MasterAdam(model.parameters(), place=place), torch.optim.Adam(masters, lr=1e-3)
     for step in range(3):
         for net in (model, reference):
             loss_of(net, *windows_of(step, 0, 2)).backward()
@@ -274,25 +276,35 @@ def test_offloaded_adam_steps_masters_in_fp32(dtype):
         for master, p in zip(masters, reference.parameters(), strict=True):
             p.data.copy_(master)
         ours.step()
+        ours.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
-    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in (*model.parameters(), *ours.masters))
 
 
-def test_moments_in_a_file_are_adams(tmp_path):
-    size = 8 * parameters(SMALL)
-    (tmp_path / "moments").write_bytes(bytes(size))
-    model, reference = (build(SMALL) for _ in range(2))
-    mapped_adam, adam = (lesson()["adam"](net.parameters()) for net in (model, reference))
-    with (tmp_path / "moments").open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), size)
-    assert lesson()["mapped_moments"](mapped_adam, mapped, 0) == size
-    for step in range(3):
-        for net, optimizer in ((model, mapped_adam), (reference, adam)):
-            loss_of(net, *windows_of(step, 0, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
-    mapped.flush()
-    expected = [adam.state[p][moment].flatten() for p in reference.parameters() for moment in ("exp_avg", "exp_avg_sq")]
-    written = torch.frombuffer(bytearray((tmp_path / "moments").read_bytes()), dtype=torch.float32)
-    assert torch.equal(written, torch.cat(expected))
+def test_training_one_version_gives_losses_memory_and_traffic():
+    version, adam = lesson()["Stage0"], lesson()["adam"]
+    runs = {micro: on(2, train, version, adam, steps=3, micro=micro, config=SMALL) for micro in (1, 2)}
+    for run in runs[1]:
+        assert same_losses(run, runs[2][0]) and same_losses(run, runs[1][0], 1e-12)
+        assert not same_losses(run, replace(run, losses=[loss + 1 for loss in run.losses]))
+        assert run.held.parameters == run.parameter_bytes == 4 * SMALL.parameter_count
+        assert run.bytes_sent == run.parameter_bytes and run.psi_sent == 2  # of each 2(N-1)/N is 1
+        assert "1 all_reduce of" in str(run) and "2.00 Ψ" in str(run)
+    assert [run.psi_sent for run in runs[2]] == [4, 4]  # without no_sync
+
+
+def test_calculators_answers_are_those_of_the_formula():
+    """What the text folds away in section 8."""
+
+    def total(name, again=False, **layout):
+        return training_memory(replace(PUBLISHED[name], checkpoint=again), 1, **layout).total / 1e9
+
+    assert {n: round(total("GPT-3 13B", True, stage=1, ranks=n), 1) for n in (8, 16, 4096)} == {
+        8: 72.2, 16: 62.6, 4096: 52.9}
+    assert {n: round(total("GPT-3 175B", True, stage=3, ranks=n)) for n in (32, 64)} == {32: 109, 64: 66}
+    assert round(total("GPT-3 175B", stage=3, ranks=4096)) == 94
+
+
+def test_one_block_keeps_sixteen_times_its_input():
+    six, seven = (activation_bytes(TransformerConfig(layers=n, context=1024), 1) for n in (6, 7))
+    assert 16 < (seven - six) / (4 * 1024 * TransformerConfig().hidden) < 16.2

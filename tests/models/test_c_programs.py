@@ -248,16 +248,8 @@ def test_trace_sees_a_library_that_python_has_loaded(folder: Path, tmp_path: Pat
 
 
 def test_trace_of_several_processes_goes_to_a_file_each(folder: Path, tmp_path: Path):
-    done = on_stand_ins(
-        folder,
-        tmp_path,
-        folder / "all_reduce",
-        "per-gpu",
-        1000,
-        STAND_IN_GPUS=3,
-        LD_PRELOAD=folder / "libtrace_nccl.so",
-        NCCL_TRACE_FILE=tmp_path / "trace.%p.txt",
-    )
+    tracing = {"LD_PRELOAD": folder / "libtrace_nccl.so", "NCCL_TRACE_FILE": tmp_path / "trace.%p.txt"}
+    done = on_stand_ins(folder, tmp_path, folder / "all_reduce", "per-gpu", 1000, STAND_IN_GPUS=3, **tracing)
     assert (done.returncode, done.stderr) == (0, "")
     traces = [path.read_text() for path in tmp_path.glob("trace.*.txt")]
     ranks = sorted(re.search(r"ncclCommInitRankConfig comm=c0 rank=(\d)/3", trace)[1] for trace in traces)
@@ -271,9 +263,7 @@ def test_trace_of_several_threads_has_whole_lines_and_every_number_once(folder: 
     done = on_stand_ins(folder, tmp_path, folder / "threads", LD_PRELOAD=folder / "libtrace_nccl.so")
     assert done.returncode == 0
     lines = done.stderr.splitlines()
-    assert all(
-        re.fullmatch(r"#\d+ ncclCommInitRank .*|#\d+ ncclAllReduce .*|#\d+ ncclCommDestroy .*", x) for x in lines
-    )
+    assert all(re.fullmatch(r"#\d+ nccl(CommInitRank|AllReduce|CommDestroy) .*", line) for line in lines)
     assert sorted(int(line[1:].split()[0]) for line in lines) == list(range(4 * 202))
 
 

@@ -64,6 +64,15 @@ def test_as_many_windows_as_the_text_gives(context):
     assert torch.equal(y, text[(len(windows) - 1) * context + 1 : len(windows) * context + 1])
 
 
+def test_a_batch_has_the_windows_with_the_numbers_given():
+    windows = Windows(context=8)
+    x, y = windows.batch(number for number in (5, 0, -1))
+    assert x.shape == y.shape == (3, 8)
+    for row, number in enumerate((5, 0, len(windows) - 1)):
+        assert torch.equal(x[row], windows[number][0]) and torch.equal(y[row], windows[number][1])
+    assert windows.batch([0], "meta")[0].is_meta
+
+
 def test_loaders_make_batches_of_them():
     loader = DataLoader(Windows(length=6), batch_size=4)
     shapes = [(x.shape, y.shape) for x, y in loader]

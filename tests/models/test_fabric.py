@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from course_utils import HangError, WorkerError, launch, record
-from course_utils.fabric import emulate
+from course_utils.fabric import emulate, emulated_seconds, slow_motion
 from course_utils.fabric.replay import ARRIVED, LEAVE, RECORD, SEND, SENT, Replay
 from course_utils.topology import two_level
 
@@ -403,7 +403,7 @@ def test_slowed_down_waits_last_as_long_as_they_say():
 
 PROGRAM = """
 import torch, torch.distributed as dist
-from course_utils.fabric import emulate
+from course_utils.fabric import emulate, emulated_seconds, slow_motion
 from course_utils.topology import two_level
 
 dist.init_process_group("gloo")
@@ -574,3 +574,14 @@ def test_an_error_on_one_rank_ends_as_without_emulation(slowdown):
 def test_a_deadlock_is_told_by_the_launcher():
     with pytest.raises(HangError, match="recv"):
         clocks(lambda: dist.recv(tensor(), 1 - dist.get_rank()), flat(2), timeout=2)
+
+
+def test_all_reduces_are_timed_one_by_one_at_every_size():
+    found = emulated_seconds({"once": ring, "again": ring}, flat(3), [SIZE, 2 * SIZE])
+    assert found["once"] == found["again"] == exactly([4 * (ALPHA + BETA * size / 3) for size in (SIZE, 2 * SIZE)])
+
+
+def test_slow_motion_tells_the_emulated_time(capsys):
+    slow_motion({"ring": ring}, flat(3), SIZE, slowdown=10.0)
+    told = re.fullmatch(r"ring +([\d.]+) µs emulated; you waited [\d.]+ s\n", capsys.readouterr().out)
+    assert float(told[1]) == pytest.approx(1e6 * 4 * (ALPHA + BETA * SIZE / 3), abs=0.06)

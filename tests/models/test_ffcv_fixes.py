@@ -140,12 +140,12 @@ def test_ranks_share_the_samples_and_the_compiled_code(answers: dict, tmp_path: 
         return epochs, len(compiled.buffer)
 
     path = str(next(tmp_path.glob("good-*.beton")))
-    launch(shard, path, world_size=2)
-    (first, _), (second, _) = ranks = launch(shard, path, world_size=2)
-    for mine, yours in zip(first, second, strict=True):
-        assert sorted(mine + yours) == list(range(24))
-    assert first[0] != first[1]
-    assert [compiled for _, compiled in ranks] == [0, 0]
+    launch(shard, path, world_size=3)
+    by_rank, compiled = zip(*launch(shard, path, world_size=3), strict=True)
+    for shares in zip(*by_rank, strict=True):
+        assert sorted(sum(shares, [])) == list(range(24))
+    assert by_rank[0][0] != by_rank[0][1]
+    assert compiled == (0, 0, 0)
 
 
 def test_fixes_are_made_once(here):

@@ -16,16 +16,26 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from course_utils import WorkerError, launch
-from course_utils.memory import PARTS, PRECISIONS, Memory, activations, held, model_states, simulate, track, training
-from course_utils.models import PUBLISHED, GPTConfig, build, parameters
+from course_utils.memory import (
+    PARTS,
+    PRECISIONS,
+    Memory,
+    activation_bytes,
+    held_memory,
+    model_states,
+    simulate,
+    track,
+    training_memory,
+)
+from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
 
 pytestmark = pytest.mark.guard(200)
 
-SMALL = GPTConfig()
-OTHER = GPTConfig(layers=3, heads=2, hidden=48, context=40, vocabulary=96, tied=False)
+SMALL = TransformerConfig()
+OTHER = TransformerConfig(layers=3, heads=2, hidden=48, context=40, vocabulary=96, tied=False)
 
 
-def batch(config: GPTConfig, size: int, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(config: TransformerConfig, size: int, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     shape = size, length or config.context
     return torch.zeros(shape, dtype=torch.int64), torch.ones(shape, dtype=torch.int64)
 
@@ -34,7 +44,9 @@ def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, config: GPTConfig, size: int = 4) -> dict[str, Memory]:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: TransformerConfig, size: int = 4
+) -> dict[str, Memory]:
     """Run a step; return the bytes by moment."""
     x, y = batch(config, size)
     with track(model, optimizer) as tracker:
@@ -48,10 +60,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, config: GPTConfig, 
     return {**dict(tracker.history), "peak": tracker.peak}
 
 
-def sharded(config: GPTConfig, **how) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(config: TransformerConfig, **how) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.fsdp import fully_shard
 
-    model = build(config)
+    model = build_gpt(config)
     for unit in (*model.blocks, model):
         fully_shard(unit, **how)
     return model, torch.optim.AdamW(model.parameters())
@@ -98,11 +110,12 @@ def test_parts_have_one_order():
         (lambda: model_states(float("nan")), "parameters must be"),
         (lambda: model_states(1e9, precision="fp8"), "precision must be one of 'fp32', 'mixed', .*, got 'fp8'"),
         (lambda: model_states(1e9, optimizer=["adam"]), "optimizer must be one of 'sgd', 'momentum', 'adam', got"),
-        (lambda: activations(SMALL, 0), "batch must be an integer of at least 1"),
-        (lambda: activations(SMALL, 1, 65), "length must be at most the context of the model, 64, got 65"),
-        (lambda: activations(SMALL, 1, precision="int8"), "precision must be one of"),
-        (lambda: training(SMALL, 1, stage="3"), "stage must be"),
-        (lambda: training(SMALL, 1, length=0), "length must be an integer of at least 1"),
+        (lambda: activation_bytes(SMALL, 0), "batch must be an integer of at least 1"),
+        (lambda: activation_bytes(SMALL, 1, 65), "length must be at most the context of the model, 64, got 65"),
+        (lambda: activation_bytes(SMALL, 1, precision="int8"), "precision must be one of"),
+        (lambda: training_memory(SMALL, 1, stage="3"), "stage must be"),
+        (lambda: training_memory(PUBLISHED["Llama 3 8B"], 1), "Llama 3 8B does not have GPT-2's layers"),
+        (lambda: training_memory(SMALL, 1, length=0), "length must be an integer of at least 1"),
         (lambda: simulate(SMALL, 4, stage=1), "stage must be 0 .as DDP. or 3 .FSDP2. in a simulation, got 1"),
         (lambda: simulate(SMALL, 4, precision="mixed"), "precision must be one of 'fp32', 'bf16', 'bf16 policy'"),
         (lambda: simulate(SMALL, 4, stage=0, precision="bf16 policy"), "policy of FSDP2"),
@@ -116,8 +129,8 @@ def test_what_makes_no_sense_is_refused(call: Callable, message: str):
 
 
 def test_a_model_is_no_configuration():
-    with pytest.raises(TypeError, match="config must be a models.GPTConfig, got GPT"):
-        training(build(), 1)
+    with pytest.raises(TypeError, match="config must be a models.TransformerConfig, got GPT"):
+        training_memory(build_gpt(), 1)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -126,19 +139,19 @@ def test_a_model_is_no_configuration():
 @pytest.mark.parametrize("config", [SMALL, OTHER], ids=["small", "other"])
 def test_activations_are_counted_to_the_byte(config, size, length, checkpoint, precision):
     config = replace(config, checkpoint=checkpoint)
-    model = build(config, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
+    model = build_gpt(config, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
     x, y = batch(config, size, length)
     with track(model) as tracker:
         value = loss(model, x, y)
         after = tracker.mark("forward")
     assert value.requires_grad
-    assert after.activations == activations(config, size, length, precision=precision)
+    assert after.activations == activation_bytes(config, size, length, precision=precision)
     assert after.buffers == 0
 
 
 @pytest.mark.parametrize("config", [SMALL, OTHER], ids=["small", "other"])
 def test_activations_are_what_autograd_saves(config):
-    model, (x, y), saved = build(config), batch(config, 3), {}
+    model, (x, y), saved = build_gpt(config), batch(config, 3), {}
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,40 +163,40 @@ def test_activations_are_what_autograd_saves(config):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         value = loss(model, x, y)
     own_result = value.untyped_storage().nbytes()
-    assert sum(storage.nbytes() for storage in saved.values()) + own_result == activations(config, 3)
+    assert sum(storage.nbytes() for storage in saved.values()) + own_result == activation_bytes(config, 3)
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_training_adds_activations_and_buffers_to_the_states(stage):
-    memory = training(SMALL, 4, stage=stage, ranks=4, precision="fp32")
-    states = model_states(parameters(SMALL), stage=stage, ranks=4, precision="fp32")
+    memory = training_memory(SMALL, 4, stage=stage, ranks=4, precision="fp32")
+    states = model_states(SMALL.parameter_count, stage=stage, ranks=4, precision="fp32")
     assert replace(memory, activations=0, buffers=0) == states
     assert memory.activations > 0 and memory.buffers > 0
 
 
 def test_buckets_apart_from_gradients_are_a_second_copy_before_stage_2():
     for stage in range(4):
-        views, apart = (training(SMALL, 4, stage=stage, ranks=4, gradient_copy=copy) for copy in (False, True))
-        assert apart.buffers - views.buffers == (2 * parameters(SMALL) if stage < 2 else 0)
+        views, apart = (training_memory(SMALL, 4, stage=stage, ranks=4, gradient_copy=copy) for copy in (False, True))
+        assert apart.buffers - views.buffers == (2 * SMALL.parameter_count if stage < 2 else 0)
 
 
-def test_checkpointing_saves_most_of_the_activations():
-    for config in (GPTConfig(layers=6), PUBLISHED["GPT-2 XL"], PUBLISHED["GPT-3 175B"]):
-        plain, again = (training(replace(config, checkpoint=c), 8, stage=3, ranks=64) for c in (False, True))
+def test_checkpointing_saves_most_of_the_activation_bytes():
+    for config in (TransformerConfig(layers=6), PUBLISHED["GPT-2 XL"], PUBLISHED["GPT-3 175B"]):
+        plain, again = (training_memory(replace(config, checkpoint=c), 8, stage=3, ranks=64) for c in (False, True))
         assert again.total < plain.total
-        assert activations(replace(config, checkpoint=True), 1) < activations(config, 1)
+        assert activation_bytes(replace(config, checkpoint=True), 1) < activation_bytes(config, 1) / 3
 
 
 # --- what a rank holds ------------------------------------------------------------------------------------------------
 
 
 def test_states_of_the_small_gpt_are_held_as_the_formula_says():
-    model = build()
+    model = build_gpt()
     optimizer = torch.optim.Adam(model.parameters())
-    assert held(model, optimizer) == Memory(parameters=4 * parameters(SMALL))
+    assert held_memory(model, optimizer) == Memory(parameters=4 * SMALL.parameter_count)
     step(model, optimizer, SMALL)
     loss(model, *batch(SMALL, 1)).backward()
-    now, formula = held(model, optimizer), model_states(parameters(SMALL), precision="fp32")
+    now, formula = held_memory(model, optimizer), model_states(SMALL.parameter_count, precision="fp32")
     steps = 4 * len(list(model.parameters()))  # Adam counts its steps in a number for each tensor
     assert replace(now, optimizer=now.optimizer - steps) == formula
 
@@ -194,13 +207,14 @@ def test_every_storage_counts_once():
     model.whole, model.part = weight, nn.Parameter(weight.data[10:20])
     model.register_buffer("own", torch.zeros(7))
     model.register_buffer("shared", weight.data[:3])
-    assert held(model, [weight.data, {"m": torch.zeros(5)}]) == Memory(parameters=400, optimizer=20, buffers=28)
+    assert held_memory(model, [weight.data, {"m": torch.zeros(5)}]) == Memory(parameters=400, optimizer=20, buffers=28)
 
 
 def test_master_weights_belong_to_the_optimizer():
-    model = build(SMALL, dtype=torch.bfloat16)
+    model = build_gpt(SMALL, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD([p.detach().float().requires_grad_() for p in model.parameters()], momentum=0.9)
-    assert held(model, optimizer) == Memory(parameters=2 * parameters(SMALL), optimizer=4 * parameters(SMALL))
+    n = SMALL.parameter_count
+    assert held_memory(model, optimizer) == Memory(parameters=2 * n, optimizer=4 * n)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -209,10 +223,10 @@ def test_fsdp_holds_the_share_that_the_formula_says(ranks):
         model, optimizer = sharded(SMALL)
         loss(model, *batch(SMALL, 1)).backward()
         optimizer.step()
-        return held(model, optimizer)
+        return held_memory(model, optimizer)
 
     for memory in launch(states, world_size=ranks):
-        formula = model_states(parameters(SMALL), stage=3, ranks=ranks, precision="fp32")
+        formula = model_states(SMALL.parameter_count, stage=3, ranks=ranks, precision="fp32")
         for part in ("parameters", "gradients", "optimizer"):
             assert memory.parts()[part] == pytest.approx(formula.parts()[part], rel=0.01)
         assert memory.activations == memory.buffers == 0
@@ -220,12 +234,12 @@ def test_fsdp_holds_the_share_that_the_formula_says(ranks):
 
 def test_uneven_shards_are_held_with_their_padding():
     def states() -> Memory:
-        return held(sharded(SMALL)[0])
+        return held_memory(sharded(SMALL)[0])
 
     memories = launch(states, world_size=3)
     assert len(set(memories)) == 1
-    rows = [p.shape[0] for p in build(SMALL).parameters()]
-    widths = [p.numel() // p.shape[0] for p in build(SMALL).parameters()]
+    rows = [p.shape[0] for p in build_gpt(SMALL).parameters()]
+    widths = [p.numel() // p.shape[0] for p in build_gpt(SMALL).parameters()]
     assert memories[0].parameters == 4 * sum(-(-r // 3) * w for r, w in zip(rows, widths, strict=True))
 
 
@@ -234,9 +248,9 @@ def test_parameters_that_fsdp_has_gathered_are_buffers():
         model, optimizer = sharded(SMALL, reshard_after_forward=False)
         with torch.no_grad():
             model(batch(SMALL, 1)[0])
-        return held(model, optimizer)
+        return held_memory(model, optimizer)
 
-    share = parameters(SMALL) * 4
+    share = SMALL.parameter_count * 4
     for memory in launch(gathered, world_size=2):
         assert memory == Memory(parameters=share / 2, buffers=share)
 
@@ -245,35 +259,35 @@ def test_parameters_that_fsdp_has_gathered_are_buffers():
 
 
 def test_the_parts_of_a_step():
-    model = build()
+    model = build_gpt()
     optimizer = torch.optim.Adam(model.parameters())
-    weights, seen = 4 * parameters(SMALL), step(model, optimizer, SMALL)
-    assert seen["forward"] == Memory(parameters=weights, activations=activations(SMALL, 4))
+    weights, seen = 4 * SMALL.parameter_count, step(model, optimizer, SMALL)
+    assert seen["forward"] == Memory(parameters=weights, activations=activation_bytes(SMALL, 4))
     assert seen["backward"].gradients == seen["step"].gradients == weights
     assert seen["forward"].optimizer == seen["backward"].optimizer == 0
-    assert seen["step"].optimizer == held(model, optimizer).optimizer
+    assert seen["step"].optimizer == held_memory(model, optimizer).optimizer
     assert seen["peak"].total >= max(memory.total for memory in seen.values())
 
 
 def test_the_peak_is_in_the_timeline_and_not_after_it():
-    model, (x, y) = build(), batch(SMALL, 2)
+    model, (x, y) = build_gpt(), batch(SMALL, 2)
     with track(model) as tracker:
         loss(model, x, y).backward()
     assert tracker.peak.total == max(memory.total for memory in tracker.timeline)
-    assert tracker.timeline[0] == Memory(parameters=4 * parameters(SMALL), activations=x.nbytes + y.nbytes)
+    assert tracker.timeline[0] == Memory(parameters=4 * SMALL.parameter_count, activations=x.nbytes + y.nbytes)
     gc.collect()
     torch.zeros(1000, 1000)
-    assert tracker.timeline[-1].gradients == 4 * parameters(SMALL)
+    assert tracker.timeline[-1].gradients == 4 * SMALL.parameter_count
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["buckets", "bucket views"])
 def test_buckets_of_ddp(view):
     def follow() -> list[dict[str, Memory]]:
-        ddp = nn.parallel.DistributedDataParallel(build(), gradient_as_bucket_view=view)
+        ddp = nn.parallel.DistributedDataParallel(build_gpt(), gradient_as_bucket_view=view)
         optimizer = torch.optim.Adam(ddp.parameters())
         return [step(ddp, optimizer, SMALL) for _ in range(4)]
 
-    weights, ranks = 4 * parameters(SMALL), launch(follow, world_size=2)
+    weights, ranks = 4 * SMALL.parameter_count, launch(follow, world_size=2)
     assert ranks[0] == ranks[1]
     for seen in ranks[0]:
         assert seen["backward"].gradients == weights
@@ -330,7 +344,7 @@ def test_a_gradient_that_is_freed_at_once_was_a_gradient():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_tracking_leaves_nothing_behind(fails):
-    model, resize = build(), UntypedStorage.resize_
+    model, resize = build_gpt(), UntypedStorage.resize_
     optimizer = torch.optim.Adam(model.parameters())
     hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
     with pytest.raises(ZeroDivisionError) if fails else track(model, optimizer):
@@ -353,7 +367,7 @@ def test_tracking_leaves_nothing_behind(fails):
 
 
 def test_marks_belong_inside():
-    with track(build()) as tracker:
+    with track(build_gpt()) as tracker:
         tracker.mark("inside")
     with pytest.raises(RuntimeError, match="inside the `with track"):
         tracker.mark("outside")
@@ -363,7 +377,7 @@ def test_marks_belong_inside():
 def test_pytorchs_own_tracker_sees_the_same_peak():
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    model, (x, y) = build(OTHER), batch(OTHER, 4)
+    model, (x, y) = build_gpt(OTHER), batch(OTHER, 4)
     optimizer = torch.optim.Adam(model.parameters())
     theirs = MemTracker()
     theirs.track_external(model, optimizer, x, y)
@@ -412,7 +426,7 @@ GPT2 = replace(PUBLISHED["GPT-2"], layers=4)
 def test_formula_and_simulation_agree(config, ranks, size, stage):
     for precision in ("fp32",) if stage == 0 else ("fp32", "bf16 policy"):
         simulated = simulate(config, ranks, batch=size, stage=stage, precision=precision)
-        formula = training(config, size, ranks=ranks, stage=stage, precision=precision, gradient_copy=True)
+        formula = training_memory(config, size, ranks=ranks, stage=stage, precision=precision, gradient_copy=True)
         assert simulated.states.states == pytest.approx(formula.states, rel=0.01)
         assert simulated.states.activations == simulated.states.buffers == 0
         # The formula counts all gradients; at the peak of a lone micro-batch few of them exist.
@@ -437,10 +451,10 @@ def test_bf16_halves_the_states(stage):
 
 
 def test_smaller_units_need_less_and_one_unit_needs_most():
-    config = GPTConfig(layers=4, heads=4, hidden=256, context=64, vocabulary=128)
+    config = TransformerConfig(layers=4, heads=4, hidden=256, context=64, vocabulary=128)
     layer, block, model = (simulate(config, 8, wrap=wrap).peak for wrap in ("layer", "block", "model"))
     assert layer.buffers < block.buffers < model.buffers
-    assert model.buffers > 4 * parameters(config)
+    assert model.buffers > 4 * config.parameter_count
 
 
 def test_a_simulation_leaves_the_callers_groups_alone():

@@ -13,13 +13,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from course_utils import launch
 from course_utils.data import Windows, tokens
-from course_utils.models import GPT, PUBLISHED, GPTConfig, build, flops_per_token, parameters
+from course_utils.models import (
+    GPT,
+    PUBLISHED,
+    SeparateQKVAttention,
+    TransformerConfig,
+    build_gpt,
+    loss_of,
+    next_token_loss,
+)
 
-OTHER = GPTConfig(layers=3, heads=2, hidden=32, context=48, vocabulary=96, tied=False)
-CONFIGS = pytest.mark.parametrize("config", [GPTConfig(), OTHER], ids=["default", "other"])
+OTHER = TransformerConfig(layers=3, heads=2, hidden=32, context=48, vocabulary=96, tied=False)
+CONFIGS = pytest.mark.parametrize("config", [TransformerConfig(), OTHER], ids=["default", "other"])
 
 
-def batch(config: GPTConfig = OTHER, size: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(config: TransformerConfig = OTHER, size: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     drawn = torch.randint(config.vocabulary, (size, config.context + 1), generator=torch.Generator().manual_seed(1))
     return drawn[:, :-1], drawn[:, 1:]
 
@@ -32,7 +40,7 @@ def gradients(model: GPT, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tenso
 
 @CONFIGS
 def test_later_tokens_do_not_change_earlier_logits(config):
-    model, (x, _) = build(config, dtype=torch.float64), batch(config)
+    model, (x, _) = build_gpt(config, dtype=torch.float64), batch(config)
     changed = x.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % config.vocabulary
     before, after = model(x), model(changed)
@@ -42,24 +50,24 @@ def test_later_tokens_do_not_change_earlier_logits(config):
 
 
 def test_a_short_sequence_is_the_beginning_of_a_long_one():
-    model, (x, _) = build(OTHER, dtype=torch.float64), batch()
+    model, (x, _) = build_gpt(OTHER, dtype=torch.float64), batch()
     torch.testing.assert_close(model(x[:, :7]), model(x)[:, :7], rtol=0, atol=1e-13)
 
 
 def test_the_order_of_earlier_tokens_matters():
-    model, (x, _) = build(OTHER), batch()
+    model, (x, _) = build_gpt(OTHER), batch()
     swapped = x[:, [1, 0, *range(2, x.shape[1])]]
     assert (model(x)[:, -1] - model(swapped)[:, -1]).abs().max() > 1e-4
 
 
 def test_loss_is_the_mean_cross_entropy_in_nats():
-    model, (x, y) = build(OTHER, dtype=torch.float64), batch()
+    model, (x, y) = build_gpt(OTHER, dtype=torch.float64), batch()
     chosen = model(x).log_softmax(-1).gather(-1, y[..., None])
     torch.testing.assert_close(model.loss(x, y), -chosen.mean())
 
 
 def test_tied_weights_are_one_parameter():
-    tied, apart = build(), build(GPTConfig(tied=False))
+    tied, apart = build_gpt(), build_gpt(TransformerConfig(tied=False))
     assert tied.head.weight is tied.embedding.weight
     assert len(list(apart.parameters())) == len(list(tied.parameters())) + 1
     assert apart.head.weight.data_ptr() != apart.embedding.weight.data_ptr()
@@ -67,31 +75,31 @@ def test_tied_weights_are_one_parameter():
 
 @CONFIGS
 def test_parameters_are_counted(config):
-    assert parameters(config) == sum(parameter.numel() for parameter in GPT(config).parameters())
-    assert 100_000 < parameters(GPTConfig()) < 200_000
+    assert config.parameter_count == sum(parameter.numel() for parameter in GPT(config).parameters())
+    assert 100_000 < TransformerConfig().parameter_count < 200_000
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @CONFIGS
 def test_flops_are_counted(config, checkpoint):
     config = replace(config, checkpoint=checkpoint)
-    model, (x, y) = build(config), batch(config)
+    model, (x, y) = build_gpt(config), batch(config)
     with sdpa_kernel(SDPBackend.MATH):  # the counter does not know the CPU's fused kernel
         with FlopCounterMode(display=False) as forward:
             loss = model.loss(x, y)
         with FlopCounterMode(display=False) as backward:
             loss.backward()
-    assert forward.get_total_flops() == x.numel() * flops_per_token(config, backward=False)
-    assert forward.get_total_flops() + backward.get_total_flops() == x.numel() * flops_per_token(config)
+    assert forward.get_total_flops() == x.numel() * config.flops_per_token(backward=False)
+    assert forward.get_total_flops() + backward.get_total_flops() == x.numel() * config.flops_per_token()
 
 
 def test_flops_approach_six_for_each_parameter():
-    wide = GPTConfig(layers=24, heads=16, hidden=2048, context=256, vocabulary=128)
-    assert flops_per_token(wide) == pytest.approx(6 * parameters(wide), rel=0.05)
+    wide = TransformerConfig(layers=24, heads=16, hidden=2048, context=256, vocabulary=128)
+    assert wide.flops_per_token() == pytest.approx(6 * wide.parameter_count, rel=0.05)
 
 
 def test_the_seed_decides_the_weights():
-    first, again, other = (build(OTHER, seed).state_dict() for seed in (3, 3, 4))
+    first, again, other = (build_gpt(OTHER, seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["head.weight"], other["head.weight"])
 
@@ -100,13 +108,13 @@ def test_building_leaves_the_global_generator_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first = build(OTHER).state_dict()
+    first = build_gpt(OTHER).state_dict()
     assert torch.equal(torch.rand(3), expected)
-    assert all(torch.equal(weight, first[name]) for name, weight in build(OTHER).state_dict().items())
+    assert all(torch.equal(weight, first[name]) for name, weight in build_gpt(OTHER).state_dict().items())
 
 
 def test_a_wider_type_holds_the_same_weights():
-    single, double = build(OTHER), build(OTHER, dtype=torch.float64)
+    single, double = build_gpt(OTHER), build_gpt(OTHER, dtype=torch.float64)
     for a, b in zip(single.parameters(), double.parameters(), strict=True):
         assert b.dtype == torch.float64 and torch.equal(a.double(), b)
 
@@ -114,45 +122,43 @@ def test_a_wider_type_holds_the_same_weights():
 def test_every_rank_builds_the_same_weights():
     def weights():
         torch.manual_seed(torch.distributed.get_rank())
-        return torch.cat([parameter.detach().flatten() for parameter in build(OTHER).parameters()])
+        return torch.cat([parameter.detach().flatten() for parameter in build_gpt(OTHER).parameters()])
 
     first, second = launch(weights, world_size=2)
     assert torch.equal(first, second)
 
 
+def test_attention_with_separate_layers_is_the_same_attention():
+    joint = build_gpt(OTHER, dtype=torch.float64).blocks[0].attention
+    separate, x = SeparateQKVAttention(joint), torch.randn(2, 7, OTHER.hidden, dtype=torch.float64)
+    torch.testing.assert_close(separate(x), joint(x), rtol=0, atol=1e-14)
+    assert separate.out is joint.out and separate.q.weight.data_ptr() != joint.qkv.weight.data_ptr()
+    assert sum(p.numel() for p in separate.parameters()) == sum(p.numel() for p in joint.parameters())
+
+
+def test_the_loss_of_a_wrapper_goes_through_the_wrapper():
+    class Doubled(torch.nn.Module):
+        def forward(self, x):
+            return 2 * model(x)
+
+    model, (x, y) = build_gpt(OTHER), batch()
+    assert torch.equal(loss_of(model, x, y), model.loss(x, y))
+    assert torch.equal(loss_of(Doubled(), x, y), next_token_loss(2 * model(x), y))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_recomputing_activations_changes_nothing(dtype):
     x, y = batch()
-    loss, plain = gradients(build(OTHER, dtype=dtype), x, y)
-    again, recomputed = gradients(build(replace(OTHER, checkpoint=True), dtype=dtype), x, y)
+    loss, plain = gradients(build_gpt(OTHER, dtype=dtype), x, y)
+    again, recomputed = gradients(build_gpt(replace(OTHER, checkpoint=True), dtype=dtype), x, y)
     assert torch.equal(loss, again)
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
-def test_recomputing_activations_keeps_fewer_of_them():
-    def kept(config: GPTConfig) -> int:
-        model, (x, y), sizes = build(config), batch(config), {}
-        own = {parameter.data_ptr() for parameter in model.parameters()}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = model.loss(x, y)
-        assert loss.requires_grad
-        return sum(sizes.values())
-
-    deep = replace(OTHER, layers=6)
-    assert kept(replace(deep, checkpoint=True)) < kept(deep) / 3
-
-
 def test_evaluation_needs_no_recomputing():
-    model, (x, _) = build(replace(OTHER, checkpoint=True)), batch()
+    model, (x, _) = build_gpt(replace(OTHER, checkpoint=True)), batch()
     with torch.no_grad():
-        assert torch.equal(model(x), build(OTHER)(x))
+        assert torch.equal(model(x), build_gpt(OTHER)(x))
 
 
 def test_shapes_are_known_on_the_meta_device():
@@ -163,12 +169,12 @@ def test_shapes_are_known_on_the_meta_device():
     assert model(x.to("meta")).shape == (3, 48, 96)
     assert model.loss(x.to("meta"), y.to("meta")).is_meta
     with torch.device("meta"):
-        assert not build(OTHER).head.weight.is_meta
+        assert not build_gpt(OTHER).head.weight.is_meta
 
 
 @pytest.mark.parametrize("remake", [copy.deepcopy, lambda m: cloudpickle.loads(cloudpickle.dumps(m))])
 def test_a_copy_is_a_model_of_its_own(remake):
-    model, (x, y) = build(), batch(GPTConfig())
+    model, (x, y) = build_gpt(), batch(TransformerConfig())
     copied = remake(model)
     assert copied.head.weight is copied.embedding.weight
     assert copied.config == model.config
@@ -179,56 +185,73 @@ def test_a_copy_is_a_model_of_its_own(remake):
 
 
 def test_a_new_model_knows_nothing():
-    model, (x, y) = build(), batch(GPTConfig())
+    model, (x, y) = build_gpt(), batch(TransformerConfig())
     assert model.loss(x, y).item() == pytest.approx(torch.tensor(128.0).log().item(), abs=0.1)
 
 
 def test_it_learns_more_than_how_frequent_letters_are():
-    windows, model = Windows(), build()
+    windows, model = Windows(), build_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0)).view(-1, 16)
     for index in order[:150]:
-        x, y = map(torch.stack, zip(*(windows[i] for i in index.tolist()), strict=True))
+        x, y = windows.batch(index.tolist())
         optimizer.zero_grad()
         model.loss(x, y).backward()
         optimizer.step()
     share = tokens("train").bincount(minlength=128) / len(tokens("train"))
     letters_alone = -share[tokens("valid")].log().mean()
     held_out = Windows("valid", length=100)
-    x, y = map(torch.stack, zip(*held_out, strict=True))
+    x, y = held_out.batch(range(len(held_out)))
     with torch.no_grad():
         assert model.loss(x, y) < letters_alone - 0.2
 
 
-@pytest.mark.parametrize("wrong", [{"layers": 0}, {"hidden": -4}, {"context": 2.5}, {"heads": 3}, {"vocabulary": True}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layers": 0}, {"hidden": -4}, {"context": 2.5}, {"heads": 3}, {"vocabulary": True}, {"queries_per_key": 3},
+        {"mlp_ratio": 0},
+    ],
+)
 def test_a_config_that_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        GPTConfig(**wrong)
+        TransformerConfig(**wrong)
+
+
+@pytest.mark.parametrize("other", [PUBLISHED["Llama 3 8B"], TransformerConfig(queries_per_key=2, name="grouped")])
+def test_layers_that_are_not_those_of_gpt2_are_refused(other):
+    with pytest.raises(ValueError, match=f"{other.name} does not have GPT-2's layers"):
+        GPT(other)
+
+
+def test_equal_shapes_are_equal_whatever_their_names():
+    assert TransformerConfig(name="mine") == TransformerConfig()
+    assert len({TransformerConfig(name="mine"), TransformerConfig()}) == 1
 
 
 @pytest.mark.parametrize("shape", [(3, 49), (48,), (1, 3, 4)])
 def test_tokens_that_do_not_fit_are_refused(shape):
     with pytest.raises(ValueError, match="T up to 48"):
-        build(OTHER)(torch.zeros(shape, dtype=torch.int64))
+        build_gpt(OTHER)(torch.zeros(shape, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("Megatron")])
 def test_published_shapes_have_the_parameters_of_their_name(name):
     printed = name.removeprefix("Megatron ").removesuffix("B")
-    assert f"{parameters(PUBLISHED[name]) / 1e9:.1f}".removesuffix(".0") == printed
+    assert f"{PUBLISHED[name].parameter_count / 1e9:.1f}".removesuffix(".0") == printed
 
 
 def test_published_shapes_are_about_as_large_as_their_papers_say():
     millions = {"GPT-2": 124, "GPT-2 medium": 355, "GPT-2 large": 774, "GPT-2 XL": 1558}
-    assert {name: round(parameters(PUBLISHED[name]) / 1e6) for name in millions} == millions
+    assert {name: round(PUBLISHED[name].parameter_count / 1e6) for name in millions} == millions
     for name, billions in {"GPT-3 6.7B": 6.7, "GPT-3 13B": 13, "GPT-3 175B": 175}.items():
-        assert parameters(PUBLISHED[name]) / 1e9 == pytest.approx(billions, rel=0.02)
+        assert PUBLISHED[name].parameter_count / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_a_published_model_fits_on_the_meta_device():
     with torch.device("meta"):
         model = GPT(PUBLISHED["GPT-3 6.7B"])
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameters(PUBLISHED["GPT-3 6.7B"])
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED["GPT-3 6.7B"].parameter_count
 
 
 def test_a_model_made_empty_is_tied_again():

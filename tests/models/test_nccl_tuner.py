@@ -15,46 +15,31 @@ TWO_NODES = Machine(2, 8, "nvlink", 240e9, network=200e9)  # A100, eight ports o
 
 
 @pytest.mark.parametrize(
-    "choice, microseconds",
+    "machine, choice, microseconds",
     [
-        (("ring", "LL"), 6.6 + 14 * 0.6),
-        (("ring", "LL128"), 14.0 + 14 * 1.9),
-        (("ring", "Simple"), 8.4 + 14 * 3.4),
-        (("tree", "LL"), 6.8 + 2 * 7 * 0.6),
-        (("tree", "Simple"), 8.4 + 2 * 7 * 4.0),
+        (A100, ("ring", "LL"), 6.6 + 14 * 0.6),
+        (A100, ("ring", "LL128"), 14.0 + 14 * 1.9),
+        (A100, ("ring", "Simple"), 8.4 + 14 * 3.4),
+        (A100, ("tree", "LL"), 6.8 + 2 * 7 * 0.6),
+        (A100, ("tree", "Simple"), 8.4 + 2 * 7 * 4.0),
+        (CLUSTER, ("ring", "LL"), 6.6 + (62 - 6) * 1.0 + 6 * 2.7),  # in a node a hop waits 1 us for the CPU
+        (CLUSTER, ("ring", "Simple"), 8.4 + (62 - 6) * 3.4 + 6 * 14.0),
+        (CLUSTER, ("tree", "LL"), 6.8 + 2 * (7 * 0.6 + 2 * 5.0)),
+        (CLUSTER, ("tree", "Simple"), 8.4 + 2 * (7 * 4.0 + 2 * 14.0)),
+        # 2(N-1) hops of a ring cross between N nodes since NCCL 2.23; 2.19 to 2.22 counted 2N, and chose otherwise
+        (TWO_NODES, ("ring", "Simple"), 8.4 + 28 * 3.4 + 2 * 14.0),
+        (TWO_NODES, ("ring", "LL"), 6.6 + 28 * 1.0 + 2 * 2.7),
     ],
 )
-def test_latencies_in_one_node(choice, microseconds):
-    assert latency(choice, A100) == pytest.approx(microseconds * 1e-6)
+def test_latencies_in_a_node_and_between_nodes(machine, choice, microseconds):
+    assert latency(choice, machine) == pytest.approx(microseconds * 1e-6)
 
 
-@pytest.mark.parametrize(
-    "choice, microseconds",
-    [
-        (("ring", "LL"), 6.6 + (62 - 6) * 1.0 + 6 * 2.7),  # in a node a hop waits 1 us for the CPU
-        (("ring", "Simple"), 8.4 + (62 - 6) * 3.4 + 6 * 14.0),
-        (("tree", "LL"), 6.8 + 2 * (7 * 0.6 + 2 * 5.0)),
-        (("tree", "Simple"), 8.4 + 2 * (7 * 4.0 + 2 * 14.0)),
-    ],
-)
-def test_latencies_between_nodes(choice, microseconds):
-    assert latency(choice, CLUSTER) == pytest.approx(microseconds * 1e-6)
-
-
-def test_two_nodes_as_by_nccl_since_2_23():
-    """2(N-1) hops of a ring cross between N nodes; NCCL 2.19 to 2.22 counted 2N, and chose otherwise."""
-    assert latency(("ring", "Simple"), TWO_NODES) == pytest.approx(131.6e-6)  # 8.4 + 28 * 3.4 + 2 * 14
-    assert latency(("ring", "LL"), TWO_NODES) == pytest.approx(40.0e-6)  # 6.6 + 28 * 1.0 + 2 * 2.7
+def test_choices_on_two_nodes_are_those_of_nccl_since_2_23():
     changes = {}
-    for size in (2**k for k in range(10, 35)):
-        changes.setdefault(choose(size, TWO_NODES), size)
-    assert changes == {
-        ("tree", "LL"): 2**10,
-        ("ring", "LL"): 2**18,
-        ("tree", "LL128"): 2**19,
-        ("ring", "LL128"): 2**24,
-        ("ring", "Simple"): 2**27,
-    }
+    for k in range(10, 35):
+        changes.setdefault(" ".join(choose(2**k, TWO_NODES)), k)
+    assert changes == {"tree LL": 10, "ring LL": 18, "tree LL128": 19, "ring LL128": 24, "ring Simple": 27}
 
 
 @pytest.mark.parametrize(

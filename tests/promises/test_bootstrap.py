@@ -39,34 +39,48 @@ def commit(root: Path, **texts: str) -> None:
     git(root, "commit", "--quiet", "-m", "new version")
 
 
-@pytest.fixture
-def upstream(tmp_path: Path) -> Path:
-    """A small course under git, from which learners clone."""
-    root = tmp_path / "upstream"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small course under git in ``upstream``; in ``clone`` a learner's clone, with a copy and an answer."""
+    place = tmp_path_factory.mktemp("made")
+    root, clone = place / "upstream", place / "clone"
     unwanted = shutil.ignore_patterns("__pycache__", "checks", "grading", "plots", "widgets")
     shutil.copytree(ROOT / "course_utils", root / "course_utils", ignore=unwanted)
     for name in ("pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, root)
-    git(tmp_path, "init", "--quiet", "--initial-branch=main", str(root))
+    git(place, "init", "--quiet", "--initial-branch=main", str(root))
     commit(root, lesson="# First", exercise="# First")
-    return root
-
-
-@pytest.fixture
-def clone(tmp_path: Path, upstream: Path) -> Path:
-    """A learner's clone with an environment that is complete, and a copy in ``work/`` with an answer."""
-    root = tmp_path / "clone"
-    git(tmp_path, "clone", "--quiet", str(upstream), str(root))
-    python = root / ".venv" / "bin" / "python"
+    git(place, "clone", "--quiet", str(root), str(clone))
+    python = clone / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
+    claim_to_be_complete(clone)
+    done = bootstrap(clone, "--copy")
+    assert (done.returncode, done.stderr) == (0, "")
+    put(clone / "work" / EXERCISE, "# My answer")
+    return place
+
+
+def claim_to_be_complete(root: Path) -> None:
+    """Write what the set-up writes when the environment has all that `root` asks for."""
     digest = hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest()
     stamp = {"root": str(root), "pyproject": digest, "torch": "cpu", "extras": []}
     (root / ".venv" / "course-setup.json").write_text(json.dumps(stamp))
-    done = bootstrap(root, "--copy")
-    assert (done.returncode, done.stderr) == (0, "")
-    put(root / "work" / EXERCISE, "# My answer")
+
+
+@pytest.fixture
+def upstream(made: Path, tmp_path: Path) -> Path:
+    """The small course, for one test."""
+    return shutil.copytree(made, tmp_path / "own", symlinks=True) / "upstream"
+
+
+@pytest.fixture
+def clone(upstream: Path) -> Path:
+    """The clone of it, with an environment that is complete."""
+    root = upstream.with_name("clone")
+    git(root, "remote", "set-url", "origin", str(upstream))
+    claim_to_be_complete(root)
     return root
 
 
@@ -188,7 +202,7 @@ def test_set_up_behind_a_dead_proxy_names_the_proxy_and_not_the_cuda_build(upstr
     pip = {name: "" for name in os.environ if name.startswith("PIP_")} | {"PIP_CONFIG_FILE": os.devnull}
     done = bootstrap(upstream, "--torch", "cpu", **dead, **pip, no_proxy="", NO_PROXY="")
     assert done.returncode == 1
-    assert "about 280 MB in all, which take 1.3 GB on disk" in done.stdout
+    assert "about 300 MB in all, which take 1.3 GB on disk" in done.stdout
     message = done.stderr[done.stderr.index("No packages can be downloaded") :]
     for part in ("https_proxy=http://127.0.0.1:9", "pip config set global.proxy", "PIP_CERT", "PIP_FIND_LINKS"):
         assert part in message

@@ -33,7 +33,8 @@ pytestmark = pytest.mark.guard(420)
 
 LESSONS = {path.name[:2]: path for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
 SHORTEST = "00"
-PARAMETERS = "import"  # the first code cell: the only one that a widget needs before its own
+PARAMETERS = "import"  # the first code cell
+IMPORTS = "course_utils.widgets import"  # the cell, perhaps the same, that a widget needs besides before its own
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 ARGUMENTS += ["--disable-component-update", "--disable-sync"]
 PANEL = "const panel = window.jupyterapp.shell.currentWidget;"
@@ -49,6 +50,14 @@ CONNECTED = f"""async () => {{
     await kernel.requestKernelInfo();
     return kernel.status === 'idle';
 }}"""
+OPEN = """async path => {
+    await window.jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'});
+}"""
+CLOSE = """async path => {
+    const panel = Array.from(window.jupyterapp.shell.widgets('main')).find(widget => widget.context?.path === path);
+    await panel.sessionContext.shutdown();
+    panel.dispose();
+}"""
 CELLS = f"""() => {{
     {PANEL}
     return Array.from(panel.content.model.cells).filter(cell => cell.type === 'code').map(cell => cell.toJSON());
@@ -94,10 +103,12 @@ WIDGETS = widgets()
 
 @dataclasses.dataclass
 class Lab:
-    """A running JupyterLab: its process, and what it wrote down about itself."""
+    """A running JupyterLab: its process, what it wrote down about itself, and its page, once a notebook is opened."""
 
     process: subprocess.Popen
     info: dict
+    page: object = None
+    errors: list[str] = dataclasses.field(default_factory=list)
 
     def address(self, path: str) -> str:
         return f"{self.info['url']}{path}?token={self.info['token']}"
@@ -180,17 +191,21 @@ class Opened:
 
 @contextlib.contextmanager
 def open_notebook(browser, lab: Lab, path: str) -> Iterator[Opened]:
-    """A notebook of the learner's folder in a page of its own, with a kernel that answers."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    page, errors = context.new_page(), []
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(lab.address(f"lab/tree/{path}") + "&reset")
-    page.wait_for_selector(".jp-NotebookPanel", timeout=90_000)
-    page.wait_for_function(CONNECTED, timeout=90_000)
-    yield Opened(path.rsplit("/", 1)[-1][:2], page, errors)
-    page.evaluate(f"() => {{ {PANEL} return panel.sessionContext.shutdown(); }}")
-    context.close()
+    """A notebook of the learner's folder, in the page of its JupyterLab, with a kernel that answers."""
+    lab.errors.clear()
+    if lab.page is None:
+        lab.page = browser.new_page(viewport={"width": 1280, "height": 900})
+        lab.page.on("console", lambda message: lab.errors.append(message.text) if message.type == "error" else None)
+        # JupyterLab reports each question to a kernel that a notebook had open when it was closed.
+        lab.page.on("pageerror", lambda error: None if "Canceled future for" in str(error)
+                    else lab.errors.append(str(error)))
+        lab.page.goto(lab.address(f"lab/tree/{path}") + "&reset")
+    else:
+        lab.page.evaluate(OPEN, path)
+    lab.page.wait_for_selector(".jp-NotebookPanel:not(.lm-mod-hidden)", timeout=90_000)
+    lab.page.wait_for_function(CONNECTED, timeout=90_000)
+    yield Opened(path.rsplit("/", 1)[-1][:2], lab.page, lab.errors)
+    lab.page.evaluate(CLOSE, path)
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +340,7 @@ def test_stored_widget_is_a_picture_until_its_cell_runs(opened: Opened, text: st
 @pytest.mark.parametrize(("opened", "text"), WIDGETS, indirect=["opened"], scope="module")
 def test_widget_moves_once_its_cell_has_run(opened: Opened, text: str, screenshots: Path):
     page = opened.page
-    for source in (PARAMETERS, text):
+    for source in (PARAMETERS, IMPORTS, text):
         run_cell(page, source)
     assert errors_in(page.evaluate(CELLS)) == []
     cell = widget(page, text)

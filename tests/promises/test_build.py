@@ -125,6 +125,33 @@ def test_unchanged_text_is_not_executed_again(course: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == "3 of 3 notebooks are up to date\n"
 
 
+def test_a_changed_program_of_scripts_is_shown_anew(course: Path):
+    source = course / "sources" / "90_small.py"
+    text, program = source.read_text(), course / "scripts" / "hello.py"
+    program.parent.mkdir()
+    program.write_text("print('it is', \"one\")\n")
+    source.write_text(text + """
+# %%
+from pathlib import Path
+
+from IPython.display import Markdown
+
+
+def show(name):
+    return Markdown("Program:\\n" + Path("../scripts", name).read_text())
+
+
+# %%
+show("hello.py")
+""")
+    assert authoring.build(course) == authoring.check(course) == []
+    program.write_text("print(2)\n")
+    assert authoring.check(course) == ["notebooks/90_small.ipynb: shows an older scripts/hello.py"]
+    assert authoring.build(course) == authoring.check(course) == []
+    source.write_text(text)
+    assert authoring.build(course, force=True) == []
+
+
 def test_new_prose_keeps_the_outputs_and_new_code_does_not(course: Path, capsys: pytest.CaptureFixture[str]):
     source, name = course / "sources" / "90_small.py", "notebooks/90_small.ipynb"
     text, before = source.read_text(), read(course, name)

@@ -6,6 +6,7 @@ import base64
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -16,6 +17,7 @@ from course_utils.authoring.notebooks import leaks
 
 FOLDERS = ("notebooks", "exercises", "solutions")
 LESSONS, EXERCISES, SOLUTIONS = (sorted((ROOT / folder).glob("[0-9][0-9]_*.ipynb")) for folder in FOLDERS)
+EVERYWHERE = (LESSONS, EXERCISES, SOLUTIONS)
 EMOJI = re.compile("[\U0001f000-\U0001faff\u2600-\u27bf\ufe0f]")
 FILLERS = re.compile(r"\b(simply|obviously|as we all know|of course|trivially)\b", re.IGNORECASE)
 
@@ -24,6 +26,7 @@ def notebooks(*paths: list[Path]):
     return pytest.mark.parametrize("path", sum(paths, []), ids=lambda path: f"{path.parent.name}/{path.stem}")
 
 
+@cache
 def read(path: Path) -> nbformat.NotebookNode:
     return nbformat.read(path, as_version=4)
 
@@ -36,12 +39,20 @@ def text_cells(path: Path) -> list:
     return [cell for cell in read(path).cells if cell.cell_type == "markdown"]
 
 
+def outputs(path: Path) -> list:
+    return [output for cell in code_cells(path) for output in cell.outputs]
+
+
+def text(cells: list) -> str:
+    return "\n".join(cell.source for cell in cells)
+
+
 def prose(path: Path) -> str:
     """The text without code, formulas, links' targets, pictures and HTML tags."""
-    text = "\n\n".join(cell.source for cell in text_cells(path))
+    found = "\n\n".join(cell.source for cell in text_cells(path))
     for pattern in (r"```.*?```", r"`[^`]*`", r"\$\$.*?\$\$", r"\$[^$\n]*\$", r"!\[", r"\]\([^)]*\)", r"<[^>]*>"):
-        text = re.sub(pattern, " ", text, flags=re.DOTALL)
-    return text
+        found = re.sub(pattern, " ", found, flags=re.DOTALL)
+    return found
 
 
 def tags(cell) -> list[str]:
@@ -67,7 +78,7 @@ def test_title_is_the_number_and_the_question_the_lesson_answers(path: Path):
 
 @notebooks(LESSONS)
 def test_lesson_opens_with_aims_prerequisites_and_time(path: Path):
-    opening = "\n".join(cell.source for cell in read(path).cells[:3] if cell.cell_type == "markdown")
+    opening = text(cell for cell in read(path).cells[:3] if cell.cell_type == "markdown")
     aims = re.search(r"\*{1,2}You will be able to[^\n]*\n+((?:[-*] .*\n?(?:  .*\n?)*)+)", opening)
     assert aims, "no list after 'You will be able to'"
     assert 3 <= len(re.findall(r"^[-*] ", aims[1], re.MULTILINE)) <= 5
@@ -77,9 +88,9 @@ def test_lesson_opens_with_aims_prerequisites_and_time(path: Path):
 
 @notebooks(LESSONS)
 def test_lesson_ends_with_recap_exercises_and_references(path: Path):
-    headings = re.findall(r"^## (.*)$", "\n".join(cell.source for cell in text_cells(path)), re.MULTILINE)
+    headings = re.findall(r"^## (.*)$", text(text_cells(path)), re.MULTILINE)
     assert any(heading.startswith("Recap") for heading in headings), headings
-    ending = "\n".join(cell.source for cell in text_cells(path)[-3:])
+    ending = text(text_cells(path)[-3:])
     references = re.split(r"Worth reading|References|Further reading", ending)
     assert len(references) == 2, "no list under 'Worth reading'"
     assert len(re.findall(r"^[-*\d]+\.? ", references[1], re.MULTILINE)) in (2, 3)
@@ -89,14 +100,14 @@ def test_lesson_ends_with_recap_exercises_and_references(path: Path):
         assert exercises in ending
 
 
-@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+@notebooks(*EVERYWHERE)
 def test_first_code_cell_names_the_parameters(path: Path):
     cells = code_cells(path)
     assert "parameters" in tags(cells[0])
     assert not any("parameters" in tags(cell) for cell in cells[1:])
 
 
-@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+@notebooks(*EVERYWHERE)
 def test_cells_are_short_enough_to_see_at_once(path: Path):
     long = [cell.source.splitlines()[0] for cell in code_cells(path) if len(cell.source.splitlines()) > 25]
     wide = [line for cell in code_cells(path) for line in cell.source.splitlines() if len(line) > 100]
@@ -108,27 +119,26 @@ def test_there_is_enough_text_for_the_code(path: Path):
     assert len(text_cells(path)) >= 0.7 * len(code_cells(path))
 
 
-@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+@notebooks(*EVERYWHERE)
 def test_prose_is_plain(path: Path):
-    text = prose(path)
-    assert not EMOJI.findall("\n".join(cell.source for cell in read(path).cells))
-    assert not re.findall(r"[^\n]*!(?!=)[^\n]*", text)
-    assert not FILLERS.findall(text)
+    words = prose(path)
+    assert not EMOJI.findall(text(read(path).cells))
+    assert not re.findall(r"[^\n]*!(?!=)[^\n]*", words)
+    assert not FILLERS.findall(words)
 
 
 @notebooks(LESSONS, SOLUTIONS)
 def test_notebook_was_run_once_from_top_to_bottom(path: Path):
     counts = [cell.execution_count for cell in code_cells(path)]
     assert counts == [*range(1, len(counts) + 1)]
-    assert any(cell.outputs for cell in code_cells(path))
+    assert outputs(path)
 
 
 @notebooks(LESSONS, SOLUTIONS)
 def test_no_cell_ends_in_an_error_or_warns(path: Path):
-    outputs = [output for cell in code_cells(path) for output in cell.outputs]
-    assert not [output.evalue for output in outputs if output.output_type == "error"]
-    streams = [output.text for output in outputs if output.output_type == "stream"]
-    assert not [text for text in streams if re.search(r"\w+Warning:|\[W\d+ ", text)]
+    assert not [output.evalue for output in outputs(path) if output.output_type == "error"]
+    streams = [output.text for output in outputs(path) if output.output_type == "stream"]
+    assert not [stream for stream in streams if re.search(r"\w+Warning:|\[W\d+ ", stream)]
 
 
 @notebooks(LESSONS, SOLUTIONS)
@@ -138,20 +148,16 @@ def test_at_least_half_of_the_cells_are_compared(path: Path):
     assert len(ignored) <= 0.5 * len(cells)
 
 
-@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+@notebooks(*EVERYWHERE)
 def test_tools_that_run_notebooks_agree_on_every_cell(path: Path):
     for cell in code_cells(path):
         assert not {"raises-exception", "nbval-raises-exception"} & {*tags(cell)}, "papermill ignores it: expect_error"
         assert not re.search(r"\binteract(ive)?\(|\bOutput\(|clear_output\(", cell.source), "nbval cannot compare it"
 
 
-@notebooks(LESSONS, EXERCISES, SOLUTIONS)
-def test_nothing_belongs_to_one_machine(path: Path):
+@notebooks(*EVERYWHERE)
+def test_notebook_is_small_and_nothing_in_it_belongs_to_one_machine(path: Path):
     assert leaks(read(path)) == []
-
-
-@notebooks(LESSONS, EXERCISES, SOLUTIONS)
-def test_notebook_is_small(path: Path):
     assert path.stat().st_size < 1_500_000
 
 
@@ -164,7 +170,7 @@ def test_pictures_are_described_in_words(path: Path):
             assert following is not None and following.cell_type == "markdown", cell.source.splitlines()[0]
 
 
-@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+@notebooks(*EVERYWHERE)
 def test_every_picture_has_an_alternative_text_and_fits_into_a_column(path: Path):
     """On a screen 1366 pixels wide, JupyterLab's column has 934 of them: what is wider is shrunk, and its letters.
 
@@ -185,29 +191,26 @@ def test_every_picture_has_an_alternative_text_and_fits_into_a_column(path: Path
 @notebooks(LESSONS, SOLUTIONS)
 def test_stored_widgets_are_pictures(path: Path):
     """Without a kernel, controls would be dead, each with the sign of a broken link."""
-    nb = read(path)
-    assert "widgets" not in nb.metadata
-    outputs = [output for cell in code_cells(path) for output in cell.outputs]
-    assert not [output for output in outputs if any("widget" in kind for kind in output.get("data", {}))]
+    assert "widgets" not in read(path).metadata
+    assert not [output for output in outputs(path) if any("widget" in kind for kind in output.get("data", {}))]
 
 
-def targets(text: str) -> list[str]:
+def targets(cells: list) -> list[str]:
     """Paths of links in Markdown to other files of the course."""
-    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text(cells))
     return [link for link in links if not re.match(r"https?:|mailto:", link)]
 
 
-@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+@notebooks(*EVERYWHERE)
 def test_links_to_files_of_the_course_work(path: Path):
-    links = targets("\n".join(cell.source for cell in text_cells(path)))
-    assert not [link for link in links if not (path.parent / link).exists()]
+    assert not [link for link in targets(text_cells(path)) if not (path.parent / link).exists()]
 
 
-@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+@notebooks(*EVERYWHERE)
 def test_no_notebook_is_a_dead_end(path: Path):
     """Its last text leads to what belongs to it, and to the next lesson where there is one."""
     lesson = path.stem.removesuffix("_exercises").removesuffix("_solutions")
-    ending = {(path.parent / link).resolve() for link in targets(text_cells(path)[-1].source)}
+    ending = {(path.parent / link).resolve() for link in targets(text_cells(path)[-1:])}
     others = {ROOT / "exercises" / f"{lesson}_exercises.ipynb", ROOT / "solutions" / f"{lesson}_solutions.ipynb",
               ROOT / "notebooks" / f"{lesson}.ipynb"} - {path}
     if path in LESSONS:
@@ -221,23 +224,20 @@ def test_no_notebook_is_a_dead_end(path: Path):
 @notebooks(LESSONS)
 def test_exercises_are_linked_at_the_top_too(path: Path):
     exercises = f"../exercises/{path.stem}_exercises.ipynb"
-    assert not (path.parent / exercises).exists() or exercises in targets(
-        "\n".join(cell.source for cell in text_cells(path)[:3])
-    )
+    assert not (path.parent / exercises).exists() or exercises in targets(text_cells(path)[:3])
 
 
 @notebooks(EXERCISES, SOLUTIONS)
 def test_exercises_and_solutions_say_which_they_are(path: Path):
     kind = path.parent.name.capitalize()
     assert read(path).cells[0].source.startswith(f"# {kind} {path.name[:2]} · ")
-    opening = "\n".join(cell.source for cell in text_cells(path)[:3])
+    opening = text(text_cells(path)[:3])
     assert ("**These are the solutions.**" in opening) == (kind == "Solutions")
 
 
-@notebooks(LESSONS, EXERCISES, SOLUTIONS)
+@notebooks(*EVERYWHERE)
 def test_fold_aways_stand_apart(path: Path):
-    for cell in text_cells(path):
-        assert not re.search(r"</details>\n[^\n]", cell.source), cell.source[:80]
+    assert not [cell.source[:80] for cell in text_cells(path) if re.search(r"</details>\n[^\n]", cell.source)]
 
 
 @notebooks(EXERCISES)
@@ -258,11 +258,11 @@ def test_every_exercise_has_a_stub_and_a_check(path: Path):
 
 @notebooks(EXERCISES)
 def test_every_exercise_has_a_card_and_hints(path: Path):
-    text = "\n".join(cell.source for cell in text_cells(path))
+    words = text(text_cells(path))
     checks = sum(cell.metadata.get("nbgrader", {}).get("grade", False) for cell in code_cells(path))
-    assert len(re.findall(r"[Dd]ifficulty", text)) >= 5
-    assert len(re.findall(r"\bminutes\b", text)) >= 5
-    assert text.count("<details") == text.count("</details>") >= checks
+    assert len(re.findall(r"[Dd]ifficulty", words)) >= 5
+    assert len(re.findall(r"\bminutes\b", words)) >= 5
+    assert words.count("<details") == words.count("</details>") >= checks
 
 
 def test_code_is_clean():
@@ -270,12 +270,7 @@ def test_code_is_clean():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_modules_are_short():
-    modules = [path for path in (ROOT / "course_utils").rglob("*.py") if "checks" not in path.parts]
-    lengths = {path.name: len(path.read_text().splitlines()) for path in modules}
-    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
-
-
-def test_modules_say_why_they_exist():
-    modules = [path for path in (ROOT / "course_utils").rglob("*.py") if path.read_text().strip()]
-    assert not [path.name for path in modules if not path.read_text().startswith('"""')]
+def test_modules_are_short_and_say_why_they_exist():
+    modules = {path: path.read_text() for path in (ROOT / "course_utils").rglob("*.py")}
+    assert not [path.name for path, code in modules.items() if "checks" not in path.parts and code.count("\n") > 400]
+    assert not [path.name for path, code in modules.items() if code.strip() and not code.startswith('"""')]

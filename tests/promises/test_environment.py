@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-LISTED = [*PROJECT["dependencies"], *EXTRAS["nccl"], *EXTRAS["test"]]
+LISTED = [*PROJECT["dependencies"], *EXTRAS["nccl"], *EXTRAS["deepspeed"], *EXTRAS["test"]]
 PINS = [pin for pin in map(Requirement, LISTED) if not pin.marker or pin.marker.evaluate()]
 SCRIPT = ROOT / "course_utils" / "bootstrap.py"
 
@@ -62,7 +62,8 @@ def test_ffcv_is_pinned_and_installed_where_it_can_be(pin: Requirement):
 
 def test_tests_and_builds_install_what_native_programs_are_compiled_with():
     makefile = (ROOT / "Makefile").read_text()
-    assert "\n\t$(SETUP) --extra test --extra nccl --extra-if-possible ffcv\n" in makefile.partition("\ndev:")[2]
+    extras = "--extra test --extra nccl --extra deepspeed --extra-if-possible ffcv"
+    assert f"\n\t$(SETUP) {extras}\n" in makefile.partition("\ndev:")[2]
     after_it = set(re.findall(r"^(\w+): dev  ##", makefile, re.MULTILINE))
     assert after_it == {"test", "notebooks", "lesson", "quick", "lint"}
 
@@ -74,11 +75,11 @@ def test_readme_names_commands_that_exist():
 
 
 def test_readme_names_subcommands_that_exist():
-    named = set(re.findall(r"-m course_utils ([a-z]+)", (ROOT / "README.md").read_text()))
+    named = set(re.findall(r"-m course_utils ([a-z-]+)", (ROOT / "README.md").read_text()))
     usage = subprocess.run(
         [sys.executable, "-m", "course_utils", "--help"], capture_output=True, text=True, check=True
     )
-    assert named <= set(re.search(r"\{([a-z,]+)\}", usage.stdout)[1].split(","))
+    assert named <= set(re.search(r"\{([a-z,-]+)\}", usage.stdout)[1].split(","))
 
 
 def test_continuous_integration_runs_the_command_of_the_readme():
@@ -112,62 +113,65 @@ def copy(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    stamp = {"root": str(tmp_path), "pyproject": digest, "torch": "cpu", "extras": ["test"]}
-    (tmp_path / ".venv" / "course-setup.json").write_text(json.dumps(stamp))
+    (tmp_path / "bin").mkdir()  # a PATH on which there is neither a compiler nor pkg-config
+    claim(tmp_path)
     return tmp_path
+
+
+def claim(root: Path, torch: str = "cpu", *extras: str) -> None:
+    """Write down that the environment has all of this, and the extra test."""
+    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    stamp = {"root": str(root), "pyproject": digest, "torch": torch, "extras": [*extras, "test"]}
+    (root / ".venv" / "course-setup.json").write_text(json.dumps(stamp))
 
 
 def setup(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, root / "course_utils" / "bootstrap.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=60)
+    environment = os.environ | {"PATH": str(root / "bin")} | environment
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--extra", "test"], ["--torch", "cpu"]], ids=" ".join)
-def test_second_setup_does_nothing(copy: Path, arguments: list[str]):
+@pytest.mark.parametrize(
+    ("there", "arguments"),
+    [
+        ([], []), ([], ["--extra", "test"]), ([], ["--torch", "cpu"]),
+        (["ffcv"], ["--extra", "ffcv"]), (["ffcv"], ["--extra-if-possible", "ffcv"]), (["ffcv"], []),
+    ],
+    ids=str,
+)
+def test_second_setup_does_nothing_and_keeps_what_is_there(copy: Path, there: list[str], arguments: list[str]):
+    claim(copy, "cpu", *there)
     done = setup(copy, *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_cuda_12_keeps_its_own_nccl(copy: Path):
-    stamp = copy / ".venv" / "course-setup.json"
-    stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"torch": "cu126"}))
+    claim(copy, "cu126")
     done = setup(copy, "--torch", "cu126", "--extra", "nccl")
     assert (done.returncode, done.stderr) == (0, "")
     assert "without the extra nccl" in done.stdout
 
 
-@pytest.fixture
-def without_compiler(copy: Path) -> str:
-    """A PATH on which there is neither a compiler nor pkg-config."""
-    (copy / "bin").mkdir()
-    return str(copy / "bin")
+FOR_FFCV = pytest.mark.skipif(
+    sys.platform != "linux" or sys.version_info[:2] > (3, 11), reason="FFCV is for Linux, Python 3.11"
+)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or sys.version_info[:2] > (3, 11), reason="FFCV is for Linux, Python 3.11")
-def test_system_packages_for_ffcv_are_named(copy: Path, without_compiler: str):
+@FOR_FFCV
+def test_system_packages_for_ffcv_are_named(copy: Path):
     before = (copy / ".venv" / "course-setup.json").read_text()
-    done = setup(copy, "--extra", "ffcv", PATH=without_compiler)
+    done = setup(copy, "--extra", "ffcv")
     assert done.returncode != 0
     assert "sudo apt install g++ pkg-config libopencv-dev libturbojpeg0-dev" in done.stderr
     assert "then: make ffcv" in done.stderr
     assert (copy / ".venv" / "course-setup.json").read_text() == before
 
 
-@pytest.mark.skipif(sys.platform != "linux" or sys.version_info[:2] > (3, 11), reason="FFCV is for Linux, Python 3.11")
-def test_tests_go_on_without_ffcv(copy: Path, without_compiler: str):
-    done = setup(copy, "--extra", "test", "--extra-if-possible", "ffcv", PATH=without_compiler)
+@FOR_FFCV
+def test_tests_go_on_without_ffcv(copy: Path):
+    done = setup(copy, "--extra", "test", "--extra-if-possible", "ffcv")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "without FFCV" in done.stdout
-    assert "make ffcv" in done.stdout
-
-
-def test_ffcv_once_installed_is_kept(copy: Path, without_compiler: str):
-    stamp = copy / ".venv" / "course-setup.json"
-    stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"extras": ["ffcv", "test"]}))
-    for arguments in (["--extra", "ffcv"], ["--extra-if-possible", "ffcv"], []):
-        done = setup(copy, *arguments, PATH=without_compiler)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "without FFCV" in done.stdout and "make ffcv" in done.stdout
 
 
 def test_newer_python_is_told_which_one_ffcv_needs(copy: Path):
@@ -190,7 +194,6 @@ def test_too_old_python_is_told_what_to_install(copy: Path):
     script = copy / "course_utils" / "bootstrap.py"
     script.write_text(script.read_text().replace("(3, 11), (3, 14)", "(3, 98), (3, 99)"))
     shutil.rmtree(copy / ".venv")
-    (copy / "bin").mkdir()
     (copy / "bin" / "uv").write_text("#!/bin/sh\nexit 1\n")  # a uv that cannot fetch one either
     (copy / "bin" / "uv").chmod(0o755)
     done = setup(copy, PATH=f"{copy}/bin:/usr/bin:/bin")

@@ -14,8 +14,8 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "course_utils"
 FOLDERS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-FORMULAS = ("collective_algorithms", "costs", "hardware", "memory", "nccl_tuner", "pipeline", "planner", "recorded",
-            "topology", "transformer")
+FORMULAS = ("collective_algorithms", "context_parallel", "costs", "experts", "hardware", "memory", "nccl_tuner",
+            "pipeline", "planner", "recorded", "topology", "traces", "transformer")
 USERS = [*ROOT.glob("sources/*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/*.py")]
 
 

@@ -1,7 +1,8 @@
 """Lessons run with other world sizes than the one their outputs were made with (nbval compares those).
 
-Each runs once: with 3 ranks, among which little divides evenly, or with 2 where nothing is divided. ``--thorough``
-runs each with both.
+Each runs once, its core before its deeper sections, as the core edition has it: with 3 ranks, among which little
+divides evenly, with 2 where nothing is divided, or with 6 where fewer would take the usual 4 again. ``--thorough`` runs
+each with 2 and with 3.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ from pathlib import Path
 import papermill
 import pytest
 from conftest import ROOT
+from notebook_runs import run_core_then_deeper
 
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-UNDIVIDED = {"00", "01", "05"}  # lessons that give no rank a share of a tensor or of the data
+RANKS = {
+    "00": 2, "01": 2, "05": 2,  # give no rank a share of a tensor or of the data
+    "12": 6,  # takes an even number from 4 on, or 4
+    "16": 2,  # on two hosts
+}
+THOROUGH = {"16": (2, 6)}  # others: 2 and 3
+ELSEWHERE = {
+    "08",  # tests/lessons/test_deepspeed_lesson.py runs it without DeepSpeed
+    "15",  # tests/lessons/test_data_loading_lesson.py runs it with 3 ranks, and without FFCV
+    "16",  # tests/lessons/test_multi_node_lesson.py runs it with 2 ranks, without emulated hosts and Slurm
+}
 
 pytestmark = pytest.mark.guard(600)
-
-
-def run(lesson: Path, world_size: int, folder: Path) -> None:
-    parameters = papermill.inspect_notebook(lesson)
-    if "world_size" not in parameters:
-        pytest.fail(f"{lesson.name} has no parameter world_size")
-    papermill.execute_notebook(
-        lesson, folder / lesson.name, parameters={"world_size": world_size}, cwd=lesson.parent,
-        progress_bar=False, execution_timeout=300,
-    )
 
 
 def test_there_are_lessons():
@@ -34,10 +36,15 @@ def test_there_are_lessons():
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world_size" in metafunc.fixturenames:
-        both = metafunc.config.getoption("thorough")
-        runs = [(path, n) for path in LESSONS for n in (2, 3) if both or (n == 2) == (path.name[:2] in UNDIVIDED)]
+        thorough = metafunc.config.getoption("thorough")
+        runs = [
+            (path, n) for path in LESSONS if thorough or path.name[:2] not in ELSEWHERE
+            for n in sorted({RANKS.get(path.name[:2], 3), *(THOROUGH.get(path.name[:2], (2, 3)) if thorough else ())})
+        ]
         metafunc.parametrize(("lesson", "world_size"), runs, ids=[f"{path.stem}-{n}" for path, n in runs])
 
 
 def test_lesson_runs(lesson: Path, world_size: int, tmp_path: Path):
-    run(lesson, world_size, tmp_path)
+    if "world_size" not in papermill.inspect_notebook(lesson):
+        pytest.fail(f"{lesson.name} has no parameter world_size")
+    run_core_then_deeper(lesson, tmp_path, world_size=world_size)

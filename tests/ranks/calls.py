@@ -1,10 +1,11 @@
-"""What tests of the launcher ask again and again: whether the next call works, and what a screen would show."""
+"""What tests of the launcher share: tables of functions, what every failure must be like, what a screen would show."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +13,23 @@ import torch
 import torch.distributed as dist
 
 from course_utils import WorkerError, launch
+
+
+def case(table: list, *expected: Any) -> Callable:
+    """Add the function that follows, and what is expected of it, to a table of tests, under its own name."""
+
+    def add(function: Callable) -> Callable:
+        table.append(pytest.param(function, *expected, id=function.__name__))
+        return function
+
+    return add
+
+
+def says(text: str, *parts: str | re.Pattern) -> None:
+    """A text must hold all these strings, and match all these patterns."""
+    for part in parts:
+        found = part.search(text) if isinstance(part, re.Pattern) else part in text
+        assert found, f"{part!r} is missing in:\n{text}"
 
 
 def all_is_well(world_size: int = 4) -> None:
@@ -26,13 +44,19 @@ def all_is_well(world_size: int = 4) -> None:
 
 
 def failure(kind: type[Exception], function: Callable, *args, **options) -> WorkerError:
-    """The error that `launch` raises; the next two calls must work."""
+    """The error that `launch` raises, after what holds for every one of them; the next two calls must work."""
     options.setdefault("world_size", 4)
     with pytest.raises(kind) as caught:
         launch(function, *args, **options)
     all_is_well(options["world_size"])
     all_is_well(options["world_size"])
-    return caught.value
+    error, text = caught.value, str(caught.value)
+    assert len(error.states) == options["world_size"]
+    assert "course_utils" not in text and "site-packages" not in text, text
+    assert not re.search(r"\bpid\b|0x[0-9a-f]{6,}", text), text
+    assert not re.search(r"(?<![\w.<:/])/(?:home|tmp|usr|work|root|var|opt|Users|private)/", text), text
+    assert "Connection closed by peer" not in text and "Connection reset by peer" not in text, text
+    return error
 
 
 def ended(pids: list[int], seconds: float = 10.0) -> bool:

@@ -70,6 +70,7 @@ def test_groups_are_listed_named_and_forgotten():
         names = torch_internals.group_names((0, 1))
         count = len(torch_internals.open_groups())
         known = {first.group_name, second.group_name} <= set(names)
+        known &= torch_internals.groups_by_name()[first.group_name] == (first, [0, 1])
         torch_internals.default_store().add("seen", 1)
         dist.destroy_process_group()
         torch_internals.forget_process_groups()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
-import json
 import os
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -16,25 +14,25 @@ import time
 import warnings
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from kernels import Script, left_behind, surroundings
+from calls import case
+from kernels import Script, left_behind
 
 from course_utils import device, launch, shutdown
 
 pytestmark = pytest.mark.guard(90)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
 TORCHRUN_NAMES = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+SHOWN: list = []  # functions; the number of ranks, the lines that are shown
 
 
 # --- functions and results ---------------------------------------------------------------------------------------
-
-
-def test_results_come_by_rank():
-    assert launch(lambda: dist.get_rank() ** 2, world_size=4) == [0, 1, 4, 9]
 
 
 def test_closures_lambdas_partials_methods_and_classes_reach_the_ranks():
@@ -63,19 +61,16 @@ def test_closures_lambdas_partials_methods_and_classes_reach_the_ranks():
     assert [c.value for c in counters] == [0, 1]
 
 
-def test_recursive_functions_and_default_arguments_survive_the_journey():
-    def factorial(n, one=1):
-        return one if n <= 1 else n * factorial(n - 1)
-
-    assert launch(lambda: factorial(5 + dist.get_rank()), world_size=2) == [120, 720]
-
-
 def test_arguments_by_position_and_by_name_reach_the_function():
     def echo(a, b, *rest, c, **named):
         return a, b, rest, c, named
 
+    def factorial(n, one=1):
+        return one if n <= 1 else n * factorial(n - 1)
+
     results = launch(echo, 1, [2], 3, 4, world_size=2, c={"k": 5}, epochs=2)
     assert results == [(1, [2], (3, 4), {"k": 5}, {"epochs": 2})] * 2
+    assert launch(lambda: factorial(5 + dist.get_rank()), world_size=2) == [120, 720]  # calls itself, with a default
 
 
 def test_an_argument_changed_by_a_rank_stays_the_notebooks_own():
@@ -106,12 +101,13 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def test_tensors_of_every_kind_come_back_equal_and_on_the_cpu():
-    source = tensors()
-
     def make():
-        return source
+        weight = torch.full((3,), 2.0, requires_grad=True)
+        return source | {"graph": (weight * (dist.get_rank() + 1)).sum()}
 
-    for result in launch(make, world_size=2):
+    source = tensors()
+    for rank, result in enumerate(launch(make, world_size=2)):
+        assert result.pop("graph").item() == 6.0 * (rank + 1)
         assert result.keys() == source.keys()
         for name, sent in source.items():
             got = result[name]
@@ -119,15 +115,6 @@ def test_tensors_of_every_kind_come_back_equal_and_on_the_cpu():
             assert torch.equal(got, sent), name
             assert got.requires_grad == sent.requires_grad, name
             assert type(got) is type(sent), name
-
-
-def test_a_result_with_a_graph_behind_it_comes_back():
-    def loss():
-        weight = torch.full((3,), 2.0, requires_grad=True)
-        return (weight * (dist.get_rank() + 1)).sum()
-
-    first, second = launch(loss, world_size=2)
-    assert (first.item(), second.item()) == (6.0, 12.0)
 
 
 def test_a_view_does_not_drag_its_storage_along():
@@ -142,26 +129,24 @@ def test_a_view_does_not_drag_its_storage_along():
             assert tensor.untyped_storage().nbytes() <= 4 * 2000, name
 
 
-def test_modules_state_dicts_and_arrays_come_back():
+def test_modules_arrays_and_containers_come_back_as_what_they_were():
+    Point = collections.namedtuple("Point", "x y")
+
     def make():
         net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
-        others = torch.Size([1, 2]), torch.float16, torch.device("cpu")
-        return net, net.state_dict(), np.arange(3) + dist.get_rank(), others
+        tied = torch.nn.Parameter(torch.ones(4))
+        others = torch.Size([1, 2]), torch.float16, torch.device("cpu"), {1, 2}, collections.OrderedDict(a=1)
+        arrays = np.arange(3) + dist.get_rank(), {"embedding": tied, "head": tied}, Point(1, torch.ones(2))
+        return net, net.state_dict(), *arrays, others
 
-    for rank, (net, state, array, others) in enumerate(launch(make, world_size=2)):
+    for rank, (net, state, array, tied, point, others) in enumerate(launch(make, world_size=2)):
         assert torch.equal(net[0].weight, state["0.weight"])
         assert net(torch.ones(1, 3)).shape == (1, 2)
         assert array.tolist() == [rank, rank + 1, rank + 2]
-        assert others == (torch.Size([1, 2]), torch.float16, torch.device("cpu"))
-
-
-def test_tensors_that_share_memory_still_share_it_in_the_result():
-    def tied():
-        weight = torch.nn.Parameter(torch.ones(4))
-        return {"embedding": weight, "head": weight}
-
-    result = launch(tied, world_size=1)[0]
-    assert result["embedding"] is result["head"]
+        assert tied["embedding"] is tied["head"]  # memory that tensors share is shared in the result
+        assert (point.x, point.y.tolist(), type(point).__name__) == (1, [1, 1], "Point")
+        given = torch.Size([1, 2]), torch.float16, torch.device("cpu"), {1, 2}, collections.OrderedDict(a=1)
+        assert others == given and list(map(type, others)) == list(map(type, given))
 
 
 def test_large_arguments_and_results_pass_while_all_ranks_print():
@@ -173,13 +158,6 @@ def test_large_arguments_and_results_pass_while_all_ranks_print():
 
     for rank, result in enumerate(launch(work, big, world_size=4)):
         assert torch.equal(result, big + rank)
-
-
-def test_sequences_and_named_tuples_keep_their_type():
-    Point = collections.namedtuple("Point", "x y")
-    result = launch(lambda: (Point(1, torch.ones(2)), {1, 2}, collections.OrderedDict(a=1)), world_size=1)[0]
-    assert (result[0].x, result[0].y.tolist()) == (1, [1, 1]) and type(result[0]).__name__ == "Point"
-    assert result[1:] == ({1, 2}, collections.OrderedDict(a=1))
 
 
 # --- world size ----------------------------------------------------------------------------------------------------
@@ -202,15 +180,13 @@ def test_world_size(world_size):
             shutdown()
 
 
-def test_the_default_world_size_is_the_number_of_gpus_if_several_else_four():
+def test_the_world_size_is_the_argument_else_the_variable_else_the_number_of_gpus_else_four(monkeypatch):
     gpus = torch.cuda.device_count()
-    assert len(launch(dist.get_rank)) == (gpus if gpus > 1 else 4)
-
-
-def test_course_world_size_overrides_the_default_and_an_argument_overrides_both(monkeypatch):
+    assert launch(dist.get_rank) == list(range(gpus if gpus > 1 else 4))
     monkeypatch.setenv("COURSE_WORLD_SIZE", "3")
     assert launch(dist.get_world_size) == [3, 3, 3]
     assert launch(dist.get_world_size, world_size=2) == [2, 2]
+    assert launch(dist.get_world_size, world_size=np.int64(2)) == [2, 2]
 
 
 # --- the process group and torchrun --------------------------------------------------------------------------------
@@ -238,101 +214,32 @@ def test_a_process_group_exists_by_default_and_none_with_init_false():
     assert launch(lambda: dist.get_backend(), world_size=2, backend="gloo") == ["gloo"] * 2
 
 
-def torchrun_program() -> str:
-    return """
-import json, os, sys
-import torch
-import torch.distributed as dist
-
-
-def main(folder=None):
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.manual_seed(7)
-    net = torch.nn.Linear(4, 1)
-    for step in range(3):
-        loss = net(torch.full((2, 4), float(rank + step))).square().mean()
-        net.zero_grad()
-        loss.backward()
-        for p in net.parameters():
-            dist.all_reduce(p.grad)
-            p.data -= 0.01 * p.grad / dist.get_world_size()
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (rank, int(os.environ["LOCAL_RANK"])))
-    dist.barrier()
-    dist.destroy_process_group()
-    result = {"weights": net.weight.flatten().tolist(), "gathered": [list(g) for g in gathered], "loss": loss.item()}
-    if folder:
-        with open(os.path.join(folder, f"rank{rank}.json"), "w") as file:
-            json.dump(result, file)
-    return result
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-"""
-
-
-def test_an_unchanged_torchrun_program_runs_and_equals_torchrun(tmp_path, monkeypatch):
-    (tmp_path / "a_program.py").write_text(torchrun_program())
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import a_program
-
-    ours = launch(a_program.main, world_size=2, init=False)
-    assert launch(a_program.main, world_size=2, init=False) == ours  # twice in a row
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = surroundings() | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [*command, str(tmp_path / "a_program.py"), str(tmp_path)], env=env, capture_output=True, text=True, timeout=80
-    )
-    assert run.returncode == 0, run.stderr
-    theirs = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert ours == theirs
-
-
 def test_programs_with_and_without_an_own_process_group_alternate():
-    def own():
-        dist.init_process_group(backend="gloo")
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        dist.destroy_process_group()
-        return x.item()
-
-    def given():
+    def total():
         x = torch.ones(1)
         dist.all_reduce(x)
         return x.item()
 
-    for _ in range(2):
-        assert launch(own, world_size=2, init=False) == [2, 2]
-        assert launch(given, world_size=2) == [2, 2]
-        assert launch(own, world_size=3, init=False) == [3, 3, 3]
-
-
-def test_init_twice_within_one_program():
     def twice():
         sums = []
         for _ in range(2):
             dist.init_process_group(backend="gloo")
-            x = torch.ones(1)
-            dist.all_reduce(x)
-            sums.append(x.item())
+            sums.append(total())
             dist.barrier()
             dist.destroy_process_group()
         return sums
 
-    assert launch(twice, world_size=2, init=False) == [[2, 2], [2, 2]]
-
-
-def test_a_program_that_forgets_to_destroy_its_group_does_not_disturb_the_next():
-    def forgets():
+    def forgets_to_destroy_its_group():
         dist.init_process_group(backend="gloo")
         dist.barrier()
         return dist.get_rank()
 
-    assert launch(forgets, world_size=2, init=False) == [0, 1]
-    assert launch(forgets, world_size=2, init=False) == [0, 1]
-    assert launch(dist.get_rank, world_size=2) == [0, 1]
+    assert launch(twice, world_size=2, init=False) == [[2, 2], [2, 2]]
+    for _ in range(2):
+        assert launch(forgets_to_destroy_its_group, world_size=2, init=False) == [0, 1]
+    assert launch(total, world_size=2) == [2, 2]
+    assert launch(twice, world_size=3, init=False) == [[3, 3]] * 3
+    assert launch(total, world_size=2) == [2, 2]
 
 
 def test_a_group_ends_after_the_function_and_not_where_ddp_lets_go_of_it():
@@ -369,31 +276,21 @@ def test_a_function_may_destroy_the_process_group_it_was_given():
         assert launch(dist.get_rank, world_size=4) == [0, 1, 2, 3]
 
 
-def test_sub_groups_work_call_after_call():
-    def pairs():
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        x = torch.tensor([float(dist.get_rank())])
-        dist.all_reduce(x, group=groups[dist.get_rank() // 2])
-        return x.item()
-
-    for _ in range(3):
-        assert launch(pairs, world_size=4) == [1, 1, 5, 5]
-
-
-def test_a_device_mesh_works_call_after_call():
-    def rows_and_columns():
+def test_sub_groups_and_a_device_mesh_work_call_after_call():
+    def work():
         from torch.distributed.device_mesh import init_device_mesh
 
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
         sums = []
-        for name in ("row", "column"):
+        for group in (pairs[dist.get_rank() // 2], mesh.get_group("row"), mesh.get_group("column")):
             x = torch.tensor([float(dist.get_rank())])
-            dist.all_reduce(x, group=mesh.get_group(name))
+            dist.all_reduce(x, group=group)
             sums.append(x.item())
         return sums
 
-    for _ in range(2):
-        assert launch(rows_and_columns, world_size=4) == [[2, 1], [4, 1], [2, 5], [4, 5]]
+    for _ in range(3):
+        assert launch(work, world_size=4) == [[1, 2, 1], [1, 4, 1], [5, 2, 5], [5, 4, 5]]
 
 
 def test_a_data_loader_with_workers_of_its_own_runs_in_a_rank():
@@ -433,28 +330,22 @@ def test_subprocesses_and_threads_run_in_a_rank():
 # --- what a rank takes over from the notebook ----------------------------------------------------------------------
 
 
-def test_the_current_environment_reaches_the_ranks(monkeypatch):
+def test_the_current_environment_reaches_the_ranks_and_no_change_of_theirs_comes_back(monkeypatch):
     launch(dist.get_rank, world_size=2)  # the workers exist before the change
 
     def look():
-        return os.environ.get("A_SETTING"), os.environ.get("ANOTHER")
+        before = os.environ.get("A_SETTING"), os.environ.get("ANOTHER"), os.environ.get("SET_BY_A_RANK")
+        os.environ["SET_BY_A_RANK"] = "1"
+        return before
 
     monkeypatch.setenv("A_SETTING", "one")
-    assert launch(look, world_size=2) == [("one", None)] * 2
+    assert launch(look, world_size=2) == [("one", None, None)] * 2
     monkeypatch.setenv("A_SETTING", "two")
     monkeypatch.setenv("ANOTHER", "")
-    assert launch(look, world_size=2) == [("two", "")] * 2
+    assert launch(look, world_size=2) == [("two", "", None)] * 2
     monkeypatch.delenv("A_SETTING")
-    assert launch(look, world_size=2) == [(None, "")] * 2
-
-
-def test_what_a_rank_sets_in_its_environment_stays_in_that_call():
-    def change():
-        os.environ["SET_BY_A_RANK"] = "1"
-
-    launch(change, world_size=2)
+    assert launch(look, world_size=2) == [(None, "", None)] * 2
     assert "SET_BY_A_RANK" not in os.environ
-    assert launch(lambda: os.environ.get("SET_BY_A_RANK"), world_size=2) == [None, None]
 
 
 def test_the_current_folder_reaches_the_ranks(tmp_path, monkeypatch):
@@ -507,22 +398,14 @@ def test_the_notebooks_own_random_state_is_left_alone():
     assert random.random() == expected[1].random()
 
 
-def test_a_rank_computes_with_one_thread():
-    def threads(then):
+def test_a_rank_computes_with_one_thread_unless_it_chooses_more():
+    def threads():
         before = torch.get_num_threads()
-        torch.set_num_threads(then)
-        return before
+        torch.set_num_threads(3)
+        return before, torch.get_num_threads()
 
     for _ in range(2):
-        assert launch(threads, 3, world_size=2) == [1, 1]
-
-
-def test_the_environment_threads_can_still_be_chosen_inside_a_call():
-    def more():
-        torch.set_num_threads(2)
-        return torch.get_num_threads()
-
-    assert launch(more, world_size=2) == [2, 2]
+        assert launch(threads, world_size=2) == [(1, 3), (1, 3)]
 
 
 def test_workers_stay_warm_between_calls_and_shutdown_ends_them():
@@ -540,67 +423,88 @@ def test_workers_stay_warm_between_calls_and_shutdown_ends_them():
 # --- output --------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_alike_on_all_ranks_appears_once_others_with_their_ranks(capsys):
-    def talk():
-        rank = dist.get_rank()
-        print("hello")
-        print("even" if rank % 2 == 0 else "odd")
-        print(f"I am {rank}")
-        if rank in (1, 2):
-            print("only some")
-
-    launch(talk, world_size=4)
-    assert capsys.readouterr().out.splitlines() == [
-        "[ranks 0-3] hello",
-        "[ranks 0,2] even",
-        "[ranks 1,3] odd",
-        "[rank 0] I am 0",
-        "[rank 1] I am 1",
-        "[rank 2] I am 2",
-        "[rank 3] I am 3",
-        "[ranks 1,2] only some",
-    ]
+@case(SHOWN, 4, [
+    "[ranks 0-3] hello", "[ranks 0,2] even", "[ranks 1,3] odd",
+    "[rank 0] I am 0", "[rank 1] I am 1", "[rank 2] I am 2", "[rank 3] I am 3", "[ranks 1,2] only some",
+])
+def a_line_alike_on_all_ranks_appears_once_others_with_their_ranks():
+    rank = dist.get_rank()
+    print("hello")
+    print("even" if rank % 2 == 0 else "odd")
+    print(f"I am {rank}")
+    if rank in (1, 2):
+        print("only some")
 
 
-def test_one_rank_alone_is_labelled_too(capsys):
-    launch(lambda: print("alone"), world_size=1)
-    assert capsys.readouterr().out == "[rank 0] alone\n"
+@case(SHOWN, 1, ["[rank 0] alone"])
+def one_rank_alone_is_labelled_too():
+    print("alone")
+
+
+@case(SHOWN, 4, ["[ranks 0-3] a note"])
+def standard_error_is_labelled_too():
+    print("a note", file=sys.stderr)
+
+
+@case(SHOWN, 2, ["[ranks 0,1] in a C buffer"])
+def c_output_still_buffered_at_the_end():
+    ctypes.CDLL(None).printf(b"in a C buffer\n")
+
+
+@case(SHOWN, 4, ["[ranks 0-3] no end"])
+def a_line_without_an_end():
+    print("no end", end="")
+
+
+@case(SHOWN, 4, ["[ranks 0-3] one line"])
+def a_line_written_in_pieces():
+    for piece in "one line":
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print()
+
+
+@case(SHOWN, 4, ["[ranks 0-3] a", "[ranks 0-3]", "[ranks 0-3]   b", "[ranks 0-3]"])
+def empty_lines_and_spaces_are_kept():
+    print("a\n\n  b  \n")
+
+
+@case(SHOWN, 4, [f"[ranks 0-3] {line}" for line in ("Zürich, 東京, ∑ ✓ 🙂", "日", "broken \ufffd byte", "end")])
+def characters_in_pieces_and_broken_bytes():
+    print("Zürich, 東京, ∑ ✓ 🙂")
+    for byte in "日".encode():
+        os.write(1, bytes([byte]))
+        time.sleep(0.01)
+    os.write(1, b"\nbroken \xff byte\n")
+    print("end")
+
+
+@pytest.mark.parametrize(("work", "world_size", "lines"), SHOWN)
+def test_what_ranks_print_is_shown_with_their_labels(work, world_size, lines, capsys):
+    for _ in range(2):  # the second call starts afresh
+        launch(work, world_size=world_size)
+        shown = capsys.readouterr()
+        assert [line.rstrip() for line in (shown.out + shown.err).splitlines()] == lines
 
 
 def test_merged_output_is_the_same_however_ranks_interleave(capsys):
+    """Equal lines, lines of pairs, and at the end a different number of lines on every rank."""
+
     def talk(seed):
         chance = random.Random(seed * 100 + dist.get_rank())
-        for step in range(4):
+        lines = [line for step in range(4) for line in (f"step {step}", f"pair {dist.get_rank() // 2}, step {step}")]
+        for line in [*lines, *(f"more {number}" for number in range(dist.get_rank() + 1))]:
             time.sleep(chance.random() * 0.01)
-            print(f"step {step}")
-            time.sleep(chance.random() * 0.01)
-            print(f"pair {dist.get_rank() // 2}, step {step}")
-            sys.stdout.flush()
+            print(line, flush=line.startswith("pair"))
 
     expected = []
     for step in range(4):
         expected += [f"[ranks 0-3] step {step}"]
         expected += [f"[ranks {ranks}] pair {pair}, step {step}" for pair, ranks in enumerate(("0,1", "2,3"))]
-    for seed in range(12):
+    expected += ["[ranks 0-3] more 0", "[ranks 1-3] more 1", "[ranks 2,3] more 2", "[rank 3] more 3"]
+    for seed in range(8):
         launch(talk, seed, world_size=4)
         assert capsys.readouterr().out.splitlines() == expected
-
-
-def test_ranks_that_print_different_numbers_of_lines_merge_deterministically(capsys):
-    def talk(seed):
-        chance = random.Random(seed * 100 + dist.get_rank())
-        for line in range(dist.get_rank() + 1):
-            time.sleep(chance.random() * 0.01)
-            print(f"line {line}")
-
-    for seed in range(6):
-        launch(talk, seed, world_size=4)
-        assert capsys.readouterr().out.splitlines() == [
-            "[ranks 0-3] line 0",
-            "[ranks 1-3] line 1",
-            "[ranks 2,3] line 2",
-            "[rank 3] line 3",
-        ]
 
 
 def test_output_is_live(tmp_path):
@@ -642,34 +546,6 @@ def test_output_from_below_python_is_caught(capfd):
     assert "[rank 0] by Python 0\n[rank 1] by Python 1\n" in text
 
 
-def test_c_output_still_buffered_at_the_end_is_not_lost(capsys):
-    launch(lambda: ctypes.CDLL(None).printf(b"in a C buffer\n") and None, world_size=2)
-    assert "in a C buffer" in capsys.readouterr().out
-
-
-def test_standard_error_is_labelled_too(capsys):
-    launch(lambda: print("a note", file=sys.stderr), world_size=4)
-    captured = capsys.readouterr()
-    assert "[ranks 0-3] a note\n" in captured.out + captured.err
-
-
-def test_a_line_without_an_end_is_shown_and_the_next_call_starts_afresh(capsys):
-    for text in ("no end", "second call"):
-        launch(lambda text=text: print(text, end=""), world_size=4)
-    assert capsys.readouterr().out.splitlines() == ["[ranks 0-3] no end", "[ranks 0-3] second call"]
-
-
-def test_a_line_written_in_pieces_stays_one_line(capsys):
-    def talk():
-        for piece in "one line":
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        print()
-
-    launch(talk, world_size=4)
-    assert capsys.readouterr().out == "[ranks 0-3] one line\n"
-
-
 def test_progress_bars_end_in_their_last_state(capsys):
     def bar():
         for percent in range(0, 101, 5):
@@ -708,22 +584,6 @@ def test_very_long_output_is_complete_and_in_order(capsys):
     assert out[lines + 1 :] == ["[rank 0] rank 0 done", "[rank 1] rank 1 done"]
 
 
-def test_unicode_and_broken_bytes_in_output(capsys):
-    def talk():
-        print("Zürich, 東京, ∑ ✓ 🙂")
-        for byte in "日".encode():
-            os.write(1, bytes([byte]))
-            time.sleep(0.01)
-        os.write(1, b"\n")
-        os.write(1, b"broken \xff byte\n")
-        print("end")
-
-    launch(talk, world_size=4)
-    out = capsys.readouterr().out.splitlines()
-    assert out[:2] == ["[ranks 0-3] Zürich, 東京, ∑ ✓ 🙂", "[ranks 0-3] 日"]
-    assert out[2].startswith("[ranks 0-3] broken ") and out[3] == "[ranks 0-3] end"
-
-
 def test_bytes_that_look_like_control_records_are_shown_as_text(capsys):
     def talk():
         os.write(1, b"\x1eDnot a record\n\x1e\n")
@@ -733,16 +593,6 @@ def test_bytes_that_look_like_control_records_are_shown_as_text(capsys):
     launch(talk, world_size=2)
     out = capsys.readouterr().out
     assert "not a record" in out and out.endswith("[ranks 0,1] the end\n")
-
-
-def test_empty_lines_and_spaces_are_kept(capsys):
-    launch(lambda: print("a\n\n  b  \n"), world_size=4)
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
-        "[ranks 0-3] a",
-        "[ranks 0-3]",
-        "[ranks 0-3]   b",
-        "[ranks 0-3]",
-    ]
 
 
 def test_a_learners_own_warning_is_shown(capsys):
@@ -761,12 +611,20 @@ def test_reading_standard_input_in_a_rank_fails_at_once():
     assert set(launch(ask, world_size=2)) <= {"EOFError", "OSError"}
 
 
-def test_dependencies_do_not_litter():
-    """A fresh process trains with DDP and FSDP2, runs a program with an own group, and prints its own line only."""
+# --- where it can be called from -----------------------------------------------------------------------------------
+
+
+def test_a_plain_script_runs_once_shows_only_its_own_lines_and_leaves_no_files(tmp_path):
+    """No main guard; neither libraries nor the server say a word; torch is imported when it is needed."""
     with Script("""
+import os, sys
+print("once", flush=True)
+from course_utils import HangError, WorkerError, device, expect_error, launch, record, shutdown
+assert "torch" not in sys.modules
+assert issubclass(HangError, WorkerError) and issubclass(WorkerError, RuntimeError)
+assert launch(abs, -3, world_size=2) == [3, 3]
 import torch
 import torch.distributed as dist
-from course_utils import launch
 
 def train():
     from torch.distributed.device_mesh import init_device_mesh
@@ -781,73 +639,57 @@ def train():
     dist.all_gather_object([None] * 2, "x")
     dist.barrier()
 
+def work():
+    dist.new_group([0, 1])
+    dist.barrier()
+
 def own():
     dist.init_process_group("gloo")
     dist.barrier()
     dist.destroy_process_group()
 
+def files():
+    return sum(len(files) for _, _, files in os.walk(os.environ["TMPDIR"]))
+
 launch(train, world_size=2)
-launch(own, world_size=2, init=False)
-print("the end")
-""") as script:
-        assert script.finish() == "the end\n"
+counts = []
+for _ in range(8):
+    launch(work, world_size=2)
+    launch(own, world_size=2, init=False)
+    counts.append(files())
+assert counts[-1] <= counts[0] + 1, counts
+print(launch(lambda: dist.get_rank() + 1, world_size=2), torch.cuda.is_initialized())
+""", TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as script:
+        assert script.finish() == "once\n[1, 2] False\n"
+        assert sorted(path.name for path in script.folder.iterdir()) == ["script.py", "tmp"]
+        assert not left_behind(script.mark, script.temporary)
 
 
-# --- where it can be called from -----------------------------------------------------------------------------------
+LOOK = """
+import os, sys
+{before}
+from course_utils import launch, shutdown
+def look():
+    return [name in sys.modules for name in ("torch.distributed.fsdp", "torch._dynamo")]
+"""
 
 
-def test_a_plain_script_without_a_main_guard_runs_once():
-    with Script("""
-print("once")
-import torch.distributed as dist
-from course_utils import launch
-print(launch(lambda: dist.get_rank() + 1, world_size=2))
-""") as script:
-        assert script.finish() == "once\n[1, 2]\n"
-
-
-@pytest.mark.parametrize("imported", [False, True])
-def test_what_is_slow_to_import_is_there_if_the_notebook_has_it(imported):
-    with Script(f"""
-{"import torch.distributed.fsdp" if imported else ""}
-import sys
-from course_utils import launch
-print(launch(lambda: "torch.distributed.fsdp" in sys.modules, world_size=2))
-""") as script:
-        assert script.finish() == f"{[imported] * 2}\n"
-
-
-@pytest.mark.parametrize(("then", "shared"), [("", False), ("import course_utils.models", True)])
-def test_what_optimizers_import_is_there_for_who_has_models(then, shared):
-    """The module that every optimizer imports; the server that the launcher has started gives way to one with it."""
-    with Script(f"""
-import sys
-from course_utils import launch
-{then}
-print(launch(lambda: "torch._dynamo" in sys.modules, world_size=2))
-""") as script:
-        assert script.finish() == f"{[shared] * 2}\n"
+def test_ranks_find_imported_what_the_notebook_has_and_is_slow_to_import():
+    """`torch._dynamo` is what every optimizer imports: who has models has it too, though the server had started."""
+    before = "import torch.distributed.fsdp"
+    with Script(LOOK.format(before=before) + "import course_utils.models\nprint(launch(look, world_size=1))") as script:
+        assert script.finish() == "[[True, True]]\n"
         assert not [*script.temporary.glob("course-*")]
 
 
 def test_ranks_that_run_are_not_disturbed_by_what_later_ones_would_share():
-    with Script("""
-import os, sys
-from course_utils import launch
+    with Script(LOOK.format(before="") + """
 first = launch(os.getpid, world_size=2)
+print(launch(look, world_size=1))
 import course_utils.models
-print(launch(os.getpid, world_size=2) == first, launch(lambda: "torch._dynamo" in sys.modules, world_size=2))
+print(launch(os.getpid, world_size=2) == first, launch(look, world_size=1))
 """) as script:
-        assert script.finish() == "True [False, False]\n"
-
-
-def test_a_thread_may_launch():
-    got = []
-    thread = threading.Thread(target=lambda: got.append(launch(dist.get_rank, world_size=2)))
-    thread.start()
-    thread.join(60)
-    assert got == [[0, 1]]
-    assert launch(dist.get_rank, world_size=2) == [0, 1]
+        assert script.finish() == "[[False, False]]\nTrue [[False, False]]\n"
 
 
 def test_threads_that_launch_at_once_take_turns_or_are_told():
@@ -894,7 +736,7 @@ def test_a_notebook_may_fork_and_its_fork_is_told_to_leave_the_ranks_alone():
     assert launch(os.getpid, world_size=2) == pids
 
 
-def test_two_hundred_launches_leave_nothing_behind():
+def test_a_hundred_launches_leave_nothing_behind():
     def look():
         x = torch.ones(1)
         dist.all_reduce(x)
@@ -912,49 +754,8 @@ def test_two_hundred_launches_leave_nothing_behind():
     if not Path("/proc/self/fd").exists():
         pytest.skip("needs /proc")
     ranks, mine = settle(20)
-    later, after = settle(200)
+    later, after = settle(100)
     assert [pid for pid, *_ in later] == [pid for pid, *_ in ranks]
     for (_, files, threads), (_, later_files, later_threads) in zip(ranks, later, strict=True):
         assert later_files <= files + 3 and later_threads <= threads + 3
     assert all(now <= then + 3 for then, now in zip(mine, after, strict=True))
-
-
-def test_files_stay_in_the_temporary_folder_do_not_grow_and_go():
-    with Script("""
-import os
-import torch.distributed as dist
-from course_utils import launch
-
-def work():
-    dist.new_group([0, 1])
-    dist.barrier()
-
-def own():
-    dist.init_process_group("gloo")
-    dist.barrier()
-    dist.destroy_process_group()
-
-def files():
-    return sum(len(files) for _, _, files in os.walk(os.environ["TMPDIR"]))
-
-counts = []
-for _ in range(10):
-    launch(work, world_size=2)
-    launch(own, world_size=2, init=False)
-    counts.append(files())
-print(counts[-1] <= counts[0] + 1)
-""") as script:
-        assert script.finish() == "True\n", "files in the temporary folder grow with calls"
-        assert sorted(path.name for path in script.folder.iterdir()) == ["script.py", "tmp"]
-        assert not left_behind(script.mark, script.temporary)
-
-
-def test_import_does_not_import_torch_and_the_doc_names_are_there():
-    code = (
-        "import sys, course_utils; print('torch' in sys.modules); "
-        "from course_utils import launch, WorkerError, HangError, record, device, shutdown, expect_error; "
-        "print(issubclass(HangError, WorkerError), issubclass(WorkerError, RuntimeError))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], env=surroundings(), capture_output=True, text=True, timeout=60)
-    assert run.stdout.split() == ["False", "True", "True"], run.stderr
-    assert not re.search(r"warn|error", run.stderr, re.IGNORECASE), run.stderr

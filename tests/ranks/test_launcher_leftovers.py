@@ -10,12 +10,11 @@ import time
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 from calls import all_is_well, ended, failure
-from kernels import Kernel, Script, left_behind, marked
+from kernels import Script, left_behind, marked
 
-from course_utils import HangError, WorkerError, launch, shutdown
+from course_utils import WorkerError, launch, shutdown
 
 pytestmark = pytest.mark.guard(60)
 
@@ -68,17 +67,6 @@ def test_a_failure_of_the_rank_is_told_although_its_child_returned():
         dist.barrier()
 
     assert failure(WorkerError, work).exception == "ValueError: of the parent"
-
-
-def test_a_fork_in_a_cell_on_ranks_ends_with_the_cell():
-    with Kernel() as kernel:
-        kernel.good("%load_ext course_utils")
-        fork = "import os, time\npid = os.fork()\nif pid:\n    time.sleep(0.2)\npid > 0"
-        cell = kernel.good(f"%%ranks --world-size 2\n{fork}")
-        assert "[ranks 0,1] True\n" in cell.out
-        for _ in range(2):
-            cell = kernel.good("%%ranks\nx = torch.ones(1)\ndist.all_reduce(x)\n(x.item(), pid > 0)")
-            assert cell.out == "[ranks 0,1] (2.0, True)\n"
 
 
 # --- processes in a session of their own ---------------------------------------------------------------------------
@@ -176,12 +164,16 @@ def load(how):
             if how == "dies" and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-def files():
-    return [os.path.join(where, f) for where, folders, names in os.walk(os.environ["TMPDIR"]) for f in folders + names]
+def count():
+    return sum(len(batch) for batch in torch.utils.data.DataLoader(torch.ones(64, 2), batch_size=4, num_workers=2))
+
+def left():
+    folders = [folders + names for _, folders, names in os.walk(os.environ["TMPDIR"])]
+    return [name for names in folders for name in names if "pymp" in name]
 """
 
 
-def test_calls_with_data_loaders_that_are_stopped_leave_no_files():
+def test_data_loaders_that_are_stopped_leave_no_files_and_others_work():
     with Script(
         LOADING
         + """
@@ -190,20 +182,15 @@ for how, timeout in (("hangs", 3), ("fails", 60), ("dies", 60)):
         launch(load, how, world_size=2, timeout=timeout)
     except WorkerError as error:
         print(type(error).__name__, flush=True)
-    launch(dist.get_rank, world_size=2)
-    print("left", [name for name in files() if "pymp" in name])
+    print("next", launch(count, world_size=2), left())
 shutdown()
-print("after shutdown", [name for name in files() if "pymp" in name])
+print("after shutdown", left(), flush=True)
+launch(load, "goes on", world_size=2, timeout=1000)
 """
     ) as script:
-        out = script.finish()
+        out = script.read("after shutdown []")
         assert out.count("loading\n") == 3 and "HangError" in out, out
-        assert out.count("left []") == 3 and "after shutdown []" in out, out
-        assert not left_behind(script.mark, script.temporary)
-
-
-def test_a_notebook_killed_while_data_loaders_work_leaves_no_files():
-    with Script(LOADING + 'launch(load, "goes on", world_size=2, timeout=1000)') as script:
+        assert out.count("next [64, 64] []") == 3, out
         script.read("loading")
         os.kill(script.process.pid, signal.SIGKILL)
         assert not left_behind(script.mark, script.temporary)
@@ -212,23 +199,22 @@ def test_a_notebook_killed_while_data_loaders_work_leaves_no_files():
 SMALL = "from course_utils import launch\nlaunch(print, world_size=2)\n"
 
 
-@pytest.mark.parametrize("state", ["idle", "loading"])
-def test_what_a_killed_notebook_and_server_leave_is_removed_by_the_next_start(state):
-    body = 'launch(load, "goes on", world_size=2, timeout=1000)' if state == "loading" else ""
-    code = (
-        LOADING
-        + f"""
+def test_the_next_start_removes_what_a_killed_notebook_and_server_leave_and_nothing_of_a_living_one():
+    with Script(LOADING + """
 server = launch(os.getppid, world_size=2)[0]
 print("server", server, flush=True)
-{body}
-time.sleep(1000)
-"""
-    )
-    with Script(code) as script:
+while not os.path.exists("go"):
+    time.sleep(0.01)
+print("new ranks", launch(lambda: 7, world_size=3), flush=True)
+launch(load, "goes on", world_size=2, timeout=1000)
+""") as script:
         script.read("server ")
         server = int(script.read("\n"))
-        if state == "loading":
-            script.read("loading")
+        with Script(SMALL, TMPDIR=str(script.temporary)) as other:
+            other.finish()
+        (script.folder / "go").touch()
+        script.read("new ranks [7, 7, 7]")
+        script.read("loading")
         os.kill(script.process.pid, signal.SIGSTOP)
         os.kill(server, signal.SIGKILL)
         os.kill(script.process.pid, signal.SIGKILL)
@@ -241,41 +227,3 @@ time.sleep(1000)
         with Script(SMALL, TMPDIR=str(script.temporary)) as after:
             after.finish()
             assert not left_behind(after.mark, script.temporary)
-
-
-def test_the_folder_of_a_living_notebook_is_not_removed_by_another_start():
-    with Script("""
-from course_utils import launch, shutdown
-launch(print, world_size=1)
-print("there", flush=True)
-import os, time
-while not os.path.exists("go"):
-    time.sleep(0.01)
-print(launch(os.getpid, world_size=3) != 0, launch(lambda: 7, world_size=2))
-""") as script:
-        script.read("there")
-        with Script(SMALL, TMPDIR=str(script.temporary)) as other:
-            other.finish()
-        (script.folder / "go").touch()
-        assert "True [7, 7]" in script.finish()
-
-
-def test_a_data_loader_still_works_after_one_was_stopped():
-    def work(stop):
-        loader = torch.utils.data.DataLoader(torch.ones(64, 2), batch_size=4, num_workers=2)
-        sizes = []
-        for batch in loader:
-            if stop and dist.get_rank() == 0:
-                raise ValueError("stop")
-            sizes.append(len(batch))
-        return sum(sizes)
-
-    def slow():
-        for _ in torch.utils.data.DataLoader(torch.ones(64), num_workers=2):
-            time.sleep(0.1)
-
-    failure(WorkerError, work, True, world_size=2)
-    assert launch(work, False, world_size=2) == [64, 64]
-    with pytest.raises(HangError):
-        launch(slow, world_size=2, timeout=1.0)
-    assert launch(work, False, world_size=2) == [64, 64]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from calls import all_is_well
+from conftest import missing
 from kernels import surroundings
 
-from course_utils import launch, record
+from course_utils import WorkerError, hosts_available, launch, record
 
 pytestmark = pytest.mark.guard(90)
 
@@ -32,78 +36,104 @@ NOT_TOLD = {  # what else it sets: for its own agent, the store it serves, NCCL,
 DIFFER = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
 
 
-def test_every_program_has_fresh_ranks_and_so_has_the_call_after_it():
-    def program():
+def test_every_program_has_fresh_ranks_also_after_a_failure_and_so_has_the_call_after_it():
+    def program(fails=False):
         dist.init_process_group("gloo")
+        if fails and dist.get_rank() == 0:
+            raise ValueError("stop")
         x = torch.ones(1)
         dist.all_reduce(x)
         return os.getpid(), x.item()
 
     seen = set(launch(os.getpid, world_size=2))
-    for world_size in (2, 2, 3):
+    for world_size in (2, 2, 3, 2):
         pids, sums = zip(*launch(program, world_size=world_size, init=False), strict=True)
         assert sums == (float(world_size),) * world_size
         assert not seen & set(pids)
         seen |= set(pids)
+        if world_size == 3:
+            with pytest.raises(WorkerError, match="ValueError: stop"):
+                launch(program, True, world_size=2, init=False)
     after = launch(os.getpid, world_size=2)
     assert not seen & set(after)
     all_is_well(2)
     assert launch(os.getpid, world_size=2) == after
 
 
-def test_state_that_a_library_keeps_is_gone_the_next_time():
-    def program():
+def test_what_a_program_changes_in_its_process_is_gone_the_next_time():
+    def changes():
+        sys.modules.setdefault("this_library_keeps_state", types.ModuleType("this_library_keeps_state"))
         import this_library_keeps_state as library
 
-        library.used = getattr(library, "used", 0) + 1
-        torch.utils.used = getattr(torch.utils, "used", 0) + 1
-        return library.used, torch.utils.used
+        before = [getattr(module, "used", 0) for module in (library, torch.utils)]
+        library.used = torch.utils.used = 1
+        return before
 
-    def make():
-        import sys
-        import types
+    def chooses():
+        torch.multiprocessing.set_start_method("spawn")
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        dist.init_process_group("gloo")
+        return dist.get_debug_level().name
 
-        sys.modules["this_library_keeps_state"] = types.ModuleType("this_library_keeps_state")
-        return program()
+    def looks():
+        dist.init_process_group("gloo")
+        return torch.multiprocessing.get_start_method(allow_none=True), dist.get_debug_level().name
 
     for init in (False, False, True, False):
-        assert launch(make, world_size=2, init=init) == [(1, 1)] * 2
-
-
-def test_a_program_that_fails_leaves_nothing_to_the_next():
-    def program(fails):
-        dist.init_process_group("gloo")
-        if fails and dist.get_rank() == 0:
-            raise ValueError("stop")
-        dist.barrier()
-        return os.getpid()
-
-    with pytest.raises(Exception, match="ValueError: stop"):
-        launch(program, True, world_size=2, init=False)
-    first = launch(program, False, world_size=2, init=False)
-    assert not set(first) & set(launch(program, False, world_size=2, init=False))
+        assert launch(changes, world_size=2, init=init) == [[0, 0]] * 2
+    assert launch(chooses, world_size=2, init=False) == ["DETAIL"] * 2
+    assert launch(looks, world_size=2, init=False) == [(None, "OFF")] * 2
     all_is_well(2)
 
 
-def test_the_environment_of_a_program_is_that_of_torchrun(tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import os, json, torch.distributed as dist\n"
-        "env = dict(os.environ) | {'launched': dist.is_torchelastic_launched()}\n"
-        f"json.dump(env, open({str(tmp_path)!r} + '/' + env['RANK'], 'w'))\n"
-    )
-    clean = surroundings(tmp_path)
+PROGRAM = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+
+
+def main():
+    environment = dict(os.environ) | {"launched": dist.is_torchelastic_launched()}
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(7)
+    net = torch.nn.Linear(4, 1)
+    for step in range(3):
+        loss = net(torch.full((2, 4), float(rank + step))).square().mean()
+        net.zero_grad()
+        loss.backward()
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+            p.data -= 0.01 * p.grad / dist.get_world_size()
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [rank, int(os.environ["LOCAL_RANK"])])
+    dist.barrier()
+    dist.destroy_process_group()
+    return [net.weight.flatten().tolist(), gathered, loss.item()], environment
+
+
+if __name__ == "__main__":
+    with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+        json.dump(main(), file)
+"""
+
+
+def test_an_unchanged_torchrun_program_finds_what_torchrun_tells_it_and_computes_the_same(tmp_path, monkeypatch):
+    script = tmp_path / "a_program.py"
+    script.write_text(PROGRAM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import a_program
+
+    clean = surroundings(tmp_path) | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    subprocess.run(command, env=clean, check=True, capture_output=True, timeout=80)
-
-    def program():
-        return dict(os.environ) | {"launched": dist.is_torchelastic_launched()}
-
-    import json
-
+    subprocess.run([*command, str(tmp_path)], env=clean, check=True, capture_output=True, timeout=80)
     before = set(os.environ)
-    for rank, here in enumerate(launch(program, world_size=2, init=False)):
-        there = json.loads((tmp_path / str(rank)).read_text())
+    ours = launch(a_program.main, world_size=2, init=False)
+    again = launch(a_program.main, world_size=2, init=False)
+    assert [result for result, _ in again] == [result for result, _ in ours]
+    for rank, (result, here) in enumerate(ours):
+        expected, there = json.loads((tmp_path / str(rank)).read_text())
+        assert result == expected
         assert here["launched"] is there["launched"] is True
         added = set(there) - set(clean) - {"launched"}
         assert added >= NAMES and added - NOT_TOLD == NAMES
@@ -142,20 +172,21 @@ def test_what_python_does_at_the_end_of_a_program_is_done(tmp_path):
             file.unlink()
 
 
-def test_a_program_chooses_how_processes_start_and_how_much_torch_checks():
-    def program():
-        torch.multiprocessing.set_start_method("spawn")
-        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-        dist.init_process_group("gloo")
-        return dist.get_debug_level().name
+def _other_way_round() -> tuple[int, int]:
+    given = -int(os.environ["RANK"]) % int(os.environ["WORLD_SIZE"])  # rank 0 stays where it is: it hosts the store
+    dist.init_process_group("gloo", rank=given, world_size=int(os.environ["WORLD_SIZE"]))
+    x = torch.tensor([float(given)])
+    dist.broadcast(x, src=0)
+    place = dist.get_rank(), int(x)
+    dist.destroy_process_group()
+    return place
 
-    def other():
-        dist.init_process_group("gloo")
-        return torch.multiprocessing.get_start_method(allow_none=True), dist.get_debug_level().name
 
-    assert launch(program, world_size=2, init=False) == ["DETAIL"] * 2
-    assert launch(other, world_size=2, init=False) == [(None, "OFF")] * 2
-    all_is_well(2)
+@pytest.mark.parametrize("hosts", [None, 2])
+def test_a_rank_that_the_program_gives_counts_more_than_the_variable(hosts):
+    if hosts and not hosts_available()[0]:
+        missing(hosts_available()[1])
+    assert launch(_other_way_round, world_size=4, hosts=hosts, init=False) == [(-r % 4, 0) for r in range(4)]
 
 
 # --- what keeps a group of an earlier call in mind -----------------------------------------------------------------
@@ -178,14 +209,10 @@ def test_differentiable_collectives_work_on_other_numbers_of_ranks():
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_sparse_all_reduce_works(recorded):
     def work():
-        rank = dist.get_rank()
-        x = torch.sparse_coo_tensor([[0, rank + 1]], [1.0, 5.0], (4,))
-        if recorded:
-            with record() as ledger:
-                dist.all_reduce(x)
-            return x.to_dense().tolist(), len(ledger.entries)
-        dist.all_reduce(x)
-        return x.to_dense().tolist(), 1
+        x = torch.sparse_coo_tensor([[0, dist.get_rank() + 1]], [1.0, 5.0], (4,))
+        with record() if recorded else contextlib.nullcontext(()) as ledger:
+            dist.all_reduce(x)
+        return x.to_dense().tolist(), len(ledger)
 
-    assert launch(work, world_size=2) == [([2.0, 5.0, 5.0, 0.0], 1)] * 2
+    assert launch(work, world_size=2) == [([2.0, 5.0, 5.0, 0.0], int(recorded))] * 2
     all_is_well(2)

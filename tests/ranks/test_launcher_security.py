@@ -8,8 +8,6 @@ import os
 import pickle
 import socket
 import stat
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import missing
-from kernels import Kernel, Script, marked, namespace, surroundings
+from kernels import Kernel, Script, marked, namespace
 
 from course_utils import launch
 
@@ -251,26 +249,6 @@ print(launch(total, world_size=2), launch(own, world_size=2, init=False))
 
 
 # --- CUDA ----------------------------------------------------------------------------------------------------------
-
-
-def test_importing_the_package_imports_no_torch_and_starts_no_cuda():
-    code = (
-        "import sys, course_utils\nassert 'torch' not in sys.modules\n"
-        "from course_utils import launch, shutdown, WorkerError, HangError, expect_error\n"
-        "print('torch' in sys.modules)\n"
-        "assert launch(abs, -3, world_size=2) == [3, 3]\n"
-        "import torch\nprint(torch.cuda.is_initialized())"
-    )
-    run = subprocess.run([sys.executable, "-c", code], env=surroundings(), capture_output=True, text=True, timeout=80)
-    assert run.stdout.split() == ["False", "False"], run.stdout + run.stderr
-
-
-def test_cuda_is_initialized_neither_in_the_kernel_nor_in_a_fresh_rank():
-    with Kernel() as kernel:
-        kernel.good("import torch\nfrom course_utils import launch")
-        state = kernel.good("launch(lambda: (torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()), init=False)")
-        assert set(eval(state.value)) == {(False, False)}
-        assert kernel.good("torch.cuda.is_initialized()").value == "False"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import all_is_well, failure
-from kernels import Kernel
 
 from course_utils import HangError, launch, shutdown
 
@@ -219,21 +218,3 @@ def test_an_error_is_told_although_the_function_has_no_streams():
         raise ValueError("still told")
 
     assert "ValueError: still told" in str(failure(Exception, work, world_size=2))
-
-
-# --- the working folder --------------------------------------------------------------------------------------------
-
-
-def test_a_removed_working_folder_is_told_and_another_works():
-    with Kernel() as kernel:
-        kernel.good("import os\nimport torch.distributed as dist\nfrom course_utils import launch, shutdown")
-        kernel.good("launch(dist.get_rank, world_size=2)\nhome = os.getcwd()\n%load_ext course_utils")
-        for before in ("", "shutdown()"):
-            kernel.good("os.mkdir('gone')\nos.chdir('gone')\nos.rmdir('../gone')")
-            kernel.good(before)
-            for cell in (*["launch(dist.get_rank, world_size=2)"] * 2, "%%ranks --world-size 2\nrank"):
-                shown = kernel.run(cell)
-                assert shown.error_name == "RuntimeError", shown
-                assert "working folder" in shown.error and "removed" in shown.error
-                assert "course_utils" not in shown.error and ".py" not in shown.error, shown.error
-            assert kernel.good("os.chdir(home)\nlaunch(os.getcwd, world_size=2) == [home] * 2").value == "True"

@@ -103,24 +103,6 @@ def test_a_rank_interrupted_in_the_middle_of_an_import_can_import_afterwards(ker
     kernel.good("sys.path.pop(0)")
 
 
-def test_ranks_that_were_interrupted_are_others_at_the_next_call():
-    def hangs():
-        if dist.get_rank() != 1:
-            dist.barrier()
-
-    def fails():
-        if dist.get_rank() == 1:
-            raise ValueError("stop")
-        time.sleep(1000)
-
-    for function, kind in ((hangs, HangError), (fails, WorkerError)):
-        before = launch(os.getpid, world_size=3)
-        failure(kind, function, world_size=3, timeout=STUCK)
-        after = launch(os.getpid, world_size=3)
-        assert before[0] != after[0] and before[2] != after[2]
-        assert not psutil.pid_exists(before[0]) and not psutil.pid_exists(before[2])
-
-
 # --- in cells on ranks, which keep their names ---------------------------------------------------------------------
 
 AFRESH = r"rank 1\b[^\n]*\bstarts? afresh[^\n]*names"
@@ -172,59 +154,41 @@ def test_a_cell_says_which_rank_starts_afresh_without_its_names(kernel, why, how
 # --- interrupts while ranks end, start and are sent to -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gone", [0, 5, 10])
-def test_an_interrupt_of_shutdown_does_no_harm(kernel, gone):
-    """The interrupt strikes when the process of rank `gone` has just ended."""
+def struck(kernel: Kernel, moment: str, code: str) -> str:
+    """Run a line that an interrupt strikes, at a moment that a thread of the notebook waits for; what it shows."""
     cell = kernel.good(f"""
-pid = launch(os.getpid, world_size=12)[{gone}]
 def strike():
-    while os.path.exists(f"/proc/{{pid}}"):
-        pass
+    {moment}
     os.kill(os.getpid(), signal.SIGINT)
 thread = threading.Thread(target=strike)
 try:
     thread.start()
-    shutdown()
+    {code}
     thread.join()
     time.sleep(0.1)
 except KeyboardInterrupt:
     pass
 """)
-    assert not cell.out + cell.err
+    return cell.out + cell.err
+
+
+GONE = 'while os.path.exists(f"/proc/{pids[%d]}"): pass'  # the process of a rank has just ended
+PASSED = "time.sleep(%g)"
+
+
+@pytest.mark.parametrize("moment", [*(GONE % rank for rank in (0, 5, 10)), *(PASSED % s for s in (0.005, 0.02, 0.08))])
+def test_an_interrupt_of_shutdown_does_no_harm(kernel, moment):
+    kernel.good("pids = launch(os.getpid, world_size=12)")
+    assert not struck(kernel, moment, "shutdown()")
     works(kernel)
     works(kernel, 12)
-
-
-@pytest.mark.parametrize("delay", [0.005, 0.02, 0.08])
-def test_an_interrupt_of_shutdown_at_any_moment_does_no_harm(kernel, delay):
-    kernel.good(f"""
-launch(os.getpid, world_size=12)
-timer = threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGINT))
-try:
-    timer.start()
-    shutdown()
-    timer.join()
-    time.sleep(0.1)
-except KeyboardInterrupt:
-    pass
-""")
-    works(kernel)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.04])
 def test_an_interrupt_of_ranks_reset_does_no_harm(kernel, delay):
     kernel.good("%ranks_reset")
     kernel.good("%%ranks --world-size 6\nx = 1")
-    kernel.good(f"""
-timer = threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGINT))
-try:
-    timer.start()
-    get_ipython().run_line_magic("ranks_reset", "")
-    timer.join()
-    time.sleep(0.1)
-except KeyboardInterrupt:
-    pass
-""")
+    struck(kernel, PASSED % delay, 'get_ipython().run_line_magic("ranks_reset", "")')
     kernel.good("%ranks_reset")
     cell = kernel.good("%%ranks --world-size 3\ny = torch.ones(1)\ndist.all_reduce(y)\ny.item(), 'x' in globals()")
     assert cell.out == "[ranks 0-2] (3.0, False)\n"
@@ -233,8 +197,9 @@ except KeyboardInterrupt:
 
 def test_an_interrupt_while_ranks_start_is_told_as_one(kernel):
     kernel.good("shutdown()")
+    stay = "def stay():\n    talk()\n    time.sleep(60)\n"  # all ranks may be there already
     for delay in (0.05, 0.4):
-        cell = kernel.start_until("print('now', flush=True)\nlaunch(talk, world_size=24)", "now")
+        cell = kernel.start_until(f"{stay}print('now', flush=True)\nlaunch(stay, world_size=24)", "now")
         time.sleep(delay)
         kernel.interrupt(cell)
         assert cell.error_name == "Interrupted", cell

@@ -12,13 +12,14 @@ from kernels import Kernel, Script, left_behind
 
 pytestmark = pytest.mark.guard(90)
 
-IMPORTS = "import os, time\nimport torch.distributed as dist\nfrom course_utils import launch\n%load_ext course_utils"
+SOON = "from course_utils.ranks import status_line\nstatus_line._SILENCE = 1.0  # else three seconds\n"
+IMPORTS = "import os, time\nimport torch.distributed as dist\nfrom course_utils import launch\n%load_ext course_utils\n"
 
 
 @pytest.fixture(scope="module")
 def shared():
     with Kernel(COURSE_STATUS="1") as kernel:
-        kernel.good(IMPORTS)
+        kernel.good(IMPORTS + SOON)
         kernel.good("launch(dist.get_rank, world_size=3)")
         yield kernel
 
@@ -35,7 +36,7 @@ def kernel(shared):
 def quiet():
     """A kernel where nothing is said about time, and ranks are soon idle for long."""
     with Kernel(COURSE_STATUS="0", COURSE_IDLE_SECONDS="1") as kernel:
-        kernel.good(IMPORTS)
+        kernel.good(IMPORTS + SOON)
         yield kernel
 
 
@@ -54,7 +55,7 @@ launch(work, world_size=3);
         "\r",
         timeout=20,
     )
-    kernel.pump(cell, lambda cell: re.search(r"\b[45] ?s", cell.out), timeout=20)
+    kernel.pump(cell, lambda cell: re.search(r"\b[3-9] ?s", cell.out), timeout=20)
     assert "\n" not in cell.out and not cell.err
     live = [line for line in screen(cell.out) if line]
     assert len(live) == 1 and re.search(r"\brank 1\b", live[0]) and "ranks" not in live[0], live
@@ -64,18 +65,20 @@ launch(work, world_size=3);
 
 
 def test_a_long_cell_on_ranks_says_so_too_and_what_it_prints_stands_alone(kernel):
-    cell = kernel.good("%%ranks --world-size 2\nimport time\ntime.sleep(4.5)\nprint('done')")
+    cell = kernel.good("%%ranks --world-size 2\nimport time\ntime.sleep(2.5)\nprint('done')")
     assert "\r" in cell.out and re.search(r"ranks 0,1", cell.out.split("\r")[1])
     assert [line for line in screen(cell.out) if line] == ["[ranks 0,1] done"]
 
 
 def test_a_short_call_and_one_that_prints_show_nothing_else(kernel):
     cell = kernel.good("""
+status_line._SILENCE = 3.0
 def work():
     for step in range(8):
         print("step", step)
         time.sleep(0.5)
 launch(work, world_size=2);
+status_line._SILENCE = 1.0
 """)
     assert cell.out == "".join(f"[ranks 0,1] step {step}\n" for step in range(8))
 
@@ -108,27 +111,28 @@ launch(work, world_size=2);
 
 
 def test_an_error_stands_alone_after_a_long_call(kernel):
-    cell = kernel.run("def work():\n    time.sleep(4)\n    raise ValueError('late')\nlaunch(work, world_size=2)")
+    cell = kernel.run("def work():\n    time.sleep(2.5)\n    raise ValueError('late')\nlaunch(work, world_size=2)")
     assert cell.error_name == "WorkerError" and "ValueError: late" in cell.error
     assert "\r" in cell.out and "".join(screen(cell.out)) == ""
 
 
 def test_nothing_is_said_where_it_is_switched_off(quiet):
-    assert quiet.good("launch(time.sleep, 4, world_size=2);").out == ""
+    assert quiet.good("launch(time.sleep, 2.5, world_size=2);").out == ""
 
 
 def test_nothing_is_said_in_a_plain_script_and_idle_ranks_end_without_a_word():
     with Script(
-        """
+        f"""
 import os, time
 from course_utils import launch
+{SOON}
 first = launch(os.getpid, world_size=3)
-launch(time.sleep, 4, world_size=3)
+launch(time.sleep, 3, world_size=3)
 assert launch(os.getpid, world_size=3) == first, "a call that runs for long is not idle"
 deadline = time.monotonic() + 15
-while any(os.path.exists(f"/proc/{pid}") for pid in first) and time.monotonic() < deadline:
+while any(os.path.exists("/proc/%d" % pid) for pid in first) and time.monotonic() < deadline:
     time.sleep(0.05)
-assert not any(os.path.exists(f"/proc/{pid}") for pid in first), "idle for long, and still there"
+assert not any(os.path.exists("/proc/%d" % pid) for pid in first), "idle for long, and still there"
 second = launch(os.getpid, world_size=3)
 assert not set(first) & set(second)
 assert launch(os.getpid, world_size=3) == second

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import threading
 import time
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from calls import case
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from course_utils import WorkerError, launch, record
 
 pytestmark = pytest.mark.guard(90)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
 ROOT = 1  # the root of rooted collectives below
+CALLS: list = []  # functions; the number of ranks, the entries of each rank as (operation, bytes) or with a peer
 
 
 def run(function, *args, world_size: int = 4):
@@ -28,8 +34,9 @@ def run(function, *args, world_size: int = 4):
     return launch(recorded, world_size=world_size)
 
 
-def ops(ledger) -> list[str]:
-    return [entry.op for entry in ledger.entries]
+def every(*entries: tuple) -> list[list[tuple]]:
+    """The same entries on each of two ranks."""
+    return [[*entries]] * 2
 
 
 @pytest.mark.parametrize(("call", "peer"), [("send", 2), ("recv", 5), ("isend", 7), ("irecv", 3)])
@@ -72,55 +79,85 @@ def test_every_direct_collective_with_its_bytes():
         assert (ledger.sent, ledger.received, ledger.messages) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(("name", "size"), [("float64", 8), ("bfloat16", 2), ("uint8", 1), ("complex64", 8)])
-def test_bytes_follow_the_element_type(name, size):
-    def work():
-        dtype = getattr(torch, name)
+@case(CALLS, every(*((op, n * size) for size in (8, 2, 1, 8) for op, n in (("broadcast", 10), ("all_gather", 20)))))
+def bytes_follow_the_element_type():
+    for dtype in (torch.float64, torch.bfloat16, torch.uint8, torch.complex64):
         dist.broadcast(torch.ones(10, dtype=dtype), src=0)
         dist.all_gather([torch.empty(10, dtype=dtype) for _ in range(2)], torch.ones(10, dtype=dtype))
 
-    for ledger in run(work, world_size=2):
-        assert [entry.bytes for entry in ledger.entries] == [10 * size, 20 * size]
+
+@case(CALLS, [[("all_to_all", 12)], [("all_to_all", 28)]])
+def uneven_all_to_all_counts_what_this_rank_puts_in():
+    rank = dist.get_rank()
+    # rank 0 sends 1 and 2 elements, rank 1 sends 3 and 4
+    inputs = [1, 2] if rank == 0 else [3, 4]
+    outputs = [1, 3] if rank == 0 else [2, 4]
+    dist.all_to_all_single(torch.empty(sum(outputs)), torch.ones(sum(inputs)), outputs, inputs)
 
 
-def test_uneven_all_to_all_counts_what_this_rank_puts_in():
-    def work():
-        rank = dist.get_rank()
-        # rank 0 sends 1 and 2 elements, rank 1 sends 3 and 4
-        inputs = [1, 2] if rank == 0 else [3, 4]
-        outputs = [1, 3] if rank == 0 else [2, 4]
-        dist.all_to_all_single(torch.empty(sum(outputs)), torch.ones(sum(inputs)), outputs, inputs)
-
-    first, second = run(work, world_size=2)
-    assert (first.bytes("all_to_all"), second.bytes("all_to_all")) == (12, 28)
+@case(CALLS, [[("recv", 20, None)], [("send", 20, 0)]])
+def a_receive_from_anybody_is_recorded():
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(5))
+    else:
+        dist.send(torch.ones(5), dst=0)
 
 
-def test_send_and_receive_with_their_peers():
-    def ring():
-        rank, n = dist.get_rank(), dist.get_world_size()
-        x, y = torch.ones(1000), torch.empty(1000)
-        if rank % 2 == 0:
-            dist.send(x, dst=(rank + 1) % n)
-            dist.recv(y, src=(rank - 1) % n)
-        else:
-            dist.recv(y, src=(rank - 1) % n)
-            dist.send(x, dst=(rank + 1) % n)
-
-    for rank, ledger in enumerate(run(ring)):
-        assert sorted(ops(ledger)) == ["recv", "send"]
-        peers = {entry.op: entry.peer for entry in ledger.entries}
-        assert peers == {"send": (rank + 1) % 4, "recv": (rank - 1) % 4}
-        assert all(entry.bytes == 4000 for entry in ledger.entries)
-        assert (ledger.sent, ledger.received, ledger.messages) == (4000, 4000, 1)
+@case(CALLS, every(*[("all_reduce", 40), ("all_gather", 80)] * 2))
+def collectives_without_gradients():
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            x = torch.ones(10)
+            dist.all_reduce(x)
+            dist.all_gather([torch.empty(10) for _ in range(2)], x)
 
 
-@pytest.mark.parametrize("how", ["isend and irecv", "batch_isend_irecv"])
-def test_asynchronous_and_batched_messages(how):
+@case(CALLS, every(("all_reduce", 40)))
+def a_collective_of_another_thread():
+    thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(10),))
+    thread.start()
+    thread.join()
+
+
+@case(CALLS, every(("all_reduce", 40)))
+def a_collective_on_a_group_made_while_recording():
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(10), group=group)
+
+
+@case(CALLS, every(("all_reduce", 40), ("all_gather", 80), ("reduce_scatter", 40), ("all_gather", 8 * 4 * 4)))
+def functional_collectives_and_dtensors():
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.ones(10)
+    functional.wait_tensor(functional.all_reduce(x, "sum", mesh.get_group()))
+    functional.wait_tensor(functional.all_gather_tensor(x, 0, mesh.get_group()))
+    functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, mesh.get_group()))
+    DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)]).full_tensor()
+
+
+@pytest.mark.parametrize(("work", "expected"), CALLS)
+def test_calls_are_entries_with_their_bytes(work, expected):
+    for ledger, entries in zip(run(work, world_size=2), expected, strict=True):
+        found = [(entry.op, entry.bytes, entry.peer) for entry in ledger.entries]
+        assert [each[: len(entries[0])] for each in found] == entries
+
+
+@pytest.mark.parametrize("how", ["send and recv", "isend and irecv", "batch_isend_irecv"])
+def test_messages_with_their_peers(how):
     def ring():
         rank, n = dist.get_rank(), dist.get_world_size()
         x, y = torch.full((10,), float(rank)), torch.empty(10)
         right, left = (rank + 1) % n, (rank - 1) % n
-        if how == "batch_isend_irecv":
+        if how == "send and recv":
+            steps = [lambda: dist.send(x, dst=right), lambda: dist.recv(y, src=left)]
+            for step in steps if rank % 2 == 0 else reversed(steps):
+                step()
+            works = []
+        elif how == "batch_isend_irecv":
             works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)])
         else:
             works = [dist.isend(x, right), dist.irecv(y, left)]
@@ -132,18 +169,6 @@ def test_asynchronous_and_batched_messages(how):
         found = sorted((entry.op, entry.peer, entry.bytes) for entry in ledger.entries)
         assert found == [("recv", (rank - 1) % 4, 40), ("send", (rank + 1) % 4, 40)]
         assert (ledger.sent, ledger.received, ledger.messages) == (40, 40, 1)
-
-
-def test_a_receive_from_anybody_is_recorded():
-    def work():
-        if dist.get_rank() == 0:
-            dist.recv(torch.empty(5))
-        else:
-            dist.send(torch.ones(5), dst=0)
-
-    receiver, sender = run(work, world_size=2)
-    assert ops(receiver) == ["recv"] and receiver.received == 20
-    assert ops(sender) == ["send"] and sender.entries[0].peer == 0
 
 
 def test_sub_groups_are_told_apart_with_global_ranks():
@@ -178,32 +203,23 @@ def test_what_ddp_issues_is_seen():
     def work():
         torch.manual_seed(0)
         net = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)])  # 1 MiB each
-        ddp = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)
+        with record() as built:
+            ddp = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)
         ledgers = []
         for _ in range(3):
             with record() as ledger:
                 ddp(torch.ones(2, 512)).sum().backward()  # here
             ledgers.append(ledger)
         sizes = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-        return ledgers, [int(size) for size in sizes.split(",")]
+        return built, ledgers, [int(size) for size in sizes.split(",")]
 
-    for (first, _, third), sizes in launch(work, world_size=2):
+    for built, (first, _, third), sizes in launch(work, world_size=2):
+        assert built.bytes("broadcast") >= 4 * 2**20
         assert len(sizes) > 1
         assert first.bytes("all_reduce") == third.bytes("all_reduce") == sum(sizes) == 4 * 2**20
         buckets = [entry for entry in third.entries if entry.op == "all_reduce"]
         assert [entry.bytes for entry in buckets] == sizes
         assert all("backward()" in entry.call_site for entry in buckets)
-
-
-def test_the_broadcast_when_ddp_is_built_is_seen():
-    def work():
-        net = torch.nn.Linear(100, 10, bias=False)
-        with record() as ledger:
-            torch.nn.parallel.DistributedDataParallel(net)
-        return ledger
-
-    for ledger in launch(work, world_size=2):
-        assert ledger.bytes("broadcast") >= 4000
 
 
 def test_what_fsdp_issues_is_seen():
@@ -238,82 +254,20 @@ def test_what_fsdp_issues_is_seen():
         assert {entry.bytes for entry in ledger.entries if entry.op != "all_reduce"} == {64 * 64 * 4}
 
 
-def test_functional_collectives_and_dtensors_are_seen():
-    def work():
-        import torch.distributed._functional_collectives as functional
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        mesh = init_device_mesh("cpu", (2,))
-        x = torch.ones(10)
-        with record() as direct:
-            functional.wait_tensor(functional.all_reduce(x, "sum", mesh.get_group()))
-            functional.wait_tensor(functional.all_gather_tensor(x, 0, mesh.get_group()))
-            functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, mesh.get_group()))
-        sharded = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
-        with record() as tensors:
-            sharded.full_tensor()
-        return direct, tensors
-
-    for direct, tensors in launch(work, world_size=2):
-        found = [(e.op, e.bytes) for e in direct.entries]
-        assert found == [("all_reduce", 40), ("all_gather", 80), ("reduce_scatter", 40)]
-        assert [(e.op, e.bytes) for e in tensors.entries] == [("all_gather", 8 * 4 * 4)]
-
-
-@pytest.mark.parametrize("mode", ["inference_mode", "no_grad"])
-def test_collectives_without_gradients_are_seen(mode):
-    def work():
-        with getattr(torch, mode)():
-            x = torch.ones(10)
-            dist.all_reduce(x)
-            dist.all_gather([torch.empty(10) for _ in range(2)], x)
-
-    for ledger in run(work, world_size=2):
-        assert ops(ledger) == ["all_reduce", "all_gather"]
-
-
-def test_object_collectives_are_seen():
-    def work():
-        dist.all_gather_object([None] * 2, {"a": 1})
-        dist.broadcast_object_list(["x"], src=0)
-
-    for ledger in run(work, world_size=2):
-        assert ledger.count("all_gather") >= 2 and ledger.count("broadcast") >= 2 and ledger.bytes() > 0
-
-
-def test_coalesced_collectives_are_counted_with_all_their_bytes():
+def test_object_and_coalesced_collectives_are_counted_with_all_their_bytes():
     def work():
         from torch.distributed.distributed_c10d import _coalescing_manager
 
+        dist.all_gather_object([None] * 2, {"a": 1})
+        dist.broadcast_object_list(["x"], src=0)
         with _coalescing_manager(async_ops=True) as manager:
             for n in (10, 20, 30):
                 dist.all_reduce(torch.ones(n))
         manager.wait()
 
     for ledger in run(work, world_size=2):
-        assert ledger.bytes("all_reduce") == 240
-
-
-def test_collectives_of_other_threads_are_seen():
-    def work():
-        import threading
-
-        thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(10),))
-        thread.start()
-        thread.join()
-
-    for ledger in run(work, world_size=2):
-        assert ops(ledger) == ["all_reduce"]
-
-
-def test_collectives_on_a_group_made_while_recording_are_seen():
-    def work():
-        group = dist.new_group([0, 1])
-        dist.all_reduce(torch.ones(10), group=group)
-
-    for ledger in run(work, world_size=2):
-        assert ledger.count("all_reduce") == 1 and ledger.bytes("all_reduce") == 40
+        assert ledger.count("all_gather") >= 2 and ledger.count("broadcast") >= 2
+        assert ledger.bytes("all_gather") > 0 and ledger.bytes("all_reduce") == 240
 
 
 def test_an_own_process_group_is_seen():
@@ -400,36 +354,28 @@ def test_the_call_site_is_the_learners_line():
         assert "dist.barrier()" in second
 
 
-def test_recording_ends_with_its_block_also_after_an_exception():
+def test_records_end_with_their_block_also_after_an_exception_and_nest():
     def work():
         dist.all_reduce(torch.ones(1))
-        with record() as first:
-            dist.all_reduce(torch.ones(1))
-        dist.all_reduce(torch.ones(1))
-        try:
-            with record() as second:
-                dist.barrier()
-                raise ValueError("left early")
-        except ValueError:
-            pass
-        dist.barrier()
-        with record() as third:
-            pass
-        return len(first), len(second), len(third)
-
-    assert launch(work, world_size=2) == [(1, 1, 0)] * 2
-
-
-def test_records_nest():
-    def work():
         with record() as outer:
             dist.barrier()
             with record() as inner:
                 dist.all_reduce(torch.ones(1))
             dist.barrier()
-        return [e.op for e in outer.entries], [e.op for e in inner.entries]
+        dist.all_reduce(torch.ones(1))
+        try:
+            with record() as left_early:
+                dist.barrier()
+                raise ValueError("left early")
+        except ValueError:
+            pass
+        dist.barrier()
+        with record() as empty:
+            pass
+        return [[entry.op for entry in ledger.entries] for ledger in (outer, inner, left_early, empty)]
 
-    assert launch(work, world_size=2) == [(["barrier", "all_reduce", "barrier"], ["all_reduce"])] * 2
+    expected = [["barrier", "all_reduce", "barrier"], ["all_reduce"], ["barrier"], []]
+    assert launch(work, world_size=2) == [expected] * 2
 
 
 def test_a_collective_that_fails_leaves_the_ledger_usable():
@@ -461,16 +407,11 @@ def test_tables_show_operations_and_bytes():
         assert again.table() == table and len(again) == 2
 
 
-def test_an_empty_ledger_can_be_shown():
-    for ledger in run(lambda: None, world_size=2):
-        assert len(ledger) == ledger.count() == ledger.bytes() == 0
-        assert isinstance(ledger.table(), str) and "<" in ledger._repr_html_()
-
-
-def test_recording_without_a_process_group_records_nothing():
+def test_without_a_process_group_nothing_is_recorded_and_an_empty_ledger_can_be_shown():
     with record() as ledger:
         torch.ones(2).sum()
-    assert len(ledger) == 0
+    assert len(ledger) == ledger.count() == ledger.bytes() == 0
+    assert isinstance(ledger.table(), str) and "<" in ledger._repr_html_()
 
 
 def test_what_was_sent_is_not_kept():

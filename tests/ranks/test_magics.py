@@ -1,4 +1,4 @@
-"""Promises of `%%ranks` and `%ranks_reset`, in a real kernel."""
+"""Promises of `%%ranks` and `%ranks_reset`, and of what a notebook says next to cells, in a real kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 import time
 
 import pytest
-from kernels import Kernel, left_behind
+import torch
+from calls import says
+from kernels import Kernel, left_behind, marked
 
 pytestmark = pytest.mark.guard(90)
 
@@ -58,14 +60,11 @@ def test_the_promised_names_are_there(kernel):
         assert line.startswith(f"[rank {rank}] ('torch', 'torch.distributed', {rank}, 2, '")
 
 
-def test_the_namespace_lasts_between_cells(kernel):
+def test_namespace_and_groups_last_between_cells(kernel):
     kernel.good("%%ranks\nimport math\nclass Box:\n    pass\nbox = Box()\nbox.value = rank")
     kernel.good("%%ranks\ndef get():\n    return box.value")
     kernel.good("%%ranks\nbox.value += math.floor(10.5)")
     assert shown(kernel.good("%%ranks\nget()")) == [f"[rank {r}] {r + 10}" for r in range(4)]
-
-
-def test_collectives_and_groups_work_across_cells(kernel):
     kernel.good("%%ranks\npair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]\nx = torch.tensor(rank)")
     kernel.good("%%ranks\ndist.all_reduce(x, group=pair)")
     assert shown(kernel.good("%%ranks\nx.item()")) == ["[ranks 0,1] 1", "[ranks 2,3] 5"]
@@ -85,37 +84,25 @@ def test_world_size_is_chosen_by_the_option(kernel):
     assert shown(kernel.good("%%ranks [0,2] --world-size 3\nrank")) == ["[rank 0] 0", "[rank 2] 2"]
 
 
-def test_an_error_on_one_rank_is_shown_and_all_ranks_keep_their_state(kernel):
+ALONE = "if rank != 3:\n    dist.all_reduce(torch.ones(1))"
+
+
+@pytest.mark.parametrize(("code", "name", "words"), [
+    ("\nif rank == 1:\n    raise ValueError('bad batch')  # mine\ndist.barrier()", "WorkerError",
+     ["rank 1", "ValueError: bad batch", "raise ValueError('bad batch')  # mine"]),
+    (" [2]\nx.missing", "WorkerError", ["rank 2", "AttributeError", "x.missing"]),
+    ("\nimport no_such_module", "WorkerError", ["ModuleNotFoundError"]),
+    (f" --timeout 1\n{ALONE}", "HangError", ["rank 3", "all_reduce"]),
+    (" [0,1] --timeout 1\ndist.barrier()", "HangError", ["barrier", re.compile(r"ranks? 2")]),
+], ids=["error", "on-a-subset", "import", "hang", "hang-of-a-subset"])
+def test_a_cell_that_fails_is_told_and_all_ranks_keep_their_state(kernel, code, name, words):
     kernel.good("%%ranks\nx = rank * 2")
-    cell = kernel.run("%%ranks\ny = 1\nif rank == 1:\n    raise ValueError('bad batch')  # mine\ndist.barrier()")
-    assert cell.error_name == "WorkerError"
-    assert "rank 1" in cell.error and "ValueError: bad batch" in cell.error
-    assert "raise ValueError('bad batch')  # mine" in cell.error
+    cell = kernel.run(f"%%ranks{code}")
+    assert cell.error_name == name and "afresh" not in cell.out
+    says(cell.error, *words)
     assert "course_utils" not in cell.error and "site-packages" not in cell.error
-    assert shown(kernel.good("%%ranks\n(x, y)")) == [f"[rank {r}] ({2 * r}, 1)" for r in range(4)]
-    assert shown(kernel.good("%%ranks\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")) == ["[ranks 0-3] 4.0"]
-
-
-def test_an_error_without_a_collective_is_shown_and_state_is_kept(kernel):
-    cell = kernel.run("%%ranks [2]\nz = 1\nz.missing")
-    assert "rank 2" in cell.error and "AttributeError" in cell.error and "z.missing" in cell.error
-    assert shown(kernel.good("%%ranks [2]\nz")) == ["[rank 2] 1"]
-
-
-def test_a_hang_ends_at_the_timeout_and_state_is_kept(kernel):
-    kernel.good("%%ranks\nx = rank * 2")
-    cell = kernel.run("%%ranks --timeout 2\nif rank != 3:\n    dist.all_reduce(torch.ones(1))")
-    assert cell.error_name == "HangError"
-    assert "rank 3" in cell.error and "all_reduce" in cell.error
     assert shown(kernel.good("%%ranks\nx")) == [f"[rank {r}] {2 * r}" for r in range(4)]
     assert shown(kernel.good("%%ranks\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")) == ["[ranks 0-3] 4.0"]
-
-
-def test_a_collective_on_a_subset_of_ranks_is_told_as_a_hang(kernel):
-    cell = kernel.run("%%ranks [0,1] --timeout 2\ndist.barrier()")
-    assert cell.error_name == "HangError" and "barrier" in cell.error
-    assert re.search(r"ranks? 2", cell.error)
-    assert shown(kernel.good("%%ranks\ndist.barrier()\n'fine'")) == ["[ranks 0-3] 'fine'"]
 
 
 def test_a_dead_rank_is_told_and_the_next_cell_works(kernel):
@@ -135,18 +122,11 @@ def test_interrupt_returns_to_the_prompt_and_state_is_kept(kernel):
     assert shown(kernel.good("%%ranks\ndist.barrier()\n'fine'")) == ["[ranks 0-3] 'fine'"]
 
 
-def test_an_import_that_fails_costs_no_names(kernel):
-    kernel.good("%%ranks\nx = rank * 2")
-    cell = kernel.run("%%ranks\nimport no_such_module")
-    assert "ModuleNotFoundError" in cell.error and "afresh" not in cell.out
-    assert shown(kernel.good("%%ranks\nx")) == [f"[rank {r}] {2 * r}" for r in range(4)]
-
-
-def test_ranks_reset_starts_afresh(kernel):
-    kernel.good("%%ranks\nx = 1")
+def test_ranks_reset_starts_afresh_and_draws_the_same_numbers_again(kernel):
+    first = shown(kernel.good("%%ranks\nx = 1\ntorch.rand(1).item()"))
     kernel.good("%ranks_reset")
-    cell = kernel.run("%%ranks\nx")
-    assert "NameError" in cell.error and "'x'" in cell.error
+    assert shown(kernel.good("%%ranks\ntorch.rand(1).item()")) == first and len(first) == 4
+    says(kernel.run("%%ranks\nx").error, "NameError", "'x'")
 
 
 def test_launch_and_ranks_do_not_disturb_each_other(kernel):
@@ -157,12 +137,6 @@ def test_launch_and_ranks_do_not_disturb_each_other(kernel):
     # the ranks of %%ranks go on drawing where they were; a seed is set once, not per cell
     assert shown(kernel.good("%%ranks\nb = torch.rand(1).item()\na == b")) == ["[ranks 0-3] False"]
     assert kernel.good("launch(lambda: 'x' in globals(), world_size=2)").value == "[False, False]"
-
-
-def test_ranks_draw_different_numbers_that_repeat_after_a_reset(kernel):
-    first = shown(kernel.good("%%ranks\ntorch.rand(1).item()"))
-    kernel.good("%ranks_reset")
-    assert shown(kernel.good("%%ranks\ntorch.rand(1).item()")) == first and len(first) == 4
 
 
 def test_a_syntax_error_is_shown_once_and_nothing_hangs(kernel):
@@ -206,12 +180,9 @@ print("second")""",
     assert cell.out == "[ranks 0-3] first\n[ranks 0-3] second\n" and not cell.error
 
 
-def test_figures_of_a_cell_show_in_the_notebook(kernel):
+def test_figures_and_the_ledger_work_in_a_cell(kernel):
     cell = kernel.good("%%ranks [0]\nimport matplotlib.pyplot as plt\nplt.plot([0, 1])\nplt.show()")
     assert sum("image/png" in d for d in cell.displays) == 1
-
-
-def test_the_ledger_works_in_a_cell(kernel):
     cell = kernel.good("""%%ranks
 from course_utils import record
 with record() as ledger:
@@ -228,9 +199,63 @@ def test_course_world_size_is_the_default_of_a_cell(kernel):
         kernel.good("del os.environ['COURSE_WORLD_SIZE']")
 
 
-def test_loading_the_extension_twice_and_killing_the_kernel_leaves_nothing():
+def test_a_fork_in_a_cell_on_ranks_ends_with_the_cell(kernel):
+    fork = "import os, time\npid = os.fork()\nif pid:\n    time.sleep(0.2)\npid > 0"
+    assert "[ranks 0,1] True\n" in kernel.good(f"%%ranks --world-size 2\n{fork}").out
+    for _ in range(2):
+        cell = kernel.good("%%ranks\nx = torch.ones(1)\ndist.all_reduce(x)\n(x.item(), pid > 0)")
+        assert cell.out == "[ranks 0,1] (2.0, True)\n"
+
+
+def test_a_mistake_in_a_cell_on_ranks_is_told_below_the_cell(kernel):
+    cell = kernel.good(
+        "%%ranks --world-size 2\nop = dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM\n"
+        "dist.all_reduce(torch.ones(3), op=op)"
+    )
+    assert re.search(r"^Warning.*all_reduce.*MAX", cell.out, re.MULTILINE), cell.out
+
+
+# --- what the notebook says -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["hello()", "launch(hello())", "x = hello()"])
+def test_a_function_that_needs_ranks_called_in_the_notebook_is_shown_how(kernel, call):
+    kernel.good("def hello():\n    return dist.get_rank() + 5")
+    cell = kernel.run(call)
+    assert cell.error_name
+    assert (cell.error + cell.out + cell.err).count("launch(hello)") == 1, cell
+    assert kernel.good("launch(hello, world_size=2)").value == "[5, 6]"
+
+
+def test_a_function_that_needs_no_ranks_called_in_the_notebook_is_shown_how(kernel):
+    kernel.good("def greet():\n    print('hi')")
+    cell = kernel.run("launch(greet())")
+    assert cell.error_name == "TypeError" and re.search(r"launch\(greet\)|without brackets", cell.error), cell
+
+
+def test_other_errors_of_the_notebook_are_left_alone(kernel):
+    kernel.good("def hello():\n    return 1 / 0")
+    cell = kernel.run("hello()")
+    assert cell.error_name == "ZeroDivisionError" and "launch" not in cell.error + cell.out + cell.err
+
+
+def test_device_is_a_value_and_a_function_in_a_cell_on_ranks(kernel):
+    cell = kernel.good("""%%ranks --world-size 2
+x = torch.ones(2, device=device)
+y = torch.zeros(2).to(device)
+x.device.type, y.device.type, device.type, str(device), device == torch.device("cpu"), device().type, str(device())""")
+    gpu = torch.cuda.device_count() >= 2
+    if not gpu:
+        assert cell.out == "[ranks 0,1] ('cpu', 'cpu', 'cpu', 'cpu', True, 'cpu', 'cpu')\n"
+    cell = kernel.good("%%ranks\nfrom course_utils import device\ntorch.ones(2, device=device()).sum().item()")
+    assert cell.out == "[ranks 0,1] 2.0\n"
+
+
+def test_loading_the_extension_twice_and_killing_an_idle_kernel_leaves_nothing():
     with Kernel() as other:
         other.good("%load_ext course_utils\n%reload_ext course_utils")
         assert shown(other.good("%%ranks --world-size 2\n1")) == ["[ranks 0,1] 1"]
+        assert other.good("from course_utils import launch\nlaunch(abs, -1, world_size=2)").value == "[1, 1]"
+        assert len(marked(other.mark)) > 5
         other.kill()
         assert not left_behind(other.mark, other.temporary)

@@ -1,0 +1,320 @@
+"""Checks of the exercises on hangs: who is behind in a log, calls compared before they run, a skip by all, the clinic.
+
+Each takes the learner's function; it prints one line if that passes, and raises :class:`CheckFailed` with a hint if
+not.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..clinic import hangs
+from ..costs import bytes_sent
+from . import Exercise, checked, load_hints
+from ._clinics import treat
+from .exercise import Outcome
+
+__all__ = [
+    "HINTS", "checked_all_reduce", "diagnoses_and_cures", "second_ward", "skip_together", "who_is_behind",
+]
+
+HINTS = load_hints("hangs")
+
+# ------------------------------------------------------------------------------------------------ who is behind
+
+Waiting = dict[int, tuple[int, str]]
+
+
+def _behind(waiting: Waiting, world_size: int) -> list[int]:
+    """The answer: those who say nothing; else those with the lowest number, unless all are alike."""
+    silent = [rank for rank in range(world_size) if rank not in waiting]
+    if not waiting or len(silent) == world_size:
+        return []
+    if silent and len(set(waiting.values())) == 1:
+        return silent
+    lowest = min(number for number, _ in waiting.values())
+    behind = sorted(rank for rank, (number, _) in waiting.items() if number == lowest)
+    if len(behind) < len(waiting):
+        return behind
+    names = Counter(name for _, name in waiting.values())
+    usual = max(names, key=lambda name: names[name])
+    return sorted(rank for rank, (_, name) in waiting.items() if name != usual)
+
+
+def _behind_cases() -> list[tuple[str, Waiting, int, str | None]]:
+    reduce = "ALLREDUCE"
+    rng = random.Random()
+    n, number = rng.randint(5, 9), rng.randint(100, 9000)
+    late = rng.randrange(n)
+    ranks = [*range(n)]
+    rng.shuffle(ranks)
+    drawn = {rank: (number - (rank == late), reduce) for rank in ranks}
+    quiet = {rank: (number, reduce) for rank in ranks if rank != late}
+    return [
+        ("8 ranks as in pytorch#118369",
+         {**{r: (96117 + r % 2, reduce) for r in range(7)}, 7: (64088, reduce)}, 8, None),
+        ("one rank says nothing", {0: (412, reduce), 2: (412, reduce), 3: (412, reduce)}, 4, "silent"),
+        (f"{n} ranks, a rank drawn at random is behind", drawn, n, None),
+        (f"{n} ranks, a rank drawn at random says nothing", quiet, n, "silent"),
+        ("two ranks are behind", {0: (7, reduce), 1: (5, reduce), 2: (7, reduce), 3: (5, reduce)}, 4, None),
+        ("one number, another operation", {0: (9, reduce), 1: (9, "BROADCAST"), 2: (9, reduce)}, 3, "operation"),
+        ("all ranks wait in the same call", {r: (31, reduce) for r in range(4)}, 4, "alike"),
+        ("nobody waits", {}, 4, "alike"),
+        ("a silent rank, and others that are out of step",
+         {0: (20, reduce), 1: (18, reduce), 2: (20, reduce)}, 4, "out-of-step"),
+    ]  # fmt: skip
+
+
+@checked
+def who_is_behind(fn: Callable) -> None:
+    """Check ``fn(waiting, world_size) -> list of int``, the ranks to look at first, in ascending order."""
+    exercise = Exercise("Exercise 1", HINTS["who_is_behind"])
+    for exercise.case, waiting, world_size, exercise.fallback in _behind_cases():
+        given = dict(waiting)
+        got = exercise.call(fn, given, world_size)
+        form = isinstance(got, list | tuple) and all(isinstance(rank, int) for rank in got)
+        exercise.require(form, "form", f"the function returned {str(got)[:80]}.")
+        right = _behind(waiting, world_size)
+        if sorted(got) == right and list(got) != right:
+            exercise.refuse("order", f"the ranks are not in ascending order: {list(got)}.")
+        if list(got) != right:
+            late = max((number for number, _ in waiting.values()), default=None)
+            ahead = sorted(rank for rank, (number, _) in waiting.items() if number == late)
+            key = "ahead" if waiting and list(got) == ahead and exercise.fallback is None else "value"
+            exercise.differs(key, "these are not the ranks to look at first.", right, list(got))
+    print("Exercise 1 passed: the silent, the ranks that are behind and the odd operation, in every log.")
+
+
+# ------------------------------------------------------------------------------------------------ calls compared
+
+
+def _one_reduction(fn: Callable, inputs: list[Any], args: tuple) -> Outcome:
+    """On a rank: one call, and what it has refused."""
+    import torch.distributed as dist
+
+    from course_utils import record
+
+    names, x = args[0], inputs[dist.get_rank()]
+    inputs[:] = []
+    before, said = x.clone(), None
+    with record() as ledger:
+        try:
+            fn(x, getattr(dist.ReduceOp, names[dist.get_rank()]))
+        except ValueError as error:
+            said = str(error)
+    return Outcome(said, ledger, before, x)
+
+
+def _tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.arange(1, 1 + max(1, torch.Size(shape).numel())) * (rank + 2) % 17
+    return numbers.to(dtype).reshape(shape)
+
+
+_FLOAT = torch.float32
+_AGREE: list[tuple[int, tuple[int, ...], torch.dtype, str]] = [
+    (2, (5,), _FLOAT, "SUM"), (3, (2, 3), torch.int32, "MAX"), (4, (), torch.float64, "SUM"),
+    (3, (4, 250), _FLOAT, "MIN"),
+]
+Call = tuple[tuple[int, ...], torch.dtype, str]
+_DIFFER: list[tuple[str, list[Call]]] = [
+    ("another reduction on rank 1", [((6,), _FLOAT, name) for name in ("SUM", "MAX", "SUM")]),
+    ("another reduction on rank 0", [((6,), _FLOAT, name) for name in ("MAX", "SUM", "SUM")]),
+    ("another shape on rank 2", [(shape, _FLOAT, "SUM") for shape in ((8,), (8,), (2, 4))]),
+    ("another dtype of the same size on rank 1", [((8,), dtype, "SUM") for dtype in (_FLOAT, torch.int32, _FLOAT)]),
+    ("two ranks against two", [((4,), _FLOAT, name) for name in ("MIN", "SUM", "SUM", "MIN")]),
+    ("another size on rank 1", [(shape, _FLOAT, "SUM") for shape in ((3,), (5,))]),
+    ("three different calls", [((4,), _FLOAT, name) for name in ("MIN", "SUM", "MAX")]),
+]
+
+
+def _reduced(inputs: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    stacked = torch.stack(list(inputs))
+    return {"SUM": stacked.sum(0).to(stacked.dtype), "MAX": stacked.amax(0), "MIN": stacked.amin(0)}[name]
+
+
+def _agreeing(exercise: Exercise, fn: Callable) -> None:
+    for n, shape, dtype, name in _AGREE:
+        inputs = [_tensor(rank, shape, dtype) for rank in range(n)]
+        right = _reduced(inputs, name)
+        case = f"all pass {name}, {str(dtype)[6:]}, shape {shape}"
+        for rank, outcome in exercise.each(exercise.run(fn, inputs, [name] * n, case=case)):
+            exercise.require(outcome.result is None, "false-alarm", f"the function raised: {outcome.result}.")
+            traps = {"other-op": _reduced(inputs, "SUM"), "not-reduced": outcome.before}
+            exercise.equal(rank, outcome.after, right, traps, what="the tensor")
+            most = bytes_sent("all_reduce", n, right.nbytes)
+            exercise.audit(outcome.ledger, calls=2, sent=(most - 1, most + 256 * n))
+
+
+def _odd(calls: Sequence[Call]) -> list[int]:
+    usual = Counter(calls).most_common(1)[0][0]  # of several, the one of the lowest rank
+    return [rank for rank, call in enumerate(calls) if call != usual]
+
+
+def _differing(exercise: Exercise, fn: Callable) -> None:
+    for case, calls in _DIFFER:
+        inputs = [_tensor(rank, shape, dtype) for rank, (shape, dtype, _) in enumerate(calls)]
+        outcomes = exercise.run(fn, inputs, [name for _, _, name in calls], case=case)
+        right = f"ranks {_odd(calls)} differ"
+        for _, outcome in exercise.each(outcomes):
+            exercise.require(outcome.result is not None, "silent", "the function raised no ValueError.")
+        for rank, outcome in exercise.each(outcomes):
+            form = re.fullmatch(r"ranks \[(\d+(, \d+)*)?\] differ", outcome.result)
+            exercise.require(bool(form), "form", f"the error says {outcome.result[:80]!r}.")
+            if outcome.result != right:
+                exercise.differs("majority", "the error names other ranks.", right, outcome.result)
+            exercise.require(bool((outcome.before == outcome.after).all()), "changed", "the tensor has changed.", rank)
+
+
+@checked
+def checked_all_reduce(fn: Callable) -> None:
+    """Check ``fn(tensor, op) -> None``, which reduces in place or raises ValueError on all ranks."""
+    exercise = Exercise("Exercise 2", HINTS["checked_all_reduce"], program=_one_reduction)
+    _agreeing(exercise, fn)
+    _differing(exercise, fn)
+    exercise.passed("equal calls are reduced, different ones refused on all ranks with one small message.")
+
+
+# ------------------------------------------------------------------------------------------------ a skip by all
+
+
+class _Job:
+    """A rank's model of three numbers, whose batches sometimes do not fit."""
+
+    def __init__(self, rank: int, full: set[tuple[int, int]]):
+        self.rank, self.full, self.weights = rank, full, torch.zeros(3, dtype=torch.float64)
+        self.tried = self.applied = 0
+
+    def compute(self, batch: torch.Tensor) -> torch.Tensor:
+        self.tried += 1
+        if (self.rank, self.tried - 1) in self.full:
+            raise MemoryError("the batch does not fit")
+        return batch - self.weights
+
+    def apply(self, gradient: torch.Tensor) -> None:
+        self.applied += 1
+        self.weights = self.weights - 0.1 * gradient
+
+
+def _epoch(fn: Callable, inputs: list[Any], args: tuple) -> Outcome:
+    import torch.distributed as dist
+
+    from course_utils import record
+
+    x, inputs[:] = inputs[dist.get_rank()], []
+    job, before = _Job(dist.get_rank(), args[0]), x.clone()
+    with record() as ledger:
+        skipped = fn(job.compute, job.apply, list(x))
+    return Outcome((skipped, job.tried, job.applied, job.weights), ledger, before, x)
+
+
+def _expected(inputs: Sequence[torch.Tensor], full: set[tuple[int, int]]) -> tuple[torch.Tensor, int]:
+    weights, done = torch.zeros(3, dtype=torch.float64), 0
+    for step in range(len(inputs[0])):
+        if not any((rank, step) in full for rank in range(len(inputs))):
+            weights, done = weights - 0.1 * torch.stack([x[step] - weights for x in inputs]).mean(0), done + 1
+    return weights, done
+
+
+_STEPS = 5
+_FULL: list[tuple[int, str, set[tuple[int, int]]]] = [
+    (2, "every batch fits", set()), (3, "one batch of rank 1 does not fit", {(1, 1)}),
+    (3, "two ranks run out in one step", {(0, 2), (2, 2)}), (2, "in different steps", {(0, 0), (1, 3)}),
+    (3, "the last one does not fit", {(2, 4)}),
+]
+
+
+@checked
+def skip_together(fn: Callable) -> None:
+    """Check ``fn(compute, apply, batches) -> int``, the number of batches that were skipped by all ranks."""
+    exercise = Exercise("Exercise 3", HINTS["skip_together"], program=_epoch)
+    for n, case, full in _FULL:
+        inputs = [torch.arange(3.0 * _STEPS, dtype=torch.float64).reshape(_STEPS, 3) * (rank + 1) for rank in range(n)]
+        weights, done = _expected(inputs, full)
+        outcomes = exercise.run(fn, inputs, full, case=case, fallback="out-of-step" if full else None)
+        exercise.fallback = None
+        for rank, outcome in exercise.each(outcomes):
+            skipped, tried, applied, got = outcome.result
+            exercise.require(tried == _STEPS, "every-batch", f"compute was called {tried} times, of {_STEPS} batches.")
+            if applied != done:
+                key = "local-skip" if applied > done else "too-many-skips"
+                exercise.differs(key, "the number of calls of apply is wrong.", done, applied)
+            total = weights * 0
+            for step in range(_STEPS):
+                if not any((r, step) in full for r in range(n)):
+                    total = total - 0.1 * sum(x[step] - total for x in inputs)
+            exercise.equal(rank, got, weights, {"mean": total}, what="the weights after the epoch")
+            exercise.require(skipped == _STEPS - done, "count", f"the function returned {str(skipped)[:40]}.")
+            least = done * bytes_sent("all_reduce", n, weights.nbytes)
+            most = least + _STEPS * 64 * n
+            exercise.audit(outcome.ledger, calls=_STEPS + done, sent=(least - 1, most),
+                           keys={"too-many-calls": "gradient-sent" if full else "too-many-calls"})
+    _other_errors(exercise, fn)
+    exercise.passed("a batch is skipped by all ranks or by none, at the price of one number.")
+
+
+def _failing(fn: Callable, inputs: list[Any], args: tuple) -> Outcome:
+    import torch.distributed as dist
+
+    from course_utils import record
+
+    def compute(batch: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("a fault of the model")
+
+    x, inputs[:] = inputs[dist.get_rank()], []
+    with record() as ledger:
+        try:
+            fn(compute, lambda gradient: None, list(x))
+        except ZeroDivisionError:
+            return Outcome("raised", ledger, x, x)
+    return Outcome("swallowed", ledger, x, x)
+
+
+def _other_errors(exercise: Exercise, fn: Callable) -> None:
+    """Another error than MemoryError, here on all ranks at once, must not be taken for a full memory."""
+    exercise.program = _failing
+    outcomes = exercise.run(fn, [torch.ones(2, 3)] * 2, case="the model raises ZeroDivisionError")
+    for _, outcome in exercise.each(outcomes):
+        exercise.require(outcome.result == "raised", "swallowed", "the error of the model was caught.")
+
+
+# ------------------------------------------------------------------------------------------------ the clinic
+
+
+@checked
+def diagnoses_and_cures(fn: Callable) -> None:
+    """Check ``fn()``: number of patients 1 to 9 -> (cause, rank, call, edit), as `diagnose` and `treat` take them."""
+    _ward(Exercise("Exercise 4", HINTS["diagnoses_and_cures"]), fn, range(1, 10))
+
+
+@checked
+def second_ward(fn: Callable) -> None:
+    """Check ``fn()``: the same for patients 10 to 15."""
+    _ward(Exercise("Exercise 5", HINTS["second_ward"]), fn, range(10, 16))
+
+
+def _ward(exercise: Exercise, fn: Callable, numbers: range) -> None:
+    answers = exercise.call(fn)
+    exercise.require(isinstance(answers, dict), "form", f"the function returned {str(answers)[:100]}.")
+    clinic = hangs.clinic()
+    for patient in (clinic[number] for number in numbers):
+        exercise.case = f"patient {patient.number}"
+        exercise.require(patient.number in answers, "missing", "the answers have no entry for it.")
+        answer = answers[patient.number]
+        form = isinstance(answer, tuple | list) and len(answer) == 4 and isinstance(answer[3], dict)
+        exercise.require(form, "form", f"the answer is {str(answer)[:100]}.")
+        cause, rank, call, edit = answer
+        known = ", ".join(clinic.causes)
+        exercise.require(cause in clinic.causes, "name", f"{cause!r} is no cause; allowed are {known}.")
+        verdict = patient.diagnose(cause, rank=rank, call=call)
+        said = f"the diagnosis ({cause!r}, rank {rank}, {call!r}) is wrong."
+        exercise.require(bool(verdict), "diagnosis", f"{said}\n\n{verdict}")
+        treat(exercise, patient, {"edit": edit})
+    count = len(numbers)
+    said = f"{count} faults found, with rank and call, and {count} programs healed, each by a run."
+    print(f"{exercise.title} passed: {said}")

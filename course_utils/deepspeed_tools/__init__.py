@@ -1,0 +1,11 @@
+"""What lesson 08 needs of DeepSpeed: whether it is here, a clean start on each rank, results, a configuration check."""
+
+from __future__ import annotations
+
+from ..lazy import attach
+from .config_check import Finding, check_config, check_file, report
+
+__all__ = ["Finding", "Runs", "check_config", "check_file", "missing", "prepare", "quiet", "report"]
+
+#: This loads torch, which the check of a configuration does without.
+__getattr__, __dir__ = attach(__name__, {"runs": ("Runs", "missing", "prepare", "quiet")})

@@ -1,0 +1,152 @@
+"""Checks of collectives, on ranks that torch alone starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .report import measured
+from .setting import CheckError, Setting
+from .spawn import RankError, run_ranks
+
+_COUNT = 1000  # float32 numbers of a rank
+_WARM_UP, _CALLS = 5, 20
+
+
+def _device() -> torch.device:
+    on_gpu = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """What all ranks hold, (N, N x count), on the CPU, and what this one holds: whole numbers, for exact sums."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    everyone = torch.stack([torch.arange(n * _COUNT) % 97 + 100 * r for r in range(n)]).float()
+    return everyone, everyone[rank].to(_device())
+
+
+def _each_collective() -> list[str]:
+    """Run each collective once and return the names of those with wrong results."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    everyone, mine = _inputs()
+    part, found = slice(rank * _COUNT, (rank + 1) * _COUNT), {}
+    dist.all_reduce(total := mine.clone())
+    found["all_reduce"] = total, everyone.sum(0)
+    dist.all_gather_into_tensor(gathered := mine.new_empty(n * n * _COUNT), mine)
+    found["all_gather"] = gathered, everyone.flatten()
+    dist.reduce_scatter_tensor(share := mine.new_empty(_COUNT), mine)
+    found["reduce_scatter"] = share, everyone.sum(0)[part]
+    dist.broadcast(last := mine.clone(), src=n - 1)
+    found["broadcast"] = last, everyone[n - 1]
+    dist.reduce(at_root := mine.clone(), dst=0, op=dist.ReduceOp.MAX)
+    found["reduce"] = (at_root, everyone.amax(0)) if rank == 0 else (mine, everyone[rank])
+    dist.all_to_all_single(swapped := torch.empty_like(mine), mine)
+    found["all_to_all"] = swapped, everyone[:, part].flatten()
+    if n > 1:
+        came = torch.empty_like(mine)
+        pair = [dist.P2POp(dist.isend, mine, (rank + 1) % n), dist.P2POp(dist.irecv, came, (rank - 1) % n)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        found["send, recv"] = came, everyone[rank - 1]
+    dist.barrier()
+    return [name for name, (got, wanted) in found.items() if not torch.equal(got.cpu(), wanted)]
+
+
+def _results_and_times(sizes: list[int]) -> tuple[list[str], list[float]]:
+    wrong = _each_collective()
+    return wrong, [] if wrong else _times(sizes)
+
+
+def _times(sizes: list[int]) -> list[float]:
+    """Seconds of one all-reduce at each size in bytes: the mean of `_CALLS` in a row, after some that do not count."""
+    device, found = _device(), []
+    for size in sizes:
+        x = torch.zeros(size // 4, device=device)
+        for _ in range(_WARM_UP):
+            dist.all_reduce(x)
+        dist.barrier()
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            dist.all_reduce(x)
+        if device.type == "cuda":
+            end.record()
+            torch.cuda.synchronize()
+        seconds = begin.elapsed_time(end) / 1e3 if device.type == "cuda" else time.perf_counter() - start
+        found.append(seconds / _CALLS)
+    return found
+
+
+def collectives(setting: Setting) -> dict[str, Any]:
+    """Results of all, and the time of all-reduce from 1 KiB on."""
+    n = setting.ranks
+    sizes = [2**k for k in range(10, setting.choose(29, 15), 2)]
+    found = run_ranks(_results_and_times, sizes, ranks=n, backend=setting.backend, timeout=setting.choose(80, 240))
+    if wrong := sorted({name for names, _ in found for name in names}):
+        raise CheckError(f"wrong results: {', '.join(wrong)}")
+    seconds = found[0][1]
+    how = (
+        f"mean of {_CALLS} all-reduces of float32 in a row on rank 0 of {n}, after {_WARM_UP} that do not count; "
+        + setting.choose("CUDA events", "time.perf_counter")
+    )
+    facts = {"backend": setting.backend, "ranks": n, "all_reduce": measured(seconds, "s", how, sizes, "bytes")}
+    if n > 1:
+        rates = [2 * (n - 1) / n * size / t / 1e9 for size, t in zip(sizes, seconds, strict=True)]
+        how = f"bus bandwidth, 2 (N - 1) / N x bytes / seconds, of all_reduce above, N = {n}"
+        facts["busbw"] = measured(rates, "GB/s", how, sizes, "bytes")
+    return facts
+
+
+def _recorded() -> list[tuple[str, int]]:
+    from ..ranks import record
+
+    n = dist.get_world_size()
+    _, mine = _inputs()
+    with record() as seen:
+        dist.all_reduce(mine.clone())
+        dist.all_gather_into_tensor(mine.new_empty(n * n * _COUNT), mine)
+        dist.reduce_scatter_tensor(mine.new_empty(_COUNT), mine)
+        dist.broadcast(mine.clone(), src=0)
+        dist.all_to_all_single(torch.empty_like(mine), mine)
+        dist.barrier()
+    return [(entry.op, entry.bytes) for entry in seen]
+
+
+def ledger(setting: Setting) -> dict[str, Any]:
+    """The entries of rank 0; the same on all."""
+    n = setting.ranks
+    found = run_ranks(_recorded, ranks=n, backend=setting.backend, timeout=setting.choose(50, 150))
+    size = 4 * n * _COUNT
+    wanted = [("all_reduce", size), ("all_gather", n * size), ("reduce_scatter", size), ("broadcast", size),
+              ("all_to_all", size), ("barrier", 0)]
+    facts = {"operations": [{"op": op, "bytes": count} for op, count in found[0]]}
+    if any(entries != wanted for entries in found):
+        raise CheckError(f"the ledger has {found[0]}, expected {wanted}", facts)
+    return facts
+
+
+def _one_all_reduce() -> float:
+    x = torch.ones(1, device=_device())
+    dist.all_reduce(x)
+    return x.item()
+
+
+def two_ranks_one_gpu(setting: Setting) -> dict[str, Any]:
+    """What NCCL says; it is asked by two processes that both take GPU 0."""
+    setting.need_gpu("it is NCCL that refuses")
+    os.environ["NCCL_DEBUG"] = "WARN"
+    try:
+        sums = run_ranks(_one_all_reduce, ranks=2, backend="nccl", timeout=45, one_gpu=True)
+    except RankError as error:
+        facts = {"refused": True, "message": str(error)[:700]}
+        if "no result" in str(error):
+            raise CheckError("two ranks on one GPU wait for ever and are not refused", facts) from None
+        return facts
+    return {"refused": False, "sums": sums}

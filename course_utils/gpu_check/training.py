@@ -1,0 +1,133 @@
+"""Checks that train the course's GPT: the same losses as on the CPU, and how much of the device's peak it uses."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .machine import data_sheet
+from .report import measured
+from .setting import CheckError, Setting
+from .spawn import run_ranks
+
+_STEPS, _PER_RANK = 5, 4
+_OFF = 1e-3  # of losses near 4.8: GPU kernels add in another order
+
+
+def _losses(model: nn.Module, device: torch.device, numbers: list[range]) -> list[float]:
+    """Train one step on the windows with each of these numbers; return this rank's losses."""
+    from ..data import Windows
+    from ..models import loss_of
+
+    optimizer, windows, found = torch.optim.SGD(model.parameters(), lr=0.5), Windows(), []
+    for chosen in numbers:
+        loss = loss_of(model, *windows.batch(chosen, device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def _on_ranks() -> dict[str, list[float]]:
+    return {how: _mean_losses(how) for how in ("DDP", "FSDP")}
+
+
+def _mean_losses(how: str) -> list[float]:
+    """Losses of the ranks, which share each step's windows, in the mean."""
+    from ..models import build_gpt
+
+    rank, n = dist.get_rank(), dist.get_world_size()
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    model: nn.Module = build_gpt().to(device)
+    if how == "DDP":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    size = n * _PER_RANK
+    mine = [range(s * size + rank * _PER_RANK, s * size + (rank + 1) * _PER_RANK) for s in range(_STEPS)]
+    total = torch.tensor(_losses(model, device, mine), device=device)
+    dist.all_reduce(total)
+    return (total / n).tolist()
+
+
+def same_losses(setting: Setting) -> dict[str, Any]:
+    """Losses of five steps in one process on the CPU, and under DDP and FSDP."""
+    from ..models import build_gpt
+
+    found = run_ranks(_on_ranks, ranks=setting.ranks, backend=setting.backend, timeout=setting.choose(60, 200))[0]
+    size = setting.ranks * _PER_RANK
+    whole = [range(s * size, (s + 1) * size) for s in range(_STEPS)]
+    facts: dict[str, Any] = {"one process, CPU": _losses(build_gpt(), torch.device("cpu"), whole)}
+    for how, losses in found.items():
+        facts[how] = losses
+        off = max(abs(a - b) for a, b in zip(facts[how], facts["one process, CPU"], strict=True))
+        facts[f"{how}: largest difference"] = off
+        if not off < _OFF:
+            raise CheckError(f"{how}: losses differ by up to {off:.3g}, more than {_OFF:g}", facts)
+    return facts
+
+
+def mfu_gpt(setting: Setting) -> dict[str, Any]:
+    """Tokens and model FLOP/s of the GPT of the lessons and of a larger one, and their share of the peak."""
+    from ..transformer import TransformerConfig
+
+    wide = {"layers": 12, "heads": 16, "hidden": 1024, "context": 1024, "vocabulary": 50304}
+    sizes = {"the course's, fp32": (TransformerConfig(), 64, "fp32")}
+    if setting.on == "gpu":
+        best = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        room = torch.cuda.get_device_properties(0).total_memory
+        sizes["the course's, " + best] = TransformerConfig(), 64, best
+        if room > 30e9:
+            sizes["12 layers of 1,024, " + best] = TransformerConfig(**wide), 8, best
+        else:
+            sizes["12 layers of 512, " + best] = TransformerConfig(**wide | {"hidden": 512, "heads": 8}), 2, best
+    return {name: _model_flops(*given, setting) for name, given in sizes.items()}
+
+
+def _model_flops(config: Any, batch: int, precision: str, setting: Setting) -> dict[str, Any]:
+    from ..models import build_gpt, loss_of
+
+    on_gpu, device = setting.on == "gpu", setting.device
+    warm_up, steps = setting.choose((5, 20), (1, 2))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    model = build_gpt(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
+    x, y = torch.randint(config.vocabulary, (2, batch, config.context), device=device)
+    loss = torch.zeros(())
+    for step in range(warm_up + steps):
+        if step == warm_up:
+            torch.cuda.synchronize() if on_gpu else None
+            start = time.perf_counter()
+        with torch.autocast(device.split(":")[0], dtype, enabled=precision != "fp32"):
+            loss = loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize() if on_gpu else None
+    seconds = (time.perf_counter() - start) / steps
+    rate = batch * config.context / seconds
+    how = f"mean of {steps} steps of forward, backward and AdamW after {warm_up}; batch {batch}, one device, no copies"
+    achieved, text = rate * config.flops_per_token(), "tokens_per_s x transformer.TransformerConfig.flops_per_token()"
+    found: dict[str, Any] = {
+        "parameters": config.parameter_count, "last_loss": loss.item(), "step": measured(seconds, "s", how),
+        "tokens_per_s": measured(rate, "1/s", how), "model_flops": measured(achieved / 1e12, "TFLOP/s", text),
+    }
+    if on_gpu:
+        found["peak_memory"] = measured(torch.cuda.max_memory_allocated(), "bytes", "torch.cuda.max_memory_allocated()")
+        torch.cuda.reset_peak_memory_stats()
+        sheet = data_sheet(torch.cuda.get_device_name(0))
+        if sheet and precision in sheet.flops:
+            peak = sheet.flops[precision] / 1e12
+            text = f"model_flops / {peak:g} TFLOP/s, {precision} on the {sheet.name}'s data sheet"
+            found["mfu"] = measured(achieved / sheet.flops[precision], "1", text)
+    return found

@@ -1,0 +1,130 @@
+"""Why ranks do not finish, as far as it can be told from where they stand (private)."""
+
+from __future__ import annotations
+
+from ..units import decimal_bytes
+from .errors import line_text, operation_text
+from .labels import rank_label
+
+__all__ = ["likely_fault"]
+
+
+def likely_fault(standings: dict[int, dict]) -> tuple[int, str]:
+    """The rank to blame, and one sentence that names the likely reason why the ranks do not finish."""
+    waiting = {rank: s["waiting"] for rank, s in standings.items() if s.get("waiting")}
+    collectives = {rank: e for rank, e in waiting.items() if e["op"] not in ("send", "recv")}
+    if collectives:
+        return _collective_fault(standings, collectives)
+    if waiting:
+        return _message_fault(standings, waiting)
+    if any(s.get("meeting") for s in standings.values()):
+        return _meeting_fault(standings)
+    busy = [rank for rank, s in standings.items() if s["phase"] != "returned"]
+    who = rank_label(busy)
+    verb = "is" if len(busy) == 1 else "are"
+    doing = "; ".join(dict.fromkeys(_doing(standings[rank]) for rank in busy))
+    doing = doing if len(busy) == 1 else _plural(doing)
+    return busy[0], f"{who} {verb} still busy, and no rank waits for another: {doing}."
+
+
+def _meeting_fault(standings: dict[int, dict]) -> tuple[int, str]:
+    """Ranks on several hosts that do not reach each other: to blame is the first that does not reach the store."""
+    doing: dict[tuple[str, str], list[int]] = {}
+    for rank, standing in standings.items():
+        doing.setdefault((standing.get("meeting") or "does not", standing["host"]), []).append(rank)
+    parts = []
+    for (what, host), ranks in doing.items():
+        verb, rest = what.split(" ", 1)
+        verb = {"waits": "wait", "connects": "connect", "does": "do"}[verb] if len(ranks) > 1 else verb
+        parts.append(f"{rank_label(ranks)} on {host} {verb} {rest}")
+    met = [rank for rank, s in standings.items() if s.get("meeting", "").endswith("other ranks")]
+    if len(met) == len(standings):
+        return min(met), f"The ranks have met at their store, but do not reach each other: {'; '.join(parts)}."
+    connecting = [rank for rank, s in standings.items() if s.get("meeting", "").startswith("connects")]
+    first = min(set(connecting) - set(met) or connecting or standings)
+    return first, f"The ranks do not reach each other to make a process group: {'; '.join(parts)}."
+
+
+def _doing(standing: dict) -> str:
+    if standing.get("waiting"):
+        return f"it waits in {operation_text(standing['waiting'])}"
+    ended = {
+        "returned": "it has returned from the function",
+        "failed": "it has failed",
+        "died": "it has died",
+        "not in this cell": "the cell does not run on it",
+    }
+    if standing["phase"] in ended:
+        return ended[standing["phase"]]
+    if standing["phase"] == "starting":
+        return "it is still starting"
+    where = line_text(standing.get("line"))
+    return f"it is at {where}" if where else "it gives no answer"
+
+
+def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tuple[int, str]:
+    first = min(waiting.values(), key=lambda entry: (len(entry["ranks"]), entry["number"]))
+    key, number, op = first["key"], first["number"], first["op"]
+    name = f"{op} number {number}"
+    waiting = {r: entry for r, entry in waiting.items() if entry["key"] == key}
+    last = {r: standings[r].get("latest", {}).get(key) for r in first["ranks"] if r in standings}
+    missing = [r for r, entry in last.items() if entry is None or entry["number"] < number]
+    here = {r: waiting.get(r, entry) for r, entry in last.items() if r not in missing}
+    here = {r: entry for r, entry in here.items() if entry["number"] == number}
+    calls = {r: entry["op"] for r, entry in here.items()}
+    if len(set(calls.values())) > 1:
+        text = "; ".join(
+            f"{rank_label([r for r in calls if calls[r] == call])} called {call}"
+            for call in dict.fromkeys(calls.values())
+        )
+        return _odd(calls), f"The ranks disagree on collective number {number} of the {first['group']} group: {text}."
+    if missing:
+        reasons = {_doing(standings[r]): r for r in reversed(missing)}
+        why = [f"rank {r}: {reason}" for reason, r in list(reasons.items())[-3:]]
+        if len(reasons) == 1:
+            why = [_plural(reason) if len(missing) > 1 else reason for reason in reasons]
+        who = f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
+        return missing[0], f"{who} in {name}; {rank_label(missing)} never joined it ({'; '.join(why)})."
+    for what, field, show in (("sizes", "bytes", decimal_bytes), ("roots", "peer", "root {}".format)):
+        values = {r: entry[field] for r, entry in here.items()}
+        if len(set(values.values())) > 1:
+            text = ", ".join(f"rank {r} {show(value)}" for r, value in values.items())
+            return _odd(values), f"The ranks call {name} with different {what}: {text}."
+    return min(waiting), f"All ranks joined {name}, and it is not done: look for an earlier mismatch, or a slow link."
+
+
+def _plural(sentence: str) -> str:
+    words = {"it has": "they have", "it is": "they are", "it waits": "they wait", "it gives": "they give"}
+    return next((sentence.replace(one, many, 1) for one, many in words.items() if sentence.startswith(one)), sentence)
+
+
+def _odd(values: dict[int, object]) -> int:
+    """The rank whose value the fewest share; without a majority, one that differs from the lowest rank."""
+    counts = list(values.values())
+    return min(values, key=lambda rank: (counts.count(values[rank]), -rank))
+
+
+def _message_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tuple[int, str]:
+    ring, rank = [], next(iter(waiting))
+    while rank in waiting and rank not in ring and waiting[rank]["peer"] is not None:
+        ring.append(rank)
+        rank = waiting[rank]["peer"]
+    if rank in ring:
+        ring = ring[ring.index(rank) :]
+        operations = {waiting[r]["op"] for r in ring}
+        chain = " → ".join(f"rank {r}" for r in [*ring, ring[0]])
+        reason = "the order of their calls differs"
+        tags = {waiting[r]["stream"][2] for r in ring if waiting[r].get("stream")}
+        if len(tags) > 1 and len(operations) == 2 and len(ring) == 2:
+            reason = f"their tags differ: {' and '.join(map(str, sorted(tags)))}"
+        if len(operations) == 1:
+            reason = (
+                "each sends first and none receives" if "send" in operations else "each receives first and none sends"
+            )
+        return min(ring), f"The ranks wait for each other in a circle ({chain}): {reason}."
+    rank, entry = next(((r, e) for r, e in waiting.items() if e["peer"] not in waiting), next(iter(waiting.items())))
+    peer, what = entry["peer"], operation_text(entry)
+    if peer is None or peer not in standings:
+        return rank, f"rank {rank} waits in {what}, and no message comes."
+    verb = "receives" if entry["op"] == "send" else "sends"
+    return peer, f"rank {rank} waits in {what}, but rank {peer} never {verb} it ({_doing(standings[peer])})."

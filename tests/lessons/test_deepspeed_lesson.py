@@ -1,0 +1,89 @@
+"""Lesson 08 without DeepSpeed, and scripts/train.py with its engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+from conftest import ROOT, missing
+
+from course_utils import deepspeed_tools, launch
+from course_utils.deepspeed_tools import check_config
+
+pytestmark = pytest.mark.guard(240)
+LESSON = ROOT / "notebooks" / "08_deepspeed.ipynb"
+SMALL = ("--layers=2", "--hidden=32", "--length=16", "--batch=8", "--warmup=2", "--log-every=1", "--clip=0.8")
+ENGINE = ("--engine=deepspeed", f"--config={ROOT / 'scripts' / 'deepspeed.json'}", "--micro=2")
+
+
+def test_lesson_runs_without_deepspeed(tmp_path):
+    """All cells, with what was recorded: each result that the lesson asks for is there, and is marked."""
+    papermill.execute_notebook(
+        LESSON, tmp_path / "out.ipynb", parameters={"use_deepspeed": False, "world_size": 3}, cwd=LESSON.parent,
+        progress_bar=False, execution_timeout=200,
+    )
+    cells = [cell for cell in nbformat.read(tmp_path / "out.ipynb", 4).cells if cell.cell_type == "code"]
+    text = "".join("".join(output.get("text", "") for output in cell.outputs) for cell in cells)
+    assert "DeepSpeed is left out" in text and "(recorded: first run)" in text
+    recorded = json.loads((ROOT / "course_utils" / "recordings" / "deepspeed_lesson.json").read_text())
+    assert set(re.findall(r"\(recorded: (.+)\)", text)) == set(recorded)
+
+
+def program(out: str, *flags: str) -> int:
+    """On a rank: run the program as torchrun does; return its exit code."""
+    before = signal.getsignal(signal.SIGTERM)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.argv = ["train.py", f"--out={out}", f"--data={ROOT / 'course_utils' / 'text' / 'alice.txt'}", *SMALL, *flags]
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            return end.code
+        raise RuntimeError(end.code) from None
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+        signal.signal(signal.SIGTERM, before)
+    raise AssertionError("the program ends with an exit code")
+
+
+def run(out: Path, *flags: str) -> list[float]:
+    """Losses and norms, step by step, of the program on two ranks."""
+    assert launch(program, str(out), *flags, world_size=2, backend="gloo", init=False) == [0, 0]
+    lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [line[name] for line in lines for name in ("loss", "norm")]
+
+
+def test_engine_deepspeed_trains_alike_and_goes_on(tmp_path):
+    if deepspeed_tools.missing():
+        missing(deepspeed_tools.missing())
+    fsdp = run(tmp_path / "fsdp", "--steps=4")
+    whole = run(tmp_path / "out", "--steps=4", "--save-every=2", *ENGINE)
+    assert whole == pytest.approx(fsdp, abs=1e-5)
+    (tmp_path / "out" / "latest").write_text("step-000000002")
+    (tmp_path / "out" / "log.jsonl").unlink()
+    assert run(tmp_path / "out", "--steps=4", *ENGINE) == whole[4:]
+
+
+def test_engine_deepspeed_refuses_what_the_flags_say(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    configuration = runpy.run_path(str(ROOT / "scripts" / "engine_deepspeed.py"))["configuration"]
+    config = tmp_path / "config.json"
+    config.write_text('{"gradient_clipping": 1.0}')
+    args = argparse.Namespace(replicate=1, tp=1, compile=False, config=config, batch=8, micro=2, clip=1.0, bf16=False)
+    with pytest.raises(SystemExit, match="must leave gradient_clipping to the flags of train.py"):
+        configuration(args, 2)
+    config.write_text('{"zero_optimization": {"stage": 1}}')
+    assert check_config(configuration(args, 2), world_size=2) == []
+    args.tp = 2
+    with pytest.raises(SystemExit, match="without --replicate, --tp"):
+        configuration(args, 2)

@@ -1,0 +1,206 @@
+"""What lesson 16 says of batch jobs, of clusters and of frameworks without a cell that asserts it."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from conftest import missing
+from torch.distributed import run as distributed_run
+from torch.distributed.elastic.agent.server import local_elastic_agent
+
+from course_utils import WorkerError, hosts_available, launch, recordings, slurm
+from course_utils.programs import ROOT, SCRIPTS, read_log, run_program, wait_for_step
+from course_utils.slurm import SlurmCluster
+
+pytestmark = pytest.mark.guard(120)
+SBATCH = SCRIPTS / "slurm" / "train.sbatch"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    there, sentence = slurm.available()
+    if not there:
+        missing(sentence)
+    with SlurmCluster(hosts=2) as cluster:
+        yield cluster
+
+
+def until_running(cluster: SlurmCluster, path: Path, text: str) -> None:
+    while not path.exists() or text not in path.read_text():
+        time.sleep(0.05)
+
+
+# --- Slurm --------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_turns_slurms_variables_into_those_of_pytorch(cluster, tmp_path):
+    program = tmp_path / "program"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    program.write_text("#!/bin/sh\necho $(hostname) " + " ".join(f"${name}" for name in names) + " $3 $4\n")
+    program.chmod(0o755)
+    said = tmp_path / "said"
+    job = cluster.submit("--ntasks-per-node=2", f"--output={said}", SBATCH, "--out", "a folder",
+                         env={"PYTHON": str(program)})
+    assert cluster.job(job)["Requeue"] == "1"
+    assert cluster.wait(job)["ExitCode"] == "0:0"
+    port = str(20000 + job % 10000)
+    assert sorted(said.read_text().splitlines()) == [
+        f"node{rank // 2} {rank} {rank % 2} 4 2 node0 {port} --out a folder" for rank in range(4)
+    ]
+
+
+def test_the_launch_address_is_that_of_the_host_where_srun_was_typed(cluster, tmp_path):
+    show = "srun --nodes=2 sh -c 'echo $SLURM_LAUNCH_NODE_IPADDR'"
+    assert cluster.run(show).split() == 2 * ["10.97.0.254"]
+    cluster.wait(cluster.submit("--nodes=2", f"--output={tmp_path / 'said'}", f"--wrap={show}"))
+    assert (tmp_path / "said").read_text().split() == 2 * ["10.97.0.1"]
+
+
+def test_srun_gives_the_others_a_time_when_one_task_has_ended(cluster):
+    """Without --wait the second task would sleep on, and the command fail after 60 s."""
+    with pytest.raises(RuntimeError, match="exit status"):
+        cluster.run("srun --nodes=2 --wait=1 sh -c 'test $SLURM_PROCID = 0 || sleep 600'", timeout=60)
+
+
+def test_slurm_sends_the_signal_before_the_time_is_up(cluster, tmp_path):
+    """A minute is the shortest time there is; Slurm may send the signal up to a minute earlier than asked for."""
+    said = tmp_path / "said"
+    tasks = "srun sh -c 'trap \"echo got TERM on $(hostname); exit 75\" TERM; echo ready; while :; do sleep 0.1; done'"
+    job = cluster.submit("--nodes=2", "--time=1", "--signal=TERM@50", f"--output={said}", f"--wrap={tasks}")
+    assert cluster.wait(job, timeout=110)["ExitCode"] == "75:0"
+    assert {"got TERM on node0", "got TERM on node1"} <= set(said.read_text().splitlines())
+
+
+def test_torchrun_passes_sigterm_on_and_hides_the_exit_code(cluster, tmp_path):
+    said = tmp_path / "said"
+    worker = tmp_path / "worker"
+    worker.write_text("#!/bin/bash\ntrap 'echo got TERM; exit 75' TERM\necho ready\nwhile :; do sleep 0.1; done\n")
+    worker.chmod(0o755)
+    torchrun = f"srun {sys.executable} -m torch.distributed.run --no-python {worker}"
+    job = cluster.submit(f"--output={said}", f"--wrap={torchrun}")
+    until_running(cluster, said, "ready")
+    cluster.run(f"scancel --signal=TERM {job}")
+    assert cluster.wait(job)["ExitCode"] == "1:0"
+    assert "got TERM" in said.read_text()
+
+
+def test_torchrun_waits_30_s_for_its_ranks():
+    timeout = inspect.signature(local_elastic_agent.LocalElasticAgent._shutdown).parameters["timeout"]
+    assert timeout.default == 30
+    assert inspect.signature(local_elastic_agent.LocalElasticAgent).parameters["shutdown_timeout"].default == 30
+    assert distributed_run.get_args_parser().get_default("max_restarts") == 0
+
+
+def test_whether_slurm_can_run_is_said_in_one_sentence(monkeypatch):
+    monkeypatch.setitem(slurm.PROGRAMS, "no-such-program", "no-such-package")
+    there, sentence = slurm.available.__wrapped__()
+    assert not there and sentence.startswith("Slurm ") and sentence.endswith(".") and sentence.count(".") == 1
+
+
+# --- recordings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in recordings.FOLDER.glob("slurm_*.json")))
+def test_recordings_hold_nothing_of_one_machine(name):
+    text = (recordings.FOLDER / f"{name}.json").read_text()
+    assert not re.search(r"/(home|root|tmp|work|usr)\b|" + re.escape(os.uname().nodename), text)
+    assert recordings.load(name)[1].startswith("Slurm ")
+
+
+def test_a_recording_stands_in_where_the_real_thing_cannot_be(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recordings, "FOLDER", tmp_path)
+    monkeypatch.setenv("COURSE_RECORD", "1")
+    assert recordings.real_or_recorded("name", lambda: {"pair": (1, 2)}, (True, "Program 1.2")) == {"pair": [1, 2]}
+    monkeypatch.delenv("COURSE_RECORD")
+    assert recordings.real_or_recorded("name", lambda: "another", (True, "Program 1.3")) == "another"
+    assert capsys.readouterr().out == ""
+    assert recordings.real_or_recorded("name", lambda: 1 / 0, (False, "There is no Program.")) == {"pair": [1, 2]}
+    assert capsys.readouterr().out == "There is no Program. What follows was recorded with Program 1.2.\n"
+
+
+# --- programs on ranks --------------------------------------------------------------------------------------------
+
+
+def test_a_program_runs_on_ranks_as_under_torchrun(tmp_path, capsys):
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys\nprint('argument', sys.argv[1])\nrank = int(os.environ['RANK'])\n"
+                       "if sys.argv[1] == 'sentence': sys.exit('it does not fit')\nif rank: sys.exit(75)\n")
+    assert launch(run_program, program, "one", silent=True, world_size=2, init=False) == [0, 75]
+    assert "argument" not in capsys.readouterr().out
+    assert launch(run_program, program, "one", world_size=2, init=False) == [0, 75]
+    assert "argument one" in capsys.readouterr().out
+    with pytest.raises(WorkerError, match="it does not fit"):
+        launch(run_program, program, "sentence", world_size=2, init=False)
+
+
+def test_a_log_is_read_up_to_its_last_whole_line(tmp_path):
+    assert read_log(tmp_path) == []
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
+    assert read_log(tmp_path) == [{"step": 1, "loss": 2.5}]
+    wait_for_step(tmp_path, 1)
+    with pytest.raises(TimeoutError, match="has not reached step 2 after 0 s"):
+        wait_for_step(tmp_path, 2, timeout=0)
+
+
+def test_gloo_sends_for_a_reduce_scatter_what_it_sends_for_an_all_reduce():
+    there, sentence = hosts_available()
+    if not there:
+        missing(sentence)
+    size = 1 << 20
+
+    def scatter():
+        dist.reduce_scatter_tensor(torch.empty(size // 16), torch.ones(size // 4))
+
+    for left in launch(scatter, world_size=4, hosts=2).left_host:
+        assert 1.5 * size <= left <= 1.12 * 1.5 * size
+
+
+# --- descriptions and frameworks ----------------------------------------------------------------------------------
+
+
+def lenient(schema):
+    """A schema as Kubernetes has it: what is not named is no error."""
+    if isinstance(schema, dict):
+        return {key: lenient(value) for key, value in schema.items() if (key, value) != ("additionalProperties", False)}
+    return [lenient(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def test_only_a_strict_schema_sees_a_field_that_is_misspelt():
+    folder = SCRIPTS / "kubernetes"
+    schema = json.loads((folder / "trainjob.schema.json").read_text())
+    job = yaml.safe_load((folder / "trainjob.yaml").read_text().replace("numNodes", "numNode"))
+    assert not [*jsonschema.Draft202012Validator(lenient(copy.deepcopy(schema))).iter_errors(job)]
+    assert [*jsonschema.Draft202012Validator(schema).iter_errors(job)]
+
+
+def test_accelerate_calls_torchrun_with_the_place_that_you_give_it(monkeypatch):
+    """The arguments that its launcher hands to torchrun, for the second of two hosts."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import launch as accelerate_launch
+
+    place = ["--multi_gpu", "--num_machines=2", "--num_processes=4", "--machine_rank=1", "--main_process_ip=node0",
+             "--main_process_port=29500", "--same_network", "--mixed_precision=no", "--dynamo_backend=no", "train.py"]
+    args: argparse.Namespace = launch_command_parser().parse_args(place)
+    accelerate_launch.prepare_multi_gpu_env(args)
+    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "2", 1)
+    assert (args.master_addr, args.master_port, args.rdzv_backend) == ("node0", "29500", "static")
+
+
+def test_the_image_lines_that_the_lesson_explains_are_there():
+    lines = (ROOT / "scripts" / "kubernetes" / "Dockerfile").read_text()
+    for line in ("FROM pytorch/pytorch:2.13.0-cuda13.0-", "numpy==2.4.6", "COPY train.py /train.py",
+                 "ENV OMP_NUM_THREADS=1", 'CMD ["torchrun",'):
+        assert line in lines

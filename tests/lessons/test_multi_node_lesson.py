@@ -1,0 +1,125 @@
+"""What lesson 16 says of hosts that fail and no cell of it asserts, and that its recorded results show the same."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from conftest import ROOT, missing
+from notebook_runs import run_core_then_deeper
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+from course_utils import hosts_available, run_on_hosts
+from course_utils.ranks import transcript
+
+pytestmark = pytest.mark.guard(90)
+
+TORCHRUN = "torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=node0:29500 "
+QUICK = "--rdzv-id=1 --rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1 "
+STORE = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("node2", 29500, is_master=True, wait_for_workers=False)
+print("store is open", flush=True)
+time.sleep(1000)
+"""
+STEPS = """
+import os, pathlib, socket, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / socket.gethostname()).touch()
+step = together = 0
+while together < 30:
+    step += 1
+    print("step", step, "in a world of", os.environ["WORLD_SIZE"], flush=True)
+    time.sleep(0.1)
+    together += (folder / "node1").exists()
+"""
+SLEEP = "import os, time\nprint('world of', os.environ['WORLD_SIZE'], flush=True)\ntime.sleep(1000)\n"
+
+
+@pytest.fixture
+def real_hosts():
+    there, sentence = hosts_available()
+    if not there:
+        missing(sentence)
+
+
+@pytest.mark.usefixtures("real_hosts")
+def test_ranks_meet_on_the_host_of_rank_0_and_not_at_the_rendezvous():
+    hello = f"{ROOT / 'scripts' / 'hello.py'}"
+    meet = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --rdzv-id=1 "
+    run = run_on_hosts(meet + hello)
+    assert len(run.lines("on node[01], master node0:(?!29500)")) == 2 and run.lines("ranks over gloo: the sum is right")
+
+
+def test_a_host_is_dead_after_three_heartbeats_of_five_seconds():
+    defaults = inspect.signature(dynamic_rendezvous.DynamicRendezvousHandler.from_backend).parameters
+    assert defaults["keep_alive_interval"].default == 5 and defaults["keep_alive_max_attempt"].default == 3
+
+
+@pytest.mark.usefixtures("real_hosts")
+def test_when_the_host_of_the_rendezvous_dies_the_others_end_too(tmp_path):
+    (tmp_path / "program.py").write_text(SLEEP)
+    run = run_on_hosts(TORCHRUN + QUICK + str(tmp_path / "program.py"), timeout=80,
+                       when=[("node1 . world of 2", "kill node0")])
+    assert run.exit_codes[0] == 137 and run.exit_codes[1] != 0
+    assert run.lines("node1 .*Rendezvous(Connection|Closed)Error"), run
+
+
+@pytest.mark.usefixtures("real_hosts")
+def test_torchrun_makes_two_worlds_when_a_living_host_is_silent(tmp_path):
+    """The rendezvous is on a third host, as a service of its own would be; both worlds go on to the end."""
+    (tmp_path / "store.py").write_text(STORE)
+    (tmp_path / "steps.py").write_text(STEPS)
+    agent = TORCHRUN.replace("node0:", "node2:") + QUICK.replace("conf=", "conf=is_host=0,")
+    agent += f"{tmp_path}/steps.py {tmp_path}"
+    run = run_on_hosts([agent, agent, f"python {tmp_path}/store.py"], hosts=3, timeout=80, when=[
+        ("store is open", "start node0"), ("node0 . step 3 in a world of 1", "unplug node0"),
+        ("node0 unplugged", "start node1"), ("node1 . step 3 in a world of 1", "plug node0"),
+        ("node[01] ended", "plug node2"), ("node[01] ended", "kill node2"),
+    ])
+    assert run.exit_codes == [0, 0, 137]
+    lines = run.lines()
+    assert len(run.lines("node0 . step")) > 30 and len(run.lines("node1 . step")) == 30
+    back = lines.index("-- node0 plugged in: its cable is back")
+    assert all(any(f"{host} | step" in line for line in lines[back:]) for host in ("node0", "node1"))
+
+
+@pytest.mark.usefixtures("real_hosts")
+def test_torchrun_turns_every_failure_into_1(tmp_path):
+    (tmp_path / "program.py").write_text("raise SystemExit(75)")
+    run = run_on_hosts(f"torchrun --standalone {tmp_path}/program.py", hosts=1)
+    assert run.exit_codes == [1] and run.lines(r"exitcode: 75|exitcode +: 75")
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_codes", "said"),
+    [
+        ("torchrun_elastic", [0, 137], ["node1 killed", "Connection (?:reset|closed) by peer", "step 20 "]),
+        ("graceful_stop", [75, 75], [r"node1 terminated", "step 8 "]),
+        ("split_brain", [0, 0], ["node0 unplugged", "node1 . .*taking over", "node0 plugged", "saved step 120"]),
+        ("fenced", [1, 0], ["node1 . .*taking over", "node0 . a newer generation has begun", "saved step 120"]),
+    ],
+)
+def test_a_recorded_result_shows_what_a_real_one_does(name, exit_codes, said):
+    run = transcript.load(name)
+    assert run.exit_codes == exit_codes
+    assert [pattern for pattern in said if not run.lines(pattern)] == []
+
+
+WITHOUT = """
+from course_utils import slurm
+from course_utils.ranks import hosts
+hosts._trial = lambda latency: "this system has no network for hosts"
+slurm.missing = lambda: ["munge", "slurm-wlm"]
+"""
+
+
+@pytest.mark.guard(300)
+def test_lesson_runs_without_hosts_and_slurm(tmp_path):
+    """All cells, on one host with one rank for each of two; what needs more is recorded, and says so."""
+    lesson_file = ROOT / "notebooks" / "16_multi_node.ipynb"
+    cells = run_core_then_deeper(lesson_file, tmp_path, first=WITHOUT, world_size=2)
+    text = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
+    assert any("this system has no network for hosts" in part for part in text[:4])
+    assert len([part for part in text if "recorded" in part]) >= 4

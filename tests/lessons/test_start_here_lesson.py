@@ -1,0 +1,47 @@
+"""Lesson 00: what its helpers promise, cells as a program for torchrun above all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_utils import device
+from course_utils.doctor import machine, report
+from course_utils.programs import as_program, torchrun
+
+
+def total():
+    ranks = torch.tensor([dist.get_rank() + 1.0], device=device())
+    dist.all_reduce(ranks)
+    return ranks.item()
+
+
+def main():
+    dist.init_process_group("gloo")
+    result = total()
+    if dist.get_rank() == 0:
+        print("the sum is", result)
+    dist.destroy_process_group()
+
+
+def test_functions_become_a_program_that_torchrun_starts(tmp_path):
+    program = as_program(total, main)
+    assert program.count("def ") == 2 and program.endswith('if __name__ == "__main__":\n    main()\n')
+    (tmp_path / "total.py").write_text(program)
+    assert torchrun(tmp_path / "total.py", ranks=2) == "the sum is 3.0\n"
+
+
+def test_a_program_needs_a_main_and_says_what_failed(tmp_path):
+    with pytest.raises(ValueError, match="called main"):
+        as_program(total)
+    (tmp_path / "wrong.py").write_text("1 / 0")
+    with pytest.raises(RuntimeError, match=r"wrong.py failed:\n(.|\n)*ZeroDivisionError"):
+        torchrun(tmp_path / "wrong.py", ranks=1)
+
+
+def test_report_has_a_line_for_each_part_and_both_lists():
+    found = machine()
+    text = report(found)
+    assert all(sentence in text for sentence in [*found["real"], *found["emulated"]])
+    assert f"cores     {found['cores']}" in text and "real here:" in text and "emulated here:" in text

@@ -1,0 +1,384 @@
+"""scripts/train.py gives the same losses on every mesh, stops and goes on without a trace, and refuses what cannot be.
+
+The program runs as it stands, on the ranks of `launch`, which find the variables that torchrun sets; one test calls
+torchrun itself. Where a rank has to misbehave, a function of a library that the program calls once a step does it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, missing
+
+from course_utils import WorkerError, launch, slurm
+from course_utils.traces import load, numbered
+from course_utils.transformer import TransformerConfig
+
+pytestmark = pytest.mark.guard(240)
+SCRIPT = ROOT / "scripts" / "train.py"
+SMALL = ("--layers=2", "--hidden=32", "--length=16", "--batch=8", "--warmup=2", "--log-every=1", "--clip=0.8")
+STEPS = 6
+
+
+def misbehave(how: str, out: str) -> None:
+    """On the rank that has a fault, in the middle of a step: die, be told to stop, fail, or stand still for long."""
+    if how == "kill":
+        while not Path(out, "step-000000003").exists():  # rank 0 publishes it while it waits for this rank
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "fail":
+        raise RuntimeError("this rank has a fault")
+    elif how == "stand still":  # so that somebody starts the run again, on one rank, and that one goes on to its end
+        one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
+        subprocess.run([sys.executable, SCRIPT, *sys.argv[1:]], env={**os.environ, **one}, check=True)
+
+
+def program(out: str, *flags: str, mishap: tuple[int, str, range] | None = None) -> int:
+    """On a rank: run the program as torchrun does; return its exit code. `mishap` is (rank, what, at which calls)."""
+    calls, clip = 0, torch.nn.utils.clip_grad_norm_
+
+    def clip_or_worse(parameters, *arguments):
+        nonlocal calls
+        calls, parameters = calls + 1, list(parameters)
+        if mishap and int(os.environ["RANK"]) == mishap[0] and calls in mishap[2]:
+            if mishap[1] == "spoil":
+                parameters[0].grad.to_local().fill_(math.nan)
+            misbehave(mishap[1], out)
+        return clip(parameters, *arguments)
+
+    before = signal.getsignal(signal.SIGTERM)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.argv = ["train.py", f"--out={out}", f"--data={ROOT / 'course_utils' / 'text' / 'alice.txt'}", *SMALL, *flags]
+    torch.nn.utils.clip_grad_norm_ = clip_or_worse
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            return end.code
+        raise RuntimeError(end.code) from None
+    finally:
+        torch.nn.utils.clip_grad_norm_ = clip
+        signal.signal(signal.SIGTERM, before)
+    raise AssertionError("the program ends with an exit code")
+
+
+def run(out: Path, *flags: str, n: int, mishap=None) -> set[int]:
+    """Run the program on n ranks; return their exit codes."""
+    flags = (f"--steps={STEPS}", *flags)
+    return set(launch(program, str(out), *flags, mishap=mishap, world_size=n, backend="gloo", init=False))
+
+
+def log(out: Path) -> dict[int, dict]:
+    """The line of each step; of those that were done twice, the second."""
+    return {line["step"]: line for line in map(json.loads, (out / "log.jsonl").read_text().splitlines())}
+
+
+def figures(out: Path, *names: str) -> list[float]:
+    return [line[name] for _, line in sorted(log(out).items()) for name in names or ("loss", "norm")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Folders of runs that nobody disturbs, by number of ranks and flags; each is made once."""
+    made: dict = {}
+
+    def of(n: int, *flags: str) -> Path:
+        if (n, flags) not in made:
+            made[n, flags] = tmp_path_factory.mktemp(f"ranks{n}") / "out"
+            assert run(made[n, flags], *flags, n=n) == {0}
+        return made[n, flags]
+
+    return of
+
+
+# --- the same training on every mesh ----------------------------------------------------------------------------------
+
+
+def plain_losses() -> list[float]:
+    """Losses and norms of the same training as a bare loop in one process, with nothing of torch.distributed."""
+    script = runpy.run_path(str(SCRIPT), run_name="script")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", "--out=.", "--data=.", *SMALL, f"--steps={STEPS}"])
+        args = script["arguments"](1)
+    model = script["GPT"](args)
+    with torch.no_grad():
+        for number, (name, p) in enumerate(model.named_parameters()):
+            if p.dim() > 1:
+                std = 0.02 / math.sqrt(2 * args.layers) if re.search(r"(out|down)\.weight", name) else 0.02
+                p.normal_(0, std, generator=torch.Generator().manual_seed(number))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    text = np.fromfile(ROOT / "course_utils" / "text" / "alice.txt", dtype=np.uint8)
+    order = np.random.default_rng([0, 0]).permutation((len(text) - 1) // 16)
+    found = []
+    for step in range(STEPS):
+        rows = [text[16 * i : 16 * i + 17] for i in order[8 * step : 8 * step + 8]]
+        loss = model(torch.from_numpy(np.stack(rows)).long())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8)
+        optimizer.param_groups[0]["lr"] = script["learning_rate"](args, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), norm.item()]
+    return found
+
+
+def test_one_rank_trains_as_a_bare_loop_does(undisturbed):
+    expected = plain_losses()
+    assert max(expected[1::2]) > 0.8, "some step is clipped"
+    assert figures(undisturbed(1)) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("n", "flags"),
+    [
+        pytest.param(2, (), id="fsdp"),
+        pytest.param(4, (), id="fsdp on 4"),
+        pytest.param(4, ("--replicate=2", "--micro=2"), id="hsdp with micro-batches"),
+        pytest.param(2, ("--tp=2",), id="tp"),
+        pytest.param(4, ("--tp=2", "--recompute"), id="fsdp x tp, recomputing"),
+    ],
+)
+def test_losses_and_norms_are_the_same_on_every_mesh(undisturbed, n, flags):
+    assert figures(undisturbed(n, *flags)) == pytest.approx(figures(undisturbed(1)), abs=1e-5)
+
+
+def test_bf16_stays_near(undisturbed, tmp_path):
+    assert run(tmp_path, "--bf16", n=2) == {0}
+    assert figures(tmp_path, "loss") != figures(undisturbed(2), "loss")
+    assert figures(tmp_path, "loss") == pytest.approx(figures(undisturbed(2), "loss"), abs=2e-2)
+
+
+# --- stop and go on ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """A run of 2 ranks, one of which was killed in step 5, after a checkpoint of step 3; and a torn checkpoint."""
+    out = tmp_path_factory.mktemp("killed") / "out"
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        run(out, "--save-every=3", n=2, mishap=(1, "kill", range(5, 6)))
+    assert [*log(out)] == [1, 2, 3, 4]
+    shutil.copytree(out / "step-000000003", out / "step-000000004.tmp")  # as a kill while a checkpoint is written
+    (out / "step-000000004.tmp" / ".metadata").unlink()
+    return out
+
+
+@pytest.mark.parametrize(("n", "flags"), [(2, ()), (1, ()), (4, ("--tp=2",))], ids=["as many", "fewer", "other mesh"])
+def test_after_a_kill_it_goes_on_from_the_last_complete_checkpoint(killed, undisturbed, tmp_path, n, flags):
+    out = shutil.copytree(killed, tmp_path / "out")
+    assert run(out, "--save-every=3", *flags, n=n) == {0}
+    lines = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
+    assert lines == [1, 2, 3, 4, 4, 5, 6], "step 4 was done again, steps 1 to 3 were not"
+    expected = figures(undisturbed(2))
+    assert figures(out) == (expected if n == 2 else pytest.approx(expected, abs=1e-5))
+    assert sorted(path.name for path in out.glob("step-*")) == ["step-000000003", "step-000000006"]
+
+
+def test_sigterm_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(undisturbed, tmp_path):
+    flags = ("--dropout=0.1", "--save-every=1", "--keep=1")
+    assert run(tmp_path, *flags, n=2, mishap=(1, "terminate", range(2, 3))) == {75}
+    assert [*log(tmp_path)] == [1, 2, 3], "the step in which it comes, and the one in which all learn of it"
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000003"]
+    assert run(tmp_path, *flags, n=2) == {0}
+    assert figures(tmp_path) == figures(undisturbed(2, "--dropout=0.1"))
+    assert figures(tmp_path, "loss") != figures(undisturbed(2), "loss"), "dropout drops"
+
+
+def test_ranks_that_were_given_up_and_go_on_all_the_same_end_and_change_nothing(undisturbed, tmp_path):
+    with pytest.raises(WorkerError, match="these ranks end: newer ones have started to write"):
+        run(tmp_path, "--save-every=2", n=2, mishap=(1, "stand still", range(3, 4)))
+    newer = ["step-000000004", "step-000000006"]
+    late = "step-000000004.*.tmp/**/*"
+    assert sorted(path.name for path in tmp_path.glob("step-" + 9 * "[0-9]")) == newer and any(tmp_path.glob(late))
+    assert [line["loss"] for line in log(tmp_path).values()] == pytest.approx(figures(undisturbed(1), "loss"), abs=1e-5)
+    assert run(tmp_path, "--save-every=2", n=1) == {0}
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == newer, "what they had written in vain is gone"
+
+
+def test_under_torchrun_it_goes_on_and_ends_well(undisturbed, killed, tmp_path):
+    out = shutil.copytree(killed, tmp_path / "out")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+    flags = [f"--out={out}", f"--data={ROOT / 'course_utils' / 'text' / 'alice.txt'}", *SMALL, f"--steps={STEPS}"]
+    flags += [f"--profile={tmp_path / 'traces'}", "--profile-steps", "2", "2"]
+    done = subprocess.run(
+        [*command, *flags], capture_output=True, text=True, timeout=200,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^step (\d+)", done.stdout, re.M) == ["4", "5", "6"], "one rank speaks for all"
+    assert figures(out) == figures(undisturbed(2))
+    assert traced_steps(tmp_path / "traces", 2) == [[2], [2]]
+    said = subprocess.run([sys.executable, SCRIPT.with_name("stragglers.py"), out / "log.jsonl"],
+                          capture_output=True, text=True, check=True).stdout
+    assert [line.split(":")[0] for line in said.splitlines()] == ["rank 0", "rank 1"]
+
+
+def test_as_a_slurm_job_on_two_hosts_it_stops_when_told_and_goes_on_when_it_is_requeued(tmp_path):
+    if slurm.missing():
+        missing(f"the packages {', '.join(slurm.missing())}")
+
+    out = tmp_path / "run"
+    flags = [f"--out={out}", f"--data={ROOT / 'course_utils' / 'text' / 'alice.txt'}", *SMALL, "--steps=1000000"]
+    options = ["--ntasks-per-node=1", "--time=10", f"--chdir={ROOT}", f"--output={tmp_path / 'said'}"]
+    with slurm.SlurmCluster(hosts=2) as cluster:
+        job = cluster.submit(*options, ROOT / "scripts" / "slurm" / "train.sbatch", *flags, "--save-every=1000000",
+                             env={"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""})
+        while not (out / "log.jsonl").exists():
+            time.sleep(0.1)
+        cluster.run(f"scancel --signal=TERM {job}")
+        while (said := cluster.job(job))["JobState"] != "PENDING" or said["Restarts"] != "1":
+            time.sleep(0.1)
+        stopped = len(log(out))
+        assert [path.name for path in out.glob("step-*")] == [f"step-{stopped:09}"]
+        cluster.start_now(job)
+        while len(log(out)) < stopped + 2:
+            assert (said := cluster.job(job))["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), said
+            time.sleep(0.1)
+        cluster.run(f"scancel {job}")
+    steps = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, len(steps) + 1)], "no step was lost, none was done twice"
+
+
+def test_an_epoch_ends_and_the_next_has_another_order(tmp_path):
+    """The data are 10 windows, a step is 8: the second step goes on in the second epoch, also after a stop."""
+    order = runpy.run_path(str(SCRIPT), run_name="script")["order"]
+    assert sorted(order(10, 0, 0)) == sorted(order(10, 0, 1)) == [*range(10)]
+    assert [*order(10, 0, 0)] != [*order(10, 0, 1)] and [*order(10, 0, 0)] != [*order(10, 1, 0)]
+    np.arange(161, dtype=np.uint16).tofile(tmp_path / "tokens")
+    flags = (f"--data={tmp_path / 'tokens'}", "--token-type=uint16")
+    assert run(tmp_path / "whole", *flags, n=1) == {0}
+    assert run(tmp_path / "parts", *flags, n=1, mishap=(0, "terminate", range(2, 3))) == {75}
+    assert run(tmp_path / "parts", *flags, n=2) == {0}
+    assert figures(tmp_path / "parts") == pytest.approx(figures(tmp_path / "whole"), abs=1e-5)
+
+
+# --- when something goes wrong ----------------------------------------------------------------------------------------
+
+
+def test_a_step_without_finite_gradients_is_passed_over_by_all_ranks(undisturbed, tmp_path):
+    assert run(tmp_path, n=2, mishap=(1, "spoil", range(2, 4))) == {0}
+    assert figures(tmp_path, "skipped") == [0, 1, 2, 0, 0, 0]
+    assert figures(tmp_path, "loss")[:2] == figures(undisturbed(2), "loss")[:2]
+    assert all(map(math.isfinite, figures(tmp_path, "loss")))
+
+
+def test_it_gives_up_after_four_such_steps(tmp_path):
+    with pytest.raises(WorkerError, match="no finite gradients in the last 4 steps, up to step 4"):
+        run(tmp_path, n=2, mishap=(1, "spoil", range(2, 9)))
+    assert not [*tmp_path.glob("step-*")]
+
+
+def test_the_flight_recorder_has_the_last_collectives_when_a_rank_fails(tmp_path):
+    with pytest.raises(WorkerError, match="this rank has a fault"):
+        run(tmp_path, n=2, mishap=(1, "fail", range(3, 4)))
+    entries = pickle.loads((tmp_path / "flight" / "rank_1").read_bytes())["entries"]
+    assert {"gloo:all_reduce", "gloo:all_gather"} <= {entry["profiling_name"] for entry in entries}
+
+
+@pytest.mark.parametrize(
+    ("n", "flags", "message"),
+    [
+        (4, ("--replicate=3",), r"mesh {'replicate': 3, 'shard': 1, 'tp': 1} does not multiply to 4 ranks"),
+        (4, ("--shard=2",), r"mesh {'replicate': 1, 'shard': 2, 'tp': 1} does not multiply to 4 ranks"),
+        (3, ("--tp=3",), "--heads must be a multiple of 3 here: 4"),
+        (4, ("--tp=4", "--length=18"), "--length must be a multiple of 4 here: 18"),
+        (4, ("--tp=4", "--vocabulary=258"), "--vocabulary must be a multiple of 4 here: 258"),
+        (1, ("--heads=5",), "--hidden must be a multiple of 5 here: 32"),
+        (1, ("--profile-steps", "0", "2"), "--profile-steps must be FIRST and LAST from 1 on"),
+        (1, ("--profile-steps", "4", "3"), "--profile-steps must be FIRST and LAST from 1 on"),
+        (2, ("--micro=3",), "--batch must be a multiple of 6 here: 8"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_any_rank_connects(monkeypatch, n, flags, message):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--out=.", "--data=.", *SMALL, *flags])
+    with pytest.raises(SystemExit, match=message):
+        runpy.run_path(str(SCRIPT), run_name="script")["arguments"](n)
+
+
+def test_another_run_in_the_same_folder_and_tokens_beyond_the_vocabulary_are_refused(undisturbed, tmp_path):
+    owner = (undisturbed(1) / "world").read_text()
+    with pytest.raises(WorkerError, match="'seed': 0.*, not with .*'seed': 1"):
+        run(undisturbed(1), "--seed=1", n=1)
+    assert (undisturbed(1) / "world").read_text() == owner, "what is refused takes nothing over"
+    with pytest.raises(WorkerError, match="--data holds token 1[0-9][0-9], --vocabulary is 100"):
+        run(tmp_path, "--vocabulary=100", n=1)
+
+
+# --- what it notes ----------------------------------------------------------------------------------------------------
+
+
+def test_log_has_speed_parts_of_the_step_and_slow_ranks(tmp_path):
+    assert run(tmp_path, "--peak-tflops=0.5", "--log-every=3", n=2) == {0}
+    assert [*log(tmp_path)] == [3, 6]
+    for line in log(tmp_path).values():
+        flops = TransformerConfig(layers=2, hidden=32, heads=4, vocabulary=256, context=16).flops_per_token()
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * flops / (2 * 0.5e12))
+        assert [*line["ms"]] == ["data", "wait", "forward", "backward", "optimizer", "checkpoint"]
+        assert all(ms > 0 for part, ms in line["ms"].items() if part != "checkpoint")
+        assert line["last"] in (0, 1) and line["slowest"] in (0, 1) and line["slowest_by"] >= 1
+    assert [line["ms"]["checkpoint"] > 0 for line in log(tmp_path).values()] == [False, True]
+
+
+def traced_steps(folder: Path, n: int) -> list[list[int]]:
+    traces = load(folder)
+    assert [trace.rank for trace in traces] == [*range(n)]
+    for trace in traces:
+        names = [event.name for event in trace.events if event.category == "user_annotation"]
+        assert names.count("forward") == names.count("backward") == len(trace.steps)
+        assert numbered(trace), "collectives are in it"
+    return [trace.steps for trace in traces]
+
+
+def test_traces_hold_the_chosen_steps_of_every_rank(tmp_path):
+    assert run(tmp_path / "out", f"--profile={tmp_path / 'traces'}", "--profile-steps", "2", "3", n=2) == {0}
+    assert traced_steps(tmp_path / "traces", 2) == [[2, 3]] * 2
+
+
+def test_a_run_that_is_stopped_or_goes_on_writes_the_traced_steps_it_has(tmp_path):
+    flags = (f"--profile={tmp_path / 'traces'}",)
+    assert run(tmp_path / "out", *flags, n=2, mishap=(1, "terminate", range(3, 4))) == {75}
+    assert traced_steps(tmp_path / "traces", 2) == [[3, 4]] * 2, "it was told to stop in step 3 of 3 to 5"
+    assert run(tmp_path / "out", *flags, "--profile-steps", "1", "1", n=2) == {0}
+    assert traced_steps(tmp_path / "traces", 2) == [[1]] * 2, "steps count from the call's first"
+
+
+def test_straggler_report_names_the_rank_that_the_others_wait_for():
+    report = runpy.run_path(str(SCRIPT.with_name("stragglers.py")), run_name="script")["report"]
+    lines = [{"wait_ms": [9.0, 1.0, 7.0], "product_ms": [1.0, 1.0, 3.0]}] * 3
+    lines += [{"wait_ms": [2.0, 6.0, 4.0], "product_ms": [5.0, 1.0, 3.0]}]  # once, rank 0 had other things to do
+    assert report(lines) == [
+        "rank 0: last in  25%, costs 1.00 ms a step, product x 1.00",
+        "rank 1: last in  75%, costs 6.00 ms a step, product x 1.00",
+        "rank 2: last in   0%, costs 0.00 ms a step, product x 3.00",
+    ]
+
+
+def test_readme_lists_every_flag_as_the_program_explains_it():
+    said = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True,
+                          env={**os.environ, "COLUMNS": "1000"}).stdout
+    one_line_each = re.sub(r"\n {10,}", "  ", said)
+    flags = dict(re.findall(r"^  (--[a-z0-9-]+).*?  +(\S.*)$", one_line_each, re.M))
+    table = re.findall(r"^\| `(--[a-z0-9-]+)` \| .+? \| (.+) \|$", (ROOT / "scripts" / "README.md").read_text(), re.M)
+    assert dict(table) == flags and len(table) == len(flags) > 20
+
+
+def test_program_is_plain_pytorch_and_fits_on_few_pages():
+    lines = SCRIPT.read_text().splitlines()
+    assert len(lines) <= 400 and max(map(len, lines)) <= 100
+    assert "course_utils" not in SCRIPT.read_text()

@@ -1,0 +1,72 @@
+"""Formulas of context parallelism: pairs against a count, bytes and conditions against published figures."""
+
+import pytest
+
+from course_utils.context_parallel import (
+    METHODS,
+    ORDERS,
+    RING_TABLE_2,
+    Attention,
+    gather_bytes,
+    overlap_tokens,
+    pairs_per_rank,
+    ring_bytes,
+    ulysses_bytes,
+)
+
+
+def tokens_of(length, ranks, order):
+    t = length // ranks
+    runs = [range(i * t // 2, (i + 1) * t // 2) for i in range(2 * ranks)]
+    return {
+        "contiguous": [range(r * t, (r + 1) * t) for r in range(ranks)],
+        "zig-zag": [[*runs[r], *runs[-1 - r]] for r in range(ranks)],
+        "striped": [range(r, length, ranks) for r in range(ranks)],
+    }[order]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("length", "ranks"), [(8, 1), (64, 4), (48, 3), (120, 5)])
+def test_pairs_are_those_of_a_count(order, length, ranks):
+    counted = [sum(i + 1 for i in tokens) for tokens in tokens_of(length, ranks, order)]
+    assert pairs_per_rank(length, ranks, order) == counted and sum(counted) == length * (length + 1) // 2
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((64, 4, "spiral"), "order must be one of contiguous, zig-zag, striped"),
+    ((10, 4, "striped"), "a length that 4 divides"), ((12, 4, "zig-zag"), "a length that 8 divides, got 12"),
+])
+def test_what_cannot_be_shared_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pairs_per_rank(*arguments)
+
+
+def test_bytes():
+    assert ring_bytes(32, 64, 4, 4) == (49_152, 114_688)
+    assert gather_bytes(32, 64, 4, 4) == (49_152, 49_152)
+    assert ulysses_bytes(32, 64, 64, 4, 4) == (4 * 8192 * 3 / 4,) * 2
+
+
+def test_overlap_reproduces_the_published_table_but_for_one_row():
+    for name, (tflops, gigabytes, printed) in RING_TABLE_2.items():
+        assert (abs(overlap_tokens(1e12 * tflops, 1e9 * gigabytes) / 1e3 - printed) < 0.06) == ("Infini" not in name)
+    assert overlap_tokens(989.4e12, 50e9, 8, causal=True) == pytest.approx(2 * overlap_tokens(989.4e12, 50e9) / 8)
+
+
+def test_gather_of_llama_3_at_131072_tokens():
+    split = Attention("gather K and V", 131_072, 16, 1, 16)
+    assert split.sent == 60 * 2**20
+    assert split.sending_seconds == pytest.approx(1.26e-3, rel=0.01)
+    assert split.compute_seconds == pytest.approx(11e-3, rel=0.01)
+
+
+def test_methods_compute_the_same_pairs_and_a_balanced_ring_hides_at_its_limit():
+    shapes = {"length": 4096, "heads": 32, "kv_heads": 8, "ranks": 8}
+    of = {name: Attention(name, **shapes) for name in METHODS}
+    assert len({sum(a.pairs) for a in of.values()}) == 1
+    tokens = int(overlap_tokens(400e12, 50e9, 4, causal=True)) // 16 * 16
+    enough, few = (Attention("ring, zig-zag", 8 * (tokens + more), 32, 8, 8) for more in (16, -16))
+    assert enough.exposed_seconds == 0 < few.exposed_seconds
+    assert of["gather K and V"].held > of["ring, zig-zag"].held
+    with pytest.raises(ValueError, match="3 ranks do not divide 4"):
+        Attention("Ulysses", 48, 4, 2, 3)

@@ -1,0 +1,146 @@
+"""Published training runs are complete, agree with themselves, and their exam is apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+
+import pytest
+
+from course_utils import recorded
+from course_utils.hardware import GPUS
+from course_utils.planner import published_runs
+from course_utils.planner.published import FAMILIES, ROLES, PublishedRun
+from course_utils.recordings import FOLDER
+
+ALL = published_runs(outcome=None)
+RAN = published_runs()
+#: Recomputed share against the printed one where the source itself rounds otherwise: Llama 3's 400 of 989 is 40 %.
+ROUNDED_OTHERWISE = {"llama-3-2"}
+
+
+def named(runs):
+    return pytest.mark.parametrize("run", runs, ids=[run.id for run in runs])
+
+
+def off(run: PublishedRun) -> list[str]:
+    """What of a row does not agree with the rest of it."""
+    found = []
+
+    def check(name: str, one: float, other: float, within: float) -> None:
+        if abs(one / other - 1) > within:
+            found.append(f"{name}: {one:g} and {other:g}")
+
+    check("world", run.tp * run.pp * run.cp * run.dp, run.gpus, 0)
+    if run.accumulation is not None:
+        check("batch", run.dp * run.microbatch * run.accumulation, run.batch, 0)
+    flops = run.flops_per_token(bool(run.counts_recompute))
+    if run.outcome == "ran" and run.tflops and run.counts_attention:
+        check("TFLOP/s", run.rate * flops / 1e12, run.tflops, 0.01)
+    if run.step_seconds and run.tokens_per_gpu:
+        check("seconds", run.step_seconds, run.batch * run.length / run.tokens_per_gpu / run.gpus, 0.005)
+    peak = run.peak_tflops or GPUS[run.gpu].flops["bf16"] / 1e12
+    if run.mfu and run.tokens_per_gpu and run.counts_attention and run.id not in ROUNDED_OTHERWISE:
+        check("MFU", run.tokens_per_gpu * run.flops_per_token() / 1e12 / peak, run.mfu, 0.012)
+    share = run.hfu if run.counts_recompute else run.mfu
+    if share and run.tflops and run.id not in ROUNDED_OTHERWISE:
+        check("share of peak", run.tflops / peak, share, 0.006 / share)
+    if run.shape.parameters:
+        check("parameters", run.shape.parameter_count(run.shape.parameters_at), run.shape.parameters, 0.03)
+    return found
+
+
+def test_rows_agree_with_themselves():
+    assert {run.id: bad for run in ALL if (bad := off(run))} == {}
+
+
+def test_an_error_in_a_row_is_seen():
+    run = RAN[0]
+    for change in ({"gpus": 63}, {"batch": 2047}, {"tokens_per_gpu": 400}, {"tflops": 150}):
+        assert off(dataclasses.replace(run, **change)), change
+
+
+def test_there_are_runs_of_every_kind():
+    judged = [run for run in RAN if run.role != "exam"]
+    families = Counter(run.family for run in judged)
+    assert len(judged) >= 60 and families["fsdp"] >= 20 and families["3d"] >= 20 and families["long_context"] >= 10
+    repositories = {run.url.split("/blob/")[0] for run in judged}
+    assert len(repositories) >= 8 and {run.gpu for run in RAN} >= {"a100", "h100", "h200", "b200"}
+    assert min(run.gpus for run in judged) <= 8 and max(run.gpus for run in judged) == 16384
+    sizes = [run.shape.parameter_count(run.length) for run in judged]
+    assert min(sizes) < 1.5e9 and max(sizes) > 400e9
+    assert sum(run.peak_gib is not None or run.held_gb is not None for run in RAN) >= 40
+    assert sum(run.outcome == "out_of_memory" for run in ALL) >= 8
+
+
+def test_the_exam_is_one_repository_and_nothing_else_is_on_its_gpus():
+    exam = published_runs(role="exam")
+    assert {run.role for run in ALL} == set(ROLES) and {run.family for run in ALL} <= set(FAMILIES)
+    assert {(run.title, run.gpu) for run in exam} == {("MosaicML, llm-foundry, MPT Training Benchmarks", "h100")}
+    assert not [run for run in RAN if run.title == exam[0].title and run.gpu == "h100" and run.role != "exam"]
+    assert len(exam) == 68
+
+
+def test_rows_say_what_they_are():
+    names = {each.name for each in dataclasses.fields(PublishedRun)} | {"shape"}
+    for run in ALL:
+        assert run.gpu in GPUS and run.outcome in ("ran", "out_of_memory") and run.url.startswith("https://"), run.id
+        assert run.zero in (0, 1, 2, 3) and run.recompute in ("none", "selective", "full", None), run.id
+        assert run.precision in ("bf16", "fp16", "fp8") and 0 < run.recompute_share <= 1, run.id
+        assert set(run.assumed) <= names and run.where and run.version, run.id
+        assert (run.rate is not None) == (run.outcome == "ran"), run.id
+        assert not run.counts_recompute or run.recompute, run.id
+    assert len({run.id for run in ALL}) == len(ALL)
+
+
+def test_rates_follow_from_what_is_published():
+    def rate(table: str, number: int) -> tuple[str, float]:
+        (run,) = (run for run in published_runs(table=table) if run.id == f"{table}-{number}")
+        return run.rate_from, run.rate
+
+    assert rate("torchtitan-fsdp", 1) == ("tokens_per_gpu", 5762)
+    assert rate("bloom", 1) == ("step_seconds", pytest.approx(2048 * 2048 / 104.70 / 384))
+    # 163 TFLOP/s with recomputation, by 96 B s l h^2 (1 + s/6h + V/16lh) of Narayanan et al. 2021
+    flops = 96 * 128 * 25600**2 * (1 + 2048 / (6 * 25600) + 51200 / (16 * 128 * 25600))
+    assert rate("megatron-weak", 10) == ("tflops", pytest.approx(163e12 / flops, rel=1e-6))
+    assert rate("megatron-selective", 4)[0] == "mfu"
+
+
+def test_choices_are_one_or_several():
+    one, two = published_runs("fsdp", table="torchtitan-fsdp"), published_runs(("fsdp", "3d"), ("known", "held_out"))
+    assert [run.tokens_per_gpu for run in one] == [5762, 6667, 8532, 5605, 6514, 8380]
+    assert {run.family for run in two} == {"fsdp", "3d"} and {run.role for run in two} == {"known", "held_out"}
+    assert published_runs(family="none") == ()
+
+
+def test_the_file_has_a_row_a_line():
+    text = (FOLDER / "published_runs.json").read_text(encoding="utf-8")
+    rows = sum(len(table["rows"]) for table in json.loads(text)["tables"])
+    assert len(ALL) == rows and len(text.splitlines()) < rows + 160 and len(text) < 80_000
+
+
+@pytest.mark.parametrize(
+    ("table", "rows"),
+    [
+        ("megatron-weak", recorded.MEGATRON_RUNS), ("megatron-strong", recorded.PTD_RUNS),
+        ("megatron-zero3", recorded.ZERO3_RUNS), ("llama-3", recorded.LLAMA3_RUNS),
+    ],
+)
+def test_runs_that_lessons_name_are_the_same(table, rows):
+    for run, row in zip(published_runs(table=table), rows, strict=True):
+        layout = row.layout
+        assert (run.shape.name, run.gpus, run.batch, run.length, run.tflops) == (
+            row.model, row.gpus, row.batch, row.length, row.tflops
+        )
+        assert (run.tp, run.pp, run.cp, run.dp) == tuple(layout.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
+        assert (run.microbatch, run.virtual, run.zero) == (
+            layout.get("microbatch", 1), layout.get("virtual", 1), layout["zero"]
+        )
+
+
+@named(published_runs(table=("torchtitan-fsdp", "llama-3", "megatron-weak"))[::4])
+def test_a_shape_is_what_the_planner_takes(run):
+    config = run.shape.config(run.length)
+    assert config.parameter_count == pytest.approx(run.shape.parameter_count(run.length), rel=1e-6)
+    assert 6 * run.shape.product_weights == config.flops_per_token() - 3 * config.layers * config.attention_flops

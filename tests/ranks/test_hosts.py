@@ -1,0 +1,638 @@
+"""Promises of ranks on emulated hosts: real networks and faults, every promise of the launcher, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from calls import ended
+from conftest import missing
+from kernels import Kernel, Script, left_behind, marked
+
+from course_utils import HangError, WorkerError, hosts_available, launch, record, shutdown
+from course_utils.ranks import Conditions
+
+pytestmark = pytest.mark.guard(90)
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+            "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def real_hosts():
+    there, sentence = hosts_available()
+    if not there:
+        missing(sentence)
+
+
+def place() -> tuple:
+    """Where a rank is: its host's name, its network, its process."""
+    return socket.gethostname(), os.readlink("/proc/self/ns/net"), os.getpid()
+
+
+def total() -> float:
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def all_is_well_on_hosts(**options) -> list[int]:
+    """The next call on hosts works; the processes of its ranks."""
+    assert launch(total, world_size=4, hosts=2, **options) == [10.0] * 4
+    return [pid for _, _, pid in launch(place, world_size=4, hosts=2, **options)]
+
+
+def holders(processes: list[psutil.Process]) -> list[int]:
+    """Those that hold hosts. A network lasts as long as a process in it, a file or a mount that refers to it."""
+    return [p.pid for p in processes if any("host_namespaces" in part for part in p.cmdline())]
+
+
+def networks_outside() -> tuple[set[str], str, list[str]]:
+    """What of emulated networks would show outside of them: interfaces, names, mounts."""
+    named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "nsfs" in line]
+    return set(os.listdir("/sys/class/net")), named, mounts
+
+
+# --- what a rank sees ----------------------------------------------------------------------------------------------
+
+
+def test_ranks_have_the_variables_of_torchrun_on_several_nodes():
+    names = launch(lambda: [os.environ[name] for name in TORCHRUN], world_size=4, hosts=2)
+    for rank, values in enumerate(names):
+        local, group = str(rank % 2), str(rank // 2)
+        assert values == [str(rank), "4", local, "2", group, "2", "node0", "29500", "eth0"]
+
+
+def test_a_program_has_all_variables_of_torchrun_and_makes_its_own_group():
+    def program():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        names = {name: os.environ[name] for name in ("ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID")}
+        result = total()
+        dist.destroy_process_group()
+        return result, names
+
+    for _ in range(2):
+        results = launch(program, world_size=4, hosts=2, init=False)
+        assert [result for result, _ in results] == [10.0] * 4
+        assert results[3][1] == {"ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(("world_size", "hosts"), [(4, 1), (4, 2), (3, 3), (4, 4)])
+def test_hosts_have_names_and_networks_of_their_own(world_size, hosts):
+    places = launch(place, world_size=world_size, hosts=hosts)
+    assert [name for name, _, _ in places] == [f"node{rank * hosts // world_size}" for rank in range(world_size)]
+    found = {network for _, network, _ in places}
+    assert len(found) == hosts and os.readlink("/proc/self/ns/net") not in found
+    assert launch(total, world_size=world_size, hosts=hosts) == [world_size * (world_size + 1) / 2] * world_size
+
+
+def test_each_host_has_one_address_and_knows_the_names_of_the_others():
+    def addresses():
+        shown = subprocess.run(["ip", "-br", "-4", "address"], capture_output=True, text=True).stdout.split()
+        return shown[-1], [socket.gethostbyname(f"node{host}") for host in range(2)], socket.getfqdn("10.0.0.2")
+
+    results = launch(addresses, world_size=2, hosts=2)
+    assert results == [(f"10.0.0.{host + 1}/24", ["10.0.0.1", "10.0.0.2"], "node1") for host in range(2)]
+
+
+def test_a_name_that_no_host_has_is_refused_by_the_host_itself():
+    def unknown():
+        try:
+            return socket.gethostbyname("node9")
+        except socket.gaierror as error:
+            return error.errno
+
+    assert set(launch(unknown, world_size=2, hosts=2)) <= {socket.EAI_AGAIN, socket.EAI_NONAME}
+
+
+def test_ranks_keep_the_learners_folder_user_files_and_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THE_LEARNER", "7")
+
+    def look():
+        Path(f"of rank {dist.get_rank()}").touch()
+        return os.getcwd(), os.getuid(), os.getgid(), os.environ["OF_THE_LEARNER"]
+
+    assert launch(look, world_size=2, hosts=2) == [(str(tmp_path), os.getuid(), os.getgid(), "7")] * 2
+    assert {(path.name, path.stat().st_uid) for path in tmp_path.iterdir()} == {
+        (f"of rank {rank}", os.getuid()) for rank in range(2)
+    }
+
+
+def test_ranks_on_hosts_reach_nothing_but_each_other():
+    def outside():
+        with socket.socket() as connection:
+            return connection.connect_ex(("192.0.2.1", 80))
+
+    assert all(launch(outside, world_size=2, hosts=2))
+
+
+TORCHRUN_PROGRAM = """
+import os, socket, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(1)
+dist.all_reduce(x)
+mine = [os.environ["RANK"], os.environ["LOCAL_RANK"], socket.gethostname(), os.environ["MASTER_ADDR"], str(x.item())]
+os.write(1, (" ".join(mine) + "\\n").encode())  # one write: unbuffered print mixes two ranks
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_itself_runs_on_several_hosts(tmp_path):
+    """One rank a host stands for the shell of its node; the hosts find each other by name, ports are random."""
+    (tmp_path / "program.py").write_text(TORCHRUN_PROGRAM)
+
+    def node():
+        place = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500"]
+        command = [sys.executable, "-m", "torch.distributed.run", *place, str(tmp_path / "program.py")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return sorted(done.stdout.splitlines())
+
+    results = launch(node, world_size=2, hosts=2, init=False, timeout=85)
+    names = sorted(line.split()[2] for lines in results for line in lines)
+    assert sorted(line.split()[0] for lines in results for line in lines) == ["0", "1", "2", "3"]
+    assert names == ["node0", "node0", "node1", "node1"]
+    assert all(line.split()[3:] in (["node0", "4.0"], ["node1", "4.0"]) for lines in results for line in lines)
+
+
+# --- bytes between hosts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", [None, "100mbit"])
+def test_what_an_all_reduce_sends_between_hosts_is_counted(link):
+    """A ring through 4 ranks crosses from each host to the other once, with 2 · 3/4 of the tensor."""
+    size = 1 << 20
+
+    def reduce():
+        with record() as ledger:
+            dist.all_reduce(torch.ones(size // 4))
+        return ledger
+
+    results = launch(reduce, world_size=4, hosts=2, link=link)
+    for left in results.left_host:
+        assert 1.5 * size <= left <= 1.12 * 1.5 * size  # headers and acknowledgements
+    assert results[0].bytes("all_reduce") == size
+    assert results[3].table().split("\n")[-2:] == [
+        f"   left node{host}  eth0     {results.left_host[host]:,}" for host in range(2)
+    ]
+    assert f"<td>{results.left_host[1]:,}</td>" in results[0]._repr_html_()
+
+
+def test_a_call_that_sends_nothing_leaves_nothing():
+    assert launch(dist.get_rank, world_size=4, hosts=2).left_host == [0, 0]
+
+
+def test_messages_within_a_host_stay_on_its_loopback():
+    size = 1 << 20
+
+    def count(interface: str) -> int:
+        with open("/proc/self/net/dev") as table:
+            return next(int(line.split(":")[1].split()[8]) for line in table if line.strip().startswith(interface))
+
+    def within():
+        before, x = count("lo:"), torch.ones(size // 4)
+        if dist.get_rank() % 2 == 0:
+            dist.send(x, dist.get_rank() + 1)
+        else:
+            dist.recv(x, dist.get_rank() - 1)
+        return count("lo:") - before
+
+    results = launch(within, world_size=4, hosts=2)
+    assert results.left_host == [0, 0]
+    assert results[1] >= size and results[3] >= size
+
+
+def test_bytes_are_counted_by_direction_and_only_those_of_the_call():
+    size = 1 << 19
+
+    def across():
+        x = torch.ones(size // 4)
+        if dist.get_rank() == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+
+    for _ in range(2):
+        there, back = launch(across, world_size=2, hosts=2).left_host
+        assert size <= there <= 1.12 * size and 0 < back < 0.1 * size
+
+
+# --- warm and cold ranks -------------------------------------------------------------------------------------------
+
+
+def test_ranks_stay_warm_while_other_calls_come_between():
+    plain = launch(os.getpid, world_size=4)
+    hosts = all_is_well_on_hosts()
+    assert launch(os.getpid, world_size=4) == plain
+    assert all_is_well_on_hosts() == hosts
+    where = launch(lambda: (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]), world_size=4)
+    assert where == [(socket.gethostname(), str(rank), "127.0.0.1") for rank in range(4)]
+
+
+def test_another_link_or_number_of_hosts_makes_other_hosts():
+    first = launch(place, world_size=4, hosts=2)
+    second = launch(place, world_size=4, hosts=2, link="1gbit")
+    third = launch(place, world_size=4, hosts=4, link="1gbit")
+    assert [len({network for _, network, _ in places}) for places in (first, second, third)] == [2, 2, 4]
+    assert ended([pid for places in (first, second) for _, _, pid in places])
+
+
+def test_settings_of_a_call_do_not_reach_the_next():
+    def change():
+        os.environ["GLOO_SOCKET_IFNAME"] = "nonsense"
+        torch.set_default_dtype(torch.float64)
+
+    launch(change, world_size=4, hosts=2)
+    look = launch(lambda: (os.environ["GLOO_SOCKET_IFNAME"], torch.get_default_dtype()), world_size=4, hosts=2)
+    assert look == [("eth0", torch.float32)] * 4
+
+
+def test_hosts_whose_process_was_killed_are_made_anew():
+    before = launch(place, world_size=4, hosts=2)
+    (holder,) = holders(psutil.Process().children())
+    os.kill(holder, signal.SIGKILL)
+    psutil.Process(holder).wait(10)
+    after = launch(place, world_size=4, hosts=2)
+    assert not {pid for _, _, pid in before} & {pid for _, _, pid in after}
+    all_is_well_on_hosts()
+
+
+def test_a_host_that_is_ended_in_a_call_is_told_and_the_next_call_works():
+    all_is_well_on_hosts()
+    holding = holders(psutil.Process().children(recursive=True))
+    with pytest.raises((RuntimeError, WorkerError)):
+        launch(lambda pids: [os.kill(pid, signal.SIGKILL) for pid in pids] if dist.get_rank() == 0 else None, holding,
+               world_size=4, hosts=2)
+    all_is_well_on_hosts()
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_names_rank_and_host_and_the_next_call_works():
+    def fail():
+        if dist.get_rank() == 3:
+            raise ValueError("mine")
+        dist.barrier()
+
+    with pytest.raises(WorkerError, match="rank 3 on node1 failed: ValueError: mine") as caught:
+        launch(fail, world_size=4, hosts=2)
+    assert caught.value.rank == 3 and caught.value.exception == "ValueError: mine"
+    assert [state.split()[:2] for state in caught.value.states[:4]] == [
+        [str(rank), f"node{rank // 2}"] for rank in range(4)
+    ]
+    all_is_well_on_hosts()
+
+
+def test_a_death_names_rank_host_and_signal():
+    def die():
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(WorkerError, match="rank 2 on node1 died: killed by signal SIGKILL"):
+        launch(die, world_size=4, hosts=2)
+    all_is_well_on_hosts()
+
+
+def test_a_hang_says_on_which_host_each_rank_waits():
+    def hang():
+        if dist.get_rank() != 3:
+            dist.all_reduce(torch.ones(4))
+        else:
+            time.sleep(1000)
+
+    with pytest.raises(HangError) as caught:
+        launch(hang, world_size=4, hosts=2, timeout=3)
+    assert caught.value.rank == 3 and "rank 3 never joined it" in caught.value.fault
+    states = [state.split()[:4] for state in caught.value.states[:4]]
+    assert states[:3] == [[str(rank), f"node{rank // 2}", "waits", "all_reduce"] for rank in range(3)]
+    assert states[3][:3] == ["3", "node1", "runs"]
+    all_is_well_on_hosts()
+
+
+def test_without_hosts_no_table_has_a_column_for_them():
+    with pytest.raises(HangError) as caught:
+        launch(lambda: dist.get_rank() or dist.barrier(), world_size=2, timeout=2)
+    assert "\nrank  state " in str(caught.value) and caught.value.states[0].split()[1] == "waits"
+
+
+def test_an_interrupt_shows_where_ranks_stood_on_their_hosts():
+    with Kernel() as kernel:
+        kernel.good("import time\nfrom course_utils import launch\nimport torch.distributed as dist")
+        cell = kernel.start_until(
+            "def f():\n    print('ready')\n    time.sleep(1000)\nlaunch(f, world_size=4, hosts=2, timeout=600)", "ready"
+        )
+        kernel.interrupt(cell)
+        assert cell.error_name == "Interrupted" and "where they stood" in cell.error_value
+        assert all(f"{rank}     node{rank // 2}  runs" in cell.error_value for rank in range(4))
+        assert kernel.good("launch(dist.get_rank, world_size=4, hosts=2)").value == "[0, 1, 2, 3]"
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_another_call_while_one_runs_is_refused(tmp_path):
+    refusals = []
+
+    def work():
+        (tmp_path / "begun").touch()
+        wait_for(tmp_path / "refused")
+
+    def other():
+        wait_for(tmp_path / "begun")
+        try:
+            launch(total, world_size=4, hosts=2)
+        except RuntimeError as error:
+            refusals.append(str(error))
+        (tmp_path / "refused").touch()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    launch(work, world_size=4, hosts=2)
+    thread.join(60)
+    assert len(refusals) == 1 and "another launch is running" in refusals[0]
+
+
+# --- faults --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("cable pulled", ["Network is unreachable", "clients joined", "timed out"]),
+        ("port closed", ["timed out", "clients joined"]),
+        ("unknown name", ["timed out", "clients joined"]),
+        ("wrong address", ["(node1, 29500)"]),
+        # A rank of the same host may notice only that a neighbor has given up.
+        ("wrong name", ["Connection refused, remote=[127.0.1.1]", "Connection closed by peer [127.0."]),
+        ("wrong interface", ["Unable to find address for: ib0"]),
+    ],
+)
+def test_a_fault_gives_the_error_of_pytorch(fault, said):
+    with pytest.raises(WorkerError) as caught:
+        launch(total, world_size=4, hosts=2, fault=fault, timeout=16)
+    error = caught.value
+    assert not isinstance(error, HangError) and error.starting
+    assert any(text in error.exception for text in said), error.exception
+    assert " on node" in str(error).split("failed:")[0]
+    assert ("GLOO_SOCKET_IFNAME is 'ib0', which names no interface" in str(error)) == (fault == "wrong interface")
+    all_is_well_on_hosts()
+
+
+def test_one_open_port_is_not_enough_and_the_launcher_says_how_far_the_ranks_came(capsys):
+    with pytest.raises(HangError) as caught:
+        launch(total, world_size=4, hosts=2, fault="only one port open", timeout=6)
+    assert "The ranks have met at their store, but do not reach each other" in caught.value.fault
+    assert all("connects to other ranks" in state for state in caught.value.states)
+    all_is_well_on_hosts()
+
+
+def test_ranks_that_wait_at_the_store_and_ranks_that_do_not_reach_it_are_told_apart():
+    def program():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+
+    with pytest.raises(HangError) as caught:
+        launch(program, world_size=4, hosts=2, fault="port closed", init=False, timeout=4)
+    assert "ranks 2,3 on node1 connect to node0:29500" in caught.value.fault and caught.value.rank == 2
+    assert [state.split()[:2] for state in caught.value.states] == [[str(r), f"node{r // 2}"] for r in range(4)]
+
+
+def test_errors_of_connections_show_no_native_stack(capsys):
+    with pytest.raises(WorkerError):
+        launch(total, world_size=4, hosts=2, fault="port closed", timeout=6)
+    out = capsys.readouterr().out
+    assert "The client socket has timed out" in out and "frame #" not in out and "Exception raised from" not in out
+
+
+@pytest.mark.parametrize("fault", ["wrong name", "wrong interface"])
+def test_a_program_can_mend_what_it_was_told_wrongly(fault):
+    def program():
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        return total()
+
+    assert launch(program, world_size=4, hosts=2, fault=fault, init=False) == [10.0] * 4
+
+
+def test_faults_are_where_they_are_said_to_be(tmp_path):
+    def look(folder: Path):
+        def reaches(port: int) -> bool:
+            with socket.socket() as connection:
+                connection.settimeout(1.0)
+                return connection.connect_ex(("10.0.0.1", port)) == 0
+
+        rank = int(os.environ["RANK"])
+        servers = [socket.create_server(("0.0.0.0", port)) for port in (29500, 4000) if rank == 0]
+        (folder / f"begun {rank}").touch()
+        wait_for(folder / "begun 0")
+        found = [reaches(29500), reaches(4000)]
+        (folder / f"done {rank}").touch()
+        wait_for(folder / f"done {1 - rank}")
+        for server in servers:
+            server.close()
+        with open("/etc/hosts") as names:
+            known = dict(reversed(line.split()) for line in names)
+        return found, known.get("node0"), known.get("node1")
+
+    def run(fault):
+        folder = tmp_path / str(fault)
+        folder.mkdir()
+        return launch(look, folder, world_size=2, hosts=2, fault=fault, init=False, timeout=60)
+
+    addresses = ("10.0.0.1", "10.0.0.2")
+    assert run(None) == [([True, True], *addresses)] * 2
+    assert run("port closed") == [([True, True], *addresses), ([False, True], *addresses)]
+    assert run("only one port open") == [([True, True], *addresses), ([True, False], *addresses)]
+    assert run("cable pulled") == [([True, True], *addresses), ([False, False], *addresses)]
+    assert run("unknown name") == [([True, True], *addresses), ([True, True], None, "10.0.0.2")]
+    assert run("wrong name") == [
+        ([True, True], "127.0.1.1", "10.0.0.2"), ([True, True], "10.0.0.1", "127.0.1.1")
+    ]
+
+
+def test_conditions_can_be_put_together_and_each_holds_where_it_is_said():
+    both = Conditions(names=((0, "trainer", "10.0.0.2"), (1, "node0", None)), interface=None)
+
+    def look():
+        with open("/etc/hosts") as names:
+            known = dict(reversed(line.split()) for line in names)
+        return known.get("trainer"), known.get("node0"), os.environ.get("GLOO_SOCKET_IFNAME")
+
+    results = launch(look, world_size=2, hosts=2, fault=both, init=False)
+    assert results == [("10.0.0.2", "10.0.0.1", None), (None, None, None)]
+
+
+# --- nothing left behind -------------------------------------------------------------------------------------------
+
+
+def test_shutdown_ends_ranks_hosts_and_networks():
+    shutdown()
+    before = networks_outside()
+    places = launch(place, world_size=4, hosts=2)
+    holding = holders(psutil.Process().children(recursive=True))
+    assert len(holding) == 3 and networks_outside() == before
+    shutdown()
+    assert ended([pid for _, _, pid in places] + holding)
+    assert networks_outside() == before
+    open_files = [file.resolve().name for file in Path("/proc/self/fd").iterdir()]
+    assert not [name for name in open_files if name.startswith("net:[")]
+
+
+SCRIPT = """
+import os, socket, time
+from course_utils import launch
+import torch, torch.distributed as dist
+
+def work(wait):
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    print(socket.gethostname(), os.readlink("/proc/self/ns/net"), flush=True)
+    time.sleep(wait)
+    return x.item()
+
+print(launch(work, 0, world_size=4, hosts=2, link="100mbit"), flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["normal", "error", "SIGKILL", "SIGKILL in a call", "SIGTERM"])
+def test_nothing_is_left_however_the_notebook_ends(end):
+    before = networks_outside()
+    more = {
+        "error": "launch(work, 'x', world_size=4, hosts=2, link='100mbit')",
+        "SIGKILL in a call": "launch(work, 1000, world_size=4, hosts=2, link='100mbit', timeout=2000)",
+    }.get(end, "print('there', flush=True)\n" + ("time.sleep(1000)" if end.startswith("SIG") else ""))
+    with Script(SCRIPT + more) as script:
+        script.read("[4.0, 4.0, 4.0, 4.0]")
+        if "in a call" in end:
+            script.read("node1")
+        elif end.startswith("SIG"):
+            script.read("there")
+        if end.startswith("SIG"):
+            assert len(holders(marked(script.mark))) == 3
+            os.kill(script.process.pid, signal.SIGTERM if end == "SIGTERM" else signal.SIGKILL)
+        else:
+            script.read(None)
+        assert not left_behind(script.mark, script.temporary)
+        assert networks_outside() == before
+
+
+def test_an_interrupt_while_hosts_are_made_leaves_none():
+    code = """
+import os, signal, threading
+import psutil
+import torch.distributed as dist
+from course_utils import launch, shutdown
+from course_utils.ranks import host_network
+
+def holders():
+    return [p.pid for p in psutil.Process().children(recursive=True) if any("host_names" in a for a in p.cmdline())]
+
+if __name__ == "__main__":
+    made = host_network.Hosts.__init__
+    for moment in ("before", "after"):
+        def interrupted(self, *arguments):
+            if moment == "after":
+                made(self, *arguments)
+            os.kill(os.getpid(), signal.SIGINT)
+            if moment == "before":
+                made(self, *arguments)
+        launch(dist.get_rank, world_size=2)
+        before = holders()  # of an earlier round
+        host_network.Hosts.__init__ = interrupted
+        try:
+            launch(dist.get_rank, world_size=2, hosts=2)
+        except KeyboardInterrupt as error:
+            print(moment, type(error).__name__, len(set(holders()) - set(before)), flush=True)
+        host_network.Hosts.__init__ = made
+        print(launch(dist.get_rank, world_size=2, hosts=2), len(holders()), flush=True)
+        shutdown()
+        print(len(holders()), flush=True)
+"""
+    with Script(code) as script:
+        out = script.finish(80)
+        assert out.splitlines() == [
+            "before Interrupted 0", "[0, 1] 3", "0", "after Interrupted 0", "[0, 1] 3", "0"
+        ], out
+        assert not left_behind(script.mark, script.temporary)
+
+
+def test_two_learners_at_once_do_not_see_each_other():
+    with Script(SCRIPT) as one, Script(SCRIPT) as other:
+        texts = [one.finish(), other.finish()]
+        assert all("[4.0, 4.0, 4.0, 4.0]" in text for text in texts)
+        used = [{word for word in text.split() if word.startswith("net:[")} for text in texts]
+        assert [len(found) for found in used] == [2, 2] and not used[0] & used[1]
+        assert not left_behind(one.mark, one.temporary) and not left_behind(other.mark, other.temporary)
+
+
+def test_an_ordinary_user_may_emulate_hosts_too():
+    """Without the rights of root, by a user namespace; in it ranks have no rights that they had not before."""
+    drop = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all"] if os.getuid() == 0 else []
+    rights = "\nprint(launch(lambda: open('/proc/self/status').read().split('CapEff:')[1].split()[0], hosts=2))"
+    users = "\nprint(os.readlink('/proc/self/ns/user') in launch(os.readlink, '/proc/self/ns/user', hosts=2))"
+    with Script(SCRIPT + rights + users, prefix=drop) as script:
+        out = script.finish()
+        assert "[4.0, 4.0, 4.0, 4.0]" in out and f"{['0000000000000000'] * 4}" in out and "False" in out
+        assert "not emulated" not in out
+        assert not left_behind(script.mark, script.temporary)
+
+
+BY_SUDO = """
+import json, os, socket, subprocess, sys, tempfile
+from course_utils.ranks import host_namespaces, host_network, host_plan
+
+USER = 65534
+with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+    os.chown(folder, USER, USER)
+    task = host_network._task(host_plan.Plan(2, 2, "100mbit"), folder) | {"user": [USER, USER]}
+    command = [sys.executable, "-I", "-S", host_namespaces.__file__]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder.stdin.write(json.dumps(task) + "\\n")
+    holder.stdin.flush()
+    hosts = json.loads(holder.stdout.readline())["pids"]
+    if os.fork() == 0:  # an ordinary user's rank, which root has not started
+        os.setgroups([])
+        os.setresgid(USER, USER, USER)
+        os.setresuid(USER, USER, USER)
+        host_namespaces.enter(hosts[1])
+        rights = open("/proc/self/status").read().split("CapEff:")[1].split()[0]
+        print(socket.gethostname(), os.getuid(), rights, host_network._sent(os.getpid()), flush=True)
+        os._exit(0)
+    os.wait()
+    holder.stdin.close()
+    print("ended with", holder.wait(10))
+"""
+
+
+def test_hosts_made_by_sudo_belong_to_the_user_who_asked():
+    if os.getuid() != 0:
+        missing("the rights of root, which sudo gives")
+    with Script(BY_SUDO) as script:
+        assert script.finish() == "node1 65534 0000000000000000 0\nended with 0\n"
+        assert not left_behind(script.mark, script.temporary)
+
+
+def test_a_fork_of_the_notebook_does_not_keep_the_hosts():
+    code = SCRIPT + "if os.fork() == 0:\n    time.sleep(1000)\nprint('there', flush=True)\ntime.sleep(1000)"
+    with Script(code) as script:
+        script.read("there")
+        holding = holders(marked(script.mark))
+        assert len(holding) == 3
+        os.kill(script.process.pid, signal.SIGKILL)
+        assert ended(holding)

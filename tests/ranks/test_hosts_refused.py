@@ -1,0 +1,147 @@
+"""Promises where hosts cannot be emulated, or are asked for wrongly: what is refused, and what runs all the same."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import missing
+
+from course_utils import hosts_available, launch, record
+from course_utils.ranks import host_network, hosts
+
+pytestmark = pytest.mark.guard(60)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"hosts": 3}, ValueError, "4 ranks can be divided equally among 1, 2 or 4 hosts"),
+        ({"hosts": 0}, ValueError, "hosts is 0"),
+        ({"hosts": 8}, ValueError, "hosts is 8"),
+        ({"hosts": 2.0}, TypeError, "hosts is a whole number of hosts, not float"),
+        ({"hosts": True}, TypeError, "hosts is a whole number of hosts, not bool"),
+        ({"hosts": 2, "link": "100"}, ValueError, "unit (kbit, mbit or gbit), such as '100mbit'"),
+        ({"hosts": 2, "link": "100Mbit; reboot"}, ValueError, "link is '100Mbit; reboot'"),
+        ({"hosts": 2, "link": "0mbit"}, ValueError, "a number above 0"),
+        ({"hosts": 2, "link": "1kbit"}, ValueError, "allowed are rates from 100kbit to 100gbit"),
+        ({"hosts": 2, "link": 100}, TypeError, "link is 100"),
+        ({"hosts": 2, "latency": "5"}, ValueError, "unit (us, ms or s), such as '5ms'"),
+        ({"hosts": 2, "latency": "60s"}, ValueError, "allowed are times up to 10s"),
+        ({"hosts": 2, "fault": "rain"}, ValueError, "allowed are 'cable pulled', 'port closed', 'only one port open'"),
+        ({"hosts": 1, "fault": "cable pulled"}, ValueError, "a fault between hosts needs 2 or more"),
+        ({"link": "100mbit"}, ValueError, "link is about the link between hosts; say how many: hosts=2"),
+        ({"fault": "cable pulled"}, ValueError, "say how many: hosts=2"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_is_allowed(options, kind, said):
+    with pytest.raises(kind) as caught:
+        launch(dist.get_rank, world_size=4, **options)
+    assert said in str(caught.value)
+
+
+def test_the_docstring_of_launch_names_every_fault():
+    assert all(f'``"{fault}"``' in launch.__doc__.replace("\n        ", " ") for fault in hosts.FAULTS)
+
+
+@pytest.fixture
+def unavailable(monkeypatch):
+    monkeypatch.setattr(hosts, "_trial", lambda latency: "this system has no network for hosts")
+
+
+def test_it_is_tried_again_once_what_was_missing_is_there(monkeypatch):
+    monkeypatch.setattr(hosts, "_made", set())
+    with monkeypatch.context() as without:
+        without.setattr(hosts, "_missing", lambda: "emulated hosts need the program `ip`")
+        assert hosts_available() == (False, "emulated hosts need the program `ip`")
+    there, sentence = hosts_available()
+    if not there:
+        missing(sentence)
+    assert hosts._made == {False} and "are emulated by Linux network namespaces" in sentence
+
+
+def place() -> tuple:
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+    return socket.gethostname(), *(os.environ[name] for name in names)
+
+
+def test_without_networks_ranks_run_on_one_host_with_the_same_variables(unavailable, capsys):
+    assert hosts_available() == (False, "this system has no network for hosts")
+
+    def work():
+        with record() as ledger:
+            x = torch.ones(1)
+            dist.all_reduce(x)
+        return *place(), x.item(), len(ledger)
+
+    results = launch(work, world_size=4, hosts=2, link="100mbit")
+    assert results == [
+        (socket.gethostname(), str(rank), str(rank % 2), "2", str(rank // 2), "2", "127.0.0.1", 4.0, 1)
+        for rank in range(4)
+    ]
+    assert results.left_host is None
+    said = "2 hosts are not emulated: this system has no network for hosts. The ranks run on the machine itself"
+    assert capsys.readouterr().out.startswith(said)
+    plain = launch(place, world_size=4)
+    assert plain == [(socket.gethostname(), str(rank), str(rank), "4", "0", "1", "127.0.0.1") for rank in range(4)]
+
+
+def test_without_networks_a_program_makes_its_own_group(unavailable):
+    def program():
+        dist.init_process_group("gloo")
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return x.item(), os.environ["GROUP_RANK"]
+
+    assert launch(program, world_size=2, hosts=2, init=False) == [(2.0, "0"), (2.0, "1")]
+
+
+def test_a_fault_that_cannot_be_made_is_refused(unavailable):
+    with pytest.raises(RuntimeError, match="fault 'cable pulled' needs emulated hosts: this system has no network"):
+        launch(dist.get_rank, world_size=4, hosts=2, fault="cable pulled")
+
+
+def test_a_delay_that_the_kernel_cannot_make_is_said(monkeypatch, capsys):
+    there, sentence = hosts_available()
+    if not there:
+        missing(sentence)
+    monkeypatch.setattr(hosts, "_trial", lambda latency: "this kernel lacks netem" if latency else "")
+    assert launch(dist.get_rank, world_size=2, hosts=2, link="1gbit", latency="5ms") == [0, 1]
+    out = capsys.readouterr().out
+    assert out == "latency 5ms is not emulated: this kernel lacks netem. The link has no delay.\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kernel.apparmor_restrict_unprivileged_userns": "1"}, "kernel.apparmor_restrict_unprivileged_userns=0"),
+        ({"kernel.unprivileged_userns_clone": "0"}, "kernel.unprivileged_userns_clone=1"),
+        ({"user.max_user_namespaces": "0"}, "user.max_user_namespaces=10000"),
+    ],
+)
+def test_a_system_that_forbids_it_is_named_with_the_way_out(monkeypatch, settings, said):
+    monkeypatch.setattr(host_network, "_setting", lambda name: settings.get(name, ""))
+    reason = host_network._reason({"what": "a user namespace", "errno": 1, "error": "Operation not permitted"})
+    assert f"`sudo sysctl {said}`" in reason and "lets only root make the network" in reason
+
+
+def test_a_container_that_forbids_it_is_named_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(host_network, "_setting", lambda name: "")
+    monkeypatch.setattr(host_network.os.path, "exists", lambda path: path == "/.dockerenv")
+    reason = host_network._reason({"what": "a user namespace", "errno": 1, "error": "Operation not permitted"})
+    assert "this container may not" in reason and "docker run --privileged" in reason
+
+
+@pytest.mark.parametrize("lost", ["ip", "tc"])
+def test_a_missing_program_is_named_with_the_way_out(monkeypatch, lost):
+    monkeypatch.setattr(hosts, "program", lambda name: None if name == lost else f"/sbin/{name}")
+    assert hosts._missing() == f"emulated hosts need the program `{lost}`; the way out: `sudo apt-get install iproute2`"
+
+
+def test_another_system_than_linux_is_named(monkeypatch):
+    monkeypatch.setattr(hosts.sys, "platform", "darwin")
+    monkeypatch.setattr(hosts.platform, "system", lambda: "Darwin")
+    assert "the network namespaces of Linux, which Darwin does not have" in hosts._missing()

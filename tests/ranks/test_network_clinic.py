@@ -1,0 +1,309 @@
+"""Promises of the network clinic: real symptoms, true evidence, cures that are really tried, and none that hangs."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from conftest import missing
+
+from course_utils import hosts_available, launch
+from course_utils.checks import CheckFailed
+from course_utils.checks import network_clinic as check
+from course_utils.clinic import Clinic, network
+
+pytestmark = pytest.mark.guard(90)
+
+NUMBERS = range(1, 9)
+
+#: What the ranks of each patient say, and which of them must say it (None: at least one).
+SAID = {
+    1: [(0, "1/2 clients joined"), (1, "timed out after 2000ms while trying to connect to (node0, 29500)")],
+    2: [(None, "Connection refused, remote=[127.0.1.1]")],
+    3: [(0, "Unable to find address for: ib0"), (1, "Unable to find address for: ib0")],
+    4: [(rank, "RendezvousConnectionError") for rank in (0, 1)] + [(rank, "(10.0.0.1, 29500)") for rank in (0, 1)],
+    5: [(rank, "(says nothing in 5 s)") for rank in (0, 1)],
+    6: [(None, "No such file or directory: 'checkpoint/.metadata'")],
+    7: [(rank, "timed out after 2000ms while trying to connect to (node1, 29500)") for rank in (0, 1)],
+    8: [(0, "1/2 clients joined"), (1, "101 - Network is unreachable")],
+}
+
+RIGHT = {
+    1: ("firewall drops the port", {"open_ports": 29500}),
+    2: ("gloo takes the loopback", {"environment": {"GLOO_SOCKET_IFNAME": "eth0"}}),
+    3: ("no such interface", {"environment": {"GLOO_SOCKET_IFNAME": "eth0"}}),
+    4: ("nobody hosts the store", {"hosts_file": {"node0": "10.0.0.1"}}),
+    5: ("firewall opens only the port", {"open_ports": "all"}),
+    6: ("no shared disk", {"folder": "shared/checkpoint"}),
+    7: ("wrong address", {"environment": {"MASTER_ADDR": "node0"}}),
+    8: ("interface down", {"link": "up"}),
+}
+
+UNUSUAL = {  # cures that heal, but go around the cause
+    1: {"environment": {"MASTER_PORT": "29501"}},
+    7: {"hosts_file": {"node1": "10.0.0.1"}},
+}
+
+WRONG = {
+    1: {"environment": {"MASTER_ADDR": "10.0.0.1"}},
+    2: {"environment": {"GLOO_SOCKET_IFNAME": "ib0"}},
+    3: {"environment": {"GLOO_SOCKET_IFNAME": "eth7"}},
+    4: {"open_ports": "all"},
+    5: {"environment": {"MASTER_PORT": "29501"}},
+    6: {"folder": "other"},
+    7: {"link": "up"},
+    8: {"environment": {"MASTER_ADDR": "10.0.0.1"}},
+}
+
+
+@pytest.fixture(scope="module")
+def clinic() -> Clinic:
+    there, sentence = hosts_available()
+    if not there:
+        missing(sentence)
+    return network.clinic()
+
+
+# --- patients, without running anything ----------------------------------------------------------------------------
+
+
+def test_every_cause_of_a_patient_is_listed_and_there_are_others():
+    causes = [case.cause for case in network.CASES]
+    assert len(set(causes)) == len(causes) == 8 and set(causes) < set(network.CAUSES)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_evidence_fits_the_right_cause_and_contradicts_every_other(number):
+    case = network.CASES[number - 1]
+    for name, cause in network.CAUSES.items():
+        against = [fact for fact, value in cause.shows.items() if case.facts[fact] != value]
+        assert (not against) == (name == case.cause), (name, against)
+
+
+def test_every_sign_of_every_cause_can_be_seen_for_25_minutes():
+    """The target on the card of the exercise."""
+    minutes = 0
+    for case in network.CASES:
+        signs = set(network.CAUSES[case.cause].shows)
+        minutes += sum(one.minutes for one in network.clinic().evidence.values() if signs & set(one.facts))
+    assert minutes <= 25
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_patient_shows_its_program_and_settings_and_not_its_cause(number):
+    patient = network.clinic()[number]
+    case = network.CASES[number - 1]
+    text = repr(patient)
+    assert inspect.getsource(case.program).rstrip() in text and case.complaint in text
+    assert all(f"{name}={value}" in text for name, value in case.settings.items() if value)
+    assert case.cause not in text and case.why not in text and case.thread not in text
+    assert "<pre><code>" in patient._repr_html_()
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_right_diagnosis_is_accepted_with_its_thread_and_wrong_ones_are_answered(number):
+    case = network.CASES[number - 1]
+    for name in network.CAUSES:
+        verdict = network.clinic()[number].diagnose(name)
+        assert bool(verdict) == (name == case.cause)
+        if verdict:
+            assert case.thread in verdict.text and case.rule in verdict.text
+        else:
+            assert repr(name) in verdict.text and "Ask for it" in verdict.text
+            assert case.cause not in verdict.text.replace(name, "") and case.why not in verdict.text
+
+
+def test_names_that_do_not_exist_are_answered_with_those_that_do():
+    patient = network.clinic()[1]
+    for call, allowed in (
+        (lambda: patient.diagnose("fire wall"), "'firewall drops the port'"),
+        (lambda: patient.ask("adresses"), "'addresses'"),
+        (lambda: patient.treat(ports="all"), "'open_ports'"),
+        (patient.treat, "open_ports"),
+        (lambda: network.clinic()[9], "1 to 8"),
+    ):
+        with pytest.raises(ValueError, match="allowed are") as caught:
+            call()
+        assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cure", "said"),
+    [
+        ({"environment": "GLOO_SOCKET_IFNAME=eth0"}, "allowed is a dictionary"),
+        ({"environment": {"RANK": "0"}}, "names of variables that every rank has in common"),
+        ({"environment": {"MASTER_PORT": 29501}}, "allowed are texts"),
+        ({"hosts_file": {"node0": "node1"}}, "allowed are addresses of IPv4"),
+        ({"open_ports": "some"}, "a range such as '4000-4100', and 'all'"),
+        ({"open_ports": 70000}, "allowed are a port"),
+        ({"open_ports": True}, "allowed are a port"),
+        ({"link": "down"}, "allowed is 'up'"),
+        ({"folder": "/tmp/x"}, "'shared/checkpoint'"),
+        ({"folder": "../x"}, "'shared/checkpoint'"),
+    ],
+)
+def test_a_cure_that_cannot_be_applied_is_refused_with_what_is_allowed(cure, said):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        network.clinic()[1].treat(**cure)
+    assert said in str(caught.value)
+
+
+# --- patients, run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_each_rank_says_what_it_should(clinic, number):
+    symptom = clinic[number].symptom()
+    for rank, text in SAID[number]:
+        said = " ".join(symptom.said) if rank is None else symptom.said[rank]
+        assert text in said, symptom
+    assert not symptom.is_healthy(network.CASES[number - 1].result) and clinic[number].symptom() is symptom
+    assert sorted(symptom.said) == sorted(network.CASES[number - 1].recorded)  # which rank says it is left to chance
+
+
+def test_the_table_of_symptoms_has_every_complaint_and_two_ranks_each(clinic):
+    table = clinic.symptoms()
+    assert len(table.rows) == 16 and [row[0] for row in table.rows[::2]] == [str(number) for number in NUMBERS]
+    assert all(row[1] == case.complaint for row, case in zip(table.rows[::2], network.CASES, strict=True))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_evidence_really_shows_the_facts_that_diagnoses_are_judged_by(clinic, number):
+    patient, facts = clinic[number], {}
+    wanted = [name for name in clinic.evidence if name != "debug"]
+    for name in wanted:
+        facts |= patient.ask(name).facts
+        assert repr(patient.ask(name))
+    assert facts == dict(network.CASES[number - 1].facts)
+    assert patient.asked == wanted and patient.minutes == sum(clinic.evidence[name].minutes for name in wanted)
+
+
+def test_a_contradiction_quotes_evidence_that_the_learner_has(clinic):
+    patient = network.clinic()[8]
+    patient.ask("link")
+    said = patient.diagnose("nobody hosts the store").text
+    assert "Ask for it" in said
+    patient.ask("ports")
+    said = patient.diagnose("nobody hosts the store").text
+    assert "Your evidence 'ports' speaks against it" in said
+    assert "With 'nobody hosts the store' it would be: nobody" in said
+
+
+def test_the_log_of_pytorch_shows_how_far_the_ranks_came(clinic):
+    said = repr(network.clinic()[1].ask("debug"))
+    assert "The server has started on port = 29500" in said and "TCP client failed to connect" in said
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_right_cure_heals_and_a_wrong_one_does_not(clinic, number):
+    patient = network.clinic()[number]
+    refused = patient.treat(**WRONG[number])
+    assert not refused and "After this change the ranks say" in repr(refused) and refused.after and not patient.healed
+    healed = patient.treat(**RIGHT[number][1])
+    assert healed and "Healed: with this change every rank finishes" in healed.text and patient.healed
+    assert "goes around" not in healed.text and "at once" not in healed.text
+
+
+@pytest.mark.parametrize("number", UNUSUAL)
+def test_a_cure_that_goes_around_the_cause_is_accepted_and_told(clinic, number):
+    verdict = network.clinic()[number].treat(**UNUSUAL[number])
+    assert verdict and "goes around the cause" in verdict.text
+
+
+def test_gloo_gives_up_by_itself_but_later_than_it_was_told(clinic):
+    """What the lesson says of patient 5: silence is followed by an error, five time-outs later."""
+    def meet():
+        try:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+        except RuntimeError as error:
+            return str(error)
+
+    said = launch(meet, world_size=2, hosts=2, fault="only one port open", init=False, timeout=60)
+    assert all("connectFullMesh failed" in text and "Connect timeout" in text for text in said)
+
+
+def test_a_range_of_ports_is_enough_for_gloo_and_two_changes_at_once_are_told(clinic):
+    verdict = network.clinic()[5].treat(open_ports="32768-60999", link="up")
+    assert verdict and "changed 2 things at once" in verdict.text
+
+
+def test_the_score_counts_evidence_diagnoses_and_treatments(clinic):
+    fresh = network.clinic()
+    patient = fresh[8]
+    patient.ask("link"), patient.ask("link"), patient.ask("names")
+    patient.diagnose("port taken"), patient.diagnose("interface down")
+    patient.treat(link="up")
+    rows = fresh.score().rows
+    assert rows[7] == ["8", "link, names", "2 min", "1", "yes", "1", "yes"]
+    assert rows[0] == ["1", "none", "0 min", "0", "no", "0", "no"]
+    assert rows[8] == ["all", "", "2 min", "1", "1 of 8", "1", "1 of 8"]
+
+
+def test_hosts_are_in_order_after_the_clinic(clinic):
+    network.clinic()[8].treat(environment={"MASTER_ADDR": "10.0.0.1"})
+    assert launch(dist.get_rank, world_size=2, hosts=2) == [0, 1]
+
+
+# --- where hosts cannot be emulated --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_hosts(monkeypatch):
+    monkeypatch.setattr(network, "hosts_available", lambda: (False, "this system has no network for hosts"))
+
+
+def test_without_hosts_recorded_symptoms_and_facts_are_shown_and_labelled(without_hosts):
+    clinic = network.clinic()
+    symptom = clinic[7].symptom()
+    assert "Recorded, not run here: this system has no network for hosts." in repr(symptom)
+    assert "(node1, 29500)" in symptom.said[0] and "Recorded" in symptom._repr_html_()
+    assert "0 (recorded)" in repr(clinic.symptoms())
+    assert "who listens on the port where the ranks meet: node0" in repr(clinic[7].ask("ports"))
+    assert "Recorded" in repr(clinic[7].ask("log")) and clinic[7].minutes == 4
+    assert "Your evidence 'ports' speaks against it" in clinic[7].diagnose("nobody hosts the store").text
+    assert clinic[7].diagnose("wrong address")
+    verdict = clinic[7].treat(environment={"MASTER_ADDR": "node0"})
+    assert not verdict and repr(verdict) == "The treatment was not tried: this system has no network for hosts."
+
+
+def test_without_hosts_the_check_judges_causes_and_says_that_cures_were_not_tried(without_hosts, capsys):
+    check.diagnoses_and_cures(lambda: RIGHT)
+    assert "The cures were not tried: this system has no network for hosts." in capsys.readouterr().out
+
+
+# --- the check of the exercise -------------------------------------------------------------------------------------
+
+
+def test_the_check_accepts_right_answers_also_unusual_ones(clinic, capsys):
+    answers = RIGHT | {number: (RIGHT[number][0], cure) for number, cure in UNUSUAL.items()}
+    check.diagnoses_and_cures(lambda: answers)
+    assert "8 causes found, 8 patients healed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("hint", "change"),
+    [
+        ("missing", None),
+        ("form", {1: "firewall drops the port"}),
+        ("form", {1: ("firewall drops the port", "all")}),
+        ("name", {1: ("firewall", {"open_ports": "all"})}),
+        ("cause", {1: ("wrong address", {"open_ports": "all"})}),
+        ("several", {1: ("firewall drops the port", {"open_ports": "all", "link": "up"})}),
+        ("cure-form", {1: ("firewall drops the port", {"open_ports": "yes"})}),
+        ("cure-form", {1: ("firewall drops the port", {})}),
+        ("cure", {1: ("firewall drops the port", {"link": "up"})}),
+    ],
+)
+def test_the_check_says_what_is_wrong(clinic, hint, change):
+    answers = {} if change is None else RIGHT | change
+    with pytest.raises(CheckFailed, match="patient 1") as caught:
+        check.diagnoses_and_cures(lambda: answers)
+    assert caught.value.hint == hint
+
+
+def test_every_hint_of_the_check_is_reached():
+    marks = test_the_check_says_what_is_wrong.pytestmark
+    reached = {hint for mark in marks if mark.name == "parametrize" for hint, _ in mark.args[1]}
+    assert reached == set(check.HINTS["diagnoses_and_cures"])

@@ -1,0 +1,443 @@
+"""Promises of ``launch(..., verify=True)``: what ranks pass differently is named, and right programs run as they do."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from calls import case
+
+from course_utils import HangError, MismatchError, WorkerError, hosts_available, launch
+
+pytestmark = pytest.mark.guard(90)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
+
+WRONG: list = []  # programs on three ranks; the rank to blame, what the error says of it, a part of its line
+RIGHT: list = []  # programs on four ranks
+
+
+def refused(function, *args, world_size: int = 3, **options) -> MismatchError:
+    with pytest.raises(MismatchError) as caught:
+        launch(function, *args, world_size=world_size, verify=True, **options)
+    return caught.value
+
+
+# --- what gloo and NCCL accept in silence ----------------------------------------------------------------------------
+
+
+@case(WRONG, 1, "all_reduce #2 (default): rank 1 reduces with MAX, ranks 0,2 reduce with SUM", "op=dist.ReduceOp.MAX")
+def another_reduction():
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    else:
+        dist.all_reduce(x)
+
+
+@case(WRONG, 0, "reduce_scatter_single #1 (default): rank 0 reduces with PRODUCT, ranks 1,2 reduce with SUM", "op=")
+def another_reduction_of_a_reduce_scatter():
+    part, whole = torch.empty(2), torch.ones(6)
+    op = dist.ReduceOp.PRODUCT if dist.get_rank() == 0 else dist.ReduceOp.SUM
+    dist.reduce_scatter_single(part, whole, op=op)
+
+
+@case(WRONG, 2, "rank 2 reduces with MIN, ranks 0,1 reduce with SUM", "functional.all_reduce(")
+def another_reduction_of_a_functional_collective():
+    import torch.distributed._functional_collectives as functional
+
+    name = "min" if dist.get_rank() == 2 else "sum"
+    functional.wait_tensor(functional.all_reduce(torch.ones(2), name, dist.group.WORLD))
+
+
+@case(WRONG, 2, "all_reduce #1 (default): rank 2 passes int32, ranks 0,1 pass float32", "dist.all_reduce(x)")
+def another_dtype_of_the_same_size():
+    x = torch.ones(4, dtype=torch.int32 if dist.get_rank() == 2 else torch.float32)
+    dist.all_reduce(x)
+
+
+@case(WRONG, 0, "rank 0 passes shape (3, 2), ranks 1,2 pass shape (2, 3)", "dist.all_reduce(x)")
+def another_shape_of_as_many_bytes():
+    x = torch.ones((2, 3) if dist.get_rank() else (3, 2))
+    dist.all_reduce(x)
+
+
+@case(WRONG, 1, "broadcast #1 (default): rank 1 has root 1, ranks 0,2 have root 0", "src=dist.get_rank() % 2")
+def another_root():
+    dist.broadcast(torch.ones(2), src=dist.get_rank() % 2)
+
+
+@case(WRONG, 2, "reduce #1 (default): rank 2 has root 2, ranks 0,1 have root 0", "dst=dist.get_rank() // 2")
+def another_root_of_a_reduce():
+    dist.reduce(torch.ones(2), dst=dist.get_rank() // 2 * 2)  # dst=dist.get_rank() // 2
+
+
+@case(WRONG, 1, "all_gather #1 (default): rank 1 passes shape (2, 2), ranks 0,2 pass shape (4)", "dist.all_gather_")
+def another_shape_of_an_all_gather():
+    x = torch.ones((2, 2) if dist.get_rank() == 1 else (4,))
+    dist.all_gather_single(torch.empty(3 * x.shape[0], *x.shape[1:]), x)
+
+
+@case(WRONG, 1, "all_reduce #1 (default): rank 1 passes shapes (1), (2), ranks 0,2 pass shapes (2), (1)", "coalesced")
+def another_order_of_coalesced_tensors():
+    sizes = (1, 2) if dist.get_rank() == 1 else (2, 1)
+    dist.all_reduce_coalesced([torch.ones(n) for n in sizes])
+
+
+@case(WRONG, 2, "all_reduce #1 (ranks 1,2): rank 2 reduces with MAX, rank 1 reduces with SUM", "group=pair")
+def another_reduction_in_a_sub_group():
+    pair = dist.new_group([1, 2])
+    op = dist.ReduceOp.MAX if dist.get_rank() == 2 else dist.ReduceOp.SUM
+    if dist.get_rank():
+        dist.all_reduce(torch.ones(2), op=op, group=pair, async_op=True).wait()
+
+
+@case(WRONG, 1, "message #1 from rank 0 to rank 1: rank 0 sends 2 elements of float32, rank 1 receives 3", "dist.recv(")
+def a_larger_message_expected():
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(2), 1)
+    if dist.get_rank() == 1:
+        dist.recv(torch.ones(3), 0)
+
+
+@case(WRONG, 1, "rank 0 sends 2 elements of int32, rank 1 receives 2 elements of float32", "batch_isend_irecv(")
+def another_dtype_in_a_batch():
+    rank, dtype = dist.get_rank(), torch.int32 if dist.get_rank() == 0 else torch.float32
+    kind, peer = (dist.isend, 1) if rank == 0 else (dist.irecv, 0)
+    if rank < 2:
+        for work in dist.batch_isend_irecv([dist.P2POp(kind, torch.ones(2, dtype=dtype), peer)]):
+            work.wait()
+
+
+@case(WRONG, 1, "message #1 from rank 0 to rank 1: rank 0 sends it, rank 1 returned after it had received 0", "")
+def a_message_that_nobody_receives():
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(2), 1)
+
+
+@case(WRONG, 1, "broadcast #1 (default): ranks 0,2 call it, rank 1 returned after 0 collectives of this group", "")
+def a_broadcast_that_one_leaves_out():
+    if dist.get_rank() != 1:
+        dist.broadcast(torch.ones(2), src=0, async_op=True)
+
+
+# --- what would hang, or end a process --------------------------------------------------------------------------------
+
+
+@case(WRONG, 0, "collective #1 (default): rank 0 calls barrier, ranks 1,2 call all_reduce", "dist.barrier()")
+def another_operation():
+    if dist.get_rank() == 0:
+        dist.barrier()
+    dist.all_reduce(torch.ones(2))
+    dist.barrier()
+
+
+@case(WRONG, 1, "all_reduce #3 (default): ranks 0,2 call it, rank 1 returned after 2 collectives of this group", "")
+def a_call_left_out():
+    for step in range(3):
+        if step == 1 and dist.get_rank() == 1:
+            continue
+        dist.all_reduce(torch.ones(1))
+
+
+@case(WRONG, 1, "all_reduce #1 (default): rank 1 passes shape (4), ranks 0,2 pass shape (2)", "dist.all_reduce(")
+def another_size_which_ends_a_process_under_gloo():
+    dist.all_reduce(torch.ones(4 if dist.get_rank() == 1 else 2))
+
+
+@case(WRONG, 2, "collective #1 (default): rank 2 calls reduce_scatter, ranks 0,1 call reduce_scatter_single", "parts)")
+def another_form_of_reduce_scatter_which_gloo_does_in_another_way():
+    if dist.get_rank() == 2:
+        parts = [torch.ones(8) for _ in range(3)]
+        dist.reduce_scatter(torch.empty(8), parts)
+    else:
+        dist.reduce_scatter_single(torch.empty(8), torch.ones(24))
+
+
+@case(WRONG, 1, "all_to_all #1 (default): rank 1 sends 2 elements to rank 0, which expects 1", "dist.all_to_all_")
+def splits_that_do_not_fit():
+    out, given = [1, 1, 1], [2, 1, 1] if dist.get_rank() == 1 else [1, 1, 1]
+    dist.all_to_all_single(torch.empty(3), torch.ones(sum(given)), out, given)
+
+
+@case(WRONG, 0, "message #1 from rank 1 to rank 0: rank 0 receives it, rank 1 returned after it had sent 0", "")
+def a_receive_without_a_send():
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(2), 1)
+
+
+@pytest.mark.parametrize(("work", "rank", "said", "line"), WRONG)
+def test_what_differs_is_named_with_its_rank_and_line(work, rank: int, said: str, line: str):
+    error = refused(work)
+    if "returned after it" not in said:
+        assert error.rank == rank
+    assert said in str(error), error
+    mine = [state for state in error.states if re.match(rf"{rank}\b", state)]
+    if line:
+        assert line in error.traceback and re.search(r"test_verify\.py, line \d+: ", mine[0]), error
+    assert all(re.search(r"test_verify\.py, line \d+: ", state) for state in error.states)
+
+
+def test_groups_in_another_order_are_told_without_the_time_out():
+    def work():
+        first, second = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2])
+        for group in (second, first) if dist.get_rank() == 1 else (first, second):
+            dist.all_reduce(torch.ones(1), group=group)
+
+    with pytest.raises(HangError, match="never finish") as caught:
+        launch(work, world_size=3, verify=True, timeout=3600)
+    text = str(caught.value)
+    assert caught.value.kind == "stuck" and "collectives of different groups in different order" in text
+    assert re.search(r"ranks 0,2 call all_reduce #1 .* first, rank 1 calls all_reduce #1 .* first", text), text
+
+
+def test_a_hang_shows_where_the_lines_of_the_ranks_part():
+    """A skipped call pairs each later one with another, and all of them look alike."""
+
+    def work():
+        x = torch.ones(1)
+        if dist.get_rank() != 1:
+            dist.all_reduce(x)  # first
+        dist.all_reduce(x)  # second
+        dist.all_reduce(x)  # third
+
+    text = str(refused(work))
+    assert "The first one called from different lines is all_reduce #1 (default)" in text
+    assert re.search(r"ranks 0,2: .*# first\n +rank 1: .*# second", text), text
+
+
+def test_rings_that_wait_for_each_other_are_told_without_the_time_out():
+    def work():
+        rank, n = dist.get_rank(), dist.get_world_size()
+        dist.recv(torch.empty(1), (rank - 1) % n)
+        dist.send(torch.ones(1), (rank + 1) % n)
+
+    with pytest.raises(HangError, match="in a circle"):
+        launch(work, world_size=3, verify=True, timeout=3600)
+
+
+def test_the_first_difference_counts_and_the_pool_goes_on():
+    def work():
+        for step in range(200):
+            odd = dist.get_rank() == 2 and step in (50, 60)
+            dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
+
+    assert "all_reduce #51 " in str(refused(work))
+    assert launch(dist.get_rank, world_size=3, verify=True) == [0, 1, 2]
+    assert "all_reduce #51 " in str(refused(work))
+
+
+def test_a_difference_comes_before_the_error_that_follows_from_it():
+    def work():
+        x = torch.ones(1)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if dist.get_rank() == 2 else dist.ReduceOp.SUM)
+        assert x.item() == 1, "the wrong result was noticed"
+
+    assert "rank 2 reduces with MAX" in str(refused(work))
+
+
+def test_errors_that_have_nothing_to_do_with_it_are_told_as_ever():
+    def work():
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise ValueError("bad batch")
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(WorkerError, match="ValueError: bad batch") as caught:
+        launch(work, world_size=3, verify=True)
+    assert type(caught.value) is WorkerError and caught.value.rank == 1
+
+
+def test_many_ranks_that_call_alike_share_a_line():
+    def work():
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() == 7 else dist.ReduceOp.SUM)
+
+    error = refused(work, world_size=10)
+    assert error.rank == 7 and len(error.states) == 2 and "rank 7 reduces with MAX" in str(error)
+
+
+def test_a_program_with_its_own_group_is_compared():
+    def program():
+        dist.init_process_group("gloo")
+        dist.broadcast(torch.ones(1), src=dist.get_rank())
+        dist.destroy_process_group()
+
+    assert "rank 1 has root 1" in str(refused(program, world_size=2, init=False))
+
+
+@pytest.mark.skipif(not hosts_available()[0], reason=hosts_available()[1])
+def test_ranks_on_emulated_hosts_are_compared():
+    def work():
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() == 1 else dist.ReduceOp.SUM)
+
+    assert "MAX" in str(refused(work, world_size=2, hosts=2))
+    assert launch(dist.get_rank, world_size=2, hosts=2, verify=True) == [0, 1]
+
+
+def test_verify_is_true_or_false():
+    with pytest.raises(TypeError, match="verify is True or False, not 1"):
+        launch(dist.get_rank, world_size=2, verify=1)
+
+
+def test_without_it_nothing_is_compared():
+    def work():
+        x = torch.ones(1)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if dist.get_rank() == 1 else dist.ReduceOp.SUM)
+        return x.item()
+
+    assert len(launch(work, world_size=2)) == 2
+
+
+# --- right programs ----------------------------------------------------------------------------------------------
+
+
+@case(RIGHT)
+def every_collective_with_its_variants():
+    n, rank = dist.get_world_size(), dist.get_rank()
+    x, whole = torch.ones(10), torch.ones(10 * n)
+    parts = [torch.ones(10) for _ in range(n)]
+    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+        dist.all_reduce(torch.ones(3, dtype=dtype))
+    dist.all_reduce_coalesced([torch.ones(2), torch.ones(3)])
+    dist.broadcast(x, src=1)
+    dist.reduce(x, dst=2)
+    dist.all_gather(parts, x)
+    if rank % 2:  # two ways to call the same
+        dist.all_gather_single(whole, x)
+    else:
+        dist.all_gather(parts, x)
+    dist.reduce_scatter(x, parts)
+    dist.reduce_scatter_single(x, whole)
+    dist.gather(x, parts if rank == 1 else None, dst=1)
+    dist.scatter(x, parts if rank == 3 else None, src=3)
+    dist.all_to_all(parts, [torch.ones(10) for _ in range(n)])
+    dist.all_to_all_single(torch.empty(10 * n), whole)
+    dist.barrier()
+    dist.monitored_barrier()
+
+
+@case(RIGHT)
+def uneven_all_to_all():
+    n, rank = dist.get_world_size(), dist.get_rank()
+    given, wanted = [rank + 1] * n, [source + 1 for source in range(n)]
+    dist.all_to_all_single(torch.empty(sum(wanted), 3), torch.ones(sum(given), 3), wanted, given)
+    none = [0] * n
+    dist.all_to_all_single(torch.empty(0), torch.empty(0), none, none)
+
+
+@case(RIGHT)
+def object_collectives():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    found = [None] * n
+    dist.all_gather_object(found, "x" * 10**rank)
+    dist.gather_object("y" * 10**rank, [None] * n if rank == 1 else None, dst=1)
+    things = [{"a": list(range(1000))}] if rank == 2 else [None]
+    dist.broadcast_object_list(things, src=2)
+    dist.scatter_object_list([None], ["z" * 10**r for r in range(n)] if rank == 0 else [None] * n, src=0)
+    if rank == 0:
+        dist.send_object_list(["some text"], dst=1)
+    if rank == 1:
+        dist.recv_object_list([None], src=0)
+
+
+@case(RIGHT)
+def sub_groups_and_their_roots():
+    rank = dist.get_rank()
+    odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
+    mine = odd if rank % 2 else even
+    dist.broadcast(torch.ones(2), src=2 + rank % 2, group=mine)
+    dist.broadcast(torch.ones(2), group_src=1, group=mine)
+    dist.reduce(torch.ones(2), group_dst=0, group=mine)
+    dist.all_reduce(torch.ones(2 + rank % 2), op=dist.ReduceOp.MAX if rank % 2 else dist.ReduceOp.SUM, group=mine)
+    if rank % 2:
+        dist.barrier(group=odd)
+    (dist.send if rank > 1 else dist.recv)(torch.ones(2), group=mine, **{
+        "group_dst" if rank > 1 else "group_src": 0 if rank > 1 else 1
+    })
+
+
+@case(RIGHT)
+def asynchronous_calls_that_are_waited_for_in_another_order():
+    works = [dist.all_reduce(torch.ones(size), async_op=True) for size in range(1, 30)]
+    for work in reversed(works):
+        work.wait()
+    group = dist.new_group()
+    late = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    dist.barrier()
+    late.wait()
+
+
+@case(RIGHT)
+def messages_in_many_forms():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % n, (rank - 1) % n
+    operations = [dist.P2POp(dist.isend, torch.ones(2, 3), right), dist.P2POp(dist.irecv, torch.ones(6), left)]
+    for work in dist.batch_isend_irecv(operations if rank % 2 else operations[::-1]):
+        work.wait()
+    works = [dist.isend(torch.ones(tag + 1), right, tag=tag) for tag in range(3)]
+    works += [dist.irecv(torch.ones(tag + 1), left, tag=tag) for tag in (2, 0, 1)]
+    for work in works:
+        work.wait()
+    if rank == 0:
+        for _ in range(n - 1):
+            dist.recv(torch.empty(5))
+    else:
+        dist.send(torch.ones(5), dst=0)
+
+
+@case(RIGHT)
+def data_parallelism_with_uneven_batches():
+    from torch.distributed.algorithms.join import Join
+
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    ddp = torch.nn.parallel.DistributedDataParallel(net)
+    for _ in range(2):
+        ddp(torch.ones(4, 8)).sum().backward()
+    with ddp.no_sync():
+        ddp(torch.ones(4, 8)).sum().backward()
+    plain = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+    with Join([plain]):
+        for _ in range(2 + dist.get_rank() % 2):
+            plain(torch.ones(2, 8)).sum().backward()
+
+
+@case(RIGHT)
+def fsdp_on_a_mesh_with_a_checkpoint_of_its_state():
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3))
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        net(torch.ones(2, 8)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).full_tensor()
+        optimizer.step()
+    get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+@case(RIGHT)
+def functional_collectives_and_dtensors():
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (4,))
+    functional.wait_tensor(functional.all_reduce(torch.ones(10), "sum", mesh.get_group()))
+    tensor = distribute_tensor(torch.ones(6, 5), mesh, [Shard(0)])  # 2, 2, 2 and 0 rows
+    tensor.redistribute(mesh, [Shard(1)]).redistribute(mesh, [Replicate()])
+    tensor.sum().full_tensor()
+
+
+@pytest.mark.parametrize("work", RIGHT)
+def test_right_programs_pass(work, capfd):
+    launch(work, world_size=4, verify=True)
+    assert "Warning: the ranks" not in capfd.readouterr().out
