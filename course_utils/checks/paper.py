@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,9 +145,8 @@ def _judge(
         exercise.require(all(g == e for g, e in words), "number", f"the function returned {text}.")
         answers.append(got)
         if not _agree(got, expected, tolerance):
-            slips = ((key, _result(wrong, case)) for key, wrong in wrongs())
-            default = "drawn" if len(answers) > len(cases) else "numbers"
-            key = next((key for key, wrong in slips if wrong and _agree(got, wrong, tolerance)), default)
+            key = _slip(fn, wrongs(), [case, *cases], tolerance)
+            key = key or ("drawn" if len(answers) > len(cases) else "numbers")
             if len(answers) > 1 and got == answers[0]:
                 key = "typed"
             exercise.refuse(
@@ -156,11 +155,26 @@ def _judge(
     print(f"{title} passed: {_quantities(answers[0], units)}.")
 
 
+def _slip(fn: Callable, wrongs: Iterable[tuple[str, Formula]], cases: Sequence[tuple], tolerance: float) -> str | None:
+    """The hint key of the slip that gives the first case's answer; where several do, of one that gives the others' too.
+
+    The case in the text may not tell two slips apart: the second of two factors of 2, and the 2 bytes of an element.
+    """
+    fitting = list(wrongs)
+    for number, case in enumerate(cases):
+        got = _result(fn, case)
+        fit = [pair for pair in fitting if _agree(got or (), _result(pair[1], case) or (math.nan,), tolerance)]
+        fitting = fit if number == 0 else fit or fitting
+        if len({key for key, _ in fitting}) < 2:
+            break
+    return fitting[0][0] if fitting else None
+
+
 def _result(wrong: Formula, case: tuple) -> tuple[float | str, ...] | None:
-    """What a slip gives for a case; None where it divides by zero, or the like."""
+    """What a slip, or an answer, gives for a case; None where it divides by zero, or the like."""
     try:
         return _numbers(wrong(*case))
-    except (ArithmeticError, ValueError, LookupError):
+    except Exception:
         return None
 
 
