@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "ROOT", "SCRIPTS", "TEXT", "as_program", "examine", "excerpt", "read_log", "run_program", "torchrun",
+    "ROOT", "SCRIPTS", "TEXT", "as_program", "examine", "excerpt", "folded", "read_log", "run_program", "torchrun",
     "torchrun_job", "wait_for_step",
 ]
 
@@ -237,6 +237,29 @@ def examine(pid: int, timeout: float = 30) -> str:
         said = done.stdout
         time.sleep(0.3)
     raise RuntimeError(f"the ranks go on:\n{said}")
+
+
+def folded(summary: str, *parts: Callable | type | str | os.PathLike, language: str = "python") -> Any:
+    """Return code as a notebook shows it behind one line that opens at a click.
+
+    Parameters
+    ----------
+    summary : str
+        The line.
+    parts : function, class, code or path
+        The sources of functions and classes, code as it is, or the text of a file.
+    language : str
+        Whose colours the code gets.
+    """
+    from IPython.display import Markdown
+
+    def source(part: Callable | type | str | os.PathLike) -> str:
+        if isinstance(part, os.PathLike):
+            return Path(part).read_text(encoding="utf-8")
+        return part if isinstance(part, str) else inspect.getsource(part)
+
+    code = "\n\n".join(source(part).strip("\n") + "\n" for part in parts)
+    return Markdown(f"<details><summary>{summary}</summary>\n\n```{language}\n{code}```\n\n</details>")
 
 
 def excerpt(path: str | os.PathLike, first: str, last: str) -> str:

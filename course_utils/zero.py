@@ -15,7 +15,7 @@ from .memory import Memory, held_memory, track
 from .models import TransformerConfig, build_gpt, loss_of
 from .ranks import Ledger, device, record
 
-__all__ = ["MasterAdam", "Run", "same_losses", "train"]
+__all__ = ["MasterAdam", "Run", "train"]
 
 _SMALL = TransformerConfig()
 
@@ -92,6 +92,11 @@ class Run:
         """The same in multiples of Ψ numbers, times (N - 1)/N: a rank's own part never travels."""
         return self.bytes_sent / (self.parameter_bytes * (self.ranks - 1) / self.ranks)
 
+    def same_losses_as(self, reference: Run, atol: float = 1e-4) -> bool:
+        """Whether two runs have the same losses to rounding: sums over ranks may be taken in another order."""
+        pairs = zip(self.losses, reference.losses, strict=True)
+        return max(abs(a - b) for a, b in pairs) < atol
+
     def __str__(self) -> str:
         """Calls and bytes by collective, the multiple of Ψ, and on a second line the model states held."""
         ops = sorted({entry.op for entry in self.ledger}, reverse=True)
@@ -137,8 +142,3 @@ def _backward(model: nn.Module, batch: Sequence[Tensor], micro: int) -> Tensor:
     loss.backward()
     return loss.detach()
 
-
-def same_losses(run: Run, reference: Run, atol: float = 1e-4) -> bool:
-    """Whether two runs have the same losses to rounding: sums over ranks may be taken in another order."""
-    pairs = zip(run.losses, reference.losses, strict=True)
-    return max(abs(a - b) for a, b in pairs) < atol

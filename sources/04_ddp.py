@@ -41,7 +41,7 @@ from torch.utils.data import DistributedSampler
 
 from course_utils import data_parallel, device, expect_error, launch, plots, record
 from course_utils.models import build_gpt, loss_of
-from course_utils.programs import SCRIPTS, torchrun
+from course_utils.programs import SCRIPTS, folded, torchrun
 
 world_size = 4  # ranks, 2 or more
 backend = "gloo"  # the CPU, as in the text; None takes the GPUs, if there is one for every rank
@@ -66,22 +66,10 @@ patience = 2.0  # seconds that `launch` waits for the ranks in some cells
 # | `loss_of(model, x, y)` | the mean loss of these windows |
 
 # %% jupyter={"source_hidden": true}
-import inspect
-
-from IPython.display import Markdown
-
 from course_utils import models
 
-
-def folded(summary, code):
-    return Markdown(
-        f"<details><summary>{summary}</summary>\n\n```python\n{code}```\n\n</details>"
-    )
-
-
 classes = (models.Attention, models.MLP, models.Block, models.GPT)
-parts = (*classes, models.next_token_loss, models.loss_of)
-folded("The model's source", "\n\n".join(inspect.getsource(part) for part in parts))
+folded("The model's source", *classes, models.next_token_loss, models.loss_of)
 
 # %%
 on_ranks = partial(launch, world_size=world_size, backend=backend)
@@ -646,7 +634,7 @@ for rank in range(4):
 
 # %% jupyter={"source_hidden": true}
 program = SCRIPTS / "train_ddp.py"
-folded("All of scripts/train_ddp.py", program.read_text())
+folded("All of scripts/train_ddp.py", program)
 
 # %% [markdown]
 # `torchrun` starts one process for each GPU of a node (`--nproc-per-node`) and tells it its rank in the environment.
@@ -1206,9 +1194,10 @@ assert joined[-1][-1] == round(1 / world_size, 4)
 # so that a crash leaves the old one whole, and the others wait at a barrier, so that nobody reads too early. (If the
 # machine may crash too, call `os.fsync` before the rename.) These are `save` and `load` of the program:
 
-# %% jupyter={"source_hidden": true} tags=["deeper"]
-text = program.read_text()
-Markdown(f"```python\n{text[text.index('def save(') : text.index('def main(')].strip()}\n```")
+# %% tags=["deeper"]
+from course_utils.programs import excerpt
+
+print(excerpt(program, "def save(", 'return states["step"]'))
 
 # %% [markdown] tags=["deeper"]
 # **Predict**: section 10 made 20 steps on two ranks. Now ten steps on two ranks are resumed on one. Are the losses of

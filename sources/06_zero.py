@@ -45,23 +45,21 @@ cluster = 64  # ranks of the simulated cluster
 import inspect
 from dataclasses import replace
 
-from IPython.display import Markdown
-
 from course_utils import device, launch, models, plots
 from course_utils.data import Windows
 from course_utils.hardware import GPUS, LINKS
 from course_utils.memory import activation_bytes, held_memory, model_states, track, training_memory
 from course_utils.models import PUBLISHED, TransformerConfig, build_gpt, loss_of
+from course_utils.programs import folded
 from course_utils.widgets import memory_calculator
-from course_utils.zero import MasterAdam, same_losses, train
+from course_utils.zero import MasterAdam, train
 
 # %% [markdown]
 # The model is the small GPT of lesson 04, and the text is *Alice in Wonderland*, in windows of 64 characters.
 
 # %% jupyter={"source_hidden": true}
 classes = (models.Attention, models.MLP, models.Block, models.GPT)
-source = "\n\n".join(inspect.getsource(part) for part in (*classes, models.loss_of))
-Markdown(f"<details><summary>The model's source</summary>\n\n```python\n{source}```\n\n</details>")
+folded("The model's source", *classes, models.loss_of)
 
 # %% [markdown]
 # ## 1. One training step, watched
@@ -385,7 +383,7 @@ class Zero1(nn.Module):
 
 # %%
 runs["ZeRO-1"] = on_ranks(Zero1)
-assert same_losses(runs["ZeRO-1"][0], runs["DDP"][0])
+assert runs["ZeRO-1"][0].same_losses_as(runs["DDP"][0])
 for name in ("DDP", "ZeRO-1"):
     print(f"{name}: {runs[name][0]}")
 
@@ -446,7 +444,7 @@ class Zero2(Zero1):
 
 # %%
 runs["ZeRO-2"] = on_ranks(Zero2)
-assert same_losses(runs["ZeRO-2"][0], runs["DDP"][0])
+assert runs["ZeRO-2"][0].same_losses_as(runs["DDP"][0])
 for name in ("ZeRO-1", "ZeRO-2"):
     print(f"{name}: {runs[name][0]}")
 
@@ -521,7 +519,7 @@ class Zero3(Zero2):
 
 # %%
 runs["ZeRO-3"] = on_ranks(Zero3)
-assert same_losses(runs["ZeRO-3"][0], runs["DDP"][0])
+assert runs["ZeRO-3"][0].same_losses_as(runs["DDP"][0])
 print(f"ZeRO-3: {runs['ZeRO-3'][0]}")
 largest = max(entry.bytes for entry in runs["ZeRO-3"][0].ledger)
 for entry in runs["ZeRO-3"][0].ledger:
@@ -565,7 +563,7 @@ plots.partition_picture(bytes_held, f"measured: {world_size} ranks at the end of
 # %%
 for name, version, psi in (("ZeRO-1", Zero1, 2), ("ZeRO-2", Zero2, 5), ("ZeRO-3", Zero3, 12)):
     found = on_ranks(version, micro=4)[0]
-    assert same_losses(found, runs["DDP"][0]) and abs(found.psi_sent - psi) < 0.01
+    assert found.same_losses_as(runs["DDP"][0]) and abs(found.psi_sent - psi) < 0.01
     print(f"{name}, 4 micro-batches: {found.psi_sent:.2f} Ψ")
 
 # %% [markdown]
@@ -791,7 +789,7 @@ class Library1(DDP):
 
 
 library = on_ranks(Library1)
-assert same_losses(library[0], runs["DDP"][0])
+assert library[0].same_losses_as(runs["DDP"][0])
 for name, ranks in {"ours": runs["ZeRO-1"], "library": library}.items():
     shares = ", ".join(f"{run.held.optimizer:,.0f}" for run in ranks)
     print(f"{name:8} optimizer states on each rank: {shares} bytes")

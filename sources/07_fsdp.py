@@ -33,7 +33,6 @@
 # First PyTorch and every parameter, then what comes from the course.
 
 # %% tags=["parameters"]
-import inspect
 import tempfile
 import warnings
 from functools import partial
@@ -42,7 +41,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from IPython.display import Markdown
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -57,7 +55,7 @@ from course_utils import WorkerError, device, expect_error, launch, memory, plot
 from course_utils.data import Windows
 from course_utils.fsdp import watch
 from course_utils.models import GPT, Block, TransformerConfig, build_gpt, loss_of
-from course_utils.programs import SCRIPTS, TEXT, excerpt, read_log, torchrun
+from course_utils.programs import SCRIPTS, TEXT, excerpt, folded, read_log, torchrun
 from course_utils.sharded import Elsewhere, KilledWriter, padded_bytes, same_losses
 from course_utils.traces import breakdown
 from course_utils.traces import load as load_trace
@@ -69,8 +67,7 @@ from course_utils.traces import load as load_trace
 # windows of a step, so that a step means the same on any number of ranks. Ψ is the number of parameters.
 
 # %% jupyter={"source_hidden": true}
-source = "\n\n".join(inspect.getsource(part) for part in (Block, GPT))
-Markdown(f"<details><summary>The model</summary>\n\n```python\n{source}```\n</details>")
+folded("The model", Block, GPT)
 
 # %%
 windows, gpt = Windows("train"), TransformerConfig(layers=4)

@@ -49,7 +49,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from course_utils import hosts_available, launch, run_on_hosts, slurm
 from course_utils.clinic import network
-from course_utils.programs import ROOT, SCRIPTS, TEXT, read_log, run_program, wait_for_step
+from course_utils.programs import ROOT, SCRIPTS, TEXT, folded, read_log, run_program, wait_for_step
 from course_utils.recordings import real_or_recorded
 from course_utils.slurm import SlurmCluster
 
@@ -193,13 +193,7 @@ for left in by_hosts.left_host or []:
 # first on any new cluster: every rank says where it is, and a sum shows that all ranks reach each other.
 
 # %% jupyter={"source_hidden": true}
-def show(program, language="python"):
-    """A file of scripts/, folded."""
-    shown = f"```{language}\n{(SCRIPTS / program).read_text()}```"
-    return Markdown(f"<details><summary>scripts/{program}</summary>\n\n{shown}\n\n</details>")
-
-
-show("hello.py")
+folded("scripts/hello.py", SCRIPTS / "hello.py")
 
 # %% [markdown]
 # There are two ways to tell the agents who meets where. In the **static** form you number the hosts and name the
@@ -468,7 +462,7 @@ assert {task[4] for task in seen} == {"10.97.0.254"}  # the address of login, wh
 # - **`--open-mode=append`** keeps what the first run printed.
 
 # %% jupyter={"source_hidden": true}
-show("slurm/train.sbatch", "bash")
+folded("scripts/slurm/train.sbatch", SCRIPTS / "slurm/train.sbatch", language="bash")
 
 # %% [markdown]
 # Now submit it, on two hosts with one rank each, and send SIGTERM once the log has step 20 of 100, as Slurm does when
@@ -552,7 +546,7 @@ print(f"last loss {run['logs'][0][-1][1]:.4f}, without interruption {run['logs']
 # ```
 
 # %% jupyter={"source_hidden": true}
-show("train.py")
+folded("scripts/train.py", SCRIPTS / "train.py")
 
 # %% [markdown] tags=["deeper"]
 # ## 8. Eight symptoms, and what tells them apart · deeper
@@ -1170,7 +1164,7 @@ except WorkerError as error:
 # first:
 
 # %% tags=["deeper"] jupyter={"source_hidden": true}
-show("kubernetes/trainjob.yaml", "yaml")
+folded("scripts/kubernetes/trainjob.yaml", SCRIPTS / "kubernetes/trainjob.yaml", language="yaml")
 
 # %% [markdown] tags=["deeper"]
 # | field | what it decides |

@@ -279,6 +279,14 @@ def test_an_excerpt_is_whole_lines_without_indent(tmp_path):
         excerpt(SCRIPTS / "train.py", "model.to_empty", "what is not there")
 
 
+def test_functions_code_and_files_are_folded_under_one_line():
+    text = folded("The *source*", test_an_excerpt_is_whole_lines_without_indent, "x = 1\n", SCRIPTS / "hello.py").data
+    assert text.startswith("<details><summary>The *source*</summary>\n\n```python\ndef test_an_excerpt")
+    assert "\n\n\nx = 1\n\n\n" in text and text.endswith("```\n\n</details>")
+    assert (SCRIPTS / "hello.py").read_text() in text
+    assert "```yaml\n" in folded("A file", "a: 1", language="yaml").data
+
+
 def test_random_states_under_a_key_for_each_rank_come_back(tmp_path):
     def save():
         torch.manual_seed(dist.get_rank())

@@ -17,7 +17,7 @@ from course_utils import WorkerError, launch, record
 from course_utils.data import Windows
 from course_utils.memory import activation_bytes, held_memory, model_states, track, training_memory
 from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
-from course_utils.zero import MasterAdam, same_losses, train
+from course_utils.zero import MasterAdam, train
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -285,8 +285,8 @@ def test_training_one_version_gives_losses_memory_and_traffic():
     version, adam = lesson()["Stage0"], lesson()["adam"]
     runs = {micro: on(2, train, version, adam, steps=3, micro=micro, config=SMALL) for micro in (1, 2)}
     for run in runs[1]:
-        assert same_losses(run, runs[2][0]) and same_losses(run, runs[1][0], 1e-12)
-        assert not same_losses(run, replace(run, losses=[loss + 1 for loss in run.losses]))
+        assert run.same_losses_as(runs[2][0]) and run.same_losses_as(runs[1][0], 1e-12)
+        assert not run.same_losses_as(replace(run, losses=[loss + 1 for loss in run.losses]))
         assert run.held.parameters == run.parameter_bytes == 4 * SMALL.parameter_count
         assert run.bytes_sent == run.parameter_bytes and run.psi_sent == 2  # of each 2(N-1)/N is 1
         assert "1 all_reduce of" in str(run) and "2.00 Ψ" in str(run)
