@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from course_utils import HangError, WorkerError, launch, memory, record
 from course_utils.data import Windows
 from course_utils.models import TransformerConfig, build_gpt
-from course_utils.programs import SCRIPTS, excerpt
+from course_utils.programs import SCRIPTS, excerpt, folded
 from course_utils.ranks import Entry, Ledger
 from course_utils.sharded import (
     Elsewhere,
