@@ -563,13 +563,13 @@ print(excerpt(program, "for micro, windows in", "optimizer.zero_grad()"), end="\
 print(excerpt(program, "if ends or step % args.save_every", "writing = background.submit"))
 
 # %% [markdown]
-# We start it as on a cluster, with `torchrun`, for four steps, and then again on a single rank for two more.
+# We start it as on a cluster, with `torchrun`, on two ranks for four steps, and then again on a single rank for two
+# more.
 
 # %%
 flags = ["--layers=2", "--hidden=64", "--recompute", "--bf16", f"--batch={whole_batch}"]
 flags += ["--save-every=2", "--log-every=1", f"--data={TEXT}", f"--out={folder / 'run'}"]
-ranks = min(world_size, torch.cuda.device_count() or world_size)
-torchrun(program, *flags, "--steps=4", ranks=ranks)
+torchrun(program, *flags, "--steps=4", ranks=min(2, torch.cuda.device_count() or 2))
 torchrun(program, *flags, "--steps=6", ranks=1)
 log = read_log(folder / "run")
 print("steps:", *(line["step"] for line in log))
