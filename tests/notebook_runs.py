@@ -11,14 +11,16 @@ import papermill
 from course_utils.authoring.core import is_deeper
 
 
-def run_core_then_deeper(lesson: Path, folder: Path, first: str = "", **parameters: Any) -> list[nbformat.NotebookNode]:
-    """Run a lesson by papermill, its core before its deeper cells, and return its code cells with their outputs.
+def run_core(
+    lesson: Path, folder: Path, *, deeper: bool = True, first: str = "", **parameters: Any
+) -> list[nbformat.NotebookNode]:
+    """Run a lesson's core by papermill, and then its deeper cells or not; return its code cells with their outputs.
 
     So the core runs as the core edition has it, without anything that a deeper cell defines. `first` is code that is
     run before all others.
     """
     nb = nbformat.read(lesson, 4)
-    nb.cells.sort(key=is_deeper)
+    nb.cells = sorted((cell for cell in nb.cells if deeper or not is_deeper(cell)), key=is_deeper)
     if first:
         nb.cells.insert(0, nbformat.v4.new_code_cell(first))
     nbformat.write(nb, folder / "core_first.ipynb")

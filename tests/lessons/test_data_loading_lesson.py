@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, missing
 from lessons import definitions
-from notebook_runs import run_core_then_deeper
+from notebook_runs import run_core
 from PIL import Image
 
 from course_utils import ffcv, launch
@@ -270,7 +270,7 @@ def test_a_decoder_can_give_a_part_of_the_size(share, tmp_path):
 @pytest.mark.guard(300)
 def test_lesson_runs_without_ffcv(tmp_path):
     lesson_file = ROOT / "notebooks" / "15_ffcv_data_loading.ipynb"
-    cells = run_core_then_deeper(lesson_file, tmp_path, use_ffcv=False, world_size=3)
+    cells = run_core(lesson_file, tmp_path, use_ffcv=False, world_size=3)
     text = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     assert any("FFCV is left out" in part and "recorded" in part for part in text[:4])
     assert any("epoch 1: [267, 267, 267] samples by rank, 800 different, 1 twice" in part for part in text)

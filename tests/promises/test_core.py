@@ -1,6 +1,6 @@
 """The core edition: lessons without their deeper sections hold together, and fit into the time of a workshop.
 
-That their core runs alone, test_notebooks.py shows: it runs the core of each lesson before its deeper sections.
+That their core runs alone, test_notebooks.py shows: it runs the core of each lesson alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lessons run with other world sizes than the one their outputs were made with (nbval compares those).
 
-Each runs once, its core before its deeper sections, as the core edition has it: with 3 ranks, among which little
-divides evenly, with 2 where nothing is divided, or with 6 where fewer would take the usual 4 again. ``--thorough`` runs
-each with 2 and with 3.
+Each runs once as the core edition has it, without its deeper sections: with 3 ranks, among which little divides evenly,
+with 2 where nothing is divided, or with 6 where fewer would take the usual 4 again. ``--thorough`` runs each with 2 and
+with 3, and the deeper sections after the core.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import papermill
 import pytest
 from conftest import ROOT
-from notebook_runs import run_core_then_deeper
+from notebook_runs import run_core
 
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 RANKS = {
@@ -44,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("lesson", "world_size"), runs, ids=[f"{path.stem}-{n}" for path, n in runs])
 
 
-def test_lesson_runs(lesson: Path, world_size: int, tmp_path: Path):
+def test_lesson_runs(lesson: Path, world_size: int, tmp_path: Path, pytestconfig: pytest.Config):
     if "world_size" not in papermill.inspect_notebook(lesson):
         pytest.fail(f"{lesson.name} has no parameter world_size")
-    run_core_then_deeper(lesson, tmp_path, world_size=world_size)
+    run_core(lesson, tmp_path, deeper=pytestconfig.getoption("thorough"), world_size=world_size)
