@@ -1,4 +1,4 @@
-"""Training on a mesh of ranks, as lesson 12 builds it: the model in stages, beside one process, and what groups send."""
+"""Training on a mesh of ranks, as lesson 12 builds it: a model in stages, beside one process; what groups send."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ __all__ = [
     "one_process", "same_as_one_process", "sent_by_dimension", "tensor_plan", "train",
 ]
 
-share("torch.distributed.tensor.parallel", "torch.distributed.pipelining", "torch.distributed.fsdp")
+share(  # what each rank would import for itself
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
 
 DIMENSIONS = ("pp", "dp", "tp")
 TOLERANCE = 1e-5  # of losses and weights in float32

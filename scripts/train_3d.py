@@ -7,7 +7,9 @@ checkpoint, on any mesh. The file imports PyTorch and NumPy, and nothing of the 
 """
 
 import argparse
+import logging
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +182,8 @@ def load(path: Path, stage: Stage, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> None:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # logits are a view, which nobody changes in place
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # norms over two dimensions
     stage = build(args, device, mesh)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr)
     place = PipelineStage(stage, mesh.get_local_rank("pp"), args.pp, device, group=mesh.get_group("pp"))
