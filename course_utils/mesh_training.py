@@ -8,20 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor.parallel as tp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from . import fabric, memory
+from . import memory
 from .costs import bytes_sent
 from .models import SeparateQKVAttention, build_gpt, next_token_loss
 from .ranks import Ledger, device, record, share
 from .transformer import TransformerConfig
 
 __all__ = [
-    "DIMENSIONS", "MeshRun", "Stage", "crossing", "emulated_seconds", "expected_bytes", "largest_difference",
-    "one_process", "same_as_one_process", "sent_by_dimension", "tensor_plan", "train",
+    "DIMENSIONS", "MeshRun", "Stage", "crossing", "expected_bytes", "largest_difference", "one_process",
+    "same_as_one_process", "sent_by_dimension", "tensor_plan", "train",
 ]
 
 share(  # what each rank would import for itself
@@ -112,7 +111,7 @@ class MeshRun:
 
 
 def train(
-    step: Callable[[Tensor, Tensor], float | None], stage: Stage, text: Callable[[int], Batch], steps: int = 3,
+    step: Callable[[Tensor, Tensor], float | None], stage: Stage, text: Callable[[int], Batch], steps: int = 2,
     clip: Clip | None = None,
 ) -> MeshRun:
     """On each rank: train a stage by SGD with momentum, and note what happens.
@@ -149,7 +148,7 @@ def _whole(p: nn.Parameter) -> Tensor:
 
 
 def one_process(
-    config: TransformerConfig, text: Callable[[int], Batch], steps: int = 3, limit: float = math.inf
+    config: TransformerConfig, text: Callable[[int], Batch], steps: int = 2, limit: float = math.inf
 ) -> MeshRun:
     """On one rank: the same training of the whole model with the whole batches, its gradients clipped at `limit`."""
     model = Stage(config).to(device())
@@ -238,48 +237,22 @@ def expected_bytes(
     return {"pp": 4 * passed, "dp": 4 * sharded, "tp": 4 * (reduced + logits)}
 
 
-def crossing(ledgers: Sequence[Ledger], per_node: int) -> float:
-    """Return the bytes that all ranks together send from node to node, collectives as rings in the order of ranks."""
+def crossing(ledgers: Sequence[Ledger], node: Sequence[int]) -> float:
+    """Return the bytes that all ranks together send from node to node, collectives as rings in the order of ranks.
+
+    Parameters
+    ----------
+    ledgers : list of Ledger
+        Of each rank.
+    node : sequence of int
+        The node of each rank.
+    """
     total = 0.0
     for rank, ledger in enumerate(ledgers):
         for entry in ledger:
             n = len(entry.ranks)
             following = entry.ranks[(entry.ranks.index(rank) + 1) % n]
-            to = entry.peer if entry.op in ("send", "recv") else following
-            if entry.op != "recv" and to // per_node != rank // per_node:
+            to = entry.peer if entry.op == "send" else following
+            if entry.op != "recv" and node[to] != node[rank]:
                 total += bytes_sent(entry.op, n, entry.bytes)
     return total
-
-
-def emulated_seconds(ledgers: Sequence[Ledger], links: object) -> float:
-    """On each rank, with gloo: send over emulated links what its ledger lists, collectives as rings.
-
-    Returns
-    -------
-    float
-        Seconds of the links (`fabric.emulate`) until this rank is done. Computing takes none.
-    """
-    pending = []
-    with fabric.emulate(links) as clock:
-        for entry in ledgers[dist.get_rank()]:
-            if entry.op == "send":
-                message = torch.empty(entry.bytes, dtype=torch.uint8)
-                pending.append((dist.isend(message, entry.peer), message))
-            elif entry.op == "recv":
-                dist.recv(torch.empty(entry.bytes, dtype=torch.uint8), entry.peer)
-            else:
-                _ring(entry)
-        for work, _ in pending:
-            work.wait()
-    return clock.seconds
-
-
-def _ring(entry) -> None:
-    """Send the messages of this rank in a collective that runs as a ring, with as many bytes."""
-    n, at = len(entry.ranks), entry.ranks.index(dist.get_rank())
-    following, before = entry.ranks[(at + 1) % n], entry.ranks[at - 1]
-    for _ in range((2 if entry.op == "all_reduce" else 1) * (n - 1)):
-        piece, coming = (torch.empty(entry.bytes // n, dtype=torch.uint8) for _ in range(2))
-        sent = dist.isend(piece, following)
-        dist.recv(coming, before)
-        sent.wait()

@@ -25,7 +25,7 @@
 # - *plan* memory and time of a layout, *know* what the plan assumes, and *judge* it against published runs.
 #
 # **Before this:** [07 fsdp](07_fsdp.ipynb), [09 tensor parallelism](09_tensor_parallel.ipynb),
-# [10 pipeline parallelism](10_pipeline_parallel.ipynb). **Time:** about 45 minutes to read the core, 90 with the
+# [10 pipeline parallelism](10_pipeline_parallel.ipynb). **Time:** about 45 minutes to read the core, 85 with the
 # deeper sections, under a minute to run.
 
 # %% [markdown]
@@ -49,7 +49,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 world_size = 4  # of two dimensions: even and 4 or more, else 4; three dimensions take 8
 whole_batch = 24  # windows of text in a step, of all replicas together
-microbatches = 4  # of each replica, in the pipeline
+microbatches = 2  # of each replica, in the pipeline
 
 # %%
 from course_utils import device, launch, mesh_training, planner, plots, recorded
@@ -174,7 +174,7 @@ for order in itertools.permutations(cluster):
 # |---|---|
 # | `Stage(gpt, number, of)` | consecutive blocks of the GPT, with the parameter names of the whole model |
 # | `tensor_plan(stage)` | lesson 09's plan: every matrix is cut, the logits are gathered |
-# | `train(step, stage, text)` | three steps of SGD; losses, weights, and what was sent |
+# | `train(step, stage, text)` | two steps of SGD; losses, weights, and what was sent |
 
 # %% jupyter={"source_hidden": true}
 source = "\n\n".join(inspect.getsource(part) for part in (Stage, tensor_plan))
@@ -251,7 +251,7 @@ def pipelined(stage, mesh):
     return step
 
 
-def on_mesh(sizes, steps=3, clip=None, free=False):
+def on_mesh(sizes, steps=2, clip=None, free=False):
     """Train on this rank of the mesh; `clip(mesh, parameters)` scales gradients."""
     mesh = mesh_of(sizes)
     stage = Stage(gpt, mesh.get_local_rank("pp"), sizes["pp"]).to(device())
@@ -262,7 +262,7 @@ def on_mesh(sizes, steps=3, clip=None, free=False):
 
 # %% [markdown]
 # One process with the whole batch is the reference. Two dimensions on four ranks (a pipeline of one stage), and three
-# on eight, have to agree with it to 1e-5, in losses and in all weights after three steps.
+# on eight, have to agree with it to 1e-5, in losses and in all weights after two steps.
 
 # %%
 even = world_size if world_size >= 4 and world_size % 2 == 0 else 4
@@ -343,28 +343,25 @@ for norm_of in (own_stage, all_stages):
 # three parallelisms, one inside the machines and one across: six ways. **Predict** which way sends least between the
 # machines, and which sends most. Does the answer depend on the batch?
 #
-# The same function runs them all, since a dimension of size 1 does nothing. Across the machines goes the dimension
-# that counts slowest.
+# The same function trains them all, because a dimension of size 1 does nothing. Three runs are enough: the order of
+# the dimensions only decides on which machine a rank lies.
 
 
 # %%
-def all_ways(ways):
-    """Two steps each way (across, inside) on this rank."""
-    found = {}
-    for across, inside in ways:
-        rest = {name: 1 for name in cube if name not in (across, inside)}
-        found[across, inside] = on_mesh({**rest, across: 2, inside: 2}, steps=2)
-    return found
+def in_turn(pairs):
+    """Train with each pair of dimensions on this rank."""
+    return {pair: on_mesh({name: 1 + (name in pair) for name in cube}) for pair in pairs}
 
 
-ways = [*itertools.permutations(cube, 2)]
-by_rank = on_ranks(all_ways, ways, world_size=4)
-ledgers = {way: [found[way].ledger for found in by_rank] for way in ways}
-slow_bytes = {way: mesh_training.crossing(ledgers[way], per_node=2) for way in ways}
-for (across, inside), size in slow_bytes.items():
+slow_bytes, pairs = {}, [*itertools.combinations(cube, 2)]
+by_rank = on_ranks(in_turn, pairs, world_size=4)
+for first, last in pairs:
+    ledgers = [found[first, last].ledger for found in by_rank]
+    slow_bytes[first, last] = mesh_training.crossing(ledgers, node=[0, 0, 1, 1])
+    slow_bytes[last, first] = mesh_training.crossing(ledgers, node=[0, 1, 0, 1])
+for (across, inside), size in sorted(slow_bytes.items(), key=lambda item: item[1]):
     print(f"{across} across, {inside} inside: {size:10,.0f} bytes between the machines in a step")
 assert max(slow_bytes, key=slow_bytes.get)[0] == "tp"
-assert min(slow_bytes, key=slow_bytes.get) == ("pp", "dp")
 
 # %% [markdown]
 # They differ by a factor of 19. For the blocks alone, with N tokens in a step over all replicas:
@@ -389,7 +386,7 @@ assert min(slow_bytes, key=slow_bytes.get) == ("pp", "dp")
 #
 # `planner.plan` takes a model, a cluster, a layout and a batch in sequences, and adds up what the lessons have
 # counted, at speeds that others have measured. Put your own cluster into the first line. `network` is in bits a
-# second for each GPU: a node's ports together, divided by its GPUs. (Section 19 puts in links that you measured.)
+# second for each GPU: a node's ports together, divided by its GPUs. (Section 18 puts in links that you measured.)
 
 # %%
 ours = planner.own_cluster("h100", 64, network=400e9)  # or "a100", "h200", "b200"; per_node=8
@@ -426,7 +423,7 @@ assert score.median < 0.08 < 0.15 < score.guess
 # %% [markdown]
 # All but one come out within a few percent; the run with sequences of 131,072 tokens was faster than planned. The
 # *constant guess* is that every run reaches one share of its GPUs' peak, the best share in hindsight. It is three
-# times as wrong, so the planner knows something (section 18 says where it fails). But a few percent between two
+# times as wrong, so the planner knows something (section 17 says where it fails). But a few percent between two
 # layouts mean nothing.
 
 # %% [markdown]
@@ -482,13 +479,13 @@ for name, one in layouts.items():
 # FSDP over 16 moves weights in each of its 32 micro-batches. At 400 Gb/s 27 s of that hide behind computing; at 50
 # Gb/s they come out, and the step takes 3.6 times as long. FSDP over 64 has only four micro-batches, so it gathers
 # less often, and the pipeline sends activations instead of weights. **What a layout hides is its reserve, and a
-# slower network uses it up.** So measure yours (section 19).
+# slower network uses it up.** So measure yours (section 18).
 
 # %% [markdown]
 # ## 10. Which layout? A guide
 #
 # Each dimension buys **memory** and costs **time**: TP all-reduces in every layer, PP a bubble, FSDP gathers. So
-# every dimension has to pay for itself. Ask in this order (section 21 has a case for each question):
+# every dimension has to pay for itself. Ask in this order (section 20 has a case for each question):
 #
 # | | question | yes | no | 70B on 64 H100s |
 # |---|---|---|---|---|
@@ -535,17 +532,17 @@ print(excerpt(program, "def clip(", "return norm"), end="\n\n...\n")
 print(excerpt(program, "for step in range(done", "optimizer.zero_grad()"))
 
 # %% [markdown]
-# We run three steps on 2 × 2 × 2 ranks of `launch`, which sets the variables that `torchrun` sets. Then `torchrun`
-# itself goes on, with two replicas and no other dimension. At last one process does all six steps.
+# We run two steps on 2 × 2 × 2 ranks of `launch`, which sets the variables that `torchrun` sets. Then `torchrun`
+# itself goes on, with two replicas and no other dimension. At last one process does all four steps.
 
 # %%
 flags = [f"--data={TEXT}", "--layers=2", "--batch=8", "--micro=2"]
 with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
     start = partial(launch, run_program, program, *flags, init=False)
-    start("--pp=2", "--tp=2", "--steps=3", f"--out={folder}", world_size=8)
+    start("--pp=2", "--tp=2", "--steps=2", f"--out={folder}", world_size=8)
     gpus = torch.cuda.device_count() > 1
-    print(torchrun(program, *flags, "--steps=6", f"--out={folder}", ranks=2, gpus=gpus))
-    start("--steps=6", f"--out={other}", world_size=1)
+    print(torchrun(program, *flags, "--steps=4", f"--out={folder}", ranks=2, gpus=gpus))
+    start("--steps=4", f"--out={other}", world_size=1)
 
 # %% [markdown]
 # The losses are the same, before and after the change of the mesh. Begin with
@@ -555,7 +552,7 @@ with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as o
 # ## 12. What each group sends, to the byte · deeper
 #
 # Section 4 kept the gathered weights for the whole step. **Predict**: how many times does a step gather a block if
-# FSDP frees it after every forward, as it does without a pipeline? There are four micro-batches.
+# FSDP frees it after every forward, as it does without a pipeline? There are two micro-batches.
 
 # %% tags=["deeper"]
 freed = on_ranks(on_mesh, cube, free=True, world_size=8)
@@ -570,7 +567,7 @@ for name, some, gathers in (("kept", runs, 1), ("freed", freed, microbatches + 1
 
 # %% [markdown] tags=["deeper"]
 # Every byte is as in the formulas of `mesh_training.expected_bytes`. A freed block is gathered m + 1 times: two
-# blocks and the rest of the stage make 2 · 5 + 1 = 11 gathers. Each of the m forwards frees it and whatever comes
+# blocks and the rest of the stage make 2 · 3 + 1 = 7 gathers. Each of the m forwards frees it and whatever comes
 # next gathers it again, but a backward does not free it (`PipelineStage` sees to that, PyTorch 2.13). So freeing does
 # not even save memory at the peak, when all blocks of the stage have been through a backward. Gradients are reduced
 # once in either case, after the last micro-batch. More micro-batches do not change the tensor traffic, but cut it
@@ -627,41 +624,7 @@ for norm_of in wrong:
 # and counts twice.
 
 # %% [markdown] tags=["deeper"]
-# ## 14. Two machines by the clock · deeper
-#
-# Bytes are not time. Every rank goes through the ledger of section 6 and sends what stands there over emulated links
-# (lesson 03): a PCIe bus inside, 10 Gb/s Ethernet between. Collectives run as rings, computing takes no time, and
-# nothing hides behind it.
-
-
-# %% tags=["deeper"]
-from course_utils.topology import two_level
-
-
-def all_emulated(ledgers, links):
-    return {way: mesh_training.emulated_seconds(some, links) for way, some in ledgers.items()}
-
-
-bus, wire = LINKS["pcie4"], LINKS["eth_10g"]
-machines = two_level(
-    2, 2, (bus.latency, 1 / bus.bandwidth), (wire.latency, 1 / wire.bandwidth), nics="node"
-)
-emulated = launch(all_emulated, ledgers, machines, world_size=4, backend="gloo")
-times = {way: max(rank[way] for rank in emulated) for way in ways}
-for (across, inside), seconds in times.items():
-    size, count = slow_bytes[across, inside] / 1e6, len(ledgers[across, inside][0])
-    print(f"{across} across, {inside} inside: {size:5.2f} MB,", end="")
-    print(f" {count:2} operations of rank 0, {1e3 * seconds:5.2f} ms emulated")
-assert max(times, key=times.get)[0] == "tp" and min(times, key=times.get)[0] == "pp"
-
-# %% [markdown] tags=["deeper"]
-# The order is nearly that of the bytes. Tensor parallelism *inside* costs a millisecond too, because it sends many
-# small messages, each with the latency of the bus. In a large model messages are hundreds of times larger, and
-# latency counts less. What the pipeline costs is not in this table: its bubble, a quarter of the ideal time with two
-# stages and four micro-batches.
-
-# %% [markdown] tags=["deeper"]
-# ## 15. Three dimensions are not always best · deeper
+# ## 14. Three dimensions are not always best · deeper
 #
 # The UvA deep-learning notebooks train a model of about a billion parameters on one machine with eight A5000s of 24
 # GB, of which only pairs are joined by NVLink, with 128 sequences of 1,024 tokens in a step. **Predict** which is
@@ -685,7 +648,7 @@ assert max(times, key=times.get)[0] == "tp" and min(times, key=times.get)[0] == 
 # fastest has one dimension less, no sharding, and takes most memory, 14.5 of 24 GB: memory was there to be used.
 
 # %% [markdown] tags=["deeper"]
-# ## 16. Where the time of a step goes · deeper
+# ## 15. Where the time of a step goes · deeper
 #
 # All ten runs of Megatron-LM's table, from 1.7 to 1,008 billion parameters. **Predict**: what takes most of a step
 # after computing in the largest run: tensor, pipeline or data traffic, or the bubble?
@@ -749,10 +712,10 @@ for length in (512, 8192, 131072):
 # %% [markdown] tags=["deeper"]
 # A product is cut into tiles, which multiprocessors take in waves. The last wave leaves some of them idle, and a
 # small product does not fill one. Attention (FlashAttention-2 and -3) needs long sequences, since tiles on the
-# diagonal are half masked. Beside these shapes stand two fitted constants (section 18).
+# diagonal are half masked. Beside these shapes stand two fitted constants (section 17).
 
 # %% [markdown] tags=["deeper"]
-# ## 17. What moves memory · deeper
+# ## 16. What moves memory · deeper
 #
 # The run of section 2 as it was published, on 1,024 A100s, and one lever at a time. b is the size of a micro-batch.
 
@@ -810,7 +773,7 @@ for name, shape, one in (
     print(f"{name}: {each}; data {each.data:.2f} s, experts {each.expert:.2f} s")
 
 # %% [markdown] tags=["deeper"]
-# ## 18. How good is the planner? · deeper
+# ## 17. How good is the planner? · deeper
 #
 # **Predict**: somebody tells you that a planner predicts ten published results with an error of 4 %. Is that good?
 
@@ -879,7 +842,7 @@ assert refused < 0.05 * len(replays) and caught > len(failed) / 2
 # what is used, so leave it a tenth.
 
 # %% [markdown] tags=["deeper"]
-# ## 19. Your cluster, measured · deeper
+# ## 18. Your cluster, measured · deeper
 #
 # Two commands of nccl-tests give the two numbers of your network: `all_gather_perf -b 256M -e 256M -g 8` on one node,
 # and the same with one GPU of each of several nodes; type in the column *busbw*. Then run 20 steps of two layouts
@@ -910,7 +873,7 @@ for each in measured:
 # you plan with such a share. `planner.plan(…, constants=fitted)` uses the new ones.
 
 # %% [markdown] tags=["deeper"]
-# ## 20. All layouts · deeper
+# ## 19. All layouts · deeper
 #
 # A plan is a short sum, so one can try them all: every way to write the GPUs as a product, every micro-batch, number
 # of chunks, ZeRO stage and kind of recomputation.
@@ -966,7 +929,7 @@ assert 2 < ratio < 3 and long.plans[0].layout.dp == 1 and short.plans[0].layout.
 # first. The published layouts of Llama 3 stand at the top of such a list, though the search knows nothing of them.
 
 # %% [markdown] tags=["deeper"]
-# ## 21. The guide, question by question · deeper
+# ## 20. The guide, question by question · deeper
 #
 # Each question of section 10 on a case where it matters. `weigh` prints seconds and memory, ZeRO stage and
 # recomputation, and what takes most of the time beside computing.
@@ -1054,7 +1017,7 @@ told = weigh(replace(large, context=131072), planner.cluster("DGX H100", 16384),
 assert told["CP 16, DP 8"] < 0.2 * told["CP 1, DP 128"]
 
 # %% [markdown] tags=["deeper"]
-# ## 22. Any mesh · deeper
+# ## 21. Any mesh · deeper
 #
 # Choose degrees, the order of the dimensions, GPUs of a node, and a rank. The explorer says with whom this rank
 # shares what, over which links, and how many bytes a step sends there.
@@ -1124,7 +1087,7 @@ print(f"planner: {score.median:.1%} median error over {score.runs} runs, a guess
 #
 # **Worth reading**
 # - D. Narayanan et al., *Efficient large-scale language model training on GPU clusters using Megatron-LM*, 2021,
-#   [arXiv 2104.04473](https://arxiv.org/abs/2104.04473): the layouts of sections 2 and 16.
+#   [arXiv 2104.04473](https://arxiv.org/abs/2104.04473): the layouts of sections 2 and 15.
 # - A. Grattafiori et al., *The Llama 3 herd of models*, 2024, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783),
 #   section 3.3: four dimensions on 16,384 GPUs.
 # - W. Liang et al., *TorchTitan*, 2024, [arXiv 2410.06511](https://arxiv.org/abs/2410.06511): sections 3 and 4, grown

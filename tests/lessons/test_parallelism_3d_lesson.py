@@ -14,14 +14,11 @@ import torch.distributed as dist
 from lessons import definitions
 
 from course_utils import launch, planner, record
-from course_utils.costs import bytes_sent
 from course_utils.data import Windows
 from course_utils.mesh_training import (
     DIMENSIONS,
     Stage,
-    _ring,
     crossing,
-    emulated_seconds,
     expected_bytes,
     largest_difference,
     one_process,
@@ -29,7 +26,6 @@ from course_utils.mesh_training import (
     sent_by_dimension,
 )
 from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
-from course_utils.topology import two_level
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -114,7 +110,7 @@ def test_pieces_are_cut_by_both_dimensions():
 
 THREE = [
     (2, 2, 1, True), (2, 1, 2, False), (1, 2, 2, True), (3, 1, 2, False), (2, 3, 1, False), (2, 1, 4, True),
-    (4, 2, 1, True), (4, 2, 1, False), (1, 1, 1, False), (1, 3, 2, False), (1, 1, 4, False),
+    (1, 1, 1, False), (1, 3, 2, False), (1, 1, 4, False),
 ]
 
 
@@ -125,7 +121,7 @@ def test_a_mesh_trains_like_one_process_and_sends_what_the_formula_says(pp, dp, 
     assert "equal to one process" in same_as_one_process(runs, reference())
     if SMALL.hidden % dp or SMALL.layers % pp or math.prod(sizes.values()) in (dp, tp, 1):
         return  # the formula has equal pieces; a dimension of all ranks is the default group
-    gathers = 1 if not free else 5 if pp > 1 else 8
+    gathers = 1 if not free else 3 if pp > 1 else 4
     for found in runs:
         expected = expected_bytes(SMALL, sizes, 24, found.stage, gathers)
         assert sent_by_dimension(found.ledger) == expected
@@ -200,37 +196,25 @@ def test_a_backward_leaves_a_freed_stage_gathered_and_its_gradients_whole():
         return seen
 
     for seen in run(work, lesson(), ranks=8):
-        assert [chunk for chunk, *_ in seen] == [0, 1, 2, 3]
-        assert all(gathered for _, gathered, _ in seen) and all(whole for *_, whole in seen[:3])
+        assert [chunk for chunk, *_ in seen] == [0, 1]
+        assert all(gathered for _, gathered, _ in seen) and seen[0][2]
 
 
 # --- links
 
 
-def test_two_machines_send_what_the_table_says():
-    ways = [*itertools.permutations(CUBE, 2)]
-    by_rank = run("all_ways", ways, ranks=4)
-    for across, inside in ways:
-        runs = [found[across, inside] for found in by_rank]
-        sizes = {name: 2 if name in (across, inside) else 1 for name in DIMENSIONS}
-        expected = sum(expected_bytes(SMALL, sizes, 24, found.stage)[across] for found in runs)
-        assert crossing([found.ledger for found in runs], per_node=2) == expected
+def test_two_machines_send_what_the_formula_says():
+    pairs = [*itertools.combinations(CUBE, 2)]
+    by_rank = run("in_turn", pairs, ranks=4)
+    for pair in pairs:
+        runs = [found[pair] for found in by_rank]
+        sizes = {name: 2 if name in pair else 1 for name in DIMENSIONS}
+        for across, node in zip(pair, ([0, 0, 1, 1], [0, 1, 0, 1]), strict=True):
+            expected = sum(expected_bytes(SMALL, sizes, 24, found.stage)[across] for found in runs)
+            assert crossing([found.ledger for found in runs], node) == expected
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ring_sends_as_many_bytes_as_the_collective(op, ranks):
-    def as_ring(op, size):
-        entry = type("Entry", (), {"op": op, "bytes": size, "ranks": tuple(range(dist.get_world_size()))})()
-        with record() as ledger:
-            _ring(entry)
-        return ledger.sent
-
-    size = 24 * ranks
-    assert run(as_ring, op, size, ranks=ranks) == [bytes_sent(op, ranks, size)] * ranks
-
-
-def test_bytes_between_nodes_and_their_emulated_time():
+def test_bytes_between_nodes():
     def work():
         """Inside each node 800 bytes, between them 4,000 by one pair and a message of 100."""
         rank = dist.get_rank()
@@ -246,10 +230,9 @@ def test_bytes_between_nodes_and_their_emulated_time():
         return ledger
 
     ledgers = run(work, ranks=4)
-    assert crossing(ledgers, per_node=2) == 2 * 4000 + 100
-    assert crossing(ledgers, per_node=4) == 0
-    seconds = run(emulated_seconds, ledgers, two_level(2, 2, (0.0, 1e-9), (0.0, 1e-6)), ranks=4)
-    assert max(seconds) == pytest.approx(800e-9 + 4000e-6)
+    assert crossing(ledgers, node=[0, 0, 1, 1]) == 2 * 4000 + 100
+    assert crossing(ledgers, node=[0, 1, 0, 1]) == 2 * 2 * 800
+    assert crossing(ledgers, node=[0, 0, 0, 0]) == 0
 
 
 def test_layouts_are_weighed_and_what_cannot_run_is_left_out(capsys):
