@@ -252,7 +252,7 @@ def pipelined(stage, mesh):
 
 
 def on_mesh(sizes, steps=2, clip=None, free=False):
-    """Train on this rank of the mesh; `clip(mesh, parameters)` scales gradients."""
+    """Train on this rank; `clip(mesh, parameters)` scales gradients, `free` frees weights."""
     mesh = mesh_of(sizes)
     stage = Stage(gpt, mesh.get_local_rank("pp"), sizes["pp"]).to(device())
     split(stage, mesh, reshard_after_forward=free)
@@ -476,10 +476,10 @@ for name, one in layouts.items():
     assert (plans[-1].seconds > 3 * plans[1].seconds) == (name == "TP 4, FSDP 16")
 
 # %% [markdown]
-# FSDP over 16 moves weights in each of its 32 micro-batches. At 400 Gb/s 27 s of that hide behind computing; at 50
-# Gb/s they come out, and the step takes 3.6 times as long. FSDP over 64 has only four micro-batches, so it gathers
-# less often, and the pipeline sends activations instead of weights. **What a layout hides is its reserve, and a
-# slower network uses it up.** So measure yours (section 18).
+# FSDP over 16 moves weights in each of its 32 micro-batches. At 400 Gb/s 27 s of that hide behind computing. At 50
+# Gb/s they would take eight times as long, and there is not so much to hide behind: the step takes 3.6 times as long.
+# FSDP over 64 has only four micro-batches, so it gathers less often, and the pipeline sends activations instead of
+# weights. **What a layout hides is its reserve, and a slower network uses it up.** So measure yours (section 18).
 
 # %% [markdown]
 # ## 10. Which layout? A guide
@@ -1020,7 +1020,8 @@ assert told["CP 16, DP 8"] < 0.2 * told["CP 1, DP 128"]
 # ## 21. Any mesh · deeper
 #
 # Choose degrees, the order of the dimensions, GPUs of a node, and a rank. The explorer says with whom this rank
-# shares what, over which links, and how many bytes a step sends there.
+# shares what, over which links, and how many bytes a step sends there. It begins with Llama 3 70B on 256 H100s, and
+# so do the questions below it.
 
 # %% tags=["deeper"]
 from course_utils.widgets import mesh_explorer
@@ -1030,7 +1031,7 @@ mesh_explorer()
 # %% [markdown] tags=["deeper"]
 # *The explorer: four degrees, the order of the dimensions, GPUs in a node, a rank, and below that a model, a machine
 # and a batch. Then a table of this rank's groups, with the link and the bytes of each, and the mesh with the groups
-# in color. In a notebook that is not running it shows one setting: Llama 3 70B on 256 H100s.*
+# in color. In a notebook that is not running only the mesh is there.*
 #
 # <details><summary>Choose the order pp, cp, tp, dp. What happens to the time of the tensor group?</summary>
 #
