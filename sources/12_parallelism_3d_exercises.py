@@ -1,32 +1,33 @@
 # %% [markdown]
 # # Exercises 12 · Which TP × PP × CP × DP for this model on this cluster?
 #
-# Eight exercises on [12 3-D parallelism](../notebooks/12_parallelism_3d.ipynb). In three you work on real ranks; the
-# others are about ranks, bytes and layouts, without ranks. All of them take about 215 minutes.
+# Seven exercises on [12 3-D parallelism](../notebooks/12_parallelism_3d.ipynb). In two you work on real ranks; the
+# others are about ranks, bytes and layouts, without ranks. All of them take about 200 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
 # | 1 | the groups of a mesh | 2 of 5 | 20 |
-# | 2 | process groups on every rank | 2 of 5 | 15 |
-# | 3 | what a GPU sends, on paper | 3 of 5 | 25 |
-# | 4 | the order of the dimensions | 3 of 5 | 25 |
-# | 5 | two nodes, two kinds of parallelism (challenge) | 4 of 5 | 45 |
-# | 6 | the norm of the gradient over a mesh | 3 of 5 | 25 |
-# | 7 | find the illegal layouts | 3 of 5 | 30 |
-# | 8 | plan 70B on 64 GPUs (puzzle) | 3 of 5 | 30 |
+# | 2 | what a GPU sends, on paper | 3 of 5 | 25 |
+# | 3 | the order of the dimensions | 3 of 5 | 25 |
+# | 4 | two nodes, two kinds of parallelism (challenge) | 4 of 5 | 45 |
+# | 5 | the norm of the gradient over a mesh | 3 of 5 | 25 |
+# | 6 | find the illegal layouts | 3 of 5 | 30 |
+# | 7 | plan 70B on 64 GPUs (puzzle) | 3 of 5 | 30 |
 #
-# 5 uses what you write in 1 and 2. The others stand alone. *Follows* on each card names the section of the lesson to
-# look things up in.
+# Exercise 3 uses what you write in 1. The others stand alone. *Follows* on each card names the section of the lesson
+# to look things up in; all of them are in its core.
+#
+# **If you do only these:** 2, 5 and 7.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
 # fold open one by one; solutions are in [the solutions notebook](../solutions/12_parallelism_3d_solutions.ipynb).
 #
-# **What a check does.** In Exercise 2 real ranks make your groups and add up numbers in each. In 5 your training runs
-# in float64 on meshes of 1 × 1 to 3 × 2 ranks; weights are compared with one process to 12 digits, losses to 6. Then
-# the check counts the bytes inside a node and between nodes, which it reads from the **ledger**, and the operations of
-# each rank. 6 runs on up to 8 ranks. Checks 7 and 8 ask the planner of the lesson. If ranks wait for each other, the
-# check stops them within seconds and shows where each one stood.
+# **What a check does.** In Exercise 4 your training runs in float64 on meshes of 1 × 1 to 3 × 2 ranks; weights are
+# compared with one process to 12 digits, losses to 6. Then the check counts the bytes inside a node and between
+# nodes, which it reads from the **ledger**, and the operations of each rank. Exercise 5 runs on up to 8 ranks. Checks
+# 6 and 7 ask the planner of the lesson. If ranks wait for each other, the check stops them within seconds and shows
+# where each one stood.
 
 # %% tags=["parameters"]
 import itertools
@@ -39,7 +40,7 @@ from course_utils import launch, memory, planner, record, recorded
 from course_utils.checks import parallelism_3d as check
 from course_utils.models import PUBLISHED, TransformerConfig
 
-NODES, GPUS = 2, 2  # of the demonstration in Exercise 5; the checks choose their own
+NODES, GPUS = 2, 2  # of the demonstration in Exercise 4; the checks choose their own
 
 # %% [markdown]
 # ---
@@ -49,10 +50,10 @@ NODES, GPUS = 2, 2  # of the demonstration in Exercise 5; the checks choose thei
 # |---|---|---|---|
 # | 2 of 5 | 20 | 12, A mesh of ranks | every group of every dimension, for any sizes |
 #
-# The ranks of a **mesh** are numbered like the digits of a number: the last dimension changes fastest. In
-# pp 2 × dp 2 × tp 2 the coordinates (0, 0, 0), (0, 0, 1), (0, 1, 0) … (1, 1, 1) are the ranks 0, 1, 2 … 7. A **group**
-# of a dimension holds the ranks that differ in this coordinate and agree in all others. Rank 5 is in the tp group
-# (4, 5), the dp group (5, 7) and the pp group (1, 5).
+# The ranks of a **mesh** are numbered like the digits of a number: the last dimension changes fastest. In pp 2 × dp 2
+# × tp 2 the coordinates (0, 0, 0), (0, 0, 1), (0, 1, 0) … (1, 1, 1) are the ranks 0, 1, 2 … 7. A **group** of a
+# dimension holds the ranks that differ in this coordinate and agree in all others. Rank 5 is in the tp group (4, 5),
+# the dp group (5, 7) and the pp group (1, 5).
 
 
 # %%
@@ -80,8 +81,8 @@ check.mesh_groups(mesh_groups)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# By how much does the rank grow if one coordinate grows by 1? That is the **stride** of the dimension: 1 for the last,
-# and for each other one the product of all sizes behind it.
+# By how much does the rank grow if one coordinate grows by 1? That is the **stride** of the dimension: 1 for the
+# last, and for each other one the product of all sizes behind it.
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -107,65 +108,18 @@ for name, lines in groups.items():
 
 # %% [markdown]
 # ---
-# ## Exercise 2 · Process groups on every rank
+# ## Exercise 2 · What a GPU sends, on paper
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 2 of 5 | 15 | 12, A mesh of ranks; 02, Groups | each rank in its groups, none made twice |
+# | 3 of 5 | 25 | 12, Which link carries what; lessons 09 and 10 | per cent and GB, within 1 % |
 #
-# `dist.new_group(ranks)` makes a process group. It is a **call of all ranks**: each one calls it for every group, in
-# the same order. A rank that is not in the group gets a number, `dist.GroupMember.NON_GROUP_MEMBER`, which is of no
-# use. Do by hand what `init_device_mesh` does for you.
-
-
-# %%
-def make_groups(lists: dict[str, list[list[int]]]) -> dict[str, dist.ProcessGroup]:
-    """The process group of this rank for each dimension; `lists` is what `mesh_groups` returns."""
-    ### BEGIN SOLUTION
-    mine = {}
-    for name, lines in lists.items():
-        for ranks in lines:
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                mine[name] = group
-    return mine
-    ### END SOLUTION
-
-
-# %%
-check.make_groups(make_groups)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Two loops, over the dimensions and over the groups of each. Every rank goes through all of them and calls `new_group`
-# each time.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# Keep the group only `if dist.get_rank() in ranks`.
-# </details>
-# <details><summary>What if each rank makes only its own groups?</summary>
-#
-# Groups are numbered on each rank. Ranks that count differently take two groups for the same one, and wait for each
-# other at the first all-reduce, or sooner. With `use_local_synchronization=True` a group is known by its ranks, and
-# only they need to call; that helps with thousands of ranks.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 3 · What a GPU sends, on paper
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 3 of 5 | 25 | 12, A mesh of ranks; lessons 09 and 10 | per cent and GB, within 1 % |
-#
-# A transformer trains in bf16 (2 bytes), with tp, pp and dp ranks along the three dimensions. A GPU **in the middle of
-# the pipeline** sends in one step:
+# A transformer trains in bf16 (2 bytes), with tp, pp and dp ranks along the three dimensions. A GPU **in the middle
+# of the pipeline** sends in one step:
 #
 # - for tensor parallelism, ring all-reduces of the activation, 4 in each of its layers and micro-batches;
 # - for the pipeline, the whole activation to the stage behind it, and a gradient of the same size to the stage
-#   before it, once a micro-batch;
+#   before it, once a micro-batch (as in the lesson's own run, where the ranks of a tensor group all send the same);
 # - for data parallelism, one ring all-reduce of the gradients of its part of the weights.
 #
 # An activation has microbatch · length · hidden elements. Parameters are cut evenly; nothing is recomputed. How many
@@ -207,8 +161,8 @@ check.traffic(traffic)
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# tensor = m · layers/pp · 4 · 2(tp - 1)/tp · activation; pipeline = m · 2 · activation; data = 2(dp - 1)/dp · 2 bytes ·
-# parameters/(tp · pp), without m.
+# tensor = m · layers/pp · 4 · 2(tp - 1)/tp · activation; pipeline = m · 2 · activation; data = 2(dp - 1)/dp · 2 bytes
+# · parameters/(tp · pp), without m.
 # </details>
 # <details><summary>And with sequence parallelism?</summary>
 #
@@ -226,15 +180,15 @@ print(f"bubble {bubble:.1f} %; GB that a GPU sends in a step: {gigabytes}")
 
 # %% [markdown]
 # ---
-# ## Exercise 4 · The order of the dimensions
+# ## Exercise 3 · The order of the dimensions
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 25 | 12, A mesh of ranks | no order sends less between nodes |
+# | 3 of 5 | 25 | 12, Which link carries what | no order sends less between nodes |
 #
 # Ranks are given out node by node: with 8 GPUs a node, ranks 0 to 7 are on the first. So the order of the dimensions
-# decides which groups stay inside a node. Suppose every group is a **ring** in the order of its ranks: each rank sends
-# its bytes to the next one of the group, and the last to the first. A ring of one rank sends nothing.
+# decides which groups stay inside a node. Suppose every group is a **ring** in the order of its ranks: each rank
+# sends its bytes to the next one of the group, and the last to the first. A ring of one rank sends nothing.
 #
 # Find the order with the fewest bytes between nodes, over all ranks. Sizes and bytes can be anything, so a rule of
 # thumb does not do: *what sends most goes innermost* is wrong in one of the cases.
@@ -275,8 +229,8 @@ check.node_order(node_order)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# `mesh_groups({name: sizes[name] for name in order})` gives the groups. Go round each ring, and add the dimension's GB
-# whenever a rank and the next one are on different nodes.
+# `mesh_groups({name: sizes[name] for name in order})` gives the groups. Go round each ring, and add the dimension's
+# GB whenever a rank and the next one are on different nodes.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -284,22 +238,22 @@ check.node_order(node_order)
 # </details>
 
 # %% [markdown]
-# When your function passes, ask it about the cluster of Exercise 3.
+# When your function passes, ask it about the cluster of Exercise 2.
 
 # %%
 print(" > ".join(node_order({"tp": 8, "pp": 4, "dp": 8}, gigabytes, 8)), "(slowest to fastest)")
 
 # %% [markdown]
-# tp is innermost and fills the node. pp and dp cross the network in any order: here all their neighbours are on other
+# tp is innermost and fills the node. pp and dp cross the network in any order: here all their neighbors are on other
 # nodes.
 
 # %% [markdown]
 # ---
-# ## Exercise 5 · Two nodes, two kinds of parallelism (challenge)
+# ## Exercise 4 · Two nodes, two kinds of parallelism (challenge)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 45 | 12, Two nodes: what may cross the slow link? | equal to one process; only gradients cross |
+# | 4 of 5 | 45 | 12, Two machines: what may cross the slow link? | equal to one process; only gradients cross |
 #
 # Two nodes have two GPUs each; ranks 0 and 1 are on the first node. The link between the nodes is slow. Train with
 # **tensor parallelism inside a node and data parallelism between the nodes**:
@@ -308,8 +262,8 @@ print(" > ".join(node_order({"tp": 8, "pp": 4, "dp": 8}, gigabytes, 8)), "(slowe
 #   the parts go by rank, so that the first GPU of every node has part 0. `gain` is whole on every rank;
 # - the samples: each node has a part of every batch, the first node the first part. All ranks of a node need the same.
 #
-# The layer is y = x + GELU((x · gain) Upᵀ) Downᵀ, the loss `F.mse_loss(y, target)`, the mean over the batch. A step is
-# plain gradient descent, w -= lr · gradient. f and g of lesson 09 are here, for any group:
+# The layer is y = x + GELU((x · gain) Upᵀ) Downᵀ, the loss `F.mse_loss(y, target)`, the mean over the batch. A step
+# is plain gradient descent, w -= lr · gradient. f and g of lesson 09 are here, for any group:
 
 
 # %%
@@ -333,9 +287,9 @@ def sum_over(x, group):
 
 
 # %% [markdown]
-# Write the training, for any number of nodes and of GPUs in each (the check also takes 2 nodes with 3 GPUs, and 3 with
-# 2). `F.linear`, `Tensor.chunk` and `torch.autograd.grad` are useful. Before you begin, predict which bytes will pass
-# between the nodes in a step.
+# Write the training, for any number of nodes and of GPUs in each (the check also takes 2 nodes with 3 GPUs, and 3
+# with 2). `F.linear`, `Tensor.chunk` and `torch.autograd.grad` are useful. Before you begin, predict which bytes will
+# pass between the nodes in a step.
 #
 # - `weights`: dict of the whole model, the same on every rank: "gain" (width,), "up" (inner, width), "down" (width,
 #   inner).
@@ -352,7 +306,8 @@ def hybrid_training(weights, batches, lr, gpus_per_node):
     ### BEGIN SOLUTION
     nodes = dist.get_world_size() // gpus_per_node
     node, gpu = divmod(dist.get_rank(), gpus_per_node)
-    groups = make_groups(mesh_groups({"dp": nodes, "tp": gpus_per_node}))
+    mesh = dist.init_device_mesh("cpu", (nodes, gpus_per_node), mesh_dim_names=("dp", "tp"))
+    groups = {name: mesh.get_group(name) for name in ("dp", "tp")}
     own = {
         "gain": weights["gain"].clone(),
         "up": weights["up"].chunk(gpus_per_node)[gpu].clone(),
@@ -379,8 +334,9 @@ check.hybrid_training(hybrid_training)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `make_groups(mesh_groups({"dp": nodes, "tp": gpus_per_node}))`: tp is last, so its ranks are neighbours, on one node.
-# `divmod(rank, gpus_per_node)` is the pair of node and GPU. The node says which samples, the GPU says which weights.
+# `dist.init_device_mesh("cpu", (nodes, gpus_per_node), mesh_dim_names=("dp", "tp"))`: tp is last, so its ranks are
+# neighbors, on one node, and `mesh.get_group("tp")` is their group. `divmod(rank, gpus_per_node)` is the pair of node
+# and GPU. The node says which samples, the GPU says which weights.
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -430,7 +386,7 @@ for tp in (GPUS, NODES * GPUS, 1):
 
 # %% [markdown]
 # ---
-# ## Exercise 6 · The norm of the gradient over a mesh
+# ## Exercise 5 · The norm of the gradient over a mesh
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -440,8 +396,8 @@ for tp in (GPUS, NODES * GPUS, 1):
 # all are multiplied by limit / norm. On a mesh no rank has them all. Each holds some tensors, and for each tensor we
 # know along which dimensions there are **copies** of it: ("dp",) for a shard of a linear layer, ("dp", "tp") for a
 # norm's gain, () for a shard of FSDP with tensor parallelism, ("tp",) for an FSDP shard of a gain. Stages of the
-# pipeline hold other layers, so nothing is copied along pp. A stage whose layers are all frozen has no gradients. They
-# are averaged already: copies are equal.
+# pipeline hold other layers, so nothing is copied along pp. A stage whose layers are all frozen has no gradients.
+# They are averaged already: copies are equal.
 #
 # One sum over all ranks is enough. A sum along each dimension in turn gives the same norm, but it takes a message for
 # each, so the check refuses it.
@@ -480,8 +436,8 @@ check.clip_gradients(clip_gradients)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# The square of the norm is a sum over all numbers of the model, each once. Which ranks hold a number, and how many are
-# they?
+# The square of the norm is a sum over all numbers of the model, each once. Which ranks hold a number, and how many
+# are they?
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -490,8 +446,8 @@ check.clip_gradients(clip_gradients)
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# Add up on the rank, then one `dist.all_reduce` over all ranks, then the root. A rank without gradients adds zero, and
-# calls all_reduce like the others.
+# Add up on the rank, then one `dist.all_reduce` over all ranks, then the root. A rank without gradients adds zero,
+# and calls all_reduce like the others.
 # </details>
 # <details><summary>What about a table that the first and the last stage share?</summary>
 #
@@ -501,7 +457,7 @@ check.clip_gradients(clip_gradients)
 
 # %% [markdown]
 # ---
-# ## Exercise 7 · Find the illegal layouts
+# ## Exercise 6 · Find the illegal layouts
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -519,8 +475,8 @@ check.clip_gradients(clip_gradients)
 # | memory | nothing else is wrong, and the model states of a rank are more than its GPU has |
 #
 # *Plus 2*, because embedding and head may count as a layer each: Llama 3 405B has 126 layers and ran on 16 stages.
-# *Interleaving* is a rule of Megatron-LM's schedule, which the planner assumes; others are less strict (lesson 10). If
-# the batch does not divide, there is no number of micro-batches to look at.
+# *Interleaving* is a rule of Megatron-LM's schedule, which the planner assumes; others are less strict (lesson 10).
+# If the batch does not divide, there is no number of micro-batches to look at.
 #
 # | argument | what it is |
 # |---|---|
@@ -529,8 +485,8 @@ check.clip_gradients(clip_gradients)
 # | `layout` | `tp`, `pp`, `dp`, `cp`, `microbatch`, `virtual`, `zero` (stage of ZeRO over the dp · cp ranks) |
 # | `batch` | sequences of a step |
 #
-# For the states, `memory.model_states(parameters, stage=…, ranks=…).total` of lesson 06 gives the bytes of a rank. Take
-# 1/(tp · pp) of the parameters. Activations are left out: the layouts of the check are far from that border.
+# For the states, `memory.model_states(parameters, stage=…, ranks=…).total` of lesson 06 gives the bytes of a rank.
+# Take 1/(tp · pp) of the parameters. Activations are left out: the layouts of the check are far from that border.
 
 
 # %%
@@ -566,17 +522,19 @@ check.why_not(why_not)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Start with an empty set, and add a word for each condition that fails. `a % b` is not zero where b does not divide a.
+# Start with an empty set, and add a word for each condition that fails. `a % b` is not zero where b does not divide
+# a.
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# The micro-batches of a replica are batch // (dp · microbatch). tp may be larger than a node: that is slow, and legal.
+# The micro-batches of a replica are batch // (dp · microbatch). tp may be larger than a node: that is slow, and
+# legal.
 # </details>
 # <details><summary>Hint 3</summary>
 #
 # States: `memory.model_states(model.parameter_count / (tp * pp), stage=layout.zero, ranks=dp * layout.cp).total`,
-# against `cluster.card.memory_bytes`; only if the set is still empty. Ranks along cp hold the same parameters as those
-# along dp, so ZeRO divides among them too.
+# against `cluster.card.memory_bytes`; only if the set is still empty. Ranks along cp hold the same parameters as
+# those along dp, so ZeRO divides among them too.
 # </details>
 
 # %% [markdown]
@@ -595,11 +553,11 @@ for run in (*recorded.LLAMA3_RUNS[:2], recorded.LLAMA3_MISPRINT):
 
 # %% [markdown]
 # ---
-# ## Exercise 8 · Plan 70B on 64 GPUs (puzzle)
+# ## Exercise 7 · Plan 70B on 64 GPUs (puzzle)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 30 | 12, The planner; All layouts | at most 72 GB, at most 5 % above the best |
+# | 3 of 5 | 30 | 12, The planner, and all that it assumes | at most 72 GB, at most 5 % above the best |
 #
 # Llama 3 70B is to be trained on 8 nodes with 8 H100 each, 128 sequences of 8,192 tokens in a step: a million tokens.
 # The GPUs have 80 GB; leave 8 GB of them for what no formula knows. Choose

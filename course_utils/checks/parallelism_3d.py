@@ -24,13 +24,12 @@ from ..costs import bytes_sent
 from ..planner import broken_rules
 from ..transformer import PUBLISHED, TransformerConfig
 from . import TIMEOUT, Exercise, Outcome, checked, crosses, load_hints, paper_problem, sent
-from ._groups import DIFFERENT, GroupsInStep
 from .compare import close, listed, number, show, whole_numbers
 from .edits import edited_function
 from .training import compare, difference, exact
 
 __all__ = [
-    "HINTS", "clip_gradients", "hybrid_training", "make_groups", "mesh_groups", "node_order", "plan_70b", "traffic",
+    "HINTS", "clip_gradients", "hybrid_training", "mesh_groups", "node_order", "plan_70b", "traffic",
     "why_not",
 ]
 
@@ -117,85 +116,6 @@ def _first_difference(name: str, got: list, right: list) -> str:
     return f"{name} has the groups {shown}; " + (f"there is no {absent}." if absent else f"expected {len(right)}.")
 
 
-# ------------------------------------------------------------------------------------------------ process groups
-
-
-def _identified(group: Any) -> tuple[int, ...] | str:
-    """The ranks of a process group, or a word for what is none."""
-    import torch.distributed as dist
-
-    if isinstance(group, dist.ProcessGroup):
-        return tuple(dist.get_process_group_ranks(group))
-    return "None" if group is None else "number" if isinstance(group, int) else type(group).__name__
-
-
-def _makes_groups(tag: Tensor, fn: Callable, lists: Groups) -> dict[str, Any]:
-    """One rank makes its groups; if those of all ranks are right, each adds up the numbers of its ranks.
-
-    The result has the number of calls of new_group, whether there was a DeviceMesh, and by dimension what was found,
-    and the sum.
-    """
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    watched_mesh = patch.object(DeviceMesh, "__init__", autospec=True, side_effect=DeviceMesh.__init__)
-    with GroupsInStep() as groups, watched_mesh as mesh:
-        got = fn({name: [list(line) for line in lines] for name, lines in lists.items()})
-    named = isinstance(got, dict) and set(got) == set(lists)
-    found = {name: _identified(group) for name, group in got.items()} if named else {}
-    everyone = groups.together("returned", found)
-    right = all(everyone) and all(
-        isinstance(line, list) and rank in line and tuple(sorted(line)) in lists[name]
-        for rank, theirs in enumerate(everyone) for name, line in theirs.items()
-    )
-    sums = {}
-    for name in lists if right else ():  # nobody waits in vain
-        total = tag.clone()
-        dist.all_reduce(total, group=got[name])
-        sums[name] = total.item()
-    form = None if named else str(got)[:100]
-    return {"form": form, "found": found, "sums": sums, "made": len(groups.made), "mesh": mesh.called}
-
-
-_APART = dict.fromkeys((DIFFERENT, "do not finish", "wait for others"), "disagree")
-
-
-@checked
-def make_groups(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(lists)``: the process groups of this rank, of which all ranks together make as many as there are."""
-    exercise = Exercise("Exercise 2", HINTS["make_groups"], timeout, explained=_APART)
-    for sizes in ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"dp": 3, "tp": 2}, {"dp": 1}):
-        lists, n = _groups(sizes), math.prod(sizes.values())
-        tags = [torch.tensor([2.0**rank]) for rank in range(n)]
-        outcomes = exercise.run(_makes_groups, tags, fn, lists, case=_named(sizes))
-        results = [outcome.result for outcome in outcomes]
-        for rank, result in exercise.each(results):
-            _right_groups(exercise, result, _groups_of(rank, sizes))
-        for rank, result in exercise.each(results):  # all groups are right, so that each has a sum
-            for name, group in _groups_of(rank, sizes).items():
-                total, expected = result["sums"][name], sum(2.0**r for r in group)
-                what = f"an all-reduce of {name} gave {total}; expected {expected}."
-                exercise.require(total == expected, "wrong-group", what)
-        count = sum(map(len, lists.values()))
-        for _, result in exercise.each(results):
-            exercise.require(not result["mesh"], "device-mesh", "the function made a DeviceMesh.")
-            what = f"new_group was called {result['made']} times for {count} groups."
-            exercise.require(result["made"] <= count, "too-many", what)
-    exercise.passed("every rank is in its groups, and each group adds up numbers of its own ranks.")
-
-
-def _right_groups(exercise: Exercise, result: dict, groups: dict[str, tuple[int, ...]]) -> None:
-    """Refuse what one rank returned if it is not the groups that the rank is in."""
-    exercise.require(result["form"] is None, "form", f"the function returned {result['form']}.")
-    for name, right in groups.items():
-        got = result["found"][name]
-        if isinstance(got, str):
-            key = {"None": "default", "number": "not-a-member"}.get(got, "form")
-            exercise.refuse(key, f"{name} is a {got}, not a process group." if got != "None" else f"{name} is None.")
-        what = f"{name} is the group of the ranks {list(got)}; expected {list(right)}."
-        exercise.require(tuple(sorted(got)) == right, "wrong-group", what)
-
-
 # ------------------------------------------------------------------------------------------------ the order for a node
 
 _ORDERS: tuple[tuple[dict[str, int], dict[str, float], int], ...] = (  # sizes, GB to the next rank, GPUs of a node
@@ -228,7 +148,7 @@ def _between(order: Sequence[str], sizes: Mapping[str, int], gigabytes: Mapping[
 @checked
 def node_order(fn: Callable) -> None:
     """Check ``fn(sizes, gigabytes, gpus_per_node)``: any order with the fewest bytes between nodes passes."""
-    exercise = Exercise("Exercise 4", HINTS["node_order"])
+    exercise = Exercise("Exercise 3", HINTS["node_order"])
     answers, names = [], [f"sizes {sizes}, GB {gigabytes}, {node} GPUs a node" for sizes, gigabytes, node in _ORDERS]
     for exercise.case, (sizes, gigabytes, node) in zip(names, _ORDERS, strict=True):
         got = exercise.call(fn, dict(sizes), dict(gigabytes), node)
@@ -242,7 +162,7 @@ def node_order(fn: Callable) -> None:
             least = f"{', '.join(best)} sends {costs[best]:g} GB"
             what = f"{', '.join(got)} sends {costs[got]:g} GB between nodes; {least}."
             exercise.refuse(_order_slip(exercise, fn, answers, every), what)
-    print("Exercise 4 passed: no order of the dimensions sends less between nodes.")
+    print("Exercise 3 passed: no order of the dimensions sends less between nodes.")
 
 
 def _order_slip(exercise: Exercise, fn: Callable, answers: list[tuple], every: list[dict]) -> str:
@@ -386,7 +306,7 @@ _DETACHED = {
 @checked
 def hybrid_training(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(weights, batches, lr, gpus_per_node)``: data parallel between nodes, tensor parallel inside."""
-    exercise = Exercise("Exercise 5", HINTS["hybrid_training"], timeout, explained=_DETACHED)
+    exercise = Exercise("Exercise 4", HINTS["hybrid_training"], timeout, explained=_DETACHED)
     losses, whole = _one_process()
     for nodes, gpus, fallback in _HYBRIDS:
         tags = [torch.zeros(1) for _ in range(nodes * gpus)]
@@ -574,7 +494,7 @@ def _clips(tag: Tensor, fn: Callable, sizes: dict[str, int], bare: bool, limits:
 def clip_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(gradients, copies, groups, limit)``: the norm of the whole model, and gradients scaled in place."""
     errors = dict.fromkeys(("non-empty", "is empty"), "nothing")
-    exercise = Exercise("Exercise 6", HINTS["clip_gradients"], timeout, explained=errors)
+    exercise = Exercise("Exercise 5", HINTS["clip_gradients"], timeout, explained=errors)
     for sizes, bare, fallback in _NORM_CASES:
         n = math.prod(sizes.values())
         held = [_held(rank, sizes, bare) for rank in range(n)]
@@ -631,7 +551,7 @@ def _whole_microbatches(layers, hidden, length, parameters, tp, pp, dp, batch, m
 
 
 @paper_problem(
-    "Exercise 3",
+    "Exercise 2",
     cases=[
         (80, 8192, 8192, 70.6e9, 8, 4, 2, 128, 1), (32, 4096, 2048, 6.7e9, 4, 4, 8, 256, 2),
         (96, 12288, 2048, 174.6e9, 8, 8, 16, 1536, 1), (32, 4096, 4096, 6.7e9, 1, 8, 4, 64, 1),
@@ -732,7 +652,7 @@ def _reasons(model: TransformerConfig, cluster: planner.GpuCluster, layout: plan
 @checked
 def why_not(fn: Callable) -> None:
     """Check ``fn(model, cluster, layout, batch)``: those of `planner.reasons_against`, one word each, as a set."""
-    exercise = Exercise("Exercise 7", HINTS["why_not"])
+    exercise = Exercise("Exercise 6", HINTS["why_not"])
     for name, gpus, layout, batch, key in _LAYOUTS:
         model, cluster = PUBLISHED[name], planner.cluster(_MACHINE, gpus)
         own = ("cp", "microbatch", "virtual", "zero")
@@ -746,7 +666,7 @@ def why_not(fn: Callable) -> None:
             expected, found = (" and ".join(sorted(words)) or "no reason" for words in (right, got))
             key = _slip_of_reasons(got, right, key, far=layout.tp > cluster.per_node)
             exercise.refuse(key, f"expected {expected}, got {found}. The planner: {texts}.")
-    print(f"Exercise 7 passed: {len(_LAYOUTS)} layouts, with the reasons of the planner.")
+    print(f"Exercise 6 passed: {len(_LAYOUTS)} layouts, with the reasons of the planner.")
 
 
 def _slip_of_reasons(got: set[str], right: set[str], key: str, far: bool) -> str:
@@ -771,7 +691,7 @@ _GIVEN = ("cp", "precision", "sequence_parallel", "overlap")
 @checked
 def plan_70b(fn: Callable) -> None:
     """Check ``fn()``: a layout that fits, and is nearly as fast as the planner's best that does."""
-    exercise = Exercise("Exercise 8", HINTS["plan_70b"])
+    exercise = Exercise("Exercise 7", HINTS["plan_70b"])
     with patch.object(planner, "search", wraps=planner.search) as search:
         got = exercise.call(fn)
     exercise.require(isinstance(got, planner.Layout), "form", f"the function returned {str(got)[:100]}.")
@@ -793,7 +713,7 @@ def plan_70b(fn: Callable) -> None:
         what = f"the step takes {mine.seconds:.2f} s; the target is {SHARE * best.seconds:.2f} s."
         exercise.refuse(_dearest(mine, best), "\n".join([f"{what}\n", *rows]))
     print(
-        f"Exercise 8 passed: {got}, {mine.seconds:.2f} s a step, {100 * (over - 1):.1f} % above the best; "
+        f"Exercise 7 passed: {got}, {mine.seconds:.2f} s a step, {100 * (over - 1):.1f} % above the best; "
         f"{mine.memory.total / 1e9:.1f} GB, {mine.model_tflops:.0f} TFLOP/s a GPU."
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from textwrap import fill
 
 from .. import memory
 from ..transformer import TransformerConfig
@@ -110,7 +111,8 @@ class Plan:
             lines.append(f"  {part:10}{seconds:8.3f} s{behind}")
         lines += ["", "  memory of the fullest GPU"]
         lines += [f"  {part:12}{size / 1e9:8.1f} GB" for part, size in self.memory.parts().items()]
-        return "\n".join([*lines, "", "  assumed", *(f"  - {text}" for text in self.assumptions())])
+        look = {"width": 100, "initial_indent": "  - ", "subsequent_indent": "    "}
+        return "\n".join([*lines, "", "  assumed", *(fill(text, **look) for text in self.assumptions())])
 
     def assumptions(self) -> list[str]:
         """What the plan takes for granted, in words: machine, software, and constants."""

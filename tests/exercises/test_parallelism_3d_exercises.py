@@ -58,54 +58,6 @@ RIGHT["mesh_groups"] = {
     "whole numbers of NumPy": mesh_of_numpy,
 }
 
-# ------------------------------------------------------------------------------------------------ process groups
-
-NEW = "group = dist.new_group(ranks)"
-KEPT = """group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                mine[name] = group"""
-WRONG["make_groups"] = {
-    "form": [
-        "mine[name] = group  ->  mine[name] = ranks",
-        "return mine  ->  return mine if dist.get_rank() else None",
-    ],
-    "disagree": [
-        {KEPT: "if dist.get_rank() in ranks:\n    mine[name] = dist.new_group(ranks)"},
-        "in lists.items():  ->  in list(lists.items())[:: 1 - dist.get_rank() % 2 * 2]:",
-        "mine = {}  ->  mine = {}\nif dist.get_rank():\n    return {}",
-    ],
-    "not-a-member": "if dist.get_rank() in ranks:  ->  if True:",
-    "default": "mine[name] = group  ->  mine[name] = None",
-    "wrong-group": [
-        "dist.new_group(ranks)  ->  dist.new_group([ranks[0], ranks[-1]])",
-        "mine[name] = group  ->  mine[name] = group\nif dist.get_rank() == 1:\n    mine[name] = dist.group.WORLD",
-    ],
-    "too-many": "for ranks in lines:  ->  for ranks in lines + lines:",
-    "device-mesh": "mine = {}  ->  shape = tuple(len(lines[0]) for lines in lists.values())\n"
-    "mesh = dist.init_device_mesh('cpu', shape, mesh_dim_names=tuple(lists))\n"
-    "mine = {name: mesh.get_group(name) for name in lists}\nreturn mine",
-}
-
-
-def groups_with_descriptions(lists):
-    rank, found = dist.get_rank(), {}
-    for name in sorted(lists):
-        made = [(ranks, dist.new_group(ranks, group_desc=name)) for ranks in sorted(lists[name])]
-        found[name] = next(group for ranks, group in made if rank in ranks)
-    return found
-
-
-RIGHT["make_groups"] = {
-    "groups known by their ranks": {
-        KEPT: "if dist.get_rank() in ranks:\n    mine[name] = dist.new_group(ranks, use_local_synchronization=True)",
-    },
-    "by enumeration": "mine = {}  ->  "
-    "mine = {}\nreturn {name: dist.new_subgroups_by_enumeration(lines)[0] for name, lines in lists.items()}",
-    "the default group for a dimension of all ranks": f"{NEW}  ->  group = dist.group.WORLD\n"
-    f"if len(ranks) < dist.get_world_size():\n    {NEW}",
-    "with descriptions": groups_with_descriptions,
-}
-
 # ------------------------------------------------------------------------------------------------ on paper
 
 WRONG["traffic"] = {
@@ -200,7 +152,14 @@ UPDATE = "for w, gradient in zip(parameters, gradients, strict=True):"
 STEP = f"w -= lr * {MEAN}"
 LOSS = 'summed(loss, groups["dp"]).item() / nodes'
 OWN = "own = {\n"
-GROUPS = 'make_groups(mesh_groups({"dp": nodes, "tp": gpus_per_node}))'
+MESH = 'mesh = dist.init_device_mesh("cpu", (nodes, gpus_per_node), mesh_dim_names=("dp", "tp"))'
+GROUPS = 'groups = {name: mesh.get_group(name) for name in ("dp", "tp")}'
+BY_HAND = """groups = {}
+for name, lines in mesh_groups({"dp": nodes, "tp": gpus_per_node}).items():
+    for ranks in lines:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            groups[name] = group"""
 RETURN = "return losses, {name: w.detach() for name, w in own.items()}"
 UP, DOWN = 'weights["up"].chunk(gpus_per_node)[gpu]', 'weights["down"].chunk(gpus_per_node, dim=1)[gpu]'
 OVER_ALL = "summed({}, None) / dist.get_world_size()"
@@ -222,7 +181,7 @@ WRONG["hybrid_training"] = {
     "shards": "in own.items()}  ->  in (weights | {'gain': own['gain']}).items()}",
     "tp-across-nodes": {
         "node, gpu = divmod(dist.get_rank(), gpus_per_node)": "gpu, node = divmod(dist.get_rank(), nodes)",
-        GROUPS: 'make_groups(mesh_groups({"tp": gpus_per_node, "dp": nodes}))',
+        MESH: 'mesh = dist.init_device_mesh("cpu", (gpus_per_node, nodes), mesh_dim_names=("tp", "dp"))',
     },
     "no-f": f'{COPY}  ->  x * own["gain"]',
     "sum": f'{MEAN}  ->  summed(gradient, groups["dp"])',
@@ -261,8 +220,9 @@ WRONG["hybrid_training"] = {
     ],
     "hang": hangs(
         {
-            GROUPS: '{\n    "dp": dist.new_group([gpu + gpus_per_node * k for k in range(nodes)]),\n'
-            '    "tp": dist.new_group([node * gpus_per_node + k for k in range(gpus_per_node)]),\n}'
+            MESH: "pass",
+            GROUPS: 'groups = {\n    "dp": dist.new_group([gpu + gpus_per_node * k for k in range(nodes)]),\n'
+            '    "tp": dist.new_group([node * gpus_per_node + k for k in range(gpus_per_node)]),\n}',
         }
     ),
 }
@@ -307,9 +267,9 @@ for w in parameters:
     w.register_post_accumulate_grad_hook(average)
 for x, target in batches:"""
 RIGHT["hybrid_training"] = {
-    "a device mesh, tensors returned": {
-        GROUPS: 'dist.init_device_mesh("cpu", (nodes, gpus_per_node), mesh_dim_names=("dp", "tp"))\n'
-        'groups = {name: groups.get_group(name) for name in ("dp", "tp")}',
+    "groups by hand, tensors returned": {
+        MESH: "pass",
+        GROUPS: BY_HAND,
         RETURN: "return torch.tensor(losses, dtype=torch.float64), own",
     },
     "backward by hand": backward_by_hand,
@@ -528,10 +488,6 @@ class TestParallelism(ExerciseTests):
         assert "2 nodes with 2 GPUs each, rank 1: this rank holds part 0 of the weights" in turned
         between = self.refused_with("hybrid_training", "between")
         assert "between the nodes 3768 bytes are sent; 1944 are enough" in between
-        wishes = "rank 0: call 1 for [0, 2], rank 1: call 1 for [1, 3], rank 2: call 1 for [0, 2]"
-        assert wishes in self.refused_with("make_groups", "disagree")
-        alone = "rank 1: dp is the group of the ranks [0, 1, 2, 3]; expected [1, 3]"
-        assert alone in self.refused_with("make_groups", "wrong-group", 2)
         assert "there is no [0, 1, 2, 3]" in self.refused_with("mesh_groups", "sizes")
         twice = self.refused_with("clip_gradients", "twice")
         assert re.search(r"the norm is \d+\.\d+; expected \d+\.\d+", twice)

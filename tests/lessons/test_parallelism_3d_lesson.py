@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from functools import cache
+from functools import cache, partial
 
 import cloudpickle
 import pytest
@@ -14,10 +14,18 @@ import torch.distributed as dist
 from lessons import definitions
 
 from course_utils import launch, planner, record
-from course_utils.costs import bytes_sent
 from course_utils.data import Windows
-from course_utils.models import PUBLISHED, TransformerConfig
-from course_utils.topology import two_level
+from course_utils.mesh_training import (
+    DIMENSIONS,
+    Stage,
+    crossing,
+    expected_bytes,
+    largest_difference,
+    one_process,
+    same_as_one_process,
+    sent_by_dimension,
+)
+from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -28,129 +36,141 @@ CUBE = {"pp": 2, "dp": 2, "tp": 2}
 
 @cache
 def lesson() -> dict:
-    """What the lesson defines, by name."""
-    return definitions("12", gpt=SMALL, windows=Windows("train", 8), microbatches=4, cube=CUBE, backend="gloo")
+    """What the lesson defines, by name; four micro-batches, so that four stages are possible."""
+    names = definitions("12", gpt=SMALL, windows=Windows("train", 8), cube=CUBE, backend="gloo")
+    names["microbatches"] = 4
+    return names
 
 
-def run(fn: str, *args, ranks: int, **options) -> list:
-    return launch(lesson()[fn], *args, world_size=ranks, backend="gloo", timeout=100, **options)
+def run(fn, *args, ranks: int, **options) -> list:
+    fn = lesson()[fn] if isinstance(fn, str) else fn
+    return launch(fn, *args, world_size=ranks, backend="gloo", timeout=100, **options)
 
 
 @cache
-def one_process(limit: float = math.inf) -> dict:
-    return run("alone", limit, ranks=1)[0]
+def reference(limit: float = math.inf):
+    return run(one_process, SMALL, lesson()["text"], limit=limit, ranks=1)[0]
 
 
-MESHES = [
-    {"pp": 3, "tp": 2},
-    {"dp": 2, "pp": 1, "tp": 3},
-    {"a": 5},
-    {"d": 2, "c": 2, "b": 1, "a": 2},
-    {"pp": 2, "dp": 3},
-]
+def sizes_of(*degrees: int) -> dict[str, int]:
+    return dict(zip(DIMENSIONS, degrees, strict=True))
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_groups_by_hand_are_those_of_pytorch_and_of_the_planner(sizes):
-    ranks = math.prod(sizes.values())
-    hand = [{name: lesson()["group_of"](rank, sizes, name) for name in sizes} for rank in range(ranks)]
-    assert run("torch_groups", sizes, ranks=ranks) == hand
-    for name, groups in planner.mesh_groups(sizes).items():
-        assert set(groups) == {groups_of[name] for groups_of in hand}
-    for rank in range(ranks):
-        at, place = lesson()["coordinates"](rank, sizes), 0
-        for name, size in sizes.items():
-            place = place * size + at[name]
-        assert place == rank
+# --- meshes
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 3, "tp": 2}, {"d": 2, "c": 2, "b": 1, "a": 2}, {"a": 5}], ids=str)
+def test_groups_of_the_planner_are_those_that_pytorch_makes(sizes):
+    def groups(lesson, sizes):
+        mesh = lesson["mesh_of"](sizes)
+        return {name: tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in sizes}
+
+    found = run(groups, {"mesh_of": lesson()["mesh_of"]}, sizes, ranks=math.prod(sizes.values()))
+    for name, lines in planner.mesh_groups(sizes).items():
+        assert {groups_of[name] for groups_of in found} == set(lines)
 
 
 def test_groups_of_a_cluster_that_does_not_exist():
     sizes = {"pp": 3, "dp": 5, "tp": 4}
     for rank in (0, 37, 59):
         (found,) = launch(lesson()["pretend"], rank, sizes, world_size=1, init=False)
-        assert found == {name: lesson()["group_of"](rank, sizes, name) for name in sizes}
+        for name, lines in planner.mesh_groups(sizes).items():
+            assert tuple(found[name]) == next(line for line in lines if rank in line)
 
 
 @pytest.mark.parametrize("name", ["Megatron 39.1B", "Megatron 145.6B"])
-def test_bytes_of_a_gpu_are_those_of_the_planner(name):
-    layout = planner.Layout(tp=8, pp=4, dp=8, zero=0, recompute="none", sequence_parallel=False)
-    ours = lesson()["sent_by_a_gpu"](PUBLISHED[name], {"tp": 8, "pp": 4, "dp": 8}, 64)
-    theirs = planner.traffic(PUBLISHED[name], layout, 64)
-    assert ours["tp"] == pytest.approx(theirs["tp"])
-    assert ours["dp"] == pytest.approx(theirs["dp"], rel=0.05)  # without embeddings
-    assert ours["pp"] == pytest.approx(8 * theirs["pp"])  # the planner's ranks send an eighth each
+def test_table_of_bytes_is_what_the_planner_counts(name):
+    config, (t, p, d), batch = PUBLISHED[name], (8, 4, 8), 64
+    layout = planner.Layout(tp=t, pp=p, dp=d, zero=0, recompute="none", sequence_parallel=False)
+    sent, n = planner.traffic(config, layout, batch), batch / d * config.context
+    assert sent["tp"] == pytest.approx(2 * 8 * n * config.hidden * config.layers / p * (t - 1) / t)
+    assert sent["pp"] == pytest.approx(2 * 2 * n * config.hidden / t)
+    parameters = config.parameter_count / (t * p)
+    assert sent["dp"] == pytest.approx(2 * 2 * parameters * (d - 1) / d, rel=0.05)  # without embeddings
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}, {"dp": 3, "tp": 1}, {"dp": 3, "tp": 2}], ids=str
-)
-def test_two_dimensions_are_one_process(sizes):
-    runs = run("two_dimensions", sizes, ranks=math.prod(sizes.values()))
-    assert max(lesson()["apart"](runs, one_process())) < 1e-5
-    formula = lesson()["expected"](SMALL, sizes, 24)
-    sent = lesson()["sent_by"](runs[0])
-    if "default" in sent:  # the group of a dimension with all ranks
-        assert sum(sent.values()) == pytest.approx(sum(formula.values()), rel=0.1)  # rows of FSDP are padded
-    elif SMALL.hidden % sizes["dp"] == 0:
-        assert sent == {name: formula[name] for name in sent}
+# --- training
+
+
+def test_stages_have_the_weights_of_the_whole_model_each_once():
+    whole = {name: p for name, p in Stage(SMALL).named_parameters()}
+    parts = [Stage(SMALL, number, 3) for number in range(3)]
+    names = [name for part in parts for name, _ in part.named_parameters()]
+    assert sorted(names) == sorted(whole)
+    assert all(torch.equal(p, whole[name]) for part in parts for name, p in part.named_parameters())
+    x = Windows("train", 8).batch(range(2))[0]
+    y = parts[2](parts[1](parts[0](x)))
+    torch.testing.assert_close(y, build_gpt(SMALL)(x))
+
+
+def test_pieces_are_cut_by_both_dimensions():
+    (found, *_) = run("pieces", {"dp": 2, "tp": 2}, ranks=4)
+    shapes = {name: shape for name, (_, shape) in found.items()}
+    assert shapes["blocks.0.mlp.up.weight"] == (16, 16) and shapes["blocks.0.mlp.down.weight"] == (8, 32)
+    assert shapes["blocks.0.norm1.weight"] == (8,)
 
 
 THREE = [
     (2, 2, 1, True), (2, 1, 2, False), (1, 2, 2, True), (3, 1, 2, False), (2, 3, 1, False), (2, 1, 4, True),
-    (4, 2, 1, True), (4, 2, 1, False), (1, 1, 1, True),
+    (1, 1, 1, False), (1, 3, 2, False), (1, 1, 4, False),
 ]
 
 
-@pytest.mark.parametrize(("pp", "dp", "tp", "freed"), THREE)
-def test_three_dimensions_are_one_process_and_send_what_the_formula_says(pp, dp, tp, freed):
-    sizes = {"pp": pp, "dp": dp, "tp": tp}
-    runs = run("three_dimensions", sizes, ranks=pp * dp * tp, reshard_after_forward=freed)
-    assert max(lesson()["apart"](runs, one_process())) < 1e-5
-    if SMALL.hidden % sizes["dp"] or SMALL.layers % sizes["pp"]:
-        return  # the formula has equal pieces
-    for of in runs:
-        formula = lesson()["expected"](SMALL, sizes, 24, of["stage"], 5 if freed else 1)
-        sent = lesson()["sent_by"](of)
-        assert {name: sent.get(name, 0) for name in formula} == formula
+@pytest.mark.parametrize(("pp", "dp", "tp", "free"), THREE)
+def test_a_mesh_trains_like_one_process_and_sends_what_the_formula_says(pp, dp, tp, free):
+    sizes = sizes_of(pp, dp, tp)
+    runs = run("on_mesh", sizes, free=free, ranks=pp * dp * tp)
+    assert "equal to one process" in same_as_one_process(runs, reference())
+    if SMALL.hidden % dp or SMALL.layers % pp or math.prod(sizes.values()) in (dp, tp, 1):
+        return  # the formula has equal pieces; a dimension of all ranks is the default group
+    gathers = 5 if free else 1
+    for found in runs:
+        expected = expected_bytes(SMALL, sizes, 24, found.stage, gathers)
+        assert sent_by_dimension(found.ledger) == expected
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(CUBE)), ids=str)
-def test_order_of_a_mesh_moves_the_groups_and_changes_nothing_else(order):
-    def where(lesson, order):
-        mesh = lesson["mesh_of"](CUBE, order)
-        return {name: tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in CUBE}
-
-    groups = launch(where, lesson_parts("mesh_of"), list(order), world_size=8, backend="gloo")
-    sizes = {name: CUBE[name] for name in order}
-    assert groups == [{name: lesson()["group_of"](rank, sizes, name) for name in CUBE} for rank in range(8)]
+def test_states_of_all_ranks_are_those_of_the_model_and_copies():
+    runs, whole = run("on_mesh", CUBE, ranks=8), reference().states
+    assert whole / 10 < min(found.states for found in runs) and max(found.states for found in runs) < whole / 6
+    assert whole < sum(found.states for found in runs) < 1.2 * whole
 
 
-def lesson_parts(*names: str) -> dict:
-    return {name: lesson()[name] for name in names}
+def test_what_differs_from_one_process_is_told():
+    right = reference()
+    assert largest_difference([right], right) == (0, 0)
+    wrong = reference(limit=0.1)
+    loss, weight = largest_difference([wrong], right)
+    assert loss > 1e-4 and weight > 1e-3
+    with pytest.raises(AssertionError, match="losses differ by up to .* weights by up to"):
+        same_as_one_process([wrong], right)
+    runs = [found for found in run("on_mesh", sizes_of(2, 1, 1), ranks=2) if found.stage == 1]
+    with pytest.raises(ValueError, match="no rank has .*embedding"):
+        largest_difference(runs, right)
+
+
+# --- clipping
 
 
 @pytest.mark.parametrize("degrees", [(2, 2, 2), (2, 1, 2), (1, 2, 2), (3, 2, 1)], ids=str)
 def test_norm_over_all_stages_is_that_of_one_process_and_clips_alike(degrees):
-    sizes, limit = dict(zip(("pp", "dp", "tp"), degrees, strict=True)), 0.5
-    clip = lesson()["Clip"](lesson()["all_stages"], limit)
-    runs = run("three_dimensions", sizes, clip, ranks=math.prod(degrees))
-    wanted = one_process(limit)
-    assert max(lesson()["apart"](runs, wanted)) < 1e-5
-    for of in runs:
-        assert of["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+    clip = partial(lesson()["clipped"], lesson()["all_stages"], 0.5)
+    runs = run("on_mesh", sizes_of(*degrees), clip=clip, ranks=math.prod(degrees))
+    same_as_one_process(runs, reference(0.5))
+    for found in runs:
+        assert found.norms == pytest.approx(reference(0.5).norms, rel=1e-5)
 
 
 @pytest.mark.parametrize("wrong", ["own_pieces", "all_pieces", "own_stage"])
 def test_other_norms_are_wrong_and_fail_nowhere(wrong):
-    clip = lesson()["Clip"](lesson()[wrong], 0.5)
-    runs = run("three_dimensions", CUBE, clip, ranks=8)
-    assert max(lesson()["apart"](runs, one_process(0.5))) > 1e-4
-    right = one_process(0.5)["norms"][0]
-    assert all((of["norms"][0] > right) == (wrong == "all_pieces") for of in runs)
+    clip = partial(lesson()["clipped"], lesson()[wrong], 0.5)
+    runs = run("on_mesh", CUBE, clip=clip, ranks=8)
+    assert max(largest_difference(runs, reference(0.5))) > 1e-4
+    right = reference(0.5).norms[0]
+    assert all((found.norms[0] > right) == (wrong == "all_pieces") for found in runs)
 
 
 def test_a_backward_leaves_a_freed_stage_gathered_and_its_gradients_whole():
-    """So freeing after forward saves no memory at the peak of a pipeline: what section 3 and the planner say."""
+    """So freeing after forward saves no memory at the peak of a pipeline: what section 12 and the planner say."""
 
     def work(lesson):
         from torch.distributed.pipelining import PipelineStage
@@ -172,75 +192,31 @@ def test_a_backward_leaves_a_freed_stage_gathered_and_its_gradients_whole():
 
         PipelineStage.backward_one_chunk = watched
         try:
-            lesson["three_dimensions"](CUBE, steps=1)
+            lesson["on_mesh"](CUBE, steps=1, free=True)
         finally:
             PipelineStage.backward_one_chunk = backward
         return seen
 
-    for seen in launch(work, lesson(), world_size=8, backend="gloo", timeout=100):
+    for seen in run(work, lesson(), ranks=8):
         assert [chunk for chunk, *_ in seen] == [0, 1, 2, 3]
         assert all(gathered for _, gathered, _ in seen) and all(whole for *_, whole in seen[:3])
 
 
-def test_a_checkpoint_of_three_dimensions_is_loaded_into_another_layout(tmp_path):
-    """Parameters keep the names that they have in one process, so DCP finds the pieces of each."""
-
-    def stage_of(lesson, sizes):
-        mesh = lesson["mesh_of"](sizes)
-        number = mesh.get_local_rank("pp")
-        return lesson["split"](lesson["Stage"](SMALL, number, sizes["pp"]), mesh)
-
-    def save(lesson, sizes, path):
-        import torch.distributed.checkpoint as dcp
-
-        stage = stage_of(lesson, sizes)
-        with torch.no_grad():
-            for name, p in stage.named_parameters():
-                p.mul_(1 + len(name))
-        dcp.save(dict(stage.named_parameters()), checkpoint_id=path)
-        return lesson["weights_of"](stage)
-
-    def load(lesson, sizes, path):
-        import torch.distributed.checkpoint as dcp
-
-        stage = stage_of(lesson, sizes)
-        dcp.load(dict(stage.named_parameters()), checkpoint_id=path)
-        return lesson["weights_of"](stage)
-
-    path = str(tmp_path / "checkpoint")
-    saved = {}
-    for weights in launch(save, lesson(), CUBE, path, world_size=8, backend="gloo", timeout=100):
-        saved |= weights
-    for sizes in ({"pp": 1, "dp": 2, "tp": 1}, {"pp": 4, "dp": 1, "tp": 1}):
-        seen = {}
-        for weights in launch(load, lesson(), sizes, path, world_size=math.prod(sizes.values()), backend="gloo"):
-            seen |= weights
-        assert seen.keys() == saved.keys()
-        assert all(torch.equal(seen[name], saved[name]) for name in saved)
+# --- links
 
 
-def test_states_of_all_ranks_are_those_of_the_model_and_copies():
-    runs = run("three_dimensions", CUBE, ranks=8)
-    whole = one_process()["held"]
-    assert whole / 10 < min(of["held"] for of in runs) and max(of["held"] for of in runs) < whole / 6
-    assert whole < sum(of["held"] for of in runs) < 1.2 * whole
+def test_two_machines_send_what_the_formula_says():
+    pairs = [*itertools.combinations(CUBE, 2)]
+    by_rank = run("in_turn", pairs, ranks=4)
+    for pair in pairs:
+        runs = [found[pair] for found in by_rank]
+        sizes = {name: 2 if name in pair else 1 for name in DIMENSIONS}
+        for across, node in zip(pair, ([0, 0, 1, 1], [0, 1, 0, 1]), strict=True):
+            expected = sum(expected_bytes(SMALL, sizes, 24, found.stage)[across] for found in runs)
+            assert crossing([found.ledger for found in runs], node) == expected
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ring_sends_as_many_bytes_as_the_collective(op, ranks):
-    def as_ring(ring, op, size):
-        entry = type("Entry", (), {"op": op, "bytes": size, "ranks": tuple(range(dist.get_world_size()))})()
-        with record() as ledger:
-            ring(entry)
-        return ledger.sent
-
-    size = 24 * ranks
-    sent = launch(as_ring, lesson()["ring"], op, size, world_size=ranks, backend="gloo")
-    assert sent == [bytes_sent(op, ranks, size)] * ranks
-
-
-def test_bytes_between_nodes_and_their_emulated_time():
+def test_bytes_between_nodes():
     def work():
         """Inside each node 800 bytes, between them 4,000 by one pair and a message of 100."""
         rank = dist.get_rank()
@@ -255,12 +231,10 @@ def test_bytes_between_nodes_and_their_emulated_time():
                 dist.recv(torch.zeros(100, dtype=torch.uint8), 1)
         return ledger
 
-    ledgers = launch(work, world_size=4, backend="gloo")
-    assert lesson()["crossing"](ledgers) == 2 * 4000 + 100
-    assert lesson()["crossing"](ledgers, per_node=4) == 0
-    topology = two_level(2, 2, (0.0, 1e-9), (0.0, 1e-6))
-    seconds = run("replayed", ledgers, topology, ranks=4)
-    assert max(seconds) == pytest.approx(800e-9 + 4000e-6)
+    ledgers = run(work, ranks=4)
+    assert crossing(ledgers, node=[0, 0, 1, 1]) == 2 * 4000 + 100
+    assert crossing(ledgers, node=[0, 1, 0, 1]) == 2 * 2 * 800
+    assert crossing(ledgers, node=[0, 0, 0, 0]) == 0
 
 
 def test_layouts_are_weighed_and_what_cannot_run_is_left_out(capsys):

@@ -1,0 +1,130 @@
+"""scripts/train_3d.py gives the losses of one process on every mesh, goes on from a checkpoint on another, and refuses.
+
+The program runs as it stands, on the ranks of `launch`, which find the variables that torchrun sets; one test calls
+torchrun itself.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from course_utils import WorkerError, launch
+from course_utils.programs import SCRIPTS, TEXT, run_program, torchrun
+
+pytestmark = pytest.mark.guard(200)
+SCRIPT = SCRIPTS / "train_3d.py"
+SMALL = (f"--data={TEXT}", "--layers=4", "--hidden=32", "--length=16", "--batch=16", "--lr=0.01", "--clip=0.5")
+LINE = re.compile(r"step (\d+)  loss (\d+\.\d+)  norm (\d+\.\d+)")
+
+
+def lines(text: str) -> list[tuple[int, float, float]]:
+    return [(int(step), float(loss), float(norm)) for step, loss, norm in LINE.findall(text)]
+
+
+def run(capsys, out: Path, *flags: str, n: int) -> list[tuple[int, float, float]]:
+    """Run the program on n ranks; return step, loss and norm of what it printed."""
+    capsys.readouterr()
+    assert launch(run_program, SCRIPT, *SMALL, f"--out={out}", *flags, world_size=n, init=False) == [0] * n
+    return lines(capsys.readouterr().out)
+
+
+@cache
+def plain(steps: int) -> tuple[tuple[int, float, float], ...]:
+    """The same training as a bare loop in one process, with nothing of torch.distributed."""
+    script = runpy.run_path(str(SCRIPT), run_name="script")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train_3d.py", "--out=.", *SMALL])
+        args = script["arguments"](1)
+    model = script["Stage"](args, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    data, found = script["np"].fromfile(args.data, dtype="uint8"), []
+    for step in range(steps):
+        x, y = script["batch_of"](args, data, step, 0)
+        loss = script["loss_of"](model(x), y)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((step + 1, loss.item(), norm.item()))
+    return tuple(found)
+
+
+def assert_same(found, expected) -> None:
+    assert [step for step, *_ in found] == [step for step, *_ in expected]
+    for (_, loss, norm), (_, right, right_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(right, abs=2e-4) and norm == pytest.approx(right_norm, abs=2e-4)
+
+
+MESHES = [(1, 1, 1), (2, 2, 2), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), MESHES)
+def test_every_mesh_trains_like_a_bare_loop(pp, dp, tp, tmp_path, capsys):
+    found = run(capsys, tmp_path, f"--pp={pp}", f"--tp={tp}", "--steps=3", n=pp * dp * tp)
+    assert_same(found, plain(3))
+
+
+def test_a_run_goes_on_from_its_checkpoint_on_other_meshes(tmp_path, capsys):
+    found = run(capsys, tmp_path, "--pp=2", "--tp=2", "--steps=2", n=8)
+    found += run(capsys, tmp_path, "--steps=4", "--micro=2", n=2)
+    found += run(capsys, tmp_path, "--tp=4", "--steps=5", n=4)
+    found += run(capsys, tmp_path, "--pp=4", "--steps=6", n=4)
+    assert_same(found, plain(6))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06}" for step in (2, 4, 5, 6)]
+    assert run(capsys, tmp_path, "--steps=6", n=1) == []  # all is done
+
+
+def test_bf16_computes_nearly_the_same_with_weights_in_fp32(tmp_path, capsys):
+    found = run(capsys, tmp_path, "--pp=2", "--tp=2", "--bf16", "--steps=2", n=4)
+    for (_, loss, _), (_, right, _) in zip(found, plain(2), strict=True):
+        assert 1e-5 < abs(loss - right) < 0.05
+
+
+def test_weights_do_not_depend_on_the_stage_that_holds_them(monkeypatch):
+    script = runpy.run_path(str(SCRIPT), run_name="script")
+    stages = {}
+    for pp in (1, 2, 4):
+        monkeypatch.setattr(sys, "argv", ["train_3d.py", "--out=.", *SMALL, f"--pp={pp}"])
+        args = script["arguments"](pp)
+        stages[pp] = {k: w for i in range(pp) for k, w in script["Stage"](args, i).state_dict().items()}
+    assert all(torch.equal(stages[1][k], stages[pp][k]) for pp in (2, 4) for k in stages[1])
+    assert not torch.equal(stages[1]["blocks.0.up.weight"], stages[1]["blocks.1.up.weight"])
+
+
+REFUSED = [
+    (("--pp=2",), 3, "PP 2 x TP 1 does not divide 3 ranks"),
+    (("--tp=3",), 3, "--heads must be a multiple of 3 here: 4"),
+    (("--pp=3",), 3, "--layers must be a multiple of 3 here: 4"),
+    (("--micro=3",), 2, "--batch must be a multiple of 6 here: 16"),
+    (("--pp=4", "--micro=2"), 4, "--micro must be at least PP 4: 2"),
+]
+
+
+@pytest.mark.parametrize(("flags", "ranks", "sentence"), REFUSED, ids=lambda value: str(value))
+def test_what_does_not_fit_is_refused_in_a_sentence(flags, ranks, sentence, monkeypatch):
+    script = runpy.run_path(str(SCRIPT), run_name="script")
+    monkeypatch.setattr(sys, "argv", ["train_3d.py", "--out=.", *SMALL, *flags])
+    with pytest.raises(SystemExit, match=re.escape(sentence)):
+        script["arguments"](ranks)
+
+
+def test_a_refusal_ends_every_rank(tmp_path):
+    with pytest.raises(WorkerError, match="does not divide 3 ranks"):
+        launch(run_program, SCRIPT, *SMALL, f"--out={tmp_path}", "--pp=2", world_size=3, init=False)
+
+
+def test_torchrun_starts_it_and_it_warns_of_nothing(tmp_path):
+    said = torchrun(SCRIPT, *SMALL, f"--out={tmp_path}", "--pp=2", "--steps=2", ranks=2, gpus=False)
+    assert_same(lines(said), plain(2))
+    assert len(said.strip().splitlines()) == 2
+
+
+def test_it_uses_nothing_of_the_course():
+    assert not re.search(r"^\s*(from|import) course_utils", SCRIPT.read_text(), re.MULTILINE)
