@@ -15,9 +15,9 @@
 #
 # Eight A100s trained ResNet-50 on ImageNet for 16 epochs in 14.9 minutes (*recorded*, [FFCV's ImageNet
 # runs](https://github.com/libffcv/ffcv-imagenet)). With 1,281,167 training images that is about 23,000 in every
-# second, 2,900 for each GPU, and somebody had to read, decode, crop and copy every one. Below, one core manages less
-# than a thousand in the usual way. So each of those GPUs would want several cores for itself, or it would wait.
-# This lesson finds out who waits and for what, and opens the file format that ends the waiting.
+# second, 2,900 for each GPU, and somebody had to read, decode, crop and copy every one. In the usual way one core
+# manages about a thousand, and smaller ones. So each of those GPUs would want several cores for itself, or it would
+# wait. This lesson finds out who waits and for what, and opens the file format that ends the waiting.
 #
 # **You will be able to**
 # - *tell* from three measurements whether training waits for its data, and whether the loader computes or waits itself;
@@ -26,7 +26,7 @@
 # - *load* with FFCV under DDP, and *prove* that no sample is lost;
 # - *say* when FFCV is not the answer, and what is.
 #
-# **Before this:** [04 ddp](04_ddp.ipynb). **Time:** about 45 minutes to read the core, 95 with the deeper sections,
+# **Before this:** [04 ddp](04_ddp.ipynb). **Time:** about 45 minutes to read the core, 85 with the deeper sections,
 # under a minute to run.
 
 # %% [markdown]
@@ -91,10 +91,14 @@ train.contact_sheet()
 # %% [markdown]
 # *The figure: eight scenes of overlapping shapes. A polygon or star of one colour in the middle is the class.*
 #
-# An input pipeline reads a file, decodes it, takes a random part of the image (`crop_box`, as torchvision's
-# `RandomResizedCrop` draws it), resizes it to 224 by 224, flips it half of the time, and copies it into a batch. This
-# is the usual one, with the library PIL. Pixels stay bytes until they are on the GPU: as float32 they would be four
-# times as much to copy.
+# Before an image can be trained on, it goes through a pipeline, here with the library PIL:
+#
+# ```text
+# file --read--> bytes --decode--> pixels --crop, resize, flip--> 224 x 224 --copy--> batch on the GPU
+# ```
+#
+# `crop_box` draws a random part, as torchvision's `RandomResizedCrop` does. Pixels stay bytes until they are on the
+# GPU, because as float32 they would be four times as much to copy.
 
 
 # %%
@@ -218,9 +222,9 @@ for (name, workers), speed in speeds.items():
     print(f"{name:9}{workers} workers {speed.rate:7,.0f} images/s {speed.busy:5.1f} cores busy")
 
 # %% [markdown]
-# On two cores six more workers bring the computing loader nothing but switching. The waiting one gets nearly four times
-# as fast, because eight reads are under way at once. So if cores idle while the step waits, have more reads in flight
-# (workers, threads, `prefetch_factor`), and fewer, larger files (section 12).
+# To the computing loader six more workers bring little but switching, once all cores are busy. The waiting one gets
+# nearly four times as fast, because eight reads are under way at once. So if cores idle while the step waits, have
+# more reads in flight (workers, threads, `prefetch_factor`), and fewer, larger files (section 12).
 #
 # > **Misconception.** "The loader is slow, so I set `num_workers` to 32." If workers compute, what counts is the core
 # > time of an image. The next sections lower that.
@@ -289,8 +293,7 @@ print(f"OpenCV for PIL on our small images: x {times:.2f} ({least:.2f} to {most:
 #
 # JPEG files are made to be small, and folders to be found by name. **FFCV** (Leclerc et al. 2023) puts a data set into
 # one file that is made to be read at random, by many threads. Its writer takes anything with a length and an index,
-# and a **field** for each part of a sample. This function writes the real ImageNet, too, with `workers=16, page=8 <<
-# 20, max_resolution=256`, where the last limits the longer side.
+# and a **field** for each part of a sample. For the real ImageNet add `workers=16, page=8 << 20, max_resolution=256`.
 
 
 # %%
@@ -340,8 +343,7 @@ assert mode == by_hand.RAW and file.samples["label"][5] == small[5][1]
 # %% [markdown]
 # ## 5. Small or fast: what to store
 #
-# FFCV stores images as plain pixels (**raw**), as **JPEG** of quality 90, or mixes both. We write all images in all
-# three ways.
+# FFCV stores images as plain pixels (**raw**), as **JPEG** of quality 90, or mixes both.
 #
 # **Predict**: how many times as large as the JPEG file is the raw one? And once the files are in memory, which of them
 # feeds our GPU without making it wait?
@@ -419,8 +421,7 @@ plots.time_shares(shares, f"{origin}: what the time of an image in training is s
 #
 # From memory small raw images win by far; from this slow disk, raw images of 512 pixels are eight times slower than
 # JPEG. One rule chooses: images/s are what the cores can do or, if that is less and the file is not in memory, the
-# disk's bandwidth divided by the bytes of an image. (This disk gave 6,870 raw images a second, of 169.8 GB / 1,281,167
-# each: 0.91 GB/s.)
+# disk's bandwidth divided by the bytes of an image.
 
 # %% [markdown]
 # ## 6. Which order, and how much memory?
@@ -454,19 +455,18 @@ plots.page_accesses(accesses, "modelled: the page of each sample of an epoch, in
 # %%
 labels, pages = np.array(train.labels), page_of.max() + 1
 again = orders | {"quasi-random": page_cache.quasi_random(page_of, 16, rng), "random": rng.permutation(count)}
-print("modelled       classes in    process cache, pages   samples from memory, if there is room for")
-print(f"               a batch of 8  held, of {pages:3}            20 %    50 %    80 %    all")
+print("modelled, whole  classes in a  pages held by a  samples in the page cache, with room for")
+print(f"pages of 2 MiB   batch of 8    process cache    20 %    50 %    80 %    all {pages} pages")
 for name, order in orders.items():
     mixed = np.mean([len({*labels[order[i : i + 8]].tolist()}) for i in range(0, count, 8)])
     held = page_cache.pages_held(order, page_of, batch=8)
     rooms = [round(share * pages) for share in (0.2, 0.5, 0.8, 1)]
     hits = [page_cache.share_from_memory([order, again[name]], page_of, room) for room in rooms]
-    print(f"{name:13}{mixed:8.1f}{held:19}           " + "".join(f"{share:8.0%}" for share in hits))
+    print(f"{name:13}{mixed:11.1f}{held:17}      " + "".join(f"{share:8.0%}" for share in hits))
 
 # %% [markdown]
-# Random gets what is there, half of the samples for half of the file. Sequential looks better, but its hits are
-# neighbours on a page that was just read: each page comes from the disk again, because the one needed next is always
-# the one dropped longest ago. So a cache that holds nearly everything is far from one that holds everything.
+# Random finds about what is there. Sequential looks better, but its hits are neighbours on a page that was just read:
+# each page comes from the disk again, because the one needed next is always the one dropped longest ago.
 #
 # So ask: does the file fit in memory raw? As JPEG? If neither, take quasi-random with the process cache: it mixes
 # classes nearly as well as random, reads each page once, and holds little more than the pages of its window, whatever
@@ -490,7 +490,6 @@ def rank_loader(path, seed, size=64):
 
 def train_rank(path, epochs, seed):
     """Train on this rank's share; samples of each epoch, and what it has of the file in memory."""
-    torch.manual_seed(0)
     loader, model = rank_loader(path, seed), DDP(loading.convnet().to(device()))
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.05), []
     for _ in range(epochs):
@@ -528,7 +527,7 @@ for epoch, shares in enumerate(zip(*(seen for seen, _ in by_rank), strict=True))
 # Every sample is on some rank. An FFCV loader counts its epochs itself, where `DistributedSampler` wants `set_epoch`.
 #
 # **Predict**: each rank seeds its own shuffle, 0 and 1, as one does for augmentations. Which share of the samples does
-# no rank see in an epoch? And how much memory do the ranks take, now that both have read most of the file?
+# no rank see? And how much memory does the file take, now that both ranks have read most of it?
 
 # %%
 samplers = [DistributedSampler(range(count), world_size, r, seed=r) for r in range(world_size)]
@@ -568,19 +567,16 @@ loader_records.bars(ways)
 # 18 % faster than the usual loader, two are about as fast, and three are slower.*
 #
 # All but FFCV and DALI call PIL here, so the figure compares how they hand images on, not what they could do with
-# another decoder or a remote store, for which some are made. Where to look:
+# another decoder, or with a remote store. Where to look:
 #
 # - data in an object store: [WebDataset](https://github.com/webdataset/webdataset),
 #   [Streaming](https://docs.mosaicml.com/projects/streaming), [LitData](https://github.com/Lightning-AI/litdata), and
 #   section 12;
 # - text: section 13 needs no library;
 # - decoding on the GPU: [DALI](https://docs.nvidia.com/deeplearning/dali/user-guide/docs/);
-# - threads for functions of your own: [SPDL](https://facebookresearch.github.io/spdl); beside JAX:
-#   [Grain](https://google-grain.readthedocs.io);
-# - data that change every day, fields that are no images, augmentations that must stay torchvision's: the usual
-#   loader, with section 3.
-#
-# And nothing of all this if the step does not wait.
+# - threads: [SPDL](https://facebookresearch.github.io/spdl); JAX: [Grain](https://google-grain.readthedocs.io);
+# - data that change every day, or augmentations that must stay torchvision's: the usual loader, with section 3;
+# - a step that does not wait: nothing of all this.
 
 # %% [markdown] tags=["deeper"]
 # ## 9. A `.beton` file, to the last byte · deeper
@@ -679,17 +675,18 @@ for name, number in held.items():
 
 # %% [markdown] tags=["deeper"]
 # With the random order the process cache holds the whole file, and as memory that nobody else can use: the worst of
-# both. It is made for quasi-random, and asks for all its memory when the epoch starts, so too little fails at once,
-# with a MemoryError. The page cache fails in silence: it gives way, and only the epoch time tells. Watch the bytes
-# that are read from the disk in the *second* epoch (`iostat`, or `read_bytes` as here). They should be none. Jobs on
-# one machine share its page cache, so one job's data can push out the other's.
+# both. It is made for quasi-random, and asks for all its memory when the epoch starts, so that too little shows at
+# once. The page cache fails in silence: it gives way, and only the epoch time tells. Watch the bytes that are read from
+# the disk in the *second* epoch (`iostat`, or `read_bytes` as here). They should be none. Jobs on one machine share
+# its page cache, so one job's data can push out the other's.
 #
 # What does a part in memory do to the speed? *Modelled*: the disk of section 5 feeds the eight A100s of the beginning
-# with raw images of 256 pixels in random order.
+# with raw images of 256 pixels (169.8 GB) in random order.
 
 # %% tags=["deeper"]
 each = 169.8e9 / 1_281_167  # bytes of an image
 disk = 6_870 * each  # bytes/s
+print(f"the disk gave {disk / 1e9:.2f} GB/s")
 for share in (0, 0.5, 0.7, 0.9, 1):
     rate = min(172_801, disk / each / (1 - share) if share < 1 else np.inf)
     print(f"{share:4.0%} in memory ({share * 169.8:5.1f} GB): {rate:9,.0f} images/s")
@@ -1059,16 +1056,14 @@ print(f"a large photograph: {full:.1f} ms of a core, with draft {cheap:.1f} ms")
 # 1. Your step waits for 60 % of the time, and the cores are idle. What do you change?
 # 2. Photographs are 2,000 pixels wide, crops 224. What do you try first?
 # 3. The raw file has 170 GB, the machine 128 GB. What do you store?
-# 4. Epochs get longer when a colleague starts a job on your machine. Why?
-# 5. Which seed may differ between ranks, and which must not?
+# 4. Which seed may differ between ranks, and which must not?
 #
 # <details><summary>Answers</summary>
 #
 # 1. More reads in flight, and fewer, larger files (sections 2 and 12).
 # 2. `draft`, for the size of the crop (section 3).
 # 3. JPEG, or a mixture that just fits; a part in memory helps little (sections 5, 6 and 10).
-# 4. Their data push yours out of the page cache (section 10).
-# 5. That of augmentations may, that of the shuffle must not (section 7).
+# 4. That of augmentations may, that of the shuffle must not (section 7).
 # </details>
 #
 # **What to take to work:** `measure` of [course_utils/loading.py](../course_utils/loading.py), before anything else;

@@ -2,7 +2,7 @@
 # # Exercises 15 · Is the GPU waiting for data, and how does FFCV fix that?
 #
 # Seven exercises on [15 Data loading with FFCV](../notebooks/15_ffcv_data_loading.ipynb). Only the fifth needs ranks,
-# and none needs FFCV or a fast disk. All of them take about 160 minutes; **if you do only these**: 4, 5 and 6.
+# and none needs FFCV or a fast disk. All of them take about 160 minutes.
 #
 # | | you write | difficulty | minutes | |
 # |---|---|---|---|---|
@@ -217,8 +217,8 @@ for index, (image, label) in enumerate(images):
 #
 # Pages may hold different numbers of samples, some numbers of pages may be missing, and neighbours may lie on different
 # pages. `cap` is at least 1, and at least 2 if `ahead` is not 0; there may be fewer pages than that. `ahead` is less
-# than the number of samples of the emptiest page: so one open page at a time always fits. You may begin with the
-# lesson's function.
+# than the number of samples of the emptiest page: so one open page at a time always fits. You may begin with what the
+# lesson calls, `course_utils.page_cache.quasi_random`.
 #
 # **Predict**: with pages loaded ahead, is a window of `cap - 1` pages enough?
 
