@@ -122,7 +122,7 @@ def copy(images):
 
 # %%
 work = {"read": Path.read_bytes, "decode": decode, "augment": augment, "copy": copy}
-parts = loading.costs_of_parts(work, train.paths[:200])
+parts = loading.costs_of_parts(work, train.paths[:128])
 plots.time_shares({"one image": parts}, "measured: what PIL's pipeline does for one image")
 
 # %% [markdown]
@@ -174,7 +174,7 @@ step_alone = measure([one_batch] * 8, step).rate
 usual = {}
 for name, workers in (("in turns", 0), (f"{cores} workers", cores)):
     loader = usual_loader(images, workers)
-    usual[name] = measure(loader), measure(loader, step)
+    usual[name] = measure(loader), measure(loader, step, epochs=1)
 
 # %% tags=["nbval-ignore-output"]
 print("            loader alone  step alone      both  predicted  step waits")
@@ -209,12 +209,12 @@ for name, (load, fed) in usual.items():
 
 # %%
 warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
-few = Subset(images, range(256))
+few = Subset(images, range(128))
 kinds = {"computes": few, "waits": loading.SlowReads(few, seconds=0.01)}
 speeds = {}
 for name, data in kinds.items():
     for workers in (2, 8):
-        speeds[name, workers] = measure(usual_loader(data, workers, size=16))
+        speeds[name, workers] = measure(usual_loader(data, workers, size=8))
 
 # %% tags=["nbval-ignore-output"]
 print(f"{cores} cores here")
@@ -278,8 +278,8 @@ def decode_and_augment(data, size=224):
 
 # %% tags=["nbval-ignore-output"]
 random.seed(0)
-cheap = loading.core_ms(decode_and_augment, photos * 4)
-full = loading.core_ms(lambda data: augment(decode(data)), photos * 4)
+cheap = loading.core_ms(decode_and_augment, photos * 2)
+full = loading.core_ms(lambda data: augment(decode(data)), photos * 2)
 print(f"large photographs: {full:.1f} ms each, with draft {cheap:.1f} ms")
 times, least, most = loader_records.gain("dataloader_cv2")
 print(f"OpenCV for PIL on our small images: x {times:.2f} ({least:.2f} to {most:.2f}; recorded)")
@@ -787,8 +787,9 @@ if not without:
             return to_gray
 
     gray = {"image": [rgb_image.SimpleRGBImageDecoder(), Gray(), ToTensor()], "label": None}
-    ((after,),) = Loader(str(files["small"]), batch_size=24, num_workers=1, pipelines=gray)
-    assert np.array_equal(after[0, :, :, 1], expected[0])
+    gray_loader = Loader(str(files["small"]), batch_size=24, num_workers=1, pipelines=gray)
+    first, later = (24 / measure(gray_loader, epochs=1).rate for _ in range(2))  # seconds
+    assert all(np.array_equal(after[0, :, :, 1], expected[0]) for (after,) in gray_loader)
     compiled = Compiler.compile(to_gray)
     compiled_ms = loading.core_ms(lambda _: compiled(pixels, np.empty_like(pixels)), range(20))
     print("FFCV compiled the operation; equal to NumPy's")
@@ -797,6 +798,7 @@ if not without:
 print(f"an image of 192 x 192 pixels: Python {python_ms:.0f} ms")
 if not without:
     print(f"compiled {compiled_ms:.2f} ms, {python_ms / compiled_ms:,.0f} times as fast")
+    print(f"first epoch of 24 images {first:.2f} s, the second {later:.3f} s")
 times = loader_records.compile_seconds()
 print("recorded: seconds from the Loader to its first batch, two threads, raw file")
 print(f"  FFCV on its own, in every process  {times['without_fixes_s']:5.1f}")
@@ -804,9 +806,9 @@ print(f"  the first time on a machine        {times['cold_s']:5.1f}")
 print(f"  in the next process                {times['next_process_s']:5.1f}")
 
 # %% [markdown] tags=["deeper"]
-# The price is the first batch. On its own FFCV compiles in each process, so eight ranks compile the same code eight
-# times at once; `course_utils.ffcv` keeps the compiled code in files. Remember it when the first step of a job seems
-# to hang.
+# The price is the first epoch, in which the operation is compiled. On its own FFCV compiles everything in each process,
+# so eight ranks compile the same code eight times at once; `course_utils.ffcv` keeps the compiled code in files.
+# Remember it when the first step of a job seems to hang.
 
 # %% [markdown] tags=["deeper"]
 # ## 12. Shards over a network · deeper
@@ -876,10 +878,9 @@ for written, arriving in (("by class", np.arange(count)), ("shuffled", rng.permu
         print(f"written {written}, buffer of {size:3}: {mix:.1f} classes in a batch of 8")
 
 # %% [markdown] tags=["deeper"]
-# A buffer mixes no more than it holds, so shuffle before you write the shards. Under DDP each
-# rank, and each of its workers, takes shards of its own, so there must be at least as many shards as ranks × workers.
-# Two libraries do all this, and retries, and a cache on a local disk (as `benchmarks/loading_ways.py` calls them, with
-# local files):
+# A buffer mixes no more than it holds, so shuffle before you write the shards. Under DDP each rank, and each of its
+# workers, takes shards of its own, so there must be at least as many shards as ranks × workers. Two libraries do all
+# this, and more, such as a cache on a local disk (`benchmarks/loading_ways.py` calls them so, with local files):
 #
 # ```python
 # wds.WebDataset(urls, shardshuffle=8).shuffle(200).to_tuple("jpg", "cls").map(decode).batched(64)

@@ -4,18 +4,20 @@
 # Seven exercises on [15 Data loading with FFCV](../notebooks/15_ffcv_data_loading.ipynb). Only the fifth needs ranks,
 # and none needs FFCV or a fast disk. All of them take about 160 minutes.
 #
-# | | you write | difficulty | minutes | |
-# |---|---|---|---|---|
-# | 1 | the header of a `.beton` file, parsed | 2 of 5 | 20 | |
-# | 2 | one sample, and not a byte more | 3 of 5 | 25 | |
-# | 3 | a random order for a small memory | 4 of 5 | 30 | |
-# | 4 | the bottleneck of a training job | 3 of 5 | 25 | *if you do only these* |
-# | 5 | shards for DDP, without duplicates | 3 of 5 | 25 | *if you do only these* |
-# | 6 | rows of text that resume exactly | 3 of 5 | 20 | *if you do only these* |
-# | 7 | an epoch of ImageNet on paper | 2 of 5 | 15 | |
+# | | you write | difficulty | minutes |
+# |---|---|---|---|
+# | 1 | the header of a `.beton` file, parsed | 2 of 5 | 20 |
+# | 2 | one sample, and not a byte more | 3 of 5 | 25 |
+# | 3 | a random order for a small memory | 4 of 5 | 30 |
+# | 4 | the bottleneck of a training job | 3 of 5 | 25 |
+# | 5 | shards for DDP, without duplicates | 3 of 5 | 25 |
+# | 6 | rows of text that resume exactly | 3 of 5 | 20 |
+# | 7 | an epoch of ImageNet on paper | 2 of 5 | 15 |
 #
 # 2 is built from 1; the others stand alone. *Follows* on each card names the section of the lesson to look things up
-# in.
+# in; that of 6 is in the lesson's deeper half.
+#
+# **If you do only these:** 4, 5 and 6.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints

@@ -530,7 +530,7 @@ _ROW_SLIPS = {
     "same-every-epoch": ["[seed, epoch]  ->  [seed, 0]", "[seed, epoch]  ->  seed"],
     "no-seed": "[seed, epoch]  ->  epoch",
     "last-row": "int(ends[-1]) // length  ->  -(-int(ends[-1]) // length)",
-    "epoch-end": "divmod(n, rows)  ->  divmod(n, max(1, rows // batch) * batch)",
+    "epoch-end": "divmod(n, rows)  ->  divmod(n, rows // batch * batch or rows)",
     "not-sharded": f"{_OWN}  ->  step * batch, (step + 1) * batch",
     "share": f"{_OWN}  ->  step * batch + rank, (step + 1) * batch, ranks",
     "rank-first": f"{_OWN}  ->  (step + rank) * share, (step + rank + 1) * share",

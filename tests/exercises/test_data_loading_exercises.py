@@ -417,7 +417,7 @@ WRONG["text_rows"] = {
     "same-every-epoch": "[seed, epoch]  ->  seed",
     "no-seed": "[seed, epoch]  ->  epoch",
     "last-row": "int(ends[-1]) // length  ->  -(-int(ends[-1]) // length)",
-    "epoch-end": "divmod(number, rows)  ->  divmod(number, max(1, rows // batch) * batch)",
+    "epoch-end": "divmod(number, rows)  ->  divmod(number, rows // batch * batch or rows)",
     "not-sharded": f"{ROWS_OF_RANK}  ->  step * batch, (step + 1) * batch",
     "share": f"{ROWS_OF_RANK}  ->  step * batch + rank, (step + 1) * batch, ranks",
     "rank-first": f"{ROWS_OF_RANK}  ->  (step + rank) * share, (step + rank + 1) * share",
