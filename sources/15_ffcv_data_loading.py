@@ -401,12 +401,12 @@ origin = "recorded alone, modelled with the step" if without else "measured"
 print("images/s                 alone  with the step  step waits")
 for name, (alone, both, waits) in found.items():
     print(f"{name:22}{alone:8,.0f}{both:15,.0f}{waits:12.0%}")
-shares = {n: {"step": (1 - w) / both, "wait": w / both} for n, (_, both, w) in found.items()}
-plots.time_shares(shares, f"{origin}: what the time of an image in training is spent on")
+rows = {n: {"step": 64 * (1 - w) / both, "wait": 64 * w / both} for n, (_, both, w) in found.items()}
+plots.step_split(rows, f"{origin}: one batch of 64 images in training")
 
 # %% [markdown]
-# *The figure: for each loader one bar, the time of an image in training, divided into the step and waiting. With the
-# usual loader most of it is waiting; with FFCV and raw images, on a quiet machine, the least.*
+# *The figure: for each loader a bar as long as a batch takes, the step first, then the waiting. With the usual loader
+# waiting is the longer part; with FFCV and raw images, on a quiet machine, little of it is left.*
 #
 # This is how FFCV fixes it: the same images on the same cores, and the GPU hardly waits. JPEG still has to be decoded,
 # so it is slower than raw, and faster than the usual loader. A step that did not wait before gains nothing.
@@ -654,24 +654,20 @@ print(f"own memory added: {own / 1e6:.0f} MB")
 # The first epoch reads the file from the disk, the second finds it in memory, and none of it is the process's own, so
 # the system can take it back at any moment.
 #
-# Now the process cache, by those parts of FFCV that fetch pages. Section 6 has counted the pages in a model; FFCV makes
-# room for as many. **Predict** how much own memory each order needs.
+# Now the process cache, by those parts of FFCV that fetch pages. **Predict** how much memory each order needs, and
+# whether FFCV takes what the model of section 6 has counted.
 
 # %% tags=["deeper"]
-held = {name: page_cache.pages_held(order, page_of, 8) for name, order in orders.items()}
-own = {}
 if not without:
     from course_utils.ffcv import read_through_process_cache
-
-    for name, order in orders.items():
-        slots, own[name] = read_through_process_cache(files["raw"], order, 8)
-        assert slots == held[name]
-print("pages in memory at once,", "modelled:" if without else "modelled, and made by FFCV:", held)
-
-# %% tags=["deeper", "nbval-ignore-output"]
-for name, number in held.items():
-    measured = f", measured {own[name] / 1e6:4.0f} MB of own memory" if own else ""
-    print(f"{name:13}{number * 2 * 2**20 / 1e6:4.0f} MB of pages{measured}")
+for name, order in orders.items():
+    held = page_cache.pages_held(order, page_of, 8)
+    print(f"{name:13}{held:3} pages of 2 MiB, {held * 2 * 2**20 / 1e6:4.0f} MB (modelled)", end="")
+    if not without:
+        slots, taken = read_through_process_cache(files["raw"], order, 8)
+        print(f"; FFCV took {taken / 1e6:.0f} MB", end="")
+        assert slots == held
+    print()
 
 # %% [markdown] tags=["deeper"]
 # With the random order the process cache holds the whole file, and as memory that nobody else can use: the worst of

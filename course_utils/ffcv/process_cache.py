@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Sequence
 
-from ..page_cache import own_memory
-
 
 def read_through_process_cache(path: str | os.PathLike, order: Sequence[int], batch: int) -> tuple[int, int]:
-    """Read an epoch; return the pages that FFCV made room for, and the bytes of own memory that this added."""
+    """Read an epoch; return the pages that FFCV made room for, and the bytes of memory that it took for them."""
     from ffcv.memory_managers import ProcessCacheManager
     from ffcv.reader import Reader
 
-    gc.collect()  # what an earlier call left
     manager = ProcessCacheManager(Reader(str(path)))
     batches = [order[i : i + batch] for i in range(0, len(order), batch)]
-    before, context = own_memory(), manager.schedule_epoch(batches)
+    context = manager.schedule_epoch(batches)
     with context:
         for number in range(len(batches)):
             context.start_batch(number)  # waits until the pages of this batch are there
-        return len(context.memory), own_memory() - before
+        return len(context.memory), context.memory.nbytes

@@ -125,8 +125,8 @@ def test_shares_of_ranks_are_one_shuffle(ranks, tmp_path):
 def test_ffcv_s_process_cache_makes_room_for_the_pages_of_an_order(tmp_path):
     needs_ffcv()
     by_hand.write_beton(samples([(300, 300)] * 40), tmp_path / "x.beton")
-    slots, own = ffcv.read_through_process_cache(tmp_path / "x.beton", np.arange(40), 4)
-    assert 1 <= slots <= 6 and own >= 0
+    slots, taken = ffcv.read_through_process_cache(tmp_path / "x.beton", np.arange(40), 4)
+    assert 1 <= slots <= 6 and taken == slots * PAGE
 
 
 def test_ffcv_s_writer_does_what_the_lesson_says_of_it(tmp_path):
