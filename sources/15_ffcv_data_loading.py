@@ -30,7 +30,7 @@
 # under a minute to run.
 
 # %% [markdown]
-# First the libraries and every parameter, then what comes from the course.
+# First libraries and parameters, then what comes from the course.
 
 # %% tags=["parameters"]
 import inspect
@@ -74,14 +74,14 @@ else:
     print("FFCV can be used: everything below is measured here, unless it says otherwise.")
 
 # %% [markdown]
-# Few machines have FFCV. Where it is missing, the cells that need it show what was recorded elsewhere, and say so.
+# Few machines have FFCV. Where it is missing, its cells show what was recorded elsewhere, and say so.
 
 # %% [markdown]
 # ## 1. Who waits for whom?
 #
 # The images are made from a seed, in the shape of ImageNet: a folder for each class, JPEG files of many sizes. They
 # compress like photographs, so a pixel costs as much to decode. But ImageNet's have about twice as many pixels and
-# four times the bytes, so they take two to three times as long (an estimate from these ratios).
+# four times the bytes, so they take two to three times as long (estimated from these ratios).
 
 # %%
 train = ImageFolder(image_folder(count=count) / "train")
@@ -132,7 +132,7 @@ plots.time_shares({"one image": parts}, "measured: what PIL's pipeline does for 
 # %% tags=["nbval-ignore-output"]
 whole_time = sum(parts.values())  # seconds
 print(f"one image {1e3 * whole_time:.2f} ms: {1 / whole_time:,.0f} images/s from one core,")
-print(f"so a GPU that takes {gpu_rate:,} images/s needs {gpu_rate * whole_time:.1f} cores for itself")
+print(f"so a GPU of {gpu_rate:,} images/s needs {gpu_rate * whole_time:.1f} cores for itself")
 
 # %% [markdown]
 # Three measurements tell whether that matters, for any training script:
@@ -401,7 +401,7 @@ origin = "recorded alone, modelled with the step" if without else "measured"
 print("images/s                 alone  with the step  step waits")
 for name, (alone, both, waits) in found.items():
     print(f"{name:22}{alone:8,.0f}{both:15,.0f}{waits:12.0%}")
-rows = {n: {"step": 64 * (1 - w) / both, "wait": 64 * w / both} for n, (_, both, w) in found.items()}
+rows = {n: {"step": 64 * (1 - w) / r, "wait": 64 * w / r} for n, (_, r, w) in found.items()}
 plots.step_split(rows, f"{origin}: one batch of 64 images in training")
 
 # %% [markdown]
@@ -427,12 +427,12 @@ plots.step_split(rows, f"{origin}: one batch of 64 images in training")
 # ## 6. Which order, and how much memory?
 #
 # Training wants a new random order in each epoch, and a disk wants its pages one after the other. So FFCV offers three
-# orders: **sequential**, **random**, and **quasi-random**, which opens a few pages, takes samples at random from these,
-# and opens the next page when one is used up.
+# orders: **sequential**, **random**, and **quasi-random**, which takes samples at random from a few open pages, and
+# opens the next page when one is used up.
 
 
 # %%
-rng, page_of = np.random.default_rng(0), Beton(files["raw"]).page_of - 1  # from the first page with images on
+rng, page_of = np.random.default_rng(0), Beton(files["raw"]).page_of - 1  # 0: the first with images
 orders = {
     "sequential": np.arange(count),
     "quasi-random": page_cache.quasi_random(page_of, 16, rng),
@@ -454,7 +454,8 @@ plots.page_accesses(accesses, "modelled: the page of each sample of an epoch, in
 
 # %%
 labels, pages = np.array(train.labels), page_of.max() + 1
-again = orders | {"quasi-random": page_cache.quasi_random(page_of, 16, rng), "random": rng.permutation(count)}
+again = orders | {"quasi-random": page_cache.quasi_random(page_of, 16, rng)}
+again["random"] = rng.permutation(count)
 print("modelled, whole  classes in a  pages held by a  samples in the page cache, with room for")
 print(f"pages of 2 MiB   batch of 8    process cache    20 %    50 %    80 %    all {pages} pages")
 for name, order in orders.items():
@@ -465,7 +466,7 @@ for name, order in orders.items():
     print(f"{name:13}{mixed:11.1f}{held:17}      " + "".join(f"{share:8.0%}" for share in hits))
 
 # %% [markdown]
-# Random finds about what is there. Sequential looks better, but its hits are neighbours on a page that was just read:
+# Random finds about what is there. Sequential looks better, but its hits are neighbours on a page just read:
 # each page comes from the disk again, because the one needed next is always the one dropped longest ago.
 #
 # So ask: does the file fit in memory raw? As JPEG? If neither, take quasi-random with the process cache: it mixes
@@ -524,7 +525,7 @@ for epoch, shares in enumerate(zip(*(seen for seen, _ in by_rank), strict=True))
     assert seen == {*range(count)}
 
 # %% [markdown]
-# Every sample is on some rank. An FFCV loader counts its epochs itself, where `DistributedSampler` wants `set_epoch`.
+# No sample is lost. An FFCV loader counts its epochs itself, where `DistributedSampler` wants `set_epoch`.
 #
 # **Predict**: each rank seeds its own shuffle, 0 and 1, as one does for augmentations. Which share of the samples does
 # no rank see? And how much memory does the file take, now that both ranks have read most of it?
@@ -587,7 +588,8 @@ loader_records.bars(ways)
 
 # %% tags=["deeper"] jupyter={"source_hidden": true}
 source = inspect.getsource(by_hand.write_beton) + "\n\n" + inspect.getsource(Beton)
-Markdown(f"<details><summary>A writer and a reader with NumPy</summary>\n\n```python\n{source}```\n</details>")
+summary = "<summary>A writer and a reader with NumPy</summary>"
+Markdown(f"<details>{summary}\n\n```python\n{source}```\n</details>")
 
 # %% tags=["deeper"]
 ours = Path(folder.name) / "ours.beton"
@@ -737,8 +739,8 @@ if not without:
 
 # %% tags=["deeper", "nbval-ignore-output"]
 if not without:
-    print(f"{cores} threads: {threads.busy:.1f} cores busy, {threads.core_ms:.2f} ms of a core an image")
-    print(f"1 thread, its loop not compiled:     {interpreted.core_ms:.2f} ms of a core an image")
+    print(f"{cores} threads: {threads.core_ms:.2f} ms of a core, {threads.busy:.1f} cores busy")
+    print(f"1 thread, its loop not compiled: {interpreted.core_ms:.2f} ms of a core an image")
 
 # %% [markdown] tags=["deeper"]
 # Compiling the loop gains little on one core, because it calls OpenCV's C++ code, which is fast anyway and gives the
@@ -910,7 +912,7 @@ tokens = np.concatenate([np.array(document, np.uint16) for document in documents
 padded_rows = sum(-(-len(document) // length) for document in documents)
 packed = tokens[: len(tokens) // length * length].reshape(-1, length)
 print(f"{len(documents)} documents, {len(tokens):,} tokens")
-print(f"padded: {padded_rows} rows, {len(tokens) / (padded_rows * length):.0%} of their tokens are real")
+print(f"padded: {padded_rows} rows, {len(tokens) / (padded_rows * length):.0%} of the tokens real")
 print(f"packed: {len(packed)} rows, all real")
 assert padded_rows * length > 1.3 * len(tokens)
 
@@ -933,7 +935,8 @@ for number in document.unique():
     own = document == number
     alone = attention(q[:, :, own], k[:, :, own], v[:, :, own], is_causal=True)
     assert torch.allclose(together[:, :, own], alone, atol=1e-6)
-print(f"{document.max() + 1} documents in the row; the mask keeps {mask.sum() / causal.sum():.0%} of the pairs")
+kept = mask.sum() / causal.sum()
+print(f"{document.max() + 1} documents in the row; the mask keeps {kept:.0%} of the pairs")
 
 # %% [markdown] tags=["deeper"]
 # In training one does not build the mask. Kernels that take the documents' lengths, FlashAttention's `varlen`
@@ -954,10 +957,10 @@ print(excerpt(SCRIPTS / "train.py", "def order(windows", "permutation(windows)")
 
 def rows_of(step, rank, ranks, whole_batch, seed=0):
     """Numbers of the rows that a rank takes in a step; `whole_batch` is that of all ranks."""
-    share = whole_batch // ranks
+    share, count = whole_batch // ranks, len(packed)
     begin = step * whole_batch + rank * share
     return [
-        int(np.random.default_rng([seed, n // len(packed)]).permutation(len(packed))[n % len(packed)])
+        np.random.default_rng([seed, n // count]).permutation(count)[n % count].item()
         for n in range(begin, begin + share)
     ]
 
@@ -1038,7 +1041,7 @@ if not without:
 # ## Recap, with the numbers of this run
 
 # %% tags=["nbval-ignore-output"]
-print("the step waits:", *(f"{name} {waits:.0%}" for name, (*_, waits) in found.items()), sep="\n  ")
+print("the step waits:", *(f"{n} {waits:.0%}" for n, (*_, waits) in found.items()), sep="\n  ")
 print(f"a large photograph: {full:.1f} ms of a core, with draft {cheap:.1f} ms")
 
 # %% [markdown]

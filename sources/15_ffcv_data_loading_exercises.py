@@ -510,14 +510,7 @@ def text_rows(
 ) -> list[list[tuple[int, int, int]]]:
     """This rank's rows of a step, each a list of pieces (document, first token, end).
 
-    Parameters
-    ----------
-    lengths : list of int
-        Tokens of each document.
-    length : int
-        Tokens in a row.
-    batch : int
-        Rows in a step, of all ranks together.
+    `lengths` are the tokens of each document, `length` those of a row, `batch` the rows in a step.
     """
     ### BEGIN SOLUTION
     ends = np.cumsum(lengths)
