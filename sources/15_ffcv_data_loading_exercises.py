@@ -1,32 +1,32 @@
 # %% [markdown]
 # # Exercises 15 · Is the GPU waiting for data, and how does FFCV fix that?
 #
-# Eight exercises on [15 Data loading with FFCV](../notebooks/15_ffcv_data_loading.ipynb). Only the seventh needs
-# ranks. None needs a fast disk, and only parts of 1, 3 and 4 use FFCV itself; where it is not installed, these parts
-# are left out. All of them take about 180 minutes.
+# Seven exercises on [15 Data loading with FFCV](../notebooks/15_ffcv_data_loading.ipynb). Only the fifth needs ranks,
+# and none needs FFCV or a fast disk. All of them take about 160 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
 # | 1 | the header of a `.beton` file, parsed | 2 of 5 | 20 |
 # | 2 | one sample, and not a byte more | 3 of 5 | 25 |
-# | 3 | a field of your own: to the file | 2 of 5 | 15 |
-# | 4 | a field of your own: out of the file, compiled | 3 of 5 | 25 |
-# | 5 | a random order for a small memory | 4 of 5 | 30 |
-# | 6 | the bottleneck of a training job | 3 of 5 | 25 |
-# | 7 | shards for DDP, without duplicates | 3 of 5 | 25 |
-# | 8 | an epoch of ImageNet on paper | 2 of 5 | 15 |
+# | 3 | a random order for a small memory | 4 of 5 | 30 |
+# | 4 | the bottleneck of a training job | 3 of 5 | 25 |
+# | 5 | shards for DDP, without duplicates | 3 of 5 | 25 |
+# | 6 | rows of text that resume exactly | 3 of 5 | 20 |
+# | 7 | an epoch of ImageNet on paper | 2 of 5 | 15 |
 #
-# 2 is built from 1, and 4 belongs to 3. The others stand alone. *Follows* on each card names the section of the lesson
-# to look things up in.
+# 2 is built from 1; the others stand alone. *Follows* on each card names the section of the lesson to look things up
+# in; that of 6 is in the lesson's deeper half.
+#
+# **If you do only these:** 4, 5 and 6.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
 # fold open one by one; solutions are in [the solutions notebook](../solutions/15_ffcv_data_loading_solutions.ipynb).
 #
-# **What a check does.** In Exercises 1 and 2 it hands you a file that counts the bytes you read. In 3 and 4 it looks at
-# bytes, and then lets FFCV write and read a real file with your functions. In 5 it takes any order with the properties
-# asked for. In 6 the jobs run on a clock of their own, so that the answer is the same on a busy machine. In 7 it
-# collects the batches of all ranks. A call that does not end is stopped: after 20 seconds, on ranks after 5.
+# **What a check does.** In Exercises 1 and 2 it hands you a file that counts the bytes you read. In 3 it takes any
+# order with the properties asked for. In 4 the jobs run on a clock of their own, so that the answer is the same on a
+# busy machine. In 5 it collects the batches of all ranks, and in 6 it asks for steps in any order. A call that does
+# not end is stopped: after 20 seconds, on ranks after 5.
 
 # %% tags=["parameters"]
 import io
@@ -197,167 +197,11 @@ for index, (image, label) in enumerate(images):
 
 # %% [markdown]
 # ---
-# ## Exercise 3 · A field of your own: to the file
+# ## Exercise 3 · A random order for a small memory
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 2 of 5 | 15 | 15, A file made to be read | 16 bytes a box |
-#
-# Images for detection have **boxes**, four numbers each, in some images none and in others many. FFCV has no field for
-# that. A field of one's own fixes what stands in the row, here `check.BOX_ROW`:
-#
-# | bytes | name | what |
-# |---|---|---|
-# | 4 | count | boxes of this image |
-# | 8 | pointer | where they lie in the file |
-#
-# FFCV's writer calls the field's `encode` for each sample. `malloc(size)` gives memory in a page: the address in the
-# file, and an array of `size` bytes to write into.
-
-
-# %%
-def encode_boxes(destination: np.ndarray, boxes: np.ndarray, malloc) -> None:
-    """Store the boxes of one image as float32.
-
-    Parameters
-    ----------
-    destination : array of shape (1,) and dtype BOX_ROW
-        The row of this sample, to be filled in.
-    boxes : array of shape (count, 4), float32 or float64
-        May be a part of a larger array, and may be empty. An empty one needs no memory and no
-        pointer. Leave it as it is: the writer may need it again.
-    malloc : callable
-        malloc(size) -> (address, array of `size` bytes)
-    """
-    ### BEGIN SOLUTION
-    boxes = np.ascontiguousarray(boxes, dtype=np.float32)
-    destination["count"] = len(boxes)
-    destination["pointer"] = 0
-    if len(boxes):
-        destination["pointer"], memory = malloc(boxes.nbytes)
-        memory[:] = boxes.view(np.uint8).reshape(-1)
-    ### END SOLUTION
-
-
-# %% tags=["nbval-ignore-output"]
-check.encode_boxes(encode_boxes)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# `destination["count"] = …` writes into the row. `destination["pointer"], memory = malloc(…)` works as well.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# `np.ascontiguousarray(boxes, dtype=np.float32)` has the right type and no gaps; `.nbytes` is its size.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# The array that malloc returns has bytes. `boxes.view(np.uint8).reshape(-1)` shows the boxes as bytes.
-# </details>
-# <details><summary>What if the page is full?</summary>
-#
-# malloc raises MemoryError, and the writer calls `encode` again for the same sample with a new page: a sample never
-# crosses the end of a page. That is why `encode` must not change what it is given.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 4 · A field of your own: out of the file
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 3 of 5 | 25 | 15, Compiled, and in threads | right in Python, and compiled by Numba |
-#
-# The decoder is a function that FFCV compiles and calls for each batch. It fills a part of a buffer that has been in
-# use before. An image with fewer than `most` boxes is filled up with -1; of one with more, the first `most` stay.
-#
-# | argument of `decode` | what it is |
-# |---|---|
-# | `indices` | numbers of the samples of this batch |
-# | `destination` | array (batch, most, 4) of float32, to be filled and returned |
-# | `rows` | array of dtype BOX_ROW, one for **every** sample of the file |
-# | `state` | to be handed on to `read` |
-#
-# `read(pointer, state)` returns the bytes that were allocated at `pointer`.
-
-
-# %%
-def box_decoder(read, most: int):
-    """The function decode(indices, destination, rows, state) -> destination, to be compiled."""
-
-    ### BEGIN SOLUTION
-    def decode(indices, destination, rows, state):
-        for i in range(len(indices)):
-            row = rows[indices[i]]
-            count = min(most, row["count"])
-            destination[i] = -1
-            if count > 0:
-                boxes = read(row["pointer"], state).view(np.float32).reshape(-1, 4)
-                destination[i, :count] = boxes[:count]
-        return destination
-
-    return decode
-    ### END SOLUTION
-
-
-# %% tags=["nbval-ignore-output"]
-check.box_decoder(box_decoder)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# A loop over the positions i of the batch; sample `indices[i]` has the row `rows[indices[i]]`.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# `read(…).view(np.float32).reshape(-1, 4)` are the boxes. Read only where count is not 0.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# Fill all places with -1 first, then write the first `min(most, count)`. A slice with that number on both sides keeps
-# Numba from writing too far.
-# </details>
-# <details><summary>What remains for a field that FFCV accepts?</summary>
-#
-# Two small classes around your functions, as below. `to_binary` and `from_binary` are for the 1024 bytes of arguments
-# in the descriptor.
-# </details>
-
-# %% [markdown]
-# The two classes, as the check builds them:
-#
-# ```python
-# class BoxDecoder(Operation):
-#     def declare_state_and_memory(self, previous):
-#         shape, dtype = (self.field.most, 4), np.dtype("<f4")
-#         return replace(previous, shape=shape, dtype=dtype), AllocationQuery(shape, dtype)
-#
-#     def generate_code(self):
-#         return box_decoder(self.memory_read, self.field.most)
-#
-#
-# class BoxField(Field):
-#     metadata_type = BOX_ROW
-#
-#     def encode(self, destination, boxes, malloc):
-#         encode_boxes(destination, boxes, malloc)
-#
-#     def get_decoder_class(self):
-#         return BoxDecoder
-#     …  # __init__, to_binary and from_binary: keep `most` in the descriptor
-# ```
-#
-# The file has a field of type 255, which nobody else can read: a Loader has to be told with
-# `custom_fields={"boxes": BoxField}`.
-
-# %% [markdown]
-# ---
-# ## Exercise 5 · A random order for a small memory
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 4 of 5 | 30 | 15, In which order?; A set that does not fit in memory | the widest window that fits |
+# | 4 of 5 | 30 | 15, Which order, and how much memory? | the widest window that fits |
 #
 # The file does not fit in memory; `cap` of its pages do. Nobody should wait for the disk, so pages are loaded ahead: a
 # page is **in memory** from `ahead` samples before the first of its samples that an epoch reads, to the last one. It is
@@ -375,8 +219,8 @@ check.box_decoder(box_decoder)
 #
 # Pages may hold different numbers of samples, some numbers of pages may be missing, and neighbours may lie on different
 # pages. `cap` is at least 1, and at least 2 if `ahead` is not 0; there may be fewer pages than that. `ahead` is less
-# than the number of samples of the emptiest page: so one open page at a time always fits. You may begin with the
-# lesson's function.
+# than the number of samples of the emptiest page: so one open page at a time always fits. You may begin with what the
+# lesson calls, `course_utils.page_cache.quasi_random`.
 #
 # **Predict**: with pages loaded ahead, is a window of `cap - 1` pages enough?
 
@@ -482,7 +326,7 @@ for name, ahead in (("open", 0), ("in memory", 12)):
 
 # %% [markdown]
 # ---
-# ## Exercise 6 · The bottleneck of a training job
+# ## Exercise 4 · The bottleneck of a training job
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -568,7 +412,7 @@ for name, job in JOBS.items():
 
 # %% [markdown]
 # ---
-# ## Exercise 7 · Shards for DDP
+# ## Exercise 5 · Shards for DDP
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -639,11 +483,95 @@ for count in (1000, 1030):
 
 # %% [markdown]
 # ---
-# ## Exercise 8 · An epoch of ImageNet on paper
+# ## Exercise 6 · Rows of text that resume exactly
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 2 of 5 | 15 | 15, Small or fast; A set that does not fit in memory | seconds within 1 % |
+# | 3 of 5 | 20 | 15, Text: packing, shards, exact resume | any step, any number of ranks, no state |
+#
+# Documents of some lengths lie one after the other in an array of tokens, which is cut into **rows** of equal length;
+# what is left at the end is dropped. A run takes rows one after the other, `batch` of them in a step, and needs to
+# know two things of each: where it is, and which documents it has, so that attention does not look from one into
+# another.
+#
+# - Epoch e goes through all rows in the order `np.random.default_rng([seed, e]).permutation(rows)`, and the next epoch
+#   follows at once: a step may have rows of both.
+# - In a step rank 0 takes the first `batch / ranks` rows, rank 1 the next ones, and so on.
+# - A row is a list of **pieces** (document, first token, end), each counted within its document, `end` not included.
+#   Documents without tokens have no piece.
+#
+# Nothing may be remembered between calls: a job that died is started again with the step alone, on as many ranks as
+# are left. `batch` is a multiple of the ranks.
+
+
+# %%
+def text_rows(
+    lengths: list[int], length: int, batch: int, step: int, rank: int, ranks: int, seed: int
+) -> list[list[tuple[int, int, int]]]:
+    """This rank's rows of a step, each a list of pieces (document, first token, end).
+
+    `lengths` are the tokens of each document, `length` those of a row, `batch` the rows in a step.
+    """
+    ### BEGIN SOLUTION
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    rows, share = int(ends[-1]) // length, batch // ranks
+    own = range(step * batch + rank * share, step * batch + (rank + 1) * share)
+    found = []
+    for number in own:
+        epoch, place = divmod(number, rows)
+        begin = int(np.random.default_rng([seed, epoch]).permutation(rows)[place]) * length
+        pieces = []
+        for document, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            first, last = max(start, begin), min(end, begin + length)
+            if first < last:
+                pieces.append((document, first - start, last - start))
+        found.append(pieces)
+    return found
+    ### END SOLUTION
+
+
+# %%
+check.text_rows(text_rows)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Number the rows of the whole run: those of a step begin at step · batch, those of a rank rank · batch / ranks later.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# `divmod(number, rows)` gives the epoch of such a number, and the place in that epoch's order.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# Row r has the tokens from r · length to (r + 1) · length. With the first and the last token of each document in the
+# whole array (`np.cumsum`), a piece is where the two ranges overlap, less the document's beginning.
+# </details>
+# <details><summary>Is it not slow to make a permutation for every row?</summary>
+#
+# It would be for billions of rows. [scripts/train.py](../scripts/train.py) keeps those of two epochs
+# (`functools.lru_cache`); libraries make one shard by shard.
+# </details>
+
+# %% [markdown]
+# When your function passes, stop a run and go on with half of the ranks:
+
+# %%
+documents = [5, 0, 9, 2, 14, 7, 3]
+two = [text_rows(documents, 8, 4, step, r, 2, seed=0) for step in range(3) for r in range(2)]
+one = [text_rows(documents, 8, 4, step, 0, 1, seed=0) for step in range(3)]
+assert sum(two[:4], []) + one[2] == sum(one, [])
+for row in one[0]:
+    print(row)
+
+# %% [markdown]
+# ---
+# ## Exercise 7 · An epoch of ImageNet on paper
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 2 of 5 | 15 | 15, Small or fast; Which order, and how much memory? | seconds within 1 % |
 #
 # ImageNet has 1,281,167 training images (Russakovsky et al., 2015). As raw pixels of at most 256 × 256 FFCV's file
 # has 169.8 GB. FFCV's benchmark (docs/benchmarks.rst) loads it at 172,801 images/s from memory, and at 6,870 images/s

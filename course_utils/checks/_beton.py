@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "CUSTOM", "DESCRIPTOR", "FLOAT", "HEADER", "IMAGE", "INT", "OLD", "PAGE", "ROWS", "Heap", "NoSuchAddress",
-    "Reads", "beton", "counted_file", "ffcv_here", "own_file", "pictures", "written_by_ffcv",
+    "CUSTOM", "DESCRIPTOR", "FLOAT", "HEADER", "IMAGE", "INT", "PAGE", "ROWS", "Reads", "beton", "counted_file",
+    "own_file", "pictures",
 ]
 
 FLOAT, INT, IMAGE, CUSTOM = 0, 1, 2, 255
@@ -119,7 +119,7 @@ class _Listed:
         return tuple(column[int(index)] for column in self.columns)
 
 
-def ffcv_here() -> bool:
+def _ffcv_here() -> bool:
     """Whether FFCV can be used; if so it has been mended."""
     from .. import ffcv
 
@@ -129,7 +129,7 @@ def ffcv_here() -> bool:
     return True
 
 
-def written_by_ffcv(path: Path, fields: dict[str, Any], columns: Sequence[Sequence]) -> None:
+def _written_by_ffcv(path: Path, fields: dict[str, Any], columns: Sequence[Sequence]) -> None:
     from ffcv.writer import DatasetWriter
 
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
@@ -140,36 +140,11 @@ def written_by_ffcv(path: Path, fields: dict[str, Any], columns: Sequence[Sequen
 def own_file() -> bytes:
     """A small file with the fields image and label: 40 raw images, written by FFCV itself where it is installed."""
     images, labels = pictures(40, 3), [7 * i % 10 for i in range(40)]
-    if not ffcv_here():
+    if not _ffcv_here():
         return beton([("image", IMAGE), ("label", INT)], [images, labels])
     from ffcv.fields import IntField, RGBImageField
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "small.beton"
-        written_by_ffcv(path, {"image": RGBImageField(), "label": IntField()}, [images, labels])
+        _written_by_ffcv(path, {"image": RGBImageField(), "label": IntField()}, [images, labels])
         return path.read_bytes()
-
-
-class NoSuchAddress(LookupError):
-    """An address at which nothing was allocated."""
-
-
-class Heap:
-    """Memory as FFCV's writer hands it out, but not clean: addresses count from the beginning of the file."""
-
-    def __init__(self, start: int = 4096):
-        self.end, self.parts = start, {}
-
-    def malloc(self, size: int) -> tuple[int, np.ndarray]:
-        address, memory = self.end, np.resize(OLD, int(size))
-        self.parts.setdefault(address, memory)
-        self.end += int(size)
-        return address, memory
-
-    def read(self, address: int, state: Any) -> np.ndarray:
-        if int(address) not in self.parts:
-            raise NoSuchAddress(f"nothing was allocated at {int(address)}")
-        return self.parts[int(address)].copy()
-
-
-OLD = np.array([173, 222, 239, 190], np.uint8)  # what memory holds before it is written

@@ -5,7 +5,13 @@ See README.md beside this file: until when it is kept, and how to take it out.
 
 from __future__ import annotations
 
+from . import by_hand
+from .by_hand import Beton
 from .fixes import FIXES, Fix, apply_fixes, missing
 from .images import ImageFolder, image_folder
+from .process_cache import read_through_process_cache
 
-__all__ = ["FIXES", "Fix", "ImageFolder", "apply_fixes", "image_folder", "missing"]
+__all__ = [
+    "FIXES", "Beton", "Fix", "ImageFolder", "apply_fixes", "by_hand", "image_folder", "missing",
+    "read_through_process_cache",
+]

@@ -10,11 +10,12 @@ theirs as ** -2.1 to ** -3.0: decoding costs what it costs for photographs.
 from __future__ import annotations
 
 import colorsys
+import io
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -90,12 +91,13 @@ class ImageFolder(Dataset):
     """The images below `folder`, one folder a class, as ``torchvision.datasets.ImageFolder`` has them.
 
     Item i is `(image, label)`: an RGB image, through `transform` if there is one, and the place of its class among
-    the sorted folder names. `paths` and `labels` are lists over all images.
+    the sorted folder names. `paths` and `labels` are lists over all images in `folder`.
     """
 
     def __init__(self, folder: Path | str, transform: Callable | None = None) -> None:
-        self.classes = sorted(entry.name for entry in Path(folder).iterdir() if entry.is_dir())
-        found = [(path, label) for label, name in enumerate(self.classes) for path in _jpegs(Path(folder) / name)]
+        self.folder = Path(folder)
+        self.classes = sorted(entry.name for entry in self.folder.iterdir() if entry.is_dir())
+        found = [(path, label) for label, name in enumerate(self.classes) for path in _jpegs(self.folder / name)]
         if not found:
             raise FileNotFoundError(f"{folder} has no folders with JPEG files, one folder a class")
         self.paths, self.labels = [path for path, _ in found], [label for _, label in found]
@@ -108,6 +110,30 @@ class ImageFolder(Dataset):
         with Image.open(self.paths[index]) as file:
             image = file.convert("RGB")
         return (image if self.transform is None else self.transform(image)), self.labels[index]
+
+    def _sheet(self, numbers: Iterable[int], width: int, height: int, columns: int) -> Image.Image:
+        """Images side by side, each resized to `width` by `height`, row by row; without the transform."""
+        numbers = [*numbers]
+        sheet = Image.new("RGB", (columns * width, -(-len(numbers) // columns) * height))
+        for place, number in enumerate(numbers):
+            with Image.open(self.paths[number % len(self)]) as file:
+                image = file.convert("RGB").resize((width, height))
+            sheet.paste(image, (place % columns * width, place // columns * height))
+        return sheet
+
+    def contact_sheet(self, number: int = 8) -> Image.Image:
+        """Show so many images side by side, from the first class to the last, in 128 colours."""
+        return self._sheet((i * len(self) // number for i in range(number)), 110, 88, number).quantize(128)
+
+    def large_photograph(self, number: int) -> bytes:
+        """A JPEG file of 1200 x 960 pixels: 16 images side by side, so each part has as much detail as they have.
+
+        The sixteen are spread over the set, and others for each `number`.
+        """
+        stream = io.BytesIO()
+        spread = (7 * place for place in range(16 * number, 16 * number + 16))
+        self._sheet(spread, 300, 240, 4).save(stream, "JPEG", quality=QUALITY)
+        return stream.getvalue()
 
 
 def _jpegs(folder: Path) -> list[Path]:

@@ -1,0 +1,209 @@
+"""How fast a data loader is and who waits for whom: samples a second, waiting, busy cores, core time of each part."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+__all__ = [
+    "SlowReads", "SlowStore", "Speed", "convnet", "core_ms", "costs_of_parts", "crop_box", "emulated_step",
+    "image_loss", "measure", "processes", "training_step",
+]
+
+
+class Speed(NamedTuple):
+    """What an epoch of a loader is like.
+
+    `rate` is in samples a second. `waits` is the share of the time for which the loop waited for its next batch.
+    `busy` says how many cores this process and its child processes kept at work, on average, and `core_ms` how many
+    milliseconds of a core they took for each sample.
+    """
+
+    rate: float
+    waits: float
+    busy: float
+    core_ms: float
+
+
+def processes() -> dict[int, float]:
+    """The child processes of this one: for each PID the seconds that it has computed so far."""
+    found = {}
+    for child in psutil.Process().children():
+        try:
+            found[child.pid] = sum(child.cpu_times()[:2])
+        except psutil.Error:  # it has ended
+            continue
+    return found
+
+
+def measure(loader: Iterable, step: Callable[..., object] | None = None, epochs: int = 2) -> Speed:
+    """Go through a loader for some epochs, and describe the fastest.
+
+    Time to start the workers counts as waiting. Workers that end with the epoch do not count in `busy`: make them
+    persistent.
+
+    Parameters
+    ----------
+    loader : iterable
+        Of batches; a batch is a sequence of which the first part has a length.
+    step : callable, optional
+        Called as ``step(*batch)``.
+    epochs : int
+        The first starts workers or compiles, so take two at least.
+    """
+    return max((_epoch(loader, step) for _ in range(epochs)), key=lambda speed: speed.rate)
+
+
+def _epoch(loader: Iterable, step: Callable[..., object] | None) -> Speed:
+    before, own, start = processes(), time.process_time(), time.perf_counter()
+    asked, waited, seen = start, 0.0, 0
+    batches = iter(loader)
+    while True:
+        batch = next(batches, None)
+        waited += time.perf_counter() - asked
+        if batch is None:
+            break
+        seen += len(batch[0])
+        if step:
+            step(*batch)
+        asked = time.perf_counter()
+    seconds = time.perf_counter() - start
+    used = time.process_time() - own + sum(t - before.get(pid, 0.0) for pid, t in processes().items())
+    if not seen:
+        raise ValueError("the loader gave no batch")
+    return Speed(seen / seconds, waited / seconds, used / seconds, 1e3 * used / seen)
+
+
+def core_ms(function: Callable[[Any], object], items: Sequence, rounds: int = 2) -> float:
+    """Milliseconds of a core that a function takes for each item, in the fastest round."""
+    times = []
+    for _ in range(rounds):
+        start = time.process_time()
+        for item in items:
+            function(item)
+        times.append(time.process_time() - start)
+    return 1e3 * min(times) / len(items)
+
+
+def costs_of_parts(
+    parts: Mapping[str, Callable[[Any], object]], samples: Sequence, batch: int = 64, rounds: int = 2
+) -> dict[str, float]:
+    """Seconds that a sample takes in each part of a pipeline, in the fastest round.
+
+    Each part is called with what the part before it has returned, the last one with a whole batch.
+    """
+    *single, whole = parts
+    found = []
+    for _ in range(rounds + 1):  # the first fills the page cache
+        times = dict.fromkeys(parts, 0.0)
+        for first in range(0, len(samples), batch):
+            items = samples[first : first + batch]
+            for name in single:
+                start = time.perf_counter()
+                items = [parts[name](item) for item in items]
+                times[name] += time.perf_counter() - start
+            start = time.perf_counter()
+            parts[whole](items)
+            times[whole] += time.perf_counter() - start
+        found.append({name: seconds / len(samples) for name, seconds in times.items()})
+    return min(found[1:], key=lambda times: sum(times.values()))
+
+
+def crop_box(width: int, height: int) -> tuple[int, int, int, int]:
+    """Draw a part of an image, (left, top, right, bottom), as torchvision's RandomResizedCrop does.
+
+    It has 8 to 100 % of the area, and sides of 3:4 to 4:3; after ten attempts that do not fit, a square. It is drawn
+    by the generator of `random`.
+    """
+    for _ in range(10):
+        area = width * height * random.uniform(0.08, 1)
+        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = random.randint(0, width - w), random.randint(0, height - h)
+            return left, top, left + w, top + h
+    side = min(width, height)
+    return 0, 0, side, side
+
+
+def emulated_step(rate: float) -> Callable[..., None]:
+    """A training step that only waits, for as long as a GPU of so many samples a second would take."""
+    if rate <= 0:
+        raise ValueError(f"rate must be above 0 samples a second, got {rate}")
+    return lambda samples, *_: time.sleep(len(samples) / rate)
+
+
+def training_step(model: nn.Module, lr: float = 0.01) -> Callable[[Tensor, Tensor], None]:
+    """A training step on the model's GPU, which returns when the GPU has finished."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    device = next(model.parameters()).device
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        image_loss(model, images.to(device), labels.to(device)).backward()
+        optimizer.step()
+        torch.cuda.synchronize(device)
+
+    return step
+
+
+def convnet(classes: int = 10) -> nn.Sequential:
+    """A small network: images (B, 3, H, W) as float32 to logits (B, classes)."""
+    layers: list[nn.Module] = []
+    for before, after, stride in ((3, 32, 4), (32, 64, 2), (64, 128, 2)):
+        layers += [nn.Conv2d(before, after, 5, stride), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, classes))
+
+
+def image_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of images, uint8 (B, 3, H, W), which become floats where the model is."""
+    return nn.functional.cross_entropy(model(images.float() / 255), labels)
+
+
+class SlowReads(Dataset):
+    """A data set whose every read waits for a while, as for a disk or the network, and needs no core for it."""
+
+    def __init__(self, data: Dataset, seconds: float) -> None:
+        self.data, self.seconds = data, seconds
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return self.data[index]
+
+
+class SlowStore:
+    """A folder as an object store: each request waits, and then gets its bytes at a bandwidth.
+
+    Attributes
+    ----------
+    requests, bytes : int
+        Answered so far.
+    seconds : float
+        Spent on them.
+    """
+
+    def __init__(self, folder: str | os.PathLike, wait: float, bandwidth: float) -> None:
+        self.folder, self.wait, self.bandwidth = Path(folder), wait, bandwidth
+        self.requests, self.bytes, self.seconds = 0, 0, 0.0
+
+    def read(self, name: str | os.PathLike) -> bytes:
+        """The bytes of a file, after `wait` seconds and its size divided by `bandwidth` (bytes/s)."""
+        start = time.perf_counter()
+        data = (self.folder / name).read_bytes()
+        time.sleep(self.wait + len(data) / self.bandwidth)
+        self.requests, self.bytes = self.requests + 1, self.bytes + len(data)
+        self.seconds += time.perf_counter() - start
+        return data

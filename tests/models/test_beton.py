@@ -1,0 +1,164 @@
+"""Files of FFCV's format by hand: equal to FFCV's to the last byte, read by it, and shared among ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import cloudpickle
+import numpy as np
+import pytest
+from conftest import missing
+from PIL import Image
+
+from course_utils import ffcv, launch
+from course_utils.ffcv import Beton, by_hand
+
+pytestmark = pytest.mark.guard(120)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
+PAGE = 2 << 20
+
+
+def needs_ffcv() -> None:
+    if reason := ffcv.missing():
+        missing(reason)
+    ffcv.apply_fixes()
+
+
+def samples(sizes: list[tuple[int, int]]) -> list[tuple[Image.Image, int]]:
+    """Images of noise with these widths and heights, and labels."""
+    rng = np.random.default_rng(0)
+    return [(Image.fromarray(rng.integers(0, 256, (h, w, 3), np.uint8)), 7 * i) for i, (w, h) in enumerate(sizes)]
+
+
+SETS = {
+    "one image": [(3, 2)],
+    "many to a page": [(64 + i % 9, 48 + i % 7) for i in range(300)],
+    "pages filled to the last byte": [(1024, 1024 * 2 // 3)] * 5 + [(1024, 2)] * 4,
+    "a page each": [(800, 800)] * 4,
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_reader_finds_what_the_writer_wrote(name, tmp_path):
+    source = samples(SETS[name])
+    by_hand.write_beton(source, tmp_path / "x.beton")
+    file = Beton(tmp_path / "x.beton")
+    assert (file.header["version"], file.header["page"], len(file.samples)) == (2, PAGE, len(source))
+    for i, (image, label) in enumerate(source):
+        assert np.array_equal(file.image(i), np.asarray(image)) and file.samples["label"][i] == label
+    start, end = file.table["pointer"], file.table["pointer"] + file.table["size"]
+    assert np.array_equal(start // PAGE, (end - 1) // PAGE)  # no image crosses into the next page
+    assert (start[1:] >= end[:-1]).all() and (tmp_path / "x.beton").stat().st_size == end_of_table(file)
+
+
+def end_of_table(file) -> int:
+    return int(file.header["table"]) + file.table.nbytes
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_file_is_that_of_ffcv_to_the_last_byte(name, tmp_path):
+    needs_ffcv()
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.writer import DatasetWriter
+
+    source = samples(SETS[name])
+    by_hand.write_beton(source, tmp_path / "ours.beton")
+    fields = {"image": RGBImageField("raw"), "label": IntField()}
+    DatasetWriter(str(tmp_path / "theirs.beton"), fields, PAGE, 1).from_indexed_dataset(source)
+    assert (tmp_path / "ours.beton").read_bytes() == (tmp_path / "theirs.beton").read_bytes()
+
+
+def test_ffcv_reads_our_mixed_file(tmp_path):
+    needs_ffcv()
+    from ffcv.libffcv import imdecode
+    from ffcv.reader import Reader
+
+    smooth = Image.fromarray(np.fromfunction(lambda y, x, c: 5 * y + 2 * x + 9 * c, (30, 40, 3)).astype(np.uint8))
+    source = [(smooth, i) for i in range(6)]
+    by_hand.write_beton(source, tmp_path / "x.beton", "proportion")
+    ours, theirs = Beton(tmp_path / "x.beton"), Reader(str(tmp_path / "x.beton"))
+    assert theirs.field_names == ["image", "label"]
+    assert theirs.metadata["f0"]["mode"].tolist() == [1, 0] * 3
+    assert theirs.metadata["f0"]["data_ptr"].tolist() == ours.samples["image"]["pointer"].tolist()
+    for i, (image, _) in enumerate(source):
+        if i % 2 == 0:
+            assert np.array_equal(ours.image(i), np.asarray(image))
+            continue
+        decoded, piece = np.zeros((30, 40, 3), np.uint8), theirs.alloc_table[i]
+        data = np.ascontiguousarray(ours.bytes[piece["ptr"] : piece["ptr"] + piece["size"]])
+        imdecode(data, decoded, 30, 40, 30, 40, 0, 0, 1, 1, False, False)
+        assert np.abs(ours.image(i).astype(int) - decoded).mean() < 3
+
+
+def test_what_it_cannot_write_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="sample 0 has 3,000,000 bytes"):
+        by_hand.write_beton(samples([(1000, 1000)]), tmp_path / "x.beton")
+    with pytest.raises(ValueError, match="one of raw, jpg, proportion"):
+        by_hand.write_beton(samples([(3, 3)]), tmp_path / "x.beton", "smart")
+
+
+def test_segments_cover_what_the_file_holds(tmp_path):
+    by_hand.write_beton(samples(SETS["a page each"]), tmp_path / "x.beton")
+    segments = Beton(tmp_path / "x.beton").segments()
+    assert [label for label, *_ in segments] == ["header", "fields", "metadata", *["image"] * 4, "allocation table"]
+    assert sum(segments[-1][1:]) == (tmp_path / "x.beton").stat().st_size
+    assert (Beton(tmp_path / "x.beton").page_of == [1, 2, 3, 4]).all()
+
+
+def epochs_of_rank(path, seed: int) -> list[list[int]]:
+    loader = by_hand.PlainLoader(path, 8, seed)
+    return [[i for images, numbers in loader for i in numbers.tolist()] for _ in range(2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_shares_of_ranks_are_one_shuffle(ranks, tmp_path):
+    by_hand.write_beton([(image, i) for i, (image, _) in enumerate(samples([(9, 9)] * 90))], tmp_path / "x.beton")
+    by_rank = launch(epochs_of_rank, tmp_path / "x.beton", 3, world_size=ranks, backend="gloo")
+    for shares in zip(*by_rank, strict=True):
+        times = Counter(sample for share in shares for sample in share)
+        assert set(times) == set(range(90))
+        assert sum(times.values()) - 90 == -90 % ranks  # filled up, so that all have the same number
+    assert by_rank[0][0] != by_rank[0][1]
+
+
+def test_ffcv_s_process_cache_makes_room_for_the_pages_of_an_order(tmp_path):
+    needs_ffcv()
+    by_hand.write_beton(samples([(300, 300)] * 40), tmp_path / "x.beton")
+    slots, taken = ffcv.read_through_process_cache(tmp_path / "x.beton", np.arange(40), 4)
+    assert 1 <= slots <= 6 and taken == slots * PAGE
+
+
+def test_ffcv_s_writer_does_what_the_lesson_says_of_it(tmp_path):
+    needs_ffcv()
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.writer import DatasetWriter
+
+    source = samples([(64, 48)] * 6)
+    stored = {}
+    for mode in ("smart", "jpg"):
+        fields = {"image": RGBImageField(write_mode=mode), "label": IntField()}
+        DatasetWriter(str(tmp_path / mode), fields, PAGE, 1).from_indexed_dataset(source)
+        stored[mode] = Beton(tmp_path / mode)
+    assert (stored["smart"].samples["image"]["mode"] == by_hand.RAW).all()  # no threshold: plain pixels
+    assert (stored["jpg"].samples["image"]["mode"] == by_hand.JPEG).all()
+    assert not np.array_equal(stored["jpg"].image(0), np.asarray(source[0][0]))  # compressed again
+
+
+def test_ffcv_s_quasi_random_order_is_for_one_process_or_for_pages_of_its_own(tmp_path):
+    needs_ffcv()
+    from ffcv.fields.basics import IntDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import Squeeze, ToTensor
+
+    by_hand.write_beton(samples([(300, 300)] * 40), tmp_path / "x.beton")
+    options = {"num_workers": 1, "order": OrderOption.QUASI_RANDOM, "os_cache": False, "drop_last": False}
+    options["pipelines"] = {"image": None, "label": [IntDecoder(), ToTensor(), Squeeze(1)]}
+    with pytest.raises(NotImplementedError):
+        Loader(str(tmp_path / "x.beton"), 4, distributed=True, **options)
+    page_of = Beton(tmp_path / "x.beton").page_of
+    deal = [np.flatnonzero(page_of % 2 == rank) for rank in range(2)]
+    taken = [Loader(str(tmp_path / "x.beton"), 4, indices=part.astype("u8"), **options).next_traversal_order()
+             for part in deal]
+    for part, order in zip(deal, taken, strict=True):
+        assert sorted(order.tolist()) == part.tolist()
