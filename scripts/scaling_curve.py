@@ -107,11 +107,11 @@ def main() -> None:
             step, quiet = run(args, n, group, device)
             rate = args.batch * args.length * (1 if args.strong else n) / step
             alone = alone or rate
-            peak = (args.peak_tflops or float("nan")) * 1e12 * n
-            mfu = rate * args.config.flops_per_token("none") / peak
+            flops = rate * args.config.flops_per_token("none")  # what is recomputed does not count
+            mfu = f"{flops / (args.peak_tflops * 1e12 * n):.1%}" if args.peak_tflops else "-"
             if rank == 0:
                 waits = max(0.0, 1 - quiet / step)
-                print(f"{n:5} {rate:12,.0f} {rate / alone / n:10.0%} {waits:6.0%} {mfu:6.1%}", flush=True)
+                print(f"{n:5} {rate:12,.0f} {rate / alone / n:10.0%} {waits:6.0%} {mfu:>6}", flush=True)
         dist.barrier()
     dist.destroy_process_group()
 

@@ -13,9 +13,9 @@
 # %% [markdown]
 # # Why is 8 GPUs not 8×, and what wins it back?
 #
-# In a training job on eight GPUs, each GPU does 40,150 tokens a second. On 256 GPUs, each does 15,700 (*recorded*,
-# [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)). So 256 GPUs do the work of 100,
-# and the other 156 are paid for as well. In this lesson you find out where such time goes, and what wins it back.
+# In a training job on eight GPUs, each GPU takes in 40,150 tokens a second. On 256 GPUs, each takes in 15,700
+# (*recorded*, [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)). So 256 GPUs do the
+# work of 100, and the other 156 are paid for as well. Where does their time go, and what wins it back?
 #
 # **You will be able to**
 # - *measure* strong and weak scaling, and *predict* both from a serial share;
@@ -31,6 +31,7 @@
 # First PyTorch and every parameter, then what comes from the course.
 
 # %% tags=["parameters"]
+import inspect
 import math
 import os
 import time
@@ -39,6 +40,7 @@ from functools import partial
 import numpy
 import torch
 import torch.distributed as dist
+from IPython.display import Markdown
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 world_size = 4  # ranks, 2 or more
@@ -49,7 +51,7 @@ late = 0.04  # seconds by which the slow rank is late
 from course_utils import device, launch, memory, plots, recorded, scaling
 from course_utils.costs import bytes_sent
 from course_utils.hardware import GPUS, LINKS
-from course_utils.models import TransformerConfig, build_gpt, loss_of
+from course_utils.models import GPT, Block, TransformerConfig, build_gpt, loss_of
 from course_utils.number_formats import FORMATS, store
 from course_utils.programs import SCRIPTS, excerpt, torchrun
 from course_utils.scaling import fixed_batch, my_windows
@@ -71,6 +73,10 @@ from course_utils.widgets import bits_explorer
 #
 # The job is the small GPT of lesson 04 under DDP. A rank's batch is some windows of 64 characters of *Alice in
 # Wonderland*, which `my_windows(step, size)` fetches.
+
+# %% jupyter={"source_hidden": true}
+source = "\n\n".join(inspect.getsource(part) for part in (Block, GPT))
+Markdown(f"<details><summary>The model</summary>\n\n```python\n{source}```\n</details>")
 
 # %%
 backend = launch(dist.get_backend, world_size=world_size)[0]  # the same for any number of ranks
@@ -125,10 +131,10 @@ plots.scaling_curves(counts, {"strong": strong, "weak": weak}, "measured", limit
 # *The figure, left: speed-up over ranks, with the ideal as a dashed line and, where ranks share cores, a dotted line
 # that ends at the number of cores. Right: the same as efficiency.*
 #
-# Ranks that share two cores end at a speed-up of about two: their efficiency is at most 50 % on four ranks, and
-# nothing in the program can change that. (Timings scatter, so a point may lie a little above the line.) The rest of
-# the loss is real: messages, copies, and waiting for one another. Strong scaling also gives each rank less to compute
-# for a message of the same size, so it loses more, and can be slower than one rank alone.
+# Ranks that share two cores can at best be twice as fast as one. So the efficiency of four is at most 50 %, and
+# nothing in the program can change that. (Timings scatter, so a point may lie a little above the line.) What else is
+# missing goes into messages, copies and waiting. Strong scaling gives each rank less to compute for a message of the
+# same size, so it loses more, and can be slower than one rank alone.
 #
 # > **Misconception.** "Throughput goes up, so the job scales." Where each rank has its own processor it nearly always
 # > goes up. Only efficiency says what that costs.
@@ -258,8 +264,8 @@ picture(together, "measured: one step; the last rank is late")
 # *The figure: one row a rank. The last rank has the longest bar of compute and a short all_reduce; the others have
 # shorter bars of compute and long ones of all_reduce. Where ranks share cores, some start later than others.*
 #
-# The delay shows as `all_reduce`, on the ranks that are *not* late. A profile of rank 0 would say: communication
-# takes most of the step, buy a faster network. But the network is idle.
+# The delay shows as `all_reduce`, on the ranks that are *not* late. A profile of rank 0 would say that communication
+# takes most of the step, so that a faster network is needed. But the network is idle.
 #
 # An all-reduce cannot end before its last rank has begun. So we put a **barrier** in front of it, which carries no
 # data: the time in it is waiting, and what the all-reduce takes after it is transfer.
@@ -271,30 +277,18 @@ picture(apart, "measured: one step with a barrier before the all-reduce")
 # %% [markdown]
 # *The figure: the same step. Now the long bars of the other ranks are `wait`, and the all_reduce is short on all.*
 #
-# Next, the mean over four steps, beside a job without a late rank.
-
-# %%
-even = on_ranks(logged_steps, 0, apart=True)
-rows = {f"even: rank {r}": log.mean(skip=2) for r, log in enumerate(even)}
-rows |= {f"one late: rank {r}": log.mean(skip=2) for r, log in enumerate(apart)}
-plots.step_split(rows, "measured: the parts of a step, with the barrier")
-
-# %% [markdown]
-# *The figure: a bar for each rank. Above, the bars differ as far as ranks share cores and take turns. Below, the late
-# rank's bar is filled with compute, and the others' with wait.*
-#
-# The four overheads are in bold:
+# So nothing is wrong with the network. The step has four overheads, here in bold:
 #
 # | part | overhead | what helps |
 # |---|---|---|
 # | all_reduce | **communication** | fewer bytes (section 14), overlap (sections 4 and 11), faster links |
-# | wait | **imbalance**, which **synchronization** makes everybody pay | equal batches, repairing the slow rank |
+# | wait | **imbalance**, which **synchronization** makes everybody pay | equal batches, a cure for the slow rank |
 # | copies | **copies** into and out of buffers | gradients that live in the buffer (lesson 04) |
 # | optimizer | every rank repeats it: serial if the batch stays | sharded optimizer (lesson 06) |
 # | data | none, unless ranks share a disk or cores | loader processes (lesson 15) |
 #
-# To find the slow rank, compare the ranks' *compute* and *data*. A long *wait* is never the culprit. Lesson 13 does
-# this for a job in production.
+# To find the slow rank, compare the ranks' *compute* and *data* (lesson 13 does this for a job in production). A long
+# *wait* is never the culprit; ranks that share cores wait a little in any case, because they take turns.
 #
 # > **What changes on real GPUs.** Kernels run behind Python, so each part has to end in `torch.cuda.synchronize()`,
 # > which `StepLog` calls here. That and the barrier end all overlap, so take them out again. And NCCL waits in a
@@ -348,8 +342,8 @@ for key, n in (("nvlink4", 8), ("ib_ndr", 64), ("eth_100g", 64), ("eth_25g", 64)
 # hundred thousand, for which its memory has no room (section 6). Then it helps to accumulate gradients without
 # communicating (`no_sync`, lesson 04), or to compress them (section 14).
 #
-# DDP hides the all-reduce by cutting it into buckets. How many is best, section 11 works out. On a GPU, hidden is not
-# free either: communication kernels take multiprocessors and memory bandwidth from the computation beside them.
+# DDP hides the all-reduce by cutting it into buckets; section 11 works out how many. On a GPU, hidden is not free
+# either: communication kernels take multiprocessors and memory bandwidth from the computation beside them.
 #
 # > **Misconception.** "Large models scale worse because they send more." They send more and compute more, by the same
 # > factor. They scale worse when the memory leaves room for fewer tokens.
@@ -368,9 +362,9 @@ for f in FORMATS:
     print(f"{f.name:10}{sizes}{f.largest:9.3g}{2.0**f.lowest_power:9.2g}  1 + {2.0**-f.fraction:.2g}")
 
 # %% [markdown]
-# bf16 has the exponent of fp32, so it has its range, in steps eight times as coarse as fp16's. fp16 has the finer
-# steps, and ends at 65,504. tf32 is no format to store numbers in: they lie in 32 bits, and only the multiplication
-# drops 13 of them, so it saves time and not a byte. Here is what each makes of four numbers.
+# bf16 has the exponent of fp32, so it has its range, in steps eight times as coarse as fp16's. fp16 ends at 65,504.
+# tf32 saves time and not a byte: its numbers lie in 32 bits, of which the multiplication drops 13. Here is what each
+# format makes of four numbers.
 
 # %%
 print(" " * 7 + "".join(f"{f.name:>10}" for f in FORMATS))
@@ -409,9 +403,9 @@ assert weight == 1 and master.bfloat16() == 2
 # > **Misconception.** "Mixed precision halves the memory." It does not shrink the model states. It saves time and
 # > activations, and messages only if gradients have 16 bits, too. Under `torch.autocast` they have 32.
 #
-# How much time? Dense TFLOP/s from the data sheets (*recorded*; brochures often print twice these figures, for
-# matrices with 2:4 sparsity), fp32 on ordinary cores and the others on tensor cores. Section 13 is about the last two
-# columns.
+# How much time? Here are dense TFLOP/s from the data sheets (*recorded*; brochures often print twice as much, for
+# matrices with 2:4 sparsity). fp32 runs on ordinary cores, the others on tensor cores. Section 13 is about fp8 and
+# fp4.
 
 # %%
 formats = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
@@ -469,10 +463,10 @@ print(f"8 layers: {saved:.1f} times less memory, {slower:.2f} times the time (me
 print(f"{deep[0] / deep[1]:.2f} times the FLOPs (computed)")
 
 # %% [markdown]
-# The gradients are the same to the last bit. The FLOPs are 1 + 2 + 1 instead of 1 + 2, a third more at most, and a
-# little less here because the last product of a block need not be repeated. (On a model this small, the clock can say
-# more.) It is worth it if the model does not fit otherwise, or if the memory goes into more tokens and the step was
-# waiting for communication.
+# The gradients are the same to the last bit. The FLOPs are 1 + 2 + 1 instead of 1 + 2, a third more at most; here a
+# little less, because the last product of a block need not be repeated. (On a model this small, the clock can say
+# more.) It pays if the model does not fit otherwise, or if the memory goes into more tokens and the step was waiting
+# for communication.
 #
 # ### MFU and HFU
 #
@@ -546,14 +540,14 @@ print(torchrun(program, "--steps=4", "--peak-tflops=0.05", ranks=2, gpus=False),
 
 # %% [markdown]
 # The peak is an example; on an H100 in bf16 it is 989. Put your own model into `build` and your own batch into `run`.
-# If efficiency falls while *waits* stays small, then each rank computes more slowly than alone: it shares cores, a
-# disk, or power. If *waits* grows, look for a late rank first (section 3), and then at the network.
+# If efficiency falls while *waits* stays small, each rank computes more slowly than alone: it shares cores, a disk,
+# or power. If *waits* grows, look for a late rank first (section 3), then at the network.
 
 # %% [markdown] tags=["deeper"]
 # ## 9. A recorded curve, and three models of it · deeper
 #
-# Here is the whole curve of the job from the beginning: data parallelism on six numbers of GPUs (*recorded*,
-# Ultra-Scale Playbook).
+# Here is the whole curve of the job from the beginning (*recorded*, Ultra-Scale Playbook, which does not say whether
+# the batch grew with the GPUs).
 
 # %% tags=["deeper"]
 dp = recorded.ULTRASCALE_DP
@@ -563,10 +557,10 @@ plots.scaling_curves(dp.gpus, {"Playbook": dp.throughput}, "recorded", unit="GPU
 # *The figure, left: the speed-up against eight GPUs climbs to 10.5 at 128 GPUs and ends at 12.5 of the possible 32.
 # Right: efficiency falls slowly to 66 % at 128 GPUs, and then to 39 %.*
 #
-# A model in one line: a step takes as long as computing does, plus something that grows with N. Lesson 03 offers
-# three candidates for what grows, if every step all-reduces the gradients: the **bytes** of a ring, ∝ (N−1)/N, which
-# hardly grow at all; the **hops of a tree**, ∝ log₂ N; and the **hops of a ring**, ∝ N. Each model has two unknowns.
-# We fit them to the first three points, up to 32 GPUs, and let them predict the other three.
+# A step takes as long as computing does, plus something that grows with N. Lesson 03 offers three candidates, if
+# every step all-reduces the gradients: the **bytes** of a ring, ∝ (N−1)/N, which hardly grow at all; the **hops of a
+# tree**, ∝ log₂ N; and the **hops of a ring**, ∝ N. Each model has two unknowns, which we fit to the first three
+# points only.
 #
 # **Predict**: which of the three comes nearest at 256 GPUs, and how near?
 
@@ -593,9 +587,9 @@ plots.scaling_models(dp, {name: rates for name, (*_, rates) in fits.items()}, fi
 # pass far above the last point; the ring's curve passes near all six. Right: the error of each model.*
 #
 # All three fit the first three points within 2 %. At 256 GPUs the bytes are wrong by a factor of 2.2, the tree by
-# 1.9, and the ring by 8 %. A fit that is good where it was fitted proves little; the fit of the bytes even makes
-# computing take less than no time. The ring's model is Amdahl's law in other words, since N/(a + b·N) is Amdahl's
-# curve for s = b/(a + b). So a serial part and an overhead that grows with N cannot be told apart by a curve.
+# 1.9, and the ring by 8 %. So a fit that is good where it was fitted proves little. The ring's model is Amdahl's law
+# in other words, since N/(a + b·N) is Amdahl's curve for s = b/(a + b). So a curve cannot tell a serial part from an
+# overhead that grows with N.
 #
 # Read backwards, Amdahl's law gives the serial share that would explain a speed-up (Karp and Flatt, 1990). If this
 # share grows with N, something else grows: communication, or waiting.
@@ -612,9 +606,9 @@ for n, e in zip(dp.gpus[1:], dp.efficiency[1:], strict=True):
     print(f"{n:4} GPUs: {m * e:5.2f} times 8 GPUs, serial share {serial_share(m, m * e):.1%}")
 
 # %% [markdown] tags=["deeper"]
-# About one part in twenty, falling at first and rising at the end. None of this names a cause. No overlap is in the
-# model, and waiting grows with N, too, even where no rank is late: if each rank's step varies a little, N ranks wait
-# for the unluckiest one. The next cell draws steps with a mean of 1 and a standard deviation of 5 % (*modelled*).
+# About one part in twenty, falling at first and rising at the end. None of this names a cause. Waiting grows with N,
+# too, even where no rank is slow: if each rank's step varies a little, all wait for the unluckiest one. The next cell
+# draws steps with a mean of 1 and a standard deviation of 5 % (*modelled*).
 
 # %% tags=["deeper"]
 generator = torch.Generator().manual_seed(0)
@@ -637,8 +631,8 @@ for n in (8, 64, 512, 4096):
 #
 # Data parallelism measures the noise scale for nothing, because it has gradients of two batch sizes: each rank's own,
 # of b windows, and their mean, of N·b. Squared lengths are signal + noise/batch, so two of them give both unknowns. A
-# **communication hook** sees a bucket before it is averaged, and may send it in its own way. This one adds up squares
-# and leaves the all-reduce as it is.
+# **communication hook** sees a bucket before it is averaged, and may send it in its own way. This one adds up
+# squares.
 
 
 # %% tags=["deeper"]
@@ -669,7 +663,7 @@ def squared_lengths(steps, size):
     """On a rank: for each step the loss, and the squared lengths of own gradients and of their mean."""
     model, squares, seen = DDP(build_gpt().to(device())), [], []
     model.register_comm_hook(squares, note_squares)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(steps):
         loss = loss_of(model, *my_windows(step, size))
         loss.backward()
@@ -684,27 +678,27 @@ def squared_lengths(steps, size):
 
 
 # %% tags=["deeper", "nbval-ignore-output"]
-seen = numpy.array(on_ranks(squared_lengths, 80, size=4)[0])
+seen = numpy.array(on_ranks(squared_lengths, 60, size=4)[0])
 noise = []
-for first in (0, 20, 40, 60):
+for first in (0, 20, 40):
     loss, own, mean = seen[first : first + 20].mean(axis=0)
     noise.append(noise_scale(own, mean, 4, world_size))
     print(f"steps from {first:2}: loss {loss:.2f}, noise scale {noise[-1]:.1f} windows")
-assert noise[-1] > noise[0] > 0
+assert 0 < noise[0] < noise[1] < noise[2]
 
 # %% [markdown] tags=["deeper"]
 # It grows. At first all windows say the same, which characters are frequent, so one window is enough. Later they
-# disagree. For this small model a few windows are the critical size, so the 48 of our weak scaling waste most of
-# their samples, and a run may well begin with a small batch and enlarge it later. The noise scale is an estimate,
-# because it supposes the best learning rate for each batch, and a loss that curves alike in all directions. But you
-# get its order of magnitude before you rent the GPUs.
+# disagree. Still, a batch of 48 windows, as in our weak scaling, is several times too large for this small model. So
+# a run may begin with a small batch and enlarge it later. The noise scale is an estimate, because it supposes the
+# best learning rate for each batch and a loss that curves alike in all directions. But it gives an order of magnitude
+# before you rent the GPUs.
 
 # %% [markdown] tags=["deeper"]
 # ## 11. Buckets, and what hides behind backward · deeper
 #
 # DDP starts a bucket's all-reduce as soon as its gradients are there (lesson 04). The **overlap fraction** is the
-# share of communication that lies within the backward pass. `scaling.bucket_sweep` trains with several sizes of
-# buckets and reads the fraction from a trace of `torch.profiler`.
+# share of communication that lies within the backward pass. `scaling.bucket_sweep` reads it, for several sizes of
+# buckets, from a trace of `torch.profiler`.
 #
 # **Predict**: what will one bucket hide, and what will one bucket for each parameter cost?
 
@@ -720,8 +714,8 @@ messages, _, seconds, _, hidden = zip(*sweep, strict=True)
 plots.bucket_sweep(messages, seconds, hidden)
 
 # %% [markdown] tags=["deeper"]
-# *The figure, left: time of forward and backward over the number of buckets. Right: the overlap fraction, which is
-# small for one bucket.*
+# *The figure, left: time of forward and backward over the number of buckets. Right: the overlap fraction, smallest
+# for one bucket.*
 
 # %% tags=["deeper"]
 plots.step_spans(sweep[2].rows, "measured: buckets of 64 KiB, rank 0, from the profiler's trace")
@@ -801,8 +795,8 @@ plots.bucket_choice(sizes, curves, default=25 * 2**20)
 # %% [markdown] tags=["deeper"]
 # ## 12. Loss scaling, and weights that stand still · deeper
 #
-# How large are gradients? Our model is small and its gradients are large. Large models with long sequences have
-# smaller ones; a loss multiplied by 2⁻²⁰ stands for them.
+# Our small model has large gradients. Large models with long sequences have smaller ones; a loss multiplied by 2⁻²⁰
+# stands for them.
 
 
 # %% tags=["deeper"]
@@ -958,9 +952,9 @@ assert max(errors["MXFP8"]) < 0.05 and max(errors["MXFP4"] + errors["NVFP4"]) < 
 # - fp4 rounds gradients stochastically (section 12), and mixes outliers into their neighbours before it rounds.
 # - Master weights, optimizer states, norms, sums inside products and gradient messages stay in 16 or 32 bits.
 #
-# So products get faster and activations smaller, but the 16 bytes a parameter stay, and so does all that is not a
-# product. With twice the peak FLOP/s, 8 H100s train Llama 3.1 8B at 8,532 tokens/s a GPU in fp8, instead of 6,667 in
-# bf16 (*recorded*, [torchtitan](https://github.com/pytorch/torchtitan), both compiled): 28 % faster.
+# So products get faster and activations smaller; the 16 bytes a parameter stay. With twice the peak FLOP/s, 8 H100s
+# train Llama 3.1 8B at 8,532 tokens/s a GPU in fp8, instead of 6,667 in bf16 (*recorded*,
+# [torchtitan](https://github.com/pytorch/torchtitan), both compiled): 28 % faster.
 
 # %% [markdown] tags=["deeper"]
 # ## 14. Compressed gradients · deeper
@@ -1065,7 +1059,8 @@ losses = {name: numpy.mean([rank.losses for rank in ranks], axis=0) for name, ra
 still = {name: ranks[0].unchanged for name, ranks in trained.items()}
 final = {name: of[-5:].mean() for name, of in losses.items()}
 smooth = {name: numpy.convolve(of, numpy.ones(5) / 5, "valid") for name, of in losses.items()}
-assert final["top 1 %, feedback"] < final["top 1 %"] - 0.1 and abs(final["bf16"] - final["none"]) < 0.05
+assert final["top 1 %, feedback"] < final["top 1 %"] - 0.1
+assert abs(losses["bf16"] - losses["none"])[:20].max() < 0.05
 assert still["top 1 %"] > still["top 1 %, feedback"] > still["none"]
 curves = {name: (range(5, len(of) + 5), of) for name, of in smooth.items() if name != "bf16"}
 plots.loss_curves(curves, "measured: loss with compressed gradients, mean of five steps", wide=["none"])
@@ -1120,10 +1115,9 @@ assert round(days) == 34
 #
 # **Spot** or preemptible GPUs are cheap because they can be taken away. A job on N of them is interrupted N times as
 # often as one GPU. Each time it loses the restart, and the work since the last checkpoint (of the model, not of
-# activations), which is half an interval on average. Short intervals lose little, and spend more time saving. The
-# loss is about save/every + rate·every/2, which is least at every = √(2·save/rate) (J. W. Young, 1974; lesson 16
-# derives it). **Predict**: a job is stopped every ten hours, and takes two minutes to save and ten to restart. How
-# often should it save?
+# activations), which is half an interval on average. The loss is about save/every + rate·every/2, which is least at
+# every = √(2·save/rate) (J. W. Young, 1974; lesson 16 derives it). **Predict**: a job is stopped every ten hours, and
+# takes two minutes to save and ten to restart. How often should it save?
 
 
 # %% tags=["deeper"]
@@ -1145,7 +1139,7 @@ assert goodput(rate, save, restart, best) > max(goodput(rate, save, restart, f *
 
 # %% [markdown] tags=["deeper"]
 # Interruptions are not for spot only: Llama 3's 16,384 GPUs met 419 unexpected ones in 54 days, one every three hours
-# (*recorded*, arXiv 2407.21783). Now enter what you pay. The prices that the calculator opens with are examples.
+# (*recorded*, arXiv 2407.21783). Now enter what you pay; the prices shown first are examples.
 
 # %% tags=["deeper"]
 from course_utils.widgets import cost_calculator
@@ -1175,30 +1169,26 @@ print("waiting for the late rank, ms:", *(f"{1e3 * wait:.0f}" for wait in waits)
 print(f"checkpointing 8 layers: {saved:.1f} times less memory, {slower:.2f} times the time")
 
 # %% [markdown]
-# - Efficiency is speed-up over ranks. Amdahl's law is strong scaling, Gustafson's is weak scaling, and they agree.
 # - A late rank's delay shows on the others, as communication. A barrier before the all-reduce tells them apart.
 # - Computing over communicating depends on tokens per GPU and on the machine, not on the size of the model.
-# - Fewer bits save time and bytes; the model states stay at 16 bytes a parameter. Checkpointing buys memory for a
-#   third more FLOPs at most, which HFU counts and MFU does not.
+# - Fewer bits save time, and checkpointing saves memory; HFU counts what is computed twice, MFU does not.
 # - Cost goes with 1/efficiency.
 #
 # **Now you can answer**
 #
 # 1. Of each step 5 % cannot be divided. What is the largest speed-up with the same batch?
 # 2. A profile of rank 0 says that 60 % of a step is all-reduce. What do you do before you buy a network?
-# 3. When does the all-reduce hide behind backward?
-# 4. Why does fp16 need loss scaling and bf16 does not, and why do both need master weights?
-# 5. You switch checkpointing on, and HFU rises. Is the job faster?
-# 6. The batch grows with the GPUs. Until when is that worth it?
+# 3. Why does fp16 need loss scaling and bf16 does not, and why do both need master weights?
+# 4. You switch checkpointing on, and HFU rises. Is the job faster?
+# 5. The batch grows with the GPUs. Until when is that worth it?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Less than 20 (section 2).
 # 2. Put a barrier before the all-reduce, on all ranks, and see whether it is waiting (section 3).
-# 3. From some number of tokens per GPU on, 3BW/(2F) · N/(N−1) being large enough (section 4).
-# 4. fp16's range ends at small gradients, bf16 has fp32's. Both round small updates away (section 5).
-# 5. Not by that: look at MFU or tokens per second (section 6).
-# 6. Up to the critical batch size, which grows as the loss falls (sections 2 and 10).
+# 3. fp16's range ends at small gradients, bf16 has fp32's. Both round small updates away (section 5).
+# 4. Not by that: look at MFU or tokens per second (section 6).
+# 5. Up to the critical batch size, which grows as the loss falls (sections 2 and 10).
 # </details>
 #
 # **What to take to work:** [scripts/scaling_curve.py](../scripts/scaling_curve.py), and the barrier of section 3.
