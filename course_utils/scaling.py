@@ -21,7 +21,8 @@ from .step_log import Span
 
 __all__ = [
     "BucketRun", "CONTEXT", "TrainedWithHook", "bucket_schedule", "bucket_sweep", "counts", "cpu_seconds",
-    "fixed_batch", "my_windows", "overlap", "shortest_step", "slowest_step", "step_seconds", "train_with_hook",
+    "fixed_batch", "my_windows", "overlap", "shortest_step", "slowest_step", "smooth_losses", "step_seconds",
+    "train_with_hook",
 ]
 
 #: Characters in a window of text.
@@ -55,7 +56,7 @@ def _finish() -> None:
 
 
 def step_seconds(
-    prepare: Callable[[], Callable[[Tensor, Tensor], Any]], size: int, steps: int = 12, warm_up: int = 3
+    prepare: Callable[[], Callable[[Tensor, Tensor], Any]], size: int, steps: int = 8, warm_up: int = 3
 ) -> list[float]:
     """On all ranks: seconds of each training step on this rank; all ranks begin a step together.
 
@@ -105,7 +106,7 @@ def shortest_step(by_rank: Sequence[Sequence[Sequence[Span]]], skip: int = 0) ->
     }
 
 
-def cpu_seconds(work: Callable[[], Any], rounds: int = 3) -> float:
+def cpu_seconds(work: Callable[[], Any], rounds: int = 2) -> float:
     """CPU seconds of the best of some calls of `work` in this process, after one that does not count."""
     taken = []
     for _ in range(rounds + 1):
@@ -274,3 +275,9 @@ def train_with_hook(
     same = torch.cat([(p == q).flatten() for p, q in pairs]).float().mean().item()
     sent = sum(bytes_sent(entry.op, dist.get_world_size(), entry.bytes) for entry in ledger)
     return TrainedWithHook(torch.stack(losses).tolist(), sent, same)
+
+
+def smooth_losses(by_rank: Sequence[TrainedWithHook], width: int = 5) -> tuple[list[int], list[float]]:
+    """Steps, and the mean loss of all ranks over `width` steps up to each, from the first that has so many."""
+    losses = torch.tensor([rank.losses for rank in by_rank]).mean(0)
+    return [*range(width, len(losses) + 1)], losses.unfold(0, width, 1).mean(1).tolist()

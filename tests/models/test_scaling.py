@@ -99,6 +99,11 @@ def test_a_hook_that_does_nothing_else_trains_as_ddp_does():
     assert runs[0].unchanged < 0.1
 
 
+def test_losses_are_the_mean_over_ranks_and_steps():
+    ranks = [scaling.TrainedWithHook(losses, 0.0, 0.0) for losses in ([1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 5.0, 6.0])]
+    assert scaling.smooth_losses(ranks, width=3) == ([3, 4], [3.0, 4.0])
+
+
 def test_cpu_seconds_are_those_of_one_call():
     calls = []
     assert scaling.cpu_seconds(lambda: calls.append(sum(range(10_000))), rounds=2) >= 0 and len(calls) == 3
