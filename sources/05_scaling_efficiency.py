@@ -377,7 +377,7 @@ explorer
 
 # %% [markdown]
 # *The widget: the bits of a number in each format, with sign, exponent and fraction in colors of their own, and the
-# value that is kept. In a notebook that is not running it shows one number.*
+# value that is kept.*
 #
 # 1.001 is 1 in bf16 and in both kinds of fp8. 70,000 is infinite in fp16 and in e5m2, while e4m3 has no infinity and
 # stops at 448. 1e-8 is zero in fp16 and in fp8, and so is every smaller gradient. Therefore fp16 needs **loss
@@ -621,7 +621,7 @@ for n in (8, 64, 512, 4096):
     print(f"{n:5} ranks: a step takes {slowest:.2f}, efficiency at most {1 / slowest:.0%}")
 
 # %% [markdown] tags=["deeper"]
-# So to know the cause you need the parts of a step (section 3) or a trace (lesson 13). And not every curve bends:
+# To know the cause you need the parts of a step (section 3) or a trace (lesson 13). Not every curve bends:
 # Llama 3.1 8B under FSDP keeps 97 % on 16 times the GPUs (lesson 07).
 
 # %% [markdown] tags=["deeper"]
@@ -867,8 +867,8 @@ assert runs["fp16"][-1] > 4.5 > 4 > max(runs[name][-1] for name in runs if name 
 # > **Misconception.** "`torch.cuda.amp.GradScaler` for every low precision." It is deprecated for `torch.amp`, and
 # > bf16 needs no scaler.
 #
-# Section 5 had one weight that stood still. In the GPT, the gains of the layer norms are such weights: they start at
-# 1. The next cell trains it in pure bf16, without master weights.
+# In the GPT, the gains of the layer norms start at 1, like the weight of section 5. The next cell trains it in pure
+# bf16, without master weights.
 
 
 # %% tags=["deeper"]
@@ -1144,7 +1144,7 @@ for every in (0.1, best, 4.0):
 assert goodput(rate, save, restart, best) > max(goodput(rate, save, restart, f * best) for f in (0.7, 1.4))
 
 # %% [markdown] tags=["deeper"]
-# Short intervals spend the time on saving, long ones lose work. The loss is about save/every + rate·every/2, which is
+# The loss is about save/every + rate·every/2, which is
 # least at every = √(2·save/rate) (J. W. Young, 1974; lesson 16 derives it).
 #
 # Interruptions are not for spot only: Llama 3's 16,384 GPUs met 419 unexpected ones in 54 days, one every three hours
@@ -1158,8 +1158,7 @@ calculator
 
 # %% [markdown] tags=["deeper"]
 # *The calculator: hours on one GPU, what each doubling of the GPUs keeps, prices and interruptions; below it hours
-# and cost of the run over the number of GPUs, on demand and on spot. In a notebook that is not running it shows one
-# setting.*
+# and cost of the run over the number of GPUs, on demand and on spot.*
 #
 # <details><summary>With the numbers that it opens with, from how many GPUs on does spot cost more?</summary>
 #
