@@ -236,7 +236,7 @@ def logged_steps(delay, apart):
     for step in range(6):
         dist.barrier()
         with log.part("data"):
-            x, y = my_windows(step, rank_batch)
+            x, y = my_windows(step, size=4)
         with log.part("compute"):
             loss_of(model, x, y).backward()
             if dist.get_rank() == dist.get_world_size() - 1:
@@ -367,9 +367,9 @@ for f in FORMATS:
 # format makes of four numbers.
 
 # %%
-print(" " * 7 + "".join(f"{f.name:>10}" for f in FORMATS))
+print(" " * 6 + "".join(f"{f.name:>11}" for f in FORMATS))
 for number in (1.001, 500, 70_000, 1e-8):
-    print(f"{number:<7.5g}" + "".join(f"{store(number, f).value:10.4g}" for f in FORMATS))
+    print(f"{number:<6.5g}" + "".join(f"{store(number, f).value:11.5g}" for f in FORMATS))
 
 # %%
 explorer = bits_explorer()
@@ -535,7 +535,7 @@ for n, e in zip(dp.gpus, dp.efficiency, strict=True):
 
 # %%
 program = SCRIPTS / "scaling_curve.py"
-print(excerpt(program, "def train(messages", "return tuple("))
+print(excerpt(program, "def train(messages", "return with_messages"))
 
 # %% tags=["nbval-ignore-output"]
 print(torchrun(program, "--steps=4", "--peak-tflops=0.05", ranks=2, gpus=False), end="")
@@ -779,12 +779,13 @@ def on_ethernet(size):
 
 sizes = [2.0 ** (e / 4) for e in range(72, 117)]  # of a bucket: 256 KiB to 512 MiB
 curves = {}
+print(f"backward takes {backward * 1e3:.0f} ms (modelled)")
 for name, of in {"NVLink": on_nvlink, "Ethernet": on_ethernet}.items():
-    counts_of = [round(size / b) for b in sizes]
-    curves[name] = [exposed(k, of(size / k), backward) for k in counts_of]
+    buckets = [round(size / b) for b in sizes]
+    curves[name] = [exposed(k, of(size / k), backward) for k in buckets]
     best, default = min(curves[name]), exposed(99, of(size / 99), backward)  # 99 of 25 MiB
-    print(f"{name:9} one all-reduce {of(size) * 1e3:3.0f} ms, backward {backward * 1e3:.0f} ms;", end="")
-    print(f" adds {best * 1e3:.1f} ms at best, with 25 MiB {default * 1e3:.1f}")
+    print(f"{name}: in one message {of(size) * 1e3:.0f} ms; in buckets,", end="")
+    print(f" adds {best * 1e3:.1f} at best, {default * 1e3:.1f} with 25 MiB")
 plots.bucket_choice(sizes, curves, default=25 * 2**20)
 
 # %% [markdown] tags=["deeper"]
@@ -1051,7 +1052,7 @@ hooks = {
     "top 1 %, feedback": lambda: (TopK(0.01, feedback=True), top_k_hook),
     "top 1 %": lambda: (TopK(0.01, feedback=False), top_k_hook),
 }
-steps = dict.fromkeys(hooks, 100) | {"bf16": 20}  # enough to compare
+steps = dict.fromkeys(hooks, 120) | {"bf16": 20}  # enough to compare
 trained = {name: on_ranks(scaling.train_with_hook, hooks[name], steps[name]) for name in hooks}
 sent = {name: by_rank[0].sent for name, by_rank in trained.items()}
 for name, size in sent.items():
@@ -1064,18 +1065,19 @@ curves = {name: scaling.smooth_losses(by_rank) for name, by_rank in trained.item
 still = {name: by_rank[0].unchanged for name, by_rank in trained.items()}
 final = {name: losses[-1] for name, (_, losses) in curves.items()}
 assert max(abs(a - b) for a, b in zip(curves["bf16"][1], curves["none"][1], strict=False)) < 0.05
-assert final["top 1 %, feedback"] < final["top 1 %"] - 0.1
+assert final["top 1 %, feedback"] < final["top 1 %"] - 0.15
 assert still["top 1 %"] > still["top 1 %, feedback"] > still["none"]
+del curves["bf16"]  # it would lie on the uncompressed one
 plots.loss_curves(curves, "measured: loss with compressed gradients, mean of five steps", wide=["none"])
 
 # %% [markdown] tags=["deeper"]
-# *The figure: the curves of PowerSGD and of top-k with feedback are close to the uncompressed one, and the short
-# curve of bf16 lies on it. Top-k without feedback leaves them and stays behind.*
+# *The figure: the curves of PowerSGD and of top-k with feedback are close to the uncompressed one. Top-k without
+# feedback leaves them and stays behind.*
 
 # %% tags=["deeper", "nbval-ignore-output"]
 for name, loss in final.items():
     print(f"{name:18} loss {loss:.2f} after {steps[name]:3} steps,", end="")
-    print(f" {still[name]:4.0%} of the weights never changed")
+    print(f" {still[name]:4.0%} of weights never changed")
 
 # %% [markdown] tags=["deeper"]
 # bf16 halves the bytes, and the loss does not notice. PowerSGD sends an order of magnitude less, and the larger the
