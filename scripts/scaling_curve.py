@@ -50,10 +50,12 @@ def connect() -> torch.device:
     return device
 
 
-def step_time(step: Callable[[], None], steps: int, group: dist.ProcessGroup, device: torch.device) -> float:
+def step_time(
+    step: Callable[[], None], args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
+) -> float:
     """Median seconds of a step, which is over when the slowest rank of the group is."""
     taken = []
-    for _ in range(3 + steps):
+    for _ in range(3 + args.steps):
         dist.barrier(group=group)
         begin = time.perf_counter()
         step()
@@ -81,14 +83,15 @@ def run(args: argparse.Namespace, n: int, group: dist.ProcessGroup, device: torc
 
     def train(messages: bool) -> None:
         with contextlib.nullcontext() if messages else model.no_sync():
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            with torch.autocast(device.type, torch.bfloat16, args.bf16):
                 loss = loss_of(model, tokens[:, :-1], tokens[:, 1:])
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    with_messages = step_time(lambda: train(True), args.steps, group, device)
-    without = step_time(lambda: train(False), args.steps, group, device)  # weights drift apart
+    # Without messages the weights drift apart; only the time is kept.
+    with_messages = step_time(lambda: train(True), args, group, device)
+    without = step_time(lambda: train(False), args, group, device)
     return with_messages, without
 
 

@@ -784,8 +784,8 @@ for name, of in {"NVLink": on_nvlink, "Ethernet": on_ethernet}.items():
     buckets = [round(size / b) for b in sizes]
     curves[name] = [exposed(k, of(size / k), backward) for k in buckets]
     best, default = min(curves[name]), exposed(99, of(size / 99), backward)  # 99 of 25 MiB
-    print(f"{name}: in one message {of(size) * 1e3:.0f} ms; in buckets,", end="")
-    print(f" adds {best * 1e3:.1f} at best, {default * 1e3:.1f} with 25 MiB")
+    print(f"{name}: one message of {of(size) * 1e3:.0f} ms; buckets add", end="")
+    print(f" {best * 1e3:.1f} at best, {default * 1e3:.1f} at 25 MiB")
 plots.bucket_choice(sizes, curves, default=25 * 2**20)
 
 # %% [markdown] tags=["deeper"]
@@ -1077,12 +1077,12 @@ plots.loss_curves(curves, "measured: loss with compressed gradients, mean of fiv
 # %% tags=["deeper", "nbval-ignore-output"]
 for name, loss in final.items():
     print(f"{name:18} loss {loss:.2f} after {steps[name]:3} steps,", end="")
-    print(f" {still[name]:4.0%} of weights never changed")
+    print(f" {still[name]:3.0%} never updated")
 
 # %% [markdown] tags=["deeper"]
 # bf16 halves the bytes, and the loss does not notice. PowerSGD sends an order of magnitude less, and the larger the
-# matrices, the more it saves. Without feedback, top-k has never updated most weights; with it, the same bytes give
-# another curve.
+# matrices, the more it saves. Without feedback, top-k has never updated most of the weights; with it, the same bytes
+# give another curve.
 #
 # > **Misconception.** "The top 1 % is 100 times fewer bytes." Each element needs its place too, which halves that.
 # > And an all-gather grows with N where an all-reduce does not:
