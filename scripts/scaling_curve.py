@@ -50,28 +50,29 @@ def connect() -> torch.device:
     return device
 
 
-def step_time(
-    step: Callable[[], None], args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
-) -> float:
-    """Median seconds of a step, which is over when the slowest rank of the group is."""
+def step_times(
+    train: Callable[[bool], None], args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
+) -> list[float]:
+    """Median seconds of a step with messages and of one without, which take turns; the slowest rank ends a step."""
     taken = []
     for _ in range(3 + args.steps):
-        dist.barrier(group=group)
-        begin = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begin)
-    seconds = torch.tensor(taken[3:], device=device)
+        for messages in (True, False):
+            dist.barrier(group=group)
+            begin = time.perf_counter()
+            train(messages)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - begin)
+    seconds = torch.tensor(taken, device=device).view(-1, 2)[3:]
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
-    return seconds.median().item()
+    return seconds.median(0).values.tolist()
 
 
 def build(args: argparse.Namespace) -> nn.Module:
     return build_gpt(args.config)
 
 
-def run(args: argparse.Namespace, n: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+def run(args: argparse.Namespace, n: int, group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """Seconds of a step on n ranks, and of one without messages."""
     model = DistributedDataParallel(
         build(args).to(device), process_group=group, device_ids=[device.index] if device.type == "cuda" else None
@@ -89,10 +90,7 @@ def run(args: argparse.Namespace, n: int, group: dist.ProcessGroup, device: torc
         optimizer.step()
         optimizer.zero_grad()
 
-    # Without messages the weights drift apart; only the time is kept.
-    with_messages = step_time(lambda: train(True), args, group, device)
-    without = step_time(lambda: train(False), args, group, device)
-    return with_messages, without
+    return step_times(train, args, group, device)  # without messages, weights drift apart
 
 
 def main() -> None:

@@ -535,10 +535,10 @@ for n, e in zip(dp.gpus, dp.efficiency, strict=True):
 
 # %%
 program = SCRIPTS / "scaling_curve.py"
-print(excerpt(program, "def train(messages", "return with_messages"))
+print(excerpt(program, "def train(messages", "optimizer.zero_grad"))
 
 # %% tags=["nbval-ignore-output"]
-print(torchrun(program, "--steps=4", "--peak-tflops=0.05", ranks=2, gpus=False), end="")
+print(torchrun(program, "--steps=8", "--peak-tflops=0.05", ranks=2, gpus=False), end="")
 
 # %% [markdown]
 # The peak is an example; on an H100 in bf16 it is 989. Put your own model into `build` and your own batch into `run`.
@@ -784,7 +784,7 @@ for name, of in {"NVLink": on_nvlink, "Ethernet": on_ethernet}.items():
     buckets = [round(size / b) for b in sizes]
     curves[name] = [exposed(k, of(size / k), backward) for k in buckets]
     best, default = min(curves[name]), exposed(99, of(size / 99), backward)  # 99 of 25 MiB
-    print(f"{name}: one message of {of(size) * 1e3:.0f} ms; buckets add", end="")
+    print(f"{name}: one message {of(size) * 1e3:.0f} ms; buckets add", end="")
     print(f" {best * 1e3:.1f} at best, {default * 1e3:.1f} at 25 MiB")
 plots.bucket_choice(sizes, curves, default=25 * 2**20)
 
