@@ -120,7 +120,8 @@ print(f"cores: {os.cpu_count()}, ranks on {backend}")
 print(f"{'strong scaling':>20}{'weak scaling':>28}")
 print("ranks" + "  tokens/s speed-up efficiency" * 2)
 for n, a, b in zip(counts, strong, weak, strict=True):
-    row = [f"{t:10,.0f}{t / one:9.2f}{t / one / n:11.0%}" for t, one in ((a, strong[0]), (b, weak[0]))]
+    pairs = (a, strong[0]), (b, weak[0])
+    row = [f"{t:10,.0f}{t / one:9.2f}{t / one / n:11.0%}" for t, one in pairs]
     print(f"{n:5}" + "".join(row))
 
 # %%
@@ -328,7 +329,7 @@ for parameters in (1e9, 10e9):
 
 # %%
 def tokens_to_hide(flops, bandwidth, n):
-    """Tokens of a rank whose backward pass takes as long as the all-reduce of its bf16 gradients."""
+    """Tokens of a rank whose backward takes as long as the all-reduce of its bf16 gradients."""
     return bytes_sent("all_reduce", n, 2) / bandwidth * flops / 4
 
 
@@ -358,8 +359,8 @@ for key, n in (("nvlink4", 8), ("ib_ndr", 64), ("eth_100g", 64), ("eth_25g", 64)
 # %%
 print("format    bits exponent fraction  largest smallest  next after 1")
 for f in FORMATS:
-    sizes = f"{f.width:4}{f.exponent:9}{f.fraction:9}"
-    print(f"{f.name:10}{sizes}{f.largest:9.3g}{2.0**f.lowest_power:9.2g}  1 + {2.0**-f.fraction:.2g}")
+    bits, ends = f"{f.width:4}{f.exponent:9}{f.fraction:9}", (f.largest, 2.0**f.lowest_power)
+    print(f"{f.name:10}{bits}{ends[0]:9.3g}{ends[1]:9.2g}  1 + {2.0**-f.fraction:.2g}")
 
 # %% [markdown]
 # bf16 has the exponent of fp32, so it has its range, in steps eight times as coarse as fp16's. fp16 ends at 65,504.
@@ -663,7 +664,7 @@ def noise_scale(own, mean, size, n):
 
 # %% tags=["deeper"]
 def squared_lengths(steps, size):
-    """On a rank: for each step the loss, and the squared lengths of own gradients and of their mean."""
+    """On a rank: for each step the loss, squared lengths of own gradients and of their mean."""
     model, squares, seen = DDP(build_gpt().to(device())), [], []
     model.register_comm_hook(squares, note_squares)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -889,7 +890,8 @@ def unchanged(dtype, lr):
 
 for lr in (1e-3, 1e-5):
     every, gains = unchanged(torch.bfloat16, lr)
-    print(f"learning rate {lr:g}: {every:4.0%} of all weights stand still, {gains:.0%} of the gains")
+    print(f"learning rate {lr:g}: {every:4.0%} of all weights stand still,", end="")
+    print(f" {gains:.0%} of the gains")
 assert gains == 1 and unchanged(torch.float32, lr)[0] < 0.01
 
 # %% [markdown] tags=["deeper"]
@@ -938,7 +940,8 @@ errors = {}
 print("format   bits        x 1     x 1,000 x 1,000,000")
 for form in (*one_scale, *BLOCK_FORMATS):
     errors[form.name] = [error_of_others(form, factor) for factor in (1, 1e3, 1e6)]
-    print(f"{form.name:6}{form.bits:7.2f}" + "".join(f"{error:12.1%}" for error in errors[form.name]))
+    row = "".join(f"{error:12.1%}" for error in errors[form.name])
+    print(f"{form.name:6}{form.bits:7.2f}{row}")
 assert errors["fp8"][1] < 0.05 < 0.3 < errors["fp8"][2] and errors["fp4"][1] > 0.9
 assert max(errors["MXFP8"]) < 0.05 and max(errors["MXFP4"] + errors["NVFP4"]) < 0.2
 
@@ -1068,7 +1071,8 @@ assert max(abs(a - b) for a, b in zip(curves["bf16"][1], curves["none"][1], stri
 assert final["top 1 %, feedback"] < final["top 1 %"] - 0.15
 assert still["top 1 %"] > still["top 1 %, feedback"] > still["none"]
 del curves["bf16"]  # it would lie on the uncompressed one
-plots.loss_curves(curves, "measured: loss with compressed gradients, mean of five steps", wide=["none"])
+title = "measured: loss with compressed gradients, mean of five steps"
+plots.loss_curves(curves, title, wide=["none"])
 
 # %% [markdown] tags=["deeper"]
 # *The figure: the curves of PowerSGD and of top-k with feedback are close to the uncompressed one. Top-k without
@@ -1090,7 +1094,8 @@ for name, loss in final.items():
 # %% tags=["deeper"]
 for n in (4, 16, 50, 100):
     dense, sparse = bytes_sent("all_reduce", n, 4), (n - 1) * 8 * 0.01  # of a parameter
-    print(f"{n:4} ranks: top 1 % sends {sparse / dense:5.1%} of fp32, {2 * sparse / dense:6.1%} of bf16")
+    share = sparse / dense
+    print(f"{n:4} ranks: top 1 % sends {share:5.1%} of fp32, {2 * share:6.1%} of bf16")
 
 # %% [markdown] tags=["deeper"]
 # PowerSGD's factors are *added* on the way, so its saving stays; its authors chose the form for that. On a GPU,
@@ -1143,7 +1148,8 @@ best = best_interval(rate, save)
 for every in (0.1, best, 4.0):
     share = goodput(rate, save, restart, every)
     print(f"checkpoint every {every:4.2f} h: {share:.0%} of the time is progress (modelled)")
-assert goodput(rate, save, restart, best) > max(goodput(rate, save, restart, f * best) for f in (0.7, 1.4))
+others = [goodput(rate, save, restart, factor * best) for factor in (0.7, 1.4)]
+assert goodput(rate, save, restart, best) > max(others)
 
 # %% [markdown] tags=["deeper"]
 # The loss is about save/every + rate·every/2, which is

@@ -372,19 +372,17 @@ def mfu_and_hfu(
 
     Parameters
     ----------
-    parameters, tokens_per_second : float
-        Of the model; of all GPUs together.
-    gpus, peak_tflops : int, float
-        Number of GPUs, and dense TFLOP/s that one of them could do.
+    tokens_per_second : float
+        Of all GPUs together.
+    peak_tflops : float
+        Dense TFLOP/s that one GPU could do.
     recomputed : float
         Share of the forward pass that is computed a second time, 0 to 1.
 
     Returns
     -------
-    mfu, hfu : float
-        0 to 1.
-    faster : float
-        Tokens per second at the same HFU with nothing computed a second time.
+    mfu, hfu, faster : float
+        Two shares, 0 to 1; tokens per second at the same HFU with nothing computed a second time.
     """
     ### BEGIN SOLUTION
     rate = tokens_per_second / gpus * parameters / (peak_tflops * 1e12)
