@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import torch
 
-__all__ = ["FORMATS", "Format", "Stored", "read_number", "store"]
+__all__ = ["BLOCK_FORMATS", "BlockFormat", "FORMATS", "Format", "Stored", "in_fp8", "read_number", "store"]
 
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -52,6 +52,76 @@ FORMATS = (
     Format("fp8 e5m2", 5, 2, torch.float8_e5m2),
     Format("fp8 e4m3", 4, 3, torch.float8_e4m3fn),
 )
+
+
+#: Magnitudes that e2m1, the element of fp4, can hold.
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def in_fp8(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """What e4m3 keeps of x divided by `scale`, which is kept beside it; values that are too large saturate."""
+    return (x / scale).clamp(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).float() * scale
+
+
+def _in_fp4(x: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest number of e2m1; ties go to the one with an even last bit; too large ones become 6."""
+    half_way = (_FP4[:-1] + _FP4[1:]) / 2
+    size = x.abs()
+    index = torch.bucketize(size, half_way, right=True)  # a tie goes up
+    down = (size == half_way[(index - 1).clamp(min=0)]) & (index % 2 == 1)
+    return _FP4[index - down.long()].copysign(x)
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Elements of 4 or 8 bits that share one scale of 8 bits in each block.
+
+    Attributes
+    ----------
+    name : str
+    element : {"e4m3", "e2m1"}
+        fp8 or fp4.
+    block : int
+        Elements that share a scale, next to each other in a row.
+    scale : {"e8m0", "e4m3"}
+        Of powers of two, by the largest element of the block, rounded down, as the OCP Microscaling Formats
+        specification 1.0 does; or of fp8, with one more scale in fp32 for the whole tensor, as NVFP4 does.
+    """
+
+    name: str
+    element: str
+    block: int
+    scale: str
+
+    @property
+    def bits(self) -> float:
+        """Bits of an element with its part of the scale."""
+        return {"e4m3": 8, "e2m1": 4}[self.element] + 8 / self.block
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        """What the format keeps of x, in float32, of the same shape. Raises ValueError if blocks do not fill a row."""
+        if x.shape[-1] % self.block:
+            raise ValueError(f"rows must be a multiple of {self.block} elements for {self.name}, got {x.shape[-1]}")
+        rows = x.float().reshape(-1, self.block)
+        largest = rows.abs().amax(1, keepdim=True)
+        top = {"e4m3": _FP8_LARGEST, "e2m1": 6.0}[self.element]
+        if self.scale == "e8m0":
+            power = torch.floor(torch.log2(largest)) - math.floor(math.log2(top))
+            scale = torch.exp2(power.clamp(-127, 127))
+        else:
+            whole = largest.max() / (top * _FP8_LARGEST)
+            scale = in_fp8(largest / top, whole)
+        scale = torch.where(scale > 0, scale, 1.0)
+        kept = in_fp8(rows, scale) if self.element == "e4m3" else _in_fp4(rows / scale) * scale
+        return kept.view(x.shape)
+
+
+#: Formats with a scale for each block, as NVIDIA's Blackwell multiplies them.
+BLOCK_FORMATS = (
+    BlockFormat("MXFP8", "e4m3", 32, "e8m0"), BlockFormat("MXFP4", "e2m1", 32, "e8m0"),
+    BlockFormat("NVFP4", "e2m1", 16, "e4m3"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

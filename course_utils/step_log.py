@@ -66,30 +66,46 @@ class StepLog:
 
     On a GPU the work runs behind the calls, so that a part has to end in ``torch.cuda.synchronize()``.
 
+    Parameters
+    ----------
+    synchronize : bool
+        Wait for the GPU at the end of each part, where there is one. That ends any overlap of one part with the next.
+
     Attributes
     ----------
     steps : list of dict of part to seconds
         One for each step that :meth:`end_step` has closed. A part that comes twice in a step is added up.
+    spans : list of list of (part, start, end)
+        The same steps as spans, on a clock that all ranks of a machine share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, synchronize: bool = False) -> None:
         self.steps: list[dict[str, float]] = []
-        self._open: dict[str, float] = {}
+        self.spans: list[list[Span]] = []
+        self._synchronize = synchronize
+        self._open: list[Span] = []
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time what runs inside as part `name` of this step."""
+        import torch
         from torch.profiler import record_function
 
         with record_function(name):
-            start = time.perf_counter()
+            start = time.monotonic()
             yield
-            self._open[name] = self._open.get(name, 0.0) + time.perf_counter() - start
+            if self._synchronize and torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            self._open.append((name, start, time.monotonic()))
 
     def end_step(self) -> None:
         """Close the step; the next part belongs to the next."""
-        self.steps.append(self._open)
-        self._open = {}
+        taken: dict[str, float] = {}
+        for name, start, end in self._open:
+            taken[name] = taken.get(name, 0.0) + end - start
+        self.steps.append(taken)
+        self.spans.append(self._open)
+        self._open = []
 
     def mean(self, skip: int = 0) -> dict[str, float]:
         """Mean seconds of each part, without the first `skip` steps; empty where no step is left."""

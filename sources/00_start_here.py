@@ -734,7 +734,7 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # | [02](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? | 45 (75) | 110 |
 # | [03](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? | 45 (125) | 180 |
 # | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 45 (115) | 220 |
-# | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 130 | 95 |
+# | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 45 (95) | 135 |
 # | [06](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? | 45 (80) | 145 |
 # | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 45 (100) | 155 |
 # | [08](08_deepspeed.ipynb) | What does DeepSpeed do differently, and when do I pick it? | 45 (95) | 150 |

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Exercises 05 · What does the eighth GPU really buy?
 #
-# Four exercises on [05 scaling efficiency](../notebooks/05_scaling_efficiency.ipynb). In one you compress gradients
-# on real ranks; in three you work out speed-ups, money and bucket sizes on paper and let Python do the arithmetic.
-# All of them take about 95 minutes.
+# Six exercises on [05 scaling efficiency](../notebooks/05_scaling_efficiency.ipynb). In two you compress gradients
+# and measure their noise on real ranks. In four you work out speed-ups, money, bucket sizes and utilization on paper
+# and let Python do the arithmetic. All of them take about 135 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
@@ -11,16 +11,21 @@
 # | 2 | the laws of Amdahl and Gustafson | 2 of 5 | 15 |
 # | 3 | dollars for a training run | 2 of 5 | 10 |
 # | 4 | the best number of buckets | 4 of 5 | 30 |
+# | 5 | MFU and HFU from tokens per second | 2 of 5 | 15 |
+# | 6 | the noise scale of the gradients | 3 of 5 | 25 |
 #
-# Each stands alone. *Follows* on each card names the section of the lesson to look things up in.
+# Each stands alone. *Follows* on each card names the section of the lesson to look things up in; those of 1, 4 and 6
+# are in the lesson's deeper half.
+#
+# **If you do only these:** 1, 2 and 5.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
 # fold open one by one; solutions are in [the solutions notebook](../solutions/05_scaling_efficiency_solutions.ipynb).
 #
-# **What a check does.** In Exercise 1 it runs your function on real ranks for several steps, compares every result
-# and every residual with those of one process, and reads the **ledger** of each rank for the bytes. The others it
-# calls with the numbers of the text and with others, so that a typed result does not pass.
+# **What a check does.** In Exercises 1 and 6 it runs your function on real ranks, compares every result with that of
+# one process, and reads the **ledger** of each rank for the bytes. The others it calls with the numbers of the text
+# and with others, so that a typed result does not pass.
 
 # %% tags=["parameters"]
 import torch
@@ -111,15 +116,15 @@ check.top_k_mean(top_k_mean)
 # </details>
 # <details><summary>From which k on is that no compression any more?</summary>
 #
-# A ring all-reduce of S elements sends 2(N − 1)/N · S of them, 8 bytes each in float64. Here N − 1 times k values and k
-# indices travel, 16 bytes a pair. The two are equal at k = S/N: on 2 ranks half of the gradient, on 100 ranks the top
-# 1 %. The traffic grows with N, so many ranks need a small k.
+# A ring all-reduce of S elements sends 2(N − 1)/N · S of them, 8 bytes each in float64. Here N − 1 times k values and
+# k indices travel, 16 bytes a pair. The two are equal at k = S/N: on 2 ranks half of the gradient, on 100 ranks the
+# top 1 %. The traffic grows with N, so many ranks need a small k.
 # </details>
 
 # %% [markdown]
 # Does the residual pay? Two ranks send 1 of 4 elements in each step, and their gradients never change. Without error
-# feedback three elements would never arrive. When your function passes, see what has arrived on average after 1, 10 and
-# 100 steps.
+# feedback three elements would never arrive. When your function passes, see what has arrived on average after 1, 10
+# and 100 steps.
 
 
 # %%
@@ -138,7 +143,7 @@ for steps in (1, 10, 100):
 
 # %% [markdown]
 # ---
-# ## Exercises 2 to 4 · On paper
+# ## Exercises 2 to 5 · On paper
 #
 # Work out the formula by hand, then write it as a function of its arguments. The check calls it with the numbers of
 # the text and with others. Answers within 1 % pass, in Exercise 4 within 0.1 %.
@@ -155,8 +160,8 @@ for steps in (1, 10, 100):
 #
 # - How large is s?
 # - What speed-up does the model promise for 64 GPUs, and for ever more of them, with the same batch?
-# - How many times the work per second does it promise for 64 GPUs if the batch grows with their number, and the serial
-#   part does not (Gustafson)?
+# - How many times the work per second does it promise for 64 GPUs if the batch grows with their number, and the
+#   serial part does not (Gustafson)?
 
 
 # %%
@@ -279,12 +284,12 @@ check.cost_of_run(cost_of_run)
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
-# | 4 of 5 | 30 | 05, Communication |
+# | 4 of 5 | 30 | 05, Buckets, and what hides behind backward |
 #
-# Backward takes T, and gradients of S bytes become ready at a steady rate. They are cut into k equal buckets, k at most
-# the number of tensors. Bucket i is complete at i · T/k. Its all-reduce starts then, or when the one before it ends,
-# whichever is later. An all-reduce of b bytes among N ranks takes 2(N−1) · (α + b/(N·W)) in a ring, where W is the
-# speed of a link in bytes per second, and does not slow backward down.
+# Backward takes T, and gradients of S bytes become ready at a steady rate. They are cut into k equal buckets, k at
+# most the number of tensors. Bucket i is complete at i · T/k. Its all-reduce starts then, or when the one before it
+# ends, whichever is later. An all-reduce of b bytes among N ranks takes 2(N−1) · (α + b/(N·W)) in a ring, where W is
+# the speed of a link in bytes per second, and does not slow backward down.
 #
 # Few large buckets overlap badly: the last one is complete when backward ends. Many small ones pay α each. 2.6 GB of
 # gradients in 148 tensors, T = 200 ms, 64 ranks, α = 14 µs: which k is best at 400 Gb/s, and which at 100 Gb/s?
@@ -340,4 +345,135 @@ check.best_buckets(best_buckets)
 # R < T, only A + R/k sticks out, and more buckets are better. Beyond, the end is at T/k + k·A + R, with its minimum
 # at k = √(T/A). So if R > T, take √(T/A), the size of the gradient does not matter; otherwise the larger of √(T/A)
 # and (T − R)/A, and no more than there are tensors.
+# </details>
+
+# %% [markdown]
+# ## Exercise 5 · MFU and HFU
+#
+# | difficulty | minutes | follows |
+# |---|---|---|
+# | 2 of 5 | 15 | 05, Memory for time, and two utilizations |
+#
+# A model of 175 billion parameters trains at 102,400 tokens per second on 1,024 A100s together. Each could do 312
+# TFLOP/s in bf16. Activation checkpointing repeats the whole forward pass. (By section 15 this is GPT-3 at 140
+# TFLOP/s a GPU.) Count 2 FLOPs for each parameter and token in forward, and twice as many in backward; leave
+# attention out.
+#
+# - How large are MFU and HFU, as shares of the peak?
+# - Suppose the memory sufficed without checkpointing, and HFU stayed as it is. How many tokens per second would it
+#   be?
+
+
+# %%
+def mfu_and_hfu(
+    parameters: float, tokens_per_second: float, gpus: int, peak_tflops: float, recomputed: float
+) -> tuple[float, float, float]:
+    """Utilizations of a training job.
+
+    Parameters
+    ----------
+    tokens_per_second : float
+        Of all GPUs together.
+    peak_tflops : float
+        Dense TFLOP/s that one GPU could do.
+    recomputed : float
+        Share of the forward pass that is computed a second time, 0 to 1.
+
+    Returns
+    -------
+    mfu, hfu, faster : float
+        Two shares, 0 to 1; tokens per second at the same HFU with nothing computed a second time.
+    """
+    ### BEGIN SOLUTION
+    rate = tokens_per_second / gpus * parameters / (peak_tflops * 1e12)
+    hfu = (6 + 2 * recomputed) * rate
+    return 6 * rate, hfu, tokens_per_second * hfu / rate / 6
+    ### END SOLUTION
+
+
+# %%
+check.mfu_and_hfu(mfu_and_hfu)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# First the FLOPs of one token: 2Ψ in forward, 4Ψ in backward, and 2Ψ more for a forward pass that is repeated whole.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Then the FLOP/s of one GPU: FLOPs of a token · tokens per second / GPUs. Divide by the peak in FLOP/s. MFU takes 6Ψ,
+# HFU takes all that is computed.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# At the same HFU the GPUs compute as many FLOPs per second, and a token needs only 6Ψ of them: tokens per second grow
+# by (6 + 2 · recomputed) / 6.
+# </details>
+# <details><summary>Is checkpointing a bad idea, then?</summary>
+#
+# Not if it makes room for a larger batch or for less communication. Then HFU rises, and MFU may rise with it. What
+# the two numbers tell you is whether it was worth it: watch MFU.
+# </details>
+
+# %% [markdown]
+# ---
+# ## Exercise 6 · The noise scale
+#
+# | difficulty | minutes | follows | target |
+# |---|---|---|---|
+# | 3 of 5 | 25 | 05, How large a batch still pays | one all-reduce of the gradient, and one number |
+#
+# The gradient of a batch of b samples is the true gradient plus noise, and on average its squared length is
+# |g|² + v/b. Here |g|² is the signal, and v the noise of a single sample. The **noise scale** is v/|g|².
+#
+# Each rank has the gradient of its own `samples` samples. Their mean over N ranks is a gradient of N · `samples`. So
+# you can measure the squared length for two batch sizes: as the mean over the ranks, and of the mean over the ranks.
+# That makes two equations for two unknowns.
+
+
+# %%
+def noise_scale(gradient: torch.Tensor, samples: int) -> float:
+    """Noise scale of the gradients, in samples; the same number on every rank.
+
+    Parameters
+    ----------
+    gradient : tensor of any shape, float64
+        Mean gradient of this rank's samples. Must not be changed.
+    samples : int
+        Samples of each rank. There are at least two ranks.
+    """
+    ### BEGIN SOLUTION
+    n = dist.get_world_size()
+    own, mean = gradient.square().sum(), gradient / n
+    dist.all_reduce(own)
+    dist.all_reduce(mean)
+    own, whole = own / n, mean.square().sum()
+    signal = (n * whole - own) / (n - 1)
+    noise = (own - whole) * n * samples / (n - 1)
+    return (noise / signal).item()
+    ### END SOLUTION
+
+
+# %%
+check.noise_scale(noise_scale)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Let A be the mean over the ranks of the squared lengths, and M the squared length of the mean gradient. Both need an
+# all-reduce; the input must stay as it is.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# A = |g|² + v/b and M = |g|² + v/(N·b). Subtract one from the other, and v is left.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# v = (A − M) · N · b / (N − 1), and |g|² = (N · M − A) / (N − 1).
+# </details>
+# <details><summary>What do you do with it in a real job?</summary>
+#
+# Average v and |g|² over many steps before you divide, because single steps scatter, and |g|² can even come out
+# negative. Then compare with your batch: far above the noise scale, more ranks should work on something else than on
+# a larger batch.
 # </details>

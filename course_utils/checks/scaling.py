@@ -14,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..costs import bytes_sent
 from . import TIMEOUT, Exercise, checked, load_hints, number, paper_problem, show
 from .compare import slip_of
 from .training import compare_tensor
 
-__all__ = ["HINTS", "amdahl_and_gustafson", "best_buckets", "cost_of_run", "top_k_mean"]
+__all__ = [
+    "HINTS", "amdahl_and_gustafson", "best_buckets", "cost_of_run", "mfu_and_hfu", "noise_scale", "top_k_mean",
+]
 
 HINTS = load_hints("scaling")
 
@@ -242,3 +245,83 @@ def _best_buckets(exercise: Exercise, n: int, ms: float, case: tuple) -> str:
         what = f"another number is faster.\n  best  {best} buckets, {1e3 * seconds(best):.6g} ms\n"
         exercise.refuse(key, f"{what}  got   {n} buckets, {ms:.6g} ms")
     return f"{n} buckets of {size / n / 1e6:.0f} MB, {ms:.4g} ms"
+
+
+# ------------------------------------------------------------------------------------------------ utilization
+
+
+@paper_problem(
+    "Exercise 5",
+    cases=[
+        (175e9, 102_400, 1024, 312, 1), (8e9, 60_000, 8, 989, 0), (70e9, 50_000, 128, 989, 0.5),
+        (1.3e9, 200_000, 8, 312, 0.25),
+    ],
+    slips={
+        "percent": "return 6 * rate, hfu,  ->  return 600 * rate, 100 * hfu,",
+        "swapped": "return 6 * rate, hfu,  ->  return hfu, 6 * rate,",
+        "forward-only": {"(6 + 2 * recomputed)": "(2 + 2 * recomputed)", "return 6 * rate": "return 2 * rate",
+                         "hfu / rate / 6": "hfu / rate / 2"},
+        "model-counts-again": "return 6 * rate,  ->  return hfu,",
+        "backward-again": "(6 + 2 * recomputed)  ->  (6 + 6 * recomputed)",
+        "always-repeated": "(6 + 2 * recomputed)  ->  8",
+        "one-gpu": "tokens_per_second / gpus  ->  tokens_per_second",
+        "tera": "(peak_tflops * 1e12)  ->  peak_tflops",
+        "not-faster": "tokens_per_second * hfu / rate / 6  ->  tokens_per_second",
+        "slower": "tokens_per_second * hfu / rate / 6  ->  tokens_per_second * rate * 6 / hfu",
+    },
+    units=["MFU", "HFU", "tokens/s"],
+    hints=HINTS["mfu_and_hfu"],
+)  # fmt: skip
+def mfu_and_hfu(parameters, tokens_per_second, gpus, peak_tflops, recomputed):
+    """Check ``fn(parameters, tokens_per_second, gpus, peak_tflops, recomputed) -> (MFU, HFU, tokens per second)``."""
+    rate = tokens_per_second / gpus * parameters / (peak_tflops * 1e12)
+    hfu = (6 + 2 * recomputed) * rate
+    return 6 * rate, hfu, tokens_per_second * hfu / rate / 6
+
+
+# ------------------------------------------------------------------------------------------------ noise scale
+
+_NOISE = ((2, 4, (6, 10)), (3, 5, (90,)), (4, 1, (3, 4, 5)))  # ranks, samples of each, shape
+
+
+def _noisy_gradients(n: int, shape: tuple[int, ...]) -> list[Tensor]:
+    """The gradients of all ranks: one signal, and noise of their own."""
+    def draw(seed: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    return [draw(500) + draw(600 + rank) for rank in range(n)]
+
+
+def _noise(own: float, whole: float, n: int, samples: int) -> float:
+    return (own - whole) * n * samples / (n * whole - own)
+
+
+@checked
+def noise_scale(fn: Callable, timeout: float = TIMEOUT) -> None:
+    """Check ``fn(gradient, samples) -> number``: noise over signal, with one all-reduce of the gradient."""
+    exercise = Exercise("Exercise 6", HINTS["noise_scale"], timeout)
+    for n, samples, shape in _NOISE:
+        data = _noisy_gradients(n, shape)
+        mean = sum(data) / n
+        squares, whole = [x.square().sum().item() for x in data], mean.square().sum().item()
+        own = sum(squares) / n
+        right = _noise(own, whole, n, samples)
+        norms = (sum(x.norm().item() for x in data) / n) ** 2
+        outcomes = exercise.run(fn, data, samples, case=f"{samples} samples a rank, shape {shape}")
+        for rank, outcome in exercise.each(outcomes):
+            exercise.communicates(rank, outcome, n)
+            got = number(outcome.result)
+            exercise.require(got is not None, "number", f"the function returned {show(outcome.result)}.", rank)
+            slips = {
+                "sum": _noise(own, n * n * whole, n, samples), "inverse": 1 / right, "samples": right / samples,
+                "biased": (own - whole) * samples / whole, "norms": _noise(norms, whole, n, samples),
+                "own-only": _noise(squares[rank], whole, n, samples),
+            }  # fmt: skip
+            if not math.isclose(got, right, rel_tol=1e-6):
+                key = slip_of(slips, lambda wrong, got=got: math.isclose(got, wrong, rel_tol=1e-6), "value")
+                exercise.differs(key, "the noise scale is wrong.", f"{right:.6g}", f"{got:.6g}", rank)
+            exercise.keeps_input(rank, outcome)
+            size = data[0].nbytes
+            limits = bytes_sent("all_reduce", n, size), bytes_sent("all_reduce", n, size + 64)
+            exercise.audit(outcome.ledger, sent=limits)
+    exercise.passed("one all-reduce of the gradient, and one number more.")

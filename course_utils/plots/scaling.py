@@ -161,20 +161,16 @@ def _draw_parts(rows: Mapping[str, Sequence[charts.Span]], title: str, xlabel: s
     return figure
 
 
-def bucket_sweep(
-    messages: Sequence[int], step: Sequence[float], communication: Sequence[float], overlap: Sequence[float]
-) -> Figure:
-    """Draw, over the number of buckets in a step, the step's seconds, those of communication, and how much overlaps."""
+def bucket_sweep(messages: Sequence[int], step: Sequence[float], overlap: Sequence[float]) -> Figure:
+    """Draw, over the number of buckets, the seconds of a step, and the share of communication that lies in backward."""
     figure, (left, right) = new_figure(1, 2, size=(9.6, 3.4))
-    times = {"forward and backward": step, "communication": communication}
-    ends = charts.draw_lines(left, messages, times, scale=1e3, markers=5)
+    left.plot(messages, np.multiply(step, 1e3), marker="o", markersize=5, color=RANK_COLORS[0])
     right.plot(messages, overlap, marker="^", markersize=5, color=RANK_COLORS[2])
-    left.set(ylabel="time (ms)", title="measured: time by number of buckets", ylim=(0, None))
+    left.set(ylabel="forward and backward (ms)", title="measured: time by number of buckets", ylim=(0, None))
     right.set(ylabel="share of communication", title="measured: overlap with backward", ylim=(0, 1))
     right.yaxis.set_major_formatter(PercentFormatter(1))
     for ax in (left, right):
         charts.count_axis(ax, messages, "buckets, one all-reduce each")
-    charts.label_lines(left, ends)
     return figure
 
 

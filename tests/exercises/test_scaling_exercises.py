@@ -230,6 +230,59 @@ RIGHT["best_buckets"] = {
     "a tensor": "return n, finish(n)  ->  return torch.tensor([n, finish(n)], dtype=torch.float64)",
 }
 
+# ------------------------------------------------------------------------------------------------ utilization
+
+UTILIZATIONS = "return 6 * rate, hfu, tokens_per_second * hfu / rate / 6"
+WRONG["mfu_and_hfu"] = {
+    "number": f"{UTILIZATIONS}  ->  return 6 * rate, hfu",
+    "numbers": "return 6 * rate, hfu,  ->  return 6.6 * rate, hfu,",
+    "typed": "rate = tokens_per_second / gpus * parameters / (peak_tflops * 1e12)  ->  "
+    "tokens_per_second, recomputed, rate = 102_400, 1, 102_400 / 1024 * 175e9 / 312e12",
+}
+RIGHT["mfu_and_hfu"] = {
+    "a tensor": {UTILIZATIONS: f"return torch.tensor([{UTILIZATIONS.removeprefix('return ')}], dtype=torch.float64)"},
+    "by parts": f"{UTILIZATIONS}  ->  forward = 2 * rate\n"
+    "return forward * 3, forward * (3 + recomputed), tokens_per_second * (3 + recomputed) / 3",
+}
+
+# ------------------------------------------------------------------------------------------------ noise scale
+
+MEAN, SQUARES = "dist.all_reduce(mean)", "dist.all_reduce(own)"
+SIGNAL, NOISE = "(n * whole - own) / (n - 1)", "(own - whole) * n * samples / (n - 1)"
+WRONG["noise_scale"] = {
+    "not-distributed": {SQUARES: "pass", MEAN: "pass"},
+    "sum": "gradient / n  ->  gradient.clone()",
+    "inverse": "noise / signal  ->  signal / noise",
+    "samples": "* n * samples  ->  * n",
+    "biased": {SIGNAL: "whole", NOISE: "(own - whole) * samples"},
+    "norms": {"gradient.square().sum(),": "gradient.norm(),", "own / n, mean": "(own / n) ** 2, mean"},
+    "own-only": f"{SQUARES}  ->  own = own * n",
+    "number": "(noise / signal).item()  ->  noise, signal",
+    "too-many-bytes": f"{MEAN}  ->  parts = [torch.empty_like(mean) for _ in range(n)]\n"
+    "dist.all_gather(parts, mean)\nmean = sum(parts)",
+    "input-changed": "gradient / n  ->  gradient.div_(n)",
+    "value": f"{NOISE}  ->  (own - whole) * samples",
+}
+
+
+def from_deviations(gradient, samples):
+    n, mean = dist.get_world_size(), gradient.clone()
+    dist.all_reduce(mean)
+    mean /= n
+    apart = (gradient - mean).square().sum()
+    dist.all_reduce(apart)
+    of_mean = apart / (n - 1) / n
+    return samples * n * of_mean / (mean.square().sum() - of_mean)
+
+
+RIGHT["noise_scale"] = {
+    "from deviations, a tensor": from_deviations,
+    "in one message": {
+        SQUARES: "both = torch.cat([own[None], mean.flatten()])\ndist.all_reduce(both)\nown, mean = both[0], both[1:]",
+        MEAN: "pass",
+    },
+}
+
 
 class TestScaling(ExerciseTests):
     checks, WRONG, RIGHT = scaling, WRONG, RIGHT

@@ -64,7 +64,7 @@ FIGURES = {
     "bubble_curves": [lambda: plots.bubble_curves([4, 8, 512], {"GPipe, 1F1B": [0.4, 0.2, 0.01]}, "modelled")],
     "bucket_choice": [lambda: plots.bucket_choice(SIZES, dict.fromkeys(PARTS, range(1, 7)), default=2**18)],
     "bucket_picture": [lambda: plots.bucket_picture({"ours": [[("norm", 100), ("up", 80)], [("in", 9)]]}, "here")],
-    "bucket_sweep": [lambda: plots.bucket_sweep([1, 4, 28], [4e-2] * 3, [4e-2] * 3, [0, 0.5, 1])],
+    "bucket_sweep": [lambda: plots.bucket_sweep([1, 4, 28], [4e-2] * 3, [0, 0.5, 1])],
     "checkpointing": [lambda: plots.checkpointing([1, 2], {"all": [1e6, 2e6], "half": [1e6, 2e6]}, {"all": [1, 2]})],
     "crossover": [lambda: plots.crossover({"a": CLUSTERS[2], "b": CLUSTERS[9]}, ["ring", "tree", "root"])],
     "cut_picture": [lambda: plots.cut_picture(96, 384, 96, 6, "six"), lambda: plots.cut_picture(4, 4, 4, 1, "one")],

@@ -1,4 +1,4 @@
-"""The laws, models, instruments and hooks of lesson 05, as its text defines them, on cases of their own."""
+"""The laws, models and hooks of the lesson on scaling, as its text defines them, on cases of their own."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import torch.distributed as dist
 from lessons import definitions
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from course_utils import launch, record
-from course_utils.data import Windows
-from course_utils.models import TransformerConfig, build_gpt
+from course_utils import launch, record, scaling
 from course_utils.widgets import cost
 
 pytestmark = pytest.mark.guard(60)
@@ -26,7 +24,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot impo
 @cache
 def lesson() -> dict:
     """What the lesson defines, by name."""
-    names = definitions("05", windows=Windows("train", 64), gpt=TransformerConfig())
+    names = definitions("05", shrink=2.0**-20)
     names["dp"] = names["recorded"].ULTRASCALE_DP
     return names
 
@@ -61,8 +59,7 @@ def test_end_of_the_schedule_is_the_formula_for_any_link():
     for _ in range(200):
         k = int(generator.integers(1, 200))
         each, backward = 10.0 ** generator.uniform((-6, -3), (0, 0))
-        spans = lesson()["schedule"](k, each, backward)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        spans = scaling.bucket_schedule(k, each, backward)
         added = lesson()["exposed"](k, each, backward)
         assert spans[-1][1] - backward == pytest.approx(added, rel=1e-6, abs=1e-9)
 
@@ -73,31 +70,24 @@ def test_tokens_to_hide_make_backward_as_long_as_the_all_reduce():
     assert 4 * parameters * tokens / flops == pytest.approx(2 * 7 / 8 * 2 * parameters / bandwidth)
 
 
-def test_overlap_counts_each_moment_once():
-    trace = [
-        ("autograd::engine: a", 1, 0.0, 1.0),
-        ("gloo:all_reduce", 2, 0.5, 2.0),
-        ("autograd::engine: b", 1, 1.0, 2.0),
-        ("gloo:all_reduce", 3, 1.0, 3.0),
-        ("aten::add", 1, 2.0, 9.0),
-        ("gloo:all_reduce", 2, 4.0, 5.0),
-    ]
-    rows, share = lesson()["overlap_of"](trace)
-    assert share == pytest.approx(1.5 / 3.5), "busy from 0.5 to 3 and from 4 to 5, in backward until 2"
-    assert rows["backward"] == [("backward", 0, 2.0)] and len(rows) == 3
+@pytest.mark.parametrize("parameters", [1e6, 1e9])
+def test_ratio_is_the_formula_of_the_text_for_any_model(parameters):
+    ratio = lesson()["compute_over_communication"](parameters, 5000, 1e14, 5e10, 8)
+    assert ratio == pytest.approx(3 * 5000 * 5e10 / (2 * 1e14) * 8 / 7)
 
 
 def test_averaged_gradients_are_the_mean_and_every_part_is_timed():
     def one_rank(apart):
-        model, watch = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)), stopwatch()
+        model, log = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)), step_log()
         for p in model.parameters():
             p.grad = torch.full_like(p, float(dist.get_rank()))
         with record() as ledger:
-            average(model, watch, apart)
-        parts = [part for part, *_ in watch.spans]
+            average(model, log, apart)
+        log.end_step()
+        parts = [part for part, *_ in log.spans[0]]
         return all((p.grad == 1).all() for p in model.parameters()), parts, ledger.count("barrier")
 
-    average, stopwatch = lesson()["average_gradients"], lesson()["Stopwatch"]
+    average, step_log = lesson()["average_gradients"], lesson()["StepLog"]
     for apart, parts in (
         (False, ["copies", "all_reduce", "copies"]),
         (True, ["copies", "wait", "all_reduce", "copies"]),
@@ -107,11 +97,33 @@ def test_averaged_gradients_are_the_mean_and_every_part_is_timed():
 
 def test_late_rank_is_waited_for_in_the_barrier():
     def one_rank():
-        return [[part for part, *_ in spans] for spans in watched(0.001, True, steps=3)]
+        return [[part for part, *_ in spans] for spans in logged(0.001, True).spans]
 
-    watched = lesson()["watched_steps"]
+    logged = lesson()["logged_steps"]
     expected = ["data", "compute", "copies", "wait", "all_reduce", "copies", "optimizer"]
-    assert launch(one_rank, world_size=2, backend="gloo") == [[expected]] * 2
+    assert launch(one_rank, world_size=2, backend="gloo") == [[expected] * 6] * 2
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_noise_scale_finds_signal_and_noise_that_it_was_given(n):
+    size, signal, noise = 3, 4.0, 30.0
+    own, mean = signal + noise / size, signal + noise / (n * size)
+    assert lesson()["noise_scale"](own, mean, size, n) == pytest.approx(noise / signal)
+
+
+def test_hook_notes_own_gradients_and_leaves_the_mean_as_it_is():
+    def one_rank():
+        squares = []
+        got, mean, parameters = hooked(hook, squares, 1)
+        torch.manual_seed(0)
+        plain = torch.nn.Linear(5, 7)
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+        plain(x).square().sum().backward()
+        own = sum(p.grad.square().sum() for p in plain.parameters())
+        return torch.allclose(got, mean), torch.allclose(sum(squares), own)
+
+    hook = lesson()["note_squares"]
+    assert launch(one_rank, world_size=2, backend="gloo") == [(True, True)] * 2
 
 
 def hooked(hook, state, steps):
@@ -175,18 +187,13 @@ def test_largest_leaves_the_gradient_as_it_was():
     assert gradient.tolist() == [1.0, -5.0, 2.0, 0.0] and left.tolist() == [0.0, 0.0, 2.0, 0.5]
 
 
-def test_states_are_counted_in_bytes_per_parameter():
-    count = lesson()["state_bytes"]
-    assert count(torch.float32, False) == [4, 4, 8, 0]
-    assert count(torch.bfloat16, True) == [2, 2, 8, 4]
-    assert count(torch.bfloat16, False) == [2, 2, 4, 0]
-
-
-def test_checkpointing_keeps_one_input_a_layer():
-    kept = lesson()["kept_for_backward"]
-    shallow, deep = (kept(TransformerConfig(layers=depth, checkpoint=True), 2) for depth in (2, 5))
-    assert deep - shallow == 3 * 2 * 64 * 64 * 4
-    assert kept(TransformerConfig(layers=5), 2) > 5 * deep
+def test_checkpointing_keeps_one_input_a_layer_and_the_same_gradient():
+    measure = lesson()["measure"]
+    (plain, _, _), (again, kept, _) = measure(2, False), measure(2, True)
+    assert torch.equal(plain, again)
+    deeper = measure(5, True)[1]
+    assert deeper - kept == 3 * 4 * 64 * 64 * 4, "windows, characters, width, bytes"
+    assert measure(5, False)[1] > 5 * deeper
 
 
 def test_small_updates_are_lost_in_bf16():
@@ -196,10 +203,9 @@ def test_small_updates_are_lost_in_bf16():
     assert max(unchanged(torch.float32, 1e-5)) < 0.01
 
 
-def test_error_in_fp8_is_small_with_the_right_scale():
-    x = build_gpt().head.weight.detach()
-    assert lesson()["error_in_fp8"](x, 448 / x.abs().max().item()) < 0.04
-    assert lesson()["error_in_fp8"](x, 1e-6) == 1
+def test_only_fp16_without_a_scaler_stands_still():
+    train = lesson()["train"]
+    assert train(torch.float16, steps=3)[-1] > 4.8 > train(torch.bfloat16, steps=3)[-1]
 
 
 def test_calculator_and_lesson_have_one_model_of_interruptions():

@@ -29,6 +29,19 @@ def test_parts_belong_to_their_step_and_add_up():
     assert log.mean(skip=2) == {}
 
 
+def test_spans_of_a_step_keep_their_order_and_add_up_to_its_parts():
+    log = StepLog(synchronize=True)
+    for _ in range(2):
+        for part in ("copies", "wait", "copies"):
+            with log.part(part):
+                pass
+        log.end_step()
+    for step, spans in zip(log.steps, log.spans, strict=True):
+        assert [part for part, *_ in spans] == ["copies", "wait", "copies"]
+        assert all(a[2] <= b[1] for a, b in zip(spans, spans[1:], strict=False))
+        assert step["copies"] == pytest.approx(sum(end - start for part, start, end in spans if part == "copies"))
+
+
 def test_a_tool_is_entered_once_a_round_and_the_first_step_warms_up():
     entered, steps = [], []
 
