@@ -684,7 +684,7 @@ print(f"mean of unequal parts: off by {plain:.0%}; weighted by their sizes: equa
 # all ranks, which takes an all-reduce of one number, and multiply by N.
 #
 # The second condition is that **samples do not see each other**. Batch normalization subtracts the mean of *its
-# batch*, so the loss of a sample depends on its neighbors, and the parts are other functions than the whole.
+# batch*, so the loss of a sample depends on its neighbours, and the parts are other functions than the whole.
 
 
 # %% tags=["deeper"]

@@ -31,7 +31,6 @@
 # First PyTorch and every parameter, then what comes from the course.
 
 # %% tags=["parameters"]
-import inspect
 import math
 import os
 import time
@@ -40,7 +39,6 @@ from functools import partial
 import numpy
 import torch
 import torch.distributed as dist
-from IPython.display import Markdown
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 world_size = 4  # ranks, 2 or more
@@ -53,7 +51,7 @@ from course_utils.costs import bytes_sent
 from course_utils.hardware import GPUS, LINKS
 from course_utils.models import GPT, Block, TransformerConfig, build_gpt, loss_of
 from course_utils.number_formats import FORMATS, store
-from course_utils.programs import SCRIPTS, excerpt, torchrun
+from course_utils.programs import SCRIPTS, excerpt, folded, torchrun
 from course_utils.scaling import fixed_batch, my_windows
 from course_utils.step_log import StepLog
 from course_utils.widgets import bits_explorer
@@ -75,8 +73,7 @@ from course_utils.widgets import bits_explorer
 # Wonderland*, which `my_windows(step, size)` fetches.
 
 # %% jupyter={"source_hidden": true}
-source = "\n\n".join(inspect.getsource(part) for part in (Block, GPT))
-Markdown(f"<details><summary>The model</summary>\n\n```python\n{source}```\n</details>")
+folded("The model", Block, GPT)
 
 # %%
 backend = launch(dist.get_backend, world_size=world_size)[0]  # the same for any number of ranks

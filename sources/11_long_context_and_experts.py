@@ -286,7 +286,7 @@ assert (trial.forward.sent, trial.backward.sent) == predicted
 # ## 4. A ring in balance
 #
 # The bytes are equal on all ranks, but is the work? Under a causal mask the first tokens see little and the last ones
-# see everything, so the work of a rank depends on *which* tokens it holds. So far these were neighbors. **Zig-zag**
+# see everything, so the work of a rank depends on *which* tokens it holds. So far these were neighbours. **Zig-zag**
 # cuts the sequence into 2N runs and gives rank r the r-th from the start and the r-th from the end. **Striped** deals
 # the tokens out like cards.
 
@@ -310,14 +310,9 @@ n = world_size
 plots.mask_picture(all_orders(2 * n), "modelled: who computes which pair, and in which step")
 
 # %% [markdown]
-# *The figure: three triangles of pairs, two tokens for each rank. A row has the color of the rank that holds the query,
-# and a pair the number of the ring's step. Contiguous: the last rank has the two longest rows. Zig-zag: each rank has a
-# short and a long row. Striped: the colors alternate.*
-#
-# A step lasts until its slowest rank is done, so the rank with the most pairs counts.
-#
-# **Predict** for 64 tokens on 4 ranks: how many of the 2,080 pairs has the last rank with contiguous tokens, and each
-# rank with zig-zag? And what does the balance cost in bytes?
+# *The figure: three triangles of pairs, two tokens for each rank. A row has the colour of the rank that holds the
+# query, and a pair the number of the ring's step. Contiguous: the last rank has the two longest rows. Zig-zag: each
+# rank has a short and a long row. Striped: the colours alternate.*
 
 # %%
 orders, most = all_orders(length), {}

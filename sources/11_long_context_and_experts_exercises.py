@@ -154,7 +154,7 @@ check.zigzag(zigzag)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 35 | 11, Ring attention; A ring in balance | K, V and positions sent N − 1 times, to one neighbor |
+# | 3 of 5 | 35 | 11, Ring attention; A ring in balance | K, V and positions sent N − 1 times, to one neighbour |
 #
 # Write forward of ring attention, with two things that the lesson's version does not have:
 #

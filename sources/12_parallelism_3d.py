@@ -32,7 +32,6 @@
 # First every parameter, then what comes from the course.
 
 # %% tags=["parameters"]
-import inspect
 import itertools
 import math
 import tempfile
@@ -41,7 +40,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from IPython.display import Markdown
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -57,7 +55,7 @@ from course_utils.data import Windows
 from course_utils.hardware import LINKS
 from course_utils.mesh_training import Stage, one_process, same_as_one_process, tensor_plan, train
 from course_utils.models import PUBLISHED, TransformerConfig, next_token_loss
-from course_utils.programs import SCRIPTS, TEXT, excerpt, run_program, torchrun
+from course_utils.programs import SCRIPTS, TEXT, excerpt, folded, run_program, torchrun
 
 # %% [markdown]
 # ## 1. A mesh of ranks
@@ -92,7 +90,7 @@ def pretend(rank, sizes):
 
 # %% [markdown]
 # **Predict**: 256 GPUs in 32 nodes of eight, and the mesh is (pp 4, dp 8, tp 8). With whom does rank 100 average its
-# gradients: with its neighbors 99 and 101, or with ranks that are further away? Which of its groups stays inside a
+# gradients: with its neighbours 99 and 101, or with ranks that are further away? Which of its groups stays inside a
 # node?
 
 # %%
@@ -177,8 +175,7 @@ for order in itertools.permutations(cluster):
 # | `train(step, stage, text)` | two steps of SGD; losses, weights, and what was sent |
 
 # %% jupyter={"source_hidden": true}
-source = "\n\n".join(inspect.getsource(part) for part in (Stage, tensor_plan))
-Markdown(f"<details><summary>Stage and plan</summary>\n\n```python\n{source}```\n</details>")
+folded("Stage and plan", Stage, tensor_plan)
 
 # %% [markdown]
 # **Predict**: two ranks of tensor parallelism and two of data parallelism. What is left on a rank of `mlp.up`, a
@@ -497,12 +494,12 @@ for name, one in layouts.items():
 # | 6 | are micro-batches many times the stages? | stay | interleave, fewer stages | 128 for PP 4: stay |
 # | 7 | long sequences, few of them? | CP for replicas | done | done |
 #
-# Now the question at the top: the published layout of Llama 3 405B against its neighbors, with 2,048 sequences.
+# Now the question at the top: the published layout of Llama 3 405B against its neighbours, with 2,048 sequences.
 
 # %%
 large, machine = PUBLISHED["Llama 3 405B"], planner.cluster("DGX H100", 16384)
 theirs = planner.plan_inputs(recorded.LLAMA3_RUNS[1])[2]
-neighbors = {
+neighbours = {
     "TP 8, PP 16, DP 128": theirs,
     "TP 16, PP 8, DP 128": replace(theirs, tp=16, pp=8),
     "TP 8, PP 32, DP 64": replace(theirs, pp=32, dp=64, virtual=4),
@@ -510,7 +507,7 @@ neighbors = {
     "TP 4, PP 16, DP 256": replace(theirs, tp=4, dp=256),
     "TP 8, DP 2048, FSDP": planner.Layout(tp=8, dp=2048, zero=3),
 }
-for name, one in neighbors.items():
+for name, one in neighbours.items():
     against = planner.reasons_against(large, machine, one, batch=2048)
     print(f"{name:20}", *(against or [planner.plan(large, machine, one, batch=2048)]))
 
@@ -1031,7 +1028,7 @@ mesh_explorer()
 # %% [markdown] tags=["deeper"]
 # *The explorer: four degrees, the order of the dimensions, GPUs in a node, a rank, and below that a model, a machine
 # and a batch. Then a table of this rank's groups, with the link and the bytes of each, and the mesh with the groups
-# in color. In a notebook that is not running only the mesh is there.*
+# in colour. In a notebook that is not running only the mesh is there.*
 #
 # <details><summary>Choose the order pp, cp, tp, dp. What happens to the time of the tensor group?</summary>
 #

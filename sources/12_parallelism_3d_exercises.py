@@ -244,7 +244,7 @@ check.node_order(node_order)
 print(" > ".join(node_order({"tp": 8, "pp": 4, "dp": 8}, gigabytes, 8)), "(slowest to fastest)")
 
 # %% [markdown]
-# tp is innermost and fills the node. pp and dp cross the network in any order: here all their neighbors are on other
+# tp is innermost and fills the node. pp and dp cross the network in any order: here all their neighbours are on other
 # nodes.
 
 # %% [markdown]
@@ -335,7 +335,7 @@ check.hybrid_training(hybrid_training)
 # <details><summary>Hint 1</summary>
 #
 # `dist.init_device_mesh("cpu", (nodes, gpus_per_node), mesh_dim_names=("dp", "tp"))`: tp is last, so its ranks are
-# neighbors, on one node, and `mesh.get_group("tp")` is their group. `divmod(rank, gpus_per_node)` is the pair of node
+# neighbours, on one node, and `mesh.get_group("tp")` is their group. `divmod(rank, gpus_per_node)` is the pair of node
 # and GPU. The node says which samples, the GPU says which weights.
 # </details>
 # <details><summary>Hint 2</summary>

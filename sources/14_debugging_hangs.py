@@ -437,8 +437,8 @@ assert "look at rank 1" in said
 # 0, which collects the names, comes itself (section 9). A *fingerprint* is a checksum of each tensor, to be compared
 # between the ranks. `verify` is the launcher's comparison.
 #
-# **Predict** for patient 6, in which two neighbors both receive first, and for patient 12, which ends without an error:
-# which of the six will notice anything?
+# **Predict** for patient 6, in which two neighbours both receive first, and for patient 12, which ends without an
+# error: which of the six will notice anything?
 
 # %% tags=["deeper"]
 chosen = [hangs.clinic()[number] for number in (2, 6, 8, 9, 12)]

@@ -33,7 +33,6 @@
 # First libraries and parameters, then what comes from the course.
 
 # %% tags=["parameters"]
-import inspect
 import io
 import os
 import random
@@ -45,7 +44,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from IPython.display import Markdown
 from PIL import Image, ImageOps
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset, default_collate
@@ -587,9 +585,9 @@ loader_records.bars(ways)
 # is packed, 13 bytes; the label behind it is aligned to 8 bytes, as C would do.
 
 # %% tags=["deeper"] jupyter={"source_hidden": true}
-source = inspect.getsource(by_hand.write_beton) + "\n\n" + inspect.getsource(Beton)
-summary = "<summary>A writer and a reader with NumPy</summary>"
-Markdown(f"<details>{summary}\n\n```python\n{source}```\n</details>")
+from course_utils.programs import folded
+
+folded("A writer and a reader with NumPy", by_hand.write_beton, Beton)
 
 # %% tags=["deeper"]
 ours = Path(folder.name) / "ours.beton"

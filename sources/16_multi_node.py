@@ -102,7 +102,7 @@ for rank in launch(place, world_size=world_size, hosts=hosts):
 # ## 2. What leaves a host
 #
 # N is the number of ranks, H the number of hosts, and S the size of a tensor in bytes. In a ring all-reduce every rank
-# sends 2(N−1)/N · S bytes to its neighbor ([lesson 02](02_collectives.ipynb)). Most neighbors are on the same
+# sends 2(N−1)/N · S bytes to its neighbour ([lesson 02](02_collectives.ipynb)). Most neighbours are on the same
 # host. **Predict** for four ranks on two hosts: what leaves each host, in units of S?
 
 
@@ -125,7 +125,7 @@ for left in flat.left_host or []:
     print(f"predicted {expected['flat']:.1f} S, counted {left / S:.1f} S")
 
 # %% [markdown]
-# Only one rank of each host has its right-hand neighbor on the other host, so what leaves a host is what one rank
+# Only one rank of each host has its right-hand neighbour on the other host, so what leaves a host is what one rank
 # sends: 1.5 S. With many ranks on each host it approaches 2 S. But the hosts need only exchange their *sums*. So each
 # host should first add up its own tensors, inside, where it is cheap. A **hierarchical** all-reduce, built from rings
 # in [lesson 03](03_nccl.ipynb), takes three calls of the library, in groups along the two dimensions of a mesh:
@@ -663,7 +663,7 @@ for rate in ("100mbit", "1gbit"):
 #
 # ### The order of the ranks
 #
-# A ring is as good as its order. So far neighbors were on one host, because ranks were given out host by host. Some
+# A ring is as good as its order. So far neighbours were on one host, because ranks were given out host by host. Some
 # schedulers give them out in turn instead (Slurm's `--distribution=cyclic`), and a program does so by accident when it
 # computes its own rank. **Predict** what leaves each host if rank 0 is on the first host, rank 1 on the second, rank 2
 # on the first again, and so on.
@@ -682,7 +682,7 @@ def reduce_in_turn(size):
 
 in_turn = on_hosts(reduce_in_turn, S, init=False)
 assert in_turn == [world_size] * world_size
-expected_in_turn = world_size // hosts * expected["flat"]  # each rank's neighbor is on another host
+expected_in_turn = world_size // hosts * expected["flat"]  # each rank's neighbour is on another host
 for left in in_turn.left_host or []:
     assert 1 <= left / (expected_in_turn * S) < 1.03
     print(f"predicted {expected_in_turn:.1f} S, counted {left / S:.1f} S")

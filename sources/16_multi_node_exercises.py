@@ -62,7 +62,7 @@ PRICES = check.PRICES  # assumed, in dollars (Exercise 7)
 # The mean replaces the tensor's numbers: the caller keeps `tensor`. It may have any shape and dtype, a number of
 # elements that L does not divide, and elements that do not lie in a row.
 #
-# `host_of[rank]` is the name of the host that a rank runs on. With `torchrun` neighbors share a host; other launchers
+# `host_of[rank]` is the name of the host that a rank runs on. With `torchrun` neighbours share a host; other launchers
 # deal ranks out like cards, `["node0", "node1", "node0", "node1"]`. All hosts have the same number of ranks. In a
 # training loop the groups would be made once; here each call may make its own.
 
