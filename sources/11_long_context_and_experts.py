@@ -313,6 +313,11 @@ plots.mask_picture(all_orders(2 * n), "modelled: who computes which pair, and in
 # *The figure: three triangles of pairs, two tokens for each rank. A row has the colour of the rank that holds the
 # query, and a pair the number of the ring's step. Contiguous: the last rank has the two longest rows. Zig-zag: each
 # rank has a short and a long row. Striped: the colours alternate.*
+#
+# A step lasts until its slowest rank is done, so the rank with the most pairs counts.
+#
+# **Predict** for 64 tokens on 4 ranks: how many of the 2,080 pairs has the last rank with contiguous tokens, and each
+# rank with zig-zag? And what does the balance cost in bytes?
 
 # %%
 orders, most = all_orders(length), {}
