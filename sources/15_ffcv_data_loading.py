@@ -221,8 +221,9 @@ for (name, workers), speed in speeds.items():
 
 # %% [markdown]
 # To the computing loader six more workers bring little but switching, once all cores are busy. The waiting one gets
-# nearly four times as fast, because eight reads are under way at once. So if cores idle while the step waits, have
-# more reads in flight (workers, threads, `prefetch_factor`), and fewer, larger files (section 12).
+# about three times as fast, because eight reads are under way at once (four times, if decoding cost nothing). So if
+# cores idle while the step waits, have more reads in flight (workers, threads, `prefetch_factor`), and fewer, larger
+# files (section 12).
 #
 # > **Misconception.** "The loader is slow, so I set `num_workers` to 32." If workers compute, what counts is the core
 # > time of an image. The next sections lower that.
@@ -257,9 +258,9 @@ for p, milliseconds in decode_times.items():
     print(f"1/{p}: {milliseconds:5.1f} ms, {decode_times[1] / milliseconds:.1f} times as fast")
 
 # %% [markdown]
-# Two to three times, not sixteen: the bytes of all waves have to be unpacked in any case. An eighth gains no more time,
-# and with fewer than 224 pixels it loses detail. For random crops, the size has to suit the *crop*, which may be a
-# twelfth of the area:
+# One and a half to three times, by machine, not sixteen: the bytes of all waves have to be unpacked in any case. An
+# eighth gains little more, and with fewer than 224 pixels it loses detail. For random crops, the size has to suit the
+# *crop*, which may be a twelfth of the area:
 
 
 # %%
@@ -404,10 +405,12 @@ plots.step_split(rows, f"{origin}: one batch of 64 images in training")
 
 # %% [markdown]
 # *The figure: for each loader a bar as long as a batch takes, the step first, then the waiting. With the usual loader
-# waiting is the longer part; with FFCV and raw images, on a quiet machine, little of it is left.*
+# waiting is by far the longer part; with FFCV and raw images it is the shorter one.*
 #
-# This is how FFCV fixes it: the same images on the same cores, and the GPU hardly waits. JPEG still has to be decoded,
-# so it is slower than raw, and faster than the usual loader. A step that did not wait before gains nothing.
+# This is how FFCV fixes it: from the same images on the same cores come more than twice as many in a second. (On the
+# two cores that made this page even raw images do not feed 2,900 a second, so a third of the time is still waiting.)
+# JPEG still has to be decoded, so it is slower than raw, and faster than the usual loader. A step that did not wait
+# before gains nothing.
 #
 # Why then would anyone store JPEG? Because a file that is not in memory comes through a disk or a network, which counts
 # bytes. *Recorded* in images/s (FFCV's benchmarks, a p3dn.24xlarge instance):
