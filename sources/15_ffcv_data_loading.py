@@ -221,9 +221,8 @@ for (name, workers), speed in speeds.items():
 
 # %% [markdown]
 # To the computing loader six more workers bring little but switching, once all cores are busy. The waiting one gets
-# about three times as fast, because eight reads are under way at once (four times, if decoding cost nothing). So if
-# cores idle while the step waits, have more reads in flight (workers, threads, `prefetch_factor`), and fewer, larger
-# files (section 12).
+# about three times as fast, because eight reads are under way at once. So if cores idle while the step waits, have
+# more reads in flight (workers, threads, `prefetch_factor`), and fewer, larger files (section 12).
 #
 # > **Misconception.** "The loader is slow, so I set `num_workers` to 32." If workers compute, what counts is the core
 # > time of an image. The next sections lower that.
@@ -407,10 +406,8 @@ plots.step_split(rows, f"{origin}: one batch of 64 images in training")
 # *The figure: for each loader a bar as long as a batch takes, the step first, then the waiting. With the usual loader
 # waiting is by far the longer part; with FFCV and raw images it is the shorter one.*
 #
-# This is how FFCV fixes it: from the same images on the same cores come more than twice as many in a second. (On the
-# two cores that made this page even raw images do not feed 2,900 a second, so a third of the time is still waiting.)
-# JPEG still has to be decoded, so it is slower than raw, and faster than the usual loader. A step that did not wait
-# before gains nothing.
+# This is how FFCV fixes it: more than twice as many images a second, from the same cores. (Two cores do not feed 2,900
+# even so.) JPEG still has to be decoded, so it is slower than raw, and faster than the usual loader.
 #
 # Why then would anyone store JPEG? Because a file that is not in memory comes through a disk or a network, which counts
 # bytes. *Recorded* in images/s (FFCV's benchmarks, a p3dn.24xlarge instance):

@@ -57,7 +57,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         Cell('real = c_programs.run(built / "program"', after=(_TRACER,)),
     ),
     "04": (Cell("launch(shared_statistics, torch.nn.SyncBatchNorm, world_size=world_size)"),),
-    "05": (Cell("strong = [throughput(whole_batch // n, n) for n in ranks]"),),
+    "05": (Cell("strong = [throughput(whole_batch // n, n) for n in counts]"),),
     "06": (Cell("here, there = ("), Cell("on the GPU after a step: {here[1]:,} bytes")),
     "07": (Cell('assert off == 0 or n < world_size or backend != "gloo"'),),
     "10": (Cell("found = launch(naive_run, size, world_size=world_size, backend=backend)", 2),),
