@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Why is 8 GPUs not 8×, and what wins it back?
 #
-# In a training job on eight GPUs, each GPU takes in 40,150 tokens a second. On 256 GPUs, each takes in 15,700
+# In a training job on eight GPUs, each GPU processes 40,150 tokens a second. On 256 GPUs, each processes 15,700
 # (*recorded*, [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)). So 256 GPUs do the
 # work of 100, and the other 156 are paid for as well. Where does their time go, and what wins it back?
 #
@@ -60,8 +60,8 @@ from course_utils.widgets import bits_explorer
 # ## 1. Strong and weak scaling, measured
 #
 # Three numbers describe how a job grows. **Throughput** is the tokens per second of all ranks together. **Speed-up**
-# is the throughput on N ranks divided by that on one. **Efficiency** is the speed-up divided by N: the share of each
-# rank that counts. There are two ways to grow:
+# is the throughput on N ranks divided by that on one. **Efficiency** is the speed-up divided by N: the useful share of
+# each rank's time. There are two ways to grow:
 #
 # ```text
 #                  one rank     four ranks
@@ -94,8 +94,8 @@ def ddp_step():
 
 
 # %% [markdown]
-# `scaling.step_seconds` runs such steps and takes the time. A step is over when the *slowest* rank has ended it, and
-# of eight steps the best counts.
+# `scaling.step_seconds` runs such steps and takes the time. A step ends when the *slowest* rank ends it, and the
+# fastest of the eight steps counts.
 
 
 # %%
@@ -129,17 +129,17 @@ plots.scaling_curves(counts, {"strong": strong, "weak": weak}, "measured", limit
 # *The figure, left: speed-up over ranks, with the ideal as a dashed line and, where ranks share cores, a dotted line
 # that ends at the number of cores. Right: the same as efficiency.*
 #
-# Ranks that share two cores can at best be twice as fast as one. So the efficiency of four is at most 50 %, and
-# nothing in the program can change that. (Timings scatter, so a point may lie a little above the line.) What else is
-# missing goes into messages, copies and waiting. Strong scaling gives each rank less to compute for a message of the
-# same size, so it loses more, and can be slower than one rank alone.
+# Ranks that share two cores can at best be twice as fast as one, either way. So the efficiency of four is at most 50
+# %, and nothing in the program can change that. (Timings scatter, so a point may lie slightly above the dotted line.)
+# The rest goes into messages, copies and waiting. Strong scaling gives each rank less to compute for a message of the
+# same size, so on many ranks it loses more, and can be slower than one rank alone.
 #
-# > **Misconception.** "Throughput goes up, so the job scales." Where each rank has its own processor it nearly always
-# > goes up. Only efficiency says what that costs.
+# > **Misconception.** "Throughput goes up, so the job scales." With a processor for each rank, throughput nearly
+# > always goes up. Only efficiency says what that costs.
 #
-# > **What changes on real GPUs.** The dotted line goes. But a GPU with few tokens is not full, so its kernels take as
-# > long for less work, and with fewer still it waits for the CPU to start them. A **CUDA graph** starts all kernels
-# > of a step with one call; `torch.compile(model, mode="reduce-overhead")` makes one.
+# > **What changes on real GPUs.** The dotted line goes. But few tokens do not fill a GPU, so its kernels take as long
+# > for less work. With fewer still, it waits for the CPU to start them. A **CUDA graph** starts all kernels of a step
+# > with one call; `torch.compile(model, mode="reduce-overhead")` makes one.
 
 # %% [markdown]
 # ## 2. Two laws
@@ -190,18 +190,18 @@ assert math.isclose(amdahl(1000, tiny), gustafson(1000, 0.05))
 print(f"{tiny:.5%} of the run on one rank: by Amdahl, too, {amdahl(1000, tiny):.0f} times as fast")
 
 # %% [markdown]
-# Amdahl is strong scaling, and Gustafson is weak scaling, which large training runs live by. But weak scaling has a
-# price that no clock shows: the batch grows with the ranks. A larger batch gives a less noisy gradient, and from some
-# size on that hardly helps. At the **critical batch size** a run needs twice as many samples to reach a loss as it
-# does with very small batches ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)). Far beyond it, more ranks
-# are wasted, however well they scale. Section 10 measures it.
+# Amdahl describes strong scaling. Gustafson describes weak scaling, which large training runs rely on. But it has a
+# price that timing does not show: the batch grows with the ranks. A larger batch gives a less noisy gradient, and from
+# some size on that hardly helps. At the **critical batch size** a run needs twice as many samples to reach a loss as
+# it does with very small batches ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)). Far beyond it, more
+# ranks are wasted, however well they scale. Section 10 estimates this size.
 
 # %% [markdown]
 # ## 3. Who waits for whom?
 #
-# Now we take a step apart. This one averages the gradients after backward, in one flat buffer. It is not the fastest
-# way (lesson 04), but its parts follow one another, so each can be timed. `log.part` notes when a part begins and
-# ends.
+# Now we divide a step into parts. This one averages the gradients after backward, in one flat buffer. It is not the
+# fastest way (lesson 04), but its parts follow one another, so each can be timed. `log.part` notes when a part begins
+# and ends.
 
 
 # %%
@@ -263,34 +263,34 @@ picture(together, "measured: one step; the last rank is late")
 # shorter bars of compute and long ones of all_reduce. Where ranks share cores, some start later than others.*
 #
 # The delay shows as `all_reduce`, on the ranks that are *not* late. A profile of rank 0 would say that communication
-# takes most of the step, so that a faster network is needed. But the network is idle.
+# takes most of the step, and suggest a faster network. But the network is mostly idle.
 #
 # An all-reduce cannot end before its last rank has begun. So we put a **barrier** in front of it, which carries no
-# data: the time in it is waiting, and what the all-reduce takes after it is transfer.
+# data: the time in the barrier is waiting, and the all-reduce after it is transfer.
 
 # %%
 apart = on_ranks(logged_steps, late, apart=True)
 picture(apart, "measured: one step with a barrier before the all-reduce")
 
 # %% [markdown]
-# *The figure: the same step. Now the long bars of the other ranks are `wait`, and the all_reduce is short on all.*
+# *The figure: the same step. The long bars of the other ranks are `wait`, and the all_reduce is short on all.*
 #
 # So nothing is wrong with the network. The step has four overheads, here in bold:
 #
 # | part | overhead | what helps |
 # |---|---|---|
 # | all_reduce | **communication** | fewer bytes (section 14), overlap (sections 4 and 11), faster links |
-# | wait | **imbalance**, which **synchronization** makes everybody pay | equal batches, a cure for the slow rank |
+# | wait | **imbalance**; by **synchronization** every rank pays for it | equal batches, a cure for the slow rank |
 # | copies | **copies** into and out of buffers | gradients that live in the buffer (lesson 04) |
-# | optimizer | every rank repeats it: serial if the batch stays | sharded optimizer (lesson 06) |
+# | optimizer | serial in strong scaling, since every rank repeats it | sharded optimizer (lesson 06) |
 # | data | none, unless ranks share a disk or cores | loader processes (lesson 15) |
 #
 # To find the slow rank, compare the ranks' *compute* and *data* (lesson 13 does this for a job in production). A long
-# *wait* is never the culprit; ranks that share cores wait a little in any case, because they take turns.
+# *wait* is never the cause, and ranks that share cores always wait a little, because they take turns.
 #
-# > **What changes on real GPUs.** Kernels run behind Python, so each part has to end in `torch.cuda.synchronize()`,
-# > which `StepLog` calls here. That and the barrier end all overlap, so take them out again. And NCCL waits in a
-# > kernel that spins: a GPU that waits for a late rank shows 100 % utilization.
+# > **What changes on real GPUs.** Python does not wait for kernels, so each part has to end in
+# > `torch.cuda.synchronize()`, which `StepLog` calls here. Both this and the barrier prevent overlap, so remove them
+# > afterwards. And NCCL waits in a running kernel, so a GPU that waits for a late rank shows 100 % utilization.
 
 # %% [markdown]
 # ## 4. Computing against communicating
@@ -319,9 +319,9 @@ for parameters in (1e9, 10e9):
 # $$\frac{\text{computing}}{\text{communicating}} = \frac{6\,\Psi B / F}{2\frac{N-1}{N}\cdot 2\Psi / W}
 #   = \frac{3\,B\,W}{2\,F}\cdot\frac{N}{N-1}$$
 #
-# and Ψ is gone. What counts is the number of *tokens* of each GPU, and the ratio W/F of the machine. So ask: from how
-# many tokens on does the all-reduce fit behind the backward pass? The cell takes 400 TFLOP/s, what Llama 3 reached on
-# an H100 (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4), and one link for each GPU.
+# and Ψ is gone. What counts is the number of *tokens* of each GPU, and the ratio W/F of the machine. So how many
+# tokens must a GPU have for the all-reduce to fit behind the backward pass? The cell takes 400 TFLOP/s, what Llama 3
+# reached on an H100 (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4), and one link a GPU.
 
 
 # %%
@@ -340,8 +340,8 @@ for key, n in (("nvlink4", 8), ("ib_ndr", 64), ("eth_100g", 64), ("eth_25g", 64)
 # hundred thousand, for which its memory has no room (section 6). Then it helps to accumulate gradients without
 # communicating (`no_sync`, lesson 04), or to compress them (section 14).
 #
-# DDP hides the all-reduce by cutting it into buckets; section 11 works out how many. On a GPU, hidden is not free
-# either: communication kernels take multiprocessors and memory bandwidth from the computation beside them.
+# DDP hides the all-reduce by cutting it into buckets; section 11 works out how many. Hidden communication is not free:
+# its kernels take multiprocessors and memory bandwidth from the computation.
 #
 # > **Misconception.** "Large models scale worse because they send more." They send more and compute more, by the same
 # > factor. They scale worse when the memory leaves room for fewer tokens.
@@ -351,7 +351,7 @@ for key, n in (("nvlink4", 8), ("ib_ndr", 64), ("eth_100g", 64), ("eth_25g", 64)
 #
 # A number of half the bits takes half the bytes, on a wire and in memory, and tensor cores multiply it much faster.
 # But something is lost. A floating-point number is a sign, an **exponent** that says how large it is, and a
-# **fraction** that says exactly how much. Exponent bits buy **range**, fraction bits buy **precision**.
+# **fraction** that holds its digits. Exponent bits give **range**, fraction bits give **precision**.
 
 # %%
 print("format    bits exponent fraction  largest smallest  next after 1")
@@ -360,9 +360,9 @@ for f in FORMATS:
     print(f"{f.name:10}{bits}{ends[0]:9.3g}{ends[1]:9.2g}  1 + {2.0**-f.fraction:.2g}")
 
 # %% [markdown]
-# bf16 has the exponent of fp32, so it has its range, in steps eight times as coarse as fp16's. fp16 ends at 65,504.
-# tf32 saves time and not a byte: its numbers lie in 32 bits, of which the multiplication drops 13. Here is what each
-# format makes of four numbers.
+# bf16 has the exponent of fp32 and so its range, but its steps are eight times as coarse as fp16's. fp16 ends at
+# 65,504. tf32 saves time but no memory: its numbers take 32 bits, of which the multiplication ignores 13. Here is what
+# each format makes of four numbers.
 
 # %%
 print(" " * 6 + "".join(f"{f.name:>11}" for f in FORMATS))
@@ -395,11 +395,11 @@ assert weight == 1 and master.bfloat16() == 2
 # %% [markdown]
 # It is still 1. The next number after 1 is 1.0078, and 0.001 is less than half of the way, so each sum is rounded
 # back. A **master weight** in fp32 collects the small updates. With it, mixed precision takes 2 bytes of weight, 2 of
-# gradient, 4 of master weight and 8 of Adam's moments for each parameter. That is 16 bytes, exactly as many as plain
-# fp32 with 4 + 4 + 8.
+# gradient, 4 of master weight and 8 of Adam's moments for each parameter. That is 16 bytes, as many as plain fp32 with
+# 4 + 4 + 8.
 #
 # > **Misconception.** "Mixed precision halves the memory." It does not shrink the model states. It saves time and
-# > activations, and messages only if gradients have 16 bits, too. Under `torch.autocast` they have 32.
+# > memory of activations, but shortens messages only if gradients have 16 bits. Under `torch.autocast` they have 32.
 #
 # How much time? Here are dense TFLOP/s from the data sheets (*recorded*; brochures often print twice as much, for
 # matrices with 2:4 sparsity). fp32 runs on ordinary cores, the others on tensor cores. Section 13 is about fp8 and
@@ -416,9 +416,9 @@ for key in ("v100", "a100", "h100", "b200"):
 # %% [markdown]
 # ## 6. Memory for time, and two utilizations
 #
-# More tokens on each GPU improve the ratio of section 4. What limits them is the memory of **activations**, which
-# forward keeps for backward. **Activation checkpointing** keeps only the input of each block, and computes the rest
-# again when backward comes to it:
+# More tokens on each GPU improve the ratio of section 4. But they need memory for **activations**, which forward keeps
+# for backward. **Activation checkpointing** keeps only the input of each block, and computes the rest again when
+# backward comes to it:
 #
 # ```text
 # keep all     forward 1 2 3 4  |             backward 4 |             backward 3 | …
@@ -462,16 +462,16 @@ print(f"{deep[0] / deep[1]:.2f} times the FLOPs (computed)")
 
 # %% [markdown]
 # The gradients are the same to the last bit. The FLOPs are 1 + 2 + 1 instead of 1 + 2, a third more at most; here a
-# little less, because the last product of a block need not be repeated. (On a model this small, the clock can say
-# more.) It pays if the model does not fit otherwise, or if the memory goes into more tokens and the step was waiting
-# for communication.
+# little less, because the last product of a block need not be repeated. (On a model this small, time can grow far
+# more, because checkpointing costs more than FLOPs.) Checkpointing pays if the model does not fit otherwise, or if
+# more tokens then fit and the step waited for communication.
 #
 # ### MFU and HFU
 #
-# What a GPU computes a second time trains nothing. So there are two ways to say how well a GPU is used, both as a
-# share of its peak. **HFU**, hardware FLOPs utilization, counts every FLOP that is computed. **MFU**, model FLOPs
-# utilization, counts only what the model needs, however it is computed
-# ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), section 4.1):
+# Repeated FLOPs do not train the model further. So there are two ways to say how well a GPU is used, both as a share
+# of its peak. **HFU**, hardware FLOPs utilization, counts every FLOP that is computed. **MFU**, model FLOPs
+# utilization, counts only what the model needs, however it is computed ([Chowdhery et al.
+# 2022](https://arxiv.org/abs/2204.02311), section 4.1):
 #
 # $$\text{MFU} = \frac{\text{tokens/s} \times \text{FLOPs a token}}{N \times \text{peak}}, \qquad
 #   \text{FLOPs a token} \approx 6\,\Psi$$
@@ -488,19 +488,19 @@ print(f"Megatron-LM: HFU {hfu:.0%}, MFU {mfu:.0%};  Llama 3: MFU {mfu_llama:.0%}
 assert mfu < mfu_llama < hfu
 
 # %% [markdown]
-# Llama 3 does. Of each 8 FLOPs that Megatron-LM counts, 2 are a repeated forward (*recorded*,
-# [arXiv 2104.04473](https://arxiv.org/abs/2104.04473); Llama 3 as in section 4). Compare jobs by MFU or by tokens per
-# second, and keep HFU for the question whether kernels are good. Three comparisons are wrong: HFU with MFU; a peak
-# that counts sparsity, which halves the result; and a job in fp8 against the peak of bf16.
+# Llama 3 does. Of each 8 FLOPs that Megatron-LM counts, 2 are a repeated forward (*recorded*, [arXiv
+# 2104.04473](https://arxiv.org/abs/2104.04473); Llama 3 as in section 4). Compare jobs by MFU or by tokens per second,
+# and use HFU only to judge kernels. Three comparisons are wrong: HFU with MFU; a peak that counts sparsity, which
+# halves the result; and a job in fp8 against the peak of bf16.
 
 # %% [markdown]
 # ## 7. What does it cost?
 #
-# GPUs are paid by the hour, busy or not. A run that takes one GPU a certain time takes N GPUs that time divided by
-# the speed-up, and each hour costs N times the price. So the cost goes with N/speed-up, which is 1/efficiency.
+# GPUs are paid by the hour, busy or not. On N GPUs, the time of a run is divided by the speed-up, but each hour costs
+# N times as much. So the cost is proportional to N/speed-up, which is 1/efficiency.
 #
-# **Predict**: two GPUs train 1.9 times as fast as one. What does the run cost, against one GPU? And the job from the
-# beginning on 256 GPUs, against 8?
+# **Predict**: two GPUs train 1.9 times as fast as one. What does the run cost, against one GPU? And the opening job on
+# 256 GPUs, against 8?
 
 
 # %%
@@ -518,18 +518,19 @@ for n, e in zip(dp.gpus, dp.efficiency, strict=True):
     print(f"{n:4} GPUs, efficiency {e:4.0%}: {hours:6.1f} h, {dollars:,.0f} GPU hours")
 
 # %% [markdown]
-# 47 % sooner for 5 % more is a bargain, because people wait as well. The recorded job, here with work of 1,000 GPU
-# hours, tells a longer story. From 8 to 64 GPUs it becomes 6 times as fast for 29 % more. From 128 to 256 it becomes
-# 1.2 times as fast and costs two thirds more. Section 9 asks why, and section 15 takes in your prices.
+# 47 % less time is worth 5 % more money, because people wait as well. The recorded job, here with work of 1,000 GPU
+# hours, costs 2.6 times as much on 256 GPUs as on 8. From 8 to 64 GPUs it becomes 6 times as fast for 29 % more. From
+# 128 to 256 it becomes 1.2 times as fast and costs two thirds more. Section 9 asks why; section 15 takes your
+# prices.
 #
 # > **Misconception.** "More GPUs finish sooner, so the cost stays the same." Only at 100 % efficiency.
 
 # %% [markdown]
 # ## 8. The whole curve in one job
 #
-# [scripts/scaling_curve.py](../scripts/scaling_curve.py) is what to take to work. Started once on N ranks, it
-# measures 1, 2, 4 … N of them, each in a group of its own, while the other ranks wait. It also answers how much of a
-# step waits for messages, by a comparison that needs no profiler: the same step inside `no_sync` sends nothing.
+# [scripts/scaling_curve.py](../scripts/scaling_curve.py) is what to take to work. Started once on N ranks, it measures
+# 1, 2, 4 … N of them, each in a group of its own, while the others wait. It also measures how much of a step waits for
+# messages, without a profiler: it compares with the same step inside `no_sync`, which sends nothing.
 
 # %%
 program = SCRIPTS / "scaling_curve.py"
@@ -539,15 +540,16 @@ print(excerpt(program, "def train(messages", "optimizer.zero_grad"))
 print(torchrun(program, "--steps=8", "--peak-tflops=0.05", ranks=2, gpus=False), end="")
 
 # %% [markdown]
-# The peak is an example; on an H100 in bf16 it is 989. Put your own model into `build` and your own batch into `run`.
-# If efficiency falls while *waits* stays small, each rank computes more slowly than alone: it shares cores, a disk,
-# or power. If *waits* grows, look for a late rank first (section 3), then at the network.
+# The peak is an example; on an H100 in bf16 it is 989. With one rank, *waits* is overhead or noise. Put your
+# own model into `build` and your batch into `run`. If efficiency falls while *waits* stays small, each rank computes
+# more slowly than alone: it shares cores, a disk, or power. If *waits* grows, look for a late rank first (section 3),
+# then at the network.
 
 # %% [markdown] tags=["deeper"]
 # ## 9. A recorded curve, and three models of it · deeper
 #
-# Here is the whole curve of the job from the beginning (*recorded*, Ultra-Scale Playbook, which does not say whether
-# the batch grew with the GPUs).
+# Here is the whole curve of the opening job (*recorded*, Ultra-Scale Playbook, which does not say whether the batch
+# grew with the GPUs).
 
 # %% tags=["deeper"]
 dp = recorded.ULTRASCALE_DP
@@ -587,13 +589,13 @@ plots.scaling_models(dp, {name: rates for name, (*_, rates) in fits.items()}, fi
 # *The figure, left: recorded throughput per GPU as points, three fitted and three open. The curves of bytes and tree
 # pass far above the last point; the ring's curve passes near all six. Right: the error of each model.*
 #
-# All three fit the first three points within 2 %. At 256 GPUs the bytes are wrong by a factor of 2.2, the tree by
-# 1.9, and the ring by 8 %. So a fit that is good where it was fitted proves little. The ring's model is Amdahl's law
-# in other words, since N/(a + b·N) is Amdahl's curve for s = b/(a + b). So a curve cannot tell a serial part from an
-# overhead that grows with N.
+# All three fit the first three points within 2 %. At 256 GPUs the bytes are wrong by a factor of 2.2, the tree by 1.9,
+# and the ring by 8 %. So a fit that is good where it was fitted proves little. The ring's model is Amdahl's law in
+# other words, since its throughput, N/(a + b·N), is Amdahl's curve for s = b/(a + b). So a curve cannot tell a serial
+# part from an overhead that grows with N.
 #
-# Read backwards, Amdahl's law gives the serial share that would explain a speed-up (Karp and Flatt, 1990). If this
-# share grows with N, something else grows: communication, or waiting.
+# Solved for s, Amdahl's law gives the serial share that would explain a speed-up (Karp and Flatt, 1990). If this share
+# grows with N, something else grows: communication, or waiting.
 
 
 # %% tags=["deeper"]
@@ -607,9 +609,9 @@ for n, e in zip(dp.gpus[1:], dp.efficiency[1:], strict=True):
     print(f"{n:4} GPUs: {m * e:5.2f} times 8 GPUs, serial share {serial_share(m, m * e):.1%}")
 
 # %% [markdown] tags=["deeper"]
-# About one part in twenty, falling at first and rising at the end. None of this names a cause. Waiting grows with N,
-# too, even where no rank is slow: if each rank's step varies a little, all wait for the unluckiest one. The next cell
-# draws steps with a mean of 1 and a standard deviation of 5 % (*modelled*).
+# The share is about 5 %. It falls at first and rises at the end, but names no cause. Waiting grows with N, too, even
+# where no rank is slow: if each rank's step varies a little, all wait for the slowest. The next cell draws random step
+# times with a mean of 1 and a standard deviation of 5 % (*modelled*).
 
 # %% tags=["deeper"]
 generator = torch.Generator().manual_seed(0)
@@ -630,10 +632,9 @@ for n in (8, 64, 512, 4096):
 # estimate of the critical batch size: a run with batches of m times that size needs 1 + m times as many samples as
 # one with tiny batches, and 1 + 1/m times as many steps as one with huge batches.
 #
-# Data parallelism measures the noise scale for nothing, because it has gradients of two batch sizes: each rank's own,
+# Data parallelism measures the noise scale at no cost, because it has gradients of two batch sizes: each rank's own,
 # of b windows, and their mean, of N·b. Squared lengths are signal + noise/batch, so two of them give both unknowns. A
-# **communication hook** sees a bucket before it is averaged, and may send it in its own way. This one adds up
-# squares.
+# **communication hook** sees a bucket before it is averaged, and may send it in its own way. This one adds up squares.
 
 
 # %% tags=["deeper"]
@@ -688,11 +689,11 @@ for first in (0, 20, 40):
 assert 0 < noise[0] < noise[1] < noise[2]
 
 # %% [markdown] tags=["deeper"]
-# It grows. At first all windows say the same, which characters are frequent, so one window is enough. Later they
-# disagree. Still, a batch of 48 windows, as in our weak scaling, is several times too large for this small model. So
-# a run may begin with a small batch and enlarge it later. The noise scale is an estimate, because it supposes the
-# best learning rate for each batch and a loss that curves alike in all directions. But it gives an order of magnitude
-# before you rent the GPUs.
+# It grows. At first all windows teach the same, namely which characters are frequent, so one window is enough. Later
+# they disagree. Still, a batch of 48 windows, as in our weak scaling, is larger than the noise scale of this small
+# model. So a run may begin with a small batch and enlarge it later. The noise scale is an estimate, because it
+# supposes the best learning rate for each batch and a loss that curves alike in all directions. But it gives an order
+# of magnitude before you rent the GPUs.
 
 # %% [markdown] tags=["deeper"]
 # ## 11. Buckets, and what hides behind backward · deeper
@@ -727,14 +728,14 @@ plots.step_spans(sweep[2].rows, "measured: buckets of 64 KiB, rank 0, from the p
 #
 # The bytes never change. One bucket is full only when the last gradient has come, so nothing is left to hide behind.
 # Many buckets start early, and each pays the latency α (lesson 02). Where ranks compute on the cores that carry the
-# messages, hidden communication slows the computation down, and few buckets win.
+# messages, hidden communication slows the computation down, and few buckets are faster.
 #
 # ### Choosing the size
 #
-# Cut S bytes into k buckets that become ready at equal distances during a backward pass of T seconds. Each takes c =
-# α + βS/k seconds, one after the other. Either the link keeps up, and only the last bucket sticks out, to T + c. Or
-# the link is the bottleneck, and after the first bucket it is never idle, until T/k + k·c. The later of the two
-# counts:
+# Cut S bytes into k buckets that become ready at equal intervals during a backward pass of T seconds. Each takes
+# c = α + βS/k seconds, one after the other. Either the link keeps up, so only the last all-reduce ends after backward,
+# at T + c. Or the link is the bottleneck, so it is never idle after the first bucket, and all ends at T/k + k·c. The
+# later of the two counts:
 
 
 # %% tags=["deeper"]
@@ -756,10 +757,10 @@ plots.step_spans(rows, "modelled: 1, 5 and 40 buckets; α is 1 ms, backward 50 m
 # *The figure: with one bucket the all-reduce starts when backward ends. With five most of it hides. With forty the
 # latencies, 40 ms in all, leave no gap on the link, and the end moves out again.*
 #
-# When the link is the bottleneck, T/k + kα + βS is least at k = √(T/α). Now a real size: 1.3 billion parameters,
-# 4,096 tokens for each of eight A100s at 140 TFLOP/s, gradients in bf16. How long an all-reduce takes over NVLink
-# comes from the table of lesson 03 (*recorded*), between its rows on a straight line of logarithms. The second curve
-# puts the same job on eight nodes of one GPU, each with a port of 100-gigabit Ethernet.
+# When the link is the bottleneck, T/k + kα + βS is least at k = √(T/α). Now a real size: 1.3 billion parameters, 4,096
+# tokens for each of eight A100s at 140 TFLOP/s, gradients in bf16. How long an all-reduce takes over NVLink comes from
+# the table of lesson 03 (*recorded*), interpolated between its rows in logarithms. The second curve puts the same job
+# on eight nodes of one GPU, each with a port of 100-gigabit Ethernet.
 
 # %% tags=["deeper"]
 size, backward = 2 * 1.3e9, 4 * 1.3e9 * 4096 / 140e12
@@ -791,7 +792,7 @@ plots.bucket_choice(sizes, curves, default=25 * 2**20)
 # buckets no longer fit behind backward; too large ones stick out. Over Ethernet it is nearly flat from about 16 MiB
 # on.*
 #
-# DDP's default of 25 MiB stands on the gentle side of the valley, a fraction of a millisecond from the best. Over the
+# DDP's default of 25 MiB lies on the gentle side of the valley, a fraction of a millisecond from the best. Over the
 # slow link the size hardly matters: when communication is the bottleneck, only fewer bytes help.
 
 # %% [markdown] tags=["deeper"]
@@ -820,8 +821,8 @@ plots.gradient_range(by_loss, limits)
 
 # %% [markdown] tags=["deeper"]
 # *The figure, above: for each loss, the share of gradient elements at each power of two; the shrunken loss moves all
-# to the left by 20. Below: a bar for each format. The left hill stands within the bars of fp32 and bf16, and left of
-# the beginning of fp16's.*
+# elements to the left by 20. Below: a bar for each format. The left hill stands within the bars of fp32 and bf16, and
+# left of the beginning of fp16's.*
 #
 # Loss scaling moves the hill back. Under `torch.autocast` matrix products run in the short format, while parameters
 # stay in fp32; `GradScaler` multiplies the loss, and divides the gradients before the optimizer's step.
@@ -858,16 +859,16 @@ for name, losses in runs.items():
 assert runs["fp16"][-1] > 4.5 > 4 > max(runs[name][-1] for name in runs if name != "fp16")
 
 # %% [markdown] tags=["deeper"]
-# The run in fp16 stands still, without an error or a warning: its loss is finite, its gradients are zero. (AdamW's
-# `eps` is small here, so that it does not swallow tiny gradients in fp32 too.) The scaler finds the factor by trying.
-# If a gradient is infinite, it skips the step and halves the scale; after 2,000 good steps it doubles it. Under DDP
-# all ranks skip the same step (lesson 04).
+# The run in fp16 learns nothing, without an error or a warning: its loss is finite, its gradients are zero. (AdamW's
+# `eps` is small here, since it must stay below tiny gradients in fp32 too.) The scaler finds the factor by trying. If
+# a gradient is infinite, it skips the step and halves the scale; after 2,000 good steps it doubles it. Under DDP all
+# ranks skip the same step (lesson 04).
 #
 # > **Misconception.** "`torch.cuda.amp.GradScaler` for every low precision." It is deprecated for `torch.amp`, and
 # > bf16 needs no scaler.
 #
-# In the GPT, the gains of the layer norms start at 1, like the weight of section 5. The next cell trains it in pure
-# bf16, without master weights.
+# In the GPT, the **gains** (weights) of the layer norms start at 1, like the weight of section 5. The next cell trains
+# it in pure bf16, without master weights.
 
 
 # %% tags=["deeper"]
@@ -896,9 +897,9 @@ assert gains == 1 and unchanged(torch.float32, lr)[0] < 0.01
 #
 # <details><summary>What else helps, besides a second copy of all weights?</summary>
 #
-# **Stochastic rounding**: round up with a probability that is the distance to the lower neighbour, as a share of the
-# gap. Then the thousand updates make 2 on average. Or keep only the 16 bits that bf16 drops, beside the bf16 weight:
-# together they are the master weight.
+# **Stochastic rounding**: round up with a probability that is the distance to the lower neighbour, divided by the gap
+# between both. Then the thousand updates make 2 on average. Or keep only the 16 bits that bf16 drops, beside the bf16
+# weight: together they are the master weight.
 # </details>
 
 # %% [markdown] tags=["deeper"]
@@ -906,7 +907,7 @@ assert gains == 1 and unchanged(torch.float32, lr)[0] < 0.01
 #
 # With 8 bits, a number needs a **scale** beside it: e4m3 ends at 448, and anything far below 2⁻⁹ is zero. The first
 # recipes had one scale a tensor, chosen so that its largest element lands at the end of the range. With 4 bits that
-# cannot work, since e2m1 knows only the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+# cannot work, since e2m1, its format, has only the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
 #
 # The **MX** formats, a standard of the Open Compute Project
 # ([Rouhani et al. 2023](https://arxiv.org/abs/2310.10537)), give each block of 32 neighbours in a row its own scale,
@@ -943,9 +944,10 @@ assert errors["fp8"][1] < 0.05 < 0.3 < errors["fp8"][2] and errors["fp4"][1] > 0
 assert max(errors["MXFP8"]) < 0.05 and max(errors["MXFP4"] + errors["NVFP4"]) < 0.2
 
 # %% [markdown] tags=["deeper"]
-# With one scale, fp8 survives a factor of a thousand, because e4m3 has a range of its own, but not one of a million.
-# fp4 has next to none, so everything else becomes 0. With blocks, an outlier spoils only its neighbours. What is left
-# is the error of few fraction bits: a tenth in fp4. (*bits* counts an element's part of its scale.)
+# With one scale, fp8 survives a factor of a thousand, because the exponent of e4m3 gives some range, but not a
+# million. fp4 has almost none, so everything else becomes 0. With blocks, an outlier affects only its block. What
+# remains is the error of few fraction bits: a tenth in fp4. (The column *bits* includes each element's part of the
+# scale.)
 #
 # What block scales change in training, by the [documentation of Transformer
 # Engine](https://docs.nvidia.com/deeplearning/transformer-engine/features/low_precision_training/index.html):
@@ -957,8 +959,8 @@ assert max(errors["MXFP8"]) < 0.05 and max(errors["MXFP4"] + errors["NVFP4"]) < 
 #   before it rounds.
 # - Master weights, optimizer states, norms, sums inside products and gradient messages stay in 16 or 32 bits.
 #
-# So products get faster and activations smaller; the 16 bytes a parameter stay. With twice the peak FLOP/s, 8 H100s
-# train Llama 3.1 8B at 8,532 tokens/s a GPU in fp8, instead of 6,667 in bf16 (*recorded*,
+# So products get faster and activations smaller; the 16 bytes of each parameter remain. With twice the peak FLOP/s, 8
+# H100s train Llama 3.1 8B at 8,532 tokens/s a GPU in fp8, instead of 6,667 in bf16 (*recorded*,
 # [torchtitan](https://github.com/pytorch/torchtitan), both compiled): 28 % faster.
 
 # %% [markdown] tags=["deeper"]
@@ -980,9 +982,9 @@ def bf16_hook(state, bucket):
 
 
 # %% [markdown] tags=["deeper"]
-# **Top-k** sends only the k largest elements, as pairs of place and value. What was not sent must not be thrown away,
-# since small gradients that always point the same way are how a model learns the fine things. So it is kept and added
-# to the next gradient, which is called **error feedback**.
+# **Top-k** sends only the k largest elements, as pairs of place (index) and value. What was not sent must not be
+# thrown away, because small gradients that always point the same way add up. So the rest is kept and added to the next
+# gradient, which is called **error feedback**.
 
 
 # %% tags=["deeper"]
@@ -1003,9 +1005,9 @@ class TopK:
 
 
 # %% [markdown] tags=["deeper"]
-# Each rank picks other places, so there is nothing to add on the way. It is an all-gather, of values and places in
-# one tensor. What is left is kept for each parameter, because DDP deals parameters out to other buckets after its
-# first step.
+# Each rank picks other places, so an all-reduce cannot add them on the way. Instead, the hook all-gathers values and
+# places in one tensor. What is left is kept for each parameter, because DDP puts parameters into other buckets after
+# its first step.
 
 
 # %% tags=["deeper"]
@@ -1081,12 +1083,12 @@ for name, loss in final.items():
     print(f" {still[name]:3.0%} never updated")
 
 # %% [markdown] tags=["deeper"]
-# bf16 halves the bytes, and the loss does not notice. PowerSGD sends an order of magnitude less, and the larger the
+# bf16 halves the bytes, and the loss hardly changes. PowerSGD sends an order of magnitude less, and the larger the
 # matrices, the more it saves. Without feedback, top-k has never updated most of the weights; with it, the same bytes
-# give another curve.
+# bring the loss close to the uncompressed one.
 #
-# > **Misconception.** "The top 1 % is 100 times fewer bytes." Each element needs its place too, which halves that.
-# > And an all-gather grows with N where an all-reduce does not:
+# > **Misconception.** "The top 1 % is 100 times fewer bytes." Each element needs its place too, which halves the
+# > saving. And an all-gather grows with N where an all-reduce does not:
 
 # %% tags=["deeper"]
 for n in (4, 16, 50, 100):
@@ -1095,15 +1097,15 @@ for n in (4, 16, 50, 100):
     print(f"{n:4} ranks: top 1 % sends {share:5.1%} of fp32, {2 * share:6.1%} of bf16")
 
 # %% [markdown] tags=["deeper"]
-# PowerSGD's factors are *added* on the way, so its saving stays; its authors chose the form for that. On a GPU,
-# compressing also costs time on the multiprocessors that backward needs, so over NVLink it can take longer than the
-# all-reduce that it shortens. It pays where the link is slow: between sites, over Ethernet.
+# PowerSGD's factors are *added* on the way, so its saving does not shrink; its authors chose the form for that reason.
+# On a GPU, compressing also costs time on the multiprocessors that backward needs, so over NVLink it can take longer
+# than the all-reduce that it shortens. It pays where the link is slow: between sites, over Ethernet.
 #
 # <details><summary>And with momentum?</summary>
 #
 # Then a late gradient, which arrives as one large number, pushes on for many steps, and clipping the mean afterwards
 # throws away a part of what was kept so carefully. Lin et al., *Deep gradient compression*, 2017 ([arXiv
-# 1712.01887](https://arxiv.org/abs/1712.01887)), mend both: each rank applies momentum and clips *before* it chooses
+# 1712.01887](https://arxiv.org/abs/1712.01887)), solve both: each rank applies momentum and clips *before* it chooses
 # what to send.
 # </details>
 
@@ -1123,8 +1125,8 @@ assert round(days) == 34
 # X is an HFU here, since the 8 counts what is repeated. With an MFU it would be 6.
 #
 # **Spot** or preemptible GPUs are cheap because they can be taken away. A job on N of them is interrupted N times as
-# often as one GPU. Each time it loses the restart, and the work since the last checkpoint (of the model, not of
-# activations), which is half an interval on average.
+# often as one GPU. Each time it loses the time of the restart, and the work since the last checkpoint (of the model,
+# not of activations), which is half an interval on average.
 #
 # **Predict**: a job is stopped every ten hours, and takes two minutes to save and ten to restart. Should it save
 # every six minutes, every hour, or every four hours?
@@ -1149,8 +1151,8 @@ others = [goodput(rate, save, restart, factor * best) for factor in (0.7, 1.4)]
 assert goodput(rate, save, restart, best) > max(others)
 
 # %% [markdown] tags=["deeper"]
-# The loss is about save/every + rate·every/2, which is
-# least at every = √(2·save/rate) (J. W. Young, 1974; lesson 16 derives it).
+# The lost share of the time is about save/every + rate·every/2, which is least at every = √(2·save/rate) (J. W. Young,
+# 1974; lesson 16 derives it).
 #
 # Interruptions are not for spot only: Llama 3's 16,384 GPUs met 419 unexpected ones in 54 days, one every three hours
 # (*recorded*, arXiv 2407.21783). Now enter what you pay; the prices shown first are examples.
@@ -1162,8 +1164,8 @@ calculator = cost_calculator()
 calculator
 
 # %% [markdown] tags=["deeper"]
-# *The calculator: hours on one GPU, what each doubling of the GPUs keeps, prices and interruptions; below it hours
-# and cost of the run over the number of GPUs, on demand and on spot.*
+# *The calculator: hours on one GPU, the efficiency kept at each doubling, prices and interruptions; below it hours and
+# cost of the run over the number of GPUs, on demand and on spot.*
 #
 # <details><summary>With the numbers that it opens with, from how many GPUs on does spot cost more?</summary>
 #
@@ -1182,32 +1184,33 @@ print("waiting for the late rank, ms:", *(f"{1e3 * wait:.0f}" for wait in waits)
 print(f"checkpointing 8 layers: {saved:.1f} times less memory, {slower:.2f} times the time")
 
 # %% [markdown]
-# - A late rank's delay shows on the others, as communication. A barrier before the all-reduce tells them apart.
+# - A late rank's delay shows on the others, as communication. A barrier before the all-reduce tells waiting from
+#   transfer.
 # - Computing over communicating depends on tokens per GPU and on the machine, not on the size of the model.
 # - Fewer bits save time, and checkpointing saves memory; HFU counts what is computed twice, MFU does not.
-# - Cost goes with 1/efficiency.
+# - Cost is proportional to 1/efficiency.
 #
 # **Now you can answer**
 #
 # 1. Of each step 5 % cannot be divided. What is the largest speed-up with the same batch?
-# 2. A profile of rank 0 says that 60 % of a step is all-reduce. What do you do before you buy a network?
+# 2. A profile of rank 0 says that 60 % of a step is all-reduce. What do you do before you buy a faster network?
 # 3. Why does fp16 need loss scaling and bf16 does not, and why do both need master weights?
 # 4. You switch checkpointing on, and HFU rises. Is the job faster?
-# 5. The batch grows with the GPUs. Until when is that worth it?
+# 5. The batch grows with the GPUs. Up to which batch is that worth it?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Less than 20 (section 2).
 # 2. Put a barrier before the all-reduce, on all ranks, and see whether it is waiting (section 3).
 # 3. fp16's range ends at small gradients, bf16 has fp32's. Both round small updates away (section 5).
-# 4. Not by that: look at MFU or tokens per second (section 6).
+# 4. Not necessarily: look at MFU or tokens per second (section 6).
 # 5. Up to the critical batch size, which grows as the loss falls (sections 2 and 10).
 # </details>
 #
 # **What to take to work:** [scripts/scaling_curve.py](../scripts/scaling_curve.py), and the barrier of section 3.
 #
 # **Exercises:** [exercises/05_scaling_efficiency](../exercises/05_scaling_efficiency_exercises.ipynb). **Next:** [06
-# zero](06_zero.ipynb), which takes the 16 bytes apart.
+# zero](06_zero.ipynb), which divides the 16 bytes among ranks.
 #
 # **Worth reading**
 # - S. McCandlish, J. Kaplan, D. Amodei, *An empirical model of large-batch training*, 2018, [arXiv
