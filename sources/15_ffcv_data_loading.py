@@ -14,14 +14,15 @@
 # # Is the GPU waiting for data, and how does FFCV fix that?
 #
 # Eight A100s trained ResNet-50 on ImageNet for 16 epochs in 14.9 minutes (*recorded*, [FFCV's ImageNet
-# runs](https://github.com/libffcv/ffcv-imagenet)). With 1,281,167 training images that is about 23,000 in every
-# second, 2,900 for each GPU, and somebody had to read, decode, crop and copy every one. In the usual way one core
-# manages about a thousand, and smaller ones. So each of those GPUs would want several cores for itself, or it would
-# wait. This lesson finds out who waits and for what, and opens the file format that ends the waiting.
+# runs](https://github.com/libffcv/ffcv-imagenet)). With 1,281,167 images an epoch that is about 23,000 per second,
+# 2,900 for each GPU, and each image had to be read, decoded, cropped and copied. PyTorch's usual loader prepares only
+# some hundreds per second on one core. So each of those GPUs would need several cores, or it would wait. This lesson
+# finds out who waits and for what, and opens the file format with which the library FFCV shortens the waiting.
 #
 # **You will be able to**
-# - *tell* from three measurements whether training waits for its data, and whether the loader computes or waits itself;
-# - *make* decoding cheaper, or do without it, and *choose* what to store;
+# - *tell* from three measurements whether training waits for its data, and whether the loader computes or is waiting
+#   too;
+# - *make* decoding cheaper, or avoid it, and *choose* what to store;
 # - *choose* an order and a cache for the memory that you have;
 # - *load* with FFCV under DDP, and *prove* that no sample is lost;
 # - *say* when FFCV is not the answer, and what is.
@@ -72,14 +73,14 @@ else:
     print("FFCV can be used: everything below is measured here, unless it says otherwise.")
 
 # %% [markdown]
-# Few machines have FFCV. Where it is missing, its cells show what was recorded elsewhere, and say so.
+# Few machines have FFCV. Without it, the cells that need it show recorded results, and say so.
 
 # %% [markdown]
 # ## 1. Who waits for whom?
 #
-# The images are made from a seed, in the shape of ImageNet: a folder for each class, JPEG files of many sizes. They
-# compress like photographs, so a pixel costs as much to decode. But ImageNet's have about twice as many pixels and
-# four times the bytes, so they take two to three times as long (estimated from these ratios).
+# Our images are generated, and stored as ImageNet is: a folder for each class, JPEG files of many sizes. But ImageNet's
+# have about twice as many pixels and four times the bytes, so they take two to three times as long (estimated from
+# these ratios).
 
 # %%
 train = ImageFolder(image_folder(count=count) / "train")
@@ -87,7 +88,7 @@ print(f"{len(train)} images of {len(train.classes)} classes")
 train.contact_sheet()
 
 # %% [markdown]
-# *The figure: eight scenes of overlapping shapes. A polygon or star of one colour in the middle is the class.*
+# *The figure: eight scenes of overlapping shapes. The polygon or star in the middle shows the class.*
 #
 # Before an image can be trained on, it goes through a pipeline, here with the library PIL:
 #
@@ -95,7 +96,7 @@ train.contact_sheet()
 # file --read--> bytes --decode--> pixels --crop, resize, flip--> 224 x 224 --copy--> batch on the GPU
 # ```
 #
-# `crop_box` draws a random part, as torchvision's `RandomResizedCrop` does. Pixels stay bytes until they are on the
+# `crop_box` chooses a random part, as torchvision's `RandomResizedCrop` does. Pixels stay bytes until they are on the
 # GPU, because as float32 they would be four times as much to copy.
 
 
@@ -124,8 +125,8 @@ parts = loading.costs_of_parts(work, train.paths[:128])
 plots.time_shares({"one image": parts}, "measured: what PIL's pipeline does for one image")
 
 # %% [markdown]
-# *The figure: one bar, cut into shares of the time. Decoding and cropping with resizing take about half each; to read a
-# file that is in memory already, and to copy, take little.*
+# *The figure: one bar, cut into shares of the time. Decoding and augmentation (crop, resize, flip) take about half
+# each; reading a file that is already in memory, and copying, take little.*
 
 # %% tags=["nbval-ignore-output"]
 whole_time = sum(parts.values())  # seconds
@@ -135,12 +136,12 @@ print(f"so a GPU of {gpu_rate:,} images/s needs {gpu_rate * whole_time:.1f} core
 # %% [markdown]
 # Three measurements tell whether that matters, for any training script:
 #
-# 1. the **loader alone**: go through it, and do nothing with the batches;
+# 1. the **loader alone**: take all its batches, and do nothing with them;
 # 2. the **step alone**: train on one batch again and again;
 # 3. **both**, and the time for which the step waits for its next batch.
 #
-# On a GPU the step trains a small network. Elsewhere the GPU is *emulated*: the step waits for as long as one at 2,900
-# images/s would compute, because a step on the CPU would take the cores that the loader needs.
+# On a GPU the step trains a small network. Elsewhere the GPU is *emulated*: the step sleeps for as long as one at 2,900
+# images/s would compute, because computing would take cores from the loader.
 
 
 # %%
@@ -157,8 +158,8 @@ def usual_loader(data, workers, size=64):
 
 
 # %% [markdown]
-# **Predict** for a loader of 900 images/s and a step of 2,700: how many go through both if they take turns? And if the
-# loader works ahead, in processes of its own?
+# **Predict** for a loader of 900 images/s and a step of 2,700: how many images/s do you get if they take turns? And if
+# the loader works ahead, in processes of its own?
 
 # %%
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -183,27 +184,28 @@ for name, (load, fed) in usual.items():
     print(f"{row}{fed.waits:12.0%}")
 
 # %% [markdown]
-# In turns the times add up: 1/900 + 1/2,700 s an image, so 675 images/s. If the loader works ahead, the slower one
-# sets the pace: 900, and the step waits for two thirds of the time.
+# In turns the times add up: 1/900 + 1/2,700 s an image, so 675 images/s. If the loader works ahead, the slower one sets
+# the pace: 900, so the step waits for two thirds of the time. An epoch as short as ours stays somewhat below the
+# prediction, so measure longer ones.
 #
 # | what you see | what it means | what helps |
 # |---|---|---|
 # | both ≈ step alone, no waiting | the GPU is the bottleneck | nothing here: lessons 04 to 12 |
 # | both ≈ loader alone | the loader is the bottleneck | sections 2 to 5 |
-# | both below the slower one | they take turns | let the loader work ahead |
+# | 1/both ≈ 1/loader + 1/step | they take turns | let the loader work ahead |
 #
-# > **What changes on real GPUs.** The step runs beside Python, so stop the clock after `torch.cuda.synchronize()`. With
-# > `pin_memory=True` and `non_blocking=True` the copy overlaps with the step.
+# > **What changes on real GPUs.** Python does not wait for the GPU, so stop the clock after
+# > `torch.cuda.synchronize()`. With `pin_memory=True` and `non_blocking=True` it need not wait for the copy either.
 
 # %% [markdown]
 # ## 2. Does the loader compute, or does it wait too?
 #
-# A slow loader has one of two reasons, and they want different cures. Either its cores compute all the time, or it
-# waits itself, for a disk or the network, while its cores idle. The rate does not tell which, but the number of busy
-# cores does. So we take the same images twice: from memory, and from an emulated store in which each read waits for 10
-# ms and needs no core.
+# A loader is slow for one of two reasons, and each needs its own remedy. Either its cores compute all the time, or they
+# are idle while it waits for a disk or the network. The rate does not show which, but the number of busy cores does. So
+# we load the same images twice: from memory, and from an emulated store in which each read waits for 10 ms and needs no
+# core.
 #
-# **Predict** for two cores: which of the two loaders gets faster with eight workers instead of two, and how much?
+# **Predict** for two cores: which of the two loaders gets faster with eight workers instead of two, and by how much?
 
 # %%
 warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
@@ -220,19 +222,19 @@ for (name, workers), speed in speeds.items():
     print(f"{name:9}{workers} workers {speed.rate:7,.0f} images/s {speed.busy:5.1f} cores busy")
 
 # %% [markdown]
-# To the computing loader six more workers bring little but switching, once all cores are busy. The waiting one gets
-# about three times as fast, because eight reads are under way at once. So if cores idle while the step waits, have
-# more reads in flight (workers, threads, `prefetch_factor`), and fewer, larger files (section 12).
+# Six more workers do not help the computing loader, because no core is free for them. The waiting one gets about three
+# times as fast, because eight reads wait at the same time. So if cores are idle while the step waits, start more reads
+# at once (workers, threads, `prefetch_factor`), and use fewer, larger files (section 12).
 #
-# > **Misconception.** "The loader is slow, so I set `num_workers` to 32." If workers compute, what counts is the core
-# > time of an image. The next sections lower that.
+# > **Misconception.** "The loader is slow, so I set `num_workers` to 32." If workers compute, only the core time of
+# > an image counts. The next sections lower it.
 
 # %% [markdown]
 # ## 3. Decode less
 #
-# Photographs are often several times as wide as the 224 pixels that are wanted. JPEG stores each block of 8 by 8 pixels
-# as 64 waves, from coarse to fine, so a decoder that leaves out the fine ones gets the picture at a half, a quarter or
-# an eighth of its width and height, without ever making the pixels that would be thrown away. In PIL this is `draft`.
+# Photographs are often several times as wide as the 224 pixels we need. JPEG stores each block of 8 by 8 pixels as 64
+# waves, from coarse to fine, so a decoder that leaves out the fine ones gets the picture at a half, a quarter or an
+# eighth of its width and height, without ever making the pixels that would be thrown away. In PIL this is `draft`.
 #
 # **Predict**: how many times as fast is it to decode at a quarter of the width and height?
 
@@ -257,9 +259,9 @@ for p, milliseconds in decode_times.items():
     print(f"1/{p}: {milliseconds:5.1f} ms, {decode_times[1] / milliseconds:.1f} times as fast")
 
 # %% [markdown]
-# One and a half to three times, by machine, not sixteen: the bytes of all waves have to be unpacked in any case. An
-# eighth gains little more, and with fewer than 224 pixels it loses detail. For random crops, the size has to suit the
-# *crop*, which may be a twelfth of the area:
+# One and a half to three times, depending on the machine, not sixteen, because the bytes of all waves must be unpacked
+# in any case. An eighth gains little more, and with fewer than 224 pixels it loses detail. For random crops, what must
+# keep 224 pixels is the *crop*, which may be a twelfth of the area:
 
 
 # %%
@@ -283,15 +285,16 @@ times, least, most = loader_records.gain("dataloader_cv2")
 print(f"OpenCV for PIL on our small images: x {times:.2f} ({least:.2f} to {most:.2f}; recorded)")
 
 # %% [markdown]
-# A faster library helps as well, as the last line shows, and GPUs can decode too (DALI, or `decode_jpeg` of torchvision
-# with `device="cuda"`). Or one decodes once, and stores what comes out. That is FFCV's way.
+# OpenCV in place of PIL, in the last line, helps as well, and GPUs can decode too (DALI, or `decode_jpeg` of
+# torchvision with `device="cuda"`). Or one decodes once, and stores the pixels, as FFCV does.
 
 # %% [markdown]
 # ## 4. A file made to be read: `.beton`
 #
-# JPEG files are made to be small, and folders to be found by name. **FFCV** (Leclerc et al. 2023) puts a data set into
-# one file that is made to be read at random, by many threads. Its writer takes anything with a length and an index,
-# and a **field** for each part of a sample. For the real ImageNet add `workers=16, page=8 << 20, max_resolution=256`.
+# JPEG files are made to be small, and folders to be searched by name. **FFCV** (Leclerc et al. 2023) puts a data set
+# into one file that is made to be read in any order, by many threads. Its writer takes any data set with `len` and
+# `[i]`, and a **field** for each part of a sample. For the real ImageNet add `workers=16, page=8 << 20,
+# max_resolution=256`.
 
 
 # %%
@@ -306,9 +309,9 @@ def write_beton(source, path, mode="raw", workers=1, page=2 << 20, **options):
 
 
 # %% [markdown]
-# A small file first: 24 images of 192 by 192 pixels. All in it are numbers in fixed places, so NumPy can open it: a
+# A small file first: 24 images of 192 by 192 pixels. It consists of numbers in fixed places, so NumPy can open it: a
 # **header** of 24 bytes, a **descriptor** for each field, **metadata** with a record for each sample, **pages** of
-# equal size for what is large, and an **allocation table** with the place and size of each piece.
+# equal size for the images, and an **allocation table** with the place and size of each image.
 
 # %%
 folder = tempfile.TemporaryDirectory()
@@ -321,8 +324,8 @@ file = Beton(files["small"])
 plots.file_layout(file.segments(), "measured: a .beton file of 24 raw images, pages of 2 MiB")
 
 # %% [markdown]
-# *The figure: the file as one row. The first page holds header, fields and metadata, enlarged below. Two pages of
-# images follow, 18 and 6, with white space where the next did not fit, and the table.*
+# *The figure: the file as one row. The first page holds header, fields and metadata, enlarged below. Two pages follow,
+# with 18 and 6 images, and the table. White is unused space, as where the next image did not fit.*
 #
 # To find an image, look up its record, and cut the pixels out of the file:
 
@@ -336,15 +339,15 @@ assert mode == by_hand.RAW and file.samples["label"][5] == small[5][1]
 
 # %% [markdown]
 # Any image is one contiguous piece at a known place: no directory to search, no file to open and, as mode 1 means plain
-# pixels, nothing to decode. The price is white space, and a file that is written once, whole.
+# pixels, nothing to decode. The price is unused space, and a file to which nothing can be added.
 
 # %% [markdown]
 # ## 5. Small or fast: what to store
 #
-# FFCV stores images as plain pixels (**raw**), as **JPEG** of quality 90, or mixes both.
+# FFCV stores images as plain pixels (**raw**), as **JPEG** of quality 90, or as a mixture.
 #
-# **Predict**: how many times as large as the JPEG file is the raw one? And once the files are in memory, which of them
-# feeds our GPU without making it wait?
+# **Predict**: how many times as large as the JPEG file is the raw one? And once the files are in memory, does either
+# feed our GPU without making it wait?
 
 # %%
 np.random.seed(0)  # which images of the mixture become JPEG
@@ -356,8 +359,8 @@ print(", ".join(f"{name} {size:.1f} MB" for name, size in sizes.items()))
 assert 6 < sizes["raw"] / sizes["JPEG"] < 12
 
 # %% [markdown]
-# Raw takes eight to ten times the bytes of JPEG. An FFCV loader gets a **pipeline** for each field, a list of
-# operations of which the first decodes. This one does what PIL's did; `ToDevice` copies to the GPU.
+# Raw takes about eight times the bytes of JPEG. An FFCV loader gets a **pipeline** for each field, a list of operations
+# of which the first decodes. This one does what PIL's did; `ToDevice` copies to the GPU.
 
 
 # %%
@@ -406,27 +409,28 @@ plots.step_split(rows, f"{origin}: one batch of 64 images in training")
 # *The figure: for each loader a bar as long as a batch takes, the step first, then the waiting. With the usual loader
 # waiting is by far the longer part; with FFCV and raw images it is the shorter one.*
 #
-# This is how FFCV fixes it: more than twice as many images a second, from the same cores. (Two cores do not feed 2,900
-# even so.) JPEG still has to be decoded, so it is slower than raw, and faster than the usual loader.
+# So FFCV loads more than twice as many images a second on the same cores. (Whether two cores feed 2,900 depends on the
+# machine: section 8 shows a faster one.) Its JPEG must be decoded, so it is slower than raw, but still faster than the
+# usual loader.
 #
-# Why then would anyone store JPEG? Because a file that is not in memory comes through a disk or a network, which counts
-# bytes. *Recorded* in images/s (FFCV's benchmarks, a p3dn.24xlarge instance):
+# Why store JPEG then? Because a file that is not in memory comes from a disk or over a network, where bytes count.
+# *Recorded* in images/s (FFCV's benchmarks, a p3dn.24xlarge instance):
 #
 # | from | 256 px, raw | 512 px, raw | 512 px, JPEG |
 # |---|---|---|---|
 # | memory | 172,801 | | 31,278 |
 # | network disk (EBS) | 6,870 | 1,956 | 16,631 |
 #
-# From memory small raw images win by far; from this slow disk, raw images of 512 pixels are eight times slower than
-# JPEG. One rule chooses: images/s are what the cores can do or, if that is less and the file is not in memory, the
-# disk's bandwidth divided by the bytes of an image.
+# From memory raw is faster (its images are also smaller here); from this slow disk, JPEG of 512 pixels is eight times
+# as fast as raw. One rule covers both lines: images/s are what the cores can do, but from a disk at most its bandwidth
+# divided by the bytes of an image.
 
 # %% [markdown]
 # ## 6. Which order, and how much memory?
 #
-# Training wants a new random order in each epoch, and a disk wants its pages one after the other. So FFCV offers three
-# orders: **sequential**, **random**, and **quasi-random**, which takes samples at random from a few open pages, and
-# opens the next page when one is used up.
+# Training needs a new random order in each epoch, but a disk is fastest when pages are read in sequence. So FFCV offers
+# three orders: **sequential**, **random**, and **quasi-random**, which takes samples at random from a few open pages,
+# and opens another when one is used up.
 
 
 # %%
@@ -440,15 +444,15 @@ accesses = {name: [*enumerate(page_of[order].tolist())] for name, order in order
 plots.page_accesses(accesses, "modelled: the page of each sample of an epoch, in three orders")
 
 # %% [markdown]
-# *The figure: samples of one epoch from left to right, page upwards. Sequential is a diagonal, quasi-random a set of
-# horizontal dashes, 16 at any time, and random fills the whole panel.*
+# *The figure: samples of one epoch from left to right, page upwards. Sequential is a diagonal, quasi-random has
+# horizontal dashes, with 16 pages open at a time, and random fills the panel.*
 #
-# Pages live in one of two places. In the **page cache** of the operating system (`os_cache=True`, the default) the
-# system keeps what was touched while there is room, and drops what was used least recently. In FFCV's own **process
-# cache** (`os_cache=False`) whole pages are read three batches ahead, and kept until their last use in the epoch.
+# Two caches can hold pages. The **page cache** of the operating system (`os_cache=True`, the default) keeps what was
+# read while there is room, and drops what was used least recently. FFCV's own **process cache** (`os_cache=False`)
+# reads whole pages three batches ahead, and keeps each until its last use in the epoch.
 #
-# **Predict**: there is memory for half of the file, and an epoch has been read before. Which share of the next one's
-# samples does the page cache have, in sequential and in random order?
+# **Predict**: there is memory for half of the file, and one epoch has been read. Which share of the next one's samples
+# comes from the page cache, in sequential and in random order?
 
 # %%
 labels, pages = np.array(train.labels), page_of.max() + 1
@@ -464,10 +468,10 @@ for name, order in orders.items():
     print(f"{name:13}{mixed:11.1f}{held:17}      " + "".join(f"{share:8.0%}" for share in hits))
 
 # %% [markdown]
-# Random finds about what is there. Sequential looks better, but its hits are neighbours on a page just read:
-# each page comes from the disk again, because the one needed next is always the one dropped longest ago.
+# In random order, the share found is about the share that fits. Sequential looks better, but its hits are neighbours on
+# a page just read: each page comes from the disk again, because it was always dropped before its turn.
 #
-# So ask: does the file fit in memory raw? As JPEG? If neither, take quasi-random with the process cache: it mixes
+# So ask: does the raw file fit in memory? Does JPEG? If neither, take quasi-random with the process cache: it mixes
 # classes nearly as well as random, reads each page once, and holds little more than the pages of its window, whatever
 # the size of the file. In random order the process cache would hold all of it.
 
@@ -476,7 +480,7 @@ for name, order in orders.items():
 #
 # Under DDP (lesson 04) each rank trains on its own samples. With `distributed=True` an FFCV loader uses PyTorch's
 # `DistributedSampler`: all N ranks make the same shuffle, from the seed and the number of the epoch, and rank r takes
-# every N-th sample from r on. To show who gets what, the label in this file is the sample's *number*.
+# every N-th sample, beginning with number r. To show who gets what, the label in this file is the sample's *number*.
 
 
 # %%
@@ -523,10 +527,10 @@ for epoch, shares in enumerate(zip(*(seen for seen, _ in by_rank), strict=True))
     assert seen == {*range(count)}
 
 # %% [markdown]
-# No sample is lost. An FFCV loader counts its epochs itself, where `DistributedSampler` wants `set_epoch`.
+# No sample is lost. An FFCV loader counts its epochs itself, while `DistributedSampler` needs `set_epoch`.
 #
-# **Predict**: each rank seeds its own shuffle, 0 and 1, as one does for augmentations. Which share of the samples does
-# no rank see? And how much memory does the file take, now that both ranks have read most of it?
+# **Predict**: the two ranks shuffle with seeds of their own, 0 and 1. Which share of the samples does no rank see? And
+# how much memory did the file take above, where both ranks read most of it?
 
 # %%
 samplers = [DistributedSampler(range(count), world_size, r, seed=r) for r in range(world_size)]
@@ -542,17 +546,17 @@ for rank, (mapped, fair) in enumerate(memory):
     print(f"rank {rank}: {mapped / 1e6:.0f} MB of it in memory, its fair share {fair / 1e6:.0f} MB")
 
 # %% [markdown]
-# A quarter is never seen, without an error or a wrong loss: each rank misses a sample with probability 1 − 1/N, all N
-# miss (1 − 1/N)ᴺ of them, and for many ranks that is 37 %.
+# In each epoch a quarter is seen by no rank, and no error says so. Each rank misses a sample with probability 1 − 1/N,
+# so all N miss (1 − 1/N)ᴺ of them: 37 % for many ranks.
 #
 # The page cache belongs to the machine. Each rank has most of the file in memory, but it is the same memory, so the
-# second rank adds next to nothing. (A page that two processes have counts half in the *fair share* of each.) The
-# process cache is there once for each rank, and another machine needs a copy of the file.
+# second rank adds almost nothing. (A page that two processes have counts half in the *fair share* of each.) The process
+# cache, however, exists once per rank.
 
 # %% [markdown]
 # ## 8. When FFCV is not the answer
 #
-# FFCV has not been maintained since 2024. Its last release, 1.0.2, is source code that wants compilers and system
+# FFCV has not been maintained since 2024. Its last release, 1.0.2, is source code that needs compilers and system
 # libraries ([PyPI](https://pypi.org/project/ffcv/)), and imports `distutils`, which Python 3.12 no longer has. What
 # else loads the same images on the same cores?
 
@@ -562,10 +566,10 @@ ways += ["mosaicml_streaming", "grain", "spdl", "dali"]
 loader_records.bars(ways)
 
 # %% [markdown]
-# *The figure: a bar for each library. FFCV's raw file is far ahead, its mixture and its JPEG file follow. DALI is 14 to
-# 18 % faster than the usual loader, two are about as fast, and three are slower.*
+# *The figure: a bar for each library. FFCV's raw file is far ahead, then come its mixture and its JPEG. DALI is about
+# 1.2 times as fast as the usual loader, LitData and Grain are equally fast, three are slower.*
 #
-# All but FFCV and DALI call PIL here, so the figure compares how they hand images on, not what they could do with
+# All but FFCV and DALI call PIL here, so the figure compares how they deliver images, not what they could do with
 # another decoder, or with a remote store. Where to look:
 #
 # - data in an object store: [WebDataset](https://github.com/webdataset/webdataset),
@@ -573,16 +577,17 @@ loader_records.bars(ways)
 #   section 12;
 # - text: section 13 needs no library;
 # - decoding on the GPU: [DALI](https://docs.nvidia.com/deeplearning/dali/user-guide/docs/);
-# - threads: [SPDL](https://facebookresearch.github.io/spdl); JAX: [Grain](https://google-grain.readthedocs.io);
+# - threads with decoders of their own: [SPDL](https://facebookresearch.github.io/spdl); JAX:
+#   [Grain](https://google-grain.readthedocs.io);
 # - data that change every day, or augmentations that must stay torchvision's: the usual loader, with section 3;
-# - a step that does not wait: nothing of all this.
+# - a step that does not wait: none of this.
 
 # %% [markdown] tags=["deeper"]
 # ## 9. A `.beton` file, to the last byte · deeper
 #
-# How well do we know the format? Well enough if a writer of our own makes the same file. Two rules decide where an
-# image goes: a new page is opened when the next image does not fit, and each page is written whole. An image's record
-# is packed, 13 bytes; the label behind it is aligned to 8 bytes, as C would do.
+# We know the format if a writer of our own makes the same file, byte for byte. Two rules decide where an image goes: a
+# new page is opened when the next image does not fit, and each page is written whole. An image's record has 13 bytes
+# without gaps; the label after it starts at a multiple of 8 bytes, as in a C struct.
 
 # %% tags=["deeper"] jupyter={"source_hidden": true}
 from course_utils.programs import folded
@@ -602,7 +607,7 @@ if not without:
     print(f"{ours.stat().st_size:,} bytes, all equal to those of FFCV's writer")
 
 # %% [markdown] tags=["deeper"]
-# And the other way round: FFCV's Loader returns what our reader finds.
+# In the other direction, FFCV's Loader reads our file and returns what our reader finds.
 
 # %% tags=["deeper"]
 if not without:
@@ -615,16 +620,16 @@ if not without:
     print(f"{tuple(batch[0].shape)} pixels and 24 labels equal")
 
 # %% [markdown] tags=["deeper"]
-# > **Misconception.** "FFCV is fast because `.beton` is a fast binary format." It is a plain one, as you see. What is
-# > stored in it, the library that resizes, threads that share one memory, and compiled code all have a part (section
-# > 11).
+# > **Misconception.** "FFCV is fast because `.beton` is a fast binary format." It is a plain one, as you see. The gain
+# > has four causes: what is stored in it, the library that decodes and resizes, threads that share one memory, and
+# > compiled code (section 11).
 
 # %% [markdown] tags=["deeper"]
 # ## 10. Two caches, measured · deeper
 #
 # First the page cache, in a process of its own. The file is dropped from the cache, then read twice in random order.
-# Linux counts the bytes that come from the disk, and the memory that is the process's *own*; that of mapped files is
-# not. (If the temporary folder lies in memory, nothing comes from a disk at all.)
+# Linux counts the bytes that come from the disk, and the memory that is the process's *own*, to which mapped files do
+# not belong. (If the temporary folder is in memory, nothing comes from a disk at all.)
 
 
 # %% tags=["deeper"]
@@ -651,11 +656,11 @@ print("from the disk, by epoch:", *(f"{size / 1e6:.0f} MB" for size in from_disk
 print(f"own memory added: {own / 1e6:.0f} MB")
 
 # %% [markdown] tags=["deeper"]
-# The first epoch reads the file from the disk, the second finds it in memory, and none of it is the process's own, so
-# the system can take it back at any moment.
+# The first epoch reads the file from the disk, but not all of its unused space. The second finds it in memory. None of
+# it is the process's own, so the system can take it back at any moment.
 #
-# Now the process cache, by those parts of FFCV that fetch pages. **Predict** how much memory each order needs, and
-# whether FFCV takes what the model of section 6 has counted.
+# Now the process cache, with the parts of FFCV that fetch pages. **Predict** how much memory it takes in each order: as
+# many pages as the model of section 6 says?
 
 # %% tags=["deeper"]
 if not without:
@@ -670,14 +675,14 @@ for name, order in orders.items():
     print()
 
 # %% [markdown] tags=["deeper"]
-# With the random order the process cache holds the whole file, and as memory that nobody else can use: the worst of
-# both. It is made for quasi-random, and asks for all its memory when the epoch starts, so that too little shows at
-# once. The page cache fails in silence: it gives way, and only the epoch time tells. Watch the bytes that are read from
-# the disk in the *second* epoch (`iostat`, or `read_bytes` as here). They should be none. Jobs on one machine share
-# its page cache, so one job's data can push out the other's.
+# In random order the process cache holds the whole file, in memory that no other process can use. It is made for
+# quasi-random. It asks for all its memory when the epoch starts, so a shortage shows at once. The page cache fails
+# silently: it drops pages, and only the epoch takes longer. Watch the bytes that are read from the disk in the *second*
+# epoch (`iostat`, or `read_bytes` in `/proc/<pid>/io`, as here). There should be none. Jobs on one machine share its
+# page cache, so one job's data can push out the other's.
 #
-# What does a part in memory do to the speed? *Modelled*: the disk of section 5 feeds the eight A100s of the beginning
-# with raw images of 256 pixels (169.8 GB) in random order.
+# How fast is it if only a part of the file is in memory? *Modelled*: the disk of section 5 feeds the eight A100s of the
+# beginning with raw images of 256 pixels (169.8 GB) in random order.
 
 # %% tags=["deeper"]
 each = 169.8e9 / 1_281_167  # bytes of an image
@@ -690,16 +695,18 @@ wanted = 16 * 1_281_167 / (14.9 * 60)
 print(f"the eight A100s want {wanted:,.0f}: {1 - disk / each / wanted:.0%} in memory")
 
 # %% [markdown] tags=["deeper"]
-# The quasi-random order does not work with `distributed=True` (FFCV raises NotImplementedError). What works is to
-# give each rank pages of its own with `indices=`, equally many samples each, or one rank runs out of batches while
-# the others wait (lesson 04). Then each rank sees the same part of the data in every epoch.
+# So 70 % in memory is enough for them, because the disk has to deliver only the rest.
+#
+# The quasi-random order does not work with `distributed=True` (FFCV raises NotImplementedError). What works is to give
+# each rank pages of its own with `indices=`. All ranks need equally many samples, or one runs out of batches while the
+# others wait (lesson 04). The price: each rank sees the same part of the data in every epoch.
 
 # %% [markdown] tags=["deeper"]
 # ## 11. Compiled, and in threads: where the factor comes from · deeper
 #
-# FFCV changes four things at once: the library that decodes and resizes, what is stored, threads in place of
-# processes, and a loop that is compiled. The benchmark has changed them one after the other. **Predict** which step
-# gains most.
+# FFCV changes four things at once: the library that decodes and resizes, what is stored, threads in place of processes,
+# and a loop that is compiled. The benchmark changes them one after the other (below, *A for B* means A in place of B).
+# **Predict** which change gains most.
 
 # %% tags=["deeper"]
 chain = ["dataloader", "dataloader_cv2", "dataloader_raw", "threads_raw", "ffcv_raw"]
@@ -713,15 +720,17 @@ for way in ("ffcv_raw", "ffcv_jpeg"):
 loader_records.bars(chain)
 
 # %% [markdown] tags=["deeper"]
-# *The figure: five bars, from the usual loader with PIL over OpenCV, pixels and threads to FFCV.*
+# *The figure: five bars, each longer than the one before: the usual loader with PIL, then OpenCV, then pixels, then
+# threads, then FFCV.*
 #
-# What is stored is the largest step, the library the second; threads and the compiled loop gain a fifth each. With
-# JPEG images the largest step falls away.
+# Storing pixels gains most, the library comes second; threads and the compiled loop gain about a fifth each. With JPEG
+# images the largest gain is lost.
 #
-# Why do threads help? The usual build of Python runs one thread at a time, whatever the number of cores: its lock
-# sees to that. Hence the worker *processes* of the usual loader, which have to hand their batches over. FFCV compiles
-# its pipeline with **Numba**, a just-in-time compiler (**JIT**) for functions on arrays and numbers. Compiled code
-# does not need the lock, so FFCV's threads run at the same time and write straight into the batch.
+# Why do threads help? In the usual build of Python a lock lets only one thread at a time run Python code, whatever the
+# number of cores. Therefore the usual loader has worker *processes*, which must pass their batches to the training
+# process. FFCV compiles its pipeline with **Numba**, a just-in-time compiler (**JIT**) for functions on arrays and
+# numbers. Compiled code does not need the lock, so FFCV's threads run at the same time and write straight into the
+# batch.
 
 # %% tags=["deeper"]
 if not without:
@@ -741,14 +750,14 @@ if not without:
     print(f"1 thread, its loop not compiled: {interpreted.core_ms:.2f} ms of a core an image")
 
 # %% [markdown] tags=["deeper"]
-# Compiling the loop gains little on one core, because it calls OpenCV's C++ code, which is fast anyway and gives the
-# lock back. So compiling is not what makes FFCV's operations fast. It makes *yours* fast.
+# On one core the loop takes about as long without compilation, because most of its time goes into OpenCV's C++ code,
+# which is fast anyway. So compiling is not what makes FFCV's operations fast. It makes *yours* fast.
 #
 # ### An operation of your own
 #
-# An **operation** declares what comes out of it and the memory it wants for that, and returns a function that FFCV
-# compiles. This one makes all images grey, pixel by pixel, as no one would in Python. (77, 150 and 29 are 256 times
-# the weights of red, green and blue in brightness, by ITU-R BT.601.)
+# An **operation** declares the shape and type of its result and the memory it needs for it, and returns a function that
+# FFCV compiles. This one makes all images grey, pixel by pixel, which one avoids in plain Python. (77, 150 and 29 are
+# 256 times the weights of red, green and blue in brightness, by ITU-R BT.601.)
 
 
 # %% tags=["deeper"]
@@ -803,16 +812,16 @@ print(f"  in the next process                {times['next_process_s']:5.1f}")
 
 # %% [markdown] tags=["deeper"]
 # The price is the first epoch, in which the operation is compiled. On its own FFCV compiles everything in each process,
-# so eight ranks compile the same code eight times at once; `course_utils.ffcv` keeps the compiled code in files.
-# Remember it when the first step of a job seems to hang.
+# so eight ranks compile the same code eight times at once; `course_utils.ffcv` keeps the compiled code in files. If the
+# first step of a job seems to hang, it may be compiling.
 
 # %% [markdown] tags=["deeper"]
 # ## 12. Shards over a network · deeper
 #
-# An object store answers each request after some waiting and then sends at some bandwidth: the α–β model of lesson
-# 01, with a large α. Therefore one asks for few, large files. The simplest such file is a tar archive of some
-# thousand samples, a **shard**, read from its beginning to its end; that is WebDataset's format. The store here is
-# emulated: a folder, 20 ms a request, 100 MB/s.
+# An object store answers each request after some delay and then sends at some bandwidth: the α–β model of lesson 01,
+# with a large α. Therefore one asks for few, large files. The simplest such file is a tar archive of a thousand samples
+# or more, a **shard**, read from its beginning to its end; that is WebDataset's format. The store here is emulated: a
+# folder, with a delay of 20 ms per request and 100 MB/s.
 #
 # **Predict**: how long does it take to read 120 images of about 30 kB, one request each? And as three shards?
 
@@ -849,9 +858,9 @@ for name, store in (("files", single), ("shards", sharded)):
 print(f"measured: files {single.seconds:.2f} s, shards {sharded.seconds:.2f} s")
 
 # %% [markdown] tags=["deeper"]
-# The shards have a few more bytes (tar fills up) and a fortieth of the requests. The price is the order: inside a
-# shard samples come as they were written. So one shuffles the *order of the shards*, and a **buffer** of samples on
-# the way: each sample that arrives takes the place of a random one, which leaves. How well does that mix?
+# The shards have a few more bytes (tar pads each file) and need a fortieth of the requests. The price is the order:
+# inside a shard samples come as they were written. So one shuffles the *order of the shards*, and passes the samples
+# through a **buffer**: each one that arrives takes the place of a random one, which leaves. How well does that mix?
 
 
 # %% tags=["deeper"]
@@ -891,15 +900,16 @@ for written, arriving in (("by class", np.arange(count)), ("shuffled", rng.permu
 # %% [markdown] tags=["deeper"]
 # ## 13. Text: packing, shards, exact resume · deeper
 #
-# Data for language models have another shape. A token is two or four bytes, decoding is nothing, and the whole set is
-# one long array in a few files, read by `np.memmap` as in section 4. Three questions remain: how documents of all
-# lengths fill rows of equal length, in which order rows come, and how a run goes on after a crash without losing or
-# repeating any.
+# Data for language models look different. A token is two or four bytes and needs no decoding, and the whole set is one
+# long array in a few files, read by `np.memmap` as in section 4. Three questions remain: how documents of all lengths
+# fill rows of equal length, in which order rows come, and how a run goes on after a crash without losing or repeating
+# any.
 #
 # ### Packing
 #
-# Each paragraph of the course's text stands for a document, each byte for a token. Rows have 256 tokens. **Predict**:
-# if each document gets rows of its own, filled up with padding, which share of the tokens is real?
+# Each paragraph of the course's text, *Alice in Wonderland*, stands for a document, each byte for a token. A document
+# has 175 tokens on average, and a row 256. **Predict**: if each document gets rows of its own, and padding fills them
+# up, which share of the tokens is real?
 
 # %% tags=["deeper"]
 from course_utils.programs import TEXT
@@ -915,10 +925,10 @@ print(f"packed: {len(packed)} rows, all real")
 assert padded_rows * length > 1.3 * len(tokens)
 
 # %% [markdown] tags=["deeper"]
-# **Packing** puts documents one after the other, each with a token for its end, and cuts rows out of the whole. No
-# token is wasted, but a row now holds pieces of several documents, and attention looks from one into another. Llama 3
-# therefore uses a **document mask** ([section 3.2 of its report](https://arxiv.org/abs/2407.21783)), which matters
-# most for long rows. With the mask, a document in a packed row gets exactly what it would get alone:
+# **Packing** puts documents one after the other, each followed by an end token, and cuts the result into rows. No token
+# is wasted, but a row now holds pieces of several documents, and attention reaches from one into another. Therefore
+# Llama 3 uses a **document mask** ([section 3.2 of its report](https://arxiv.org/abs/2407.21783)), which matters most
+# for long rows. With the mask, a document in a packed row gets exactly what it would get alone:
 
 # %% tags=["deeper"]
 attention = torch.nn.functional.scaled_dot_product_attention
@@ -937,8 +947,8 @@ kept = mask.sum() / causal.sum()
 print(f"{document.max() + 1} documents in the row; the mask keeps {kept:.0%} of the pairs")
 
 # %% [markdown] tags=["deeper"]
-# In training one does not build the mask. Kernels that take the documents' lengths, FlashAttention's `varlen`
-# functions or PyTorch's FlexAttention, skip what it hides.
+# In training one does not build the mask. FlashAttention's `varlen` functions take the documents' lengths instead,
+# PyTorch's FlexAttention a function that says which pairs to keep, and both skip the rest.
 #
 # ### An order that needs no memory of the past
 #
@@ -983,8 +993,8 @@ print("4 ranks, stopped after 5 steps, resumed on 2: the same rows in the same o
 # %% [markdown] tags=["deeper"]
 # ## 14. Mistakes that make no noise · deeper
 #
-# Each of these runs without a word. **Predict** the first: 500 samples in batches of 64, how many does a default FFCV
-# loader give?
+# Each of these mistakes runs without an error. **Predict** the first: of 500 samples in batches of 64, how many does an
+# FFCV loader with default options give in an epoch?
 
 # %% tags=["deeper"]
 if not without:
@@ -1009,16 +1019,17 @@ if not without:
     print("4. a loader that is made anew starts with the order of epoch 0")
 
 # %% [markdown] tags=["deeper"]
-# 1. Samples are lost in each epoch, in validation without ever being tested: `drop_last=False`.
+# 1. Samples are lost in each epoch, and in validation some are never tested. Set `drop_last=False`.
 # 2. A batch is a view of one of a few buffers, which the loader fills again. Use it at once, or `clone()` it.
-# 3. `seed` is for the order. Random crops and flips have generators of their own, one in each thread.
-# 4. A run that is resumed repeats the shuffles it had. Say `loader.next_epoch = epoch` after loading a checkpoint.
+# 3. `seed` is for the order only. Random crops and flips have other generators, one in each thread.
+# 4. A run that is resumed repeats the orders it has already used. Set `loader.next_epoch = epoch` after loading a
+#    checkpoint.
 #
-# Two more stand in the file: the writer decodes JPEG files and compresses them again with quality 90, whatever they
-# had, and its mode `smart` stores plain pixels unless it gets a `smart_threshold`.
+# Two more happen when the file is written: the writer decodes JPEG files and compresses them again with quality 90,
+# whatever quality they had, and its mode `smart` stores plain pixels unless it gets a `smart_threshold`.
 #
 # Others hang for ever, unless something like `course_utils.ffcv` turns them into errors. One is a grey image in the
-# writer, which wants `convert("RGB")`; another an operation that is compiled, behind `ToTensor`:
+# writer, which needs `convert("RGB")`. Another is a compiled operation after `ToTensor`:
 
 # %% tags=["deeper"]
 if not without:
@@ -1043,10 +1054,10 @@ print("the step waits:", *(f"{n} {waits:.0%}" for n, (*_, waits) in found.items(
 print(f"a large photograph: {full:.1f} ms of a core, with draft {cheap:.1f} ms")
 
 # %% [markdown]
-# - Measure the loader alone, the step alone, and both; the slower one sets the pace. Busy cores tell a loader that
-#   computes from one that waits.
-# - Decode less (`draft`), with a faster library, or once and for all (raw).
-# - Raw is fast from memory, JPEG from a disk. The order decides how many pages must be in memory.
+# - Measure the loader alone, the step alone, and both; the slower one sets the pace. The number of busy cores shows
+#   whether the loader computes or waits.
+# - Decode less (`draft`), with a faster library, or only once (raw).
+# - Raw is fast from memory, JPEG from a slow disk. The order decides how many pages must be in memory.
 # - All ranks shuffle with one seed and the number of the epoch. The page cache is shared by all ranks of a machine.
 #
 # **Now you can answer**
@@ -1060,7 +1071,8 @@ print(f"a large photograph: {full:.1f} ms of a core, with draft {cheap:.1f} ms")
 #
 # 1. More reads in flight, and fewer, larger files (sections 2 and 12).
 # 2. `draft`, for the size of the crop (section 3).
-# 3. JPEG, or a mixture that just fits; a part in memory helps little (sections 5, 6 and 10).
+# 3. JPEG, or a mixture that just fits: of the raw file, at least a quarter would come from the disk in each epoch
+#    (sections 5, 6, 10).
 # 4. That of augmentations may, that of the shuffle must not (section 7).
 # </details>
 #

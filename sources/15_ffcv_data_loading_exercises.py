@@ -208,13 +208,14 @@ for index, (image, label) in enumerate(images):
 # **open** from the first of these samples to the last. (The lesson counts what is ahead in batches, this exercise in
 # samples.) If more pages are wanted than fit, one leaves early and is loaded again later.
 #
-# The lesson's **quasi-random** order has a fixed window of open pages and takes whatever memory comes of it. Here the
+# The lesson's **quasi-random** order has a fixed window of open pages and takes as much memory as that needs. Here the
 # memory is given. Make an order that uses it well:
 #
 # - every sample once, and never more than `cap` pages in memory, those loaded ahead included. Then each page is loaded
-#   once, and all accesses but the first to each page **hit**, whatever is loaded ahead: they find their page in memory;
-# - as random as a window allows: on average at least about as many pages open as in the widest window that keeps to
-#   this with that seed. Chance decides which come together, which of them is next, and which of its samples;
+#   once, and all accesses but the first to each page **hit**: they find their page in memory;
+# - as random as a window allows: on average at least about as many pages are open as in the widest window that keeps to
+#   `cap` with the same seed. Chance decides which pages are open together, which of them is next, and which of its
+#   samples;
 # - the same for the same seed, another one for another seed. Each epoch calls with its own.
 #
 # Pages may hold different numbers of samples, some numbers of pages may be missing, and neighbours may lie on different
