@@ -682,7 +682,7 @@ def reduce_in_turn(size):
 
 in_turn = on_hosts(reduce_in_turn, S, init=False)
 assert in_turn == [world_size] * world_size
-expected_in_turn = world_size // hosts * expected["flat"]  # each rank's neighbour is on another host
+expected_in_turn = world_size // hosts * expected["flat"]  # each rank's neighbour is elsewhere
 for left in in_turn.left_host or []:
     assert 1 <= left / (expected_in_turn * S) < 1.03
     print(f"predicted {expected_in_turn:.1f} S, counted {left / S:.1f} S")
