@@ -15,12 +15,12 @@
 #
 # Llama 3 405B was trained on 16,384 GPUs: eight shared each layer, sixteen shared the depth of the model, and 128
 # copies of that shared the batch (*recorded*, Grattafiori et al. 2024, table 4). Why not 16 × 8 × 128, or 8 × 1 ×
-# 2,048? First you train a small model with three kinds of parallelism at once, equal to one process, and count what
-# each sends. Then a planner computes memory and time of layouts on clusters that you do not have.
+# 2,048? First you train a small model with three kinds of parallelism at once, check it against one process, and count
+# what each kind sends. Then a planner computes memory and time of layouts on clusters that you do not have.
 #
 # **You will be able to**
 # - *say* for each rank of a mesh which groups it is in, and which link carries their traffic;
-# - *train* with FSDP, tensor and pipeline parallelism at once, with clipping that is right;
+# - *train* with FSDP, tensor and pipeline parallelism at once, with correct clipping;
 # - *choose* the order of a mesh by the bytes on the slow link;
 # - *plan* memory and time of a layout, *know* what the plan assumes, and *judge* it against published runs.
 #
@@ -29,7 +29,7 @@
 # deeper sections, under a minute to run.
 
 # %% [markdown]
-# First every parameter, then what comes from the course.
+# First the parameters, then the course's helpers.
 
 # %% tags=["parameters"]
 import itertools
@@ -67,8 +67,8 @@ from course_utils.programs import SCRIPTS, TEXT, excerpt, folded, run_program, t
 # - **data parallelism** (DP, here with FSDP): **replicas** of the model read different text, so gradients are averaged.
 #
 # (A fourth, **context parallelism**, CP, divides each sequence: lesson 11.) Every rank takes part in all three, so it
-# is in three **groups**, and a **mesh** says in which. It numbers the ranks by coordinates, like the digits of a
-# number, the last dimension counting fastest. A group holds the ranks that differ in *one* coordinate only. PyTorch's
+# is in three **groups**. A **mesh** says in which: each rank has coordinates, which count up like the digits of a
+# number, the last one fastest. A group holds the ranks that differ in *one* coordinate only. PyTorch's
 # `init_device_mesh` makes the groups, and with a *fake* process group (lesson 06) one process can believe that it is
 # rank 100 of 256.
 
@@ -103,29 +103,29 @@ plots.mesh_grid(
 )
 
 # %% [markdown]
-# *The figure: four panels, one for each stage; in each, eight rows of eight ranks. A row is a node. The tensor group
-# of rank 100 fills its row, its data group is its column, and its pipeline group has the same place in every panel.*
+# *The figure: a panel for each stage, with eight rows of eight ranks. A row is a node. The tensor group of rank 100
+# fills its row, its data group is its column, and its pipeline group has the same place in every panel.*
 #
-# Its partners in data parallelism are 8 ranks apart and those in the pipeline 64, so each is on another node. Only
-# the tensor group stays inside, because `torchrun` numbers the ranks of a node one after the other. **The order of
-# the dimensions decides which group uses which link.**
+# Rank 100's data-parallel partners are 8 ranks apart and its pipeline partners 64, so each is on another node. Only
+# the tensor group stays inside, because `torchrun` numbers the ranks of a node one after the other. **The order of the
+# dimensions decides which group uses which link.**
 
 # %% [markdown]
 # ## 2. Which link carries what
 #
-# Count the bytes first. Let t, p and d be the sizes of the three groups, L the layers, h the width of the model, Ψ
-# its parameters, and n the tokens that a replica takes in a step. A GPU in the middle of the pipeline sends, in
-# numbers of 2 bytes:
+# Count the bytes first. Let t, p and d be the sizes of the three groups, L the layers, h the width of the model, Ψ its
+# parameters, and n the tokens that a replica takes in a step. A GPU in the middle of the pipeline sends, in numbers of
+# 2 bytes:
 #
 # | group | what travels | how many numbers in a step |
 # |---|---|---|
 # | tp | activations, summed four times in each of its L/p layers | 8·n·h·(L/p)·(t − 1)/t |
-# | pp | activations to the next stage and their gradients back, a t-th from each rank | 2·n·h/t |
+# | pp | activations to the next stage and gradients back; each tensor rank sends 1/t of them | 2·n·h/t |
 # | dp | gradients of its Ψ/(t·p) parameters, all-reduced once | 2·Ψ/(t·p)·(d − 1)/d |
 #
-# **Predict** their order for Megatron-LM's model of 76.1 billion parameters, 60 layers and h = 10,240, on the mesh
-# above, with 448 sequences of 2,048 tokens in a step. (A quarter of the published run, Narayanan et al. 2021, table
-# 1.)
+# **Predict** which group sends most and which least for Megatron-LM's model of 76.1 billion parameters, 60 layers and
+# h = 10,240, on the mesh above, with 448 sequences of 2,048 tokens in a step, 56 a replica. (A quarter of the
+# published run, Narayanan et al. 2021, table 1.)
 
 # %%
 megatron = PUBLISHED["Megatron 76.1B"]
@@ -141,8 +141,8 @@ for name in cluster:
 
 # %% [markdown]
 # Tensor parallelism sends nearly thirty times as much as the other two together. Which order of the dimensions is
-# best, then? A group that does not fit into a node uses the network, where each GPU of a DGX A100 has a port of its
-# own. All messages are added up, as if computing hid none of them.
+# best, then? A group that spans nodes uses the network, where each GPU of a DGX A100 has its own port. All times are
+# added up, as if computing hid no message.
 
 # %%
 for order in itertools.permutations(cluster):
@@ -153,14 +153,14 @@ for order in itertools.permutations(cluster):
     assert (seconds < 2) == (order[-1] == "tp")
 
 # %% [markdown]
-# With tensor parallelism last, messages take little more than a second; with anything else, ten. It stays in the node
-# because of its bytes, and because every layer waits for them. The other two cross nodes either way, so their order
-# does not matter: Megatron-LM puts pp first, Llama 3 dp.
+# With tensor parallelism last, messages take little more than a second; with anything else, ten. Tensor parallelism
+# belongs inside the node because of its bytes, and because every layer waits for them. The other two cross nodes
+# either way, so their order does not matter here: Megatron-LM puts pp first, Llama 3 dp.
 
 # %% [markdown]
 # ## 3. Three cuts through one model
 #
-# Now for real, with the course's small GPT of four blocks. Each rank makes three cuts, and the order is not free:
+# Now you train the course's small GPT of four blocks. Each rank makes three cuts, in this order:
 #
 # ```text
 # 1. pp   which blocks   blocks 0, 1 | blocks 2, 3            a rank builds only its stage
@@ -210,8 +210,8 @@ for name in ("mlp.up", "mlp.down", "norm1"):
 
 # %% [markdown]
 # `up` is cut along its rows twice: into two slices for tensor parallelism, and each slice into two shards for FSDP.
-# Seen from dp alone, a shard has rows 0 to 63 and 128 to 191, so PyTorch calls it *strided*; `sf` counts the slices.
-# `down` is cut once along each dimension, and the layer norm by FSDP only.
+# The first shards of the two slices are rows 0 to 63 and 128 to 191, with a gap, so PyTorch calls them *strided*; `sf`
+# counts the slices. `down` is cut once along each dimension, and the layer norm by FSDP only.
 #
 # The text depends on dp only: the ranks of a tensor group compute *one* layer together, so they must read the same
 # text.
@@ -227,8 +227,8 @@ def text(step, replica=0, replicas=1):
 # %% [markdown]
 # ## 4. A step on eight ranks
 #
-# The first cut brings the pipeline of lesson 10. The stage of this rank goes to a `PipelineStage` with its pipeline
-# group, and the schedule 1F1B sends micro-batches through. FSDP keeps gathered weights for the whole step
+# The first cut needs the pipeline of lesson 10: a `PipelineStage` gets this rank's stage and pipeline group, and the
+# 1F1B schedule sends micro-batches through it. FSDP keeps gathered weights for the whole step
 # (`reshard_after_forward=False`), because otherwise each micro-batch would gather them again.
 
 
@@ -259,7 +259,7 @@ def on_mesh(sizes, steps=2, clip=None, free=False):
 
 # %% [markdown]
 # One process with the whole batch is the reference. Two dimensions on four ranks (a pipeline of one stage), and three
-# on eight, have to agree with it to 1e-5, in losses and in all weights after two steps.
+# on eight, must agree with it to 1e-5, in losses and in all weights after two steps.
 
 # %%
 even = world_size if world_size >= 4 and world_size % 2 == 0 else 4
@@ -280,18 +280,17 @@ for rank, run in enumerate(runs):
     assert sends["tp"] > sends["dp"] > sends["pp"]
 
 # %% [markdown]
-# It is the same training. The two replicas have read different halves of the batch, and the mean of their losses is
-# that of one process. Each rank keeps an eighth of parameters, gradients and momenta, and a little more, because
-# norms and some biases are on both tensor ranks. As in section 2, tensor parallelism sends most and the pipeline
+# The two replicas have read different halves of the batch, and the mean of their losses is that of one process. Each
+# rank keeps about an eighth of parameters, gradients and momenta. Stage 0 keeps more, because its position embeddings,
+# like norms and some biases, are on both tensor ranks. As in section 2, tensor parallelism sends most, the pipeline
 # least.
 
 # %% [markdown]
 # ## 5. Clipping over three dimensions
 #
-# Clipping scales gradients down if the norm of *all* of them together is above a limit. Now they lie along three
-# dimensions: FSDP's shards, tensor parallelism's slices, and other layers on other stages. PyTorch's
-# `clip_grad_norm_` refuses here, because matrices lie on the mesh (dp, tp) and layer norms on (dp), so people write
-# their own. A `DTensor` knows what is a slice, which adds up, and what is a copy, which counts once:
+# Clipping scales gradients down if the norm of *all* of them together is above a limit. Here gradients are spread over
+# shards, slices and stages. PyTorch's `clip_grad_norm_` refuses, because matrices lie on the mesh (dp, tp) but layer
+# norms on (dp), so people write their own. The norm of a `DTensor` adds up slices and counts copies once:
 
 
 # %%
@@ -330,18 +329,18 @@ for norm_of in (own_stage, all_stages):
     assert (max(loss, weight) < 1e-5) == (norm_of is all_stages)
 
 # %% [markdown]
-# Nothing fails. But each stage scales by another factor, so the weights are wrong, while the losses differ by one
-# percent, which nobody sees in a curve. One number from each stage cures it.
+# Nothing fails. But each stage scales by a different factor, so the weights are wrong. The losses differ by one
+# percent, which nobody sees in a curve. Summing one number over the stages cures it.
 
 # %% [markdown]
 # ## 6. Two machines: what may cross the slow link?
 #
-# Two machines have two GPUs each, with a fast link inside and a slow one between them. Four ranks allow two of the
-# three parallelisms, one inside the machines and one across: six ways. **Predict** which way sends least between the
-# machines, and which sends most. Does the answer depend on the batch?
+# Two machines have two GPUs each, with a slow link between them. Four ranks allow two of the three parallelisms, one
+# inside the machines and one across: six ways. **Predict** which way sends least between the machines, and which sends
+# most. Does the answer depend on the batch?
 #
-# The same function trains them all, because a dimension of size 1 does nothing. Three runs are enough: the order of
-# the dimensions only decides on which machine a rank lies.
+# The same function trains them all, because a dimension of size 1 does nothing. Three runs are enough for six ways,
+# because the order only decides on which machine a rank lies.
 
 
 # %%
@@ -365,24 +364,23 @@ assert max(slow_bytes, key=slow_bytes.get)[0] == "tp"
 #
 # | across | inside | numbers between the machines | grows with |
 # |---|---|---|---|
-# | PP | DP | 2·N·h: each token's activations once forward, once back | tokens |
-# | PP | TP | 4·N·h: both tensor ranks send the same | tokens |
-# | DP | TP or PP | 24·L·h²: gradients one way, weights the other | parameters |
+# | PP | DP | 2·N·h: each token's activations forward, their gradients back | tokens |
+# | PP | TP | 4·N·h: both tensor ranks send all of it, unlike in section 2 | tokens |
+# | DP | TP or PP | 24·L·h²: gradients reduce-scattered, weights all-gathered | parameters |
 # | TP | DP or PP | 8·N·h·L | tokens and layers |
 #
-# So it does depend on the batch. Tensor parallelism across sends less than data parallelism across only if 8·N·h·L is
-# below 24·L·h², which means **N < 3h**. For GPT-3 with h = 12,288 that is 18 sequences of 2,048 tokens, where a real
-# batch has hundreds. A pipeline sends less than data parallelism as long as N < 12·h·L. Its price is not in the
-# table: the bubble.
+# So it does depend on the batch. Tensor parallelism sends less than data parallelism only if 8·N·h·L < 24·L·h², which
+# means **N < 3h**. For GPT-3 with h = 12,288 that is 18 sequences of 2,048 tokens, where a real batch has hundreds. A
+# pipeline (DP inside) sends less than data parallelism if N < 12·h·L, but it has a bubble.
 #
-# > **Misconception.** "Data parallelism across nodes, model parallelism inside." *Tensor* parallelism goes inside.
-# > Which of the other two crosses the slower link is a question of tokens, parameters and bubble.
+# > **Misconception.** "Data parallelism across nodes, model parallelism inside." Only *tensor* parallelism must stay
+# > inside. Whether a pipeline or data parallelism crosses is a question of tokens, parameters and bubble.
 
 # %% [markdown]
 # ## 7. The planner, and all that it assumes
 #
 # `planner.plan` takes a model, a cluster, a layout and a batch in sequences, and adds up what the lessons have
-# counted, at speeds that others have measured. Put your own cluster into the first line. `network` is in bits a
+# counted, at speeds that others have measured. Put your own cluster into the first line. `network` is in bits per
 # second for each GPU: a node's ports together, divided by its GPUs. (Section 18 puts in links that you measured.)
 
 # %%
@@ -392,21 +390,21 @@ deep = planner.Layout(tp=4, pp=4, dp=4, virtual=5, zero=1, recompute="selective"
 print(planner.plan(llama, ours, deep, batch=512).report())
 
 # %% [markdown]
-# Read the last part first, because a plan is worth what it assumes: the links, with the share of the data sheet that
-# collectives reach, and every default of the layout by its name, such as what backward computes a second time
-# (`recompute`). `help(planner.Layout)` explains each. *Exposed* is what communication adds to the step, *hidden* what
-# goes on beside computing.
+# Read the last part first, because a plan is worth no more than its assumptions: the links, with the share of the data
+# sheet that collectives reach, and every setting of the layout. `virtual` counts the stages of a rank, `recompute`
+# what backward computes again; `help(planner.Layout)` explains the others. *Exposed* time adds to the step; *hidden*
+# messages travel while the GPU computes.
 #
-# How far can one believe it? The course has a table of published runs with their sources. Two constants were fitted,
-# to five of them. All others are predictions.
+# How far can one believe it? The course has a table of published runs with their sources. Two constants were fitted to
+# five of these runs; all others are predicted.
 
 # %%
 replays = planner.replay(planner.published_runs(role=("known", "held_out")))
 plots.errors_by_family(replays, "modelled against recorded: errors by family of runs")
 
 # %% [markdown]
-# *The figure: a row of points for each family of runs, a point a run, predicted over published throughput less one,
-# with a grey band of 15 % either way. Most points lie inside; a few data-parallel runs are far to the right.*
+# *The figure: a row for each family of runs, a point per run, coloured by GPU, at predicted over published throughput
+# less one. The grey band is ±15 %. Most points lie inside; a few data-parallel runs are far to the right.*
 
 # %%
 for each in replays:
@@ -419,16 +417,17 @@ assert score.median < 0.08 < 0.15 < score.guess
 
 # %% [markdown]
 # All but one come out within a few percent; the run with sequences of 131,072 tokens was faster than planned. The
-# *constant guess* is that every run reaches one share of its GPUs' peak, the best share in hindsight. It is three
-# times as wrong, so the planner knows something (section 17 says where it fails). But a few percent between two
-# layouts mean nothing.
+# *constant guess* is that every run reaches one share of its GPUs' peak, the best share in hindsight. It is more than
+# three times as wrong, so the planner knows something (section 17 says where it fails). But a difference of a few
+# percent between two plans means nothing.
 
 # %% [markdown]
 # ## 8. Layouts that cannot run
 #
-# Most layouts that one writes down are impossible, and a planner says so sooner than a queue. Llama 3 70B has 80
-# layers, 64 heads and 8 key-value heads. All its states together are 1.13 TB, 18 GB for each of the 64 GPUs.
-# **Predict** which of these can run, and what is wrong with the others.
+# Most layouts are impossible, and a planner says so before a job waits in the queue. Llama 3 70B has 80 layers, 64
+# heads and 8 key-value heads. Its states are 1.13 TB, 18 GB for each of the 64 GPUs. **Predict** which can run, and
+# why the others cannot. As TP × PP × DP: 8 × 4 × 2, 8 × 4 × 4, 16 × 2 × 2, 2 × 32 × 1; then FSDP over 64, and HSDP
+# with a replica in each node.
 
 # %%
 good = planner.Layout(tp=8, pp=4, dp=2, recompute="selective")
@@ -446,17 +445,17 @@ for name, one in cases.items():
     assert bool(against) == (one is not good)
 
 # %% [markdown]
-# Three break a rule of division, and the last two are about memory. FSDP divides states, but not the activations of a
-# sequence, which do not fit here unless they are computed again (`recompute="full"`). HSDP, FSDP inside a node and
-# replicas across, keeps gathers off the network, but eight GPUs cannot hold 1.13 TB. Tensor parallelism over two
-# nodes is *not* refused: it runs, slowly.
+# The second makes 128 GPUs, the next two do not divide the model, and the last two need too much memory. FSDP divides
+# states, but not the activations of a sequence, which do not fit here unless they are computed again
+# (`recompute="full"`). HSDP keeps gathers inside the node, but eight GPUs cannot hold 1.13 TB. TP 16 is refused for
+# its heads, *not* because it spans two nodes: that would run, slowly.
 
 # %% [markdown]
 # ## 9. How wide is the network?
 #
-# Three layouts of that model are left: FSDP over all 64 GPUs with everything computed again; FSDP over 16 with TP 4;
-# and the pipeline of section 7. With 400 Gb/s for every GPU they lie close together. **Predict** which of them
-# suffers most when eight GPUs have to share one such port, 50 Gb/s each, and how much longer its step takes.
+# Compare three layouts that can run: FSDP over all 64 GPUs with everything computed again; FSDP over 16 with TP 4; and
+# the pipeline of section 7. With 400 Gb/s for every GPU they lie close together. **Predict** which of them suffers
+# most when eight GPUs share one such port, 50 Gb/s each, and how much longer its step takes.
 
 # %%
 layouts = {
@@ -473,26 +472,26 @@ for name, one in layouts.items():
     assert (plans[-1].seconds > 3 * plans[1].seconds) == (name == "TP 4, FSDP 16")
 
 # %% [markdown]
-# FSDP over 16 moves weights in each of its 32 micro-batches. At 400 Gb/s 27 s of that hide behind computing. At 50
-# Gb/s they would take eight times as long, and there is not so much to hide behind: the step takes 3.6 times as long.
-# FSDP over 64 has only four micro-batches, so it gathers less often, and the pipeline sends activations instead of
-# weights. **What a layout hides is its reserve, and a slower network uses it up.** So measure yours (section 18).
+# FSDP over 16 moves weights in each of its 32 micro-batches. At 400 Gb/s, computing hides 27 s of these messages. At
+# 50 Gb/s they take eight times as long, more than computing can hide, so the step takes 3.6 times as long. FSDP over
+# 64 has only four micro-batches, so it gathers less often, and the pipeline sends activations instead of weights.
+# **Hidden messages are free only while the network is fast.** So measure yours (section 18).
 
 # %% [markdown]
 # ## 10. Which layout? A guide
 #
-# Each dimension buys **memory** and costs **time**: TP all-reduces in every layer, PP a bubble, FSDP gathers. So
-# every dimension has to pay for itself. Ask in this order (section 20 has a case for each question):
+# Each dimension buys **memory** and costs **time**: TP all-reduces in every layer, PP a bubble, FSDP gathers. So use
+# one only where you need it. Ask in this order (a number names the next question; section 20 has a case for each):
 #
 # | | question | yes | no | 70B on 64 H100s |
 # |---|---|---|---|---|
 # | 1 | do states and a micro-batch fit on a GPU? | DP | 2 | no: 1.13 TB |
 # | 2 | do states fit on all, and a sequence's activations on one? | ZeRO-1, FSDP, HSDP | 3 | only the states |
 # | 3 | is recomputation cheaper than a little TP? | recompute | TP in the node | no: TP 4 |
-# | 4 | does computing hide FSDP's gathers? | FSDP | PP with ZeRO-1 | at 400 Gb/s, not at 50 |
-# | 5 | would more TP leave the node? | PP for the rest | as much TP as needed | TP 4 |
-# | 6 | are micro-batches many times the stages? | stay | interleave, fewer stages | 128 for PP 4: stay |
-# | 7 | long sequences, few of them? | CP for replicas | done | done |
+# | 4 | does computing hide FSDP's gathers? | FSDP | PP with ZeRO-1 | at 400 Gb/s: FSDP 16; at 50: PP 4 |
+# | 5 | would more TP leave the node? | PP for the rest | as much TP as needed | no: TP 4 |
+# | 6 | are there many more micro-batches than stages? | stay | interleave, fewer stages | yes: 128 for PP 4 |
+# | 7 | long sequences, few of them? | CP in place of replicas | done | no: done |
 #
 # Now the question at the top: the published layout of Llama 3 405B against its neighbours, with 2,048 sequences.
 
@@ -512,16 +511,16 @@ for name, one in neighbours.items():
     print(f"{name:20}", *(against or [planner.plan(large, machine, one, batch=2048)]))
 
 # %% [markdown]
-# Each number has a reason. TP is 8, because eight GPUs share a node, and eight key-value heads do not divide further.
-# TP 4 leaves eight micro-batches for 16 stages, which Megatron-LM's schedule, and so the planner, refuses; in Llama
-# 3's own, at least half of each pass would be idle. PP 32 is too deep for 32 micro-batches, and with PP 4 a stage
-# does not fit. Without a pipeline there are 2,048 replicas of one sequence, which cannot hide their gathers.
+# TP is 8, because eight GPUs share a node, and eight key-value heads do not divide further. TP 4 leaves eight
+# micro-batches for 16 stages, which Megatron-LM's schedule refuses; in any other at least half of the stages would
+# wait. PP 32 has only 32 micro-batches, so its bubble is larger. With PP 4 a stage does not fit. Without a pipeline
+# there are 2,048 replicas of one sequence, which cannot hide their gathers.
 
 # %% [markdown]
 # ## 11. The complete program
 #
 # [scripts/train_3d.py](../scripts/train_3d.py) is this lesson as one file of plain PyTorch, with checkpoints.
-# Parameters have the same names on every mesh, so a checkpoint is not bound to the mesh that wrote it. Its heart:
+# Parameters have the same names on every mesh, so any mesh can load a checkpoint. Its heart:
 
 # %%
 program = SCRIPTS / "train_3d.py"
@@ -529,8 +528,8 @@ print(excerpt(program, "def clip(", "return norm"), end="\n\n...\n")
 print(excerpt(program, "for step in range(done", "optimizer.zero_grad()"))
 
 # %% [markdown]
-# We run two steps on 2 × 2 × 2 ranks of `launch`, which sets the variables that `torchrun` sets. Then `torchrun`
-# itself goes on, with two replicas and no other dimension. At last one process does all four steps.
+# We run two steps on 2 × 2 × 2 ranks of `launch`, which sets the same variables as `torchrun`. Then `torchrun` itself
+# continues from the checkpoint with two replicas (the lines without a rank). Finally one process does all four steps.
 
 # %%
 flags = [f"--data={TEXT}", "--layers=2", "--batch=8", "--micro=2"]
@@ -563,12 +562,12 @@ for name, some, gathers in (("kept", runs, 1), ("freed", freed, microbatches + 1
         print(f"{name:5} stage {stage}: {sends} bytes;", *counts)
 
 # %% [markdown] tags=["deeper"]
-# Every byte is as in the formulas of `mesh_training.expected_bytes`. A freed block is gathered m + 1 times: two
-# blocks and the rest of the stage make 2 · 3 + 1 = 7 gathers. Each of the m forwards frees it and whatever comes
-# next gathers it again, but a backward does not free it (`PipelineStage` sees to that, PyTorch 2.13). So freeing does
-# not even save memory at the peak, when all blocks of the stage have been through a backward. Gradients are reduced
-# once in either case, after the last micro-batch. More micro-batches do not change the tensor traffic, but cut it
-# into smaller messages.
+# Every byte is as in the formulas of `mesh_training.expected_bytes`. With m micro-batches a freed block is gathered
+# m+1 times: once at the start, and once after each of the m forwards, because each frees it. Two blocks, and the rest
+# of the stage once, make 2·3+1 = 7 gathers. A backward does not free a block (`PipelineStage` sees to that, PyTorch
+# 2.13). So freeing does not even save memory at the peak, when all blocks of the stage have been through a backward.
+# Gradients are reduced once in either case, after the last micro-batch. More micro-batches do not change the tensor
+# traffic, but cut it into smaller messages.
 #
 # > **Misconception.** "FSDP and pipelines do not go together." They do, but within a step the weights and gradients of
 # > a stage are there whole, because all micro-batches use them. ZeRO-1 (lesson 06) then holds and sends as much, with
@@ -577,7 +576,7 @@ for name, some, gathers in (("kept", runs, 1), ("freed", freed, microbatches + 1
 # %% [markdown] tags=["deeper"]
 # ## 13. Three more norms that are wrong · deeper
 #
-# Three ways to get the norm of section 5 that people also write. Which is too small, which too large?
+# Here are three more ways to compute the norm of section 5. Which one is too small, and which is too large?
 
 
 # %% tags=["deeper"]
@@ -617,8 +616,8 @@ for norm_of in wrong:
 # %% [markdown] tags=["deeper"]
 # The library refuses, because it wants to stack norms that lie on different meshes: the good case. The norm of a
 # rank's own pieces is too small, and different on each rank. The norm of all pieces is too large: what tensor
-# parallelism does not cut (norms, positions, the biases of row-parallel layers) is there once on each tensor rank,
-# and counts twice.
+# parallelism does not cut (norms, positions, the biases of row-parallel layers) is whole on each of the two tensor
+# ranks, so it counts twice.
 
 # %% [markdown] tags=["deeper"]
 # ## 14. Three dimensions are not always best · deeper
@@ -641,8 +640,8 @@ for norm_of in wrong:
 # (The second row is called "pure tensor parallelism" there. The notebook that it comes from has a data axis of four.)
 # </details>
 #
-# Three dimensions came last. The pipeline costs 0.3 s where two more replicas could have been, and FSDP 0.1 s. The
-# fastest has one dimension less, no sharding, and takes most memory, 14.5 of 24 GB: memory was there to be used.
+# Three dimensions came last. Two stages in place of twice the replicas cost 0.3 s, and FSDP 0.1 s. The fastest layout
+# has one dimension less and no sharding. It takes 14.5 GB rather than 8.5, but each GPU has 24.
 
 # %% [markdown] tags=["deeper"]
 # ## 15. Where the time of a step goes · deeper
@@ -661,7 +660,8 @@ plots.layout_bars({each.name: each.plan for each in ten}, "modelled: a step of t
 #
 # The largest run is planned as plain 1F1B, because the script that was published later
 # (`examples/sc21/run_table_1.sh`) does not interleave it. The paper says that all of them interleaved (section 5.1).
-# Both readings, and the planner's bubble and tensor traffic held against what the course has counted:
+# The next cell plans both readings (a *chunk* is one of the stages of a rank), and compares the planner's bubble and
+# tensor traffic with what the course has counted:
 
 # %% tags=["deeper"]
 from course_utils import pipeline
@@ -688,7 +688,7 @@ assert shares[2]["bubble"] < 1.2 * shares[2]["tensor"]
 # tensor traffic. Either way data parallelism is nearly nothing here. As models grow wider, a layer's products grow
 # with h² and its messages with h, so tensor parallelism's share falls. The bubble does not fall by itself.
 #
-# Computing is below the data sheet, too, and how far depends on the shapes:
+# Computing does not reach the data sheet either, and how far it stays below depends on the shapes:
 
 # %% tags=["deeper"]
 from course_utils.hardware import GPUS
@@ -707,14 +707,14 @@ for length in (512, 8192, 131072):
     print(f"attention over {length:6} tokens: {told} TFLOP/s")
 
 # %% [markdown] tags=["deeper"]
-# A product is cut into tiles, which multiprocessors take in waves. The last wave leaves some of them idle, and a
-# small product does not fill one. Attention (FlashAttention-2 and -3) needs long sequences, since tiles on the
-# diagonal are half masked. Beside these shapes stand two fitted constants (section 17).
+# A product is cut into tiles, which multiprocessors take in waves. The last wave leaves some of them idle, and a small
+# product does not fill even one wave. Attention (FlashAttention-2 and -3) needs long sequences, since tiles on the
+# diagonal are half masked. Two fitted constants come on top (section 17).
 
 # %% [markdown] tags=["deeper"]
 # ## 16. What moves memory · deeper
 #
-# The run of section 2 as it was published, on 1,024 A100s, and one lever at a time. b is the size of a micro-batch.
+# The run of section 2 as it was published, on 1,024 A100s, with one change at a time. b is the size of a micro-batch.
 
 # %% tags=["deeper"]
 run = next(run for run in recorded.MEGATRON_RUNS if run.model == megatron.name)
@@ -737,16 +737,17 @@ plots.memory_bars(rows, f"modelled: {model.name}, the fullest GPU")
 # %% [markdown] tags=["deeper"]
 # *The figure: six stacked bars. The published layout has most in optimizer states, then activations. Sequence
 # parallelism shrinks the activations, ZeRO-1 the optimizer states. Without recomputation activations are the largest
-# part. With ZeRO-3 and micro-batches of one almost nothing is left.*
+# part. With ZeRO-3 and micro-batches of one almost nothing is left; with a micro-batch of 14 nearly all is
+# activations.*
 #
-# Memory buys time. Without recomputation a step is shorter by a quarter, for more memory. ZeRO-3 with micro-batches
-# of one gathers all weights 28 times in a step, and is slowest by far; with one micro-batch of 14 it gathers them
-# twice, and would be faster than the published layout.
+# Memory buys time: without recomputation a step is shorter by a quarter, but takes 75 GB. ZeRO-3 with micro-batches of
+# one gathers all weights 28 times in a step, and is slowest by far; with one micro-batch of 14 it gathers them twice,
+# and would be faster than the published layout.
 #
-# The **loss** is a part of its own: log-softmax, its gradient, and the gradient of the logits take 12 bytes a logit.
-# Llama 3 has 128,256 logits for each token, so programs for long sequences take the loss in pieces. **HSDP** trades
-# memory for gathers that stay in the node, and **experts** are divided among data ranks. A shape of your own is a
-# `TransformerConfig`.
+# The **loss** needs memory of its own: log-softmax, its gradient, and the gradient of the logits take 12 bytes a
+# logit. Llama 3 has 128,256 logits for each token, so programs for long sequences take the loss in pieces. **HSDP**
+# trades memory for gathers that stay in the node, and **experts** are divided among data ranks. The next cell has a
+# case of each, and a model of your own as a `TransformerConfig`.
 
 # %% tags=["deeper"]
 llama8, eight = PUBLISHED["Llama 3 8B"], planner.cluster("DGX H100", 8)
@@ -790,13 +791,14 @@ print("; ".join(run.name for run in planner.fitted_runs()))
 
 # %% [markdown] tags=["deeper"]
 # Not by itself, because published shares of the peak lie close together: the *constant guess* is often near. *Median*
-# is that of the errors' sizes, *bias* that of the errors with their sign. The planner has two shares of the best
-# matrix product ever found on the GPU that were fitted, to five runs; the guess has seen all of them.
+# is that of the errors' sizes, *bias* that of the errors with their sign. The planner has two fitted constants, the
+# shares of the best known matrix product that training reaches on Ampere and on Hopper. They have seen five runs; the
+# guess has seen all.
 #
 # How unseen are these rows? Nothing else was fitted, but their errors were seen while the planner was written, and
 # some things were changed after a look. Only a table that nobody has looked at is an **exam**: the H100 tables of
-# llm-foundry, which were scored once, when all was finished. It passed with one mark below: long sequences are
-# predicted 12 % too slow. On this one table the constant guess is as good, but it was chosen with the answers in
+# llm-foundry, which were scored once, when all was finished. The planner passed, with one weak result: long sequences
+# are predicted 12 % too slow. On this one table the constant guess is as good, but it was chosen with the answers in
 # view, and it does not carry over to another program.
 #
 # Where does it fail?
@@ -815,11 +817,11 @@ for run in recorded.ZERO3_RUNS[:3]:
 # %% [markdown] tags=["deeper"]
 # The largest errors are those of ZeRO-3 in 2021 (Narayanan et al. 2021, table 2). From 768 to 1,536 GPUs their step
 # does not become shorter at all, as if it waited for its messages, at 16 GB/s a GPU. A port brings 25 GB/s, and the
-# planner believes that 0.9 of it arrives and that most hides. Context parallelism in torchtitan of 2024 is slower
-# than planned, too. **A model is right about what it has in it.** It does not know software that does less than the
-# hardware allows.
+# planner assumes that messages reach 0.9 of it and that computing hides most of them. Context parallelism in
+# torchtitan of 2024 is slower than planned, too. **A model knows only what was put into it.** This one knows no
+# software that does less than the hardware allows.
 #
-# Memory is held against published runs as well: peaks that torchtitan reports, and runs that did not fit.
+# Memory is compared with published runs as well: peaks that torchtitan reports, and runs that did not fit.
 
 # %% tags=["deeper"]
 for each in replays:
@@ -836,13 +838,13 @@ assert refused < 0.05 * len(replays) and caught > len(failed) / 2
 
 # %% [markdown] tags=["deeper"]
 # Published peaks are what the allocator *reserved*, and eager programs reserve more than they use. The planner counts
-# what is used, so leave it a tenth.
+# what is used, so it accepts four of nine layouts that ran out of memory. Leave a tenth of the GPU free.
 
 # %% [markdown] tags=["deeper"]
 # ## 18. Your cluster, measured · deeper
 #
 # Two commands of nccl-tests give the two numbers of your network: `all_gather_perf -b 256M -e 256M -g 8` on one node,
-# and the same with one GPU of each of several nodes; type in the column *busbw*. Then run 20 steps of two layouts
+# and the same with one GPU of each of several nodes. Copy the column *busbw* of both. Then run 20 steps of two layouts
 # that you can start today, and type in the seconds of a step. `fit` finds the two shares that explain them: of the
 # best product, and of memory bandwidth. (The numbers here are invented. Replace them.)
 
@@ -897,11 +899,13 @@ plots.search_picture(
 
 # %% [markdown] tags=["deeper"]
 # *The figure: a point for the best plan of each choice of degrees, memory of the fullest GPU to the right and time of
-# a step upwards, colored by TP. The fastest have small TP and nearly full GPUs.*
+# a step upwards, coloured by TP; circles mark the three fastest and the degrees of section 8. The fastest have small
+# TP and nearly full GPUs.*
 #
 # **A search always finds the weakest spot of its model.** The first list divides sequences of 8,192 tokens among
-# context ranks, and there the planner is least sure: torchtitan's runs were up to 41 % slower than planned, Llama 3's
-# 24 % faster. Start from the second list: TP 4 with a short pipeline and ZeRO-1, or with FSDP over 16.
+# context ranks, and there the planner is least sure: torchtitan's runs took up to 41 % longer than planned, while the
+# plan for Llama 3's has a throughput 24 % too low. So start from the second list. Its first layout needs 79 of 80 GB,
+# which is too close; then come TP 4 with four stages and ZeRO-1, and TP 4 with FSDP over 16.
 #
 # And with sequences of 131,072 tokens, a million tokens in a step? Gradients are reduced in fp32, the loss is taken
 # in 16 pieces, and the attention kernel is the one for Hopper.
@@ -921,9 +925,9 @@ for run in recorded.LLAMA3_RUNS[:2]:
 assert 2 < ratio < 3 and long.plans[0].layout.dp == 1 and short.plans[0].layout.pp > 1
 
 # %% [markdown] tags=["deeper"]
-# There are only eight sequences in a step, so data parallelism has nothing to divide and context ranks take its
-# place. Torchtitan's runs with four and eight context ranks took 30 to 45 % longer than planned, so measure that plan
-# first. The published layouts of Llama 3 stand at the top of such a list, though the search knows nothing of them.
+# There are only eight sequences in a step, so data parallelism has little to divide and context ranks take its place.
+# Torchtitan's runs with four and eight context ranks took 24 to 41 % longer than planned, so measure such a plan
+# before you trust it. The published layouts of Llama 3 are first in such a list, though the search does not know them.
 
 # %% [markdown] tags=["deeper"]
 # ## 20. The guide, question by question · deeper
@@ -951,7 +955,8 @@ def weigh(model, machine, batch, layouts):
 
 
 # %% [markdown] tags=["deeper"]
-# **1 and 2. Does it fit on a GPU, or on all of them?** Then no new dimension: DP, else ZeRO-1 or FSDP.
+# **1 and 2. Does it fit on a GPU, or on all of them?** Then you need no new dimension: DP if one GPU holds it,
+# otherwise ZeRO-1 or FSDP.
 
 # %% tags=["deeper"]
 Layout = planner.Layout
@@ -968,8 +973,8 @@ told = weigh(PUBLISHED["Llama 3 8B"], planner.cluster("DGX H100", 8), 128, {
 assert "DDP" not in told and told["FSDP"] < told["TP 8"]
 
 # %% [markdown] tags=["deeper"]
-# **3. Activations of one sequence do not fit?** Compute them again, or divide them by a little tensor parallelism.
-# Two networks, two answers.
+# **3. Activations of one sequence do not fit?** Compute them again, or divide them by a little tensor parallelism. The
+# network decides: here are 200 Gb/s and 50 Gb/s.
 
 # %% tags=["deeper"]
 gpt3, thousand = PUBLISHED["Megatron 174.6B"], planner.cluster("DGX A100", 1024)
@@ -1000,8 +1005,9 @@ for size, most in ((1536, 12), (128, 1)):
     assert (told["TP 8, PP 8, 4 chunks"] < told[f"FSDP, TP 8, b = {most}"]) == (size == 128)
 
 # %% [markdown] tags=["deeper"]
-# **7. Are the sequences long?** With a fixed number of tokens in a step there are few of them, so few replicas and
-# few micro-batches. The replicas come back as context ranks. (The last line interleaves and recomputes less, too.)
+# **7. Are the sequences long?** With a fixed number of tokens in a step, long sequences are few, so there are few
+# replicas or few micro-batches. Context ranks take the place of replicas. (The last line interleaves and recomputes
+# less, too.)
 
 # %% tags=["deeper"]
 told = weigh(replace(large, context=131072), planner.cluster("DGX H100", 16384), 128, {
@@ -1038,8 +1044,8 @@ mesh_explorer()
 #
 # <details><summary>Put 16 GPUs in a node. Does the data group gain?</summary>
 #
-# Two of its ranks are in each node now. But a ring is as fast as its slowest link, which is the network: still 150
-# ms. NCCL builds as many rings as a node has ports, each through all ranks; the planner assumes those, and the group
+# Two of its ranks are in each node now. But the explorer counts one ring, which is as fast as its slowest link, the
+# network: still 150 ms. NCCL builds as many rings as a node has ports. The planner assumes those, so there the group
 # gains.
 # </details>
 #
@@ -1061,7 +1067,7 @@ print(f"planner: {score.median:.1%} median error over {score.runs} runs, a guess
 # %% [markdown]
 # - The last dimension of a mesh is the one inside the node. Tensor parallelism belongs there, because of its bytes.
 # - Cut into stages, then slices, then shards: it is the training of one process. Clip by the norm of all stages.
-# - Each dimension buys memory and costs messages or a bubble. A plan is worth what it assumes.
+# - Each dimension buys memory and costs messages or a bubble. A plan is worth no more than its assumptions.
 #
 # **Now you can answer**
 #
@@ -1088,5 +1094,5 @@ print(f"planner: {score.median:.1%} median error over {score.runs} runs, a guess
 #   [arXiv 2104.04473](https://arxiv.org/abs/2104.04473): the layouts of sections 2 and 15.
 # - A. Grattafiori et al., *The Llama 3 herd of models*, 2024, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783),
 #   section 3.3: four dimensions on 16,384 GPUs.
-# - W. Liang et al., *TorchTitan*, 2024, [arXiv 2410.06511](https://arxiv.org/abs/2410.06511): sections 3 and 4, grown
-#   up.
+# - W. Liang et al., *TorchTitan*, 2024, [arXiv 2410.06511](https://arxiv.org/abs/2410.06511): sections 3 and 4 in
+#   production.
