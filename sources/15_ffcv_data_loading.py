@@ -1076,7 +1076,7 @@ print(f"a large photograph: {full:.1f} ms of a core, with draft {cheap:.1f} ms")
 # 4. That of augmentations may, that of the shuffle must not (section 7).
 # </details>
 #
-# **What to take to work:** `measure` of [course_utils/loading.py](../course_utils/loading.py), before anything else;
+# **What to take to work:** `measure` of `course_utils.loading`, before anything else;
 # `decode_and_augment`; and [scripts/train.py](../scripts/train.py), whose log says how long each rank waits for data.
 #
 # **Exercises:** [exercises/15_ffcv_data_loading](../exercises/15_ffcv_data_loading_exercises.ipynb). **Next:**
