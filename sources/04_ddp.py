@@ -13,16 +13,16 @@
 # %% [markdown]
 # # What happens inside `loss.backward()` under DDP?
 #
-# Four ranks train a small GPT. The obvious way to average their gradients makes 28 all-reduces per step, one after
-# the other, when the backward pass is over. PyTorch's `DistributedDataParallel`, **DDP** for short, sends the same
-# bytes in a few large messages while backward is still running, so that on a GPU they can cost nearly no time. In
-# this lesson you build DDP yourself, in three versions.
+# Four ranks train a small GPT. The obvious way to combine their gradients makes 28 all-reduces per step, one after the
+# other, when the backward pass is over. PyTorch's `DistributedDataParallel`, **DDP** for short, sends the same bytes
+# in a few large messages while backward is still running, so that on a GPU they can cost nearly no time. In this
+# lesson you build DDP yourself, in three versions.
 #
 # **You will be able to**
 # - *prove* that N ranks take the same step as one process with an N-times larger batch;
 # - *build* data parallelism: after backward, in buckets, and overlapped with backward;
 # - *read* what `DistributedDataParallel` sends, and when;
-# - *recognize* mistakes of accumulation and of uneven data that have no message;
+# - *recognize* silent mistakes with accumulation and with uneven data;
 # - *run* a complete DDP program with `torchrun`.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb). **Time:** about 45 minutes to read the core, 115 with the
@@ -53,8 +53,8 @@ patience = 2.0  # seconds that `launch` waits for the ranks in some cells
 # ## 1. Data parallelism in one picture
 #
 # Every rank holds the whole model. In each step it takes *its own part* of the batch and runs forward and backward on
-# it alone. Before the optimizer's step the ranks exchange their gradients, so that all optimizers see the same one
-# and take the same step. So the weights stay equal, although nobody sends them.
+# it alone. Before the optimizer's step the ranks exchange their gradients, so that all optimizers get the same
+# gradient and take the same step. So the weights stay equal, although nobody sends them.
 #
 # `build_gpt()` makes a small GPT of two blocks, from seed 0 unless you name another seed. Its output layer shares the
 # embedding's weight. The data is *Alice in Wonderland*, in windows of 64 characters.
@@ -113,10 +113,10 @@ columns = {name: [row[name] for row in rows] for name in rows[0]}
 plots.replicas(columns, "measured: one step of data parallelism")
 
 # %% [markdown]
-# *The figure: one row a rank. Grey is the same on all ranks: weights before and after, and the mean gradient. Colored
-# is what belongs to one rank: text, loss and gradient.*
+# *The figure: one row a rank; a bar is a number. Grey is the same on all ranks: weights before and after, and the mean
+# gradient. Colored belongs to one rank: text, loss and gradient.*
 #
-# An all-reduce sums the gradients, and a division by N, the number of ranks, makes them their mean. Nothing else is
+# An all-reduce sums the gradients, and a division by N, the number of ranks, makes the sum a mean. Nothing else is
 # communicated.
 
 # %% [markdown]
@@ -153,8 +153,8 @@ for dtype, bound in data_parallel.BOUNDS.items():
 
 # %% [markdown]
 # The two sides are equal to rounding, since their difference shrinks with the precision. Without the division the
-# gradient is N times too large. With plain SGD that is an N-times larger learning rate. Adam hides it, because it
-# divides each gradient by its own running size, until you clip at a fixed norm.
+# gradient is N times too large. With plain SGD that is an N-times larger learning rate. Adam divides each gradient by
+# its own running size and so hides the mistake, until you clip at a fixed norm.
 #
 # > **Misconception.** "`all_reduce` averages", or "DDP sums the gradients." It is the other way round: `all_reduce`
 # > sums, and DDP divides by the number of ranks.
@@ -165,9 +165,9 @@ for dtype, bound in data_parallel.BOUNDS.items():
 # %% [markdown]
 # ## 3. The same start, other data
 #
-# **Predict**: each rank builds its model from *its own* seed,
-# and all then average their gradients at every step. Do the weights grow together, stay apart, or drift further
-# apart? (`spread` is the largest difference between any two ranks in any weight.)
+# **Predict**: each rank builds its model from *its own* seed, and all then average their gradients at every step. Do
+# the weights come closer, stay as far apart, or drift further apart? (`spread` is the largest difference between any
+# two ranks in any weight.)
 
 
 # %%
@@ -193,14 +193,14 @@ print(f"spread before and after: {apart[0]:.3f}, {apart[1]:.3f}; with a broadcas
 
 # %% [markdown]
 # They stay as far apart as they were, because all ranks subtract the *same* mean gradient. And this gradient belongs
-# to none of the models, since each part of it was computed at other weights. No message says so. A broadcast of the
+# to none of the models, since each part of it was computed at other weights. No error says so. A broadcast of the
 # weights cures it. Afterwards the spread is exactly zero, because an all-reduce leaves the same bits on every rank.
 #
 # <details><summary>Is it enough to give every rank the same seed instead?</summary>
 #
-# For weights drawn from that seed, yes, as long as all ranks draw the same numbers in the same order. A broadcast
-# also covers weights from a file that one rank read half-written, or a layer that one rank built under an `if`. It
-# happens once and costs the bytes of the weights, and DDP does it.
+# For weights drawn from that seed, yes, as long as all ranks draw the same numbers in the same order. A broadcast also
+# covers weights from a file that one rank read half-written, or a layer that one rank built under an `if`. It happens
+# once, costs the bytes of the weights, and DDP does it.
 # </details>
 #
 # <details><summary>The opposite mistake: the same weights, and the same data on every rank. What happens?</summary>
@@ -212,11 +212,11 @@ print(f"spread before and after: {apart[0]:.3f}, {apart[1]:.3f}; with a broadcas
 # %% [markdown]
 # ## 4. From scratch, first version: after backward
 #
-# Now the loops become a class that you can wrap around any model. It broadcasts at the start, is called like the
-# model, and its method `finish()`, to be called between `backward()` and the optimizer's step, averages the
-# gradients. Two details make it safe for other models. **Buffers**, tensors that belong to a model but are not
-# trained, are broadcast too. And where a layer was not used *on this rank*, zeros stand in for the gradient, because
-# all ranks must make the same calls.
+# Now broadcast and averaging become a class that you can wrap around any model. It broadcasts at the start and is
+# called like the model. Its method `finish()` averages the gradients: call it between `backward()` and the optimizer's
+# step. Two details make it safe for other models. **Buffers**, tensors that belong to a model but are not trained, are
+# broadcast too. And where a layer was not used *on this rank*, zeros stand in for the gradient, because all ranks must
+# make the same calls.
 
 
 # %%
@@ -243,9 +243,9 @@ class AfterBackward(torch.nn.Module):
 
 
 # %% [markdown]
-# Every version is judged in the same way: `judge` trains it for three steps, from another seed on each rank, beside
-# one process with the whole batches, and compares all weights in both precisions. Then it counts what a step sends,
-# and how much of it starts before `backward()` returns.
+# Every version is judged in the same way: `judge` trains it for three steps, from another seed on each rank, and
+# compares all weights with those of one process with the whole batches, in both precisions. Then it counts what a step
+# sends, and how much of it starts before `backward()` returns.
 
 # %%
 judge = partial(data_parallel.judge, on_ranks, my_batch, whole_batch)
@@ -280,8 +280,8 @@ def in_buckets(parameters, cap):
 
 # %% [markdown]
 # `start_next` fills the next bucket and starts its all-reduce without waiting for it. It divides *before* the sum,
-# because in float16 a sum of N gradients overflows earlier than their mean. `finish` waits for the messages and hands
-# the parts back: every gradient becomes a view of its bucket.
+# because in float16 a sum of N gradients can overflow where their mean does not. `finish` waits for the messages and
+# hands the parts back: every gradient becomes a view of its bucket.
 
 
 # %%
@@ -320,8 +320,8 @@ ours = data_parallel.named_buckets(gpt, in_buckets([*gpt.parameters()], bucket_b
 plots.bucket_picture({"FlatBuckets": ours}, "computed: the buckets of FlatBuckets")
 
 # %% [markdown]
-# *The figure: all gradients in one bar, from the last layers to the embedding, cut into four colored buckets of 128
-# KiB or a little more.*
+# *The figure: all gradients in one bar, from the last layers to the embedding, cut into three buckets of little more
+# than 128 KiB and one with the rest.*
 
 # %% [markdown]
 # ## 6. Third version: while backward goes on
@@ -336,7 +336,7 @@ plots.bucket_picture({"FlatBuckets": ours}, "computed: the buckets of FlatBucket
 # ```
 #
 # `register_post_accumulate_grad_hook` calls a function as soon as a parameter's gradient is complete. **Predict**: in
-# which order do the GPT's gradients arrive, and where does the weight come that embedding and output layer share?
+# which order do the GPT's gradients arrive, and at which place is the weight that embedding and output layer share?
 
 
 # %%
@@ -353,12 +353,13 @@ print(" -> ".join(dict.fromkeys(map(data_parallel.short, arrived))))
 assert len(arrived) == len(set(arrived)) == 28 and arrived[-1] == "embedding.weight"
 
 # %% [markdown]
-# The reverse of the forward pass, which is why buckets are filled from the end. The shared weight comes *last*,
-# because the embedding adds its share at the end.
+# In the reverse order of the forward pass, so buckets are filled from the end. The shared weight comes *last*, because
+# the embedding adds its part at the end.
 #
-# The third version counts how many gradients of each bucket are missing, and starts the bucket when none is. It keeps
-# one rule: **buckets start in the same order on all ranks**, because collectives are matched by their order (lesson
-# 02). A bucket that is complete early waits for its turn. `finish` is inherited: it starts what is left, and waits.
+# The third version counts how many gradients of each bucket are missing, and starts the bucket when none is missing.
+# It keeps one rule: **buckets start in the same order on all ranks**, because collectives are matched by their order
+# (lesson 02). A bucket that is complete early waits for its turn. `finish` is inherited: it starts what is left, and
+# waits.
 
 
 # %%
@@ -392,10 +393,10 @@ def ddp_with_small_buckets(model):
 print(f"Overlapped: {judge(Overlapped)}")
 
 # %% [markdown]
-# Now all four start during backward. Does it pay? Not much on CPU ranks, where backward and messages share a few
-# cores. As a stand-in for a GPU, the ranks of the next cell sleep for 6 ms before each gradient is complete, as if
-# something else computed it. The second version sends the same 28 messages as the first, each as soon as its gradient
-# is there, so it shows overlap without buckets. PyTorch's DDP comes along.
+# Now all four start during backward. Does it save time? Not much on CPU ranks, where backward and messages share a few
+# cores. So the ranks of the next cell sleep for 6 ms before each gradient is complete, as if a GPU computed it.
+# `overlapped_one_by_one` sends the 28 messages of the first version, each as soon as its gradient is there: overlap
+# without buckets. The last panel is PyTorch's DDP.
 
 # %% tags=["nbval-ignore-output"]
 def overlapped_one_by_one(model):
@@ -408,10 +409,10 @@ plots.step_timelines(steps, "measured: backward (pale) and all-reduces (dark), a
 
 # %% [markdown]
 # *The figure: four panels, two lanes a rank. Above, pale, is the backward pass; below, dark, are the messages. In the
-# first panel 28 small messages follow backward. In the second most of them lie below the pale bar. In the third and
-# fourth it is four larger messages, and the first ones lie below the bar.*
+# first panel 28 small messages follow backward. In the second most of them start before the pale bar ends. In the
+# third and fourth there are four larger messages, and the first ones end before the bar does.*
 #
-# The last bucket is complete only when backward is over, so it cannot be hidden.
+# The last bucket is complete only when backward is over, so backward cannot *hide* it.
 #
 # A **kernel** is a function that runs on a GPU, and a **stream** is a queue of kernels, which run one after the
 # other. NCCL's kernels have their own stream, so they can run beside those of backward. Here are steps of two jobs on
@@ -425,25 +426,24 @@ assert shares["404 all-reduces after backward"] == 0 and shares["DDP"] == 0.99
 plots.gpu_timelines(recorded, "recorded: a training step of two jobs on V100s")
 
 # %% [markdown]
-# *The figure: two panels with a lane for computing and one for all-reduces. Above, all-reduces fill the time from 182
-# to 305 ms, in which the GPU computes next to nothing. Below, the GPU goes on computing above a wide bar of
+# *The figure: two panels with a lane for computing and one for all-reduces. In the upper one, all-reduces lie between
+# 182 and 305 ms, when the GPU computes almost nothing. In the lower one, the GPU computes all through the wide bar of
 # all-reduces.*
 #
-# In the first job the all-reduces, with the gaps between them, take a third of the step, in the second nearly
-# nothing.
+# The first job waits for all-reduces during a third of its step, the second hardly at all.
 #
 # <details><summary>How can DDP do without <code>finish()</code>?</summary>
 #
-# The autograd engine takes callbacks that run when the whole backward pass is done. DDP queues one as soon as its
-# last bucket is complete, and that one waits for the buckets and hands out the gradients. If a bucket never becomes
-# complete, nothing is queued and nothing waits: section 13 shows what follows. In Python it is
+# The autograd engine takes callbacks that run when the whole backward pass is done. DDP queues one as soon as its last
+# bucket is complete. This callback waits for the buckets and hands out the gradients. If a bucket never becomes
+# complete, nothing is queued and nothing waits: section 13 shows what follows. In Python:
 # `torch.autograd.Variable._execution_engine.queue_callback(self.finish)`, a private name.
 # </details>
 
 # %% [markdown]
 # ## 7. `DistributedDataParallel`
 #
-# PyTorch's class wraps a model as ours does and needs no `finish()`. **Predict**: how many all-reduces does it make
+# PyTorch's class wraps a model as ours does and needs no `finish()`. **Predict**: how many all-reduces does DDP make
 # in its first step, and how many in later ones?
 
 
@@ -499,8 +499,8 @@ assert abs(mean - 40_000) < 100 and sum_of_all == float("inf")
 #
 # A batch that does not fit into memory is taken in **micro-batches**: several backward passes add up their gradients,
 # and then the optimizer takes one step. Each loss is divided by the number of micro-batches, so that their sum is the
-# mean over all. But DDP communicates in *every* backward pass, except in the context `model.no_sync()`. Only the last
-# one has to. Here are three ways to take the micro-batches before it.
+# mean over all. DDP communicates in *every* backward pass, but only the last one has to. The context `model.no_sync()`
+# switches communication off. Here are three ways to take the earlier micro-batches.
 
 
 # %%
@@ -549,12 +549,12 @@ for way in (always, no_sync, no_sync_around_backward):
     assert torch.allclose(gradients[way], gradients[always], rtol=0, atol=1e-6)
 
 # %% [markdown]
-# > **Misconception.** "Without `no_sync` the gradients are wrong." All three are equal and right, but the first costs
-# > four times as much. When a rank adds its next gradient to the mean and averages again, the old mean stays as it
-# > is.
+# > **Misconception.** "Without `no_sync` the gradients are wrong." All three are equal and right, but two send four
+# > times as much. When ranks add their next gradients to the mean and average again, the old mean, equal on all,
+# > stays.
 #
 # The third way is a trap: it *has* a `no_sync` and sends everything. DDP decides in its *forward* whether the coming
-# backward communicates, so the context must hold both. Only counting shows it.
+# backward communicates, so the context must contain both. Only counting shows it.
 
 # %% [markdown]
 # ## 9. Uneven data
@@ -596,8 +596,8 @@ with expect_error():
 # > **Misconception.** "Uneven batches hang at the end of the epoch." If only DDP communicates, epochs are mixed
 # > silently, and the hang comes after the last one, perhaps days later.
 #
-# So all ranks need equally many batches *in every epoch*, and a sampler sees to that. Where nobody has counted the
-# data, there is `join` (section 17).
+# So all ranks need equally many batches *in every epoch*, and a sampler ensures that. For data that nobody has
+# counted, there is `join` (section 17).
 
 # %% [markdown]
 # ## 10. The complete program
@@ -611,11 +611,11 @@ for rank in range(4):
 
 # %% [markdown]
 # All ranks must make the same number of steps, so two of the ten samples come twice. The sampler does not count
-# epochs: without `sampler.set_epoch(epoch)` every epoch has the same order, and no message says so (section 16).
+# epochs: without `sampler.set_epoch(epoch)` every epoch has the same order, and no error says so (section 16).
 #
 # Now all parts are there. [scripts/train_ddp.py](../scripts/train_ddp.py) joins the process group, makes the model,
-# loads a checkpoint if there is one, wraps the model, makes the sampler, and repeats this step. New are mixed
-# precision with its `scaler`, clipping and a `scheduler` (section 15).
+# loads a checkpoint if there is one, wraps the model, makes the sampler, and repeats this step. New are a `scaler` for
+# mixed precision, clipping (section 15) and a `scheduler`; `forward` calls DDP.
 #
 # ```python
 # for micro in range(args.micro):
@@ -637,8 +637,8 @@ program = SCRIPTS / "train_ddp.py"
 folded("All of scripts/train_ddp.py", program)
 
 # %% [markdown]
-# `torchrun` starts one process for each GPU of a node (`--nproc-per-node`) and tells it its rank in the environment.
-# The next cell does what this line does in a terminal:
+# `torchrun` starts one process for each GPU of a node (`--nproc-per-node`) and gives it its rank in an environment
+# variable. The next cell does what this line does in a terminal:
 #
 # ```text
 # torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py --backend gloo --steps 20
@@ -679,12 +679,12 @@ assert plain > 0.01 and weighted < 1e-5
 print(f"mean of unequal parts: off by {plain:.0%}; weighted by their sizes: equal to rounding")
 
 # %% [markdown] tags=["deeper"]
-# Language models meet this at every step, because their loss is a mean over *tokens that count*, and padding makes
-# this number differ between ranks. The cure is the same: divide each rank's summed loss by the number of tokens of
-# all ranks, which takes an all-reduce of one number, and multiply by N.
+# Language models meet this at every step, because their loss is a mean over all tokens *but the padding*, and their
+# number differs between ranks. The cure is the same: divide each rank's summed loss by the number of tokens of all
+# ranks, which takes an all-reduce of one number, and multiply by N, by which DDP divides.
 #
 # The second condition is that **samples do not see each other**. Batch normalization subtracts the mean of *its
-# batch*, so the loss of a sample depends on its neighbours, and the parts are other functions than the whole.
+# batch*, so the loss of a sample depends on the others in its batch, and changes when the batch is cut into parts.
 
 
 # %% tags=["deeper"]
@@ -718,8 +718,8 @@ print(f"without batch norm: equal to rounding; with it: off by {with_norm:.0%}")
 # %% [markdown] tags=["deeper"]
 # No weighting helps here. With enough samples on a rank its statistics are good anyway, and plain DDP is what people
 # use. With one or two samples they are noise, and it helps to share them: every rank sums x and x² over its part, and
-# an all-reduce makes that the sums over all parts. Backward needs an all-reduce too, since each rank's loss depends
-# on these sums. **Predict**: with shared statistics, is the gradient that of the whole batch again?
+# an all-reduce adds up these sums. Backward needs an all-reduce too, since through them each rank's loss depends on
+# all ranks' x. **Predict**: with shared statistics, is the gradient that of the whole batch again?
 
 
 # %% tags=["deeper"]
@@ -759,8 +759,8 @@ print("equal to rounding; sent:", ", ".join(f"{entry.op} {entry.bytes}" for entr
 
 # %% [markdown] tags=["deeper"]
 # It is: 64 bytes in forward, 64 in backward, and then the gradients. (Running values are left out here.) PyTorch's
-# class for this is `SyncBatchNorm`, which is made for GPUs only. The next cell puts it to the same proof if there is
-# a GPU for every rank; if not, it shows what the class says on a CPU.
+# class for this is `SyncBatchNorm`, which is made for GPUs only. The next cell tests it in the same way if there is a
+# GPU for every rank; if not, it shows what the class says on a CPU.
 
 # %% tags=["deeper"]
 if torch.cuda.device_count() >= world_size:
@@ -782,7 +782,7 @@ else:
 # The **buffers** of batch norm are a running mean, a running variance and a count of batches, and each rank computes
 # them from its own part. In the next cell the data of rank r has the mean 10 (r + 1), and in each forward the running
 # mean moves a tenth of the way to it. Alone, rank 1 would go to 2, 3.8 and 5.4. **Predict**: what do ranks 0 and 1
-# hold after three forwards under DDP?
+# hold after three forwards under DDP: these, their mean, or others?
 
 
 # %% tags=["deeper"]
@@ -817,8 +817,8 @@ assert len({means[-1] for means, _ in found}) == world_size
 # %% [markdown] tags=["deeper"]
 # ## 13. Tied, frozen and unused parameters · deeper
 #
-# The GPT has a tied weight already. This relative of it adds a frozen block, a parameter that nobody uses, and one
-# that only sequences with a rare first character use, as an expert would be. In the whole batch there is one such
+# The GPT has a **tied** weight already, the one that two layers share. The next model adds a frozen block, a parameter
+# that nobody uses, and one that only sequences with a rare first character use. In the whole batch there is one such
 # sequence, and rank 0 has it.
 
 
@@ -879,9 +879,9 @@ with expect_error():
 
 # %% [markdown] tags=["deeper"]
 # DDP accepts the tied parameter and the frozen one, for which it does not wait. It fails when a parameter is unused,
-# and says so in the *next* step, when it finds that a bucket of the last one still waits for a gradient. With
-# `TORCH_DISTRIBUTED_DEBUG=INFO` in the environment the message has the parameters' names. It offers the cure for a
-# model that means it:
+# and says so in the *next* step, when it finds that a bucket of the step before still waits for a gradient. With
+# `TORCH_DISTRIBUTED_DEBUG=INFO` in the environment the error names the parameters. It also names an option for models
+# that skip parameters on purpose:
 
 # %% tags=["deeper"]
 rare, unused = zip(*on_ranks(train_awkward, find_unused_parameters=True), strict=True)
@@ -893,9 +893,9 @@ print("DDP:", judge_awkward(patient_ddp, make=Awkward))
 # %% [markdown] tags=["deeper"]
 # With `find_unused_parameters=True` DDP walks the graph before each backward and marks what cannot get a gradient as
 # ready. At the end of the step the ranks exchange flags, 4 bytes a parameter, which tell apart *not used here*, where
-# the gradient is the mean with zeros, and *not used anywhere*, where DDP leaves `grad` alone. The difference matters
-# to AdamW, whose weight decay shrinks a parameter with a gradient of zero. Use the option only for models that need
-# it: a layer that nobody uses *by mistake* is better found than tolerated.
+# this rank counts as zeros in the mean, and *not used anywhere*, where DDP does not touch `grad`. The difference
+# matters to AdamW, whose weight decay shrinks a parameter with a gradient of zero. Use the option only for models that
+# need it: a layer that is unused *by mistake* should be found, not tolerated.
 
 # %% [markdown] tags=["deeper"]
 # ## 14. Inside DDP: buckets, hooks, options · deeper
@@ -929,7 +929,7 @@ plots.bucket_picture(rows, "measured on DDP, and computed: which gradients share
 # The order in which gradients arrive is nearly the reverse of the definition. Where a model calls its layers in
 # another order than it defines them, our buckets would wait for each other, and DDP's would not.
 #
-# A **communication hook** stands in for the all-reduce of a bucket. This one notes what it is given and then does the
+# A **communication hook** replaces the all-reduce of a bucket. This one notes what it is given and then averages as
 # usual; lesson 05 puts compression here.
 
 
@@ -955,8 +955,8 @@ print(*on_ranks(watch_hooks)[0], sep="\n")
 
 # %% [markdown] tags=["deeper"]
 # Three options change how DDP keeps or sends gradients. `gradient_as_bucket_view=True` makes gradients views of the
-# buckets, as our `finish()` does, and so saves memory of the size of all gradients. `static_graph=True` promises that
-# every step uses the same parameters in the same way, so DDP looks only once which ones.
+# buckets, as our `finish()` does, and so saves as much memory as all gradients take. `static_graph=True` promises that
+# every step uses the same parameters in the same way, so DDP finds out only once which ones.
 # `find_unused_parameters=True` makes no such promise (section 13).
 
 
@@ -984,12 +984,12 @@ for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameter
 # %% [markdown] tags=["deeper"]
 # ## 15. Clipping, mixed precision and `torch.compile` · deeper
 #
-# Three things that every training program has meet DDP. **Clipping** scales the gradients down if their norm is above
-# a limit, so it needs the norm of the *averaged* gradients. After `backward()` every rank has them, and all ranks
+# Three parts of most programs must work with DDP. **Clipping** scales the gradients down if their norm is above a
+# limit, so it needs the norm of the *averaged* gradients. After `backward()` every rank has them, and all ranks
 # compute the same norm without any communication. With accumulation, clip after the last micro-batch.
 #
-# **Mixed precision** runs forward in 16 bits inside of `torch.autocast`, around forward and loss as on one GPU.
-# **Predict**: does bf16 halve what DDP sends?
+# **Mixed precision** runs forward and loss in 16 bits, in the context `torch.autocast`, as on one GPU. **Predict**:
+# does bf16 halve what DDP sends?
 
 
 # %% tags=["deeper"]
@@ -1041,7 +1041,7 @@ assert found == [(True, 512.0)] * world_size
 
 # %% [markdown] tags=["deeper"]
 # All of them: an infinity on one rank is an infinity in the sum. So all ranks skip the same step and halve the same
-# scale, without a message of their own. The scale belongs to the checkpoint, like the state of the scheduler.
+# scale, without any extra message. The scale belongs to the checkpoint, like the state of the scheduler.
 #
 # **`torch.compile`** turns forward and backward into graphs. A backward pass compiled in one piece would hand out all
 # its gradients at its end, and nothing could overlap. So with DDP the graph is cut where a bucket ends. The next cell
@@ -1063,9 +1063,9 @@ print(f"torch.compile makes {plain} graph of the model, and {under_ddp} under DD
 assert plain == 1 and under_ddp > 1
 
 # %% [markdown] tags=["deeper"]
-# For that, compile the wrapped model: `torch.compile(DDP(model))`, as the program does with `--compile`. (The option
-# behind it is `torch._dynamo.config.optimize_ddp`; see PyTorch's
-# [design notes](https://docs.pytorch.org/docs/stable/notes/ddp.html).) *Activation checkpointing* works with
+# To get these cuts, compile the wrapped model: `torch.compile(DDP(model))`, as the program does with `--compile`. (The
+# option behind it is `torch._dynamo.config.optimize_ddp`; see PyTorch's [design
+# notes](https://docs.pytorch.org/docs/stable/notes/ddp.html).) *Activation checkpointing* works with
 # `use_reentrant=False`.
 
 # %% [markdown] tags=["deeper"]
@@ -1116,7 +1116,7 @@ print(f"equal to DistributedSampler in {cases} cases; without set_epoch epochs a
 # %% [markdown] tags=["deeper"]
 # Padding does no harm in training. In an evaluation it counts some samples twice, and the result then depends on the
 # number of ranks, so leave the repeats out there. (`drop_last=True` cuts the rest off instead.) **Predict**: a job
-# stops after five steps of an epoch on all ranks, and goes on with fewer. Which samples are left?
+# stops after five steps of an epoch on all ranks, and goes on with fewer ranks. Are the same samples left?
 
 # %% tags=["deeper"]
 length, done = 16 * world_size, 5 * world_size
@@ -1133,12 +1133,12 @@ assert sorted(sum(deal(fewer, done), [])) == sorted(sum(left, []))
 print(f"on {world_size} ranks the same order, on {fewer} the same samples")
 
 # %% [markdown] tags=["deeper"]
-# The same ones. Because samples are dealt like cards, k·N consecutive cards are one step of N ranks with k windows
-# each, *whatever N is*. With contiguous shards, one a rank, this would not hold.
+# Yes. Because samples are dealt like cards, b·N consecutive cards are one step of N ranks with b windows each,
+# *whatever N is*. With contiguous shards, one a rank, this would not hold.
 #
-# **Seeds** follow the same distinction. What decides who does what must be equal on all ranks: the sampler's seed and
-# epoch, the weights, every decision around a collective. What is noise must differ: dropout, augmentation, the
-# workers of data loaders. One `torch.manual_seed(0)` on all ranks gets the second kind wrong:
+# **Seeds** serve two purposes. What decides who does what must be equal on all ranks: the sampler's seed and epoch,
+# the weights, every decision around a collective. Noise must differ: dropout, augmentation, the workers of data
+# loaders. One `torch.manual_seed(0)` on all ranks gets the second kind wrong:
 
 
 # %% tags=["deeper"]
@@ -1183,15 +1183,15 @@ for rank, gradients_seen in enumerate(joined):
 assert joined[-1][-1] == round(1 / world_size, 4)
 
 # %% [markdown] tags=["deeper"]
-# One over N: the sum has one summand left and is still divided by N. So late batches count less, as if the missing
-# windows had a gradient of zero; `join(divide_by_initial_world_size=False)` divides by the ranks that are left. Each
-# step costs two more all-reduces of one number, and at the end the weights of the last rank are broadcast.
+# One over N: only one summand is not zero, and the sum is still divided by N. So late batches count less, as if the
+# missing windows had a gradient of zero; `join(divide_by_initial_world_size=False)` divides by the ranks that are
+# left. Each step costs two more all-reduces of one number, and at the end the weights of the last rank are broadcast.
 
 # %% [markdown] tags=["deeper"]
 # ## 18. Checkpoint and resume · deeper
 #
 # Rank 0 writes, since all ranks hold the same weights. It writes under another name and renames the file at the end,
-# so that a crash leaves the old one whole, and the others wait at a barrier, so that nobody reads too early. (If the
+# so that a crash leaves the old one whole. The others wait at a barrier, so that nobody reads too early. (If the
 # machine may crash too, call `os.fsync` before the rename.) These are `save` and `load` of the program:
 
 # %% tags=["deeper"]
@@ -1200,8 +1200,8 @@ from course_utils.programs import excerpt
 print(excerpt(program, "def save(", 'return states["step"]'))
 
 # %% [markdown] tags=["deeper"]
-# **Predict**: section 10 made 20 steps on two ranks. Now ten steps on two ranks are resumed on one. Are the losses of
-# steps 15 and 20 equal to those of the run without a break?
+# **Predict**: section 10 made 20 steps on two ranks. Now a run of ten steps on two ranks is resumed on one. Are the
+# losses of steps 15 and 20 equal to those of the run without a break?
 
 # %% tags=["deeper"]
 from contextlib import redirect_stdout
@@ -1226,10 +1226,9 @@ for one, two in zip(resumed.splitlines(), unbroken.splitlines()[2:], strict=True
     assert abs(float(one.split()[-1]) - float(two.split()[-1])) < 2e-3
 
 # %% [markdown] tags=["deeper"]
-# To rounding they are: the global batch stays 16, and the samples are the same. Had the checkpoint no scheduler, the
-# second half would warm up once more. A model with dropout also needs each rank's generator state
-# (`torch.get_rng_state()`, on GPUs `torch.cuda.get_rng_state()`), gathered to the rank that writes or in a file of
-# its own.
+# Yes, to rounding: the global batch stays 16, and the samples are the same. Without a saved scheduler, the second half
+# would warm up once more. A model with dropout also needs each rank's generator state (`torch.get_rng_state()`, on
+# GPUs `torch.cuda.get_rng_state()`), gathered to the rank that writes or in a file of its own.
 #
 # And on the *same* number of ranks, is it equal to the last bit? The next cell resumes in memory: it goes on with
 # copies of model and optimizer under a new DDP.
@@ -1265,7 +1264,7 @@ for look in (False, True):
 
 # %% [markdown] tags=["deeper"]
 # Every start of plain DDP begins with a step of one bucket (section 7). In another bucket a gradient lies at another
-# place, a ring adds its summands in another order there, and with more than two ranks the last bits can differ. With
+# place, where a ring adds in another order, so with more than two ranks the last bits can differ. With
 # `find_unused_parameters=True`, and in our `Overlapped`, buckets are the same in every step, and so are the bits.
 # Nothing is wrong either way, but if you compare runs bit by bit, this is where a difference comes from.
 #
@@ -1275,18 +1274,18 @@ for look in (False, True):
 # %% [markdown] tags=["deeper"]
 # ## 19. The learning rate · deeper
 #
-# N ranks that each keep their batch take N times fewer steps for the same epoch. If each step is as long as before,
-# the model gets about N times less far. Two rules for a batch that is k times larger:
+# N ranks that each keep their batch take N times fewer steps for the same epoch. At the same learning rate, the
+# weights move about N times less far. Two rules for a batch that is k times larger:
 #
 # | | learning rate | for | source |
 # |---|---|---|---|
 # | linear | × k | SGD | Goyal et al. 2017, with a warm-up over the first epochs |
 # | square root | × √k | Adam, RMSprop | [Malladi et al. 2022](https://arxiv.org/abs/2205.10287) |
 #
-# The linear rule has a picture: k small steps from nearly the same place are about one step that is k times as long.
-# It fails early, when the loss falls fast (hence the warm-up), and for large k. Since an N-times batch in one process
-# *is* N ranks, four processes can try four settings at the same time, each for itself, with plain SGD. **Predict**
-# the order of the curves, over the text that was read.
+# The idea of the linear rule: k small steps from nearly the same place are about one step that is k times as long. It
+# fails early, when the loss falls fast (hence the warm-up), and for large k. One process with an N-times batch takes
+# the step of N ranks (section 2), so here each of four processes tries one setting with plain SGD. **Predict**: which
+# of the rates × 1, × √k and × k comes closest to the small batch?
 
 
 # %% tags=["deeper"]
@@ -1325,7 +1324,7 @@ for (name, (size, _)), losses in zip(settings.items(), found, strict=True):
 plots.loss_curves(curves, "measured: four ways to read 512 windows", "windows", ["batch 4"])
 
 # %% [markdown] tags=["deeper"]
-# *The figure: the broad curve of the small batch falls. The large batch with eight times its rate starts behind,
+# *The figure: the thick curve of the small batch falls first. The large batch with eight times its rate starts behind,
 # meets it after some steps and stays with it; with √8 times it lags, and with the same rate it lags most.*
 
 # %% tags=["deeper"]
@@ -1335,8 +1334,8 @@ print("behind batch 4, with the same rate, × √8, × 8:", *(f"{loss:+.2f}" for
 assert abs(behind[2]) < behind[1] < behind[0]
 
 # %% [markdown] tags=["deeper"]
-# So for plain SGD and k = 8 the linear rule holds here once the first steps are over. In those, eight small steps
-# lead further than one long one: the case for a warm-up, although nothing diverges here.
+# So for plain SGD and k = 8 the linear rule holds here once the first steps are over. In those it fails, since eight
+# small steps lead further than one long one. Nothing diverges here; where it does, a warm-up helps.
 #
 # > **Misconception.** "With DDP I must multiply the learning rate by the number of GPUs." Only if the *global* batch
 # > grew with them, and then it is a rule of thumb to be checked. DDP's gradient is a mean: at the same global batch,
@@ -1391,7 +1390,7 @@ with TemporaryDirectory() as folder:
 # ## 21. Five more mistakes · deeper
 #
 # Unused layers (section 13) and uneven batches (section 9) are the usual ones. Here are five more that everyone makes
-# once, three with a message and two without. The first: **no process group**, because DDP is built before
+# once, three with an error and two without. The first: **no process group**, because DDP is built before
 # `init_process_group`. (A program started with `python` instead of `torchrun` stops earlier: *environment variable
 # RANK expected, but not set*.)
 
@@ -1405,8 +1404,8 @@ with expect_error():
     launch(no_group, world_size=2, init=False)
 
 # %% [markdown] tags=["deeper"]
-# **Another model on one rank**, because a flag, a config file or a version differs. This is what DDP compares the
-# number of parameters for (section 7).
+# **Another model on one rank**, because a flag, a config file or a version differs. This is why DDP compares the
+# number of parameters (section 7).
 
 
 # %% tags=["deeper", "nbval-ignore-output"]
@@ -1432,13 +1431,13 @@ with expect_error():
     launch(wrong_names, world_size=2, backend="gloo")
 
 # %% [markdown] tags=["deeper"]
-# Save `ddp.module.state_dict()`. For a file that is already there,
+# Save `ddp.module.state_dict()`. For a file saved the other way,
 # `torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, "module.")` removes the prefix.
 #
-# Two mistakes have no message. **Past the wrapper**: the model is called through `ddp.module`, perhaps for a method
+# Two mistakes raise no error. **Past the wrapper**: the model is called through `ddp.module`, perhaps for a method
 # that the wrapper does not have. **Unfrozen too late**: a layer is frozen when DDP is built and released later, for
 # fine-tuning. The cell trains with each of the two and then checks the `spread` of section 3, which you can put into
-# any training loop, every thousand steps. **Predict**: what does DDP do?
+# any training loop, every thousand steps. **Predict**: which weights differ, in each case?
 
 
 # %% tags=["deeper"]
@@ -1468,9 +1467,9 @@ for mistake in ("past the wrapper", "unfrozen too late"):
         on_ranks(silent, mistake)
 
 # %% [markdown] tags=["deeper"]
-# DDP says nothing in either case; only the check does. When the model is called past the wrapper, DDP's forward never
-# runs, so its hooks are not armed, and every rank trains alone. A parameter that was unfrozen too late is trained by
-# every rank alone, while the others are averaged: build DDP *after* the last change of `requires_grad`.
+# DDP says nothing; only the check does. Past the wrapper, all weights differ: DDP's forward never runs, so its hooks
+# are not armed, and every rank trains alone. Unfrozen too late, only the released ones do, because the other gradients
+# are averaged: build DDP *after* the last change of `requires_grad`.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
@@ -1483,7 +1482,7 @@ print(f"4 micro-batches: {sent['always']:,} bytes, with no_sync {sent['no_sync']
 
 # %% [markdown]
 # DDP is a hook on every gradient, a bucket that leaves when its last gradient has come, and the same order on all
-# ranks. The mean of the gradients is then the gradient of the N-times larger batch.
+# ranks. What comes out, the mean, is the gradient of the N-times larger batch.
 #
 # **Now you can answer**
 #
@@ -1492,7 +1491,7 @@ print(f"4 micro-batches: {sent['always']:,} bytes, with no_sync {sent['no_sync']
 # 3. Why are buckets filled from the last parameter on, and which one is never hidden?
 # 4. Why does DDP's first step make one all-reduce?
 # 5. `no_sync` is there, and yet all bytes are sent. Where is the mistake?
-# 6. One rank has a batch less in every epoch. When does it show?
+# 6. One rank has one batch fewer in every epoch. When does it show?
 #
 # <details><summary>Answers</summary>
 #
@@ -1508,7 +1507,7 @@ print(f"4 micro-batches: {sent['always']:,} bytes, with no_sync {sent['no_sync']
 # [scripts/train.py](../scripts/train.py).
 #
 # **Exercises:** [exercises/04_ddp](../exercises/04_ddp_exercises.ipynb). **Next:** [05 scaling
-# efficiency](05_scaling_efficiency.ipynb): why eight GPUs are not eight times as fast, and what wins it back.
+# efficiency](05_scaling_efficiency.ipynb): why eight GPUs are not eight times as fast, and what helps.
 #
 # **Worth reading**
 # - S. Li et al., [PyTorch Distributed](https://arxiv.org/abs/2006.15704), VLDB 2020: the design, by its

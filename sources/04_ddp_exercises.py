@@ -24,11 +24,11 @@
 # fold open one by one; solutions are in [the solutions notebook](../solutions/04_ddp_solutions.ipynb).
 #
 # **What a check does.** In exercises 1, 3 and 4 it trains a small model in float64 for some steps on real ranks, and
-# the same model on all batches in one process. Gradients have to agree to 12 digits. The model is one of the kind that
-# breaks things: each rank starts from another **seed**, a layer is **frozen**, two layers share a **tied** weight, a
-# **branch** is not taken by every rank, and the last batch is smaller. The check says which of these it was at. Then it
-# reads the **ledger** of each rank: which operations, how many bytes, and what had started when backward returned.
-# Exercises 5 and 7 are compared with one process in the same way; 2 and 6 are checked without ranks.
+# the same model on all batches in one process. Gradients have to agree to 12 digits. The model is a difficult one:
+# each rank starts from another **seed**, a layer is **frozen**, two layers share a **tied** weight, a **branch** is
+# not taken by every rank, and the last batch is smaller. The check says which of these it was testing. Then it reads
+# the **ledger** of each rank: which operations, how many bytes, and what had started when backward returned. Exercises
+# 5 and 7 are compared with one process in the same way; 2 and 6 are checked without ranks.
 #
 # **How to look inside.** Run your function yourself, with prints, before you check it:
 #
@@ -81,7 +81,7 @@ launch(look_at_gradients, world_size=WORLD_SIZE, backend="gloo")[0]
 
 # %% [markdown]
 # Five layers and four parameters: `parameters()` names a tied weight once. The frozen and the unused one have no
-# gradient at all, which is something else than a gradient of zeros.
+# gradient at all, which is not the same as a gradient of zeros.
 
 # %% [markdown]
 # ---
@@ -269,8 +269,8 @@ check.bucketed(bucketed)
 # |---|---|---|---|
 # | 5 of 5 | 55 | 04, While backward goes on; exercise 3 | each bucket starts when it is complete; no wait in backward |
 #
-# Backward reaches the first layer last. By then the gradients of the last layers have been ready for long, and their
-# all-reduce could be under way. A hook on each parameter,
+# Backward reaches the first layer last. By then the gradients of the last layers have been ready for some time, and
+# their all-reduce could be under way. A hook on each parameter,
 #
 # ```python
 # p.register_post_accumulate_grad_hook(arrived)  # calls arrived(p) as soon as p.grad is there
@@ -348,7 +348,8 @@ check.overlapped(overlapped)
 #
 # A batch does not fit into memory, and is cut into **micro-batches** whose gradients add up. `model` is wrapped in
 # `DistributedDataParallel`, which all-reduces in every backward. The loss of some samples is
-# `F.mse_loss(model(x), y)`, a mean. Leave in the gradients what one backward over all samples of all ranks would.
+# `F.mse_loss(model(x), y)`, a mean. Leave in the gradients what one backward over all samples of all ranks would put
+# there.
 
 
 # %%
@@ -474,7 +475,7 @@ check.epoch_indices(epoch_indices)
 # | 4 of 5 | 45 | 04, Uneven data | in each step the gradient and two more numbers (16 bytes) at most |
 #
 # Documents have different lengths, files different numbers of rows: in the end one rank has 3 batches, another 1, a
-# third none, and their sizes differ too. `join()` keeps DDP from hanging, but samples then weigh differently: it
+# third none, and their sizes differ too. `join()` keeps DDP from hanging, but samples then do not count equally: it
 # averages the ranks' means, and divides by the number of all ranks, or of those that are left.
 #
 # Let every sample of a step weigh the same. In step i, all ranks that have a batch number i contribute it, and the
