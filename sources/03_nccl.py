@@ -17,7 +17,7 @@
 # sends everything to one GPU, which adds it and sends the sum back. Over the same links, measured at 274 GB/s, that
 # would take 55 ms (*modelled*), and with a thousand GPUs 8 seconds. So NCCL, NVIDIA's library of collectives, must do
 # something better: one thing for small messages, another for large ones, and a third between nodes. You will build
-# these algorithms, compute which of them NCCL picks, and read in its log what it got from your network.
+# these algorithms, compute which of them NCCL picks, and read in its log how it uses your network.
 #
 # **You will be able to**
 # - *build* the algorithms of a communication library out of messages between two ranks, and *prove* their bytes and
@@ -85,7 +85,7 @@ def root_all_reduce(x):
 
 
 # %% [markdown]
-# A right result proves little, because wasteful programs give it too. So `count_messages` runs the function on real
+# A right sum proves little, because wasteful programs give it too. So `count_messages` runs the function on real
 # ranks, compares each sum with the library's to the last bit, and counts bytes and **steps** in the ledgers of lesson
 # 02. A step is a round of messages that can travel at the same time: a rank sends at most one and receives at most one,
 # and passes on only what came in an earlier step.
@@ -96,8 +96,8 @@ print(counted["root"])
 assert counted["root"].busiest == world_size - 1
 
 # %% [markdown]
-# Rank 0 sends (N−1)·S, which is 7 S with eight ranks, and as much arrives. Its link carries everything while the
-# others wait, so the time grows in proportion to N.
+# Rank 0 sends (N−1)·S: 3 S with four ranks, 7 S with eight, and as much arrives. Its link carries everything while
+# the others wait, so the time grows in proportion to N.
 #
 # ### The ring
 #
@@ -133,8 +133,8 @@ def exchange(outgoing, to, incoming, source):
 # all-gather:     rank 0 ──> rank 1 ──> rank 2 ──> rank 3    each keeps a copy
 # ```
 #
-# So in the first step rank r sends piece r−1, and after N−1 steps piece r is complete on rank r. `tensor_split` makes
-# the pieces. They are views, so adding to a piece changes x.
+# So in the first step rank r sends piece r−1 (modulo N), and after N−1 steps piece r is complete on rank r.
+# `tensor_split` makes the pieces. They are views, so adding to a piece changes x.
 
 
 # %%
@@ -177,9 +177,9 @@ assert set(counted["ring"].sent) == {2 * (world_size - 1) / world_size}
 # %% [markdown]
 # Follow one piece to see why. It must visit N−1 ranks to be summed, and then N−1 ranks to be copied. So each of the N
 # pieces makes 2(N−1) hops of S/N bytes, and the N ranks share this work equally: **2(N−1) steps, and 2(N−1)/N·S from
-# every rank**. With eight ranks that is 14 steps and 1.75 S, with 1,000 it is 1,998 steps and 1.998 S. As long as
-# only ranks add, no algorithm lets its busiest rank send less (lesson 02). The price is the number of steps, which
-# grows with N.
+# every rank**. With four ranks that is 6 steps and 1.5 S, with eight 14 and 1.75 S, with 1,000 it is 1,998 and 1.998
+# S. If only ranks add, no algorithm lets its busiest rank send less (lesson 02). The price is the number of steps,
+# which grows with N.
 #
 # Step through the messages and watch one piece:
 
@@ -235,30 +235,30 @@ print(counted["tree"])
 assert counted["tree"].steps == 2 * (world_size - 1).bit_length()
 
 # %% [markdown]
-# 2⌈log₂ N⌉ steps instead of 2(N−1), so 20 instead of 1,998. But now every message carries all of S, and half of the
-# ranks have nothing to do. The ring has few bytes, the tree has few steps. Section 9 builds algorithms that have
-# both, and says why NCCL does not use them.
+# 2⌈log₂ N⌉ steps instead of 2(N−1): 20 instead of 1,998 for 1,000 ranks. But every message carries all of S, and
+# after the first step half of the ranks wait. The ring has few bytes, the tree few steps. Section 9 builds algorithms
+# that have both, and says why NCCL does not use them.
 
 # %% [markdown]
 # ## 3. What it costs
 #
 # Which one is faster, and from which size on? Lesson 01 fitted the time of one message: **t = α + β · its bytes**,
-# with the latency α and the time per byte β. A step takes as long as its messages, and an algorithm as long as its
-# steps:
+# with the latency α and the time per byte β. A step takes as long as its slowest message, and an algorithm as long as
+# all its steps:
 #
-# | | latencies | bytes in a row | time |
+# | | latencies | bytes in sequence | time |
 # |---|---|---|---|
 # | root | 2 α | 2(N−1) S at rank 0 | 2α + 2(N−1)·βS |
 # | ring | 2(N−1) α | 2(N−1)/N S | 2(N−1)·(α + βS/N) |
 # | tree | 2⌈log₂N⌉ α | 2⌈log₂N⌉ S | 2⌈log₂N⌉·(α + βS) |
 #
-# <small>N ranks, S bytes of the whole tensor. The root has only two latencies, because all ranks send at once and only
-# their bytes queue at rank 0.</small>
-#
-# **Predict.** 4 KiB on 1,024 ranks: which is faster, ring or tree, and by what factor?
+# <small>N ranks, S bytes of the whole tensor. The root has many steps but only two latencies: all ranks send at once,
+# and only their bytes queue at rank 0.</small>
 #
 # The cell takes α = 14 µs, NCCL's own constant for a hop over the network, and 50 GB/s, one port of 400 Gb/s
 # InfiniBand. All figures of this section are *modelled*.
+#
+# **Predict.** 4 KiB on 1,024 ranks: which is faster, ring or tree, and by what factor?
 
 # %%
 hop, wire = 14e-6, 50e9  # seconds, bytes per second
@@ -270,8 +270,8 @@ assert 100 < ring / tree < 104
 
 # %% [markdown]
 # The tree, by a factor of 102, because it waits for 20 latencies and the ring for 2,046. For large messages the ring
-# wins, since it sends 2 S where the tree sends 20 S in a row. In between they cross. Set the two times equal, with
-# L = ⌈log₂N⌉, and you get **S = α/β · (N−1−L) / (L − (N−1)/N)**.
+# wins, since it sends 2 S where the tree sends 20 S, one after another. In between they cross. Set the two times
+# equal, with L = ⌈log₂N⌉, and you get **S = α/β · (N−1−L) / (L − (N−1)/N)**.
 
 # %%
 few_and_many = {f"{n:,} ranks": costs.flat_cluster(n, hop, 1 / wire) for n in (8, 1024)}
@@ -290,9 +290,8 @@ plots.crossover(few_and_many, ["ring", "tree"], [2**k for k in (10, 15, 20, 25, 
 # ### Thousands of ranks
 #
 # Data-parallel training (DDP, lesson 04) sends gradients in buckets of 25 MiB. What happens to one bucket as the job
-# grows? The figure also has the
-# `double_tree`, which NCCL uses: S is cut into blocks that follow one another through two trees, so that a rank sends
-# about 2 S, as in a ring, with the latency of a tree (section 10).
+# grows? The figure also has NCCL's `double_tree`: S is cut into blocks that follow one another through two trees, so
+# that a rank sends about 2 S, as in a ring, with the latency of a tree (section 10).
 
 # %%
 bucket = 25 * 2**20
@@ -305,13 +304,13 @@ plots.scale_out(growing, ["root", "ring", "tree", "double_tree"], sizes=(4096, b
 
 # %% [markdown]
 # *The figure: time over ranks. For 4 KiB the ring rises in proportion to N and the trees hardly rise; for 25 MiB root
-# and ring rise, and the double tree stays near 1 ms.*
+# and ring rise most, and the double tree stays near 1 ms.*
 #
 # The root needs O(N·S), and on 4,096 ranks the bytes alone take 4 seconds. The ring's bytes stay at 2 S, but its
-# latencies grow until nothing else is left. This is **Amdahl's law** with latency as the part that more ranks do not
-# shorten: links of infinite speed would save only 1 % of the ring's time on 4,096 ranks. Hence trees, larger buckets,
-# and two levels, which come next. (Do not believe the root's line for 4 KiB: the model lets any number of messages
-# arrive at once.)
+# latencies grow until nothing else is left. This is **Amdahl's law** with latency as the part that faster links do
+# not shorten: links of infinite speed would save only 1 % of the ring's time on 4,096 ranks. Hence trees, larger
+# buckets, and two levels, which come next. (Do not believe the root's line for 4 KiB: the model lets any number of
+# messages arrive at once.)
 
 # %% [markdown]
 # ## 4. Two levels, and a cluster in a notebook
@@ -347,12 +346,12 @@ def hierarchical_all_reduce(x, per_node):
 # 2(m−1)·(α + βS/N) with those of the link between nodes.
 #
 # Few of us have two nodes to try this on, so we **emulate** them. The functions run unchanged on eight real ranks and
-# send real messages, while a virtual clock decides how long each one would have taken: every link carries one message
-# at a time in each direction, for its latency plus its bytes over its bandwidth. Our cluster has two nodes of four
+# send real messages, while a virtual clock decides how long each would have taken: a link carries the bytes of one
+# message at a time in each direction, and the message arrives one latency later. Our cluster has two nodes of four
 # GPUs, NVLink 4 inside, and one 400 Gb/s InfiniBand port for each GPU between them.
 #
-# **Predict.** 4 MiB: one ring over all eight GPUs, a tree, or the hierarchical algorithm? Which is first, and by what
-# factor?
+# **Predict.** 4 MiB: one ring over all eight GPUs, a tree, or the hierarchical algorithm? Which is fastest, and by
+# what factor?
 
 
 # %%
@@ -374,9 +373,9 @@ for name, seconds in at_4_mib.items():
 assert 1.9 < at_4_mib["ring"] / at_4_mib["hierarchical"] < 2.3
 
 # %% [markdown]
-# Two levels, about twice as fast as one ring. Why does the ring lose? All 14 messages between the nodes, 1.75 S, pass
-# the same port one after another, while three more ports are idle. The hierarchical algorithm sends S/4 through each
-# of the four ports. Microseconds are hard to feel, so here are the same messages in slow motion:
+# Two levels, about twice as fast as one ring. Why does the ring lose? All 14 messages from one node to the other,
+# 1.75 S, leave by the same port, while three ports send nothing. The hierarchical algorithm sends S/4 through each of
+# the four ports. Microseconds are hard to feel, so here are the same messages in slow motion:
 
 # %% tags=["nbval-ignore-output"]
 slow_motion(contenders, two_nodes, 2**22, slowdown)
@@ -399,20 +398,20 @@ plots.model_against_emulation(emulated_sizes, emulated, model)
 
 # %% [markdown]
 # *The figure: three curves, flat to the left and straight to the right. The tree is lowest up to about 160 KiB, the
-# hierarchical algorithm from there on. The ring begins highest and passes the tree between 1 and 2 MiB.*
+# hierarchical algorithm from there on. The ring begins highest; above 1 to 2 MiB the tree is highest.*
 #
 # The formulas were written down before anything ran, and they agree within 1 %. So they count the messages of our
-# programs correctly. Whether real links keep the rules of the emulation is another question.
+# programs correctly. Whether real links obey the emulation's rules is another question.
 #
 # > **What changes on real GPUs.** NCCL's rings use all ports: it lays one ring through each port, with a share of S.
-# > Then the gain of two levels is in latency, 2(g−1) + 2(m−1) hops instead of 2(N−1). NCCL's `Tree` is such an
-# > algorithm, with a chain of GPUs in each node and a tree between the nodes.
+# > Then two levels only save latency: 2(g−1) + 2(m−1) hops instead of 2(N−1). NCCL's `Tree` has two levels too, with
+# > a chain of GPUs in each node and a tree between the nodes.
 
 # %% [markdown]
 # ## 5. Protocols, and how NCCL chooses
 #
 # A GPU writes into the memory of its neighbour. How does the neighbour know that everything has arrived? Writes may
-# become visible in another order than they were made. NCCL has three answers, its **protocols**:
+# become visible out of order. NCCL has three answers, its **protocols**:
 #
 # ```text
 # Simple   [ data data data … data ]  wait until all is visible, then  [flag]
@@ -420,10 +419,10 @@ plots.model_against_emulation(emulated_sizes, emulated, model)
 # LL128    [data data … data flag] …                lines of 120 + 8 bytes
 # ```
 #
-# **Simple** sends nothing but data, and each step pays for the waiting, a *memory fence*. **LL** (low latency) needs
-# no fence, because whoever sees a flag has the data beside it, but half of its bytes are flags. **LL128** wastes
-# little, but relies on 128 bytes that arrive in order. Where they do not, it delivers wrong numbers in silence, so
-# never force it (NVIDIA/nccl issues [281](https://github.com/NVIDIA/nccl/issues/281),
+# **Simple** sends almost only data, but each step has to wait: a *memory fence*. **LL** (low latency) needs no fence,
+# because whoever sees a flag has the data beside it, but half of its bytes are flags. **LL128** wastes little, but
+# needs its 128 bytes to arrive in order. Where they do not, it silently delivers wrong numbers, so never force it
+# (NVIDIA/nccl issues [281](https://github.com/NVIDIA/nccl/issues/281),
 # [786](https://github.com/NVIDIA/nccl/issues/786)).
 #
 # NCCL knows their costs from a table of constants, *recorded* here from src/graph/tuning.cc. For rings:
@@ -436,8 +435,8 @@ plots.model_against_emulation(emulated_sizes, emulated, model)
 # | share of the bandwidth | 1/2 | 0.92 | 1 |
 #
 # Before every collective NCCL computes for each pair of algorithm and protocol t = latency + S/bandwidth, and takes
-# the smallest. `nccl_tuner` is the same calculation with the same constants, except for what its docstring lists as
-# left out. **Predict**: which protocol does it take for 64 KiB on eight A100s, and why?
+# the pair with the smallest. `nccl_tuner` does the same with the same constants; its docstring lists what it leaves
+# out. **Predict**: which protocol does it take for 64 KiB on eight A100s, and why?
 
 # %%
 a100 = nccl_tuner.MACHINES["8 x A100"]
@@ -450,10 +449,11 @@ for protocol in ("LL", "LL128", "Simple"):
 assert nccl_tuner.choose(2**16, a100) == ("ring", "LL")
 
 # %% [markdown]
-# LL, although it sends as many flags as data. 14 hops take 15 µs without a fence and 56 µs with one, while the bytes
-# take about one microsecond. Larger messages pay for wasted bytes, so each protocol is best for some size. Is the
-# model right about real time, too? Here are sixteen sizes on eight A100s, *recorded* (stas00/ml-engineering,
-# network/README.md), beside times from NCCL's own constants, of which none was fitted to this table.
+# LL, although half of its bytes are flags. (Its bandwidth is below half of Simple's, because NCCL caps it.) The
+# ring's 14 hops take 15 µs without a fence and 56 µs with one, and the bytes about one microsecond. Larger messages
+# pay for wasted bytes, so each protocol is best for some size. Is the model right about real time, too? Here are
+# sixteen sizes on eight A100s, *recorded* (stas00/ml-engineering, network/README.md), beside times from NCCL's own
+# constants, of which none was fitted to this table.
 
 # %%
 a100_table = recorded.A100_ALL_REDUCE
@@ -469,30 +469,31 @@ plots.predicted_against_recorded(a100_table, predicted, choices)
 # the same as bus bandwidth, with a dip of the points at 16 MiB. Below: the error of the time; the grey band is 15 %.*
 #
 # The largest messages are right within a few percent, but small ones really take three times as long as NCCL
-# believes. That does little harm, because a choice needs only the right order: if LL and LL128 are both 20 µs late,
-# the better one is still better. And 16 MiB take more than twice as long as 8 MiB (276.6 after 133.5 µs), which no
-# latency + S/bandwidth explains. It looks like a switch of protocol that comes too early (section 12).
+# believes. That does little harm, because a choice needs only the right order: if LL and LL128 both take 20 µs more,
+# the same one wins. And 16 MiB take more than twice as long as 8 MiB (276.6 and 133.5 µs), which no latency +
+# S/bandwidth explains. It looks like a switch of protocol that comes too early (section 12).
 #
 # > **Misconceptions.** "Bus bandwidth grows with the size." It dips wherever the library switches too early or too
 # > late, so measure the sizes that your job sends. "Bus bandwidth is the speed of a wire." Where switches add, as
-# > NVLink's can, it may be above it (section 8).
+# > NVLink's can, it may be higher (section 8).
 #
-# Leave `NCCL_ALGO` and `NCCL_PROTO` alone in a job. They force a choice, which is good for an experiment, but they
-# also freeze a decision that the next version, size or node count would take better.
+# Leave `NCCL_ALGO` and `NCCL_PROTO` alone in a job. They force a choice. That is good for an experiment, but the next
+# version, size or node count may need another one.
 
 # %% [markdown]
 # ## 6. What did NCCL decide? Its log
 #
-# A job on two nodes is slow. NCCL knows why, because before the first collective it works out which network it has
-# and by which way it reaches each neighbour. It stays silent unless asked:
+# A job on two nodes is slow. NCCL knows why, because before the first collective it finds out which network there is
+# and how to reach each neighbour. But it stays silent unless asked:
 #
 # ```bash
 # NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH NCCL_DEBUG_FILE=nccl.%h.%p.log torchrun ...
 # ```
 #
-# Such a log has thousands of lines, one file for each process. The ones that matter most are its connections. In
-# `Channel 04/0 : 1[1] -> 3[1] … via NET/IB/2` rank 1 sends to rank 3 on channel 4, through network card 2. **RDMA**
-# means that a card reads and writes memory without the processor (lesson 01).
+# Such a log has thousands of lines, in one file per process. Those that matter most show connections. In
+# `Channel 04/0 : 1[1] -> 3[1] … via NET/IB/2` rank 1 sends to rank 3 on channel 4, through network card 2; brackets
+# hold the GPU. `SHM` is shared host memory. **RDMA** means that a card reads and writes memory without the processor
+# (lesson 01).
 #
 # **Predict.** Four jobs from public reports (linked in section 15), two *recorded* lines of each. Which of them use
 # RDMA? Which one is as fast as it should be?
@@ -513,14 +514,14 @@ assert [*verdicts.values()] == [
 ]
 
 # %% [markdown]
-# Only the first is as it should be. `GDRDMA` means that the card reads the GPU's memory itself. In the second job
-# NCCL found no InfiniBand device and fell back to TCP, without an error. The third has RDMA, but its bytes make a
+# Only the first is as fast as it should be. `GDRDMA` means that the card reads the GPU's memory itself. In the second
+# job NCCL found no InfiniBand device and fell back to TCP, without an error. The third has RDMA, but its bytes make a
 # detour through host memory. In the last, eight GPUs on an NVSwitch talk through host memory. None of these jobs
-# fails. They are slow, and only the log tells. Section 15 reads the other lines, and section 16 has the variables
-# that mend it.
+# fails. They are slow, and only the log says why. Section 15 reads more lines, and section 16 has the variables to
+# change.
 #
 # PyTorch makes NCCL's **communicator**, the connections between a fixed set of ranks, when the first collective runs.
-# So a broken network shows somewhere in the first step. Write it like this instead, and it shows at the start:
+# So a broken network shows only somewhere in the first step. With this start it shows at once:
 #
 # ```python
 # device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -528,16 +529,16 @@ assert [*verdicts.values()] == [
 # dist.init_process_group("nccl", device_id=device, timeout=timedelta(minutes=5))
 # ```
 #
-# With `device_id=`, `barrier` also knows its GPU, and sub-groups are split off the same communicator
+# With `device_id=`, `barrier` also knows its GPU, and sub-groups are split from this communicator
 # ([documentation](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group)). The
 # timeout belongs here too: NCCL has no variable for it.
 
 # %% [markdown]
 # ## 7. What to take to work
 #
-# [`scripts/busbw.py`](../scripts/busbw.py) is a complete program that needs only PyTorch. It starts as above, and
-# then measures all-reduces of growing sizes and prints algorithm and bus bandwidth. If these are as good as those of
-# nccl-tests on the same hosts (section 17), the network is not to blame for your slow job.
+# [`scripts/busbw.py`](../scripts/busbw.py) is a complete program that needs only PyTorch. It starts as above,
+# measures all-reduces of growing sizes and prints algorithm and bus bandwidth. If these are what the machine should
+# give (section 17), the network is not to blame. If nccl-tests gets more on the same hosts, look at PyTorch.
 
 # %%
 Markdown(f"```python\n{(SCRIPTS / 'busbw.py').read_text()}```")
@@ -553,11 +554,11 @@ assert said.startswith(f"{world_size} ranks, gloo") and len(said.splitlines()) =
 # %% [markdown] tags=["deeper"]
 # ## 8. When the switch adds · deeper
 #
-# Eight H200 GPUs have links of 450 GB/s each way. NCCL's benchmark reports a bus bandwidth of 482 GB/s for them
-# (*recorded*, stas00/ml-engineering). **Predict**: how can that be?
+# Eight H200 GPUs have links of 450 GB/s each way. At 16 GiB NCCL's benchmark reports a bus bandwidth of 482 GB/s for
+# them (*recorded*, stas00/ml-engineering). **Predict**: how can that be?
 #
-# Bus bandwidth is S/t times 2(N−1)/N, whatever the library did. The cell undoes that for recorded values at 8 GiB.
-# Its last column is S/t times another factor, (N+1)/N. What could that factor be?
+# Bus bandwidth is S/t times 2(N−1)/N, whatever the library did. The cell divides recorded values at 8 GiB by that
+# factor to get S/t. Its last column multiplies S/t by another factor, (N+1)/N. What could that one stand for?
 
 # %% tags=["deeper"]
 print("GPUs   busbw (recorded)   S/t   (N+1)/N of it")
@@ -571,13 +572,13 @@ as_if_ring = on_the_wire / (5 / 4) * costs.busbw_factor("all_reduce", 4)
 print(f"so 4 GPUs would show {as_if_ring:.0f} GB/s with NVLS; recorded, with a ring: 363 GB/s")
 
 # %% [markdown] tags=["deeper"]
-# It is what a GPU sends if the *switch* adds. The NVLink switches of Hopper and later GPUs can do that (**NVLS**, or
-# NVLink SHARP), and some InfiniBand switches too (**SHARP**). Every GPU sends all of S to the switch, and S/N of sums
-# comes back to each. Then each GPU sends its finished piece to the switch, which copies it to everybody. Together
-# that is **(N+1)/N·S** (NVIDIA/nccl issue [1083](https://github.com/NVIDIA/nccl/issues/1083)) instead of 2(N−1)/N·S.
-# So the wire carries 304 to 310 GB/s whatever N is, and bus bandwidth shows 2(N−1)/(N+1) times that: 1.56 times with
-# eight GPUs, 1.2 times with four. A ring uses the wire better, 367.6 of 450 GB/s (*recorded*, same file), but with
-# eight GPUs it has to send 1.56 times the bytes. With four the two tie, and NCCL takes the ring.
+# (N+1)/N·S is what a GPU sends if the *switch* adds. The NVLink switches of Hopper and later GPUs can do that
+# (**NVLS**, or NVLink SHARP), and some InfiniBand switches too (**SHARP**). Every GPU sends all of S to the switch,
+# and S/N of sums comes back to each. Then each GPU sends its finished piece to the switch, which copies it to
+# everybody. Together that is **(N+1)/N·S** (NVIDIA/nccl issue [1083](https://github.com/NVIDIA/nccl/issues/1083))
+# instead of 2(N−1)/N·S. So the wire carries 304 to 310 GB/s whatever N is, and bus bandwidth shows 2(N−1)/(N+1) times
+# that: 1.56 times with eight GPUs, 1.2 times with four. A ring uses the wire better, 367.6 of 450 GB/s (*recorded*,
+# same file), but with eight GPUs it has to send 1.56 times the bytes. With four the two tie, and NCCL takes the ring.
 #
 # > **Misconception.** "482 of 450 GB/s: the table is wrong, or the link is faster than its data sheet." Bus bandwidth
 # > is the speed that a link would need *if ranks alone did the adding*. Where the network adds, it is not the speed of
@@ -586,8 +587,8 @@ print(f"so 4 GPUs would show {as_if_ring:.0f} GB/s with NVLS; recorded, with a r
 # %% [markdown] tags=["deeper"]
 # ## 9. Few bytes and few steps: exchanges · deeper
 #
-# First the wrong turn that section 1 only named, because it is so common: pass whole tensors round the circle and add
-# what comes by.
+# First the mistake that section 1 only named, because it is so common: pass whole tensors round the circle and add
+# each one that arrives.
 
 
 # %% tags=["deeper"]
@@ -608,15 +609,15 @@ assert set(wasteful.sent) == {world_size - 1}
 
 # %% [markdown] tags=["deeper"]
 # > **Misconception.** "Passing tensors round a ring is ring all-reduce." The result is right and no rank is a
-# > bottleneck, but each sends (N−1)·S. And with real numbers every rank adds in another order, so their sums differ in
-# > the last bits, and models that should be equal drift apart.
+# > bottleneck, but each sends (N−1)·S. And with floating-point numbers every rank adds in another order, so their
+# > sums differ in the last bits, and models that should be equal drift apart.
 #
 # ### Recursive doubling
 #
 # In a tree half of the ranks wait. If two partners *exchange* instead, both add in each step: first at distance 1,
 # then 2, 4, and so on. After log₂ N steps everybody has the sum. This needs a power of two, so other numbers of ranks
-# are **folded** first: ranks beyond the power of two hand their x to a partner before, and get the result from it
-# after.
+# are **folded** first: each rank beyond the power of two sends its x to a partner first, and gets the result from it
+# at the end.
 
 
 # %% tags=["deeper"]
@@ -654,9 +655,9 @@ def doubling(x, power):
 #
 # ### Recursive halving and doubling
 #
-# To save bytes, partners exchange *halves*: each keeps one half of what it has and gives the other one away. The
-# parts shrink from S/2 to S/N, where each rank holds the sum of one piece, so this is a reduce-scatter in log₂ N
-# steps. The same messages backwards are the all-gather.
+# To save bytes, partners exchange *halves*: each keeps one half of what it has and sends the other one to its
+# partner. The messages shrink from S/2 to S/N. Then each rank holds the sum of one piece, so this is a reduce-scatter
+# in log₂ N steps. The same messages backwards are the all-gather.
 
 
 # %% tags=["deeper"]
@@ -691,7 +692,8 @@ def halving_doubling_all_reduce(x):
 
 # %% [markdown] tags=["deeper"]
 # **Predict** for `world_size` ranks: steps and bytes of the busiest rank, for each of the two. The cell counts all
-# algorithms, the one of two levels on nodes of its own, and holds the counts against the formulas of `costs`.
+# algorithms (the hierarchical one as if the ranks were on several nodes), and compares the counts with the formulas
+# of `costs`.
 
 
 # %% tags=["deeper"]
@@ -721,25 +723,26 @@ for name, all_reduce in algorithms.items():
 #
 # <details><summary>What does folding cost with three ranks, or with 1,000?</summary>
 #
-# Two more steps of S, whatever comes between, and the partner of a folded rank sends S more. With 1,000 ranks 488 are
-# folded, and the bytes of the busiest rank grow from 2 S to 3 S.
+# Two more steps of S, whichever algorithm runs in between, and the partner of a folded rank sends S more. With 1,000
+# ranks, 488 are folded onto 488 of the others, and the bytes of the busiest rank grow from 2 S to 3 S.
 # </details>
 #
 # So why does NCCL not use halving/doubling? The answer lies outside this model, so take it as reasoning, not as
-# measurement. In a ring or a tree a GPU has two or three neighbours for good, and a kernel streams small slices to
+# measurement. In a ring or a tree a GPU keeps the same two or three neighbours, and a kernel streams small slices to
 # them without a pause. In halving/doubling the partner changes at every step, far ones are among them, and the next
-# exchange can start only when the last is complete. (NCCL's PAT has logarithmically many steps for all-gather and
-# reduce-scatter, so far only on nodes of one GPU, [arXiv 2506.20252](https://arxiv.org/abs/2506.20252).)
+# exchange can start only when the one before is complete. (NCCL's PAT has logarithmically many steps for all-gather
+# and reduce-scatter, so far only on nodes of one GPU, [arXiv 2506.20252](https://arxiv.org/abs/2506.20252).)
 
 # %% [markdown] tags=["deeper"]
 # ## 10. Two trees at once · deeper
 #
 # A tree can do better than 2⌈log₂N⌉·βS. Cut S into blocks and let them follow each other: while one block goes up
-# from the second level, the next leaves the leaves. Then the latency is paid once, and what counts is the busiest
-# rank. In a **binary** tree it receives S from each of two children, while half of the ranks are leaves and receive
-# nothing on the way up. The **double binary tree** (Sanders, Speck and Träff 2009) puts these leaves to work: it has
-# two trees, each for one half of S, and whoever has children in one is a leaf of the other. For an even number of
-# ranks the second tree is the mirror image of the first; for an odd one it would be shifted by one rank.
+# from the second level, the next one starts at the lowest level. Then the latency of the whole tree is paid once, and
+# the time depends on the busiest rank. In a **binary** tree this rank receives S from each of two children, while
+# half of the ranks are leaves and receive nothing on the way up. The **double binary tree** (Sanders, Speck and Träff
+# 2009) puts these leaves to work: it has two trees, each for one half of S, and a rank that has children in one is a
+# leaf of the other. For an even number of ranks the second tree is the mirror image of the first; for an odd one it
+# would be shifted by one rank.
 
 
 # %% tags=["deeper"]
@@ -766,10 +769,9 @@ assert not {up for up in first if up >= 0} & {up for up in second if up >= 0}
 
 # %% [markdown] tags=["deeper"]
 # No rank has children in both. So a rank sends at most two halves on the way up and two on the way down: 2 S, as in a
-# ring, with the latency of a tree. (The `double_tree` of
-# section 3 supposes that no gap is left between blocks.) This is NCCL's `Tree`. It connects *nodes*; in a node the
-# GPUs form a chain (NVIDIA/nccl issues [448](https://github.com/NVIDIA/nccl/issues/448),
-# [1103](https://github.com/NVIDIA/nccl/issues/1103)).
+# ring, with the latency of a tree. (The `double_tree` of section 3 assumes no gap between blocks.) This is NCCL's
+# `Tree`. It connects *nodes*; in a node the GPUs form a chain (NVIDIA/nccl issues
+# [448](https://github.com/NVIDIA/nccl/issues/448), [1103](https://github.com/NVIDIA/nccl/issues/1103)).
 
 # %% [markdown] tags=["deeper"]
 # ## 11. Other wires: one network card for the node · deeper
@@ -790,12 +792,12 @@ assert one_card["hierarchical"][0] > 1.5 * at_4_mib["hierarchical"]
 assert one_card["hierarchical"][0] < one_card["ring"][0]
 
 # %% [markdown] tags=["deeper"]
-# Only the hierarchical one, because only it used the other ports. It still sends S through the port where the ring
-# sends 1.75 S, so it stays ahead. What an algorithm gains depends on the wires.
+# Only the hierarchical one, because only it used the other ports. But it still sends only S through the port where
+# the ring sends 1.75 S, so it stays ahead. What an algorithm gains depends on the wires.
 #
 # Here the model is 11 % too slow. It adds up two latencies between the nodes, one for each step. But while the port
-# is busy with the message of one GPU, the latency of another one passes unnoticed, so one of the two, 14 µs, is
-# hidden. A simple formula stops being exact where messages queue.
+# is busy with the message of one GPU, the latency of another GPU's message passes at the same time, so one of the two
+# latencies, 14 µs, is hidden. A simple formula stops being exact where messages queue.
 #
 # > **What changes on real GPUs.** On four nodes with eight H200 each a ring reached 364.7 GB/s bus bandwidth at 4 GiB,
 # > nearly the 367.6 of a single node, and `NVLSTree` 310.1 (*recorded*, stas00/ml-engineering, network/README.md). That
@@ -822,8 +824,9 @@ chooser
 #
 # ### Several nodes
 #
-# `nccl_tuner` begins with the bandwidth that NCCL counts on, 20 GB/s for each of an A100's 12 NVLinks; the nodes here
-# have eight ports of 200 Gb/s each. **Predict**: up to which size does the tree win on 2 nodes, and on 64?
+# `nccl_tuner` starts from the bandwidth that NCCL assumes: 20 GB/s for each of an A100's 12 NVLinks. Between the
+# nodes there are eight ports of 200 Gb/s per node. **Predict**: up to which size does the tree win on 2 nodes, and on
+# 64?
 
 # %% tags=["deeper"]
 eight_a100 = nccl_tuner.MACHINES["8 x A100"]
@@ -842,22 +845,22 @@ assert nccl_tuner.choose(2**20, machines["64 nodes"])[0] == "tree"
 # %% [markdown] tags=["deeper"]
 # In one node of eight the tree never wins: its chain has as many hops as the ring, and less bandwidth. On two nodes
 # it takes turns with the ring up to 16 MiB. On 64 nodes it wins up to gigabytes, because its hops grow with log₂ of
-# the nodes and the ring's with their number. (*Modelled*; no record was at hand to hold against it.)
+# the nodes and the ring's with the number of nodes. (*Modelled*; there was no recorded table to compare with.)
 #
 # ### Why small messages take longer
 #
 # Section 5 found that eight A100s take three times as long for small messages as NCCL's constants say. To *predict*
 # the time, look for what the constants leave out, and take its size from other measurements:
 #
-# 1. The table was made with `-g 8`: one thread starts the kernels of eight GPUs, one after the other. A DGX A100 in
-#    the same mode needs 10 µs with two GPUs and 33.7 µs with eight for a few bytes (nccl-tests issue
+# 1. The table was made with `-g 8`: one thread starts the kernels of eight GPUs, one after the other. For a few
+#    bytes, a DGX A100 in the same mode needs 10 µs with two GPUs and 33.7 µs with eight (nccl-tests issue
 #    [123](https://github.com/NVIDIA/nccl-tests/issues/123)).
 # 2. A hop that forwards a slice takes longer than an empty one. Two other nodes of eight A100s say how much
 #    (`recorded.OTHER_A100_ALL_REDUCE`).
 #
-# Do not take the result for a forecast. No number in it comes from the table, but whoever chose these two corrections
-# had seen roughly how large the misses were. And the second takes whatever the two other nodes need beyond the first,
-# so it alone does the predicting.
+# Do not take the result for a forecast. No number in it comes from the table, but these two corrections were chosen
+# by somebody who knew roughly how large the errors were. And the second correction is all the time that the two other
+# nodes need beyond the first, so both together give the same times as the second alone would.
 
 # %% tags=["deeper"]
 table = recorded.A100_ALL_REDUCE
@@ -873,17 +876,18 @@ plots.predicted_against_recorded(
 )
 
 # %% [markdown] tags=["deeper"]
-# *The figure: as in section 5, with a line for each correction; the strongest has both.*
+# *The figure: as in section 5, with a line for each correction; the thick one ("hops under load") has both.*
 #
-# The median error is 10.5 %, and it hides two things. **From 4 to 16 MiB** the model is first 50 % too slow, then 9 %
-# too fast, because the recorded time doubles from 8 to 16. The model switches from LL128 to Simple near by, and dips
-# one doubling later. On the two other nodes 16 MiB takes only 1.6 times as long as 8 MiB, so the early switch belongs
-# to this node and its version of NCCL. **From 16 to 256 MiB** the published constants are 17 to 37 % too fast,
-# because a ring has to fill and to drain, so real bandwidth builds up slowly.
+# The median error of 10.5 % hides two things. **From 4 to 16 MiB** the model is first 50 % too slow, then 9 % too
+# fast, because the recorded time doubles from 8 to 16 MiB. The model switches from LL128 to Simple only at 32 MiB, so
+# its bus bandwidth dips one doubling later. On the two other nodes 16 MiB takes only 1.6 times as long as 8 MiB, so
+# the early switch belongs to this node and its version of NCCL. **From 16 to 256 MiB** the published constants are 17
+# to 37 % too fast, probably because a ring has to fill and to drain, so that real bandwidth builds up slowly.
 #
 # ### Eight H200s
 #
-# With a switch that adds (section 8) there is one more pair, NVLS with Simple. **Predict**: from what size on?
+# With a switch that adds (section 8) there is one more pair, NVLS with Simple. **Predict**: from what size on does
+# NCCL choose it?
 
 # %% tags=["deeper"]
 h200 = nccl_tuner.MACHINES["8 x H200"]
@@ -903,17 +907,17 @@ assert abs(wire_rate / shown - 1) < 0.05 < for_choosing / shown - 1
 assert max(abs(h200_errors[-7:])) < 0.08 and max(abs(h200_errors)) < 0.33
 
 # %% [markdown] tags=["deeper"]
-# Every choice is right. NCCL's bandwidth for NVLS, 591 GB/s, serves for choosing only. The bytes of section 8 say
-# more: (N+1)/N·S at NCCL's rate for the link and 85 % efficiency give 490 GB/s, 2 % from the record. With that rate
-# the time is right within 8 % from 256 MiB on, and around 8 MiB up to 32 % too short.
+# Every choice is right. NCCL's bandwidth for NVLS, 591 GB/s, is good for choosing only. The bytes of section 8 give a
+# better one: (N+1)/N·S at NCCL's rate for the link and 85 % efficiency give 490 GB/s, 2 % above the recorded value.
+# With that rate the time is right within 8 % from 256 MiB on, and around 8 MiB up to 32 % too short.
 
 # %% [markdown] tags=["deeper"]
 # ## 13. The C API · deeper
 #
 # NCCL's own interface is in C: fifty functions (`nccl.h` of version 2.29), of which a dozen do the daily work. Error
-# messages and traces name them. [native/all_reduce.c](../native/all_reduce.c) is a complete program that sums an
-# array over all GPUs of the machine, checks every element, and prints algorithm and bus bandwidth, either with one
-# process for all GPUs or with one for each, as PyTorch does.
+# messages and traces contain their names. [native/all_reduce.c](../native/all_reduce.c) is a complete program that
+# sums an array over all GPUs of the machine, checks every element, and prints algorithm and bus bandwidth, either
+# with one process for all GPUs or with one for each, as PyTorch does.
 #
 # | PyTorch | NCCL and CUDA in C |
 # |---|---|
@@ -962,7 +966,7 @@ c_programs.show("all_reduce.c", "init_rank", "one_rank")
 # %% [markdown] tags=["deeper"]
 # `ncclCommInitRank` is a collective itself, so a rank that never comes leaves the others waiting. That is why the
 # program asks for a communicator that does not block (`config.blocking = 0`): calls return at once with
-# `ncclInProgress`, and the program can look at its watch.
+# `ncclInProgress`, and the program can check how long it has waited.
 #
 # ### A group: many calls, one launch
 #
@@ -973,11 +977,11 @@ c_programs.show("all_reduce.c", "init_rank", "one_rank")
 c_programs.show("all_reduce.c", "all_reduce")
 
 # %% [markdown] tags=["deeper"]
-# It may wait for ever. A call may block until the other ranks have called too, so the first call would wait for rank
-# 1, whose call comes next in the same loop: a deadlock of one process with itself. Between start and end, calls only
-# note what is wanted, and `ncclGroupEnd` launches everything together. That also makes several small operations one
-# launch, and lets sends and receives make progress together
-# ([Group Calls](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/groups.html)).
+# It may wait for ever. A call may block until the other ranks have called too. Then the first call waits for rank 1,
+# whose call comes only later in the same loop: a deadlock of one process with itself. Between start and end, calls
+# only note what is to be done, and `ncclGroupEnd` launches everything together. That also makes several small
+# operations one launch, and lets sends and receives make progress together ([Group
+# Calls](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/groups.html)).
 #
 # The two pointers are equal here, so `ncclAllReduce` works **in place**, as `dist.all_reduce` always does. An
 # all-gather is in place if a rank's piece already lies where it belongs: `ncclAllGather(whole + rank * n, whole, n, …)`
@@ -986,8 +990,8 @@ c_programs.show("all_reduce.c", "all_reduce")
 # ### Streams and events
 #
 # The last argument of every NCCL call is a **stream**: a queue of work for one GPU, done in order. The call returns
-# when the work is in the queue, so the CPU's clock measures nothing of interest. The program puts **events** into the
-# queue instead, and the GPU notes when it gets to them:
+# when the work is in the queue, so the CPU's clock measures only that. The program puts **events** into the queue
+# instead, and the GPU notes when it gets to them:
 
 # %% tags=["deeper"]
 c_programs.show("all_reduce.c", "measure")
@@ -1008,7 +1012,7 @@ c_programs.show("all_reduce.c", "measure")
 c_programs.show("all_reduce.c", "wait_for")
 
 # %% [markdown] tags=["deeper"]
-# Every function leaves at its first error and says where. One function cleans up, for success and for failure:
+# Every function returns at its first error and says where. One function cleans up, for success and for failure:
 
 # %% tags=["deeper"]
 c_programs.show("all_reduce.c", "release")
@@ -1033,15 +1037,15 @@ c_programs.show("all_reduce.c", "release")
 # | call | what for |
 # |---|---|
 # | `ncclCommSplit` | communicators out of an existing one, as the groups of a mesh need them |
-# | `ncclCommShrink` (2.27) | after a failure, one of the ranks that are left, so that they go on without a new start |
+# | `ncclCommShrink` (2.27) | after a failure, a new one of the remaining ranks, which continue without a restart |
 # | `ncclMemAlloc`, `ncclCommRegister` | **registered buffers**: NCCL uses your memory directly and copies less |
 # | `ncclCommWindowRegister` (2.27) | **symmetric memory**: all ranks register alike; faster for smaller sizes |
 #
-# Normally NCCL copies through buffers of its own. Registered memory saves these copies, and multiprocessors of the
-# GPU that your kernels need
-# ([communicator functions](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html),
-# [buffer registration](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/bufferreg.html),
-# [release 2.27.3](https://github.com/NVIDIA/nccl/releases/tag/v2.27.3-1)).
+# Normally NCCL copies through buffers of its own. Registered memory saves these copies, so NCCL leaves more of the
+# GPU's multiprocessors to your kernels ([communicator
+# functions](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html), [buffer
+# registration](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/bufferreg.html), [release
+# 2.27.3](https://github.com/NVIDIA/nccl/releases/tag/v2.27.3-1)).
 #
 # ### Compile it
 #
@@ -1083,8 +1087,8 @@ if toolkit:
         print(done.stdout.splitlines()[-1])
 
 # %% [markdown] tags=["deeper"]
-# Now one call fails in each run: the second `cudaMalloc`, the fifth `ncclAllReduce`, and so on. In the last run the
-# GPU never finishes, and the program is told to wait for half a second.
+# Now one chosen call fails in each run: the second `cudaMalloc`, the fifth `ncclAllReduce`, and so on. In the last
+# run the GPU never finishes, and the program is told to wait for half a second.
 
 # %% tags=["deeper"]
 faults = ["cudaMalloc:2", "ncclCommInitAll:1", "ncclAllReduce:5", "ncclCommGetAsyncError:9"]
@@ -1105,7 +1109,7 @@ for fault in [*faults, "cudaStreamQuery:hang"] if toolkit else []:
 #
 # ### Step between: LD_PRELOAD
 #
-# `LD_PRELOAD` puts a library in front of all others, and the first one that has a name wins.
+# `LD_PRELOAD` puts a library in front of all others. Of several functions with one name, the first is called.
 # [native/trace_nccl.c](../native/trace_nccl.c) is such a library: its `ncclAllReduce` notes the arguments, calls the
 # real one, and writes a line.
 
@@ -1113,8 +1117,8 @@ for fault in [*faults, "cudaStreamQuery:hang"] if toolkit else []:
 c_programs.show("trace_nccl.c", "next", "TRACE", "ncclAllReduce")
 
 # %% [markdown] tags=["deeper"]
-# `dlsym(RTLD_NEXT, …)` means "the next library that has this name". Python loads PyTorch later, privately, where it
-# does not look, so for PyTorch the second way is needed: ask for the library by name.
+# `dlsym(RTLD_NEXT, …)` means "the next library that has this name". But Python loads PyTorch's libraries later and
+# privately, where `RTLD_NEXT` does not look. So for PyTorch the function asks for the library by its name.
 #
 # We trace `native/all_reduce.c`, the C program of section 13, on stand-ins for NCCL and CUDA that need no GPU.
 # **Predict.** It sums once to check and twenty times to measure, in one process. How many calls of `ncclAllReduce`
@@ -1149,7 +1153,7 @@ if toolkit:
 # %% [markdown] tags=["deeper"]
 # Check and measurements are 21 calls on each of `world_size` GPUs, in 21 groups. Line `#2` is an all-reduce of 65,536
 # numbers of 4 bytes, 256 KiB, on communicator `c0`, where this process has rank 0, in stream `s0`. `bytes` is S, the
-# size of the argument. What travels over the links, 2(N−1)/N·S, no caller sees.
+# size of the argument. No caller sees what travels over the links, in a ring 2(N−1)/N·S.
 #
 # **Predict.** Each line also has a time. Is it the time of the all-reduce?
 
@@ -1195,14 +1199,14 @@ if toolkit:
 # sudo bpftrace -e "uprobe:$LIB:ncclAllReduce { @count[pid] = hist(arg2); }"
 # ```
 #
-# `arg2` is the third argument, `count`. The second command adds up in the kernel and prints one histogram a process.
-# These lines were tried with bpftrace 0.17 and Linux 6.18 on the stand-in. (Source:
-# [bpftrace reference guide](https://github.com/iovisor/bpftrace/blob/master/docs/reference_guide.md).)
+# `arg2` is the third argument, `count`. The second command counts inside the Linux kernel and prints one histogram
+# for each process. These lines were tried with bpftrace 0.17 and Linux 6.18 on the stand-in. (Source: [bpftrace
+# reference guide](https://github.com/iovisor/bpftrace/blob/master/docs/reference_guide.md).)
 #
 # ### From inside: the profiler plugin
 #
-# No caller can see when the GPU works. NCCL can: since 2.23 it calls a **profiler plugin** at the start and end of
-# events, from the collective, with its algorithm and protocol, down to each network transfer.
+# A caller cannot see when the GPU works, but NCCL can: since version 2.23 it calls a **profiler plugin** at the start
+# and end of events, from the collective, with its algorithm and protocol, down to each network transfer.
 #
 # ```bash
 # git clone --branch v2.29.7-1 https://github.com/NVIDIA/nccl && make -C nccl/plugins/profiler/inspector
@@ -1214,8 +1218,8 @@ if toolkit:
 # The end of a *collective* event only means "is in the queue"; the true end comes from the events below it
 # ([NCCL's description](https://github.com/NVIDIA/nccl/tree/master/plugins/profiler)).
 #
-# > **Misconception.** "I traced NCCL, and each all-reduce takes 20 µs." Of host time. Ask of every trace: *whose
-# > clock, and what ended?*
+# > **Misconception.** "I traced NCCL, and each all-reduce takes 20 µs." That is time on the host. Ask of every trace:
+# > *whose clock, and what ended?*
 #
 # | | needs | where in the code | GPU time | algorithm, protocol |
 # |---|---|---|---|---|
@@ -1253,7 +1257,7 @@ assert "Using network IB" in nccl_logs.BEGINNING
 #
 # The owner asked why the bandwidth is below what InfiniBand promises. NCCL counts 12 GB/s on the way to the card,
 # where PCIe 4 has 31, because it could not read the speed of the link and assumed one. And `PHB` means a way through
-# the CPU, where `PIX`, one PCIe switch, is hoped for.
+# the CPU, where `PIX`, a way through one PCIe switch, would be better.
 #
 # The connections come from two nodes with two H20 each, NVLink inside and InfiniBand between
 # ([nccl issue 1189](https://github.com/NVIDIA/nccl/issues/1189), comment of April 2025). **Predict** from the lines
@@ -1278,7 +1282,7 @@ for sender, receiver, via in nccl_logs.transports(nccl_logs.CONNECTIONS):
 #
 # | line | what it tells |
 # |---|---|
-# | `rank 3 nRanks 4 nNodes 2` | who this is. **`nNodes 1` on two machines: two separate jobs** |
+# | `rank 3 nRanks 4 nNodes 2` | who writes this. **`nNodes 1` on two machines: two separate jobs** |
 # | `Ring 06 : 2 -> 0 -> 1` | on channel 6, rank 0 receives from 2 and sends to 1 |
 # | `Trees [0] 1/2/-1->0->-1` | on channel 0, rank 0 has the children 1 and 2, and no parent: the root |
 # | `[4] 1/-1/-1->0->2` | on channel 4 its parent is 2: the second of the two trees |
@@ -1324,8 +1328,8 @@ for sender, receiver, via in nccl_logs.transports(nccl_logs.CONNECTIONS):
 # | variable (default) | what it is for | when to touch it |
 # |---|---|---|
 # | **Logging** | | |
-# | `NCCL_DEBUG` (unset) † | `VERSION`, `WARN`, `INFO`, `TRACE` | `WARN` always, `INFO` to look at a start |
-# | `NCCL_DEBUG_SUBSYS` (`INIT,BOOTSTRAP,ENV`) † | what `INFO` talks about | `NET`, `GRAPH`, `TUNING` for a question |
+# | `NCCL_DEBUG` (unset) † | `VERSION`, `WARN`, `INFO`, `TRACE` | `WARN` always, `INFO` to examine how a job starts |
+# | `NCCL_DEBUG_SUBSYS` (`INIT,BOOTSTRAP,ENV`) † | what `INFO` logs | `NET`, `GRAPH`, `TUNING` for a question |
 # | `NCCL_DEBUG_FILE` (stdout) † | where to write: `%h` host, `%p` process | more than a few ranks |
 # | **Which network** | | |
 # | `NCCL_SOCKET_IFNAME` (not `lo`, `docker*`) † | IP interface: bootstrap, TCP | nodes pick different networks |
@@ -1336,13 +1340,13 @@ for sender, receiver, via in nccl_logs.transports(nccl_logs.CONNECTIONS):
 # | **Ways inside a node, and to the card** | | |
 # | `NCCL_P2P_DISABLE`, `NCCL_P2P_LEVEL` | never GPU to GPU; how far: `LOC NVL PIX PXB PHB SYS` | is P2P at fault? |
 # | `NCCL_NET_GDR_LEVEL` (chosen) | how far GPUDirect RDMA reaches | NCCL misjudges a topology: measure both |
-# | `NCCL_NVLS_ENABLE` (2) | NVLink SHARP; 0: off | to compare; its memory cannot be had |
-# | `NCCL_MNNVL_ENABLE` (2: if it works) | NVLink between nodes; 0: off, 1: or fail | a rack falls back to its network |
-# | `NCCL_COLLNET_ENABLE` (0) † | 1: let the network's switches add, by a plugin | SHARP is there and set up |
+# | `NCCL_NVLS_ENABLE` (2) | NVLink SHARP; 0: off | to compare; when its memory cannot be allocated |
+# | `NCCL_MNNVL_ENABLE` (2: if it works) | NVLink between nodes; 0: off, 1: required | a rack uses its network instead |
+# | `NCCL_COLLNET_ENABLE` (0) † | 1: let the network's switches add, by a plugin | SHARP is installed and set up |
 # | **Algorithm, protocol, buffers, channels** | | |
 # | `NCCL_ALGO` (chosen) | allow or exclude `Ring`, `Tree`, `NVLS`, … | to compare |
-# | `NCCL_PROTO` (chosen) | the same for `LL`, `LL128`, `Simple` | **only to exclude one**, a bug suspected |
-# | `NCCL_TUNER_PLUGIN` (looked for) † | a library that chooses instead of NCCL | what it chooses is slower: compare |
+# | `NCCL_PROTO` (chosen) | the same for `LL`, `LL128`, `Simple` | **only to exclude one** that you suspect of a bug |
+# | `NCCL_TUNER_PLUGIN` (looked for) † | a library that chooses instead of NCCL | to compare: is it slower? |
 # | `NCCL_MIN_CTAS`, `NCCL_MAX_CTAS` (chosen) | GPU blocks used, taken from your kernels | benchmarks |
 # | **Faults** | | |
 # | `NCCL_IB_TIMEOUT` (20) † | a card's wait for one answer: 4.096 µs · 2^20 = 4.3 s | very large networks |
@@ -1355,11 +1359,11 @@ for sender, receiver, via in nccl_logs.transports(nccl_logs.CONNECTIONS):
 # variables can also stand in `/etc/nccl.conf`, and that is where a forgotten one hides.
 
 # %% [markdown] tags=["deeper"]
-# A variable must be there **before** the communicator is made, on **every** rank, with the same value. NCCL keeps
-# most values from the first time it looks
+# A variable must be set **before** the communicator is made, on **every** rank, with the same value. NCCL keeps most
+# values from the first time it looks
 # ([src/include/param.h](https://github.com/NVIDIA/nccl/blob/master/src/include/param.h)), so a change in a running
-# process may do nothing; in a notebook, call `shutdown()` first. `torchrun` and `launch` hand their environment to
-# the ranks, `mpirun` needs `-x NAME`. The next cell shows, on gloo, that the values arrive, not what they do.
+# process may do nothing; in a notebook, call `shutdown()` first. `torchrun` and `launch` pass their environment on to
+# the ranks, but `mpirun` needs `-x NAME`. The next cell shows, on gloo, that the values arrive, not what they do.
 
 # %% tags=["deeper"]
 import os
@@ -1384,9 +1388,8 @@ print(f"the same on all {world_size} ranks: NCCL_P2P_LEVEL=PXB, NCCL_PROTO=^LL12
 
 # %% [markdown] tags=["deeper"]
 # > **Misconception: `NCCL_TIMEOUT`.** Many scripts export it, and NCCL's guide has no such variable. How long a
-# > collective may take belongs to the **process group** of PyTorch: `init_process_group(timeout=...)` or
-# > `new_group(timeout=...)`. `NCCL_IB_TIMEOUT` is something else, a network card's wait for one
-# > answer.
+# > collective may take is set for a **process group** of PyTorch: `init_process_group(timeout=...)` or
+# > `new_group(timeout=...)`. `NCCL_IB_TIMEOUT` is something else, a network card's wait for one answer.
 
 
 # %% tags=["deeper"]
@@ -1408,7 +1411,7 @@ print(f"NCCL_TIMEOUT=7 changes nothing; timeout=timedelta(minutes=45) gives {pat
 # ## 17. nccl-tests: are my numbers right? · deeper
 #
 # [nccl-tests](https://github.com/NVIDIA/nccl-tests) times NCCL's collectives with no framework around them. If it is
-# slow, the machine is; if it is fast and training is slow, the program is. The commands follow its
+# slow, look at the machine; if it is fast and training is slow, look at the program. The commands follow its
 # [README](https://github.com/NVIDIA/nccl-tests/blob/master/README.md):
 #
 # ```bash
@@ -1440,7 +1443,7 @@ assert abs(costs.busbw("all_reduce", ranks, size, time_us * 1e-6) / 1e9 - busbw_
 print(f"S/t = {size / time_us / 1e3:.1f} GB/s; factor {factor:.3f}, so {ranks} GPUs")
 
 # %% [markdown] tags=["deeper"]
-# The factor gives it away: 2(N−1)/N = 1.875 means 16 GPUs.
+# The factor busbw/algbw tells it: 2(N−1)/N = 1.875 means 16 GPUs.
 #
 # ### Six questions from users
 #
@@ -1453,23 +1456,23 @@ print(f"S/t = {size / time_us / 1e3:.1f} GB/s; factor {factor:.3f}, so {ranks} G
 # **2. "Mine shows 480 of 450 GB/s. Faster than the wire?"**
 # ([nccl-tests 272](https://github.com/NVIDIA/nccl-tests/issues/272)) The switch adds, as section 8 shows.
 #
-# **3. "Two nodes with 2 × 100 Gb/s cards: 41.55 GB/s, where 25 are possible."**
-# ([nccl-tests 251](https://github.com/NVIDIA/nccl-tests/issues/251)) Between exactly two nodes a tree sends S, a ring
-# nearly 2·S, and the column takes the ring's factor. On four nodes the effect is gone; `NCCL_ALGO=Ring` shows it on
-# two.
+# **3. "Two nodes with 2 × 100 Gb/s cards: 41.55 GB/s, where 25 are possible."** ([nccl-tests
+# 251](https://github.com/NVIDIA/nccl-tests/issues/251)) Between exactly two nodes a tree sends S, a ring nearly 2·S,
+# and the column takes the ring's factor. On four nodes the effect is gone, and on two nodes `NCCL_ALGO=Ring` removes
+# it.
 #
 # **4. "Four 200 Gb/s cards, and only 96 GB/s."** ([nccl-tests 119](https://github.com/NVIDIA/nccl-tests/issues/119))
 # 4 × 200 Gb/s are 100 GB/s, and 24 of 25 per card is the usual peak.
 #
-# **5. "2 GPUs take 10 µs where I expect 6, and 8 take 34 where I expect 42."**
-# ([nccl-tests 123](https://github.com/NVIDIA/nccl-tests/issues/123)) The owner expected 2(N−1) steps of 3 µs. A line
-# through all seven measurements has other constants, and cannot say *why*: in this mode one GPU more means two steps
-# more and also one launch more by the same thread, and two causes that grow together look like one slope.
+# **5. "2 GPUs take 10 µs where I expect 6, and 8 take 34 where I expect 42."** ([nccl-tests
+# 123](https://github.com/NVIDIA/nccl-tests/issues/123)) The owner expected 2(N−1) steps of 3 µs. A line through all
+# seven measurements has other constants, but it cannot say *why*: in this mode one GPU more means two steps more and
+# also one launch more by the same thread, and two causes that grow together look like one slope.
 #
 # **6. "My program gets a third of what the table says."** One call of 4 GB reached 3722 Gb/s, 1000 calls of 4 MB
-# 1146, and without warm-up 561 (*recorded*, stas00/ml-engineering, network/README.md). A benchmark's last row is a
-# promise about large messages after a warm-up. Compare the row of **your** size, and go on (`-e 8G`) while the
-# bandwidth still grows from row to row.
+# 1146, and without warm-up 561 (*recorded*, stas00/ml-engineering, network/README.md). A benchmark's last row holds
+# only for large messages after a warm-up. Compare the row of **your** size, and go on (`-e 8G`) while the bandwidth
+# still grows from row to row.
 
 # %% tags=["deeper"]
 print(f"1: {370 / 450:.0%} of the line")
@@ -1497,11 +1500,12 @@ gain = at_4_mib["ring"] / at_4_mib[fastest]
 print(f"4 MiB on {virtual[0]} emulated nodes: {fastest}, {gain:.1f} times as fast as one ring")
 
 # %% [markdown]
-# - An all-reduce is a pattern of messages. A right result does not prove it: count its bytes and its steps.
-# - Ring: 2(N−1) steps and 2(N−1)/N·S, so its bytes stay and its latency grows with N. Trees: log N steps. Two levels:
+# - An all-reduce is a pattern of messages. A right sum does not show which: count bytes and steps.
+# - Ring: 2(N−1) steps and 2(N−1)/N·S, so its bytes hardly grow, but its latency does. Trees: log N steps. Two levels:
 #   few bytes on the slow links. Ring and tree cross at a size that grows with N.
-# - NCCL computes a time for each algorithm and protocol from a table of constants, and takes the least.
-# - A slow network is no error. Look for `GDRDMA` in the log, pass `device_id=`, and measure the sizes of your job.
+# - NCCL computes a time for each algorithm and protocol from a table of constants, and takes the smallest.
+# - A slow network raises no error. Look for `GDRDMA` in the log, pass `device_id=`, and measure the sizes of your
+#   job.
 #
 # **Now you can answer**
 #
@@ -1526,8 +1530,8 @@ print(f"4 MiB on {virtual[0]} emulated nodes: {fastest}, {gain:.1f} times as fas
 #
 # **What to take to work:** [scripts/busbw.py](../scripts/busbw.py), and `course_utils.nccl_logs` to read a log.
 #
-# **Exercises:** [exercises/03_nccl](../exercises/03_nccl_exercises.ipynb). **Next:** [04
-# ddp](04_ddp.ipynb), where these all-reduces hide behind `loss.backward()`.
+# **Exercises:** [exercises/03_nccl](../exercises/03_nccl_exercises.ipynb). **Next:** [04 ddp](04_ddp.ipynb), where
+# these all-reduces run inside `loss.backward()`.
 #
 # **Worth reading**
 # - R. Thakur, R. Rabenseifner, W. Gropp, *Optimization of collective communication operations in MPICH*, 2005,

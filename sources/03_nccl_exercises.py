@@ -59,9 +59,9 @@ from course_utils.topology import two_level
 WORLD_SIZE = 4  # ranks of the demonstrations; the checks choose their own
 
 # %% [markdown]
-# A tensor of 11 numbers has to be cut into N **chunks**, also where N does not divide 11. `tensor_split` makes their
-# lengths differ by one at most, and its chunks are views: who writes into a chunk writes into the tensor. Predict the
-# lengths for 11 numbers on 4 ranks, and for 3 numbers on 4 ranks.
+# A tensor of 11 numbers has to be cut into N **chunks** (the lesson's pieces), even when N does not divide 11.
+# `tensor_split` makes their lengths differ by one at most, and its chunks are views, so writing into a chunk changes
+# the tensor. Predict the lengths for 11 numbers on 4 ranks, and for 3 numbers on 4 ranks.
 
 # %%
 for numbers in (11, 3):
@@ -146,8 +146,8 @@ check.ring_reduce_scatter(ring_reduce_scatter)
 # | 2 of 5 | 30 | 03, The ring | N−1 and 2(N−1) steps; 2(N−1)/N · S sent by each rank in all |
 #
 # First the ring **all-gather**, in N−1 steps, with S minus one chunk sent by each rank. Place p holds chunk p; in the
-# end everybody holds all chunks. Turn the same way as before: send to place p−1. Nothing is added here, so chunks can
-# be received where they belong.
+# end everybody holds all chunks. Turn the same way as before: send to place p−1. Nothing is added here, so each chunk
+# can be received directly into its place in x.
 
 
 # %%
@@ -319,14 +319,14 @@ check.tree_all_reduce(tree_all_reduce)
 # |---|---|---|---|
 # | 5 of 5 | 40 | 03, Two levels, and a cluster in a notebook; exercises 1 and 2 | less time than a flat ring |
 #
-# m nodes have g GPUs each. Node 0 has the ranks 0 … g−1, node 1 the next g, and so on. A ring over all ranks crosses
-# between the nodes with nearly 2·S, through one port of each. Build one that sends 2(m−1)/m · S/g bytes through the
-# port of each GPU, and all of them at once.
+# m nodes have g GPUs each. Node 0 has the ranks 0 … g−1, node 1 the next g, and so on. A ring over all ranks sends
+# nearly 2·S from node to node, through one port of each node. Build an all-reduce that sends only 2(m−1)/m · S/g
+# bytes through the port of each GPU, and uses all ports at once.
 #
-# What that is worth shows on **emulated** links. The messages are real; the time is that of 2 nodes with 4 GPUs,
-# NVLink 4 inside (450 GB/s each way, 3.4 µs a message), and one port of InfiniBand NDR for each GPU between them (50
-# GB/s, 14 µs). The latencies are those that NCCL's tuner assumes for a hop (NVIDIA/nccl, src/graph/tuning.cc, protocol
-# Simple).
+# How much time that saves, you see on **emulated** links. The messages are real; the time is that of 2 nodes with 4
+# GPUs, NVLink 4 inside (450 GB/s each way, 3.4 µs a message), and one port of InfiniBand NDR for each GPU between
+# them (50 GB/s, 14 µs). The latencies are those that NCCL's tuner assumes for a hop (NVIDIA/nccl,
+# src/graph/tuning.cc, protocol Simple).
 
 
 # %%
@@ -394,9 +394,9 @@ check.hierarchical_all_reduce(hierarchical_all_reduce)
 # Inside the node 3 steps of S/4 = 256 KiB: 3 · (3.4 + 0.58) µs, twice. Between the nodes 2 steps of S/8 = 128 KiB: 2 ·
 # (14 + 2.6) µs. Together 57 µs.
 #
-# In the flat ring a sum goes on for 14 steps of S/8, once and three quarters round. The slowest crosses between the
-# nodes 4 times: 4 · (14 + 2.6) + 10 · (3.4 + 0.29) = 103 µs. Of these, 90 µs are latency. At 64 MiB bytes count, and
-# the gain is larger, since four ports of a node work instead of one: 2,363 against 608 µs (*modelled*).
+# In the flat ring a piece travels for 14 steps of S/8, which is 1.75 times round the ring. The slowest piece crosses
+# between the nodes 4 times: 4 · (14 + 2.6) + 10 · (3.4 + 0.29) = 103 µs. Of these, 90 µs are latency. At 64 MiB bytes
+# count, and the gain is larger, since four ports of a node work instead of one: 2,363 against 608 µs (*modelled*).
 # </details>
 
 # %% [markdown]
@@ -407,9 +407,9 @@ check.hierarchical_all_reduce(hierarchical_all_reduce)
 # |---|---|---|---|
 # | 3 of 5 | 25 | 03, The ring | 2(N−1) steps, 2(N−1)/N · S sent by each rank |
 #
-# Somebody wrote a ring all-reduce in a single loop: N−1 steps that add, N−1 steps that copy. It turns to the right. Its
-# author tried it with 2 ranks and 8 numbers, saw the right sum, and went home. It has **two** faults. Read it first;
-# can you find them without running it?
+# Somebody wrote a ring all-reduce in a single loop: N−1 steps that add, N−1 steps that copy. It sends to the right.
+# Its author tried it with 2 ranks and 8 numbers, saw the correct sum, and tested no more. It has **two** faults. Read
+# it first; can you find them without running it?
 
 
 # %%
