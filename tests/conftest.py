@@ -6,8 +6,11 @@ Several workers share the tests by groups, the longest first. ``--thorough`` add
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
+import weakref
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,6 +65,22 @@ def pytest_configure(config: pytest.Config) -> None:
     from course_utils.ranks.processes import SLOW, share
 
     share("torch._dynamo", *SLOW)  # ranks start by the hundred here: what one of them needs, all find imported
+    if find_spec("nbval"):
+        import nbval.kernel
+
+        nbval.kernel.KernelManager = _kernel_manager
+
+
+def _kernel_manager(**options: object):
+    """What nbval calls for a kernel, whose ports it leaves to Jupyter's choice."""
+    from jupyter_client import KernelManager
+
+    from course_utils.authoring.notebooks import local_sockets
+
+    folder = tempfile.mkdtemp()
+    manager = KernelManager(config=local_sockets(folder), **options)
+    weakref.finalize(manager, shutil.rmtree, folder, ignore_errors=True)
+    return manager
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

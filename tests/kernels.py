@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 from jupyter_client import KernelManager
 
+from course_utils.authoring.notebooks import local_sockets
+
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "COURSE_TEST_MARK"  # set for a kernel or script, inherited by all it starts
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -101,9 +103,8 @@ class Kernel:
         self.temporary.mkdir()
         self.env = surroundings(self.temporary, **env)
         self.mark = self.env[MARK]
-        self.manager = KernelManager(kernel_name="python3")
         # the connection file belongs to Jupyter, not to the course
-        self.manager.connection_file = str(self.folder / "connection.json")
+        self.manager = KernelManager(kernel_name="python3", config=local_sockets(self.folder))
         try:
             self.manager.start_kernel(env=self.env, cwd=str(cwd or self.folder))
             self._connect()

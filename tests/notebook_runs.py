@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import nbformat
 import papermill
 
 from course_utils.authoring.core import is_deeper
+from course_utils.authoring.notebooks import local_sockets
 
 
 def run_core(
@@ -24,8 +26,14 @@ def run_core(
     if first:
         nb.cells.insert(0, nbformat.v4.new_code_cell(first))
     nbformat.write(nb, folder / "core_first.ipynb")
-    papermill.execute_notebook(
-        folder / "core_first.ipynb", folder / lesson.name, parameters=parameters, cwd=lesson.parent,
-        progress_bar=False, execution_timeout=300,
-    )
+    run_notebook(folder / "core_first.ipynb", folder / lesson.name, cwd=lesson.parent, parameters=parameters)
     return [cell for cell in nbformat.read(folder / lesson.name, 4).cells if cell.cell_type == "code"]
+
+
+def run_notebook(notebook: Path, out: Path, *, cwd: Path, **options: Any) -> None:
+    """Run a notebook by papermill, whose errors it raises, with ``parameters``."""
+    with tempfile.TemporaryDirectory() as sockets:
+        papermill.execute_notebook(
+            notebook, out, cwd=cwd, progress_bar=False, execution_timeout=300, start_timeout=180,
+            config=local_sockets(sockets), **options,
+        )

@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -16,12 +17,13 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+from traitlets.config import Config
 
 from .pages import alternative_text
 
 __all__ = [
-    "CLIENT", "NotebookFailed", "differences", "execute", "from_text", "leaks", "limited", "mark_exercises",
-    "normalise", "strip", "take_outputs", "with_ids",
+    "CLIENT", "NotebookFailed", "differences", "execute", "from_text", "leaks", "limited", "local_sockets",
+    "mark_exercises", "normalise", "strip", "take_outputs", "with_ids",
 ]
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -92,6 +94,16 @@ def strip(nb: NotebookNode) -> NotebookNode:
     return with_ids(nb)
 
 
+def local_sockets(folder: str | os.PathLike) -> Config:
+    """Configuration of one kernel whose sockets are files in ``folder``, where the system has such sockets.
+
+    Jupyter chooses ports that are free, and the kernel opens them a second later: by then a rank may have taken one.
+    """
+    if os.name == "nt":
+        return Config()
+    return Config(KernelManager={"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))})
+
+
 async def execute(nb: NotebookNode, path: Path, timeout: int = 300) -> NotebookNode:
     """Run a notebook in place, in the folder of ``path``, with a fresh kernel; ``timeout`` in seconds a cell.
 
@@ -105,9 +117,10 @@ async def execute(nb: NotebookNode, path: Path, timeout: int = 300) -> NotebookN
             cell.outputs, cell.execution_count = [], None
     nb.metadata.pop("widgets", None)
     os.environ["COURSE_STATUS"] = "0"  # a sign of life from ranks does not belong into stored outputs
-    client = NotebookClient(nb, timeout=timeout, resources={"metadata": {"path": str(path.parent)}}, **CLIENT)
     try:
-        await client.async_execute()
+        with tempfile.TemporaryDirectory() as folder:
+            resources, config = {"metadata": {"path": str(path.parent)}}, local_sockets(folder)
+            await NotebookClient(nb, timeout=timeout, resources=resources, config=config, **CLIENT).async_execute()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         started = [(n, cell) for n, cell in enumerate(nb.cells, 1) if cell.get("execution_count")]
         number, cell = started[-1] if started else (0, nbformat.v4.new_code_cell())

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import nbformat
-import papermill
 import pytest
 from conftest import ROOT, missing
+from notebook_runs import run_notebook
 
 from course_utils import deepspeed_tools, launch
 from course_utils.deepspeed_tools import check_config
@@ -27,10 +27,8 @@ ENGINE = ("--engine=deepspeed", f"--config={ROOT / 'scripts' / 'deepspeed.json'}
 
 def test_lesson_runs_without_deepspeed(tmp_path):
     """All cells, with what was recorded: each result that the lesson asks for is there, and is marked."""
-    papermill.execute_notebook(
-        LESSON, tmp_path / "out.ipynb", parameters={"use_deepspeed": False, "world_size": 3}, cwd=LESSON.parent,
-        progress_bar=False, execution_timeout=200,
-    )
+    parameters = {"use_deepspeed": False, "world_size": 3}
+    run_notebook(LESSON, tmp_path / "out.ipynb", cwd=LESSON.parent, parameters=parameters)
     cells = [cell for cell in nbformat.read(tmp_path / "out.ipynb", 4).cells if cell.cell_type == "code"]
     text = "".join("".join(output.get("text", "") for output in cell.outputs) for cell in cells)
     assert "DeepSpeed is left out" in text and "(recorded: first run)" in text
