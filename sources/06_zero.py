@@ -14,9 +14,9 @@
 # # Where does the memory go, and what does each ZeRO stage remove?
 #
 # The weights of a model with 7.5 billion parameters take 15 GB in 16 bits. To train it with Adam under DDP, each GPU
-# needs 120 GB before it has seen the first token, and 64 GPUs hold 64 copies of that. The three stages of ZeRO reduce
-# it to 31.4, to 16.6 and to 1.9 GB a GPU (*recorded*, Rajbhandari et al. 2020, figure 1). Here you find these bytes,
-# and build the three stages that remove them.
+# needs 120 GB, activations not counted, and 64 GPUs hold 64 copies of that. The three stages of ZeRO reduce it to 31.4,
+# to 16.6 and to 1.9 GB a GPU (*recorded*, Rajbhandari et al. 2020, figure 1). Here you find these bytes, and build the
+# three stages that remove them.
 #
 # **You will be able to**
 # - *say* to the byte what a training step holds, and *measure* it on real ranks;
@@ -70,7 +70,7 @@ folded("The model's source", *classes, models.loss_of)
 # - **gradients**, one number for each parameter;
 # - **optimizer states**: for Adam, two moments of each parameter;
 # - **activations**: what forward leaves behind because backward needs it;
-# - **buffers**: everything else, such as DDP's buckets, gradients of activations, and temporary tensors.
+# - **buffers**, here in a wide sense: all other tensors, such as DDP's buckets and gradients of activations.
 #
 # The first three are the **model states**. They depend only on the model and the optimizer, while activations also
 # grow with the batch. `track` follows every tensor of a process and sorts its bytes into these five parts, so we can
@@ -116,15 +116,14 @@ assert round(stepped.optimizer / begin.parameters, 2) == 2 and begin.optimizer =
 plots.memory_over_time(history, "measured: two steps of one process, 16 windows")
 
 # %% [markdown]
-# *The figure (measured): bytes by part over two training steps. Parameters are there throughout. Activations rise
-# during forward and are gone after backward, when the gradients have taken their place. The optimizer's states appear
-# with its first step, and stay.*
+# *The figure (measured): bytes by part over two training steps. Parameters are there throughout. Activations rise in
+# forward; the highest mark follows the second forward. After backward they are gone, and gradients are there. The
+# optimizer's states appear with its first step, and stay.*
 #
-# The end of forward is the highest of these marks, because 16 windows are a lot for so small a model and its
-# activations outweigh everything else. (Between the marks it is a little higher still, when backward begins and the
-# first gradients of activations come on top.) Parameters and gradients take 4 bytes each, and Adam's two moments 8. The
-# moments do not exist before the first optimizer step, which means that a program that fits in step 1 can run out of
-# memory in step 2.
+# After forward: 16 windows are many for so small a model, so activations are larger than everything else. (The true
+# peak comes just after this mark, when backward begins and adds the first gradients of activations.) Parameters and
+# gradients take 4 bytes each, and Adam's two moments 8. The moments do not exist before the first optimizer step, which
+# means that a program that fits in step 1 can run out of memory in step 2.
 #
 # > **Misconception.** "If the model fits, it trains." The parameters are only a quarter of the model states, and most
 # > of this peak is not model states at all.
@@ -136,7 +135,7 @@ plots.memory_over_time(history, "measured: two steps of one process, 16 windows"
 # **mixed precision** (lesson 05), the parameter and its gradient take 2 bytes each, but the optimizer keeps an fp32
 # **master weight** beside the two moments: 12 bytes, which the ZeRO paper calls K.
 #
-# **Predict**: how many bytes is that in fp32, and how many in mixed precision?
+# **Predict**: how many bytes is that in all for each parameter, in fp32 and in mixed precision?
 #
 # `model_states` is the formula. `held_memory` looks at every tensor that model and optimizer hold at this moment, and
 # `MasterAdam` is Adam with fp32 master weights, for a model in bf16.
@@ -180,12 +179,13 @@ for name in ("fp32", "mixed", "mixed, fp32 gradients", "bf16 policy", "bf16"):
 
 # %% [markdown]
 # 16 and 16 (the thousandths are Adam's step counters): mixed precision only moves bytes from parameters and gradients
-# to the master copy. Many programs sum gradients in fp32, which makes it 18 (*recorded*,
+# to the master weights. Many programs sum gradients in fp32, which makes it 18 (*recorded*,
 # [stas00/ml-engineering](https://github.com/stas00/ml-engineering)). FSDP2's **bf16 policy** (lesson 07) keeps all
-# states in fp32 and converts what it gathers. Pure bf16 halves the bytes, but loses small updates (lesson 05).
+# states in fp32 and converts parameters to bf16 for computing. Pure bf16 halves the bytes, but loses small updates
+# (lesson 05).
 #
-# > **Misconception.** "Mixed precision halves the memory." It saves activations and time, but not a byte of the model
-# > states. ZeRO does.
+# > **Misconception.** "Mixed precision halves the memory." It saves time and activations, but the model states stay at
+# > 16 bytes. ZeRO reduces those.
 #
 # Now a real size: seven billion parameters, at 2 + 2 + 12 bytes each.
 
@@ -200,19 +200,19 @@ plots.memory_bars(rows, "modelled: 7 billion parameters with Adam", limit=sizes)
 # *The figure (modelled): one bar of 112 GB, three quarters of which are the optimizer's. It ends beyond the lines of
 # V100 and H100, and before that of H200.*
 #
-# Two GPUs of 80 GB could hold these 112 GB, if each of them did not need a copy of its own. Under DDP each does.
+# Two GPUs of 80 GB could hold these 112 GB together. But under DDP each needs its own copy.
 #
 # > **What changes on real GPUs.** A GPU holds more than the formula: the CUDA context, NCCL's buffers, workspaces of
 # > matrix libraries, and in the optimizer's step up to 4 bytes a parameter, unless Adam is built with `fused=True`
-# > (section 9). PyTorch's allocator keeps the memory that it has, so `nvidia-smi` shows what was *reserved*, while
-# > `torch.cuda.memory_allocated` counts as this lesson does. Leave a few GB free.
+# > (section 9). PyTorch's allocator keeps memory that tensors have freed, so `nvidia-smi` shows what was *reserved*,
+# > while `torch.cuda.memory_allocated` counts as this lesson does. Leave a few GB free.
 
 # %% [markdown]
 # ## 3. ZeRO on paper
 #
-# Under DDP all ranks have the same model states, so N ranks hold N copies of one thing. **ZeRO**, the *zero redundancy
-# optimizer* (Rajbhandari et al. 2020), keeps one. Each rank owns a **shard**, one Nth, and each stage divides one part
-# more. Ψ is the number of parameters, and N the number of ranks:
+# Under DDP all ranks have the same model states, so N ranks hold N copies. **ZeRO**, the *zero redundancy optimizer*
+# (Rajbhandari et al. 2020), keeps one. Each rank owns a **shard**, one Nth of it, and each stage divides one more part.
+# Ψ is the number of parameters, and N the number of ranks:
 #
 # | | parameters | gradients | optimizer | bytes on a rank, mixed precision |
 # |---|---|---|---|---|
@@ -244,10 +244,10 @@ for stage in (1, 2, 3):
     print(f"{NAMES[stage]:19}" + "".join(f"{factor:9.2f}" for factor in factors))
 
 # %% [markdown]
-# > **Misconception.** "ZeRO-1 saves 4×, ZeRO-2 saves 8×." These are limits for many ranks, 16/4 and 16/2, when the
-# > divided part has become nothing. On 4 ranks it is 2.3 and 2.9. Only ZeRO-3 has no limit.
+# > **Misconception.** "ZeRO-1 saves 4×, ZeRO-2 saves 8×." These are the limits for many ranks, 16/4 and 16/2, where the
+# > divided part is close to nothing. On 4 ranks it is 2.3 and 2.9. Only ZeRO-3 has no such limit.
 #
-# In fp32, as in our small GPT, the optimizer has 8 of the 16 bytes, and the limits are 2 and 4.
+# In fp32, as in our small GPT, the optimizer has 8 of the 16 bytes, so the limits are 2 and 4.
 
 # %% [markdown]
 # ## 4. ZeRO-1: each rank updates its own shard
@@ -263,8 +263,8 @@ for stage in (1, 2, 3):
 #     model.step()
 # ```
 #
-# `train` is this loop. It returns the losses, what a rank holds at the end of the last backward, and what it sent. The
-# seeds differ so that a version that forgets the first broadcast fails.
+# `train` is this loop. It returns the losses, what a rank holds after the last backward, and what it sent in the last
+# step. The seeds differ so that a version without the first broadcast fails.
 
 
 # %%
@@ -287,9 +287,9 @@ def on_ranks(version, **options):
 runs = {"DDP": on_ranks(Stage0)}
 
 # %% [markdown]
-# Now ZeRO-1. Adam treats each element by itself, so a rank can update one Nth of the parameters alone, with moments for
-# that Nth only. For the update it needs the mean gradient of its shard, and a reduce-scatter delivers just that.
-# Afterwards the ranks exchange what they updated, which is an all-gather:
+# Now ZeRO-1. Adam treats each element by itself, so a rank can update its shard of the parameters alone, with moments
+# for that shard only. For this it needs the mean gradient of its shard, which is what a reduce-scatter delivers.
+# Afterwards an all-gather brings the updated shards to all ranks:
 #
 # | DDP | ZeRO-1 |
 # |---|---|
@@ -300,8 +300,8 @@ runs = {"DDP": on_ranks(Stage0)}
 # **Predict**: does ZeRO-1 send more than DDP, less, or the same?
 #
 # How do we cut the parameters into equal shards? Their sizes differ, so we first join those of one block into one flat
-# tensor, a **unit**, with zeros at its end so that N divides it. The parameters become views of the flat tensor, and so
-# does the rank's shard, so what the optimizer writes is already in its place.
+# tensor, a **unit**, and add zeros until N divides its length. The parameters become views of this tensor, as does the
+# rank's shard. So what the optimizer writes is already in its place.
 
 
 # %%
@@ -334,8 +334,8 @@ class Unit:
 
 # %% [markdown]
 # One more unit holds what stands around the blocks: embeddings, last norm and head. The head is *tied* to the
-# embedding, which means that both are one tensor, so they have to share a unit. Frozen parameters stay whole, because
-# they have neither gradients nor states.
+# embedding: both are one tensor, so they must share a unit. Our units leave out frozen parameters, which have neither
+# gradients nor states.
 
 
 # %%
@@ -377,9 +377,9 @@ class Zero1(nn.Module):
 
 
 # %% [markdown]
-# Does it still compute what DDP computes? The losses must agree to rounding, because sums are taken in another order.
-# We count traffic in multiples of Ψ numbers, and leave out the factor (N−1)/N, which is there because a rank's own part
-# never travels. In this measure a ring's all-reduce sends 2Ψ, a reduce-scatter or an all-gather 1Ψ (lesson 02).
+# Does it still compute what DDP computes? The losses must agree up to rounding, because only the order of sums differs.
+# The bytes printed are the tensors' sizes. The last number is what a ring sends of them, in multiples of Ψ numbers,
+# without the factor (N−1)/N: 2Ψ for an all-reduce, 1Ψ for a reduce-scatter or an all-gather (lesson 02).
 
 # %%
 runs["ZeRO-1"] = on_ranks(Zero1)
@@ -389,17 +389,16 @@ for name in ("DDP", "ZeRO-1"):
 
 # %% [markdown]
 # The same, 2Ψ: an all-reduce *is* a reduce-scatter and an all-gather, and ZeRO-1 puts the optimizer's step between the
-# two. So dividing the optimizer's states costs nothing. The usual first attempt keeps DDP's all-reduce and adds the
+# two. So dividing the optimizer's states costs no traffic. The usual first attempt keeps DDP's all-reduce and adds the
 # all-gather. That gives the right losses too, but sends 3Ψ.
 #
-# All of this is fp32. In mixed precision the flat tensor is bf16, and the shard an fp32 copy of its part, the master
-# weights.
+# All of this is fp32. In mixed precision the flat tensor would be bf16, and the shard an fp32 copy: the master weights.
 #
 # <details><summary>Which optimizers cannot be sharded in this way?</summary>
 #
-# Those that look at more than one element: LAMB and Adafactor want norms or means of whole tensors, Shampoo and Muon
-# whole matrices. They need shards along the borders of tensors, or one more collective. Clipping by the norm of all
-# gradients needs one: every rank squares and sums its shard, and one number is all-reduced.
+# Those that look at more than one element at a time: LAMB and Adafactor need norms or means of whole tensors, Shampoo
+# and Muon whole matrices. They need shards along the borders of tensors, or one more collective. Clipping by the norm
+# of all gradients needs one more too: every rank squares and sums its shard, and one number is all-reduced.
 # </details>
 #
 # <details><summary>And the padding?</summary>
@@ -412,9 +411,8 @@ for name in ("DDP", "ZeRO-1"):
 # ## 5. ZeRO-2: gradients leave as soon as they are complete
 #
 # After the reduce-scatter a rank needs the gradients of its shard only. But ZeRO-1 still holds all of them at the end
-# of backward, because it reduces them in `step`, when they are all there. So the only thing that ZeRO-2 changes is
-# *when* `reduce_gradients` is called: in a hook, as soon as the last gradient of a unit has come, as DDP does with its
-# buckets (lesson 04).
+# of backward, because it reduces them in `step`. So ZeRO-2 only changes *when* `reduce_gradients` is called: in a hook,
+# as soon as the last gradient of a unit has come, as DDP does with its buckets (lesson 04).
 
 
 # %%
@@ -449,17 +447,17 @@ for name in ("ZeRO-1", "ZeRO-2"):
     print(f"{name}: {runs[name][0]}")
 
 # %% [markdown]
-# The same operations with the same bytes, only earlier, and at the end of backward a rank has one Nth of the gradients.
-# The units matter for this: if all parameters were one unit, it would be complete only at the very end of backward, and
-# the peak would be that of ZeRO-1. All ranks must complete their units in the same order, or one rank's block would be
-# added to another's. They do, as long as every rank uses every parameter.
+# ZeRO-2 sends the same bytes, only earlier, and at the end of backward a rank has one Nth of the gradients. This is why
+# we need several units: a single one would be complete only at the end of backward, with the peak of ZeRO-1. All ranks
+# must complete their units in the same order, or gradients of different blocks would be added up. They do, as long as
+# every rank uses every parameter.
 
 # %% [markdown]
 # ## 6. ZeRO-3: parameters come when they are needed
 #
-# Only the parameters are still whole. A block needs them twice in a step, when it runs forward and when it runs
-# backward; in between, its shard is enough. So ZeRO-3 drops the all-gather after the optimizer's step. Instead it
-# gathers each unit before each use, and frees it afterwards:
+# Only the parameters are still whole. A block needs them twice in a step, in forward and in backward; in between, a
+# rank needs only its shard. So ZeRO-3 drops the all-gather after the optimizer's step. Instead it gathers each unit
+# before each use, and frees it afterwards:
 #
 # ```text
 #           forward  ──────────────>   backward  ────────────────>
@@ -471,9 +469,9 @@ for name in ("ZeRO-1", "ZeRO-2"):
 # send?
 #
 # Three hooks tell us when. One runs before a module's forward, one after it, and one when the gradient of its output is
-# there, because that is when its backward begins. `arrived` knows the end of backward: the unit's last gradient has
-# come. To free the flat tensor while the parameters are views of it, we resize its *storage* to zero, as FSDP does. The
-# parameters keep their shapes but have no bytes.
+# there, because then its backward begins. Backward ends when the unit's last gradient has come, in `arrived`. The
+# parameters are views of the flat tensor, so we cannot delete it. Instead we resize its *storage*, its memory, to zero,
+# as FSDP does.
 
 
 # %%
@@ -526,11 +524,14 @@ for entry in runs["ZeRO-3"][0].ledger:
     print(f"  {entry.op:15}", "a block" if entry.bytes == largest else "around the blocks")
 
 # %% [markdown]
-# Six all-gathers and 3Ψ, 1.5 times what DDP sends: two all-gathers and one reduce-scatter of everything. Activation
-# checkpointing adds no gathers, because a block is computed again while its weights are there for its backward.
+# Six all-gathers and 3Ψ, 1.5 times what DDP sends: each unit is gathered twice and reduced once. The one around the
+# blocks comes first and is reduced last, because the model's forward and backward enclose those of its blocks.
+# Activation checkpointing (lesson 05) adds no gathers, because a block is computed again just when its weights are
+# there for backward.
 #
-# > **Misconception.** "ZeRO-3 is model parallelism: each rank computes its part of the model." Every rank computes
-# > the whole model, on its own data, with whole parameters. Only their *home* is divided. It is data parallelism.
+# > **Misconception.** "ZeRO-3 is model parallelism: each rank computes its part of the model." Every rank computes the
+# > whole model, on its own data, with whole parameters. Only between uses does it keep just a shard. It is data
+# > parallelism.
 
 # %% [markdown]
 # ## 7. The stages side by side
@@ -553,7 +554,8 @@ plots.partition_picture(bytes_held, f"measured: {world_size} ranks at the end of
 # optimizer states. Under DDP all is filled. ZeRO-1 leaves each rank one part of the optimizer's row, ZeRO-2 of the
 # gradients' too, ZeRO-3 of all three.*
 #
-# Measured and computed agree within one percent on every rank. The difference is Adam's step counters and padding.
+# Measured and computed agree within one percent on every rank. The difference is Adam's step counters, and padding if
+# any.
 #
 # Large batches are often cut into **micro-batches**, whose gradients are accumulated before one optimizer step. DDP can
 # skip communication for all but the last of them (`no_sync`), because it has room for whole gradients.
@@ -567,13 +569,11 @@ for name, version, psi in (("ZeRO-1", Zero1, 2), ("ZeRO-2", Zero2, 5), ("ZeRO-3"
     print(f"{name}, 4 micro-batches: {found.psi_sent:.2f} Ψ")
 
 # %% [markdown]
-# ZeRO-1 adds up whole gradients and reduces them once: 2Ψ. ZeRO-2 has no place for whole gradients, so it reduces after
-# every micro-batch and adds up shards: 4Ψ, and 1Ψ for the all-gather. In ZeRO-3 all three happen for every micro-batch:
-# 12Ψ.
+# ZeRO-1 adds up whole gradients, then reduces and gathers once: 2Ψ. ZeRO-2 does not keep whole gradients, so it reduces
+# in every micro-batch: 4Ψ, and 1Ψ for the all-gather. ZeRO-3 sends its 3Ψ in every micro-batch: 12Ψ.
 #
-# > **What changes on real GPUs.** NCCL has a real reduce-scatter; gloo runs it as an all-reduce inside, so on the
-# > CPU only the logical sizes show ZeRO's advantage. And communication runs beside the computing, which lesson 07
-# > shows.
+# > **What changes on real GPUs.** NCCL has a real reduce-scatter; gloo runs it as an all-reduce inside, so on the CPU
+# > ZeRO sends more than we count. And communication overlaps with computing, which lesson 07 shows.
 
 # %% [markdown]
 # ## 8. Does it fit?
@@ -596,15 +596,15 @@ plots.memory_bars(needs, "modelled: GPT-3 13B on 64 ranks, one rank", limit=gpus
 # *The figure (modelled): DDP needs 207 GB, more than an H100 has, and ZeRO-1 55. ZeRO-2 ends just below the V100's
 # 32 GB, and ZeRO-3 needs 8.*
 #
-# From stage 1 on, if gradients are views into the buckets. With DDP's default, a second copy of them, ZeRO-1 would need
-# 81 GB: one more than the H100 has. The calculator asks the same function, for these shapes or for your own.
+# From stage 1 on. With a second copy of the gradients, as in DDP's buckets by default, ZeRO-1 would need 81 GB: one
+# more than the H100 has. The calculator calls the same function, for these shapes or yours.
 
 # %%
 memory_calculator()
 
 # %% [markdown]
-# *The calculator: a bar of the five parts, and for each GPU whether it fits and why. In a notebook that is not running
-# it shows one setting.*
+# *The calculator: left, the five parts; right, for each GPU, whether they fit with a tenth left free. If the notebook
+# is not running, it shows one setting.*
 #
 # <details><summary>Try it: GPT-3 13B as above, ZeRO-1. On how many H100s does it fit, with a tenth of the memory
 # free?</summary>
@@ -613,21 +613,22 @@ memory_calculator()
 # parameters and gradients are whole.
 # </details>
 #
-# <details><summary>Try it: GPT-3 175B, ZeRO-3, one sequence a rank, with checkpointing. What is the least number of
+# <details><summary>Try it: GPT-3 175B, ZeRO-3, one sequence a rank, with checkpointing. What is the smallest number of
 # H100s? And without checkpointing?</summary>
 #
 # 64, with about 66 GB each; on 32 it would be 109. Without checkpointing there is no such number: activations and
-# gathered units do not become less with more ranks, and on 4,096 ranks it is still 94 GB.
+# gathered units do not shrink with more ranks, so on 4,096 ranks it is still 94 GB.
 # </details>
 
 # %% [markdown] tags=["deeper"]
 # ## 9. What Adam's step takes for a moment · deeper
 #
-# The formulas count what is *kept*, but an optimizer also needs memory during its step. PyTorch has three versions of
-# Adam: a loop over the parameters; `foreach=True`, which treats all of them in a few calls; and `fused=True`, which
-# does everything in one kernel, a function that runs on the GPU. On a GPU `foreach` is the default.
+# The formulas count what is *kept*, but Adam also needs temporary memory during its step: it divides by the square root
+# of the second moment, and this root is a new tensor. PyTorch has three versions of Adam: a loop over the parameters;
+# `foreach=True`, which treats all of them in a few calls; and `fused=True`, which does everything in one kernel. On a
+# GPU `foreach` is the default.
 #
-# **Predict** for each: how many bytes a parameter does the step take for a moment, on top of the 16?
+# **Predict** for each: how many bytes per parameter does the step need for a short time, on top of the 16?
 
 
 # %% tags=["deeper"]
@@ -651,18 +652,18 @@ for name, size in extra.items():
 assert round(extra["foreach"], 2) == 4 and extra["fused"] == 0 < extra["loop"] < 2
 
 # %% [markdown] tags=["deeper"]
-# `foreach` makes one temporary number for each parameter that the rank steps. In fp32 that is 4 bytes each, or 28 GB
-# for an undivided 7B model, and no formula above has it. The loop takes one tensor at a time, so it needs as much as
-# the largest tensors. `fused` needs nothing, and it is the fastest by [PyTorch's
+# `foreach` makes one temporary number for each parameter that the rank updates. In fp32 that is 4 bytes each, or 28 GB
+# for an undivided 7B model, and no formula above has it. The loop takes one tensor at a time, so it needs only about
+# twice the largest of them. `fused` needs nothing, and it is the fastest according to [PyTorch's
 # documentation](https://docs.pytorch.org/docs/stable/optim.html), so build `AdamW(…, fused=True)`.
 
 # %% [markdown] tags=["deeper"]
 # ## 10. Activations: the part that grows with the batch · deeper
 #
 # Autograd keeps what each operation needs to compute its gradient: a linear layer its input, attention its queries,
-# keys, values and output. `activation_bytes` adds this up for the GPT and knows nothing of any run. The scores of
-# attention, a square of the sequence length, are not among it: the fused kernels behind `scaled_dot_product_attention`
-# never store them.
+# keys, values and output. `activation_bytes` adds this up from the shape of the GPT alone. The scores of attention,
+# whose number grows with the square of the sequence length, are not counted, because the fused kernels behind
+# `scaled_dot_product_attention` never store them.
 #
 # **Activation checkpointing** (lesson 05) keeps only the input of each block, and computes the rest again in backward.
 #
@@ -692,11 +693,11 @@ assert kept == by_formula  # to the byte
 plots.memory_over_length(lengths, kept, by_formula, "measured and computed: 8 layers, one sequence")
 
 # %% [markdown] tags=["deeper"]
-# *The figure: activations over sequence length, as points where they were measured and as a line where they were
-# computed. Both ways grow in proportion to the length. Checkpointing lies several times lower.*
+# *The figure: activations over sequence length, both axes logarithmic. Points are measured, lines are computed. With
+# and without checkpointing they grow in proportion to the length. With it they are about ten times lower.*
 #
 # Both double, and the formula is right to the byte. With checkpointing, the largest thing left can be the **logits**,
-# one number for each token and each word of the vocabulary. Recorded at full size: Llama-3-8B takes 7 GiB of
+# one number for each token and each entry of the vocabulary. Recorded at full size: Llama-3-8B takes 7 GiB of
 # activations a layer for one sequence of 32k tokens, 224 GiB in all. With checkpointing it is 8 GiB, 7 more for the one
 # block that is computed again, and 15.7 GiB of logits in fp32 (*recorded*,
 # [stas00/ml-engineering](https://github.com/stas00/ml-engineering)). Two of these follow from the model's shape alone:
@@ -710,18 +711,19 @@ print(f"the logits in fp32: {logits / 2**30:.1f} GiB")
 assert block_inputs == 8 * 2**30 and round(logits / 2**30, 1) == 15.7 and 7 * layers == 224
 
 # %% [markdown] tags=["deeper"]
-# So programs for long sequences compute the loss in pieces. ZeRO does not help here, because it divides model states
-# only. What shrinks activations is checkpointing, a smaller batch, splitting the sequence (lesson 11), or tensor and
-# pipeline parallelism (lessons 09 and 10). ZeRO-R, of the same paper, also divides the checkpoints.
+# Because the logits are so large, programs for long sequences compute the loss in pieces. ZeRO does not help here,
+# because it divides model states only. What shrinks activations is checkpointing, a smaller batch, splitting the
+# sequence (lesson 11), or tensor and pipeline parallelism (lessons 09 and 10). ZeRO-R, of the same paper, also divides
+# what checkpointing keeps.
 
 # %% [markdown] tags=["deeper"]
 # ## 11. The peak of a step, and shards that do not divide · deeper
 #
-# States are what lasts, but a rank runs out of memory at the **peak** of a step, which has activations and buffers too.
-# We take six layers, so that one unit is a small part of the model, and checkpointing, so that activations do not hide
-# the rest.
+# The formulas count model states, but a rank runs out of memory at the **peak** of a step, where activations and
+# buffers are added. We take six layers, so that one unit is a small part of the model, and checkpointing, so that
+# activations do not hide the rest.
 #
-# **Predict**: are the peaks in the order of the states?
+# **Predict**: DDP holds the most states and ZeRO-3 the least. Do their peaks have the same order?
 
 # %% tags=["deeper"]
 tall = TransformerConfig(layers=6, checkpoint=True)
@@ -732,15 +734,15 @@ assert totals == sorted(totals, reverse=True)
 plots.memory_bars(peaks, f"measured: peak of a step, 6 layers, rank 0 of {world_size}")
 
 # %% [markdown] tags=["deeper"]
-# *The figure (measured): the peak of a step for each version, by part. The bars shrink from DDP to ZeRO-3, by less than
-# the states do: activations stay, and buffers come.*
+# *The figure (measured): the peak of a step for each version, by part. The bars shrink from DDP to ZeRO-3, but by less
+# than the states do: activations stay, and ZeRO-3 has more buffers than the others.*
 #
-# They are. The parts of two bars cannot be compared one by one, because each peak lies at its own moment: under ZeRO-1
+# They do. The parts of two bars cannot be compared one by one, because each peak lies at its own moment: under ZeRO-1
 # late in backward, when most gradients are there, under ZeRO-2 and 3 early. ZeRO-3 has gathered parameters among its
 # buffers: a block, which is a sixth of this model, and what is around the blocks.
 #
-# Why did we ask DDP for `gradient_as_bucket_view=True`? Because as it comes, its buckets are a second copy of all
-# gradients. With it, the gradients are views into the buckets; in return they cannot be detached in place.
+# Why did we ask DDP for `gradient_as_bucket_view=True`? Because by default its buckets are a second copy of all
+# gradients. With it, the gradients are views into the buckets. The price is that `detach_()` on them is an error.
 
 # %% tags=["deeper"]
 for views in (False, True):
@@ -760,14 +762,15 @@ for count in units[:2]:
 assert {run.held.parameters for run in three} == {4 * sum(-(-count // 3) for count in units)}
 
 # %% [markdown] tags=["deeper"]
-# Without padding, shards of `len // 3` elements would leave the last one or two to nobody. Nothing would fail: these
-# elements are never updated, and the loss hardly shows it. Compare weights, not losses, when you test such code.
+# Without padding, shards of `len // 3` elements would leave the last one or two to no rank. There would be no error:
+# these elements would never be updated, and the loss would hardly show it. Compare weights, not losses, when you test
+# such code.
 
 # %% [markdown] tags=["deeper"]
 # ## 12. The ZeRO that PyTorch has · deeper
 #
-# - `ZeroRedundancyOptimizer` is ZeRO-1 beside DDP. It gives each rank whole tensors instead of shards of a flat one,
-#   and each rank broadcasts what it has updated.
+# - `ZeroRedundancyOptimizer` is ZeRO-1 for use with DDP. It gives each rank whole tensors instead of shards of a flat
+#   one, and each rank broadcasts what it has updated.
 # - `fully_shard`, FSDP2, is ZeRO-3. With `reshard_after_forward=False` gathered parameters stay until backward has
 #   used them, which is close to ZeRO-2 ([lesson 07](07_fsdp.ipynb)).
 # - DeepSpeed has all three stages, and offload ([lesson 08](08_deepspeed.ipynb)).
@@ -798,19 +801,21 @@ for op in ("all_reduce", "broadcast"):
     print(f"{library[0].ledger.count(op):4} {op} of 4Ψ bytes in all")
 
 # %% [markdown] tags=["deeper"]
-# The shares are uneven, because a tensor is not cut. And it sends 3Ψ where ours sends 2Ψ: DDP has already all-reduced
-# all gradients, which is 2Ψ, and then every parameter is broadcast by the rank that updated it. (A broadcast sends a
-# tensor N − 1 times, so each of N ranks sends (N−1)/N of it on average.) In PyTorch, FSDP is the better choice today.
-# Stage 1 for 2Ψ, which suits accumulation and pipelines, is in DeepSpeed and in Megatron-LM's distributed optimizer.
+# The library's shares are uneven, because it does not cut tensors. And it sends 3Ψ where ours sends 2Ψ: DDP has already
+# all-reduced all gradients, which is 2Ψ, and then every parameter is broadcast by the rank that updated it. (A
+# broadcast sends a tensor N − 1 times, so each of N ranks sends (N−1)/N of it on average.) In PyTorch, FSDP is the
+# better choice today. Stage 1 for 2Ψ, which suits accumulation and pipelines, is in DeepSpeed and in Megatron-LM's
+# distributed optimizer.
 
 # %% [markdown] tags=["deeper"]
 # ## 13. Clusters that are not there · deeper
 #
-# Four ranks on a laptop do not show what one of 1,024 GPUs holds. A simulation does:
+# Four ranks on a laptop do not show what one of 1,024 GPUs holds. A simulation does, and it has three parts:
 #
 # - a **fake process group** says that it has 1,024 ranks; its collectives return at once and move nothing;
 # - **fake tensors** have a shape and a type but no memory, so operations on them only compute shapes;
-# - FSDP's own code runs on them, forward, backward and optimizer's step, and `track` counts.
+# - FSDP2's own code runs on them, forward, backward and optimizer's step, and `track` counts. FSDP2 cuts every tensor
+#   along its first dimension, into whole rows.
 #
 # `simulate` shows rank 0 of such a cluster. It knows none of our formulas, so it can disagree with them. First the
 # small GPT, by formula, on real ranks, and simulated:
@@ -834,11 +839,11 @@ for n in (64, 256, 1024):
     print(f"{n:6,}{formula:12,.0f}{simulate(gpt, n).states.states:20,.0f}")
 
 # %% [markdown] tags=["deeper"]
-# It stops. FSDP2 cuts every tensor along its first dimension into whole rows (`shard_placement_fn` can name another
-# dimension). Our largest tensors have 256 rows, so from 256 ranks on rank 0 has one row of every tensor.
+# No, at 256 ranks it stops shrinking. Our longest tensors have 256 rows, so from 256 ranks on rank 0 has one row of
+# every tensor. (`shard_placement_fn` can name another dimension to cut.)
 #
 # Now the GPTs from GPT-2 to GPT-3, with checkpointing and one sequence a rank. Their layers are alike, so it is enough
-# to simulate three and four of them: the difference is what each further one adds.
+# to simulate a model with three of them and one with four: the difference is what each further layer adds.
 
 
 # %% tags=["deeper"]
@@ -870,12 +875,12 @@ plots.memory_bars(
 
 # %% [markdown] tags=["deeper"]
 # *The figure (measured on a simulated cluster): the peak of a step by part, from GPT-2 to 175 billion parameters. Up to
-# 13 billion most of it are buffers. At 175 billion more than half are model states, the buffers come second, and the
-# whole bar ends just left of the line of 80 GB.*
+# 13 billion most of each bar is buffers. At 175 billion more than half is model states, and the bar ends just left of
+# the line of 80 GB.*
 #
-# The states agree with the formula within one percent. The buffers are what it does not know: one block of the largest
-# model has 7.2 GB in fp32, and several blocks' worth is alive at the peak, gathered parameters, their gradients, and
-# copies on their way.
+# The states agree with the formula within one percent. The formula does not know the buffers: one block of the largest
+# model has 7.2 GB in fp32, and at the peak the buffers hold several times as much: gathered parameters, their
+# gradients, and copies for the collectives.
 #
 # > **Misconception.** "With enough ranks ZeRO-3 fits anything." What is gathered at a time is as large on a thousand
 # > ranks as on two. The largest unit must fit, whole, beside its gradients.
@@ -886,13 +891,14 @@ plots.memory_bars(
 # %% [markdown] tags=["deeper"]
 # ## 14. Offload: memory that is not on the GPU · deeper
 #
-# The host of a GPU has more memory, and an NVMe drive more again. **Offload** keeps there what a step needs only once:
-# the optimizer's states ([ZeRO-Offload](https://arxiv.org/abs/2101.06840), Ren et al. 2021), and in ZeRO-Infinity the
-# parameters too. The price is the journey. In each step gradients travel to the host and new parameters back, 2 bytes a
-# parameter in each direction. States on a drive are read and written whole, all 12 bytes of K.
+# The host of a GPU, the machine with its CPUs, has more memory, and an NVMe drive even more. **Offload** keeps there
+# what a step needs only once: the optimizer's states ([ZeRO-Offload](https://arxiv.org/abs/2101.06840), Ren et al.
+# 2021), and in ZeRO-Infinity the parameters too. The price is time on the link. In each step gradients travel to the
+# host and new parameters back, 2 bytes a parameter in each direction. States on a drive are read and written whole, all
+# 12 bytes of K.
 #
-# **Predict** for one GPU and 7 billion parameters: how long do the states on a drive travel in each step, at least? A
-# drive has 4 lanes of PCIe where a GPU has 16, so a quarter of the bandwidth is the most that the slot allows.
+# **Predict** for one GPU and 7 billion parameters: how long does a step take at least to read the states from a drive?
+# PCIe 4 with 16 lanes moves 31.5 GB/s in each direction (lesson 01). A GPU has 16 lanes, a drive only 4.
 
 # %% tags=["deeper"]
 psi = 7e9
@@ -908,12 +914,12 @@ assert round(LINKS[h100.nvlink].bandwidth / link.bandwidth) == 7
 assert round(h100.memory_bandwidth / link.bandwidth) == 53
 
 # %% [markdown] tags=["deeper"]
-# 5 to 11 seconds (*modelled*). Whether that is much depends on how long the step computes. A GPU needs 6 FLOPs a
-# parameter and token, so the size of the model cancels, and the right column holds for any model at 400 TFLOP/s (what
-# Llama 3 reached on an H100, *recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4). Two thousand
-# tokens a GPU are few, fifty thousand are many: the host is near, the drive is far. N ranks with a shard each have N
-# links, so ZeRO and offload go well together. But the host must also *compute* Adam, which can take longer than the
-# journey.
+# 11 seconds with PCIe 4, and 5 with PCIe 5 (*modelled*). Whether that is long depends on how long the step computes. A
+# GPU needs 6 FLOPs a parameter and token, so the size of the model cancels, and the right column holds for any model at
+# 400 TFLOP/s (what Llama 3 reached on an H100, *recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table
+# 4). Two thousand tokens a GPU are few and fifty thousand are many, so transfers to the host are much easier to hide
+# than those to a drive. N ranks with a shard each have N links, so ZeRO and offload go well together. But the host must
+# also *compute* Adam, which can take longer than the transfer.
 #
 # To offload for real, we put the master weights of section 2 on the CPU. Here is all of `MasterAdam`:
 
@@ -954,16 +960,16 @@ else:
 # > seventh as fast as NVLink and a fiftieth as fast as HBM (PCIe 5 on an H100, lesson 01). It pays where memory is what
 # > is missing, as when a large model is fine-tuned on one GPU.
 #
-# > **What changes on real GPUs.** Host memory must be *pinned* (lesson 01), or the copies are slow and block. FSDP has
-# > `CPUOffloadPolicy` (lesson 07), and ZeRO-Offload brings a fast Adam for CPUs.
+# > **What changes on real GPUs.** Host memory must be *pinned* (lesson 01), or the copies are slow and the CPU waits
+# > for them. FSDP has `CPUOffloadPolicy` (lesson 07), and ZeRO-Offload brings a fast Adam for CPUs.
 
 # %% [markdown] tags=["deeper"]
 # ## 15. What to take to work · deeper
 #
-# You would not write `Zero3` for a real job, because FSDP2 does the same and overlaps it with computing. The program
-# [`scripts/train.py`](../scripts/train.py) trains with it, and one flag decides who shares a copy of the states:
-# `--shard 1` keeps a whole copy on every rank, as DDP does, and `--shard N` is ZeRO-3. Its optimizer is the `fused` one
-# of section 9. The command is that of a cluster:
+# You would not write `Zero3` for a real job, because FSDP2 does the same and overlaps communication with computing. The
+# program [`scripts/train.py`](../scripts/train.py) trains with FSDP2, and one flag decides how many ranks share a copy
+# of the states: `--shard 1` keeps a whole copy on every rank, as DDP does, and `--shard N` is ZeRO-3. Its optimizer is
+# the `fused` one of section 9. The command is that of a cluster:
 #
 # ```bash
 # torchrun --standalone --nproc-per-node=4 scripts/train.py --out run --data text.txt --shard 4
@@ -971,8 +977,8 @@ else:
 #
 # [Lesson 07](07_fsdp.ipynb) runs it.
 #
-# Before you choose a stage, do the arithmetic of section 8 with *your* shape, and compare what the stages send with
-# your number of micro-batches.
+# Before you choose a stage, do the arithmetic of section 8 with *your* shape, and work out what each stage sends with
+# your number of micro-batches (section 7).
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
@@ -996,8 +1002,8 @@ for name, (run, *_) in runs.items():
 #
 # <details><summary>Short answers</summary>
 #
-# In this run when backward begins; where states outweigh activations, late in backward or in the optimizer's step.
-# Adam's moments come with its first step (section 1).
+# In this run when backward begins; where states are larger than activations, late in backward or in the optimizer's
+# step. Adam's moments come with its first step (section 1).
 #
 # Stage 1 divides the 12 of 2 + 2 + 12, stage 2 also the gradient's 2, stage 3 all. On 4 ranks ZeRO-1 saves 2.3×,
 # because 4 bytes stay whole and a quarter of 12 remains (sections 2 and 3).

@@ -122,8 +122,8 @@ for stage in range(4):
 # ## Flat tensors, and what a slice keeps
 #
 # All parameters, joined to one flat tensor, can be cut into N equal parts if zeros fill it up. `join` does that, and
-# you may use it in what follows. Predict how many elements a part of 10 has on 4 ranks, and what the last part holds.
-# Then predict how many bytes stay alive with a slice of 3 elements.
+# you may use it in what follows. Predict: if 10 elements are cut for 4 ranks, how many does a part have, and what does
+# the last one hold? Then predict how many bytes a slice of 3 elements keeps alive.
 
 
 # %%
@@ -253,7 +253,7 @@ for n in (1, 2, WORLD_SIZE):
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 30 | 06, ZeRO-2 | never more than one whole gradient in memory; no byte more than the gradients have |
+# | 3 of 5 | 30 | 06, ZeRO-2 | never more than one whole gradient in memory; no more bytes sent than the gradients have |
 #
 # A rank that steps one part needs one part of the mean gradient. In **ZeRO-2** it keeps no more: as soon as backward
 # has made a gradient, a **reduce-scatter** adds the ranks' gradients, hands each rank its part, and the whole is
