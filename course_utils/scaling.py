@@ -106,7 +106,7 @@ def shortest_step(by_rank: Sequence[Sequence[Sequence[Span]]], skip: int = 0) ->
     }
 
 
-def cpu_seconds(work: Callable[[], Any], rounds: int = 2) -> float:
+def cpu_seconds(work: Callable[[], Any], rounds: int = 6) -> float:
     """CPU seconds of the best of some calls of `work` in this process, after one that does not count."""
     taken = []
     for _ in range(rounds + 1):

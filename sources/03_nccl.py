@@ -160,7 +160,7 @@ def ring_all_gather(x, ranks=None):
 
 
 def ring_all_reduce(x, ranks=None):
-    """Sum x over `ranks`, in place, in 2(n-1) steps of 1/n of x."""
+    """Sum x over `ranks`, in place."""
     ring_reduce_scatter(x, ranks)
     ring_all_gather(x, ranks)
 

@@ -393,8 +393,8 @@ def ddp_with_small_buckets(model):
 print(f"Overlapped: {judge(Overlapped)}")
 
 # %% [markdown]
-# Now all four start during backward. Does it save time? Not much on CPU ranks, where backward and messages share a few
-# cores. So the ranks of the next cell sleep for 6 ms before each gradient is complete, as if a GPU computed it.
+# Now all four start during backward. Does it save time? On CPU ranks, backward and messages share a few cores, so time
+# shows little. So the ranks of the next cell sleep for 6 ms before each gradient is complete, as if a GPU computed it.
 # `overlapped_one_by_one` sends the 28 messages of the first version, each as soon as its gradient is there: overlap
 # without buckets. The last panel is PyTorch's DDP.
 
@@ -495,7 +495,7 @@ assert abs(mean - 40_000) < 100 and sum_of_all == float("inf")
 # > full at 25 MiB by default, and the first one at 1 MiB, so that communication starts early.
 
 # %% [markdown]
-# ## 8. Accumulation: many micro-batches, one message
+# ## 8. Accumulation: many micro-batches, one exchange
 #
 # A batch that does not fit into memory is taken in **micro-batches**: several backward passes add up their gradients,
 # and then the optimizer takes one step. Each loss is divided by the number of micro-batches, so that their sum is the

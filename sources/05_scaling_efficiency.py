@@ -579,9 +579,11 @@ def fit(growth, seen):
 models = {"bytes": lambda n: (n - 1) / n, "tree": numpy.log2, "ring": lambda n: n}
 fits = {name: fit(growth, seen=3) for name, growth in models.items()}
 off = {name: rates / numpy.array(dp.tokens_per_gpu) - 1 for name, (*_, rates) in fits.items()}
-print("GPUs  " + "".join(f"{n:9}" for n in dp.gpus))
+print("GPUs    " + "".join(f"{n:8}" for n in dp.gpus) + "   ms for 1,000 tokens")
 for name, errors in off.items():
-    print(f"{name:6}" + "".join(f"{error:9.1%}" for error in errors))
+    a, b, _ = fits[name]
+    row = "".join(f"{error:8.1%}" for error in errors)
+    print(f"{name:8}{row}   {1e6 * a:.1f} {1e6 * b:+.2f} x growth")
 assert max(abs(off["ring"])) < 0.1 and off["tree"][-1] > 0.5 and fits["bytes"][0] < 0
 plots.scaling_models(dp, {name: rates for name, (*_, rates) in fits.items()}, fitted=3)
 
@@ -590,9 +592,9 @@ plots.scaling_models(dp, {name: rates for name, (*_, rates) in fits.items()}, fi
 # pass far above the last point; the ring's curve passes near all six. Right: the error of each model.*
 #
 # All three fit the first three points within 2 %. At 256 GPUs the bytes are wrong by a factor of 2.2, the tree by 1.9,
-# and the ring by 8 %. So a fit that is good where it was fitted proves little. The ring's model is Amdahl's law in
-# other words, since its throughput, N/(a + b·N), is Amdahl's curve for s = b/(a + b). So a curve cannot tell a serial
-# part from an overhead that grows with N.
+# and the ring by 8 %; the fit of the bytes even makes computing take less than no time. So a fit that is good where it
+# was fitted proves little. The ring's model is Amdahl's law in other words, since its throughput, N/(a + b·N), is
+# Amdahl's curve for s = b/(a + b). So a curve cannot tell a serial part from an overhead that grows with N.
 #
 # Solved for s, Amdahl's law gives the serial share that would explain a speed-up (Karp and Flatt, 1990). If this share
 # grows with N, something else grows: communication, or waiting.

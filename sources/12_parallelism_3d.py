@@ -430,19 +430,18 @@ assert score.median < 0.08 < 0.15 < score.guess
 # with a replica in each node.
 
 # %%
-good = planner.Layout(tp=8, pp=4, dp=2, recompute="selective")
+first = planner.Layout(tp=8, pp=4, dp=2, recompute="selective")
 cases = {
-    "TP 8, PP 4, DP 2": good,
-    "TP 8, PP 4, DP 4": replace(good, dp=4),
-    "TP 16, PP 2, DP 2": replace(good, tp=16, pp=2),
-    "TP 2, PP 32, DP 1": replace(good, tp=2, pp=32, dp=1),
+    "TP 8, PP 4, DP 2": first,
+    "TP 8, PP 4, DP 4": replace(first, dp=4),
+    "TP 16, PP 2, DP 2": replace(first, tp=16, pp=2),
+    "TP 2, PP 32, DP 1": replace(first, tp=2, pp=32, dp=1),
     "FSDP 64": planner.Layout(dp=64, zero=3, recompute="selective"),
     "HSDP, a replica in each node": planner.Layout(dp=64, zero=3, replicas=8, recompute="full"),
 }
 for name, one in cases.items():
     against = planner.reasons_against(llama, ours, one, batch=512)
     print(f"{name}:", "; ".join(against) or "can run")
-    assert bool(against) == (one is not good)
 
 # %% [markdown]
 # The second makes 128 GPUs, the next two do not divide the model, and the last two need too much memory. FSDP divides
@@ -469,7 +468,6 @@ for name, one in layouts.items():
     networks = [planner.own_cluster("h100", 64, network=width * 1e9) for width in widths]
     plans = [planner.plan(llama, network, one, batch=512) for network in networks]
     print(f"{name:28}", *(f"{p.seconds:6.0f} ({sum(p.hidden.values()):3.0f})" for p in plans))
-    assert (plans[-1].seconds > 3 * plans[1].seconds) == (name == "TP 4, FSDP 16")
 
 # %% [markdown]
 # FSDP over 16 moves weights in each of its 32 micro-batches. At 400 Gb/s, computing hides 27 s of these messages. At
@@ -552,23 +550,28 @@ with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as o
 
 # %% tags=["deeper"]
 freed = on_ranks(on_mesh, cube, free=True, world_size=8)
-for name, some, gathers in (("kept", runs, 1), ("freed", freed, microbatches + 1)):
+for name, some in {"kept": runs, "freed": freed}.items():
     for stage, run in enumerate(some[::4]):
         measured = mesh_training.sent_by_dimension(run.ledger)
-        assert measured == mesh_training.expected_bytes(gpt, cube, whole_batch, stage, gathers)
         sends = ", ".join(f"{group} {size:9,.0f}" for group, size in measured.items())
         ops = [entry.op for entry in run.ledger if entry.group == "mesh_dp"]
         counts = [f"{ops.count(op):2} {op}s" for op in ("all_gather", "reduce_scatter")]
         print(f"{name:5} stage {stage}: {sends} bytes;", *counts)
 
 # %% [markdown] tags=["deeper"]
-# Every byte is as in the formulas of `mesh_training.expected_bytes`. With m micro-batches a freed block is gathered
-# m+1 times: once at the start, and once after each of the m forwards, because each frees it. Two blocks, and the rest
-# of the stage once, make 2·3+1 = 7 gathers. A backward does not free a block (`PipelineStage` sees to that, PyTorch
+# With m micro-batches a freed block is gathered m+1 times: once at the start, and once after each of the m forwards,
+# because each frees it. Two blocks, and the rest of the stage once, make 2·3+1 = 7 gathers. A backward does not free a block (`PipelineStage` sees to that, PyTorch
 # 2.13). So freeing does not even save memory at the peak, when all blocks of the stage have been through a backward.
 # Gradients are reduced once in either case, after the last micro-batch. More micro-batches do not change the tensor
-# traffic, but cut it into smaller messages.
-#
+# traffic, but cut it into smaller messages. The formulas of `mesh_training.expected_bytes` give every byte:
+
+# %% tags=["deeper"]
+for some, gathers in ((runs, 1), (freed, microbatches + 1)):
+    for stage, run in enumerate(some[::4]):
+        expected = mesh_training.expected_bytes(gpt, cube, whole_batch, stage, gathers)
+        assert mesh_training.sent_by_dimension(run.ledger) == expected
+
+# %% [markdown] tags=["deeper"]
 # > **Misconception.** "FSDP and pipelines do not go together." They do, but within a step the weights and gradients of
 # > a stage are there whole, because all micro-batches use them. ZeRO-1 (lesson 06) then holds and sends as much, with
 # > less machinery, so it is the usual partner of a pipeline.
@@ -602,14 +605,14 @@ def all_pieces(mesh, parameters):
 
 # %% tags=["deeper"]
 def try_norms(mesh, parameters):
-    found = {norm_of.__name__: norm_of(mesh, parameters) for norm_of in wrong}
+    found = {norm_of.__name__: norm_of(mesh, parameters) for norm_of in attempts}
     return {name: n if isinstance(n, str) else f"{n.item():.4f}" for name, n in found.items()}
 
 
-wrong = (library, own_pieces, all_pieces)
+attempts = (library, own_pieces, all_pieces)
 tried = on_ranks(on_mesh, corner, steps=1, clip=try_norms, world_size=4)
 print(f"one process: {right.norms[0]:.4f}")
-for norm_of in wrong:
+for norm_of in attempts:
     seen = [run.norms[0][norm_of.__name__] for run in tried]
     print(f"{norm_of.__name__:10}:", *dict.fromkeys(seen))
 
@@ -894,7 +897,7 @@ print("without context parallelism:")
 show(whole, 4)
 plots.search_picture(
     found.best, f"modelled: {llama.name} on 64 H100s, 512 sequences", best=3, slowest=3.0,
-    limit=ours.card.memory_bytes, marked={"section 8": good},
+    limit=ours.card.memory_bytes, marked={"section 8": first},
 )  # fmt: skip
 
 # %% [markdown] tags=["deeper"]
@@ -980,6 +983,7 @@ assert "DDP" not in told and told["FSDP"] < told["TP 8"]
 gpt3, thousand = PUBLISHED["Megatron 174.6B"], planner.cluster("DGX A100", 1024)
 cheapest = []
 for network in (200e9, 50e9):
+    print(f"{network / 1e9:.0f} Gb/s for each GPU:", end=" ")
     told = weigh(gpt3, planner.own_cluster("a100", 1024, network=network), 1024, {
         "FSDP": Layout(dp=1024, zero=3, recompute="selective"),
         "FSDP, full recomputation": Layout(dp=1024, zero=3, recompute="full"),

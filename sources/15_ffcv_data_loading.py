@@ -173,7 +173,7 @@ step_alone = measure([one_batch] * 8, step).rate
 usual = {}
 for name, workers in (("in turns", 0), (f"{cores} workers", cores)):
     loader = usual_loader(images, workers)
-    usual[name] = measure(loader), measure(loader, step, epochs=1)
+    usual[name] = measure(loader), measure(loader, step)
 
 # %% tags=["nbval-ignore-output"]
 print("            loader alone  step alone      both  predicted  step waits")
@@ -705,18 +705,18 @@ print(f"the eight A100s want {wanted:,.0f}: {1 - disk / each / wanted:.0%} in me
 # ## 11. Compiled, and in threads: where the factor comes from · deeper
 #
 # FFCV changes four things at once: the library that decodes and resizes, what is stored, threads in place of processes,
-# and a loop that is compiled. The benchmark changes them one after the other (below, *A for B* means A in place of B).
+# and a loop that is compiled. The benchmark changes them one after the other.
 # **Predict** which change gains most.
 
 # %% tags=["deeper"]
 chain = ["dataloader", "dataloader_cv2", "dataloader_raw", "threads_raw", "ffcv_raw"]
-reasons = ["OpenCV for PIL", "pixels for JPEG", "threads for processes", "FFCV's compiled loop"]
+reasons = ["OpenCV instead of PIL", "pixels instead of JPEG", "threads instead of processes"]
 print("recorded; images/s with the best number of workers, gains by rounds")
-for reason, base, way in zip(reasons, chain[:-1], chain[1:], strict=True):
+for reason, base, way in zip([*reasons, "FFCV's compiled loop"], chain[:-1], chain[1:], strict=True):
     times, least, most = loader_records.gain(way, base)
-    print(f"{reason:22} x {times:.2f} ({least:.2f} to {most:.2f})")
+    print(f"{reason:28} x {times:.2f} ({least:.2f} to {most:.2f})")
 for way in ("ffcv_raw", "ffcv_jpeg"):
-    print(f"{loader_records.best_workers(way)[0]:22} x {loader_records.gain(way)[0]:.2f} at once")
+    print(f"{loader_records.best_workers(way)[0]:28} x {loader_records.gain(way)[0]:.2f} at once")
 loader_records.bars(chain)
 
 # %% [markdown] tags=["deeper"]
@@ -739,6 +739,7 @@ if not without:
     loader, before = ffcv_loader(files["raw"]), loading.processes()
     threads = measure(loader)
     assert loading.processes().keys() <= before.keys()
+    compiled = measure(ffcv_loader(files["raw"], threads=1))
     Compiler.set_enabled(False)
     interpreted = measure(ffcv_loader(files["raw"], threads=1))
     Compiler.set_enabled(True)
@@ -747,7 +748,7 @@ if not without:
 # %% tags=["deeper", "nbval-ignore-output"]
 if not without:
     print(f"{cores} threads: {threads.core_ms:.2f} ms of a core, {threads.busy:.1f} cores busy")
-    print(f"1 thread, its loop not compiled: {interpreted.core_ms:.2f} ms of a core an image")
+    print(f"1 thread: {compiled.core_ms:.2f} ms; its loop not compiled: {interpreted.core_ms:.2f} ms")
 
 # %% [markdown] tags=["deeper"]
 # On one core the loop takes about as long without compilation, because most of its time goes into OpenCV's C++ code,
