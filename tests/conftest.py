@@ -61,7 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "guard(seconds): past this time the test fails, and the run goes on")
+    text = "guard(seconds): past this time the test fails, past twice the time if workers share the machine"
+    config.addinivalue_line("markers", text)
     from course_utils.ranks.processes import SLOW, share
 
     share("torch._dynamo", *SLOW)  # ranks start by the hundred here: what one of them needs, all find imported
@@ -96,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.nodeid.startswith(SLOW_PARTS)]
     for item in items:
         mark = item.get_closest_marker("guard")
-        item.guard = float(mark.args[0]) if mark else 0.0
+        item.guard = (float(mark.args[0]) if mark else 0.0) * (2 if hasattr(config, "workerinput") else 1)
         extra = WITH_EXTRA.get(item.nodeid[: item.nodeid.find("/") + 4])
         if extra and find_spec(extra) is None and not os.environ.get("CI"):
             item.add_marker(pytest.mark.skip(reason=f"what is stored was measured with {extra}: see make {extra}"))

@@ -115,7 +115,7 @@ class Kernel:
     def _connect(self) -> None:
         self.client = self.manager.blocking_client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=180)
 
     @property
     def pid(self) -> int:

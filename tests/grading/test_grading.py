@@ -232,7 +232,7 @@ def test_killed_grading_keeps_its_rows_and_leaves_no_process(desk: Desk, tmp_pat
     assert {person: row["passed"] for person, row in rows.items()} == {"ada": 1}
     for place in folders:  # a killed grader cannot remove them itself
         shutil.rmtree(place, ignore_errors=True)
-    _, left = psutil.wait_procs(started, timeout=30)
+    _, left = psutil.wait_procs(started, timeout=90)
     assert started and not left and not running("sleep 86396")
 
 

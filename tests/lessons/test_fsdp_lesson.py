@@ -210,7 +210,7 @@ def test_a_batch_less_in_each_epoch_mixes_epochs_and_hangs_at_the_end(capfd):
                     print(f"epoch: {layer.weight.grad.to_local().item()}")
 
     with pytest.raises(HangError, match="has returned"):
-        on_ranks(two_epochs, n=2, timeout=8)
+        on_ranks(two_epochs, n=2, timeout=15)
     assert [line.split(": ")[-1] for line in capfd.readouterr().out.splitlines() if "epoch" in line] == [
         "1.0", "1.0", "5.5", "10.0"
     ]
@@ -224,7 +224,7 @@ def test_a_full_state_dict_that_only_rank_0_asks_for_hangs():
 
     names = lesson()
     with pytest.raises(HangError):
-        on_ranks(rank_0_only, n=2, timeout=4)
+        on_ranks(rank_0_only, n=2, timeout=8)
 
 
 def test_a_sharded_model_saved_by_hand_claims_the_whole_shape_and_has_a_part(tmp_path):

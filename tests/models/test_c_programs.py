@@ -157,7 +157,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*arguments: object, **environment: object) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("LD_LIBRARY_PATH", "LD_PRELOAD")}
     env = kept | {name: str(value) for name, value in environment.items()}
-    return subprocess.run([*map(str, arguments)], capture_output=True, text=True, env=env, timeout=60)
+    return subprocess.run([*map(str, arguments)], capture_output=True, text=True, env=env, timeout=180)
 
 
 def on_stand_ins(folder: Path, tmp_path: Path, *arguments: object, **environment: object):

@@ -114,7 +114,7 @@ def test_set_is_made_once_even_by_two_processes(tmp_path: Path):
     code = "import sys; from course_utils.ffcv import image_folder as f; print(f(sys.argv[1], 40, 4).stat().st_ino)"
     command = [sys.executable, "-c", code, tmp_path]
     both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    inodes = {child.communicate(timeout=50)[0] for child in both}
+    inodes = {child.communicate(timeout=150)[0] for child in both}
     assert len(inodes) == 1 and inodes == {f"{image_folder(tmp_path, 40, 4).stat().st_ino}\n"}
     assert not [*tmp_path.glob(".partial*")]
 

@@ -296,7 +296,7 @@ def test_lab_is_for_this_machine_and_this_user_only(lab: Lab):
     assert {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
     assert len(lab.info["token"]) >= 32
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(f"{lab.info['url']}api/contents", timeout=30)
+        urllib.request.urlopen(f"{lab.info['url']}api/contents", timeout=90)
 
 
 def test_lab_opens_on_the_first_lesson_and_changes_nothing_in_it(browser, lab: Lab):

@@ -128,7 +128,7 @@ def claim(root: Path, torch: str = "cpu", *extras: str) -> None:
 def setup(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, root / "course_utils" / "bootstrap.py", *arguments]
     environment = os.environ | {"PATH": str(root / "bin")} | environment
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180)
 
 
 @pytest.mark.parametrize(

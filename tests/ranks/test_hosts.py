@@ -397,7 +397,7 @@ def test_a_fault_gives_the_error_of_pytorch(fault, said):
 
 def test_one_open_port_is_not_enough_and_the_launcher_says_how_far_the_ranks_came(capsys):
     with pytest.raises(HangError) as caught:
-        launch(total, world_size=4, hosts=2, fault="only one port open", timeout=6)
+        launch(total, world_size=4, hosts=2, fault="only one port open", timeout=8)
     assert "The ranks have met at their store, but do not reach each other" in caught.value.fault
     assert all("connects to other ranks" in state for state in caught.value.states)
     all_is_well_on_hosts()
@@ -408,14 +408,14 @@ def test_ranks_that_wait_at_the_store_and_ranks_that_do_not_reach_it_are_told_ap
         dist.init_process_group("gloo", timeout=timedelta(seconds=600))
 
     with pytest.raises(HangError) as caught:
-        launch(program, world_size=4, hosts=2, fault="port closed", init=False, timeout=4)
+        launch(program, world_size=4, hosts=2, fault="port closed", init=False, timeout=10)
     assert "ranks 2,3 on node1 connect to node0:29500" in caught.value.fault and caught.value.rank == 2
     assert [state.split()[:2] for state in caught.value.states] == [[str(r), f"node{r // 2}"] for r in range(4)]
 
 
 def test_errors_of_connections_show_no_native_stack(capsys):
     with pytest.raises(WorkerError):
-        launch(total, world_size=4, hosts=2, fault="port closed", timeout=6)
+        launch(total, world_size=4, hosts=2, fault="port closed", timeout=10)
     out = capsys.readouterr().out
     assert "The client socket has timed out" in out and "frame #" not in out and "Exception raised from" not in out
 

@@ -805,6 +805,6 @@ def test_a_copy_of_the_package_in_a_subprocess_is_not_disturbed():
     code = "from course_utils import launch\nimport torch.distributed as dist\n"
     code += "print(launch(dist.get_rank, world_size=2))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, env=environment)
     assert run.stdout == "[0, 1]\n", run.stderr
     assert launch(os.getpid, world_size=2) == pids

@@ -181,7 +181,7 @@ from course_utils import launch
 import torch.distributed as dist
 for world_size in (16, 2):
     try:
-        print("RESULT", len(launch(dist.get_rank, world_size=world_size, timeout=20)), flush=True)
+        print("RESULT", len(launch(dist.get_rank, world_size=world_size, timeout=80)), flush=True)
     except Exception as error:
         print("ERROR", type(error).__name__, error, flush=True)
 """

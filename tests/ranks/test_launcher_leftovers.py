@@ -37,7 +37,7 @@ def test_the_results_are_the_parents_when_a_forked_child_goes_on(how, forking, c
         time.sleep(0.2)
         return "parent"
 
-    assert launch(work, world_size=4, timeout=20) == ["parent"] * 4
+    assert launch(work, world_size=4, timeout=80) == ["parent"] * 4
     if how == "prints":
         assert "from the child" in capsys.readouterr().out
     for _ in range(3):
@@ -51,7 +51,7 @@ def test_a_forked_child_that_outlives_the_call_returns_into_nothing():
             return "CHILD"
         return os.getpid()
 
-    pids = launch(work, world_size=2, timeout=20)
+    pids = launch(work, world_size=2, timeout=80)
     for _ in range(8):
         all_is_well(2)
         time.sleep(0.1)

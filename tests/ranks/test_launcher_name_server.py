@@ -113,7 +113,7 @@ def test_the_port_that_a_program_is_told_is_free():
 
     assert launch(refused, world_size=2) == [True, True]
     assert launch(refused, world_size=2, init=False) == [True, True]
-    assert launch(serve, world_size=2, init=False, timeout=20) == ["0", "1"]
+    assert launch(serve, world_size=2, init=False, timeout=80) == ["0", "1"]
 
 
 @pytest.mark.parametrize("init", [True, False])

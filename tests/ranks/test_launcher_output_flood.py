@@ -108,7 +108,7 @@ def test_a_very_long_line_is_cut_with_a_note_how_much_is_missing(size, capsys):
         print("|")
         print("next line")
 
-    launch(work, world_size=1, timeout=30)
+    launch(work, world_size=1, timeout=80)
     first, *rest = capsys.readouterr().out.splitlines()
     assert rest == ["[rank 0] next line"]
     shown = len(re.search("x+", first)[0])

@@ -126,7 +126,7 @@ def test_an_unchanged_torchrun_program_finds_what_torchrun_tells_it_and_computes
 
     clean = surroundings(tmp_path) | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    subprocess.run([*command, str(tmp_path)], env=clean, check=True, capture_output=True, timeout=80)
+    subprocess.run([*command, str(tmp_path)], env=clean, check=True, capture_output=True, timeout=200)
     before = set(os.environ)
     ours = launch(a_program.main, world_size=2, init=False)
     again = launch(a_program.main, world_size=2, init=False)

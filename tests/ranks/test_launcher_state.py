@@ -178,7 +178,7 @@ def test_a_thread_that_outlives_its_call_does_not_disturb_later_ones(what, daemo
         assert launch(leaves, world_size=2) == ["left"] * 2
         capsys.readouterr()
         for _ in range(4):
-            launch(work, world_size=2, timeout=10)
+            launch(work, world_size=2, timeout=60)
             assert capsys.readouterr().out == "[ranks 0,1] mine\n"
 
 
@@ -206,9 +206,9 @@ def test_streams_that_a_function_has_lost_are_back_in_the_next_call(name, capsys
         return dist.get_rank()
 
     with contained():
-        assert launch(STREAMS[name], world_size=2, timeout=10) == [None, None]
+        assert launch(STREAMS[name], world_size=2, timeout=60) == [None, None]
         capsys.readouterr()
-        assert launch(talk, world_size=2, timeout=10) == [0, 1]
+        assert launch(talk, world_size=2, timeout=60) == [0, 1]
     assert sorted(capsys.readouterr().out.splitlines()) == ["[ranks 0,1] to stderr", "[ranks 0,1] to stdout"]
 
 

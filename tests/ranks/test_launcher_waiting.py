@@ -53,9 +53,9 @@ def work():
 launch(work, world_size=3);
 """,
         "\r",
-        timeout=20,
+        timeout=60,
     )
-    kernel.pump(cell, lambda cell: re.search(r"\b[3-9] ?s", cell.out), timeout=20)
+    kernel.pump(cell, lambda cell: re.search(r"\b[3-9] ?s", cell.out), timeout=60)
     assert "\n" not in cell.out and not cell.err
     live = [line for line in screen(cell.out) if line]
     assert len(live) == 1 and re.search(r"\brank 1\b", live[0]) and "ranks" not in live[0], live
@@ -99,7 +99,7 @@ def work():
 launch(work, world_size=2);
 """,
         "5/10",
-        timeout=20,
+        timeout=60,
     )
     assert "\r" in cell.out
     live = [line for line in screen(cell.out + cell.err) if line]
