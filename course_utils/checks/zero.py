@@ -97,12 +97,21 @@ def _own_gradients(module: nn.Module, words: Tensor) -> dict[str, Tensor]:
     return gradients_of(module)
 
 
-def _settled(tracker: Any, most: float) -> float:
-    """Bytes of all that is held now; while that is more than ``most``, wait a little for what goes by itself."""
-    until = time.monotonic() + PATIENCE
-    while (total := tracker.mark("").total) > most and time.monotonic() < until:
-        time.sleep(0.01)
-    return total
+class _Settled:
+    """Bytes of all that is held; while that is too much, a little is waited for what goes by itself.
+
+    What has not gone within PATIENCE in all is held by the answer, so the rest of the run waits for less.
+    """
+
+    def __init__(self) -> None:
+        self.patience = PATIENCE
+
+    def __call__(self, tracker: Any, most: float) -> float:
+        start = time.monotonic()
+        while (total := tracker.mark("").total) > most and time.monotonic() - start < self.patience:
+            time.sleep(0.01)
+        self.patience = max(0.1, self.patience - (time.monotonic() - start))
+        return total
 
 
 def _array_bytes(step: Callable) -> int:
@@ -177,7 +186,7 @@ def _shard_steps(words: Tensor, fn: Callable, options: dict, kind: str) -> dict:
 
     parameters = list(module.parameters())
     module_bytes = sum(p.nbytes for p in (*parameters, *trained_parameters(module).values()))  # and of the gradients
-    enough = (states + 2) * _share_bytes(module, dist.get_world_size())
+    settled, enough = _Settled(), (states + 2) * _share_bytes(module, dist.get_world_size())
     with record() as ledger:
         step = fn(module, make_optimizer)
     out = {"callable": callable(step), "made": len(made), "ledger": ledger, "start": weights_of(module), "steps": []}
@@ -188,7 +197,7 @@ def _shard_steps(words: Tensor, fn: Callable, options: dict, kind: str) -> dict:
         with track(module) as tracker:
             with record() as ledger:
                 step()
-            beside = _settled(tracker, module_bytes + enough + SLACK) - module_bytes + _array_bytes(step)
+            beside = settled(tracker, module_bytes + enough + SLACK) - module_bytes + _array_bytes(step)
         held = [t for s in made[0].state.values() for t in s.values() if isinstance(t, Tensor) and t.dim()]
         out["steps"].append({
             "weights": weights_of(module), "ledger": ledger, "made": len(made), "beside": beside,
@@ -337,12 +346,12 @@ def _reduce_steps(words: Tensor, fn: Callable, options: dict) -> dict:
     module, n = Net(0, **options), dist.get_world_size()
     trained = trained_parameters(module)
     part_bytes = {name: 8 * _share(p.numel(), n) for name, p in trained.items()}
-    reduced, late = set(), []
+    reduced, late, settled = set(), [], _Settled()
 
     def arrive(name: str) -> None:
         most = least.pop(0) + sum(part_bytes[other] for other in reduced)
         reduced.add(name)
-        if not late and (size := _settled(tracker, most + FEW) - most) > FEW:
+        if not late and (size := settled(tracker, most + FEW) - most) > FEW:
             late.append(f"as the gradient of {name} arrives, {size:.0f} bytes more are alive than it and the parts.")
 
     for name, p in trained.items():  # before the learner's hooks
@@ -360,7 +369,7 @@ def _reduce_steps(words: Tensor, fn: Callable, options: dict) -> dict:
             with record() as ledger:
                 for part in batch.chunk(passes):
                     module.loss(part).backward()
-            alive = _settled(tracker, least[-1] + enough) - least[-1]
+            alive = settled(tracker, least[-1] + enough) - least[-1]
         got = {name: shards.get(p) for name, p in trained.items()}
         out["steps"].append({
             "shards": {name: t.clone() if isinstance(t, Tensor) else None for name, t in got.items()},
@@ -476,20 +485,20 @@ def _gather_steps(x: Tensor, fn: Callable, width: int, frozen: int | None, uses:
     shards = nn.ParameterList([nn.Parameter(_parts(w, n)[rank].clone(), i != frozen) for i, w in enumerate(whole)])
     layers = [(shard, tuple(w.shape)) for shard, w in zip(shards, whole, strict=True)]
     own = sum(shard.nbytes for shard in shards)
-    most = min(w.nbytes for w in whole) if n > 1 else math.inf
+    most, settled = min(w.nbytes for w in whole) if n > 1 else math.inf, _Settled()
     for batch in map(Tensor.clone, x):
         shards.zero_grad()
         with track(shards) as tracker:
             with record() as forward:
                 y = _stack(batch, layers, uses, lambda h, weight: fn(h, *weight))
-            kept = _settled(tracker, own + most) - own
+            kept = settled(tracker, own + most) - own
             output = y.detach().clone()
             with record() as backward:
                 if y.requires_grad:
                     y.square().mean().backward()
             del y
             expected = own + sum(p.grad.nbytes for p in shards if p.grad is not None)
-            left = _settled(tracker, expected + most) - expected
+            left = settled(tracker, expected + most) - expected
         gradients = {f"weight {i}": None if p.grad is None else p.grad.clone() for i, p in enumerate(shards)}
         out.append({
             "y": output, "gradients": gradients, "forward": forward, "backward": backward, "kept": kept, "left": left,
