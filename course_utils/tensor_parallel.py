@@ -21,7 +21,8 @@ from .transformer import TransformerConfig
 
 __all__ = [
     "Comparison", "LayerTrial", "adam", "compare", "compute_seconds", "exchange_seconds", "held_by_formula",
-    "held_for_backward", "joined", "large", "operations", "parameters_of_rank", "rank_memory", "ring_bytes", "separate_qkv", "trial_table", "try_layer",
+    "held_for_backward", "joined", "large", "operations", "parameters_of_rank", "rank_memory", "ring_bytes",
+    "separate_qkv", "trial_table", "try_layer",
 ]
 
 share("torch.distributed.tensor.parallel")  # what each rank would import for itself
@@ -81,6 +82,12 @@ class Comparison:
     def equal(self) -> bool:
         """Whether everything is as in one process."""
         return max(self.errors.values()) < TOLERANCE
+
+    def same_as_one_process(self) -> str:
+        """Say that everything is equal; raises `AssertionError` if anything is not."""
+        if not self.equal:
+            raise AssertionError(f"not as in one process: {self.said}")
+        return f"equal to one process: {', '.join(self.errors)}"
 
 
 def _full(tensor: Tensor) -> Tensor:

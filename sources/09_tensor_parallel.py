@@ -23,8 +23,7 @@
 #
 # **You will be able to**
 # - *split* linear layers, attention, embedding and loss over ranks, so that gradients are right too;
-# - *predict* from the shape of a layer what it sends;
-# - *write* a plan for PyTorch's `parallelize_module`, and *find* what it sends too much;
+# - *write* a plan for PyTorch's `parallelize_module`, and *predict* what it sends;
 # - *save* activations with sequence parallelism;
 # - *decide* from links and FLOP/s how many ranks may share a layer.
 #
@@ -50,25 +49,16 @@ world_size = 4  # ranks that share each layer: 2, 3, 4 or 6
 per_step = 4  # windows of text in a step, the same ones on every rank
 
 # %%
-from course_utils import device, launch, plots, tensor_parallel
+from course_utils import device, launch, models, plots, tensor_parallel
 from course_utils.costs import bytes_sent, flat_cluster
 from course_utils.data import Windows
 from course_utils.hardware import LINKS
-
-# %% jupyter={"source_hidden": true}
-from course_utils.models import (
-    GPT,
-    PUBLISHED,
-    Block,
-    SeparateQKVAttention,
-    TransformerConfig,
-    build_gpt,
-    loss_of,
-)
+from course_utils.models import PUBLISHED, SeparateQKVAttention, TransformerConfig, build_gpt
 from course_utils.programs import SCRIPTS, excerpt, folded
 from course_utils.tensor_parallel import large, ring_bytes, separate_qkv, try_layer
 
-folded("The model", SeparateQKVAttention, Block, GPT)
+# %% jupyter={"source_hidden": true}
+folded("The model", SeparateQKVAttention, models.MLP, models.Block, models.GPT)
 
 # %%
 gpt = TransformerConfig(heads=12, hidden=96, context=60)  # heads and tokens that 2, 3, 4, 6 divide
@@ -92,10 +82,7 @@ def text(step):
 # - **column parallel**: each rank has some output features, which are rows of PyTorch's A;
 # - **row parallel**: each rank has some input features, which are columns of PyTorch's A.
 #
-# In this lesson t is the number of ranks that share a layer. No ranks are needed yet, because one process can play all
-# of them.
-#
-# **Predict**: for each cut, does the output y come in pieces, or is it a sum over the ranks? And the gradient of x?
+# Let t be the number of ranks that share a layer. One process can play all of them, and see what each cut leaves.
 
 # %%
 t, draw = world_size, partial(torch.randn, generator=torch.Generator().manual_seed(0))
@@ -120,8 +107,8 @@ for cut in y:
 # | row parallel | in pieces | **sum over ranks** | in pieces | own piece, complete |
 #
 # The two are mirror images, so what one leaves in pieces is exactly what the other takes. Gradients of weights need no
-# communication at all. But a column-parallel layer has to have the *whole* x on every rank, and therefore all ranks of
-# a tensor-parallel group read **the same text**: together they are one replica.
+# communication at all. But a column-parallel layer needs the *whole* x on every rank, and therefore all t ranks read
+# **the same text**: together they are one replica.
 
 # %% [markdown]
 # ## 2. f and g
@@ -237,22 +224,15 @@ plots.cut_picture(gpt.hidden, 4 * gpt.hidden, gpt.hidden, world_size, title)
 
 
 # %%
-def same(x):
-    return x.view_as(x)
-
-
 class SumBothWays(Reduce):
     @staticmethod
     def backward(ctx, gradient):
         return summed(gradient)
 
 
-versions = {
-    "f and g": (f, g), "without f": (same, g), "without g": (f, same),
-    "g sums both ways": (f, SumBothWays.apply),
-}  # fmt: skip
-mlp = build_gpt(gpt).blocks[0].mlp
-tried = {}
+same, both = torch.clone, SumBothWays.apply
+versions = {"f and g": (f, g), "without f": (same, g), "without g": (f, same), "g both ways": (f, both)}
+mlp, tried = build_gpt(gpt).blocks[0].mlp, {}
 for name, (enter, leave) in versions.items():
     split = partial(split_mlp, enter=enter, leave=leave)
     tried[name] = on_ranks(try_layer, split, mlp, gpt.hidden)[0]
@@ -262,11 +242,10 @@ assert tried["f and g"].equal
 # %% [markdown]
 # The MLP needs one all-reduce in forward, that of g, and one in backward, that of f.
 #
-# - **Without f** the loss is right, and so are the gradients of both weights. But each rank has only its share of the
-#   gradient of x, so every layer *below* gets a wrong gradient, and another one on each rank.
+# - **Without f** loss and weights' gradients are right. But each rank has only its share of the gradient of x, so every
+#   layer *below* gets a wrong gradient, and another one on each rank.
 # - **Without g** each rank goes on with its share of the output, so already the loss is wrong.
-# - **If g sums both ways** the loss is right, and gradients are t times too large. Adam divides by their size, so it
-#   would even hide that in a single layer.
+# - **If g sums both ways** the loss is right and gradients are t times too large.
 #
 # > **Misconception.** "The loss is equal, so the parallel model is right." f does nothing in forward, so before the
 # > first update no loss can show that it is missing. Nothing fails; the model only learns badly. Compare *gradients*,
@@ -276,14 +255,15 @@ assert tried["f and g"].equal
 # ## 4. Attention by heads
 #
 # Heads do not look at each other until the output layer mixes them, so attention is split by heads. Queries, keys and
-# values are column parallel, each rank runs its own heads, and the output layer is row parallel. Many models, also the
-# course's GPT, make all three with *one* joint matrix of 3h rows, where h is the hidden size: first all queries, then
-# all keys, then all values.
+# values are column parallel, each rank runs its own heads, and the output layer is row parallel. The course's GPT, like
+# many, makes all three with *one* joint matrix of 3h rows, where h is the hidden size: first all queries, then all
+# keys, then all values.
 #
-# **Predict**: the joint matrix is made column parallel like any other layer. Which heads does rank 0 get?
+# **Predict**: the joint matrix is made column parallel like any other layer (folded below). Which heads does rank 0
+# get?
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def split_joint(attention):
     """Cut the joint matrix as it is."""
     attention.qkv = ColumnParallelLinear(attention.qkv)
@@ -292,6 +272,7 @@ def split_joint(attention):
     return attention
 
 
+# %%
 class ParallelAttention(SeparateQKVAttention):
     """A rank's heads of causal self-attention: (B, T, C) -> (B, T, C)."""
 
@@ -399,8 +380,7 @@ def step(model, x, y):
 # %%
 compare = partial(on_ranks, tensor_parallel.compare, text=text, config=gpt)
 ours = compare(parallel, step)[0]
-print(ours.said)
-assert ours.equal
+print(ours.same_as_one_process())
 tokens = per_step * gpt.context
 of_loss = large(ours.ledger, tokens)
 print(f"the loss: {tensor_parallel.operations(of_loss)} of one number a token")
@@ -409,14 +389,12 @@ assert len(of_loss) == 3
 # %% [markdown]
 # Three numbers a token, in forward only: a maximum, a sum, and the target's logit, which one rank has. Backward needs
 # none, because the gradient of a logit is its softmax, minus one at the target, and each rank already has its own
-# exponentials and the total. For the vocabulary of Llama 3:
+# exponentials and the total. What Llama 3, with 128,256 words, would send for 8,192 tokens on 8 ranks:
 
 # %%
-vocabulary, words, t = 128_256, 8192, 8  # published vocabulary; a sequence of 8k on 8 ranks
-gathering = bytes_sent("all_gather", t, 2 * words * vocabulary)  # logits in bf16
-three = 3 * bytes_sent("all_reduce", t, 4 * words)  # numbers in float32
-print(f"to gather the logits a rank sends {gathering / 1e9:.2f} GB;", end=" ")
-print(f"three all-reduces send {three / 1e6:.2f} MB, {gathering / three:,.0f} times less")
+logits = bytes_sent("all_gather", 8, 2 * 8192 * 128_256)  # in bf16
+three = 3 * bytes_sent("all_reduce", 8, 4 * 8192)  # in float32
+print(f"gathering the logits {logits / 1e9:.2f} GB, three all-reduces {three / 1e6:.2f} MB")
 
 # %% [markdown]
 # ## 6. What it sends
@@ -458,7 +436,7 @@ def first_plan():
         "blocks.*.attention.out": tp.RowwiseParallel(),
         "blocks.*.mlp.up": tp.ColwiseParallel(),
         "blocks.*.mlp.down": tp.RowwiseParallel(),
-        "head": tp.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        "head": tp.ColwiseParallel(use_local_output=False),  # logits stay in pieces
     }
 
 
@@ -471,7 +449,7 @@ def by_plan(plan, model):
 
 def plan_step(model, x, y):
     with tp.loss_parallel():  # cross-entropy as in section 5, for logits that stay in pieces
-        loss = loss_of(model, x, y)
+        loss = models.loss_of(model, x, y)
         loss.backward()
     return loss
 
@@ -481,10 +459,9 @@ def plan_step(model, x, y):
 
 # %%
 first = compare(partial(by_plan, first_plan), plan_step)[0]
-print(first.said)
+print(first.same_as_one_process())
 print("ours:", tensor_parallel.operations(large(ours.ledger, bsh)))
 print("plan:", tensor_parallel.operations(large(first.ledger, bsh)))
-assert first.equal
 
 # %% [markdown]
 # Everything is equal, but each layer has **six** all-reduces. q, k and v are three column-parallel layers, and the plan
@@ -522,20 +499,17 @@ assert one_f.equal and ring_bytes(large(one_f.ledger, bsh)) == ring_bytes(sums)
 #
 # In backward the two change places: the gradient of an all-gather is a reduce-scatter, and the other way round.
 #
-# **Predict**: does it send more than plain tensor parallelism? And by how much does each shrink, on 8 ranks, what a
-# layer keeps for backward?
+# **Predict**: does it send more bytes than plain tensor parallelism? And on 8 ranks, by which factor does each of the
+# two shrink what a layer keeps for backward?
 
 
 # %%
 def sequence_plan():
     gather = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    own_positions = tp.PrepareModuleOutput(
-        output_layouts=Replicate(), desired_output_layouts=Shard(0)
-    )
     scatter = tp.RowwiseParallel(output_layouts=Shard(1))
     return {
         "embedding": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "position": own_positions,
+        "position": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
         "blocks.*.norm[12]": tp.SequenceParallel(),
         "blocks.*.attention": gather,  # one all-gather for q, k and v
         "blocks.*.attention.[qkv]": tp.ColwiseParallel(),
@@ -544,19 +518,17 @@ def sequence_plan():
         "blocks.*.mlp.up": tp.ColwiseParallel(),
         "blocks.*.mlp.down": scatter,
         "norm": tp.SequenceParallel(),
-        "head": tp.ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-        ),
+        "head": tp.ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
     }
 
 
 # %%
 sequence = compare(partial(by_plan, sequence_plan), plan_step)[0]
-print(sequence.said)
+print(sequence.same_as_one_process())
 for name, run in {"one f": one_f, "sequence": sequence}.items():
     entries = large(run.ledger, bsh)
     print(f"{name:9}{ring_bytes(entries):,.0f} bytes: {tensor_parallel.operations(entries)}")
-assert sequence.equal and ring_bytes(large(sequence.ledger, bsh)) == ring_bytes(sums)
+assert ring_bytes(large(sequence.ledger, bsh)) == ring_bytes(sums)
 
 # %%
 kept, held = {}, tensor_parallel.held_for_backward
@@ -579,8 +551,7 @@ for name, make in makes.items():
 # | input and output of GELU | 8 h | 1/t | 1/t |
 #
 # To this come a few statistics of norms and attention. On 8 ranks, 4 + 12/8 = 5.5 of 16 are left, a factor of 2.9. With
-# sequence parallelism it is 2 + 14/8 = 3.75, a factor of 4.3. Korthikanti et al. count the same in bytes, in 16 bits and
-# with dropout: of 34 for each token and hidden unit, tensor parallelism divides 24.
+# sequence parallelism it is 2 + 14/8 = 3.75, a factor of 4.3.
 #
 # > **Misconception.** "Tensor parallelism divides the memory by t." It divides matrices and what is inside attention
 # > and MLP. What lies between them is kept, *and computed*, by every rank in full.
@@ -599,9 +570,8 @@ for name, make in makes.items():
 # **Predict**: GPT-3 175B, one sequence of 2,048 tokens, t = 8. What share of a layer's time is communication, over
 # NVLink 4 and over one NDR port of InfiniBand for each GPU?
 #
-# H100s compute here at 400 TFLOP/s, what Llama 3 reached (*recorded*,
-# [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4). Links have the data sheet's rate, and nothing
-# overlaps.
+# H100s compute here at 400 TFLOP/s, as for Llama 3 (*recorded*, [arXiv
+# 2407.21783](https://arxiv.org/abs/2407.21783), table 4). Links have the data sheet's rate, and nothing overlaps.
 
 # %%
 RATE, big = 400e12, PUBLISHED["GPT-3 175B"]
@@ -619,24 +589,22 @@ plots.step_split(bars, "modelled: a layer of GPT-3 175B on H100s, forward and ba
 
 # %% [markdown]
 # *The figure: five bars for each link. Computing halves from bar to bar and communication grows. Over InfiniBand both
-# are about equal at t = 8, and at t = 32 communication takes six sevenths of the bar.*
+# are about equal at t = 8.*
 #
-# Over NVLink eight ranks spend 12 % of their time on communication, over InfiniBand 52 %. The next GPU after the eighth
+# Over NVLink (450 GB/s each way) eight ranks spend 12 % of their time on communication, over InfiniBand (50)
+# it is 52 %. The next GPU after the eighth
 # is on the other side of a network port. That is why the layouts that Megatron-LM (table 1) and Llama 3 (table 4)
 # publish stop at t = 8, and use pipelines (lesson 10) and data parallelism for the rest. Real messages do not reach the
 # data sheet's rate: with 0.6 of NVLink's, as large all-reduces reached on A100s (*recorded*, lesson 03), t = 8 costs
 # 17 %.
-#
-# > **Misconception.** "NDR has 400 and NVLink 4 has 900: a factor of two." The 400 are giga*bits*, 50 GB/s each way.
-# > The 900 GB/s are both directions together, 450 each way. It is a factor of nine.
 
 # %% [markdown]
 # ## 10. What to take to work
 #
-# Copy `sequence_plan` and put your module names in; count a step's messages; check *gradients* against one process
-# in float32. [scripts/train.py](../scripts/train.py) is a complete program, with `--tp 2` for tensor and sequence
-# parallelism and HSDP for the other ranks, and [scripts/train_3d.py](../scripts/train_3d.py) adds a pipeline (lesson
-# 12). The order is always the same: the plan first, then `fully_shard` for what it has left.
+# Copy `sequence_plan` and put in your module names; count a step's messages; check *gradients* against one process.
+# [scripts/train.py](../scripts/train.py) is the complete program: `--tp 2` gives it tensor and sequence parallelism,
+# and HSDP takes the other ranks. [scripts/train_3d.py](../scripts/train_3d.py) adds a pipeline (lesson 12). The plan
+# always comes first, then `fully_shard` for what it has left.
 
 # %%
 program = SCRIPTS / "train.py"
@@ -691,7 +659,7 @@ for name, trial in {"in pieces": tried["f and g"], "gathered": between}.items():
 # Three times the bytes for the same result, because the inner features are four times as wide and travel both ways.
 #
 # > **Misconception.** "A column-parallel layer must gather its output." Only if what comes next needs the whole. A
-# > row-parallel layer takes exactly the pieces that are there, and it is the *row*-parallel layer that must communicate.
+# > row-parallel layer takes exactly the pieces that are there. It is the *row*-parallel layer that must communicate.
 
 # %% [markdown] tags=["deeper"]
 # ## 12. Fewer key-value heads than ranks · deeper
@@ -724,8 +692,8 @@ class GroupedAttention(nn.Module):
 
 # %% [markdown] tags=["deeper"]
 # They are **copied**: ranks 0 and 1 hold the first head, ranks 2 and 3 the second, and each uses it for its own query
-# heads. So each copy gets only a part of the head's gradient, and the ranks that share a head must add these up. That is
-# f again, on a *weight* and in a smaller group.
+# heads. So each copy gets only a part of the head's gradient, and the ranks that share a head must add these up. That
+# is f again, on a *weight* and in a smaller group.
 
 
 # %% tags=["deeper"]
@@ -886,8 +854,9 @@ assert len(sequence.stepping) == 3 * (4 * gpt.layers + 2)
 # latency.
 #
 # Megatron-LM saves one thing more: it keeps the gathered inputs of matrices in pieces as well, and gathers *again* in
-# backward. Then 16 h/t numbers a token are left, for an all-gather more at each entrance, a quarter more bytes. What
-# sequence parallelism is worth at full size:
+# backward. Then 16 h/t numbers a token are left, for an all-gather more at each entrance, a quarter more bytes.
+# Korthikanti et al. count in bytes, in 16 bits and with dropout: a layer keeps 34 h a token, of which tensor
+# parallelism divides 24 h, and both together everything. What sequence parallelism is worth at full size:
 
 # %% tags=["deeper"]
 from course_utils.hardware import GPUS
@@ -1079,18 +1048,15 @@ plots.scaling_models(curve, predicted, fitted=1)
 # ## Recap, with the numbers of this run
 
 # %%
-print(f"{world_size} ranks, GPT with {gpt.parameter_count:,} parameters; bytes of activations sent:")
-runs = {"ours": ours, "first plan": first, "one f": one_f, "sequence": sequence}
-for name, run in runs.items():
-    print(f"{name:11}{ring_bytes(large(run.ledger, bsh)):10,.0f}")
+for name, run in {"ours": ours, "first plan": first, "sequence": sequence}.items():
+    print(f"{name:11} {ring_bytes(large(run.ledger, bsh)):9,.0f} bytes of activations sent")
 print("a layer keeps, in h a token:", ", ".join(f"{name} {n:.2f}" for name, n in kept.items()))
 
 # %% [markdown]
-# - A column-parallel layer needs a sum in backward, f; a row-parallel layer one in forward, g. A pair of them needs
-#   nothing in between, so MLP and attention cost one all-reduce each way: 8bsh(t−1)/t numbers a layer.
+# - A column-parallel layer needs a sum in backward, f; a row-parallel layer one in forward, g. MLP and attention cost
+#   one all-reduce each way: 8bsh(t−1)/t numbers a layer.
 # - A missing f shows in gradients, not in the first loss. Cut by heads, not by rows of a joint matrix.
-# - Loss over a split vocabulary takes three numbers a token. Sequence parallelism sends the same bytes in halves, and
-#   keeps less.
+# - The loss takes three numbers a token. Sequence parallelism sends the same bytes in halves, and keeps less.
 # - FLOPs for each byte are 4.5 h/(t−1), whatever the batch. NVLink bears t = 8, a network port does not.
 #
 # **Now you can answer**
@@ -1099,7 +1065,6 @@ print("a layer keeps, in h a token:", ", ".join(f"{name} {n:.2f}" for name, n in
 # 2. Your split model has the right loss at step 1. What do you still check?
 # 3. Your plan all-reduces six times a layer. Why?
 # 4. Activations do not fit at t = 8. What costs no bytes more?
-# 5. Your node has 8 GPUs, and the model needs 16. What now?
 #
 # <details><summary>Answers</summary>
 #
@@ -1107,7 +1072,6 @@ print("a layer keeps, in h a token:", ", ".join(f"{name} {n:.2f}" for name, n in
 # 2. Gradients of every parameter, and losses after several steps (section 3).
 # 3. q, k and v each have an f; let the attention module take the input once (section 7).
 # 4. Sequence parallelism, which sends no more bytes (section 8).
-# 5. The depth of the model, by a pipeline, or its storage, by FSDP (section 9, lessons 10 and 12).
 # </details>
 #
 # **Exercises:** [exercises/09_tensor_parallel](../exercises/09_tensor_parallel_exercises.ipynb). **Next:** [10 pipeline
