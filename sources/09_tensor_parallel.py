@@ -27,8 +27,8 @@
 # - *save* activations with sequence parallelism;
 # - *decide* from links and FLOP/s how many ranks may share a layer.
 #
-# **Before this:** [02 collectives](02_collectives.ipynb), [07 fsdp](07_fsdp.ipynb). **Time:** about 45 minutes to read
-# the core, 75 with the deeper sections, under a minute to run.
+# **Before this:** [02 collectives](02_collectives.ipynb), [07 fsdp](07_fsdp.ipynb). **Time:** about 45 minutes to
+# read the core, 80 with the deeper sections, under a minute to run.
 
 # %% [markdown]
 # First PyTorch and every parameter, then what comes from the course. The number of ranks has to divide the 12 heads of
@@ -230,7 +230,7 @@ class SumBothWays(Reduce):
         return summed(gradient)
 
 
-same, both = torch.clone, SumBothWays.apply
+same, both = nn.Identity(), SumBothWays.apply
 versions = {"f and g": (f, g), "without f": (same, g), "without g": (f, same), "g both ways": (f, both)}
 mlp, tried = build_gpt(gpt).blocks[0].mlp, {}
 for name, (enter, leave) in versions.items():
