@@ -16,10 +16,10 @@
 # One layer of GPT-3 175B has 1.8 billion parameters. FSDP (lesson 07) divides where they are *stored*, and gathers
 # them whenever the layer computes. **Tensor parallelism** divides the *computation*: each rank multiplies with its own
 # part of every matrix, and never sees the rest. The price is that ranks exchange activations in the middle of every
-# layer. When 32 GPUs of four nodes shared the layers of a 3-billion-parameter model, each trained less than a sixth of
-# the tokens that it did when two shared them (*recorded*, [Ultra-Scale
-# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook): 2,146 and 13,923 a second). This lesson builds
-# the parts, and computes how many ranks may share a layer.
+# layer. When two GPUs shared the layers of a model of 3 billion parameters, each processed 13,923 tokens a second. When
+# 32 GPUs of four nodes shared them, it was 2,146, less than a sixth (*recorded*, [Ultra-Scale
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)). This lesson builds the parts, and computes how
+# many ranks may share a layer.
 #
 # **You will be able to**
 # - *split* linear layers, attention, embedding and loss over ranks, so that gradients are right too;
@@ -216,8 +216,9 @@ plots.cut_picture(gpt.hidden, 4 * gpt.hidden, gpt.hidden, world_size, title)
 # same stripes; the matrix B of `down`, cut by rows; g; and y, whole. Matrices stand as in y = x A B, so A is the Aᵀ of
 # section 1.*
 #
-# We try four versions on real ranks, each beside one process: with f and g, without one of them, and with a g that
-# all-reduces in backward *too*, as if the t losses were different ones to be added up.
+# We try four versions on real ranks: with f and g, without one of them, and with a g that all-reduces in backward
+# *too*, as if the t losses were different ones to be added up. `try_layer` gives the same input to the rank's part and
+# to the whole layer in one process, and compares.
 #
 # **Predict**: which versions compute the right loss? And which of these gradients are right: of the input x, which the
 # layers below need, of `up`, and of `down`?
@@ -298,8 +299,8 @@ assert cuts["by heads"].equal
 # key at all. The code then takes a third of them for its keys. All shapes fit and as many bytes travel, so nothing
 # fails, and the layer computes something else. A gated MLP with one joint matrix for gate and up has the same trap.
 #
-# `ParallelAttention` has separate layers for q, k and v, each cut by heads, and one f in front of them.
-# Llama 3 has only 8 key-value heads. Up to t = 8 each rank still has one of its own (section 12: what happens beyond).
+# `ParallelAttention` has separate layers for q, k and v, each cut by heads, and one f in front of them. Where there are
+# fewer key-value heads than ranks, they have to be copied (section 12).
 
 # %% [markdown]
 # ## 5. Embedding and loss, then the whole model
@@ -464,10 +465,10 @@ print("ours:", tensor_parallel.operations(large(ours.ledger, bsh)))
 print("plan:", tensor_parallel.operations(large(first.ledger, bsh)))
 
 # %% [markdown]
-# Everything is equal, but each layer has **six** all-reduces. q, k and v are three column-parallel layers, and the plan
-# has given each an f of its own, so three gradients of the *same* input are summed one by one. Ours has one f in front
-# of the three. In a plan it is the attention *module* that has to take the whole input as a DTensor; the three
-# gradients are then added before they are reduced.
+# Everything is equal, but two layers and both ends make 14 all-reduces, so a layer has **six**. q, k and v are three
+# column-parallel layers, and the plan has given each an f of its own, so three gradients of the *same* input are summed
+# one by one. Ours has one f in front of the three. In a plan it is the attention *module* that has to take the whole
+# input as a DTensor; the three gradients are then added before they are reduced.
 
 
 # %%
@@ -570,33 +571,32 @@ for name, make in makes.items():
 # **Predict**: GPT-3 175B, one sequence of 2,048 tokens, t = 8. What share of a layer's time is communication, over
 # NVLink 4 and over one NDR port of InfiniBand for each GPU?
 #
-# H100s compute here at 400 TFLOP/s, as for Llama 3 (*recorded*, [arXiv
-# 2407.21783](https://arxiv.org/abs/2407.21783), table 4). Links have the data sheet's rate, and nothing overlaps.
+# H100s compute here at 400 TFLOP/s, as for Llama 3 (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783),
+# table 4), and nothing overlaps. NVLink is computed twice, once at 0.6 of its rate, which large all-reduces reached on
+# A100s (*recorded*, lesson 03).
 
 # %%
-RATE, big = 400e12, PUBLISHED["GPT-3 175B"]
-bars = {}
-for key in ("nvlink4", "ib_ndr"):
+big, bars = PUBLISHED["GPT-3 175B"], {}
+for key, part in (("nvlink4", 1), ("nvlink4", 0.6), ("ib_ndr", 1)):
     link, shares = LINKS[key], []
     for t in (2, 4, 8, 16, 32):
-        compute = tensor_parallel.compute_seconds(big, t, big.context, RATE)
-        cluster = flat_cluster(t, link.latency, 1 / link.bandwidth)
+        compute = tensor_parallel.compute_seconds(big, t, big.context, rate=400e12)
+        cluster = flat_cluster(t, link.latency, 1 / (part * link.bandwidth))
         exchange = tensor_parallel.exchange_seconds(big, big.context, cluster)
-        bars[f"{link.name}, t = {t}"] = {"compute": compute, "all_reduce": exchange}
+        if part == 1:
+            bars[f"{link.name}, t = {t}"] = {"compute": compute, "all_reduce": exchange}
         shares.append(f"t = {t}: {exchange / (compute + exchange):.0%}")
-    print(f"{link.name:15}", ", ".join(shares))
+    print(f"{link.name:14} at {part:3} of its rate:", ", ".join(shares))
 plots.step_split(bars, "modelled: a layer of GPT-3 175B on H100s, forward and backward")
 
 # %% [markdown]
 # *The figure: five bars for each link. Computing halves from bar to bar and communication grows. Over InfiniBand both
-# are about equal at t = 8.*
+# are about equal at t = 8, and 32 ranks take longer than 16.*
 #
-# Over NVLink (450 GB/s each way) eight ranks spend 12 % of their time on communication, over InfiniBand (50)
-# it is 52 %. The next GPU after the eighth
-# is on the other side of a network port. That is why the layouts that Megatron-LM (table 1) and Llama 3 (table 4)
-# publish stop at t = 8, and use pipelines (lesson 10) and data parallelism for the rest. Real messages do not reach the
-# data sheet's rate: with 0.6 of NVLink's, as large all-reduces reached on A100s (*recorded*, lesson 03), t = 8 costs
-# 17 %.
+# Over NVLink (450 GB/s each way) eight ranks spend 12 % of their time on communication, or 17 % at 0.6 of its rate;
+# over InfiniBand (50 GB/s) 52 %. The ninth GPU is on the other side of a network port. That is why the layouts that
+# Megatron-LM (table 1) and Llama 3 (table 4) publish stop at t = 8, and use pipelines (lesson 10) and data parallelism
+# for the rest.
 
 # %% [markdown]
 # ## 10. What to take to work
@@ -856,7 +856,8 @@ assert len(sequence.stepping) == 3 * (4 * gpt.layers + 2)
 # Megatron-LM saves one thing more: it keeps the gathered inputs of matrices in pieces as well, and gathers *again* in
 # backward. Then 16 h/t numbers a token are left, for an all-gather more at each entrance, a quarter more bytes.
 # Korthikanti et al. count in bytes, in 16 bits and with dropout: a layer keeps 34 h a token, of which tensor
-# parallelism divides 24 h, and both together everything. What sequence parallelism is worth at full size:
+# parallelism divides 24 h, and both together everything. What sequence parallelism is worth
+# at full size, with gathered inputs kept whole:
 
 # %% tags=["deeper"]
 from course_utils.hardware import GPUS
@@ -908,8 +909,8 @@ print("own seeds: other masks on each rank; one seed: the same mask on all")
 #
 # > **Misconception.** "Clipping by the gradient norm works as before." A rank's norm knows only its pieces. Squares of
 # > pieces must be summed over ranks, and squares of what every rank has whole counted once. With plain parameters,
-# > `clip_grad_norm_` scales by another factor on each rank, and even the copies drift apart. With DTensors it knows
-# > (lesson 12, section 5).
+# > `clip_grad_norm_` scales by another factor on each rank, and even the copies drift apart. Lesson 12, section 5,
+# > clips DTensors.
 
 # %% [markdown] tags=["deeper"]
 # ## 15. Async tensor parallelism: products while pieces travel · deeper
