@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from . import memory
 from .costs import TwoLevelCluster, all_reduce_seconds, bytes_sent
-from .memory.parts import Memory
 from .models import GPT, SeparateQKVAttention, build_gpt
 from .ranks import Entry, Ledger, device, record, share
 from .transformer import TransformerConfig
@@ -312,7 +311,7 @@ def parameters_of_rank(config: TransformerConfig, t: int) -> float:
     return config.layers * block + config.vocabulary * h / t + (config.context + 2) * h
 
 
-def rank_memory(config: TransformerConfig, t: int, sequences: int, sequence_parallel: bool = False) -> Memory:
+def rank_memory(config: TransformerConfig, t: int, sequences: int, sequence_parallel: bool = False) -> memory.Memory:
     """Return model states and activations of the blocks on one of t ranks, in mixed precision with Adam.
 
     A layer keeps 16 h numbers of 2 bytes a token, of which 12 h are split, and 14 h with sequence parallelism; norms'
