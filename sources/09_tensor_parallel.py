@@ -573,8 +573,8 @@ for name, make in makes.items():
 # NVLink 4 and over one NDR port of InfiniBand for each GPU?
 #
 # H100s compute here at 400 TFLOP/s, as for Llama 3 (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783),
-# table 4), and nothing overlaps. NVLink is computed twice, once at 0.6 of its rate, which large all-reduces reached on
-# A100s (*recorded*, lesson 03).
+# table 4), and nothing overlaps. NVLink is computed twice, once at 0.6 of its rate, about what all-reduces of
+# 64 MiB reached on A100s (*recorded*, lesson 03).
 
 # %%
 big, bars = PUBLISHED["GPT-3 175B"], {}

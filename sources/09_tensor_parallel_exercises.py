@@ -393,7 +393,7 @@ for name, link in LINKS.items():
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 35 | 09, Sequence parallelism; and 13 | no byte more than all-reduces send, but for the gain's gradient |
+# | 4 of 5 | 35 | 09, Sequence parallelism (8, 13) | no byte more than all-reduces send, but for the gain's gradient |
 #
 # Between the parallel layers every rank computes the same norm of the same tokens, and keeps the same activations. In
 # **sequence parallelism** each rank has s/t of the tokens there. Around the MLP, an all-gather replaces f and a
