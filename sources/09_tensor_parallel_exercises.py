@@ -1,27 +1,28 @@
 # %% [markdown]
 # # Exercises 09 · How do several GPUs compute one layer?
 #
-# Six exercises on [09 tensor parallelism](../notebooks/09_tensor_parallel.ipynb). In five you cut layers over real
-# ranks; in one you work out the price on paper and let Python do the arithmetic. All of them take about 190 minutes.
+# Five exercises on [09 tensor parallelism](../notebooks/09_tensor_parallel.ipynb). In four you cut layers over real
+# ranks; in one you work out the price on paper and let Python do the arithmetic. All of them take about 170 minutes.
+#
+# **If you do only these:** 1, 2 and 4.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
 # | 1 | an MLP: column parallel, then row parallel | 2 of 5 | 30 |
 # | 2 | attention, a part of the heads on each rank | 3 of 5 | 40 |
 # | 3 | the loss, without gathering the logits | 4 of 5 | 45 |
-# | 4 | an embedding whose rows are cut | 2 of 5 | 20 |
-# | 5 | the price of a layer, on NVLink and between nodes | 2 of 5 | 20 |
-# | 6 | a norm on a part of the sequence | 4 of 5 | 35 |
+# | 4 | the price of a layer, on NVLink and between nodes | 2 of 5 | 20 |
+# | 5 | a norm on a part of the sequence | 4 of 5 | 35 |
 #
 # f and g of Exercise 1 serve in the others, too. If you begin elsewhere, copy `summed`, `Copy` and `Reduce` of lesson
-# 09 into a cell of their own and set `f, g = Copy.apply, Reduce.apply`. Otherwise each stands alone (Exercise 6 also
+# 09 into a cell of their own and set `f, g = Copy.apply, Reduce.apply`. Otherwise each stands alone (Exercise 5 also
 # needs `with_backward`). *Follows* on each card names the section of the lesson to look things up in.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
 # fold open one by one; solutions are in [the solutions notebook](../solutions/09_tensor_parallel_solutions.ipynb).
 #
-# **What a check does** (but for Exercise 5, which compares numbers). It runs your function forward and backward on 1
+# **What a check does** (but for Exercise 4, which compares numbers). It runs your function forward and backward on 1
 # to 3 or 4 real ranks, and the whole layer in one process. The output and **every gradient** have to agree to 12
 # digits in float64. A right output proves little here: a missing all-reduce in backward shows only in the gradients.
 # Then the check reads the **ledger** of each rank, and counts calls and bytes in each direction. If the ranks wait
@@ -43,7 +44,7 @@ WORLD_SIZE = 4  # ranks of the demonstrations; the checks choose their own
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 2 of 5 | 30 | 09, Two ways to cut a matrix; f and g | one all-reduce in forward, one in backward |
+# | 2 of 5 | 30 | 09, f and g; An MLP | one all-reduce in forward, one in backward |
 #
 # An MLP computes y = GELU(x Upᵀ + up_bias) Downᵀ + down_bias. Rank r has some of the inner features: those rows of
 # Up, and the same **columns** of Down. The first product needs no communication, as each rank makes features of its
@@ -244,7 +245,7 @@ check.head_attention(head_attention)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 45 | 09, Embedding and loss | two all-reduces, of three numbers a token together |
+# | 4 of 5 | 45 | 09, Embedding and loss, then the whole model | two all-reduces, of three numbers a token together |
 #
 # With 128,256 words, the logits of a token have half a megabyte in fp32. If the head is column parallel, each
 # rank has those of its own words. The loss of a token is
@@ -260,7 +261,8 @@ print(f"without m: {z.exp().sum().log().item():g}")
 print(f"with m:    {((z - z.max()).exp().sum().log() + z.max()).item():.4f}")
 
 # %% [markdown]
-# The lesson sends three messages. Two are enough: of the three numbers, one is needed before the other two.
+# The lesson sends three messages. Two are enough: of the three numbers, one is needed before the other two. The words
+# that a rank does not have need care, as in the lesson's embedding.
 # `vocab_parallel_loss` gets
 #
 # - `logits` of shape (tokens, v), of this rank's v words; v may differ between ranks. They must not be changed;
@@ -314,61 +316,11 @@ check.vocab_parallel_loss(vocab_parallel_loss)
 
 # %% [markdown]
 # ---
-# ## Exercise 4 · An embedding whose rows are cut
+# ## Exercise 4 · The price of a layer
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 2 of 5 | 20 | 09, Embedding and loss | one all-reduce in forward, none in backward |
-#
-# Each rank has the rows of its own words. Every rank gets all tokens, looks up those that it has, puts zeros for the
-# others, and the sum over the ranks is the embedding.
-
-
-# %%
-def vocab_parallel_embedding(tokens, weight, first: int) -> torch.Tensor:
-    """Rows of all tokens, shape (b, s, h), the same on every rank.
-
-    Parameters
-    ----------
-    tokens : tensor of shape (b, s), int64
-        The same on every rank, counted in the whole vocabulary.
-    weight : tensor of shape (v, h)
-        Rows of words first to first + v - 1. v may differ between ranks. After backward its
-        gradient is this part of the gradient that one process has.
-    """
-    ### BEGIN SOLUTION
-    local = tokens - first
-    here = (local >= 0) & (local < len(weight))
-    rows = F.embedding(torch.where(here, local, 0), weight)
-    return g(torch.where(here[..., None], rows, 0))
-    ### END SOLUTION
-
-
-# %%
-check.vocab_parallel_embedding(vocab_parallel_embedding)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# A token is here if first ≤ token < first + v. Before the look-up, give all others an index that exists.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# After the look-up, zeros for the others: `torch.where(here[..., None], rows, 0)`. Autograd then knows that these rows
-# have no gradient.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# One g of the result is all the communication, also on a rank that has none of the tokens.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 5 · The price of a layer
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 2 of 5 | 20 | 09, What it sends; Why it stays inside of the node | within 0.1 % |
+# | 2 of 5 | 20 | 09, What it sends; Why it stays inside the node | within 0.1 % |
 #
 # A layer has an attention and an MLP, each with one all-reduce of its (b, s, h) output in forward and one in backward.
 # A ring all-reduce of S bytes sends 2(t-1)/t · S from each GPU. For b = 1, s = 2,048, h = 12,288 (GPT-3's), t = 8 and
@@ -437,11 +389,11 @@ for name, link in LINKS.items():
 
 # %% [markdown]
 # ---
-# ## Exercise 6 · A norm on a part of the sequence
+# ## Exercise 5 · A norm on a part of the sequence
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 35 | 09, Sequence parallelism | no byte more sent than with all-reduces, but for the gain's gradient |
+# | 4 of 5 | 35 | 09, Sequence parallelism (8, 13) | no byte more than all-reduces send, but for the gain's gradient |
 #
 # Between the parallel layers every rank computes the same norm of the same tokens, and keeps the same activations. In
 # **sequence parallelism** each rank has s/t of the tokens there. Around the MLP, an all-gather replaces f and a

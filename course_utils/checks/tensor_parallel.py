@@ -23,8 +23,7 @@ from .edits import edited_function
 from .training import difference, exact
 
 __all__ = [
-    "HINTS", "column_row_mlp", "head_attention", "sequence_parallel_norm", "tp_traffic", "vocab_parallel_embedding",
-    "vocab_parallel_loss",
+    "HINTS", "column_row_mlp", "head_attention", "sequence_parallel_norm", "tp_traffic", "vocab_parallel_loss",
 ]
 
 HINTS = load_hints("tensor_parallel")
@@ -321,7 +320,7 @@ def _compare_sums(exercise: Exercise, results: list[dict], right: dict[str, Tens
 
 # ------------------------------------------------------------------------------------------------ look-ups
 
-_PLACE, _OWN = "torch.where(here[r], local[r], 0)", "_only(here[r], read[r])"  # in both programs below
+_PLACE, _OWN = "torch.where(here[r], local[r], 0)", "_only(here[r], read[r])"
 _CLAMPED = {_PLACE: "local[r].clamp(0, size[r] - 1)"}
 _OUTSIDE = [{_OWN: "read[r]", **place} for place in ({}, _CLAMPED, {_PLACE: "(local[r] % size[r])"})]
 _BORDERS = [
@@ -429,80 +428,11 @@ _LOSS_SLIPS = dict.fromkeys(("y", "logits"), {
     "max-gradient": [{_TOP: "[logits[r].amax(1) + (top - logits[r].amax(1)).detach() for", **way} for way in _WAYS],
 })
 
-
-# ------------------------------------------------------------------------------------------------ embedding
-
-_EMBEDDING_CASES = (  # ranks, name, vocabulary, how many of its words are among the tokens, hint if it fails first
-    (2, "a vocabulary of 8", 8, 8, None),
-    (2, "all tokens in the shard of rank 0", 8, 4, "empty-shard"),
-    (3, "a vocabulary of 10, in parts of 4, 3 and 3", 10, 10, "uneven"),
-    (4, "a vocabulary of 9, in parts of 3, 2, 2 and 2", 9, 9, None),
-    (1, "a vocabulary of 8", 8, 8, None),
-)
-_WIDTH = 3
-
-
-def _embedded(tokens: Tensor, weight: Tensor) -> Tensor:
-    return weight[tokens]
-
-
-@checked
-def vocab_parallel_embedding(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(tokens, weight, first) -> rows``: an embedding whose rows are cut over the ranks."""
-    exercise = Exercise("Exercise 4", HINTS["vocab_parallel_embedding"], timeout)
-    for n, name, vocabulary, used, fallback in _EMBEDDING_CASES:
-        tokens = torch.arange(2 * vocabulary).view(2, -1) * 7 % vocabulary % used
-        weight, starts = _numbers(vocabulary, _WIDTH, seed=40 + n), _starts(vocabulary, n)
-        shards = list(weight.tensor_split(n))
-        leaves = [{"tokens": tokens, "weight": shards[r], "first": torch.tensor(starts[r])} for r in range(n)]
-        upstream = _numbers(*tokens.shape, _WIDTH, seed=41)
-        results = _run(exercise, fn, leaves, [upstream] * n, name, fallback)
-        y, right = _whole(_embedded, {"tokens": tokens, "weight": weight}, upstream)
-        gradients = _split({"weight": right["weight"]}, n, {"weight": 0})
-        plain = n > 1 and not fallback
-        arguments = tokens, shards, starts, upstream
-        slips = partial(_program_slips, _embedding_of_all, _EMBEDDING_SLIPS, arguments) if plain else _no_slips
-        _compare(exercise, results, [y] * n, gradients, slips)
-        _audit(exercise, results, backward=0, least=used / tokens.numel())
-    exercise.passed("rows and gradients equal to one process to 1e-12, one all-reduce in forward, none in backward.")
-
-
-def _embedding_of_all(
-    tokens: Tensor, shards: list[Tensor], starts: list[int], upstream: Tensor
-) -> list[dict[str, Tensor]]:
-    """By rank the rows, and the gradient of its shard, as all ranks compute them; `_EMBEDDING_SLIPS` edits this."""
-    ranks, size = range(len(shards)), [len(shard) for shard in shards]
-    weight = [shard.clone().requires_grad_() for shard in shards]
-    local = [tokens - start for start in starts]
-    here = [(local[r] >= 0) & (local[r] < size[r]) for r in ranks]
-    read = [weight[r][torch.where(here[r], local[r], 0)] for r in ranks]
-    own = [_only(here[r], read[r]) for r in ranks]
-    y = [_summed(own, r) for r in ranks]
-    gradients = [torch.autograd.grad(y[r], weight[r], upstream)[0] for r in ranks]
-    return [{"y": y[r].detach(), "weight": gradients[r]} for r in ranks]
-
-
-def _last_places(tokens: Tensor) -> Tensor:
-    """1 at the last place of each word, and 0 at the others; with a dimension more."""
-    words = tokens.flatten().tolist()
-    return torch.tensor([float(word not in words[i + 1 :]) for i, word in enumerate(words)]).view(*tokens.shape, 1)
-
-
-_AVERAGE = "_summed(own, r)  ->  _summed(own, r) / len(ranks)"
-_EMBEDDING_SLIPS = {
-    "y": {"no-g": "_summed(own, r)  ->  own[r]", "average": _AVERAGE, "outside": _OUTSIDE, "border": _BORDERS},
-    "weight": {
-        "g-backward": "upstream)[0]  ->  len(ranks) * upstream)[0]", "average": _AVERAGE, "mask-gradient": _OUTSIDE,
-        "repeated": "upstream)[0]  ->  upstream * _last_places(tokens))[0]",
-    },
-}
-
-
 # ------------------------------------------------------------------------------------------------ paper problem
 
 
 @paper_problem(
-    "Exercise 5",
+    "Exercise 4",
     cases=[
         (1, 2048, 12288, 8, 2, 900, "GB/s", 2, 400), (1, 2048, 12288, 8, 2, 400, "Gb/s", 1, 400),
         (1, 2048, 12288, 16, 2, 400, "Gb/s", 1, 400), (4, 1024, 2048, 2, 4, 128, "GB/s", 2, 60),
@@ -551,7 +481,7 @@ def _normed_mlp(x: Tensor, gain: Tensor, up: Tensor, down: Tensor, eps: float | 
 @checked
 def sequence_parallel_norm(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, gain, up, down) -> y``: a norm on this rank's tokens, and an MLP on this rank's features."""
-    exercise = Exercise("Exercise 6", HINTS["sequence_parallel_norm"], timeout)
+    exercise = Exercise("Exercise 5", HINTS["sequence_parallel_norm"], timeout)
     b, h, m = 2, 6, 9  # the parts of m differ from h, so that tokens and inner features differ in bytes
     for n, name, tokens in _SEQUENCE_CASES:
         whole = {

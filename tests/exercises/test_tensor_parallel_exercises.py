@@ -285,63 +285,6 @@ RIGHT["vocab_parallel_loss"] = {
     "a number too small to matter in the logarithm": "total.log()  ->  (total + 1e-14).log()",
 }
 
-# ------------------------------------------------------------------------------------------------ embedding
-
-MASKED = "torch.where(here[..., None], rows, 0)"
-INDEX = "torch.where(here, local, 0)"
-LAST = "len(weight) - 1"
-EMBEDDED = f"rows = F.embedding({INDEX}, weight)"
-WRONG["vocab_parallel_embedding"] = {
-    "no-g": f"g({MASKED})  ->  f({MASKED})",
-    "not-distributed": "return g(  ->  dist.barrier()\nreturn (",
-    "average": [G_MEAN, f"lambda dy: dy  ->  lambda dy: dy / {RANKS}"],
-    "outside": [f"{MASKED}  ->  rows", {INDEX: f"local.clamp(0, {LAST})", MASKED: "rows"}],
-    "border": [
-        "local >= 0  ->  local > 0",
-        {"local < len(weight)": "local <= len(weight)", INDEX: f"local.clamp(0, {LAST})"},
-    ],
-    "uneven": f"tokens - first  ->  tokens - {RANK} * len(weight)",
-    "empty-shard": hangs(
-        f"{EMBEDDED}  ->  if not here.any():\n    return weight.new_zeros(*tokens.shape, weight.shape[1])\n{EMBEDDED}"
-    ),
-    "g-backward": G_BACKWARD,
-    "mask-gradient": f"return g({MASKED})  ->  rows.data[~here] = 0\nreturn g(rows)",
-    "repeated": f"""{EMBEDDED}  ->  def assigned(dy):
-    gradient = torch.zeros_like(weight)
-    for row, part in zip(local[here].tolist(), dy[here], strict=True):
-        gradient[row] = part
-    return gradient
-
-rows = with_backward(lambda weight: weight[{INDEX}], assigned)(weight)""",
-    "no-gradient": f"{INDEX}, weight  ->  {INDEX}, weight.detach()",
-    "other-calls": G_GATHERS,
-    "too-many-calls": G_REDUCES_TWICE,
-    "too-few-bytes": {"dist.all_reduce(y)": f"{BEYOND_THE_LEDGER}\ndist.all_reduce(y.flatten()[:1].clone())"},
-    "float32": f"g({MASKED})  ->  g({MASKED}.float()).double()",
-    "value": f"{INDEX}, weight  ->  torch.where(here, {LAST} - local, 0), weight",
-}
-RIGHT["vocab_parallel_embedding"] = {
-    "a row of zeros": {
-        EMBEDDED: f"rows = F.pad(weight, (0, 0, 0, 1))[torch.where(here, local, {LAST} + 1)]",
-        MASKED: "rows",
-    },
-    "one-hot product": {EMBEDDED: f"rows = F.one_hot({INDEX}, len(weight)).double() @ weight"},
-    "assigned, and summed in place": {
-        f"return g({MASKED})": "y = weight.new_zeros(*tokens.shape, weight.shape[1])\n"
-        "y[here] = weight[local[here]]\ndist.all_reduce(y.data)\nreturn y",
-        EMBEDDED: "",
-    },
-    "the largest of one row and of minus infinity": {
-        f"return g({MASKED})": "def most(y):\n    y = y.clone()\n    dist.all_reduce(y, op=dist.ReduceOp.MAX)\n"
-        "    return y\n\n"
-        "return with_backward(most, lambda dy: dy)(torch.where(here[..., None], rows, -torch.inf))"
-    },
-    "each word once": {
-        "local = tokens - first": "words, places = tokens.unique(return_inverse=True)\nlocal = words - first",
-        f"g({MASKED})": f"g({MASKED})[places]",
-    },
-}
-
 # ------------------------------------------------------------------------------------------------ paper problem
 
 WRONG["tp_traffic"] = {
@@ -440,12 +383,6 @@ class TestTensorParallelism(ExerciseTests):
         slips = tensor_parallel._LOSS_SLIPS["y"]
         right = F.cross_entropy(logits, arguments[1])
         self.differ(tensor_parallel._loss_of_all, slips, arguments, ("y", "logits"), right)
-
-    def test_slips_of_the_embedding_differ_from_the_right_one(self):
-        weight, tokens = torch.arange(1.0, 28.0).view(9, 3), torch.tensor([[8, 0, 3, 2, 8], [4, 6, 7, 5, 1]])
-        arguments = tokens, list(weight.tensor_split(4)), tensor_parallel._starts(9, 4), torch.ones(2, 5, 3)
-        for name, slips in tensor_parallel._EMBEDDING_SLIPS.items():
-            self.differ(tensor_parallel._embedding_of_all, slips, arguments, (name,), weight[tokens])
 
     def differ(self, program, slips, arguments, names, right):
         """The program for all ranks is right, and each edit changes the output or a gradient on some rank."""
