@@ -253,7 +253,7 @@ for n in (1, 2, WORLD_SIZE):
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 30 | 06, ZeRO-2 | never more than one whole gradient in memory; no more bytes sent than the gradients have |
+# | 3 of 5 | 30 | 06, ZeRO-2 | never more than one whole gradient in memory; no more bytes sent than gradients have |
 #
 # A rank that steps one part needs one part of the mean gradient. In **ZeRO-2** it keeps no more: as soon as backward
 # has made a gradient, a **reduce-scatter** adds the ranks' gradients, hands each rank its part, and the whole is

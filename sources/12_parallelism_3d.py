@@ -560,10 +560,11 @@ for name, some in {"kept": runs, "freed": freed}.items():
 
 # %% [markdown] tags=["deeper"]
 # With m micro-batches a freed block is gathered m+1 times: once at the start, and once after each of the m forwards,
-# because each frees it. Two blocks, and the rest of the stage once, make 2·3+1 = 7 gathers. A backward does not free a block (`PipelineStage` sees to that, PyTorch
-# 2.13). So freeing does not even save memory at the peak, when all blocks of the stage have been through a backward.
-# Gradients are reduced once in either case, after the last micro-batch. More micro-batches do not change the tensor
-# traffic, but cut it into smaller messages. The formulas of `mesh_training.expected_bytes` give every byte:
+# because each frees it. Two blocks, and the rest of the stage once, make 2·3+1 = 7 gathers. A backward does not free a
+# block (`PipelineStage` sees to that, PyTorch 2.13). So freeing does not even save memory at the peak, when all blocks
+# of the stage have been through a backward. Gradients are reduced once in either case, after the last micro-batch. More
+# micro-batches do not change the tensor traffic, but cut it into smaller messages. The formulas of
+# `mesh_training.expected_bytes` give every byte:
 
 # %% tags=["deeper"]
 for some, gathers in ((runs, 1), (freed, microbatches + 1)):

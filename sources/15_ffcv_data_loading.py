@@ -711,8 +711,9 @@ print(f"the eight A100s want {wanted:,.0f}: {1 - disk / each / wanted:.0%} in me
 # %% tags=["deeper"]
 chain = ["dataloader", "dataloader_cv2", "dataloader_raw", "threads_raw", "ffcv_raw"]
 reasons = ["OpenCV instead of PIL", "pixels instead of JPEG", "threads instead of processes"]
+reasons += ["FFCV's compiled loop"]
 print("recorded; images/s with the best number of workers, gains by rounds")
-for reason, base, way in zip([*reasons, "FFCV's compiled loop"], chain[:-1], chain[1:], strict=True):
+for reason, base, way in zip(reasons, chain[:-1], chain[1:], strict=True):
     times, least, most = loader_records.gain(way, base)
     print(f"{reason:28} x {times:.2f} ({least:.2f} to {most:.2f})")
 for way in ("ffcv_raw", "ffcv_jpeg"):
@@ -748,7 +749,7 @@ if not without:
 # %% tags=["deeper", "nbval-ignore-output"]
 if not without:
     print(f"{cores} threads: {threads.core_ms:.2f} ms of a core, {threads.busy:.1f} cores busy")
-    print(f"1 thread: {compiled.core_ms:.2f} ms; its loop not compiled: {interpreted.core_ms:.2f} ms")
+    print(f"1 thread: {compiled.core_ms:.2f} ms; not compiled: {interpreted.core_ms:.2f} ms")
 
 # %% [markdown] tags=["deeper"]
 # On one core the loop takes about as long without compilation, because most of its time goes into OpenCV's C++ code,
