@@ -91,7 +91,7 @@ def draw() -> None:
     x: dict[str, float] = {}
     widest = max(map(len, rows.values()))
     for level in sorted(rows):
-        below = {name: sum(x[other] for other in uses[name]) / max(len(uses[name]), 1) for name in rows[level]}
+        below = {name: sum(x[other] for other in sorted(uses[name])) / max(len(uses[name]), 1) for name in rows[level]}
         names = sorted(rows[level], key=lambda name: (below[name] or len(users[name]), name))
         for place, name in enumerate(names):
             x[name] = (place + 0.5) * widest / len(names)
@@ -100,7 +100,7 @@ def draw() -> None:
     figure, axes = plt.subplots(figsize=(11, 1.05 * len(rows)))
     for level, names in rows.items():
         for name in names:
-            for other in uses[name]:
+            for other in sorted(uses[name]):
                 ends = {"xy": (x[other], levels(uses)[other] + 0.2), "xytext": (x[name], level - 0.2)}
                 axes.annotate("", **ends, arrowprops=arrow, zorder=1)
             folder = (PACKAGE / name).is_dir()
