@@ -55,7 +55,7 @@ def levels(uses: dict[str, set[str]]) -> dict[str, int]:
         if name in above:
             raise ValueError("imports in a circle: " + " -> ".join([*above[above.index(name) :], name]))
         if name not in found:
-            found[name] = 1 + max((level(other, (*above, name)) for other in uses[name]), default=-1)
+            found[name] = 1 + max((level(other, (*above, name)) for other in sorted(uses[name])), default=-1)
         return found[name]
 
     for name in uses:
