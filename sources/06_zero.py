@@ -14,9 +14,9 @@
 # # Where does the memory go, and what does each ZeRO stage remove?
 #
 # The weights of a model with 7.5 billion parameters take 15 GB in 16 bits. To train it with Adam under DDP, each GPU
-# needs 120 GB, activations not counted, and 64 GPUs hold 64 copies of that. The three stages of ZeRO reduce it to 31.4,
-# to 16.6 and to 1.9 GB a GPU (*recorded*, Rajbhandari et al. 2020, figure 1). Here you find these bytes, and build the
-# three stages that remove them.
+# needs 120 GB, activations not counted, and 64 GPUs hold 64 identical copies. The three stages of ZeRO reduce this to
+# 31.4, 16.6 and 1.9 GB a GPU (*recorded*, Rajbhandari et al. 2020, figure 1). In this lesson you find these bytes, and
+# build the three stages.
 #
 # **You will be able to**
 # - *say* to the byte what a training step holds, and *measure* it on real ranks;
@@ -69,14 +69,15 @@ folded("The model's source", *classes, models.loss_of)
 # - **parameters**, the model itself;
 # - **gradients**, one number for each parameter;
 # - **optimizer states**: for Adam, two moments of each parameter;
-# - **activations**: what forward leaves behind because backward needs it;
+# - **activations**: what forward keeps because backward needs it;
 # - **buffers**, here in a wide sense: all other tensors, such as DDP's buckets and gradients of activations.
 #
 # The first three are the **model states**. They depend only on the model and the optimizer, while activations also
 # grow with the batch. `track` follows every tensor of a process and sorts its bytes into these five parts, so we can
 # look at them at any moment of a step.
 #
-# **Predict**: when does a step hold the most: after forward, after backward, or in the optimizer's step?
+# **Predict**: a batch has 16 windows. When does a step hold the most: after forward, after backward, or in the
+# optimizer's step?
 
 # %%
 backend = launch(dist.get_backend, world_size=world_size)[0]  # the same for any number of ranks
@@ -116,14 +117,14 @@ assert round(stepped.optimizer / begin.parameters, 2) == 2 and begin.optimizer =
 plots.memory_over_time(history, "measured: two steps of one process, 16 windows")
 
 # %% [markdown]
-# *The figure (measured): bytes by part over two training steps. Parameters are there throughout. Activations rise in
-# forward; the highest mark follows the second forward. After backward they are gone, and gradients are there. The
+# *The figure (measured): bytes by part over two training steps. Parameters are there throughout. Activations appear in
+# forward; memory is highest after the second forward. After backward activations are gone, and gradients are there. The
 # optimizer's states appear with its first step, and stay.*
 #
 # After forward: 16 windows are many for so small a model, so activations are larger than everything else. (The true
-# peak comes just after this mark, when backward begins and adds the first gradients of activations.) Parameters and
-# gradients take 4 bytes each, and Adam's two moments 8. The moments do not exist before the first optimizer step, which
-# means that a program that fits in step 1 can run out of memory in step 2.
+# peak comes a moment later, when backward adds the first gradients of activations.) Parameters and gradients take 4
+# bytes each, and Adam's two moments 8. The moments do not exist before the first optimizer step, which means that a
+# program that fits in step 1 can run out of memory in step 2.
 #
 # > **Misconception.** "If the model fits, it trains." The parameters are only a quarter of the model states, and most
 # > of this peak is not model states at all.
@@ -132,8 +133,8 @@ plots.memory_over_time(history, "measured: two steps of one process, 16 windows"
 # ## 2. Model states: bytes per parameter
 #
 # With Adam in **fp32**, one parameter takes 4 bytes for itself, 4 for its gradient, and 4 for each of two moments. In
-# **mixed precision** (lesson 05), the parameter and its gradient take 2 bytes each, but the optimizer keeps an fp32
-# **master weight** beside the two moments: 12 bytes, which the ZeRO paper calls K.
+# **mixed precision** (lesson 05), the parameter and its gradient are in bf16, 2 bytes each, but the optimizer keeps an
+# fp32 **master weight** beside the two moments: 12 bytes, which the ZeRO paper calls K.
 #
 # **Predict**: how many bytes is that in all for each parameter, in fp32 and in mixed precision?
 #
@@ -184,8 +185,8 @@ for name in ("fp32", "mixed", "mixed, fp32 gradients", "bf16 policy", "bf16"):
 # states in fp32 and converts parameters to bf16 for computing. Pure bf16 halves the bytes, but loses small updates
 # (lesson 05).
 #
-# > **Misconception.** "Mixed precision halves the memory." It saves time and activations, but the model states stay at
-# > 16 bytes. ZeRO reduces those.
+# > **Misconception.** "Mixed precision halves the memory." It saves time and memory for activations, but model states
+# > stay at 16 bytes. ZeRO reduces those.
 #
 # Now a real size: seven billion parameters, at 2 + 2 + 12 bytes each.
 
@@ -197,8 +198,8 @@ rows = {"model states of 7B, mixed precision": seven}
 plots.memory_bars(rows, "modelled: 7 billion parameters with Adam", limit=sizes)
 
 # %% [markdown]
-# *The figure (modelled): one bar of 112 GB, three quarters of which are the optimizer's. It ends beyond the lines of
-# V100 and H100, and before that of H200.*
+# *The figure (modelled): one bar of 112 GB, three quarters of which are the optimizer's. It ends right of the lines of
+# V100 and H100, and left of the H200's.*
 #
 # Two GPUs of 80 GB could hold these 112 GB together. But under DDP each needs its own copy.
 #
@@ -221,7 +222,7 @@ plots.memory_bars(rows, "modelled: 7 billion parameters with Adam", limit=sizes)
 # | ZeRO-2 | whole | shard | shard | (2 + (2 + K)/N) Ψ |
 # | ZeRO-3 | shard | shard | shard | (2 + 2 + K)/N · Ψ |
 #
-# The first figure of the paper has Ψ = 7.5 billion, K = 12 and N = 64. The formulas give the digits that it prints:
+# The first figure of the paper has Ψ = 7.5 billion, K = 12 and N = 64. The formulas give the numbers that it prints:
 
 # %%
 NAMES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -264,7 +265,7 @@ for stage in (1, 2, 3):
 # ```
 #
 # `train` is this loop. It returns the losses, what a rank holds after the last backward, and what it sent in the last
-# step. The seeds differ so that a version without the first broadcast fails.
+# step. The seeds differ so that a version fails unless it first broadcasts rank 0's parameters.
 
 
 # %%
@@ -287,9 +288,9 @@ def on_ranks(version, **options):
 runs = {"DDP": on_ranks(Stage0)}
 
 # %% [markdown]
-# Now ZeRO-1. Adam treats each element by itself, so a rank can update its shard of the parameters alone, with moments
-# for that shard only. For this it needs the mean gradient of its shard, which is what a reduce-scatter delivers.
-# Afterwards an all-gather brings the updated shards to all ranks:
+# Now ZeRO-1. Adam treats each element by itself, so a rank can update its shard without the others, and needs moments
+# for that shard only. It also needs the mean gradient of its shard, which a reduce-scatter delivers. Afterwards an
+# all-gather brings the updated shards to all ranks:
 #
 # | DDP | ZeRO-1 |
 # |---|---|
@@ -300,8 +301,8 @@ runs = {"DDP": on_ranks(Stage0)}
 # **Predict**: does ZeRO-1 send more than DDP, less, or the same?
 #
 # How do we cut the parameters into equal shards? Their sizes differ, so we first join those of one block into one flat
-# tensor, a **unit**, and add zeros until N divides its length. The parameters become views of this tensor, as does the
-# rank's shard. So what the optimizer writes is already in its place.
+# tensor, a **unit**, and add zeros until N divides its length. The parameters and the rank's shard become views of this
+# tensor. So an update of the shard updates the parameters.
 
 
 # %%
@@ -378,7 +379,7 @@ class Zero1(nn.Module):
 
 # %% [markdown]
 # Does it still compute what DDP computes? The losses must agree up to rounding, because only the order of sums differs.
-# The bytes printed are the tensors' sizes. The last number is what a ring sends of them, in multiples of Ψ numbers,
+# The bytes printed are the tensors' sizes. The last number is what a rank sends in a ring, in units of Ψ numbers and
 # without the factor (N−1)/N: 2Ψ for an all-reduce, 1Ψ for a reduce-scatter or an all-gather (lesson 02).
 
 # %%
@@ -389,8 +390,8 @@ for name in ("DDP", "ZeRO-1"):
 
 # %% [markdown]
 # The same, 2Ψ: an all-reduce *is* a reduce-scatter and an all-gather, and ZeRO-1 puts the optimizer's step between the
-# two. So dividing the optimizer's states costs no traffic. The usual first attempt keeps DDP's all-reduce and adds the
-# all-gather. That gives the right losses too, but sends 3Ψ.
+# two. So dividing the optimizer's states costs no extra traffic. The usual first attempt keeps DDP's all-reduce and
+# adds the all-gather. That gives the right losses too, but sends 3Ψ.
 #
 # All of this is fp32. In mixed precision the flat tensor would be bf16, and the shard an fp32 copy: the master weights.
 #
@@ -410,7 +411,7 @@ for name in ("DDP", "ZeRO-1"):
 # %% [markdown]
 # ## 5. ZeRO-2: gradients leave as soon as they are complete
 #
-# After the reduce-scatter a rank needs the gradients of its shard only. But ZeRO-1 still holds all of them at the end
+# After the reduce-scatter a rank needs the gradients of its shard only. But ZeRO-1 still holds all gradients at the end
 # of backward, because it reduces them in `step`. So ZeRO-2 only changes *when* `reduce_gradients` is called: in a hook,
 # as soon as the last gradient of a unit has come, as DDP does with its buckets (lesson 04).
 
@@ -447,10 +448,10 @@ for name in ("ZeRO-1", "ZeRO-2"):
     print(f"{name}: {runs[name][0]}")
 
 # %% [markdown]
-# ZeRO-2 sends the same bytes, only earlier, and at the end of backward a rank has one Nth of the gradients. This is why
-# we need several units: a single one would be complete only at the end of backward, with the peak of ZeRO-1. All ranks
-# must complete their units in the same order, or gradients of different blocks would be added up. They do, as long as
-# every rank uses every parameter.
+# ZeRO-2 sends the same bytes, only earlier, and at the end of backward a rank has one Nth of the gradients. One unit
+# would be enough for that, but it would be complete only then, so the peak would be ZeRO-1's. With several units the
+# peak is lower. All ranks must complete units in the same order, or gradients of different blocks would be summed.
+# They do, as long as every rank uses every parameter.
 
 # %% [markdown]
 # ## 6. ZeRO-3: parameters come when they are needed
@@ -526,17 +527,16 @@ for entry in runs["ZeRO-3"][0].ledger:
 # %% [markdown]
 # Six all-gathers and 3Ψ, 1.5 times what DDP sends: each unit is gathered twice and reduced once. The one around the
 # blocks comes first and is reduced last, because the model's forward and backward enclose those of its blocks.
-# Activation checkpointing (lesson 05) adds no gathers, because a block is computed again just when its weights are
-# there for backward.
+# Activation checkpointing (lesson 05), which computes each block again in backward, adds no gathers, because the
+# weights are there then.
 #
 # > **Misconception.** "ZeRO-3 is model parallelism: each rank computes its part of the model." Every rank computes the
-# > whole model, on its own data, with whole parameters. Only between uses does it keep just a shard. It is data
-# > parallelism.
+# > whole model, on its own data, with whole parameters. Between uses it keeps only a shard. It is data parallelism.
 
 # %% [markdown]
 # ## 7. The stages side by side
 #
-# Now all of it in one picture: what each rank held at the end of backward, against the formulas for fp32.
+# Now in one picture: what each rank held at the end of backward, against the formulas for fp32.
 
 # %%
 bytes_held = {name: [rank.held for rank in runs[name]] for name in NAMES}
@@ -550,12 +550,11 @@ for stage, (name, psi) in enumerate(zip(NAMES, (2, 2, 2, 3), strict=True)):
 plots.partition_picture(bytes_held, f"measured: {world_size} ranks at the end of backward")
 
 # %% [markdown]
-# *The figure (measured): one panel for each version, one column for each rank, one row for parameters, gradients and
-# optimizer states. Under DDP all is filled. ZeRO-1 leaves each rank one part of the optimizer's row, ZeRO-2 of the
-# gradients' too, ZeRO-3 of all three.*
+# *The figure (measured): a panel for each version, a column for each rank, and a row each for optimizer states,
+# gradients and parameters. Under DDP all is filled. With ZeRO-1 a rank fills one Nth of the optimizer's row, with
+# ZeRO-2 also of the gradients', with ZeRO-3 of all three.*
 #
-# Measured and computed agree within one percent on every rank. The difference is Adam's step counters, and padding if
-# any.
+# Measured and computed agree within one percent on every rank. The difference is Adam's step counters and any padding.
 #
 # Large batches are often cut into **micro-batches**, whose gradients are accumulated before one optimizer step. DDP can
 # skip communication for all but the last of them (`no_sync`), because it has room for whole gradients.
@@ -653,7 +652,7 @@ assert round(extra["foreach"], 2) == 4 and extra["fused"] == 0 < extra["loop"] <
 
 # %% [markdown] tags=["deeper"]
 # `foreach` makes one temporary number for each parameter that the rank updates. In fp32 that is 4 bytes each, or 28 GB
-# for an undivided 7B model, and no formula above has it. The loop takes one tensor at a time, so it needs only about
+# for an undivided 7B model, which no formula above counts. The loop takes one tensor at a time, so it needs only about
 # twice the largest of them. `fused` needs nothing, and it is the fastest according to [PyTorch's
 # documentation](https://docs.pytorch.org/docs/stable/optim.html), so build `AdamW(…, fused=True)`.
 
@@ -693,13 +692,13 @@ assert kept == by_formula  # to the byte
 plots.memory_over_length(lengths, kept, by_formula, "measured and computed: 8 layers, one sequence")
 
 # %% [markdown] tags=["deeper"]
-# *The figure: activations over sequence length, both axes logarithmic. Points are measured, lines are computed. With
-# and without checkpointing they grow in proportion to the length. With it they are about ten times lower.*
+# *The figure: activations over sequence length, both axes logarithmic. Points are measured, lines are computed. Both
+# lines grow in proportion to the length. The one with checkpointing is about ten times lower.*
 #
 # Both double, and the formula is right to the byte. With checkpointing, the largest thing left can be the **logits**,
 # one number for each token and each entry of the vocabulary. Recorded at full size: Llama-3-8B takes 7 GiB of
-# activations a layer for one sequence of 32k tokens, 224 GiB in all. With checkpointing it is 8 GiB, 7 more for the one
-# block that is computed again, and 15.7 GiB of logits in fp32 (*recorded*,
+# activations a layer for one sequence of 32k tokens, 224 GiB in all. With checkpointing it takes 8 GiB for the inputs
+# of all blocks, 7 for the one block that is computed again, and 15.7 for logits in fp32 (*recorded*,
 # [stas00/ml-engineering](https://github.com/stas00/ml-engineering)). Two of these follow from the model's shape alone:
 
 # %% tags=["deeper"]
@@ -711,8 +710,8 @@ print(f"the logits in fp32: {logits / 2**30:.1f} GiB")
 assert block_inputs == 8 * 2**30 and round(logits / 2**30, 1) == 15.7 and 7 * layers == 224
 
 # %% [markdown] tags=["deeper"]
-# Because the logits are so large, programs for long sequences compute the loss in pieces. ZeRO does not help here,
-# because it divides model states only. What shrinks activations is checkpointing, a smaller batch, splitting the
+# Because the logits are so large, programs for long sequences compute the loss in pieces. The three stages do not help
+# here, because they divide model states only. What shrinks activations is checkpointing, a smaller batch, splitting the
 # sequence (lesson 11), or tensor and pipeline parallelism (lessons 09 and 10). ZeRO-R, of the same paper, also divides
 # what checkpointing keeps.
 
@@ -723,7 +722,7 @@ assert block_inputs == 8 * 2**30 and round(logits / 2**30, 1) == 15.7 and 7 * la
 # buffers are added. We take six layers, so that one unit is a small part of the model, and checkpointing, so that
 # activations do not hide the rest.
 #
-# **Predict**: DDP holds the most states and ZeRO-3 the least. Do their peaks have the same order?
+# **Predict**: states shrink from each version to the next, from DDP to ZeRO-3. Do the peaks as well?
 
 # %% tags=["deeper"]
 tall = TransformerConfig(layers=6, checkpoint=True)
@@ -751,7 +750,7 @@ for views in (False, True):
     print(f"views {views!s:6} {held}")
 
 # %% [markdown] tags=["deeper"]
-# Now three ranks, which do not divide the 112,384 parameters. Every unit is padded:
+# Now three ranks. 112,384 is not a multiple of 3, and every unit is padded:
 
 # %% tags=["deeper"]
 three = launch(train, Zero3, adam, world_size=3, backend="gloo")
@@ -804,7 +803,7 @@ for op in ("all_reduce", "broadcast"):
 # The library's shares are uneven, because it does not cut tensors. And it sends 3Ψ where ours sends 2Ψ: DDP has already
 # all-reduced all gradients, which is 2Ψ, and then every parameter is broadcast by the rank that updated it. (A
 # broadcast sends a tensor N − 1 times, so each of N ranks sends (N−1)/N of it on average.) In PyTorch, FSDP is the
-# better choice today. Stage 1 for 2Ψ, which suits accumulation and pipelines, is in DeepSpeed and in Megatron-LM's
+# better choice today. Stage 1 with 2Ψ, which suits micro-batches and pipelines, is in DeepSpeed and in Megatron-LM's
 # distributed optimizer.
 
 # %% [markdown] tags=["deeper"]
@@ -814,8 +813,8 @@ for op in ("all_reduce", "broadcast"):
 #
 # - a **fake process group** says that it has 1,024 ranks; its collectives return at once and move nothing;
 # - **fake tensors** have a shape and a type but no memory, so operations on them only compute shapes;
-# - FSDP2's own code runs on them, forward, backward and optimizer's step, and `track` counts. FSDP2 cuts every tensor
-#   along its first dimension, into whole rows.
+# - FSDP2's own code runs on both: forward, backward and optimizer's step, while `track` counts bytes. FSDP2 cuts every
+#   tensor along its first dimension, into whole rows.
 #
 # `simulate` shows rank 0 of such a cluster. It knows none of our formulas, so it can disagree with them. First the
 # small GPT, by formula, on real ranks, and simulated:
@@ -894,8 +893,8 @@ plots.memory_bars(
 # The host of a GPU, the machine with its CPUs, has more memory, and an NVMe drive even more. **Offload** keeps there
 # what a step needs only once: the optimizer's states ([ZeRO-Offload](https://arxiv.org/abs/2101.06840), Ren et al.
 # 2021), and in ZeRO-Infinity the parameters too. The price is time on the link. In each step gradients travel to the
-# host and new parameters back, 2 bytes a parameter in each direction. States on a drive are read and written whole, all
-# 12 bytes of K.
+# host and new parameters back, 2 bytes a parameter in each direction. If the states are on a drive, all 12 bytes of K
+# are read and written.
 #
 # **Predict** for one GPU and 7 billion parameters: how long does a step take at least to read the states from a drive?
 # PCIe 4 with 16 lanes moves 31.5 GB/s in each direction (lesson 01). A GPU has 16 lanes, a drive only 4.
@@ -957,8 +956,8 @@ else:
 
 # %% [markdown] tags=["deeper"]
 # > **Misconception.** "Offload makes large models trainable for free." It trades memory for time, on a link that is a
-# > seventh as fast as NVLink and a fiftieth as fast as HBM (PCIe 5 on an H100, lesson 01). It pays where memory is what
-# > is missing, as when a large model is fine-tuned on one GPU.
+# > seventh as fast as NVLink and a fiftieth as fast as HBM (PCIe 5 on an H100, lesson 01). It pays where memory is the
+# > limit, as when a large model is fine-tuned on one GPU.
 #
 # > **What changes on real GPUs.** Host memory must be *pinned* (lesson 01), or the copies are slow and the CPU waits
 # > for them. FSDP has `CPUOffloadPolicy` (lesson 07), and ZeRO-Offload brings a fast Adam for CPUs.
@@ -969,7 +968,7 @@ else:
 # You would not write `Zero3` for a real job, because FSDP2 does the same and overlaps communication with computing. The
 # program [`scripts/train.py`](../scripts/train.py) trains with FSDP2, and one flag decides how many ranks share a copy
 # of the states: `--shard 1` keeps a whole copy on every rank, as DDP does, and `--shard N` is ZeRO-3. Its optimizer is
-# the `fused` one of section 9. The command is that of a cluster:
+# the `fused` one of section 9. On one machine with four GPUs, start it with:
 #
 # ```bash
 # torchrun --standalone --nproc-per-node=4 scripts/train.py --out run --data text.txt --shard 4

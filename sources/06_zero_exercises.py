@@ -106,7 +106,7 @@ check.state_bytes(state_bytes)
 # </details>
 # <details><summary>Does mixed precision save memory?</summary>
 #
-# Of model states not a byte: fp32 needs 4 + 4 + 8 = 16 as well. It saves activations, and time.
+# Not for model states: fp32 needs 4 + 4 + 8 = 16 bytes as well. It saves memory for activations, and time.
 # </details>
 
 # %% [markdown]
@@ -160,7 +160,7 @@ for name, part in slices.items():
 #
 # Adam and SGD work on each element by itself, so the parts may cut through parameters. Join the trained parameters to
 # one flat tensor, fill it up with zeros, and cut it into N equal parts. The optimizer of a rank gets one tensor, its
-# part, and steps along the `.grad` of that tensor.
+# part, and uses the `.grad` of that tensor.
 #
 # Your function gets a module that every rank made from another seed, and returns what has to be done after each
 # backward. The gradients are then already the mean over the ranks.
@@ -327,8 +327,8 @@ check.reduce_scatter_gradients(reduce_scatter_gradients)
 # it. Backward needs the weight once more, gathers it once more, and reduce-scatters the gradient.
 #
 # Autograd keeps what a multiplication needs for backward: with `F.linear(x, weight)` the whole weight stays alive. And
-# it does not look into collectives. So both directions have to be written: a `torch.autograd.Function`. The one below
-# computes y = x · w² and keeps x and w, but not w². Predict the second number it prints.
+# it does not differentiate these collectives. So you write both directions yourself, as a `torch.autograd.Function`.
+# The one below computes y = x · w² and keeps x and w, but not w². Predict dw, the last number it prints.
 
 
 # %%
@@ -445,8 +445,8 @@ for cut in (False, True):
     print(f"{'shards' if cut else 'whole weights':<13} {count:>6,} bytes after forward")
 
 # %% [markdown]
-# In both cases 2,560 bytes are x and the four outputs of tanh. ZeRO does not cut activations; the rest is 1/N of the
-# weights.
+# In both cases 2,560 bytes are x and the four outputs of tanh. ZeRO does not cut activations. The rest is the weights,
+# whole in the first line and 1/N of them in the second.
 
 # %% [markdown]
 # ---
@@ -460,9 +460,9 @@ for cut in (False, True):
 # parameters, and an embedding of vocabulary · width, which the head shares. It trains in mixed precision with Adam:
 # 2 bytes of parameter, 2 of gradient and 12 of the optimizer.
 #
-# At stage 3 there is one thing more. While a **unit**, a layer or the embedding, is used, its parameters are gathered,
-# and in backward its whole gradient is there as well: 2 + 2 bytes a parameter, for one unit at a time. Room is needed
-# for the largest.
+# Stage 3 needs room for one thing more. While a **unit**, a layer or the embedding, is used, its parameters are
+# gathered, and in backward its whole gradient is there as well: 2 + 2 bytes a parameter, for one unit at a time. So
+# there must be room for the largest unit.
 #
 # With width 4,096 and a vocabulary of 128,256, how many layers fit on 64 GPUs at stages 3, 2 and 1? The check also asks
 # for stage 0, where nothing is divided.
@@ -502,7 +502,7 @@ check.largest_model(largest_model)
 # </details>
 # <details><summary>What if ranks are added without end?</summary>
 #
-# Stage 1 never gets below 4 bytes a parameter, stage 2 not below 2: with 60 GB that is 15 and 30 billion parameters,
-# on however many GPUs. Only at stage 3 the layers grow with the number of ranks. What limits the width there is one
-# unit, which must fit on a GPU whole.
+# Stage 1 never gets below 4 bytes a parameter, stage 2 not below 2: with 60 GB that is 15 and 30 billion parameters, on
+# however many GPUs. Only at stage 3 does the number of layers grow with the number of ranks. What limits the width
+# there is one unit, which must fit on a GPU whole.
 # </details>
