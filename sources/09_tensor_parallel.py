@@ -209,7 +209,7 @@ def split_mlp(mlp, enter=f, leave=g):
     return mlp
 
 
-title = f"an MLP on {world_size} ranks, a color each; gray: whole on every rank"
+title = f"an MLP on {world_size} ranks, a colour each; grey: whole on every rank"
 plots.cut_picture(gpt.hidden, 4 * gpt.hidden, gpt.hidden, world_size, title)
 
 # %% [markdown]
@@ -920,9 +920,9 @@ print("own seeds: other masks on each rank; one seed: the same mask on all")
 # ## 15. Async tensor parallelism: products while pieces travel · deeper
 #
 # The all-gather in front of a product and the reduce-scatter behind it leave the GPU's arithmetic idle. **Async tensor
-# parallelism** cuts both into t pieces. A rank multiplies the piece that it has while it sends it to its neighbor, then
-# the one that has come. After t − 1 exchanges all products are there, and the whole input was never together. For the
-# reduce-scatter it is the mirror image: compute the piece that others wait for, add, pass on.
+# parallelism** cuts both into t pieces. A rank multiplies the piece that it has while it sends it to its neighbour,
+# then the one that has come. After t − 1 exchanges all products are there, and the whole input was never together. For
+# the reduce-scatter it is the mirror image: compute the piece that others wait for, add, pass on.
 
 
 # %% tags=["deeper"]

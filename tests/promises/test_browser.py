@@ -114,6 +114,12 @@ class Lab:
         return f"{self.info['url']}{path}?token={self.info['token']}"
 
 
+def told_by(settings: Path) -> str:
+    """What a server writes down about itself, or nothing as long as it has not ended writing."""
+    text = "".join(file.read_text() for file in settings.glob("runtime/jpserver-*.json"))
+    return text if text.rstrip().endswith("}") else ""
+
+
 @contextlib.contextmanager
 def serving(course: Path) -> Iterator[Lab]:
     """JupyterLab as ``make lab`` starts it in a course, with settings of its own; its log is beside the course."""
@@ -127,8 +133,7 @@ def serving(course: Path) -> Iterator[Lab]:
     with (course.parent / "log").open("w") as log:
         server = subprocess.Popen(serve, cwd=course, env=environment, stdout=log, stderr=log)
     try:
-        files = waited_for(lambda: [*settings.glob("runtime/jpserver-*.json")], "JupyterLab's server", 120)
-        yield Lab(server, json.loads(files[0].read_text()))
+        yield Lab(server, json.loads(waited_for(lambda: told_by(settings), "JupyterLab's server", 120)))
     finally:
         server.terminate()
         try:
