@@ -244,7 +244,7 @@ def run_all(page) -> None:
     """Choose Run › Run All Cells in the menu and wait for the last cell."""
     page.locator(".lm-MenuBar-itemLabel", has_text="Run").click()
     page.get_by_text("Run All Cells", exact=True).click()
-    page.wait_for_function(f"({WAITING})() > 0", timeout=30_000)
+    page.wait_for_function(f"({WAITING})() > 0", timeout=90_000)
     page.wait_for_function(f"({WAITING})() === 0", polling=500, timeout=300_000)
 
 
@@ -270,7 +270,7 @@ def widget(page, text: str):
     """The cell of the widget that `text` makes, once its picture is there."""
     show_cell(page, text)
     cell = page.locator(".jp-Notebook-cell.jp-mod-active")
-    cell.locator("img.widget-image").first.wait_for(state="visible", timeout=30_000)
+    cell.locator("img.widget-image").first.wait_for(state="visible", timeout=90_000)
     return cell
 
 
@@ -323,7 +323,7 @@ def test_stored_lesson_is_shown_without_errors_and_no_output_is_wider_than_its_c
     assert indices
     wide = {}
     for index in indices:
-        found = waited_for(lambda index=index: page.evaluate(TOO_WIDE, index), f"the output of cell {index}", 30)
+        found = waited_for(lambda index=index: page.evaluate(TOO_WIDE, index), f"the output of cell {index}", 90)
         if found["wide"]:
             wide[index] = found["wide"]
     page.screenshot(path=screenshots / f"{opened.number}_stored.png")
@@ -336,7 +336,7 @@ def test_stored_widget_is_a_picture_until_its_cell_runs(opened: Opened, text: st
     show_cell(opened.page, text)
     cell = opened.page.locator(".jp-Notebook-cell.jp-mod-active")
     picture = cell.locator(".jp-OutputArea-output img").first
-    picture.wait_for(state="visible", timeout=30_000)
+    picture.wait_for(state="visible", timeout=90_000)
     assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
     assert cell.locator(".jupyter-widgets").count() == 0, "controls that do nothing"
     opened.page.screenshot(path=screenshots / f"{opened.number}_{text.strip('(')}_stored.png")
@@ -352,7 +352,7 @@ def test_widget_moves_once_its_cell_has_run(opened: Opened, text: str, screensho
     before = shown(cell)
     page.screenshot(path=screenshots / f"{opened.number}_{text.strip('(')}_before.png")
     move(cell)
-    waited_for(lambda: shown(cell) != before, f"a change of {text}", 30)
+    waited_for(lambda: shown(cell) != before, f"a change of {text}", 90)
     page.screenshot(path=screenshots / f"{opened.number}_{text.strip('(')}_after.png")
     assert opened.errors == []
 
@@ -393,12 +393,12 @@ def test_answer_stays_while_the_lessons_around_it_change(browser, tmp_path: Path
             opened.page.keyboard.press("ControlOrMeta+A")
             opened.page.keyboard.type(ANSWER)
             save(opened.page)
-            waited_for(lambda: ANSWER in (course / "work" / EXERCISE).read_text(), "the saved answer", 30)
+            waited_for(lambda: ANSWER in (course / "work" / EXERCISE).read_text(), "the saved answer", 90)
         with open_notebook(browser, first, LESSON) as opened:  # read and saved, not changed
             run_cell(opened.page, PARAMETERS)
-            waited_for(lambda: opened.page.evaluate(CELLS)[0]["execution_count"], "the end of the cell", 60)
+            waited_for(lambda: opened.page.evaluate(CELLS)[0]["execution_count"], "the end of the cell", 120)
             save(opened.page)
-            waited_for(lambda: '"execution_count": 1,' in (course / "work" / LESSON).read_text(), "the saved run", 30)
+            waited_for(lambda: '"execution_count": 1,' in (course / "work" / LESSON).read_text(), "the saved run", 90)
     log = (tmp_path / "log").read_text()
     assert f"new in {course / 'work'}: " in log and "Kernel started" in log
     assert "without encryption" not in log, "every start of a kernel warns on the terminal"
@@ -415,7 +415,7 @@ def test_answer_stays_while_the_lessons_around_it_change(browser, tmp_path: Path
             (LESSON, "Is this the new lesson?", ANSWER),
         ):
             with open_notebook(browser, second, path) as opened:
-                opened.page.locator(".jp-Cell", has_text=there).first.wait_for(state="visible", timeout=30_000)
+                opened.page.locator(".jp-Cell", has_text=there).first.wait_for(state="visible", timeout=90_000)
                 assert not opened.page.locator(".jp-Cell", has_text=absent).count()
                 for name in (Path(EXERCISE).name, Path(NEW).name) if path == NEW else ():
                     assert opened.page.locator(".jp-DirListing-itemText", has_text=name).count()
