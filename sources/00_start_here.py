@@ -298,7 +298,7 @@ before_after(parts, totals, "all_reduce")
 # %% [markdown]
 # ## 6. When something goes wrong
 #
-# Training Llama 3 was interrupted 419 times in 54 days unexpectedly (*recorded*: Llama Team 2024, table 5): once in
+# Training Llama 3 was interrupted unexpectedly 419 times in 54 days (*recorded*: Llama Team 2024, table 5): once in
 # about three hours. So failures are daily work there. `launch` makes three promises about them: the cell ends, it
 # tells you the rank and the line, and your next cell works.
 #
