@@ -193,7 +193,7 @@ def _look_at_log(case: Case, symptom: Callable[[], Symptom]) -> Finding:
     return Finding(_by_host(list(symptom().log)))
 
 
-_SCRIPT = "from {module} import {name}; {name}()"
+_SCRIPT = "from {module} import {name}; print(flush=True); input(); {name}()"  # the two lines: both are ready
 
 
 def _debug(base: str, settings: dict, module: str, name: str) -> str:
@@ -203,17 +203,21 @@ def _debug(base: str, settings: dict, module: str, name: str) -> str:
     set_variables(settings | verbose)
     called(base, "begun", 20.0)
     command = [sys.executable, "-c", _SCRIPT.format(module=module, name=name)]
-    try:
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=20.0)
-        return done.stderr
-    except subprocess.TimeoutExpired as error:
-        return (error.stderr or b"").decode(errors="replace")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        process.stdout.readline()  # a busy machine needs long to import PyTorch; the run begins after it, on both hosts
+        called(base, "imported", 60.0)
+        try:
+            return process.communicate("\n", timeout=20.0)[1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.communicate()[1]
 
 
 def _look_at_debug(case: Case, symptom: Callable[[], Symptom]) -> Finding:
     with folders() as base:
         module, name = case.program.__module__, case.program.__name__
-        texts = launched(_debug, base, _work(case), module, name, timeout=60.0)
+        texts = launched(_debug, base, _work(case), module, name, timeout=120.0)
     return Finding(_by_host([readable(text) for text in texts]))
 
 
