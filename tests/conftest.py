@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", text)
     from course_utils.ranks.processes import SLOW, share
 
-    share("torch._dynamo", *SLOW)  # ranks start by the hundred here: what one of them needs, all find imported
+    share("pytest", "torch._dynamo", *SLOW)  # ranks start by the hundred here: what one needs, all find imported
     if find_spec("nbval"):
         import nbval.kernel
 

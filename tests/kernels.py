@@ -16,9 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from jupyter_client import KernelManager
-
-from course_utils.authoring.notebooks import local_sockets
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "COURSE_TEST_MARK"  # set for a kernel or script, inherited by all it starts
@@ -98,6 +95,10 @@ class Kernel:
     """A kernel of this environment, as JupyterLab starts it, with an own temporary folder."""
 
     def __init__(self, cwd: Path | str | None = None, **env: str) -> None:
+        from jupyter_client import KernelManager  # here, for ranks import this module too
+
+        from course_utils.authoring.notebooks import local_sockets
+
         self.folder = Path(tempfile.mkdtemp(prefix="kernel-test-"))
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir()

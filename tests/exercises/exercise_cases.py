@@ -27,7 +27,6 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from course_utils.authoring import STUB, code_cells
 from course_utils.checks import COMMON_HINTS, CheckFailed
 from course_utils.checks.edits import EditError, edited
 
@@ -107,6 +106,8 @@ class ExerciseTests:
     @classmethod
     def cells(cls) -> list[tuple[list[str], str]]:
         """The code cells of the exercise text: their tags, and the code."""
+        from course_utils.authoring import code_cells  # here, for ranks import this module too
+
         calls = [f"\ncheck.{name}({name})\n" for name in cls.exercises()]
         texts = {path: path.read_text("utf-8") for path in SOURCES.glob("*_exercises.py")}
         (source,) = (path for path, text in texts.items() if all(call in text for call in calls))
@@ -115,6 +116,8 @@ class ExerciseTests:
     @classmethod
     def program(cls, name: str, edits: str | Mapping[str, str] = (), stub: bool = False) -> str:
         """The parameters, the functions that the text gives and the solutions, with edits for exercise ``name``."""
+        from course_utils.authoring import STUB
+
         parts, own = [], None
         for tags, code in cls.cells():
             if SOLUTION.search(code):

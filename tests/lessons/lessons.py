@@ -7,8 +7,6 @@ from typing import Any
 
 from conftest import ROOT
 
-from course_utils.authoring import code_cells
-
 KEPT = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
@@ -17,6 +15,8 @@ def definitions(number: str, **given: Any) -> dict:
 
     `given` stands for what other lines of the lesson would have made.
     """
+    from course_utils.authoring import code_cells  # here, for ranks import this module too
+
     (source,) = (path for path in (ROOT / "sources").glob(f"{number}_*.py") if not path.stem.endswith("_exercises"))
     names: dict = {"__name__": "__main__", **given}  # so that ranks get the definitions themselves
     for tags, code in code_cells(source):
