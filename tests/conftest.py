@@ -63,6 +63,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     text = "guard(seconds): past this time the test fails, past twice the time if workers share the machine"
     config.addinivalue_line("markers", text)
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        from alone import Alone
+
+        config.pluginmanager.register(Alone(config))
     from course_utils.ranks.processes import SLOW, share
 
     share("pytest", "torch._dynamo", *SLOW)  # ranks start by the hundred here: what one needs, all find imported
