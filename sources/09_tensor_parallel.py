@@ -13,11 +13,11 @@
 # %% [markdown]
 # # How do I split one layer over ranks?
 #
-# One layer of GPT-3 175B has 1.8 billion parameters. FSDP (lesson 07) divides where they are *stored*, and gathers
-# them whenever the layer computes. **Tensor parallelism** divides the *computation*: each rank multiplies with its own
-# part of every matrix, and never sees the rest. The price is that ranks exchange activations in the middle of every
-# layer. When two GPUs shared the layers of a model of 3 billion parameters, each processed 13,923 tokens a second. When
-# 32 GPUs of four nodes shared them, it was 2,146, less than a sixth (*recorded*, [Ultra-Scale
+# One layer of GPT-3 175B has 1.8 billion parameters. FSDP (lesson 07) divides where they are *stored*, and gathers them
+# whenever the layer computes. **Tensor parallelism** divides the *computation*: each rank multiplies with its own part
+# of every matrix, and never sees the rest. The price is that ranks exchange activations in the middle of every layer.
+# When two GPUs shared each layer of a model of 3 billion parameters, they trained on 13,923 tokens per second and GPU.
+# With 32 GPUs of four nodes it was 2,146, less than a sixth (*recorded*, [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)). This lesson builds the parts, and computes how
 # many ranks may share a layer.
 #
@@ -31,8 +31,7 @@
 # read the core, 80 with the deeper sections, under a minute to run.
 
 # %% [markdown]
-# First PyTorch and every parameter, then what comes from the course. The number of ranks has to divide the 12 heads of
-# the model.
+# First PyTorch and the settings, then what comes from the course. The number of ranks must divide the model's 12 heads.
 
 # %% tags=["parameters"]
 from functools import partial
@@ -76,13 +75,12 @@ def text(step):
 # ## 1. Two ways to cut a matrix
 #
 # A linear layer computes y = xAᵀ + c. PyTorch's weight A has a row for each *output* feature and a column for each
-# *input* feature. So there are two ways to cut it. The field names them after Aᵀ, which has rows and columns
-# exchanged:
+# *input* feature. So there are two ways to cut it. Their names come from papers, which write the weight as Aᵀ:
 #
-# - **column parallel**: each rank has some output features, which are rows of PyTorch's A;
-# - **row parallel**: each rank has some input features, which are columns of PyTorch's A.
+# - **column parallel**: each rank has some output features, columns of Aᵀ but rows of A;
+# - **row parallel**: each rank has some input features, rows of Aᵀ but columns of A.
 #
-# Let t be the number of ranks that share a layer. One process can play all of them, and see what each cut leaves.
+# Let t be the number of ranks that share a layer. Here one process computes for all of them.
 
 # %%
 t, draw = world_size, partial(torch.randn, generator=torch.Generator().manual_seed(0))
@@ -107,19 +105,19 @@ for cut in y:
 # | row parallel | in pieces | **sum over ranks** | in pieces | own piece, complete |
 #
 # The two are mirror images, so what one leaves in pieces is exactly what the other takes. Gradients of weights need no
-# communication at all. But a column-parallel layer needs the *whole* x on every rank, and therefore all t ranks read
-# **the same text**: together they are one replica.
+# communication. But a column-parallel layer needs the *whole* x on every rank, and therefore all t ranks read **the
+# same text**: together they are one replica.
 
 # %% [markdown]
 # ## 2. f and g
 #
-# Two functions hold all the communication of tensor parallelism. Shoeybi et al. 2019 call them f and g:
+# Two functions do nearly all the communication of tensor parallelism. Shoeybi et al. 2019 call them f and g:
 #
 # - **f** stands where a whole tensor enters column-parallel layers: *identity in forward, all-reduce in backward*;
 # - **g** stands where a row-parallel layer ends: *all-reduce in forward, identity in backward*.
 #
-# Autograd does not see what `dist.all_reduce` does to a tensor, so each has to be an autograd function that says what
-# backward is. Megatron-LM and this lesson call the classes `Copy` and `Reduce`.
+# Autograd does not see what `dist.all_reduce` does to a tensor, so f and g are autograd functions, which define their
+# own backward. We call their classes `Copy` and `Reduce`.
 
 
 # %%
@@ -154,11 +152,12 @@ class Reduce(torch.autograd.Function):
 f, g = Copy.apply, Reduce.apply
 
 # %% [markdown]
-# Why is the backward of a sum over ranks the *identity*? After g every rank goes on with the same numbers, and the loss
-# that each computes is a copy of *one* loss. So the gradient of the one sum is on every rank already.
+# Why is the backward of a sum over ranks the *identity*? After g every rank goes on with the same numbers, so the
+# losses are copies of *one* loss. Each rank therefore already has the gradient of the sum, and a sum passes it
+# unchanged to each term.
 #
-# The two layers take their pieces out of a whole `nn.Linear`, so that we can compare. A row-parallel layer adds its
-# bias *after* the sum, because otherwise the bias would be added t times.
+# Both layers take their pieces out of a whole `nn.Linear`, so that we can compare with it. A row-parallel layer adds
+# its bias *after* the sum, because otherwise the bias would be added t times.
 
 
 # %%
@@ -197,8 +196,8 @@ class RowParallelLinear(nn.Module):
 # %% [markdown]
 # ## 3. An MLP, and why equal losses prove little
 #
-# In the MLP, `up` is column parallel and leaves each rank some of the inner features. GELU works on each feature by
-# itself. `down` is row parallel and takes just those features. So nothing has to be sent between the two.
+# In the MLP, `up` is column parallel, so each rank gets some of the inner features. GELU works on each feature by
+# itself, and `down` is row parallel and takes exactly those features. So nothing is sent between the two.
 
 
 # %%
@@ -213,16 +212,14 @@ title = f"an MLP on {world_size} ranks, a colour each; grey: whole on every rank
 plots.cut_picture(gpt.hidden, 4 * gpt.hidden, gpt.hidden, world_size, title)
 
 # %% [markdown]
-# *The figure: x, whole; f; the matrix A of `up`, cut by columns into a stripe for each rank; the inner features in the
-# same stripes; the matrix B of `down`, cut by rows; g; and y, whole. Matrices stand as in y = x A B, so A is the Aᵀ of
-# section 1.*
+# *The figure: x, whole; f; the matrix A of `up`, cut into blocks of columns, one for each rank; the inner features, cut
+# in the same way; the matrix B of `down`, cut by rows; g; and y, whole. A and B are drawn transposed, as in papers.*
 #
-# We try four versions on real ranks: with f and g, without one of them, and with a g that all-reduces in backward
-# *too*, as if the t losses were different ones to be added up. `try_layer` gives the same input to the rank's part and
-# to the whole layer in one process, and compares.
+# We try four versions on real ranks: with f and g, without f, without g, and with a g that all-reduces in backward
+# *too*, as if the t losses were different. `try_layer` compares the rank's part with the whole layer.
 #
-# **Predict**: which versions compute the right loss? And which of these gradients are right: of the input x, which the
-# layers below need, of `up`, and of `down`?
+# **Predict**: which versions compute the right loss? And which gradients are right: that of `up`, of `down`, and of the
+# input x, which earlier layers need?
 
 
 # %%
@@ -244,10 +241,10 @@ assert tried["f and g"].equal
 # %% [markdown]
 # The MLP needs one all-reduce in forward, that of g, and one in backward, that of f.
 #
-# - **Without f** loss and weights' gradients are right. But each rank has only its share of the gradient of x, so every
-#   layer *below* gets a wrong gradient, and another one on each rank.
-# - **Without g** each rank goes on with its share of the output, so already the loss is wrong.
-# - **If g sums twice**, in forward and in backward, the loss is right and gradients are t times too large.
+# - **Without f**, the loss and the weights' gradients are right. But each rank has only its share of the gradient of x,
+#   so every *earlier* layer gets a wrong gradient, different on each rank.
+# - **Without g**, each rank goes on with its share of the output, so even the loss is wrong.
+# - **If g sums twice**, the loss is right, but gradients are t times too large: 300 % off with t = 4.
 #
 # > **Misconception.** "The loss is equal, so the parallel model is right." f does nothing in forward, so before the
 # > first update no loss can show that it is missing. Nothing fails; the model only learns badly. Compare *gradients*,
@@ -298,24 +295,24 @@ assert cuts["by heads"].equal
 # %% [markdown]
 # Of a joint matrix rank 0 gets the first 3h/t rows. With four ranks these are three quarters of the *queries*, and no
 # key at all. The code then takes a third of them for its keys. All shapes fit and as many bytes travel, so nothing
-# fails, and the layer computes something else. A gated MLP with one joint matrix for gate and up has the same trap.
+# fails, but the layer computes something else. A gated MLP with one joint matrix for gate and up has the same trap.
 #
-# `ParallelAttention` has separate layers for q, k and v, each cut by heads, and one f in front of them. Where there are
-# fewer key-value heads than ranks, they have to be copied (section 12).
+# `ParallelAttention` has separate layers for q, k and v, each cut by heads, and one f in front of them. Section 12
+# treats models with fewer heads of keys than ranks.
 
 # %% [markdown]
 # ## 5. Embedding and loss, then the whole model
 #
-# Embedding and head have a row for each word of the vocabulary, and are split by these rows. In the **embedding** a
-# rank looks up the tokens whose rows it has and puts zeros for all others, and g adds up (folded below). The **head**
-# is column parallel, so each rank gets the logits of its own words. Gathering them would be a waste, because with a
-# large vocabulary they are the largest tensor of the model.
+# The embedding and the last layer, called `head`, have a row for each word of the vocabulary, and are split by rows. In
+# the **embedding** a rank looks up the tokens whose rows it has and puts zeros for the others; g adds up (folded
+# below). The **head** is column parallel, so each rank gets the logits of its own words. Gathering them would be
+# wasteful, because they are often the largest activation.
 #
 # The loss of a token with target y is log Σⱼ exp(zⱼ) − z_y, where z are its logits. To avoid overflow their maximum m
 # is subtracted first: log Σⱼ exp(zⱼ − m) − (z_y − m).
 #
-# **Predict**: each rank has the logits of its own words. How many numbers for each token must ranks exchange to get
-# the loss, and how many more for its gradient?
+# **Predict**: each rank has the logits of its own words. How many numbers a token must ranks exchange for the loss, and
+# how many more for the gradient of the logits?
 
 
 # %%
@@ -376,8 +373,8 @@ def step(model, x, y):
 
 
 # %% [markdown]
-# `compare` trains this beside one process. It checks logits and the gradient of *every* parameter in the first step,
-# all losses, and the weights at the end, and it notes what a step sends.
+# `compare` trains this on all ranks, and the whole model in one process. It checks logits and the gradient of *every*
+# parameter in the first step, all losses, and the weights at the end, and records what a step sends.
 
 # %%
 compare = partial(on_ranks, tensor_parallel.compare, text=text, config=gpt)
@@ -389,9 +386,9 @@ print(f"the loss: {tensor_parallel.operations(of_loss)} of one number a token")
 assert len(of_loss) == 3
 
 # %% [markdown]
-# Three numbers a token, in forward only: a maximum, a sum, and the target's logit, which one rank has. Backward needs
-# none, because the gradient of a logit is its softmax, minus one at the target, and each rank already has its own
-# exponentials and the total. What Llama 3, with 128,256 words, would send for 8,192 tokens on 8 ranks:
+# Three numbers a token, in forward only: a maximum, a sum, and the target's logit. Backward needs none, because the
+# gradient of a logit is its softmax, minus one at the target, and each rank already has its own exponentials and the
+# total. For Llama 3, with 128,256 words, a rank of 8 would send for 8,192 tokens:
 
 # %%
 logits = bytes_sent("all_gather", 8, 2 * 8192 * 128_256)  # in bf16
@@ -401,8 +398,9 @@ print(f"gathering the logits {logits / 1e9:.2f} GB, three all-reduces {three / 1
 # %% [markdown]
 # ## 6. What it sends
 #
-# Each layer has two f and two g, so there are four all-reduces of b·s·h numbers, for b sequences of s tokens. In a ring
-# a rank sends 2(t−1)/t times the size of what is reduced. That makes, for one layer, forward and backward together,
+# From here on, *layer* means a transformer layer: attention and MLP. It has two f and two g, so four all-reduces of
+# b·s·h numbers, for b sequences of s tokens. In a ring a rank sends 2(t−1)/t times what is reduced. So for one layer,
+# forward and backward, it sends
 #
 # $$4 \cdot 2\,\frac{t-1}{t}\,bsh = 8\,bsh\,\frac{t-1}{t}$$
 #
@@ -417,17 +415,17 @@ print(f"a rank sends {ring_bytes(sums):,.0f}; formula {(gpt.layers + 0.5) * laye
 assert ring_bytes(sums) == (gpt.layers + 0.5) * layer
 
 # %% [markdown]
-# Two things are different from data parallelism. The formula has the *batch* in it and not the parameters, because
-# what travels are activations and not gradients. And each all-reduce stands **between** operations that wait for it:
-# DDP's can run while backward goes on, but the next norm cannot begin before g has ended.
+# Two things differ from data parallelism. First, what travels are activations, so the bytes grow with the *batch*;
+# those of DDP and FSDP grow with the parameters. Second, each all-reduce stands **between** operations that wait for
+# it: DDP's run during backward, but the next norm cannot begin before g has ended.
 
 # %% [markdown]
 # ## 7. The same from a plan
 #
-# `parallelize_module` does all this to a model that knows nothing of it. A **plan** says for each module how its weight
-# is cut, and how tensors come in and go out. `ColwiseParallel` takes a whole input and leaves pieces, `RowwiseParallel`
-# takes pieces and gives the whole. Their parameters are DTensors (lesson 07). The joint matrix has to become three
-# layers (`separate_qkv`), and the attention must not have the number of heads written down, since a rank has fewer.
+# `parallelize_module` does all this to an ordinary model. A **plan** says for each module how its weight is cut, and
+# how tensors come in and go out. `ColwiseParallel` takes a whole input and leaves pieces, `RowwiseParallel` takes
+# pieces and gives the whole. The parameters become DTensors (lesson 07). `separate_qkv` makes three layers of the joint
+# matrix. The attention must not fix the number of heads, because a rank has fewer, but derive it from the width of q.
 
 
 # %%
@@ -468,8 +466,8 @@ print("plan:", tensor_parallel.operations(large(first.ledger, bsh)))
 # %% [markdown]
 # Everything is equal, but two layers and both ends make 14 all-reduces, so a layer has **six**. q, k and v are three
 # column-parallel layers, and the plan has given each an f of its own, so three gradients of the *same* input are summed
-# one by one. Ours has one f in front of the three. In a plan it is the attention *module* that has to take the whole
-# input as a DTensor; the three gradients are then added before they are reduced.
+# one by one. Ours has one f in front of the three. In a plan, let the attention *module* turn its input into a DTensor,
+# because then the three gradients are added before they are reduced.
 
 
 # %%
@@ -483,26 +481,27 @@ print("plan:", tensor_parallel.operations(large(one_f.ledger, bsh)))
 assert one_f.equal and ring_bytes(large(one_f.ledger, bsh)) == ring_bytes(sums)
 
 # %% [markdown]
-# Now the plan sends what ours sends, to the byte. A result that is right says nothing about its cost, so count the
-# messages of a whole step, backward too, when you write a plan.
+# Now the plan sends exactly as many bytes as ours. A right result says nothing about its cost, so when you write a
+# plan, count the messages of a whole step, backward too.
 
 # %% [markdown]
 # ## 8. Sequence parallelism: the rest is split by tokens
 #
 # Tensor parallelism divides parameters, gradients and optimizer states by t, but not all activations. Between g and the
-# next f every rank adds to the residual stream and norms, with the same numbers as all others. These operations work on
-# each token by itself. So in **sequence parallelism** (Korthikanti et al. 2022) each rank does them for its own s/t
-# tokens only, and f and g change:
+# next f, every rank computes the same residual sums and norms. These operations work on each token by itself. So in
+# **sequence parallelism** (Korthikanti et al. 2022) each rank does them for its own s/t tokens only, and f and g
+# change:
 #
 # ```text
 # tensor parallel     all tokens ── f ──────────► matrices ── g: all-reduce ─────► all tokens: add, norm
 # with sequence par.  own tokens ── all-gather ─► matrices ── reduce-scatter ────► own tokens: add, norm
 # ```
 #
-# In backward the two change places: the gradient of an all-gather is a reduce-scatter, and the other way round.
+# In backward the two change places: the gradient of an all-gather is a reduce-scatter, and vice versa. In the plan
+# below, `Shard(1)` splits the tokens of (B, T, C), and `Shard(0)` those of positions, (T, C).
 #
-# **Predict**: does it send more bytes than plain tensor parallelism? And on 8 ranks, by which factor does each of the
-# two shrink what a layer keeps for backward?
+# **Predict**: does it send more bytes than plain tensor parallelism? And does what a layer keeps for backward now
+# shrink to 1/t?
 
 
 # %%
@@ -543,7 +542,8 @@ for name, make in makes.items():
     assert backend != "gloo" or abs(kept[name] / formula - 1) < 1e-9
 
 # %% [markdown]
-# As many bytes travel as before, in halves, and a rank holds less. Of 16 h numbers that a layer keeps for a token:
+# As many bytes travel as before, because an all-gather and a reduce-scatter send half of an all-reduce each. A rank
+# keeps less, but not 1/t:
 #
 # | kept for backward | numbers a token | tensor parallel | with sequence parallel |
 # |---|---|---|---|
@@ -552,29 +552,30 @@ for name, make in makes.items():
 # | q, k, v and the output of attention | 4 h | 1/t | 1/t |
 # | input and output of GELU | 8 h | 1/t | 1/t |
 #
-# To this come a few statistics of norms and attention. On 8 ranks, 4 + 12/8 = 5.5 of 16 are left, a factor of 2.9. With
-# sequence parallelism it is 2 + 14/8 = 3.75, a factor of 4.3.
+# Together these are 16 h; statistics of norms and attention add a little. With t = 4, as measured, 4 + 12/4 = 7 h are
+# left, and with sequence parallelism 2 + 14/4 = 5.5 h. With t = 8 it is 5.5 h and 3.75 h.
 #
 # > **Misconception.** "Tensor parallelism divides the memory by t." It divides matrices and what is inside attention
-# > and MLP. What lies between them is kept, *and computed*, by every rank in full.
+# > and MLP. Every rank keeps, *and computes*, in full what lies between them.
 
 # %% [markdown]
 # ## 9. Why it stays inside the node
 #
-# More ranks divide the computing but not the messages: 2(t−1)/t even grows, from 1 at t = 2 towards 2. Forward and
-# backward of a layer take 72 h² FLOPs a token for the matrices (lesson 05), and a little for attention. With 2 bytes a
-# number, a rank has for each byte that it sends
+# More ranks divide the computing but not the messages: 2(t−1)/t even grows, from 1 towards 2. A layer has 12 h²
+# parameters, so forward and backward take 72 h² FLOPs a token (lesson 05), and a little for attention. With 2 bytes a
+# number, a rank computes, for each byte that it sends,
 #
 # $$\frac{72\,bsh^2/t}{2 \cdot 8\,bsh\,(t-1)/t} = \frac{4.5\,h}{t-1} \quad \text{FLOPs}$$
 #
 # Batch and sequence cancel, so a larger batch hardly helps, but a wider model does.
 #
-# **Predict**: GPT-3 175B, one sequence of 2,048 tokens, t = 8. What share of a layer's time is communication, over
-# NVLink 4 and over one NDR port of InfiniBand for each GPU?
-#
 # H100s compute here at 400 TFLOP/s, as for Llama 3 (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783),
-# table 4), and nothing overlaps. NVLink is computed twice, once at 0.6 of its rate, about what all-reduces of
-# 64 MiB reached on A100s (*recorded*, lesson 03).
+# table 4), and nothing overlaps. NVLink 4 sends 450 GB/s each way, one NDR port of InfiniBand for each GPU 50 GB/s.
+#
+# **Predict**: GPT-3 175B has h = 12,288. With t = 8, what share of a layer's time is communication over each link?
+#
+# We take one sequence of 2,048 tokens, and NVLink also at 0.6 of its rate, about what all-reduces of 64 MiB reached on
+# A100s (*recorded*, lesson 03).
 
 # %%
 big, bars = PUBLISHED["GPT-3 175B"], {}
@@ -591,21 +592,21 @@ for key, part in (("nvlink4", 1), ("nvlink4", 0.6), ("ib_ndr", 1)):
 plots.step_split(bars, "modelled: a layer of GPT-3 175B on H100s, forward and backward")
 
 # %% [markdown]
-# *The figure: five bars for each link. Computing halves from bar to bar and communication grows. Over InfiniBand both
-# are about equal at t = 8, and 32 ranks take longer than 16.*
+# *The figure: five bars for each link. Computing halves from bar to bar and communication grows. Over InfiniBand the
+# two are about equal at t = 8, and 32 ranks take longer than 16.*
 #
-# Over NVLink (450 GB/s each way) eight ranks spend 12 % of their time on communication, or 17 % at 0.6 of its rate;
-# over InfiniBand (50 GB/s) 52 %. The ninth GPU is on the other side of a network port. That is why the layouts that
-# Megatron-LM (table 1) and Llama 3 (table 4) publish stop at t = 8, and use pipelines (lesson 10) and data parallelism
-# for the rest.
+# Over NVLink eight ranks spend 12 % of their time on communication, or 17 % at 0.6 of its rate; over InfiniBand 52 %.
+# The formula agrees: at 7,900 FLOPs a byte, 400 TFLOP/s need 51 GB/s, one port's rate. A node has eight GPUs, so the
+# ninth is behind such a port. So t is at most 8 in the layouts of Megatron-LM (table 1) and Llama 3 (table 4);
+# pipelines (lesson 10) and data parallelism do the rest.
 
 # %% [markdown]
 # ## 10. What to take to work
 #
-# Copy `sequence_plan` and put in your module names; count a step's messages; check *gradients* against one process.
+# Copy `sequence_plan` with your module names; count a step's messages; check *gradients* against one process.
 # [scripts/train.py](../scripts/train.py) is the complete program: `--tp 2` gives it tensor and sequence parallelism,
-# and HSDP takes the other ranks. [scripts/train_3d.py](../scripts/train_3d.py) adds a pipeline (lesson 12). The plan
-# always comes first, then `fully_shard` for what it has left.
+# and FSDP takes the other ranks. Its joint `qkv` may be cut as it is, because its rows are ordered by head.
+# [scripts/train_3d.py](../scripts/train_3d.py) adds a pipeline (lesson 12). Always apply the plan before `fully_shard`.
 
 # %%
 program = SCRIPTS / "train.py"
@@ -617,8 +618,8 @@ print(excerpt(program, "if args.tp > 1:", "parallelize_module"))
 #
 # A column-parallel layer leaves its output in pieces. Libraries offer to gather it (`gather_output=True` in Megatron,
 # `output_layouts=Replicate()` in PyTorch). `Gather` puts pieces together in forward, and takes its own piece of the
-# gradient in backward; `Split` is the other way round. **Predict**: what does it cost to put both between `up` and
-# `down`?
+# gradient in backward; `Split` is the other way round. **Predict**: how many times the bytes does an MLP send, forward
+# and backward, with both between `up` and `down`?
 
 
 # %% tags=["deeper"]
@@ -657,18 +658,20 @@ for name, trial in {"in pieces": tried["f and g"], "gathered": between}.items():
     print(f"{name:10}{ring_bytes(entries):10,.0f} bytes: {tensor_parallel.operations(entries)}")
 
 # %% [markdown] tags=["deeper"]
-# Three times the bytes for the same result, because the inner features are four times as wide and travel both ways.
+# Three times the bytes for the same result. The two all-gathers move four times the features of the two all-reduces at
+# half the price a byte, so they add twice as many bytes.
 #
 # > **Misconception.** "A column-parallel layer must gather its output." Only if what comes next needs the whole. A
-# > row-parallel layer takes exactly the pieces that are there. It is the *row*-parallel layer that must communicate.
+# > row-parallel layer takes exactly the pieces that are there. In forward, only the *row*-parallel layer must
+# > communicate.
 
 # %% [markdown] tags=["deeper"]
 # ## 12. Fewer key-value heads than ranks · deeper
 #
 # In **grouped-query attention** each key-value head serves a group of query heads ([Ainslie et al.
-# 2023](https://arxiv.org/abs/2305.13245)). Llama 3 has 8 of them at all its sizes
-# ([arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 3). If t divides their number, they are split like all
-# others. **Predict**: two key-value heads and four ranks. Who gets what, and what has to happen in backward?
+# 2023](https://arxiv.org/abs/2305.13245)). Llama 3 has 8 key-value heads at all its sizes ([arXiv
+# 2407.21783](https://arxiv.org/abs/2407.21783), table 3). If t divides their number, they are split like all others.
+# **Predict**: two key-value heads and four ranks. Who gets what, and what has to happen in backward?
 
 
 # %% tags=["deeper"]
@@ -693,8 +696,8 @@ class GroupedAttention(nn.Module):
 
 # %% [markdown] tags=["deeper"]
 # They are **copied**: ranks 0 and 1 hold the first head, ranks 2 and 3 the second, and each uses it for its own query
-# heads. So each copy gets only a part of the head's gradient, and the ranks that share a head must add these up. That
-# is f again, on a *weight* and in a smaller group.
+# heads. So each copy gets only a part of the head's gradient, and the ranks that share a head must add these parts up.
+# That is f again, on a *weight* and in a smaller group.
 
 
 # %% tags=["deeper"]
@@ -763,18 +766,18 @@ for kv_heads in dict.fromkeys((gpt.heads, max(1, world_size // 2), 1)):
     print(f"and {small} of gradients of copies")
 
 # %% [markdown] tags=["deeper"]
-# As long as t divides the key-value heads nothing changes. Beyond that, copies cost memory and small all-reduces. So 8
-# key-value heads and t = 8 go well together.
+# As long as t divides the number of key-value heads, nothing changes. With more ranks, copies cost memory and small
+# all-reduces. So 8 key-value heads suit t = 8.
 #
-# > **What changes on real GPUs.** In fp16 and bf16 FlashAttention takes fewer key-value heads than query heads as they
-# > are (`enable_gqa=True`), and repeats nothing in memory. In fp32, as here, it falls back to attention that is not
-# > fused. The groups are NCCL communicators of their own, made once when the model is built.
+# > **What changes on real GPUs.** In fp16 and bf16, PyTorch's attention can use FlashAttention with fewer key-value
+# > heads than query heads (`enable_gqa=True`), and repeats nothing in memory. In fp32, as here, it falls back to
+# > attention that is not fused. The groups are NCCL communicators of their own, made once when the model is built.
 
 # %% [markdown] tags=["deeper"]
 # ## 13. Sequence parallelism from scratch · deeper
 #
-# With the classes of sections 2 to 5, sequence parallelism is another f and another g, and positions of the rank's own
-# tokens. One thing is new. **Predict**: which parameters get wrong gradients, if nothing else changes?
+# With the classes of sections 2 to 5, sequence parallelism needs another f, another g, and position embeddings of the
+# rank's own tokens only. One thing is new. **Predict**: which parameters get wrong gradients, if nothing else changes?
 
 
 # %% tags=["deeper"]
@@ -839,12 +842,12 @@ for name, summing in {"gradients summed": True, "not summed": False}.items():
     assert run.equal == (summing or world_size == 1) and run.errors["logits"] < 1e-5
 
 # %% [markdown] tags=["deeper"]
-# Norms, positions and the biases of row-parallel layers are the same on every rank, but each rank now sends only its
-# own tokens through them. So their gradients are shares, which have to be **summed over ranks**; here a hook on the
-# parameter does it. Once more the logits of the first step are right when gradients are not.
+# Norms, positions and the biases of row-parallel layers are the same on every rank, but each rank now applies them only
+# to its own tokens. So their gradients are shares, which have to be **summed over ranks**; here a hook on the parameter
+# does it. Again the logits of the first step are right although gradients are not.
 #
-# And where does the plan of section 8 do this? A DTensor leaves such a gradient *partial* until somebody needs its
-# values, and that is the optimizer:
+# Where does the plan of section 8 do this? A DTensor leaves such a gradient *partial*, a sum not yet made, until its
+# values are needed. That is in the optimizer:
 
 # %% tags=["deeper"]
 for name, run in {"one f": one_f, "sequence": sequence}.items():
@@ -853,15 +856,15 @@ for name, run in {"one f": one_f, "sequence": sequence}.items():
 assert world_size == 1 or len(sequence.stepping) == 3 * (4 * gpt.layers + 2)
 
 # %% [markdown] tags=["deeper"]
-# Thirty small all-reduces: the ten weights and biases of norms, three times each, because Adam uses a gradient in
-# three places and each use adds up the partial sums anew. The result is right, but on GPUs each of them costs its
-# latency.
+# Thirty small all-reduces: the ten weights and biases of norms, three times each, because Adam uses a gradient in three
+# places and each use sums it again. (The plan cuts positions by rows and adds biases before the reduce-scatter, so
+# these need no sum.) The result is right, but on GPUs each all-reduce costs its latency.
 #
-# Megatron-LM saves one thing more: it keeps the gathered inputs of matrices in pieces as well, and gathers *again* in
-# backward. Then 16 h/t numbers a token are left, for an all-gather more at each entrance, a quarter more bytes.
-# Korthikanti et al. count in bytes, in 16 bits and with dropout: a layer keeps 34 h a token, of which tensor
-# parallelism divides 24 h, and both together everything. What sequence parallelism is worth
-# at full size, with gathered inputs kept whole:
+# Megatron-LM saves more: it keeps only the rank's piece of gathered inputs, and gathers them *again* in backward. Then
+# 16 h/t numbers a token are left. The price is one more all-gather each for attention and MLP, a quarter more bytes.
+# Korthikanti et al. count bytes, in 16 bits and with dropout: a layer keeps 34 h a token. Tensor parallelism divides 24
+# h of them, and with sequence parallelism all are divided. This is its effect at full size, with gathered inputs kept
+# whole:
 
 # %% tags=["deeper"]
 from course_utils.hardware import GPUS
@@ -876,22 +879,22 @@ plots.memory_bars(memory, title, limit={"H100": GPUS["h100"].memory_bytes})
 
 # %% [markdown] tags=["deeper"]
 # *The figure: a bar for one GPU, then two for each t, without and with sequence parallelism (SP). Only from t = 4 on do
-# the bars end before the 80 GB of an H100. With SP, the part of the activations is shorter.*
+# the bars end before the 80 GB of an H100. With SP, the activations' part of a bar is shorter.*
 
 # %% [markdown] tags=["deeper"]
 # > **What changes on real GPUs.** NCCL has a reduce-scatter of its own, where gloo runs an all-reduce inside; the
-# > ledger counts the call that was made. A sequence that t does not divide must be padded. So is the vocabulary, to
-# > have equally many rows on each rank and products of sizes that are fast: Megatron's table has 51,200 words, 400
-# > times 128.
+# > ledger counts the call that was made. A sequence that t does not divide must be padded. The vocabulary is padded,
+# > too, for equally many rows on each rank and for sizes at which matrix products are fast: Megatron's embedding has
+# > 51,200 rows, 400 times 128.
 
 # %% [markdown] tags=["deeper"]
 # ## 14. Dropout, seeds and clipping · deeper
 #
-# A model with dropout needs two kinds of random numbers. **Inside** attention and MLP each rank has other features, so
-# masks should be *different* on each rank. **Between** them each rank has the same tensor, so masks must be *the same*,
-# or the copies of the residual stream are copies no more. With sequence parallelism each rank has other tokens there,
-# so they are different again. Megatron-LM keeps two states of the random generator and switches. Ranks of this course
-# are seeded with their rank.
+# A model with dropout needs two kinds of random numbers. **Inside** attention and MLP each rank has different features,
+# so masks should be *different* on each rank. **Between** them each rank has the same tensor, so masks must be *the
+# same*, or these copies become different. With sequence parallelism each rank has different tokens there, so masks
+# should be different again. Megatron-LM therefore keeps two states of the random generator and switches between them.
+# In this course each rank's seed is its own number.
 
 
 # %% tags=["deeper"]
@@ -908,21 +911,22 @@ assert on_ranks(dropout_masks) == [[world_size == 1, True]] * world_size
 print("own seeds: other masks on each rank; one seed: the same mask on all")
 
 # %% [markdown] tags=["deeper"]
-# The same holds when weights are *drawn* on each rank and not cut out of a whole: pieces need different seeds, or the
-# matrix repeats itself, and what is whole on each rank needs the same.
+# Seeds matter also when each rank *draws* its weights instead of cutting them out of a whole. Pieces need different
+# seeds, or the matrix repeats itself; what is whole on each rank needs the same seed.
 #
 # > **Misconception.** "Clipping by the gradient norm works as before." A rank's norm knows only its pieces. Squares of
 # > pieces must be summed over ranks, and squares of what every rank has whole counted once. With plain parameters,
-# > `clip_grad_norm_` scales by another factor on each rank, and even the copies drift apart. Lesson 12, section 5,
+# > `clip_grad_norm_` scales by a different factor on each rank, so even the copies drift apart. Lesson 12, section 5,
 # > clips DTensors.
 
 # %% [markdown] tags=["deeper"]
 # ## 15. Async tensor parallelism: products while pieces travel · deeper
 #
-# The all-gather in front of a product and the reduce-scatter behind it leave the GPU's arithmetic idle. **Async tensor
-# parallelism** cuts both into t pieces. A rank multiplies the piece that it has while it sends it to its neighbour,
-# then the one that has come. After t − 1 exchanges all products are there, and the whole input was never together. For
-# the reduce-scatter it is the mirror image: compute the piece that others wait for, add, pass on.
+# During the all-gather before a matrix product and the reduce-scatter after it, the GPU does not compute. **Async
+# tensor parallelism** cuts both into t pieces. A rank multiplies the piece that it has while it sends this piece to its
+# neighbour, and then multiplies the piece that has arrived. After t − 1 exchanges all products are there, although no
+# rank ever held the whole input. The reduce-scatter works the other way round: compute a piece, add it to the sum that
+# has arrived, send that on.
 
 
 # %% tags=["deeper"]
@@ -953,8 +957,8 @@ assert max(on_ranks(try_ring)) < 1e-4
 print("equal on all ranks")
 
 # %% [markdown] tags=["deeper"]
-# What does it win on paper? A step takes as long as the longer of product and message, and one product is left at the
-# end. Take queries, keys and values of GPT-3 175B at the rates of section 9.
+# How much time does it save on paper? Each exchange takes as long as its product or its message, whichever is longer,
+# and one product is left at the end. Take queries, keys and values of GPT-3 175B at the rates of section 9.
 
 # %% tags=["deeper"]
 print("a piece:               product (us)  message (us)  all (ms)  overlapped (ms)")
@@ -969,25 +973,24 @@ for t in (4, 8):
         print(f"{plain * 1e3:10.2f}{ring * 1e3:17.2f}")
 
 # %% [markdown] tags=["deeper"]
-# Over NVLink the messages vanish behind the products. Over InfiniBand four ranks can just hide them and eight cannot,
-# because a product shrinks with t² and a message only with t. Overlap moves the line, but does not remove it.
+# Over NVLink the products hide the messages. Over InfiniBand four ranks can just hide them and eight cannot, because a
+# product shrinks with t² but a message only with t. Overlap moves the limit, but does not remove it.
 #
-# > **What changes on real GPUs.** Pieces of a product are smaller, and small products run at fewer FLOP/s. PyTorch does
-# > this under `torch.compile` with symmetric memory, buffers that every GPU of a node can read and write directly
+# > **What changes on real GPUs.** The products of pieces are small, so they run at fewer FLOP/s. PyTorch overlaps them
+# > under `torch.compile` with symmetric memory, buffers that every GPU of a node can read and write directly
 # > (`torch._inductor.config._micro_pipeline_tp`, an option that may change).
 
 # %% [markdown] tags=["deeper"]
 # ## 16. Beside a recorded curve · deeper
 #
 # The Ultra-Scale Playbook measured one model of 3 billion parameters with t = 2 to 32 (*recorded*). Its text says that
-# the step from 8 to 16 leaves the node. Our model of it has one unknown, the rate R at which a layer computes, which is
-# set so that t = 2 comes out right. The other four points are predictions. Up to 8 ranks it takes NVLink 4, beyond that
-# NVLink inside nodes of eight and one NDR port for each GPU between them. That is an assumption, since the text names
-# Amazon's EFA. So is the shape, which is not given with the chart: that of Megatron's 3.6B, with sequences of 4,096
-# tokens. The batch was as large as would fit, so there are two curves, for 1 sequence and for 16 that share the
-# latency.
+# the step from 8 to 16 leaves the node. Our cost model has one unknown, the rate at which a layer computes. We set it
+# so that t = 2 comes out right, so the other four points are predictions. Three assumptions go in. Links: NVLink 4
+# inside nodes of eight, and between nodes one NDR port for each GPU, although the text names Amazon's EFA. Shape: that
+# of Megatron's 3.6B with sequences of 4,096 tokens, because the chart gives none. Batch: the playbook's was as large as
+# would fit, so we compute one curve for 1 sequence and one for 16, which pay the latency once.
 #
-# **Predict**: where will the model be furthest off, and on which side?
+# **Predict**: at which t will the cost model be furthest off, and is it too fast or too slow there?
 
 
 # %% tags=["deeper"]
@@ -1042,12 +1045,12 @@ plots.scaling_models(curve, predicted, fitted=1)
 # first. Right: their errors, within 11 % up to 16 GPUs, and positive at 32.*
 #
 # At 16, the first point outside the node, one curve is 11 % below the record and the other 10 % above. The fall from 8
-# to 16 is 43 % in the record. How much of it comes from leaving the node? With sixteen GPUs on NVLink, more than half
-# of the fall would still come: the bytes stay, and the computing is halved.
+# to 16 is 43 % in the record. How much of it comes from leaving the node? With all sixteen GPUs on NVLink, more than
+# half of the fall would remain (38 % and 24 %), because the bytes stay while computing is halved.
 #
-# At 32 the model is 25 % and 82 % too fast. Two things grow there that it leaves out. Matrices become thin, with 3,072
-# / 32 = 96 features on a rank, and run at fewer FLOP/s; and every rank repeats the norms and the residual stream. The
-# network, too, was another than the one assumed.
+# At 32 the model is 25 % and 82 % too fast. It leaves out two things that grow with t. Matrices become thin, with 3,072
+# / 32 = 96 features on a rank, so they run at fewer FLOP/s; and every rank repeats the norms and residual sums. The
+# network, too, was not the one assumed.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
@@ -1058,25 +1061,26 @@ for name, run in {"ours": ours, "first plan": first, "sequence": sequence}.items
 print("a layer keeps, in h a token:", ", ".join(f"{name} {n:.2f}" for name, n in kept.items()))
 
 # %% [markdown]
-# - A column-parallel layer needs a sum in backward, f; a row-parallel layer one in forward, g. MLP and attention cost
-#   one all-reduce each way: 8bsh(t−1)/t numbers a layer.
+# - A column-parallel layer needs a sum in backward, f; a row-parallel layer one in forward, g. MLP and attention each
+#   cost one all-reduce each way: 8bsh(t−1)/t numbers a layer.
 # - A missing f shows in gradients, not in the first loss. Cut by heads, not by rows of a joint matrix.
-# - The loss takes three numbers a token. Sequence parallelism sends the same bytes in halves, and keeps less.
-# - FLOPs for each byte are 4.5 h/(t−1), whatever the batch. NVLink bears t = 8, a network port does not.
+# - The loss takes three numbers a token. Sequence parallelism sends as many bytes, and keeps less.
+# - FLOPs for each byte are 4.5 h/(t−1), whatever the batch. NVLink is fast enough for t = 8, one InfiniBand port is
+#   not.
 #
 # **Now you can answer**
 #
 # 1. Do the ranks that share a layer read the same text?
 # 2. Your split model has the right loss at step 1. What do you still check?
 # 3. Your plan all-reduces six times a layer. Why?
-# 4. Activations do not fit at t = 8. What costs no bytes more?
+# 4. Activations do not fit at t = 8. What helps and sends no more bytes?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Yes, together they are one replica (section 1).
 # 2. Gradients of every parameter, and losses after several steps (section 3).
 # 3. q, k and v each have an f; let the attention module take the input once (section 7).
-# 4. Sequence parallelism, which sends no more bytes (section 8).
+# 4. Sequence parallelism (section 8).
 # </details>
 #
 # **Exercises:** [exercises/09_tensor_parallel](../exercises/09_tensor_parallel_exercises.ipynb). **Next:** [10 pipeline

@@ -2,7 +2,7 @@
 # # Exercises 09 · How do several GPUs compute one layer?
 #
 # Five exercises on [09 tensor parallelism](../notebooks/09_tensor_parallel.ipynb). In four you cut layers over real
-# ranks; in one you work out the price on paper and let Python do the arithmetic. All of them take about 170 minutes.
+# ranks; in one you compute the price. All of them take about 170 minutes.
 #
 # **If you do only these:** 1, 2 and 4.
 #
@@ -14,19 +14,19 @@
 # | 4 | the price of a layer, on NVLink and between nodes | 2 of 5 | 20 |
 # | 5 | a norm on a part of the sequence | 4 of 5 | 35 |
 #
-# f and g of Exercise 1 serve in the others, too. If you begin elsewhere, copy `summed`, `Copy` and `Reduce` of lesson
-# 09 into a cell of their own and set `f, g = Copy.apply, Reduce.apply`. Otherwise each stands alone (Exercise 5 also
-# needs `with_backward`). *Follows* on each card names the section of the lesson to look things up in.
+# Exercises 2, 3 and 5 use f and g of Exercise 1. If you begin there, copy `summed`, `Copy` and `Reduce` of lesson 09
+# into a new cell and set `f, g = Copy.apply, Reduce.apply`. Exercise 5 also needs `with_backward`. Nothing else is
+# shared. *Follows* on each card names the section of the lesson to look things up in.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
 # fold open one by one; solutions are in [the solutions notebook](../solutions/09_tensor_parallel_solutions.ipynb).
 #
-# **What a check does** (but for Exercise 4, which compares numbers). It runs your function forward and backward on 1
-# to 3 or 4 real ranks, and the whole layer in one process. The output and **every gradient** have to agree to 12
-# digits in float64. A right output proves little here: a missing all-reduce in backward shows only in the gradients.
-# Then the check reads the **ledger** of each rank, and counts calls and bytes in each direction. If the ranks wait
-# for each other, it stops them within seconds and shows where each one stood.
+# **What a check does** (except in Exercise 4, which compares numbers). It runs your function forward and backward on 1
+# to 3 or 4 real ranks, and the whole layer in one process. The output and **every gradient** have to agree to 12 digits
+# in float64. A right output proves little here: a missing all-reduce in backward shows only in the gradients. Then the
+# check reads the **ledger** of each rank, and counts calls and bytes in each direction. If the ranks wait for each
+# other, it stops them within seconds and shows where each one stood.
 
 # %% tags=["parameters"]
 import torch
@@ -46,15 +46,16 @@ WORLD_SIZE = 4  # ranks of the demonstrations; the checks choose their own
 # |---|---|---|---|
 # | 2 of 5 | 30 | 09, f and g; An MLP | one all-reduce in forward, one in backward |
 #
-# An MLP computes y = GELU(x Upᵀ + up_bias) Downᵀ + down_bias. Rank r has some of the inner features: those rows of
-# Up, and the same **columns** of Down. The first product needs no communication, as each rank makes features of its
-# own. The second makes a partial sum on each rank; an all-reduce adds them up.
+# An MLP computes y = GELU(x Upᵀ + up_bias) Downᵀ + down_bias. Rank r has some of the inner features: the rows of Up
+# that make them, and the **columns** of Down that use them. The first product needs no communication, because each rank
+# makes its own features. The second gives a partial sum on each rank, and an all-reduce adds these up.
 #
-# Backward is the mirror image. Every rank used the whole x, so the gradient of x is a sum over the ranks. Two
-# functions say this to autograd. **f** is the identity in forward and an all-reduce in backward; **g** is an all-reduce
-# in forward and the identity in backward.
+# Backward is the mirror image. Every rank used the whole x, so the gradient of x is a sum over the ranks. Two functions
+# tell autograd so. **f** is the identity in forward and an all-reduce in backward; **g** is an all-reduce in forward
+# and the identity in backward.
 #
-# The next two cells are for your use. The second makes such functions from two others. Predict what it prints.
+# The next two cells are for your use. `with_backward` makes such a function from two others. Predict what its cell
+# prints.
 
 
 # %%
@@ -141,7 +142,7 @@ check.column_row_mlp(column_row_mlp)
 # </details>
 
 # %% [markdown]
-# When your function passes, count what travels for one layer as inner features are added.
+# When your function passes, count what travels for one MLP as it becomes wider inside.
 
 
 # %%
@@ -159,7 +160,7 @@ for m in (64, 256):
     print(f"{m:>3} inner features: {calls} all-reduces, {size:,} bytes")
 
 # %% [markdown]
-# The 2 · 8 · 16 numbers of x travel twice, in 4 bytes each. How wide the layer is inside does not matter.
+# The 2 · 8 · 16 numbers of x travel twice, in 4 bytes each. The width inside does not matter.
 
 # %% [markdown]
 # ---
@@ -169,8 +170,8 @@ for m in (64, 256):
 # |---|---|---|---|
 # | 3 of 5 | 40 | 09, Attention by heads | 1/t of the work; one all-reduce each way |
 #
-# Heads do not see each other until the output weight mixes them. So rank r takes heads r · heads/t and following: their
-# rows of the joint weight, and their columns of the output weight.
+# Heads do not see each other until the output weight mixes them. So rank r takes heads/t heads, from head r · heads/t
+# on: their rows of the joint weight, and their columns of the output weight.
 #
 # The joint weight `qkv` has one block of d rows for each head: first all of q, then all of k, then all of v. Predict
 # which blocks rank 0 of 2 gets if the weight of 4 heads is cut with `chunk`.
@@ -181,7 +182,7 @@ print("chunk:", blocks[: len(blocks) // 2])
 print("heads:", [block for block in blocks if block[1] in "01"])
 
 # %% [markdown]
-# With `chunk`, rank 0 has all of q, half of k, and no v. The shapes fit and nothing complains.
+# With `chunk`, rank 0 has all of q, half of k, and no v. The shapes fit, so there is no error.
 #
 # In **grouped-query attention** there are fewer k/v heads than q heads: q head i uses k/v head
 # i // (heads // kv_heads). There may even be fewer k/v heads than ranks. Then ranks whose q heads use the same k/v
@@ -252,8 +253,8 @@ check.head_attention(head_attention)
 #
 # $$ \log \sum_v e^{z_v - m} + m - z_{\text{target}}, \qquad m = \max_v z_v $$
 #
-# m, the sum, and the target's logit are one number each. Without m the loss is the same on paper, and not on a machine.
-# Predict both numbers.
+# m, the sum, and the target's logit are one number each. Without m the loss is the same on paper, but not in floating
+# point. Predict what each line of the next cell prints.
 
 # %%
 z = torch.tensor([1000.0, 999.0])
@@ -261,9 +262,8 @@ print(f"without m: {z.exp().sum().log().item():g}")
 print(f"with m:    {((z - z.max()).exp().sum().log() + z.max()).item():.4f}")
 
 # %% [markdown]
-# The lesson sends three messages. Two are enough: of the three numbers, one is needed before the other two. The words
-# that a rank does not have need care, as in the lesson's embedding.
-# `vocab_parallel_loss` gets
+# The lesson sends three messages. Two are enough, because of the three numbers only one is needed before the other two.
+# Take care with words that a rank does not have, as in the lesson's embedding. `vocab_parallel_loss` gets
 #
 # - `logits` of shape (tokens, v), of this rank's v words; v may differ between ranks. They must not be changed;
 # - `targets` of shape (tokens): the right words, the same on every rank, counted in the whole vocabulary;
@@ -362,7 +362,8 @@ check.tp_traffic(tp_traffic)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Bytes a second in the direction of sending: divide what counts both directions by 2, and bits by 8.
+# You need bytes per second in the direction of sending. So divide by 2 if both directions are counted, and divide bits
+# by 8.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -370,12 +371,12 @@ check.tp_traffic(tp_traffic)
 # </details>
 # <details><summary>What if t grows?</summary>
 #
-# The traffic of a GPU at most doubles from t = 2 on, as (t-1)/t tends to 1, while its computation shrinks with 1/t. So
-# the share grows with t, and a wide layer bears more ranks than a narrow one.
+# From t = 2 on, the traffic of a GPU at most doubles, because (t-1)/t tends to 1, but its computation shrinks with 1/t.
+# So the share grows with t, and a wide layer can use more ranks than a narrow one.
 # </details>
 
 # %% [markdown]
-# When your function passes, see how many ranks a layer bears on either link.
+# When your function passes, see how many ranks pay on either link.
 
 # %%
 LINKS = {"NVLink, 900 GB/s": (900, "GB/s", 2), "InfiniBand, 400 Gb/s": (400, "Gb/s", 1)}
@@ -384,7 +385,7 @@ for name, link in LINKS.items():
     print(f"{name:<20} t = 2, 4, 8, 16: {', '.join(f'{share:.0%}' for share in shares)}")
 
 # %% [markdown]
-# Without overlap this is the least it can be with a ring: bandwidth alone, no latency. (A switch that adds needs less,
+# Without overlap a ring cannot do better: this counts bandwidth alone, no latency. (A switch that adds needs less,
 # lesson 03.) It is why tensor parallelism stays inside the node.
 
 # %% [markdown]
@@ -393,16 +394,16 @@ for name, link in LINKS.items():
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 35 | 09, Sequence parallelism (8, 13) | no byte more than all-reduces send, but for the gain's gradient |
+# | 4 of 5 | 35 | 09, Sequence parallelism (8, 13) | no more bytes than all-reduces, but for the gain's gradient |
 #
 # Between the parallel layers every rank computes the same norm of the same tokens, and keeps the same activations. In
 # **sequence parallelism** each rank has s/t of the tokens there. Around the MLP, an all-gather replaces f and a
-# reduce-scatter replaces g. Together they move as much as one all-reduce. (The ledger shows the size S twice, but each
-# sends (t-1)/t · S, an all-reduce 2(t-1)/t · S.)
+# reduce-scatter replaces g. Together they send as much as one all-reduce. (The ledger shows the size S twice, but each
+# of the two sends (t-1)/t · S, and an all-reduce sends 2(t-1)/t · S.)
 #
 # In backward each turns into the other: the gradient of an all-gather is a reduce-scatter, and the gradient of a
-# reduce-scatter is an all-gather. The sequence is the first dimension here, so that its parts lie one behind the
-# other in memory. `sequence_parallel_norm` gets
+# reduce-scatter is an all-gather. The sequence is the first dimension here, so that its parts follow each other in
+# memory. `sequence_parallel_norm` gets
 #
 # - `x` of shape (s/t, b, h): part r of the sequence on rank r;
 # - `gain` of shape (h): the weight of the norm `F.rms_norm(x, x.shape[-1:], gain)`, whole on every rank. After backward
@@ -443,7 +444,7 @@ check.sequence_parallel_norm(sequence_parallel_norm)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# In order: norm, all-gather, MLP, reduce-scatter. `dist.all_gather_single(whole, part)` and
+# The order is norm, all-gather, MLP, reduce-scatter. `dist.all_gather_single(whole, part)` and
 # `dist.reduce_scatter_single(part, whole)` work along the first dimension.
 # </details>
 # <details><summary>Hint 2</summary>
@@ -457,6 +458,7 @@ check.sequence_parallel_norm(sequence_parallel_norm)
 # </details>
 # <details><summary>What is gained, if as many bytes travel?</summary>
 #
-# Memory: what norm and residual keep for backward is 1/t. Also time, as no rank repeats what others do. The gathered
-# tokens are still kept whole here, for the gradient of Up; gathered a second time in backward, they need not be.
+# Memory: what norm and residual keep for backward is 1/t. Also time, because no rank repeats what others do. The
+# gathered tokens are still kept whole here, for the gradient of Up; gathered a second time in backward, they need not
+# be.
 # </details>
