@@ -67,9 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
         from alone import Alone
 
         config.pluginmanager.register(Alone(config))
-    from course_utils.ranks.processes import SLOW, share
+    from course_utils.ranks import processes
 
-    share("pytest", "torch._dynamo", *SLOW)  # ranks start by the hundred here: what one needs, all find imported
+    processes.end_server()  # which began with the import: each module says what ranks are to find imported
     if find_spec("nbval"):
         import nbval.kernel
 
@@ -182,6 +182,31 @@ def no_ranks_when_quick(request: pytest.FixtureRequest):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pool, "run", lambda *_: pytest.skip("asks for ranks"))
         yield
+
+
+_imported: dict[int | None, set[str]] = {}  # by the server that has imported it for its ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_ranks_find_imported(request: pytest.FixtureRequest):
+    """Ranks start by the hundred here: what they need, all find imported, but not what only other modules need."""
+    from course_utils.ranks import processes
+
+    slow = () if request.node.nodeid.startswith("tests/ranks/") else processes.SLOW
+    wanted = ["pytest", "torch._dynamo", *slow]
+    if "deepspeed" in request.node.nodeid:
+        from course_utils.deepspeed_tools.runs import PRELOADED
+
+        wanted += PRELOADED
+    server = processes.server_id()
+    if server is not None and not {*wanted} <= _imported.get(server, set()):
+        sys.modules["course_utils"].shutdown()
+        processes.end_server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "SLOW", slow)
+        patch.setattr(processes, "_shared", wanted)
+        yield
+        _imported.setdefault(processes.server_id(), {*wanted})
 
 
 @pytest.fixture(scope="session", autouse=True)

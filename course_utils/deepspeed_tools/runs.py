@@ -21,6 +21,7 @@ VERSION = "0.19.8"
 HOW_TO_INSTALL = "In the course's folder: make deepspeed"
 #: What the first engine of a process imports otherwise: four seconds on each rank.
 LATE = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.superoffload", "deepspeed.runtime.pipe")
+PRELOADED = ("deepspeed", "deepspeed.runtime.zero.stage3", *LATE)  # what ranks find imported
 RECORDINGS = Path(__file__).parent.parent / "recordings"
 
 
@@ -105,7 +106,7 @@ def _preload() -> None:
 
     if missing() is None and not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        share("deepspeed", "deepspeed.runtime.zero.stage3", *LATE)
+        share(*PRELOADED)
 
 
 _preload()

@@ -34,4 +34,4 @@ def test_pieces_join_without_gaps_and_uneven_ones_differ_by_one():
 def test_f_stands_in_front_of_the_columns_and_g_behind_the_rows():
     (ax,) = plots.cut_picture(4, 16, 4, 2, "").axes
     at = {text.get_text(): text.get_position()[0] for text in ax.texts}
-    assert at["x"] < at["f"] < at["A"] < at["GELU(x A)"] < at["B"] < at["g"] < at["y"]
+    assert at["x"] < at["f"] < at["upᵀ"] < at["GELU(x upᵀ)"] < at["downᵀ"] < at["g"] < at["y"]
