@@ -13,7 +13,7 @@
 # %% [markdown]
 # # What does each collective do, and how many bytes does it move?
 #
-# Eight GPUs train a model of 7 billion parameters, each on its own data. (Their optimizer states are sharded, as in
+# Eight GPUs train a model of 7 billion parameters, each on its own data. (The optimizer states are sharded, as in
 # lesson 06, or they would not fit.) After every backward pass they average their gradients, which are 14 GB in bf16
 # on each GPU. If every GPU sent its gradients to every other one, 98 GB would leave each of them at every step. A
 # good all-reduce needs far less, and you can work out how little before you rent the GPUs.
@@ -100,9 +100,9 @@ with expect_error():
     launch(send_then_recv, world_size=world_size, timeout=patience, backend="gloo")
 
 # %% [markdown]
-# None of them. `send` returns when the message has been taken, so every rank stands in `send` and waits for a
-# neighbour that stands in `send` too. This is a **deadlock**: no rank is wrong by itself, but together they wait in a
-# circle. The table shows the last operation of each rank and the line in which it waits.
+# None of them. `send` returns when the message has been taken, so every rank waits in `send` for a neighbour that
+# waits in `send` too. This is a **deadlock**: no rank is wrong by itself, but together they wait in a circle. The
+# table shows the last operation of each rank and the line in which it waits.
 #
 # The cure is to start both transfers before waiting for either. `batch_isend_irecv` takes a list of sends and
 # receives, starts all of them, and returns a **request** for each. `wait()` on a request returns when its transfer is
@@ -129,9 +129,9 @@ assert launch(shift_my_rank, world_size=world_size) == from_the_left
 print("received, by rank:", from_the_left)
 
 # %% [markdown]
-# > **What changes on real GPUs.** The deadlock moves from Python to the GPU, and even separate `isend` and `irecv`
-# > can hang (section 7). `batch_isend_irecv` with the send *and* the receive in one list cannot, if the lists of the
-# > ranks match and all ranks of the group take part in its first call.
+# > **What changes on real GPUs.** There the GPUs wait in the circle, not Python, and even separate `isend` and
+# > `irecv` can hang (section 7). `batch_isend_irecv` with the send *and* the receive in one list does not hang if the
+# > ranks' lists match and all ranks of the group join its first call.
 
 # %% [markdown]
 # ## 2. Eight collectives in pictures
@@ -161,7 +161,7 @@ before_after(before, after, "broadcast")
 # %% [markdown]
 # *The figure: every row on the right is rank 0's row.*
 #
-# **Scatter** deals out instead of copying: piece r of the root goes to rank r.
+# **Scatter** deals out instead of copying: piece r of the root's tensor goes to rank r.
 
 
 # %%
@@ -176,7 +176,7 @@ assert torch.equal(torch.cat(after), before[0])
 before_after(before, after, "scatter")
 
 # %% [markdown]
-# *The figure: rank 0's pieces end on different ranks, one each.*
+# *The figure: each rank ends with one of rank 0's pieces; dashed cells are empty.*
 #
 # ### One rank takes: gather and reduce
 #
@@ -196,7 +196,7 @@ assert torch.equal(after[0], torch.cat(before))
 before_after(before, after, "gather")
 
 # %% [markdown]
-# *The figure: rank 0 holds one piece of every colour; the others hold nothing new.*
+# *The figure: rank 0 holds one piece of every colour; the others get nothing.*
 #
 # **Reduce** combines the tensors element by element, here by adding, and leaves the result on the root.
 #
@@ -217,12 +217,13 @@ before_after(before, after, "reduce (SUM)")
 # %% [markdown]
 # *The figure: rank 0 holds sums of all colours; the other rows hold partial sums or their old numbers.*
 #
-# Nothing that you may rely on. gloo uses their memory as scratch space, and the stripes show which partial sums came
-# by. NCCL leaves it as it was, but neither promises anything, so copy the input first if you still need it.
+# Nothing that you may rely on. gloo uses their memory as scratch space, and the stripes show which partial sums
+# passed through. NCCL leaves it as it was, but neither promises anything, so copy the input first if you still need
+# it.
 #
 # ### All take: all-reduce and all-gather
 #
-# **All-reduce** is a reduce with the result on every rank. Data-parallel training adds its gradients with it.
+# **All-reduce** is a reduce with the result on every rank. Data-parallel training uses it to add gradients.
 
 
 # %%
@@ -241,7 +242,7 @@ before_after(before, after, "all_reduce (SUM)")
 # > **Misconception.** "`all_reduce` averages." It *sums* unless told otherwise (section 12). To average gradients
 # > somebody has to divide by the number of ranks; DDP does.
 #
-# **All-gather** is a gather with the result on every rank. FSDP puts the sharded weights of a layer together with it.
+# **All-gather** is a gather with the result on every rank. FSDP uses it to reassemble a layer's sharded weights.
 # (`all_gather_single` was `all_gather_into_tensor` before PyTorch 2.13; `all_gather` fills a list.)
 
 
@@ -261,7 +262,7 @@ before_after(before, after, "all_gather")
 #
 # ### Everybody gives and takes a part: reduce-scatter and all-to-all
 #
-# **Reduce-scatter** adds up and deals out, so rank r keeps only piece r of the sum. ZeRO and FSDP reduce gradients
+# **Reduce-scatter** adds up and deals out, so rank r gets only piece r of the sum. ZeRO and FSDP reduce gradients
 # this way. (`reduce_scatter_single` was `reduce_scatter_tensor` before PyTorch 2.13.)
 
 
@@ -277,7 +278,7 @@ assert torch.equal(torch.cat(after), sum(before))
 before_after(before, after, "reduce_scatter (SUM)")
 
 # %% [markdown]
-# *The figure: one cell a rank on the right, each with stripes of all colours.*
+# *The figure: one cell per rank on the right, each with stripes of all colours.*
 #
 # **All-to-all** adds nothing: every rank sends piece r of its tensor to rank r. Mixture-of-experts layers send each
 # token to the rank of its expert this way.
@@ -333,10 +334,10 @@ stepper
 # *The widget: on the left what every rank holds before the chosen step, with an arrow for each message; on the right
 # what it holds after it.*
 #
-# Why does this take 2(N−1)/N · S bytes? The tensor is cut into N pieces of S/N bytes. To be **summed**, each piece
-# has to visit N−1 other ranks, because each of them has something to add. To be **copied**, the finished sum has to
-# go to N−1 ranks again, which makes 2(N−1) messages for each piece. There are as many pieces as ranks, so in every
-# step each rank sends exactly one piece, and after 2(N−1) steps it has sent 2(N−1) · S/N bytes.
+# In the end each rank has sent 2(N−1)/N · S bytes. Why? The tensor is cut into N pieces of S/N bytes. To be
+# **summed**, each piece has to visit N−1 other ranks, which all have something to add. To be **copied**, the finished
+# sum has to go to N−1 ranks again. That makes 2(N−1) messages per piece. There are as many pieces as ranks, so each
+# rank can send one piece in every step: 2(N−1) steps of S/N bytes.
 #
 # Follow piece 0 through the messages of the widget:
 
@@ -373,7 +374,7 @@ print("reduce_scatter, then all_gather:", after[0].tolist(), "on every rank")
 #
 # Floating-point addition depends on the order, and rings, trees and switches add in different orders. All ranks of
 # *one* ring or tree agree, because each piece is added up once and then copied; two algorithms, or two world sizes,
-# differ in the last bits. The numbers above are integers, so here the results are equal.
+# may differ in the last bits. The numbers above are integers, so here the results are equal.
 # </details>
 #
 # For S = 1 GB:
@@ -385,27 +386,28 @@ for op in COLLECTIVES:
 assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the model of the opening: 24.5 GB, not 98
 
 # %% [markdown]
-# Each of four ranks sends 1.5 GB, and each of a thousand 1.998 GB. An all-reduce moves about twice the tensor,
-# however many ranks there are, and that is why data parallelism scales at all.
+# Each of four ranks sends 1.5 GB, and each of a thousand 1.998 GB. (The opening's eight GPUs send 24.5 GB each, not
+# 98.) An all-reduce moves about twice the tensor, however many ranks there are, which is why data parallelism scales
+# at all.
 #
-# No algorithm does better, as long as only the ranks add. Before any rank can know the sum of one number, the N−1
-# others must have sent theirs on, and then each of them still has to receive the result. That is 2(N−1) · S bytes in
-# all, so the busiest of N ranks sends at least the N-th part (Patarasuk and Yuan, below, prove it).
+# No algorithm does better if only the ranks add. Before any rank knows the sum of one number, the N−1 others must
+# have sent theirs, and then each must receive the sum. Over all numbers that is 2(N−1) · S bytes, so the busiest of N
+# ranks sends at least 1/N of it (Patarasuk and Yuan, below, prove it).
 #
 # <details><summary>FSDP all-gathers parameters twice a step and reduce-scatters gradients. Its bytes?</summary>
 #
 # DDP all-reduces S bytes of gradients: 2(N−1)/N·S. FSDP gathers S bytes of parameters before the forward and again
-# before the backward pass, and then reduce-scatters the gradients: 3(N−1)/N·S, half as much again. That is the price
-# of holding 1/N of everything.
+# before the backward pass, and then reduce-scatters the gradients: 3(N−1)/N·S, which is 1.5 times as much. That is
+# the price of holding 1/N of everything.
 # </details>
 
 # %% [markdown]
 # ## 4. Ring all-reduce from scratch
 #
-# Now we write what the widget does, beside a well-known wrong turn: to pass the *whole* tensor round the ring and add
-# what comes by. Its result is right too. The real ring passes pieces. In step 1 rank r sends piece r−1,
-# as the picture above shows. The receiver adds its own part, and this partial sum is what it sends in step 2.
-# When the sums are complete, a second loop copies them.
+# Now we write what the widget does, and before it a common mistake, which passes the *whole* tensor round the ring
+# and adds whatever arrives. The result is right too. The real ring passes pieces: in step 1 rank r sends piece r−1,
+# as the picture shows. The receiver adds its own part, and this partial sum is what it sends in step 2. When the sums
+# are complete, a second loop copies them.
 
 
 # %%
@@ -428,9 +430,10 @@ def ring_all_reduce(x):
 
 
 # %% [markdown]
-# We count with the **ledger**: `record()` notes every operation that a rank issues inside the block, with its bytes.
+# We count with the **ledger**: `record()` notes every operation that a rank issues inside the `with` block, with its
+# bytes.
 #
-# **Predict.** With four ranks, how many messages does a rank send in one and in the other, and how many times S?
+# **Predict.** With four ranks, how many messages does a rank send in each function, and how many S in all?
 
 
 # %%
@@ -463,11 +466,11 @@ assert abs(sent - bytes_sent("all_reduce", world_size, 1.0)) < 1e-9
 #
 # If a collective of size S takes t seconds, two rates describe it:
 #
-# - **algorithm bandwidth**, algbw = S/t, says how fast your data gets done;
+# - **algorithm bandwidth**, algbw = S/t, says how fast your tensor is processed;
 # - **bus bandwidth**, busbw = algbw × factor, says how fast each rank's link was used. The factor is what each rank
-#   must move, in S (section 3): 2(N−1)/N for all-reduce.
+#   must move, divided by S (section 3): 2(N−1)/N for all-reduce.
 #
-# Only busbw can be compared with the speed of a link, and between numbers of ranks. We time five collectives; the
+# Only busbw can be compared with a link's speed, and between runs with different N. We time five collectives; the
 # slowest rank counts, in the best of several repetitions.
 
 # %%
@@ -480,7 +483,7 @@ bandwidth(sizes, seconds, world_size, fit=(alpha, beta))
 # *The figure, left: time against size on logarithmic axes, nearly flat at first and rising at the end. Right: bus
 # bandwidth, near zero for small messages and high only for large ones.*
 #
-# The lines jump about, since ranks share cores; only the shape counts. Where they are flat, a call is
+# The lines are uneven, since ranks share cores; only the shape counts. Where they are flat, a call is
 # **latency-bound**: ten times the bytes hardly take longer. Far to the right it is **bandwidth-bound**: ten times the
 # bytes take ten times as long. The simplest model of both ends is **t = α + β·S**, the dashed line, with latency α
 # and bandwidth 1/β.
@@ -498,8 +501,8 @@ assert round(gpus.busbw[at] / 274e9, 2) == 0.84
 bandwidth(gpus.sizes, {"all_reduce": gpus.seconds}, gpus.ranks, kind="recorded")
 
 # %% [markdown]
-# *The figure: time is flat near 0.1 ms from 1 to 4 MiB, then rises; bus bandwidth climbs to 235 GB/s, with a dip from
-# 8 to 16 MiB.*
+# *The figure: time is below 0.1 ms at first, flat from 1 to 4 MiB, then rises; bus bandwidth climbs to 235 GB/s, with
+# a dip from 8 to 16 MiB.*
 #
 # So this all-reduce uses 84 % of the link, which algbw would not have told you. The dip is real: at some sizes the
 # library changes its algorithm or protocol, so look at whole curves. (Where the switch adds, busbw can even exceed
@@ -507,7 +510,7 @@ bandwidth(gpus.sizes, {"all_reduce": gpus.seconds}, gpus.ranks, kind="recorded")
 #
 # ### Many small calls
 #
-# At the latency-bound end a call costs α, whatever its size. **Coalescing** makes few calls of many: copy the small
+# At the latency-bound end a call costs α, whatever its size. **Coalescing** turns many calls into few: copy the small
 # tensors into one flat buffer, reduce it, and copy back.
 
 
@@ -560,7 +563,8 @@ print(f"{loose[2] / flat[2]:.0f} times faster")
 #
 # ### A condition that differs between ranks
 #
-# A training loop skips batches with a wild loss. But the loss is a *local* number, which only one rank sees.
+# A training loop skips batches with a wild loss (10 or more). But the loss is a *local* number, which only one rank
+# sees.
 #
 # **Predict.** The last rank skips. What happens on it, and what on the others?
 
@@ -579,8 +583,8 @@ with expect_error():
 
 # %% [markdown]
 # The last rank has already returned, so it never notices. The others wait in their first all-reduce. The error shows
-# on healthy ranks, so look for the rank that stands somewhere else. Without our limit they wait for the group's
-# `timeout=`: 10 minutes on NCCL and 30 on gloo unless you set it.
+# on healthy ranks, so look for the rank that is elsewhere. Without our limit they wait for the group's `timeout=`: 10
+# minutes on NCCL and 30 on gloo unless you set it.
 #
 # The cure is to decide together. One number tells everybody that somebody wants to skip:
 
@@ -600,8 +604,8 @@ def skip_together():
 print(launch(skip_together, world_size=world_size))
 
 # %% [markdown]
-# Around every collective, ask of an `if`: *can two ranks disagree here?* About losses, numbers of batches, files,
-# random numbers, clocks and exceptions they can.
+# Ask about every `if` around a collective: *can two ranks disagree here?* They can disagree about losses, numbers of
+# batches, files, random numbers, clocks and exceptions.
 #
 # ### Another operation
 #
@@ -621,12 +625,12 @@ print("right:", sum(before).tolist(), "  got, on every rank:", after[0].tolist()
 
 # %% [markdown]
 # Wrong numbers, and this is worse than a hang: PyTorch raises no error, and all ranks agree, so comparing them does
-# not help. The digits show that a summand was lost wherever rank 0 did the adding; gradients would not show it. The
-# warning comes from `launch`, which compares what the ranks called after all have returned. Under `torchrun` nobody
+# not help. The digits show that a summand was lost wherever rank 0 did the adding; in gradients you would not see it.
+# The warning comes from `launch`, which compares the ranks' calls after all have returned. Under `torchrun` nobody
 # does that.
 #
 # > **What changes on real GPUs.** The CPU does not wait in a collective, so a hang shows in a *later* line, the first
-# > that needs a result: `loss.item()`, a print. After the timeout the process group's watchdog ends the program.
+# > that needs a result: `loss.item()`, a print. After the timeout PyTorch's watchdog thread ends the program.
 
 # %% [markdown] tags=["deeper"]
 # ## 7. Turns, requests and a barrier · deeper
@@ -680,8 +684,8 @@ assert launch(start_both_then_wait, world_size=world_size, backend="gloo") == fr
 print("isend and irecv: no order to get wrong")
 
 # %% [markdown] tags=["deeper"]
-# > **Misconception.** "`isend` has returned, so the message is gone." It has been *started*. Changing the tensor
-# > before `wait()` may change what arrives.
+# > **Misconception.** "`isend` has returned, so the message has been sent." It has been *started*. Changing the
+# > tensor before `wait()` may change what arrives.
 #
 # <details><summary>Why can this hang on GPUs?</summary>
 #
@@ -689,8 +693,8 @@ print("isend and irecv: no order to get wrong")
 # queue of kernels, and return. The kernels of one stream run one after the other. If two ranks first `isend` to each
 # other and then `irecv`, each send can occupy its stream until the other side receives, but the receive is queued
 # behind *its* send. `batch_isend_irecv` makes the whole list one GPU kernel, in which sends and receives progress
-# together. (The first un-batched send to a peer also blocks Python, unless the program has passed `device_id=` to
-# `init_process_group`, because it has to make a communicator of two.)
+# together. (The first un-batched send to a peer has to make a communicator, NCCL's own group, of the two ranks. This
+# also blocks Python, unless the program has passed `device_id=` to `init_process_group`.)
 # </details>
 #
 # ### Barrier
@@ -709,11 +713,12 @@ assert min(spans[1][2] for spans in rows.values()) >= max(spans[1][1] for spans 
 timeline(rows, "measured: nobody leaves the barrier before the last rank has entered")
 
 # %% [markdown] tags=["deeper"]
-# *The figure: one row a rank. The work bars grow with the rank; the barrier bars fill the rest, so that all end
+# *The figure: one row per rank. The work bars grow with the rank; the barrier bars fill the rest, so all end almost
 # together. The last rank hardly waits.*
 #
-# All-reduce and all-gather wait in the same way, because nobody can have the sum before the last summand exists, but
-# the root of a broadcast may leave early. So a barrier before an all-reduce wastes time; use it for timing and files.
+# All-reduce waits in the same way, because nobody can have the sum before the last summand exists. So a barrier
+# before it wastes time. Use one for timing, or before reading another rank's file. (The root of a broadcast may leave
+# early.)
 #
 # <details><summary>Barriers with NCCL, and a barrier that names the missing rank</summary>
 #
@@ -748,11 +753,11 @@ before_after(before, after, "all_reduce in two teams")
 # *The figure: rows 0, 2, … have the stripes of even ranks only, rows 1, 3, … those of odd ranks only.*
 #
 # > **Misconception.** "Only members call `new_group`." By default *every* rank of the world has to call it, for every
-# > group and in the same order, members or not. If a rank leaves one out, that group may even work, and a later
+# > group and in the same order, members or not. If a rank skips a call, that group may even work, but a later
 # > `new_group` waits for ever, because the ranks disagree on how many groups there are.
 #
-# Inside a group ranks are counted anew. `src=` and `dst=` mean ranks of the *world*, `group_src=` and `group_dst=`
-# ranks of the *group*.
+# Inside a group ranks are numbered from 0 again. `src=` and `dst=` mean ranks of the *world*, `group_src=` and
+# `group_dst=` ranks of the *group*.
 
 
 # %% tags=["deeper"]
@@ -816,7 +821,7 @@ before_after(before, after, "all_reduce along tp")
 #
 # After the first each rank holds the sum of its row, and after the second the sum over all ranks. A *hierarchical*
 # all-reduce works like this, first over the fast links inside a node and then over the slow ones between nodes. As
-# written, every rank still carries its whole tensor between nodes; exercise 4 does better.
+# written, every rank still sends its whole tensor between nodes; exercise 4 does better.
 #
 # <details><summary>A mesh of shape (2, 4) with names ("dp", "tp"): how many groups are there, and how large?</summary>
 #
@@ -832,7 +837,7 @@ before_after(before, after, "all_reduce along tp")
 # The ledger sees one `all_reduce`, but it cannot see what gloo makes of it. The operating system can, because Linux
 # counts the bytes of every TCP connection. `tcp_traffic` reads these counters before and after each collective.
 #
-# **Predict.** For which collectives does the library reach the least possible?
+# **Predict.** For which collectives does gloo move no more than section 3 demands?
 
 # %% tags=["deeper"]
 wire = measured.tcp_traffic(counted_bytes, world_size)
@@ -846,8 +851,8 @@ if not wire:
     print("bytes are counted on Linux only")
 
 # %% [markdown] tags=["deeper"]
-# Compare the bound with what the busiest rank sends or receives. For all-reduce, all-gather and all-to-all gloo moves
-# what the formula says. The others do not:
+# Compare the bound with what the busiest rank sends or receives. For all-reduce, all-gather, all-to-all, gather and
+# scatter gloo moves what the formula says. For three it moves more:
 #
 # - **`reduce_scatter`** *is* an all-reduce, of which each rank keeps a piece. So its busbw is low in section 5, but
 #   that is gloo's fault: NCCL has a true ring, at (N−1)/N · S.
@@ -865,8 +870,8 @@ for rank in wire:
 print("gloo's reduce_scatter moves the bytes of an all_reduce" if wire else "not counted")
 
 # %% [markdown] tags=["deeper"]
-# A broadcast of large tensors can spare the root, by the second identity: **a broadcast is a scatter followed by an
-# all-gather**. Then the root sends 2(N−1)/N · S, however many ranks there are.
+# A broadcast of a large tensor can spare the root, because **a broadcast is a scatter followed by an all-gather**.
+# Then the root sends 2(N−1)/N · S, always less than 2 S.
 
 
 # %% tags=["deeper"]
@@ -901,9 +906,8 @@ def overlap(x, compute):
 
 
 # %% [markdown] tags=["deeper"]
-# On a CPU the ranks compute on the cores that carry the messages, while a GPU does both at once. So here a sleep
-# stands in for a computation elsewhere, as long as the all-reduce takes alone. The figure shows the fastest of three
-# runs.
+# On a CPU the ranks compute on the cores that carry the messages, while a GPU does both at once. So here a sleep, of
+# the length of the all-reduce, stands in for a computation elsewhere. The figure shows the fastest of three runs.
 
 # %% tags=["deeper"]
 apart = measured.hidden_step(wait_first, sizes[-1], world_size)
@@ -938,9 +942,9 @@ def swapped():
 print(*launch(swapped, world_size=world_size), sep="\n")
 
 # %% [markdown] tags=["deeper"]
-# Wrong numbers, and nobody complains: rank 0's 100 was added to the others' ones. With different sizes it might have
-# been noticed, as here, where the last rank was started with other settings. Rank 0 broadcasts five numbers, and the
-# last rank has room for four.
+# Wrong numbers, and nobody complains: rank 0's 100 was added to the others' ones. Different sizes may be noticed.
+# Below, the last rank was started with other settings: rank 0 broadcasts five numbers, and the last rank has room for
+# four.
 
 
 # %% tags=["deeper"]
@@ -957,7 +961,7 @@ with expect_error():
 # gloo notices that more bytes arrive than fit, and ends the *process*: no exception, nothing to catch. When less
 # arrives than expected it may not notice: in an all-reduce with five numbers on rank 0 and four elsewhere, rank 0
 # waits for ever and the others return, some with wrong numbers. NCCL does not compare sizes at all; its manual calls
-# what follows undefined: a hang, a crash, or corrupted data.
+# the result undefined: a hang, a crash, or corrupted data.
 #
 # `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set before torch is imported, makes PyTorch compare the kind of collective, size
 # and type before each call, at a price.
@@ -969,8 +973,8 @@ with expect_error():
 # | another size | process ends, or one rank waits and others return wrong numbers | yes |
 # | another `ReduceOp` | wrong numbers, same on all ranks | no |
 #
-# Two calls are made for different sizes: `all_to_all_single` with split sizes, and under NCCL the `all_gather` that
-# fills a list. Then every rank must still know what the others bring.
+# Two calls allow different sizes: `all_to_all_single` with split sizes, and under NCCL the `all_gather` that fills a
+# list. Then every rank must still know what the others bring.
 
 # %% [markdown] tags=["deeper"]
 # ## 12. Objects, and what each backend can do · deeper
@@ -1079,11 +1083,11 @@ print(f"alpha {alpha * 1e3:.2f} ms, 1/beta {1 / beta / 1e9:.2f} GB/s (fitted)")
 print(f"64 small all-reduces {loose[2] * 1e3:.1f} ms one by one, {flat[2] * 1e3:.1f} ms as one")
 
 # %% [markdown]
-# - Messages wait for each other; `batch_isend_irecv` starts them together and prevents deadlock.
+# - A send waits for its receive; `batch_isend_irecv` starts both and prevents deadlock.
 # - All-reduce = reduce-scatter + all-gather: each piece visits N−1 ranks to be summed and N−1 to be copied. So each
 #   rank sends 2(N−1)/N · S, nearly independent of N.
 # - Small messages cost α, large ones β·S. Few large calls beat many small ones.
-# - All ranks make the same calls in the same order. If not: a hang, a crash, or wrong numbers that agree.
+# - All ranks make the same calls in the same order. If not: a hang, a crash, or wrong numbers.
 #
 # **Now you can answer**
 #

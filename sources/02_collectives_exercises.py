@@ -21,10 +21,10 @@
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
 # fold open one by one; solutions are in [the solutions notebook](../solutions/02_collectives_solutions.ipynb).
 #
-# **What a check does.** It runs your function on real ranks, at several world sizes, with other numbers on each
-# rank. It compares the result with that of one process, and then reads the **ledger** of each rank: which
-# operations it called, and how many bytes they carried. A right result by the wrong way does not pass. If the
-# ranks wait for each other, the check stops them within seconds and shows where each one stood.
+# **What a check does.** It runs your function on real ranks, at several world sizes, with other numbers on each rank.
+# It compares the result with that of one process, and then reads the **ledger** of each rank: which operations it
+# called, and how many bytes they carried. A right result reached in the wrong way does not pass. If the ranks wait
+# for each other, the check stops them within seconds and shows where each one stood.
 #
 # **How to look inside.** Run the function yourself, with prints, before you check it:
 #
@@ -158,7 +158,7 @@ with expect_error():
     launch(shift_own_rank, world_size=WORLD_SIZE, backend="gloo", timeout=2)
 
 # %% [markdown]
-# Write a version out of messages, no collective, that works for every number of ranks, also for one.
+# Write a version with messages only, without a collective. It must work for every number of ranks, also for one.
 
 
 # %%
@@ -199,7 +199,7 @@ check.ring_shift(ring_shift)
 # <details><summary>Hint 2</summary>
 #
 # Either the ranks do not all begin with the same call, or a rank starts both and waits for both afterwards.
-# `isend(...).wait()` in one breath is no better than `send`.
+# `isend(...).wait()` in one line is no better than `send`.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -209,7 +209,7 @@ check.ring_shift(ring_shift)
 # <details><summary>Is gloo to blame?</summary>
 #
 # No. Some libraries (many MPI ones, for example) buffer small messages, so that such a program works with small
-# tensors and hangs with large ones. None promises it. A program is right only if it does not count on a buffer.
+# tensors and hangs with large ones. None promises it. A program is right only if it does not rely on a buffer.
 # </details>
 
 # %% [markdown]
@@ -218,7 +218,7 @@ check.ring_shift(ring_shift)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 25 | 02, Eight collectives | 2 collectives: at most 8·N bytes, then N · longest |
+# | 3 of 5 | 25 | 02, Eight collectives | 2 collectives: at most 8·N bytes, then N times the longest tensor |
 #
 # Validation results, sentences, detected boxes: ranks often hold different numbers of rows, and everybody needs
 # all of them. gloo's all-gather wants equal shapes, so this takes two steps.
@@ -339,9 +339,9 @@ check.two_level_all_reduce(two_level_all_reduce)
 # ---
 # ## Exercises 5 to 7 · On paper
 #
-# Work out the formula by hand, then write it as a function of its arguments. The check calls it with the numbers
-# of the text and with others. Answers within 1 % pass. Units are half of each problem: **GB are bytes, Gb are
-# bits**, and in link speeds both count in powers of ten.
+# Work out the formula by hand, then write it as a function of its arguments. The check calls it with the numbers of
+# the text and with others. Answers within 1 % pass. Watch the units: **GB are bytes, Gb are bits**, and in link
+# speeds both count in powers of ten.
 
 # %% [markdown]
 # ## Exercise 5 · Gradients over a network
@@ -350,9 +350,9 @@ check.two_level_all_reduce(two_level_all_reduce)
 # |---|---|---|
 # | 2 of 5 | 5 | 02, How many bytes must each rank move? |
 #
-# A model of 7 billion parameters is trained on 16 GPUs, one per node, each with an InfiniBand port of 400 Gb/s.
-# After every step the gradients, 2 bytes each, are all-reduced by a ring. How long does that take at least, if
-# the links run at full speed and latency is nothing?
+# A model of 7 billion parameters is trained on 16 GPUs, one per node, each with an InfiniBand port of 400 Gb/s. After
+# every step the gradients, 2 bytes each, are all-reduced by a ring. How long does that take at least, if the links
+# run at full speed and latency is zero?
 
 
 # %%
