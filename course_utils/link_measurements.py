@@ -18,11 +18,11 @@ from .ranks import device, launch
 __all__ = ["Line", "Roof", "best_seconds", "copy_rates", "fit_line", "measured_roof", "time_messages"]
 
 
-def best_seconds(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Seconds of the fastest of several calls, after one that does not count."""
+def best_seconds(call: Callable[[], Any], repeats: int = 5, least: float = 0.1) -> float:
+    """Seconds of the fastest of at least `repeats` calls, and as many as `least` seconds hold, after an untimed one."""
     call()
-    seconds = []
-    for _ in range(repeats):
+    seconds: list[float] = []
+    while len(seconds) < repeats or sum(seconds) < least:
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
@@ -133,7 +133,7 @@ def measured_roof(chip: str, sides: Sequence[int]) -> Roof:
     wait = torch.cuda.synchronize if chip == "cuda" else (lambda: None)
     points, bandwidth = {}, 0.0
     for name, (work, moved, call) in _operations(chip, sides).items():
-        seconds = best_seconds(lambda call=call: (call(), wait()), repeats=6)
+        seconds = best_seconds(lambda call=call: (call(), wait()))
         points[name] = work / moved, work / seconds
         if not name.startswith("matmul"):
             bandwidth = max(bandwidth, moved / seconds)

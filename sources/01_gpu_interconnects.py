@@ -238,9 +238,8 @@ topology_picture(five)
 # are numbered in the order of the GPUs.*
 #
 # GPU1 and GPU2 say `PHB` to each other, and so do GPU3 and GPU4. They are the nearest pairs. Avoid GPU0: it says
-# `SYS` four times, so whatever it exchanges crosses from CPU to CPU. Nobody says `NV#`, so there is no NVLink. How
-# *fast* these ways are the matrix does not say. It names the links, and you look up or measure. Section 15 reads more
-# from it: which core and which network card belong to a GPU.
+# `SYS` four times, so whatever it exchanges crosses from CPU to CPU. Nobody says `NV#`, so there is no NVLink. The
+# matrix only names the links; how *fast* they are you look up or measure. (Section 15 reads more from it.)
 
 # %% [markdown]
 # ## 5. The path, and its slowest link
@@ -268,7 +267,8 @@ topology_picture(two, path=across)
 print("message      in the node   across nodes")
 for size in (4096, 2**20, 2**30):
     near, far = inside.seconds(size), across.seconds(size)
-    print(f"{format_bytes(size):9}{near * 1e6:12.1f} µs{far * 1e6:12.1f} µs{far / near:8.1f} times")
+    print(f"{format_bytes(size):9}{near * 1e6:12.1f} µs{far * 1e6:12.1f} µs", end="")
+    print(f"{far / near:8.1f} times")
 
 # %% [markdown]
 # *Modelled*, from the data sheets. Large messages take nine times as long, the ratio of the bandwidths. Small ones
@@ -351,10 +351,10 @@ plots.latency_fit(fitted, seconds, line.fits, (unseen, measured), title=title)
 # first. The line is flat on the left, where α rules, and rises on the right, where βS does; the band around it holds
 # 95 % of the bootstrap's fits.*
 #
-# How far it is off depends on the machine, and on what else runs there. If all diamonds lie on one side of the line,
-# one of the two runs was disturbed, so measure both again. A line is a good model, but not a perfect one: a message
-# that fits into a cache has another β than one that does not, and libraries switch methods at some size. The band
-# knows nothing of that. It says how far the *points* move the line, not whether a line is the right shape.
+# How far off it is depends on the machine and on what else runs there. If all diamonds lie on one side of the line,
+# one of the two runs was disturbed. A line is a good model, but not a perfect one, because a message that fits into a
+# cache has another β, and libraries switch methods at some size. The band knows nothing of that. It says how far the
+# *points* move the line, not whether a line is the right shape.
 #
 # > **What changes on real GPUs.** α is a few microseconds inside NCCL, but what you measure from Python is more,
 # > because each call also starts a program on the GPU, a *kernel*. B is most of the data sheet's: section 17 shows
@@ -397,7 +397,8 @@ plots.roofline(roof.peak, roof.bandwidth, roof.points, title)
 
 # %% [markdown]
 # *The figure: the slope on the left is memory, the flat roof arithmetic; both go through the best that this machine
-# showed. Addition and matrix × vector lie on the left. Products of growing side move to the right and up.*
+# showed. Addition and matrix × vector lie on the left. Products of growing side move to the right, and up to the
+# roof.*
 #
 # Small products stay below the roof although they lie right of the ridge, because starting an operation costs time
 # too. It is the α of arithmetic. Compare the ridge in the figure with the H100's, 20 in fp32 and 295 in bf16: the
@@ -425,11 +426,10 @@ plots.roofline(roof.peak, roof.bandwidth, roof.points, title)
 sent = bytes_sent("all_reduce", 16, 2 * 7e9)
 computing = 6 * 7e9 * 8192 / 430e12
 print(f"computing {computing:.2f} s, {sent / 1e9:.2f} GB to send")
-steps = {}
-for key in ("nvlink4", "ib_ndr", "eth_10g"):
-    waiting = sent / LINKS[key].bandwidth
-    steps[LINKS[key].name] = {"compute": computing, "all_reduce": waiting}
-    print(f"{LINKS[key].name:15}{waiting:8.3f} s, {waiting / (waiting + computing):.0%} of the step")
+waits = {key: sent / LINKS[key].bandwidth for key in ("nvlink4", "ib_ndr", "eth_10g")}
+for key, waiting in waits.items():
+    share = waiting / (waiting + computing)
+    print(f"{LINKS[key].name:15}{waiting:8.3f} s, {share:.0%} of the step")
 
 # %% [markdown]
 # On NVLink it is a matter of 7 %. Over one 400G port each, two fifths of the step go to waiting, and over 10G
@@ -452,8 +452,8 @@ for key in ("nvlink4", "ib_ndr", "eth_10g"):
 out_of_a_node = 8 * LINKS["ib_ndr"].bandwidth  # eight rings, each through a port of its own
 waiting = sent / min(out_of_a_node, LINKS["nvlink4"].bandwidth)
 print(f"two DGX H100: {waiting:.3f} s, {waiting / (waiting + computing):.0%} of the step")
-del steps["Ethernet 10G"]  # its bar would dwarf the others
-steps["two DGX H100"] = {"compute": computing, "all_reduce": waiting}
+shown = {"NVLink 4": waits["nvlink4"], "one NDR port": waits["ib_ndr"], "two DGX H100": waiting}
+steps = {name: {"compute": computing, "all_reduce": wait} for name, wait in shown.items()}
 plots.step_split(steps, "modelled: a step of 7 billion parameters on 16 H100s, nothing overlaps")
 
 # %% [markdown]
@@ -482,13 +482,13 @@ plots.step_split(steps, "modelled: a step of 7 billion parameters on 16 H100s, n
 folded("scripts/links.py", SCRIPTS / "links.py")
 
 # %% tags=["nbval-ignore-output"]
-links = [SCRIPTS / "links.py", "--large", 2**20, "--rounds", 5]
+links = [SCRIPTS / "links.py", "--large", 2**20]
 codes = launch(run_program, *links, world_size=world_size, init=False)
 
 # %% [markdown]
-# Here all pairs are alike, except for noise, because processes of one machine talk through its memory. With eight
-# GPUs on PCIe you would see blocks of fast and slow pairs, as in the matrix of section 4; with an NVSwitch again
-# none.
+# Here pairs differ by noise only, of which a busy machine has a lot, because processes of one machine talk through
+# its memory. With eight GPUs on PCIe you would see blocks of fast and slow pairs, as in the matrix of section 4; with
+# an NVSwitch again none.
 
 # %% [markdown] tags=["deeper"]
 # ## 10. Inside an H100: where the peak comes from · deeper
@@ -671,7 +671,8 @@ from course_utils.link_measurements import best_seconds
 same = torch.empty(copied // 4)
 again = best_seconds(lambda: same.fill_(1.0))
 fresh = best_seconds(lambda: torch.empty(copied // 4).fill_(1.0))
-print(f"measured: fresh {fresh * 1e3:.1f} ms, again {again * 1e3:.1f} ms: {fresh / again:.1f} times")
+print(f"measured: fresh {fresh * 1e3:.1f} ms, again {again * 1e3:.1f} ms,", end=" ")
+print(f"{fresh / again:.1f} times as fast")
 
 # %% [markdown] tags=["deeper"]
 # Fresh memory is only promised, not there. At the first touch of each page the operating system has to find one and

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -36,8 +38,14 @@ def test_each_timed_exchange_follows_one_that_is_not_and_sizes_take_turns():
 
 def test_the_first_call_does_not_count():
     calls = []
-    assert 0 <= measured.best_seconds(lambda: calls.append(1), repeats=4) < 1
+    assert 0 <= measured.best_seconds(lambda: calls.append(1), repeats=4, least=0.0) < 1
     assert len(calls) == 5
+
+
+def test_short_calls_are_repeated_until_enough_time_has_passed():
+    calls = []
+    measured.best_seconds(lambda: calls.append(time.sleep(0.001)), repeats=1, least=0.01)
+    assert 2 <= len(calls) <= 12
 
 
 def test_a_line_says_what_was_fitted_and_how_sure_it_is():
