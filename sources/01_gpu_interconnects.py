@@ -24,7 +24,7 @@
 # - *measure* latency and bandwidth, say how sure you are, and *predict* the time of a message you have not sent yet;
 # - *place* an operation on a roofline: is arithmetic, memory or a link its limit?
 #
-# **Before this:** [00 start_here](00_start_here.ipynb). **Time:** about 45 minutes to read the core, 85 with the
+# **Before this:** [00 start_here](00_start_here.ipynb). **Time:** about 45 minutes to read the core, 80 with the
 # deeper sections, under a minute to run.
 
 # %% [markdown]
@@ -74,7 +74,7 @@ h100 = GPUS["h100"]
 # How fast is each part? The data sheet says so, but it likes large numbers. Here are three figures of a node with
 # eight H100. (An operation, or FLOP, is one multiplication or one addition of floating-point numbers.)
 #
-# - tensor cores: 1,979 TFLOP/s in bf16, "with sparsity";
+# - tensor cores: 1,979 TFLOP/s in bf16 (numbers of 16 bits), "with sparsity";
 # - NVLink: 900 GB/s for each GPU;
 # - network: eight ports of 400 Gb/s, one for each GPU.
 #
@@ -496,6 +496,8 @@ codes = launch(run_program, *links, world_size=world_size, init=False)
 # The peak follows from counting: units × multiply-adds per tick × 2 × ticks per second, because a multiply-add is two
 # operations. A tensor core of the H100 does 512 of them per tick in bf16, at 1.83 GHz. A CUDA core does one per tick
 # in fp32, at 1.98 GHz. Half the bits give twice the rate, from tf32 (fp32 cut short for tensor cores) to bf16 to fp8.
+# The last column is for matrices that have been pruned: the smaller two of every four neighbours are zero, which
+# makes it another model.
 #
 # <small>Sources: Bekman, [ml-engineering,
 # accelerators](https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md) (multiply-adds and
@@ -509,19 +511,6 @@ for precision, rate in h100.flops.items():
     sparse = h100.sparse_factor if precision in ("tf32", "fp16", "bf16", "fp8") else None
     second = f"{sparse * rate / 1e12:.1f}" if sparse else "-"
     print(f"{precision:14}{rate / 1e12:12.1f}{by_hand:>10}{second:>20}")
-
-# %% [markdown] tags=["deeper"]
-# Pruned to 2:4, a matrix keeps the larger two of every four neighbours. Half of the multiplications are left, and the
-# data sheet's second column still counts all of them. But the result is that of *another* matrix:
-
-# %% tags=["deeper"]
-weights = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-fours = weights.view(-1, 4)
-kept = torch.zeros_like(fours).scatter(1, fours.abs().topk(2).indices, 1.0)
-pruned = (fours * kept).view_as(weights)
-left = pruned.count_nonzero().item() / weights.numel()
-off = (weights - pruned).norm() / weights.norm()
-print(f"multiplications left {left:.0%}, the matrix differs by {off:.0%}")
 
 # %% [markdown] tags=["deeper"]
 # ## 11. To a GPU of another node: fewer stops · deeper
@@ -602,9 +591,9 @@ print(*seen)
 assert seen == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
 
 # %% [markdown] tags=["deeper"]
-# Zeros, ones, twos: two wrong numbers, and no error. (The barriers make sure that the faults strike each time.
-# Without them they strike sometimes, which is worse.) On a GPU `non_blocking=True` returns no request, and the cure
-# is to wait for the **stream**, the queue in which a GPU does its work:
+# Zeros, ones, twos: two wrong numbers, and no error. (The barriers make the faults strike each time. Without them
+# they strike now and then, which is worse.) On a GPU `non_blocking=True` returns no request, and the cure is to wait
+# for the **stream**, the queue in which a GPU does its work:
 #
 # | `non_blocking=True` | the fault | the cure |
 # |---|---|---|
@@ -661,9 +650,9 @@ print(f"with the fetch: {on_demand / (fetch + fetched_ahead):.1f} times, at best
 # %% [markdown] tags=["deeper"]
 # ## 14. Memory that is there already: pools · deeper
 #
-# Memory has to be found, mapped and, for RDMA, registered with the network card before a byte moves. Doing that for
-# every message can cost more than the message. **Predict**: 64 MiB are filled, in fresh memory each time or in the
-# same memory again. How many times faster is the second?
+# Memory has to be found, mapped and, for a network card that reads it by itself, registered there before a byte
+# moves. Doing that for every message can cost more than the message. **Predict**: 64 MiB are filled, in fresh memory
+# each time or in the same memory again. How many times faster is the second?
 
 # %% tags=["deeper", "nbval-ignore-output"]
 from course_utils.link_measurements import best_seconds
@@ -742,11 +731,13 @@ for gpu, card in (("GPU0", "mlx5_0"), ("GPU0", "mlx5_1"), ("GPU0", "mlx5_4")):
     print(" → ".join(machine.path(gpu, card).devices))
 
 # %% [markdown] tags=["deeper"]
-# The nearest one: `mlx5_0`, `mlx5_1` and `mlx5_2`. With `PIX`, GPUDirect RDMA goes through one PCIe switch and never
-# meets the CPU. NCCL reads the same facts and chooses by the same order; lesson 03 shows its log. On a DGX H100 a GPU
-# and its own card can also say `PXB`. On AMD GPUs `rocm-smi --showtopo` prints such a matrix, with `XGMI` in the
-# place of NVLink. A node of eight MI300X has no switch for it, but a link between each two GPUs, 64 GB/s one way
-# (*recorded*, Bekman, as above). So a pair gets 64 GB/s, and only a job on all eight gets 448 GB/s out of each.
+# The nearest one: `mlx5_0`, `mlx5_1` and `mlx5_2`. With `PIX`, data goes from GPU to card through one PCIe switch and
+# never meets the CPU. NCCL reads the same facts and chooses by the same order; lesson 03 shows its log. (On a DGX
+# H100 a GPU and its own card can also say `PXB`.)
+#
+# On AMD GPUs `rocm-smi --showtopo` prints such a matrix, with `XGMI` in the place of NVLink. A node of eight MI300X
+# has no switch for it, but a link between each two GPUs, 64 GB/s one way (*recorded*, Bekman, as above). So a pair
+# gets 64 GB/s, and only a job on all eight gets 448 GB/s out of each.
 #
 # The matrix says what the wires allow. In a virtual machine, or where I/O virtualization (IOMMU) or PCIe access
 # control (ACS) is switched on, traffic between two PCIe devices may go through the CPU all the same, and then it is
@@ -821,9 +812,8 @@ print(" → ".join(railed.path("node0.NIC0", "node1.NIC1").devices))
 # and calls it PXN
 # ([NVIDIA, Doubling all2all performance](https://developer.nvidia.com/blog/doubling-all2all-performance-with-nvidia-collective-communication-library-2-12/)).
 #
-# One thing is left out here. A spine consists of several switches, and a flow of data takes one of them. Two flows
-# that are given the same one halve each other's speed while other links are idle, so networks spread flows or route
-# adaptively.
+# In fact a flow of data takes one of several spine switches. Two flows that are given the same one halve each other's
+# speed while other links are idle, so networks spread flows or route adaptively.
 
 # %% [markdown] tags=["deeper"]
 # ## 17. Copies in memory, to and from a GPU · deeper
@@ -904,7 +894,6 @@ print(f"unseen sizes: off by {min(errors):.0%} to {max(errors):.0%}")
 # 2. A thousand messages of 4 KiB are slow. Would a network with twice the bandwidth help?
 # 3. `topo -m` says `SYS` between the two GPUs of your job. What does their traffic cross?
 # 4. A faster GPU with the same memory: which of your operations gain?
-# 5. Why do eight ports a node make a ring over two nodes nearly as fast as NVLink?
 #
 # <details><summary>Answers</summary>
 #
@@ -912,7 +901,6 @@ print(f"unseen sizes: off by {min(errors):.0%} to {max(errors):.0%}")
 # 2. Hardly: below αB bytes latency rules (section 3).
 # 3. The link between two CPUs (section 4).
 # 4. Those right of the ridge (section 7).
-# 5. A node sends what one GPU sends, and spreads it over eight ports (section 8).
 # </details>
 #
 # **Exercises:** [exercises/01_gpu_interconnects](../exercises/01_gpu_interconnects_exercises.ipynb). **Next:** [02

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Exercises 01 · Can you say how long it takes before you run it?
 #
-# Five exercises on [01 GPU interconnects](../notebooks/01_gpu_interconnects.ipynb). One runs on real ranks, two work on
-# data, and in two you do on paper what a data sheet invites you to get wrong. All of them take about 90 minutes. **If
-# you do only these:** 2, 3 and 5.
+# Five exercises on [01 GPU interconnects](../notebooks/01_gpu_interconnects.ipynb). One runs on real ranks, two work
+# on data, and in two you do on paper what a data sheet invites you to get wrong. All of them take about 90 minutes.
+# **If you do only these:** 2, 3 and 5.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
@@ -122,8 +122,8 @@ for size, row in list(zip(sizes.tolist(), seconds, strict=True))[::3]:
     print(f"{size:>11,.0f} B  " + "  ".join(f"{t * 1e6:8.1f}" for t in row[:5].tolist()))
 
 # %% [markdown]
-# Between the first row and the last lies a factor of 262,144 in size and of about 270 in time. A line that is 1 % off
-# at the last row is off there by more than twice the whole of α. **Predict**, before you write: what does an ordinary
+# From the first row to the last the size grows 262,144 times, and the time about 270 times. So a line that is only 1
+# % off at the last row is off by more than twice the whole of α. **Predict**, before you write: what does an ordinary
 # least-squares fit say about α?
 
 
@@ -333,13 +333,13 @@ check.widest_path(widest_path)
 # |---|---|---|
 # | 3 of 5 | 15 | 01, What it costs training: one all-reduce |
 #
-# In each step N GPUs add up their gradients, 7 billion numbers of 2 bytes, which are S bytes on each GPU. The usual way
-# lays **rings** through all GPUs. Then 2(N−1)/N · S bytes leave every GPU, as lesson 02 shows, and just as many leave
-# every **node**, because each ring leaves it once and the rings spread over its ports.
+# In each step N GPUs add up their gradients, 7 billion numbers of 2 bytes, which are S bytes on each GPU. The usual
+# way lays **rings** through all GPUs. Then 2(N−1)/N · S bytes leave every GPU, as lesson 02 shows, and just as many
+# leave every **node**, because each ring leaves it once and the rings spread over its ports.
 #
 # How long does that take, at least, on one node of 8 H100 with 900 GB/s of NVLink (as on the data sheet, both
-# directions added)? How long on 16 such nodes with a single port of 100 Gb/s a node, as in some clouds? And with eight
-# ports of 400 Gb/s each? GB are 10⁹ bytes, and latency is nothing.
+# directions added)? How long on 16 such nodes with a single port of 100 Gb/s a node, as in some clouds? And with
+# eight ports of 400 Gb/s each? GB are 10⁹ bytes, and latency is nothing.
 
 
 # %%
