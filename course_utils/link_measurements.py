@@ -124,19 +124,25 @@ def _operations(chip: str, sides: Sequence[int]) -> dict[str, tuple[float, float
 def measured_roof(chip: str, sides: Sequence[int]) -> Roof:
     """Measure operations in fp32; the best FLOP/s and the best bytes/s of those that memory limits are the roof.
 
+    A CPU computes with one thread, because several that wait for each other measure how busy the machine is.
+
     Parameters
     ----------
     chip : {"cpu", "cuda"}
     sides : list of int
         Of the square matrices that are multiplied; on a GPU 8192 is added.
     """
-    wait = torch.cuda.synchronize if chip == "cuda" else (lambda: None)
+    wait, threads = torch.cuda.synchronize if chip == "cuda" else (lambda: None), torch.get_num_threads()
     points, bandwidth = {}, 0.0
-    for name, (work, moved, call) in _operations(chip, sides).items():
-        seconds = best_seconds(lambda call=call: (call(), wait()))
-        points[name] = work / moved, work / seconds
-        if not name.startswith("matmul"):
-            bandwidth = max(bandwidth, moved / seconds)
+    torch.set_num_threads(1)
+    try:
+        for name, (work, moved, call) in _operations(chip, sides).items():
+            seconds = best_seconds(lambda call=call: (call(), wait()))
+            points[name] = work / moved, work / seconds
+            if not name.startswith("matmul"):
+                bandwidth = max(bandwidth, moved / seconds)
+    finally:
+        torch.set_num_threads(threads)
     return Roof(max(rate for _, rate in points.values()), bandwidth, points)
 
 

@@ -385,14 +385,14 @@ print(f"ridges: {h100.ridge('fp32'):.0f} FLOP/byte in fp32, {h100.ridge('bf16'):
 # The adders wait, and no cleverness in the addition helps. What helps is to do more with each byte while it is on the
 # chip. That is why operations are *fused* into one, and why GPUs like products of large matrices, n³ work on n²
 # numbers. Where is the roof of the machine in front of you? `measured_roof` times both kinds of operation, on the GPU
-# where there is one:
+# where there is one, and else on one core:
 
 # %% tags=["nbval-ignore-output"]
 chip = "cuda" if torch.cuda.is_available() else "cpu"
 roof = measured_roof(chip, sides)
 for name, (intensity, rate) in roof.points.items():
     print(f"{name:16}{intensity:8.3f} FLOP/byte{rate / 1e9:10.1f} GFLOP/s")
-title = f"measured: this machine's {chip.upper()}, fp32"
+title = f"measured: {'the GPU' if chip == 'cuda' else 'one core'} of this machine, fp32"
 plots.roofline(roof.peak, roof.bandwidth, roof.points, title)
 
 # %% [markdown]

@@ -65,7 +65,9 @@ def test_a_draw_without_bandwidth_makes_no_warning(recwarn: pytest.WarningsRecor
 
 
 def test_a_roof_holds_what_was_measured():
+    threads = torch.get_num_threads()
     roof = measured.measured_roof("cpu", [32, 64])
+    assert torch.get_num_threads() == threads
     assert list(roof.points) == ["add", "matrix × vector", "matmul 32", "matmul 64"]
     assert roof.points["add"][0] == pytest.approx(1 / 12) and roof.points["matrix × vector"][0] == 0.5
     assert [roof.points[f"matmul {side}"][0] for side in (32, 64)] == pytest.approx([2 * 32 / 12, 2 * 64 / 12])
