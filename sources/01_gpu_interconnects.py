@@ -39,7 +39,7 @@ world_size = 4  # ranks whose pairs are measured, 2 or more
 fitted = [2**k for k in range(10, 23, 2)]  # message sizes to fit: 1 KiB to 4 MiB
 unseen = [3 * 2**k for k in range(10, 20, 3)]  # and to predict before measuring: 3 KiB to 1.5 MiB
 copied = 2**26  # bytes copied where memory is measured: 64 MiB
-sides = [64, 256, 1024]  # of the matrices on the roofline
+sides = [32, 128, 512]  # of the matrices on the roofline
 
 # %%
 from course_utils import launch, plots
