@@ -113,8 +113,8 @@ check.roofline_point(roofline_point)
 # | 3 of 5 | 20 | 01, Measure: a message between two processes | α, β and predictions within 10 % |
 #
 # A message of S bytes takes about t(S) = α + β·S. Somebody has measured each size seven times. Now and then something
-# else used the machine, so that a measurement took ten times as long. Here are the first columns of such a table, in
-# microseconds:
+# else used the machine, and then a measurement took ten times as long. Here are some rows and columns of such a table,
+# in microseconds:
 
 # %%
 sizes, seconds = check.measurements(alpha=20e-6, beta=1 / 50e9, noise=0.05)
@@ -182,11 +182,12 @@ check.fit_and_predict(fit_and_predict)
 # |---|---|---|---|
 # | 3 of 5 | 20 | 01, Measure: a message between two processes | repeats + 1 messages of full size each way |
 #
-# The clocks of two machines do not agree to a microsecond, so one cannot note when a message leaves here and when it
-# arrives there. One can send it there **and back**, look at one clock, and take half. The first round trip also opens
-# connections and warms caches: it does not count. And the median of the others does not care about a hiccup.
+# In the lesson the package kept the time; here you do. The clocks of two machines do not agree to a microsecond, so you
+# cannot note when a message leaves here and when it arrives there. But you can send it there **and back**, look at one
+# clock, and take half. The first round trip also opens connections and warms caches, so it does not count. And the
+# median of the others does not care about a hiccup.
 #
-# What one such round trip is, in the ledger of rank 0:
+# This is what one such round trip leaves in the ledger of rank 0:
 
 
 # %%
@@ -205,8 +206,8 @@ def there_and_back():
 launch(there_and_back, world_size=WORLD_SIZE, backend="gloo")[0]
 
 # %% [markdown]
-# Write the measurement. The clock is handed to you: `clock()` returns seconds, like `time.perf_counter`. The check
-# hands you one of its own, which a busy machine does not disturb, so it can tell whether you did the sums right.
+# Write the measurement. The clock is an argument: `clock()` returns seconds, like `time.perf_counter`. The check passes
+# one of its own, which a busy machine does not disturb, so it can tell whether you did the sums right.
 
 
 # %%
