@@ -795,8 +795,8 @@ show("7:1", leaf_spine(flat, leaves=2, oversubscription=7))
 # %% [markdown] tags=["deeper"]
 # In order, only two hops of each ring cross the spine, so eight messages share a trunk of 32/7 ports. Mixed, every
 # hop crosses, and all 32 do. The bytes are the same and so are the nodes, but the order of ranks is worth a factor of
-# four. That is why schedulers such as Slurm can be told the topology: they place a job below one leaf where they
-# can, and number its nodes in order.
+# four. That is why a scheduler such as Slurm can be told the topology
+# ([topology guide](https://slurm.schedmd.com/topology.html)): it then places a job below as few leaves as it can.
 #
 # **Rails** go another way: card r of *every* node is on leaf r, so there are eight leaves. **Predict**: what happens
 # to the rings then, and what to a message from GPU 0 to GPU 1 of another node, by GPU 0's card?
