@@ -7,11 +7,11 @@ https://glennklockwood.com/garden/processors/h100.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["GPU", "GPUS", "LINKS", "LinkType"]
+__all__ = ["GPU", "GPUS", "LINKS", "LinkType", "growth", "rungs"]
 
 _AMPERE = "NVIDIA Ampere Architecture In-Depth, https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/"
 _HOPPER = "NVIDIA Hopper Architecture In-Depth, https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/"
@@ -185,3 +185,32 @@ GPUS: Mapping[str, GPU] = MappingProxyType({
         "nvlink5", "pcie5", f"{_BLACKWELL}; {_MLPERF}; {_SCALING}",
     ),
 })
+
+_KINDS = {"nvlink": "NVLink", "pcie": "PCIe", "ib": "InfiniBand", "eth": "Ethernet"}
+
+
+def growth(
+    keys: Sequence[str] = ("p100", "v100", "a100", "h100", "h200", "b200"),
+) -> tuple[list[str], dict[str, list[float]]]:
+    """Name and year of GPUs with NVLink, and their figures by what they count, as `plots.generations` draws them."""
+    line = [GPUS[key] for key in keys]
+    figures = {
+        "16-bit arithmetic": [gpu.flops["fp16"] for gpu in line],
+        "memory size": [gpu.memory_bytes for gpu in line],
+        "memory bandwidth": [gpu.memory_bandwidth for gpu in line],
+        "NVLink": [LINKS[gpu.nvlink].bandwidth for gpu in line if gpu.nvlink],
+        "PCIe": [LINKS[gpu.pcie].bandwidth for gpu in line],
+    }
+    return [f"{gpu.name}\n{gpu.year}" for gpu in line], figures
+
+
+def rungs() -> tuple[dict[str, float], dict[str, str]]:
+    """Bandwidth and kind of every link of `LINKS` that leaves a chip or a node, and of some GPUs' memory, by name."""
+    speeds, kinds = {}, {}
+    for key, link in LINKS.items():
+        kind = _KINDS.get(key.partition("_")[0].rstrip("0123456789"))
+        if kind and key != "nvlink_c2c":
+            speeds[link.name], kinds[link.name] = link.bandwidth, kind
+    for gpu in (GPUS[key] for key in ("p100", "a100", "h100", "b200")):
+        speeds[f"HBM ({gpu.name})"], kinds[f"HBM ({gpu.name})"] = gpu.memory_bandwidth, "HBM"
+    return speeds, kinds

@@ -730,7 +730,7 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # | lesson | the question it answers | read, min | exercises, min |
 # |---|---|---|---|
 # | 00 | this notebook | 35 (50) |  |
-# | [01](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? | 95 | 95 |
+# | [01](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? | 45 (80) | 90 |
 # | [02](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? | 45 (75) | 110 |
 # | [03](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? | 45 (125) | 180 |
 # | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 45 (115) | 220 |

@@ -1,18 +1,17 @@
 # %% [markdown]
 # # Exercises 01 · Can you say how long it takes before you run it?
 #
-# Six exercises on [01 GPU interconnects](../notebooks/01_gpu_interconnects.ipynb), most of the easy ones first. One
-# runs on real ranks, two work on data, and in three you do on paper what a data sheet invites you to get wrong. All
-# of them take about 95 minutes.
+# Five exercises on [01 GPU interconnects](../notebooks/01_gpu_interconnects.ipynb). One runs on real ranks, two work
+# on data, and in two you do on paper what a data sheet invites you to get wrong. All of them take about 90 minutes.
+# **If you do only these:** 2, 3 and 5.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
-# | 1 | three data sheets, three units | 1 of 5 | 10 |
-# | 2 | a matrix product on the roofline | 2 of 5 | 15 |
-# | 3 | α and β out of noisy measurements | 3 of 5 | 20 |
-# | 4 | ping-pong between two ranks | 3 of 5 | 20 |
-# | 5 | the widest path and its slowest link | 4 of 5 | 20 |
-# | 6 | gradients on one node and on many | 3 of 5 | 10 |
+# | 1 | a matrix product on the roofline | 2 of 5 | 15 |
+# | 2 | α and β out of noisy measurements | 3 of 5 | 20 |
+# | 3 | ping-pong between two ranks | 3 of 5 | 20 |
+# | 4 | the widest path and its slowest link | 4 of 5 | 20 |
+# | 5 | gradients on one node and on many | 3 of 5 | 15 |
 #
 # Each stands alone. *Follows* on each card names the section of the lesson to look things up in.
 
@@ -21,7 +20,7 @@
 # fold open one by one; solutions are in [the solutions notebook](../solutions/01_gpu_interconnects_solutions.ipynb).
 #
 # **What a check does.** It calls your function with other numbers than those of the text, so a typed result does
-# not pass. In Exercise 4 it runs your function on real ranks and reads the **ledger**: how many messages each rank
+# not pass. In exercise 3 it runs your function on real ranks and reads the **ledger**: how many messages each rank
 # sent, and how large they were. If ranks wait for each other, it stops them within seconds and shows where each
 # one stood.
 
@@ -40,79 +39,11 @@ WORLD_SIZE = 2  # ranks of the demonstration, 2 or more; the checks choose their
 
 # %% [markdown]
 # ---
-# ## Exercise 1 · Three data sheets
+# ## Exercise 1 · A matrix product on the roofline
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
-# | 1 of 5 | 10 | 01, The ladder of bandwidths |
-#
-# A model of 7 billion parameters has 14 GB of weights in bf16. They have to travel
-#
-# - from one DGX H100 **node to another**, through eight InfiniBand NDR ports side by side, each with 400 Gb/s;
-# - from one **GPU to another** of a node by NVLink, for which the data sheet says 900 GB/s, both directions added;
-# - from **host memory to a GPU** by PCIe 5 with 16 lanes, which has 63 GB/s one way.
-#
-# How long does each take at least, if latency is nothing? GB are 10⁹ bytes.
-
-
-# %%
-def copy_seconds(size, ports, port_gigabits, nvlink_total, pcie_one_way):
-    """Least time to move `size` bytes by network, by NVLink and by PCIe.
-
-    Parameters
-    ----------
-    size : float
-        Bytes.
-    ports, port_gigabits : int, float
-        Network ports of a node, and what each carries one way, in Gb/s (10⁹ bits per second).
-    nvlink_total : float
-        NVLink of one GPU as on the data sheet, both directions added, in GB/s.
-    pcie_one_way : float
-        PCIe of one GPU, one way, in GB/s.
-
-    Returns
-    -------
-    network, nvlink, pcie : float
-        Seconds.
-    """
-    ### BEGIN SOLUTION
-    network = ports * port_gigabits / 8 * 1e9
-    nvlink = nvlink_total / 2 * 1e9
-    return size / network, size / nvlink, size / (pcie_one_way * 1e9)
-    ### END SOLUTION
-
-
-# %%
-check.copy_seconds(copy_seconds)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Bring all three to the same unit first: bytes per second, one way.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# Eight bits are a byte: 400 Gb/s are 50 GB/s, and there are eight ports.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# A copy goes one way. Of the 900 GB/s half is for the way back, and stays idle. The 63 GB/s of PCIe are one way
-# already.
-# </details>
-# <details><summary>What follows from the result?</summary>
-#
-# All eight ports of a node together (400 GB/s) are nearly as fast as one GPU's NVLink (450 GB/s). But a single GPU
-# usually has one port to itself, and is nine times slower to the next node than to its neighbour. And the slowest of
-# the three is not the network but PCIe: weights that wait in host memory are far away.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 2 · A matrix product on the roofline
-#
-# | difficulty | minutes | follows |
-# |---|---|---|
-# | 2 of 5 | 15 | 01, The roofline |
+# | 2 of 5 | 15 | 01, The roofline: who waits for whom? |
 #
 # An H100 multiplies a matrix of m × k by one of k × n, in bf16 (2 bytes a number). In training m is the number of
 # tokens in a batch, thousands; when a language model writes one word after another for 8 users, m is 8. Weights of
@@ -175,15 +106,15 @@ check.roofline_point(roofline_point)
 
 # %% [markdown]
 # ---
-# ## Exercise 3 · α and β out of noisy measurements
+# ## Exercise 2 · α and β out of noisy measurements
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 20 | 01, Measure | α, β and predictions within 10 % |
+# | 3 of 5 | 20 | 01, Measure: a message between two processes | α, β and predictions within 10 % |
 #
 # A message of S bytes takes about t(S) = α + β·S. Somebody has measured each size seven times. Now and then something
-# else used the machine, so that a measurement took ten times as long. Here are the first columns of such a table, in
-# microseconds:
+# else used the machine, and then a measurement took ten times as long. Here are some rows and columns of such a table,
+# in microseconds:
 
 # %%
 sizes, seconds = check.measurements(alpha=20e-6, beta=1 / 50e9, noise=0.05)
@@ -191,8 +122,8 @@ for size, row in list(zip(sizes.tolist(), seconds, strict=True))[::3]:
     print(f"{size:>11,.0f} B  " + "  ".join(f"{t * 1e6:8.1f}" for t in row[:5].tolist()))
 
 # %% [markdown]
-# Between the first row and the last lies a factor of 262,144 in size and of about 270 in time. A line that is 1 % off
-# at the last row is off there by more than twice the whole of α. **Predict**, before you write: what does an ordinary
+# From the first row to the last the size grows 262,144 times, and the time about 270 times. So a line that is only 1
+# % off at the last row is off by more than twice the whole of α. **Predict**, before you write: what does an ordinary
 # least-squares fit say about α?
 
 
@@ -245,17 +176,18 @@ check.fit_and_predict(fit_and_predict)
 
 # %% [markdown]
 # ---
-# ## Exercise 4 · Ping-pong between two ranks
+# ## Exercise 3 · Ping-pong between two ranks
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 20 | 01, Measure | repeats + 1 messages of full size each way |
+# | 3 of 5 | 20 | 01, Measure: a message between two processes | repeats + 1 messages of full size each way |
 #
-# The clocks of two machines do not agree to a microsecond, so one cannot note when a message leaves here and when it
-# arrives there. One can send it there **and back**, look at one clock, and take half. The first round trip also opens
-# connections and warms caches: it does not count. And the median of the others does not care about a hiccup.
+# In the lesson the package kept the time; here you do. The clocks of two machines do not agree to a microsecond, so you
+# cannot note when a message leaves here and when it arrives there. But you can send it there **and back**, look at one
+# clock, and take half. The first round trip also opens connections and warms caches, so it does not count. And the
+# median of the others does not care about a hiccup.
 #
-# What one such round trip is, in the ledger of rank 0:
+# This is what one such round trip leaves in the ledger of rank 0:
 
 
 # %%
@@ -274,8 +206,8 @@ def there_and_back():
 launch(there_and_back, world_size=WORLD_SIZE, backend="gloo")[0]
 
 # %% [markdown]
-# Write the measurement. The clock is handed to you: `clock()` returns seconds, like `time.perf_counter`. The check
-# hands you one of its own, which a busy machine does not disturb, so it can tell whether you did the sums right.
+# Write the measurement. The clock is an argument: `clock()` returns seconds, like `time.perf_counter`. The check passes
+# one of its own, which a busy machine does not disturb, so it can tell whether you did the sums right.
 
 
 # %%
@@ -326,11 +258,11 @@ check.ping_pong(ping_pong)
 
 # %% [markdown]
 # ---
-# ## Exercise 5 · The widest path and its slowest link
+# ## Exercise 4 · The widest path and its slowest link
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
-# | 4 of 5 | 20 | 01, A DGX H100, and a cluster of them |
+# | 4 of 5 | 20 | 01, The path, and its slowest link |
 #
 # A machine is a list of links: two devices and the bandwidth one way, the same in both directions. Data may take
 # any path. A path is as fast as its slowest link, the **bottleneck**. Find the path whose bottleneck is the fastest
@@ -396,18 +328,19 @@ check.widest_path(widest_path)
 
 # %% [markdown]
 # ---
-# ## Exercise 6 · Gradients on one node and on many
+# ## Exercise 5 · Gradients on one node and on many
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
-# | 3 of 5 | 10 | 01, What it means for training; exercise 1 |
+# | 3 of 5 | 15 | 01, What it costs training: one all-reduce |
 #
-# After each step N GPUs add up their gradients: 7 billion numbers of 2 bytes, S bytes on each GPU. The usual way lays
-# **rings** through all GPUs. Notebook 02 shows that 2(N−1)/N · S bytes leave every GPU. Just as many leave every
-# **node**: each ring leaves it once, and the rings spread over its ports.
+# In each step N GPUs add up their gradients, 7 billion numbers of 2 bytes, which are S bytes on each GPU. The usual
+# way lays **rings** through all GPUs. Then 2(N−1)/N · S bytes leave every GPU, as lesson 02 shows, and just as many
+# leave every **node**, because each ring leaves it once and the rings spread over its ports.
 #
-# How long does that take at least on one node of 8 H100 with 900 GB/s of NVLink (both directions)? How long on 16
-# such nodes with a single port of 100 Gb/s a node, as in some clouds? And with eight ports of 400 Gb/s each?
+# How long does that take, at least, on one node of 8 H100 with 900 GB/s of NVLink (as on the data sheet, both
+# directions added)? How long on 16 such nodes with a single port of 100 Gb/s a node, as in some clouds? And with
+# eight ports of 400 Gb/s each? GB are 10⁹ bytes, and latency is nothing.
 
 
 # %%
@@ -443,7 +376,8 @@ check.gradient_seconds(gradient_seconds)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Bytes first: how many leave a GPU with N = 8, and with N = 128?
+# Bytes first: how many leave a GPU with N = 8, and with N = 128? Then bring all bandwidths to bytes per second, one
+# way: eight bits are a byte, and of the 900 GB/s half is for the other direction.
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -458,15 +392,15 @@ check.gradient_seconds(gradient_seconds)
 #
 # With eight fast ports 16 nodes take 28 % longer than one: the time of a ring hardly grows with the number of GPUs,
 # as long as bandwidth is all that counts. With one port of 100 Gb/s the same step takes 41 times as long as on one
-# node. Then it pays to send less, or less often (notebooks 02 and 05).
+# node. Then it pays to send less, or less often (lessons 04 and 05).
 # </details>
 
 # %% [markdown]
 # ---
 # ## What you have learnt
 #
-# - **Units before numbers** (1): bits or bytes, one direction or both, one port or all.
-# - **Two roofs** (2): the dense peak, and bandwidth times intensity. A peak with sparsity is not for dense matrices.
-# - **Two constants** (3) predict a link, if small and large messages weigh alike and hiccups do not count.
-# - **Half of a round trip** (4) is the only honest way to time a message with clocks that do not agree.
-# - **The slowest link** (5) of the best path sets the pace, and (6) a ring over nodes is as fast as its slowest link.
+# - **Two roofs** (1): the dense peak, and bandwidth times intensity. A peak with sparsity is not for dense matrices.
+# - **Two constants** (2) predict a link, if small and large messages weigh alike and hiccups do not count.
+# - **Half of a round trip** (3) is the only honest way to time a message with clocks that do not agree.
+# - **The slowest link** (4) of the best path sets the pace, and (5) a ring over nodes is as fast as its slowest link,
+#   once all units agree: bits or bytes, one direction or both, one port or all.

@@ -19,8 +19,7 @@ from .compare import slip_of
 from .traffic import calls
 
 __all__ = [
-    "HINTS", "copy_seconds", "fit_and_predict", "gradient_seconds", "measurements", "ping_pong", "roofline_point",
-    "widest_path",
+    "HINTS", "fit_and_predict", "gradient_seconds", "measurements", "ping_pong", "roofline_point", "widest_path",
 ]  # fmt: skip
 
 HINTS = load_hints("interconnects")
@@ -82,7 +81,7 @@ def fit_and_predict(fn: Callable) -> None:
     In the last case all measurements of the smallest and of the largest size took 1.3 times as long, which moves a fit
     to all 19 sizes by about 3 %, and an estimate from two sizes by 30 %.
     """
-    exercise = Exercise("Exercise 3", HINTS["fit_and_predict"])
+    exercise = Exercise("Exercise 2", HINTS["fit_and_predict"])
     unseen = torch.tensor([100.0, 3e3, 7e5, 3e8], dtype=torch.float64)
     for case, alpha, beta, noise, exponents, ends in (
         ("two sizes without noise", 1e-5, 1 / 10e9, 0, (10, 20), 1.0),
@@ -106,7 +105,7 @@ def fit_and_predict(fn: Callable) -> None:
         expected = alpha + beta * unseen
         close = bool(((got[2] - expected).abs() <= 0.1 * expected).all())
         exercise.require(close, "prediction", "the predicted times are off by more than 10 %.")
-    print("Exercise 3 passed: alpha, beta and four unseen sizes within 10 %, with noise and hiccups.")
+    print("Exercise 2 passed: alpha, beta and four unseen sizes within 10 %, with noise and hiccups.")
 
 
 def _both_near(found: Sequence[float], right: Sequence[float], tolerance: float, zero: float = 0.0) -> bool:
@@ -143,7 +142,7 @@ def _with_clock(x: torch.Tensor, fn: Callable, repeats: int) -> Any:
 @checked
 def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(x, repeats, clock) -> seconds``: repeats + 1 messages of full size each way, one after the other."""
-    exercise = Exercise("Exercise 4", HINTS["ping_pong"], timeout)
+    exercise = Exercise("Exercise 3", HINTS["ping_pong"], timeout)
     for n, repeats, shape in ((2, 5, (50, 2)), (3, 6, ()), (4, 5, (3, 4, 5))):
         data = [values(*shape, seed=400 + rank) for rank in range(n)]
         case = f"repeats = {repeats}, x of shape {shape}"
@@ -265,14 +264,14 @@ def _greedy(links: Links, start: str, end: str) -> list[float]:
 @checked
 def widest_path(fn: Callable) -> None:
     """Check ``fn(links, start, end) -> (bandwidth, (device, device))`` on small graphs and reference machines."""
-    exercise = Exercise("Exercise 5", HINTS["widest_path"])
+    exercise = Exercise("Exercise 4", HINTS["widest_path"])
     cases = _SMALL | _reference_cases()
     for name, (links, start, end) in cases.items():
         exercise.case = f"{name}, {start} to {end}"
         exercise.fallback = "direction" if "other way" in name else None
         _widest_path(exercise, links, start, end, exercise.call(fn, list(links), start, end))
     print(
-        f"Exercise 5 passed on {len(cases)} machines, the largest with {max(len(c[0]) for c in cases.values())} links."
+        f"Exercise 4 passed on {len(cases)} machines, the largest with {max(len(c[0]) for c in cases.values())} links."
     )
 
 
@@ -314,27 +313,6 @@ def _limits(links: Links, start: str, end: str, link: tuple[str, str, float]) ->
 
 @paper_problem(
     "Exercise 1",
-    cases=[(14e9, 8, 400, 900, 63), (1e9, 4, 200, 600, 31), (140e9, 1, 100, 300, 15.75)],
-    slips={
-        "gigabits": ["/ 8  ->  ", "/ 8  ->  * 8"],
-        "one-port": "ports * port_gigabits  ->  port_gigabits",
-        "directions": "nvlink_total / 2  ->  nvlink_total",
-        "pcie": "pcie_one_way  ->  pcie_one_way / 2",
-        "gibi": "giga = 1e9  ->  giga = 2**30",
-    },
-    units=["s by network", "s by NVLink", "s by PCIe"],
-    hints=HINTS["copy_seconds"],
-)
-def copy_seconds(size, ports, port_gigabits, nvlink_total, pcie_one_way):
-    """Check ``fn(size, ports, port_gigabits, nvlink_total, pcie_one_way) -> (network, nvlink, pcie)`` in seconds."""
-    giga = 1e9
-    network = ports * port_gigabits / 8 * giga
-    nvlink = nvlink_total / 2 * giga
-    return size / network, size / nvlink, size / (pcie_one_way * giga)
-
-
-@paper_problem(
-    "Exercise 2",
     cases=[
         (1979, True, 3350, 8, 4096, 4096),
         (1979, True, 3350, 4096, 4096, 4096),
@@ -362,7 +340,7 @@ def roofline_point(sheet_tflops, with_sparsity, memory_bandwidth, m, n, k):
 
 
 @paper_problem(
-    "Exercise 6",
+    "Exercise 5",
     cases=[
         (7e9, 16, 8, 900, 1, 100), (7e9, 16, 8, 900, 8, 400), (1e9, 2, 4, 600, 2, 200), (13e9, 4, 4, 300, 8, 400),
     ],

@@ -48,8 +48,9 @@ _TRACER = 'c_programs.build("trace_nccl.c"'
 #: Lesson -> its cells that do something else, or more, where there are GPUs.
 CELLS: dict[str, tuple[Cell, ...]] = {
     "01": (
-        Cell('torch.cuda.memory_stats()["segment.all.allocated"]'), Cell("pageable to GPU"),
-        Cell("points, best_speed = measure(chip)"), Cell("seconds = launch(ping_pong, fitted, world_size=2)", 2),
+        Cell('torch.cuda.memory_stats()["segment.all.allocated"]'), Cell("copy_rates(copied).items()"),
+        Cell("early = pinned[0].item()"), Cell("roof = measured_roof(chip, sides)"),
+        Cell("seconds = time_messages(ping_pong, fitted)", 2),
     ),
     "02": (Cell("received = launch(hand_over, world_size=2)", 2),),
     "03": (

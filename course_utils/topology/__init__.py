@@ -13,10 +13,11 @@ from dataclasses import replace
 from ..hardware import LINKS, LinkType
 from .detection import from_matrix, nvidia_smi, parse_matrix, pcie_slot, this_machine
 from .graph import Builder, Device, Link, Path, Slot, Topology
+from .networks import leaf_spine, most_shared
 
 __all__ = [
-    "REFERENCES", "Device", "Link", "Path", "Topology", "cluster", "from_matrix", "nvidia_smi", "parse_matrix",
-    "reference", "this_machine", "two_level",
+    "REFERENCES", "Device", "Link", "Path", "Topology", "cluster", "from_matrix", "leaf_spine", "most_shared",
+    "nvidia_smi", "parse_matrix", "reference", "this_machine", "two_level",
 ]
 
 

@@ -98,7 +98,7 @@ def test_a_loop_without_end_in_the_notebook_is_ended(monkeypatch):
             began.append(time.monotonic())
             del began[:-1]
 
-    assert refusal(interconnects.copy_seconds, endless).hint == "endless"
+    assert refusal(interconnects.roofline_point, endless).hint == "endless"
     last = began[0]
     time.sleep(0.5)
     assert began[0] - last < 0.4  # nobody runs any more
@@ -121,7 +121,7 @@ def leaves(*_arguments):
 
 @pytest.mark.parametrize("answer", [divides_by_zero, takes_too_few, leaves, 3, None])
 def test_a_paper_answer_that_fails_is_refused_with_its_error(answer):
-    error = refusal(interconnects.copy_seconds, answer)
+    error = refusal(interconnects.roofline_point, answer)
     assert error.hint == "error"
 
 
@@ -140,7 +140,7 @@ ODD = [Odd(), [Odd()] * 3, {}, "text", torch.ones(2, device="meta"), float("nan"
 
 @pytest.mark.parametrize("result", ODD)
 def test_an_odd_result_is_refused_and_never_an_error_of_the_check(result):
-    refusal(interconnects.copy_seconds, lambda *_arguments: result)
+    refusal(interconnects.roofline_point, lambda *_arguments: result)
 
 
 def test_an_odd_result_of_ranks_is_refused_and_never_an_error_of_the_check():
@@ -168,7 +168,7 @@ def test_an_operation_that_pytorch_lacks_is_not_called_empty():
     def lacking(*_arguments):
         raise NotImplementedError("\"sum\" not implemented for 'Half'")
 
-    assert refusal(interconnects.copy_seconds, lacking).hint == "error"
+    assert refusal(interconnects.roofline_point, lacking).hint == "error"
 
 
 def test_a_sparse_all_reduce_is_an_answer():

@@ -18,33 +18,6 @@ pytestmark = pytest.mark.guard(60)
 WRONG: dict[str, dict] = {}
 RIGHT: dict[str, dict] = {}
 
-# ------------------------------------------------------------------------------------------------ copies
-
-THREE_TIMES = "size / network, size / nvlink, size / (pcie_one_way * 1e9)"
-
-
-def lookup_table(*case):
-    """The numbers of the cases that the check always has."""
-    check = interconnects.copy_seconds
-    return {known: check.formula(*known) for known in check.cases}.get(case, (1.0, 2.0, 3.0))
-
-
-WRONG["copy_seconds"] = {
-    "typed": f"{THREE_TIMES}  ->  14 / 400, 14 / 450, 14 / 63",
-    "drawn": lookup_table,
-    "number": f"{THREE_TIMES}  ->  size / network",
-    "numbers": f"{THREE_TIMES}  ->  size / nvlink, size / network, size / (pcie_one_way * 1e9)",
-    "error": "size / network,  ->  size / 0,",
-}
-RIGHT["copy_seconds"] = {
-    "array": {"network = ": "import numpy as np\nnetwork = ", THREE_TIMES: f"np.array([{THREE_TIMES}])"},
-    "tensors": {THREE_TIMES: f"[torch.tensor(seconds) for seconds in ({THREE_TIMES})]"},
-    "fractions": {
-        "network = ": "from fractions import Fraction\nnetwork = ",
-        THREE_TIMES: f"[Fraction(seconds) for seconds in ({THREE_TIMES})]",
-    },
-}
-
 # ------------------------------------------------------------------------------------------------ roofline
 
 WRONG["roofline_point"] = {"numbers": "dense / bandwidth,  ->  bandwidth / dense,"}
@@ -267,10 +240,29 @@ RIGHT["widest_path"] = {"Dijkstra": dijkstra, "Kruskal": kruskal, "slowest links
 
 # ------------------------------------------------------------------------------------------------ gradients
 
+BOTH_TIMES = "one / inside, every / min(inside, across)"
+
+
+def lookup_table(*case):
+    """The numbers of the cases that the check always has."""
+    check = interconnects.gradient_seconds
+    return {known: check.formula(*known) for known in check.cases}.get(case, (1.0, 2.0))
+
+
 WRONG["gradient_seconds"] = {
+    "typed": f"{BOTH_TIMES}  ->  24.5 / 450, 27.78125 / 12.5",
+    "drawn": lookup_table,
+    "number": f"{BOTH_TIMES}  ->  one / inside",
+    "error": "one / inside,  ->  one / 0,",
     "numbers": "every / min(inside, across)  ->  one / inside + 4 * parameters * (nodes - 1) / nodes / across",
 }
 RIGHT["gradient_seconds"] = {
+    "array": {"inside, across = ": "import numpy as np\ninside, across = ", BOTH_TIMES: f"np.array([{BOTH_TIMES}])"},
+    "tensors": {BOTH_TIMES: f"[torch.tensor(seconds) for seconds in ({BOTH_TIMES})]"},
+    "fractions": {
+        "inside, across = ": "from fractions import Fraction\ninside, across = ",
+        BOTH_TIMES: f"[Fraction(seconds) for seconds in ({BOTH_TIMES})]",
+    },
     "slower of two times": "every / min(inside, across)  ->  max(every / inside, every / across)",
     "share by share": "2 * (n - 1) / n * 2 * parameters  ->  sum(4 * parameters / n for _ in range(n - 1))",
 }
@@ -294,7 +286,7 @@ class TestInterconnects(ExerciseTests):
 def test_any_of_several_slowest_links_is_a_bottleneck_but_no_dead_end():
     links = [("A", "B", 5e9), ("B", "C", 5e9), ("B", "D", 5e9)]
     for ends, right in ((("A", "B"), True), (("C", "B"), True), (("B", "D"), False)):
-        exercise = interconnects.Exercise("Exercise 5", interconnects.HINTS["widest_path"])
+        exercise = interconnects.Exercise("Exercise 4", interconnects.HINTS["widest_path"])
         try:
             interconnects._widest_path(exercise, links, "A", "C", (5e9, ends))
         except CheckFailed as error:
