@@ -97,6 +97,7 @@ def run_on_hosts(
     if launcher.on_a_rank():
         raise errors.refusal(RuntimeError, "run_on_hosts was called on a rank; call it from the notebook")
     try:
+        processes.start_server()  # unless it runs
         place = processes.server_folder()  # which goes when this process does
         with tempfile.TemporaryDirectory(prefix="commands-", dir=place) as folder:
             with _Run(plan, commands, env, folder) as run:
