@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -13,16 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .models import GPT, PUBLISHED, build_gpt, next_token_loss
+from .models import GPT, build_gpt, next_token_loss
 from .pipeline import Op, Schedule
 from .ranks import Ledger, device, record, share
-from .recorded import Run
 from .transformer import TransformerConfig
 
 __all__ = [
-    "PipelineRun", "PublishedStage", "Start", "build_stage", "idle", "kernel_prices", "measured", "one_process",
-    "piece_flops", "pieces", "published_stage", "same_as_one_process", "sgd", "stage_seconds", "stage_sums",
-    "total_messages", "train", "weighed",
+    "PipelineRun", "Start", "build_stage", "idle", "measured", "now", "one_process", "pieces", "same_as_one_process",
+    "sgd", "total_messages", "train", "weighed",
 ]
 
 share("torch.distributed.pipelining")  # what each rank would import for itself
@@ -58,23 +55,10 @@ def build_stage(config: TransformerConfig, sizes: Sequence[int], number: int) ->
     return nn.Sequential(*pieces(build_gpt(config))[first : first + sizes[number]]).to(device())
 
 
-def piece_flops(config: TransformerConfig) -> list[float]:
-    """Return the forward FLOPs of each piece for one token; to look up an embedding takes none."""
-    head = 2 * config.vocabulary * config.hidden
-    block = (config.flops_per_token(backward=False) - head) / config.layers
-    return [0, *[block] * config.layers, head]
-
-
-def stage_sums(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
-    """Return the costs of stages, from those of the pieces and the number of pieces of each stage."""
-    ends = [*itertools.accumulate(sizes)]
-    return [sum(costs[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-
-
 # --- when a rank works, and what it holds
 
 
-def _now() -> float:
+def now() -> float:
     """Seconds on the clock that all processes of a machine share, when the GPU has finished."""
     if device().type == "cuda":
         torch.cuda.current_stream().synchronize()
@@ -110,7 +94,7 @@ class _Watched(nn.Module):
             p.register_post_accumulate_grad_hook(self._accumulated)
 
     def forward(self, x: Tensor) -> Tensor:
-        start = _now()
+        start = now()
         out = self.stage(x)
         self._note("F", start)
         if out.requires_grad:
@@ -120,7 +104,7 @@ class _Watched(nn.Module):
         return out
 
     def _arrived(self, gradient: Tensor) -> None:
-        self.began, self.missing = _now(), sum(p.requires_grad for p in self.parameters()) + (self.number > 0)
+        self.began, self.missing = now(), sum(p.requires_grad for p in self.parameters()) + (self.number > 0)
 
     def _accumulated(self, tensor: Tensor) -> None:
         self.missing -= 1
@@ -128,8 +112,8 @@ class _Watched(nn.Module):
             self._note("B", self.began)
 
     def _note(self, kind: str, start: float) -> None:
-        time.sleep(max(0.0, start + self.notes.seconds[kind == "B"] - _now()))
-        self.notes.spans.append((kind, self.number, start, _now()))
+        time.sleep(max(0.0, start + self.notes.seconds[kind == "B"] - now()))
+        self.notes.spans.append((kind, self.number, start, now()))
 
 
 class _Kept:
@@ -356,88 +340,3 @@ def idle(runs: Sequence[PipelineRun]) -> list[float]:
 def weighed(runs: Sequence[PipelineRun], unit: Sequence[PipelineRun]) -> list[float]:
     """Return the most activations that each rank held, in units of what it holds in another run."""
     return [run.held / other.held for run, other in zip(runs, unit, strict=True)]
-
-
-# --- what stages cost
-
-
-def _fastest(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return min(f for f, _ in times), min(b for _, b in times)
-
-
-def stage_seconds(config: TransformerConfig, sizes: Sequence[int], text: Batch, repeats: int = 3) -> list[tuple]:
-    """On one rank: measure (forward, backward) of each stage with one micro-batch, the loss included.
-
-    Each is the least of some repeats.
-    """
-    (x, y), found = text, []
-    for number in range(len(sizes)):
-        stage, times = build_stage(config, sizes, number), []
-        for _ in range(repeats):
-            entry = x.detach().requires_grad_(x.is_floating_point())
-            start = _now()
-            out = stage(entry)
-            loss = next_token_loss(out, y) if number == len(sizes) - 1 else out
-            middle = _now()
-            loss.backward(None if loss is not out else torch.ones_like(out))
-            times.append((middle - start, _now() - middle))
-        found.append(_fastest(times))
-        x = out
-    return found
-
-
-def kernel_prices(config: TransformerConfig, counts: Sequence[int], windows: int = 32, repeats: int = 3) -> list[float]:
-    """On one rank: seconds for forward and backward of two blocks and a batch that is cut into so many micro-batches.
-
-    Each is the least of some repeats.
-    """
-    stage = nn.Sequential(*build_gpt(config).blocks[:2]).to(device())
-    x = torch.randn(windows, config.context, config.hidden, device=device())
-    best = dict.fromkeys(counts, float("inf"))
-    for count in [*counts] * repeats:
-        start = _now()
-        for part in x.tensor_split(count):
-            stage(part).backward(torch.ones_like(part))
-        best[count] = min(best[count], _now() - start)
-    return list(best.values())
-
-
-@dataclass(frozen=True)
-class PublishedStage:
-    """A stage of a published run, by formula, for one micro-batch; bytes are those that one GPU sends.
-
-    Attributes
-    ----------
-    forward : float
-        Seconds of its forward, at the published TFLOP/s.
-    message : int
-        Bytes of the activations that go to the next stage.
-    pipeline, tensor, data : float
-        Bytes forward and backward: activations and their gradients; all-reduces in every layer; gradients of the
-        parameters, which are all-reduced once a step, divided by the step's micro-batches.
-    microbatches : int
-        Micro-batches of a replica in a step.
-    """
-
-    forward: float
-    message: int
-    pipeline: float
-    tensor: float
-    data: float
-    microbatches: int
-
-
-def published_stage(run: Run) -> PublishedStage:
-    """Return what a stage of a published run computes and sends, one sequence a micro-batch, 2 bytes a number.
-
-    Tensor: 8 b s h (t - 1)/t numbers a layer (Narayanan et al. 2021, section 3.2), and half as many again where all is
-    recomputed. Every tensor rank sends the whole activations to the next stage.
-    """
-    t, p, d = (int(str(run.layout[name])) for name in ("tp", "pp", "dp"))
-    config = PUBLISHED[run.model]
-    flops = config.flops_per_token(backward=False) * run.length / (t * p)
-    numbers, count = run.length * config.hidden, run.batch // d
-    all_reduced = 12 if run.layout["recompute"] == "full" else 8
-    tensor = all_reduced * numbers * (t - 1) / t * config.layers / p
-    data = 2 * (d - 1) / d * config.parameter_count / (t * p) / count
-    return PublishedStage(flops / run.tflops / 1e12, 2 * numbers, 4 * numbers, 2 * tensor, 2 * data, count)

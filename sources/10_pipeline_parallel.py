@@ -17,7 +17,7 @@
 # **stages** of two layers each, and every token of every batch went through all 64 in turn, forward and back. If 64
 # stages take turns, 63 of 64 GPUs should be idle. Yet each GPU reached 52 % of its peak (*recorded*, Narayanan et al.
 # 2021, table 1). This lesson explains how: you cut a model into stages, train it on real ranks in several orders, and
-# see where the idle time goes and what it costs to remove it.
+# see what it costs to remove the idle time.
 #
 # **You will be able to**
 # - *cut* a model into stages of equal cost, and *train* it with messages from stage to stage;
@@ -46,17 +46,17 @@ per_microbatch = 2  # windows of text in a micro-batch
 patience = 2.0  # seconds until a hang is reported, in the cell that tries to hang
 
 # %%
-from course_utils import HangError, device, launch, models, pipeline_training, plots, recorded
+from course_utils import HangError, device, launch, pipeline_training, plots, recorded, stage_costs
 from course_utils.data import Windows
 from course_utils.hardware import LINKS
-from course_utils.models import TransformerConfig, next_token_loss
+from course_utils.models import GPT, Block, TransformerConfig, next_token_loss
 from course_utils.pipeline import SCHEDULES, Costs, partition, simulate
-from course_utils.pipeline_training import one_process, same_as_one_process, stage_sums, train
+from course_utils.pipeline_training import one_process, same_as_one_process, train
 from course_utils.programs import SCRIPTS, excerpt, folded
 from course_utils.widgets import schedule_explorer
 
 # %% jupyter={"source_hidden": true}
-folded("The model", models.Block, models.GPT, pipeline_training.Start, pipeline_training.pieces)
+folded("The model", Block, GPT, pipeline_training.Start, pipeline_training.pieces)
 
 # %%
 gpt = TransformerConfig(layers=7, hidden=96, tied=False)
@@ -88,14 +88,14 @@ def text(step):
 # ```
 #
 # Here b is the number of sequences, s their length in tokens, and h the width of the model. A cut can go between any
-# two *pieces*: the embeddings, each block, and the last norm with the head. Where should it go? All ranks wait for the
+# two *pieces*: the embeddings, each block, and the last norm with the head. All ranks wait for the
 # slowest one, so the best cut is the one whose most expensive stage is cheapest. `partition` finds it; the FLOPs of
 # each piece (lesson 05) are the estimate of its cost.
 
 # %%
-costs = pipeline_training.piece_flops(gpt)  # of a token, forward
+costs = stage_costs.piece_flops(gpt)  # of a token, forward
 sizes = partition(costs, world_size)
-for rank, work in enumerate(stage_sums(costs, sizes)):
+for rank, work in enumerate(stage_costs.stage_sums(costs, sizes)):
     stage = pipeline_training.build_stage(gpt, sizes, rank)
     count = sum(p.numel() for p in stage.parameters())
     print(f"rank {rank}: {sizes[rank]} pieces, {work / 1e6:.2f} MFLOP, {count:,} parameters")
@@ -186,8 +186,7 @@ for rank, order in enumerate(gpipe(3, 4).order):
 
 # %% [markdown]
 # `simulate` runs such lists: a rank starts its next operation as soon as it is free and has what it needs. F takes one
-# unit of time and B two, because backward has two products where forward has one: for the gradient of the input and
-# for that of the weights.
+# unit of time and B two, because backward has two matrix products where forward has one.
 #
 # **Predict**: four ranks, eight micro-batches. For what share of GPipe's time is a rank idle?
 
@@ -233,12 +232,14 @@ for count in (1, 4, 8, 32, 128):
 pair = [simulate(make(p, m)) for make in (gpipe, one_f_one_b)]
 plots.schedule_picture(pair, "modelled: F = 1, B = 2")
 
+# %% [markdown]
+# *The figure: both schedules end at 33 and idle 27 %. In 1F1B backwards start early and alternate with forwards.*
+
 # %%
 plots.activation_steps(pair, "modelled: activations of a rank over the step")
 
 # %% [markdown]
-# *The figures: both schedules end at 33 and idle 27 %. In 1F1B backwards start early and alternate with forwards. In
-# GPipe every rank climbs to 8 micro-batches held; in 1F1B rank 0 climbs to 4, rank 1 to 3, and rank 3 to one.*
+# *The figure: in GPipe every rank climbs to 8 micro-batches held; in 1F1B rank 0 climbs to 4, and rank 3 to one.*
 
 # %%
 for ranks, count in itertools.product(range(1, 9), (1, 2, 5, 8, 32)):
@@ -393,7 +394,7 @@ def with_engine(schedule, stages):
 
 
 # %% [markdown]
-# The loop has no idea which schedule it runs. Here are three, each beside one process.
+# The loop does not know which schedule it runs. Here are three, each beside one process.
 
 # %%
 plain = [make(world_size, microbatches) for make in (naive, gpipe, one_f_one_b)]
@@ -455,6 +456,10 @@ for schedule in plain:
 loops = [simulate(one_f_one_b(p, m)), simulate(interleaved(p, m, 2))]
 plots.schedule_picture(loops, "modelled: F = 1, B = 2 for all of a rank's layers")
 
+# %% [markdown]
+# *The figure: 1F1B takes 33. Interleaved, with boxes half as long in a shade for each of a rank's stages, it takes
+# 28.5: the wedges are half as wide.*
+
 # %%
 for v in (1, 2, 4):
     one = simulate(interleaved(p, m, v))
@@ -462,9 +467,6 @@ for v in (1, 2, 4):
     print(f"v = {v}: idle {one.bubble:.1%}, {2 * m * cuts} messages, rank 0 holds {one.peak[0]:g}")
 
 # %% [markdown]
-# *The figure: 1F1B takes 33. Interleaved, with boxes half as long in a shade for each of a rank's stages, it takes
-# 28.5: the wedges are half as wide.*
-#
 # The bubble is divided by v: (p − 1)/(v·m) of the ideal time. The price is 2m(pv − 1) messages, more than v times as
 # many of the same size, and p + (p − 1)/v micro-batches on rank 0, which starts more forwards before its first
 # backward. In Megatron-LM's schedule and in ours m must be a multiple of p.
@@ -524,7 +526,7 @@ explorer
 
 # %%
 largest = recorded.MEGATRON_RUNS[-1]
-stage, ranks, link = pipeline_training.published_stage(largest), 64, LINKS["ib_hdr"]
+stage, ranks, link = stage_costs.published_stage(largest), 64, LINKS["ib_hdr"]
 for v, count in ((1, 1), (1, stage.microbatches), (2, stage.microbatches)):
     share = (ranks - 1) / (v * count + ranks - 1)
     print(f"{ranks} ranks, v = {v}, {count:3} micro-batches: idle {share:5.1%}")
@@ -544,9 +546,9 @@ print(f"{1e3 * seconds:.1f} ms")
 # %% [markdown]
 # ## 9. What to take to work
 #
-# PyTorch has all this. A `PipelineStage` wraps any module, also one that is split by tensor parallelism or sharded by
-# FSDP2. A schedule class takes the stage, the number of micro-batches and the loss, and its `step` is our
-# `run_schedule`: the first rank gives inputs and the last gives targets.
+# PyTorch's `PipelineStage` wraps any module, also one that is split by tensor parallelism or sharded by FSDP2. A
+# schedule class takes the stage, the number of micro-batches and the loss, and its `step` is our `run_schedule`: the
+# first rank gives inputs and the last gives targets.
 
 
 # %%
@@ -591,7 +593,7 @@ print(excerpt(program, "losses: list", "schedule.step"))
 
 # %% tags=["deeper"]
 published = [run for run in recorded.MEGATRON_RUNS if run.layout["pp"] in (2, 8, 64)]
-stages = {run.model: pipeline_training.published_stage(run) for run in published}
+stages = {run.model: stage_costs.published_stage(run) for run in published}
 link = LINKS["ib_hdr"]  # one port between two nodes
 for run in published:
     stage, layout = stages[run.model], run.layout
@@ -634,7 +636,7 @@ for run in published:
 
 # %% tags=["deeper"]
 counts = [1, 2, 4, 8, 16, 32]
-prices = launch(pipeline_training.kernel_prices, gpt, counts, world_size=1, backend=backend)[0]
+prices = launch(stage_costs.kernel_prices, gpt, counts, world_size=1, backend=backend)[0]
 
 # %% tags=["deeper", "nbval-ignore-output"]
 print("micro-batches   windows in each   measured: a rank   modelled: four ranks")
@@ -675,7 +677,7 @@ from torch.distributed import pipelining
 
 twice = 2 * world_size
 deep = replace(gpt, layers=max(gpt.layers, twice - 2))
-short = partition(pipeline_training.piece_flops(deep), twice)
+short = partition(stage_costs.piece_flops(deep), twice)
 loop = interleaved(world_size, microbatches, 2)
 alone = launch(one_process, deep, text, world_size=1, backend=backend)[0]
 found = on_ranks(train, with_engine, [loop], deep, short, text, pace=None)
@@ -785,13 +787,13 @@ plots.bubble_curves(numbers, bubbles, "modelled: bubble of four ranks, F = I = W
 
 # %% tags=["deeper"]
 wide = replace(gpt, vocabulary=6144)
-wide_costs = pipeline_training.piece_flops(wide)
+wide_costs = stage_costs.piece_flops(wide)
 block = wide_costs[1]
 print(f"the head costs as much as {wide_costs[-1] / block:.1f} blocks")
 equal = [len(part) for part in torch.arange(len(wide_costs)).tensor_split(world_size)]
 cuts, unequal = {"equal numbers": equal, "by FLOPs": partition(wide_costs, world_size)}, []
 for name, cut in cuts.items():
-    work = [cost / block for cost in stage_sums(wide_costs, cut)]
+    work = [cost / block for cost in stage_costs.stage_sums(wide_costs, cut)]
     schedule = replace(one_f_one_b(world_size, microbatches), name=f"1F1B, {name}")
     unequal.append(simulate(schedule, Costs(work, work, work)))
     print(f"{name:13}: pieces {cut}, in blocks' work", *(f"{w:.1f}" for w in work))
@@ -811,7 +813,7 @@ plots.schedule_picture(unequal, "modelled: forward of a block = 1, B = 2 F")
 
 # %% tags=["deeper"]
 one_microbatch = [part[:per_microbatch] for part in text(0)]
-measure = partial(launch, pipeline_training.stage_seconds, wide, world_size=1, backend=backend)
+measure = partial(launch, stage_costs.stage_seconds, wide, world_size=1, backend=backend)
 times = {name: measure(cut, one_microbatch)[0] for name, cut in cuts.items()}
 
 # %% tags=["deeper", "nbval-ignore-output"]

@@ -173,10 +173,7 @@ print(f"weight.grad {weight.grad.item():g}")
 
 # %%
 def run_order(stage: nn.Module, order: list, inputs: list, targets: list, loss_fn, like):
-    """Leave the batch's gradients in the parameters; return its loss on the last rank only.
-
-    Do the operations of `order` one after the other; ("B", i) leaves nothing of micro-batch i in memory.
-    """
+    """Do what `order` says and leave the batch's gradients; return its loss on the last rank."""
     ### BEGIN SOLUTION
     rank, n, m = dist.get_rank(), dist.get_world_size(), len(inputs)
     first, last = rank == 0, rank == n - 1

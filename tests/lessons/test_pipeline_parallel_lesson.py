@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lessons import definitions
 from torch import nn
 
-from course_utils import HangError, launch, pipeline_training, record, recorded
+from course_utils import HangError, launch, pipeline_training, record, recorded, stage_costs
 from course_utils.models import TransformerConfig, build_gpt
 from course_utils.pipeline import Op, Schedule, gpipe, interleaved, naive, one_f_one_b, partition, simulate
 from course_utils.pipeline_training import PipelineRun
@@ -157,10 +157,10 @@ def test_one_queue_for_each_kind_and_direction_is_emptied_in_the_order_in_which_
 
 
 def test_costs_of_pieces_are_those_of_the_model():
-    costs = pipeline_training.piece_flops(SMALL)
+    costs = stage_costs.piece_flops(SMALL)
     assert len(costs) == len(pipeline_training.pieces(build_gpt(SMALL)))
     assert sum(costs) == SMALL.flops_per_token(backward=False)
-    assert pipeline_training.stage_sums(costs, [3, 4, 2]) == [sum(costs[:3]), sum(costs[3:7]), sum(costs[7:])]
+    assert stage_costs.stage_sums(costs, [3, 4, 2]) == [sum(costs[:3]), sum(costs[3:7]), sum(costs[7:])]
 
 
 def test_pieces_in_a_row_are_the_model():
@@ -244,15 +244,15 @@ def test_copies_of_a_tied_weight_drift_apart_unless_their_gradients_are_added():
 
 
 def test_seconds_of_stages_and_of_micro_batches_are_positive():
-    stages = launch(pipeline_training.stage_seconds, SMALL, [4, 3, 2], text(0, 2), 1, world_size=1, backend="gloo")[0]
+    stages = launch(stage_costs.stage_seconds, SMALL, [4, 3, 2], text(0, 2), 1, world_size=1, backend="gloo")[0]
     assert len(stages) == 3 and all(forward > 0 and backward > 0 for forward, backward in stages)
-    prices = launch(pipeline_training.kernel_prices, SMALL, [1, 2], 4, 1, world_size=1, backend="gloo")[0]
+    prices = launch(stage_costs.kernel_prices, SMALL, [1, 2], 4, 1, world_size=1, backend="gloo")[0]
     assert len(prices) == 2 and min(prices) > 0
 
 
 def test_stage_of_the_largest_published_run():
     """Recorded shape and speed, by hand: 2 layers on 8 GPUs, h = 25,600, s = 2,048, 163 TFLOP/s."""
-    stage = pipeline_training.published_stage(recorded.MEGATRON_RUNS[-1])
+    stage = stage_costs.published_stage(recorded.MEGATRON_RUNS[-1])
     h, s = 25_600, 2048
     assert stage.microbatches == 512 and stage.message == 2 * s * h and stage.pipeline == 4 * s * h
     assert stage.tensor == pytest.approx(2 * 12 * s * h * 7 / 8 * 2)
