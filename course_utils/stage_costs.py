@@ -58,7 +58,7 @@ def stage_seconds(config: TransformerConfig, sizes: Sequence[int], text: Batch, 
     return found
 
 
-def kernel_prices(config: TransformerConfig, counts: Sequence[int], windows: int = 32, repeats: int = 3) -> list[float]:
+def kernel_prices(config: TransformerConfig, counts: Sequence[int], windows: int = 16, repeats: int = 3) -> list[float]:
     """On one rank: seconds for forward and backward of two blocks and a batch that is cut into so many micro-batches.
 
     Each is the least of some repeats.

@@ -39,7 +39,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 world_size = 4  # ranks, 2 or more
 per_microbatch = 2  # windows of text in a micro-batch
@@ -553,6 +552,8 @@ print(f"{1e3 * seconds:.1f} ms")
 
 # %%
 def with_library(schedule, stages):
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
     ((number, module),) = stages.items()
     place = PipelineStage(module, number, schedule.stages, device())
     theirs = Schedule1F1B(place, schedule.microbatches, loss_fn=next_token_loss)
@@ -629,20 +630,20 @@ for run in published:
 # ## 11. Why not a thousand micro-batches? · deeper
 #
 # More micro-batches are smaller ones, and a smaller matrix product uses a processor less well. `kernel_prices` takes a
-# stage of two blocks and a batch of 32 windows, and does its F and B in 1 to 32 parts, alone on a rank. The bubble of
+# stage of two blocks and a batch of 16 windows, and does its F and B in 1 to 16 parts, alone on a rank. The bubble of
 # four ranks comes on top by formula.
 #
 # **Predict**: which m gives the shortest step?
 
 # %% tags=["deeper"]
-counts = [1, 2, 4, 8, 16, 32]
+counts = [1, 2, 4, 8, 16]
 prices = launch(stage_costs.kernel_prices, gpt, counts, world_size=1, backend=backend)[0]
 
 # %% tags=["deeper", "nbval-ignore-output"]
 print("micro-batches   windows in each   measured: a rank   modelled: four ranks")
 for count, seconds in zip(counts, prices, strict=True):
     step = seconds * (count + p - 1) / count
-    print(f"{count:13}{32 // count:18}{1e3 * seconds:16.1f} ms{1e3 * step:20.1f} ms")
+    print(f"{count:13}{16 // count:18}{1e3 * seconds:16.1f} ms{1e3 * step:20.1f} ms")
 
 # %% [markdown] tags=["deeper"]
 # The work of a rank grows as its pieces become small, and the bubble shrinks. At first the bubble's part is larger.
@@ -657,10 +658,11 @@ for count, seconds in zip(counts, prices, strict=True):
 # arrives, so their bubble is smaller than the formula's.
 
 # %% tags=["deeper"]
-many = {f"{ranks} ranks": [simulate(gpipe(ranks, n)).bubble for n in [*counts, 64, 128]]
+counts += [32, 64, 128]
+many = {f"{ranks} ranks": [simulate(gpipe(ranks, n)).bubble for n in counts]
         for ranks in (2, 4, 8, 16)}  # fmt: skip
 assert all((r - 1) / (4 * r + r - 1) < 0.2 for r in range(1, 100))
-plots.bubble_curves([*counts, 64, 128], many, "modelled: bubble of GPipe, share of all time")
+plots.bubble_curves(counts, many, "modelled: bubble of GPipe, share of all time")
 
 # %% [markdown] tags=["deeper"]
 # *The figure: idle share over the number of micro-batches, a curve each for 2, 4, 8 and 16 ranks. Each starts at
@@ -673,8 +675,6 @@ plots.bubble_curves([*counts, 64, 128], many, "modelled: bubble of GPipe, share 
 # v = 2 there are 2p stages, so the model needs as many pieces (on more than four ranks it gets more layers).
 
 # %% tags=["deeper"]
-from torch.distributed import pipelining
-
 twice = 2 * world_size
 deep = replace(gpt, layers=max(gpt.layers, twice - 2))
 short = partition(stage_costs.piece_flops(deep), twice)
@@ -693,9 +693,12 @@ assert count == 2 * microbatches * (twice - 1)
 
 
 # %% tags=["deeper"]
-def several_stages(kind, schedule, stages):
-    places = [PipelineStage(module, s, twice, device()) for s, module in stages.items()]
-    theirs = getattr(pipelining, kind)(places, schedule.microbatches, loss_fn=next_token_loss)
+def several_stages(schedule, stages):
+    from torch.distributed import pipelining
+
+    places = [pipelining.PipelineStage(s, number, twice, device()) for number, s in stages.items()]
+    make = getattr(pipelining, schedule.name)
+    theirs = make(places, schedule.microbatches, loss_fn=next_token_loss)
 
     def step(x, y):
         losses, last = [], {"target": y} if twice - 1 in stages else {}
@@ -705,10 +708,11 @@ def several_stages(kind, schedule, stages):
     return step
 
 
-for kind in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"):
-    make = partial(several_stages, kind)
-    found = on_ranks(train, make, [loop], deep, short, text, pace=None)
-    runs = [by_schedule["interleaved"] for by_schedule in found]
+kinds = "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"
+named = [replace(loop, name=kind) for kind in kinds]
+found = on_ranks(train, several_stages, named, deep, short, text, pace=None)
+for kind in kinds:
+    runs = [by_schedule[kind] for by_schedule in found]
     print(f"{kind}:", same_as_one_process(runs, alone))
     assert pipeline_training.total_messages(runs)[0] == count
 
