@@ -658,11 +658,11 @@ for count, seconds in zip(counts, prices, strict=True):
 # arrives, so their bubble is smaller than the formula's.
 
 # %% tags=["deeper"]
-counts += [32, 64, 128]
-many = {f"{ranks} ranks": [simulate(gpipe(ranks, n)).bubble for n in counts]
+more = [*counts, 32, 64, 128]
+many = {f"{ranks} ranks": [simulate(gpipe(ranks, n)).bubble for n in more]
         for ranks in (2, 4, 8, 16)}  # fmt: skip
 assert all((r - 1) / (4 * r + r - 1) < 0.2 for r in range(1, 100))
-plots.bubble_curves(counts, many, "modelled: bubble of GPipe, share of all time")
+plots.bubble_curves(more, many, "modelled: bubble of GPipe, share of all time")
 
 # %% [markdown] tags=["deeper"]
 # *The figure: idle share over the number of micro-batches, a curve each for 2, 4, 8 and 16 ranks. Each starts at
