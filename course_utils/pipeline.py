@@ -373,7 +373,7 @@ def ideal_seconds(schedule: Schedule, costs: Costs | None = None) -> float:
 
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Cut layers into `stages` runs of neighbours so that the dearest run is as cheap as it can be.
+    """Cut layers into `stages` runs of neighbours so that the most expensive run is as cheap as it can be.
 
     `costs` has that of each layer, in order. Returns the number of layers of each stage, at least one.
     """

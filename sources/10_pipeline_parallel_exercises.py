@@ -1,31 +1,31 @@
 # %% [markdown]
 # # Exercises 10 · How do I split the layers, and where does the bubble go?
 #
-# Seven exercises on [10 Pipeline parallelism](../notebooks/10_pipeline_parallel.ipynb). In two you build a pipeline
-# on real ranks; the others are about orders, cuts and figures, without ranks. All of them take about 185 minutes.
+# Five exercises on [10 Pipeline parallelism](../notebooks/10_pipeline_parallel.ipynb). In the second you build a
+# pipeline on real ranks; the others are about orders, cuts and figures, without ranks. All of them take about 150
+# minutes.
+#
+# **If you do only these:** 1, 2 and 4.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
 # | 1 | the order of 1F1B | 2 of 5 | 20 |
-# | 2 | a GPipe engine | 4 of 5 | 45 |
-# | 3 | an engine for any order | 4 of 5 | 30 |
-# | 4 | stages of equal cost | 3 of 5 | 25 |
-# | 5 | bubble and activations on paper | 2 of 5 | 15 |
-# | 6 | enough micro-batches | 2 of 5 | 10 |
-# | 7 | a schedule of your own (puzzle) | 4 of 5 | 40 |
+# | 2 | an engine for any order | 4 of 5 | 50 |
+# | 3 | stages of equal cost | 3 of 5 | 25 |
+# | 4 | bubble and activations on paper | 2 of 5 | 15 |
+# | 5 | a schedule of your own (puzzle) | 4 of 5 | 40 |
 #
-# 3 is built from 2. The others stand alone. *Follows* on each card names the section of the lesson to look things up
-# in.
+# Each stands alone. *Follows* on each card names the section of the lesson to look things up in.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
 # fold open one by one; solutions are in [the solutions notebook](../solutions/10_pipeline_parallel_solutions.ipynb).
 #
-# **What a check does.** In Exercises 1 and 7 it simulates what you return, and takes every order with the right time
-# and memory. In 2 and 3 it runs your engine on 1 to 4 real ranks in float64, with stages that note every call, and
-# compares gradients with one process on the whole batch to 12 digits. Then it reads the **ledger**: one message for
-# each micro-batch, boundary and direction. In 3 it also counts the micro-batches that autograd keeps in memory. If the
-# ranks wait for each other, it stops them within seconds and shows where each one stood.
+# **What a check does.** In Exercises 1 and 5 it simulates what you return, and takes every order with the right time
+# and memory. In 2 it runs your engine on 1 to 4 real ranks in float64, with stages that note every call, and compares
+# gradients with one process on the whole batch to 12 digits. Then it reads the **ledger**: one message for each
+# micro-batch, boundary and direction. It also counts the micro-batches that autograd keeps in memory. If the ranks wait
+# for each other, it stops them within seconds and shows where each one stood.
 
 # %% tags=["parameters"]
 import torch
@@ -41,7 +41,7 @@ WORLD_SIZE = 4  # ranks of the demonstrations; the checks choose their own
 
 
 def receive(like: torch.Tensor, source: int) -> torch.Tensor:
-    """A new tensor of the shape and dtype of `like`, with what `source` sends (Exercises 2, 3)."""
+    """A new tensor of the shape and dtype of `like`, with what `source` sends (Exercise 2)."""
     tensor = torch.empty_like(like)
     dist.recv(tensor, source)
     return tensor
@@ -53,7 +53,7 @@ def receive(like: torch.Tensor, source: int) -> torch.Tensor:
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 2 of 5 | 20 | 10, 1F1B: the same bubble, less memory | as fast as GPipe; at most p - rank micro-batches held |
+# | 2 of 5 | 20 | 10, 1F1B: what does it save? | as fast as GPipe; at most p - rank micro-batches held |
 #
 # A pipeline has p ranks, each with one stage, and m micro-batches. A rank may start a forward when the rank before it
 # has done that forward, and a backward when the rank behind it has done that backward. In **1F1B** it runs some
@@ -141,25 +141,28 @@ print(f"weight.grad {weight.grad.item():g}")
 
 # %% [markdown]
 # ---
-# ## Exercise 2 · A GPipe engine
+# ## Exercise 2 · An engine for any order
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 45 | 10, The engine | gradients of the whole batch; m messages a boundary and direction |
+# | 4 of 5 | 50 | 10, Messages that wait for each other; One engine | equal to one process; m messages a cut each way |
 #
-# Each rank holds one stage. In **GPipe** all micro-batches go forward through all stages, and then all go back:
+# Each rank holds one stage. It gets a list of ("F", i) and ("B", i), such as Exercise 1 makes, and does them in order:
 #
-# - forward: receive the activation from the rank before, call the stage, send the output on; the last rank computes
-#   the loss;
-# - backward: receive the gradient of the output from the rank behind, continue backward, send the gradient of the
-#   input back.
+# - **F**: receive the activation from the rank before, call the stage, send the output on; the last rank computes the
+#   loss;
+# - **B**: receive the gradient of the output from the rank behind, continue backward, send the gradient of the input
+#   back.
 #
-# A stage hands each micro-batch on as soon as it is done with it, so that the next stage can begin. Gradients add up
-# over the micro-batches. In the end they have to be those of the mean loss of the whole batch.
+# Gradients add up over the micro-batches, and in the end they have to be those of the mean loss of the whole batch.
+# Neighbours take forwards in the same order, and backwards too. The checks use the orders of GPipe and 1F1B, and one in
+# which micro-batches come back **last in, first out**. After ("B", i) nothing of micro-batch i may stay in memory: not
+# its graph, and not its input.
 #
 # | argument | what it is |
 # |---|---|
 # | `stage` | this rank's layers |
+# | `order` | this rank's operations, such as [("F", 0), ("F", 1), ("B", 0), ("B", 1)] |
 # | `inputs` | one entry for each micro-batch; on the first rank whole numbers that the stage embeds, else None |
 # | `targets` | one entry for each micro-batch; on the last rank what `loss_fn` needs, else None |
 # | `loss_fn` | `loss_fn(output, target)`: the mean loss of one micro-batch |
@@ -169,102 +172,8 @@ print(f"weight.grad {weight.grad.item():g}")
 
 
 # %%
-def run_gpipe(stage: nn.Module, inputs: list, targets: list, loss_fn, like: torch.Tensor):
-    """Leave the batch's gradients in the parameters; return its loss on the last rank only."""
-    ### BEGIN SOLUTION
-    rank, n, m = dist.get_rank(), dist.get_world_size(), len(inputs)
-    first, last = rank == 0, rank == n - 1
-    pairs, sends, loss = [], [], 0
-    for x, target in zip(inputs, targets, strict=True):
-        x = x if first else receive(like, rank - 1).requires_grad_()
-        y = stage(x)
-        if last:
-            y = loss_fn(y, target) / m
-            loss += y.detach()
-        else:
-            sends.append(dist.isend(y.detach(), rank + 1))
-        pairs.append((x, y))
-    for x, y in pairs:
-        y.backward(None if last else receive(like, rank + 1))
-        if not first:
-            sends.append(dist.isend(x.grad, rank - 1))
-    for send in sends:
-        send.wait()
-    return loss if last else None
-    ### END SOLUTION
-
-
-# %%
-check.run_gpipe(run_gpipe)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Two loops over the micro-batches. The first fills a list with the input and the output of each; the second uses it.
-# Both receive, compute and send one micro-batch before they turn to the next. With one rank, the rank is the first and
-# the last.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# What arrives: `x = receive(like, rank - 1).requires_grad_()`, with `receive` from the first cell. Backward of a stage
-# in the middle: `y.backward(gradient)`, and `x.grad` is what the rank before waits for. On the last rank y
-# is the loss of the micro-batch, and backward needs no argument.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# `loss_fn` gives the mean over one micro-batch, and backward adds up: divide by the number of micro-batches. Send with
-# `dist.isend`, keep what it returns in a list, and `wait()` for all of it at the end.
-# </details>
-# <details><summary>Why not all in one message?</summary>
-#
-# It would be the same number of bytes. But the next rank could begin only after the last micro-batch: that is the
-# naive model parallelism, with one rank at work at a time.
-# </details>
-
-# %% [markdown]
-# When your function passes, count what it sends.
-
-
-# %%
-def count_messages(micro):
-    torch.manual_seed(0)
-    rank, n = dist.get_rank(), dist.get_world_size()
-    stage = nn.Embedding(50, 16) if rank == 0 else nn.Linear(16, 50 if rank == n - 1 else 16)
-    words = list(torch.arange(24).view(micro, -1))
-    nothing = [None] * micro
-    with record() as ledger:
-        run_gpipe(stage, words if rank == 0 else nothing, words if rank == n - 1 else nothing,
-                  F.cross_entropy, torch.empty(24 // micro, 16))  # fmt: skip
-    return ledger.messages, ledger.sent
-
-
-for micro in (1, 4, 12):
-    counts = launch(count_messages, micro, world_size=WORLD_SIZE, backend="gloo")
-    print(f"{micro:>2} micro-batches:", ", ".join(f"{k} messages {b:,} B" for k, b in counts))
-
-# %% [markdown]
-# The bytes stay the same: more micro-batches are more messages, each smaller. The ranks in the middle send twice as
-# much as those at the ends, an activation on and a gradient back.
-
-# %% [markdown]
-# ---
-# ## Exercise 3 · An engine for any order
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 4 of 5 | 30 | 10, Messages that wait for each other; The engine | no deadlock; nothing is kept after its backward |
-#
-# Now the order is given: a list of ("F", i) and ("B", i) for this rank, such as Exercise 1 makes. Neighbours take
-# forwards in the same order, and backwards too. One of the checks lets micro-batches come back **last in, first out**.
-# After ("B", i) nothing of micro-batch i may stay in memory: not its graph, and not its input.
-#
-# In 1F1B a rank sends an activation on while its neighbour sends a gradient back. If both first wait until their
-# message is taken, both wait for ever.
-
-
-# %%
 def run_order(stage: nn.Module, order: list, inputs: list, targets: list, loss_fn, like):
-    """As run_gpipe, with the operations of `order`; ("B", i) leaves nothing of i in memory."""
+    """Do what `order` says and leave the batch's gradients; return its loss on the last rank."""
     ### BEGIN SOLUTION
     rank, n, m = dist.get_rank(), dist.get_world_size(), len(inputs)
     first, last = rank == 0, rank == n - 1
@@ -296,16 +205,20 @@ check.run_order(run_order)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# The bodies of the two loops of Exercise 2 become the two branches of an `if` in one loop over the order.
+# Loop over the order. In F, put input and output into a dictionary under i; in B, take them out with `pop(i)`. With one
+# rank, the rank is the first and the last.
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Keep input and output in a dictionary under i, and take them out with `pop(i)` in backward.
+# What arrives: `x = receive(like, rank - 1).requires_grad_()`, with `receive` from the first cell. Backward of a stage
+# in the middle: `y.backward(gradient)`, and `x.grad` is what the rank before waits for. On the last rank y is the loss
+# of the micro-batch, and backward needs no argument.
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# `dist.isend` everywhere: it starts the message and returns. `dist.recv` may wait, because the sender has already
-# started its message or will get there without waiting for you.
+# `loss_fn` gives the mean over one micro-batch, and backward adds up: divide by the number of micro-batches. Send with
+# `dist.isend`, which starts the message and returns, keep what it returns in a list, and `wait()` for all of it at the
+# end. `dist.recv` may wait, because the sender will get there without waiting for you.
 # </details>
 # <details><summary>Does this work with NCCL?</summary>
 #
@@ -316,16 +229,41 @@ check.run_order(run_order)
 # </details>
 
 # %% [markdown]
+# When your function passes, count what it sends.
+
+
+# %%
+def count_messages(micro):
+    torch.manual_seed(0)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    stage = nn.Embedding(50, 16) if rank == 0 else nn.Linear(16, 50 if rank == n - 1 else 16)
+    words, nothing = list(torch.arange(24).view(micro, -1)), [None] * micro
+    inputs, targets = words if rank == 0 else nothing, words if rank == n - 1 else nothing
+    order = [(kind, i) for kind in "FB" for i in range(micro)]  # GPipe's
+    with record() as ledger:
+        run_order(stage, order, inputs, targets, F.cross_entropy, torch.empty(24 // micro, 16))
+    return ledger.messages, ledger.sent
+
+
+for micro in (1, 4, 12):
+    counts = launch(count_messages, micro, world_size=WORLD_SIZE, backend="gloo")
+    print(f"{micro:>2} micro-batches:", ", ".join(f"{k} messages {b:,} B" for k, b in counts))
+
+# %% [markdown]
+# The bytes stay the same: more micro-batches are more messages, each smaller. The ranks in the middle send twice as
+# much as those at the ends, an activation on and a gradient back.
+
+# %% [markdown]
 # ---
-# ## Exercise 4 · Stages of equal cost
+# ## Exercise 3 · Stages of equal cost
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 25 | 10, Stages that are not equal | no cut has a cheaper dearest stage |
+# | 3 of 5 | 25 | 10, Stages that are not equal | no cut is better |
 #
 # All stages wait for the slowest, in every micro-batch. Layers are not alike: the head of a GPT multiplies by the whole
-# vocabulary and costs as much as several blocks. Cut a row of layers into stages, so that the dearest stage is as cheap
-# as it can be. The layers keep their order.
+# vocabulary and can cost as much as several blocks. Cut a row of layers into stages so that the slowest stage is as
+# fast as it can be. The layers keep their order.
 
 
 # %%
@@ -335,7 +273,7 @@ def balance(costs: list[float], stages: int) -> list[int]:
     `costs` are the times of the layers in order, such as [1, 1, 1, 1, 4]: for 2 stages, [4, 1].
     """
     ### BEGIN SOLUTION
-    # best[n]: dearest stage and sizes of the first n layers, cut into as many stages as so far
+    # best[n]: slowest stage and sizes of the first n layers, cut into as many stages as so far
     best = {n: (sum(costs[:n]), [n]) for n in range(1, len(costs) + 1)}
     for stage in range(2, stages + 1):
         best = {
@@ -364,9 +302,9 @@ check.balance(balance)
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# With best[k] the dearest stage of the first k layers in s - 1 stages, that of the first n layers in s stages is the
-# smallest max(best[k], costs[k] + … + costs[n - 1]) over all k. Begin with one stage, add one at a time, and keep the
-# sizes beside each number.
+# Let best[k] be the cost of the slowest stage of the first k layers in s - 1 stages. That of the first n layers in s
+# stages is the smallest max(best[k], costs[k] + … + costs[n - 1]) over all k. Begin with one stage, add one at a time,
+# and keep the sizes beside each number.
 # </details>
 # <details><summary>And if the head costs more than a whole stage should?</summary>
 #
@@ -376,11 +314,11 @@ check.balance(balance)
 
 # %% [markdown]
 # ---
-# ## Exercise 5 · Bubble and activations on paper
+# ## Exercise 4 · Bubble and activations on paper
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 2 of 5 | 15 | 10, Micro-batches, and GPipe; Interleaving | per cent and GB, within 1 % |
+# | 2 of 5 | 15 | 10, Micro-batches: GPipe; Less bubble | per cent and GB, within 1 % |
 #
 # 32 micro-batches go through 8 ranks of equal speed. Backward takes twice as long as forward; messages take no time.
 # What a rank's layers keep of one micro-batch for backward is 0.5 GB. Which share of **all the time** does a rank
@@ -440,62 +378,18 @@ check.bubble(bubble)
 # </details>
 # <details><summary>What does interleaving cost?</summary>
 #
-# A little more memory, and more than v times the messages: each micro-batch crosses v·p - 1 boundaries, not p - 1.
+# A little more memory, and more than v times the messages: each micro-batch crosses v·p - 1 boundaries, not p - 1. What
+# it saves is batch: for a bubble of 3 % on 8 ranks 1F1B needs 227 micro-batches, and four stages on each rank 64 (in
+# Megatron-LM's schedule their number is a multiple of p).
 # </details>
 
 # %% [markdown]
 # ---
-# ## Exercise 6 · Enough micro-batches
+# ## Exercise 5 · A schedule of your own (puzzle)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 2 of 5 | 10 | 10, Why not a thousand micro-batches? | the exact number |
-#
-# How many micro-batches keep the bubble at 3 % of all the time or less, on 8 ranks, with 1, 2 and 4 stages on each?
-# With more than one, take Megatron-LM's schedule: micro-batches come in groups of 8, so their number is a multiple of
-# the ranks. (PyTorch's interleaved schedule takes some other numbers, too.)
-
-
-# %%
-def enough_microbatches(ranks: int, virtual: int, percent: float) -> int:
-    """Smallest number of micro-batches whose bubble is at most `percent` of all the time.
-
-    `virtual` is the number of stages on each rank: 1 is plain 1F1B, more is interleaved.
-    """
-    ### BEGIN SOLUTION
-    count = step = ranks if virtual > 1 else 1
-    while 100 * (ranks - 1) / (virtual * count + ranks - 1) > percent:
-        count += step
-    return count
-    ### END SOLUTION
-
-
-# %%
-check.enough_microbatches(enough_microbatches)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Solve (p - 1)/(vm + p - 1) = x for m, or let a loop count up.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# m = (p - 1)(1 - x)/(v x). Round up to a whole number, and with v > 1 to a multiple of p. One rank has no bubble, and
-# needs one micro-batch all the same.
-# </details>
-# <details><summary>What does interleaving save here?</summary>
-#
-# 227 micro-batches become 120 and 64. If the whole batch is 512 sequences, a micro-batch has 2 sequences in the first
-# case and 8 in the last: larger matrices, which a GPU computes faster. The price is more than v times the messages.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 7 · A schedule of your own (puzzle)
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 4 of 5 | 40 | 10, Zero-bubble: backward in two halves | at most 59 ms and 5 activations on each rank |
+# | 4 of 5 | 40 | 10, Less bubble; Zero-bubble: backward in two halves | at most 59 ms and 5 activations on each rank |
 #
 # Four ranks, eight micro-batches. Backward comes in two parts: **I**, the gradient of the input, which the rank before
 # waits for, and **W**, the gradient of the weights, which nobody waits for. F takes 2 ms, I takes 3 ms, W takes 1 ms;

@@ -61,7 +61,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
     "05": (Cell("strong = [throughput(whole_batch // n, n) for n in counts]"),),
     "06": (Cell("here, there = ("), Cell("on the GPU after a step: {here[1]:,} bytes")),
     "07": (Cell('assert off == 0 or n < world_size or backend != "gloo"'),),
-    "10": (Cell("found = launch(naive_run, size, world_size=world_size, backend=backend)", 2),),
+    "10": (Cell("found = on_ranks(train, one_by_one, [whole], gpt, sizes, text, pace=pace)", 2),),
 }
 _LEFT_OUT = ("course_utils.plots", "course_utils.widgets", "matplotlib", "IPython")
 _OUTPUT = 40  # last lines of what a cell prints that the report keeps
