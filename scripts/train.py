@@ -160,7 +160,7 @@ SPLIT = {
     "embedding": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "position": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
     "blocks.*.norm[12]": parallel.SequenceParallel(),
-    "blocks.*.qkv": parallel.ColwiseParallel(input_layouts=Shard(1)),
+    "blocks.*.qkv": parallel.ColwiseParallel(input_layouts=Shard(1)),  # rows: by head
     "blocks.*.out": parallel.RowwiseParallel(output_layouts=Shard(1)),
     "blocks.*.up": parallel.ColwiseParallel(input_layouts=Shard(1)),
     "blocks.*.down": parallel.RowwiseParallel(output_layouts=Shard(1)),

@@ -504,9 +504,9 @@ bandwidth(gpus.sizes, {"all_reduce": gpus.seconds}, gpus.ranks, kind="recorded")
 # *The figure: time is below 0.1 ms at first, flat from 1 to 4 MiB, then rises; bus bandwidth climbs to 235 GB/s, with
 # a dip from 8 to 16 MiB.*
 #
-# So this all-reduce uses 84 % of the link, which algbw would not have told you. The dip is real: at some sizes the
-# library changes its algorithm or protocol, so look at whole curves. (Where the switch adds, busbw can even exceed
-# the link: 482 of 450 GB/s on eight H200, *recorded*, same source.)
+# So this all-reduce uses 84 % of the link, which algbw would not have told you. The dip is probably real, because at
+# some sizes the library changes its algorithm or protocol, so look at whole curves. (Where the switch adds, busbw can
+# even exceed the link: 482 of 450 GB/s on eight H200, *recorded*, same source.)
 #
 # ### Many small calls
 #
@@ -867,6 +867,8 @@ for rank in wire:
     for op in ("all_reduce", "all_gather", "all_to_all"):
         assert abs(rank[op][0] - bytes_sent(op, world_size, 1.0)) < 0.01
     assert abs(rank["reduce_scatter"][0] - rank["all_reduce"][0]) < 0.01
+for op in ("gather", "scatter") if wire else ():
+    assert abs(max(max(rank[op]) for rank in wire) - bytes_sent(op, world_size, 1.0)) < 0.01
 print("gloo's reduce_scatter moves the bytes of an all_reduce" if wire else "not counted")
 
 # %% [markdown] tags=["deeper"]

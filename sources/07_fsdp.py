@@ -397,6 +397,8 @@ plots.shard_timeline(steps["with the hint"]["lanes"], [], "measured: a step with
 # published by Meta with [HTA](https://github.com/facebookresearch/HolisticTraceAnalysis)).
 
 # %%
+assert [step["beside"] for step in steps.values()] == [0, 3, 6]
+
 v100 = load_trace("two_machines")[1]
 parts = breakdown(v100)
 hidden = parts["overlap"] / parts["communication"]

@@ -194,7 +194,7 @@ class RowParallelLinear(nn.Module):
 
 
 # %% [markdown]
-# ## 3. An MLP, and why equal losses prove little
+# ## 3. An MLP, and which gradients are right
 #
 # In the MLP, `up` is column parallel, so each rank gets some of the inner features. GELU works on each feature by
 # itself, and `down` is row parallel and takes exactly those features. So nothing is sent between the two.
@@ -212,8 +212,8 @@ title = f"an MLP on {world_size} ranks, a colour each; grey: whole on every rank
 plots.cut_picture(gpt.hidden, 4 * gpt.hidden, gpt.hidden, world_size, title)
 
 # %% [markdown]
-# *The figure: x, whole; f; the matrix A of `up`, cut into blocks of columns, one for each rank; the inner features, cut
-# in the same way; the matrix B of `down`, cut by rows; g; and y, whole. A and B are drawn transposed, as in papers.*
+# *The figure: x, whole; f; the weight of `up`, cut into blocks of columns, one for each rank; the inner features, cut
+# in the same way; the weight of `down`, cut by rows; g; and y, whole. Weights are drawn transposed, as in papers.*
 #
 # We try four versions on real ranks: with f and g, without f, without g, and with a g that all-reduces in backward
 # *too*, as if the t losses were different. `try_layer` compares the rank's part with the whole layer.

@@ -17,7 +17,7 @@ _WHOLE = "#EEEEEE"
 def cut_picture(inputs: int, inner: int, outputs: int, ranks: int, title: str) -> Figure:
     """Draw a column-parallel layer and a row-parallel one behind it, every part in the colour of the rank that has it.
 
-    Matrices stand as in y = x A B, so that A is cut by columns and B by rows; widths and heights are to scale, but for
+    Weights stand as in y = x upᵀ downᵀ: `up` cut by columns, `down` by rows; widths and heights are to scale, but for
     the number of tokens. What each rank has whole is grey.
 
     Parameters
@@ -37,8 +37,9 @@ def cut_picture(inputs: int, inner: int, outputs: int, ranks: int, title: str) -
     unit, tokens = 1 / inputs, 0.8
     edges = [unit * sum(divmod(inner, ranks)[0] + (r < inner % ranks) for r in range(k)) for k in range(ranks + 1)]
     matrices = [
-        ("x", (1, tokens), None), ("A", (inner * unit, 1), "columns"), ("GELU(x A)", (inner * unit, tokens), "columns"),
-        ("B", (outputs * unit, inner * unit), "rows"), ("y", (outputs * unit, tokens), None),
+        ("x", (1, tokens), None), ("upᵀ", (inner * unit, 1), "columns"),
+        ("GELU(x upᵀ)", (inner * unit, tokens), "columns"), ("downᵀ", (outputs * unit, inner * unit), "rows"),
+        ("y", (outputs * unit, tokens), None),
     ]
     left, between = 0.0, ("f", "=", "", "g")
     for i, (name, (width, height), cut) in enumerate(matrices):
