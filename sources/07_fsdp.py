@@ -27,7 +27,7 @@
 # - *save* a sharded checkpoint that survives a rank's death, and *load* it on any number of ranks.
 #
 # **Before this:** [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb). **Time:** about 45 minutes to read the core, 100
-# with the deeper sections, about one to run.
+# with the deeper sections, under two to run.
 
 # %% [markdown]
 # First PyTorch and every parameter, then what comes from the course.
