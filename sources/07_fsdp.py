@@ -15,15 +15,15 @@
 #
 # Two lines shard a model so that no rank ever has to hold all of it: `fully_shard(block)` for each block, and
 # `fully_shard(model)`. The loop stays as it was, and so do the losses. Llama 3.1 8B, sharded in this way, takes 5,762
-# tokens a second on each of 8 H100s. On 128 of them, with 16 times the batch, it takes 5,605 on each, which is 97 %
+# tokens a second on each of 8 H100s. On 128, with 16 times the batch, it takes 5,605 on each, which is 97 %
 # (*recorded*, [torchtitan](https://github.com/pytorch/torchtitan): bf16, selective checkpointing, cards of 96 GB and
-# 500 W). Every weight travels to every rank in every step, and hardly anybody waits. This lesson shows why, and how
-# to save a model that no rank has whole.
+# 500 W). Every weight travels to every rank in every step, but the GPUs hardly wait for it. This lesson shows why,
+# and how to save a model that no rank has whole.
 #
 # **You will be able to**
 # - *say* for every moment of a step what a rank holds of each layer;
 # - *choose* what to wrap, and *count* what it costs in memory and bytes;
-# - *see* whether messages overlap with computation, and *make* them;
+# - *see* whether messages overlap with computation, and *make* them overlap;
 # - *save* a sharded checkpoint that survives a rank's death, and *load* it on any number of ranks.
 #
 # **Before this:** [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb). **Time:** about 45 minutes to read the core, 100
@@ -63,8 +63,8 @@ from course_utils.traces import load as load_trace
 # %% [markdown]
 # ## 1. Sharded: what a rank keeps
 #
-# The model is the small GPT of the lessons before, with four blocks. Each of the N ranks takes an equal part of the
-# windows of a step, so that a step means the same on any number of ranks. Ψ is the number of parameters.
+# The model is the small GPT of the lessons before, with four blocks. Each of the N ranks takes an equal part of a
+# step's windows of text, so a step trains on the same text for every N. Ψ is the number of parameters.
 
 # %% jupyter={"source_hidden": true}
 folded("The model", Block, GPT)
@@ -117,9 +117,9 @@ print("one process:", ", ".join(f"{loss:.3f}" for loss in reference))
 
 # %% [markdown]
 # Now the two lines. `fully_shard` changes a module *in place*: its parameters become **shards**, one piece for each
-# rank, and hooks are put around its forward and backward. Each call makes one **unit** of the parameters that no
-# earlier call has taken, so blocks come first, and the root's unit is what remains: the embeddings and the last norm.
-# The optimizer comes last, because it has to hold the shards and not the tensors that were there before.
+# rank, and hooks are put around its forward and backward. Each call makes one **unit**, of all parameters that no
+# earlier call has taken. So the blocks come first, and what remains, the embeddings and the last norm, is the unit of
+# the **root**, the whole model. The optimizer comes last, because it has to hold the shards.
 
 
 # %%
@@ -139,12 +139,13 @@ def first_run():
 print(same_losses(on_ranks(first_run)[0], reference))
 
 # %% [markdown]
-# The losses are the same: FSDP is a way to store a model, not another way to train it. A parameter is now a
+# The losses are the same, because FSDP changes how a model is stored, not how it is trained. A parameter is now a
 # **DTensor**, which knows its whole shape, the **mesh** of ranks that it is spread over, and its **placement** there.
-# `Shard(0)` means that it is cut along dimension 0, by rows. Below it lies an ordinary tensor with this rank's rows.
+# `Shard(0)`, printed as `S(0)`, means that it is cut along dimension 0, by rows. Below it lies an ordinary tensor
+# with this rank's rows.
 #
-# **Predict** the shapes of the pieces on each rank: of a weight of 192 rows and 64 columns, and of a weight that has
-# only 5 rows and 4 columns.
+# **Predict** the shape of the piece on each rank, for a weight of 192 rows and 64 columns, and for one of only 5 rows
+# and 4 columns.
 
 
 # %%
@@ -163,15 +164,15 @@ for i in range(2):
     assert sum(shape[0] for shape in local) == whole[0]
 
 # %% [markdown]
-# Rows are dealt in chunks of ⌈rows/N⌉ until there are none left, so of five rows the four ranks get 2, 2, 1 and 0.
-# The optimizer makes its states like the parameters that it is given, so they are sharded too. Between two steps a
-# rank therefore keeps an N-th of everything, which is ZeRO-3. But a layer cannot compute
-# with a quarter of its weight, so there must be moments when a rank holds more.
+# Each rank in turn takes ⌈rows/N⌉ rows until none are left, so of five rows the four ranks get 2, 2, 1 and 0. The
+# optimizer's states have the shapes of its parameters, so they are sharded too. Between two steps a rank therefore
+# keeps an N-th of everything, which is ZeRO-3. But a layer cannot compute with a quarter of its weight, so there must
+# be moments when a rank holds more.
 
 # %% [markdown]
 # ## 2. Gathered, computed, freed: one step
 #
-# FSDP borrows what a layer needs, and gives it back as soon as the layer has computed. For each unit:
+# FSDP gathers a unit's weights just before the unit computes, and frees them right after:
 #
 # ```text
 # forward    all-gather the weights  →  compute  →  free the whole weights
@@ -180,7 +181,7 @@ for i in range(2):
 #
 # The reduce-scatter leaves each rank with the mean gradient of its own rows, the only ones that its optimizer
 # updates. `watch` notes when messages start, when layers compute, and how many bytes of gathered weights a rank
-# holds. The figure counts events and leaves seconds out.
+# holds. The figure shows the order of events, not their times.
 
 
 # %%
@@ -202,8 +203,9 @@ lanes, line = on_ranks(watch_blocks)[0]
 plots.shard_timeline(lanes, line, "measured: one step of rank 0, in order of events", order=True)
 
 # %% [markdown]
-# *The figure: four lanes over 27 events. In forward a block computes before the next is gathered; in backward the
-# next is gathered first. The curve below, of gathered weights, rises both times up to the root and twice a block.*
+# *The figure: 27 events in four lanes, forward, backward, all-gather, reduce-scatter. In forward a block computes
+# before the next is gathered; in backward the next is gathered first. The curve below shows the gathered bytes. In
+# forward and in backward it rises to the root and two blocks.*
 
 # %%
 gathered = padded_bytes(build_gpt(gpt), world_size)  # bytes of all weights as they are gathered
@@ -219,35 +221,35 @@ assert 0.97 * (2 * block + root) < most <= 2 * block + root
 
 # %% [markdown]
 # Nine all-gathers and five reduce-scatters. Backward begins with the root, so FSDP does not free it after forward,
-# and it is gathered only once. The last block is less lucky: it is freed and gathered again at once, which section 8
-# saves.
+# and it is gathered only once. The last block is freed after forward and gathered again at once, which section 8
+# avoids.
 #
 # Beside the root there are two blocks' bytes at most. In backward they are two *different* blocks, because FSDP
-# fetches the next one before the present one computes. In forward it is the *same* block twice: its weights are
-# copied out of the flat message that the all-gather brought, and FSDP keeps that message until the next unit has been
-# copied out. On a GPU the next all-gather may have started by then, which makes a third block's bytes (by FSDP's
-# source; not measured here).
+# fetches the next one before the present one computes. In forward it is the *same* block twice. An all-gather brings
+# one flat message, the weights are copied out of it, and FSDP keeps the message until it copies out the next unit. On
+# a GPU the next all-gather may have started by then, and its message is a third block's bytes (from FSDP's source,
+# not measured).
 #
 # ### What is held, and when
 #
-# All that a rank holds, with Adam. *Gather i* is the flat message that the all-gather of block i brings, *reduce i*
-# the one that its reduce-scatter takes.
+# All that a rank holds except activations, with Adam. *Gather i* is the flat message that the all-gather of block i
+# brings, *reduce i* the one that its reduce-scatter sends.
 #
 # | moment | shards | gathered weights | whole gradients | flat messages |
 # |---|---|---|---|---|
 # | between steps | parameters and moments, Ψ/N each | | | |
 # | forward of block i | the same | root, block i | | gather i (on a GPU also gather i + 1) |
 # | backward of block i | also gradients so far | root, block i | block i's, root's | gather i − 1, reduce i + 1 |
-# | optimizer's step | also all gradients | | | temporaries of default Adam on a GPU: 4 bytes a local parameter |
+# | optimizer's step | also all gradients | | | on a GPU temporaries of default Adam: 4 bytes a local parameter |
 # | *dtype in bf16 training* | *float32* | *bf16* | *bf16* | *bf16 gathered, float32 reduced* |
 #
 # > **Misconception.** "FSDP divides the memory by N." Only the column of shards shrinks with N. Gathered weights,
-# > whole gradients, messages, and the activations that come on top, are as large on a thousand ranks as on two.
+# > whole gradients, messages and activations are as large on a thousand ranks as on two.
 #
 # ### How many bytes?
 #
-# Two all-gathers and a reduce-scatter of the whole model make 3Ψ numbers (lesson 06). DDP's all-reduce costs as much
-# as 2Ψ. Of each message a rank sends the part (N−1)/N; the ledger notes whole messages, without that factor.
+# Two all-gathers and a reduce-scatter of the whole model make 3Ψ numbers (lesson 06). DDP's all-reduce counts as 2Ψ.
+# Of each message a rank sends (N−1)/N; the ledger notes whole messages, without that factor.
 
 
 # %%
@@ -271,17 +273,17 @@ assert all_freed.bytes() == 3 * gathered and usual.bytes() == 3 * gathered - roo
 assert usual.count("all_gather") == 9 and usual.count("reduce_scatter") == 5
 
 # %% [markdown]
-# It is 3Ψ to the byte when the root is treated like a block, and a little less as usual: half as much again as DDP.
-# Section 4 asks whether anybody has to wait for it.
+# It is exactly 3Ψ when the root is freed like a block, and a little less by default: about 1.5 times as much as DDP.
+# Section 4 asks whether a rank has to wait for it.
 
 # %% [markdown]
 # ## 3. What to wrap
 #
-# A unit is gathered whole and in one message, so large units mean few messages and much memory, and small units the
+# A unit is gathered whole and in one message, so large units mean few messages but much memory, and small units the
 # opposite. We take a wider GPT and follow every tensor through a step with `memory.track`.
 #
-# **Predict**: only the root is wrapped, `fully_shard(model)` and nothing else. What is still divided by N, what is
-# lost?
+# **Predict**: only the root is wrapped, `fully_shard(model)` and nothing else. What is still divided by N, and what
+# is lost?
 
 # %%
 wide = TransformerConfig(layers=4, hidden=128)
@@ -321,14 +323,14 @@ assert peaks["every linear"].total < peaks["every block"].total < peaks["root on
 plots.memory_bars(peaks, "measured: one rank at its peak, one window of text")
 
 # %% [markdown]
-# *The figure: four bars by part. DDP holds whole states. With the root only they are divided, but the buffers hold
-# the whole model; with every block, and with every linear layer, the buffers shrink.*
+# *The figure: a bar for each wrapping, by part. DDP holds whole states. With the root only they are divided, but the
+# buffers hold all weights and gradients; by block they shrink, by linear layer more.*
 #
-# With the root only, the states are still divided by N. But the whole model is gathered before the first layer
+# With the root only, the model states are still divided by N. But the whole model is gathered before the first layer
 # computes and stays until backward is over, so at its peak a rank holds all weights and gradients, and nothing is
-# left to fetch ahead. Wrapping every linear layer saves little more memory than blocks do, and takes more than three
-# times as many messages, each with its latency. So a block is the usual choice. A tied weight belongs in a unit above
-# both its users: the root.
+# left to fetch ahead. Wrapping every linear layer saves some more memory than blocks do, but takes more than three
+# times as many messages, each with its latency. So a block is the usual choice. A tied weight, here of embedding and
+# head, belongs in a unit that contains both users: the root.
 #
 # Two more wrappers go around the same blocks, activation checkpointing (lesson 05) and `torch.compile`:
 #
@@ -350,14 +352,14 @@ plots.memory_bars(peaks, "measured: one rank at its peak, one window of text")
 # several queues of work, **streams**, which run side by side, and FSDP gives its messages streams of their own. But a
 # block cannot compute before its weights are there, so the next block's all-gather has to be *issued* before the
 # present block computes. In backward FSDP does this by itself, because it has seen the order of the units. In forward
-# it does not know which unit comes next. There it helps that the CPU runs ahead of the GPU; where it cannot,
-# `set_modules_to_forward_prefetch` says what comes next.
+# it does not know which unit comes next. There the CPU has to run ahead of the GPU and issue work early. Where it
+# cannot, the hint `set_modules_to_forward_prefetch` says what comes next.
 #
-# On our CPU ranks computing and sending share two cores, so overlap gains nothing. Therefore we let the blocks
-# *compute elsewhere*, as on a GPU: in `Elsewhere`, a model of four blocks, the CPU only waits while a block computes,
-# 25 ms in forward and 50 ms in backward. Its weights really travel, but over an emulated link on which a message
-# takes 20 ms. In the first version each all-gather is waited for where it is issued, as FSDP2 does on gloo. In the
-# second it may run while a block computes, and in the third forward gets the hint as well.
+# On our CPU ranks computing and sending share two cores, so overlap gains nothing. Therefore the four blocks of the
+# model `Elsewhere` *compute elsewhere*, as on a GPU: the CPU only waits, 25 ms a block in forward and 50 ms in
+# backward. The weights really travel, but over an emulated link on which a message takes 20 ms. In the first version
+# a rank issues an all-gather and waits for it at once, as FSDP2 does on gloo. In the second the message may travel
+# while a block computes, and in the third forward gets the hint as well.
 #
 # **Predict**: of the nine all-gathers, how many run beside a block that computes, in each version?
 
@@ -385,12 +387,12 @@ for name, step in steps.items():
 plots.shard_timeline(steps["with the hint"]["lanes"], [], "measured: a step with the hint")
 
 # %% [markdown]
-# *The figure: two lanes of one step. While a block computes, the next one's all-gather runs below it, in both
-# directions. Reduce-scatters, not drawn, have a stream of their own on a GPU too.*
+# *The figure: computing above, all-gathers below. While a block computes, the next one's all-gather runs, in forward
+# and in backward. Reduce-scatters are not drawn.*
 #
 # None, three, six: in backward the all-gathers of blocks 2, 1 and 0 are hidden, and with the hint also those of
-# blocks 1, 2 and 3 in forward. Each that is hidden takes up to 20 ms off the step, for one more unit's weights in
-# memory. The other three come when nothing computes.
+# blocks 1, 2 and 3 in forward. Each hidden one saves about 20 ms, but takes the memory of one more unit's weights.
+# The other three run when no block computes.
 #
 # And on a real GPU? None of the course's recorded traces shows FSDP, so here is another job with the same mechanism:
 # a recommendation model on a V100, one of two ranks, whose all-to-alls have streams of their own (*recorded*,
@@ -408,21 +410,22 @@ plots.step_spans(rows, "recorded: one step of a V100, not FSDP")
 # %% [markdown]
 # *The figure: two rows over 125 ms. The messages, below, lie for the larger part under the bars of computing.*
 #
-# Two thirds of the communication cost no time. Under FSDP a message is hidden if a block computes longer than its
-# weights travel. Section 7 works that out for Llama 3.1 8B, and finds why 128 GPUs were nearly as fast as 8.
+# Two thirds of the communication cost no time. Under FSDP a message is hidden if a block computes longer than the
+# next one's weights travel. Section 7 works that out for Llama 3.1 8B on 8 and on 128 GPUs.
 
 # %% [markdown]
 # ## 5. Checkpoints
 #
-# No rank has the whole state, so no rank can save it. Three tools share the work:
+# No rank has the whole state, so no rank can save it alone. Three tools share the work; `dcp` is
+# `torch.distributed.checkpoint`:
 #
 # - `get_state_dict` names parameters *and* optimizer states by the parameter's full name; the values are DTensors.
 #   `set_state_dict` is the way back.
 # - `dcp.save` lets every rank write its pieces into its own file. Rank 0 adds `.metadata`, which says where they lie.
 # - `dcp.load` reads *into* the tensors that it is given: each rank looks up which pieces overlap with its own rows.
 #
-# None of this requires the same number of ranks. So we save on all ranks after two steps, and load on as many, on
-# two and on one, each time into weights of another seed, so that what is equal afterwards came from the files.
+# None of this requires the same number of ranks. So we save on all ranks after two steps, and load on all, on two and
+# on one, each time into a model of another seed: what is equal afterwards came from the files.
 #
 # **Predict**: are the weights equal to the last bit, also on fewer ranks? And the losses of the next steps?
 
@@ -522,7 +525,7 @@ assert sharded.equal_states(loaded, saved)
 print(f"latest is {latest(folder).name}: states equal to the last bit")
 
 # %% [markdown]
-# Nothing is lost but the work since step 2. And over the old checkpoint?
+# Nothing is lost but the work since step 2. And what if the old checkpoint is written over?
 
 # %% tags=["nbval-ignore-output"]
 with expect_error(WorkerError):
@@ -546,7 +549,7 @@ assert not sharded.equal_states(loaded, saved) and old.any() and not old.all()
 #
 # [scripts/train.py](../scripts/train.py) is what to take to work, one file of plain PyTorch: FSDP2, recomputed and
 # compiled blocks, bf16 (section 10), accumulation, clipping, checkpoints that are published when complete, and a
-# restart. The model gets its memory when it is sharded (section 13):
+# restart. The model gets its memory after it is sharded (section 13):
 
 # %%
 program = SCRIPTS / "train.py"
@@ -555,8 +558,8 @@ print(excerpt(program, 'with torch.device("meta")', "model.to_empty"))
 
 # %% [markdown]
 # `checkpoint` stands in the block's own `forward`, so it is innermost, in the order of section 3. Next, how the loop
-# trains, clips and saves. `log.part` only measures; `set_requires_all_reduce` is for copies of the model (section
-# 11).
+# trains, clips and saves. `log.part` only measures; `set_requires_all_reduce` is for HSDP, copies of the model
+# (section 11).
 
 # %%
 print(excerpt(program, "for micro, windows in", "optimizer.zero_grad()"), end="\n...\n")
@@ -577,8 +580,8 @@ print("checkpoints:", *sorted(path.name for path in (folder / "run").glob("step-
 assert [line["step"] for line in log] == [1, 2, 3, 4, 5, 6] and log[-1]["loss"] < log[0]["loss"]
 
 # %% [markdown]
-# It went on from its newest checkpoint, and keeps the last two. [Lesson 16](16_multi_node.ipynb) runs the same file
-# on two hosts.
+# The second run went on from the newest checkpoint, and the last two are kept. [Lesson 16](16_multi_node.ipynb) runs
+# the same file on two hosts.
 
 # %% [markdown] tags=["deeper"]
 # ## 7. Padding, and which messages are hidden · deeper
@@ -1215,11 +1218,11 @@ print(f"peak: FSDP by blocks {peaks['every block'].total / peaks['DDP'].total:.2
 print("step in ms:", {name: round(1e3 * step["seconds"]) for name, step in steps.items()})
 
 # %% [markdown]
-# - Parameters are stored by rows over the ranks. Forward: all-gather, compute, free. Backward: all-gather, compute,
+# - Each rank stores some rows of every parameter. Forward: all-gather, compute, free. Backward: all-gather, compute,
 #   free, reduce-scatter. 3Ψ in all, and the same losses.
 # - Wrap each block, and the root. A message is hidden if it is issued early and travels for less time than a block
 #   computes.
-# - `dcp` saves on some number of ranks and loads on any other. A new folder each time, named when complete.
+# - `dcp` saves on one number of ranks and loads on any other. A new folder each time, named when complete.
 #
 # **Now you can answer**
 #
@@ -1233,7 +1236,8 @@ print("step in ms:", {name: round(1e3 * step["seconds"]) for name, step in steps
 #
 # 1. Gathered weights, whole gradients, messages, activations (section 2).
 # 2. From the inside out: checkpointing, `compile`, `fully_shard` (section 3).
-# 3. Whether the CPU runs ahead; if not, give the hint. Then whether a block computes long enough (section 4).
+# 3. Whether the CPU runs ahead. If not, give the hint (`set_modules_to_forward_prefetch`). Then whether a block
+#    computes long enough (section 4).
 # 4. If its name appears only after all ranks have written (section 5).
 # 5. If the states fit into one node and the link between nodes is slow (section 9).
 # </details>
