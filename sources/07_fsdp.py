@@ -558,8 +558,8 @@ print(excerpt(program, 'with torch.device("meta")', "model.to_empty"))
 
 # %% [markdown]
 # `checkpoint` stands in the block's own `forward`, so it is innermost, in the order of section 3. Next, how the loop
-# trains, clips and saves. `log.part` only measures; `set_requires_all_reduce` is for HSDP, copies of the model
-# (section 11).
+# trains, clips and saves. `log.part` only measures; `set_requires_all_reduce` is for several copies of the model
+# (sections 9 and 11).
 
 # %%
 print(excerpt(program, "for micro, windows in", "optimizer.zero_grad()"), end="\n...\n")
@@ -586,15 +586,16 @@ assert [line["step"] for line in log] == [1, 2, 3, 4, 5, 6] and log[-1]["loss"] 
 # %% [markdown] tags=["deeper"]
 # ## 7. Padding, and which messages are hidden · deeper
 #
-# Pieces of unequal size cannot be gathered into one message, so all are padded to the size of the first. A few bytes
-# travel for nothing. How many depends on how the rows of the weights compare with the ranks:
+# Pieces of unequal size cannot be gathered into one message, so all are padded to the size of the first. How much
+# padding travels depends on the rows and the ranks:
 
 # %% tags=["deeper"]
 for n in (world_size, 3, 5, 64):
     print(f"{n:2} ranks: {padded_bytes(build_gpt(gpt), n) / (4 * psi) - 1:5.1%} padding")
 
 # %% [markdown] tags=["deeper"]
-# Padding costs little as long as a weight has many more rows than there are ranks.
+# Where N divides the rows, as 4 and 64 do here, there is none. Otherwise it costs little if weights have many more
+# rows than there are ranks.
 #
 # When is a message hidden? A block has to compute longer than the weights of the next one travel. For Llama 3.1 8B,
 # with 16,384 tokens a rank:
@@ -610,23 +611,23 @@ for n, link, rate in ((8, "NVLink, 450 GB/s", 450e9), (128, "network, 50 GB/s a 
 
 # %% [markdown] tags=["deeper"]
 # So 128 GPUs were nearly as fast as 8. With an eighth of the tokens on each rank, computing would take an eighth of
-# the time and the message as long as before, so the slow link would no longer be hidden.
+# the time and the message as long as before, so on the slow link messages would no longer be hidden.
 #
-# Frozen parameters are gathered like others, but have no gradients to reduce. `ignored_params` stay whole on every
-# rank, and nobody averages their gradients.
+# Frozen parameters are gathered like others, but have no gradients to reduce. Parameters in `ignored_params` stay
+# whole on every rank, and their gradients are not averaged.
 
 # %% [markdown] tags=["deeper"]
 # ## 8. `reshard_after_forward`, and the ZeRO stages · deeper
 #
 # After its forward a unit's weights can be
 #
-# - **freed** (`True`): gathered again in backward, 3Ψ. The default for all units but the root;
-# - **kept** (`False`): 2Ψ, and the memory of the whole model between forward and backward. The root's default;
+# - **freed** (`True`), and gathered again in backward: the default for all units but the root;
+# - **kept** (`False`) until backward: the root's default;
 # - **freed in part** (an integer k, a divisor of N): each rank keeps a k-th, and backward gathers among k ranks. If
 #   those k share a node, backward's all-gathers stay inside it.
 #
-# The integer here is half of the ranks (four, if `world_size` is odd or less). **Predict** how many Ψ are gathered in
-# each case, and how many are held when backward begins.
+# Here the root is treated like the blocks, and the integer is N/2. **Predict** how many Ψ are gathered in each case,
+# and how many are held when backward begins.
 
 # %% tags=["deeper"]
 even = world_size if world_size >= 4 and world_size % 2 == 0 else 4
@@ -651,9 +652,9 @@ assert [len(ledgers[0]) for ledgers in by_choice.values()] == [15, 10, 15]
 # `False` has the whole model when backward begins, and saves one Ψ of traffic. With an integer the gathered weights
 # are freed as with `True`; what stays is a second, larger shard, which these numbers do not count: Ψ/k beside the Ψ/N
 # that every rank has (ZeRO++ calls it hpZ). Each unit may have its own choice. `False` for the last block saves the
-# all-gather that section 2 found wasted, for no memory at the peak.
+# all-gather that section 2 found wasted, and the peak stays as it is.
 #
-# | ZeRO | what is divided | FSDP2 | FSDP1 `ShardingStrategy` | traffic of a rank, times (N−1)/N |
+# | ZeRO | what is divided | FSDP2 | FSDP1 `ShardingStrategy` | traffic of a rank, times (n−1)/n in a group of n |
 # |---|---|---|---|---|
 # | 0 | nothing | `DDP`, or `replicate` | `NO_SHARD` | 2Ψ |
 # | 1 | optimizer states | none; `ZeroRedundancyOptimizer` with DDP | none | 2Ψ; with this tool 3Ψ (lesson 06) |
@@ -683,7 +684,8 @@ plots.mesh_picture(grid, ("replicate", "shard"), f"modelled: {even} ranks on two
 # *The figure: a row for each node. Along a row shards differ; down a column they are the same.*
 #
 # Let every collective run as a ring over its group. We count the bytes of *all ranks together* in three layouts: FSDP
-# over all ranks, HSDP, and HSDP with the mesh turned round by mistake. **Predict** their order between the nodes.
+# over all ranks, HSDP, and HSDP with the mesh turned round, its dimensions swapped by mistake. **Predict** which
+# sends most between nodes, which least.
 
 
 # %% tags=["deeper"]
@@ -711,13 +713,14 @@ assert sent["HSDP"][1] == 2 * padded_bytes(build_gpt(gpt), per_node)
 
 # %% [markdown] tags=["deeper"]
 # Under HSDP a unit's gradients are reduce-scattered inside the node, and then each rank all-reduces its own shard
-# with its partner on the other node. With k ranks on each of two nodes that is k partners × 2 directions × Ψ/k = 2Ψ,
-# whatever k is. A ring over all ranks crosses between the nodes twice, each time with 3Ψ(N−1)/N.
+# with its partner on the other node. With k ranks on each of two nodes that is k pairs × 2 directions × Ψ/k = 2Ψ,
+# whatever k is. A ring over all ranks crosses between the nodes twice, each time with 3Ψ(N−1)/N, less the root's
+# second gathering.
 #
 # A mesh turned round is worse than no mesh at all, because it *shards* over the slow link. Nothing warns of that.
 #
-# How much does it save on M nodes, and does the model fit? With M nodes HSDP sends 2(M − 1)Ψ between nodes and FSDP's
-# ring 3MΨ(N−1)/N. The model states, 16 bytes a parameter, have to fit into one node.
+# How much does HSDP save on M nodes, and does the model fit? Each node sends 2Ψ(M − 1)/M under HSDP, and 3Ψ(N−1)/N in
+# FSDP's ring. The model states, 16 bytes a parameter, have to fit into one node.
 
 # %% tags=["deeper"]
 for nodes in (2, 8, 64):
@@ -740,9 +743,9 @@ for name, parameters in {"8B": 8.03e9, "70B": 70.6e9}.items():
 # ## 10. Mixed precision and offload · deeper
 #
 # `MixedPrecisionPolicy` belongs to a unit. `param_dtype` is what its weights are gathered and computed with,
-# `reduce_dtype` what gradients are reduced in (by default the same), `output_dtype` what forward hands out. Of the
-# four policies here the last has an option for the root alone. **Predict**: which dtype have the weights that the
-# optimizer updates, and the loss?
+# `reduce_dtype` what gradients are reduced in (by default the same), `output_dtype` what forward hands out. We
+# compare float32, bf16, bf16 with gradients reduced in float32, and that with float32 output of the root. **Predict**
+# for each the dtype of the weights that the optimizer updates, and of the loss.
 
 
 # %% tags=["deeper"]
@@ -779,13 +782,13 @@ for name, options in policies.items():
 
 # %% [markdown] tags=["deeper"]
 # Shards, their gradients and the optimizer's states stay float32 in all four: the shard *is* the master weight of
-# lesson 05, and no second copy is needed. What is gathered is a cast copy, so the all-gathers have half the bytes. So
-# have the reduce-scatters, unless `reduce_dtype` says otherwise. Sums of N gradients in bf16 lose digits with N, so
-# float32 is the safe choice there, for half a Ψ more.
+# lesson 05, and no second copy is needed. What is gathered is a copy in bf16, so the all-gathers have half the bytes.
+# So have the reduce-scatters, unless `reduce_dtype` says otherwise. A sum of N gradients in bf16 loses more digits
+# the larger N is, so float32 is the safe choice there, for half a Ψ more.
 #
-# In the second and third row the loss was computed in bf16, because the root's output is: three digits at most. In
-# the fourth the *root's* policy hands out logits in float32. In every block's policy that would be a mistake: the
-# last norm, which belongs to the root, would get float32 input for its bf16 weights and refuse.
+# In the second and third row the loss was computed in bf16, with three digits at most, because the root's output is
+# in bf16. In the fourth the *root's* policy hands out logits in float32. The same option for the blocks would be a
+# mistake: the last norm, which belongs to the root, would get float32 input for its bf16 weights and fail.
 #
 # ### Offload
 #
@@ -809,10 +812,11 @@ assert size == usual.bytes() and where == {"cpu"}
 print(f"{same_losses(losses, reference)}; same messages; parameters are on the {where.pop()}")
 
 # %% [markdown] tags=["deeper"]
-# On the CPU nothing moves. From a GPU the rank's part of the states goes, 4Ψ/N numbers with Adam. In return each step
-# carries over PCIe the shard twice in and its gradient once out, 3Ψ/N numbers a rank, and waits for the CPU's Adam.
+# Here, on the CPU, nothing moves. On a GPU, offload frees the memory of the rank's states, 4Ψ/N numbers with Adam.
+# But each step copies over PCIe the shard twice to the GPU and its gradient once back, 3Ψ/N numbers a rank, and waits
+# for the CPU's Adam.
 #
-# > **What changes on real GPUs.** With offload gradients lie on the CPU, so clipping and full state dicts are
+# > **What changes on real GPUs.** With offload, gradients are on the CPU, so clipping and full state dicts are
 # > collectives on CPU tensors. NCCL alone refuses them (*recorded*,
 # > [pytorch issue 148532](https://github.com/pytorch/pytorch/issues/148532)). The group needs a backend for each kind
 # > of device, `init_process_group("cpu:gloo,cuda:nccl")`.
@@ -824,10 +828,10 @@ print(f"{same_losses(losses, reference)}; same messages; parameters are on the {
 # model:
 #
 # - `set_requires_gradient_sync(False)`: gradients are not reduced but added up, *whole*, on this rank;
-# - `set_reshard_after_forward(False)` and `set_reshard_after_backward(False)`: weights stay gathered from one
-#   micro-batch to the next, between which they do not change.
+# - `set_reshard_after_forward(False)` and `set_reshard_after_backward(False)`: weights stay gathered between
+#   micro-batches, because only the optimizer changes them.
 #
-# **Predict** how many Ψ four micro-batches send: plainly; with the first switch; with all.
+# **Predict** how many Ψ four micro-batches send: without switches; with the first; with all.
 
 
 # %% tags=["deeper"]
@@ -858,14 +862,15 @@ for how in ("plain", "sync at the end", "keep weights"):
     assert torch.allclose(gradient.cpu(), expected, rtol=0, atol=1e-6)
 
 # %% [markdown] tags=["deeper"]
-# Each time the gradient is that of one process. The plain loop sends four steps' worth, and the first switch saves
-# only the reduce-scatters, so the bytes fall by a factor of 1.3 and not of 4. All switches together leave 2Ψ, as much
-# as DDP sends. But they cost what FSDP was for: whole gradients on every rank between micro-batches, and whole
-# weights. Where memory is tight, accept the traffic of the plain loop, or make the micro-batches larger with
+# Each time the gradient is that of one process. The plain loop sends as much as four steps, and the first switch
+# saves only reduce-scatters, so the bytes fall by a factor of 1.3 and not of 4. All switches together leave 2Ψ, as
+# much as DDP sends. But they give up what FSDP is for: every rank keeps whole gradients and weights between
+# micro-batches. Where memory is tight, accept the traffic of the plain loop, or make the micro-batches larger with
 # activation checkpointing.
 #
-# Under HSDP there is a middle way. With `set_requires_all_reduce(False)` until the last micro-batch, each one is
-# reduced inside the node, and only their sum between nodes. A rank keeps no more than a shard of it.
+# Under HSDP there is a middle way. With `set_requires_all_reduce(False)` until the last micro-batch, the gradients of
+# each are reduce-scattered inside the node, and only their sum is all-reduced between nodes. A rank keeps only its
+# shard of that sum.
 
 
 # %% tags=["deeper"]
@@ -886,9 +891,9 @@ for once in (False, True):
     assert (scatters, reduces) == (20, 5 if once else 20)
 
 # %% [markdown] tags=["deeper"]
-# Two traps. With `param_dtype=torch.bfloat16` set `reduce_dtype=torch.float32`, because otherwise the first switch
-# adds the micro-batches up in bf16; with it the whole gradients take 4 bytes each. And dividing by `micro` is right
-# only where every micro-batch of every rank has as many tokens. With padding or masks, take the sum over tokens,
+# Two traps remain. If `param_dtype` is bf16, set `reduce_dtype=torch.float32`: otherwise the first switch adds up the
+# micro-batches in bf16. With it the whole gradients take 4 bytes a number. And dividing by `micro` is right only if
+# all micro-batches of all ranks have the same number of tokens. With padding or masks, take the sum over tokens,
 # divide by the tokens of the whole step (one all-reduce of their count) and multiply by N, because FSDP averages over
 # ranks.
 
@@ -896,7 +901,7 @@ for once in (False, True):
 # ## 12. Clipping · deeper
 #
 # Clipping scales the gradient down if its norm is above a limit: the norm of *all* gradients, of which each rank has
-# only a piece. **Predict** what a rank gets that takes the norm of its own piece.
+# only a piece. **Predict** how the norm of a rank's own pieces differs from the whole norm.
 
 
 # %% tags=["deeper"]
@@ -923,18 +928,18 @@ assert abs(sum(own**2 for own, *_ in by_rank) ** 0.5 - expected) < 1e-4
 
 # %% [markdown] tags=["deeper"]
 # `clip_grad_norm_` sees DTensors: it squares the pieces' norms, sums over the ranks with one all-reduce (a number for
-# each parameter) and takes the root. A rank's own norm is too small, by about √N, and different on each rank.
-# Clipping by it clips too little and scales each rank's rows by another factor, so the direction changes as well.
-# Nothing warns of it. It happens in hand-written code that takes `p.grad.to_local()`. The norm that is returned is a
-# DTensor too, so call `.full_tensor()` before you log it, on *all* ranks.
+# each parameter) and takes the root. A rank's own norm is too small, by a factor of about √N, and different on each
+# rank. Clipping by it is too weak and scales each rank's rows by a different factor, so the direction changes as
+# well. Nothing warns of it. It happens in hand-written code that takes `p.grad.to_local()`. The norm that is returned
+# is a DTensor too, so call `.full_tensor()` before you log it, on *all* ranks.
 
 # %% [markdown] tags=["deeper"]
 # ## 13. A model that no rank can hold · deeper
 #
 # So far each rank built the whole model and then sharded it. A model too large for a rank is built on the **meta
 # device**, as shapes without memory; then sharded; then given memory for its shards; then filled. Filling is where it
-# goes wrong. **Predict**: all ranks use the same seed, as in lesson 04, and initialise their shards. What is in the
-# whole weight?
+# goes wrong. **Predict**: all ranks use the same seed, as in lesson 04, and each initialises its own shards. What
+# does the whole weight look like?
 
 
 # %% tags=["deeper"]
@@ -960,14 +965,14 @@ for rank, row in enumerate(on_ranks(filled_by_each_rank)[0]):
     print(f"first row of rank {rank}'s piece:", *(f"{value:7.4f}" for value in row))
 
 # %% [markdown] tags=["deeper"]
-# Every rank drew the same numbers for its own piece, so the whole weight repeats itself N times, with a warning that
-# is easily missed. (On GPUs the random generator of DTensors is made to give each piece numbers of its own; not run
-# here.)
+# Every rank drew the same numbers for its own piece, so the whole weight is the same piece N times. Only a warning
+# says so, and it is easily missed. On GPUs the random generator of DTensors is meant to give each piece different
+# numbers (not run here).
 #
 # The safe way is to take the weights from one place. If rank 0 has them, `set_model_state_dict` hands each rank its
-# piece. But then rank 0's host must hold the whole model, 280 GB for 70 billion parameters in float32. A pretrained
-# model is better loaded **shard by shard**: every rank maps the file into memory, which reads nothing yet, and takes
-# its own rows of one weight after the other.
+# piece. But then the host of rank 0 must hold the whole model, 280 GB for 70 billion parameters in float32. A
+# pretrained model is better loaded **shard by shard**: every rank maps the file into memory, which reads nothing yet,
+# and takes its own rows of one weight after the other.
 
 
 # %% tags=["deeper"]
@@ -1012,7 +1017,7 @@ with tempfile.TemporaryDirectory() as pretrained:
 # storage_reader=dcp.HuggingFaceStorageReader(folder))`.
 #
 # **Tied weights** survive `to_empty` here, because `fully_shard` has made them one DTensor, and PyTorch fills that in
-# place. An ordinary parameter is replaced, once for each user:
+# place. An ordinary parameter is replaced, separately in each module that uses it:
 
 # %% tags=["deeper"]
 with torch.device("meta"):
@@ -1024,16 +1029,17 @@ print(f"plain model: tied on meta {before}, after to_empty {after}")
 assert before and not after
 
 # %% [markdown] tags=["deeper"]
-# So assert it after `to_empty`, and tie again if it fails, before `fully_shard`. Buffers that are not in the state
-# dict, such as tables of rotary embeddings, have to be computed again by hand.
+# So assert after `to_empty` that the weights are tied. If you call `to_empty` before `fully_shard`, tie them again in
+# between. Buffers that are not in the state dict, such as tables of rotary embeddings, have to be computed again by
+# hand.
 
 # %% [markdown] tags=["deeper"]
 # ## 14. Checkpoints without waiting, for resuming, and for others · deeper
 #
-# `dcp.async_save` copies the states and returns; a thread writes while training goes on. Its messages need a **group
-# of their own**, because on the training group they would get between those of the training steps. **Predict**:
-# training changes the weights while they are written. What is in the files? And which ranks get the *full* state
-# dict, of ordinary tensors, that is asked for at the end?
+# `dcp.async_save` returns before the files are written; a thread writes them while training goes on. Its messages
+# need a **group of their own**, because on the training group they would mix with those of the training steps.
+# **Predict**: training changes the weights while the thread writes. Which weights are in the files? At the end all
+# ranks ask for the *full* state dict, of ordinary tensors, in the host's memory. Which get it?
 
 
 # %% tags=["deeper"]
@@ -1069,15 +1075,16 @@ for chunk in metadata[qkv].chunks:
     print(f"{qkv}: {tuple(chunk.sizes)} from row {chunk.offsets[0]}")
 
 # %% [markdown] tags=["deeper"]
-# The files have the weights of the moment of the call. On a GPU `async_save` copies the states to the host first, and
-# training waits for that copy; the host needs room for it. The last lines are what `.metadata` says of one tensor.
+# The files have the weights of the moment of the call. `async_save` copies the states before it returns. On a GPU
+# training waits for that copy to the host, which needs room for it. The last lines are what `.metadata` says of one
+# tensor.
 #
 # Only rank 0 gets the full state dict, a tensor at a time, in its host's memory; without `cpu_offload=True` every
 # rank would get the whole model on its GPU. `dcp_to_torch_save(folder, file)`, of
 # `torch.distributed.checkpoint.format_utils`, does the same on any machine that can hold it, without ranks.
 #
 # Save also the step, the sampler's position, the schedule, and random states, the GPU's too. What differs between
-# ranks needs a key for each rank, because of plain values under the same key only one rank's is written.
+# ranks needs a key for each rank, because `dcp` writes a plain value once for each key, from one rank only.
 #
 # > **To resume, in this order:**
 # > 1. Build on the meta device, `fully_shard`, `to_empty`; assert that tied weights are still tied (section 13).
@@ -1135,8 +1142,8 @@ print(f"{ledger.bytes() / gathered:.2f} Ψ in {len(ledger)} messages; dimensions
 # %% [markdown] tags=["deeper"]
 # ## 16. Mistakes, and what they say · deeper
 #
-# **The optimizer was built before `fully_shard`.** It holds the old parameters. **The root is not wrapped.** Blocks
-# are, and it trains. **Predict** what each of these does to the weights, and which of them says so.
+# **The optimizer was built before `fully_shard`**, so it holds the old parameters. **The root is not wrapped**, only
+# the blocks are. **Predict** what each of these mistakes does to the weights, and which of them raises an error.
 
 
 # %% tags=["deeper"]
@@ -1166,9 +1173,9 @@ print(f"no root: embeddings differ by up to {spread:.2f}; {gathers} all-gathers 
 assert spread > 0.01 and gathers == 4
 
 # %% [markdown] tags=["deeper"]
-# No message appears in either case. The first optimizer steps parameters that no model uses. In the second,
-# embeddings and the last norm are ordinary parameters whose gradients nobody averages, so each rank trains its own.
-# And every block treats itself as a root, so it is not freed after forward: four all-gathers instead of eight.
+# Neither raises an error. The first optimizer updates parameters that no model uses. In the second, embeddings and
+# the last norm are ordinary parameters whose gradients nobody averages, so each rank trains its own. And every block
+# treats itself as a root, so it is not freed after forward: four all-gathers instead of eight.
 #
 # **The forward pass is bypassed.** Hooks gather the weights, and hooks run when a module is *called*. So
 # `model.loss(x, y)`, a method that calls `self(...)`, works; `model.forward(x)`, and a layer of the root called from
@@ -1192,18 +1199,18 @@ for how in ("forward", "head"):
         print(f"{how}: {error.exception}")
 
 # %% [markdown] tags=["deeper"]
-# The last two meet weights that are still pieces. *Mixed torch.Tensor and DTensor* is the message to remember:
-# somebody uses a parameter outside its unit's forward. A method that stands beside forward, such as `generate`, is
-# made known with `torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")`.
+# The last two calls meet weights that are still pieces. *Mixed torch.Tensor and DTensor* is the message to remember:
+# somebody uses a parameter outside its unit's forward. Another method that should gather too, such as `generate`, is
+# registered with `torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")`.
 #
 # **`torch.save` of a sharded model** works, on every rank. Each file claims the whole shape and has an N-th of the
 # numbers, and an ordinary model that loads it meets the same message.
 #
-# **Only rank 0 asks for the full state dict**, and the run hangs, because that is a collective like any other. All
-# ranks ask, one saves. The same holds for `full_tensor()` and for printing a parameter's mean.
+# **Only rank 0 asks for the full state dict**, and the run hangs, because that is a collective like any other. Let
+# all ranks ask, and one save. The same holds for `full_tensor()` and for printing a parameter's mean.
 #
-# **One rank has a batch less in every epoch.** As under DDP (lesson 04) there is no error at first: the rank is a
-# batch ahead from then on, and gradients of two epochs are averaged. It hangs at the very end. Count the batches
+# **One rank has a batch less in every epoch.** As under DDP (lesson 04) there is no error at first: from then on the
+# rank is a batch ahead, and gradients of two epochs are averaged. The run hangs at the very end. Count the batches
 # before the loop, and take the smallest number of all ranks.
 
 # %% [markdown]
