@@ -15,15 +15,15 @@
 #
 # Two lines shard a model so that no rank ever has to hold all of it: `fully_shard(block)` for each block, and
 # `fully_shard(model)`. The loop stays as it was, and so do the losses. Llama 3.1 8B, sharded in this way, takes 5,762
-# tokens a second on each of 8 H100s. On 128 of them, with 16 times the batch, it takes 5,605 on each, which is 97 %
+# tokens a second on each of 8 H100s. On 128, with 16 times the batch, it takes 5,605 on each, which is 97 %
 # (*recorded*, [torchtitan](https://github.com/pytorch/torchtitan): bf16, selective checkpointing, cards of 96 GB and
-# 500 W). Every weight travels to every rank in every step, and hardly anybody waits. This lesson shows why, and how
-# to save a model that no rank has whole.
+# 500 W). Every weight travels to every rank in every step, but the GPUs hardly wait for it. This lesson shows why,
+# and how to save a model that no rank has whole.
 #
 # **You will be able to**
 # - *say* for every moment of a step what a rank holds of each layer;
 # - *choose* what to wrap, and *count* what it costs in memory and bytes;
-# - *see* whether messages overlap with computation, and *make* them;
+# - *see* whether messages overlap with computation, and *make* them overlap;
 # - *save* a sharded checkpoint that survives a rank's death, and *load* it on any number of ranks.
 #
 # **Before this:** [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb). **Time:** about 45 minutes to read the core, 100
@@ -63,8 +63,8 @@ from course_utils.traces import load as load_trace
 # %% [markdown]
 # ## 1. Sharded: what a rank keeps
 #
-# The model is the small GPT of the lessons before, with four blocks. Each of the N ranks takes an equal part of the
-# windows of a step, so that a step means the same on any number of ranks. Ψ is the number of parameters.
+# The model is the small GPT of the lessons before, with four blocks. Each of the N ranks takes an equal part of a
+# step's windows of text, so a step trains on the same text for every N. Ψ is the number of parameters.
 
 # %% jupyter={"source_hidden": true}
 folded("The model", Block, GPT)
@@ -117,9 +117,9 @@ print("one process:", ", ".join(f"{loss:.3f}" for loss in reference))
 
 # %% [markdown]
 # Now the two lines. `fully_shard` changes a module *in place*: its parameters become **shards**, one piece for each
-# rank, and hooks are put around its forward and backward. Each call makes one **unit** of the parameters that no
-# earlier call has taken, so blocks come first, and the root's unit is what remains: the embeddings and the last norm.
-# The optimizer comes last, because it has to hold the shards and not the tensors that were there before.
+# rank, and hooks are put around its forward and backward. Each call makes one **unit**, of all parameters that no
+# earlier call has taken. So the blocks come first, and what remains, the embeddings and the last norm, is the unit of
+# the **root**, the whole model. The optimizer comes last, because it has to hold the shards.
 
 
 # %%
@@ -139,12 +139,13 @@ def first_run():
 print(same_losses(on_ranks(first_run)[0], reference))
 
 # %% [markdown]
-# The losses are the same: FSDP is a way to store a model, not another way to train it. A parameter is now a
+# The losses are the same, because FSDP changes how a model is stored, not how it is trained. A parameter is now a
 # **DTensor**, which knows its whole shape, the **mesh** of ranks that it is spread over, and its **placement** there.
-# `Shard(0)` means that it is cut along dimension 0, by rows. Below it lies an ordinary tensor with this rank's rows.
+# `Shard(0)`, printed as `S(0)`, means that it is cut along dimension 0, by rows. Below it lies an ordinary tensor
+# with this rank's rows.
 #
-# **Predict** the shapes of the pieces on each rank: of a weight of 192 rows and 64 columns, and of a weight that has
-# only 5 rows and 4 columns.
+# **Predict** the shape of the piece on each rank, for a weight of 192 rows and 64 columns, and for one of only 5 rows
+# and 4 columns.
 
 
 # %%
@@ -163,15 +164,15 @@ for i in range(2):
     assert sum(shape[0] for shape in local) == whole[0]
 
 # %% [markdown]
-# Rows are dealt in chunks of ⌈rows/N⌉ until there are none left, so of five rows the four ranks get 2, 2, 1 and 0.
-# The optimizer makes its states like the parameters that it is given, so they are sharded too. Between two steps a
-# rank therefore keeps an N-th of everything, which is ZeRO-3. But a layer cannot compute
-# with a quarter of its weight, so there must be moments when a rank holds more.
+# Each rank in turn takes ⌈rows/N⌉ rows until none are left, so of five rows the four ranks get 2, 2, 1 and 0. The
+# optimizer's states have the shapes of its parameters, so they are sharded too. Between two steps a rank therefore
+# keeps an N-th of everything, which is ZeRO-3. But a layer cannot compute with a quarter of its weight, so there must
+# be moments when a rank holds more.
 
 # %% [markdown]
 # ## 2. Gathered, computed, freed: one step
 #
-# FSDP borrows what a layer needs, and gives it back as soon as the layer has computed. For each unit:
+# FSDP gathers a unit's weights just before the unit computes, and frees them right after:
 #
 # ```text
 # forward    all-gather the weights  →  compute  →  free the whole weights
@@ -180,7 +181,7 @@ for i in range(2):
 #
 # The reduce-scatter leaves each rank with the mean gradient of its own rows, the only ones that its optimizer
 # updates. `watch` notes when messages start, when layers compute, and how many bytes of gathered weights a rank
-# holds. The figure counts events and leaves seconds out.
+# holds. The figure shows the order of events, not their times.
 
 
 # %%
@@ -202,8 +203,9 @@ lanes, line = on_ranks(watch_blocks)[0]
 plots.shard_timeline(lanes, line, "measured: one step of rank 0, in order of events", order=True)
 
 # %% [markdown]
-# *The figure: four lanes over 27 events. In forward a block computes before the next is gathered; in backward the
-# next is gathered first. The curve below, of gathered weights, rises both times up to the root and twice a block.*
+# *The figure: 27 events in four lanes, forward, backward, all-gather, reduce-scatter. In forward a block computes
+# before the next is gathered; in backward the next is gathered first. The curve below shows the gathered bytes. In
+# forward and in backward it rises to the root and two blocks.*
 
 # %%
 gathered = padded_bytes(build_gpt(gpt), world_size)  # bytes of all weights as they are gathered
@@ -219,35 +221,35 @@ assert 0.97 * (2 * block + root) < most <= 2 * block + root
 
 # %% [markdown]
 # Nine all-gathers and five reduce-scatters. Backward begins with the root, so FSDP does not free it after forward,
-# and it is gathered only once. The last block is less lucky: it is freed and gathered again at once, which section 8
-# saves.
+# and it is gathered only once. The last block is freed after forward and gathered again at once, which section 8
+# avoids.
 #
 # Beside the root there are two blocks' bytes at most. In backward they are two *different* blocks, because FSDP
-# fetches the next one before the present one computes. In forward it is the *same* block twice: its weights are
-# copied out of the flat message that the all-gather brought, and FSDP keeps that message until the next unit has been
-# copied out. On a GPU the next all-gather may have started by then, which makes a third block's bytes (by FSDP's
-# source; not measured here).
+# fetches the next one before the present one computes. In forward it is the *same* block twice. An all-gather brings
+# one flat message, the weights are copied out of it, and FSDP keeps the message until it copies out the next unit. On
+# a GPU the next all-gather may have started by then, and its message is a third block's bytes (from FSDP's source,
+# not measured).
 #
 # ### What is held, and when
 #
-# All that a rank holds, with Adam. *Gather i* is the flat message that the all-gather of block i brings, *reduce i*
-# the one that its reduce-scatter takes.
+# All that a rank holds except activations, with Adam. *Gather i* is the flat message that the all-gather of block i
+# brings, *reduce i* the one that its reduce-scatter sends.
 #
 # | moment | shards | gathered weights | whole gradients | flat messages |
 # |---|---|---|---|---|
 # | between steps | parameters and moments, Ψ/N each | | | |
 # | forward of block i | the same | root, block i | | gather i (on a GPU also gather i + 1) |
 # | backward of block i | also gradients so far | root, block i | block i's, root's | gather i − 1, reduce i + 1 |
-# | optimizer's step | also all gradients | | | temporaries of default Adam on a GPU: 4 bytes a local parameter |
+# | optimizer's step | also all gradients | | | on a GPU temporaries of default Adam: 4 bytes a local parameter |
 # | *dtype in bf16 training* | *float32* | *bf16* | *bf16* | *bf16 gathered, float32 reduced* |
 #
 # > **Misconception.** "FSDP divides the memory by N." Only the column of shards shrinks with N. Gathered weights,
-# > whole gradients, messages, and the activations that come on top, are as large on a thousand ranks as on two.
+# > whole gradients, messages and activations are as large on a thousand ranks as on two.
 #
 # ### How many bytes?
 #
-# Two all-gathers and a reduce-scatter of the whole model make 3Ψ numbers (lesson 06). DDP's all-reduce costs as much
-# as 2Ψ. Of each message a rank sends the part (N−1)/N; the ledger notes whole messages, without that factor.
+# Two all-gathers and a reduce-scatter of the whole model make 3Ψ numbers (lesson 06). DDP's all-reduce counts as 2Ψ.
+# Of each message a rank sends (N−1)/N; the ledger notes whole messages, without that factor.
 
 
 # %%
@@ -271,17 +273,17 @@ assert all_freed.bytes() == 3 * gathered and usual.bytes() == 3 * gathered - roo
 assert usual.count("all_gather") == 9 and usual.count("reduce_scatter") == 5
 
 # %% [markdown]
-# It is 3Ψ to the byte when the root is treated like a block, and a little less as usual: half as much again as DDP.
-# Section 4 asks whether anybody has to wait for it.
+# It is exactly 3Ψ when the root is freed like a block, and a little less by default: about 1.5 times as much as DDP.
+# Section 4 asks whether a rank has to wait for it.
 
 # %% [markdown]
 # ## 3. What to wrap
 #
-# A unit is gathered whole and in one message, so large units mean few messages and much memory, and small units the
+# A unit is gathered whole and in one message, so large units mean few messages but much memory, and small units the
 # opposite. We take a wider GPT and follow every tensor through a step with `memory.track`.
 #
-# **Predict**: only the root is wrapped, `fully_shard(model)` and nothing else. What is still divided by N, what is
-# lost?
+# **Predict**: only the root is wrapped, `fully_shard(model)` and nothing else. What is still divided by N, and what
+# is lost?
 
 # %%
 wide = TransformerConfig(layers=4, hidden=128)
@@ -321,14 +323,14 @@ assert peaks["every linear"].total < peaks["every block"].total < peaks["root on
 plots.memory_bars(peaks, "measured: one rank at its peak, one window of text")
 
 # %% [markdown]
-# *The figure: four bars by part. DDP holds whole states. With the root only they are divided, but the buffers hold
-# the whole model; with every block, and with every linear layer, the buffers shrink.*
+# *The figure: a bar for each wrapping, by part. DDP holds whole states. With the root only they are divided, but the
+# buffers hold all weights and gradients; by block they shrink, by linear layer more.*
 #
-# With the root only, the states are still divided by N. But the whole model is gathered before the first layer
+# With the root only, the model states are still divided by N. But the whole model is gathered before the first layer
 # computes and stays until backward is over, so at its peak a rank holds all weights and gradients, and nothing is
-# left to fetch ahead. Wrapping every linear layer saves little more memory than blocks do, and takes more than three
-# times as many messages, each with its latency. So a block is the usual choice. A tied weight belongs in a unit above
-# both its users: the root.
+# left to fetch ahead. Wrapping every linear layer saves some more memory than blocks do, but takes more than three
+# times as many messages, each with its latency. So a block is the usual choice. A tied weight, here of embedding and
+# head, belongs in a unit that contains both users: the root.
 #
 # Two more wrappers go around the same blocks, activation checkpointing (lesson 05) and `torch.compile`:
 #
@@ -350,14 +352,14 @@ plots.memory_bars(peaks, "measured: one rank at its peak, one window of text")
 # several queues of work, **streams**, which run side by side, and FSDP gives its messages streams of their own. But a
 # block cannot compute before its weights are there, so the next block's all-gather has to be *issued* before the
 # present block computes. In backward FSDP does this by itself, because it has seen the order of the units. In forward
-# it does not know which unit comes next. There it helps that the CPU runs ahead of the GPU; where it cannot,
-# `set_modules_to_forward_prefetch` says what comes next.
+# it does not know which unit comes next. There the CPU has to run ahead of the GPU and issue work early. Where it
+# cannot, the hint `set_modules_to_forward_prefetch` says what comes next.
 #
-# On our CPU ranks computing and sending share two cores, so overlap gains nothing. Therefore we let the blocks
-# *compute elsewhere*, as on a GPU: in `Elsewhere`, a model of four blocks, the CPU only waits while a block computes,
-# 25 ms in forward and 50 ms in backward. Its weights really travel, but over an emulated link on which a message
-# takes 20 ms. In the first version each all-gather is waited for where it is issued, as FSDP2 does on gloo. In the
-# second it may run while a block computes, and in the third forward gets the hint as well.
+# On our CPU ranks computing and sending share two cores, so overlap gains nothing. Therefore the four blocks of the
+# model `Elsewhere` *compute elsewhere*, as on a GPU: the CPU only waits, 25 ms a block in forward and 50 ms in
+# backward. The weights really travel, but over an emulated link on which a message takes 20 ms. In the first version
+# a rank issues an all-gather and waits for it at once, as FSDP2 does on gloo. In the second the message may travel
+# while a block computes, and in the third forward gets the hint as well.
 #
 # **Predict**: of the nine all-gathers, how many run beside a block that computes, in each version?
 
@@ -385,12 +387,12 @@ for name, step in steps.items():
 plots.shard_timeline(steps["with the hint"]["lanes"], [], "measured: a step with the hint")
 
 # %% [markdown]
-# *The figure: two lanes of one step. While a block computes, the next one's all-gather runs below it, in both
-# directions. Reduce-scatters, not drawn, have a stream of their own on a GPU too.*
+# *The figure: computing above, all-gathers below. While a block computes, the next one's all-gather runs, in forward
+# and in backward. Reduce-scatters are not drawn.*
 #
 # None, three, six: in backward the all-gathers of blocks 2, 1 and 0 are hidden, and with the hint also those of
-# blocks 1, 2 and 3 in forward. Each that is hidden takes up to 20 ms off the step, for one more unit's weights in
-# memory. The other three come when nothing computes.
+# blocks 1, 2 and 3 in forward. Each hidden one saves about 20 ms, but takes the memory of one more unit's weights.
+# The other three run when no block computes.
 #
 # And on a real GPU? None of the course's recorded traces shows FSDP, so here is another job with the same mechanism:
 # a recommendation model on a V100, one of two ranks, whose all-to-alls have streams of their own (*recorded*,
@@ -410,21 +412,22 @@ plots.step_spans(rows, "recorded: one step of a V100, not FSDP")
 # %% [markdown]
 # *The figure: two rows over 125 ms. The messages, below, lie for the larger part under the bars of computing.*
 #
-# Two thirds of the communication cost no time. Under FSDP a message is hidden if a block computes longer than its
-# weights travel. Section 7 works that out for Llama 3.1 8B, and finds why 128 GPUs were nearly as fast as 8.
+# Two thirds of the communication cost no time. Under FSDP a message is hidden if a block computes longer than the
+# next one's weights travel. Section 7 works that out for Llama 3.1 8B on 8 and on 128 GPUs.
 
 # %% [markdown]
 # ## 5. Checkpoints
 #
-# No rank has the whole state, so no rank can save it. Three tools share the work:
+# No rank has the whole state, so no rank can save it alone. Three tools share the work; `dcp` is
+# `torch.distributed.checkpoint`:
 #
 # - `get_state_dict` names parameters *and* optimizer states by the parameter's full name; the values are DTensors.
 #   `set_state_dict` is the way back.
 # - `dcp.save` lets every rank write its pieces into its own file. Rank 0 adds `.metadata`, which says where they lie.
 # - `dcp.load` reads *into* the tensors that it is given: each rank looks up which pieces overlap with its own rows.
 #
-# None of this requires the same number of ranks. So we save on all ranks after two steps, and load on as many, on
-# two and on one, each time into weights of another seed, so that what is equal afterwards came from the files.
+# None of this requires the same number of ranks. So we save on all ranks after two steps, and load on all, on two and
+# on one, each time into a model of another seed: what is equal afterwards came from the files.
 #
 # **Predict**: are the weights equal to the last bit, also on fewer ranks? And the losses of the next steps?
 
@@ -524,7 +527,7 @@ assert sharded.equal_states(loaded, saved)
 print(f"latest is {latest(folder).name}: states equal to the last bit")
 
 # %% [markdown]
-# Nothing is lost but the work since step 2. And over the old checkpoint?
+# Nothing is lost but the work since step 2. And what if the old checkpoint is written over?
 
 # %% tags=["nbval-ignore-output"]
 with expect_error(WorkerError):
@@ -548,7 +551,7 @@ assert not sharded.equal_states(loaded, saved) and old.any() and not old.all()
 #
 # [scripts/train.py](../scripts/train.py) is what to take to work, one file of plain PyTorch: FSDP2, recomputed and
 # compiled blocks, bf16 (section 10), accumulation, clipping, checkpoints that are published when complete, and a
-# restart. The model gets its memory when it is sharded (section 13):
+# restart. The model gets its memory after it is sharded (section 13):
 
 # %%
 program = SCRIPTS / "train.py"
@@ -557,8 +560,8 @@ print(excerpt(program, 'with torch.device("meta")', "model.to_empty"))
 
 # %% [markdown]
 # `checkpoint` stands in the block's own `forward`, so it is innermost, in the order of section 3. Next, how the loop
-# trains, clips and saves. `log.part` only measures; `set_requires_all_reduce` is for copies of the model (section
-# 11).
+# trains, clips and saves. `log.part` only measures; `set_requires_all_reduce` is for several copies of the model
+# (sections 9 and 11).
 
 # %%
 print(excerpt(program, "for micro, windows in", "optimizer.zero_grad()"), end="\n...\n")
@@ -579,21 +582,22 @@ print("checkpoints:", *sorted(path.name for path in (folder / "run").glob("step-
 assert [line["step"] for line in log] == [1, 2, 3, 4, 5, 6] and log[-1]["loss"] < log[0]["loss"]
 
 # %% [markdown]
-# It went on from its newest checkpoint, and keeps the last two. [Lesson 16](16_multi_node.ipynb) runs the same file
-# on two hosts.
+# The second run went on from the newest checkpoint, and the last two are kept. [Lesson 16](16_multi_node.ipynb) runs
+# the same file on two hosts.
 
 # %% [markdown] tags=["deeper"]
 # ## 7. Padding, and which messages are hidden · deeper
 #
-# Pieces of unequal size cannot be gathered into one message, so all are padded to the size of the first. A few bytes
-# travel for nothing. How many depends on how the rows of the weights compare with the ranks:
+# Pieces of unequal size cannot be gathered into one message, so all are padded to the size of the first. How much
+# padding travels depends on the rows and the ranks:
 
 # %% tags=["deeper"]
 for n in (world_size, 3, 5, 64):
     print(f"{n:2} ranks: {padded_bytes(build_gpt(gpt), n) / (4 * psi) - 1:5.1%} padding")
 
 # %% [markdown] tags=["deeper"]
-# Padding costs little as long as a weight has many more rows than there are ranks.
+# Where N divides the rows, as 4 and 64 do here, there is none. Otherwise it costs little if weights have many more
+# rows than there are ranks.
 #
 # When is a message hidden? A block has to compute longer than the weights of the next one travel. For Llama 3.1 8B,
 # with 16,384 tokens a rank:
@@ -609,23 +613,23 @@ for n, link, rate in ((8, "NVLink, 450 GB/s", 450e9), (128, "network, 50 GB/s a 
 
 # %% [markdown] tags=["deeper"]
 # So 128 GPUs were nearly as fast as 8. With an eighth of the tokens on each rank, computing would take an eighth of
-# the time and the message as long as before, so the slow link would no longer be hidden.
+# the time and the message as long as before, so on the slow link messages would no longer be hidden.
 #
-# Frozen parameters are gathered like others, but have no gradients to reduce. `ignored_params` stay whole on every
-# rank, and nobody averages their gradients.
+# Frozen parameters are gathered like others, but have no gradients to reduce. Parameters in `ignored_params` stay
+# whole on every rank, and their gradients are not averaged.
 
 # %% [markdown] tags=["deeper"]
 # ## 8. `reshard_after_forward`, and the ZeRO stages · deeper
 #
 # After its forward a unit's weights can be
 #
-# - **freed** (`True`): gathered again in backward, 3Ψ. The default for all units but the root;
-# - **kept** (`False`): 2Ψ, and the memory of the whole model between forward and backward. The root's default;
+# - **freed** (`True`), and gathered again in backward: the default for all units but the root;
+# - **kept** (`False`) until backward: the root's default;
 # - **freed in part** (an integer k, a divisor of N): each rank keeps a k-th, and backward gathers among k ranks. If
 #   those k share a node, backward's all-gathers stay inside it.
 #
-# The integer here is half of the ranks (four, if `world_size` is odd or less). **Predict** how many Ψ are gathered in
-# each case, and how many are held when backward begins.
+# Here the root is treated like the blocks, and the integer is N/2. **Predict** how many Ψ are gathered in each case,
+# and how many are held when backward begins.
 
 # %% tags=["deeper"]
 even = world_size if world_size >= 4 and world_size % 2 == 0 else 4
@@ -650,9 +654,9 @@ assert [len(ledgers[0]) for ledgers in by_choice.values()] == [15, 10, 15]
 # `False` has the whole model when backward begins, and saves one Ψ of traffic. With an integer the gathered weights
 # are freed as with `True`; what stays is a second, larger shard, which these numbers do not count: Ψ/k beside the Ψ/N
 # that every rank has (ZeRO++ calls it hpZ). Each unit may have its own choice. `False` for the last block saves the
-# all-gather that section 2 found wasted, for no memory at the peak.
+# all-gather that section 2 found wasted, and the peak stays as it is.
 #
-# | ZeRO | what is divided | FSDP2 | FSDP1 `ShardingStrategy` | traffic of a rank, times (N−1)/N |
+# | ZeRO | what is divided | FSDP2 | FSDP1 `ShardingStrategy` | traffic of a rank, times (n−1)/n in a group of n |
 # |---|---|---|---|---|
 # | 0 | nothing | `DDP`, or `replicate` | `NO_SHARD` | 2Ψ |
 # | 1 | optimizer states | none; `ZeroRedundancyOptimizer` with DDP | none | 2Ψ; with this tool 3Ψ (lesson 06) |
@@ -682,7 +686,8 @@ plots.mesh_picture(grid, ("replicate", "shard"), f"modelled: {even} ranks on two
 # *The figure: a row for each node. Along a row shards differ; down a column they are the same.*
 #
 # Let every collective run as a ring over its group. We count the bytes of *all ranks together* in three layouts: FSDP
-# over all ranks, HSDP, and HSDP with the mesh turned round by mistake. **Predict** their order between the nodes.
+# over all ranks, HSDP, and HSDP with the mesh turned round, its dimensions swapped by mistake. **Predict** which
+# sends most between nodes, which least.
 
 
 # %% tags=["deeper"]
@@ -710,13 +715,14 @@ assert sent["HSDP"][1] == 2 * padded_bytes(build_gpt(gpt), per_node)
 
 # %% [markdown] tags=["deeper"]
 # Under HSDP a unit's gradients are reduce-scattered inside the node, and then each rank all-reduces its own shard
-# with its partner on the other node. With k ranks on each of two nodes that is k partners × 2 directions × Ψ/k = 2Ψ,
-# whatever k is. A ring over all ranks crosses between the nodes twice, each time with 3Ψ(N−1)/N.
+# with its partner on the other node. With k ranks on each of two nodes that is k pairs × 2 directions × Ψ/k = 2Ψ,
+# whatever k is. A ring over all ranks crosses between the nodes twice, each time with 3Ψ(N−1)/N, less the root's
+# second gathering.
 #
 # A mesh turned round is worse than no mesh at all, because it *shards* over the slow link. Nothing warns of that.
 #
-# How much does it save on M nodes, and does the model fit? With M nodes HSDP sends 2(M − 1)Ψ between nodes and FSDP's
-# ring 3MΨ(N−1)/N. The model states, 16 bytes a parameter, have to fit into one node.
+# How much does HSDP save on M nodes, and does the model fit? Each node sends 2Ψ(M − 1)/M under HSDP, and 3Ψ(N−1)/N in
+# FSDP's ring. The model states, 16 bytes a parameter, have to fit into one node.
 
 # %% tags=["deeper"]
 for nodes in (2, 8, 64):
@@ -739,9 +745,9 @@ for name, parameters in {"8B": 8.03e9, "70B": 70.6e9}.items():
 # ## 10. Mixed precision and offload · deeper
 #
 # `MixedPrecisionPolicy` belongs to a unit. `param_dtype` is what its weights are gathered and computed with,
-# `reduce_dtype` what gradients are reduced in (by default the same), `output_dtype` what forward hands out. Of the
-# four policies here the last has an option for the root alone. **Predict**: which dtype have the weights that the
-# optimizer updates, and the loss?
+# `reduce_dtype` what gradients are reduced in (by default the same), `output_dtype` what forward hands out. We
+# compare float32, bf16, bf16 with gradients reduced in float32, and that with float32 output of the root. **Predict**
+# for each the dtype of the weights that the optimizer updates, and of the loss.
 
 
 # %% tags=["deeper"]
@@ -778,13 +784,13 @@ for name, options in policies.items():
 
 # %% [markdown] tags=["deeper"]
 # Shards, their gradients and the optimizer's states stay float32 in all four: the shard *is* the master weight of
-# lesson 05, and no second copy is needed. What is gathered is a cast copy, so the all-gathers have half the bytes. So
-# have the reduce-scatters, unless `reduce_dtype` says otherwise. Sums of N gradients in bf16 lose digits with N, so
-# float32 is the safe choice there, for half a Ψ more.
+# lesson 05, and no second copy is needed. What is gathered is a copy in bf16, so the all-gathers have half the bytes.
+# So have the reduce-scatters, unless `reduce_dtype` says otherwise. A sum of N gradients in bf16 loses more digits
+# the larger N is, so float32 is the safe choice there, for half a Ψ more.
 #
-# In the second and third row the loss was computed in bf16, because the root's output is: three digits at most. In
-# the fourth the *root's* policy hands out logits in float32. In every block's policy that would be a mistake: the
-# last norm, which belongs to the root, would get float32 input for its bf16 weights and refuse.
+# In the second and third row the loss was computed in bf16, with three digits at most, because the root's output is
+# in bf16. In the fourth the *root's* policy hands out logits in float32. The same option for the blocks would be a
+# mistake: the last norm, which belongs to the root, would get float32 input for its bf16 weights and fail.
 #
 # ### Offload
 #
@@ -808,10 +814,11 @@ assert size == usual.bytes() and where == {"cpu"}
 print(f"{same_losses(losses, reference)}; same messages; parameters are on the {where.pop()}")
 
 # %% [markdown] tags=["deeper"]
-# On the CPU nothing moves. From a GPU the rank's part of the states goes, 4Ψ/N numbers with Adam. In return each step
-# carries over PCIe the shard twice in and its gradient once out, 3Ψ/N numbers a rank, and waits for the CPU's Adam.
+# Here, on the CPU, nothing moves. On a GPU, offload frees the memory of the rank's states, 4Ψ/N numbers with Adam.
+# But each step copies over PCIe the shard twice to the GPU and its gradient once back, 3Ψ/N numbers a rank, and waits
+# for the CPU's Adam.
 #
-# > **What changes on real GPUs.** With offload gradients lie on the CPU, so clipping and full state dicts are
+# > **What changes on real GPUs.** With offload, gradients are on the CPU, so clipping and full state dicts are
 # > collectives on CPU tensors. NCCL alone refuses them (*recorded*,
 # > [pytorch issue 148532](https://github.com/pytorch/pytorch/issues/148532)). The group needs a backend for each kind
 # > of device, `init_process_group("cpu:gloo,cuda:nccl")`.
@@ -823,10 +830,10 @@ print(f"{same_losses(losses, reference)}; same messages; parameters are on the {
 # model:
 #
 # - `set_requires_gradient_sync(False)`: gradients are not reduced but added up, *whole*, on this rank;
-# - `set_reshard_after_forward(False)` and `set_reshard_after_backward(False)`: weights stay gathered from one
-#   micro-batch to the next, between which they do not change.
+# - `set_reshard_after_forward(False)` and `set_reshard_after_backward(False)`: weights stay gathered between
+#   micro-batches, because only the optimizer changes them.
 #
-# **Predict** how many Ψ four micro-batches send: plainly; with the first switch; with all.
+# **Predict** how many Ψ four micro-batches send: without switches; with the first; with all.
 
 
 # %% tags=["deeper"]
@@ -857,14 +864,15 @@ for how in ("plain", "sync at the end", "keep weights"):
     assert torch.allclose(gradient.cpu(), expected, rtol=0, atol=1e-6)
 
 # %% [markdown] tags=["deeper"]
-# Each time the gradient is that of one process. The plain loop sends four steps' worth, and the first switch saves
-# only the reduce-scatters, so the bytes fall by a factor of 1.3 and not of 4. All switches together leave 2Ψ, as much
-# as DDP sends. But they cost what FSDP was for: whole gradients on every rank between micro-batches, and whole
-# weights. Where memory is tight, accept the traffic of the plain loop, or make the micro-batches larger with
+# Each time the gradient is that of one process. The plain loop sends as much as four steps, and the first switch
+# saves only reduce-scatters, so the bytes fall by a factor of 1.3 and not of 4. All switches together leave 2Ψ, as
+# much as DDP sends. But they give up what FSDP is for: every rank keeps whole gradients and weights between
+# micro-batches. Where memory is tight, accept the traffic of the plain loop, or make the micro-batches larger with
 # activation checkpointing.
 #
-# Under HSDP there is a middle way. With `set_requires_all_reduce(False)` until the last micro-batch, each one is
-# reduced inside the node, and only their sum between nodes. A rank keeps no more than a shard of it.
+# Under HSDP there is a middle way. With `set_requires_all_reduce(False)` until the last micro-batch, the gradients of
+# each are reduce-scattered inside the node, and only their sum is all-reduced between nodes. A rank keeps only its
+# shard of that sum.
 
 
 # %% tags=["deeper"]
@@ -885,9 +893,9 @@ for once in (False, True):
     assert (scatters, reduces) == (20, 5 if once else 20)
 
 # %% [markdown] tags=["deeper"]
-# Two traps. With `param_dtype=torch.bfloat16` set `reduce_dtype=torch.float32`, because otherwise the first switch
-# adds the micro-batches up in bf16; with it the whole gradients take 4 bytes each. And dividing by `micro` is right
-# only where every micro-batch of every rank has as many tokens. With padding or masks, take the sum over tokens,
+# Two traps remain. If `param_dtype` is bf16, set `reduce_dtype=torch.float32`: otherwise the first switch adds up the
+# micro-batches in bf16. With it the whole gradients take 4 bytes a number. And dividing by `micro` is right only if
+# all micro-batches of all ranks have the same number of tokens. With padding or masks, take the sum over tokens,
 # divide by the tokens of the whole step (one all-reduce of their count) and multiply by N, because FSDP averages over
 # ranks.
 
@@ -895,7 +903,7 @@ for once in (False, True):
 # ## 12. Clipping · deeper
 #
 # Clipping scales the gradient down if its norm is above a limit: the norm of *all* gradients, of which each rank has
-# only a piece. **Predict** what a rank gets that takes the norm of its own piece.
+# only a piece. **Predict** how the norm of a rank's own pieces differs from the whole norm.
 
 
 # %% tags=["deeper"]
@@ -922,18 +930,18 @@ assert abs(sum(own**2 for own, *_ in by_rank) ** 0.5 - expected) < 1e-4
 
 # %% [markdown] tags=["deeper"]
 # `clip_grad_norm_` sees DTensors: it squares the pieces' norms, sums over the ranks with one all-reduce (a number for
-# each parameter) and takes the root. A rank's own norm is too small, by about √N, and different on each rank.
-# Clipping by it clips too little and scales each rank's rows by another factor, so the direction changes as well.
-# Nothing warns of it. It happens in hand-written code that takes `p.grad.to_local()`. The norm that is returned is a
-# DTensor too, so call `.full_tensor()` before you log it, on *all* ranks.
+# each parameter) and takes the root. A rank's own norm is too small, by a factor of about √N, and different on each
+# rank. Clipping by it is too weak and scales each rank's rows by a different factor, so the direction changes as
+# well. Nothing warns of it. It happens in hand-written code that takes `p.grad.to_local()`. The norm that is returned
+# is a DTensor too, so call `.full_tensor()` before you log it, on *all* ranks.
 
 # %% [markdown] tags=["deeper"]
 # ## 13. A model that no rank can hold · deeper
 #
 # So far each rank built the whole model and then sharded it. A model too large for a rank is built on the **meta
 # device**, as shapes without memory; then sharded; then given memory for its shards; then filled. Filling is where it
-# goes wrong. **Predict**: all ranks use the same seed, as in lesson 04, and initialise their shards. What is in the
-# whole weight?
+# goes wrong. **Predict**: all ranks use the same seed, as in lesson 04, and each initialises its own shards. What
+# does the whole weight look like?
 
 
 # %% tags=["deeper"]
@@ -959,14 +967,14 @@ for rank, row in enumerate(on_ranks(filled_by_each_rank)[0]):
     print(f"first row of rank {rank}'s piece:", *(f"{value:7.4f}" for value in row))
 
 # %% [markdown] tags=["deeper"]
-# Every rank drew the same numbers for its own piece, so the whole weight repeats itself N times, with a warning that
-# is easily missed. (On GPUs the random generator of DTensors is made to give each piece numbers of its own; not run
-# here.)
+# Every rank drew the same numbers for its own piece, so the whole weight is the same piece N times. Only a warning
+# says so, and it is easily missed. On GPUs the random generator of DTensors is meant to give each piece different
+# numbers (not run here).
 #
 # The safe way is to take the weights from one place. If rank 0 has them, `set_model_state_dict` hands each rank its
-# piece. But then rank 0's host must hold the whole model, 280 GB for 70 billion parameters in float32. A pretrained
-# model is better loaded **shard by shard**: every rank maps the file into memory, which reads nothing yet, and takes
-# its own rows of one weight after the other.
+# piece. But then the host of rank 0 must hold the whole model, 280 GB for 70 billion parameters in float32. A
+# pretrained model is better loaded **shard by shard**: every rank maps the file into memory, which reads nothing yet,
+# and takes its own rows of one weight after the other.
 
 
 # %% tags=["deeper"]
@@ -1011,7 +1019,7 @@ with tempfile.TemporaryDirectory() as pretrained:
 # storage_reader=dcp.HuggingFaceStorageReader(folder))`.
 #
 # **Tied weights** survive `to_empty` here, because `fully_shard` has made them one DTensor, and PyTorch fills that in
-# place. An ordinary parameter is replaced, once for each user:
+# place. An ordinary parameter is replaced, separately in each module that uses it:
 
 # %% tags=["deeper"]
 with torch.device("meta"):
@@ -1023,16 +1031,17 @@ print(f"plain model: tied on meta {before}, after to_empty {after}")
 assert before and not after
 
 # %% [markdown] tags=["deeper"]
-# So assert it after `to_empty`, and tie again if it fails, before `fully_shard`. Buffers that are not in the state
-# dict, such as tables of rotary embeddings, have to be computed again by hand.
+# So assert after `to_empty` that the weights are tied. If you call `to_empty` before `fully_shard`, tie them again in
+# between. Buffers that are not in the state dict, such as tables of rotary embeddings, have to be computed again by
+# hand.
 
 # %% [markdown] tags=["deeper"]
 # ## 14. Checkpoints without waiting, for resuming, and for others · deeper
 #
-# `dcp.async_save` copies the states and returns; a thread writes while training goes on. Its messages need a **group
-# of their own**, because on the training group they would get between those of the training steps. **Predict**:
-# training changes the weights while they are written. What is in the files? And which ranks get the *full* state
-# dict, of ordinary tensors, that is asked for at the end?
+# `dcp.async_save` returns before the files are written; a thread writes them while training goes on. Its messages
+# need a **group of their own**, because on the training group they would mix with those of the training steps.
+# **Predict**: training changes the weights while the thread writes. Which weights are in the files? At the end all
+# ranks ask for the *full* state dict, of ordinary tensors, in the host's memory. Which get it?
 
 
 # %% tags=["deeper"]
@@ -1068,15 +1077,16 @@ for chunk in metadata[qkv].chunks:
     print(f"{qkv}: {tuple(chunk.sizes)} from row {chunk.offsets[0]}")
 
 # %% [markdown] tags=["deeper"]
-# The files have the weights of the moment of the call. On a GPU `async_save` copies the states to the host first, and
-# training waits for that copy; the host needs room for it. The last lines are what `.metadata` says of one tensor.
+# The files have the weights of the moment of the call. `async_save` copies the states before it returns. On a GPU
+# training waits for that copy to the host, which needs room for it. The last lines are what `.metadata` says of one
+# tensor.
 #
 # Only rank 0 gets the full state dict, a tensor at a time, in its host's memory; without `cpu_offload=True` every
 # rank would get the whole model on its GPU. `dcp_to_torch_save(folder, file)`, of
 # `torch.distributed.checkpoint.format_utils`, does the same on any machine that can hold it, without ranks.
 #
 # Save also the step, the sampler's position, the schedule, and random states, the GPU's too. What differs between
-# ranks needs a key for each rank, because of plain values under the same key only one rank's is written.
+# ranks needs a key for each rank, because `dcp` writes a plain value once for each key, from one rank only.
 #
 # > **To resume, in this order:**
 # > 1. Build on the meta device, `fully_shard`, `to_empty`; assert that tied weights are still tied (section 13).
@@ -1134,8 +1144,8 @@ print(f"{ledger.bytes() / gathered:.2f} Ψ in {len(ledger)} messages; dimensions
 # %% [markdown] tags=["deeper"]
 # ## 16. Mistakes, and what they say · deeper
 #
-# **The optimizer was built before `fully_shard`.** It holds the old parameters. **The root is not wrapped.** Blocks
-# are, and it trains. **Predict** what each of these does to the weights, and which of them says so.
+# **The optimizer was built before `fully_shard`**, so it holds the old parameters. **The root is not wrapped**, only
+# the blocks are. **Predict** what each of these mistakes does to the weights, and which of them raises an error.
 
 
 # %% tags=["deeper"]
@@ -1165,9 +1175,9 @@ print(f"no root: embeddings differ by up to {spread:.2f}; {gathers} all-gathers 
 assert spread > 0.01 and gathers == 4
 
 # %% [markdown] tags=["deeper"]
-# No message appears in either case. The first optimizer steps parameters that no model uses. In the second,
-# embeddings and the last norm are ordinary parameters whose gradients nobody averages, so each rank trains its own.
-# And every block treats itself as a root, so it is not freed after forward: four all-gathers instead of eight.
+# Neither raises an error. The first optimizer updates parameters that no model uses. In the second, embeddings and
+# the last norm are ordinary parameters whose gradients nobody averages, so each rank trains its own. And every block
+# treats itself as a root, so it is not freed after forward: four all-gathers instead of eight.
 #
 # **The forward pass is bypassed.** Hooks gather the weights, and hooks run when a module is *called*. So
 # `model.loss(x, y)`, a method that calls `self(...)`, works; `model.forward(x)`, and a layer of the root called from
@@ -1191,18 +1201,18 @@ for how in ("forward", "head"):
         print(f"{how}: {error.exception}")
 
 # %% [markdown] tags=["deeper"]
-# The last two meet weights that are still pieces. *Mixed torch.Tensor and DTensor* is the message to remember:
-# somebody uses a parameter outside its unit's forward. A method that stands beside forward, such as `generate`, is
-# made known with `torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")`.
+# The last two calls meet weights that are still pieces. *Mixed torch.Tensor and DTensor* is the message to remember:
+# somebody uses a parameter outside its unit's forward. Another method that should gather too, such as `generate`, is
+# registered with `torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")`.
 #
 # **`torch.save` of a sharded model** works, on every rank. Each file claims the whole shape and has an N-th of the
 # numbers, and an ordinary model that loads it meets the same message.
 #
-# **Only rank 0 asks for the full state dict**, and the run hangs, because that is a collective like any other. All
-# ranks ask, one saves. The same holds for `full_tensor()` and for printing a parameter's mean.
+# **Only rank 0 asks for the full state dict**, and the run hangs, because that is a collective like any other. Let
+# all ranks ask, and one save. The same holds for `full_tensor()` and for printing a parameter's mean.
 #
-# **One rank has a batch less in every epoch.** As under DDP (lesson 04) there is no error at first: the rank is a
-# batch ahead from then on, and gradients of two epochs are averaged. It hangs at the very end. Count the batches
+# **One rank has a batch less in every epoch.** As under DDP (lesson 04) there is no error at first: from then on the
+# rank is a batch ahead, and gradients of two epochs are averaged. The run hangs at the very end. Count the batches
 # before the loop, and take the smallest number of all ranks.
 
 # %% [markdown]
@@ -1217,11 +1227,11 @@ print(f"peak: FSDP by blocks {peaks['every block'].total / peaks['DDP'].total:.2
 print("step in ms:", {name: round(1e3 * step["seconds"]) for name, step in steps.items()})
 
 # %% [markdown]
-# - Parameters are stored by rows over the ranks. Forward: all-gather, compute, free. Backward: all-gather, compute,
+# - Each rank stores some rows of every parameter. Forward: all-gather, compute, free. Backward: all-gather, compute,
 #   free, reduce-scatter. 3Ψ in all, and the same losses.
 # - Wrap each block, and the root. A message is hidden if it is issued early and travels for less time than a block
 #   computes.
-# - `dcp` saves on some number of ranks and loads on any other. A new folder each time, named when complete.
+# - `dcp` saves on one number of ranks and loads on any other. A new folder each time, named when complete.
 #
 # **Now you can answer**
 #
@@ -1235,7 +1245,8 @@ print("step in ms:", {name: round(1e3 * step["seconds"]) for name, step in steps
 #
 # 1. Gathered weights, whole gradients, messages, activations (section 2).
 # 2. From the inside out: checkpointing, `compile`, `fully_shard` (section 3).
-# 3. Whether the CPU runs ahead; if not, give the hint. Then whether a block computes long enough (section 4).
+# 3. Whether the CPU runs ahead. If not, give the hint (`set_modules_to_forward_prefetch`). Then whether a block
+#    computes long enough (section 4).
 # 4. If its name appears only after all ranks have written (section 5).
 # 5. If the states fit into one node and the link between nodes is slow (section 9).
 # </details>

@@ -23,9 +23,9 @@
 # fold open one by one; solutions are in [the solutions notebook](../solutions/07_fsdp_solutions.ipynb).
 #
 # **What a check does.** Exercises 1, 2, 4 and 5 run on real ranks, in float64, and are compared with one process.
-# Then the check reads the **ledger** of each rank: how many all-gathers, over which group, how many bytes. Exercise 1
-# also measures the peak memory of each rank, tensor by tensor. Exercises 3 and 6 run without ranks, and are called
-# with several numbers. If the ranks wait for each other, the check stops them within seconds and shows
+# Then the check reads each rank's **ledger** of messages: how many all-gathers, over which group, how many bytes.
+# Exercise 1 also measures the peak memory of each rank, tensor by tensor. Exercises 3 and 6 run without ranks, and
+# are called with several numbers. If the ranks wait for each other, the check stops them within seconds and shows
 # where each one stood. The first checks take some seconds more, until all ranks have imported FSDP2.
 #
 # **How to look inside.** Run your function yourself, with prints, before you check it:
@@ -76,8 +76,8 @@ for rank, shapes in enumerate(launch(look_at_shards, world_size=WORLD_SIZE, back
     print(f"rank {rank} holds {shapes[0]} of {shapes[1]}")
 
 # %% [markdown]
-# The shards are those of `torch.chunk`: each has ⌈5/4⌉ = 2 rows as long as there are some. The third rank has one, the
-# fourth none. `full_tensor()` is a collective: it gathers the whole tensor on every rank.
+# The shards are those of `torch.chunk`: each rank takes ⌈5/4⌉ = 2 rows until none are left, so the third has one and
+# the fourth none. `full_tensor()` is a collective: it gathers the whole tensor on every rank.
 
 # %% [markdown]
 # ---
@@ -153,7 +153,7 @@ check.wrap_under_target(wrap_under_target)
 # each block and the model so that a rank holds 1/`per_node` of the parameters, and the fewest bytes cross the nodes.
 #
 # The check counts them from the ledger. In a collective of S bytes over n ranks each rank sends (n − 1)/n · S to the
-# next rank of the group, in an all-reduce twice as much. It counts if that rank is on another node.
+# next rank of the group, in an all-reduce twice as much. This counts only if the next rank is on another node.
 
 
 # %%
@@ -205,9 +205,9 @@ check.fewest_internode_bytes(fewest_internode_bytes)
 # rank finds out which rows it needs, in which of the old files they are, and reads those. The whole tensor would not
 # fit into its memory.
 #
-# Rows are divided as in the demonstration above: n ranks hold ⌈rows/n⌉ rows each as long as there are some, then
-# comes a smaller shard, then empty ones. `read(file, start, stop)` returns rows of a file. They are counted inside the
-# file, and the check counts those that you read.
+# Rows are divided as in the demonstration above: each of n ranks takes ⌈rows/n⌉ rows until fewer are left, then comes
+# a smaller shard, then empty ones. `read(file, start, stop)` returns rows of a file, numbered from the first row of
+# that file. The check notes how many you read.
 
 
 # %%
@@ -337,8 +337,8 @@ check.clip_sharded(clip_sharded)
 # `model` is sharded with `fully_shard`. Its gradients are reduce-scattered in every backward, unless
 # `model.set_requires_gradient_sync(False)` was called: then they stay whole on each rank and add up there.
 #
-# The loss of some samples is `F.mse_loss(model(x), y)`, a mean. Leave in the gradients what one backward over all
-# samples of all ranks would.
+# The loss of some samples is `F.mse_loss(model(x), y)`, a mean. Afterwards the gradients have to be those of one
+# backward over all samples of all ranks.
 
 
 # %%
@@ -454,7 +454,7 @@ check.fsdp_traffic(fsdp_traffic)
 # <details><summary>So should one rather not free the blocks?</summary>
 #
 # With `reshard_after_forward=False` the all-gathers of backward go away, and with them a third of the bytes of a step
-# if all travels in one precision. The price is the whole model in memory from forward to backward: ZeRO-2. A number in
-# its place is between the two: parameters are resharded to groups of that many ranks, say those of a node, so that
-# backward gathers over fast links.
+# if weights and gradients travel in the same dtype. The price is the whole model in memory from forward to backward:
+# ZeRO-2. A number in its place is between the two: parameters are resharded to groups of that many ranks, say those
+# of a node, so that backward gathers over fast links.
 # </details>
