@@ -133,12 +133,13 @@ class _Starter:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path}, text=True, bufsize=1, start_new_session=True,
+            env=os.environ | {"PYTHONPATH": path}, start_new_session=True,
+            bufsize=0,  # reading a line takes nothing of the next one, for which `run` waits
         )
 
     def run(self, log: str, environment: dict[str, str], values: Sequence[str], limit: float) -> int | None:
         """The exit code of the check, or None if it was stopped after `limit` seconds. Nothing of it is left."""
-        print(json.dumps([log, environment, values]), file=self._process.stdin, flush=True)
+        self._process.stdin.write(json.dumps([log, environment, values]).encode() + b"\n")
         pid = int(self._process.stdout.readline())
         try:
             in_time, _, _ = select.select([self._process.stdout], [], [], limit)

@@ -19,6 +19,7 @@ from course_utils import c_programs
 from course_utils.gpu_check import CHECKS, REPORT, TRACE, Check, faults, measured, run
 from course_utils.gpu_check.lesson_cells import CELLS, statements
 from course_utils.gpu_check.report import scrub
+from course_utils.gpu_check.runner import _Starter
 from course_utils.traces import load
 
 PATIENTS = '''
@@ -110,6 +111,31 @@ def test_a_check_that_fails_hangs_or_dies_is_named_and_the_others_run(patients, 
     assert faults(report) == [] and stored(tmp_path) == report and report["complete"]
     said = capsys.readouterr().out.splitlines()
     assert len(said) == len(NAMES) + 1 and said[4].startswith("TIMED OUT") and "hangs" in said[4]
+
+
+def test_a_check_that_is_over_before_anybody_looks_is_not_waited_for(patients, tmp_path: Path):
+    class ReadLate:
+        """What the starter of checks says, read when the check is over."""
+
+        def readline(self) -> bytes:
+            end = time.monotonic() + 60
+            while not (tmp_path / "over").exists():
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            time.sleep(0.5)
+            return answers.readline()
+
+        def fileno(self) -> int:
+            return answers.fileno()
+
+    starter = _Starter()
+    answers, starter._process.stdout = starter._process.stdout, ReadLate()
+    values = ("gpu_check_patients:fine", "cpu", "2", str(tmp_path), str(tmp_path / "over"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    try:
+        assert starter.run(str(tmp_path / "log"), environment, values, 5) == 0  # None: stopped after 5 s
+    finally:
+        starter.close()
 
 
 def test_what_a_check_started_ends_with_it(patients, tmp_path: Path):
