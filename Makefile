@@ -5,6 +5,8 @@ PY := .venv/bin/python
 SETUP := @$(PYTHON) course_utils/bootstrap.py --torch $(TORCH)
 # A PYTHONPATH for other programs would put their packages before those of .venv.
 unexport PYTHONPATH
+# Tests start thousands of processes: none is to compile the course anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup lab update restore ffcv deepspeed dev lesson quick lint test notebooks bench clean
 

@@ -551,7 +551,8 @@ folded("scripts/train.py", SCRIPTS / "train.py")
 # %% [markdown] tags=["deeper"]
 # ## 8. Eight symptoms, and what tells them apart · deeper
 #
-# Here are the symptoms of all eight patients of section 4, from running each. This takes about half a minute.
+# Here are the symptoms of all eight patients of section 4, from running them side by side, which takes about ten
+# seconds.
 # **Predict.** How many of the eight will show `client socket has timed out`?
 
 # %% tags=["deeper", "nbval-ignore-output"]

@@ -281,7 +281,7 @@ clinic.list_evidence()
 clinic.list_cures()
 
 # %% [markdown]
-# Work here, in as many cells as you like. `clinic.symptoms()` shows all symptoms, in about half a minute.
+# Work here, in as many cells as you like. `clinic.symptoms()` shows all symptoms, in about ten seconds.
 
 # %% tags=["nbval-ignore-output"]
 clinic[1].symptom()

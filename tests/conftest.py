@@ -17,6 +17,10 @@ from pathlib import Path
 
 import pytest
 
+# Before anything imports torch, also in kernels: its threads that wait leave the cores to other tests. By default they
+# spin, and on a machine with more work than cores a small training then takes five times the processor time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (str(ROOT / "tests"), str(ROOT)):
     if folder not in sys.path:

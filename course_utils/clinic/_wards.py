@@ -60,12 +60,14 @@ class Patient:
     def symptom(self) -> Symptom:
         """Run the program as it is: what each rank says. A second call shows the same run."""
         if self._symptom is None:
-            possible, sentence = self._clinic.available()
-            if possible:
-                self._symptom = self._clinic.run(self._case, None)
-            else:
-                self._symptom = Symptom(self._case.recorded, recorded=f"Recorded, not run here: {sentence}.")
+            self._symptom = self._look()
         return self._symptom
+
+    def _look(self) -> Symptom:
+        possible, sentence = self._clinic.available()
+        if possible:
+            return self._clinic.run(self._case, None)
+        return Symptom(self._case.recorded, recorded=f"Recorded, not run here: {sentence}.")
 
     def ask(self, evidence: str) -> Finding:
         """A piece of evidence, obtained now; it costs its price once. Raises ValueError with the allowed names."""
@@ -180,6 +182,8 @@ class Clinic:
         Raises ValueError or TypeError for a cure that makes no sense, before anything runs.
     available : callable
         Returns whether programs can be run here, and a sentence that says why not.
+    run_all : callable
+        Calls a list of functions, each of which runs a program, and returns what they return.
 
     Examples
     --------
@@ -202,9 +206,10 @@ class Clinic:
         run: Callable[[Case, dict[str, Any] | None], Symptom],
         check_cure: Callable[[dict[str, Any]], object],
         available: Callable[[], tuple[bool, str]],
+        run_all: Callable[[Sequence[Callable[[], Symptom]]], list[Symptom]] = lambda looks: [look() for look in looks],
     ):
         self.causes, self.evidence, self.cures = causes, evidence, cures
-        self.run, self.check_cure, self.available = run, check_cure, available
+        self.run, self.check_cure, self.available, self.run_all = run, check_cure, available, run_all
         self.patients = [Patient(number, case, self) for number, case in enumerate(cases, 1)]
 
     def __getitem__(self, number: int) -> Patient:
@@ -233,7 +238,9 @@ class Clinic:
 
     def symptoms(self) -> Table:
         """Run every patient: complaint, and what each rank says."""
-        rows = []
+        new, rows = [patient for patient in self if patient._symptom is None], []
+        for patient, symptom in zip(new, self.run_all([patient._look for patient in new]), strict=True):
+            patient._symptom = symptom
         for patient in self:
             symptom = patient.symptom()
             for rank, text in enumerate(symptom.said):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ranks import conditions_of, hosts_available
+from ..ranks import conditions_of, hosts_available, share, side_by_side
 from ._cases import LIMIT, Case, Cause, Symptom
 from ._network_cures import CURES, check_cure, cured
 from ._network_evidence import EVIDENCE
@@ -16,6 +16,8 @@ from ._network_runs import HOSTS, Work, run_program
 from ._wards import Clinic
 
 __all__ = ["CASES", "CAUSES", "clinic"]
+
+share("torch.distributed.checkpoint", "torch.distributed.fsdp")  # of a patient and scripts/train.py: not on each rank
 
 CAUSES = {
     "gloo takes the loopback": Cause(
@@ -179,4 +181,4 @@ def _run(case: Case, cure: dict[str, Any] | None) -> Symptom:
 
 def clinic() -> Clinic:
     """Open the clinic: eight patients on two hosts, none of whom has been looked at."""
-    return Clinic(CASES, CAUSES, EVIDENCE, CURES, _run, check_cure, lambda: hosts_available())
+    return Clinic(CASES, CAUSES, EVIDENCE, CURES, _run, check_cure, lambda: hosts_available(), side_by_side)

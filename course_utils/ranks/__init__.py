@@ -14,7 +14,7 @@ _HOMES = {
     "ledger": ("record", "Ledger", "Entry", "interceptor"),
     "processes": ("share",), "watch": ("Watch",), "learner_code": ("is_learner",), "status_line": ("wanted",),
     "magics": ("RankMagics",), "hosts": ("hosts_available",), "commands": ("run_on_hosts",),
-    "host_plan": ("Conditions", "conditions_of"),
+    "host_plan": ("Conditions", "conditions_of"), "host_pool": ("side_by_side",),
 }
 
 __all__ = sorted(name for names in _HOMES.values() for name in names)

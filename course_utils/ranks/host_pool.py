@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from typing import TypeVar
 
 from . import errors, processes, serialization
 from .host_network import Hosts, HostsError
@@ -14,7 +17,9 @@ from .host_plan import PORT
 from .pool import Call, Pool
 from .processes import Worker
 
-__all__ = ["HostPool", "launched"]
+__all__ = ["HostPool", "current", "launched", "side_by_side"]
+
+T = TypeVar("T")
 
 #: The native stacks that PyTorch prints below its errors of connections: twenty lines, all of them from its inside.
 _LABEL = r"\[ranks? [\d,-]+\]"
@@ -99,3 +104,50 @@ class HostPool(Pool):
 
 launched = HostPool()  # the ranks of ``launch`` that are on hosts
 atexit.register(launched.close)
+_of_thread = threading.local()
+
+
+def current() -> HostPool:
+    """The pool for a call: that of ``launch``, or this thread's own within `side_by_side`."""
+    return getattr(_of_thread, "pool", launched)
+
+
+def side_by_side(works: Sequence[Callable[[], T]], most: int = 8) -> list[T]:
+    """Call functions that start ranks on hosts, `most` of them at the same time, each with hosts of its own.
+
+    It is for programs that wait more than they compute. An interrupt ends all their ranks.
+
+    Parameters
+    ----------
+    works : sequence of callable
+        Each is called without arguments, in a thread.
+    most : int
+        How many at a time.
+
+    Returns
+    -------
+    list
+        What they return, in their order. An error of one is raised when all have ended.
+    """
+    pools: list[HostPool] = []
+
+    def apart(work: Callable[[], T]) -> T:
+        _of_thread.pool = HostPool()
+        pools.append(_of_thread.pool)
+        try:
+            return work()
+        finally:
+            _of_thread.pool.close()
+
+    with ThreadPoolExecutor(most) as threads:
+        futures = [threads.submit(apart, work) for work in works]
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            for future in futures:
+                future.cancel()
+            while wait(futures, 0.1).not_done:  # a thread notices that its ranks have ended, and tidies up
+                for pool in pools:
+                    processes.kill(list(pool.workers.values()))
+            raise errors.Interrupted([]) from None
+        return [future.result() for future in futures]

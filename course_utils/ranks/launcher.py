@@ -178,7 +178,8 @@ def _run_on_hosts(call: Any) -> list[Any]:
         return HostResults(_launched.run(call), None)
     from . import host_pool
 
-    return HostResults(host_pool.launched.run(call), host_pool.launched.left_host)
+    ranks = host_pool.current()
+    return HostResults(ranks.run(call), ranks.left_host)
 
 
 def on_a_rank() -> bool:

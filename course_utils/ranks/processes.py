@@ -118,7 +118,8 @@ def start_server() -> int | None:
         extra["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         with _quiet_start(), internals.replaced(os.environ, extra), internals.started_by(_spawn_apart, folder):
             slow = [name for name in SLOW if name in sys.modules]
-            _context.set_forkserver_preload([*slow, *_shared, "course_utils.ranks.worker"])
+            ours = [f"{__package__}.{name}" for name in ("uncollected", "worker")]
+            _context.set_forkserver_preload([ours[0], *slow, *_shared, ours[1]])
             forkserver.ensure_running()
     return server_id()
 

@@ -63,6 +63,7 @@ if folder := os.environ.get("COURSE_UTILS_FOLDER"):  # this is the fork server
     interceptor.install()
     gc.collect()
     gc.freeze()  # what all ranks share stays shared: the collector does not write into these pages
+    gc.enable()  # switched off by `uncollected`
 
 _c = ctypes.CDLL(None)
 

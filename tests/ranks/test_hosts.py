@@ -21,7 +21,7 @@ from conftest import missing
 from kernels import Kernel, Script, left_behind, marked
 
 from course_utils import HangError, WorkerError, hosts_available, launch, record, shutdown
-from course_utils.ranks import Conditions
+from course_utils.ranks import Conditions, side_by_side
 
 pytestmark = pytest.mark.guard(90)
 
@@ -367,6 +367,42 @@ def test_another_call_while_one_runs_is_refused(tmp_path):
     launch(work, world_size=4, hosts=2)
     thread.join(60)
     assert len(refusals) == 1 and "another launch is running" in refusals[0]
+
+
+def test_side_by_side_calls_run_at_the_same_time_on_hosts_of_their_own(tmp_path):
+    def meet(name: str, other: str) -> list[str]:
+        def work():
+            (tmp_path / name).touch()
+            wait_for(tmp_path / other)
+            return os.readlink("/proc/self/ns/net")
+
+        return launch(work, world_size=2, hosts=2)
+
+    kept = {network for _, network, _ in launch(place, world_size=2, hosts=2)}
+    one, two = side_by_side([lambda: meet("one", "two"), lambda: meet("two", "one")])
+    assert len({*one, *two} | kept) == 6
+    assert {network for _, network, _ in launch(place, world_size=2, hosts=2)} == kept  # as warm as before
+
+    def fail():
+        raise ValueError("seven")
+
+    done = []
+    with pytest.raises(WorkerError, match="seven"):
+        side_by_side([lambda: launch(fail, world_size=2, hosts=2), lambda: done.append(launch(total, hosts=2))], most=1)
+    assert done == [[10.0] * 4]
+
+
+def test_an_interrupt_ends_all_calls_that_run_side_by_side():
+    with Kernel() as kernel:
+        kernel.good("import time\nfrom course_utils import launch\nfrom course_utils.ranks import side_by_side")
+        kernel.good("def f():\n    print('ready')\n    time.sleep(1000)")
+        kernel.good("def one():\n    return launch(f, world_size=2, hosts=2, timeout=600)")
+        cell = kernel.start_until("side_by_side([one, one, one], most=2)", "ready")
+        kernel.interrupt(cell)
+        assert cell.error_name == "Interrupted"
+        kernel.good("import psutil\nbelow = psutil.Process().children(recursive=True)")
+        assert kernel.good("[p for p in below if 'host_namespaces' in str(p.cmdline())]").value == "[]"
+        assert kernel.good("launch(lambda: 7, world_size=2, hosts=2)").value == "[7, 7]"
 
 
 # --- faults --------------------------------------------------------------------------------------------------------
