@@ -415,9 +415,10 @@ print(f"a rank sends {ring_bytes(sums):,.0f}; formula {(gpt.layers + 0.5) * laye
 assert ring_bytes(sums) == (gpt.layers + 0.5) * layer
 
 # %% [markdown]
-# Two things differ from data parallelism. First, what travels are activations, so the bytes grow with the *batch*;
-# those of DDP and FSDP grow with the parameters. Second, each all-reduce stands **between** operations that wait for
-# it: DDP's run during backward, but the next norm cannot begin before g has ended.
+# Two things differ from data parallelism. First, activations travel, so the bytes grow with the *batch*, those of DDP
+# and FSDP with the parameters. FSDP gathers a layer's 12 h² twice and reduces gradients once: with 36 h²(t−1)/t it
+# sends more below 4.5 h tokens a step (55,296 in GPT-3). Second, each all-reduce stands **between**
+# operations that wait for it: the next norm cannot begin before g has ended.
 
 # %% [markdown]
 # ## 7. The same from a plan
@@ -562,8 +563,8 @@ for name, make in makes.items():
 # ## 9. Why it stays inside the node
 #
 # More ranks divide the computing but not the messages: 2(t−1)/t even grows, from 1 towards 2. A layer has 12 h²
-# parameters, so forward and backward take 72 h² FLOPs a token (lesson 05), and a little for attention. With 2 bytes a
-# number, a rank computes, for each byte that it sends,
+# parameters, so forward and backward take 72 h² FLOPs a token (lesson 05), without attention. With 2 bytes a number, a
+# rank computes, for each byte that it sends,
 #
 # $$\frac{72\,bsh^2/t}{2 \cdot 8\,bsh\,(t-1)/t} = \frac{4.5\,h}{t-1} \quad \text{FLOPs}$$
 #
