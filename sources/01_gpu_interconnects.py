@@ -14,12 +14,12 @@
 # # How fast can data move, and where is the slow link?
 #
 # In the time in which an H100's own memory delivers one 16-bit number, its tensor cores could do 591 operations. In
-# the time in which a 400G network port delivers one, they could do 39,576. So a GPU that trains together with others
-# can easily spend its time waiting. To prevent that, you have to know which way the data goes, and which part of the
-# way is the slowest. This lesson finds both, first on paper and then by measuring.
+# the time in which a network port of 400 Gb/s delivers one, they could do 39,576. So a GPU that trains together with
+# others can easily spend its time waiting. To prevent that, you have to know the path of the data, and the slowest
+# link on it. This lesson finds both, first on paper and then by measuring.
 #
 # **You will be able to**
-# - *read* a data sheet: dense or sparse, one direction or both, bits or bytes;
+# - *read* the figures of a data sheet, and see which factor each of them hides;
 # - *find* the path between two GPUs and its slowest link, from `nvidia-smi topo -m`;
 # - *measure* latency and bandwidth, say how sure you are, and *predict* the time of a message you have not sent yet;
 # - *place* an operation on a roofline: is arithmetic, memory or a link its limit?
@@ -28,8 +28,8 @@
 # deeper sections, under a minute to run.
 
 # %% [markdown]
-# First PyTorch and every parameter, then what comes from the course. `LINKS` and `GPUS` hold the figures of data
-# sheets, each with its source. They all count one direction, bytes, and dense arithmetic; section 1 says why.
+# The first cell imports PyTorch and names every parameter; the second imports from the course. `LINKS` and `GPUS`
+# hold figures of data sheets, each with its source, and counted as section 1 says.
 
 # %% tags=["parameters"]
 import torch
@@ -58,7 +58,7 @@ h100 = GPUS["h100"]
 #
 # A GPU is a crowd of small processors, the **streaming multiprocessors** (SMs), around one large memory. Each SM has
 # **CUDA cores** for general arithmetic and **tensor cores**, which only multiply and add small matrices, but do
-# nearly all of the arithmetic of a training. The memory, **HBM** (high-bandwidth memory), sits beside the chip in the
+# nearly all of the arithmetic of training. The memory, **HBM** (high-bandwidth memory), sits beside the chip in the
 # same package. Everything else is reached by links:
 #
 # ```text
@@ -71,8 +71,8 @@ h100 = GPUS["h100"]
 #  └───────────────────────────────────────┘
 # ```
 #
-# How fast is each part? The data sheet says so, but it likes large numbers. Here are three figures of a node with
-# eight H100. (An operation, or FLOP, is one multiplication or one addition of floating-point numbers.)
+# How fast is each part? Data sheets prefer large numbers. Here are three figures of a node with eight H100s. (An
+# operation, or FLOP, is one multiplication or one addition of floating-point numbers.)
 #
 # - tensor cores: 1,979 TFLOP/s in bf16 (numbers of 16 bits), "with sparsity";
 # - NVLink: 900 GB/s for each GPU;
@@ -93,13 +93,13 @@ for what, least in seconds.items():
 # %% [markdown]
 # Each figure hides a factor:
 #
-# - **Sparsity.** The 1,979 count operations that are left out. If at least two of every four neighbouring weights are
-#   zero, the hardware skips them, and the sheet counts the skipped ones too. Ordinary, **dense** matrices get 989
-#   TFLOP/s. All FLOP/s in this course are dense.
+# - **Sparsity.** If two of every four neighbouring weights are zero, the hardware skips them, but the 1,979 TFLOP/s
+#   count the skipped operations too. Ordinary, **dense** matrices get 989 TFLOP/s. All FLOP/s in this course are
+#   dense.
 # - **Direction.** NVLink and PCIe are **full duplex**: data flows both ways at once, each way at full rate, and data
-#   sheets like the sum. A copy has one direction, which gets 450 of the 900 GB/s.
-# - **Bits and ports.** Networks count bits. 400 Gb/s are 50 G*byte*/s, and "400 GB/s" is what the eight ports of a
-#   node have together.
+#   sheets give the sum. A copy has one direction, so it gets 450 of the 900 GB/s.
+# - **Bits and ports.** Networks count bits. One port of 400 Gb/s carries 50 G*B*/s. All eight ports of a node
+#   together carry 400 GB/s, which looks nearly the same.
 #
 # GB are 10⁹ bytes; GiB, which memory is often counted in, are 2³⁰, which is 7.4 % more.
 #
@@ -112,10 +112,10 @@ for what, least in seconds.items():
 #
 # | link | what it joins | to know |
 # |---|---|---|
-# | **NVLink** | GPU and GPU | several links a GPU, used together: 4 (P100) to 18 (H100, B200) |
+# | **NVLink** | GPU and GPU | several links per GPU, used together: 4 (P100) to 18 (H100, B200) |
 # | **NVSwitch** | all GPUs of a node | each reaches every other at the full rate of its NVLinks |
-# | **PCIe** | GPU, CPU, network card, disk | 16 lanes; each generation about twice as fast |
-# | **InfiniBand** | nodes | EDR, HDR, NDR, XDR: 100 to 800 Gb/s a port |
+# | **PCIe** | GPU, CPU, network card, disk | 16 parallel lanes; each generation about twice as fast |
+# | **InfiniBand** | nodes | EDR, HDR, NDR, XDR: 100 to 800 Gb/s per port |
 # | **Ethernet** | nodes, and everything else | 10 to 800 Gb/s |
 
 # %%
@@ -126,8 +126,8 @@ plots.ladder(speeds, "recorded: NVLink per GPU, PCIe x16, networks per port", ki
 # *The figure: bars on a logarithmic axis from 1.25 GB/s (10G Ethernet) to 8 TB/s (HBM of a B200), one colour for each
 # kind. NVLink 2 to 5, PCIe 6 and InfiniBand XDR lie between 100 GB/s and 1 TB/s; all other links are below.*
 #
-# From 10G Ethernet to the HBM of an H100 it is a factor of 2,680. So a program that takes the wrong link is not a
-# little slower. And the gap between computing and moving grows with each generation:
+# The HBM of an H100 is 2,680 times as fast as 10G Ethernet, so the wrong link can make a program slower by orders of
+# magnitude. And since 2016 computing has become faster by more than links and memory have:
 
 # %%
 names, figures = growth()
@@ -141,8 +141,8 @@ plots.generations(names, figures, "recorded: growth since the P100 (data sheets)
 # with PCIe 5.*
 #
 # Arithmetic grew more than nine times as much as anything that moves data. (The first step is so large because the
-# P100 had no tensor cores.) What does that mean for an H100? A link of B bytes per second brings B/2
-# numbers of 16 bits per second. How many operations could the GPU do while one of them arrives?
+# P100 had no tensor cores.) A link of B bytes per second brings B/2 numbers of 16 bits per second. How many
+# operations could an H100 do while one number arrives?
 
 # %%
 ways = {
@@ -170,8 +170,8 @@ for way, speed in ways.items():
 # $$t(S) = \alpha + \beta S, \qquad \beta = 1/B$$
 #
 # α, in seconds, is the time of an empty message, and B is the bandwidth. A message of αB bytes spends half of its
-# time on latency, and therefore gets half of the bandwidth. Below that size latency rules, above it bandwidth.
-# NVIDIA's library for communication between GPUs, NCCL, assumes these α for large messages:
+# time on latency, and therefore gets half of the bandwidth. Below that size latency rules, above it bandwidth. NCCL
+# assumes these α in the method that it uses for large messages:
 
 # %%
 for key in ("nvlink4", "pcie5", "ib_ndr"):
@@ -181,8 +181,8 @@ for key in ("nvlink4", "pcie5", "ib_ndr"):
     print(f"{link.name:15}{numbers}, half of it at αB = {half}")
 
 # %% [markdown]
-# A megabyte is thus a *small* message for NVLink. (NCCL also has methods with a smaller α and less bandwidth, which
-# lesson 03 shows.)
+# A megabyte is thus a *small* message for NVLink. (For small ones NCCL has methods with a smaller α and less
+# bandwidth: lesson 03.)
 #
 # <small>Source of α (*recorded*): NCCL,
 # [src/graph/tuning.cc](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc).</small>
@@ -190,8 +190,7 @@ for key in ("nvlink4", "pcie5", "ib_ndr"):
 # %% [markdown]
 # ## 4. Which links does this machine have?
 #
-# Enough of data sheets. The next cell asks the machine: the driver for GPUs and their links, the operating system for
-# CPUs and network cards.
+# The next cell asks the driver about GPUs and their links, and the operating system about CPUs and network cards.
 
 # %% tags=["nbval-ignore-output"]
 here = this_machine()
@@ -202,8 +201,9 @@ topology_picture(here)
 # *The figure: your machine. Boxes are devices, lines are links, with their kind, and their bandwidth where it is
 # known. In the version that came with the course there is no GPU.*
 #
-# Where there are NVIDIA GPUs, `nvidia-smi topo -m` prints how every GPU reaches every other. Here is a *recorded*
-# one, a workstation with five GPUs ([club-3090, issue 46](https://github.com/noonghunna/club-3090/issues/46)):
+# Where there are NVIDIA GPUs, `nvidia-smi topo -m` prints how every GPU reaches every other, as a matrix. Here is a
+# *recorded* one, of a workstation with five GPUs ([club-3090, issue
+# 46](https://github.com/noonghunna/club-3090/issues/46)):
 
 # %%
 five = from_matrix("""
@@ -216,8 +216,8 @@ GPU4    SYS     NODE    NODE    PHB      X      0-7,16-23       0               
 """)
 
 # %% [markdown]
-# Each code names the way between two devices, here from near to far. A **NUMA node** is a group of cores with the
-# memory that is near them, usually one CPU. A **host bridge** is where PCIe meets the CPU.
+# Each code names the way between two devices. The table goes from near to far. A **NUMA node** is not a machine but a
+# group of cores with the memory near them, usually one CPU. A **host bridge** is where PCIe meets the CPU.
 #
 # | code | the way between the two | limited by |
 # |---|---|---|
@@ -234,19 +234,19 @@ for a, b in [(1, 2), (0, 1)]:
 topology_picture(five)
 
 # %% [markdown]
-# *The figure: GPU0 alone on one CPU, the other four on the other; a line joins the CPUs. CPU0 is NUMA node 1, as CPUs
-# are numbered in the order of the GPUs.*
+# *The figure: GPU0 alone on one CPU, the other four on the other; a line joins the CPUs. CPU0 is NUMA node 1, because
+# the picture numbers CPUs in the order of their GPUs.*
 #
-# GPU1 and GPU2 say `PHB` to each other, and so do GPU3 and GPU4. They are the nearest pairs. Avoid GPU0: it says
-# `SYS` four times, so whatever it exchanges crosses from CPU to CPU. Nobody says `NV#`, so there is no NVLink. The
-# matrix only names the links; how *fast* they are you look up or measure. (Section 15 reads more from it.)
+# GPU1 and GPU2 say `PHB` to each other, and so do GPU3 and GPU4. They are the nearest pairs. Avoid GPU0: its row says
+# `SYS` four times, so whatever it exchanges crosses from CPU to CPU. No entry says `NV#`, so there is no NVLink. The
+# matrix only names links; look up or measure how *fast* they are. (Section 15 reads more from it.)
 
 # %% [markdown]
 # ## 5. The path, and its slowest link
 #
 # Data that crosses several links streams through all of them at once, like water through pipes in a row. So a
-# **path** is as fast as its slowest link, the **bottleneck**. A DGX H100 has eight GPUs on an NVSwitch, and beside
-# each GPU a network card. Here are two such nodes:
+# **path** is as fast as its slowest link, the **bottleneck**. A DGX H100 has eight GPUs on an NVSwitch, and a network
+# card (NIC) beside each. Here are two such nodes, with the latencies of section 3:
 
 # %%
 two = cluster("dgx h100", 2)
@@ -256,8 +256,8 @@ topology_picture(two, path=across)
 
 # %% [markdown]
 # *The figure: two nodes side by side, a network switch above both. The highlighted path goes from GPU 0 up by PCIe to
-# its network card and the switch, and down in the other node. The link to the switch is marked as the slowest; NVLink
-# is not on the way.*
+# its network card and the switch, and down in the other node. The links to the switch are marked as the slowest;
+# NVLink is not on the way.*
 #
 # Inside the node all GPUs are equally near, which is what the NVSwitch is for. To the other node the bottleneck is
 # the network port. **Predict**: how many times longer does 1 GiB take to the other node than inside the node? And 4
@@ -272,8 +272,8 @@ for size in (4096, 2**20, 2**30):
 
 # %% [markdown]
 # *Modelled*, from the data sheets. Large messages take nine times as long, the ratio of the bandwidths. Small ones
-# take four times as long, the ratio of the latencies, because the bandwidth never comes into play. So ask first which
-# messages cross between nodes, and for small ones ask for latency. Choose machines, GPUs and sizes yourself:
+# take four times as long, the ratio of the latencies, because bandwidth hardly counts for them. So ask first which
+# messages cross between nodes; if they are small, look at latency. Choose machines, GPUs and sizes yourself:
 
 # %%
 explorer = topology_explorer()
@@ -293,10 +293,9 @@ explorer
 # %% [markdown]
 # ## 6. Measure: a message between two processes
 #
-# Data sheets say what cannot be exceeded. What is reached has to be measured, and for that two ranks play
-# **ping-pong**. Rank 0 sends S bytes, rank 1 sends them back, and half of the round trip is the time of one message.
-# We do not time one way, because two clocks need not agree, and because `send` may return before the message has
-# arrived.
+# A data sheet gives the upper limit. What is reached has to be measured, and for that two ranks play **ping-pong**.
+# Rank 0 sends S bytes, rank 1 sends them back, and half of the round trip is the time of one message. We do not time
+# one way, because two clocks need not agree, and because `send` may return before the message has arrived.
 
 
 # %%
@@ -312,8 +311,8 @@ def ping_pong(buffer):
 
 # %% [markdown]
 # One measurement proves little: other programs run too, and they can only make a message slower. So `time_messages`
-# plays many rounds, lets all sizes take turns so that a slow moment hits all alike, and returns for each size the
-# time that a quarter of its rounds stay below.
+# plays many rounds, with all sizes in turn so that a slow moment hits all alike, and returns the lower quartile for
+# each size: a quarter of its rounds were faster.
 #
 # **Predict**: a message of 4 KiB has four times the bytes of one of 1 KiB. Does it take four times as long? And 4 MiB
 # against 1 MiB?
@@ -324,18 +323,18 @@ for size, took in zip(fitted, seconds, strict=True):
     print(f"{format_bytes(size):>8}{took * 1e3:9.3f} ms{size / took / 1e9:8.2f} GB/s")
 
 # %% [markdown]
-# Small messages take about the same time whatever their size, which is α. Large ones take time in proportion, which
-# is β. `fit_line` fits both numbers to all sizes at once, by the *relative* error, so that small and large messages
-# count alike. How sure can we be? It also draws the points again and again, with replacement, and fits each draw (the
-# **bootstrap**). Where these fits disagree, we know little.
+# Small messages take about the same time whatever their size: α. For large ones every byte adds time, β. But 4 MiB
+# take less than four times as long as 1 MiB, as both contain α. `fit_line` fits both numbers to all sizes at once, by
+# the *relative* error, so that small and large messages count alike. To show how sure we can be, it also fits many
+# random draws of the points, with replacement (the **bootstrap**). The more these fits disagree, the less we know.
 
 # %% tags=["nbval-ignore-output"]
 line = fit_line(fitted, seconds)
 print(line)
 
 # %% [markdown]
-# A model is worth what it predicts. So let it say the times of sizes that nobody has measured, and measure them
-# afterwards. **Predict**: how far off is it, typically: 2 %, 20 %, or a factor of 2?
+# A model is judged by its predictions. So let it predict the times of new sizes, and measure them afterwards.
+# **Predict**: how far off is it, typically: 2 %, 20 %, or a factor of 2?
 
 # %% tags=["nbval-ignore-output"]
 predicted = [line.seconds(size) for size in unseen]  # before anything is sent
@@ -351,28 +350,28 @@ plots.latency_fit(fitted, seconds, line.fits, (unseen, measured), title=title)
 # first. The line is flat on the left, where α rules, and rises on the right, where βS does; the band around it holds
 # 95 % of the bootstrap's fits.*
 #
-# How far off it is depends on the machine and on what else runs there. If all diamonds lie on one side of the line,
-# one of the two runs was disturbed. A line is a good model, but not a perfect one, because a message that fits into a
-# cache has another β, and libraries switch methods at some size. The band knows nothing of that. It says how far the
-# *points* move the line, not whether a line is the right shape.
+# Of the three answers 20 % is usually the nearest, but it depends on what else runs on the machine. If all diamonds
+# lie on one side of the line, one of the two runs was probably disturbed. A line is a good model, but not a perfect
+# one, because a message that fits into a cache has another β, and libraries switch methods at some size. The band
+# does not include that. It says how far the *points* move the line, not whether a line is the right shape.
 #
 # > **What changes on real GPUs.** α is a few microseconds inside NCCL, but what you measure from Python is more,
-# > because each call also starts a program on the GPU, a *kernel*. B is most of the data sheet's: section 17 shows
-# > how much. One line for each of NCCL's methods is as good a model there, and no better (lesson 03).
+# > because each call also starts a program on the GPU, a *kernel*. B is most of what the data sheet says (section
+# > 17). Each of NCCL's methods needs its own line, again good but not perfect (lesson 03).
 
 # %% [markdown]
 # ## 7. The roofline: who waits for whom?
 #
-# A link is slow only compared with what the GPU could compute meanwhile. The **arithmetic intensity** I of an
-# operation is its FLOP per byte moved between memory and chip. Bytes come at the memory's bandwidth, and each brings
-# work for I operations, so (Williams, Waterman, Patterson 2009)
+# A link is slow only compared with what the GPU could compute meanwhile. The **arithmetic intensity** I of a
+# computation is its FLOP per byte moved between memory and chip. Bytes come at the memory's bandwidth, and each
+# brings work of I FLOP, so (Williams, Waterman, Patterson 2009)
 #
 # $$\text{FLOP/s} \le \min(\text{peak},\; I \times \text{memory bandwidth})$$
 #
 # Both limits meet at the **ridge**, I = peak ÷ bandwidth. Left of it memory is the limit, right of it arithmetic.
 #
-# **Predict**: an H100 does 66.9 TFLOP/s in fp32 on its CUDA cores. What share of that does `c = a + b` reach, on long
-# vectors? Each addition reads two numbers of 4 bytes and writes one.
+# **Predict**: an H100 does 66.9 TFLOP/s in fp32 on its CUDA cores, and its HBM has 3.35 TB/s. What share of the peak
+# does `c = a + b` reach, on long vectors? Each addition reads two numbers of 4 bytes and writes one.
 
 # %%
 intensity = 1 / (3 * 4)
@@ -382,10 +381,10 @@ print(f"{reached / h100.flops['fp32']:.1%} of the peak")
 print(f"ridges: {h100.ridge('fp32'):.0f} FLOP/byte in fp32, {h100.ridge('bf16'):.0f} in bf16")
 
 # %% [markdown]
-# The adders wait, and no cleverness in the addition helps. What helps is to do more with each byte while it is on the
-# chip. That is why operations are *fused* into one, and why GPUs like products of large matrices, n³ work on n²
-# numbers. Where is the roof of the machine in front of you? `measured_roof` times both kinds of operation, on the GPU
-# where there is one, and else on one core:
+# The CUDA cores wait, so faster ones would not help. What helps is to do more with each byte while it is on the chip.
+# That is why computations are *fused* into one, and why products of large matrices suit GPUs: n³ work on n² numbers.
+# Where is the roof of your machine? `measured_roof` times additions and products, on the GPU if there is one,
+# otherwise on one core:
 
 # %% tags=["nbval-ignore-output"]
 chip = "cuda" if torch.cuda.is_available() else "cpu"
@@ -396,28 +395,28 @@ title = f"measured: {'the GPU' if chip == 'cuda' else 'one core'} of this machin
 plots.roofline(roof.peak, roof.bandwidth, roof.points, title)
 
 # %% [markdown]
-# *The figure: the slope on the left is memory, the flat roof arithmetic; both go through the best that this machine
-# showed. Addition and matrix × vector lie on the left. Products of growing side move to the right, and up to the
-# roof.*
+# *The figure: the slope on the left is memory, the flat roof arithmetic; each goes through the best point of its
+# kind. Addition and matrix × vector lie on the left. Larger products lie further right, and the best of them is on
+# the roof.*
 #
-# Small products stay below the roof although they lie right of the ridge, because starting an operation costs time
-# too. It is the α of arithmetic. Compare the ridge in the figure with the H100's, 20 in fp32 and 295 in bf16: the
-# further right it lies, the more operations wait for memory.
+# Small products stay below the roof although they lie right of the ridge, because starting a computation costs time
+# too: the α of arithmetic. Compare the ridge in the figure with the H100's, 20 in fp32 and 295 in bf16: the further
+# right a ridge lies, the more computations wait for memory.
 #
-# A **link** has a roofline too. Put its bandwidth in the place of the memory's and count the bytes sent: behind one
+# A **link** has a roofline too. Put its bandwidth in the place of the memory's and count the bytes sent: with one
 # 400G port an H100 needs 989.4 · 10¹² ÷ (50 · 10⁹) = 19,788 operations for each byte it sends, or it waits.
 
 # %% [markdown]
 # ## 8. What it costs training: one all-reduce
 #
-# Sixteen H100 train a model of 7 billion parameters, each on its own data. (Their optimizer states are sharded, as in
-# lesson 06, or they would not fit.) After each backward pass they average their gradients, 14 GB in bf16. As lesson
-# 02 shows, the busiest of N GPUs has to *send* at least 2(N−1)/N of that, as long as only GPUs add. (Where switches
-# add, it is about half.)
+# Sixteen H100s train a model of 7 billion parameters, each on its own data. (Their optimizer states are sharded, as
+# in lesson 06, or they would not fit.) After each backward pass they average their gradients, 14 GB in bf16. As
+# lesson 02 shows, the busiest of N GPUs has to *send* at least 2(N−1)/N of that, as long as only GPUs add. (Where
+# switches add, it is about half.)
 #
 # A step has 8,192 tokens on each GPU, and a token costs 6 operations for each parameter: 2 forward and 4 backward. We
-# take 430 TFLOP/s, as Llama 3 reached on 8,192 H100 (*recorded*, [Llama Team 2024](https://arxiv.org/abs/2407.21783),
-# table 4), and let communication begin when computing has ended.
+# take 430 TFLOP/s per GPU, as Llama 3 reached on 8,192 H100s (*recorded*, [Llama Team
+# 2024](https://arxiv.org/abs/2407.21783), table 4), and let communication begin only after computing has ended.
 #
 # **Predict**: what share of the step is waiting, if each GPU's only way to the others is NVLink? One 400G port? 10G
 # Ethernet?
@@ -432,12 +431,11 @@ for key, waiting in waits.items():
     print(f"{LINKS[key].name:15}{waiting:8.3f} s, {share:.0%} of the step")
 
 # %% [markdown]
-# On NVLink it is a matter of 7 %. Over one 400G port each, two fifths of the step go to waiting, and over 10G
-# Ethernet nearly all of it.
+# On NVLink waiting takes 7 % of the step, over one 400G port each two fifths, and over 10G Ethernet nearly all.
 #
-# But sixteen GPUs do not fit on one NVSwitch of eight. Put them into the two DGX H100 of section 5, where every path
-# between the nodes has a 400G port as its bottleneck. The usual all-reduce lays **rings** through all GPUs: each GPU
-# passes data to the next one, and each ring leaves a node once.
+# But an NVSwitch of a DGX H100 joins only eight GPUs. Put the sixteen into the two DGX H100 of section 5, where every
+# path between the nodes has a 400G port as its bottleneck. The usual all-reduce lays **rings** through all GPUs: each
+# GPU passes data to the next one, and each ring leaves a node once.
 #
 # ```text
 #    ┌─ node 0: 8 GPUs, NVLink ─┐  port  ┌─ node 1: 8 GPUs, NVLink ─┐
@@ -458,13 +456,13 @@ plots.step_split(steps, "modelled: a step of 7 billion parameters on 16 H100s, n
 
 # %% [markdown]
 # *The figure: three bars, computing and then the all-reduce. Over one port each the all-reduce is two fifths of the
-# bar; on two DGX H100 it is a thin end, as on NVLink.*
+# bar; on two DGX H100 it is as short as on NVLink.*
 #
 # Nearly as fast as on NVLink. In each ring only one of a node's eight GPUs sends to the other node. So a whole *node*
-# sends out as many bytes as one GPU sends, and spreads them over eight ports. The bottleneck of a path is thus half
-# of the question. The other half is **how many bytes cross it, and how many links like it share them**. *Recorded* on
-# four nodes of eight H200: in such rings each GPU sent 364.7 GB/s, seven times what a 400G port carries (Bekman, as
-# above).
+# sends out only as many bytes as one GPU sends, and spreads them over eight ports. The bottleneck of a path is thus
+# half of the question. The other half is **how many bytes cross it, and how many links like it share them**.
+# *Recorded* on four nodes of eight H200: in such rings each GPU sent 364.7 GB/s, seven times what a 400G port carries
+# (Bekman, as above).
 #
 # These estimates use bandwidth alone. For 14 GB that is fair; for a thousand small tensors α decides.
 
@@ -473,8 +471,8 @@ plots.step_split(steps, "modelled: a step of 7 billion parameters on 16 H100s, n
 #
 # On a machine that you do not know, look at three things. `nvidia-smi topo -m` says which links there are. The data
 # sheets, read as in section 1, say what they could do. And [scripts/links.py](../scripts/links.py) measures what they
-# do: every pair of ranks plays ping-pong, and the slowest pair is named. Hold that pair against the matrix. The
-# program needs PyTorch only, and takes one GPU a rank where there are some. In a terminal you start it with
+# do: every pair of ranks plays ping-pong, and the slowest pair is named. Compare that pair with the matrix. The
+# program needs only PyTorch, and uses one GPU per rank if there are GPUs. In a terminal:
 # `torchrun --standalone --nproc-per-node=8 scripts/links.py`; `run_program` does the same with the CPU ranks of this
 # notebook:
 
@@ -486,18 +484,18 @@ links = [SCRIPTS / "links.py", "--large", 2**20]
 codes = launch(run_program, *links, world_size=world_size, init=False)
 
 # %% [markdown]
-# Here pairs differ by noise only, of which a busy machine has a lot, because processes of one machine talk through
-# its memory. With eight GPUs on PCIe you would see blocks of fast and slow pairs, as in the matrix of section 4; with
-# an NVSwitch again none.
+# Here all pairs talk through the memory of one machine, so they differ only by noise, of which a busy machine has a
+# lot. With eight GPUs on PCIe you would see blocks of fast and slow pairs, as in the matrix of section 4; with an
+# NVSwitch, no blocks.
 
 # %% [markdown] tags=["deeper"]
 # ## 10. Inside an H100: where the peak comes from · deeper
 #
 # The peak follows from counting: units × multiply-adds per tick × 2 × ticks per second, because a multiply-add is two
-# operations. A tensor core of the H100 does 512 of them per tick in bf16, at 1.83 GHz. A CUDA core does one per tick
-# in fp32, at 1.98 GHz. Half the bits give twice the rate, from tf32 (fp32 cut short for tensor cores) to bf16 to fp8.
-# The last column is for matrices that have been pruned: the smaller two of every four neighbours are zero, which
-# makes it another model.
+# operations. A tensor core of the H100 does 512 multiply-adds per tick in bf16, at 1.83 GHz. A CUDA core does one per
+# tick in fp32, at 1.98 GHz. Half the bits give twice the rate, from tf32 (fp32 cut short for tensor cores) to bf16 to
+# fp8. The last column is for matrices that have been pruned: the smaller two of every four neighbours are set to
+# zero, so the model is no longer the same.
 #
 # <small>Sources: Bekman, [ml-engineering,
 # accelerators](https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md) (multiply-adds and
@@ -527,8 +525,8 @@ for precision, rate in h100.flops.items():
 # | GPUDirect **Storage** | a disk or a storage network | a **bounce buffer**, a stop in the CPU's memory |
 # | GPUDirect **async** | nobody new: the GPU tells the card when to start | the CPU's part in each message |
 #
-# **Predict**: without GPUDirect, 1 GB goes from the GPU to the CPU's memory, over the network, and up to the other
-# GPU, one after the other. How many times longer does that take than with all three parts at once?
+# **Predict**: without GPUDirect, 1 GB goes from the GPU to its CPU's memory, over the network to the other CPU's, and
+# up to the other GPU, one after the other. How many times longer does that take than with all three parts at once?
 
 # %% tags=["deeper"]
 way = [LINKS["pcie5"].bandwidth, LINKS["ib_ndr"].bandwidth, LINKS["pcie5"].bandwidth]
@@ -537,8 +535,8 @@ print(f"one after the other {staged * 1e3:.1f} ms, at once {direct * 1e3:.1f} ms
 print(f"{staged / direct:.1f} times")
 
 # %% [markdown] tags=["deeper"]
-# Libraries can also send in pieces, so that the three copies overlap, but the CPU's memory then still carries every
-# byte twice.
+# Libraries can also send in pieces, so that the three copies overlap, but the memory of both CPUs is then still
+# written and read for every byte.
 #
 # <small>Sources: NVIDIA, [GPUDirect RDMA](https://docs.nvidia.com/cuda/gpudirect-rdma/), [GPUDirect Storage Design
 # Guide](https://docs.nvidia.com/gpudirect-storage/design-guide/), [PeerDirect
@@ -547,10 +545,10 @@ print(f"{staged / direct:.1f} times")
 # %% [markdown] tags=["deeper"]
 # ## 12. Pinned memory, and copies that have not ended · deeper
 #
-# The operating system may move a page of memory at any time. A device that copies by itself must be sure that it does
-# not, so it needs **pinned** (page-locked) memory. From ordinary, **pageable** memory the driver first copies into a
-# pinned buffer of its own. From pinned memory the copy is direct, and only then can it run while the CPU goes on
-# (`non_blocking=True`).
+# The operating system may move a page of memory at any time. A device that copies by itself must be sure that the
+# page stays, so it needs **pinned** (page-locked) memory. From ordinary, **pageable** memory the driver first copies
+# into a pinned buffer of its own. From pinned memory the copy is direct, and only then can it run while the CPU goes
+# on (`non_blocking=True`).
 #
 # > **Misconception.** "Pin everything just before the copy." Pinning is a copy too: `x.pin_memory().to("cuda",
 # > non_blocking=True)` can be up to twice as slow as `x.to("cuda")`. Pin *once*, for buffers that are used again; a
@@ -560,8 +558,9 @@ print(f"{staged / direct:.1f} times")
 # for messages between ranks, where it can be shown on every machine. `isend` and `irecv` return a request at once,
 # and until `wait()` returns, what is received may not be read and what is sent may not be overwritten.
 #
-# **Predict**: rank 0 sends ones. Rank 1 looks before it waits, and again afterwards. Then rank 0 sends ones a second
-# time, but writes twos into its buffer before it waits, say the next batch. What does rank 1 see, three times?
+# **Predict**: rank 0 sends ones. Rank 1 receives into zeros, looks before it waits, and again afterwards. Then rank 0
+# sends ones a second time, but writes twos into its buffer before it waits, say the next batch. What does rank 1 see,
+# three times?
 
 
 # %% tags=["deeper"]
@@ -644,8 +643,8 @@ print(f"the kernel alone: {on_demand / fetched_ahead:.0f} times faster;", end=" 
 print(f"with the fetch: {on_demand / (fetch + fetched_ahead):.1f} times, at best")
 
 # %% [markdown] tags=["deeper"]
-# Chips in which CPU and GPU share a coherent link narrow the gap: NVLink-C2C joins Grace and Hopper with 450 GB/s
-# each way, seven times PCIe 5 (NVIDIA, Hopper page).
+# A coherent link, over which CPU and GPU read each other's memory without copies of pages, narrows the gap:
+# NVLink-C2C joins Grace and Hopper with 450 GB/s each way, seven times PCIe 5 (NVIDIA, Hopper page).
 
 # %% [markdown] tags=["deeper"]
 # ## 14. Memory that is there already: pools · deeper
@@ -712,11 +711,11 @@ else:
 #
 # In section 4 the cores of GPU0 are 8–15 and 24–31, on NUMA node 1, and a process that feeds it should run there. How
 # much does the wrong CPU cost? *Recorded* for a P100 on PCIe 3, from pinned memory: 12.15 GB/s when process and
-# memory sit on its CPU, 3.78 GB/s when both sit on the other one
-# ([gearshifft, pull request 82](https://github.com/mpicbg-scicomp/gearshifft/pull/82)). Less than a third of the
-# speed, from one line in a start script; `numactl` or the launcher's binding options set it.
+# memory sit on its CPU, 3.78 GB/s when both sit on the other one ([gearshifft, pull request
+# 82](https://github.com/mpicbg-scicomp/gearshifft/pull/82)). That is less than a third of the speed. One line in a
+# start script avoids it, with `numactl` or the launcher's binding options.
 #
-# Network cards are in the matrix too. This is an excerpt of a DGX-2 ([nccl-tests, issue
+# Network cards are in the matrix too. The next cell holds an excerpt of a DGX-2's ([nccl-tests, issue
 # 78](https://github.com/NVIDIA/nccl-tests/issues/78)). **Predict**: which card should each GPU use?
 
 # %% tags=["deeper"]
@@ -762,9 +761,9 @@ for gpu, card in (("GPU0", "mlx5_0"), ("GPU0", "mlx5_1"), ("GPU0", "mlx5_4")):
 # link of a job is there and not at the node. *Recorded* for Llama 3's cluster of 24,000 GPUs: full bandwidth inside a
 # pod of 3,072 GPUs, a seventh of it between pods (Llama Team 2024, section 3.3.1).
 #
-# The eight rings of section 8 now run through eight DGX H100, once in the order of the nodes and once in another. The
-# network has full bandwidth, or is oversubscribed 7:1. `most_shared` finds the link that limits a step of the rings,
-# and how many messages share it.
+# The eight rings of section 8 now run through eight DGX H100, once in the order of the nodes and once mixed: 0, 4, 1,
+# 5, 2, 6, 3, 7. The network has full bandwidth, or is oversubscribed 7:1. `most_shared` finds the link that limits a
+# step of the rings, and how many messages share it.
 #
 # **Predict**: how many times slower does a step get at 7:1, in each of the two orders?
 
@@ -793,13 +792,13 @@ show("full", leaf_spine(flat, leaves=2))
 show("7:1", leaf_spine(flat, leaves=2, oversubscription=7))
 
 # %% [markdown] tags=["deeper"]
-# In order, only two hops of each ring cross the spine, so eight messages share a trunk of 32/7 ports. Mixed, every
-# hop crosses, and all 32 do. The bytes are the same and so are the nodes, but the order of ranks is worth a factor of
-# four. That is why a scheduler such as Slurm can be told the topology
+# In order, only two hops of each ring cross the spine, one from each leaf, so eight messages share a trunk of 32/7
+# ports. Mixed, every hop crosses, so all 32 messages of a leaf share it. The bytes are the same and so are the nodes,
+# but the order of ranks is worth a factor of four. That is why a scheduler such as Slurm can be told the topology
 # ([topology guide](https://slurm.schedmd.com/topology.html)): it then places a job below as few leaves as it can.
 #
-# **Rails** go another way: card r of *every* node is on leaf r, so there are eight leaves. **Predict**: what happens
-# to the rings then, and what to a message from GPU 0 to GPU 1 of another node, by GPU 0's card?
+# **Rails** are another design: card r of *every* node is on leaf r, so there are eight leaves. **Predict**: what
+# happens to the rings then, and what to a message from GPU 0 to GPU 1 of another node, by GPU 0's card?
 
 # %% tags=["deeper"]
 railed = leaf_spine(flat, leaves=8, oversubscription=7, rails=True)
@@ -808,7 +807,7 @@ print(" → ".join(railed.path("node0.NIC0", "node1.NIC1").devices))
 
 # %% [markdown] tags=["deeper"]
 # The rings stay on their rails and never meet the spine, in whatever order. The message from card 0 to card 1 has to
-# cross it. It is better to hand it to GPU 1 of the own node by NVLink first, and let it leave on rail 1. NCCL does so
+# cross it. It is better to hand it to GPU 1 of its own node by NVLink first, and let it leave on rail 1. NCCL does so
 # and calls it PXN
 # ([NVIDIA, Doubling all2all performance](https://developer.nvidia.com/blog/doubling-all2all-performance-with-nvidia-collective-communication-library-2-12/)).
 #
@@ -818,8 +817,9 @@ print(" → ".join(railed.path("node0.NIC0", "node1.NIC1").devices))
 # %% [markdown] tags=["deeper"]
 # ## 17. Copies in memory, to and from a GPU · deeper
 #
-# A copy of S bytes reads S and writes S. Benchmarks of memory usually count both, so a copy "at 10 GB/s" moves 20:
-# say which of the two you mean. The next cell counts the bytes copied. Without a GPU it measures host memory only.
+# A copy of S bytes reads S and writes S. Benchmarks of memory usually count both, so a copy of 10 GB in a second is
+# then "20 GB/s": say which of the two you mean. The next cell counts the bytes copied. Without a GPU it measures host
+# memory only.
 
 # %% tags=["deeper", "nbval-ignore-output"]
 from course_utils.link_measurements import copy_rates
@@ -883,7 +883,8 @@ print(f"unseen sizes: off by {min(errors):.0%} to {max(errors):.0%}")
 
 # %% [markdown]
 # - Before you compare figures: dense, one direction, bytes, per GPU.
-# - From P100 to B200 arithmetic grew 106 times, memory and NVLink 11 times, PCIe 4 times: moving data is the limit.
+# - From P100 to B200 arithmetic grew 106 times, memory and NVLink 11 times, PCIe 4 times: moving data is often the
+#   limit.
 # - t = α + βS. Below αB bytes latency rules. Fit both, state the uncertainty, check on sizes you did not fit.
 # - A path is as fast as its slowest link. Then count the bytes that cross it, and the links that share them.
 # - Intensity against the ridge says who waits: arithmetic, memory, or a link.

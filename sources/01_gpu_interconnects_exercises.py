@@ -2,8 +2,8 @@
 # # Exercises 01 · Can you say how long it takes before you run it?
 #
 # Five exercises on [01 GPU interconnects](../notebooks/01_gpu_interconnects.ipynb). One runs on real ranks, two work
-# on data, and in two you do on paper what a data sheet invites you to get wrong. All of them take about 90 minutes.
-# **If you do only these:** 2, 3 and 5.
+# on data, and two are sums with the figures of a data sheet, which are easy to misread. All of them take about 90
+# minutes. **If you do only these:** 2, 3 and 5.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
@@ -13,16 +13,16 @@
 # | 4 | the widest path and its slowest link | 4 of 5 | 20 |
 # | 5 | gradients on one node and on many | 3 of 5 | 15 |
 #
-# Each stands alone. *Follows* on each card names the section of the lesson to look things up in.
+# Each stands alone. *Follows* on each card names the section of the lesson that explains it.
 
 # %% [markdown]
-# **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
-# fold open one by one; solutions are in [the solutions notebook](../solutions/01_gpu_interconnects_solutions.ipynb).
+# **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints open
+# one by one; solutions are in [the solutions notebook](../solutions/01_gpu_interconnects_solutions.ipynb).
 #
-# **What a check does.** It calls your function with other numbers than those of the text, so a typed result does
-# not pass. In exercise 3 it runs your function on real ranks and reads the **ledger**: how many messages each rank
-# sent, and how large they were. If ranks wait for each other, it stops them within seconds and shows where each
-# one stood.
+# **What a check does.** It calls your function with other numbers than those of the text, so a result typed in by
+# hand does not pass. In exercise 3 it runs your function on real ranks and reads the **ledger**: how many messages
+# each rank sent, and how large they were. If ranks wait for each other, it stops them within seconds and shows where
+# each one stood.
 
 # %% tags=["parameters"]
 import statistics
@@ -123,7 +123,7 @@ for size, row in list(zip(sizes.tolist(), seconds, strict=True))[::3]:
 
 # %% [markdown]
 # From the first row to the last the size grows 262,144 times, and the time about 270 times. So a line that is only 1
-# % off at the last row is off by more than twice the whole of α. **Predict**, before you write: what does an ordinary
+# % off at the last row is wrong there by more than twice α. **Predict**, before you write: what does an ordinary
 # least-squares fit say about α?
 
 
@@ -161,8 +161,8 @@ check.fit_and_predict(fit_and_predict)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Two troubles, two remedies. First make one time out of each row, so that one measurement of ten times the length
-# does not count.
+# There are two problems. First make one time out of each row, so that a measurement that took ten times as long does
+# not count.
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -182,10 +182,10 @@ check.fit_and_predict(fit_and_predict)
 # |---|---|---|---|
 # | 3 of 5 | 20 | 01, Measure: a message between two processes | repeats + 1 messages of full size each way |
 #
-# In the lesson the package kept the time; here you do. The clocks of two machines do not agree to a microsecond, so you
-# cannot note when a message leaves here and when it arrives there. But you can send it there **and back**, look at one
-# clock, and take half. The first round trip also opens connections and warms caches, so it does not count. And the
-# median of the others does not care about a hiccup.
+# In the lesson the package kept the time; here you do. The clocks of two machines do not agree to a microsecond, so
+# you cannot note when a message leaves here and when it arrives there. But you can send it there **and back**, look
+# at one clock, and take half. The first round trip also opens connections and warms caches, so it does not count. And
+# the median of the others is not moved by a single slow round.
 #
 # This is what one such round trip leaves in the ledger of rank 0:
 
@@ -206,8 +206,8 @@ def there_and_back():
 launch(there_and_back, world_size=WORLD_SIZE, backend="gloo")[0]
 
 # %% [markdown]
-# Write the measurement. The clock is an argument: `clock()` returns seconds, like `time.perf_counter`. The check passes
-# one of its own, which a busy machine does not disturb, so it can tell whether you did the sums right.
+# Write the measurement. The clock is an argument: `clock()` returns seconds, like `time.perf_counter`. The check
+# passes one of its own, which a busy machine does not disturb, so it can tell whether your arithmetic is right.
 
 
 # %%
@@ -336,11 +336,11 @@ check.widest_path(widest_path)
 #
 # In each step N GPUs add up their gradients, 7 billion numbers of 2 bytes, which are S bytes on each GPU. The usual
 # way lays **rings** through all GPUs. Then 2(N−1)/N · S bytes leave every GPU, as lesson 02 shows, and just as many
-# leave every **node**, because each ring leaves it once and the rings spread over its ports.
+# leave every **node**, because each ring leaves it once. The rings spread over its ports.
 #
-# How long does that take, at least, on one node of 8 H100 with 900 GB/s of NVLink (as on the data sheet, both
-# directions added)? How long on 16 such nodes with a single port of 100 Gb/s a node, as in some clouds? And with
-# eight ports of 400 Gb/s each? GB are 10⁹ bytes, and latency is nothing.
+# How long does that take, at least, on one node of 8 H100s with 900 GB/s of NVLink (as on the data sheet, both
+# directions added)? How long on 16 such nodes with a single port of 100 Gb/s per node, as in some clouds? And with
+# eight ports of 400 Gb/s each? GB are 10⁹ bytes; leave out latency.
 
 
 # %%
@@ -400,7 +400,7 @@ check.gradient_seconds(gradient_seconds)
 # ## What you have learnt
 #
 # - **Two roofs** (1): the dense peak, and bandwidth times intensity. A peak with sparsity is not for dense matrices.
-# - **Two constants** (2) predict a link, if small and large messages weigh alike and hiccups do not count.
+# - **Two constants** (2) predict a link, if small and large messages weigh alike and single slow rounds do not count.
 # - **Half of a round trip** (3) is the only honest way to time a message with clocks that do not agree.
 # - **The slowest link** (4) of the best path sets the pace, and (5) a ring over nodes is as fast as its slowest link,
 #   once all units agree: bits or bytes, one direction or both, one port or all.
