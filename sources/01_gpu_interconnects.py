@@ -568,7 +568,7 @@ def too_early():
     x = torch.zeros(4)
     if dist.get_rank() == 0:
         x.fill_(1.0)
-        dist.barrier()  # rank 1 has looked
+        dist.barrier()  # waits for all ranks: until rank 1 has looked
         dist.send(x, dst=1)
         request = dist.isend(x, dst=1)
         x.fill_(2.0)  # a fault: the message has not ended

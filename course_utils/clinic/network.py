@@ -17,7 +17,8 @@ from ._wards import Clinic
 
 __all__ = ["CASES", "CAUSES", "clinic"]
 
-share("torch.distributed.checkpoint", "torch.distributed.fsdp")  # of a patient and scripts/train.py: not on each rank
+# What a patient and scripts/train.py import, and what their optimizers do: not on each of their ranks.
+share("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 
 CAUSES = {
     "gloo takes the loopback": Cause(

@@ -338,4 +338,4 @@ def _kernel_graph(root: str | Path) -> Topology:
         count[kind] += 1
         half = LINKS["pcie4"].latency / 2 if device.kind == "gpu" else 0.0
         b.join(names[device.address], into, device.slot, half)
-    return b.done("this machine", "what the kernel of this machine lists")
+    return b.done("this machine", "what the operating system lists")
