@@ -323,10 +323,11 @@ for size, took in zip(fitted, seconds, strict=True):
     print(f"{format_bytes(size):>8}{took * 1e3:9.3f} ms{size / took / 1e9:8.2f} GB/s")
 
 # %% [markdown]
-# Small messages take about the same time whatever their size: α. For large ones every byte adds time, β. But 4 MiB
-# take less than four times as long as 1 MiB, as both contain α. `fit_line` fits both numbers to all sizes at once, by
-# the *relative* error, so that small and large messages count alike. To show how sure we can be, it also fits many
-# random draws of the points, with replacement (the **bootstrap**). The more these fits disagree, the less we know.
+# Small messages take about the same time whatever their size: α. For large ones every byte adds time, β, so 4 MiB take
+# roughly four times as long as 1 MiB: less by the share of α, more where they no longer fit into a cache. `fit_line`
+# fits both numbers to all sizes at once, by the *relative* error, so that small and large messages count alike. To show
+# how sure we can be, it also fits many random draws of the points, with replacement (the **bootstrap**). The more these
+# fits disagree, the less we know.
 
 # %% tags=["nbval-ignore-output"]
 line = fit_line(fitted, seconds)
@@ -350,10 +351,10 @@ plots.latency_fit(fitted, seconds, line.fits, (unseen, measured), title=title)
 # first. The line is flat on the left, where α rules, and rises on the right, where βS does; the band around it holds
 # 95 % of the bootstrap's fits.*
 #
-# Of the three answers 20 % is usually the nearest, but it depends on what else runs on the machine. If all diamonds
-# lie on one side of the line, one of the two runs was probably disturbed. A line is a good model, but not a perfect
-# one, because a message that fits into a cache has another β, and libraries switch methods at some size. The band
-# does not include that. It says how far the *points* move the line, not whether a line is the right shape.
+# Of the three answers 20 % is usually the nearest. If all diamonds lie on one side of the line, the two runs met
+# different conditions: another program, or the two processes on other cores. A line is a good model, but not a perfect
+# one, because a message that fits into a cache has another β, and libraries switch methods at some size. The band does
+# not include that. It says how far the *points* move the line, not whether a line is the right shape.
 #
 # > **What changes on real GPUs.** α is a few microseconds inside NCCL, but what you measure from Python is more,
 # > because each call also starts a program on the GPU, a *kernel*. B is most of what the data sheet says (section
