@@ -15,9 +15,9 @@
 #
 # Training steps of a model with a trillion parameters were measured on 3,072 GPUs. Its 128 layers were cut into 64
 # **stages** of two layers each, and every token of every batch went through all 64 in turn, forward and back. If 64
-# stages take turns, 63 of 64 GPUs should be idle. Yet each GPU reached 52 % of its peak (*recorded*, Narayanan et al.
-# 2021, table 1). This lesson explains how: you cut a model into stages, train it on real ranks in several orders, and
-# see what it costs to remove the idle time.
+# stages take turns, 63 of every 64 GPUs should be idle. Yet each GPU reached 52 % of its peak (*recorded*, Narayanan et
+# al. 2021, table 1). This lesson explains how: you cut a model into stages, train it on real ranks in several orders,
+# and see what it costs to remove the idle time.
 #
 # **You will be able to**
 # - *cut* a model into stages of equal cost, and *train* it with messages from stage to stage;
@@ -29,7 +29,7 @@
 # about 45 minutes to read the core, 75 with the deeper sections, under a minute to run.
 
 # %% [markdown]
-# First the parameters, then what comes from the course.
+# First the parameters and imports. Section 3 explains micro-batches and schedules.
 
 # %% tags=["parameters"]
 import itertools
@@ -87,9 +87,9 @@ def text(step):
 # ```
 #
 # Here b is the number of sequences, s their length in tokens, and h the width of the model. A cut can go between any
-# two *pieces*: the embeddings, each block, and the last norm with the head. All ranks wait for the
-# slowest one, so the best cut is the one whose most expensive stage is cheapest. `partition` finds it; the FLOPs of
-# each piece (lesson 05) are the estimate of its cost.
+# two *pieces*: the embeddings, each block, and the last norm with the head. All ranks wait for the slowest one, so the
+# best cut makes the most expensive stage as cheap as possible. `partition` finds it; the FLOPs of each piece (lesson
+# 05) are the estimate of its cost.
 
 # %%
 costs = stage_costs.piece_flops(gpt)  # of a token, forward
@@ -107,10 +107,10 @@ for rank, work in enumerate(stage_costs.stage_sums(costs, sizes)):
 # ## 2. One rank works at a time
 #
 # The first version is the obvious one: rank 0 computes its stage and sends the output on, the next rank does the same,
-# and the last one computes the loss. Then gradients of the same activations travel back. Autograd works within a rank,
-# but it does not see through a message, so two things at each cut are yours:
+# and the last one computes the loss. Then the gradients of these activations travel back. Autograd works within a rank
+# but does not see through a message, so you do two things at each cut:
 #
-# - what a rank receives is a leaf that requires a gradient: `requires_grad_()`;
+# - what a rank receives must require a gradient: `requires_grad_()`;
 # - backward starts from the gradient that comes from the next rank: `out.backward(gradient)`.
 
 
@@ -136,13 +136,12 @@ def naive_step(stage, x, y):
 
 
 # %% [markdown]
-# `train` runs this on every rank: three optimizer steps, to be compared with one process, and then one more step to
-# look at. In that step every forward takes at least 15 ms and every backward 30 ms, most of which the rank sleeps.
-# Sleeping needs no core, so ranks that share two cores are as fast as if each had its own; messages, order and waiting
-# are real.
+# `train` runs this on every rank: three optimizer steps, to be compared with one process, and one more to be timed. In
+# that one every forward takes at least 15 ms and every backward 30 ms, because the rank sleeps until then. Sleeping
+# needs no core, so ranks that share two cores are as fast as if each had its own. Messages, order and waiting are real.
 #
-# **Predict**: the model lies on p ranks and one batch goes through, forward and back. For what share of the step does a
-# rank compute?
+# **Predict**: the model lies on p ranks and one batch goes through, forward and back. How much faster than one rank are
+# they, and what else do they gain?
 
 # %%
 pace = (0.015, 0.03)  # seconds of a forward and of a backward, at least
@@ -164,11 +163,11 @@ plots.real_pipeline(simulate(whole), pipeline_training.measured(runs), title)
 # *The figure: above as modelled, below as measured, a staircase of forwards down to the last rank and one of backwards
 # up again. At any moment one rank has a box, and the rows of all others are empty.*
 #
-# Each rank computes for 1/p of the time. The rest is the **bubble**: time in which a rank has nothing to do, because
-# what it needs is not there yet. So p ranks have the speed of one, and the only gain is memory.
+# Each rank computes for 1/p of the time. The rest is the **bubble**: time in which a rank waits for what it needs. So p
+# ranks have the speed of one, and the only gain is memory.
 #
-# > **Misconception.** "Layers on four GPUs: four times as fast." A library that places layers on GPUs one after the
-# > other lets a model *fit*, and all GPUs but one are idle at any moment.
+# > **Misconception.** "Layers on four GPUs: four times as fast." A library that only places layers on several GPUs lets
+# > a model *fit*, but at any moment all GPUs but one are idle.
 
 # %% [markdown]
 # ## 3. Micro-batches: GPipe
@@ -177,7 +176,8 @@ plots.real_pipeline(simulate(whole), pipeline_training.measured(runs), title)
 # the second. Gradients of micro-batches add up, as in gradient accumulation (lesson 04), so the step stays the same.
 #
 # The order in which ranks work is the **schedule**, a list of operations for each rank. `1F3` is the forward of stage 1
-# for micro-batch 3, and B is backward. **GPipe** (Huang et al. 2019) does all forwards, then all backwards:
+# for micro-batch 3, and B is backward. **GPipe** (Huang et al. 2019) does all forwards, then all backwards, here with 3
+# ranks and 4 micro-batches:
 
 # %%
 for rank, order in enumerate(gpipe(3, 4).order):
@@ -195,16 +195,16 @@ both = [simulate(make(p, m)) for make in (naive, gpipe)]
 plots.schedule_picture(both, "modelled: F = 1, B = 2, no time for messages")
 
 # %% [markdown]
-# *The figure: a row a rank, a box an operation with the number of its micro-batch. One micro-batch after the other
-# takes 96. GPipe takes 33: a wedge of idle time where forwards fill the pipeline, and one where backwards drain it.*
+# *The figure: rows are ranks, boxes are operations, wide ones with the number of their micro-batch. One micro-batch
+# after the other takes 96. GPipe takes 33 and idles 27 %, while the pipeline fills and drains.*
 #
-# A rank's own work, the **ideal time**, is m(F + B). Before the last rank can start, p − 1 forwards have to pass, and
-# after its last backward p − 1 others follow. So a rank waits for (p − 1)(F + B):
+# A rank's own work, the **ideal time**, is m(F + B). Before the last rank starts, p − 1 forwards run, and after it ends
+# p − 1 backwards. So it waits for (p − 1)(F + B), as does every rank:
 #
 # $$\frac{\text{bubble}}{\text{ideal time}} = \frac{p-1}{m} \qquad\qquad
 # \frac{\text{bubble}}{\text{all time}} = \frac{p-1}{m+p-1}$$
 #
-# Megatron-LM's paper has the first and GPipe's the second, so check which one is meant before you compare.
+# The opening's paper (Megatron-LM) has the first and GPipe's the second, so check which is meant.
 
 # %%
 for count in (1, 4, 8, 32, 128):
@@ -213,19 +213,19 @@ for count in (1, 4, 8, 32, 128):
     print(f"4 ranks, {count:3} micro-batches: {of_ideal:4.0%} of ideal, {of_all:3.0%} of all time")
 
 # %% [markdown]
-# So why not 128? The batch is given, because it decides how well the model learns, so more micro-batches are smaller
-# ones, and small matrices are slow (section 11). The other reason is memory: when GPipe's first backward starts, rank 0
-# has done *all* forwards, and autograd keeps their activations.
+# So why not 128? If the batch must stay the same, because it decides how well the model learns, more micro-batches are
+# smaller ones, and small matrices are slow (section 11). If the batch grows, so does memory: when GPipe's first
+# backward starts, rank 0 has done *all* forwards, and autograd keeps their activations.
 
 # %% [markdown]
 # ## 4. 1F1B: what does it save?
 #
 # Why wait with the backwards? As soon as the last rank has done the forward of micro-batch 0, it can do its backward.
-# **1F1B** does only as many forwards as the last rank needs to get work, and from then on one forward and one backward
+# In **1F1B** each rank does just enough forwards to bring work to the last one, and then one forward and one backward
 # in turn (PipeDream-Flush: Narayanan et al. 2020, [arXiv 2006.09503](https://arxiv.org/abs/2006.09503)).
 #
-# **Predict**: four ranks, eight micro-batches. Which is smaller than GPipe's: the bubble, the memory, or both? Of how
-# many micro-batches does rank 1 hold the activations, at most?
+# **Predict**: four ranks, eight micro-batches. Which is smaller than GPipe's: the bubble, the memory, or both? How many
+# micro-batches' activations does rank 1 hold at most?
 
 # %%
 pair = [simulate(make(p, m)) for make in (gpipe, one_f_one_b)]
@@ -238,7 +238,7 @@ plots.schedule_picture(pair, "modelled: F = 1, B = 2")
 plots.activation_steps(pair, "modelled: activations of a rank over the step")
 
 # %% [markdown]
-# *The figure: in GPipe every rank climbs to 8 micro-batches held; in 1F1B rank 0 climbs to 4, and rank 3 to one.*
+# *The figure: in GPipe every rank climbs to 8 micro-batches held; in 1F1B ranks 0 to 3 climb to 4, 3, 2 and 1.*
 
 # %%
 for ranks, count in itertools.product(range(1, 9), (1, 2, 5, 8, 32)):
@@ -249,17 +249,17 @@ for ranks, count in itertools.product(range(1, 9), (1, 2, 5, 8, 32)):
     assert in_turn.peak == [min(count, ranks - rank) for rank in range(ranks)]
 
 # %% [markdown]
-# > **Misconception.** "1F1B has a smaller bubble than GPipe." It has the same one, to the last unit. What it saves is
-# > memory: a rank has at most p − rank micro-batches **in flight** (forward begun, backward not ended), and not m.
-# > *That* allows more micro-batches, and more micro-batches make the bubble smaller.
+# > **Misconception.** "1F1B has a smaller bubble than GPipe." It has exactly the same one. What it saves is memory: a
+# > rank has at most p − rank micro-batches **in flight** (forward begun, backward not ended), and not m. *That* allows
+# > more micro-batches of the same size, and these make the bubble smaller.
 #
-# For a given batch GPipe holds the activations of all of it, however finely it is cut, and 1F1B p/m of them on rank 0.
+# Of a given batch GPipe holds all activations, however finely it is cut; rank 0 in 1F1B holds p/m of them.
 
 # %% [markdown]
 # ## 5. Messages that wait for each other
 #
 # Section 2 used `send`, which waits until its message is taken. Here is an engine in its simplest form with such sends:
-# receive, compute, send, in the order of the schedule. To see where messages meet, it computes nothing.
+# receive, compute, send, in the order of the schedule. It computes nothing, because only messages matter here.
 
 
 # %%
@@ -277,7 +277,7 @@ def messages_only(schedule):
 
 # %% [markdown]
 # **Predict**: it runs the messages of GPipe, and then those of 1F1B. Does one of them hang, and if so, in which call
-# does each rank stand?
+# does each rank wait?
 
 # %%
 for make in (gpipe, one_f_one_b):
@@ -295,11 +295,11 @@ for make in (gpipe, one_f_one_b):
 # schedule is right; the sends are wrong.
 #
 # The cure: **no rank waits for a send**. `isend` hands the message over and returns. Then ranks wait only for what they
-# need to compute, as in `simulate`, which has shown that the schedule ends.
+# need to compute, as in `simulate`, where 1F1B came to its end.
 #
-# One condition remains: a message must not queue behind one that is not wanted yet. In NCCL the messages of a process
-# group form *one queue* on each rank, in the order of the calls. If rank 0 queues "send activation, receive gradient"
-# and rank 1 "send gradient, receive activation", two sends head the two queues, and the deadlock is back. So
+# One condition remains: a message must not queue behind one that is not wanted yet. In NCCL a process group's messages
+# between two ranks form *one queue* on each, in the order of the calls. If rank 0 queues "send activation, receive
+# gradient" and rank 1 "send gradient, receive activation", both queues begin with a send, and the deadlock is back. So
 # activations and gradients get a **process group** each. (PyTorch's schedules instead start a send and the receive that
 # would block it *together*, with `batch_isend_irecv`.)
 
@@ -308,7 +308,7 @@ for make in (gpipe, one_f_one_b):
 #
 # A `Mailbox` knows the neighbours: what an F computes goes to the next stage, what a B computes to the one before.
 # `placement` has the rank of every stage, because a rank may have several (section 7). Activations can then travel both
-# ways between two ranks, so each direction has its own group too.
+# ways between two ranks, so F and B each have a group for each direction.
 
 
 # %%
@@ -341,8 +341,8 @@ class Mailbox:
 # %% [markdown]
 # F and B are the two halves of `naive_step`. F *keeps* input and output, and B takes them out again. Two things are
 # new. The loss is divided by m, so that gradients add up to those of the batch's mean. And a message must stay in
-# memory until it was taken, so every send is waited for: that of an activation in B, when its gradient has come back
-# and the wait is certainly over.
+# memory until it is taken, so every send is waited for: an activation's in B, when its gradient has come back, and a
+# gradient's after the loop.
 
 
 # %%
@@ -393,7 +393,7 @@ def with_engine(schedule, stages):
 
 
 # %% [markdown]
-# The loop does not know which schedule it runs. Here are three, each beside one process.
+# The loop does not know which schedule it runs. Here are three, each compared with one process.
 
 # %%
 plain = [make(world_size, microbatches) for make in (naive, gpipe, one_f_one_b)]
@@ -414,10 +414,10 @@ for name, runs in by_name.items():
 
 # %% [markdown]
 # At each of the p − 1 cuts every micro-batch sends b·s·h numbers down and as many up: **2m(p − 1) messages of b·s·h
-# numbers**, whatever the stage computes. A schedule changes *when* messages go, and nothing else.
+# numbers**, whatever the stage computes. With one stage a rank, a schedule changes only *when* they go.
 #
-# The last column weighs what autograd keeps on each rank, in units of one micro-batch. GPipe holds m and 1F1B p − rank,
-# as simulated. And when did the ranks work? Here is 1F1B's extra step, with at least 15 and 30 ms for F and B:
+# The last numbers are what autograd keeps on each rank, in units of one micro-batch: about m in GPipe and p − rank in
+# 1F1B, as simulated. And when did the ranks work? Here is 1F1B's extra step, with at least 15 and 30 ms for F and B:
 
 # %%
 size = 4 * per_microbatch * gpt.context * gpt.hidden  # b s h numbers of 4 bytes
@@ -428,7 +428,7 @@ real = pipeline_training.measured(by_name["1F1B"])
 plots.real_pipeline(simulate(plain[2], in_ms), real, title)
 
 # %% [markdown]
-# *The figure: above the model, below real ranks: the same boxes in the same order, and the same wedges of idle time.*
+# *The figure: above the model, below real ranks, with the same boxes in the same order and small gaps between them.*
 
 # %% tags=["nbval-ignore-output"]
 for schedule in plain:
@@ -437,27 +437,27 @@ for schedule in plain:
     print(f"{schedule.name:6} idle: modelled {modelled:.0%}, measured {measured:.0%}")
 
 # %% [markdown]
-# What is idle beyond the model is messages, and operations that took longer than they should.
+# Ranks idle more than modelled, because messages take time and some operations took longer.
 #
 # > **What changes on real GPUs.** Messages travel while the GPU computes, if it has something to compute. So 1F1B can
-# > post the receive of its *next* operation early, which our engine does not do.
+# > begin the receive of its *next* operation early, which our engine does not do.
 
 # %% [markdown]
 # ## 7. Less bubble: interleaving and zero-bubble
 #
-# The bubble is p − 1 times the forward and backward *of a stage*, so shorter stages make a shorter bubble. In
-# **interleaved** 1F1B each rank has v short stages instead of a long one: with p = 4 and v = 2, rank 0 has stages 0 and
-# 4, and a micro-batch goes round the ranks twice (Narayanan et al. 2021, section 2.2).
+# The bubble is p − 1 times the forward and backward *of a stage*, so shorter stages make it shorter. In **interleaved**
+# 1F1B each rank has v short stages instead of a long one: with p = 4 and v = 2, rank 0 has stages 0 and 4, and a
+# micro-batch goes round the ranks twice (Narayanan et al. 2021, section 2.2).
 #
-# **Predict**: v = 2. What happens to the bubble, to the number of messages, and to the activations?
+# **Predict**: v = 2. What happens to the bubble, to the number of messages, and to the activations on rank 0?
 
 # %%
 loops = [simulate(one_f_one_b(p, m)), simulate(interleaved(p, m, 2))]
 plots.schedule_picture(loops, "modelled: F = 1, B = 2 for all of a rank's layers")
 
 # %% [markdown]
-# *The figure: 1F1B takes 33. Interleaved, with boxes half as long in a shade for each of a rank's stages, it takes
-# 28.5: the wedges are half as wide.*
+# *The figure: 1F1B takes 33. Interleaved takes 28.5: boxes, in a shade for each stage of a rank, are half as long, so
+# less time is idle.*
 
 # %%
 for v in (1, 2, 4):
@@ -466,14 +466,13 @@ for v in (1, 2, 4):
     print(f"v = {v}: idle {one.bubble:.1%}, {2 * m * cuts} messages, rank 0 holds {one.peak[0]:g}")
 
 # %% [markdown]
-# The bubble is divided by v: (p − 1)/(v·m) of the ideal time. The price is 2m(pv − 1) messages, more than v times as
-# many of the same size, and p + (p − 1)/v micro-batches on rank 0, which starts more forwards before its first
-# backward. In Megatron-LM's schedule and in ours m must be a multiple of p.
+# The bubble is divided by v: it is (p − 1)/(v·m) of the *ideal* time, while the cell prints its share of all time. The
+# price is 2m(pv − 1) messages, more than v times as many of the same size, and, if v > 1, p + (p − 1)/v micro-batches
+# on rank 0, which starts more forwards first. In Megatron-LM's schedule and in ours m must be a multiple of p.
 #
-# **Zero-bubble** schedules look into B. It is two products: the gradient of the **input**, for which the stage before
-# is waiting, and that of the **weights**, which no rank needs before the optimizer's step. Call them I and W. If I is
-# sent on early, W can fill what would be bubble (Qi et al. 2023). **ZB-H1** puts W off; **ZB-H2** also does more
-# forwards at the beginning.
+# **Zero-bubble** schedules split B in two: I, the gradient of the **input**, for which the stage before is waiting, and
+# W, that of the **weights**, which no rank needs before the optimizer's step. If I is sent on early, W can fill what
+# would be bubble (Qi et al. 2023). **ZB-H1** delays W; **ZB-H2** also does more forwards at the beginning.
 
 # %%
 assert math.isclose(loops[1].bubble, (p - 1) / (2 * m + p - 1))
@@ -481,13 +480,13 @@ makes = (one_f_one_b, zero_bubble_h1, zero_bubble_h2)
 plots.schedule_picture([simulate(make(p, m)) for make in makes], "modelled: F = I = W = 1")
 
 # %% [markdown]
-# *The figure: 1F1B takes 33 and idles 27 %. ZB-H1, with I and W in colours of their own, takes 27. In ZB-H2 no row has
-# a gap, and each begins a little later than the one above: a rank's step takes 24, which is all work. What is grey
+# *The figure: 1F1B takes 33 and idles 27 %. ZB-H1, with other colours for I and W, takes 27 and idles 11 %. In ZB-H2 no
+# row has a gap, and each begins a little later than the one above: a rank's step takes 24, which is all work. The grey
 # before and after a row belongs to the steps before and after.*
 #
-# > **Misconception.** "Zero-bubble: no rank ever waits." In ZB-H2 ranks end at different times, so nothing may wait for
-# > all of them before the next step: no global gradient norm, no check for overflow. And it holds up to 2p − 1
-# > micro-batches where 1F1B holds p.
+# > **Misconception.** "Zero-bubble: no rank ever waits." Only in ZB-H2, and only if nothing waits for all ranks between
+# > steps, because they end at different times: no global gradient norm, no check for overflow. And it holds up to
+# > 2p − 1 micro-batches where 1F1B holds p.
 #
 # Try it: the explorer simulates any of these schedules. In the pictures above messages take no time; give them some
 # with *transfer*, and see which schedule loses most.
@@ -506,22 +505,22 @@ explorer
 #
 # <details><summary>Four ranks, 8 micro-batches, F = I = W = 1, transfer 0.5. Are GPipe and 1F1B still equal?</summary>
 #
-# No: 36 against 41. In 1F1B a rank has started only as many micro-batches as it may hold, and while the next message
-# is under way it has nothing else to do. GPipe has.
+# No: 36 against 41. In 1F1B a rank has started only as many micro-batches as it may hold, so it has nothing to do until
+# the next message arrives. In GPipe it has other forwards or backwards to do.
 # </details>
 #
-# <details><summary>The same. Up to which transfer is interleaving with v = 2 faster than 1F1B?</summary>
+# <details><summary>The same settings. Up to which transfer is interleaving with v = 2 faster than 1F1B?</summary>
 #
-# Up to 1.25: 52 against 53. At 1.5 it is 58 against 57. Each micro-batch crosses 7 cuts instead of 3, and a slow link
-# takes back what interleaving gained.
+# Up to 1.25: it takes 52, and 1F1B 53. At 1.5 it takes 58, and 1F1B 57. Each micro-batch crosses 7 cuts instead of 3,
+# and a slow link takes back what interleaving gained.
 # </details>
 
 # %% [markdown]
 # ## 8. Back to the 64 stages
 #
-# In the run of the opening eight GPUs shared each layer, so there were six replicas of the pipeline. With 3,072
-# sequences in a step, each had up to 512 micro-batches. What was its bubble? And how long does a message take on a port
-# of InfiniBand HDR, beside the forward of a stage?
+# In the run of the opening eight GPUs shared each layer, so a pipeline had 8 · 64 GPUs, and there were six replicas.
+# With 3,072 sequences in a step, each had up to 512 micro-batches. What was its bubble? And how long does a message
+# take on a port of InfiniBand HDR, compared with a stage's forward?
 
 # %%
 largest = recorded.MEGATRON_RUNS[-1]
@@ -534,20 +533,21 @@ print(f"forward {1e3 * stage.forward:.0f} ms, message of {stage.message / 1e6:.0
 print(f"{1e3 * seconds:.1f} ms")
 
 # %% [markdown]
-# That answers the question at the top. One batch at a time would leave each GPU idle for 63 of 64 parts of the step.
-# With 512 micro-batches it idles 11 %, or 5.8 % with two stages a rank. (The paper says that it interleaved, section
-# 5.1; a script that was published later does not.) The price is a batch of 3,072 sequences: without a large batch there
-# is no deep pipeline.
+# That answers the question at the top. One batch at a time would leave each GPU idle for 63/64 of the step. With 512
+# micro-batches it idles 11 %, or 5.8 % with two stages a rank. (The paper says that it interleaved, section 5.1; a
+# script published later does not.) The price is a batch of 3,072 sequences: without a large batch there is no deep
+# pipeline.
 #
-# The message takes less than a tenth of the forward, and can travel while the next micro-batch is computed. So **a
-# pipeline may cross nodes**. Tensor parallelism, which sends in every layer, gets the links inside (section 10).
+# The message takes (*modelled*) under a tenth of the forward, and can travel while the next micro-batch is computed.
+# (The paper's section 4.1 lets each of the eight send an eighth.) So **a pipeline may cross nodes**. Tensor
+# parallelism, which sends in every layer, gets the links inside a node (section 10).
 
 # %% [markdown]
 # ## 9. What to take to work
 #
 # PyTorch's `PipelineStage` wraps any module, also one that is split by tensor parallelism or sharded by FSDP2. A
 # schedule class takes the stage, the number of micro-batches and the loss, and its `step` is our `run_schedule`: the
-# first rank gives inputs and the last gives targets.
+# first rank passes inputs, and only the last uses targets.
 
 
 # %%
@@ -590,7 +590,7 @@ print(excerpt(program, "losses: list", "schedule.step"))
 # Three runs of the opening's paper (*recorded*: shape, parallel sizes and TFLOP/s of Narayanan et al. 2021, table 1, on
 # A100s). Let t be the number of ranks that share each layer (lesson 09), and d the number of replicas. A micro-batch is
 # one sequence of 2,048 tokens, in 2 bytes a number. How long does its message take on one port of InfiniBand HDR,
-# beside the forward of a stage?
+# compared with a stage's forward?
 
 # %% tags=["deeper"]
 published = [run for run in recorded.MEGATRON_RUNS if run.layout["pp"] in (2, 8, 64)]
@@ -605,9 +605,8 @@ for run in published:
     assert seconds < 0.25 * stage.forward
 
 # %% [markdown] tags=["deeper"]
-# Even on one port a message takes a small part of a stage's forward, and it can travel while the next micro-batch is
-# computed. Interleaving halves the stage and keeps the message, so the share doubles; that is why v stays small across
-# nodes.
+# Even on one port a message takes a small part of a stage's forward. Interleaving with v = 2 halves the stage and keeps
+# the message, so the share doubles; hence a small v across nodes.
 #
 # **Predict**: these runs use all three parallelisms. For one micro-batch, forward and backward, which makes a GPU send
 # most, and which least: the pipeline, tensor parallelism, or data parallelism?
@@ -620,18 +619,18 @@ for run in published:
     assert stage.tensor > 10 * stage.pipeline
 
 # %% [markdown] tags=["deeper"]
-# Tensor parallelism sends 10 to 126 times what the pipeline sends, and in the middle of every layer, where nothing
-# hides it: 8·b·s·h·(t − 1)/t numbers a layer, and half as many again because these runs recomputed their activations.
-# Data parallelism all-reduces gradients once a step, and here that is divided by the step's micro-batches: little, but
-# all at once, at the end. Hence the usual layout: **tensor parallelism inside the node, the pipeline and data
-# parallelism across nodes**.
+# Tensor parallelism sends 10 to 126 times what the pipeline sends: 8·b·s·h·(t − 1)/t numbers a layer, and half as many
+# again because these runs recomputed their activations. It sends in the middle of every layer, where nothing hides it.
+# Data parallelism sends least in two of the three runs, because its one all-reduce a step is divided here by the
+# micro-batches; but all of it comes at the end. Hence the usual layout: **tensor parallelism inside the node, the
+# pipeline and data parallelism across nodes**.
 
 # %% [markdown] tags=["deeper"]
 # ## 11. Why not a thousand micro-batches? · deeper
 #
 # More micro-batches are smaller ones, and a smaller matrix product uses a processor less well. `kernel_prices` takes a
-# stage of two blocks and a batch of 16 windows, and does its F and B in 1 to 16 parts, alone on a rank. The bubble of
-# four ranks comes on top by formula.
+# stage of two blocks and a batch of 16 windows, and does its F and B in 1 to 16 parts, alone on a rank. The formula
+# adds the bubble of four ranks.
 #
 # **Predict**: which m gives the shortest step?
 
@@ -646,16 +645,16 @@ for count, seconds in zip(counts, prices, strict=True):
     print(f"{count:13}{16 // count:18}{1e3 * seconds:16.1f} ms{1e3 * step:20.1f} ms")
 
 # %% [markdown] tags=["deeper"]
-# The work of a rank grows as its pieces become small, and the bubble shrinks. At first the bubble's part is larger.
-# Beyond some m the step becomes hardly shorter, or longer again; where that is differs from machine to machine.
+# The work of a rank grows as its micro-batches become small, and the bubble shrinks. At first the bubble shrinks by
+# more. Beyond some m the step hardly gets shorter, or gets longer again; that m differs from machine to machine.
 #
 # > **What changes on real GPUs.** Small kernels cost more. A micro-batch of a few hundred tokens leaves most of the
-# > chip empty, and each kernel has its launch to pay. So the smallest micro-batch is often one sequence of some
-# > thousand tokens.
+# > chip empty, and each kernel has to be launched. So the smallest micro-batch is often one sequence of some thousand
+# > tokens.
 #
 # How many are enough? GPipe's authors call the bubble negligible from m ≥ 4p on (Huang et al. 2019, section 2.3). By
-# the formula that is up to a fifth of all time. They recompute activations, which can begin before the gradient
-# arrives, so their bubble is smaller than the formula's.
+# the formula that is up to a fifth of all time. But they recompute activations, and a rank can begin with that before
+# the gradient arrives, so their bubble is smaller.
 
 # %% tags=["deeper"]
 more = [*counts, 32, 64, 128]
@@ -671,8 +670,8 @@ plots.bubble_curves(more, many, "modelled: bubble of GPipe, share of all time")
 # %% [markdown] tags=["deeper"]
 # ## 12. Interleaving and zero-bubble on real ranks · deeper
 #
-# The engine of section 6 runs interleaved schedules as it is, because `placement` says on which rank a stage is. With
-# v = 2 there are 2p stages, so the model needs as many pieces (on more than four ranks it gets more layers).
+# The engine of section 6 runs interleaved schedules unchanged, because `placement` says on which rank a stage is. With
+# v = 2 there are 2p stages, so the model needs at least 2p pieces (on more than four ranks it gets more layers).
 
 # %% tags=["deeper"]
 twice = 2 * world_size
@@ -719,14 +718,14 @@ for kind in kinds:
 # %% [markdown] tags=["deeper"]
 # Losses, gradients, weights and the number of messages are as in our engine. The library's interleaved schedule also
 # takes some numbers of micro-batches that p does not divide, as Llama 3's own does. Others in the module are
-# `ScheduleLoopedBFS`, which gives each stage all micro-batches before the next, and `ScheduleZBVZeroBubble` and
-# `ScheduleDualPipeV`, which fold the pipeline into a V, so that first and last stage share a rank.
+# `ScheduleLoopedBFS`, in which all micro-batches pass one stage of a rank before its next, and `ScheduleZBVZeroBubble`
+# and `ScheduleDualPipeV`, which fold the pipeline into a V, so that first and last stage share a rank.
 
 # %% [markdown] tags=["deeper"]
 # ## 13. Zero-bubble: backward in two halves · deeper
 #
-# Backward of a linear layer y = x·Aᵀ is two products of the same size: I is ∂y·A, and W is ∂yᵀ·x. Autograd computes
-# them one after the other if asked:
+# Backward of a linear layer y = x·Aᵀ is two products of the same size. With ∂y for the gradient of y, I is ∂y·A and W
+# is ∂yᵀ·x. Autograd can compute them one by one:
 
 # %% tags=["deeper"]
 torch.manual_seed(0)
@@ -741,10 +740,11 @@ print("I and W apart give what B gives together")
 
 # %% [markdown] tags=["deeper"]
 # What is left of the bubble? By the paper (*recorded*, Qi et al. 2023) a rank idles (p − 1)(F + I + W) in 1F1B,
-# (p − 1)(F + I − W) in ZB-H1, and (p − 1)(F + I − 2W) in ZB-H2. They hold p micro-batches, p, and 2p − 1.
+# (p − 1)(F + I − W) in ZB-H1, and (p − 1)(F + I − 2W) in ZB-H2. They hold at most p, p, and 2p − 1 micro-batches.
 #
-# **Predict**: in a real layer I takes longer than W, because attention has no weights. And with full recomputation
-# backward begins with another F, which belongs to I. What do these two do to the idle shares of the three schedules?
+# **Predict**: in a real layer I takes longer than W, because the products inside attention have no weights. And with
+# full recomputation backward begins with another F, which counts as part of I. What do these two do to the idle shares
+# of the three schedules?
 
 # %% tags=["deeper"]
 for ranks, count in itertools.product(range(2, 9), (16, 40)):
@@ -760,13 +760,13 @@ for what, times in cases.items():
     print(f"{what:10} F, I, W = {times}: idle {shares}")
 
 # %% [markdown] tags=["deeper"]
-# With F = I = W nothing is left in ZB-H2. In the other two cases the share of 1F1B stays, since its bubble grows as its
-# work does. But the zero-bubble schedules have less W to fill it with, so some of it comes back. (The two cases agree,
-# because F + I − W is half of the work in both.)
+# With F = I = W nothing is left in ZB-H2. In the other two cases the share of 1F1B stays, because its bubble is still
+# p − 1 times F + I + W. But W is shorter compared with F and I, so in the zero-bubble schedules some bubble comes back.
+# (The two cases agree: F + I − W is half of the work in both.)
 #
-# > **What changes on real GPUs.** Where W comes late, its inputs and ∂y stay in memory between I and W. Split kernels
-# > are smaller ones. And where m ≥ 4p little can be won, because less than a fifth of the time is bubble. The paper
-# > steps first, checks for overflow afterwards, and takes a wrong step back.
+# > **What changes on real GPUs.** Where W comes late, the layer's input and ∂y stay in memory between I and W.
+# > Splitting makes kernels smaller. Where m ≥ 4p there is little to gain, because the bubble is under a fifth of the
+# > time. The paper steps first, checks for overflow afterwards, and undoes a wrong step.
 
 # %% tags=["deeper"]
 numbers = [4, 8, 16, 32, 64, 128]
@@ -782,12 +782,12 @@ plots.bubble_curves(numbers, bubbles, "modelled: bubble of four ranks, F = I = W
 # %% [markdown] tags=["deeper"]
 # ## 14. Stages that are not equal · deeper
 #
-# The formulas suppose equal stages. Real ones are not equal, because the last has the head, a product with the whole
+# The formulas suppose equal stages. Real ones are not, because the last has the head, a product with the whole
 # vocabulary, and the loss. By its published configuration the head of Llama 3 8B has as many weights as 2.4 of its
-# blocks. Take our model with a vocabulary of 6,144.
+# blocks. Take our model with a vocabulary of 6,144, whose head costs nearly five blocks.
 #
 # **Predict**: nine pieces in four stages, cut into equal *numbers* or by cost. Which rank gets how many blocks, and how
-# much do the others idle?
+# busy are the other ranks?
 
 # %% tags=["deeper"]
 wide = replace(gpt, vocabulary=6144)
@@ -806,14 +806,14 @@ plots.schedule_picture(unequal, "modelled: forward of a block = 1, B = 2 F")
 
 # %% [markdown] tags=["deeper"]
 # *The figure: with equal numbers the last rank has no gap in the middle of the step, and all others wait for it again
-# and again. Cut by FLOPs, with fewer blocks on the last rank, the step is shorter and the gaps are smaller.*
+# and again. Cut by FLOPs, with fewer blocks on the last rank, the step is shorter, and ranks idle 48 % of it instead of
+# 55 %.*
 #
-# In every pass all ranks wait for the slowest stage, so a step takes about m times the *slowest* and not m times the
-# mean. Unlike the bubble, this does not go away with more micro-batches. And a block cannot be halved, so some
-# inequality stays.
+# All ranks wait for the slowest stage, so a step takes about m times the *slowest* and not m times the mean. Unlike the
+# bubble, this does not go away with more micro-batches. And a block cannot be halved, so some inequality stays.
 #
-# FLOPs are only an estimate. One large product, like the head's, is faster for its FLOPs than many small ones, and the
-# loss has hardly any FLOPs but takes time. So *measure* the stages, one after the other on one rank:
+# FLOPs are only an estimate. One large product, like the head's, does more FLOPs per second than many small ones, and
+# the loss has hardly any FLOPs but takes time. So *measure* the stages, one by one on one rank:
 
 # %% tags=["deeper"]
 one_microbatch = [part[:per_microbatch] for part in text(0)]
@@ -829,11 +829,11 @@ for name, pairs in times.items():
 
 # %% [markdown] tags=["deeper"]
 # With measured times of the *pieces* in place of FLOPs, `partition` gives the cut for your machine. Large runs do it by
-# hand: Llama 3 took a layer each off the first and the last stage (*recorded*,
+# hand: Llama 3 removed one layer from the first stage and one from the last (*recorded*,
 # [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2).
 #
-# > **Misconception.** "Equal layers on each rank are a balanced pipeline." Time and memory each want another cut: rank
-# > 0 has the embedding's parameters and the most activations, the last rank the head's FLOPs and the logits.
+# > **Misconception.** "Equal layers on each rank are a balanced pipeline." Time and memory need different cuts: rank 0
+# > has the embedding's parameters and the most activations, the last rank the head's FLOPs and the logits.
 
 # %% [markdown] tags=["deeper"]
 # ## 15. A weight on two stages · deeper
@@ -842,7 +842,7 @@ for name, pairs in times.items():
 # ends are on different ranks, so each has a copy, and each backward sees only its own part of the gradient. One process
 # would add the two. So must the ranks: an all-reduce over a group of two, after every step's last backward.
 #
-# **Predict**: what happens without it? No error and no hang. And then?
+# **Predict**: without it there is no error and no hang. What happens to the copies?
 
 
 # %% tags=["deeper"]
@@ -891,7 +891,7 @@ for schedule in plain:
 # - One batch at a time, p stages have the speed of one rank. Micro-batches fill the pipeline: GPipe and 1F1B idle
 #   (p − 1)/m of the ideal time, and 1F1B holds p − rank micro-batches where GPipe holds m.
 # - Interleaving divides the bubble by v for more than v times the messages; zero-bubble fills it with W.
-# - No rank waits for a send, and each direction has a queue. A message is b·s·h numbers, to one neighbour.
+# - No rank waits for a send, and each direction has its own queue. A message is b·s·h numbers, to one neighbour.
 #
 # **Now you can answer**
 #
@@ -902,7 +902,8 @@ for schedule in plain:
 #
 # <details><summary>Answers</summary>
 #
-# 1. More micro-batches, which costs batch or kernel size; or interleaving, which costs messages (sections 3, 7).
+# 1. More micro-batches, which needs a larger batch or smaller, slower kernels; or interleaving, which costs messages
+#    and some memory (sections 3, 7).
 # 2. It holds fewer activations, so more micro-batches fit (section 4).
 # 3. Sends that wait for each other, or share a queue with the other direction (section 5).
 # 4. The head: give the last stage fewer blocks (sections 1 and 14).

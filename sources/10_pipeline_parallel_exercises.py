@@ -2,7 +2,7 @@
 # # Exercises 10 · How do I split the layers, and where does the bubble go?
 #
 # Five exercises on [10 Pipeline parallelism](../notebooks/10_pipeline_parallel.ipynb). In the second you build a
-# pipeline on real ranks; the others are about orders, cuts and figures, without ranks. All of them take about 150
+# pipeline on real ranks; the others are about orders, cuts and numbers, without ranks. All of them take about 150
 # minutes.
 #
 # **If you do only these:** 1, 2 and 4.
@@ -23,9 +23,9 @@
 #
 # **What a check does.** In Exercises 1 and 5 it simulates what you return, and takes every order with the right time
 # and memory. In 2 it runs your engine on 1 to 4 real ranks in float64, with stages that note every call, and compares
-# gradients with one process on the whole batch to 12 digits. Then it reads the **ledger**: one message for each
-# micro-batch, boundary and direction. It also counts the micro-batches that autograd keeps in memory. If the ranks wait
-# for each other, it stops them within seconds and shows where each one stood.
+# gradients with one process on the whole batch to 12 digits. Then it reads the **ledger** of what was sent: one message
+# for each micro-batch, boundary and direction. It also counts the micro-batches that autograd keeps in memory. If the
+# ranks wait for each other, it stops them within seconds and shows where each one stood.
 
 # %% tags=["parameters"]
 import torch
@@ -329,7 +329,7 @@ check.balance(balance)
 # - interleaved 1F1B with 4 stages on each rank?
 #
 # The activations of a stage count from the start of its forward to the end of its backward. Interleaved, rank 0 runs
-# 2(p - 1) + (v - 1)p pieces ahead before the first pair of forward and backward. A **piece** is the forward of one
+# 2(p - 1) + (v - 1)p forwards ahead before the first pair of forward and backward. Each of these forwards takes one
 # micro-batch through one of the rank's v stages.
 
 
@@ -363,8 +363,8 @@ check.bubble(bubble)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Let the forward and the backward of one stage take 1 together. How long does a rank work, and when has the last rank
-# its first input?
+# Let the forward and the backward of one stage take 1 together. How long does a rank work, and when does the last rank
+# get its first input?
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -374,13 +374,13 @@ check.bubble(bubble)
 # <details><summary>Hint 3</summary>
 #
 # Bubble: (p - 1)/(vm + p - 1). Memory: m for GPipe, min(m, p) for 1F1B. Interleaved, one forward more than those ahead
-# makes v·p + p - 1 pieces, each 1/v of 0.5 GB.
+# makes v·p + p - 1 forwards, each holding 1/v of 0.5 GB.
 # </details>
 # <details><summary>What does interleaving cost?</summary>
 #
 # A little more memory, and more than v times the messages: each micro-batch crosses v·p - 1 boundaries, not p - 1. What
-# it saves is batch: for a bubble of 3 % on 8 ranks 1F1B needs 227 micro-batches, and four stages on each rank 64 (in
-# Megatron-LM's schedule their number is a multiple of p).
+# it allows is a smaller batch: for a bubble of 3 % on 8 ranks 1F1B needs 227 micro-batches, and four stages on each
+# rank 64 (in Megatron-LM's schedule their number is a multiple of p).
 # </details>
 
 # %% [markdown]
@@ -393,8 +393,8 @@ check.bubble(bubble)
 #
 # Four ranks, eight micro-batches. Backward comes in two parts: **I**, the gradient of the input, which the rank before
 # waits for, and **W**, the gradient of the weights, which nobody waits for. F takes 2 ms, I takes 3 ms, W takes 1 ms;
-# attention has no weights, so W is the shortest. F starts to hold one activation, and the end of W lets go of it.
-# A B in one piece takes 4 ms, and holds the activation until its end.
+# the products inside attention have no weights, so W is the shortest. F starts to hold one activation, and the end of W
+# frees it. A B in one piece takes 4 ms, and holds the activation until its end.
 #
 # | | time | most activations held on a rank |
 # |---|---|---|
@@ -434,8 +434,8 @@ check.own_schedule(own_schedule)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Begin with 1F1B and put I and W for each B: 63 ms. The last rank decides when everyone else gets an I. What does it do
-# between two of them that could wait?
+# Begin with 1F1B and replace each B by I and W: 63 ms. The last rank decides when everyone else gets an I. What does it
+# do between two of them that could wait?
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -444,8 +444,8 @@ check.own_schedule(own_schedule)
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# Five activations are one more than ZB-H1 has. Try every way to spend it on each rank, on a forward more or on a W
-# that is one later: 2⁴ ways, and `simulate` tells the time of each in no time.
+# Five activations are one more than ZB-H1 has. Try every way to spend it on each rank, on a forward more or on a W that
+# is one later: 2⁴ ways, and `simulate` gives the time of each at once.
 # </details>
 # <details><summary>What is the price of the last milliseconds?</summary>
 #
