@@ -13,6 +13,7 @@
 #include <nccl.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <time.h>

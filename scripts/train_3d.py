@@ -145,7 +145,7 @@ def batch_of(args: argparse.Namespace, data: np.ndarray, step: int, replica: int
     first = step * args.batch + replica * share
     begins = [n % windows * args.length for n in range(first, first + share)]
     rows = torch.from_numpy(np.stack([data[b : b + args.length + 1] for b in begins]).astype(np.int64))
-    return rows[:, :-1], rows[:, 1:]
+    return rows[:, :-1].contiguous(), rows[:, 1:]
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -208,6 +208,6 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
 
 
 if __name__ == "__main__":
-    ARGS = arguments(int(os.environ["WORLD_SIZE"]))
+    ARGS = arguments(int(os.environ.get("WORLD_SIZE", 1)))
     train(ARGS, *connect(ARGS))
     dist.destroy_process_group()

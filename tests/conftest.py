@@ -196,8 +196,10 @@ def what_ranks_find_imported(request: pytest.FixtureRequest):
     """Ranks start by the hundred here: what they need, all find imported, but not what only other modules need."""
     from course_utils.ranks import processes
 
-    slow = () if request.node.nodeid.startswith("tests/ranks/") else processes.SLOW
-    wanted = ["pytest", "torch._dynamo", *slow]
+    slow, wanted = (), ["pytest", "torch._dynamo"]
+    if not request.node.nodeid.startswith("tests/ranks/"):
+        slow, checks = processes.SLOW, sorted((ROOT / "course_utils" / "checks").glob("[a-z]*.py"))
+        wanted += [*slow, *(f"course_utils.checks.{path.stem}" for path in checks)]
     if "deepspeed" in request.node.nodeid:
         from course_utils.deepspeed_tools.runs import PRELOADED
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..ranks import share
 from ._hints import load_hints
 from .compare import close, number, show, values, whole_number, whole_numbers
 from .exercise import BACKEND, COMMON_HINTS, TIMEOUT, CheckFailed, Exercise, Outcome, checked
@@ -14,5 +13,3 @@ __all__ = [
     "load_hints", "message_steps", "number", "paper_problem", "sent", "show", "values", "whole_number",
     "whole_numbers", "wrong_formulas",
 ]
-
-share("torch._dynamo")  # what optimizers and functional collectives import: no answer has to do it on each of its ranks

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..ranks import Watch, is_learner
+from ..ranks import Watch, is_learner, share
 from . import traffic
 from ._hints import load_hints
 from ._limits import COMPUTING, LIMIT, Endless, limited
@@ -105,7 +105,12 @@ def _one_thread() -> Iterator[None]:
 
 
 def checked(check: Callable) -> Callable:
-    """Decorate a check: whatever an answer returns, the learner gets CheckFailed and no error of the check's own."""
+    """Decorate a check: whatever an answer returns, the learner gets CheckFailed and no error of the check's own.
+
+    What its ranks need of its module they find imported, and what optimizers and functional collectives import.
+    """
+    if check.__module__.startswith(f"{__package__}."):
+        share("torch._dynamo", check.__module__)
 
     @functools.wraps(check)
     def judge(*args: Any, **kwargs: Any) -> None:

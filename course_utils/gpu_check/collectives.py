@@ -104,8 +104,9 @@ def collectives(setting: Setting) -> dict[str, Any]:
     return facts
 
 
-def _recorded() -> list[tuple[str, int]]:
-    from ..ranks import record
+def _recorded() -> tuple[list[tuple[str, int]], list[str], int]:
+    """Operations with their bytes; operations under way behind long products, and how many are left after them."""
+    from ..ranks import interceptor, record
 
     n = dist.get_world_size()
     _, mine = _inputs()
@@ -116,7 +117,13 @@ def _recorded() -> list[tuple[str, int]]:
         dist.broadcast(mine.clone(), src=0)
         dist.all_to_all_single(torch.empty_like(mine), mine)
         dist.barrier()
-    return [(entry.op, entry.bytes) for entry in seen]
+    busy = torch.ones(8192 if mine.is_cuda else 8, device=mine.device).repeat(8192 if mine.is_cuda else 8, 1)
+    for _ in range(20):
+        torch.mm(busy, busy)
+    dist.all_reduce(mine)
+    under_way = [entry.op for entry in interceptor.unfinished()]
+    torch.cuda.synchronize() if mine.is_cuda else None
+    return [(entry.op, entry.bytes) for entry in seen], under_way, len(interceptor.unfinished())
 
 
 def ledger(setting: Setting) -> dict[str, Any]:
@@ -126,9 +133,12 @@ def ledger(setting: Setting) -> dict[str, Any]:
     size = 4 * n * _COUNT
     wanted = [("all_reduce", size), ("all_gather", n * size), ("reduce_scatter", size), ("broadcast", size),
               ("all_to_all", size), ("barrier", 0)]
-    facts = {"operations": [{"op": op, "bytes": count} for op, count in found[0]]}
-    if any(entries != wanted for entries in found):
-        raise CheckError(f"the ledger has {found[0]}, expected {wanted}", facts)
+    entries, under_way, left = found[0]
+    facts = {"operations": [{"op": op, "bytes": count} for op, count in entries], "under_way": under_way}
+    if any(seen != wanted for seen, _, _ in found):
+        raise CheckError(f"the ledger has {entries}, expected {wanted}", facts)
+    if left or setting.on == "gpu" and "all_reduce" not in under_way:
+        raise CheckError(f"under way were {under_way}, and after a synchronization {left} operations", facts)
     return facts
 
 

@@ -26,6 +26,17 @@ def _fail_on_last() -> None:
         raise ValueError("a fault on purpose")
 
 
+def _more_groups() -> float:
+    import torch
+    import torch.distributed as dist
+
+    from course_utils import device
+
+    total = torch.ones(1, device=device())
+    dist.all_reduce(total, group=dist.new_group([*range(dist.get_world_size())]))
+    return total.item()
+
+
 def _leave_out_one() -> None:
     """Rank 0 does not come to the all-reduce."""
     import torch
@@ -55,6 +66,8 @@ def launcher(setting: Setting) -> dict[str, Any]:
             _expect(default == "nccl", f"with a GPU for each of {n} ranks launch took {default}", facts)
             default = launch(_sum, world_size=n + 1)[0][2]
             _expect(default == "gloo", f"with too few GPUs launch took {default}", facts)
+        _expect(launch(_more_groups, world_size=n, backend=backend) == [n] * n, "a second group adds wrongly", facts)
+        _works(launch, setting, wanted)
         facts["rank_that_fails"] = _refusal(launch, WorkerError, _fail_on_last, world_size=n, backend=backend)
         _expect(f"rank {n - 1}" in facts["rank_that_fails"].lower(), "the failing rank is not named", facts)
         _works(launch, setting, wanted)

@@ -1,7 +1,8 @@
-"""Checks of copies and of arithmetic on one device."""
+"""Checks of copies, of arithmetic and of attention on one device."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,10 @@ _REPEATS = 10
 
 def _best(action: Callable[[], object], on_gpu: bool, device: int = 0) -> float:
     """Seconds of the fastest of `_REPEATS` runs, after two that do not count; on a GPU between CUDA events."""
+    return min(_seconds(action, on_gpu, device))
+
+
+def _seconds(action: Callable[[], object], on_gpu: bool, device: int = 0) -> list[float]:
     for _ in range(2):
         action()
     seconds = []
@@ -33,7 +38,7 @@ def _best(action: Callable[[], object], on_gpu: bool, device: int = 0) -> float:
             start = time.perf_counter()
             action()
             seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return seconds
 
 
 def copies(setting: Setting) -> dict[str, Any]:
@@ -67,6 +72,54 @@ def copies(setting: Setting) -> dict[str, Any]:
         for _ in range(100):
             torch.empty(most, dtype=torch.uint8, device=device)
         found["segments_for_100_tensors"] = torch.cuda.memory_stats()["segment.all.allocated"] - before
+    return found
+
+
+def batches(setting: Setting) -> dict[str, Any]:
+    """Seconds of a step that first copies its batch to the GPU, and of one that computes while the next batch comes."""
+    setting.need_gpu("copies go on beside computing only there")
+    pageable = torch.ones(256, 3, 224, 224)
+    pinned, side = pageable.pin_memory(), torch.cuda.Stream()
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def step(batch: torch.Tensor | None) -> None:
+        if batch is not None:
+            batch.mul_(2)
+        for _ in range(50):
+            torch.mm(a, a)
+
+    def fetch() -> torch.Tensor:
+        with torch.cuda.stream(side):
+            return pinned.to("cuda", non_blocking=True)
+
+    def ahead(count: int) -> None:
+        coming = fetch()
+        for _ in range(count):
+            torch.cuda.current_stream().wait_stream(side)
+            batch = coming
+            batch.record_stream(torch.cuda.current_stream())  # its memory is not given away before the step has read it
+            coming = fetch()
+            step(batch)
+
+    def in_turn(count: int, source: torch.Tensor | None) -> None:
+        for _ in range(count):
+            step(None if source is None else source.to("cuda", non_blocking=True))
+
+    ways: dict[str, Callable[[int], None]] = {
+        "no copy": lambda count: in_turn(count, None),
+        "pageable, in turn": lambda count: in_turn(count, pageable),
+        "pinned, in turn": lambda count: in_turn(count, pinned),
+        "pinned, one batch ahead": ahead,
+    }
+    found: dict[str, Any] = {"batch_bytes": pinned.nbytes}
+    for name, run in ways.items():
+        run(3)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run(30)
+        torch.cuda.synchronize()
+        how = "mean of 30 steps after 3: copy of 256 images in fp32, 50 products of 4096 x 4096 in bf16, perf_counter"
+        found[name] = measured((time.perf_counter() - start) / 30, "s", how)
     return found
 
 
@@ -117,4 +170,95 @@ def _points(precision: str, dtype: torch.dtype, setting: Setting) -> list[dict[s
         a, b, c = (torch.randn(side, side, **new) for _ in range(3))
         call = lambda a=a, b=b, c=c: torch.mm(a, b, out=c)  # noqa: E731
         add(f"matmul {side}", 2 * side**3, 3 * width * side**2, call)
+    return found
+
+
+def layer_products(setting: Setting) -> dict[str, Any]:
+    """Products of one MLP matrix of Llama 3 70B, in bf16: by tokens at a time, and by the ranks that share it."""
+    hidden, inner = setting.choose((8192, 28672), (64, 256))
+    tokens = setting.choose((128, 512, 2048, 4096, 8192), (16, 64))
+    shapes = [(rows, inner) for rows in tokens] + [(tokens[-1], inner // tp) for tp in (2, 4, 8)]
+    clock, found = setting.choose("CUDA events", "time.perf_counter"), []
+    new, columns = {"device": setting.device, "dtype": torch.bfloat16}, hidden
+    for rows, depth in shapes:
+        a, b, c = torch.randn(rows, depth, **new), torch.randn(depth, columns, **new), torch.empty(rows, columns, **new)
+        seconds = statistics.median(_seconds(lambda a=a, b=b, c=c: torch.mm(a, b, out=c), setting.on == "gpu"))
+        how = f"2 x rows x inner x columns / seconds of the median of {_REPEATS} products, {clock}"
+        rate = measured(2 * rows * depth * columns / seconds / 1e12, "TFLOP/s", how)
+        found.append({"rows": rows, "inner": depth, "columns": columns, "rate": rate})
+    return {"precision": "bf16", "products": found, "without_pause": _without_pause(hidden, setting)}
+
+
+def _without_pause(side: int, setting: Setting) -> dict[str, Any]:
+    """The rate of one square product over and over: as a GPU gets hot and reaches its power, its clock falls."""
+    a, b, c = (torch.randn(side, side, device=setting.device, dtype=torch.bfloat16) for _ in range(3))
+    calls, rounds = setting.choose((100, 25), (2, 3))
+    rates, at = [], []
+    torch.mm(a, b, out=c)
+    torch.cuda.synchronize() if setting.on == "gpu" else None
+    begin = before = time.perf_counter()
+    for _ in range(rounds):
+        for _ in range(calls):
+            torch.mm(a, b, out=c)
+        torch.cuda.synchronize() if setting.on == "gpu" else None
+        now = time.perf_counter()
+        rates.append(calls * 2 * side**3 / (now - before) / 1e12)
+        at.append(round(now - begin, 3))
+        before = now
+    how = f"{calls} products of {side} x {side} in bf16 in a row / seconds, time.perf_counter, without a pause"
+    return measured(rates, "TFLOP/s", how, at, "s")
+
+
+def attention(setting: Setting) -> dict[str, Any]:
+    """Causal attention in bf16, heads of 128: FLOP/s and peak memory by length, by the kernel that computes it."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    heads, tokens = setting.choose((32, 16384), (2, 256))
+    kernels = {"scores in memory": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
+    if setting.on == "gpu":
+        kernels["cudnn"] = SDPBackend.CUDNN_ATTENTION
+    found: dict[str, Any] = {"heads": heads, "head_size": 128, "tokens": tokens}
+    for name, kernel in kernels.items():
+        lengths = setting.choose((512, 1024, 2048, 4096, 8192, 16384), (64, 128))
+        if name == "scores in memory":
+            lengths = lengths[:4]
+        try:
+            with sdpa_kernel(kernel):
+                found[name] = _attention([*lengths], heads, tokens, setting)
+        except RuntimeError as error:  # not for this GPU
+            found[name] = {"refused": str(error).splitlines()[0][:200]}
+    return found
+
+
+def _attention(lengths: list[int], heads: int, tokens: int, setting: Setting) -> dict[str, Any]:
+    forward, both, memory = [], [], []
+    for length in lengths:
+        shape = (tokens // length, heads, length, 128)
+        q, k, v, grad = (
+            torch.randn(shape, device=setting.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)
+        )
+        call = lambda q=q, k=k, v=v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+
+        def step(call=call, inputs=(q, k, v), grad=grad) -> None:
+            torch.autograd.grad(call(), inputs, grad)
+
+        if setting.on == "gpu":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            seconds = statistics.median(_seconds(call, setting.on == "gpu"))
+        work = 4 * length**2 / 2 * 128 * heads * (tokens // length)
+        forward.append(work / seconds / 1e12)
+        both.append(3.5 * work / statistics.median(_seconds(step, setting.on == "gpu")) / 1e12)
+        if setting.on == "gpu":
+            memory.append(torch.cuda.max_memory_allocated() - before)
+    clock = setting.choose("CUDA events", "time.perf_counter")
+    how = f"2 products of T x T x 128 a head, half of them masked, / seconds of the median of {_REPEATS}, {clock}"
+    found = {"forward": measured(forward, "TFLOP/s", how, lengths, "tokens")}
+    how = f"3.5 times the operations of forward / seconds of the median of {_REPEATS} runs of both, {clock}"
+    found["forward and backward"] = measured(both, "TFLOP/s", how, lengths, "tokens")
+    if memory:
+        how = "torch.cuda.max_memory_allocated() above q, k, v and the gradient of the output"
+        found["memory"] = measured(memory, "bytes", how, lengths, "tokens")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,9 +89,12 @@ def mfu_gpt(setting: Setting) -> dict[str, Any]:
         room = torch.cuda.get_device_properties(0).total_memory
         sizes["the course's, " + best] = TransformerConfig(), 64, best
         if room > 30e9:
-            sizes["12 layers of 1,024, " + best] = TransformerConfig(**wide), 8, best
+            large, batch, name = TransformerConfig(**wide), 8, "12 layers of 1,024, " + best
         else:
-            sizes["12 layers of 512, " + best] = TransformerConfig(**wide | {"hidden": 512, "heads": 8}), 2, best
+            large, batch = TransformerConfig(**wide | {"hidden": 512, "heads": 8}), 2
+            name = "12 layers of 512, " + best
+        sizes[name] = large, batch, best
+        sizes[name + ", checkpointed"] = replace(large, checkpoint=True), batch, best
     return {name: _model_flops(*given, setting) for name, given in sizes.items()}
 
 
@@ -117,17 +121,23 @@ def _model_flops(config: Any, batch: int, precision: str, setting: Setting) -> d
     seconds = (time.perf_counter() - start) / steps
     rate = batch * config.context / seconds
     how = f"mean of {steps} steps of forward, backward and AdamW after {warm_up}; batch {batch}, one device, no copies"
-    achieved, text = rate * config.flops_per_token(), "tokens_per_s x transformer.TransformerConfig.flops_per_token()"
+    counted = replace(config, checkpoint=False).flops_per_token()  # what is computed twice does not train the model
+    achieved, text = rate * counted, "tokens_per_s x transformer.TransformerConfig.flops_per_token(), nothing repeated"
     found: dict[str, Any] = {
         "parameters": config.parameter_count, "last_loss": loss.item(), "step": measured(seconds, "s", how),
         "tokens_per_s": measured(rate, "1/s", how), "model_flops": measured(achieved / 1e12, "TFLOP/s", text),
     }
     if on_gpu:
         found["peak_memory"] = measured(torch.cuda.max_memory_allocated(), "bytes", "torch.cuda.max_memory_allocated()")
+        del model, optimizer, loss
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         sheet = data_sheet(torch.cuda.get_device_name(0))
         if sheet and precision in sheet.flops:
             peak = sheet.flops[precision] / 1e12
             text = f"model_flops / {peak:g} TFLOP/s, {precision} on the {sheet.name}'s data sheet"
             found["mfu"] = measured(achieved / sheet.flops[precision], "1", text)
+            if config.checkpoint:
+                done = rate * config.flops_per_token()
+                found["hfu"] = measured(done / sheet.flops[precision], "1", f"{text}; with what backward repeats")
     return found

@@ -38,6 +38,8 @@ class Collector:
         Ranks that must not serve another call.
     same_group : bool
         Whether the ranks' process group can serve the next call.
+    settled : bool
+        Whether it can be ended: all ranks have replied, and nothing is under way between them.
     """
 
     def __init__(self, call, number: int, ranks: list[int], workers: dict[int, Worker], interrupts: Interrupts):
@@ -45,7 +47,7 @@ class Collector:
         self.results: dict[int, bytes | None] = {}
         self.communication: dict[int, dict] = {}
         self.lost: set[int] = set()
-        self.same_group = True
+        self.same_group = self.settled = True
         self._failures: dict[int, dict] = {}
         self._pending = set(ranks)
         self._status = Status(call.show)
@@ -277,7 +279,9 @@ class Collector:
         A function's ranks are interrupted, so that they can clean up, and are lost all the same: whatever they were in
         the middle of is not left half done. Those of a cell are kept for their names, unless they were importing.
         """
-        self.same_group = False
+        is_cell, parts = self.call.cell is not None, [*self.communication.values(), *self._failures.values()]
+        self.settled = not self._pending and all(part.get("settled") for part in parts)
+        self.same_group = is_cell and self.settled and self.call.backend == "nccl"  # it ends with its processes
         for rank in self.ranks:
             self._read_rest(rank)
         self._merger.flush()
@@ -290,7 +294,6 @@ class Collector:
         deadline = time.monotonic() + (_RETURN if interrupted - deaf else 0)
         while self._pending - deaf and time.monotonic() < deadline:
             self._listen(deadline - time.monotonic())
-        is_cell = self.call.cell is not None
         self.lost |= {r for r in interrupted if not is_cell or r in self._pending or standings[r].get("importing")}
 
     # ---------------------------------------------------------------------------------------------------------- judge
@@ -319,6 +322,7 @@ class Collector:
         """Have the group made anew if ranks called different things, left messages, made others or destroyed it."""
         parts = list(self.communication.values())
         self.same_group = all(part["same_group"] for part in parts)
+        self.settled = all(part["settled"] for part in parts)
         if self.call.cell is not None:
             return  # what a cell leaves under way, another may finish
         sent, received = sum(part["sent"] for part in parts), sum(part["received"] for part in parts)
@@ -327,7 +331,7 @@ class Collector:
         for key, entry in entries:
             joined[key, entry["number"]] += 1
         if sent != received or any(joined[key, entry["number"]] != len(entry["ranks"]) for key, entry in entries):
-            self.same_group = False
+            self.same_group = self.settled = False
 
     def _warn(self) -> None:
         """Say which collective the ranks have called differently, if the library has not noticed it."""

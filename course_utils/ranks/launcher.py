@@ -14,7 +14,8 @@ from . import errors
 
 __all__ = ["device", "launch", "shutdown"]
 
-if (worker := sys.modules.get("course_utils.ranks.worker")) and worker.state.rank >= 0:  # inside a rank
+worker = sys.modules.get("course_utils.ranks.worker")
+if (worker and worker.state.rank >= 0) or "COURSE_UTILS_FOLDER" in os.environ:  # on a rank, or in the fork server
     pool = None
 else:
     from . import cell_advice, pool, processes

@@ -193,6 +193,18 @@ class _Barrier:
         return self.future.done()
 
 
+class _OnStream:
+    """In place of the Work that NCCL does not give for a synchronous operation, which it runs on the current stream."""
+
+    def __init__(self, device):
+        import torch
+
+        self.event = torch.cuda.current_stream(device).record_event()
+
+    def is_completed(self) -> bool:
+        return self.event.query()
+
+
 class Interceptor:
     """The kernels in front of the c10d operators, and what is known of this rank's communication at any moment."""
 
@@ -235,6 +247,7 @@ class Interceptor:
         self._keys_of = torch_internals.dispatch_keys
         self._after = torch_internals.keys_after_backend_select()
         self._script_object = torch.ScriptObject
+        self._capturing = torch.cuda.is_current_stream_capturing
         self.library = torch.library.Library("c10d", "IMPL")
         for name, op in _NAMES.items():
             self.library.impl(name, self._kernel(op, getattr(torch.ops.c10d, name).default), "BackendSelect")
@@ -284,7 +297,7 @@ class Interceptor:
             else:
                 entry.end = time.monotonic()
                 if isinstance(work, self._script_object):
-                    self.pending.append((entry, self._work(work)))
+                    self._queued(entry, self._work(work), first.device)
             return result
 
         return kernel
@@ -346,12 +359,22 @@ class Interceptor:
             with contextlib.suppress(RuntimeError):  # a backend without futures
                 work.get_future().add_done_callback(done)
 
+    def _queued(self, entry: Entry, work, device) -> None:
+        """Note an operation that is in the queue of a device, and let go of those at the queue's head that are over."""
+        while self.pending and self.pending[0][1].is_completed():
+            self.pending.popleft()
+        if work is None and device.type == "cuda" and not self._capturing():
+            work = _OnStream(device)
+        if work is not None:
+            self.pending.append((entry, work))
+
     def _caller(self) -> tuple[str, int] | None:
-        frame = sys._getframe(3)
-        while frame is not None:
-            if is_learner(frame.f_code.co_filename):
-                return frame.f_code.co_filename, frame.f_lineno
-            frame = frame.f_back
+        """The learner's line; of the main thread, if this is one of those in which autograd computes on a GPU."""
+        for frame in (sys._getframe(), sys._current_frames().get(threading.main_thread().ident)):
+            while frame is not None:
+                if is_learner(frame.f_code.co_filename):
+                    return frame.f_code.co_filename, frame.f_lineno
+                frame = frame.f_back
         return None
 
     def settle(self) -> None:

@@ -65,6 +65,7 @@ class Pool:
         self.workers: dict[int, Worker] = {}
         self.generation = 0
         self.group: tuple | None = None  # what the ranks' process group was made for; None: make it anew
+        self.world_size = 0  # of the last group
         self.backend = ""
         self.port = 0
         self.store = ""
@@ -137,7 +138,7 @@ class Pool:
         self._end_unfit(call)
         self._start_missing(call)
         if self.group != call.group:
-            self.group = call.group
+            self.group, self.world_size = call.group, call.world_size
             self._choose_meeting()
             self._make_group(call, ranks, folder)
         results = self._serve(call, ranks, folder)
@@ -161,10 +162,12 @@ class Pool:
             collector.close()
             if not collector.same_group:
                 self.group = None
-            self._end_lost(call, collector.lost)
+            self._end_lost(call, collector)
         return collector.results
 
-    def _end_lost(self, call: Call, lost: set[int]) -> None:
+    def _end_lost(self, call: Call, collector: Collector) -> None:
+        stuck = call.backend == "nccl" and not collector.same_group and not collector.settled
+        lost = set(self.workers) if stuck else collector.lost  # an aborted group of NCCL's may never end
         if lost and call.cell is not None:
             afresh = f"{rank_label(sorted(lost))} {'starts' if len(lost) == 1 else 'start'} afresh"
             call.show(f"{afresh}, without the names of earlier cells\n")
@@ -176,6 +179,7 @@ class Pool:
         if self.backend != call.backend:
             self.close()  # a process that has seen no GPU cannot see one later
             self.backend = call.backend
+        fewer_or_more = call.backend == "nccl" and call.world_size != self.world_size  # not all would end the group
         limit = self._idle_seconds(call)
         idle = time.monotonic() - self.used > limit - min(5.0, limit / 2)  # none is to end just as it is called
         if idle and call.kind == "cell" and any(worker.ran for worker in self.workers.values()):
@@ -183,7 +187,7 @@ class Pool:
         server = processes.server_id()
         self._end([
             rank for rank, worker in self.workers.items()
-            if idle or not worker.alive or worker.server != server
+            if idle or not worker.alive or worker.server != server or (worker.ran and fewer_or_more)
             or worker.ran == "program" or (worker.ran and call.kind == "program")
         ])
 

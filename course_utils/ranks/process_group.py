@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import parse_qsl, urlsplit
@@ -11,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 import torch.distributed as dist
 
-from ..torch_internals import abort_process_groups, forget_process_groups, open_groups, replace_rendezvous
+from ..torch_internals import forget_process_groups, open_groups, replace_rendezvous
 from .ledger import interceptor
 from .state import state
 
@@ -65,21 +66,24 @@ def _barrier_after_init(usual: Callable[[], int]) -> int:
 
 
 def drop() -> None:
-    """Destroy all process groups, also half-made ones, and what libraries remember of them."""
+    """Destroy all process groups, also half-made ones, and what libraries remember of them.
+
+    NCCL's end by all ranks together, with nothing under way: the notebook sees to it (`Pool`).
+    """
     state.generation = None
     groups = open_groups()  # noqa: F841  whose end comes last, without Python's lock
     if dist.is_initialized():
-        if dist.get_backend() == "nccl":
-            abort_process_groups()  # its destruction would wait for ranks that have gone
-        else:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     forget_process_groups()
 
 
-def untouched() -> bool:
-    """Whether a function has left the default group as it was: nothing under way in it, no other groups made."""
+def settled() -> bool:
+    """Whether nothing is under way in any group."""
     interceptor.settle()
-    return not interceptor.unfinished() and len(open_groups()) == 1
+    end = time.monotonic() + 1
+    while torch.cuda.is_initialized() and interceptor.unfinished() and time.monotonic() < end:
+        time.sleep(0.001)  # a GPU is behind the function that has returned
+    return not interceptor.unfinished()
 
 
 def _torchrun_names(world_size: int, port: int, program: bool, hosts: dict | None) -> dict[str, str]:

@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     import torch.distributed as dist
     import torch.distributed.nn.functional  # noqa: F401  imported during a call, its defaults would keep that group
 
-from ..torch_internals import abort_process_groups
+from ..torch_internals import abort_process_groups, open_groups
 from . import display, process_group, serialization, standing
 from . import multiprocessing_internals as internals
 from .call_signature import Announcer
@@ -223,10 +223,11 @@ def _serve(header: dict, body: bytes) -> tuple:
             _end_program()
         state.phase = "returned"
         state.running = False
-        same = dist.is_initialized() and state.generation == header["generation"]
-        same = same and (header["cell"] or process_group.untouched())
+        same, settled = dist.is_initialized() and state.generation == header["generation"], process_group.settled()
+        same = same and (header["cell"] or settled and len(open_groups()) == 1)
         communication = {
             "latest": standing.latest(), "last": standing.entry_data(interceptor.last), "same_group": same,
+            "settled": settled,
             "sent": interceptor.sent, "received": interceptor.received, "digests": interceptor.digests,
             "streams": interceptor.streams,
         }
@@ -239,7 +240,7 @@ def _serve(header: dict, body: bytes) -> tuple:
         failure["last"] = standing.entry_data(interceptor.last)
         failure["line"] = next((f for f in reversed(failure["frames"]) if f["learner"]), None)
         failure["latest"] = standing.latest()
-        failure["starting"] = starting
+        failure["starting"], failure["settled"] = starting, not starting and process_group.settled()
         traceback.clear_frames(error.__traceback__)
         return "error", call, failure, None
 
