@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
+from typing import Any
 
+from . import recordings
 from .costs import busbw, busbw_factor
 from .transformer import PUBLISHED
 
@@ -16,7 +19,7 @@ __all__ = [
     "A100_ALL_REDUCE", "A100_LATENCY", "A100_P2P", "ACHIEVABLE_MATMUL", "FOUR_H200_NODES", "FUSED_ATTENTION",
     "H100_P2P", "H200_ALL_REDUCE", "H200_LARGEST", "H200_NVLS_BY_GPUS", "LLAMA3_INTERRUPTIONS", "LLAMA3_MISPRINT",
     "LLAMA3_RUNS", "MEGATRON_RUNS", "OTHER_A100_ALL_REDUCE", "PTD_RUNS", "Run", "Scaling", "TORCHTITAN_FSDP",
-    "TORCHTITAN_RUNS", "Table", "ULTRASCALE_DP", "ULTRASCALE_TP", "ZERO3_RUNS",
+    "TORCHTITAN_RUNS", "Table", "ULTRASCALE_DP", "ULTRASCALE_TP", "ZERO3_RUNS", "gpu_check",
 ]
 
 _MIB = 2**20
@@ -356,3 +359,22 @@ TORCHTITAN_RUNS = (
     _torchtitan(8, 131072, 2, 1071, 84.0, "128k, CP 4, Float8", dp=2, cp=4, recompute="full"),
     _torchtitan(8, 262144, 1, 548, 84.5, "256k, CP 8, Float8", dp=1, cp=8, recompute="full"),
 )
+
+
+@cache
+def gpu_check(name: str) -> dict[str, Any]:
+    """Return what a check of ``python -m course_utils gpu-check`` found on one H200.
+
+    `gpu_check.report` says how measurements are written down; `gpu_check.catalogue` has the names of the checks.
+    PyTorch 2.11.0, CUDA 13.0, NCCL 2.28.9, November 2026.
+
+    Raises
+    ------
+    ValueError
+        If there is no check of that name, or it found nothing there.
+    """
+    report, _ = recordings.load("gpu_check_h200")
+    checks = {check["name"]: check["facts"] for check in report["checks"] if check["facts"]}
+    if name not in checks:
+        raise ValueError(f"there is no record of {name!r}; there are {', '.join(checks)}")
+    return checks[name]

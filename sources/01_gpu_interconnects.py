@@ -24,7 +24,7 @@
 # - *measure* latency and bandwidth, say how sure you are, and *predict* the time of a message you have not sent yet;
 # - *place* an operation on a roofline: is arithmetic, memory or a link its limit?
 #
-# **Before this:** [00 start_here](00_start_here.ipynb). **Time:** about 45 minutes to read the core, 80 with the
+# **Before this:** [00 start_here](00_start_here.ipynb). **Time:** about 45 minutes to read the core, 85 with the
 # deeper sections, under a minute to run.
 
 # %% [markdown]
@@ -840,6 +840,22 @@ for key, (what, rate) in recorded.items():
 
 # %% [markdown] tags=["deeper"]
 # If you measure 40 %, ask first whether the data sheet adds up both directions, or reading and writing.
+#
+# How large must a copy be? *Recorded* on one H200, which hangs on PCIe 5, by this course's `gpu-check`:
+
+# %% tags=["deeper"]
+from course_utils.recorded import gpu_check
+
+copies = gpu_check("copies")
+for way in ("pageable to device", "pinned to device", "within the device"):
+    rates = zip(copies[way]["at"], copies[way]["value"], strict=True)
+    print(f"{way:19}", "  ".join(f"{format_bytes(size)} {rate:.1f}" for size, rate in rates), "GB/s")
+
+# %% [markdown] tags=["deeper"]
+# Up to 64 KiB all ways are slow, because starting the copy takes longer than the bytes (α again). Large ones from pinned
+# memory reach the 55 GB/s of the table above. From pageable memory at most 12 GB/s arrive, because the driver first
+# copies the bytes into pinned memory of its own. Within the GPU 1,981 GB/s are copied, which is 3,962 GB/s read and
+# written, 83 % of the 4.8 TB/s on the data sheet.
 
 # %% [markdown] tags=["deeper"]
 # ## 18. A transformer's layer on the H100's roof · deeper
@@ -872,6 +888,26 @@ plots.roofline(h100.flops["bf16"], h100.memory_bandwidth, placed, title, modelle
 # two products of its backward pass have the same size, so they lie at a similar place. How much of the roof is
 # reached? *Recorded:* 794.5 TFLOP/s by the best matrix product in bf16 (Bekman, ml-engineering, accelerators), 80 %
 # of the peak, and 430 by the training of section 8, 43 %.
+#
+# Here are operations of all kinds, *recorded* on one H200 (`gpu-check`), whose memory is faster than the H100's:
+
+# %% tags=["deeper"]
+h200, points = GPUS["h200"], gpu_check("roofline")["points"]
+placed = {
+    point["operation"]: (point["flop_per_byte"], 1e12 * point["rate"]["value"])
+    for point in points if point["precision"] == "bf16"
+}  # fmt: skip
+plots.roofline(h200.flops["bf16"], h200.memory_bandwidth, placed, "recorded: one H200, bf16, dense")
+for name, (intensity, rate) in placed.items():
+    share = rate / min(h200.flops["bf16"], intensity * h200.memory_bandwidth)
+    print(f"{name:16}{rate / 1e12:8.1f} TFLOP/s, {share:.0%} of the roof")
+
+# %% [markdown] tags=["deeper"]
+# *The figure: addition and matrix × vector on the slope. Of the products only those of 4,096 and 8,192 are near the
+# flat part, the smaller ones far below it.*
+#
+# Products of 256 × 256 reach less than 1 % of the roof at their intensity, because starting them takes longer than
+# computing them. So the roof is a limit, and whether it is reached is a question of size.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run

@@ -273,7 +273,7 @@ def test_every_check_of_the_kit_that_can_runs_on_the_cpu(tmp_path: Path):
     assert found["ledger"]["facts"]["operations"][0] == {"op": "all_reduce", "bytes": 8000}
     losses = found["same_losses"]["facts"]
     assert losses["DDP"] == pytest.approx(losses["one process, CPU"], abs=1e-4)
-    assert found["train_program"]["facts"]["steps"] == [2, 4, 6]
+    assert found["train_program"]["facts"]["steps"] == [2, 4, 6, 8]
     trace, = load(tmp_path / TRACE)
     assert len(trace.steps) == 3 and found["profiler_trace"]["facts"]["communication_kernels"] == ["gloo:all_reduce"]
     assert "rank 1" in found["launcher"]["facts"]["rank_that_fails"]

@@ -6,6 +6,7 @@ import pickle
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import pytest
@@ -352,6 +353,18 @@ def test_the_call_site_is_the_learners_line():
         first, second = (entry.call_site for entry in ledger.entries)
         assert "dist.all_reduce(x, op=dist.ReduceOp.SUM)" in first and first.startswith("line ")
         assert "dist.barrier()" in second
+
+
+def test_what_a_thread_without_the_learners_code_issues_has_the_main_threads_line():
+    """As backward does on a GPU: autograd computes in a thread of its own, without a Python frame."""
+
+    def work():
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(dist.all_reduce, torch.ones(1)).result()  # in another thread
+
+    for ledger in run(work, world_size=2):
+        (entry,) = ledger.entries
+        assert "in another thread" in entry.call_site
 
 
 def test_records_end_with_their_block_also_after_an_exception_and_nest():
