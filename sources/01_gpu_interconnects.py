@@ -849,13 +849,14 @@ from course_utils.recorded import gpu_check
 copies = gpu_check("copies")
 for way in ("pageable to device", "pinned to device", "within the device"):
     rates = zip(copies[way]["at"], copies[way]["value"], strict=True)
-    print(f"{way:19}", "  ".join(f"{format_bytes(size)} {rate:.1f}" for size, rate in rates), "GB/s")
+    cells = (f"{format_bytes(size)} {rate:.1f}" for size, rate in rates)
+    print(f"{way:19}", "  ".join(cells), "GB/s")
 
 # %% [markdown] tags=["deeper"]
-# Up to 64 KiB all ways are slow, because starting the copy takes longer than the bytes (α again). Large ones from pinned
-# memory reach the 55 GB/s of the table above. From pageable memory at most 12 GB/s arrive, because the driver first
-# copies the bytes into pinned memory of its own. Within the GPU 1,981 GB/s are copied, which is 3,962 GB/s read and
-# written, 83 % of the 4.8 TB/s on the data sheet.
+# Up to 64 KiB all ways are slow, because starting the copy takes longer than the bytes (α again). Large ones from
+# pinned memory reach the 55 GB/s of the table above. From pageable memory at most 12 GB/s arrive, because the driver
+# first copies the bytes into pinned memory of its own. Within the GPU 1,981 GB/s are copied, which is 3,962 GB/s read
+# and written, 83 % of the 4.8 TB/s on the data sheet.
 
 # %% [markdown] tags=["deeper"]
 # ## 18. A transformer's layer on the H100's roof · deeper

@@ -464,8 +464,8 @@ print(f"{deep[0] / deep[1]:.2f} times the FLOPs (computed)")
 # The gradients are the same to the last bit. The FLOPs are 1 + 2 + 1 instead of 1 + 2, a third more at most; here a
 # little less, because the last product of a block need not be repeated. Time can grow more, because a GPU also reads,
 # writes and starts what FLOPs do not count. *Recorded* on one H200 (`gpu-check`), a GPT of 12 layers of width 1,024 in
-# bf16: 1.7 times the time for 1.2 times the FLOPs, and 7.2 GB in place of 10.7. Checkpointing pays if the model does not fit otherwise, or if
-# more tokens then fit and the step waited for communication.
+# bf16: 1.7 times the time for 1.2 times the FLOPs, and 7.2 GB in place of 10.7. Checkpointing pays if the model does
+# not fit otherwise, or if more tokens then fit and the step waited for communication.
 #
 # ### MFU and HFU
 #

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from .call_signature import flatten, reduction_name
 from .labels import align
 from .learner_code import is_learner
+from .witnesses import OnStream, Silent, witness
 
 __all__ = ["Entry", "Ledger", "record"]
 
@@ -170,41 +171,6 @@ def record() -> Iterator[Ledger]:
         interceptor.settle()
 
 
-class _Silent:
-    """In place of the Work of gloo's reduce-scatter, which keeps its tensors and never says that it has completed."""
-
-    def __init__(self, synchronous: bool):
-        self.synchronous = synchronous
-
-    def is_completed(self) -> bool:
-        return False
-
-
-class _Barrier:
-    """In place of the Work of gloo's barrier, which keeps the memory of operations that had just ended as it began."""
-
-    def __init__(self, work):
-        self.future = work.get_future()
-
-    def get_future(self):
-        return self.future
-
-    def is_completed(self) -> bool:
-        return self.future.done()
-
-
-class _OnStream:
-    """In place of the Work that NCCL does not give for a synchronous operation, which it runs on the current stream."""
-
-    def __init__(self, device):
-        import torch
-
-        self.event = torch.cuda.current_stream(device).record_event()
-
-    def is_completed(self) -> bool:
-        return self.event.query()
-
-
 class Interceptor:
     """The kernels in front of the c10d operators, and what is known of this rank's communication at any moment."""
 
@@ -293,7 +259,7 @@ class Interceptor:
             if first.device.type == "cpu" and isinstance(work, self._script_object):
                 self.groups[group.group_name] = group
                 asynchronous = asynchronous_at is None or len(args) <= asynchronous_at or args[asynchronous_at]
-                self._issued(entry, self._witness(op, work, asynchronous))
+                self._issued(entry, witness(op, self._work(work), asynchronous))
             else:
                 entry.end = time.monotonic()
                 if isinstance(work, self._script_object):
@@ -301,16 +267,6 @@ class Interceptor:
             return result
 
         return kernel
-
-    def _witness(self, op: str, work, asynchronous: bool):
-        """What says later whether an operation of gloo has completed, and holds no tensors but its own."""
-        if op == "reduce_scatter":
-            return _Silent(not asynchronous)
-        work = self._work(work)
-        if op == "barrier":
-            with contextlib.suppress(RuntimeError):  # a backend without futures
-                return _Barrier(work)
-        return work
 
     def _begin(self, op: str, group, size: int, peer: int | None) -> Entry:
         ranks = tuple(self._ranks(group)) if group.size() > 0 else ()
@@ -351,7 +307,7 @@ class Interceptor:
     def _issued(self, entry: Entry, work) -> None:
         self.settle()
         self.pending.append((entry, work))
-        if self.recorders and not isinstance(work, _Silent):
+        if self.recorders and not isinstance(work, Silent):
 
             def done(_future) -> None:
                 entry.end = time.monotonic()
@@ -364,7 +320,7 @@ class Interceptor:
         while self.pending and self.pending[0][1].is_completed():
             self.pending.popleft()
         if work is None and device.type == "cuda" and not self._capturing():
-            work = _OnStream(device)
+            work = OnStream(device)
         if work is not None:
             self.pending.append((entry, work))
 
@@ -387,7 +343,7 @@ class Interceptor:
         for entry, work in reversed(self.pending):
             if work.is_completed():
                 entry.end = entry.end or time.monotonic()
-            elif not isinstance(work, _Silent) or not (work.synchronous or entry.key in over):
+            elif not isinstance(work, Silent) or not (work.synchronous or entry.key in over):
                 kept.append((entry, work))
                 continue
             over.add(entry.key)
