@@ -26,7 +26,7 @@
 # - *write* dispatch and combine of a mixture of experts, equal to the dense model.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb), [09 tensor parallel](09_tensor_parallel.ipynb). **Time:**
-# about 50 minutes to read the core, 85 with the deeper sections, about one to run.
+# about 45 minutes to read the core, 85 with the deeper sections, about one to run.
 
 # %% [markdown]
 # Imports and parameters:
@@ -80,10 +80,10 @@ for length in (8192, 131_072, million):
 
 # %% [markdown]
 # At a million tokens the scores of *one head* are 2 TB (*modelled*). Fused attention (FlashAttention) never writes the
-# scores. On one H200, four sequences of 4,096 tokens with 32 heads took 35.3 GB with scores and 1.1 GB without, and
-# without them ran 16 times as fast (*recorded* by `gpu-check`, forward and backward). Checkpointing keeps only the
-# input of each layer, 2 T h bytes, and computes one layer again at a time. Tensor parallelism with sequence parallelism
-# divides what is left by t, at most 8 here, because Llama has 8 KV heads and a node has 8 GPUs.
+# scores: on one H200, attention over 4,096 tokens took 1.1 GB in place of 35.3 (*recorded* by `gpu-check`).
+# Checkpointing keeps only the input of each layer, 2 T h bytes, and computes one layer again at a time. Tensor
+# parallelism with sequence parallelism divides what is left by t, at most 8 here, because Llama has 8 KV heads and a
+# node has 8 GPUs.
 #
 # **Predict**: with all three, how many GB of activations remain on a GPU for one sequence of a million tokens?
 
