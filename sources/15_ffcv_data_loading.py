@@ -195,8 +195,9 @@ for name, (load, fed) in usual.items():
 # | 1/both ≈ 1/loader + 1/step | they take turns | let the loader work ahead |
 #
 # > **What changes on real GPUs.** Python does not wait for the GPU, so stop the clock after `torch.cuda.synchronize()`.
-# > a copy from ordinary memory, 11.7 from pinned memory (`pin_memory=True`), and 10.0 if the next batch is copied
-# > during the step (`non_blocking=True`, in a stream of its own).
+# > *Recorded* on one H200 (`gpu-check`), 256 images in fp32 and a step of 9.6 ms: 31.6 ms with a copy from ordinary
+# > memory, 11.7 from pinned memory (`pin_memory=True`), 10.0 if the next batch is copied during the step
+# > (`non_blocking=True`, in a stream of its own).
 
 # %% [markdown]
 # ## 2. Does the loader compute, or does it wait too?
