@@ -356,9 +356,10 @@ plots.latency_fit(fitted, seconds, line.fits, (unseen, measured), title=title)
 # one, because a message that fits into a cache has another β, and libraries switch methods at some size. The band does
 # not include that. It says how far the *points* move the line, not whether a line is the right shape.
 #
-# > **What changes on real GPUs.** α is a few microseconds inside NCCL, but what you measure from Python is more,
-# > because each call also starts a program on the GPU, a *kernel*. B is most of what the data sheet says (section
-# > 17). Each of NCCL's methods needs its own line, again good but not perfect (lesson 03).
+# > **What changes on real GPUs.** α is a few microseconds inside NCCL, but what you measure from Python is more. On one
+# > H200 a call took 15 µs with a single rank, which sends nothing (*recorded*, `gpu-check`), and with others it starts
+# > a program on the GPU as well, a *kernel*. B is most of what the data sheet says (section 17). Each of NCCL's methods
+# > needs its own line, again good but not perfect (lesson 03).
 
 # %% [markdown]
 # ## 7. The roofline: who waits for whom?

@@ -78,11 +78,16 @@ def drop() -> None:
 
 
 def settled() -> bool:
-    """Whether nothing is under way in any group."""
+    """Whether nothing is under way in any group, and the GPU still serves this process."""
     interceptor.settle()
     end = time.monotonic() + 1
     while torch.cuda.is_initialized() and interceptor.unfinished() and time.monotonic() < end:
         time.sleep(0.001)  # a GPU is behind the function that has returned
+    if torch.cuda.is_initialized() and not interceptor.unfinished():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:  # after an illegal address, say, every call fails, until the process ends
+            return False
     return not interceptor.unfinished()
 
 

@@ -49,4 +49,7 @@ class OnStream:
         self.event = torch.cuda.current_stream(device).record_event()
 
     def is_completed(self) -> bool:
-        return self.event.query()
+        try:
+            return self.event.query()
+        except RuntimeError:  # the GPU does nothing more for this process
+            return False

@@ -16,6 +16,7 @@ from calls import case
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from course_utils import WorkerError, launch, record
+from course_utils.ranks.witnesses import OnStream
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -365,6 +366,25 @@ def test_what_a_thread_without_the_learners_code_issues_has_the_main_threads_lin
     for ledger in run(work, world_size=2):
         (entry,) = ledger.entries
         assert "in another thread" in entry.call_site
+
+
+class _Event:
+    """What CUDA says of an event: a truth value, or an error of what ran before it."""
+
+    def __init__(self, said: bool | Exception) -> None:
+        self.said = said
+
+    def query(self) -> bool:
+        if isinstance(self.said, Exception):
+            raise self.said
+        return self.said
+
+
+@pytest.mark.parametrize("said, over", [(True, True), (False, False), (RuntimeError("illegal address"), False)])
+def test_an_operation_of_a_gpus_stream_is_over_when_its_event_is(said, over: bool):
+    operation = OnStream.__new__(OnStream)
+    operation.event = _Event(said)
+    assert operation.is_completed() is over
 
 
 def test_records_end_with_their_block_also_after_an_exception_and_nest():
