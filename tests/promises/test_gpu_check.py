@@ -52,7 +52,7 @@ def no_facts(setting):
     return {"x": object()}
 '''
 NAMES = ("fine", "fails", "raises", "skips", "hangs", "dies", "no_facts")
-GPU_ONLY = {"two_ranks_one_gpu", "batches", "memory_snapshot"}
+GPU_ONLY = {"two_ranks_one_gpu", "batches", "memory_snapshot", "resume"}
 COMPILED = {"c_program", "tracer"}
 
 pytestmark = pytest.mark.guard(600)
