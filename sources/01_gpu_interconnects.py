@@ -894,22 +894,25 @@ plots.roofline(h100.flops["bf16"], h100.memory_bandwidth, placed, title, modelle
 # Here are operations of all kinds, *recorded* on one H200 (`gpu-check`), whose memory is faster than the H100's:
 
 # %% tags=["deeper"]
-h200, points = GPUS["h200"], gpu_check("roofline")["points"]
+h200 = GPUS["h200"]
+drawn = ["add", "matrix x vector", *(f"matmul {side}" for side in (256, 1024, 2048, 8192))]
 placed = {
     point["operation"]: (point["flop_per_byte"], 1e12 * point["rate"]["value"])
-    for point in points if point["precision"] == "bf16"
+    for point in gpu_check("roofline")["points"]
+    if point["precision"] == "bf16" and point["operation"] in drawn
 }  # fmt: skip
-plots.roofline(h200.flops["bf16"], h200.memory_bandwidth, placed, "recorded: one H200, bf16, dense")
 for name, (intensity, rate) in placed.items():
     share = rate / min(h200.flops["bf16"], intensity * h200.memory_bandwidth)
     print(f"{name:16}{rate / 1e12:8.1f} TFLOP/s, {share:.0%} of the roof")
+title = "recorded: one H200 in bf16, under the roof of its data sheet"
+plots.roofline(h200.flops["bf16"], h200.memory_bandwidth, placed, title)
 
 # %% [markdown] tags=["deeper"]
-# *The figure: addition and matrix × vector on the slope. Of the products only those of 4,096 and 8,192 are near the
-# flat part, the smaller ones far below it.*
+# *The figure: addition and matrix × vector near the slope. Of the products only that of 8,192 × 8,192 is near the flat
+# part. The smaller a product, the further below the roof it lies.*
 #
-# Products of 256 × 256 reach less than 1 % of the roof at their intensity, because starting them takes longer than
-# computing them. So the roof is a limit, and whether it is reached is a question of size.
+# A product of 256 × 256 reaches less than 1 % of the roof at its intensity, because starting it takes longer than
+# computing it. So the roof is a limit, and whether it is reached is a question of size.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run

@@ -1052,6 +1052,9 @@ plots.scaling_models(curve, predicted, fitted=1)
 # At 32 the model is 25 % and 82 % too fast. It leaves out two things that grow with t. Matrices become thin, with 3,072
 # / 32 = 96 features on a rank, so they run at fewer FLOP/s; and every rank repeats the norms and residual sums. The
 # network, too, was not the one assumed.
+#
+# Even a wide model loses by the first: a product of 8,192 tokens with the second matrix of Llama 3 70B's MLP ran at 718
+# TFLOP/s on one H200, and what 2, 4 and 8 ranks have of it at 670, 648 and 608 (*recorded* by `gpu-check`).
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
