@@ -738,7 +738,7 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # | [06](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? | 45 (80) | 145 |
 # | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 45 (100) | 155 |
 # | [08](08_deepspeed.ipynb) | What does DeepSpeed do differently, and when do I pick it? | 45 (95) | 150 |
-# | [09](09_tensor_parallel.ipynb) | How do I split one layer over ranks? | 45 (80) | 170 |
+# | [09](09_tensor_parallel.ipynb) | How do I split one layer over ranks? | 45 (85) | 170 |
 # | [10](10_pipeline_parallel.ipynb) | How do I split the layers, and where does the bubble go? | 45 (75) | 150 |
 # | [11](11_long_context_and_experts.ipynb) | How do I split a long sequence, and many experts? | 45 (85) | 215 |
 # | [12](12_parallelism_3d.ipynb) | Which TP × PP × CP × DP for this model on this cluster? | 45 (90) | 200 |

@@ -28,7 +28,7 @@
 # - *decide* from links and FLOP/s how many ranks may share a layer.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb), [07 fsdp](07_fsdp.ipynb). **Time:** about 45 minutes to
-# read the core, 80 with the deeper sections, under a minute to run.
+# read the core, 85 with the deeper sections, under a minute to run.
 
 # %% [markdown]
 # First PyTorch and the settings, then what comes from the course. The number of ranks must divide the model's 12 heads.

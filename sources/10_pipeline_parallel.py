@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 world_size = 4  # ranks, 2 or more
 per_microbatch = 2  # windows of text in a micro-batch
-patience = 2.0  # seconds until a hang is reported, in the cell that tries to hang
+patience = 2.0  # seconds that a cell of section 5 waits for its ranks
 
 # %%
 from course_utils import HangError, device, launch, pipeline_training, plots, recorded, stage_costs
