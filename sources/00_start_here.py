@@ -16,7 +16,7 @@
 # Llama 3 405B was trained on up to 16,384 GPUs (*recorded*: Llama Team 2024, table 4). A process stood behind each
 # GPU, and all the processes ran the same program. What made process 7,000 do its own share of the work was one
 # number: its rank. In this notebook you start such processes yourself, from a cell, on the machine in front of you.
-# Then you break them on purpose, because later they will break without being asked. No GPU is needed.
+# Then you break them on purpose, because in real jobs they break by themselves. No GPU is needed.
 #
 # **You will be able to**
 # - *run* a function on many ranks from a cell, and *read* what they print and return;
@@ -30,9 +30,9 @@
 # %% [markdown]
 # ## How to work in these notebooks
 #
-# Run one cell after the other with *Shift* + *Enter*, once the status line at the bottom says *Idle*. Where the text
-# says *Predict*, write your answer down before you run the next cell, because a wrong guess of your own teaches more
-# than a right answer that you read. Sections marked *deeper* can wait.
+# When the status line at the bottom says *Idle*, run the cells one after the other with *Shift* + *Enter*. Where the
+# text says *Predict*, write your answer down before you run the next cell, because a wrong guess of your own teaches
+# more than a right answer that you read. Sections marked *deeper* can wait.
 #
 # Every figure in this course is **measured** (on this machine, now), **recorded** (published elsewhere, with its
 # source) or **modelled** (computed from a formula).
@@ -149,9 +149,9 @@ print("the notebook got", results)
 assert results == [10 * rank for rank in range(world_size)]
 
 # %% [markdown]
-# Five with four ranks: a single line for the first `print`, because all ranks printed the same, and a line for each
-# rank for the second. (The line without a label is the notebook's own.) `launch` labels, merges and sorts what the
-# ranks print, so your screen looks the same at every run, whichever rank is the fastest.
+# With four ranks you read five: a single line for the first `print`, because all ranks printed the same, and one line
+# for each rank for the second. (The last line, without a label, is the notebook's own.) `launch` labels, merges and
+# sorts what the ranks print, so your screen looks the same at every run, whichever rank is the fastest.
 #
 # <details><summary>It said "Default process group has not been initialized"</summary>
 #
@@ -214,8 +214,8 @@ assert notes == ["written in the notebook"]
 # ## 4. At the same time, but on the same cores
 #
 # The ranks run at the same time. Does that make them fast? Here every rank sleeps for 0.3 s and then multiplies
-# matrices, once a single rank and once all of them. `spans_of` calls both functions on a rank, and notes when each
-# began and ended.
+# matrices: first a single rank does so, then all of them at once. `spans_of` calls both functions on a rank, and notes
+# when each began and ended.
 #
 # **Predict**: which takes longer together than alone: the sleeping, the computing, or both?
 
@@ -237,8 +237,9 @@ assert all_inside(together, "sleep")  # at some moment all ranks were asleep
 timeline(side_by_side(alone=alone, together=together), "measured: a rank alone, and ranks together")
 
 # %% [markdown]
-# *The figure: one row of two bars for the rank that is alone, and for each of those that run together. All sleep bars
-# are equally long. The compute bars are longer together than alone where there are fewer cores than ranks.*
+# *The figure: one row for each rank, with a bar for sleeping and one for computing. The first row is the rank that was
+# alone, the others are those that ran together. All sleep bars are equally long. The compute bars are longer together
+# than alone where there are fewer cores than ranks.*
 #
 # Only the computing. Sleeping needs no core, so four sleeps take as long as one. Computing needs a core, and where
 # there are more ranks than cores, the ranks have to share them:
@@ -299,16 +300,16 @@ before_after(parts, totals, "all_reduce")
 # ## 6. When something goes wrong
 #
 # Training Llama 3 was interrupted unexpectedly 419 times in 54 days (*recorded*: Llama Team 2024, table 5): once in
-# about three hours. So failures are daily work there. `launch` makes three promises about them: the cell ends, it
-# tells you the rank and the line, and your next cell works.
+# about three hours. So failures are daily work there. `launch` makes three promises about them: the cell ends, the
+# error names the rank and the line, and your next cell works.
 #
 # `expect_error` prints an error as you would meet it, and lets this notebook run on. `backend="gloo"` keeps these
 # cells on the CPU, so that they look the same on every machine.
 #
 # ### An error on one rank
 #
-# Samples are dealt out to the ranks like cards. Each rank takes the mean of its own, and an all-reduce adds the means
-# up. There happens to be one sample fewer than ranks.
+# Samples are given to the ranks in turn: the first to rank 0, the second to rank 1, and so on. Each rank takes the mean
+# of its own, and an all-reduce adds up the means. There happens to be one sample fewer than ranks.
 #
 # **Predict**: the last rank gets no sample. What does it do, and what do the others do?
 
@@ -356,14 +357,15 @@ with expect_error():
 # never joined it. Then comes the table:
 #
 # - **state**: a rank *waits* inside a communication, *runs* other code, or has *returned* from the function;
-# - **last operation**: the last collective that the rank called, and its number. Each rank counts its own calls, and a
-#   rank's third call meets the third of the others, whatever they are called;
+# - **last operation**: the last collective that the rank called, its number, and in parentheses the group (*default*
+#   means all ranks) and the bytes. Each rank counts its own calls, and its third call meets the third call of the
+#   others, even if those are another collective;
 # - **line**: where the rank is now, in your cell.
 #
-# The error shows on rank 0, but the fault lies with the others, so look for the ranks that stand *somewhere else*.
-# Here they have returned, past an `if` that let only rank 0 in. The rule is: **all ranks make the same collective
-# calls; only what does not communicate may stand behind `if rank == 0`.** With the call in front of the `if` it
-# works:
+# The error shows on rank 0, but the fault lies with the others. So do not look at the rank that waits, look for those
+# that stand *somewhere else*. Here they have returned, past an `if` that let only rank 0 in. The rule is: **all ranks
+# make the same collective calls; only what does not communicate may stand behind `if rank == 0`.** With the call in
+# front of the `if` it works:
 
 
 # %%
@@ -401,7 +403,7 @@ with expect_error(Interrupted):
     launch(sleep_until_stopped, os.getpid(), world_size=world_size, backend="gloo")
 
 # %% [markdown]
-# The same table again: it shows where the ranks were when you lost patience. The next cell works as usual, on new
+# The same table again: it shows where the ranks were when they were stopped. The next cell works as usual, on new
 # ranks. *Kernel → Restart Kernel* ends all of them, and so does closing JupyterLab; no process stays behind.
 #
 # > **What changes on real GPUs.** The CPU only hands work over. It puts **GPU kernels**, which are functions that run
@@ -412,13 +414,13 @@ with expect_error(Interrupted):
 # %% [markdown]
 # ## 7. What to take to work: the same program under `torchrun`
 #
-# A real job is a file, and another launcher starts it: `torchrun`, which comes with PyTorch, Slurm, or a cloud
-# service. It starts one process for each rank, and tells it who it is in **environment variables**, named texts that
-# a process gets at its start: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, and the address where all ranks meet, in
+# A real job is a file, and another launcher starts it: Slurm, a cloud service, or `torchrun`, which comes with PyTorch.
+# The launcher starts one process for each rank, and tells each one who it is in **environment variables**, named texts
+# that a process gets at its start: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, and the address where all ranks meet, in
 # `MASTER_ADDR` and `MASTER_PORT`.
 #
 # Until now `launch` has also made the process group. Under `torchrun` the program does this itself, with
-# `init_process_group`. With `init=False`, `launch` leaves it to the program too, so that you can try a whole program
+# `init_process_group`. With `init=False`, `launch` leaves that to the program too, so that you can try a whole program
 # from a cell:
 
 
@@ -547,7 +549,7 @@ with expect_error():
     get_ipython().run_cell_magic("ranks", "", "if rank == 1:\n    mine.reshape(2, 2)")
 
 # %% [markdown] tags=["deeper"]
-# Three numbers do not fill a 2 × 2 matrix. Line 3 is meant, as line 1 of the cell is `%%ranks`. Nothing is lost:
+# Three numbers do not fill a 2 × 2 matrix. The error says line 3, because `%%ranks` counts as line 1. Nothing is lost:
 
 # %% tags=["deeper"]
 # %%ranks
@@ -672,9 +674,9 @@ print("\nall ranks are back")
 
 # %% [markdown] tags=["deeper"]
 # There is no traceback, since nobody was left to write one: the signal is all that the exit status tells. If you meet
-# it in your own work, look at memory first. The notebook lives on, because the ranks are separate processes. The
-# next call replaces the dead rank and those that waited for it, because what was stopped in the middle of something
-# is not used again.
+# SIGKILL in your own work, look at memory first. The notebook lives on, because the ranks are separate processes. The
+# next call replaces the dead rank and those that waited for it, because what was stopped in the middle of something is
+# not used again.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
