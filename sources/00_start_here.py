@@ -13,10 +13,10 @@
 # %% [markdown]
 # # Does my machine work, and how do I run code on many ranks from a cell?
 #
-# Llama 3 405B was trained on up to 16,384 GPUs (*recorded*: Llama Team 2024, table 4). A process stood behind each
-# GPU, and all the processes ran the same program. What made process 7,000 do its own share of the work was one
-# number: its rank. In this notebook you start such processes yourself, from a cell, on the machine in front of you.
-# Then you break them on purpose, because in real jobs they break by themselves. No GPU is needed.
+# Llama 3 405B was trained on up to 16,384 GPUs (*recorded*: Llama Team 2024, table 4). Each GPU had a process of its
+# own, and all the processes ran the same program. What made process 7,000 do its own share of the work was one number:
+# its rank. In this notebook you start such processes yourself, from a cell, on the machine in front of you. Then you
+# break them on purpose, because in real jobs they break by themselves. No GPU is needed.
 #
 # **You will be able to**
 # - *run* a function on many ranks from a cell, and *read* what they print and return;
@@ -90,15 +90,16 @@ print(report(here))
 assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 
 # %% [markdown]
-# The two lists at the end matter most. Without GPUs, what the ranks *say* to each other is real: the messages, their
-# bytes and their order, the results, and the hangs. How *fast* it goes is measured too, but for this machine only.
+# The two lists at the end matter most: what is real here, and what something else stands in for. Without GPUs, what the
+# ranks *say* to each other is real: the messages, their bytes and their order, the results, and the hangs. How *fast*
+# it goes is measured too, but for this machine only.
 #
 # <details><summary>What the course does with no GPU, one GPU, several GPUs, or a Mac</summary>
 #
 # | you have | what the course does |
 # |---|---|
 # | 2 cores, 4 GB, no GPU | everything runs, with gloo; more cores only make it quicker |
-# | 1 GPU | ranks use gloo on the CPU, as there are more ranks than GPUs; cells about one GPU use it |
+# | 1 GPU | ranks use gloo on the CPU, as there are more ranks than GPUs; cells about a single GPU run on that GPU |
 # | 2 or more GPUs | one rank on each, with NCCL, by the same cells; set `world_size` to at most their number |
 # | a Mac | as without a GPU: neither gloo nor NCCL works with Apple's GPUs |
 #
@@ -173,7 +174,7 @@ assert results == [10 * rank for rank in range(world_size)]
 # </details>
 
 # %% [markdown]
-# ## 3. Each rank has its own memory
+# ## 3. What does a rank see of the notebook?
 #
 # The next function uses a list that was made in the notebook: every rank appends a line to it, and returns it.
 # **Predict**: what does the list hold in the notebook afterwards?
@@ -211,11 +212,11 @@ assert notes == ["written in the notebook"]
 # > That is why a program for 4 processes on one machine can also run as 16,384 processes on two thousand machines.
 
 # %% [markdown]
-# ## 4. At the same time, but on the same cores
+# ## 4. Are four ranks four times as fast?
 #
-# The ranks run at the same time. Does that make them fast? Here every rank sleeps for 0.3 s and then multiplies
-# matrices: first a single rank does so, then all of them at once. `spans_of` calls both functions on a rank, and notes
-# when each began and ended.
+# The ranks run at the same time. Does that make them fast? Every rank sleeps for 0.3 s and then multiplies matrices:
+# first a single rank does so, then all of them at once. `spans_of` calls both functions on a rank, and notes when each
+# began and ended; the other helpers only put these times side by side.
 #
 # **Predict**: which takes longer together than alone: the sleeping, the computing, or both?
 
@@ -259,7 +260,7 @@ print(f"{world_size} ranks, {here['cores']} cores: the slowest takes {slowdown:.
 # ## 5. The first collective: all-reduce
 #
 # Ranks that share no memory have to send each other messages. A **collective** is a call that all ranks make together.
-# The best-known one, `dist.all_reduce`, adds up a tensor over all ranks and writes the sum into it.
+# The best-known one, `dist.all_reduce`, adds up a tensor over all ranks.
 #
 # Here the ranks add up the numbers from 1 to 100. Rank 0 takes 1, 5, 9, …, rank 1 takes 2, 6, 10, …, and so on: the
 # same program, other data. `device()` is the place where a rank's tensors belong: its GPU under NCCL, the CPU under
@@ -287,8 +288,9 @@ before_after(parts, totals, "all_reduce")
 # *The figure: on the left each rank's own part, in the rank's colour; on the right 5,050 on every rank, with a stripe
 # of each colour.*
 #
-# All ranks do. The assertion says more: the result is that of *one* process. Nearly every lesson has such a line,
-# because it is the only way to know that a distributed program is right.
+# All ranks do: all-reduce writes the sum into the tensor of every rank. The assertion says more: the result is that of
+# *one* process. Nearly every lesson has such a line, because it is the only way to know that a distributed program is
+# right.
 #
 # This is data-parallel training in miniature. Put images in place of the numbers and gradients in place of the sums,
 # divide by the world size, and you have what lesson 04 builds.
@@ -357,9 +359,9 @@ with expect_error():
 # never joined it. Then comes the table:
 #
 # - **state**: a rank *waits* inside a communication, *runs* other code, or has *returned* from the function;
-# - **last operation**: the last collective that the rank called, its number, and in parentheses the group (*default*
-#   means all ranks) and the bytes. Each rank counts its own calls, and its third call meets the third call of the
-#   others, even if those are another collective;
+# - **last operation**: the last collective that the rank called, its number after `#`, and in parentheses the group
+#   (*default* means all ranks) and the bytes. Each rank counts its own calls, and its third call meets the third call
+#   of the others, even if those are another collective;
 # - **line**: where the rank is now, in your cell.
 #
 # The error shows on rank 0, but the fault lies with the others. So do not look at the rank that waits, look for those
@@ -406,10 +408,10 @@ with expect_error(Interrupted):
 # The same table again: it shows where the ranks were when they were stopped. The next cell works as usual, on new
 # ranks. *Kernel → Restart Kernel* ends all of them, and so does closing JupyterLab; no process stays behind.
 #
-# > **What changes on real GPUs.** The CPU only hands work over. It puts **GPU kernels**, which are functions that run
-# > on the GPU, into a **stream**, which is a queue of work that the GPU does in order, and goes on. (Work on two
-# > streams can run at the same time.) So a rank that hangs is seen in a *later* line, the first that needs a result.
-# > Lesson 14 finds the fault then.
+# > **What changes on real GPUs.** The CPU only hands work over: it puts **GPU kernels**, functions that run on the GPU,
+# > into a **stream**, a queue of work that the GPU does in order. Then the CPU goes on. (Work on two streams can run at
+# > the same time.) So Python shows a hang in a *later* line, the first that needs a result. Lesson 14 finds the fault
+# > then.
 
 # %% [markdown]
 # ## 7. What to take to work: the same program under `torchrun`
@@ -434,8 +436,8 @@ def main():
     return total.item()
 
 
-in_the_notebook = launch(main, world_size=world_size, init=False)
-assert in_the_notebook == [5050] * world_size
+from_launch = launch(main, world_size=world_size, init=False)
+assert from_launch == [5050] * world_size
 
 # %% [markdown]
 # Now the two functions become a file. `as_program` writes the imports above them, and the call of `main` below:
@@ -445,10 +447,11 @@ program = as_program(add_up, main)
 print(program)
 
 # %% [markdown]
-# You would save this as `add_up.py`, and type in a terminal:
+# You would save this as `add_up.py`, and type in a terminal, in the course's folder (the program imports `device` from
+# the course, so it needs the course's Python):
 #
 # ```text
-# torchrun --standalone --nproc-per-node=2 add_up.py
+# .venv/bin/torchrun --standalone --nproc-per-node=2 add_up.py
 # ```
 #
 # `--nproc-per-node` is the number of ranks on this node, and `--standalone` says that there is no other node. The next
@@ -460,7 +463,7 @@ with tempfile.TemporaryDirectory() as folder:
     path.write_text(program)
     printed = torchrun(path, ranks=2)
 print(printed, end="")
-assert printed == f"2 ranks say: 1 + 2 + ... + 100 = {in_the_notebook[0]}\n"
+assert printed == f"2 ranks say: 1 + 2 + ... + 100 = {from_launch[0]}\n"
 
 # %% [markdown]
 # The same functions give the same answer, without a notebook and on another number of ranks. Every program of this
@@ -585,8 +588,8 @@ assert launch(len, notes, world_size=world_size) == [2] * world_size  # all see 
 print("every call starts from the notebook's present state")
 
 # %% [markdown] tags=["deeper"]
-# The *processes* stay, since starting one takes much longer than calling it. Their **process ids**, the operating
-# system's numbers for them, show it:
+# The *processes* stay, since starting one takes much longer than calling it. The operating system has a number for each
+# process, its **process id**. These numbers show that the processes stay:
 
 # %% tags=["deeper"]
 first = launch(os.getpid, world_size=world_size)
@@ -669,7 +672,7 @@ def die():
 
 with expect_error():
     launch(die, world_size=world_size, backend="gloo")
-assert launch(len, "alive", world_size=world_size) == [5] * world_size  # the next call works
+assert launch(len, "alive", world_size=world_size) == [5] * world_size  # it has 5 letters
 print("\nall ranks are back")
 
 # %% [markdown] tags=["deeper"]
