@@ -80,7 +80,7 @@ for length in (8192, 131_072, million):
 
 # %% [markdown]
 # At a million tokens the scores of *one head* are 2 TB (*modelled*). Fused attention (FlashAttention) never writes the
-# scores: on one H200, attention over 4,096 tokens took 1.1 GB in place of 35.3 (*recorded* by `gpu-check`).
+# scores: on one H200, 4 sequences of 4,096 tokens and 32 heads took 1.1 GB in place of 35.3 (*recorded*, `gpu-check`).
 # Checkpointing keeps only the input of each layer, 2 T h bytes, and computes one layer again at a time. Tensor
 # parallelism with sequence parallelism divides what is left by t, at most 8 here, because Llama has 8 KV heads and a
 # node has 8 GPUs.
