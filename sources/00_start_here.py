@@ -13,16 +13,16 @@
 # %% [markdown]
 # # Does my machine work, and how do I run code on many ranks from a cell?
 #
-# Llama 3 405B was trained on up to 16,384 GPUs (*recorded*: Llama Team 2024, table 4). Each GPU had a process of its
-# own, and all the processes ran the same program. What made process 7,000 do its own share of the work was one number:
-# its rank. In this notebook you start such processes yourself, from a cell, on the machine in front of you. Then you
-# break them on purpose, because in real jobs they break by themselves. No GPU is needed.
+# Llama 3 405B was trained on up to 16,384 GPUs (*recorded*: from Llama Team 2024, table 4). Each GPU had a process
+# of its own, and all processes ran the same program. One number made process 7,000 do its own share of the work: its
+# rank. The process is called a rank, too. Here you start ranks yourself, from a cell, on your machine. Then you break
+# them on purpose, because in real jobs they break by themselves. No GPU is needed.
 #
 # **You will be able to**
 # - *run* a function on many ranks from a cell, and *read* what they print and return;
 # - *predict* what a rank can and cannot see;
-# - *read* an error and the table of a hang, and *stop* ranks that will not stop by themselves;
-# - *turn* a cell into a program that `torchrun` starts, as real jobs do.
+# - *read* the report of an error or a hang (endless waiting), and *stop* ranks that do not stop by themselves;
+# - *turn* a cell into a program that `torchrun`, PyTorch's launcher, starts like a real job.
 #
 # **Before this:** Python, and PyTorch tensors on one machine. Nothing about distributed programs. **Time:** about 35
 # minutes to read the core, 50 with the deeper sections, under half a minute to run.
@@ -31,20 +31,21 @@
 # ## How to work in these notebooks
 #
 # When the status line at the bottom says *Idle*, run the cells one after the other with *Shift* + *Enter*. Where the
-# text says *Predict*, write your answer down before you run the next cell, because a wrong guess of your own teaches
-# more than a right answer that you read. Sections marked *deeper* can wait.
+# text says *Predict*, write your answer down before you run the next cell, because your own wrong guess teaches more
+# than a right answer that you read. Lines with `assert` check the answers, so read them last. Sections marked *deeper*
+# can wait.
 #
-# Every figure in this course is **measured** (on this machine, now), **recorded** (published elsewhere, with its
+# Every figure, number or plot, is **measured** (on this machine, now), **recorded** (published elsewhere, with its
 # source) or **modelled** (computed from a formula).
 #
 # <details><summary>Outputs that are already there, fresh copies, exercises beside the lesson</summary>
 #
-# `make lab` opens copies without outputs, so that no answer stands below its question. Where you see outputs before
-# you have run a cell, clear them: *Edit → Clear Outputs of All Cells*.
+# `make lab` opens copies without outputs, so no answer stands below its question. If you see outputs before you run a
+# cell, clear them: *Edit → Clear Outputs of All Cells*.
 #
-# Change cells, break them, run them again: `make restore L=02` in a terminal gives you a fresh lesson 02 and puts
-# yours into `work/saved/`. Exercises open beside the lesson if you drag their tab to the right half of the window.
-# Each open notebook keeps its ranks; *Kernel → Shut Down All Kernels* ends those that you no longer need.
+# Change cells, break them, run them again: `make restore L=02` in a terminal gives you a fresh lesson 02 and puts the
+# changed one into `work/saved/`. Exercises open beside the lesson if you drag their tab to the right half of the
+# window. Each open notebook keeps its ranks; *Kernel → Shut Down All Kernels* ends those that you no longer need.
 # </details>
 #
 # The first cell imports what the core needs, and names the parameters that you can change.
@@ -68,20 +69,20 @@ world_size = 4  # ranks, 2 or more
 patience = 2.0  # seconds that `launch` waits in one cell of section 6
 
 # %% [markdown]
-# If it ran without an error, then Python, PyTorch and the course's own package are in place.
+# If it ran without an error, Python, PyTorch and the course's package are in place.
 #
 # <details><summary>It said "No module named course_utils" or "No module named torch"</summary>
 #
-# The notebook runs with a Python other than the one that `make setup` prepared. Close JupyterLab and start it with
-# `make lab` from the course's folder. In other editors (VS Code, for example) choose the interpreter in `.venv` as the
-# notebook's kernel.
+# The notebook does not run with the Python of `make setup`. Close JupyterLab and start it with `make lab` from
+# the course's folder. In other editors (VS Code, for example) choose the interpreter in `.venv` as the notebook's
+# kernel.
 # </details>
 
 # %% [markdown]
 # ## 1. What is in this machine?
 #
-# What you may conclude from a measurement depends on the machine, so look at yours first: its cores, its memory, its
-# GPUs and the links between them. The **backend**, in the line *ranks*, is the library that carries messages between
+# What you may conclude from a measurement depends on the machine, so look at yours first: its cores, memory, GPUs and
+# the links between them. The line *ranks* below names the **backend**, the library that carries messages between
 # processes: **NCCL** between GPUs, **gloo** between CPUs.
 
 # %% tags=["nbval-ignore-output"]
@@ -90,9 +91,9 @@ print(report(here))
 assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 
 # %% [markdown]
-# The two lists at the end matter most: what is real here, and what something else stands in for. Without GPUs, what the
-# ranks *say* to each other is real: the messages, their bytes and their order, the results, and the hangs. How *fast*
-# it goes is measured too, but for this machine only.
+# The two lists at the end matter most: what is real here, and what is imitated. Without GPUs, the *messages* between
+# ranks are real, with their bytes and their order, and so are the results and the hangs. The *speed* of messages is
+# measured too, but for this machine only. (*Hosts* are machines.)
 #
 # <details><summary>What the course does with no GPU, one GPU, several GPUs, or a Mac</summary>
 #
@@ -100,7 +101,7 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # |---|---|
 # | 2 cores, 4 GB, no GPU | everything runs, with gloo; more cores only make it quicker |
 # | 1 GPU | ranks use gloo on the CPU, as there are more ranks than GPUs; cells about a single GPU run on that GPU |
-# | 2 or more GPUs | one rank on each, with NCCL, by the same cells; set `world_size` to at most their number |
+# | 2 or more GPUs | one rank on each, with NCCL, by the same cells; set `world_size` to at most the number of GPUs |
 # | a Mac | as without a GPU: neither gloo nor NCCL works with Apple's GPUs |
 #
 # In a terminal, `.venv/bin/python -m course_utils doctor` prints the same report and starts two ranks: the
@@ -115,13 +116,13 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # | word | meaning | here |
 # |---|---|---|
 # | **process** | a running program with memory of its own | the notebook's *kernel* is one, each rank is another |
-# | **rank** | one process of a job, and its number, from 0 | 0, 1, 2, 3 |
+# | **rank** | one process of a job; also its number, from 0 | 0, 1, 2, 3 |
 # | **world size** | how many ranks the job has | 4 |
 # | **node** | one machine | there is one: yours |
 # | **local rank** | the rank's number on its node; it says which GPU to use | equal to the rank, as there is one node |
 # | **process group** | the ranks that communicate together | all of them, made by `launch` |
 #
-# `launch` is the launcher of this course. It runs a function on every rank, and returns a list of what they returned:
+# `launch`, the launcher of this course, runs a function on every rank and returns a list of what they returned:
 #
 # ```text
 #              ┌── hello() on rank 0 ──┐
@@ -131,10 +132,10 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # ```
 #
 # All ranks run the same function, and `dist.get_rank()` tells a rank which one it is. (`dist` is the usual short name
-# of `torch.distributed`.) Hand over the function itself, without parentheses, because it is to run on the ranks and
-# not in the notebook.
+# of `torch.distributed`.) The local rank stands in `os.environ` (section 7). Hand over the function itself, without
+# parentheses, because it is to run on the ranks, not in the notebook.
 #
-# **Predict**: `hello` prints two lines, and four ranks run it. How many lines will you read?
+# **Predict**: `hello` prints two lines, and four ranks run it. How many lines will you read from the ranks?
 
 
 # %%
@@ -156,8 +157,8 @@ assert results == [10 * rank for rank in range(world_size)]
 #
 # <details><summary>It said "Default process group has not been initialized"</summary>
 #
-# Then the function ran in the notebook, which is not a rank and belongs to no process group: `launch(hello())` calls
-# `hello` before `launch` sees it, and `hello()` in a cell does the same. Write `launch(hello)`.
+# Then the function ran in the notebook, which is no rank and has no process group: `launch(hello())` calls `hello`
+# before `launch` sees it, and `hello()` in a cell does the same. Write `launch(hello)`.
 # </details>
 #
 # <details><summary>A job has 2 nodes with 8 GPUs each. Which local rank, on which node, is rank 11?</summary>
@@ -170,13 +171,13 @@ assert results == [10 * rank for rank in range(world_size)]
 # local rank   0  1  2  3  4  5  6  7     0  1  2  3  4  5  6  7
 # ```
 #
-# It takes GPU number 3 of its node. That is the main use of the local rank; nearly everything else goes by the rank.
+# It takes GPU number 3 of its node. That is the main use of the local rank; nearly everything else uses the rank.
 # </details>
 
 # %% [markdown]
 # ## 3. What does a rank see of the notebook?
 #
-# The next function uses a list that was made in the notebook: every rank appends a line to it, and returns it.
+# The next function uses a list that was made in the notebook: every rank appends a line to it, and returns the list.
 # **Predict**: what does the list hold in the notebook afterwards?
 
 # %%
@@ -195,8 +196,8 @@ print(f"the notebook has {notes}")
 assert notes == ["written in the notebook"]
 
 # %% [markdown]
-# Only what it held before. `launch` *copied* the function to each rank, together with everything that the function
-# uses by name, so each rank changed a copy of its own. What a rank returns is copied back.
+# Only what the list held before. `launch` *copied* the function to each rank, together with every variable and function
+# that it mentions, so each rank changed a copy of its own. What a rank returns is copied back.
 #
 # ```text
 # notebook                                            rank 2
@@ -205,8 +206,8 @@ assert notes == ["written in the notebook"]
 #   copies[2]            ◀── a copy of the result ───   return notes
 # ```
 #
-# So Python objects have one way *into* the ranks (the function, its arguments, and what it uses by name) and one way
-# *out* (what it returns). Copies cost time, which is why a large tensor is better made inside the function.
+# So Python objects have one way *into* the ranks (the function, its arguments, and what it mentions) and one way *out*
+# (what it returns). Copies cost time, so make a large tensor inside the function.
 #
 # > **Misconception.** "A rank is a thread of my notebook." Threads share memory, but no rank sees a byte of another's.
 # > That is why a program for 4 processes on one machine can also run as 16,384 processes on two thousand machines.
@@ -215,8 +216,8 @@ assert notes == ["written in the notebook"]
 # ## 4. Are four ranks four times as fast?
 #
 # The ranks run at the same time. Does that make them fast? Every rank sleeps for 0.3 s and then multiplies matrices:
-# first a single rank does so, then all of them at once. `spans_of` calls both functions on a rank, and notes when each
-# began and ended; the other helpers only put these times side by side.
+# first a single rank, then all at once. `launch` passes further arguments to the function, here two functions to
+# `spans_of`, which calls both and notes when each began and ended; the other helpers show these times.
 #
 # **Predict**: which takes longer together than alone: the sleeping, the computing, or both?
 
@@ -238,12 +239,12 @@ assert all_inside(together, "sleep")  # at some moment all ranks were asleep
 timeline(side_by_side(alone=alone, together=together), "measured: a rank alone, and ranks together")
 
 # %% [markdown]
-# *The figure: one row for each rank, with a bar for sleeping and one for computing. The first row is the rank that was
-# alone, the others are those that ran together. All sleep bars are equally long. The compute bars are longer together
-# than alone where there are fewer cores than ranks.*
+# *The figure: a row for each rank, first the one that was alone, then those that ran together, with a bar for sleeping
+# and one for computing. All sleep bars are equally long. Where there are fewer cores than ranks, most compute bars are
+# longer together than alone.*
 #
 # Only the computing. Sleeping needs no core, so four sleeps take as long as one. Computing needs a core, and where
-# there are more ranks than cores, the ranks have to share them:
+# there are more ranks than cores, the ranks have to share them. The slowest, compared with the rank alone:
 
 # %% tags=["nbval-ignore-output"]
 slowdown = longest(together, "compute") / longest(alone, "compute")
@@ -254,17 +255,16 @@ print(f"{world_size} ranks, {here['cores']} cores: the slowest takes {slowdown:.
 # messages, steps and memory, and takes times from real clusters.
 #
 # > **What changes on real GPUs.** Each rank has a GPU of its own, so the compute bars stay as short as for a rank
-# > alone. What ranks wait for then is each other, the network and the data.
+# > alone. There, ranks wait for each other, the network and the data.
 
 # %% [markdown]
 # ## 5. The first collective: all-reduce
 #
 # Ranks that share no memory have to send each other messages. A **collective** is a call that all ranks make together.
-# The best-known one, `dist.all_reduce`, adds up a tensor over all ranks.
+# The best-known one, `dist.all_reduce`, adds up one tensor from each rank.
 #
-# Here the ranks add up the numbers from 1 to 100. Rank 0 takes 1, 5, 9, …, rank 1 takes 2, 6, 10, …, and so on: the
-# same program, other data. `device()` is the place where a rank's tensors belong: its GPU under NCCL, the CPU under
-# gloo.
+# Here the ranks add up the numbers from 1 to 100. Rank 0 takes 1, 5, 9, …, rank 1 takes 2, 6, 10, …, and so on.
+# `device()` is the place where a rank's tensors belong: its GPU under NCCL, the CPU under gloo.
 #
 # **Predict**: which ranks hold 5,050 after the call?
 
@@ -288,12 +288,12 @@ before_after(parts, totals, "all_reduce")
 # *The figure: on the left each rank's own part, in the rank's colour; on the right 5,050 on every rank, with a stripe
 # of each colour.*
 #
-# All ranks do: all-reduce writes the sum into the tensor of every rank. The assertion says more: the result is that of
-# *one* process. Nearly every lesson has such a line, because it is the only way to know that a distributed program is
-# right.
+# All ranks do: all-reduce writes the sum into the tensor of every rank. The assertion says more: the result equals what
+# *one* process computes. Nearly every lesson has such a line, because it is the only way to know that a distributed
+# program is right.
 #
-# This is data-parallel training in miniature. Put images in place of the numbers and gradients in place of the sums,
-# divide by the world size, and you have what lesson 04 builds.
+# The same program on other data: this is data-parallel training in miniature. Put images in place of the numbers and
+# gradients in place of the sums, divide by the world size, and you have what lesson 04 builds.
 #
 # > **What changes on real GPUs.** The call is the same, and NCCL moves the numbers from GPU to GPU. A tensor that lies
 # > on the CPU, or on another rank's GPU, is an error there.
@@ -305,13 +305,13 @@ before_after(parts, totals, "all_reduce")
 # about three hours. So failures are daily work there. `launch` makes three promises about them: the cell ends, the
 # error names the rank and the line, and your next cell works.
 #
-# `expect_error` prints an error as you would meet it, and lets this notebook run on. `backend="gloo"` keeps these
-# cells on the CPU, so that they look the same on every machine.
+# `expect_error` prints an error as you would meet it, and lets this notebook run on. `backend="gloo"` keeps these cells
+# on the CPU, so that they look the same everywhere.
 #
 # ### An error on one rank
 #
-# Samples are given to the ranks in turn: the first to rank 0, the second to rank 1, and so on. Each rank takes the mean
-# of its own, and an all-reduce adds up the means. There happens to be one sample fewer than ranks.
+# Samples are given to the ranks in turn: the first to rank 0, the second to rank 1, … Each rank takes the mean of its
+# own, and an all-reduce adds up the means. There is one sample fewer than ranks.
 #
 # **Predict**: the last rank gets no sample. What does it do, and what do the others do?
 
@@ -331,14 +331,14 @@ with expect_error():
 
 # %% [markdown]
 # The last rank fails, and the others wait for it. The first line names the rank that failed *first*, since that is the
-# cause, and below it stands the line of your cell. The table shows where every rank stood. Nothing is wrong with the
-# others: they are in all-reduce number 1, and a sum over all ranks needs all ranks. Left alone they would go on
-# waiting, so `launch` stopped them.
+# cause, and below it stands the line of your cell (`cell [n]` has `[n]` at its left). The table, explained below, shows
+# where every rank stood. Nothing is wrong with the others: they are in all-reduce number 1, and a sum over all ranks
+# needs all ranks. They would go on waiting, so `launch` stopped them.
 #
 # ### Only one rank calls
 #
-# The mean loss is to be printed once, so only rank 0 computes it. **Predict**: what happens? (`timeout=` is the number
-# of seconds that `launch` waits for the ranks.)
+# The mean loss is to be printed once, so only rank 0 computes it. **Predict**: what happens? (`launch` waits `timeout`
+# seconds for the ranks.)
 
 
 # %%
@@ -361,13 +361,12 @@ with expect_error():
 # - **state**: a rank *waits* inside a communication, *runs* other code, or has *returned* from the function;
 # - **last operation**: the last collective that the rank called, its number after `#`, and in parentheses the group
 #   (*default* means all ranks) and the bytes. Each rank counts its own calls, and its third call meets the third call
-#   of the others, even if those are another collective;
+#   of the others, even if they call another collective;
 # - **line**: where the rank is now, in your cell.
 #
-# The error shows on rank 0, but the fault lies with the others. So do not look at the rank that waits, look for those
-# that stand *somewhere else*. Here they have returned, past an `if` that let only rank 0 in. The rule is: **all ranks
-# make the same collective calls; only what does not communicate may stand behind `if rank == 0`.** With the call in
-# front of the `if` it works:
+# The error shows on rank 0, but the fault lies with the others. So look for the ranks that stand *somewhere else*. Here
+# they have returned, because the `if` let only rank 0 in. The rule is: **all ranks make the same collective calls; only
+# what does not communicate may stand under `if rank == 0`.** With the call in front of the `if` it works:
 
 
 # %%
@@ -385,9 +384,9 @@ assert losses == [(world_size + 1) / 2] * world_size
 # %% [markdown]
 # ### Stop it yourself
 #
-# You need not wait for a limit. Add a cell with `launch(time.sleep, 60)`, run it, and press the stop button ■ above
-# the notebook, or choose *Kernel → Interrupt Kernel*. The next cell, folded away, does this without you: rank 0
-# presses the button half a second after all ranks have begun to sleep.
+# You need not wait for the timeout. Add a cell with `launch(time.sleep, 60)`, run it, and press the stop button ■ above
+# the notebook, or choose *Kernel → Interrupt Kernel*. The next cell, folded away, does this without you: all ranks meet
+# at `dist.barrier()`, a collective without data, and begin to sleep. Half a second later rank 0 presses the button.
 
 # %% jupyter={"source_hidden": true}
 import signal
@@ -410,16 +409,16 @@ with expect_error(Interrupted):
 #
 # > **What changes on real GPUs.** The CPU only hands work over: it puts **GPU kernels**, functions that run on the GPU,
 # > into a **stream**, a queue of work that the GPU does in order. Then the CPU goes on. (Work on two streams can run at
-# > the same time.) So Python shows a hang in a *later* line, the first that needs a result. Lesson 14 finds the fault
-# > then.
+# > the same time.) So Python shows a hang in a line *after* its cause, the first line that needs a result. Lesson 14
+# > finds the cause even so.
 
 # %% [markdown]
 # ## 7. What to take to work: the same program under `torchrun`
 #
-# A real job is a file, and another launcher starts it: Slurm, a cloud service, or `torchrun`, which comes with PyTorch.
-# The launcher starts one process for each rank, and tells each one who it is in **environment variables**, named texts
-# that a process gets at its start: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, and the address where all ranks meet, in
-# `MASTER_ADDR` and `MASTER_PORT`.
+# A real job is a file, and another launcher starts it: `torchrun` (part of PyTorch), Slurm (which shares a cluster
+# among jobs) or a cloud service. The launcher starts one process for each rank, and tells each one who it is in
+# **environment variables**, named texts that a process gets at its start: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, and the
+# address where all ranks meet, in `MASTER_ADDR` and `MASTER_PORT`.
 #
 # Until now `launch` has also made the process group. Under `torchrun` the program does this itself, with
 # `init_process_group`. With `init=False`, `launch` leaves that to the program too, so that you can try a whole program
@@ -447,8 +446,8 @@ program = as_program(add_up, main)
 print(program)
 
 # %% [markdown]
-# You would save this as `add_up.py`, and type in a terminal, in the course's folder (the program imports `device` from
-# the course, so it needs the course's Python):
+# You would save this as `add_up.py`, and type in a terminal, in the course's folder, because `device` needs the
+# course's Python:
 #
 # ```text
 # .venv/bin/torchrun --standalone --nproc-per-node=2 add_up.py
@@ -467,27 +466,27 @@ assert printed == f"2 ranks say: 1 + 2 + ... + 100 = {from_launch[0]}\n"
 
 # %% [markdown]
 # The same functions give the same answer, without a notebook and on another number of ranks. Every program of this
-# course has this shape: make the group, compute on your share, communicate, let one rank speak, end the group. On a
+# course has this shape: make the group, compute on your share, communicate, let one rank print, end the group. On a
 # cluster the file stays as it is and the command line grows (lesson 16).
 #
-# [`scripts/hello.py`](../scripts/hello.py) is such a program to take along. It needs nothing of the course, chooses
+# [`scripts/hello.py`](../scripts/hello.py) is such a program for you to keep. It needs nothing from the course, chooses
 # GPU and backend itself, and says which rank runs on which machine. Run it first on every new cluster.
 #
 # <details><summary>On a computer that you share with others</summary>
 #
 # While `torchrun` runs, the port where its ranks meet is open to other machines too. Among people whom you do not
-# trust, run it inside a container or behind a firewall. The ranks of `launch` talk over `127.0.0.1` alone, and meet in
-# a private file.
+# trust, run it inside a container or behind a firewall. The ranks of `launch` communicate inside the machine only
+# (`127.0.0.1`), and find each other through a private file.
 # </details>
 #
-# This is all that the next lessons need. Go to the recap at the end, or on to what is deeper.
+# This is all that the next lessons need. Go to the recap at the end, or on to the deeper sections.
 
 # %% [markdown] tags=["deeper"]
 # ## 8. Live ranks: `%%ranks` · deeper
 #
 # `launch` calls a function, and its variables are gone when it returns. For looking around there is a second way: a
-# cell that begins with `%%ranks` runs on every rank, and what it defines stays there for the next one. One line loads
-# it, once in a notebook.
+# cell that begins with `%%ranks` runs on every rank, and what it defines stays there for the next such cell.
+# This line makes `%%ranks` known, once in a notebook.
 
 # %% tags=["deeper"]
 # %load_ext course_utils
@@ -588,8 +587,8 @@ assert launch(len, notes, world_size=world_size) == [2] * world_size  # all see 
 print("every call starts from the notebook's present state")
 
 # %% [markdown] tags=["deeper"]
-# The *processes* stay, since starting one takes much longer than calling it. The operating system has a number for each
-# process, its **process id**. These numbers show that the processes stay:
+# The *processes* stay, since starting one takes much longer than calling it. Their **process ids**, numbers from the
+# operating system, show this:
 
 # %% tags=["deeper"]
 first = launch(os.getpid, world_size=world_size)
@@ -599,9 +598,9 @@ assert first == second  # the same processes in both calls
 print(f"{world_size + 1} processes: the notebook and {world_size} ranks, the same in both calls")
 
 # %% [markdown] tags=["deeper"]
-# One thing is set at every call: the random generators of torch, NumPy and Python, each from the rank's number. So
-# different ranks draw different numbers, and a cell that you run again draws the same ones. Under `torchrun` you seed
-# them yourself.
+# One thing is set at every call: the random generators of torch, NumPy and Python, each seeded from the rank's number.
+# So different ranks draw different numbers, and a cell that you run again draws the same ones. Under `torchrun` you
+# seed them yourself.
 
 
 # %% tags=["deeper"]
@@ -615,8 +614,8 @@ assert launch(draw, world_size=world_size) == drawn
 print("drawn by each rank, the same at every run:", drawn)
 
 # %% [markdown] tags=["deeper"]
-# If you do not trust the state of the processes any more, `shutdown()` ends them, and the next call starts new ones.
-# After 15 minutes without a call they end by themselves.
+# If you do not trust the state of the processes, `shutdown()` ends them, and the next call starts new ones. After 15
+# minutes without a call they end by themselves.
 
 # %% tags=["deeper"]
 import psutil
@@ -650,7 +649,8 @@ assert launch(three_lines, world_size=world_size) == [None] * world_size  # no `
 
 # %% [markdown] tags=["deeper"]
 # Always in this order, however slow a rank is. The launcher shows line 1 as soon as all ranks have printed it, then
-# line 2, and so on, and it merges equal lines. If one rank prints an extra line, those after it no longer pair up.
+# line 2, and so on, and it merges equal lines. If one rank prints an extra line, its later lines no longer match those
+# of the others.
 #
 # > **Misconception.** "The order on the screen is the order in time." Not here, and even less under `torchrun`, where
 # > lines of several ranks appear as they come. To know what happened first, print the time, or let one rank print.
@@ -678,8 +678,8 @@ print("\nall ranks are back")
 # %% [markdown] tags=["deeper"]
 # There is no traceback, since nobody was left to write one: the signal is all that the exit status tells. If you meet
 # SIGKILL in your own work, look at memory first. The notebook lives on, because the ranks are separate processes. The
-# next call replaces the dead rank and those that waited for it, because what was stopped in the middle of something is
-# not used again.
+# next call replaces the dead rank and those that waited for it, because a process stopped during its work is not used
+# again.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
@@ -695,7 +695,7 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # - Ranks share no memory: the function and what it uses are copied in, results are copied out.
 # - A collective is a call of all ranks. After an all-reduce every rank holds the sum.
 # - Errors, hangs and interrupts report which rank, which line, and where the others stood.
-# - Bytes, order and results are real here; speed belongs to this machine.
+# - Bytes, order and results are real here; speed is that of this machine only.
 #
 # **Now you can answer**
 #
@@ -716,7 +716,7 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # **Exercises:** set `world_size = 3` in the first code cell and run the notebook again; before you do, write down
 # which outputs will differ. **Next:** [01 interconnects](01_gpu_interconnects.ipynb), on how fast data can move.
 #
-# On your own, take the lessons in their order; if you come with a problem, take those that it needs.
+# Take the lessons in their order or, if you come with a problem, only those that it needs.
 #
 # <details><summary>Which lessons for which problem, and all lessons with their questions and minutes</summary>
 #
@@ -727,10 +727,10 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # - *it hangs, or one rank is wrong*: 04, 14;
 # - *it has to run on a cluster*: 01, 03, 16.
 #
-# *Read* and *exercises* are in minutes: 130 words or 12 lines of code count as one, a prediction as one and a half,
-# and an exercise as many as its card says. Where sections are marked *deeper*, 45 (100) means 45 minutes for the
-# core, which is what everybody needs, and 100 for all of it. To run a lesson from the first cell to the last takes 17
-# to 160 s (*recorded*: November 2026, 4 ranks, 2 CPU cores, no GPU, torch 2.13.0; the README has the time of each).
+# *Read* and *exercises* are in minutes: 130 words or 12 lines of code count as one, a prediction as one and a half, and
+# an exercise has its minutes above it. 45 (100) means 45 minutes for the core, which everybody needs, and 100 with
+# the sections marked *deeper*. To run a whole lesson takes 17 to 160 s (*recorded*: November 2026, 4 ranks, 2 CPU
+# cores, no GPU, torch 2.13.0; the README has the time of each).
 #
 # | lesson | the question it answers | read, min | exercises, min |
 # |---|---|---|---|
