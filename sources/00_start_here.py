@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Does my machine work, and how do I run code on many ranks from a cell?
 #
-# Llama 3 405B was trained on up to 16,384 GPUs (*recorded*: from Llama Team 2024, table 4). Each GPU had a process
+# Llama 3 405B was trained on up to 16,384 GPUs (*recorded*: Llama Team 2024, table 4). Each GPU had a process
 # of its own, and all processes ran the same program. One number made process 7,000 do its own share of the work: its
 # rank. The process is called a rank, too. Here you start ranks yourself, from a cell, on your machine. Then you break
 # them on purpose, because in real jobs they break by themselves. No GPU is needed.
@@ -467,7 +467,7 @@ assert printed == f"2 ranks say: 1 + 2 + ... + 100 = {from_launch[0]}\n"
 # %% [markdown]
 # The same functions give the same answer, without a notebook and on another number of ranks. Every program of this
 # course has this shape: make the group, compute on your share, communicate, let one rank print, end the group. On a
-# cluster the file stays as it is and the command line grows (lesson 16).
+# cluster the command line grows (lesson 16); in the file only `"gloo"` becomes `"nccl"` where ranks have GPUs.
 #
 # [`scripts/hello.py`](../scripts/hello.py) is such a program for you to keep. It needs nothing from the course, chooses
 # GPU and backend itself, and says which rank runs on which machine. Run it first on every new cluster.

@@ -747,8 +747,8 @@ print(f"without a pause {steady[len(steady) // 2]:.0f} (median)")
 # for the same GPUs: from 1 % at 8,192 tokens to 38 % at 512.)
 #
 # And what a GPU does for a moment, it need not do on and on. The large square product reached 769 TFLOP/s at best, and
-# 675 in four seconds without a pause, since a GPU at its power limit lowers its clock. That is one part of what the
-# fitted constant has to carry.
+# 675 in four seconds without a pause. (A GPU at its power limit lowers its clock; the record has no clocks that would
+# show it.) That is one part of what the fitted constant has to carry.
 
 # %% [markdown] tags=["deeper"]
 # ## 16. What moves memory · deeper
