@@ -115,7 +115,7 @@ def forget_process_groups() -> None:
     for memory in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
         getattr(c10d._world, memory).clear()
     c10d._unregister_all_process_groups()
-    if "torch.distributed.tensor" in sys.modules:  # its caches hold meshes whose groups are gone
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
+    if tensor := sys.modules.get("torch.distributed.tensor"):  # its caches hold meshes whose groups are gone
+        # What `torch.distributed.tensor.debug` has for it comes with the compiler, whose import takes half a second.
+        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
