@@ -28,7 +28,7 @@
 # - *take* a complete training program and its job files to your own cluster.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 45 minutes to read
-# the core, 130 with the deeper sections, about three to run.
+# the core, 130 with the deeper sections, about two to run.
 
 # %% [markdown]
 # Imports and parameters:
@@ -358,13 +358,13 @@ print(f"{len(undisturbed)} steps, loss {undisturbed[0]:.2f} to {undisturbed[-1]:
 # flags make the command elastic. **`--nnodes=1:2`** says that two hosts are wanted and one is enough.
 # **`--max-restarts=3`** says how often an agent may start its ranks again. A dead host cannot report its end, so the
 # other agent waits for its heartbeats: `keep_alive_interval` seconds times `keep_alive_max_attempt`. We shorten this
-# to 1 × 5, and the last call for further hosts to 1 s; a cluster should keep the defaults, 5 × 3 and 30 s.
+# to 1 × 4, and the last call for further hosts to 1 s; a cluster should keep the defaults, 5 × 3 and 30 s.
 # **Predict**: with which step does node0 go on, and how many steps does it compute twice?
 
 # %% tags=["nbval-ignore-output"]
 torchrun = "torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 "
 torchrun += "--rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=16 --rdzv-conf="
-torchrun += "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1 "
+torchrun += "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1 "
 
 elastic = run_on_hosts(
     f"{torchrun} {SCRIPTS / 'train.py'} {flags} --out={folder / 'elastic'}",
@@ -604,7 +604,7 @@ late
 
 
 # %% tags=["deeper", "nbval-ignore-output"]
-def seconds(size, by_host, times=3):
+def seconds(size, by_host, times=2):
     """The fastest of some all-reduces of `size` bytes, after one to warm up."""
     x, fastest = torch.ones(size // 4), float("inf")
     inside_and_across = groups()
@@ -941,7 +941,7 @@ if spare:
 generation = len([*out.glob("generation-*")])
 (out / f"generation-{generation}").touch(exist_ok=False)
 step = int(saved.read_text()) if saved.exists() else 0
-time.sleep(1)  # the ranks start, and load the weights
+time.sleep(0.5)  # the ranks start, and load the weights
 for step in range(step + 1, 121):
     time.sleep(0.02)
     if not spare:

@@ -15,7 +15,7 @@ from course_utils.ranks import transcript
 pytestmark = pytest.mark.guard(90)
 
 TORCHRUN = "torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=node0:29500 "
-QUICK = "--rdzv-id=1 --rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1 "
+QUICK = "--rdzv-id=1 --rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1 "
 STORE = """
 import time
 from torch.distributed import TCPStore
