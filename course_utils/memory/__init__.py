@@ -262,7 +262,7 @@ def simulate(
 
     if on_a_rank():
         return simulation.step(*arguments)
-    return launch(simulation.step, *arguments, world_size=1, init=False, timeout=300)[0]
+    return launch(simulation.step_apart, *arguments, world_size=1, backend="gloo", timeout=300)[0]
 
 
 def _check_run(config: object, batch: object, length: object) -> int:

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 WRAPS = ("block", "layer", "model")
 
 
+def step_apart(*arguments) -> Simulated:
+    """The step on a rank that has come with a group of its own, and has the libraries warm for the next simulation."""
+    torch.distributed.destroy_process_group()
+    return step(*arguments)
+
+
 def step(
     config: TransformerConfig, ranks: int, stage: int, batch: int, length: int, stored: str, computed: str, wrap: str
 ) -> Simulated:
