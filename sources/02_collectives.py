@@ -449,12 +449,15 @@ def count(algorithm):
 for algorithm in (whole_tensors_round_a_ring, ring_all_reduce):
     messages, sent = launch(count, algorithm, world_size=world_size)[0]
     print(f"{algorithm.__name__:27}{messages:3} messages a rank, {sent:.2f} S sent")
+
+# %% [markdown]
+# Three messages of S each, against six of S/4. The formulas say the same of the real ring:
+
+# %%
 assert messages == 2 * (world_size - 1)
 assert abs(sent - bytes_sent("all_reduce", world_size, 1.0)) < 1e-9
 
 # %% [markdown]
-# Three messages of S each, against six of S/4.
-#
 # > **Misconception.** "Passing tensors round a ring is ring all-reduce." Ring all-reduce passes *pieces* of S/N.
 # > Whole tensors cost (N−1) · S, twice as much with 4 ranks and 32 times as much with 64.
 #

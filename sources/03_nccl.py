@@ -28,7 +28,7 @@
 # - *call* NCCL from C, and *watch* the calls of a running program (deeper).
 #
 # **Before this:** [01 interconnects](01_gpu_interconnects.ipynb), [02 collectives](02_collectives.ipynb). **Time:**
-# about 45 minutes to read the core, 125 with the deeper sections, about one to run.
+# about 45 minutes to read the core, 125 with the deeper sections, under a minute to run.
 
 # %% [markdown]
 # Imports and parameters:

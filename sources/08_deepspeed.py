@@ -28,7 +28,7 @@
 # - *choose* between the two for a given job.
 #
 # **Before this:** [06 zero](06_zero.ipynb), [07 fsdp](07_fsdp.ipynb). **Time:** about 45 minutes to read the core, 95
-# with the deeper sections, about one to run.
+# with the deeper sections, under a minute to run.
 
 # %% [markdown]
 # Imports and parameters:

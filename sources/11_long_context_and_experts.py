@@ -26,7 +26,7 @@
 # - *write* dispatch and combine of a mixture of experts, equal to the dense model.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb), [09 tensor parallel](09_tensor_parallel.ipynb). **Time:**
-# about 45 minutes to read the core, 85 with the deeper sections, about one to run.
+# about 45 minutes to read the core, 85 with the deeper sections, under a minute to run.
 
 # %% [markdown]
 # Imports and parameters:

@@ -27,7 +27,7 @@
 # - *mend* a slow program in the order in which its faults cost time.
 #
 # **Before this:** [04 ddp](04_ddp.ipynb), [05 scaling efficiency](05_scaling_efficiency.ipynb). **Time:** about 45
-# minutes to read the core, 90 with the deeper sections, about one to run.
+# minutes to read the core, 90 with the deeper sections, under a minute to run.
 
 # %% [markdown]
 # Imports and parameters:

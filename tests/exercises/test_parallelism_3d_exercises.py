@@ -221,7 +221,7 @@ WRONG["hybrid_training"] = {
     "hang": hangs(
         {
             MESH: "pass",
-            # Each rank makes only groups that it is in. Where all call at once, the groups of one name may meet by luck.
+            # Not each rank a group of its own at once: groups of one name may meet by luck.
             GROUPS: 'groups = {"dp": dist.group.WORLD, "tp": dist.group.WORLD}\nif gpu == 0:\n'
             '    groups["tp"] = dist.new_group([node * gpus_per_node + k for k in range(gpus_per_node)])',
         }
