@@ -24,6 +24,7 @@ from ..costs import bytes_sent
 from ..planner import broken_rules
 from ..transformer import PUBLISHED, TransformerConfig
 from . import TIMEOUT, Exercise, Outcome, checked, crosses, load_hints, paper_problem, sent
+from ._groups import DIFFERENT, GroupsInStep
 from .compare import close, listed, number, show, whole_numbers
 from .edits import edited_function
 from .training import compare, difference, exact
@@ -287,7 +288,7 @@ _HYBRIDS = (  # nodes, GPUs of each, hint if it fails first here
 def _trains(tag: Tensor, fn: Callable, gpus: int) -> dict[str, Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, GroupsInStep():
         got = fn(_whole_weights(), _batches(), RATE, gpus)
     try:
         losses, weights = got
@@ -297,7 +298,8 @@ def _trains(tag: Tensor, fn: Callable, gpus: int) -> dict[str, Any]:
         return {"form": str(got)[:100]}
 
 
-_DETACHED = {
+_EXPLAINED = {
+    DIFFERENT: "hang",  # or a result by chance
     "register a hook on a tensor that doesn't require": "not-a-leaf",
     "does not require grad and does not have a grad_fn": "cut-off",
 }
@@ -306,7 +308,7 @@ _DETACHED = {
 @checked
 def hybrid_training(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(weights, batches, lr, gpus_per_node)``: data parallel between nodes, tensor parallel inside."""
-    exercise = Exercise("Exercise 4", HINTS["hybrid_training"], timeout, explained=_DETACHED)
+    exercise = Exercise("Exercise 4", HINTS["hybrid_training"], timeout, explained=_EXPLAINED)
     losses, whole = _one_process()
     for nodes, gpus, fallback in _HYBRIDS:
         tags = [torch.zeros(1) for _ in range(nodes * gpus)]

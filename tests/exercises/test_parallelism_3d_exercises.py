@@ -218,14 +218,14 @@ WRONG["hybrid_training"] = {
         f'{MEAN}  ->  summed(gradient, groups["dp"]) / 2',
         {UP: UP.replace("[gpu]", "[dist.get_rank() % 2]"), DOWN: DOWN.replace("[gpu]", "[dist.get_rank() % 2]")},
     ],
-    "hang": hangs(
-        {
+    "hang": [
+        {  # each rank makes only its own groups: gloo would wait, or connect ranks of different groups
             MESH: "pass",
-            # Not each rank a group of its own at once: groups of one name may meet by luck.
-            GROUPS: 'groups = {"dp": dist.group.WORLD, "tp": dist.group.WORLD}\nif gpu == 0:\n'
-            '    groups["tp"] = dist.new_group([node * gpus_per_node + k for k in range(gpus_per_node)])',
-        }
-    ),
+            GROUPS: 'groups = {\n    "dp": dist.new_group([gpu + gpus_per_node * k for k in range(nodes)]),\n'
+            '    "tp": dist.new_group([node * gpus_per_node + k for k in range(gpus_per_node)]),\n}',
+        },
+        hangs(f"{RETURN}  ->  if dist.get_rank() == 0:\n    dist.barrier()\n{RETURN}"),
+    ],
 }
 
 
