@@ -311,10 +311,6 @@ def set_up(arguments):
     news = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
     write(news, "share", "jupyter", "lab", "settings", "overrides.json")
     write({"disabledExtensions": dict.fromkeys(tools, True)}, "etc", "jupyter", "labconfig", "page_config.json")
-    # Else a program that has imported torch looks for garbage when it ends, half a second long, and ends anyway.
-    for packages in glob.glob(os.path.join(VENV, "lib", "python3*", "site-packages")):
-        with open(os.path.join(packages, "course_quick_end.pth"), "w") as file:
-            file.write("import atexit, gc; atexit.register(gc.freeze)\n")
     write(wanted, os.path.basename(STAMP))
     say("ready: make lab opens the course (without make: python3 course_utils/bootstrap.py --lab)")
 

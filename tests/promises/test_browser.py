@@ -297,8 +297,12 @@ def shown(cell) -> list[str]:
 
 
 def test_lab_is_for_this_machine_and_this_user_only(lab: Lab):
-    sockets = psutil.Process(lab.process.pid).net_connections()
-    assert {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+    def listening() -> set[str]:
+        sockets = psutil.Process(lab.process.pid).net_connections()
+        return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+
+    # the kernel's table of sockets changes while it is read, and then one may be missing
+    assert waited_for(listening, "a socket that JupyterLab listens at", 30) == {"127.0.0.1"}
     assert len(lab.info["token"]) >= 32
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(f"{lab.info['url']}api/contents", timeout=90)

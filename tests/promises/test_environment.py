@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -201,12 +200,3 @@ def test_too_old_python_is_told_what_to_install(copy: Path):
     assert done.returncode != 0
     assert "The course needs Python 3.98 to 3.99" in done.stderr
     assert "make setup PYTHON=" in done.stderr
-
-
-def test_programs_end_without_a_search_for_garbage():
-    if not (Path(sysconfig.get_path("purelib")) / "course_quick_end.pth").exists():
-        missing("what makes programs end quickly: make dev")
-    code = "import gc; gc.set_debug(gc.DEBUG_STATS)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
-    kept = re.findall(r"objects in permanent generation: (\d+)", said)
-    assert kept and int(kept[-1]) > 1000, said
