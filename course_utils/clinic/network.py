@@ -127,14 +127,14 @@ CASES = (
         "only one port open", program=train, result=3.0, cause="firewall opens only the port",
         complaint="The administrator opened our port between the nodes. Since then there is no error any more, and "
                   "nothing else either.",
-        facts={"other port": "timed out"}, usual=("open_ports",), limit=4.0,
+        facts={"other port": "timed out"}, usual=("open_ports",), limit=3.0,
         why="the ranks meet at MASTER_PORT, and then gloo connects each to each on ports that the system chooses, "
             "which the firewalls drop.",
         rule="MASTER_PORT is only where ranks meet. The data go over other ports, and firewalls between ranks must let "
              "these through as well.",
         thread="https://github.com/pytorch/gloo/issues/54",
         report="gloo's ports are random; the advice of one of its authors was: no firewall between the machines.",
-        recorded=("(says nothing in 4 s)",) * 2,
+        recorded=("(says nothing in 3 s)",) * 2,
     ),
     _case(
         None, program=save_and_resume, result=6.0, cause="no shared disk",

@@ -24,7 +24,7 @@ SAID = {
     2: [(None, "Connection refused, remote=[127.0.1.1]")],
     3: [(0, "Unable to find address for: ib0"), (1, "Unable to find address for: ib0")],
     4: [(rank, "RendezvousConnectionError") for rank in (0, 1)] + [(rank, "(10.0.0.1, 29500)") for rank in (0, 1)],
-    5: [(rank, "(says nothing in 4 s)") for rank in (0, 1)],
+    5: [(rank, "(says nothing in 3 s)") for rank in (0, 1)],
     6: [(None, "No such file or directory: 'checkpoint/.metadata'")],
     7: [(rank, "timed out after 2000ms while trying to connect to (node1, 29500)") for rank in (0, 1)],
     8: [(0, "1/2 clients joined"), (1, "101 - Network is unreachable")],
