@@ -729,7 +729,7 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 #
 # *Read* and *exercises* are in minutes: 130 words or 12 lines of code count as one, a prediction as one and a half, and
 # an exercise has its minutes above it. 45 (100) means 45 minutes for the core, which everybody needs, and 100 with
-# the sections marked *deeper*. To run a whole lesson takes 14 to 100 s (*recorded*: November 2026, 4 ranks, 2 CPU
+# the sections marked *deeper*. To run a whole lesson takes 14 to 107 s (*recorded*: November 2026, 4 ranks, 2 CPU
 # cores, no GPU, torch 2.13.0; the README has the time of each).
 #
 # | lesson | the question it answers | read, min | exercises, min |
