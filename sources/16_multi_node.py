@@ -358,13 +358,13 @@ print(f"{len(undisturbed)} steps, loss {undisturbed[0]:.2f} to {undisturbed[-1]:
 # flags make the command elastic. **`--nnodes=1:2`** says that two hosts are wanted and one is enough.
 # **`--max-restarts=3`** says how often an agent may start its ranks again. A dead host cannot report its end, so the
 # other agent waits for its heartbeats: `keep_alive_interval` seconds times `keep_alive_max_attempt`. We shorten this
-# to 1 × 3, and the last call for further hosts to 1 s; a cluster should keep the defaults, 5 × 3 and 30 s.
+# to 1 × 4, and the last call for further hosts to 1 s; a cluster should keep the defaults, 5 × 3 and 30 s.
 # **Predict**: with which step does node0 go on, and how many steps does it compute twice?
 
 # %% tags=["nbval-ignore-output"]
 torchrun = "torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 "
 torchrun += "--rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=16 --rdzv-conf="
-torchrun += "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1 "
+torchrun += "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1 "
 
 elastic = run_on_hosts(
     f"{torchrun} {SCRIPTS / 'train.py'} {flags} --out={folder / 'elastic'}",
