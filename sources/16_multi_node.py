@@ -656,11 +656,11 @@ for rate in ("100mbit", "1gbit"):
         print(f"the lines cross at {(other_alpha - alpha) / (beta - other_beta) / 1024:.0f} KiB")
 
 # %% [markdown] tags=["deeper"]
-# On the slow cable the hierarchical form wins from some tens to a hundred KiB on. On a cable ten times as fast
-# the bytes saved are worth a tenth, while the added calls cost what they cost, so the crossing moves to *larger*
-# sizes, to hundreds of KiB. (Four ranks share two cores here, so times are noisy. A crossing that is negative or far
-# outside of the sizes says that the lines are too close to tell.) NCCL answers the same question from a table of
-# measured constants ([lesson 03](03_nccl.ipynb)).
+# On the slow cable the hierarchical form wins from some tens of KiB on, in some runs a hundred. On a cable ten times as
+# fast the bytes saved are worth a tenth, while the added calls cost what they cost, so the crossing moves to *larger*
+# sizes, to hundreds of KiB or out of the table. (Four ranks share two cores here, so times are noisy. A crossing that
+# is negative or far outside of the sizes says that the lines are too close to tell.) NCCL answers the same question
+# from a table of measured constants ([lesson 03](03_nccl.ipynb)).
 #
 # ### The order of the ranks
 #
