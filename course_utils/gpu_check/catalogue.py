@@ -26,6 +26,8 @@ CHECKS: tuple[Check, ...] = (
     _check("roofline", "speed:roofline", 45, "Arithmetic intensity and FLOP/s of additions and matrix products."),
     _check("layer_products", "speed:layer_products", 45,
            "Matrix products of a layer, by tokens at a time and by the ranks that share it."),
+    _check("fp8_products", "speed:fp8_products", 60,
+           "The same products in FP8 with scales, and the time of the conversion."),
     _check("attention", "speed:attention", 60, "Causal attention by length: FLOP/s and memory of each kernel."),
     _check("mfu_gpt", "training:mfu_gpt", 75, "Model FLOP/s of two sizes of the course's GPT on one device."),
     _check("train_program", "programs:train", 110, "scripts/train.py under torchrun: losses, MFU, going on."),

@@ -7,6 +7,8 @@ from typing import Any
 
 from .setting import CheckError, Setting, need
 
+_HELD = 1 << 30  # bytes that a call holds as it fails
+
 
 def _sum() -> tuple[float, str, str]:
     import torch
@@ -26,7 +28,10 @@ def _fail_on_last() -> None:
         raise ValueError("a fault on purpose")
 
 
-def _more_groups() -> float:
+def _more_groups(seconds: float) -> float:
+    """Add up in a second group, which is then `seconds` old when the next call ends it."""
+    import time
+
     import torch
     import torch.distributed as dist
 
@@ -34,6 +39,7 @@ def _more_groups() -> float:
 
     total = torch.ones(1, device=device())
     dist.all_reduce(total, group=dist.new_group([*range(dist.get_world_size())]))
+    time.sleep(seconds)
     return total.item()
 
 
@@ -48,6 +54,45 @@ def _leave_out_one() -> None:
         x = torch.ones(1, device=device())
         dist.all_reduce(x)
         x.item()  # under NCCL it is here that Python waits
+
+
+def _misuse_gpu() -> None:
+    """An index out of range, which the GPU finds and Python hears of later."""
+    import torch
+
+    from course_utils import device
+
+    x = torch.ones(2, device=device())
+    x[torch.tensor([5], device=device())].item()
+
+
+def _ask_for_too_much() -> None:
+    import torch
+
+    from course_utils import device
+
+    held = torch.ones(_HELD, dtype=torch.uint8, device=device())
+    torch.empty(1 << 42, dtype=torch.uint8, device=device()).add_(held[0])
+
+
+def _held() -> tuple[int, int]:
+    import os
+
+    import torch
+
+    return torch.cuda.memory_allocated(), os.getpid()
+
+
+def _keep_gpu_busy() -> None:
+    """Python waits for products of matrices that take minutes, in a call that no signal ends."""
+    import torch
+
+    from course_utils import device
+
+    x = torch.ones(16384, 16384, device=device())
+    for _ in range(900):  # fewer than the launches that CUDA queues
+        y = x @ x
+    y[0, 0].item()
 
 
 def launcher(setting: Setting) -> dict[str, Any]:
@@ -66,8 +111,10 @@ def launcher(setting: Setting) -> dict[str, Any]:
             _expect(default == "nccl", f"with a GPU for each of {n} ranks launch took {default}", facts)
             default = launch(_sum, world_size=n + 1)[0][2]
             _expect(default == "gloo", f"with too few GPUs launch took {default}", facts)
-        _expect(launch(_more_groups, world_size=n, backend=backend) == [n] * n, "a second group adds wrongly", facts)
-        _works(launch, setting, wanted)
+        for age in setting.choose((0.0, 1.3, 1.6, 1.9), (0.0,)):  # a thread of NCCL's reads the store each second
+            sums = launch(_more_groups, age, world_size=n, backend=backend)
+            _expect(sums == [n] * n, "a second group adds wrongly", facts)
+            _works(launch, setting, wanted)
         facts["rank_that_fails"] = _refusal(launch, WorkerError, _fail_on_last, world_size=n, backend=backend)
         _expect(f"rank {n - 1}" in facts["rank_that_fails"].lower(), "the failing rank is not named", facts)
         _works(launch, setting, wanted)
@@ -76,9 +123,33 @@ def launcher(setting: Setting) -> dict[str, Any]:
             facts["rank_that_is_waited_for"] = _refusal(launch, HangError, _leave_out_one, **hang)
             _expect("all_reduce" in facts["rank_that_is_waited_for"], "the collective is not named", facts)
             _works(launch, setting, wanted)
+        if setting.on == "gpu":
+            _gpu_faults(launch, setting, wanted, facts)
+    except WorkerError as error:
+        raise CheckError(_plain(error), facts) from None
     finally:
         shutdown()
     return facts
+
+
+def _gpu_faults(launch: Any, setting: Setting, wanted: list[float], facts: dict[str, Any]) -> None:
+    """What is said of a GPU that reports a fault, has too little memory or does not end, and whether ranks go on."""
+    from ..ranks import HangError, WorkerError
+
+    nccl = {"world_size": setting.ranks, "backend": "nccl"}
+    before = [pid for _, pid in launch(_held, **nccl)]
+    facts["memory_that_lacks"] = _refusal(launch, WorkerError, _ask_for_too_much, **nccl)
+    _expect("out of memory" in facts["memory_that_lacks"], "the missing memory is not named", facts)
+    facts["bytes_held_after_it"] = [held for held, _ in launch(_held, **nccl)]
+    _expect(max(facts["bytes_held_after_it"]) < _HELD, "tensors of the failed call are still there", facts)
+    facts["fault_of_the_gpu"] = _refusal(launch, WorkerError, _misuse_gpu, **nccl)
+    _expect("device-side assert" in facts["fault_of_the_gpu"], "the fault is not named", facts)
+    after = [pid for _, pid in launch(_held, **nccl)]
+    _expect(not {*before} & {*after}, "ranks whose GPU serves them no longer are used again", facts)
+    _works(launch, setting, wanted)
+    facts["gpu_without_end"] = _refusal(launch, HangError, _keep_gpu_busy, timeout=15, **nccl)
+    _expect("rank 0" in facts["gpu_without_end"], "the rank that waits is not named", facts)
+    _works(launch, setting, wanted)
 
 
 def _works(launch: Any, setting: Setting, wanted: list[float]) -> None:
@@ -93,8 +164,12 @@ def _refusal(launch: Any, kind: type[Exception], *args: Any, **kwargs: Any) -> s
     try:
         got = launch(*args, **kwargs)
     except kind as error:
-        return re.sub(r"\s+", " ", re.sub(r"\x1b\[[\d;]*m", "", str(error)))[:400]
+        return _plain(error)
     raise CheckError(f"{args[0].__name__} returned {got!r}, where {kind.__name__} was expected")
+
+
+def _plain(error: Exception) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[\d;]*m", "", str(error)))[:400]
 
 
 def _expect(right: bool, otherwise: str, facts: dict[str, Any]) -> None:

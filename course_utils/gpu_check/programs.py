@@ -76,7 +76,7 @@ def resume(setting: Setting) -> dict[str, Any]:
     """Losses of a run of ``train.py`` that nothing disturbs, and of one that SIGTERM stops and that then goes on."""
     setting.need_gpu("on the CPU the tests of the course do this")
     need("scripts/train.py", "numpy")
-    steps = "1000"
+    steps = "400"
     options = ["--data", TEXT, "--steps", steps, "--log-every", "1", "--save-every", steps, "--dropout", "0.1",
                "--deterministic", f"--batch={8 * setting.ranks}"]
     with tempfile.TemporaryDirectory() as name:

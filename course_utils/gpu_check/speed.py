@@ -11,7 +11,7 @@ import torch
 
 from .machine import data_sheet
 from .report import measured
-from .setting import Setting
+from .setting import CheckError, Setting, Skip
 
 _REPEATS = 10
 
@@ -175,18 +175,69 @@ def _points(precision: str, dtype: torch.dtype, setting: Setting) -> list[dict[s
 
 def layer_products(setting: Setting) -> dict[str, Any]:
     """Products of one MLP matrix of Llama 3 70B, in bf16: by tokens at a time, and by the ranks that share it."""
-    hidden, inner = setting.choose((8192, 28672), (64, 256))
-    tokens = setting.choose((128, 512, 2048, 4096, 8192), (16, 64))
-    shapes = [(rows, inner) for rows in tokens] + [(tokens[-1], inner // tp) for tp in (2, 4, 8)]
     clock, found = setting.choose("CUDA events", "time.perf_counter"), []
-    new, columns = {"device": setting.device, "dtype": torch.bfloat16}, hidden
-    for rows, depth in shapes:
+    new = {"device": setting.device, "dtype": torch.bfloat16}
+    for rows, depth, columns in _layer_shapes(setting):
         a, b, c = torch.randn(rows, depth, **new), torch.randn(depth, columns, **new), torch.empty(rows, columns, **new)
         seconds = statistics.median(_seconds(lambda a=a, b=b, c=c: torch.mm(a, b, out=c), setting.on == "gpu"))
         how = f"2 x rows x inner x columns / seconds of the median of {_REPEATS} products, {clock}"
         rate = measured(2 * rows * depth * columns / seconds / 1e12, "TFLOP/s", how)
         found.append({"rows": rows, "inner": depth, "columns": columns, "rate": rate})
-    return {"precision": "bf16", "products": found, "without_pause": _without_pause(hidden, setting)}
+    return {"precision": "bf16", "products": found, "without_pause": _without_pause(columns, setting)}
+
+
+def _layer_shapes(setting: Setting) -> list[tuple[int, int, int]]:
+    """Rows (tokens), inner dimension and columns of each product of `layer_products`."""
+    hidden, inner = setting.choose((8192, 28672), (64, 256))
+    tokens = setting.choose((128, 512, 2048, 4096, 8192), (16, 64))
+    shapes = [(rows, inner) for rows in tokens] + [(tokens[-1], inner // tp) for tp in (2, 4, 8)]
+    return [(rows, depth, hidden) for rows, depth in shapes]
+
+
+def fp8_products(setting: Setting) -> dict[str, Any]:
+    """The products of `layer_products` in FP8 (e4m3), with a scale a tensor or a row, and what it takes to convert."""
+    multiply = getattr(torch.nn.functional, "scaled_mm", None)
+    if multiply is None:
+        raise Skip("needs torch.nn.functional.scaled_mm, which came with PyTorch 2.10")
+    if setting.on == "gpu" and torch.cuda.get_device_capability(0) < (8, 9):
+        raise Skip("FP8 needs compute capability 8.9: Ada, Hopper or later")
+    on_gpu, clock, found = setting.on == "gpu", setting.choose("CUDA events", "time.perf_counter"), []
+    text = f"seconds of the median of {_REPEATS}, {clock}"
+    convert, e4m3 = torch.compile(_to_fp8, dynamic=True, disable=not on_gpu), torch.float8_e4m3fn
+    recipes = torch.nn.functional.ScalingType
+    ways = {"a scale a tensor": (recipes.TensorWise, False), "the same, fast sums": (recipes.TensorWise, True),
+            "a scale a row": (recipes.RowWise, True)}
+    for rows, inner, columns in _layer_shapes(setting):
+        new = {"device": setting.device, "dtype": torch.bfloat16}
+        a, b = torch.randn(rows, inner, **new), torch.randn(columns, inner, **new)
+        each = {"rows": rows, "inner": inner, "columns": columns, "rate": {}}
+        whole = torch.mm(a, b.t())
+        for name, (recipe, fast) in ways.items():
+            if not on_gpu and (fast or recipe != recipes.TensorWise):
+                continue
+            across = None if recipe == recipes.TensorWise else 1
+            (a8, scale_a), (b8, scale_b) = convert(a, across), convert(b, across)
+            scales = scale_a, recipe, scale_b if across is None else scale_b.t(), recipe
+            call = lambda a8=a8, b8=b8, of=scales, fast=fast: multiply(a8, b8.t(), *of, use_fast_accum=fast)  # noqa: E731
+            seconds = statistics.median(_seconds(call, on_gpu))
+            how = f"2 x rows x inner x columns / {text}"
+            each["rate"][name] = measured(2 * rows * inner * columns / seconds / 1e12, "TFLOP/s", how)
+            off = ((call() - whole).float().norm() / whole.float().norm()).item()
+            if a8.dtype != e4m3 or not off < 0.06:  # half a step of three bits of fraction: 3.6 % of random numbers
+                raise CheckError(f"{name}: the product is off by {off:.3f}", {"products": [*found, each]})
+            each.setdefault("relative_error", off)
+        seconds = statistics.median(_seconds(lambda a=a: convert(a, None), on_gpu))
+        each["convert"] = measured(seconds, "s", f"rows x inner from bf16, with its largest value; {text}")
+        found.append(each)
+        del a, b, whole
+    return {"products": found}
+
+
+def _to_fp8(x: torch.Tensor, across: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in e4m3, and the scale to multiply it by: one number, or one a row."""
+    most = x.abs().amax() if across is None else x.abs().amax(across, keepdim=True)
+    scale = most.float() / torch.finfo(torch.float8_e4m3fn).max
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
 def _without_pause(side: int, setting: Setting) -> dict[str, Any]:

@@ -57,9 +57,10 @@ def _doing(standing: dict) -> str:
     if standing["phase"] in ended:
         return ended[standing["phase"]]
     if standing["phase"] == "starting":
-        return "it is still starting"
-    where = line_text(standing.get("line"))
-    return f"it is at {where}" if where else "it gives no answer"
+        return "it is still starting" + (f", in {standing['calls']}" if standing.get("calls") else "")
+    if where := line_text(standing.get("line")):
+        return f"it is at {where}"
+    return "it gives no answer" if standing["phase"] == "no answer" else "it is in code that is not the notebook's"
 
 
 def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tuple[int, str]:

@@ -69,6 +69,7 @@ class Pool:
         self.backend = ""
         self.port = 0
         self.store = ""
+        self._old_stores: list[str] = []
         self.calls = 0
         self.pid = os.getpid()
         self.used = 0.0  # when a call ended last
@@ -142,8 +143,20 @@ class Pool:
             self._choose_meeting()
             self._make_group(call, ranks, folder)
         results = self._serve(call, ranks, folder)
+        self._remove_old_stores()
         self._interrupts.check()
         return [self._load(rank, results[rank]) for rank in ranks]
+
+    def _remove_old_stores(self) -> None:
+        """Remove the files of earlier groups, now that no rank has these groups any more.
+
+        Not before: each second a thread of NCCL's looks whether a rank has left word in its group's store, and PyTorch
+        waits for a file that is not there. The end of the group waits for that thread.
+        """
+        for store in self._old_stores:
+            with contextlib.suppress(OSError):
+                os.unlink(store)
+        self._old_stores.clear()
 
     def _make_group(self, call: Call, ranks: list[int], folder: str) -> None:
         """Make the process group where the call cannot do so itself, because the group needs everybody."""
@@ -257,8 +270,7 @@ class Pool:
 
     def _choose_meeting(self) -> None:
         """A new file in which the ranks meet, and a free port for programs that want one of their own."""
-        with contextlib.suppress(OSError):
-            os.unlink(self.store)
+        self._old_stores.append(self.store)
         self.generation += 1
         self.store = os.path.join(processes.server_folder(), f"group-{next(_group_numbers)}")
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -19,6 +19,8 @@ from .settings import extra_threads
 from .state import state
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PREPARES = ("init_process_group", "destroy_process_group", "set_device")  # what a rank calls before a function
+_WORKER = os.path.join(os.path.dirname(__file__), "worker.py")
 
 
 def _frame(filename: str, line: int, function: str) -> dict:
@@ -96,12 +98,12 @@ def standing(phase: str, running: bool) -> dict:
 
     Beside it what tells whether the rank can go on: ``unfinished`` operations, messages begun by ``streams``, the
     number of operations begun (``begun``), other ``threads`` of the function, whether it surely waits and does not
-    compute (``held``), whether it ``meets`` others to make a group (on emulated hosts also how, ``meeting``), whether
-    it is ``importing`` a module.
+    compute (``held``), whether it ``meets`` others to make a group (on emulated hosts also how, ``meeting``), what it
+    ``calls`` of PyTorch as it starts, whether it is ``importing`` a module.
     """
     frame = sys._current_frames().get(threading.main_thread().ident)
     frames = []
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != _WORKER:  # below are only the server's frames
         frames.append(_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     line = next((f for f in frames if f["learner"]), None)
@@ -121,6 +123,6 @@ def standing(phase: str, running: bool) -> dict:
         "threads": len(extra_threads()),
         "held": inside is not None or on_wait or bool(frames) and frames[0]["file"].startswith(C10D_FILE),
         "meets": any(f["function"] == "_new_process_group_helper" for f in frames),
-        "meeting": _meeting(frames),
+        "meeting": _meeting(frames), "calls": next((f["function"] for f in frames if f["function"] in _PREPARES), ""),
         "importing": any(f["file"].startswith("<frozen importlib") for f in frames),
     }

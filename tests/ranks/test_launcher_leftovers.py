@@ -227,3 +227,36 @@ launch(load, "goes on", world_size=2, timeout=1000)
         with Script(SMALL, TMPDIR=str(script.temporary)) as after:
             after.finish()
             assert not left_behind(after.mark, script.temporary)
+
+
+# --- where ranks meet ------------------------------------------------------------------------------------------------
+
+
+def test_the_store_of_a_group_is_there_until_its_ranks_have_ended_the_group(tmp_path):
+    """A thread of NCCL's reads it each second, and waits for ever where it is gone: the end of the group waits for it.
+    """
+
+    def note_the_end():
+        from course_utils.ranks import process_group
+        from course_utils.ranks.state import state
+
+        end, store, rank = dist.destroy_process_group, state.store, dist.get_rank()
+
+        class Noting:
+            def __getattr__(self, name):
+                return getattr(dist, name)
+
+            def destroy_process_group(self):
+                (tmp_path / f"rank{rank}").write_text(str(os.path.exists(store)))
+                end()
+
+        process_group.dist = Noting()
+        return store
+
+    shutdown()
+    stores = launch(note_the_end, world_size=2)
+    assert len(set(stores)) == 1 and os.path.exists(stores[0])
+    all_is_well(3)
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["True", "True"]
+    assert not os.path.exists(stores[0])
+    shutdown()
