@@ -311,6 +311,10 @@ def set_up(arguments):
     news = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
     write(news, "share", "jupyter", "lab", "settings", "overrides.json")
     write({"disabledExtensions": dict.fromkeys(tools, True)}, "etc", "jupyter", "labconfig", "page_config.json")
+    for packages in glob.glob(os.path.join(VENV, "lib", "python3*", "site-packages")):
+        shutil.copy(os.path.join(ROOT, "course_utils", "quick_import.py"), os.path.join(packages, "course_start.py"))
+        with open(os.path.join(packages, "course_start.pth"), "w") as file:
+            file.write("import course_start; course_start.install()\n")
     write(wanted, os.path.basename(STAMP))
     say("ready: make lab opens the course (without make: python3 course_utils/bootstrap.py --lab)")
 

@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
     backend = "nccl" if count >= world_size else "gloo"
     real = [f"{world_size} ranks: separate processes in a real process group ({backend})"]
     hosts = hosts_available()
-    how = "network namespaces, whose links, bytes and faults are real" if hosts[0] else "processes on one host"
+    how = "emulated, with real links, bytes and faults" if hosts[0] else "processes on one host"
     emulated = [f"several hosts: {how} (lesson 16)"]
     if backend == "nccl":
         real += ["the links between GPUs: measured, and used by every collective"]

@@ -335,7 +335,7 @@ with expect_error():
 # where every rank stood. Nothing is wrong with the others: they are in all-reduce number 1, and a sum over all ranks
 # needs all ranks. They would go on waiting, so `launch` stopped them.
 #
-# ### Only one rank calls
+# ### A value that is printed once
 #
 # The mean loss is to be printed once, so only rank 0 computes it. **Predict**: what happens? (`launch` waits `timeout`
 # seconds for the ranks.)
@@ -676,7 +676,7 @@ assert launch(len, "alive", world_size=world_size) == [5] * world_size  # it has
 print("\nall ranks are back")
 
 # %% [markdown] tags=["deeper"]
-# There is no traceback, since nobody was left to write one: the signal is all that the exit status tells. If you meet
+# There is no traceback, since nobody was left to write one: the signal is all that the system tells. If you meet
 # SIGKILL in your own work, look at memory first. The notebook lives on, because the ranks are separate processes. The
 # next call replaces the dead rank and those that waited for it, because a process stopped during its work is not used
 # again.
@@ -739,7 +739,7 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # | [02](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? | 45 (75) | 110 |
 # | [03](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? | 45 (125) | 180 |
 # | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 45 (115) | 220 |
-# | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 45 (95) | 135 |
+# | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 45 (100) | 135 |
 # | [06](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? | 45 (80) | 145 |
 # | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 45 (100) | 155 |
 # | [08](08_deepspeed.ipynb) | What does DeepSpeed do differently, and when do I pick it? | 45 (95) | 150 |

@@ -25,7 +25,7 @@
 # - *turn* an efficiency into the price of a run.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 45 minutes to read
-# the core, 95 with the deeper sections, under a minute to run.
+# the core, 100 with the deeper sections, under a minute to run.
 
 # %% [markdown]
 # First PyTorch and every parameter, then what comes from the course.
@@ -909,8 +909,8 @@ assert gains == 1 and unchanged(torch.float32, lr)[0] < 0.01
 # ## 13. fp8 and fp4: a scale for every block · deeper
 #
 # With 8 bits, a number needs a **scale** beside it: e4m3 ends at 448, and anything far below 2⁻⁹ is zero. The first
-# recipes had one scale a tensor, chosen so that its largest element lands at the end of the range. With 4 bits that
-# cannot work, since e2m1, its format, has only the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+# recipes had one scale a tensor, chosen so that its largest element lands at the end of the range. With 4 bits a
+# single outlier ruins that, since e2m1, its format, has only the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
 #
 # The **MX** formats, a standard of the Open Compute Project
 # ([Rouhani et al. 2023](https://arxiv.org/abs/2310.10537)), give each block of 32 neighbours in a row its own scale,
@@ -947,10 +947,10 @@ assert errors["fp8"][1] < 0.05 < 0.3 < errors["fp8"][2] and errors["fp4"][1] > 0
 assert max(errors["MXFP8"]) < 0.05 and max(errors["MXFP4"] + errors["NVFP4"]) < 0.2
 
 # %% [markdown] tags=["deeper"]
-# With one scale, fp8 survives a factor of a thousand, because the exponent of e4m3 gives some range, but not a
-# million. fp4 has almost none, so everything else becomes 0. With blocks, an outlier affects only its block. What
-# remains is the error of few fraction bits: a tenth in fp4. (The column *bits* includes each element's part of the
-# scale.)
+# Without an outlier one scale is nearly as good as many. With one, fp8 survives a factor of a thousand, because the
+# exponent of e4m3 gives some range, but not a million. fp4 has almost none, so everything else becomes 0. With blocks,
+# an outlier affects only its block. What remains is the error of few fraction bits: a tenth in fp4. (The column *bits*
+# includes each element's part of the scale.)
 #
 # What block scales change in training, by the [documentation of Transformer
 # Engine](https://docs.nvidia.com/deeplearning/transformer-engine/features/low_precision_training/index.html):
@@ -962,8 +962,36 @@ assert max(errors["MXFP8"]) < 0.05 and max(errors["MXFP4"] + errors["NVFP4"]) < 
 #   before it rounds.
 # - Master weights, optimizer states, norms, sums inside products and gradient messages stay in 16 or 32 bits.
 #
-# So products get faster and activations smaller; the 16 bytes of each parameter remain. With twice the peak FLOP/s, 8
-# H100s train Llama 3.1 8B at 8,532 tokens/s a GPU in fp8, instead of 6,667 in bf16 (*recorded*,
+# So products get faster and activations smaller; the 16 bytes of each parameter remain.
+#
+# How much faster? Products with an MLP matrix of Llama 3 70B were *recorded* on an H200 in bf16 and in fp8 with a scale
+# a tensor. So was the time to convert a factor, which must first be read for its largest element. The data sheet
+# promises twice the FLOP/s. **Predict**: does a product with 128 tokens gain as much as one with 8,192? And which of
+# them still gains if its activations are converted first, and if the weight is converted as well?
+
+# %% tags=["deeper"]
+recorded_bf16 = {(p["rows"], p["inner"]): p["rate"]["value"] for p in recorded.gpu_check("layer_products")["products"]}
+recorded_fp8 = {(p["rows"], p["inner"]): p for p in recorded.gpu_check("fp8_products")["products"]}
+print("tokens  inner   TFLOP/s: bf16   fp8   faster: alone   activations   both")
+faster = {}
+for (tokens, inner), each in recorded_fp8.items():
+    rates = recorded_bf16[tokens, inner], each["rate"]["a scale a tensor"]["value"]
+    bf16, fp8 = (2 * tokens * inner * each["columns"] / rate / 1e12 for rate in rates)
+    activations, weight = each["convert"]["value"], recorded_fp8[8192, inner]["convert"]["value"]
+    faster[tokens, inner] = row = [bf16 / (fp8 + more) for more in (0, activations, activations + weight)]
+    print(f"{tokens:6}{inner:7}{rates[0]:16.0f}{rates[1]:6.0f}{row[0]:16.2f}{row[1]:14.2f}{row[2]:7.2f}")
+alone, converted, both = faster[8192, 28672]
+assert both < 1.1 < converted < 1.5 and alone > 1.9 and faster[128, 28672][0] < 1.4
+
+# %% [markdown] tags=["deeper"]
+# Large products are 1.8 to 2 times as fast. (With 8,192 tokens bf16 itself is slower than with 4,096.) Thin ones gain
+# 1.3: the smaller a product, the less of the faster tensor cores it can use. Converting the activations takes two
+# thirds of the gain of the largest product, and converting the weight as well leaves nothing; with 128 tokens fp8 then
+# takes ten times as long as bf16! (This conversion is plain PyTorch under `torch.compile`. The largest one moves
+# 0.9 TB/s, a fifth of what the memory can.) So convert a weight once for all micro-batches of a step, and the
+# activations in the operation before the product, as the layers of Transformer Engine can.
+#
+# In a whole step, 8 H100s train Llama 3.1 8B at 8,532 tokens/s a GPU in fp8, instead of 6,667 in bf16 (*recorded*,
 # [torchtitan](https://github.com/pytorch/torchtitan), both compiled): 28 % faster.
 
 # %% [markdown] tags=["deeper"]

@@ -425,7 +425,7 @@ assert (count, total) == (2 * microbatches * (world_size - 1), count * size)
 in_ms = Costs(15, 15, 15)  # B is two halves of 15 ms
 title = f"1F1B on {world_size} ranks, F of 15 ms and B of 30 ms at least"
 real = pipeline_training.measured(by_name["1F1B"])
-plots.real_pipeline(simulate(plain[2], in_ms), real, title)
+plots.real_pipeline(simulate(plain[2], in_ms), real, title, "ms")
 
 # %% [markdown]
 # *The figure: above the model, below real ranks, with the same boxes in the same order and small gaps between them.*

@@ -395,8 +395,8 @@ print(planner.plan(llama, ours, deep, batch=512).report())
 # what backward computes again; `help(planner.Layout)` explains the others. *Exposed* time adds to the step; *hidden*
 # messages travel while the GPU computes.
 #
-# How far can one believe it? The course has a table of published runs with their sources. Two constants were fitted to
-# five of these runs; all others are predicted.
+# How far can one believe it? The course has a table of published runs with their sources. Two of the constants above
+# (`matmul…`) were fitted to five of these runs; all others are predicted.
 
 # %%
 replays = planner.replay(planner.published_runs(role=("known", "held_out")))
@@ -418,8 +418,8 @@ assert score.median < 0.08 < 0.15 < score.guess
 # %% [markdown]
 # All but one come out within a few percent; the run with sequences of 131,072 tokens was faster than planned. The
 # *constant guess* is that every run reaches one share of its GPUs' peak, the best share in hindsight. It is more than
-# three times as wrong, so the planner knows something (section 17 says where it fails). But a difference of a few
-# percent between two plans means nothing.
+# three times as wrong, and within one family of runs about twice, so the planner knows something (section 17). But a
+# difference of a few percent between two plans means nothing.
 
 # %% [markdown]
 # ## 8. Layouts that cannot run
@@ -471,7 +471,7 @@ for name, one in layouts.items():
 
 # %% [markdown]
 # FSDP over 16 moves weights in each of its 32 micro-batches. At 400 Gb/s, computing hides 27 s of these messages. At
-# 50 Gb/s they take eight times as long, more than computing can hide, so the step takes 3.6 times as long. FSDP over
+# 50 Gb/s they take eight times as long, more than computing can hide, so the step takes 3.7 times as long. FSDP over
 # 64 has only four micro-batches, so it gathers less often, and the pipeline sends activations instead of weights.
 # **Hidden messages are free only while the network is fast.** So measure yours (section 18).
 
@@ -688,7 +688,7 @@ assert shares[1]["bubble"] > 1.5 * shares[1]["tensor"]
 assert shares[2]["bubble"] < 1.2 * shares[2]["tensor"]
 
 # %% [markdown] tags=["deeper"]
-# So there are two answers: as plain 1F1B the bubble comes first by far, with two chunks it is about as large as
+# So there are two answers: as plain 1F1B the bubble comes first by far, with two chunks it is a little smaller than
 # tensor traffic. Either way data parallelism is nearly nothing here. As models grow wider, a layer's products grow
 # with h² and its messages with h, so tensor parallelism's share falls. The bubble does not fall by itself.
 #
@@ -715,18 +715,21 @@ for length in (512, 8192, 131072):
 # product does not fill even one wave. Attention (FlashAttention-2 and -3) needs long sequences, since tiles on the
 # diagonal are half masked. Two fitted constants come on top (section 17).
 #
-# Neither formula was made from measurements of ours. So hold them against one H200, *recorded* by this course's
-# `gpu-check`: products with the MLP's second matrix of Llama 3 70B, whole and shared by 2, 4 and 8 ranks, and attention
-# forward and backward by two kernels that PyTorch has.
+# The formula for products was not made from measurements of ours. So hold it against one H200, *recorded* by this
+# course's `gpu-check`: an MLP matrix of Llama 3 70B, whole and shared by 2, 4 and 8 ranks, in bf16 and in FP8. Of
+# attention, forward and backward by two kernels that PyTorch has, the same record gave the shares of the peak that the
+# planner uses. (All rates are now without the fitted share, so they are higher than above.)
 
 # %% tags=["deeper"]
 h200, products, rows = GPUS["h200"], recorded.gpu_check("layer_products"), {}
 stream = h200.memory_bandwidth * planner.CONSTANTS.hbm
-for each in products["products"]:
-    shape = each["rows"], each["columns"], each["inner"]
-    seconds = planner.product_seconds(*shape, h200.sms, planner.best_product("h100"), stream)
-    rate = 2 * math.prod(shape) / seconds
-    rows["{} x {} x {}".format(*shape)] = rate / 1e12, each["rate"]["value"]
+for each in products["products"] + recorded.gpu_check("fp8_products")["products"]:
+    shape, found = (each["rows"], each["columns"], each["inner"]), each["rate"]
+    bits = 16 if "value" in found else 8
+    best = planner.best_product("h100", {16: "bf16", 8: "fp8"}[bits])
+    seconds = planner.product_seconds(*shape, h200.sms, best, stream, bits / 8)
+    found = found["value"] if bits == 16 else found["a scale a tensor"]["value"]
+    rows["{} x {} x {}, {} bits".format(*shape, bits)] = 2 * math.prod(shape) / seconds / 1e12, found
 for kernel, name in (("flash2", "flash"), ("flash3", "cudnn")):
     both = recorded.gpu_check("attention")[name]["forward and backward"]
     for length, found in zip(both["at"], both["value"], strict=True):
@@ -741,10 +744,14 @@ print(f"8192 x 8192 x 8192: at best {moment:.0f} TFLOP/s,", end=" ")
 print(f"without a pause {steady[len(steady) // 2]:.0f} (median)")
 
 # %% [markdown] tags=["deeper"]
-# Products of 512 to 4,096 tokens are met within 5 %, and the very thin one is 36 % too fast in the model. It also
-# misses that a product gets slower as ranks share it: a loss of 15 % with TP 8, where the model has 4 %. FlashAttention
-# 2 is 23 to 63 % slower than modelled, short sequences most. (`flash3` is held against cuDNN's kernel, which is made
-# for the same GPUs: from 1 % at 8,192 tokens to 38 % at 512.)
+# In bf16, products of 512 to 4,096 tokens are met within 5 %, and the very thin one is 36 % too fast in the model. It
+# also misses that a product gets slower as ranks share it: a loss of 15 % with TP 8, where the model has 4 %. In FP8
+# the model is 109 % too fast with 128 tokens and 35 % with 512, but within 9 % for larger whole products. (How much
+# less FP8 reaches of its peak than bf16, 0.91, is from this record too.)
+#
+# Attention is met within 4 % from 512 to 16,384 tokens. The two shares were taken from this record, and after a look at
+# it the planner was taught that with a causal mask a token sees only half of the tokens. So the 4 % show that the form
+# of the curve is right, but they are no test. (`flash3` is cuDNN's kernel here, which is made for the same GPUs.)
 #
 # And what a GPU does for a moment, it need not do on and on. The large square product reached 769 TFLOP/s at best, and
 # 675 in four seconds without a pause. (A GPU at its power limit lowers its clock; the record has no clocks that would
@@ -823,7 +830,7 @@ for title, some in (("held out", replays), ("exam", exam)):
             print(f"{title:8} {family:13}{each.runs:4} runs, median {each.median:5.1%},", end="")
             print(f" bias {each.bias:+6.1%}, best constant guess {each.guess:5.1%}")
             assert each.median < 0.15 and each.median <= each.guess + 0.001
-assert -0.15 < planner.scores(exam)["long_context"].bias < -0.1
+assert -0.1 < planner.scores(exam)["long_context"].bias < -0.05
 constants = planner.fit(planner.fitted_runs())
 print(f"fitted: {constants.matmul:.3f} (Ampere) and {constants.matmul_hopper:.3f} (Hopper), to")
 print("; ".join(run.name for run in planner.fitted_runs()))
@@ -831,14 +838,17 @@ print("; ".join(run.name for run in planner.fitted_runs()))
 # %% [markdown] tags=["deeper"]
 # Not by itself, because published shares of the peak lie close together: the *constant guess* is often near. *Median*
 # is that of the errors' sizes, *bias* that of the errors with their sign. The planner has two fitted constants, the
-# shares of the best known matrix product that training reaches on Ampere and on Hopper. They have seen five runs; the
-# guess has seen all.
+# shares of the best published matrix product that training reaches on Ampere and on Hopper. They have seen five runs;
+# the guess has seen all.
 #
-# How unseen are these rows? Nothing else was fitted, but their errors were seen while the planner was written, and
-# some things were changed after a look. Only a table that nobody has looked at is an **exam**: the H100 tables of
-# llm-foundry, which were scored once, when all was finished. The planner passed, with one weak result: long sequences
-# are predicted 12 % too slow. On this one table the constant guess is as good, but it was chosen with the answers in
-# view, and it does not carry over to another program.
+# How unseen are these rows? Nothing else was fitted to them, but their errors were seen while the planner was written,
+# and some things were changed after a look. Only a table that nobody has looked at is an **exam**: the H100 tables of
+# llm-foundry, which were scored once, when all was finished. That first score is not printed: a median of 5.8 %, and
+# long sequences predicted 12 % too slow. Then an H200 was measured (section 15), the shares that attention and FP8
+# reach of their peaks were put in, and the two constants were fitted again. This gave the 4.5 and 7 % above. The gain
+# comes from a measurement and not from these runs; but a table that is scored twice is no exam any more. And the
+# constant guess is not far behind here: it was chosen with the answers in view, and does not carry over to another
+# program.
 #
 # Where does it fail?
 
@@ -854,11 +864,12 @@ for run in recorded.ZERO3_RUNS[:3]:
     print(f" {moved / 1e9:.0f} GB/s into each GPU")
 
 # %% [markdown] tags=["deeper"]
-# The largest errors are those of ZeRO-3 in 2021 (Narayanan et al. 2021, table 2). From 768 to 1,536 GPUs their step
-# does not become shorter at all, as if it waited for its messages, at 16 GB/s a GPU. A port brings 25 GB/s, and the
-# planner assumes that messages reach 0.9 of it and that computing hides most of them. Context parallelism in
-# torchtitan of 2024 is slower than planned, too. **A model knows only what was put into it.** This one knows no
-# software that does less than the hardware allows.
+# The largest errors are those of ZeRO-3 in 2021 (Narayanan et al. 2021, table 2). From 768 to 1,536 GPUs a step of the
+# 175B model does not become shorter at all, as if it waited for its messages, at 16 GB/s into a GPU. The GPUs of a node
+# can pass most of that to each other, so a port has to carry only about 2 of its 25 GB/s, and the planner expects that
+# computing hides it. Why it was not hidden, we do not know. BLOOM's trials and a large model by FSDP on 64 A100s were
+# slower than planned, too. **A model knows only what was put into it.** This one knows no software that does less than
+# the hardware allows.
 #
 # Memory is compared with published runs as well: peaks that torchtitan reports, and runs that did not fit.
 
@@ -877,7 +888,8 @@ assert refused < 0.05 * len(replays) and caught > len(failed) / 2
 
 # %% [markdown] tags=["deeper"]
 # Published peaks are what the allocator *reserved*, and eager programs reserve more than they use. The planner counts
-# what is used, so it accepts four of nine layouts that ran out of memory. Leave a tenth of the GPU free.
+# what is used, so it accepts four of nine layouts that ran out of memory; and it refuses six that did run. Leave a
+# tenth of the GPU free.
 
 # %% [markdown] tags=["deeper"]
 # ## 18. Your cluster, measured · deeper
@@ -942,8 +954,8 @@ plots.search_picture(
 # TP and nearly full GPUs.*
 #
 # **A search always finds the weakest spot of its model.** The first list divides sequences of 8,192 tokens among
-# context ranks, and there the planner is least sure: torchtitan's runs took up to 41 % longer than planned, while the
-# plan for Llama 3's has a throughput 24 % too low. So start from the second list. Its first layout needs 79 of 80 GB,
+# context ranks, and there single plans are far off: torchtitan's runs took up to 25 % longer than planned, while the
+# plan for Llama 3's has a throughput 29 % too low. So start from the second list. Its first layout needs 79 of 80 GB,
 # which is too close; then come TP 4 with four stages and ZeRO-1, and TP 4 with FSDP over 16.
 #
 # And with sequences of 131,072 tokens, a million tokens in a step? Gradients are reduced in fp32, the loss is taken
@@ -965,7 +977,7 @@ assert 2 < ratio < 3 and long.plans[0].layout.dp == 1 and short.plans[0].layout.
 
 # %% [markdown] tags=["deeper"]
 # There are only eight sequences in a step, so data parallelism has little to divide and context ranks take its place.
-# Torchtitan's runs with four and eight context ranks took 24 to 41 % longer than planned, so measure such a plan
+# Torchtitan's runs with four and eight context ranks took 11 to 25 % longer than planned, so measure such a plan
 # before you trust it. The published layouts of Llama 3 are first in such a list, though the search does not know them.
 
 # %% [markdown] tags=["deeper"]

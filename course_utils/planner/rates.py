@@ -16,20 +16,25 @@ ATTENTION = ("flash1", "flash2", "flash3")
 #: Number formats of the layers' matrix products.
 PRODUCTS = ("bf16", "fp8")
 
-#: Kernel -> share of a GPU's peak that it reaches on long sequences, forward and backward together, by architecture:
-#: FlashAttention up to 40 % of an A100, its successor up to 73 % (Dao 2023, arXiv 2307.08691, abstract and section 1),
-#: and 35 % of an H100 in a comparison over lengths, of which 40 % is taken for long ones, and about half of it for the
-#: first (the same source has its successor twice as fast); FlashAttention-3 up to 75 % in forward (Shah et al. 2024,
-#: arXiv 2407.08608, abstract), of which its figures leave about four fifths with backward.
-#: Blackwell is taken like Hopper. A training step reaches as much less of these as of the best product.
+#: What FP8 reaches of its peak, beside what bf16 reaches of its own: measured on an H200 (`recorded.gpu_check`), 1,442 of
+#: 1,979 TFLOP/s with a scale for each tensor, where bf16 is known to reach 0.80.
+_FP8_SHARE = 0.91
+
+#: Kernel -> share of a GPU's peak that it reaches on long sequences, forward and backward together, by architecture.
+#: Ampere: FlashAttention up to 40 %, its successor up to 73 % (Dao 2023, arXiv 2307.08691, abstract and section 1).
+#: Hopper, measured on an H200 (`recorded.gpu_check`): 0.325 for the successor, 0.6 for cuDNN's kernel, which stands for
+#: FlashAttention-3; with the next constant both are met within 4 % from 512 to 16,384 tokens. The first one was not
+#: measured: its successor reached 35 to 40 % of an H100 where it was twice as fast (the same source). Blackwell is
+#: taken like Hopper. A training step reaches as much less of these as of the best product.
 _ATTENTION_SHARE: Mapping[tuple[str, str], float] = MappingProxyType({
-    ("flash1", "Ampere"): 0.4, ("flash2", "Ampere"): 0.73, ("flash1", "Hopper"): 0.22, ("flash2", "Hopper"): 0.4,
+    ("flash1", "Ampere"): 0.4, ("flash2", "Ampere"): 0.73, ("flash1", "Hopper"): 0.22, ("flash2", "Hopper"): 0.325,
     ("flash3", "Hopper"): 0.6,
 })
-#: Tokens at which attention reaches half of that share: FlashAttention-2 with heads of 64 and no mask makes 204, 252,
-#: 275, 288 and 302 TFLOP/s forward and backward with 512, 1,024, 2,048, 4,096 and 8,192 tokens
-#: (https://github.com/Dao-AILab/flash-attention/pull/2688), which 305 n / (n + 250) follows within 3 %.
-_HALF_LENGTH = 250
+#: Keys that a token sees at which attention reaches half of that share: FlashAttention-2 with heads of 64 and no mask
+#: makes 204, 252, 275, 288 and 302 TFLOP/s forward and backward with 512, 1,024, 2,048, 4,096 and 8,192 tokens
+#: (https://github.com/Dao-AILab/flash-attention/pull/2688), which 305 n / (n + 250) follows within 3 %. With a causal
+#: mask a token sees half of the tokens on average.
+_HALF_KEYS = 250
 #: Tokens of a tile of attention. Tiles on the diagonal are computed whole, though half of them is masked.
 _ATTENTION_TILE = 128
 #: Backward of fused attention takes 2.5 times the products of forward: it computes the scores once more.
@@ -84,15 +89,12 @@ class StepTimeConstants:
 
 
 def best_product(gpu: str, products: str = "bf16") -> float:
-    """FLOP/s of the best matrix product found on a GPU; where none was published, the H100's share of the peak.
-
-    FP8 is taken to reach the same share of its peak as bf16.
-    """
+    """FLOP/s of the best matrix product found on a GPU; where none was published, the H100's share of the peak."""
     share = ACHIEVABLE_MATMUL.get(gpu, 0.0) / GPUS[gpu].flops["bf16"]
     if not share:
         share = ACHIEVABLE_MATMUL["h100"] / GPUS["h100"].flops["bf16"]
     flops = GPUS[gpu].flops
-    return share * flops.get(products, flops["bf16"])
+    return share * (_FP8_SHARE if products == "fp8" else 1.0) * flops.get(products, flops["bf16"])
 
 
 @cache
@@ -128,8 +130,8 @@ def attention_rate(gpu: str, kernel: str, length: float) -> float:
 
     Counted are the scores that the mask leaves.
     """
-    architecture = GPUS[gpu].architecture
+    architecture, keys = GPUS[gpu].architecture, length / 2
     share = _ATTENTION_SHARE.get((kernel, architecture)) or _ATTENTION_SHARE.get((kernel, "Hopper"), 0.0)
     if kernel == "flash3" and architecture == "Ampere":  # which is for Hopper
         share = _ATTENTION_SHARE["flash2", "Ampere"]
-    return GPUS[gpu].flops["bf16"] * share * length / (length + _HALF_LENGTH) / (1 + _ATTENTION_TILE / length)
+    return GPUS[gpu].flops["bf16"] * share * keys / (keys + _HALF_KEYS) / (1 + _ATTENTION_TILE / length)

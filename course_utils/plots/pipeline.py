@@ -100,14 +100,16 @@ def schedule_picture(timelines: Timeline | Sequence[Timeline], title: str, unit:
             f"{timeline.bubble:.0%}, activations at most {_in_flight(timeline.peak)}", fontsize=9.5,
         )
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=end >= 12))
-    axes[-1].set_xlabel(f"time ({unit})" if unit else "time, in units of the costs")
+    axes[-1].set_xlabel(f"time ({unit or 'modelled'})")
     used = {span.op.kind for t in timelines for spans in t.spans for span in spans}
     stages = max(t.schedule.virtual for t in timelines)
     _legend(figure, [kind for kind in PIPELINE_COLORS if kind in used], stages)
     return figure
 
 
-def real_pipeline(simulated: Timeline, measured: Sequence[Sequence[Box]], title: str) -> Figure:
+def real_pipeline(
+    simulated: Timeline, measured: Sequence[Sequence[Box]], title: str, unit: str = ""
+) -> Figure:
     """Draw a simulated schedule above the same one on real ranks, each on its own axis of time.
 
     Parameters
@@ -116,6 +118,8 @@ def real_pipeline(simulated: Timeline, measured: Sequence[Sequence[Box]], title:
     measured : by rank, list of (Op, start, end)
         Seconds since the first operation of any rank began.
     title : str
+    unit : str
+        That of the simulated costs, if they have one.
     """
     if len(measured) != simulated.schedule.ranks:
         raise ValueError(f"{len(measured)} measured ranks for {simulated.schedule.ranks} simulated ones")
@@ -129,7 +133,7 @@ def real_pipeline(simulated: Timeline, measured: Sequence[Sequence[Box]], title:
     _draw_rows(bottom, rows, len(measured), WIDTH - 1, end)
     idle = 1 - busy / (len(rows) * end)
     bottom.set_title(f"measured: the same on real ranks, not computing {idle:.0%}", fontsize=9.5)
-    top.set_xlabel("time, in the unit of the costs")
+    top.set_xlabel(f"time ({unit or 'modelled'})")
     bottom.set_xlabel("time (ms)")
     used = {op.kind for boxes in measured for op, *_ in boxes}
     _legend(figure, [kind for kind in PIPELINE_COLORS if kind in used])
@@ -153,7 +157,7 @@ def activation_steps(timelines: Sequence[Timeline], title: str) -> Figure:
             who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
             color = rank_color(ranks[0]) if len(ranks) == 1 else INK
             charts.beside(ax, f"{who}: {peak}", (first, float(peak)), (3, 3), fontsize=SMALL, **naming(color))
-        ax.set(ylim=(0, highest * 1.15), xlim=(0, timeline.seconds), xlabel="time, in units of the costs")
+        ax.set(ylim=(0, highest * 1.15), xlim=(0, timeline.seconds), xlabel="time (modelled)")
         ax.set_title(timeline.schedule.name)
         ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes[0].set_ylabel("activations held\n(micro-batches)")

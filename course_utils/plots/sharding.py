@@ -25,8 +25,8 @@ def shard_timeline(
     Parameters
     ----------
     lanes : dict of lane, such as "compute" or "all-gather", to list of (label, start, end)
-        Equal labels have equal colours in all lanes, of which there are eight, in turn. A label is written into its
-        bar where there is room, or its last word, such as the 3 of "block 3"; up to eight that nowhere have room
+        Equal labels have equal colours in all lanes, of which there are eight, in turn by start. A label is written into
+        its bar where there is room, or its last word, such as the 3 of "block 3"; up to eight that nowhere have room
         for the whole are told above.
     held : list of (when, bytes)
         What is held from then on, in order of time.
@@ -52,7 +52,7 @@ def shard_timeline(
     heights = [0.42 * len(lanes) + 0.2, 1.3] if held else [1.0]
     size = (WIDTH, 1.0 + 0.42 * len(lanes) + 1.5 * bool(held))
     figure, axes = new_figure(len(heights), 1, size=size, title=title, sharex=True, height_ratios=heights)
-    colors = charts.in_turn(label for label, *_ in spans)
+    colors = charts.in_turn(label for label, *_ in sorted(spans, key=lambda span: span[1]))
     charts.draw_spans(axes[0], lanes, colors, height=0.78)
     edge = 0.003 * (last - first) or 1 / scale  # so that the last bar is not cut
     axes[0].set_xlim(scale * first, scale * (last + edge))

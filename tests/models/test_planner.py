@@ -403,7 +403,18 @@ class TestRates:
 
     def test_attention_of_length_is_that_of_the_published_table(self):
         measured = {512: 204.34, 1024: 252.46, 2048: 275.03, 4096: 288.30, 8192: 302.28}
-        assert [305 * n / (n + rates._HALF_LENGTH) for n in measured] == pytest.approx([*measured.values()], rel=0.03)
+        assert [305 * n / (n + rates._HALF_KEYS) for n in measured] == pytest.approx([*measured.values()], rel=0.03)
+
+    @pytest.mark.parametrize(("kernel", "name"), [("flash2", "flash"), ("flash3", "cudnn")])
+    def test_attention_with_a_mask_is_that_of_the_record(self, kernel, name):
+        both = recorded.gpu_check("attention")[name]["forward and backward"]
+        planned = [planner.attention_rate("h200", kernel, length) / 1e12 for length in both["at"]]
+        assert planned == pytest.approx(both["value"], rel=0.045)
+
+    def test_the_best_product_in_fp8_is_that_of_the_record(self):
+        products = recorded.gpu_check("fp8_products")["products"]
+        best = max(each["rate"]["a scale a tensor"]["value"] for each in products)
+        assert planner.best_product("h100", "fp8") / 1e12 == pytest.approx(best, rel=0.01)
 
     def test_hidden_messages_slow_what_hides_them(self):
         assert exposed(1.0, 10.0, 0.25) == pytest.approx(0.2) and exposed(1.0, 10.0, 0.0) == 0

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -200,3 +201,33 @@ def test_too_old_python_is_told_what_to_install(copy: Path):
     assert done.returncode != 0
     assert "The course needs Python 3.98 to 3.99" in done.stderr
     assert "make setup PYTHON=" in done.stderr
+
+
+AFTER_TORCH = """
+import gc
+{before}
+from course_utils.quick_import import install
+install(), install()
+import torch, sys
+from importlib.util import find_spec
+made = [[]]
+made[0].append(made)
+print(gc.get_freeze_count() > 100_000, gc.isenabled(), any(each is made for each in gc.get_objects()))
+print(find_spec("torch").loader is not None, "TorchFinder" in str(sys.meta_path), torch.ones(2).sum().item())
+"""
+
+
+@pytest.mark.parametrize(("before", "searches"), [("", True), ("gc.disable()", False)])
+def test_torch_is_imported_without_a_search_for_garbage_and_what_follows_is_searched(before, searches):
+    code = AFTER_TORCH.format(before=before)
+    done = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path += {sys.path!r}\n{code}"],
+                          capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"True {searches} True", "True False 2.0"]
+
+
+def test_python_in_the_environment_of_the_course_does_so():
+    if not (Path(sysconfig.get_path("purelib")) / "course_start.pth").exists():
+        missing("what makes programs start and end quickly: make dev")
+    code = "import torch, gc; print(gc.get_freeze_count() > 100_000, gc.isenabled())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n"
