@@ -16,8 +16,8 @@ ATTENTION = ("flash1", "flash2", "flash3")
 #: Number formats of the layers' matrix products.
 PRODUCTS = ("bf16", "fp8")
 
-#: What FP8 reaches of its peak, beside what bf16 reaches of its own: measured on an H200 (`recorded.gpu_check`), 1,442 of
-#: 1,979 TFLOP/s with a scale for each tensor, where bf16 is known to reach 0.80.
+#: What FP8 reaches of its peak, beside what bf16 reaches of its own: measured on an H200 (`recorded.gpu_check`), 1,442
+#: of 1,979 TFLOP/s with a scale for each tensor, where bf16 is known to reach 0.80.
 _FP8_SHARE = 0.91
 
 #: Kernel -> share of a GPU's peak that it reaches on long sequences, forward and backward together, by architecture.

@@ -25,9 +25,9 @@ def shard_timeline(
     Parameters
     ----------
     lanes : dict of lane, such as "compute" or "all-gather", to list of (label, start, end)
-        Equal labels have equal colours in all lanes, of which there are eight, in turn by start. A label is written into
-        its bar where there is room, or its last word, such as the 3 of "block 3"; up to eight that nowhere have room
-        for the whole are told above.
+        Equal labels have equal colours in all lanes, of which there are eight, in turn by start. A label is written
+        into its bar where there is room, or its last word, such as the 3 of "block 3"; up to eight that nowhere have
+        room for the whole are told above.
     held : list of (when, bytes)
         What is held from then on, in order of time.
     title : str
