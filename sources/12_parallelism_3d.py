@@ -729,7 +729,8 @@ for each in products["products"] + recorded.gpu_check("fp8_products")["products"
     best = planner.best_product("h100", {16: "bf16", 8: "fp8"}[bits])
     seconds = planner.product_seconds(*shape, h200.sms, best, stream, bits / 8)
     found = found["value"] if bits == 16 else found["a scale a tensor"]["value"]
-    rows["{} x {} x {}, {} bits".format(*shape, bits)] = 2 * math.prod(shape) / seconds / 1e12, found
+    rate = 2 * math.prod(shape) / seconds
+    rows["{} x {} x {}, {} bits".format(*shape, bits)] = rate / 1e12, found
 for kernel, name in (("flash2", "flash"), ("flash3", "cudnn")):
     both = recorded.gpu_check("attention")[name]["forward and backward"]
     for length, found in zip(both["at"], both["value"], strict=True):
