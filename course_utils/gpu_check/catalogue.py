@@ -31,7 +31,7 @@ CHECKS: tuple[Check, ...] = (
     _check("attention", "speed:attention", 60, "Causal attention by length: FLOP/s and memory of each kernel."),
     _check("mfu_gpt", "training:mfu_gpt", 75, "Model FLOP/s of two sizes of the course's GPT on one device."),
     _check("train_program", "programs:train", 110, "scripts/train.py under torchrun: losses, MFU, going on."),
-    _check("resume", "programs:resume", 150, "scripts/train.py stopped by SIGTERM goes on with the same losses."),
+    _check("resume", "programs:resume", 120, "scripts/train.py stopped by SIGTERM goes on with the same losses."),
     _check("scripts", "programs:scripts", 110, "The other programs of scripts/ under torchrun."),
     _check("profiler_trace", "profiling:trace", 60, "A trace of the profiler, of training with communication."),
     _check("memory_snapshot", "profiling:memory", 45, "Allocated memory over a training step, from a snapshot."),
