@@ -26,12 +26,17 @@ class TorchFinder:
         import importlib.util  # which a Python that does not import torch need not
 
         sys.meta_path.remove(cls)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, cls)  # who only asks whether there is a torch may import it later
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def exec_module(module: object) -> None:
+            if cls in sys.meta_path:
+                sys.meta_path.remove(cls)
             searches = gc.isenabled()
             gc.disable()
             try:
