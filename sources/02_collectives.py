@@ -824,7 +824,7 @@ before_after(before, after, "all_reduce along tp")
 #
 # After the first each rank holds the sum of its row, and after the second the sum over all ranks. A *hierarchical*
 # all-reduce works like this, first over the fast links inside a node and then over the slow ones between nodes. As
-# written, every rank still sends its whole tensor between nodes; exercise 4 does better.
+# written, every rank still sends its whole tensor between nodes; Exercise 1 of lesson 16 does better.
 #
 # <details><summary>A mesh of shape (2, 4) with names ("dp", "tp"): how many groups are there, and how large?</summary>
 #

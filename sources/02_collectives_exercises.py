@@ -1,19 +1,18 @@
 # %% [markdown]
 # # Exercises 02 · Can you move the data with no byte too many?
 #
-# Seven exercises on [02 collectives](../notebooks/02_collectives.ipynb). In four you write a function that runs on real
-# ranks; in three you work out bytes and seconds on paper and let Python do the arithmetic. All of them take about 110
-# minutes. **If you do only these:** 1, 2 and 5.
+# Six exercises on [02 collectives](../notebooks/02_collectives.ipynb). In three you write a function that runs on
+# real ranks; in three you work out bytes and seconds on paper and let Python do the arithmetic. All of them take
+# about 70 minutes. **If you do only these:** 1, 2 and 4.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
 # | 1 | mean and variance in one all-reduce | 1 of 5 | 10 |
 # | 2 | a ring shift that does not deadlock | 2 of 5 | 15 |
 # | 3 | an all-gather of tensors of different lengths | 3 of 5 | 25 |
-# | 4 | all-reduce on two levels | 5 of 5 | 40 |
-# | 5 | gradients over a network, on paper | 2 of 5 | 5 |
-# | 6 | read a benchmark, on paper | 2 of 5 | 10 |
-# | 7 | shards over NVLink, on paper | 3 of 5 | 5 |
+# | 4 | gradients over a network, on paper | 2 of 5 | 5 |
+# | 5 | read a benchmark, on paper | 2 of 5 | 10 |
+# | 6 | shards over NVLink, on paper | 3 of 5 | 5 |
 #
 # *Follows* on each card names the section of the lesson to look things up in.
 
@@ -39,7 +38,6 @@
 # %% tags=["parameters"]
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from course_utils import expect_error, launch, record
 from course_utils.checks import collectives as check
@@ -272,79 +270,14 @@ check.ragged_all_gather(ragged_all_gather)
 
 # %% [markdown]
 # ---
-# ## Exercise 4 · All-reduce on two levels
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 5 of 5 | 40 | 02, Groups and meshes | between nodes 2(M−1)/M · S/G bytes sent by each rank |
-#
-# M nodes have G GPUs each, and links of two speeds: on an H100 node NVLink carries 450 GB/s each way from every
-# GPU, its network port 50. An all-reduce over all M·G ranks that knows nothing of nodes may send nearly 2·S
-# through a slow link. Build one in which no rank sends more than 1/G of that between nodes. Node 0 has the ranks
-# 0 … G−1, node 1 the next G, and so on.
-#
-# The check adds up, for each rank, the bytes that its calls must send at least (2(N−1)/N · S for an all-reduce of
-# N ranks, (N−1)/N · S for a reduce-scatter or an all-gather), separately for groups inside a node and groups that
-# reach over nodes. Inside a node 2(G−1)/G · S are allowed. Think first, then write: it is seven lines.
-
-
-# %%
-def two_level_all_reduce(x: torch.Tensor, nodes: int, per_node: int) -> torch.Tensor:
-    """Sum of x over all ranks with little traffic between nodes.
-
-    Parameters
-    ----------
-    x : tensor of shape (n,), float32
-        n is a multiple of per_node. Must not be changed.
-    nodes, per_node : int
-        M nodes with G ranks each; the world size is M · G, and rank // per_node is the node.
-
-    Returns
-    -------
-    tensor of shape (n,)
-        The sum, the same on every rank.
-    """
-    ### BEGIN SOLUTION
-    mesh = init_device_mesh(x.device.type, (nodes, per_node), mesh_dim_names=("node", "local"))
-    inside, across = mesh.get_group("local"), mesh.get_group("node")
-    shard, result = x.new_empty(x.numel() // per_node), torch.empty_like(x)
-    dist.reduce_scatter_single(shard, x, group=inside)
-    dist.all_reduce(shard, group=across)
-    dist.all_gather_single(result, shard, group=inside)
-    return result
-    ### END SOLUTION
-
-
-# %%
-check.two_level_all_reduce(two_level_all_reduce)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# All-reduce = reduce-scatter + all-gather. After a reduce-scatter inside the node each rank has 1/G of the node's sum.
-# What is missing, and who has the other part?
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# Local rank 0 of every node holds the first shard, local rank 1 the second, and so on. G all-reduces run side by
-# side, one for each local rank, over M ranks each.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# Reduce-scatter inside the node, all-reduce of the shard across nodes, all-gather inside the node. A mesh of
-# shape `(nodes, per_node)` has both kinds of group.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercises 5 to 7 · On paper
+# ## Exercises 4 to 6 · On paper
 #
 # Work out the formula by hand, then write it as a function of its arguments. The check calls it with the numbers of
 # the text and with others. Answers within 1 % pass. Watch the units: **GB are bytes, Gb are bits**, and in link
 # speeds both count in powers of ten.
 
 # %% [markdown]
-# ## Exercise 5 · Gradients over a network
+# ## Exercise 4 · Gradients over a network
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
@@ -397,7 +330,7 @@ check.gradient_all_reduce_seconds(gradient_all_reduce_seconds)
 # </details>
 
 # %% [markdown]
-# ## Exercise 6 · Read a benchmark
+# ## Exercise 5 · Read a benchmark
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
@@ -455,7 +388,7 @@ check.bandwidths(bandwidths)
 # </details>
 
 # %% [markdown]
-# ## Exercise 7 · Shards over NVLink
+# ## Exercise 6 · Shards over NVLink
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
@@ -501,7 +434,7 @@ check.all_gather_seconds(all_gather_seconds)
 # <details><summary>Hint 3</summary>
 #
 # (N−1) · shard divided by half the figure of the data sheet. With S = N · shard that is (N−1)/N · S: the factor
-# of Exercise 6.
+# of Exercise 5.
 # </details>
 
 # %% [markdown]
@@ -512,5 +445,4 @@ check.all_gather_seconds(all_gather_seconds)
 #   metric.
 # - **A shift without deadlock** (2): the step of ring all-reduce, ring attention and pipelines.
 # - **Ragged gathers** (3): evaluation, detection, and the routing of experts.
-# - **Two levels** (4): sub-groups of a mesh, and hierarchical all-reduce.
-# - **Bytes before seconds** (5–7): the estimate to make before you believe a measurement.
+# - **Bytes before seconds** (4–6): the estimate to make before you believe a measurement.

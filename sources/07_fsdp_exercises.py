@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Exercises 07 · Can you shard a model so that it fits, and cheaply?
 #
-# Six exercises on [07 FSDP](../notebooks/07_fsdp.ipynb). In five you shard, reshard, clip and accumulate; in one you
-# work out what a step sends. All of them take about 155 minutes.
+# Five exercises on [07 FSDP](../notebooks/07_fsdp.ipynb). In four you shard, reshard and clip; in one you work out
+# what a step sends. All of them take about 140 minutes.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
@@ -10,21 +10,20 @@
 # | 2 | a mesh for a two-level cluster | 3 of 5 | 25 |
 # | 3 | a checkpoint for another number of ranks | 4 of 5 | 40 |
 # | 4 | gradient clipping over shards | 3 of 5 | 25 |
-# | 5 | accumulation with the fewest bytes | 2 of 5 | 15 |
-# | 6 | messages and bytes of a step | 3 of 5 | 20 |
+# | 5 | messages and bytes of a step | 3 of 5 | 20 |
 #
-# Each stands alone. *Follows* on each card names the section of the lesson to look things up in; those of 2, 4, 5 and 6
+# Each stands alone. *Follows* on each card names the section of the lesson to look things up in; those of 2, 4 and 5
 # are partly in the lesson's deeper half.
 #
-# **If you do only these:** 1, 3 and 5.
+# **If you do only these:** 1, 3 and 4.
 
 # %% [markdown]
 # **How to work.** Replace the `raise NotImplementedError` line, run the cell, run the check below it. The hints
 # fold open one by one; solutions are in [the solutions notebook](../solutions/07_fsdp_solutions.ipynb).
 #
-# **What a check does.** Exercises 1, 2, 4 and 5 run on real ranks, in float64, and are compared with one process.
+# **What a check does.** Exercises 1, 2 and 4 run on real ranks, in float64, and are compared with one process.
 # Then the check reads each rank's **ledger** of messages: how many all-gathers, over which group, how many bytes.
-# Exercise 1 also measures the peak memory of each rank, tensor by tensor. Exercises 3 and 6 run without ranks, and
+# Exercise 1 also measures the peak memory of each rank, tensor by tensor. Exercises 3 and 5 run without ranks, and
 # are called with several numbers. If the ranks wait for each other, the check stops them within seconds and shows
 # where each one stood. The first checks take some seconds more, until all ranks have imported FSDP2.
 #
@@ -50,7 +49,6 @@
 # %% tags=["parameters"]
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -328,68 +326,7 @@ check.clip_sharded(clip_sharded)
 
 # %% [markdown]
 # ---
-# ## Exercise 5 · Accumulation with the fewest bytes
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 2 of 5 | 15 | 07, Accumulation | each gradient is reduce-scattered once |
-#
-# `model` is sharded with `fully_shard`. Its gradients are reduce-scattered in every backward, unless
-# `model.set_requires_gradient_sync(False)` was called: then they stay whole on each rank and add up there.
-#
-# The loss of some samples is `F.mse_loss(model(x), y)`, a mean. Afterwards the gradients have to be those of one
-# backward over all samples of all ranks.
-
-
-# %%
-def accumulate(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]):
-    """Accumulate the gradient of the mean loss over all samples of all micro-batches and ranks.
-
-    Afterwards every backward synchronises again, as it did before.
-
-    Parameters
-    ----------
-    model : nn.Module
-        Sharded with fully_shard; its gradients are empty.
-    batches : list of (x, y)
-        This rank's micro-batches, at least one. All ranks have the same sizes; the last
-        micro-batch may be smaller than the others.
-    """
-    ### BEGIN SOLUTION
-    samples = sum(len(x) for x, _ in batches)
-    for i, (x, y) in enumerate(batches):
-        model.set_requires_gradient_sync(i == len(batches) - 1)
-        (F.mse_loss(model(x), y) * len(x) / samples).backward()
-    ### END SOLUTION
-
-
-# %%
-check.accumulate(accumulate)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Which micro-batch is the only one whose backward has to send the gradients?
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# The setting stays until it is set again, also for the next call of your function. Set it for every micro-batch.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# `model.set_requires_gradient_sync(i == len(batches) - 1)`, then backward of the loss times `len(x) / samples`.
-# </details>
-# <details><summary>What does it cost?</summary>
-#
-# Memory. Until the last micro-batch each rank holds all gradients whole, not its share. On a model that only fits
-# sharded this may be too much; then one pays for the reduce-scatters. The all-gathers remain, as the parameters are
-# freed after each use. `set_reshard_after_forward(False)`, and `set_reshard_after_backward(False)` until the last
-# micro-batch, would save those too, for whole parameters on every rank.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 6 · Messages and bytes of a step, on paper
+# ## Exercise 5 · Messages and bytes of a step, on paper
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
@@ -401,7 +338,8 @@ check.accumulate(accumulate)
 # root is not; after backward all are.
 #
 # How many all-gathers and reduce-scatters does a rank issue in one step, and how many GB does it send in all? And with
-# 4 micro-batches that accumulate as in Exercise 5? In a collective of S bytes over N ranks, a rank sends (N − 1)/N · S.
+# 4 micro-batches whose gradients are reduced once, in the last backward? In a collective of S bytes over N ranks, a
+# rank sends (N − 1)/N · S.
 #
 # Work out the formula by hand, then write it as a function of its arguments. The check calls it with the numbers of the
 # text and with others. Answers within 0.1 % pass, because gathering the root once is less than 1 % of a step.

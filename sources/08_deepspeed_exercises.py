@@ -13,18 +13,17 @@
 # %% [markdown]
 # # Exercises 08 · What does DeepSpeed do differently, and when do I pick it?
 #
-# Six exercises on [08 DeepSpeed](../notebooks/08_deepspeed.ipynb). Four of them train a small GPT with the real
-# DeepSpeed on real ranks, the first counts bytes, the last asks for decisions. All of them take about 150 minutes.
-# **If you do only these:** 2, 4 and 6.
+# Five exercises on [08 DeepSpeed](../notebooks/08_deepspeed.ipynb). Four of them train a small GPT with the real
+# DeepSpeed on real ranks, the last asks for decisions. All of them take about 125 minutes. **If you do only these:**
+# 1, 3 and 5.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
-# | 1 | the bytes of each stage, with and without offload | 2 of 5 | 25 |
-# | 2 | three configurations that work, out of three that do not | 2 of 5 | 25 |
-# | 3 | one step by the engine, and its messages | 2 of 5 | 25 |
-# | 4 | a function that turns a set-up of FSDP2 into a configuration | 3 of 5 | 35 |
-# | 5 | a checkpoint of 3 ranks that goes on with 2 | 3 of 5 | 25 |
-# | 6 | decisions in five situations | 2 of 5 | 15 |
+# | 1 | three configurations that work, out of three that do not | 2 of 5 | 25 |
+# | 2 | one step by the engine, and its messages | 2 of 5 | 25 |
+# | 3 | a function that turns a set-up of FSDP2 into a configuration | 3 of 5 | 35 |
+# | 4 | a checkpoint of 3 ranks that goes on with 2 | 3 of 5 | 25 |
+# | 5 | decisions in five situations | 2 of 5 | 15 |
 #
 # *Follows* on each card names the section of the lesson to look things up in.
 
@@ -34,7 +33,7 @@
 #
 # **What a check does.** It starts 2 real ranks, on which DeepSpeed trains a GPT of two blocks with what you wrote. Then
 # it compares the losses with those of one process, and reads how many bytes the ranks hold and which messages they
-# sent. Exercises 2 to 5 need DeepSpeed. If it is not installed, their checks say how to get it. Exercises 1 and 6 work
+# sent. Exercises 1 to 4 need DeepSpeed. If it is not installed, their checks say how to get it. The last one works
 # without it.
 
 # %% tags=["parameters"]
@@ -55,83 +54,7 @@ print(missing() or "DeepSpeed is installed")
 
 # %% [markdown]
 # ---
-# ## Exercise 1 · Memory by stage, with offload
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 2 of 5 | 25 | 08, Offload | GB of both places, within 1 % |
-#
-# A model with 7 billion parameters trains on 8 GPUs in bf16 with Adam. How many GB of weights, gradients and
-# optimizer does each rank hold on its GPU, and how many in the memory of the CPU? The model has Ψ parameters:
-#
-# | | bytes | on each rank |
-# |---|---|---|
-# | weights in bf16 | 2Ψ | all of them, at stage 3 a part of 1/N |
-# | gradients in bf16 | 2Ψ | all of them, from stage 2 on a part |
-# | optimizer: weights in fp32 and both of Adam's states | 12Ψ | all of them, from stage 1 on a part |
-#
-# **Offload** moves some of this to the CPU:
-#
-# - `"optimizer"` (stage 2 or 3): the rank's part of the optimizer lies in the CPU's memory, where Adam steps it. The
-#   rank's part of the gradients goes there as well, and is kept in *fp32* (4 bytes). Neither of them stays on the GPU.
-# - `"optimizer and parameters"` (stage 3): the rank's part of the bf16 weights goes there too.
-#
-# Buffers and weights that are gathered for a moment do not count here.
-
-
-# %%
-def model_states(
-    parameters: float, ranks: int, stage: int, offload: str
-) -> tuple[float, float]:
-    """GB (10⁹ bytes) on the GPU of a rank, and GB in the CPU's memory for this rank.
-
-    stage: 0 (every rank holds everything), 1, 2 or 3.
-    offload: "none", "optimizer" or "optimizer and parameters".
-    """
-    ### BEGIN SOLUTION
-    whole = parameters / 1e9
-    part = whole / ranks
-    weights = 2 * (part if stage == 3 else whole)
-    gradients = 2 * (part if stage >= 2 else whole)
-    optimizer = 12 * (part if stage >= 1 else whole)
-    if offload == "none":
-        return weights + gradients + optimizer, 0.0
-    cpu = (4 + 12) * part
-    if offload == "optimizer":
-        return weights, cpu
-    return 0.0, cpu + weights
-    ### END SOLUTION
-
-
-# %%
-check.model_states(model_states)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Compute the size of a part once: the parameters divided by the number of ranks. Then write one line for each row of
-# the table.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# With offload of the optimizer, the CPU has 4 + 12 bytes for each parameter of the part.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# With `"optimizer"` only the weights stay on the GPU: all of them at stage 2, a part at stage 3.
-# </details>
-
-# %% [markdown]
-# Now the same by measurement. Two ranks train a small model with offload. The cell adds up the tensors that DeepSpeed
-# holds after a step, and compares them with what your function says. The checks run on CPU ranks, where all bytes lie
-# in the same memory. Which of them would be on a GPU follows from the configuration; how many they are is measured.
-
-# %%
-print(check.measured(model_states))
-
-# %% [markdown]
-# ---
-# ## Exercise 2 · Mend three configurations
+# ## Exercise 1 · Mend three configurations
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -226,7 +149,7 @@ check.mended(mended)
 
 # %% [markdown]
 # ---
-# ## Exercise 3 · One step by the engine
+# ## Exercise 2 · One step by the engine
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -322,7 +245,7 @@ if not missing():
 
 # %% [markdown]
 # ---
-# ## Exercise 4 · From FSDP2 to DeepSpeed
+# ## Exercise 3 · From FSDP2 to DeepSpeed
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -347,7 +270,7 @@ print(inspect.getsource(check.fsdp2_training))
 # | key of the dictionary | values | in DeepSpeed |
 # |---|---|---|
 # | `micro_batch`, `micro_batches` | numbers | two keys at the top |
-# | `max_norm` | a number, or None for no clipping | one key at the top, with the default that Exercise 2 met |
+# | `max_norm` | a number, or None for no clipping | one key at the top, with the default that Exercise 1 met |
 # | `cpu_offload` | True, False | two keys of `zero_optimization`, and one at the top |
 # | `reshard_after_forward` | True, False | two keys of `zero_optimization` |
 #
@@ -387,7 +310,7 @@ check.to_deepspeed(to_deepspeed)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# FSDP2 always cuts the parameters, so it is stage 3 for every set-up. Think of the threshold of Exercise 2.
+# FSDP2 always cuts the parameters, so it is stage 3 for every set-up. Think of the threshold of Exercise 1.
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -401,7 +324,7 @@ check.to_deepspeed(to_deepspeed)
 
 # %% [markdown]
 # ---
-# ## Exercise 5 · Saved by 3 ranks, loaded by 2
+# ## Exercise 4 · Saved by 3 ranks, loaded by 2
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -459,7 +382,7 @@ check.resume(resume)
 
 # %% [markdown]
 # ---
-# ## Exercise 6 · Five situations
+# ## Exercise 5 · Five situations
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
@@ -527,7 +450,7 @@ check.choices(choices)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# In 3, think of what you counted in Exercise 3. In 4, think of what Exercise 5 needed before it could load.
+# In 3, think of what you counted in Exercise 2. In 4, think of what Exercise 4 needed before it could load.
 # </details>
 # <details><summary>Hint 3</summary>
 #

@@ -1,16 +1,14 @@
 # %% [markdown]
 # # Exercises 13 · Where does a step's time go?
 #
-# Five exercises on [13 profiling](../notebooks/13_profiling.ipynb). Three read traces, one is on paper, and one mends a
-# program. All of them take about 120 minutes. **If you do only these:** 1 and 2.
+# Three exercises on [13 profiling](../notebooks/13_profiling.ipynb). Two read traces, and one mends a program. All of
+# them take about 85 minutes. **If you do only these:** 1 and 2.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
 # | 1 | who came late to each collective | 3 of 5 | 25 |
 # | 2 | exposed communication, by hand | 3 of 5 | 20 |
-# | 3 | MFU out of a log, on paper | 2 of 5 | 15 |
-# | 4 | what changed between two traces | 2 of 5 | 20 |
-# | 5 | a slow program, made fast without changing its numbers | 4 of 5 | 40 |
+# | 3 | a slow program, made fast without changing its numbers | 4 of 5 | 40 |
 #
 # *Follows* on each card names the section of the lesson to look things up in.
 
@@ -134,102 +132,7 @@ check.exposed(exposed)
 
 # %% [markdown]
 # ---
-# ## Exercise 3 · MFU out of a log
-#
-# | difficulty | minutes | follows |
-# |---|---|---|
-# | 2 of 5 | 15 | 13, What to watch: one line a step |
-#
-# A log says how long each step took, in seconds. A step processes `tokens` tokens on all ranks together, and the first
-# `warm_up` steps do not count. A GPU can compute `peak_tflops` · 10¹² FLOP a second. The run recomputes all
-# activations. How many tokens per second does it process over the steps that count, and what is its MFU (model FLOPs
-# utilization)? The numbers of the check are made up.
-
-
-# %%
-def mfu(
-    seconds: tuple[float, ...],
-    warm_up: int,
-    tokens: int,
-    ranks: int,
-    parameters: float,
-    peak_tflops: float,
-) -> tuple[float, float]:
-    """Tokens per second of all ranks together, and MFU as a fraction."""
-    ### BEGIN SOLUTION
-    steady = seconds[warm_up:]
-    rate = tokens * len(steady) / sum(steady)
-    return rate, 6 * parameters * rate / (ranks * peak_tflops * 1e12)
-    ### END SOLUTION
-
-
-# %%
-check.mfu(mfu)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Leave out the warm-up. Tokens per second are all tokens of the other steps by all their seconds.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# A token costs 2 FLOP a parameter in forward and 4 in backward. MFU does not count what is recomputed.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# MFU = 6 · parameters · tokens per second / (ranks · peak in FLOP per second).
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 4 · What changed?
-#
-# | difficulty | minutes | follows |
-# |---|---|---|
-# | 2 of 5 | 20 | 13, Before and after a change |
-#
-# Here are two traces of one program, before and after a change. Times differ in every step, so they are hard to
-# compare. Counts are easier: what a step does more or less often on average is what has changed. The traces may have
-# different numbers of steps, which `trace.steps` lists. An event outside all steps has the `step` None, and does not
-# count.
-
-
-# %%
-def changed(before: Trace, after: Trace) -> dict[str, tuple[float, float]]:
-    """Name to (times per step before, times per step after), where these two differ.
-
-    A time per step: the events of this name in all steps, divided by the number of steps.
-    """
-    ### BEGIN SOLUTION
-    counts = []
-    for trace in (before, after):
-        names = Counter(event.name for event in trace.events if event.step is not None)
-        counts.append({name: count / len(trace.steps) for name, count in names.items()})
-    pairs = {n: (counts[0].get(n, 0), counts[1].get(n, 0)) for n in {*counts[0], *counts[1]}}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    ### END SOLUTION
-
-
-# %%
-check.changed(changed)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# `collections.Counter` counts the events of each name.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# Divide by the number of steps before you compare.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# Go through the names of both traces; a name that one of them lacks has the count 0 there.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 5 · Find seven faults
+# ## Exercise 3 · Find seven faults
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|

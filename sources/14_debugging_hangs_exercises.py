@@ -13,17 +13,15 @@
 # %% [markdown]
 # # Exercises 14 · It hangs. Which rank, which call, why?
 #
-# Five exercises on [14 debugging hangs](../notebooks/14_debugging_hangs.ipynb). One reads a log, two write the code
-# that prevents a hang, and the last two are the clinic. All of them take about 155 minutes.
-# **If you do only these:** 2 and 4.
+# Four exercises on [14 debugging hangs](../notebooks/14_debugging_hangs.ipynb). Two write the code that prevents a
+# hang, and two are the clinic. All of them take about 135 minutes. **If you do only these:** 1 and 3.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
-# | 1 | which rank to look at first, out of a log | 2 of 5 | 20 |
-# | 2 | an all-reduce that compares the calls first | 3 of 5 | 30 |
-# | 3 | a step that all ranks skip, or none | 3 of 5 | 25 |
-# | 4 | diagnoses and cures of patients 1 to 9 | 3 of 5 | 45 |
-# | 5 | the same for patients 10 to 15 | 4 of 5 | 35 |
+# | 1 | an all-reduce that compares the calls first | 3 of 5 | 30 |
+# | 2 | a step that all ranks skip, or none | 3 of 5 | 25 |
+# | 3 | diagnoses and cures of patients 1 to 9 | 3 of 5 | 45 |
+# | 4 | the same for patients 10 to 15 | 4 of 5 | 35 |
 #
 # *Follows* on each card names the section of the lesson to look things up in.
 
@@ -47,62 +45,7 @@ from course_utils.clinic import hangs
 
 # %% [markdown]
 # ---
-# ## Exercise 1 · Who is behind?
-#
-# | difficulty | minutes | follows |
-# |---|---|---|
-# | 2 of 5 | 20 | 14, The flight record |
-#
-# When a collective times out under NCCL, each rank that waits writes the number and the operation of the call in which
-# it waits. Say which ranks to look at first, for a group of all ranks:
-#
-# - the ranks with the lowest number, if the numbers differ;
-# - if the numbers are equal, the ranks whose operation is not that of the majority;
-# - if all that write wait in the same call, the ranks that have written nothing;
-# - nobody, if all ranks wait in the same call, or no rank has written.
-
-
-# %%
-def who_is_behind(waiting: dict[int, tuple[int, str]], world_size: int) -> list[int]:
-    """Ranks to look at first, in ascending order.
-
-    waiting: of each rank that has written, number and operation: {0: (412, "ALLREDUCE")}.
-    """
-    ### BEGIN SOLUTION
-    if not waiting:
-        return []
-    calls = set(waiting.values())
-    if len(calls) == 1:
-        return [rank for rank in range(world_size) if rank not in waiting]
-    numbers = {number for number, _ in calls}
-    if len(numbers) > 1:
-        return sorted(rank for rank, (number, _) in waiting.items() if number == min(numbers))
-    names = Counter(name for _, name in waiting.values())
-    usual = names.most_common(1)[0][0]
-    return sorted(rank for rank, (_, name) in waiting.items() if name != usual)
-    ### END SOLUTION
-
-
-# %%
-check.who_is_behind(who_is_behind)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Put the calls, pairs of number and operation, into a set. How many different calls are there?
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# With one call, those who wait have done nothing wrong. Which ranks are not in `waiting`?
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# With several calls, look at the numbers first. Only where all are equal, count the operations.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercise 2 · An all-reduce that compares first
+# ## Exercise 1 · An all-reduce that compares first
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -157,7 +100,7 @@ check.checked_all_reduce(checked_all_reduce)
 
 # %% [markdown]
 # ---
-# ## Exercise 3 · All skip, or none
+# ## Exercise 2 · All skip, or none
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -215,7 +158,7 @@ check.skip_together(skip_together)
 
 # %% [markdown]
 # ---
-# ## Exercise 4 · The clinic
+# ## Exercise 3 · The clinic
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
@@ -299,7 +242,7 @@ check.diagnoses_and_cures(diagnoses_and_cures)
 
 # %% [markdown]
 # ---
-# ## Exercise 5 · The second ward
+# ## Exercise 4 · The second ward
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|

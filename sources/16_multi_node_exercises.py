@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Exercises 16 · How do I leave this machine: torchrun, elastic, Slurm?
 #
-# Seven exercises on [16 Multi node](../notebooks/16_multi_node.ipynb). Five run on emulated hosts, on real ranks
-# and in Slurm; two are on paper. All of them take about 170 minutes. **If you do only these:** 2, 3 and 4.
+# Five exercises on [16 Multi node](../notebooks/16_multi_node.ipynb). Four run on emulated hosts, on real ranks and
+# in Slurm; one is on paper. All of them take about 125 minutes. **If you do only these:** 2, 3 and 4.
 #
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
@@ -10,9 +10,7 @@
 # | 2 | a rendezvous, mended | 2 of 5 | 20 |
 # | 3 | causes and cures of eight sick networks | 3 of 5 | 30 |
 # | 4 | a job that loses no step when it is preempted | 3 of 5 | 30 |
-# | 5 | a checkpoint folder that two worlds share | 3 of 5 | 30 |
-# | 6 | how often to checkpoint, on paper | 2 of 5 | 15 |
-# | 7 | price and clean-up, on paper | 2 of 5 | 15 |
+# | 5 | how often to checkpoint, on paper | 2 of 5 | 15 |
 #
 # *Follows* on each card names the section of the lesson to look things up in.
 
@@ -25,7 +23,7 @@
 # has left the host. In 2 it notes what each rank tells `init_process_group`, and then lets them meet. Where hosts
 # cannot be emulated, the check says what it did not try. If the ranks wait for each other, it stops them within
 # seconds and shows where each one stood. In 3 it runs each patient with your cure, in 4 your script in Slurm (where
-# that is installed), and in 5 two worlds of processes, of which one is stopped at each moment that could matter.
+# that is installed).
 
 # %% tags=["parameters"]
 import math
@@ -45,7 +43,6 @@ from course_utils.clinic import network
 
 WORLD_SIZE = 4  # ranks of the demonstrations, on two hosts; the checks choose their own
 LINK = "100mbit"  # of the demonstrations
-PRICES = check.PRICES  # assumed, in dollars (Exercise 7)
 
 # %% [markdown]
 # ---
@@ -481,10 +478,11 @@ check.job_script(job_script)
 # </details>
 # <details><summary>What is missing for real work?</summary>
 #
-# A save over the last one leaves nothing whole if SIGKILL comes in the middle: write to a new name and rename, as in
-# Exercise 5. And `--signal` is about the time limit. At a preemption Slurm sends SIGTERM itself, and SIGKILL after
-# `GraceTime`, which is 0 unless the partition sets it, and `KillWait`, 30 s by default. When `GraceTime` is over, the
-# job script gets SIGTERM as well and cannot requeue the job any more: Slurm has to, by `PreemptMode=REQUEUE`.
+# A save over the last one leaves nothing whole if SIGKILL comes in the middle: write to a new name and rename, as
+# `scripts/train.py` does. And `--signal` is about the time limit. At a preemption Slurm sends SIGTERM itself, and
+# SIGKILL after `GraceTime`, which is 0 unless the partition sets it, and `KillWait`, 30 s by default. When `GraceTime`
+# is over, the job script gets SIGTERM as well and cannot requeue the job any more: Slurm has to, by
+# `PreemptMode=REQUEUE`.
 # </details>
 # <details><summary>Why not torchrun?</summary>
 #
@@ -495,106 +493,7 @@ check.job_script(job_script)
 
 # %% [markdown]
 # ---
-# ## Exercise 5 · Two worlds, one checkpoint folder
-#
-# | difficulty | minutes | follows | target |
-# |---|---|---|---|
-# | 3 of 5 | 30 | 16, A host that is told to leave | at no moment can an older world change what a newer one finds |
-#
-# After a split brain, or when a job starts again while a host of its first run hangs, two worlds of ranks write to
-# the same folder. Neither knows of the other. The cure is called **fencing**: each world takes a number when it
-# starts, larger than all numbers before. The world with the largest number is right, and an older one has to stop
-# when it tries to save.
-#
-# This is hard because a world can stand still at any moment (a host that swaps, a disk that does not answer) and go
-# on minutes later as if nothing had happened. *Am I still the newest?* may have a true answer that is false by the
-# time you act on it. Locks do not help, because a world that stands still keeps its lock. Clocks do not help, because
-# those of two hosts differ. Process ids and host names do not help, because containers share them. What helps is that
-# a file system does some things as a whole or not at all: it creates what must not exist yet (`mkdir`, `open(…,
-# "x")`), and it renames.
-#
-# `open_store(folder)` returns two functions for this world:
-#
-# - `save(step, state)`: `state` is bytes. When it returns, `load` finds this step, also in later worlds. It raises
-#   RuntimeError if a newer world has started, even if that one has not saved yet.
-# - `load() -> (step, state)`, as the newest world that has saved anything saved it last; None if there is nothing.
-#   Never a part of a state.
-#
-# No locks, because a world that hangs must not hold up others. The folder exists, and is empty for the first world.
-#
-# Rank 0 of each world calls `open_store` once. The check runs worlds as processes of their own. It stops the older
-# one before each of its file operations in turn, lets a newer world start and save meanwhile, and then lets the older
-# one go on. It also starts worlds at the same time, and kills them at each operation and in the middle of a write.
-
-
-# %%
-def open_store(folder: Path):
-    """A new world of ranks starts: return its functions save and load, as described above."""
-    ### BEGIN SOLUTION
-    def newest():
-        return max((int(path.suffix[1:]) for path in folder.glob("world.*")), default=0)
-    world = newest() + 1
-    while True:
-        try:
-            (folder / f"world.{world}").touch(exist_ok=False)
-            break
-        except FileExistsError:
-            world += 1
-    def save(step, state):
-        partial = folder / f"{world:06}-{step:09}.partial"
-        partial.write_bytes(state)
-        if newest() > world:
-            raise RuntimeError(f"world {world} is no longer the newest one: it stops")
-        partial.rename(partial.with_suffix(".saved"))
-    def load():
-        saved = sorted(folder.glob("*.saved"))
-        if not saved:
-            return None
-        return int(saved[-1].stem[-9:]), saved[-1].read_bytes()
-    return save, load
-    ### END SOLUTION
-
-
-# %%
-check.open_store(open_store)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# A number is taken by creating a file (or folder) with this number in its name, in a way that fails if it is there
-# already. Whoever fails tries the next number.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# A test before the write cannot be enough: between the two a newer world can start and save. So make the late write
-# harmless. Put the world's number into the *name* of what it saves, and let `load` look at this number first, and at
-# the step only among checkpoints of one world.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# Write the state under a name that `load` does not look for, then `rename` it: it is there as a whole or not at all.
-# Between the two, look whether a newer world has started, and raise RuntimeError if so.
-# </details>
-# <details><summary>What is missing for real work?</summary>
-#
-# Three things. A power cut may lose what the system has not written to the disk yet: `os.fsync` the file before the
-# rename, and the folder after it. Old checkpoints have to be removed, but only by the newest world, and only those
-# before its own. And most object storage has no rename: there, conditional writes (`If-None-Match` in S3) do what
-# `open(…, "x")` does here.
-#
-# `scripts/train.py` has the short version: rank 0 writes a random number to `world` when it starts, and looks for it
-# before each rename. The gap between the two remains. What falls into it is a whole checkpoint of the same run.
-# </details>
-
-# %% [markdown]
-# ---
-# ## Exercises 6 and 7 · On paper
-#
-# Work out the formula by hand, then write it as a function of its arguments. The check calls it with the numbers of
-# the text and with others.
-
-# %% [markdown]
-# ## Exercise 6 · How often to checkpoint
+# ## Exercise 5 · How often to checkpoint, on paper
 #
 # | difficulty | minutes | follows |
 # |---|---|---|
@@ -665,101 +564,3 @@ for hosts, save in ((16, 2), (2048, 2), (2048, 0.1)):
 # What is lost is √(2 · save/M) + restart/M. The first part grows with the root of the number of hosts, the second in
 # proportion to it. On 2,048 hosts the save in the background brings the first part from 14.7 to 3.3 %; 5.4 % are the
 # restart's.
-
-# %% [markdown]
-# ---
-# ## Exercise 7 · Price and clean-up
-#
-# | difficulty | minutes | follows |
-# |---|---|---|
-# | 2 of 5 | 15 | 16, What it costs, and cleaning up |
-#
-# A run needed 120 useful hours on two spot hosts of eight GPUs. Each was taken away twice a day, so by Exercise 6
-# `checkpoint_plan(2, 0.5, 2, 10)` 13.3 % of all hours were lost. The run is over. What has it cost, and what will the
-# next month cost if nobody cleans up? The prices are *assumed*; look up your own.
-#
-# | it costs | while | dollars |
-# |---|---|---|
-# | a GPU | its host runs, busy or idle, or is reserved; not while it is stopped or deleted | 2.50 an hour, spot 1.00 |
-# | a disk | it exists, attached or detached, also that of a stopped host | 0.10 for a GB and month |
-# | a bucket | it exists | 0.02 for a GB and month |
-# | a public address | it is held, in use or unused, until it is released | 0.005 an hour |
-# | a download | once | 0.09 for a GB |
-#
-# A month has 730 hours. GPUs that are left cost the full price: nobody takes them away.
-
-# %%
-print(*PRICES.items(), sep="\n")
-left = [
-    ("GPUs", "idle", 8),  # a host that somebody logged in to; 8 GPUs
-    ("GPUs", "stopped", 8),
-    ("disk", "attached", 2000),  # GB, of both of these hosts
-    ("disk", "detached", 4000),
-    ("disk", "deleted", 3000),
-    ("bucket", "kept", 5000),  # GB of checkpoints
-    ("address", "unused", 20),  # from an earlier experiment
-    ("download", "planned", 1000),  # GB of these checkpoints, to your own disks
-]
-
-
-# %%
-def bill(gpus: int, useful_hours: float, lost: float, spot: bool, left: list) -> tuple:
-    """Dollars that the run has cost, and dollars that the next month will cost.
-
-    The run takes `useful_hours` if nothing is lost; `lost` is the per cent of all hours paid in
-    which no progress was made. `left` has (what, state, amount) of what is there afterwards:
-    GPUs idle, reserved, stopped, deleted; GB of disk attached, detached, deleted; GB of bucket
-    kept, deleted; addresses in use, unused, released; GB of download planned.
-    """
-    ### BEGIN SOLUTION
-    gpu_hours = gpus * useful_hours / (1 - lost / 100)
-    month = PRICES["hours of a month"]
-    price = {
-        "GPUs": month * PRICES["GPU hour"],
-        "disk": PRICES["GB-month of disk"],
-        "bucket": PRICES["GB-month of bucket"],
-        "address": month * PRICES["address hour"],
-        "download": PRICES["GB downloaded"],
-    }
-    free = {("GPUs", "stopped"), ("address", "released")}
-    after = 0
-    for what, state, amount in left:
-        if state != "deleted" and (what, state) not in free:
-            after += amount * price[what]
-    return gpu_hours * PRICES["spot GPU hour" if spot else "GPU hour"], after
-    ### END SOLUTION
-
-
-# %%
-check.bill(bill)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# 120 useful hours are 86.7 % of the hours paid.
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# For each thing that is left: does it cost in this state, what is the price of one for a month, and how many are there?
-# GPUs and addresses have prices for an hour.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# Only these cost nothing: GPUs of a stopped host, a released address, and whatever is deleted.
-# </details>
-
-# %% [markdown]
-# When your function passes, see what it is that costs.
-
-# %%
-run, after = bill(16, 120, 13.3, True, left)
-print(f"dollars: {run:,.0f} for the run, {after:,.0f} for the month after it")
-for what, state, amount in left:
-    _, dollars = bill(16, 120, 13.3, True, [(what, state, amount)])
-    print(f"{amount:>5} {what:<8} {state:<8} {dollars:>9,.2f}")
-
-# %% [markdown]
-# One forgotten host costs more than six times the run. A stopped one costs no GPUs, but its disk goes on costing, and
-# so does the disk that a deleted host has left behind. So clean-up is part of a job: delete what is not needed rather
-# than stop it, list disks and addresses that nothing uses, let buckets delete old checkpoints by a rule, and give back
-# reservations.

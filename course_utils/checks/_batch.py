@@ -54,6 +54,11 @@ class Directives:
         return name, "B" in (form[1] or "")
 
     @property
+    def notice(self) -> int:
+        """Seconds from the signal to the end of the time limit; 60 where the directive does not say."""
+        return int(self.options.get("signal", "").partition("@")[2] or 60)
+
+    @property
     def tasks(self) -> tuple[int, int]:
         """Hosts, and tasks on each; 1 where nothing is said."""
         return shape_of(self.options)

@@ -145,18 +145,14 @@ def fsdp2_training(model: nn.Module, words: Tensor, setup: dict) -> list[float]:
 
 
 def held(engine: Any) -> dict[str, int]:
-    """Bytes on this rank between two steps: parameters that are whole, shards of parameters, and of the optimizer
-    its states, its own copy of the weights and the gradients that this copy has."""
-    weights, outer = list(engine.module.parameters()), engine.optimizer
-    inner = getattr(outer, "optimizer", outer)
-    masters = getattr(outer, "fp32_partitioned_groups_flat", None)
-    masters = masters or [p for group in inner.param_groups for p in group["params"]]
+    """Bytes on this rank between two steps: whole parameters, shards of parameters, and states of the optimizer."""
+    weights = list(engine.module.parameters())
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     states = [t for state in inner.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()]
     return {
         "whole": sum(p.nbytes for p in weights),
         "shards": sum(p.ds_tensor.nbytes for p in weights if hasattr(p, "ds_tensor")),
-        "states": sum(t.nbytes for t in states), "masters": sum(t.nbytes for t in masters),
-        "gradients": sum(t.grad.nbytes for t in masters if t.grad is not None),
+        "states": sum(t.nbytes for t in states),
     }
 
 

@@ -6,18 +6,16 @@ and raises :class:`CheckFailed` with a hint if not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 
 from ..costs import busbw_factor, bytes_sent
-from . import TIMEOUT, Exercise, Outcome, checked, load_hints, paper_problem, sent, values
-from .traffic import by_node, calls
+from . import TIMEOUT, Exercise, Outcome, checked, load_hints, paper_problem, values
 
 __all__ = [
     "HINTS", "all_gather_seconds", "bandwidths", "gradient_all_reduce_seconds", "mean_and_variance",
-    "ragged_all_gather", "ring_shift", "two_level_all_reduce",
+    "ragged_all_gather", "ring_shift",
 ]
 
 HINTS = load_hints("collectives")
@@ -157,52 +155,11 @@ def _ragged_all_gather(exercise: Exercise, data: list[torch.Tensor], outcomes: l
         exercise.keeps_input(rank, outcome)
 
 
-# ------------------------------------------------------------------------------------------------ two levels
-
-
-@checked
-def two_level_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, nodes, per_node) -> sum over ranks``, of shape (n,): a rank sends 2(M-1)/M · S/G between nodes."""
-    exercise = Exercise("Exercise 4", HINTS["two_level_all_reduce"], timeout)
-    for nodes, per_node, n in ((2, 2, 12), (2, 3, 12), (3, 2, 12), (2, 3, 9), (3, 2, 10)):
-        data = [values(n, seed=300 + rank) for rank in range(nodes * per_node)]
-        fallback = "uneven" if n % (nodes * per_node) else None
-        case = f"{nodes} nodes of {per_node}, {n} numbers"
-        outcomes = exercise.run(fn, data, nodes, per_node, case=case, fallback=fallback)
-        _two_level_all_reduce(exercise, data, nodes, per_node, outcomes)
-    exercise.passed("2(M-1)/M · S/G bytes per rank between nodes.")
-
-
-def _two_level_all_reduce(
-    exercise: Exercise, data: list[torch.Tensor], nodes: int, per_node: int, outcomes: list[Outcome]
-) -> None:
-    n, total, size = len(data), sum(data), data[0].nbytes
-    padded = math.ceil(total.numel() / per_node / nodes) * nodes * total.element_size()  # a shard cut for all nodes
-    light, inside_limit = (bytes_sent("all_reduce", per_node, s) for s in (size / nodes + 1, size))
-    across_limits = bytes_sent("all_gather", nodes, size / per_node), bytes_sent("all_reduce", nodes, padded)
-    traffic = [by_node(outcome.ledger, rank, per_node) for rank, outcome in enumerate(outcomes)]
-    for rank, outcome in exercise.each(outcomes):
-        exercise.communicates(rank, outcome, n)
-        first = rank // per_node * per_node
-        traps = {"one-level": sum(data[first : first + per_node]), "counted-twice": [per_node * total, nodes * total]}
-        exercise.equal(rank, outcome.result, total, traps)
-        flat = {entry.op for entry in calls(outcome.ledger) if entry.is_collective and len(entry.ranks) == n}
-        exercise.require(not flat, "flat", f"{' and '.join(sorted(flat))} over all {n} ranks.")
-        exercise.keeps_input(rank, outcome)
-    idle = 0 < sum(sent(across) > 0 for _, across in traffic) < n
-    for _, (inside, across) in exercise.each(traffic):
-        key = "leaders" if idle else "axis" if sent(inside) <= light else "whole-tensor-across"
-        nothing = "leaders" if idle else "too-few-bytes"
-        keys = {"too-many-bytes": key, "too-few-bytes": nothing, "not-distributed": nothing}
-        exercise.audit(across, sent=across_limits, where="between nodes ", keys=keys)
-        exercise.audit(inside, sent=(inside_limit / 2, inside_limit), where="inside the node ")
-
-
 # ------------------------------------------------------------------------------------------------ paper problems
 
 
 @paper_problem(
-    "Exercise 5",
+    "Exercise 4",
     cases=[(7e9, 2, 16, 400), (70e9, 2, 64, 800), (1e9, 4, 2, 100)],
     slips={
         "gigabits": ["/ 8  ->  ", "/ 8  ->  * 8"],
@@ -222,7 +179,7 @@ def gradient_all_reduce_seconds(parameters, bytes_per_parameter, ranks, link_gig
 
 
 @paper_problem(
-    "Exercise 6",
+    "Exercise 5",
     cases=[
         ("all_reduce", 8, 2**30, 8203.9e-6), ("all_reduce", 2, 2**20, 1e-4), ("all_gather", 4, 2**24, 1e-3),
         ("reduce_scatter", 8, 2**24, 1e-3), ("all_to_all", 3, 2**24, 1e-3), ("broadcast", 8, 2**24, 1e-3),
@@ -250,7 +207,7 @@ def bandwidths(op, ranks, size, seconds):
 
 
 @paper_problem(
-    "Exercise 7",
+    "Exercise 6",
     cases=[(2e9, 8, 900), (1e9, 4, 600), (5e8, 16, 1800)],
     slips={
         "directions": "both_directions / 2  ->  both_directions",

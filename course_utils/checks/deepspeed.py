@@ -1,7 +1,7 @@
 """Checks of the exercises on DeepSpeed: a small GPT is trained with the real library on ranks, and what it did is read.
 
 Each takes the learner's function; it prints one line if that passes, and raises :class:`CheckFailed` with a hint if
-not. Where DeepSpeed is not installed, those that need it say how to get it; the two on paper work all the same.
+not. Where DeepSpeed is not installed, those that need it say how to get it; the one on paper works all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..deepspeed_tools import missing
-from . import BACKEND, CheckFailed, Exercise, checked, load_hints, number, paper_problem, show
+from . import BACKEND, CheckFailed, Exercise, checked, load_hints, number, show
 from ._engines import (
     SAMPLES,
     STEPS,
@@ -38,12 +38,10 @@ from ._engines import (
 )
 
 __all__ = [
-    "HINTS", "choices", "fsdp2_training", "measured", "mended", "model_states", "resume", "to_deepspeed", "train_step",
-    "tried",
+    "HINTS", "choices", "fsdp2_training", "mended", "resume", "to_deepspeed", "train_step", "tried",
 ]
 
 HINTS = load_hints("deepspeed")
-_CPU = {"device": "cpu", "pin_memory": False}
 
 
 def _exercise(title: str, name: str, **options: Any) -> Exercise:
@@ -51,92 +49,6 @@ def _exercise(title: str, name: str, **options: Any) -> Exercise:
     if sentence := missing():
         raise CheckFailed(f"{title}: {sentence}", "missing")
     return Exercise(title, HINTS[name], 20, **options)
-
-
-# ------------------------------------------------------------------------------------------------ memory by stage
-
-_PLACES = ("none", "optimizer", "optimizer and parameters")
-
-
-def _offered(parameters: float, ranks: int, stage: int, offload: str) -> bool:
-    """Whether the offload is one that the text allows at this stage."""
-    return stage >= (0, 2, 3)[_PLACES.index(offload)]
-
-
-@paper_problem(
-    "Exercise 1",
-    cases=[
-        (7e9, 8, 0, "none"), (7e9, 8, 1, "none"), (7e9, 8, 2, "none"), (7e9, 8, 3, "none"),
-        (7e9, 8, 2, "optimizer"), (13e9, 4, 3, "optimizer"), (70e9, 64, 3, "optimizer and parameters"),
-    ],
-    slips={
-        "master": "12 * (part if stage >= 1 else whole)  ->  8 * (part if stage >= 1 else whole)",
-        "stages": [
-            "weights = 2 * (part if stage == 3  ->  weights = 2 * (part if stage >= 2",
-            "gradients = 2 * (part if stage >= 2  ->  gradients = 2 * (part if stage == 3",
-        ],
-        "not-divided": "cpu = 16 * part  ->  cpu = 16 * whole",
-        "gradients-too": "cpu = 16 * part  ->  cpu = 12 * part",
-        "both-places": "return weights, cpu  ->  return weights + gradients, cpu",
-        "weights-stay": "return 0.0, cpu + weights  ->  return weights, cpu",
-        "weights-lost": "return 0.0, cpu + weights  ->  return 0.0, cpu",
-    },
-    hints=HINTS["model_states"],
-    units=("GB on the GPU", "GB on the CPU"),
-    allowed=_offered,
-)
-def model_states(parameters: float, ranks: int, stage: int, offload: str) -> tuple[float, float]:
-    """Check ``fn(parameters, ranks, stage, offload) -> (gpu, cpu)``, GB of model states in bf16 with Adam."""
-    whole = parameters / 1e9
-    part = whole / ranks
-    weights = 2 * (part if stage == 3 else whole)
-    gradients = 2 * (part if stage >= 2 else whole)
-    optimizer = 12 * (part if stage >= 1 else whole)
-    cpu = 16 * part
-    if offload == "none":
-        return weights + gradients + optimizer, 0.0
-    if offload == "optimizer":
-        return weights, cpu
-    return 0.0, cpu + weights
-
-
-def _offload(stage: int, place: str) -> dict[str, Any]:
-    """The configuration of a run in bf16 with offload."""
-    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": _CPU, "reduce_bucket_size": 10**6}
-    if stage == 3:
-        zero |= {"stage3_param_persistence_threshold": 0}
-    if place == _PLACES[2]:
-        zero |= {"offload_param": _CPU}
-    return {
-        "train_micro_batch_size_per_gpu": SAMPLES // 2, "gradient_clipping": 0.0, "bf16": {"enabled": True},
-        "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero,
-    }
-
-
-def _offloaded(words: Tensor, runs: list[tuple[int, str]]) -> list[dict[str, int]]:
-    found = []
-    for stage, place in runs:
-        engine = make_engine(_offload(stage, place))
-        train(engine, words[:1], SAMPLES // 2)
-        found.append(held(engine))
-    return found
-
-
-def measured(answer: Callable) -> str:
-    """Train with offload on 2 ranks, and say which bytes DeepSpeed keeps; refuse another ``answer`` to Exercise 1."""
-    exercise = _exercise("Exercise 1", "model_states")
-    runs = [(2, _PLACES[1]), (3, _PLACES[1]), (3, _PLACES[2])]
-    answers = [exercise.call(answer, model_size(), 2, *run) for run in runs]
-    rows = exercise.run(_offloaded, by_rank(words_of(steps=1), 2), runs)[0].result
-    lines = [f"{model_size():,} parameters in bf16 on 2 ranks; bytes on each rank:"]
-    for (stage, place), said, row in zip(runs, answers, rows, strict=True):
-        weights, optimizer = row["whole"] + row["shards"], row["masters"] + row["states"] + row["gradients"]
-        right = [0, optimizer + weights] if place == _PLACES[2] else [weights, optimizer]
-        lines.append(f"  stage {stage}, {place + ':':<25} {right[0]:>7,} for the GPU, {right[1]:>7,} for the CPU")
-        exercise.case = f"stage {stage}, offload of {place}"
-        if [round(1e9 * gb) for gb in said] != right:
-            exercise.differs("value", "DeepSpeed holds other bytes.", right, [f"{1e9 * gb:.0f}" for gb in said])
-    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------------------ mended configurations
@@ -161,8 +73,8 @@ def _try(words: Tensor, configs: dict[str, dict]) -> dict[str, dict]:
 
 
 def tried(configs: dict[str, dict]) -> str:
-    """Say what DeepSpeed makes of configurations for Exercise 2, on 2 ranks."""
-    outcomes = _exercise("Exercise 2", "mended").run(_try, by_rank(words_of(), 2), configs)
+    """Say what DeepSpeed makes of configurations for Exercise 1, on 2 ranks."""
+    outcomes = _exercise("Exercise 1", "mended").run(_try, by_rank(words_of(), 2), configs)
     lines = [f"one process: losses {shown(losses_of_one())}"]
     for name, got in outcomes[0].result.items():
         if got["refused"]:
@@ -177,7 +89,7 @@ def tried(configs: dict[str, dict]) -> str:
 @checked
 def mended(fn: Callable) -> None:
     """Check ``fn() -> {"A": config, "B": config, "C": config}``, each of which trains as its order says."""
-    exercise = _exercise("Exercise 2", "mended")
+    exercise = _exercise("Exercise 1", "mended")
     configs = exercise.call(fn)
     form = isinstance(configs, dict) and set(configs) == set(_ORDERS)
     form = form and all(isinstance(config, dict) for config in configs.values())
@@ -186,7 +98,7 @@ def mended(fn: Callable) -> None:
     for name, order in _ORDERS.items():
         exercise.case = f"configuration {name}, {order[2]}"
         _ordered(exercise, [result[name] for result in results], *order[:2])
-    print("Exercise 2 passed: all three train on 2 ranks, losses are those of one process, states are shared.")
+    print("Exercise 1 passed: all three train on 2 ranks, losses are those of one process, states are shared.")
 
 
 def _ordered(exercise: Exercise, results: list[dict], stage: int, micro: int) -> None:
@@ -233,7 +145,7 @@ def _stepped(words: Tensor, fn: Callable, count: int) -> list[dict]:
 @checked
 def train_step(fn: Callable) -> None:
     """Check ``fn(engine, micro_batches) -> (mean loss, {operation: calls})``, one optimizer step at stage 2."""
-    exercise = _exercise("Exercise 3", "train_step")
+    exercise = _exercise("Exercise 2", "train_step")
     for count in (1, 4):
         case = f"{count} micro-batch{'es' * (count > 1)} a step"
         outcomes = exercise.run(_stepped, by_rank(words_of(), 2), fn, count, case=case)
@@ -246,7 +158,7 @@ def train_step(fn: Callable) -> None:
             key = "scaled-loss" if near([count * loss for loss in losses], losses_of_one()) else "losses"
             key = "divided" if small else key
             exercise.differs(key, "the losses are not those of one process.", shown(losses_of_one()), shown(losses))
-    print("Exercise 3 passed: the losses of one process; a reduction per micro-batch, and one all-gather.")
+    print("Exercise 2 passed: the losses of one process; a reduction per micro-batch, and one all-gather.")
 
 
 def _one_step(exercise: Exercise, done: dict, step: int, count: int) -> None:
@@ -330,7 +242,7 @@ def _gathered(ledger: Any) -> int:
 @checked
 def to_deepspeed(fn: Callable) -> None:
     """Check ``fn(setup) -> config``: what DeepSpeed does with it is what FSDP2 does with the set-up."""
-    exercise = _exercise("Exercise 4", "to_deepspeed")
+    exercise = _exercise("Exercise 3", "to_deepspeed")
     configs = []
     for exercise.case, setup in _SETUPS.items():
         configs.append(exercise.call(fn, dict(setup)))
@@ -340,7 +252,7 @@ def to_deepspeed(fn: Callable) -> None:
         exercise.case = f"set-up: {name}"
         both = ([row[place] for row in rows] for rows in (_fsdp2(), [outcome.result for outcome in outcomes]))
         _translated(exercise, *both, setup)
-    print("Exercise 4 passed: three set-ups, each with FSDP2's losses, bytes of parameters and gathers.")
+    print("Exercise 3 passed: three set-ups, each with FSDP2's losses, bytes of parameters and gathers.")
 
 
 def _translated(exercise: Exercise, by_fsdp2: list[dict], by_deepspeed: list[dict], setup: dict) -> None:
@@ -426,7 +338,7 @@ def _resumed(words: Tensor, fn: Callable, folder: str) -> dict[str, Any]:
 def resume(fn: Callable) -> None:
     """Check ``fn(make_engine, convert, config, folder, tag) -> engine``: 3 ranks' checkpoint goes on with 2."""
     refused = {"DP world size": "refused", "world_size": "refused"}
-    exercise = _exercise("Exercise 5", "resume", explained=refused)
+    exercise = _exercise("Exercise 4", "resume", explained=refused)
     files, saved = _checkpoint()
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
@@ -442,7 +354,7 @@ def resume(fn: Callable) -> None:
     losses, right = mean([outcome.result["losses"] for outcome in outcomes]), losses_of_one(6)[_SAVED:]
     if not near(losses, right):
         exercise.differs("losses", "the losses after it are not those of one process.", shown(right), shown(losses))
-    print("Exercise 5 passed: 2 ranks go on with the weights and the states of Adam that 3 ranks saved.")
+    print("Exercise 4 passed: 2 ranks go on with the weights and the states of Adam that 3 ranks saved.")
 
 
 def _same_values(exercise: Exercise, got: dict[str, tuple], saved: dict[str, tuple]) -> None:
@@ -461,11 +373,11 @@ _CHOICES = {1: "b", 2: "b", 3: "a", 4: "c", 5: "a"}
 @checked
 def choices(fn: Callable) -> None:
     """Check ``fn() -> {situation: letter}``."""
-    exercise = Exercise("Exercise 6", HINTS["choices"])
+    exercise = Exercise("Exercise 5", HINTS["choices"])
     got = exercise.call(fn)
     form = isinstance(got, dict) and set(got) == set(_CHOICES) and all(one in list("abcd") for one in got.values())
     exercise.require(form, "form", f"the function returned {str(got)[:80]}.")
     for situation, right in _CHOICES.items():
         exercise.case = f"situation {situation}"
         exercise.require(got[situation] == right, f"{situation}-{got[situation]}", f"not {got[situation]}.")
-    print("Exercise 6 passed: five situations, five choices, each for its reason.")
+    print("Exercise 5 passed: five situations, five choices, each for its reason.")

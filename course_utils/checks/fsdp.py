@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, SupportsIndex
@@ -17,25 +16,10 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from ..costs import bytes_sent
 from . import TIMEOUT, Exercise, Outcome, checked, crosses, load_hints, number, paper_problem, sent, show
-from .training import (
-    ROUNDS,
-    Passes,
-    average,
-    batches_of,
-    compare,
-    difference,
-    exact,
-    loss_gradient,
-    regression_net,
-    sample_table,
-    weighted_sum,
-)
+from .training import difference, exact
 
-__all__ = [
-    "HINTS", "accumulate", "clip_sharded", "fewest_internode_bytes", "fsdp_traffic", "reshard", "wrap_under_target",
-]
+__all__ = ["HINTS", "clip_sharded", "fewest_internode_bytes", "fsdp_traffic", "reshard", "wrap_under_target"]
 
 HINTS = load_hints("fsdp")
 
@@ -475,104 +459,11 @@ def _clipped(exercise: Exercise, n: int, got: dict, sharded: list, replicated: l
     exercise.refuse(next((key for key, holds in causes if holds), "value"), what)
 
 
-# ------------------------------------------------------------------------------------------------ accumulation
-
-UNITS = 2  # of the net that accumulates
-SLACK = 64  # bytes that an answer may send beside the gradient, such as a number of samples
-
-
-def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> dict:
-    """Two rounds of one rank, each with its own half of the table, and a plain backward afterwards.
-
-    The first layer is a unit, the last one is in the root.
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    from course_utils import record
-
-    net, rounds = regression_net(), []
-    fully_shard(net[0])
-    fully_shard(net)
-    passes = Passes(net)
-    for half in table.chunk(ROUNDS):
-        net.zero_grad()
-        with record() as ledger:
-            fn(net, batches_of(half, sizes))
-        rounds.append({
-            "gradients": _whole_gradients(net), "ledger": ledger, "largest": passes.largest, "alive": passes.alive,
-        })
-    with record() as ledger:
-        net(batches_of(table, sizes)[0][0]).sum().backward()
-    return {"rounds": rounds, "reduced afterwards": ledger.count("reduce_scatter")}
-
-
-@checked
-def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(model, batches)``: the gradient of all samples, reduce-scattered once."""
-    exercise = Exercise("Exercise 5", HINTS["accumulate"], timeout)
-    for n, sizes, fallback in (
-        (2, [4, 4, 4], None), (2, [4, 4, 2], "mean-of-means"), (2, [4], "one-micro-batch"), (3, [3, 3, 3, 1], None),
-    ):
-        data = [sample_table(ROUNDS * sum(sizes), 500 + 10 * n + rank) for rank in range(n)]
-        case = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
-        outcomes = exercise.run(_accumulate, data, fn, sizes, case=case, fallback=fallback)
-        for _, outcome in exercise.each(outcomes):
-            for i, result in enumerate(outcome.result["rounds"]):
-                halves = [batches_of(table.chunk(ROUNDS)[i], sizes) for table in data]
-                _accumulated(exercise, result, halves, sizes, f"round {i + 1}: ")
-            afterwards = outcome.result["reduced afterwards"]
-            what = f"the next backward reduce-scatters {afterwards} of {UNITS} units."
-            exercise.require(afterwards == UNITS, "left-off", what)
-    exercise.passed("the gradients are reduce-scattered once, whatever the number of micro-batches.")
-
-
-def _accumulated(exercise: Exercise, result: dict, halves: list, sizes: list[int], where: str) -> None:
-    n, net = len(halves), regression_net()
-    none = [name for name, g in result["gradients"].items() if g is None]
-    exercise.require(not none, "never", f"{where}{', '.join(none)} has no gradient.")
-    parts = [[loss_gradient(net, x, y) for x, y in batches] for batches in halves]
-    right, traps = _mean_of_samples(parts, sizes)
-    compare(exercise, exercise.rank, result["gradients"], right, traps, f"{where}the gradient")
-    what = f"{where}the model saw {result['largest']} samples at once; a micro-batch has {max(sizes)} at most."
-    exercise.require(result["largest"] <= max(sizes), "one-batch", what)
-    what = f"{where}{result['alive']} micro-batches have gone forward and not yet backward."
-    exercise.require(result["alive"] <= 1, "all-graphs", what)
-    reductions = [e for e in result["ledger"] if e.op != "all_gather"]
-    plain, padded = sum(p.nbytes for p in net.parameters()), _padded(list(net.parameters()), n)
-    least, most = (bytes_sent("reduce_scatter", n, size) for size in (plain, padded))
-    keys = {"too-many-bytes": _surplus(reductions, len(sizes)), "not-distributed": "too-few-bytes"}
-    exercise.audit(reductions, sent=(least, most + SLACK), where=f"{where}apart from all-gathers, ", keys=keys)
-
-
-def _mean_of_samples(parts: list[list[dict]], sizes: list[int]) -> tuple[dict, dict[str, Any]]:
-    """The gradient of all samples, from those by rank and micro-batch; and hint key to what a slip makes of them."""
-    n, m, share = len(parts), len(sizes), [size / sum(sizes) for size in sizes]
-    right = average([weighted_sum(own, share) for own in parts])
-    traps: dict[str, Any] = {"divided-twice": weighted_sum([right], [1 / n])}
-    if m > 1:
-        added, last = average([weighted_sum(own, [1] * m) for own in parts]), average([own[-1] for own in parts])
-        traps |= {
-            "not-scaled": added,
-            "mean-of-means": weighted_sum([added], [1 / m]),
-            "only-last": [weighted_sum([last], [w]) for w in (1, 1 / m, share[-1])],
-            "too-early": [average([weighted_sum(own[:k], share[:k]) for own in parts]) for k in range(1, m)],
-        }
-    return right, traps
-
-
-def _surplus(reductions: list, micro_batches: int) -> str:
-    """The hint for more bytes than one reduce-scatter of each unit; units differ in bytes."""
-    times = set(Counter(e.bytes for e in reductions if e.op == "reduce_scatter").values())
-    if times <= {1}:
-        return "too-many-bytes"
-    return "recurse" if len(times) > 1 else "every-micro-batch" if times == {micro_batches} else "too-often"
-
-
 # ------------------------------------------------------------------------------------------------ paper problem
 
 
 @paper_problem(
-    "Exercise 6",
+    "Exercise 5",
     cases=[
         (32, 201_379_840, 214_249_472, 64, 2, 4, 1), (12, 7_087_872, 39_385_344, 8, 4, 4, 2),
         (32, 201_379_840, 214_249_472, 64, 2, 4, 4), (5, 1e6, 3e6, 2, 2, 2, 3),

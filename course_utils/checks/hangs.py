@@ -1,4 +1,4 @@
-"""Checks of the exercises on hangs: who is behind in a log, calls compared before they run, a skip by all, the clinic.
+"""Checks of the exercises on hangs: calls compared before they run, a skip by all, the clinic.
 
 Each takes the learner's function; it prints one line if that passes, and raises :class:`CheckFailed` with a hint if
 not.
@@ -6,7 +6,6 @@ not.
 
 from __future__ import annotations
 
-import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,76 +19,9 @@ from . import Exercise, checked, load_hints
 from ._clinics import treat
 from .exercise import Outcome
 
-__all__ = [
-    "HINTS", "checked_all_reduce", "diagnoses_and_cures", "second_ward", "skip_together", "who_is_behind",
-]
+__all__ = ["HINTS", "checked_all_reduce", "diagnoses_and_cures", "second_ward", "skip_together"]
 
 HINTS = load_hints("hangs")
-
-# ------------------------------------------------------------------------------------------------ who is behind
-
-Waiting = dict[int, tuple[int, str]]
-
-
-def _behind(waiting: Waiting, world_size: int) -> list[int]:
-    """The answer: those who say nothing; else those with the lowest number, unless all are alike."""
-    silent = [rank for rank in range(world_size) if rank not in waiting]
-    if not waiting or len(silent) == world_size:
-        return []
-    if silent and len(set(waiting.values())) == 1:
-        return silent
-    lowest = min(number for number, _ in waiting.values())
-    behind = sorted(rank for rank, (number, _) in waiting.items() if number == lowest)
-    if len(behind) < len(waiting):
-        return behind
-    names = Counter(name for _, name in waiting.values())
-    usual = max(names, key=lambda name: names[name])
-    return sorted(rank for rank, (_, name) in waiting.items() if name != usual)
-
-
-def _behind_cases() -> list[tuple[str, Waiting, int, str | None]]:
-    reduce = "ALLREDUCE"
-    rng = random.Random()
-    n, number = rng.randint(5, 9), rng.randint(100, 9000)
-    late = rng.randrange(n)
-    ranks = [*range(n)]
-    rng.shuffle(ranks)
-    drawn = {rank: (number - (rank == late), reduce) for rank in ranks}
-    quiet = {rank: (number, reduce) for rank in ranks if rank != late}
-    return [
-        ("8 ranks as in pytorch#118369",
-         {**{r: (96117 + r % 2, reduce) for r in range(7)}, 7: (64088, reduce)}, 8, None),
-        ("one rank says nothing", {0: (412, reduce), 2: (412, reduce), 3: (412, reduce)}, 4, "silent"),
-        (f"{n} ranks, a rank drawn at random is behind", drawn, n, None),
-        (f"{n} ranks, a rank drawn at random says nothing", quiet, n, "silent"),
-        ("two ranks are behind", {0: (7, reduce), 1: (5, reduce), 2: (7, reduce), 3: (5, reduce)}, 4, None),
-        ("one number, another operation", {0: (9, reduce), 1: (9, "BROADCAST"), 2: (9, reduce)}, 3, "operation"),
-        ("all ranks wait in the same call", {r: (31, reduce) for r in range(4)}, 4, "alike"),
-        ("nobody waits", {}, 4, "alike"),
-        ("a silent rank, and others that are out of step",
-         {0: (20, reduce), 1: (18, reduce), 2: (20, reduce)}, 4, "out-of-step"),
-    ]  # fmt: skip
-
-
-@checked
-def who_is_behind(fn: Callable) -> None:
-    """Check ``fn(waiting, world_size) -> list of int``, the ranks to look at first, in ascending order."""
-    exercise = Exercise("Exercise 1", HINTS["who_is_behind"])
-    for exercise.case, waiting, world_size, exercise.fallback in _behind_cases():
-        given = dict(waiting)
-        got = exercise.call(fn, given, world_size)
-        form = isinstance(got, list | tuple) and all(isinstance(rank, int) for rank in got)
-        exercise.require(form, "form", f"the function returned {str(got)[:80]}.")
-        right = _behind(waiting, world_size)
-        if sorted(got) == right and list(got) != right:
-            exercise.refuse("order", f"the ranks are not in ascending order: {list(got)}.")
-        if list(got) != right:
-            late = max((number for number, _ in waiting.values()), default=None)
-            ahead = sorted(rank for rank, (number, _) in waiting.items() if number == late)
-            key = "ahead" if waiting and list(got) == ahead and exercise.fallback is None else "value"
-            exercise.differs(key, "these are not the ranks to look at first.", right, list(got))
-    print("Exercise 1 passed: the silent, the ranks that are behind and the odd operation, in every log.")
-
 
 # ------------------------------------------------------------------------------------------------ calls compared
 
@@ -174,7 +106,7 @@ def _differing(exercise: Exercise, fn: Callable) -> None:
 @checked
 def checked_all_reduce(fn: Callable) -> None:
     """Check ``fn(tensor, op) -> None``, which reduces in place or raises ValueError on all ranks."""
-    exercise = Exercise("Exercise 2", HINTS["checked_all_reduce"], program=_one_reduction)
+    exercise = Exercise("Exercise 1", HINTS["checked_all_reduce"], program=_one_reduction)
     _agreeing(exercise, fn)
     _differing(exercise, fn)
     exercise.passed("equal calls are reduced, different ones refused on all ranks with one small message.")
@@ -232,7 +164,7 @@ _FULL: list[tuple[int, str, set[tuple[int, int]]]] = [
 @checked
 def skip_together(fn: Callable) -> None:
     """Check ``fn(compute, apply, batches) -> int``, the number of batches that were skipped by all ranks."""
-    exercise = Exercise("Exercise 3", HINTS["skip_together"], program=_epoch)
+    exercise = Exercise("Exercise 2", HINTS["skip_together"], program=_epoch)
     for n, case, full in _FULL:
         inputs = [torch.arange(3.0 * _STEPS, dtype=torch.float64).reshape(_STEPS, 3) * (rank + 1) for rank in range(n)]
         weights, done = _expected(inputs, full)
@@ -289,13 +221,13 @@ def _other_errors(exercise: Exercise, fn: Callable) -> None:
 @checked
 def diagnoses_and_cures(fn: Callable) -> None:
     """Check ``fn()``: number of patients 1 to 9 -> (cause, rank, call, edit), as `diagnose` and `treat` take them."""
-    _ward(Exercise("Exercise 4", HINTS["diagnoses_and_cures"]), fn, range(1, 10))
+    _ward(Exercise("Exercise 3", HINTS["diagnoses_and_cures"]), fn, range(1, 10))
 
 
 @checked
 def second_ward(fn: Callable) -> None:
     """Check ``fn()``: the same for patients 10 to 15."""
-    _ward(Exercise("Exercise 5", HINTS["second_ward"]), fn, range(10, 16))
+    _ward(Exercise("Exercise 4", HINTS["second_ward"]), fn, range(10, 16))
 
 
 def _ward(exercise: Exercise, fn: Callable, numbers: range) -> None:

@@ -10,7 +10,6 @@ import inspect
 import json
 import math
 import os
-import random
 import socket
 import tempfile
 import time
@@ -29,12 +28,11 @@ from ..ranks import hosts_available
 from . import TIMEOUT, CheckFailed, Exercise, Outcome, checked, load_hints, paper_problem, sent, values, whole_number
 from ._groups import DIFFERENT, GroupsInStep
 from .network_clinic import diagnoses_and_cures
-from .restarts import job_script, open_store, train
+from .restarts import job_script, train
 from .traffic import calls
 
 __all__ = [
-    "HINTS", "PRICES", "bill", "checkpoint_plan", "diagnoses_and_cures", "hierarchical_mean", "job_script", "join",
-    "open_store", "train",
+    "HINTS", "checkpoint_plan", "diagnoses_and_cures", "hierarchical_mean", "job_script", "join", "train",
 ]
 
 HINTS = load_hints("multi_node")
@@ -419,7 +417,7 @@ def _far_apart(hosts: float, days: float, save: float, restart: float) -> bool:
 
 
 @paper_problem(
-    "Exercise 6",
+    "Exercise 5",
     cases=[
         (2048, 264, 2, 10), (16, 264, 2, 10), (2048, 264, 0.1, 10), (256, 30, 0.5, 3), (64, 1000, 4, 30),
         (1, 10, 1, 5),
@@ -450,77 +448,3 @@ def checkpoint_plan(hosts, days, save, restart):
     every = math.sqrt(2 * save * between)
     lost = save / every + (restart + every / 2) / between
     return between, every, 100 * lost
-
-
-#: Dollars, assumed: of a GPU for an hour, of a host for a month of 730 hours, of a GB for a month, and so on.
-PRICES = {
-    "GPU hour": 2.50, "spot GPU hour": 1.00, "GB-month of disk": 0.10, "GB-month of bucket": 0.02,
-    "address hour": 0.005, "GB downloaded": 0.09, "hours of a month": 730,
-}
-
-_LEFT: tuple[list[tuple[str, str, float]], ...] = (
-    [("GPUs", "idle", 8), ("GPUs", "stopped", 8), ("disk", "attached", 2000), ("disk", "detached", 4000),
-     ("disk", "deleted", 3000), ("bucket", "kept", 5000), ("address", "unused", 20), ("download", "planned", 1000)],
-    [("GPUs", "deleted", 16), ("disk", "deleted", 500), ("disk", "detached", 100), ("address", "released", 1)],
-    [("GPUs", "reserved", 8), ("bucket", "deleted", 9000), ("address", "in use", 3), ("bucket", "kept", 300)],
-    [("GPUs", "stopped", 64), ("disk", "attached", 12000), ("download", "planned", 250)],
-    [],
-)
-
-_STATES = {
-    "GPUs": ("idle", "stopped", "reserved", "deleted"), "disk": ("attached", "detached", "deleted"),
-    "bucket": ("kept", "deleted"), "address": ("in use", "unused", "released"), "download": ("planned",),
-}
-
-
-def _draw_bill(rng: random.Random) -> tuple:
-    """Another run, and some resources in states drawn at random."""
-    kinds = [kind for kind in _STATES if rng.random() < 0.8]
-    left = [(kind, rng.choice(_STATES[kind]), 8 * rng.randint(1, 40)) for kind in kinds]
-    return 8 * rng.randint(1, 32), rng.randint(10, 400), rng.choice((0, 5, 12.5, 30)), rng.random() < 0.5, left
-
-
-@paper_problem(
-    "Exercise 7",
-    cases=[
-        (16, 120, 13.3, True, _LEFT[0]), (16, 120, 2, False, _LEFT[1]), (64, 30, 35, True, _LEFT[2]),
-        (8, 500, 5, False, _LEFT[3]), (1, 10, 0, True, _LEFT[4]),
-    ],
-    slips={
-        "added": "useful_hours / (1 - lost / 100)  ->  useful_hours * (1 + lost / 100)",
-        "lost-ignored": "useful_hours / (1 - lost / 100)  ->  useful_hours",
-        "less": "useful_hours / (1 - lost / 100)  ->  useful_hours * (1 - lost / 100)",
-        "one-gpu": "gpus * hours * price  ->  hours * price",
-        "no-spot": '"spot GPU hour" if spot else "GPU hour"  ->  "GPU hour"',
-        "stopped-gpus": '("idle", "reserved")  ->  ("idle", "reserved", "stopped")',
-        "reserved": '("idle", "reserved")  ->  ("idle",)',
-        "idle": '("idle", "reserved")  ->  ("reserved",)',
-        "detached": 'disk": ("attached", "detached")  ->  disk": ("attached",)',
-        "attached": 'disk": ("attached", "detached")  ->  disk": ("detached",)',
-        "unused-address": '("in use", "unused")  ->  ("in use",)',
-        "deleted": "if state in costing[kind]  ->  if True",
-        "hour": "month = PRICES[\"hours of a month\"]  ->  month = 1",
-        "days": "month = PRICES[\"hours of a month\"]  ->  month = 30",
-        "no-download": '"download": ("planned",)  ->  "download": ()',
-    },
-    units=["$ for the run", "$ next month"],
-    hints=HINTS["bill"],
-    tolerance=0.001,
-    draw=_draw_bill,
-)
-def bill(gpus, useful_hours, lost, spot, left):
-    """Check ``fn(gpus, useful_hours, lost, spot, left)``: dollars of the run, and of the month after it."""
-    hours = useful_hours / (1 - lost / 100)
-    price = PRICES["spot GPU hour" if spot else "GPU hour"]
-    month = PRICES["hours of a month"]
-    costing = {
-        "GPUs": ("idle", "reserved"), "disk": ("attached", "detached"), "bucket": ("kept",),
-        "address": ("in use", "unused"), "download": ("planned",),
-    }
-    unit = {
-        "GPUs": PRICES["GPU hour"] * month, "disk": PRICES["GB-month of disk"],
-        "bucket": PRICES["GB-month of bucket"], "address": PRICES["address hour"] * month,
-        "download": PRICES["GB downloaded"],
-    }
-    after = sum(amount * unit[kind] for kind, state, amount in left if state in costing[kind])
-    return gpus * hours * price, after

@@ -7,14 +7,13 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 from ..traces import Event, Trace, aligned, breakdown, kind, length, load, matched, merge
-from . import Exercise, checked, load_hints, number, paper_problem, whole_number
+from . import Exercise, checked, load_hints, number, whole_number
 from .compare import slip_of
 from .profiling_program import speed_up
 
-__all__ = ["HINTS", "changed", "exposed", "late", "mfu", "speed_up"]
+__all__ = ["HINTS", "exposed", "late", "speed_up"]
 
 HINTS = load_hints("profiling")
 _NAMES = ("gloo:all_reduce", "gloo:all_gather")
@@ -216,120 +215,3 @@ def exposed(fn: Callable) -> None:
             events = f"\n\n{_listing(trace)}" if len(trace.events) < 10 else ""
             exercise.differs(key, "the time is wrong.", f"{right:,.3f} us", f"{got:,.3f} us{events}")
     print(f"Exercise 2 passed: {right:,.0f} us exposed in the recorded trace.")
-
-
-# ------------------------------------------------------------------------------------------------ MFU
-
-_LOG = (9.0, 2.1, 1.0, 1.6, 1.1)
-
-
-@paper_problem(
-    "Exercise 3",
-    cases=[
-        (_LOG, 2, 4_194_304, 512, 8e9, 989), ((4.0, 0.5, 0.5, 0.7), 1, 65_536, 8, 1.3e9, 312),
-        ((2.0, 1.9, 1.4), 0, 524_288, 64, 7e9, 312),
-    ],
-    slips={
-        "two": "6 * parameters  ->  2 * parameters",
-        "hfu": "6 * parameters  ->  8 * parameters",
-        "one-gpu": ["(ranks * peak_tflops * 1e12)  ->  (peak_tflops * 1e12)", "return rate  ->  return rate / ranks"],
-        "tokens-each": "tokens * len(steady)  ->  ranks * tokens * len(steady)",
-        "warm-up": "seconds[warm_up:]  ->  seconds",
-        "rates": "tokens * len(steady) / sum(steady)  ->  sum(tokens / s for s in steady) / len(steady)",
-        "tera": "peak_tflops * 1e12  ->  peak_tflops",
-        "percent": "return rate, mfu  ->  return rate, 100 * mfu",
-    },
-    units=["tokens/s", "MFU"],
-    hints=HINTS["mfu"],
-)  # fmt: skip
-def mfu(seconds, warm_up, tokens, ranks, parameters, peak_tflops):
-    """Check ``fn(seconds, warm_up, tokens, ranks, parameters, peak_tflops) -> (tokens/s, MFU)``."""
-    steady = seconds[warm_up:]
-    rate = tokens * len(steady) / sum(steady)
-    mfu = 6 * parameters * rate / (ranks * peak_tflops * 1e12)
-    return rate, mfu
-
-
-# ------------------------------------------------------------------------------------------------ before and after
-
-Counts = dict[str, tuple[float, float]]
-
-
-def _program(steps: int, copies: int, *others: str, saves: int = 0, outside: int = 0) -> Trace:
-    """A trace of steps with so many copies in each.
-
-    ``others`` are in each step once; the first ``saves`` steps save, and ``outside`` copies run before the first step.
-    """
-    rng, now = random.Random(steps), 0.0
-    names: list[tuple[str, int | None]] = [("aten::copy_", None)] * outside
-    for step in range(steps):
-        own = ["aten::mm"] * 4 + ["aten::copy_"] * copies + [*others] + ["save"] * (step < saves)
-        names += [(name, step) for name in own]
-    events = []
-    for name, step in names:
-        events.append(_event(name, now, now + rng.randrange(1, 9), "cpu_op", step=step))
-        now += 10
-    return _trace(0, 1, events)
-
-
-_PAIRS: tuple[tuple[str, Trace, Trace, Counts], ...] = (
-    ("more copies, as many steps", _program(3, 3), _program(3, 768), {"aten::copy_": (3, 768)}),
-    ("more steps, no change", _program(2, 3), _program(5, 3), {}),
-    ("another activation, no copies", _program(3, 2, "relu"), _program(4, 0, "gelu"),
-     {"aten::copy_": (2, 0), "relu": (1, 0), "gelu": (0, 1)}),
-    ("events before the first step", _program(3, 2, outside=7), _program(3, 1, outside=1), {"aten::copy_": (2, 1)}),
-    ("some steps save, and more do after the change", _program(8, 2, saves=2), _program(4, 2, saves=3),
-     {"save": (0.25, 0.75)}),
-)  # fmt: skip
-
-
-def _count(trace: Trace, per_step: bool = True, outside: bool = False, first: bool = False) -> dict[str, float]:
-    """How often each name is there: per step or in all, also outside of steps, or in the first step only."""
-    part = trace.of_steps(trace.steps[:1]) if first else trace
-    names = [event.name for event in part.events if outside or event.step is not None]
-    return {name: names.count(name) / (len(part.steps) if per_step else 1) for name in dict.fromkeys(names)}
-
-
-def _changed_slips(before: Trace, after: Trace) -> dict[str, list[Counts]]:
-    """What usual mistakes give."""
-
-    def pairs(different: bool = True, **how: bool) -> Counts:
-        old, new = _count(before, **how), _count(after, **how)
-        both = {name: (old.get(name, 0), new.get(name, 0)) for name in {**old, **new}}
-        return {name: pair for name, pair in both.items() if not different or pair[0] != pair[1]}
-
-    def there(right: Counts, *places: int) -> Counts:
-        return {name: pair for name, pair in right.items() if all(pair[place] for place in places)}
-
-    right = pairs()
-    return {
-        "unchanged": [pairs(different=False), pairs(different=False, per_step=False)],
-        "per-step": [pairs(per_step=False), there(pairs(per_step=False), 0, 1)],
-        "gone": [there(right, 0, 1), there(right, 0), there(right, 1)],
-        "order": [{name: pair[::-1] for name, pair in right.items()}],
-        "outside": [pairs(outside=True)],
-        "one-step": [pairs(first=True)],
-    }
-
-
-def _same_counts(got: Counts, right: Counts) -> bool:
-    return got.keys() == right.keys() and all(
-        math.isclose(g, r) for name in right for g, r in zip(got[name], right[name], strict=True)
-    )
-
-
-@checked
-def changed(fn: Callable) -> None:
-    """Check ``fn(before, after) -> {name: (count, count)}``: what a step does more or less often than before."""
-    exercise = Exercise("Exercise 4", HINTS["changed"])
-    for exercise.case, before, after, right in _PAIRS:
-        exercise.fallback = "gone" if "no copies" in exercise.case else None  # for a KeyError
-        found: Any = exercise.call(fn, before, after)
-        form = isinstance(found, dict) and all(isinstance(p, list | tuple) and len(p) == 2 for p in found.values())
-        got = {name: (number(old), number(new)) for name, (old, new) in found.items()} if form else {}
-        form = form and all(None not in pair for pair in got.values())
-        exercise.require(form, "form", f"the function returned {str(found)[:80]}.")
-        if not _same_counts(got, right):
-            key = slip_of(_changed_slips(before, after), functools.partial(_same_counts, got), "names")
-            exercise.differs(key, "the counts are wrong.", right, str(found)[:200])
-    print("Exercise 4 passed: what a step does more often, less often, no more, or for the first time.")

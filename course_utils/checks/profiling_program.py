@@ -207,7 +207,7 @@ def _near(got: Tensor, right: Tensor) -> bool:
 @checked
 def speed_up(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(model, texts, steps, prepare, folder) -> losses``: the slow program's numbers, without its faults."""
-    exercise = Exercise("Exercise 5", HINTS["speed_up"], timeout, _observed)
+    exercise = Exercise("Exercise 3", HINTS["speed_up"], timeout, _observed)
     with tempfile.TemporaryDirectory() as folder:
         for name in ("answer", "slow"):
             Path(folder, name).mkdir()
@@ -220,7 +220,7 @@ def speed_up(fn: Callable, timeout: float = TIMEOUT) -> None:
     exercise.require(saved is not None, "no-file", "there is no state of the model in rank0.pt.", 0)
     exercise.require(_near(saved, found[0]["weights"]), "old-file", "rank0.pt has other weights than the model.", 0)
     _judge(exercise, found)
-    print(f"Exercise 5 passed: {found[0]['ratio']:.1f} times as fast as the slow program (measured, not judged).")
+    print(f"Exercise 3 passed: {found[0]['ratio']:.1f} times as fast as the slow program (measured, not judged).")
 
 
 def _same_numbers(exercise: Exercise, one: dict[str, Any]) -> None:

@@ -1,9 +1,8 @@
-"""Checks of the exercises on stopping and starting again: a training loop, its job script, a fenced checkpoint folder.
+"""Checks of the exercises on stopping and starting again: a training loop, and its job script.
 
 Each takes the learner's function; it prints one line if that passes, and raises :class:`CheckFailed` with a hint if
 not. The loop runs on ranks that get real signals. The job script runs with stand-ins for Slurm's commands, and then as
-a job of a real Slurm cluster where Slurm is installed. Worlds that share a folder are processes that are stopped or
-killed at every one of their file operations in turn.
+a job of a real Slurm cluster where Slurm is installed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -38,9 +36,8 @@ from ._batch import (
     undisturbed,
     with_stand_ins,
 )
-from ._worlds import examine
 
-__all__ = ["HINTS", "job_script", "open_store", "train"]
+__all__ = ["HINTS", "job_script", "train"]
 
 HINTS = load_hints("restarts")
 
@@ -274,6 +271,8 @@ def _read(exercise: Exercise, script: str) -> Directives:
     except ValueError:
         known, told, shape = False, None, (0, 0)
     exercise.require(known, "signal", f"the signal before the time limit is {asked.get('signal') or 'not said'}.")
+    what = f"the signal comes {options.notice} seconds before the time is up."
+    exercise.require(60 <= options.notice <= 120, "notice", what)
     what = f"{shape[0]} hosts with {shape[1]} tasks each are asked for; {len(HOSTS)} with {TASKS} are expected."
     exercise.require(shape == (len(HOSTS), TASKS), "tasks", what)
     return options
@@ -308,7 +307,7 @@ def _undisturbed(exercise: Exercise, run: Run) -> None:
 
 def _told(exercise: Exercise, run: Run, options: Directives) -> None:
     name, batch = options.signal or ("", False)
-    exercise.case = f"the {'batch shell' if batch else 'ranks'} get SIG{name} before the time is up"
+    exercise.case = f"{'the batch shell gets' if batch else 'the ranks get'} SIG{name} before the time is up"
     said = f"\n\n{run.said.strip()[-1500:]}"
     if run.code is None or run.code < 0:
         what = "the script ends" if run.code else "the script goes on"
@@ -333,26 +332,3 @@ def _as_a_job(exercise: Exercise, job: Job) -> None:
     exercise.require(job.state == "COMPLETED" and job.restarts == 1, "slurm", what)
     exercise.require(job.steps == list(range(STEPS)) and job.values == undisturbed(), "slurm", what)
     exercise.require(job.log.count("run begins at step") == 2, "slurm", f"the log does not tell of both runs.{said}")
-
-
-# ------------------------------------------------------------------------------------------------ fencing
-
-
-def _examined(_: torch.Tensor, fn: Callable) -> Any:
-    return examine(fn)
-
-
-@checked
-def open_store(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(folder) -> (save, load)``: a newer world's checkpoints stay, an older world is refused."""
-    exercise = Exercise("Exercise 5", HINTS["open_store"], timeout)
-    folder = tempfile.mkdtemp(prefix="store-")
-    try:
-        exercise.call(fn, Path(folder))  # in this process: an empty stub, an error at once
-    finally:
-        shutil.rmtree(folder)
-    (outcome,) = exercise.run(_examined, [torch.zeros(1)], fn)
-    if outcome.result:
-        key, exercise.case, what = outcome.result
-        exercise.refuse(key, what)
-    print("Exercise 5 passed: the newer world wins, the older one stops, and no saved step is lost.")

@@ -224,63 +224,6 @@ RIGHT["ragged_all_gather"] = {
     "lengths.zero_()\nlengths[dist.get_rank()] = rows\ndist.all_reduce(lengths)",
 }
 
-# ------------------------------------------------------------------------------------------------ two levels
-
-INSIDE = "dist.reduce_scatter_single(shard, x, group=inside)"
-ACROSS = "dist.all_reduce(shard, group=across)"
-BACK = "dist.all_gather_single(result, shard, group=inside)"
-BOTH_GROUPS = 'inside, across = mesh.get_group("local"), mesh.get_group("node")'
-THREE = f"{INSIDE}\n    {ACROSS}\n    {BACK}"
-
-
-THROUGH_LEADERS = """result.copy_(x)
-leader = dist.get_rank() // per_node * per_node
-dist.reduce(result, dst=leader, group=inside)
-if dist.get_rank() == leader:
-    dist.all_reduce(result, group=across)
-dist.broadcast(result, src=leader, group=inside)"""
-WRONG["two_level_all_reduce"] = {
-    "flat": {THREE: "result.copy_(x)\ndist.all_reduce(result)"},
-    "whole-tensor-across": {
-        THREE: "result.copy_(x)\ndist.all_reduce(result, group=inside)\ndist.all_reduce(result, group=across)"
-    },
-    "leaders": {THREE: THROUGH_LEADERS},
-    "axis": {'("node", "local")': '("local", "node")', "// per_node)": "// nodes)"},
-    "one-level": f"{ACROSS}  ->  pass",
-    "counted-twice": {THREE: "result.copy_(x)\ndist.all_reduce(result, group=inside)\ndist.all_reduce(result)"},
-    "too-many-bytes": f"{INSIDE}  ->  result.copy_(x)\ndist.all_reduce(result, group=inside)\n"
-    "shard = result.chunk(per_node)[dist.get_rank() % per_node].clone()",
-    "too-few-bytes": f"{ACROSS}  ->  across.{BACKEND}.allreduce([shard]).wait()",
-    "uneven": f"{ACROSS}  ->  piece = shard.new_empty(len(shard) // nodes)\n"
-    "dist.reduce_scatter_single(piece, shard, group=across)\ndist.all_gather_single(shard, piece, group=across)",
-    "input-changed": "torch.empty_like(x)  ->  x",
-    "not-distributed": {THREE: "result.copy_(x)"},
-    "hang": hangs(f"{ACROSS}  ->  if dist.get_rank() < per_node:\n    {ACROSS}"),
-}
-RIGHT["two_level_all_reduce"] = {
-    "all-to-all and a sum, lists of tensors": {
-        INSIDE: "parts = torch.empty_like(x)\ndist.all_to_all_single(parts, x, group=inside)\n"
-        "shard = parts.view(per_node, -1).sum(0)",
-        BACK: "dist.all_gather(list(result.chunk(per_node)), shard, group=inside)",
-    },
-    "functional collectives": {
-        THREE: f"{FUNCTIONAL}\nshard = functional.reduce_scatter_tensor(x, 'sum', 0, inside)\n"
-        "shard = functional.all_reduce(shard, 'sum', across)\n"
-        "result = functional.wait_tensor(functional.all_gather_tensor(shard, 0, inside))"
-    },
-    "own groups with local synchronization, asynchronous": {
-        BOTH_GROUPS: "node, local = divmod(dist.get_rank(), per_node)\n"
-        "inside = dist.new_group(range(node * per_node, (node + 1) * per_node), use_local_synchronization=True)\n"
-        "across = dist.new_group(range(local, nodes * per_node, per_node), use_local_synchronization=True)",
-        ACROSS: "dist.all_reduce(shard, group=across, async_op=True).wait()",
-    },
-    "the shard padded and reduced in two": f"{ACROSS}  ->  "
-    "padded = torch.cat([shard, shard.new_zeros(-len(shard) % nodes)])\n"
-    "piece = padded.new_empty(len(padded) // nodes)\n"
-    "dist.reduce_scatter_single(piece, padded, group=across)\ndist.all_gather_single(padded, piece, group=across)\n"
-    "shard.copy_(padded[: len(shard)])",
-}
-
 # ------------------------------------------------------------------------------------------------ problems on paper
 
 
@@ -321,9 +264,9 @@ class TestCollectives(ExerciseTests):
     checks, WRONG, RIGHT = collectives, WRONG, RIGHT
 
     def test_refusal_names_exercise_ranks_and_both_values(self):
-        text = str(self.refusal("two_level_all_reduce", self.wrong("two_level_all_reduce", "one-level")))
-        assert text.startswith("Exercise 4, 4 ranks, 2 nodes of 2, 12 numbers, rank 0: the result is wrong.")
-        assert re.search(r"expected  shape \(12,\): [-\d.]+, .*\n  got       shape \(12,\): [-\d.]+, ", text)
+        text = str(self.refusal("ring_shift", self.wrong("ring_shift", "direction")))
+        assert text.startswith("Exercise 2, 3 ranks, x float32 of shape (6, 2), rank 0: the result is wrong.")
+        assert re.search(r"expected  shape \(6, 2\): [-\d.]+, .*\n  got       shape \(6, 2\): [-\d.]+, ", text)
 
 
 def ledgers(*ranks: str) -> list[list[Entry]]:

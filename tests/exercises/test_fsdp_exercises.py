@@ -8,7 +8,6 @@ from itertools import groupby
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from exercise_cases import ExerciseTests, hangs
 from torch import nn
 
@@ -206,63 +205,6 @@ RIGHT["clip_sharded"] = {
         REDUCED: "import torch.distributed._functional_collectives as functional\n\n"
         "squares = functional.wait_tensor(functional.all_reduce(squares, 'sum', dist.group.WORLD))",
         f"for gradient in {ALL}\n        {SCALED}": "torch._foreach_mul_([*sharded, *replicated], coefficient)",
-    },
-}
-
-# ------------------------------------------------------------------------------------------------ accumulation
-
-SYNC = "model.set_requires_gradient_sync(i == len(batches) - 1)"
-SHARE = " * len(x) / samples"
-LOOP = f"""for i, (x, y) in enumerate(batches):
-        {SYNC}
-        (F.mse_loss(model(x), y){SHARE}).backward()"""
-AFTERWARDS = ".backward()\nfor p in model.parameters() if i == len(batches) - 1 else ():\n    "
-
-
-def samples_kept_from_the_model(model, batches):
-    from torch.distributed.tensor import distribute_tensor
-
-    weights = [p.full_tensor().detach().requires_grad_() for p in model.parameters()]
-    samples = sum(len(x) for x, _ in batches) * dist.get_world_size()
-    for x, y in batches:
-        hidden = torch.tanh(F.linear(x, *weights[:2]))
-        (F.mse_loss(F.linear(hidden, *weights[2:]), y) * len(x) / samples).backward()
-    for p, whole in zip(model.parameters(), weights, strict=True):
-        everyone = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, whole.grad)
-        p.grad = distribute_tensor(sum(everyone), p.device_mesh, p.placements, src_data_rank=None)
-
-
-WRONG["accumulate"] = {
-    "every-micro-batch": f"{SYNC}  ->  pass",
-    "recurse": "- 1)  ->  - 1, recurse=False)",
-    "too-often": "i == len(batches) - 1  ->  i >= len(batches) - 2",
-    "never": f"{SYNC}  ->  model.set_requires_gradient_sync(False)",
-    "too-early": "i == len(batches) - 1  ->  i < len(batches) - 1 or i == 0",
-    "not-scaled": f"{SHARE}  ->  ",
-    "mean-of-means": f"{SHARE}  ->  / len(batches)",
-    "divided-twice": f"{SHARE}  ->  {SHARE} / dist.get_world_size()",
-    "only-last": f"{SYNC}  ->  model.zero_grad()",
-    "one-batch": "samples = sum(  ->  batches = [tuple(map(torch.cat, zip(*batches, strict=True)))]\nsamples = sum(",
-    "all-graphs": {LOOP: f"sum(F.mse_loss(model(x), y){SHARE} for x, y in batches).backward()"},
-    "one-micro-batch": "enumerate(batches)  ->  enumerate([*batches[:-2], batches[-2], batches[-1]])",
-    "left-off": ".backward()  ->  .backward()\nmodel.set_requires_gradient_sync(False)",
-    "too-few-bytes": samples_kept_from_the_model,
-    "too-many-bytes": f".backward()  ->  {AFTERWARDS}dist.all_reduce(p.grad.full_tensor())",
-}
-RIGHT["accumulate"] = {
-    "sum of squares": f"F.mse_loss(model(x), y){SHARE}  ->  (model(x) - y).square().sum() / y.shape[1] / samples",
-    "the last set apart": {
-        LOOP: "model.set_requires_gradient_sync(False)\nfor x, y in batches[:-1]:\n"
-        f"    (F.mse_loss(model(x), y){SHARE}).backward()\nmodel.set_requires_gradient_sync(True)\n"
-        f"x, y = batches[-1]\n(F.mse_loss(model(x), y){SHARE}).backward()"
-    },
-    "divided in the end": {SHARE: " * len(x)", ".backward()": f"{AFTERWARDS}p.grad /= samples"},
-    "every unit by itself": f"{SYNC}  ->  for unit in (model, model[0]):\n"
-    "    unit.set_requires_gradient_sync(i == len(batches) - 1, recurse=False)",
-    "the samples of all ranks counted": {
-        "samples = sum(len(x) for x, _ in batches)": "samples = torch.tensor(sum(len(x) for x, _ in batches))\n"
-        "dist.all_reduce(samples)\nsamples = samples.item() / dist.get_world_size()"
     },
 }
 

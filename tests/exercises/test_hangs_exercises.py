@@ -16,43 +16,6 @@ pytestmark = pytest.mark.guard(120)
 WRONG: dict[str, dict] = {}
 RIGHT: dict[str, dict] = {}
 
-# ------------------------------------------------------------------------------------------------ who is behind
-
-LOWEST = "return sorted(rank for rank, (number, _) in waiting.items() if number == min(numbers))"
-SILENT = "return [rank for rank in range(world_size) if rank not in waiting]"
-
-WRONG["who_is_behind"] = {
-    "form": ["return []  ->  return None", {LOWEST: "return min(waiting, key=lambda rank: waiting[rank])"}],
-    "order": {LOWEST: f"{LOWEST}[::-1]"},
-    "ahead": "== min(numbers)  ->  == max(numbers)",
-    "silent": [{SILENT: "return sorted(waiting)"}, {SILENT: "return []"}],
-    "operation": ["if name != usual  ->  if name == usual", "if len(numbers) > 1:  ->  if True:"],
-    "alike": [
-        "return []  ->  return [*range(world_size)]",
-        {SILENT: "return [r for r in range(world_size) if r not in waiting] or sorted(waiting)"},
-    ],
-    "out-of-step": {"calls = set(waiting.values())": "calls = set(waiting.values())\nif len(waiting) < world_size:\n"
-                    "    return [rank for rank in range(world_size) if rank not in waiting]"},
-    "value": {LOWEST: "return sorted(rank for rank, (number, _) in waiting.items() if number == min(numbers))[:1]"},
-}
-
-
-def by_votes(waiting, world_size):
-    """Whoever is not with the largest number and the usual operation; who is silent counts if nobody else does."""
-    late = max((number for number, _ in waiting.values()), default=0)
-    low = min((number for number, _ in waiting.values()), default=0)
-    if low < late:
-        return [rank for rank in range(world_size) if rank in waiting and waiting[rank][0] == low]
-    names = [name for _, name in waiting.values()]
-    odd = [rank for rank in range(world_size) if rank in waiting and names.count(waiting[rank][1]) * 2 < len(names)]
-    return odd or [rank for rank in range(world_size) if waiting and rank not in waiting]
-
-
-RIGHT["who_is_behind"] = {
-    "votes": by_votes,
-    "counter by hand": {"names.most_common(1)[0][0]": "max(names, key=names.get)"},
-}
-
 # ------------------------------------------------------------------------------------------------ calls compared
 
 CALL = 'call = f"{op} {tensor.dtype} {tuple(tensor.shape)}"'

@@ -1,15 +1,10 @@
-"""The exercises on stopping, requeue and fencing: solutions pass, stubs fail, wrong answers get their own hint."""
+"""The exercises on stopping and requeue: solutions pass, stubs fail, wrong answers get their own hint."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import signal
-import socket
-import tempfile
-import time
-import uuid
 
 import pytest
 import torch
@@ -18,7 +13,7 @@ from conftest import missing
 from exercise_cases import ExerciseTests, hangs
 
 from course_utils import slurm
-from course_utils.checks import _batch, _worlds, restarts
+from course_utils.checks import _batch, restarts
 
 pytestmark = pytest.mark.guard(90)
 
@@ -168,6 +163,7 @@ WRONG["job_script"] = {
         scripted(("#SBATCH --signal=TERM@60\n", "")), scripted("TERM@60  ->  USR1@60"),
         scripted("TERM@60  ->  STOPPING@60"),
     ],
+    "notice": [scripted("TERM@60  ->  TERM@10"), scripted("TERM@60  ->  TERM@7200")],
     "tasks": [
         scripted("--ntasks-per-node=2  ->  --ntasks-per-node=4"),
         scripted("--nodes=2 --ntasks-per-node=2  ->  --ntasks=4"),
@@ -228,206 +224,9 @@ RIGHT["job_script"] = {
         ("srun bash -c 'RANK", "srun --wait=60 --kill-on-bad-exit=0 bash -c 'export WORLD_SIZE=$SLURM_NTASKS; RANK"),
         ("if [ $code = 75 ]; then", "if (( code == 75 )); then"),
     ),
+    "a minute is what Slurm takes by itself": scripted("TERM@60  ->  TERM"),
 }
 
-# ------------------------------------------------------------------------------------------------ fencing
-
-TAKE = """while True:
-        try:
-            (folder / f"world.{world}").touch(exist_ok=False)
-            break
-        except FileExistsError:
-            world += 1"""
-TAKEN = "(folder / f\"world.{world}\").touch(exist_ok=False)"
-LOOK = """if newest() > world:
-            raise RuntimeError(f"world {world} is no longer the newest one: it stops")"""
-NAME = 'f"{world:06}-{step:09}.partial"'
-RENAME = 'partial.rename(partial.with_suffix(".saved"))'
-WRITE = "partial.write_bytes(state)"
-NEWEST = 'return max((int(path.suffix[1:]) for path in folder.glob("world.*")), default=0)'
-FIRST = "world = newest() + 1"
-SORTED = 'saved = sorted(folder.glob("*.saved"))'
-
-
-def one_file(folder):
-    """The usual one: a number, a test, one name that the newest state replaces."""
-    number = 1
-    while True:
-        try:
-            (folder / f"taken-{number}").mkdir()
-            break
-        except FileExistsError:
-            number += 1
-
-    def save(step, state):
-        partial = folder / f"partial-{number}"
-        partial.write_bytes(pickle.dumps((step, state)))
-        if (folder / f"taken-{number + 1}").exists():
-            raise RuntimeError("fenced")
-        partial.rename(folder / "state")
-
-    def load():
-        path = folder / "state"
-        return pickle.loads(path.read_bytes()) if path.exists() else None
-
-    return save, load
-
-
-def a_token_file(folder):
-    """Who wrote the token file last may save; the token is something that says who it is."""
-    token = f"{socket.gethostname()} {os.getpid()}"
-    (folder / "token").write_text(token)
-
-    def save(step, state):
-        if (folder / "token").read_text() != token:
-            raise RuntimeError("fenced")
-        (folder / f"{step:09}.partial").write_bytes(state)
-        (folder / f"{step:09}.partial").rename(folder / f"{step:09}.saved")
-
-    def load():
-        saved = sorted(folder.glob("*.saved"))
-        return (int(saved[-1].stem), saved[-1].read_bytes()) if saved else None
-
-    return save, load
-
-
-def a_lock(folder):
-    import fcntl
-
-    number = len([*folder.glob("taken-*")]) + 1
-    (folder / f"taken-{number}").mkdir()
-
-    def save(step, state):
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if (folder / f"taken-{number + 1}").exists():
-                raise RuntimeError("fenced")
-            (folder / "partial").write_bytes(pickle.dumps((step, state)))
-            (folder / "partial").rename(folder / "state")
-
-    def load():
-        path = folder / "state"
-        return pickle.loads(path.read_bytes()) if path.exists() else None
-
-    return save, load
-
-
-WRONG["open_store"] = {
-    "form": ["return save, load  ->  return save", "return None  ->  return 0, b''",
-             "return int(saved[-1].stem[-9:]), saved  ->  return saved[-1].stem[-9:], saved"],
-    "not-loaded": ["saved[-1].stem[-9:]), saved[-1].read  ->  saved[0].stem[-9:]), saved[0].read",
-                   {NAME: 'f"{world}-{step}.partial"', "saved[-1].stem[-9:]": 'saved[-1].stem.split("-")[1]'}],
-    "lost": [
-        f'{SORTED}  ->  saved = sorted(folder.glob(f"{{world:06}}-*.saved"))',
-        f"{FIRST}  ->  for old in folder.glob(\"*.saved\"):\n    old.unlink()\n{FIRST}",
-    ],
-    "newer-refused": ["if newest() > world:  ->  if world > 1:", f"{FIRST}  ->  world = 99 - newest()"],
-    "not-fenced": [
-        {LOOK: "pass", NAME: 'f"{step:09}.partial"'},
-        {LOOK: "pass", SORTED: 'saved = sorted(folder.glob("*.saved"), key=lambda path: path.stem[-9:])'},
-    ],
-    "goes-on": [f"{LOOK}  ->  pass", {LOOK: "if newest() > world:\n    return"}],
-    "not-yet-saved": f'{NEWEST}  ->  return max((int(path.stem[:6]) for path in folder.glob("*.saved")), default=0)',
-    "name": [
-        a_token_file,
-        {FIRST: "import os\n\nworld = os.getpid()"},
-    ],
-    "clock": [
-        {FIRST: "import time\n\nworld = time.time_ns()", NAME: 'f"{world:024}-{step:09}.partial"'},
-        {SORTED: 'saved = sorted(folder.glob("*.saved"), key=lambda path: path.stat().st_mtime_ns)'},
-    ],
-    "equal": [
-        "touch(exist_ok=False)  ->  touch()",
-        {TAKE: 'counter = folder / "counter"\nworld = int(counter.read_text()) + 1 if counter.exists() else 1\n'
-               'counter.with_suffix(f".{world}").write_text(str(world))\ncounter.with_suffix(f".{world}").rename(counter)',
-         NEWEST: 'return int((folder / "counter").read_text()) if (folder / "counter").exists() else 0'},
-    ],
-    "check-then-write": one_file,
-    "largest-step": 'saved = sorted(folder.glob("*.saved"))  ->  '
-                    'saved = sorted(folder.glob("*.saved"), key=lambda path: path.stem[-9:])',
-    "partial": [
-        {WRITE: "pass", RENAME: 'partial.with_suffix(".saved").write_bytes(state)'},
-    ],
-    "in-between": {RENAME: 'for old in folder.glob(f"{world:06}-*.saved"):\n    old.unlink()\n' + RENAME},
-    "leftover": {
-        NAME: 'f"{step:09}.partial"', WRITE: 'with partial.open("xb") as file:\n    file.write(state)',
-        'partial.with_suffix(".saved")': 'folder / f"{world:06}-{step:09}.saved"',
-    },
-    "start-fails": f"{TAKE}  ->  {TAKEN}",
-    "shared-name": {NAME: '"new.partial"', 'partial.with_suffix(".saved")': 'folder / f"{world:06}-{step:09}.saved"'},
-    "locks": a_lock,
-    "waits": {
-        TAKE: 'import os\n\nwhile "lock" in os.listdir(folder):\n    pass\n(folder / "lock").touch()\n'
-              + f"{FIRST}\n{TAKEN}",
-        "return save, load": '(folder / "lock").unlink()\nreturn save, load',
-    },
-}
-
-
-def folders_of_worlds(folder):
-    """Each world has a folder, made at once; its states are files in it, linked when they are complete."""
-    world = 0
-    while True:
-        world += 1
-        try:
-            os.mkdir(os.path.join(folder, f"{world:08d}"))
-            break
-        except FileExistsError:
-            continue
-    own = os.path.join(folder, f"{world:08d}")
-
-    def save(step, state):
-        with tempfile.NamedTemporaryFile(dir=own, prefix="tmp-") as file:
-            file.write(state)
-            file.flush()
-            os.fsync(file.fileno())
-            if max(os.listdir(folder)) != f"{world:08d}":
-                raise RuntimeError("an older world")
-            os.link(file.name, os.path.join(own, f"step-{step:08d}"))
-
-    def load():
-        for name in sorted(os.listdir(folder), reverse=True):
-            steps = [file for file in os.listdir(os.path.join(folder, name)) if file.startswith("step-")]
-            if steps:
-                with open(os.path.join(folder, name, max(steps)), "rb") as file:
-                    return int(max(steps)[5:]), file.read()
-        return None
-
-    return save, load
-
-
-class Fenced(RuntimeError):
-    """An exception of one's own is a RuntimeError, too."""
-
-
-def one_state_a_world(folder):
-    """Each world keeps one file, which it replaces; the number is taken with open(…, "x")."""
-    numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
-    number = max(numbers, default=0)
-    while True:
-        number += 1
-        with contextlib.suppress(FileExistsError), open(folder / str(number), "x"):
-            break
-
-    def save(step, state):
-        with open(folder / f"{number}.{uuid.uuid4()}", "wb") as file:
-            pickle.dump({"step": step, "state": state}, file)
-        if (folder / str(number + 1)).exists():
-            os.unlink(file.name)
-            raise Fenced(f"{number + 1} is newer")
-        os.replace(file.name, folder / f"{number}.state")
-
-    def load():
-        found = {int(path.stem): path for path in folder.glob("*.state")}
-        if found:
-            with found[max(found)].open("rb") as file:
-                saved = pickle.load(file)
-            return saved["step"], saved["state"]
-
-    return save, load
-
-
-RIGHT["open_store"] = {"a folder for each world": folders_of_worlds, "one state for each world": one_state_a_world}
 
 
 class TestRestartsExercises(ExerciseTests):
@@ -477,41 +276,8 @@ class TestRestartsExercises(ExerciseTests):
             "##SBATCH --time=5\ndate\n#SBATCH --open-mode=append\n"
         )
         assert found.options == {"nodes": "2", "ntasks": "4", "signal": "B:SIGUSR1@30", "requeue": ""}
-        assert (found.tasks, found.signal) == ((2, 2), ("USR1", True))
+        assert (found.tasks, found.signal, found.notice) == ((2, 2), ("USR1", True), 30)
         assert found.late == ["#SBATCH --open-mode=append"]
-
-    def test_a_world_pauses_before_every_operation_of_a_save(self):
-        seen = []
-        for moment in range(1, 100):
-            with _worlds._worlds(self.answer("open_store"), "A") as (folder, world):
-                assert world.open(folder).kind == "opened"
-                reply = world.save(1, pause=moment)
-                if reply.kind == "saved":
-                    break
-                seen.append((reply.value, sorted(path.suffix for path in folder.iterdir())))
-                assert world.go_on().kind == "saved"
-        assert seen[0] == ("open", [".1"]) and seen[-1] == ("os.rename", [".1", ".partial"])
-
-    def test_a_world_is_killed_in_the_middle_of_a_write(self):
-        with _worlds._worlds(self.answer("open_store"), "A") as (folder, world):
-            assert world.open(folder).kind == "opened"
-            assert world.save(1, largest=20_000).kind == "dead"
-            (partial,) = folder.glob("*.partial")
-            assert partial.stat().st_size == 20_000 < len(_worlds.state_of("A", 1))
-
-    def test_a_world_that_never_comes_back_is_ended(self, monkeypatch):
-        def open_store(folder):
-            (folder / str(os.getpid())).touch()
-            if len([*folder.iterdir()]) > 1:
-                time.sleep(1000)
-            return lambda step, state: (folder / "s").write_bytes(pickle.dumps((step, state))), lambda: loaded(folder)
-
-        def loaded(folder):
-            return pickle.loads((folder / "s").read_bytes()) if (folder / "s").exists() else None
-
-        monkeypatch.setattr(_worlds, "PATIENCE", 1.0)
-        hint, case, what = _worlds.examine(open_store)
-        assert hint == "waits" and "world B opens the store" in what
 
     def test_refusals_name_steps_ranks_and_moments(self):
         def text(exercise, hint, number=1):
@@ -521,6 +287,3 @@ class TestRestartsExercises(ExerciseTests):
         assert "rank 1 is told to stop in step 1, rank 1: it was told" in text("train", "no-handler")
         assert "  expected  0, 1, 2, 3\n  got       0, 1, 0, 1" in text("job_script", "rank")
         assert "'#SBATCH --requeue' stands behind the first command" in text("job_script", "late")
-        late = "A pauses in save(6) before os.rename, B saves step 7, A goes on"
-        assert late in text("open_store", "check-then-write")
-        assert "gets step 9 of world A; expected is step 6 of world B" in text("open_store", "largest-step")

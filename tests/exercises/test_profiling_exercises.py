@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from fractions import Fraction
 from itertools import pairwise
-from statistics import fmean
 
 import numpy as np
 import pytest
@@ -203,88 +200,6 @@ RIGHT["exposed"] = {
     "(event.end, -1, what), (event.start, 1, what)",
 }
 
-# ------------------------------------------------------------------------------------------------ MFU
-
-RATE = "rate = tokens * len(steady) / sum(steady)"
-
-WRONG["mfu"] = {
-    "number": "return rate, 6 * parameters  ->  return 6 * parameters",
-    "numbers": "return rate, 6  ->  return rate, 4",
-    "typed": {RATE: f"{RATE}\nreturn 3.4e6, 0.3224", "steady = seconds[warm_up:]": "seconds, warm_up = "
-              "(9.0, 2.1, 1.0, 1.6, 1.1), 2\ntokens = 4_194_304\nsteady = seconds[warm_up:]"},
-    "warm-up": ["seconds[warm_up:]  ->  seconds", "seconds[warm_up:]  ->  seconds[0:]"],
-    "one-gpu": ["(ranks * peak_tflops * 1e12)  ->  (peak_tflops * 1e12)", "return rate,  ->  return rate / ranks,"],
-}
-
-
-def in_flop(seconds, warm_up, tokens, ranks, parameters, peak_tflops):
-    count, time = len(seconds) - warm_up, sum(seconds[warm_up:])
-    done, possible = 6e-12 * parameters * tokens * count, peak_tflops * ranks * time
-    return np.array([tokens * count / time, done / possible])
-
-
-def by_the_mean_step(seconds, warm_up, tokens, ranks, parameters, peak_tflops):
-    step = torch.tensor(seconds[warm_up:], dtype=torch.float64).mean()
-    best = 3 * 2 * parameters * tokens / ranks / (peak_tflops * 1e12)
-    return tokens / step, best / step
-
-
-RIGHT["mfu"] = {"in FLOP": in_flop, "by the mean step": by_the_mean_step}
-
-# ------------------------------------------------------------------------------------------------ before and after
-
-STEPS = "count / len(trace.steps)"
-NAMES = "{*counts[0], *counts[1]}"
-OLD, NEW = "counts[0].get(n, 0)", "counts[1].get(n, 0)"
-OUT = "return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}"
-
-
-def times(before, after):
-    """How long each name takes in a step, on average."""
-    found = {}
-    for place, trace in enumerate((before, after)):
-        for event in trace.events:
-            found.setdefault(event.name, [0.0, 0.0])[place] += (event.end - event.start) / len(trace.steps)
-    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
-
-
-WRONG["changed"] = {
-    "form": [
-        f"{OUT}  ->  return list(pairs.items())",
-        f"{OUT}  ->  return {{name: new - old for name, (old, new) in pairs.items() if old != new}}",
-        f"{OUT}  ->  return {{name for name, (old, new) in pairs.items() if old != new}}",
-    ],
-    "names": [times, f"{STEPS}  ->  round({STEPS})"],
-    "unchanged": [" if pair[0] != pair[1]  ->  ", {" if pair[0] != pair[1]": "", STEPS: "count"}],
-    "per-step": [f"{STEPS}  ->  count", {STEPS: "count", NAMES: "{*counts[0]} & {*counts[1]}"}],
-    "gone": [f"{NAMES}  ->  counts[0]", f"{NAMES}  ->  counts[1]", f"{NAMES}  ->  {{*counts[0]}} & {{*counts[1]}}",
-             f"{OLD}  ->  counts[0][n]"],
-    "order": {OLD: "0", NEW: OLD, "(0,": f"({NEW},"},
-    "outside": " if event.step is not None  ->  ",
-    "one-step": {STEPS: "count", "event.step is not None": "event.step == trace.steps[0]"},
-    "error": "len(trace.steps)  ->  trace.steps",
-}
-
-
-def one_table(before, after):
-    found = defaultdict(lambda: [Fraction(0), Fraction(0)])
-    for place, trace in enumerate((before, after)):
-        for event in trace.of_steps(trace.steps).events:
-            found[event.name][place] += Fraction(1, len(trace.steps))
-    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
-
-
-def step_by_step(before, after):
-    def mean(trace, name):
-        return fmean(sum(e.name == name for e in trace.of_steps([step]).events) for step in trace.steps)
-
-    names = sorted({event.name for trace in (before, after) for event in trace.events})
-    pairs = {name: np.array([mean(before, name), mean(after, name)]) for name in names}
-    return Counter({name: tuple(pair) for name, pair in pairs.items() if np.ptp(pair) > 0})
-
-
-RIGHT["changed"] = {"one table": one_table, "step by step": step_by_step}
-
 
 class TestProfilingExercises(ExerciseTests):
     checks = profiling
@@ -308,9 +223,3 @@ class TestProfilingExercises(ExerciseTests):
         first, second = (str(self.refusal("exposed", whole_numbers)) for _ in range(2))
         assert first == second and "random case 0" in first
         assert len(re.findall(r"^ +\d+ to +\d+ us  \S", first, re.MULTILINE)) == 8
-
-    def test_answers_to_the_cases_of_changed_are_those_of_the_counts(self):
-        for _, before, after, right in profiling._PAIRS:
-            assert dict(step_by_step(before, after)) == right
-
-
