@@ -55,6 +55,7 @@ from course_utils import device, launch, plots, record
 from course_utils.data import Windows
 from course_utils.deepspeed_tools import Runs, check_config, missing, quiet
 from course_utils.models import GPT, TransformerConfig, build_gpt, loss_of, next_token_loss
+from course_utils.programs import TEXT
 
 world_size = 2  # ranks
 use_deepspeed = True  # False: as if DeepSpeed were not installed
@@ -620,7 +621,7 @@ for name, (config, _) in clinic.items():
 def trained(out, *flags):
     """Run the program as torchrun does; returns the loss of each step, from its log."""
     sys.path.insert(0, "../scripts")
-    sys.argv = ["train.py", f"--out={out}", "--data=../course_utils/text/alice.txt", *flags]
+    sys.argv = ["train.py", f"--out={out}", f"--data={TEXT}", *flags]
     with contextlib.suppress(SystemExit), quiet():
         runpy.run_path("../scripts/train.py", run_name="__main__")
     return [json.loads(line)["loss"] for line in Path(out, "log.jsonl").read_text().splitlines()]
