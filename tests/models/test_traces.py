@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -168,8 +169,10 @@ def test_time_is_split_without_counting_anything_twice():
     assert spans(trace, "copy") == [(18, 25)]
 
 
-def test_an_empty_trace_has_no_time():
-    assert set(breakdown(trace_of()).values()) == {0.0}
+def test_an_empty_trace_names_the_trap():
+    with pytest.raises(ValueError, match="trace of rank 0 holds no events: .* on_trace_ready"):
+        breakdown(trace_of())
+    assert set(breakdown(trace_of(event("step", 0, 9, "user_annotation"))).values()) == {0.0}
 
 
 def test_on_cpu_ranks_operators_compute_and_the_call_of_a_collective_does_not():
@@ -183,6 +186,103 @@ def test_clocks_that_differ_are_put_right():
     fast, slow = load("two_machines")[0], load("two_machines")[0].shifted(5e6)
     assert all(b.start - a.start == pytest.approx(5e6) for a, b in matched([fast, slow]))
     assert all(b.start == pytest.approx(a.start, abs=1e-3) for a, b in matched(aligned([fast, slow])))
+
+
+# ------------------------------------------------------------------------------------------------ process groups
+
+
+MESH = {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)]}
+
+
+def on_mesh(rank: int, starts: dict[int, float], **of) -> Trace:
+    """A rank of HSDP 2 x TP 2 whose calls, one after the other, begin at these times; ends are 100 us after the last.
+
+    `of` gives the dimension of each call by its number; other calls are of tp.
+    """
+    events = []
+    for number, own in starts.items():
+        [ranks] = [group for group in MESH[of.get(f"call{number}", "tp")] if rank in group]
+        last = max(own, *(5100.0 * (number + 1) if other == 3 else 0.0 for other in ranks)) if 3 in ranks else own
+        args = {"Process Group Name": str(ranks), "Process Group Ranks": str(list(ranks))}
+        events.append(Event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", own, last + 100, 7, 1, args))
+    return Trace(rank, 4, tuple(events))
+
+
+def slow_rank_3() -> list[Trace]:
+    """Ten layers of 100 us, with an all-reduce over tp; rank 3 needs 5 ms more in each, so that rank 2 waits for it."""
+    healthy = {n: 200.0 * n for n in range(10)}
+    late = {n: 5100.0 * (n + 1) for n in range(10)}
+    waiting = {n: 5100.0 * n + 100 for n in range(10)}
+    return [on_mesh(rank, {2: waiting, 3: late}.get(rank, healthy)) for rank in range(4)]
+
+
+def test_calls_are_matched_within_their_group_and_right_clocks_stay():
+    ranks = slow_rank_3()
+    rows = matched(ranks)
+    assert len(rows) == 20, "ten of each of two groups"
+    assert {tuple(place for place, event in enumerate(row) if event) for row in rows} == {(0, 1), (2, 3)}
+    assert last_to_arrive(rows)[1] == [0, 0, 0, 50_000]
+    assert aligned(ranks) == ranks
+    elsewhere = [*ranks[:2], ranks[2], ranks[3].shifted(7e6)]
+    assert last_to_arrive(matched(aligned(elsewhere)))[1] == [0, 0, 0, pytest.approx(50_000)]
+
+
+def test_clocks_are_put_right_along_a_chain_of_groups():
+    ranks = [on_mesh(rank, {0: 0.0, 1: 6000.0}, call1="dp") for rank in range(3)]
+    assert [t.events[1].start for t in aligned([t.shifted(1e6 * t.rank) for t in ranks])] == [6000.0] * 3
+    alone = [ranks[1], ranks[2].shifted(5.0)]  # they have no call in common
+    assert aligned(alone) == alone and matched(alone) == []
+
+
+def test_a_call_in_which_nobody_waits_says_nothing_of_clocks_and_waits():
+    """The sender goes on at once; the receiver ends later."""
+    args = {"Process Group Name": "0", "Process Group Ranks": "[0, 1]"}
+    names = ["gloo:all_reduce", *3 * ["gloo:broadcast"]]
+    first, second = [
+        trace_of(*(Event(name, "user_annotation", 100 * n + late * (n > 0), 100 * n + 10 + late * (n > 0), 0, 1, args)
+                   for n, name in enumerate(names)), rank=rank)
+        for rank, late in ((0, 0), (1, 30))
+    ]  # fmt: skip
+    assert aligned([first, second]) == [first, second]
+    assert last_to_arrive(matched([first, second]))[1] == [0, 0]
+
+
+def test_several_groups_without_names_are_refused():
+    groups = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (0, 2)}
+    bare = [replace(t, groups=groups, events=tuple(e._replace(args={}) for e in t.events)) for t in slow_rank_3()]
+    with pytest.raises(ValueError, match="rank 0 is in 3 process groups, and its trace does not say which call"):
+        matched(bare)
+    same = [replace(t, groups={"0": (0, 1, 2, 3), "1": (0, 1, 2, 3), "2": (t.rank,)}) for t in bare]
+    assert len(matched(same)) == 10, "two groups of the same ranks, and one of a single rank"
+
+
+def test_a_kernel_has_the_group_of_its_call(tmp_path: Path):
+    group = {"Process Group Name": "3", "Process Group Ranks": "[0, 1, ..., 7]"}
+    span = {"ph": "X", "ts": 1, "dur": 2, "pid": 1, "tid": 1}
+    events = [span | {"name": "record_param_comms", "cat": "cpu_op", "args": {"External id": 9, **group}},
+              span | {"name": "ncclDevKernel_AllReduce", "cat": "kernel", "args": {"External id": 9}}]  # fmt: skip
+    told = {"rank": 1, "world_size": 16, "pg_config": [{"pg_name": "3", "ranks": [*range(8)]}]}
+    (tmp_path / "x.json").write_text(json.dumps({"distributedInfo": told, "traceEvents": events}))
+    assert list(numbered(load(tmp_path)[0])) == [(("3", tuple(range(8))), "ncclDevKernel_AllReduce", 0)]
+
+
+def hybrid(folder: str, names: bool) -> None:
+    """All-reduces of both dimensions of a mesh of 2 x 2, on gloo."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            for group in (mesh["tp"], mesh["dp"]) if names else (None,):
+                dist.all_reduce(torch.ones(8), group=group.get_group() if group else None)
+    profiler.export_chrome_trace(f"{folder}/rank{dist.get_rank()}.json")
+
+
+def test_a_real_mesh_on_gloo_is_refused_and_its_times_are_there(tmp_path: Path):
+    launch(hybrid, str(tmp_path), True, world_size=4, backend="gloo")
+    ranks = load(tmp_path)
+    assert sorted(ranks[3].groups.values()) == [(0, 1, 2, 3), (1, 3), (2, 3)]
+    assert breakdown(ranks[3])["communication"] > 0
+    with pytest.raises(ValueError, match="rank 0 is in 3 process groups"):
+        matched(ranks)
 
 
 # ------------------------------------------------------------------------------------------------- live traces
@@ -274,7 +374,96 @@ def test_refusals_say_what_there_is(tmp_path: Path):
         load("hta")
     with pytest.raises(FileNotFoundError, match="no trace at "):
         load(tmp_path)
-    for text in ("not json", "[1", '{"a": 1}'):
-        (tmp_path / "x.json").write_text(text)
-        with pytest.raises(ValueError, match="x.json is not a trace"):
-            load(tmp_path / "x.json")
+
+
+def damaged(**changes) -> str:
+    """A trace of 900 us, of which 300 compute and 200 communicate, with changes: to it, or to an event by its name."""
+    spans = [("ProfilerStep#1", "user_annotation", 1000, 900), ("aten::mm", "cpu_op", 1100, 300),
+             ("gloo:all_reduce", "user_annotation", 1500, 200)]  # fmt: skip
+    events = [
+        {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": place, "args": {}}
+        | changes.get(name, {})
+        for place, (name, cat, ts, dur) in enumerate(spans)
+    ]
+    events = [{key: value for key, value in event.items() if value != "gone"} for event in events]
+    whole = {"distributedInfo": {"rank": 0, "world_size": 2}, "traceEvents": events}
+    return json.dumps(whole | {key: value for key, value in changes.items() if key in (*whole, "deviceProperties")})
+
+
+GOOD = damaged()
+MM = {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": 1, "dur": 2, "pid": 2, "tid": 0}
+BOTH = json.loads(GOOD)["traceEvents"]
+
+#: Traces that are odd, and right all the same.
+READABLE = {
+    "good": GOOD,
+    "a control character in a name": GOOD.replace("aten::mm", "aten::mm\x01 in <string>\n"),
+    "times as text": damaged(**{"aten::mm": {"ts": "1100", "dur": "300.0"}}),
+    "a name like a step's": damaged(**{"ProfilerStep#1": {"name": "ProfilerStep#warmup"}}),
+    "no distributedInfo": damaged(distributedInfo=None),
+    "no devices": damaged(deviceProperties=None),
+    "no args": damaged(**{"aten::mm": {"args": None}}),
+    "a list": json.dumps(BOTH),
+    "a list that was not closed": json.dumps(BOTH)[:-1],
+    "a list that was not closed, after a comma": json.dumps(BOTH)[:-1] + ",\n",
+    "a byte order mark": "\ufeff" + GOOD,
+}
+
+
+@pytest.mark.parametrize("text", READABLE.values(), ids=READABLE)
+def test_odd_traces_give_the_right_figures(tmp_path: Path, text: str):
+    (tmp_path / "rank-0.json").write_text(text, encoding="utf-8")
+    [trace] = load(tmp_path)
+    times = breakdown(trace)
+    assert trace.rank == 0 and [times[name] for name in ("total", "compute", "communication", "idle")] == [
+        600, 300, 200, 100,
+    ]  # fmt: skip
+
+
+#: Text of rank-0.json, and what is to be said of it.
+DAMAGED = {
+    "cut": (GOOD[: len(GOOD) * 2 // 3], "rank-0.json ends early"),
+    "cut in a word": (GOOD[: GOOD.index("aten::mm") + 3], "rank-0.json ends early"),
+    "cut after a name": (GOOD[: GOOD.index('"cat"') + 5], "rank-0.json ends early"),
+    "empty": ("", "rank-0.json is empty"),
+    "a log": ("2026-11-28 step 1 loss 2.0", "rank-0.json is not a trace in Chrome's JSON format: it begins with '2026"),
+    "other JSON": ('{"a": 1}', "rank-0.json is not a trace"),
+    "a list of numbers": ("[1", "rank-0.json is not a trace .*: event 0 is 1"),
+    "deep": ("[" * 100_000, "rank-0.json is not a trace"),
+    "damaged inside": (GOOD.replace('"dur": 900', '"dur": 9@0'), "rank-0.json is no JSON from line 1, column"),
+    "a step without an end": (damaged(**{"ProfilerStep#1": {"dur": "gone"}}), "ProfilerStep#1', has dur None .did"),
+    "an operation without an end": (damaged(**{"aten::mm": {"dur": "gone"}}), "event 1, 'aten::mm', has dur None"),
+    "no name": (damaged(**{"aten::mm": {"name": "gone"}}), "event 1, None, has name None"),
+    "no thread": (damaged(**{"aten::mm": {"tid": "gone"}}), "event 1, 'aten::mm', has tid None"),
+    "no start": (damaged(**{"aten::mm": {"ts": "gone"}}), "event 1, 'aten::mm', has ts None"),
+    "NaN": (damaged(**{"aten::mm": {"ts": float("nan")}}), "event 1, 'aten::mm', has ts nan"),
+    "text for a time": (damaged(**{"aten::mm": {"ts": "soon"}}), "event 1, 'aten::mm', has ts 'soon'"),
+    "no category": (damaged(**{"aten::mm": {"cat": None}}), "event 1, 'aten::mm', has cat None"),
+    "two processes": (damaged(traceEvents=[*BOTH, MM]), "rank-0.json holds 2 processes"),
+}
+
+
+@pytest.mark.parametrize(("text", "says"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_trace_is_told_in_one_sentence(tmp_path: Path, text: str, says: str):
+    (tmp_path / "rank-0.json").write_text(text)
+    with pytest.raises(ValueError, match=says) as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_cut_archive_and_two_files_of_a_rank_are_told(tmp_path: Path):
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(GOOD.encode())[:-20])
+    with pytest.raises(ValueError, match=r"a\.json\.gz ends early"):
+        load(tmp_path)
+    for name in ("a.json.gz", "b.json.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(GOOD.encode()))
+    with pytest.raises(ValueError, match=r"a\.json\.gz and b\.json\.gz are both of rank 0"):
+        load(tmp_path)
+    (tmp_path / "b.json.gz").unlink()
+    assert breakdown(load(tmp_path)[0])["compute"] == 300
+
+
+def test_a_large_trace_says_beforehand_how_long_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rank-0.json.gz").write_bytes(gzip.compress(GOOD.encode() + b" " * 60_000_000, 1))
+    assert breakdown(load(tmp_path)[0])["compute"] == 300
+    assert re.fullmatch(r"reading 60 MB of traces: about 3 s and 0\.4 GB of memory\n", capsys.readouterr().err)
