@@ -16,41 +16,47 @@ from .run import Result
 
 __all__ = ["COLUMNS", "Report", "row", "table"]
 
-COLUMNS = ("person", "notebook", "passed", "total", "points", "of", "failed", "same_as_solution", "note", "file")
+COLUMNS = ("person", "notebook", "passed", "total", "points", "of", "failed", "not_graded", "same_as_solution", "note",
+           "file")
 
 
 def row(result: Result) -> dict[str, Any]:
     """A hand-in as a row of the table, with its verdicts under ``checks``."""
     hand_in, verdicts = result.hand_in, list(result.verdicts.values())
-    passed = [verdict for verdict in verdicts if verdict.passed]
+    graded = [verdict for verdict in verdicts if verdict.graded]
+    passed = [verdict for verdict in graded if verdict.passed]
     return {
         "person": hand_in.person,
         "notebook": hand_in.assignment.name if hand_in.assignment else "",
         "passed": len(passed),
-        "total": len(verdicts),
+        "total": len(graded),
         "points": sum(verdict.points for verdict in passed),
-        "of": sum(verdict.points for verdict in verdicts),
-        "failed": " ".join(verdict.id for verdict in verdicts if not verdict.passed),
+        "of": sum(verdict.points for verdict in graded),
+        "failed": " ".join(verdict.id for verdict in graded if not verdict.passed),
+        "not_graded": " ".join(verdict.id for verdict in verdicts if not verdict.graded),
         "same_as_solution": " ".join(verdict.id for verdict in verdicts if verdict.same_as_solution),
         "note": "; ".join([*hand_in.notes, *result.notes]),
         "file": str(hand_in.path or ""),
         "seconds": round(result.seconds, 1),
         "checks": [
             {"name": v.id, "passed": v.passed, "points": v.points, "hint": v.hint, "message": v.message,
-             "tried_again": v.again, "same_as_solution": v.same_as_solution} for v in verdicts
+             "graded": v.graded, "tried_again": v.again, "same_as_solution": v.same_as_solution} for v in verdicts
         ],
     }
 
 
 def _sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a person, named ``sum``: out of every notebook that anybody handed in."""
-    worth = {each["notebook"]: (each["total"], each["of"]) for each in rows if each["notebook"]}
+    """One row a person, named ``sum``: out of every notebook that anybody handed in, less what was not graded."""
+    worth = {each["notebook"]: (len(each["checks"]), sum(check["points"] for check in each["checks"])) for each in rows}
     total, of = (sum(values) for values in zip(*worth.values(), strict=True)) if worth else (0, 0)
     sums: dict[str, dict[str, Any]] = {}
     for each in rows:
         entry = {"person": each["person"], "notebook": "sum", "passed": 0, "total": total, "points": 0, "of": of}
+        own = sums.setdefault(each["person"], entry)
         for key in ("passed", "points"):
-            sums.setdefault(each["person"], entry)[key] += each[key]
+            own[key] += each[key]
+        for key, whole in zip(("total", "of"), worth[each["notebook"]], strict=True):
+            own[key] -= whole - each[key]
     return list(sums.values())
 
 
@@ -92,6 +98,8 @@ class Report:
             name = re.sub(r"[^\w .()-]", "_", new["person"]).strip(". ") or "_"
             _write(self._feedback / f"{name}.md", _feedback(new["person"], own))
         what = f"{new['passed']} of {new['total']}" if new["checks"] else "no checks"
+        if new["not_graded"]:
+            what += f", not graded: {new['not_graded']}"
         took = f" ({new['seconds']:.0f} s)" if new["seconds"] else ""
         note = f"; {new['note'][:100]}" if new["note"] else ""
         line = f"{done} of {of}  {new['person']}  {new['notebook'] or '-'}  {what}{took}{note}"
@@ -108,9 +116,8 @@ def _feedback(person: str, rows: list[dict[str, Any]]) -> str:
         if each["note"]:
             parts.append(f"{each['note']}.")
         for check in each["checks"]:
-            parts.append(
-                f"- {'passed' if check['passed'] else '**not passed**'}: {check['name']}, {_points(check['points'])}"
-            )
+            how = "passed" if check["passed"] else "**not passed**" if check["graded"] else "**not graded**"
+            parts.append(f"- {how}: {check['name']}, {_points(check['points'])}")
             if not check["passed"]:
                 fence = "~" * max([3, *(len(run) + 1 for run in re.findall("~+", check["message"]))])
                 parts.append(f"{fence}text\n{check['message']}\n{fence}")

@@ -33,6 +33,8 @@ class Verdict:
         Refused for want of time, or not reached: to be tried again, alone.
     again : bool
         It has been tried again.
+    graded : bool
+        False: the machine is at fault, the check could not run; it takes no points.
     """
 
     id: str
@@ -42,6 +44,7 @@ class Verdict:
     message: str = "The check was not reached."
     slow: bool = True
     again: bool = False
+    graded: bool = True
     same_as_solution: bool = False
 
 
@@ -75,6 +78,7 @@ class Result:
         self.note(f"not graded: {type(error).__name__}: {error}")
         for verdict in self.verdicts.values():
             verdict.slow = not verdict.passed
+            verdict.graded = verdict.passed
 
     def take(self, other: Result) -> None:
         """Replace verdicts by those of a second run, in which nothing else was running."""
@@ -203,6 +207,7 @@ class _Run:
         verdict = self._result.verdicts[check.id]
         verdict.passed, verdict.hint = found["passed"], found["hint"]
         verdict.message = "" if found["passed"] else self._with_errors(position, found["message"])
+        verdict.graded = found["hint"] != "not-started"
         late = any("interrupted after" in error for error in self._errors_before(position))
         verdict.slow = (found["slow"] or late and found["hint"] != "empty") and not found["passed"]
         verdict.same_as_solution = check.is_solution(found.get("digests", {}))

@@ -6,6 +6,7 @@ import os
 import pwd
 import secrets
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ _SETTINGS = ("alternatives", "fonts", "group", "host.conf", "hosts", "ld.so.cach
              "localtime", "nsswitch.conf", "passwd", "ssl")
 _KEPT = ("LANG", "LC_", "TZ", "COURSE_", "OMP_", "MKL_", "LD_LIBRARY_PATH")
 _FIRST_USER, _USERS = 64000, 1000  # numbers that no distribution gives to people or services
+
+_AS_RANKS_START = "import course_utils, subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
 
 HELP = """\
 Hand-ins are programs, and this system gives no way to fence them in{why}.
@@ -132,8 +135,9 @@ def _fence(kind: str, home: Path, user: int | None) -> list[str]:
                 "--pdeathsig=KILL", "--"]
     if kind == "none":
         return []
-    fence = ["bwrap", "--unshare-all", "--uid", "1000", "--gid", "1000", "--die-with-parent", "--new-session"]
-    fence += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    fence = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--uid", "1000", "--gid", "1000"]
+    fence += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    fence += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
     seen = [*_SYSTEM, *(f"/etc/{name}" for name in _SETTINGS)]
     for place in _SYSTEM:
         if os.path.islink(place):  # /bin is usr/bin
@@ -158,11 +162,18 @@ def _complaint(kind: str) -> str:
     fence = _fence(kind, Path("/usr"), _FIRST_USER)
     if kind == "bubblewrap":  # the last --bind would make /usr writable
         fence = fence[: fence.index("--chdir") - 3] + ["--"]
-    test = [*fence, sys.executable, "-P", "-c", "import course_utils"]
+    test = [*fence, sys.executable, "-P", "-c", _AS_RANKS_START]
     told = subprocess.run(
         test, capture_output=True, text=True, env={"PYTHONPATH": str(PACKAGE.parent)}, cwd="/", check=False
     )
-    return f"{program}: {told.stderr.strip().splitlines()[-1]}" if told.returncode else ""
+    if not told.returncode:
+        return ""
+    why = (told.stderr.strip().splitlines() or [f"exit code {told.returncode}"])[-1]
+    python = Path(sys.executable).resolve()
+    closed = [str(place) for place in python.parents if not place.stat().st_mode & stat.S_IXOTH]
+    if kind == "user" and closed:
+        why += f"; another user cannot run {python}: `chmod o+x {closed[-1]}`, or make .venv with a Python in /usr"
+    return f"{program}: {why}"
 
 
 _used: set[int] = set()

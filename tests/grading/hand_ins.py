@@ -13,6 +13,10 @@ KEPT = ("mean_and_variance", "ring_shift", "gradient_all_reduce_seconds", "bandw
 CHECKS = [f"check_{name}" for name in KEPT]
 POINTS = [1, 2, 2, 2, 3]
 STUB = "raise NotImplementedError"
+NO_RANKS = """import multiprocessing
+from course_utils.ranks import processes
+processes.end_server()
+multiprocessing.set_executable("/home")"""
 
 
 def read(path: Path) -> nbformat.NotebookNode:
@@ -147,7 +151,7 @@ def make(desk: Desk) -> dict[str, tuple[int, int, list[str]]]:
         return desk.put(person, nb, name)
 
     add("01_right", 5, desk.solution())
-    add("02_right_lesson", 7, desk.solution("02_collectives"), name="02_collectives.ipynb", of=7)
+    add("02_right_lesson", 6, desk.solution("02_collectives"), name="02_collectives.ipynb", of=6)
     add("03_right_but_noisy", 5, desk.with_answers({3: OUTPUT, 4: SYS_EXIT}), "SystemExit")
     path = add("04_right_copy", 5, _without_an_id(desk), "renamed", "2 copies", name="submission final (1).ipynb")
     old = desk.put("04_right_copy", desk.answered(4), "old/90_short.ipynb")
@@ -167,7 +171,7 @@ def make(desk: Desk) -> dict[str, tuple[int, int, list[str]]]:
     expected["12_empty"] = (0, 0, ["an empty folder"])
     add("13_truncated", 0, nbformat.writes(desk.solution())[:1000], "not a notebook that can be read")
     lesson = read(desk.course / "notebooks/02_collectives.ipynb")
-    add("14_lesson", 0, lesson, "the lesson", name="02_collectives.ipynb", of=7)
+    add("14_lesson", 0, lesson, "the lesson", name="02_collectives.ipynb", of=6)
     add("15_untouched", 0, desk.exercise(), "no exercise in it has been answered")
     return expected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 import signal
@@ -169,6 +170,50 @@ def test_without_a_fence_nothing_is_run_unless_asked(desk: Desk, monkeypatch: py
     assert row["passed"] == 1
 
 
+@pytest.fixture
+def without_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A bubblewrap that says what it says where the system refuses namespaces."""
+    (tmp_path / "bin").mkdir()
+    bwrap = tmp_path / "bin" / "bwrap"
+    bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    bwrap.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+
+def test_where_namespaces_are_refused_solutions_get_all_points_as_another_user_or_without_a_fence(
+    desk: Desk, without_namespaces: None
+):
+    desk.put("ada", desk.solution())
+    try:
+        kind = Sandbox().kind
+        assert kind == "user"
+    except SandboxMissing as error:
+        assert re.search("No permissions to create new namespace; .*(chmod o\\+x|only root can)", str(error))
+        kind = "none"
+    (row,) = grading.grade(desk.folder, root=desk.course, sandbox=kind)
+    assert (row["points"], row["of"], row["not_graded"]) == (10, 10, ""), row["checks"]
+
+
+def test_a_check_whose_ranks_do_not_start_is_not_graded_and_takes_no_points(
+    desk: Desk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """What a machine does that lets Python start no other Python."""
+    desk.put("ada", desk.with_cell(hand_ins.NO_RANKS, desk.solution()))
+    desk.put("bob", desk.exercise())
+    files = {"csv": tmp_path / "g.csv", "feedback": tmp_path / "feedback"}
+    grading.grade(desk.folder, root=desk.course, report=Report(**files), sandbox="none")
+    rows = [
+        [each[key] for key in ("person", "passed", "total", "points", "of", "not_graded")]
+        for each in csv.DictReader(files["csv"].open())
+    ]
+    ranks = "check_mean_and_variance check_ring_shift"
+    assert rows == [["ada", "3", "3", "7", "7", ranks], ["ada", "3", "3", "7", "7", ""],
+                    ["bob", "0", "5", "0", "10", ""], ["bob", "0", "5", "0", "10", ""]]
+    assert f"3 of 3, not graded: {ranks}" in capsys.readouterr().err
+    feedback = (files["feedback"] / "ada.md").read_text()
+    assert "**not graded**: check_ring_shift, 2 points" in feedback and "the ranks cannot be started" in feedback
+
+
 def test_cell_without_end_costs_only_itself_even_if_it_ignores_the_interrupt(desk: Desk):
     stubborn = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
     nb = desk.answered(3, PAPER)
@@ -298,10 +343,10 @@ def test_table_sums_points_by_person_over_all_notebooks(desk: Desk, tmp_path: Pa
     grading.grade(desk.folder, root=desk.course, report=Report(**files))
     rows = list(csv.DictReader(files["csv"].open()))
     assert [(row["person"], row["notebook"], row["of"]) for row in rows] == [
-        ("ada", "90_short", "10"), ("ada", "sum", "28"), ("bob", "02_collectives", "18"), ("bob", "sum", "28"),
+        ("ada", "90_short", "10"), ("ada", "sum", "23"), ("bob", "02_collectives", "13"), ("bob", "sum", "23"),
     ]
     told = json.loads(files["json"].read_text())
-    assert [entry["of"] for entry in told["sums"]] == [28, 28]
+    assert [entry["of"] for entry in told["sums"]] == [23, 23]
     feedback = (files["feedback"] / "ada.md").read_text()
     assert "## 90_short: 0 of 10 points" in feedback and "check_ring_shift, 2 points" in feedback
     only = grading.grade(desk.folder, root=desk.course, only=["90_short"])
