@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle, groupby, pairwise
+from itertools import cycle, groupby
 from textwrap import fill
 from typing import NamedTuple
 
@@ -67,18 +67,8 @@ def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
     segments : list of (label, start, size)
         Bytes, in order, none over another.
     title : str
-
-    Raises
-    ------
-    ValueError
-        There is no segment, one has no bytes, or one starts before the end of the one before.
     """
     segments = [(label, int(start), int(size)) for label, start, size in segments]
-    if not segments or any(start < 0 or size < 1 for _, start, size in segments):
-        raise ValueError("there must be at least one segment, each from byte 0 on and with at least one byte")
-    for (label, start, size), (later, at, _) in pairwise(segments):
-        if at < start + size:
-            raise ValueError(f"{later!r} starts at byte {at}, before {label!r} ends at byte {start + size}")
     rows = _rows(segments)
     colors = charts.in_turn(label for label, *_ in segments)
     figure, axes = new_figure(len(rows), 1, size=(WIDTH, 0.35 + 1.15 * len(rows)), title=title)
@@ -167,14 +157,7 @@ def page_accesses(
     title : str
     notes : dict of name to str, optional
         What to write below the name of an order, such as its hit rate.
-
-    Raises
-    ------
-    ValueError
-        There is no order, or one reads nothing.
     """
-    if not orders or not all(len(order) for order in orders.values()):
-        raise ValueError("there must be at least one order, and each must read at least one page")
     size = (1.4 + 3.1 * len(orders), 3.1)
     figure, axes = new_figure(1, len(orders), size=size, title=title, sharex=True, sharey=True)
     most = max(len(order) for order in orders.values())
@@ -208,19 +191,8 @@ def loader_bars(
     times : dict of name to float, optional
         How many times the rate of `baseline` each row is, where that is known better than from the rates.
     unit : str
-
-    Raises
-    ------
-    ValueError
-        There is no row, a rate is not above 0, `baseline` or a row of `strong` is unknown, or `times` lacks a row.
     """
-    if not rows or any(not rate > 0 for rate in rows.values()):
-        raise ValueError("there must be at least one row, and rates must be above 0")
-    if unknown := [name for name in (*strong, *([baseline] if baseline else [])) if name not in rows]:
-        raise ValueError(f"no row is called {unknown[0]!r}")
     times = times or {name: rate / rows[baseline] for name, rate in rows.items() if baseline}
-    if baseline and (lacking := rows.keys() - times.keys()):
-        raise ValueError(f"times lacks {min(lacking)!r}")
     names = [fill(name, 34) for name in rows]
     figure, (ax,) = new_figure(size=(8.6, 0.95 + 0.33 * charts.lines_of(names)), title=title)
     for y, (name, rate) in enumerate(rows.items()):
@@ -242,14 +214,7 @@ def time_shares(rows: Mapping[str, Mapping[str, float]], title: str) -> Figure:
     rows : dict of row name to dict of part to seconds
         Parts keep their order; those of `LOADING_COLORS` have colours of their own.
     title : str
-
-    Raises
-    ------
-    ValueError
-        There is no row, or a row takes no time or less.
     """
-    if not rows or any(min(row.values(), default=0) < 0 or sum(row.values()) <= 0 for row in rows.values()):
-        raise ValueError("there must be at least one row; parts must not be negative, and not all 0")
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     spare = cycle(color for color in RANK_COLORS if color not in {LOADING_COLORS.get(part) for part in parts})
     colors = {part: LOADING_COLORS.get(part) or next(spare) for part in parts}

@@ -36,17 +36,10 @@ _TOO_MUCH = "#B33C00"
 
 def _parts(memory: Parts) -> dict[str, float]:
     """Return bytes by part, in the order of `PART_COLORS`.
-
-    Raises
-    ------
-    ValueError
-        A part has an unknown name, or bytes below zero.
     """
     given = dict(memory) if isinstance(memory, Mapping) else memory.parts()
     if unknown := set(given) - set(PART_COLORS):
         raise ValueError(f"no part of memory is called {sorted(unknown)[0]!r}; allowed are {', '.join(PART_COLORS)}")
-    if wrong := [part for part, size in given.items() if not size >= 0]:
-        raise ValueError(f"bytes must be at least 0, got {given[wrong[0]]} of {wrong[0]}")
     return {part: float(given.get(part, 0)) for part in PART_COLORS}
 
 
@@ -62,14 +55,7 @@ def memory_bars(
     limit : (name, bytes) or dict of name to bytes, optional
         Sizes to hold against, such as a GPU's memory: vertical lines. Totals above a single one are coloured. A limit
         that is more than three times as large as every bar is only told.
-
-    Raises
-    ------
-    ValueError
-        There is no row, a part has an unknown name, or bytes below zero.
     """
-    if not rows:
-        raise ValueError("there must be at least one row")
     table = {fill(name, 30): _parts(memory) for name, memory in rows.items()}
     limits = dict(limit if isinstance(limit, Mapping) else [limit] if limit else [])
     longest = max(sum(row.values()) for row in table.values()) or 1.0
@@ -124,14 +110,7 @@ def memory_over_time(history: Sequence[tuple[str, Parts]], title: str) -> Figure
     history : list of (label, Memory or dict of part to bytes)
         In order. Neighbours with equal labels are one phase, labelled once.
     title : str
-
-    Raises
-    ------
-    ValueError
-        There is no mark, a part has an unknown name, or bytes below zero.
     """
-    if not history:
-        raise ValueError("there must be at least one mark")
     sizes = [_parts(memory) for _, memory in history]
     phases = [(label, [i for i, _ in group]) for label, group in groupby(enumerate(history), lambda item: item[1][0])]
     upright = sum(max(len(word) for word in label.split()) + 2 for label, _ in phases) > 110
@@ -227,14 +206,7 @@ def partition_picture(stages: Mapping[str, Sequence[Parts]], title: str) -> Figu
         The whole of a part is the most that any rank of any stage holds, or all ranks of a stage that share it.
         Of more than eight ranks the first three and the last are drawn.
     title : str
-
-    Raises
-    ------
-    ValueError
-        There is no stage or a stage without ranks, a part has an unknown name, or bytes below zero.
     """
-    if not stages or not all(len(ranks) for ranks in stages.values()):
-        raise ValueError("there must be at least one stage, and in each stage at least one rank")
     table = {name: [_parts(memory) for memory in ranks] for name, ranks in stages.items()}
     whole = {part: max(row[part] for ranks in table.values() for row in ranks) for part in _STATES}
     shown = {name: charts.few(len(ranks)) for name, ranks in table.items()}

@@ -88,8 +88,6 @@ def schedule_picture(timelines: Timeline | Sequence[Timeline], title: str, unit:
         Of time; empty for the units of the costs.
     """
     timelines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    if not timelines:
-        raise ValueError("there must be at least one schedule")
     row = _ROW if max(t.schedule.ranks for t in timelines) <= 16 else 3.6 / max(t.schedule.ranks for t in timelines)
     figure, axes = _panels([_HEAD + row * t.schedule.ranks for t in timelines], title, shared=True)
     end = max(t.seconds for t in timelines)
@@ -121,8 +119,6 @@ def real_pipeline(
     unit : str
         That of the simulated costs, if they have one.
     """
-    if len(measured) != simulated.schedule.ranks:
-        raise ValueError(f"{len(measured)} measured ranks for {simulated.schedule.ranks} simulated ones")
     height = _HEAD + _ROW * len(measured)
     figure, (top, bottom) = _panels([height, height + 0.25], title, shared=False)
     _draw_rows(top, simulated.spans, len(measured), WIDTH - 1, simulated.seconds)

@@ -55,20 +55,11 @@ def layout_bars(plans: Mapping[str, Plan] | Sequence[Plan], title: str, *, rate:
     title : str
     rate : {"tflops", "model_tflops"}
         Whether what is computed a second time counts.
-
-    Raises
-    ------
-    ValueError
-        There is no plan, or two of a list have one name.
     """
     if isinstance(plans, Mapping):
         named = dict(plans)
     else:
         named = dict(zip(_names([plan.layout for plan in plans]), plans, strict=True))
-        if len(named) < len(plans):
-            raise ValueError("two plans have the same layout; give them names")
-    if not named:
-        raise ValueError("there must be at least one plan")
     rows = {fill(name, 44): plan.parts() for name, plan in named.items()}
     figure, (ax,) = new_figure(size=(9.2, 1.25 + 0.36 * charts.lines_of(rows)), title=title)
     charts.stacked_bars(ax, rows, TIME_COLORS)
@@ -99,14 +90,7 @@ def predicted_against_published(
         The error of a guess without the model for each row, as `planner.guesses` gives it: grey crosses.
     band : float
         Half-width of the band, as a share of the published value.
-
-    Raises
-    ------
-    ValueError
-        There is no run, or `baseline` has another number of them.
     """
-    if not rows or len(baseline or rows) != len(rows):
-        raise ValueError(f"there must be at least one run, and an error of the baseline for each, got {len(rows)} runs")
     figure, (left, right) = new_figure(1, 2, size=(10.4, 1.6 + 0.29 * len(rows)), title=title, sharey=True)
     color = RANK_COLORS[0]
     for y, row in enumerate(rows):
@@ -161,14 +145,7 @@ def search_picture(
         How many of the first plans are named.
     slowest : float
         Plans that take more than so many times the time of the fastest are counted, not drawn.
-
-    Raises
-    ------
-    ValueError
-        There is no plan.
     """
-    if not plans:
-        raise ValueError("there must be at least one plan")
     chosen = _chosen(plans, marked or {}, best)
     top = max([slowest * plans[0].seconds, *(1.05 * plan.seconds for plan in chosen.values())])
     drawn = [plan for plan in plans if plan.seconds <= top]

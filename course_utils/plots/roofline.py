@@ -85,8 +85,6 @@ def roofline(
     modelled : bool
         Draw the points hollow: they stand where the roof lets them, nobody measured them.
     """
-    if not (peak > 0 and bandwidth > 0):
-        raise ValueError(f"peak and bandwidth must be positive, got {peak:g} FLOP/s and {bandwidth:g} bytes/s")
     ridge = peak / bandwidth
     intensities = [intensity for intensity, _ in points.values()]
     low, high = min([ridge / 30, *intensities]) / 2, max([ridge * 30, *intensities]) * 3

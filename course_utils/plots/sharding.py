@@ -33,17 +33,8 @@ def shard_timeline(
     title : str
     order : bool
         Whether `start`, `end` and `when` count events; otherwise they are seconds.
-
-    Raises
-    ------
-    ValueError
-        There is no span, or a span ends before it starts.
     """
     spans = [span for lane in lanes.values() for span in lane]
-    if not spans:
-        raise ValueError("there must be at least one span")
-    if wrong := next((span for span in spans if span[2] < span[1]), None):
-        raise ValueError(f"a span must not end before it starts, got {wrong}")
     first = min([start for _, start, _ in spans] + [when for when, _ in held])
     last = max([end for *_, end in spans] + [when for when, _ in held])
     unit, scale = ("events, in order", 1.0) if order else ("time (ms)", 1e3) if last >= 1e-3 else ("time (µs)", 1e6)
@@ -115,16 +106,7 @@ def mesh_picture(
     title : str
     nodes : dict of rank to node, optional
         Ranks of one node that lie side by side share a frame; each rank says its node.
-
-    Raises
-    ------
-    ValueError
-        Rows have different lengths or none, or a rank has no node.
     """
-    if not grid or not grid[0] or len({len(row) for row in grid}) != 1:
-        raise ValueError("the grid must have rows of one length, at least one rank each")
-    if nodes is not None and (missing := [rank for row in grid for rank in row if rank not in nodes]):
-        raise ValueError(f"rank {missing[0]} has no node")
     rows, columns = charts.few(len(grid)), charts.few(len(grid[0]))
     places = {(x, y): grid[row][column] for y, row in enumerate(rows) for x, column in enumerate(columns)
               if row is not None and column is not None}

@@ -35,14 +35,7 @@ def replicas(columns: Mapping[str, Sequence], title: str) -> Figure:
     columns : dict of heading to list by rank
         Texts, numbers, or sequences of numbers, which become bars. All columns have one value for each rank.
     title : str
-
-    Raises
-    ------
-    ValueError
-        The columns have different numbers of ranks.
     """
-    if len({len(values) for values in columns.values()}) != 1:
-        raise ValueError("each column needs one value for each rank")
     ranks = len(next(iter(columns.values())))
     widths = [_WIDTHS[_kind(values[0])] for values in columns.values()]
     figure, (ax,) = new_figure(size=(0.7 + sum(widths), 0.9 + 0.55 * ranks))
@@ -192,14 +185,7 @@ def loss_curves(
         Curves drawn broad and pale, each narrower than the one before, so that others can be seen on top of them.
     marks : dict of text to x, optional
         Vertical lines, such as the step of a checkpoint.
-
-    Raises
-    ------
-    ValueError
-        `wide` has a name that is not in `curves`.
     """
-    if unknown := set(wide) - set(curves):
-        raise ValueError(f"wide names {', '.join(sorted(unknown))}; allowed are {', '.join(curves)}")
     figure, (ax,) = new_figure(size=(8.0, 3.5))
     ends: charts.Ends = {}
     for i, (name, (x, loss)) in enumerate(curves.items()):

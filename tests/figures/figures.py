@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -56,28 +55,9 @@ def rows(ax: Axes) -> list[str]:
     return [label.get_text() for label in ax.get_yticklabels()]
 
 
-def columns(ax: Axes) -> list[str]:
-    return [label.get_text() for label in ax.get_xticklabels()]
-
-
 def key(ax: Axes) -> list[str]:
     """Return the names of a legend."""
     return [text.get_text() for text in ax.get_legend().get_texts()]
-
-
-def bars(ax: Axes) -> list[tuple[float, float]]:
-    """Return left end and width of each bar that is not empty."""
-    return [(bar.get_x(), bar.get_width()) for bar in ax.patches if bar.get_width()]
-
-
-def edge(patch) -> tuple[float, ...]:
-    return tuple(patch.get_edgecolor()[:3])
-
-
-def edged(ax: Axes, color: str) -> list:
-    """Return the patches framed in `color`."""
-    wanted = np.array(to_rgb(color))
-    return [patch for patch in ax.patches if np.allclose(edge(patch), wanted, atol=1e-6)]
 
 
 def letters(figure: Figure) -> list[Text]:

@@ -8,12 +8,10 @@ import pytest
 import torch
 from figures import BEFORE, apart, contrast_on_white, texts, titles
 from matplotlib.colors import to_rgb
-from matplotlib.patches import FancyArrowPatch
 from PIL import Image
 
 from course_utils import plots
-from course_utils.collective_algorithms import Message
-from course_utils.plots import RANK_COLORS, bandwidth, before_after, rank_color, step_picture, timeline
+from course_utils.plots import RANK_COLORS, before_after, rank_color
 from course_utils.plots._charts import label_lines, size_axis
 from course_utils.plots._style import WIDTH, new_figure, png, readable
 
@@ -52,33 +50,6 @@ def test_partial_sums_and_means_show_who_took_part():
     assert stripes(figure, 0, 1) == [0, 2]
     assert stripes(figure, 1, 0) == [0, 1, 2]
     assert stripes(figure, 2, 0) == []
-
-
-def test_step_has_an_arrow_for_each_message():
-    state = (BEFORE, [[[r]] * 3 for r in range(3)])
-    messages = [Message(0, 1, (2,), (2,), True), Message(1, 2, (0, 1, 2), (0, 1, 2), False)]
-    figure = step_picture([state, state], messages, ("left", "right"))
-    assert sum(isinstance(patch, FancyArrowPatch) for patch in figure.axes[0].patches) == 2
-
-
-def test_bandwidth_has_units_labels_and_its_kind():
-    sizes = [2**k for k in range(10, 22, 2)]
-    seconds = {op: [1e-4 + s * 1e-9 for s in sizes] for op in ("all_reduce", "broadcast")}
-    figure = bandwidth(sizes, seconds, 4, kind="modelled", fit=(1e-4, 1e-9))
-    left, right = figure.axes
-    assert "(ms)" in left.get_ylabel()
-    assert "(GB/s)" in right.get_ylabel()
-    assert all("modelled" in title for title in titles(figure))
-    assert {"all_reduce", "broadcast"} <= set(texts(figure))
-    assert right.lines[0].get_ydata()[-1] == pytest.approx(sizes[-1] / seconds["all_reduce"][-1] * 1.5 / 1e9)
-
-
-def test_timeline_is_in_milliseconds_with_room_for_its_labels():
-    figure = timeline({"rank 0": [("compute", 0.0, 0.1), ("wait", 0.1, 0.1001)]}, "measured: a step")
-    (ax,) = figure.axes
-    assert ax.get_xlabel() == "time (ms)"
-    assert ax.patches[0].get_width() == pytest.approx(100)
-    assert texts(figure) == ["compute"]  # the second bar is too narrow for its label
 
 
 PALETTES = [value for name, value in vars(plots).items() if name.endswith("_COLORS")]
