@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import faulthandler
 import functools
+import importlib
 import json
 import math
 import os
@@ -285,7 +286,10 @@ class Log:
         if on_gpu:
             torch.cuda.synchronize()
         steps, ranks = len(self.losses), dist.get_world_size()
-        speed = steps * args.batch * args.length / (time.perf_counter() - self.since)
+        seconds, outside = time.perf_counter() - self.since, []
+        with contextlib.suppress(ImportError):  # beside this file: who is slow inside the steps
+            outside = [] if on_gpu else importlib.import_module("stragglers").own_ms(seconds, steps)
+        speed = steps * args.batch * args.length / seconds
         taken = [(n, a.elapsed_time(b) if on_gpu else 1e3 * (b - a)) for n, a, b in self.moments]
         row = [sum(t for n, t in taken if n == part) / steps for part in PARTS]
         row += [min(t for n, t in taken if n == "product"), torch.stack(self.losses).mean().item()]
@@ -302,7 +306,7 @@ class Log:
         if dist.get_rank() == 0:
             print("  ".join(f"{name} {value:.5g}" for name, value in record.items()), flush=True)
             with (args.out / "log.jsonl").open("a") as file:
-                lists = {"wait_ms": wait.tolist(), "product_ms": own.tolist()}  # of each rank
+                lists = {"wait_ms": wait.tolist(), "product_ms": own.tolist(), "own_ms": outside}
                 parts = dict(zip(PARTS, mean, strict=True))
                 file.write(json.dumps({**record, "ms": parts, **lists}) + "\n")
         self.moments, self.losses, self.since = [], [], time.perf_counter()
