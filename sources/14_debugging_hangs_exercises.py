@@ -115,8 +115,8 @@ check.checked_all_reduce(checked_all_reduce)
 def skip_together(compute: Callable, apply: Callable, batches: list[torch.Tensor]) -> int:
     """Train on all batches; return how many were skipped.
 
-    compute: batch -> gradient of this rank, float64; raises MemoryError if the batch does not fit.
-        It sends nothing.
+    compute: batch -> gradient of this rank with the weights of now, which apply changes, float64;
+        raises MemoryError if the batch does not fit. It sends nothing.
     apply: takes the mean of all ranks' gradients and updates the weights.
     batches: of this rank; all ranks have equally many.
     """
@@ -216,7 +216,7 @@ def diagnoses_and_cures() -> dict[int, tuple[str, int, str, dict[str, str]]]:
         6: ("both receive first", 0, "recv", {receive + send: ahead}),
         7: ("group rank for global rank", 1, "broadcast", {"src=0": "src=1"}),
         8: ("order of groups", 1, "all_reduce", {"[second, first] if": "[first, second] if"}),
-        9: ("different reductions", 0, "all_reduce", max_by_all),
+        9: ("different reductions", 1, "all_reduce", max_by_all),
     }
     ### END SOLUTION
 

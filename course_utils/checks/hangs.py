@@ -6,9 +6,11 @@ not.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,21 +28,36 @@ HINTS = load_hints("hangs")
 # ------------------------------------------------------------------------------------------------ calls compared
 
 
+@contextlib.contextmanager
+def _own_hashes(rank: int, used: list[str]) -> Iterator[None]:
+    """Let `hash` of texts differ from rank to rank, as under torchrun, and note that it was called."""
+
+    def salted(value: Any) -> int:
+        used.append("hash")
+        return usual((rank, value))
+
+    usual, builtins.hash = builtins.hash, salted
+    try:
+        yield
+    finally:
+        builtins.hash = usual
+
+
 def _one_reduction(fn: Callable, inputs: list[Any], args: tuple) -> Outcome:
-    """On a rank: one call, and what it has refused."""
+    """On a rank: one call, what it has refused, and whether it asked for a hash of Python's."""
     import torch.distributed as dist
 
     from course_utils import record
 
     names, x = args[0], inputs[dist.get_rank()]
     inputs[:] = []
-    before, said = x.clone(), None
-    with record() as ledger:
+    before, said, used = x.clone(), None, []
+    with record() as ledger, _own_hashes(dist.get_rank(), used):
         try:
             fn(x, getattr(dist.ReduceOp, names[dist.get_rank()]))
         except ValueError as error:
             said = str(error)
-    return Outcome(said, ledger, before, x)
+    return Outcome((said, bool(used)), ledger, before, x)
 
 
 def _tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -76,7 +93,9 @@ def _agreeing(exercise: Exercise, fn: Callable) -> None:
         right = _reduced(inputs, name)
         case = f"all pass {name}, {str(dtype)[6:]}, shape {shape}"
         for rank, outcome in exercise.each(exercise.run(fn, inputs, [name] * n, case=case)):
-            exercise.require(outcome.result is None, "false-alarm", f"the function raised: {outcome.result}.")
+            said, hashed = outcome.result
+            key = "hash" if hashed else "false-alarm"
+            exercise.require(said is None, key, f"the function raised: {said}.")
             traps = {"other-op": _reduced(inputs, "SUM"), "not-reduced": outcome.before}
             exercise.equal(rank, outcome.after, right, traps, what="the tensor")
             most = bytes_sent("all_reduce", n, right.nbytes)
@@ -94,12 +113,13 @@ def _differing(exercise: Exercise, fn: Callable) -> None:
         outcomes = exercise.run(fn, inputs, [name for _, _, name in calls], case=case)
         right = f"ranks {_odd(calls)} differ"
         for _, outcome in exercise.each(outcomes):
-            exercise.require(outcome.result is not None, "silent", "the function raised no ValueError.")
+            exercise.require(outcome.result[0] is not None, "silent", "the function raised no ValueError.")
         for rank, outcome in exercise.each(outcomes):
-            form = re.fullmatch(r"ranks \[(\d+(, \d+)*)?\] differ", outcome.result)
-            exercise.require(bool(form), "form", f"the error says {outcome.result[:80]!r}.")
-            if outcome.result != right:
-                exercise.differs("majority", "the error names other ranks.", right, outcome.result)
+            said, _ = outcome.result
+            form = re.fullmatch(r"ranks \[(\d+(, \d+)*)?\] differ", said)
+            exercise.require(bool(form), "form", f"the error says {said[:80]!r}.")
+            if said != right:
+                exercise.differs("majority", "the error names other ranks.", right, said)
             exercise.require(bool((outcome.before == outcome.after).all()), "changed", "the tensor has changed.", rank)
 
 
@@ -176,11 +196,12 @@ def skip_together(fn: Callable) -> None:
             if applied != done:
                 key = "local-skip" if applied > done else "too-many-skips"
                 exercise.differs(key, "the number of calls of apply is wrong.", done, applied)
-            total = weights * 0
+            total, ahead = weights * 0, weights * 0
             for step in range(_STEPS):
                 if not any((r, step) in full for r in range(n)):
                     total = total - 0.1 * sum(x[step] - total for x in inputs)
-            exercise.equal(rank, got, weights, {"mean": total}, what="the weights after the epoch")
+                    ahead = ahead - 0.1 * sum(x[step] for x in inputs) / n
+            exercise.equal(rank, got, weights, {"mean": total, "ahead": ahead}, what="the weights after the epoch")
             exercise.require(skipped == _STEPS - done, "count", f"the function returned {str(skipped)[:40]}.")
             least = done * bytes_sent("all_reduce", n, weights.nbytes)
             most = least + _STEPS * 64 * n

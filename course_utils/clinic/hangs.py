@@ -43,7 +43,7 @@ CAUSES = {
         "Ranks receive from each other before they send.",
         {"kind": "a circle of messages", "detail": "a time-out", "record": "no collective"}),
     "message without its other side": Cause(
-        "A rank receives what no rank sends, or sends what no rank receives.",
+        "What a rank receives no rank sends, or the reverse. The fault is the call that is missing, on its rank.",
         {"kind": "a message alone", "record": "no collective"}),
     "group rank for global rank": Cause(
         "A rank within a group is passed where the rank in the world is asked for.",
@@ -185,13 +185,13 @@ CASES = (
         report="collectives of two process groups were issued in another order on some ranks, and the job stood still.",
     ),
     _case(
-        programs.average_metric, "different reductions", 3, (0,), ("all_reduce",), 3, result=3.0,
+        programs.average_metric, "different reductions", 3, (1, 2), ("all_reduce",), 3, result=3.0,
         complaint="Nothing hangs. Our worst latency is 5, but none of the ranks has measured more than 3.",
         facts={"absent": "none", "values": "none", "parts": "nowhere", "on": SAME_WAY,
                "stands": "rank 0 ended, rank 1 ended, rank 2 ended",
                "calls": "rank 0: all_reduce; rank 1: all_reduce; rank 2: all_reduce",
                "differs": "all_reduce #1 (default): rank 0 reduces with MAX, ranks 1,2 reduce with SUM"},
-        why="rank 0 asks for the maximum and the others for the sum. No tool of PyTorch compares that.",
+        why="the worst is a maximum, and ranks 1 and 2 ask for the sum. No tool of PyTorch compares that.",
         rule="check a reduced value against bounds that you know: a maximum is a value that some rank had.",
         thread="https://github.com/pytorch/ignite/issues/1813",
         report="a metric that needed a maximum was summed by all ranks, without an error; here only some ranks sum.",

@@ -42,6 +42,8 @@ WRONG["checked_all_reduce"] = {
                  "usual = Counter(calls).most_common(1)[0][0]  ->  usual = calls[dist.get_rank()]"],
     "changed": {"if odd:": "if odd:\n    tensor.zero_()"},
     "false-alarm": [{CALL: 'call = f"{op} {tensor}"'}, "if one != usual  ->  if one == usual"],
+    "hash": {"mine = torch.tensor(list(digest), dtype=torch.uint8)": "mine = torch.tensor([hash(call)])",
+             "bytes(one.tolist())": "one.item()"},
     "not-reduced": {"dist.all_reduce(tensor, op=op)": "dist.all_reduce(tensor.clone(), op=op)"},
     "object": with_objects,
     "hang": hangs({"if odd:": "if odd and dist.get_rank() == 0:"}),
@@ -101,12 +103,32 @@ def gradient_and_flag(compute, apply, batches):
     return skipped
 
 
+def all_ahead(compute, apply, batches):
+    def computed(batch):
+        try:
+            return compute(batch)
+        except MemoryError:
+            return None
+
+    gradients, skipped = [computed(batch) for batch in batches], 0
+    for gradient in gradients:
+        full = torch.tensor(float(gradient is None))
+        dist.all_reduce(full)
+        if full > 0:
+            skipped += 1
+        else:
+            dist.all_reduce(gradient)
+            apply(gradient / dist.get_world_size())
+    return skipped
+
+
 WRONG["skip_together"] = {
     "every-batch": "continue  ->  break",
     "local-skip": {"if full.item() > 0:": "if False:", "full += 1": "full += 1\ngradient = batch * 0"},
     "too-many-skips": {"if full.item() > 0:": "if skipped == 0:"},
     "out-of-step": {AGREE: "pass"},
     "mean": "apply(gradient / dist.get_world_size())  ->  apply(gradient)",
+    "ahead": all_ahead,
     "count": ["return skipped  ->  return len(batches)", "return skipped  ->  return None"],
     "gradient-sent": {"skipped += 1": "dist.all_reduce(batch * 0)\nskipped += 1"},
     "too-many-calls": {AGREE: f"{AGREE}\n{AGREE}"},
@@ -143,17 +165,19 @@ RIGHT["skip_together"] = {
 # ------------------------------------------------------------------------------------------------ the clinic
 
 WRONG["diagnoses_and_cures"] = {
-    "missing": {"        9: (\"different reductions\", 0, \"all_reduce\", max_by_all),\n": ""},
+    "missing": {"        9: (\"different reductions\", 1, \"all_reduce\", max_by_all),\n": ""},
     "form": {"\"reduce\", {\"reduce(loss, dst=0)\": \"all_reduce(loss)\"}": "\"reduce\""},
     "name": "\"decision on a local value\"  ->  \"a bad value\"",
     "diagnosis": ["\"decision on a local value\", 1,  ->  \"decision on a local value\", 0,",
-                  "1: (\"decision on a local value\"  ->  1: (\"one rank only\""],
+                  "1: (\"decision on a local value\"  ->  1: (\"one rank only\"",
+                  "\"different reductions\", 1,  ->  \"different reductions\", 0,"],
     "cure-form": "\"reduce(loss, dst=0)\"  ->  \"reduce(loss, dst=1)\"",
     "cure": "\"if True:\"  ->  \"if rank < 2:\"",
 }
 RIGHT["diagnoses_and_cures"] = {
     "all reduce zeros": {"[first, second] if": "(first, second) if"},
-    "the other rank": {"6: (\"both receive first\", 0": "6: (\"both receive first\", 1"},
+    "the other rank": {"6: (\"both receive first\", 0": "6: (\"both receive first\", 1",
+                       "reductions\", 1,": "reductions\", 2,"},
 }
 
 WRONG["second_ward"] = {
