@@ -4,6 +4,7 @@
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29500 scripts/busbw.py
 
 Rank 0 prints a line for each size: the time of the slowest rank, S/t, and the bus bandwidth, S/t times 2(N-1)/N.
+It times sums of float32, as nccl-tests does by default: of this type, NVSwitches (NVLS) add sums and nothing else.
 """
 
 import argparse
@@ -18,12 +19,12 @@ import torch.distributed as dist
 def seconds_of_one_call(x: torch.Tensor, calls: int, warm_up: int = 5) -> float:
     """Mean time of an all-reduce of x, on the slowest rank; the calls are queued back to back."""
     for _ in range(warm_up):
-        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.all_reduce(x)
     if x.is_cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
-        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.all_reduce(x)
     if x.is_cuda:
         torch.cuda.synchronize()  # a call returns when it is in the GPU's queue, not when it is done
     slowest = torch.tensor((time.perf_counter() - start) / calls, device=x.device)
@@ -41,8 +42,8 @@ def main() -> None:
         parser.error("4 <= smallest <= largest, and at least one call")
 
     device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.is_available():
-        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
+    if gpus := torch.cuda.device_count():  # all of this host, or only the rank's own
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus), "nccl"
         torch.cuda.set_device(device)
     # With device_id the communicator is made here, so a broken network shows now and not in the first all-reduce.
     dist.init_process_group(
@@ -54,9 +55,9 @@ def main() -> None:
         print(f"{n} ranks, {backend}\n{'bytes':>12} {'µs':>10} {'S/t GB/s':>10} {'busbw GB/s':>11}", flush=True)
     size = options.smallest
     while size <= options.largest:
-        x = torch.ones(size // 4, device=device)
+        x = torch.zeros(size // 4, device=device)  # whose sums stay zero
         t = seconds_of_one_call(x, options.calls)
-        dist.all_reduce(x)
+        dist.all_reduce(x.fill_(1))
         if not bool((x == n).all()):
             raise RuntimeError(f"rank {rank}: an all-reduce of {size} bytes gives a wrong sum")
         if rank == 0:

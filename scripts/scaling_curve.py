@@ -39,14 +39,12 @@ def arguments() -> argparse.Namespace:
 
 
 def connect() -> torch.device:
-    """Join the process group, with NCCL if there is a GPU for every rank; return this rank's device."""
-    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cpu")
-    if torch.cuda.device_count() >= local_ranks:
-        device = torch.device("cuda", local_rank)
+    """Join the process group, with NCCL if there are GPUs; return this rank's device."""
+    device, backend = torch.device("cpu"), "gloo"
+    if gpus := torch.cuda.device_count():  # all of this host, or only the rank's own
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus), "nccl"
         torch.cuda.set_device(device)
-    on_gpu = device.type == "cuda"
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     return device
 
 

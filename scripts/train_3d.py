@@ -3,12 +3,14 @@
     torchrun --standalone --nproc-per-node=8 scripts/train_3d.py --out run --data text.txt --pp 2 --tp 2
 
 Data parallelism (FSDP) takes the ranks that are left. Called again with the same --out, it goes on from its newest
-checkpoint, on any mesh. The file imports PyTorch and NumPy, and nothing of the course.
+checkpoint, on any mesh. It ends with code 0 when all steps are done, with 75 when SIGTERM has stopped it and its
+state is saved. The file imports PyTorch and NumPy, and nothing of the course.
 """
 
 import argparse
-import logging
 import os
+import shutil
+import signal
 import warnings
 from pathlib import Path
 
@@ -46,6 +48,7 @@ def arguments(world_size: int) -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="largest norm of all gradients together")
     add("--bf16", action="store_true", help="compute in bf16; weights and sums stay in fp32")
     add("--seed", type=int, default=0)
+    add("--save-every", type=int, default=50, help="steps between two checkpoints")
     args = parser.parse_args()
     args.dp = world_size // (args.pp * args.tp)
     if args.pp * args.dp * args.tp != world_size:
@@ -60,11 +63,11 @@ def arguments(world_size: int) -> argparse.Namespace:
 
 def connect(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh]:
     """Join the process group; return this rank's device and the mesh, tensor ranks side by side."""
-    gpu, local_rank = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
-    if gpu:
+    device, backend = torch.device("cpu"), "gloo"
+    if gpus := torch.cuda.device_count():  # all of this host, or only the rank's own
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    dist.init_process_group(backend)
     return device, init_device_mesh(device.type, (args.pp, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
@@ -155,11 +158,15 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def clip(stage: Stage, mesh: DeviceMesh, limit: float) -> Tensor:
     """Scale all gradients down to a norm of at most `limit`; return the norm of the whole model's."""
-    gradients = [p.grad for p in stage.parameters()]
-    square = torch.stack([g.norm().full_tensor() ** 2 for g in gradients]).sum()  # slices added, copies counted once
-    dist.all_reduce(square, group=mesh.get_group("pp"))  # other stages hold other layers
+    gradients, cut = [], []
+    for p in stage.parameters():
+        (cut if p.device_mesh.ndim == 2 else gradients).append(p.grad.to_local())  # cut by TP too, or by FSDP alone
+    square = torch.zeros((), device=mesh.device_type)
+    for name, held in (("tp", cut), ("dp", gradients), ("pp", [])):  # what TP copies counts once
+        square += sum(g.norm().square() for g in held)
+        dist.all_reduce(square, group=mesh.get_group(name))
     norm = square.sqrt()
-    for g in gradients:
+    for g in gradients + cut:
         g.mul_((limit / norm).clamp(max=1.0))
     return norm
 
@@ -168,6 +175,9 @@ def save(path: Path, stage: Stage, optimizer: torch.optim.Optimizer) -> None:
     """All ranks write their pieces; the folder gets its name when all are on the disk."""
     weights, moments = get_state_dict(stage, optimizer, options=FLAT)
     unfinished = path.with_suffix(".unfinished")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was cut short, perhaps on another mesh
+    dist.barrier()
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished)
     if dist.get_rank() == 0:
         unfinished.rename(path)
@@ -181,9 +191,11 @@ def load(path: Path, stage: Stage, optimizer: torch.optim.Optimizer) -> None:
     set_state_dict(stage, optimizer, model_state_dict=weights, optim_state_dict=moments, options=FLAT)
 
 
-def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> None:
+def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> bool:
+    """Train until all steps are done or a rank gets SIGTERM; return whether all are done."""
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # logits are a view, which nobody changes in place
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # norms over two dimensions
     stage = build(args, device, mesh)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr)
     place = PipelineStage(stage, mesh.get_local_rank("pp"), args.pp, device, group=mesh.get_group("pp"))
@@ -199,15 +211,20 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
         norm = clip(stage, mesh, args.clip)
         optimizer.step()
         optimizer.zero_grad()
-        mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
-        dist.all_reduce(mean)  # each replica's loss is there once for each tensor rank
+        done, mean = step + 1, torch.stack(losses).mean().item() if losses else 0.0
+        dist.all_reduce(both := torch.tensor([mean, len(signals)], device=device))  # all ranks stop at one step
+        loss, stop = both.tolist()  # each replica's loss is there once for each tensor rank
         if dist.get_rank() == 0:
-            print(f"step {step + 1}  loss {mean.item() / (args.dp * args.tp):.4f}  norm {norm.item():.4f}", flush=True)
-    if args.steps > done:
-        save(args.out / f"step-{args.steps:06}", stage, optimizer)
+            print(f"step {done}  loss {loss / (args.dp * args.tp):.4f}  norm {norm.item():.4f}", flush=True)
+        if stop or done == args.steps or done % args.save_every == 0:
+            save(args.out / f"step-{done:06}", stage, optimizer)
+        if stop:
+            break
+    return done >= args.steps
 
 
 if __name__ == "__main__":
     ARGS = arguments(int(os.environ.get("WORLD_SIZE", 1)))
-    train(ARGS, *connect(ARGS))
+    FINISHED = train(ARGS, *connect(ARGS))
     dist.destroy_process_group()
+    raise SystemExit(0 if FINISHED else 75)  # 75: a temporary failure, in sysexits.h

@@ -2,20 +2,22 @@
 
     torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py --steps 100 --checkpoint run.pt
 
-A second call with the same checkpoint goes on where the first one ended, on as many ranks or on others.
+A second call with the same checkpoint goes on where the first one ended: on as many ranks, or on any other number of
+them that divides the samples of an epoch (2,016).
 """
 
 import argparse
 import contextlib
 import os
-from itertools import islice
+from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from course_utils.data import Windows
 from course_utils.models import build_gpt
@@ -37,31 +39,33 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--report", type=int, default=5, help="steps between two lines of output")
     parser.add_argument("--checkpoint", type=Path, help="file to go on from, if it exists, and to write")
     parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl if there is a GPU for every rank")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl if there are GPUs")
     return parser.parse_args()
 
 
 def connect(backend: str | None) -> torch.device:
     """Join the process group and return this rank's device."""
-    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if backend is None:
-        backend = "nccl" if torch.cuda.device_count() >= local_ranks else "gloo"
-    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
+    device, gpus = torch.device("cpu"), torch.cuda.device_count()  # all of this host, or only the rank's own
+    backend = backend or ("nccl" if gpus else "gloo")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % max(1, gpus))
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     return device
 
 
-def batches(size: int, seed: int, done: int):
-    """This rank's batches of windows, epoch after epoch, from the sample number `done` on."""
-    windows = Windows("train")
-    sampler = DistributedSampler(windows, seed=seed)
-    epoch, skipped = divmod(done // dist.get_world_size(), len(sampler))
-    while True:
+def samples(sampler: DistributedSampler, done: int) -> Iterator[int]:
+    """Numbers of this rank's samples, epoch after epoch, once all ranks together have done so many."""
+    first, skipped = divmod(done // dist.get_world_size(), len(sampler))
+    for epoch in count(first):
         sampler.set_epoch(epoch)
-        yield from DataLoader(Subset(windows, [*islice(sampler, skipped, None)]), size, drop_last=True)
-        epoch, skipped = epoch + 1, 0
+        yield from islice(sampler, skipped if epoch == first else 0, None)
+
+
+def batches(size: int, seed: int, done: int) -> DataLoader:
+    """This rank's batches of windows without end. The rest of an epoch and the next one's begin share a batch."""
+    windows = Windows("train")
+    return DataLoader(windows, size, sampler=samples(DistributedSampler(windows, seed=seed), done))
 
 
 def save(path: Path, parts: dict, step: int, done: int) -> None:
@@ -101,7 +105,7 @@ def main() -> None:
     forward = torch.compile(ddp) if args.compile else ddp
 
     dtype = PRECISIONS[args.precision]
-    data = batches(args.batch // (ranks * args.micro), args.seed, done)
+    data = iter(batches(args.batch // (ranks * args.micro), args.seed, done))
     while step < args.steps:
         optimizer.zero_grad()
         mean = torch.zeros((), device=device)

@@ -197,13 +197,18 @@ def shutdown() -> None:
 
 
 def device():
-    """The device of this rank: its GPU under NCCL, else the CPU. Works under ``torchrun`` too."""
+    """The device of this rank: its GPU under NCCL, else the CPU.
+
+    Under ``torchrun`` a rank that has chosen no GPU takes the one of its LOCAL_RANK, among those that it sees.
+    """
     import torch
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if not (dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"):
+        return torch.device("cpu")
+    if torch.cuda.current_device() == 0:  # as every process begins; with launch, a rank is on its GPU already
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def gpu_count() -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
+from course_utils import launch
 from course_utils.costs import algbw, busbw
-from course_utils.programs import torchrun
+from course_utils.programs import SCRIPTS, run_program, torchrun
 
 pytestmark = pytest.mark.guard(120)
 
@@ -20,6 +22,28 @@ def test_columns_belong_together(n: int):
         size, us, rate, bus = map(float, row.split())
         assert rate == pytest.approx(algbw(size, us * 1e-6) / 1e9, rel=0.02, abs=0.001)
         assert bus == pytest.approx(busbw("all_reduce", n, size, us * 1e-6) / 1e9, rel=0.02, abs=0.001)
+
+
+def reductions(program: str) -> list[tuple[str, int]]:
+    """On a rank: run busbw.py; return operation and size of its all-reduces."""
+    seen, usual = [], dist.all_reduce
+
+    def noted(x, op=dist.ReduceOp.SUM):
+        seen.append((str(op), x.nbytes))
+        return usual(x, op=op)
+
+    dist.all_reduce = noted
+    try:
+        run_program(program, "--smallest", "64", "--largest", "64", "--calls", "4", silent=True)
+    finally:
+        dist.all_reduce = usual
+    return seen
+
+
+def test_it_times_sums_which_nvswitches_add():
+    (found, *_) = launch(reductions, str(SCRIPTS / "busbw.py"), world_size=2, init=False)
+    sums = ("RedOpType.SUM", 64)
+    assert found == [sums] * 9 + [("RedOpType.MAX", 4), sums]  # to warm up and timed; the slowest rank; the check
 
 
 def test_bad_sizes_are_refused():

@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 
 import cloudpickle
@@ -378,6 +379,36 @@ def test_script_trains_as_one_process_does_and_resumes_on_other_ranks(tmp_path):
     assert losses("--steps=5", "--batch=12", checkpoint, n=2) == pytest.approx(whole[4:5], abs=1e-4)
     assert losses("--steps=6", "--batch=12", checkpoint, n=3) == pytest.approx(whole[5:], abs=1e-4)
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def first_tokens(size: int, done: int, count: int) -> list[list]:
+    """On a rank: the windows of the script's next batches, as lists."""
+    script = runpy.run_path(str(ROOT / "scripts" / "train_ddp.py"), run_name="script")
+    return [x.tolist() for x, _ in islice(script["batches"](size, 0, done), count)]
+
+
+@pytest.mark.parametrize("batch", [48, 64, 100])
+def test_script_resumes_with_the_samples_of_the_undisturbed_run(batch):
+    """Also in a later epoch, where the batch does not divide the 2,016 windows of an epoch."""
+    done, steps = 45, 50
+
+    def at_step(step, ranks):
+        return sorted(sum((rank[step] for rank in ranks), []))
+
+    undisturbed = launch(first_tokens, batch // 2, 0, steps, world_size=2)
+    again = launch(first_tokens, batch // 2, done * batch, steps - done, world_size=2)
+    assert again == [rank[done:] for rank in undisturbed]
+    other = launch(first_tokens, batch // 4, done * batch, steps - done, world_size=4)
+    for step in range(steps - done):
+        assert at_step(step, other) == at_step(step, again)
+    assert len({*map(tuple, sum(sum(undisturbed, []), []))}) == len(Windows("train"))  # none is left out
+
+
+def test_script_resumes_beyond_an_epoch_with_the_same_losses(tmp_path):
+    flags = "--batch=400", f"--checkpoint={tmp_path / 'run.pt'}"
+    whole = losses("--steps=8", "--batch=400", n=2)
+    assert losses("--steps=6", *flags, n=2) == whole[:6]
+    assert losses("--steps=8", *flags, n=2) == whole[6:]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

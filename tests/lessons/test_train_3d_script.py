@@ -6,16 +6,20 @@ torchrun itself.
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from course_utils import WorkerError, launch
+from course_utils import WorkerError, launch, record
 from course_utils.programs import SCRIPTS, TEXT, run_program, torchrun
 
 pytestmark = pytest.mark.guard(200)
@@ -124,6 +128,79 @@ def test_torchrun_starts_it_and_it_warns_of_nothing(tmp_path):
     said = torchrun(SCRIPT, *SMALL, f"--out={tmp_path}", "--pp=2", "--steps=2", ranks=2, gpus=False)
     assert_same(lines(said), plain(2))
     assert len(said.strip().splitlines()) == 2
+
+
+def clip_twice(out: str, *flags: str) -> tuple[float, float, list[tuple[str, str]]]:
+    """On a rank: clip gradients that are equal to the weights; return the norms before and after, and what was sent."""
+    script = runpy.run_path(str(SCRIPT), run_name="script")
+    sys.argv = ["train_3d.py", f"--out={out}", *SMALL, *flags]
+    args = script["arguments"](int(os.environ["WORLD_SIZE"]))
+    device, mesh = script["connect"](args)
+    stage = script["build"](args, device, mesh)
+    for p in stage.parameters():
+        p.grad = p.detach().clone()
+    with record() as ledger:
+        before = script["clip"](stage, mesh, args.clip).item()
+    return before, script["clip"](stage, mesh, args.clip).item(), [(e.op, e.group) for e in ledger]
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (1, 2, 2), (2, 2, 1)])
+def test_clipping_makes_one_all_reduce_for_each_dimension_of_the_mesh(pp, dp, tp, tmp_path):
+    found = launch(clip_twice, str(tmp_path), f"--pp={pp}", f"--tp={tp}", world_size=pp * dp * tp, init=False)
+    script = runpy.run_path(str(SCRIPT), run_name="script")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train_3d.py", "--out=.", *SMALL])
+        whole = script["Stage"](script["arguments"](1), 0)
+    norm = torch.nn.utils.get_total_norm([*whole.parameters()]).item()
+    for before, after, sent in found:
+        assert (before, after) == pytest.approx((norm, 0.5), rel=1e-5)
+        assert sent == [("all_reduce", f"mesh_{name}") for name in ("tp", "dp", "pp")]
+
+
+def stopped(out: str, rank: int, step: int) -> int:
+    """On a rank: run the program, of which one rank gets SIGTERM in a step; return its exit code."""
+    usual, calls = torch.optim.AdamW.step, count(1)
+
+    def noted(optimizer):
+        if next(calls) == step and int(os.environ["RANK"]) == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return usual(optimizer)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", noted)
+        try:
+            return run_program(SCRIPT, *SMALL, f"--out={out}", "--pp=2", "--steps=400", "--save-every=2")
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def test_all_ranks_stop_at_the_step_in_which_one_is_told(tmp_path, capsys):
+    (tmp_path / "step-000005.unfinished").mkdir()  # of an earlier run
+    (tmp_path / "step-000005.unfinished" / "__7_0.distcp").touch()
+    assert launch(stopped, str(tmp_path), 1, 5, world_size=2, init=False) == [75, 75]
+    assert_same(lines(capsys.readouterr().out), plain(5))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06}" for step in (2, 4, 5)]
+    assert not (tmp_path / "step-000005" / "__7_0.distcp").exists()
+    assert_same(run(capsys, tmp_path, "--steps=6", n=1), plain(6)[5:])
+
+
+def test_torchrun_told_to_stop_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(SCRIPT), *SMALL, f"--out={tmp_path}", "--pp=2", "--steps"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen([*command, "400"], env=environment, stdout=subprocess.PIPE, text=True) as agent:
+        said = ""
+        while "step 5 " not in said:
+            assert (line := agent.stdout.readline()), "the program ends before step 5"
+            said += line
+        agent.terminate()
+        said += agent.stdout.read()
+    assert agent.returncode != 0
+    *_, (last, _, _) = lines(said)
+    assert 5 <= last < 400 and [path.name for path in tmp_path.iterdir()] == [f"step-{last:06}"]
+    done = subprocess.run([*command, f"{last + 2}"], env=environment, capture_output=True, text=True, check=True)
+    assert_same(lines(done.stdout), plain(last + 2)[last:])
 
 
 def test_it_uses_nothing_of_the_course():
