@@ -9,7 +9,7 @@ import importlib
 import json
 import math
 import os
-import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -60,16 +60,16 @@ def engine_for(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh)
     backend = "gloo" if device.type == "cpu" else "nccl"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     model = whole_model(args, device, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=args.weight_decay)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == matrices],
+               "weight_decay": args.weight_decay * matrices} for matrices in (True, False)]
+    optimizer = torch.optim.AdamW(groups, betas=(*args.betas,))
     return deepspeed.initialize(
         model=model, optimizer=optimizer, config=configuration(args, dist.get_world_size()), dist_init_required=False
     )[0]
 
 
-def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> bool:
-    """Train until all steps are done or a rank gets SIGTERM; return whether all are done."""
-    signals: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> int:
+    """Train until all steps are done or a rank gets SIGTERM; return the number of steps done."""
     engine = engine_for(args, device, mesh)
     tokens, rank = np.memmap(args.data, dtype=args.token_type, mode="r"), dist.get_rank()
     share, step, samples, log = args.batch // dist.get_world_size(), 0, 0, program.Log(device)
@@ -77,14 +77,18 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> b
         _, state = engine.load_checkpoint(args.out)
         step, samples = state["step"], state["samples"]
     profiler, ends = program.tracer(args), step >= args.steps
+    reader, begin = ThreadPoolExecutor(1), samples + rank * share
+    ahead = reader.submit(program.read_windows, args, tokens, range(begin, begin + share))
     profiler.start()
     while not ends:
         profiler.step()
         with log.part("data"):
-            begin = samples + rank * share
-            batch = program.read_windows(args, tokens, range(begin, begin + share)).chunk(args.micro)
-        with log.part("wait"):
-            dist.all_reduce(flag := torch.tensor(len(signals)))
+            batch, begin = ahead.result().chunk(args.micro), begin + args.batch
+            ahead = reader.submit(program.read_windows, args, tokens, range(begin, begin + share))
+        told = dist.all_reduce(flag := torch.tensor(len(args.signals)), async_op=True)
+        if step + 1 == args.steps or (step + 1) % args.log_every == 0:
+            with log.part("wait"):
+                told.wait()
         torch.manual_seed((args.seed * 1_000_003 + step) * dist.get_world_size() + rank)
         log.losses.append(torch.zeros((), device=device))
         for group in engine.optimizer.param_groups:
@@ -100,6 +104,7 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> b
         step, samples, norm = step + 1, samples + args.batch, float(engine.get_global_grad_norm() or math.nan)
         if args.clip and not math.isfinite(norm):
             raise SystemExit(f"no finite gradients in step {step}")
+        told.wait()
         ends = flag.item() > 0 or step == args.steps
         if ends or step % args.save_every == 0:
             with log.part("checkpoint"):
@@ -107,4 +112,4 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> b
         if ends or step % args.log_every == 0:
             log.write(args, step, norm=norm, lr=rate, skipped=0)
     profiler.stop()
-    return step == args.steps
+    return step

@@ -8,12 +8,13 @@ It ends with code 0 when all steps are done, with 75 when it was told to stop. S
 
 import argparse
 import contextlib
-import faulthandler
 import functools
+import gc
 import importlib
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import time
@@ -28,13 +29,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, parallel
 from torch.profiler import ProfilerAction, profile, record_function, schedule
 from torch.utils.checkpoint import checkpoint
 
 PARTS = ("data", "wait", "forward", "backward", "optimizer", "checkpoint")
-SAME = ("layers", "hidden", "heads", "vocabulary", "length", "seed")  # in all calls of a run
+SAME = ("layers", "hidden", "heads", "vocabulary", "length", "seed", "tokens")  # in all calls
+TOLD = ("steps", "batch", "lr", "warmup", "weight_decay", "betas", "clip", "dropout", "bf16")
 COMPLETE = "step-" + 9 * "[0-9]"  # the name of a checkpoint, once all of it is on the disk
 
 
@@ -61,7 +64,8 @@ def arguments(world_size: int) -> argparse.Namespace:
     add("--micro", type=int, default=1, help="micro-batches that a step accumulates")
     add("--lr", type=float, default=1e-3, help="highest learning rate")
     add("--warmup", type=int, default=10, help="steps in which the learning rate rises to --lr")
-    add("--weight-decay", type=float, default=0.1, help="of AdamW")
+    add("--weight-decay", type=float, default=0.1, help="of AdamW, for matrices: not for norms")
+    add("--betas", type=float, nargs=2, default=[0.9, 0.95], help="of AdamW")
     add("--clip", type=float, default=1.0, help="largest norm of all gradients together; inf: any")
     switch("--bf16", help="compute in bf16; weights, optimizer and sums over ranks stay in fp32")
     switch("--recompute", help="compute a block's activations again in backward")
@@ -76,10 +80,12 @@ def arguments(world_size: int) -> argparse.Namespace:
     add("--peak-tflops", type=float, default=math.nan, help="of one device, for MFU (H100: 989)")
     add("--timeout", type=float, default=600, help="seconds until a hanging collective is an error")
     args = parser.parse_args()
-    args.shard = args.shard or max(1, world_size // (args.replicate * args.tp))
+    args.signals, args.shard = [], args.shard or max(1, world_size // (args.replicate * args.tp))
     args.mesh = {"replicate": args.replicate, "shard": args.shard, "tp": args.tp}
     if math.prod(args.mesh.values()) != world_size:
         raise SystemExit(f"the mesh {args.mesh} does not multiply to {world_size} ranks")
+    if min(args.batch, args.micro, args.save_every, args.log_every, args.keep) < 1:
+        raise SystemExit("--batch, --micro, --save-every, --log-every and --keep must be 1 or more")
     if not 1 <= args.profile_steps[0] <= args.profile_steps[1]:
         raise SystemExit(f"--profile-steps must be FIRST and LAST from 1 on: {args.profile_steps}")
     for name, of in (("heads", args.tp), ("length", args.tp), ("vocabulary", args.tp),
@@ -89,31 +95,31 @@ def arguments(world_size: int) -> argparse.Namespace:
     return args
 
 
-# --- ranks (lessons 00, 12, 14)
 def connect(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh]:
     """Join the process group; return this rank's device and the mesh (replicate, shard, tp)."""
-    # NCCL serves what lies on a GPU; gloo the rest (stop flag, log), which never holds up a GPU.
-    for folder in (args.out / "flight", args.profile or args.out):  # where.py reads the first
+    flight, owner = args.out / "flight", args.out / "world"
+    earlier = flight / (owner.read_text() if owner.exists() else "earlier")
+    for folder in (earlier, args.profile or args.out):
         folder.mkdir(parents=True, exist_ok=True)
-    faulthandler.register(signal.SIGUSR1, open(args.out / f"flight/stack_{os.getenv('RANK')}", "w"))
-    os.environ |= {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-                   "TORCH_FR_DUMP_TEMP_FILE": str(args.out / "flight" / "rank_"),
-                   "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}  # what is set stays
-    seen, local = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])  # all GPUs, or its own
-    device = torch.device("cuda", local % seen) if seen else torch.device("cpu")
+    for file in flight.glob(f"*_{os.environ['RANK']}"):  # a restart keeps what there is
+        file.rename(earlier / file.name)
+    with contextlib.suppress(ImportError):  # beside this file, it can ask a rank that hangs
+        importlib.import_module("where").listen(str(flight))
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    seen = torch.cuda.device_count()  # all GPUs of the host, or this rank's own
+    device = torch.device("cpu")
     if seen:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device := torch.device("cuda", int(os.environ["LOCAL_RANK"]) % seen))
     torch.set_num_threads(1)  # the ranks of a host share its cores
     torch.use_deterministic_algorithms(args.deterministic)
-    timeout = timedelta(seconds=args.timeout)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if seen else "gloo", timeout=timeout)
+    backend, timeout = "cpu:gloo,cuda:nccl" if seen else "gloo", timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, timeout=timeout, device_id=device if seen else None)
     mesh = init_device_mesh(device.type, (*args.mesh.values(),), mesh_dim_names=(*args.mesh,))
     for group in mesh.get_all_groups():  # they do not inherit the time-out
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     return device, mesh
 
 
-# --- model (lessons 05, 07, 09)
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to its input: (B, T, C) -> (B, T, C)."""
 
@@ -173,7 +179,6 @@ SPLIT = {
 @torch.no_grad()
 def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> GPT:
     """Return the model, split over the mesh, with the weights that belong to the seed."""
-    # Each parameter is drawn whole from a generator of its own: the same weights on every mesh.
     with torch.device("meta"):
         model = GPT(args)
     if args.tp > 1:
@@ -186,7 +191,7 @@ def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> G
         fully_shard(block, mesh=data_mesh, mp_policy=policy)
     fully_shard(model, mesh=data_mesh, mp_policy=policy)
     model.to_empty(device=device)
-    for number, (name, p) in enumerate(model.named_parameters()):
+    for number, (name, p) in enumerate(model.named_parameters()):  # whole: equal on every mesh
         whole = torch.ones(p.shape, device=device)
         if p.dim() > 1:
             generator = torch.Generator(device).manual_seed(args.seed * 1_000_003 + number)
@@ -196,7 +201,6 @@ def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> G
     return model
 
 
-# --- data (lessons 04, 15)
 @functools.lru_cache(maxsize=2)
 def order(windows: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order in which an epoch goes through the windows."""
@@ -205,16 +209,16 @@ def order(windows: int, seed: int, epoch: int) -> np.ndarray:
 
 def read_windows(args: argparse.Namespace, tokens: np.ndarray, samples: range) -> Tensor:
     """Return the windows (B, T + 1) that are these samples, numbered from the run's beginning."""
-    count = (len(tokens) - 1) // args.length
+    if not (count := (len(tokens) - 1) // args.length):
+        raise SystemExit(f"--data holds {len(tokens)} tokens: less than a window")
     begins = [order(count, args.seed, n // count)[n % count] * args.length for n in samples]
     rows = np.stack([tokens[begin:begin + args.length + 1] for begin in begins])
     windows = torch.from_numpy(rows.astype(np.int64))
     if windows.max() >= args.vocabulary:
         raise SystemExit(f"--data holds token {windows.max()}, --vocabulary is {args.vocabulary}")
-    return windows
+    return windows.pin_memory() if torch.cuda.is_available() else windows
 
 
-# --- checkpoints (lessons 07, 16)
 def snapshot(model: GPT, optimizer: torch.optim.Optimizer, step: int, samples: int) -> dict:
     """Return all that a run goes on from, by name, so that ranks of any mesh find their pieces."""
     weights, moments = get_state_dict(model, optimizer)
@@ -234,28 +238,45 @@ def publish(args: argparse.Namespace, writing: Future, partial: Path) -> None:
             shutil.rmtree(old.rename(old.with_suffix(".old")))
 
 
-def newest(args: argparse.Namespace, tokens: int, group: dist.ProcessGroup) -> Path | None:
-    """Tidy OUT; return the checkpoint to go on from. All ranks must see it, and it must fit."""
-    settings, found = args.out / "settings.json", [None, os.urandom(4).hex()]
-    mine = {name: getattr(args, name) for name in SAME} | {"tokens": tokens}
-    if dist.get_rank() == 0:
-        if not any(args.out.glob(COMPLETE)):
+def newest(args: argparse.Namespace, group: dist.ProcessGroup) -> Path | None:
+    """Tidy OUT; return the newest whole checkpoint. All ranks must see it, and it must fit."""
+    settings, rank, found = args.out / "settings.json", dist.get_rank(), [None, os.urandom(4).hex()]
+    mine = {name: getattr(args, name) for name in (*SAME, *TOLD)}
+    if rank == 0:
+        found[0] = sorted(args.out.glob(COMPLETE), reverse=True)
+        if not found[0]:
             settings.write_text(json.dumps(mine))
-        if json.loads(settings.read_text()) == mine:
-            (args.out / "world").write_text(found[1])  # from now on, older worlds publish nothing
-            for rest in (*args.out.glob("step-*.tmp"), *args.out.glob("step-*.old")):
-                shutil.rmtree(rest, ignore_errors=True)
-        found[0] = max(args.out.glob(COMPLETE), default=None)
     dist.broadcast_object_list(found, group=group)
-    path, args.world = found
-    if not (path or settings).exists():
-        raise SystemExit(f"rank {dist.get_rank()} does not see rank 0's files: share --out")
-    if (theirs := json.loads(settings.read_text())) != mine:
-        raise SystemExit(f"{args.out} holds a run with {theirs}, not with {mine}")
-    return path
+    paths, args.world = found
+    if not (paths or [settings])[0].exists():
+        raise SystemExit(f"rank {rank} does not see rank 0's files: share --out")
+    theirs = json.loads(settings.read_text())
+    changes = {n: f"{n} {theirs.get(n)} -> {of}" for n, of in mine.items() if of != theirs.get(n)}
+    if changes.keys() & SAME:
+        raise SystemExit(f"{args.out} holds another run: {', '.join(changes.values())}")
+    dist.all_reduce(torch.zeros(1), group=group)  # all have read them
+    if rank == 0:
+        settings.write_text(json.dumps(mine))
+        (args.out / "world").write_text(args.world)  # from now on, older worlds publish nothing
+        for rest in (*args.out.glob("step-*.tmp"), *args.out.glob("step-*.old")):
+            shutil.rmtree(rest, ignore_errors=True)
+        if changes:
+            print("changed since the last call:", ", ".join(changes.values()), flush=True)
+    for number, path in enumerate(paths):
+        said: list = [[]] * dist.get_world_size()  # of each rank, about its share of the files
+        with contextlib.suppress(ImportError):
+            mine = importlib.import_module("verify").damage(path, rank, len(said))
+            dist.all_gather_object(said, mine, group=group)
+        if not any(said):
+            for bad in [] if rank else paths[:number]:
+                bad.rename(f"{bad}.{args.world}.bad")
+            return path
+        if rank == 0:
+            print(*sum(said, []), sep="\n", flush=True)
+    if paths:
+        raise SystemExit(f"no checkpoint in {args.out} is whole: take another --out to begin anew")
 
 
-# --- log (lessons 05, 13)
 class Log:
     """What the steps since the last line took, by part, and their losses."""
 
@@ -277,7 +298,6 @@ class Log:
 
     def write(self, args: argparse.Namespace, step: int, **more: float) -> None:
         """Gather what all ranks noted; rank 0 prints a line and adds it to OUT/log.jsonl."""
-        # Two ranks are named: the last to reach a step, and the slowest at a product of its own.
         on_gpu = self.device.type == "cuda"
         square = torch.ones(*[2048 if on_gpu else 256] * 2, device=self.device)
         for _ in range(3):
@@ -292,22 +312,27 @@ class Log:
         speed = steps * args.batch * args.length / seconds
         taken = [(n, a.elapsed_time(b) if on_gpu else 1e3 * (b - a)) for n, a, b in self.moments]
         row = [sum(t for n, t in taken if n == part) / steps for part in PARTS]
+        row[1] *= steps  # there is one wait in a line
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        rss = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # all that the process has
+        row += [peak if on_gpu else rss for peak in peaks]
         row += [min(t for n, t in taken if n == "product"), torch.stack(self.losses).mean().item()]
         table = torch.empty(ranks, len(row), dtype=torch.float64)
         dist.all_gather([*table], torch.tensor(row, dtype=torch.float64))
-        *mean, _, loss = table.mean(0).tolist()
+        mean, most = table.mean(0).tolist(), table.amax(0).tolist()
         wait, own = table[:, PARTS.index("wait")], table[:, -2]
         weights = 12 * args.layers * args.hidden**2 + args.hidden * args.vocabulary
         flops = 6 * weights + 12 * args.layers * args.hidden * args.length  # of a token
-        record = {"step": step, "loss": loss, **more, "tokens_per_s": speed,
+        record = {"step": step, "loss": mean[-1], **more, "tokens_per_s": speed,
                   "mfu": speed * flops / (args.peak_tflops * 1e12 * ranks),
+                  "memory_gb": most[-4] / 1e9, "reserved_gb": most[-3] / 1e9,
                   "last": wait.argmin().item(), "last_by_ms": (wait.max() - wait.min()).item(),
                   "slowest": own.argmax().item(), "slowest_by": (own.max() / own.median()).item()}
         if dist.get_rank() == 0:
             print("  ".join(f"{name} {value:.5g}" for name, value in record.items()), flush=True)
             with (args.out / "log.jsonl").open("a") as file:
                 lists = {"wait_ms": wait.tolist(), "product_ms": own.tolist(), "own_ms": outside}
-                parts = dict(zip(PARTS, mean, strict=True))
+                parts = dict(zip(PARTS, mean, strict=False))
                 file.write(json.dumps({**record, "ms": parts, **lists}) + "\n")
         self.moments, self.losses, self.since = [], [], time.perf_counter()
 
@@ -320,7 +345,6 @@ def tracer(args: argparse.Namespace) -> profile:
                    on_trace_ready=lambda profiler: profiler.export_chrome_trace(trace))
 
 
-# --- training (lessons 04, 05, 07, 16)
 def learning_rate(args: argparse.Namespace, step: int) -> float:
     """Rise evenly to --lr, then fall along a cosine to a tenth of it at the last step."""
     rise = min(1, (step + 1) / max(1, args.warmup))
@@ -328,32 +352,37 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * rise * (0.55 + 0.45 * math.cos(math.pi * fall))
 
 
-def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> bool:
-    """Train until all steps are done or a rank gets SIGTERM; return whether all are done."""
-    signals: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> int:
+    """Train until all steps are done or a rank gets SIGTERM; return the number of steps done."""
     rank, share = dist.get_rank(), args.batch // (args.replicate * args.shard)
     tokens = np.memmap(args.data, dtype=args.token_type, mode="r")
     model = build(args, device, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=args.weight_decay, fused=True)
+    groups = [[p for p in model.parameters() if (p.dim() > 1) == flag] for flag in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=True)
     savers = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))
-    step = samples = skipped = 0
-    if path := newest(args, len(tokens), savers):
+    step, samples, args.tokens = 0, 0, len(tokens)
+    if path := newest(args, savers):
         state = snapshot(model, optimizer, step, samples)
         dcp.load(state, checkpoint_id=path, process_group=savers)
         set_state_dict(model, optimizer,
                        model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         step, samples = state["step"], state["samples"]
-    log, background, profiler = Log(device), ThreadPoolExecutor(1), tracer(args)
-    writing, ends = background.submit(lambda: None), step >= args.steps
+    log, profiler, skipped, ends = Log(device), tracer(args), 0, step >= args.steps
+    background, reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    begin, writing = samples + rank // args.tp * share, background.submit(lambda: None)
+    ahead = reader.submit(read_windows, args, tokens, range(begin, begin + share))
+    gc.disable()  # all ranks would wait for a pause of one: they collect together, with the log
     profiler.start()
     while not ends:
         profiler.step()
         with log.part("data"):
-            begin = samples + rank // args.tp * share
-            batch = read_windows(args, tokens, range(begin, begin + share)).chunk(args.micro)
-        with log.part("wait"):
-            dist.all_reduce(flag := torch.tensor(len(signals)))
+            batch, begin = ahead.result().chunk(args.micro), begin + args.batch
+            ahead = reader.submit(read_windows, args, tokens, range(begin, begin + share))
+        failed = writing.done() and writing.exception() is not None
+        told = dist.all_reduce(flag := torch.tensor([len(args.signals), failed]), async_op=True)
+        if step + 1 == args.steps or (step + 1) % args.log_every == 0:
+            with log.part("wait"):  # for the log: who comes last? Other steps do not wait here
+                told.wait()
         torch.manual_seed((args.seed * 1_000_003 + step) * dist.get_world_size() + rank)
         log.losses.append(torch.zeros((), device=device))
         for micro, windows in enumerate(batch):
@@ -367,14 +396,19 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> b
         with log.part("optimizer"):
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
             skipped = 0 if math.isfinite(norm) else skipped + 1
-            optimizer.param_groups[0]["lr"] = rate = learning_rate(args, step)
+            rate = learning_rate(args, step)
+            for group, decay in zip(optimizer.param_groups, (args.weight_decay, 0), strict=True):
+                group |= {"lr": rate, "betas": (*args.betas,), "weight_decay": decay}
             if not skipped:
                 optimizer.step()
             optimizer.zero_grad()
         if skipped == 4:
             raise SystemExit(f"no finite gradients in the last {skipped} steps, up to step {step}")
         step, samples = step + 1, samples + args.batch
-        ends = flag.item() > 0 or step == args.steps
+        told.wait()
+        if flag[1]:
+            raise writing.exception() if failed else SystemExit("another rank could not save")
+        ends = flag[0].item() > 0 or step == args.steps
         if ends or step % args.save_every == 0:
             with log.part("checkpoint"):  # copies the state; it is written while the steps go on
                 writing.result()
@@ -384,21 +418,33 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> b
                 writing = background.submit(publish, args, written, partial)
         if ends or step % args.log_every == 0:
             log.write(args, step, norm=norm, lr=rate, skipped=skipped)
+            gc.collect(1)
     profiler.stop()
     writing.result()
-    dist.barrier(savers)
-    return step == args.steps
+    return step
+
+
+@record  # torchrun then tells the first rank that failed, and its traceback
+def main() -> int:
+    args = arguments(int(os.environ.get("WORLD_SIZE", 1)))
+    signal.signal(signal.SIGTERM, lambda number, frame: args.signals.append(number))
+    run = importlib.import_module("engine_deepspeed").train if args.engine == "deepspeed" else train
+    try:
+        step = run(args, *connect(args))
+    except RuntimeError:  # NCCL writes by itself what hangs; gloo does not
+        (args.out / f"flight/cpu_{os.environ['RANK']}").write_bytes(
+            torch._C._distributed_c10d._dump_fr_trace())
+        raise
+    stopped = step < args.steps
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if stopped and restarts and os.environ["LOCAL_RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which would start the ranks again
+    dist.all_reduce(torch.zeros(1))
+    if stopped and dist.get_rank() == 0:
+        print(f"told to stop: checkpoint step-{step:09} is complete", flush=True)
+    dist.destroy_process_group()
+    return 75 if stopped else 0  # 75: a temporary failure, in sysexits.h
 
 
 if __name__ == "__main__":
-    ARGS = arguments(int(os.environ.get("WORLD_SIZE", 1)))
-    if ARGS.engine == "deepspeed":
-        from engine_deepspeed import train
-    try:
-        FINISHED = train(ARGS, *connect(ARGS))
-    except RuntimeError:  # NCCL writes by itself what the flight recorder has, gloo does not
-        record = torch._C._distributed_c10d._dump_fr_trace()
-        Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + os.environ["RANK"]).write_bytes(record)
-        raise
-    dist.destroy_process_group()
-    raise SystemExit(0 if FINISHED else 75)  # 75: a temporary failure, in sysexits.h
+    raise SystemExit(main())
