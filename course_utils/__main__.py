@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
                                  "it leaves to surprising defaults; fails on more than notes")
     linter.add_argument("config", type=Path, help="JSON file")
     linter.add_argument("--world-size", type=int, help="ranks that share the batch, to check its size")
+    linter.add_argument("--auto", action="store_true", help='Transformers or Accelerate fill in each "auto"')
     clock = commands.add_parser("minutes", help="fail when the minutes that the course states are not the clock's")
     clock.add_argument("--write", action="store_true", help="put them right, in sources, README.md and docs")
     for command in (make, run, marks):
@@ -89,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif given.command in ("build", "check", "execute"):
         failed = _notebooks(given)
     elif given.command == "check-deepspeed":
-        return _check_deepspeed(given.config, given.world_size)
+        return _check_deepspeed(given.config, given.world_size, given.auto)
     elif given.command == "minutes":
         failed = _minutes(given.write)
     elif given.command == "grade":
@@ -112,16 +113,18 @@ def _notebooks(given: argparse.Namespace) -> list[str]:
     return build(ROOT, given.names, given.force, given.jobs)
 
 
-def _check_deepspeed(path: Path, world_size: int | None) -> int:
+def _check_deepspeed(path: Path, world_size: int | None, filled: bool) -> int:
     """Print what there is to say about a DeepSpeed configuration; return 1 if that is more than notes."""
-    from .deepspeed_tools import check_file, report
+    from .deepspeed_tools import check_file, read_file, report, what_runs
 
     try:
-        found = check_file(path, world_size)
+        found = check_file(path, world_size, filled)
     except (OSError, ValueError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 2
     print(report(found))
+    refused = any(finding.level == "refused" for finding in found)
+    print("refused; without these errors it runs" if refused else "it runs", what_runs(read_file(path)[0], world_size))
     return 1 if any(finding.level != "note" for finding in found) else 0
 
 

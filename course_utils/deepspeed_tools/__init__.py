@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..lazy import attach
-from .config_check import Finding, check_config, check_file, report
+from .config_check import Finding, check_config, check_file, read_file, report, what_runs
 
-__all__ = ["Finding", "Runs", "check_config", "check_file", "missing", "prepare", "quiet", "report"]
+__all__ = [
+    "Finding", "Runs", "check_config", "check_file", "missing", "prepare", "quiet", "read_file", "report", "what_runs",
+]
 
 #: This loads torch, which the check of a configuration does without.
 __getattr__, __dir__ = attach(__name__, {"runs": ("Runs", "missing", "prepare", "quiet")})
