@@ -173,15 +173,16 @@ def costs():
         "profiler": lambda: profile(activities=cpu),
         "profiler with stacks, shapes, memory": lambda: profile(activities=cpu, **everything),
     }
-    return slowdown(lambda: train_step(model, optimizer, log, 0), tools)
+    return slowdown(lambda: train_step(model, optimizer, log, 0), tools, rounds=40)
 
 
 for tool, factor in launch(costs, world_size=world_size, backend="gloo")[0].items():
     print(f"{tool}: {factor:.2f} times the step (measured, gloo on CPU)")
 
 # %% [markdown]
-# The factors vary from run to run: some tens of percent, on a model whose operations are tiny. That is why one
-# records a few steps, not a day, and Python's stacks only when the question is "which line called this?".
+# The profiler alone costs about a tenth, and with everything switched on about a third, on a model whose operations are
+# tiny; the factors vary from run to run. That is why one records a few steps, not a day, and Python's stacks only when
+# the question is "which line called this?".
 #
 # | tool | what it answers | when |
 # |---|---|---|
@@ -550,6 +551,12 @@ plots.step_spans(lanes(aligned(elsewhere), step=3), "measured: one step, last ra
 # *The figure (measured; seconds): the same two rows a rank. The computing of the last rank begins late, and the
 # communication bars of the others reach from their own start to its arrival.*
 #
+# Here all ranks are in one group. On a mesh of HSDP × TP each rank is in several, and ranks of different TP groups
+# never wait for each other, although they call the same kernels. `course_traces.matched` therefore counts calls within
+# their process group, whose name and ranks stand in the trace of each NCCL kernel. The calls of gloo do not say their
+# group, so on several groups of CPU ranks it refuses. `course_traces.aligned` leaves out broadcasts and sends, in which
+# nobody waits for all, and goes from group to group.
+#
 # To look around in a trace, use a viewer; Perfetto is the usual one. `view`
 # puts the ranks into one trace and serves Perfetto's page from this machine alone, without the internet. Look for the
 # rows named `gloo`, and use W, A, S and D to zoom and move.
@@ -665,8 +672,8 @@ print_times(both_faults)
 
 # %% [markdown] tags=["deeper"]
 # Here *how often* a rank came last says little. A step has dozens of collectives, and only in the first of them do the
-# others wait for rank 0's computing; in the rest the ranks run side by side and one or the other is last by
-# microseconds. The *time waited* says more, because that first wait weighs as much as the computing that causes it.
+# others wait for rank 0's computing; in the rest the ranks run side by side and one or the other is last by a little,
+# which adds up. The *time waited* says more, because that first wait weighs as much as the computing that causes it.
 #
 # **Predict**: we put all gradients of a step into one all-reduce and leave the shares of the ranks as they are. In how
 # many collectives a step does rank 0 now come last, and for how long do the others wait for it?
@@ -682,9 +689,9 @@ assert torch.allclose(weights, weights_1, rtol=0, atol=1e-5)
 print_times(one_fault)
 
 # %% [markdown] tags=["deeper"]
-# In the one that there is, and the others wait about as long as before, because what they wait for is computing and not
-# the network. The cost of starting all the small collectives has gone, the wait has not. Now every rank takes two
-# micro-batches.
+# In the one that there is. The others wait less than before, because the small waits of all the other collectives have
+# gone. What is left is the wait for rank 0's computing, which no change of the communication takes away. Now every rank
+# takes two micro-batches.
 
 # %% tags=["deeper"]
 mended, weights_2 = run_by_hand(one_call=True, balanced=True)
@@ -1052,30 +1059,33 @@ for trace in at_work:
     print(f"rank {trace.rank}: exposed {share:.0%} of two steps (measured)")
 
 # %% [markdown] tags=["deeper"]
-# Inside a step all ranks wait for each other, so the program measures waits at one place only: before the step, in an
-# all-reduce of a single number. One line cannot tell a slow rank from an accident. The report reads all of them.
-# **Predict** for healthy ranks: how often is each of them the last one?
+# These waits are measured at one place, before a step of the log. Inside a step all ranks wait for each other many
+# times, so forward and backward take equally long on all of them, whoever is slow. PyTorch's flight recorder
+# ([lesson 14](14_debugging_hangs.ipynb)) notes when each rank called each collective. All ranks of a group
+# may go on when the last one has come, so the time from there to a rank's next call is *its own*.
+# **Predict** for healthy ranks: how often is each of them the last one before a step?
 
 # %% tags=["deeper", "nbval-ignore-output"]
-report = runpy.run_path(str(SCRIPTS / "stragglers.py"))["report"]
-print(inspect.getsource(report))
+stragglers = runpy.run_path(str(SCRIPTS / "stragglers.py"))
+report = stragglers["report"]
+print(inspect.getsource(stragglers["outside"]))
 print(*report(read_log(out)), sep="\n")
 
 # %% [markdown] tags=["deeper"]
-# Some rank is last at every step, so being last is no fault. If only chance decides, each of N ranks is last about
-# every N-th time. Over eight steps that varies widely, and one bad step can make most of the cost. Blame a rank that
-# is last nearly always, over many steps, *and* costs a good part of each. `product` is the time of a matrix product
-# that needs no other rank, against the median of the ranks: well above 1, the processor itself is slow. Here is the
-# same log, had the last rank come 20 ms late each time (*modelled*):
+# Some rank is last at every step, so being last is no fault, and it is not evenly shared either: gloo's
+# all-reduce does not end on all ranks at once, and in most runs here rank 0 comes last in more than half of the
+# steps although it is as fast as the others. The same asymmetry is in the times of their own. So blame a rank whose own
+# time is far above that of all others, over many steps. `product` is the time of a matrix product that needs no other
+# rank, against the median of the ranks: well above 1, the processor itself is slow. Here is the same log, had the last
+# rank taken three times as long (*modelled*):
 
 # %% tags=["deeper"]
 late_lines = []
 for line in read_log(out):
-    others = [ms + 20 + max(line["wait_ms"]) for ms in line["wait_ms"][:-1]]
-    late_lines.append(line | {"wait_ms": [*others, line["wait_ms"][-1]]})
-named_last = [text for text in report(late_lines) if "last in 100%" in text]
-print(named_last[0].split(",")[0])
-assert len(named_last) == 1 and named_last[0].startswith(f"rank {world_size - 1}:")
+    *others, _ = line["own_ms"]
+    late_lines.append(line | {"own_ms": [*others, 3 * max(others)]})
+print(report(late_lines)[-1])
+assert report(late_lines)[-1].startswith(f"rank {world_size - 1} holds up the others")
 work.cleanup()
 
 # %% [markdown]
