@@ -467,7 +467,13 @@ assert printed == f"2 ranks say: 1 + 2 + ... + 100 = {from_launch[0]}\n"
 # %% [markdown]
 # The same functions give the same answer, without a notebook and on another number of ranks. Every program of this
 # course has this shape: make the group, compute on your share, communicate, let one rank print, end the group. On a
-# cluster the command line grows (lesson 16); in the file only `"gloo"` becomes `"nccl"` where ranks have GPUs.
+# cluster the command line grows (lesson 16); in the file only `"gloo"` becomes `"nccl"` where ranks have GPUs. A rank
+# must then take its GPU before it communicates, or all ranks of a node meet on GPU 0, which NCCL refuses. Here
+# `device()` does it. A program without the course needs a line, which takes the GPU of this rank's local rank:
+#
+# ```python
+# torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+# ```
 #
 # [`scripts/hello.py`](../scripts/hello.py) is such a program for you to keep. It needs nothing from the course, chooses
 # GPU and backend itself, and says which rank runs on which machine. Run it first on every new cluster.

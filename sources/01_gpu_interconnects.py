@@ -473,10 +473,11 @@ plots.step_split(steps, "modelled: a step of 7 billion parameters on 16 H100s, n
 #
 # On a machine that you do not know, look at three things. `nvidia-smi topo -m` says which links there are. The data
 # sheets, read as in section 1, say what they could do. And [scripts/links.py](../scripts/links.py) measures what they
-# do: every pair of ranks plays ping-pong, and the slowest pair is named. Compare that pair with the matrix. The
-# program needs only PyTorch, and uses one GPU per rank if there are GPUs. In a terminal:
-# `torchrun --standalone --nproc-per-node=8 scripts/links.py`; `run_program` does the same with the CPU ranks of this
-# notebook:
+# do: every pair of ranks plays ping-pong, and the slowest pair is named. Compare that pair with the matrix. Pairs
+# without a common rank play at the same time, so those that cross one link share it; with `--alone` one pair plays at
+# a time, and you see what a link gives to a single pair. The program needs only PyTorch, and uses one GPU per rank if
+# there are GPUs. In a terminal: `torchrun --standalone --nproc-per-node=8 scripts/links.py`; `run_program` does the
+# same with the CPU ranks of this notebook:
 
 # %%
 folded("scripts/links.py", SCRIPTS / "links.py")

@@ -524,7 +524,7 @@ assert [*verdicts.values()] == [
 # So a broken network shows only somewhere in the first step. With this start it shows at once:
 #
 # ```python
-# device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+# device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 # torch.cuda.set_device(device)
 # dist.init_process_group("nccl", device_id=device, timeout=timedelta(minutes=5))
 # ```
@@ -538,7 +538,15 @@ assert [*verdicts.values()] == [
 #
 # [`scripts/busbw.py`](../scripts/busbw.py) is a complete program that needs only PyTorch. It starts as above,
 # measures all-reduces of growing sizes and prints algorithm and bus bandwidth. If these are what the machine should
-# give (section 17), the network is not to blame. If nccl-tests gets more on the same hosts, look at PyTorch.
+# give (section 17), the network is not to blame. It times *sums* of float32, as nccl-tests does by default. If
+# nccl-tests gets more on the same hosts, look at PyTorch.
+#
+# <details><summary>Why sums?</summary>
+#
+# For float32, NCCL lets NVLink switches add (section 8), but not compare or average: `ncclNvlsSupported` in
+# [device.h](https://github.com/NVIDIA/nccl/blob/master/src/include/device.h), NCCL 2.30. Whoever times a maximum
+# measures a ring or a tree instead, and eight H100s look too slow.
+# </details>
 
 # %%
 Markdown(f"```python\n{(SCRIPTS / 'busbw.py').read_text()}```")

@@ -1226,9 +1226,12 @@ for one, two in zip(resumed.splitlines(), unbroken.splitlines()[2:], strict=True
     assert abs(float(one.split()[-1]) - float(two.split()[-1])) < 2e-3
 
 # %% [markdown] tags=["deeper"]
-# Yes, to rounding: the global batch stays 16, and the samples are the same. Without a saved scheduler, the second half
-# would warm up once more. A model with dropout also needs each rank's generator state (`torch.get_rng_state()`, on
-# GPUs `torch.cuda.get_rng_state()`), gathered to the rank that writes or in a file of its own.
+# Yes, to rounding: the global batch stays 16, and the samples are the same. In later epochs, too: the saved number of
+# samples tells epoch and place, because the program drops none: a batch may begin in one epoch and end in the next.
+# (The number of ranks has to divide the 2,016 windows of an epoch, or padding moves the place.) Without a saved
+# scheduler, the second half would warm up once more. A model with dropout also needs each rank's generator state
+# (`torch.get_rng_state()`, on GPUs `torch.cuda.get_rng_state()`), gathered to the rank that writes or in a file of its
+# own.
 #
 # And on the *same* number of ranks, is it equal to the last bit? The next cell resumes in memory: it goes on with
 # copies of model and optimizer under a new DDP.
