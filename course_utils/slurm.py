@@ -149,7 +149,7 @@ class SlurmCluster:
         Where packages are missing or the system forbids namespaces; the message names the way out.
     """
 
-    def __init__(self, hosts: int = 2, cpus: int = 4):
+    def __init__(self, hosts: int = 2, cpus: int = 16):
         if not 1 <= hosts <= 8:
             raise ValueError(f"hosts={hosts}: a cluster on this machine has 1 to 8 hosts.")
         if lacking := missing():

@@ -49,7 +49,8 @@ def until_running(cluster: SlurmCluster, path: Path, text: str) -> None:
 def test_the_script_turns_slurms_variables_into_those_of_pytorch(cluster, tmp_path):
     program = tmp_path / "program"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    program.write_text("#!/bin/sh\necho $(hostname) " + " ".join(f"${name}" for name in names) + " $3 $4\n")
+    program.write_text("#!/bin/sh\necho $(hostname) " + " ".join(f"${name}" for name in names)
+                       + " $SLURM_CPUS_PER_TASK $3 $4\n")
     program.chmod(0o755)
     said = tmp_path / "said"
     job = cluster.submit("--ntasks-per-node=2", f"--output={said}", SBATCH, "--out", "a folder",
@@ -58,8 +59,18 @@ def test_the_script_turns_slurms_variables_into_those_of_pytorch(cluster, tmp_pa
     assert cluster.wait(job)["ExitCode"] == "0:0"
     port = str(20000 + job % 10000)
     assert sorted(said.read_text().splitlines()) == [
-        f"node{rank // 2} {rank} {rank % 2} 4 2 node0 {port} --out a folder" for rank in range(4)
+        f"node{rank // 2} {rank} {rank % 2} 4 2 node0 {port} 8 --out a folder" for rank in range(4)
     ]
+
+
+def test_a_job_that_is_always_told_to_stop_does_not_start_for_ever(cluster, tmp_path):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexit 75\n")
+    program.chmod(0o755)
+    variables = {"PYTHON": str(program), "MOST_RESTARTS": "1"}
+    job = cluster.submit(f"--output={tmp_path / 'said'}", SBATCH, env=variables)
+    ended = cluster.wait(job, timeout=100)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "75:0", "1")
 
 
 def test_the_launch_address_is_that_of_the_host_where_srun_was_typed(cluster, tmp_path):
@@ -201,6 +212,6 @@ def test_accelerate_calls_torchrun_with_the_place_that_you_give_it(monkeypatch):
 
 def test_the_image_lines_that_the_lesson_explains_are_there():
     lines = (ROOT / "scripts" / "kubernetes" / "Dockerfile").read_text()
-    for line in ("FROM pytorch/pytorch:2.13.0-cuda13.0-", "numpy==2.4.6", "COPY train.py /train.py",
+    for line in ("FROM pytorch/pytorch:2.13.0-cuda13.0-", "numpy==2.4.6", "COPY train.py where.py",
                  "ENV OMP_NUM_THREADS=1", 'CMD ["torchrun",'):
         assert line in lines

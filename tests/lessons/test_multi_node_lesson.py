@@ -34,6 +34,22 @@ while together < 30:
     time.sleep(0.1)
     together += (folder / "node1").exists()
 """
+MEET = """
+import pathlib, sys, time
+import torch, torch.distributed as dist
+worlds = pathlib.Path(sys.argv[1])
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    with worlds.open("a") as file:
+        file.write(str(dist.get_world_size()))
+dist.barrier()
+last, step = worlds.read_text().endswith(sys.argv[2]), 0
+while not last or step < 3:
+    step += 1
+    dist.all_reduce(sum := torch.ones(1))
+    print(f"step {step} in a world of {sum.item():g}", flush=True)
+    time.sleep(0.1)
+"""
 SLEEP = "import os, time\nprint('world of', os.environ['WORLD_SIZE'], flush=True)\ntime.sleep(1000)\n"
 
 
@@ -64,6 +80,21 @@ def test_when_the_host_of_the_rendezvous_dies_the_others_end_too(tmp_path):
                        when=[("node1 . world of 2", "kill node0")])
     assert run.exit_codes[0] == 137 and run.exit_codes[1] != 0
     assert run.lines("node1 .*Rendezvous(Connection|Closed)Error"), run
+
+
+@pytest.mark.usefixtures("real_hosts")
+@pytest.mark.parametrize(("hosts", "worlds", "when"), [
+    (2, "212", [("node1 . step 3 in a world of 2", "kill node1"), ("node0 . step 3 in a world of 1", "start node1")]),
+    (3, "32", [("node0 . step 3 in a world of 3", "kill node0")]),
+], ids=["killed_host_comes_back", "host_of_rank_0_dies"])
+def test_elastic_agents_meet_again(tmp_path, hosts, worlds, when):
+    """Without the variable, in PyTorch 2.13: `DistStoreError: wait timeout after 60000ms, keys: …/MASTER_ADDR`."""
+    (tmp_path / "meet.py").write_text(MEET)
+    agent = TORCHRUN.replace("=1:2", f"={hosts - 1}:{hosts}").replace("node0:", f"node{2 * hosts - 4}:")
+    run = run_on_hosts(f"{agent}{QUICK}{tmp_path}/meet.py {tmp_path}/worlds {worlds}", hosts, timeout=80, when=when,
+                       env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    assert (tmp_path / "worlds").read_text().endswith(worlds)
+    assert run.exit_codes == ([0, 0] if hosts == 2 else [137, 0, 0])
 
 
 @pytest.mark.usefixtures("real_hosts")

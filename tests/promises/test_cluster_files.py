@@ -49,6 +49,14 @@ def test_a_slip_is_refused(job, path, field, value, message):
     assert any(message in error.message for error in VALIDATOR.iter_errors(wrong))
 
 
+def test_each_node_of_the_job_has_a_copy(job, monkeypatch):
+    trainer = job["spec"]["trainer"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *trainer["args"]])
+    program = runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="script")
+    mesh = program["arguments"](trainer["numNodes"] * trainer["numProcPerNode"]).mesh
+    assert mesh == {"replicate": trainer["numNodes"], "shard": trainer["numProcPerNode"], "tp": 1}
+
+
 def test_volumes_that_are_mounted_exist(job):
     (patch,) = job["spec"]["runtimePatches"]
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -62,8 +70,9 @@ def test_the_image_has_the_program_and_the_versions_of_the_course(job):
     assert {line.split()[0] for line in lines} == {"FROM", "RUN", "COPY", "ENV", "CMD"}
     versions = dict(re.findall(r'"(\w+)==([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
     assert f"pytorch/pytorch:{versions['torch']}-" in lines[0] and f"numpy=={versions['numpy']}" in lines[1]
-    _, program, where = next(line for line in lines if line.startswith("COPY")).split()
-    assert (ROOT / "scripts" / program).exists() and where in job["spec"]["trainer"]["command"]
+    _, *programs, folder = next(line for line in lines if line.startswith("COPY")).split()
+    assert all((ROOT / "scripts" / program).exists() for program in programs)
+    assert job["spec"]["trainer"]["command"][1] in [folder + program for program in programs]
     assert tomllib.loads("command = " + next(line for line in lines if line.startswith("CMD"))[4:])["command"]
 
 
