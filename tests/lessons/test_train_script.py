@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import re
+import resource
 import runpy
 import shutil
 import signal
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, missing
+from torch.distributed.checkpoint import FileSystemReader
 
 from course_utils import WorkerError, launch, slurm
 from course_utils.traces import load, numbered
@@ -43,6 +45,8 @@ def misbehave(how: str, out: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "full":  # no file of this rank may grow beyond a kilobyte, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     elif how == "fail":
         raise RuntimeError("this rank has a fault")
     elif how == "stand still":  # so that somebody starts the run again, on one rank, and that one goes on to its end
@@ -63,10 +67,16 @@ def program(out: str, *flags: str, mishap: tuple[int, str, range] | None = None)
             misbehave(mishap[1], out)
         return clip(parameters, *arguments)
 
-    before = signal.getsignal(signal.SIGTERM)
+    def memmap_or_worse(*arguments, **options):  # of the data, before the first step
+        if mishap and int(os.environ["RANK"]) == mishap[0] and mishap[1] == "early":
+            misbehave("terminate", out)
+        return memmap(*arguments, **options)
+
+    before, memmap = signal.getsignal(signal.SIGTERM), np.memmap
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.argv = ["train.py", f"--out={out}", f"--data={ROOT / 'course_utils' / 'text' / 'alice.txt'}", *SMALL, *flags]
-    torch.nn.utils.clip_grad_norm_ = clip_or_worse
+    torch.nn.utils.clip_grad_norm_, np.memmap = clip_or_worse, memmap_or_worse
     sys.path.insert(0, str(SCRIPT.parent))  # as Python does for a program
     try:
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -77,7 +87,8 @@ def program(out: str, *flags: str, mishap: tuple[int, str, range] | None = None)
     finally:
         sys.path.remove(str(SCRIPT.parent))
         gc.enable()
-        torch.nn.utils.clip_grad_norm_ = clip
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        torch.nn.utils.clip_grad_norm_, np.memmap = clip, memmap
         signal.signal(signal.SIGTERM, before)
     raise AssertionError("the program ends with an exit code")
 
@@ -237,6 +248,50 @@ def test_under_torchrun_it_goes_on_and_ends_well(undisturbed, killed, tmp_path):
     assert sorted(line.split(":")[0] for line in said.splitlines()[:-1]) == ["rank 0", "rank 1"]
 
 
+@pytest.mark.parametrize("told", ["torchrun", "rank 1"])
+def test_under_a_torchrun_that_may_restart_it_stops_for_good(tmp_path, told):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    flags = [f"--out={out}", f"--data={ROOT / 'course_utils' / 'text' / 'alice.txt'}", *SMALL, "--steps=1000000"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, SCRIPT, *flags, "--save-every=1000000"], env=environment, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as torchrun:
+        while not (out / "log.jsonl").exists():
+            assert torchrun.poll() is None
+            time.sleep(0.1)
+        ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+        rank1 = next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(torchrun.pid if told == "torchrun" else int(rank1), signal.SIGTERM)
+        said = torchrun.communicate(timeout=120)[0]
+    assert torchrun.returncode == 1, "torchrun turns 75 into 1"
+    steps = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, len(steps) + 1)], "the ranks were not started again"
+    assert [path.name for path in out.glob("step-*")] == [f"step-{len(steps):09}"]
+    assert f"told to stop: checkpoint step-{len(steps):09} is complete" in said
+
+
+def test_a_sigterm_before_the_first_step_stops_after_it(tmp_path):
+    assert run(tmp_path, n=2, mishap=(1, "early", range(0))) == {75}
+    assert [*log(tmp_path)] == [1] and [path.name for path in tmp_path.glob("step-*")] == ["step-000000001"]
+
+
+def test_fewer_steps_than_are_done_is_done(undisturbed, tmp_path):
+    out = shutil.copytree(undisturbed(1), tmp_path / "out", ignore=shutil.ignore_patterns("flight"))
+    assert run(out, "--steps=3", n=1) == {0}
+    assert [*log(out)] == [*range(1, STEPS + 1)]
+
+
+def test_settings_that_changed_since_the_last_call_are_told_and_hold(tmp_path, capfd):
+    assert run(tmp_path, "--steps=2", n=2) == {0}
+    capfd.readouterr()
+    assert run(tmp_path, "--steps=3", "--lr=0.5", "--betas", "0.5", "0.6", n=2) == {0}
+    said = capfd.readouterr().out
+    assert "changed since the last call: steps 2 -> 3, lr 0.001 -> 0.5, betas [0.9, 0.95] -> [0.5, 0.6]" in said
+    assert log(tmp_path)[3]["lr"] > 0.04
+    assert run(tmp_path, "--steps=3", "--lr=0.5", "--betas", "0.5", "0.6", n=1) == {0}
+    assert "changed" not in capfd.readouterr().out
+
+
 def test_as_a_slurm_job_on_two_hosts_it_stops_when_told_and_goes_on_when_it_is_requeued(tmp_path):
     if slurm.missing():
         missing(f"the packages {', '.join(slurm.missing())}")
@@ -276,6 +331,82 @@ def test_an_epoch_ends_and_the_next_has_another_order(tmp_path):
     assert figures(tmp_path / "parts") == pytest.approx(figures(tmp_path / "whole"), abs=1e-5)
 
 
+# --- checkpoints that are damaged, and saves that fail ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A run of 2 ranks with the checkpoints of steps 2 and 4."""
+    out = tmp_path_factory.mktemp("saved") / "out"
+    assert run(out, "--steps=4", "--save-every=2", n=2) == {0}
+    return out
+
+
+def flip(file: Path, at: int, count: int = 4) -> None:
+    data = bytearray(file.read_bytes())
+    data[at : at + count] = bytes(255 - byte for byte in data[at : at + count])
+    file.write_bytes(data)
+
+
+def harm(path: Path, how: str) -> str:
+    """Spoil a checkpoint; return the name of the file."""
+    if how == "a byte inside a tensor":
+        metadata = FileSystemReader(path).read_metadata()
+        place = next(p for index, p in metadata.storage_data.items() if index.fqn == "model.embedding.weight")
+        flip(path / place.relative_path, place.offset + place.length // 2, 1)
+        return place.relative_path
+    name = ".metadata" if how == "metadata" else "__1_0.distcp"
+    if how == "gone":
+        (path / name).unlink()
+    elif how == "cut":
+        os.truncate(path / name, 1000)
+    else:
+        flip(path / name, 20)
+    return name
+
+
+@pytest.mark.parametrize("how", ["a byte inside a tensor", "cut", "gone", "metadata"])
+def test_a_damaged_checkpoint_is_named_and_all_ranks_go_back_to_the_one_before(saved, tmp_path, capfd, how):
+    out = shutil.copytree(saved, tmp_path / "out", ignore=shutil.ignore_patterns("flight"))
+    file = harm(out / "step-000000004", how)
+    capfd.readouterr()
+    assert run(out, "--save-every=2", n=2) == {0}
+    said = capfd.readouterr().out
+    assert re.search(rf"step-000000004/{re.escape(file)} (is not as it was written|cannot be read)", said)
+    lines = [json.loads(line)["step"] for line in (out / "log.jsonl").read_text().splitlines()]
+    assert lines == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert figures(out)[:8] == figures(saved), "step 3 and 4 again, with the same values"
+    names = sorted(path.name for path in out.glob("step-*"))
+    assert [name for name in names if not name.endswith(".bad")] == ["step-000000004", "step-000000006"]
+    assert [name for name in names if re.fullmatch(r"step-000000004\.[0-9a-f]{8}\.bad", name)]
+
+
+def test_if_no_checkpoint_is_whole_nothing_is_done(saved, tmp_path):
+    out = shutil.copytree(saved, tmp_path / "out", ignore=shutil.ignore_patterns("flight"))
+    for path in out.glob("step-*"):
+        harm(path, "cut")
+    with pytest.raises(WorkerError, match="no checkpoint in .* is whole"):
+        run(out, n=2)
+    assert sorted(path.name for path in out.glob("step-*")) == ["step-000000002", "step-000000004"]
+
+
+def test_verify_names_the_damaged_files(saved, tmp_path):
+    path = shutil.copytree(saved / "step-000000004", tmp_path / "step-000000004")
+    verify = [sys.executable, SCRIPT.with_name("verify.py"), path]
+    whole = subprocess.run(verify, capture_output=True, text=True)
+    assert (whole.returncode, whole.stdout) == (0, "as it was written\n")
+    harm(path, "a byte inside a tensor")
+    damaged = subprocess.run(verify, capture_output=True, text=True)
+    assert damaged.returncode == 1 and re.fullmatch(r"\S+/__\d_0.distcp is not as it was written\n", damaged.stdout)
+
+
+def test_a_save_that_fails_ends_all_ranks_before_the_next_one(tmp_path):
+    with pytest.raises(WorkerError, match="File too large"):
+        run(tmp_path, "--steps=2000", "--save-every=200", n=2, mishap=(1, "full", range(3, 4)))
+    assert 200 <= len(log(tmp_path)) < 400
+    assert not [path for path in tmp_path.glob("step-*") if not path.name.endswith(".tmp")]
+
+
 # --- when something goes wrong ----------------------------------------------------------------------------------------
 
 
@@ -308,6 +439,7 @@ def test_the_flight_recorder_has_the_last_collectives_when_a_rank_fails(tmp_path
         (4, ("--tp=4", "--length=18"), "--length must be a multiple of 4 here: 18"),
         (4, ("--tp=4", "--vocabulary=258"), "--vocabulary must be a multiple of 4 here: 258"),
         (1, ("--heads=5",), "--hidden must be a multiple of 5 here: 32"),
+        (1, ("--keep=0",), "--log-every and --keep must be 1 or more"),
         (1, ("--profile-steps", "0", "2"), "--profile-steps must be FIRST and LAST from 1 on"),
         (1, ("--profile-steps", "4", "3"), "--profile-steps must be FIRST and LAST from 1 on"),
         (2, ("--micro=3",), "--batch must be a multiple of 6 here: 8"),
@@ -326,6 +458,9 @@ def test_another_run_in_the_same_folder_and_tokens_beyond_the_vocabulary_are_ref
     assert (undisturbed(1) / "world").read_text() == owner, "what is refused takes nothing over"
     with pytest.raises(WorkerError, match="--data holds token 1[0-9][0-9], --vocabulary is 100"):
         run(tmp_path, "--vocabulary=100", n=1)
+    (tmp_path / "few").write_bytes(bytes(16))
+    with pytest.raises(WorkerError, match="--data holds 16 tokens: less than a window"):
+        run(tmp_path / "out", f"--data={tmp_path / 'few'}", n=1)
 
 
 # --- what it notes ----------------------------------------------------------------------------------------------------
