@@ -140,7 +140,8 @@ check.exposed(exposed)
 #
 # The program below trains a net of ten layers on two ranks, and it is right: its losses are those of one process. But
 # it has seven faults that cost time. Each of them is common, and each of them shows in a trace as a count: something
-# happens more often than it has to, or more often on one rank than on the other. Find them, and write `speed_up`,
+# happens more often than it has to, or more often on one rank than on the other. (That *one* rank prints one line a
+# step is no fault.) Find them, and write `speed_up`,
 # which computes the same numbers without them.
 #
 # `texts` holds four micro-batches as text, with one example in a line; they have 48, 48, 16 and 16 lines, and they

@@ -375,9 +375,11 @@ def choices(fn: Callable) -> None:
     """Check ``fn() -> {situation: letter}``."""
     exercise = Exercise("Exercise 5", HINTS["choices"])
     got = exercise.call(fn)
-    form = isinstance(got, dict) and set(got) == set(_CHOICES) and all(one in list("abcd") for one in got.values())
+    letters = {key: str(one).strip().lower() for key, one in got.items()} if isinstance(got, dict) else {}
+    form = set(letters) == set(_CHOICES) and {*letters.values()} <= {*"abcd"}
     exercise.require(form, "form", f"the function returned {str(got)[:80]}.")
     for situation, right in _CHOICES.items():
         exercise.case = f"situation {situation}"
-        exercise.require(got[situation] == right, f"{situation}-{got[situation]}", f"not {got[situation]}.")
+        letter = letters[situation]
+        exercise.require(letter == right, f"{situation}-{letter}", f"not {letter}.")
     print("Exercise 5 passed: five situations, five choices, each for its reason.")

@@ -237,7 +237,8 @@ class Exercise:
     def _refuse_hang(self, error: Any) -> NoReturn:
         if error.kind == "stuck":
             messages = any(re.search(r"\b(send|recv)\b", state) for state in error.states)
-            explained = self.fallback if self.own_fallback or messages else None
+            explained = next((hint for words, hint in self.explained.items() if words in str(error)), None)
+            explained = explained or (self.fallback if self.own_fallback or messages else None)
             key = "unwaited" if "unwaited" in self.hints and _left_early(error.states) else explained or "hang"
             self.refuse(key, f"the ranks do not finish: at least one waits in vain.\n\n{error}")
         self.refuse("slow", f"the ranks do not finish.\n\n{error}", error.rank)

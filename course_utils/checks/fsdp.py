@@ -414,6 +414,7 @@ def _clipped_norm(exercise: Exercise, n: int, got: Any, sharded: list, replicate
         return
     by_rank = [_norm([*_pieces(sharded, n, r), *replicated]) for r in range(n)]
     shards = [_norm(_pieces(sharded, n, r)) for r in range(n)]
+    pieces = sum(_norm([piece]) for r in range(n) for piece in _pieces(sharded, n, r))
     parts, copies = [_norm([g]) for g in (*sharded, *replicated)], _norm(replicated)
     traps = {
         "float32": [right],
@@ -426,7 +427,8 @@ def _clipped_norm(exercise: Exercise, n: int, got: Any, sharded: list, replicate
             "local": [by_rank[exercise.rank], shards[exercise.rank]],
             "replicated-twice": [math.hypot(*by_rank)],
             "mean": [math.hypot(*by_rank) / math.sqrt(n), math.hypot(math.hypot(*shards) / math.sqrt(n), copies)],
-            "sum-of-norms": [sum(by_rank), sum(shards), sum(shards) + copies, sum(parts), math.fsum(by_rank) / n],
+            "sum-of-norms": [sum(by_rank), sum(shards), sum(shards) + copies, sum(parts), math.fsum(by_rank) / n,
+                             pieces, pieces + copies, pieces + sum(map(_norm, ([g] for g in replicated)))],
         }
     key = next((key for key, some in traps.items() if any(_near(value, wrong) for wrong in some)), "value")
     exercise.refuse(key, f"the norm is wrong.\n  one process  {right:.10g}\n  this rank    {value:.10g}")

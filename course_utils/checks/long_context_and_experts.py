@@ -136,7 +136,7 @@ def _merge_slips(name: str, pieces: Sequence[Piece], right: Piece) -> dict[str, 
     (m1, l1, o1), (m2, l2, o2) = pieces
     f1, f2 = torch.exp(m1 - right[0]), torch.exp(m2 - right[0])
     return {
-        "m": {"maximum": [m1 + m2, torch.minimum(m1, m2), m1, m2]},
+        "m": {"maximum": [m1 + m2, torch.minimum(m1, m2), m1, m2, torch.full_like(m1, right[0].max())]},
         "l": {"rescale-l": [l1 + l2, l1 / f1 + l2 / f2]},
         "o": {"rescale-o": [o1 + o2, o1 / f1 + o2 / f2, f1 * o1 + o2, o1 + f2 * o2],
               "divided": [right[2] / right[1], o1 / l1 + o2 / l2]},
@@ -260,15 +260,18 @@ def _ulysses(q: Tensor, k: Tensor, v: Tensor, n: int, r: int) -> Tensor:
     return o.chunk(n, 2)[r]
 
 
+_COPIED = """copies = math.lcm(n, k.shape[1]) // k.shape[1]
+k, v = (t.repeat(1, copies, 1, 1).repeat_interleave(group // copies, 1) for t in (k, v))"""
 _LOCAL = "k.repeat_interleave(group, 1).chunk(n, 2)[r], v.repeat_interleave(group, 1).chunk(n, 2)[r]"
 _ULYSSES_SLIPS: Slips = {
     "not-causal": "is_causal=True  ->  is_causal=False",
-    "kv-order": _TILED,
+    "kv-order": [_TILED, {f"k, v = {_REPEATED}": _COPIED}],
     "local": {_REPEATED: _LOCAL, "(q, k": "(q.chunk(n, 2)[r], k", "o.chunk(n, 2)[r]": "o"},
     "head-order": "return o  ->  return o.unflatten(1, (n, -1)).transpose(1, 2).flatten(1, 2)",
 }
 _ULYSSES = (  # ranks, heads, KV heads, fallback
-    (2, 4, 4, None), (2, 8, 4, "grouped"), (4, 8, 2, "few-heads"), (2, 6, 3, "few-heads"), (1, 4, 2, None),
+    (2, 4, 4, None), (2, 8, 4, "grouped"), (4, 8, 4, None), (4, 8, 2, "few-heads"), (2, 6, 3, "few-heads"),
+    (1, 4, 2, None),
 )
 
 
@@ -333,6 +336,7 @@ _CAPACITY_SLIPS: Slips = {
 _EXPERTS = (  # tokens of each rank, name, experts, experts a token, largest part of which is chosen, capacity, fallback
     ((6, 6), "6 tokens each, 1 expert a token", 4, 1, 4, None, None),
     ((5, 3, 7), "5, 3 and 7 tokens, 2 experts a token", 6, 2, 6, None, None),
+    ((4, 2, 3), "1 expert on each rank", 3, 2, 3, None, "experts-per-rank"),
     ((5, 4), "experts 2 and 3 without tokens", 4, 1, 2, None, "no-tokens"),
     ((4, 0, 3), "rank 1 without tokens", 3, 2, 3, None, "no-tokens"),
     ((7, 6), "a capacity of 2", 4, 2, 3, 2, "capacity"),
@@ -350,6 +354,7 @@ def _with_experts(n_experts: int, capacity: int | None, fn: Callable, *leaves: T
 def expert_layer(fn: Callable) -> None:
     """Check ``fn(x, chosen, weights, expert, n_experts, capacity=None) -> y``, with gradients."""
     explained = {"plit sizes": "splits", "different sizes": "splits"}
+    explained |= {f" number {call};": "cut-graph" for call in (4, 5)}  # those of backward
     exercise = Exercise("Exercise 5", HINTS["expert_layer"], program=_both_ways, explained=explained)
     for tokens, name, experts, k, used, capacity, fallback in _EXPERTS:
         n = len(tokens)

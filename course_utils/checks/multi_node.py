@@ -72,7 +72,7 @@ _PLACEMENTS = (
     _Placement((0, 0, 1, 1), _EVEN, "float32"),
     _Placement((0, 0, 1, 1), _UNEVEN, "float32", "remainder"),
     _Placement((0, 0, 1, 1), (1025, 600), "bfloat16, transposed", "any-tensor"),
-    _Placement((0, 0, 1, 1, 2, 2), _UNEVEN, "float32"),
+    _Placement((0, 0, 1, 1, 2, 2), _UNEVEN, "float32", "three-hosts"),
     _Placement((0, 1, 0, 1), (7,), "float64", "placement"),
     _Placement((0, 0, 0), (5, 3), "float32", "one-level-only"),
     _Placement((1, 0), (5, 3), "float32", "one-level-only"),

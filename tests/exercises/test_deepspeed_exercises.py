@@ -161,6 +161,7 @@ WRONG["choices"] = {
 }
 RIGHT["choices"] = {
     "one by one": {'return {1: "b", 2: "b",': 'return dict([(1, "b"), (2, "b")]) | {'},
+    "capitals": {'2: "b"': '2: " B"'},
     "by position": 'return {1: "b", 2: "b", 3: "a", 4: "c", 5: "a"}  ->  return dict(enumerate("bbaca", 1))',
 }
 

@@ -167,7 +167,11 @@ WRONG["clip_sharded"] = {
     "not-distributed": f"{REDUCED}  ->  pass",
     "tensor": "return norm  ->  pass",
     "local": "dist.all_reduce(squares)  ->  dist.all_reduce(squares.clone())",
-    "sum-of-norms": OF_ROOTS | COUNTED_BY_ALL,
+    "sum-of-norms": [
+        OF_ROOTS | COUNTED_BY_ALL,
+        {SQUARES: "sum(g.norm() for g in sharded)", COPIES: "squares += sum(g.norm() for g in replicated)",
+         "norm = squares.sqrt()": "norm = squares"},
+    ],
     "no-root": "norm = squares.sqrt()  ->  norm = squares",
     "mean": f"{REDUCED}  ->  dist.all_reduce(squares, op=dist.ReduceOp.AVG)",
     "replicated-twice": COUNTED_BY_ALL,

@@ -24,7 +24,8 @@ L_AND_O = "f1 * l1 + f2 * l2, f1 * o1 + f2 * o2"
 FACTORS = "torch.exp(m1 - finite), torch.exp(m2 - finite)"
 WRONG["merge"] = {
     "form": {f"return m, {L_AND_O}": "return (f1 * o1 + f2 * o2) / (f1 * l1 + f2 * l2)"},
-    "maximum": ["m = torch.maximum(m1, m2)  ->  m = m1 + m2", "m = torch.maximum(m1, m2)  ->  m = m1"],
+    "maximum": ["m = torch.maximum(m1, m2)  ->  m = m1 + m2", "m = torch.maximum(m1, m2)  ->  m = m1",
+                "m = torch.maximum(m1, m2)  ->  m = torch.full_like(m1, max(m1.max(), m2.max()))"],
     "rescale-l": "f1 * l1 + f2 * l2  ->  l1 + l2",
     "rescale-o": "f1 * o1 + f2 * o2  ->  o1 + o2",
     "divided": {"return m, f1": "weights = f1 * l1 + f2 * l2\nreturn m, f1", "f1 * o1 + f2 * o2":
@@ -207,9 +208,10 @@ WRONG["ulysses"] = {
     "head-order": {f"return {BACK}": f"return {BACK}.unflatten(1, (n, -1)).transpose(1, 2).flatten(1, 2)"},
     "grouped": {", enable_gqa=True": "", "q, k, v = (": "group = q.shape[1] // k.shape[1]\nq, k, v = (",
                 "o = F": "k, v = (t.repeat(1, group, 1, 1) for t in (k, v))\no = F"},
-    "kv-order": {KV: "g = q.shape[1] // kv_heads\nk, v = k.repeat(1, g, 1, 1), v.repeat(1, g, 1, 1)"},
-    "few-heads": [f"{COPIES}  ->  1", f"{COPIES}  ->  max(1, n // kv_heads)", {KV: "k, v = k.repeat(1, copies, 1, 1),"
-                  " v.repeat(1, copies, 1, 1)"}],
+    "kv-order": [{KV: "g = q.shape[1] // kv_heads\nk, v = k.repeat(1, g, 1, 1), v.repeat(1, g, 1, 1)"},
+                 {KV: "k, v = k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1)"}],
+    "few-heads": [f"{COPIES}  ->  1", f"{COPIES}  ->  max(1, n // kv_heads)"],
+    "only-two-ranks": "torch.stack(x.chunk(n, dim=cut))  ->  torch.stack(x.chunk(2, dim=cut))",
     "gathered": with_all_gather,
     "copies": f"{COPIES}  ->  q.shape[1] // kv_heads",
     "no-gradient": "AllToAll.apply(rows, send, recv)  ->  AllToAll.apply(rows.detach(), send, recv)",
@@ -240,6 +242,13 @@ WRONG["expert_layer"] = {
                "exchange(results, recv, send)  ->  exchange(results, send, recv)"],
     "no-tokens": [hangs({"send, recv =": "if len(x) == 0:\n    return x * 1\nsend, recv ="}),
                   {"back = exchange": "back = results * 1 if len(rows) == 0 else exchange"}],
+    "experts-per-rank": "for i in range(n_experts // n):  ->  for i in range(2):",
+    "cut-graph": [
+        hangs({"results = torch": "if len(rows) == 0:\n    back = exchange(rows.new_empty(rows.shape), recv, send)\n"
+               "    back = back * weights.flatten()[sent, None]\n"
+               "    return torch.zeros_like(x).index_add(0, sent // k, back)\nresults = torch"}),
+        hangs({"results[owner == i] = expert": "if len(rows):\n            results[owner == i] = expert"}),
+    ],
     "not-dropped": f"{KEPT}  ->  [:, 0]",
     "last-kept": f"{KEPT}  ->  [-(capacity or len(flat) + 1):, 0]",
     "all-ranks": {KEPT: "[:, 0]", "results[owner == i] = expert(i, rows[owner == i])":

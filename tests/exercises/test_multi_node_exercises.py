@@ -124,6 +124,7 @@ WRONG["hierarchical_mean"] = {
     "placement": f"{ROWS}  ->  size = len(host_of) // len(hosts)\n"
                  "rows = [list(range(r, r + size)) for r in range(0, len(host_of), size)]",
     "one-level-only": f"{ONE_OF_EACH}  ->  {ONE_OF_EACH}\nif len(rows) == 1:\n    return dist.all_reduce(tensor)",
+    "three-hosts": f"{MEAN}  ->  shard /= 2 * per_host",
     "interface": scattered_twice,
     "hang": some_make_some_groups,
 }

@@ -311,6 +311,8 @@ WRONG["clip_gradients"] = {
     "own": f"{ALL_REDUCE}  ->  dist.all_reduce(total.clone())",
     "twice": " / count  ->  ",
     "one-group": f'{ALL_REDUCE}  ->  dist.all_reduce(total, group=groups.get("tp"))',
+    "per-stage": f'{ALL_REDUCE}  ->  stages = groups["pp"].size() if "pp" in groups else 1\n'
+                 "stage, _ = dist.new_subgroups(dist.get_world_size() // stages)\ndist.all_reduce(total, group=stage)",
     "sum-of-norms": {ALL_REDUCE: f"total = total.sqrt()\n{ALL_REDUCE}", "total.sqrt().item()": "total.item()"},
     "squared": "total.sqrt().item()  ->  total.item()",
     "mean": f"{ALL_REDUCE}  ->  {ALL_REDUCE}\ntotal /= dist.get_world_size()",

@@ -56,9 +56,9 @@ WRONG["speed_up"] = {
     "prepare": {MINE: "mine = texts[rank::world_size]", LOOP: "for text in mine:\n    x, y = prepare(text)"},
     "saves": [
         {SAVED: "", STEP: f"{STEP}\n{WRITE}"},
-        {SAVED: "", STEP: f"{STEP}\nif rank == 0:\n    {WRITE}"},
         {SAVED: WRITE},
     ],
+    "saves-each-step": {SAVED: "", STEP: f"{STEP}\nif rank == 0:\n    {WRITE}"},
     "unbalanced": "texts[rank::world_size]  ->  texts[2 * rank : 2 * rank + 2]",
     "copies": [
         f"{LOOP}  ->  {LOOP}\n    x = x.clone().double().float()",
@@ -70,7 +70,7 @@ WRONG["speed_up"] = {
     ],
     "prints": [
         f'{STEP}  ->  {STEP}\nprint(f"rank {{rank}}, step {{len(losses)}}")',
-        f'{STEP}  ->  {STEP}\nif rank == 0:\n    print(f"step {{len(losses)}}")',
+        f'{STEP}  ->  {STEP}\nif rank == 0:\n    print(f"step {{len(losses)}}\\nlearning goes on")',
     ],
     "alone": all_of_it,
     "form": [f"{RETURN}  ->  return", f"{RETURN}  ->  {RETURN}[:3]"],
@@ -161,6 +161,7 @@ RIGHT["speed_up"] = {
     "DDP": with_ddp,
     "a bucket of views": bucket_of_views,
     "losses in each step": a_process_for_the_losses,
+    "rank 0 prints each loss": f'{STEP}  ->  {STEP}\nif rank == 0:\n    print(f"loss {{losses[-1].item():.4f}}")',
 }
 
 
