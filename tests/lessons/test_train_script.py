@@ -48,6 +48,7 @@ def misbehave(how: str, out: str) -> None:
     elif how == "full":  # no file of this rank may grow beyond a kilobyte, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     elif how == "fail":
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{out}/error"  # where torchrun reads what has happened
         raise RuntimeError("this rank has a fault")
     elif how == "stand still":  # so that somebody starts the run again, on one rank, and that one goes on to its end
         one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
@@ -423,11 +424,17 @@ def test_it_gives_up_after_four_such_steps(tmp_path):
     assert not [*tmp_path.glob("step-*")]
 
 
-def test_the_flight_recorder_has_the_last_collectives_when_a_rank_fails(tmp_path):
+def test_a_rank_that_fails_leaves_its_traceback_and_last_collectives_and_a_restart_keeps_them(tmp_path):
     with pytest.raises(WorkerError, match="this rank has a fault"):
         run(tmp_path, n=2, mishap=(1, "fail", range(3, 4)))
-    entries = pickle.loads((tmp_path / "flight" / "cpu_1").read_bytes())["entries"]
+    assert "this rank has a fault" in json.loads((tmp_path / "error").read_text())["message"]["message"]
+    flight, world = tmp_path / "flight", (tmp_path / "world").read_text()
+    entries = pickle.loads((flight / "cpu_1").read_bytes())["entries"]
     assert {"gloo:all_reduce", "gloo:all_gather"} <= {entry["profiling_name"] for entry in entries}
+    kept = (flight / "cpu_1").read_bytes()
+    assert run(tmp_path, n=2) == {0}
+    assert (flight / world / "cpu_1").read_bytes() == kept and not (flight / "cpu_1").exists()
+    assert (flight / world / "stack_0").exists() and (flight / "stack_0").exists()
 
 
 @pytest.mark.parametrize(
