@@ -81,13 +81,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _kernel_manager(**options: object):
-    """What nbval calls for a kernel, whose ports it leaves to Jupyter's choice."""
+    """What nbval calls for a kernel, whose ports it leaves to Jupyter's choice: the kernel runs in a learner's copy."""
     from jupyter_client import KernelManager
+    from notebook_runs import learners_copy
 
     from course_utils.authoring.notebooks import local_sockets
 
     folder = tempfile.mkdtemp()
     manager = KernelManager(config=local_sockets(folder), **options)
+    start = manager.start_kernel
+    manager.start_kernel = lambda cwd, **more: start(cwd=str(learners_copy() / Path(cwd).name), **more)
     weakref.finalize(manager, shutil.rmtree, folder, ignore_errors=True)
     return manager
 

@@ -1,14 +1,19 @@
-"""Run a lesson as papermill does, its core first."""
+"""Run a lesson in a learner's copy, as papermill does, its core first."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import papermill
+import pytest
 
+from course_utils import learner
 from course_utils.authoring.core import is_deeper
 from course_utils.authoring.notebooks import local_sockets
 
@@ -30,8 +35,20 @@ def run_core(
     return [cell for cell in nbformat.read(folder / lesson.name, 4).cells if cell.cell_type == "code"]
 
 
+@functools.cache
+def learners_copy() -> Path:
+    """A learner's copy of the course, outside of it, as `make lab` makes one: in its folders notebooks run."""
+    folder = Path(tempfile.mkdtemp(prefix="course-copy-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_DATA_DIR", str(folder / "jupyter"))
+        learner.copy(folder / "work")
+    return folder / "work"
+
+
 def run_notebook(notebook: Path, out: Path, *, cwd: Path, **options: Any) -> None:
-    """Run a notebook by papermill, whose errors it raises, with ``parameters``."""
+    """Run a notebook by papermill, whose errors it raises, with ``parameters``, in the copy's folder of that name."""
+    cwd = learners_copy() / cwd.name
     with tempfile.TemporaryDirectory() as sockets:
         papermill.execute_notebook(
             notebook, out, cwd=cwd, progress_bar=False, execution_timeout=300, start_timeout=180,

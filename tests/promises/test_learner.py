@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import nbformat
+import psutil
 import pytest
 from conftest import ROOT, missing
 from nbformat.sign import NotebookNotary
@@ -45,6 +47,20 @@ def work(course: Path) -> Path:
     """A copy of that course."""
     learner.copy(course / "work", course)
     return course / "work"
+
+
+@pytest.mark.guard(60)
+@pytest.mark.parametrize("folder", ["notebooks", "solutions"])
+def test_notebooks_are_compared_in_a_copy_outside_of_the_course(folder: str):
+    """In `make test` every lesson runs where a learner's does: with the files that a copy has, and no others."""
+    manager = conftest._kernel_manager(kernel_name="python3")
+    manager.start_kernel(cwd=str(ROOT / folder))
+    try:
+        place = Path(psutil.Process(manager.provisioner.pid).cwd())
+    finally:
+        manager.shutdown_kernel(now=True)
+    assert place.name == folder and not place.is_relative_to(ROOT)
+    assert (place.parent / "scripts").is_dir() and not (place.parent / "course_utils").exists()
 
 
 def put(path: Path, text: str, code: str, output: str = "") -> None:
