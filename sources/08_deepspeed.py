@@ -358,7 +358,7 @@ plots.loader_bars(rows, "measured: numbers sent per step and rank", "DDP", unit=
 # | `activation_checkpointing` | options for DeepSpeed's own `checkpoint` | unknown keys in it: **nothing** |
 # | `zero_allow_untested_optimizer` | use ZeRO with SGD and others | refused without it |
 # | `steps_per_print`, `wall_clock_breakdown`, `comms_logger`, `flops_profiler` | what is printed | section 10 |
-# | `"auto"` for any value | filled in by Transformers or Accelerate | alone: an unreadable `TypeError` |
+# | `"auto"` for any value | filled in by Transformers or Accelerate | alone: section 4 |
 #
 # Batch sizes are three numbers with one equation, and DeepSpeed solves it.
 #
@@ -400,7 +400,7 @@ assert largest_gap(clipped, clipped_ddp) < 1e-5 < 1e-3 < largest_gap(clipped, re
 #
 # ## 4. The clinic
 #
-# Here are a dozen configurations, as people write them. Each has what its author **wanted**. A configuration can be
+# Here are fourteen configurations, as people write them. Each has what its author **wanted**. A configuration can be
 # *right*, it can be *refused* with a message, or it can run and be something else: *silent*. **Predict** which, and
 # write it into `guess`.
 
@@ -421,6 +421,7 @@ clinic = {  # name: (configuration, what its author wanted)
     "K": ({**batch, "train_batch_size": 8 * world_size}, {"accumulation": 2}),
     "L": ({**batch, "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}, {"stage": 2}),
     "M": ({**batch, "compression_training": {}}, {}),
+    "N": ({**batch, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}, {"dtype": "bfloat16"}),
 }
 guess = dict.fromkeys(clinic, "?")  # "right", "refused" or "silent"
 
@@ -472,11 +473,15 @@ for name, (what, why) in verdicts.items():
     print(f"{name}  {what:8}{wrong}{why}")
 
 # %% [markdown]
-# Four of the thirteen are refused with a message that helps, one (L) with a message that does not, and six are silent.
-# What they have in common is *where* the fault is. Inside `zero_optimization`, `bf16` and `fp16` unknown keys are
-# refused, because these sections are data models with a fixed list of fields. At the top level, and in older sections,
-# DeepSpeed asks the dictionary for the keys it knows, and never looks at the rest. So B trains plain data parallelism
-# with twice the optimizer memory, I takes a batch of a quarter of the size, and the losses look healthy.
+# Four of the fourteen are refused with a message that helps, one (L) with a message that does not, and seven are
+# silent. What they have in common is *where* the fault is. Inside `zero_optimization`, `bf16` and `fp16` unknown keys
+# are refused, because these sections are data models with a fixed list of fields. At the top level, and in older
+# sections, DeepSpeed asks the dictionary for the keys it knows, and never looks at the rest. So B trains plain data
+# parallelism with twice the optimizer memory, I takes a batch of a quarter of the size, and the losses look healthy.
+#
+# L and N come from configurations that were written for Transformers, and are given to DeepSpeed alone. A data model
+# drops every `"auto"` and takes its default, so N trains in fp32, as `"stage": "auto"` would train at stage 0. At the
+# top level the text stays, until somebody compares it with a number.
 #
 # J is a threshold. Parameters with fewer than 100,000 elements stay whole under stage 3, since small messages are
 # mostly latency. No parameter of this model has more, so no parameter is sharded.
@@ -496,6 +501,7 @@ mended = {
     "J": {**batch, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     "L": {**batch, "zero_optimization": {"stage": 2}},
     "M": batch,
+    "N": {**batch, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
 }
 
 # %%
@@ -507,7 +513,7 @@ print(f"{len(left) - len(wrong)} of {len(left)} are right now", *wrong, sep="\n"
 # %% [markdown]
 # ## 5. A linter
 #
-# Eleven wrong configurations, of which the library stopped five. The others need somebody who knows which keys exist.
+# Twelve wrong configurations, of which the library stopped five. The others need somebody who knows which keys exist.
 # DeepSpeed has no list of its top-level keys, but there is a way to get one from the library itself: give it a
 # dictionary that **notes what it is asked for**.
 
@@ -541,9 +547,10 @@ for key in ("zero_optimisation", "gradient_accumulation", "steps_per_prnt"):
 
 # %% [markdown]
 # That is the core of a linter: the keys that are not in the list, and for each the nearest that is. The course has it
-# as `check_config`, with the traps of this lesson beside it, and as a command: `python -m course_utils check-deepspeed
-# config.json`. It has three levels: *refused*, *silent*, and *note* for defaults that have surprised others.
-# **Predict** which of the clinic's eleven wrong configurations it can only note.
+# as `check_config`, with the traps of this lesson and the types of values beside it, and as a command: `python -m
+# course_utils check-deepspeed config.json`, whose last line says what will really run. It has three levels: *refused*,
+# *silent*, and *note* for defaults that have surprised others.
+# **Predict** which of the clinic's twelve wrong configurations it can only note.
 
 # %%
 for name, (config, _) in clinic.items():
@@ -556,12 +563,12 @@ for name, (config, _) in clinic.items():
         print(f"{name}: {said[0]}"[:118])
 
 # %% [markdown]
-# F, J and L come as notes, because what the author wanted is not in the file: leaving clipping out may be meant, and
-# `"auto"` is right in the hands of Transformers. Held against 17 configurations from
-# [DeepSpeedExamples](https://github.com/deepspeedai/DeepSpeedExamples) the linter raises no false alarm. But it does
-# find faults in four of them: three use sections that were removed in 2026 (`compression_training` alone stands in 14
-# of the 74 JSON configurations of that repository), which 0.19.8 refuses, and one says `cuda_visible_devices`, which is
-# passed over.
+# F and J come as notes, because what the author wanted is not in the file: leaving clipping out may be meant.
+# `"auto"` is right in the hands of Transformers; `--auto` tells the linter that somebody will fill it in. Held so
+# against 17 configurations from [DeepSpeedExamples](https://github.com/deepspeedai/DeepSpeedExamples), it raises no
+# false alarm. But it does find faults in four of them: three use sections that were removed in 2026
+# (`compression_training` alone stands in 14 of the 74 JSON configurations of that repository), which 0.19.8 refuses,
+# and one says `cuda_visible_devices`, which is passed over.
 #
 # What a linter cannot see is code. The clearest example is `batch_dim_idx` of section 12.
 #

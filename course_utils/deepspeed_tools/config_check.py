@@ -131,7 +131,9 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], list[Finding]]:
         try:
             return json.loads(text, object_pairs_hook=pairs), twice
         except json.JSONDecodeError as error:
-            return _by_hjson(text, pairs, error), twice
+            config, said = _by_hjson(text, pairs, error), f"{error.msg} in line {error.lineno}, column {error.colno}"
+            note = f"no strict JSON ({said}): DeepSpeed reads it all the same, by hjson, where others stop"
+            return config, [*twice, Finding("note", Path(path).name, note)]
     except RecursionError:
         raise ValueError("it is nested too deeply, for DeepSpeed, too") from None
 
