@@ -229,7 +229,7 @@ run_on_hosts(meet + "--nproc-per-node=1 ../scripts/hello.py", recorded="torchrun
 # | command | differs by `--node-rank` | the same on all hosts |
 # | order of the hosts | yours | by name |
 # | `MASTER_ADDR` and port | yours | host of rank 0, a free port |
-# | a host is lost | the job ends | the others can go on (section 5) |
+# | a host is lost | the job ends | the others, or they and a new host, can go on (section 5) |
 #
 # On one host, `--standalone` is a rendezvous of its own.
 #
@@ -355,14 +355,17 @@ print(f"{len(undisturbed)} steps, loss {undisturbed[0]:.2f} to {undisturbed[-1]:
 
 # %% [markdown]
 # Now the same training, started as on a cluster, and all processes of node1 are killed when step 8 is printed. Two
-# flags make the command elastic. **`--nnodes=1:2`** says that two hosts are wanted and one is enough.
-# **`--max-restarts=3`** says how often an agent may start its ranks again. A dead host cannot report its end, so the
-# other agent waits for its heartbeats: `keep_alive_interval` seconds times `keep_alive_max_attempt`. We shorten this
-# to 1 × 4, and the last call for further hosts to 1 s; a cluster should keep the defaults, 5 × 3 and 30 s.
-# **Predict**: with which step does node0 go on, and how many steps does it compute twice?
+# flags and a variable make the command elastic. **`--nnodes=1:2`** says that two hosts are wanted and one is enough.
+# **`--max-restarts=3`** says how often an agent may start its ranks again. The variable, which PyTorch 2.13 needs,
+# has the agents tell each other a new address for the ranks in *every* rendezvous, not only in the first. A dead host
+# cannot report its end, so the other agent waits for its heartbeats: `keep_alive_interval` seconds times
+# `keep_alive_max_attempt`. We shorten this to 1 × 4, and the last call for further hosts to 1 s; a cluster should
+# keep the defaults, 5 × 3 and 30 s. **Predict**: with which step does node0 go on, and how many steps does it compute
+# twice?
 
 # %% tags=["nbval-ignore-output"]
-torchrun = "torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 "
+torchrun = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun "
+torchrun += "--nnodes=1:2 --nproc-per-node=1 --max-restarts=3 "
 torchrun += "--rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=16 --rdzv-conf="
 torchrun += "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1 "
 
@@ -399,11 +402,31 @@ assert all(abs(loss / undisturbed[int(step) - 1] - 1) < 1e-3 for step, loss in d
 # and need another learning rate. And the checkpoint holds the number of samples seen, so no sample is skipped or seen
 # twice.
 #
+# More often the scheduler gives you another host for the dead one. Here node1 starts again at once, and with
+# `--nnodes=2` node0 waits for it. **Predict**: with which step do they go on, and which exit codes does node1 have?
+
+# %% tags=["nbval-ignore-output"]
+replaced = run_on_hosts(
+    f"{torchrun.replace('1:2', '2')} {SCRIPTS / 'train.py'} {flags} --out={folder / 'replaced'}",
+    when=[(r"step 8 ", "kill node1"), ("node1 ended", "start node1")],
+    recorded="torchrun_replaced",
+)
+replaced.show(r"^--|Error:|exitcode|step ([1-9]|20) ")
+
+done = replaced.numbers(r"step (\d+) +loss (\S+)")
+assert replaced.exit_codes == [0, 0] and done[-1][0] == 20
+assert all(abs(loss / undisturbed[int(step) - 1] - 1) < 1e-3 for step, loss in done)
+
+# %% [markdown]
+# They go on together after step 5, and node1 ends twice, first with 137 and then with 0. Without the variable both
+# agents would have died instead, a minute later, of `DistStoreError: wait timeout after 60000ms`.
+#
 # Two things to know before you rely on it:
 #
 # - **Who keeps the rendezvous?** The agent whose host is the endpoint, here node0. When *that* host dies, the others
-#   lose the store, and their agents end too ([pytorch#67742](https://github.com/pytorch/pytorch/issues/67742)).
-#   Elasticity covers all hosts but one, so a scheduler that starts the job again is needed anyway.
+#   lose the store, and their agents end too ([pytorch#67742](https://github.com/pytorch/pytorch/issues/67742)). All
+#   other hosts may be lost, that of rank 0 too if the variable is set. So you need a scheduler that starts the job
+#   again anyway.
 # - **Heartbeats that are too fast kill the healthy.** An agent that cannot run for a few seconds, on a host that
 #   swaps or waits for a disk, looks dead. What two worlds then do to one checkpoint is in section 12.
 #
@@ -457,8 +480,8 @@ assert {task[4] for task in seen} == {"10.97.0.254"}  # the address of login, wh
 #
 # - **`--signal=TERM@180`**: three to four minutes before the time is up, every rank gets SIGTERM. `train.py` finishes
 #   the step, saves and ends with code 75.
-# - **`scontrol requeue`** after a 75, and `--requeue` after the failure of a host: the job goes back into the queue
-#   under the same number. The same `--out` makes it go on.
+# - **`scontrol requeue`** after a 75, at most 50 times, and `--requeue` after the failure of a host: the job goes back
+#   into the queue under the same number. The same `--out` makes it go on.
 # - **`--open-mode=append`** keeps what the first run printed.
 
 # %% jupyter={"source_hidden": true}
@@ -590,7 +613,8 @@ late
 # ([a report](https://github.com/aws-samples/aws-do-eks/pull/51)). NCCL's ports are chosen by the system too, so
 # patient 5 exists there: `Connect to 192.168.1.9<54263> failed : No route to host`
 # ([nccl#1105](https://github.com/NVIDIA/nccl/issues/1105)). `NCCL_DEBUG=INFO` prints which interface each rank has
-# taken.
+# taken. It also shows the fault of GPU clusters that raises no error: `NET/Socket` in place of `NET/IB`, so that all
+# data go over TCP ([lesson 03](03_nccl.ipynb), sections 15 and 16).
 #
 # In the exercises you name the cause of each, and cure it.
 
@@ -891,8 +915,9 @@ plots.loss_curves(curves, f"measured: 60 steps, {where}", "time (s)")
 # first, and some seconds later SIGKILL. A rank must not stop on its own, or the others wait for it in their next
 # collective. So `train.py` sums a flag over all ranks in each step; when one of them has got the signal, *all* finish
 # this step, save, and end with code 75. Here only node1 gets it. We leave out torchrun, and set what it would set,
-# because its own exit code is 1 for every failure. **Predict** the exit code of each host, and which checkpoint there
-# will be if the signal comes at step 8.
+# because its own exit code is 1 for every failure, and with `--max-restarts` it starts ranks that end with 75 again
+# (under it, `train.py` therefore stops torchrun too). **Predict** the exit code of each host, and which checkpoint
+# there will be if the signal comes at step 8.
 
 # %% tags=["deeper", "nbval-ignore-output"]
 place = "RANK={host} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
@@ -1152,8 +1177,8 @@ except WorkerError as error:
 # | line | what it is for |
 # |---|---|
 # | `FROM pytorch/pytorch:2.13.0-cuda13.0-…` | PyTorch, CUDA and NCCL in exact versions. The driver is the host's |
-# | `RUN pip install … numpy==2.4.6` | exact too: a restart in a month must be the same run |
-# | `COPY train.py /train.py` | the program. Data and checkpoints are not in an image: they are mounted |
+# | `RUN pip install … numpy==2.4.6 py-spy==0.4.1` | exact too: a restart in a month must be the same run |
+# | `COPY train.py where.py … /` | the programs. Data and checkpoints are not in an image: they are mounted |
 # | `ENV OMP_NUM_THREADS=1` | the ranks of a host share its cores |
 # | `CMD ["torchrun", …]` | a list, not a line of shell: SIGTERM must reach torchrun and not a shell that ignores it |
 #
@@ -1175,8 +1200,13 @@ folded("scripts/kubernetes/trainjob.yaml", SCRIPTS / "kubernetes/trainjob.yaml",
 # | `numNodes`, `numProcPerNode` | torchrun's `--nnodes` and `--nproc-per-node` |
 # | `resourcesPerNode` | what the scheduler must find free on one host, all of it, before the pod starts |
 # | `terminationGracePeriodSeconds: 120` | until SIGKILL (default 30); a variable lifts torchrun's own limit, 30 too |
+# | `activeDeadlineSeconds` | a job that hangs gives its GPUs back |
+# | `capabilities: {add: [SYS_PTRACE]}` | py-spy, and so `where.py`, may read the stacks of a job that hangs |
 # | `persistentVolumeClaim` at `/checkpoints` | one disk that all nodes see (ReadWriteMany), for checkpoints |
 # | `emptyDir: {medium: Memory}` at `/dev/shm` | data loaders and NCCL need shared memory; a container has 64 MB of it |
+#
+# And after the SIGTERM? torchrun makes 1 of our 75, so the pod has *failed*, and Kubernetes starts it again only until
+# `backoffLimit`, 6 failures unless the runtime says more ([scripts/README.md](../scripts/README.md) has the lines).
 #
 # Pods are placed one by one. Without [gang
 # scheduling](https://www.kubeflow.org/docs/components/trainer/operator-guides/job-scheduling/overview/), which the
@@ -1234,6 +1264,8 @@ Markdown(f"```yaml\n{skypilot}```")
 #   same command goes on from the newest checkpoint. Errors of the program itself are retried only
 #   `max_restarts_on_errors` times. Its `recover_on_exit_codes` could name our 75, but torchrun has turned that into 1
 #   (section 12).
+# - `use_spot` has an effect on Kubernetes only where nodes carry the spot label of GKE or Karpenter. `network_tier:
+#   best` asks for GPUDirect or InfiniBand, where the cloud has it.
 # - `--out` lies on a **volume**, a shared file system. A bucket mounted as a folder looks like one and is not:
 #   `train.py` publishes a checkpoint by *renaming* a folder, and most buckets cannot rename one in a single step.
 # - `--replicate 2` is for the slow link between the nodes (section 10).
@@ -1402,8 +1434,8 @@ for name, factor in expected.items():
 # - The agents meet at the rendezvous, the ranks at `MASTER_ADDR`, at a port that nobody chose. Between hosts all
 #   ports must be open.
 # - Read a network failure from the name to the address, the interface, the port of the store, and the other ports.
-# - When a host dies, the others meet again and go on from the last checkpoint. A graceful stop writes one first, and
-#   says by its exit code that it is not done.
+# - When a host dies, the others meet again, alone or with a new one, and go on from the last checkpoint. A graceful
+#   stop writes one first, and says by its exit code that it is not done.
 # - A batch script translates the scheduler's variables, passes the signal on, and asks to be requeued.
 #
 # **Now you can answer**

@@ -127,6 +127,7 @@ def test_torchrun_turns_every_failure_into_1(tmp_path):
     ("name", "exit_codes", "said"),
     [
         ("torchrun_elastic", [0, 137], ["node1 killed", "Connection (?:reset|closed) by peer", "step 20 "]),
+        ("torchrun_replaced", [0, 0], ["node1 killed", "node1 started", "step 20 ", "node1 ended with exit code 0"]),
         ("graceful_stop", [75, 75], [r"node1 terminated", "step 8 "]),
         ("split_brain", [0, 0], ["node0 unplugged", "node1 . .*taking over", "node0 plugged", "saved step 120"]),
         ("fenced", [1, 0], ["node1 . .*taking over", "node0 . a newer generation has begun", "saved step 120"]),
