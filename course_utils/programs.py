@@ -226,7 +226,7 @@ def examine(pid: int, timeout: float = 30) -> str:
     RuntimeError
         If it fails, or every look differs from the last one for `timeout` seconds.
     """
-    command = [sys.executable, str(SCRIPTS / "where.py"), str(pid)]
+    command = [sys.executable, str(SCRIPTS / "where.py"), "--pause=1", str(pid)]
     said, end = "", time.monotonic() + timeout
     while time.monotonic() < end:
         done = subprocess.run(command, capture_output=True, text=True)

@@ -156,8 +156,9 @@ that stands somewhere else.</b> Save the evidence before you restart.</p>
 <li><b>Is every process alive?</b> If one has died, the others say <code>Connection closed by peer</code> or
 <code>reset by peer</code>. Find the first failure; the others follow from it. SIGKILL without a traceback:
 look at memory.</li>
-<li><b>Where does each rank stand?</b> <code>py-spy dump --pid PID</code> for every rank (often as root). Which one is
-in another line, or has returned? On a GPU the line is a later one, the first that needs a result:
+<li><b>Where does each rank stand?</b> <code>python where.py</code> on each host asks them all, also by SIGUSR1
+(<code>faulthandler.register</code>); else <code>py-spy dump --nonblocking --pid PID</code>. Which one is in another
+line, or has returned? On a GPU the line is a later one, the first that needs a result:
 <code>.item()</code>, a print, a copy.</li>
 <li><b>Which call is each rank in?</b> After the time-out NCCL's watchdog logs <code>SeqNum</code> and
 <code>OpType</code> per rank. The rank whose number lags is the one to look at (in PyTorch issue 118369, rank 7 at
