@@ -561,7 +561,7 @@ print(excerpt(program, 'with torch.device("meta")', "model.to_empty"))
 # %% [markdown]
 # `checkpoint` stands in the block's own `forward`, so it is innermost, in the order of section 3. Next, how the loop
 # trains, clips and saves. `log.part` only measures; `set_requires_all_reduce` is for several copies of the model
-# (sections 9 and 11).
+# (sections 9 and 11). A loaded optimizer state brings the rates of the call that wrote it, so each step sets its own.
 
 # %%
 print(excerpt(program, "for micro, windows in", "optimizer.zero_grad()"), end="\n...\n")
