@@ -142,7 +142,7 @@ def slowdown(
     """Return how many times as long `step` takes inside each tool, by name.
 
     Rounds of one step without a tool and one with each are timed in turn, so that a busy machine slows all alike;
-    the figures are ratios of medians. Entering and leaving the tool is not counted.
+    the figures are medians of the rounds' ratios. Entering and leaving the tool is not counted.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ def slowdown(
         for name, tool in tools.items():
             with tool():
                 taken[name].append(timed())
-    return {name: median(times) / median(plain) for name, times in taken.items()}
+    return {name: median(a / b for a, b in zip(times, plain, strict=True)) for name, times in taken.items()}
 
 
 class LateRank:

@@ -26,7 +26,7 @@
 # - *name* the rank that makes all others wait, also when the clocks of the hosts differ;
 # - *mend* a slow program in the order in which its faults cost time.
 #
-# **Before this:** [04 ddp](04_ddp.ipynb), [05 scaling efficiency](05_scaling_efficiency.ipynb). **Time:** about 45
+# **Before this:** [04 ddp](04_ddp.ipynb), [05 scaling efficiency](05_scaling_efficiency.ipynb). **Time:** about 50
 # minutes to read the core, 90 with the deeper sections, under a minute to run.
 
 # %% [markdown]
@@ -180,9 +180,9 @@ for tool, factor in launch(costs, world_size=world_size, backend="gloo")[0].item
     print(f"{tool}: {factor:.2f} times the step (measured, gloo on CPU)")
 
 # %% [markdown]
-# The profiler alone costs about a tenth, and with everything switched on about a third, on a model whose operations are
-# tiny; the factors vary from run to run. That is why one records a few steps, not a day, and Python's stacks only when
-# the question is "which line called this?".
+# On a quiet machine the profiler alone costs about a tenth, and with everything switched on about a third, on a model
+# whose operations are tiny; on a busy one the noise is as large. That is why one records a few steps, not a day, and
+# Python's stacks only when the question is "which line called this?".
 #
 # | tool | what it answers | when |
 # |---|---|---|
@@ -689,9 +689,8 @@ assert torch.allclose(weights, weights_1, rtol=0, atol=1e-5)
 print_times(one_fault)
 
 # %% [markdown] tags=["deeper"]
-# In the one that there is. The others wait less than before, because the small waits of all the other collectives have
-# gone. What is left is the wait for rank 0's computing, which no change of the communication takes away. Now every rank
-# takes two micro-batches.
+# In the one that there is. The small waits of all the other collectives have gone. What is left is the wait for rank
+# 0's computing, which no change of the communication takes away. Now every rank takes two micro-batches.
 
 # %% tags=["deeper"]
 mended, weights_2 = run_by_hand(one_call=True, balanced=True)
