@@ -63,9 +63,9 @@ def listen(folder: str) -> None:
     """In a rank, before `init_process_group`: be ready to say where it stands, in files of this folder."""
     rank, folder = os.environ.get("RANK") or os.environ["SLURM_PROCID"], os.path.abspath(folder)
     os.makedirs(folder, exist_ok=True)
-    for name, value in {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/rank_",
-                        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{folder}/pipe_"}.items():
-        os.environ.setdefault(name, value)
+    for name, value in (("FR_BUFFER_SIZE", "2000"), ("FR_DUMP_TEMP_FILE", f"{folder}/rank_"),
+                        ("NCCL_DEBUG_INFO_PIPE_FILE", f"{folder}/pipe_"), ("NCCL_DUMP_ON_TIMEOUT", "1")):
+        os.environ.setdefault(f"TORCH_{name}", value)
     faulthandler.register(signal.SIGUSR1, file=open(f"{folder}/stack_{rank}", "w"))
     pipe = Path(folder, f"ask_{rank}")
     pipe.unlink(missing_ok=True)

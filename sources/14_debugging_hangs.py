@@ -26,7 +26,7 @@
 # - *choose* the check that names a fault, and know the faults that it misses;
 # - *diagnose* and *mend* programs that were reported in public, and *examine* a job that hangs on a cluster.
 #
-# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 35 minutes to read
+# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 40 minutes to read
 # the core, 70 with the deeper sections, about one to run.
 
 # %% [markdown]
@@ -115,9 +115,10 @@ assert not any("done" in said or "rank 1" in said for said, _ in found)
 # %% [markdown]
 # ## 2. Stacks, and when all of them are equal
 #
-# The first question at a job that hangs is where each rank stands. `py-spy dump --pid PID` prints the Python stack of a
-# process without stopping it, and `faulthandler` makes a rank write its own. The launcher of this course collects
-# stacks when ranks wait for too long, and shows the innermost line of your code. Here is the same program again.
+# The first question at a job that hangs is where each rank stands. `py-spy dump --nonblocking --pid PID` prints the
+# Python stack of a process without pausing it, and `faulthandler` makes a rank write its own. The launcher of this
+# course collects stacks when ranks wait for too long, and shows the innermost line of your code. Here is the same
+# program again.
 
 # %%
 with expect_error(HangError):
@@ -126,6 +127,14 @@ with expect_error(HangError):
 # %% [markdown]
 # One rank stands in another line, and with three ranks or more the odd one out is easy to see. With two ranks there is
 # no majority, so you have to read the program: which of the two lines should not have been reached?
+#
+# > **Under NCCL.** Here, with gloo, a rank stands in the collective that does not end. With NCCL a call only puts the
+# > collective into the GPU's queue and returns, so Python goes on to the first line that needs a result, such as
+# > `.item()`, `.cpu()` or `torch.cuda.synchronize()`, perhaps many layers later, and *on all waiting ranks alike*. It
+# > may spin there at 100 % of a core, which looks like work
+# > ([CUDA runtime API](https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html),
+# > `cudaSetDeviceFlags`). Then stacks say who stands elsewhere, and little more. Which collective it is, the records of
+# > section 3 say.
 #
 # So stacks are enough as long as they differ. The next program comes from the clinic that we open in section 5, and
 # there each program is called a patient. Its user says:
@@ -153,10 +162,10 @@ clinic[8].ask("flight record")
 # %% [markdown]
 # ## 3. The flight record, and torchfrtrace in 40 lines
 #
-# PyTorch can note the last calls of each process group in a ring buffer, the **flight record**. It is switched on
-# before the group is made, with `TORCH_FR_BUFFER_SIZE`, the number of entries to keep. `collect` did that in section 1,
-# so the records are there. An entry has the group, the name of the operation, shapes, dtypes and a **sequence number**:
-# each rank counts its own collectives of a group, from 1.
+# PyTorch can note the last calls of each process group in a ring buffer, the **flight record**. In PyTorch 2.13
+# it is on by default with 2,000 entries; `TORCH_FR_BUFFER_SIZE`, set before the group is made, changes their number, as
+# `collect` did in section 1. gloo and NCCL each have a record of their own. An entry has the group, the name of the
+# operation, shapes, dtypes and a **sequence number**: each rank counts its own collectives of a group, from 1.
 
 # %%
 records = [record for _, record in found]
@@ -236,8 +245,9 @@ assert first_faults(records) == [("0", 2, "operation", (1,))]
 # %% [markdown]
 # Collective number 2 of the default group, and rank 1 differs. The barrier counts as a collective too, and that is why
 # rank 1 has a number 2 at all. PyTorch has a tool for this, `torchfrtrace`, which is installed with it and reads one
-# file for each rank. With NCCL the ranks write these files themselves when a collective times out, if
-# `TORCH_NCCL_DUMP_ON_TIMEOUT=1` is set, and `TORCH_FR_DUMP_TEMP_FILE` says where. gloo does not, so we save them.
+# file for each rank. With NCCL the ranks write these files themselves when a collective times out: rank 3 writes
+# `~/.cache/torch/comm_lib_trace_rank_3` on its own host, unless `TORCH_FR_DUMP_TEMP_FILE` names another place. So look
+# there first when a job that had prepared nothing has died. gloo does not write any, so we save them.
 
 # %%
 folder = tempfile.TemporaryDirectory()
@@ -402,14 +412,22 @@ clinic.score()
 # | 8 | the watchdog's messages: the lowest sequence number | the rank that is behind |
 # | 10 | save all of it, then restart, with `DETAIL` on few ranks | whether it comes back |
 #
-# What has to be on *before* it happens costs little: `TORCH_FR_BUFFER_SIZE=2000`, `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, a
-# place for the dumps that outlives the job, a time-out that fits the longest healthy step instead of the default, and
-# `faulthandler.register(signal.SIGUSR1)` so that a rank can be asked for its stack.
-# [`scripts/train.py`](../scripts/train.py) has all of this.
+# What has to be on *before* it happens costs little: a place for the dumps that outlives the job
+# (`TORCH_FR_DUMP_TEMP_FILE`) with `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, a time-out that fits the longest healthy step instead
+# of the default, and `faulthandler.register(signal.SIGUSR1)` so that a rank can be asked for its stack.
+# [`scripts/train.py`](../scripts/train.py) has the time-out, and gets the rest from the next program, beside it.
 #
-# [`scripts/where.py`](../scripts/where.py) takes the two looks in the middle. It finds the ranks of each `torchrun` on
-# a host, asks them for stacks and flight records, compares both, and says who waits for whom. It needs neither root nor
-# the course. A program gets ready for it with one line, `where.listen(folder)`, before it makes its process group.
+# [`scripts/where.py`](../scripts/where.py) takes the two looks in the middle. It finds the ranks on a host, asks them
+# for stacks and flight records, looks again some seconds later, and says *moving* or who waits for whom. It needs
+# neither root nor the course. A program gets ready for it with one line, `where.listen(folder)`, before it makes its
+# process group. Then a rank answers with the records of gloo and of NCCL (the latter was tested with a stand-in, and not
+# on a GPU). `python where.py --help` has the line that asks all hosts of a Slurm or Kubernetes job, and `--merge`, which
+# compares their answers.
+#
+# PyTorch 2.13 has a tool of its own, `torch.distributed.debug.start_debug_server()`, called on all ranks. It shows
+# stacks, both records and profiles of all hosts in a browser, so it is better where you have no shell on the hosts, or
+# look at a job that is only slow. It needs jinja2 and aiohttp, names no culprit, and is insecure by design: whoever
+# reaches its port can use it.
 #
 # We try it on the program of section 1, as a job that plain `torchrun` starts. `torchrun_job` writes the program with
 # this line to a file, starts it, and ends it after the block.
