@@ -9,7 +9,8 @@ say so within a minute. Does nothing appear at all? Then the agents wait for eac
 
 import os
 import socket
-from datetime import timedelta
+import sys
+import threading
 
 import torch
 import torch.distributed as dist
@@ -23,19 +24,24 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, master = socket.gethostname(), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     line = f"rank {rank} is local rank {os.environ['LOCAL_RANK']} on {host}, master {master}"
-    lines, minute = [""] * world_size, timedelta(minutes=1)
-    try:
-        dist.init_process_group(backend, device_id=device if backend == "nccl" else None, timeout=minute)
-        dist.all_gather_object(lines, line)
-        ranks = torch.tensor([float(rank)], device=device)
-        dist.all_reduce(ranks)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {rank} on {host} does not reach all other ranks within a minute. Look first at a host whose ranks "
-            f"print another error, or nothing. Else a port is closed: {master}, or one of those that {backend} chooses"
-        ) from error
+    lines = [""] * world_size
+
+    def give_up() -> None:
+        print(f"rank {rank} on {host} has not reached all other ranks within a minute. Look first at a host whose "
+              f"ranks print another error, or nothing. Else a port is closed between hosts: {master}, or one of those "
+              f"that {backend} chooses for itself", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    clock = threading.Timer(60, give_up)  # sooner than the time-outs of PyTorch and of the operating system
+    clock.daemon = True
+    clock.start()
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    dist.all_gather_object(lines, line)
+    ranks = torch.tensor([float(rank)], device=device)
+    dist.all_reduce(ranks)
     if ranks.item() != sum(range(world_size)):
         raise RuntimeError(f"rank {rank}: the sum of all ranks is {sum(range(world_size))}, got {ranks.item():g}")
+    clock.cancel()
     if rank == 0:
         print("\n".join(lines), f"{world_size} ranks over {backend}: the sum is right", sep="\n", flush=True)
     dist.destroy_process_group()

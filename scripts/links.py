@@ -62,7 +62,7 @@ def main() -> None:
     if gpus := torch.cuda.device_count():  # all of this host, or only the rank's own
         device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus), "nccl"
         torch.cuda.set_device(device)
-    minute = timedelta(minutes=1)  # a closed port is told, and not waited for
+    minute = timedelta(minutes=1)  # not the usual 10 or 30, should a rank not be reached
     dist.init_process_group(backend, device_id=device if backend == "nccl" else None, timeout=minute)
     rank, n = dist.get_rank(), dist.get_world_size()
 
