@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..lazy import attach
-from .config_check import Finding, check_config, check_file, read_file, report, what_runs
+from .config_check import check_config, check_file, report
+from .config_reading import Finding, read_file, what_runs
 
 __all__ = [
     "Finding", "Runs", "check_config", "check_file", "missing", "prepare", "quiet", "read_file", "report", "what_runs",

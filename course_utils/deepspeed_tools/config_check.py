@@ -7,19 +7,17 @@ import importlib.metadata
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Finding", "check_config", "check_file", "read_file", "report", "what_runs"]
+from .config_reading import BATCH, LEVELS, Finding, device, read_file, stage_of, truth
+
+__all__ = ["check_config", "check_file", "report"]
 
 RECORDED = Path(__file__).parent.parent / "recordings" / "deepspeed_keys.json"
-LEVELS = ("refused", "silent", "note")
 PERSISTENT = 100_000  # elements: stage3_param_persistence_threshold of 0.19.8
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _ALSO_KNOWN = {"bfloat16": "bf16"}  # read under its old name
 _MANY = 20  # unknown keys of a section that are told one by one
 _ALONE = "DeepSpeed alone stops with a TypeError at the latest in the first step"
@@ -37,29 +35,6 @@ _ACCELERATE = {
     "zero3_init_flag": "no key at all: the program decides it, by deepspeed.zero.Init",
     "mixed_precision": "bf16.enabled or fp16.enabled",
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing about a configuration.
-
-    Attributes
-    ----------
-    level : str
-        ``"refused"``: DeepSpeed stops with an error. ``"silent"``: it runs, but not as it reads. ``"note"``: a default,
-        or a feature, that has surprised others.
-    key : str
-        The key, dotted, such as ``zero_optimization.stage``.
-    message : str
-        What happens, and what to write instead.
-    """
-
-    level: str
-    key: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.level:7}  {self.key}: {self.message}"
 
 
 @cache
@@ -102,54 +77,6 @@ def check_config(config: dict[str, Any], world_size: int | None = None, filled: 
     return sorted(found.values(), key=lambda finding: LEVELS.index(finding.level))
 
 
-def read_file(path: str | Path) -> tuple[dict[str, Any], list[Finding]]:
-    """Read a configuration as DeepSpeed does, by hjson; return what there is to say about the file, too.
-
-    Raises
-    ------
-    ValueError
-        It is no JSON; the message says what it looks like.
-    """
-    twice: list[Finding] = []
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = Counter(name for name, _ in items)
-        twice.extend(Finding("refused", name, "it stands here twice") for name, times in names.items() if times > 1)
-        return dict(items)
-
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError("this is no text") from None
-    if not text.strip():
-        raise ValueError("the file is empty")
-    start = re.sub(r"\A(\s|\ufeff|//.*|#.*|/\*(?s:.*?)\*/)*", "", text)[:30]
-    if not start.startswith("{"):
-        looks = "YAML" if re.match(r"---|[\w-]+:(\s|$)", start) else f"begins with {start!r}"
-        raise ValueError(f"this is no JSON object, {'but ' if looks == 'YAML' else 'it '}{looks}: write {{...}}")
-    try:
-        try:
-            return json.loads(text, object_pairs_hook=pairs), twice
-        except json.JSONDecodeError as error:
-            config, said = _by_hjson(text, pairs, error), f"{error.msg} in line {error.lineno}, column {error.colno}"
-            note = f"no strict JSON ({said}): DeepSpeed reads it all the same, by hjson, where others stop"
-            return config, [*twice, Finding("note", Path(path).name, note)]
-    except RecursionError:
-        raise ValueError("it is nested too deeply, for DeepSpeed, too") from None
-
-
-def _by_hjson(text: str, pairs: Any, error: json.JSONDecodeError) -> dict[str, Any]:
-    """Read what is no strict JSON: comments, commas too many or too few, bare keys."""
-    try:
-        import hjson
-    except ImportError:
-        raise ValueError(f"this is no strict JSON: {error}; DeepSpeed reads more, by hjson (not installed)") from None
-    try:
-        return hjson.loads(text, object_pairs_hook=pairs)
-    except hjson.HjsonDecodeError as other:
-        raise ValueError(f"this is no JSON, and DeepSpeed's hjson cannot read it either: {other}") from None
-
-
 def check_file(path: str | Path, world_size: int | None = None, filled: bool = False) -> list[Finding]:
     """Check a file, see :func:`check_config`; a key that stands in it twice is refused, as DeepSpeed does."""
     config, twice = read_file(path)
@@ -159,54 +86,6 @@ def check_file(path: str | Path, world_size: int | None = None, filled: bool = F
 def report(findings: list[Finding]) -> str:
     """The findings as text, a line each."""
     return "\n".join(map(str, findings)) or "nothing to say"
-
-
-def what_runs(config: dict[str, Any], world_size: int | None = None) -> str:
-    """Say in a line what DeepSpeed alone makes of a configuration: stage, precision, offload, clipping and batch."""
-    zero = {"stage": 1} if config.get("zero_optimization") is True else _section(config, "zero_optimization")
-    on = [name for name in ("fp16", "bf16", "bfloat16") if _truth(_section(config, name).get("enabled"))]
-    moved = [
-        f"{section.removeprefix('offload_')} on {_section(zero, section)['device']}"
-        for section, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,)))
-        if _device(zero, section) and _stage(zero) in stages
-    ]
-    clip = config.get("gradient_clipping", 1.0)
-    whole, micro, steps = _sizes(config, world_size)
-    parts = [f"ZeRO stage {_stage(zero)}" if _stage(zero) else "no ZeRO (stage 0: plain data parallelism)"]
-    parts += [on[0].replace("bfloat16", "bf16") if on else "fp32", ", ".join(moved) or "no offload"]
-    positive = isinstance(clip, (int, float)) and clip > 0
-    parts += [f"gradients clipped at {clip}" if positive else "no clipping"]
-    batch = f"batch {whole or '?'} = micro-batch {micro or '?'} x steps {steps or '?'} x ranks {world_size or '?'}"
-    return "; ".join([*parts, batch])
-
-
-def _section(config: dict, name: str) -> dict:
-    content = config.get(name)
-    return content if isinstance(content, dict) else {}
-
-
-def _truth(value: Any) -> bool:
-    return str(value).lower() in ("true", "1", "1.0", "yes", "on", "t", "y")
-
-
-def _stage(zero: dict) -> int:
-    stage = zero.get("stage", 0)
-    return int(float(stage)) if re.fullmatch(r"[0-3](\.0)?", str(stage)) else 1 if stage is True else 0
-
-
-def _sizes(config: dict, world_size: int | None) -> list[int | None]:
-    """The whole batch, the micro-batch and the steps of accumulation, with what DeepSpeed works out."""
-    sizes = [size if isinstance(size := config.get(key), int) and size > 0 else None for key in _BATCH]
-    whole, micro, steps = sizes
-    if whole is None and micro:
-        steps = steps or 1
-        whole = micro * steps * world_size if world_size else None
-    elif whole and not micro:
-        steps = steps or 1
-        micro = whole // world_size // steps if world_size else None
-    elif whole and micro and not steps and world_size:
-        steps = whole // micro // world_size
-    return [whole, micro, steps]
 
 
 def _nearest(key: str, section: str) -> str:
@@ -263,11 +142,11 @@ def _place(key: str) -> str:
 
 def _batch(config: dict, world_size: int | None, filled: bool) -> Iterator[Finding]:
     """The three batch sizes, of which DeepSpeed works out what is missing."""
-    whole, micro, steps = (config.get(key) for key in _BATCH)
+    whole, micro, steps = (config.get(key) for key in BATCH)
     if whole is None and micro is None:
-        yield Finding("refused", _BATCH[0], f"either this or {_BATCH[1]} must be given")
+        yield Finding("refused", BATCH[0], f"either this or {BATCH[1]} must be given")
     wrong = False
-    for key, size in zip(_BATCH, (whole, micro, steps), strict=True):
+    for key, size in zip(BATCH, (whole, micro, steps), strict=True):
         if size is None or (isinstance(size, int) and size > 0):
             continue
         wrong = True
@@ -276,7 +155,7 @@ def _batch(config: dict, world_size: int | None, filled: bool) -> Iterator[Findi
     each = 0 if wrong else (micro or 1) * (steps or 1) * (world_size or 1)
     if each and whole and (whole % each or (world_size and micro and steps and whole != each)):
         parts = f"micro-batch {micro or '?'} x steps {steps or '?'} x ranks {world_size or '?'}"
-        yield Finding("refused", _BATCH[0], f"{whole} is not {parts}")
+        yield Finding("refused", BATCH[0], f"{whole} is not {parts}")
 
 
 def _hint(value: Any) -> str:
@@ -396,20 +275,15 @@ def _zero(config: dict) -> Iterator[Finding]:
         return
     if "stage" not in zero:
         yield Finding("silent", "zero_optimization.stage", "without it the stage is 0: plain data parallelism")
-    stage = _stage(zero)
-    if stage == 0 and _device(zero, "offload_optimizer"):
+    stage = stage_of(zero)
+    if stage == 0 and device(zero, "offload_optimizer"):
         yield Finding("silent", "zero_optimization.offload_optimizer", "nothing is offloaded at stage 0")
-    if stage != 3 and _device(zero, "offload_param"):
+    if stage != 3 and device(zero, "offload_param"):
         yield Finding("silent", "zero_optimization.offload_param", f"only stage 3 offloads parameters, this is {stage}")
     threshold = "stage3_param_persistence_threshold"
     if stage == 3 and not {threshold, threshold.removeprefix("stage3_")} & zero.keys():
         text = f"by default parameters of up to {PERSISTENT:,} elements stay whole on every rank"
         yield Finding("note", f"zero_optimization.{threshold}", text)
-
-
-def _device(zero: dict, section: str) -> bool:
-    content = zero.get(section)
-    return isinstance(content, dict) and content.get("device", "none") not in ("none", None, "auto")
 
 
 def _precision(config: dict) -> Iterator[Finding]:
@@ -422,7 +296,7 @@ def _precision(config: dict) -> Iterator[Finding]:
             yield Finding("refused", name, 'it must be a dictionary, such as {"enabled": true}')
         elif "enabled" not in content:
             yield Finding("silent", name, 'without "enabled": true the section does nothing; training stays in fp32')
-    on = [name for name, content in sections.items() if isinstance(content, dict) and _truth(content.get("enabled"))]
+    on = [name for name, content in sections.items() if isinstance(content, dict) and truth(content.get("enabled"))]
     if "fp16" in on and len(on) > 1:
         yield Finding("refused", "fp16", "fp16 and bf16 are both enabled")
 
@@ -438,7 +312,7 @@ def _rest(config: dict) -> Iterator[Finding]:
     elif clip != "auto" and not 0 <= clip < math.inf:
         yield Finding("silent", "gradient_clipping", f"{clip} clips nothing; 0.0 says so")
     for key, value in config.items():
-        if isinstance(value, str) and "$" in value and key not in _BATCH:
+        if isinstance(value, str) and "$" in value and key not in BATCH:
             yield Finding("silent", key, f"{value!r} is a shell variable, which nobody replaces here")
     logger = config.get("comms_logger")
     if isinstance(logger, dict) and logger.get("enabled"):
