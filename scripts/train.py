@@ -378,8 +378,8 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> i
         with log.part("data"):
             batch, begin = ahead.result().chunk(args.micro), begin + args.batch
             ahead = reader.submit(read_windows, args, tokens, range(begin, begin + share))
-        failed = writing.done() and writing.exception() is not None
-        told = dist.all_reduce(flag := torch.tensor([len(args.signals), failed]), async_op=True)
+        lost = writing.exception() if writing.done() else None
+        told = dist.all_reduce(flag := torch.tensor([len(args.signals), bool(lost)]), async_op=True)
         if step + 1 == args.steps or (step + 1) % args.log_every == 0:
             with log.part("wait"):  # for the log: who comes last? Other steps do not wait here
                 told.wait()
@@ -406,8 +406,9 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> i
             raise SystemExit(f"no finite gradients in the last {skipped} steps, up to step {step}")
         step, samples = step + 1, samples + args.batch
         told.wait()
-        if flag[1]:
-            raise writing.exception() if failed else SystemExit("another rank could not save")
+        if flag[1]:  # a save has failed: all ranks end, and say why
+            dist.all_gather_object(said := [None] * dist.get_world_size(), lost and repr(lost))
+            raise SystemExit(next(filter(None, said)))
         ends = flag[0].item() > 0 or step == args.steps
         if ends or step % args.save_every == 0:
             with log.part("checkpoint"):  # copies the state; it is written while the steps go on
@@ -435,15 +436,14 @@ def main() -> int:
         (args.out / f"flight/cpu_{os.environ['RANK']}").write_bytes(
             torch._C._distributed_c10d._dump_fr_trace())
         raise
-    stopped = step < args.steps
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    if stopped and restarts and os.environ["LOCAL_RANK"] == "0":
+    early = step < args.steps
+    if early and os.environ["LOCAL_RANK"] == "0" and int(os.getenv("TORCHELASTIC_MAX_RESTARTS", 0)):
         os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which would start the ranks again
     dist.all_reduce(torch.zeros(1))
-    if stopped and dist.get_rank() == 0:
+    if early and dist.get_rank() == 0:
         print(f"told to stop: checkpoint step-{step:09} is complete", flush=True)
     dist.destroy_process_group()
-    return 75 if stopped else 0  # 75: a temporary failure, in sysexits.h
+    return 75 if early else 0  # 75: a temporary failure, in sysexits.h
 
 
 if __name__ == "__main__":
