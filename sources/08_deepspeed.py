@@ -421,7 +421,8 @@ clinic = {  # name: (configuration, what its author wanted)
     "K": ({**batch, "train_batch_size": 8 * world_size}, {"accumulation": 2}),
     "L": ({**batch, "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}, {"stage": 2}),
     "M": ({**batch, "compression_training": {}}, {}),
-    "N": ({**batch, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}, {"dtype": "bfloat16"}),
+    "N": ({**batch, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}},
+          {"dtype": "bfloat16"}),
 }
 guess = dict.fromkeys(clinic, "?")  # "right", "refused" or "silent"
 
