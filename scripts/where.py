@@ -136,7 +136,8 @@ class Rank:
     @property
     def call(self) -> str:
         """In what it waits for others: a function of torch.distributed, or one that needs a result of the GPU."""
-        line = self.line.text if self.line and self.state == "waits" else ""
+        event = self.stack and self.stack[0].file.endswith("threading.py")  # which waits for a thread, not for a rank
+        line = self.line.text if self.line and self.state == "waits" and not event else ""
         names = re.findall(WAITS, line) or [name for f in self.stack[:1] for name in re.findall(NEEDS_GPU, f.text)]
         return (distributed(self.stack)[-1:] or names or [""])[0]
 
@@ -160,7 +161,8 @@ class Rank:
 def distributed(stack: list[Frame]) -> list[str]:
     """The functions of torch.distributed that the program has called in this stack, innermost first."""
     own = next((n for n, frame in enumerate(stack) if frame.own), len(stack))
-    return [f.function for f in stack[:own] if f.file.endswith(("distributed_c10d.py", "_functional_collectives.py"))]
+    return [f.function for f in stack[:own] if f.file.endswith(("distributed_c10d.py", "_functional_collectives.py"))
+            and not f.function.startswith(("get_", "is_"))]
 
 
 # --- what a process tells
@@ -285,13 +287,10 @@ def load(file: str) -> dict | None:
 def add_record(rank: Rank, record: dict) -> None:
     """Of gloo or NCCL, to what the other has recorded."""
     entries, done = [entry for entry in record["entries"] if not entry["is_p2p"]], {}
-    for entry in entries:
-        if entry["retired"] or entry.get("state") == "completed":
-            done[entry["process_group"][0]] = entry["collective_seq_id"]
-    for entry in entries:  # NCCL's collectives of a group run in order
-        passed = entry["profiling_name"].startswith("nccl") and entry["collective_seq_id"] <= done.get(
-            entry["process_group"][0], -1)
-        entry["retired"] = bool(entry["retired"] or passed)
+    for entry in reversed(entries):  # NCCL's collectives of a group run in order, gloo's need not
+        over = entry["retired"] or entry.get("state") == "completed" or done.get(entry["process_group"][0], False)
+        entry["retired"] = bool(over)
+        done[entry["process_group"][0]] = over and entry["profiling_name"].startswith("nccl")
     names = ("process_group", "collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "retired")
     rank.entries += [{name: entry[name] for name in names} | {"began": entry.get("time_created_ns") or 0}
                      for entry in entries]
