@@ -2,28 +2,104 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import io
+import sys
 import types
 
 import cloudpickle
 
 from . import errors
+from .learner_code import is_learner
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Also sends modules of a class of their own, such as ``torch.ops``, and functions that functools has wrapped."""
+
+    def reducer_override(self, obj):
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and (name := _importable(obj)):
+            return _imported, (name,)
+        if isinstance(obj, functools._lru_cache_wrapper) and not _has_name(obj):
+            return _cached, (obj.cache_parameters(),), obj.__wrapped__, None, None, _fill_cached
+        if isinstance(obj, types.FunctionType) and hasattr(obj, "registry") and not _has_name(obj):
+            return functools.singledispatch, (_later,), dict(obj.registry), None, None, _fill_dispatched
+        return super().reducer_override(obj)
+
+
+def _has_name(function) -> bool:
+    """Whether a rank can import this function."""
+    found = sys.modules.get(function.__module__) if function.__module__ != "__main__" else None
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
+
+
+def _importable(module: types.ModuleType) -> str:
+    """The name by which a rank finds this module, itself or as an attribute of another; empty if there is none."""
+    name = module.__name__
+    try:
+        return name if sys.modules.get(name) is module or _imported(name) is module else ""
+    except (ImportError, AttributeError, ValueError):
+        return ""
+
+
+def _imported(name: str) -> types.ModuleType:
+    parent, _, attribute = name.rpartition(".")
+    return sys.modules.get(name) or getattr(importlib.import_module(parent), attribute, None) or (
+        importlib.import_module(name))
+
+
+# A function may call itself by its name, so that a wrapper must be there before the function in it.
+
+
+def _later(*_args, **_kwargs):
+    raise NotImplementedError
+
+
+def _cached(parameters: dict):
+    def call(*args, **kwargs):
+        return call.function(*args, **kwargs)
+
+    return functools.lru_cache(**parameters)(call)
+
+
+def _fill_cached(cached, function) -> None:
+    cached.__wrapped__.function = function
+    functools.update_wrapper(cached, function)
+
+
+def _fill_dispatched(dispatched, registry: dict) -> None:
+    for kind, function in registry.items():
+        dispatched.register(kind, function)
+    functools.update_wrapper(dispatched, registry[object])
+
+
+def _dumps(value) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def pack_call(fn, args: tuple, kwargs: dict) -> bytes:
     """Pickle a call by value. Raises TypeError that names what cannot be sent."""
     try:
-        return cloudpickle.dumps((fn, args, kwargs))
+        return _dumps((fn, args, kwargs))
     except Exception as error:
+        culprit, compiled = _culprit(fn, args, kwargs)
+        cure = "compile it inside the function" if compiled else (
+            "import or create such objects inside the function instead of outside")
         raise errors.refusal(
             TypeError,
-            f"launch cannot send {_culprit(fn, args, kwargs)} to the ranks: {_first_line(error)}\n"
-            "Ranks are other processes: import or create such objects inside the function instead of outside.",
+            f"launch cannot send {culprit} to the ranks: {_first_line(error)}\nRanks are other processes: {cure}.",
         ) from None
 
 
-def _culprit(fn, args: tuple, kwargs: dict, seen: tuple = ()) -> str:
-    """Name the first part of the call that cannot be pickled by itself, also in functions that it calls."""
+def _culprit(fn, args: tuple, kwargs: dict, seen: tuple = ()) -> tuple[str, bool]:
+    """Name the first part of the call that cannot be pickled by itself, also in functions of the learner that it calls.
+
+    And say whether it is a function that ``torch.compile`` has made.
+    """
     parts = [(f"argument {i + 1}", value) for i, value in enumerate(args)]
     parts += [(f"argument {name}=", value) for name, value in kwargs.items()]
     if isinstance(fn, types.FunctionType):
@@ -36,19 +112,22 @@ def _culprit(fn, args: tuple, kwargs: dict, seen: tuple = ()) -> str:
         ]
     for name, value in parts:
         try:
-            cloudpickle.dumps(value)
+            _dumps(value)
         except Exception:
-            if isinstance(value, types.FunctionType) and value not in seen:
+            own = isinstance(value, types.FunctionType) and is_learner(value.__code__.co_filename)
+            if own and value not in seen:
                 return _culprit(value, (), {}, (*seen, value))
-            return f"{name} ({type(value).__name__})"
-    return f"the function {getattr(fn, '__name__', fn)!r}"
+            return f"{name} ({type(value).__name__})", hasattr(value, "_torchdynamo_orig_callable")
+    return f"the function {getattr(fn, '__name__', fn)!r}", False
 
 
 def _first_line(error: BaseException) -> str:
+    if len(error.args) == 2 and "{}" in str(error.args[0]):  # as PyTorch's DataLoader raises it
+        return str(error.args[0]).format(error.args[1])
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-class _ResultPickler(cloudpickle.Pickler):
+class _ResultPickler(_Pickler):
     """Tensors travel as plain bytes: detached from devices, without the storage they are a view of."""
 
     def reducer_override(self, obj):

@@ -1,0 +1,72 @@
+"""Promises about what a function may mention: modules of a class of their own, cached and dispatched functions."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch._dynamo.config
+from torch.backends import cudnn
+
+from course_utils import launch
+
+pytestmark = pytest.mark.guard(60)
+
+MENTIONED = {
+    "torch.backends.mps": lambda: torch.backends.mps.is_available(),
+    "cudnn": lambda: cudnn.deterministic,
+    "torch.backends.cudnn": lambda: torch.backends.cudnn.deterministic,
+    "matmul": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "mkldnn": lambda: torch.backends.mkldnn.enabled,
+    "opt_einsum": lambda: torch.backends.opt_einsum.enabled,
+    "quantized": lambda: torch.backends.quantized.engine,
+    "torch.ops": lambda: torch.ops.aten.add(torch.ones(1), 1).item(),
+    "torch.classes": lambda: torch.classes.__name__,
+    "torch._dynamo.config": lambda: torch._dynamo.config.suppress_errors,
+}
+
+
+@pytest.mark.parametrize("name", MENTIONED)
+def test_a_function_may_mention_modules_of_pytorchs_own_classes(name):
+    assert launch(MENTIONED[name], world_size=2) == [MENTIONED[name]()] * 2
+
+
+def test_cached_functions_reach_the_ranks_with_their_cache():
+    @functools.lru_cache(maxsize=7)
+    def fibonacci(n):
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    @functools.cache
+    def double(n):
+        return 2 * n
+
+    def work():
+        return fibonacci(30), fibonacci.cache_info().maxsize, double(2), double(2), double.cache_info().hits
+
+    assert launch(work, world_size=2) == [(832040, 7, 4, 4, 1)] * 2
+
+
+def test_a_function_with_single_dispatch_reaches_the_ranks():
+    @functools.singledispatch
+    def kind(x):
+        return "something"
+
+    @kind.register(int)
+    def _(x):
+        return "a number"
+
+    assert launch(lambda: (kind(1), kind("text")), world_size=2) == [("a number", "something")] * 2
+
+
+def test_a_compiled_function_that_cannot_be_sent_has_the_learners_name():
+    compiled = torch.compile(lambda x: x.sum(), backend="eager")
+    with pytest.raises(TypeError, match="(?s)variable 'compiled'.*\n.*compile it inside the function"):
+        launch(lambda: compiled(torch.ones(2)).item(), world_size=2)
+
+
+def test_a_loader_with_live_workers_is_refused_in_words():
+    loader = torch.utils.data.DataLoader(torch.ones(4, 1), num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    with pytest.raises(TypeError, match="variable 'loader'.*_MultiProcessingDataLoaderIter cannot be pickled"):
+        launch(lambda: len(loader), world_size=2)
