@@ -9,7 +9,7 @@ import time
 from multiprocessing.connection import Connection, wait
 
 from . import errors, verify
-from .interrupts import Interrupts, ignored
+from .interrupts import Interrupts, held_back
 from .likely_fault import likely_fault
 from .output import Merger
 from .processes import Worker, learner_line, wait_for_end
@@ -67,7 +67,7 @@ class Collector:
         except KeyboardInterrupt:
             interrupted, self._interrupts.count = True, 0
         if interrupted or self._pending or self._failures or self._differs():
-            with ignored():
+            with held_back(strikes=not interrupted):
                 standings, unfinished = self._where(), set(self._pending)
                 self._differs()  # before ranks that are stopped clean up
                 self._stop(standings)

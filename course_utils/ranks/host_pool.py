@@ -55,10 +55,12 @@ class HostPool(Pool):
         self.left_host: list[int] = []
 
     def close(self) -> None:
-        super().close()
-        if self.hosts is not None and self.pid == os.getpid():
-            self.hosts.close()
-            self.hosts = None
+        try:
+            super().close()
+        finally:
+            if self.hosts is not None and self.pid == os.getpid():
+                self.hosts.close()
+                self.hosts = None
 
     def _end(self, ranks: list[int]) -> None:
         """End all, if any: who is left would have nobody to talk to."""

@@ -55,13 +55,20 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def ignored() -> Iterator[None]:
-    """A bounded clean-up that a further interrupt must not tear apart."""
+def held_back(strikes: bool = True) -> Iterator[None]:
+    """A bounded clean-up that an interrupt must not tear apart: it ``strikes`` at the end of the block, or never."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before in (signal.SIG_IGN, None):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+    if came and strikes:
+        raise KeyboardInterrupt

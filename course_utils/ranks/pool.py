@@ -20,7 +20,7 @@ from typing import Any
 from . import errors, processes, verify
 from .channels import IDLE_SECONDS
 from .collector import Collector
-from .interrupts import Interrupts, ignored
+from .interrupts import Interrupts, held_back
 from .labels import rank_label
 from .processes import Worker, start_server
 from .status_line import TICK, Status
@@ -74,6 +74,7 @@ class Pool:
         self.pid = os.getpid()
         self.used = 0.0  # when a call ended last
         self._busy = threading.Lock()
+        self._stopped = False  # by another thread, while a call runs
         self._interrupts = Interrupts()
 
     def run(self, call: Call) -> list:
@@ -84,12 +85,14 @@ class Pool:
             )
         if not self._busy.acquire(blocking=False):
             raise errors.refusal(
-                RuntimeError, "another launch is running on the ranks; wait until it ends or interrupt it"
+                RuntimeError, "another launch is running on the ranks; wait until it ends, or end it: shutdown()"
             )
         try:
             with self._interrupts.taken():
                 return self._run(call)
         except (errors.WorkerError, errors.Interrupted):
+            if self._stopped:
+                raise errors.refusal(RuntimeError, "shutdown() has ended the ranks of this call") from None
             raise
         except KeyboardInterrupt:
             self.close()  # interrupted while ranks were started, or twice: start afresh next time
@@ -102,19 +105,21 @@ class Pool:
             self._busy.release()
 
     def stop(self) -> None:
-        """Stop all ranks, unless they are running something."""
-        if not self._busy.acquire(blocking=False):
-            raise errors.refusal(RuntimeError, "the ranks are running something; interrupt it first")
+        """Stop all ranks, also those on which another thread runs something: that call ends with an error."""
+        while not self._busy.acquire(timeout=0.1):  # its thread notices that the ranks have ended, and tidies up
+            self._stopped = True
+            processes.kill(list(self.workers.values()))
         try:
             self.close()
         finally:
+            self._stopped = False
             self._busy.release()
 
     def close(self) -> None:
         """Stop all ranks."""
         if self.pid != os.getpid():
             return  # a fork of the notebook: the ranks are not its own
-        with ignored():
+        with held_back():
             self._end(list(self.workers))
             self.group = None
 
@@ -184,7 +189,7 @@ class Pool:
         if lost and call.cell is not None:
             afresh = f"{rank_label(sorted(lost))} {'starts' if len(lost) == 1 else 'start'} afresh"
             call.show(f"{afresh}, without the names of earlier cells\n")
-        with ignored():
+        with held_back():
             self._end(sorted(lost))
 
     def _end_unfit(self, call: Call) -> None:
@@ -242,7 +247,7 @@ class Pool:
         finally:
             status.erase()
             if not finished.is_set():
-                with ignored():
+                with held_back():
                     processes.end_server()
                     finished.wait(5.0)
         self._interrupts.check()

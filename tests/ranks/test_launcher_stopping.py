@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from calls import all_is_well, failure
 from kernels import Kernel
 
 from course_utils import HangError, WorkerError, launch, shutdown
+from course_utils.ranks import processes
 
 pytestmark = pytest.mark.guard(90)
 
@@ -240,3 +243,43 @@ def test_a_stopped_fork_server_does_not_block_a_call(ranks):
     finally:
         if server.is_running():
             server.resume()
+
+
+def test_an_interrupt_of_shutdown_strikes_when_the_ranks_have_ended(monkeypatch):
+    pids = launch(os.getpid, world_size=2)
+    kill = processes.kill
+
+    def interrupted(workers):
+        os.kill(os.getpid(), signal.SIGINT)
+        kill(workers)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(processes, "kill", interrupted)
+        shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    all_is_well()
+
+
+def test_shutdown_ends_the_call_of_another_thread(tmp_path):
+    said = []
+
+    def stay():
+        (tmp_path / str(dist.get_rank())).touch()
+        time.sleep(80)
+
+    def call():
+        try:
+            launch(stay, world_size=2)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.05)
+    with pytest.raises(RuntimeError, match=r"another launch is running on the ranks; .* end it: shutdown\(\)"):
+        launch(os.getpid)
+    shutdown()
+    thread.join()
+    assert said == ["shutdown() has ended the ranks of this call"]
+    all_is_well()
