@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import decimal
 import gc
+import json
 import logging
 import multiprocessing
 import operator
@@ -19,6 +21,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ..torch_internals import count_modes
+from .learner_code import is_learner
 
 # Looking at an object writes to its memory, which ranks share until then: what follows names as little as will do.
 
@@ -37,6 +41,13 @@ _PATCHED = (
     (dist, dist.distributed_c10d.__all__), (dist.distributed_c10d, dist.distributed_c10d.__all__),
     (dist.Work, ["wait", "is_completed", "get_future"]), (builtins, vars(builtins)),
 )
+#: Where a function that has been replaced is noticed, and its rank is not kept.
+_WATCHED = (
+    torch, torch.nn.functional, torch.nn.init, torch.random, torch.cuda, torch.Tensor, torch.optim.Optimizer,
+    *(each for module in (torch.nn, torch.optim) for each in vars(module).values() if isinstance(each, type)),
+    json, numpy, numpy.random, os, random, time,
+)
+_SMALL = 5e-324  # zero as soon as it is computed with, where denormal numbers are flushed
 #: What keeps hooks for all modules and for all optimizers.
 _HOOKS = [
     hooks
@@ -63,6 +74,38 @@ def _umask() -> int:
 def _process_limits() -> list:
     """What a process may lower for itself and, without root, never raise again."""
     return [os.getpriority(os.PRIO_PROCESS, 0), *(resource.getrlimit(limit) for limit in _LIMITS)]
+
+
+def _flags() -> list:
+    """What hardly any function sets: a rank on which it has changed is not kept."""
+    cudnn, matmul, mkldnn = torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.mkldnn
+    return [
+        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), cudnn.benchmark, cudnn.enabled,
+        cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32, mkldnn.enabled, _SMALL * 1.0 == 0.0,
+        torch.multiprocessing.get_sharing_strategy(), decimal.getcontext().prec, str(numpy.get_printoptions()),
+        sys.get_int_max_str_digits(), list(sys.argv), _own_handlers(),
+    ]
+
+
+def _own_handlers() -> list[str]:
+    """Loggers with handlers that belong to no library."""
+    return [
+        name for name, logger in list(logging.root.manager.loggerDict.items())
+        if getattr(logger, "handlers", None) and (name == "__main__" or name.partition(".")[0] not in sys.modules)
+    ]
+
+
+def _functions(owner: Any) -> tuple[tuple, Callable]:
+    """The functions of a module or class, and how to read them again."""
+    found = {name: value for name, value in list(vars(owner).items()) if callable(value)}
+    return tuple(found.values()), operator.itemgetter(*found, "__doc__")
+
+
+def _is_replacement(function: Any) -> bool:
+    """Whether a function is a learner's: PyTorch also wraps some of its own when they are first used."""
+    if code := getattr(function, "__code__", None):
+        return is_learner(code.co_filename)
+    return not str(getattr(function, "__module__", "")).startswith("torch")
 
 
 def _log_levels() -> list[int]:
@@ -111,7 +154,8 @@ class Settings:
 
     def __init__(self) -> None:
         self._values = [read() for read, _ in _VALUES]
-        self._limits = _process_limits()
+        self._limits, self._flags = _process_limits(), _flags()
+        self._watched = [(owner, *_functions(owner)) for owner in _WATCHED]
         self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         self._functions = []
@@ -123,7 +167,19 @@ class Settings:
         """Whether `put_back` would undo all that was changed; if not, this process should not be used again."""
         torch.set_default_device(None)  # a mode too, but one that has an end
         left = count_modes() > 0 or torch.is_inference_mode_enabled() or extra_threads()
-        return not left and _process_limits() == self._limits
+        return not left and (_process_limits(), _flags()) == (self._limits, self._flags) and not self._replaced()
+
+    def _replaced(self) -> bool:
+        """Whether a function in PyTorch or the standard library is another one now."""
+        for owner, before, read in self._watched:
+            try:
+                now = read(vars(owner))[:-1]
+            except KeyError:  # one has been deleted
+                return True
+            changed = (new for old, new in zip(before, now, strict=True) if old is not new)
+            if any(map(_is_replacement, changed)):
+                return True
+        return False
 
     def put_back(self) -> None:
         """Make all as it was."""

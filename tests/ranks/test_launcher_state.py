@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import decimal
+import json
 import logging
 import multiprocessing
 import os
+import random
 import resource
 import signal
 import sys
@@ -14,6 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,6 +52,7 @@ def settings() -> dict[str, tuple]:
     def block():
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
 
+    x = torch.ones(1)
     c10d, nofile, core = "torch.distributed", resource.RLIMIT_NOFILE, resource.RLIMIT_CORE
     set_limit, limit = resource.setrlimit, resource.getrlimit
     return {  # name: (what changes it, what shows it)
@@ -82,6 +87,25 @@ def settings() -> dict[str, tuple]:
             lambda: signal.signal(signal.SIGUSR2, lambda *_: None) and None,
             lambda: str(signal.getsignal(signal.SIGUSR2))),
         "blocked signals": (block, lambda: sorted(map(str, signal.pthread_sigmask(signal.SIG_BLOCK, [])))),
+        "forward": (lambda: setattr(torch.nn.Linear, "forward", broken), lambda: torch.nn.Linear(1, 1)(x).shape),
+        "relu": (lambda: setattr(torch.nn.functional, "relu", broken), lambda: torch.nn.functional.relu(x).item()),
+        "step": (lambda: setattr(torch.optim.SGD, "step", broken),
+                 lambda: torch.optim.SGD([torch.nn.Parameter(x)], 0.1).step()),
+        "manual_seed": (lambda: setattr(torch, "manual_seed", broken), lambda: torch.manual_seed(1).initial_seed()),
+        "random": (lambda: setattr(random, "random", broken), lambda: random.random()),
+        "default_rng": (lambda: setattr(np.random, "default_rng", broken), lambda: np.random.default_rng(1).random()),
+        "json": (lambda: setattr(json, "dumps", broken), lambda: json.dumps(1)),
+        "time": (lambda: setattr(time, "time", broken), lambda: time.time() > 0),
+        "getcwd": (lambda: setattr(os, "getcwd", broken), lambda: os.getcwd()),
+        "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
+        "flush denormal": (lambda: torch.set_flush_denormal(True) and None, lambda: (x * 1e-40).item()),
+        "decimal": (lambda: setattr(decimal.getcontext(), "prec", 3), lambda: decimal.getcontext().prec),
+        "print options": (lambda: np.set_printoptions(precision=1), lambda: np.get_printoptions()["precision"]),
+        "int digits": (lambda: sys.set_int_max_str_digits(9999), sys.get_int_max_str_digits),
+        "argv": (lambda: sys.argv.append("left"), lambda: "left" in sys.argv),
+        "handler of a logger": (
+            lambda: logging.getLogger("train").addHandler(logging.NullHandler()),
+            lambda: len(logging.getLogger("train").handlers)),
         "environment": (lambda: os.environ.update(LEFT="here"), lambda: os.environ.get("LEFT")),
     }
 
@@ -104,6 +128,18 @@ def test_a_setting_does_not_reach_the_next_call(name):
         launch(change, world_size=2)
         assert launch(show, world_size=2) == before
         all_is_well(2)
+
+
+def test_training_with_ddp_keeps_its_ranks():
+    def train():
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return os.getpid()
+
+    with contained():
+        assert launch(train, world_size=2) == launch(train, world_size=2) == launch(os.getpid, world_size=2)
 
 
 def test_a_setting_of_a_function_that_fails_does_not_reach_the_next_call():
