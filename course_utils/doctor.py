@@ -113,6 +113,8 @@ def chromium() -> str | None:
 
 def doctor() -> bool:
     """Print a report on this machine, after a real launch of two ranks; return whether the course can run."""
+    from .ranks import tells_place
+
     other = os.environ.get("PYTHONPATH")
     advice = f"PYTHONPATH is set, so packages in {other} come before the course's: unset PYTHONPATH, then try again"
     try:
@@ -121,6 +123,8 @@ def doctor() -> bool:
         print(f"imports   failed: {type(error).__name__}: {error}")
         print(f"\n{advice if other else 'make clean lab installs the packages again'}")
         return False
+    if foreign := [name for name in os.environ if tells_place(name)]:
+        print(f"ranks     this Python has a place in another job ({', '.join(sorted(foreign)[:4])}), unseen by ranks")
     parts = _parts(found) | {
         "hosts": found["hosts"][1],
         "Chromium": "yes" if chromium() else "no (only tests need it)",

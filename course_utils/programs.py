@@ -20,6 +20,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from .ranks import Status, tells_place
+
 __all__ = [
     "ROOT", "SCRIPTS", "TEXT", "as_program", "examine", "excerpt", "folded", "read_log", "run_program", "torchrun",
     "torchrun_job", "wait_for_step",
@@ -133,15 +135,28 @@ def torchrun(script: str | os.PathLike, *arguments: object, ranks: int, gpus: bo
         If it fails, with what it wrote to standard error.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+    environment = {name: value for name, value in os.environ.items() if not tells_place(name)}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
     if not gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     words = [*command, str(SCRIPTS / script), *map(str, arguments)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{Path(script).name} failed:\n{done.stderr}")
-    return done.stdout
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    status = Status(lambda line: print(line, end="", flush=True))
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, errors = process.communicate(timeout=0.5)
+                break
+            status.update([*range(ranks)], None, "running under torchrun")
+    finally:
+        status.erase()
+        if process.poll() is None:  # interrupted: torchrun ends its ranks
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        raise RuntimeError(f"{Path(script).name} failed:\n{errors}")
+    return output
 
 
 _JOB = """\

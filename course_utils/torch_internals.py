@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "C10D_FILE", "WRITTEN_FOR", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "abort_process_groups",
-    "active_fake_mode", "c10d", "count_modes", "default_store", "dispatch_keys", "fake_store", "flight_record",
+    "active_fake_mode", "before_each_new_group", "c10d", "count_modes", "default_store", "dispatch_keys", "fake_store",
+    "flight_record",
     "forget_process_groups", "group_names", "groups_by_name", "is_traceable_wrapper_subclass",
     "keys_after_backend_select", "open_groups", "replace_rendezvous", "storage_use_count", "tree_leaves",
     "unbox_work",
@@ -75,6 +76,19 @@ def replace_rendezvous(
     sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers["env"] = meet
     usual = c10d._is_barrier_after_init
     c10d._is_barrier_after_init = lambda: barrier_after_init(usual)
+
+
+def before_each_new_group(tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``tell(ranks)`` before a group is made that all ranks have to make; returns what undoes it."""
+    usual = c10d._new_group_with_tag
+
+    def new_group(ranks=None, *args, use_local_synchronization=False, **named):
+        if not use_local_synchronization:
+            tell(ranks)
+        return usual(ranks, *args, use_local_synchronization=use_local_synchronization, **named)
+
+    c10d._new_group_with_tag = new_group
+    return lambda: setattr(c10d, "_new_group_with_tag", usual)
 
 
 def open_groups() -> list[Any]:

@@ -12,8 +12,8 @@ _HOMES = {
     "launcher": ("launch", "run", "device", "shutdown", "gpu_count", "on_a_rank", "settle"),
     "errors": ("WorkerError", "HangError", "MismatchError", "Interrupted", "expect_error"),
     "ledger": ("record", "Ledger", "Entry", "interceptor"),
-    "processes": ("share",), "watch": ("Watch",), "learner_code": ("is_learner",), "status_line": ("wanted",),
-    "magics": ("RankMagics",), "hosts": ("hosts_available",), "commands": ("run_on_hosts",),
+    "processes": ("share",), "watch": ("Watch",), "learner_code": ("is_learner",), "status_line": ("Status", "wanted"),
+    "labels": ("tells_place",), "magics": ("RankMagics",), "hosts": ("hosts_available",), "commands": ("run_on_hosts",),
     "host_plan": ("Conditions", "conditions_of"), "host_pool": ("side_by_side",),
 }
 

@@ -339,6 +339,10 @@ class Collector:
         for rank, part in self.communication.items():
             for key, digest in part["digests"].items():
                 by_group.setdefault(key, {})[rank] = digest
+        for rank, part in sorted(self.communication.items()):
+            if part["aliased"]:
+                self._status.show(f"Warning: {part['aliased'].format(rank=rank)}: each has the value that came last.\n")
+                break
         differ = [key for key, digests in by_group.items() if len(set(digests.values())) > 1]
         signatures = self._ask("signatures", set(self.ranks)) if differ else {}
         for key in differ:

@@ -17,6 +17,7 @@ from typing import Any
 
 from . import errors, host_namespaces, host_plan, hosts, launcher, processes
 from .host_network import Hosts, HostsError
+from .labels import tells_place
 from .transcript import Transcript, clean, label, load, store, transcript
 
 __all__ = ["run_on_hosts"]
@@ -254,8 +255,7 @@ def _environment(plan: host_plan.Plan, more: Mapping[str, str] | None, folder: s
         with open(path, "w") as file:
             file.write(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{module} "$@"\n')
         os.chmod(path, 0o755)
-    places = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    inherited = {k: v for k, v in os.environ.items() if k not in places and not k.startswith(("LOCAL_", "GROUP_"))}
+    inherited = {name: value for name, value in os.environ.items() if not tells_place(name)}
     interface = plan.environment["interface"]
     return {
         **inherited, "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]), "PYTHONUNBUFFERED": "1",

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 
 from ..units import decimal_bytes
@@ -209,7 +210,8 @@ def worker_error(failure: dict, failures: dict[int, dict], standings: dict[int, 
         same = failure["text"], failure["line"]
         alike = sorted(rank for rank, other in failures.items() if (other.get("text"), other["line"]) == same)
         text, traceback = failure["text"], traceback_text(failure)
-        parts = [f"{rank_label(alike)}{_on_hosts(alike, standings)} failed: {text}", _advice(text), traceback]
+        advice = _advice(text, failure["last"], alike[0])
+        parts = [f"{rank_label(alike)}{_on_hosts(alike, standings)} failed: {text}", advice, traceback]
     elsewhere = [s for rank, s in standings.items() if rank not in alike and s["phase"] != "not in this cell"]
     parts += ["\n".join(with_note(states))] if elsewhere else []
     error = WorkerError(alike[0], text, traceback, states[1:], "\n\n".join(part for part in parts if part))
@@ -223,13 +225,20 @@ def _on_hosts(ranks: list[int], standings: dict[int, dict]) -> str:
     return f" on {' and '.join(hosts)}" if hosts else ""
 
 
-def _advice(text: str) -> str:
-    """What to do about an error whose own words do not say it."""
+def _advice(text: str, last: dict | None, rank: int) -> str:
+    """What to do about an error, after the `last` operation of a rank, whose own words do not say it."""
+    if "Pair is not connected" in text and last and last["op"] in ("send", "recv") and last["peer"] == rank:
+        return "A rank cannot send to itself, or receive from itself."
+    if "No space left on device" in text:
+        full = f"There is no room left in the temporary folder {tempfile.gettempdir()}"
+        return f"{full}: free some space, or set TMPDIR to a folder on another disk."
+    if "alltoall" in text:
+        return "With verify=True launch says which rank sends to another what that one does not expect."
     if "bdb.BdbQuit" in text:
         return "Ranks have no keyboard, so a debugger cannot stop there: print, or return what you want to see."
-    if "Unable to find address for" in text or ("enforce fail" in text and "transport/tcp" in text):
-        name = _interface(text) or os.environ.get("GLOO_SOCKET_IFNAME")
-        if name and name not in ("lo", "lo0"):
+    if "Unable to find address for" in text:
+        name = _interface(text)
+        if name not in ("lo", "lo0"):
             return f"GLOO_SOCKET_IFNAME is {name!r}, which names no interface of this machine that is up."
         return "The ranks meet over the loopback interface (lo), and it is down: `ip link set lo up`."
     return ""
@@ -247,6 +256,8 @@ def difference(calls: dict[int, list[tuple]]) -> str:
     ``calls`` has for each rank (operation, reduction, dtype, bytes, root) of each of its calls.
     """
     calls = dict(sorted(calls.items()))
+    if fault := groups_apart({rank: [call[0] for call in made] for rank, made in calls.items()}):
+        return fault[1]
     for number, together in enumerate(zip(*calls.values(), strict=False), 1):
         for what, position, show in (("operations", 0, str), ("reductions", 1, str), ("dtypes", 2, str),
                                      ("sizes", 3, decimal_bytes), ("roots", 4, "root {}".format)):
@@ -266,16 +277,41 @@ def mismatch(last: dict | None, standings: dict[int, dict]) -> str:
     """Advice when a rank died in a collective that others call with another size; else nothing."""
     if last is None or last["op"] in ("send", "recv"):
         return ""
-    sizes = {
-        rank: entry["bytes"]
+    calls = {
+        rank: entry
         for rank, s in standings.items()
         if (entry := s.get("waiting") or s.get("last"))
         and all(entry[what] == last[what] for what in ("op", "number", "group"))
     }
-    if len(set(sizes.values())) < 2:
+    if not (apart := entries_apart(calls)):
         return ""
-    text = ", ".join(f"rank {rank} {decimal_bytes(size)}" for rank, size in sizes.items())
-    return f"Likely fault: {last['op']} number {last['number']} was called with different sizes: {text}."
+    return f"Likely fault: {last['op']} number {last['number']} was called with different {apart[1]}."
+
+
+def entries_apart(calls: dict[int, dict]) -> tuple[dict[int, object], str] | None:
+    """What ranks have passed differently to one collective: the values by rank, and in words."""
+    sizes_may_differ = any(entry["op"] in ("all_to_all", "gather", "scatter") for entry in calls.values())
+    fields = ("types", "dtype", str), ("sizes", "bytes", decimal_bytes), ("roots", "peer", "root {}".format)
+    for what, field, show in fields:
+        values = {rank: entry.get(field) for rank, entry in calls.items() if field != "dtype" or entry.get(field)}
+        if len(set(values.values())) > 1 and not (what == "sizes" and sizes_may_differ):
+            return values, f"{what}: " + ", ".join(f"rank {rank} {show(value)}" for rank, value in values.items())
+    return None
+
+
+def groups_apart(made: dict[int, list[str]]) -> tuple[int, str] | None:
+    """The first group that ranks have not made alike: a rank that few agree with, and a sentence."""
+    for number, together in enumerate(itertools.zip_longest(*made.values()), 1):
+        values: dict[str, list[int]] = {}
+        for rank, call in zip(made, together, strict=True):
+            if call is not None:
+                values.setdefault(call, []).append(rank)
+        if len(values) > 1 and all(call.startswith("new_group") for call in values):
+            said = "; ".join(f"{rank_label(ranks)} {call}" for call, ranks in values.items())
+            odd = min(values.values(), key=lambda ranks: (len(ranks), -ranks[0]))[0]
+            return odd, (f"The ranks make different groups as number {number}: {said}. All ranks must make all groups, "
+                         "in one order, also those that they are not in.")
+    return None
 
 
 def state_table(standings: dict[int, dict]) -> list[str]:

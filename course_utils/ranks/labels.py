@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def rank_label(ranks: list[int]) -> str:
     """``rank 2``, ``ranks 0-3`` or ``ranks 0,2``."""
@@ -27,3 +29,14 @@ def align(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+_PLACE = re.compile(
+    r"(NODE_|GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|NNODES|NPROC_PER_NODE|"
+    r"(SLURM_(?!CONF$)|SLURMD_|OMPI_|PMI_|PMIX_|MPI_|MV2_|FLUX_|JSM_|LSB_|PALS_|TORCHELASTIC_|PET_).*"
+)
+
+
+def tells_place(variable: str) -> bool:
+    """Whether programs are told their place among ranks by this variable: torchrun's, Slurm's, MPI's and others'."""
+    return _PLACE.fullmatch(variable) is not None

@@ -38,6 +38,8 @@ _NAMES = {
 _POINT_TO_POINT = ("send", "recv")
 _NO_SUCH_RANK = "{op}: there is no rank {peer}, the group has ranks 0 to {last}"  # gloo would hang or crash
 _SECOND_ARGUMENT = ("reduce_scatter", "all_to_all")  # the message is their input, which comes second
+_GROUPS = "new groups"  # the key of the calls of new_group
+_OUTPUTS = ("allgather_", "gather_", "alltoall_")  # operators whose first argument is a list of outputs
 _SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # on all ranks of a group
 _KEEP_PENDING = 64
 _KEEP_SIGNATURES = 100_000
@@ -80,6 +82,7 @@ class Entry:
     key: str = field(default="", repr=False)
     stream: tuple | None = field(default=None, repr=False)  # send and recv: group, peer and tag that must agree
     place: int = field(default=0, repr=False)  # among those of the same stream, from 1
+    dtype: str = field(default="", repr=False, compare=False)
     thread: int = field(default_factory=threading.get_ident, repr=False, compare=False)  # that issued it
 
     @property
@@ -196,6 +199,7 @@ class Interceptor:
         self.streams: dict[tuple, int] = {}  # messages begun, by operation, group, peer and tag
         self.signatures: dict[str, list[tuple]] = {}  # of each group: what all its ranks must say alike, call by call
         self.digests: dict[str, int] = {}  # the same in one number
+        self.aliased = ""  # the first operation of which outputs are the same memory
         if self.status is not None:
             self.status[:4] = bytes(4)
 
@@ -215,6 +219,7 @@ class Interceptor:
         self._script_object = torch.ScriptObject
         self._capturing = torch.cuda.is_current_stream_capturing
         self.library = torch.library.Library("c10d", "IMPL")
+        self._undo = torch_internals.before_each_new_group(self._new_group)
         for name, op in _NAMES.items():
             self.library.impl(name, self._kernel(op, getattr(torch.ops.c10d, name).default), "BackendSelect")
 
@@ -222,6 +227,7 @@ class Interceptor:
         """Take the kernels out again (benchmarks compare with and without)."""
         if self.library is not None:
             self.library._destroy()
+            self._undo()
             self.library = None
 
     def _kernel(self, op: str, operator):
@@ -243,7 +249,10 @@ class Interceptor:
             if op in _POINT_TO_POINT and peer is not None and not 0 <= peer < group.size():
                 raise ValueError(_NO_SUCH_RANK.format(op=op, peer=peer, last=group.size() - 1))
             size = 0 if op == "barrier" else sum(map(_bytes, tensors))
-            entry = self._begin(op, group, size * (group.size() if shards else 1), peer)
+            dtype = "" if op == "barrier" else str(first.dtype).removeprefix("torch.")
+            entry = self._begin(op, group, size * (group.size() if shards else 1), peer, dtype)
+            if name in _OUTPUTS:
+                self._look_at_outputs(entry, flatten(args[0]))
             reduction = "" if reduces_at is None else reduction_name(args[reduces_at])
             if tag_at is None:
                 self._sign(entry, str(first.dtype), reduction)
@@ -268,7 +277,7 @@ class Interceptor:
 
         return kernel
 
-    def _begin(self, op: str, group, size: int, peer: int | None) -> Entry:
+    def _begin(self, op: str, group, size: int, peer: int | None, dtype: str) -> Entry:
         ranks = tuple(self._ranks(group)) if group.size() > 0 else ()
         name, description = group.group_name, group.group_desc
         key = "p2p" if op in _POINT_TO_POINT else f"{name}|{ranks}"
@@ -276,7 +285,7 @@ class Interceptor:
         named = "default" if description == "default_pg" else description
         label = "ranks " + ",".join(map(str, ranks)) if named in ("", "undefined") else named
         peer = ranks[peer] if peer is not None and 0 <= peer < len(ranks) else None
-        entry = Entry(op, label, size, peer, ranks, number, time.monotonic(), None, self._caller(), key)
+        entry = Entry(op, label, size, peer, ranks, number, time.monotonic(), None, self._caller(), key, dtype=dtype)
         if op == "send":
             self.sent += 1
         elif op == "recv":
@@ -287,9 +296,40 @@ class Interceptor:
         for ledger in self.recorders:
             ledger.entries.append(entry)
         if self.status is not None:
-            text = json.dumps((op, label, size, peer, ranks, number, entry.where)).encode()[: len(self.status) - 4]
+            said = op, label, size, peer, ranks, number, entry.where, dtype
+            text = json.dumps(said).encode()[: len(self.status) - 4]
             self.status[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
         return entry
+
+    def _new_group(self, ranks) -> None:
+        """Note that this rank makes a group; all ranks have to make the same ones, in the same order."""
+        import torch.distributed as dist
+
+        everybody = tuple(range(dist.get_world_size()))
+        name = f"new_group({sorted(everybody if ranks is None else ranks)})"
+        number, now = 1 + len(self.signatures.get(_GROUPS, ())), time.monotonic()
+        entry = Entry(name, _GROUPS, 0, None, everybody, number, now, now, self._caller(), _GROUPS)
+        self._sign(entry, "", "")
+        if self.announce is not None:
+            self.announce(entry, "", (), "")
+
+    def made(self) -> list[str]:
+        """The groups that this rank has made, in words, the one that it is making included."""
+        return [signature[0] for signature in self.signatures.get(_GROUPS, [])]
+
+    def _look_at_outputs(self, entry: Entry, outputs: Iterator) -> None:
+        """Note, or with ``verify`` refuse, outputs that are one tensor, as in ``[t] * n``."""
+        places: dict[int, list[int]] = {}
+        for number, tensor in enumerate(outputs):
+            if tensor.numel():
+                places.setdefault(tensor.data_ptr(), []).append(number)
+        same = next((numbers for numbers in places.values() if len(numbers) > 1), None)
+        if same is not None and not self.aliased:
+            what = f"outputs {', '.join(map(str, same))}"
+            self.aliased = f"{entry.op} #{entry.number}: {what} of rank {{rank}} are the same memory"
+            if self.announce is not None:
+                raise ValueError(f"{entry.op}: {what} are the same memory, as [t] * n makes them; "
+                                 "make a tensor for each: [torch.empty_like(t) for _ in range(n)]")
 
     def _sign(self, entry: Entry, dtype: str, reduction: str) -> None:
         """Note what the other ranks of the group must pass too. Where they do not, gloo may say nothing."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..units import decimal_bytes
-from .errors import line_text, operation_text
+from .errors import entries_apart, groups_apart, line_text, operation_text
 from .labels import rank_label
 
 __all__ = ["likely_fault"]
@@ -11,6 +10,8 @@ __all__ = ["likely_fault"]
 
 def likely_fault(standings: dict[int, dict]) -> tuple[int, str]:
     """The rank to blame, and one sentence that names the likely reason why the ranks do not finish."""
+    if fault := _group_fault(standings):
+        return fault
     waiting = {rank: s["waiting"] for rank, s in standings.items() if s.get("waiting")}
     collectives = {rank: e for rank, e in waiting.items() if e["op"] not in ("send", "recv")}
     if collectives:
@@ -25,6 +26,22 @@ def likely_fault(standings: dict[int, dict]) -> tuple[int, str]:
     doing = "; ".join(dict.fromkeys(_doing(standings[rank]) for rank in busy))
     doing = doing if len(busy) == 1 else _plural(doing)
     return busy[0], f"{who} {verb} still busy, and no rank waits for another: {doing}."
+
+
+def _group_fault(standings: dict[int, dict]) -> tuple[int, str] | None:
+    """Ranks that make a group which others make differently, or not at all."""
+    made = {rank: s["made"] for rank, s in standings.items() if "made" in s}
+    meeting = [rank for rank, s in standings.items() if s.get("meets") and made.get(rank)]
+    if (fault := groups_apart(made)) or not meeting:
+        return fault
+    number = max(len(made[rank]) for rank in meeting)
+    missing = [rank for rank in made if len(made[rank]) < number]
+    if not missing:
+        return None
+    here = [rank for rank in meeting if len(made[rank]) == number]
+    doing = "; ".join(dict.fromkeys(_doing(standings[rank]) for rank in missing))
+    who = f"{rank_label(here)} {'waits' if len(here) == 1 else 'wait'} in {made[here[0]][-1]}, group number {number}"
+    return missing[0], f"{who}; {rank_label(missing)} never made it ({_plural(doing) if len(missing) > 1 else doing})."
 
 
 def _meeting_fault(standings: dict[int, dict]) -> tuple[int, str]:
@@ -86,11 +103,11 @@ def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> t
             why = [_plural(reason) if len(missing) > 1 else reason for reason in reasons]
         who = f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
         return missing[0], f"{who} in {name}; {rank_label(missing)} never joined it ({'; '.join(why)})."
-    for what, field, show in (("sizes", "bytes", decimal_bytes), ("roots", "peer", "root {}".format)):
-        values = {r: entry[field] for r, entry in here.items()}
-        if len(set(values.values())) > 1:
-            text = ", ".join(f"rank {r} {show(value)}" for r, value in values.items())
-            return _odd(values), f"The ranks call {name} with different {what}: {text}."
+    if apart := entries_apart(here):
+        return _odd(apart[0]), f"The ranks call {name} with different {apart[1]}."
+    if op == "all_to_all":
+        fault = f"All ranks joined {name}, and it is not done: a rank sends to another what that one does not expect."
+        return min(waiting), f"{fault} With verify=True launch says which."
     return min(waiting), f"All ranks joined {name}, and it is not done: look for an earlier mismatch, or a slow link."
 
 

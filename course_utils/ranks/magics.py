@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import atexit
 import linecache
+import re
 import sys
 
 from IPython.core.error import UsageError
@@ -51,12 +51,22 @@ class RankMagics(Magics):
         cell = "\n" + cell  # the magic's own line is the first that the learner counts
         linecache.cache[name] = (len(cell), None, cell.splitlines(True), name)
         try:
-            ast.parse(cell)
+            compile(cell, name, "exec", dont_inherit=True)
         except SyntaxError as error:  # told here, once
-            text = f"{error.msg}\n\n  {name}, line {error.lineno}\n      {(error.text or '').strip()}"
+            line = (error.text or "").strip()
+            text = f"{error.msg}\n\n  {name}, line {error.lineno}\n      {line}"
+            if line.startswith(("%", "!")):
+                text += "\n\nMagics and shell commands work in the notebook only, not on ranks."
             raise errors.refusal(Exception, text, name="SyntaxError") from None
         call = Call(cell.encode(), self._world_size, self._backend, timeout, cell=name, ranks=ranks, show=launcher.show)
-        self._pool.run(call)
+        try:
+            self._pool.run(call)
+        except errors.WorkerError as error:
+            unknown = re.fullmatch(r"NameError: name '(\w+)' is not defined.*", error.exception, re.DOTALL)
+            if unknown and unknown[1] in self.shell.user_ns:
+                here = f"{unknown[1]} stands in the notebook; live ranks know what %%ranks cells have defined."
+                error.args = (f"{error}\n\n{here}",)
+            raise
 
     def _number(self) -> int:
         """The number that the notebook shows beside the cell that runs."""

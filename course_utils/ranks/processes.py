@@ -255,10 +255,10 @@ class Worker:
             size = int.from_bytes(status[:4], "little")
             text = status[4 : 4 + size]
         try:
-            op, group, count, peer, ranks, number, where = json.loads(text)
+            said = json.loads(text)
         except ValueError:
             return None
-        return dict(op=op, group=group, bytes=count, peer=peer, ranks=ranks, number=number, where=where)
+        return dict(zip(("op", "group", "bytes", "peer", "ranks", "number", "where", "dtype"), said, strict=True))
 
     def fatal_frame(self) -> dict | None:
         """The learner's innermost line from the newest report that the rank's fault handler wrote."""

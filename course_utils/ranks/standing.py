@@ -20,6 +20,7 @@ from .state import state
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PREPARES = ("init_process_group", "destroy_process_group", "set_device")  # what a rank calls before a function
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _WORKER = os.path.join(os.path.dirname(__file__), "worker.py")
 
 
@@ -42,11 +43,13 @@ def describe(error: BaseException) -> dict:
     while frames and frames[0]["file"].startswith(_PACKAGE) and len(frames) > 1:
         frames.pop(0)
     text = "\n".join("".join(traceback.format_exception_only(part)).strip() for part in _parts(error))
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    before, chain = error, []
+    while before := before.__cause__ or (None if before.__suppress_context__ else before.__context__):
+        chain.append("".join(traceback.format_exception_only(before)).strip())
     return {
         "text": text,
         "frames": frames,
-        "cause": None if cause is None else "".join(traceback.format_exception_only(cause)).strip(),
+        "cause": "\n  after ".join(chain),
         "connection": isinstance(error, RuntimeError) and _is_consequence(text),
         "time": time.monotonic(),
     }
@@ -64,7 +67,7 @@ def entry_data(entry: Entry | None) -> dict | None:
     if entry is None:
         return None
     return {"op": entry.op, "group": _group_label(entry), "bytes": entry.bytes, "peer": entry.peer,
-            "ranks": entry.ranks, "number": entry.number, "key": entry.key, "where": entry.where,
+            "dtype": entry.dtype, "ranks": entry.ranks, "number": entry.number, "key": entry.key, "where": entry.where,
             "stream": entry.stream, "place": entry.place}
 
 
@@ -93,6 +96,14 @@ def _meeting(frames: list[dict]) -> str:
     return "connects to other ranks"
 
 
+def _in_thread(unfinished: list[Entry], frames: list[dict]) -> Entry | None:
+    """An operation in which another thread waits, while the main thread waits for that thread."""
+    if not frames or frames[0]["file"] != threading.__file__:
+        return None
+    tops = {thread: frame.f_code.co_filename for thread, frame in sys._current_frames().items()}
+    return next((entry for entry in unfinished if tops.get(entry.thread, "").startswith(_TORCH)), None)
+
+
 def standing(phase: str, running: bool) -> dict:
     """Where this rank is now: its phase, the operation it waits in, the last one it started, the learner's line.
 
@@ -108,17 +119,18 @@ def standing(phase: str, running: bool) -> dict:
         frame = frame.f_back
     line = next((f for f in frames if f["learner"]), None)
     unfinished = interceptor.unfinished()
-    in_torch = bool(frames) and frames[0]["file"].startswith(os.path.dirname(torch.__file__))
+    in_torch = bool(frames) and frames[0]["file"].startswith(_TORCH)
     on_wait = line is not None and (".wait(" in line["text"] or ".synchronize(" in line["text"])
     on_stream = torch.cuda.is_initialized()  # NCCL waits on the GPU, wherever Python is
     here = [entry for entry in unfinished if line is not None and entry.where == (line["file"], line["line"])]
     oldest = (unfinished if on_stream else here or unfinished)[:1]  # what this line has started, if anything
     inside = interceptor.inside
-    waiting = inside or (oldest[0] if oldest and (in_torch or on_wait or on_stream) else None)
+    waiting = inside or (oldest[0] if oldest and (in_torch or on_wait or on_stream) else _in_thread(unfinished, frames))
     return {
         "phase": phase, "line": line if phase == "running" else None,
         "waiting": entry_data(waiting) if running else None, "last": entry_data(interceptor.last),
-        "latest": latest(), "unfinished": [entry_data(e) for e in unfinished + [inside] * (inside is not None)],
+        "latest": latest(), "made": interceptor.made(),
+        "unfinished": [entry_data(e) for e in unfinished + [inside] * (inside is not None)],
         "streams": dict(interceptor.streams), "begun": sum(interceptor.numbers.values()),
         "threads": len(extra_threads()),
         "held": inside is not None or on_wait or bool(frames) and frames[0]["file"].startswith(C10D_FILE),

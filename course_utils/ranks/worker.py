@@ -43,6 +43,7 @@ from . import multiprocessing_internals as internals
 from .call_signature import Announcer
 from .channels import IDLE_SECONDS, MARK, STATUS_BYTES
 from .descendants import adopt_orphans, end_descendants
+from .labels import tells_place
 from .ledger import interceptor
 from .modules import Modules, clock
 from .settings import Settings, note_threads, seed
@@ -190,7 +191,7 @@ def _interrupted(_signal, _frame) -> None:
 def _take_environment(environment: dict) -> None:
     """The notebook's environment as it is now, with what a rank must have otherwise."""
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({name: value for name, value in environment.items() if not tells_place(name)})
     os.environ["MPLBACKEND"] = "module://course_utils.ranks.matplotlib_backend"
     os.environ["OMP_NUM_THREADS"] = "1"
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -229,7 +230,7 @@ def _serve(header: dict, body: bytes) -> tuple:
             "latest": standing.latest(), "last": standing.entry_data(interceptor.last), "same_group": same,
             "settled": settled,
             "sent": interceptor.sent, "received": interceptor.received, "digests": interceptor.digests,
-            "streams": interceptor.streams,
+            "streams": interceptor.streams, "made": interceptor.made(), "aliased": interceptor.aliased,
         }
         interceptor.pending.clear()
         return "done", call, result, communication

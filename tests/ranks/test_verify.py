@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import threading
+import time
 
 import cloudpickle
 import pytest
@@ -441,3 +444,123 @@ def functional_collectives_and_dtensors():
 def test_right_programs_pass(work, capfd):
     launch(work, world_size=4, verify=True)
     assert "Warning: the ranks" not in capfd.readouterr().out
+
+
+# --- groups, outputs, threads: also without verify ------------------------------------------------------------------
+
+
+def other_order():
+    r = dist.get_rank()
+    for ranks in ([0, 1], [2, 3])[:: 1 if r < 2 else -1]:
+        dist.new_group(ranks)
+    dist.barrier()
+
+
+def other_members():
+    dist.new_group([0, 1, 2] if dist.get_rank() == 1 else [0, 1])
+
+
+def other_mesh():
+    dist.init_device_mesh("cpu", (4, 1) if dist.get_rank() == 3 else (2, 2))
+
+
+@pytest.mark.parametrize(("function", "words"), [
+    (other_order, ("ranks 0,1", "new_group([0, 1])", "ranks 2,3", "new_group([2, 3])")),
+    (other_members, ("rank 1", "new_group([0, 1, 2])", "ranks 0,2,3", "new_group([0, 1])")),
+    (other_mesh, ("rank 3", "new_group([0])", "ranks 0-2", "new_group([0, 2])")),
+])
+def test_groups_that_ranks_make_differently_are_told(function, words):
+    with pytest.raises(MismatchError) as caught:
+        launch(function, world_size=4, verify=True)
+    assert all(word in str(caught.value) for word in words), caught.value
+    with pytest.raises(HangError) as caught:
+        launch(function, world_size=4, timeout=3)
+    assert "make different groups" in caught.value.fault
+    assert all(word in caught.value.fault for word in words), caught.value
+
+
+def test_a_group_that_a_rank_does_not_make_is_told():
+    def work():
+        if dist.get_rank() != 2:
+            dist.new_group([0, 1, 3])
+
+    with pytest.raises(MismatchError, match=r"ranks 0,1,3 call it, rank 2 returned"):
+        launch(work, world_size=4, verify=True)
+
+
+def aliased():
+    out = [torch.zeros(4)] * dist.get_world_size()
+    dist.all_gather(out, torch.full((4,), float(dist.get_rank())))
+
+
+def test_outputs_that_are_one_tensor_are_told(capsys):
+    with pytest.raises(WorkerError, match=r"all_gather: outputs 0, 1, 2 are the same memory"):
+        launch(aliased, world_size=3, verify=True)
+    launch(aliased, world_size=3)
+    assert "Warning: all_gather #1: outputs 0, 1, 2 of rank 0 are the same memory" in capsys.readouterr().out
+
+
+def test_a_collective_that_another_thread_waits_in_is_told():
+    def work():
+        if dist.get_rank() == 2:
+            time.sleep(60)
+        thread = threading.Thread(target=dist.barrier)
+        thread.start()
+        thread.join()
+
+    with pytest.raises(HangError, match=r"ranks 0,1,3 wait in barrier number 1; rank 2 never joined it"):
+        launch(work, world_size=4, timeout=3)
+
+
+def test_types_are_told_before_sizes_and_sizes_of_all_to_all_never():
+    def reduce():
+        dist.all_reduce(torch.ones(4, dtype=torch.float32 if dist.get_rank() == 0 else torch.bfloat16))
+
+    def exchange():
+        x = torch.ones(20, dtype=torch.float64 if dist.get_rank() == 0 else torch.float32)
+        dist.all_to_all_single(torch.empty_like(x), x)
+
+    for work in (reduce, exchange):
+        with pytest.raises(WorkerError) as caught:
+            launch(work, world_size=2, timeout=5)
+        assert "different types: rank 0 float" in str(caught.value) and "different sizes" not in str(caught.value)
+
+
+def test_advice_names_the_cause_and_no_interface_that_is_up():
+    def work():
+        x = torch.ones(1)
+        sent = dist.isend(x, dst=0)
+        dist.recv(x, src=0)
+        sent.wait()
+
+    with pytest.raises(WorkerError, match="cannot send to itself") as caught:
+        launch(work, world_size=1)
+    assert "is down" not in str(caught.value)
+
+
+def test_a_chain_of_exceptions_is_shown_whole():
+    def work():
+        try:
+            try:
+                {}["a"]
+            except KeyError as error:
+                raise ValueError("second") from error
+        except ValueError:
+            raise RuntimeError("third")  # noqa: B904
+
+    with pytest.raises(WorkerError, match=r"third[\s\S]*after ValueError: second\n  after KeyError: 'a'"):
+        launch(work, world_size=2)
+
+
+def test_ranks_see_nothing_of_another_jobs_places(monkeypatch):
+    for name, value in {"RANK": "3", "NODE_RANK": "1", "SLURM_PROCID": "3", "OMPI_COMM_WORLD_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+
+    def work():
+        return {name: os.environ[name] for name in os.environ if "RANK" in name or name.startswith(("SLURM", "OMPI"))}
+
+    for init in (True, False):
+        seen = launch(work, world_size=2, init=init)
+        assert [each.pop("RANK") for each in seen] == ["0", "1"]
+        assert all(not name.startswith(("SLURM", "OMPI", "NODE")) for each in seen for name in each)
+    assert os.environ["RANK"] == "3"
