@@ -123,12 +123,14 @@ def doctor() -> bool:
         print(f"imports   failed: {type(error).__name__}: {error}")
         print(f"\n{advice if other else 'make clean lab installs the packages again'}")
         return False
-    if foreign := [name for name in os.environ if tells_place(name)]:
-        print(f"ranks     this Python has a place in another job ({', '.join(sorted(foreign)[:4])}), unseen by ranks")
     parts = _parts(found) | {
         "hosts": found["hosts"][1],
         "Chromium": "yes" if chromium() else "no (only tests need it)",
     }
+    if foreign := sorted(name for name in os.environ if tells_place(name)):
+        rank, size = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
+        names = ", ".join(foreign[:4])
+        parts["job"] = f"this Python is rank {rank} of {size} of another job ({names}); the course's ranks do not see it"
     parts |= {"warning": advice} if other else {}
     print("\n".join(_lines(parts)))
     start = time.perf_counter()

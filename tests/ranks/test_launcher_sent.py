@@ -1,15 +1,19 @@
-"""Promises about what a function may mention: modules of a class of their own, cached and dispatched functions."""
+"""Promises about what reaches a rank: modules of a class of their own, cached functions, no place in another job."""
 
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 import torch
 import torch._dynamo.config
+import torch.distributed as dist
 from torch.backends import cudnn
 
 from course_utils import launch
+from course_utils.doctor import doctor
+from course_utils.programs import torchrun
 
 pytestmark = pytest.mark.guard(60)
 
@@ -70,3 +74,34 @@ def test_a_loader_with_live_workers_is_refused_in_words():
     next(iter(loader))
     with pytest.raises(TypeError, match="variable 'loader'.*_MultiProcessingDataLoaderIter cannot be pickled"):
         launch(lambda: len(loader), world_size=2)
+
+
+FOREIGN = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "NODE_RANK": "1", "GROUP_RANK": "1", "SLURM_PROCID": "3",
+           "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "3", "PMI_RANK": "3", "MASTER_ADDR": "login1.cluster"}
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_notebooks_place_in_another_job_does_not_reach_ranks(init, monkeypatch):
+    def place():
+        if not init:
+            dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item(), {name: os.environ.get(name) for name in FOREIGN}
+
+    for name, value in FOREIGN.items():
+        monkeypatch.setenv(name, value)
+    for rank, (total, found) in enumerate(launch(place, world_size=2, init=init)):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+        assert total == 2.0 and found == dict.fromkeys(FOREIGN) | own | {"MASTER_ADDR": "127.0.0.1"}
+    assert os.environ["RANK"] == "3" and os.environ["SLURM_PROCID"] == "3"
+
+
+def test_nor_does_it_reach_programs_under_torchrun_and_doctor_names_it(monkeypatch, tmp_path, capsys):
+    program = tmp_path / "program.py"
+    program.write_text("import os; print(*[n for n in ('NODE_RANK', 'SLURM_PROCID') if n in os.environ], 'end')")
+    for name, value in FOREIGN.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun(program, ranks=2).split() == ["end", "end"]
+    assert doctor()
+    assert "rank 3 of 8 of another job" in capsys.readouterr().out
