@@ -130,7 +130,7 @@ def doctor() -> bool:
     if foreign := sorted(name for name in os.environ if tells_place(name)):
         rank, size = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
         names = ", ".join(foreign[:4])
-        parts["job"] = f"this Python is rank {rank} of {size} of another job ({names}); the course's ranks do not see it"
+        parts["job"] = f"this Python is rank {rank} of {size} of another job ({names}); ranks do not see it"
     parts |= {"warning": advice} if other else {}
     print("\n".join(_lines(parts)))
     start = time.perf_counter()

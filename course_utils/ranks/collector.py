@@ -51,6 +51,10 @@ class Collector:
         self._failures: dict[int, dict] = {}
         self._pending = set(ranks)
         self._status = Status(call.show)
+        self._merger = Merger(ranks, lambda item: None)
+        for rank in ranks:
+            if call.cell is None and workers[rank].ran:  # a process that outlived an earlier call may have printed
+                self._read_rest(rank)
         self._merger = Merger(ranks, self._status.show)
         self._interrupts = interrupts
         self._stopping = False

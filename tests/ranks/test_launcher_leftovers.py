@@ -69,6 +69,17 @@ def test_a_failure_of_the_rank_is_told_although_its_child_returned():
     assert failure(WorkerError, work).exception == "ValueError: of the parent"
 
 
+def test_what_a_child_prints_after_its_call_is_shown_in_no_later_one(tmp_path, capsys):
+    def work():
+        subprocess.Popen(f"sleep 0.3; echo ghost; touch {tmp_path}/{dist.get_rank()}", shell=True)
+
+    launch(work, world_size=2)
+    while len([*tmp_path.iterdir()]) < 2:
+        time.sleep(0.05)
+    launch(lambda: print("mine"), world_size=2)
+    assert capsys.readouterr().out == "[ranks 0,1] mine\n"
+
+
 # --- processes in a session of their own ---------------------------------------------------------------------------
 
 CHILDREN = """
