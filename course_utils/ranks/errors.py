@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from .labels import align, rank_label
 
 __all__ = ["HangError", "Interrupted", "MismatchError", "WorkerError", "expect_error"]
 
+MORE_SPACE = "free some space there, or set TMPDIR to a folder on another disk."  # where ranks meet, for one
 _WIDTH = 110  # characters of a line of code, with its place, that a table shows
 _FRAMES = 8  # of a deep stack that are shown at its beginning and at its end
 
@@ -229,11 +231,13 @@ def _advice(text: str, last: dict | None, rank: int) -> str:
     """What to do about an error, after the `last` operation of a rank, whose own words do not say it."""
     if "Pair is not connected" in text and last and last["op"] in ("send", "recv") and last["peer"] == rank:
         return "A rank cannot send to itself, or receive from itself."
-    if "No space left on device" in text:
+    if "No space left on device" in text and shutil.disk_usage(tempfile.gettempdir()).free < 1 << 16:
         full = f"There is no room left in the temporary folder {tempfile.gettempdir()}"
         return f"{full}: free some space, or set TMPDIR to a folder on another disk."
     if "alltoall" in text:
         return "With verify=True launch says which rank sends to another what that one does not expect."
+    if "No space left on device" in text:
+        return f"If that is the temporary folder ({tempfile.gettempdir()}): {MORE_SPACE}"
     if "bdb.BdbQuit" in text:
         return "Ranks have no keyboard, so a debugger cannot stop there: print, or return what you want to see."
     if "Unable to find address for" in text:
