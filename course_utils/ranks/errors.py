@@ -17,7 +17,6 @@ from .labels import align, rank_label
 
 __all__ = ["HangError", "Interrupted", "MismatchError", "WorkerError", "expect_error"]
 
-MORE_SPACE = "free some space there, or set TMPDIR to a folder on another disk."  # where ranks meet, for one
 _WIDTH = 110  # characters of a line of code, with its place, that a table shows
 _FRAMES = 8  # of a deep stack that are shown at its beginning and at its end
 
@@ -236,8 +235,6 @@ def _advice(text: str, last: dict | None, rank: int) -> str:
         return f"{full}: free some space, or set TMPDIR to a folder on another disk."
     if "alltoall" in text:
         return "With verify=True launch says which rank sends to another what that one does not expect."
-    if "No space left on device" in text:
-        return f"If that is the temporary folder ({tempfile.gettempdir()}): {MORE_SPACE}"
     if "bdb.BdbQuit" in text:
         return "Ranks have no keyboard, so a debugger cannot stop there: print, or return what you want to see."
     if "Unable to find address for" in text:

@@ -10,6 +10,7 @@ import os
 import pickle
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -268,7 +269,7 @@ class Pool:
             raise error
         text = f"the ranks cannot be started: {error.strerror or error}"
         if error.errno == errno.ENOSPC:
-            text += " in the temporary folder. Free some space, or set TMPDIR to a folder on another disk."
+            text += f" in the temporary folder {tempfile.gettempdir()}: free some space, or set TMPDIR to another disk."
         if error.errno == errno.EMFILE:
             text += ". Ask for fewer ranks, or allow more open files: `ulimit -n 4096` in the shell before Jupyter."
         raise errors.refusal(RuntimeError, text) from None
