@@ -19,6 +19,9 @@ _TERMINATE = r"terminate called|  what\(\):|\[F\d{4} "
 _REWRITES = re.compile(rb"\r(?!\r*\n)|\x1b\[\d*A")  # a line is written again, as by progress bars
 _TOKENS = re.compile(rb"[\n\r]|\x1b\[(\d*)A|\x1b\[[\d;]*[B-HJKST]|(?:[^\n\r\x1b]|\x1b\[[\d;]*m)+|\x1b")
 _BAR = re.compile(rb"^(?P<name>.*?) *(?P<percent>\d+)%\|.*?/(?P<total>\d+)")  # tqdm's
+_DEPRECATED = re.compile(r": FutureWarning: .*torch\.")  # PyTorch's own; the learner's line follows, indented
+_told: set[str] = set()  # of these, those that an earlier call has shown,
+_telling: set[str] = set()  # and those that this one shows
 _CURSOR = re.compile(r"\x1b\[\d*[A-HJKST]")
 
 
@@ -113,6 +116,8 @@ class _Source:
         self.lines: list[str | dict] = []
         self.last: deque[str | dict] = deque(maxlen=LAST_LINES)
         self.left_out = 0
+        self.warned: set[str] = set()
+        self.after_told = False  # the last line was a warning that has been shown before
 
     def take(self, data: bytes) -> list[bytes]:
         """The lines that ``data`` completes."""
@@ -192,6 +197,7 @@ class Merger:
         self._sources = {rank: _Source() for rank in ranks}
         self._open = set(ranks)
         self._next = 0
+        _told.update(_telling)
         self.fatal: dict[int, str] = {}  # what a C++ library said when it ended the process
 
     def feed(self, rank: int, data: bytes, call: int) -> None:
@@ -226,7 +232,16 @@ class Merger:
         if text.startswith(("terminate called", "  what():", "[F")) and re.match(_TERMINATE, text):
             self.fatal[rank] = re.sub(r".*what\(\):\s*(\[enforce fail at \S+\] )?|\[F[^]]*\] ", "", text)
             return
-        source.add(text)
+        after_told, source.after_told = source.after_told, False
+        if after_told and text.startswith("  "):
+            return
+        if found := _DEPRECATED.search(text):
+            warning = text[found.start() :]
+            source.after_told = warning in _told or warning in source.warned
+            source.warned.add(warning)
+            _telling.add(warning)
+        if not source.after_told:
+            source.add(text)
 
     @property
     def ranks(self) -> list[int]:

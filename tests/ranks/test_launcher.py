@@ -601,6 +601,20 @@ def test_a_learners_own_warning_is_shown(capsys):
     assert "mind the gap" in captured.out + captured.err
 
 
+def test_a_deprecation_of_pytorchs_is_shown_once_in_a_kernel(capsys):
+    def work():
+        for _ in range(2):
+            warnings.warn("`torch.old` is deprecated, use `torch.new`", FutureWarning, stacklevel=1)
+        warnings.warn("`torch.old` is deprecated, use `torch.new`", FutureWarning, stacklevel=1)
+        print("done")
+
+    launch(work, world_size=2)
+    assert capsys.readouterr().out.count(": FutureWarning: ") == 1
+    shutdown()
+    launch(work, world_size=2)
+    assert capsys.readouterr().out == "[ranks 0,1] done\n"
+
+
 def test_reading_standard_input_in_a_rank_fails_at_once():
     def ask():
         try:
