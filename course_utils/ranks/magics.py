@@ -57,6 +57,8 @@ class RankMagics(Magics):
             text = f"{error.msg}\n\n  {name}, line {error.lineno}\n      {line}"
             if line.startswith(("%", "!")):
                 text += "\n\nMagics and shell commands work in the notebook only, not on ranks."
+            if "await" in error.msg:
+                text += "\n\nRanks have no event loop that runs: write asyncio.run(main()) there."
             raise errors.refusal(Exception, text, name="SyntaxError") from None
         call = Call(cell.encode(), self._world_size, self._backend, timeout, cell=name, ranks=ranks, show=launcher.show)
         try:

@@ -239,3 +239,18 @@ def test_a_full_temporary_folder_is_named_with_a_way_out(monkeypatch):
     with pytest.raises(WorkerError) as caught:
         launch(work, world_size=2)
     says(str(caught.value), f"temporary folder {tempfile.gettempdir()}: free some space, or set TMPDIR")
+
+
+def test_a_chain_of_exceptions_is_told_whole():
+    def work():
+        try:
+            try:
+                {}["first"]
+            except KeyError as error:
+                raise ValueError("second") from error
+        except ValueError as error:
+            raise RuntimeError("third") from error
+
+    with pytest.raises(WorkerError) as caught:
+        launch(work, world_size=2)
+    says(str(caught.value), "RuntimeError: third", "after ValueError: second", "after KeyError: 'first'")

@@ -215,6 +215,18 @@ def test_a_mistake_in_a_cell_on_ranks_is_told_below_the_cell(kernel):
     assert re.search(r"^Warning.*all_reduce.*MAX", cell.out, re.MULTILINE), cell.out
 
 
+@pytest.mark.parametrize(("code", "words"), [
+    ("model.eval()", "model stands in the notebook; live ranks know what %%ranks cells have defined"),
+    ("await nothing()", "Ranks have no event loop"),
+    ("%time 1 + 1", "Magics and shell commands work in the notebook only"),
+    ("!ls", "Magics and shell commands work in the notebook only"),
+])
+def test_what_only_the_notebook_has_is_told(kernel, code, words):
+    kernel.good("model = torch.nn.Linear(1, 1)")
+    cell = kernel.run(f"%%ranks --world-size 2\n{code}")
+    assert words in cell.error, cell
+
+
 # --- what the notebook says -----------------------------------------------------------------------------------------
 
 
