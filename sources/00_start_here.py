@@ -754,9 +754,9 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # | [11](11_long_context_and_experts.ipynb) | How do I split a long sequence, and many experts? | 45 (85) | 215 |
 # | [12](12_parallelism_3d.ipynb) | Which TP × PP × CP × DP for this model on this cluster? | 45 (90) | 200 |
 # | [13](13_profiling.ipynb) | Where does a step's time go? | 45 (90) | 85 |
-# | [14](14_debugging_hangs.ipynb) | It hangs. Which rank, which call, why? | 35 (70) | 135 |
+# | [14](14_debugging_hangs.ipynb) | It hangs. Which rank, which call, why? | 40 (70) | 135 |
 # | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 45 (85) | 160 |
-# | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 45 (130) | 125 |
+# | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 50 (135) | 125 |
 # </details>
 #
 # <details><summary>Do you teach?</summary>

@@ -26,7 +26,7 @@
 # - *name* the rank that makes all others wait, also when the clocks of the hosts differ;
 # - *mend* a slow program in the order in which its faults cost time.
 #
-# **Before this:** [04 ddp](04_ddp.ipynb), [05 scaling efficiency](05_scaling_efficiency.ipynb). **Time:** about 50
+# **Before this:** [04 ddp](04_ddp.ipynb), [05 scaling efficiency](05_scaling_efficiency.ipynb). **Time:** about 45
 # minutes to read the core, 90 with the deeper sections, under a minute to run.
 
 # %% [markdown]
@@ -180,9 +180,8 @@ for tool, factor in launch(costs, world_size=world_size, backend="gloo")[0].item
     print(f"{tool}: {factor:.2f} times the step (measured, gloo on CPU)")
 
 # %% [markdown]
-# On a quiet machine the profiler alone costs about a tenth, and with everything switched on about a third, on a model
-# whose operations are tiny; on a busy one the noise is as large. That is why one records a few steps, not a day, and
-# Python's stacks only when the question is "which line called this?".
+# On a quiet machine the profiler costs about a tenth, with everything switched on about a third: the operations of this
+# model are tiny. So record a few steps, and Python's stacks only when the question is "which line called this?".
 #
 # | tool | what it answers | when |
 # |---|---|---|
@@ -551,11 +550,14 @@ plots.step_spans(lanes(aligned(elsewhere), step=3), "measured: one step, last ra
 # *The figure (measured; seconds): the same two rows a rank. The computing of the last rank begins late, and the
 # communication bars of the others reach from their own start to its arrival.*
 #
-# Here all ranks are in one group. On a mesh of HSDP × TP each rank is in several, and ranks of different TP groups
+# <details><summary>On a mesh of HSDP × TP, with several groups</summary>
+#
+# Here all ranks are in one group. On a mesh each rank is in several, and ranks of different TP groups
 # never wait for each other, although they call the same kernels. `course_traces.matched` therefore counts calls within
 # their process group, whose name and ranks stand in the trace of each NCCL kernel. The calls of gloo do not say their
 # group, so on several groups of CPU ranks it refuses. `course_traces.aligned` leaves out broadcasts and sends, in which
 # nobody waits for all, and goes from group to group.
+# </details>
 #
 # To look around in a trace, use a viewer; Perfetto is the usual one. `view`
 # puts the ranks into one trace and serves Perfetto's page from this machine alone, without the internet. Look for the
@@ -689,8 +691,8 @@ assert torch.allclose(weights, weights_1, rtol=0, atol=1e-5)
 print_times(one_fault)
 
 # %% [markdown] tags=["deeper"]
-# In the one that there is. The small waits of all the other collectives have gone. What is left is the wait for rank
-# 0's computing, which no change of the communication takes away. Now every rank takes two micro-batches.
+# In the one that there is. The small waits are gone; what is left is the wait for rank 0's computing. Now every rank
+# takes two micro-batches.
 
 # %% tags=["deeper"]
 mended, weights_2 = run_by_hand(one_call=True, balanced=True)
@@ -1072,9 +1074,8 @@ print(*report(read_log(out)), sep="\n")
 
 # %% [markdown] tags=["deeper"]
 # Some rank is last at every step, so being last is no fault, and it is not evenly shared either: gloo's
-# all-reduce does not end on all ranks at once, and in most runs here rank 0 comes last in more than half of the
-# steps although it is as fast as the others. The same asymmetry is in the times of their own. So blame a rank whose own
-# time is far above that of all others, over many steps. `product` is the time of a matrix product that needs no other
+# all-reduce does not end on all ranks at once, so in most runs here rank 0 comes last in more than half of the
+# steps. So blame a rank only if its own time is far above all others'. `product` is the time of a matrix product that needs no other
 # rank, against the median of the ranks: well above 1, the processor itself is slow. Here is the same log, had the last
 # rank taken three times as long (*modelled*):
 
