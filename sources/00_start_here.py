@@ -756,7 +756,7 @@ print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 u
 # | [13](13_profiling.ipynb) | Where does a step's time go? | 45 (90) | 85 |
 # | [14](14_debugging_hangs.ipynb) | It hangs. Which rank, which call, why? | 40 (70) | 135 |
 # | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 45 (85) | 160 |
-# | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 50 (135) | 125 |
+# | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 45 (130) | 125 |
 # </details>
 #
 # <details><summary>Do you teach?</summary>

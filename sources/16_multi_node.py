@@ -356,12 +356,11 @@ print(f"{len(undisturbed)} steps, loss {undisturbed[0]:.2f} to {undisturbed[-1]:
 # %% [markdown]
 # Now the same training, started as on a cluster, and all processes of node1 are killed when step 8 is printed. Two
 # flags and a variable make the command elastic. **`--nnodes=1:2`** says that two hosts are wanted and one is enough.
-# **`--max-restarts=3`** says how often an agent may start its ranks again. The variable, which PyTorch 2.13 needs,
-# has the agents tell each other a new address for the ranks in *every* rendezvous, not only in the first. A dead host
-# cannot report its end, so the other agent waits for its heartbeats: `keep_alive_interval` seconds times
-# `keep_alive_max_attempt`. We shorten this to 1 × 4, and the last call for further hosts to 1 s; a cluster should
-# keep the defaults, 5 × 3 and 30 s. **Predict**: with which step does node0 go on, and how many steps does it compute
-# twice?
+# **`--max-restarts=3`** says how often an agent may start its ranks again. With the variable the agents tell
+# each other a new address in *every* rendezvous, not only in the first. A dead host cannot report its
+# end, so the other agent waits for its heartbeats: `keep_alive_interval` seconds times `keep_alive_max_attempt`. We
+# shorten this to 1 × 4; a cluster should keep the default, 5 × 3. **Predict**: with which step does node0 go on, and
+# how many steps does it compute twice?
 
 # %% tags=["nbval-ignore-output"]
 torchrun = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun "
@@ -377,11 +376,11 @@ elastic = run_on_hosts(
 elastic.show(r"^--|Error:|exitcode|step ([1-9]|20) ")
 
 # %% [markdown]
-# Read it from top to bottom. node1 is gone in the middle of a step. The rank on node0 notices at once, because Linux
+# node1 is gone in the middle of a step. The rank on node0 notices at once, because Linux
 # closes the connections of a killed process (`Connection reset by peer`). A host that loses power does not even do
-# that, and then the time-out of the process group has to end the wait. The rank fails, its agent sees exit code 1 and
-# asks for a new rendezvous, which begins only when the heartbeats of node1 are overdue. Then the new world is node0
-# alone, the program starts from the top, and finds a checkpoint.
+# that; then the time-out of the process group ends the wait. The rank fails, its agent sees exit code 1 and
+# asks for a new rendezvous, which begins only when the heartbeats of node1 are overdue. Then node0 is alone, the program starts from the
+# top, and finds a checkpoint.
 
 # %% tags=["nbval-ignore-output"]
 done = elastic.numbers(r"step (\d+) +loss (\S+)")
@@ -396,16 +395,20 @@ assert all(abs(loss / undisturbed[int(step) - 1] - 1) < 1e-3 for step, loss in d
 
 # %% [markdown]
 # The survivor goes on after the last checkpoint, here step 5, and computes steps 6 to 8 again. That work is lost, and
-# nothing else: every loss, before and after, equals that of the undisturbed run to 0.1 %, although half of the ranks
-# are missing. Two decisions in `train.py` make this so. `--batch` counts the windows of a step *over all ranks*, so
-# one rank takes all eight where two took four each; a program whose batch is per rank would silently halve the batch
-# and need another learning rate. And the checkpoint holds the number of samples seen, so no sample is skipped or seen
-# twice.
+# nothing else: every loss equals that of the undisturbed run to 0.1 %, although half of the ranks
+# are missing.
 #
-# More often the scheduler gives you another host for the dead one. Here node1 starts again at once, and with
-# `--nnodes=2` node0 waits for it. **Predict**: with which step do they go on, and which exit codes does node1 have?
+# <details><summary>Two decisions in <code>train.py</code> that make this so</summary>
+#
+# `--batch` counts the windows of a step *over all ranks*, so one rank takes all eight where two took four each; a
+# program whose batch is per rank would silently halve the batch and need another learning rate. And the checkpoint
+# holds the number of samples seen, so no sample is skipped or seen twice.
+# </details>
+#
+# More often the scheduler gives you another host. Here node1 starts again at once, and with
+# `--nnodes=2` node0 waits for it:
 
-# %% tags=["nbval-ignore-output"]
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
 replaced = run_on_hosts(
     f"{torchrun.replace('1:2', '2')} {SCRIPTS / 'train.py'} {flags} --out={folder / 'replaced'}",
     when=[(r"step 8 ", "kill node1"), ("node1 ended", "start node1")],
@@ -418,15 +421,14 @@ assert replaced.exit_codes == [0, 0] and done[-1][0] == 20
 assert all(abs(loss / undisturbed[int(step) - 1] - 1) < 1e-3 for step, loss in done)
 
 # %% [markdown]
-# They go on together after step 5, and node1 ends twice, first with 137 and then with 0. Without the variable both
-# agents would have died instead, a minute later, of `DistStoreError: wait timeout after 60000ms`.
+# They go on together after step 5, and node1 ends twice, first with 137 and then with 0. Without the variable, which
+# PyTorch 2.13 needs, both agents would have died of `DistStoreError: wait timeout after 60000ms`.
 #
 # Two things to know before you rely on it:
 #
 # - **Who keeps the rendezvous?** The agent whose host is the endpoint, here node0. When *that* host dies, the others
 #   lose the store, and their agents end too ([pytorch#67742](https://github.com/pytorch/pytorch/issues/67742)). All
-#   other hosts may be lost, that of rank 0 too if the variable is set. So you need a scheduler that starts the job
-#   again anyway.
+#   other hosts may be lost. So you need a scheduler that starts the job again anyway.
 # - **Heartbeats that are too fast kill the healthy.** An agent that cannot run for a few seconds, on a host that
 #   swaps or waits for a disk, looks dead. What two worlds then do to one checkpoint is in section 12.
 #
@@ -613,8 +615,8 @@ late
 # ([a report](https://github.com/aws-samples/aws-do-eks/pull/51)). NCCL's ports are chosen by the system too, so
 # patient 5 exists there: `Connect to 192.168.1.9<54263> failed : No route to host`
 # ([nccl#1105](https://github.com/NVIDIA/nccl/issues/1105)). `NCCL_DEBUG=INFO` prints which interface each rank has
-# taken. It also shows the fault of GPU clusters that raises no error: `NET/Socket` in place of `NET/IB`, so that all
-# data go over TCP ([lesson 03](03_nccl.ipynb), sections 15 and 16).
+# taken. It also shows a fault that raises no error: `NET/Socket` in place of `NET/IB`, all data over TCP
+# ([lesson 03](03_nccl.ipynb), sections 15 and 16).
 #
 # In the exercises you name the cause of each, and cure it.
 
@@ -915,8 +917,8 @@ plots.loss_curves(curves, f"measured: 60 steps, {where}", "time (s)")
 # first, and some seconds later SIGKILL. A rank must not stop on its own, or the others wait for it in their next
 # collective. So `train.py` sums a flag over all ranks in each step; when one of them has got the signal, *all* finish
 # this step, save, and end with code 75. Here only node1 gets it. We leave out torchrun, and set what it would set,
-# because its own exit code is 1 for every failure, and with `--max-restarts` it starts ranks that end with 75 again
-# (under it, `train.py` therefore stops torchrun too). **Predict** the exit code of each host, and which checkpoint
+# because its own exit code is 1 for every failure, and `--max-restarts` starts even ranks that end with 75 again (so
+# `train.py` stops torchrun too). **Predict** the exit code of each host, and which checkpoint
 # there will be if the signal comes at step 8.
 
 # %% tags=["deeper", "nbval-ignore-output"]
