@@ -1073,9 +1073,9 @@ print(inspect.getsource(stragglers["outside"]))
 print(*report(read_log(out)), sep="\n")
 
 # %% [markdown] tags=["deeper"]
-# Some rank is last at every step, so being last is no fault, and it is not evenly shared either: gloo's
-# all-reduce does not end on all ranks at once, so in most runs here rank 0 comes last in more than half of the
-# steps. So blame a rank only if its own time is far above all others'. `product` is the time of a matrix product that needs no other
+# Some rank is last at every step, so being last is no fault, and it is not evenly shared either: gloo's all-reduce
+# does not end on all ranks at once, so in most runs here rank 0 comes last in more than half of the steps. So blame a
+# rank only if its own time is far above all others'. `product` is the time of a matrix product that needs no other
 # rank, against the median of the ranks: well above 1, the processor itself is slow. Here is the same log, had the last
 # rank taken three times as long (*modelled*):
 

@@ -420,9 +420,9 @@ clinic.score()
 # [`scripts/where.py`](../scripts/where.py) takes the two looks in the middle. It finds the ranks on a host, asks them
 # for stacks and flight records, looks again some seconds later, and says *moving* or who waits for whom. It needs
 # neither root nor the course. A program gets ready for it with one line, `where.listen(folder)`, before it makes its
-# process group. Then a rank answers with the records of gloo and of NCCL (the latter was tested with a stand-in, and not
-# on a GPU). `python where.py --help` has the line that asks all hosts of a Slurm or Kubernetes job, and `--merge`, which
-# compares their answers.
+# process group. Then a rank answers with the records of gloo and of NCCL (the latter was tested with a stand-in, and
+# not on a GPU). `python where.py --help` has the line that asks all hosts of a Slurm or Kubernetes job, and `--merge`,
+# which compares their answers.
 #
 # PyTorch 2.13 has a tool of its own, `torch.distributed.debug.start_debug_server()`, called on all ranks. It shows
 # stacks, both records and profiles of all hosts in a browser, so it is better where you have no shell on the hosts, or

@@ -376,11 +376,11 @@ elastic = run_on_hosts(
 elastic.show(r"^--|Error:|exitcode|step ([1-9]|20) ")
 
 # %% [markdown]
-# node1 is gone in the middle of a step. The rank on node0 notices at once, because Linux
-# closes the connections of a killed process (`Connection reset by peer`). A host that loses power does not even do
-# that; then the time-out of the process group ends the wait. The rank fails, its agent sees exit code 1 and
-# asks for a new rendezvous, which begins only when the heartbeats of node1 are overdue. Then node0 is alone, the program starts from the
-# top, and finds a checkpoint.
+# node1 is gone in the middle of a step. The rank on node0 notices at once, because Linux closes the connections of a
+# killed process (`Connection reset by peer`). A host that loses power does not even do that; then the time-out of the
+# process group ends the wait. The rank fails, its agent sees exit code 1 and asks for a new rendezvous, which begins
+# only when the heartbeats of node1 are overdue. Then node0 is alone, the program starts from the top, and finds a
+# checkpoint.
 
 # %% tags=["nbval-ignore-output"]
 done = elastic.numbers(r"step (\d+) +loss (\S+)")
