@@ -79,6 +79,7 @@ def arguments(world_size: int) -> argparse.Namespace:
     add("--profile-steps", type=int, nargs=2, default=(3, 5), help="first and last, of this call's")
     add("--peak-tflops", type=float, default=math.nan, help="of one device, for MFU (H100: 989)")
     add("--timeout", type=float, default=600, help="seconds until a hanging collective is an error")
+    add("--step-timeout", type=float, default=300, help="the same, from the third step on")
     args = parser.parse_args()
     args.signals, args.shard = [], args.shard or max(1, world_size // (args.replicate * args.tp))
     args.mesh = {"replicate": args.replicate, "shard": args.shard, "tp": args.tp}
@@ -202,8 +203,7 @@ def build(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> G
 
 
 @functools.lru_cache(maxsize=2)
-def order(windows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order in which an epoch goes through the windows."""
+def order(windows: int, seed: int, epoch: int) -> np.ndarray:  # of the windows, in one epoch
     return np.random.default_rng([seed, epoch]).permutation(windows)
 
 
@@ -313,15 +313,14 @@ class Log:
         taken = [(n, a.elapsed_time(b) if on_gpu else 1e3 * (b - a)) for n, a, b in self.moments]
         row = [sum(t for n, t in taken if n == part) / steps for part in PARTS]
         row[1] *= steps  # there is one wait in a line
-        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         rss = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # all that the process has
-        row += [peak if on_gpu else rss for peak in peaks]
+        row += [torch.cuda.max_memory_allocated() or rss, torch.cuda.max_memory_reserved() or rss]
         row += [min(t for n, t in taken if n == "product"), torch.stack(self.losses).mean().item()]
         table = torch.empty(ranks, len(row), dtype=torch.float64)
         dist.all_gather([*table], torch.tensor(row, dtype=torch.float64))
         mean, most = table.mean(0).tolist(), table.amax(0).tolist()
         wait, own = table[:, PARTS.index("wait")], table[:, -2]
-        weights = 12 * args.layers * args.hidden**2 + args.hidden * args.vocabulary
+        weights = args.hidden * (12 * args.layers * args.hidden + args.vocabulary)
         flops = 6 * weights + 12 * args.layers * args.hidden * args.length  # of a token
         record = {"step": step, "loss": mean[-1], **more, "tokens_per_s": speed,
                   "mfu": speed * flops / (args.peak_tflops * 1e12 * ranks),
@@ -396,9 +395,8 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> i
         with log.part("optimizer"):
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
             skipped = 0 if math.isfinite(norm) else skipped + 1
-            rate = learning_rate(args, step)
             for group, decay in zip(optimizer.param_groups, (args.weight_decay, 0), strict=True):
-                group |= {"lr": rate, "betas": (*args.betas,), "weight_decay": decay}
+                group.update(lr=learning_rate(args, step), betas=(*args.betas,), weight_decay=decay)
             if not skipped:
                 optimizer.step()
             optimizer.zero_grad()
@@ -406,6 +404,8 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> i
             raise SystemExit(f"no finite gradients in the last {skipped} steps, up to step {step}")
         step, samples = step + 1, samples + args.batch
         told.wait()
+        for each in mesh.get_all_groups() if profiler.step_num == 2 else ():  # all are past step 1
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.step_timeout), each)
         if flag[1]:  # a save has failed: all ranks end, and say why
             dist.all_gather_object(said := [None] * dist.get_world_size(), lost and repr(lost))
             raise SystemExit(next(filter(None, said)))
@@ -418,7 +418,7 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> i
                 written = dcp.async_save(state, checkpoint_id=partial, process_group=savers)
                 writing = background.submit(publish, args, written, partial)
         if ends or step % args.log_every == 0:
-            log.write(args, step, norm=norm, lr=rate, skipped=skipped)
+            log.write(args, step, norm=norm, lr=group["lr"], skipped=skipped)
             gc.collect(1)
     profiler.stop()
     writing.result()

@@ -535,6 +535,24 @@ def test_time_of_its_own_has_nothing_of_waiting_for_others():
     assert outside(ranks, steps=1) == [16, 16, 16, 66]
 
 
+def time_outs(out: str) -> list[float]:
+    """On a rank: train, and return the time-outs that its groups get."""
+    c10d = torch.distributed.distributed_c10d
+    usual, seen = c10d._set_pg_timeout, []
+    c10d._set_pg_timeout = lambda timeout, group: (seen.append(timeout.total_seconds()), usual(timeout, group))
+    try:
+        program(out, "--tp=2", "--steps=3", "--timeout=90", "--step-timeout=40")
+    finally:
+        c10d._set_pg_timeout = usual
+    return seen
+
+
+def test_collectives_have_less_time_once_the_first_step_is_over(tmp_path):
+    seen = launch(time_outs, str(tmp_path), world_size=2, init=False, timeout=120)
+    groups = seen[0].count(90)
+    assert groups and seen == [groups * [90] + groups * [40]] * 2
+
+
 def slow_in_the_mlp(out: str, slow: int) -> int:
     """On a rank: train, and as rank `slow` sleep for 50 ms in each MLP."""
     gelu, rank = torch.nn.functional.gelu, int(os.environ["RANK"])
