@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 __all__ = ["CourseError", "copy", "lab", "restore", "run_command"]
 
@@ -80,12 +79,12 @@ def _version_of(path: Path) -> str | None:
     return _version(path.read_bytes()) if path.exists() else None
 
 
-def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """For each copied file its ``version``, and the ``offered`` ones: file beside it, and version in that."""
+def _read_manifest(folder: Path) -> dict[str, str]:
+    """Of each file, the version that the learner has got of it or been told of."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return {name: {"version": entry["version"], "offered": entry["offered"]} for name, entry in manifest.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {name: of["version"] if isinstance(of, dict) else of for name, of in manifest.items()}  # once a dict
+    except (OSError, ValueError, KeyError, AttributeError):
         return {}  # none yet, or unreadable: then every file that differs counts as the learner's
 
 
@@ -125,71 +124,23 @@ def _opened(folder: Path, root: Path) -> Path:
     return folder
 
 
-def _unchanged(folder: Path, name: str, entry: dict[str, Any]) -> bool:
-    """True if a copy is as the course gave it, or equal to a newer version that was offered beside it."""
-    return _version_of(folder / name) in (entry["version"], *entry["offered"].values())
-
-
-def _renames(gone: dict[str, str], new: dict[str, str]) -> dict[str, str]:
-    """Guess which of the new files each file that is gone has become; both are given as name and version.
-
-    Equal content decides, then an equal topic (``03_nccl`` and ``04_nccl``), then an equal number.
-    """
-
-    def key(name: str, version: str, kind: str) -> str | None:
-        match = re.fullmatch(r"(.*/)(\d\d)_(.*)", name)
-        if kind == "content":
-            return name.split("/")[0] + version
-        return match and match[1] + match[3 if kind == "topic" else 2]
-
-    renames: dict[str, str] = {}
-    for kind in ("content", "topic", "number"):
-        free = {key(name, new[name], kind): name for name in new if name not in renames.values()}
-        for name in sorted(gone.keys() - renames.keys()):
-            same = key(name, gone[name], kind)
-            if same and same in free:
-                renames[name] = free.pop(same)
-    return renames
-
-
-def _follow(folder: Path, manifest: dict[str, dict[str, Any]], versions: dict[str, str]) -> list[str]:
-    """Rename or remove copies of what the course has renamed or removed since; changed ones stay. Returns sentences."""
+def _drop(folder: Path, gone: dict[str, str]) -> list[str]:
+    """Remove copies of what the course no longer has; changed ones stay. Returns sentences."""
     said = []
-    gone = {name: manifest.pop(name) for name in sorted(manifest.keys() - versions.keys())}
-    new = {name: version for name, version in versions.items() if name not in manifest and not (folder / name).exists()}
-    renames = _renames({name: gone[name]["version"] for name in gone if (folder / name).exists()}, new)
-    for name, entry in gone.items():
-        if name in renames:
-            target = folder / renames[name]
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(folder / name, target)
-            manifest[renames[name]] = entry
-            said.append(f"renamed in the course, and here: {name} is {renames[name]}")
-        elif not (folder / name).exists():
-            continue
-        elif _unchanged(folder, name, entry):
+    for name, version in sorted(gone.items()):
+        if (has := _version_of(folder / name)) == version:
             (folder / name).unlink()
             said.append(f"removed, because the course no longer has it: {name}")
-        else:
+        elif has:
             said.append(f"{name} is no longer part of the course; your copy, which you have changed, stays")
     return said
-
-
-def _beside(folder: Path, name: str, offered: dict[str, str]) -> str:
-    """A name for a new version beside a changed copy; taken are those of files that the learner has changed as well."""
-    for number in itertools.count(1):
-        new = "new_" if number == 1 else f"new{number}_"  # near the start, because JupyterLab cuts long names
-        beside = re.sub(r"(\d\d_)?([^/]+)$", rf"\g<1>{new}\g<2>", name)
-        if not (folder / beside).exists() or _version_of(folder / beside) == offered.get(beside):
-            return beside
-    raise AssertionError
 
 
 def copy(folder: Path, root: Path = ROOT) -> list[str]:
     """Bring a learner's copy of the course up to date; what the learner has changed stays as it is.
 
-    A file that is missing is copied. One that the course has changed since replaces a copy without changes; beside a
-    changed copy it is put once, as ``02_new_…``. Outputs, execution counts and metadata are not changes.
+    A file that is missing is copied. One that the course has changed since replaces a copy without changes; where the
+    copy has changes, it is said once that there is a new version. Outputs and execution counts are not changes.
 
     Parameters
     ----------
@@ -209,23 +160,18 @@ def copy(folder: Path, root: Path = ROOT) -> list[str]:
     folder = _opened(folder, root)
     manifest = _read_manifest(folder)
     course = {name: _fresh(path) for name, path in _course(root).items()}
-    said = _follow(folder, manifest, {name: _version(data) for name, data in course.items()})
+    said = _drop(folder, {name: version for name, version in manifest.items() if name not in course})
+    versions = {name: _version(data) for name, data in course.items()}
     written: dict[str, list[str]] = {"new": [], "updated": []}
-    for name, data in course.items():
-        version, has = _version(data), _version_of(folder / name)
-        entry = manifest.setdefault(name, {"version": None, "offered": {}})
-        if has is None or has != version and _unchanged(folder, name, entry):
-            _write(folder / name, data)
+    for name, version in versions.items():
+        has, known = _version_of(folder / name), manifest.get(name)
+        if has is None or has != version and has == known:
+            _write(folder / name, course[name])
             written["updated" if has else "new"].append(name)
-        elif has != version:
-            if version not in (entry["version"], *entry["offered"].values()):
-                beside = _beside(folder, name, entry["offered"])
-                _write(folder / beside, data)
-                entry["offered"][beside] = version
-                said.append(f"{name} is yours and stays; its new version is {beside}")
-            continue
-        manifest[name] = {"version": version, "offered": {}}
-    _write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+        elif version not in (has, known):
+            which = Path(name).stem if name.endswith(".ipynb") else name
+            said.append(f"{name} is yours and stays; for its new version: make restore L={which}")
+    _write(folder / MANIFEST, json.dumps(versions, indent=1).encode())
     return [_listed(f"{what} in {folder}", names) for what, names in written.items() if names] + said
 
 
@@ -261,17 +207,12 @@ def restore(folder: Path, names: Sequence[str] = (), root: Path = ROOT) -> list[
     kept, fresh = [], _named(course, names)
     for name in fresh:
         data = _fresh(course[name])
-        entry = manifest.get(name, {"version": None, "offered": {}})
-        for each in (name, *entry["offered"]):
-            has = _version_of(folder / each)
-            if has not in (None, entry["version"], _version(data), *entry["offered"].values()):
-                (saved / each).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(folder / each, saved / each)
-                kept.append(each)
-            elif has and each != name:
-                (folder / each).unlink()
+        if _version_of(folder / name) not in (None, manifest.get(name), _version(data)):
+            (saved / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder / name, saved / name)
+            kept.append(name)
         _write(folder / name, data)
-        manifest[name] = {"version": _version(data), "offered": {}}
+        manifest[name] = _version(data)
     _write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
     yours = [_listed(f"yours are in {saved}", kept)] if kept else ["none of them was changed, so nothing was put aside"]
     return [_listed(f"fresh in {folder}", fresh), *yours]

@@ -23,7 +23,7 @@ from course_utils.grading.collect import collect
 from course_utils.learner import CourseError
 
 LESSON, EXERCISE, SCRIPT = "notebooks/02_small.ipynb", "exercises/02_small_exercises.ipynb", "scripts/slurm/train.py"
-NEW = "exercises/02_new_small_exercises.ipynb"
+TOLD = f"{EXERCISE} is yours and stays; for its new version: make restore L=02_small_exercises"
 
 
 @pytest.fixture(autouse=True)
@@ -134,51 +134,22 @@ def test_new_outputs_in_the_course_change_nothing(course: Path, work: Path):
     assert learner.copy(work, course) == []
 
 
-def test_changed_copy_stays_and_the_new_version_is_put_beside_it_once(course: Path, work: Path):
+def test_changed_copy_stays_and_the_new_version_is_told_once(course: Path, work: Path):
     mine = answer(work / EXERCISE)
     put(course / EXERCISE, "# Write it well", "raise NotImplementedError")
-    assert learner.copy(work, course) == [f"{EXERCISE} is yours and stays; its new version is {NEW}"]
-    assert (work / EXERCISE).read_bytes() == mine
-    assert texts(work / NEW)[0] == "# Write it well"
+    assert learner.copy(work, course) == [TOLD]
+    assert (work / EXERCISE).read_bytes() == mine and files(work) == {LESSON, EXERCISE, SCRIPT}
     assert learner.copy(work, course) == []
-    (work / NEW).unlink()
-    assert learner.copy(work, course) == [] and not (work / NEW).exists()
+    learner.restore(work, ["02_small_exercises"], course)
+    assert texts(work / EXERCISE)[0] == "# Write it well"
+    (kept,) = (work / "saved").rglob("*.ipynb")
+    assert kept.read_bytes() == mine
 
 
 def test_changed_copy_without_a_new_version_is_left_alone(course: Path, work: Path):
     mine = answer(work / EXERCISE)
     assert learner.copy(work, course) == []
-    assert (work / EXERCISE).read_bytes() == mine and not (work / NEW).exists()
-
-
-def test_still_newer_version_takes_the_place_of_the_one_offered(course: Path, work: Path):
-    answer(work / EXERCISE)
-    for text in ("# Second", "# Third"):
-        put(course / EXERCISE, text, "raise NotImplementedError")
-        assert len(learner.copy(work, course)) == 1
-    assert texts(work / NEW)[0] == "# Third"
-    assert files(work) == {LESSON, EXERCISE, SCRIPT, NEW}
-
-
-def test_offered_version_that_the_learner_has_changed_is_kept_too(course: Path, work: Path):
-    first = answer(work / EXERCISE)
-    put(course / EXERCISE, "# Second", "raise NotImplementedError")
-    learner.copy(work, course)
-    second = answer(work / NEW, "return 43")
-    put(course / EXERCISE, "# Third", "raise NotImplementedError")
-    third = NEW.replace("_new_", "_new2_")
-    assert learner.copy(work, course) == [f"{EXERCISE} is yours and stays; its new version is {third}"]
-    assert [(work / name).read_bytes() for name in (EXERCISE, NEW)] == [first, second]
-    assert texts(work / third)[0] == "# Third"
-
-
-def test_learner_who_takes_the_offered_version_gets_the_next_one(course: Path, work: Path):
-    answer(work / EXERCISE)
-    put(course / EXERCISE, "# Second", "raise NotImplementedError")
-    learner.copy(work, course)
-    (work / NEW).replace(work / EXERCISE)
-    put(course / EXERCISE, "# Third", "raise NotImplementedError")
-    assert learner.copy(work, course) == [f"updated in {work}: {EXERCISE}"]
+    assert (work / EXERCISE).read_bytes() == mine
 
 
 def test_deleted_copy_comes_back_fresh(course: Path, work: Path):
@@ -206,44 +177,16 @@ def test_dropped_lesson_that_returns_does_not_overwrite_what_was_kept(course: Pa
     (course / EXERCISE).unlink()
     learner.copy(work, course)
     (course / EXERCISE).write_bytes(original)
-    assert learner.copy(work, course) == [f"{EXERCISE} is yours and stays; its new version is {NEW}"]
+    assert learner.copy(work, course) == [TOLD]
     assert (work / EXERCISE).read_bytes() == mine
     assert learner.copy(work, course) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("exercises/05_entirely_other.ipynb", "# Write it"),
-        ("exercises/03_small_exercises.ipynb", "# Write it again"),
-        ("exercises/02_little_exercises.ipynb", "# Write it again"),
-    ],
-    ids=["same-content", "same-topic", "same-number"],
-)
-def test_answers_follow_a_lesson_that_is_renamed(course: Path, work: Path, name: str, text: str):
-    mine = answer(work / EXERCISE)
-    (course / EXERCISE).unlink()
-    put(course / name, text, "raise NotImplementedError")
-    said = learner.copy(work, course)
-    assert said[0] == f"renamed in the course, and here: {EXERCISE} is {name}"
-    assert (work / name).read_bytes() == mine and not (work / EXERCISE).exists()
-    assert (text == "# Write it") is not (work / re.sub(r"(\d\d_)", r"\1new_", name)).exists()
-    assert learner.copy(work, course) == []
-
-
-def test_lesson_that_is_renamed_and_unchanged_has_the_new_content(course: Path, work: Path):
-    (course / LESSON).unlink()
-    put(course / "notebooks/03_small.ipynb", "# Better?", "print('yes')")
-    learner.copy(work, course)
-    assert files(work) == {"notebooks/03_small.ipynb", EXERCISE, SCRIPT}
-    assert texts(work / "notebooks/03_small.ipynb")[0] == "# Better?"
 
 
 def test_file_of_the_learners_own_under_a_new_lessons_name_stays(course: Path, work: Path):
     put(work / "notebooks/03_next.ipynb", "# Mine", "pass")
     put(course / "notebooks/03_next.ipynb", "# The course's", "pass")
     (said,) = learner.copy(work, course)
-    assert said == "notebooks/03_next.ipynb is yours and stays; its new version is notebooks/03_new_next.ipynb"
+    assert said == "notebooks/03_next.ipynb is yours and stays; for its new version: make restore L=03_next"
     assert texts(work / "notebooks/03_next.ipynb")[0] == "# Mine"
 
 
@@ -253,7 +196,7 @@ def test_lost_or_damaged_manifest_loses_no_answers(course: Path, work: Path, man
     (work / learner.MANIFEST).unlink()
     if manifest is not None:
         (work / learner.MANIFEST).write_text(manifest)
-    assert learner.copy(work, course) == [f"{EXERCISE} is yours and stays; its new version is {NEW}"]
+    assert learner.copy(work, course) == [TOLD]
     assert (work / EXERCISE).read_bytes() == mine
     assert learner.copy(work, course) == []
 
@@ -272,9 +215,7 @@ def test_program_that_the_learner_has_changed_stays(course: Path, work: Path):
     (work / SCRIPT).write_text("print(2)\n")
     (course / SCRIPT).write_text("print(3)\n")
     learner.copy(work, course)
-    assert [(work / SCRIPT).with_name(name).read_text() for name in ("train.py", "new_train.py")] == [
-        "print(2)\n", "print(3)\n",
-    ]
+    assert (work / SCRIPT).read_text() == "print(2)\n"
 
 
 def test_restore_gives_fresh_lessons_and_keeps_changed_ones(course: Path, work: Path):
@@ -299,21 +240,6 @@ def test_restore_takes_a_lesson_by_number_or_name(course: Path, work: Path, give
     (kept,) = (work / "saved").rglob("*.ipynb")
     assert kept.read_bytes() == mine[0] and kept.name == Path(EXERCISE).name
     assert (work / "exercises/03_other_exercises.ipynb").read_bytes() == mine[1]
-
-
-def test_restore_tidies_what_was_offered_and_keeps_what_was_written_into_it(course: Path, work: Path):
-    answer(work / EXERCISE)
-    answer(work / LESSON)
-    put(course / EXERCISE, "# Second", "raise NotImplementedError")
-    put(course / LESSON, "# Second", "print('yes')")
-    learner.copy(work, course)
-    answer(work / NEW, "return 43")
-    learner.restore(work, (), course)
-    assert {path.name for path in (work / "saved").rglob("*.ipynb")} == {
-        Path(EXERCISE).name, Path(NEW).name, Path(LESSON).name,
-    }
-    assert {name for name in files(work) if not name.startswith("saved/")} == {LESSON, EXERCISE, SCRIPT}
-    assert learner.copy(work, course) == []
 
 
 def test_two_restores_in_one_second_keep_both(course: Path, work: Path):
