@@ -78,13 +78,14 @@ def replace_rendezvous(
     c10d._is_barrier_after_init = lambda: barrier_after_init(usual)
 
 
-def before_each_new_group(tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``tell(ranks)`` before a group is made that all ranks have to make; returns what undoes it."""
+def before_each_new_group(tell: Callable[[list[int], tuple[int, ...]], None]) -> Callable[[], None]:
+    """Call ``tell(ranks, all ranks)`` before a group is made that all have to make; returns what undoes it."""
     usual = c10d._new_group_with_tag
 
     def new_group(ranks=None, *args, use_local_synchronization=False, **named):
         if not use_local_synchronization:
-            tell(ranks)
+            everybody = tuple(range(c10d.get_world_size()))
+            tell(sorted(everybody if ranks is None else ranks), everybody)
         return usual(ranks, *args, use_local_synchronization=use_local_synchronization, **named)
 
     c10d._new_group_with_tag = new_group

@@ -39,7 +39,6 @@ _POINT_TO_POINT = ("send", "recv")
 _NO_SUCH_RANK = "{op}: there is no rank {peer}, the group has ranks 0 to {last}"  # gloo would hang or crash
 _SECOND_ARGUMENT = ("reduce_scatter", "all_to_all")  # the message is their input, which comes second
 _GROUPS = "new groups"  # the key of the calls of new_group
-_OUTPUTS = ("allgather_", "gather_", "alltoall_")  # operators whose first argument is a list of outputs
 _SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # on all ranks of a group
 _KEEP_PENDING = 64
 _KEEP_SIGNATURES = 100_000
@@ -251,7 +250,7 @@ class Interceptor:
             size = 0 if op == "barrier" else sum(map(_bytes, tensors))
             dtype = "" if op == "barrier" else str(first.dtype).removeprefix("torch.")
             entry = self._begin(op, group, size * (group.size() if shards else 1), peer, dtype)
-            if name in _OUTPUTS:
+            if name in ("allgather_", "gather_", "alltoall_"):  # whose first argument is a list of outputs
                 self._look_at_outputs(entry, flatten(args[0]))
             reduction = "" if reduces_at is None else reduction_name(args[reduces_at])
             if tag_at is None:
@@ -301,14 +300,10 @@ class Interceptor:
             self.status[: 4 + len(text)] = len(text).to_bytes(4, "little") + text
         return entry
 
-    def _new_group(self, ranks) -> None:
+    def _new_group(self, ranks: list[int], everybody: tuple[int, ...]) -> None:
         """Note that this rank makes a group; all ranks have to make the same ones, in the same order."""
-        import torch.distributed as dist
-
-        everybody = tuple(range(dist.get_world_size()))
-        name = f"new_group({sorted(everybody if ranks is None else ranks)})"
         number, now = 1 + len(self.signatures.get(_GROUPS, ())), time.monotonic()
-        entry = Entry(name, _GROUPS, 0, None, everybody, number, now, now, self._caller(), _GROUPS)
+        entry = Entry(f"new_group({ranks})", _GROUPS, 0, None, everybody, number, now, now, self._caller(), _GROUPS)
         self._sign(entry, "", "")
         if self.announce is not None:
             self.announce(entry, "", (), "")
@@ -319,17 +314,13 @@ class Interceptor:
 
     def _look_at_outputs(self, entry: Entry, outputs: Iterator) -> None:
         """Note, or with ``verify`` refuse, outputs that are one tensor, as in ``[t] * n``."""
-        places: dict[int, list[int]] = {}
-        for number, tensor in enumerate(outputs):
-            if tensor.numel():
-                places.setdefault(tensor.data_ptr(), []).append(number)
-        same = next((numbers for numbers in places.values() if len(numbers) > 1), None)
-        if same is not None and not self.aliased:
-            what = f"outputs {', '.join(map(str, same))}"
+        places = [tensor.data_ptr() if tensor.numel() else 0 for tensor in outputs]
+        twice = next((place for place in places if place and places.count(place) > 1), 0)
+        if twice and not self.aliased:
+            what = f"outputs {', '.join(str(i) for i, place in enumerate(places) if place == twice)}"
             self.aliased = f"{entry.op} #{entry.number}: {what} of rank {{rank}} are the same memory"
             if self.announce is not None:
-                raise ValueError(f"{entry.op}: {what} are the same memory, as [t] * n makes them; "
-                                 "make a tensor for each: [torch.empty_like(t) for _ in range(n)]")
+                raise ValueError(f"{entry.op}: {what} are the same memory, as [t] * n makes them: make one for each")
 
     def _sign(self, entry: Entry, dtype: str, reduction: str) -> None:
         """Note what the other ranks of the group must pass too. Where they do not, gloo may say nothing."""

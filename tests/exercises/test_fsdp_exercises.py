@@ -109,7 +109,7 @@ WRONG["reshard"] = {
     ],
     "balanced": f"{BOUNDS}  ->  small, more = divmod(rows, ranks)\n"
     "begin = rank * small + min(rank, more)\nend = begin + small + (rank < more)",
-    "padding": f"{JOINED}  ->  return F.pad(torch.cat(pieces), (0, 0, 0, new - (end - begin)))",
+    "padding": f"{JOINED}  ->  return torch.nn.functional.pad(torch.cat(pieces), (0, 0, 0, new - (end - begin)))",
     "order": "in range(saved)  ->  in reversed(range(saved))",
     "own-file": f"{JOINED}  ->  return read(rank, 0, min((rank + 1) * old, rows) - rank * old)",
     "whole": f"{BOUNDS}  ->  begin, end = 0, rows",

@@ -469,14 +469,16 @@ def other_mesh():
     (other_members, ("rank 1", "new_group([0, 1, 2])", "ranks 0,2,3", "new_group([0, 1])")),
     (other_mesh, ("rank 3", "new_group([0])", "ranks 0-2", "new_group([0, 2])")),
 ])
-def test_groups_that_ranks_make_differently_are_told(function, words):
+def test_groups_that_ranks_make_differently_are_told(function, words, capsys):
     with pytest.raises(MismatchError) as caught:
         launch(function, world_size=4, verify=True)
     assert all(word in str(caught.value) for word in words), caught.value
-    with pytest.raises(HangError) as caught:
+    try:
         launch(function, world_size=4, timeout=3)
-    assert "make different groups" in caught.value.fault
-    assert all(word in caught.value.fault for word in words), caught.value
+        said = capsys.readouterr().out  # gloo has connected the ranks, by luck
+    except HangError as error:
+        said = error.fault
+    assert "make different groups" in said and all(word in said for word in words), said
 
 
 def test_a_group_that_a_rank_does_not_make_is_told():
