@@ -91,8 +91,8 @@ def launch(
         never go on are told at once. It costs some microseconds an operation.
 
     A function cannot have keyword arguments with these names; ``launch`` takes them for its own.
-    Ranks are forked from one process and share its hash seed: under ``torchrun`` each has its own, so that the order of a
-    set of strings differs from rank to rank there.
+    Ranks are forked from one process and share its hash seed: under ``torchrun`` each has its own, so that the order of
+    a set of strings differs from rank to rank there.
 
     Returns
     -------
