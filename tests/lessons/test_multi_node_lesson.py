@@ -88,7 +88,7 @@ def test_when_the_host_of_the_rendezvous_dies_the_others_end_too(tmp_path):
     (3, "32", [("node0 . step 3 in a world of 3", "kill node0")]),
 ], ids=["killed_host_comes_back", "host_of_rank_0_dies"])
 def test_elastic_agents_meet_again(tmp_path, hosts, worlds, when):
-    """Without the variable, in PyTorch 2.13: `DistStoreError: wait timeout after 60000ms, keys: …/MASTER_ADDR`."""
+    """Without the variable, in PyTorch 2.13: `DistStoreError: wait timeout after 60000ms`; the survivors never meet."""
     (tmp_path / "meet.py").write_text(MEET)
     agent = TORCHRUN.replace("=1:2", f"={hosts - 1}:{hosts}").replace("node0:", f"node{2 * hosts - 4}:")
     run = run_on_hosts(f"{agent}{QUICK}{tmp_path}/meet.py {tmp_path}/worlds {worlds}", hosts, timeout=80, when=when,
