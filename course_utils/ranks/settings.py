@@ -167,7 +167,12 @@ class Settings:
         """Whether `put_back` would undo all that was changed; if not, this process should not be used again."""
         torch.set_default_device(None)  # a mode too, but one that has an end
         left = count_modes() > 0 or torch.is_inference_mode_enabled() or extra_threads()
-        return not left and (_process_limits(), _flags()) == (self._limits, self._flags) and not self._replaced()
+        try:
+            torch.get_float32_matmul_precision()
+            same = (_process_limits(), _flags()) == (self._limits, self._flags)
+        except RuntimeError:  # TF32 was set by PyTorch's newer names, and then it cannot be read by the older ones
+            return False
+        return same and not left and not self._replaced()
 
     def _replaced(self) -> bool:
         """Whether a function in PyTorch or the standard library is another one now."""
@@ -188,8 +193,8 @@ class Settings:
         self._put_back_signals()
         self._put_back_functions()
         for (read, write), value in zip(_VALUES, self._values, strict=True):
-            if read() != value:
-                with contextlib.suppress(Exception):  # as it is, it does no harm
+            with contextlib.suppress(Exception):  # as it is, it does no harm
+                if read() != value:
                     write(value)
         torch.set_printoptions(profile="default")
         for hooks in _HOOKS:

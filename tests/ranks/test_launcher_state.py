@@ -98,6 +98,8 @@ def settings() -> dict[str, tuple]:
         "time": (lambda: setattr(time, "time", broken), lambda: time.time() > 0),
         "getcwd": (lambda: setattr(os, "getcwd", broken), lambda: os.getcwd()),
         "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
+        "TF32 by its newer name": (
+            lambda: setattr(torch.backends, "fp32_precision", "tf32"), lambda: torch.backends.fp32_precision),
         "flush denormal": (lambda: torch.set_flush_denormal(True) and None, lambda: (x * 1e-40).item()),
         "decimal": (lambda: setattr(decimal.getcontext(), "prec", 3), lambda: decimal.getcontext().prec),
         "print options": (lambda: np.set_printoptions(precision=1), lambda: np.get_printoptions()["precision"]),
