@@ -129,7 +129,7 @@ with expect_error(HangError):
 # no majority, so you have to read the program: which of the two lines should not have been reached?
 #
 # > **Under NCCL.** Here, with gloo, a rank stands in the collective that does not end. With NCCL a call only puts the
-# > collective into the GPU's queue and returns, so Python goes on to the first line that needs a result, such as
+# > collective into the GPU's queue and returns, so Python continues to the first line that needs a result, such as
 # > `.item()`, `.cpu()` or `torch.cuda.synchronize()`, perhaps many layers later, and *on all waiting ranks alike*. It
 # > may spin there at 100 % of a core, which looks like work
 # > ([CUDA runtime API](https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html),
