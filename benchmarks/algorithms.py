@@ -22,7 +22,7 @@ from course_utils import launch
 from course_utils.authoring import code_cells
 from course_utils.costs import fit_alpha_beta, format_bytes
 
-LESSON = Path(__file__).resolve().parents[1] / "sources" / "03_nccl.py"
+LESSON = Path(__file__).resolve().parents[1] / "lessons" / "nccl" / "lesson.py"
 LARGEST = 2**24  # bytes; the goal for the ring is for this size
 GOALS = {"ratio": 3.0, "error": 0.2}
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from course_utils import launch, record
 from course_utils.models import build_gpt
 
-LESSON = Path(__file__).resolve().parents[1] / "sources" / "04_ddp.py"
+LESSON = Path(__file__).resolve().parents[1] / "lessons" / "ddp" / "lesson.py"
 KINDS = ("AfterBackward", "FlatBuckets", "Overlapped")
 GOAL = 1.3  # step of Overlapped as a multiple of DistributedDataParallel's
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import environments
 from report import table
 
-from course_utils.ffcv import ImageFolder, image_folder, missing
+from lessons.ffcv_data_loading.ffcv import ImageFolder, image_folder, missing
 
 DOCS = environments.ROOT / "docs" / "loading.json"
 BASE = ("numpy", "pillow")

@@ -202,7 +202,7 @@ def threads_raw(images: Path, data: Path, workers: int) -> Epoch:
 def ffcv(mode: str, jit: bool = True) -> Callable[[Path, Path, int], Epoch]:
     def way(images: Path, data: Path, workers: int) -> Epoch:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-        from course_utils.ffcv import apply_fixes
+        from lessons.ffcv_data_loading.ffcv import apply_fixes
 
         if "COURSE_BENCH_UNFIXED" not in os.environ:
             apply_fixes()
@@ -213,7 +213,7 @@ def ffcv(mode: str, jit: bool = True) -> Callable[[Path, Path, int], Epoch]:
         from ffcv.pipeline import Compiler
         from ffcv.transforms import RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
 
-        from course_utils.ffcv import ImageFolder
+        from lessons.ffcv_data_loading.ffcv import ImageFolder
 
         file = data / f"{mode}.beton"
         if not file.exists():

@@ -26,7 +26,7 @@ from course_utils import launch
 from course_utils.memory import PARTS, held_memory, track
 from course_utils.models import TransformerConfig, build_gpt
 
-LESSON = Path(__file__).resolve().parents[1] / "sources" / "06_zero.py"
+LESSON = Path(__file__).resolve().parents[1] / "lessons" / "zero" / "lesson.py"
 MODELS = {"small": TransformerConfig(), "larger": TransformerConfig(layers=4, heads=8, hidden=256)}
 WARM_UP = 3  # steps
 

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-import tools
 from kernel import kernel
 from scenarios import Effort, first_result_cold, first_result_ready, must
+
+import tools
 
 LEDGER = """
 import statistics, time

@@ -24,6 +24,7 @@ import own
 import scenarios
 from figure import draw
 from report import KINDS, markdown, targets
+
 from tools import TOOLS, Tool
 
 DOCS = environments.ROOT / "docs" / "benchmark.json"

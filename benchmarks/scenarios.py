@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 from kernel import Cell, Kernel, kernel
+
 from tools import Setting, Tool
 
 SETUP_LIMIT = 120.0  # s, for starting engines and the like

@@ -115,7 +115,7 @@ def _notebooks(given: argparse.Namespace) -> list[str]:
 
 def _check_deepspeed(path: Path, world_size: int | None, filled: bool) -> int:
     """Print what there is to say about a DeepSpeed configuration; return 1 if that is more than notes."""
-    from .deepspeed_tools import check_file, read_file, report, what_runs
+    from lessons.deepspeed.deepspeed_tools import check_file, read_file, report, what_runs
 
     try:
         found = check_file(path, world_size, filled)

@@ -192,7 +192,7 @@ _KINDS = {"nvlink": "NVLink", "pcie": "PCIe", "ib": "InfiniBand", "eth": "Ethern
 def growth(
     keys: Sequence[str] = ("p100", "v100", "a100", "h100", "h200", "b200"),
 ) -> tuple[list[str], dict[str, list[float]]]:
-    """Name and year of GPUs with NVLink, and their figures by what they count, as `plots.generations` draws them."""
+    """Name and year of GPUs with NVLink, and their figures by what they count, as lesson 01 draws them."""
     line = [GPUS[key] for key in keys]
     figures = {
         "16-bit arithmetic": [gpu.flops["fp16"] for gpu in line],

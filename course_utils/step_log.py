@@ -48,7 +48,7 @@ def longest(runs: Sequence[Sequence[Span]], name: str) -> float:
 
 
 def side_by_side(**groups: Sequence[Sequence[Span]]) -> dict[str, list[Span]]:
-    """Rows for ``plots.timeline`` of runs that were made one after the other, each from its own first moment.
+    """Rows for `draw.lanes.timeline` of runs that were made one after the other, each from its own first moment.
 
     A group of one rank gives a row of the group's name, a larger one a row for each rank.
     """

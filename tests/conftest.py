@@ -32,7 +32,7 @@ LONG = (  # what takes a minute or so, in the order in which workers begin it; a
     "tests/grading/",
     "tests/promises/test_benchmarks.py", "tests/promises/test_notebooks.py", "notebooks/",
     "tests/ranks/test_hangs_clinic.py", "tests/lessons/test_multi_node", "tests/ranks/test_where", "solutions/",
-    "tests/promises/test_loading_benchmark.py", "tests/lessons/test_data_loading_lesson.py",
+    "tests/promises/test_loading_benchmark.py", "tests/lessons/test_ffcv_data_loading_lesson.py",
     "tests/ranks/test_launcher", "tests/promises/test_b", "tests/promises/test_environment.py",
     "tests/figures/test_memory_widget.py", "tests/figures/test_mesh_widget.py", "tests/figures/test_widgets.py",
     "tests/figures/test_", "tests/models/test_fabric.py", "tests/models/test_memory.py", "tests/models/test_models.py",
@@ -40,7 +40,7 @@ LONG = (  # what takes a minute or so, in the order in which workers begin it; a
 #: What `--quick` leaves out whole: kernels, browsers, other programs, ranks. Where else ranks are asked for, it skips.
 SLOW_PARTS = (
     "tests/ranks/", "tests/grading/", "tests/lessons/", "tests/exercises/test_checks_",
-    "tests/exercises/test_data_loading_exercises.py", "tests/models/test_c_programs.py",
+    "tests/exercises/test_ffcv_data_loading_exercises.py", "tests/models/test_c_programs.py",
     "tests/models/test_fabric.py::test_works_under_torchrun",
     "tests/models/test_ffcv_fixes.py", "tests/models/test_images.py", "tests/promises/test_benchmarks.py",
     "tests/promises/test_bootstrap.py", "tests/promises/test_browser.py", "tests/promises/test_build.py",
@@ -201,10 +201,10 @@ def what_ranks_find_imported(request: pytest.FixtureRequest):
 
     slow, wanted = (), ["pytest", "torch._dynamo"]
     if not request.node.nodeid.startswith("tests/ranks/"):
-        slow, checks = processes.SLOW, sorted((ROOT / "course_utils" / "checks").glob("[a-z]*.py"))
-        wanted += [*slow, *(f"course_utils.checks.{path.stem}" for path in checks)]
+        slow, checks = processes.SLOW, sorted((ROOT / "lessons").glob("*/check.py"))
+        wanted += [*slow, *(f"lessons.{path.parent.name}.check" for path in checks)]
     if "deepspeed" in request.node.nodeid:
-        from course_utils.deepspeed_tools.runs import PRELOADED
+        from lessons.deepspeed.deepspeed_tools.runs import PRELOADED
 
         wanted += PRELOADED
     server = processes.server_id()
@@ -230,3 +230,13 @@ def missing(what: str) -> None:
     if os.environ.get("CI"):
         pytest.fail(f"missing under CI: {what}")
     pytest.skip(f"needs {what}")
+
+
+def write_lesson(root: Path, name: str, text: str) -> Path:
+    """Write the text of a lesson or of its exercises, such as ``90_small_exercises``, into its room below ``root``."""
+    room = root / "lessons" / name[3:].removesuffix("_exercises")
+    room.mkdir(parents=True, exist_ok=True)
+    (room / "__init__.py").write_text(f'"""Lesson {name[:2]}: a test."""\n')
+    path = room / ("exercises.py" if name.endswith("_exercises") else "lesson.py")
+    path.write_text(text)
+    return path

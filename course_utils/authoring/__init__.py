@@ -5,7 +5,9 @@ from __future__ import annotations
 from .builder import FOLDERS, ROOT, build, build_core, check, execute, test_lesson
 from .minutes import update as update_minutes
 from .notebooks import STUB, code_cells
+from .rooms import texts
 
 __all__ = [
-    "FOLDERS", "ROOT", "STUB", "build", "build_core", "check", "code_cells", "execute", "test_lesson", "update_minutes",
+    "FOLDERS", "ROOT", "STUB", "build", "build_core", "check", "code_cells", "execute", "test_lesson", "texts",
+    "update_minutes",
 ]

@@ -22,29 +22,30 @@ def _targets(root: Path, names: list[str]) -> dict[Path, tuple[Any, bool]]:
     """Every notebook that the sources give: path, notebook without outputs, whether it is executed."""
     from .notebooks import from_text, mark_exercises, strip, with_ids
     from .pages import dress
+    from .rooms import texts
 
-    sources = sorted((root / "sources").glob("[0-9][0-9]_*.py"))
-    exercises = [path.stem.removesuffix("_exercises") for path in sources if path.stem.endswith("_exercises")]
-    lessons = [path.stem for path in sources if not path.stem.endswith("_exercises")]
+    sources = texts(root)
+    exercises = [name.removesuffix("_exercises") for name in sources if name.endswith("_exercises")]
+    lessons = [name for name in sources if not name.endswith("_exercises")]
     targets: dict[Path, tuple[Any, bool]] = {}
 
     def add(folder: str, name: str, suffix: str, nb: Any) -> None:
         nb = with_ids(dress(nb, folder, name, lessons, exercises))
         targets[root / folder / f"{name}{suffix}.ipynb"] = (nb, folder != "exercises")
 
-    for source in sources:
-        name = source.stem.removesuffix("_exercises")
+    for stem, source in sources.items():
+        name = stem.removesuffix("_exercises")
         if names and name not in names:
             continue
         nb = from_text(source.read_text(encoding="utf-8"))
-        if source.stem == name:
+        if stem == name:
             add("notebooks", name, "", nb)
         else:
             nb = mark_exercises(nb)
             add("exercises", name, "_exercises", strip(nb))
             add("solutions", name, "_solutions", nb)
     if not targets:
-        raise SystemExit(f"no source in {root.name}/sources" + (f" for {', '.join(names)}" if names else ""))
+        raise SystemExit(f"no text in {root.name}/lessons" + (f" for {', '.join(names)}" if names else ""))
     return targets
 
 
@@ -129,7 +130,7 @@ def build_core(root: Path = ROOT, names: list[str] | None = None, folder: Path |
     from .core import core_edition, core_faults, is_deeper, moved_links
 
     folder = folder or root / "core"
-    if folder.resolve() in {(root / name).resolve() for name in (*FOLDERS, "sources")}:
+    if folder.resolve() in {(root / name).resolve() for name in (*FOLDERS, "lessons")}:
         raise SystemExit(f"{folder} holds the course itself; name another folder for the core edition")
     lessons = {path.stem: nb for path, (nb, _) in _targets(root, names or []).items() if path.parent.name == FOLDERS[0]}
     failed = []
@@ -165,17 +166,16 @@ def execute(paths: list[Path], jobs: int = 1, timeout: int = 300) -> list[str]:
 
 def test_lesson(number: str, root: Path = ROOT) -> int:
     """Build a lesson and its exercises, compare their outputs, and run their tests; returns the exit status."""
-    sources = sorted((root / "sources").glob(f"{number}_*.py")) if number else []
-    if not sources:
-        numbers = sorted({path.name[:2] for path in (root / "sources").glob("[0-9][0-9]_*.py")})
+    from .rooms import texts
+
+    name = next((name for name in texts(root) if number and name.startswith(f"{number}_")), None)
+    if not name:
+        numbers = sorted({name[:2] for name in texts(root)})
         raise SystemExit(f"which lesson? one of {', '.join(numbers)}, such as make lesson L=04")
-    name = sources[0].stem.removesuffix("_exercises")
     if failed := build(root, [name]):
         print("\n".join(failed), file=sys.stderr)
         return 1
-    topics = [re.search(r"course_utils\.checks import (\w+) as check", path.read_text("utf-8")) for path in sources]
-    topic = next((found[1] for found in topics if found), name[3:])
-    tests = [path for folder in ("lessons", "exercises") for path in root.glob(f"tests/{folder}/test_{topic}_*.py")]
+    tests = [path for folder in ("lessons", "exercises") for path in root.glob(f"tests/{folder}/test_{name[3:]}_*.py")]
     files = [*map(str, sorted(tests)), f"notebooks/{name}.ipynb", f"solutions/{name}_solutions.ipynb"]
     compare = ["--nbval", "--nbval-cell-timeout=300", "--nbval-sanitize-with", "tests/sanitise.cfg"]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", *compare]

@@ -2,8 +2,8 @@
 
 What counts: 130 words of prose a minute, 12 lines of code a minute, a minute and a half for each prediction, and an
 exercise what its card says. Words are those of the text and its tables, without headings' and tables' marks, formulas
-and targets of links. Lines of code are those that are not empty, in cells and in fenced blocks. What is folded away,
-text or code, does not count: it is there for those who want it.
+and targets of links. Lines of code are those in cells and in fenced blocks that are neither empty nor imports. What is folded
+away, text or code, does not count: it is there for those who want it.
 
 The figures in README.md, docs/instructor.md and the openings of the lessons come from here; :func:`update` writes them.
 In tables of lessons it fills the columns *read, min* and *exercises, min*; where a table has a column *lessons:
@@ -19,6 +19,8 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from .rooms import texts
 
 __all__ = [
     "MARK", "Section", "chosen", "core_reading", "exercises", "lessons", "names", "reading", "rounded", "sections",
@@ -65,6 +67,7 @@ def _cells(source: Path) -> list[tuple[bool, str]]:
 
 
 def _lines(code: str) -> int:
+    code = re.sub(r"^(?:from \S+ import \([^)]*\)|(?:from|import) .*)$", "", code, flags=re.MULTILINE)
     return sum(bool(line.strip()) for line in code.splitlines())
 
 
@@ -106,7 +109,7 @@ def _section(heading: str, cells: list[tuple[bool, str]]) -> Section:
 
 def lessons(root: Path = ROOT) -> list[str]:
     """Names of the lessons, such as ``02_collectives``."""
-    return sorted(path.stem for path in (root / "sources").glob("[0-9][0-9]_*.py") if "_exercises" not in path.stem)
+    return [name for name in texts(root) if not name.endswith("_exercises")]
 
 
 def _lesson(number: str, root: Path) -> str:
@@ -119,7 +122,7 @@ def _lesson(number: str, root: Path) -> str:
 def sections(lesson: str, root: Path = ROOT) -> list[Section]:
     """Sections of a lesson in their order, the opening first; ``lesson`` is its number or name."""
     found: list[tuple[str, list[tuple[bool, str]]]] = [("Opening", [])]
-    for text, content in _cells(root / "sources" / f"{_lesson(lesson, root)}.py"):
+    for text, content in _cells(texts(root)[_lesson(lesson, root)]):
         parts = re.split(r"^## (.*)$", content, flags=re.MULTILINE) if text else [content]
         found[-1][1].append((text, parts[0]))
         found += [(title, [(True, rest)]) for title, rest in zip(parts[1::2], parts[2::2], strict=True)]
@@ -134,8 +137,8 @@ def sections(lesson: str, root: Path = ROOT) -> list[Section]:
 
 
 def _cards(lesson: str, root: Path) -> dict[int, tuple[str, int]]:
-    source = root / "sources" / f"{_lesson(lesson, root)}_exercises.py"
-    text = source.read_text(encoding="utf-8") if source.exists() else ""
+    source = texts(root).get(f"{_lesson(lesson, root)}_exercises")
+    text = source.read_text(encoding="utf-8") if source else ""
     card = r"^# ## Exercise (\d+) · (.*)\n#\n# \| difficulty \| minutes .*\n.*\n# \|[^|]*\| *(\d+) "
     return {int(number): (title, int(minutes)) for number, title, minutes in re.findall(card, text, re.MULTILINE)}
 
@@ -269,9 +272,9 @@ def _listing(root: Path) -> str:
 
 def _texts(root: Path) -> dict[Path, str]:
     """Every file with figures of the clock, as it should be."""
-    texts = {}
+    found = {}
     for name in lessons(root):
-        path = root / "sources" / f"{name}.py"
+        path = texts(root)[name]
 
         def whole(found: re.Match, name: str = name) -> str:
             core, deep = _figures(name, root)
@@ -283,16 +286,16 @@ def _texts(root: Path) -> dict[Path, str]:
 
         text = path.read_text(encoding="utf-8")
         text = _replaced(text, TIME, whole)
-        texts[path] = _replaced(text, r"(\*\*Time:\*\*.*\bsections (\d+) to (\d+):) \d+ minutes", part)
-        path = path.with_name(f"{name}_exercises.py")
+        found[path] = _replaced(text, r"(\*\*Time:\*\*.*\bsections (\d+) to (\d+):) \d+ minutes", part)
+        path = path.with_name("exercises.py")
         if path.exists():
             minutes = sum(exercises(name, root).values())
-            texts[path] = _replaced(path.read_text(encoding="utf-8"), r"All of them take about [^.]*\.",
+            found[path] = _replaced(path.read_text(encoding="utf-8"), r"All of them take about [^.]*\.",
                                     f"All of them take about {minutes} minutes.")
-    for path in [root / "sources" / "00_start_here.py", root / "README.md", root / "docs" / "instructor.md"]:
-        text = texts.get(path) or path.read_text(encoding="utf-8")
-        texts[path] = _rows(re.sub(LISTED, lambda _: _listing(root), text, flags=re.DOTALL), root)
-    return texts
+    for path in [root / "lessons" / "start_here" / "lesson.py", root / "README.md", root / "docs" / "instructor.md"]:
+        text = found.get(path) or path.read_text(encoding="utf-8")
+        found[path] = _rows(re.sub(LISTED, lambda _: _listing(root), text, flags=re.DOTALL), root)
+    return found
 
 
 def update(root: Path = ROOT, write: bool = False) -> list[Path]:

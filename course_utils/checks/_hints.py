@@ -1,4 +1,4 @@
-"""Hints of the exercises, read from ``hints/<topic>.toml`` beside this file.
+"""Hints of the exercises, read from the TOML file beside a lesson's check.
 
 A table for each exercise has its hints by key. A table whose name begins with an underscore is a family, which
 exercises share: ``extends = ["replicas"]`` adds the hints of ``[_replicas]``; a hint of the exercise's own comes before
@@ -12,9 +12,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HintError", "load_hints"]
+__all__ = ["COMMON", "HintError", "load_hints", "read_hints"]
 
-_FOLDER = Path(__file__).parent / "hints"
+#: Hints of all exercises.
+COMMON = Path(__file__).with_name("hints.toml")
 _KEY = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -22,13 +23,14 @@ class HintError(ValueError):
     """A file of hints says something that it may not, or does not exist."""
 
 
-def load_hints(topic: str, folder: Path = _FOLDER) -> dict[str, dict[str, str]]:
-    """The hints of all exercises of a topic: exercise to hint key to text.
+def load_hints(module: str) -> dict[str, dict[str, str]]:
+    """The hints beside a module: ``hints.toml`` for ``check.py``, else those named after it (its ``__file__``)."""
+    path = Path(module)
+    return read_hints(path.with_name("hints.toml" if path.stem == "check" else f"{path.stem}_hints.toml"))
 
-    Parameters
-    ----------
-    topic : str
-        Name of the file without its ending, such as ``interconnects``.
+
+def read_hints(path: Path) -> dict[str, dict[str, str]]:
+    """The hints of all exercises of a file: exercise to hint key to text.
 
     Raises
     ------
@@ -36,12 +38,10 @@ def load_hints(topic: str, folder: Path = _FOLDER) -> dict[str, dict[str, str]]:
         There is no such file, it is no TOML, a key or text is none, an exercise extends a family that does not exist,
         or nobody extends a family.
     """
-    path = folder / f"{topic}.toml"
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = ", ".join(sorted(file.stem for file in folder.glob("*.toml")))
-        raise HintError(f"there are no hints on {topic!r}; choose one of {known}") from None
+        raise HintError(f"there are no hints at {path}") from None
     except tomllib.TOMLDecodeError as error:
         raise HintError(f"{path.name}: {error}") from None
     families = {name[1:]: _texts(path, name, table) for name, table in tables.items() if name.startswith("_")}

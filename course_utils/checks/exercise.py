@@ -15,9 +15,9 @@ import torch
 
 from ..ranks import Watch, is_learner, share
 from . import traffic
-from ._hints import load_hints
-from ._limits import COMPUTING, LIMIT, Endless, limited
+from ._hints import COMMON, read_hints
 from .compare import alike, close, show, slip_of
+from .limits import COMPUTING, LIMIT, Endless, limited
 
 __all__ = ["BACKEND", "COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Outcome", "checked"]
 
@@ -30,7 +30,7 @@ _RANKS = re.compile(  # errors that the number of ranks may explain: an index, a
     re.IGNORECASE,
 )
 
-COMMON_HINTS = load_hints("common")["every"]
+COMMON_HINTS = read_hints(COMMON)["every"]
 
 
 class CheckFailed(AssertionError):

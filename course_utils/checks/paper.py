@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._hints import load_hints
+from ._hints import COMMON, read_hints
 from .compare import listed
 from .edits import edited_function
 from .exercise import Exercise, checked
@@ -21,7 +21,7 @@ __all__ = ["draw_mixed", "paper_problem", "wrong_formulas"]
 Formula = Callable[..., Any]
 Slip = str | Mapping[str, str] | Formula
 
-_HINTS = load_hints("common")["paper"]
+_HINTS = read_hints(COMMON)["paper"]
 _TRIES = 100  # draws of a case that the formula can compute and that is none of the fixed ones
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
+from ..authoring.rooms import texts
 from ..programs import ROOT
 from .setting import CheckError, Setting, Skip
 
@@ -69,7 +70,7 @@ _OUTPUT = 40  # last lines of what a cell prints that the report keeps
 
 def _source(number: str) -> tuple[str, list[tuple[int, ast.Module, str]]]:
     """The lesson's file, and its code cells: line of the beginning, tree, text. Cells with magics are left out."""
-    path = next(p for p in sorted((ROOT / "sources").glob(f"{number}_*.py")) if not p.stem.endswith("_exercises"))
+    path = next(path for name, path in texts(ROOT).items() if name.startswith(number))
     text, cells = path.read_text(encoding="utf-8"), []
     heads = [*re.finditer(r"^# %%(.*)$", text, re.MULTILINE)]
     for head, following in zip(heads, [*heads[1:], None], strict=True):

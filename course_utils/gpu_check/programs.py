@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .. import c_programs
+from lessons.nccl import c_programs
+
 from ..programs import SCRIPTS, TEXT, read_log
 from .machine import data_sheet
 from .report import measured

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sysconfig
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_PLACES = {sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")} | {_PACKAGE}
-_LIBRARIES = ("<frozen", *(place + os.sep for place in _PLACES))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+#: Folders of the course's own code.
+PACKAGES = tuple(os.path.join(_ROOT, name) + os.sep for name in ("course_utils", "lessons"))
+_PLACES = [sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib")]
+_LIBRARIES = ("<frozen", *_PLACES, *PACKAGES)
 
 
 def is_learner(filename: str) -> bool:

@@ -13,12 +13,11 @@ import torch
 import torch.distributed
 
 from ..torch_internals import C10D_FILE, group_names
-from .learner_code import is_learner
+from .learner_code import PACKAGES, is_learner
 from .ledger import Entry, interceptor
 from .settings import extra_threads
 from .state import state
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PREPARES = ("init_process_group", "destroy_process_group", "set_device")  # what a rank calls before a function
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WORKER = os.path.join(os.path.dirname(__file__), "worker.py")
@@ -40,7 +39,7 @@ def _parts(error: BaseException) -> list[BaseException]:
 def describe(error: BaseException) -> dict:
     """An exception as plain data: its classes need not exist in the notebook."""
     frames = [_frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    while frames and frames[0]["file"].startswith(_PACKAGE) and len(frames) > 1:
+    while frames and frames[0]["file"].startswith(PACKAGES) and len(frames) > 1:
         frames.pop(0)
     text = "\n".join("".join(traceback.format_exception_only(part)).strip() for part in _parts(error))
     before, chain = error, []

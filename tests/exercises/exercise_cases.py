@@ -30,7 +30,7 @@ import pytest
 from course_utils.checks import COMMON_HINTS, CheckFailed
 from course_utils.checks.edits import EditError, edited
 
-SOURCES = Path(__file__).resolve().parents[2] / "sources"
+LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 SOLUTION = re.compile(r"### BEGIN SOLUTION.*?### END SOLUTION", re.DOTALL)
 MARKER = re.compile(r"^ *### (BEGIN|END) SOLUTION\n?", re.MULTILINE)
 
@@ -109,7 +109,7 @@ class ExerciseTests:
         from course_utils.authoring import code_cells  # here, for ranks import this module too
 
         calls = [f"\ncheck.{name}({name})\n" for name in cls.exercises()]
-        texts = {path: path.read_text("utf-8") for path in SOURCES.glob("*_exercises.py")}
+        texts = {path: path.read_text("utf-8") for path in LESSONS.glob("*/exercises.py")}
         (source,) = (path for path, text in texts.items() if all(call in text for call in calls))
         return code_cells(source)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import random
-import re
 import sys
 import threading
-import tomllib
 from fractions import Fraction
 from pathlib import Path
 
@@ -20,7 +18,7 @@ import torch.distributed as dist
 
 from course_utils import Entry, checks
 from course_utils.checks import CheckFailed, Exercise, Outcome, message_steps, paper, paper_problem, traffic
-from course_utils.checks._hints import HintError, load_hints
+from course_utils.checks._hints import HintError, read_hints
 from course_utils.checks.compare import slip_of
 from course_utils.checks.edits import EditError
 from course_utils.checks.training import compare, compare_tensor
@@ -29,13 +27,10 @@ pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
 ROOT = Path(__file__).resolve().parents[2]
-LESSONS = sorted(
-    re.search(r"course_utils\.checks import (\w+) as check", source.read_text(encoding="utf-8"))[1]
-    for source in (ROOT / "sources").glob("*_exercises.py")
-)
-MODULES = [importlib.import_module(f"course_utils.checks.{name}") for name in LESSONS]
+CHECKS = sorted(ROOT.glob("lessons/*/check.py"))
+MODULES = [importlib.import_module(f"lessons.{path.parent.name}.check") for path in CHECKS]
 PAPER = {
-    f"{module.__name__.rpartition('.')[2]}.{name}": check
+    f"{module.__name__.split('.')[1]}.{name}": check
     for module in MODULES
     for name in module.__all__
     if hasattr(check := getattr(module, name), "formula")
@@ -446,7 +441,7 @@ def test_drawn_cases_can_be_computed(name):
 
 def loaded(tmp_path: Path, text: str) -> dict:
     (tmp_path / "topic.toml").write_text(text)
-    return load_hints("topic", tmp_path)
+    return read_hints(tmp_path / "topic.toml")
 
 
 def test_hints_of_a_family_are_those_of_each_that_extends_it(tmp_path):
@@ -471,22 +466,6 @@ def test_hints_of_a_family_are_those_of_each_that_extends_it(tmp_path):
 def test_a_file_of_hints_with_a_mistake_is_refused(tmp_path, text, message):
     with pytest.raises(HintError, match=message):
         loaded(tmp_path, text)
-
-
-def test_a_topic_without_hints_is_refused_with_those_that_there_are():
-    with pytest.raises(HintError, match="interconnects"):
-        load_hints("nothing")
-
-
-def test_every_file_of_hints_can_be_read_and_is_packaged():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (patterns,) = project["tool"]["setuptools"]["package-data"].values()
-    package = ROOT / "course_utils"
-    packaged = {file for pattern in patterns for file in package.glob(pattern)}
-    files = set((package / "checks").rglob("*.toml"))
-    assert files and files <= packaged
-    for file in files:
-        load_hints(file.stem)
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,11 @@ import torch.distributed as dist
 from test_checks_on_a_busy_machine import exercises_of
 
 from course_utils import launch, shutdown
-from course_utils.checks import CheckFailed, _limits, collectives, exercise, interconnects, scaling
+from course_utils.checks import CheckFailed, exercise
+from course_utils.checks import limits as _limits
+from lessons.collectives import check as collectives
+from lessons.gpu_interconnects import check as interconnects
+from lessons.scaling_efficiency import check as scaling
 
 pytestmark = pytest.mark.guard(120)
 

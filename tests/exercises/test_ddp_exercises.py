@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils.checks import ddp
+from lessons.ddp import check as ddp
 
 pytestmark = pytest.mark.guard(60)
 

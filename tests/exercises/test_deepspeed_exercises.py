@@ -10,9 +10,9 @@ from conftest import missing
 from exercise_cases import ExerciseTests
 
 from course_utils import record
-from course_utils.checks import deepspeed as checks
-from course_utils.deepspeed_tools import missing as without
 from course_utils.models import loss_of
+from lessons.deepspeed import check as checks
+from lessons.deepspeed.deepspeed_tools import missing as without
 
 pytestmark = pytest.mark.guard(120)
 

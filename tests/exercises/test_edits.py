@@ -8,8 +8,8 @@ import inspect
 import pytest
 from exercise_cases import ExerciseTests, cases, hangs
 
-from course_utils.checks import ddp
 from course_utils.checks.edits import EditError, edited, edited_function
+from lessons.ddp import check as ddp
 
 PROGRAM = """def mean(x):
     total = x.sum()

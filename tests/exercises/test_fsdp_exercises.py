@@ -12,7 +12,7 @@ from exercise_cases import ExerciseTests, hangs
 from torch import nn
 
 from course_utils import launch
-from course_utils.checks import fsdp
+from lessons.fsdp import check as fsdp
 
 pytestmark = pytest.mark.guard(90)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils.checks import long_context_and_experts as checks
+from lessons.long_context_and_experts import check as checks
 
 pytestmark = pytest.mark.guard(120)
 

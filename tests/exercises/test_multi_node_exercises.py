@@ -18,7 +18,7 @@ from exercise_cases import ExerciseTests
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_utils import hosts_available, recorded
-from course_utils.checks import multi_node
+from lessons.multi_node import check as multi_node
 
 pytestmark = pytest.mark.guard(90)
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from conftest import missing
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils import slurm
-from course_utils.checks import _batch, restarts
+from lessons.multi_node import batch as _batch
+from lessons.multi_node import restarts, slurm
 
 pytestmark = pytest.mark.guard(90)
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils.checks import message_steps, nccl
+from course_utils.checks import message_steps
 from course_utils.costs import all_reduce_seconds, flat_cluster
 from course_utils.ranks import Entry
+from lessons.nccl import check as nccl
 
 pytestmark = pytest.mark.guard(60)
 

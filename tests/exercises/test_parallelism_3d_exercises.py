@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils import planner, recorded
-from course_utils.checks import parallelism_3d
+from course_utils import recorded
 from course_utils.checks.compare import listed
 from course_utils.checks.edits import edited_function
 from course_utils.transformer import PUBLISHED
+from lessons.parallelism_3d import check as parallelism_3d
+from lessons.parallelism_3d import planner
 
 pytestmark = pytest.mark.guard(60)
 

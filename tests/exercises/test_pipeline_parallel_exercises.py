@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils import pipeline
-from course_utils.checks import pipeline_parallel
+from lessons.pipeline_parallel import check as pipeline_parallel
+from lessons.pipeline_parallel import pipeline
 
 pytestmark = pytest.mark.guard(60)
 

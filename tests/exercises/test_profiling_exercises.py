@@ -11,8 +11,8 @@ import torch
 from exercise_cases import ExerciseTests
 
 from course_utils import traces
-from course_utils.checks import profiling
 from course_utils.traces import kind, length, matched, merge, spans
+from lessons.profiling import check as profiling
 
 pytestmark = pytest.mark.guard(60)
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from exercise_cases import ExerciseTests, hangs
 from torch.nn.parallel import DistributedDataParallel
 
-from course_utils.checks import profiling, profiling_program
+from lessons.profiling import check as profiling
+from lessons.profiling import program as profiling_program
 
 pytestmark = pytest.mark.guard(90)
 

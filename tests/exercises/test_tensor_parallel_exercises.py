@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils.checks import tensor_parallel
 from course_utils.checks.compare import listed
 from course_utils.checks.edits import edited_function
+from lessons.tensor_parallel import check as tensor_parallel
 
 pytestmark = pytest.mark.guard(60)
 

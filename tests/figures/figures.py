@@ -7,7 +7,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from course_utils.widgets._explorer import Explorer
+from course_utils.draw.explorer import Explorer
 
 REFUSED = "The pale picture is of the last setting that was possible."
 #: Data that several tests draw: what three ranks hold, the parts of a file of FFCV, a step under FSDP.

@@ -10,9 +10,8 @@ import pytest
 import torch
 from figures import Opened
 
-from course_utils.number_formats import FORMATS, read_number, store
-from course_utils.widgets import bits_explorer
-from course_utils.widgets.bits import _draw
+from lessons.scaling_efficiency.explorer import _draw, bits_explorer
+from lessons.scaling_efficiency.number_formats import FORMATS, read_number, store
 
 FP32, TF32, BF16, FP16, E5M2, E4M3 = FORMATS
 DTYPES = [form for form in FORMATS if form.dtype is not None]

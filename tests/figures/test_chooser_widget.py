@@ -3,18 +3,18 @@
 import pytest
 from figures import Opened, texts
 
-from course_utils import nccl_tuner
 from course_utils.costs import ALL_REDUCE_ALGORITHMS, TwoLevelCluster, all_reduce_seconds, flat_cluster
-from course_utils.plots import (
+from course_utils.recorded import A100_ALL_REDUCE
+from lessons.nccl import nccl_tuner
+from lessons.nccl.explorer import algorithm_chooser
+from lessons.nccl.figures import (
     ALGORITHM_COLORS,
+    crossings,
     crossover,
     model_against_emulation,
     predicted_against_recorded,
     scale_out,
 )
-from course_utils.plots.costs import crossings
-from course_utils.recorded import A100_ALL_REDUCE
-from course_utils.widgets import algorithm_chooser
 
 NEAR, FAR = (3.4e-6, 1 / 450e9), (14e-6, 1 / 50e9)
 TWO_NODES = TwoLevelCluster(2, 4, NEAR, FAR)

@@ -3,8 +3,8 @@
 import pytest
 from figures import Opened, apart, inside, letters, texts
 
-from course_utils.context_parallel import METHODS, Attention
-from course_utils.widgets import context_explorer
+from lessons.long_context_and_experts.context_parallel import METHODS, Attention
+from lessons.long_context_and_experts.explorer import context_explorer
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ import math
 import pytest
 from figures import Opened
 
-from course_utils.widgets import cost_calculator
-from course_utils.widgets.cost import efficiency, goodput
+from lessons.collectives.explorer import cost_calculator, efficiency, goodput
 
 
 @pytest.fixture

@@ -5,18 +5,19 @@ from inspect import isfunction
 
 import matplotlib.pyplot as plt
 import numpy as np
+import plots
 import pytest
 from figures import BEFORE, BETON, LANES, apart, contrast_on_white, inside, letters
 from matplotlib.figure import Figure
 
-from course_utils import plots, recorded
-from course_utils.collective_algorithms import Message
+from course_utils import recorded
 from course_utils.costs import bootstrap_alpha_beta, flat_cluster
 from course_utils.memory import Memory
-from course_utils.pipeline import gpipe, interleaved, one_f_one_b, simulate, zero_bubble_h1
-from course_utils.planner import cluster, guesses, published_runs, replay, search
 from course_utils.topology import reference
 from course_utils.transformer import PUBLISHED
+from lessons.collectives.collective_algorithms import Message
+from lessons.parallelism_3d.planner import cluster, guesses, published_runs, replay, search
+from lessons.pipeline_parallel.pipeline import gpipe, interleaved, one_f_one_b, simulate, zero_bubble_h1
 
 SIZES = [2**k for k in range(10, 22, 2)]
 GPUS = {"T4, P100": 16e9, "V100": 32e9, "A100, H100": 80e9, "H200": 141e9, "B200": 180e9, "GB200": 186e9}

@@ -8,8 +8,7 @@ from figures import Opened
 from course_utils import hardware, memory, models
 from course_utils.memory import Memory
 from course_utils.units import decimal_bytes
-from course_utils.widgets import memory_calculator
-from course_utils.widgets.memory import judge
+from lessons.zero.explorer import judge, memory_calculator
 
 
 @pytest.fixture

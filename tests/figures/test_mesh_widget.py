@@ -7,10 +7,11 @@ import torch.distributed as dist
 from figures import Opened
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_utils import launch, planner
+from course_utils import launch
 from course_utils.transformer import PUBLISHED
 from course_utils.units import decimal_bytes
-from course_utils.widgets.mesh import groups_of, mesh_explorer
+from lessons.parallelism_3d import planner
+from lessons.parallelism_3d.explorer import groups_of, mesh_explorer
 
 SIZES = {"pp": 4, "dp": 8, "tp": 8}
 

@@ -5,8 +5,8 @@ import re
 import pytest
 from figures import REFUSED, Opened
 
-from course_utils.pipeline import SCHEDULES, Costs, simulate
-from course_utils.widgets.pipeline_schedules import _formula, schedule_explorer
+from lessons.pipeline_parallel.explorer import _formula, schedule_explorer
+from lessons.pipeline_parallel.pipeline import SCHEDULES, Costs, simulate
 
 
 @pytest.fixture

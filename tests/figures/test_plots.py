@@ -4,16 +4,16 @@ import base64
 import io
 
 import numpy as np
+import plots
 import pytest
 import torch
 from figures import BEFORE, apart, contrast_on_white, texts, titles
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from course_utils import plots
-from course_utils.plots import RANK_COLORS, before_after, rank_color
-from course_utils.plots._charts import label_lines, size_axis
-from course_utils.plots._style import WIDTH, new_figure, png, readable
+from course_utils.draw.charts import label_lines, size_axis
+from course_utils.draw.lanes import before_after
+from course_utils.draw.style import RANK_COLORS, WIDTH, new_figure, png, rank_color, readable
 
 
 def stripes(figure, rank, column, panel=1):
@@ -130,7 +130,7 @@ def test_a_notebook_stores_a_figure_with_twice_the_pixels_it_takes_up(published)
 
 
 def test_a_figure_that_is_looked_at_is_described(published, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("course_utils.plots._style.wanted", lambda: True)
+    monkeypatch.setattr("course_utils.draw.style.wanted", lambda: True)
     drawn()._ipython_display_()
     ((data, metadata),) = published
     words = "Figure: measured: time; two &lt;b&gt; &amp; &quot;quotes&quot;; time (ms); ranks"

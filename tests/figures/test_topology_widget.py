@@ -4,7 +4,7 @@ import pytest
 from figures import Opened
 
 from course_utils.topology import REFERENCES, cluster, reference, two_level
-from course_utils.widgets import topology_explorer
+from lessons.gpu_interconnects.explorer import topology_explorer
 
 
 class Explorer(Opened):

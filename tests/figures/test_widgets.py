@@ -9,17 +9,27 @@ from figures import REFUSED, Opened
 from matplotlib.patches import FancyArrowPatch
 from PIL import Image
 
-from course_utils import launch, widgets
-from course_utils.collective_algorithms import ALGORITHMS, schedule
+from course_utils import launch
 from course_utils.costs import COLLECTIVES, all_reduce_bytes, all_reduce_steps
-from course_utils.plots import new_figure
-from course_utils.plots._style import png, png_width
-from course_utils.widgets import all_reduce_stepper, collective_stepper
-from course_utils.widgets import stepper as module
-from course_utils.widgets._controls import checkbox, integer
-from course_utils.widgets._explorer import TO_USE, Explorer, Picture
+from course_utils.draw.controls import checkbox, integer
+from course_utils.draw.explorer import TO_USE, Explorer, Picture
+from course_utils.draw.style import new_figure, png, png_width
+from lessons.collectives import stepper as module
+from lessons.collectives.collective_algorithms import ALGORITHMS, schedule
+from lessons.collectives.explorer import cost_calculator
+from lessons.collectives.stepper import all_reduce_stepper, collective_stepper
+from lessons.gpu_interconnects.explorer import topology_explorer
+from lessons.long_context_and_experts.explorer import context_explorer
+from lessons.nccl.explorer import algorithm_chooser
+from lessons.parallelism_3d.explorer import mesh_explorer
+from lessons.pipeline_parallel.explorer import schedule_explorer
+from lessons.scaling_efficiency.explorer import bits_explorer
+from lessons.zero.explorer import memory_calculator
 
-WIDGETS = [getattr(widgets, name) for name in widgets.__all__]
+WIDGETS = [
+    topology_explorer, cost_calculator, collective_stepper, all_reduce_stepper, algorithm_chooser, bits_explorer,
+    memory_calculator, schedule_explorer, context_explorer, mesh_explorer,
+]
 
 
 class Stepper(Opened):

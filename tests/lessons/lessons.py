@@ -15,9 +15,9 @@ def definitions(number: str, **given: Any) -> dict:
 
     `given` stands for what other lines of the lesson would have made.
     """
-    from course_utils.authoring import code_cells  # here, for ranks import this module too
+    from course_utils.authoring import code_cells, texts  # here, for ranks import this module too
 
-    (source,) = (path for path in (ROOT / "sources").glob(f"{number}_*.py") if not path.stem.endswith("_exercises"))
+    source = next(path for name, path in texts(ROOT).items() if name.startswith(f"{number}_"))
     names: dict = {"__name__": "__main__", **given}  # so that ranks get the definitions themselves
     for tags, code in code_cells(source):
         found = ast.parse(code).body

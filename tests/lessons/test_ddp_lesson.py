@@ -15,15 +15,16 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from lessons import definitions
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from course_utils import WorkerError, data_parallel, launch, record
+from course_utils import WorkerError, launch, record
 from course_utils.data import Windows
-from course_utils.data_parallel import BOUNDS, try_data_parallel
 from course_utils.models import build_gpt, loss_of
 from course_utils.programs import torchrun
+from lessons import definitions
+from lessons.ddp import data_parallel
+from lessons.ddp.data_parallel import BOUNDS, try_data_parallel
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -328,7 +329,7 @@ def test_recorded_jobs_are_as_the_lesson_tells():
 
 
 def test_the_loop_in_the_text_is_that_of_the_program():
-    text = (ROOT / "sources" / "04_ddp.py").read_text(encoding="utf-8")
+    text = (ROOT / "lessons" / "ddp" / "lesson.py").read_text(encoding="utf-8")
     shown = re.search(r"# ```python\n(# for micro in .*?)# ```", text, re.DOTALL)[1]
     lines = [line.removeprefix("# ") for line in shown.splitlines()]
     program = (ROOT / "scripts" / "train_ddp.py").read_text(encoding="utf-8")

@@ -16,8 +16,9 @@ import pytest
 from conftest import ROOT, missing
 from notebook_runs import run_notebook
 
-from course_utils import deepspeed_tools, launch
-from course_utils.deepspeed_tools import check_config
+from course_utils import launch
+from lessons.deepspeed import deepspeed_tools
+from lessons.deepspeed.deepspeed_tools import check_config
 
 pytestmark = pytest.mark.guard(240)
 LESSON = ROOT / "notebooks" / "08_deepspeed.ipynb"

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lessons import definitions
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,14 +21,8 @@ from course_utils.data import Windows
 from course_utils.models import TransformerConfig, build_gpt
 from course_utils.programs import SCRIPTS, excerpt, folded
 from course_utils.ranks import Entry, Ledger
-from course_utils.sharded import (
-    Elsewhere,
-    SlowLink,
-    equal_states,
-    padded_bytes,
-    ring_traffic,
-    time_steps,
-)
+from lessons import definitions
+from lessons.fsdp.sharded import Elsewhere, SlowLink, equal_states, padded_bytes, ring_traffic, time_steps
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lessons import definitions
 
-from course_utils import context_parallel as cp
-from course_utils import experts as ep
 from course_utils import launch
 from course_utils.costs import bytes_sent
-from course_utils.equality import try_attention, try_experts
+from lessons import definitions
+from lessons.long_context_and_experts import context_parallel as cp
+from lessons.long_context_and_experts import experts as ep
+from lessons.long_context_and_experts.equality import try_attention, try_experts
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

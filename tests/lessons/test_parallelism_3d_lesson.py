@@ -11,11 +11,13 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from lessons import definitions
 
-from course_utils import launch, planner, record
+from course_utils import launch, record
 from course_utils.data import Windows
-from course_utils.mesh_training import (
+from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
+from lessons import definitions
+from lessons.parallelism_3d import planner
+from lessons.parallelism_3d.mesh_training import (
     DIMENSIONS,
     Stage,
     crossing,
@@ -25,7 +27,6 @@ from course_utils.mesh_training import (
     same_as_one_process,
     sent_by_dimension,
 )
-from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

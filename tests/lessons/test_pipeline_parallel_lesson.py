@@ -10,13 +10,23 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from lessons import definitions
 from torch import nn
 
-from course_utils import HangError, launch, pipeline_training, record, recorded, stage_costs
+from course_utils import HangError, launch, record, recorded
 from course_utils.models import TransformerConfig, build_gpt
-from course_utils.pipeline import Op, Schedule, gpipe, interleaved, naive, one_f_one_b, partition, simulate
-from course_utils.pipeline_training import PipelineRun
+from lessons import definitions
+from lessons.pipeline_parallel import pipeline_training, stage_costs
+from lessons.pipeline_parallel.pipeline import (
+    Op,
+    Schedule,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    partition,
+    simulate,
+)
+from lessons.pipeline_parallel.pipeline_training import PipelineRun
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

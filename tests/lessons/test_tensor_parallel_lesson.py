@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lessons import definitions
 
-from course_utils import WorkerError, device, launch, record, recorded, tensor_parallel
+from course_utils import WorkerError, device, launch, record, recorded
 from course_utils.data import Windows
 from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
-from course_utils.tensor_parallel import compare, held_by_formula, held_for_backward, large, ring_bytes, try_layer
+from lessons import definitions
+from lessons.tensor_parallel import helpers as tensor_parallel
+from lessons.tensor_parallel.helpers import compare, held_by_formula, held_for_backward, large, ring_bytes, try_layer
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

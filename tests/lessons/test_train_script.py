@@ -27,9 +27,10 @@ import torch
 from conftest import ROOT, missing
 from torch.distributed.checkpoint import FileSystemReader
 
-from course_utils import WorkerError, launch, slurm
+from course_utils import WorkerError, launch
 from course_utils.traces import load, numbered
 from course_utils.transformer import TransformerConfig
+from lessons.multi_node import slurm
 
 pytestmark = pytest.mark.guard(240)
 SCRIPT = ROOT / "scripts" / "train.py"

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 if "unfixed" not in sys.argv:
-    from course_utils.ffcv import apply_fixes
+    from lessons.ffcv_data_loading.ffcv import apply_fixes
 
     apply_fixes()
 

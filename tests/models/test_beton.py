@@ -11,8 +11,9 @@ import pytest
 from conftest import missing
 from PIL import Image
 
-from course_utils import ffcv, launch
-from course_utils.ffcv import Beton, by_hand
+from course_utils import launch
+from lessons.ffcv_data_loading import ffcv
+from lessons.ffcv_data_loading.ffcv import Beton, by_hand
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

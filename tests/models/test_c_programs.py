@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import missing
 
-from course_utils import c_programs
+from lessons.nccl import c_programs
 
 pytestmark = pytest.mark.guard(120)
 

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from course_utils import launch, record
-from course_utils.collective_algorithms import ALGORITHMS, owned_slots, result_slots, schedule, trace
 from course_utils.costs import COLLECTIVES, all_reduce_bytes, all_reduce_seconds, all_reduce_steps, flat_cluster
-from course_utils.fabric.replay import ARRIVED, LEAVE, RECORD, SEND, SENT, Replay
 from course_utils.topology import two_level
+from lessons.collectives.collective_algorithms import ALGORITHMS, owned_slots, result_slots, schedule, trace
+from lessons.nccl.fabric.replay import ARRIVED, LEAVE, RECORD, SEND, SENT, Replay
 
 pytestmark = pytest.mark.guard(90)
 

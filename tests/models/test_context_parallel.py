@@ -2,7 +2,7 @@
 
 import pytest
 
-from course_utils.context_parallel import (
+from lessons.long_context_and_experts.context_parallel import (
     METHODS,
     ORDERS,
     RING_TABLE_2,

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from course_utils import launch, record
-from course_utils.collective_algorithms import ALGORITHMS, owned_slots, result_slots, schedule, step_through, trace
 from course_utils.costs import (
     ALL_REDUCE_ALGORITHMS,
     COLLECTIVES,
@@ -23,6 +22,14 @@ from course_utils.costs import (
     format_bytes,
 )
 from course_utils.topology import two_level
+from lessons.collectives.collective_algorithms import (
+    ALGORITHMS,
+    owned_slots,
+    result_slots,
+    schedule,
+    step_through,
+    trace,
+)
 
 SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

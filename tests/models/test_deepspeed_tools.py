@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, missing
 
-from course_utils import deepspeed_tools
-from course_utils.deepspeed_tools import Finding, check_config, check_file, read_file, what_runs
+from lessons.deepspeed import deepspeed_tools
+from lessons.deepspeed.deepspeed_tools import Finding, check_config, check_file, read_file, what_runs
 
 EXAMPLES = json.loads(Path(__file__).with_name("deepspeed_examples.json").read_text(encoding="utf-8"))
 BATCH = {"train_batch_size": 8, "gradient_clipping": 0.0}
@@ -262,7 +262,7 @@ def test_deepspeed_itself_refuses_and_runs_the_same(deepspeed, monkeypatch):
 
 @pytest.mark.usefixtures("deepspeed")
 def test_private_names_that_the_course_uses_are_there():
-    from course_utils.deepspeed_tools import internals
+    from lessons.deepspeed.deepspeed_tools import internals
 
     for module, name, _ in internals.PRIVATE_NAMES:
         assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
@@ -271,7 +271,7 @@ def test_private_names_that_the_course_uses_are_there():
 
 @pytest.mark.usefixtures("deepspeed")
 def test_recorded_keys_are_those_that_deepspeed_knows(monkeypatch):
-    from course_utils.deepspeed_tools import config_check, internals
+    from lessons.deepspeed.deepspeed_tools import config_check, internals
 
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert json.loads(config_check.RECORDED.read_text(encoding="utf-8")) == internals.record_keys()

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from course_utils.experts import (
+from lessons.long_context_and_experts.experts import (
     DEEPEP_LOW_LATENCY,
     DEEPSEEK_V3,
     capacity,

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from course_utils import HangError, WorkerError, launch, record
-from course_utils.fabric import emulate, emulated_seconds, slow_motion
-from course_utils.fabric.replay import ARRIVED, LEAVE, RECORD, SEND, SENT, Replay
 from course_utils.topology import two_level
+from lessons.nccl.fabric import emulate, emulated_seconds, slow_motion
+from lessons.nccl.fabric.replay import ARRIVED, LEAVE, RECORD, SEND, SENT, Replay
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT, missing
 
 from course_utils import launch
-from course_utils.ffcv import fixes
+from lessons.ffcv_data_loading.ffcv import fixes
 
 pytestmark = pytest.mark.guard(600)
 
@@ -122,7 +122,7 @@ def test_ranks_share_the_samples_and_the_compiled_code(answers: dict, tmp_path: 
     def shard(path: str) -> tuple:
         import torch.distributed as dist
 
-        from course_utils.ffcv import fixes
+        from lessons.ffcv_data_loading.ffcv import fixes
 
         fixes.apply_fixes()
         from ffcv import Loader

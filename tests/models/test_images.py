@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
-from course_utils.ffcv.images import QUALITY, ImageFolder, image_folder, make_image
+from lessons.ffcv_data_loading.ffcv.images import QUALITY, ImageFolder, image_folder, make_image
 
 pytestmark = pytest.mark.guard(60)
 
@@ -120,7 +120,7 @@ def test_set_is_made_once_even_by_two_processes(tmp_path: Path):
 
 
 def test_failure_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from course_utils.ffcv import images
+    from lessons.ffcv_data_loading.ffcv import images
 
     monkeypatch.setattr(images, "make_image", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

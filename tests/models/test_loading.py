@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from course_utils import loader_records, loading
-from course_utils.ffcv import ImageFolder, image_folder
+from lessons.ffcv_data_loading import loader_records, loading
+from lessons.ffcv_data_loading.ffcv import ImageFolder, image_folder
 
 
 def batches(*sizes: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from course_utils import WorkerError
-from course_utils.message_counts import as_nodes, count_messages, formula
+from lessons.nccl.message_counts import as_nodes, count_messages, formula
 
 pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

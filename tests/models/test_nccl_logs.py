@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from course_utils import nccl_logs
-from course_utils.nccl_logs import CONNECTIONS, LOGS, network, ring_order, table, transports
+from lessons.nccl import nccl_logs
+from lessons.nccl.nccl_logs import CONNECTIONS, LOGS, network, ring_order, table, transports
 
 
 def test_connections_and_channels_of_the_recorded_log():

@@ -5,9 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from course_utils import nccl_tuner, recorded
-from course_utils.nccl_tuner import MACHINES, Machine, bandwidth, choose, corrected, errors, estimate, latency, predict
+from course_utils import recorded
 from course_utils.recorded import A100_ALL_REDUCE, H200_ALL_REDUCE, H200_LARGEST, H200_NVLS_BY_GPUS, Table
+from lessons.nccl import nccl_tuner
+from lessons.nccl.nccl_tuner import (
+    MACHINES,
+    Machine,
+    bandwidth,
+    choose,
+    corrected,
+    errors,
+    estimate,
+    latency,
+    predict,
+)
 
 A100, H200 = MACHINES["8 x A100"], MACHINES["8 x H200"]
 CLUSTER = Machine(4, 8, "nvlink", 240e9, network=100e9)

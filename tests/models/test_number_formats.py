@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from course_utils.number_formats import BLOCK_FORMATS, BlockFormat, in_fp8
+from lessons.scaling_efficiency.number_formats import BLOCK_FORMATS, BlockFormat, in_fp8
 
 MXFP8, MXFP4, NVFP4 = BLOCK_FORMATS
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import missing
 
-from course_utils import ffcv, page_cache
+from lessons.ffcv_data_loading import ffcv, page_cache
 
 
 @pytest.mark.parametrize("window", [1, 4, 16, 100])

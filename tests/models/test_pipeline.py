@@ -9,7 +9,7 @@ import random
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from course_utils.pipeline import (
+from lessons.pipeline_parallel.pipeline import (
     SCHEDULES,
     Costs,
     Op,

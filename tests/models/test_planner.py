@@ -9,11 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from course_utils import memory, pipeline, planner, recorded
-from course_utils.planner import CONSTANTS, PARTS, Layout, cluster, plan, rates, reasons_against, search
-from course_utils.planner.held import _stage
-from course_utils.planner.messages import exposed, half_all_reduce
+from course_utils import memory, recorded
 from course_utils.transformer import PUBLISHED
+from lessons.parallelism_3d import planner
+from lessons.parallelism_3d.planner import CONSTANTS, PARTS, Layout, cluster, plan, rates, reasons_against, search
+from lessons.parallelism_3d.planner.held import _stage
+from lessons.parallelism_3d.planner.messages import exposed, half_all_reduce
+from lessons.pipeline_parallel import pipeline
 
 A100, H100 = cluster("DGX A100", 64), cluster("DGX H100", 64)
 GPT = PUBLISHED["Megatron 7.5B"]

@@ -10,9 +10,9 @@ import pytest
 
 from course_utils import recorded
 from course_utils.hardware import GPUS
-from course_utils.planner import published_runs
-from course_utils.planner.published import FAMILIES, ROLES, PublishedRun
 from course_utils.recordings import FOLDER
+from lessons.parallelism_3d.planner import published_runs
+from lessons.parallelism_3d.planner.published import FAMILIES, ROLES, PublishedRun
 
 ALL = published_runs(outcome=None)
 RAN = published_runs()

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from course_utils import launch, record, scaling
+from course_utils import launch, record
 from course_utils.models import TransformerConfig
+from lessons.scaling_efficiency import scaling
 
 pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

@@ -11,7 +11,6 @@ import cloudpickle
 import pytest
 
 from course_utils.hardware import LINKS
-from course_utils.plots import topology_picture
 from course_utils.topology import (
     REFERENCES,
     Device,
@@ -24,6 +23,7 @@ from course_utils.topology import (
     two_level,
 )
 from course_utils.topology.detection import parse_gpus, parse_matrix, pcie_slot, read_numa, read_pci
+from lessons.gpu_interconnects.topology_pictures import topology_picture
 
 # Recorded outputs; the columns were separated by tabs and the legend is left out.
 # https://github.com/NVIDIA/nccl/issues/1505

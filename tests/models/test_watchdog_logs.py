@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from course_utils import recordings, watchdog_logs
-from course_utils.watchdog_logs import Waiting, conclusion, read
+from course_utils import recordings
+from lessons.debugging_hangs import watchdog_logs
+from lessons.debugging_hangs.watchdog_logs import Waiting, conclusion, read
 
 LOGS, _ = recordings.load("watchdog_logs")
 

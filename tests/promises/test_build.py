@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import write_lesson
 
 from course_utils import authoring, doctor
 from course_utils.authoring.builder import _targets as targets
@@ -91,9 +92,8 @@ ORIGINALS = [
 def course(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A course of one lesson and its exercises, built."""
     root = tmp_path_factory.mktemp("course")
-    (root / "sources").mkdir()
-    (root / "sources" / "90_small.py").write_text(LESSON)
-    (root / "sources" / "90_small_exercises.py").write_text(EXERCISES)
+    write_lesson(root, "90_small", LESSON)
+    write_lesson(root, "90_small_exercises", EXERCISES)
     assert authoring.build(root) == []
     return root
 
@@ -126,7 +126,7 @@ def test_unchanged_text_is_not_executed_again(course: Path, capsys: pytest.Captu
 
 
 def test_a_changed_program_of_scripts_is_shown_anew(course: Path):
-    source = course / "sources" / "90_small.py"
+    source = course / "lessons" / "small" / "lesson.py"
     text, program = source.read_text(), course / "scripts" / "hello.py"
     program.parent.mkdir()
     program.write_text("print('it is', \"one\")\n")
@@ -153,7 +153,7 @@ show("hello.py")
 
 
 def test_new_prose_keeps_the_outputs_and_new_code_does_not(course: Path, capsys: pytest.CaptureFixture[str]):
-    source, name = course / "sources" / "90_small.py", "notebooks/90_small.ipynb"
+    source, name = course / "lessons" / "small" / "lesson.py", "notebooks/90_small.ipynb"
     text, before = source.read_text(), read(course, name)
     assert "# %% [markdown]\n# " in text
     source.write_text(text.replace("# %% [markdown]\n# ", "# %% [markdown]\n# New words. ", 1))
@@ -195,7 +195,7 @@ def test_a_stored_widget_is_its_picture_with_a_description_and_no_dead_controls(
 
 
 def test_a_new_caption_reaches_the_picture_without_a_run(course: Path, capsys: pytest.CaptureFixture[str]):
-    before = change(course / "sources/90_small.py", "and a **pixel**", "and one dot")
+    before = change(course / "lessons/small/lesson.py", "and a **pixel**", "and one dot")
     try:
         assert authoring.build(course) == []
         assert "built notebooks/90_small.ipynb\n" in capsys.readouterr().out  # without the time of a run
@@ -203,7 +203,7 @@ def test_a_new_caption_reaches_the_picture_without_a_run(course: Path, capsys: p
         assert shown.metadata["image/png"]["alt"].endswith("from 0 to 5, and one dot.")
         assert authoring.check(course) == []
     finally:
-        (course / "sources/90_small.py").write_text(before)
+        (course / "lessons/small/lesson.py").write_text(before)
         authoring.build(course)
 
 
@@ -250,7 +250,7 @@ def test_exercises_lose_solutions_and_keep_everything_else(course: Path):
         ("notebooks/90_small.ipynb", "three\\n", "/home/somebody/three\\n", "/home/somebody"),
         ("solutions/90_small_solutions.ipynb", "total = a + b", "total = b + a", "cell 4 is not what the text says"),
         ("exercises/90_small_exercises.ipynb", "check.add(add)", "pass", "cell 4 is not what the text says"),
-        ("sources/90_small.py", "print(\"three\")", "print(3)", "cell 3 is not what the text says"),
+        ("lessons/small/lesson.py", "print(\"three\")", "print(3)", "cell 3 is not what the text says"),
     ],
     ids=["text", "not-run", "count", "path", "solution", "exercise", "source"],
 )
@@ -273,10 +273,9 @@ def test_check_finds_a_notebook_without_source(course: Path):
 
 
 def test_notebooks_say_what_they_are_and_lead_on(tmp_path: Path):
-    (tmp_path / "sources").mkdir()
     one = LESSON.replace("build?", "build?\n#\n# **Before this:** nothing.")
     for name, text in {"08_one": one, "08_one_exercises": EXERCISES, "11_two": LESSON}.items():
-        (tmp_path / "sources" / f"{name}.py").write_text(text)
+        write_lesson(tmp_path, name, text)
     made = {path.stem: nb.cells for path, (nb, _) in targets(tmp_path, []).items()}
     one, exercises, solutions, two = made.values()
     link = "[the exercises](../exercises/08_one_exercises.ipynb)"
@@ -332,8 +331,7 @@ def test_a_fold_away_is_followed_by_a_blank_line():
 
 
 def test_failing_cell_is_named(tmp_path: Path):
-    (tmp_path / "sources").mkdir()
-    (tmp_path / "sources" / "90_bad.py").write_text("# %% [markdown]\n# # Bad?\n\n# %%\nx = 1\n\n# %%\nx / 0\n")
+    write_lesson(tmp_path, "90_bad", "# %% [markdown]\n# # Bad?\n\n# %%\nx = 1\n\n# %%\nx / 0\n")
     failed = authoring.build(tmp_path)
     assert len(failed) == 1
     assert "90_bad.ipynb: cell 3 (In [2]) ends in ZeroDivisionError: division by zero" in failed[0]

@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from conftest import ROOT
 
+from course_utils.authoring import texts
 from course_utils.authoring.notebooks import leaks
 
 FOLDERS = ("notebooks", "exercises", "solutions")
@@ -60,7 +61,7 @@ def tags(cell) -> list[str]:
 
 
 def test_every_lesson_and_exercise_was_built():
-    sources = {path.stem for path in (ROOT / "sources").glob("[0-9][0-9]_*.py")}
+    sources = texts(ROOT)
     assert {path.stem for path in LESSONS} == {name for name in sources if not name.endswith("_exercises")}
     exercises = {name.removesuffix("_exercises") for name in sources if name.endswith("_exercises")}
     assert {path.stem.removesuffix("_exercises") for path in EXERCISES} == exercises

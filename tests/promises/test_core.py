@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from conftest import ROOT
+from conftest import ROOT, write_lesson
 
 from course_utils.__main__ import main
 from course_utils.authoring import build_core
@@ -61,9 +61,8 @@ WHOLE = "# %% [markdown]\n# # Nothing deeper?\n\n# %%\nx = 1\n"
 def course(tmp_path: Path) -> Path:
     """A course of a lesson with deeper sections and one without."""
     root = tmp_path / "course"
-    (root / "sources").mkdir(parents=True)
-    (root / "sources" / "90_parts.py").write_text(LESSON.format(words="word " * 1300))
-    (root / "sources" / "91_other.py").write_text(WHOLE)
+    write_lesson(root, "90_parts", LESSON.format(words="word " * 1300))
+    write_lesson(root, "91_other", WHOLE)
     return root
 
 
@@ -154,7 +153,7 @@ def test_links_of_the_core_edition_lead_to_the_same_files(course: Path, tmp_path
     ids=["no-tag", "no-mark", "spelling", "part", "inside", "both", "name", "redefined", "in-a-function"],
 )
 def test_a_lesson_that_does_not_hold_together_is_refused(course: Path, old: str, new: str, complaint: str):
-    source = course / "sources" / "90_parts.py"
+    source = course / "lessons" / "parts" / "lesson.py"
     assert old in source.read_text()
     source.write_text(source.read_text().replace(old, new))
     failed = build_core(course)
@@ -170,7 +169,7 @@ def test_a_name_that_the_core_defines_for_itself_is_no_fault():
 
 
 def test_the_folders_of_the_course_are_refused(course: Path):
-    for folder in ("notebooks", "sources"):
+    for folder in ("notebooks", "lessons"):
         with pytest.raises(SystemExit, match="holds the course itself"):
             build_core(course, None, course / folder)
 
@@ -190,7 +189,7 @@ def test_the_command_writes_where_it_is_told_and_git_ignores_its_own_folder(tmp_
 def test_minutes_are_given_for_the_core_and_for_the_whole(course: Path):
     root = course
     (root / "docs").mkdir()
-    (root / "sources" / "00_start_here.py").write_text("# %% [markdown]\n# # Where?\n")
+    write_lesson(root, "00_start_here", "# %% [markdown]\n# # Where?\n")
     head = "| | lesson | read, min | exercises, min |\n|---|---|---|---|\n"
     (root / "README.md").write_text(head + "| 90 | x | | |\n| 91 | y | | |\n")
     (root / "docs" / "instructor.md").write_text("<!-- minutes by section -->\nold\n<!-- end -->\n")
@@ -200,10 +199,10 @@ def test_minutes_are_given_for_the_core_and_for_the_whole(course: Path):
     for _ in range(2):  # what was written is found again
         update(root, write=True)
         assert update(root) == []
-        opening = (root / "sources" / "90_parts.py").read_text().replace("\n# ", " ")
+        opening = (root / "lessons" / "parts" / "lesson.py").read_text().replace("\n# ", " ")
         assert "about 0 minutes to read the core, 10 with the deeper sections, under a minute to run." in opening
-        (root / "sources" / "90_parts.py").write_text(
-            (root / "sources" / "90_parts.py").read_text().replace("10 with", "70 with"))
+        write_lesson(root, "90_parts",
+            (root / "lessons" / "parts" / "lesson.py").read_text().replace("10 with", "70 with"))
     assert "| 90 | x | 0 (10) |  |\n| 91 | y | 0 |  |" in (root / "README.md").read_text()
     guide = (root / "docs" / "instructor.md").read_text()
     assert "**90_parts**, 0 minutes for the core, 10 with the deeper sections" in guide

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, missing
 
-from course_utils import c_programs
 from course_utils.gpu_check import CHECKS, REPORT, TRACE, Check, faults, measured, run
 from course_utils.gpu_check.lesson_cells import CELLS, statements
 from course_utils.gpu_check.report import scrub
 from course_utils.gpu_check.runner import _Starter
 from course_utils.traces import load
+from lessons.nccl import c_programs
 
 PATIENTS = '''
 import os, pathlib, subprocess, sys, time

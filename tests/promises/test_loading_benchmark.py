@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, missing
 
-from course_utils.ffcv import fixes
+from lessons.ffcv_data_loading.ffcv import fixes
 
 pytestmark = pytest.mark.guard(180)
 FOLDER = ROOT / "benchmarks"

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, write_lesson
 
 from course_utils.authoring.minutes import chosen, exercises, lessons, reading, sections, selection, update
 
@@ -62,12 +62,11 @@ CARD = """\
 @pytest.fixture
 def course(tmp_path: Path) -> Path:
     """A course of one lesson, with figures that are wrong."""
-    (tmp_path / "sources").mkdir()
     (tmp_path / "docs").mkdir()
     opening = "word " * 1285 + "[a link](x.ipynb). **Time:** about 5 minutes to read, under a minute to run."
-    (tmp_path / "sources" / "00_start_here.py").write_text(LESSON.format(words=opening))
+    write_lesson(tmp_path, "00_start_here", LESSON.format(words=opening))
     card = CARD.replace("# ## Ex", "# All of them\n# take about two hours.\n#\n# ## Ex")
-    (tmp_path / "sources" / "00_start_here_exercises.py").write_text(card)
+    write_lesson(tmp_path, "00_start_here_exercises", card)
     (tmp_path / "README.md").write_text(
         "| | lesson | read, min | exercises, min |\n|---|---|---|---|\n| 00 | x | 1 | 2 |\n| 01 | coming | | |\n"
     )
@@ -101,13 +100,13 @@ def test_selection_is_the_sum_of_what_it_names(course: Path):
 
 def test_update_writes_every_figure_and_then_finds_nothing(course: Path):
     assert len(update(course)) == 4
-    assert "about 5 minutes" in (course / "sources" / "00_start_here.py").read_text()  # nothing is written unasked
+    assert "about 5 minutes" in (course / "lessons" / "start_here" / "lesson.py").read_text()
     update(course, write=True)
     assert update(course) == []
-    text = (course / "sources" / "00_start_here.py").read_text()
+    text = (course / "lessons" / "start_here" / "lesson.py").read_text()
     assert "**Time:** about 10 minutes to read, under" in text.replace("\n# ", " ")
     assert max(map(len, text.splitlines())) <= 120
-    assert "All of them take about 25 minutes." in (course / "sources" / "00_start_here_exercises.py").read_text()
+    assert "All of them take about 25 minutes." in (course / "lessons" / "start_here" / "exercises.py").read_text()
     assert "| 00 | x | 10 | 25 |\n| 01 | coming | | |" in (course / "README.md").read_text()
     guide = (course / "docs" / "instructor.md").read_text()
     assert "| 30 | 00: 1-2; exercises 00: 1 | 27 | First; Second; A title |" in guide
@@ -121,9 +120,9 @@ def test_the_course_states_the_minutes_of_its_clock():
 
 @pytest.mark.parametrize("name", lessons())
 def test_every_lesson_says_its_minutes_once(name: str):
-    text = (ROOT / "sources" / f"{name}.py").read_text(encoding="utf-8").replace("\n# ", " ")
+    text = (ROOT / "lessons" / name[3:] / "lesson.py").read_text(encoding="utf-8").replace("\n# ", " ")
     assert len(re.findall(r"\*\*Time:\*\* about \d+ minutes to read", text)) == 1
-    exercise = ROOT / "sources" / f"{name}_exercises.py"
+    exercise = ROOT / "lessons" / name[3:] / "exercises.py"
     if exercise.exists():
         text = exercise.read_text(encoding="utf-8").replace("\n# ", " ")
         assert len(re.findall(r"All of them take about \d+ minutes\.", text)) == 1
@@ -132,7 +131,7 @@ def test_every_lesson_says_its_minutes_once(name: str):
 @pytest.mark.parametrize("name", [name for name in lessons() if name != "00_start_here"])
 def test_table_of_exercises_agrees_with_their_cards(name: str):
     """Rows of the table at the top, of which one may stand for several exercises, add up to the cards."""
-    text = (ROOT / "sources" / f"{name}_exercises.py").read_text(encoding="utf-8")
+    text = (ROOT / "lessons" / name[3:] / "exercises.py").read_text(encoding="utf-8")
     rows = re.findall(r"^# \| [\d–]+ \| .* \| (\d+) \|$", text, re.MULTILINE)
     assert sum(map(int, rows)) == sum(exercises(name).values())
 
@@ -166,12 +165,12 @@ def table(path: str) -> list[list[str]]:
 
 def test_tables_of_lessons_agree():
     """README.md and lesson 00 list the same lessons with the same questions and minutes; run times agree everywhere."""
-    readme, lesson = table("README.md"), table("sources/00_start_here.py")
+    readme, lesson = table("README.md"), table("lessons/start_here/lesson.py")
     assert [row[0] for row in readme] == [row[0] for row in lesson] == [f"{number:02}" for number in range(17)]
     for (number, _, question, *minutes, _), theirs in zip(readme[1:], lesson[1:], strict=True):
         assert [number, question, *minutes] == theirs
     seconds = [int(row[-1].removesuffix(" s")) for row in readme if row[-1].endswith(" s")]
     assert [row[0] for row in readme if row[-1].endswith(" s")] == [name[:2] for name in lessons()]
-    for place in ("sources/00_start_here.py", "docs/instructor.md"):
+    for place in ("lessons/start_here/lesson.py", "docs/instructor.md"):
         text = (ROOT / place).read_text(encoding="utf-8").replace("\n# ", " ")
         assert f"{min(seconds)} to {max(seconds)} s" in text, place

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_utils import collective_measurements as measured
 from course_utils.costs import COLLECTIVES, bytes_sent
+from lessons.collectives import collective_measurements as measured
 
 
 def double(x):

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.flight_recorder.components.builder import build_db
 from torch.distributed.flight_recorder.components.types import MatchState
 
-from course_utils import WorkerError, flight_records, launch, shutdown
+from course_utils import WorkerError, launch, shutdown
+from lessons.debugging_hangs import flight_records
 
 pytestmark = pytest.mark.guard(120)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from course_utils.clinic import hangs
-from course_utils.clinic._hangs_runs import compared
+from lessons.debugging_hangs.clinic import hangs
+from lessons.debugging_hangs.clinic._hangs_runs import compared
 
 pytestmark = pytest.mark.guard(90)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from course_utils import launch
-from course_utils import link_measurements as measured
+from lessons.gpu_interconnects import link_measurements as measured
 
 
 def exchange(buffer):

@@ -11,8 +11,9 @@ from conftest import missing
 
 from course_utils import hosts_available, launch
 from course_utils.checks import CheckFailed
-from course_utils.checks import network_clinic as check
-from course_utils.clinic import Clinic, network
+from lessons.debugging_hangs.clinic import Clinic
+from lessons.multi_node import clinic_check as check
+from lessons.multi_node.clinic import network
 
 pytestmark = pytest.mark.guard(90)
 

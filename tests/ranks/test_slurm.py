@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from course_utils import slurm
-from course_utils.slurm import SlurmCluster
+from lessons.multi_node import slurm
+from lessons.multi_node.slurm import SlurmCluster
 
 if slurm.missing() and not os.environ.get("CI"):
     pytest.skip(f"needs the packages {', '.join(slurm.missing())}", allow_module_level=True)

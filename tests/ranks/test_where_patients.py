@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from course_utils.clinic import hangs
 from course_utils.programs import SCRIPTS, examine, torchrun_job
+from lessons.debugging_hangs.clinic import hangs
 
 pytestmark = [pytest.mark.guard(180), pytest.mark.skipif(sys.platform != "linux", reason="where.py reads /proc")]
 

@@ -1,0 +1,250 @@
+"""Collectives on real ranks, watched: what each rank holds, the seconds by size, the bytes that went over TCP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_utils.ranks import device, launch
+
+__all__ = [
+    "barrier_spans", "collective_calls", "digits", "held", "hidden_step", "tcp_traffic", "time_collectives",
+    "typical_seconds",
+]
+
+Spans = list[tuple[str, float, float]]
+
+
+def digits(count: int | None = None) -> torch.Tensor:
+    """Numbers that tell the rank they come from: 1, 2, 3 … on rank 0, 10, 20, 30 … on rank 1, and so on.
+
+    Parameters
+    ----------
+    count : int, optional
+        How many; as many as there are ranks by default.
+    """
+    place = 10 ** dist.get_rank()
+    return torch.tensor([(i % 9 + 1) * place for i in range(count or dist.get_world_size())], device=device())
+
+
+def held(
+    collective: Callable[[Any], Any], world_size: int, start: str = "row", backend: str | None = None
+) -> tuple[list, list]:
+    """Run `collective` on real ranks, and return what each held before and after it.
+
+    Parameters
+    ----------
+    collective : callable
+        ``collective(x)`` -> what the rank holds afterwards, or None. It may change `x`.
+    world_size : int
+        Number of ranks N.
+    start : str
+        What x is: ``"row"``, N numbers of :func:`digits` on every rank; ``"piece"``, one number on every rank;
+        ``"root"``, N numbers on rank 0 and None on the others.
+    backend : str, optional
+        As for `launch`.
+
+    Returns
+    -------
+    before, after : list, index = rank
+    """
+    if start not in ("row", "piece", "root"):
+        raise ValueError(f"start must be 'row', 'piece' or 'root', got {start!r}")
+
+    def on_this_rank() -> tuple[Any, Any]:
+        x = None if start == "root" and dist.get_rank() else digits(1 if start == "piece" else None)
+        before = None if x is None else x.clone()
+        return before, collective(x)
+
+    pairs = launch(on_this_rank, world_size=world_size, backend=backend)
+    return [before for before, _ in pairs], [after for _, after in pairs]
+
+
+def collective_calls(size: int) -> dict[str, Callable[[], Any]]:
+    """The eight collectives on this rank, ready to call, on messages of about `size` bytes in float32; root 0."""
+    n, root = dist.get_world_size(), dist.get_rank() == 0
+    count = max(1, size // 4 // n)
+    whole, other = torch.zeros(2, n * count, device=device())
+    piece = torch.zeros(count, device=device())
+    pieces = list(whole.split(count)) if root else None
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_single(whole, piece),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(piece, whole),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "broadcast": lambda: dist.broadcast(whole, src=0),
+        "reduce": lambda: dist.reduce(whole, dst=0),
+        "gather": lambda: dist.gather(piece, pieces, dst=0),
+        "scatter": lambda: dist.scatter(piece, pieces, src=0),
+    }
+
+
+def _finish() -> None:
+    if device().type == "cuda":
+        torch.cuda.synchronize()  # a call on CUDA tensors returns before the work is done
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    _finish()
+    return time.perf_counter() - start
+
+
+def typical_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
+    """Median seconds of a call on this rank; all ranks start each repetition together."""
+    return sorted(_timed(call) for _ in range(repeats))[repeats // 2]
+
+
+def _all_times(sizes: Sequence[int], ops: Sequence[str]) -> dict[str, list[list[float]]]:
+    times: dict[str, list[list[float]]] = {op: [] for op in ops}
+    for size in sizes:
+        calls = collective_calls(size)
+        for op in ops:
+            calls[op]()  # warm up
+            times[op].append([_timed(calls[op]) for _ in range(15 if size < 2**20 else 4)])
+    return times
+
+
+def time_collectives(sizes: Sequence[int], ops: Sequence[str], world_size: int) -> dict[str, list[float]]:
+    """Seconds of each collective at each size: the best repetition, of which the slowest rank counts.
+
+    Parameters
+    ----------
+    sizes : list of int
+        Message sizes S in bytes.
+    ops : list of str
+        Names of :func:`collective_calls`.
+    world_size : int
+        Number of ranks.
+
+    Returns
+    -------
+    dict of op to list of float
+        Seconds, in the order of `sizes`.
+    """
+    by_rank = launch(partial(_all_times, sizes, ops), world_size=world_size)
+    seconds: dict[str, list[float]] = {op: [] for op in ops}
+    for op in ops:
+        for at in range(len(sizes)):
+            repetitions = zip(*(times[op][at] for times in by_rank), strict=True)
+            seconds[op].append(min(max(ranks) for ranks in repetitions))
+    return seconds
+
+
+def _tcp_bytes() -> tuple[int, int]:
+    """Bytes that this process has sent, and seen acknowledged, and received over TCP; Linux only."""
+    sent = received = 0
+    for descriptor in os.scandir("/proc/self/fd"):
+        if not os.readlink(descriptor.path).startswith("socket:"):
+            continue
+        with socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                # at byte 120 of the kernel's struct tcp_info: tcpi_bytes_acked, tcpi_bytes_received
+                acknowledged, arrived = struct.unpack_from("QQ", info, 120)
+                sent, received = sent + acknowledged, received + arrived
+    return sent, received
+
+
+def _traffic(size: int) -> dict[str, tuple[float, float]]:
+    counts = {}
+    for op, call in collective_calls(size).items():
+        call()  # connections are made at the first call
+        time.sleep(0.1)  # until everything is acknowledged
+        before = _tcp_bytes()
+        dist.barrier()
+        call()
+        dist.barrier()
+        time.sleep(0.1)
+        after = _tcp_bytes()
+        counts[op] = (after[0] - before[0]) / size, (after[1] - before[1]) / size
+    return counts
+
+
+def tcp_traffic(size: int, world_size: int) -> list[dict[str, tuple[float, float]]]:
+    """What each rank sends and receives over TCP in each of the eight collectives, on CPU tensors over gloo.
+
+    Parameters
+    ----------
+    size : int
+        Message size S in bytes.
+    world_size : int
+        Number of ranks.
+
+    Returns
+    -------
+    list, index = rank, of dict of op to (sent, received)
+        In S; empty where the system is not Linux, which alone counts the bytes of a connection.
+    """
+    return launch(partial(_traffic, size), world_size=world_size, backend="gloo") if sys.platform == "linux" else []
+
+
+def barrier_spans(work: Callable[[], Any], world_size: int) -> dict[str, Spans]:
+    """Run `work` and then a barrier on every rank; when each did what, in seconds, for `draw.lanes.timeline`."""
+
+    def on_this_rank() -> tuple[float, float, float]:
+        dist.barrier()  # a common start
+        start = time.monotonic()
+        work()
+        entered = time.monotonic()
+        dist.barrier()
+        return start, entered, time.monotonic()
+
+    moments = launch(on_this_rank, world_size=world_size)
+    zero = min(start for start, _, _ in moments)
+    return {f"rank {rank}": [("work", start - zero, entered - zero), ("barrier", entered - zero, left - zero)]
+            for rank, (start, entered, left) in enumerate(moments)}
+
+
+def _step_spans(step: Callable[[torch.Tensor, Callable[[], None]], Any], size: int) -> Spans:
+    x = torch.zeros(size // 4)
+    alone = min(_timed(lambda: dist.all_reduce(x)) for _ in range(3))
+    longest = torch.tensor([alone])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    moments = []
+
+    def compute() -> None:
+        moments.append(time.perf_counter())
+        time.sleep(longest.item())
+        moments.append(time.perf_counter())
+
+    dist.barrier()
+    begin = time.perf_counter()
+    step(x, compute)
+    end = time.perf_counter() - begin
+    start, stop = (moment - begin for moment in moments)
+    return [("waiting", 0.0, start), ("computing", start, stop), ("waiting", stop, end)]
+
+
+def hidden_step(
+    step: Callable[[torch.Tensor, Callable[[], None]], Any], size: int, world_size: int, repeats: int = 3
+) -> Spans:
+    """When rank 0 computes and when it waits, in the fastest of some runs of a step with an all-reduce.
+
+    Parameters
+    ----------
+    step : callable
+        ``step(x, compute)`` reduces the CPU tensor `x`, by gloo, and calls `compute` once. That sleeps, as if another
+        device computed, for as long as the all-reduce takes alone.
+    size : int
+        Bytes of x.
+    world_size, repeats : int
+
+    Returns
+    -------
+    list of (label, start, end)
+        Labels are ``"waiting"`` and ``"computing"``; in seconds from the start of the step.
+    """
+    runs = [launch(partial(_step_spans, step, size), world_size=world_size, backend="gloo")[0] for _ in range(repeats)]
+    return min(runs, key=lambda spans: spans[-1][2])

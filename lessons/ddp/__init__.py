@@ -1,0 +1,1 @@
+"""Lesson 04: What happens inside `loss.backward()` under DDP?"""

@@ -1,0 +1,286 @@
+"""Data parallelism beside one process, and by the clock: how lesson 04 judges every way to average gradients."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_utils.data import Windows
+from course_utils.models import build_gpt, loss_of
+from course_utils.ranks import Ledger, device, record
+from course_utils.traces import Trace, breakdown, load, spans
+
+__all__ = [
+    "BOUNDS", "Trial", "as_if_computed_elsewhere", "compiled_graphs", "hidden", "judge", "my_batch", "named_buckets",
+    "read_buckets", "recorded_jobs", "short", "spread", "time_versions", "try_data_parallel", "typical_steps",
+    "whole_batch",
+]
+
+Batch = Callable[[int], tuple[Tensor, Tensor]]
+Wrap = Callable[[nn.Module], nn.Module]
+
+#: Largest difference of a weight that rounding explains after three steps, by dtype.
+BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-12}
+#: Recorded training steps on V100s: what averages the gradients -> recording, which of its traces, step.
+JOBS = {
+    "404 all-reduces after backward": ("tiny_all_reduces", 0, 2),
+    "DDP": ("two_machines", 1, 1009),
+}
+_WINDOWS = Windows("train")
+
+
+def whole_batch(step: int, per_rank: int) -> tuple[Tensor, Tensor]:
+    """On a rank: the inputs and targets of all ranks in a step, both (N * per_rank, 64), on this rank's device."""
+    size = dist.get_world_size() * per_rank
+    return _WINDOWS.batch(range(step * size, (step + 1) * size), device())
+
+
+def my_batch(step: int, per_rank: int) -> tuple[Tensor, Tensor]:
+    """On a rank: its part of `whole_batch`, both (per_rank, 64)."""
+    x, y = whole_batch(step, per_rank)
+    first = dist.get_rank() * per_rank
+    return x[first : first + per_rank], y[first : first + per_rank]
+
+
+def spread(model: nn.Module) -> float:
+    """On all ranks: the largest difference between any two ranks in any weight."""
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    largest, smallest = weights.clone(), weights.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return (largest - smallest).max().item()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one rank found about a way to average gradients.
+
+    Attributes
+    ----------
+    differences : dict of dtype to float
+        Largest difference of any weight from those of one process, after training.
+    messages : Ledger
+        What this rank sent in a step, from the start of backward until the gradients are averaged.
+    early : int
+        How many of the messages had started when backward returned.
+    """
+
+    differences: dict[torch.dtype, float]
+    messages: Ledger
+    early: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether the weights are those of one process, but for rounding."""
+        return all(difference < BOUNDS[dtype] for dtype, difference in self.differences.items())
+
+    def __str__(self) -> str:
+        verdict = "equal to one process" if self.equal else "NOT equal to one process"
+        sent = f"{len(self.messages)} all-reduces, {self.messages.bytes():,} bytes"
+        return f"{verdict}; {sent}, {self.early} started in backward"
+
+
+def _finish(model: nn.Module) -> None:
+    """Call what the lesson's own wrappers still have to do between backward and the optimizer's step."""
+    if hasattr(model, "finish"):
+        model.finish()
+
+
+def _train(model: nn.Module, parameters: Iterable[nn.Parameter], batch: Batch, steps: int) -> None:
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        _finish(model)
+        optimizer.step()
+
+
+def _difference(wrap: Wrap, mine: Batch, whole: Batch, make: Callable[..., nn.Module], dtype: torch.dtype) -> float:
+    alone = make(seed=0).to(device(), dtype)
+    replica = make(seed=dist.get_rank()).to(device(), dtype)
+    _train(alone, alone.parameters(), whole, steps=3)
+    _train(wrap(replica), [*replica.parameters()], mine, steps=3)
+    pairs = zip(alone.parameters(), replica.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def try_data_parallel(wrap: Wrap, mine: Batch, whole: Batch, make: Callable[..., nn.Module] = build_gpt) -> Trial:
+    """On each rank: train with `wrap` for three steps beside one process with all batches, then count messages.
+
+    SGD with momentum trains both. Adam would not do: it divides gradients by their own size, so where the true gradient
+    is zero it makes steps out of rounding errors.
+
+    Parameters
+    ----------
+    wrap : callable
+        ``wrap(model)`` -> a module that averages gradients in backward, or when its method ``finish`` is called.
+    mine, whole : callable
+        ``mine(step)`` -> this rank's part of the step's batch, inputs and targets; ``whole(step)`` -> all of it.
+    make : callable
+        ``make(seed)`` -> the model. Each rank begins with a seed of its own, and one process with rank 0's.
+    """
+    differences = {dtype: _difference(wrap, mine, whole, make, dtype) for dtype in BOUNDS}
+    model = wrap(make(seed=0).to(device()))
+    for step in range(3):  # DDP sends its first steps in other ways
+        loss = loss_of(model, *mine(step))
+        with record() as messages:
+            loss.backward()
+            early = len(messages)
+            _finish(model)
+    return Trial(differences, messages, early)
+
+
+def judge(
+    on_ranks: Callable[..., list], mine: Batch, whole: Batch, wrap: Wrap, make: Callable[..., nn.Module] = build_gpt,
+) -> Trial:
+    """Let all ranks `try_data_parallel`; return what rank 0 found.
+
+    Raises
+    ------
+    AssertionError
+        If the weights of any rank are others than those of one process.
+    """
+    trials = on_ranks(try_data_parallel, wrap, mine, whole, make)
+    for rank, trial in enumerate(trials):
+        if not trial.equal:
+            raise AssertionError(f"rank {rank} ends at other weights than one process: {trial.differences}")
+    return trials[0]
+
+
+# Steps by the clock
+
+
+def _backward_by_clock(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Spans, in seconds, of the gradients' computation and of every message of one step."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    ready: list[float] = []
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: ready.append(time.monotonic())) for p in parameters]
+    for p in parameters:
+        p.grad = None
+    loss = loss_of(model, *batch)
+    dist.barrier()
+    with record() as ledger:
+        begin = time.monotonic()
+        loss.backward()
+        _finish(model)
+        end = time.monotonic()
+    for hook in hooks:
+        hook.remove()
+    messages = [(entry.start - begin, (entry.end or end) - begin) for entry in ledger]
+    return {"backward": (0.0, ready[-1] - begin), "messages": messages, "end": end - begin}
+
+
+def as_if_computed_elsewhere(seconds: float = 0.006) -> nn.Module:
+    """Return the small GPT with a backward pass in which the rank sleeps for a while before each gradient is ready."""
+    model = build_gpt()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: time.sleep(seconds))
+    return model
+
+
+def time_versions(
+    versions: Sequence[Wrap], batch: Batch, make: Callable[[], nn.Module] = as_if_computed_elsewhere, steps: int = 6,
+    warm_up: int = 3,
+) -> dict[str, list[dict[str, Any]]]:
+    """On each rank: let versions take turns, and return by name the spans of their steps after the first `warm_up`.
+
+    Each step is a mapping as `figures.step_timelines` takes it.
+    """
+    wrapped = {wrap.__name__: wrap(make().to(device())) for wrap in versions}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in wrapped}
+    for step in range(steps):
+        for name, model in wrapped.items():
+            found[name].append(_backward_by_clock(model, batch(step)))
+    return {name: by_step[warm_up:] for name, by_step in found.items()}
+
+
+def typical_steps(by_rank: Sequence[Mapping[str, Sequence[Mapping]]]) -> dict[str, list[Mapping]]:
+    """Of what `time_versions` gave on all ranks, by version the step of median length: a list of spans by rank."""
+    typical = {}
+    for name in by_rank[0]:
+        steps = [list(ranks) for ranks in zip(*(rank[name] for rank in by_rank), strict=True)]
+        steps.sort(key=lambda ranks: max(rank["end"] for rank in ranks))
+        typical[name] = steps[len(steps) // 2]
+    return typical
+
+
+def hidden(ranks: Sequence[Mapping]) -> float:
+    """Share of the messages' time in a step that lies inside the backward pass."""
+    inside = outside = 0.0
+    for rank in ranks:
+        until = rank["backward"][1]
+        for start, end in rank["messages"]:
+            inside += max(0.0, min(end, until) - start)
+            outside += max(0.0, end - max(start, until))
+    return inside / (inside + outside)
+
+
+def _recorded(name: str, place: int, step: int) -> tuple[dict[str, list[tuple[float, float]]], float]:
+    part = load(name)[place].of_steps([step])
+    kept = (e for e in part.events if not e.name.startswith("nccl") or "AllReduce" in e.name)
+    only = Trace(part.rank, part.world_size, tuple(kept), part.gpu)
+    times, zero = breakdown(only), spans(part, "compute", "communication")[0][0]
+    kinds = {"compute": "compute", "all-reduces": "communication"}
+    rows = {row: [((a - zero) / 1e6, (b - zero) / 1e6) for a, b in spans(only, kind)] for row, kind in kinds.items()}
+    return rows, times["overlap"] / times["communication"]
+
+
+def recorded_jobs() -> tuple[dict[str, dict[str, list[tuple[float, float]]]], dict[str, float]]:
+    """When the GPUs of `JOBS` computed and when their all-reduces ran, and how much of the latter is hidden.
+
+    Returns
+    -------
+    rows : dict of job to dict of str to list of (start, end)
+        ``"compute"`` and ``"all-reduces"``, in seconds since the step's first kernel.
+    shares : dict of job to float
+        Share of the all-reduces' time in which the GPU computed, too.
+    """
+    found = {job: _recorded(*place) for job, place in JOBS.items()}
+    return {job: rows for job, (rows, _) in found.items()}, {job: round(share, 2) for job, (_, share) in found.items()}
+
+
+def compiled_graphs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
+    """How many graphs `torch.compile` makes of a model for forward and backward of one batch; nothing is compiled."""
+    import torch._dynamo
+    import torch._logging
+
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch._logging.set_logs(dynamo=logging.ERROR)  # it warns that ranges of the profiler are left out
+    loss_of(torch.compile(model, backend=keep), *batch).backward()
+    return len(graphs)
+
+
+# Names of parameters
+
+
+def short(name: str) -> str:
+    """``blocks.1.mlp.up.weight`` becomes ``up 1``."""
+    found = re.fullmatch(r"blocks\.(\d+)\.(?:.*\.)?(\w+)\.\w+", name)
+    return f"{found[2]} {found[1]}" if found else name.split(".")[0]
+
+
+def named_buckets(model: nn.Module, buckets: Sequence[Sequence[nn.Parameter]]) -> list[list[tuple[str, int]]]:
+    """Return buckets of the model's parameters as `figures.bucket_picture` takes them: (short name, bytes)."""
+    names = {p: short(name) for name, p in model.named_parameters()}
+    return [[(names[p], p.nbytes) for p in bucket] for bucket in buckets]
+
+
+def read_buckets(model: nn.Module, numbers: str) -> list[list[tuple[str, int]]]:
+    """Return what DDP's log says of its buckets, such as ``"3 2, 1 0"``, as `named_buckets` does."""
+    parameters = list(model.parameters())
+    buckets = [[parameters[int(i)] for i in bucket.split()] for bucket in numbers.split(", ")]
+    return named_buckets(model, buckets)

@@ -1,0 +1,1 @@
+"""Lesson 14: It hangs. Which rank, which call, why?"""

@@ -1,0 +1,198 @@
+"""Flight records of PyTorch: the last collectives of each rank, and the first of each group that do not fit together.
+
+PyTorch notes the calls of a process group in a ring buffer of ``TORCH_FR_BUFFER_SIZE`` entries. `torchfrtrace` reads
+the files of all ranks; :func:`faults` is how it finds a fault, for collectives. gloo does not note sends and receives,
+and not when a call begins or ends; NCCL does.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Call", "Fault", "calls", "faults", "record", "save"]
+
+_OWN_INPUT = ("scatter", "all_to_all", "alltoall")  # each rank may pass sizes of its own
+_OWN_OUTPUT = ("gather", "all_to_all", "alltoall")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as one rank called it.
+
+    Attributes
+    ----------
+    group : str
+        Name of the process group: "0" is the default one.
+    number : int
+        Collectives of a group are counted from 1, by each rank for itself.
+    operation : str
+        Such as "all_reduce".
+    input_sizes, output_sizes : tuple of tuple of int
+        Shapes of the tensors.
+    dtypes : tuple of str
+        Of inputs and outputs, such as "Float".
+    """
+
+    group: str
+    number: int
+    operation: str
+    input_sizes: tuple[tuple[int, ...], ...]
+    output_sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.operation} {' '.join('x'.join(map(str, size)) or 'scalar' for size in self.input_sizes)}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first collective of a group that the ranks do not agree on.
+
+    Attributes
+    ----------
+    group, number
+        Which collective, as in `Call`.
+    kind : {"missing", "operation", "sizes", "dtypes"}
+        What differs; "missing": some ranks have not called it.
+    ranks : tuple of int
+        Ranks that differ from the lowest rank that called it, or have not called it.
+    said : dict of int to str
+        What each rank called, by rank.
+    """
+
+    group: str
+    number: int
+    kind: str
+    ranks: tuple[int, ...]
+    said: dict[int, str]
+
+    def __str__(self) -> str:
+        told = "; ".join(f"rank {rank}: {call}" for rank, call in self.said.items())
+        return f"collective {self.number} of group {self.group}, {self.kind}: {told}"
+
+
+def record() -> dict[str, Any]:
+    """On a rank: its flight record without stacks, at once.
+
+    Stacks are left out because PyTorch needs seconds to find the lines of C++ code. gloo's record does not say which
+    ranks are in a group; that is filled in from the groups themselves.
+
+    Returns
+    -------
+    dict
+        ``version``, ``entries`` and ``pg_config`` as PyTorch writes them, and ``rank``.
+
+    Raises
+    ------
+    RuntimeError
+        Nothing was recorded, because TORCH_FR_BUFFER_SIZE was not set before the process group was made.
+    """
+    import torch.distributed as dist
+
+    from course_utils.torch_internals import flight_record, groups_by_name
+
+    found = flight_record()
+    if not found.get("entries"):
+        raise RuntimeError("the flight record is empty: set TORCH_FR_BUFFER_SIZE=2000 before the process group is made")
+    config = {name: {"name": name, "desc": group.group_desc, "ranks": str(ranks)}
+              for name, (group, ranks) in groups_by_name().items()}
+    entries = _newest(found["entries"])
+    return {"rank": dist.get_rank(), "version": found["version"], "pg_config": config, "entries": entries}
+
+
+def _newest(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what earlier default groups of this process left: a rank that lives on has had several of them."""
+    first = max((entry["pg_id"] for entry in entries if entry["process_group"][0] == "0"), default=0)
+    return [entry for entry in entries if entry["pg_id"] >= first]
+
+
+def save(records: Sequence[Mapping[str, Any]], folder: str | Path, prefix: str = "rank_") -> None:
+    """Write the records of all ranks as the files that ``torchfrtrace FOLDER --prefix rank_`` reads."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for one in records:
+        (Path(folder) / f"{prefix}{one['rank']}").write_bytes(pickle.dumps(dict(one)))
+
+
+def calls(one: Mapping[str, Any]) -> dict[tuple[str, int], Call]:
+    """The collectives in a rank's record, by group and number; sends and receives are left out."""
+    found = {}
+    for entry in one["entries"]:
+        if not entry["is_p2p"]:
+            group, number = entry["process_group"][0], entry["collective_seq_id"]
+            sizes = [tuple(tuple(size) for size in entry[key]) for key in ("input_sizes", "output_sizes")]
+            dtypes = (*entry["input_dtypes"], *entry["output_dtypes"])
+            found[group, number] = Call(group, number, entry["profiling_name"].rpartition(":")[2], *sizes, dtypes)
+    return found
+
+
+def faults(records: Sequence[Mapping[str, Any]]) -> list[Fault]:
+    """The first collective of each group that some of its ranks have not called, or not alike.
+
+    Calls before the oldest one that every rank's buffer still holds are not compared. What comes after the first fault
+    of a group means little, since the ranks are out of step. A rank that differs need not be the one that is wrong:
+    with three ranks or more, believe the majority.
+
+    Parameters
+    ----------
+    records : sequence of mapping
+        One for each rank, as `record` returns them, or as unpickled from PyTorch's files with ``rank`` added.
+
+    Returns
+    -------
+    list of Fault
+        In the order of groups, one for each group at most.
+    """
+    by_rank = {one["rank"]: calls(one) for one in records}
+    found = []
+    for group, ranks in _members(records).items():
+        numbers = {rank: [number for name, number in by_rank[rank] if name == group] for rank in ranks}
+        held = [min(some) for some in numbers.values() if some]
+        last = max((max(some) for some in numbers.values() if some), default=0)
+        for number in range(max(held, default=1), last + 1):
+            made = {rank: by_rank[rank].get((group, number)) for rank in ranks}
+            kind, differing = _difference(made)
+            if kind:
+                said = {rank: str(call) if call else "not called" for rank, call in made.items()}
+                found.append(Fault(group, number, kind, differing, said))
+                break
+    return found
+
+
+def _members(records: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """The ranks of each group of which there are records."""
+    there, members = {one["rank"] for one in records}, {}
+    for one in records:
+        for name, group in one["pg_config"].items():
+            ranks = [int(rank) for rank in group["ranks"].strip("[] ").split(",") if rank.strip()]
+            members.setdefault(name, [rank for rank in ranks if rank in there])
+    return dict(sorted(members.items(), key=lambda item: (len(item[0]), item[0])))
+
+
+def _difference(made: Mapping[int, Any]) -> tuple[str, tuple[int, ...]]:
+    """What differs in one collective, and the ranks that differ from the first that called it."""
+    missing = tuple(rank for rank, call in made.items() if call is None)
+    if missing:
+        return "missing", missing
+    first, *others = made.values()
+    comparisons = {
+        "operation": lambda call: call.operation,
+        "sizes": lambda call: (
+            None if any(word in call.operation for word in _OWN_INPUT) else call.input_sizes,
+            None if any(word in call.operation for word in _OWN_OUTPUT) else call.output_sizes,
+        ),
+        "dtypes": lambda call: call.dtypes,
+    }
+    for kind, of in comparisons.items():
+        if differing := tuple(rank for rank, call in made.items() if of(call) != of(first)):
+            return kind, differing
+    if "to_all" in first.operation or "toall" in first.operation:  # who is wrong cannot be told
+        sent = sum(math.prod(call.input_sizes[0]) for call in (first, *others))
+        received = sum(math.prod(call.output_sizes[0]) for call in (first, *others))
+        if sent != received:
+            return "sizes", tuple(made)
+    return "", ()

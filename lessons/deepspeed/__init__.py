@@ -1,0 +1,1 @@
+"""Lesson 08: What does DeepSpeed do differently, and when do I pick it?"""

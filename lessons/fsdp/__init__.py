@@ -1,0 +1,1 @@
+"""Lesson 07: How do I train with FSDP2, and checkpoint and reshard it?"""

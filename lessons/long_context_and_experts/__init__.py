@@ -1,0 +1,1 @@
+"""Lesson 11: How do I split a long sequence, and many experts?"""

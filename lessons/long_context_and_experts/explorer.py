@@ -1,0 +1,94 @@
+"""Choose a length, heads, ranks and a method; see who computes how much, what is sent and held, and what it takes."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from course_utils.draw.controls import choice, integer, slider
+from course_utils.draw.explorer import Explorer
+from course_utils.draw.style import FAINT, INK, RANK_COLORS, new_figure, rank_color, tint
+from course_utils.hardware import LINKS
+from course_utils.units import decimal_bytes
+
+from .context_parallel import METHODS, Attention
+
+__all__ = ["context_explorer"]
+
+_LENGTHS = tuple(2**k for k in range(10, 21))
+_RANKS = tuple(2**k for k in range(1, 7))
+_LINKS = ("nvlink4", "ib_ndr", "ib_edr")
+_NOTE = (
+    "Modelled by <code>context_parallel.Attention</code>: forward of causal attention of one layer and one sequence, "
+    "bf16, heads of 128 numbers, 400 TFLOP/s, and the link's bandwidth without latency. A ring hides its messages "
+    "behind its steps; the others hide nothing. Gathering goes with the zig-zag order. Held: Q, K, V, output and the "
+    "method's buffers."
+)
+
+
+def _of(method: str, **asked: int | float) -> Attention | None:
+    try:
+        return Attention(method, **asked)
+    except ValueError:
+        return None
+
+
+def _draw_pairs(ax: Axes, chosen: Attention) -> None:
+    shown = chosen.pairs
+    ax.bar(range(len(shown)), [pairs / 1e9 for pairs in shown], color=[tint(rank_color(r)) for r in range(len(shown))],
+           edgecolor=[rank_color(r) for r in range(len(shown))], width=0.8)
+    ax.axhline(sum(shown) / len(shown) / 1e9, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+    step = max(1, len(shown) // 8)
+    ax.set(xlabel="rank", ylabel="pairs (billions)", xticks=range(0, len(shown), step),
+           title="modelled: pairs of each rank (dashed: mean)")
+
+
+def _draw_times(ax: Axes, methods: dict[str, Attention | None], chosen: str) -> None:
+    longest = max(m.compute_seconds + m.exposed_seconds for m in methods.values() if m)
+    for y, attention in enumerate(methods.values()):
+        if attention is None:
+            ax.text(0, y, " not possible", va="center", color="#666666")
+            continue
+        left = 0.0
+        parts = (attention.compute_seconds, RANK_COLORS[0]), (attention.exposed_seconds, RANK_COLORS[5])
+        for seconds, color in parts:
+            ax.barh(y, 1e3 * seconds, left=1e3 * left, height=0.62, color=tint(color), edgecolor=color)
+            left += seconds
+        ax.annotate(f"{1e3 * left:,.3g} ms", (1e3 * left, y), (4, 0), textcoords="offset points", va="center")
+    ax.set_yticks(range(len(methods)), methods)
+    ax.get_yticklabels()[list(methods).index(chosen)].set_fontweight("bold")
+    ax.tick_params(axis="y", length=0)
+    ax.axvline(0, color=FAINT, linewidth=0.8)
+    ax.set(xlim=(0, 1.3e3 * longest), ylim=(len(methods) - 0.5, -0.5), title="modelled: forward of one layer",
+           xlabel="ms (blue: compute, orange: exposed sending)")
+
+
+def _render(method: str, length: int, heads: int, kv_heads: int, ranks: int, link: str) -> tuple[Figure, str]:
+    asked = {"length": length, "heads": heads, "kv_heads": kv_heads, "ranks": ranks,
+             "bandwidth": LINKS[link].bandwidth}
+    chosen = Attention(method, **asked)
+    figure, (left, right) = new_figure(1, 2, size=(8.4, 3.2), gridspec_kw={"width_ratios": [1, 1.2]})
+    _draw_pairs(left, chosen)
+    _draw_times(right, {name: _of(name, **asked) for name in METHODS}, method)
+    words = (
+        f"<b>{method}</b>: at most {max(chosen.pairs):,} pairs on a rank, {decimal_bytes(chosen.sent)} sent, "
+        f"{1e3 * chosen.compute_seconds:,.3g} ms of compute, {1e3 * chosen.sending_seconds:,.3g} ms of sending, of "
+        f"which {1e3 * chosen.exposed_seconds:,.3g} ms are exposed; {decimal_bytes(chosen.held)} held."
+    )
+    return figure, words
+
+
+def context_explorer() -> Explorer:
+    """Compare ways to split attention over ranks, by `context_parallel.Attention`. What cannot be split is refused."""
+    rows = [
+        {
+            "method": choice("method", METHODS, METHODS[1]),
+            "length": slider("tokens", [(f"{n:,}", n) for n in _LENGTHS], 131_072),
+            "ranks": slider("ranks", _RANKS, 8),
+        },
+        {
+            "heads": integer("heads", 32), "kv_heads": integer("KV heads", 8),
+            "link": choice("link", [(LINKS[name].name, name) for name in _LINKS], "ib_ndr"),
+        },
+    ]
+    return Explorer(rows, _render, note=_NOTE)

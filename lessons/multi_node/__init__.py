@@ -1,0 +1,1 @@
+"""Lesson 16: How do I leave this machine: torchrun, elastic, Slurm?"""

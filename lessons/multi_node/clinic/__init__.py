@@ -1,0 +1,1 @@
+"""The network clinic: broken programs on two hosts as patients."""

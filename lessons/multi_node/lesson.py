@@ -1,0 +1,1474 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # How do I leave this machine: torchrun, elastic, Slurm?
+#
+# When Llama 3 was trained on 16,384 GPUs, something unexpected stopped the job 419 times in 54 days, once every three
+# hours, and 35 of these failures were in the network (*recorded*, [Llama 3](https://arxiv.org/abs/2407.21783), table
+# 5). A job on two hosts fails in the same ways, only less often: a name stands for the wrong address, a firewall
+# drops a port, a host dies, a scheduler wants its hosts back. Each has a message, a cause and a cure, and you can
+# meet all of them this evening: two hosts and a network fit into one Linux computer.
+#
+# **You will be able to**
+# - *start* one program on one host and on several, with `torchrun` and under Slurm, and *say* who meets at which
+#   address;
+# - *predict* how many bytes of a collective leave each host, and *read* the true number from the interface;
+# - *tell* from its message which part of a network is broken, and *mend* it;
+# - *keep* a run alive when a host dies or a scheduler stops it, and *say* how many steps that costs;
+# - *take* a complete training program and its job files to your own cluster.
+#
+# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 45 minutes to read
+# the core, 130 with the deeper sections, about two to run.
+
+# %% [markdown]
+# Imports and parameters:
+
+# %% tags=["parameters"]
+import os
+import socket
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from IPython.display import Markdown
+from torch.distributed.device_mesh import init_device_mesh
+
+from course_utils import hosts_available, launch, run_on_hosts
+from course_utils.programs import ROOT, SCRIPTS, TEXT, folded, read_log, run_program, wait_for_step
+from course_utils.recordings import real_or_recorded
+from lessons.multi_node import slurm
+from lessons.multi_node.clinic import network
+from lessons.multi_node.slurm import SlurmCluster
+
+world_size = 4  # ranks: a multiple of the hosts
+hosts = 2
+link = "100mbit"  # rate of the cable between the hosts, in each direction
+
+# %% [markdown]
+# ## 1. Two hosts in one computer
+#
+# A program on a cluster sees its host (Slurm and torchrun say *node*) as a name, an address and a network interface.
+# Linux can give these to a group of processes: a **network namespace** has interfaces, addresses and firewall rules
+# that nothing outside it sees. `launch(…, hosts=2)` makes two of them, joins them by a cable, the *link*, with a
+# limited rate, and puts half of the ranks on each:
+#
+# ```text
+#            node0                          node1
+#     rank 0       rank 1            rank 2       rank 3
+#       └── loopback ──┘               └── loopback ──┘
+#       eth0  10.0.0.1 ── 100 Mbit/s ── eth0  10.0.0.2
+# ```
+#
+# Ranks of one host talk over its *loopback* interface, which ends inside the host. What goes to the other host leaves
+# by `eth0`, where it is slow, and where it is counted (`left_host` below, bytes per host). The network is real; only
+# the processors are shared, and the backend is gloo.
+
+# %%
+emulated, sentence = hosts_available()
+print("The hosts are emulated." if emulated else sentence)
+
+
+def place():
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR")
+    return [socket.gethostname() if emulated else "here", *(f"{n}={os.environ[n]}" for n in names)]
+
+
+for rank in launch(place, world_size=world_size, hosts=hosts):
+    print(*rank)
+
+# %% [markdown]
+# If your computer cannot do this (macOS, some containers, hardened systems), the cell has said why. Then the ranks of
+# this lesson run on one host, and what needs two is *recorded*.
+#
+# The variables are those that `torchrun` sets on a cluster. `RANK` counts the processes of the job, `LOCAL_RANK`
+# those of one host, `GROUP_RANK` the hosts, and `MASTER_ADDR` is where the ranks meet. The classic mistake on the
+# second host is to choose the GPU by `RANK`: on one host the two numbers are equal, so nobody notices until rank 8
+# asks a host with GPUs 0 to 7 for number 8.
+
+# %% [markdown]
+# ## 2. What leaves a host
+#
+# N is the number of ranks, H the number of hosts, and S the size of a tensor in bytes. In a ring all-reduce every rank
+# sends 2(N−1)/N · S bytes to its neighbour ([lesson 02](02_collectives.ipynb)). Most neighbours are on the same
+# host. **Predict** for four ranks on two hosts: what leaves each host, in units of S?
+
+
+# %%
+def reduce_once(size):
+    """All-reduce `size` bytes over all ranks, and return one element of the result."""
+    x = torch.ones(size // 4)
+    dist.all_reduce(x)
+    return x[-1].item()
+
+
+S = 3 * 2**20
+on_hosts = partial(launch, world_size=world_size, hosts=hosts)
+flat = on_hosts(reduce_once, S)
+assert flat == [world_size] * world_size
+
+expected = {"flat": 2 * (world_size - 1) / world_size}
+for left in flat.left_host or []:
+    assert 1 <= left / (expected["flat"] * S) < 1.02  # the rest: headers of packets
+    print(f"predicted {expected['flat']:.1f} S, counted {left / S:.1f} S")
+
+# %% [markdown]
+# Only one rank of each host has its right-hand neighbour on the other host, so what leaves a host is what one rank
+# sends: 1.5 S. With many ranks on each host it approaches 2 S. But the hosts need only exchange their *sums*. So each
+# host should first add up its own tensors, inside, where it is cheap. A **hierarchical** all-reduce, built from rings
+# in [lesson 03](03_nccl.ipynb), takes three calls of the library, in groups along the two dimensions of a mesh:
+#
+# ```text
+#                inside node0   inside node1   over the cable
+# reduce-scatter    0 ⇄ 1          2 ⇄ 3                       each rank has half of its host's sum
+# all-reduce                                  0 ⇄ 2   1 ⇄ 3    of each half, with the other host
+# all-gather        0 ⇄ 1          2 ⇄ 3                       each rank has all
+# ```
+#
+# Over the cable it is an all-reduce among H hosts. **Predict** what leaves each host now. Does the number of its
+# ranks matter?
+
+
+# %%
+def groups():
+    """This rank's groups: the ranks of its host, and those with its local rank on all hosts."""
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    shape = (dist.get_world_size() // per_host, per_host)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "inside"))
+    return mesh["inside"].get_group(), mesh["hosts"].get_group()
+
+
+def hierarchical_all_reduce(x, inside, across):
+    """Sum x over all ranks, in place; a host's number of ranks must divide the length of x."""
+    piece = x.new_empty(x.numel() // inside.size())
+    dist.reduce_scatter_single(piece, x, group=inside)
+    dist.all_reduce(piece, group=across)
+    dist.all_gather_single(x, piece, group=inside)
+
+
+# %%
+def reduce_by_hosts(size):
+    x = torch.ones(size // 4)
+    hierarchical_all_reduce(x, *groups())
+    return x[-1].item()
+
+
+by_hosts = on_hosts(reduce_by_hosts, S)
+assert by_hosts == [world_size] * world_size
+
+expected["hierarchical"] = 2 * (hosts - 1) / hosts
+for left in by_hosts.left_host or []:
+    assert 1 <= left / (expected["hierarchical"] * S) < 1.02
+    print(f"predicted {expected['hierarchical']:.1f} S, counted {left / S:.1f} S")
+
+# %% [markdown]
+# It is 2(H−1)/H · S, here S, for any number of ranks. If the cable takes most of the time, the flat form takes 1.5
+# times as long; section 9 measures that, finds the sizes for which the flat ring is faster after all, and shows what
+# happens when ranks are numbered badly.
+#
+# > **On real GPUs.** A node has a network port for each GPU or for two, and NCCL builds several rings and trees that
+# > enter and leave a node through different ports, and chooses among them by size ([lesson 03](03_nccl.ipynb)). You
+# > will rarely write a hierarchical all-reduce yourself. But the same arithmetic decides where tensor, data and
+# > pipeline parallelism belong ([lesson 12](12_parallelism_3d.ipynb)), and whether FSDP should shard across hosts
+# > (section 10).
+
+# %% [markdown]
+# ## 3. One program, one host or several
+#
+# On a cluster nobody calls `launch`. Every host runs an **agent**, `torchrun`, which starts the ranks of its host and
+# watches them. The program stays the same on one host and on many. What changes is the command line, because the
+# agents have to find each other first. The program here, [scripts/hello.py](../scripts/hello.py), is the one to run
+# first on any new cluster: every rank says where it is, and a sum shows that all ranks reach each other.
+
+# %% jupyter={"source_hidden": true}
+folded("scripts/hello.py", SCRIPTS / "hello.py")
+
+# %% [markdown]
+# There are two ways to tell the agents who meets where. In the **static** form you number the hosts and name the
+# address and port of the **store**, where all *ranks* meet and leave their addresses. `run_on_hosts` types the
+# command on each host, with the host's number for `{host}`:
+
+# %% tags=["nbval-ignore-output"]
+static = "torchrun --nnodes=2 --node-rank={host} --master-addr=node0 --master-port=29500 "
+run_on_hosts(static + "--nproc-per-node=1 ../scripts/hello.py", recorded="torchrun_static")
+
+# %% [markdown]
+# With a **c10d rendezvous** every host gets the same command. It names one address where the *agents* meet, and the
+# job (`--rdzv-id`). The agents agree there who takes part, in which order, and they can agree anew when a host is
+# lost. Here the rendezvous is on the *second* host, on purpose. **Predict** `MASTER_ADDR`, and whether `MASTER_PORT`
+# is 29500.
+
+# %% tags=["nbval-ignore-output"]
+meet = "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --rdzv-id=1 "
+run_on_hosts(meet + "--nproc-per-node=1 ../scripts/hello.py", recorded="torchrun_c10d")
+
+# %% [markdown]
+# There are [two masters](https://github.com/pytorch/pytorch/issues/73656). The agents meet at node1:29500, in a store
+# that node1's agent opens because it finds its own name in the endpoint. They sort the hosts by name and number the
+# ranks. Then a second store opens for the ranks, on the host of rank 0, at a port that is free there; its address
+# becomes `MASTER_ADDR` and `MASTER_PORT`. Three consequences break real jobs:
+#
+# - If no host recognizes its own name in the endpoint, no agent opens the store, and all of them wait.
+# - `MASTER_PORT` differs in each run, and gloo and NCCL open random ports besides. It is not enough to open 29500.
+# - `MASTER_ADDR` is the name that rank 0's host has for itself. All other hosts must be able to look it up.
+#
+# | | static | c10d |
+# |---|---|---|
+# | command | differs by `--node-rank` | the same on all hosts |
+# | order of the hosts | yours | by name |
+# | `MASTER_ADDR` and port | yours | host of rank 0, a free port |
+# | a host is lost | the job ends | the others, or they and a new host, can go on (section 5) |
+#
+# On one host, `--standalone` is a rendezvous of its own.
+#
+# > **Misconception.** "The rendezvous endpoint is the host of rank 0." It often is, because people write the first host
+# > there. But names decide the order, so code that expects rank 0 at the endpoint works on one cluster and fails on the
+# > next ([milabench#282](https://github.com/mila-iqia/milabench/issues/282)).
+
+# %% [markdown]
+# ## 4. The network clinic
+#
+# Four things must work before two nodes can train, and ranks pass them in this order. A rank looks up a *name* and
+# gets an *address*. It reaches that address over an *interface*. There it meets the others, on the *port of the
+# store*. Last, gloo or NCCL connects the ranks directly with each other, on *ports of their own*, at addresses that
+# the ranks have written into the store. So the first question is how far the ranks came. The message answers it only
+# in part, because it says where a rank gave up, and seldom why.
+#
+# | the ranks came as far as | and then | what you read |
+# |---|---|---|
+# | the name | it is unknown, or means the host itself | `client socket has timed out` |
+# | the interface | it is down, or there is no route | `Network is unreachable`, `No route to host` |
+# | the port of the store | nobody listens, or a firewall drops what comes | `client socket has timed out`, for both |
+# | each other's ports | wrong address or interface, firewall | `connectFullMesh failed`, `Unable to find`, nothing |
+# | the end | something outside the network, such as a disk | an error from elsewhere, much later |
+#
+# The clinic has eight patients: programs on two hosts with one fault each, all modeled on public reports. Everything
+# about them is run for real on emulated hosts: what the ranks say, what you ask for, and your cure.
+
+# %%
+clinic = network.clinic()
+clinic
+
+# %% [markdown]
+# We do one together; the other seven are yours, in the exercises. Here is the fifth, with its settings and its
+# program. It waits 2 s for other ranks where PyTorch's default for gloo is 30 minutes, so that we need not wait.
+
+# %%
+patient = clinic[5]
+patient
+
+# %% [markdown]
+# **Predict.** The program has a time-out of 2 s. Will an error end the silence, and when?
+
+# %%
+symptom = patient.symptom()
+symptom
+
+# %% [markdown]
+# Neither rank says anything, although the program asks for an error after 2 s and was given more than twice that. The
+# time-out holds for the store and for collectives, but gloo is more patient when it connects ranks: it gave up with
+# `Connect timeout` after 5, 10 and 15 s where the time-out was 1, 2 and 3 s (*recorded*, PyTorch 2.13). Silence is a
+# finding too: a rank that does not reach the store complains, so both have probably reached it.
+#
+# Evidence has a price: roughly the minutes that it takes to log in to a cluster and look.
+
+# %%
+clinic.list_evidence()
+
+# %% [markdown]
+# **Predict.** If the firewall dropped port 29500, what would a connection from node1 to it say: *connected*,
+# *refused* or *timed out*?
+
+# %%
+patient.ask("ports")
+
+# %% [markdown]
+# The store is on node0, and node1 reaches it. A dropped connection would have timed out, because nobody answers;
+# *refused* is an answer, from a host on which nobody listens. The clinic uses your evidence against a wrong
+# diagnosis:
+
+# %%
+verdict = patient.diagnose("firewall drops the port")
+assert not verdict
+verdict
+
+# %% [markdown]
+# So the name, the address, the interface and the store's port are in order. What is left are the ports on which the
+# ranks connect with each other. To test one, something has to listen there: `nc -l 41234` on one node, and `nc node0
+# 41234` on the other. `ask` does the same.
+
+# %%
+patient.ask("other port")
+
+# %%
+verdict = patient.diagnose("firewall opens only the port")
+assert verdict
+verdict
+
+# %% [markdown]
+# `treat` changes a setting and runs the same program again. Which ports to open? gloo asks the system for one for
+# each connection, and Linux gives out those from 32768 to 60999.
+
+# %%
+treated = patient.treat(open_ports="32768-60999")
+assert treated or not emulated
+treated
+
+# %% [markdown]
+# Usually there is no firewall between the nodes, and one around all. That one must be there:
+# whoever reaches these ports [can run code as you](https://github.com/pytorch/pytorch/blob/main/SECURITY.md).
+#
+# Try the other seven before section 8, which tells all eight apart.
+
+# %% [markdown]
+# ## 5. A host dies
+#
+# A run that needs all its hosts stops with the first one that fails. `torchrun` can do better: it notices that a host
+# is gone, lets the others meet again as a smaller world, and starts the program anew there. It does not know what the
+# program had computed. So the program must find its newest checkpoint when it starts, and must be able to go on with
+# a different number of ranks. `scripts/train.py` does both, and therefore the same command is a first start, a
+# restart and a start on fewer hosts.
+#
+# We train for 20 steps and save at every fifth. First the reference: two hosts, nothing goes wrong.
+
+# %%
+temporary = tempfile.TemporaryDirectory()
+folder = Path(temporary.name)
+flags = f"--data={TEXT} --layers=2 --batch=8 --steps=20 --save-every=5 --log-every=1"
+program = [SCRIPTS / "train.py", *flags.split(), f"--out={folder / 'undisturbed'}"]
+
+launch(run_program, *program, silent=True, world_size=2, hosts=2, init=False)
+undisturbed = [line["loss"] for line in read_log(folder / "undisturbed")]
+print(f"{len(undisturbed)} steps, loss {undisturbed[0]:.2f} to {undisturbed[-1]:.2f}")
+
+# %% [markdown]
+# Now the same training, started as on a cluster, and all processes of node1 are killed when step 8 is printed. Two
+# flags and a variable make the command elastic. **`--nnodes=1:2`** says that two hosts are wanted and one is enough.
+# **`--max-restarts=3`** says how often an agent may start its ranks again. With the variable the agents tell
+# each other a new address in *every* rendezvous, not only in the first. A dead host cannot report its
+# end, so the other agent waits for its heartbeats: `keep_alive_interval` seconds times `keep_alive_max_attempt`. We
+# shorten this to 1 × 4; a cluster should keep the default, 5 × 3. **Predict**: with which step does node0 go on, and
+# how many steps does it compute twice?
+
+# %% tags=["nbval-ignore-output"]
+torchrun = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun "
+torchrun += "--nnodes=1:2 --nproc-per-node=1 --max-restarts=3 "
+torchrun += "--rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=16 --rdzv-conf="
+torchrun += "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1 "
+
+elastic = run_on_hosts(
+    f"{torchrun} {SCRIPTS / 'train.py'} {flags} --out={folder / 'elastic'}",
+    when=[(r"step 8 ", "kill node1")],
+    recorded="torchrun_elastic",
+)
+elastic.show(r"^--|Error:|exitcode|step ([1-9]|20) ")
+
+# %% [markdown]
+# node1 is gone in the middle of a step. The rank on node0 notices at once, because Linux closes the connections of a
+# killed process (`Connection reset by peer`). A host that loses power does not even do that; then the time-out of the
+# process group ends the wait. The rank fails, its agent sees exit code 1 and asks for a new rendezvous, which begins
+# only when the heartbeats of node1 are overdue. Then node0 is alone, the program starts from the top, and finds a
+# checkpoint.
+
+# %% tags=["nbval-ignore-output"]
+done = elastic.numbers(r"step (\d+) +loss (\S+)")
+turn = next(i for i in range(1, len(done)) if done[i][0] <= done[i - 1][0])
+last, resumed = int(done[turn - 1][0]), int(done[turn][0])
+print(f"before: steps 1 to {last}; after: {resumed} to {int(done[-1][0])}")
+print(f"computed twice: {last - resumed + 1} steps")
+
+assert elastic.exit_codes == [0, 137] and done[-1][0] == 20
+assert resumed % 5 == 1 and 0 <= last - resumed + 1 < 10
+assert all(abs(loss / undisturbed[int(step) - 1] - 1) < 1e-3 for step, loss in done)
+
+# %% [markdown]
+# The survivor goes on after the last checkpoint, here step 5, and computes steps 6 to 8 again. That work is lost, and
+# nothing else: every loss equals that of the undisturbed run to 0.1 %, although half of the ranks
+# are missing.
+#
+# <details><summary>Two decisions in <code>train.py</code> that make this so</summary>
+#
+# `--batch` counts the windows of a step *over all ranks*, so one rank takes all eight where two took four each; a
+# program whose batch is per rank would silently halve the batch and need another learning rate. And the checkpoint
+# holds the number of samples seen, so no sample is skipped or seen twice.
+# </details>
+#
+# More often the scheduler gives you another host. Here node1 starts again at once, and with
+# `--nnodes=2` node0 waits for it:
+
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
+replaced = run_on_hosts(
+    f"{torchrun.replace('1:2', '2')} {SCRIPTS / 'train.py'} {flags} --out={folder / 'replaced'}",
+    when=[(r"step 8 ", "kill node1"), ("node1 ended", "start node1")],
+    recorded="torchrun_replaced",
+)
+replaced.show(r"^--|Error:|exitcode|step ([1-9]|20) ")
+
+done = replaced.numbers(r"step (\d+) +loss (\S+)")
+assert replaced.exit_codes == [0, 0] and done[-1][0] == 20
+assert all(abs(loss / undisturbed[int(step) - 1] - 1) < 1e-3 for step, loss in done)
+
+# %% [markdown]
+# They go on together after step 5, and node1 ends twice, first with 137 and then with 0. Without the variable, which
+# PyTorch 2.13 needs, both agents would have died of `DistStoreError: wait timeout after 60000ms`.
+#
+# Two things to know before you rely on it:
+#
+# - **Who keeps the rendezvous?** The agent whose host is the endpoint, here node0. When *that* host dies, the others
+#   lose the store, and their agents end too ([pytorch#67742](https://github.com/pytorch/pytorch/issues/67742)). All
+#   other hosts may be lost. So you need a scheduler that starts the job again anyway.
+# - **Heartbeats that are too fast kill the healthy.** An agent that cannot run for a few seconds, on a host that
+#   swaps or waits for a disk, looks dead. What two worlds then do to one checkpoint is in section 12.
+#
+# > **Misconception.** "`--max-restarts` makes my training fault-tolerant." It starts the program again. A program
+# > without checkpoints begins again at step 0, as often as you allow.
+
+# %% [markdown]
+# ## 6. A batch job: Slurm
+#
+# On a shared cluster you do not start ranks yourself. You hand a script to a **batch scheduler** and
+# say what it needs: hosts, ranks, time. It waits until they are free, and ends the job when its time is up. In Slurm,
+# `sbatch` queues the script, which runs on the first of its hosts; `srun` inside it starts a program on all of them,
+# each copy as one **task**.
+#
+# Slurm does not set `RANK`. It numbers tasks in variables of its own, and these have to be translated:
+#
+# | Slurm | PyTorch |
+# |---|---|
+# | `SLURM_PROCID` | `RANK` |
+# | `SLURM_LOCALID` | `LOCAL_RANK` |
+# | `SLURM_NTASKS` | `WORLD_SIZE` |
+# | the first name in `SLURM_JOB_NODELIST` | `MASTER_ADDR` |
+# | any free port, the same for all; here from `SLURM_JOB_ID` | `MASTER_PORT` |
+#
+# `SlurmCluster` runs Slurm's own daemons on emulated hosts: `login`, where commands are typed, `node0` and `node1`.
+# What do four tasks on two hosts see?
+
+
+# %% tags=["nbval-ignore-output"]
+def what_tasks_see():
+    names = "$(hostname) $SLURM_PROCID $SLURM_LOCALID $SLURM_NTASKS $SLURM_LAUNCH_NODE_IPADDR"
+    with SlurmCluster(hosts=2) as cluster:
+        return cluster.run(f"srun --nodes=2 --ntasks-per-node=2 sh -c 'echo {names}'")
+
+
+seen = real_or_recorded("slurm_tasks", what_tasks_see, slurm.available())
+seen = sorted(line.split() for line in seen.splitlines())
+for host, rank, local_rank, tasks, address in seen:
+    print(f"{host}: RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={tasks}, launched by {address}")
+assert [task[:4] for task in seen] == [[f"node{r // 2}", f"{r}", f"{r % 2}", "4"] for r in range(4)]
+assert {task[4] for task in seen} == {"10.97.0.254"}  # the address of login, which runs no rank
+
+# %% [markdown]
+# The last column is a trap. `SLURM_LAUNCH_NODE_IPADDR` looks like an address for all to meet at, but it is that of
+# the host where `srun` was *typed*. In a batch script this is the first host; here it is `login`, where no rank
+# listens. An automated review warned of this in [pith-train#47](https://github.com/mlc-ai/pith-train/pull/47).
+# Another classic is [pytorch#76069](https://github.com/pytorch/pytorch/issues/76069): `localhost` and a free port of
+# its own on every host, so each waits for the others at its own address. All ranks need *one* host and *one* port.
+#
+# The script, folded below, names one of each, and decides three more things:
+#
+# - **`--signal=TERM@180`**: three to four minutes before the time is up, every rank gets SIGTERM. `train.py` finishes
+#   the step, saves and ends with code 75.
+# - **`scontrol requeue`** after a 75, at most 50 times, and `--requeue` after the failure of a host: the job goes back
+#   into the queue under the same number. The same `--out` makes it go on.
+# - **`--open-mode=append`** keeps what the first run printed.
+
+# %% jupyter={"source_hidden": true}
+folded("scripts/slurm/train.sbatch", SCRIPTS / "slurm/train.sbatch", language="bash")
+
+# %% [markdown]
+# Now submit it, on two hosts with one rank each, and send SIGTERM once the log has step 20 of 100, as Slurm does when
+# the time runs out. (Folded: the flags, and a run without interruption.)
+
+# %% jupyter={"source_hidden": true}
+job_flags = [f"--data={TEXT}", "--layers=2", "--hidden=32", "--length=32", "--batch=8"]
+job_flags += ["--steps=100", "--log-every=1", "--save-every=1000"]
+
+
+def without_stop(out):
+    """The same training with no scheduler and no interruption."""
+    program = [SCRIPTS / "train.py", *job_flags, f"--out={out}"]
+    launch(run_program, *program, silent=True, world_size=2, hosts=2, init=False)
+
+
+# %%
+def stopped_and_requeued(out):
+    """Run the job, stop it in the middle, and return what Slurm says of it at the end."""
+    options = ["--ntasks-per-node=1", f"--chdir={ROOT}", f"--output={out}.txt"]
+    variables = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    with SlurmCluster(hosts=2) as cluster:
+        script = SCRIPTS / "slurm" / "train.sbatch"
+        job = cluster.submit(*options, script, *job_flags, f"--out={out}", env=variables)
+        wait_for_step(out, 20, timeout=200)
+        cluster.run(f"scancel --signal=TERM {job}")
+        return cluster.wait(job, timeout=200)
+
+# %% [markdown]
+# **Predict.** How many lines will the log have at the end, and which steps are there twice? By how much will the last
+# loss differ from that of a run that nobody stopped?
+
+
+# %% tags=["nbval-ignore-output"]
+def both():
+    with tempfile.TemporaryDirectory() as folder:
+        out, alone = Path(folder, "job"), Path(folder, "alone")
+        job = stopped_and_requeued(out)
+        without_stop(alone)
+        saved = sorted(int(path.name[5:]) for path in out.glob("step-*"))
+        logs = [[(at["step"], at["loss"]) for at in read_log(log)] for log in (out, alone)]
+        return {"end": [job["JobState"], job["Restarts"]], "saved": saved, "logs": logs}
+
+
+run = real_or_recorded("slurm_job", both, slurm.available())
+stopped, last = run["saved"]
+print(f"{run['end'][0]}: steps 1 to {stopped}, restart, then {stopped + 1} to {last}")
+assert run["end"] == ["COMPLETED", "1"] and 20 <= stopped < last == 100
+assert [step for step, loss in run["logs"][0]] == [*range(1, 101)]
+assert run["logs"][0] == run["logs"][1]  # of the job, and of the run without a stop
+print(f"last loss {run['logs'][0][-1][1]:.4f}, without interruption {run['logs'][1][-1][1]:.4f}")
+
+# %% [markdown]
+# A hundred lines, each step once, and no difference at all. The checkpoint has the weights, the optimizer and the
+# number of samples seen; the order of the data follows from the seed and that number.
+
+# %% [markdown]
+# ## 7. What to take to work
+#
+# [`scripts/train.py`](../scripts/train.py) is one file of plain PyTorch that you can copy and change. Whatever the
+# lessons built by hand is in it once, in its final form:
+#
+# | in `train.py` | from lesson |
+# |---|---|
+# | shares of each step, the mean over all tokens, accumulation | [04](04_ddp.ipynb) |
+# | bf16, recomputation, MFU | [05](05_scaling_efficiency.ipynb) |
+# | `fully_shard`, meta device, clipping, distributed checkpoints | [06](06_zero.ipynb), [07](07_fsdp.ipynb) |
+# | layers split over ranks, and the mesh | [09](09_tensor_parallel.ipynb), [12](12_parallelism_3d.ipynb) |
+# | order of the data from a seed, resume by the number of samples | [15](15_ffcv_data_loading.ipynb) |
+# | SIGTERM, exit code 75, checkpoints that are renamed when complete | this lesson |
+#
+# The same program under each launcher:
+#
+# ```text
+# one host      torchrun --standalone --nproc-per-node=8 train.py --out run --data text.txt
+# two hosts     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29500 \
+#                   --rdzv-id=1 train.py --out /shared/run --data /shared/text.txt --replicate 2
+# Slurm         sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm/train.sbatch \
+#                   --out /shared/run --data /shared/text.txt --replicate 2
+# Kubernetes    kubectl apply -f scripts/kubernetes/trainjob.yaml
+# ```
+
+# %% jupyter={"source_hidden": true}
+folded("scripts/train.py", SCRIPTS / "train.py")
+
+# %% [markdown] tags=["deeper"]
+# ## 8. Eight symptoms, and what tells them apart · deeper
+#
+# Here are the symptoms of all eight patients of section 4, from running them side by side, which takes about ten
+# seconds.
+# **Predict.** How many of the eight will show `client socket has timed out`?
+
+# %% tags=["deeper", "nbval-ignore-output"]
+clinic.symptoms()
+
+# %% tags=["deeper"]
+late = []
+for patient in clinic:
+    if any("client socket has timed out" in text for text in patient.symptom().said):
+        late.append(patient.number)
+assert late == [1, 4, 7]
+late
+
+# %% [markdown] tags=["deeper"]
+# Three patients say the same and have three different diseases: a firewall that drops the port, a store that nobody
+# hosts, and an address at which nobody listens. A time-out says only that somebody waited. What separates them is
+# cheap to find out: does anything listen on that port of that host, and does a connection from the other one time out
+# or get refused? The remaining ones differ in *who* speaks.
+#
+# - **All ranks, at once, with the same words** (patient 3): a setting that is wrong in the same way everywhere.
+# - **One waits for a client, the other cannot connect** (1, 8): the way between them. `Network is unreachable` comes
+#   from the rank's own host.
+# - **One fails, the other says nothing** (2): they have met, and the address that one has told the other is wrong.
+#   Which of the two fails is left to chance, so do not look for the fault on the node that reports.
+# - **Nobody says anything** (5): they have met, and packets vanish.
+# - **Everything works, and a later step fails** (6): look at what the earlier step left, on every host.
+#
+# **What changes under NCCL.** The store and its messages are the same. For the data, NCCL skips the loopback and
+# Docker's interfaces by itself unless there are no others, so patient 2 is rare with it; but on nodes with several
+# networks it may choose one that does not lead to the others. `NCCL_SOCKET_IFNAME` takes a list of prefixes,
+# where `^docker,lo` excludes and `=eth0` is exact
+# ([NVIDIA](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)). Name `lo` there, too: once you
+# choose, NCCL no longer passes over it ([a report](https://github.com/aws/deep-learning-containers/issues/4756)).
+# `GLOO_SOCKET_IFNAME` takes whole names, one or several with commas, and finds no interface for an exclusion
+# ([a report](https://github.com/aws-samples/aws-do-eks/pull/51)). NCCL's ports are chosen by the system too, so
+# patient 5 exists there: `Connect to 192.168.1.9<54263> failed : No route to host`
+# ([nccl#1105](https://github.com/NVIDIA/nccl/issues/1105)). `NCCL_DEBUG=INFO` prints which interface each rank has
+# taken. It also shows a fault that raises no error: `NET/Socket` in place of `NET/IB`, all data over TCP
+# ([lesson 03](03_nccl.ipynb), sections 15 and 16).
+#
+# In the exercises you name the cause of each, and cure it.
+
+# %% [markdown] tags=["deeper"]
+# ## 9. Where the flat ring wins, and how ranks are numbered · deeper
+#
+# If the cable is what takes the time, the time follows from the bytes of section 2: at 100 Mbit/s, which is 12.5
+# MB/s, it is the factor times S divided by 12.5 MB/s. That is a prediction that can fail, because it leaves out
+# latency, the processors and the steps inside the hosts. **Predict** the ratio of the two times, and by how much each
+# is longer than the model says.
+
+
+# %% tags=["deeper", "nbval-ignore-output"]
+def seconds(size, by_host, times=2):
+    """The fastest of some all-reduces of `size` bytes, after one to warm up."""
+    x, fastest = torch.ones(size // 4), float("inf")
+    inside_and_across = groups()
+    for attempt in range(1 + times):
+        dist.barrier()
+        start = time.perf_counter()
+        hierarchical_all_reduce(x, *inside_and_across) if by_host else dist.all_reduce(x)
+        dist.barrier()
+        if attempt:
+            fastest = min(fastest, time.perf_counter() - start)
+    return fastest
+
+
+measured = {name: max(on_hosts(seconds, S, name != "flat", link="100mbit")) for name in expected}
+for name, factor in expected.items():
+    modelled = 1e3 * factor * S / 12.5e6
+    print(f"{name}: modelled {modelled:.0f} ms, measured {1e3 * measured[name]:.0f} ms")
+modelled, measured = (times["flat"] / times["hierarchical"] for times in (expected, measured))
+print(f"ratio: modelled {modelled:.2f}, measured {measured:.2f}")
+
+# %% [markdown] tags=["deeper"]
+# On two quiet cores the times are 5 to 15 % above the model, and with four ranks the ratio comes out between 1.35 and
+# 1.5. The hierarchical form is further above its model, because it does more work inside the hosts, which the model
+# leaves out.
+#
+# That work and two more calls are its price, and every call has a latency of its own. So there should be a size below
+# which the flat ring is faster. Write each time as α + βS ([lesson 01](01_gpu_interconnects.ipynb)), α being the time
+# of an empty call. The lines cross where the bytes saved are worth the calls added. **Predict**: does a *faster* cable
+# move the crossing to smaller or to larger sizes?
+
+# %% tags=["deeper", "nbval-ignore-output"]
+from course_utils.costs import fit_alpha_beta
+
+
+def sweep(sizes):
+    """Milliseconds of both all-reduces for each size."""
+    return {size: [1e3 * seconds(size, by_host) for by_host in (False, True)] for size in sizes}
+
+
+sizes = [3 * 2**power for power in (11, 13, 15, 17, 19)]
+for rate in ("100mbit", "1gbit"):
+    times = on_hosts(sweep, sizes, link=rate)[0]
+    fits = [fit_alpha_beta(sizes, [times[size][i] for size in sizes]) for i in range(2)]
+    print(f"{rate:>12} " + "  ".join(f"{size / 1024:7.0f} KiB" for size in sizes))
+    for i, name in enumerate(expected):
+        print(f"{name:>12} " + "  ".join(f"{times[size][i]:8.1f} ms" for size in sizes))
+    (alpha, beta), (other_alpha, other_beta) = fits
+    if beta > other_beta:
+        print(f"the lines cross at {(other_alpha - alpha) / (beta - other_beta) / 1024:.0f} KiB")
+
+# %% [markdown] tags=["deeper"]
+# On the slow cable the hierarchical form wins from some tens of KiB on, in some runs a hundred. On a cable ten times as
+# fast the bytes saved are worth a tenth, while the added calls cost what they cost, so the crossing moves to *larger*
+# sizes, to hundreds of KiB or out of the table. (Four ranks share two cores here, so times are noisy. A crossing that
+# is negative or far outside of the sizes says that the lines are too close to tell.) NCCL answers the same question
+# from a table of measured constants ([lesson 03](03_nccl.ipynb)).
+#
+# ### The order of the ranks
+#
+# A ring is as good as its order. So far neighbours were on one host, because ranks were given out host by host. Some
+# schedulers give them out in turn instead (Slurm's `--distribution=cyclic`), and a program does so by accident when it
+# computes its own rank. **Predict** what leaves each host if rank 0 is on the first host, rank 1 on the second, rank 2
+# on the first again, and so on.
+
+
+# %% tags=["deeper"]
+def reduce_in_turn(size):
+    """The flat all-reduce, with ranks that were given out to the hosts in turn."""
+    names = ("LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE")
+    local_rank, host, all_hosts, n = (int(os.environ[name]) for name in names)
+    dist.init_process_group("gloo", rank=local_rank * all_hosts + host, world_size=n)
+    result = reduce_once(size)
+    dist.destroy_process_group()
+    return result
+
+
+in_turn = on_hosts(reduce_in_turn, S, init=False)
+assert in_turn == [world_size] * world_size
+expected_in_turn = world_size // hosts * expected["flat"]  # each rank's neighbour is elsewhere
+for left in in_turn.left_host or []:
+    assert 1 <= left / (expected_in_turn * S) < 1.03
+    print(f"predicted {expected_in_turn:.1f} S, counted {left / S:.1f} S")
+
+# %% [markdown] tags=["deeper"]
+# Every hop of the ring crosses the cable, so each host sends what *all* of its ranks send: twice as much with two
+# ranks on a host, eight times as much with eight. The result is the same, which is why nobody notices. gloo builds
+# its ring in the order of the ranks. NCCL looks at the topology and orders its rings by host, whatever the ranks are
+# called; but groups of your own, such as those of tensor parallelism, are made from rank numbers with every backend.
+
+# %% [markdown] tags=["deeper"]
+# ## 10. FSDP or HSDP between hosts · deeper
+#
+# The commands of section 7 say `--replicate 2`, and here is why. FSDP (lesson 07) over all ranks gathers every weight
+# in a ring through all of them, twice a step, and reduces the gradients in the same ring; each time the slow link
+# carries most of the tensor. **HSDP**, hybrid sharding, keeps one full copy *in each host*, sharded over the host's
+# own ranks: weights are gathered inside the host, and only the gradients have to be averaged across.
+
+# %% tags=["deeper"]
+steps = 2
+small = [f"--data={TEXT}", "--layers=2", "--hidden=128", "--length=16", "--log-every=1"]
+small += [f"--batch={4 * world_size}", f"--steps={steps}"]
+
+
+def train_on_hosts(*more):
+    """Run train.py; return its losses, and the bytes a step that left the busiest host."""
+    with tempfile.TemporaryDirectory() as out:
+        program = [SCRIPTS / "train.py", *small, *more, f"--out={out}"]
+        place = {"world_size": world_size, "hosts": hosts, "link": link, "init": False}
+        codes = launch(run_program, *program, silent=True, **place)
+        assert [*codes] == [0] * world_size
+        return [line["loss"] for line in read_log(out)], max(codes.left_host or [0]) / steps
+
+# %% [markdown] tags=["deeper"]
+# Let S be the bytes of all gradients. In a ring of N ranks, an all-gather sends (N−1)/N of its size out of each host,
+# and an all-reduce twice that. **Predict**, for N = 4, how many times S leave a host in a step with FSDP, and how
+# many with HSDP. Are the losses the same?
+
+# %% tags=["deeper", "nbval-ignore-output"]
+block = 4 * (12 * 128**2 + 2 * 128)  # bytes of the gradients of one block
+rest = 4 * (2 * 256 * 128 + 16 * 128 + 128)  # and of embeddings, last norm and head
+size, ring = 2 * block + rest, (world_size - 1) / world_size
+derived = {"FSDP": ring * (4 * block + rest) + 2 * ring * size, "HSDP": size}
+losses, left = {}, {}
+for name, more in {"FSDP": [], "HSDP": ["--replicate=2"]}.items():
+    losses[name], left[name] = train_on_hosts(*more)
+    shown = f"{left[name] / size:.2f} S measured, " if emulated else ""
+    print(f"{name}: {shown}{derived[name] / size:.2f} S derived leave a host in a step")
+    assert not emulated or derived[name] <= left[name] <= 1.2 * derived[name]
+assert all(abs(a - b) < 1e-4 for a, b in zip(*losses.values(), strict=True))
+print("losses of both:", [round(loss, 3) for loss in losses["HSDP"]])
+
+# %% [markdown] tags=["deeper"]
+# The same training, and on four ranks a third of the bytes. (Measured is some 5 % more than derived, because packets
+# have headers and the ranks agree on the checkpoint at the end.) FSDP gathers the blocks twice and the rest once,
+# each time 3/4 of it, and then reduces the gradients. gloo carries out a reduce-scatter as an all-reduce, which makes
+# 3/2 S of it; with NCCL it is 3/4 S, and FSDP sends about 2.1 S. HSDP sends S between two hosts, on any number of
+# ranks: each rank averages its shard with the one rank that has the same shard in the other host, and all shards
+# together are one copy.
+#
+# What HSDP costs is memory, since every host holds a full copy: twice as much per rank on two hosts, H times on H. So
+# as long as the model fits into one host, shard inside it and replicate across. When it does not fit, shard across
+# hosts, and then only with a network that keeps up. Lesson 07 counts the case of many hosts.
+
+# %% [markdown] tags=["deeper"]
+# ## 11. Training over a slow link: local SGD and DiLoCo · deeper
+#
+# Hosts with a slow link between them need not average gradients in every step. In **local SGD** ([Stich
+# 2018](https://arxiv.org/abs/1805.09767)) each host trains on its own for H steps (in this section H counts steps,
+# not hosts), and then the hosts average their weights. **DiLoCo** ([Douillard et al.
+# 2023](https://arxiv.org/abs/2311.08105)) takes the progress since the last exchange, old weights minus new ones,
+# averages it over the hosts, and gives it as a gradient to a second optimizer: an outer SGD with Nesterov momentum
+# around the inner AdamW. With learning rate 1 and no momentum, the outer step is the mean of the weights, so one
+# function serves both. Inside a host the link is fast, so its ranks average gradients in every step, under DDP.
+
+# %% tags=["deeper"]
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from course_utils.data import Windows
+from course_utils.models import build_gpt, loss_of
+from lessons.multi_node import figures
+
+
+# %% tags=["deeper"]
+def mean_over_hosts(tensor, mesh):
+    """In place: one rank of each host uses the link, then tells the others of its host."""
+    if mesh.get_local_rank("local") == 0:
+        dist.all_reduce(tensor, group=mesh.get_group("host"))
+        tensor /= mesh["host"].size()
+    dist.broadcast(tensor, group=mesh.get_group("local"), group_src=0)
+
+
+def outer_step(model, outer, mesh):
+    """Move the common weights by the hosts' mean progress, and go on from there."""
+    (common,) = outer.param_groups[0]["params"]  # one vector: the weights after the last exchange
+    common.grad = common - parameters_to_vector(model.parameters()).detach()
+    mean_over_hosts(common.grad, mesh)
+    outer.step()
+    vector_to_parameters(common.clone(), model.parameters())
+    for buffer in model.buffers():  # such as running means, which no optimizer steps
+        if buffer.is_floating_point():
+            mean_over_hosts(buffer, mesh)
+
+# %% [markdown] tags=["deeper"]
+# Three details matter. The vector is cloned: parameters become views of it, and inner steps would change `common` too.
+# The inner optimizer's state is never sent; each host keeps its own. And all hosts must start from equal weights:
+# DDP ensures that only within its group, here one host.
+#
+# The training loop, folded below, differs from the usual one in two places: `DDP(model,
+# process_group=mesh.get_group("local"))`, and `outer_step` after every H-th step.
+
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+def learn(inner, every=None, lr=1.0, momentum=0.0, steps=60, batch=12):
+    """Average gradients over all ranks in each step; with `every`, exchange every so many steps."""
+    mesh = init_device_mesh("cpu", (hosts, world_size // hosts), mesh_dim_names=("host", "local"))
+    model = build_gpt()
+    start = parameters_to_vector(model.parameters()).detach()
+    outer = torch.optim.SGD([start.clone()], lr, momentum, nesterov=momentum > 0)
+    replica = DDP(model, process_group=mesh.get_group("local") if every else None)
+    optimizer = inner(model.parameters())
+    losses, seconds, began, text = [], [], time.perf_counter(), Windows("train")
+    for step in range(steps):
+        mine = range(step * batch + dist.get_rank(), (step + 1) * batch, world_size)
+        loss = loss_of(replica, *text.batch(mine))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if every and (step + 1) % every == 0:
+            outer_step(model, outer, mesh)
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - began)
+    return losses, seconds, start, parameters_to_vector(model.parameters()).detach()
+
+# %% [markdown] tags=["deeper"]
+# First a proof: with H = 1, plain SGD inside, and an outer learning rate of 1 without momentum, this must be the same
+# as averaging the gradients in every step.
+
+
+# %% tags=["deeper"]
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+ranks = [*on_hosts(learn, plain_sgd, steps=4), *on_hosts(learn, plain_sgd, every=1, steps=4)]
+starts, ends = zip(*[rank[2:] for rank in ranks], strict=True)
+assert all(start.equal(starts[0]) for start in starts)  # all hosts start from equal weights
+assert max((end - ends[0]).abs().max() for end in ends) < 1e-6
+assert (ends[0] - starts[0]).abs().max() > 1e-3  # and they moved
+print("H = 1 equals averaged gradients, to 1e-6")
+
+# %% [markdown] tags=["deeper"]
+# Now AdamW on the slow link, 60 steps each: averaging in every step over all N ranks, local SGD with H = 12, and DiLoCo
+# with H = 12 and an outer momentum of 0.3 or 0.9. S is the size of the weights, 449,536 bytes. **Predict** for each run
+# the bytes that leave a host, in S. Which has the lowest loss after 60 steps, and which after 2 seconds?
+
+# %% tags=["deeper"]
+model_bits = 32 * build_gpt().config.parameter_count
+rate = 1e6 * int(link.removesuffix("mbit"))  # bits a second
+sends = {"every step": 60 * 2 * (world_size - 1) / world_size}  # flat all-reduce on two hosts
+sends |= dict.fromkeys(["local SGD", "DiLoCo 0.3", "DiLoCo 0.9"], 60 / 12)
+for name, sent in sends.items():
+    print(f"{name}: {sent:g} S, modelled {sent * model_bits / rate:.2f} s on the link")
+
+# %% tags=["deeper", "nbval-ignore-output"]
+options = {"every step": {}, "local SGD": {"every": 12}}
+options |= {f"DiLoCo {m}": {"every": 12, "lr": 0.7, "momentum": m} for m in (0.3, 0.9)}
+curves = {}
+for name, how in options.items():
+    ranks = on_hosts(learn, torch.optim.AdamW, link=link, **how)
+    losses = torch.tensor([rank[0] for rank in ranks]).mean(0).unflatten(0, (5, 12)).mean(1)
+    curves[name] = ranks[0][1][11::12], losses.tolist()  # a point for every 12 steps
+    assert all(rank[3].equal(ranks[0][3]) for rank in ranks)  # all hosts end with equal weights
+    if emulated:
+        left = [8 * size / model_bits for size in ranks.left_host]
+        assert sends[name] < min(left) and max(left) < 1.1 * sends[name]
+        print(f"{name}: {max(left):.1f} S left a host")
+best, local, gentle, strong = [losses[-1] for _, losses in curves.values()]
+assert best < min(local, gentle) and max(local, gentle) < best + 0.15 < strong
+where = f"{hosts} hosts, link of {link}" if emulated else "one host, a link without limit"
+figures.loss_curves(curves, f"measured: 60 steps, {where}", "time (s)")
+
+# %% [markdown] tags=["deeper"]
+# *The figure: loss against seconds. Local SGD and DiLoCo 0.3 end at nearly the same loss; averaging in every step
+# ends a little lower and last, after about 4 seconds. DiLoCo 0.9 stays above 3.1.*
+#
+# The formulas hold to 10 %; the rest is headers and the start. With four ranks, 90 S become 5: a factor of 12 from
+# H, and of 1.5 because one rank a host uses the link. Step for step, averaging every time is best: between exchanges
+# the hosts drift apart, and the mean of their weights is not where 12 common steps lead. But 3 of its 4 seconds go to
+# the link.
+#
+# Each difference is applied lr/(1 − momentum) times in the long run: 0.7/0.7 = 1, or 0.7/0.1 = 7. The second pair is
+# the default of [OpenDiLoCo](https://github.com/PrimeIntellect-ai/OpenDiloco), with H = 500 and 88,000 steps; eight
+# exchanges are too few to recover from such leaps. So tune H, learning rate and momentum together. The common weights
+# and their momentum cost 8 more bytes a parameter in fp32.
+#
+# The paper reports, for 8 workers on C4, the quality of synchronous training with 500 times less communication. What
+# you saw, 112,384 parameters and 60 steps, shows the mechanism and says nothing about quality at scale.
+
+# %% [markdown] tags=["deeper"]
+# ## 12. A host that is told to leave, and one that is silent · deeper
+#
+# Many hosts leave in good order: a spot machine is taken back, or the time of the job is up. Then SIGTERM comes
+# first, and some seconds later SIGKILL. A rank must not stop on its own, or the others wait for it in their next
+# collective. So `train.py` sums a flag over all ranks in each step; when one of them has got the signal, *all* finish
+# this step, save, and end with code 75. Here only node1 gets it. We leave out torchrun, and set what it would set,
+# because its own exit code is 1 for every failure, and `--max-restarts` starts even ranks that end with 75 again (so
+# `train.py` stops torchrun too). **Predict** the exit code of each host, and which checkpoint
+# there will be if the signal comes at step 8.
+
+# %% tags=["deeper", "nbval-ignore-output"]
+place = "RANK={host} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
+place += "MASTER_ADDR=node0 MASTER_PORT=29500"
+stopped = run_on_hosts(
+    f"{place} python {SCRIPTS / 'train.py'} {flags} --out={folder / 'stopped'}",
+    when=[(r"step 8 ", "terminate node1")],
+    recorded="graceful_stop",
+)
+stopped.show("^--|step ([89]|1[0-9]) ")
+assert stopped.exit_codes == [75, 75]
+steps = [int(step) for step, loss in stopped.numbers(r"step (\d+) +loss (\S+)")]
+if not stopped.recorded:
+    saved = sorted(path.name for path in (folder / "stopped").glob("step-*"))
+    print("checkpoints:", *saved)
+    assert saved[-1] == f"step-{steps[-1]:09}"
+
+# %% [markdown] tags=["deeper"]
+# Both hosts end with 75, and the newest checkpoint is that of the last step that was done, one or two after the
+# signal, because the flag is summed once in a step. No step is lost, and the same command goes on from there. Code 75
+# (`EX_TEMPFAIL`) tells the scheduler that nothing is broken and that the job wants to run again; Slurm did that in
+# section 6.
+
+# %% [markdown] tags=["deeper"]
+# ### A host that is silent: split brain
+#
+# Silence has two causes: the host is dead, or only the way to it is. Whoever waits for heartbeats cannot tell them
+# apart. If the host is alive and still reaches the disk, there are soon two worlds with one checkpoint, a **split
+# brain**. The program below is reduced to what matters: it trains (a short sleep stands for the step) and saves every
+# tenth step. node0 sends a heartbeat with each step; node1 is a spare that takes over after a second of silence.
+# Hosts often reach storage over another network than each other, and so do ours.
+
+# %% tags=["deeper"]
+job = """
+import socket, sys, time
+from pathlib import Path
+out, fenced, spare = Path(sys.argv[1]), "--fenced" in sys.argv, socket.gethostname() == "node1"
+saved, heartbeats = out / "checkpoint", socket.socket(type=socket.SOCK_DGRAM)
+if spare:
+    heartbeats.bind(("", 4000))
+    try:
+        while heartbeats.recv(16):
+            heartbeats.settimeout(1)
+    except TimeoutError:
+        print("node0 is silent, so it must be dead: taking over", flush=True)
+generation = len([*out.glob("generation-*")])
+(out / f"generation-{generation}").touch(exist_ok=False)
+step = int(saved.read_text()) if saved.exists() else 0
+time.sleep(0.5)  # the ranks start, and load the weights
+for step in range(step + 1, 121):
+    time.sleep(0.02)
+    if not spare:
+        heartbeats.sendto(b"alive", ("node1", 4000))
+    if fenced and (out / f"generation-{generation + 1}").exists():
+        sys.exit("a newer generation has begun: this one stops")
+    if step % 10 == 0:
+        saved.write_text(str(step))
+        print(f"saved step {step}", flush=True)"""
+
+# %% [markdown] tags=["deeper"]
+# The cable of node0 is pulled after step 10, and put back as soon as node1 has taken over. The part about generations
+# is switched off for now. **Predict** the exit codes, and which step is in the checkpoint at the end.
+
+
+# %% tags=["deeper", "nbval-ignore-output"]
+def two_hosts(name, *more):
+    out = folder / name
+    out.mkdir()
+    (out / "job.py").write_text(job)
+    command = " ".join(["python", str(out / "job.py"), str(out), *more])
+    happens = [("node0 . saved step 10$", "unplug node0"), ("taking over", "plug node0")]
+    return run_on_hosts(command, when=happens, recorded=name)
+
+
+split = two_hosts("split_brain")
+split.show("^--|taking over|saved")
+order = [step for (step,) in split.numbers(r"saved step (\d+)")]
+assert split.exit_codes == [0, 0]
+assert any(later < earlier for earlier, later in zip(order, order[1:], strict=False))
+
+# %% [markdown] tags=["deeper"]
+# Both worlds finish with exit code 0. The checkpoint ends at step 120, but before that it jumped back and forth
+# between the worlds, to steps that were long done. A reader that came in the middle would have got one world's
+# weights or the other's; with sharded checkpoints, whose files have equal names, some of each. Nothing in the logs of
+# either host is wrong.
+#
+# torchrun gets there too. With the rendezvous on a third host, the same cable makes a second world of one host, while
+# the first trains on, and both end with 0 (a test of the course does this with real agents). torchrun's 15 seconds
+# only make that rare. The cure is not a better detector, because from afar a silent host looks like a dead one. It is
+# a **fence** at what both want. Every world takes a number when it starts, its *generation*, one higher than any
+# before. Whoever is about to write looks first whether a newer generation has begun, and then stops. **Predict**
+# which steps are in the list now.
+
+# %% tags=["deeper", "nbval-ignore-output"]
+fenced = two_hosts("fenced", "--fenced")
+fenced.show("^--|taking over|saved|generation")
+order = [step for (step,) in fenced.numbers(r"saved step (\d+)")]
+assert fenced.exit_codes == [1, 0] and order == sorted(order)
+
+# %% [markdown] tags=["deeper"]
+# node0 meets the newer generation and ends, and the saved steps only rise. A gap is left between the look and the
+# write. A storage system closes it if it refuses writes with an old number (object stores can: a write that is valid
+# only if the version is still the one that was read). On a file system, write each generation's checkpoints into a
+# folder of its own, and read only the newest.
+
+# %% [markdown] tags=["deeper"]
+# ## 13. Checkpoints: how often, when, and on which disk · deeper
+#
+# ### How often?
+#
+# [Lesson 05](05_scaling_efficiency.ipynb) used Young's interval; here is where it comes from. Let M be the mean time
+# between failures and C the time for which a checkpoint holds up the training. Saving every T costs the share C/T of
+# the time. A failure comes once in M and throws away T/2 on average, which is the share T/(2M). The sum is least where
+# its derivative, 1/(2M) − C/T², is zero: T = √(2CM), and there the two shares are equal. Llama 3 had 419 unexpected
+# interruptions in 54 days on 16,384 GPUs (*recorded*). **Predict**: saving gets 100 times cheaper. By which factor
+# does the best interval shrink, and by which the loss?
+
+# %% tags=["deeper"]
+import logging
+import threading
+from math import sqrt
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from course_utils import WorkerError
+from course_utils.recorded import LLAMA3_INTERRUPTIONS
+
+stops, days, gpus = LLAMA3_INTERRUPTIONS
+M = days * 24 * 60 / stops  # minutes
+for seconds in (300, 30, 3):
+    C = seconds / 60
+    T = sqrt(2 * C * M)
+    lost = C / T + T / (2 * M)
+    assert lost < min(C / t + t / (2 * M) for t in (T / 1.2, 1.2 * T))
+    print(f"{seconds:3} s to save: every {T:4.1f} minutes, {lost:5.1%} lost (modelled)")
+years = M * gpus / (365 * 24 * 60)
+print(f"one interruption in {M / 60:.1f} hours, which is one per GPU in {years:.0f} years")
+
+# %% [markdown] tags=["deeper"]
+# Both shrink by 10, the root of 100. The times to save are examples; what a restart itself takes comes on top, and no
+# interval changes it. The last line is why a large job needs this and a small one hardly does.
+#
+# ### Asynchronous saving
+#
+# C is not the time to write but the time for which training stands still. `dcp.async_save` copies the state,
+# returns, and writes in a thread. To see that, we hold the writer until the training has changed the weights.
+# **Predict** which values the checkpoint has: those of the call, or those of the moment of writing?
+
+
+# %% tags=["deeper"]
+def save_while_training(path):
+    go = threading.Event()
+
+    class HeldWriter(dcp.FileSystemWriter):
+        def write_data(self, plan, planner):
+            go.wait()
+            return super().write_data(plan, planner)
+
+    weights = torch.ones(1000)
+    writing = dcp.async_save({"weights": weights}, storage_writer=HeldWriter(path))
+    there = [Path(path, ".metadata").exists()]
+    weights += 1  # the training goes on
+    go.set()
+    writing.result()
+    there.append(Path(path, ".metadata").exists())
+    dcp.load(loaded := {"weights": torch.zeros(1000)}, checkpoint_id=path)
+    return there, loaded["weights"][0].item(), weights[0].item()
+
+
+seen = launch(save_while_training, folder / "async", world_size=2)
+print("checkpoint there after the call, after result():", *seen[0][0])
+print(f"the checkpoint has {seen[0][1]}, the training {seen[0][2]}")
+assert seen == [([False, True], 1.0, 2.0)] * 2
+
+# %% [markdown] tags=["deeper"]
+# The call returned before anything was on the disk, and the checkpoint has the values of the call. So C is the time
+# of a copy to CPU memory. It costs that memory, and a failure before `result()` leaves you with the previous
+# checkpoint. The thread calls collectives, so give it a process group of its own (`process_group=`), as `train.py`
+# does: two threads on one group mix up their messages.
+#
+# ### Two disks
+#
+# Each rank writes its own shards. If every host writes to a disk of its own, saving is fast, local, and looks right.
+# **Predict**: which call fails, `save` or `load`, and on which host?
+
+
+# %% tags=["deeper"]
+def save_and_load(folder, shared):
+    logging.disable()  # PyTorch reports each attempt at length
+    disk = folder / ("shared" if shared else f"disk{os.environ['GROUP_RANK']}")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = torch.arange(dist.get_world_size() * 4.0)
+    state = {"weights": distribute_tensor(weights, mesh, [Shard(0)])}
+    dcp.save(state, checkpoint_id=disk)
+    state["weights"] = distribute_tensor(torch.zeros_like(weights), mesh, [Shard(0)])
+    try:
+        dcp.load(state, checkpoint_id=disk)
+        outcome = "loaded" if state["weights"].full_tensor().equal(weights) else "wrong"
+    except dcp.CheckpointException as error:
+        outcome = f"load fails on ranks {sorted(error.failures)}"
+    logging.disable(logging.NOTSET)
+    return sorted(path.name for path in disk.iterdir()), outcome
+
+
+per_host = world_size // hosts
+two_disks = launch(save_and_load, folder, False, world_size=world_size, hosts=hosts)
+for host in range(hosts):
+    print(f"node{host}:", *two_disks[host * per_host])
+assert {outcome for files, outcome in two_disks} == {
+    f"load fails on ranks {[*range(per_host, world_size)]}"
+}
+
+# %% [markdown] tags=["deeper"]
+# `save` succeeds everywhere, because nobody compares the disks. Rank 0 writes `.metadata`, the list of what is where,
+# so the other hosts have pieces without a list, and loading fails there: days later, when you need it. Copying the
+# list does not help, because a load on other ranks needs pieces of the other disk. People meet it again and again
+# ([Megatron-LM#1530](https://github.com/NVIDIA/Megatron-LM/issues/1530),
+# [accelerate#3010](https://github.com/huggingface/accelerate/issues/3010),
+# [SimDINO#24](https://github.com/RobinWu218/SimDINO/issues/24)). The cure is one place that all hosts see: a shared
+# file system or an object store. Ask for it *before* the first step: rank 0 writes a file, and all look for it.
+# `train.py` does so when it starts.
+
+
+# %% tags=["deeper"]
+def train_on_two_disks():
+    out = folder / f"train{os.environ['GROUP_RANK']}"
+    return run_program(SCRIPTS / "train.py", *flags.split(), f"--out={out}")
+
+
+one_disk = launch(save_and_load, folder, True, world_size=world_size, hosts=hosts)
+print("shared:", *one_disk[0])
+assert all(outcome == "loaded" for files, outcome in one_disk)
+try:
+    launch(train_on_two_disks, world_size=2, hosts=2, init=False)
+except WorkerError as error:
+    print(error.exception)
+    assert "rank 1 does not see rank 0's files: share --out" in error.exception
+
+# %% [markdown] tags=["deeper"]
+# With one folder the same function loads, and the list names the pieces of all ranks. On two disks `train.py` refuses
+# to begin, which costs a second now instead of a run later.
+
+# %% [markdown] tags=["deeper"]
+# ## 14. Kubernetes, SkyPilot and frameworks · deeper
+#
+# Slurm hands out hosts and leaves the rest to your script. Kubernetes and SkyPilot take a *description* of the job in
+# YAML instead, and bring the hosts into that state. The questions stay the same: which image, how many ranks, who
+# tells them the address, where are checkpoints kept, how long do ranks have after SIGTERM? Neither can run here, so
+# this section reads the files, and checks them offline as far as that goes.
+#
+# ### A container image
+#
+# An **image** is a file system with the program and its libraries; every host starts the same one.
+# [`scripts/kubernetes/Dockerfile`](../scripts/kubernetes/Dockerfile) has five instructions:
+#
+# | line | what it is for |
+# |---|---|
+# | `FROM pytorch/pytorch:2.13.0-cuda13.0-…` | PyTorch, CUDA and NCCL in exact versions. The driver is the host's |
+# | `RUN pip install … numpy==2.4.6 py-spy==0.4.1` | exact too: a restart in a month must be the same run |
+# | `COPY train.py where.py … /` | the programs. Data and checkpoints are not in an image: they are mounted |
+# | `ENV OMP_NUM_THREADS=1` | the ranks of a host share its cores |
+# | `CMD ["torchrun", …]` | a list, not a line of shell: SIGTERM must reach torchrun and not a shell that ignores it |
+#
+# ### A Kubernetes training job
+#
+# Kubernetes knows *pods*: containers that run together on one host. An extension, [Kubeflow
+# Trainer](https://github.com/kubeflow/trainer), teaches it what a training job is: a `TrainJob` makes one pod per
+# node, and tells each, in variables that `torchrun` reads, its number and the address of the first. Unfold the file
+# first:
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+folded("scripts/kubernetes/trainjob.yaml", SCRIPTS / "kubernetes/trainjob.yaml", language="yaml")
+
+# %% [markdown] tags=["deeper"]
+# | field | what it decides |
+# |---|---|
+# | `runtimeRef: torch-distributed` | Trainer's template: one node, torchrun's flags as variables (`PET_NNODES`, …) |
+# | `image`, `command`, `args` | the image above; torchrun, the program and its flags; numbers are quoted, as text |
+# | `numNodes`, `numProcPerNode` | torchrun's `--nnodes` and `--nproc-per-node` |
+# | `resourcesPerNode` | what the scheduler must find free on one host, all of it, before the pod starts |
+# | `terminationGracePeriodSeconds: 120` | until SIGKILL (default 30); a variable lifts torchrun's own limit, 30 too |
+# | `activeDeadlineSeconds` | a job that hangs gives its GPUs back |
+# | `capabilities: {add: [SYS_PTRACE]}` | py-spy, and so `where.py`, may read the stacks of a job that hangs |
+# | `persistentVolumeClaim` at `/checkpoints` | one disk that all nodes see (ReadWriteMany), for checkpoints |
+# | `emptyDir: {medium: Memory}` at `/dev/shm` | data loaders and NCCL need shared memory; a container has 64 MB of it |
+#
+# And after the SIGTERM? torchrun makes 1 of our 75, so the pod has *failed*, and Kubernetes starts it again only until
+# `backoffLimit`, 6 failures unless the runtime says more ([scripts/README.md](../scripts/README.md) has the lines).
+#
+# Pods are placed one by one. Without [gang
+# scheduling](https://www.kubeflow.org/docs/components/trainer/operator-guides/job-scheduling/overview/), which the
+# cluster must have, one pod can hold its GPUs and wait for another that finds none.
+#
+# **Predict.** Somebody writes `numNode: 2`. How many nodes does the job get, and who says so?
+
+# %% tags=["deeper"]
+import json
+
+import yaml
+from jsonschema import Draft202012Validator
+
+manifest = (SCRIPTS / "kubernetes" / "trainjob.yaml").read_text()
+schema = json.loads((SCRIPTS / "kubernetes" / "trainjob.schema.json").read_text())
+
+
+def faults(text):
+    """What is wrong with a manifest, by the schema of TrainJob made strict."""
+    job = yaml.safe_load(text)
+    return [error.message for error in Draft202012Validator(schema).iter_errors(job)]
+
+
+print("the file itself:", faults(manifest))
+for slip in (("numNodes: 2", "numNode: 2"), ('"10000"', "10000"), ("  runtimeRef:", "  runtime:")):
+    print(f"{slip[0].strip()} -> {slip[1].strip()}:", *faults(manifest.replace(*slip)))
+assert faults(manifest) == []
+assert "'numNode' was unexpected" in faults(manifest.replace("numNodes: 2", "numNode: 2"))[0]
+
+# %% [markdown] tags=["deeper"]
+# Unless told otherwise, Kubernetes *drops* an unknown field of such an extension (it calls this **pruning**), and the
+# job runs as if the line were not there: on one node, which is what the template says. Whether you hear of it depends
+# on who sends the file. `kubectl apply` asks the server to refuse unknown fields
+# ([KEP-2885](https://github.com/kubernetes/enhancements/issues/2885), stable since 1.27); a client that does not ask
+# gets a warning at most. So check files before you send them. The schema here is Trainer's own definition, cut to the
+# fields in use and made strict.
+#
+# ### SkyPilot
+#
+# [SkyPilot](https://docs.skypilot.co) looks for GPUs in several clouds and clusters, starts the nodes, runs your
+# commands on each, and shuts the nodes down. `scripts/skypilot/train.yaml` asks for two nodes with eight GPUs each. The
+# cell checks it against the fields of SkyPilot's own schema:
+
+# %% tags=["deeper"]
+skypilot = (SCRIPTS / "skypilot" / "train.yaml").read_text()
+task_schema = json.loads((SCRIPTS / "skypilot" / "task.schema.json").read_text())
+task = yaml.safe_load(skypilot)
+assert not [*Draft202012Validator(task_schema).iter_errors(task)]
+Markdown(f"```yaml\n{skypilot}```")
+
+# %% [markdown] tags=["deeper"]
+# - SkyPilot sets `SKYPILOT_NODE_RANK`, `SKYPILOT_NUM_NODES`, `SKYPILOT_NUM_GPUS_PER_NODE` and `SKYPILOT_NODE_IPS` on
+#   each node. The first line of the last one is the address to meet at. `run` translates them into torchrun's flags.
+# - `sky jobs launch` makes it a **managed job**: when a spot node is taken away, SkyPilot starts new nodes, and the
+#   same command goes on from the newest checkpoint. Errors of the program itself are retried only
+#   `max_restarts_on_errors` times. Its `recover_on_exit_codes` could name our 75, but torchrun has turned that into 1
+#   (section 12).
+# - `use_spot` has an effect on Kubernetes only where nodes carry the spot label of GKE or Karpenter. `network_tier:
+#   best` asks for GPUDirect or InfiniBand, where the cloud has it.
+# - `--out` lies on a **volume**, a shared file system. A bucket mounted as a folder looks like one and is not:
+#   `train.py` publishes a checkpoint by *renaming* a folder, and most buckets cannot rename one in a single step.
+# - `--replicate 2` is for the slow link between the nodes (section 10).
+#
+# ### `srun python` or `srun torchrun`?
+#
+# The script of section 6 starts one task per rank. Many start one per *host*, `srun torchrun --nproc-per-node=8 …`,
+# and torchrun makes the ranks. That is right too, and differs in what gets through:
+#
+# | | `srun python`, a task per rank | `srun torchrun`, a task per host |
+# |---|---|---|
+# | a rank's exit code | reaches the script | becomes 1 |
+# | SIGTERM | Slurm sends it to each rank | goes to torchrun, which passes it on and kills after 30 s |
+# | a rank dies | the job ends | torchrun can start all ranks again within the job |
+#
+# Under torchrun that script could not tell "stopped in time", 75, from "failed". Choose torchrun for restarts
+# within a job (section 5), and then give the ranks longer with `--shutdown-timeout`.
+#
+# ### What frameworks set for you
+#
+# Below all of them lies the same interface: each rank needs RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+# MASTER_PORT, and somebody has to notice when a rank dies.
+#
+# | | starts the ranks of a host | who knows the address | after a failure |
+# |---|---|---|---|
+# | `torchrun` (PyTorch 2.13) | yes | rendezvous, or you: `--master-addr` | all ranks anew, `--max-restarts` times (0) |
+# | `srun` (Slurm 22.05) | one per task | your script: `SLURM_JOB_NODELIST` | the job ends; requeued if a host failed |
+# | `accelerate launch` 1.15 | calls torchrun | you: `--machine_rank`, `--main_process_ip` on each host | as torchrun |
+# | Lightning 2.6 | not under Slurm | Slurm's or torchrun's variables | under Slurm: requeues its job on SIGUSR1 |
+# | Ray Train 2.43 or newer | yes, on its cluster | Ray | all workers anew, `max_failures` times (0) |
+#
+# (In brackets: the default. Sources: `accelerate launch --help`; Lightning,
+# [SLURMEnvironment](https://lightning.ai/docs/pytorch/latest/api/lightning.pytorch.plugins.environments.SLURMEnvironment.html);
+# Ray, [fault tolerance](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html). The last two were
+# read, not run.) No line says that your model, optimizer and data are *where they were*: save and load are yours in
+# every row.
+
+# %% [markdown] tags=["deeper"]
+# ## 15. What it costs, and cleaning up · deeper
+#
+# Lesson 05 showed that the cost of a given job goes with 1/efficiency. With several hosts, three more things are on
+# the bill: spot nodes that are taken away together with the work since the last checkpoint, hosts that wait, and what
+# stays when the job is over. All prices below are *assumed*, and stand in one cell: put in yours.
+
+# %% tags=["deeper"]
+import math
+
+from course_utils import recorded
+from course_utils.transformer import PUBLISHED
+
+gpu_hour = 2.50  # dollars for an hour of one GPU, assumed
+spot_share = 0.4  # price of spot as a share of that, assumed
+disk_month = 0.10  # dollars a month for a GB on a disk or file system, assumed
+egress = 0.09  # dollars for a GB that leaves the cloud, assumed
+
+# %% [markdown] tags=["deeper"]
+# ### The run
+#
+# torchtitan trains Llama 3.1 8B with FSDP on 8 GPUs, one host, and on 128, sixteen hosts (*recorded*: 5,762 and 5,605
+# tokens a second per GPU). Say you want to train it further, on 10 billion tokens.
+#
+# **Predict.** How many times as fast is the run on sixteen hosts, and how much more does it cost?
+
+# %% tags=["deeper"]
+tokens, fsdp = 10e9, recorded.TORCHTITAN_FSDP
+runs = {}
+for gpus, speed in zip(fsdp.gpus, fsdp.tokens_per_gpu, strict=True):
+    hours = tokens / (gpus * speed * 3600)
+    runs[gpus] = hours, gpus * hours * gpu_hour
+    print(f"{gpus:3} GPUs: {hours:5.1f} hours, {runs[gpus][1]:,.0f} dollars (modelled)")
+(long, cost_of_one), (short, cost_of_16) = runs[8], runs[128]
+more = cost_of_16 / cost_of_one - 1
+print(f"{long / short:.1f} times as fast for {more:.1%} more")
+assert 15 < long / short < 16 and 0.02 < more < 0.03
+
+# %% [markdown] tags=["deeper"]
+# Fifteen more hosts cost almost nothing, because the network of that cluster keeps up, and because the batch is
+# sixteen times as large, which a training run must be able to use (lesson 05). The same calculation with your own
+# tokens per second on one and on two hosts tells you whether your network does, before you rent sixteen.
+#
+# ### Spot, and the work that is lost
+#
+# A job stops when *any* of its hosts is taken away, so H hosts stop it H times as often. Each stop costs the restart
+# and, on average, half the time between two checkpoints. On spot the hour is cheap, and some of the hours count for
+# nothing:
+#
+# $$\text{cost of useful work} = \frac{\text{spot price}}{\text{share of the time that is progress}}$$
+#
+# **Predict.** Each host is taken away once in 50 hours (assumed), saving takes 2 minutes and restarting 15. Is spot,
+# at 40 % of the price, cheaper for 64 hosts? For 128?
+
+
+# %% tags=["deeper"]
+def progress(hosts, per_host=1 / 50, save=2 / 60, restart=15 / 60):
+    """Share of the time that is progress, with checkpoints as often as is best. Times in hours."""
+    rate = hosts * per_host
+    every = math.sqrt(2 * save / rate)  # Young's interval
+    paid = math.exp(rate * restart) * math.expm1(rate * (every + save)) / rate
+    return every / paid
+
+
+for hosts_rented in (1, 4, 16, 64, 128):
+    share = progress(hosts_rented)
+    price = f"{spot_share / share:.2f} of the price on demand"
+    print(f"hosts: {hosts_rented:3}, progress {share:.0%} of the time, {price}")
+assert spot_share / progress(64) < 1 < spot_share / progress(128)
+
+# %% [markdown] tags=["deeper"]
+# Yes for 64, no for 128: from about a hundred hosts on, the discount is used up by restarts. (`paid` is the time that
+# an interval takes with all its stops, if they come at random: J. T. Daly, 2006. The simpler sum of section 13 counts
+# every stop in full, also one in the middle of a restart, and so it is too dark where stops are frequent: it says
+# sixty.) There, short restarts help most: an image that is already on the host, data that need no copy, a checkpoint
+# that loads in parallel. The model leaves out that a host taken away must first be *found* again, and that several
+# may go at once.
+#
+# ### What keeps costing
+#
+# **Predict.** The run above on 16 hosts ends on Friday at 18:00. Nobody looks before Monday at 9:00. What did the run
+# cost, and what did the weekend cost?
+
+# %% tags=["deeper"]
+weekend = (6 + 24 + 24 + 9) * 128 * gpu_hour
+print(f"the run {cost_of_16:,.0f} dollars; 128 idle GPUs over the weekend {weekend:,.0f} dollars")
+size = 12 * PUBLISHED["Llama 3 8B"].parameter_count / 1e9  # fp32 weights and two moments of Adam
+kept = {"one every half hour of the 60": 120, "the newest two": 2}
+for how, number in kept.items():
+    cost = number * size * disk_month
+    print(f"checkpoints, {how}: {number * size:6,.0f} GB, {cost:5,.0f} dollars a month")
+print(f"to take one of {size:.0f} GB out of the cloud: {size * egress:.0f} dollars")
+assert weekend > 10 * cost_of_16
+
+# %% [markdown] tags=["deeper"]
+# The weekend costs many times the run. All checkpoints of the 60 hours on one host cost nearly as much as that run,
+# each month: `train.py` keeps the newest two unless you say otherwise. What else stays on the bill when the ranks
+# have ended (providers have lists of their own, such as
+# [AWS](https://docs.aws.amazon.com/awsaccountbilling/latest/aboutv2/checklistforunwantedcharges.html)):
+#
+# | what | why it is forgotten | how to see it |
+# |---|---|---|
+# | disks of hosts that were stopped, not deleted | a disk is billed by its size | volumes that are not attached |
+# | snapshots and old images | they are made by scripts | list by date |
+# | reserved or minimum nodes of a cluster | autoscaling stops at a minimum | nodes where nothing asks for a GPU |
+# | notebooks on GPU hosts | a browser tab is closed, the kernel lives on | sessions without activity for an hour |
+# | load balancers, public addresses, gateways | made once, billed by the hour | those without a target |
+# | traffic out of the cloud or between regions | many small downloads add up | the bill, by region |
+#
+# **To take away**, before and after every run:
+#
+# - a budget with an alarm, before the first host; a limit of time on the job (`--time`, `activeDeadlineSeconds`);
+# - one label on all that belongs to the run, so that one query finds it;
+# - hosts end with the job: managed jobs, `sky down`, autostop; never a host that only you remember;
+# - the newest checkpoint copied once to cheap storage, the others deleted;
+# - the next day: a look at the list of hosts, disks, addresses and at the bill.
+
+# %% [markdown]
+# ## Recap, with the numbers of this run
+
+# %%
+for name, factor in expected.items():
+    print(f"{name} all-reduce, {world_size} ranks on {hosts} hosts: {factor:.2f} S leave each host")
+
+# %% [markdown]
+# - A host is a name, an address and an interface. Network problems are one of these, or a port.
+# - A flat ring sends 2(N−1)/N · S from each host, the hierarchical form 2(H−1)/H · S. The order of the ranks decides
+#   how many hops cross.
+# - The agents meet at the rendezvous, the ranks at `MASTER_ADDR`, at a port that nobody chose. Between hosts all
+#   ports must be open.
+# - Read a network failure from the name to the address, the interface, the port of the store, and the other ports.
+# - When a host dies, the others meet again, alone or with a new one, and go on from the last checkpoint. A graceful
+#   stop writes one first, and says by its exit code that it is not done.
+# - A batch script translates the scheduler's variables, passes the signal on, and asks to be requeued.
+#
+# **Now you can answer**
+#
+# 1. Rank 8 is the first rank of the second host. Which GPU does it take?
+# 2. A tensor of S bytes is all-reduced among 64 ranks on 8 hosts. How many bytes leave a host in a flat ring, and how
+#    many at least?
+# 3. Which host is `MASTER_ADDR` if the rendezvous endpoint is on another host than rank 0?
+# 4. `Connection refused, remote=[127.0.0.1]`, on the second host only. What is wrong?
+# 5. Port 29500 is open between the hosts, and the job hangs in its first collective. Why?
+# 6. A host dies at step 57; checkpoints are written at every tenth step. Where do the others go on?
+# 7. Why does a job that was told to stop end with 75 and not with 0?
+#
+# <details><summary>Answers</summary>
+#
+# 1. GPU 0, its `LOCAL_RANK` (section 1).
+# 2. 2 · 63/64 S = 1.97 S, against 2 · 7/8 S = 1.75 S (section 2).
+# 3. The host of rank 0, at a free port; the endpoint is the agents' (section 3).
+# 4. gloo took the loopback interface, because the host's own name resolves to 127.0.0.1 or no interface was named:
+#    set `GLOO_SOCKET_IFNAME`, or mend the name (section 8, patient 2).
+# 5. The store is at that port. The data go through ports chosen at random, and these are closed (section 4).
+# 6. After step 50 (section 5).
+# 7. The scheduler has to tell "not done yet" from "done", and from a failure that would come back (section 6).
+# </details>
+#
+# **Exercises:** [exercises/16_multi_node](../exercises/16_multi_node_exercises.ipynb).
+#
+# **Worth reading**
+# - PyTorch, [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): every flag, and what a restart is.
+# - Llama team, *The Llama 3 herd of models*, 2024, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), section 3.3:
+#   what fails on 16,384 GPUs, and how often.
+# - S. Bekman, [ML engineering](https://github.com/stas00/ml-engineering), the parts on networks, Slurm and fault
+#   tolerance: a practitioner's notes.

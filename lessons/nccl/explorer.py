@@ -1,0 +1,85 @@
+"""Choose message size, nodes and links; see what each all-reduce would take."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from course_utils.costs import (
+    ALL_REDUCE_ALGORITHMS,
+    TwoLevelCluster,
+    all_reduce_seconds,
+    flat_cluster,
+)
+from course_utils.draw.controls import checkbox, choice, slider
+from course_utils.draw.explorer import Explorer
+from course_utils.draw.style import new_figure
+from course_utils.hardware import LINKS
+from course_utils.units import format_bytes
+
+from .figures import algorithm_color, draw_crossover, spoken
+
+__all__ = ["algorithm_chooser"]
+
+_SIZES = tuple(2**k for k in range(8, 35))
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _draw(cluster: TwoLevelCluster, size: int, algorithms: list[str]) -> tuple[Figure, str]:
+    """Return the picture for one setting, and what it shows in words."""
+    times = {name: all_reduce_seconds(name, size, cluster) for name in algorithms}
+    ranked = sorted(times, key=times.get)
+    figure, (left, right) = new_figure(1, 2, size=(11.4, 4.0), gridspec_kw={"width_ratios": [1, 1.35]})
+    start = times[ranked[0]] / 2
+    for y, name in enumerate(ranked):
+        look = {"color": algorithm_color(name), "linewidth": 5 if y == 0 else 2, "solid_capstyle": "butt"}
+        left.plot([start, times[name]], [y, y], **look)
+        left.plot([times[name]], [y], "o", color=algorithm_color(name), markersize=9 if y == 0 else 6)
+        left.annotate(_time(times[name]), (times[name], y), (9, 0), textcoords="offset points", va="center",
+                      fontweight="bold" if y == 0 else "normal")
+    left.set(xscale="log", xlim=(start, times[ranked[-1]] * 3), ylim=(len(ranked) - 0.4, -0.6),
+             title=f"modelled: all-reduce of {format_bytes(size)}", xlabel="time, logarithmic")
+    left.minorticks_off()
+    left.set_xticks([])
+    left.set_yticks(range(len(ranked)), [spoken(name) for name in ranked])
+    left.tick_params(axis="y", length=0)
+    spans = draw_crossover(right, cluster, algorithms, _SIZES, "modelled, over size; dots: the fastest changes")
+    right.axvline(size, color="#DDDDDD", linewidth=4, zorder=0)
+    first, second = ranked[:2]
+    words = (
+        f"{cluster.nodes} x {cluster.per_node} ranks, {format_bytes(size)}: {spoken(first)} is fastest with "
+        f"{_time(times[first])}, then {spoken(second)} with {_time(times[second])}. Fastest by size: "
+    )
+    return figure, words + ", ".join(f"{spoken(name)} up to {format_bytes(end)}" for name, _, end in spans) + "."
+
+
+def _render(size: int, nodes: int, gpus: int, near: str, far: str, adds: bool) -> tuple[Figure, str]:
+    if nodes * gpus == 1:
+        raise ValueError("one rank has nothing to reduce; choose more nodes or GPUs")
+    intra, inter = ((LINKS[key].latency, 1 / LINKS[key].bandwidth) for key in (near, far))
+    cluster = TwoLevelCluster(nodes, gpus, intra, inter) if nodes > 1 else flat_cluster(gpus, *intra)
+    return _draw(cluster, size, [name for name in ALL_REDUCE_ALGORITHMS if adds or name != "in_network"])
+
+
+def algorithm_chooser() -> Explorer:
+    """Compare the times of all-reduce algorithms on links of your choice, modelled by `costs.all_reduce_seconds`.
+
+    Each GPU has a port of its own to the network. One node has no network: the second link is not used.
+    """
+    inside = [(link.name, key) for key, link in LINKS.items() if key.startswith(("nvlink", "pcie"))]
+    between = [(link.name, key) for key, link in LINKS.items() if key.startswith(("ib_", "eth_"))]
+    size = slider("size S", [(format_bytes(size), size) for size in _SIZES], 2**20)
+    nodes, gpus = slider("nodes", [2**k for k in range(11)], 2), slider("GPUs each", [1, 2, 4, 8, 16, 32, 72], 4)
+    near, far = choice("in a node", inside, "nvlink4"), choice("between", between, "ib_ndr")
+    adds = checkbox("switches add (NVLS, SHARP)")
+
+    def adapt(_: str | None) -> None:
+        far.disabled = nodes.value == 1
+
+    rows = [{"size": size, "nodes": nodes, "gpus": gpus}, {"near": near, "far": far, "adds": adds}]
+    return Explorer(rows, _render, adapt)

@@ -1,0 +1,67 @@
+"""All-reduces on emulated links, one after the other: how long each one takes, and how that feels in slow motion."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from course_utils.ranks import launch
+
+AllReduce = Callable[[torch.Tensor], None]  #: in place, made of messages between two ranks
+
+
+def _on_rank(all_reduces: Mapping[str, AllReduce], topology, sizes: Sequence[int], slowdown: float) -> dict:
+    from . import emulate
+
+    seconds = {}
+    for name, all_reduce in all_reduces.items():
+        for size in sizes:
+            x = torch.ones(size // 4)
+            with emulate(topology, slowdown=slowdown) as clock:
+                all_reduce(x)
+            assert not len(x) or x[0] == dist.get_world_size(), f"{name}: the sum is wrong"
+            seconds[name, size] = clock.seconds
+    return seconds
+
+
+def _slowest(by_rank: Sequence[Mapping]) -> dict:
+    return {key: max(rank[key] for rank in by_rank) for key in by_rank[0]}
+
+
+def emulated_seconds(
+    all_reduces: Mapping[str, AllReduce], topology, sizes: Sequence[int]
+) -> dict[str, list[float]]:
+    """Run all-reduces on real ranks, one for each GPU of `topology`, and return what each takes on its links.
+
+    Parameters
+    ----------
+    all_reduces : dict of name to callable
+        Each takes a float32 tensor on the CPU and sums it in place, by messages between two ranks.
+    topology : topology.Topology
+    sizes : list of int
+        Bytes of the tensor, multiples of 4.
+
+    Returns
+    -------
+    dict of name to list of float
+        Emulated seconds of the slowest rank at each size. They depend on program and topology alone.
+    """
+    found = _slowest(launch(_on_rank, dict(all_reduces), topology, list(sizes), 0.0, world_size=len(topology.gpus),
+                            backend="gloo"))
+    return {name: [found[name, size] for size in sizes] for name in all_reduces}
+
+
+def slow_motion(all_reduces: Mapping[str, AllReduce], topology, size: int, slowdown: float) -> None:
+    """Run each all-reduce so slowly that it can be felt, and print what it took: emulated, and for whoever waits.
+
+    One emulated second lasts at least `slowdown` real ones. `size` is in bytes.
+    """
+    for name, all_reduce in all_reduces.items():
+        start = time.monotonic()
+        found = _slowest(launch(_on_rank, {name: all_reduce}, topology, [size], slowdown,
+                                world_size=len(topology.gpus), backend="gloo"))
+        waited = time.monotonic() - start
+        print(f"{name:13}{found[name, size] * 1e6:6.1f} µs emulated; you waited {waited:.1f} s", flush=True)

@@ -1,0 +1,95 @@
+"""Try an all-reduce that is made of messages, on real ranks: is it right, in how many steps, with how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from course_utils.checks import message_steps
+from course_utils.costs import TwoLevelCluster, all_reduce_bytes, all_reduce_steps
+from course_utils.ranks import device, launch, record
+
+__all__ = ["Count", "as_nodes", "count_messages", "formula"]
+
+NUMEL = 840 * 300  # numbers in the counted tensors, float32; 840 divides by every number up to 8
+
+
+@dataclass(frozen=True)
+class Count:
+    """What an algorithm needed for one all-reduce.
+
+    Attributes
+    ----------
+    steps : int
+        Rounds of messages that must follow one another: in each, a rank sends at most one message and receives one.
+    sent : tuple of float
+        What each rank sent, as a multiple of S, the bytes of the whole tensor.
+    """
+
+    steps: int
+    sent: tuple[float, ...]
+
+    @property
+    def busiest(self) -> float:
+        """What the rank sent that sent most, as a multiple of S."""
+        return max(self.sent)
+
+    def __str__(self) -> str:
+        return f"{self.steps:2} steps; sent by each rank, in S: " + " ".join(f"{sent:.2f}" for sent in self.sent)
+
+
+def _trial(all_reduce: Callable[[torch.Tensor], None], numel: int):
+    """On a rank: run it on whole numbers that differ between ranks, compare with the library; return the ledger."""
+    x = torch.randint(-99, 100, (numel,), device=device()).float()
+    expected = x.clone()
+    dist.all_reduce(expected)
+    with record() as ledger:
+        all_reduce(x)
+    assert torch.equal(x, expected), "the sum is not that of the library's all-reduce"
+    return ledger
+
+
+def count_messages(all_reduce: Callable[[torch.Tensor], None], world_size: int, numel: int = NUMEL) -> Count:
+    """Run an all-reduce on real ranks, compare its result with the library's to the last bit, and count its messages.
+
+    Parameters
+    ----------
+    all_reduce : callable
+        Takes a float32 tensor of shape (numel,) and sums it over all ranks, in place. It may use messages between two
+        ranks only.
+    world_size : int
+        Number of ranks.
+    numel : int
+        Numbers in the tensor. The figures are exact where `world_size` divides it.
+
+    Raises
+    ------
+    WorkerError
+        If a rank fails, or holds another sum than that of the library.
+    """
+    ledgers = launch(_trial, all_reduce, numel, world_size=world_size)
+    return Count(message_steps(ledgers), tuple(ledger.sent / (4 * numel) for ledger in ledgers))
+
+
+def as_nodes(n: int) -> tuple[int, int]:
+    """Nodes, and ranks on each, as which `n` ranks are seen here: two nodes, or `n` nodes where it is odd."""
+    return (2, n // 2) if n % 2 == 0 else (n, 1)
+
+
+def formula(name: str, n: int, shape: Sequence[int] | None = None) -> tuple[int, float]:
+    """Return steps, and bytes that the busiest rank sends in multiples of S, from the formulas of `costs`.
+
+    Parameters
+    ----------
+    name : str
+        One of `costs.ALL_REDUCE_ALGORITHMS`.
+    n : int
+        Number of ranks.
+    shape : (int, int), optional
+        Nodes and ranks on each, for the algorithm of two levels; by default `as_nodes` of `n`.
+    """
+    cluster = TwoLevelCluster(*(shape or as_nodes(n)), intra=(0.0, 0.0), inter=(0.0, 0.0))
+    return all_reduce_steps(name, cluster), all_reduce_bytes(name, cluster, 1.0)

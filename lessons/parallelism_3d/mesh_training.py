@@ -1,0 +1,258 @@
+"""Training on a mesh of ranks, as lesson 12 builds it: a model in stages, beside one process; what groups send."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed.tensor.parallel as tp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from course_utils import memory
+from course_utils.costs import bytes_sent
+from course_utils.models import SeparateQKVAttention, build_gpt, next_token_loss
+from course_utils.ranks import Ledger, device, record, share
+from course_utils.transformer import TransformerConfig
+
+__all__ = [
+    "DIMENSIONS", "MeshRun", "Stage", "crossing", "expected_bytes", "largest_difference", "one_process",
+    "same_as_one_process", "sent_by_dimension", "tensor_plan", "train",
+]
+
+share(  # what each rank would import for itself
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
+
+DIMENSIONS = ("pp", "dp", "tp")
+TOLERANCE = 1e-5  # of losses and weights in float32
+
+Batch = tuple[Tensor, Tensor]
+Clip = Callable[[list[nn.Parameter]], float]
+
+
+class Stage(nn.Module):
+    """A run of blocks of the GPT: tokens (b, T) or activations (b, T, C) in, (b, T, C) or logits out.
+
+    The first stage has the embeddings as well, and the last one the norm and the head. Every parameter has the name and
+    the value that it has in the whole model, which is stage 0 of 1.
+    """
+
+    def __init__(self, config: TransformerConfig, number: int = 0, of: int = 1) -> None:
+        super().__init__()
+        model, cut = build_gpt(config), [config.layers * k // of for k in range(of + 1)]
+        self.number = number
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(cut[number], cut[number + 1])})
+        for block in self.blocks.values():
+            block.attention = SeparateQKVAttention(block.attention)
+        if number == 0:
+            self.embedding, self.position = model.embedding, model.position
+        if number == of - 1:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "embedding"):
+            x = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.norm(x)).clone() if hasattr(self, "head") else x  # FSDP2 warns of views
+
+
+def tensor_plan(stage: Stage) -> dict[str, tp.ParallelStyle]:
+    """How tensor parallelism splits what a stage has: every matrix is cut, norms are not, the logits are gathered."""
+    ends = {
+        "embedding": tp.RowwiseParallel(input_layouts=Replicate()),
+        "head": tp.ColwiseParallel(output_layouts=Replicate()),
+    }
+    plan = {name: style for name, style in ends.items() if hasattr(stage, name)}
+    once = tp.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    for i in stage.blocks:
+        plan[f"blocks.{i}.attention"] = once  # one all-reduce backward for the three layers
+        plan |= {f"blocks.{i}.attention.{name}": tp.ColwiseParallel() for name in "qkv"}
+        plan[f"blocks.{i}.attention.out"] = tp.RowwiseParallel()
+        plan[f"blocks.{i}.mlp.up"] = tp.ColwiseParallel()
+        plan[f"blocks.{i}.mlp.down"] = tp.RowwiseParallel()
+    return plan
+
+
+# --- beside one process
+
+
+@dataclass(frozen=True)
+class MeshRun:
+    """What a rank has found in some steps.
+
+    Attributes
+    ----------
+    stage : int
+        Its stage of the pipeline.
+    losses : list of float or None
+        Mean of its replica's windows at each step; None where the stage has no head.
+    norms : list of float
+        What `clip` found at each step; empty without one.
+    weights : dict of str to Tensor
+        The parameters of its stage after the last step, whole, on the CPU.
+    states : int
+        Bytes that it keeps between steps: its pieces of parameters, gradients and momenta.
+    ledger : Ledger
+        What it sent in the last step, the optimizer and `clip` aside.
+    """
+
+    stage: int
+    losses: list[float | None]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    states: int
+    ledger: Ledger
+
+
+def train(
+    step: Callable[[Tensor, Tensor], float | None], stage: Stage, text: Callable[[int], Batch], steps: int = 2,
+    clip: Clip | None = None,
+) -> MeshRun:
+    """On each rank: train a stage by SGD with momentum, and note what happens.
+
+    Parameters
+    ----------
+    step : callable
+        ``step(x, y)`` leaves the gradients, and returns the loss if the stage has a head, else None.
+    stage : Stage
+    text : callable
+        ``text(number)`` returns the inputs and targets of this rank at a step.
+    steps : int
+    clip : callable, optional
+        ``clip(parameters)`` scales the gradients, and returns the norm that it found.
+    """
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+    losses, norms, held = [], [], 0
+    for number in range(steps):
+        with record() as ledger:
+            losses.append(step(*text(number)))
+        if clip:
+            norms.append(clip([*stage.parameters()]))
+        optimizer.step()
+        held = memory.held_memory(stage, optimizer).states
+        optimizer.zero_grad()
+    # A weight that is cut twice is put together in two gathers, which DTensor calls slow.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    weights = {name: _whole(p).cpu() for name, p in stage.named_parameters()}
+    return MeshRun(stage.number, losses, norms, weights, held, ledger)
+
+
+def _whole(p: nn.Parameter) -> Tensor:
+    return p.full_tensor() if isinstance(p, DTensor) else p.detach()
+
+
+def one_process(
+    config: TransformerConfig, text: Callable[[int], Batch], steps: int = 2, limit: float = math.inf
+) -> MeshRun:
+    """On one rank: the same training of the whole model with the whole batches, its gradients clipped at `limit`."""
+    model = Stage(config).to(device())
+
+    def step(x: Tensor, y: Tensor) -> float:
+        loss = next_token_loss(model(x), y)
+        loss.backward()
+        return loss.item()
+
+    return train(step, model, text, steps, lambda parameters: nn.utils.clip_grad_norm_(parameters, limit).item())
+
+
+def largest_difference(runs: Sequence[MeshRun], reference: MeshRun) -> tuple[float, float]:
+    """Return the largest difference between all ranks and one process, of a loss and of a weight.
+
+    The loss of a step is the mean over the ranks that have one.
+
+    Raises
+    ------
+    ValueError
+        If the ranks do not have all the weights of the model.
+    """
+    with_loss = [run.losses for run in runs if run.losses[0] is not None]
+    means = [sum(losses) / len(losses) for losses in zip(*with_loss, strict=True)]
+    if missing := reference.weights.keys() - {name for run in runs for name in run.weights}:
+        raise ValueError(f"no rank has {', '.join(sorted(missing))}")
+    weights = [(w - reference.weights[name]).abs().max().item() for run in runs for name, w in run.weights.items()]
+    return max(abs(a - b) for a, b in zip(means, reference.losses, strict=True)), max(weights)
+
+
+def same_as_one_process(runs: Sequence[MeshRun], reference: MeshRun) -> str:
+    """Compare all losses, and all weights at the end, with those of one process, and say so.
+
+    Raises
+    ------
+    AssertionError
+        If one differs by more than rounding.
+    """
+    loss, weight = largest_difference(runs, reference)
+    if max(loss, weight) > TOLERANCE:
+        raise AssertionError(f"losses differ by up to {loss:.2g} from one process, weights by up to {weight:.2g}")
+    return f"losses and weights after {len(reference.losses)} steps equal to one process"
+
+
+# --- what groups send
+
+
+def sent_by_dimension(ledger: Ledger) -> dict[str, float]:
+    """Return the bytes that a rank sends, by dimension of the mesh, its collectives as rings."""
+    total = dict.fromkeys(DIMENSIONS, 0.0)
+    for entry in ledger:
+        if entry.op != "recv":
+            total[entry.group.removeprefix("mesh_")] += bytes_sent(entry.op, len(entry.ranks), entry.bytes)
+    return total
+
+
+def expected_bytes(
+    config: TransformerConfig, sizes: Mapping[str, int], windows: int, stage: int = 0, gathers: int = 1
+) -> dict[str, float]:
+    """Return what a rank of a stage sends in a step by formula, by dimension, in float32 and for equal parts.
+
+    Tensor: in a layer four all-reduces of the activations, one more for the embedding and one for the head, and the
+    logits gathered. Data: blocks gathered `gathers` times, the rest of the stage once, all gradients reduce-scattered.
+    Pipeline: activations to the next stage, their gradients to the one before.
+
+    Parameters
+    ----------
+    config : TransformerConfig
+    sizes : dict of dimension to size
+        Of "pp", "dp" and "tp".
+    windows : int
+        In a step, over all replicas.
+    stage, gathers : int
+    """
+    p, d, t = (sizes[name] for name in DIMENSIONS)
+    c, layers, first, last = config.hidden, config.layers / p, stage == 0, stage == p - 1
+    numbers = windows / d * config.context * c  # of the activations
+    reduced = (4 * layers + first + last) * 2 * (t - 1) / t * numbers
+    logits = last * (t - 1) / t * numbers / c * config.vocabulary
+    matrices, cut_biases, whole_biases, norms = 12 * c * c, 3 * c + 4 * c, 2 * c, 4 * c  # of a block
+    block = (matrices + cut_biases) / t + whole_biases + norms
+    table = config.vocabulary * c / t
+    rest = first * (table + config.context * c) + last * (table + 2 * c)
+    sharded = (d - 1) / d * ((gathers + 1) * layers * block + 2 * rest)
+    passed = numbers * ((not first) + (not last))
+    return {"pp": 4 * passed, "dp": 4 * sharded, "tp": 4 * (reduced + logits)}
+
+
+def crossing(ledgers: Sequence[Ledger], node: Sequence[int]) -> float:
+    """Return the bytes that all ranks together send from node to node, collectives as rings in the order of ranks.
+
+    Parameters
+    ----------
+    ledgers : list of Ledger
+        Of each rank.
+    node : sequence of int
+        The node of each rank.
+    """
+    total = 0.0
+    for rank, ledger in enumerate(ledgers):
+        for entry in ledger:
+            n = len(entry.ranks)
+            following = entry.ranks[(entry.ranks.index(rank) + 1) % n]
+            to = entry.peer if entry.op == "send" else following
+            if entry.op != "recv" and node[to] != node[rank]:
+                total += bytes_sent(entry.op, n, entry.bytes)
+    return total

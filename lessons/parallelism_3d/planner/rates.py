@@ -1,0 +1,137 @@
+"""How fast a GPU does the operations of a training step: products by shape, attention by length, bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+from course_utils.hardware import GPUS
+from course_utils.recorded import ACHIEVABLE_MATMUL
+
+#: Kernels of fused attention that the planner knows.
+ATTENTION = ("flash1", "flash2", "flash3")
+#: Number formats of the layers' matrix products.
+PRODUCTS = ("bf16", "fp8")
+
+#: What FP8 reaches of its peak, beside what bf16 reaches of its own: measured on an H200 (`recorded.gpu_check`), 1,442
+#: of 1,979 TFLOP/s with a scale for each tensor, where bf16 is known to reach 0.80.
+_FP8_SHARE = 0.91
+
+#: Kernel -> share of a GPU's peak that it reaches on long sequences, forward and backward together, by architecture.
+#: Ampere: FlashAttention up to 40 %, its successor up to 73 % (Dao 2023, arXiv 2307.08691, abstract and section 1).
+#: Hopper, measured on an H200 (`recorded.gpu_check`): 0.325 for the successor, 0.6 for cuDNN's kernel, which stands for
+#: FlashAttention-3; with the next constant both are met within 4 % from 512 to 16,384 tokens. The first one was not
+#: measured: its successor reached 35 to 40 % of an H100 where it was twice as fast (the same source). Blackwell is
+#: taken like Hopper. A training step reaches as much less of these as of the best product.
+_ATTENTION_SHARE: Mapping[tuple[str, str], float] = MappingProxyType({
+    ("flash1", "Ampere"): 0.4, ("flash2", "Ampere"): 0.73, ("flash1", "Hopper"): 0.22, ("flash2", "Hopper"): 0.325,
+    ("flash3", "Hopper"): 0.6,
+})
+#: Keys that a token sees at which attention reaches half of that share: FlashAttention-2 with heads of 64 and no mask
+#: makes 204, 252, 275, 288 and 302 TFLOP/s forward and backward with 512, 1,024, 2,048, 4,096 and 8,192 tokens
+#: (https://github.com/Dao-AILab/flash-attention/pull/2688), which 305 n / (n + 250) follows within 3 %. With a causal
+#: mask a token sees half of the tokens on average.
+_HALF_KEYS = 250
+#: Tokens of a tile of attention. Tiles on the diagonal are computed whole, though half of them is masked.
+_ATTENTION_TILE = 128
+#: Backward of fused attention takes 2.5 times the products of forward: it computes the scores once more.
+ATTENTION_BACKWARD = 2.5
+
+#: Rows and columns of the tiles that matrix libraries cut a product into, with the share of the largest one's speed
+#: (NVIDIA, Matrix Multiplication Background User's Guide, sections 3.1 and 3.2, says that larger ones are faster and
+#: why; the shares are by bytes read per operation: 1/128 + 1/256 against 1/128 + 1/128 and 1/64 + 1/128, of which
+#: a third shows).
+_TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75))
+
+#: Seconds that a hop of a ring adds in a node to a message large enough for the full bandwidth, by architecture.
+#: Measured: all-reduces of 16 to 64 MiB by eight A100s take longer than their bytes at 0.8 of the link by 12 us for
+#: each of 14 hops, the median of nine (`recorded.A100_ALL_REDUCE`, `recorded.OTHER_A100_ALL_REDUCE`); one of 16 MiB by
+#: eight H200s than at the bandwidth of the largest by 4.3 us (`recorded.H200_ALL_REDUCE`). NCCL's own 3.4 us is for
+#: short ones.
+HOP: Mapping[str, float] = MappingProxyType({"Ampere": 12e-6, "Hopper": 4.3e-6, "Blackwell": 4.3e-6})
+
+#: Seconds that starting a kernel takes from Python, at least: what goes on below it is hidden, what is shorter is not.
+LAUNCH = 5e-6
+#: Kernels of a layer's forward, without and with compilation. Backward starts twice as many.
+KERNELS = {False: 45, True: 20}
+
+
+@dataclass(frozen=True)
+class StepTimeConstants:
+    """What share of its hardware's figures a training step reaches.
+
+    Attributes
+    ----------
+    matmul, matmul_hopper : float
+        Of the best matrix product found on the GPU (`recorded.ACHIEVABLE_MATMUL`), before waves and tiles: Ampere, and
+        Hopper or later, whose power does not allow the full clock for long. Fitted.
+    hbm : float
+        Of the memory bandwidth, in element-wise operations. Assumed; `fit` can find it from measurements.
+    contention : float
+        How much slower the GPU computes while it communicates as well: 0.189 is measured, the average over GPT and
+        Llama on A100, H100 and others (Lee et al. 2025, arXiv 2507.03114, abstract; up to 0.4).
+    nvlink : float
+        Of the link in a node, in large collectives: `recorded.H200_LARGEST` has 361 of 450 GB/s for all-gather, the
+        A100s of `recorded.A100_ALL_REDUCE` 235 of 300 GB/s at most.
+    network : float
+        Of the network port, in large messages: `recorded.FOUR_H200_NODES` reaches 364.7 of 400 GB/s a node.
+    """
+
+    matmul: float
+    matmul_hopper: float
+    hbm: float = 0.85
+    contention: float = 0.189
+    nvlink: float = 0.8
+    network: float = 0.9
+
+
+def best_product(gpu: str, products: str = "bf16") -> float:
+    """FLOP/s of the best matrix product found on a GPU; where none was published, the H100's share of the peak."""
+    share = ACHIEVABLE_MATMUL.get(gpu, 0.0) / GPUS[gpu].flops["bf16"]
+    if not share:
+        share = ACHIEVABLE_MATMUL["h100"] / GPUS["h100"].flops["bf16"]
+    flops = GPUS[gpu].flops
+    return share * (_FP8_SHARE if products == "fp8" else 1.0) * flops.get(products, flops["bf16"])
+
+
+@cache
+def fill(rows: float, columns: float, units: int) -> float:
+    """Share of the fastest tiles' speed that a product of so many rows and columns reaches on `units` multiprocessors.
+
+    A multiprocessor works on one tile at a time, so the last wave of tiles leaves some idle, and tiles at the edge are
+    partly empty. The library takes the best of its tiles.
+    """
+    best = 0.0
+    for high, wide, share in _TILES:
+        tiles = math.ceil(rows / high) * math.ceil(columns / wide)
+        waves = math.ceil(tiles / units)
+        best = max(best, share * rows * columns / (waves * units * high * wide))
+    return best
+
+
+def product_seconds(
+    rows: float, columns: float, inner: float, units: int, flops: float, stream: float, width: float = 2.0
+) -> float:
+    """Seconds of a product at `flops` operations and `stream` bytes a second.
+
+    What comes out of a tile is written when the tile is done: it takes its time after the arithmetic, which is little
+    beside a long inner dimension and much beside a short one. A thin product takes what reading its factors takes.
+    """
+    arithmetic = 2 * rows * columns * inner / (flops * fill(rows, columns, units))
+    factors = width * inner * (rows + columns) / stream
+    return max(arithmetic, factors) + 2 * rows * columns / stream
+
+
+def attention_rate(gpu: str, kernel: str, length: float) -> float:
+    """FLOP/s of fused causal attention over sequences of `length` tokens, forward and backward together.
+
+    Counted are the scores that the mask leaves.
+    """
+    architecture, keys = GPUS[gpu].architecture, length / 2
+    share = _ATTENTION_SHARE.get((kernel, architecture)) or _ATTENTION_SHARE.get((kernel, "Hopper"), 0.0)
+    if kernel == "flash3" and architecture == "Ampere":  # which is for Hopper
+        share = _ATTENTION_SHARE["flash2", "Ampere"]
+    return GPUS[gpu].flops["bf16"] * share * keys / (keys + _HALF_KEYS) / (1 + _ATTENTION_TILE / length)

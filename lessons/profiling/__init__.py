@@ -1,0 +1,1 @@
+"""Lesson 13: Where does a step's time go?"""

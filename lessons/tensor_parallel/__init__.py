@@ -1,0 +1,1 @@
+"""Lesson 09: How do I split one layer over ranks?"""
