@@ -2,8 +2,8 @@
 
 What counts: 130 words of prose a minute, 12 lines of code a minute, a minute and a half for each prediction, and an
 exercise what its card says. Words are those of the text and its tables, without headings' and tables' marks, formulas
-and targets of links. Lines of code are those in cells and in fenced blocks that are neither empty nor imports. What is folded
-away, text or code, does not count: it is there for those who want it.
+and targets of links. Lines of code are those in cells and in fenced blocks that are neither empty nor imports. What is
+folded away, text or code, does not count: it is there for those who want it.
 
 The figures in README.md, docs/instructor.md and the openings of the lessons come from here; :func:`update` writes them.
 In tables of lessons it fills the columns *read, min* and *exercises, min*; where a table has a column *lessons:

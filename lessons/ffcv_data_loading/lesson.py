@@ -824,8 +824,8 @@ print(f"  in the next process                {times['next_process_s']:5.1f}")
 
 # %% [markdown] tags=["deeper"]
 # The price is the first epoch, in which the operation is compiled. On its own FFCV compiles everything in each process,
-# so eight ranks compile the same code eight times at once; `lessons.ffcv_data_loading.ffcv` keeps the compiled code in files. If the
-# first step of a job seems to hang, it may be compiling.
+# so eight ranks compile the same code eight times at once; `lessons.ffcv_data_loading.ffcv` keeps the compiled code in
+# files. If the first step of a job seems to hang, it may be compiling.
 
 # %% [markdown] tags=["deeper"]
 # ## 12. Shards over a network · deeper
@@ -1040,8 +1040,8 @@ if not without:
 # Two more happen when the file is written: the writer decodes JPEG files and compresses them again with quality 90,
 # whatever quality they had, and its mode `smart` stores plain pixels unless it gets a `smart_threshold`.
 #
-# Others hang for ever, unless something like `lessons.ffcv_data_loading.ffcv` turns them into errors. One is a grey image in the
-# writer, which needs `convert("RGB")`. Another is a compiled operation after `ToTensor`:
+# Others hang for ever, unless something like `lessons.ffcv_data_loading.ffcv` turns them into errors. One is a grey
+# image in the writer, which needs `convert("RGB")`. Another is a compiled operation after `ToTensor`:
 
 # %% tags=["deeper"]
 if not without:

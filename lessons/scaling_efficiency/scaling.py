@@ -86,7 +86,7 @@ def slowest_step(by_rank: Iterable[Sequence[float]]) -> float:
 
 
 def shortest_step(by_rank: Sequence[Sequence[Sequence[Span]]], skip: int = 0) -> dict[str, list[Span]]:
-    """Of the spans of steps on all ranks, the shortest step as rows for `draw.lanes.step_spans`, from its first moment on.
+    """Of the spans of steps on all ranks, the shortest step as rows for `step_spans`, from its first moment on.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ class BucketRun(NamedTuple):
 
 
 def overlap(events: Iterable[tuple[str, int, float, float]]) -> tuple[dict[str, list[Span]], float]:
-    """Read a traced step of a CPU rank: its rows for `draw.lanes.step_spans`, and the share of communication in backward.
+    """Read a traced step of a CPU rank: its rows for `step_spans`, and the share of communication in backward.
 
     Parameters
     ----------
