@@ -9,7 +9,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from course_utils import hosts_available, launch, shutdown
+from course_utils import launch, shutdown
+from lessons.multi_node.hosts import hosts_available
 
 ROUNDS = 5
 SIZE = 1 << 20  # bytes that are reduced

@@ -4,7 +4,7 @@ from .lazy import attach
 
 __all__ = [
     "Entry", "HangError", "Interrupted", "Ledger", "MismatchError", "WorkerError", "device", "expect_error",
-    "hosts_available", "launch", "record", "run_on_hosts", "shutdown",
+    "launch", "record", "shutdown",
 ]
 
 __getattr__, __dir__ = attach(__name__, {"ranks": __all__})

@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
     import psutil
     import torch
 
-    from .ranks import gpu_count, hosts_available, settle
+    from .ranks import emulation, gpu_count, settle
     from .topology import nvidia_smi
 
     count = gpu_count()
@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
     world_size, _ = settle(None, "gloo")
     backend = "nccl" if count >= world_size else "gloo"
     real = [f"{world_size} ranks: separate processes in a real process group ({backend})"]
-    hosts = hosts_available()
+    hosts = emulation().hosts_available()
     how = "emulated, with real links, bytes and faults" if hosts[0] else "processes on one host"
     emulated = [f"several hosts: {how} (lesson 16)"]
     if backend == "nccl":

@@ -9,12 +9,11 @@ from __future__ import annotations
 from ..lazy import attach
 
 _HOMES = {
-    "launcher": ("launch", "run", "device", "shutdown", "gpu_count", "on_a_rank", "settle"),
+    "launcher": ("launch", "run", "device", "shutdown", "gpu_count", "on_a_rank", "settle", "emulation"),
     "errors": ("WorkerError", "HangError", "MismatchError", "Interrupted", "expect_error"),
     "ledger": ("record", "Ledger", "Entry", "interceptor"),
     "processes": ("share",), "watch": ("Watch",), "learner_code": ("is_learner",), "status_line": ("Status", "wanted"),
-    "labels": ("tells_place",), "magics": ("RankMagics",), "hosts": ("hosts_available",), "commands": ("run_on_hosts",),
-    "host_plan": ("Conditions", "conditions_of"), "host_pool": ("side_by_side",),
+    "labels": ("tells_place",), "magics": ("RankMagics",),
 }
 
 __all__ = sorted(name for names in _HOMES.values() for name in names)

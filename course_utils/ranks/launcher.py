@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ else:
 
 _DEFAULT_WORLD_SIZE = 4
 _MAX_WORLD_SIZE = 128
+_EMULATION = "lessons.multi_node.hosts"  # loaded when `hosts` is given
 _announced: set[tuple[int, int]] = set()
 
 
@@ -91,8 +93,8 @@ def launch(
         never go on are told at once. It costs some microseconds an operation.
 
     A function cannot have keyword arguments with these names; ``launch`` takes them for its own.
-    Ranks are forked from one process and share its hash seed: under ``torchrun`` each has its own, so that the order of
-    a set of strings differs from rank to rank there.
+    Ranks with an even number share one hash seed, the others another, and both change from kernel to kernel, so what
+    relies on the order of a set goes wrong as it does under ``torchrun``. ``PYTHONHASHSEED`` gives all ranks one.
 
     Returns
     -------
@@ -163,26 +165,27 @@ def run(
         raise errors.Interrupted([]) from None
 
 
+def emulation() -> Any:
+    """What emulates hosts: its code lives with lesson 16."""
+    return importlib.import_module(_EMULATION)
+
+
 def _plan_of_hosts(asked: dict[str, Any], world_size: int, backend: str) -> Any:
     """How ranks are divided among hosts, as far as that can be emulated here."""
-    from . import host_plan, hosts
-
     if "hosts" not in asked:
         raise errors.refusal(ValueError, f"{next(iter(asked))} is about the link between hosts; say how many: hosts=2")
     if backend == "nccl":
         raise errors.refusal(ValueError, "emulated hosts use gloo on the CPU: leave out backend, or use backend='gloo'")
-    return hosts.as_possible(host_plan.plan(world_size=world_size, **asked))
+    hosts = emulation()
+    return hosts.as_possible(hosts.divide(world_size=world_size, **asked))
 
 
 def _run_on_hosts(call: Any) -> list[Any]:
-    from .hosts import HostResults
-
+    hosts = emulation()
     if not call.hosts.emulated:
-        return HostResults(_launched.run(call), None)
-    from . import host_pool
-
-    ranks = host_pool.current()
-    return HostResults(ranks.run(call), ranks.left_host)
+        return hosts.HostResults(_launched.run(call), None)
+    ranks = hosts.current()
+    return hosts.HostResults(ranks.run(call), ranks.left_host)
 
 
 def on_a_rank() -> bool:
@@ -194,7 +197,7 @@ def shutdown() -> None:
     """Stop all ranks that ``launch`` keeps warm. The next call starts new ones."""
     if pool is not None:
         _launched.stop()
-        if on_hosts := sys.modules.get(f"{__package__}.host_pool"):
+        if on_hosts := sys.modules.get(f"{_EMULATION}.pool"):
             on_hosts.launched.stop()
 
 

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import io
 import linecache
 import mmap
@@ -72,9 +73,7 @@ _c = ctypes.CDLL(None)
 def main(rank: int, task, control, output, status, environment: dict, folder: str, host: int | None) -> None:
     """Serve calls until the notebook closes the connection, or has had nothing to do for long."""
     if host is not None:  # before there is any thread
-        from .host_namespaces import enter
-
-        enter(host)
+        importlib.import_module("lessons.multi_node.hosts.namespaces").enter(host)
     state.rank, state.pid = rank, os.getpid()
     seed(rank)
     _detach(status, output)

@@ -38,7 +38,7 @@ from course_utils.checks import (
 from course_utils.checks.groups import DIFFERENT, GroupsInStep
 from course_utils.checks.traffic import calls
 from course_utils.costs import bytes_sent
-from course_utils.ranks import hosts_available
+from lessons.multi_node.hosts import hosts_available
 
 from .clinic_check import diagnoses_and_cures
 from .restarts import job_script, train

@@ -37,9 +37,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from course_utils import hosts_available, launch
+from course_utils import launch
 from lessons.multi_node import check
 from lessons.multi_node.clinic import network
+from lessons.multi_node.hosts import hosts_available
 
 WORLD_SIZE = 4  # ranks of the demonstrations, on two hosts; the checks choose their own
 LINK = "100mbit"  # of the demonstrations

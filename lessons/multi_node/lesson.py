@@ -47,11 +47,12 @@ import torch.distributed as dist
 from IPython.display import Markdown
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_utils import hosts_available, launch, run_on_hosts
+from course_utils import launch
 from course_utils.programs import ROOT, SCRIPTS, TEXT, folded, read_log, run_program, wait_for_step
 from course_utils.recordings import real_or_recorded
 from lessons.multi_node import slurm
 from lessons.multi_node.clinic import network
+from lessons.multi_node.hosts import hosts_available, run_on_hosts
 from lessons.multi_node.slurm import SlurmCluster
 
 world_size = 4  # ranks: a multiple of the hosts

@@ -17,8 +17,9 @@ from conftest import missing
 from exercise_cases import ExerciseTests
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_utils import hosts_available, recorded
+from course_utils import recorded
 from lessons.multi_node import check as multi_node
+from lessons.multi_node.hosts import hosts_available
 
 pytestmark = pytest.mark.guard(90)
 

@@ -21,9 +21,10 @@ from conftest import missing
 from torch.distributed import run as distributed_run
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
-from course_utils import WorkerError, hosts_available, launch, recordings
+from course_utils import WorkerError, launch, recordings
 from course_utils.programs import ROOT, SCRIPTS, read_log, run_program, wait_for_step
 from lessons.multi_node import slurm
+from lessons.multi_node.hosts import hosts_available
 from lessons.multi_node.slurm import SlurmCluster
 
 pytestmark = pytest.mark.guard(120)

@@ -9,8 +9,7 @@ from conftest import ROOT, missing
 from notebook_runs import run_core
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from course_utils import hosts_available, run_on_hosts
-from course_utils.ranks import transcript
+from lessons.multi_node.hosts import hosts_available, run_on_hosts, transcript
 
 pytestmark = pytest.mark.guard(90)
 

@@ -16,8 +16,8 @@ from calls import ended
 from conftest import missing
 from kernels import Script, left_behind, marked
 
-from course_utils import hosts_available, recordings, run_on_hosts
-from course_utils.ranks import commands, transcript
+from course_utils import recordings
+from lessons.multi_node.hosts import commands, hosts_available, run_on_hosts, transcript
 
 pytestmark = pytest.mark.guard(60)
 
@@ -190,7 +190,7 @@ def names(mark: str) -> list[str]:
 
 
 SCRIPT = """
-from course_utils import run_on_hosts
+from lessons.multi_node.hosts import run_on_hosts
 print("begun", flush=True)
 run_on_hosts("setsid sleep 1000 & sleep 1000")
 """
@@ -211,7 +211,7 @@ def test_nothing_is_left_when_the_notebook_ends(number):
 
 
 ORDINARY = """
-from course_utils import run_on_hosts
+from lessons.multi_node.hosts import run_on_hosts
 run = run_on_hosts("hostname; ls -d /proc/[0-9]* | wc -l; sleep 1000", when=[
     ("node0 . [1-9]", "start node1"), ("node1 . [1-9]", "unplug node1"),
     ("unplugged", "kill node0"), ("node0 ended", "terminate node1"),

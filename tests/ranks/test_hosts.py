@@ -20,8 +20,8 @@ from calls import ended
 from conftest import missing
 from kernels import Kernel, Script, left_behind, marked
 
-from course_utils import HangError, WorkerError, hosts_available, launch, record, shutdown
-from course_utils.ranks import Conditions, side_by_side
+from course_utils import HangError, WorkerError, launch, record, shutdown
+from lessons.multi_node.hosts import Conditions, hosts_available, side_by_side
 
 pytestmark = pytest.mark.guard(90)
 
@@ -56,7 +56,7 @@ def all_is_well_on_hosts(**options) -> list[int]:
 
 def holders(processes: list[psutil.Process]) -> list[int]:
     """Those that hold hosts. A network lasts as long as a process in it, a file or a mount that refers to it."""
-    return [p.pid for p in processes if any("host_namespaces" in part for part in p.cmdline())]
+    return [p.pid for p in processes if any("hosts/namespaces" in part for part in p.cmdline())]
 
 
 def networks_outside() -> tuple[set[str], str, list[str]]:
@@ -396,14 +396,14 @@ def test_side_by_side_calls_run_at_the_same_time_on_hosts_of_their_own(tmp_path)
 
 def test_an_interrupt_ends_all_calls_that_run_side_by_side():
     with Kernel() as kernel:
-        kernel.good("import time\nfrom course_utils import launch\nfrom course_utils.ranks import side_by_side")
+        kernel.good("import time\nfrom course_utils import launch\nfrom lessons.multi_node.hosts import side_by_side")
         kernel.good("def f():\n    print('ready')\n    time.sleep(1000)")
         kernel.good("def one():\n    return launch(f, world_size=2, hosts=2, timeout=600)")
         cell = kernel.start_until("side_by_side([one, one, one], most=2)", "ready")
         kernel.interrupt(cell)
         assert cell.error_name == "Interrupted"
         kernel.good("import psutil\nbelow = psutil.Process().children(recursive=True)")
-        assert kernel.good("[p for p in below if 'host_namespaces' in str(p.cmdline())]").value == "[]"
+        assert kernel.good("[p for p in below if 'hosts/namespaces' in str(p.cmdline())]").value == "[]"
         assert kernel.good("launch(lambda: 7, world_size=2, hosts=2)").value == "[7, 7]"
 
 
@@ -576,13 +576,13 @@ import os, signal, threading
 import psutil
 import torch.distributed as dist
 from course_utils import launch, shutdown
-from course_utils.ranks import host_network
+from lessons.multi_node.hosts import network
 
 def holders():
-    return [p.pid for p in psutil.Process().children(recursive=True) if any("host_names" in a for a in p.cmdline())]
+    return [p.pid for p in psutil.Process().children(recursive=True) if any("hosts/names" in a for a in p.cmdline())]
 
 if __name__ == "__main__":
-    made = host_network.Hosts.__init__
+    made = network.Hosts.__init__
     for moment in ("before", "after"):
         def interrupted(self, *arguments):
             if moment == "after":
@@ -592,12 +592,12 @@ if __name__ == "__main__":
                 made(self, *arguments)
         launch(dist.get_rank, world_size=2)
         before = holders()  # of an earlier round
-        host_network.Hosts.__init__ = interrupted
+        network.Hosts.__init__ = interrupted
         try:
             launch(dist.get_rank, world_size=2, hosts=2)
         except KeyboardInterrupt as error:
             print(moment, type(error).__name__, len(set(holders()) - set(before)), flush=True)
-        host_network.Hosts.__init__ = made
+        network.Hosts.__init__ = made
         print(launch(dist.get_rank, world_size=2, hosts=2), len(holders()), flush=True)
         shutdown()
         print(len(holders()), flush=True)
@@ -633,13 +633,13 @@ def test_an_ordinary_user_may_emulate_hosts_too():
 
 BY_SUDO = """
 import json, os, socket, subprocess, sys, tempfile
-from course_utils.ranks import host_namespaces, host_network, host_plan
+from lessons.multi_node.hosts import namespaces, network, plan
 
 USER = 65534
 with tempfile.TemporaryDirectory(dir="/tmp") as folder:
     os.chown(folder, USER, USER)
-    task = host_network._task(host_plan.Plan(2, 2, "100mbit"), folder) | {"user": [USER, USER]}
-    command = [sys.executable, "-I", "-S", host_namespaces.__file__]
+    task = network._task(plan.Plan(2, 2, "100mbit"), folder) | {"user": [USER, USER]}
+    command = [sys.executable, "-I", "-S", namespaces.__file__]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     holder.stdin.write(json.dumps(task) + "\\n")
     holder.stdin.flush()
@@ -648,9 +648,9 @@ with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
-        host_namespaces.enter(hosts[1])
+        namespaces.enter(hosts[1])
         rights = open("/proc/self/status").read().split("CapEff:")[1].split()[0]
-        print(socket.gethostname(), os.getuid(), rights, host_network._sent(os.getpid()), flush=True)
+        print(socket.gethostname(), os.getuid(), rights, network._sent(os.getpid()), flush=True)
         os._exit(0)
     os.wait()
     holder.stdin.close()

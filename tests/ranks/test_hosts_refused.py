@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from conftest import missing
 
-from course_utils import hosts_available, launch, record
-from course_utils.ranks import host_network, hosts
+from course_utils import launch, record
+from lessons.multi_node.hosts import hosts_available, network, results
 
 pytestmark = pytest.mark.guard(60)
 
@@ -44,23 +44,23 @@ def test_what_makes_no_sense_is_refused_with_what_is_allowed(options, kind, said
 
 
 def test_the_docstring_of_launch_names_every_fault():
-    assert all(f'``"{fault}"``' in launch.__doc__.replace("\n        ", " ") for fault in hosts.FAULTS)
+    assert all(f'``"{fault}"``' in launch.__doc__.replace("\n        ", " ") for fault in results.FAULTS)
 
 
 @pytest.fixture
 def unavailable(monkeypatch):
-    monkeypatch.setattr(hosts, "_trial", lambda latency: "this system has no network for hosts")
+    monkeypatch.setattr(results, "_trial", lambda latency: "this system has no network for hosts")
 
 
 def test_it_is_tried_again_once_what_was_missing_is_there(monkeypatch):
-    monkeypatch.setattr(hosts, "_made", set())
+    monkeypatch.setattr(results, "_made", set())
     with monkeypatch.context() as without:
-        without.setattr(hosts, "_missing", lambda: "emulated hosts need the program `ip`")
+        without.setattr(results, "_missing", lambda: "emulated hosts need the program `ip`")
         assert hosts_available() == (False, "emulated hosts need the program `ip`")
     there, sentence = hosts_available()
     if not there:
         missing(sentence)
-    assert hosts._made == {False} and "are emulated by Linux network namespaces" in sentence
+    assert results._made == {False} and "are emulated by Linux network namespaces" in sentence
 
 
 def place() -> tuple:
@@ -108,7 +108,7 @@ def test_a_delay_that_the_kernel_cannot_make_is_said(monkeypatch, capsys):
     there, sentence = hosts_available()
     if not there:
         missing(sentence)
-    monkeypatch.setattr(hosts, "_trial", lambda latency: "this kernel lacks netem" if latency else "")
+    monkeypatch.setattr(results, "_trial", lambda latency: "this kernel lacks netem" if latency else "")
     assert launch(dist.get_rank, world_size=2, hosts=2, link="1gbit", latency="5ms") == [0, 1]
     out = capsys.readouterr().out
     assert out == "latency 5ms is not emulated: this kernel lacks netem. The link has no delay.\n"
@@ -123,25 +123,26 @@ def test_a_delay_that_the_kernel_cannot_make_is_said(monkeypatch, capsys):
     ],
 )
 def test_a_system_that_forbids_it_is_named_with_the_way_out(monkeypatch, settings, said):
-    monkeypatch.setattr(host_network, "_setting", lambda name: settings.get(name, ""))
-    reason = host_network._reason({"what": "a user namespace", "errno": 1, "error": "Operation not permitted"})
+    monkeypatch.setattr(network, "_setting", lambda name: settings.get(name, ""))
+    reason = network._reason({"what": "a user namespace", "errno": 1, "error": "Operation not permitted"})
     assert f"`sudo sysctl {said}`" in reason and "lets only root make the network" in reason
 
 
 def test_a_container_that_forbids_it_is_named_with_the_way_out(monkeypatch):
-    monkeypatch.setattr(host_network, "_setting", lambda name: "")
-    monkeypatch.setattr(host_network.os.path, "exists", lambda path: path == "/.dockerenv")
-    reason = host_network._reason({"what": "a user namespace", "errno": 1, "error": "Operation not permitted"})
+    monkeypatch.setattr(network, "_setting", lambda name: "")
+    monkeypatch.setattr(network.os.path, "exists", lambda path: path == "/.dockerenv")
+    reason = network._reason({"what": "a user namespace", "errno": 1, "error": "Operation not permitted"})
     assert "this container may not" in reason and "docker run --privileged" in reason
 
 
 @pytest.mark.parametrize("lost", ["ip", "tc"])
 def test_a_missing_program_is_named_with_the_way_out(monkeypatch, lost):
-    monkeypatch.setattr(hosts, "program", lambda name: None if name == lost else f"/sbin/{name}")
-    assert hosts._missing() == f"emulated hosts need the program `{lost}`; the way out: `sudo apt-get install iproute2`"
+    monkeypatch.setattr(results, "program", lambda name: None if name == lost else f"/sbin/{name}")
+    way_out = "the way out: `sudo apt-get install iproute2`"
+    assert results._missing() == f"emulated hosts need the program `{lost}`; {way_out}"
 
 
 def test_another_system_than_linux_is_named(monkeypatch):
-    monkeypatch.setattr(hosts.sys, "platform", "darwin")
-    monkeypatch.setattr(hosts.platform, "system", lambda: "Darwin")
-    assert "the network namespaces of Linux, which Darwin does not have" in hosts._missing()
+    monkeypatch.setattr(results.sys, "platform", "darwin")
+    monkeypatch.setattr(results.platform, "system", lambda: "Darwin")
+    assert "the network namespaces of Linux, which Darwin does not have" in results._missing()

@@ -19,7 +19,8 @@ from calls import all_is_well
 from conftest import missing
 from kernels import surroundings
 
-from course_utils import WorkerError, hosts_available, launch, record
+from course_utils import WorkerError, launch, record
+from lessons.multi_node.hosts import hosts_available
 
 pytestmark = pytest.mark.guard(90)
 

@@ -9,11 +9,12 @@ import pytest
 import torch.distributed as dist
 from conftest import missing
 
-from course_utils import hosts_available, launch
+from course_utils import launch
 from course_utils.checks import CheckFailed
 from lessons.debugging_hangs.clinic import Clinic
 from lessons.multi_node import clinic_check as check
 from lessons.multi_node.clinic import network
+from lessons.multi_node.hosts import hosts_available
 
 pytestmark = pytest.mark.guard(90)
 

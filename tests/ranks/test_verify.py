@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from calls import case
 
-from course_utils import HangError, MismatchError, WorkerError, hosts_available, launch
+from course_utils import HangError, MismatchError, WorkerError, launch
+from lessons.multi_node.hosts import hosts_available
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from course_utils.ranks import Conditions
+from lessons.multi_node.hosts import Conditions
 
 from ._network_runs import HOSTS, Work
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from course_utils.ranks import Conditions, HangError, WorkerError, run
+from course_utils.ranks import HangError, WorkerError, run
 from lessons.debugging_hangs.clinic._cases import Symptom
+from lessons.multi_node.hosts import Conditions
 
 from ._network_programs import import_first
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from course_utils.ranks import conditions_of, hosts_available, share, side_by_side
+from course_utils.ranks import share
 from lessons.debugging_hangs.clinic._cases import LIMIT, Case, Cause, Symptom
 from lessons.debugging_hangs.clinic._wards import Clinic
+from lessons.multi_node.hosts import conditions_of, hosts_available, side_by_side
 
 from ._network_cures import CURES, check_cure, cured
 from ._network_evidence import EVIDENCE

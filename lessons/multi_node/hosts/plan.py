@@ -1,0 +1,158 @@
+"""What ``launch(hosts=…)`` may ask for: the division of ranks among hosts, their link, and the faults (private)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from course_utils.ranks import errors
+
+__all__ = ["FAULTS", "INTERFACE", "PORT", "Conditions", "Plan", "conditions_of", "divide"]
+
+#: What ``launch(fault=…)`` may break, and how.
+FAULTS = {
+    "cable pulled": "the interface of the last host is down",
+    "port closed": "a firewall on node0 drops what comes to MASTER_PORT",
+    "only one port open": "a firewall on each host drops what comes to any other port than MASTER_PORT",
+    "wrong name": "each host takes its own name for 127.0.1.1, as Debian and Ubuntu set it up; no interface is named",
+    "unknown name": "the other hosts do not know the name of node0",
+    "wrong address": "MASTER_ADDR is the last host, where nobody listens",
+    "wrong interface": "GLOO_SOCKET_IFNAME is ib0, which no host has",
+}
+
+INTERFACE = "eth0"
+PORT = 29500  # of the store; in a network of their own it is always free
+_MAX_HOSTS = 16
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What differs from a network in order: each fault of `FAULTS` is one, and others can be put together.
+
+    Attributes
+    ----------
+    names : tuple of (int, str, str or None)
+        On this host, this name stands for this address in ``/etc/hosts``, or is not there (None).
+    dropped : tuple of str
+        TCP ports, or ranges such as ``"4000-4100"``, for which the firewall of node0 drops what comes.
+    allowed : tuple of str, or None
+        Ports or ranges that the firewall of every host lets through, as the only ones. None: no such firewall.
+    down : tuple of int
+        Hosts whose interface is down.
+    master : int
+        The host that MASTER_ADDR names.
+    interface : str or None
+        What GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name; None: they are not set.
+    """
+
+    names: tuple[tuple[int, str, str | None], ...] = ()
+    dropped: tuple[str, ...] = ()
+    allowed: tuple[str, ...] | None = None
+    down: tuple[int, ...] = ()
+    master: int = 0
+    interface: str | None = INTERFACE
+
+
+def conditions_of(fault: str | Conditions | None, count: int) -> Conditions:
+    """What a fault of `FAULTS` is on so many hosts."""
+    if isinstance(fault, Conditions):
+        return fault
+    hosts = range(count)
+    return {
+        "cable pulled": Conditions(down=(count - 1,)),
+        "port closed": Conditions(dropped=(str(PORT),)),
+        "only one port open": Conditions(allowed=(str(PORT),)),
+        "wrong name": Conditions(names=tuple((host, f"node{host}", "127.0.1.1") for host in hosts), interface=None),
+        "unknown name": Conditions(names=tuple((host, "node0", None) for host in hosts[1:])),
+        "wrong address": Conditions(master=count - 1),
+        "wrong interface": Conditions(interface="ib0"),
+    }.get(fault or "", Conditions())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hosts for the ranks of one call: the same number of ranks on each, in order."""
+
+    count: int
+    world_size: int
+    link: str | None = None
+    latency: str | None = None
+    fault: str | Conditions | None = None
+    emulated: bool = True  # else the ranks run on one host and are only told that they do not
+
+    @property
+    def ranks_of_one(self) -> int:
+        return self.world_size // self.count
+
+    def host(self, rank: int) -> int:
+        return rank // self.ranks_of_one
+
+    def name(self, rank: int) -> str:
+        return f"node{self.host(rank)}"
+
+    @property
+    def rate(self) -> float | None:
+        """Bits a second of the link, None if it has no limit."""
+        return _quantity("link", self.link, _UNITS, "")
+
+    @property
+    def conditions(self) -> Conditions:
+        """What is wrong between the hosts, or in what the ranks are told of them."""
+        return conditions_of(self.fault, self.count)
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What tells ranks where they are: hosts, the address of the first, the interface (None: none is named)."""
+        if not self.emulated:
+            return {"emulated": False, "count": self.count, "address": "127.0.0.1"}
+        told = self.conditions
+        address = f"node{told.master}"
+        return {"emulated": True, "count": self.count, "address": address, "interface": told.interface}
+
+
+def divide(hosts: Any, world_size: int, link: Any = None, latency: Any = None, fault: Any = None) -> Plan:
+    """Check what was asked for. Raises TypeError or ValueError with the allowed values."""
+    if isinstance(hosts, bool) or not isinstance(hosts, Integral):
+        raise errors.refusal(TypeError, f"hosts is a whole number of hosts, not {type(hosts).__name__}: {hosts!r}")
+    allowed = [count for count in range(1, _MAX_HOSTS + 1) if world_size % count == 0]
+    hosts = int(hosts)
+    if hosts not in allowed:
+        raise errors.refusal(
+            ValueError,
+            f"hosts is {hosts}; {world_size} ranks can be divided equally among {_listed(allowed)} hosts. "
+            "Choose one of these, or another world_size",
+        )
+    rate = _quantity("link", link, _UNITS, "100mbit")
+    if rate is not None and not 1e5 <= rate <= 1e11:
+        raise errors.refusal(ValueError, f"link is {link!r}; allowed are rates from 100kbit to 100gbit")
+    delay = _quantity("latency", latency, _SECONDS, "5ms")
+    if delay is not None and delay > 10:
+        raise errors.refusal(ValueError, f"latency is {latency!r}; allowed are times up to 10s")
+    if fault is not None and not isinstance(fault, Conditions) and fault not in FAULTS:
+        raise errors.refusal(ValueError, f"fault is {fault!r}; allowed are {_listed([repr(name) for name in FAULTS])}")
+    if fault is not None and hosts == 1:
+        raise errors.refusal(ValueError, "hosts is 1; a fault between hosts needs 2 or more")
+    return Plan(hosts, world_size, link, latency, fault)
+
+
+def _listed(words: list) -> str:
+    *first, last = map(str, words)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _quantity(name: str, text: Any, units: dict[str, float], example: str) -> float | None:
+    """The number that a text like ``100mbit`` stands for."""
+    if text is None:
+        return None
+    form = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text) if isinstance(text, str) else None
+    if form is None or float(form[1]) == 0:
+        kind = ValueError if isinstance(text, str) else TypeError
+        allowed = f"a number above 0 and a unit ({_listed(list(units))}), such as {example!r}"
+        raise errors.refusal(kind, f"{name} is {text!r}; allowed are {allowed}")
+    return float(form[1]) * units[form[2]]
+
+
