@@ -13,27 +13,30 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver, process, util
 
-__all__ = [
-    "forget_server", "leave_server", "replaced", "run_exit_functions", "server_address", "server_pid", "set_daemon",
-    "set_folder", "started_by",
-]
+__all__ = ["ForkServer", "leave_server", "replaced", "run_exit_functions", "set_daemon", "set_folder", "started_by"]
 
 
-def server_pid() -> int | None:
-    """Process id of the fork server, dead or alive."""
-    return forkserver._forkserver._forkserver_pid
+class ForkServer(forkserver.ForkServer):
+    """A process from which others are forked; there may be several, where multiprocessing knows one."""
 
+    @property
+    def pid(self) -> int | None:
+        """Its process id, None if it does not run; a dead one is forgotten, so that it can start again."""
+        if self._forkserver_pid is not None:
+            try:
+                dead = os.waitpid(self._forkserver_pid, os.WNOHANG)[0] != 0
+            except ChildProcessError:
+                dead = True
+            if dead or not os.path.exists(self._forkserver_address):
+                os.close(self._forkserver_alive_fd)
+                self._forkserver_address = self._forkserver_alive_fd = self._forkserver_pid = None
+        return self._forkserver_pid
 
-def server_address() -> str:
-    """The socket at which the fork server listens."""
-    return forkserver._forkserver._forkserver_address
-
-
-def forget_server() -> None:
-    """Let the next start make another fork server."""
-    server = forkserver._forkserver
-    os.close(server._forkserver_alive_fd)
-    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Fork from this server what multiprocessing starts."""
+        with replaced(forkserver.__dict__, {"connect_to_new_process": self.connect_to_new_process}):
+            yield
 
 
 def leave_server() -> None:

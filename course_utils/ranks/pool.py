@@ -203,10 +203,10 @@ class Pool:
         idle = time.monotonic() - self.used > limit - min(5.0, limit / 2)  # none is to end just as it is called
         if idle and call.kind == "cell" and any(worker.ran for worker in self.workers.values()):
             call.show("the ranks had nothing to do for long and have ended: names of earlier cells are gone\n")
-        server = processes.server_id()
+        servers = processes.server_ids()
         self._end([
             rank for rank, worker in self.workers.items()
-            if idle or not worker.alive or worker.server != server or (worker.ran and fewer_or_more)
+            if idle or not worker.alive or worker.server not in servers or (worker.ran and fewer_or_more)
             or worker.ran == "program" or (worker.ran and call.kind == "program")
         ])
 
@@ -220,7 +220,7 @@ class Pool:
     def _start_missing(self, call: Call) -> None:
         """Make sure that all ranks live; in a thread, so that an interrupt and a limit can end the wait."""
         missing = [rank for rank in range(call.world_size) if rank not in self.workers]
-        if not missing and processes.server_id() is not None:
+        if not missing:
             return
         outcome: list[BaseException | None] = []
         finished = threading.Event()  # a thread whose ``join`` was interrupted says that it has ended (Python 3.11)
@@ -229,7 +229,6 @@ class Pool:
             try:
                 processes.room_for(len(missing))
                 start_server()
-                processes.wake_server()
                 self._start_workers(call, missing)
                 outcome.append(None)
             except BaseException as error:

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from multiprocessing import forkserver, reduction
+from multiprocessing import reduction
 from multiprocessing.connection import wait
 
 from . import descendants
@@ -40,6 +40,9 @@ _forking = threading.Lock()  # held while one becomes a rank
 _FILES = 7  # open files that a rank needs in the notebook, and some while it starts
 
 _context = multiprocessing.get_context("forkserver")
+# A hash seed is drawn when Python starts: one for each rank would take an interpreter for each. Neighbours differ.
+_servers = [internals.ForkServer() for _ in range(1 if os.environ.get("PYTHONHASHSEED", "").isdigit() else 2)]
+_folder = ""  # of the servers and their ranks
 
 
 @contextlib.contextmanager
@@ -57,82 +60,70 @@ def _quiet_start() -> Iterator[None]:
 
 
 def server_folder() -> str:
-    """The private folder of the fork server and its ranks."""
-    return os.path.dirname(internals.server_address())
+    """The private folder of the fork servers and their ranks."""
+    return _folder
 
 
-def end_server() -> None:
-    """Kill the fork server and with it all ranks; the next start makes another."""
-    server = server_id()
-    if server is not None:
-        folder = server_folder()
-        for number in (signal.SIGKILL, signal.SIGCONT):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(server, number)
-        if wait_for_end(server):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def wake_server() -> None:
-    """Let a fork server go on that somebody has stopped."""
-    server = server_id()
-    if server is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server, signal.SIGCONT)
+def server_ids() -> list[int]:
+    """Process ids of the fork servers that live."""
+    return [server.pid for server in _servers if server.pid is not None]
 
 
 def server_id() -> int | None:
-    """Process id of the fork server, None if there is none; a dead one is forgotten."""
-    server = internals.server_pid()
-    if server is not None:
-        try:
-            dead = os.waitpid(server, os.WNOHANG)[0] != 0
-        except ChildProcessError:
-            dead = True
-        if dead or not os.path.exists(internals.server_address()):
-            internals.forget_server()
-    return internals.server_pid()
+    return next(iter(server_ids()), None)
 
 
-def wait_for_end(server: int | None) -> bool:
+def end_server() -> None:
+    """Kill the fork servers and with them all ranks; the next start makes others."""
+    for server in server_ids():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+        wait_for_end(server)
+    if not server_ids():
+        shutil.rmtree(_folder, ignore_errors=True)
+
+
+def wait_for_end(server: int) -> bool:
     """Whether this fork server has ended, or does so within a moment."""
     for _ in range(20):
-        if server_id() != server:
+        if server not in server_ids():
             return True
         time.sleep(0.01)
     return False
 
 
-def start_server() -> int | None:
-    """Start the process that ranks are forked from, unless it runs; it imports torch in the background.
+def start_server() -> None:
+    """Start the processes that ranks are forked from, unless they run; they import torch in the background.
 
-    What is slow to import it imports too, once for all ranks: what the notebook has imported already, and what
+    What is slow to import they import too, once for all ranks: what the notebook has imported already, and what
     `share` has been told.
     """
-    if server_id() is None:
-        folder = _private_folder()
-        _lock(folder)
-        owner = os.getpid()  # and not a fork of it; if the notebook is killed, the server removes the folder
-        atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
-        extra = {"COURSE_UTILS_FOLDER": folder, "OMP_NUM_THREADS": "1"}
-        extra["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-        with _quiet_start(), internals.replaced(os.environ, extra), internals.started_by(_spawn_apart, folder):
-            slow = [name for name in SLOW if name in sys.modules]
-            ours = [f"{__package__}.{name}" for name in ("uncollected", "worker")]
-            _context.set_forkserver_preload([ours[0], *slow, *_shared, ours[1]])
-            forkserver.ensure_running()
-    return server_id()
+    global _folder
+    if not server_ids():
+        _folder = _private_folder()
+        _lock(_folder)
+        owner = os.getpid()  # and not a fork of it; if the notebook is killed, the servers remove the folder
+        atexit.register(lambda folder: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True), _folder)
+    extra = {"COURSE_UTILS_FOLDER": _folder, "OMP_NUM_THREADS": "1"}
+    extra["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    slow = [name for name in SLOW if name in sys.modules]
+    first, last = (f"{__package__}.{name}" for name in ("uncollected", "worker"))
+    with _quiet_start(), internals.replaced(os.environ, extra), internals.started_by(_spawn_apart, _folder):
+        for server in _servers:
+            if server.pid is None:
+                server.set_forkserver_preload([first, *slow, *_shared, last])
+                server.ensure_running()
 
 
 def share(*modules: str) -> None:
-    """Tell what ranks are going to import, so that they find it imported; a server without ranks starts again for it.
+    """Tell what ranks are going to import, so that they find it imported; servers without ranks start again for it.
 
     Once there are ranks it is too late, and each imports for itself.
     """
     new = [name for name in modules if name not in _shared]
     _shared.extend(new)
-    server = server_id()
-    if new and server is not None and server not in _forked:
+    servers = server_ids()
+    if new and servers and _forked.isdisjoint(servers):
         end_server()
         with contextlib.suppress(OSError):  # told when ranks are asked for
             start_server()
@@ -201,7 +192,8 @@ class Worker:
     def __init__(self, rank: int, host: int | None = None):
         """Start the process; ``host`` is the one that holds the emulated host that it is to enter, if any."""
         self.rank = rank
-        self.server = server_id()
+        server = _servers[rank % len(_servers)]
+        self.server = server.pid
         self.ran: str | None = None  # what kind of call it has served: "function", "program" or "cell"
         self.folder = tempfile.mkdtemp(prefix=f"rank-{rank}-", dir=server_folder())
         _forked.add(self.server)
@@ -221,7 +213,7 @@ class Worker:
         arguments = (rank, task, control, output, _SharedFile(self.status), dict(os.environ), self.folder, host)
         self.process = _context.Process(target=_run_worker, args=arguments, daemon=True, name=f"rank {rank}")
         try:
-            with _forking, _quiet_start():
+            with _forking, _quiet_start(), server.chosen():
                 self.process.start()
                 self.pid = self.process.pid
                 _ranks.add(self.pid)
@@ -235,7 +227,7 @@ class Worker:
         head = pickle.dumps(header)
 
         def send() -> None:
-            with contextlib.suppress(OSError, RuntimeError):  # it has died: the wait for its reply finds out how
+            with contextlib.suppress(OSError, RuntimeError, TypeError):  # it has died: its reply tells how
                 self.task.send_bytes(head)
                 self.task.send_bytes(body)
 
@@ -309,9 +301,8 @@ def kill(workers: Iterable[Worker]) -> None:
 
 
 def _end_orphans() -> None:
-    """End what ranks have started that died by themselves: the fork server has adopted it."""
-    server = server_id()
-    if server is not None:
+    """End what ranks have started that died by themselves: the fork servers have adopted it."""
+    for server in server_ids():
         with _forking:
             found = [process for process in descendants.children(server) if process.pid not in _ranks]
             descendants.end([*descendants.descendants(process.pid for process in found), *found])

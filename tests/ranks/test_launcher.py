@@ -389,6 +389,19 @@ def test_every_call_is_seeded_by_rank_and_repeats_exactly():
     assert launch(draw, world_size=2) == first[:2]
 
 
+def test_neighbours_have_hash_seeds_of_their_own_and_a_given_seed_is_that_of_all():
+    code = """
+from course_utils import launch
+def look():
+    return hash("a text"), list(set("the order of a set of texts is another in each process".split()))
+(first, order), (second, other), (third, _), _ = launch(look, world_size=4)
+print(first == second, order == other, first == third)
+"""
+    for seed, told in ("random", "False False True\n"), ("3", "True True True\n"):
+        with Script(code, PYTHONHASHSEED=seed) as script:
+            assert script.finish() == told
+
+
 def test_the_notebooks_own_random_state_is_left_alone():
     torch.manual_seed(1)
     random.seed(1)

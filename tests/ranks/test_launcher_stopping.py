@@ -229,22 +229,6 @@ launch(len, [Slow() for _ in range(600)], world_size=3)
     works(kernel)
 
 
-@pytest.mark.guard(30)
-@pytest.mark.parametrize("ranks", ["are there", "must start"])
-def test_a_stopped_fork_server_does_not_block_a_call(ranks):
-    all_is_well()
-    server = psutil.Process(launch(os.getpid, world_size=4)[0]).parent()
-    if ranks == "must start":
-        shutdown()
-    server.suspend()
-    try:
-        all_is_well()
-        all_is_well(6)
-    finally:
-        if server.is_running():
-            server.resume()
-
-
 def test_an_interrupt_of_shutdown_strikes_when_the_ranks_have_ended(monkeypatch):
     pids = launch(os.getpid, world_size=2)
     kill = processes.kill
