@@ -109,7 +109,7 @@ def main(rank: int, task, control, output, status, environment: dict, folder: st
         if os.getpid() != state.pid:
             _end_fork(reply[1]["text"] if kind == "error" else "")
         modules.note(since)
-        kept = (header["cell"] or settings.can_be_put_back()) and not (kind == "error" and _import_was_cut(reply[1]))
+        kept = (header["cell"] or settings.are_left_alone()) and not (kind == "error" and _import_was_cut(reply[1]))
         with state.lock:  # an abort under way must not reach into the next call
             state.running = False
         _finish_output(header["call"])
@@ -260,7 +260,7 @@ def _tidy(settings: Settings) -> None:
         interceptor.announce.close()
         interceptor.announce = None
     _open_streams()
-    settings.put_back()
+    settings.put_filters_back()
     _take_place()
     seed(state.rank)
 

@@ -132,12 +132,20 @@ def test_a_setting_does_not_reach_the_next_call(name):
         all_is_well(2)
 
 
-def test_training_with_ddp_keeps_its_ranks():
+def test_ordinary_work_keeps_its_ranks(tmp_path):
+    """What PyTorch sets by itself when it is used, the first time or any time, is not taken for a function's setting."""
+
     def train():
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        import torch.distributed.checkpoint
+
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
         optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+        for batch in torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=2, num_workers=1):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(batch).sum().backward()
+            optimizer.step()
+        torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=tmp_path)
+        warnings.simplefilter("ignore")
         return os.getpid()
 
     with contained():
