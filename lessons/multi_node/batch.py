@@ -129,7 +129,7 @@ raise SystemExit(1 if case == "fails" and task == "1" else 0)
 _SRUN = r"""
 import os, signal, subprocess, sys
 sys.path.insert(0, os.environ["STAND_IN_PATH"])
-from _batch import ADDRESSES, HOSTS, parsed, shape_of
+from batch import ADDRESSES, HOSTS, parsed, shape_of
 options, command = parsed(sys.argv[1:])
 nodes, each = shape_of(options, int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS_PER_NODE"]))
 tasks = []
