@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 
 from ..units import decimal_bytes
+from .call_signature import Difference, Passed, difference, passed
 from .labels import align, rank_label
 
 __all__ = ["HangError", "Interrupted", "MismatchError", "WorkerError", "expect_error"]
@@ -251,26 +252,17 @@ def _interface(text: str) -> str:
     return named[1] if named else ""
 
 
-def difference(calls: dict[int, list[tuple]]) -> str:
-    """The first collective that ranks of a group have called differently although the library did not complain.
-
-    ``calls`` has for each rank (operation, reduction, dtype, bytes, root) of each of its calls.
-    """
+def silent_difference(calls: dict[int, list[Passed]]) -> str:
+    """The first collective that ranks of a group have called differently although the library did not complain."""
     calls = dict(sorted(calls.items()))
-    if fault := groups_apart({rank: [call[0] for call in made] for rank, made in calls.items()}):
+    if fault := groups_apart({rank: [call.op for call in made] for rank, made in calls.items()}):
         return fault[1]
     for number, together in enumerate(zip(*calls.values(), strict=False), 1):
-        for what, position, show in (("operations", 0, str), ("reductions", 1, str), ("dtypes", 2, str),
-                                     ("sizes", 3, decimal_bytes), ("roots", 4, "root {}".format)):
-            values: dict = {}
-            for rank, signature in zip(calls, together, strict=True):
-                if position != 1 or signature[1]:  # of some calls the reduction is not known
-                    values.setdefault(signature[position], []).append(rank)
-            if len(values) > 1:
-                text = "; ".join(f"{rank_label(some)} {show(value)}" for value, some in values.items())
-                name = f"collective number {number}" if position == 0 else f"{together[0][0]} number {number}"
-                how = f"the ranks called {name} with different {what} ({text})"
-                return f"{how}, and nothing noticed: the result is wrong."
+        if apart := difference(dict(zip(calls, together, strict=True))):
+            text = "; ".join(f"{rank_label(some)} {value}" for value, some in apart.values().items())
+            name = f"collective number {number}" if apart.field == "op" else f"{together[0].op} number {number}"
+            how = f"the ranks called {name} with different {apart.plural} ({text})"
+            return f"{how}, and nothing noticed: the result is wrong."
     return ""
 
 
@@ -286,18 +278,14 @@ def mismatch(last: dict | None, standings: dict[int, dict]) -> str:
     }
     if not (apart := entries_apart(calls)):
         return ""
-    return f"Likely fault: {last['op']} number {last['number']} was called with different {apart[1]}."
+    return f"Likely fault: {last['op']} number {last['number']} was called with different {apart.by_rank()}."
 
 
-def entries_apart(calls: dict[int, dict]) -> tuple[dict[int, object], str] | None:
-    """What ranks have passed differently to one collective: the values by rank, and in words."""
-    sizes_may_differ = any(entry["op"] in ("all_to_all", "gather", "scatter") for entry in calls.values())
-    fields = ("types", "dtype", str), ("sizes", "bytes", decimal_bytes), ("roots", "peer", "root {}".format)
-    for what, field, show in fields:
-        values = {rank: entry.get(field) for rank, entry in calls.items() if field != "dtype" or entry.get(field)}
-        if len(set(values.values())) > 1 and not (what == "sizes" and sizes_may_differ):
-            return values, f"{what}: " + ", ".join(f"rank {rank} {show(value)}" for rank, value in values.items())
-    return None
+def entries_apart(entries: dict[int, dict]) -> Difference | None:
+    """What ranks have passed differently to one collective, as far as their last entries tell."""
+    return difference({
+        rank: passed(entry["op"], "", entry["peer"], entry["dtype"], entry["bytes"]) for rank, entry in entries.items()
+    })
 
 
 def groups_apart(made: dict[int, list[str]]) -> tuple[int, str] | None:
@@ -309,8 +297,7 @@ def groups_apart(made: dict[int, list[str]]) -> tuple[int, str] | None:
                 values.setdefault(call, []).append(rank)
         if len(values) > 1 and all(call.startswith("new_group") for call in values):
             said = "; ".join(f"{rank_label(ranks)} {call}" for call, ranks in values.items())
-            odd = min(values.values(), key=lambda ranks: (len(ranks), -ranks[0]))[0]
-            return odd, (f"The ranks make different groups as number {number}: {said}. All ranks must make all groups, "
+            return Difference("op", values).odd, (f"The ranks make different groups as number {number}: {said}. All ranks must make all groups, "
                          "in one order, also those that they are not in.")
     return None
 

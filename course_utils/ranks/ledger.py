@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from .call_signature import flatten, reduction_name
+from .call_signature import Passed, flatten, passed, passed_exactly, reduction_name
 from .labels import align
 from .learner_code import is_learner
 from .witnesses import OnStream, Silent, witness
@@ -39,7 +39,6 @@ _POINT_TO_POINT = ("send", "recv")
 _NO_SUCH_RANK = "{op}: there is no rank {peer}, the group has ranks 0 to {last}"  # gloo would hang or crash
 _SECOND_ARGUMENT = ("reduce_scatter", "all_to_all")  # the message is their input, which comes second
 _GROUPS = "new groups"  # the key of the calls of new_group
-_SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # on all ranks of a group
 _KEEP_PENDING = 64
 _KEEP_SIGNATURES = 100_000
 
@@ -196,7 +195,7 @@ class Interceptor:
         self.sent = 0
         self.received = 0
         self.streams: dict[tuple, int] = {}  # messages begun, by operation, group, peer and tag
-        self.signatures: dict[str, list[tuple]] = {}  # of each group: what all its ranks must say alike, call by call
+        self.signatures: dict[str, list[Passed]] = {}  # of each group: what all its ranks must pass alike, call by call
         self.digests: dict[str, int] = {}  # the same in one number
         self.aliased = ""  # the first operation of which outputs are the same memory
         if self.status is not None:
@@ -253,12 +252,12 @@ class Interceptor:
             if name in ("allgather_", "gather_", "alltoall_"):  # whose first argument is a list of outputs
                 self._look_at_outputs(entry, flatten(args[0]))
             reduction = "" if reduces_at is None else reduction_name(args[reduces_at])
-            if tag_at is None:
-                self._sign(entry, str(first.dtype), reduction)
-            else:
+            if tag_at is not None:
                 self._count(entry, group.group_name, args[tag_at])
             if self.announce is not None:
-                self.announce(entry, name, args, reduction)
+                self._sign(entry, passed_exactly(entry, name, args, reduction))
+            elif tag_at is None:
+                self._sign(entry, passed(op, reduction, entry.peer, dtype, size))
             try:
                 result = operator.redispatch(self._keys_of(first) & self._after, *args)
             finally:
@@ -304,13 +303,11 @@ class Interceptor:
         """Note that this rank makes a group; all ranks have to make the same ones, in the same order."""
         number, now = 1 + len(self.signatures.get(_GROUPS, ())), time.monotonic()
         entry = Entry(f"new_group({ranks})", _GROUPS, 0, None, everybody, number, now, now, self._caller(), _GROUPS)
-        self._sign(entry, "", "")
-        if self.announce is not None:
-            self.announce(entry, "", (), "")
+        self._sign(entry, passed(entry.op, "", None, "", 0))
 
     def made(self) -> list[str]:
         """The groups that this rank has made, in words, the one that it is making included."""
-        return [signature[0] for signature in self.signatures.get(_GROUPS, [])]
+        return [said.op for said in self.signatures.get(_GROUPS, [])]
 
     def _look_at_outputs(self, entry: Entry, outputs: Iterator) -> None:
         """Note, or with ``verify`` refuse, outputs that are one tensor, as in ``[t] * n``."""
@@ -322,14 +319,14 @@ class Interceptor:
             if self.announce is not None:
                 raise ValueError(f"{entry.op}: {what} are the same memory, as [t] * n makes them: make one for each")
 
-    def _sign(self, entry: Entry, dtype: str, reduction: str) -> None:
+    def _sign(self, entry: Entry, said: Passed) -> None:
         """Note what the other ranks of the group must pass too. Where they do not, gloo may say nothing."""
-        alike = entry.op in _SAME_SIZE
-        signature = (entry.op, reduction, dtype if alike else "", entry.bytes if alike else 0, entry.peer)
+        if self.announce is not None:
+            self.announce(entry, said)
         calls = self.signatures.setdefault(entry.key, [])
-        if len(calls) < _KEEP_SIGNATURES:
-            calls.append(_shared.setdefault(signature, signature))
-            self.digests[entry.key] = zlib.crc32(repr(signature).encode(), self.digests.get(entry.key, 0))
+        if entry.is_collective and len(calls) < _KEEP_SIGNATURES:
+            calls.append(_shared.setdefault(said, said))
+            self.digests[entry.key] = zlib.crc32(repr(said[:-1]).encode(), self.digests.get(entry.key, 0))
 
     def _count(self, entry: Entry, group: str, tag: int) -> None:
         entry.stream = (group, entry.peer, tag)
@@ -395,6 +392,6 @@ def _bytes(tensor) -> int:
     return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
 
 
-_shared: dict[tuple, tuple] = {}  # equal signatures are one object
+_shared: dict[Passed, Passed] = {}  # equal signatures are one object
 
 interceptor = Interceptor()

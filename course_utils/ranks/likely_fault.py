@@ -89,13 +89,10 @@ def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> t
     missing = [r for r, entry in last.items() if entry is None or entry["number"] < number]
     here = {r: waiting.get(r, entry) for r, entry in last.items() if r not in missing}
     here = {r: entry for r, entry in here.items() if entry["number"] == number}
-    calls = {r: entry["op"] for r, entry in here.items()}
-    if len(set(calls.values())) > 1:
-        text = "; ".join(
-            f"{rank_label([r for r in calls if calls[r] == call])} called {call}"
-            for call in dict.fromkeys(calls.values())
-        )
-        return _odd(calls), f"The ranks disagree on collective number {number} of the {first['group']} group: {text}."
+    apart = entries_apart(here)
+    if apart and apart.field == "op":
+        text = "; ".join(f"{rank_label(ranks)} called {call}" for call, ranks in apart.ranks.items())
+        return apart.odd, f"The ranks disagree on collective number {number} of the {first['group']} group: {text}."
     if missing:
         reasons = {_doing(standings[r]): r for r in reversed(missing)}
         why = [f"rank {r}: {reason}" for reason, r in list(reasons.items())[-3:]]
@@ -103,8 +100,8 @@ def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> t
             why = [_plural(reason) if len(missing) > 1 else reason for reason in reasons]
         who = f"{rank_label(list(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
         return missing[0], f"{who} in {name}; {rank_label(missing)} never joined it ({'; '.join(why)})."
-    if apart := entries_apart(here):
-        return _odd(apart[0]), f"The ranks call {name} with different {apart[1]}."
+    if apart:
+        return apart.odd, f"The ranks call {name} with different {apart.by_rank()}."
     if op == "all_to_all":
         fault = f"All ranks joined {name}, and it is not done: a rank sends to another what that one does not expect."
         return min(waiting), f"{fault} With verify=True launch says which."
@@ -114,12 +111,6 @@ def _collective_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> t
 def _plural(sentence: str) -> str:
     words = {"it has": "they have", "it is": "they are", "it waits": "they wait", "it gives": "they give"}
     return next((sentence.replace(one, many, 1) for one, many in words.items() if sentence.startswith(one)), sentence)
-
-
-def _odd(values: dict[int, object]) -> int:
-    """The rank whose value the fewest share; without a majority, one that differs from the lowest rank."""
-    counts = list(values.values())
-    return min(values, key=lambda rank: (counts.count(values[rank]), -rank))
 
 
 def _message_fault(standings: dict[int, dict], waiting: dict[int, dict]) -> tuple[int, str]:

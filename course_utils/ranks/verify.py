@@ -6,24 +6,23 @@ for nothing, so that a program takes the same course as without; what is wrong i
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import json
 import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
 
 from . import errors
+from .call_signature import Passed, difference
 from .labels import align, rank_label
 from .watch import Watch
 
 __all__ = ["Verifier", "path", "watch"]
 
 _GRACE = 0.3  # seconds that the other ranks have to come to a call that two of them have called differently
-_ANY = -1  # in place of a source
 
 
 def path(folder: str, number: int) -> str:
@@ -36,21 +35,20 @@ def watch() -> Watch:
     return Watch(idle=math.inf, computing=math.inf, look=0.2)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Operation:
-    """What one rank has passed to one operation. Fields that do not exist for it are empty."""
+    """One operation of a rank; ``group`` is unique, ``label`` its name."""
 
-    op: str
+    passed: Passed
     group: str
     label: str
-    reduction: str = ""
-    peer: int | None = None  # the root; of a message the other side
-    dtype: str = ""
-    shape: tuple = ()
-    exchanged: tuple = ()  # elements that all_to_all sends to each rank and expects from it
-    where: tuple | None = None
-    ranks: tuple = ()
-    tag: int = 0
+    ranks: tuple[int, ...]
+    tag: int
+    where: tuple[str, int] | None
+
+    @property
+    def is_message(self) -> bool:
+        return self.passed.op in ("send", "recv")
 
     @property
     def line(self) -> str:
@@ -58,25 +56,11 @@ class Operation:
 
         return errors.line_text(learner_line(*self.where)) if self.where else ""
 
-    def text(self) -> str:
-        """The operation in words: ``all_reduce MAX float32 (4)``."""
-        root = f"root {self.peer}" if self.peer is not None and self.ranks else ""
-        splits = "sends {}, expects {}".format(*(",".join(map(str, s)) for s in self.exchanged or ((), ())))
-        parts = (self.op, self.reduction, root, self.dtype, _shape(self.shape), splits if self.exchanged else "")
-        return " ".join(part for part in parts if part)
 
-
-def _shape(shapes: tuple) -> str:
-    return ", ".join("({})".format(", ".join(map(str, shape))) for shape in shapes)
-
-
-def _operation(fields: list) -> Operation:
-    if fields[0] == "message":
-        _, op, group, label, peer, tag, dtype, count, where = fields
-        return Operation(op, group, label, peer=peer, dtype=dtype, shape=((count,),), where=where, tag=tag)
-    _, op, group, label, ranks, reduction, root, dtype, shape, exchanged, where = fields
-    return Operation(op, group, label, reduction, root, dtype, tuple(map(tuple, shape)), tuple(map(tuple, exchanged)),
-                     where, tuple(ranks))
+@lru_cache(4096)
+def _operation(line: bytes) -> Operation:
+    passed, *rest = ast.literal_eval(line.decode())
+    return Operation(Passed(*passed), *rest)
 
 
 class _File:
@@ -84,7 +68,6 @@ class _File:
 
     def __init__(self, name: str):
         self._name, self._file, self._rest = name, None, b""
-        self._known: list[Operation] = []
 
     def read(self) -> list[Operation]:
         if self._file is None:
@@ -93,13 +76,7 @@ class _File:
             except FileNotFoundError:  # the rank has not begun
                 return []
         *lines, self._rest = (self._rest + (self._file.read() or b"")).split(b"\n")
-        return [self._of(line) for line in lines]
-
-    def _of(self, line: bytes) -> Operation:
-        if line.startswith(b"["):
-            self._known.append(_operation(json.loads(line)))
-            return self._known[-1]
-        return self._known[int(line)]
+        return [_operation(line) for line in lines]
 
     def close(self) -> None:
         if self._file is not None:
@@ -114,64 +91,53 @@ class _Fault:
 
     tell: Callable[[], tuple[int, str]]
     calls: dict[int, Operation]
-    since: float = field(default_factory=time.monotonic)
     advice: str = ""
+    since: float = field(default_factory=time.monotonic)
 
 
 class Verifier:
-    """Compares the operations of the ranks of one call.
-
-    Parameters
-    ----------
-    files : dict
-        By rank, the file in which it writes down what it calls.
-    """
+    """Compares the operations of the ranks of one call; ``files`` has, by rank, where it writes down what it calls."""
 
     def __init__(self, files: dict[int, str]):
         self._files = {rank: _File(name) for rank, name in files.items()}
         self._counts: dict[str, dict[int, int]] = {}  # by group, how many collectives each rank has called
         self._open: dict[tuple[str, int], dict[int, Operation]] = {}  # called by some of their ranks
         self._apart: dict[str, tuple[int, dict[int, Operation]]] = {}  # first one called from different lines
-        self._messages: dict[tuple, dict[str, list[tuple[int, Operation]]]] = {}  # not yet met
-        self._number: dict[tuple, int] = {}
-        self._at: tuple[str, int] | None = None
+        self._messages: dict[tuple, dict[str, list[Operation]]] = {}  # by group, source, target and tag
+        self._from_anybody: set[tuple] = set()  # groups, targets and tags of which the sources are not known
         self.fault: _Fault | None = None
 
     def look(self, returned: set[int]) -> bool:
-        """Read on. True if there is a fault, and all ranks have come to it or had the time to.
+        """Read on; ranks that have ``returned`` call nothing more.
 
-        Parameters
-        ----------
-        returned : set of int
-            Ranks that call nothing more.
+        True if there is a fault, and all ranks have come to it or had the time to.
         """
         for rank, file in self._files.items():
             for operation in file.read():
-                if operation.ranks:
+                if not operation.is_message:
                     self._collective(rank, operation)
                 elif self.fault is None:
                     self._message(rank, operation)
         if self.fault is None:
-            self._find_missing(returned)
-        fault = self.fault
-        if fault is None:
+            self.fault = self._left_out(returned) or self._unanswered(returned)
+        if self.fault is None:
             return False
-        members = next((call.ranks for call in fault.calls.values()), ())
-        return not set(members) - fault.calls.keys() - returned or time.monotonic() - fault.since > _GRACE
+        members = next((call.ranks for call in self.fault.calls.values() if not call.is_message), ())
+        return not set(members) - self.fault.calls.keys() - returned or time.monotonic() - self.fault.since > _GRACE
 
     def error(self) -> errors.MismatchError | None:
         """The error that says what does not fit together, if anything."""
-        fault = self.fault
-        if fault is None:
+        if self.fault is None:
             return None
-        rank, said = fault.tell()
-        rows = [("rank", "call", "line")]
-        for each, operation in sorted(fault.calls.items()):
-            rows.append((str(each), operation.text(), operation.line))
-        rows = [*rows[:1], *_alike(rows[1:])] if len(rows) > 9 else rows
-        table = align(rows)
-        line = fault.calls[rank].line if rank in fault.calls else ""
-        text = "\n\n".join(part for part in (said, table, fault.advice) if part)
+        rank, said = self.fault.tell()
+        rows: dict[tuple, list[int]] = {}
+        for each, call in sorted(self.fault.calls.items()):
+            row = str(call.passed), call.line
+            rows.setdefault(row if len(self.fault.calls) > 8 else (*row, each), []).append(each)
+        head = ("rank", "call", "line")
+        table = align([head, *((rank_label(ranks).split(" ", 1)[1], *row[:2]) for row, ranks in rows.items())])
+        line = self.fault.calls[rank].line if rank in self.fault.calls else ""
+        text = "\n\n".join(part for part in (said, table, self.fault.advice) if part)
         return errors.MismatchError(rank, said, line, table.split("\n")[1:], text)
 
     def advice(self, standings: dict[int, dict]) -> str:
@@ -183,8 +149,7 @@ class Verifier:
             if all(set(places) >= set(other["ranks"]) & set(entry["ranks"]) for other in places.values()):
                 firsts.setdefault(entry["key"], []).append(rank)
         if len(firsts) > 1:
-            said = (f"{_say(ranks, 'calls', 'call')} {errors.operation_text(places[ranks[0]])} first"
-                    for ranks in firsts.values())
+            said = (f"{_call(ranks)} {errors.operation_text(places[ranks[0]])} first" for ranks in firsts.values())
             return f"The ranks call collectives of different groups in different order: {', '.join(said)}."
         return "\n".join(self._lines_apart(entry["key"]) for entry in [*places.values()][:1])
 
@@ -198,35 +163,29 @@ class Verifier:
     def _collective(self, rank: int, operation: Operation) -> None:
         counts = self._counts.setdefault(operation.group, {})
         counts[rank] = number = counts.get(rank, 0) + 1
-        at = operation.group, number
-        if self.fault is not None and at != self._at:
+        if self.fault is not None:  # who else comes to the call that is at fault is part of the table
+            if self._open.get((operation.group, number)) is self.fault.calls:
+                self.fault.calls[rank] = operation
             return
-        calls = self._open.setdefault(at, {})
+        calls = self._open.setdefault((operation.group, number), {})
         calls[rank] = operation
-        differs = any(other is not operation and _differ(operation, other) for other in calls.values())
-        if self.fault is not None:
-            return
-        if differs or _misfit(calls, rank):
-            self._at, self.fault = at, _Fault(partial(_difference, number, calls), calls)
+        if _apart(calls) or operation.passed.exchanged and _misfit(calls):
+            self.fault = _Fault(partial(_difference, number, calls), calls)
         elif len(calls) == len(operation.ranks):
-            if operation.group not in self._apart and len({_place(call) for call in calls.values()}) > 1:
+            if operation.group not in self._apart and len({call.where for call in calls.values()}) > 1:
                 self._apart[operation.group] = number, calls
-            del self._open[at]
+            del self._open[operation.group, number]
 
-    def _find_missing(self, returned: set[int]) -> None:
-        """Ranks that have returned without an operation that others have called."""
+    def _left_out(self, returned: set[int]) -> _Fault | None:
+        """Ranks that have returned without a collective that others have called."""
         for (group, number), calls in self._open.items():
             one = next(iter(calls.values()))
             gone = [rank for rank in one.ranks if rank in returned and rank not in calls]
             if gone:
+                title = f"{one.passed.op} #{number} ({one.label})"
                 done = self._counts[group].get(gone[0], 0)
-                title = f"{one.op} #{number} ({one.label})"
-                self._at = group, number
-                tell = partial(_missing, title, calls, gone, done)
-                self.fault = _Fault(tell, calls, advice=self._lines_apart(group))
-                return
-        for key, sides in self._messages.items():
-            self._find_unanswered(key, sides, returned)
+                return _Fault(partial(_missing, title, calls, gone, done), calls, self._lines_apart(group))
+        return None
 
     def _lines_apart(self, group: str) -> str:
         """The first collective of a group that fits and was called from different lines."""
@@ -238,123 +197,80 @@ class Verifier:
             by_line.setdefault(call.line, []).append(rank)
         one = next(iter(calls.values()))
         lines = "\n".join(f"  {rank_label(ranks)}: {line}" for line, ranks in by_line.items())
-        return f"The first one called from different lines is {one.op} #{number} ({one.label}):\n{lines}"
+        return f"The first one called from different lines is {one.passed.op} #{number} ({one.label}):\n{lines}"
 
     # -------------------------------------------------------------------------------------------------------- messages
 
     def _message(self, rank: int, operation: Operation) -> None:
-        peer = operation.peer if operation.peer is not None else _ANY
-        source, target = (rank, peer) if operation.op == "send" else (peer, rank)
-        group, tag = operation.group, operation.tag
-        if (group, _ANY, target, tag) in self._messages:
-            source = _ANY  # who is received from is not known
-        elif source == _ANY:
-            self._gather(group, target, tag)
-        key = group, source, target, tag
-        sides = self._messages.setdefault(key, {"send": [], "recv": []})
-        count = self._number[*key, operation.op] = self._number.get((*key, operation.op), 0) + 1
-        sides[operation.op].append((count, operation))
-        if sides["send"] and sides["recv"]:
-            (number, sent), (_, received) = sides["send"].pop(0), sides["recv"].pop(0)
-            if source != _ANY and (sent.dtype, sent.shape) != (received.dtype, received.shape):
-                text = (f"message #{number} from rank {source} to rank {target}: rank {source} sends "
-                        f"{_amount(sent)}, rank {target} receives {_amount(received)}")
-                self.fault = _Fault(partial(_told, target, text), {source: sent, target: received})
+        op, peer = operation.passed.op, operation.passed.peer
+        source, target = (rank, peer) if op == "send" else (peer, rank)
+        place = operation.group, target, operation.tag
+        if source is None:
+            self._from_anybody.add(place)
+        if place in self._from_anybody:
+            return
+        sides = self._messages.setdefault((operation.group, source, target, operation.tag), {"send": [], "recv": []})
+        sides[op].append(operation)
+        number = len(sides[op])
+        if min(map(len, sides.values())) < number:
+            return
+        sent, received = (sides[side][number - 1] for side in ("send", "recv"))
+        if (sent.passed.dtype, sent.passed.shape) != (received.passed.dtype, received.passed.shape):
+            text = (f"message #{number} from rank {source} to rank {target}: rank {source} sends {_amount(sent)}, "
+                    f"rank {target} receives {_amount(received)}")
+            self.fault = _Fault(lambda: (target, text), {source: sent, target: received})
 
-    def _gather(self, group: str, target: int, tag: int) -> None:
-        """Put the messages to a rank that receives from anybody together."""
-        together: dict = {"send": [], "recv": []}
-        for key in [k for k in self._messages if (k[0], *k[2:]) == (group, target, tag)]:
-            for op, waiting in self._messages.pop(key).items():
-                together[op] += waiting
-        self._messages[group, _ANY, target, tag] = together
-
-    def _find_unanswered(self, key: tuple, sides: dict, returned: set[int]) -> None:
-        _, source, target, _ = key
-        for op, verb, other, peer in (("send", "received", "recv", target), ("recv", "sent", "send", source)):
-            if sides[op] and peer in returned and self.fault is None:
-                number, operation = sides[op][0]
-                rank = source if op == "send" else target
-                done = self._number.get((*key, other), 0)
-                doing = "sends" if op == "send" else "receives"
-                who = "a rank" if rank == _ANY else f"rank {rank}"
-                text = (f"message #{number} from {'any rank' if source == _ANY else f'rank {source}'} to rank "
-                        f"{target}: {who} {doing} it, rank {peer} returned after it had {verb} {done}")
-                self.fault = _Fault(partial(_told, peer, text), {rank: operation} if rank != _ANY else {})
-                return
-
-
-def _place(operation: Operation) -> tuple:
-    return tuple(operation.where or ())
-
-
-def _amount(operation: Operation) -> str:
-    count = operation.shape[0][0]
-    return f"{count} element{'s' * (count != 1)} of {operation.dtype}"
-
-
-def _say(ranks: list[int], one: str, many: str) -> str:
-    return f"{rank_label(sorted(ranks))} {one if len(ranks) == 1 else many}"
-
-
-#: What must be alike, in the order in which it is told, and how: verb for one rank, for several, and the value.
-_FIELDS = (
-    ("op", ("calls", "call"), str), ("reduction", ("reduces with", "reduce with"), str),
-    ("peer", ("has", "have"), "root {}".format), ("dtype", ("passes", "pass"), str),
-    ("shape", ("passes", "pass"), lambda shape: f"shape{'s' * (len(shape) > 1)} {_shape(shape)}"),
-)
-
-
-def _differ(one: Operation, other: Operation) -> bool:
-    return any(getattr(one, name) != getattr(other, name) for name, _, _ in _FIELDS)
-
-
-def _misfit(calls: dict[int, Operation], new: int) -> str:
-    """Of an all-to-all, the first pair of ranks of which one sends what the other does not expect."""
-    ranks = calls[new].ranks
-    for rank in sorted(calls):
-        for source, target in ((rank, new), (new, rank)):
-            if not calls[source].exchanged or not calls[target].exchanged:
+    def _unanswered(self, returned: set[int]) -> _Fault | None:
+        """A message of which one side has returned without its part."""
+        for (group, source, target, tag), sides in self._messages.items():
+            done = min(map(len, sides.values()))
+            if (group, target, tag) in self._from_anybody:
                 continue
-            sent = calls[source].exchanged[0][ranks.index(target)]
-            expected = calls[target].exchanged[1][ranks.index(source)]
-            if sent != expected:
-                return (f"rank {source} sends {sent} element{'s' * (sent != 1)} to rank {target}, which expects "
-                        f"{expected}")
-    return ""
+            for op, rank, does, peer, did in (("send", source, "sends", target, "received"),
+                                              ("recv", target, "receives", source, "sent")):
+                if len(sides[op]) > done and peer in returned:
+                    text = (f"message #{done + 1} from rank {source} to rank {target}: rank {rank} {does} it, "
+                            f"rank {peer} returned after it had {did} {done}")
+                    return _Fault(lambda told=(peer, text): told, {rank: sides[op][done]})
+        return None
 
 
-def _told(rank: int, text: str) -> tuple[int, str]:
-    return rank, text
+def _apart(calls: dict[int, Operation]):
+    return difference({rank: call.passed for rank, call in calls.items()})
+
+
+def _misfit(calls: dict[int, Operation]) -> tuple[int, str] | None:
+    """Of an all-to-all, the first rank that sends to another what that one does not expect, in words."""
+    for source, sending in sorted(calls.items()):
+        for target, receiving in sorted(calls.items()):
+            if sending.passed.exchanged and receiving.passed.exchanged:
+                sent = sending.passed.exchanged[0][sending.ranks.index(target)]
+                expected = receiving.passed.exchanged[1][sending.ranks.index(source)]
+                if sent != expected:
+                    elements = f"{sent} element{'s' * (sent != 1)}"
+                    return source, f"rank {source} sends {elements} to rank {target}, which expects {expected}"
+    return None
+
+
+def _difference(number: int, calls: dict[int, Operation]) -> tuple[int, str]:
+    """What calls of one collective differ in, and the rank that few agree with."""
+    one = calls[min(calls)]
+    apart = _apart(calls)
+    rank, text = (apart.odd, apart.sentence()) if apart else _misfit(calls)
+    title = f"collective #{number}" if apart and apart.field == "op" else f"{one.passed.op} #{number}"
+    return rank, f"{title} ({one.label}): {text}"
 
 
 def _missing(title: str, calls: dict[int, Operation], gone: list[int], done: int) -> tuple[int, str]:
     """A collective that ranks have left out that returned after `done` others."""
     left_out = f"{rank_label(gone)} returned after {done} collective{'s' * (done != 1)} of this group"
-    return gone[0], f"{title}: {_say(list(calls), 'calls', 'call')} it, {left_out}"
+    return gone[0], f"{title}: {_call(list(calls))} it, {left_out}"
 
 
-def _difference(number: int, calls: dict[int, Operation]) -> tuple[int, str]:
-    """What calls of one collective differ in, and the rank that few agree with."""
-    calls = dict(sorted(calls.items()))
-    one = next(iter(calls.values()))
-    for name, verbs, show in _FIELDS:
-        values: dict[Any, list[int]] = {}
-        for rank, call in calls.items():
-            values.setdefault(getattr(call, name), []).append(rank)
-        if len(values) > 1:
-            few, *others = sorted(values.items(), key=lambda item: (len(item[1]), -item[1][0]))
-            parts = [f"{_say(few[1], *verbs)} {show(few[0])}"]
-            parts += [f"{_say(ranks, *verbs)} {show(value)}" for value, ranks in others]
-            title = f"collective #{number}" if name == "op" else f"{one.op} #{number}"
-            return few[1][0], f"{title} ({one.label}): {', '.join(parts)}"
-    text = next(filter(None, (_misfit(calls, rank) for rank in calls)), "")
-    return int(text.split()[1]), f"{one.op} #{number} ({one.label}): {text}"
+def _call(ranks: list[int]) -> str:
+    return f"{rank_label(ranks)} {'calls' if len(ranks) == 1 else 'call'}"
 
 
-def _alike(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows of ranks that call the same, as one."""
-    by_call: dict[tuple[str, ...], list[int]] = {}
-    for rank, *call in rows:
-        by_call.setdefault(tuple(call), []).append(int(rank))
-    return [(rank_label(ranks).split(" ", 1)[1], *call) for call, ranks in by_call.items()]
+def _amount(operation: Operation) -> str:
+    count = operation.passed.shape[0][0]
+    return f"{count} element{'s' * (count != 1)} of {operation.passed.dtype}"

@@ -133,7 +133,7 @@ def test_a_setting_does_not_reach_the_next_call(name):
 
 
 def test_ordinary_work_keeps_its_ranks(tmp_path):
-    """What PyTorch sets by itself when it is used, the first time or any time, is not taken for a function's setting."""
+    """What PyTorch sets by itself when it is used is not taken for a setting of the function."""
 
     def train():
         import torch.distributed.checkpoint
