@@ -11,7 +11,7 @@ from ..lazy import attach
 _HOMES = {
     "launcher": ("launch", "run", "device", "shutdown", "gpu_count", "on_a_rank", "settle", "emulation"),
     "errors": ("WorkerError", "HangError", "MismatchError", "Interrupted", "expect_error"),
-    "ledger": ("record", "Ledger", "Entry", "interceptor"),
+    "ledger": ("Ledger", "Entry"), "intercept": ("record", "interceptor"),
     "processes": ("share",), "watch": ("Watch",), "learner_code": ("is_learner",), "status_line": ("Status", "wanted"),
     "labels": ("tells_place",), "magics": ("RankMagics",),
 }

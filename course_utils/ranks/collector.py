@@ -350,5 +350,6 @@ class Collector:
         differ = [key for key, digests in by_group.items() if len(set(digests.values())) > 1]
         signatures = self._ask("signatures", set(self.ranks)) if differ else {}
         for key in differ:
-            if text := errors.silent_difference({r: signatures[r].get(key, []) for r in by_group[key] if r in signatures}):
+            calls = {rank: signatures[rank].get(key, []) for rank in by_group[key] if rank in signatures}
+            if text := errors.silent_difference(calls):
                 self._status.show(f"Warning: {text}\n")

@@ -297,8 +297,9 @@ def groups_apart(made: dict[int, list[str]]) -> tuple[int, str] | None:
                 values.setdefault(call, []).append(rank)
         if len(values) > 1 and all(call.startswith("new_group") for call in values):
             said = "; ".join(f"{rank_label(ranks)} {call}" for call, ranks in values.items())
-            return Difference("op", values).odd, (f"The ranks make different groups as number {number}: {said}. All ranks must make all groups, "
-                         "in one order, also those that they are not in.")
+            text = (f"The ranks make different groups as number {number}: {said}. All ranks must make all groups, in "
+                    "one order, also those that they are not in.")
+            return Difference("op", values).odd, text
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..torch_internals import forget_process_groups, open_groups, replace_rendezvous
-from .ledger import interceptor
+from .intercept import interceptor
 from .state import state
 
 _NEVER = timedelta(days=1)  # it is the launcher that watches the time

@@ -13,8 +13,9 @@ import torch
 import torch.distributed
 
 from ..torch_internals import C10D_FILE, group_names
+from .intercept import interceptor
 from .learner_code import PACKAGES, is_learner
-from .ledger import Entry, interceptor
+from .ledger import Entry
 from .settings import extra_threads
 from .state import state
 

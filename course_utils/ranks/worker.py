@@ -44,8 +44,8 @@ from . import multiprocessing_internals as internals
 from .call_signature import Announcer
 from .channels import IDLE_SECONDS, MARK, STATUS_BYTES
 from .descendants import adopt_orphans, end_descendants
+from .intercept import interceptor
 from .labels import tells_place
-from .ledger import interceptor
 from .modules import Modules, clock
 from .settings import Settings, note_threads, seed
 from .state import state

@@ -199,6 +199,26 @@ def test_sub_groups_are_told_apart_with_global_ranks():
         assert sub[-1].bytes == 80
 
 
+def test_what_a_rank_sends_is_counted_by_group_and_between_nodes():
+    """Collectives as rings: an all-reduce of S sends 2 (n - 1)/n S to the next rank, an all-gather (n - 1)/n S."""
+
+    def work():
+        ends = dist.new_group([0, 3])
+        dist.all_reduce(torch.ones(10))
+        dist.barrier()
+        if dist.get_rank() in (0, 3):
+            dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2), group=ends)
+        if dist.get_rank() == 1:
+            dist.send(torch.ones(5), 3)
+        if dist.get_rank() == 3:
+            dist.recv(torch.empty(5), 1)
+
+    nodes = [0, 0, 1, 1]
+    sent = [(ledger.bytes_sent(), ledger.bytes_sent(group="default"), ledger.bytes_sent(between=nodes))
+            for ledger in run(work)]
+    assert sent == [(68, 60, 8), (80, 80, 80), (60, 60, 0), (68, 60, 68)]
+
+
 def test_what_ddp_issues_is_seen():
     """The buckets PyTorch reports about itself are the all-reduces in the ledger."""
 
