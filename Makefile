@@ -2,7 +2,7 @@
 PYTHON ?= python3
 TORCH ?= auto
 PY := .venv/bin/python
-SETUP := @$(PYTHON) course_utils/bootstrap.py --torch $(TORCH)
+SETUP := @$(PYTHON) tools/setup.py --torch $(TORCH)
 # A PYTHONPATH for other programs would put their packages before those of .venv.
 unexport PYTHONPATH
 # Tests start thousands of processes: none is to compile the course anew.
@@ -18,14 +18,14 @@ setup:  ## make the environment (TORCH=cpu, cuda or cu126 chooses the build of t
 
 lab:  ## open JupyterLab on work/, your copy of the course
 	$(SETUP)
-	@$(PY) -m course_utils lab
+	@$(PY) -m tools lab
 
 update:  ## get the newest version of the course; what you have changed in work/ stays
 	$(SETUP) --update
 
 restore:  ## give fresh lessons, all or L=02; changed ones are moved to work/saved/
 	$(SETUP)
-	@$(PY) -m course_utils restore $(L)
+	@$(PY) -m tools restore $(L)
 
 ffcv:  ## add FFCV for lesson 15 (Linux, Python 3.11), or say what it needs
 	$(SETUP) --extra ffcv

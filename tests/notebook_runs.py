@@ -11,11 +11,10 @@ from typing import Any
 
 import nbformat
 import papermill
-import pytest
 
-from course_utils import learner
 from course_utils.authoring.core import is_deeper
 from course_utils.authoring.notebooks import local_sockets
+from tools import learner
 
 
 def run_core(
@@ -40,9 +39,7 @@ def learners_copy() -> Path:
     """A learner's copy of the course, outside of it, as `make lab` makes one: in its folders notebooks run."""
     folder = Path(tempfile.mkdtemp(prefix="course-copy-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_DATA_DIR", str(folder / "jupyter"))
-        learner.copy(folder / "work")
+    learner.copy(folder / "work")
     return folder / "work"
 
 

@@ -26,8 +26,8 @@ import psutil
 import pytest
 from conftest import ROOT, missing
 
-from course_utils import learner
 from course_utils.doctor import chromium
+from tools import learner
 
 pytestmark = pytest.mark.guard(420)
 
