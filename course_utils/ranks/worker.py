@@ -165,13 +165,8 @@ def _detach(status, output) -> None:
     faulthandler.enable(file=fd, all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=False)
     state.output = output
-    _open_streams()
-
-
-def _open_streams() -> None:
-    """Let whatever this process prints, also from C, go to the notebook."""
-    for target, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(state.output.fileno(), target)
+    for target, name in ((1, "stdout"), (2, "stderr")):  # whatever this process prints, also from C, for the notebook
+        os.dup2(output.fileno(), target)
         stream = os.fdopen(target, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -259,7 +254,6 @@ def _tidy(settings: Settings) -> None:
     if interceptor.announce is not None:
         interceptor.announce.close()
         interceptor.announce = None
-    _open_streams()
     settings.put_filters_back()
     _take_place()
     seed(state.rank)
