@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -28,33 +27,9 @@ def characters():
 
 
 @case(FLOODS)
-def characters_one_by_one():
-    while True:
-        print(".", end="")
-
-
-@case(FLOODS)
-def raw_bytes():
-    while True:
-        os.write(1, b"." * 60_000)
-
-
-@case(FLOODS)
 def lines():
     while True:
         print("a line of some length " * 5)
-
-
-@case(FLOODS)
-def short_lines():
-    while True:
-        sys.stdout.write("x\n" * 500)
-
-
-@case(FLOODS)
-def returns_of_the_carriage():
-    while True:
-        sys.stdout.write("\r 42 %|#####")
 
 
 @pytest.mark.parametrize("flood", FLOODS)
@@ -72,12 +47,6 @@ def test_a_rank_that_writes_without_end_is_stopped_at_the_time_out(flood, capsys
     assert len(capsys.readouterr().out) < 10_000_000
     all_is_well(2)
     assert capsys.readouterr().out == ""
-
-
-def test_all_ranks_together_are_stopped_at_the_time_out():
-    with pytest.raises(HangError):
-        launch(lines, world_size=4, timeout=STUCK)
-    all_is_well()
 
 
 def test_a_rank_that_writes_while_another_fails_does_not_hide_the_failure():
@@ -101,8 +70,9 @@ def number(text: str) -> int:
     return int(re.sub(r"\D", "", text))
 
 
-@pytest.mark.parametrize("size", [1_000_000, 30_000_000])
-def test_a_very_long_line_is_cut_with_a_note_how_much_is_missing(size, capsys):
+def test_a_very_long_line_is_cut_with_a_note_how_much_is_missing(capsys):
+    size = 10_000_000
+
     def work():
         sys.stdout.write("x" * size)
         print("|")
@@ -136,17 +106,6 @@ def test_of_very_many_lines_beginning_and_end_are_shown_and_how_many_lie_between
     assert number(re.search(NOTE + "lines", notes[0])[1]) + len(numbers) == count
     gap = next(i for i, (a, b) in enumerate(zip(numbers, numbers[1:], strict=False)) if b != a + 1)
     assert out.index(notes[0]) == gap + 1
-
-
-def test_a_limit_of_one_call_does_not_count_for_the_next(capsys):
-    def work(count):
-        sys.stdout.write("".join(f"{i}\n" for i in range(count)))
-
-    for _ in range(2):
-        launch(work, 50_000, world_size=1)
-        assert capsys.readouterr().out.startswith("[rank 0] 0\n[rank 0] 1\n")
-    launch(work, 500, world_size=2)
-    assert capsys.readouterr().out == "".join(f"[ranks 0,1] {i}\n" for i in range(500))
 
 
 @pytest.mark.parametrize(("world_size", "bars"), [(1, 3), (4, 1)])
