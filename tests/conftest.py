@@ -20,6 +20,8 @@ import pytest
 # Before anything imports torch, also in kernels: its threads that wait leave the cores to other tests. By default they
 # spin, and on a machine with more work than cores a small training then takes five times the processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# One hash seed for all ranks takes one process to fork them from in place of two, in each of many kernels.
+os.environ.setdefault("PYTHONHASHSEED", "0")
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (str(ROOT / "tests"), str(ROOT)):
@@ -191,7 +193,7 @@ def no_ranks_when_quick(request: pytest.FixtureRequest):
         yield
 
 
-_imported: dict[int | None, set[str]] = {}  # by the server that has imported it for its ranks
+_imported: dict[tuple[int, ...], set[str]] = {}  # by the servers that have imported it for their ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -207,15 +209,15 @@ def what_ranks_find_imported(request: pytest.FixtureRequest):
         from lessons.deepspeed.deepspeed_tools.runs import PRELOADED
 
         wanted += PRELOADED
-    server = processes.server_id()
-    if server is not None and not {*wanted} <= _imported.get(server, set()):
+    servers = tuple(processes.server_ids())
+    if servers and not {*wanted} <= _imported.get(servers, set()):
         sys.modules["course_utils"].shutdown()
         processes.end_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "SLOW", slow)
         patch.setattr(processes, "_shared", wanted)
         yield
-        _imported.setdefault(processes.server_id(), {*wanted})
+        _imported.setdefault(tuple(processes.server_ids()), {*wanted})
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -69,10 +69,6 @@ def server_ids() -> list[int]:
     return [server.pid for server in _servers if server.pid is not None]
 
 
-def server_id() -> int | None:
-    return next(iter(server_ids()), None)
-
-
 def end_server() -> None:
     """Kill the fork servers and with them all ranks; the next start makes others."""
     for server in server_ids():
