@@ -31,7 +31,7 @@ for folder in (str(ROOT / "tests"), str(ROOT)):
 
 LONG = (  # what takes a minute or so, in the order in which workers begin it; after it the groups with most tests
     "tests/promises/test_browser.py", "tests/promises/test_gpu_check.py", "tests/ranks/test_launcher_failures.py",
-    "tests/grading/",
+    "tests/tools/test_grade.py",
     "tests/promises/test_benchmarks.py", "tests/promises/test_notebooks.py", "notebooks/",
     "tests/ranks/test_hangs_clinic.py", "tests/lessons/test_multi_node", "tests/ranks/test_where", "solutions/",
     "tests/promises/test_loading_benchmark.py", "tests/lessons/test_ffcv_data_loading_lesson.py",
@@ -41,13 +41,13 @@ LONG = (  # what takes a minute or so, in the order in which workers begin it; a
 )
 #: What `--quick` leaves out whole: kernels, browsers, other programs, ranks. Where else ranks are asked for, it skips.
 SLOW_PARTS = (
-    "tests/ranks/", "tests/grading/", "tests/lessons/", "tests/exercises/test_checks_",
+    "tests/ranks/", "tests/tools/", "tests/lessons/", "tests/exercises/test_checks_",
     "tests/exercises/test_ffcv_data_loading_exercises.py", "tests/models/test_c_programs.py",
     "tests/models/test_fabric.py::test_works_under_torchrun",
     "tests/models/test_ffcv_fixes.py", "tests/models/test_images.py", "tests/promises/test_benchmarks.py",
-    "tests/promises/test_bootstrap.py", "tests/promises/test_browser.py", "tests/promises/test_build.py",
+    "tests/promises/test_browser.py", "tests/promises/test_build.py",
     "tests/promises/test_core.py::test_the_core_edition_runs",
-    "tests/promises/test_environment.py", "tests/promises/test_gpu_check.py", "tests/promises/test_learner.py",
+    "tests/promises/test_environment.py", "tests/promises/test_gpu_check.py",
     "tests/promises/test_loading_benchmark.py", "tests/promises/test_notebooks.py",
     "tests/promises/test_sheets.py", "tests/promises/test_trace_viewer.py",
 )

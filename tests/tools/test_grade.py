@@ -20,9 +20,8 @@ from conftest import ROOT, missing
 
 from tools import ToolError
 from tools.__main__ import main
-from tools.grade import fence, grade
+from tools.grade import fence
 from tools.grade.hand_ins import assignments
-from tools.grade.report import Report
 
 KEPT = ("mean_and_variance", "ring_shift", "gradient_all_reduce_seconds", "bandwidths", "all_gather_seconds")
 CHECKS = [f"check_{name}" for name in KEPT]
@@ -77,9 +76,11 @@ class Desk:
         path.write_text(nb if isinstance(nb, str) else nbformat.writes(nb))
         return path
 
-    def grade(self, **options) -> dict[str, dict]:
-        """The rows of all hand-ins by person."""
-        return {row["person"]: row for row in grade(self.folder, self.course, **options)}
+    def grade(self, *options: str) -> dict[str, dict]:
+        """The rows of all hand-ins by person, of several the last."""
+        path = self.folder.parent / "grades.json"
+        main(["grade", str(self.folder), "--course", str(self.course), "--json", str(path), *options])
+        return {row["person"]: row for row in json.loads(path.read_text())["rows"]}
 
 
 def is_answer(cell) -> bool:
@@ -94,10 +95,11 @@ def desk(tmp_path: Path) -> Desk:
 
 
 @pytest.fixture(params=["bubblewrap", "user"])
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each kind of fence."""
+    monkeypatch.setattr(fence, "KINDS", (request.param,))
     try:
-        return fence.choose(request.param)
+        return fence.choose()
     except ToolError as error:
         missing(str(error))
 
@@ -139,17 +141,15 @@ def test_right_answers_get_all_points_wrong_ones_a_reason_and_what_ends_python_c
         if cell.metadata.nbgrader.grade_id == "check_bandwidths":
             own_checks.cells.remove(cell)
     desk.put("own_checks", own_checks)
-    files = {"csv": desk.folder.parent / "out" / "g.csv", "json": desk.folder.parent / "g.json"}
-    rows = desk.grade(jobs=2, report=Report(**files))
+    rows = desk.grade("--jobs", "2")
     got = {person: (row["passed"], row["total"]) for person, row in rows.items()}
     assert got == {"right": (5, 5), "copies": (5, 5), "wrong": (2, 5), "ends": (2, 5), "own_checks": (1, 5)}
     assert (rows["right"]["points"], rows["right"]["of"], rows["right"]["failed"]) == (10, 10, "")
-    assert "of 2 copies the newest" in rows["copies"]["note"] and "renamed" in rows["copies"]["note"]
+    assert "of 2 copies the newest" in rows["copies"]["note"] and rows["copies"]["file"] == str(path)
     assert "rank" in messages(rows["wrong"])["ring_shift"] and "SyntaxError" in messages(rows["wrong"])["bandwidths"]
     assert rows["ends"]["failed"].split() == [f"check_{name}" for name in ENDS]
     assert "exit code 3" in messages(rows["ends"])["ring_shift"] and "ended Python" in rows["ends"]["note"]
     assert "check cells changed" in rows["own_checks"]["note"] and "missing: check_band" in rows["own_checks"]["note"]
-    assert {row["person"]: row for row in json.loads(files["json"].read_text())["rows"]} == rows
     assert not running("tools.grade.inside")
 
 
@@ -172,7 +172,7 @@ def test_hand_in_writes_nowhere_but_its_folder_and_leaves_nothing(desk: Desk, tm
     look = LOOK.format(other=str(other.parent), course=str(desk.course), package=str(ROOT / "course_utils"),
                        hidden=[*map(str, hidden)])
     desk.put("ada", desk.answered((PAPER,), look))
-    row = desk.grade(sandbox=kind)["ada"]
+    row = desk.grade()["ada"]
     assert row["failed"].split() == [name for name in CHECKS if name != "check_bandwidths"]
     assert "RuntimeError: sees " in row["note"]
     assert kind != "bubblewrap" or "RuntimeError: sees [], ['lo'], 1000" in row["note"]
@@ -187,18 +187,20 @@ def test_without_a_fence_nothing_is_run_unless_asked(desk: Desk, monkeypatch: py
     with monkeypatch.context() as inside:
         inside.setenv("PATH", str(tmp_path / "bin"))
         with pytest.raises(ToolError, match=r"(?s)sudo apt install bubblewrap.*container.*--no-sandbox"):
+            fence.choose()
+        with pytest.raises(FileNotFoundError):  # of the results: nothing has been run
             desk.grade()
     bwrap = tmp_path / "bin" / "bwrap"
     bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     bwrap.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     try:
-        kind = fence.choose()
+        kind = [] if fence.choose() == "user" else [fence.choose()]
     except ToolError as error:
         assert re.search("No permissions to create new namespace; .*(chmod o\\+x|only root can)", str(error))
-        kind = "none"
-    row = desk.grade(sandbox=kind)["ada"]
-    assert kind in ("user", "none") and (row["points"], row["of"], row["not_graded"]) == (10, 10, "")
+        kind = ["--no-sandbox"]
+    row = desk.grade(*kind)["ada"]
+    assert (row["points"], row["of"], row["not_graded"]) == (10, 10, "")
 
 
 def test_a_check_whose_ranks_do_not_start_is_not_graded_and_takes_no_points(desk: Desk, tmp_path: Path):
@@ -209,14 +211,15 @@ processes.end_server()
 multiprocessing.set_executable("/home")"""
     desk.put("ada", desk.answered(first=no_ranks))
     desk.put("bob", desk.exercise)
-    files = {"csv": tmp_path / "g.csv", "feedback": tmp_path / "feedback"}
-    desk.grade(report=Report(**files), sandbox="none")
+    desk.put("cyd", "", "90_short.ipynb")
+    desk.grade("--csv", str(tmp_path / "g.csv"), "--feedback", str(tmp_path / "feedback"), "--no-sandbox")
     rows = [[each[key] for key in ("person", "notebook", "passed", "total", "points", "of", "not_graded")]
-            for each in csv.DictReader(files["csv"].open())]
+            for each in csv.DictReader((tmp_path / "g.csv").open())]
     ranks = "check_mean_and_variance check_ring_shift"
     assert rows == [["ada", "90_short", "3", "3", "7", "7", ranks], ["ada", "sum", "3", "3", "7", "7", ""],
-                    ["bob", "90_short", "0", "5", "0", "10", ""], ["bob", "sum", "0", "5", "0", "10", ""]]
-    feedback = (files["feedback"] / "ada.md").read_text()
+                    ["bob", "90_short", "0", "5", "0", "10", ""], ["bob", "sum", "0", "5", "0", "10", ""],
+                    ["cyd", "90_short", "0", "5", "0", "10", ""], ["cyd", "sum", "0", "5", "0", "10", ""]]
+    feedback = (tmp_path / "feedback" / "ada.md").read_text()
     assert "## 90_short: 7 of 7 points" in feedback and "**not graded**: check_ring_shift, 2 points" in feedback
 
 
@@ -224,11 +227,11 @@ multiprocessing.set_executable("/home")"""
 def test_cell_without_end_costs_only_itself_and_a_notebook_ends_at_its_limit(desk: Desk):
     endless = "# and\nwhile True:\n    pass"
     desk.put("endless", desk.answered((PAPER,), STUBBORN, gradient_all_reduce_seconds=endless))
-    row = desk.grade(timeout=3)["endless"]
+    row = desk.grade("--timeout", "3")["endless"]
     assert row["passed"] == 2 and "cell 2 ended Python" in row["note"] and "interrupted after 3 s" in row["note"]
     shutil.rmtree(desk.folder / "endless")
     desk.put("slow", desk.answered((1,), "import time\ntime.sleep(600)"))
-    row = desk.grade(limit=8)["slow"]
+    row = desk.grade("--limit", "8")["slow"]
     assert row["passed"] == 0 and "ended after 8 s" in row["note"]
     assert row["checks"][0]["message"] == "The check was not reached."
 
@@ -236,12 +239,9 @@ def test_cell_without_end_costs_only_itself_and_a_notebook_ends_at_its_limit(des
 def test_killed_grading_keeps_its_rows_and_leaves_no_process(desk: Desk, tmp_path: Path, kind: str):
     desk.put("ada", desk.answered((PAPER,)))
     desk.put("bob", desk.answered((PAPER,), "import subprocess\nsubprocess.run(['sleep', '86396'])"))
-    program = (
-        "from pathlib import Path; from tools.grade import grade; from tools.grade.report import Report\n"
-        f"grade(Path({str(desk.folder)!r}), Path({str(desk.course)!r}), sandbox={kind!r}, "
-        f"report=Report(json=Path({str(tmp_path / 'grades.json')!r})))"
-    )
-    grader = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    program = f"from tools.__main__ import main; from tools.grade import fence; fence.KINDS = ({kind!r},); main()"
+    arguments = ["grade", desk.folder, "--course", desk.course, "--json", tmp_path / "grades.json"]
+    grader = subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=ROOT)
     try:
         until = time.monotonic() + 120
         while not running("sleep 86396") and time.monotonic() < until:
@@ -266,11 +266,11 @@ def test_roster_finds_persons_and_says_who_is_missing_or_unknown(desk: Desk, tmp
         desk.put(place, desk.exercise)
     (desk.folder / "submission BOB RAY final (1).ipynb").write_text(nbformat.writes(desk.exercise))
     (desk.folder / "ada_90_short_exercises.ipynb").write_text(nbformat.writes(desk.exercise))
-    notes = {person: row["note"] for person, row in desk.grade(roster=roster).items()}
+    notes = {person: row["note"] for person, row in desk.grade("--roster", str(roster)).items()}
     assert set(notes) == {"Ann Müller", "Bob Ray", "Cyd Fox", "Zed", "ada"}
     assert "not on the roster" in notes["Zed"] and "not on the roster" not in notes["Bob Ray"]
-    assert notes["Cyd Fox"] == "on the roster, but handed nothing in"
-    assert desk.grade(only=["02_collectives"]) == {}
+    assert notes["Cyd Fox"] == "not handed in"
+    assert "not an exercise notebook that was set" in desk.grade("--only", "02_collectives")["Zed"]["note"]
 
 
 def test_every_folder_gets_a_row_that_says_what_is_in_it(desk: Desk):
@@ -285,9 +285,11 @@ def test_every_folder_gets_a_row_that_says_what_is_in_it(desk: Desk):
     wanted = {"empty": "the file is empty", "json": "not a notebook that can", "own": "not an exercise notebook",
               "zip": "no notebook, only answers.zip", "untouched": "no exercise in it has been answered",
               "nothing": "an empty folder", "clone": "a whole copy of the course; only its exercises count"}
-    rows = desk.grade()
-    assert rows.keys() == wanted.keys() and all(text in rows[person]["note"] for person, text in wanted.items())
-    assert not any(row["passed"] for row in rows.values())
+    assert desk.grade().keys() == wanted.keys()
+    rows = json.loads((desk.folder.parent / "grades.json").read_text())["rows"]
+    notes = {person: [row["note"] for row in rows if row["person"] == person] for person in wanted}
+    assert all(text in notes[person][0] for person, text in wanted.items())
+    assert notes["zip"][1:] == ["not handed in"] and not any(row["passed"] for row in rows)
 
 
 def test_wrong_folder_and_what_the_command_does_are_said(desk: Desk, capsys: pytest.CaptureFixture[str]):

@@ -28,16 +28,31 @@ class Assignment:
 
 
 @dataclass
-class HandIn:
-    """A notebook of a person, or the reason why there is none; only where ``gradable`` its checks are run."""
+class Verdict:
+    """What one check said; where it is not graded the machine is at fault, and it takes no points."""
 
-    person: str
-    notes: list[str]
-    path: Path | None = None
-    assignment: Assignment | None = None
-    cells: list[tuple[str, str]] = field(default_factory=list)  # code and nbgrader's id, of every cell
-    gradable: bool = False
-    in_folder: bool = True  # which is its own, so that modules beside it belong to it
+    name: str
+    points: int
+    passed: bool = False
+    hint: str = ""
+    message: str = "The check was not reached."
+    graded: bool = True
+
+
+class HandIn:
+    """A notebook of a person, or why there is none, and what became of it; only if it is ``gradable`` it is run."""
+
+    def __init__(self, person: str, notes: list[str], path: Path | None = None, answers: Assignment | None = None):
+        self.person, self.path, self.notes = person, path, [*notes]
+        self.cells: list[tuple[str, str]] = []  # code and nbgrader's id, of every cell; both empty for text
+        self.gradable, self.seconds = False, 0.0
+        self.answer(answers)
+
+    def answer(self, assignment: Assignment | None) -> None:
+        """Note what it answers, with no check passed."""
+        self.assignment = assignment
+        points = assignment.points if assignment else {}
+        self.verdicts = {name: Verdict(name, number) for name, number in points.items()}
 
 
 def assignments(root: Path) -> dict[str, Assignment]:
@@ -51,12 +66,12 @@ def assignments(root: Path) -> dict[str, Assignment]:
             if cell.cell_type == "markdown":
                 card = _CARD.search(cell.source)
                 points = int(card[1]) if card else points
-            elif cell.cell_type == "code":
-                each.sources.add(cell.source.strip())
-                each.imports += "".join(f"{line}\n" for line in _IMPORTS.findall(cell.source))
-                marks = cell.metadata.get("nbgrader", {})
-                if marks.get("grade"):
-                    each.checks[marks["grade_id"]], each.points[marks["grade_id"]] = cell.source, points
+                continue
+            each.sources.add(cell.source.strip())
+            each.imports += "".join(f"{line}\n" for line in _IMPORTS.findall(cell.source))
+            marks = cell.metadata.get("nbgrader", {})
+            if marks.get("grade"):
+                each.checks[marks["grade_id"]], each.points[marks["grade_id"]] = cell.source, points
     return found
 
 
@@ -72,7 +87,7 @@ def read_roster(path: Path) -> list[str]:
 def collect(
     folder: Path, known: dict[str, Assignment], roster: list[str] | None = None, only: list[str] | None = None
 ) -> list[HandIn]:
-    """Every hand-in below a folder, at least one a person; ``only`` names the notebooks that were set.
+    """Every hand-in below a folder: of each person the notebooks that anybody handed in, of those named in ``only``.
 
     The first folder's name, or that of a notebook without a folder, is the person; where a roster is given, the one
     name of it that this name contains.
@@ -84,14 +99,22 @@ def collect(
     entries = sorted(path for path in folder.iterdir() if path.name[0] != "." and (path.is_dir() or _notebook(path)))
     if not entries:
         raise ToolError(f"{folder} holds neither folders nor notebooks")
-    found: dict[str, list[HandIn]] = {}
+    known = {name: each for name, each in known.items() if not only or name in only}
+    found: dict[str, list[HandIn]] = {person: [] for person in roster or ()}
     for entry in entries:
         person, notes = _on_roster(_person(entry, known), roster)
         found.setdefault(person, []).extend(_of_person(person, entry, known, notes))
-    for person in roster or []:
-        found.setdefault(person, [HandIn(person, ["on the roster, but handed nothing in"])])
-    kept = [each for hand_ins in found.values() for each in _newest(hand_ins)]
-    return [each for each in kept if not only or each.assignment is None or each.assignment.name in only]
+    names = sorted({each.assignment.name for own in found.values() for each in own if each.assignment})
+    hand_ins = []
+    for person, own in found.items():
+        hand_ins += [each for each in own if not each.assignment]
+        for name in names:
+            copies = [each for each in own if each.assignment and each.assignment.name == name]
+            copies.sort(key=lambda each: (each.gradable, each.path.stat().st_mtime))
+            if len(copies) > 1:
+                copies[-1].notes.append(f"of {len(copies)} copies the newest answered one counts: {copies[-1].path}")
+            hand_ins.append(copies[-1] if copies else HandIn(person, ["not handed in"], None, known[name]))
+    return hand_ins
 
 
 def _is_course(folder: Path) -> bool:
@@ -105,10 +128,8 @@ def _notebook(path: Path) -> bool:
 
 def _person(entry: Path, known: dict[str, Assignment]) -> str:
     """``ada`` of ``ada_02_collectives.ipynb``; a name that is nothing but the notebook's stays."""
-    if entry.is_dir():
-        return entry.name
-    names = "|".join(map(re.escape, sorted(known, key=len, reverse=True))) or "$"
-    return re.sub(rf"({names})(_exercises|_solutions)?", " ", entry.stem).strip(" _-") or entry.stem
+    names = "|".join(map(re.escape, known)) or "$"
+    return entry.is_file() and re.sub(rf"({names})(_exercises|_solutions)?", " ", entry.stem).strip(" _-") or entry.stem
 
 
 def _on_roster(name: str, roster: list[str] | None) -> tuple[str, list[str]]:
@@ -135,20 +156,16 @@ def _of_person(person: str, entry: Path, known: dict[str, Assignment], notes: li
         names = ", ".join(sorted(path.name for path in entry.rglob("*") if path.is_file())[:5])
         return [HandIn(person, [*notes, f"no notebook, only {names}" if names else "an empty folder"])]
     read = [_read(person, path, known, notes) for path in paths]
-    for each in read:
-        each.in_folder = entry.is_dir()
     return [each for each in read if each.gradable or each.path not in copies] or read[:1]
 
 
 def _read(person: str, path: Path, known: dict[str, Assignment], notes: list[str]) -> HandIn:
-    """One notebook: what it is, by its check cells if it has any, else by its name."""
-    named = next((known[name] for name in known if name in path.stem), None)
-    hand_in = HandIn(person, [*notes], path, named)
+    """One notebook: what it is, by its check cells if it can be read, else by its name."""
+    hand_in = HandIn(person, notes, path, next((known[name] for name in known if name in path.stem), None))
     try:
         for cell in nbformat.read(path, as_version=4).cells:
-            is_code = cell.cell_type == "code"
-            mark = cell.metadata.get("nbgrader", {}).get("grade_id", "") if is_code else ""
-            hand_in.cells.append((cell.source if is_code else "", mark))
+            marks = cell.metadata.get("nbgrader", {})
+            hand_in.cells.append((cell.source, marks.get("grade_id", "")) if cell.cell_type == "code" else ("", ""))
     except Exception as error:  # whatever a broken file makes a library say
         what = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         hand_in.notes.append(f"not a notebook that can be read: {what if path.stat().st_size else 'the file is empty'}")
@@ -158,24 +175,10 @@ def _read(person: str, path: Path, known: dict[str, Assignment], notes: list[str
              for name, each in known.items()}
     best = max(marks, key=lambda name: marks[name], default="")
     if not marks.get(best):
-        hand_in.notes.append("not an exercise notebook of the course: no check cell in it")
+        hand_in.notes.append("not an exercise notebook that was set: no check cell in it")
         return hand_in
-    hand_in.assignment = known[best]
-    hand_in.gradable = not sources <= hand_in.assignment.sources
+    hand_in.answer(known[best])
+    hand_in.gradable = not sources <= known[best].sources
     if not hand_in.gradable:
         hand_in.notes.append("no exercise in it has been answered")
-    elif named is not hand_in.assignment:
-        hand_in.notes.append(f"renamed: {path.name}")
     return hand_in
-
-
-def _newest(hand_ins: list[HandIn]) -> list[HandIn]:
-    """Of several copies of one notebook the newest that has been answered."""
-    groups: dict[str, list[HandIn]] = {}
-    for each in hand_ins:
-        groups.setdefault(each.assignment.name if each.assignment else f"~{each.path}", []).append(each)
-    for copies in groups.values():
-        copies.sort(key=lambda each: (each.gradable, each.path.stat().st_mtime if each.path else 0))
-        if len(copies) > 1:
-            copies[-1].notes.append(f"of {len(copies)} copies the newest answered one counts: {copies[-1].path.name}")
-    return [groups[name][-1] for name in sorted(groups)]
