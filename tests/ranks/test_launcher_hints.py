@@ -33,21 +33,9 @@ def alone(n=0):
     return alone(n + 1)  # the learner's line
 
 
-def ping(n=0):
-    return pong(n + 1)
-
-
-def pong(n):
-    return ping(n + 1)
-
-
-@pytest.mark.parametrize(("work", "words"), [
-    (alone, ["return alone(n + 1)  # the learner's line", re.compile(r"\d{3} (?:more|times)|repeated|frames")]),
-    (ping, ["return pong(n + 1)", "return ping(n + 1)"]),
-])
-def test_a_recursion_without_end_is_told_in_few_lines(work, words):
-    text = str(failure(WorkerError, work))
-    says(text, "RecursionError", *words)
+def test_a_recursion_without_end_is_told_in_few_lines():
+    text = str(failure(WorkerError, alone))
+    says(text, "RecursionError", "return alone(n + 1)  # the learner's line", re.compile(r"\d{3} more times"))
     assert text.count("\n") < 60
 
 
@@ -91,13 +79,6 @@ def test_tags_that_differ_are_named():
     assert re.search(r"\btags?\b", fault) and re.search(r"\b11\b", fault) and re.search(r"\b22\b", fault), text
 
 
-def test_messages_with_equal_tags_are_not_blamed_on_tags():
-    def work():
-        dist.recv(torch.ones(3), src=1 - dist.get_rank(), tag=5)
-
-    assert "tags" not in str(failure(HangError, work, world_size=2, timeout=STUCK)).split("\n\n")[1]
-
-
 def test_two_groups_of_the_same_ranks_can_be_told_apart():
     def work():
         first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
@@ -118,16 +99,6 @@ def test_the_table_of_a_hang_says_what_its_numbers_count():
     table, below = text.split("barrier #1", 1)[1], text.rstrip().splitlines()[-1]
     assert re.search(r"# counts all collectives of a group", table), text
     assert re.search(r"# counts all collectives of a group", below), "the table's last line"
-
-
-def test_a_long_line_is_cut_in_the_table():
-    def work():
-        return dist.get_rank() and dist.barrier() or ["a line that is longer than any screen is wide", "and some more of it", "and more", "and yet more"]  # fmt: skip # noqa: E501
-
-    error = failure(HangError, work, timeout=STUCK, world_size=2)
-    assert all(len(line) < 160 for line in error.states), error.states
-    assert all(len(line) < 300 for line in str(error).splitlines())
-    assert "dist.get_rank() and dist.barrier()" in str(error)
 
 
 # --- silent mistakes -----------------------------------------------------------------------------------------------
@@ -240,18 +211,3 @@ def test_a_full_temporary_folder_is_named_with_a_way_out(monkeypatch):
     with pytest.raises(WorkerError) as caught:
         launch(work, world_size=2)
     says(str(caught.value), f"temporary folder {tempfile.gettempdir()}: free some space, or set TMPDIR")
-
-
-def test_a_chain_of_exceptions_is_told_whole():
-    def work():
-        try:
-            try:
-                {}["first"]
-            except KeyError as error:
-                raise ValueError("second") from error
-        except ValueError as error:
-            raise RuntimeError("third") from error
-
-    with pytest.raises(WorkerError) as caught:
-        launch(work, world_size=2)
-    says(str(caught.value), "RuntimeError: third", "after ValueError: second", "after KeyError: 'first'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 import pytest
@@ -131,21 +130,6 @@ figure
     assert "image/png" in (cell.result or {})
 
 
-def test_a_figure_stands_between_the_lines_it_was_drawn_between(kernel):
-    cell = kernel.good("""
-import matplotlib.pyplot as plt
-def draw():
-    print("before")
-    plt.plot([0, 1])
-    plt.show()
-    print("after")
-launch(draw, world_size=1);
-""")
-    lines = cell.out.splitlines()
-    assert (lines[0], lines[-1]) == ("[rank 0] before", "[rank 0] after") and len(lines) <= 3
-    assert cell.order.count("display_data") == 1 and cell.order[0] == cell.order[-1] == "stream"
-
-
 # --- errors as a learner sees them ---------------------------------------------------------------------------------
 
 
@@ -183,30 +167,13 @@ def test_an_error_shows_the_learners_line_and_no_frame_of_the_package(kernel, co
     works(kernel)
 
 
-def test_the_error_can_be_looked_at_afterwards(kernel):
-    code = """
-def train():
-    raise ValueError("bad")
-try:
-    launch(train, world_size=2)
-except WorkerError as error:
-    told = (error.rank, error.exception, "raise ValueError" in error.traceback, len(error.states))
-told
-"""
-    assert kernel.good(code).value == "(0, 'ValueError: bad', True, 2)"
-
-
 # --- interrupt -----------------------------------------------------------------------------------------------------
 
 STUCK = {
     "skips": ("if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(1))", "all_reduce"),
-    "differs": ("(dist.all_reduce if dist.get_rank() == 0 else dist.recv)(torch.ones(1))", "all_reduce"),
-    "receives": ("dist.recv(torch.ones(1), src=1 - dist.get_rank())", "recv"),
     "sends": ("dist.send(torch.ones(8_000_000), dst=1 - dist.get_rank())", "send"),
-    "sleeps": ("time.sleep(1000)", "time.sleep(1000)"),
     "computes": ("sum(range(10**12))", "rank"),
     "floods": ('while dist.get_rank() == 0: os.write(1, b"." * 1000)\n    dist.barrier()', "rank"),
-    "prints": ('while dist.get_rank() == 0: print("line " * 20)\n    dist.barrier()', "rank"),
     "swallows": ("while True:\n        try: time.sleep(1000)\n        except BaseException: pass", "rank"),
 }
 
@@ -347,9 +314,3 @@ def work(base):
             assert not cell.err
         other.kill()
         works(kernel)
-
-
-def test_messages_of_workers_never_bypass_the_cell(kernel):
-    """After all of the above, the kernel still says nothing of its own in an empty cell."""
-    cell = kernel.good("launch(dist.barrier, world_size=4)\nlaunch(dist.get_rank, world_size=2);")
-    assert not re.search(r"\w", cell.out + cell.err), cell

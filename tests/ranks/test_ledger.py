@@ -292,18 +292,6 @@ def test_object_and_coalesced_collectives_are_counted_with_all_their_bytes():
         assert ledger.bytes("all_gather") > 0 and ledger.bytes("all_reduce") == 240
 
 
-def test_an_own_process_group_is_seen():
-    def program():
-        dist.init_process_group("gloo")
-        with record() as ledger:
-            dist.all_reduce(torch.ones(10))
-        dist.destroy_process_group()
-        return ledger
-
-    for ledger in launch(program, world_size=2, init=False):
-        assert [(e.op, e.bytes) for e in ledger.entries] == [("all_reduce", 40)]
-
-
 def test_results_are_not_changed_by_recording():
     def work():
         x = torch.arange(4.0) + dist.get_rank()
@@ -344,21 +332,6 @@ def test_an_entry_begins_before_it_ends_and_times_ascend():
         assert starts == sorted(starts)
         numbers = [entry.number for entry in ledger.entries]
         assert numbers == sorted(set(numbers))
-
-
-def test_waiting_for_a_late_rank_is_part_of_an_entry():
-    """All processes of a machine share the clock, so the entries of two ranks can be compared."""
-
-    def work():
-        dist.barrier()
-        with record() as ledger:
-            if dist.get_rank() == 1:
-                time.sleep(0.3)
-            dist.barrier()
-        return ledger.entries[0]
-
-    early, late = launch(work, world_size=2)
-    assert early.end >= late.start
 
 
 def test_the_call_site_is_the_learners_line():
@@ -429,20 +402,6 @@ def test_records_end_with_their_block_also_after_an_exception_and_nest():
 
     expected = [["barrier", "all_reduce", "barrier"], ["all_reduce"], ["barrier"], []]
     assert launch(work, world_size=2) == [expected] * 2
-
-
-def test_a_collective_that_fails_leaves_the_ledger_usable():
-    def work():
-        with record() as ledger:
-            try:
-                dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PREMUL_SUM)
-            except (RuntimeError, ValueError, TypeError):
-                pass
-            dist.all_reduce(torch.ones(1))
-        return ledger.count("all_reduce"), ledger.table()
-
-    for count, table in launch(work, world_size=2):
-        assert count in (1, 2) and "all_reduce" in table
 
 
 def test_tables_show_operations_and_bytes():

@@ -49,14 +49,6 @@ def another_reduction_of_a_reduce_scatter():
     dist.reduce_scatter_single(part, whole, op=op)
 
 
-@case(WRONG, 2, "rank 2 reduces with MIN, ranks 0,1 reduce with SUM", "functional.all_reduce(")
-def another_reduction_of_a_functional_collective():
-    import torch.distributed._functional_collectives as functional
-
-    name = "min" if dist.get_rank() == 2 else "sum"
-    functional.wait_tensor(functional.all_reduce(torch.ones(2), name, dist.group.WORLD))
-
-
 @case(WRONG, 2, "all_reduce #1 (default): rank 2 passes int32, ranks 0,1 pass float32", "dist.all_reduce(x)")
 def another_dtype_of_the_same_size():
     x = torch.ones(4, dtype=torch.int32 if dist.get_rank() == 2 else torch.float32)
@@ -72,17 +64,6 @@ def another_shape_of_as_many_bytes():
 @case(WRONG, 1, "broadcast #1 (default): rank 1 has root 1, ranks 0,2 have root 0", "src=dist.get_rank() % 2")
 def another_root():
     dist.broadcast(torch.ones(2), src=dist.get_rank() % 2)
-
-
-@case(WRONG, 2, "reduce #1 (default): rank 2 has root 2, ranks 0,1 have root 0", "dst=dist.get_rank() // 2")
-def another_root_of_a_reduce():
-    dist.reduce(torch.ones(2), dst=dist.get_rank() // 2 * 2)  # dst=dist.get_rank() // 2
-
-
-@case(WRONG, 1, "all_gather #1 (default): rank 1 passes shape (2, 2), ranks 0,2 pass shape (4)", "dist.all_gather_")
-def another_shape_of_an_all_gather():
-    x = torch.ones((2, 2) if dist.get_rank() == 1 else (4,))
-    dist.all_gather_single(torch.empty(3 * x.shape[0], *x.shape[1:]), x)
 
 
 @case(WRONG, 1, "all_reduce #1 (default): rank 1 passes shapes (1), (2), ranks 0,2 pass shapes (2), (1)", "coalesced")
@@ -107,25 +88,10 @@ def a_larger_message_expected():
         dist.recv(torch.ones(3), 0)
 
 
-@case(WRONG, 1, "rank 0 sends 2 elements of int32, rank 1 receives 2 elements of float32", "batch_isend_irecv(")
-def another_dtype_in_a_batch():
-    rank, dtype = dist.get_rank(), torch.int32 if dist.get_rank() == 0 else torch.float32
-    kind, peer = (dist.isend, 1) if rank == 0 else (dist.irecv, 0)
-    if rank < 2:
-        for work in dist.batch_isend_irecv([dist.P2POp(kind, torch.ones(2, dtype=dtype), peer)]):
-            work.wait()
-
-
 @case(WRONG, 1, "message #1 from rank 0 to rank 1: rank 0 sends it, rank 1 returned after it had received 0", "")
 def a_message_that_nobody_receives():
     if dist.get_rank() == 0:
         dist.isend(torch.ones(2), 1)
-
-
-@case(WRONG, 1, "broadcast #1 (default): ranks 0,2 call it, rank 1 returned after 0 collectives of this group", "")
-def a_broadcast_that_one_leaves_out():
-    if dist.get_rank() != 1:
-        dist.broadcast(torch.ones(2), src=0, async_op=True)
 
 
 # --- what would hang, or end a process --------------------------------------------------------------------------------
@@ -255,14 +221,6 @@ def test_errors_that_have_nothing_to_do_with_it_are_told_as_ever():
     assert type(caught.value) is WorkerError and caught.value.rank == 1
 
 
-def test_many_ranks_that_call_alike_share_a_line():
-    def work():
-        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() == 7 else dist.ReduceOp.SUM)
-
-    error = refused(work, world_size=10)
-    assert error.rank == 7 and len(error.states) == 2 and "rank 7 reduces with MAX" in str(error)
-
-
 def test_a_program_with_its_own_group_is_compared():
     def program():
         dist.init_process_group("gloo")
@@ -279,20 +237,6 @@ def test_ranks_on_emulated_hosts_are_compared():
 
     assert "MAX" in str(refused(work, world_size=2, hosts=2))
     assert launch(dist.get_rank, world_size=2, hosts=2, verify=True) == [0, 1]
-
-
-def test_verify_is_true_or_false():
-    with pytest.raises(TypeError, match="verify is True or False, not 1"):
-        launch(dist.get_rank, world_size=2, verify=1)
-
-
-def test_without_it_nothing_is_compared():
-    def work():
-        x = torch.ones(1)
-        dist.all_reduce(x, op=dist.ReduceOp.MAX if dist.get_rank() == 1 else dist.ReduceOp.SUM)
-        return x.item()
-
-    assert len(launch(work, world_size=2)) == 2
 
 
 # --- right programs ----------------------------------------------------------------------------------------------
