@@ -53,7 +53,7 @@ class Collector:
         self._status = Status(call.show)
         self._merger = Merger(ranks, lambda item: None)
         for rank in ranks:
-            if call.cell is None and workers[rank].ran:  # a process that outlived an earlier call may have printed
+            if workers[rank].ran and not call.kind.keeps_names:  # what is left of an earlier call may have printed
                 self._read_rest(rank)
         self._merger = Merger(ranks, self._status.show)
         self._interrupts = interrupts
@@ -283,9 +283,9 @@ class Collector:
         A function's ranks are interrupted, so that they can clean up, and are lost all the same: whatever they were in
         the middle of is not left half done. Those of a cell are kept for their names, unless they were importing.
         """
-        is_cell, parts = self.call.cell is not None, [*self.communication.values(), *self._failures.values()]
+        kept, parts = self.call.kind.keeps_names, [*self.communication.values(), *self._failures.values()]
         self.settled = not self._pending and all(part.get("settled") for part in parts)
-        self.same_group = is_cell and self.settled and self.call.backend == "nccl"  # it ends with its processes
+        self.same_group = kept and self.settled and self.call.backend == "nccl"  # it ends with its processes
         for rank in self.ranks:
             self._read_rest(rank)
         self._merger.flush()
@@ -298,7 +298,7 @@ class Collector:
         deadline = time.monotonic() + (_RETURN if interrupted - deaf else 0)
         while self._pending - deaf and time.monotonic() < deadline:
             self._listen(deadline - time.monotonic())
-        self.lost |= {r for r in interrupted if not is_cell or r in self._pending or standings[r].get("importing")}
+        self.lost |= {r for r in interrupted if not kept or r in self._pending or standings[r].get("importing")}
 
     # ---------------------------------------------------------------------------------------------------------- judge
 
@@ -327,7 +327,7 @@ class Collector:
         parts = list(self.communication.values())
         self.same_group = all(part["same_group"] for part in parts)
         self.settled = all(part["settled"] for part in parts)
-        if self.call.cell is not None:
+        if self.call.kind.keeps_names:
             return  # what a cell leaves under way, another may finish
         sent, received = sum(part["sent"] for part in parts), sum(part["received"] for part in parts)
         entries = [(key, entry) for part in parts for key, entry in part["latest"].items()]

@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from . import errors
+from .channels import FUNCTION, PROGRAM
 
 __all__ = ["device", "launch", "shutdown"]
 
@@ -156,7 +157,8 @@ def run(
     try:
         plan = _plan_of_hosts(asked, world_size, backend) if asked else None
         body = serialization.pack_call(fn, args, kwargs)
-        call = pool.Call(body, world_size, backend, seconds(timeout), init=init, show=show, watch=watch, hosts=plan,
+        kind = FUNCTION if init else PROGRAM
+        call = pool.Call(body, world_size, backend, seconds(timeout), kind, show=show, watch=watch, hosts=plan,
                          verify=verify)
         return _launched.run(call) if plan is None else _run_on_hosts(call)
     except KeyboardInterrupt as error:

@@ -11,6 +11,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from . import errors, launcher
+from .channels import CELL
 from .labels import rank_label
 from .pool import Call, Pool
 
@@ -60,7 +61,7 @@ class RankMagics(Magics):
             if "await" in error.msg:
                 text += "\n\nRanks have no event loop that runs: write asyncio.run(main()) there."
             raise errors.refusal(Exception, text, name="SyntaxError") from None
-        call = Call(cell.encode(), self._world_size, self._backend, timeout, cell=name, ranks=ranks, show=launcher.show)
+        call = Call(cell.encode(), self._world_size, self._backend, timeout, CELL, name, ranks, launcher.show)
         try:
             self._pool.run(call)
         except errors.WorkerError as error:

@@ -19,7 +19,7 @@ from multiprocessing import AuthenticationError
 from typing import Any
 
 from . import errors, processes, verify
-from .channels import IDLE_SECONDS
+from .channels import FUNCTION, IDLE_SECONDS, Kind
 from .collector import Collector
 from .interrupts import Interrupts, held_back
 from .labels import rank_label
@@ -28,21 +28,20 @@ from .status_line import TICK, Status
 from .watch import Watch
 
 _START = 120.0  # seconds that processes have to start
-_CELLS_STAY = 8  # times as long as other ranks those of cells may be idle, for they keep what the learner has computed
 
 _group_numbers = itertools.count()
 
 
 @dataclass
 class Call:
-    """What to run: a pickled call, or the source of a ``%%ranks`` cell (then ``cell`` is its label)."""
+    """What to run: a pickled call, or the source of a ``%%ranks`` cell, of which ``label`` is the name."""
 
     body: bytes
     world_size: int
     backend: str
     timeout: float
-    init: bool = True
-    cell: str | None = None
+    kind: Kind = FUNCTION
+    label: str = ""
     ranks: list[int] | None = None
     show: Callable[[str | dict], None] = print
     watch: Watch | None = None
@@ -52,11 +51,7 @@ class Call:
     @property
     def group(self) -> tuple:
         """What the ranks' process group depends on."""
-        return self.world_size, self.backend, self.init
-
-    @property
-    def kind(self) -> str:
-        return "cell" if self.cell is not None else "function" if self.init else "program"
+        return self.world_size, self.backend, self.kind.is_program
 
 
 class Pool:
@@ -167,7 +162,7 @@ class Pool:
     def _make_group(self, call: Call, ranks: list[int], folder: str) -> None:
         """Make the process group where the call cannot do so itself, because the group needs everybody."""
         if call.ranks is not None and len(ranks) < call.world_size:
-            everybody = Call(b"", call.world_size, call.backend, call.timeout, cell="", show=call.show)
+            everybody = Call(b"", call.world_size, call.backend, call.timeout, call.kind, show=call.show)
             self._serve(everybody, list(range(call.world_size)), folder)
 
     def _serve(self, call: Call, ranks: list[int], folder: str) -> dict[int, bytes | None]:
@@ -187,7 +182,7 @@ class Pool:
     def _end_lost(self, call: Call, collector: Collector) -> None:
         stuck = call.backend == "nccl" and not collector.same_group and not collector.settled
         lost = set(self.workers) if stuck else collector.lost  # an aborted group of NCCL's may never end
-        if lost and call.cell is not None:
+        if lost and call.kind.keeps_names:
             afresh = f"{rank_label(sorted(lost))} {'starts' if len(lost) == 1 else 'start'} afresh"
             call.show(f"{afresh}, without the names of earlier cells\n")
         with held_back():
@@ -201,13 +196,13 @@ class Pool:
         fewer_or_more = call.backend == "nccl" and call.world_size != self.world_size  # not all would end the group
         limit = self._idle_seconds(call)
         idle = time.monotonic() - self.used > limit - min(5.0, limit / 2)  # none is to end just as it is called
-        if idle and call.kind == "cell" and any(worker.ran for worker in self.workers.values()):
+        if idle and call.kind.keeps_names and any(worker.ran for worker in self.workers.values()):
             call.show("the ranks had nothing to do for long and have ended: names of earlier cells are gone\n")
         servers = processes.server_ids()
         self._end([
             rank for rank, worker in self.workers.items()
-            if idle or not worker.alive or worker.server not in servers or (worker.ran and fewer_or_more)
-            or worker.ran == "program" or (worker.ran and call.kind == "program")
+            if idle or not worker.alive or worker.server not in servers
+            or worker.ran and (fewer_or_more or worker.ran.is_program or call.kind.is_program)
         ])
 
     @staticmethod
@@ -215,7 +210,7 @@ class Pool:
         text = os.environ.get("COURSE_IDLE_SECONDS") or str(IDLE_SECONDS)
         if not text.strip().isdigit() or int(text) == 0:
             raise errors.refusal(ValueError, f"COURSE_IDLE_SECONDS is {text!r}; allowed are whole seconds from 1 on")
-        return int(text) * (_CELLS_STAY if call.kind == "cell" else 1)
+        return int(text) * call.kind.patience
 
     def _start_missing(self, call: Call) -> None:
         """Make sure that all ranks live; in a thread, so that an interrupt and a limit can end the wait."""
@@ -288,9 +283,9 @@ class Pool:
         for rank in ranks:
             worker = self.workers[rank]
             header = {
-                "call": self.calls, "world_size": call.world_size, "backend": call.backend, "init": call.init,
+                "call": self.calls, "kind": call.kind, "world_size": call.world_size, "backend": call.backend,
                 "generation": self.generation, "port": self.port, "store": self.store,
-                "cell": call.cell is not None, "filename": call.cell, "idle": self._idle_seconds(call),
+                "filename": call.label, "idle": self._idle_seconds(call),
                 "hosts": call.hosts and call.hosts.environment, "timeout": call.timeout,
                 "operations": verify.path(worker.folder, self.calls) if call.verify else None,
                 "place": place if worker.place != place else None,

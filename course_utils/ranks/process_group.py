@@ -118,24 +118,25 @@ def _name_interface(interface: str | None) -> None:
 def prepare(header: dict) -> None:
     """Set the variables of the environment and the GPU, and make the default group anew if it has to be."""
     world_size, rank = header["world_size"], state.rank
-    if not header["init"]:
+    program = header["kind"].is_program
+    if program:
         multiprocessing.set_start_method(None, force=True)  # as in a process of its own: not chosen yet
     hosts = header["hosts"]
-    os.environ.update(_torchrun_names(world_size, header["port"], not header["init"], hosts))
+    os.environ.update(_torchrun_names(world_size, header["port"], program, hosts))
     state.meeting_limit = None
     if hosts and hosts["emulated"]:
         _name_interface(hosts["interface"])
         # half the time: where ranks cannot meet, PyTorch's own error comes before the launcher's
-        state.meeting_limit = timedelta(seconds=header["timeout"] / 2) if header["init"] else _NEVER
+        state.meeting_limit = _NEVER if program else timedelta(seconds=header["timeout"] / 2)
     state.store, state.meeting = header["store"], False
     if header["backend"] == "nccl":
         torch.cuda.set_device(rank)
     elif not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if header["init"] and state.generation == header["generation"] and dist.is_initialized():
+    if not program and state.generation == header["generation"] and dist.is_initialized():
         return
     drop()
-    if header["init"]:
+    if not program:
         device = torch.device("cuda", rank) if header["backend"] == "nccl" else None
         dist.init_process_group(header["backend"], timeout=_NEVER, device_id=device)
         state.generation = header["generation"]

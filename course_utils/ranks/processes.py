@@ -28,7 +28,7 @@ from multiprocessing.connection import wait
 
 from . import descendants
 from . import multiprocessing_internals as internals
-from .channels import STATUS_BYTES
+from .channels import STATUS_BYTES, Kind
 from .learner_code import is_learner
 
 _LARGE = 1 << 12  # bytes that a socket surely takes without a reader
@@ -190,7 +190,7 @@ class Worker:
         self.rank = rank
         server = _servers[rank % len(_servers)]
         self.server = server.pid
-        self.ran: str | None = None  # what kind of call it has served: "function", "program" or "cell"
+        self.ran: Kind | None = None  # what kind of call it has served
         self.folder = tempfile.mkdtemp(prefix=f"rank-{rank}-", dir=server_folder())
         _forked.add(self.server)
         self.place: tuple[dict, str, list] | None = None

@@ -101,23 +101,24 @@ def main(rank: int, task, control, output, status, environment: dict, folder: st
         except (EOFError, OSError):
             os._exit(0)
         idle = header["idle"]
-        names = sys.modules["__main__"].__dict__ if header["cell"] else None
+        kind = header["kind"]
+        names = sys.modules["__main__"].__dict__ if kind.keeps_names else None
         edited, since = modules.forget_edited(names), clock()
         if edited and names is not None:
             print(_imported_again(edited))
-        kind, *reply = _serve(header, body)
+        how, *reply = _serve(header, body)
         if os.getpid() != state.pid:
-            _end_fork(reply[1]["text"] if kind == "error" else "")
+            _end_fork(reply[1]["text"] if how == "error" else "")
         modules.note(since)
-        kept = (header["cell"] or settings.are_left_alone()) and not (kind == "error" and _import_was_cut(reply[1]))
+        kept = (kind.keeps_names or settings.are_left_alone()) and not (how == "error" and _import_was_cut(reply[1]))
         with state.lock:  # an abort under way must not reach into the next call
             state.running = False
         _finish_output(header["call"])
         try:
-            task.send((kind, *reply, kept))
+            task.send((how, *reply, kept))
         except OSError:
             os._exit(0)
-        if not header["cell"]:
+        if not kind.keeps_names:
             _tidy(settings)
 
 
@@ -213,13 +214,11 @@ def _serve(header: dict, body: bytes) -> tuple:
         interceptor.reset()
         interceptor.announce = Announcer(header["operations"]) if header["operations"] else None
         state.phase = "running"
-        result = _run_cell(header, body) if header["cell"] else _run_function(body)
-        if not header["init"]:
-            _end_program()
+        result = _RUN[header["kind"].name](header, body)
         state.phase = "returned"
         state.running = False
         same, settled = dist.is_initialized() and state.generation == header["generation"], process_group.settled()
-        same = same and (header["cell"] or settled and len(open_groups()) == 1)
+        same = same and (header["kind"].keeps_names or settled and len(open_groups()) == 1)
         communication = {
             "latest": standing.latest(), "last": standing.entry_data(interceptor.last), "same_group": same,
             "settled": settled,
@@ -259,7 +258,7 @@ def _tidy(settings: Settings) -> None:
     seed(state.rank)
 
 
-def _run_function(body: bytes) -> bytes:
+def _run_function(_header: dict, body: bytes) -> bytes:
     fn, args, kwargs = cloudpickle.loads(body)
     try:
         result = fn(*args, **kwargs)
@@ -270,13 +269,16 @@ def _run_function(body: bytes) -> bytes:
     return serialization.pack_result(result)
 
 
-def _end_program() -> None:
-    """What Python does at the end of a program, which no rank reaches: wait for threads, run exit functions, flush."""
+def _run_program(header: dict, body: bytes) -> bytes:
+    """And what Python does at the end of a program, which no rank reaches: wait for threads, run exit functions, flush.
+    """
+    result = _run_function(header, body)
     internals.run_exit_functions()
     for item in gc.get_objects():
         if isinstance(item, io.IOBase) and not item.closed and item.writable():
             with contextlib.suppress(Exception):
                 item.flush()
+    return result
 
 
 class _Device(str):
@@ -316,6 +318,9 @@ def _run_cell(header: dict, body: bytes) -> bytes | None:
         names["_"] = value
         _show_value(value)
     return None
+
+
+_RUN = {"function": _run_function, "program": _run_program, "cell": _run_cell}
 
 
 def _show_value(value) -> None:

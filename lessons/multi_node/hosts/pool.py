@@ -91,7 +91,7 @@ class HostPool(Pool):
 
     def _make_group(self, call: Call, ranks: list[int], folder: str) -> None:
         """Make the group before the call, so that what it costs is not counted."""
-        if call.init:
+        if not call.kind.is_program:
             body = serialization.pack_call(_nothing, (), {})
             first = Call(body, call.world_size, call.backend, call.timeout, show=call.show, hosts=call.hosts)
             self._serve(first, ranks, folder)
