@@ -9,10 +9,8 @@ from __future__ import annotations
 import builtins
 import decimal
 import gc
-import json
 import logging
 import multiprocessing
-import operator
 import os
 import random
 import resource
@@ -22,8 +20,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import numpy
 import numpy.random  # else each rank would import it by itself
@@ -31,15 +27,11 @@ import torch
 import torch.distributed as dist
 
 from ..torch_internals import count_modes
-from .learner_code import is_learner
 
-# Looking at an object writes to its memory, which ranks share until then: what follows names as little as will do.
-
-#: Where a function that has been replaced is noticed.
+#: Functions that a learner may have replaced, to count calls for example.
 _WATCHED = (
-    torch, torch.nn.functional, torch.nn.init, torch.random, torch.cuda, torch.Tensor, torch.optim.Optimizer,
-    *(each for module in (torch.nn, torch.optim) for each in vars(module).values() if isinstance(each, type)),
-    dist, dist.distributed_c10d, dist.Work, builtins, json, numpy, numpy.random, os, random, sys, threading, time,
+    (dist, dist.distributed_c10d.__all__), (dist.distributed_c10d, dist.distributed_c10d.__all__),
+    (dist.Work, ("wait", "is_completed", "get_future")), (builtins, tuple(vars(builtins))),
 )
 _SMALL = 5e-324  # zero as soon as it is computed with, where denormal numbers are flushed
 #: What keeps hooks for all modules and for all optimizers.
@@ -74,7 +66,7 @@ def _own_handlers() -> list[str]:
 
 
 def _values() -> list:
-    """All that a function may have set, but for functions that it may have replaced."""
+    """All that a function may have set."""
     cudnn, matmul, mkldnn = torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.mkldnn
     return [
         torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.enabled, cudnn.deterministic, cudnn.allow_tf32,
@@ -90,20 +82,8 @@ def _values() -> list:
         _umask(), os.getpriority(os.PRIO_PROCESS, 0), [resource.getrlimit(limit) for limit in _LIMITS],
         [signal.getsignal(number) for number in _SIGNALS], [signal.getitimer(timer) for timer in _TIMERS],
         signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        [id(vars(owner).get(name)) for owner, names in _WATCHED for name in names],
     ]
-
-
-def _functions(owner: Any) -> tuple[tuple, Callable]:
-    """The functions of a module or class, and how to read them again."""
-    found = {name: value for name, value in list(vars(owner).items()) if callable(value)}
-    return tuple(found.values()), operator.itemgetter(*found, "__doc__")
-
-
-def _is_replacement(function: Any) -> bool:
-    """Whether a function is a learner's: PyTorch also wraps some of its own when they are first used."""
-    if code := getattr(function, "__code__", None):
-        return is_learner(code.co_filename)
-    return not str(getattr(function, "__module__", "")).startswith("torch")
 
 
 class Settings:
@@ -111,26 +91,13 @@ class Settings:
 
     def __init__(self) -> None:
         self._values, self._filters = _values(), list(warnings.filters)
-        self._watched = [(owner, *_functions(owner)) for owner in _WATCHED]
 
     def are_left_alone(self) -> bool:
         """Whether all is as it was, and no thread is left; if not, this process should not be used again."""
         try:
-            return _values() == self._values and not self._replaced() and _threads_have_ended()
+            return _values() == self._values and _threads_have_ended()
         except RuntimeError:  # TF32 was set by PyTorch's newer names, and then it cannot be read by the older ones
             return False
-
-    def _replaced(self) -> bool:
-        """Whether a function in PyTorch or the standard library is another one now."""
-        for owner, before, read in self._watched:
-            try:
-                now = read(vars(owner))[:-1]
-            except KeyError:  # one has been deleted
-                return True
-            changed = (new for old, new in zip(before, now, strict=True) if old is not new)
-            if any(map(_is_replacement, changed)):
-                return True
-        return False
 
     def put_filters_back(self) -> None:
         """Filters of warnings are put back, because libraries add some as they are imported."""

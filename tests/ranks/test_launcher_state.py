@@ -50,7 +50,6 @@ def settings() -> dict[str, tuple]:
     def block():
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
 
-    x = torch.ones(1)
     c10d, nofile = "torch.distributed", resource.RLIMIT_NOFILE
     set_limit, limit = resource.setrlimit, resource.getrlimit
     return {  # name: (what changes it, what shows it)
@@ -72,7 +71,6 @@ def settings() -> dict[str, tuple]:
         "logging.disable": (lambda: logging.disable(50), lambda: logging.root.manager.disable),
         "logging handlers": (lambda: logging.basicConfig(filename="/dev/null"), lambda: len(logging.root.handlers)),
         "recursion limit": (lambda: sys.setrecursionlimit(400), sys.getrecursionlimit),
-        "excepthook": (lambda: setattr(sys, "excepthook", print), lambda: sys.excepthook is sys.__excepthook__),
         "warnings filters": (lambda: warnings.simplefilter("error"), lambda: [str(f) for f in warnings.filters]),
         "handler of SIGTERM": (
             lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN) and None, lambda: str(signal.getsignal(15))),
@@ -80,8 +78,6 @@ def settings() -> dict[str, tuple]:
             lambda: signal.signal(signal.SIGUSR2, lambda *_: None) and None,
             lambda: str(signal.getsignal(signal.SIGUSR2))),
         "blocked signals": (block, lambda: sorted(map(str, signal.pthread_sigmask(signal.SIG_BLOCK, [])))),
-        "forward": (lambda: setattr(torch.nn.Linear, "forward", broken), lambda: torch.nn.Linear(1, 1)(x).shape),
-        "default_rng": (lambda: setattr(np.random, "default_rng", broken), lambda: np.random.default_rng(1).random()),
         "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
         "TF32 by its newer name": (
             lambda: setattr(torch.backends, "fp32_precision", "tf32"), lambda: torch.backends.fp32_precision),
