@@ -175,14 +175,16 @@ class Collector:
 
     def _read_reply(self, rank: int) -> None:
         try:
-            kind, number, content, communication, kept = self.workers[rank].task.recv()
+            kind, number, content, communication, files = self.workers[rank].task.recv()
         except (EOFError, OSError):
             return  # it has died: its sentinel says how
         if number != self.number:
             return
         self._pending.discard(rank)
-        if not kept:
+        if files is None:
             self.lost.add(rank)
+        else:
+            self.workers[rank].files = files
         if self._stopping:
             return
         if kind == "done":

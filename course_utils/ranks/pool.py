@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from typing import Any
 
-from . import errors, processes, verify
+from . import errors, modules, processes, verify
 from .channels import FUNCTION, IDLE_SECONDS, Kind
 from .collector import Collector
 from .interrupts import Interrupts, held_back
@@ -198,12 +198,28 @@ class Pool:
         idle = time.monotonic() - self.used > limit - min(5.0, limit / 2)  # none is to end just as it is called
         if idle and call.kind.keeps_names and any(worker.ran for worker in self.workers.values()):
             call.show("the ranks had nothing to do for long and have ended: names of earlier cells are gone\n")
+        edited = self._edited(call)
         servers = processes.server_ids()
         self._end([
             rank for rank, worker in self.workers.items()
-            if idle or not worker.alive or worker.server not in servers
+            if idle or not worker.alive or worker.server not in servers or edited & worker.files.keys()
             or worker.ran and (fewer_or_more or worker.ran.is_program or call.kind.is_program)
         ])
+
+    def _edited(self, call: Call) -> set[str]:
+        """Files of the learner's modules that have been edited since ranks imported them.
+
+        Ranks that keep the names of cells keep such modules too, as a notebook does, and the learner is told.
+        """
+        files = {path: stamp for worker in self.workers.values() for path, stamp in worker.files.items()}
+        edited = modules.edited(files)
+        for path in edited:
+            modules.forget_bytecode(path)
+        if not call.kind.keeps_names:
+            return set(edited)
+        if names := ", ".join(sorted(os.path.basename(path) for path in edited if files[path])):
+            call.show(f"edited since the ranks imported it: {names}; %ranks_reset lets them import it again\n")
+        return set()
 
     @staticmethod
     def _idle_seconds(call: Call) -> float:

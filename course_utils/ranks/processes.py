@@ -191,6 +191,7 @@ class Worker:
         server = _servers[rank % len(_servers)]
         self.server = server.pid
         self.ran: Kind | None = None  # what kind of call it has served
+        self.files: dict[str, tuple | None] = {}  # of the learner's modules that it has imported
         self.folder = tempfile.mkdtemp(prefix=f"rank-{rank}-", dir=server_folder())
         _forked.add(self.server)
         self.place: tuple[dict, str, list] | None = None

@@ -102,10 +102,7 @@ def main(rank: int, task, control, output, status, environment: dict, folder: st
             os._exit(0)
         idle = header["idle"]
         kind = header["kind"]
-        names = sys.modules["__main__"].__dict__ if kind.keeps_names else None
-        edited, since = modules.forget_edited(names), clock()
-        if edited and names is not None:
-            print(_imported_again(edited))
+        since = clock()
         how, *reply = _serve(header, body)
         if os.getpid() != state.pid:
             _end_fork(reply[1]["text"] if how == "error" else "")
@@ -115,7 +112,7 @@ def main(rank: int, task, control, output, status, environment: dict, folder: st
             state.running = False
         _finish_output(header["call"])
         try:
-            task.send((how, *reply, kept))
+            task.send((how, *reply, modules.files if kept else None))
         except OSError:
             os._exit(0)
         if not kind.keeps_names:
@@ -126,12 +123,6 @@ def _import_was_cut(failure: dict) -> bool:
     """Whether an interrupt has left a module half imported."""
     importing = any(frame["file"].startswith("<frozen importlib") for frame in failure["frames"])
     return importing and failure["text"].startswith("KeyboardInterrupt")
-
-
-def _imported_again(edited: list[str]) -> str:
-    """What a learner is told whose later cells would see a mixture of old and new."""
-    names = ", ".join(edited)
-    return f"imported again, because edited since: {names}; what earlier cells took from there by name is still the old"
 
 
 def _end_fork(error: str) -> None:
