@@ -26,28 +26,15 @@ _REST = 1 << 18  # bytes of output that are read from a rank that is stopped or 
 
 
 class Collector:
-    """Waits for the replies of the ranks of one call.
-
-    Attributes
-    ----------
-    results : dict
-        Pickled results by rank.
-    communication : dict
-        What each rank that returned has communicated.
-    lost : set of int
-        Ranks that must not serve another call.
-    same_group : bool
-        Whether the ranks' process group can serve the next call.
-    settled : bool
-        Whether it can be ended: all ranks have replied, and nothing is under way between them.
-    """
+    """Waits for the replies of the ranks of one call."""
 
     def __init__(self, call, number: int, ranks: list[int], workers: dict[int, Worker], interrupts: Interrupts):
         self.call, self.number, self.ranks, self.workers = call, number, ranks, workers
-        self.results: dict[int, bytes | None] = {}
-        self.communication: dict[int, dict] = {}
-        self.lost: set[int] = set()
-        self.same_group = self.settled = True
+        self.results: dict[int, bytes | None] = {}  # pickled
+        self.communication: dict[int, dict] = {}  # of the ranks that have returned
+        self.lost: set[int] = set()  # ranks that must not serve another call
+        self.same_group = True  # whether the ranks' process group can serve the next call,
+        self.settled = True  # and whether it can be ended: nothing is under way between the ranks
         self._failures: dict[int, dict] = {}
         self._pending = set(ranks)
         self._status = Status(call.show)

@@ -184,12 +184,7 @@ class _Source:
 class Merger:
     """Line k of every rank is shown before line k+1 of any, equal lines once, labelled with their ranks.
 
-    Parameters
-    ----------
-    ranks : list of int
-        Global ranks that take part.
-    show : callable
-        Called with a text (one or more whole lines) or a MIME bundle (dict).
+    ``show`` is called with a text (one or more whole lines) or a MIME bundle.
     """
 
     def __init__(self, ranks: list[int], show: Callable[[str | dict], None]):

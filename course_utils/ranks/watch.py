@@ -10,40 +10,23 @@ _RESTING = 0.05  # processor time of a rank at rest, as a share of the time: it 
 
 @dataclass
 class Watch:
-    """Limits for one call that do not depend on how busy the machine is.
+    """Limits for one call that do not depend on how busy the machine is, in seconds.
 
-    Parameters
-    ----------
-    idle : float
-        Seconds in which every rank waits in a communication, no operation begins and hardly any processor time is
-        used, after which the ranks count as stuck. Where it can be proven that no rank can go on, it is told at once.
-    computing : float
-        Seconds of processor time after which a rank counts as endless.
-    look : float
-        Seconds between two looks at where the ranks stand.
+    Ranks count as stuck after ``idle``, in which all of them wait in a communication, no operation begins and hardly
+    any processor time is used. Where it can be proven that no rank can go on, it is told at once.
     """
 
     idle: float
-    computing: float
-    look: float = 0.5
+    computing: float  # processor time after which a rank counts as endless
+    look: float = 0.5  # between two looks at where the ranks stand
     _before: dict | None = field(default=None, repr=False)
     _since: float = 0.0
     _used: float = 0.0
     _began: dict[int, float] = field(default_factory=dict, repr=False)
 
     def verdict(self, standings: dict[int, dict], pending: set[int], used: dict[int, float], now: float) -> str:
-        """``"stuck"``, ``"endless"`` or nothing yet.
-
-        Parameters
-        ----------
-        standings : dict
-            Of all ranks, as `_evidence.standing` tells.
-        pending : set of int
-            Ranks that have not returned.
-        used : dict
-            Seconds of processor time of the pending ranks' processes until now.
-        now : float
-            Seconds of a steady clock.
+        """``"stuck"``, ``"endless"`` or nothing yet, of where all ranks stand, of those that have not returned
+        (``pending``), and of the processor time that these have ``used``; ``now`` is a steady clock's.
         """
         for rank in pending:
             if standings[rank]["phase"] != "starting":
