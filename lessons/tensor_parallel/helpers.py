@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,138 +14,45 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from course_utils import memory
-from course_utils.costs import TwoLevelCluster, all_reduce_seconds, bytes_sent
+from course_utils.beside import TOLERANCE, Comparison, Trial, beside, full, train_beside
+from course_utils.costs import TwoLevelCluster, all_reduce_seconds
 from course_utils.models import GPT, SeparateQKVAttention, build_gpt
-from course_utils.ranks import Entry, Ledger, device, record, share
+from course_utils.ranks import Entry, Ledger, device, share
 from course_utils.transformer import TransformerConfig
 
 __all__ = [
-    "Comparison", "LayerTrial", "adam", "compare", "compute_seconds", "exchange_seconds", "held_by_formula",
-    "held_for_backward", "joined", "large", "operations", "parameters_of_rank", "rank_memory", "ring_bytes",
-    "separate_qkv", "trial_table", "try_layer",
+    "compare", "compute_seconds", "exchange_seconds", "held_by_formula", "held_for_backward", "joined", "large",
+    "operations", "parameters_of_rank", "rank_memory", "ring_bytes", "separate_qkv", "trial_table", "try_layer",
 ]
 
 share("torch.distributed.tensor.parallel")  # what each rank would import for itself
-
-TOLERANCE = 1e-5  # relative, in float32
 
 Make = Callable[[nn.Module], nn.Module]
 Step = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class LayerTrial:
-    """What one rank found with its part of a layer.
-
-    Attributes
-    ----------
-    errors : dict of str to float
-        Of "loss", "x" (the gradient of the input), and the gradient of each parameter: the largest difference from one
-        process, as a share of the largest number there.
-    forward, backward : Ledger
-        What this rank sent.
-    """
-
-    errors: dict[str, float]
-    forward: Ledger
-    backward: Ledger
-
-    @property
-    def equal(self) -> bool:
-        """Whether loss and all gradients are those of one process."""
-        return max(self.errors.values()) < TOLERANCE
+def _part_of(make: Make, whole: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `make` takes of the whole module if its parameters have these values, by name."""
+    copied = copy.deepcopy(whole)
+    for name, p in copied.named_parameters():
+        p.data = values[name].to(p)
+    return {name: full(p) for name, p in make(copied).named_parameters()}
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What one rank found in training its part of a model beside one process.
-
-    Attributes
-    ----------
-    errors : dict of str to float
-        Relative, of "logits" and "gradients" before the first update and of "losses"; absolute, of "weights" at the
-        end.
-    ledger, stepping : Ledger
-        What this rank sent in forward and backward of the last step, and while the optimizer made it.
-    """
-
-    errors: dict[str, float]
-    ledger: Ledger
-    stepping: Ledger
-
-    @property
-    def said(self) -> str:
-        """Each kind of numbers, and whether it is equal."""
-        return ", ".join(f"{name} {'equal' if e < TOLERANCE else 'WRONG'}" for name, e in self.errors.items())
-
-    @property
-    def equal(self) -> bool:
-        """Whether everything is as in one process."""
-        return max(self.errors.values()) < TOLERANCE
-
-    def same_as_one_process(self) -> str:
-        """Say that everything is equal; raises `AssertionError` if anything is not."""
-        if not self.equal:
-            raise AssertionError(f"not as in one process: {self.said}")
-        return f"equal to one process: {', '.join(self.errors)}"
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _off(tensor: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Largest difference, as a share of the largest number expected, or of `least` if that is larger."""
-    scale = max(expected.detach().abs().max().item(), least)
-    return (tensor - expected).detach().abs().max().item() / scale
-
-
-def _gradients_as_weights(module: nn.Module) -> nn.Module:
-    """A copy whose parameters have the gradients of the original as their values."""
-    copied = copy.deepcopy(module)
-    with torch.no_grad():
-        for p, original in zip(copied.parameters(), module.parameters(), strict=True):
-            p.copy_(original.grad)
-    return copied
-
-
-def _gradient_errors(part: nn.Module, whole: nn.Module, make: Make) -> dict[str, float]:
-    """By parameter of a rank's part, how far its gradient is off; what `make` takes of a gradient is what it should be.
-
-    A gradient that is nothing but rounding, such as that of the bias of keys, is measured by larger ones.
-    """
-    expected = [_full(p.detach()) for p in make(_gradients_as_weights(whole)).parameters()]
-    least = 0.01 * max(p.grad.abs().max().item() for p in whole.parameters())
-    pairs = zip(part.named_parameters(), expected, strict=True)
-    return {name: _off(_full(p.grad), gradient, least) for (name, p), gradient in pairs}
-
-
-def try_layer(make: Make, whole: nn.Module, width: int, tokens: int = 12) -> LayerTrial:
-    """On each rank: forward and backward of its part of a layer, beside the whole layer with the same input.
-
-    Parameters
-    ----------
-    make : callable
-        ``make(whole)`` -> this rank's part, which takes and returns (b, tokens, width) on every rank. It may change its
-        argument, which is a copy.
-    whole : module
-    width, tokens : int
-    """
+def try_layer(make: Make, whole: nn.Module, width: int, tokens: int = 12) -> Trial:
+    """On each rank: its part ``make(whole)`` of a layer, beside the whole layer with the same (2, tokens, width)."""
     whole = copy.deepcopy(whole).to(device())
-    part = make(copy.deepcopy(whole))
-    x = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(1)).to(next(whole.parameters()))
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    expected = whole(inputs[0]).square().mean()
-    expected.backward()
-    with record() as forward:
-        loss = part(inputs[1]).square().mean()
-    with record() as backward:
-        loss.backward()
-    errors = {"loss": _off(loss, expected), "x": _off(inputs[1].grad, inputs[0].grad)}
-    return LayerTrial(errors | _gradient_errors(part, whole, make), forward, backward)
+    part, x = make(copy.deepcopy(whole)), torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(1))
+
+    def gradients() -> dict[str, tuple[Tensor, Tensor]]:
+        right = _part_of(make, whole, {name: p.grad for name, p in whole.named_parameters()})
+        return {name: (p.grad, right[name]) for name, p in part.named_parameters()}
+
+    x = x.to(next(whole.parameters()).dtype)
+    return beside(whole, part, [x], loss=lambda y: y.square().mean(), gradients=gradients, relative=True)
 
 
-def trial_table(trials: Mapping[str, LayerTrial], weights: Iterable[str] = ()) -> str:
+def trial_table(trials: Mapping[str, Trial], weights: Iterable[str] = ()) -> str:
     """Return a row for each trial: its all-reduces each way; the loss, and gradients of x and of `weights`."""
     names = ["loss", "x", *(f"{name}.weight" for name in weights)]
     heads = ["loss", "grad. of x", *(f"of {name}" for name in weights)]
@@ -157,13 +65,7 @@ def trial_table(trials: Mapping[str, LayerTrial], weights: Iterable[str] = ()) -
 
 
 def joined(parts: Sequence[Tensor], whole: Tensor) -> str:
-    """Say whether parts along the last dimension, or terms of a sum, make the whole tensor.
-
-    Raises
-    ------
-    AssertionError
-        If they make another one.
-    """
+    """Say whether parts along the last dimension, or terms of a sum, make the whole tensor; one of them they must."""
     in_pieces = parts[0].shape[-1] * len(parts) == whole.shape[-1]
     torch.testing.assert_close(torch.cat([*parts], -1) if in_pieces else sum(parts), whole, rtol=1e-4, atol=1e-4)
     return "in pieces" if in_pieces else "a sum over ranks"
@@ -177,54 +79,29 @@ def separate_qkv(model: GPT) -> GPT:
     return model
 
 
-def adam(model: nn.Module) -> torch.optim.Adam:
-    """Adam with an `eps` that keeps it from making steps of rounding errors, which differ with the number of ranks."""
-    return torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6, foreach=False)
+def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Adam:
+    """With an `eps` that keeps it from making steps of rounding errors, which differ with the number of ranks."""
+    return torch.optim.Adam(parameters, lr=1e-3, eps=1e-6, foreach=False)
 
 
 def compare(
     make: Make, step: Step, text: Callable[[int], tuple[Tensor, Tensor]], config: TransformerConfig, steps: int = 2,
     dtype: torch.dtype = torch.float32,
 ) -> Comparison:
-    """On each rank: train its part of a GPT beside the whole.
-
-    Parameters
-    ----------
-    make : callable
-        ``make(model)`` -> this rank's part of a GPT; it may change its argument. Logits may stay in pieces.
-    step : callable
-        ``step(part, x, y)`` runs forward and backward, and returns the loss.
-    text : callable
-        ``text(number)`` -> tokens and targets of a step, the same on every rank.
-    config : TransformerConfig
-    steps : int
-    dtype : torch.dtype
-    """
+    """On each rank: train its part ``make(model)`` of a GPT with ``step(part, x, y)``, beside the whole."""
     alone = build_gpt(config, dtype=dtype).to(device())
-    part, (x, y) = make(copy.deepcopy(alone)), text(0)
+    part, (x, _) = make(copy.deepcopy(alone)), text(0)
     with torch.no_grad():
-        logits, expected = _full(part(x)), alone(x)
+        logits, expected = full(part(x)), alone(x)
     if logits.shape != expected.shape:
         expected = expected.tensor_split(dist.get_world_size(), -1)[dist.get_rank()]
-    errors = {"logits": _off(logits, expected), "gradients": 0.0, "losses": 0.0}
-    optimizers = adam(part), adam(alone)
-    for number in range(steps):
-        x, y = text(number)
-        loss = alone.loss(x, y)
-        loss.backward()
-        with record() as ledger:
-            got = step(part, x, y)
-        errors["losses"] = max(errors["losses"], _off(_full(got), loss))
-        if number == 0:
-            errors["gradients"] = max(_gradient_errors(part, alone, make).values())
-        with record() as stepping:
-            optimizers[0].step()
-        optimizers[1].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    pairs = zip(part.parameters(), make(alone).parameters(), strict=True)
-    errors["weights"] = max((_full(p) - _full(q)).abs().max().item() for p, q in pairs)
-    return Comparison(errors, ledger, stepping)
+    off = ((logits - expected).abs().max() / expected.abs().max()).item()
+    run = train_beside(
+        part, partial(step, part), alone, text, steps, optimizer=_adam, part_of=partial(_part_of, make, alone),
+        relative=("losses", "gradients"),
+    )
+    errors = {name: run.errors[name] for name in ("gradients", "losses", "weights")}  # in the order in which they arise
+    return replace(run, errors={"logits": off, **errors})
 
 
 # --- what is sent
@@ -237,7 +114,7 @@ def large(ledger: Ledger, numbers: int, element_bytes: int = 4) -> list[Entry]:
 
 def ring_bytes(entries: Iterable[Entry]) -> float:
     """Return the bytes that a rank sends for these operations if each is a ring."""
-    return sum(bytes_sent(entry.op, len(entry.ranks), entry.bytes) for entry in entries)
+    return Ledger([*entries]).bytes_sent()
 
 
 def operations(entries: Iterable[Entry]) -> str:
@@ -254,17 +131,9 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def held_for_backward(make: Make, tokens: Tensor, config: TransformerConfig) -> float:
-    """On each rank: what one layer keeps for backward, in numbers a token, as multiples of the hidden size.
+    """On each rank: numbers a token that one layer keeps for backward, as multiples of the hidden size.
 
     The difference between models of two layers and of one, each block of memory counted once, parameters apart.
-
-    Parameters
-    ----------
-    make : callable
-        ``make(model)`` -> this rank's part of a GPT.
-    tokens : tensor
-        (b, T), the same on every rank.
-    config : TransformerConfig
     """
     held = []
     for layers in (1, 2):
@@ -285,14 +154,7 @@ def held_for_backward(make: Make, tokens: Tensor, config: TransformerConfig) -> 
 
 
 def held_by_formula(kind: str, config: TransformerConfig, t: int) -> float:
-    """Return what `held_for_backward` should find on one of t ranks, with gloo's kernels in float32.
-
-    Parameters
-    ----------
-    kind : {"one process", "tensor parallel", "sequence parallel"}
-    config : TransformerConfig
-    t : int
-    """
+    """Return what `held_for_backward` should find on one of t ranks, with gloo's kernels in float32."""
     norms, attention = 4 / config.hidden, config.heads / config.hidden  # statistics, and one number a head
     formulas = {
         "one process": 16 + norms + attention,
