@@ -261,8 +261,7 @@ def _run_function(_header: dict, body: bytes) -> bytes:
 
 
 def _run_program(header: dict, body: bytes) -> bytes:
-    """And what Python does at the end of a program, which no rank reaches: wait for threads, run exit functions, flush.
-    """
+    """Do also what Python does at the end of a program: wait for threads, run exit functions, flush files."""
     result = _run_function(header, body)
     internals.run_exit_functions()
     for item in gc.get_objects():

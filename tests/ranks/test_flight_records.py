@@ -84,7 +84,7 @@ def both(records):
     return ours, [*theirs.values()]
 
 
-@pytest.mark.parametrize("guilty", [(1,), (0,), (1, 2)], ids=str)
+@pytest.mark.parametrize("guilty", [(0,), (1, 2)], ids=str)
 @pytest.mark.parametrize("odd", ["missing", "operation", "sizes", "dtypes"])
 def test_faults_are_those_of_the_tool(odd, guilty):
     ours, theirs = both(launch(two_collectives, odd, guilty, world_size=3))

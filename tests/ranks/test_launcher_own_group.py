@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 
 import pytest
 import torch
@@ -58,32 +57,6 @@ def test_every_program_has_fresh_ranks_also_after_a_failure_and_so_has_the_call_
     assert not seen & set(after)
     all_is_well(2)
     assert launch(os.getpid, world_size=2) == after
-
-
-def test_what_a_program_changes_in_its_process_is_gone_the_next_time():
-    def changes():
-        sys.modules.setdefault("this_library_keeps_state", types.ModuleType("this_library_keeps_state"))
-        import this_library_keeps_state as library
-
-        before = [getattr(module, "used", 0) for module in (library, torch.utils)]
-        library.used = torch.utils.used = 1
-        return before
-
-    def chooses():
-        torch.multiprocessing.set_start_method("spawn")
-        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-        dist.init_process_group("gloo")
-        return dist.get_debug_level().name
-
-    def looks():
-        dist.init_process_group("gloo")
-        return torch.multiprocessing.get_start_method(allow_none=True), dist.get_debug_level().name
-
-    for init in (False, False, True, False):
-        assert launch(changes, world_size=2, init=init) == [[0, 0]] * 2
-    assert launch(chooses, world_size=2, init=False) == ["DETAIL"] * 2
-    assert launch(looks, world_size=2, init=False) == [(None, "OFF")] * 2
-    all_is_well(2)
 
 
 PROGRAM = """

@@ -419,13 +419,6 @@ def test_tables_show_operations_and_bytes():
         assert again.table() == table and len(again) == 2
 
 
-def test_without_a_process_group_nothing_is_recorded_and_an_empty_ledger_can_be_shown():
-    with record() as ledger:
-        torch.ones(2).sum()
-    assert len(ledger) == ledger.count() == ledger.bytes() == 0
-    assert isinstance(ledger.table(), str) and "<" in ledger._repr_html_()
-
-
 def test_what_was_sent_is_not_kept():
     """After a barrier nothing of what came before it is held.
 

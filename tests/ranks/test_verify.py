@@ -404,14 +404,9 @@ def other_members():
     dist.new_group([0, 1, 2] if dist.get_rank() == 1 else [0, 1])
 
 
-def other_mesh():
-    dist.init_device_mesh("cpu", (4, 1) if dist.get_rank() == 3 else (2, 2))
-
-
 @pytest.mark.parametrize(("function", "words"), [
     (other_order, ("ranks 0,1", "new_group([0, 1])", "ranks 2,3", "new_group([2, 3])")),
     (other_members, ("rank 1", "new_group([0, 1, 2])", "ranks 0,2,3", "new_group([0, 1])")),
-    (other_mesh, ("rank 3", "new_group([0])", "ranks 0-2", "new_group([0, 2])")),
 ])
 def test_groups_that_ranks_make_differently_are_told(function, words, capsys):
     with pytest.raises(MismatchError) as caught:
