@@ -15,6 +15,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from lesson_cells import definitions
 from torch import nn
 from torch.utils.data import DistributedSampler
 
@@ -22,7 +23,6 @@ from course_utils import WorkerError, launch, record
 from course_utils.data import Windows
 from course_utils.models import build_gpt, loss_of
 from course_utils.programs import torchrun
-from lessons import definitions
 from lessons.ddp import data_parallel
 from lessons.ddp.data_parallel import BOUNDS, try_data_parallel
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from lesson_cells import definitions
 from notebook_runs import run_core
 from PIL import Image
 
-from lessons import definitions
 from lessons.ffcv_data_loading.ffcv import ImageFolder, image_folder
 
 pytestmark = pytest.mark.guard(120)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lesson_cells import definitions
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +22,6 @@ from course_utils.data import Windows
 from course_utils.models import TransformerConfig, build_gpt
 from course_utils.programs import SCRIPTS, excerpt, folded
 from course_utils.ranks import Entry, Ledger
-from lessons import definitions
 from lessons.fsdp.sharded import Elsewhere, SlowLink, equal_states, padded_bytes, ring_traffic, time_steps
 
 pytestmark = pytest.mark.guard(90)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from lesson_cells import definitions
 
 from course_utils.costs import bytes_sent
 from course_utils.hardware import GPUS, LINKS, growth, rungs
 from course_utils.recorded import ACHIEVABLE_MATMUL
 from course_utils.topology import cluster, leaf_spine, most_shared, reference
-from lessons import definitions
 
 H100, PORT = GPUS["h100"], LINKS["ib_ndr"].bandwidth
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lesson_cells import definitions
 
 from course_utils import launch
 from course_utils.costs import bytes_sent
-from lessons import definitions
 from lessons.long_context_and_experts import context_parallel as cp
 from lessons.long_context_and_experts import experts as ep
 from lessons.long_context_and_experts.equality import try_attention, try_experts

@@ -10,11 +10,11 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from lesson_cells import definitions
 
 from course_utils import WorkerError, launch, record
 from course_utils.checks import message_steps
 from course_utils.costs import TwoLevelCluster, all_reduce_bytes, all_reduce_steps
-from lessons import definitions
 
 pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

@@ -11,11 +11,11 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from lesson_cells import definitions
 
 from course_utils import launch, record
 from course_utils.data import Windows
 from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
-from lessons import definitions
 from lessons.parallelism_3d import planner
 from lessons.parallelism_3d.mesh_training import (
     DIMENSIONS,

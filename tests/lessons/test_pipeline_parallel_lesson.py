@@ -10,11 +10,11 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from lesson_cells import definitions
 from torch import nn
 
 from course_utils import HangError, launch, record, recorded
 from course_utils.models import TransformerConfig, build_gpt
-from lessons import definitions
 from lessons.pipeline_parallel import pipeline_training, stage_costs
 from lessons.pipeline_parallel.pipeline import (
     Op,

@@ -11,10 +11,10 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from lesson_cells import definitions
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from course_utils import launch, record
-from lessons import definitions
 from lessons.collectives import explorer as cost
 from lessons.scaling_efficiency import scaling
 

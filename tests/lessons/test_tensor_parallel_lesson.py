@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lesson_cells import definitions
 
 from course_utils import WorkerError, device, launch, record, recorded
 from course_utils.data import Windows
 from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
-from lessons import definitions
 from lessons.tensor_parallel import helpers as tensor_parallel
 from lessons.tensor_parallel.helpers import compare, held_by_formula, held_for_backward, large, ring_bytes, try_layer
 

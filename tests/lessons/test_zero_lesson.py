@@ -10,13 +10,13 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from lesson_cells import definitions
 from torch import nn
 
 from course_utils import WorkerError, launch, record
 from course_utils.data import Windows
 from course_utils.memory import activation_bytes, held_memory, model_states, track, training_memory
 from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
-from lessons import definitions
 from lessons.zero.helpers import MasterAdam, train
 
 pytestmark = pytest.mark.guard(120)
