@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_utils.beside import train_beside
 from course_utils.data import Windows
 from course_utils.models import build_gpt, loss_of
 from course_utils.ranks import Ledger, device, record
@@ -61,17 +62,7 @@ def spread(model: nn.Module) -> float:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one rank found about a way to average gradients.
-
-    Attributes
-    ----------
-    differences : dict of dtype to float
-        Largest difference of any weight from those of one process, after training.
-    messages : Ledger
-        What this rank sent in a step, from the start of backward until the gradients are averaged.
-    early : int
-        How many of the messages had started when backward returned.
-    """
+    """What one rank found: differences of weights by type, a step's messages, and how many began in backward."""
 
     differences: dict[torch.dtype, float]
     messages: Ledger
@@ -79,7 +70,6 @@ class Trial:
 
     @property
     def equal(self) -> bool:
-        """Whether the weights are those of one process, but for rounding."""
         return all(difference < BOUNDS[dtype] for dtype, difference in self.differences.items())
 
     def __str__(self) -> str:
@@ -94,39 +84,20 @@ def _finish(model: nn.Module) -> None:
         model.finish()
 
 
-def _train(model: nn.Module, parameters: Iterable[nn.Parameter], batch: Batch, steps: int) -> None:
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        _finish(model)
-        optimizer.step()
-
-
 def _difference(wrap: Wrap, mine: Batch, whole: Batch, make: Callable[..., nn.Module], dtype: torch.dtype) -> float:
-    alone = make(seed=0).to(device(), dtype)
-    replica = make(seed=dist.get_rank()).to(device(), dtype)
-    _train(alone, alone.parameters(), whole, steps=3)
-    _train(wrap(replica), [*replica.parameters()], mine, steps=3)
-    pairs = zip(alone.parameters(), replica.parameters(), strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs)
+    """Of the weights after three steps; each rank begins with a seed of its own, one process with rank 0's."""
+    alone, replica = (make(seed=seed).to(device(), dtype) for seed in (0, dist.get_rank()))
+    wrapped = wrap(replica)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss_of(wrapped, x, y).backward()
+        _finish(wrapped)
+
+    return train_beside(replica, step, alone, whole, 3, mine=mine).errors["weights"]
 
 
 def try_data_parallel(wrap: Wrap, mine: Batch, whole: Batch, make: Callable[..., nn.Module] = build_gpt) -> Trial:
-    """On each rank: train with `wrap` for three steps beside one process with all batches, then count messages.
-
-    SGD with momentum trains both. Adam would not do: it divides gradients by their own size, so where the true gradient
-    is zero it makes steps out of rounding errors.
-
-    Parameters
-    ----------
-    wrap : callable
-        ``wrap(model)`` -> a module that averages gradients in backward, or when its method ``finish`` is called.
-    mine, whole : callable
-        ``mine(step)`` -> this rank's part of the step's batch, inputs and targets; ``whole(step)`` -> all of it.
-    make : callable
-        ``make(seed)`` -> the model. Each rank begins with a seed of its own, and one process with rank 0's.
-    """
+    """On each rank: train with `wrap` for three steps beside one process with all batches, then count messages."""
     differences = {dtype: _difference(wrap, mine, whole, make, dtype) for dtype in BOUNDS}
     model = wrap(make(seed=0).to(device()))
     for step in range(3):  # DDP sends its first steps in other ways
@@ -141,13 +112,7 @@ def try_data_parallel(wrap: Wrap, mine: Batch, whole: Batch, make: Callable[...,
 def judge(
     on_ranks: Callable[..., list], mine: Batch, whole: Batch, wrap: Wrap, make: Callable[..., nn.Module] = build_gpt,
 ) -> Trial:
-    """Let all ranks `try_data_parallel`; return what rank 0 found.
-
-    Raises
-    ------
-    AssertionError
-        If the weights of any rank are others than those of one process.
-    """
+    """Let all ranks `try_data_parallel`; return what rank 0 found, if all ranks are equal to one process."""
     trials = on_ranks(try_data_parallel, wrap, mine, whole, make)
     for rank, trial in enumerate(trials):
         if not trial.equal:
@@ -190,10 +155,7 @@ def time_versions(
     versions: Sequence[Wrap], batch: Batch, make: Callable[[], nn.Module] = as_if_computed_elsewhere, steps: int = 6,
     warm_up: int = 3,
 ) -> dict[str, list[dict[str, Any]]]:
-    """On each rank: let versions take turns, and return by name the spans of their steps after the first `warm_up`.
-
-    Each step is a mapping as `figures.step_timelines` takes it.
-    """
+    """On each rank: let versions take turns, and return by name the spans of their steps after `warm_up`."""
     wrapped = {wrap.__name__: wrap(make().to(device())) for wrap in versions}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in wrapped}
     for step in range(steps):
@@ -234,15 +196,7 @@ def _recorded(name: str, place: int, step: int) -> tuple[dict[str, list[tuple[fl
 
 
 def recorded_jobs() -> tuple[dict[str, dict[str, list[tuple[float, float]]]], dict[str, float]]:
-    """When the GPUs of `JOBS` computed and when their all-reduces ran, and how much of the latter is hidden.
-
-    Returns
-    -------
-    rows : dict of job to dict of str to list of (start, end)
-        ``"compute"`` and ``"all-reduces"``, in seconds since the step's first kernel.
-    shares : dict of job to float
-        Share of the all-reduces' time in which the GPU computed, too.
-    """
+    """When the GPUs of `JOBS` computed and reduced, in seconds of a step; the share of the latter beside compute."""
     found = {job: _recorded(*place) for job, place in JOBS.items()}
     return {job: rows for job, (rows, _) in found.items()}, {job: round(share, 2) for job, (_, share) in found.items()}
 

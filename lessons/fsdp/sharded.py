@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from course_utils.costs import bytes_sent
 from course_utils.ranks import Ledger
 from course_utils.traces import Trace, spans
 
@@ -27,13 +27,7 @@ Spans = list[tuple[str, float, float]]
 
 
 def same_losses(losses: Sequence[float], reference: Sequence[float], tolerance: float = 1e-4) -> str:
-    """Compare the losses of the first steps, two at least, with those of one process, and say so.
-
-    Raises
-    ------
-    AssertionError
-        If a loss is further away than the tolerance, or there are too few or too many.
-    """
+    """Say that the losses of the first steps, two at least, are those of one process; else raise `AssertionError`."""
     pairs = [*zip(losses, reference, strict=False)]
     if not 2 <= len(losses) <= len(reference) or any(abs(a - b) >= tolerance for a, b in pairs):
         raise AssertionError(f"losses {losses}, of one process {reference}")
@@ -46,23 +40,10 @@ def padded_bytes(model: nn.Module, world_size: int) -> int:
 
 
 def ring_traffic(ledgers: Sequence[Ledger], node: Mapping[int, int]) -> tuple[float, float]:
-    """Bytes that all ranks together send inside and between nodes, if each collective runs as a ring over its group.
-
-    Parameters
-    ----------
-    ledgers : list of Ledger
-        Of each rank.
-    node : dict of rank to node
-    """
-    inside = between = 0.0
-    for rank, ledger in enumerate(ledgers):
-        for entry in ledger:
-            n = len(entry.ranks)
-            following = entry.ranks[(entry.ranks.index(rank) + 1) % n]
-            sent = bytes_sent(entry.op, n, entry.bytes)
-            inside += sent * (node[following] == node[rank])
-            between += sent * (node[following] != node[rank])
-    return inside, between
+    """Bytes that all ranks together send inside and between nodes, their collectives as rings."""
+    ledgers = [Ledger([replace(entry, rank=rank) for entry in ledger]) for rank, ledger in enumerate(ledgers)]
+    between = sum(ledger.bytes_sent(between=node) for ledger in ledgers)
+    return sum(ledger.bytes_sent() for ledger in ledgers) - between, between
 
 
 # States and checkpoints
@@ -124,14 +105,9 @@ class _Block(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """A model whose blocks compute somewhere else: the CPU only waits, `seconds` in forward and twice that in backward.
+    """A model whose blocks compute elsewhere: the CPU waits, `seconds` in forward and twice that in backward.
 
-    Attributes
-    ----------
-    blocks : nn.Sequential
-        Each with a weight of `rows` times 1,024 numbers, which are gathered and reduced like any other.
-    computed : list of (block, start, end)
-        What has computed when, in seconds on the monotonic clock.
+    Each has `rows` times 1,024 weights; `computed` lists (block, start, end) on the monotonic clock.
     """
 
     def __init__(self, blocks: int = 4, seconds: float = 0.025, rows: int = 64) -> None:
@@ -164,14 +140,8 @@ class _Message(dist.Work):
 class SlowLink:
     """FSDP2's all-gathers over an emulated link, on which each takes so many seconds; the weights really travel.
 
-    Parameters
-    ----------
-    model : FSDPModule
-        Its units get the link, by ``set_custom_all_gather``.
-    beside : bool
-        Whether messages run beside the computation, as in a GPU's stream of their own. If not, each is waited for where
-        it is issued, as FSDP2 does on gloo.
-    seconds : float
+    With `beside` messages run beside the computation, as in a GPU's stream of their own; without it each is waited for
+    where it is issued, as FSDP2 does on gloo.
     """
 
     def __init__(self, model: FSDPModule, beside: bool, seconds: float = 0.02) -> None:
@@ -197,15 +167,7 @@ class SlowLink:
 
 
 def time_steps(model: FSDPModule, link: SlowLink, steps: int = 8) -> dict[str, Any]:
-    """On all ranks: run steps of a sharded `Elsewhere` over a link, and return this rank's fastest by the clock.
-
-    Returns
-    -------
-    dict
-        ``lanes``: "compute" and "all-gather", each a list of (unit, start, end) in seconds from the step's beginning;
-        ``seconds`` of the step; ``beside``: how many all-gathers were issued before a block computed and waited for
-        after it.
-    """
+    """On all ranks: the fastest step of a sharded `Elsewhere`: its lanes, its seconds, and how many gathers hid."""
     taken = [_timed(model, link) for _ in range(steps)][2:]
     return min(taken, key=lambda step: step["seconds"])
 

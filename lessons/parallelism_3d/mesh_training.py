@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed.tensor.parallel as tp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
-from course_utils import memory
-from course_utils.costs import bytes_sent
-from course_utils.models import SeparateQKVAttention, build_gpt, next_token_loss
-from course_utils.ranks import Ledger, device, record, share
+from course_utils import beside
+from course_utils.beside import TOLERANCE
+from course_utils.models import SeparateQKVAttention, build_gpt
+from course_utils.ranks import Ledger, device, share
 from course_utils.transformer import TransformerConfig
 
 __all__ = [
@@ -29,7 +28,6 @@ share(  # what each rank would import for itself
 )
 
 DIMENSIONS = ("pp", "dp", "tp")
-TOLERANCE = 1e-5  # of losses and weights in float32
 
 Batch = tuple[Tensor, Tensor]
 Clip = Callable[[list[nn.Parameter]], float]
@@ -82,111 +80,47 @@ def tensor_plan(stage: Stage) -> dict[str, tp.ParallelStyle]:
 # --- beside one process
 
 
-@dataclass(frozen=True)
-class MeshRun:
-    """What a rank has found in some steps.
-
-    Attributes
-    ----------
-    stage : int
-        Its stage of the pipeline.
-    losses : list of float or None
-        Mean of its replica's windows at each step; None where the stage has no head.
-    norms : list of float
-        What `clip` found at each step; empty without one.
-    weights : dict of str to Tensor
-        The parameters of its stage after the last step, whole, on the CPU.
-    states : int
-        Bytes that it keeps between steps: its pieces of parameters, gradients and momenta.
-    ledger : Ledger
-        What it sent in the last step, the optimizer and `clip` aside.
-    """
-
-    stage: int
-    losses: list[float | None]
-    norms: list[float]
-    weights: dict[str, Tensor]
-    states: int
-    ledger: Ledger
-
-
 def train(
     step: Callable[[Tensor, Tensor], float | None], stage: Stage, text: Callable[[int], Batch], steps: int = 2,
     clip: Clip | None = None,
 ) -> MeshRun:
-    """On each rank: train a stage by SGD with momentum, and note what happens.
-
-    Parameters
-    ----------
-    step : callable
-        ``step(x, y)`` leaves the gradients, and returns the loss if the stage has a head, else None.
-    stage : Stage
-    text : callable
-        ``text(number)`` returns the inputs and targets of this rank at a step.
-    steps : int
-    clip : callable, optional
-        ``clip(parameters)`` scales the gradients, and returns the norm that it found.
-    """
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
-    losses, norms, held = [], [], 0
-    for number in range(steps):
-        with record() as ledger:
-            losses.append(step(*text(number)))
-        if clip:
-            norms.append(clip([*stage.parameters()]))
-        optimizer.step()
-        held = memory.held_memory(stage, optimizer).states
-        optimizer.zero_grad()
-    # A weight that is cut twice is put together in two gathers, which DTensor calls slow.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    weights = {name: _whole(p).cpu() for name, p in stage.named_parameters()}
-    return MeshRun(stage.number, losses, norms, weights, held, ledger)
+    """On each rank: train a stage with ``step(x, y)``, which leaves the gradients; see `course_utils.beside.train`."""
+    return MeshRun(**vars(beside.train(stage, step, text, steps, clip=clip, part=stage.number)))
 
 
-def _whole(p: nn.Parameter) -> Tensor:
-    return p.full_tensor() if isinstance(p, DTensor) else p.detach()
+@dataclass(frozen=True)
+class MeshRun(beside.Run):
+    """What a rank has found in some steps."""
+
+    @property
+    def stage(self) -> int:
+        return self.part
+
+    @property
+    def states(self) -> float:
+        """Bytes that it keeps between steps: its pieces of parameters, gradients and momenta."""
+        return self.held.states
 
 
 def one_process(
     config: TransformerConfig, text: Callable[[int], Batch], steps: int = 2, limit: float = math.inf
 ) -> MeshRun:
     """On one rank: the same training of the whole model with the whole batches, its gradients clipped at `limit`."""
-    model = Stage(config).to(device())
 
-    def step(x: Tensor, y: Tensor) -> float:
-        loss = next_token_loss(model(x), y)
-        loss.backward()
-        return loss.item()
+    def clip(parameters: list[nn.Parameter]) -> float:
+        return nn.utils.clip_grad_norm_(parameters, limit).item()
 
-    return train(step, model, text, steps, lambda parameters: nn.utils.clip_grad_norm_(parameters, limit).item())
+    return MeshRun(**vars(beside.one_process(Stage(config).to(device()), text, steps, clip=clip, part=0)))
 
 
 def largest_difference(runs: Sequence[MeshRun], reference: MeshRun) -> tuple[float, float]:
-    """Return the largest difference between all ranks and one process, of a loss and of a weight.
-
-    The loss of a step is the mean over the ranks that have one.
-
-    Raises
-    ------
-    ValueError
-        If the ranks do not have all the weights of the model.
-    """
-    with_loss = [run.losses for run in runs if run.losses[0] is not None]
-    means = [sum(losses) / len(losses) for losses in zip(*with_loss, strict=True)]
-    if missing := reference.weights.keys() - {name for run in runs for name in run.weights}:
-        raise ValueError(f"no rank has {', '.join(sorted(missing))}")
-    weights = [(w - reference.weights[name]).abs().max().item() for run in runs for name, w in run.weights.items()]
-    return max(abs(a - b) for a, b in zip(means, reference.losses, strict=True)), max(weights)
+    """Return the largest difference between all ranks and one process, of a loss and of a weight."""
+    off = beside.differences(runs, reference)
+    return off["losses"], off["weights"]
 
 
 def same_as_one_process(runs: Sequence[MeshRun], reference: MeshRun) -> str:
-    """Compare all losses, and all weights at the end, with those of one process, and say so.
-
-    Raises
-    ------
-    AssertionError
-        If one differs by more than rounding.
-    """
+    """Say that all losses, and all weights at the end, are those of one process; else raise `AssertionError`."""
     loss, weight = largest_difference(runs, reference)
     if max(loss, weight) > TOLERANCE:
         raise AssertionError(f"losses differ by up to {loss:.2g} from one process, weights by up to {weight:.2g}")
@@ -198,11 +132,7 @@ def same_as_one_process(runs: Sequence[MeshRun], reference: MeshRun) -> str:
 
 def sent_by_dimension(ledger: Ledger) -> dict[str, float]:
     """Return the bytes that a rank sends, by dimension of the mesh, its collectives as rings."""
-    total = dict.fromkeys(DIMENSIONS, 0.0)
-    for entry in ledger:
-        if entry.op != "recv":
-            total[entry.group.removeprefix("mesh_")] += bytes_sent(entry.op, len(entry.ranks), entry.bytes)
-    return total
+    return {name: ledger.bytes_sent(f"mesh_{name}") + ledger.bytes_sent(name) for name in DIMENSIONS}
 
 
 def expected_bytes(
@@ -213,15 +143,6 @@ def expected_bytes(
     Tensor: in a layer four all-reduces of the activations, one more for the embedding and one for the head, and the
     logits gathered. Data: blocks gathered `gathers` times, the rest of the stage once, all gradients reduce-scattered.
     Pipeline: activations to the next stage, their gradients to the one before.
-
-    Parameters
-    ----------
-    config : TransformerConfig
-    sizes : dict of dimension to size
-        Of "pp", "dp" and "tp".
-    windows : int
-        In a step, over all replicas.
-    stage, gathers : int
     """
     p, d, t = (sizes[name] for name in DIMENSIONS)
     c, layers, first, last = config.hidden, config.layers / p, stage == 0, stage == p - 1
@@ -238,21 +159,5 @@ def expected_bytes(
 
 
 def crossing(ledgers: Sequence[Ledger], node: Sequence[int]) -> float:
-    """Return the bytes that all ranks together send from node to node, collectives as rings in the order of ranks.
-
-    Parameters
-    ----------
-    ledgers : list of Ledger
-        Of each rank.
-    node : sequence of int
-        The node of each rank.
-    """
-    total = 0.0
-    for rank, ledger in enumerate(ledgers):
-        for entry in ledger:
-            n = len(entry.ranks)
-            following = entry.ranks[(entry.ranks.index(rank) + 1) % n]
-            to = entry.peer if entry.op == "send" else following
-            if entry.op != "recv" and node[to] != node[rank]:
-                total += bytes_sent(entry.op, n, entry.bytes)
-    return total
+    """Return the bytes that all ranks together send from node to node, collectives as rings in the order of ranks."""
+    return sum(ledger.bytes_sent(between=node) for ledger in ledgers)

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_utils.models import GPT, build_gpt, next_token_loss
-from course_utils.ranks import Ledger, device, record, share
+from course_utils import beside
+from course_utils.beside import TOLERANCE, Run, sgd
+from course_utils.models import GPT, build_gpt
+from course_utils.ranks import Ledger, device, share
 from course_utils.transformer import TransformerConfig
 
 from .pipeline import Op, Schedule
@@ -24,8 +26,6 @@ __all__ = [
 ]
 
 share("torch.distributed.pipelining")  # what each rank would import for itself
-
-TOLERANCE = 1e-5  # of losses, gradients and weights in float32
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Tensor, Tensor], float]
@@ -68,17 +68,10 @@ def now() -> float:
 
 @dataclass
 class _Notes:
-    """What the stages of a rank note.
+    """What the stages of a rank note."""
 
-    Attributes
-    ----------
-    seconds : tuple of float
-        How long a forward and a backward take at least; (0, 0) if they take the time that they need.
-    spans : list of (kind, stage, start, end)
-    """
-
-    seconds: tuple[float, float] = (0.0, 0.0)
-    spans: list[tuple[str, int, float, float]] = field(default_factory=list)
+    seconds: tuple[float, float] = (0.0, 0.0)  # that a forward and a backward take at least
+    spans: list[tuple[str, int, float, float]] = field(default_factory=list)  # kind, stage, start, end
 
 
 class _Watched(nn.Module):
@@ -167,57 +160,19 @@ class _Scale:
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """What a rank has found in training with one schedule; all tensors are vectors on the CPU.
-
-    Attributes
-    ----------
-    schedule : Schedule or None
-        None for one process.
-    losses : list of float
-        Of each step; 0 where the last stage is on another rank.
-    gradients, weights : dict of stage to Tensor
-        Of the first step, and after the last one.
-    ledger : Ledger
-        What this rank sent in the last step.
-    spans : list of (Op, start, end)
-        When it computed in one more step, in seconds.
-    held : int
-        The most bytes that autograd kept for backward, parameters apart, in yet another step; 0 if not weighed.
-    """
+    """What a rank has found in training with one schedule; `reference` of one process has none."""
 
     schedule: Schedule | None
-    losses: list[float]
-    gradients: dict[int, Tensor]
-    weights: dict[int, Tensor]
-    ledger: Ledger
-    spans: list[Timed]
-    held: int
+    losses: list[float]  # of each step; 0 where the last stage is on another rank
+    gradients: dict[str, Tensor]  # of the first step
+    weights: dict[str, Tensor]  # after the last one
+    ledger: Ledger  # of the last step
+    spans: list[Timed] = field(default_factory=list)  # when it computed in one more step, in seconds
+    held: int = 0  # the most bytes that autograd kept for backward in yet another step, parameters apart
 
 
-def sgd(parameters) -> torch.optim.SGD:
-    """SGD with momentum, which, unlike Adam, makes no steps out of rounding errors."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def _flat(tensors) -> Tensor:
-    return torch.cat([t.detach().flatten() for t in tensors]).cpu()
-
-
-def _steps(step: Step, modules: dict[int, nn.Module], text: Callable[[int], Batch], count: int) -> tuple:
-    """Losses, the first gradients, the last weights and the ledger of the last step."""
-    optimizer = sgd([p for module in modules.values() for p in module.parameters()])
-    losses, gradients = [], {}
-    for number in range(count):
-        x, y = text(number)
-        if dist.get_world_size() > 1:
-            dist.barrier()
-        with record() as ledger:
-            losses.append(step(x, y))
-        if number == 0:
-            gradients = {s: _flat(p.grad for p in module.parameters()) for s, module in modules.items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients, {s: _flat(module.parameters()) for s, module in modules.items()}, ledger
+def _run(run: Run, *more: object) -> PipelineRun:
+    return PipelineRun(run.part, run.losses, run.gradients, run.weights, run.ledger, *more)
 
 
 def train(
@@ -225,38 +180,19 @@ def train(
     sizes: Sequence[int], text: Callable[[int], Batch], steps: int = 3, pace: tuple[float, float] | None = (0.0, 0.0),
     weigh: bool = False,
 ) -> dict[str, PipelineRun]:
-    """On each rank: train with each schedule from the same weights, and note what happens.
+    """On each rank: train with each schedule from the same weights, and note what happens, by name of the schedule.
 
-    Parameters
-    ----------
-    make : callable
-        ``make(schedule, stages)`` -> a function ``step(x, y)`` that leaves the gradients of the mean loss of the batch
-        in the parameters of this rank's `stages`, {number: module}, and returns that loss, or 0 if the last stage is on
-        another rank.
-    schedules : list of Schedule
-    config : TransformerConfig
-    sizes : list of int
-        Pieces of each stage.
-    text : callable
-        ``text(number)`` -> tokens and targets of a step, the same on every rank.
-    steps : int
-    pace : (float, float) or None
-        Seconds that a forward and a backward take at least in one more step, whose times are noted; None for no such
-        step.
-    weigh : bool
-        Whether yet another step weighs the activations.
-
-    Returns
-    -------
-    dict of name of the schedule to PipelineRun
+    ``make(schedule, stages)`` -> ``step(x, y)``, which leaves the gradients of the mean loss of the batch in this
+    rank's `stages`, {number: module}, and returns that loss, or 0 if the last stage is on another rank. In one more
+    step, whose times are noted, a forward and a backward take at least `pace` seconds; yet another one is weighed.
     """
     found = {}
     for schedule in schedules:
         mine = [stage for stage, rank in enumerate(schedule.placement) if rank == dist.get_rank()]
         notes = _Notes()
         stages = {s: _Watched(build_stage(config, sizes, s), s, notes) for s in mine}
-        step = make(schedule, stages)
-        results = _steps(step, stages, text, steps)
+        step, modules = make(schedule, stages), nn.ModuleDict({str(s): stage for s, stage in stages.items()})
+        run = beside.train(modules, step, text, steps, names=_names(modules, sizes), part=schedule)
         x, y = text(0)
         notes.spans, notes.seconds, spans = [], pace or (0.0, 0.0), []
         if pace:
@@ -267,43 +203,31 @@ def train(
                 spans = [(op, start, end) for op, (*_, start, end) in zip(order, notes.spans, strict=True)]
         notes.seconds = (0.0, 0.0)
         held = _Scale(stages.values()).weigh(partial(step, x, y)) if weigh else 0
-        found[schedule.name] = PipelineRun(schedule, *results, spans, held)
+        found[schedule.name] = _run(run, spans, held)
+    return found
+
+
+def _names(stages: nn.ModuleDict, sizes: Sequence[int]) -> dict[str, str]:
+    """The names that parameters of watched stages have in the whole model: "1.stage.0.up" may be "4.up"."""
+    found = {}
+    for name, _ in stages.named_parameters():
+        number, _, piece, rest = name.split(".", 3)
+        found[name] = f"{sum(sizes[: int(number)]) + int(piece)}.{rest}"
     return found
 
 
 def one_process(config: TransformerConfig, text: Callable[[int], Batch], steps: int = 3) -> PipelineRun:
     """On one rank: the same training of the whole model with the whole batches."""
-    model = nn.Sequential(*pieces(build_gpt(config))).to(device())
-
-    def step(x: Tensor, y: Tensor) -> float:
-        loss = next_token_loss(model(x), y)
-        loss.backward()
-        return loss.item()
-
-    return PipelineRun(None, *_steps(step, {0: model}, text, steps), [], 0)
-
-
-def _joined(runs: Sequence[PipelineRun], what: str) -> Tensor:
-    """One vector of all stages, in their order."""
-    stages = {s: vector for run in runs for s, vector in getattr(run, what).items()}
-    return torch.cat([stages[s] for s in sorted(stages)])
+    return _run(beside.one_process(nn.Sequential(*pieces(build_gpt(config))).to(device()), text, steps))
 
 
 def same_as_one_process(runs: Sequence[PipelineRun], reference: PipelineRun) -> str:
-    """Compare what all ranks found with one process: every loss, the first gradients, the last weights.
-
-    Raises
-    ------
-    AssertionError
-        If one of them differs by more than rounding.
-    """
-    losses = torch.tensor([sum(each) for each in zip(*(run.losses for run in runs), strict=True)])
-    off = {"losses": (losses - torch.tensor(reference.losses)).abs().max().item()}
-    for what in ("gradients", "weights"):
-        off[what] = (_joined(runs, what) - _joined([reference], what)).abs().max().item()
+    """Say that every loss, the first gradients and the last weights are those of one process; else `AssertionError`."""
+    off = beside.differences(runs, reference)
     if max(off.values()) > TOLERANCE:
         told = ", ".join(f"{what} by {difference:.2g}" for what, difference in off.items())
         raise AssertionError(f"not as in one process: off are {told}")
+    losses = [sum(each) for each in zip(*(run.losses for run in runs), strict=True)]
     return f"losses {', '.join(f'{loss:.4f}' for loss in losses)}; {', '.join(off)} equal to one process"
 
 
@@ -311,13 +235,7 @@ def same_as_one_process(runs: Sequence[PipelineRun], reference: PipelineRun) -> 
 
 
 def total_messages(runs: Sequence[PipelineRun]) -> tuple[int, int]:
-    """Return how many messages all ranks sent in a step, and their bytes.
-
-    Raises
-    ------
-    AssertionError
-        If a rank did anything but send and receive.
-    """
+    """Return how many messages all ranks sent in a step, and their bytes; anything else is an `AssertionError`."""
     for run in runs:
         other = run.ledger.count() - run.ledger.messages - run.ledger.count("recv")
         if other:

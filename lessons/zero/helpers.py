@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_utils.costs import bytes_sent
 from course_utils.data import Windows
 from course_utils.memory import Memory, held_memory, track
 from course_utils.models import TransformerConfig, build_gpt, loss_of
@@ -55,28 +54,11 @@ class MasterAdam(torch.optim.Adam):
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank saw of a training run.
+    """What one rank saw of a training run; memory at the end of the last backward, and at the last step's peak."""
 
-    Attributes
-    ----------
-    losses : list of float
-        Of each step, the mean over all ranks.
-    held : Memory
-        Model states when backward of the last step has ended.
-    ended : Memory
-        Everything that is held then.
-    peak : Memory
-        At the largest total of the last step.
-    ledger : Ledger
-        What this rank sent in the last step.
-    parameter_bytes : int
-        Of the whole model.
-    ranks : int
-    """
-
-    losses: list[float]
-    held: Memory
-    ended: Memory
+    losses: list[float]  # of each step, the mean over all ranks
+    held: Memory  # model states
+    ended: Memory  # everything
     peak: Memory
     ledger: Ledger
     parameter_bytes: int
@@ -84,8 +66,7 @@ class Run:
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that this rank sends in a step if every collective is a ring."""
-        return sum(bytes_sent(entry.op, self.ranks, entry.bytes) for entry in self.ledger)
+        return self.ledger.bytes_sent()
 
     @property
     def psi_sent(self) -> float:
@@ -109,17 +90,9 @@ def train(
     version: Callable[..., nn.Module], make_optimizer: Callable[..., torch.optim.Optimizer], *, steps: int = 4,
     per_rank: int = 4, micro: int = 1, config: TransformerConfig = _SMALL,
 ) -> Run:
-    """On a rank: train the GPT with one version of data parallelism, from another seed on each rank.
+    """On a rank: train the GPT with ``version(model, make_optimizer)``, from another seed on each rank.
 
-    Parameters
-    ----------
-    version : callable
-        ``version(model, make_optimizer)`` -> a module with `optimizer` and a method `step`, called after backward.
-    make_optimizer : callable
-        ``make_optimizer(parameters)`` -> optimizer.
-    steps, per_rank, micro : int
-        Training steps; windows of text that a rank takes in one; micro-batches into which it cuts them.
-    config : TransformerConfig
+    A version has an `optimizer` and a method `step`, which is called after the backward passes of all micro-batches.
     """
     rank, ranks, windows = dist.get_rank(), dist.get_world_size(), Windows("train", config.context)
     whole = build_gpt(config, seed=rank).to(device())
