@@ -22,7 +22,7 @@ def _targets(root: Path, names: list[str]) -> dict[Path, tuple[Any, bool]]:
     """Every notebook that the sources give: path, notebook without outputs, whether it is executed."""
     from .notebooks import from_text, mark_exercises, strip, with_ids
     from .pages import dress
-    from .rooms import texts
+    from .rooms import read, texts
 
     sources = texts(root)
     exercises = [name.removesuffix("_exercises") for name in sources if name.endswith("_exercises")]
@@ -37,7 +37,7 @@ def _targets(root: Path, names: list[str]) -> dict[Path, tuple[Any, bool]]:
         name = stem.removesuffix("_exercises")
         if names and name not in names:
             continue
-        nb = from_text(source.read_text(encoding="utf-8"))
+        nb = from_text(read(source))
         if stem == name:
             add("notebooks", name, "", nb)
         else:

@@ -20,6 +20,7 @@ from nbformat import NotebookNode
 from traitlets.config import Config
 
 from .pages import alternative_text
+from .rooms import read
 
 __all__ = [
     "CLIENT", "NotebookFailed", "differences", "execute", "from_text", "leaks", "limited", "local_sockets",
@@ -50,7 +51,7 @@ def from_text(text: str) -> NotebookNode:
 @cache
 def code_cells(source: Path) -> list[tuple[list[str], str]]:
     """The code cells of a lesson's or an exercise's text: their tags, and the code."""
-    cells = from_text(source.read_text(encoding="utf-8")).cells
+    cells = from_text(read(source)).cells
     return [(cell.metadata.get("tags", []), cell.source) for cell in cells if cell.cell_type == "code"]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
-__all__ = ["texts"]
+__all__ = ["read", "texts"]
 
 
 def texts(root: Path) -> dict[str, Path]:
@@ -17,3 +18,30 @@ def texts(root: Path) -> dict[str, Path]:
             if (room.parent / file).exists():
                 found[f"{number[1]}_{room.parent.name}{ending}"] = room.parent / file
     return dict(sorted(found.items()))
+
+
+def read(path: Path) -> str:
+    """A text, in which a line ``# {{name}}`` stands for that function or class of ``answers.py`` beside it.
+
+    Raises
+    ------
+    LookupError
+        There is none of that name.
+    """
+    text, answers = path.read_text(encoding="utf-8"), path.with_name("answers.py")
+    found = {}
+    if answers.exists():
+        lines = answers.read_text(encoding="utf-8").splitlines()
+        for node in ast.parse("\n".join(lines)).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                end = node.end_lineno or first
+                end += "".join(lines[end : end + 1]).strip() == "### END SOLUTION"
+                found[node.name] = "\n".join(lines[first - 1 : end])
+
+    def solution(match: re.Match) -> str:
+        if match[1] not in found:
+            raise LookupError(f"{path.parent.name}/{path.name}: there is no {match[1]} in answers.py")
+        return found[match[1]]
+
+    return re.sub(r"^# \{\{(\w+)\}\}$", solution, text, flags=re.MULTILINE)

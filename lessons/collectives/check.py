@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from course_utils.checks import (
+from course_utils.check import (
     TIMEOUT,
     Exercise,
     Outcome,

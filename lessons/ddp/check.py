@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_utils.checks import TIMEOUT, Exercise, checked, load_hints, show
-from course_utils.checks.compare import listed, slip_of
-from course_utils.checks.edits import edited_function
-from course_utils.checks.traffic import calls
-from course_utils.checks.training import (
+from course_utils.check import TIMEOUT, Exercise, checked, load_hints, show
+from course_utils.check.compare import listed, slip_of
+from course_utils.check.edits import edited_function
+from course_utils.check.traffic import calls
+from course_utils.check.training import (
     EXACT,
     ROUNDS,
     Passes,

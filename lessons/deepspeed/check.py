@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course_utils.checks import BACKEND, CheckFailed, Exercise, checked, load_hints, number, show
+from course_utils.check import BACKEND, CheckFailed, Exercise, checked, load_hints, number, show
 
 from .deepspeed_tools import missing
 from .engines import (

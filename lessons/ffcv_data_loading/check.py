@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from course_utils.checks import (
+from course_utils.check import (
     TIMEOUT,
     CheckFailed,
     Exercise,
@@ -29,8 +29,8 @@ from course_utils.checks import (
     paper_problem,
     whole_number,
 )
-from course_utils.checks.edits import edited_function
-from course_utils.checks.limits import Endless, limited
+from course_utils.check.edits import edited_function
+from course_utils.check.limits import Endless, limited
 from course_utils.torch_internals import default_store
 
 from .beton import (

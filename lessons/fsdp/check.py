@@ -16,7 +16,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from course_utils.checks import (
+from course_utils.check import (
     TIMEOUT,
     Exercise,
     Outcome,
@@ -28,7 +28,7 @@ from course_utils.checks import (
     sent,
     show,
 )
-from course_utils.checks.training import difference, exact
+from course_utils.check.training import difference, exact
 
 __all__ = ["HINTS", "clip_sharded", "fewest_internode_bytes", "fsdp_traffic", "reshard", "wrap_under_target"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from course_utils.checks import (
+from course_utils.check import (
     TIMEOUT,
     Exercise,
     Outcome,
@@ -26,8 +26,8 @@ from course_utils.checks import (
     show,
     values,
 )
-from course_utils.checks.compare import slip_of
-from course_utils.checks.traffic import calls
+from course_utils.check.compare import slip_of
+from course_utils.check.traffic import calls
 
 __all__ = [
     "HINTS", "fit_and_predict", "gradient_seconds", "measurements", "ping_pong", "roofline_point", "widest_path",

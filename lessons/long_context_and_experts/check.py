@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_utils.checks import (
+from course_utils.check import (
     Exercise,
     Outcome,
     checked,
@@ -24,8 +24,8 @@ from course_utils.checks import (
     show,
     whole_numbers,
 )
-from course_utils.checks.compare import listed
-from course_utils.checks.edits import edited_function
+from course_utils.check.compare import listed
+from course_utils.check.edits import edited_function
 
 __all__ = [
     "HINTS", "balanced_step", "expert_layer", "expert_traffic", "merge", "ring_attention", "ring_hides", "ulysses",

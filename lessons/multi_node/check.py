@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 import torch.distributed as dist
 
-from course_utils.checks import (
+from course_utils.check import (
     TIMEOUT,
     CheckFailed,
     Exercise,
@@ -35,8 +35,8 @@ from course_utils.checks import (
     values,
     whole_number,
 )
-from course_utils.checks.groups import DIFFERENT, GroupsInStep
-from course_utils.checks.traffic import calls
+from course_utils.check.groups import DIFFERENT, GroupsInStep
+from course_utils.check.traffic import calls
 from course_utils.costs import bytes_sent
 from lessons.multi_node.hosts import hosts_available
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from course_utils.checks import Exercise, checked, load_hints
+from course_utils.check import Exercise, checked, load_hints
 from lessons.debugging_hangs.clinic_check import treat
 
 from .clinic import network

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from course_utils.checks import TIMEOUT, CheckFailed, Exercise, checked, load_hints, whole_number
+from course_utils.check import TIMEOUT, CheckFailed, Exercise, checked, load_hints, whole_number
 
 from .batch import (
     HOSTS,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from course_utils.checks import (
+from course_utils.check import (
     TIMEOUT,
     CheckFailed,
     Exercise,
@@ -26,7 +26,7 @@ from course_utils.checks import (
     paper_problem,
     values,
 )
-from course_utils.checks.traffic import by_node, sent
+from course_utils.check.traffic import by_node, sent
 
 __all__ = [
     "HINTS", "crossover_ranks", "crossover_size", "hierarchical_all_reduce", "mended_ring_all_reduce",

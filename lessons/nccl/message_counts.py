@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from course_utils.checks import message_steps
+from course_utils.check import message_steps
 from course_utils.costs import TwoLevelCluster, all_reduce_bytes, all_reduce_steps
 from course_utils.ranks import device, launch, record
 
@@ -80,16 +80,6 @@ def as_nodes(n: int) -> tuple[int, int]:
 
 
 def formula(name: str, n: int, shape: Sequence[int] | None = None) -> tuple[int, float]:
-    """Return steps, and bytes that the busiest rank sends in multiples of S, from the formulas of `costs`.
-
-    Parameters
-    ----------
-    name : str
-        One of `costs.ALL_REDUCE_ALGORITHMS`.
-    n : int
-        Number of ranks.
-    shape : (int, int), optional
-        Nodes and ranks on each, for the algorithm of two levels; by default `as_nodes` of `n`.
-    """
+    """Return steps, and bytes that the busiest rank sends in multiples of S, from the formulas of `costs`."""
     cluster = TwoLevelCluster(*(shape or as_nodes(n)), intra=(0.0, 0.0), inter=(0.0, 0.0))
     return all_reduce_steps(name, cluster), all_reduce_bytes(name, cluster, 1.0)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_utils.checks import (
+from course_utils.check import (
     TIMEOUT,
     Exercise,
     Outcome,
@@ -29,10 +29,10 @@ from course_utils.checks import (
     paper_problem,
     sent,
 )
-from course_utils.checks.compare import close, listed, number, show, whole_numbers
-from course_utils.checks.edits import edited_function
-from course_utils.checks.groups import DIFFERENT, GroupsInStep
-from course_utils.checks.training import compare, difference, exact
+from course_utils.check.compare import close, listed, number, show, whole_numbers
+from course_utils.check.edits import edited_function
+from course_utils.check.groups import DIFFERENT, GroupsInStep
+from course_utils.check.training import compare, difference, exact
 from course_utils.costs import bytes_sent
 from course_utils.transformer import PUBLISHED, TransformerConfig
 

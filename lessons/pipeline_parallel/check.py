@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_utils.checks import (
+from course_utils.check import (
     TIMEOUT,
     Exercise,
     Outcome,
@@ -30,8 +30,8 @@ from course_utils.checks import (
     paper_problem,
     show,
 )
-from course_utils.checks.compare import number, whole_number, whole_numbers
-from course_utils.checks.training import EXACT, average, compare, exact, gradients_of
+from course_utils.check.compare import number, whole_number, whole_numbers
+from course_utils.check.training import EXACT, average, compare, exact, gradients_of
 from course_utils.ranks import Ledger, interceptor, record
 
 from .pipeline import Costs, Op, Schedule, Timeline, gpipe, one_f_one_b, partition, simulate

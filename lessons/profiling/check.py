@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from course_utils.checks import Exercise, checked, load_hints, number, whole_number
-from course_utils.checks.compare import slip_of
+from course_utils.check import Exercise, checked, load_hints, number, whole_number
+from course_utils.check.compare import slip_of
 from course_utils.traces import Event, Trace, aligned, breakdown, kind, length, load, matched, merge
 
 from .program import speed_up

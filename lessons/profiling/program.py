@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_utils.checks import TIMEOUT, Exercise, Outcome, checked, load_hints
+from course_utils.check import TIMEOUT, Exercise, Outcome, checked, load_hints
 from course_utils.traces import Trace, load
 
 __all__ = ["HINTS", "STEPS", "per_step", "prepare", "record_run", "slow", "speed_up", "texts_of", "wide_net"]

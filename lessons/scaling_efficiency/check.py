@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from course_utils.checks import TIMEOUT, Exercise, checked, load_hints, number, paper_problem, show
-from course_utils.checks.compare import slip_of
-from course_utils.checks.training import compare_tensor
+from course_utils.check import TIMEOUT, Exercise, checked, load_hints, number, paper_problem, show
+from course_utils.check.compare import slip_of
+from course_utils.check.training import compare_tensor
 from course_utils.costs import bytes_sent
 
 __all__ = [

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_utils.checks import TIMEOUT, Exercise, checked, close, load_hints, paper_problem
-from course_utils.checks.compare import listed
-from course_utils.checks.edits import edited_function
-from course_utils.checks.training import difference, exact
+from course_utils.check import TIMEOUT, Exercise, checked, close, load_hints, paper_problem
+from course_utils.check.compare import listed
+from course_utils.check.edits import edited_function
+from course_utils.check.training import difference, exact
 
 __all__ = [
     "HINTS", "column_row_mlp", "head_attention", "sequence_parallel_norm", "tp_traffic", "vocab_parallel_loss",

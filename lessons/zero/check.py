@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_utils.checks import TIMEOUT, Exercise, checked, load_hints, paper_problem
-from course_utils.checks.training import (
+from course_utils.check import TIMEOUT, Exercise, checked, load_hints, paper_problem
+from course_utils.check.training import (
     average,
     compare,
     compare_tensor,

@@ -27,8 +27,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from course_utils.checks import COMMON_HINTS, CheckFailed
-from course_utils.checks.edits import EditError, edited
+from course_utils.check import COMMON_HINTS, CheckFailed
+from course_utils.check.edits import EditError, edited
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 SOLUTION = re.compile(r"### BEGIN SOLUTION.*?### END SOLUTION", re.DOTALL)

@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_utils import Entry, checks
-from course_utils.checks import CheckFailed, Exercise, Outcome, message_steps, paper, paper_problem, traffic
-from course_utils.checks._hints import HintError, read_hints
-from course_utils.checks.compare import slip_of
-from course_utils.checks.edits import EditError
-from course_utils.checks.training import compare, compare_tensor
+from course_utils import Entry
+from course_utils import check as checks
+from course_utils.check import CheckFailed, Exercise, Outcome, message_steps, paper, paper_problem, traffic
+from course_utils.check._hints import HintError, read_hints
+from course_utils.check.compare import slip_of
+from course_utils.check.edits import EditError
+from course_utils.check.training import compare, compare_tensor
 
 pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder

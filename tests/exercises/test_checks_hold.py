@@ -13,8 +13,8 @@ import torch.distributed as dist
 from test_checks_on_a_busy_machine import exercises_of
 
 from course_utils import launch, shutdown
-from course_utils.checks import CheckFailed, exercise
-from course_utils.checks import limits as _limits
+from course_utils.check import CheckFailed, exercise
+from course_utils.check import limits as _limits
 from lessons.collectives import check as collectives
 from lessons.gpu_interconnects import check as interconnects
 from lessons.scaling_efficiency import check as scaling

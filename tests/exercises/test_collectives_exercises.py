@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils.checks import message_steps
+from course_utils.check import message_steps
 from course_utils.ranks import Entry
 from lessons.collectives import check as collectives
 

@@ -8,7 +8,7 @@ import inspect
 import pytest
 from exercise_cases import ExerciseTests, cases, hangs
 
-from course_utils.checks.edits import EditError, edited, edited_function
+from course_utils.check.edits import EditError, edited, edited_function
 from lessons.ddp import check as ddp
 
 PROGRAM = """def mean(x):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from exercise_cases import ExerciseTests, hangs
 from torch.utils.data import DistributedSampler
 
-from course_utils.checks import limits as _limits
-from course_utils.checks import wrong_formulas
+from course_utils.check import limits as _limits
+from course_utils.check import wrong_formulas
 from lessons.ffcv_data_loading import beton as _beton
 from lessons.ffcv_data_loading import check as data_loading
 from lessons.ffcv_data_loading import ffcv

@@ -10,7 +10,7 @@ import pytest
 import torch
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils.checks import CheckFailed
+from course_utils.check import CheckFailed
 from course_utils.topology import REFERENCES, reference
 from lessons.gpu_interconnects import check as interconnects
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils.checks import message_steps
+from course_utils.check import message_steps
 from course_utils.costs import all_reduce_seconds, flat_cluster
 from course_utils.ranks import Entry
 from lessons.nccl import check as nccl

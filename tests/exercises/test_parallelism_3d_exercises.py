@@ -13,8 +13,8 @@ import torch.distributed as dist
 from exercise_cases import ExerciseTests, hangs
 
 from course_utils import recorded
-from course_utils.checks.compare import listed
-from course_utils.checks.edits import edited_function
+from course_utils.check.compare import listed
+from course_utils.check.edits import edited_function
 from course_utils.transformer import PUBLISHED
 from lessons.parallelism_3d import check as parallelism_3d
 from lessons.parallelism_3d import planner

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from exercise_cases import ExerciseTests, hangs
 
-from course_utils.checks.compare import listed
-from course_utils.checks.edits import edited_function
+from course_utils.check.compare import listed
+from course_utils.check.edits import edited_function
 from lessons.tensor_parallel import check as tensor_parallel
 
 pytestmark = pytest.mark.guard(60)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lesson_cells import definitions
 
 from course_utils import WorkerError, launch, record
-from course_utils.checks import message_steps
+from course_utils.check import message_steps
 from course_utils.costs import TwoLevelCluster, all_reduce_bytes, all_reduce_steps
 
 pytestmark = pytest.mark.guard(60)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from conftest import missing
 
 from course_utils import launch
-from course_utils.checks import CheckFailed
+from course_utils.check import CheckFailed
 from lessons.debugging_hangs.clinic import Clinic
 from lessons.multi_node import clinic_check as check
 from lessons.multi_node.clinic import network

@@ -1,0 +1,223 @@
+"""Checks as programs for the ranks: a check notes what it finds, and a wrong value is told by the mistake that gives it.
+
+In a room, ``answers.py`` has the solutions, and ``check.py`` a program for each exercise, its mistakes and other right
+answers::
+
+    MISTAKES = {"shard": {  # key: the hint, and the edits of the solution that make the mistake (none: only the hint)
+        "sum": ("These are the sums over the ranks, not the means.", "join([p.grad], n) / n  ->  join([p.grad], n)"),
+        "shards": ("Return a dictionary from each parameter to a tensor.", "return shards  ->  pass"),
+    }}
+    RIGHT = {"shard": {"an all-reduce": "…  ->  …", "a class": ShardOfAnother}}
+
+    @exercise("Exercise 3", passed="the mean gradient to 1e-12.", cases=[(2, "a plain model", {}), (3, "odd", ODD)])
+    def shard(note, answer, options):
+        module, right = …                      # what one process gives, computed on each rank
+        with record() as ledger:
+            got = answer(module)
+        note.equal(got, right, "the part")     # wrong: the mistakes run on this case, and the one with this value speaks
+        note.sent(ledger, {"reduce_scatter"}, carried=…)
+
+``shard`` is then the check itself, ``check.shard(fn)``. A case is (ranks, its name, further arguments …), or a `Case`
+where a failure in it has a hint of its own. What a program notes first on the lowest rank is what the learner reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import linecache
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import traffic
+from .compare import listed, show
+from .edits import edited
+from .exercise import TIMEOUT, CheckFailed, Exercise, Outcome, checked
+
+__all__ = ["Case", "Note", "answer_with", "exercise"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Ranks, what the case is called, its further arguments, and the hint that explains a failure which is its own.
+
+    ``errors`` is a pattern of errors that the case is to blame for.
+    """
+
+    ranks: int
+    name: str = ""
+    args: tuple = ()
+    hint: str | None = None
+    errors: str | None = None
+
+
+class Done(Exception):
+    """A mistake has come to the place where it is compared."""
+
+
+@dataclass
+class Note:
+    """What a program finds on one rank: places are counted, and the first that is wrong is told.
+
+    Each method returns whether it holds, so that a program can stop where going on makes no sense.
+    """
+
+    tolerance: float
+    until: int | None = None  # a mistake need not go on after this place
+    found: list[tuple[int, str, str, Any]] = field(default_factory=list)  # place, hint, sentence, value
+    place: int = 0
+    patience: float = 1.0  # seconds for gloo's threads, which let go of tensors late
+
+    def holds(self, condition: bool, hint: str, sentence: str, value: Any = None) -> bool:
+        """Note ``sentence`` with the hint of that key, unless the condition holds."""
+        self.place += 1
+        if not condition:
+            self.found.append((self.place, hint, sentence, value))
+        if self.place == self.until:
+            raise Done
+        return bool(condition)
+
+    def equal(self, got: Any, expected: Any, what: str, hint: str = "value") -> bool:
+        """Compare a tensor, or tensors by name, with what one process gives."""
+        pairs = expected.items() if isinstance(expected, Mapping) else [("", expected)]
+        for name, right in pairs:
+            value = got.get(name) if isinstance(expected, Mapping) else got
+            if not alike(value, right, self.tolerance):
+                key = hint
+                if key == "value" and isinstance(right, torch.Tensor) and getattr(value, "shape", None) != right.shape:
+                    key = "shape"
+                lines = f"\n  expected  {show(right)}\n  got       {show(value)}"
+                return self.holds(False, key, f"{what}{f' of {name}' if name else ''} is wrong.{lines}", (name, value))
+        return self.holds(True, hint, what)
+
+    def settled(self, tracker: Any, most: float) -> float:
+        """Bytes alive; what is too much is waited for, for a while in all."""
+        start = time.monotonic()
+        while (total := tracker.mark("").total) > most and self.until is None:
+            if time.monotonic() > start + self.patience:
+                break
+            time.sleep(0.01)
+        self.patience = max(0.1, self.patience - (time.monotonic() - start))
+        return total
+
+    def at_most(self, hint: str, number: float, most: float, sentence: str) -> bool:
+        """Note ``sentence``, in which ``{number}`` and ``{most}`` are filled in, if the number is larger."""
+        return self.holds(number <= most, hint, sentence.format(number=number, most=most))
+
+    def talks(self, ledger: Any, ranks: int) -> bool:
+        """The rank has sent or received something, if there is anybody else."""
+        return self.holds(ranks == 1 or bool(traffic.calls(ledger)), "not-distributed", "the ledger of this rank is empty.")
+
+    def sent(
+        self, ledger: Any, ops: set[str] | None = None, *, calls: Any = None, sent: Any = None, carried: Any = None,
+        largest: float | None = None, **keys: str,
+    ) -> bool:
+        """What one rank has communicated, with limits as `Exercise.audit` takes them; ``all_reduce="all-reduce"`` and
+        ``too_few_bytes="weight-kept"`` say which hint a finding gets."""
+        named = {key if key in traffic.OPERATIONS else key.replace("_", "-"): hint for key, hint in keys.items()}
+        limits = {"number": calls, "sent_bytes": sent, "carried": carried, "largest": largest}
+        key, what = next(traffic.findings(ledger, ops, named=named, **limits), ("", ""))
+        return self.holds(not key, named.get(key, key), what)
+
+
+def alike(a: Any, b: Any, tolerance: float = 1e-9) -> bool:
+    """Whether two values are the same: tensors within a tolerance, numbers and texts exactly."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape:
+        return torch.allclose(a.double(), b.double(), tolerance, tolerance, equal_nan=True)
+    return type(a) is type(b) and not isinstance(a, torch.Tensor) and a == b
+
+
+def _on_a_rank(fn: Callable, inputs: list, args: tuple) -> Outcome:
+    program, case, tolerance, until = args
+    note = Note(tolerance, until)
+    with contextlib.suppress(Done):
+        program(note, fn, *case)
+    return Outcome(note.found[0] if note.found else None, None, None, None)
+
+
+def answer_with(module: str, name: str, edits: Any = ()) -> Callable:
+    """The solution ``name`` of a module of answers, with edits of its text, as a function that ranks get by value.
+
+    Edits are one or several of `edits.edited`, in the function if the old text stands there, else in what is around it.
+    """
+    answers = importlib.import_module(module)
+    text, own = inspect.getsource(answers), inspect.getsource(getattr(answers, name))
+    before, after = text.split(own)
+    for edit in [edits] if isinstance(edits, str) else [{old: new} for old, new in dict(edits).items()]:
+        old = edit.split("  ->")[0] if isinstance(edit, str) else next(iter(edit))
+        own, before = (edited(own, edit), before) if old in own else (own, edited(before, edit))
+    program = before + own + after
+    file = f"<{name}, {zlib.crc32(program.encode()):08x}>"
+    linecache.cache[file] = (len(program), None, program.splitlines(True), file)  # its lines are known, as a cell's
+    names: dict = {"__name__": "__main__"}
+    exec(compile(program, file, "exec"), names)
+    return names[name]
+
+
+def exercise(title: str, *, passed: str, cases: Sequence, tolerance: float = 1e-12) -> Callable:
+    """Make the check of a program for the ranks; the module says in `MISTAKES` and `RIGHT` what goes with its name."""
+
+    def make(program: Callable) -> Callable:
+        room, name = sys.modules[program.__module__], program.__name__
+        answers = f"{program.__module__.rpartition('.')[0]}.answers"
+        known = [case if isinstance(case, Case) else Case(*case[:2], tuple(case[2:])) for case in cases]
+
+        def judge(fn: Callable, timeout: float = TIMEOUT) -> None:
+            mistakes = room.MISTAKES[name]
+            hints = {key: hint for key, (hint, *_) in mistakes.items()}
+            run = Exercise(title, hints, timeout, program=_on_a_rank)
+            for case in known:
+                found = _run(run, program, fn, case, tolerance)
+                rank = min((r for r, one in enumerate(found) if one), key=lambda r: (found[r][0], r), default=None)
+                if rank is not None:
+                    place, key, sentence, value = found[rank]
+                    if key in ("value", "shape"):
+                        key = _diagnosis(mistakes, answers, name, program, case, rank, found[rank], tolerance) or key
+                    elif case.hint and key.startswith("too-many"):
+                        key = case.hint
+                    run.refuse(key, sentence, rank)
+            run.passed(passed)
+
+        functools.update_wrapper(judge, program, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+        del judge.__wrapped__
+        judge = checked(judge)
+        judge.answer = functools.partial(answer_with, answers, name)
+        return judge
+
+    return make
+
+
+def _run(run: Exercise, program: Callable, fn: Callable, case: Case, tolerance: float, until: int | None = None) -> list:
+    inputs, asked = [torch.zeros(0)] * case.ranks, (program, case.args, tolerance, until)
+    outcomes = run.run(fn, inputs, *asked, case=case.name, fallback=case.hint, errors=case.errors)
+    return [outcome.result for outcome in outcomes]
+
+
+def _diagnosis(
+    mistakes: Mapping, answers: str, name: str, program: Callable, case: Case, rank: int, found: tuple, tolerance: float
+) -> str | None:
+    """The key of the mistake that gives the same wrong value at the same place on this rank."""
+    place, hint, _, value = found
+    for key, (_, *edits) in mistakes.items():
+        for edit in listed(edits[0]) if edits else []:
+            quiet = Exercise("", {key: hint for key, (hint, *_) in mistakes.items()}, program=_on_a_rank)
+            try:
+                other = _run(quiet, program, answer_with(answers, name, edit), replace_hint(case), tolerance, place)[rank]
+            except CheckFailed:
+                continue  # its ranks wait for each other, or end in an error
+            if other and other[:2] == (place, hint) and other[3][0] == value[0] and alike(value[1], other[3][1]):
+                return key
+    return None
+
+
+def replace_hint(case: Case) -> Case:
+    """The case without what explains its failures: a mistake that fails is no mistake to be compared with."""
+    return Case(case.ranks, case.name, case.args)
