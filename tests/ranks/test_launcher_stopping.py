@@ -20,7 +20,6 @@ from course_utils.ranks import processes
 
 pytestmark = pytest.mark.guard(90)
 
-STUCK = 1.0  # seconds until a hang is called one
 TALK = """
 def talk():
     x = torch.tensor([dist.get_rank()])
