@@ -14,10 +14,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m course_utils", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="report on this machine and start two ranks")
-    gpus = commands.add_parser("gpu-check", help="on a machine with GPUs: try all of the course that needs one")
-    gpus.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder for JSON and trace (%(default)s)")
-    gpus.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these checks, such as copies roofline")
-    gpus.add_argument("--on", choices=["gpu", "cpu"], default="gpu", help=argparse.SUPPRESS)  # cpu: tests of the kit
     make = commands.add_parser("build", help="make notebooks from sources, executing what changed")
     make.add_argument("names", nargs="*", help="such as 02_collectives; default: all")
     make.add_argument("--force", action="store_true", help="execute even where the text is unchanged")
@@ -48,10 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
         from .doctor import doctor
 
         return 0 if doctor() else 1
-    if given.command == "gpu-check":
-        from .gpu_check import command
-
-        return command(given.out, given.on, given.only)
     if given.command == "lesson":
         from .authoring import test_lesson
 

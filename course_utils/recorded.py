@@ -363,9 +363,9 @@ TORCHTITAN_RUNS = (
 
 @cache
 def gpu_check(name: str) -> dict[str, Any]:
-    """Return what a check of ``python -m course_utils gpu-check`` found on one H200.
+    """Return what a check of ``python -m tools gpu-check`` found on one H200.
 
-    `gpu_check.report` says how measurements are written down; `gpu_check.catalogue` has the names of the checks.
+    ``tests/gpu/conftest.py`` says how measurements are written down.
     PyTorch 2.11.0, CUDA 13.0, NCCL 2.28.9, November 2026, in two calls on machines of the same kind.
 
     Raises

@@ -1,32 +1,25 @@
-"""Checks of collectives, on ranks that torch alone starts."""
+"""Collectives, on ranks that torch alone starts."""
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from .report import measured
-from .setting import CheckError, Setting
-from .spawn import RankError, run_ranks
+from .kit import RankError, Setting, measured, own_device, run_ranks
 
 _COUNT = 1000  # float32 numbers of a rank
 _WARM_UP, _CALLS = 5, 20
-
-
-def _device() -> torch.device:
-    on_gpu = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _inputs() -> tuple[torch.Tensor, torch.Tensor]:
     """What all ranks hold, (N, N x count), on the CPU, and what this one holds: whole numbers, for exact sums."""
     n, rank = dist.get_world_size(), dist.get_rank()
     everyone = torch.stack([torch.arange(n * _COUNT) % 97 + 100 * r for r in range(n)]).float()
-    return everyone, everyone[rank].to(_device())
+    return everyone, everyone[rank].to(own_device())
 
 
 def _each_collective() -> list[str]:
@@ -63,7 +56,7 @@ def _results_and_times(sizes: list[int]) -> tuple[list[str], list[float]]:
 
 def _times(sizes: list[int]) -> list[float]:
     """Seconds of one all-reduce at each size in bytes: the mean of `_CALLS` in a row, after some that do not count."""
-    device, found = _device(), []
+    device, found = own_device(), []
     for size in sizes:
         x = torch.zeros(size // 4, device=device)
         for _ in range(_WARM_UP):
@@ -84,29 +77,29 @@ def _times(sizes: list[int]) -> list[float]:
     return found
 
 
-def collectives(setting: Setting) -> dict[str, Any]:
+@pytest.mark.limit(90)
+def test_collectives(setting: Setting, facts: dict):
     """Results of all, and the time of all-reduce from 1 KiB on."""
     n = setting.ranks
     sizes = [2**k for k in range(10, setting.choose(29, 15), 2)]
     found = run_ranks(_results_and_times, sizes, ranks=n, backend=setting.backend, timeout=setting.choose(80, 240))
-    if wrong := sorted({name for names, _ in found for name in names}):
-        raise CheckError(f"wrong results: {', '.join(wrong)}")
+    wrong = sorted({name for names, _ in found for name in names})
+    assert not wrong, f"wrong results: {', '.join(wrong)}"
     seconds = found[0][1]
     how = (
         f"mean of {_CALLS} all-reduces of float32 in a row on rank 0 of {n}, after {_WARM_UP} that do not count; "
-        + setting.choose("CUDA events", "time.perf_counter")
+        + setting.clock
     )
-    facts = {"backend": setting.backend, "ranks": n, "all_reduce": measured(seconds, "s", how, sizes, "bytes")}
+    facts |= {"backend": setting.backend, "ranks": n, "all_reduce": measured(seconds, "s", how, sizes, "bytes")}
     if n > 1:
         rates = [2 * (n - 1) / n * size / t / 1e9 for size, t in zip(sizes, seconds, strict=True)]
         how = f"bus bandwidth, 2 (N - 1) / N x bytes / seconds, of all_reduce above, N = {n}"
         facts["busbw"] = measured(rates, "GB/s", how, sizes, "bytes")
-    return facts
 
 
 def _recorded() -> tuple[list[tuple[str, int]], list[str], int]:
     """Operations with their bytes; operations under way behind long products, and how many are left after them."""
-    from ..ranks import interceptor, record
+    from course_utils.ranks import interceptor, record
 
     n = dist.get_world_size()
     _, mine = _inputs()
@@ -126,7 +119,8 @@ def _recorded() -> tuple[list[tuple[str, int]], list[str], int]:
     return [(entry.op, entry.bytes) for entry in seen], under_way, len(interceptor.unfinished())
 
 
-def ledger(setting: Setting) -> dict[str, Any]:
+@pytest.mark.limit(60)
+def test_ledger(setting: Setting, facts: dict):
     """The entries of rank 0; the same on all."""
     n = setting.ranks
     found = run_ranks(_recorded, ranks=n, backend=setting.backend, timeout=setting.choose(50, 150))
@@ -134,29 +128,26 @@ def ledger(setting: Setting) -> dict[str, Any]:
     wanted = [("all_reduce", size), ("all_gather", n * size), ("reduce_scatter", size), ("broadcast", size),
               ("all_to_all", size), ("barrier", 0)]
     entries, under_way, left = found[0]
-    facts = {"operations": [{"op": op, "bytes": count} for op, count in entries], "under_way": under_way}
-    if any(seen != wanted for seen, _, _ in found):
-        raise CheckError(f"the ledger has {entries}, expected {wanted}", facts)
-    if left or setting.on == "gpu" and "all_reduce" not in under_way:
-        raise CheckError(f"under way were {under_way}, and after a synchronization {left} operations", facts)
-    return facts
+    facts |= {"operations": [{"op": op, "bytes": count} for op, count in entries], "under_way": under_way}
+    assert all([*map(tuple, seen)] == wanted for seen, _, _ in found), f"the ledger has {entries}, expected {wanted}"
+    assert left == 0 and (not setting.on_gpu or "all_reduce" in under_way), f"{left} operations are left of {under_way}"
 
 
 def _one_all_reduce() -> float:
-    x = torch.ones(1, device=_device())
+    x = torch.ones(1, device=own_device())
     dist.all_reduce(x)
     return x.item()
 
 
-def two_ranks_one_gpu(setting: Setting) -> dict[str, Any]:
+@pytest.mark.limit(60)
+def test_two_ranks_one_gpu(setting: Setting, facts: dict):
     """What NCCL says; it is asked by two processes that both take GPU 0."""
     setting.need_gpu("it is NCCL that refuses")
     os.environ["NCCL_DEBUG"] = "WARN"
     try:
         sums = run_ranks(_one_all_reduce, ranks=2, backend="nccl", timeout=45, one_gpu=True)
     except RankError as error:
-        facts = {"refused": True, "message": str(error)[:700]}
-        if "no result" in str(error):
-            raise CheckError("two ranks on one GPU wait for ever and are not refused", facts) from None
-        return facts
-    return {"refused": False, "sums": sums}
+        facts |= {"refused": True, "message": str(error)[:700]}
+    else:
+        facts |= {"refused": False, "sums": sums}
+    assert facts["refused"], "two ranks on one GPU are not refused"

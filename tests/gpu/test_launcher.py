@@ -1,11 +1,13 @@
-"""A check of the course's launcher with one rank a GPU. The launcher needs packages beside torch."""
+"""The course's launcher with one rank a GPU. The launcher needs packages beside torch."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from .setting import CheckError, Setting, need
+import pytest
+
+from .kit import Setting
 
 _HELD = 1 << 30  # bytes that a call holds as it fails
 
@@ -95,68 +97,70 @@ def _keep_gpu_busy() -> None:
     y[0, 0].item()
 
 
-def launcher(setting: Setting) -> dict[str, Any]:
+@pytest.mark.limit(100)
+def test_launcher(setting: Setting, facts: dict):
     """Results, the refusal of more ranks than GPUs, an error and a hang, each followed by a call that works."""
-    need("launch()", "cloudpickle", "numpy", "psutil")
-    from ..ranks import HangError, WorkerError, launch, shutdown
+    for package in ("cloudpickle", "numpy", "psutil"):
+        pytest.importorskip(package)
+    from course_utils.ranks import HangError, WorkerError, launch, shutdown
 
-    n, backend, facts = setting.ranks, setting.backend, {}
+    n, backend = setting.ranks, setting.backend
     wanted = [n * (n + 1) / 2] * n
     try:
         _works(launch, setting, wanted)
         facts["devices"] = [where for _, where, _ in launch(_sum, world_size=n, backend=backend)]
-        if setting.on == "gpu":
+        if setting.on_gpu:
             facts["too_many_ranks"] = _refusal(launch, ValueError, _sum, world_size=n + 1, backend="nccl")
+            assert f"NCCL needs one GPU for each of {n + 1} ranks" in facts["too_many_ranks"]
             default = launch(_sum, world_size=n)[0][2]
-            _expect(default == "nccl", f"with a GPU for each of {n} ranks launch took {default}", facts)
+            assert default == "nccl", f"with a GPU for each of {n} ranks launch took {default}"
             default = launch(_sum, world_size=n + 1)[0][2]
-            _expect(default == "gloo", f"with too few GPUs launch took {default}", facts)
+            assert default == "gloo", f"with too few GPUs launch took {default}"
         for age in setting.choose((0.0, 1.3, 1.6, 1.9), (0.0,)):  # a thread of NCCL's reads the store each second
             sums = launch(_more_groups, age, world_size=n, backend=backend)
-            _expect(sums == [n] * n, "a second group adds wrongly", facts)
+            assert sums == [n] * n, "a second group adds wrongly"
             _works(launch, setting, wanted)
         facts["rank_that_fails"] = _refusal(launch, WorkerError, _fail_on_last, world_size=n, backend=backend)
-        _expect(f"rank {n - 1}" in facts["rank_that_fails"].lower(), "the failing rank is not named", facts)
+        assert f"rank {n - 1}" in facts["rank_that_fails"].lower(), "the failing rank is not named"
         _works(launch, setting, wanted)
         if n > 1:
             hang = {"world_size": n, "backend": backend, "timeout": setting.choose(20, 3)}
             facts["rank_that_is_waited_for"] = _refusal(launch, HangError, _leave_out_one, **hang)
-            _expect("all_reduce" in facts["rank_that_is_waited_for"], "the collective is not named", facts)
+            assert "all_reduce" in facts["rank_that_is_waited_for"], "the collective is not named"
             _works(launch, setting, wanted)
-        if setting.on == "gpu":
+        if setting.on_gpu:
             _gpu_faults(launch, setting, wanted, facts)
     except WorkerError as error:
-        raise CheckError(_plain(error), facts) from None
+        raise AssertionError(_plain(error)) from None
     finally:
         shutdown()
-    return facts
 
 
 def _gpu_faults(launch: Any, setting: Setting, wanted: list[float], facts: dict[str, Any]) -> None:
     """What is said of a GPU that reports a fault, has too little memory or does not end, and whether ranks go on."""
-    from ..ranks import HangError, WorkerError
+    from course_utils.ranks import HangError, WorkerError
 
     nccl = {"world_size": setting.ranks, "backend": "nccl"}
     before = [pid for _, pid in launch(_held, **nccl)]
     facts["memory_that_lacks"] = _refusal(launch, WorkerError, _ask_for_too_much, **nccl)
-    _expect("out of memory" in facts["memory_that_lacks"], "the missing memory is not named", facts)
+    assert "out of memory" in facts["memory_that_lacks"], "the missing memory is not named"
     facts["bytes_held_after_it"] = [held for held, _ in launch(_held, **nccl)]
-    _expect(max(facts["bytes_held_after_it"]) < _HELD, "tensors of the failed call are still there", facts)
+    assert max(facts["bytes_held_after_it"]) < _HELD, "tensors of the failed call are still there"
     facts["fault_of_the_gpu"] = _refusal(launch, WorkerError, _misuse_gpu, **nccl)
-    _expect("device-side assert" in facts["fault_of_the_gpu"], "the fault is not named", facts)
+    assert "device-side assert" in facts["fault_of_the_gpu"], "the fault is not named"
     after = [pid for _, pid in launch(_held, **nccl)]
-    _expect(not {*before} & {*after}, "ranks whose GPU serves them no longer are used again", facts)
+    assert not {*before} & {*after}, "ranks whose GPU serves them no longer are used again"
     _works(launch, setting, wanted)
     facts["gpu_without_end"] = _refusal(launch, HangError, _keep_gpu_busy, timeout=15, **nccl)
-    _expect("rank 0" in facts["gpu_without_end"], "the rank that waits is not named", facts)
+    assert "rank 0" in facts["gpu_without_end"], "the rank that waits is not named"
     _works(launch, setting, wanted)
 
 
 def _works(launch: Any, setting: Setting, wanted: list[float]) -> None:
     found = launch(_sum, world_size=setting.ranks, backend=setting.backend, timeout=60)
-    _expect([total for total, _, _ in found] == wanted, f"sums are {found}, expected {wanted}", {})
+    assert [total for total, _, _ in found] == wanted, f"sums are {found}, expected {wanted}"
     places = [setting.choose(f"cuda:{rank}", "cpu") for rank in range(setting.ranks)]
-    _expect([place for _, place, _ in found] == places, f"devices are {found}, expected {places}", {})
+    assert [place for _, place, _ in found] == places, f"devices are {found}, expected {places}"
 
 
 def _refusal(launch: Any, kind: type[Exception], *args: Any, **kwargs: Any) -> str:
@@ -165,13 +169,8 @@ def _refusal(launch: Any, kind: type[Exception], *args: Any, **kwargs: Any) -> s
         got = launch(*args, **kwargs)
     except kind as error:
         return _plain(error)
-    raise CheckError(f"{args[0].__name__} returned {got!r}, where {kind.__name__} was expected")
+    raise AssertionError(f"{args[0].__name__} returned {got!r}, where {kind.__name__} was expected")
 
 
 def _plain(error: Exception) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\x1b\[[\d;]*m", "", str(error)))[:400]
-
-
-def _expect(right: bool, otherwise: str, facts: dict[str, Any]) -> None:
-    if not right:
-        raise CheckError(otherwise, facts)

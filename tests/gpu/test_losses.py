@@ -1,4 +1,4 @@
-"""Checks that train the course's GPT: the same losses as on the CPU, and how much of the device's peak it uses."""
+"""Train the course's GPT: the same losses as on the CPU, and how much of the device's peak it uses."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .machine import data_sheet
-from .report import measured
-from .setting import CheckError, Setting
-from .spawn import run_ranks
+from .kit import Setting, data_sheet, measured, own_device, run_ranks
 
 _STEPS, _PER_RANK = 5, 4
 _OFF = 1e-3  # of losses near 4.8: GPU kernels add in another order
@@ -21,8 +19,8 @@ _OFF = 1e-3  # of losses near 4.8: GPU kernels add in another order
 
 def _losses(model: nn.Module, device: torch.device, numbers: list[range]) -> list[float]:
     """Train one step on the windows with each of these numbers; return this rank's losses."""
-    from ..data import Windows
-    from ..models import loss_of
+    from course_utils.data import Windows
+    from course_utils.models import loss_of
 
     optimizer, windows, found = torch.optim.SGD(model.parameters(), lr=0.5), Windows(), []
     for chosen in numbers:
@@ -40,11 +38,10 @@ def _on_ranks() -> dict[str, list[float]]:
 
 def _mean_losses(how: str) -> list[float]:
     """Losses of the ranks, which share each step's windows, in the mean."""
-    from ..models import build_gpt
+    from course_utils.models import build_gpt
 
     rank, n = dist.get_rank(), dist.get_world_size()
-    on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = own_device()
     model: nn.Module = build_gpt().to(device)
     if how == "DDP":
         model = nn.parallel.DistributedDataParallel(model)
@@ -61,30 +58,30 @@ def _mean_losses(how: str) -> list[float]:
     return (total / n).tolist()
 
 
-def same_losses(setting: Setting) -> dict[str, Any]:
+@pytest.mark.limit(75)
+def test_same_losses(setting: Setting, facts: dict):
     """Losses of five steps in one process on the CPU, and under DDP and FSDP."""
-    from ..models import build_gpt
+    from course_utils.models import build_gpt
 
     found = run_ranks(_on_ranks, ranks=setting.ranks, backend=setting.backend, timeout=setting.choose(60, 200))[0]
     size = setting.ranks * _PER_RANK
     whole = [range(s * size, (s + 1) * size) for s in range(_STEPS)]
-    facts: dict[str, Any] = {"one process, CPU": _losses(build_gpt(), torch.device("cpu"), whole)}
+    facts["one process, CPU"] = _losses(build_gpt(), torch.device("cpu"), whole)
     for how, losses in found.items():
         facts[how] = losses
         off = max(abs(a - b) for a, b in zip(facts[how], facts["one process, CPU"], strict=True))
         facts[f"{how}: largest difference"] = off
-        if not off < _OFF:
-            raise CheckError(f"{how}: losses differ by up to {off:.3g}, more than {_OFF:g}", facts)
-    return facts
+        assert off < _OFF, f"{how}: losses differ by up to {off:.3g}, more than {_OFF:g}"
 
 
-def mfu_gpt(setting: Setting) -> dict[str, Any]:
+@pytest.mark.limit(75)
+def test_mfu_gpt(setting: Setting, facts: dict):
     """Tokens and model FLOP/s of the GPT of the lessons and of a larger one, and their share of the peak."""
-    from ..transformer import TransformerConfig
+    from course_utils.transformer import TransformerConfig
 
     wide = {"layers": 12, "heads": 16, "hidden": 1024, "context": 1024, "vocabulary": 50304}
     sizes = {"the course's, fp32": (TransformerConfig(), 64, "fp32")}
-    if setting.on == "gpu":
+    if setting.on_gpu:
         best = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         room = torch.cuda.get_device_properties(0).total_memory
         sizes["the course's, " + best] = TransformerConfig(), 64, best
@@ -95,13 +92,14 @@ def mfu_gpt(setting: Setting) -> dict[str, Any]:
             name = "12 layers of 512, " + best
         sizes[name] = large, batch, best
         sizes[name + ", checkpointed"] = replace(large, checkpoint=True), batch, best
-    return {name: _model_flops(*given, setting) for name, given in sizes.items()}
+    for name, given in sizes.items():
+        facts[name] = _model_flops(*given, setting)
 
 
 def _model_flops(config: Any, batch: int, precision: str, setting: Setting) -> dict[str, Any]:
-    from ..models import build_gpt, loss_of
+    from course_utils.models import build_gpt, loss_of
 
-    on_gpu, device = setting.on == "gpu", setting.device
+    on_gpu, device = setting.on_gpu, setting.device
     warm_up, steps = setting.choose((5, 20), (1, 2))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     model = build_gpt(config).to(device)
@@ -110,14 +108,14 @@ def _model_flops(config: Any, batch: int, precision: str, setting: Setting) -> d
     loss = torch.zeros(())
     for step in range(warm_up + steps):
         if step == warm_up:
-            torch.cuda.synchronize() if on_gpu else None
+            setting.wait()
             start = time.perf_counter()
         with torch.autocast(device.split(":")[0], dtype, enabled=precision != "fp32"):
             loss = loss_of(model, x, y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.cuda.synchronize() if on_gpu else None
+    setting.wait()
     seconds = (time.perf_counter() - start) / steps
     rate = batch * config.context / seconds
     how = f"mean of {steps} steps of forward, backward and AdamW after {warm_up}; batch {batch}, one device, no copies"

@@ -7,20 +7,16 @@ import platform
 import re
 import shutil
 import subprocess
-from typing import Any
 
-from ..hardware import GPU, GPUS
-from .setting import Setting
-
-__all__ = ["data_sheet", "describe", "tell"]
+import pytest
+import torch
 
 
-def describe(setting: Setting) -> dict[str, Any]:
-    """What this machine is; a check like others, whose facts become the report's ``machine``."""
-    import torch
-
+@pytest.mark.limit(60)
+def test_machine(setting, facts: dict):
+    """What this machine is."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
-    found: dict[str, Any] = {
+    facts |= {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -34,18 +30,17 @@ def describe(setting: Setting) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [],
     }
-    for index in range(torch.cuda.device_count() if setting.on == "gpu" else 0):
+    for index in range(torch.cuda.device_count() if setting.on_gpu else 0):
         properties = torch.cuda.get_device_properties(index)
-        found["gpus"].append({
+        facts["gpus"].append({
             "name": properties.name, "memory_bytes": properties.total_memory, "sms": properties.multi_processor_count,
             "compute_capability": f"{properties.major}.{properties.minor}",
             "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
         })
-    if len(found["gpus"]) > 1:
-        found["topology"] = _matrix(tell("nvidia-smi", "topo", "-m"))
+    if len(facts["gpus"]) > 1:
+        facts["topology"] = _matrix(tell("nvidia-smi", "topo", "-m"))
         pairs = [(a, b) for a in range(setting.ranks) for b in range(setting.ranks) if a != b]
-        found["peer_access"] = all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    return found
+        facts["peer_access"] = all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
 
 def _matrix(text: str) -> list[str]:
@@ -61,14 +56,3 @@ def tell(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def data_sheet(name: str) -> GPU | None:
-    """The entry of `hardware.GPUS` for a GPU by CUDA's name of it, such as "NVIDIA A100-SXM4-80GB".
-
-    None for GPUs that are not there, and for the slower PCIe cards of the same name.
-    """
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    if {"pcie", "nvl", "mig"} & set(words):
-        return None
-    return next((gpu for key, gpu in GPUS.items() if key in words), None)

@@ -1,4 +1,4 @@
-"""Checks that leave a trace of the profiler, and a memory snapshot in numbers."""
+"""A trace of the profiler, and a memory snapshot in numbers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .report import measured, scrub
-from .runner import TRACE
-from .setting import CheckError, Setting
-from .spawn import run_ranks
+from .kit import Setting, measured, own_device, run_ranks, scrub
 
+TRACE = "trace.json.gz"
 _STEPS = 3
 _KEPT = ("schemaVersion", "deviceProperties", "distributedInfo", "displayTimeUnit", "baseTimeNanoseconds")
 _POINTS = 400  # of the memory timeline that the report keeps
@@ -26,11 +25,11 @@ def _profiled(file: str) -> dict[str, Any]:
     """Train under DDP with batches copied to the device; rank 0 profiles the last steps and writes their trace."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    from ..data import Windows
-    from ..models import build_gpt, loss_of
+    from course_utils.data import Windows
+    from course_utils.models import build_gpt, loss_of
 
-    on_gpu, rank = dist.get_backend() == "nccl", dist.get_rank()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device, rank = own_device(), dist.get_rank()
+    on_gpu = device.type == "cuda"
     model = nn.parallel.DistributedDataParallel(build_gpt().to(device), bucket_cap_mb=1)
     optimizer, windows = torch.optim.SGD(model.parameters(), lr=0.1), Windows()
     batch = [x.pin_memory() if on_gpu else x for x in windows.batch(range(64))]
@@ -47,9 +46,10 @@ def _profiled(file: str) -> dict[str, Any]:
     return {"steps": _STEPS}
 
 
-def trace(setting: Setting) -> dict[str, Any]:
+@pytest.mark.limit(60)
+def test_profiler_trace(setting: Setting, facts: dict):
     """Write rank 0's trace, without names of host and folders, and say how its time divides."""
-    from ..traces import breakdown, load
+    from course_utils.traces import breakdown, load
 
     raw, target = Path(os.environ.get("TMPDIR", setting.folder), "raw.json"), setting.folder / TRACE
     run_ranks(_profiled, str(raw), ranks=setting.ranks, backend=setting.backend, timeout=setting.choose(50, 150))
@@ -62,14 +62,13 @@ def trace(setting: Setting) -> dict[str, Any]:
     for event in read.events:
         categories[event.category] = categories.get(event.category, 0) + 1
     how = f"traces.breakdown of rank 0 of {setting.ranks}, {_STEPS} steps of the course's GPT under DDP, torch.profiler"
-    facts: dict[str, Any] = {
+    facts |= {
         "file": TRACE, "bytes": target.stat().st_size, "events": categories, "steps": len(read.steps),
         "communication_kernels": sorted({e.name[:80] for e in read.events if e.name.startswith(("nccl", "gloo:"))}),
         "breakdown": {part: measured(us, "us", how) for part, us in breakdown(read).items()},
     }
-    if len(read.steps) != _STEPS or read.on_gpu != (setting.on == "gpu"):
-        raise CheckError("the trace has not all steps, or no work of the GPU", facts)
-    return facts
+    assert len(read.steps) == _STEPS and read.on_gpu == setting.on_gpu, "it has not all steps, or no work of the GPU"
+    assert not read.on_gpu or "gpu_memcpy" in categories
 
 
 def _events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -77,11 +76,12 @@ def _events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event.get("name") not in ("process_name", "thread_name", "process_labels")]
 
 
-def memory(setting: Setting) -> dict[str, Any]:
+@pytest.mark.limit(45)
+def test_memory_snapshot(setting: Setting, facts: dict):
     """Allocated bytes over two training steps, from the events of PyTorch's memory snapshot."""
     setting.need_gpu("the snapshot is that of CUDA's allocator")
-    from ..data import Windows
-    from ..models import build_gpt, loss_of
+    from course_utils.data import Windows
+    from course_utils.models import build_gpt, loss_of
 
     device = torch.device("cuda", 0)
     x, y = Windows().batch(range(256), device)
@@ -106,13 +106,12 @@ def memory(setting: Setting) -> dict[str, Any]:
         if change:
             held += change * event["size"]
             line.append(held)
-    if not line:
-        raise CheckError("the snapshot has no allocation")
+    assert line, "the snapshot has no allocation"
     stride = -(-len(line) // _POINTS)
     peaks = [max(line[i : i + stride]) for i in range(0, len(line), stride)]
     how = "torch.cuda.memory._record_memory_history and _snapshot: running sum of alloc and free_completed"
     grown = f"{how}; the most within each {stride} events"
-    return {
+    facts |= {
         "events": len(events), "largest": measured(max(line), "bytes", how),
         "allocated": measured(peaks, "bytes", grown, [*range(0, len(line), stride)], "event"),
         "marks": [{"when": when, "allocated": measured(count, "bytes", "torch.cuda.memory_allocated()")}

@@ -1,0 +1,1 @@
+"""Checks on machines with GPUs, which ``python -m tools gpu-check`` runs."""
