@@ -238,10 +238,6 @@ class Merger:
         if not source.after_told:
             source.add(text)
 
-    @property
-    def ranks(self) -> list[int]:
-        return list(self._sources)
-
     def is_open(self, rank: int) -> bool:
         return rank in self._open
 
