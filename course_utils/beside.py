@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .memory import Memory, held_memory
 from .models import loss_of
@@ -79,8 +78,8 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a whole tensor; of a `DTensor` all ranks of its mesh ask."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    """Return a whole tensor; for that of a `DTensor` all ranks of its mesh must ask."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()  # imports no DTensor
 
 
 def _off(got: Tensor, expected: Tensor, relative: bool, least: float = 0.0) -> float:

@@ -25,13 +25,7 @@ Spans = list[tuple[str, float, float]]
 
 
 def digits(count: int | None = None) -> torch.Tensor:
-    """Numbers that tell the rank they come from: 1, 2, 3 … on rank 0, 10, 20, 30 … on rank 1, and so on.
-
-    Parameters
-    ----------
-    count : int, optional
-        How many; as many as there are ranks by default.
-    """
+    """Numbers that tell the rank they come from: 1, 2, 3 … on rank 0, 10, 20, 30 … on rank 1, and so on."""
     place = 10 ** dist.get_rank()
     return torch.tensor([(i % 9 + 1) * place for i in range(count or dist.get_world_size())], device=device())
 
@@ -117,22 +111,7 @@ def _all_times(sizes: Sequence[int], ops: Sequence[str]) -> dict[str, list[list[
 
 
 def time_collectives(sizes: Sequence[int], ops: Sequence[str], world_size: int) -> dict[str, list[float]]:
-    """Seconds of each collective at each size: the best repetition, of which the slowest rank counts.
-
-    Parameters
-    ----------
-    sizes : list of int
-        Message sizes S in bytes.
-    ops : list of str
-        Names of :func:`collective_calls`.
-    world_size : int
-        Number of ranks.
-
-    Returns
-    -------
-    dict of op to list of float
-        Seconds, in the order of `sizes`.
-    """
+    """Seconds of each collective at each size: the best repetition, of which the slowest rank counts."""
     by_rank = launch(partial(_all_times, sizes, ops), world_size=world_size)
     seconds: dict[str, list[float]] = {op: [] for op in ops}
     for op in ops:
@@ -173,20 +152,7 @@ def _traffic(size: int) -> dict[str, tuple[float, float]]:
 
 
 def tcp_traffic(size: int, world_size: int) -> list[dict[str, tuple[float, float]]]:
-    """What each rank sends and receives over TCP in each of the eight collectives, on CPU tensors over gloo.
-
-    Parameters
-    ----------
-    size : int
-        Message size S in bytes.
-    world_size : int
-        Number of ranks.
-
-    Returns
-    -------
-    list, index = rank, of dict of op to (sent, received)
-        In S; empty where the system is not Linux, which alone counts the bytes of a connection.
-    """
+    """What each rank sends and receives over TCP in each of the eight collectives, on CPU tensors over gloo."""
     return launch(partial(_traffic, size), world_size=world_size, backend="gloo") if sys.platform == "linux" else []
 
 
@@ -230,21 +196,6 @@ def _step_spans(step: Callable[[torch.Tensor, Callable[[], None]], Any], size: i
 def hidden_step(
     step: Callable[[torch.Tensor, Callable[[], None]], Any], size: int, world_size: int, repeats: int = 3
 ) -> Spans:
-    """When rank 0 computes and when it waits, in the fastest of some runs of a step with an all-reduce.
-
-    Parameters
-    ----------
-    step : callable
-        ``step(x, compute)`` reduces the CPU tensor `x`, by gloo, and calls `compute` once. That sleeps, as if another
-        device computed, for as long as the all-reduce takes alone.
-    size : int
-        Bytes of x.
-    world_size, repeats : int
-
-    Returns
-    -------
-    list of (label, start, end)
-        Labels are ``"waiting"`` and ``"computing"``; in seconds from the start of the step.
-    """
+    """When rank 0 computes and when it waits, in the fastest of some runs of a step with an all-reduce."""
     runs = [launch(partial(_step_spans, step, size), world_size=world_size, backend="gloo")[0] for _ in range(repeats)]
     return min(runs, key=lambda spans: spans[-1][2])

@@ -22,28 +22,14 @@ _OWN_OUTPUT = ("gather", "all_to_all", "alltoall")
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as one rank called it.
+    """A collective as one rank called it."""
 
-    Attributes
-    ----------
-    group : str
-        Name of the process group: "0" is the default one.
-    number : int
-        Collectives of a group are counted from 1, by each rank for itself.
-    operation : str
-        Such as "all_reduce".
-    input_sizes, output_sizes : tuple of tuple of int
-        Shapes of the tensors.
-    dtypes : tuple of str
-        Of inputs and outputs, such as "Float".
-    """
-
-    group: str
-    number: int
-    operation: str
+    group: str  # name of the process group: "0" is the default one
+    number: int  # in its group, from 1, counted by each rank for itself
+    operation: str  # such as "all_reduce"
     input_sizes: tuple[tuple[int, ...], ...]
     output_sizes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # of inputs and outputs, such as "Float"
 
     def __str__(self) -> str:
         return f"{self.operation} {' '.join('x'.join(map(str, size)) or 'scalar' for size in self.input_sizes)}"
@@ -51,25 +37,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Fault:
-    """The first collective of a group that the ranks do not agree on.
-
-    Attributes
-    ----------
-    group, number
-        Which collective, as in `Call`.
-    kind : {"missing", "operation", "sizes", "dtypes"}
-        What differs; "missing": some ranks have not called it.
-    ranks : tuple of int
-        Ranks that differ from the lowest rank that called it, or have not called it.
-    said : dict of int to str
-        What each rank called, by rank.
-    """
+    """The first collective of a group that the ranks do not agree on."""
 
     group: str
     number: int
-    kind: str
-    ranks: tuple[int, ...]
-    said: dict[int, str]
+    kind: str  # what differs; "missing": some ranks have not called it
+    ranks: tuple[int, ...]  # ranks that differ from the lowest rank that called it, or have not called it
+    said: dict[int, str]  # what each rank called, by rank
 
     def __str__(self) -> str:
         told = "; ".join(f"rank {rank}: {call}" for rank, call in self.said.items())

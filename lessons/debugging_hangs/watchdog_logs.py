@@ -23,28 +23,14 @@ _STATUS = re.compile(
 
 @dataclass(frozen=True)
 class Waiting:
-    """The oldest collective in which a rank waited when its watchdog gave up.
-
-    Attributes
-    ----------
-    rank : int
-        Global rank.
-    number : int
-        Of the collective in its group.
-    operation : str
-        As the message names it, such as "ALLREDUCE".
-    elements : int or None
-        Of the input; None in old messages, which do not say it.
-    enqueued, completed : int or None
-        Numbers of the last collective that the CPU has launched, and that the GPU has done.
-    """
+    """The oldest collective in which a rank waited when its watchdog gave up."""
 
     rank: int
-    number: int
-    operation: str
-    elements: int | None = None
-    enqueued: int | None = None
-    completed: int | None = None
+    number: int  # of the collective in its group
+    operation: str  # as the message names it, such as "ALLREDUCE"
+    elements: int | None = None  # of the input; None in old messages, which do not say it
+    enqueued: int | None = None  # the last collective that the CPU has launched
+    completed: int | None = None  # the last one that the GPU has done
 
 
 def read(lines: Iterable[str]) -> dict[int, Waiting]:
@@ -63,19 +49,11 @@ def read(lines: Iterable[str]) -> dict[int, Waiting]:
 
 
 def conclusion(waiting: Sequence[Waiting], world_size: int) -> tuple[str, str]:
-    """Say where to look, for ranks of one process group that has all of `world_size` ranks.
+    """Say where to look, for ranks of one process group that has all of `world_size` ranks, and why.
 
-    Returns
-    -------
-    (str, str)
-        One of "silent" (all who wait, wait in one call, and somebody has not come), "out of step" (they wait in
-        different calls, so their programs have taken different ways), "alike" (all of them wait in the same call, so
-        the fault is below the program: a link, a GPU, or a rank's kernel that does not end) and "nothing"; and why.
-
-    Raises
-    ------
-    ValueError
-        A rank is not below `world_size`.
+    "silent": all who wait, wait in one call, and somebody has not come. "out of step": they wait in different calls, so
+    their programs have taken different ways. "alike": all wait in the same call, so the fault is below the program: a
+    link, a GPU, or a rank's kernel that does not end. Else "nothing".
     """
     if outside := [one.rank for one in waiting if not 0 <= one.rank < world_size]:
         raise ValueError(f"ranks {outside} are not among 0 to {world_size - 1}")

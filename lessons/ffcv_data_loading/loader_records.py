@@ -49,13 +49,7 @@ def rates_by_workers(key: str) -> dict[int, float]:
 
 
 def best_workers(key: str) -> tuple[str, dict[str, Any]]:
-    """A way's name with the number of workers that is best for it, and what was measured with so many.
-
-    Raises
-    ------
-    ValueError
-        It was not measured.
-    """
+    """A way's name with the number of workers that is best for it, and what was measured with so many."""
     way = _way(key)
     if not way["by_workers"]:
         raise ValueError(f"{way['name']} was not measured: {way['unavailable']}")
@@ -76,12 +70,7 @@ def gain(key: str, base: str = "dataloader") -> tuple[float, float, float]:
 
 
 def with_step(keys: Sequence[str], step_alone: float) -> dict[str, tuple[float, float, float]]:
-    """Model training with loaders that work ahead of a step of so many images/s.
-
-    Returns
-    -------
-    dict of name to (images/s alone, images/s with the step, share of the time that the step waits)
-    """
+    """By loader: images/s alone, images/s with a step of `step_alone` images/s, share of the time that that waits."""
     found = rates(*keys).items()
     return {name: (rate, min(rate, step_alone), max(0.0, 1 - rate / step_alone)) for name, rate in found}
 

@@ -42,13 +42,7 @@ def order_cases() -> Iterator[OrderCase]:
 
 
 def in_memory(read: np.ndarray, ahead: int) -> np.ndarray:
-    """Pages in memory at each step: each from ``ahead`` steps before its first access to its last one.
-
-    Parameters
-    ----------
-    read : array of shape (samples,)
-        The page of each sample, in the order of reading. With ``ahead`` 0 the result is the number of open pages.
-    """
+    """Pages in memory at each step: each from ``ahead`` steps before its first access to its last one."""
     steps = np.zeros(len(read) + 1, int)
     for page in np.unique(read):
         places = np.flatnonzero(read == page)

@@ -34,20 +34,6 @@ def watch(model: FSDPModule, run: Callable[[int], Any]) -> tuple[Lanes, list[tup
 
     A message does not say whose weights it brings. The first unit whose storage fills belongs to the first all-gather,
     the first whose gradients are reduced to the first reduce-scatter.
-
-    Parameters
-    ----------
-    model : FSDPModule
-        The root. Its hooks stay: use it for nothing else that is to be measured.
-    run : callable
-        Forward and backward of the step of this number.
-
-    Returns
-    -------
-    lanes : dict of lane to list of (unit, start, end)
-        "forward" and "backward", in which a layer computes, "all-gather" and "reduce-scatter"; in events, not seconds.
-    held : list of (event, bytes)
-        Bytes of gathered parameters from each event on.
     """
     storages: dict[str, list] = {}
     seen: list[tuple] = []

@@ -125,12 +125,6 @@ def measured_roof(chip: str, sides: Sequence[int]) -> Roof:
     """Measure operations in fp32; the best FLOP/s and the best bytes/s of those that memory limits are the roof.
 
     A CPU computes with one thread, because several that wait for each other measure how busy the machine is.
-
-    Parameters
-    ----------
-    chip : {"cpu", "cuda"}
-    sides : list of int
-        Of the square matrices that are multiplied; on a GPU 8192 is added.
     """
     wait, threads = torch.cuda.synchronize if chip == "cuda" else (lambda: None), torch.get_num_threads()
     points, bandwidth = {}, 0.0

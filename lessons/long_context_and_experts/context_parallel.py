@@ -31,11 +31,6 @@ def pairs_per_rank(length: int, ranks: int, order: str) -> list[int]:
     """Return the pairs of a query and a key that the causal mask leaves to each rank, for one head.
 
     Token i sees the i + 1 tokens up to itself, so a rank has the sum of i + 1 over the tokens that it holds.
-
-    Raises
-    ------
-    ValueError
-        The order is unknown, or the ranks do not divide the length; for zig-zag twice as many must.
     """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")

@@ -36,36 +36,19 @@ def expected_nodes(experts: int, top_k: int, nodes: int) -> float:
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """A published model with experts, and how it was trained.
-
-    Attributes
-    ----------
-    parameters : float
-        All of them.
-    hidden, inner : int
-        Widths of a token and of an expert.
-    layers : int
-        Layers with experts.
-    experts, top_k : int
-        Routed experts in a layer, and those of a token.
-    ep, pp, gpus : int
-        Ranks that share the experts of a layer, stages of the pipeline, GPUs.
-    nodes, most_nodes : int
-        Nodes that share the experts of a layer, and those that a token may go to.
-    source : str
-    """
+    """A published model with experts, and how it was trained."""
 
     parameters: float
-    hidden: int
-    inner: int
-    layers: int
-    experts: int
-    top_k: int
-    ep: int
+    hidden: int  # width of a token
+    inner: int  # width of an expert
+    layers: int  # layers with experts
+    experts: int  # routed ones in a layer
+    top_k: int  # those of a token
+    ep: int  # ranks that share the experts of a layer
     pp: int
     gpus: int
-    nodes: int
-    most_nodes: int
+    nodes: int  # that share the experts of a layer
+    most_nodes: int  # that a token may go to
     source: str
 
 

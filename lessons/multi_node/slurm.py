@@ -212,11 +212,6 @@ class SlurmCluster:
         """Let a job that was requeued start at once; Slurm would have it wait for two minutes.
 
         Its first run has to be over for two seconds: a host refuses a job that it ended in the same second.
-
-        Raises
-        ------
-        RuntimeError
-            If the first run has not ended within `timeout` seconds.
         """
         end = time.monotonic() + timeout
         while re.search(rf"^[^Z]\S* +slurmstepd: \[{number}\.", self.run("ps -eo stat=,args="), re.MULTILINE):

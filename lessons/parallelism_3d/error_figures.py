@@ -27,18 +27,8 @@ def errors_by_family(
     rows: Sequence[Replayed], title: str, *, goals: Mapping[str, float] | None = None, furthest: float = 0.6
 ) -> Figure:
     """Draw the errors of published runs, a lane for each family, with their median size, bias, and what the best
-    constant guess reaches; runs of the exam have lanes of their own, below.
-
-    Parameters
-    ----------
-    rows : list of planner.Replayed
-        Runs that the constants were fitted to are drawn hollow and left out of the medians.
-    title : str
-        Says that published values are recorded and the others modelled.
-    goals : dict of family to float, optional
-        Half-width of the grey band, as a share of the published value; 0.15 where there is none.
-    furthest : float
-        Larger errors are drawn at this one, as triangles.
+    constant guess reaches; runs of the exam have lanes of their own, below. Fitted runs are hollow and not in medians;
+    the grey band is a family's goal, or 15 %; errors beyond `furthest` are triangles there.
     """
     from .planner import score  # here, so that a figure of something else does not load the planner
 

@@ -46,30 +46,10 @@ def mesh_grid(
 
     The last dimension runs along rows, the one before down columns, the others from panel to panel. Ranks are numbered
     as by ``init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))``: the last dimension fastest.
-    Below the panels stand the ranks of each coloured group, and over how many nodes they lie.
-
-    Parameters
-    ----------
-    sizes : dict of dimension to size
-        Outermost first, such as ``{"pp": 4, "dp": 8, "tp": 8}``; at most four larger than 1. Of a dimension larger
-        than eight the ends and the neighbours of `rank` are drawn.
-    title : str
-    per_node : int, optional
-        Ranks of a node; they have consecutive numbers. Nodes are framed.
-    rank : int, optional
-        The rank whose groups are coloured, by default none.
-    show : list of str, optional
-        The dimensions whose group of `rank` is coloured, by default all that are larger than 1.
-    names_only : bool, optional
-        Whether one line with the colours of the dimensions stands in the place of the ranks, by default not.
-
-    Raises
-    ------
-    ValueError
-        A size is not a whole number of at least 1, more than four dimensions are larger than 1, `rank` or a dimension
-        of `show` is not in the mesh, or the ranks do not fill nodes.
+    Below the panels stand the ranks of each coloured group, and over how many nodes they lie; with `names_only` only
+    the dimensions in their colours.
     """
-    groups = _groups(sizes, per_node, rank, show)
+    groups = _groups(sizes, rank, show)
     names = [name for name, size in sizes.items() if size > 1]
     names = [""] * (4 - len(names)) + names
     grid = np.arange(math.prod(sizes.values())).reshape([sizes.get(name, 1) for name in names])
@@ -107,28 +87,16 @@ def mesh_grid(
 
 
 def _groups(
-    sizes: Mapping[str, int], per_node: int | None, rank: int | None, show: Sequence[str] | None
+    sizes: Mapping[str, int], rank: int | None, show: Sequence[str] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the group of `rank` in each dimension that is coloured, after a look at what was given."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
-    large = [name for name, size in sizes.items() if size > 1]
-    if len(large) > 4:
-        raise ValueError(f"at most four dimensions can be larger than 1, got {', '.join(large)}")
-    ranks = math.prod(sizes.values())
-    if unknown := [name for name in show or () if name not in sizes]:
-        raise ValueError(f"the mesh has no dimension {unknown[0]!r}, only {', '.join(sizes)}")
-    if rank is not None and not 0 <= rank < ranks:
-        raise ValueError(f"rank must be from 0 to {ranks - 1}, got {rank}")
-    if per_node is not None and (per_node < 1 or (ranks > per_node and ranks % per_node)):
-        raise ValueError(f"{ranks} ranks do not fill nodes of {per_node}")
+    """Return the group of `rank` in each dimension that is coloured."""
     if rank is None:
         return {}
     from .planner import mesh_groups  # loads torch, which no other figure needs
 
     groups = mesh_groups(sizes)
-    return {name: next(group for group in groups[name] if rank in group) for name in (large if show is None else show)}
+    coloured = [name for name, size in sizes.items() if size > 1] if show is None else show
+    return {name: next(group for group in groups[name] if rank in group) for name in coloured}
 
 
 def _kept(count: int, at: int, most: int) -> list[int | None]:

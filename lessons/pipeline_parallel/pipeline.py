@@ -35,20 +35,12 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does, in order.
-
-    Attributes
-    ----------
-    placement : tuple of int
-        The rank of each stage.
-    order : tuple of tuple of Op
-        By rank.
-    """
+    """What every rank does, in order."""
 
     name: str
     microbatches: int
-    placement: tuple[int, ...]
-    order: tuple[tuple[Op, ...], ...]
+    placement: tuple[int, ...]  # the rank of each stage
+    order: tuple[tuple[Op, ...], ...]  # by rank
 
     @property
     def ranks(self) -> int:

@@ -195,13 +195,7 @@ def _evaluate(node: ast.AST, source: str) -> Fraction:
 
 
 def read_number(text: str) -> float | Fraction:
-    """Return the number that `text` writes: a `Fraction`, or a float for -0, inf and nan.
-
-    Raises
-    ------
-    ValueError
-        If it is no number, or one that float64 cannot hold; the message says how to write one.
-    """
+    """Return the number that `text` writes: a `Fraction`, or a float for -0, inf and nan."""
     source = text.strip().replace("^", "**").replace("\N{MINUS SIGN}", "-")
     how = "write one such as 0.1, -1e-8, 1/3, 1+2^-10, inf or nan"
     if not source:

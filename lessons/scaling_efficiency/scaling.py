@@ -58,17 +58,7 @@ def _finish() -> None:
 def step_seconds(
     prepare: Callable[[], Callable[[Tensor, Tensor], Any]], size: int, steps: int = 8, warm_up: int = 3
 ) -> list[float]:
-    """On all ranks: seconds of each training step on this rank; all ranks begin a step together.
-
-    Parameters
-    ----------
-    prepare : callable
-        Makes the model, and returns ``step(x, y)``, which trains on a batch.
-    size : int
-        Windows of this rank in a step.
-    steps, warm_up : int
-        Steps that count, and steps before them that do not: DDP builds its buckets anew after the first.
-    """
+    """On all ranks: seconds of each training step on this rank; all ranks begin a step together."""
     step, seconds = prepare(), []
     for number in range(warm_up + steps):
         x, y = my_windows(number, size)
@@ -86,15 +76,7 @@ def slowest_step(by_rank: Iterable[Sequence[float]]) -> float:
 
 
 def shortest_step(by_rank: Sequence[Sequence[Sequence[Span]]], skip: int = 0) -> dict[str, list[Span]]:
-    """Of the spans of steps on all ranks, the shortest step as rows for `step_spans`, from its first moment on.
-
-    Parameters
-    ----------
-    by_rank : list, index = rank
-        Of each rank, its steps; of each step, its spans, as `StepLog.spans` has them.
-    skip : int
-        Steps at the start that do not count.
-    """
+    """Of the spans of steps on all ranks, the shortest step as rows for `step_spans`, from its first moment on."""
     def length(ranks: Sequence[Sequence[Span]]) -> float:
         return max(spans[-1][2] for spans in ranks) - min(spans[0][1] for spans in ranks)
 
@@ -177,17 +159,7 @@ def _traced(model: nn.Module, x: Tensor, y: Tensor) -> list[tuple[str, int, floa
 
 
 def bucket_sweep(caps: Sequence[float], size: int, steps: int = 5) -> list[BucketRun]:
-    """On all ranks, with gloo: train the GPT under DDP with each `bucket_cap_mb` in turn, and watch this rank.
-
-    Parameters
-    ----------
-    caps : list of float
-        MiB.
-    size : int
-        Windows of this rank in a step.
-    steps : int
-        Steps that are timed, after three that are not; one more is traced.
-    """
+    """On all ranks, with gloo: train the GPT under DDP with each `bucket_cap_mb` in turn, and watch this rank."""
     runs = []
     for cap in caps:
         model = DistributedDataParallel(build_gpt().to(device()), bucket_cap_mb=cap)
@@ -207,15 +179,7 @@ def bucket_sweep(caps: Sequence[float], size: int, steps: int = 5) -> list[Bucke
 
 
 def bucket_schedule(buckets: int, each: float, backward: float) -> list[tuple[float, float]]:
-    """When the all-reduces of equal buckets start and end, one after the other.
-
-    Parameters
-    ----------
-    buckets : int
-        They become ready at equal distances, the last one at the end of backward.
-    each, backward : float
-        Seconds of one all-reduce, and of the backward pass.
-    """
+    """When the all-reduces of equal buckets start and end, one after the other."""
     spans, free = [], 0.0
     for i in range(1, buckets + 1):
         start = max(free, backward * i / buckets)
@@ -228,36 +192,17 @@ def bucket_schedule(buckets: int, each: float, backward: float) -> list[tuple[fl
 
 
 class TrainedWithHook(NamedTuple):
-    """What a rank saw of training with a communication hook.
+    """What a rank saw of training with a communication hook."""
 
-    Attributes
-    ----------
-    losses : list of float
-        Of this rank's windows, at each step.
-    sent : float
-        Bytes that the rank has to send in a step, at least.
-    unchanged : float
-        Share of the weights that are what they were at the start.
-    """
-
-    losses: list[float]
-    sent: float
-    unchanged: float
+    losses: list[float]  # of this rank's windows, at each step
+    sent: float  # bytes that the rank has to send in a step, at least
+    unchanged: float  # share of the weights that are what they were at the start
 
 
 def train_with_hook(
     make: Callable[[], tuple[Any, Callable]] | None, steps: int, size: int = 4, lr: float = 0.2
 ) -> TrainedWithHook:
-    """On all ranks: train the GPT under DDP with plain SGD, all gradients in one bucket, and a hook on it.
-
-    Parameters
-    ----------
-    make : callable or None
-        Makes the state and the hook that ``register_comm_hook`` takes; None leaves DDP's own all-reduce.
-    steps, size : int
-        Steps, and windows of this rank in each.
-    lr : float
-    """
+    """On all ranks: train the GPT under DDP with plain SGD, all gradients in one bucket, and a hook on it."""
     model = DistributedDataParallel(build_gpt().to(device()), bucket_cap_mb_list=[100])
     if make:
         model.register_comm_hook(*make())

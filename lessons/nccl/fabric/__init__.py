@@ -169,24 +169,8 @@ def emulate(topology, slowdown: float = 0.0) -> Iterator[Clock]:
     and each link of the path is free in its direction, where it stays for its bytes / bandwidth. It leaves within
     bytes / bandwidth of the slowest link and arrives the path's latency later. A wait moves the clock: the sender's
     to when the last byte has left, the receiver's to the arrival. All else takes no emulated time; making a group
-    brings the clocks of its ranks together.
-
-    Parameters
-    ----------
-    topology : Topology
-        Anything with ``gpus`` (names, at least one for each rank) and ``path(a, b)``, which has ``links`` (each with
-        ends ``a``, ``b`` and ``bandwidth`` in bytes/s one way), ``bandwidth`` (bytes/s) and ``latency`` (seconds).
-    slowdown : float
-        If above 0, waits and the end of the block also sleep, so that when the block ends one emulated second has
-        lasted at least this many real ones.
-
-    Raises
-    ------
-    RuntimeError
-        No process group, a backend other than gloo, blocks nested, ranks on several machines; inside: a collective.
-    ValueError
-        Too few GPUs, a bad `slowdown`; inside: a message to oneself, from a GPU or over a link of unknown bandwidth, a
-        receive that names no source.
+    brings the clocks of its ranks together. With a `slowdown` above 0 waits and the end of the block also sleep, so
+    that an emulated second lasts at least so many real ones.
     """
     if not dist.is_initialized() or "gloo" not in dist.get_backend_config():
         raise RuntimeError("emulate() needs a process group of backend 'gloo': call it inside launch(backend='gloo')")

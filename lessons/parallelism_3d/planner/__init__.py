@@ -244,21 +244,11 @@ def _degrees(gpus: int, restrict: Mapping[str, object]) -> Iterator[tuple[int, i
 
 @dataclass(frozen=True)
 class Place:
-    """Where a published layout stands among all of as many GPUs.
+    """Where a published layout stands among all of as many GPUs."""
 
-    Attributes
-    ----------
-    rank : int or None
-        Place of its degrees, the best plan of each counting, from 1; None if none of their plans fits.
-    of : int
-        Number of degrees that can run.
-    behind : float
-        How much longer the layout's step takes than that of the best plan found: 0.1 is a tenth.
-    """
-
-    rank: int | None
-    of: int
-    behind: float
+    rank: int | None  # place of its degrees, the best plan of each counting, from 1; None if none of their plans fits
+    of: int  # number of degrees that can run
+    behind: float  # how much longer the layout's step takes than that of the best plan found: 0.1 is a tenth
 
 
 def place(run: Run | PublishedRun, constants: StepTimeConstants = CONSTANTS) -> Place:

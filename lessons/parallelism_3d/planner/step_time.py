@@ -51,14 +51,7 @@ class LayerTimes:
 
 
 class StepModel:
-    """Times of the parts of a step, each computed once.
-
-    Parameters
-    ----------
-    model : TransformerConfig
-    cluster : GpuCluster
-    constants : StepTimeConstants
-    """
+    """Times of the parts of a step, each computed once."""
 
     def __init__(self, model: TransformerConfig, cluster: GpuCluster, constants: StepTimeConstants) -> None:
         self.model, self.cluster, self.constants = model, cluster, constants
