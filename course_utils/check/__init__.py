@@ -5,11 +5,12 @@ from __future__ import annotations
 from ._hints import load_hints
 from .compare import close, number, show, values, whole_number, whole_numbers
 from .exercise import BACKEND, COMMON_HINTS, TIMEOUT, CheckFailed, Exercise, Outcome, checked
-from .paper import paper_problem, wrong_formulas
+from .paper import paper, paper_problem, wrong_formulas
+from .program import Case, Note, answer_with, exercise
 from .traffic import crosses, message_steps, sent
 
 __all__ = [
-    "BACKEND", "COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Outcome", "checked", "close", "crosses",
-    "load_hints", "message_steps", "number", "paper_problem", "sent", "show", "values", "whole_number",
-    "whole_numbers", "wrong_formulas",
+    "BACKEND", "COMMON_HINTS", "TIMEOUT", "Case", "CheckFailed", "Exercise", "Note", "Outcome", "answer_with",
+    "checked", "close", "crosses", "exercise", "load_hints", "message_steps", "number", "paper", "paper_problem",
+    "sent", "show", "values", "whole_number", "whole_numbers", "wrong_formulas",
 ]

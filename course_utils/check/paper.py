@@ -15,8 +15,9 @@ from ._hints import COMMON, read_hints
 from .compare import listed
 from .edits import edited_function
 from .exercise import Exercise, checked
+from .program import hints_of
 
-__all__ = ["draw_mixed", "paper_problem", "wrong_formulas"]
+__all__ = ["draw_mixed", "paper", "paper_problem", "wrong_formulas"]
 
 Formula = Callable[..., Any]
 Slip = str | Mapping[str, str] | Formula
@@ -84,6 +85,15 @@ def paper_problem(
         return check
 
     return decorate
+
+
+def paper(title: str, solution: Formula, mistakes: Mapping[str, tuple], **keys: Any) -> Any:
+    """The check of a problem for paper, whose formula is its solution; ``keys`` are those of `paper_problem`.
+
+    A mistake is a hint, and the edits of the solution that make it: see `program`.
+    """
+    slips = {key: edits[0] for key, (_, *edits) in mistakes.items() if edits}
+    return paper_problem(title, slips=slips, hints=hints_of(mistakes), **keys)(solution)
 
 
 def wrong_formulas(check: Any) -> dict[str, list[Formula]]:

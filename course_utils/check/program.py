@@ -1,4 +1,4 @@
-"""Checks as programs for the ranks: a check notes what it finds, and a wrong value is told by the mistake that gives it.
+"""Checks as programs for the ranks: they note what they find, and a wrong value is told by the mistake that gives it.
 
 In a room, ``answers.py`` has the solutions, and ``check.py`` a program for each exercise, its mistakes and other right
 answers::
@@ -14,7 +14,7 @@ answers::
         module, right = …                      # what one process gives, computed on each rank
         with record() as ledger:
             got = answer(module)
-        note.equal(got, right, "the part")     # wrong: the mistakes run on this case, and the one with this value speaks
+        note.equal(got, right, "the part")     # wrong: the mistakes run on this case; the one with this value speaks
         note.sent(ledger, {"reduce_scatter"}, carried=…)
 
 ``shard`` is then the check itself, ``check.shard(fn)``. A case is (ranks, its name, further arguments …), or a `Case`
@@ -114,7 +114,8 @@ class Note:
 
     def talks(self, ledger: Any, ranks: int) -> bool:
         """The rank has sent or received something, if there is anybody else."""
-        return self.holds(ranks == 1 or bool(traffic.calls(ledger)), "not-distributed", "the ledger of this rank is empty.")
+        talks = ranks == 1 or bool(traffic.calls(ledger))
+        return self.holds(talks, "not-distributed", "the ledger of this rank is empty.")
 
     def sent(
         self, ledger: Any, ops: set[str] | None = None, *, calls: Any = None, sent: Any = None, carried: Any = None,
@@ -122,7 +123,8 @@ class Note:
     ) -> bool:
         """What one rank has communicated, with limits as `Exercise.audit` takes them; ``all_reduce="all-reduce"`` and
         ``too_few_bytes="weight-kept"`` say which hint a finding gets."""
-        named = {key if key in traffic.OPERATIONS else key.replace("_", "-"): hint for key, hint in keys.items()}
+        findings = ("too_", "not_", "other_")  # names of operations keep their underscores
+        named = {key.replace("_", "-") if key.startswith(findings) else key: hint for key, hint in keys.items()}
         limits = {"number": calls, "sent_bytes": sent, "carried": carried, "largest": largest}
         key, what = next(traffic.findings(ledger, ops, named=named, **limits), ("", ""))
         return self.holds(not key, named.get(key, key), what)
@@ -162,8 +164,19 @@ def answer_with(module: str, name: str, edits: Any = ()) -> Callable:
     return names[name]
 
 
-def exercise(title: str, *, passed: str, cases: Sequence, tolerance: float = 1e-12) -> Callable:
-    """Make the check of a program for the ranks; the module says in `MISTAKES` and `RIGHT` what goes with its name."""
+def hints_of(mistakes: Mapping[str, tuple]) -> dict[str, str]:
+    """Key to hint, of a table of mistakes; line breaks and repeated spaces count as one space."""
+    return {key: " ".join(hint.split()) for key, (hint, *_) in mistakes.items()}
+
+
+def exercise(
+    title: str, *, passed: str, cases: Sequence, tolerance: float = 1e-12, explains: Sequence[str] = ()
+) -> Callable:
+    """Make the check of a program for the ranks; its module says in `MISTAKES` and `RIGHT` what goes with its name.
+
+    ``explains`` are keys for which the hint of a case is given where it has one, as it is for wrong values, hangs,
+    errors and calls or bytes that are too many.
+    """
 
     def make(program: Callable) -> Callable:
         room, name = sys.modules[program.__module__], program.__name__
@@ -172,16 +185,16 @@ def exercise(title: str, *, passed: str, cases: Sequence, tolerance: float = 1e-
 
         def judge(fn: Callable, timeout: float = TIMEOUT) -> None:
             mistakes = room.MISTAKES[name]
-            hints = {key: hint for key, (hint, *_) in mistakes.items()}
-            run = Exercise(title, hints, timeout, program=_on_a_rank)
+            run = Exercise(title, hints_of(mistakes), timeout, program=_on_a_rank)
             for case in known:
                 found = _run(run, program, fn, case, tolerance)
                 rank = min((r for r, one in enumerate(found) if one), key=lambda r: (found[r][0], r), default=None)
                 if rank is not None:
                     place, key, sentence, value = found[rank]
                     if key in ("value", "shape"):
-                        key = _diagnosis(mistakes, answers, name, program, case, rank, found[rank], tolerance) or key
-                    elif case.hint and key.startswith("too-many"):
+                        solution = functools.partial(answer_with, answers, name)
+                        key = _diagnosis(mistakes, solution, program, case, rank, found[rank], tolerance) or key
+                    elif case.hint and (key.startswith("too-many") or key in explains):
                         key = case.hint
                     run.refuse(key, sentence, rank)
             run.passed(passed)
@@ -195,29 +208,27 @@ def exercise(title: str, *, passed: str, cases: Sequence, tolerance: float = 1e-
     return make
 
 
-def _run(run: Exercise, program: Callable, fn: Callable, case: Case, tolerance: float, until: int | None = None) -> list:
+def _run(
+    run: Exercise, program: Callable, fn: Callable, case: Case, tolerance: float, until: int | None = None
+) -> list[tuple | None]:
+    """What the program finds first on each rank."""
     inputs, asked = [torch.zeros(0)] * case.ranks, (program, case.args, tolerance, until)
     outcomes = run.run(fn, inputs, *asked, case=case.name, fallback=case.hint, errors=case.errors)
     return [outcome.result for outcome in outcomes]
 
 
 def _diagnosis(
-    mistakes: Mapping, answers: str, name: str, program: Callable, case: Case, rank: int, found: tuple, tolerance: float
+    mistakes: Mapping, solution: Callable, program: Callable, case: Case, rank: int, found: tuple, tolerance: float
 ) -> str | None:
     """The key of the mistake that gives the same wrong value at the same place on this rank."""
     place, hint, _, value = found
     for key, (_, *edits) in mistakes.items():
         for edit in listed(edits[0]) if edits else []:
-            quiet = Exercise("", {key: hint for key, (hint, *_) in mistakes.items()}, program=_on_a_rank)
+            quiet, same = Exercise("", {}, program=_on_a_rank), Case(case.ranks, args=case.args)
             try:
-                other = _run(quiet, program, answer_with(answers, name, edit), replace_hint(case), tolerance, place)[rank]
+                other = _run(quiet, program, solution(edit), same, tolerance, place)[rank]
             except CheckFailed:
                 continue  # its ranks wait for each other, or end in an error
             if other and other[:2] == (place, hint) and other[3][0] == value[0] and alike(value[1], other[3][1]):
                 return key
     return None
-
-
-def replace_hint(case: Case) -> Case:
-    """The case without what explains its failures: a mistake that fails is no mistake to be compared with."""
-    return Case(case.ranks, case.name, case.args)

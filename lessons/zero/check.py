@@ -1,49 +1,52 @@
-"""Checks of the exercises on ZeRO.
+"""The exercises on ZeRO: what each rank must find, and the usual mistakes with their hints.
 
-Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
-and raises :class:`CheckFailed` with a hint if not. Models are in float64, so that the ranks can be compared with one
-process to 1e-12. A model that is ``odd`` has no size that 2 ranks can divide evenly.
+Models are in float64, so that ranks can be compared with one process to 1e-12. A model that is ``odd`` has no size
+that 2 ranks can divide evenly.
 """
 
 from __future__ import annotations
 
-import gc
-import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
 from functools import cache
-from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_utils.check import TIMEOUT, Exercise, checked, load_hints, paper_problem
-from course_utils.check.training import (
-    average,
-    compare,
-    compare_tensor,
-    difference,
-    exact,
-    gradients_of,
-    trained_parameters,
-    weights_of,
-)
+from course_utils import record
+from course_utils.check import Case, exercise, paper
+from course_utils.check.training import average, gradients_of, trained_parameters, weights_of
+from course_utils.memory import model_states, track
 
-__all__ = ["HINTS", "gathered_layer", "largest_model", "reduce_scatter_gradients", "shard_optimizer", "state_bytes"]
+from . import answers
 
-HINTS = load_hints(__file__)
+__all__ = [
+    "MISTAKES", "RIGHT", "gathered_layer", "largest_model", "reduce_scatter_gradients", "shard_optimizer",
+    "state_bytes",
+]
 
-ERRORS = {  # that a case is to blame for, by its hint; SIGABRT is gloo's answer to sizes that do not match
-    "frozen": "NoneType|require grad", "tied": "NoneType", "uneven": "AssertionError|SIGABRT",
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
+
+STEPS, SLACK = 3, 256  # SLACK: bytes of counters and scalars that nobody counts
+ODD = {"odd": True, "frozen": True, "tied": True}
+# Errors that a case is to blame for.
+UNEVEN, FROZEN, TIED = "AssertionError|SIGABRT", "NoneType|require grad", "NoneType"
+
+SHARED = {  # hints of several exercises
+    "uneven": """This is right until the number of ranks does not divide the number of elements. All parts have the same
+        size, rounded up, and no element is dropped.""",
+    "frozen": """One layer is frozen (requires_grad is False): it is not updated, and it has no gradient of its own to
+        send.""",
+    "tied": """This is right until a weight is used in two places. It is still one parameter, and autograd adds up the
+        gradients of both.""",
+    "sum": "These are the sums over the ranks, not the means.",
+    "divided-twice": "The gradient is too small by a factor of N: it is divided by the number of ranks twice.",
 }
-STEPS = 3
-SLACK = 256  # bytes of counters and scalars that nobody counts
-PATIENCE = 1.0  # seconds; on a busy machine gloo's threads drop their tensors late
 
-# ------------------------------------------------------------------------------------------------ models and numbers
+# --- a model and what one process makes of it
 
 
 class Net(nn.Module):
@@ -64,657 +67,682 @@ class Net(nn.Module):
         self.double()
 
     def loss(self, words: Tensor) -> Tensor:
-        """Mean loss of predicting each next word."""
         x = torch.tanh(self.first(torch.tanh(self.frozen(self.embedding(words[:, :-1])))))
-        logits = self.head(torch.tanh(self.last(x)) * self.gain)
-        return F.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+        return F.cross_entropy(self.head(torch.tanh(self.last(x)) * self.gain).flatten(0, 1), words[:, 1:].flatten())
 
 
-def _words(n: int, seed: int) -> list[Tensor]:
-    """Batches of each rank for all steps, of shape (STEPS, samples, length)."""
-    generator = torch.Generator().manual_seed(seed)
+def batches(n: int) -> list[Tensor]:
+    """Of each rank for all steps, (STEPS, samples, length)."""
+    generator = torch.Generator().manual_seed(60 + n)
     return [torch.randint(7, (STEPS, 4, 6), generator=generator) for _ in range(n)]
 
 
-def _share(numel: int, n: int) -> int:
+def started(words: Tensor, options: dict) -> Net:
+    """A rank's module as it is before anything is sent; each has another seed."""
+    return Net(int(words.flatten()[:9] @ 7 ** torch.arange(9)), **options)
+
+
+def share(numel: int, n: int) -> int:
     return -(-numel // n)
 
 
-def _parts(tensor: Tensor, n: int) -> list[Tensor]:
-    """The n equal parts of the flat tensor, with zeros behind its end."""
+def part(tensor: Tensor, rank: int, n: int) -> Tensor:
+    """Part ``rank`` of the flat tensor, with zeros behind its end."""
     flat = tensor.detach().flatten()
-    return list(F.pad(flat, (0, n * _share(flat.numel(), n) - flat.numel())).chunk(n))
+    return F.pad(flat, (0, n * share(flat.numel(), n) - flat.numel())).chunk(n)[rank]
 
 
-def _part(tensors: dict[str, Tensor], n: int, rank: int) -> dict[str, Tensor]:
-    return {name: _parts(t, n)[rank] for name, t in tensors.items()}
+def parts(tensors: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
+    return {name: part(t, rank, n) for name, t in tensors.items()}
 
 
-def _part_slips(own: list[dict[str, Tensor]], rank: int) -> dict[str, Any]:
-    """What usual slips make of a rank's part of the mean of ``own``, the ranks' tensors by name."""
-    n, mean = len(own), average(own)
-    return {
-        "sum": _part(average(own, 1), n, rank), "divided-twice": _part(average(own, n * n), n, rank),
-        "own-gradient": [_part(own[rank], n, rank), _part(average([own[rank]], n), n, rank)],
-        "wrong-part": [_part(mean, n, r) for r in range(n) if r != rank],
-    }
-
-
-def _own_gradients(module: nn.Module, words: Tensor) -> dict[str, Tensor]:
+def own_gradients(module: Net, words: Tensor) -> dict[str, Tensor]:
     module.zero_grad()
     module.loss(words).backward()
     return gradients_of(module)
 
 
-class _Settled:
-    """Bytes of all that is held; while that is too much, a little is waited for what goes by itself.
-
-    What has not gone within PATIENCE in all is held by the answer, so the rest of the run waits for less.
-    """
-
-    def __init__(self) -> None:
-        self.patience = PATIENCE
-
-    def __call__(self, tracker: Any, most: float) -> float:
-        start = time.monotonic()
-        while (total := tracker.mark("").total) > most and time.monotonic() - start < self.patience:
-            time.sleep(0.01)
-        self.patience = max(0.1, self.patience - (time.monotonic() - start))
-        return total
-
-
-def _array_bytes(step: Callable) -> int:
-    """Bytes of the arrays of NumPy that ``step`` keeps in its closure and attributes, and in what these hold."""
-    found, todo, size = set(), [step], 0
-    while todo:
-        value = todo.pop()
-        if id(value) in found or isinstance(value, type | ModuleType | Tensor | nn.Module):
-            continue
-        found.add(id(value))
-        if isinstance(value, np.ndarray):
-            size += value.nbytes if value.flags.owndata else 0
-        elif isinstance(value, FunctionType):
-            todo += [value.__closure__, vars(value)]
-        elif isinstance(value, CellType | MethodType | dict | list | tuple | set) or hasattr(value, "__dict__"):
-            todo += gc.get_referents(value)
-    return size
-
-
-def _keys(exercise: Exercise, **keys: str) -> dict[str, str]:
-    """For an audit: bytes that are too many stem from what the case adds, if it adds anything."""
-    return keys | {"too-many-bytes": exercise.fallback or "too-many-bytes"}
-
-
-# ------------------------------------------------------------------------------------------------ ZeRO-1
+# --- exercise 2: ZeRO-1
 
 OPTIMIZERS = {  # and how many states it keeps of each parameter
     "momentum": (lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9), 1),
     "Adam": (lambda parameters: torch.optim.Adam(parameters, lr=0.02), 2),
 }
-_SHARD_CASES = (  # ranks, name, options of the model, optimizer, hint if it fails first
-    (2, "a plain model", {}, "momentum", None),
-    (2, "a plain model", {}, "Adam", None),
-    (2, "a frozen layer", {"frozen": True}, "Adam", "frozen"),
-    (2, "an odd number of elements", {"odd": True}, "momentum", "uneven"),
-    (2, "tied weights", {"tied": True}, "momentum", "tied"),
-    (3, "all of that together", {"odd": True, "frozen": True, "tied": True}, "Adam", None),
-    (1, "all of that together", {"odd": True, "frozen": True, "tied": True}, "Adam", None),
-)
-
-
-def _started(words: Tensor, options: dict) -> Net:
-    """A rank's module as it is before anything is sent: no rank can know the seed of another."""
-    return Net(int(words.flatten()[:9] @ 7 ** torch.arange(9)), **options)
-
-
-def _share_bytes(module: nn.Module, n: int) -> int:
-    return 8 * _share(sum(p.numel() for p in trained_parameters(module).values()), n)
-
-
-def _mean_gradients(module: nn.Module) -> None:
-    import torch.distributed as dist
-
-    for p in trained_parameters(module).values():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-
-
-def _shard_steps(words: Tensor, fn: Callable, options: dict, kind: str) -> dict:
-    """Some steps of one rank with what the learner's ``fn(module, make_optimizer)`` returns."""
-    import torch.distributed as dist
-
-    from course_utils import record
-    from course_utils.memory import track
-
-    module, made = _started(words, options), []
-    make, states = OPTIMIZERS[kind]
-
-    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made.append(make(parameters))
-        return made[-1]
-
-    parameters = list(module.parameters())
-    module_bytes = sum(p.nbytes for p in (*parameters, *trained_parameters(module).values()))  # and of the gradients
-    settled, enough = _Settled(), (states + 2) * _share_bytes(module, dist.get_world_size())
-    with record() as ledger:
-        step = fn(module, make_optimizer)
-    out = {"callable": callable(step), "made": len(made), "ledger": ledger, "start": weights_of(module), "steps": []}
-    for batch in words if callable(step) and len(made) == 1 else ():
-        module.zero_grad()
-        module.loss(batch).backward()
-        _mean_gradients(module)
-        with track(module) as tracker:
-            with record() as ledger:
-                step()
-            beside = settled(tracker, module_bytes + enough + SLACK) - module_bytes + _array_bytes(step)
-        held = [t for s in made[0].state.values() for t in s.values() if isinstance(t, Tensor) and t.dim()]
-        out["steps"].append({
-            "weights": weights_of(module), "ledger": ledger, "made": len(made), "beside": beside,
-            "states": sum(t.nbytes for t in held),
-            "kept": all(p is q for p, q in zip(parameters, module.parameters(), strict=False)),
-        })
-    return out
+SHARD_CASES = [
+    (2, "a plain model, momentum", "momentum", {}),
+    (2, "a plain model, Adam", "Adam", {}),
+    Case(2, "a frozen layer, Adam", ("Adam", {"frozen": True}), "frozen", FROZEN),
+    Case(2, "an odd number of elements, momentum", ("momentum", {"odd": True}), "uneven", UNEVEN),
+    Case(2, "tied weights, momentum", ("momentum", {"tied": True}), "tied", TIED),
+    (3, "all of that together, Adam", "Adam", ODD),
+    (1, "all of that together, Adam", "Adam", ODD),
+]
 
 
 @cache
-def _steps_in_one(n: int, kind: str, factor: float = 1, **options: bool) -> list[dict[str, Tensor]]:
-    """Weights of one process on the batches of ``n`` ranks, at the start and after each step.
-
-    ``factor`` times the mean gradient is what the optimizer gets.
-    """
-    data = _words(n, 60 + n)
-    module = _started(data[0], options)
-    optimizer = OPTIMIZERS[kind][0](list(trained_parameters(module).values()))
-    moments = [weights_of(module)]
+def in_one_process(n: int, kind: str, options: tuple) -> list[dict[str, Tensor]]:
+    """Weights at the start and after each step on all batches, from rank 0's seed."""
+    data = batches(n)
+    module = started(data[0], dict(options))
+    optimizer, moments = OPTIMIZERS[kind][0](list(trained_parameters(module).values())), [weights_of(module)]
     for step in range(STEPS):
-        mean = average([_own_gradients(module, words[step]) for words in data], n / factor)
-        for name, gradient in mean.items():
+        for name, gradient in average([own_gradients(module, words[step]) for words in data]).items():
             module.get_parameter(name).grad = gradient
         optimizer.step()
         moments.append(weights_of(module))
     return moments
 
 
-@checked
-def shard_optimizer(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(module, make_optimizer) -> step``: each rank steps its part, one all-gather brings the parts together.
+@exercise("Exercise 2", cases=SHARD_CASES, explains=("all-states",),
+          passed="equal to one process to 1e-12, with 1/N of the optimizer's states on each rank.")
+def shard_optimizer(note, answer, kind, options):
+    rank, n, made = dist.get_rank(), dist.get_world_size(), []
+    right, words = in_one_process(n, kind, tuple(options.items())), batches(n)[rank]
+    module, (make, states) = started(words, options), OPTIMIZERS[kind]
+    parameters, trained = list(module.parameters()), trained_parameters(module).values()
+    size = sum(p.numel() for p in trained)
+    one, own = 8 * share(size, n), 8 * size
+    alone = sum(p.nbytes for p in (*parameters, *trained))
 
-    ``step`` takes no arguments. The states that the optimizers hold are counted on each rank, and all that is alive
-    after a step.
-    """
-    exercise = Exercise("Exercise 2", HINTS["shard_optimizer"], timeout)
-    for n, name, options, kind, fallback in _SHARD_CASES:
-        data = _words(n, 60 + n)
-        case, errors = f"{name}, {kind}", ERRORS.get(fallback)
-        outcomes = exercise.run(_shard_steps, data, fn, options, kind, case=case, fallback=fallback, errors=errors)
-        results = [outcome.result for outcome in outcomes]
-        start = _steps_in_one(n, kind, **options)[0]
-        for rank, result in exercise.each(results):
-            exercise.require(result["callable"], "step", "the function returned nothing that can be called.")
-            what = f"make_optimizer was called {result['made']} times."
-            exercise.require(result["made"] == 1, "make-optimizer", what)
-            ledgers = [result["ledger"], *(step["ledger"] for step in result["steps"])]
-            exercise.audit([entry for ledger in ledgers for entry in ledger], calls=(1, None))
-            compare(exercise, rank, result["start"], start, {}, "before the first step the weight", "no-broadcast")
-        for step in range(STEPS):
-            for rank, result in exercise.each(results, f"step {step + 1}: "):
-                _sharded_step(exercise, rank, result["steps"][step], step, n, kind, options)
-        module = _started(data[0], options)
-        for audit in (_audit_states, _audit_gather):
-            for step in range(STEPS):
-                for _, result in exercise.each(results, f"step {step + 1}: "):
-                    audit(exercise, result["steps"][step], module, kind, n)
-    exercise.passed("equal to one process to 1e-12, with 1/N of the optimizer's states on each rank.")
+    def make_optimizer(given):
+        made.append(make(given))
+        return made[-1]
 
-
-def _sharded_step(
-    exercise: Exercise, rank: int, result: dict, step: int, n: int, kind: str, options: dict
-) -> None:
-    """Compare a rank's weights after a step with those of one process."""
-    got, slips, default = result["weights"], {}, "value"
-    start, *right = _steps_in_one(n, kind, **options)
-    exercise.require(result["made"] == 1, "new-optimizer", f"{result['made']} optimizers have been made.")
-    exercise.require(result["kept"], "replaced", "some parameters are not those that the module had.")
-    if exercise.fallback is None and step:
-        default = "leftover"
-    elif exercise.fallback is None and n > 1:
-        slips = _first_step_slips(got, start, right[0])
-        slips["averaged-again"] = [_steps_in_one(n, kind, factor=f, **options)[1] for f in (1 / n, n)]
-    compare(exercise, rank, got, right[step], slips, "the weight", default)
-
-
-def _first_step_slips(got: dict, start: dict, right: dict) -> dict[str, Any]:
-    """``got`` under the hint that tells where its numbers come from, if all of them do; else nothing."""
-    old, new, now = (torch.cat([some[name].flatten() for name in start]) for some in (start, right, got))
-    if exact(now, old):
-        return {"not-updated": got}
-    if (torch.isclose(now, new, 1e-9, 1e-9) | torch.isclose(now, old, 1e-9, 1e-9)).all():
-        return {"not-gathered": got}
-    return {"order": got} if torch.allclose(now.sort().values, new.sort().values, 1e-9, 1e-9) else {}
+    step = answer(module, make_optimizer)
+    if not note.holds(callable(step), "odd", "the function returned nothing that can be called."):
+        return
+    if not note.holds(len(made) == 1, "make-optimizer", f"make_optimizer was called {len(made)} times."):
+        return
+    note.equal(weights_of(module), right[0], "before the first step the weight", "no-broadcast")
+    late = []
+    for i, batch in enumerate(words):
+        module.zero_grad()
+        module.loss(batch).backward()
+        for p in trained:
+            dist.all_reduce(p.grad)
+            p.grad /= n
+        with track(module) as tracker:
+            with record() as ledger:
+                step()
+            beside = note.settled(tracker, alone + (states + 2) * one + SLACK) - alone
+        note.holds(len(made) == 1, "make-optimizer", f"{len(made)} optimizers have been made.")
+        kept = all(p is q for p, q in zip(parameters, module.parameters(), strict=False))
+        note.holds(kept, "value", "some parameters are not those that the module had.")
+        note.equal(weights_of(module), right[i + 1], f"step {i + 1}: the weight")
+        late.append((ledger, beside))
+    held = sum(t.nbytes for s in made[0].state.values() for t in s.values() if isinstance(t, Tensor) and t.dim())
+    note.holds(held > 0, "make-optimizer", "the optimizer that make_optimizer returned never stepped.")
+    note.at_most("all-states", held, states * one, "the optimizer's states have {number} bytes; a share has {most}.")
+    for ledger, beside in late:
+        note.at_most("whole-copy", beside, (states + 2) * one + SLACK, "{number:.0f} bytes are alive beside the module "
+                     "and its gradients; states, part and gradient have {most}.")
+        if n > 1:
+            note.sent(ledger, {"all_gather"}, calls=(1, 1), carried=(own, n * one))
 
 
-def _audit_states(exercise: Exercise, figures: dict, module: nn.Module, kind: str, n: int) -> None:
-    """Refuse states of another size than a share, and what else stays alive beside the module."""
-    share, states, size = _share_bytes(module, n), OPTIMIZERS[kind][1], figures["states"]
-    what = "the optimizer that make_optimizer returned has no states, so it never stepped."
-    exercise.require(size > 0, "make-optimizer", what)
-    key = "all-states" if n > 1 and size >= states * _share_bytes(module, 1) else "whole-parameters"
-    what = f"the optimizer's states have {size} bytes; a share has {states * share}."
-    exercise.require(size <= states * share, exercise.fallback or key, what)
-    size, enough = figures["beside"], (states + 2) * share
-    what = f"{size:.0f} bytes are alive beside the module and its gradients; states, part and gradient have {enough}."
-    exercise.require(size <= enough + SLACK, "whole-copy", what)
+MISTAKES["shard_optimizer"] = {
+    "make-optimizer": ("Call make_optimizer once, before the first step, with one tensor: this rank's part. The "
+                       "optimizer that it returns does all the stepping.",
+            ["make_optimizer([part])  ->  torch.optim.SGD([part], lr=0.2, momentum=0.9)",
+             "optimizer = make_optimizer([part])  ->  make_optimizer([part])\n"
+             "optimizer = torch.optim.SGD([part], lr=0.2, momentum=0.9)"]),
+    "no-broadcast": ("Each rank starts from a different seed, and rank 0's weights are the ones that count, the "
+                     "frozen ones too. Before the first step this rank does not hold them.",
+            ["dist.broadcast(p.detach(), src=0)  ->  pass",
+             "in module.parameters():  ->  in (p for p in module.parameters() if p.requires_grad):"]),
+    "not-updated": ("No weight has moved. The optimizer steps the tensors that it was given, and reads their .grad.",
+            "part.grad = join([p.grad for p in trained], n).chunk(n)[rank].clone()  ->  pass"),
+    "not-gathered": ("Some weights are right, and the others are still those from before the step. Has every part "
+                     "reached this rank?",
+            {"dist.all_gather_single(flat, part.detach())": "flat = join(trained, n)\n"
+             "flat.chunk(n)[rank].copy_(part.detach())"}),
+    "order": ("The numbers are right, but in the wrong places: the pieces are put back in a different order from the "
+              "one in which they were joined.",
+            "nn.utils.vector_to_parameters(flat, trained)  ->  "
+            "nn.utils.vector_to_parameters(torch.cat(flat.chunk(n)[::-1]), trained)"),
+    "averaged-again": ("The gradient already is the mean over the ranks. Here it is divided or summed once more.",
+            ["join([p.grad for p in trained], n).chunk(n)[rank].clone()  ->  "
+             "join([p.grad for p in trained], n).chunk(n)[rank].clone() / n",
+             "join([p.grad for p in trained], n).chunk(n)[rank].clone()  ->  "
+             "join([p.grad for p in trained], n).chunk(n)[rank].clone() * n"]),
+    "all-states": ("The optimizer has states for all parameters: every rank keeps what all the others keep too.",
+            {"make_optimizer([part])": "make_optimizer(trained)",
+             "part.grad = join([p.grad for p in trained], n).chunk(n)[rank].clone()": "pass",
+             "(flat, part.detach())": "(flat, join(trained, n).chunk(n)[rank].clone())"}),
+    "whole-copy": ("More stays alive than the module, its gradients, and this rank's part with its gradient and "
+                   "states. A slice is a view: as long as it lives, so does the tensor it was cut from.",
+            "join(trained, n).chunk(n)[rank].clone()  ->  join(trained, n).chunk(n)[rank]"),
+    "uneven": (SHARED["uneven"], ["F.pad(flat, (0, -len(flat) % n))  ->  flat[: len(flat) // n * n]",
+             "if p.requires_grad]  ->  if p.requires_grad]\n"
+             "assert sum(p.numel() for p in trained) % n == 0"]),
+    "frozen": (SHARED["frozen"], ["[p for p in module.parameters() if p.requires_grad]  ->  list(module.parameters())",
+             {"[p for p in module.parameters() if p.requires_grad]": "list(module.parameters())",
+              "[p.grad for p in trained]": "[torch.zeros_like(p) if p.grad is None else p.grad for p in trained]"}]),
+    "tied": (SHARED["tied"], "p in module.parameters() if  ->  "
+             "_, p in module.named_parameters(remove_duplicate=False) if"),
+}
 
 
-def _audit_gather(exercise: Exercise, figures: dict, module: nn.Module, kind: str, n: int) -> None:
-    """Refuse other operations than one all-gather of the parts."""
-    sizes = _share_bytes(module, 1), n * _share_bytes(module, n)
-    exercise.audit(figures["ledger"], {"all_gather"}, calls=(1, 1), carried=sizes, keys=_keys(exercise))
+def parameters_are_views_of_one_flat_tensor(module, make_optimizer):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for p in module.parameters():
+        dist.broadcast(p.detach(), src=0)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    numels = [p.numel() for p in trained]
+    padding = -sum(numels) % n
+
+    def flat_of(tensors):
+        return F.pad(torch.cat([t.detach().flatten() for t in tensors]), (0, padding))
+
+    flat = flat_of(trained)
+    for p, piece in zip(trained, flat.split([*numels, padding]), strict=False):
+        p.data = piece.view_as(p)
+    part = nn.Parameter(flat.chunk(n)[rank])
+    optimizer = make_optimizer([part])
+
+    def step():
+        part.grad = flat_of([p.grad for p in trained]).chunk(n)[rank].clone()
+        optimizer.step()
+        part.grad = None
+        dist.all_gather(list(flat.chunk(n)), part.detach().clone())
+
+    return step
 
 
-# ------------------------------------------------------------------------------------------------ ZeRO-2
+RIGHT["shard_optimizer"] = {
+    "parameters are views of one flat tensor": parameters_are_views_of_one_flat_tensor,
+    "a part without nn.Parameter, a list, asynchronous": {
+        "nn.Parameter(join(trained, n).chunk(n)[rank].clone())":
+            "join(trained, n).chunk(n)[rank].clone().requires_grad_()",
+        "dist.all_gather_single(flat, part.detach())":
+            "dist.all_gather(list(flat.chunk(n)), part.detach(), async_op=True).wait()",
+    },
+}
 
-_REDUCE_CASES = (  # ranks, name, options of the model, hint if it fails first
-    (2, "a plain model", {}, None),
-    (2, "a frozen layer", {"frozen": True}, "frozen"),
-    (2, "tied weights", {"tied": True}, "tied"),
-    (2, "odd numbers of elements", {"odd": True}, "uneven"),
-    (3, "all of that together", {"odd": True, "frozen": True, "tied": True}, None),
-    (1, "all of that together", {"odd": True, "frozen": True, "tied": True}, None),
-)
+
+# --- exercise 3: ZeRO-2
+
+REDUCE_CASES = [
+    (2, "a plain model", {}),
+    Case(2, "a frozen layer", ({"frozen": True},), "frozen", FROZEN),
+    Case(2, "tied weights", ({"tied": True},), "tied", TIED),
+    Case(2, "odd numbers of elements", ({"odd": True},), "uneven", UNEVEN),
+    (3, "all of that together", ODD),
+    (1, "all of that together", ODD),
+]
 PASSES = (1, 1, 2)  # backward passes in each step
-FEW = 64  # bytes of scalars, as a gradient arrives
 
 
-def _least_alive(module: nn.Module, batch: Tensor, passes: int) -> list[float]:
+def least_alive(options: dict, batch: Tensor, passes: int) -> list[float]:
     """Bytes that are alive as each gradient arrives if every earlier one is gone at once, and after the last."""
-    from course_utils.memory import track
+    module, alive = Net(0, **options), []
 
-    alive = []
-
-    def arrive(p: nn.Parameter) -> None:
+    def arrive(p):
         alive.append(tracker.mark("").total)
         p.grad = None
 
     for p in trained_parameters(module).values():
         p.register_post_accumulate_grad_hook(arrive)
     with track(module) as tracker:
-        for part in batch.chunk(passes):
-            module.loss(part).backward()
+        for some in batch.chunk(passes):
+            module.loss(some).backward()
         alive.append(tracker.mark("").total)
     return alive
 
 
-def _reduce_steps(words: Tensor, fn: Callable, options: dict) -> dict:
-    """Some steps of one rank with the dictionary that the learner's ``fn(module)`` returns."""
-    import torch.distributed as dist
+@cache
+def mean_gradients(n: int, step: int, passes: int, options: tuple) -> dict[str, Tensor]:
+    """Of all ranks' batches in one process, summed over the backward passes of a step."""
+    own = [own_gradients(Net(0, **dict(options)), b) for words in batches(n) for b in words[step].chunk(passes)]
+    return average(own, n)
 
-    from course_utils import record
-    from course_utils.memory import track
 
-    module, n = Net(0, **options), dist.get_world_size()
+@exercise("Exercise 3", cases=REDUCE_CASES,
+          passed="the mean gradient to 1e-12, and never more than one whole gradient in memory.")
+def reduce_scatter_gradients(note, answer, options):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    data, module, reduced = batches(n), Net(0, **options), set()
     trained = trained_parameters(module)
-    part_bytes = {name: 8 * _share(p.numel(), n) for name, p in trained.items()}
-    reduced, late, settled = set(), [], _Settled()
+    size = {name: 8 * share(p.numel(), n) for name, p in trained.items()}
+    enough, late, least = sum(size.values()), [], []
 
-    def arrive(name: str) -> None:
-        most = least.pop(0) + sum(part_bytes[other] for other in reduced)
+    def arrive(name):
+        most = least.pop(0) + sum(size[other] for other in reduced) + 64
         reduced.add(name)
-        if not late and (size := settled(tracker, most + FEW) - most) > FEW:
-            late.append(f"as the gradient of {name} arrives, {size:.0f} bytes more are alive than it and the parts.")
+        if not late and (alive := note.settled(tracker, most)) > most:
+            late.append(f"as the gradient of {name} arrives, {alive - most + 64:.0f} bytes more are alive than it and "
+                        "the parts.")
 
     for name, p in trained.items():  # before the learner's hooks
         p.register_post_accumulate_grad_hook(lambda _, name=name: arrive(name))
-    shards = fn(module)
-    out = {"dictionary": isinstance(shards, dict), "steps": []}
-    for step, passes in enumerate(PASSES if out["dictionary"] else ()):
-        shards.clear()
+    shards = answer(module)
+    if not note.holds(isinstance(shards, dict), "odd", "the function returned no dictionary."):
+        return
+    for i, passes in enumerate(PASSES):
+        for some in (shards, reduced, late):
+            some.clear()
         module.zero_grad()
-        reduced.clear()
-        late.clear()
-        batch, enough = words[step].clone(), sum(part_bytes.values()) + SLACK
-        least = _least_alive(Net(0, **options), batch, passes)
+        batch = data[rank][i].clone()
+        least[:] = least_alive(options, batch, passes)
+        after = least[-1]
         with track(module) as tracker:
             with record() as ledger:
-                for part in batch.chunk(passes):
-                    module.loss(part).backward()
-            alive = settled(tracker, least[-1] + enough) - least[-1]
+                for some in batch.chunk(passes):
+                    module.loss(some).backward()
+            alive = note.settled(tracker, after + enough + SLACK) - after
+        note.talks(ledger, n)
         got = {name: shards.get(p) for name, p in trained.items()}
-        out["steps"].append({
-            "shards": {name: t.clone() if isinstance(t, Tensor) else None for name, t in got.items()},
-            "ledger": ledger, "late": list(late), "alive": alive,
-            "left": sum(p.grad.nbytes for p in trained.values() if p.grad is not None),
-        })
-    return out
+        missing = [name for name, shard in got.items() if not isinstance(shard, Tensor)]
+        if not note.holds(not missing, "odd", f"there is no tensor for {', '.join(missing)}."):
+            return
+        right = parts(mean_gradients(n, i, passes, tuple(options.items())), rank, n)
+        note.equal(got, right, f"step {i + 1}: the part")
+        left = sum(p.grad.nbytes for p in trained.values() if p.grad is not None)
+        note.holds(left == 0, "grads-kept", f"after backward p.grad still holds {left} bytes.")
+        if n > 1:
+            whole = passes * sum(p.nbytes for p in trained.values())
+            note.sent(ledger, {"reduce_scatter"}, carried=(whole, passes * n * enough), all_reduce="all-reduce")
+        note.at_most("view", alive, enough + SLACK,
+                     "{number:.0f} bytes stay alive after backward; the parts have {most}.")
+        note.holds(not late, "freed-late", "".join(late))
 
 
-@checked
-def reduce_scatter_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(module) -> shards``: during backward each gradient is reduced to this rank's part, and freed.
-
-    ``shards`` is a dictionary from each trained parameter to ⌈numel / N⌉ elements. What is alive is counted as each
-    gradient arrives, and after backward.
-    """
-    exercise = Exercise("Exercise 3", HINTS["reduce_scatter_gradients"], timeout)
-    for n, name, options, fallback in _REDUCE_CASES:
-        data, module = _words(n, 80 + n), Net(0, **options)
-        outcomes = exercise.run(
-            _reduce_steps, data, fn, options, case=name, fallback=fallback, errors=ERRORS.get(fallback)
-        )
-        for rank, outcome in exercise.each(outcomes):
-            exercise.require(outcome.result["dictionary"], "shards", "the function returned no dictionary.")
-            exercise.communicates(rank, outcome, n)
-        for step, passes in enumerate(PASSES):
-            parts = [[_own_gradients(module, b) for b in words[step].chunk(passes)] for words in data]
-            results, where = [outcome.result["steps"][step] for outcome in outcomes], f"step {step + 1}: "
-            for rank, result in exercise.each(results, where):
-                _reduced(exercise, rank, result["shards"], parts, step)
-            for _, result in exercise.each(results, where):
-                _audit_reduced(exercise, result, passes, trained_parameters(module), n)
-    exercise.passed("the mean gradient to 1e-12, and never more than one whole gradient in memory.")
-
-
-def _reduced(exercise: Exercise, rank: int, got: dict, parts: list[list[dict]], step: int) -> None:
-    """Compare a rank's shards after a step with the mean over the ranks, summed over the backward passes."""
-    n, m = len(parts), len(parts[0])
-    sums = [average(own, 1) for own in parts]
-    mean, slips = average(sums), {}
-    right = _part(mean, n, rank)
-    missing = [name for name in mean if got[name] is None]
-    exercise.require(not missing, "shards", f"there is no tensor for {', '.join(missing)}.")
-    if n > 1 and exercise.fallback is None and step == 0:
-        slips = _part_slips(sums, rank)
-        slips["wrong-part"].append({name: g.flatten()[rank::n] for name, g in mean.items()})
-        slips["whole"] = [mean, {name: g.flatten() for name, g in mean.items()}]
-    elif m > 1:
-        last = average([own[-1] for own in parts])
-        slips = {"accumulate": [_part(last, n, rank), _part(average([mean], m), n, rank)]}
-    for name, value in mean.items():
-        valid = max(0, min(value.numel() - rank * len(right[name]), len(right[name])))
-        same = got[name].shape == right[name].shape and exact(got[name][:valid], right[name][:valid])
-        if same and not exact(got[name], right[name]):
-            lines = difference(got[name], right[name])
-            exercise.refuse("padding", f"the part of {name} is wrong behind its end.{lines}")
-    compare(exercise, rank, got, right, slips, "the part", "leftover" if step and not exercise.fallback else "value")
-
-
-def _audit_reduced(exercise: Exercise, result: dict, passes: int, trained: dict[str, nn.Parameter], n: int) -> None:
-    """Refuse whole gradients that stay, and other calls than the reduce-scatters."""
-    left, alive, late = result["left"], result["alive"], result["late"]
-    parts = sum(8 * _share(p.numel(), n) for p in trained.values())
-    exercise.require(left == 0, "grads-kept", f"after backward p.grad still holds {left} bytes.")
-    sizes = passes * sum(p.nbytes for p in trained.values()), passes * n * parts
-    exercise.audit(result["ledger"], {"reduce_scatter"}, carried=sizes, keys=_keys(exercise, all_reduce="all-reduce"))
-    what = f"{alive:.0f} bytes stay alive after backward; the parts have {parts}."
-    exercise.require(alive <= parts + SLACK, "view", what)
-    exercise.require(not late, "freed-late", "".join(late))
+MISTAKES["reduce_scatter_gradients"] = {
+    "sum": (SHARED["sum"], "join([p.grad], n) / n  ->  join([p.grad], n)"),
+    "divided-twice": (SHARED["divided-twice"], "join([p.grad], n) / n  ->  join([p.grad], n) / n**2"),
+    "own-gradient": ("This is cut out of this rank's own gradient, not out of the mean over the ranks.",
+            "dist.reduce_scatter_single(shard, flat)  ->  dist.reduce_scatter_single(shard, flat)\n"
+            "shard = flat.chunk(n)[dist.get_rank()].clone()"),
+    "wrong-part": ("The mean is right, but this is a different part of it. Rank r keeps part r of the flat gradient.",
+            ["join([p.grad], n) / n  ->  torch.cat((join([p.grad], n) / n).chunk(n)[::-1])",
+             "join([p.grad], n) / n  ->  (join([p.grad], n) / n).view(-1, n).T.flatten()"]),
+    "all-reduce": ("The result is right, but an all-reduce brings the whole mean to every rank, which throws most of "
+                   "it away. It moves twice as much as a reduce-scatter.",
+            "dist.reduce_scatter_single(shard, flat)  ->  dist.all_reduce(flat)\n"
+            "shard = flat.chunk(n)[dist.get_rank()].clone()"),
+    "grads-kept": ("After backward, p.grad still holds whole gradients.",
+            "p.grad = None  ->  p.grad.zero_()"),
+    "freed-late": ("When a gradient arrives, earlier ones are still there in full, perhaps in p.grad, in a list or "
+                   "joined to one tensor. No more than one may be in memory at a time.",
+            [{"n, shards = dist.get_world_size(), {}": "n, shards, waiting = dist.get_world_size(), {}, []",
+              "def arrive(p):": "def late(p):\n"
+              "    waiting.append((p, p.grad)); p.grad = None\n"
+              "    if len(waiting) == sum(q.requires_grad for q in module.parameters()):\n"
+              "        for q, q.grad in waiting:\n"
+              "            arrive(q)\n"
+              "        waiting.clear()\n"
+              "\n"
+              "def arrive(p):",
+              "hook(arrive)": "hook(late)"},
+             {"n, shards = dist.get_world_size(), {}": "n, shards, waiting = dist.get_world_size(), {}, []",
+              "def arrive(p):": "def late(p):\n"
+              "    waiting.append((p, p.grad)); p.grad = None\n"
+              "    if len(waiting) == 2:\n"
+              "        for q, q.grad in waiting:\n"
+              "            arrive(q)\n"
+              "        waiting.clear()\n"
+              "\n"
+              "def arrive(p):",
+              "hook(arrive)": "hook(late)"}]),
+    "view": ("The parts are right, but more than the parts stays alive. A slice is a view, and keeps what it was cut "
+             "from.",
+            "dist.reduce_scatter_single(shard, flat)  ->  dist.reduce_scatter_single(shard, flat)\n"
+            "shard = flat.chunk(n)[dist.get_rank()].copy_(shard)"),
+    "accumulate": ("The gradients of two backward passes in one step have to add up, as they do in p.grad.",
+            ["shards[p] = shards[p] + shard if p in shards else shard  ->  shards[p] = shard",
+             "shards[p] = shards[p] + shard if p in shards else shard  ->  "
+             "shards[p] = (shards[p] + shard) / 2 if p in shards else shard"]),
+    "uneven": (SHARED["uneven"], "F.pad(flat, (0, -len(flat) % n))  ->  flat[: len(flat) // n * n]"),
+    "frozen": (SHARED["frozen"], "if p.requires_grad:  ->  if True:"),
+    "tied": (SHARED["tied"], "p in module.parameters():  ->  _, p in module.named_parameters(remove_duplicate=False):"),
+}
 
 
-# ------------------------------------------------------------------------------------------------ ZeRO-3
+def defaultdict_of_zeros(module):
+    n, shards = dist.get_world_size(), defaultdict(lambda: 0)
+
+    def arrive(p):
+        parts = [F.pad(t, (0, -(-p.numel() // n) - len(t))) for t in p.grad.flatten().split(-(-p.numel() // n))]
+        parts += [torch.zeros_like(parts[0])] * (n - len(parts))
+        p.grad, shard = None, torch.empty_like(parts[0])
+        dist.reduce_scatter(shard, parts, async_op=True).wait()
+        shards[p] = shards[p] + shard / n
+
+    for p in filter(lambda p: p.requires_grad, module.parameters()):
+        p.register_post_accumulate_grad_hook(arrive)
+    return shards
+
+
+RIGHT["reduce_scatter_gradients"] = {
+    "a defaultdict, a list of parts, the mean afterwards": defaultdict_of_zeros,
+    "mean taken by the parts": {
+        "join([p.grad], n) / n": "join([p.grad], n)",
+        "shards[p] + shard if p in shards else shard": "(shards[p] + shard / n if p in shards else shard / n)",
+    },
+}
+
+
+# --- exercise 4: ZeRO-3
 
 USES = (0, 1, 2, 3)  # which weight each layer has
-_GATHER_CASES = (  # ranks, name, width, shape of a batch without its width, frozen weight, uses, hint
-    (2, "weights of 40 × 40", 40, (4,), None, USES, None),
-    (2, "a frozen layer", 40, (4,), 1, USES, "frozen"),
-    (2, "x of three dimensions", 40, (2, 2), None, USES, "batch-dims"),
-    (2, "tied weights", 40, (4,), None, (0, 1, 2, 1, 3), "tied"),
-    (2, "weights of 39 × 39", 39, (4,), None, USES, "uneven"),
-    (3, "all of that together", 40, (2, 2), 1, (0, 1, 2, 2, 3), None),
-    (1, "all of that together", 39, (2, 2), 1, (0, 1, 2, 2, 3), None),
-)
+GATHER_CASES = [  # …, width, shape of a batch without its width, frozen weight, uses
+    (2, "weights of 40 × 40", 40, (4,), None, USES),
+    Case(2, "a frozen layer", (40, (4,), 1, USES), "frozen", FROZEN),
+    Case(2, "x of three dimensions", (40, (2, 2), None, USES), "batch-dims"),
+    Case(2, "tied weights", (40, (4,), None, (0, 1, 2, 1, 3)), "tied", TIED),
+    Case(2, "weights of 39 × 39", (39, (4,), None, USES), "uneven", UNEVEN),
+    (3, "all of that together", 40, (2, 2), 1, (0, 1, 2, 2, 3)),
+    (1, "all of that together", 39, (2, 2), 1, (0, 1, 2, 2, 3)),
+]
 
 
-def _matrices(width: int) -> list[Tensor]:
+def matrices(width: int) -> list[Tensor]:
     """Weights (out, in) of four layers; the first and the last are not square."""
     generator = torch.Generator().manual_seed(width)
     shapes = ((width, width - 2), (width, width), (width, width), (width + 2, width))
     return [torch.randn(shape, generator=generator, dtype=torch.float64) / width**0.5 for shape in shapes]
 
 
-def _inputs(n: int, width: int, batch: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(width + n)
-    return [torch.randn(STEPS, *batch, width - 2, generator=generator, dtype=torch.float64) for _ in range(n)]
-
-
-def _stack(x: Tensor, weights: Sequence[Any], uses: Sequence[int], layer: Callable = F.linear) -> Tensor:
+def stack(x: Tensor, weights, uses, layer=F.linear) -> Tensor:
     for i in uses:
         x = torch.tanh(layer(x, weights[i]))
     return x
 
 
-def _gather_steps(x: Tensor, fn: Callable, width: int, frozen: int | None, uses: Sequence[int]) -> list[dict]:
-    """Some steps of one rank through layers of the learner's ``fn(x, shard, shape)``."""
-    import torch.distributed as dist
+@cache
+def with_whole_weights(n: int, width: int, batch: tuple, frozen: int | None, uses: tuple) -> list[tuple]:
+    """By step: inputs of the ranks, outputs, and mean gradients, in one process with whole weights."""
+    generator = torch.Generator().manual_seed(width + n)
+    data = [torch.randn(STEPS, *batch, width - 2, generator=generator, dtype=torch.float64) for _ in range(n)]
+    weights = [w.requires_grad_(i != frozen) for i, w in enumerate(matrices(width))]
+    trained, steps = [i for i in range(len(weights)) if i != frozen], []
+    for step in range(STEPS):
+        outputs = [stack(x[step], weights, uses) for x in data]
+        own = [torch.autograd.grad(y.square().mean(), [weights[i] for i in trained]) for y in outputs]
+        mean = {i: sum(gradients) / n for i, gradients in zip(trained, zip(*own, strict=True), strict=True)}
+        steps.append(([x[step] for x in data], [y.detach() for y in outputs], mean))
+        for i, gradient in mean.items():
+            weights[i].data -= gradient
+    return steps
 
-    from course_utils import record
-    from course_utils.memory import track
 
-    whole, out = _matrices(width), []
-    rank, n = dist.get_rank(), dist.get_world_size()
-    shards = nn.ParameterList([nn.Parameter(_parts(w, n)[rank].clone(), i != frozen) for i, w in enumerate(whole)])
+@exercise("Exercise 4", cases=GATHER_CASES, passed="equal to one process to 1e-12, and no whole weight stays alive.")
+def gathered_layer(note, answer, width, batch, frozen, uses):
+    rank, n, whole = dist.get_rank(), dist.get_world_size(), matrices(width)
+    shards = nn.ParameterList(nn.Parameter(part(w, rank, n).clone(), i != frozen) for i, w in enumerate(whole))
     layers = [(shard, tuple(w.shape)) for shard, w in zip(shards, whole, strict=True)]
-    own = sum(shard.nbytes for shard in shards)
-    most, settled = min(w.nbytes for w in whole) if n > 1 else math.inf, _Settled()
-    for batch in map(Tensor.clone, x):
+    own, one = sum(shard.nbytes for shard in shards), min(w.nbytes for w in whole) if n > 1 else float("inf")
+    size = [8 * n * share(w.numel(), n) for w in whole]
+    trained = [i for i in uses if i != frozen]
+    every, first = sum(size[i] for i in uses), sum(size[i] for i in uses[1:])  # the first input needs no gradient
+    for x, outputs, mean in with_whole_weights(n, width, batch, frozen, uses):
         shards.zero_grad()
         with track(shards) as tracker:
             with record() as forward:
-                y = _stack(batch, layers, uses, lambda h, weight: fn(h, *weight))
-            kept = settled(tracker, own + most) - own
-            output = y.detach().clone()
+                y = stack(x[rank].clone(), layers, uses, lambda h, weight: answer(h, *weight))
+            kept, output = note.settled(tracker, own + one) - own, y.detach().clone()
             with record() as backward:
                 if y.requires_grad:
                     y.square().mean().backward()
             del y
             expected = own + sum(p.grad.nbytes for p in shards if p.grad is not None)
-            left = settled(tracker, expected + most) - expected
-        gradients = {f"weight {i}": None if p.grad is None else p.grad.clone() for i, p in enumerate(shards)}
-        out.append({
-            "y": output, "gradients": gradients, "forward": forward, "backward": backward, "kept": kept, "left": left,
-        })
+            left = note.settled(tracker, expected + one) - expected
+        note.talks([*forward, *backward], n)
+        note.equal(output, outputs[rank], "the output of the layers")
+        got = {f"weight {i}": shards[i].grad for i in sorted(mean, reverse=True)}
+        missing = [name for name, gradient in got.items() if gradient is None]
+        key = "no-gradient" if f"weight {uses[-1]}" in missing else "input-gradient"
+        if not note.holds(not missing, key, f"the shard of {', '.join(missing)} has no gradient."):
+            return
+        right = {f"weight {i}": part(mean[i], rank, n) for i in sorted(mean, reverse=True)}
+        note.equal({k: v.clone() for k, v in got.items()}, right, "the gradient of the shard")
         with torch.no_grad():
             for p in shards:
                 p -= 0 if p.grad is None else p.grad
-    return out
+        if n == 1:
+            continue
+        note.sent([*forward, *backward], {"all_gather", "reduce_scatter"}, all_reduce="all-reduce")
+        note.holds(kept < one, "weight-kept",
+                   f"{kept:.0f} bytes are alive after forward, besides the shards; one weight has {one}.")
+        note.holds(left < one, "gradient-kept", f"{left:.0f} bytes are alive after backward, besides the shards and "
+                   f"their gradients; one weight has {one}.")
+        kinds = {op: [e for e in backward if e.op == op] for op in ("all_gather", "reduce_scatter")}
+        note.sent([e for e in forward if e.op == "all_gather"], carried=(every, every))
+        again = {"not_distributed": "weight-kept", "too_few_bytes": "weight-kept"}
+        note.sent(kinds["all_gather"], carried=(first, every), **again)
+        note.sent(kinds["reduce_scatter"], carried=(sum(size[i] for i in set(trained)), sum(size[i] for i in trained)))
 
 
-@cache
-def _gathered_in_one(
-    n: int, width: int, batch: tuple[int, ...], frozen: int | None, uses: Sequence[int]
-) -> list[dict]:
-    """By step, the weights, and inputs and gradients of each rank's batch in one process with whole weights."""
-    data = _inputs(n, width, batch)
-    weights = [w.requires_grad_(i != frozen) for i, w in enumerate(_matrices(width))]
-    trained, steps = [i for i in range(len(weights)) if i != frozen], []
-    for step in range(STEPS):
-        result = {"weights": [w.detach().clone() for w in weights], "x": [x[step] for x in data], "gradients": []}
-        for x in result["x"]:
-            loss = _stack(x, weights, uses).square().mean()
-            gradients = torch.autograd.grad(loss, [weights[i] for i in trained])
-            result["gradients"].append({f"weight {i}": g for i, g in zip(trained, gradients, strict=True)})
-        for i in trained:
-            weights[i].data -= average(result["gradients"])[f"weight {i}"]
-        steps.append(result)
-    return steps
+MISTAKES["gathered_layer"] = {
+    "no-gradient": ("After backward a shard has no gradient. Autograd does not look into collectives, so the layer "
+                    "has to define its own backward.",
+            {"return Gathered.apply(x, shard, shape)": "return x @ gather(shard, shape).T"}),
+    "input-gradient": ("The gradient of x is missing or wrong, so the layers before this one learn nothing or the "
+                       "wrong thing.",
+            ["return dy @ gather(shard, ctx.shape), part, None  ->  return None, part, None",
+             "return dy @ gather(shard, ctx.shape), part, None  ->  "
+             "return dy @ gather(shard, ctx.shape) / n, part, None"]),
+    "order": ("The output belongs to a weight whose elements are in the wrong order. Rank r has part r of the flat "
+              "weight; only the joined parts get the shape.",
+            ["return flat[  ->  flat = torch.cat(flat.chunk(dist.get_world_size())[::-1])\nreturn flat[",
+             "return flat[  ->  flat = flat.view(dist.get_world_size(), -1).T.flatten()\nreturn flat["]),
+    "transposed": ("The rows and columns of the weight are swapped. Its shape is (out, in), and y = x Wᵀ, as in "
+                   "nn.Linear.",
+            "flat[: shape[0] * shape[1]].view(shape)  ->  flat[: shape[0] * shape[1]].view(shape[::-1]).T"),
+    "sum": (SHARED["sum"], "join([dw], n) / n  ->  join([dw], n)"),
+    "divided-twice": (SHARED["divided-twice"], "join([dw], n) / n  ->  join([dw], n) / n**2"),
+    "own-gradient": ("The gradient comes from this rank's batch alone. It has to be the mean over the ranks.",
+            "dist.reduce_scatter_single(part, join([dw], n) / n)  ->  "
+            "part = (join([dw], n) / n).chunk(n)[dist.get_rank()].clone()"),
+    "weight-kept": ("A whole weight lives on from forward to backward, in whatever form, and that undoes the saving. "
+                    "Backward has to gather it once more.",
+            [{"ctx.save_for_backward(x, shard)": "weight = gather(shard, shape)\n"
+              "ctx.save_for_backward(x, shard, weight)",
+              "return x @ gather(shard, shape).T": "return x @ weight.T",
+              "(x, shard), n,": "(x, shard, weight), n,",
+              "return dy @ gather(shard, ctx.shape), part, None": "return dy @ weight, part, None"},
+             {"return x @ gather(shard, shape).T": "weight = gather(shard, shape)\n"
+              "ctx.weight = weight.numpy().copy()\n"
+              "return x @ weight.T",
+              "dy @ gather(shard, ctx.shape)": "dy @ torch.from_numpy(ctx.weight)"}]),
+    "gradient-kept": ("After backward more is still alive than the shards' gradients. A slice is a view, and keeps "
+                      "what it was cut from; an attribute or a list can keep a tensor too.",
+            "dist.reduce_scatter_single(part, join([dw], n) / n)  ->  flat = join([dw], n) / n\n"
+            "dist.reduce_scatter_single(part, flat)\n"
+            "part = flat.chunk(n)[dist.get_rank()].copy_(part)"),
+    "all-reduce": ("The result is right, but an all-reduce brings all of a tensor to every rank. It moves twice as "
+                   "much as a reduce-scatter or an all-gather.",
+            "dist.reduce_scatter_single(part, join([dw], n) / n)  ->  flat = join([dw], n) / n\n"
+            "dist.all_reduce(flat)\n"
+            "part = flat.chunk(n)[dist.get_rank()].clone()"),
+    "batch-dims": ("This is right until x has more than two dimensions. The gradient of the weight is a sum over all "
+                   "of them but the last.",
+            "dy.flatten(0, -2).T @ x.flatten(0, -2)  ->  dy.T @ x"),
+    "uneven": (SHARED["uneven"], "join([dw], n) / n  ->  dw.flatten() / n"),
+    "frozen": (SHARED["frozen"], "if ctx.needs_input_grad[1]:  ->  if True:"),
+    "tied": (SHARED["tied"], "join([dw], n) / n)  ->  join([dw], n) / n)\n"
+            "shard.grad, part = part, None"),
+}
 
 
-@checked
-def gathered_layer(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, shard, shape) -> y``: a linear layer whose weight is there only while it is used.
-
-    ``x`` has the shape (…, in) and ``y`` (…, out) for ``shape`` (out, in); ``shard`` has ⌈out · in / N⌉ elements. What
-    is alive is counted after forward and after backward.
-    """
-    exercise = Exercise("Exercise 4", HINTS["gathered_layer"], timeout)
-    for n, name, width, batch, frozen, uses, fallback in _GATHER_CASES:
-        data = _inputs(n, width, batch)
-        outcomes = exercise.run(
-            _gather_steps, data, fn, width, frozen, uses, case=name, fallback=fallback, errors=ERRORS.get(fallback)
-        )
-        for rank, outcome in exercise.each(outcomes):
-            exercise.communicates(rank, outcome, n)
-        for step, right in enumerate(_gathered_in_one(n, width, batch, frozen, uses)):
-            results, where = [outcome.result[step] for outcome in outcomes], f"step {step + 1}: "
-            for rank, result in exercise.each(results, where):
-                _gathered_output(exercise, rank, result["y"], right, uses)
-            for rank, result in exercise.each(results, where):
-                _gathered_gradients(exercise, rank, result, right["gradients"], uses)
-                _audit_gathered(exercise, result, right["weights"], uses, frozen, n)
-    exercise.passed("equal to one process to 1e-12, and no whole weight stays alive.")
+def gathered(shard, shape):
+    flat = shard.new_empty(dist.get_world_size() * len(shard))
+    dist.all_gather_single(flat, shard.detach())
+    return flat[: shape[0] * shape[1]].view(shape)
 
 
-def _gathered_output(exercise: Exercise, rank: int, got: Tensor, right: dict, uses: Sequence[int]) -> None:
-    """Compare a rank's output with that of whole weights."""
-    x, weights, n = right["x"][rank], right["weights"], len(right["x"])
-    y, slips = _stack(x, weights, uses), {}
-    if n > 1 and exercise.fallback is None and not exact(got, y):
-        slips = {
-            "order": [
-                [_joined(_parts(w, n)[::-1], w) for w in weights],
-                [_joined([torch.stack(_parts(w, n), 1)], w) for w in weights],
-            ],
-            "transposed": [[w.reshape(w.shape[::-1]).T for w in weights]],
-        }
-    outputs = {key: [_stack(x, w, uses) for w in wrong] for key, wrong in slips.items()}
-    compare_tensor(exercise, got, y, outputs, "the output of the layers")
+def scattered(gradient, numel):
+    part, n = gradient.new_empty(numel), dist.get_world_size()
+    dist.reduce_scatter_single(part, F.pad(gradient.flatten(), (0, n * numel - gradient.numel())) / n)
+    return part
 
 
-def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([part.flatten() for part in parts])[: like.numel()].view_as(like)
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard, shape):
+        ctx.numel = len(shard)
+        return gathered(shard, shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return scattered(gradient, ctx.numel), None
 
 
-def _gathered_gradients(exercise: Exercise, rank: int, result: dict, own: list[dict], uses: Sequence[int]) -> None:
-    """Compare the gradients of a rank's shards with the mean over the ranks, from the last layer to the first."""
-    n, got, last = len(own), result["gradients"], f"weight {uses[-1]}"
-    expected, slips, default = _part(average(own), n, rank), {}, "value"
-    missing = [name for name in expected if got[name] is None]
-    if exercise.fallback is None:
-        key = "input-gradient" if last not in missing else "no-gradient"
-        exercise.require(not missing, key, f"the shard of {', '.join(missing)} has no gradient.")
-        if exact(got[last], expected[last]):
-            again = n == 1 or result["backward"].count("all_gather")
-            nothing = not any(gradient.any() for name, gradient in got.items() if name != last and gradient is not None)
-            default = "input-gradient" if again or nothing else "not-gathered-again"
-        elif n > 1:
-            slips = _part_slips(own, rank)
-    backwards = {name: expected[name] for name in sorted(expected, reverse=True)}
-    compare(exercise, rank, got, backwards, slips, "the gradient of the shard", default)
+def hooks_on_what_autograd_saves(x, shard, shape):
+    weight = Gather.apply(shard, shape)
+    place = weight.data_ptr()
+
+    def pack(t):
+        return (t.shape, t.stride()) if t.data_ptr() == place else t
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else gathered(shard, shape).as_strided(*packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return F.linear(x, weight)
 
 
-def _audit_gathered(
-    exercise: Exercise, result: dict, weights: list[Tensor], uses: Sequence[int], frozen: int | None, n: int
-) -> None:
-    """Refuse other calls than gathers and reduce-scatters of these sizes, and what stays alive after each pass."""
-
-    def size(uses: Iterable[int]) -> int:
-        return sum(8 * n * _share(weights[i].numel(), n) for i in uses)
-
-    forward, backward, one = result["forward"], result["backward"], min(w.nbytes for w in weights)
-    trained = [i for i in uses if i != frozen]
-    first = size(uses[1:])  # the input of the first layer needs no gradient, so nor does that need its weight
-    kept = {"not-distributed": "weight-kept", "too-few-bytes": "weight-kept"}
-    exercise.audit([*forward, *backward], {"all_gather", "reduce_scatter"}, keys={"all_reduce": "all-reduce"})
-    for key, left, when in (
-        ("weight-kept", result["kept"], "after forward, besides the shards"),
-        ("gradient-kept", result["left"], "after backward, besides the shards and their gradients"),
-    ):
-        what = f"{left:.0f} bytes are alive {when}; one weight has {one}."
-        exercise.require(n == 1 or left < one, key, what)
-    for phase, op, limits, keys in (
-        ("forward", "all_gather", (size(uses), size(uses)), {}),
-        ("backward", "all_gather", (first, size(uses)), kept),
-        ("backward", "reduce_scatter", (size(set(trained)), size(trained)), {}),
-    ):
-        calls = [entry for entry in result[phase] if entry.op == op]
-        exercise.audit(calls, carried=limits, where=f"{op} in {phase}: ", keys=_keys(exercise, **keys))
+RIGHT["gathered_layer"] = {
+    "hooks on what autograd saves": hooks_on_what_autograd_saves,
+    "einsum, and a list of parts": {
+        "dy.flatten(0, -2).T @ x.flatten(0, -2)": "torch.einsum('...o,...i->oi', dy, x)",
+        "reduce_scatter_single(part, join([dw], n) / n)": "reduce_scatter(part, list((join([dw], n) / n).chunk(n)))",
+    },
+}
 
 
-# ------------------------------------------------------------------------------------------------ paper problems
+# --- on paper
+
+MISTAKES["state_bytes"] = {
+    "everything": ("Stages 1 and 2 do not divide everything. Which part does stage 1 divide, and which one does each "
+                   "later stage add?",
+            "(3, 2, 1)  ->  (1, 1, 1)"),
+    "stage-ignored": ("Nothing is divided by the number of ranks. From which stage on is which part?",
+            "(3, 2, 1)  ->  (4, 4, 4)"),
+    "not-cumulative": ("Each stage also divides what the stages before it divide: stage 2 divides the optimizer's "
+                       "part too.",
+            "stage >= first  ->  stage == first"),
+    "stage-order": ("The parts are divided in another order: the optimizer's first, then the gradients, then the "
+                    "parameters.",
+            ["(3, 2, 1)  ->  (1, 2, 3)",
+             "(3, 2, 1)  ->  (3, 1, 2)"]),
+    "limits": ("Being 4 or 8 times smaller is the limit for ever more ranks. With N of them, 1/N of what is divided "
+               "is still there.",
+            ["ranks if  ->  float('inf') if",
+             {"(ranks if stage >= first else 1)": "(1, 4, 8, ranks)[stage]"}]),
+    "no-master": ("In mixed precision the optimizer steps an fp32 copy of the weights. Its 4 bytes per parameter are "
+                  "missing.",
+            'master = 0 if precision == "fp32" else 4  ->  master = 0'),
+    "master-whole": ("The fp32 master weights belong to the optimizer, and are divided along with its states from "
+                     "stage 1 on.",
+            "o * (master + 4 * states)  ->  o * 4 * states + parameters / 1e9 * master"),
+    "master-place": ("Here the master weights are counted with the parameters. They are the optimizer's: counted "
+                     "with its states, and divided with them.",
+            {"p * parameter,": "p * (parameter + master),",
+             "(master + 4 * states)": "4 * states"}),
+    "master-in-fp32": ("In fp32 the weights are their own master copy. There is no second one.",
+            'master = 0 if precision == "fp32" else 4  ->  master = 4'),
+    "gradients-half": ("With 'mixed, fp32 gradients' a gradient has 4 bytes, not 2.",
+            '2 if precision == "mixed" else 4  ->  parameter'),
+    "gradients-fp32": ("In plain 'mixed' precision gradients have 2 bytes, like the parameters. They have 4 only "
+                       "where the name says so.",
+            '2 if precision == "mixed" else 4  ->  4'),
+    "states-half": ("The optimizer's states are fp32 here, even where the parameters are bf16.",
+            "4 * states  ->  parameter * states"),
+    "one-state": ("Adam keeps two states for each parameter: the mean of the gradient and that of its square.",
+            '"adam": 2  ->  "adam": 1'),
+    "optimizer-ignored": ("The number of states depends on the optimizer: Adam keeps two for each parameter, "
+                          "momentum one, plain SGD none.",
+            "[optimizer]  ->  ['adam']"),
+    "bytes": ("These are bytes. The docstring asks for GB.",
+            "1e9  ->  1"),
+    "gib": ("These are GiB of 2³⁰ bytes. 1 GB = 10⁹ bytes.",
+            "1e9  ->  2**30"),
+}
+MISTAKES["largest_model"] = {
+    "parameters": ("That is the number of parameters. The docstring asks for layers of 12·width² each.",
+            "(free / each - embedding) // layer  ->  free / each"),
+    "round": ("This is one layer too many: a layer that fits only in part does not fit.",
+            ["int((free / each - embedding) // layer)  ->  -int((embedding - free / each) // layer)",
+             "int((free / each - embedding) // layer)  ->  round((free / each - embedding) / layer)"]),
+    "whole": ("Return a whole number: how many layers fit, 0 if none does.",
+            "int((free / each - embedding) // layer)  ->  (free / each - embedding) / layer"),
+    "reserve-ignored": ("On every GPU, reserved_gb is not free for model states.",
+            "gpu_gb - reserved_gb  ->  gpu_gb"),
+    "reserve-divided": ("What is reserved is reserved on every GPU. ZeRO does not divide activations.",
+            "gpu_gb - reserved_gb  ->  gpu_gb - reserved_gb / ranks"),
+    "gib": ("1 GB = 10⁹ bytes, not 2³⁰.",
+            "1e9  ->  2**30"),
+    "no-table": ("The embedding is part of the model, and of its states: vocabulary · width parameters.",
+            "free / each - embedding  ->  free / each"),
+    "no-sharding": ("This is what fits on one GPU alone: nothing is divided.",
+            "ranks if stage >= first else 1  ->  1"),
+    "pooled": ("The memory of all GPUs is treated as one. But every GPU has its own reserve and its own gathered "
+               "unit, and before stage 3 it holds all the parameters.",
+            ["ranks if stage >= first else 1  ->  ranks",
+             {"ranks if stage >= first else 1": "1",
+              "gpu_gb - reserved_gb": "ranks * gpu_gb - reserved_gb"}]),
+    "limits": ("What is divided does not vanish: with N ranks, 1/N of it is left.",
+            "ranks if stage >= first else 1  ->  1e18 if stage >= first else 1"),
+    "not-cumulative": ("Stage 2 divides the optimizer's part as well, stage 3 all three.",
+            "stage >= first  ->  stage == first"),
+    "stage-0": ("Stage 0 is DDP: nothing is divided.",
+            "(12, 1))  ->  (12, 0))"),
+    "no-gathered": ("At stage 3 a unit is gathered while it is used. Its bytes have to be free, too.",
+            "if stage == 3 else 0  ->  * 0"),
+    "gathered-divided": ("What is gathered is whole, on every rank.",
+            "if stage == 3 else 0  ->  / ranks if stage == 3 else 0"),
+    "gathered-always": ("Only stage 3 gathers units. At the earlier stages the parameters are there anyway.",
+            "if stage == 3 else 0  ->  "),
+    "no-gradient": ("In backward the unit's whole gradient is there beside its gathered parameters, with 2 bytes for "
+                    "each of them as well.",
+            "4 * max(  ->  2 * max("),
+    "largest-unit": ("The embedding is a unit as well, and sometimes larger than a layer. There must be room for the "
+                     "largest unit.",
+            "max(layer, embedding)  ->  layer"),
+    "negative": ("Nothing fits here. Return 0, not a negative number.",
+            "max(0, int((free / each - embedding) // layer))  ->  int((free / each - embedding) // layer)"),
+}
 
 
-@paper_problem(
-    "Exercise 1",
-    cases=[
+def of_the_package(parameters, stage, ranks, precision, optimizer):
+    memory = model_states(parameters, stage=stage, ranks=ranks, precision=precision, optimizer=optimizer)
+    return memory.parameters / 1e9, memory.gradients / 1e9, memory.optimizer / 1e9
+
+
+def searches_upwards(gpu_gb, reserved_gb, ranks, stage, width, vocabulary):
+    layer, embedding, layers = 12 * width**2, vocabulary * width, 0
+    size = of_the_package(1e9, stage, ranks, "mixed", "adam")
+    room = (gpu_gb - reserved_gb) * 1e9 - (4 * max(layer, embedding) if stage == 3 else 0)
+    while sum(size) * ((layers + 1) * layer + embedding) <= room:
+        layers += 1
+    return layers
+
+
+RIGHT["state_bytes"] = {
+    "an array": "return p * parameter, g * gradient, o * (master + 4 * states)  ->  "
+                "return torch.tensor([p * parameter, g * gradient, o * (master + 4 * states)])",
+    "of the package": of_the_package,
+}
+RIGHT["largest_model"] = {
+    "searches upwards": searches_upwards,
+    "a whole float": "max(0, int((free / each - embedding) // layer))  ->  "
+                     "max(0.0, (free / each - embedding) // layer)",
+}
+
+state_bytes = paper(
+    "Exercise 1", answers.state_bytes, MISTAKES["state_bytes"], cases=[
         (7.5e9, 1, 64, "fp32", "adam"), (7.5e9, 2, 64, "mixed", "momentum"), (7.5e9, 3, 64, "mixed", "adam"),
         (1.5e9, 0, 8, "fp32", "momentum"), (6.7e9, 2, 16, "mixed, fp32 gradients", "adam"),
         (1.3e10, 1, 4, "mixed", "sgd"), (3e8, 3, 2, "fp32", "adam"),
     ],
-    slips={
-        "everything": "(3, 2, 1)  ->  (1, 1, 1)",
-        "stage-ignored": "(3, 2, 1)  ->  (4, 4, 4)",
-        "not-cumulative": "stage >= first  ->  stage == first",
-        "stage-order": ["(3, 2, 1)  ->  (1, 2, 3)", "(3, 2, 1)  ->  (3, 1, 2)"],
-        "limits": [
-            "ranks if  ->  float('inf') if",
-            {"(ranks if stage >= first else 1)": "(1, 4, 8, ranks)[stage]"},
-        ],
-        "no-master": 'master = 0 if precision == "fp32" else 4  ->  master = 0',
-        "master-whole": "o * (master + 4 * states)  ->  o * 4 * states + parameters / 1e9 * master",
-        "master-place": {"p * parameter,": "p * (parameter + master),", "(master + 4 * states)": "4 * states"},
-        "master-in-fp32": 'master = 0 if precision == "fp32" else 4  ->  master = 4',
-        "gradients-half": '2 if precision == "mixed" else 4  ->  parameter',
-        "gradients-fp32": '2 if precision == "mixed" else 4  ->  4',
-        "states-half": "4 * states  ->  parameter * states",
-        "one-state": '"adam": 2  ->  "adam": 1',
-        "optimizer-ignored": "[optimizer]  ->  ['adam']",
-        "bytes": "1e9  ->  1",
-        "gib": "1e9  ->  2**30",
-    },
     units=["GB of parameters", "GB of gradients", "GB of the optimizer"],
-    hints=HINTS["state_bytes"],
 )
-def state_bytes(parameters, stage, ranks, precision, optimizer):
-    """Check ``fn(parameters, stage, ranks, precision, optimizer) -> (parameters, gradients, optimizer)`` in GB."""
-    parameter = 4 if precision == "fp32" else 2
-    gradient = 2 if precision == "mixed" else 4
-    master = 0 if precision == "fp32" else 4
-    states = {"sgd": 0, "momentum": 1, "adam": 2}[optimizer]
-    p, g, o = (parameters / 1e9 / (ranks if stage >= first else 1) for first in (3, 2, 1))
-    return p * parameter, g * gradient, o * (master + 4 * states)
-
-
-@paper_problem(
-    "Exercise 5",
-    cases=[
+largest_model = paper(
+    "Exercise 5", answers.largest_model, MISTAKES["largest_model"], cases=[
         (80, 20, 64, 3, 4096, 128256), (80, 20, 64, 2, 4096, 128256), (80, 20, 64, 1, 4096, 128256),
         (80, 30, 16, 3, 8192, 128256), (24, 6, 8, 3, 2048, 128256), (16, 4, 4, 0, 1024, 50257),
         (180, 60, 256, 3, 16384, 128256), (16, 14, 2, 0, 4096, 128256),
     ],
-    slips={
-        "parameters": "(free / each - embedding) // layer  ->  free / each",
-        "round": [
-            "int((free / each - embedding) // layer)  ->  -int((embedding - free / each) // layer)",
-            "int((free / each - embedding) // layer)  ->  round((free / each - embedding) / layer)",
-        ],
-        "whole": "int((free / each - embedding) // layer)  ->  (free / each - embedding) / layer",
-        "reserve-ignored": "gpu_gb - reserved_gb  ->  gpu_gb",
-        "reserve-divided": "gpu_gb - reserved_gb  ->  gpu_gb - reserved_gb / ranks",
-        "gib": "1e9  ->  2**30",
-        "no-table": "free / each - embedding  ->  free / each",
-        "no-sharding": "ranks if stage >= first else 1  ->  1",
-        "pooled": [
-            "ranks if stage >= first else 1  ->  ranks",
-            {"ranks if stage >= first else 1": "1", "gpu_gb - reserved_gb": "ranks * gpu_gb - reserved_gb"},
-        ],
-        "limits": "ranks if stage >= first else 1  ->  1e18 if stage >= first else 1",
-        "not-cumulative": "stage >= first  ->  stage == first",
-        "stage-0": "(12, 1))  ->  (12, 0))",
-        "no-gathered": "if stage == 3 else 0  ->  * 0",
-        "gathered-divided": "if stage == 3 else 0  ->  / ranks if stage == 3 else 0",
-        "gathered-always": "if stage == 3 else 0  ->  ",
-        "no-gradient": "4 * max(  ->  2 * max(",
-        "largest-unit": "max(layer, embedding)  ->  layer",
-        "negative": "max(0, int((free / each - embedding) // layer))  ->  int((free / each - embedding) // layer)",
-    },
-    units=["layers"],
-    hints=HINTS["largest_model"],
-    tolerance=1e-9,
-    allowed=lambda gpu_gb, reserved_gb, *_: gpu_gb > reserved_gb,
+    units=["layers"], tolerance=1e-9, allowed=lambda gpu_gb, reserved_gb, *_: gpu_gb > reserved_gb,
 )
-def largest_model(gpu_gb, reserved_gb, ranks, stage, width, vocabulary):
-    """Check ``fn(gpu_gb, reserved_gb, ranks, stage, width, vocabulary) -> layers``."""
-    layer, embedding = 12 * width**2, vocabulary * width
-    each = sum(size / (ranks if stage >= first else 1) for size, first in ((2, 3), (2, 2), (12, 1)))
-    gathered = 4 * max(layer, embedding) if stage == 3 else 0
-    free = (gpu_gb - reserved_gb) * 1e9 - gathered
-    return max(0, int((free / each - embedding) // layer))

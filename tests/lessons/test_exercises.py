@@ -1,0 +1,66 @@
+"""Exercises whose mistakes are rows of a table: solutions and other right answers pass, each mistake gets its hint."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from types import ModuleType
+
+import pytest
+from conftest import ROOT
+
+from course_utils.check import COMMON_HINTS, CheckFailed, answer_with
+from course_utils.check.compare import listed
+from course_utils.check.edits import EditError
+from course_utils.check.program import hints_of
+
+pytestmark = pytest.mark.guard(300)
+
+EMPTY = {"### BEGIN SOLUTION": '### BEGIN SOLUTION\nraise NotImplementedError("Replace this line with your answer.")'}
+
+
+def tables() -> dict[str, tuple[ModuleType, str]]:
+    """Check module and name of each exercise that has a table, by room and name."""
+    rooms = [path.parent.name for path in sorted(ROOT.glob("lessons/*/check.py"))]
+    checks = {room: importlib.import_module(f"lessons.{room}.check") for room in rooms}
+    found = {room: getattr(module, "MISTAKES", {}) for room, module in checks.items()}
+    return {f"{room}.{name}": (checks[room], name) for room, names in found.items() for name in names}
+
+
+EXERCISES = tables()
+
+
+def refusal(check, answer) -> CheckFailed:
+    with pytest.raises(CheckFailed) as caught:
+        check(answer)
+    return caught.value
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_right_answers_pass_and_each_mistake_gets_its_own_hint(exercise, capsys):
+    module, name = EXERCISES[exercise]
+    check, answers = getattr(module, name), module.__name__.replace(".check", ".answers")
+    check(answer_with(answers, name))
+    assert re.fullmatch(r"Exercise \d+ passed.*\n", capsys.readouterr().out)
+    right = module.RIGHT[name]
+    assert len(right) >= 2
+    for answer in right.values():
+        check(answer if callable(answer) else answer_with(answers, name, answer))
+    wrong = []
+    for key, (_, *edits) in module.MISTAKES[name].items():
+        for edit in listed(edits[0]) if edits else []:
+            error = refusal(check, answer_with(answers, name, edit))
+            hint = (COMMON_HINTS | hints_of(module.MISTAKES[name]))[key]
+            if error.hint != key or hint not in " ".join(str(error).split()):
+                wrong.append(f"{key} by {edit!r}: {error.hint}\n{error}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_an_empty_stub_is_told(exercise):
+    module, name = EXERCISES[exercise]
+    try:
+        stub = answer_with(module.__name__.replace(".check", ".answers"), name, EMPTY)
+    except EditError:  # the marks stand in a class beside the function
+        return
+    assert refusal(getattr(module, name), stub).hint == "empty"
