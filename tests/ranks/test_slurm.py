@@ -84,7 +84,7 @@ def test_its_network_is_not_that_of_the_machine(cluster):
 
 
 def test_nothing_is_left_when_the_process_is_killed():
-    program = ("from course_utils.slurm import SlurmCluster\n"
+    program = ("from lessons.multi_node.slurm import SlurmCluster\n"
                "cluster = SlurmCluster()\n"
                "cluster.run('sbatch --wrap \"sleep 600\"')\n"
                "print(cluster.process, flush=True)\n"
