@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from course_utils import device
-from course_utils.doctor import machine, report
 from course_utils.programs import as_program, torchrun
 
 
@@ -71,10 +70,3 @@ def test_a_program_needs_a_main_and_says_what_failed(tmp_path):
     (tmp_path / "wrong.py").write_text("1 / 0")
     with pytest.raises(RuntimeError, match=r"wrong.py failed:\n(.|\n)*ZeroDivisionError"):
         torchrun(tmp_path / "wrong.py", ranks=1)
-
-
-def test_report_has_a_line_for_each_part_and_both_lists():
-    found = machine()
-    text = report(found)
-    assert all(sentence in text for sentence in [*found["real"], *found["emulated"]])
-    assert f"cores     {found['cores']}" in text and "real here:" in text and "emulated here:" in text
