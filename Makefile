@@ -37,7 +37,7 @@ dev:  ## make the environment with all that authors and tests need
 	$(SETUP) --extra test --extra nccl --extra deepspeed --extra-if-possible ffcv
 
 lesson: dev  ## build lesson L=04 and run what concerns it
-	$(PY) -m course_utils lesson $(L)
+	$(PY) -m tools lesson $(L)
 
 quick: dev  ## run the tests that start no rank
 	$(PY) -m pytest -q -n 2 --dist loadscope --quick
@@ -50,7 +50,7 @@ test: dev  ## run every test
 	$(PY) -m pytest -n 3 --dist loadscope --nbval --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitise.cfg --durations=40 tests notebooks solutions
 
 notebooks: dev  ## build notebooks, exercises and solutions from sources (what changed)
-	$(PY) -m course_utils build
+	$(PY) -m tools build
 
 bench:  ## measure the launcher against other ways to start ranks
 	$(SETUP)

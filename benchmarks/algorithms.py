@@ -19,8 +19,8 @@ import torch.distributed as dist
 from report import number, table
 
 from course_utils import launch
-from course_utils.authoring import code_cells
 from course_utils.costs import fit_alpha_beta, format_bytes
+from tools.author.notebooks import code_cells
 
 LESSON = Path(__file__).resolve().parents[1] / "lessons" / "nccl" / "lesson.py"
 LARGEST = 2**24  # bytes; the goal for the ring is for this size

@@ -87,7 +87,7 @@ def _kernel_manager(**options: object):
     from jupyter_client import KernelManager
     from notebook_runs import learners_copy
 
-    from course_utils.authoring.notebooks import local_sockets
+    from tools.author.notebooks import local_sockets
 
     folder = tempfile.mkdtemp()
     manager = KernelManager(config=local_sockets(folder), **options)

@@ -97,7 +97,7 @@ class Kernel:
     def __init__(self, cwd: Path | str | None = None, **env: str) -> None:
         from jupyter_client import KernelManager  # here, for ranks import this module too
 
-        from course_utils.authoring.notebooks import local_sockets
+        from tools.author.notebooks import local_sockets
 
         self.folder = Path(tempfile.mkdtemp(prefix="kernel-test-"))
         self.temporary = self.folder / "tmp"

@@ -12,9 +12,9 @@ from typing import Any
 import nbformat
 import papermill
 
-from course_utils.authoring.core import is_deeper
-from course_utils.authoring.notebooks import local_sockets
 from tools import learner
+from tools.author.core import is_deeper
+from tools.author.notebooks import local_sockets
 
 
 def run_core(

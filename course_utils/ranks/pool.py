@@ -273,7 +273,7 @@ class Pool:
         if error is None:
             return
         if isinstance(error, (EOFError, ConnectionError, AuthenticationError)):
-            text = "the process that ranks are forked from did not start; run `python -m course_utils doctor`"
+            text = "the process that ranks are forked from did not start; run `python -m tools doctor`"
             raise errors.refusal(RuntimeError, text) from None
         if not isinstance(error, OSError):
             raise error

@@ -550,7 +550,7 @@ for key in ("zero_optimisation", "gradient_accumulation", "steps_per_prnt"):
 # %% [markdown]
 # That is the core of a linter: the keys that are not in the list, and for each the nearest that is. The course has it
 # as `check_config`, with the traps of this lesson and the types of values beside it, and as a command: `python -m
-# course_utils check-deepspeed config.json`, whose last line says what will really run. It has three levels: *refused*,
+# tools check-deepspeed config.json`, whose last line says what will really run. It has three levels: *refused*,
 # *silent*, and *note* for defaults that have surprised others.
 # **Predict** which of the clinic's twelve wrong configurations it can only note.
 
@@ -1267,7 +1267,7 @@ print(f"clinic: {wrong.count('refused')} refused, {wrong.count('silent')} silent
 # 5. About 0.1 s: the total is (100 + 1)/2 times too large (section 10).
 # </details>
 #
-# **What to take to work:** `python -m course_utils check-deepspeed config.json`, and
+# **What to take to work:** `python -m tools check-deepspeed config.json`, and
 # [scripts/train.py](../scripts/train.py) with `--engine deepspeed`.
 #
 # **Exercises:** [exercises/08_deepspeed](../exercises/08_deepspeed_exercises.ipynb). **Next:** [09 tensor

@@ -104,7 +104,7 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # | 2 or more GPUs | one rank on each, with NCCL, by the same cells; set `world_size` to at most the number of GPUs |
 # | a Mac | as without a GPU: neither gloo nor NCCL works with Apple's GPUs |
 #
-# In a terminal, `.venv/bin/python -m course_utils doctor` prints the same report and starts two ranks: the
+# In a terminal, `.venv/bin/python -m tools doctor` prints the same report and starts two ranks: the
 # first thing to try when something seems broken.
 # </details>
 

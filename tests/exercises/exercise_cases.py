@@ -106,7 +106,7 @@ class ExerciseTests:
     @classmethod
     def cells(cls) -> list[tuple[list[str], str]]:
         """The code cells of the exercise text: their tags, and the code."""
-        from course_utils.authoring import code_cells  # here, for ranks import this module too
+        from tools.author.notebooks import code_cells  # here, for ranks import this module too
 
         calls = [f"\ncheck.{name}({name})\n" for name in cls.exercises()]
         texts = {path: path.read_text("utf-8") for path in LESSONS.glob("*/exercises.py")}
@@ -116,7 +116,7 @@ class ExerciseTests:
     @classmethod
     def program(cls, name: str, edits: str | Mapping[str, str] = (), stub: bool = False) -> str:
         """The parameters, the functions that the text gives and the solutions, with edits for exercise ``name``."""
-        from course_utils.authoring import STUB
+        from tools.author.notebooks import STUB
 
         parts, own = [], None
         for tags, code in cls.cells():

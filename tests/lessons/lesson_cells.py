@@ -15,7 +15,8 @@ def definitions(number: str, **given: Any) -> dict:
 
     `given` stands for what other lines of the lesson would have made.
     """
-    from course_utils.authoring import code_cells, texts  # here, for ranks import this module too
+    from tools.author.notebooks import code_cells  # here, for ranks import this module too
+    from tools.author.rooms import texts
 
     source = next(path for name, path in texts(ROOT).items() if name.startswith(f"{number}_"))
     names: dict = {"__name__": "__main__", **given}  # so that ranks get the definitions themselves

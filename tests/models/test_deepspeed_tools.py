@@ -107,7 +107,7 @@ def test_public_examples_raise_no_false_alarm():
 
 def test_command_prints_the_findings_and_fails_on_more_than_notes(tmp_path):
     file = tmp_path / "config.json"
-    command = [sys.executable, "-m", "course_utils", "check-deepspeed", str(file)]
+    command = [sys.executable, "-m", "tools", "check-deepspeed", str(file)]
 
     def run(text: str) -> tuple[int, str]:
         file.write_text(text)

@@ -10,10 +10,11 @@ import nbformat
 import pytest
 from conftest import write_lesson
 
-from course_utils import authoring, doctor
-from course_utils.authoring.builder import _targets as targets
-from course_utils.authoring.notebooks import from_text, leaks, normalise
-from course_utils.authoring.pages import BOX, BOXES, FOLD, boxed, dress
+from course_utils import doctor
+from tools.author import builder
+from tools.author.builder import _targets as targets
+from tools.author.notebooks import from_text, leaks, normalise
+from tools.author.pages import BOX, BOXES, FOLD, boxed, dress
 
 LESSON = """\
 # %% [markdown]
@@ -94,7 +95,7 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("course")
     write_lesson(root, "90_small", LESSON)
     write_lesson(root, "90_small_exercises", EXERCISES)
-    assert authoring.build(root) == []
+    assert builder.build(root) == []
     return root
 
 
@@ -110,18 +111,18 @@ def change(path: Path, old: str, new: str) -> str:
 
 
 def test_notebooks_of_the_course_are_what_their_text_says():
-    assert authoring.check() == []
+    assert builder.check() == []
 
 
 def test_building_twice_leaves_no_difference(course: Path):
     before = {name: (course / name).read_bytes() for name in ORIGINALS}
-    assert authoring.build(course, force=True) == []
+    assert builder.build(course, force=True) == []
     assert {name: (course / name).read_bytes() for name in ORIGINALS} == before
-    assert authoring.check(course) == []
+    assert builder.check(course) == []
 
 
 def test_unchanged_text_is_not_executed_again(course: Path, capsys: pytest.CaptureFixture[str]):
-    assert authoring.build(course) == []
+    assert builder.build(course) == []
     assert capsys.readouterr().out == "3 of 3 notebooks are up to date\n"
 
 
@@ -144,12 +145,12 @@ def show(name):
 # %%
 show("hello.py")
 """)
-    assert authoring.build(course) == authoring.check(course) == []
+    assert builder.build(course) == builder.check(course) == []
     program.write_text("print(2)\n")
-    assert authoring.check(course) == ["notebooks/90_small.ipynb: shows an older scripts/hello.py"]
-    assert authoring.build(course) == authoring.check(course) == []
+    assert builder.check(course) == ["notebooks/90_small.ipynb: shows an older scripts/hello.py"]
+    assert builder.build(course) == builder.check(course) == []
     source.write_text(text)
-    assert authoring.build(course, force=True) == []
+    assert builder.build(course, force=True) == []
 
 
 def test_new_prose_keeps_the_outputs_and_new_code_does_not(course: Path, capsys: pytest.CaptureFixture[str]):
@@ -157,21 +158,21 @@ def test_new_prose_keeps_the_outputs_and_new_code_does_not(course: Path, capsys:
     text, before = source.read_text(), read(course, name)
     assert "# %% [markdown]\n# " in text
     source.write_text(text.replace("# %% [markdown]\n# ", "# %% [markdown]\n# New words. ", 1))
-    assert authoring.build(course) == []
+    assert builder.build(course) == []
     assert f"built {name}\n" in capsys.readouterr().out  # without the time of a run
     after = read(course, name)
     assert after.cells[0].source != before.cells[0].source
     assert [c.outputs for c in after.cells[1:] if c.cell_type == "code"] == [
         c.outputs for c in before.cells if c.cell_type == "code"
     ]
-    assert after.metadata == before.metadata and authoring.check(course) == []
+    assert after.metadata == before.metadata and builder.check(course) == []
 
     source.write_text(source.read_text() + "\n# %%\nprint('five')\n")
-    assert authoring.build(course) == []
+    assert builder.build(course) == []
     assert f"built {name} (" in capsys.readouterr().out
     assert read(course, name).cells[-1].outputs[0].text == "five\n"
     source.write_text(text)
-    assert authoring.build(course, force=True) == []
+    assert builder.build(course, force=True) == []
 
 
 def test_built_notebook_carries_nothing_of_the_run_but_its_outputs(course: Path):
@@ -197,14 +198,14 @@ def test_a_stored_widget_is_its_picture_with_a_description_and_no_dead_controls(
 def test_a_new_caption_reaches_the_picture_without_a_run(course: Path, capsys: pytest.CaptureFixture[str]):
     before = change(course / "lessons/small/lesson.py", "and a **pixel**", "and one dot")
     try:
-        assert authoring.build(course) == []
+        assert builder.build(course) == []
         assert "built notebooks/90_small.ipynb\n" in capsys.readouterr().out  # without the time of a run
         (shown,) = read(course, "notebooks/90_small.ipynb").cells[3].outputs
         assert shown.metadata["image/png"]["alt"].endswith("from 0 to 5, and one dot.")
-        assert authoring.check(course) == []
+        assert builder.check(course) == []
     finally:
         (course / "lessons/small/lesson.py").write_text(before)
-        authoring.build(course)
+        builder.build(course)
 
 
 def test_converted_lessons_carry_the_description(course: Path):
@@ -257,7 +258,7 @@ def test_exercises_lose_solutions_and_keep_everything_else(course: Path):
 def test_check_names_what_differs(course: Path, name: str, old: str, new: str, complaint: str):
     before = change(course / name, old, new)
     try:
-        found = authoring.check(course)
+        found = builder.check(course)
         assert len(found) == 1 and complaint in found[0] and "90_small" in found[0]
     finally:
         (course / name).write_text(before)
@@ -267,7 +268,7 @@ def test_check_finds_a_notebook_without_source(course: Path):
     stray = course / "notebooks" / "91_stray.ipynb"
     stray.write_bytes((course / "notebooks/90_small.ipynb").read_bytes())
     try:
-        assert authoring.check(course) == ["notebooks/91_stray.ipynb: has no source"]
+        assert builder.check(course) == ["notebooks/91_stray.ipynb: has no source"]
     finally:
         stray.unlink()
 
@@ -332,7 +333,7 @@ def test_a_fold_away_is_followed_by_a_blank_line():
 
 def test_failing_cell_is_named(tmp_path: Path):
     write_lesson(tmp_path, "90_bad", "# %% [markdown]\n# # Bad?\n\n# %%\nx = 1\n\n# %%\nx / 0\n")
-    failed = authoring.build(tmp_path)
+    failed = builder.build(tmp_path)
     assert len(failed) == 1
     assert "90_bad.ipynb: cell 3 (In [2]) ends in ZeroDivisionError: division by zero" in failed[0]
     assert "    x / 0" in failed[0]
@@ -381,7 +382,7 @@ def test_execute_reports_the_notebook_that_fails(course: Path, tmp_path: Path):
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")], metadata=from_text("").metadata)
     nbformat.write(nb, tmp_path / "bad.ipynb")
     before = (course / "solutions/90_small_solutions.ipynb").read_bytes()
-    failed = authoring.execute([course / "solutions/90_small_solutions.ipynb", tmp_path / "bad.ipynb"], jobs=2)
+    failed = builder.execute([course / "solutions/90_small_solutions.ipynb", tmp_path / "bad.ipynb"], jobs=2)
     assert len(failed) == 1 and "bad.ipynb: cell 1 (In [1]) ends in ZeroDivisionError" in failed[0]
     assert (course / "solutions/90_small_solutions.ipynb").read_bytes() == before
 
@@ -389,7 +390,7 @@ def test_execute_reports_the_notebook_that_fails(course: Path, tmp_path: Path):
 def test_dead_kernel_is_a_failure_not_a_hang(tmp_path: Path):
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import os; os._exit(1)")])
     nbformat.write(nb, tmp_path / "dead.ipynb")
-    (failed,) = authoring.execute([tmp_path / "dead.ipynb"])
+    (failed,) = builder.execute([tmp_path / "dead.ipynb"])
     assert "Kernel died" in failed
 
 

@@ -13,8 +13,8 @@ import nbformat
 import pytest
 from conftest import ROOT
 
-from course_utils.authoring import texts
-from course_utils.authoring.notebooks import leaks
+from tools.author.notebooks import leaks
+from tools.author.rooms import texts
 
 FOLDERS = ("notebooks", "exercises", "solutions")
 LESSONS, EXERCISES, SOLUTIONS = (sorted((ROOT / folder).glob("[0-9][0-9]_*.ipynb")) for folder in FOLDERS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from course_utils.authoring import texts
+from tools.author.rooms import texts
 
 #: Rooms in the order of their lessons.
 ROOMS = list(dict.fromkeys(path.parent.name for path in texts(ROOT).values()))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, write_lesson
 
-from course_utils.authoring.minutes import chosen, exercises, lessons, reading, sections, selection, update
+from tools.author.minutes import chosen, exercises, lessons, reading, sections, selection, update
 
 GUIDE = (ROOT / "docs" / "instructor.md").read_text(encoding="utf-8")
 LESSON = """\
@@ -115,7 +115,7 @@ def test_update_writes_every_figure_and_then_finds_nothing(course: Path):
 
 def test_the_course_states_the_minutes_of_its_clock():
     wrong = [str(path.relative_to(ROOT)) for path in update()]
-    assert not wrong, "python -m course_utils minutes --write"
+    assert not wrong, "python -m tools minutes --write"
 
 
 @pytest.mark.parametrize("name", lessons())

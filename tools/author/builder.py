@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools import ToolError
+
 __all__ = ["FOLDERS", "ROOT", "build", "build_core", "check", "execute", "test_lesson"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +47,7 @@ def _targets(root: Path, names: list[str]) -> dict[Path, tuple[Any, bool]]:
             add("exercises", name, "_exercises", strip(nb))
             add("solutions", name, "_solutions", nb)
     if not targets:
-        raise SystemExit(f"no text in {root.name}/lessons" + (f" for {', '.join(names)}" if names else ""))
+        raise ToolError(f"no text in {root.name}/lessons" + (f" for {', '.join(names)}" if names else ""))
     return targets
 
 
@@ -131,7 +133,7 @@ def build_core(root: Path = ROOT, names: list[str] | None = None, folder: Path |
 
     folder = folder or root / "core"
     if folder.resolve() in {(root / name).resolve() for name in (*FOLDERS, "lessons")}:
-        raise SystemExit(f"{folder} holds the course itself; name another folder for the core edition")
+        raise ToolError(f"{folder} holds the course itself; name another folder for the core edition")
     lessons = {path.stem: nb for path, (nb, _) in _targets(root, names or []).items() if path.parent.name == FOLDERS[0]}
     failed = []
     for name, nb in lessons.items():
@@ -171,7 +173,7 @@ def test_lesson(number: str, root: Path = ROOT) -> int:
     name = next((name for name in texts(root) if number and name.startswith(f"{number}_")), None)
     if not name:
         numbers = sorted({name[:2] for name in texts(root)})
-        raise SystemExit(f"which lesson? one of {', '.join(numbers)}, such as make lesson L=04")
+        raise ToolError(f"which lesson? one of {', '.join(numbers)}, such as make lesson L=04")
     if failed := build(root, [name]):
         print("\n".join(failed), file=sys.stderr)
         return 1

@@ -1,0 +1,85 @@
+"""Make the course: new lessons, notebooks from their texts, in one way only, and the minutes that it states."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tools import ToolError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add ``new``, ``build``, ``lesson``, ``check``, ``execute`` and ``minutes``."""
+    make = commands.add_parser("build", help="make notebooks from their texts, executing what changed")
+    make.add_argument("names", nargs="*", help="such as 02_collectives; default: all")
+    make.add_argument("--force", action="store_true", help="execute even where the text is unchanged")
+    make.add_argument("--core", action="store_true", help="write lessons without the sections marked deeper, "
+                      "and without outputs, for workshops; nothing is executed")
+    make.add_argument("--out", type=Path, metavar="FOLDER", help="where --core writes (core/ in the course's folder)")
+    make.set_defaults(run=_build)
+    lesson = commands.add_parser("lesson", help="build a lesson, compare its outputs, and run its tests")
+    lesson.add_argument("number", help="such as 04")
+    lesson.set_defaults(run=_lesson)
+    commands.add_parser("check", help="fail when notebooks and their texts differ").set_defaults(run=_check)
+    execute = commands.add_parser("execute", help="run notebooks and report the first failing cell of each")
+    execute.add_argument("paths", nargs="*", type=Path, help="default: all lessons and solutions")
+    execute.add_argument("--timeout", type=int, default=300, help="seconds for a cell (%(default)g)")
+    execute.set_defaults(run=_execute)
+    for command in (make, execute):
+        command.add_argument("--jobs", type=int, default=1, help="notebooks at a time")
+    clock = commands.add_parser("minutes", help="fail when the minutes that the course states are not the clock's")
+    clock.add_argument("--write", action="store_true", help="put them right, in lessons, README.md and docs")
+    clock.set_defaults(run=_minutes)
+
+
+# What makes notebooks is imported here: it needs packages that learners and machines with GPUs may not have.
+
+
+def _build(given: argparse.Namespace) -> int:
+    from . import builder
+
+    if given.core:
+        return _told(builder.build_core(ROOT, given.names, given.out))
+    if given.out:
+        raise ToolError("--out goes with --core: notebooks of the course have their places")
+    return _told(builder.build(ROOT, given.names, given.force, given.jobs))
+
+
+def _lesson(given: argparse.Namespace) -> int:
+    from . import builder
+
+    return builder.test_lesson(given.number)
+
+
+def _check(given: argparse.Namespace) -> int:
+    from . import builder
+
+    return _told(builder.check())
+
+
+def _execute(given: argparse.Namespace) -> int:
+    from . import builder
+
+    paths = given.paths or [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("solutions/*.ipynb")]
+    return _told(builder.execute(sorted(paths), given.jobs, given.timeout))
+
+
+def _minutes(given: argparse.Namespace) -> int:
+    from .minutes import update
+
+    wrong = [str(path.relative_to(ROOT)) for path in update(write=given.write)]
+    if given.write:
+        print(*(f"wrote {path}" for path in wrong), sep="\n", end="\n" if wrong else "")
+        return 0
+    print(f"{len(wrong)} files differ from the clock")
+    return _told(wrong)
+
+
+def _told(failed: list[str]) -> int:
+    """Print what failed, and return the exit status."""
+    for message in failed:
+        print(message, file=sys.stderr)
+    return 1 if failed else 0
