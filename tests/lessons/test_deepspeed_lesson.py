@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import runpy
-import signal
-import sys
 from pathlib import Path
 
 import nbformat
@@ -16,14 +13,14 @@ import pytest
 from conftest import ROOT, missing
 from notebook_runs import run_notebook
 
-from course_utils import launch
+from course_utils.programs import SCRIPTS, TEXT, read_log, torchrun
 from lessons.deepspeed import deepspeed_tools
 from lessons.deepspeed.deepspeed_tools import check_config
 
 pytestmark = pytest.mark.guard(240)
 LESSON = ROOT / "notebooks" / "08_deepspeed.ipynb"
 SMALL = ("--layers=2", "--hidden=32", "--length=16", "--batch=8", "--warmup=2", "--log-every=1", "--clip=0.8")
-ENGINE = ("--engine=deepspeed", f"--config={ROOT / 'scripts' / 'deepspeed.json'}", "--micro=2")
+ENGINE = ("--engine=deepspeed", f"--config={SCRIPTS / 'deepspeed.json'}", "--micro=2")
 
 
 def test_lesson_runs_without_deepspeed(tmp_path):
@@ -37,29 +34,10 @@ def test_lesson_runs_without_deepspeed(tmp_path):
     assert set(re.findall(r"\(recorded: (.+)\)", text)) == set(recorded)
 
 
-def program(out: str, *flags: str) -> int:
-    """On a rank: run the program as torchrun does; return its exit code."""
-    before = signal.getsignal(signal.SIGTERM)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    sys.argv = ["train.py", f"--out={out}", f"--data={ROOT / 'course_utils' / 'text' / 'alice.txt'}", *SMALL, *flags]
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="__main__")
-    except SystemExit as end:
-        if isinstance(end.code, int):
-            return end.code
-        raise RuntimeError(end.code) from None
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-        signal.signal(signal.SIGTERM, before)
-    raise AssertionError("the program ends with an exit code")
-
-
 def run(out: Path, *flags: str) -> list[float]:
     """Losses and norms, step by step, of the program on two ranks."""
-    assert launch(program, str(out), *flags, world_size=2, backend="gloo", init=False) == [0, 0]
-    lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
-    return [line[name] for line in lines for name in ("loss", "norm")]
+    torchrun("train.py", f"--out={out}", f"--data={TEXT}", *SMALL, *flags, ranks=2, gpus=False)
+    return [line[name] for line in read_log(out) for name in ("loss", "norm")]
 
 
 def test_engine_deepspeed_trains_alike_and_goes_on(tmp_path):
@@ -74,8 +52,8 @@ def test_engine_deepspeed_trains_alike_and_goes_on(tmp_path):
 
 
 def test_engine_deepspeed_refuses_what_the_flags_say(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    configuration = runpy.run_path(str(ROOT / "scripts" / "engine_deepspeed.py"))["configuration"]
+    monkeypatch.syspath_prepend(SCRIPTS)
+    configuration = runpy.run_path(str(SCRIPTS / "engine_deepspeed.py"))["configuration"]
     config = tmp_path / "config.json"
     config.write_text('{"gradient_clipping": 1.0}')
     args = argparse.Namespace(replicate=1, tp=1, compile=False, config=config, batch=8, micro=2, clip=1.0, bf16=False)
