@@ -11,6 +11,7 @@ import argparse
 import os
 import shutil
 import signal
+import time
 import warnings
 from pathlib import Path
 
@@ -227,4 +228,6 @@ if __name__ == "__main__":
     ARGS = arguments(int(os.environ.get("WORLD_SIZE", 1)))
     FINISHED = train(ARGS, *connect(ARGS))
     dist.destroy_process_group()
+    time.sleep(0.2)  # caches of DTensor keep gloo's threads alive: let them drop their last tensors,
+    # or the end of the interpreter may abort (pytorch/pytorch#179291)
     raise SystemExit(0 if FINISHED else 75)  # 75: a temporary failure, in sysexits.h
