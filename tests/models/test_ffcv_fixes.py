@@ -149,7 +149,10 @@ def test_ranks_share_the_samples_and_the_compiled_code(answers: dict, tmp_path: 
 
 
 def test_fixes_are_made_once(here):
-    code = "from course_utils.ffcv import fixes as f; print([len(f.apply_fixes()), len(f.apply_fixes()), len(f.FIXES)])"
+    code = (
+        "from lessons.ffcv_data_loading.ffcv import fixes as f\n"
+        "print([len(f.apply_fixes()), len(f.apply_fixes()), len(f.FIXES)])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True)
     first, second, known = json.loads(done.stdout)
     assert (first, second) == (known, 0)
@@ -157,7 +160,7 @@ def test_fixes_are_made_once(here):
 
 def test_fix_is_left_out_where_its_line_is_not(here):
     code = (
-        "import ffcv.writer as w; from course_utils.ffcv import fixes as f\n"
+        "import ffcv.writer as w; from lessons.ffcv_data_loading.ffcv import fixes as f\n"
         "def mended(self, *job): pass\n"
         "w.DatasetWriter._write_common = mended\n"
         "print('writer_that_dies' in f.apply_fixes(), w.DatasetWriter._write_common is mended)"

@@ -111,7 +111,10 @@ def test_folder_without_classes_is_refused(tmp_path: Path):
 
 
 def test_set_is_made_once_even_by_two_processes(tmp_path: Path):
-    code = "import sys; from course_utils.ffcv import image_folder as f; print(f(sys.argv[1], 40, 4).stat().st_ino)"
+    code = (
+        "import sys; from lessons.ffcv_data_loading.ffcv import image_folder as f\n"
+        "print(f(sys.argv[1], 40, 4).stat().st_ino)"
+    )
     command = [sys.executable, "-c", code, tmp_path]
     both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     inodes = {child.communicate(timeout=150)[0] for child in both}
