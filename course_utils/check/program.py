@@ -122,11 +122,12 @@ class Note:
         largest: float | None = None, **keys: str,
     ) -> bool:
         """What one rank has communicated, with limits as `Exercise.audit` takes them; ``all_reduce="all-reduce"`` and
-        ``too_few_bytes="weight-kept"`` say which hint a finding gets."""
+        ``too_few_bytes="weight-kept"`` say which hint a finding gets; calls for objects are one with ``object=`` only."""
         findings = ("too_", "not_", "other_")  # names of operations keep their underscores
         named = {key.replace("_", "-") if key.startswith(findings) else key: hint for key, hint in keys.items()}
         limits = {"number": calls, "sent_bytes": sent, "carried": carried, "largest": largest}
-        key, what = next(traffic.findings(ledger, ops, named=named, **limits), ("", ""))
+        found = traffic.findings(ledger, ops, named=named, **limits)
+        key, what = next((one for one in found if one[0] != "object" or "object" in named), ("", ""))
         return self.holds(not key, named.get(key, key), what)
 
 

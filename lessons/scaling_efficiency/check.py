@@ -1,41 +1,48 @@
-"""Checks of the exercises on scaling and efficiency.
-
-Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
-and raises :class:`CheckFailed` with a hint if not.
-"""
+"""The exercises on scaling and efficiency: what is right, and the usual mistakes with their hints."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from course_utils.check import TIMEOUT, Exercise, checked, load_hints, number, paper_problem, show
-from course_utils.check.compare import slip_of
-from course_utils.check.training import compare_tensor
+from course_utils import record
+from course_utils.check import Case, Exercise, answer_with, checked, exercise, number, paper, show
+from course_utils.check.compare import listed
+from course_utils.check.program import hints_of
 from course_utils.costs import bytes_sent
 
+from . import answers
+
 __all__ = [
-    "HINTS", "amdahl_and_gustafson", "best_buckets", "cost_of_run", "mfu_and_hfu", "noise_scale", "top_k_mean",
+    "MISTAKES", "RIGHT", "amdahl_and_gustafson", "best_buckets", "cost_of_run", "mfu_and_hfu", "noise_scale",
+    "top_k_mean",
 ]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
-# ------------------------------------------------------------------------------------------------ top-k
+# --- exercise 1: the k largest entries
 
-STEPS = 4
-_MATRIX = (6, 10)
-_TOP_K = (  # ranks, k, shape, hint if it fails first
-    (2, 4, _MATRIX, None), (2, 60, _MATRIX, "whole"), (2, 4, (3, 4, 5), "any-shape"), (2, 4, (60,), "any-shape"),
-    (2, 5, (70_000,), "large-indices"), (3, 4, _MATRIX, None), (4, 3, _MATRIX, None), (1, 4, _MATRIX, None),
-)  # fmt: skip
+STEPS, MATRIX = 4, (6, 10)
+TOP_K = [  # ranks, name, k, shape
+    (2, f"k = 4 of 60, shape {MATRIX}", 4, MATRIX),
+    Case(2, f"k = 60 of 60, shape {MATRIX}", (60, MATRIX), "whole", "unpack"),
+    Case(2, "k = 4 of 60, shape (3, 4, 5)", (4, (3, 4, 5)), "any-shape", "unpack"),
+    Case(2, "k = 4 of 60, shape (60,)", (4, (60,)), "any-shape", "unpack"),
+    Case(2, "k = 5 of 70000, shape (70000,)", (5, (70_000,)), "large-indices", "unpack"),
+    (3, f"k = 4 of 60, shape {MATRIX}", 4, MATRIX),
+    (4, f"k = 3 of 60, shape {MATRIX}", 3, MATRIX),
+    (1, f"k = 4 of 60, shape {MATRIX}", 4, MATRIX),
+]
 
 
-def _gradients(rank: int, shape: tuple[int, ...]) -> Tensor:
+def gradients(rank: int, shape: tuple[int, ...]) -> Tensor:
     """The gradients of all steps of a rank. Some elements are so large that every rank sends them."""
     x = torch.randn(STEPS, *shape, generator=torch.Generator().manual_seed(50 + rank), dtype=torch.float64)
     flat = x.flatten(1)
@@ -45,246 +52,366 @@ def _gradients(rank: int, shape: tuple[int, ...]) -> Tensor:
     return x
 
 
-def _compress(x: Tensor, fn: Callable, k: int) -> list[dict]:
-    residual, out = torch.zeros_like(x[0]), []
-    for gradient in x:
-        result = fn(gradient, residual, k)
-        result = result.clone() if isinstance(result, Tensor) else result
-        out.append({"result": result, "residual": residual.clone()})
-    return out
-
-
-def _one_top_k(total: Tensor, k: int, by: Callable[[Tensor], Tensor] = torch.abs) -> Tensor:
-    """``total`` with only its k largest entries."""
-    kept = torch.zeros_like(total).flatten()
-    chosen = by(total.flatten()).topk(k).indices
+def largest(total: Tensor, k: int) -> Tensor:
+    """``total`` with only its k largest entries by magnitude."""
+    kept, chosen = torch.zeros_like(total).flatten(), total.flatten().abs().topk(k).indices
     kept[chosen] = total.flatten()[chosen]
     return kept.view_as(total)
 
 
-def _top_k_traps(totals: list[Tensor], gradients: list[Tensor], k: int, rank: int) -> dict[str, Any]:
-    """Hint key to wrong results of a step in which the ranks choose from ``totals``."""
-    n, sent = len(totals), [_one_top_k(t, k) for t in totals]
-    last = torch.zeros_like(sent[0])
-    for part in sent:
-        last = torch.where(part != 0, part, last)
-    return {
-        "not-added": sum(_one_top_k(g, k) for g in gradients) / n,
-        "values": sum(_one_top_k(t, k, by=lambda x: x) for t in totals) / n,
-        "sum": sum(sent),
-        "overwritten": [last / n, last],
-        "own-entries": [sent[rank], sent[rank] / n],
-    }
+@cache
+def means_and_residuals(n: int, k: int, shape: tuple[int, ...]) -> list[tuple[Tensor, list[Tensor]]]:
+    """By step: the mean of what all ranks send, and what each keeps."""
+    data, residuals, steps = [gradients(rank, shape) for rank in range(n)], [torch.zeros(shape)] * n, []
+    for step in range(STEPS):
+        totals = [r + x[step] for r, x in zip(residuals, data, strict=True)]
+        residuals = [total - largest(total, k) for total in totals]
+        steps.append((sum(largest(total, k) for total in totals) / n, residuals))
+    return steps
 
 
-@checked
-def top_k_mean(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(gradient, residual, k) -> mean``: k values and indices of each rank, the rest kept."""
-    exercise = Exercise("Exercise 1", HINTS["top_k_mean"], timeout)
-    for n, k, shape, fallback in _TOP_K:
-        data = [_gradients(rank, shape) for rank in range(n)]
-        whole = data[0][0].nbytes
-        case = f"k = {k} of {math.prod(shape)}, shape {shape}"
-        outcomes = exercise.run(_compress, data, fn, k, case=case, fallback=fallback, errors="unpack")
-        residuals = [torch.zeros(shape, dtype=torch.float64)] * n
-        for step in range(STEPS):
-            gradients = [x[step] for x in data]
-            totals = [r + g for r, g in zip(residuals, gradients, strict=True)]
-            for rank, outcome in exercise.each(outcomes, f"step {step + 1}: "):
-                exercise.communicates(rank, outcome, n)
-                _top_k_step(exercise, rank, outcome.result[step], totals, gradients, k)
-            residuals = [t - _one_top_k(t, k) for t in totals]
-        for rank, outcome in exercise.each(outcomes):
-            exercise.keeps_input(rank, outcome)
-            if fallback != "whole":
-                one = STEPS * k  # pairs that a rank sends to each other one; 8 bytes of a value, 1 to 8 of an index
-                exercise.audit(
-                    outcome.ledger, sent=(one * 9, one * 16 * (n - 1)), largest=whole - 1, keys={"too-large": "dense"}
-                )
-    exercise.passed("k values and k indices of each rank, and nothing is lost.")
+@exercise("Exercise 1", cases=TOP_K, passed="k values and k indices of each rank, and nothing is lost.")
+def top_k_mean(note, answer, k, shape):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    data, residual = gradients(rank, shape), torch.zeros(shape, dtype=torch.float64)
+    with record() as ledger:
+        results = []
+        for gradient in data.clone():
+            result = answer(gradient, residual, k)
+            results.append((result.clone() if isinstance(result, Tensor) else result, residual.clone(), gradient))
+    note.talks(ledger, n)
+    for step, (mean, residuals) in enumerate(means_and_residuals(n, k, shape)):
+        got, kept, gradient = results[step]
+        note.equal(got, mean, f"step {step + 1}: the result")
+        note.equal(kept, residuals[rank], f"step {step + 1}: the residual")
+        kept_input = torch.equal(gradient, data[step])
+        note.holds(kept_input, "input-changed", "the result is right, but the gradient was changed.")
+    if n > 1 and k < math.prod(shape):
+        one = STEPS * k  # pairs that a rank sends to each other one; 8 bytes of a value, 1 to 8 of an index
+        most = data[0].nbytes - 1
+        note.sent(ledger, sent=(one * 9, one * 16 * (n - 1)), largest=most, too_large="dense", object="object")
 
 
-def _top_k_step(
-    exercise: Exercise, rank: int, got: dict, totals: list[Tensor], gradients: list[Tensor], k: int
-) -> None:
-    """Compare result and residual of a step in which the ranks choose from ``totals``."""
-    n, total, gradient = len(totals), totals[rank], gradients[rank]
-    mean, kept = sum(_one_top_k(t, k) for t in totals) / n, total - _one_top_k(total, k)
-    slips = _top_k_traps(totals, gradients, k, rank) if n == 2 and not exercise.fallback else {}
-    compare_tensor(exercise, got["result"], mean, slips, "the result")
-    residuals = {
-        "replaced": gradient - _one_top_k(total, k), "all-kept": total, "mean-kept": total - mean,
-        "not-kept": total - gradient,
-    }  # fmt: skip
-    compare_tensor(exercise, got["residual"], kept, {} if exercise.fallback else residuals, "the residual")
+MISTAKES["top_k_mean"] = {
+    "values": ("These are the largest values, not the largest magnitudes. A gradient of -6 matters more than one of "
+               "2: choose by magnitude, and keep the sign.",
+            "total.abs().topk  ->  total.topk"),
+    "sum": ("This is the sum of what the ranks sent. The docstring asks for the mean.",
+            "all_values / n  ->  all_values"),
+    "overwritten": ("Two ranks may send the same index. The second value then has to be added to the first, not put "
+                    "in its place.",
+            "torch.zeros_like(total).index_add_(0, all_indices, all_values / n)  ->  torch.zeros_like(total)\n"
+            "mean[all_indices] = all_values / n"),
+    "own-entries": ("It holds the entries of this rank only. Those of the other ranks have to get here too.",
+            "all_indices, all_values / n  ->  indices, values / n"),
+    "dense": ("A call carries as much as a whole gradient. Only k values and k indices of each rank have to travel.",
+            {"dist.all_gather_single(all_values, values)": "pass",
+             "dist.all_gather_single(all_indices, indices)": "pass",
+             "all_indices, all_values / n)": "indices, values / n)\n"
+             "dist.all_reduce(mean)"}),
+    "object": ("Values and indices are sent as pickles. Gather them as tensors.",),
+    "not-added": ("The residual is not used. Add it to the gradient before you choose, so that what was not sent "
+                  "before gets its turn.",
+            "(gradient + residual)  ->  gradient"),
+    "not-kept": ("The residual has not changed. Write into the tensor that you were given, so that the caller sees "
+                 "it.",
+            "residual.copy_(total.index_fill(0, indices, 0).view_as(residual))  ->  pass"),
+    "all-kept": ("The residual still holds what was sent, which would therefore be sent again in the next step.",
+            "total.index_fill(0, indices, 0)  ->  total"),
+    "mean-kept": ("The residual is what this rank has not sent yet. What came back from the ranks has no place in "
+                  "it.",
+            {"residual.copy_(total.index_fill(0, indices, 0).view_as(residual))": "pass",
+             "return mean": "residual.copy_((total - mean).view_as(residual))\n"
+             "return mean"}),
+    "replaced": ("The residual of earlier steps was lost. What is not sent has to add up until it is.",
+            "total.index_fill(0, indices, 0)  ->  "
+            "(gradient.flatten() - torch.zeros_like(total).index_copy_(0, indices, values))"),
+    "whole": ("The docstring allows k to be as large as the gradient. Then everything is sent, and nothing is left.",
+            "indices = total.abs().topk(k).indices  ->  least = total.abs().sort(descending=True).values[k]\n"
+            "indices = (total.abs() > least).nonzero().flatten()"),
+    "any-shape": ("It is right for a matrix, but the docstring allows a gradient of any shape.",
+            ["mean.view_as(gradient)  ->  mean.view(gradient.shape[0], gradient.shape[1])",
+             {"mean.view_as(gradient)": "mean.view(rows, columns)",
+              "n = dist": "rows, columns = gradient.shape\n"
+              "n = dist"}]),
+    "large-indices": ("It is right for a small gradient. Here indices go up to 69,999, which no dtype of 8 or 16 "
+                      "bits can hold exactly.",
+            [{"indices.new_empty(n * k)": "indices.new_empty(n * k, dtype=torch.uint8)",
+              "(all_indices, indices)": "(all_indices, indices.to(torch.uint8))",
+              "(0, all_indices,": "(0, all_indices.long(),"},
+             {"indices.new_empty(n * k)": "indices.new_empty(n * k, dtype=torch.float16)",
+              "(all_indices, indices)": "(all_indices, indices.to(torch.float16))",
+              "(0, all_indices,": "(0, all_indices.long(),"}]),
+}
 
 
-# ------------------------------------------------------------------------------------------------ paper problems
+def sum_of_sparse_tensors(gradient, residual, k):
+    total = (gradient + residual).flatten()
+    chosen = total.abs().topk(k).indices
+    sparse = torch.sparse_coo_tensor(chosen[None], total[chosen], total.shape)
+    total[chosen] = 0
+    residual.copy_(total.view_as(residual))
+    dist.all_reduce(sparse)
+    return sparse.to_dense().view_as(gradient) / dist.get_world_size()
 
 
-SERIAL = "(seconds_n / seconds_1 - 1 / n) / (1 - 1 / n)"
-STRONG, WEAK = "1 / (s + (1 - s) / ranks)", "s + (1 - s) * ranks"
+RIGHT["top_k_mean"] = {
+    "a sum of sparse tensors": sum_of_sparse_tensors,
+    "a threshold": "indices = total.abs().topk(k).indices  ->  "
+                   "least = total.abs().kthvalue(total.numel() - k + 1).values\n"
+                   "indices = (total.abs() >= least).nonzero().flatten()",
+}
+
+# --- exercises 2, 3 and 5: on paper
+
+MISTAKES["amdahl_and_gustafson"] = {
+    "percent": ("Return the serial part as a fraction: 0.04, not 4.",
+            "return s,  ->  return 100 * s,"),
+    "parallel": ("That is the parallel fraction. The serial fraction is the rest of the time.",
+            ["return s,  ->  return 1 - s,",
+             "s = (  ->  s = 1 - ("]),
+    "efficiency": ("1 - efficiency is not the serial fraction: while the serial part runs, its time passes on all N "
+                   "ranks.",
+            "(seconds_n / seconds_1 - 1 / n) / (1 - 1 / n)  ->  1 - seconds_1 / (n * seconds_n)"),
+    "ratio": ("t_N / t_1 still contains the parallel part, divided by N.",
+            "(seconds_n / seconds_1 - 1 / n) / (1 - 1 / n)  ->  seconds_n / seconds_1"),
+    "same-law": ("The last number follows the law for a fixed batch. If the batch grows with the ranks, only the "
+                 "parallel work grows: how long would one rank take for it all?",
+            "s + (1 - s) * ranks  ->  1 / (s + (1 - s) / ranks)"),
+    "swapped-parts": ("It is the parallel part that is multiplied by N; the serial part stays as it is.",
+            "s + (1 - s) * ranks  ->  s * ranks + 1 - s"),
+    "linear": ("Gustafson's speed-up is less than N, because the serial part does not grow with the batch.",
+            "s + (1 - s) * ranks  ->  ranks"),
+    "limit": ("With ever more ranks (1 - s)/N vanishes and s remains.",
+            ["1 / s,  ->  1 / (1 - s),",
+             "1 / s,  ->  float('inf'),"]),
+    "speed-up-order": ("The speed-ups are right, but not in the order that the docstring names.",
+            ["1 / s, s + (1 - s) * ranks  ->  s + (1 - s) * ranks, 1 / s",
+             "1 / (s + (1 - s) / ranks), 1 / s, s + (1 - s) * ranks  ->  "
+             "s + (1 - s) * ranks, 1 / s, 1 / (s + (1 - s) / ranks)"]),
+}
 
 
-@paper_problem(
-    "Exercise 2",
+def by_least_squares(seconds_1, seconds_n, n, ranks):
+    times = torch.tensor([[seconds_1], [seconds_n]], dtype=torch.float64)
+    shares = torch.tensor([[1, 1], [1, 1 / n]], dtype=torch.float64)
+    serial, parallel = torch.linalg.lstsq(shares, times).solution.flatten() / seconds_1
+    return serial, 1 / (serial + parallel / ranks), 1 / serial, serial + parallel * ranks
+
+
+RIGHT["amdahl_and_gustafson"] = {
+    "by least squares": by_least_squares,
+    "a tensor": {"return s, 1 /": "return torch.tensor([s, 1 /", "(1 - s) * ranks": "(1 - s) * ranks])"},
+}
+amdahl_and_gustafson = paper(
+    "Exercise 2", answers.amdahl_and_gustafson, MISTAKES["amdahl_and_gustafson"],
     cases=[(0.8, 0.13, 8, 64), (1.2, 0.66, 2, 16), (10, 0.5, 32, 512), (3, 1.1, 3, 50)],
-    slips={
-        "percent": "return s,  ->  return 100 * s,",
-        "parallel": ["return s,  ->  return 1 - s,", "s = (  ->  s = 1 - ("],
-        "efficiency": f"{SERIAL}  ->  1 - seconds_1 / (n * seconds_n)",
-        "ratio": f"{SERIAL}  ->  seconds_n / seconds_1",
-        "same-law": f"{WEAK}  ->  {STRONG}",
-        "swapped-parts": f"{WEAK}  ->  s * ranks + 1 - s",
-        "linear": f"{WEAK}  ->  ranks",
-        "limit": ["1 / s,  ->  1 / (1 - s),", "1 / s,  ->  float('inf'),"],
-        "speed-up-order": [
-            f"1 / s, {WEAK}  ->  {WEAK}, 1 / s", f"{STRONG}, 1 / s, {WEAK}  ->  {WEAK}, 1 / s, {STRONG}",
-        ],
-    },
     units=["serial", "× at most by Amdahl", "× in the limit", "× by Gustafson"],
-    hints=HINTS["amdahl_and_gustafson"],
     allowed=lambda seconds_1, seconds_n, n, ranks: 1.02 / n < seconds_n / seconds_1 < 1,
-)  # fmt: skip
-def amdahl_and_gustafson(seconds_1, seconds_n, n, ranks):
-    """Check ``fn(seconds_1, seconds_n, n, ranks) -> (serial, speed-up, limit, weak speed-up)``."""
-    s = (seconds_n / seconds_1 - 1 / n) / (1 - 1 / n)
-    return s, 1 / (s + (1 - s) / ranks), 1 / s, s + (1 - s) * ranks
+)
 
-
-@paper_problem(
-    "Exercise 3",
+MISTAKES["cost_of_run"] = {
+    "no-efficiency": ("The efficiency is left out. All GPUs together process only gpus · efficiency times as many "
+                      "tokens as one alone.",
+            " * efficiency  ->  "),
+    "upside-down": ("A lower efficiency makes the run longer.",
+            "* efficiency  ->  / efficiency"),
+    "dollars-ideal": ("The hours are right, but the price is that of a perfect run. Rented GPUs cost money while "
+                      "they wait, too.",
+            "hours * gpus * dollars  ->  hours * gpus * dollars * efficiency"),
+    "one-gpu": ("The price is for one GPU and one hour, and all GPUs have to be paid for.",
+            "hours * gpus * dollars  ->  hours * dollars"),
+    "not-shared": ("The tokens are shared among all GPUs.",
+            "* gpus * efficiency  ->  * efficiency"),
+    "seconds": ("These are seconds, but prices are per hour.",
+            "/ 3600  ->  "),
+    "lost-ignored": ("A share of the time is lost to interruptions. It has to be waited for, and paid for.",
+            "/ (1 - lost)  ->  "),
+    "lost-added": ("If a share of all hours is lost, the work gets done in the rest: 1 - lost of them.",
+            ["/ (1 - lost)  ->  * (1 + lost)",
+             "/ (1 - lost)  ->  * (1 - lost)"]),
+    "lost-twice": ("The lost time is already in the hours.",
+            "hours * gpus * dollars  ->  hours * gpus * dollars / (1 - lost)"),
+}
+RIGHT["cost_of_run"] = {
+    "dollars without hours": "hours * gpus * dollars  ->  "
+                             "tokens / tokens_per_second / 3600 * dollars / efficiency / (1 - lost)",
+    "an array": {"return hours": "return torch.tensor([hours", "* dollars": "* dollars])"},
+}
+cost_of_run = paper(
+    "Exercise 3", answers.cost_of_run, MISTAKES["cost_of_run"],
     cases=[
         (1e11, 40150, 256, 15700 / 40150, 0, 2.5), (1e11, 40150, 256, 15700 / 40150, 0.1, 1.0),
         (1e11, 40150, 8, 1, 0.3, 2.5), (5e9, 3000, 2, 0.95, 0.2, 1.5),
     ],
-    slips={
-        "no-efficiency": " * efficiency  ->  ",
-        "upside-down": "* efficiency  ->  / efficiency",
-        "dollars-ideal": "hours * gpus * dollars  ->  hours * gpus * dollars * efficiency",
-        "one-gpu": "hours * gpus * dollars  ->  hours * dollars",
-        "not-shared": "* gpus * efficiency  ->  * efficiency",
-        "seconds": "/ 3600  ->  ",
-        "lost-ignored": "/ (1 - lost)  ->  ",
-        "lost-added": ["/ (1 - lost)  ->  * (1 + lost)", "/ (1 - lost)  ->  * (1 - lost)"],
-        "lost-twice": "hours * gpus * dollars  ->  hours * gpus * dollars / (1 - lost)",
-    },
     units=["h", "$"],
-    hints=HINTS["cost_of_run"],
-)  # fmt: skip
-def cost_of_run(tokens, tokens_per_second, gpus, efficiency, lost, dollars):
-    """Check ``fn(tokens, tokens_per_second, gpus, efficiency, lost, dollars) -> (hours, dollars)``."""
-    hours = tokens / (tokens_per_second * gpus * efficiency) / 3600 / (1 - lost)
-    return hours, hours * gpus * dollars
+)
 
-
-# ------------------------------------------------------------------------------------------------ bucket size
-
-
-def _all_reduce(
-    size: float, ranks: int, latency_us: float, gigabits: float, steps: float = 2, share: bool = True, bits: float = 8
-) -> float:
-    """Seconds of a ring all-reduce."""
-    travels = size / ranks if share else size
-    return steps * (ranks - 1) * (latency_us * 1e-6 + travels * bits / (gigabits * 1e9))
-
-
-def _finish(n: int, backward: float, one: float) -> float:
-    """Seconds from the start of backward until the last of n equal buckets, each ``one`` second, is reduced."""
-    return backward / n + (n - 1) * max(backward / n, one) + one
-
-
-_BUCKETS = (
-    (2.6e9, 148, 200, 64, 14, 400), (2.6e9, 148, 200, 64, 14, 100), (2.6e9, 148, 500, 8, 14, 400),
-    (2e6, 60, 1, 64, 14, 100), (14e9, 290, 900, 256, 14, 400), (2.6e9, 12, 500, 8, 14, 400),
-    (2e6, 60, 1, 256, 14, 100),
-)  # fmt: skip
-
-
-@checked
-def best_buckets(fn: Callable) -> None:
-    """Check ``fn(gradient_bytes, tensors, backward_ms, ranks, latency_us, gigabits) -> (buckets, milliseconds)``."""
-    exercise = Exercise("Exercise 4", HINTS["best_buckets"])
-    said = []
-    for case in _BUCKETS:
-        exercise.case = f"arguments {', '.join(f'{v:.6g}' for v in case)}"
-        got = exercise.call(fn, *case)
-        pair = got.tolist() if isinstance(got, Tensor | np.ndarray) else got
-        numbers = [number(v) for v in pair] if isinstance(pair, tuple | list) else []
-        exercise.require(len(numbers) == 2 and None not in numbers, "pair", f"the function returned {show(got)}.")
-        n, ms = numbers
-        exercise.require(n.is_integer() and 1 <= n <= case[1], "pair", f"the function returned {n:g} buckets.")
-        said.append(_best_buckets(exercise, int(n), ms, case))
-    print(f"Exercise 4 passed: {said[0]}.")
-
-
-def _best_buckets(exercise: Exercise, n: int, ms: float, case: tuple) -> str:
-    size, tensors, backward_ms, ranks, us, gb = case
-    backward = backward_ms * 1e-3
-
-    def seconds(buckets: int, finish: Callable = _finish, us: float = us, **slip: Any) -> float:
-        return finish(buckets, backward, _all_reduce(size / buckets, ranks, us, gb, **slip))
-
-    right = 1e3 * seconds(n)
-    slips = {
-        "gigabits": 1e3 * seconds(n, bits=1), "half": 1e3 * seconds(n, steps=1),
-        "whole-bucket": 1e3 * seconds(n, share=False), "no-latency": 1e3 * seconds(n, us=0),
-        "microseconds": 1e3 * seconds(n, us=1e3 * us), "milliseconds": seconds(n),
-        "all-hidden": 1e3 * seconds(n, lambda n, backward, one: max(backward, n * one)),
-        "no-start": 1e3 * seconds(n, lambda n, backward, one: max(backward + one, n * one)),
-    }  # fmt: skip
-    if not math.isclose(ms, right, rel_tol=1e-3):
-        key = slip_of(slips, lambda wrong: math.isclose(ms, wrong, rel_tol=1e-3), "time")
-        exercise.differs(key, "the time is wrong.", f"{right:.6g} ms for {n} buckets", f"{ms:.6g} ms")
-    best = min(range(1, tensors + 1), key=seconds)
-    if seconds(n) > 1.001 * seconds(best):
-        latency, rest = _all_reduce(0, ranks, us, gb), backward - _all_reduce(size, ranks, 0, gb)
-        keeps_up = min(tensors, max(1, rest / latency))
-        key = "one-bucket" if n == 1 else "one-per-tensor" if n == tensors else "not-best"
-        key = "one-backward" if key != "one-per-tensor" and rest <= 0 and abs(n - keeps_up) <= 1 else key
-        what = f"another number is faster.\n  best  {best} buckets, {1e3 * seconds(best):.6g} ms\n"
-        exercise.refuse(key, f"{what}  got   {n} buckets, {ms:.6g} ms")
-    return f"{n} buckets of {size / n / 1e6:.0f} MB, {ms:.4g} ms"
-
-
-# ------------------------------------------------------------------------------------------------ utilization
-
-
-@paper_problem(
-    "Exercise 5",
+MISTAKES["mfu_and_hfu"] = {
+    "percent": ("Return shares: 0.34, not 34.",
+            "return 6 * rate, hfu,  ->  return 600 * rate, 100 * hfu,"),
+    "swapped": ("The first number is larger than the second. Which of the two counts what is computed twice?",
+            "return 6 * rate, hfu,  ->  return hfu, 6 * rate,"),
+    "forward-only": ("Training has a backward pass, which costs twice as much as forward.",
+            {"(6 + 2 * recomputed)": "(2 + 2 * recomputed)",
+             "return 6 * rate": "return 2 * rate",
+             "hfu / rate / 6": "hfu / rate / 2"}),
+    "model-counts-again": ("MFU counts what the model needs. A repeated forward pass is not needed by the model.",
+            "return 6 * rate,  ->  return hfu,"),
+    "backward-again": ("Only forward is computed again: 2 FLOPs for each parameter and token.",
+            "(6 + 2 * recomputed)  ->  (6 + 6 * recomputed)"),
+    "always-repeated": ("Not every job repeats its whole forward pass: the argument says which share of it.",
+            "(6 + 2 * recomputed)  ->  8"),
+    "one-gpu": ("The tokens per second are those of all GPUs together, and the peak is that of one.",
+            "tokens_per_second / gpus  ->  tokens_per_second"),
+    "tera": ("A TFLOP/s is 10^12 FLOP/s.",
+            "(peak_tflops * 1e12)  ->  peak_tflops"),
+    "not-faster": ("The last number is that of a job that computes nothing twice, at the same HFU. What becomes of "
+                   "the FLOPs that are saved?",
+            "tokens_per_second * hfu / rate / 6  ->  tokens_per_second"),
+    "slower": ("Without the repeated forward pass there is less to compute for each token. Does the job get slower?",
+            "tokens_per_second * hfu / rate / 6  ->  tokens_per_second * rate * 6 / hfu"),
+}
+RIGHT["mfu_and_hfu"] = {
+    "a tensor": {"return 6 * rate": "return torch.tensor([6 * rate", "* hfu / rate / 6": "* hfu / rate / 6])"},
+    "by parts": "return 6 * rate, hfu, tokens_per_second * hfu / rate / 6  ->  forward = 2 * rate\n"
+                "return forward * 3, forward * (3 + recomputed), tokens_per_second * (3 + recomputed) / 3",
+}
+mfu_and_hfu = paper(
+    "Exercise 5", answers.mfu_and_hfu, MISTAKES["mfu_and_hfu"],
     cases=[
         (175e9, 102_400, 1024, 312, 1), (8e9, 60_000, 8, 989, 0), (70e9, 50_000, 128, 989, 0.5),
         (1.3e9, 200_000, 8, 312, 0.25),
     ],
-    slips={
-        "percent": "return 6 * rate, hfu,  ->  return 600 * rate, 100 * hfu,",
-        "swapped": "return 6 * rate, hfu,  ->  return hfu, 6 * rate,",
-        "forward-only": {"(6 + 2 * recomputed)": "(2 + 2 * recomputed)", "return 6 * rate": "return 2 * rate",
-                         "hfu / rate / 6": "hfu / rate / 2"},
-        "model-counts-again": "return 6 * rate,  ->  return hfu,",
-        "backward-again": "(6 + 2 * recomputed)  ->  (6 + 6 * recomputed)",
-        "always-repeated": "(6 + 2 * recomputed)  ->  8",
-        "one-gpu": "tokens_per_second / gpus  ->  tokens_per_second",
-        "tera": "(peak_tflops * 1e12)  ->  peak_tflops",
-        "not-faster": "tokens_per_second * hfu / rate / 6  ->  tokens_per_second",
-        "slower": "tokens_per_second * hfu / rate / 6  ->  tokens_per_second * rate * 6 / hfu",
-    },
     units=["MFU", "HFU", "tokens/s"],
-    hints=HINTS["mfu_and_hfu"],
-)  # fmt: skip
-def mfu_and_hfu(parameters, tokens_per_second, gpus, peak_tflops, recomputed):
-    """Check ``fn(parameters, tokens_per_second, gpus, peak_tflops, recomputed) -> (MFU, HFU, tokens per second)``."""
-    rate = tokens_per_second / gpus * parameters / (peak_tflops * 1e12)
-    hfu = (6 + 2 * recomputed) * rate
-    return 6 * rate, hfu, tokens_per_second * hfu / rate / 6
+)
+
+# --- exercise 4: the size of a bucket
+
+BUCKETS = [
+    (2.6e9, 148, 200, 64, 14, 400), (2.6e9, 148, 200, 64, 14, 100), (2.6e9, 148, 500, 8, 14, 400),
+    (2e6, 60, 1, 64, 14, 100), (14e9, 290, 900, 256, 14, 400), (2.6e9, 12, 500, 8, 14, 400),
+    (2e6, 60, 1, 256, 14, 100),
+]
 
 
-# ------------------------------------------------------------------------------------------------ noise scale
+def finish(n: int, size: float, backward_ms: float, ranks: int, latency_us: float, gigabits: float) -> float:
+    """Milliseconds until the last of n equal buckets is reduced."""
+    piece, one = backward_ms / n, 2e3 * (ranks - 1) * (latency_us * 1e-6 + size / n / ranks * 8 / (gigabits * 1e9))
+    return piece + (n - 1) * max(piece, one) + one
 
-_NOISE = ((2, 4, (6, 10)), (3, 5, (90,)), (4, 1, (3, 4, 5)))  # ranks, samples of each, shape
+
+def pair_of(value: Any) -> tuple[float, float] | None:
+    """Two numbers of any type, or nothing."""
+    parts = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+    numbers = [number(v) for v in parts] if isinstance(parts, tuple | list) else []
+    return tuple(numbers) if len(numbers) == 2 and None not in numbers else None
 
 
-def _noisy_gradients(n: int, shape: tuple[int, ...]) -> list[Tensor]:
+@checked
+def best_buckets(fn) -> None:
+    """Another number of buckets than the solution's is right if it takes as long."""
+    run, pairs = Exercise("Exercise 4", hints_of(MISTAKES["best_buckets"])), []
+    for size, tensors, *rest in BUCKETS:
+        case = (size, tensors, *rest)
+        run.case = f"arguments {', '.join(f'{v:.6g}' for v in case)}"
+        value = run.call(fn, *case)
+        pair = pair_of(value)
+        run.require(pair is not None, "pair", f"the function returned {show(value)}.")
+        n, ms = pair
+        pairs.append(pair)
+        run.require(n.is_integer() and 1 <= n <= tensors, "pair", f"the function returned {n:g} buckets.")
+        right = finish(int(n), size, *rest)
+        best = min(range(1, tensors + 1), key=lambda m, size=size, rest=rest: finish(m, size, *rest))
+        if not math.isclose(ms, right, rel_tol=1e-3):
+            key = mistake_like(pairs) or "time"
+            run.differs(key, "the time is wrong.", f"{right:.6g} ms for {n:g} buckets", f"{ms:.6g} ms")
+        if right > 1.001 * finish(best, size, *rest):
+            what = f"another number is faster.\n  best  {best} buckets, {finish(best, size, *rest):.6g} ms\n"
+            run.refuse(mistake_like(pairs) or "not-best", f"{what}  got   {n:g} buckets, {ms:.6g} ms")
+    n, ms = pairs[0]
+    print(f"Exercise 4 passed: {n:g} buckets of {BUCKETS[0][0] / n / 1e6:.0f} MB, {ms:.4g} ms.")
+
+
+def mistake_like(pairs: list[tuple[float, float]]) -> str | None:
+    """The key of the mistake that gives these pairs for the first cases."""
+    for key, (_, *edits) in MISTAKES["best_buckets"].items():
+        for edit in listed(edits[0]) if edits else []:
+            wrong = answer_with(answers.__name__, "best_buckets", edit)
+            theirs = [pair_of(wrong(*case)) for case in BUCKETS[: len(pairs)]]
+            if None not in theirs and np.allclose(pairs, theirs, rtol=1e-3):
+                return key
+    return None
+
+
+MISTAKES["best_buckets"] = {
+    "pair": ("Return a pair (buckets, milliseconds); buckets is a whole number from 1 to tensors.",
+            ["return n, finish(n)  ->  return n",
+             "return n, finish(n)  ->  return n + 0.5, finish(n)"]),
+    "gigabits": ("Gb are bits: 400 Gb/s carry 50 GB/s.",
+            "/ ranks * 8 /  ->  / ranks /"),
+    "microseconds": ("The latency is in µs, the time of backward in ms. Work in seconds, and return milliseconds.",
+            "latency_us * 1e-6  ->  latency_us * 1e-3"),
+    "milliseconds": ("The time is right, but it is in seconds. The docstring asks for milliseconds.",
+            "return n, finish(n)  ->  return n, finish(n) / 1e3"),
+    "half": ("A ring all-reduce has 2(N-1) steps: N-1 that add and N-1 that pass on the sums.",
+            "2 * (ranks - 1)  ->  (ranks - 1)"),
+    "whole-bucket": ("In each step of a ring only 1/N of the bucket travels.",
+            "/ n / ranks  ->  / n"),
+    "no-latency": ("Every bucket pays 2(N-1) latencies, however small it is. Without them the smallest buckets would "
+                   "always be best.",
+            "latency_us * 1e-6 + travels  ->  travels"),
+    "all-hidden": ("The last bucket is complete only when backward ends, and nothing is left to hide its all-reduce "
+                   "behind.",
+            "piece + (n - 1) * max(piece, one) + one  ->  max(n * piece, n * one)"),
+    "no-start": ("The first bucket is complete only after 1/n of backward. Until then nothing can be sent.",
+            "piece + (n - 1) * max(piece, one) + one  ->  max(n * piece + one, n * one)"),
+    "time": ("The time does not belong to that number of buckets. Draw backward as n pieces, and the all-reduces "
+             "below it: each begins when its piece has ended and the all-reduce before it has finished.",
+            "piece + (n - 1) * max(piece, one) + one  ->  piece + n * max(piece, one)"),
+    "one-bucket": ("With one bucket nothing overlaps. If your formula always prefers one, it may let the all-reduces "
+                   "wait for the end of backward.",
+            "min(range(1, tensors + 1), key=finish)  ->  1"),
+    "one-per-tensor": ("As many buckets as tensors overlap best, but they pay too many latencies. A smaller number "
+                       "is faster.",
+            "min(range(1, tensors + 1), key=finish)  ->  tensors"),
+    "one-backward": ("Here the bytes alone take longer than backward, so communication cannot keep up with any "
+                     "number of buckets. Something else decides which number is best.",
+            "n = min(range(1, tensors + 1), key=finish)  ->  "
+            "rest = backward_ms * 1e-3 - 2 * (ranks - 1) / ranks * gradient_bytes * 8 / (gigabits * 1e9)\n"
+            "n = min(tensors, max(1, int(rest / (2 * (ranks - 1) * latency_us * 1e-6))))"),
+    "not-best": ("The time belongs to that number of buckets, but another number is faster. There are few enough to "
+                 "try them all.",
+            ["min(range(1, tensors + 1), key=finish)  ->  min(tensors, max(1, round(gradient_bytes / 150e6)))",
+             "tensors + 1)  ->  tensors)"]),
+}
+
+
+def every_bucket_followed(size, tensors, backward_ms, ranks, us, gigabits):
+    ends = []
+    for n in range(1, tensors + 1):
+        one, end = 2e3 * (ranks - 1) * (us * 1e-6 + size / n / ranks * 8 / (gigabits * 1e9)), 0.0
+        for bucket in range(1, n + 1):
+            end = max(end, bucket * backward_ms / n) + one
+        ends.append(end)
+    return 1 + np.argmin(ends), min(ends)
+
+
+RIGHT["best_buckets"] = {
+    "every bucket followed, np.int64": every_bucket_followed,
+    "the first that is better than the next": "min(range(1, tensors + 1), key=finish)  ->  "
+        "next(n for n in range(1, tensors + 1) if n == tensors or finish(n) <= finish(n + 1))",
+}
+
+# --- exercise 6: noise and signal
+
+NOISE = [
+    (2, "4 samples a rank, shape (6, 10)", 4, (6, 10)), (3, "5 samples a rank, shape (90,)", 5, (90,)),
+    (4, "1 samples a rank, shape (3, 4, 5)", 1, (3, 4, 5)),
+]
+
+
+def noisy_gradients(n: int, shape: tuple[int, ...]) -> list[Tensor]:
     """The gradients of all ranks: one signal, and noise of their own."""
     def draw(seed: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -292,36 +419,60 @@ def _noisy_gradients(n: int, shape: tuple[int, ...]) -> list[Tensor]:
     return [draw(500) + draw(600 + rank) for rank in range(n)]
 
 
-def _noise(own: float, whole: float, n: int, samples: int) -> float:
-    return (own - whole) * n * samples / (n * whole - own)
+@exercise("Exercise 6", cases=NOISE, tolerance=1e-6, passed="one all-reduce of the gradient, and one number more.")
+def noise_scale(note, answer, samples, shape):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    data = noisy_gradients(n, shape)
+    own, whole = sum(x.square().sum() for x in data) / n, (sum(data) / n).square().sum()
+    right = (own - whole) * n * samples / (n * whole - own)
+    given = data[rank].clone()
+    with record() as ledger:
+        result = answer(given, samples)
+    note.talks(ledger, n)
+    got = number(result)
+    if not note.holds(got is not None, "shape", f"the function returned {show(result)}."):
+        return
+    note.equal(torch.tensor(got, dtype=torch.float64), right, "the noise scale")
+    note.holds(torch.equal(given, data[rank]), "input-changed", "the result is right, but the gradient was changed.")
+    size = given.nbytes
+    note.sent(ledger, sent=(bytes_sent("all_reduce", n, size), bytes_sent("all_reduce", n, size + 64)))
 
 
-@checked
-def noise_scale(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(gradient, samples) -> number``: noise over signal, with one all-reduce of the gradient."""
-    exercise = Exercise("Exercise 6", HINTS["noise_scale"], timeout)
-    for n, samples, shape in _NOISE:
-        data = _noisy_gradients(n, shape)
-        mean = sum(data) / n
-        squares, whole = [x.square().sum().item() for x in data], mean.square().sum().item()
-        own = sum(squares) / n
-        right = _noise(own, whole, n, samples)
-        norms = (sum(x.norm().item() for x in data) / n) ** 2
-        outcomes = exercise.run(fn, data, samples, case=f"{samples} samples a rank, shape {shape}")
-        for rank, outcome in exercise.each(outcomes):
-            exercise.communicates(rank, outcome, n)
-            got = number(outcome.result)
-            exercise.require(got is not None, "number", f"the function returned {show(outcome.result)}.", rank)
-            slips = {
-                "sum": _noise(own, n * n * whole, n, samples), "inverse": 1 / right, "samples": right / samples,
-                "biased": (own - whole) * samples / whole, "norms": _noise(norms, whole, n, samples),
-                "own-only": _noise(squares[rank], whole, n, samples),
-            }  # fmt: skip
-            if not math.isclose(got, right, rel_tol=1e-6):
-                key = slip_of(slips, lambda wrong, got=got: math.isclose(got, wrong, rel_tol=1e-6), "value")
-                exercise.differs(key, "the noise scale is wrong.", f"{right:.6g}", f"{got:.6g}", rank)
-            exercise.keeps_input(rank, outcome)
-            size = data[0].nbytes
-            limits = bytes_sent("all_reduce", n, size), bytes_sent("all_reduce", n, size + 64)
-            exercise.audit(outcome.ledger, sent=limits)
-    exercise.passed("one all-reduce of the gradient, and one number more.")
+MISTAKES["noise_scale"] = {
+    "sum": ("The length of the *sum* over the ranks was taken, where that of their mean belongs: its square is N^2 "
+            "times too large.",
+            "gradient / n  ->  gradient.clone()"),
+    "inverse": ("That is signal over noise. A noisy gradient must give a large number.",
+            "noise / signal  ->  signal / noise"),
+    "samples": ("That is right for one sample a rank. The gradient of a rank is already the mean of several.",
+            "* n * samples  ->  * n"),
+    "biased": ("The mean over N ranks still contains noise, so its length is not that of the signal. Two equations, "
+               "one for each length, have two unknowns.",
+            {"(n * whole - own) / (n - 1)": "whole",
+             "(own - whole) * n * samples / (n - 1)": "(own - whole) * samples"}),
+    "norms": ("The equations are about squared lengths. The mean of the lengths, squared, is something else.",
+            {"gradient.square().sum(),": "gradient.norm(),",
+             "own / n, mean": "(own / n) ** 2, mean"}),
+    "own-only": ("Each rank used the length of its own gradient, so each gets another result. Average the squares.",
+            "dist.all_reduce(own)  ->  own = own * n"),
+}
+
+
+def from_deviations(gradient, samples):
+    n, mean = dist.get_world_size(), gradient.clone()
+    dist.all_reduce(mean)
+    mean /= n
+    apart = (gradient - mean).square().sum()
+    dist.all_reduce(apart)
+    of_mean = apart / (n - 1) / n
+    return samples * n * of_mean / (mean.square().sum() - of_mean)
+
+
+RIGHT["noise_scale"] = {
+    "from deviations, a tensor": from_deviations,
+    "in one message": {
+        "dist.all_reduce(own)":
+            "both = torch.cat([own[None], mean.flatten()])\ndist.all_reduce(both)\nown, mean = both[0], both[1:]",
+        "dist.all_reduce(mean)": "pass",
+    },
+}
