@@ -32,27 +32,20 @@ def found():
 
 
 class TestModels:
-    @pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("Megatron")])
-    def test_gpts_have_the_parameters_of_the_course_and_of_the_paper(self, name):
-        m = PUBLISHED[name]
-        h, layers = m.hidden, m.layers
-        paper = 12 * layers * h**2 * (1 + 13 / (12 * h) + (m.vocabulary + m.context) / (12 * layers * h))
-        assert m.parameter_count == pytest.approx(paper, rel=1e-5)
-        assert f"{m.parameter_count / 1e9:.1f}".removesuffix(".0") + "B" == name.split()[1]
+    def test_gpts_have_the_parameters_and_flops_of_the_paper(self):
+        """Equations 2 and 3 of Narayanan et al. 2021."""
+        for name, m in PUBLISHED.items():
+            if name.startswith("Megatron"):
+                s, h, layers, v = m.context, m.hidden, m.layers, m.vocabulary
+                parameters = 12 * layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * layers * h))
+                assert m.parameter_count == pytest.approx(parameters, rel=1e-5)
+                assert f"{m.parameter_count / 1e9:.1f}".removesuffix(".0") + "B" == name.split()[1]
+                flops = 96 * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+                assert m.flops_per_token("full") == pytest.approx(flops, rel=1e-12)
 
-    @pytest.mark.parametrize(
-        ("name", "count"),
-        [("Llama 3 8B", 8_030_261_248), ("Llama 3 70B", 70_553_706_496), ("Llama 3 405B", 405_853_388_800)],
-    )
-    def test_llamas_have_the_parameters_of_the_released_models(self, name, count):
-        assert PUBLISHED[name].parameter_count == count
-
-    @pytest.mark.parametrize("name", ["Megatron 1.7B", "Megatron 1008B", "Megatron 174.6B"])
-    def test_flops_are_equation_3_of_the_paper(self, name):
-        m, batch = PUBLISHED[name], 512
-        s, h, layers, v = m.context, m.hidden, m.layers, m.vocabulary
-        paper = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
-        assert batch * s * m.flops_per_token("full") == pytest.approx(paper, rel=1e-12)
+    def test_llamas_have_the_parameters_of_the_released_models(self):
+        counts = {"Llama 3 8B": 8_030_261_248, "Llama 3 70B": 70_553_706_496, "Llama 3 405B": 405_853_388_800}
+        assert {name: PUBLISHED[name].parameter_count for name in counts} == counts
 
     def test_fused_attention_counts_the_half_that_the_mask_leaves(self):
         attention = 12 * GPT.layers * GPT.context * GPT.hidden
@@ -74,18 +67,12 @@ class TestModels:
         kept = replace(GPT, fused=True).kept(config.context, "none")
         assert kept - masks == pytest.approx(blocks[1] - blocks[0], rel=2e-3)
 
-    def test_unknown_recomputation_is_refused(self):
-        with pytest.raises(ValueError, match="none, selective, full, half"):
-            GPT.flops_per_token("some")
-
-
 # --- legality ---------------------------------------------------------------------------------------------------------
 
 
 class TestLegal:
-    @pytest.mark.parametrize(
-        ("change", "says"),
-        [
+    def test_each_reason_is_given(self):
+        cases = [
             ({"dp": 8}, "makes 32 GPUs, the cluster has 64"),
             ({"tp": 16, "pp": 1, "dp": 4}, "8 key-value heads do not divide among TP 16"),
             ({"tp": 1, "pp": 64, "dp": 1}, "80 layers do not divide among PP 64, nor do 82"),
@@ -93,17 +80,13 @@ class TestLegal:
             ({"microbatch": 8}, "96 sequences do not divide into DP 16 x micro-batches of 8"),
             ({"virtual": 20, "dp": 8, "pp": 4, "microbatch": 2}, "a multiple of PP 4 micro-batches, got 6"),
             ({"virtual": 2, "pp": 1, "dp": 32}, "2 chunks on a rank need a pipeline"),
-            ({"zero": 4}, "zero must be one of 0, 1, 2, 3, got 4"),
-            ({"recompute": "all"}, "recompute must be one of 'none', 'selective', 'full', 'half', got 'all'"),
-            ({"tp": 0}, "integers of at least 1"),
             ({"recompute": "none", "microbatch": 6, "zero": 0}, "GB, more than the 80 of this H100"),
-        ],
-    )
-    def test_each_reason_is_given(self, change, says):
-        model = replace(PUBLISHED["Llama 3 70B"], context=change.pop("context", 8192))
-        fields = {"tp": 2, "pp": 2, "dp": 16} | change
-        reasons = reasons_against(model, H100, Layout(**fields), 96)
-        assert any(says in reason for reason in reasons), reasons
+        ]
+        for change, says in cases:
+            model = replace(PUBLISHED["Llama 3 70B"], context=change.pop("context", 8192))
+            fields = {"tp": 2, "pp": 2, "dp": 16} | change
+            reasons = reasons_against(model, H100, Layout(**fields), 96)
+            assert any(says in reason for reason in reasons), reasons
 
     def test_all_reasons_are_given_at_once(self):
         layout = Layout(tp=3, pp=7, dp=5)
@@ -112,9 +95,9 @@ class TestLegal:
         with pytest.raises(ValueError, match="105 GPUs.*heads.*layers.*batch|105 GPUs.*heads.*layers"):
             plan(GPT, A100, layout, 32)
 
-    @pytest.mark.parametrize("run", RUNS + recorded.PTD_RUNS, ids=lambda run: f"{run.model} {run.gpus}")
-    def test_published_runs_are_legal(self, run):
-        assert reasons_against(*planner.plan_inputs(run)) == []
+    def test_published_runs_are_legal(self):
+        for run in RUNS + recorded.PTD_RUNS:
+            assert reasons_against(*planner.plan_inputs(run)) == [], f"{run.model} on {run.gpus}"
 
     def test_the_misprint_in_llama_3s_table_is_found(self):
         (reason,) = reasons_against(*planner.plan_inputs(recorded.LLAMA3_MISPRINT))
@@ -128,13 +111,6 @@ class TestLegal:
     def test_tensor_parallelism_beyond_the_node_is_legal_and_slow(self):
         inside, across = (plan(GPT, A100, Layout(tp=tp, dp=64 // tp, microbatch=2), 128, CONSTANTS) for tp in (8, 16))
         assert across.tensor > 2 * inside.tensor
-
-    def test_clusters_have_whole_nodes(self):
-        with pytest.raises(ValueError, match="whole nodes"):
-            cluster("DGX A100", 12)
-        with pytest.raises(ValueError, match="choose one of"):
-            cluster("TPU", 8)
-
 
 # --- against the simulations of the course ----------------------------------------------------------------------------
 
@@ -192,13 +168,12 @@ def update(found: planner.Plan) -> float:
 
 
 class TestMemory:
-    @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-    def test_states_are_those_of_zero(self, zero):
+    def test_states_are_those_of_zero(self):
         model = PUBLISHED["Megatron 1.7B"]
-        held = plan(model, A100, Layout(dp=64, zero=zero), 64).memory
-        assert held.states == pytest.approx(
-            memory.model_states(model.parameter_count, stage=zero, ranks=64).total, rel=1e-4
-        )
+        for zero in range(4):
+            held = plan(model, A100, Layout(dp=64, zero=zero), 64).memory
+            formula = memory.model_states(model.parameter_count, stage=zero, ranks=64).total
+            assert held.states == pytest.approx(formula, rel=1e-4), f"stage {zero}"
 
     def test_every_dimension_takes_its_share(self):
         def states(**degrees: int) -> float:
@@ -222,18 +197,6 @@ class TestPlan:
         assert list(found.parts()) == list(PARTS)
         assert sum(found.parts().values()) == pytest.approx(found.seconds)
         assert all(seconds > 0 for part, seconds in found.parts().items() if part not in ("context", "expert"))
-
-    def test_rates_follow_from_seconds(self):
-        found = plan(GPT, A100, Layout(tp=2, dp=32), 64)
-        assert found.tflops * 1e12 * found.seconds * 64 == pytest.approx(64 * 2048 * GPT.flops_per_token("full"))
-        assert found.model_tflops == pytest.approx(found.tflops * GPT.flops_per_token() / GPT.flops_per_token("full"))
-        assert found.mfu == pytest.approx(found.model_tflops / 312)
-        assert found.hfu == pytest.approx(found.tflops / 312)
-
-    def test_a_plan_says_what_it_costs(self):
-        found = plan(GPT, A100, Layout(tp=2, dp=32), 64)
-        text = f"{found.seconds:.3g} s a step, {found.model_tflops:.0f} model TFLOP/s a GPU, "
-        assert str(found) == f"Megatron 7.5B as TP 2 x PP 1 x DP 32: {text}{found.memory.total / 1e9:.1f} GB"
 
     def test_fewer_gpus_than_a_node_has_need_no_network(self):
         machine = cluster("DGX A100", 6)
@@ -297,13 +260,6 @@ class TestSearch:
             layout = p.layout
             assert layout.tp == 8 and layout.zero in (0, 1) and layout.recompute == "full" and layout.virtual == 1
 
-    def test_bad_restrictions_are_refused(self):
-        with pytest.raises(ValueError, match="unknown.*stages"):
-            search(GPT, A100, 128, stages=2)
-        with pytest.raises(ValueError, match="recompute must be one of"):
-            search(GPT, A100, 128, recompute="some")
-
-
 @pytest.mark.parametrize(
     "degrees", [{"tp": 1, "pp": 2, "dp": 4, "cp": 8, "virtual": 8}, {"tp": 1, "pp": 4, "dp": 4, "cp": 4, "virtual": 5}]
 )
@@ -330,10 +286,6 @@ class TestPublished:
         fitted = planner.fit(planner.fitted_runs())
         assert len(planner.FITTED) == 5 and {run.role for run in planner.fitted_runs()} == {"known"}
         assert replace(fitted, **{n: round(getattr(fitted, n), 3) for n in planner.FITTED_NAMES}) == CONSTANTS
-        with pytest.raises(ValueError, match="2 constants need as many"):
-            planner.fit(planner.fitted_runs()[:1])
-        with pytest.raises(ValueError, match="must be among"):
-            planner.fit(planner.fitted_runs(), ["luck"])
 
     def test_shares_of_links_are_the_recorded_ones(self):
         h200, a100 = recorded.H200_LARGEST["all_gather"] / 450e9, max(recorded.A100_ALL_REDUCE.busbw) / 300e9
@@ -349,10 +301,6 @@ class TestPublished:
             assert score.median < 0.15 and abs(score.bias) < 0.1 and score.median < score.guess, (family, score)
         assert found["all"].runs == len(replayed) - 5 > 150
 
-    def test_guesses_are_those_of_the_score(self, replayed):
-        some = [each for each in replayed if each.family == "3d" and not each.fitted]
-        assert planner.score(some).guess == pytest.approx(statistics.median(map(abs, planner.guesses(some))))
-
     def test_constants_fitted_to_other_runs_do_as_well(self, replayed):
         """Five known runs of the same tables, others than `FITTED`."""
         names = "llm-foundry-a100-80-26 llm-foundry-a100-40-21 megatron-weak-8 torchtitan-fsdp-1 llama-3-2".split()
@@ -363,16 +311,6 @@ class TestPublished:
     def test_zero_3_of_2021_is_where_the_planner_fails(self, replayed):
         """What is planned as hidden was not. The lesson tells it, so it is to stay known."""
         assert all(r.error > 0.4 for r in replayed if r.run.table == "megatron-zero3")
-
-    def test_memory_of_fsdp_is_that_of_torchtitan(self, replayed):
-        rows = [r for r in replayed if r.run.table == "torchtitan-fsdp"]
-        assert [r.run.peak_gib for r in rows][::3] == [82.4, 67.0]
-        assert all(abs(r.plan.memory.total / 2**30 / r.run.peak_gib - 1) < 0.08 for r in rows)
-
-    def test_runs_that_fitted_are_hardly_ever_refused_and_most_that_did_not_are(self, replayed):
-        assert sum(bool(r.refused) for r in replayed) < 0.05 * len(replayed)
-        failed = planner.published_runs(role=("known", "held_out"), outcome="out_of_memory")
-        assert sum(bool(reasons_against(*planner.plan_inputs(run))) for run in failed) > len(failed) / 2
 
     def test_published_degrees_are_among_the_first_five_for_most(self):
         places = [planner.place(run) for run in RUNS]
@@ -443,16 +381,10 @@ class TestRates:
 
 
 class TestWhatCanBePlanned:
-    @pytest.mark.parametrize("gpu", ["a100", "h100", "h200", "b200"])
-    def test_gpus(self, gpu):
-        machine = planner.own_cluster(gpu, 16, network=100e9)
-        found = plan(PUBLISHED["Llama 3 8B"], machine, Layout(dp=16, zero=3), 16)
-        assert 0.2 < found.mfu < 0.8
-
-    def test_nonsense_clusters_are_refused(self):
-        for bad, says in (({"gpu": "t4"}, "gpu must be"), ({"network": 0}, "network"), ({"gpus": 12}, "whole nodes")):
-            with pytest.raises(ValueError, match=says):
-                planner.own_cluster(**{"gpu": "h100", "gpus": 16, **bad})
+    def test_gpus(self):
+        for gpu in ("a100", "h100", "h200", "b200"):
+            machine = planner.own_cluster(gpu, 16, network=100e9)
+            assert 0.2 < plan(PUBLISHED["Llama 3 8B"], machine, Layout(dp=16, zero=3), 16).mfu < 0.8, gpu
 
     def test_hsdp_gathers_in_the_node_and_holds_more(self):
         machine = planner.own_cluster("h100", 64, network=50e9)
@@ -508,8 +440,3 @@ def test_mesh_groups_are_row_major(sizes):
         expected = {tuple(map(int, row)) for row in np.moveaxis(ranks, axis, -1).reshape(-1, size)}
         groups = planner.mesh_groups(sizes)[name]
         assert set(groups) == expected and len(groups) == len(expected)
-
-
-def test_empty_meshes_are_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        planner.mesh_groups({"dp": 0})

@@ -23,7 +23,6 @@ from course_utils.topology import (
     two_level,
 )
 from course_utils.topology.detection import parse_gpus, parse_matrix, pcie_slot, read_numa, read_pci
-from lessons.gpu_interconnects.topology_pictures import topology_picture
 
 # Recorded outputs; the columns were separated by tabs and the legend is left out.
 # https://github.com/NVIDIA/nccl/issues/1505
@@ -107,15 +106,14 @@ def test_between_nodes_the_network_port_is_the_bottleneck(name, gigabytes, port)
     assert kinds(two, 0, len(two.gpus) // 2).count("nic") == 2
 
 
-@pytest.mark.parametrize("name", REFERENCES)
-def test_every_pair_of_gpus_is_joined_alike_in_both_directions(name):
-    machine = reference(name)
-    for a, b in itertools.combinations(range(len(machine.gpus)), 2):
-        there, back = machine.path(a, b), machine.path(b, a)
-        assert (there.bandwidth, len(there.links)) == (back.bandwidth, len(back.links))
-        assert there.devices[0] == machine.gpus[a] and there.devices[-1] == machine.gpus[b]
-    step = {"pcie workstation": "pcie4", "2 x t4": "eth_10g"}.get(name, "nvlink4")
-    assert machine.path(0, 1).latency == pytest.approx(LINKS[step].latency)
+def test_every_pair_of_gpus_is_joined_alike_in_both_directions():
+    for name in REFERENCES:
+        machine = reference(name)
+        for a, b in itertools.combinations(range(len(machine.gpus)), 2):
+            there, back = machine.path(a, b), machine.path(b, a)
+            assert (there.bandwidth, len(there.links)) == (back.bandwidth, len(back.links)), name
+        step = {"pcie workstation": "pcie4", "2 x t4": "eth_10g"}.get(name, "nvlink4")
+        assert machine.path(0, 1).latency == pytest.approx(LINKS[step].latency), name
 
 
 def test_a_path_in_a_node_does_not_leave_it():
@@ -146,11 +144,6 @@ def test_two_level_has_exactly_the_alpha_and_beta_given(nics, intra, inter):
     assert len(cards) == (8 if nics == "gpu" else 2)
 
 
-def test_two_level_of_one_node_needs_no_network():
-    assert two_level(1, 3, (1e-6, 1e-9)).path(0, 2).seconds(1000) == pytest.approx(2e-6)
-    assert len(two_level(2, 1, (1e-6, 1e-9), (1e-5, 1e-8)).gpus) == 2
-
-
 def brute_force(graph, start, end):
     """Best (bandwidth, -latency, -links) of all simple paths."""
     found = []
@@ -169,8 +162,7 @@ def brute_force(graph, start, end):
     return max(found, default=None)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_best_path_is_that_of_a_search_of_all_paths(seed):
+def random_topology(seed: int) -> Topology:
     draw = random.Random(seed)
     names = [f"d{i}" for i in range(7)]
     devices = {name: Device(name, draw.choice(["gpu", "pcie", "cpu", "nvswitch"])) for name in names}
@@ -178,23 +170,26 @@ def test_best_path_is_that_of_a_search_of_all_paths(seed):
         Link(*draw.sample(names, 2), "link", draw.choice([1.0, 2.0, 4.0]), draw.choice([0.0, 1.0, 2.0, 5.0]))
         for _ in range(draw.randint(6, 14))
     ]
-    graph = Topology("random", "none", devices, links)
-    for a, b in itertools.permutations(names, 2):
-        best = brute_force(graph, a, b)
-        if best is None:
-            with pytest.raises(ValueError, match=f"no path from {a} to {b}"):
-                graph.path(a, b)
-        else:
-            path = graph.path(a, b)
-            assert (path.bandwidth, -path.latency, -len(path.links)) == best
+    return Topology("random", "none", devices, links)
+
+
+def test_best_path_is_that_of_a_search_of_all_paths():
+    for seed in range(30):
+        graph = random_topology(seed)
+        for a, b in itertools.permutations(graph.devices, 2):
+            best = brute_force(graph, a, b)
+            if best is None:
+                with pytest.raises(ValueError, match=f"no path from {a} to {b}"):
+                    graph.path(a, b)
+            else:
+                path = graph.path(a, b)
+                assert (path.bandwidth, -path.latency, -len(path.links)) == best, f"seed {seed}"
 
 
 def test_time_of_a_message_is_latency_and_size_over_bandwidth():
     path = cluster("dgx h100", 2).path("node0.GPU0", "node1.GPU0")
     assert path.seconds(0) == path.latency
     assert path.seconds(1e9) == pytest.approx(14e-6 + 0.02)
-    with pytest.raises(ValueError, match="negative"):
-        path.seconds(-1)
     assert str(reference("dgx h100").path(0, 5)) == (
         "GPU0 → NVSwitch → GPU5: 450 GB/s, 3.4 µs, slowest link: NVLink 4 between GPU0 and NVSwitch"
     )
@@ -206,18 +201,8 @@ def test_time_of_a_message_is_latency_and_size_over_bandwidth():
         (lambda: reference("dgx z"), "choose one of pcie workstation, dgx a100"),
         (lambda: reference("dgx a100").path("GPU0", "GPU9"), "choose one of .*GPU7"),
         (lambda: reference("dgx a100").path(0, 8), "has 8 GPUs"),
-        (lambda: reference("dgx a100").path(0, -1), "from 0"),
-        (lambda: reference("dgx a100").path(1, "GPU1"), "two different devices"),
         (lambda: cluster("dgx a100", 2, "ib_fast"), "choose one of nvlink1"),
-        (lambda: cluster("dgx a100", 0), "at least one node"),
-        (lambda: cluster("2 x t4", 2), "no switch yet"),
-        (lambda: cluster(from_matrix(WORKSTATION), 2, "eth_10g"), r"network cards \(0 here\)"),
         (lambda: cluster(replace(reference("dgx a100"), name="mine"), 2), "link="),
-        (lambda: two_level(2, 2, (0, 1)), "inter be given"),
-        (lambda: two_level(2, 2, (0, 1), (0, 1), nics="all"), "'gpu' or 'node'"),
-        (lambda: two_level(1, 2, (0, 0)), "beta be positive"),
-        (lambda: Topology("t", "", {"a": Device("a", "disk")}), "kinds: .*'nvswitch'"),
-        (lambda: Topology("t", "", {"a": Device("a", "gpu")}, [Link("a", "b", "PCIe", 1.0)]), "does not join"),
         (lambda: from_matrix(WORKSTATION, gpu="rtx"), "choose one of p100"),
         (lambda: from_matrix("no table"), "whole output"),
         (
@@ -369,13 +354,6 @@ def test_machine_without_anything_to_read_is_one_cpu(tmp_path, no_nvidia_smi):
     assert list(this_machine(tmp_path).devices) == ["CPU0", "NIC0"]
 
 
-def test_this_machine_can_be_read_and_drawn():
-    machine = this_machine()
-    assert any(device.kind == "cpu" for device in machine.devices.values())
-    assert machine.name == "this machine"
-    assert topology_picture(machine).axes
-
-
 def stand_in_smi(folder, topo, query):
     """Put a program called nvidia-smi on the path that prints what was recorded."""
     program = folder / "nvidia-smi"
@@ -401,31 +379,3 @@ def test_machine_with_gpus_is_what_nvidia_smi_prints(tmp_path, monkeypatch):
     assert this_machine().path(0, 1).devices == ("GPU0", "CPU0", "GPU1")
     stand_in_smi(tmp_path, "", "No devices were found\n")
     assert this_machine(tmp_path).gpus == []
-
-
-def texts(figure):
-    return [text.get_text() for ax in figure.axes for text in ax.texts]
-
-
-def test_picture_shows_devices_speeds_and_the_slowest_link():
-    machine = reference("dgx h100")
-    plain, marked = texts(topology_picture(machine)), texts(topology_picture(machine, machine.path(0, "CPU1")))
-    assert {"GPU7", "NIC7", "CPU1", "NVSwitch", "NVLink 4: 450 GB/s", "PCIe 5 x16: 63 GB/s"} <= set(plain)
-    assert "slowest" not in plain and marked.count("slowest") == 1
-
-
-def test_picture_of_a_large_machine_counts_what_it_leaves_out():
-    rack = reference("gb200 nvl72")
-    shown = texts(topology_picture(rack, rack.path(5, 40)))
-    assert {"node 1", "node 10", "GPU5\nrank 5", "GPU40\nrank 40", "…\n16 more\nnodes"} <= set(shown)
-    assert sum("GPU" in text for text in shown) == 8
-    shown = texts(topology_picture(two_level(1, 40, (1e-6, 1e-9))))
-    assert {"GPU0", "GPU39", "32 more"} <= set(shown)
-    assert sum("GPU" in text for text in shown) == 8
-
-
-@pytest.mark.parametrize("text", [DGX_A100, DGX_H100, WORKSTATION, SERVER_4090])
-def test_recorded_machines_can_be_drawn(text):
-    machine = from_matrix(text)
-    shown = " ".join(texts(topology_picture(machine, machine.path(0, 1))))
-    assert all(name in shown for name in machine.gpus)
