@@ -13,6 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add ``new``, ``build``, ``lesson``, ``check``, ``execute`` and ``minutes``."""
+    room = commands.add_parser("new", help="make the room of a new lesson, which builds and passes as it is")
+    room.add_argument("number", help="such as 17")
+    room.add_argument("topic", help="such as symmetric_memory")
+    room.set_defaults(run=_new)
     make = commands.add_parser("build", help="make notebooks from their texts, executing what changed")
     make.add_argument("names", nargs="*", help="such as 02_collectives; default: all")
     make.add_argument("--force", action="store_true", help="execute even where the text is unchanged")
@@ -36,6 +40,13 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 # What makes notebooks is imported here: it needs packages that learners and machines with GPUs may not have.
+
+
+def _new(given: argparse.Namespace) -> None:
+    from .new import new
+
+    print(f"made {new(given.number, given.topic, ROOT)}; now: make lesson L={given.number}, then its row in the tables "
+          "of README.md and lessons/start_here/lesson.py")
 
 
 def _build(given: argparse.Namespace) -> int:
