@@ -139,9 +139,9 @@ def test_a_recorded_result_shows_what_a_real_one_does(name, exit_codes, said):
 
 
 WITHOUT = """
-from course_utils import slurm
-from course_utils.ranks import hosts
-hosts._trial = lambda latency: "this system has no network for hosts"
+from lessons.multi_node import slurm
+from lessons.multi_node.hosts import results
+results._trial = lambda latency: "this system has no network for hosts"
 slurm.missing = lambda: ["munge", "slurm-wlm"]
 """
 

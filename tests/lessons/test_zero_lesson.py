@@ -62,8 +62,8 @@ def whole(zero) -> list[torch.Tensor]:
 
 def differences(versions: dict, steps: int = 4, micro: int = 1, **shape) -> dict[str, float]:
     """On a rank: largest difference to one process in any weight or buffer, after training, by version."""
-    rank, n, optimizer = dist.get_rank(), dist.get_world_size(), partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
-    alone = small(**shape)
+    rank, n, alone = dist.get_rank(), dist.get_world_size(), small(**shape)
+    optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
     stepper, found = optimizer([p for p in alone.parameters() if p.requires_grad]), {}
     for step in range(steps):
         stepper.zero_grad()
