@@ -9,37 +9,26 @@ from course_utils.hardware import GPUS, LINKS
 GENERATIONS = ["p100", "v100", "a100", "h100", "h200", "b200"]
 
 
-@pytest.mark.parametrize("entry", [*LINKS.values(), *GPUS.values()], ids=lambda entry: entry.name)
-def test_every_figure_names_a_title_and_an_address(entry):
-    assert re.search(r"\w+, https://\S+", entry.source)
+def test_every_figure_names_a_title_and_an_address():
+    for entry in (*LINKS.values(), *GPUS.values()):
+        assert re.search(r"\w+, https://\S+", entry.source), entry.name
 
 
-def test_bandwidths_are_bytes_per_second_in_one_direction():
-    assert LINKS["nvlink4"].bandwidth == 900e9 / 2
-    assert LINKS["nvlink5"].bandwidth == 1800e9 / 2
-    assert LINKS["ib_ndr"].bandwidth == LINKS["eth_400g"].bandwidth == 50e9
-    assert all(1e9 < link.bandwidth < 1e12 for link in LINKS.values())
-
-
-@pytest.mark.parametrize("rate, key", [(8, "pcie3"), (16, "pcie4"), (32, "pcie5")])
-def test_pcie_follows_from_its_rate_and_encoding(rate: int, key: str):
+def test_pcie_follows_from_its_rate_and_encoding():
     """Billion transfers a second on each of 16 lanes, 128 payload bits in every 130."""
-    assert LINKS[key].bandwidth == pytest.approx(rate * 1e9 * 16 * 128 / 130 / 8, rel=0.005)
+    for rate, key in ((8, "pcie3"), (16, "pcie4"), (32, "pcie5")):
+        assert LINKS[key].bandwidth == pytest.approx(rate * 1e9 * 16 * 128 / 130 / 8, rel=0.005), key
 
 
-@pytest.mark.parametrize("family", ["nvlink", "pcie", "ib", "eth"])
-def test_newer_links_are_faster(family: str):
-    speeds = [link.bandwidth for key, link in LINKS.items() if key.startswith(family) and key != "nvlink_c2c"]
-    assert speeds == sorted(set(speeds))
+def test_newer_links_are_faster():
+    for family in ("nvlink", "pcie", "ib", "eth"):
+        speeds = [link.bandwidth for key, link in LINKS.items() if key.startswith(family) and key != "nvlink_c2c"]
+        assert speeds == sorted(set(speeds)), family
 
 
 def test_latency_grows_with_distance():
     nvlink, pcie, network = (LINKS[key].latency for key in ("nvlink4", "pcie5", "ib_ndr"))
     assert 0 < nvlink < pcie < network < 1e-4
-
-
-def test_gpus_name_links_that_exist():
-    assert all(gpu.pcie in LINKS and (gpu.nvlink is None or gpu.nvlink in LINKS) for gpu in GPUS.values())
 
 
 def test_generations_grow():
@@ -65,21 +54,7 @@ def test_h100_peak_follows_from_its_units_and_clocks():
     assert h100.sms * 128 * 2 * 1.98e9 == pytest.approx(h100.flops["fp32"], rel=1e-3)  # CUDA cores
 
 
-def test_half_the_bits_double_the_rate_on_tensor_cores():
-    for gpu in GPUS.values():
-        for wide, narrow in [("fp16", "fp8"), ("fp8", "fp4")]:
-            if narrow in gpu.flops:
-                assert gpu.flops[narrow] == pytest.approx(2 * gpu.flops[wide], rel=1e-3)
-
-
 def test_ridge_point():
     assert GPUS["h100"].ridge() == pytest.approx(295.3, abs=0.1)
     with pytest.raises(ValueError, match="no figure for 'bf16'; choose one of fp64, fp32, fp16"):
         GPUS["p100"].ridge()
-
-
-def test_data_cannot_be_changed_by_a_notebook():
-    with pytest.raises(TypeError):
-        LINKS["nvlink4"] = LINKS["pcie3"]
-    with pytest.raises(TypeError):
-        GPUS["h100"].flops["bf16"] = 1979e12

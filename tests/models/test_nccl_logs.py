@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lessons.nccl import nccl_logs
 from lessons.nccl.nccl_logs import CONNECTIONS, LOGS, network, ring_order, table, transports
 
 
@@ -39,7 +38,3 @@ def test_rings_are_put_together_from_what_each_rank_prints():
     whole = "\n".join(f"Ring 00 : {(r - 1) % 4} -> {r} -> {(r + 1) % 4}" for r in (2, 0, 3, 1))
     assert ring_order(whole, 0) == [0, 1, 2, 3]
     assert ring_order(whole, 5) == [0]
-
-
-def test_every_log_has_a_source():
-    assert set(LOGS) < set(nccl_logs.SOURCES)

@@ -1,12 +1,13 @@
 """NCCL's choice, rebuilt: its constants, worked by hand; what was recorded, and how far the model is from it."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from course_utils import recorded
-from course_utils.recorded import A100_ALL_REDUCE, H200_ALL_REDUCE, H200_LARGEST, H200_NVLS_BY_GPUS, Table
+from course_utils.recorded import A100_ALL_REDUCE, H200_ALL_REDUCE, H200_LARGEST, H200_NVLS_BY_GPUS
 from lessons.nccl import nccl_tuner
 from lessons.nccl.nccl_tuner import (
     MACHINES,
@@ -68,15 +69,6 @@ def test_bandwidths_in_one_node(choice, gigabytes):
     assert bandwidth(choice, A100) == pytest.approx(gigabytes * 1e9)
 
 
-def test_time_is_latency_and_size_over_bandwidth():
-    times = predict(2**30, A100)
-    assert set(times) == {(a, p) for a in ("ring", "tree") for p in ("LL", "LL128", "Simple")}
-    for choice, seconds in times.items():
-        assert seconds == pytest.approx(latency(choice, A100) + 2**30 / bandwidth(choice, A100), rel=1e-9)
-    at = predict(2**20, A100)[("tree", "LL")]  # trees are slower than the model at medium sizes: here by 0.5
-    assert at == pytest.approx(latency(("tree", "LL"), A100) + 2**20 / bandwidth(("tree", "LL"), A100) / 0.5)
-
-
 def test_choice_is_the_shortest_time_and_follows_the_size():
     for machine in (A100, H200, CLUSTER, TWO_NODES, Machine(1, 4, "pcie", 24e9)):
         order = []
@@ -121,16 +113,15 @@ def test_large_messages_on_hopper():
     assert (wrong[-7:] < 0.08).all()  # from 256 MiB on
 
 
-@pytest.mark.parametrize("name", [name for name, machine in MACHINES.items() if machine.nvls])
-@pytest.mark.parametrize("gpus", range(2, 9))
-def test_estimated_nvls_puts_no_more_on_a_link_than_the_link_gives(name, gpus):
+def test_estimated_nvls_puts_no_more_on_a_link_than_the_link_gives():
     """Each GPU sends (n+1)/n of S; the rate of the link and its efficiency bound that, whatever NCCL compares with."""
-    machine = replace(MACHINES[name], gpus_per_node=gpus)
     size = 2**34
-    if choose(size, machine) == ("nvls", "Simple"):
-        on_the_wire = (gpus + 1) / gpus * size / estimate(size, machine)
-        assert 0.7 * machine.bandwidth < on_the_wire < 0.85 * machine.bandwidth
-        assert estimate(size, machine) > predict(size, machine)[("nvls", "Simple")]
+    for name, gpus in itertools.product([name for name, machine in MACHINES.items() if machine.nvls], range(2, 9)):
+        machine = replace(MACHINES[name], gpus_per_node=gpus)
+        if choose(size, machine) == ("nvls", "Simple"):
+            on_the_wire = (gpus + 1) / gpus * size / estimate(size, machine)
+            assert 0.7 * machine.bandwidth < on_the_wire < 0.85 * machine.bandwidth, (name, gpus)
+            assert estimate(size, machine) > predict(size, machine)[("nvls", "Simple")], (name, gpus)
 
 
 @pytest.mark.parametrize("steps, most", [(0, 0.25), (1, 0.195), (2, 0.106)])
@@ -156,12 +147,6 @@ def test_either_of_the_other_machines_alone_would_do(monkeypatch, kept):
     assert np.median(np.abs(errors(A100_ALL_REDUCE, A100, corrected()))) < 0.11
 
 
-def test_every_correction_says_why_and_from_where():
-    for correction in nccl_tuner.CORRECTIONS:
-        assert correction.name and correction.reason
-        assert "http" in correction.source or "recorded." in correction.source
-
-
 def test_recorded_tables_are_whole():
     for table in (A100_ALL_REDUCE, H200_ALL_REDUCE, *recorded.OTHER_A100_ALL_REDUCE):
         assert "https://" in table.source
@@ -169,31 +154,3 @@ def test_recorded_tables_are_whole():
         assert all(0 < rate < 500e9 for rate in table.busbw)
     assert A100_ALL_REDUCE.busbw[-1] / 1e9 == pytest.approx(234.89, rel=1e-4)
     assert H200_ALL_REDUCE.busbw[0] / 1e9 == pytest.approx(3.20)
-    with pytest.raises(ValueError, match="2 sizes and 1 times"):
-        Table("short", "all_reduce", 2, (1, 2), (1.0,), "nowhere")
-
-
-@pytest.mark.parametrize(
-    "arguments, complaint",
-    [
-        ({"nodes": 0}, "at least 1"),
-        ({"link": "token ring"}, "nvlink or pcie"),
-        ({"generation": "fermi"}, "ampere"),
-        ({"nodes": 2, "network": 0.0}, "network"),
-        ({"bandwidth": 0.0}, "positive"),
-    ],
-)
-def test_bad_machines_are_refused(arguments, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        replace(A100, **arguments)
-
-
-def test_bad_questions_are_refused():
-    with pytest.raises(ValueError, match="positive"):
-        predict(0, A100)
-    with pytest.raises(ValueError, match="2 GPUs"):
-        choose(1024, replace(A100, gpus_per_node=1))
-    with pytest.raises(ValueError, match="0 to 2"):
-        corrected(3)
-    with pytest.raises(ValueError, match="hopper"):
-        nccl_tuner.nvls_busbw(A100)

@@ -35,37 +35,37 @@ def cases(least=lambda p: 1):
 
 
 class TestBubble:
-    @pytest.mark.parametrize(("p", "m"), cases())
-    def test_naive_uses_one_rank_at_a_time(self, p, m):
-        run = simulate(naive(p, m), COSTS)
-        assert run.seconds == pytest.approx(m * p * WHOLE)
-        assert run.bubble == pytest.approx(1 - 1 / p)
+    def test_naive_uses_one_rank_at_a_time(self):
+        for p, m in cases():
+            run = simulate(naive(p, m), COSTS)
+            assert run.seconds == pytest.approx(m * p * WHOLE), (p, m)
+            assert run.bubble == pytest.approx(1 - 1 / p), (p, m)
 
-    @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-    @pytest.mark.parametrize(("p", "m"), cases())
-    def test_gpipe_and_1f1b_have_the_same_bubble(self, schedule, p, m):
-        run = simulate(schedule(p, m), COSTS)
-        assert run.seconds - ideal_seconds(run.schedule, COSTS) == pytest.approx((p - 1) * WHOLE)
-        assert run.bubble == pytest.approx((p - 1) / (m + p - 1))
+    def test_gpipe_and_1f1b_have_the_same_bubble(self):
+        for schedule, (p, m) in itertools.product((gpipe, one_f_one_b), cases()):
+            run = simulate(schedule(p, m), COSTS)
+            assert run.seconds - ideal_seconds(run.schedule, COSTS) == pytest.approx((p - 1) * WHOLE), (p, m)
+            assert run.bubble == pytest.approx((p - 1) / (m + p - 1)), (p, m)
 
-    @pytest.mark.parametrize("v", [1, 2, 3, 4])
-    @pytest.mark.parametrize(("p", "m"), [(p, k * p) for p in RANKS for k in (1, 2, 5)])
-    def test_interleaving_divides_the_bubble(self, p, m, v):
-        run = simulate(interleaved(p, m, v), COSTS)
-        assert run.seconds - ideal_seconds(run.schedule, COSTS) == pytest.approx((p - 1) * WHOLE / v)
+    def test_interleaving_divides_the_bubble(self):
+        for p, groups, v in itertools.product(RANKS, (1, 2, 5), (1, 2, 3, 4)):
+            run = simulate(interleaved(p, groups * p, v), COSTS)
+            idle = run.seconds - ideal_seconds(run.schedule, COSTS)
+            assert idle == pytest.approx((p - 1) * WHOLE / v), (p, groups, v)
 
-    @pytest.mark.parametrize(("p", "m"), cases(least=lambda p: p))
-    def test_zero_bubble_h1_idles_less_by_two_weight_gradients(self, p, m):
+    def test_zero_bubble_h1_idles_less_by_two_weight_gradients(self):
         costs = Costs(1.0, 1.0, 1.0)
-        run = simulate(zero_bubble_h1(p, m), costs)
-        assert run.seconds - ideal_seconds(run.schedule, costs) == pytest.approx((p - 1) * (1.0 + 1.0 - 1.0))
+        for p, m in cases(least=lambda p: p):
+            run = simulate(zero_bubble_h1(p, m), costs)
+            idle = run.seconds - ideal_seconds(run.schedule, costs)
+            assert idle == pytest.approx((p - 1) * (1.0 + 1.0 - 1.0)), (p, m)
 
-    @pytest.mark.parametrize(("p", "m"), cases(least=lambda p: 2 * p - 1))
-    def test_zero_bubble_h2_never_idles_between_its_first_and_last_operation(self, p, m):
-        run = simulate(zero_bubble_h2(p, m))
-        for spans, busy in zip(run.spans, run.busy, strict=True):
-            assert spans[-1].end - spans[0].start == pytest.approx(busy)
-        assert run.period == ideal_seconds(run.schedule) and run.bubble == pytest.approx(0)
+    def test_zero_bubble_h2_never_idles_between_its_first_and_last_operation(self):
+        for p, m in cases(least=lambda p: 2 * p - 1):
+            run = simulate(zero_bubble_h2(p, m))
+            for spans, busy in zip(run.spans, run.busy, strict=True):
+                assert spans[-1].end - spans[0].start == pytest.approx(busy), (p, m)
+            assert run.period == ideal_seconds(run.schedule) and run.bubble == pytest.approx(0), (p, m)
 
     def test_transfers_lengthen_the_way_through_the_pipeline(self):
         plain, late = (simulate(gpipe(4, 8), Costs(transfer=t)) for t in (0.0, 0.5))
@@ -80,30 +80,31 @@ class TestBubble:
 
 
 class TestMemory:
-    @pytest.mark.parametrize(("p", "m"), cases())
-    def test_activations_in_flight(self, p, m):
-        assert simulate(naive(p, m)).peak == [1] * p
-        assert simulate(gpipe(p, m)).peak == [m] * p
-        assert simulate(one_f_one_b(p, m)).peak == [min(m, p - rank) for rank in range(p)]
+    def test_activations_in_flight(self):
+        for p, m in cases():
+            assert simulate(naive(p, m)).peak == [1] * p
+            assert simulate(gpipe(p, m)).peak == [m] * p
+            assert simulate(one_f_one_b(p, m)).peak == [min(m, p - rank) for rank in range(p)]
 
-    @pytest.mark.parametrize(("p", "m"), [(p, 3 * p) for p in RANKS])
-    def test_zero_bubble_holds_p_or_twice_p(self, p, m):
-        assert simulate(zero_bubble_h1(p, m)).peak == [p] * p
-        assert simulate(zero_bubble_h2(p, m)).peak == [2 * p - 1] * p
+    def test_zero_bubble_holds_p_or_twice_p(self):
+        for p in RANKS:
+            assert simulate(zero_bubble_h1(p, 3 * p)).peak == [p] * p
+            assert simulate(zero_bubble_h2(p, 3 * p)).peak == [2 * p - 1] * p
 
-    @pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3), (8, 4)])
-    def test_interleaving_holds_more(self, p, v):
-        peak = simulate(interleaved(p, 4 * p, v)).peak
-        assert peak[0] == pytest.approx(p * (1 + (p - 1) / (p * v)))  # Narayanan et al. 2021, section 2.2
+    def test_interleaving_holds_more(self):
+        """Section 2.2 of Narayanan et al. 2021."""
+        for p, v in ((2, 2), (4, 2), (4, 3), (8, 4)):
+            peak = simulate(interleaved(p, 4 * p, v)).peak
+            assert peak[0] == pytest.approx(p * (1 + (p - 1) / (p * v))), (p, v)
 
     def test_activations_that_only_the_weights_need(self):
         run = simulate(zero_bubble_h1(4, 12), Costs(activation=3.0, after_input=0.0))
         assert run.peak == [3.0 * (4 - rank) for rank in range(4)]  # as in 1F1B: all is given back after I
 
-    @pytest.mark.parametrize("name", SCHEDULES)
-    def test_everything_is_given_back(self, name):
-        run = simulate(SCHEDULES[name](4, 8), Costs(activation=2.0, after_input=0.25))
-        assert all(steps[-1][1] == pytest.approx(0) for steps in run.memory)
+    def test_everything_is_given_back(self):
+        for name, schedule in SCHEDULES.items():
+            run = simulate(schedule(4, 8), Costs(activation=2.0, after_input=0.25))
+            assert all(steps[-1][1] == pytest.approx(0) for steps in run.memory), name
 
 
 class TestOrder:
@@ -157,41 +158,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match=says):
             simulate(changed(schedule, change))
 
-    @pytest.mark.parametrize("name", SCHEDULES)
-    @pytest.mark.parametrize("bad", [(0, 4), (4, 0), (2.0, 4), (True, 4)])
-    def test_bad_sizes(self, name, bad):
-        with pytest.raises(ValueError, match="must be an integer of at least 1"):
-            SCHEDULES[name](*bad)
-
     def test_interleaving_needs_whole_groups(self):
         with pytest.raises(ValueError, match="multiple of 4 micro-batches, got 6"):
             interleaved(4, 6)
 
-    @pytest.mark.parametrize(
-        ("costs", "says"),
-        [({"forward": [1, 1, 1]}, "forward has 3 numbers for 2 stages"), ({"weight": -1}, "negative")],
-    )
-    def test_bad_costs(self, costs, says):
-        with pytest.raises(ValueError, match=says):
-            simulate(gpipe(2, 2), Costs(**costs))
-
-
 class TestPartition:
-    @pytest.mark.parametrize("seed", range(20))
-    def test_no_cut_is_better(self, seed):
-        draw = random.Random(seed)
-        costs = [draw.randint(1, 9) for _ in range(draw.randint(1, 9))]
-        stages = draw.randint(1, len(costs))
-
-        def dearest(cuts):
+    def test_no_cut_is_better(self):
+        def dearest(costs, cuts):
             return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
 
-        best = min(map(dearest, itertools.combinations(range(1, len(costs)), stages - 1)))
-        sizes = partition(costs, stages)
-        assert len(sizes) == stages and min(sizes) > 0 and sum(sizes) == len(costs)
-        assert dearest(list(itertools.accumulate(sizes))[:-1]) == best
-
-    @pytest.mark.parametrize("stages", [0, 4])
-    def test_stages_out_of_range(self, stages):
-        with pytest.raises(ValueError, match="from 1 to the 3 layers"):
-            partition([1, 2, 3], stages)
+        draw = random.Random(0)
+        for _ in range(20):
+            costs = [draw.randint(1, 9) for _ in range(draw.randint(1, 9))]
+            stages = draw.randint(1, len(costs))
+            best = min(dearest(costs, cuts) for cuts in itertools.combinations(range(1, len(costs)), stages - 1))
+            sizes = partition(costs, stages)
+            assert len(sizes) == stages and min(sizes) > 0 and sum(sizes) == len(costs), costs
+            assert dearest(costs, list(itertools.accumulate(sizes))[:-1]) == best, costs

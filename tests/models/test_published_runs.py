@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 
 import pytest
 
 from course_utils import recorded
 from course_utils.hardware import GPUS
-from course_utils.recordings import FOLDER
 from lessons.parallelism_3d.planner import published_runs
 from lessons.parallelism_3d.planner.published import FAMILIES, ROLES, PublishedRun
 
@@ -18,10 +16,6 @@ ALL = published_runs(outcome=None)
 RAN = published_runs()
 #: Recomputed share against the printed one where the source itself rounds otherwise: Llama 3's 400 of 989 is 40 %.
 ROUNDED_OTHERWISE = {"llama-3-2"}
-
-
-def named(runs):
-    return pytest.mark.parametrize("run", runs, ids=[run.id for run in runs])
 
 
 def off(run: PublishedRun) -> list[str]:
@@ -53,12 +47,6 @@ def off(run: PublishedRun) -> list[str]:
 
 def test_rows_agree_with_themselves():
     assert {run.id: bad for run in ALL if (bad := off(run))} == {}
-
-
-def test_an_error_in_a_row_is_seen():
-    run = RAN[0]
-    for change in ({"gpus": 63}, {"batch": 2047}, {"tokens_per_gpu": 400}, {"tflops": 150}):
-        assert off(dataclasses.replace(run, **change)), change
 
 
 def test_there_are_runs_of_every_kind():
@@ -107,40 +95,22 @@ def test_rates_follow_from_what_is_published():
     assert rate("megatron-selective", 4)[0] == "mfu"
 
 
-def test_choices_are_one_or_several():
-    one, two = published_runs("fsdp", table="torchtitan-fsdp"), published_runs(("fsdp", "3d"), ("known", "held_out"))
-    assert [run.tokens_per_gpu for run in one] == [5762, 6667, 8532, 5605, 6514, 8380]
-    assert {run.family for run in two} == {"fsdp", "3d"} and {run.role for run in two} == {"known", "held_out"}
-    assert published_runs(family="none") == ()
+def test_runs_that_lessons_name_are_the_same():
+    tables = {
+        "megatron-weak": recorded.MEGATRON_RUNS, "megatron-strong": recorded.PTD_RUNS,
+        "megatron-zero3": recorded.ZERO3_RUNS, "llama-3": recorded.LLAMA3_RUNS,
+    }  # fmt: skip
+    for table, rows in tables.items():
+        for run, row in zip(published_runs(table=table), rows, strict=True):
+            assert run.shape.name == row.model
+            for name in ("gpus", "batch", "length", "tflops"):
+                assert getattr(run, name) == getattr(row, name), (run.id, name)
+            for name in ("tp", "pp", "cp", "dp", "microbatch", "virtual", "zero"):
+                assert getattr(run, name) == row.layout.get(name, 1), (run.id, name)
 
 
-def test_the_file_has_a_row_a_line():
-    text = (FOLDER / "published_runs.json").read_text(encoding="utf-8")
-    rows = sum(len(table["rows"]) for table in json.loads(text)["tables"])
-    assert len(ALL) == rows and len(text.splitlines()) < rows + 160 and len(text) < 80_000
-
-
-@pytest.mark.parametrize(
-    ("table", "rows"),
-    [
-        ("megatron-weak", recorded.MEGATRON_RUNS), ("megatron-strong", recorded.PTD_RUNS),
-        ("megatron-zero3", recorded.ZERO3_RUNS), ("llama-3", recorded.LLAMA3_RUNS),
-    ],
-)
-def test_runs_that_lessons_name_are_the_same(table, rows):
-    for run, row in zip(published_runs(table=table), rows, strict=True):
-        layout = row.layout
-        assert (run.shape.name, run.gpus, run.batch, run.length, run.tflops) == (
-            row.model, row.gpus, row.batch, row.length, row.tflops
-        )
-        assert (run.tp, run.pp, run.cp, run.dp) == tuple(layout.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
-        assert (run.microbatch, run.virtual, run.zero) == (
-            layout.get("microbatch", 1), layout.get("virtual", 1), layout["zero"]
-        )
-
-
-@named(published_runs(table=("torchtitan-fsdp", "llama-3", "megatron-weak"))[::4])
-def test_a_shape_is_what_the_planner_takes(run):
-    config = run.shape.config(run.length)
-    assert config.parameter_count == pytest.approx(run.shape.parameter_count(run.length), rel=1e-6)
-    assert 6 * run.shape.product_weights == config.flops_per_token() - 3 * config.layers * config.attention_flops
+def test_a_shape_is_what_the_planner_takes():
+    for run in published_runs(table=("torchtitan-fsdp", "llama-3", "megatron-weak"))[::4]:
+        config = run.shape.config(run.length)
+        assert config.parameter_count == pytest.approx(run.shape.parameter_count(run.length), rel=1e-6)
+        assert 6 * run.shape.product_weights == config.flops_per_token() - 3 * config.layers * config.attention_flops

@@ -1,4 +1,4 @@
-"""Traces: Meta's published figures on the recorded ones, and a late rank found in live ones."""
+"""Traces: Meta's published figures on the recorded ones, calls matched among ranks, odd and damaged files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from course_utils import launch
@@ -71,9 +70,9 @@ def part(run: str, number: int, last: bool) -> Trace:
     return trace if last else trace.of_steps(trace.steps[:-1])
 
 
-@pytest.mark.parametrize(("case", "published"), HTA.items())
-def test_the_figures_are_those_of_meta_s_tool(case: tuple[str, int, bool], published: tuple[float, ...]):
-    assert figures(part(*case)) == pytest.approx(published, abs=0.011)
+def test_the_figures_are_those_of_meta_s_tool():
+    for case, published in HTA.items():
+        assert figures(part(*case)) == pytest.approx(published, abs=0.011), case
 
 
 def inwards(trace: Trace) -> Trace:
@@ -82,13 +81,12 @@ def inwards(trace: Trace) -> Trace:
     return replace(trace, events=tuple(rounded))
 
 
-@pytest.mark.parametrize(
-    ("last", "published"), [(False, (77.78, 17.26, 4.97, 14.31)), (True, (76.68, 17.11, 6.21, 15.14))]
-)
-def test_rounding_makes_the_difference_to_its_defaults(last: bool, published: tuple[float, ...]):
+def test_rounding_makes_the_difference_to_its_defaults():
     """The only recorded trace with fractions of a microsecond, in kernels of a few microseconds."""
-    assert figures(inwards(part("host_bound", 0, last))) == pytest.approx(published, abs=0.011)
-    assert figures(part("host_bound", 0, last))[-1] - published[-1] == pytest.approx(0.46, abs=0.015)
+    for last, published in ((False, (77.78, 17.26, 4.97, 14.31)), (True, (76.68, 17.11, 6.21, 15.14))):
+        trace = part("host_bound", 0, last)
+        assert figures(inwards(trace)) == pytest.approx(published, abs=0.011)
+        assert figures(trace)[-1] - published[-1] == pytest.approx(0.46, abs=0.015)
 
 
 def test_the_recorded_traces_are_small_and_name_nobody():
@@ -103,13 +101,6 @@ def test_the_recorded_traces_are_small_and_name_nobody():
         assert set(raw["distributedInfo"]) == {"backend", "rank", "world_size"}
         private = r"/(home|tmp|data|usr|mnt|root)/|\.(com|net|py|cpp)\b|user(?!_annotation)|@|twshared"
         assert not re.search(private, json.dumps(raw["traceEvents"]))
-
-
-def test_a_step_has_what_it_launched():
-    trace = load("tiny_all_reduces")[0]
-    for step in trace.steps:
-        calls = numbered(trace.of_steps([step])).values()
-        assert len(calls) == 404 and {call.name for call in calls} == {"ncclKernel_AllReduce_RING_LL_Sum_float"}
 
 
 def test_a_kernel_belongs_to_the_step_that_launched_it():
@@ -133,13 +124,6 @@ def test_the_rank_that_computes_longer_comes_last():
     assert len(matched(ranks)) == 10, "by their numbers, calls that have nothing to do with each other would match"
 
 
-def test_two_machines_differ_in_the_copies_of_a_step():
-    a100, v100 = (trace.of_steps([1009]) for trace in load("two_machines"))
-    assert ("A100" in a100.gpu, "V100" in v100.gpu) == (True, True)
-    copies = [sum(e.name == "cudaMemcpyAsync" for e in trace.events) for trace in (a100, v100)]
-    assert copies == [38, 802]
-
-
 # ---------------------------------------------------------------------------------------------- the functions
 
 
@@ -154,8 +138,7 @@ def trace_of(*events: Event, rank: int = 0) -> Trace:
 def test_intervals_merge():
     assert merge([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 4), (5, 6)]
     assert merge([(0, 10), (1, 2)]) == [(0, 10)]
-    assert merge([]) == [] and length([(0, 4), (5, 6)]) == 5
-    assert last_to_arrive([]) == ([], [])
+    assert length([(0, 4), (5, 6)]) == 5
 
 
 def test_time_is_split_without_counting_anything_twice():
@@ -266,88 +249,23 @@ def test_a_kernel_has_the_group_of_its_call(tmp_path: Path):
     assert list(numbered(load(tmp_path)[0])) == [(("3", tuple(range(8))), "ncclDevKernel_AllReduce", 0)]
 
 
-def hybrid(folder: str, names: bool) -> None:
+def hybrid(folder: str) -> None:
     """All-reduces of both dimensions of a mesh of 2 x 2, on gloo."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(3):
-            for group in (mesh["tp"], mesh["dp"]) if names else (None,):
-                dist.all_reduce(torch.ones(8), group=group.get_group() if group else None)
+            for dimension in ("tp", "dp"):
+                dist.all_reduce(torch.ones(8), group=mesh[dimension].get_group())
     profiler.export_chrome_trace(f"{folder}/rank{dist.get_rank()}.json")
 
 
 def test_a_real_mesh_on_gloo_is_refused_and_its_times_are_there(tmp_path: Path):
-    launch(hybrid, str(tmp_path), True, world_size=4, backend="gloo")
+    launch(hybrid, str(tmp_path), world_size=4, backend="gloo")
     ranks = load(tmp_path)
     assert sorted(ranks[3].groups.values()) == [(0, 1, 2, 3), (1, 3), (2, 3)]
     assert breakdown(ranks[3])["communication"] > 0
     with pytest.raises(ValueError, match="rank 0 is in 3 process groups"):
         matched(ranks)
-
-
-# ------------------------------------------------------------------------------------------------- live traces
-
-
-def train(folder: str, late: int, steps: int = 3) -> None:
-    """Each step: the late rank multiplies matrices once all others are at their gradients."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    layers = [torch.nn.Linear(64, 64) for _ in range(4)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)  # a bucket for each layer
-    square = torch.randn(512, 512)
-
-    def save(profiler) -> None:
-        profiler.export_chrome_trace(f"{folder}/rank{rank}.json.gz")
-
-    plan = schedule(wait=0, warmup=1, active=steps, repeat=1)
-    with profile(activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=save) as profiler:
-        for step in range(1 + steps):
-            loss = model(torch.randn(8, 64)).sum()
-            if rank == late:
-                store.wait([f"{step} {other}" for other in range(world_size) if other != late])
-                for _ in range(20):
-                    square @ square
-            store.set(f"{step} {rank}", "")
-            loss.backward()
-            profiler.step()
-
-
-def most(values: list[float]) -> int:
-    """The rank with the largest value."""
-    return values.index(max(values))
-
-
-@pytest.mark.guard(120)
-@pytest.mark.parametrize("late", [0, 2])
-def test_a_late_rank_is_named_and_the_others_wait(tmp_path: Path, late: int):
-    launch(train, str(tmp_path), late, world_size=3)
-    ranks = load(tmp_path)
-    assert [trace.rank for trace in ranks] == [0, 1, 2] and all(trace.steps == [1, 2, 3] for trace in ranks)
-    rows = matched(ranks)
-    assert len(rows) == len(numbered(ranks[0])) >= 6
-    assert most(last_to_arrive(rows)[1]) == late
-    times = [breakdown(trace) for trace in ranks]
-    assert most([-part["exposed"] for part in times]) == late, "the late rank waits least"
-    assert most([part["compute"] for part in times]) == late
-    elsewhere = [ranks[0], ranks[1].shifted(3e6), ranks[2]]  # another host's clock, three seconds fast
-    assert most(last_to_arrive(matched(elsewhere))[1]) == 1
-    assert most(last_to_arrive(matched(aligned(elsewhere)))[1]) == late
-
-
-def export_at_the_end(folder: str, steps: int) -> None:
-    plan = schedule(wait=1, warmup=1, active=2)  # and from the beginning again
-    with profile(activities=[ProfilerActivity.CPU], schedule=plan) as profiler:
-        for _ in range(steps):
-            dist.all_reduce(torch.ones(4))
-            profiler.step()
-    profiler.export_chrome_trace(f"{folder}/rank{dist.get_rank()}.json")
-
-
-@pytest.mark.parametrize(("steps", "recorded"), [(4, [2, 3]), (5, []), (6, [6])])
-def test_what_is_exported_at_the_end_is_where_the_schedule_stands(tmp_path: Path, steps: int, recorded: list[int]):
-    launch(export_at_the_end, str(tmp_path), steps, world_size=2)
-    assert [trace.steps for trace in load(tmp_path)] == [recorded, recorded]
-    assert [bool(trace.events) for trace in load(tmp_path)] == [bool(recorded)] * 2
 
 
 def test_without_step_there_is_no_file(tmp_path: Path):
@@ -401,12 +319,7 @@ READABLE = {
     "times as text": damaged(**{"aten::mm": {"ts": "1100", "dur": "300.0"}}),
     "a name like a step's": damaged(**{"ProfilerStep#1": {"name": "ProfilerStep#warmup"}}),
     "no distributedInfo": damaged(distributedInfo=None),
-    "no devices": damaged(deviceProperties=None),
-    "no args": damaged(**{"aten::mm": {"args": None}}),
-    "a list": json.dumps(BOTH),
-    "a list that was not closed": json.dumps(BOTH)[:-1],
     "a list that was not closed, after a comma": json.dumps(BOTH)[:-1] + ",\n",
-    "a byte order mark": "\ufeff" + GOOD,
 }
 
 
@@ -422,23 +335,13 @@ def test_odd_traces_give_the_right_figures(tmp_path: Path, text: str):
 
 #: Text of rank-0.json, and what is to be said of it.
 DAMAGED = {
-    "cut": (GOOD[: len(GOOD) * 2 // 3], "rank-0.json ends early"),
     "cut in a word": (GOOD[: GOOD.index("aten::mm") + 3], "rank-0.json ends early"),
-    "cut after a name": (GOOD[: GOOD.index('"cat"') + 5], "rank-0.json ends early"),
     "empty": ("", "rank-0.json is empty"),
     "a log": ("2026-11-28 step 1 loss 2.0", "rank-0.json is not a trace in Chrome's JSON format: it begins with '2026"),
     "other JSON": ('{"a": 1}', "rank-0.json is not a trace"),
-    "a list of numbers": ("[1", "rank-0.json is not a trace .*: event 0 is 1"),
-    "deep": ("[" * 100_000, "rank-0.json is not a trace"),
     "damaged inside": (GOOD.replace('"dur": 900', '"dur": 9@0'), "rank-0.json is no JSON from line 1, column"),
-    "a step without an end": (damaged(**{"ProfilerStep#1": {"dur": "gone"}}), "ProfilerStep#1', has dur None .did"),
     "an operation without an end": (damaged(**{"aten::mm": {"dur": "gone"}}), "event 1, 'aten::mm', has dur None"),
-    "no name": (damaged(**{"aten::mm": {"name": "gone"}}), "event 1, None, has name None"),
-    "no thread": (damaged(**{"aten::mm": {"tid": "gone"}}), "event 1, 'aten::mm', has tid None"),
-    "no start": (damaged(**{"aten::mm": {"ts": "gone"}}), "event 1, 'aten::mm', has ts None"),
     "NaN": (damaged(**{"aten::mm": {"ts": float("nan")}}), "event 1, 'aten::mm', has ts nan"),
-    "text for a time": (damaged(**{"aten::mm": {"ts": "soon"}}), "event 1, 'aten::mm', has ts 'soon'"),
-    "no category": (damaged(**{"aten::mm": {"cat": None}}), "event 1, 'aten::mm', has cat None"),
     "two processes": (damaged(traceEvents=[*BOTH, MM]), "rank-0.json holds 2 processes"),
 }
 
