@@ -99,14 +99,6 @@ def test_what_it_cannot_write_is_refused(tmp_path):
         by_hand.write_beton(samples([(3, 3)]), tmp_path / "x.beton", "smart")
 
 
-def test_segments_cover_what_the_file_holds(tmp_path):
-    by_hand.write_beton(samples(SETS["a page each"]), tmp_path / "x.beton")
-    segments = Beton(tmp_path / "x.beton").segments()
-    assert [label for label, *_ in segments] == ["header", "fields", "metadata", *["image"] * 4, "allocation table"]
-    assert sum(segments[-1][1:]) == (tmp_path / "x.beton").stat().st_size
-    assert (Beton(tmp_path / "x.beton").page_of == [1, 2, 3, 4]).all()
-
-
 def epochs_of_rank(path, seed: int) -> list[list[int]]:
     loader = by_hand.PlainLoader(path, 8, seed)
     return [[i for images, numbers in loader for i in numbers.tolist()] for _ in range(2)]

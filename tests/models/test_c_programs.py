@@ -6,8 +6,6 @@ them fail on demand. So every line of the lesson's program runs here, its error 
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -53,9 +51,6 @@ int client(void) {  // two ranks, one of every call; prints what rank 1 has in t
     ncclCommAbort(c[1]);
     return 0;
 }
-#ifdef PROGRAM
-int main(void) { return client(); }
-#endif
 """
 CLIENT_SAYS = "sum 44 bcast 40 reduce 2.5 gather 44 scatter 1936 got 7\n"
 CLIENT_TRACE = """\
@@ -141,14 +136,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except c_programs.MissingToolError as error:
         missing(str(error))
     toolkit = c_programs.find_nccl()
-    (folder / "client.c").write_text("#define PROGRAM\n" + CLIENT)
     (folder / "library.c").write_text(CLIENT)
     (folder / "threads.c").write_text(THREADS)
     c_programs.build("stand_in_nccl.c", folder / "stand_in" / "libnccl.so.2")
     c_programs.build("stand_in_cuda.c", folder / "stand_in" / toolkit.runtime)
     c_programs.build("trace_nccl.c", folder / "libtrace_nccl.so")
     c_programs.build("all_reduce.c", folder / "all_reduce")
-    c_programs.build(folder / "client.c", folder / "client")
     c_programs.build(folder / "library.c", folder / "libclient.so")
     c_programs.build(folder / "threads.c", folder / "threads")
     return folder
@@ -178,22 +171,14 @@ def test_all_reduce_works_with_gpus_and_says_what_is_missing_without(folder: Pat
         assert re.fullmatch("all_reduce: no GPU to use: .*(driver|device).*\n", done.stderr)
 
 
-def test_all_reduce_tells_how_it_is_used(folder: Path):
-    for arguments in [], ["everywhere"], ["per-gpu", "0"]:
-        done = run(folder / "all_reduce", *arguments)
-        assert done.returncode == 1
-        assert "one-process|per-gpu [floats [seconds]]" in done.stderr
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 5])
 @pytest.mark.parametrize("mode", ["one-process", "per-gpu"])
-def test_all_reduce_adds_on_stand_ins(folder: Path, tmp_path: Path, mode: str, gpus: int):
-    done = on_stand_ins(folder, tmp_path, folder / "all_reduce", mode, 1001, STAND_IN_GPUS=gpus)
-    assert done.stderr == ""
-    assert done.returncode == 0
-    timing, verdict = done.stdout.splitlines()
-    assert re.fullmatch(r"[\d.]+ us   algbw [\d.]+ GB/s   busbw [\d.]+ GB/s", timing)
-    assert verdict == f"{mode}: 1001 floats on {gpus} GPUs, every sum as expected"
+def test_all_reduce_adds_on_stand_ins(folder: Path, tmp_path: Path, mode: str):
+    for gpus in (1, 2, 5):
+        done = on_stand_ins(folder, tmp_path, folder / "all_reduce", mode, 1001, STAND_IN_GPUS=gpus)
+        assert (done.returncode, done.stderr) == (0, "")
+        timing, verdict = done.stdout.splitlines()
+        assert re.fullmatch(r"[\d.]+ us   algbw [\d.]+ GB/s   busbw [\d.]+ GB/s", timing)
+        assert verdict == f"{mode}: 1001 floats on {gpus} GPUs, every sum as expected"
 
 
 @pytest.mark.parametrize("mode", FAULTS)
@@ -227,16 +212,7 @@ def test_stand_ins_notice_what_is_left_behind(folder: Path, tmp_path: Path):
     assert "left behind: 1 communicators" in done.stderr
 
 
-def test_trace_has_every_call_in_order_and_leaves_the_results_alone(folder: Path, tmp_path: Path):
-    plain = on_stand_ins(folder, tmp_path, folder / "client")
-    traced = on_stand_ins(folder, tmp_path, folder / "client", LD_PRELOAD=folder / "libtrace_nccl.so")
-    assert plain.stdout == traced.stdout == CLIENT_SAYS
-    assert (plain.returncode, plain.stderr, traced.returncode) == (0, "", 0)
-    assert without_times(traced.stderr) == CLIENT_TRACE
-    assert re.findall(r" us=\d+\.\d$", traced.stderr, re.MULTILINE) == re.findall(r" us=.*", traced.stderr)
-
-
-def test_trace_sees_a_library_that_python_has_loaded(folder: Path, tmp_path: Path):
+def test_trace_has_every_call_in_python_and_leaves_the_results_alone(folder: Path, tmp_path: Path):
     script = (
         "import ctypes, sys\n"
         "ctypes.CDLL(sys.argv[1] + '/stand_in/libnccl.so.2')\n"  # RTLD_LOCAL, as torch's libraries are
@@ -245,6 +221,7 @@ def test_trace_sees_a_library_that_python_has_loaded(folder: Path, tmp_path: Pat
     done = on_stand_ins(folder, tmp_path, sys.executable, "-c", script, folder, LD_PRELOAD=folder / "libtrace_nccl.so")
     assert (done.returncode, done.stdout) == (0, CLIENT_SAYS)
     assert without_times(done.stderr) == CLIENT_TRACE
+    assert re.findall(r" us=\d+\.\d$", done.stderr, re.MULTILINE) == re.findall(r" us=.*", done.stderr)
 
 
 def test_trace_of_several_processes_goes_to_a_file_each(folder: Path, tmp_path: Path):
@@ -267,24 +244,6 @@ def test_trace_of_several_threads_has_whole_lines_and_every_number_once(folder: 
     assert sorted(int(line[1:].split()[0]) for line in lines) == list(range(4 * 202))
 
 
-def test_trace_finds_the_real_library(folder: Path, tmp_path: Path):
-    (tmp_path / "empty.c").write_text(
-        "#include <nccl.h>\nint main(void) { return ncclGroupStart() || ncclGroupEnd(); }"
-    )
-    done = run(c_programs.build(tmp_path / "empty.c", tmp_path / "empty"), LD_PRELOAD=folder / "libtrace_nccl.so")
-    assert without_times(done.stderr) == "#0 ncclGroupStart result=ok\n#1 ncclGroupEnd result=ok\n"
-    assert done.returncode == 0
-
-
-def test_library_has_the_version_of_its_package(folder: Path):
-    library = ctypes.CDLL(str(c_programs.find_nccl().nccl / "lib" / "libnccl.so.2"))
-    version = ctypes.c_int()
-    assert library.ncclGetVersion(ctypes.byref(version)) == 0
-    major, minor, patch = version.value // 10000, version.value // 100 % 100, version.value % 100
-    installed = {one.version for one in importlib.metadata.distributions() if one.name.startswith("nvidia-nccl-cu")}
-    assert f"{major}.{minor}.{patch}" in installed
-
-
 def test_missing_tools_are_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -303,11 +262,6 @@ def test_compiler_messages_come_through(folder: Path, tmp_path: Path):
 
 
 def test_excerpts_are_whole_functions_structures_and_macros():
-    assert c_programs.excerpt("all_reduce.c", "Rank").startswith("typedef struct {\n")
-    assert c_programs.excerpt("all_reduce.c", "Rank").endswith("\n} Rank;")
-    assert c_programs.excerpt("all_reduce.c", "init_all").count("\n") == 5
+    assert re.fullmatch(r"(?s)typedef struct {\n.*\n} Rank;", c_programs.excerpt("all_reduce.c", "Rank"))
     assert c_programs.excerpt("all_reduce.c", "NCCL").endswith("while (0)")
     assert c_programs.excerpt("all_reduce.c", "release", "run").count("\n}\n") == 1
-    assert c_programs.excerpt("all_reduce.c", "wait_for").startswith("// Wait until NCCL")
-    with pytest.raises(ValueError, match="all_reduce.c has no nothing"):
-        c_programs.excerpt("all_reduce.c", "nothing")

@@ -25,8 +25,6 @@ def test_an_epoch_counts_its_samples_and_waits_no_longer_than_it_takes():
     speed = loading.measure(batches(4, 4, 3), lambda *batch: steps.append(len(batch[0])), epochs=1)
     assert steps == [4, 4, 3] and speed.rate > 0 and 0 <= speed.waits <= 1
     assert speed.busy >= 0 and speed.core_ms >= 0
-    with pytest.raises(ValueError, match="no batch"):
-        loading.measure([])
 
 
 def test_a_loader_that_takes_turns_with_its_step_waits_for_what_it_loads():
@@ -76,10 +74,6 @@ def test_parts_of_a_pipeline_get_what_the_part_before_returned():
     assert seen == [[3, 5, 7, 9], [11]] * 2  # once to fill the cache
 
 
-def test_core_time_does_not_count_sleep():
-    assert loading.core_ms(lambda item: time.sleep(0.02), [1, 2]) < 20
-
-
 def test_crops_lie_in_the_image_and_have_the_area_asked_for():
     random.seed(1)
     for width, height in ((300, 200), (200, 300), (224, 224), (2000, 50), (1, 1)):
@@ -91,8 +85,6 @@ def test_crops_lie_in_the_image_and_have_the_area_asked_for():
 
 
 def test_emulated_step_and_network():
-    with pytest.raises(ValueError, match="above 0"):
-        loading.emulated_step(0)
     start = time.perf_counter()
     loading.emulated_step(1000)(np.zeros(50))
     assert time.perf_counter() - start >= 0.05
@@ -120,14 +112,6 @@ def test_large_photographs_and_contact_sheets_are_made_of_the_set(tmp_path):
         assert photograph.size == (1200, 960) and photograph.format == "JPEG"
 
 
-@pytest.mark.parametrize("share", [2, 4, 8])
-def test_a_decoder_can_give_a_part_of_the_size(share, tmp_path):
-    Image.new("RGB", (800, 640)).save(tmp_path / "large.jpg")
-    with Image.open(tmp_path / "large.jpg") as image:
-        image.draft("RGB", (800 // share, 640 // share))
-        assert image.convert("RGB").size == (800 // share, 640 // share)
-
-
 def test_records_name_the_ways_and_compare_them_within_rounds():
     assert loader_records.rates_by_workers("dataloader")[0] > 100
     name, row = loader_records.best_workers("ffcv_raw")
@@ -135,8 +119,6 @@ def test_records_name_the_ways_and_compare_them_within_rounds():
     middle, least, most = loader_records.gain("ffcv_raw")
     assert 1 < least <= middle <= most
     assert loader_records.gain("dataloader") == (1, 1, 1)
-    with pytest.raises(ValueError, match="there are dataloader"):
-        loader_records.rates("nothing")
     lines = loader_records.table(["dataloader", "mosaicml_streaming"]).splitlines()
     assert lines[1].startswith("DataLoader, PIL") and lines[-1].startswith("MosaicML Streaming: without")
     assert {"cold_s", "next_process_s"} < {*loader_records.compile_seconds()}
@@ -148,8 +130,3 @@ def test_modelled_step_waits_for_a_slow_loader_only():
     (slow, both, waits), fast = found.values()
     assert both == slow < 2900 and waits == pytest.approx(1 - slow / 2900)
     assert fast[1:] == (2900, 0)
-
-
-def test_recorded_bars_are_drawn():
-    figure = loader_records.bars(["dataloader", "ffcv_raw"])
-    assert "recorded" in figure._suptitle.get_text() or "recorded" in figure.axes[0].get_title()
