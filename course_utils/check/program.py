@@ -122,7 +122,7 @@ class Note:
         largest: float | None = None, **keys: str,
     ) -> bool:
         """What one rank has communicated, with limits as `Exercise.audit` takes them; ``all_reduce="all-reduce"`` and
-        ``too_few_bytes="weight-kept"`` say which hint a finding gets; a call for objects is one only with ``object=``."""
+        ``too_few_bytes="weight-kept"`` say which hint a finding gets; objects are told with ``object=`` only."""
         findings = ("too_", "not_", "other_")  # names of operations keep their underscores
         named = {key.replace("_", "-") if key.startswith(findings) else key: hint for key, hint in keys.items()}
         limits = {"number": calls, "sent_bytes": sent, "carried": carried, "largest": largest}
