@@ -21,6 +21,7 @@ from course_utils.data import Windows
 from course_utils.models import TransformerConfig, build_gpt
 from course_utils.programs import SCRIPTS, excerpt, folded
 from course_utils.ranks import Entry, Ledger
+from lessons.fsdp.answers import clip_sharded
 from lessons.fsdp.sharded import ring_traffic
 
 pytestmark = pytest.mark.guard(90)
@@ -114,7 +115,7 @@ def test_a_batch_less_in_each_epoch_mixes_epochs_and_hangs_at_the_end(capfd):
                     print(f"epoch: {layer.weight.grad.to_local().item()}")
 
     with pytest.raises(HangError, match="has returned"):
-        on_ranks(two_epochs, n=2, timeout=8)
+        on_ranks(two_epochs, n=2, timeout=15)
     assert [line.split(": ")[-1] for line in capfd.readouterr().out.splitlines() if "epoch" in line] == [
         "1.0", "1.0", "5.5", "10.0"
     ]
@@ -144,6 +145,21 @@ def test_a_sharded_model_saved_by_hand_claims_the_whole_shape_and_has_a_part(tmp
 
     names = lesson()
     on_ranks(by_hand, n=2)
+
+
+def test_clipping_over_shards_is_that_of_pytorch():
+    def norms_and_gradients():
+        torch.manual_seed(0)
+        layer = fully_shard(torch.nn.Linear(3, 5).double())
+        (100 * layer(torch.ones(2, 3).double())).square().sum().backward()
+        own = [p.grad.to_local().clone() for p in layer.parameters()]
+        right = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0).full_tensor().item()
+        norm = clip_sharded(own, [], 1.0).item()
+        return norm, right, own, [p.grad.to_local().clone() for p in layer.parameters()]
+
+    for norm, right, own, clipped in on_ranks(norms_and_gradients, n=3):
+        assert norm == pytest.approx(right, rel=1e-12)
+        assert all(torch.allclose(g, c, rtol=1e-9, atol=0) for g, c in zip(own, clipped, strict=True))
 
 
 def test_an_excerpt_is_whole_lines_without_indent(tmp_path):
