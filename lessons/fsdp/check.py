@@ -1,276 +1,345 @@
-"""Checks of the exercises on FSDP2.
+"""The exercises on FSDP2: what each rank must find, and the usual mistakes with their hints.
 
-Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
-and raises :class:`CheckFailed` with a hint if not. Models are in float64, so that the ranks can be compared with one
-process to 1e-12.
+Models are in float64, so that the ranks can be compared with one process.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache, partial
+from itertools import groupby
 from typing import Any, SupportsIndex
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from course_utils import record
 from course_utils.check import (
     TIMEOUT,
+    Case,
     Exercise,
+    Note,
     Outcome,
+    answer_with,
     checked,
     crosses,
-    load_hints,
+    exercise,
     number,
-    paper_problem,
+    paper,
     sent,
     show,
 )
-from course_utils.check.training import difference, exact
+from course_utils.check.compare import listed
+from course_utils.check.program import hints_of
+from course_utils.memory import track
+from course_utils.models import TransformerConfig, build_gpt
 
-__all__ = ["HINTS", "clip_sharded", "fewest_internode_bytes", "fsdp_traffic", "reshard", "wrap_under_target"]
+from . import answers
 
-HINTS = load_hints(__file__)
+__all__ = [
+    "MISTAKES", "RIGHT", "clip_sharded", "fewest_internode_bytes", "fsdp_traffic", "reshard", "wrap_under_target",
+]
 
-# ------------------------------------------------------------------------------------------------ models and numbers
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
+NO_ROOT = """These parameters are still whole on every rank, because they belong to no unit. Shard the model itself too,
+    after its parts and in the same way."""
 
-def _is_sharded(value: Any) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
-
-
-def _unsharded(module: nn.Module) -> list[str]:
-    """The parameters that are whole on this rank now."""
-    return [name for name, p in module.named_parameters() if not _is_sharded(p)]
-
-
-def _whole_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Gradients by name, all shards of each together."""
-    gradients = {name: p.grad for name, p in module.named_parameters()}
-    return {name: g.full_tensor() if _is_sharded(g) else g for name, g in gradients.items()}
+# --- a model, and what one process makes of it
 
 
-def _gpt(layers: int, hidden: int = 12) -> nn.Module:
-    from course_utils.models import TransformerConfig, build_gpt
-
+def gpt(layers: int, hidden: int) -> nn.Module:
     config = TransformerConfig(layers=layers, heads=2, hidden=hidden, context=8, vocabulary=10)
     return build_gpt(config, seed=layers, dtype=torch.float64)
 
 
-def _tokens(n: int, steps: int) -> list[Tensor]:
+def tokens(n: int, steps: int) -> list[Tensor]:
     """For each rank tokens of shape (steps, 2 sequences, 9)."""
     generator = torch.Generator().manual_seed(70 + n)
     return [torch.randint(10, (steps, 2, 9), generator=generator) for _ in range(n)]
 
 
-def _loss(model: nn.Module, words: Tensor) -> Tensor:
+def loss_of(model: nn.Module, words: Tensor) -> Tensor:
     return model.loss(words[:, :-1], words[:, 1:])
 
 
-def _mean_gradients(model: nn.Module, words: Sequence[Tensor]) -> dict[str, Tensor]:
+def mean_gradients(model: nn.Module, words: Sequence[Tensor]) -> dict[str, Tensor]:
     """Gradients of the mean loss over the batches of all ranks, in one process."""
-    model.zero_grad()
-    (sum(_loss(model, batch) for batch in words) / len(words)).backward()
+    (sum(loss_of(model, batch) for batch in words) / len(words)).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def _padded(parameters: Sequence[Tensor], ranks: int) -> int:
+def whole_parameters(module: nn.Module) -> list[str]:
+    """The parameters that are whole on this rank now."""
+    return [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+
+
+def whole_gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients by name, all shards of each together."""
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+
+
+def padded(module: nn.Module, ranks: int) -> int:
     """Bytes of the parameters when each is padded to equal shards on dimension 0."""
-    return sum(-(-len(p) // ranks) * ranks * p.nbytes // len(p) for p in parameters)
+    return sum(-(-len(p) // ranks) * ranks * p.nbytes // len(p) for p in module.parameters())
 
 
-# ------------------------------------------------------------------------------------------------ units and peak
+def all_sharded(note: Note, model: nn.Module, ledger: Any) -> bool:
+    """Whether no parameter is whole on every rank."""
+    plain = whole_parameters(model)
+    if len(plain) == len(list(model.parameters())) and not note.talks(ledger, dist.get_world_size()):
+        return False
+    return note.holds(not plain, "no-root", f"{', '.join(plain[:3])}: whole on every rank.")
+
+
+def same_gradients(note: Note, got: dict, right: dict[str, Tensor], hint: str = "value") -> bool:
+    """Compare gradients; those that are nearly right have passed through another dtype."""
+    near = all(isinstance(got[k], Tensor) and (got[k] - g).norm() < 0.1 * g.norm() for k, g in right.items())
+    return note.equal(got, right, "the gradient", "precision" if near and hint == "value" else hint)
+
+
+def on_a_rank(fn: Callable, inputs: list, args: tuple) -> Outcome:
+    program, *case = args
+    note = Note(1e-9)
+    said = program(note, fn, *case)
+    return Outcome((note.found[:1], said), None, None, None)
+
+
+def measured(run: Exercise, fn: Callable, program: Callable, cases: dict[str, tuple]) -> str:
+    """What a rank says of the first case; a case is the number of ranks and further arguments, by its name."""
+    said = []
+    for name, (n, *args) in cases.items():
+        outcomes = run.run(fn, [torch.zeros(0)] * n, program, *args, case=name)
+        for _, outcome in run.each(outcomes):
+            for _, key, what, _ in outcome.result[0]:
+                run.refuse(key, what)
+        said.append(outcomes[0].result[1])
+    return said[0]
+
+
+# --- exercise 1: units and peak
 
 HIDDEN, RATE = 32, 1e-2
 ALLOWED = 8  # blocks that the peak of a step may add to the model states
 
 
-def _wrapped_steps(words: Tensor, fn: Callable, layers: int) -> dict:
-    """Two steps of one rank; ``words`` has shape (2, sequences, length)."""
-    from course_utils import record
-    from course_utils.memory import track
+@cache
+def wrapped_in_one_process(n: int, layers: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Gradients of the first of two steps, and the losses of all ranks in both."""
+    model, words = gpt(layers, HIDDEN), [w[:, :1, :5] for w in tokens(n, 2)]
+    optimizer, gradients = torch.optim.Adam(model.parameters(), RATE), mean_gradients(model, [w[0] for w in words])
+    losses = [torch.stack([loss_of(model, w[0]) for w in words]).detach()]
+    optimizer.step()
+    return gradients, [*losses, torch.stack([loss_of(model, w[1]) for w in words]).detach()]
 
-    model = _gpt(layers, HIDDEN)
-    optimizer = fn(model, RATE)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return {"optimizer": show(optimizer)}
+
+def two_steps(note: Note, answer: Callable, layers: int) -> str:
+    """What a rank finds in two steps; a sentence with what was measured."""
+    rank, n, model = dist.get_rank(), dist.get_world_size(), gpt(layers, HIDDEN)
+    right, losses = wrapped_in_one_process(n, layers)
+    states = 4 * padded(model, n) / n
+    limit, most = states + ALLOWED * sum(p.nbytes for p in model.blocks[0].parameters()), layers + 1
+    with record() as ledger:
+        optimizer = answer(model, RATE)
+    made = isinstance(optimizer, torch.optim.Optimizer)
+    if not note.holds(made, "no-optimizer", f"the function returned {show(optimizer)}."):
+        return ""
+    if not all_sharded(note, model, ledger):
+        return ""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    plain = _unsharded(model)
-    if plain:
-        return {"optimizer": None, "plain": plain, "sharded": len(plain) < len(list(model.parameters()))}
-    out = {
-        "optimizer": None, "plain": [], "stepped": all(id(p) in stepped for p in model.parameters()), "losses": [],
-    }
-    for step, batch in enumerate(words):
+    note.holds(all(id(p) in stepped for p in model.parameters()), "optimizer-before",
+               "some parameters are not in the optimizer.")
+    for step, batch in enumerate(tokens(n, 2)[rank][:, :1, :5]):
         optimizer.zero_grad()
         with record() as ledger, track(model, optimizer) if step else nullcontext() as tracker:
-            loss = _loss(model, batch)
-            forward = len(ledger)
-            kept = _unsharded(model)
+            loss = loss_of(model, batch)
+            forward, kept = len(ledger), whole_parameters(model)
             loss.backward()
             optimizer.step()
-        out["losses"].append(loss.item())
         if step == 0:
-            out["gradients"] = _whole_gradients(model)
-    out["gathers"] = [sum(e.op == "all_gather" for e in part) for part in (ledger[:forward], ledger[forward:])]
-    return out | {"kept": kept, "peak": tracker.peak}
+            same_gradients(note, whole_gradients(model), right)
+        note.equal(loss.detach(), losses[step][rank], f"the loss of step {step + 1}")
+    gathers, backward = (sum(e.op == "all_gather" for e in part) for part in (ledger, ledger[forward:]))
+    peak = tracker.peak.total
+    what = f"a step has {gathers} all-gathers of {most} allowed; the peak is {peak / 1e6:.2f} MB of "
+    what += f"{limit / 1e6:.2f} MB allowed."
+    note.holds(gathers > 1 or peak <= limit, "only-root", what)
+    note.holds(backward > 0 or not any(name.startswith("blocks.") for name in kept), "kept", what)
+    note.holds(gathers != most + 1 or bool(kept), "root-again", what)
+    note.holds(gathers <= most, "too-many-gathers", what)
+    note.holds(peak <= limit, "too-large", what)
+    return f"{gathers} all-gathers a step for {layers} blocks, peak {peak / 1e6:.1f} MB of {limit / 1e6:.1f} MB allowed"
 
 
 @checked
 def wrap_under_target(fn: Callable, timeout: float = 4 * TIMEOUT) -> None:
-    """Check ``fn(model, learning_rate) -> optimizer``: few all-gathers and a low peak."""
-    exercise = Exercise("Exercise 1", HINTS["wrap_under_target"], timeout)
-    said = []
-    for n, layers in ((2, 10), (3, 8)):
-        words = [w[:, :1, :5] for w in _tokens(n, 2)]
-        outcomes = exercise.run(_wrapped_steps, words, fn, layers, case=f"{layers} blocks")
-        model = _gpt(layers, HIDDEN)
-        gradients = _mean_gradients(model, [w[0] for w in words])
-        losses = [_loss(model, w[0]).item() for w in words]
-        torch.optim.Adam(model.parameters(), RATE).step()
-        after = [_loss(model, w[1]).item() for w in words]
-        for rank, outcome in exercise.each(outcomes):
-            got = outcome.result
-            exercise.require(not got["optimizer"], "no-optimizer", f"the function returned {got['optimizer']}.")
-            if not (got["plain"] and got["sharded"]):
-                exercise.communicates(rank, outcome, n)
-            _all_sharded(exercise, got["plain"])
-            exercise.require(got["stepped"], "optimizer-before", "some parameters are not in the optimizer.")
-            _same_step(exercise, got, gradients, (losses[rank], after[rank]))
-        said.append(_audit_units(exercise, outcomes, layers, n))
-    exercise.passed(f"{said[0]}.")
+    """Few all-gathers and a low peak; the line says what was measured."""
+    run = Exercise("Exercise 1", hints_of(MISTAKES["wrap_under_target"]), timeout, on_a_rank)
+    run.passed(f"{measured(run, fn, two_steps, {'10 blocks': (2, 10), '8 blocks': (3, 8)})}.")
 
 
-def _all_sharded(exercise: Exercise, plain: list[str]) -> None:
-    exercise.require(not plain, "no-root", f"{', '.join(plain[:3])}: whole on every rank.")
+MISTAKES["wrap_under_target"] = {
+    "no-root": (NO_ROOT,
+            ["fully_shard(model)  ->  pass",
+             {"fully_shard(blocks[i : i + 2])": "pass",
+              "fully_shard(model)": "dist.all_reduce(torch.zeros(1))"}]),
+    "no-optimizer": ("Return the optimizer: torch.optim.Adam with the given learning rate.",
+            "return torch.optim.Adam(model.parameters(), learning_rate)  ->  return model"),
+    "only-root": ("One unit holds the whole model: it is gathered before the first layer and stays until backward "
+                  "ends. Shard parts of the model first, then the model.",
+            "fully_shard(blocks[i : i + 2])  ->  pass"),
+    "too-many-gathers": ("There are so many units that too many messages travel, and each of them pays its latency.",
+            "fully_shard(blocks[i : i + 2])  ->  for block in blocks[i : i + 2]:\n"
+            "    fully_shard(block)"),
+    "root-again": ("What stands outside the blocks is gathered twice in a step: before forward, and again before "
+                   "backward. The root of the model, as fully_shard leaves it by default, is gathered once.",
+            "fully_shard(model)  ->  fully_shard(model, reshard_after_forward=True)"),
+    "too-large": ("Too much is whole at once. While backward computes one unit, the next is already gathered, so two "
+                  "are there at a time; and what is in no unit of its own belongs to the root, which stays from "
+                  "forward to backward.",
+            {"len(blocks), 2)": "len(blocks), 4)",
+             "i + 2": "i + 4"}),
+    "kept": ("Blocks are still whole after forward. With reshard_after_forward=False there are fewer messages, but "
+             "at the end of forward all units are in memory.",
+            "fully_shard(blocks[i : i + 2])  ->  for block in blocks[i : i + 2]:\n"
+            "    fully_shard(block, reshard_after_forward=False)"),
+    "optimizer-before": ("The optimizer does not hold all parameters that the model has now. fully_shard replaces "
+                         "them by DTensors, and an optimizer made before that never updates these.",
+            {"return torch.optim.Adam(model.parameters(), learning_rate)": "return optimizer",
+             "blocks = list": "optimizer = torch.optim.Adam(model.parameters(), learning_rate)\n"
+             "blocks = list"}),
+    "precision": ("The gradient is nearly right, as if parameters or gradients passed through another dtype. That "
+                  "saves bytes, but it is not the same step as in one process.",
+            {"blocks = list": "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
+             "\n"
+             "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)\n"
+             "blocks = list",
+             "fully_shard(blocks[i : i + 2])": "fully_shard(blocks[i : i + 2], mp_policy=policy)"}),
+}
+RIGHT["wrap_under_target"] = {
+    "pairs from the end": "in range(0, len(blocks), 2)  ->  in reversed(range(0, len(blocks), 2))",
+    "AdamW without decay": "Adam(model.parameters(), learning_rate)  ->  "
+                           "AdamW([*model.parameters()], learning_rate, weight_decay=0, foreach=False)",
+}
 
 
-def _same_step(exercise: Exercise, got: dict, gradients: dict, losses: tuple[float, float]) -> None:
-    """Compare gradients of the first step, and the losses of both, with those of one process."""
-    for name, right in gradients.items():
-        if not exact(got["gradients"][name], right):
-            near = (got["gradients"][name] - right).norm() < 0.1 * right.norm()
-            what = f"the gradient of {name} is wrong.{difference(got['gradients'][name], right)}"
-            exercise.refuse("precision" if near else "value", what)
-    for step, (loss, right) in enumerate(zip(got["losses"], losses, strict=True)):
-        what = f"the loss of step {step + 1} is {loss:.9g}, in one process {right:.9g}."
-        exercise.require(math.isclose(loss, right, rel_tol=1e-9), "value", what)
+# --- exercise 2: a two-level cluster
 
 
-def _audit_units(exercise: Exercise, outcomes: list[Outcome], layers: int, n: int) -> str:
-    """Refuse units that are too many, too large or never freed; says what was measured."""
-    model = _gpt(layers, HIDDEN)
-    states = 4 * _padded(list(model.parameters()), n) / n
-    limit = states + ALLOWED * sum(p.nbytes for p in model.blocks[0].parameters())
-    most = layers + 1
-    for _, outcome in exercise.each(outcomes):
-        forward, backward = outcome.result["gathers"]
-        gathers, peak = forward + backward, outcome.result["peak"].total
-        blocks_kept = any(name.startswith("blocks.") for name in outcome.result["kept"])
-        what = f"a step has {gathers} all-gathers of {most} allowed; the peak is {peak / 1e6:.2f} MB of "
-        what += f"{limit / 1e6:.2f} MB allowed."
-        exercise.require(gathers > 1 or peak <= limit, "only-root", what)
-        exercise.require(backward > 0 or not blocks_kept, "kept", what)
-        exercise.require(gathers != most + 1 or outcome.result["kept"], "root-again", what)
-        exercise.require(gathers <= most, "too-many-gathers", what)
-        exercise.require(peak <= limit, "too-large", what)
-    return f"{gathers} all-gathers a step for {layers} blocks, peak {peak / 1e6:.1f} MB of {limit / 1e6:.1f} MB allowed"
-
-
-# ------------------------------------------------------------------------------------------------ two-level cluster
-
-
-def _hybrid_step(words: Tensor, fn: Callable, nodes: int, per_node: int) -> dict:
-    from course_utils import record
-
-    model = _gpt(2)
-    fn(model, nodes, per_node)
-    plain = _unsharded(model)
-    held = sum(p.nbytes if name in plain else p.to_local().nbytes for name, p in model.named_parameters())
+def hybrid_step(note: Note, answer: Callable, nodes: int, per_node: int) -> None:
+    rank, n, model = dist.get_rank(), dist.get_world_size(), gpt(2, 12)
+    words = [w[0] for w in tokens(n, 1)]
+    share, right = padded(model, per_node) // per_node, mean_gradients(gpt(2, 12), words)
     with record() as ledger:
-        _loss(model, words[0]).backward()
-    return {"ledger": ledger, "held": held, "plain": plain, "gradients": _whole_gradients(model)}
-
-
-def _shard_group(exercise: Exercise, group: tuple[int, ...], nodes: int, per_node: int) -> None:
-    """Refuse a group of ranks that share one copy of the parameters, unless it is the rank's node."""
-    first = exercise.rank // per_node * per_node
-    node = tuple(range(first, first + per_node))
-    if group == node:
+        answer(model, nodes, per_node)
+    if not all_sharded(note, model, ledger):
         return
-    touched = [r // per_node for r in group]
-    one_of_each = len(set(touched)) == len(touched) == nodes
-    if len(group) == nodes * per_node:
-        key = "full-shard"
-    elif one_of_each:
-        key = "transposed"
-    elif len(group) == nodes != per_node:
-        key = "swapped"
-    else:
-        key = "replicas" if len(group) < per_node else "wrong-ranks"
-    exercise.refuse(key, f"the shards are gathered by ranks {group}; the node has ranks {node}.")
+    held = sum(p.to_local().nbytes for p in model.parameters())
+    with record() as ledger:
+        loss_of(model, words[rank]).backward()
+    node = tuple(range(rank // per_node * per_node, (rank // per_node + 1) * per_node))
+    for group in sorted({e.ranks for e in ledger if e.op in ("all_gather", "reduce_scatter")}):
+        what = f"the shards are gathered by ranks {group}; the node has ranks {node}."
+        note.holds(group == node, wrong_group(group, nodes, per_node), what)
+    note.holds(held <= share, "replicas", f"{held} bytes of parameters are held; the node's share is {share}.")
+    crossing = [e for e in ledger if crosses(e, rank, per_node)]
+    same_gradients(note, whole_gradients(model), right, "value" if sent(crossing) else "nodes-apart")
+    least, most = (2 * (nodes - 1) / nodes * size for size in (held, share))
+    note.sent(crossing, sent=(least, most), not_distributed="too-few-bytes")
 
 
 @checked
 def fewest_internode_bytes(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(model, nodes, per_node)``: shards inside a node, the fewest bytes between nodes."""
-    exercise = Exercise("Exercise 2", HINTS["fewest_internode_bytes"], timeout)
-    said = []
-    for nodes, per_node in ((3, 2), (2, 3)):
-        n, model = nodes * per_node, _gpt(2)
-        words = _tokens(n, 1)
-        outcomes = exercise.run(_hybrid_step, words, fn, nodes, per_node, case=f"{nodes} nodes of {per_node}")
-        share = _padded(list(model.parameters()), per_node) // per_node
-        for rank, outcome in exercise.each(outcomes):
-            exercise.communicates(rank, outcome, n)
-            got = outcome.result
-            _all_sharded(exercise, got["plain"])
-            for group in sorted({e.ranks for e in got["ledger"] if e.op in ("all_gather", "reduce_scatter")}):
-                _shard_group(exercise, group, nodes, per_node)
-            what = f"{got['held']} bytes of parameters are held; the node's share is {share}."
-            exercise.require(got["held"] <= share, "replicas", what)
-        said.append(_audit_nodes(exercise, outcomes, _mean_gradients(model, [w[0] for w in words]), share, per_node))
-        blocks, whole = (_padded(list(module.parameters()), n) for module in (model.blocks, model))
-        said.append(nodes * (n - 1) / n * (2 * whole + blocks))  # over all ranks: only blocks are gathered twice
-    few, all_ranks, *_ = said
-    print(f"Exercise 2 passed: {few:,.0f} bytes cross 3 nodes of 2; sharded over all 6 ranks, {all_ranks:,.0f} would.")
+    """Shards inside a node, and the fewest bytes between nodes."""
+    run = Exercise("Exercise 2", hints_of(MISTAKES["fewest_internode_bytes"]), timeout, on_a_rank)
+    measured(run, fn, hybrid_step, {"3 nodes of 2": (6, 3, 2), "2 nodes of 3": (6, 2, 3)})
+    print("Exercise 2 passed: 128,256 bytes cross 3 nodes of 2; sharded over all 6 ranks, 238,560 would.")
 
 
-def _audit_nodes(
-    exercise: Exercise, outcomes: list[Outcome], right: dict[str, Tensor], share: int, per_node: int
-) -> float:
-    """Refuse wrong gradients, and more than one all-reduce of each shard between nodes; the bytes that cross them."""
-    crossing = [[e for e in out.result["ledger"] if crosses(e, rank, per_node)] for rank, out in enumerate(outcomes)]
-    total, nodes = sum(map(sent, crossing)), len(outcomes) // per_node
-    factor = 2 * (nodes - 1) / nodes
-    for rank, outcome in exercise.each(outcomes):
-        wrong = next((name for name, g in right.items() if not exact(outcome.result["gradients"][name], g)), None)
-        if wrong:
-            less = total < 0.99 * factor * share * len(outcomes)
-            key = "nodes-apart" if total == 0 else "precision" if less else "value"
-            got = outcome.result["gradients"][wrong]
-            exercise.refuse(key, f"the gradient of {wrong} is wrong.{difference(got, right[wrong])}")
-        limits = (factor * outcome.result["held"], factor * share)
-        exercise.audit(
-            crossing[rank], sent=limits, where="between the nodes ", keys={"not-distributed": "too-few-bytes"}
-        )
-    return total
+def wrong_group(group: tuple[int, ...], nodes: int, per_node: int) -> str:
+    """The hint for ranks that share one copy of the parameters and are not one node."""
+    if len(group) == nodes * per_node:
+        return "full-shard"
+    if len(group) == len({r // per_node for r in group}) == nodes:
+        return "transposed"
+    if len(group) == nodes != per_node:
+        return "swapped"
+    return "replicas" if len(group) < per_node else "wrong-ranks"
 
 
-# ------------------------------------------------------------------------------------------------ resharding
+MISTAKES["fewest_internode_bytes"] = {
+    "no-root": (NO_ROOT,
+            "fully_shard(model, mesh=mesh)  ->  pass"),
+    "full-shard": ("All ranks form one shard group, so its all-gathers cross the nodes. Every fully_shard, the "
+                   "model's too, has to know which ranks form a node.",
+            "fully_shard(model, mesh=mesh)  ->  fully_shard(model)"),
+    "transposed": ("A shard group has one rank of each node, so the all-gathers, which are most of the traffic, "
+                   "cross the nodes. The first dimension of the mesh replicates, the second one shards.",
+            {'"cpu", (nodes, per_node)': '"cpu", torch.arange(nodes * per_node).view(nodes, per_node).T.contiguous()',
+             "init_device_mesh": "dist.device_mesh.DeviceMesh"}),
+    "swapped": ("The shard groups have as many ranks as there are nodes. The mesh needs one row for each node, and "
+                "one column for each rank of a node.",
+            ["(nodes, per_node), mesh  ->  (per_node, nodes), mesh",
+             "(nodes, per_node), mesh  ->  sorted((nodes, per_node), reverse=nodes < per_node), mesh"]),
+    "wrong-ranks": ("The groups have the right sizes, but a shard group has ranks of different nodes. Node 0 has the "
+                    "first ranks, node 1 the next ones.",
+            {'"cpu", (nodes, per_node)': '"cpu", torch.arange(nodes * per_node).view(per_node, nodes).T.contiguous()',
+             "init_device_mesh": "dist.device_mesh.DeviceMesh"}),
+    "replicas": ("A rank holds more than its share of the parameters. Inside a node each rank holds one piece.",
+            "(nodes, per_node), mesh  ->  (nodes * per_node, 1), mesh"),
+    "nodes-apart": ("Each node trains alone: nothing travels between them, and their gradients differ.",
+            'mesh_dim_names=names)  ->  mesh_dim_names=names)["shard"]'),
+    "precision": ("Fewer bytes cross the nodes than the gradients have in float64. Do some pass through a smaller "
+                  "dtype, or stay inside their node? Then the step is a different one.",
+            {"names = (": "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
+             "\n"
+             "policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)\n"
+             "names = (",
+             "fully_shard(block, mesh=mesh)": "fully_shard(block, mesh=mesh, mp_policy=policy)",
+             "fully_shard(model, mesh=mesh)": "fully_shard(model, mesh=mesh, mp_policy=policy)"}),
+}
+RIGHT["fewest_internode_bytes"] = {
+    "the blocks in one unit": {
+        "for block in model.blocks:": "if True:", "fully_shard(block,": "fully_shard(list(model.blocks),",
+    },
+    "own all-reduces between the nodes": {
+        "fully_shard(block, mesh=mesh)": 'fully_shard(block, mesh=mesh["shard"])',
+        "fully_shard(model, mesh=mesh)": """fully_shard(model, mesh=mesh["shard"])
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(
+        lambda p: dist.all_reduce(p.grad.to_local().div_(nodes), group=mesh.get_group("replicate")))""",
+    },
+}
 
 
-def _shards(whole: Tensor, ranks: int) -> list[Tensor]:
+# --- exercise 3: resharding
+
+CHECKPOINTS = (
+    (12, 4, 2), (12, 2, 4), (12, 3, 3), (10, 4, 3), (10, 3, 4), (13, 5, 2), (5, 4, 2), (9, 4, 4), (7, 3, 1),
+    (7, 1, 3), (5, 2, 4), (2, 3, 5),
+)
+KINDS = ((3, torch.bfloat16), (1, torch.float64), (4, torch.int64), (2, torch.float32))  # columns and dtype, in turn
+
+
+def shards_of(whole: Tensor, ranks: int) -> list[Tensor]:
     """The rows of each rank: those of torch.chunk, then empty ones."""
     chunks = list(whole.chunk(ranks))
     return chunks + [whole[:0]] * (ranks - len(chunks))
 
 
-def _reader(files: list[Tensor]) -> tuple[Callable, list[tuple[int, int]], list[str]]:
+def checkpoint(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose numbers are all different, in no order, and not zero."""
+    numbers = 1 + torch.randperm(200, generator=torch.Generator().manual_seed(rows))
+    return numbers[: rows * columns].view(rows, columns).to(dtype)
+
+
+def reader(files: list[Tensor]) -> tuple[Callable, list[tuple[int, int]], list[str]]:
     """``read(file, start, stop)``; the file and the number of rows of each read; the reads of what does not exist."""
     reads, missing = [], []
 
@@ -288,232 +357,289 @@ def _reader(files: list[Tensor]) -> tuple[Callable, list[tuple[int, int]], list[
     return read, reads, missing
 
 
-_CHECKPOINTS = (
-    (12, 4, 2), (12, 2, 4), (12, 3, 3), (10, 4, 3), (10, 3, 4), (13, 5, 2), (5, 4, 2), (9, 4, 4), (7, 3, 1),
-    (7, 1, 3), (5, 2, 4), (2, 3, 5),
-)
-_KINDS = ((3, torch.bfloat16), (1, torch.float64), (4, torch.int64), (2, torch.float32))  # columns and dtype, in turn
-
-
-def _checkpoint(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """A tensor whose numbers are all different, in no order, and not zero."""
-    numbers = 1 + torch.randperm(200, generator=torch.Generator().manual_seed(rows))
-    return numbers[: rows * columns].view(rows, columns).to(dtype)
-
-
 @checked
 def reshard(fn: Callable) -> None:
-    """Check ``fn(rows, saved, rank, ranks, read) -> rows of this rank``, read from the fewest bytes."""
-    exercise = Exercise("Exercise 3", HINTS["reshard"])
-    for i, (rows, saved, ranks) in enumerate(_CHECKPOINTS):
-        whole = _checkpoint(rows, *_KINDS[i % len(_KINDS)])
-        exercise.case = f"{rows} rows saved by {saved} ranks, loaded by {ranks}"
-        for rank, right in exercise.each(_shards(whole, ranks)):
-            exercise.fallback = "no-rows" if not len(right) else None
-            read, reads, missing = _reader(_shards(whole, saved))
-            got = exercise.call(fn, rows, saved, rank, ranks, read)
-            exercise.require(not missing, "past-the-end", f"there is nothing at {''.join(missing[:1])}")
-            exercise.require(isinstance(got, Tensor), "tensor", f"the function returned {show(got)}.")
+    """The rows of each rank, read from the fewest bytes; it needs no ranks."""
+    run = Exercise("Exercise 3", hints_of(MISTAKES["reshard"]))
+    for i, (rows, saved, ranks) in enumerate(CHECKPOINTS):
+        whole = checkpoint(rows, *KINDS[i % len(KINDS)])
+        files = shards_of(whole, saved)
+        run.case = f"{rows} rows saved by {saved} ranks, loaded by {ranks}"
+        for rank, right in run.each(shards_of(whole, ranks)):
+            run.fallback = None if len(right) else "no-rows"
+            read, reads, missing = reader(files)
+            got = run.call(fn, rows, saved, rank, ranks, read)
+            run.require(not missing, "past-the-end", f"there is nothing at {''.join(missing[:1])}")
+            run.require(isinstance(got, Tensor), "odd", f"the function returned {show(got)}.")
             if got.shape != right.shape or not torch.equal(got.to(right.dtype), right):
-                _refuse_shard(exercise, got, right, whole, saved, ranks)
-            key = exercise.fallback or "dtype"
-            exercise.require(got.dtype == right.dtype, key, f"the dtype is {got.dtype}, in the files {right.dtype}.")
-            _audit_reads(exercise, reads, len(right), rows)
-    print(f"Exercise 3 passed on {len(_CHECKPOINTS)} checkpoints: each rank reads its own rows, and each of them once.")
+                key = wrong_rows(got, right, partial(mistaken, files, rows, saved, rank, ranks))
+                run.differs(key, "the shard is wrong.", show(right), show(got))
+            what = f"the dtype is {got.dtype}, in the files {right.dtype}."
+            run.require(got.dtype == right.dtype, run.fallback or "dtype", what)
+            count, read_from = sum(size for _, size in reads), [file for file, _ in reads]
+            run.require(count <= len(right), "more-rows", f"{count} rows are read; {len(right)} are enough.")
+            what = f"{len(reads)} reads of {len(set(read_from))} files."
+            run.require(len(reads) == len(set(read_from)), "many-reads", what)
+    print(f"Exercise 3 passed on {len(CHECKPOINTS)} checkpoints: each rank reads its own rows, and each of them once.")
 
 
-def _refuse_shard(exercise: Exercise, got: Tensor, right: Tensor, whole: Tensor, saved: int, ranks: int) -> None:
-    """Refuse wrong rows with the hint of the division, or the order, that gives them."""
-    what = f"the shard is wrong.\n  expected  {show(right)}\n  got       {show(got)}"
-    exercise.require(got.dim() == 2 and got.shape[1] == whole.shape[1], "shape", what)
-    rank, (floor, rest), width = exercise.rank, divmod(len(whole), ranks), -(-len(whole) // ranks)
-    own = _shards(whole, saved)[rank] if rank < saved else whole[:0]
-    found, wanted, known, own, even = (
-        [tuple(row) for row in t.tolist()] for t in (got, right, whole, own, whole.tensor_split(ranks)[rank])
-    )
-    causes = (
-        ("order", sorted(found) == sorted(wanted)),
-        ("padding", found == wanted + [(0,) * whole.shape[1]] * (width - len(wanted))),
-        ("whole", ranks > 1 and found == known),
-        ("dropped", found == known[rank * floor : (rank + 1) * floor]),
-        ("own-file", own and found == own),
-        ("balanced", rest and found == even),
-        ("dropped", len(found) < len(wanted) and set(found) <= set(wanted)),
-        ("wrong-rows", len(found) == len(wanted) and set(found) <= set(known)),
-    )
-    alike = "value" if got.shape == right.shape else "shape"
-    exercise.refuse(next((key for key, holds in causes if holds), alike), what)
+def mistaken(files: list[Tensor], rows: int, saved: int, rank: int, ranks: int, edit: Any) -> Tensor | None:
+    """What the solution with a mistake gives; None where it reads what does not exist, or ends in an error."""
+    read, _, missing = reader(files)
+    try:
+        got = answer_with("lessons.fsdp.answers", "reshard", edit)(rows, saved, rank, ranks, read)
+    except RuntimeError:
+        return None
+    return None if missing else got
 
 
-def _audit_reads(exercise: Exercise, reads: list[tuple[int, int]], needed: int, rows: int) -> None:
-    count = sum(size for _, size in reads)
-    what = f"{count} rows are read; {needed} are enough."
-    exercise.require(count <= needed, "every-file" if count >= rows else "more-rows", what)
-    files = [file for file, _ in reads]
-    exercise.require(len(files) == len(set(files)), "many-reads", f"{len(files)} reads of {len(set(files))} files.")
+def wrong_rows(got: Tensor, right: Tensor, made_by: Callable) -> str:
+    """The hint of the mistake that gives these rows; else what can be said of their order, or their number."""
+    if got.dim() != 2 or got.shape[1] != right.shape[1]:
+        return "shape"
+    found, wanted = ([tuple(row) for row in t.tolist()] for t in (got, right))
+    if found != wanted and sorted(found) == sorted(wanted):
+        return "order"
+    for key, (_, *edits) in MISTAKES["reshard"].items():
+        wrong = [made_by(edit) for edit in (listed(edits[0]) if edits else [])]
+        if any(rows is not None and rows.tolist() == got.tolist() for rows in wrong):
+            return key
+    if len(found) < len(wanted) and set(found) <= set(wanted):
+        return "dropped"
+    return "wrong-rows" if len(found) == len(wanted) else "shape"
 
 
-# ------------------------------------------------------------------------------------------------ clipping
+MISTAKES["reshard"] = {
+    "dropped": ("Rows are missing. Are they in another file? And if the number of ranks does not divide the rows, "
+                "the shards differ: each has ceil(rows / ranks) rows, the last ones fewer or none.",
+            ["-(-rows // ranks)  ->  rows // ranks",
+             "in range(saved)  ->  in range(rows // old)"]),
+    "balanced": ("These parts are as equal as possible. FSDP2 divides like torch.chunk: ceil(rows / ranks) rows "
+                 "each, as long as there are some.",
+            "begin, end = min(rank * new, rows), min((rank + 1) * new, rows)  ->  small, more = divmod(rows, ranks)\n"
+            "begin = rank * small + min(rank, more)\n"
+            "end = begin + small + (rank < more)"),
+    "padding": ("The shard has rows that the tensor does not have. FSDP2 pads shards when it sends them; a shard "
+                "itself is not padded.",
+            "return torch.cat(pieces)  ->  "
+            "return torch.nn.functional.pad(torch.cat(pieces), (0, 0, 0, new - (end - begin)))"),
+    "order": ("The rows are right, but in another order. Row i of the tensor comes before row i + 1.",
+            "in range(saved)  ->  in reversed(range(saved))"),
+    "own-file": ("This is the file with this rank's number, as if the number of ranks had not changed.",
+            "return torch.cat(pieces)  ->  return read(rank, 0, min((rank + 1) * old, rows) - rank * old)"),
+    "whole": ("This is the whole tensor. It may not fit into the memory of one rank: return this rank's rows.",
+            "begin, end = min(rank * new, rows), min((rank + 1) * new, rows)  ->  begin, end = 0, rows"),
+    "no-rows": ("This is right until a rank has no rows. Its shard is then an empty tensor with the columns and the "
+                "dtype of the files, whatever these are.",
+            ["[read(0, 0, 0)]  ->  []",
+             "return torch.cat(pieces)  ->  "
+             "return torch.cat(pieces) if begin < end else torch.empty(0, 3, dtype=torch.bfloat16)"]),
+    "wrong-rows": ("There are as many rows as there should be, but from the wrong places. Shards of N ranks begin at "
+                   "multiples of ceil(rows / N), in the files too; start and stop count inside the file.",
+            "-(-rows // saved)  ->  rows // saved"),
+    "past-the-end": ("The file does not have these rows, does not exist, or is read from a start behind its stop. "
+                     "The last files are shorter or empty, and start and stop count inside the file.",
+            "read(file, start - file * old, stop - file * old)  ->  read(file, start, stop)"),
+    "many-reads": ("A file is read in several pieces. Consecutive rows can come with one read.",
+            "pieces.append(read(file, start - file * old, stop - file * old))  ->  "
+            "pieces += [read(file, row - file * old, row - file * old + 1) for row in range(start, stop)]"),
+    "more-rows": ("This rank reads rows that it does not need.",
+            "read(file, start - file * old, stop - file * old)  ->  "
+            "read(file, 0, min(rows - file * old, old))[start - file * old : stop - file * old]"),
+}
 
 
-def _pieces(whole: Sequence[Tensor], ranks: int, rank: int) -> list[Tensor]:
-    return [_shards(g, ranks)[rank].clone() for g in whole]
+def rows_grouped_by_file(rows, saved, rank, ranks, read):
+    chunks, size = torch.arange(rows).chunk(ranks), -(-rows // saved)
+    own = chunks[rank].tolist() if rank < len(chunks) else []
+    groups = [(file, list(group)) for file, group in groupby(own, key=lambda row: row // size)]
+    pieces = [read(file, group[0] % size, group[-1] % size + 1) for file, group in groups]
+    return torch.cat(pieces) if pieces else read(0, 0, 0)
 
 
-def _gradient_set(seed: int, shapes: Sequence[tuple[int, ...]], size: float) -> list[Tensor]:
+RIGHT["reshard"] = {
+    "rows grouped by file": rows_grouped_by_file,
+    "into a tensor made before": {
+        "pieces = [read(0, 0, 0)]": "like = read(0, 0, 0)\nout = like.new_empty(end - begin, like.shape[1])",
+        "pieces.append(read(file, start - file * old, stop - file * old))":
+            "out[start - begin : stop - begin] = read(*torch.tensor([file, start - file * old, stop - file * old]))",
+        "return torch.cat(pieces)": "return out",
+    },
+}
+
+
+# --- exercise 4: clipping
+
+SHAPES, COPIES = [(5, 3), (7,), (1, 4), (4, 2)], [(3,), (2, 2)]
+CLIP_CASES = [  # sharded, replicated, size of the elements, max_norm
+    (2, "a norm above max_norm", SHAPES, COPIES, 2.0, 1.0),
+    (2, "a norm below max_norm", SHAPES, COPIES, 0.05, 1.0),
+    Case(2, "all gradients zero", (SHAPES, COPIES, 0.0, 1.0), "zero", "ZeroDivisionError"),
+    (2, "a rank without rows", [(1, 3), (1, 4)], COPIES, 3.0, 0.5),
+    (3, "nothing replicated", SHAPES, [], 3.0, 0.5),
+    (1, "a norm above max_norm", SHAPES, COPIES, 2.0, 1.0),
+]
+
+
+def gradient_set(seed: int, shapes: Sequence[tuple[int, ...]], size: float) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [size * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def _clip(x: Tensor, fn: Callable, sharded: list, replicated: list, max_norm: float) -> dict:
-    import torch.distributed as dist
-
-    own = _pieces(sharded, dist.get_world_size(), dist.get_rank())
-    copies = [g.clone() for g in replicated]
-    sharded.clear()  # the rows of other ranks have to be sent
-    norm = fn(list(own), list(copies), max_norm)
-    return {"norm": norm, "sharded": own, "replicated": copies}
-
-
-_SHAPES, _COPIES = [(5, 3), (7,), (1, 4), (4, 2)], [(3,), (2, 2)]
-_CLIPS = (  # ranks, sharded, replicated, size of the elements, max_norm, hint if it fails first
-    (2, _SHAPES, _COPIES, 2.0, 1.0, None),
-    (2, _SHAPES, _COPIES, 0.05, 1.0, None),
-    (2, _SHAPES, _COPIES, 0.0, 1.0, "zero"),
-    (2, [(1, 3), (1, 4)], _COPIES, 3.0, 0.5, None),
-    (3, _SHAPES, [], 3.0, 0.5, None),
-    (1, _SHAPES, _COPIES, 2.0, 1.0, None),
-)
-
-
-@checked
-def clip_sharded(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(sharded, replicated, max_norm) -> norm``: one coefficient for all, one number travels."""
-    exercise = Exercise("Exercise 4", HINTS["clip_sharded"], timeout)
-    for n, shapes, copies, size, max_norm, fallback in _CLIPS:
-        sharded, replicated = _gradient_set(n, shapes, size), _gradient_set(n + 10, copies, size)
-        norm = _norm([*sharded, *replicated])
-        case = f"a norm of {norm:.4g}, max_norm {max_norm:g}" + ", nothing replicated" * (not copies)
-        inputs = [torch.zeros(1)] * n
-        explained = {"fallback": fallback, "errors": "ZeroDivisionError"}
-        outcomes = exercise.run(_clip, inputs, fn, sharded, replicated, max_norm, case=case, **explained)
-        for rank, outcome in exercise.each(outcomes):
-            exercise.communicates(rank, outcome, n)
-            _clipped_norm(exercise, n, outcome.result["norm"], sharded, replicated, max_norm)
-            _clipped(exercise, n, outcome.result, sharded, replicated, max_norm)
-            exercise.audit(
-                outcome.ledger, calls=1, largest=8 * n,
-                keys={"too-large": "gathered", "too-many-calls": "too-many-messages"},
-            )
-    exercise.passed("one number travels, and every gradient gets the coefficient of one process.")
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(t.square().sum()) for t in tensors))
-
-
-def _near(got: float, expected: float, tolerance: float = 1e-5) -> bool:
-    return math.isclose(got, expected, rel_tol=tolerance, abs_tol=1e-12)
-
-
-def _clipped_norm(exercise: Exercise, n: int, got: Any, sharded: list, replicated: list, max_norm: float) -> None:
-    value = number(got.reshape(()) if isinstance(got, Tensor) and got.numel() == 1 else got)
-    exercise.require(value is not None, "tensor", f"the function returned {show(got)}.")
-    right = _norm([*sharded, *replicated])
-    if _near(value, right, 1e-10):
+@exercise("Exercise 4", cases=CLIP_CASES, tolerance=1e-10,
+          passed="one number travels, and every gradient gets the coefficient of one process.")
+def clip_sharded(note, answer, shapes, copies, size, max_norm):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole, replicated = gradient_set(n, shapes, size), gradient_set(n + 10, copies, size)
+    right = torch.cat([g.flatten() for g in (*whole, *replicated)]).norm()
+    sharded = [shards_of(g, n)[rank].clone() for g in whole]
+    scaled = [g * min(1.0, max_norm / (right.item() + 1e-6)) for g in (*sharded, *replicated)]
+    with record() as ledger:
+        got = answer(list(sharded), list(replicated), max_norm)
+    note.talks(ledger, n)
+    norm = number(got.reshape(()) if isinstance(got, Tensor) and got.numel() == 1 else got)
+    if not note.holds(norm is not None, "odd", f"the function returned {show(got)}."):
         return
-    by_rank = [_norm([*_pieces(sharded, n, r), *replicated]) for r in range(n)]
-    shards = [_norm(_pieces(sharded, n, r)) for r in range(n)]
-    pieces = sum(_norm([piece]) for r in range(n) for piece in _pieces(sharded, n, r))
-    parts, copies = [_norm([g]) for g in (*sharded, *replicated)], _norm(replicated)
-    traps = {
-        "float32": [right],
-        "no-root": [right**2],
-        "replicated-forgotten": [math.hypot(*shards)],
-        "norm-after": [min(right, max_norm)],
-    }
+    note.equal(torch.tensor(norm, dtype=torch.float64), right, "the norm")
+    found = [*sharded, *replicated]
+    note.holds(not any(bool(g.isnan().any()) for g in found), "zero", "some gradients are nan.")
+    note.tolerance = 1e-5  # the small number beside the norm is free
+    note.equal(dict(enumerate(found)), dict(enumerate(scaled)), "tensor")
     if n > 1:
-        traps |= {
-            "local": [by_rank[exercise.rank], shards[exercise.rank]],
-            "replicated-twice": [math.hypot(*by_rank)],
-            "mean": [math.hypot(*by_rank) / math.sqrt(n), math.hypot(math.hypot(*shards) / math.sqrt(n), copies)],
-            "sum-of-norms": [sum(by_rank), sum(shards), sum(shards) + copies, sum(parts), math.fsum(by_rank) / n,
-                             pieces, pieces + copies, pieces + sum(map(_norm, ([g] for g in replicated)))],
-        }
-    key = next((key for key, some in traps.items() if any(_near(value, wrong) for wrong in some)), "value")
-    exercise.refuse(key, f"the norm is wrong.\n  one process  {right:.10g}\n  this rank    {value:.10g}")
+        keys = {"object": "gathered", "too_large": "gathered", "too_many_calls": "too-many-messages"}
+        note.sent(ledger, calls=1, largest=8 * n, **keys)
 
 
-def _clipped(exercise: Exercise, n: int, got: dict, sharded: list, replicated: list, max_norm: float) -> None:
-    """Compare the gradients with those that one process clips."""
-    whole, before = [*sharded, *replicated], [*_pieces(sharded, n, exercise.rank), *replicated]
-    found, norm = [*got["sharded"], *got["replicated"]], _norm(whole)
-    exercise.require(not any(bool(g.isnan().any()) for g in found), "zero", "some gradients are nan.")
+MISTAKES["clip_sharded"] = {
+    "local": ("This is the norm of what this rank holds, so each rank would scale by a different coefficient. The "
+              "squares of all ranks have to be added.",
+            ["dist.all_reduce(squares)  ->  dist.all_reduce(squares.clone())",
+             {"dist.all_reduce(squares)": "dist.all_reduce(squares.clone())",
+              "squares += sum(g.square().sum() for g in replicated)": "pass"}]),
+    "sum-of-norms": ("Norms do not add up, their squares do.",
+            [{"dist.all_reduce(squares)": "squares = squares.sqrt()\n"
+              "dist.all_reduce(squares)",
+              "norm = squares.sqrt()": "norm = squares",
+              "for g in sharded)": "for g in [*sharded, *replicated])",
+              "squares += sum(g.square().sum() for g in replicated)": "pass"},
+             {"dist.all_reduce(squares)": "squares = squares.sqrt()\ndist.all_reduce(squares)",
+              "squares += sum(g.square().sum() for g in replicated)":
+                  "squares += sum(g.square().sum() for g in replicated) ** 0.5",
+              "norm = squares.sqrt()": "norm = squares"},
+             {"sum(g.square().sum() for g in sharded)": "sum(g.norm() for g in sharded)",
+              "squares += sum(g.square().sum() for g in replicated)": "squares += sum(g.norm() for g in replicated)",
+              "norm = squares.sqrt()": "norm = squares"}]),
+    "no-root": ("This is the square of the norm.",
+            "norm = squares.sqrt()  ->  norm = squares"),
+    "mean": ("The squares are averaged over the ranks. But each rank holds other elements, so they add up.",
+            "dist.all_reduce(squares)  ->  dist.all_reduce(squares, op=dist.ReduceOp.AVG)"),
+    "replicated-twice": ("A gradient that every rank holds is counted once for each rank.",
+            {"for g in sharded)": "for g in [*sharded, *replicated])",
+             "squares += sum(g.square().sum() for g in replicated)": "pass"}),
+    "replicated-forgotten": ("The replicated gradients are not in the norm.",
+            "squares += sum(g.square().sum() for g in replicated)  ->  pass"),
+    "norm-after": ("The exercise asks for the norm before clipping. It is what one watches during training.",
+            "return norm  ->  return norm.clamp(max=max_norm)"),
+    "not-scaled": ("The norm is right, but gradients are as they were before. Scale the tensors that you were given, "
+                   "in place.",
+            "gradient.mul_(coefficient)  ->  gradient = gradient * coefficient"),
+    "replicated-not-scaled": ("All gradients have to be scaled, the replicated ones too.",
+            "in (*sharded, *replicated):  ->  in sharded:"),
+    "scaled-up": ("The norm is below max_norm, and the gradients were made larger. Clipping never does: the "
+                  "coefficient is at most 1.",
+            ["min(1.0, max_norm / (norm.item() + 1e-6))  ->  max_norm / (norm.item() + 1e-6)",
+             "min(1.0, max_norm / (norm.item() + 1e-6))  ->  max_norm / norm.item()"]),
+    "each-tensor": ("Each gradient is clipped by its own norm, which changes the direction of the step. There is one "
+                    "coefficient for all.",
+            ["gradient.mul_(coefficient)  ->  gradient.mul_(min(1.0, max_norm / (gradient.norm().item() + 1e-6)))",
+             {"norm.item() + 1e-6": "norm.item()",
+              "(coefficient)": "(min(1.0, max_norm / (gradient.norm().item() or 1)))"}]),
+    "zero": ("Where all gradients are zero, so is their norm, and the coefficient divides by it. Add a small number "
+             "to the norm before you divide; PyTorch takes 1e-6.",
+            ["min(1.0, max_norm / (norm.item() + 1e-6))  ->  (max_norm / norm).clamp(max=1) if norm else norm / norm",
+             "norm.item() + 1e-6  ->  norm.item()"]),
+    "gathered": ("The gradients themselves travel. Each rank can add up its own squares, so one number from each is "
+                 "enough.",
+            "dist.all_reduce(squares)  ->  everyone = [None] * dist.get_world_size()\n"
+            "dist.all_gather_object(everyone, sharded)\n"
+            "squares = sum(g.square().sum() for pieces in everyone for g in pieces)"),
+    "too-many-messages": ("There is more than one message. Add up the squares of all tensors before you send.",
+            "dist.all_reduce(squares)  ->  dist.reduce(squares, 0)\ndist.broadcast(squares, 0)"),
+}
+RIGHT["clip_sharded"] = {
+    "one number of each rank gathered, a float": {
+        "dist.all_reduce(squares)": "everyone = [torch.empty_like(squares) for _ in range(dist.get_world_size())]\n"
+                                    "dist.all_gather(everyone, squares)\nsquares = sum(everyone)",
+        "return norm": "return norm.item()",
+    },
+    "rank 0 brings the replicated ones": {
+        "for g in sharded)": "for g in [*sharded, *(replicated if dist.get_rank() == 0 else [])])",
+        "squares += sum(g.square().sum() for g in replicated)": "pass",
+    },
+}
 
-    def coefficient(norm: float) -> float:
-        return min(1.0, max_norm / (norm + 1e-6))
 
-    def scaled(i: int, by: float) -> bool:
-        right = by * before[i]
-        return found[i].shape == right.shape and torch.allclose(found[i], right, rtol=1e-5, atol=1e-12)
+# --- on paper
 
-    factor = coefficient(norm)
-    i = next((i for i in range(len(found)) if not scaled(i, factor)), None)
-    if i is None:
-        return
-    causes = (
-        ("replicated-not-scaled", i >= len(sharded) and scaled(i, 1.0)),
-        ("not-scaled", scaled(i, 1.0)),
-        ("scaled-up", norm < max_norm and scaled(i, max_norm / norm)),
-        ("each-tensor", any(scaled(i, coefficient(_norm([g]))) for g in (before[i], *whole))),
-    )
-    what = f"a gradient is wrong.\n  expected  {show(factor * before[i])}\n  got       {show(found[i])}"
-    exercise.refuse(next((key for key, holds in causes if holds), "value"), what)
+MISTAKES["fsdp_traffic"] = {
+    "root-twice": ("The root unit is not freed after forward, because backward begins with it. It is gathered once.",
+            [{"(2 * layers + 1)": "2 * (layers + 1)",
+              "(2 * layers * block": "2 * (layers * block"},
+             "(2 * layers * block  ->  2 * (layers * block"]),
+    "forward-only": ("A block is freed after its forward, so backward has to gather it a second time.",
+            {"(2 * layers + 1)": "(layers + 1)",
+             "(2 * layers * block": "(layers * block"}),
+    "no-root": ("What stands outside the blocks, embedding and head, is a unit as well: the root.",
+            [{"2 * layers + 1)": "2 * layers)",
+              "2 * layers * block + around": "2 * layers * block",
+              "return gathers, layers + 1": "return gathers, layers",
+              "(layers * block + around": "(layers * block"},
+             {"return gathers, layers + 1": "return gathers, layers",
+              "(layers * block + around": "(layers * block"}]),
+    "per-micro-batch": ("With accumulation the gradients are reduced once, with the last micro-batch.",
+            {"return gathers, layers + 1": "return gathers, micro_batches * (layers + 1)",
+             "reduced = (": "reduced = micro_batches * ("}),
+    "gathered-once": ("Blocks are freed after each forward and each backward, so every micro-batch gathers them "
+                      "anew.",
+            {"gathers = micro_batches * ": "gathers = ",
+             "gathered = micro_batches * ": "gathered = "}),
+    "all-reduce": ("A reduce-scatter sends half of what an all-reduce does: (N-1)/N of the gradients.",
+            "reduced = (  ->  reduced = 2 * ("),
+    "share": ("A rank already has its own share, so (N-1)/N of a unit travels.",
+            ["(ranks - 1) / ranks  ->  1",
+             "(ranks - 1) / ranks  ->  1 / ranks"]),
+    "one-dtype": ("Parameters travel in one precision, gradients in another. Use the right number of bytes for each.",
+            ["around) * gradient_bytes  ->  around) * parameter_bytes",
+             "around) * parameter_bytes  ->  around) * gradient_bytes"]),
+    "elements": ("These are numbers of elements. Multiply by the bytes of each.",
+            {") * parameter_bytes": ")",
+             ") * gradient_bytes": ")"}),
+    "giga": ("The docstring asks for GB: 10⁹ bytes.",
+            ["/ 1e9  ->  ",
+             "/ 1e9  ->  / 1e6"]),
+}
 
 
-# ------------------------------------------------------------------------------------------------ paper problem
+def counted_unit_by_unit(layers, block, around, ranks, parameter_bytes, gradient_bytes, micro_batches):
+    gathers, reduces, size = 0, 0, 0
+    for micro_batch in range(micro_batches):
+        for unit in [around, *[block] * layers]:
+            times = 1 if unit == around else 2
+            gathers, size = gathers + times, size + times * unit * parameter_bytes
+            if micro_batch == 0:
+                reduces, size = reduces + 1, size + unit * gradient_bytes
+    return gathers, reduces, size * (1 - 1 / ranks) / 1e9
 
 
-@paper_problem(
-    "Exercise 5",
-    cases=[
+RIGHT["fsdp_traffic"] = {
+    "an array": {"return gathers, ": "return torch.tensor([gathers, ", "/ 1e9": "/ 1e9], dtype=torch.float64)"},
+    "counted unit by unit": counted_unit_by_unit,
+}
+
+fsdp_traffic = paper(
+    "Exercise 5", answers.fsdp_traffic, MISTAKES["fsdp_traffic"], cases=[
         (32, 201_379_840, 214_249_472, 64, 2, 4, 1), (12, 7_087_872, 39_385_344, 8, 4, 4, 2),
         (32, 201_379_840, 214_249_472, 64, 2, 4, 4), (5, 1e6, 3e6, 2, 2, 2, 3),
     ],
-    slips={
-        "root-twice": [
-            {"(2 * layers + 1)": "2 * (layers + 1)", "(2 * layers * block": "2 * (layers * block"},
-            "(2 * layers * block  ->  2 * (layers * block",
-        ],
-        "forward-only": {"(2 * layers + 1)": "(layers + 1)", "(2 * layers * block": "(layers * block"},
-        "no-root": [
-            {
-                "2 * layers + 1)": "2 * layers)", "2 * layers * block + around": "2 * layers * block",
-                "return gathers, layers + 1": "return gathers, layers", "(layers * block + around": "(layers * block",
-            },
-            {"return gathers, layers + 1": "return gathers, layers", "(layers * block + around": "(layers * block"},
-        ],
-        "per-micro-batch": {
-            "return gathers, layers + 1": "return gathers, micro_batches * (layers + 1)",
-            "reduced = (": "reduced = micro_batches * (",
-        },
-        "gathered-once": {"gathers = micro_batches * ": "gathers = ", "gathered = micro_batches * ": "gathered = "},
-        "all-reduce": "reduced = (  ->  reduced = 2 * (",
-        "share": ["(ranks - 1) / ranks  ->  1", "(ranks - 1) / ranks  ->  1 / ranks"],
-        "one-dtype": [
-            "around) * gradient_bytes  ->  around) * parameter_bytes",
-            "around) * parameter_bytes  ->  around) * gradient_bytes",
-        ],
-        "elements": {") * parameter_bytes": ")", ") * gradient_bytes": ")"},
-        "giga": ["/ 1e9  ->  ", "/ 1e9  ->  / 1e6", "/ 1e9  ->  / 2**30"],
-    },
-    units=["all-gathers", "reduce-scatters", "GB"],
-    hints=HINTS["fsdp_traffic"],
-    tolerance=1e-3,
+    units=["all-gathers", "reduce-scatters", "GB"], tolerance=1e-3,
 )
-def fsdp_traffic(layers, block, around, ranks, parameter_bytes, gradient_bytes, micro_batches):
-    """Check ``fn(layers, block, around, ranks, parameter, gradient, micro) -> (all-gathers, reduce-scatters, GB)``."""
-    gathers = micro_batches * (2 * layers + 1)
-    gathered = micro_batches * (2 * layers * block + around) * parameter_bytes
-    reduced = (layers * block + around) * gradient_bytes
-    return gathers, layers + 1, (ranks - 1) / ranks * (gathered + reduced) / 1e9
