@@ -105,17 +105,10 @@ def sample_larger_than_a_page():
 
 
 def dataset_that_raises():
+    """The list of what is left to do is longer than a pipe holds, which must not hold up the end of the process."""
+
     def wrong():
         raise FileNotFoundError("n01440764_18.JPEG")
-
-    write(wrong)
-
-
-def failure_with_much_left_to_do():
-    """The list of what is to be done is longer than a pipe holds, which must not hold up the end of the process."""
-
-    def wrong():
-        raise ValueError("at the beginning")
 
     write(wrong, length=100_000)
 
@@ -162,20 +155,6 @@ def next_after_the_end():
     batches = iter(loader())
     count = sum(1 for _ in batches)
     return [count, next(batches, "end"), next(batches, "end")]
-
-
-def next_after_an_error():
-    def body(images, _):
-        raise ValueError("always")
-
-    batches = iter(loader([SimpleRGBImageDecoder(), ToTensor(), Own(body)]))
-    seen = []
-    for _ in range(2):
-        try:
-            next(batches)
-        except RuntimeError as error:
-            seen.append(str(error))
-    return seen
 
 
 def file_gone_while_it_is_read():

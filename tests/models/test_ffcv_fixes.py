@@ -28,7 +28,6 @@ ENDS = {  # what FFCV waits for ever in, or (the last) reads wrongly: the error 
     "image_without_channels": "RuntimeError: writing failed at sample 17: IndexError.*image.convert.'RGB'.",
     "sample_larger_than_a_page": "RuntimeError: .* at sample 17: .*3000000 but page size is 2097152.*page_size=",
     "dataset_that_raises": "RuntimeError: writing failed at sample 17: FileNotFoundError: n01440764_18.JPEG",
-    "failure_with_much_left_to_do": "RuntimeError: writing failed at sample 17: ValueError: at the beginning",
     "writer_killed": "RuntimeError: writing failed: a process of the writer was killed by signal 9 .no memory left",
     "disk_full": "RuntimeError: writing failed .*File too large",
     "operation_that_does_not_compile": "RuntimeError: FFCV failed in Own: TypingError.*there_is_no_such_thing",
@@ -41,7 +40,6 @@ ENDS = {  # what FFCV waits for ever in, or (the last) reads wrongly: the error 
 }
 RETURNS = {  # what went wrong silently, and what is right
     "next_after_the_end": [3, "end", "end"],
-    "next_after_an_error": ["FFCV failed in Own: ValueError: always"] * 2,
     "loop_left_by_break": [],
     "pipeline_used_twice": [[8, 3, 16, 16]] * 2,
     "threads_of_torch": 1,
@@ -167,12 +165,6 @@ def test_fix_is_left_out_where_its_line_is_not(here):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout.split() == ["False", "True"], done.stderr
-
-
-def test_every_fix_says_why():
-    names = [fix.name for fix in fixes.FIXES]
-    assert len(names) == len(set(names)) >= 8
-    assert all(len(fix.why.split()) > 20 and fix.place.startswith("ffcv.") and fix.line for fix in fixes.FIXES)
 
 
 @pytest.fixture
