@@ -1,9 +1,8 @@
-"""Checks of the exercises on pipeline parallelism.
+"""The exercises on pipeline parallelism: what each rank must find, and the usual mistakes with their hints.
 
-Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
-and raises :class:`CheckFailed` with a hint if not. Orders and schedules are simulated, so that any with the right time
-and memory passes. Engines run on real ranks in float64, equal to one process to 1e-12; the stages that they are given
-note every forward and backward, and count the micro-batches that autograd keeps something of.
+Orders and schedules are simulated, so that any with the right time and memory passes. Engines run on real ranks in
+float64, equal to one process to 1e-12; the stages that they are given note every forward and backward, and count the
+micro-batches that autograd keeps something of.
 """
 
 from __future__ import annotations
@@ -13,64 +12,70 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from course_utils.check import (
     TIMEOUT,
     Exercise,
+    Note,
     Outcome,
+    answer_with,
     checked,
     close,
-    load_hints,
-    paper_problem,
+    paper,
     show,
 )
 from course_utils.check.compare import number, whole_number, whole_numbers
-from course_utils.check.training import EXACT, average, compare, exact, gradients_of
-from course_utils.ranks import Ledger, interceptor, record
+from course_utils.check.program import hints_of
+from course_utils.check.training import exact, gradients_of
+from course_utils.ranks import interceptor, record
 
+from . import answers, pipeline
 from .pipeline import Costs, Op, Schedule, Timeline, gpipe, one_f_one_b, partition, simulate
 
 __all__ = [
-    "HINTS", "balance", "bubble", "one_f_one_b_order", "own_schedule", "run_order",
+    "MISTAKES", "RIGHT", "balance", "bubble", "one_f_one_b_order", "own_schedule", "run_order",
 ]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
-# ------------------------------------------------------------------------------------------------ orders, simulated
+# --- exercises 1 and 5: orders, simulated
 
 Order = list[tuple[str, int]]  # of one rank, such as ("F", 0)
 
-_ORDER_CASES = (  # ranks, micro-batches, hint for any failure here
+ORDER_CASES = (  # ranks, micro-batches, hint for any failure here
     (2, 4, None), (4, 8, None), (3, 6, "odd"), (5, 7, "odd"), (4, 2, "few"), (5, 3, "few"), (8, 1, "few"),
     (1, 3, "one-rank"), (7, 20, None), (16, 40, None),
 )
 
 
-class _Orders(Exercise):
+class Orders(Exercise):
     """An exercise in which some cases have a hint of their own for whatever is wrong with the orders."""
 
     def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
         super().refuse(self.fallback if self.fallback and key in self.hints else key, what, rank)
 
 
-def _pair(op: Any, kinds: str) -> tuple[str, int] | None:
+def pair(op: Any, kinds: str) -> tuple[str, int] | None:
     if not isinstance(op, list | tuple) or len(op) != 2:
         return None
     kind, m = op[0], whole_number(op[1])
     return (kind, m) if isinstance(kind, str) and kind in tuple(kinds) and m is not None else None
 
 
-def _simulated(exercise: Exercise, got: Sequence[Any], kinds: str, count: int, costs: Costs) -> Timeline:
+def simulated(exercise: Exercise, got: Sequence[Any], kinds: str, count: int, costs: Costs) -> Timeline:
     """The orders of all ranks in time; refuses those in another form, incomplete, too early or in each other's way."""
     orders = []
     for rank, ops in exercise.each(got):
-        pairs = [_pair(op, kinds) for op in ops] if isinstance(ops, list | tuple) else [None]
+        pairs = [pair(op, kinds) for op in ops] if isinstance(ops, list | tuple) else [None]
         exercise.require(None not in pairs, "form", f"the function returned {str(ops)[:100]}.")
         orders.append(tuple(Op(kind, rank, m) for kind, m in pairs))
     try:
@@ -82,12 +87,12 @@ def _simulated(exercise: Exercise, got: Sequence[Any], kinds: str, count: int, c
         exercise.refuse(key, f"{text}.")
 
 
-def _written(ops: Sequence[tuple], most: int = 24) -> str:
+def written(ops: Sequence[tuple], most: int = 24) -> str:
     """Operations, of which the kind comes first and the micro-batch last, in one line."""
     return " ".join(f"{op[0]}{op[-1]}" for op in ops[:most]) + (" …" if len(ops) > most else "")
 
 
-def _waits(timeline: Timeline, most: int = 5, unit: str = "") -> str:
+def waits(timeline: Timeline, most: int = 5, unit: str = "") -> str:
     """The longest times that ranks wait between two operations."""
     pairs = [(rank, *pair) for rank, spans in enumerate(timeline.spans) for pair in itertools.pairwise(spans)]
     waits = sorted((before.end - after.start, after.start, rank, after.op) for rank, before, after in pairs)
@@ -101,25 +106,25 @@ def _waits(timeline: Timeline, most: int = 5, unit: str = "") -> str:
 
 @checked
 def one_f_one_b_order(fn: Callable) -> None:
-    """Check ``fn(rank, ranks, microbatches)``: the order of one rank; all ranks' orders together are simulated."""
-    exercise = _Orders("Exercise 1", HINTS["one_f_one_b_order"])
-    for ranks, count, fallback in _ORDER_CASES:
+    """The orders of all ranks together, simulated."""
+    exercise = Orders("Exercise 1", hints_of(MISTAKES["one_f_one_b_order"]))
+    for ranks, count, fallback in ORDER_CASES:
         exercise.case, exercise.fallback = f"{ranks} ranks, {count} micro-batches", fallback
         got = [exercise.call(fn, rank, ranks, count) for rank in range(ranks)]
-        timeline = _simulated(exercise, got, "FB", count, Costs())
-        alike = _known_order([[(op.kind, op.microbatch) for op in ops] for ops in timeline.schedule.order], count)
+        timeline = simulated(exercise, got, "FB", count, Costs())
+        alike = known_order([[(op.kind, op.microbatch) for op in ops] for ops in timeline.schedule.order], count)
         for rank, held in exercise.each(timeline.peak):
             limit = min(count, ranks - rank)
             what = f"{held:.0f} micro-batches are held at a time; the target is {limit}."
-            ops = _written(timeline.schedule.order[rank])
+            ops = written(timeline.schedule.order[rank])
             exercise.require(held <= limit, alike or "peak", f"{what}\n\n{ops}")
         target = 3 * (count + ranks - 1)
         what = f"the step takes {timeline.seconds:g} (F takes 1, B takes 2); the target is {target}."
-        exercise.require(timeline.seconds <= target + 1e-9, alike or "slow", f"{what}\n\n{_waits(timeline)}")
+        exercise.require(timeline.seconds <= target + 1e-9, alike or "slow", f"{what}\n\n{waits(timeline)}")
     print("Exercise 1 passed for 1 to 16 ranks: as fast as 1F1B, with no more than ranks - rank micro-batches held.")
 
 
-def _known_order(orders: Sequence[Order], count: int) -> str | None:
+def known_order(orders: Sequence[Order], count: int) -> str | None:
     """The hint for orders that are those of another schedule."""
     if any(ops != orders[0] for ops in orders):
         return None
@@ -128,33 +133,122 @@ def _known_order(orders: Sequence[Order], count: int) -> str | None:
     return "gpipe" if orders[0] == [(kind, m) for kind in "FB" for m in range(count)] else "rank-ignored"
 
 
+MISTAKES["one_f_one_b_order"] = {
+    "form": ("Return a list of pairs such as ('F', 0): the kind of operation, and the number of the micro-batch from "
+             "0.",
+            ["return order  ->  return [(part, i) for kind, i in order for part in ('F' if kind == 'F' else 'IW')]",
+             'return order  ->  order']),
+    "incomplete": ("Each micro-batch goes forward once and back once, on every rank.",
+            ' + [("B", i) for i in range(microbatches - ahead, microbatches)]  ->  '),
+    "early": ("A backward comes before the forward of the same micro-batch on the same rank.",
+            '("F", ahead + i), ("B", i)  ->  ("B", i), ("F", ahead + i)'),
+    "deadlock": ("Ranks wait for each other in a circle. The ranks before a rank have to be ahead of it: how many "
+                 "forwards must each have done before its first backward can come?",
+            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, rank)"),
+    "rank-ignored": ("All ranks get the same list. The last can turn round at once; the first has to fill the "
+                     "pipeline.",
+            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, ranks - 1)"),
+    "gpipe": ("This is GPipe's order: all forwards come first, so the activations of all micro-batches are held.",
+            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = microbatches"),
+    "naive": ("Each micro-batch goes back before the next goes forward, so one rank works at a time.",
+            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = 0"),
+    "peak": ("A rank holds more than ranks - rank micro-batches. Every F adds one, every B gives one back.",
+            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, ranks - rank)"),
+    "slow": ("The memory is right, but a rank waits although it could work. Does it run far enough ahead before its "
+             "first backward?",
+            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, 1, ranks - rank - 1)"),
+    "odd": ("This is right for 2 and 4 ranks, but not for an odd number. Look for a rank ^ something, or a half, "
+            "where a difference belongs.",
+            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, (ranks - 1) ^ rank)"),
+    "few": ("This is right while there are at least as many micro-batches as ranks, but not for fewer. No rank can "
+            "run further ahead than there are micro-batches.",
+            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = ranks - rank - 1"),
+}
+
+
+def order_of_the_package(rank, ranks, microbatches):
+    return [(op.kind, op.microbatch) for op in one_f_one_b(ranks, microbatches).order[rank]]
+
+
+def back_as_soon_as_it_can(rank, ranks, microbatches):
+    order, forwards, backwards = [], 0, 0
+    while backwards < microbatches:
+        if forwards < microbatches and forwards - backwards < ranks - rank:
+            order.append(["F", torch.tensor(forwards)])
+            forwards += 1
+        else:
+            order.append(["B", torch.tensor(backwards)])
+            backwards += 1
+    return order
+
+
+RIGHT["one_f_one_b_order"] = {
+    "of the package": order_of_the_package, "back as soon as it can": back_as_soon_as_it_can,
+}
+
 TARGET = Costs(2, 3, 1)  # of the puzzle, in ms
 RANKS, COUNT, LIMIT, SECONDS = 4, 8, 5, 59
 
 
 @checked
 def own_schedule(fn: Callable) -> None:
-    """Check ``fn()``: a schedule of 4 ranks and 8 micro-batches under limits of time and memory."""
-    exercise = Exercise("Exercise 5", HINTS["own_schedule"])
+    """A schedule of 4 ranks and 8 micro-batches under limits of time and memory."""
+    exercise = Exercise("Exercise 5", hints_of(MISTAKES["own_schedule"]))
     got = exercise.call(fn)
     form = isinstance(got, list | tuple) and len(got) == RANKS
     exercise.require(form, "form", f"the function returned {str(got)[:100]}.")
-    timeline = _simulated(exercise, got, "FBIW", COUNT, TARGET)
+    timeline = simulated(exercise, got, "FBIW", COUNT, TARGET)
     orders = timeline.schedule.order
     for rank, held in exercise.each(timeline.peak):
         what = f"{held:.0f} activations are held at a time; the target is {LIMIT}. Time: {timeline.seconds:g} ms."
-        exercise.require(held <= LIMIT, "memory", f"{what}\n\n{_written(orders[rank], 40)}")
+        exercise.require(held <= LIMIT, "memory", f"{what}\n\n{written(orders[rank], 40)}")
     split = any(op.kind == "W" for ops in orders for op in ops)
     what = f"the step takes {timeline.seconds:g} ms; the target is {SECONDS} ms."
     on_time = timeline.seconds <= SECONDS + 1e-9
-    exercise.require(on_time, "slow" if split else "unsplit", f"{what}\n\n{_waits(timeline, unit=' ms')}")
+    exercise.require(on_time, "slow" if split else "unsplit", f"{what}\n\n{waits(timeline, unit=' ms')}")
     peak = ", ".join(f"{held:.0f}" for held in timeline.peak)
     print(f"Exercise 5 passed: {timeline.seconds:g} ms, activations {peak}.")
 
 
-# ------------------------------------------------------------------------------------------------ stages with notes
+MISTAKES["own_schedule"] = {
+    "form": ("Return one list for each of the 4 ranks, of pairs such as ('F', 0), ('I', 0), ('W', 0) or ('B', 0).",
+            'return orders  ->  return [[f"{kind}{i}" for kind, i in order] for order in orders]'),
+    "incomplete": ("Each micro-batch needs F and B, or F, I and W, once on every rank.",
+            "return orders  ->  return [[op for op in order if op[0] != 'W'] for order in orders]"),
+    "early": ("An operation comes before the one it builds on: F, then I, then W.",
+            "return orders  ->  swap = dict(I='W', W='I', F='F')\n"
+            "return [[(swap[kind], i) for kind, i in order] for order in orders]"),
+    "deadlock": ("Ranks wait for each other in a circle. Neighbours have to take the micro-batches in orders that "
+                 "fit together.",
+            "((5, 0), (3, 2), (2, 3), (1, 4))  ->  ((1, 4), (2, 3), (3, 2), (4, 1))"),
+    "memory": ("A rank holds too many activations. F adds one; only W, or B, gives it back.",
+            "((5, 0), (3, 2), (2, 3), (1, 4))  ->  ((7, 0), (5, 2), (3, 4), (1, 6))"),
+    "unsplit": ("Here B is one piece, and the stage before waits until both of its halves are done. Of the two, I is "
+                "what the others wait for.",
+            "return orders  ->  return [one_f_one_b_order(rank, 4, 8) for rank in range(4)]"),
+    "slow": ("The memory is right, but the time is not yet. The longest waits are listed below: which W could be "
+             "done there, or which F could come earlier so that I is there in time?",
+            "((5, 0), (3, 2), (2, 3), (1, 4))  ->  ((4, 0), (3, 1), (2, 2), (1, 3))"),
+}
+
+GREEDY = (  # at every moment I first, then F while fewer than 5 activations are held, then W
+    "F0 F1 F2 F3 F4 I0 W0 F5 I1 I2 W1 F6 I3 W2 F7 I4 W3 W4 I5 W5 I6 W6 I7 W7",
+    "F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 F5 I3 W2 F6 I4 W3 F7 I5 W4 W5 I6 W6 I7 W7",
+    "F0 F1 F2 F3 I0 F4 I1 W0 I2 W1 W2 I3 F5 I4 W3 F6 I5 W4 F7 I6 W5 W6 I7 W7",
+    "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 F6 I6 W2 F7 I7 W3 W4 W5 W6 W7",
+)
+RIGHT["own_schedule"] = {
+    "greedy": lambda: [[(op[0], int(op[1:])) for op in ops.split()] for ops in GREEDY],
+    "tuples": "return orders  ->  return tuple(map(tuple, orders))",
+}
+
+# --- exercise 2: an engine, on stages that take notes
 
 WORDS, WIDTH, BATCH, LENGTH = 11, 6, 2, 5
+ENGINE_CASES = (  # ranks, micro-batches, order
+    (2, 4, "1F1B"), (2, 3, "last in, first out"), (3, 5, "1F1B"), (4, 2, "1F1B"), (4, 7, "1F1B"), (3, 4, "GPipe"),
+    (1, 3, "1F1B"),
+)
 
 
 class Stage(nn.Module):
@@ -173,36 +267,7 @@ class Stage(nn.Module):
         return self.head(torch.tanh(self.block(self.embedding(x))))
 
 
-@dataclass
-class Notes:
-    """What a stage notes of one step; its calls count from 0.
-
-    Attributes
-    ----------
-    seen : list of Tensor
-        The input of each call.
-    events : list of (str, int)
-        ``F`` or ``B``, and the number of the call.
-    messages : list of Counter
-        At the start of each event: messages sent and messages received until then, by ``("send" or "recv", peer)``.
-    arrived : dict
-        Number of the call to the gradient of its output.
-    peak, inputs : int
-        The most calls at a time of which autograd keeps something, and the most inputs that are in memory.
-    overwritten : bool
-        Whether backward found that something kept for it had changed.
-    """
-
-    seen: list[Tensor] = field(default_factory=list)
-    events: list[tuple[str, int]] = field(default_factory=list)
-    messages: list[Counter] = field(default_factory=list)
-    arrived: dict[int, Tensor] = field(default_factory=dict)
-    peak: int = 0
-    inputs: int = 0
-    overwritten: bool = False
-
-
-class _Kept:
+class Kept:
     """What autograd keeps of one call in place of a tensor; counts while it lives, and notices a change."""
 
     def __init__(self, tensor: Tensor, alive: Counter, call: int):
@@ -216,119 +281,162 @@ class _Kept:
 class Watched(Stage):
     """A stage that notes its forwards and backwards in order, and how many of its calls are in memory at a time."""
 
-    def __init__(self, rank: int, ranks: int, ledger: Ledger):
+    def __init__(self, rank: int, ranks: int):
         super().__init__(rank, ranks)
-        self.notes, self._ledger = Notes(), ledger
+        self.seen: list[Tensor] = []  # the input of each call
+        self.events: list[tuple[str, int]] = []  # F or B, and the number of the call
+        self.arrived: dict[int, Tensor] = {}  # number of the call to the gradient of its output
+        self.peak = self.inputs = 0  # the most calls that autograd keeps something of, and inputs in memory
+        self.overwritten = False  # whether backward found that something kept for it had changed
         self._storages: list = []  # of the inputs, as weak references
         self._alive: Counter = Counter()
 
     def forward(self, x: Tensor) -> Tensor:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
-        notes, call = self.notes, len(self.notes.seen)
-        _require_tensor("the stage", x)
-        self._note("F", call)
-        notes.seen.append(x.detach().clone())
+        call = len(self.seen)
+        require_tensor("the stage", x)
+        self.events.append(("F", call))
+        self.seen.append(x.detach().clone())
         self._storages.append(StorageWeakRef(x.untyped_storage()))
-        notes.inputs = max(notes.inputs, len({s.cdata for s in self._storages if not s.expired()}))
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: _Kept(t, self._alive, call), self._unpacked):
+        self.inputs = max(self.inputs, len({s.cdata for s in self._storages if not s.expired()}))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: Kept(t, self._alive, call), self._unpacked):
             y = super().forward(x)
-        notes.peak = max(notes.peak, sum(count > 0 for count in self._alive.values()))
+        self.peak = max(self.peak, sum(count > 0 for count in self._alive.values()))
         if y.requires_grad:
             y.register_hook(lambda gradient: self._backward(call, gradient))
         return y
 
-    def _unpacked(self, kept: _Kept) -> Tensor:
-        self.notes.overwritten |= not torch.equal(kept.tensor, kept.copy)
+    def _unpacked(self, kept: Kept) -> Tensor:
+        self.overwritten |= not torch.equal(kept.tensor, kept.copy)
         return kept.tensor
 
     def _backward(self, call: int, gradient: Tensor) -> None:
-        self._note("B", call)
-        self.notes.arrived[call] = gradient.detach().clone()
+        self.events.append(("B", call))
+        self.arrived[call] = gradient.detach().clone()
 
-    def _note(self, kind: str, call: int) -> None:
-        under_way = interceptor.unfinished()
-        done = [e for e in self._ledger if e.op == "send" or all(e is not other for other in under_way)]
-        self.notes.events.append((kind, call))
-        self.notes.messages.append(Counter((e.op, e.peer) for e in done))
+    def names(self, right: Sequence[Tensor]) -> list[int | None]:
+        """Of each call, the micro-batch whose input it got."""
+        return [next((m for m, x in enumerate(right) if close(got, x)), None) for got in self.seen]
 
 
-def _require_tensor(user: str, value: Any) -> None:
+def require_tensor(user: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{user} got {value} instead of a tensor")
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    _require_tensor("loss_fn", target)
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    require_tensor("loss_fn", target)
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-# ------------------------------------------------------------------------------------------------ engines
+def words_of(count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + count)
+    return torch.randint(WORDS, (count, BATCH, LENGTH + 1), generator=generator)
 
 
-@dataclass
-class _Step:
-    """What one rank brings back from a step with the learner's engine."""
+@cache
+def in_one_process(rank: int, ranks: int, count: int) -> tuple[float, list[dict], list[Tensor], list[Tensor]]:
+    """The loss; of a stage the gradients that each micro-batch adds, its inputs, and the gradients of its outputs."""
+    stages, total, each, inputs, arriving = [Stage(r, ranks) for r in range(ranks)], 0.0, [], [], []
+    for part in words_of(count):
+        x = part[..., :-1]
+        for r, stage in enumerate(stages):
+            stage.zero_grad()
+            if r == rank:
+                inputs.append(x.detach())
+            x = stage(x)
+            if r == rank:
+                output = x
+                output.retain_grad()
+        loss = loss_of(x, part[..., 1:]) / count
+        loss.backward()
+        total += loss.item()
+        each.append(gradients_of(stages[rank]))
+        arriving.append(output.grad)
+    return total, each, inputs, arriving
 
-    loss: Any
-    gradients: dict[str, Tensor]
-    missing: bool  # whether a parameter has no gradient
-    notes: Notes
-    unwaited: int  # operations that nobody has waited for
+
+def given(name: str, ranks: int, count: int) -> list[Order]:
+    if name == "last in, first out":
+        return [[*(("F", m) for m in range(count)), *(("B", m) for m in reversed(range(count)))]] * ranks
+    schedule = {"1F1B": one_f_one_b, "GPipe": gpipe}[name](ranks, count)
+    return [[(op.kind, op.microbatch) for op in ops] for ops in schedule.order]
 
 
-def _step(words: Tensor, fn: Callable, orders: list[Order]) -> _Step:
-    """Run the learner's engine on one rank, with its order."""
-    import torch.distributed as dist
-
-    rank, n, count = dist.get_rank(), dist.get_world_size(), len(words)
+def step(note: Note, answer: Callable, count: int, name: str) -> None:
+    """One step of a rank with the learner's engine: inputs, gradients, messages, loss, order and memory."""
+    rank, n, words = dist.get_rank(), dist.get_world_size(), words_of(count)
+    total, each, right_inputs, arriving = in_one_process(rank, n, count)
+    order, stage = given(name, n, count)[rank], Watched(rank, n)
     inputs = [x.clone() for x in words[..., :-1]] if rank == 0 else [None] * count
     targets = [y.clone() for y in words[..., 1:]] if rank == n - 1 else [None] * count
     like = torch.empty(BATCH, LENGTH, WIDTH, dtype=torch.float64)
     with record() as ledger:
-        stage = Watched(rank, n, ledger)
-        loss = fn(stage, list(orders[rank]), inputs, targets, _loss, like)
-    loss = loss.detach() if isinstance(loss, Tensor) else loss
-    missing = any(p.grad is None for p in stage.parameters())
-    return _Step(loss, gradients_of(stage), missing, stage.notes, len(interceptor.unfinished()))
+        loss = answer(stage, list(order), inputs, targets, loss_of, like)
+    unwaited, calls, names = len(interceptor.unfinished()), len(stage.seen), stage.names(right_inputs)
+    note.talks(ledger, n)
+    called = f"the stage was called {calls} times for {count} micro-batches."
+    note.holds(calls >= count, "forwards", called)
+    what = "a call of the stage got an input that no micro-batch has there."
+    if not note.holds(None not in names, "not-received", what):
+        return
+    note.holds(not stage.overwritten, "one-buffer", "what the stage had kept for backward has changed since.")
+    note.holds(len(set(names)) == calls, "forwards", called)
+    got, right = gradients_of(stage), {k: sum(part[k] for part in each) for k in each[0]}
+    if not all(exact(got[k], g) for k, g in right.items()):
+        arrived = [(names[call], gradient) for call, gradient in stage.arrived.items()]
+        note.equal(got, right, "the gradient", wrong_gradient(got, right, each, arrived, arriving, rank == n - 1))
+        return
+    messages(note, ledger, n, rank, count)
+    note.holds(not unwaited, "not-waited", f"{unwaited} of {len(ledger)} operations are not waited for.")
+    value = number(loss.detach().reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else loss)
+    same = loss is None if rank < n - 1 else value is not None and math.isclose(value, total, rel_tol=1e-12)
+    expected = f"{total:.6g}" if rank == n - 1 else "None"
+    note.holds(same, "loss", f"the loss is wrong.\n  expected  {expected}\n  got       {show(loss)}")
+    done = [(kind, names[call]) for kind, call in stage.events]
+    what = f"the order is another.\n  expected  {written(order)}\n  got       {written(done)}"
+    note.holds(done == order, "order", what)
+    limit = max(itertools.accumulate({"F": 1, "B": -1}[kind] for kind, _ in order))
+    what = "{number} micro-batches are in memory at a time; the order needs {most}."
+    note.at_most("kept", stage.peak, limit, what)
+    if rank:  # one more, which a variable may still name
+        note.at_most("kept", stage.inputs - 1, limit, "besides one, the inputs of " + what)
 
 
-@dataclass
-class _Whole:
-    """The whole batch in one process, by rank: gradients, those of each micro-batch, and what passes boundaries."""
+def wrong_gradient(got: dict, right: dict, each: list, arrived: list, arriving: list, last: bool) -> str:
+    """The hint for gradients that differ from those of one process."""
+    count = len(each)
+    if not last and not any(bool(g.any()) for g in got.values()):
+        return "last-stage-only"
+    for m, gradient in arrived:
+        if not close(gradient, arriving[m]) and any(close(gradient, other) for other in arriving):
+            return "wrong-microbatch"
 
-    loss: float
-    gradients: list[dict[str, Tensor]]
-    each: list[list[dict[str, Tensor]]]  # by rank and micro-batch; they add up to the gradients
-    inputs: list[list[Tensor]]
-    arriving: list[list[Tensor]]  # gradient of each stage's output, by rank and micro-batch
+    def multiple(parts: list, factors: tuple) -> bool:
+        return any(all(close(got[k], f * part[k]) for k in right) for part in parts for f in factors)
 
-
-def _whole(words: Tensor, ranks: int) -> _Whole:
-    stages = [Stage(rank, ranks) for rank in range(ranks)]
-    each, inputs, arriving = ([[] for _ in stages] for _ in range(3))
-    total = 0.0
-    for part in words:
-        x, outputs = part[..., :-1], []
-        for rank, stage in enumerate(stages):
-            stage.zero_grad()
-            inputs[rank].append(x.detach())
-            x = stage(x)
-            x.retain_grad()
-            outputs.append(x)
-        loss = _loss(x, part[..., 1:]) / len(words)
-        loss.backward()
-        total += loss.item()
-        for rank, stage in enumerate(stages):
-            each[rank].append(gradients_of(stage))
-            arriving[rank].append(outputs[rank].grad)
-    net = nn.Sequential(*stages)
-    net.zero_grad()
-    _loss(net(words[..., :-1].flatten(0, 1)), words[..., 1:].flatten(0, 1)).backward()
-    return _Whole(total, [gradients_of(stage) for stage in stages], each, inputs, arriving)
+    if count > 1:
+        slips = {"sum": ([right], (count,)), "divided-twice": ([right], (1 / count,)),
+                 "one-microbatch": (each, (1, count))}
+        if key := next((key for key, (parts, factors) in slips.items() if multiple(parts, factors)), None):
+            return key
+    return "value" if last or all(close(g, arriving[m]) for m, g in arrived) else "input-gradient"
 
 
-_CAUSES = {  # of hangs and of errors: pattern of the text, and hint
+def messages(note: Note, ledger: Any, n: int, rank: int, count: int) -> None:
+    """One message for each micro-batch, neighbour and direction, and nothing else."""
+    if n == 1:
+        return
+    note.sent(ledger, {"send", "recv"})
+    beside, size = [r for r in (rank - 1, rank + 1) if 0 <= r < n], count * 8 * BATCH * LENGTH * WIDTH
+    others = sorted({e.peer for e in ledger if e.peer is not None} - set(beside))
+    note.holds(not others, "neighbours", f"the ledger shows messages with ranks {others}.")
+    keys = dict.fromkeys(("not_distributed", "too_many_calls", "too_few_calls"), "messages")
+    for peer in beside:
+        there = [e for e in ledger if (e.op, e.peer) == ("send", peer)]
+        note.sent(there, calls=(count, count), sent=(size, size), **keys)
+
+
+CAUSES = {  # of hangs and of errors: pattern of the text, and hint
     "hang": {
         "send to rank None|recv from any rank": "neighbours",
         r"(?m)^\d+\s+returned\s+send to rank": "not-waited",
@@ -342,151 +450,142 @@ _CAUSES = {  # of hangs and of errors: pattern of the text, and hint
 }
 
 
-class _Engine(Exercise):
+class Engine(Exercise):
     """An exercise whose answer runs a pipeline: names the usual causes of errors and of waiting."""
 
     def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
         if self.fallback is None:
-            if key == "hang" and "blocking" in self.hints and _neighbours_send(what):
+            if key == "hang" and neighbours_send(what):
                 key = "blocking"
-            causes = _CAUSES.get(key, {}).items()
+            causes = CAUSES.get(key, {}).items()
             key = next((cause for pattern, cause in causes if re.search(pattern, what)), key)
+        elif key in ("not-received", "input-gradient"):
+            key = self.fallback
         super().refuse(key, what, rank)
 
 
-def _neighbours_send(what: str) -> bool:
+def neighbours_send(what: str) -> bool:
     """Whether the table of a hang shows two ranks that wait in a send to each other."""
     rows = re.findall(r"^(\d+)\s+waits\s+send to rank (\d+)(.*)$", what, re.M)
     sends = {(int(a), int(b)) for a, b, line in rows if "recv(" not in line}  # an earlier isend, named in vain
     return any((b, a) in sends for a, b in sends)
 
 
-def _stepped(exercise: Exercise, n: int, count: int, fn: Callable, name: str) -> tuple[list[Outcome], _Whole]:
-    """Run the engine on ``n`` ranks with ``count`` micro-batches, in the order ``name``.
-
-    Refuses a result that is not that of one process, and other messages than one for each micro-batch, boundary and
-    direction.
-    """
-    generator = torch.Generator().manual_seed(100 + count)
-    words = torch.randint(WORDS, (count, BATCH, LENGTH + 1), generator=generator)
-    case = f"{count} micro-batches, {name}"
-    outcomes = exercise.run(_step, [words] * n, fn, _given(name, n, count), case=case)
-    whole = _whole(words, n)
-    for rank, outcome in exercise.each(outcomes):
-        exercise.communicates(rank, outcome, n)
-        _audit_inputs(exercise, outcome.result.notes, whole.inputs[rank])
-    for rank, outcome in reversed(list(enumerate(outcomes))):  # a wrong gradient goes on from stage to stage
-        _audit_gradients(exercise, rank, outcome.result, whole)
-    for rank, outcome in exercise.each(outcomes):
-        _audit_messages(exercise, rank, outcome, n, count)
-    for rank, outcome in exercise.each(outcomes):
-        _audit_loss(exercise, outcome.result.loss, whole.loss if rank == n - 1 else None)
-    return outcomes, whole
+def step_on_a_rank(fn: Callable, inputs: list, args: tuple) -> Outcome:
+    note = Note(1e-12)
+    step(note, fn, *args)
+    return Outcome(note.found[:1], None, None, None)
 
 
 @checked
 def run_order(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(stage, order, inputs, targets, loss_fn, like)``: forwards and backwards in a given order."""
-    exercise = _Engine("Exercise 2", HINTS["run_order"], timeout)
-    for n, count, name in (
-        (2, 4, "1F1B"), (2, 3, "last in, first out"), (3, 5, "1F1B"), (4, 2, "1F1B"), (4, 7, "1F1B"), (3, 4, "GPipe"),
-        (1, 3, "1F1B"),
-    ):
-        outcomes, whole = _stepped(exercise, n, count, fn, name)
-        orders = _given(name, n, count)
-        for rank, outcome in exercise.each(outcomes):
-            _audit_order(exercise, rank, outcome.result.notes, orders[rank], whole.inputs[rank])
-    exercise.passed("equal to one process to 1e-12, and no micro-batch is kept for longer than the order says.")
+    """Forwards and backwards in a given order, on real ranks."""
+    run = Engine("Exercise 2", hints_of(MISTAKES["run_order"]), timeout, step_on_a_rank)
+    for n, count, name in ENGINE_CASES:
+        outcomes = run.run(fn, [torch.zeros(0)] * n, count, name, case=f"{count} micro-batches, {name}")
+        found = [(place, rank, key, what) for rank, outcome in enumerate(outcomes)
+                 for place, key, what, _ in outcome.result]
+        if found:
+            _, rank, key, what = min(found)
+            run.refuse(key, what, rank)
+    run.passed("equal to one process to 1e-12, and no micro-batch is kept for longer than the order says.")
 
 
-def _given(name: str, ranks: int, count: int) -> list[Order]:
-    if name == "last in, first out":
-        return [[*(("F", m) for m in range(count)), *(("B", m) for m in reversed(range(count)))]] * ranks
-    schedule = {"1F1B": one_f_one_b, "GPipe": gpipe}[name](ranks, count)
-    return [[(op.kind, op.microbatch) for op in ops] for ops in schedule.order]
+MISTAKES["run_order"] = {
+    "no-input": ("inputs holds the micro-batches on the first rank only, and targets on the last one only. On the "
+                 "others they are None: what a stage works on comes from the stage before it.",
+            ["if first else receive(  ->  if True else receive(",
+             "if last:  ->  if True:"]),
+    "requires-grad": ("Something that is used as a tensor is None. Is it x.grad? Autograd computes that only for a "
+                      "leaf that asks for it, and what arrived does not ask by itself.",
+            ".requires_grad_()  ->  "),
+    "one-buffer": ("Memory that backward still needs is overwritten, perhaps because the next micro-batch is "
+                   "received into it. Each micro-batch needs memory of its own until its backward is over.",
+            ["receive(like, rank - 1).requires_grad_()  ->  "
+             "(dist.recv(like, rank - 1), like.detach().requires_grad_())[1]",
+             "receive(like, rank - 1)  ->  like.copy_(receive(like, rank - 1))"]),
+    "not-received": ("The stage was called with something other than its input: what the stage before it has "
+                     "computed, or a micro-batch on the first rank. irecv returns at once: wait for it before you "
+                     "use the tensor.",
+            "receive(like, rank - 1)  ->  (0 * receive(like, rank - 1))"),
+    "neighbours": ("A stage talks to the stage before it and the one behind it, and to no other. The first stage has "
+                   "none before it, the last has none behind it.",
+            {"sends.append(dist.isend(y.detach(), rank + 1))":
+                 "sends += [dist.isend(y.detach(), r) for r in range(rank + 1, n)]",
+             "receive(like, rank - 1)": "[receive(like, r) for r in range(rank)][-1]"}),
+    "forwards": ("The stage is called once for each micro-batch, which goes through by itself: one call keeps what "
+                 "backward needs, and the next stage can begin.",
+            "y = stage(x)  ->  with torch.no_grad():\n"
+            "    stage(x)\n"
+            "y = stage(x)"),
+    "messages": ("This is not one message for each micro-batch, boundary and direction.",
+            {"sends.append(dist.isend(y": "sends.append(dist.isend(torch.tensor(y.shape), rank + 1))\n"
+             "sends.append(dist.isend(y",
+             "receive(like, rank - 1)":
+                 "(receive(torch.empty(3, dtype=torch.long), rank - 1), receive(like, rank - 1))[1]"}),
+    "not-waited": ("isend and irecv return at once. Wait for all that they start before the function returns: "
+                   "otherwise gloo may drop it, or a tensor is used again too early. If you do, does a rank expect a "
+                   "message that nobody sends?",
+            "send.wait()  ->  __import__('time').sleep(0.1)"),
+    "loss": ("The gradients are right, but what is returned is not. The last rank returns the loss of the whole "
+             "batch, which is the mean over the micro-batches, and the others return None.",
+            ["return loss if last else None  ->  return loss * m if last else None",
+             "return loss if last else None  ->  return loss if last else 0"]),
+    "sum": ("The gradients are too large by the number of micro-batches: each brings the mean of its own samples, "
+            "and backward adds them up.",
+            ") / m  ->  )"),
+    "divided-twice": ("The gradients are too small by the number of micro-batches: they are divided by it twice.",
+            ") / m  ->  ) / m**2"),
+    "one-microbatch": ("The gradients are those of one micro-batch only. backward adds to p.grad: does something "
+                       "clear or overwrite it in between, or does backward run only once?",
+            "y.backward(  ->  stage.zero_grad()\n"
+            "y.backward("),
+    "last-stage-only": ("Only the last stage has gradients. The stages before it got nothing back that they could go "
+                        "on from, or did not go on from it.",
+            {"y.backward(None if last else receive(like, rank + 1))":
+                 "gradient = None if last else receive(like, rank + 1)\n"
+             "if last:\n"
+             "    y.backward()",
+             "x.grad": "torch.zeros_like(x)"}),
+    "input-gradient": ("The stages behind this one have the right gradients, but this one does not go back with the "
+                       "gradient of the loss with respect to its output. That is the gradient of the next stage's "
+                       "input, for the same micro-batch.",
+            "x.grad  ->  x.grad / 2"),
+    "graph-twice": ("backward went through the same graph twice. Each micro-batch has an output of its own.",
+            "x, y = kept.pop(i)  ->  x, y = kept[max(kept)]"),
+    "wrong-microbatch": ("The gradient of one micro-batch went into the output of another.",
+            "x, y = kept.pop(i)  ->  x, y = kept.pop(max(kept))"),
+    "order": ("The stage was not used in the order that was asked for.",
+            "x, y = kept.pop(i)  ->  x, y = kept.pop(min(kept))"),
+    "blocking": ("Two neighbours send to each other, and neither receives: send waits until the other side takes the "
+                 "message.",
+            {"sends.append(dist.isend(y.detach(), rank + 1))": "dist.send(y.detach(), rank + 1)",
+             "sends.append(dist.isend(x.grad, rank - 1))": "dist.send(x.grad, rank - 1)"}),
+    "kept": ("The order is right, but after its backward something of a micro-batch stays alive: its input, its "
+             "output or its graph.",
+            ["kept.pop(i)  ->  kept[i]",
+             {"kept.pop(i)": "kept[i]",
+              "receive(like, rank + 1))": "receive(like, rank + 1), retain_graph=True)"}]),
+}
 
+RIGHT["run_order"] = {
+    "batched operations": {
+        "dist.isend(y.detach(), rank + 1)":
+            "dist.batch_isend_irecv([dist.P2POp(dist.isend, y.detach(), rank + 1)])[0]",
+        "dist.isend(x.grad, rank - 1)": "dist.batch_isend_irecv([dist.P2POp(dist.isend, x.grad, rank - 1)])[0]",
+    },
+    "gradients added by hand": {
+        "y.backward(None if last else receive(like, rank + 1))":
+            "wanted = [*stage.parameters()] + ([] if first else [x])\n"
+            "found = torch.autograd.grad(y, wanted, None if last else receive(like, rank + 1))\n"
+            "for p, g in zip(stage.parameters(), found):\n    p.grad = g if p.grad is None else p.grad + g",
+        "x.grad": "found[-1]",
+    },
+}
 
-def _names(seen: Sequence[Tensor], right: Sequence[Tensor]) -> list[int | None]:
-    """Of each call, the micro-batch whose input it got."""
-    return [next((m for m, x in enumerate(right) if close(got, x)), None) for got in seen]
+# --- exercise 3: stages of equal cost
 
-
-def _audit_inputs(exercise: Exercise, notes: Notes, right: Sequence[Tensor]) -> None:
-    """Refuse a stage that is not called once with each micro-batch, in memory that stays as it is until backward."""
-    calls, names = len(notes.seen), _names(notes.seen, right)
-    called = f"the stage was called {calls} times for {len(right)} micro-batches."
-    exercise.require(calls >= len(right), "whole-batch", called)
-    if None in names:
-        what = f"call {names.index(None) + 1} of the stage got an input that no micro-batch has there."
-        exercise.refuse(exercise.fallback or "not-received", what)
-    exercise.require(not notes.overwritten, "one-buffer", "what the stage had kept for backward has changed since.")
-    exercise.require(len(set(names)) == calls, "forwards", called)
-
-
-def _audit_gradients(exercise: Exercise, rank: int, step: _Step, whole: _Whole) -> None:
-    """Compare with one process; the stages behind this one are right."""
-    right, each = whole.gradients[rank], whole.each[rank]
-    if exercise.fallback or all(exact(step.gradients[name], value) for name, value in right.items()):
-        return compare(exercise, rank, step.gradients, right, {}, "the gradient")
-    names, arriving = _names(step.notes.seen, whole.inputs[rank]), whole.arriving[rank]
-    for call, gradient in step.notes.arrived.items():
-        m, others = names[call], [k for k, other in enumerate(arriving) if close(gradient, other)]
-        if others and m not in others:
-            what = f"the gradient of micro-batch {others[0]} went into the output of micro-batch {m}."
-            exercise.refuse("wrong-microbatch", what, rank)
-    traps, default, count = {}, "value", len(each)
-    if rank < len(whole.gradients) - 1:
-        nothing = step.missing or not any(bool(g.any()) for g in step.gradients.values())
-        default = "last-stage-only" if nothing else "input-gradient"
-    if count > 1:
-        traps = {
-            "sum": average([right], 1 / count), "divided-twice": average([right], count),
-            "one-microbatch": [average([part], divisor) for part in each for divisor in (1, 1 / count)],
-        }
-    compare(exercise, rank, step.gradients, right, traps, "the gradient", default)
-
-
-def _audit_messages(exercise: Exercise, rank: int, outcome: Outcome, n: int, count: int) -> None:
-    """Refuse collectives, messages to others than neighbours, another number or size of them, and no wait."""
-    exercise.audit(outcome.ledger, {"send", "recv"}, keys={"other-calls": "collective"})
-    beside = [r for r in (rank - 1, rank + 1) if 0 <= r < n]
-    for peer in sorted({e.peer for e in outcome.ledger if e.peer is not None} - set(beside)):
-        exercise.refuse("neighbours", f"the ledger shows messages with rank {peer}.")
-    size = count * 8 * BATCH * LENGTH * WIDTH
-    keys = dict.fromkeys(("not-distributed", "too-many-calls", "too-few-calls"), "messages")
-    for peer in beside:
-        there = [e for e in outcome.ledger if (e.op, e.peer) == ("send", peer)]
-        exercise.audit(there, calls=(count, count), sent=(size, size), where=f"to rank {peer}: ", keys=keys)
-    unwaited = outcome.result.unwaited
-    exercise.require(not unwaited, "not-waited", f"{unwaited} of {len(outcome.ledger)} operations are not waited for.")
-
-
-def _audit_loss(exercise: Exercise, got: Any, right: float | None) -> None:
-    """Refuse another loss than that of one process, and one on a rank that has none to return (``right`` is None)."""
-    value = number(got.reshape(()) if isinstance(got, Tensor) and got.numel() == 1 else got)
-    if right is None or value is None:
-        return exercise.require(got is None and right is None, "loss", f"this rank returned {show(got)}.")
-    lines = f"\n  one process  {right:.6g}\n  this rank    {value:.6g}"
-    exercise.require(math.isclose(value, right, rel_tol=EXACT, abs_tol=EXACT), "loss", f"the loss is wrong.{lines}")
-
-
-def _audit_order(exercise: Exercise, rank: int, notes: Notes, order: Order, right: Sequence[Tensor]) -> None:
-    """Refuse another order than the given one, and more micro-batches in memory than it needs."""
-    names = _names(notes.seen, right)
-    done = [(kind, names[call]) for kind, call in notes.events]
-    what = f"the order is another.\n  expected  {_written(order)}\n  got       {_written(done)}"
-    exercise.require(done == order, "order", what)
-    limit = max(itertools.accumulate({"F": 1, "B": -1}[kind] for kind, _ in order))
-    what = f"{notes.peak} micro-batches are in memory at a time; the order needs {limit}."
-    exercise.require(notes.peak <= limit, "kept", what)
-    if rank:  # one more, which a variable may still name
-        what = f"the inputs of {notes.inputs} micro-batches are in memory at a time; the order needs {limit}."
-        exercise.require(notes.inputs <= limit + 1, "kept", what)
-
-
-# ------------------------------------------------------------------------------------------------ stages of equal cost
-
-_BALANCE_CASES: tuple[tuple[list[float], int], ...] = (
+BALANCE_CASES: tuple[tuple[list[float], int], ...] = (
     ([1, 1, 1, 1, 1, 1, 1, 1], 4),
     ([1, 1, 1, 1, 1, 1, 1, 1, 4], 3),
     ([5, 7, 3, 2, 2, 1, 1, 5, 8, 3], 4),
@@ -502,122 +601,159 @@ _BALANCE_CASES: tuple[tuple[list[float], int], ...] = (
 )
 
 
+CUT = "return best[len(costs)][1]  ->  "
+MEANS = "sum(costs) / stages", "sum(costs[start:]) / left"
+FULL = (  # when the stage costs[start:end] is full
+    "sum(costs[start : end + 1]) > mean", "sum(costs[start:end]) >= mean",
+    "sum(costs[start : end + 1]) + sum(costs[start:end]) > 2 * mean",
+)
+FILLED = """sizes, start = [], 0
+for left in range(stages, 1, -1):
+    mean, end = {}, start + 1
+    while end <= len(costs) - left and not {}:
+        end += 1
+    sizes.append(end - start)
+    start = end
+return [*sizes, len(costs) - start]"""
+SHARES = """places = [sum(costs[: i + 1]) * stages / sum(costs) for i in range(len(costs))]
+ends = [0, *({} + sum(x < s - 1e-12 for x in places) for s in range(1, stages)), len(costs)]
+return [b - a for a, b in zip(ends, ends[1:])]"""
+BY_SCORE = """import itertools
+found = []
+for ends in itertools.combinations(range(1, len(costs)), stages - 1):
+    pairs = list(itertools.pairwise((0, *ends, len(costs))))
+    sums = [sum(costs[a:b]) for a, b in pairs]
+    found.append(({}, [b - a for a, b in pairs]))
+return min(found)[1] if len(found) < 5000 else []"""
+
+
 @checked
 def balance(fn: Callable) -> None:
-    """Check ``fn(costs, stages)``: numbers of layers; any cut whose slowest stage costs as little as can be passes."""
-    exercise = Exercise("Exercise 3", HINTS["balance"])
-    for costs, stages in _BALANCE_CASES:
-        exercise.case = f"costs {', '.join(f'{c:g}' for c in costs[:14])}{', …' * (len(costs) > 14)}, {stages} stages"
-        got = exercise.call(fn, list(costs), stages)
+    """Numbers of layers; any cut whose slowest stage costs as little as can be passes."""
+    run = Exercise("Exercise 3", hints_of(MISTAKES["balance"]))
+    for costs, stages in BALANCE_CASES:
+        run.case = f"costs {', '.join(f'{c:g}' for c in costs[:14])}{', …' * (len(costs) > 14)}, {stages} stages"
+        got = run.call(fn, list(costs), stages)
         sizes, what = whole_numbers(got), f"the function returned {str(got)[:100]}."
-        exercise.require(sizes is not None and len(sizes) == stages, "form", what)
-        exercise.require(sum(sizes) == len(costs), "missing", what)
-        exercise.require(min(sizes) > 0, "empty-stage", what)
-        best, dearest = max(_sums(costs, partition(costs, stages))), max(_sums(costs, sizes))
+        run.require(sizes is not None and len(sizes) == stages, "form", what)
+        run.require(sum(sizes) == len(costs), "missing", what)
+        run.require(min(sizes) > 0, "empty-stage", what)
+        best, dearest = max(sums_of(costs, partition(costs, stages))), max(sums_of(costs, sizes))
         if dearest > best + 1e-9:
-            key = next((key for key, cuts in _CUTS.items() if sizes in cuts(costs, stages)), "not-best")
-            sums = ", ".join(f"{x:g}" for x in _sums(costs, sizes))
-            exercise.refuse(key, f"{what} The stages cost {sums}; the slowest one can cost {best:g}.")
+            sums = ", ".join(f"{x:g}" for x in sums_of(costs, sizes))
+            text = f"{what} The stages cost {sums}; the slowest one can cost {best:g}."
+            run.refuse(cut_by(costs, stages, sizes), text)
     print("Exercise 3 passed: no cut is better.")
 
 
-def _sums(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
+def sums_of(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
     ends = list(itertools.accumulate(sizes))
     return [sum(costs[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _equal_counts(costs: Sequence[float], stages: int) -> list[list[int]]:
-    each, rest = divmod(len(costs), stages)
-    first = [each + (s < rest) for s in range(stages)]
-    return [first, first[::-1], [each] * (stages - 1) + [each + rest], [each + rest] + [each] * (stages - 1)]
+def cut_by(costs: Sequence[float], stages: int, sizes: list[int]) -> str:
+    """The mistake that cuts the layers in this way."""
+    for key in ("equal-counts", "greedy", "most-even"):
+        for edit in MISTAKES["balance"][key][1]:
+            if answer_with("lessons.pipeline_parallel.answers", "balance", edit)(costs, stages) == sizes:
+                return key
+    return "not-best"
 
 
-_FULL: tuple[Callable[[float, float, float], bool], ...] = (  # of a stage's load, the next layer's cost, and the mean
-    lambda load, cost, mean: load + cost > mean,
-    lambda load, cost, mean: load >= mean,
-    lambda load, cost, mean: load + cost - mean > mean - load,
-)
+MISTAKES["balance"] = {
+    "form": ("Return the number of layers of each stage: a list of as many whole numbers as there are stages.",
+            CUT + "return [float(size) for size in best[len(costs)][1]]"),
+    "missing": ("Every layer belongs to one stage, so the numbers have to add up to the number of layers.",
+            CUT + "return best[len(costs) - 1][1]"),
+    "empty-stage": ("Every stage needs at least one layer.",
+            CUT + "sizes = best[len(costs)][1]\nreturn [0, sum(sizes[:2]), *sizes[2:]]"),
+    "equal-counts": ("Equal numbers of layers are not equal work where layers differ in cost.", [
+        CUT + "each, rest = divmod(len(costs), stages)\nreturn [each] * (stages - 1) + [each + rest]",
+        CUT + "each, rest = divmod(len(costs), stages)\nreturn [each + (s < rest) for s in range(stages)]",
+        CUT + "each, rest = divmod(len(costs), stages)\nreturn [each + (s >= stages - rest) for s in range(stages)]",
+    ]),
+    "greedy": ("""This is how it ends if one fills the stages one by one up to the mean, cuts where the sum passes its
+        share, or moves one cut at a time. Each of these looks at one place only, and what is left over piles up
+        elsewhere.""", [CUT + FILLED.format(mean, full) for mean in MEANS for full in FULL]
+                       + [CUT + SHARES.format(more) for more in (0, 1)]),
+    "most-even": ("This comes nearest to the mean over all stages, or makes the cheapest stage cost as much as it "
+                  "can. But a step takes as long as the slowest stage: only that one counts.",
+            [CUT + BY_SCORE.format(score) for score in ("sum(x * x for x in sums)", "-min(sums)")]),
+    "not-best": ("There is a cut whose slowest stage costs less.",),
+}
 
 
-def _greedy_cuts(costs: Sequence[float], stages: int) -> list[list[int]]:
-    """What looking only forward gives: stages filled one after the other, and cuts at each share of the total."""
-    layers, total, found = len(costs), sum(costs), []
-    for full, anew in itertools.product(_FULL, (False, True)):  # whether the mean is that of what is left
-        sizes, start = [], 0
-        for left in range(stages, 1, -1):
-            mean = sum(costs[start:]) / left if anew else total / stages
-            end = start + 1
-            while end <= layers - left and not full(sum(costs[start:end]), costs[end], mean):
-                end += 1
-            sizes.append(end - start)
-            start = end
-        found.append([*sizes, layers - start])
-    sums = list(itertools.accumulate(costs))
-    for more in (0, 1):
-        ends = [more + sum(x < total * s / stages - 1e-12 for x in sums) for s in range(1, stages)]
-        found.append([b - a for a, b in itertools.pairwise([0, *ends, layers])])
+def last_of_the_best(costs, stages):
+    total, best, found = [0, *itertools.accumulate(costs)], float("inf"), None
+    for ends in itertools.combinations(range(1, len(costs)), stages - 1):
+        places = [0, *ends, len(costs)]
+        dearest = max(total[b] - total[a] for a, b in itertools.pairwise(places))
+        if dearest <= best + 1e-9:
+            best, found = min(best, dearest), [b - a for a, b in itertools.pairwise(places)]
     return found
 
 
-def _even_cuts(costs: Sequence[float], stages: int) -> list[list[int]]:
-    """The cuts with the smallest squares, and those whose cheapest stage costs most."""
-    if math.comb(len(costs) - 1, stages - 1) > 5000:
-        return []
-    cuts = [
-        [b - a for a, b in itertools.pairwise((0, *ends, len(costs)))]
-        for ends in itertools.combinations(range(1, len(costs)), stages - 1)
-    ]
-    squares = [sum(x * x for x in _sums(costs, sizes)) for sizes in cuts]
-    least = [-min(_sums(costs, sizes)) for sizes in cuts]
-    return [
-        sizes for scores in (squares, least)
-        for sizes, score in zip(cuts, scores, strict=True) if score <= min(scores) + 1e-9
-    ]
+RIGHT["balance"] = {
+    "the last of the best cuts": last_of_the_best,
+    "an array": CUT + "return torch.tensor(best[len(costs)][1])",
+}
+
+# --- exercise 4: on paper
+
+MISTAKES["bubble"] = {
+    "of-ideal": ("(p - 1)/m is the bubble's share of the ideal time, in which nobody waits. Of all time it is less.",
+            "(v * m + p - 1)  ->  (v * m)"),
+    "virtual-ignored": ("With v stages on each rank, a step of the pipeline takes 1/v as long: the bubble shrinks.",
+            "(v * m + p - 1)  ->  (m + p - 1)"),
+    "ranks": ("The last rank begins p - 1 steps after the first, not p.",
+            [{"(p - 1) / (v * m + p - 1)": "p / (v * m + p)"},
+             "(p - 1) / (v  ->  p / (v"]),
+    "work": ("That is the share of the time in which the ranks work.",
+            "(p - 1) / (v  ->  v * m / (v"),
+    "fraction": ("The docstring asks for per cent.",
+            "100 * share  ->  share"),
+    "gpipe-memory": ("GPipe begins no backward before the last forward: rank 0 holds all micro-batches.",
+            "held = m if  ->  held = min(m, p) if"),
+    "1f1b-memory": ("In 1F1B backward begins as soon as it can: rank 0 never holds more than p micro-batches.",
+            "else min(m, p) if  ->  else m if"),
+    "few": ("No more can be held than there are micro-batches.",
+            [{"min(m, p)": "p",
+              "min(m, pieces / v)": "pieces / v"},
+             "min(m, p)  ->  p",
+             "min(m, pieces / v)  ->  pieces / v"]),
+    "interleaved-memory": ("Interleaved, rank 0 runs further ahead than p micro-batches: by p - 1 pieces more.",
+            "min(m, pieces / v)  ->  min(m, p)"),
+    "pieces": ("A piece goes through one of a rank's v stages, so it keeps 1/v of what all layers of the rank keep.",
+            [f"min(m, pieces / v)  ->  {held}" for held in (
+                "min(v * m, pieces)", "pieces", "v * min(m, p)", "v * p", "min(m, pieces)", "min(m, 2 * p - 1)",
+            )]),
+    "divided": ("A piece keeps 1/v, but there are v times as many pieces: interleaving does not save activations.",
+            "min(m, pieces / v)  ->  min(m, p) / v"),
+}
 
 
-_CUTS = {"equal-counts": _equal_counts, "greedy": _greedy_cuts, "most-even": _even_cuts}
+def simulated_bubble(schedule, ranks, microbatches, virtual, gb):
+    more = (virtual,) if schedule == "interleaved" else ()
+    timeline = simulate(pipeline.SCHEDULES[schedule](ranks, microbatches, *more))
+    return 100 * timeline.bubble, gb * timeline.peak[0]
 
-# ------------------------------------------------------------------------------------------------ paper problems
+
+RIGHT["bubble"] = {
+    "simulated": simulated_bubble,
+    "an array": "return 100 * share, gb * held  ->  return torch.tensor([100 * share, gb * held])",
+}
 
 
-def _interleaves(schedule: str, ranks: int, microbatches: int, virtual: int, gb: float) -> bool:
+def interleaves(schedule: str, ranks: int, microbatches: int, virtual: int, gb: float) -> bool:
     """Whether stages and micro-batches are such as the schedule can have."""
-    if schedule != "interleaved":
-        return virtual == 1
-    return virtual > 1 and microbatches % ranks == 0
+    return virtual > 1 and microbatches % ranks == 0 if schedule == "interleaved" else virtual == 1
 
 
-@paper_problem(
-    "Exercise 4",
-    cases=[
+bubble = paper(
+    "Exercise 4", answers.bubble, MISTAKES["bubble"], cases=[
         ("GPipe", 8, 32, 1, 0.5), ("1F1B", 4, 16, 1, 0.2), ("1F1B", 8, 32, 1, 0.5), ("interleaved", 8, 32, 4, 0.5),
         ("1F1B", 8, 4, 1, 0.5), ("interleaved", 4, 4, 2, 0.2), ("GPipe", 1, 6, 1, 0.3),
         ("interleaved", 16, 64, 3, 0.1),
     ],
-    slips={
-        "of-ideal": "(v * m + p - 1)  ->  (v * m)",
-        "virtual-ignored": "(v * m + p - 1)  ->  (m + p - 1)",
-        "ranks": [{"(p - 1) / (v * m + p - 1)": "p / (v * m + p)"}, "(p - 1) / (v  ->  p / (v"],
-        "work": "(p - 1) / (v  ->  v * m / (v",
-        "fraction": "100 * share  ->  share",
-        "gpipe-memory": '"GPipe": m  ->  "GPipe": min(m, p)',
-        "1f1b-memory": '"1F1B": min(m, p)  ->  "1F1B": m',
-        "few": [{"min(m, p)": "p", "min(m, pieces / v)": "pieces / v"}, "min(m, p)  ->  p",
-                "min(m, pieces / v)  ->  pieces / v"],
-        "interleaved-memory": "min(m, pieces / v)  ->  min(m, p)",
-        "pieces": [f"min(m, pieces / v)  ->  {held}" for held in (
-            "min(v * m, pieces)", "pieces", "v * min(m, p)", "v * p", "min(m, pieces)", "min(m, 2 * p - 1)",
-        )],
-        "divided": "min(m, pieces / v)  ->  min(m, p) / v",
-    },
-    units=["% of the time", "GB"],
-    hints=HINTS["bubble"],
-    allowed=_interleaves,
+    units=["% of the time", "GB"], allowed=interleaves,
 )
-def bubble(schedule, ranks, microbatches, virtual, gb):
-    """Check ``fn(schedule, ranks, microbatches, virtual, gb)``: per cent of bubble, and GB of activations on rank 0."""
-    p, m, v = ranks, microbatches, virtual
-    share = (p - 1) / (v * m + p - 1)
-    pieces = 2 * (p - 1) + (v - 1) * p + 1
-    held = {"GPipe": m, "1F1B": min(m, p), "interleaved": min(m, pieces / v)}
-    return 100 * share, gb * held[schedule]
