@@ -12,7 +12,7 @@ from conftest import write_lesson
 
 from course_utils import doctor
 from tools.author import builder
-from tools.author.builder import _targets as targets
+from tools.author.builder import targets
 from tools.author.notebooks import from_text, leaks, normalise
 from tools.author.pages import BOX, BOXES, FOLD, boxed, dress
 
@@ -277,7 +277,7 @@ def test_notebooks_say_what_they_are_and_lead_on(tmp_path: Path):
     one = LESSON.replace("build?", "build?\n#\n# **Before this:** nothing.")
     for name, text in {"08_one": one, "08_one_exercises": EXERCISES, "11_two": LESSON}.items():
         write_lesson(tmp_path, name, text)
-    made = {path.stem: nb.cells for path, (nb, _) in targets(tmp_path, []).items()}
+    made = {path.stem: nb.cells for path, nb in targets(tmp_path).items()}
     one, exercises, solutions, two = made.values()
     link = "[the exercises](../exercises/08_one_exercises.ipynb)"
     assert one[0].source == f"# 08 · Does a small notebook build?\n\n**Before this:** nothing. **Afterwards:** {link}."
@@ -290,7 +290,7 @@ def test_notebooks_say_what_they_are_and_lead_on(tmp_path: Path):
     assert all(cells[-1].source.endswith(onward) for cells in (exercises, solutions))
     assert "(../solutions/08_one_solutions.ipynb)" in exercises[-1].source and link in solutions[-1].source
     alone = targets(tmp_path, ["08_one"])
-    assert {path.stem: nb.cells for path, (nb, _) in alone.items()} == {k: v for k, v in made.items() if k != "11_two"}
+    assert {path.stem: nb.cells for path, nb in alone.items()} == {k: v for k, v in made.items() if k != "11_two"}
 
 
 def test_how_to_work_becomes_what_solutions_are():

@@ -14,13 +14,13 @@ from conftest import ROOT, write_lesson
 
 from tools import ToolError
 from tools.__main__ import main
-from tools.author.builder import _targets as targets
-from tools.author.builder import build_core
+from tools.author.builder import build_core, targets
 from tools.author.core import core_faults, is_deeper
-from tools.author.minutes import core_reading, lessons, reading, rounded, sections, update
+from tools.author.minutes import reading, rounded, sections, update
 from tools.author.notebooks import execute, from_text
+from tools.author.rooms import lessons
 
-BOTH = [name for name in lessons() if any(section.deeper for section in sections(name))]
+BOTH = [name for name in lessons(ROOT) if any(section.deeper for section in sections(name))]
 LESSON = """\
 # %% [markdown]
 # # Which part is needed?
@@ -76,13 +76,13 @@ def text(path: Path) -> str:
 
 
 def lesson(name: str) -> nbformat.NotebookNode:
-    return next(nb for path, (nb, _) in targets(ROOT, [name]).items() if path.stem == name)
+    return next(nb for path, nb in targets(ROOT, [name]).items() if path.stem == name)
 
 
 # --- the lessons of the course -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", lessons())
+@pytest.mark.parametrize("name", lessons(ROOT))
 def test_headings_and_tags_agree_and_the_core_needs_nothing_deeper(name: str):
     nb = lesson(name)
     assert core_faults(nb) == []
@@ -91,7 +91,7 @@ def test_headings_and_tags_agree_and_the_core_needs_nothing_deeper(name: str):
 
 @pytest.mark.parametrize("name", BOTH)
 def test_the_core_takes_45_minutes_at_most(name: str):
-    assert rounded(core_reading(name)) <= 45 < reading(name)
+    assert rounded(reading(name, core=True)) <= 45 < reading(name)
 
 
 # --- how it is made ------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_the_core_edition_says_what_is_left_out_and_where_it_is(course: Path):
 
 
 def test_links_of_the_core_edition_lead_to_the_same_files(course: Path, tmp_path: Path):
-    build_core(course, None, tmp_path / "elsewhere" / "core")
+    build_core(course, [], tmp_path / "elsewhere" / "core")
     shown = text(tmp_path / "elsewhere" / "core" / "90_parts.ipynb")
     assert "[91](91_other.ipynb)" in shown and "](https://a.b/c)" in shown
     assert "[the page](../../course/docs/page.md#top)" in shown
@@ -172,7 +172,7 @@ def test_a_name_that_the_core_defines_for_itself_is_no_fault():
 def test_the_folders_of_the_course_are_refused(course: Path):
     for folder in ("notebooks", "lessons"):
         with pytest.raises(ToolError, match="holds the course itself"):
-            build_core(course, None, course / folder)
+            build_core(course, [], course / folder)
 
 
 def test_the_command_writes_where_it_is_told_and_git_ignores_its_own_folder(tmp_path: Path, capsys):
@@ -193,9 +193,9 @@ def test_minutes_are_given_for_the_core_and_for_the_whole(course: Path):
     head = "| | lesson | read, min | exercises, min |\n|---|---|---|---|\n"
     (root / "README.md").write_text(head + "| 90 | x | | |\n| 91 | y | | |\n")
     (root / "docs" / "instructor.md").write_text("<!-- minutes by section -->\nold\n<!-- end -->\n")
-    core, whole = core_reading("90", root), reading("90", root)
+    core, whole = reading("90", root, core=True), reading("90", root)
     assert whole - core == pytest.approx(sum(section.minutes for section in sections("90", root) if section.deeper))
-    assert core_reading("91", root) == reading("91", root)
+    assert reading("91", root, core=True) == reading("91", root)
     for _ in range(2):  # what was written is found again
         update(root, write=True)
         assert update(root) == []

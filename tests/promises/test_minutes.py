@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, write_lesson
 
-from tools.author.minutes import chosen, exercises, lessons, reading, sections, selection, update
+from tools import ToolError
+from tools.author.minutes import chosen, exercises, reading, sections, selection, update
+from tools.author.rooms import lessons
 
 GUIDE = (ROOT / "docs" / "instructor.md").read_text(encoding="utf-8")
 LESSON = """\
@@ -94,7 +96,7 @@ def test_selection_is_the_sum_of_what_it_names(course: Path):
     assert selection("[00](notebooks/x.ipynb)", course) == reading("00", course)
     assert [title for title, _ in chosen("00: 2; exercises 00", course)] == ["Second", "A title"]
     for wrong, message in {"00: 3": r"names \[3\]", "07": "no lesson 07", "soon": "not lessons"}.items():
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ToolError, match=message):
             selection(wrong, course)
 
 
@@ -118,7 +120,7 @@ def test_the_course_states_the_minutes_of_its_clock():
     assert not wrong, "python -m tools minutes --write"
 
 
-@pytest.mark.parametrize("name", lessons())
+@pytest.mark.parametrize("name", lessons(ROOT))
 def test_every_lesson_says_its_minutes_once(name: str):
     text = (ROOT / "lessons" / name[3:] / "lesson.py").read_text(encoding="utf-8").replace("\n# ", " ")
     assert len(re.findall(r"\*\*Time:\*\* about \d+ minutes to read", text)) == 1
@@ -128,7 +130,7 @@ def test_every_lesson_says_its_minutes_once(name: str):
         assert len(re.findall(r"All of them take about \d+ minutes\.", text)) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in lessons() if name != "00_start_here"])
+@pytest.mark.parametrize("name", [name for name in lessons(ROOT) if name != "00_start_here"])
 def test_table_of_exercises_agrees_with_their_cards(name: str):
     """Rows of the table at the top, of which one may stand for several exercises, add up to the cards."""
     text = (ROOT / "lessons" / name[3:] / "exercises.py").read_text(encoding="utf-8")
@@ -170,7 +172,7 @@ def test_tables_of_lessons_agree():
     for (number, _, question, *minutes, _), theirs in zip(readme[1:], lesson[1:], strict=True):
         assert [number, question, *minutes] == theirs
     seconds = [int(row[-1].removesuffix(" s")) for row in readme if row[-1].endswith(" s")]
-    assert [row[0] for row in readme if row[-1].endswith(" s")] == [name[:2] for name in lessons()]
+    assert [row[0] for row in readme if row[-1].endswith(" s")] == [name[:2] for name in lessons(ROOT)]
     for place in ("lessons/start_here/lesson.py", "docs/instructor.md"):
         text = (ROOT / place).read_text(encoding="utf-8").replace("\n# ", " ")
         assert f"{min(seconds)} to {max(seconds)} s" in text, place

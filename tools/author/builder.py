@@ -1,4 +1,4 @@
-"""Make the notebooks from their sources, check that both agree, and run notebooks."""
+"""Make the notebooks from their texts, check that both agree, and run notebooks."""
 
 from __future__ import annotations
 
@@ -8,50 +8,66 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
 
 from tools import ToolError
 
-__all__ = ["FOLDERS", "ROOT", "build", "build_core", "check", "execute", "test_lesson"]
+from . import ROOT, notebooks
+from .core import core_edition, core_faults, is_deeper, moved_links
+from .notebooks import NotebookFailed, leaks, normalise
+from .pages import dress
+from .rooms import lesson_of, lessons, read, texts
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("notebooks", "exercises", "solutions")
+FOLDERS = {"notebooks": "", "exercises": "_exercises", "solutions": "_solutions"}  # and how their notebooks' names end
 _SHOWN = re.compile(r"^show\(\"([\w./-]+)\"", re.MULTILINE)  # a cell that shows a program of scripts/
 
 
-def _targets(root: Path, names: list[str]) -> dict[Path, tuple[Any, bool]]:
-    """Every notebook that the sources give: path, notebook without outputs, whether it is executed."""
-    from .notebooks import from_text, mark_exercises, strip, with_ids
-    from .pages import dress
-    from .rooms import read, texts
-
-    sources = texts(root)
-    exercises = [name.removesuffix("_exercises") for name in sources if name.endswith("_exercises")]
-    lessons = [name for name in sources if not name.endswith("_exercises")]
-    targets: dict[Path, tuple[Any, bool]] = {}
-
-    def add(folder: str, name: str, suffix: str, nb: Any) -> None:
-        nb = with_ids(dress(nb, folder, name, lessons, exercises))
-        targets[root / folder / f"{name}{suffix}.ipynb"] = (nb, folder != "exercises")
-
-    for stem, source in sources.items():
-        name = stem.removesuffix("_exercises")
+def targets(root: Path, names: Sequence[str] = ()) -> dict[Path, NotebookNode]:
+    """Every notebook that the texts give, without outputs; or those of the lessons named."""
+    sources, made = texts(root), {}
+    exercises = [name for name in lessons(root) if f"{name}_exercises" in sources]
+    for name in lessons(root):
         if names and name not in names:
             continue
-        nb = from_text(read(source))
-        if stem == name:
-            add("notebooks", name, "", nb)
-        else:
-            nb = mark_exercises(nb)
-            add("exercises", name, "_exercises", strip(nb))
-            add("solutions", name, "_solutions", nb)
-    if not targets:
+        given = {"notebooks": notebooks.from_text(read(sources[name]))}
+        if name in exercises:
+            nb = notebooks.mark_exercises(notebooks.from_text(read(sources[f"{name}_exercises"])))
+            given |= {"exercises": notebooks.strip(nb), "solutions": nb}
+        for folder, nb in given.items():
+            path = root / folder / f"{name}{FOLDERS[folder]}.ipynb"
+            made[path] = notebooks.with_ids(dress(nb, folder, name, lessons(root), exercises))
+    if not made:
         raise ToolError(f"no text in {root.name}/lessons" + (f" for {', '.join(names)}" if names else ""))
-    return targets
+    return made
 
 
-def _older_programs(path: Path, built: Any) -> str:
+def _is_executed(path: Path) -> bool:
+    return path.parent.name != "exercises"
+
+
+def _together(work: Sequence[Coroutine], jobs: int) -> list[str]:
+    """Run them, at most ``jobs`` at a time; return the messages of notebooks that failed."""
+
+    async def one(gate: asyncio.Semaphore, item: Coroutine) -> str:
+        async with gate:
+            try:
+                await item
+            except NotebookFailed as error:
+                return str(error)
+            return ""
+
+    async def everything() -> list[str]:
+        gate = asyncio.Semaphore(jobs)
+        return await asyncio.gather(*(one(gate, item) for item in work))
+
+    return [message for message in asyncio.run(everything()) if message]
+
+
+def _older_programs(path: Path, built: NotebookNode) -> str:
     """Say which programs of ``scripts/`` a built notebook shows as they are no more; empty if none."""
     older = []
     for cell in built.cells:
@@ -63,117 +79,89 @@ def _older_programs(path: Path, built: Any) -> str:
     return f"shows an older scripts/{', scripts/'.join(older)}" if older else ""
 
 
-def _state(path: Path, text: Any, executed: bool) -> str:
+def _state(path: Path, text: NotebookNode) -> str:
     """Say what is wrong with a built notebook; empty if it is up to date."""
-    import nbformat
-
-    from .notebooks import differences, leaks, normalise
-
     if not path.exists():
         return "missing"
     built = nbformat.read(path, as_version=4)
-    if found := differences(built, text):
+    if found := notebooks.differences(built, text) or (_is_executed(path) and notebooks.unfinished(built)):
         return found
-    code = [cell for cell in built.cells if cell.cell_type == "code" and cell.source.strip()]
-    if executed and not all(cell.execution_count for cell in code):
-        return "not executed from top to bottom"
-    if any(output.output_type == "error" for cell in code for output in cell.outputs):
-        return "a cell ends in an error"
     if nbformat.writes(normalise(built)) != path.read_text(encoding="utf-8").rstrip("\n"):
         return "not in normal form"
-    if older := _older_programs(path, built):
-        return older
-    return "; ".join(leaks(built))
+    return _older_programs(path, built) or "; ".join(leaks(built))
 
 
 def check(root: Path = ROOT) -> list[str]:
     """List the notebooks that differ from their text, without running anything."""
-    targets = _targets(root, [])
-    wrong = {path: _state(path, nb, executed) for path, (nb, executed) in targets.items()}
+    made = targets(root)
+    wrong = {path: _state(path, nb) for path, nb in made.items()}
     numbered = {path for folder in FOLDERS for path in (root / folder).glob("[0-9][0-9]_*.ipynb")}
-    wrong |= {path: "has no source" for path in numbered - targets.keys()}
+    wrong |= {path: "has no source" for path in numbered - made.keys()}
     return [f"{path.relative_to(root)}: {state}" for path, state in sorted(wrong.items()) if state]
 
 
-def build(root: Path = ROOT, names: list[str] | None = None, force: bool = False, jobs: int = 1) -> list[str]:
-    """Make notebooks from sources; run those whose code changed, or all with ``force``. Returns what failed."""
-    import nbformat
+def build(root: Path = ROOT, names: Sequence[str] = (), force: bool = False, jobs: int = 1) -> list[str]:
+    """Make notebooks from texts; run those whose code changed, or all with ``force``. Returns what failed."""
 
-    from .notebooks import NotebookFailed, leaks, limited, normalise, take_outputs
-    from .notebooks import execute as run
-
-    async def make(path: Path, nb: Any, executed: bool) -> None:
-        start = time.perf_counter()
+    async def make(path: Path, nb: NotebookNode) -> None:
+        start, runs = time.perf_counter(), _is_executed(path)
         path.parent.mkdir(exist_ok=True)
-        if executed and not force and path.exists():
+        if runs and not force and path.exists():
             before = nbformat.read(path, as_version=4)
-            executed = bool(_older_programs(path, before)) or not take_outputs(nb, before)
-        nb = normalise(await run(nb, path) if executed else nb)
+            runs = bool(_older_programs(path, before)) or not notebooks.take_outputs(nb, before)
+        nb = normalise(await notebooks.execute(nb, path) if runs else nb)
         if found := leaks(nb):
             raise NotebookFailed(f"{path.relative_to(root)}: belongs to this machine: {'; '.join(found)}")
         path.write_text(nbformat.writes(nb) + "\n", encoding="utf-8")
-        took = f" ({time.perf_counter() - start:.0f} s)" if executed else ""
+        took = f" ({time.perf_counter() - start:.0f} s)" if runs else ""
         print(f"built {path.relative_to(root)}{took}", flush=True)
 
-    targets = _targets(root, names or [])
-    stale = [make(path, *what) for path, what in targets.items() if force or _state(path, *what)]
-    print(f"{len(targets) - len(stale)} of {len(targets)} notebooks are up to date")
-    return [message for message in asyncio.run(limited(jobs, stale)) if message]
+    made = targets(root, names)
+    stale = [make(path, nb) for path, nb in made.items() if force or _state(path, nb)]
+    print(f"{len(made) - len(stale)} of {len(made)} notebooks are up to date")
+    return _together(stale, jobs)
 
 
-def build_core(root: Path = ROOT, names: list[str] | None = None, folder: Path | None = None) -> list[str]:
+def build_core(root: Path = ROOT, names: Sequence[str] = (), folder: Path | None = None) -> list[str]:
     """Write the core edition of lessons, without outputs, to ``folder`` (``core/``). Returns what is wrong.
 
     A lesson without deeper sections is written whole, and a printed line says so. A lesson in which headings and tags
     disagree, or whose core needs a deeper cell, is not written.
     """
-    import nbformat
-
-    from .core import core_edition, core_faults, is_deeper, moved_links
-
-    folder = folder or root / "core"
+    source, folder = root / "notebooks", folder or root / "core"
     if folder.resolve() in {(root / name).resolve() for name in (*FOLDERS, "lessons")}:
         raise ToolError(f"{folder} holds the course itself; name another folder for the core edition")
-    lessons = {path.stem: nb for path, (nb, _) in _targets(root, names or []).items() if path.parent.name == FOLDERS[0]}
+    given = {path: nb for path, nb in targets(root, names).items() if path.parent == source}
     failed = []
-    for name, nb in lessons.items():
+    for path, nb in given.items():
         if wrong := core_faults(nb):
-            failed += [f"{name}: {fault}" for fault in wrong]
+            failed += [f"{path.stem}: {fault}" for fault in wrong]
             continue
         left = sum(map(is_deeper, nb.cells))
-        core = moved_links(nb, root / FOLDERS[0], folder, set(lessons))
-        whole = Path(os.path.relpath(root / FOLDERS[0] / f"{name}.ipynb", folder.resolve())).as_posix()
+        core = moved_links(nb, source, folder, {path.stem for path in given})
+        whole = Path(os.path.relpath(path, folder.resolve())).as_posix()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}.ipynb"
-        path.write_text(nbformat.writes(core_edition(core, name, whole)) + "\n", encoding="utf-8")
-        print(f"wrote {path}: " + (f"{left} of {len(nb.cells)} cells left out" if left else
-                                   "the whole lesson, which has no section marked deeper"))
+        text = nbformat.writes(core_edition(core, path.stem, whole)) + "\n"
+        (folder / path.name).write_text(text, encoding="utf-8")
+        print(f"wrote {folder / path.name}: " + (f"{left} of {len(nb.cells)} cells left out" if left else
+                                                 "the whole lesson, which has no section marked deeper"))
     return failed
 
 
-def execute(paths: list[Path], jobs: int = 1, timeout: int = 300) -> list[str]:
+def execute(paths: Sequence[Path], jobs: int = 1, timeout: int = 300) -> list[str]:
     """Run notebooks without changing them, ``timeout`` seconds a cell at most. Returns what failed."""
-    import nbformat
-
-    from .notebooks import execute as run
-    from .notebooks import limited
 
     async def one(path: Path) -> None:
         start = time.perf_counter()
-        await run(nbformat.read(path, as_version=4), path, timeout)
+        await notebooks.execute(nbformat.read(path, as_version=4), path, timeout)
         print(f"passed {path} ({time.perf_counter() - start:.0f} s)", flush=True)
 
-    return [message for message in asyncio.run(limited(jobs, [one(path) for path in paths])) if message]
+    return _together([one(path) for path in paths], jobs)
 
 
 def test_lesson(number: str, root: Path = ROOT) -> int:
     """Build a lesson and its exercises, compare their outputs, and run their tests; returns the exit status."""
-    from .rooms import texts
-
-    name = next((name for name in texts(root) if number and name.startswith(f"{number}_")), None)
-    if not name:
-        numbers = sorted({name[:2] for name in texts(root)})
-        raise ToolError(f"which lesson? one of {', '.join(numbers)}, such as make lesson L=04")
+    name = lesson_of(number, root)
     if failed := build(root, [name]):
         print("\n".join(failed), file=sys.stderr)
         return 1

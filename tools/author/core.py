@@ -13,8 +13,6 @@ from nbformat import NotebookNode
 from .minutes import MARK, names
 from .notebooks import with_ids
 
-__all__ = ["DEEPER", "core_edition", "core_faults", "is_deeper", "moved_links"]
-
 DEEPER = "deeper"  # the tag of every cell of such a section
 HEADING = re.compile(r"^(##+) (.*)$", re.MULTILINE)
 

@@ -20,14 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .rooms import texts
+from tools import ToolError
 
-__all__ = [
-    "MARK", "Section", "chosen", "core_reading", "exercises", "lessons", "names", "reading", "rounded", "sections",
-    "selection", "update",
-]
+from . import ROOT
+from .rooms import lesson_of, lessons, texts
 
-ROOT = Path(__file__).resolve().parents[2]
 WORDS, LINES, PREDICTION = 130, 12, 1.5  # words and lines a minute, minutes a prediction
 MARK = " · deeper"  # at the end of the heading of a section that is not of the core
 TIME = r"(\*\*Time:\*\* about) .*? (?:minutes|hours) to read(?: the core, \d+ with the deeper sections)?"
@@ -107,22 +104,10 @@ def _section(heading: str, cells: list[tuple[bool, str]]) -> Section:
                    predictions, folded)
 
 
-def lessons(root: Path = ROOT) -> list[str]:
-    """Names of the lessons, such as ``02_collectives``."""
-    return [name for name in texts(root) if not name.endswith("_exercises")]
-
-
-def _lesson(number: str, root: Path) -> str:
-    found = [name for name in lessons(root) if name.startswith(number)]
-    if not found:
-        raise ValueError(f"there is no lesson {number}; there are {', '.join(name[:2] for name in lessons(root))}")
-    return found[0]
-
-
 def sections(lesson: str, root: Path = ROOT) -> list[Section]:
     """Sections of a lesson in their order, the opening first; ``lesson`` is its number or name."""
     found: list[tuple[str, list[tuple[bool, str]]]] = [("Opening", [])]
-    for text, content in _cells(texts(root)[_lesson(lesson, root)]):
+    for text, content in _cells(texts(root)[lesson_of(lesson, root)]):
         parts = re.split(r"^## (.*)$", content, flags=re.MULTILINE) if text else [content]
         found[-1][1].append((text, parts[0]))
         found += [(title, [(True, rest)]) for title, rest in zip(parts[1::2], parts[2::2], strict=True)]
@@ -137,7 +122,7 @@ def sections(lesson: str, root: Path = ROOT) -> list[Section]:
 
 
 def _cards(lesson: str, root: Path) -> dict[int, tuple[str, int]]:
-    source = texts(root).get(f"{_lesson(lesson, root)}_exercises")
+    source = texts(root).get(f"{lesson_of(lesson, root)}_exercises")
     text = source.read_text(encoding="utf-8") if source else ""
     card = r"^# ## Exercise (\d+) · (.*)\n#\n# \| difficulty \| minutes .*\n.*\n# \|[^|]*\| *(\d+) "
     return {int(number): (title, int(minutes)) for number, title, minutes in re.findall(card, text, re.MULTILINE)}
@@ -148,14 +133,9 @@ def exercises(lesson: str, root: Path = ROOT) -> dict[int, int]:
     return {number: minutes for number, (_, minutes) in _cards(lesson, root).items()}
 
 
-def reading(lesson: str, root: Path = ROOT) -> float:
-    """Minutes to read a lesson from its title to its references, predictions included."""
-    return sum(section.minutes for section in sections(lesson, root))
-
-
-def core_reading(lesson: str, root: Path = ROOT) -> float:
-    """Minutes to read a lesson without its sections marked *deeper*; those of the whole where it has none."""
-    return sum(section.minutes for section in sections(lesson, root) if not section.deeper)
+def reading(lesson: str, root: Path = ROOT, core: bool = False) -> float:
+    """Minutes to read a lesson from its title to its references, or its ``core``: all that is not marked *deeper*."""
+    return sum(section.minutes for section in sections(lesson, root) if not (core and section.deeper))
 
 
 def rounded(minutes: float) -> int:
@@ -166,7 +146,7 @@ def rounded(minutes: float) -> int:
 def _figures(lesson: str, root: Path) -> tuple[int, int | None]:
     """Rounded minutes of a lesson's core, and of the whole if that has deeper sections."""
     deeper = any(section.deeper for section in sections(lesson, root))
-    return rounded(core_reading(lesson, root)), rounded(reading(lesson, root)) if deeper else None
+    return rounded(reading(lesson, root, core=True)), rounded(reading(lesson, root)) if deeper else None
 
 
 def _numbers(text: str) -> list[int]:
@@ -183,25 +163,25 @@ def chosen(text: str, root: Path = ROOT) -> list[tuple[str, float]]:
 
     Raises
     ------
-    ValueError
+    ToolError
         A lesson, section or exercise that does not exist is named.
     """
     found = []
     for part in re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).split(";"):
         named = re.fullmatch(r"\s*(exercises? )?(\d\d)(?:: *([\d, –-]+))?\s*", part)
         if not named:
-            raise ValueError(f"not lessons, sections or exercises: {part.strip()!r}")
+            raise ToolError(f"not lessons, sections or exercises: {part.strip()!r}")
         if named[1]:
             there = _cards(named[2], root)
         elif named[3]:
             numbered = (section for section in sections(named[2], root) if section.number)
             there = {section.number: (section.title, section.minutes) for section in numbered}
         else:
-            found.append((_lesson(named[2], root), reading(named[2], root)))
+            found.append((lesson_of(named[2], root), reading(named[2], root)))
             continue
         wanted = _numbers(named[3]) if named[3] else list(there)
         if missing := [number for number in wanted if number not in there]:
-            raise ValueError(f"{part.strip()!r} names {missing}; there are {list(there)}")
+            raise ToolError(f"{part.strip()!r} names {missing}; there are {list(there)}")
         found += [there[number] for number in wanted]
     return found
 
@@ -270,27 +250,27 @@ def _listing(root: Path) -> str:
     return "\n\n".join(["<!-- minutes by section -->", *parts, "<!-- end -->"])
 
 
+def _stated(text: str, lesson: str, root: Path) -> str:
+    """The text of a lesson, with its minutes in its opening."""
+    core, whole = _figures(lesson, root)
+    more = f" the core, {whole} with the deeper sections" if whole else ""
+    text = _replaced(text, TIME, rf"\1 {core} minutes to read{more}")
+    return _replaced(
+        text, r"(\*\*Time:\*\*.*\bsections (\d+) to (\d+):) \d+ minutes",
+        lambda part: f"{part[1]} {rounded(selection(f'{lesson[:2]}: {part[2]}-{part[3]}', root))} minutes",
+    )
+
+
 def _texts(root: Path) -> dict[Path, str]:
     """Every file with figures of the clock, as it should be."""
     found = {}
-    for name in lessons(root):
-        path = texts(root)[name]
-
-        def whole(found: re.Match, name: str = name) -> str:
-            core, deep = _figures(name, root)
-            more = f" the core, {deep} with the deeper sections" if deep else ""
-            return f"{found[1]} {core} minutes to read{more}"
-
-        def part(found: re.Match, name: str = name) -> str:
-            return f"{found[1]} {rounded(selection(f'{name[:2]}: {found[2]}-{found[3]}', root))} minutes"
-
-        text = path.read_text(encoding="utf-8")
-        text = _replaced(text, TIME, whole)
-        found[path] = _replaced(text, r"(\*\*Time:\*\*.*\bsections (\d+) to (\d+):) \d+ minutes", part)
-        path = path.with_name("exercises.py")
-        if path.exists():
-            minutes = sum(exercises(name, root).values())
-            found[path] = _replaced(path.read_text(encoding="utf-8"), r"All of them take about [^.]*\.",
+    for name, path in texts(root).items():
+        text, lesson = path.read_text(encoding="utf-8"), name.removesuffix("_exercises")
+        if name == lesson:
+            found[path] = _stated(text, lesson, root)
+        else:
+            minutes = sum(exercises(lesson, root).values())
+            found[path] = _replaced(text, r"All of them take about [^.]*\.",
                                     f"All of them take about {minutes} minutes.")
     for path in [root / "lessons" / "start_here" / "lesson.py", root / "README.md", root / "docs" / "instructor.md"]:
         text = found.get(path) or path.read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import platform
@@ -21,11 +20,6 @@ from traitlets.config import Config
 
 from .pages import alternative_text
 from .rooms import read
-
-__all__ = [
-    "CLIENT", "NotebookFailed", "differences", "execute", "from_text", "leaks", "limited", "local_sockets",
-    "mark_exercises", "normalise", "strip", "take_outputs", "with_ids",
-]
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 STUB = 'raise NotImplementedError("Replace this line with your answer, then run the check below.")'
@@ -131,16 +125,20 @@ async def execute(nb: NotebookNode, path: Path, timeout: int = 300) -> NotebookN
     return nb
 
 
+def unfinished(nb: NotebookNode) -> str:
+    """Say why a notebook's outputs are not those of a run from top to bottom; empty if they are."""
+    code = [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
+    if not all(cell.execution_count for cell in code):
+        return "not executed from top to bottom"
+    failed = any(output.output_type == "error" for cell in code for output in cell.outputs)
+    return "a cell ends in an error" if failed else ""
+
+
 def take_outputs(nb: NotebookNode, built: NotebookNode) -> bool:
     """Give ``nb`` the outputs of ``built`` if both have the same code, run without an error; return whether they do."""
     cells, others = ([cell for cell in each.cells if cell.cell_type == "code"] for each in (nb, built))
-    if [(cell.source, cell.metadata.get("tags")) for cell in cells] != [
-        (cell.source, cell.metadata.get("tags")) for cell in others
-    ]:
-        return False
-    if not all(cell.execution_count for cell in others if cell.source.strip()):
-        return False
-    if any(output.output_type == "error" for cell in others for output in cell.outputs):
+    ours, theirs = ([(cell.source, cell.metadata.get("tags")) for cell in each] for each in (cells, others))
+    if ours != theirs or unfinished(built):
         return False
     for cell, other in zip(cells, others, strict=True):
         cell.outputs, cell.execution_count = other.outputs, other.execution_count
@@ -214,17 +212,3 @@ def leaks(nb: NotebookNode) -> list[str]:
         texts = [cell.source, *(o.get("text", "") for o in outputs), *data]
         found |= {f"cell {number}: {match[0]}" for text in texts for match in pattern.finditer(text)}
     return sorted(found)
-
-
-async def limited(jobs: int, work: list) -> list:
-    """Await coroutines, at most ``jobs`` at a time; in the place of a failed notebook's result stands its message."""
-    gate = asyncio.Semaphore(jobs)
-
-    async def one(item):
-        async with gate:
-            try:
-                return await item
-            except NotebookFailed as error:
-                return str(error)
-
-    return await asyncio.gather(*map(one, work))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import nbformat
 from nbformat import NotebookNode
-
-__all__ = ["alternative_text", "boxed", "dress"]
 
 #: How a paragraph that starts so is framed: line and colour. Text keeps its own colour, which the classes alert-info
 #: and so on make too pale to read, above all in JupyterLab's dark theme.
@@ -72,15 +70,10 @@ def _links(name: str, lessons: Sequence[str]) -> dict[str, str]:
 
 
 def _link_to_exercises(nb: NotebookNode, link: str) -> None:
-    """Add the link to the paragraph that says what comes before the lesson, or else below the title's cell."""
+    """Add the link to the paragraph that says what comes before the lesson, or else below the title."""
     sentence = f"**Afterwards:** {link}."
-    for cell in nb.cells[:3]:
-        text = re.sub(r"^(\*\*(?:Before this|Prerequisites?).*?)(?=\n\n|\Z)", rf"\1 {sentence}", cell.source, count=1,
-                      flags=re.MULTILINE | re.DOTALL)
-        if text != cell.source:
-            cell.source = text
-            return
-    nb.cells[0].source += f"\n\n{sentence}"
+    if not _reworded(nb, r"\*\*(Before this|Prerequisites?)", lambda block: f"{block} {sentence}"):
+        nb.cells[0].source += f"\n\n{sentence}"
 
 
 def _introduce_solutions(nb: NotebookNode, links: dict[str, str]) -> None:
@@ -89,14 +82,19 @@ def _introduce_solutions(nb: NotebookNode, links: dict[str, str]) -> None:
         "**These are the solutions.** Every answer is filled in and has passed its check. Write your own in "
         f"{links['exercises']} first; they follow {links['lesson']}."
     )
+    if not _reworded(nb, r"\*\*How to work\.\*\*", lambda _: words):
+        nb.cells.insert(1, nbformat.v4.new_markdown_cell(words))
+
+
+def _reworded(nb: NotebookNode, start: str, change: Callable[[str], str]) -> bool:
+    """Change the first paragraph of the opening that starts so; return whether there is one."""
     for cell in nb.cells[:4]:
-        if cell.cell_type == "markdown":
-            blocks = list(_blocks(cell.source))
-            if found := [at for at, block in enumerate(blocks) if block.startswith("**How to work.**")]:
-                blocks[found[0]] = words
-                cell.source = "\n\n".join(blocks)
-                return
-    nb.cells.insert(1, nbformat.v4.new_markdown_cell(words))
+        blocks = list(_blocks(cell.source)) if cell.cell_type == "markdown" else []
+        for at, block in enumerate(blocks):
+            if re.match(start, block):
+                cell.source = "\n\n".join([*blocks[:at], change(block), *blocks[at + 1 :]])
+                return True
+    return False
 
 
 def boxed(text: str) -> str:

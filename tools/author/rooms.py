@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-__all__ = ["read", "texts"]
+from tools import ToolError
 
 
 def texts(root: Path) -> dict[str, Path]:
@@ -18,6 +18,20 @@ def texts(root: Path) -> dict[str, Path]:
             if (room.parent / file).exists():
                 found[f"{number[1]}_{room.parent.name}{ending}"] = room.parent / file
     return dict(sorted(found.items()))
+
+
+def lessons(root: Path) -> list[str]:
+    """Names of the lessons, such as ``02_collectives``."""
+    return [name for name in texts(root) if not name.endswith("_exercises")]
+
+
+def lesson_of(number: str, root: Path) -> str:
+    """The name of a lesson that is given by its number, or by its name."""
+    names = lessons(root)
+    found = [name for name in names if number in (name, name[:2])]
+    if not found:
+        raise ToolError(f"there is no lesson {number}; there are {', '.join(name[:2] for name in names)}")
+    return found[0]
 
 
 def read(path: Path) -> str:
