@@ -1,562 +1,754 @@
-"""Checks of the exercises on long sequences and experts: results, gradients, and the bytes of each way.
-
-What the ranks compute together is a program for one process, such as `_ring`; usual slips are edits of it.
-"""
+"""The exercises on long sequences and experts: what each rank must find, and the usual mistakes with their hints."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from course_utils import record
 from course_utils.check import (
+    Case,
     Exercise,
-    Outcome,
+    answer_with,
     checked,
     close,
-    load_hints,
-    paper_problem,
+    exercise,
+    paper,
     show,
     whole_numbers,
 )
 from course_utils.check.compare import listed
-from course_utils.check.edits import edited_function
+from course_utils.check.program import hints_of
+
+from . import answers
 
 __all__ = [
-    "HINTS", "balanced_step", "expert_layer", "expert_traffic", "merge", "ring_attention", "ring_hides", "ulysses",
-    "zigzag",
+    "MISTAKES", "RIGHT", "balanced_step", "expert_layer", "expert_traffic", "merge", "ring_attention", "ring_hides",
+    "ulysses", "zigzag",
 ]
 
-HINTS = load_hints(__file__)
-_INF = float("inf")
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
-Piece = tuple[Tensor, Tensor, Tensor]
-Slips = dict[str, Any]  # hint key to an edit of a program, or a list of several
+CLOSE = 1e-5
 
 
-def _numbers(*shape: int, seed: int) -> Tensor:
+def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(15485863 + seed), dtype=torch.float64)
 
 
-def _slips(program: Callable, slips: Slips, *args: Any) -> dict[str, list]:
-    """What the slips of a program give."""
-    return {key: [edited_function(program, slip)(*args) for slip in listed(some)] for key, some in slips.items()}
-
-
-# ------------------------------------------------------------------------------------------------ runs on ranks
-
-
-def _both_ways(fn: Callable, inputs: list[Any], args: tuple) -> Outcome:
-    """Forward of one rank, and backward if there is a gradient to begin with; ledgers of both."""
-    import torch.distributed as dist
-
-    from course_utils import record
-
-    (start, upstream), (call,) = inputs[dist.get_rank()], args
-    inputs[:] = []  # what other ranks hold has to be sent
-    own = [t.clone().requires_grad_(upstream is not None and t.is_floating_point()) for t in start]
+def both_ways(call: Callable, given: Sequence[Tensor], upstream: Tensor) -> tuple[Any, list, dict]:
+    """The output of one rank, the arguments with their gradients, and the ledgers of forward and backward."""
+    own = [t.clone().requires_grad_(t.is_floating_point()) for t in given]
     with record() as forward:
-        y = call(fn, *own)
+        y = call(*own)
     with record() as backward:
-        if isinstance(y, Tensor) and y.requires_grad and upstream is not None and y.shape == upstream.shape:
+        if isinstance(y, Tensor) and y.requires_grad and y.shape == upstream.shape:
             (y * upstream).sum().backward()
-    changed = any(not torch.equal(t.detach(), old) for t, old in zip(own, start, strict=True))
-    gradients = [t.grad for t in own if t.is_floating_point()]
-    return Outcome((y.detach() if isinstance(y, Tensor) else y, gradients), (forward, backward), changed, None)
+    return y.detach() if isinstance(y, Tensor) else y, own, {"forward": forward, "backward": backward}
 
 
-def _plain(fn: Callable, *leaves: Tensor) -> Any:
-    return fn(*leaves)
+def note_gradients(note, own: Sequence[Tensor], given: Sequence[Tensor], right: dict[str, Tensor]) -> None:
+    same = all(map(torch.equal, own, given))
+    note.holds(same, "input-changed", "the output is right, but the arguments were changed.")
+    got = dict(zip(right, (t.grad for t in own if t.is_floating_point()), strict=True))
+    missing = [name for name, gradient in got.items() if gradient is None]
+    if note.holds(not missing, "no-gradient", f"{', '.join(missing)} has no gradient."):
+        note.equal(got, right, "the gradient")
 
 
-def _compare(
-    exercise: Exercise, outcomes: list[Outcome], program: Callable, slips: Slips, args: tuple,
-    gradients: Sequence[dict[str, Tensor]] = (), default: str | None = None,
-) -> None:
-    """Refuse outputs that are not ``program(*args, rank)``, changed arguments, and then wrong gradients, by rank."""
-    for rank, outcome in exercise.each(outcomes):
-        got, right = outcome.result[0], program(*args, rank).detach()
-        if not close(got, right):
-            traps = _slips(program, slips, *args, rank) if len(outcomes) > 1 else {}
-            formed = default and isinstance(got, Tensor) and got.shape == right.shape
-            exercise.equal(rank, got, right, traps | ({default: got} if formed else {}), what="the output")
-        exercise.require(not outcome.before, "input-changed", "the output is right, but the arguments were changed.")
-    exercise.fallback = None
-    for rank, outcome in exercise.each(outcomes if gradients else []):
-        for got, (name, right) in zip(outcome.result[1], gradients[rank].items(), strict=True):
-            exercise.require(got is not None, "no-gradient", f"{name} has no gradient.")
-            exercise.equal(rank, got, right, what=f"the gradient of {name}")
+# --- exercise 1: pieces
 
-
-# ------------------------------------------------------------------------------------------------ pieces
-
-
-def _piece(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Piece:
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~keep, -_INF)
-    m = scores.amax(-1, keepdim=True)
-    p = torch.where(keep, torch.exp(scores - m), 0)
-    return m, p.sum(-1, keepdim=True), p @ v
-
-
-def _merged(a: Piece, b: Piece) -> Piece:
-    m = torch.maximum(a[0], b[0])
-    fa, fb = (torch.where(one == -_INF, 0, torch.exp(one - m)) for one in (a[0], b[0]))
-    return m, fa * a[1] + fb * b[1], fa * a[2] + fb * b[2]
-
-
-_ALL, _NONE = (0, 0, 0), (9, 9, 9)  # of three queries, the first key that each sees
-_MERGES = (  # name, what the queries see of the first and of the second piece, scale of the scores, fallback
-    ("all queries see all keys", _ALL, _ALL, 1.0, None),
-    ("scores in the thousands", _ALL, _ALL, 3000.0, "overflow"),
-    ("query 1 sees no key of the second piece", _ALL, (0, 9, 2), 1.0, "no-key"),
-    ("queries 0 and 2 see no key of the first piece", (9, 1, 9), _ALL, 1.0, "no-key"),
+ALL, NONE = (0, 0, 0), (9, 9, 9)  # of three queries, the first key that each sees
+MERGES = (  # name, what the queries see of the first and of the second piece, scale of the scores, fallback
+    ("all queries see all keys", ALL, ALL, 1.0, None),
+    ("scores in the thousands", ALL, ALL, 3000.0, "overflow"),
+    ("query 1 sees no key of the second piece", ALL, (0, 9, 2), 1.0, "no-key"),
+    ("queries 0 and 2 see no key of the first piece", (9, 1, 9), ALL, 1.0, "no-key"),
     ("query 1 sees no key at all", (0, 9, 9), (1, 9, 0), 1.0, "no-key"),
-    ("no query sees a key of the first piece", _NONE, _ALL, 1.0, "no-key"),
+    ("no query sees a key of the first piece", NONE, ALL, 1.0, "no-key"),
 )
 
 
 @checked
 def merge(fn: Callable) -> None:
     """Check ``fn(first, second) -> (m, l, o)``, the merge of two pieces of attention."""
-    exercise = Exercise("Exercise 1", HINTS["merge"])
-    for number, (exercise.case, *sees, scale, fallback) in enumerate(_MERGES):
-        q, k, v = (_numbers(2, tokens, 4, seed=10 * number + tokens) for tokens in (3, 8, 8))
+    run = Exercise("Exercise 1", hints_of(MISTAKES["merge"]))
+    for number, (run.case, *sees, scale, fallback) in enumerate(MERGES):
+        q, k, v = (numbers(2, tokens, 4, seed=10 * number + tokens) for tokens in (3, 8, 8))
         q, keep = scale * q, [torch.arange(4) >= torch.tensor(first)[:, None] for first in sees]
-        pieces = [_piece(q, k[:, s], v[:, s], kept) for s, kept in zip((slice(4), slice(4, 8)), keep, strict=True)]
+        parts = zip(k.chunk(2, 1), v.chunk(2, 1), keep, strict=True)
+        pieces = [answers.piece(q, *part) for part in parts]
         before = [t.clone() for one in pieces for t in one]
-        got, right = exercise.call(fn, *pieces), _piece(q, k, v, torch.cat(keep, 1))
+        got, right = run.call(fn, *pieces), answers.piece(q, k, v, torch.cat(keep, 1))
         formed = isinstance(got, tuple | list) and len(got) == 3 and all(isinstance(t, Tensor) for t in got)
-        exercise.require(formed, "form", f"the function returned {show(got)}.")
-        for name, one, expected in zip(("m", "l", "o"), got, right, strict=True):
+        run.require(formed, "form", f"the function returned {show(got)}.")
+        for i, (one, expected) in enumerate(zip(got, right, strict=True)):
             wrong = one.shape == expected.shape and (one.isnan() | one.isinf() & expected.isfinite()).any()
-            exercise.fallback = fallback if wrong else None
-            exercise.equal(None, one, expected, {} if wrong else _merge_slips(name, pieces, right), what=name)
+            run.fallback = fallback if wrong else None
+            slips = {} if wrong or close(one, expected) else merge_slips(pieces, i)
+            run.equal(None, one, expected, slips, what="mlo"[i])
         same = all(map(torch.equal, (t for one in pieces for t in one), before))
-        exercise.require(same, "input-changed", "the result is right, but the pieces were changed.")
+        run.require(same, "input-changed", "the result is right, but the pieces were changed.")
     print("Exercise 1 passed: two pieces are one, with large scores and with queries that see no key.")
 
 
-def _merge_slips(name: str, pieces: Sequence[Piece], right: Piece) -> dict[str, Any]:
-    (m1, l1, o1), (m2, l2, o2) = pieces
-    f1, f2 = torch.exp(m1 - right[0]), torch.exp(m2 - right[0])
-    return {
-        "m": {"maximum": [m1 + m2, torch.minimum(m1, m2), m1, m2, torch.full_like(m1, right[0].max())]},
-        "l": {"rescale-l": [l1 + l2, l1 / f1 + l2 / f2]},
-        "o": {"rescale-o": [o1 + o2, o1 / f1 + o2 / f2, f1 * o1 + o2, o1 + f2 * o2],
-              "divided": [right[2] / right[1], o1 / l1 + o2 / l2]},
-    }[name]
+def merge_slips(pieces: Sequence, i: int) -> dict[str, list]:
+    """What the mistakes make of m, l or o."""
+    keys = (["maximum"], ["rescale-l"], ["rescale-o", "divided"])[i]
+    wrong = {key: [answer_with(answers.__name__, "merge", edit) for edit in listed(MISTAKES["merge"][key][1])]
+             for key in keys}  # fmt: skip
+    return {key: [one(*pieces)[i] for one in some] for key, some in wrong.items()}
 
 
-# ------------------------------------------------------------------------------------------------ zig-zag
+MISTAKES["merge"] = {
+    "form": ("Return a tuple of three tensors: m, l and o.",
+            {"return m, f1 * l1 + f2 * l2, f1 * o1 + f2 * o2": "return (f1 * o1 + f2 * o2) / (f1 * l1 + f2 * l2)"}),
+    "maximum": ("The m of both is the larger of the two, for each query on its own.",
+            ["m = torch.maximum(m1, m2)  ->  m = m1 + m2",
+             "m = torch.maximum(m1, m2)  ->  m = torch.minimum(m1, m2)",
+             "m = torch.maximum(m1, m2)  ->  m = m1",
+             "m = torch.maximum(m1, m2)  ->  m = m2",
+             "m = torch.maximum(m1, m2)  ->  m = torch.full_like(m1, max(m1.max(), m2.max()))"]),
+    "rescale-l": ("Each l is relative to the m of its own piece. Before l1 and l2 can be added, both have to be made "
+                  "relative to the new m.",
+            ["f1 * l1 + f2 * l2  ->  l1 + l2",
+             "f1 * l1 + f2 * l2  ->  l1 / f1 + l2 / f2"]),
+    "rescale-o": ("l is right, so the factors are known. Each o is relative to the m of its own piece, too: it needs "
+                  "the same factor as its l.",
+            ["f1 * o1 + f2 * o2  ->  o1 + o2",
+             "f1 * o1 + f2 * o2  ->  o1 / f1 + o2 / f2",
+             "f1 * o1 + f2 * o2  ->  f1 * o1 + o2",
+             "f1 * o1 + f2 * o2  ->  o1 + f2 * o2"]),
+    "divided": ("o is the sum that is not yet divided by l: pieces can be merged further, and the division comes "
+                "once, at the end.",
+            [{"return m, f1": "weights = f1 * l1 + f2 * l2\nreturn m, f1",
+              "f1 * o1 + f2 * o2": "(f1 * o1 + f2 * o2) / weights"},
+             "f1 * o1 + f2 * o2  ->  o1 / l1 + o2 / l2"]),
+    "overflow": ("exp of a number in the thousands is infinite. Only differences that are 0 or less are safe: a "
+                 "score, or an m, minus the larger m.",
+            {"torch.exp(m1 - finite), torch.exp(m2 - finite)":
+                 "torch.exp(m1) / torch.exp(m), torch.exp(m2) / torch.exp(m)"}),
+    "no-key": ("A query sees no key of a piece, so that its m is -inf there. What is exp(m1 - m) if m1 is -inf, and "
+               "what if m is -inf as well?",
+            "torch.exp(m1 - finite), torch.exp(m2 - finite)  ->  torch.exp(m1 - m), torch.exp(m2 - m)"),
+}
 
 
-def _zigzag(length: int, n: int) -> list[Tensor]:
-    runs = torch.arange(length).tensor_split(2 * n)
-    return [torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]
+def in_logarithms(first, second):
+    """By log-sum-exp: m + log l of both, and outputs that are divided meanwhile."""
+    (m1, l1, o1), (m2, l2, o2) = first, second
+    m, total = torch.maximum(m1, m2), torch.logaddexp(m1 + l1.log(), m2 + l2.log())
+    empty = m == -torch.inf
+    parts = [torch.where(m_ == -torch.inf, 0, torch.exp(m_ - m)) for m_ in (m1, m2)]
+    return [m, torch.where(empty, 0, torch.exp(total - m)), sum(p * o for p, o in zip(parts, (o1, o2), strict=True))]
+
+
+RIGHT["merge"] = {
+    "logarithms": in_logarithms,
+    "nan to 0": {"torch.exp(m1 - finite), torch.exp(m2 - finite)":
+             "torch.exp(m1 - m).nan_to_num(0), torch.exp(m2 - m).nan_to_num(0)"},
+}
+
+
+# --- exercise 2: zig-zag
+
+
+def pairs_of(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(p + 1 for p in row) for row in rows]
 
 
 @checked
 def zigzag(fn: Callable) -> None:
     """Check ``fn(length, n) -> positions``, a tensor of int64 for each of n ranks."""
-    exercise = Exercise("Exercise 2", HINTS["zigzag"])
+    run = Exercise("Exercise 2", hints_of(MISTAKES["zigzag"]))
     for length, n in ((64, 4), (16, 2), (24, 3), (8, 1), (10, 2), (10, 4), (53, 4), (101, 8)):
-        exercise.case = f"{length} tokens on {n} ranks"
-        exercise.fallback = "uneven" if length % (2 * n) else None
-        got = exercise.call(fn, length, n)
+        run.case = f"{length} tokens on {n} ranks"
+        run.fallback = "uneven" if length % (2 * n) else None
+        got = run.call(fn, length, n)
         rows = [whole_numbers(one) for one in got] if isinstance(got, list | tuple) else []
-        exercise.require(len(rows) == n and None not in rows, "form", f"the function returned {show(got)}.")
-        held = sorted(p for row in rows for p in row)
-        usual = {"contiguous": torch.arange(length).chunk(n), "striped": [torch.arange(r, length, n) for r in range(n)],
-                 "mirror": [torch.cat(torch.arange(length).tensor_split(2 * n)[r::n]) for r in range(n)]}
-        for key, orders in usual.items() if n > 1 else ():
-            same = len(orders) == n and all(order.tolist() == row for order, row in zip(orders, rows, strict=True))
-            exercise.require(not same, key, f"the ranks have {_pairs(rows)} pairs.")
+        run.require(len(rows) == n and None not in rows, "form", f"the function returned {show(got)}.")
+        held, pairs = sorted(p for row in rows for p in row), pairs_of(rows)
+        for key in ("contiguous", "striped", "mirror") if n > 1 else ():
+            usual = answer_with(answers.__name__, "zigzag", MISTAKES["zigzag"][key][1])(length, n)
+            run.require([one.tolist() for one in usual] != rows, key, f"the ranks have {pairs} pairs.")
         odd = [p for p in range(length) if held.count(p) != 1] or [p for p in held if not 0 <= p < length]
-        exercise.require(not odd, exercise.fallback or "once", f"position {odd[:1]} is not held exactly once.")
-        for _, row in exercise.each(rows):
-            exercise.require(row == sorted(row), "order", f"the positions are {row[:8]}…, not in ascending order.")
+        run.require(not odd, run.fallback or "once", f"position {odd[:1]} is not held exactly once.")
+        for _, row in run.each(rows):
+            run.require(row == sorted(row), "order", f"the positions are {row[:8]}…, not in ascending order.")
             ends = [i for i in range(1, len(row)) if row[i] - row[i - 1] != 1]
             runs = [b - a for a, b in zip([0, *ends], [*ends, len(row)], strict=True)]
-            exercise.require(len(runs) <= 2, "runs", f"the positions are {len(runs)} runs: {str(row)[:60]}…")
+            run.require(len(runs) <= 2, "runs", f"the positions are {len(runs)} runs: {str(row)[:60]}…")
             short = length // (2 * n)  # two neighbors look like one run of twice the length
-            fit = all(0 <= run - short * parts <= parts for run in runs for parts in [3 - len(runs)])
-            exercise.require(fit, "uneven", f"the runs have {runs} tokens, and not {short} or {short + 1}.")
-        spread = max(_pairs(rows)) - min(_pairs(rows))  # a token more in some runs makes up to 4 · length pairs
-        most = 4 * length if length % (2 * n) else 0
-        exercise.require(spread <= most, "balance", f"the ranks have {_pairs(rows)} pairs.")
+            fit = all(0 <= size - short * parts <= parts for size in runs for parts in [3 - len(runs)])
+            run.require(fit, "uneven", f"the runs have {runs} tokens, and not {short} or {short + 1}.")
+        most = 4 * length if length % (2 * n) else 0  # a token more in some runs makes up to 4 · length pairs
+        run.require(max(pairs) - min(pairs) <= most, "balance", f"the ranks have {pairs} pairs.")
     print("Exercise 2 passed: with 64 tokens on 4 ranks 520 pairs each, where contiguous parts have 136 to 904.")
 
 
-def _pairs(rows: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(p + 1 for p in row) for row in rows]
-
-
-# ------------------------------------------------------------------------------------------------ ring
-
-_REPEATED = "k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)"  # in both programs
-_TILED = {_REPEATED: "k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)"}
-
-
-def _ring(q: Tensor, k: Tensor, v: Tensor, order: list[Tensor], r: int) -> Tensor:
-    """The output of rank r; `_RING_SLIPS` edits this program."""
-    n, total, group = len(order), None, q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    for step in range(n):
-        mine, theirs = order[r], order[(r - step) % n]
-        keep = mine[:, None] >= theirs
-        part = _piece(q[:, :, mine], k[:, :, theirs], v[:, :, theirs], keep)
-        total = part if total is None else _merged(total, part)
-    m, weights, o = total
-    return o / weights
-
-
-_KEEP = "keep = mine[:, None] >= theirs"
-_RING_SLIPS: Slips = {
-    "positions": f"{_KEEP}  ->  keep = mine[:, None] >= mine",
-    "not-causal": f"{_KEEP}  ->  keep = mine[:, None] >= 0 * theirs",
-    "future": [f"{_KEEP}  ->  keep = mine[:, None] <= theirs", f"{_KEEP}  ->  keep = mine[:, None] > theirs"],
-    "own-block": "range(n)  ->  range(1, n)",
-    "last-block": "range(n)  ->  range(n - 1)",
-    "rescale": "_merged(total, part)  ->  tuple(a + b for a, b in zip(total, part))",
-    "divided": "o / weights  ->  o",
-    "kv-order": _TILED,
+MISTAKES["zigzag"] = {
+    "form": ("Return a list with a tensor of whole numbers for each rank.",
+            "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]  ->  runs"),
+    "contiguous": ("These are consecutive parts. The last rank has the late tokens, and late tokens have many pairs.",
+            "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]  ->  [*torch.arange(length).chunk(n)]"),
+    "striped": ("These are stripes, every n-th token. They are nearly balanced, but the exercise asks for two runs "
+                "of consecutive tokens on each rank, with exactly as many pairs.",
+            "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]  ->  [torch.arange(r, length, n) for r "
+            "in range(n)]"),
+    "mirror": ("Rank r has runs r and n + r. The last rank has the later one of both pairs: the second run has to be "
+               "counted from the end.",
+            "runs[2 * n - 1 - r]  ->  runs[n + r]"),
+    "once": ("Each position belongs to exactly one rank.",
+            "runs[2 * n - 1 - r]  ->  runs[2 * n - 2 - r]"),
+    "order": ("The positions of a rank are in ascending order.",
+            "[runs[r], runs[2 * n - 1 - r]]  ->  [runs[2 * n - 1 - r], runs[r]]"),
+    "runs": ("A rank holds two runs of consecutive tokens at most, one from the first half and one from the second.",
+            {"torch.arange(length).tensor_split(2 * n)": "torch.arange(length).tensor_split(4 * n)",
+             "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]":
+                 "[torch.cat([runs[i] for i in (r, 2 * n - 1 - r, 2 * n + r, 4 * n - 1 - r)]) for r in range(n)]"}),
+    "uneven": ("The number of runs does not divide the number of tokens. There have to be 2n runs all the same, "
+               "whose lengths differ by 1 at most. chunk makes fewer.",
+            ["torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length).chunk(2 * n)",
+             "torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length).split(-(-length // (2 * n)))",
+             "torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length // (2 * n) * 2 * n).chunk(2 * n)"]),
+    "balance": ("Add up p + 1 over the positions p of each rank. An early run goes with a late one: the r-th with "
+                "the r-th from the end.",
+            "runs[2 * n - 1 - r]  ->  runs[n + (n - r) % n]"),
 }
-_RINGS = (  # name, heads, KV heads, positions of each rank
-    ("contiguous tokens", 2, 2, torch.arange(16).chunk(2)),
-    ("zig-zag, 4 heads, 2 KV heads", 4, 2, _zigzag(32, 4)),
-    ("contiguous tokens, 4 heads, 1 KV head", 4, 1, torch.arange(24).chunk(4)),
-    ("tokens in any order", 2, 2, (torch.arange(21) * 8 % 21).chunk(3)),
-    ("all tokens", 2, 1, torch.arange(8).chunk(1)),
-)
 
 
-@checked
-def ring_attention(fn: Callable) -> None:
-    """Check ``fn(q, k, v, positions) -> o``: causal attention of a rank's queries to the tokens of all ranks."""
-    exercise = Exercise("Exercise 3", HINTS["ring_attention"], program=_both_ways)
-    for name, heads, kv_heads, order in _RINGS:
-        n, length = len(order), sum(map(len, order))
-        q, k, v = (_numbers(2, h, length, 4, seed=30 + i) for i, h in enumerate((heads, kv_heads, kv_heads)))
-        inputs = [((*(t[:, :, mine] for t in (q, k, v)), mine.clone()), None) for mine in order]
-        outcomes = exercise.run(fn, inputs, _plain, case=name)
-        _compare(exercise, outcomes, _ring, _RING_SLIPS, (q, k, v, order))
-        block, positions = 2 * k.nbytes // n, order[0].nbytes
-        for rank, outcome in exercise.each(outcomes if n > 1 else []):
-            ledger, hops = outcome.ledger[0], n - 1
-            limits = {"calls": {"send": 3 * hops}, "sent": (hops * block, hops * (block + positions))}
-            peers = {entry.peer for entry in ledger if entry.op == "send"}
-            apart = ledger.count() > 0 and peers not in ({(rank + 1) % n}, {(rank - 1) % n})
-            keys = {"other-calls": "gathered", "too-many-calls": "extra-hop",
-                    "too-many-bytes": "heads-sent" if heads > kv_heads else "extra-hop"}
-            exercise.audit(ledger, {"send", "recv"}, keys=keys, **limits)
-            exercise.require(not apart, "neighbor", f"this rank sends to ranks {sorted(peers)}.")
-    exercise.passed("equal to one process in every order of the tokens, with N − 1 messages of K, V and positions.")
+def by_borders(length, n):
+    borders = [length * i // (2 * n) for i in range(2 * n + 1)]
+    return [[*range(borders[r], borders[r + 1]), *range(borders[2 * n - 1 - r], borders[2 * n - r])] for r in range(n)]
 
 
-# ------------------------------------------------------------------------------------------------ Ulysses
-
-
-def _ulysses(q: Tensor, k: Tensor, v: Tensor, n: int, r: int) -> Tensor:
-    """The output of rank r; `_ULYSSES_SLIPS` edits this program."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return o.chunk(n, 2)[r]
-
-
-_COPIED = """copies = math.lcm(n, k.shape[1]) // k.shape[1]
-k, v = (t.repeat(1, copies, 1, 1).repeat_interleave(group // copies, 1) for t in (k, v))"""
-_LOCAL = "k.repeat_interleave(group, 1).chunk(n, 2)[r], v.repeat_interleave(group, 1).chunk(n, 2)[r]"
-_ULYSSES_SLIPS: Slips = {
-    "not-causal": "is_causal=True  ->  is_causal=False",
-    "kv-order": [_TILED, {f"k, v = {_REPEATED}": _COPIED}],
-    "local": {_REPEATED: _LOCAL, "(q, k": "(q.chunk(n, 2)[r], k", "o.chunk(n, 2)[r]": "o"},
-    "head-order": "return o  ->  return o.unflatten(1, (n, -1)).transpose(1, 2).flatten(1, 2)",
+RIGHT["zigzag"] = {
+    "borders": by_borders,
+    "flipped": "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]  ->  [torch.cat(both) for both in "
+        "zip(runs[:n], runs[:n - 1:-1])]",
 }
-_ULYSSES = (  # ranks, heads, KV heads, fallback
-    (2, 4, 4, None), (2, 8, 4, "grouped"), (4, 8, 4, None), (4, 8, 2, "few-heads"), (2, 6, 3, "few-heads"),
-    (1, 4, 2, None),
-)
 
 
-@checked
-def ulysses(fn: Callable) -> None:
-    """Check ``fn(q, k, v) -> o``: causal attention by all-to-alls, with gradients."""
-    exercise = Exercise("Exercise 4", HINTS["ulysses"], program=_both_ways)
-    for n, heads, kv_heads, fallback in _ULYSSES:
-        q, k, v = (_numbers(2, h, 3 * n, 4, seed=60 + i) for i, h in enumerate((heads, kv_heads, kv_heads)))
-        above = _numbers(*q.shape, seed=90).chunk(n, 2)
-        inputs = list(zip(zip(*(t.chunk(n, 2) for t in (q, k, v)), strict=True), above, strict=True))
-        case = f"{heads} heads, {kv_heads} KV heads"
-        outcomes = exercise.run(fn, inputs, _plain, case=case, fallback=fallback, errors="non-empty|chunk|match")
-        for _, outcome in exercise.each(outcomes if n > 1 else []):
-            turned = isinstance(outcome.result[0], Tensor) and outcome.result[0].shape == (2, heads // n, 3 * n, 4)
-            exercise.require(not turned, "not-back", "the output has all tokens of some heads.")
-        whole = [t.requires_grad_() for t in (q, k, v)]
-        found = torch.autograd.grad(_ulysses(*whole, 1, 0), whole, torch.cat(above, 2))
-        shares = [dict(zip("qkv", each, strict=True)) for each in zip(*(g.chunk(n, 2) for g in found), strict=True)]
-        _compare(exercise, outcomes, _ulysses, _ULYSSES_SLIPS, (*whole, n), shares)
-        least, copies = 2 * (q.nbytes + k.nbytes) // n, math.lcm(n, kv_heads) // kv_heads
-        most = 2 * (q.nbytes + copies * k.nbytes) // n
-        for _, outcome in exercise.each(outcomes):
-            for way, ledger in zip(("forward", "backward"), outcome.ledger, strict=True):
-                keys = {"other-calls": "gathered", "too-many-bytes": "copies"}
-                exercise.audit(ledger, {"all_to_all"}, calls=4, carried=(least, most), where=f"in {way}, ", keys=keys)
-    exercise.passed("output and gradients equal to one process, in four all-to-alls each way.")
+# --- exercise 3: ring attention
+
+RINGS = [  # ranks, name, heads, KV heads, positions of each rank
+    (2, "contiguous tokens", 2, 2, torch.arange(16).chunk(2)),
+    (4, "zig-zag, 4 heads, 2 KV heads", 4, 2, answers.zigzag(32, 4)),
+    (4, "contiguous tokens, 4 heads, 1 KV head", 4, 1, torch.arange(24).chunk(4)),
+    (3, "tokens in any order", 2, 2, (torch.arange(21) * 8 % 21).chunk(3)),
+    (1, "all tokens", 2, 1, torch.arange(8).chunk(1)),
+]
 
 
-# ------------------------------------------------------------------------------------------------ experts
+@exercise("Exercise 3", cases=RINGS, tolerance=CLOSE,
+          passed="equal to one process in every order of the tokens, with N − 1 messages of K, V and positions.")
+def ring_attention(note, answer, heads, kv_heads, order):
+    rank, n, length = dist.get_rank(), dist.get_world_size(), sum(map(len, order))
+    q, k, v = (numbers(2, h, length, 4, seed=30 + i) for i, h in enumerate((heads, kv_heads, kv_heads)))
+    mine, hops = order[rank].clone(), n - 1
+    given = [q[:, :, mine], k[:, :, mine], v[:, :, mine], mine]
+    own = [t.clone() for t in given]
+    with record() as ledger:
+        got = answer(*own)
+    keep = mine[:, None] >= torch.arange(length)
+    note.equal(got, F.scaled_dot_product_attention(given[0], k, v, keep, enable_gqa=True), "the output")
+    same = all(map(torch.equal, own, given))
+    note.holds(same, "input-changed", "the output is right, but the arguments were changed.")
+    if n > 1:
+        block = 2 * given[1].nbytes
+        note.sent(ledger, {"send", "recv"}, calls={"send": 3 * hops}, sent=(hops * block, hops * (block + mine.nbytes)),
+                  other_calls="gathered", too_many_calls="extra-hop",
+                  too_many_bytes="heads-sent" if heads > kv_heads else "extra-hop")
+        peers = {entry.peer for entry in ledger if entry.op == "send"}
+        ring = peers in ({(rank + 1) % n}, {(rank - 1) % n})
+        note.holds(ring, "neighbor", f"this rank sends to ranks {sorted(peers)}.")
 
 
-def _ffn(rows: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+MISTAKES["ring_attention"] = {
+    "positions": ("The first block is right, a later one is not: its mask has to compare the positions of your "
+                  "queries with those of the keys that have arrived, in the whole sequence. Rows and columns of a "
+                  "block are counted from 0 on every rank.",
+            ["positions[:, None] >= block[2]  ->  positions[:, None] >= positions",
+             "positions[:, None] >= block[2]  ->  torch.ones(len(positions), len(positions)).tril().bool()"]),
+    "not-causal": ("A query sees keys here that come later in the sequence.",
+            "positions[:, None] >= block[2]  ->  positions[:, None] >= 0 * positions"),
+    "future": ("Which way round is the mask? A query sees the keys at its own position and before it.",
+            ["positions[:, None] >= block[2]  ->  positions[:, None] <= block[2]",
+             "positions[:, None] >= block[2]  ->  positions[:, None] > block[2]"]),
+    "own-block": ("The rank's own block is missing: it was passed on before it was used. In the first step a rank "
+                  "attends to the keys that it has.",
+            "total is None  ->  step < 2"),
+    "last-block": ("The block that arrives last is missing. There are N blocks to attend to, the own one among them.",
+            "total = part if total is None else merge(total, part)  ->  total = part if total is None else total "
+            "if step == n - 1 else merge(total, part)"),
+    "rescale": ("The pieces are added without a common maximum. Two pieces become one by merge.",
+            "total = part if total is None else merge(total, part)  ->  total = part if total is None else [a + b "
+            "for a, b in zip(total, part)]"),
+    "divided": ("The output is o divided by l, once, after the last block.",
+            "return o / weights  ->  return o"),
+    "kv-order": ("Consecutive heads use the same KV head: heads 0 and 1 use KV head 0. repeat puts the copies the "
+                 "other way round.",
+            "t.repeat_interleave(group, dim=1)  ->  t.repeat(1, group, 1, 1)"),
+    "value": ("No usual slip gives these numbers. Two things are worth a look: is a block used before all work on it "
+              "has been waited for, and does each piece come from K, V and positions of the same block?",),
+    "gathered": ("The output is right, but the ring has sends and receives between neighbors only. record() shows "
+                 "the calls.",),
+    "extra-hop": ("The output is right, but a block travels once too often. The last one that arrives need not be "
+                  "passed on.",
+            {"if step < n - 1:\n            arrive": "if n > 1:\n    arrive",
+             "if step < n - 1:\n            for": "if n > 1:\n    for"}),
+    "heads-sent": ("The output is right, but the copies of the KV heads travel, too. Send the KV heads that there "
+                   "are, and repeat them where they are used.",
+            {"block, total = [k, v, positions], None":
+                 "block, total = [k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), "
+                 "positions], None",
+             "keys, values = (t.repeat_interleave(group, dim=1) for t in block[:2])": "keys, values = block[:2]"}),
+    "neighbor": ("In a ring each rank sends to one neighbor only, always the same one.",),
+}
+
+
+RIGHT["ring_attention"] = {
+    "the other way round": {"dist.isend, t, (rank + 1) % n": "dist.isend, t, (rank - 1) % n",
+         "dist.irecv, t, (rank - 1) % n": "dist.irecv, t, (rank + 1) % n"},
+    "masked blocks left out": {"total = part if total is None else merge(total, part)":
+             "if total is None:\n"
+             "    total = part\n"
+             "elif (positions.max() >= block[2].min()):\n"
+             "    total = merge(total, part)"},
+}
+
+
+# --- exercise 4: Ulysses
+
+SPLIT = "non-empty|chunk|match"  # errors of few heads
+HEADS = [  # ranks, name, heads, KV heads
+    (2, "4 heads, 4 KV heads", 4, 4),
+    Case(2, "8 heads, 4 KV heads", (8, 4), "grouped", SPLIT),
+    (4, "8 heads, 4 KV heads", 8, 4),
+    Case(4, "8 heads, 2 KV heads", (8, 2), "few-heads", SPLIT),
+    Case(2, "6 heads, 3 KV heads", (6, 3), "few-heads", SPLIT),
+    (1, "4 heads, 2 KV heads", 4, 2),
+]
+
+
+@exercise("Exercise 4", cases=HEADS, tolerance=CLOSE,
+          passed="output and gradients equal to one process, in four all-to-alls each way.")
+def ulysses(note, answer, heads, kv_heads):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = [numbers(2, h, 3 * n, 4, seed=60 + i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads))]
+    above = numbers(2, heads, 3 * n, 4, seed=90)
+
+    def part(t):
+        return t.detach().chunk(n, 2)[rank].clone()
+
+    given = [part(t) for t in whole]
+    got, own, ledgers = both_ways(answer, given, part(above))
+    turned = n > 1 and getattr(got, "shape", None) == (2, heads // n, 3 * n, 4)
+    note.holds(not turned, "not-back", "the output has all tokens of some heads.")
+    right = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    note.equal(got, part(right), "the output")
+    gradients = torch.autograd.grad(right, whole, above)
+    note_gradients(note, own, given, dict(zip("qkv", map(part, gradients), strict=True)))
+    bytes_of = [2 * (given[0].nbytes + copies * given[1].nbytes) for copies in (1, math.lcm(n, kv_heads) // kv_heads)]
+    for ledger in ledgers.values() if n > 1 else ():
+        note.sent(ledger, {"all_to_all"}, calls=4, carried=tuple(bytes_of), other_calls="gathered",
+                  too_many_bytes="copies")
+
+
+MISTAKES["ulysses"] = {
+    "not-causal": ("A token sees tokens here that come later in the sequence.",
+            ", is_causal=True  ->  "),
+    "local": ("These are the outputs of attention to the rank's own tokens. After the exchange a rank must hold all "
+              "tokens of its heads.",
+            {"(swap(x, cut=1, join=2) for x in (q, k, v))": "(q, k, v)",
+             "return swap(o, cut=2, join=1)": "return swap(swap(o, cut=1, join=2), cut=2, join=1)"}),
+    "not-back": ("The last all-to-all is missing: it brings each rank its own tokens of all heads back.",
+            "return swap(o, cut=2, join=1)  ->  return o"),
+    "head-order": ("The heads are in another order than before. What comes back from rank i are the heads that rank "
+                   "i has, so the parts are joined along the heads, rank by rank.",
+            {"return swap(o, cut=2, join=1)":
+                 "return swap(o, cut=2, join=1).unflatten(1, (n, -1)).transpose(1, 2).flatten(1, 2)"}),
+    "grouped": ("It is right with as many KV heads as heads. Here consecutive heads share one, and the rank that has "
+                "the heads has to have their KV head.",
+            {", enable_gqa=True": "",
+             "q, k, v = (": "group = q.shape[1] // k.shape[1]\nq, k, v = (",
+             "o = F": "k, v = (t.repeat(1, group, 1, 1) for t in (k, v))\no = F"}),
+    "kv-order": ("Copies of a KV head have to lie next to each other, because consecutive heads use the same one. "
+                 "repeat puts them the other way round.",
+            [{"k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)":
+                  "g = q.shape[1] // kv_heads\nk, v = k.repeat(1, g, 1, 1), v.repeat(1, g, 1, 1)"},
+             {"k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)":
+                  "k, v = k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1)"}]),
+    "few-heads": ("The number of ranks does not divide the KV heads here, so some of them have to be copied before "
+                  "they are sent. How many are there then at least?",
+            ["math.lcm(n, kv_heads) // kv_heads  ->  1",
+             "math.lcm(n, kv_heads) // kv_heads  ->  max(1, n // kv_heads)"]),
+    "gathered": ("The output is right, but this exercise asks for all-to-alls. An all-gather sends each rank what it "
+                 "does not need.",),
+    "copies": ("The output is right, but KV heads are copied more often than necessary. It is enough if the number "
+               "of ranks divides the copies.",
+            "math.lcm(n, kv_heads) // kv_heads  ->  q.shape[1] // kv_heads"),
+    "no-gradient": ("The output is right, but no gradient comes back. exchange is differentiable; "
+                    "dist.all_to_all_single alone is not.",
+            "AllToAll.apply(rows, send, recv)  ->  AllToAll.apply(rows.detach(), send, recv)"),
+}
+
+
+RIGHT["ulysses"] = {
+    "copies after": {"enable_gqa=True": "enable_gqa=False",
+         "o = F": "g = q.shape[1] // k.shape[1]\nk, v = (t.repeat_interleave(g, 1) for t in (k, v))\no = F"},
+    "indexed heads": {"k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)":
+             "serve = [h // copies for h in range(copies * kv_heads)]\nk, v = k[:, serve], v[:, serve]"},
+}
+
+
+# --- exercise 5: experts
+
+SIZES = "plit sizes|different sizes"  # errors of lists that do not fit
+EXPERTS = [  # ranks, name, tokens of each rank, experts, experts a token, how many of them are chosen, capacity
+    Case(2, "6 tokens each, 1 expert a token", ((6, 6), 4, 1, 4, None), "order", SIZES),
+    Case(3, "5, 3 and 7 tokens, 2 experts a token", ((5, 3, 7), 6, 2, 6, None), "order", SIZES),
+    Case(3, "1 expert on each rank", ((4, 2, 3), 3, 2, 3, None), "experts-per-rank"),
+    Case(2, "experts 2 and 3 without tokens", ((5, 4), 4, 1, 2, None), "no-tokens"),
+    Case(3, "rank 1 without tokens", ((4, 0, 3), 3, 2, 3, None), "no-tokens"),
+    Case(2, "a capacity of 2", ((7, 6), 4, 2, 3, 2), "capacity"),
+    (1, "5 tokens", (5,), 3, 2, 3, None),
+]
+
+
+def ffn(rows: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     return F.gelu(rows @ w1) @ w2
 
 
-def _experts(
-    xs: list[Tensor], choices: list[Tensor], weights: list[Tensor], w1: Tensor, w2: Tensor, capacity: int | None, r: int
-) -> Tensor:
-    """The output of rank r; `_EXPERT_SLIPS` edits this program."""
-    x, k, y = xs[r], choices[r].shape[1], torch.zeros_like(xs[r])
-    flats = [choice.flatten() for choice in choices]
+def of_all_experts(x, choice, weight, w1, w2, capacity):
+    y, k = torch.zeros_like(x), choice.shape[1]
     for e in range(len(w1)):
-        pairs = (flats[r] == e).nonzero()[:capacity, 0]
-        scale = weights[r].flatten()[pairs, None]
-        y = y.index_add(0, pairs // k, scale * _ffn(x[pairs // k], w1[e], w2[e]))
+        copies = (choice.flatten() == e).nonzero()[:capacity, 0]
+        y = y.index_add(0, copies // k, weight.flatten()[copies, None] * ffn(x[copies // k], w1[e], w2[e]))
     return y
 
 
-_KEPT = "[:capacity, 0]"
-_EXPERT_SLIPS: Slips = {
-    "unweighted": "scale * _ffn  ->  _ffn",
-    "one-result": "y.index_add  ->  y.index_copy",
-    "weighted-before": "scale * _ffn(x[pairs // k]  ->  _ffn(scale * x[pairs // k]",
+@exercise("Exercise 5", cases=EXPERTS, tolerance=CLOSE,
+          passed="output and gradients equal to one process, and only rows that an expert takes are sent.")
+def expert_layer(note, answer, tokens, experts, k, used, capacity):
+    rank, n, more = dist.get_rank(), dist.get_world_size(), () if capacity is None else (capacity,)
+    xs, above = ([numbers(t, 3, seed=seed + r) for r, t in enumerate(tokens)] for seed in (100, 140))
+    choices = [numbers(t, used, seed=110 + r).topk(k, 1).indices for r, t in enumerate(tokens)]
+    weights = [numbers(t, k, seed=120 + r).sigmoid() for r, t in enumerate(tokens)]
+    w1, w2 = numbers(experts, 3, 5, seed=130), numbers(experts, 5, 3, seed=131)
+    given = [xs[rank], choices[rank], weights[rank], w1.chunk(n)[rank], w2.chunk(n)[rank]]
+
+    def call(x, choice, weight, w1, w2):
+        return answer(x, choice, weight, lambda i, rows: ffn(rows, w1[i], w2[i]), experts, *more)
+
+    got, own, ledgers = both_ways(call, given, above[rank])
+    leaves = [t.requires_grad_() for t in (*xs, *weights, w1, w2)]
+    outputs = [of_all_experts(*one, w1, w2, capacity) for one in zip(xs, choices, weights, strict=True)]
+    note.equal(got, outputs[rank].detach(), "the output")
+    found = torch.autograd.grad(sum((y * g).sum() for y, g in zip(outputs, above, strict=True)), leaves)
+    right = {"x": found[rank], "weight": found[n + rank]}
+    right |= {f"w{i + 1} of its experts": found[2 * n + i].chunk(n)[rank] for i in range(2)}
+    note_gradients(note, own, given, right)
+    counts = torch.stack([torch.bincount(choice.flatten(), minlength=experts) for choice in choices])
+    rows = counts.clamp(max=capacity or max(tokens) * k).view(n, n, -1).sum(2)  # from each rank to each
+    least = 8 * 3 * int(rows[rank].sum() + rows[:, rank].sum())
+    for ledger, calls in zip(ledgers.values(), (3, 2), strict=True) if n > 1 else ():
+        note.sent(ledger, {"all_to_all", "all_gather"}, calls=calls, too_many_calls="calls", too_many_bytes="padded",
+                  carried=(least, least + (calls - 2) * 16 * experts * n))
+
+
+MISTAKES["expert_layer"] = {
+    "unweighted": ("The results are added up without the weights of the router.",
+            {" * weights.flatten()[sent, None]": ""}),
+    "one-result": ("Only one result of each token is left. A token with several experts appears several times among "
+                   "the copies, and its results have to be added up.",
+            "index_add(0, sent // k, back)  ->  index_copy(0, sent // k, back)"),
+    "weighted-before": ("The weight belongs to the result. Multiplied with the token before it is sent, it goes "
+                        "through the expert, which is not linear.",
+            {" * weights.flatten()[sent, None]": "",
+             "x[sent // k]": "x[sent // k] * weights.flatten()[sent, None]"}),
+    "order": ("A row was computed by another expert than the chosen one, or a result was added to another token. "
+              "Rows arrive rank by rank, and each rank has sorted its own by expert, so those of one expert are not "
+              "next to each other. Results go back in the order in which the rows came: what a rank sends in "
+              "dispatch it receives in combine, so the two lists change their places.",
+            [{"results = torch.zeros_like(rows)": "owner = owner.sort().values\nresults = torch.zeros_like(rows)"},
+             "index_add(0, sent // k,  ->  index_add(0, torch.arange(len(sent)) // k,",
+             "exchange(x[sent // k], send, recv)  ->  exchange(x[sent // k], recv, send)",
+             "exchange(results, recv, send)  ->  exchange(results, send, recv)"]),
+    "experts-per-rank": ("It is right as long as each rank has two experts. Each has n_experts / N.",
+            "for i in range(n_experts // n):  ->  for i in range(2):"),
+    "no-tokens": ("It is right as long as each expert and each rank has tokens. A rank without any still has to call "
+                  "every exchange, with zeros among its numbers. Its result has to depend on what it received, also "
+                  "if that is no row, or it enters no exchange in backward.",
+            {"back = exchange": "back = results * 1 if len(rows) == 0 else exchange"}),
+    "not-dropped": ("An expert takes more copies from this rank than its capacity.",
+            "[:capacity, 0]  ->  [:, 0]"),
+    "last-kept": ("If there are too many copies, those of the first tokens stay.",
+            "[:capacity, 0]  ->  [-(capacity or len(flat) + 1):, 0]"),
+    "all-ranks": ("The capacity was counted over all ranks. It holds for each rank on its own, so that nobody has to "
+                  "know what the others send.",
+            {"[:capacity, 0]": "[:, 0]",
+             "results[owner == i] = expert(i, rows[owner == i])":
+                 "at = (owner == i).nonzero()[:capacity, 0]\nresults[at] = expert(i, rows[at])"}),
+    "per-rank": ("The capacity is that of each expert, also where a rank has several.",
+            "[:capacity, 0]  ->  [: capacity and capacity * n // n_experts, 0]"),
+    "capacity": ("It is right without a capacity. With one, an expert takes only that many copies from each rank, "
+                 "the first.",
+            "[:capacity, 0]  ->  [: capacity and capacity + 1, 0]"),
+    "padded": ("The result is right, but more rows travel than experts take. Send each rank the rows for its "
+               "experts, in lists of different lengths, and not those that are dropped.",),
+    "no-gradient": ("The output is right, but no gradient comes back. Tokens and results have to go through "
+                    "exchange, which is differentiable.",
+            "AllToAll.apply(rows, send, recv)  ->  AllToAll.apply(rows.detach(), send, recv)"),
+    "calls": ("The result is right, but it takes more exchanges than the three: of the counts, of the tokens and of "
+              "the results.",
+            {"send, recv =": "dist.all_to_all_single(theirs, counts)\nsend, recv ="}),
 }
-_CAPACITY_SLIPS: Slips = {
-    "not-dropped": f"{_KEPT}  ->  [:, 0]",
-    "last-kept": f"{_KEPT}  ->  [-capacity:, 0]",
-    "all-ranks": f"{_KEPT}  ->  [: max(0, capacity - sum(int((flat == e).sum()) for flat in flats[:r])), 0]",
-    "per-rank": f"{_KEPT}  ->  [: capacity * len(xs) // len(w1), 0]",
+
+
+RIGHT["expert_layer"] = {
+    "sorted by expert": {"results = torch.zeros_like(rows)\n"
+         "    for i in range(n_experts // n):\n"
+         "        results[owner == i] = expert(i, rows[owner == i])":
+             "by = owner.argsort(stable=True)\n"
+             "parts = rows[by].split(theirs.sum(0).tolist())\n"
+             "results = torch.cat([expert(i, part) for i, part in enumerate(parts)])[by.argsort()]"},
+    "a place for each copy": {" * weights.flatten()[sent, None]": "",
+         "torch.zeros_like(x).index_add(0, sent // k, back)":
+             "(x.new_zeros(len(flat), x.shape[1]).index_copy(0, sent, back).view(*chosen.shape, x.shape[1]) * "
+             "weights[..., None]).sum(1)"},
 }
-_EXPERTS = (  # tokens of each rank, name, experts, experts a token, largest part of which is chosen, capacity, fallback
-    ((6, 6), "6 tokens each, 1 expert a token", 4, 1, 4, None, None),
-    ((5, 3, 7), "5, 3 and 7 tokens, 2 experts a token", 6, 2, 6, None, None),
-    ((4, 2, 3), "1 expert on each rank", 3, 2, 3, None, "experts-per-rank"),
-    ((5, 4), "experts 2 and 3 without tokens", 4, 1, 2, None, "no-tokens"),
-    ((4, 0, 3), "rank 1 without tokens", 3, 2, 3, None, "no-tokens"),
-    ((7, 6), "a capacity of 2", 4, 2, 3, 2, "capacity"),
-    ((5,), "5 tokens", 3, 2, 3, None, None),
-)
 
 
-def _with_experts(n_experts: int, capacity: int | None, fn: Callable, *leaves: Tensor) -> Any:
-    x, choice, weight, w1, w2 = leaves
-    more = () if capacity is None else (capacity,)
-    return fn(x, choice, weight, lambda i, rows: _ffn(rows, w1[i], w2[i]), n_experts, *more)
+# --- exercise 6: a router
+
+RATE, STEPS, LEARN = 0.05, 3, 0.5
+ROUTERS = [  # ranks, name, tokens of each rank, experts, experts a token
+    (2, "4 experts, 2 a token", (9, 9), 4, 2),
+    (3, "6 experts, 3 a token", (7, 12, 10), 6, 3),
+    (1, "4 experts, 2 a token", (11,), 4, 2),
+]
 
 
-@checked
-def expert_layer(fn: Callable) -> None:
-    """Check ``fn(x, chosen, weights, expert, n_experts, capacity=None) -> y``, with gradients."""
-    explained = {"plit sizes": "splits", "different sizes": "splits"}
-    explained |= {f" number {call};": "cut-graph" for call in (4, 5)}  # those of backward
-    exercise = Exercise("Exercise 5", HINTS["expert_layer"], program=_both_ways, explained=explained)
-    for tokens, name, experts, k, used, capacity, fallback in _EXPERTS:
-        n = len(tokens)
-        xs = [_numbers(t, 3, seed=100 + r) for r, t in enumerate(tokens)]
-        choices = [_numbers(t, used, seed=110 + r).topk(k, 1).indices for r, t in enumerate(tokens)]
-        weights = [_numbers(t, k, seed=120 + r).sigmoid() for r, t in enumerate(tokens)]
-        w1, w2 = _numbers(experts, 3, 5, seed=130), _numbers(experts, 5, 3, seed=131)
-        above = [_numbers(t, 3, seed=140 + r) for r, t in enumerate(tokens)]
-        held = list(zip(xs, choices, weights, w1.chunk(n), w2.chunk(n), strict=True))
-        inputs, call = list(zip(held, above, strict=True)), partial(_with_experts, experts, capacity)
-        outcomes = exercise.run(fn, inputs, call, case=name, fallback=fallback)
-        leaves, args = [t.requires_grad_() for t in (*xs, *weights, w1, w2)], (xs, choices, weights, w1, w2, capacity)
-        total = sum((_experts(*args, r) * above[r]).sum() for r in range(n))
-        found = torch.autograd.grad(total, leaves)
-        shares = [{"x": found[r], "weight": found[n + r], "w1 of its experts": found[-2].chunk(n)[r],
-                   "w2 of its experts": found[-1].chunk(n)[r]} for r in range(n)]  # fmt: skip
-        slips = _CAPACITY_SLIPS if capacity else _EXPERT_SLIPS
-        _compare(exercise, outcomes, _experts, slips, args, shares, None if fallback else "order")
-        counts = torch.stack([torch.bincount(choice.flatten(), minlength=experts) for choice in choices])
-        rows = counts.clamp(max=capacity or max(tokens) * k).view(n, n, -1).sum(2)  # from each rank to each
-        for rank, outcome in exercise.each(outcomes):
-            least = 8 * 3 * int(rows[rank].sum() + rows[:, rank].sum())
-            for way, ledger, calls in zip(("forward", "backward"), outcome.ledger, (3, 2), strict=True):
-                limits = {"calls": calls, "carried": (least, least + (calls - 2) * 16 * experts * n)}
-                ops, keys = {"all_to_all", "all_gather"}, {"too-many-bytes": "padded"}
-                exercise.audit(ledger, ops, where=f"in {way}, ", keys=keys, **limits)
-    exercise.passed("output and gradients equal to one process, and only rows that an expert takes are sent.")
+def router_data(sizes: Sequence[int], experts: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Tokens of each rank, what a choice of each expert costs there, and the gate."""
+    xs = [numbers(t, 5, seed=200 + r) + 0.6 for r, t in enumerate(sizes)]
+    return xs, [numbers(experts, seed=210 + r) for r in range(len(sizes))], 0.4 * numbers(5, experts, seed=220)
 
 
-# ------------------------------------------------------------------------------------------------ router
-
-_RATE, _STEPS, _LEARN = 0.05, 3, 0.5
-
-
-def _steps(fn: Callable, inputs: list[Any], args: tuple) -> Outcome:
-    """Three steps of a router on one rank, each with the gate of the step before moved by its gradient."""
-    import torch.distributed as dist
-
-    from course_utils import record
-
-    (x, table, gate), (top_k, tokens) = inputs[dist.get_rank()], args
-    inputs[:] = []
-    bias, steps, ledgers = torch.zeros(gate.shape[1], dtype=torch.float64), [], []
-
-    def use(choice: Tensor, weight: Tensor) -> Tensor:
-        used.append((choice.clone(), weight.detach().clone()))
-        return (weight * table[choice.flatten()].view_as(weight)).sum() / tokens
-
-    for _ in range(_STEPS):
-        used: list[tuple[Tensor, Tensor]] = []
-        leaf = gate.clone().requires_grad_()
-        with record() as ledger:
-            fn(x, leaf, bias, top_k, use, _RATE)
-        steps.append((used, None if leaf.grad is None else leaf.grad.clone(), bias.clone()))
-        gate = gate - _LEARN * (0 if leaf.grad is None else leaf.grad)
-        ledgers.append(ledger)
-    return Outcome(steps, ledgers, None, None)
-
-
-def _in_order(choice: Tensor, weight: Tensor) -> dict[str, Tensor]:
+def in_order(choice: Tensor, weight: Tensor) -> dict[str, Tensor]:
     """Experts of each token in ascending order, because the order of the chosen is free."""
     place = choice.argsort(1)
     return {"choice": choice.gather(1, place), "weight": weight.gather(1, place)}
 
 
-def _router(xs: list[Tensor], tables: list[Tensor], gate: Tensor, k: int, steps: int, r: int) -> dict[str, Tensor]:
-    """Choice, weight, gradient and bias of rank r in the last of some steps; `_ROUTER_SLIPS` edits this program."""
-    tokens, ranks = sum(map(len, xs)), range(len(xs))
-    after, result = [torch.zeros(gate.shape[1], dtype=torch.float64) for _ in xs], {}
-    for _ in range(steps):
-        leaf, biases = gate.clone().requires_grad_(), after
+@cache
+def routed(sizes: tuple[int, ...], experts: int, k: int, rank: int) -> list[dict[str, Tensor]]:
+    """Choice and weight of a rank, gradient and bias of all, by step."""
+    (xs, tables, gate), bias, steps = router_data(sizes, experts), torch.zeros(experts, dtype=torch.float64), []
+    for _ in range(STEPS):
+        leaf = gate.clone().requires_grad_()
         scores = [torch.sigmoid(x @ leaf) for x in xs]
-        used = [(scores[s] + biases[s]).topk(k, 1).indices for s in ranks]
-        counts = [torch.bincount(one.flatten(), minlength=gate.shape[1]).double() for one in used]
-        loads = [sum(counts) for s in ranks]
-        after = [biases[s] + _RATE * torch.sign(loads[s].mean() - loads[s]) for s in ranks]
-        chosen = [scores[s].gather(1, used[s]) for s in ranks]
-        weights = [w / w.sum(1, keepdim=True) for w in chosen]
-        losses = [(weights[s] * tables[s][used[s]]).sum() / tokens for s in ranks]
-        grads = [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for loss in losses]
-        left = sum(grads)
-        result = _in_order(used[r], weights[r].detach()) | {"gradient": left, "bias": after[r]}
-        gate = gate - _LEARN * sum(grads)
-    return result
+        chosen = [(one + bias).topk(k, 1).indices for one in scores]
+        weights = [one.gather(1, choice) for one, choice in zip(scores, chosen, strict=True)]
+        weights = [w / w.sum(1, keepdim=True) for w in weights]
+        loss = sum((w * table[c]).sum() for w, table, c in zip(weights, tables, chosen, strict=True)) / sum(sizes)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        load = torch.bincount(torch.cat(chosen).flatten(), minlength=experts).double()
+        bias = bias + RATE * torch.sign(load.mean() - load)
+        gate = gate - LEARN * gradient
+        steps.append(in_order(chosen[rank], weights[rank].detach()) | {"gradient": gradient, "bias": bias})
+    return steps
 
 
-_SIGN = "torch.sign(loads[s].mean() - loads[s])"
-_ROUTER_SLIPS: Slips = {
-    "no-bias": "scores[s] + biases[s]).topk  ->  scores[s]).topk",
-    "too-early": {"chosen = [": "used = [(scores[s] + after[s]).topk(k, 1).indices for s in ranks]\nchosen = ["},
-    "biased-weight": "scores[s].gather  ->  (scores[s] + biases[s]).gather",
-    "softmax": "torch.sigmoid(x @ leaf)  ->  torch.softmax(x @ leaf, 1)",
-    "not-normalized": ["w / w.sum(1, keepdim=True)  ->  w", "w / w.sum(1, keepdim=True)  ->  w.softmax(1)"],
-    "own-gradient": "left = sum(grads)  ->  left = grads[r]",
-    "mean-gradient": "left = sum(grads)  ->  left = sum(grads) / len(xs)",
-    "own-load": "sum(counts) for s in ranks  ->  counts[s] for s in ranks",
-    "sign": f"{_SIGN}  ->  torch.sign(loads[s] - loads[s].mean())",
-    "size": [f"{_SIGN}  ->  (loads[s].mean() - loads[s])", f"{_SIGN}  ->  (1 - loads[s] / loads[s].mean())"],
-    "not-kept": f"_RATE * {_SIGN}  ->  0",
+@exercise("Exercise 6", cases=ROUTERS, tolerance=CLOSE,
+          passed="choices with the bias, weights without it, one gradient and one bias on all ranks.")
+def balanced_step(note, answer, sizes, experts, k):
+    rank, n, right = dist.get_rank(), dist.get_world_size(), routed(sizes, experts, k, dist.get_rank())
+    xs, tables, gate = router_data(sizes, experts)
+    bias, steps, ledgers = torch.zeros(experts, dtype=torch.float64), [], []
+
+    def use(choice, weight):
+        used.append((choice.clone(), weight.detach().clone()))
+        return (weight * tables[rank][choice.flatten()].view_as(weight)).sum() / sum(sizes)
+
+    for _ in range(STEPS):
+        used, leaf = [], gate.clone().requires_grad_()
+        with record() as ledger:
+            answer(xs[rank], leaf, bias, k, use, RATE)
+        ledgers.append(ledger)
+        steps.append((used, None if leaf.grad is None else leaf.grad.clone(), bias.clone()))
+        gate = gate - LEARN * (0 if leaf.grad is None else leaf.grad)
+    for i, (used, gradient, after) in enumerate(steps):
+        if not note.holds(len(used) == 1, "use-once", f"use was called {len(used)} times."):
+            return
+        shapes = [tuple(t.shape) for t in used[0]]
+        if not note.holds(shapes == [(sizes[rank], k)] * 2, "shape", f"use was called with shapes {shapes}.", ("", 0)):
+            return
+        note.holds(gradient is not None, "no-gradient", "gate.grad is None.")
+        note.equal(in_order(*used[0]) | {"gradient": gradient, "bias": after}, right[i], f"step {i + 1}: the value")
+    share = 2 * (n - 1) / n
+    for ledger in ledgers if n > 1 else ():
+        note.sent(ledger, calls=2, sent=(gate.nbytes * share, (gate.nbytes + 8 * experts) * share))
+
+
+MISTAKES["balanced_step"] = {
+    "use-once": ("Call use once in each step, with chosen and weights.",
+            "use(chosen, best / best.sum(1, keepdim=True)).backward()  ->  use(chosen, best / best.sum(1, "
+            "keepdim=True))\n"
+            "use(chosen, best / best.sum(1, keepdim=True)).backward()"),
+    "biased-weight": ("The weights contain the bias. It takes part in the choice, and the scores without it become "
+                      "the weights.",
+            "scores.gather  ->  (scores + bias).gather"),
+    "softmax": ("The scores are sigmoids here, each expert on its own.",
+            "torch.sigmoid(x @ gate)  ->  torch.softmax(x @ gate, dim=1)"),
+    "not-normalized": ("The weights of a token add up to 1: divide them by the sum of the scores of the chosen.",
+            ["best / best.sum(1, keepdim=True)  ->  best",
+             "best / best.sum(1, keepdim=True)  ->  best.softmax(1)"]),
+    "no-bias": ("The experts with the largest scores were chosen. The bias has to be added before that.",
+            "(scores + bias).topk  ->  scores.topk"),
+    "own-gradient": ("The gate is the same on all ranks, but this is the gradient of this rank's tokens. Without a "
+                     "sum over the ranks the gates would drift apart.",
+            "dist.all_reduce(gate.grad)  ->  dist.all_reduce(gate.grad.clone())"),
+    "mean-gradient": ("The loss is divided by the tokens of all ranks already, so the gradients of the ranks have to "
+                      "be added up, and not averaged.",
+            "dist.all_reduce(gate.grad)  ->  dist.all_reduce(gate.grad)\ngate.grad /= dist.get_world_size()"),
+    "no-gradient": ("The gradient of the loss has to be in gate.grad.",
+            {"use(chosen, best / best.sum(1, keepdim=True)).backward()":
+                 "use(chosen, best / best.sum(1, keepdim=True))",
+             "all_reduce(gate.grad)": "all_reduce(gate.detach().clone())"}),
+    "own-load": ("The load was counted on this rank alone, so each rank would have a bias of its own. Count the "
+                 "choices of all ranks before you compare.",
+            "dist.all_reduce(load)  ->  dist.all_reduce(load.clone())"),
+    "sign": ("An expert that has too much to do must become less attractive.",
+            "load.mean() - load)  ->  load - load.mean())"),
+    "size": ("The bias changes by rate, up or down, however large the difference is.",
+            ["torch.sign(load.mean() - load)  ->  (load.mean() - load)",
+             "torch.sign(load.mean() - load)  ->  (1 - load / load.mean())"]),
+    "not-kept": ("bias is as it was before. Change the tensor itself; bias = bias + ... makes a new one.",
+            "bias += rate * torch.sign(load.mean() - load)  ->  bias = bias + rate * torch.sign(load.mean() - load)"),
+    "too-early": ("This choice was made with the new bias. It is updated after the step, and serves the next one.",
+            {"\n"
+             "    load = torch.bincount(chosen.flatten(), minlength=len(bias)).to(bias.dtype)\n"
+             "    dist.all_reduce(load)\n"
+             "    bias += rate * torch.sign(load.mean() - load)": "",
+             "best = scores":
+                 "load = torch.bincount(chosen.flatten(), minlength=len(bias)).to(bias.dtype)\n"
+                 "dist.all_reduce(load)\n"
+                 "bias += rate * torch.sign(load.mean() - load)\n"
+                 "chosen = (scores + bias).topk(top_k, dim=1).indices\n"
+                 "best = scores"}),
 }
 
 
-@checked
-def balanced_step(fn: Callable) -> None:
-    """Check ``fn(x, gate, bias, top_k, use, rate)``, which leaves gate.grad and changes bias."""
-    exercise = Exercise("Exercise 6", HINTS["balanced_step"], program=_steps)
-    for sizes, experts, k in (((9, 9), 4, 2), ((7, 12, 10), 6, 3), ((11,), 4, 2)):
-        n = len(sizes)
-        xs = [_numbers(t, 5, seed=200 + r) + 0.6 for r, t in enumerate(sizes)]
-        tables, gate = [_numbers(experts, seed=210 + r) for r in range(n)], 0.4 * _numbers(5, experts, seed=220)
-        inputs, of_all = [(x, table, gate) for x, table in zip(xs, tables, strict=True)], (xs, tables, gate, k)
-        outcomes = exercise.run(fn, inputs, k, sum(sizes), case=f"{experts} experts, {k} a token")
-        for step in range(_STEPS):
-            for rank, outcome in exercise.each(outcomes, f"step {step + 1}: "):
-                used, gradient, bias = outcome.result[step]
-                exercise.require(len(used) == 1, "use-once", f"use was called {len(used)} times.")
-                shapes = [tuple(t.shape) for t in used[0]]
-                exercise.require(shapes == [(sizes[rank], k)] * 2, "shape", f"use was called with shapes {shapes}.")
-                exercise.require(gradient is not None, "no-gradient", "gate.grad is None.")
-                got, args = _in_order(*used[0]) | {"gradient": gradient, "bias": bias}, (*of_all, step + 1, rank)
-                for name, right in _router(*args).items():
-                    if not close(got[name], right):
-                        slips = _slips(_router, _ROUTER_SLIPS, *args)
-                        wrong = {key: [one[name] for one in some] for key, some in slips.items()}
-                        exercise.equal(rank, got[name], right, wrong, what=f"the {name}")
-        most = (gate.nbytes + 8 * experts) * 2 * (n - 1) / n
-        for _, outcome in exercise.each(outcomes):
-            for ledger in outcome.ledger:
-                exercise.audit(ledger, calls=2, sent=(gate.nbytes * 2 * (n - 1) / n, most))
-    exercise.passed("choices with the bias, weights without it, one gradient and one bias on all ranks.")
+def in_one_reduction(x, gate, bias, top_k, use, rate):
+    """Gradient and load travel together; the order of the chosen is another one."""
+    scores = 1 / (1 + torch.exp(-(x @ gate)))
+    chosen = (scores.detach() + bias).argsort(1)[:, -top_k:]
+    weights = F.normalize(torch.take_along_dim(scores, chosen, 1), p=1, dim=1)
+    (gradient,) = torch.autograd.grad(use(chosen, weights), gate)
+    load = F.one_hot(chosen, len(bias)).sum((0, 1))
+    both = torch.cat([gradient, load[None].to(gradient.dtype)])
+    dist.all_reduce(both)
+    gate.grad = both[:-1]
+    bias.add_((both[-1].mean() - both[-1]).sign(), alpha=rate)
 
 
-# ------------------------------------------------------------------------------------------------ on paper
+RIGHT["balanced_step"] = {
+    "one reduction": in_one_reduction,
+    "two masks": "bias += rate * torch.sign(load.mean() - load)  ->  bias[load < load.mean()] += rate\n"
+        "bias[load > load.mean()] -= rate",
+}
 
 
-@paper_problem(
-    "Exercise 7",
-    cases=[
+# --- on paper
+
+MISTAKES["ring_hides"] = {
+    "pairs": ("Causal attention with zig-zag leaves half of the pairs of a step; otherwise there are as many as "
+              "tokens times tokens.",
+            ["if causal  ->  if not causal",
+             "if causal  ->  if False",
+             "if causal  ->  if True"]),
+    "products": ("There are two products, queries with keys and weights with values, and each costs 2 FLOP a pair "
+                 "and element.",
+            "4 * pairs  ->  2 * pairs"),
+    "kv-heads": ("All heads compute, but only the KV heads travel.",
+            ["tokens * kv_heads  ->  tokens * heads",
+             "pairs * heads  ->  pairs * kv_heads"]),
+    "keys-only": ("K travels, and V does, too.",
+            "2 * tokens  ->  tokens"),
+    "element": ("What travels is counted in bytes: how many has an element?",
+            "* d * element_bytes  ->  * d"),
+    "bits": ("Links are sold in bits a second, and a byte has 8.",
+            "gigabits * 1e9 / 8  ->  gigabits * 1e9"),
+    "milliseconds": ("A second has 1,000 milliseconds.",
+            "computing * 1e3, moving * 1e3  ->  computing, moving"),
+    "least": ("At how many tokens do both take equally long? Computing grows with the square of the tokens, moving "
+              "with the tokens.",
+            ["tokens * moving / computing  ->  tokens * computing / moving",
+             "tokens * moving / computing  ->  moving / computing",
+             "tokens * moving / computing  ->  tokens * (moving / computing) ** 0.5"]),
+}
+
+MISTAKES["expert_traffic"] = {
+    "scales": ("Each 128 elements in FP8 bring a scale of 4 bytes with them.",
+            ["hidden + 4 * hidden / 128  ->  hidden",
+             "4 * hidden / 128  ->  hidden / 128",
+             "hidden + 4 * hidden / 128  ->  hidden + 4"]),
+    "precision": ("To the experts an element has 1 byte, on the way back it has 2.",
+            ["top_k * 2 * hidden  ->  top_k * row",
+             "hidden + 4 * hidden / 128  ->  2 * hidden"]),
+    "copies": ("A token is sent to each of its experts, and each of them sends a result back.",
+            ["dispatch = tokens * top_k  ->  dispatch = tokens",
+             "combine = tokens * top_k  ->  combine = tokens"]),
+    "nodes": ("A token goes to as many nodes as it has experts, but to max_nodes at most, and to each of them once.",
+            ["min(top_k, max_nodes)  ->  top_k",
+             "min(top_k, max_nodes)  ->  max_nodes",
+             "tokens * min(top_k, max_nodes)  ->  tokens * top_k * max_nodes"]),
+    "microseconds": ("A microsecond is a millionth of a second.",
+            {"dispatch_us * 1e-6": "dispatch_us * 1e-3",
+             "combine_us * 1e-6": "combine_us * 1e-3"}),
+    "units": ("A GB has 10⁹ bytes, an MB 10⁶; nothing is counted in bits here.",
+            ["dispatch / 1e9, combine / 1e9  ->  dispatch, combine",
+             "dispatch / 1e9, combine / 1e9  ->  8 * dispatch / 1e9, 8 * combine / 1e9",
+             "across / 1e6  ->  across",
+             "across / 1e6  ->  across / 2**20"]),
+}
+
+RIGHT["ring_hides"] = {
+    "solved for the tokens":
+        "tokens * moving / computing  ->  kv_heads * element_bytes * tflops * 1e3 * (2 if causal else 1) * 4 / "
+        "heads / gigabits",
+    "a list": {"return computing * 1e3, moving * 1e3, tokens * moving / computing":
+             "return [1e3 * computing, 1e3 * moving, tokens / computing * moving]"},
+}
+
+RIGHT["expert_traffic"] = {
+    "33 parts of 32": "hidden + 4 * hidden / 128  ->  hidden * 33 / 32",
+    "a tensor": {"return dispatch / 1e9, combine / 1e9, across / 1e6":
+             "return torch.tensor([dispatch / 1e9, combine / 1e9, across / 1e6])"},
+}
+
+ring_hides = paper(
+    "Exercise 7", answers.ring_hides, MISTAKES["ring_hides"], cases=[
         (4096, 32, 8, 128, 2, 989, 400, True), (4096, 32, 32, 128, 4, 989, 400, True),
         (8192, 64, 8, 128, 2, 312, 100, False), (2048, 16, 16, 64, 4, 312, 2400, False),
         (16384, 40, 8, 128, 1, 500, 200, True),
     ],
-    slips={
-        "pairs": ["if causal  ->  if not causal", "if causal  ->  if False", "if causal  ->  if True"],
-        "products": "4 * pairs  ->  2 * pairs",
-        "kv-heads": ["tokens * kv_heads  ->  tokens * heads", "pairs * heads  ->  pairs * kv_heads"],
-        "keys-only": "2 * tokens  ->  tokens",
-        "element": "* d * element_bytes  ->  * d",
-        "bits": "gigabits * 1e9 / 8  ->  gigabits * 1e9",
-        "milliseconds": "computing * 1e3, moving * 1e3  ->  computing, moving",
-        "least": ["tokens * moving / computing  ->  tokens * computing / moving",
-                  "tokens * moving / computing  ->  moving / computing",
-                  "tokens * moving / computing  ->  tokens * (moving / computing) ** 0.5"],
-    },
-    units=["ms computing", "ms moving", "tokens"],
-    hints=HINTS["ring_hides"],
-    tolerance=1e-3,
+    units=["ms computing", "ms moving", "tokens"], tolerance=1e-3,
 )
-def ring_hides(tokens, heads, kv_heads, d, element_bytes, tflops, gigabits, causal):
-    """Check ``fn(tokens, heads, kv_heads, d, element_bytes, tflops, gigabits, causal) -> (ms, ms, tokens)``."""
-    pairs = tokens**2 / 2 if causal else tokens**2
-    computing = 4 * pairs * heads * d / (tflops * 1e12)
-    moving = 2 * tokens * kv_heads * d * element_bytes / (gigabits * 1e9 / 8)
-    return computing * 1e3, moving * 1e3, tokens * moving / computing
-
-
-@paper_problem(
-    "Exercise 8",
-    cases=[
+expert_traffic = paper(
+    "Exercise 8", answers.expert_traffic, MISTAKES["expert_traffic"], cases=[
         (128, 7168, 8, 4, 173, 314), (128, 7168, 8, 4, 77, 114), (256, 4096, 2, 4, 50, 90),
         (4096, 2048, 6, 3, 700, 900),
     ],
-    slips={
-        "scales": ["hidden + 4 * hidden / 128  ->  hidden", "4 * hidden / 128  ->  hidden / 128",
-                   "hidden + 4 * hidden / 128  ->  hidden + 4"],
-        "precision": ["top_k * 2 * hidden  ->  top_k * row", "hidden + 4 * hidden / 128  ->  2 * hidden"],
-        "copies": ["dispatch = tokens * top_k  ->  dispatch = tokens",
-                   "combine = tokens * top_k  ->  combine = tokens"],
-        "nodes": ["min(top_k, max_nodes)  ->  top_k", "min(top_k, max_nodes)  ->  max_nodes",
-                  "tokens * min(top_k, max_nodes)  ->  tokens * top_k * max_nodes"],
-        "microseconds": {"dispatch_us * 1e-6": "dispatch_us * 1e-3", "combine_us * 1e-6": "combine_us * 1e-3"},
-        "units": ["dispatch / 1e9, combine / 1e9  ->  dispatch, combine",
-                  "dispatch / 1e9, combine / 1e9  ->  8 * dispatch / 1e9, 8 * combine / 1e9",
-                  "across / 1e6  ->  across", "across / 1e6  ->  across / 2**20"],
-    },
-    units=["GB/s", "GB/s", "MB"],
-    hints=HINTS["expert_traffic"],
-    tolerance=1e-3,
+    units=["GB/s", "GB/s", "MB"], tolerance=1e-3,
 )
-def expert_traffic(tokens, hidden, top_k, max_nodes, dispatch_us, combine_us):
-    """Check ``fn(tokens, hidden, top_k, max_nodes, dispatch_us, combine_us) -> (GB/s, GB/s, MB)``."""
-    row = hidden + 4 * hidden / 128
-    dispatch = tokens * top_k * row / (dispatch_us * 1e-6)
-    combine = tokens * top_k * 2 * hidden / (combine_us * 1e-6)
-    across = tokens * min(top_k, max_nodes) * row
-    return dispatch / 1e9, combine / 1e9, across / 1e6
