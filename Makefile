@@ -52,9 +52,9 @@ test: dev  ## run every test
 notebooks: dev  ## build notebooks, exercises and solutions from sources (what changed)
 	$(PY) -m tools build
 
-bench:  ## measure the launcher against other ways to start ranks
+bench:  ## compare the launcher with other ways to start ranks (once a year)
 	$(SETUP)
-	$(PY) benchmarks/run.py
+	$(PY) benchmarks/comparison.py
 
 clean:  ## remove the environment and caches
 	rm -rf .venv .uv *.egg-info .pytest_cache .ruff_cache

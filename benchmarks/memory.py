@@ -1,22 +1,22 @@
 """Measure peak memory and step of ZeRO-3: lesson 06's own version and FSDP2, against DistributedDataParallel.
 
-    python benchmarks/memory.py [--quick] [--ranks N] [--output FILE]
+    python benchmarks/memory.py [--quick] [--output FILE]
 
 All versions take turns in one run, on the small GPT of the lessons and on a larger one. Prints a table for each;
 nothing is asserted about time or memory.
 """
 
-import argparse
+import ast
 import dataclasses
-import json
 import statistics
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from algorithms import from_lesson
-from report import table
+from common import main, table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,9 +26,27 @@ from course_utils import launch
 from course_utils.memory import PARTS, held_memory, track
 from course_utils.models import TransformerConfig, build_gpt
 
-LESSON = Path(__file__).resolve().parents[1] / "lessons" / "zero" / "lesson.py"
+ROOT = Path(__file__).resolve().parents[1]
+LESSON = ROOT / "lessons" / "zero" / "lesson.py"
 MODELS = {"small": TransformerConfig(), "larger": TransformerConfig(layers=4, heads=8, hidden=256)}
 WARM_UP = 3  # steps
+
+
+def from_lesson(name: str) -> Callable:
+    """The function or class `name` of the lesson, run with its imports, definitions and plain constants alone."""
+    sys.path.append(str(ROOT))
+    from tools.author.notebooks import code_cells
+
+    code = "\n".join(code for _, code in code_cells(LESSON))
+    kinds, calls = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom), (ast.Call, ast.Name)
+    body = []
+    for node in ast.parse(code).body:
+        constant = isinstance(node, ast.Assign) and not any(isinstance(x, calls) for x in ast.walk(node.value))
+        if isinstance(node, kinds) or constant:
+            body.append(node)
+    names: dict = {"__name__": "__main__"}  # so that ranks get the definitions themselves
+    exec(compile(ast.Module(body, []), LESSON.name, "exec"), names)
+    return names[name]
 
 
 def adam(weights) -> torch.optim.Adam:
@@ -106,8 +124,9 @@ def measure_model(config: TransformerConfig, zero3: type[nn.Module], ranks: int,
     return {"config": dataclasses.asdict(config), "parameters": config.parameter_count, "versions": rows}
 
 
-def measure(ranks: int, batch: int, repeats: int) -> dict:
-    zero3 = from_lesson("Zero3", LESSON)
+def measure(quick: bool) -> dict:
+    ranks, batch, repeats = (2, 1, 3) if quick else (4, 2, 30)
+    zero3 = from_lesson("Zero3")
     found = {name: measure_model(config, zero3, ranks, batch, repeats) for name, config in MODELS.items()}
     return {"torch": torch.__version__, "ranks": ranks, "windows_per_rank": batch, "repeats": repeats, "models": found}
 
@@ -144,19 +163,5 @@ def markdown(result: dict) -> str:
     return "\n\n".join([*parts, note])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run: 2 ranks, few steps")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=2, help="windows a rank takes in a step")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--output", type=Path, help="JSON to write")
-    args = parser.parse_args()
-    result = measure(2, 1, 3) if args.quick else measure(args.ranks, args.batch, args.repeats)
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(markdown(result))
-
-
 if __name__ == "__main__":
-    main()
+    main(measure, markdown)

@@ -5,14 +5,11 @@
 Prints a table with the goals beside; nothing is asserted.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from report import table
+from common import main, table
 
 from course_utils.transformer import PUBLISHED
 from lessons.parallelism_3d import planner
@@ -98,16 +95,5 @@ def markdown(result: dict) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run: few stages, few GPUs, once each")
-    parser.add_argument("--output", type=Path, help="JSON to write")
-    args = parser.parse_args()
-    result = measure(args.quick)
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(markdown(result))
-
-
 if __name__ == "__main__":
-    main()
+    main(measure, markdown)

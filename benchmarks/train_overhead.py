@@ -1,13 +1,12 @@
 """Measure what scripts/train.py costs over a bare loop: the same model, split in the same way, and nothing else.
 
-    python benchmarks/train_overhead.py [--quick] [--ranks N] [--output FILE]
+    python benchmarks/train_overhead.py [--quick] [--output FILE]
 
 Steps of both take turns in one run: the program calls its learning-rate schedule once a step, and there a step of the
 bare loop is slipped in and timed. Prints a table with the goal beside; nothing is asserted.
 """
 
 import argparse
-import json
 import os
 import runpy
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from report import table
+from common import main, table
 
 from course_utils import launch
 
@@ -72,8 +71,11 @@ def take_turns(out: str, steps: int, flags: list[str]) -> dict:
     return {name: torch.stack(seconds[WARM_UP:]) for name, seconds in found.items()} | {"saved": saved[WARM_UP:]}
 
 
-def measure(ranks: int, steps: int, flags: list[str]) -> dict:
+def measure(quick: bool) -> dict:
     """Ratio of the program's step to the bare one beside it, and what a checkpoint adds to its step."""
+    ranks, steps = 2, 10 if quick else 60
+    shape = ["--layers=2", "--hidden=32", "--length=16", "--batch=4"] if quick else ["--hidden=256", "--batch=8"]
+    flags = [*shape, "--log-every=1", f"--save-every={max(5, steps // 4)}"]
     with tempfile.TemporaryDirectory() as out:
         by_rank = launch(take_turns, out, steps, flags, world_size=ranks, backend="gloo", init=False, timeout=600)
     saved = torch.tensor(by_rank[0]["saved"])
@@ -102,20 +104,5 @@ def markdown(result: dict) -> str:
     ])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run: a tiny model, few steps")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--output", type=Path, help="JSON to write")
-    args = parser.parse_args()
-    shape = ["--layers=2", "--hidden=32", "--length=16", "--batch=4"] if args.quick else ["--hidden=256", "--batch=8"]
-    steps = 10 if args.quick else args.steps
-    result = measure(args.ranks, steps, [*shape, "--log-every=1", f"--save-every={max(5, steps // 4)}"])
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(markdown(result))
-
-
 if __name__ == "__main__":
-    main()
+    main(measure, markdown)

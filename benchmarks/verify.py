@@ -1,21 +1,18 @@
 """Measure what ``launch(..., verify=True)`` adds to each operation, against the same call without it.
 
-    python benchmarks/verify.py [--quick] [--ranks N] [--output FILE]
+    python benchmarks/verify.py [--quick] [--output FILE]
 
 Both take turns within one call: a block of all-reduces with what the ranks pass written down, and one without. The
 smallest tensor is the worst case. Beside it a step of DDP and of FSDP2. Prints a table; nothing is asserted.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from report import table
+from common import main, table
 
 from course_utils import launch
 
@@ -74,8 +71,8 @@ def take_turns(name: str, blocks: int) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def measure(ranks: int, blocks: int) -> list[dict]:
-    rows = []
+def measure(quick: bool) -> dict:
+    ranks, blocks, rows = 2, 3 if quick else 40, []
     for name in WORK:
         by_rank = launch(take_turns, name, blocks, world_size=ranks, backend="gloo", verify=True, timeout=600)
         pairs = [*zip(by_rank[0]["without"], by_rank[0]["with"], strict=True)]
@@ -85,7 +82,7 @@ def measure(ranks: int, blocks: int) -> list[dict]:
             "cpu_added_s": statistics.median(one[1] - other[1] for other, one in pairs),
             "ratio": ratios[1], "quartiles": [ratios[0], ratios[2]],
         })
-    return rows
+    return {"torch": torch.__version__, "ranks": ranks, "blocks": blocks, "rows": rows}
 
 
 def markdown(result: dict) -> str:
@@ -101,19 +98,5 @@ def markdown(result: dict) -> str:
     ])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run: few blocks")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="JSON to write")
-    args = parser.parse_args()
-    blocks = 3 if args.quick else 40
-    rows = measure(args.ranks, blocks)
-    result = {"torch": torch.__version__, "ranks": args.ranks, "blocks": blocks, "rows": rows}
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print(markdown(result))
-
-
 if __name__ == "__main__":
-    main()
+    main(measure, markdown)

@@ -1,4 +1,4 @@
-"""What other ways to load the images of lesson 15 were recorded at, by `benchmarks/loading.py`."""
+"""What other ways to load the images of lesson 15 were recorded at, by `measure_loaders.py`."""
 
 from __future__ import annotations
 

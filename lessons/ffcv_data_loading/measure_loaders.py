@@ -1,11 +1,11 @@
 """Measure ways to load the same 2,000 images: `DataLoader`, FFCV, six other libraries, and the steps between.
 
-    python benchmarks/loading.py [--quick] [--ways ffcv_raw,dataloader] [--rounds 9] [--store]
+    python lessons/ffcv_data_loading/measure_loaders.py [--quick] [--ways ffcv_raw,dataloader] [--output FILE]
 
 Each way has a process for each number of workers, and if it needs other packages an environment of its own, made once
 under `.bench` (or COURSE_BENCH_ENVS). The processes live through the whole run and take turns of an epoch or a second,
 in an order drawn anew for each round, so that a machine whose speed drifts is as slow for one as for the other: ways
-are compared within a round. Prints tables and writes JSON; nothing is asserted. Give it a quiet machine.
+are compared within a round. Writes docs/loading.json, which lesson 15 shows. Give it a quiet machine.
 """
 
 import argparse
@@ -22,20 +22,20 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import environments
-from report import table
-
-from lessons.ffcv_data_loading.ffcv import ImageFolder, image_folder, missing
-
-DOCS = environments.ROOT / "docs" / "loading.json"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)  # not this folder, whose ffcv would hide the library
+CACHE = Path(os.environ.get("COURSE_BENCH_ENVS", ROOT / ".bench"))
 BASE = ("numpy", "pillow")
 CORES = (1, 2)  # numbers of threads; processes also wait for each other, so more of them may help
-WAYS_FILE = Path(__file__).with_name("loading_ways.py")
+WAYS_FILE = Path(__file__).with_name("loader_ways.py")
+
+from lessons.ffcv_data_loading.ffcv import ImageFolder, image_folder, missing  # noqa: E402
+from lessons.ffcv_data_loading.loader_records import FILE  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to load images: its `key` in `loading_ways`, what it needs beside torch, numbers of workers to try.
+    """One way to load images: its `key` in `loader_ways`, what it needs beside torch, numbers of workers to try.
 
     `base`: packages in the course's own versions. `removed`: what does more harm than good there.
     """
@@ -69,29 +69,8 @@ WAYS = [
     Way("dali", "DALI on CPU", "its own", "JPEG files", "threads", ("nvidia-dali-cuda130==2.4.0",), CORES),
     Way("dataloader_cv2", "DataLoader, OpenCV", "OpenCV", "JPEG files", "processes"),
     Way("dataloader_raw", "DataLoader, OpenCV, pixels", "none", "mapped pixels", "processes"),
-    Way("threads_jpeg", "threads, OpenCV", "OpenCV", "JPEG files", "threads", workers=CORES),
     Way("threads_raw", "threads, OpenCV, pixels", "none", "mapped pixels", "threads", workers=CORES),
-    Way("ffcv_jpeg_python", "FFCV, JPEG, not compiled", "TurboJPEG", ".beton", "one thread", workers=(1,)),
-    Way("ffcv_raw_python", "FFCV, raw, not compiled", "none", ".beton", "one thread", workers=(1,)),
 ]
-STEPS = {  # from DataLoader to FFCV, one change at a time
-    "FFCV, JPEG": [
-        ("DataLoader, PIL", "", "dataloader"),
-        ("its decoder and resizing", "decoder", "dataloader_cv2"),
-        ("threads, which write into the batch", "threads", "threads_jpeg"),
-        ("FFCV: one file, a compiled loop", "storage, JIT", "ffcv_jpeg"),
-    ],
-    "FFCV, raw": [
-        ("DataLoader, PIL", "", "dataloader"),
-        ("its decoder and resizing", "decoder", "dataloader_cv2"),
-        ("pixels in one mapped file", "storage", "dataloader_raw"),
-        ("threads, which write into the batch", "threads", "threads_raw"),
-        ("FFCV: a compiled loop", "JIT", "ffcv_raw"),
-    ],
-}
-GOALS = {"FFCV, raw": 4.0, "FFCV, JPEG": 2.0}
-
-
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
@@ -100,7 +79,7 @@ class Running:
     """A process that waits for its turns; `first_s`: seconds from the made loader to its first batch."""
 
     def __init__(self, way: Way, python: Path, images: Path, data: Path, workers: int, **more: str) -> None:
-        command = [str(part) for part in (python, WAYS_FILE, way.key, images, data, workers)]
+        command = [str(part) for part in (python, "-P", WAYS_FILE, way.key, images, data, workers)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | more
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
@@ -138,6 +117,32 @@ class Running:
         return found | {"first_batch_s": self.first_s, "rounds": speeds}
 
 
+def python_of(way: Way) -> Path:
+    """The interpreter with a way's packages; its environment is made if it is not there."""
+    if way.packages is None:
+        return Path(sys.executable)
+    torch, build = version("torch"), version("torch").partition("+")[2]
+    python = CACHE / f"torch-{torch}-{way.packages[0]}" / "bin" / "python"
+    complete = python.parents[1] / "complete"
+    if not complete.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(python.parents[1])], check=True)
+        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        index = ["--extra-index-url", f"https://download.pytorch.org/whl/{build}"] if build else []
+        pins = [f"{name}=={version(name)}" for name in way.base]
+        subprocess.run([*pip, "install", *index, f"torch=={torch}", *pins, *way.packages], check=True, timeout=1800)
+        if way.removed:
+            subprocess.run([*pip, "uninstall", "--yes", *way.removed], check=True)
+        complete.touch()
+    return python
+
+
+def versions(python: Path, way: Way) -> dict[str, str]:
+    """Versions of what is measured, asked of the environment itself."""
+    names = ["torch", *way.base, *(package.split("==")[0] for package in way.packages or ())]
+    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
+    return json.loads(subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
 def give_up(row: dict, error: Exception) -> None:
     row["unavailable"] = str(error).replace(str(Path.home()), "~")
     say(f"{row['name']}: {row['unavailable']}")
@@ -159,7 +164,7 @@ def compile_times(images: Path, folder: Path) -> dict[str, float]:
 
 def measure(args: argparse.Namespace) -> dict:
     folder = image_folder(count=args.images)
-    images, work = folder / "train", environments.CACHE / "loading" / folder.name
+    images, work = folder / "train", CACHE / "loading" / folder.name
     rows: dict[str, dict] = {}
     runs: dict[tuple[str, int], Running] = {}
     for way in args.ways:
@@ -170,17 +175,15 @@ def measure(args: argparse.Namespace) -> dict:
         try:
             if way.key.startswith("ffcv") and (reason := missing()):
                 raise RuntimeError(reason)
-            python = environments.python_of(way, way.base, way.removed)
-            row["versions"] = environments.versions(python, way, way.base)
+            python = python_of(way)
+            row["versions"] = versions(python, way)
             for workers in (1,) if args.quick else way.workers:
                 runs[way.key, workers] = Running(way, python, images, data, workers)
         except (RuntimeError, subprocess.SubprocessError) as error:
             give_up(row, error)
         say(f"{way.name} is ready")
 
-    end, number = time.monotonic() + 60 * args.minutes, 0
-    while number < args.rounds and (not number or time.monotonic() < end):
-        number += 1
+    for number in range(1, args.rounds + 1):
         say(f"round {number}")
         for key, run in random.Random(number).sample([*runs.items()], len(runs)):
             try:
@@ -197,7 +200,7 @@ def measure(args: argparse.Namespace) -> dict:
         "machine": {"cores": os.cpu_count(), "python": sys.version.split()[0], "torch": version("torch")},
         "quick": args.quick,
         "images": {"count": args.images, "mean_pixels": statistics.mean(pixels), "out": [224, 224], "batch": 64},
-        "rounds": number,
+        "rounds": args.rounds,
         "seconds": args.seconds,
         "ways": rows,
     }
@@ -218,89 +221,15 @@ def rounded(value):
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def best(row: dict) -> str:
-    """The number of workers with most images a second."""
-    return max(row["by_workers"], key=lambda workers: row["by_workers"][workers]["images_per_s"])
-
-
-def against(row: dict, base: dict) -> list[float]:
-    """Times the speed of `base`, each with its best number of workers, round by round, in rising order."""
-    pairs = (each["by_workers"][best(each)]["rounds"] for each in (row, base))
-    return sorted(one / other for one, other in zip(*pairs, strict=True))
-
-
-def shown(times: list[float]) -> list[str]:
-    return [f"{statistics.median(times):.2f}", f"{times[0]:.2f} to {times[-1]:.2f}"]
-
-
-def markdown(result: dict) -> str:
-    rows = {key: row for key, row in result["ways"].items() if row["by_workers"]}
-    lines = []
-    for row in rows.values():
-        at = row["by_workers"]
-        cells = [f"{at[n]['images_per_s']:.0f}" if n in at else "" for n in ("0", "1", "2", "4")]
-        lines.append([row["name"], row["decoder"], row["storage"], row["workers_are"], *cells])
-        lines[-1].append(f"{at[best(row)]['cpu_ms_per_image']:.2f}")
-    head = ["way", "decoder", "storage", "workers", "0", "1", "2", "4", "CPU ms an image"]
-    text = [f"Images a second, by number of workers; medians of {result['rounds']} rounds\n\n" + table(head, lines)]
-    for row in result["ways"].values():
-        if "unavailable" in row:
-            text.append(f"{row['name']} was not measured: {row['unavailable']}")
-    if "dataloader" in rows:
-        base = rows["dataloader"]
-        goals = [
-            [row["name"], *shown(against(row, base)), f"{GOALS[row['name']]:.0f}"]
-            for row in rows.values()
-            if row["name"] in GOALS
-        ]
-        head = f"Against DataLoader with its best number of workers, {best(base)}"
-        text.append(head + "\n\n" + table(["", "times", "lowest and highest", "goal"], goals))
-    for title, steps in STEPS.items():
-        steps = [(name, reason, rows[key]) for name, reason, key in steps if key in rows]
-        lines, before = [], None
-        for name, reason, row in steps:
-            times = ["x " + part for part in shown(against(row, before))] if before else ["", ""]
-            lines.append([name, reason, f"{row['by_workers'][best(row)]['images_per_s']:.0f}", *times])
-            before = row
-        head = ["", "reason", "images/s", "", "lowest and highest"]
-        text.append(f"From DataLoader to {title}\n\n" + table(head, lines))
-    if "compile" in result:
-        text.append(f"Seconds to FFCV's first batch: {result['compile']}")
-    return "\n\n".join(text)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    keys = [way.key for way in WAYS]
-    parser.add_argument("--quick", action="store_true", help="a smoke run: 200 images, one worker, one round")
-    parser.add_argument("--ways", default=",".join(keys), help=f"comma-separated; of {', '.join(keys)}")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--minutes", type=float, default=60, help="begin no further round after so many")
-    parser.add_argument("--seconds", type=float, default=1, help="at least, of each turn")
-    parser.add_argument("--output", type=Path, default=environments.CACHE / "loading.json")
-    parser.add_argument("--store", action="store_true", help="write docs/loading.json, which lesson 15 shows")
-    parser.add_argument("--render", type=Path, help="measure nothing: tables from this JSON")
-    args = parser.parse_args()
-    if unknown := set(args.ways.split(",")) - set(keys):
-        parser.error(f"unknown ways {sorted(unknown)}; allowed are {', '.join(keys)}")
-    args.ways = [way for way in WAYS if way.key in args.ways.split(",")]
-    args.images = 200 if args.quick else 2000
-    if args.quick:
-        args.rounds, args.seconds = 1, 0
-    if args.store:
-        args.output = DOCS
-    return args
-
-
 def main() -> None:
-    args = arguments()
-    begin = time.monotonic()
-    result = json.loads(args.render.read_text()) if args.render else measure(args)
-    print(markdown(result), flush=True)
-    if not args.render:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        say(f"{args.output.name} written after {(time.monotonic() - begin) / 60:.1f} min")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run: 200 images, one worker, one round")
+    parser.add_argument("--ways", default=",".join(way.key for way in WAYS), help="comma-separated")
+    parser.add_argument("--output", type=Path, default=FILE)
+    args = parser.parse_args()
+    args.ways = [way for way in WAYS if way.key in args.ways.split(",")]
+    args.images, args.rounds, args.seconds = (200, 1, 0) if args.quick else (2000, 9, 1)
+    args.output.write_text(json.dumps(measure(args), indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Ways to load the same images for training; each runs in an environment that has its packages.
 
-    python loading_ways.py NAME IMAGES DATA WORKERS
+    python loader_ways.py NAME IMAGES DATA WORKERS
 
 runs one epoch, prints the seconds to its first batch, then waits: for each line that it reads, a number of seconds, it
 runs epochs until so many have passed, at least one, and prints a line of JSON with images, wall and CPU seconds, over
@@ -188,10 +188,6 @@ def dataloader_raw(images: Path, data: Path, workers: int) -> Epoch:
     return loaded(Images(raw_pixels(images, data), from_pixels), workers)
 
 
-def threads_jpeg(images: Path, data: Path, workers: int) -> Epoch:
-    return threaded(Images(files(images), with_cv2), workers)
-
-
 def threads_raw(images: Path, data: Path, workers: int) -> Epoch:
     return threaded(Images(raw_pixels(images, data), from_pixels), workers)
 
@@ -199,9 +195,9 @@ def threads_raw(images: Path, data: Path, workers: int) -> Epoch:
 # ---- FFCV ----
 
 
-def ffcv(mode: str, jit: bool = True) -> Callable[[Path, Path, int], Epoch]:
+def ffcv(mode: str) -> Callable[[Path, Path, int], Epoch]:
     def way(images: Path, data: Path, workers: int) -> Epoch:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
         from lessons.ffcv_data_loading.ffcv import apply_fixes
 
         if "COURSE_BENCH_UNFIXED" not in os.environ:
@@ -210,7 +206,6 @@ def ffcv(mode: str, jit: bool = True) -> Callable[[Path, Path, int], Epoch]:
         from ffcv.fields import IntField, RGBImageField
         from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
         from ffcv.loader import OrderOption
-        from ffcv.pipeline import Compiler
         from ffcv.transforms import RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
 
         from lessons.ffcv_data_loading.ffcv import ImageFolder
@@ -220,7 +215,6 @@ def ffcv(mode: str, jit: bool = True) -> Callable[[Path, Path, int], Epoch]:
             fields = {"image": RGBImageField(write_mode=mode), "label": IntField()}
             DatasetWriter(str(data / "new"), fields, num_workers=2).from_indexed_dataset(ImageFolder(images))
             (data / "new").rename(file)
-        Compiler.set_enabled(jit)
         decoder = RandomResizedCropRGBImageDecoder((SIZE, SIZE))
         pipelines = {
             "image": [decoder, RandomHorizontalFlip(), ToTensor(), ToTorchImage()],
@@ -358,13 +352,10 @@ WAYS = {
     "dataloader": dataloader,
     "dataloader_cv2": dataloader_cv2,
     "dataloader_raw": dataloader_raw,
-    "threads_jpeg": threads_jpeg,
     "threads_raw": threads_raw,
     "ffcv_raw": ffcv("raw"),
     "ffcv_mixed": ffcv("proportion"),
     "ffcv_jpeg": ffcv("jpg"),
-    "ffcv_raw_python": ffcv("raw", jit=False),
-    "ffcv_jpeg_python": ffcv("jpg", jit=False),
     "webdataset": webdataset,
     "litdata": litdata,
     "mosaicml_streaming": mosaicml_streaming,
