@@ -217,12 +217,13 @@ def ragged_all_gather(note, answer, rows, columns, odd):
         note.equal(part, data[i], f"part {i}", "rank-order" if elsewhere else "value")
     if n > 1:
         used, longest = {entry.op for entry in ledger}, max(t.nbytes for t in data)
+        pickles = any(entry.dtype == "uint8" for entry in ledger)
         most = bytes_sent("all_reduce", n, 8 * n) + bytes_sent("all_gather", n, n * longest)
         note.sent(
             ledger, {"all_gather", "all_to_all", "all_reduce"}, calls=2, carried=8 * n + n * longest,
             sent=((n - 1) * data[rank].nbytes, most), gather="hub",
             broadcast="hub" if used & {"send", "recv"} else "one-call-per-rank", send="messages", recv="messages",
-            too_many_calls="more-than-two",
+            too_many_calls="more-than-two", too_many_bytes="object" if pickles else "too-many-bytes",
         )
     kept(note, x, data[rank])
 
