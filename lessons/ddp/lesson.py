@@ -406,7 +406,8 @@ def overlapped_one_by_one(model):
 
 versions = [AfterBackward, overlapped_one_by_one, Overlapped, ddp_with_small_buckets]
 steps = data_parallel.typical_steps(on_ranks(data_parallel.time_versions, versions, my_batch))
-figures.step_timelines(steps, "measured: backward (pale) and all-reduces (dark), a stand-in for GPUs")
+title = "measured: backward (pale) and all-reduces (dark), a stand-in for GPUs"
+figures.step_timelines(steps, title)
 
 # %% [markdown]
 # *The figure: four panels, two lanes a rank. Above, pale, is the backward pass; below, dark, are the messages. In the

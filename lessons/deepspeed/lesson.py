@@ -38,7 +38,6 @@ import contextlib
 import difflib
 import json
 import runpy
-import shutil
 import sys
 import tempfile
 import time
@@ -731,6 +730,8 @@ def values_after_loading(folder, tag):
 
 
 # %% tags=["deeper"]
+import shutil
+
 numbers, apart = runs("convert", convert, str(folder), "universal", world_size=1)[0]
 print(f"universal checkpoint of {numbers:,} numbers; the fp32 export differs by {apart}")
 gap, on_half = on_ranks("load universal", values_after_loading, str(folder), "universal")[0]

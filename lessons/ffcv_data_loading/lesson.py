@@ -897,7 +897,7 @@ for written, arriving in (("by class", np.arange(count)), ("shuffled", rng.permu
 # %% [markdown] tags=["deeper"]
 # A buffer mixes no more than it holds, so shuffle before you write the shards. Under DDP each rank, and each of its
 # workers, takes shards of its own, so there must be at least as many shards as ranks × workers. Two libraries do all
-# this, and more, such as a cache on a local disk (`benchmarks/loading_ways.py` calls them so, with local files):
+# this, and more, such as a cache on a local disk (`loader_ways.py` of this lesson calls them so, with local files):
 #
 # ```python
 # wds.WebDataset(urls, shardshuffle=8).shuffle(200).to_tuple("jpg", "cls").map(decode).batched(64)

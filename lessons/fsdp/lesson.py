@@ -681,7 +681,8 @@ even = world_size if world_size >= 4 and world_size % 2 == 0 else 4
 per_node = even // 2
 grid = torch.arange(even).view(2, per_node).tolist()
 node = {rank: rank // per_node for rank in range(even)}
-figures.mesh_picture(grid, ("replicate", "shard"), f"modelled: {even} ranks on two nodes", nodes=node)
+title = f"modelled: {even} ranks on two nodes"
+figures.mesh_picture(grid, ("replicate", "shard"), title, nodes=node)
 
 # %% [markdown] tags=["deeper"]
 # *The figure: a row for each node. Along a row shards differ; down a column they are the same.*

@@ -662,7 +662,8 @@ for norm_of in attempts:
 
 # %% tags=["deeper"]
 ten = planner.replay(recorded.MEGATRON_RUNS)
-figures.layout_bars({each.name: each.plan for each in ten}, "modelled: a step of ten published runs")
+plans = {each.name: each.plan for each in ten}
+figures.layout_bars(plans, "modelled: a step of ten published runs")
 
 # %% [markdown] tags=["deeper"]
 # *The figure: a bar a run, stacked from compute, tensor, pipeline, data and bubble. Compute is by far the largest

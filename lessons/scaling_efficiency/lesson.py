@@ -170,7 +170,8 @@ def gustafson(n, s):
 
 
 print(f"1,000 ranks: Amdahl {amdahl(1000, 0.05):.1f}, Gustafson {gustafson(1000, 0.05):.0f}")
-figures.speedup_laws({"Amdahl": amdahl, "Gustafson": gustafson}, (0.001, 0.01, 0.05, 0.2), most=1000)
+laws = {"Amdahl": amdahl, "Gustafson": gustafson}
+figures.speedup_laws(laws, (0.001, 0.01, 0.05, 0.2), most=1000)
 
 # %% [markdown]
 # *The figure, left: by Amdahl each curve bends away from the dashed ideal, towards its limit 1/s. Right: by Gustafson

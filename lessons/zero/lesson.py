@@ -690,7 +690,8 @@ for way, again in {"keep all": False, "checkpoint": True}.items():
     kept[way] = alone(kept_after_forward, shapes)
     by_formula[way] = [activation_bytes(config, 1) for config in shapes]
 assert kept == by_formula  # to the byte
-figures.memory_over_length(lengths, kept, by_formula, "measured and computed: 8 layers, one sequence")
+title = "measured and computed: 8 layers, one sequence"
+figures.memory_over_length(lengths, kept, by_formula, title)
 
 # %% [markdown] tags=["deeper"]
 # *The figure: activations over sequence length, both axes logarithmic. Points are measured, lines are computed. Both

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
 import time
 
 import pytest
+import test_gpu_interconnects_exercises as of_interconnects
 import torch
 import torch.distributed as dist
-from test_checks_on_a_busy_machine import exercises_of
 
 from course_utils import launch, shutdown
-from course_utils.check import CheckFailed, exercise
+from course_utils.check import CheckFailed
 from course_utils.check import limits as _limits
 from lessons.collectives import check as collectives
 from lessons.gpu_interconnects import check as interconnects
@@ -21,15 +22,15 @@ from lessons.scaling_efficiency import check as scaling
 
 pytestmark = pytest.mark.guard(120)
 
-COLLECTIVES = exercises_of("collectives")
+exercise = importlib.import_module("course_utils.check.exercise")  # the name is also that of a decorator
 
 
 def refusal(check, answer) -> CheckFailed:
     """What the check says, once it is known that the next right answer passes: on ranks, or on paper."""
     with pytest.raises(CheckFailed) as caught:
         check(answer)
-    tests = exercises_of(check.__module__.rpartition(".")[2])
-    check(tests.answer(check.__name__))
+    right = check.answer() if hasattr(check, "answer") else of_interconnects.TestInterconnects.answer(check.__name__)
+    check(right)
     text = str(caught.value)
     assert "course_utils" not in text and "site-packages" not in text, text
     return caught.value
@@ -82,7 +83,7 @@ def test_an_answer_that_sleeps_is_slow_and_no_hang(monkeypatch):
 
 
 def test_a_right_answer_that_takes_its_time_passes(capsys):
-    right = COLLECTIVES.answer("mean_and_variance")
+    right = collectives.mean_and_variance.answer()
 
     def late(x):
         if (dist.get_rank(), dist.get_world_size()) == (0, 2) and x.mean() > 1000:  # one case of many
@@ -158,7 +159,7 @@ def test_an_answer_that_ends_its_process_is_refused():
 
 
 def test_an_answer_that_gives_up_on_three_ranks_is_not_called_empty():
-    right = COLLECTIVES.answer("mean_and_variance")
+    right = collectives.mean_and_variance.answer()
 
     def two_only(x):
         if dist.get_world_size() > 2:
@@ -236,11 +237,11 @@ def test_ranks_that_do_not_start_are_no_fault_of_the_answer(monkeypatch):
     shutdown()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     with pytest.raises(CheckFailed) as caught:
-        collectives.mean_and_variance(COLLECTIVES.answer("mean_and_variance"))
+        collectives.mean_and_variance(collectives.mean_and_variance.answer())
     assert caught.value.hint == "not-started" and "eth9" in str(caught.value)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     assert launch(dist.get_rank, world_size=2) == [0, 1]
-    collectives.mean_and_variance(COLLECTIVES.answer("mean_and_variance"))
+    collectives.mean_and_variance(collectives.mean_and_variance.answer())
 
 
 def test_a_long_line_of_the_learners_is_cut_in_the_table():

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.guard(600)
 
 LOOPS = 4
 #: The lessons whose answers wait most and import most; the others with --thorough.
-ALWAYS = ("collectives", "ddp")
+ALWAYS = ("ddp",)
 TESTS = sorted(path.stem[5:-10] for path in Path(__file__).parent.glob("test_*_exercises.py"))
 
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.guard(420)
 LESSONS = {path.name[:2]: path for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
 SHORTEST = "00"
 PARAMETERS = "import"  # the first code cell
-IMPORTS = "course_utils.widgets import"  # the cell, perhaps the same, that a widget needs besides before its own
+ONE = ("02", "collective_stepper(")  # the others with --thorough
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 ARGUMENTS += ["--disable-component-update", "--disable-sync"]
 PANEL = "const panel = window.jupyterapp.shell.currentWidget;"
@@ -93,12 +93,13 @@ def widgets() -> list[tuple[str, str]]:
     for number, lesson in LESSONS.items():
         cells = json.loads(lesson.read_text(encoding="utf-8"))["cells"]
         code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-        for names in re.findall(r"^from course_utils\.widgets import (?:\(([^)]*)\)|(.*))$", code, re.MULTILINE):
-            found += [(number, f"{name}(") for name in re.findall(r"\w+", "".join(names))]
+        names = re.findall(r"^from lessons\.\w+\.(?:explorer|stepper) import (.*)$", code, re.MULTILINE)
+        found += [(number, f"{name}(") for several in names for name in several.split(", ")]
     return found
 
 
 WIDGETS = widgets()
+assert ONE in WIDGETS
 
 
 @dataclasses.dataclass
@@ -238,6 +239,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function.__name__.startswith("test_lesson_runs_through_the_menu"):
         numbers = LESSONS if metafunc.config.getoption("thorough") else [SHORTEST]
         metafunc.parametrize("copied", numbers, indirect=True)
+    if {"opened", "text"} <= {*metafunc.fixturenames}:
+        some = WIDGETS if metafunc.config.getoption("thorough") else [ONE]
+        metafunc.parametrize(("opened", "text"), some, indirect=["opened"], scope="module")
 
 
 def run_all(page) -> None:
@@ -335,7 +339,6 @@ def test_stored_lesson_is_shown_without_errors_and_no_output_is_wider_than_its_c
     assert opened.errors == []
 
 
-@pytest.mark.parametrize(("opened", "text"), WIDGETS, indirect=["opened"], scope="module")
 def test_stored_widget_is_a_picture_until_its_cell_runs(opened: Opened, text: str, screenshots: Path):
     show_cell(opened.page, text)
     cell = opened.page.locator(".jp-Notebook-cell.jp-mod-active")
@@ -346,10 +349,9 @@ def test_stored_widget_is_a_picture_until_its_cell_runs(opened: Opened, text: st
     opened.page.screenshot(path=screenshots / f"{opened.number}_{text.strip('(')}_stored.png")
 
 
-@pytest.mark.parametrize(("opened", "text"), WIDGETS, indirect=["opened"], scope="module")
 def test_widget_moves_once_its_cell_has_run(opened: Opened, text: str, screenshots: Path):
     page = opened.page
-    for source in (PARAMETERS, IMPORTS, text):
+    for source in (PARAMETERS, f"import {text[:-1]}", text):
         run_cell(page, source)
     assert errors_in(page.evaluate(CELLS)) == []
     cell = widget(page, text)

@@ -23,7 +23,7 @@ RANKS = {
 THOROUGH = {"16": (2, 6)}  # others: 2 and 3
 ELSEWHERE = {
     "08",  # tests/lessons/test_deepspeed_lesson.py runs it without DeepSpeed
-    "15",  # tests/lessons/test_data_loading_lesson.py runs it with 3 ranks, and without FFCV
+    "15",  # tests/lessons/test_ffcv_data_loading_lesson.py runs it with 3 ranks, and without FFCV
     "16",  # tests/lessons/test_multi_node_lesson.py runs it with 2 ranks, without emulated hosts and Slurm
 }
 

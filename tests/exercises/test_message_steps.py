@@ -5,19 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from exercise_cases import ExerciseTests
 
 from course_utils.check import CheckFailed, message_steps
 from course_utils.ranks import Entry
 from lessons.collectives import check as collectives
 
 pytestmark = pytest.mark.guard(60)
-
-
-class Collectives(ExerciseTests):
-    """The solutions, for tests of the checks themselves; answers are tested with those of the other lessons."""
-
-    checks = collectives
 
 
 def test_refusal_names_exercise_ranks_and_both_values():
