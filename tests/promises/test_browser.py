@@ -146,7 +146,8 @@ def serving(course: Path) -> Iterator[Lab]:
 def copied_course(place: Path, *names: str) -> Path:
     """A copy of the course, or of the notebooks with these numbers in it."""
     unwanted = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
-    for folder in ("course_utils", "notebooks", "exercises", "solutions", "scripts", "native", "docs"):
+    folders = ("course_utils", "lessons", "tools", "notebooks", "exercises", "solutions", "scripts", "native", "docs")
+    for folder in folders:
         shutil.copytree(ROOT / folder, place / folder, ignore=unwanted)
     for path in place.glob("*/*.ipynb"):
         if names and not path.name.startswith(names):
