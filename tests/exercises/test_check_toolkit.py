@@ -409,7 +409,7 @@ def test_an_edit_that_does_not_fit_is_an_error_of_the_table():
 @pytest.mark.parametrize("name", PAPER)
 def test_each_slip_of_a_problem_gets_its_own_hint(name):
     check = PAPER[name]
-    assert check.hints.keys() <= check.slips.keys() | checks.exercise.COMMON_HINTS.keys() | paper._HINTS.keys()
+    assert check.hints.keys() <= check.slips.keys() | checks.COMMON_HINTS.keys() | paper._HINTS.keys()
     for hint, wrongs in checks.wrong_formulas(check).items():
         for number, wrong in enumerate(wrongs):
             error = refusal(check, wrong)
