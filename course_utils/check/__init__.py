@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ._hints import load_hints
 from .compare import close, number, show, values, whole_number, whole_numbers
-from .exercise import BACKEND, COMMON_HINTS, TIMEOUT, CheckFailed, Exercise, Outcome, checked
-from .paper import paper, paper_problem, wrong_formulas
+from .formulas import paper, paper_problem, wrong_formulas
 from .program import Case, Note, answer_with, exercise
+from .runs import BACKEND, COMMON_HINTS, TIMEOUT, CheckFailed, Exercise, Outcome, checked
 from .traffic import crosses, message_steps, sent
 
 __all__ = [

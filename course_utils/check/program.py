@@ -40,7 +40,7 @@ import torch
 from . import traffic
 from .compare import listed, show
 from .edits import edited
-from .exercise import TIMEOUT, CheckFailed, Exercise, Outcome, checked
+from .runs import TIMEOUT, CheckFailed, Exercise, Outcome, checked
 
 __all__ = ["Case", "Note", "answer_with", "exercise"]
 

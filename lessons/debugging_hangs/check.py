@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from course_utils.check import Exercise, checked, load_hints
-from course_utils.check.exercise import Outcome
+from course_utils.check.runs import Outcome
 from course_utils.costs import bytes_sent
 
 from .clinic import hangs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from course_utils.check.exercise import Exercise
+from course_utils.check.runs import Exercise
 
 from .clinic import Patient
 

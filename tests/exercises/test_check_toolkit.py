@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from course_utils import Entry
 from course_utils import check as checks
-from course_utils.check import CheckFailed, Exercise, Outcome, message_steps, paper, paper_problem, traffic
+from course_utils.check import CheckFailed, Exercise, Outcome, formulas, message_steps, paper_problem, traffic
 from course_utils.check._hints import HintError, read_hints
 from course_utils.check.compare import slip_of
 from course_utils.check.edits import EditError
@@ -409,7 +409,7 @@ def test_an_edit_that_does_not_fit_is_an_error_of_the_table():
 @pytest.mark.parametrize("name", PAPER)
 def test_each_slip_of_a_problem_gets_its_own_hint(name):
     check = PAPER[name]
-    assert check.hints.keys() <= check.slips.keys() | checks.COMMON_HINTS.keys() | paper._HINTS.keys()
+    assert check.hints.keys() <= check.slips.keys() | checks.COMMON_HINTS.keys() | formulas._HINTS.keys()
     for hint, wrongs in checks.wrong_formulas(check).items():
         for number, wrong in enumerate(wrongs):
             error = refusal(check, wrong)
@@ -420,12 +420,12 @@ def test_each_slip_of_a_problem_gets_its_own_hint(name):
 def test_slips_with_different_hints_differ_in_some_case(name):
     check = PAPER[name]
     results = {
-        (hint, number): [paper._result(wrong, case) for case in check.cases]
+        (hint, number): [formulas._result(wrong, case) for case in check.cases]
         for hint, wrongs in checks.wrong_formulas(check).items()
         for number, wrong in enumerate(wrongs)
     }
     for (one, first), (other, second) in itertools.combinations(results.items(), 2):
-        same = all(a and b and paper._agree(a, b, check.tolerance) for a, b in zip(first, second, strict=True))
+        same = all(a and b and formulas._agree(a, b, check.tolerance) for a, b in zip(first, second, strict=True))
         assert one[0] == other[0] or not same, (one, other)
 
 
@@ -434,7 +434,7 @@ def test_drawn_cases_can_be_computed(name):
     check = PAPER[name]
     for seed in range(20):
         check(check.formula)
-        case = paper.draw_mixed(check.formula, check.cases, random.Random(seed))
+        case = formulas.draw_mixed(check.formula, check.cases, random.Random(seed))
         assert case is None or case not in check.cases
 
 

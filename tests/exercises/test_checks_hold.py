@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import threading
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from course_utils import launch, shutdown
-from course_utils.check import CheckFailed
+from course_utils.check import CheckFailed, runs
 from course_utils.check import limits as _limits
 from lessons.collectives import check as collectives
 from lessons.gpu_interconnects import check as interconnects
@@ -22,7 +21,7 @@ from lessons.scaling_efficiency import check as scaling
 
 pytestmark = pytest.mark.guard(120)
 
-exercise = importlib.import_module("course_utils.check.exercise")  # the name is also that of a decorator
+
 
 
 def refusal(check, answer) -> CheckFailed:
@@ -59,7 +58,7 @@ def test_a_group_that_some_ranks_never_make_is_a_hang():
 
 
 def test_a_loop_without_end_on_a_rank_is_endless_and_no_hang(monkeypatch):
-    monkeypatch.setattr(exercise, "COMPUTING", 2.0)
+    monkeypatch.setattr(runs, "COMPUTING", 2.0)
 
     def endless(x):
         while dist.get_rank() == 0:
@@ -71,7 +70,7 @@ def test_a_loop_without_end_on_a_rank_is_endless_and_no_hang(monkeypatch):
 
 
 def test_an_answer_that_sleeps_is_slow_and_no_hang(monkeypatch):
-    monkeypatch.setattr(exercise, "LIMIT", 4.0)
+    monkeypatch.setattr(runs, "LIMIT", 4.0)
 
     def sleeps(x):
         if dist.get_rank() == 0:
@@ -229,7 +228,7 @@ def test_an_import_that_was_stopped_does_not_reach_the_next_check(monkeypatch):
             except Exception:
                 continue
 
-    monkeypatch.setattr(exercise, "LIMIT", 1.5)
+    monkeypatch.setattr(runs, "LIMIT", 1.5)
     refusal(collectives.mean_and_variance, imports_for_long)
 
 

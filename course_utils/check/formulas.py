@@ -14,8 +14,8 @@ import torch
 from ._hints import COMMON, read_hints
 from .compare import listed
 from .edits import edited_function
-from .exercise import Exercise, checked
 from .program import hints_of
+from .runs import Exercise, checked
 
 __all__ = ["draw_mixed", "paper", "paper_problem", "wrong_formulas"]
 
