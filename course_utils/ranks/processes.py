@@ -36,7 +36,7 @@ SLOW = tuple(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pip
 _shared: list[str] = []  # what else the server imports for the ranks
 _forked: set[int] = set()  # servers from which ranks have been forked
 _ranks: set[int] = set()  # processes that are ranks
-_forking = threading.Lock()  # held while one becomes a rank
+_forking = threading.Lock()  # held while one becomes a rank, and while servers start
 _FILES = 7  # open files that a rank needs in the notebook, and some while it starts
 
 _context = multiprocessing.get_context("forkserver")
@@ -95,20 +95,21 @@ def start_server() -> None:
     `share` has been told.
     """
     global _folder
-    if not server_ids():
-        _folder = _private_folder()
-        _lock(_folder)
-        owner = os.getpid()  # and not a fork of it; if the notebook is killed, the servers remove the folder
-        atexit.register(lambda folder: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True), _folder)
-    extra = {"COURSE_UTILS_FOLDER": _folder, "OMP_NUM_THREADS": "1"}
-    extra["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-    slow = [name for name in SLOW if name in sys.modules]
-    first, last = (f"{__package__}.{name}" for name in ("uncollected", "worker"))
-    with _quiet_start(), internals.replaced(os.environ, extra), internals.started_by(_spawn_apart, _folder):
-        for server in _servers:
-            if server.pid is None:
-                server.set_forkserver_preload([first, *slow, *_shared, last])
-                server.ensure_running()
+    with _forking:  # calls side by side start them once
+        if not server_ids():
+            _folder = _private_folder()
+            _lock(_folder)
+            owner = os.getpid()  # and not a fork of it; if the notebook is killed, the servers remove the folder
+            atexit.register(lambda folder: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True), _folder)
+        extra = {"COURSE_UTILS_FOLDER": _folder, "OMP_NUM_THREADS": "1"}
+        extra["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+        slow = [name for name in SLOW if name in sys.modules]
+        first, last = (f"{__package__}.{name}" for name in ("uncollected", "worker"))
+        with _quiet_start(), internals.replaced(os.environ, extra), internals.started_by(_spawn_apart, _folder):
+            for server in _servers:
+                if server.pid is None:
+                    server.set_forkserver_preload([first, *slow, *_shared, last])
+                    server.ensure_running()
 
 
 def share(*modules: str) -> None:
