@@ -13,7 +13,8 @@ for _file in _FILES:
     _module = importlib.import_module(_name)
     for _key, _value in vars(_module).items():
         _figure = isfunction(_value) and _value.__annotations__.get("return") == "Figure"
-        if not _key.startswith("_") and (_figure and _key not in ("empty_figure", "new_figure") or _key.endswith("_COLORS")):
+        _drawing = _figure and _key not in ("empty_figure", "new_figure")
+        if not _key.startswith("_") and (_drawing or _key.endswith("_COLORS")):
             globals()[_key] = _value
 
 __all__ = sorted(name for name, value in globals().items() if isfunction(value))

@@ -227,8 +227,8 @@ multiprocessing.set_executable("/home")"""
 def test_cell_without_end_costs_only_itself_and_a_notebook_ends_at_its_limit(desk: Desk):
     endless = "# and\nwhile True:\n    pass"
     desk.put("endless", desk.answered((PAPER,), STUBBORN, gradient_all_reduce_seconds=endless))
-    row = desk.grade("--timeout", "3")["endless"]
-    assert row["passed"] == 2 and "cell 2 ended Python" in row["note"] and "interrupted after 3 s" in row["note"]
+    row = desk.grade("--timeout", "15")["endless"]  # a busy machine needs some for the right ones
+    assert row["passed"] == 2 and "cell 2 ended Python" in row["note"] and "interrupted after 15 s" in row["note"]
     shutil.rmtree(desk.folder / "endless")
     desk.put("slow", desk.answered((1,), "import time\ntime.sleep(600)"))
     row = desk.grade("--limit", "8")["slow"]
