@@ -171,12 +171,14 @@ def hints_of(mistakes: Mapping[str, tuple]) -> dict[str, str]:
 
 
 def exercise(
-    title: str, *, passed: str, cases: Sequence, tolerance: float = 1e-12, explains: Sequence[str] = ()
+    title: str, *, passed: str, cases: Sequence, tolerance: float = 1e-12, explains: Sequence[str] = (),
+    explained: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
 ) -> Callable:
     """Make the check of a program for the ranks; its module says in `MISTAKES` and `RIGHT` what goes with its name.
 
     ``explains`` are keys for which the hint of a case is given where it has one, as it is for wrong values, hangs,
-    errors and calls or bytes that are too many.
+    errors and calls or bytes that are too many. ``explained`` are words in the text of a hang or an error, to the key
+    that they get; ``options`` are more arguments of `ranks.run`.
     """
 
     def make(program: Callable) -> Callable:
@@ -186,7 +188,7 @@ def exercise(
 
         def judge(fn: Callable, timeout: float = TIMEOUT) -> None:
             mistakes = room.MISTAKES[name]
-            run = Exercise(title, hints_of(mistakes), timeout, program=_on_a_rank)
+            run = Exercise(title, hints_of(mistakes), timeout, _on_a_rank, options or {}, explained or {})
             for case in known:
                 found = _run(run, program, fn, case, tolerance)
                 rank = min((r for r, one in enumerate(found) if one), key=lambda r: (found[r][0], r), default=None)
@@ -194,7 +196,7 @@ def exercise(
                     place, key, sentence, value = found[rank]
                     if key in ("value", "shape"):
                         solution = functools.partial(answer_with, answers, name)
-                        key = _diagnosis(mistakes, solution, program, case, rank, found[rank], tolerance) or key
+                        key = _diagnosis(run, mistakes, solution, program, case, rank, found[rank], tolerance) or key
                     elif case.hint and (key.startswith("too-many") or key in explains):
                         key = case.hint
                     run.refuse(key, sentence, rank)
@@ -219,13 +221,13 @@ def _run(
 
 
 def _diagnosis(
-    mistakes: Mapping, solution: Callable, program: Callable, case: Case, rank: int, found: tuple, tolerance: float
+    run: Exercise, mistakes: Mapping, solution: Callable, program: Callable, case: Case, rank: int, found: tuple, tolerance: float
 ) -> str | None:
     """The key of the mistake that gives the same wrong value at the same place on this rank."""
     place, hint, _, value = found
     for key, (_, *edits) in mistakes.items():
         for edit in listed(edits[0]) if edits else []:
-            quiet, same = Exercise("", {}, program=_on_a_rank), Case(case.ranks, args=case.args)
+            quiet, same = Exercise("", {}, program=_on_a_rank, options=run.options), Case(case.ranks, args=case.args)
             try:
                 other = _run(quiet, program, solution(edit), same, tolerance, place)[rank]
             except CheckFailed:
