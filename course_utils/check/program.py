@@ -221,7 +221,8 @@ def _run(
 
 
 def _diagnosis(
-    run: Exercise, mistakes: Mapping, solution: Callable, program: Callable, case: Case, rank: int, found: tuple, tolerance: float
+    run: Exercise, mistakes: Mapping, solution: Callable, program: Callable, case: Case, rank: int, found: tuple,
+    tolerance: float,
 ) -> str | None:
     """The key of the mistake that gives the same wrong value at the same place on this rank."""
     place, hint, _, value = found
