@@ -18,7 +18,8 @@ answers::
         note.sent(ledger, {"reduce_scatter"}, carried=…)
 
 ``shard`` is then the check itself, ``check.shard(fn)``. A case is (ranks, its name, further arguments …), or a `Case`
-where a failure in it has a hint of its own. What a program notes first on the lowest rank is what the learner reads.
+where a failure in it has a hint of its own; with 0 ranks the program runs in the notebook's process. What a program
+notes first on the lowest rank is what the learner reads.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ __all__ = ["Case", "Note", "answer_with", "exercise"]
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks, what the case is called, its further arguments, and the hint that explains a failure which is its own.
+    """Ranks (0: none, in this process), the case's name, its further arguments, and the hint that explains a failure
+    which is its own.
 
     ``errors`` is a pattern of errors that the case is to blame for.
     """
@@ -194,12 +196,15 @@ def exercise(
                 rank = min((r for r, one in enumerate(found) if one), key=lambda r: (found[r][0], r), default=None)
                 if rank is not None:
                     place, key, sentence, value = found[rank]
-                    if key in ("value", "shape"):
+                    same = None
+                    if value is not None:
                         solution = functools.partial(answer_with, answers, name)
-                        key = _diagnosis(run, mistakes, solution, program, case, rank, found[rank], tolerance) or key
+                        same = _diagnosis(run, mistakes, solution, program, case, rank, found[rank], tolerance)
+                    if same:
+                        key = same
                     elif case.hint and (key.startswith("too-many") or key in explains):
                         key = case.hint
-                    run.refuse(key, sentence, rank)
+                    run.refuse(key, sentence, rank if case.ranks else None)
             run.passed(passed)
 
         functools.update_wrapper(judge, program, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
@@ -214,7 +219,10 @@ def exercise(
 def _run(
     run: Exercise, program: Callable, fn: Callable, case: Case, tolerance: float, until: int | None = None
 ) -> list[tuple | None]:
-    """What the program finds first on each rank."""
+    """What the program finds first on each rank; in this process where a case has none."""
+    if not case.ranks:
+        run.case, run.fallback, run.own_fallback = case.name, case.hint, case.hint is not None
+        return [_on_a_rank(functools.partial(run.call, fn), [], (program, case.args, tolerance, until)).result]
     inputs, asked = [torch.zeros(0)] * case.ranks, (program, case.args, tolerance, until)
     outcomes = run.run(fn, inputs, *asked, case=case.name, fallback=case.hint, errors=case.errors)
     return [outcome.result for outcome in outcomes]

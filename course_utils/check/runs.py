@@ -243,11 +243,11 @@ class Exercise:
             self.refuse(key, f"the ranks do not finish: at least one waits in vain.\n\n{error}")
         self.refuse("slow", f"the ranks do not finish.\n\n{error}", error.rank)
 
-    def call(self, fn: Callable, *args: Any) -> Any:
+    def call(self, fn: Callable, *args: Any, **named: Any) -> Any:
         """The result of ``fn`` in this process; refuses an empty stub, an error with the end of its traceback, and what
         does not come to an end."""
         try:
-            result = limited(lambda: fn(*args))
+            result = limited(lambda: fn(*args, **named))
         except Endless:
             self.refuse("endless", "the function does not come to an end.")
         except KeyboardInterrupt:
@@ -404,7 +404,7 @@ class Exercise:
         self.differs(key, f"{what} is wrong.", show(expected, start), show(got, start), rank)
 
     def passed(self, text: str) -> None:
-        """Say that all cases passed, in one line."""
+        """Say that all cases passed, in one line; a text without ranks before it may begin with a colon."""
         sizes = sorted(set(self.world_sizes))
-        ranks = f"on {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks: " if len(sizes) > 1 else ""
-        print(f"{self.title} passed {ranks}{text}")
+        ranks = f" on {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks:" if len(sizes) > 1 else ""
+        print(f"{self.title} passed{ranks}{'' if text.startswith(':') else ' '}{text}")

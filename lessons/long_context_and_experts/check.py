@@ -15,17 +15,11 @@ from torch import Tensor
 from course_utils import record
 from course_utils.check import (
     Case,
-    Exercise,
-    answer_with,
-    checked,
-    close,
     exercise,
     paper,
     show,
     whole_numbers,
 )
-from course_utils.check.compare import listed
-from course_utils.check.program import hints_of
 
 from . import answers
 
@@ -67,48 +61,38 @@ def note_gradients(note, own: Sequence[Tensor], given: Sequence[Tensor], right: 
 # --- exercise 1: pieces
 
 ALL, NONE = (0, 0, 0), (9, 9, 9)  # of three queries, the first key that each sees
-MERGES = (  # name, what the queries see of the first and of the second piece, scale of the scores, fallback
-    ("all queries see all keys", ALL, ALL, 1.0, None),
-    ("scores in the thousands", ALL, ALL, 3000.0, "overflow"),
-    ("query 1 sees no key of the second piece", ALL, (0, 9, 2), 1.0, "no-key"),
-    ("queries 0 and 2 see no key of the first piece", (9, 1, 9), ALL, 1.0, "no-key"),
-    ("query 1 sees no key at all", (0, 9, 9), (1, 9, 0), 1.0, "no-key"),
-    ("no query sees a key of the first piece", NONE, ALL, 1.0, "no-key"),
-)
+MERGES = [  # scale of the scores, and of three queries the first key that each sees in both pieces
+    (0, "all queries see all keys", 1, ALL, ALL),
+    Case(0, "scores in the thousands", (3000, ALL, ALL), "overflow"),
+    Case(0, "query 1 sees no key of the second piece", (1, ALL, (0, 9, 2)), "no-key"),
+    Case(0, "queries 0 and 2 see no key of the first piece", (1, (9, 1, 9), ALL), "no-key"),
+    Case(0, "query 1 sees no key at all", (1, (0, 9, 9), (1, 9, 0)), "no-key"),
+    Case(0, "no query sees a key of the first piece", (1, NONE, ALL), "no-key"),
+]
 
 
-@checked
-def merge(fn: Callable) -> None:
-    """Check ``fn(first, second) -> (m, l, o)``, the merge of two pieces of attention."""
-    run = Exercise("Exercise 1", hints_of(MISTAKES["merge"]))
-    for number, (run.case, *sees, scale, fallback) in enumerate(MERGES):
-        q, k, v = (numbers(2, tokens, 4, seed=10 * number + tokens) for tokens in (3, 8, 8))
-        q, keep = scale * q, [torch.arange(4) >= torch.tensor(first)[:, None] for first in sees]
-        parts = zip(k.chunk(2, 1), v.chunk(2, 1), keep, strict=True)
-        pieces = [answers.piece(q, *part) for part in parts]
-        before = [t.clone() for one in pieces for t in one]
-        got, right = run.call(fn, *pieces), answers.piece(q, k, v, torch.cat(keep, 1))
-        formed = isinstance(got, tuple | list) and len(got) == 3 and all(isinstance(t, Tensor) for t in got)
-        run.require(formed, "form", f"the function returned {show(got)}.")
-        for i, (one, expected) in enumerate(zip(got, right, strict=True)):
-            wrong = one.shape == expected.shape and (one.isnan() | one.isinf() & expected.isfinite()).any()
-            run.fallback = fallback if wrong else None
-            slips = {} if wrong or close(one, expected) else merge_slips(pieces, i)
-            run.equal(None, one, expected, slips, what="mlo"[i])
-        same = all(map(torch.equal, (t for one in pieces for t in one), before))
-        run.require(same, "input-changed", "the result is right, but the pieces were changed.")
-    print("Exercise 1 passed: two pieces are one, with large scores and with queries that see no key.")
-
-
-def merge_slips(pieces: Sequence, i: int) -> dict[str, list]:
-    """What the mistakes make of m, l or o."""
-    keys = (["maximum"], ["rescale-l"], ["rescale-o", "divided"])[i]
-    wrong = {key: [answer_with(answers.__name__, "merge", edit) for edit in listed(MISTAKES["merge"][key][1])]
-             for key in keys}  # fmt: skip
-    return {key: [one(*pieces)[i] for one in some] for key, some in wrong.items()}
+@exercise("Exercise 1", cases=MERGES, tolerance=1e-4, explains=["not-a-number"],
+          passed=": two pieces are one, with large scores and with queries that see no key.")
+def merge(note, answer, scale, *sees):
+    q, k, v = (numbers(2, tokens, 4, seed=tokens) for tokens in (3, 8, 8))
+    q, keep = scale * q, [torch.arange(4) >= torch.tensor(first)[:, None] for first in sees]
+    parts = zip(k.chunk(2, 1), v.chunk(2, 1), keep, strict=True)
+    pieces = [answers.piece(q, *part) for part in parts]
+    before = [t.clone() for one in pieces for t in one]
+    got, right = answer(*pieces), answers.piece(q, k, v, torch.cat(keep, 1))
+    formed = isinstance(got, tuple | list) and len(got) == 3 and all(isinstance(t, Tensor) for t in got)
+    if not note.holds(formed, "form", f"the function returned {show(got)}."):
+        return
+    for name, one, expected in zip("mlo", got, right, strict=True):
+        odd = one.shape == expected.shape and bool((one.isnan() | one.isinf() & expected.isfinite()).any())
+        note.holds(not odd, "not-a-number", f"{name} is {show(one)}, expected {show(expected)}.")
+        note.equal(one, expected, name)
+    same = all(map(torch.equal, (t for one in pieces for t in one), before))
+    note.holds(same, "input-changed", "the result is right, but the pieces were changed.")
 
 
 MISTAKES["merge"] = {
+    "not-a-number": ("Where does a nan or an infinity come from: a division, a difference of infinities, an exp?",),
     "form": ("Return a tuple of three tensors: m, l and o.",
             {"return m, f1 * l1 + f2 * l2, f1 * o1 + f2 * o2": "return (f1 * o1 + f2 * o2) / (f1 * l1 + f2 * l2)"}),
     "maximum": ("The m of both is the larger of the two, for each query on its own.",
@@ -165,33 +149,33 @@ def pairs_of(rows: Sequence[Sequence[int]]) -> list[int]:
     return [sum(p + 1 for p in row) for row in rows]
 
 
-@checked
-def zigzag(fn: Callable) -> None:
-    """Check ``fn(length, n) -> positions``, a tensor of int64 for each of n ranks."""
-    run = Exercise("Exercise 2", hints_of(MISTAKES["zigzag"]))
-    for length, n in ((64, 4), (16, 2), (24, 3), (8, 1), (10, 2), (10, 4), (53, 4), (101, 8)):
-        run.case = f"{length} tokens on {n} ranks"
-        run.fallback = "uneven" if length % (2 * n) else None
-        got = run.call(fn, length, n)
-        rows = [whole_numbers(one) for one in got] if isinstance(got, list | tuple) else []
-        run.require(len(rows) == n and None not in rows, "form", f"the function returned {show(got)}.")
-        held, pairs = sorted(p for row in rows for p in row), pairs_of(rows)
-        for key in ("contiguous", "striped", "mirror") if n > 1 else ():
-            usual = answer_with(answers.__name__, "zigzag", MISTAKES["zigzag"][key][1])(length, n)
-            run.require([one.tolist() for one in usual] != rows, key, f"the ranks have {pairs} pairs.")
-        odd = [p for p in range(length) if held.count(p) != 1] or [p for p in held if not 0 <= p < length]
-        run.require(not odd, run.fallback or "once", f"position {odd[:1]} is not held exactly once.")
-        for _, row in run.each(rows):
-            run.require(row == sorted(row), "order", f"the positions are {row[:8]}…, not in ascending order.")
-            ends = [i for i in range(1, len(row)) if row[i] - row[i - 1] != 1]
-            runs = [b - a for a, b in zip([0, *ends], [*ends, len(row)], strict=True)]
-            run.require(len(runs) <= 2, "runs", f"the positions are {len(runs)} runs: {str(row)[:60]}…")
-            short = length // (2 * n)  # two neighbors look like one run of twice the length
-            fit = all(0 <= size - short * parts <= parts for size in runs for parts in [3 - len(runs)])
-            run.require(fit, "uneven", f"the runs have {runs} tokens, and not {short} or {short + 1}.")
-        most = 4 * length if length % (2 * n) else 0  # a token more in some runs makes up to 4 · length pairs
-        run.require(max(pairs) - min(pairs) <= most, "balance", f"the ranks have {pairs} pairs.")
-    print("Exercise 2 passed: with 64 tokens on 4 ranks 520 pairs each, where contiguous parts have 136 to 904.")
+ZIGZAGS = [
+    Case(0, f"{length} tokens on {n} ranks", (length, n), "uneven" if length % (2 * n) else None)
+    for length, n in ((64, 4), (16, 2), (24, 3), (8, 1), (10, 2), (10, 4), (53, 4), (101, 8))
+]
+
+
+@exercise("Exercise 2", cases=ZIGZAGS, explains=["once"],
+          passed=": with 64 tokens on 4 ranks 520 pairs each, where contiguous parts have 136 to 904.")
+def zigzag(note, answer, length, n):
+    got = answer(length, n)
+    rows = [whole_numbers(one) for one in got] if isinstance(got, list | tuple) else []
+    if not note.holds(len(rows) == n and None not in rows, "form", f"the function returned {show(got)}."):
+        return
+    held, pairs, all_rows = sorted(p for row in rows for p in row), pairs_of(rows), ("the positions", rows)
+    odd = [p for p in range(length) if held.count(p) != 1] or [p for p in held if not 0 <= p < length]
+    note.holds(not odd, "once", f"position {odd[:1]} is not held exactly once.", all_rows)
+    for rank, row in enumerate(rows):
+        whose = f"of rank {rank} are"
+        note.holds(row == sorted(row), "order", f"the positions {whose} {row[:8]}…, not in ascending order.", all_rows)
+        ends = [i for i in range(1, len(row)) if row[i] - row[i - 1] != 1]
+        runs = [b - a for a, b in zip([0, *ends], [*ends, len(row)], strict=True)]
+        note.holds(len(runs) <= 2, "runs", f"the positions {whose} {len(runs)} runs: {str(row)[:60]}…", all_rows)
+        short = length // (2 * n)  # two neighbors look like one run of twice the length
+        fit = all(0 <= size - short * parts <= parts for size in runs for parts in [3 - len(runs)])
+        note.holds(fit, "uneven", f"the runs {whose} {runs} tokens long, and not {short} or {short + 1}.", all_rows)
+    most = 4 * length if length % (2 * n) else 0  # a token more in some runs makes up to 4 · length pairs
+    note.holds(max(pairs) - min(pairs) <= most, "balance", f"the ranks have {pairs} pairs.", all_rows)
 
 
 MISTAKES["zigzag"] = {
