@@ -142,10 +142,10 @@ def alike(a: Any, b: Any, tolerance: float = 1e-9) -> bool:
 
 def _on_a_rank(fn: Callable, inputs: list, args: tuple) -> Outcome:
     program, case, tolerance, until = args
-    note = Note(tolerance, until)
+    note, said = Note(tolerance, until), None
     with contextlib.suppress(Done):
-        program(note, fn, *case)
-    return Outcome(note.found[0] if note.found else None, None, None, None)
+        said = program(note, fn, *case)
+    return Outcome((note.found[0] if note.found else None, said), None, None, None)
 
 
 def answer_with(module: str, name: str, edits: Any = ()) -> Callable:
@@ -173,14 +173,15 @@ def hints_of(mistakes: Mapping[str, tuple]) -> dict[str, str]:
 
 
 def exercise(
-    title: str, *, passed: str, cases: Sequence, tolerance: float = 1e-12, explains: Sequence[str] = (),
-    explained: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
+    title: str, *, passed: str, cases: Sequence, tolerance: float = 1e-12, timeout: float = TIMEOUT,
+    explains: Sequence[str] = (), explained: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
 ) -> Callable:
     """Make the check of a program for the ranks; its module says in `MISTAKES` and `RIGHT` what goes with its name.
 
-    ``explains`` are keys for which the hint of a case is given where it has one, as it is for wrong values, hangs,
-    errors and calls or bytes that are too many. ``explained`` are words in the text of a hang or an error, to the key
-    that they get; ``options`` are more arguments of `ranks.run`.
+    ``passed`` follows *passed on 1, 2 and 3 ranks:*; ``{said}`` in it is what the program returns on rank 0 in the
+    first case. ``explains`` are keys for which the hint of a case is given where it has one, as it is for wrong values,
+    hangs, errors and calls or bytes that are too many. ``explained`` are patterns in the text of a hang or an error, to
+    the key that they get; ``options`` are more arguments of `ranks.run`.
     """
 
     def make(program: Callable) -> Callable:
@@ -188,11 +189,12 @@ def exercise(
         answers = f"{program.__module__.rpartition('.')[0]}.answers"
         known = [case if isinstance(case, Case) else Case(*case[:2], tuple(case[2:])) for case in cases]
 
-        def judge(fn: Callable, timeout: float = TIMEOUT) -> None:
-            mistakes = room.MISTAKES[name]
+        def judge(fn: Callable, timeout: float = timeout) -> None:
+            mistakes, said = room.MISTAKES[name], None
             run = Exercise(title, hints_of(mistakes), timeout, _on_a_rank, options or {}, explained or {})
             for case in known:
-                found = _run(run, program, fn, case, tolerance)
+                results = _run(run, program, fn, case, tolerance)
+                found, said = [result[0] for result in results], results[0][1] if said is None else said
                 rank = min((r for r, one in enumerate(found) if one), key=lambda r: (found[r][0], r), default=None)
                 if rank is not None:
                     place, key, sentence, value = found[rank]
@@ -202,10 +204,10 @@ def exercise(
                         same = _diagnosis(run, mistakes, solution, program, case, rank, found[rank], tolerance)
                     if same:
                         key = same
-                    elif case.hint and (key.startswith("too-many") or key in explains):
-                        key = case.hint
+                    elif key in explains or case.hint and key.startswith("too-many"):
+                        key = run.fallback or key
                     run.refuse(key, sentence, rank if case.ranks else None)
-            run.passed(passed)
+            run.passed(passed.replace("{said}", str(said)))
 
         functools.update_wrapper(judge, program, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
         del judge.__wrapped__
@@ -218,8 +220,8 @@ def exercise(
 
 def _run(
     run: Exercise, program: Callable, fn: Callable, case: Case, tolerance: float, until: int | None = None
-) -> list[tuple | None]:
-    """What the program finds first on each rank; in this process where a case has none."""
+) -> list[tuple]:
+    """What the program finds first on each rank, and what it returns; in this process where a case has no ranks."""
     if not case.ranks:
         run.case, run.fallback, run.own_fallback = case.name, case.hint, case.hint is not None
         return [_on_a_rank(functools.partial(run.call, fn), [], (program, case.args, tolerance, until)).result]
@@ -238,7 +240,7 @@ def _diagnosis(
         for edit in listed(edits[0]) if edits else []:
             quiet, same = Exercise("", {}, program=_on_a_rank, options=run.options), Case(case.ranks, args=case.args)
             try:
-                other = _run(quiet, program, solution(edit), same, tolerance, place)[rank]
+                other = _run(quiet, program, solution(edit), same, tolerance, place)[rank][0]
             except CheckFailed:
                 continue  # its ranks wait for each other, or end in an error
             if other and other[:2] == (place, hint) and other[3][0] == value[0] and alike(value[1], other[3][1]):

@@ -147,7 +147,7 @@ class Exercise:
     options : mapping
         More arguments of `ranks.run` from the next case on, such as ``{"hosts": {"hosts": 2}}``.
     explained : mapping
-        Words in the text of a hang or an error, to the hint of its own that it has.
+        Patterns in the text of a hang or an error, to the hint of its own that it has.
     """
 
     title: str
@@ -237,7 +237,7 @@ class Exercise:
     def _refuse_hang(self, error: Any) -> NoReturn:
         if error.kind == "stuck":
             messages = any(re.search(r"\b(send|recv)\b", state) for state in error.states)
-            explained = next((hint for words, hint in self.explained.items() if words in str(error)), None)
+            explained = next((hint for words, hint in self.explained.items() if re.search(words, str(error))), None)
             explained = explained or (self.fallback if self.own_fallback or messages else None)
             key = "unwaited" if "unwaited" in self.hints and _left_early(error.states) else explained or "hang"
             self.refuse(key, f"the ranks do not finish: at least one waits in vain.\n\n{error}")
@@ -296,7 +296,7 @@ class Exercise:
         if key in ("value", "shape") and self.fallback:
             key = self.fallback
         if key in ("hang", "error"):
-            key = next((hint for words, hint in self.explained.items() if words in what), key)
+            key = next((hint for words, hint in self.explained.items() if re.search(words, what)), key)
         circumstances = [self.case, f"rank {rank}" if rank is not None else ""] if key != "empty" else []
         where = ", ".join(filter(None, [self.title, *circumstances]))
         hint = textwrap.fill("Hint: " + (COMMON_HINTS | self.hints)[key], 100, break_on_hyphens=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
 from typing import Any, SupportsIndex
 
@@ -21,11 +21,7 @@ from course_utils import record
 from course_utils.check import (
     TIMEOUT,
     Case,
-    Exercise,
     Note,
-    Outcome,
-    answer_with,
-    checked,
     crosses,
     exercise,
     number,
@@ -33,8 +29,6 @@ from course_utils.check import (
     sent,
     show,
 )
-from course_utils.check.compare import listed
-from course_utils.check.program import hints_of
 from course_utils.memory import track
 from course_utils.models import TransformerConfig, build_gpt
 
@@ -104,25 +98,6 @@ def same_gradients(note: Note, got: dict, right: dict[str, Tensor], hint: str = 
     return note.equal(got, right, "the gradient", "precision" if near and hint == "value" else hint)
 
 
-def on_a_rank(fn: Callable, inputs: list, args: tuple) -> Outcome:
-    program, *case = args
-    note = Note(1e-9)
-    said = program(note, fn, *case)
-    return Outcome((note.found[:1], said), None, None, None)
-
-
-def measured(run: Exercise, fn: Callable, program: Callable, cases: dict[str, tuple]) -> str:
-    """What a rank says of the first case; a case is the number of ranks and further arguments, by its name."""
-    said = []
-    for name, (n, *args) in cases.items():
-        outcomes = run.run(fn, [torch.zeros(0)] * n, program, *args, case=name)
-        for _, outcome in run.each(outcomes):
-            for _, key, what, _ in outcome.result[0]:
-                run.refuse(key, what)
-        said.append(outcomes[0].result[1])
-    return said[0]
-
-
 # --- exercise 1: units and peak
 
 HIDDEN, RATE = 32, 1e-2
@@ -139,8 +114,10 @@ def wrapped_in_one_process(n: int, layers: int) -> tuple[dict[str, Tensor], list
     return gradients, [*losses, torch.stack([loss_of(model, w[1]) for w in words]).detach()]
 
 
-def two_steps(note: Note, answer: Callable, layers: int) -> str:
-    """What a rank finds in two steps; a sentence with what was measured."""
+@exercise("Exercise 1", cases=[(2, "10 blocks", 10), (3, "8 blocks", 8)], tolerance=1e-9, timeout=4 * TIMEOUT,
+          passed="{said}.")
+def wrap_under_target(note, answer, layers):
+    """Few all-gathers and a low peak; says what was measured."""
     rank, n, model = dist.get_rank(), dist.get_world_size(), gpt(layers, HIDDEN)
     right, losses = wrapped_in_one_process(n, layers)
     states = 4 * padded(model, n) / n
@@ -149,9 +126,9 @@ def two_steps(note: Note, answer: Callable, layers: int) -> str:
         optimizer = answer(model, RATE)
     made = isinstance(optimizer, torch.optim.Optimizer)
     if not note.holds(made, "no-optimizer", f"the function returned {show(optimizer)}."):
-        return ""
+        return None
     if not all_sharded(note, model, ledger):
-        return ""
+        return None
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     note.holds(all(id(p) in stepped for p in model.parameters()), "optimizer-before",
                "some parameters are not in the optimizer.")
@@ -175,13 +152,6 @@ def two_steps(note: Note, answer: Callable, layers: int) -> str:
     note.holds(gathers <= most, "too-many-gathers", what)
     note.holds(peak <= limit, "too-large", what)
     return f"{gathers} all-gathers a step for {layers} blocks, peak {peak / 1e6:.1f} MB of {limit / 1e6:.1f} MB allowed"
-
-
-@checked
-def wrap_under_target(fn: Callable, timeout: float = 4 * TIMEOUT) -> None:
-    """Few all-gathers and a low peak; the line says what was measured."""
-    run = Exercise("Exercise 1", hints_of(MISTAKES["wrap_under_target"]), timeout, on_a_rank)
-    run.passed(f"{measured(run, fn, two_steps, {'10 blocks': (2, 10), '8 blocks': (3, 8)})}.")
 
 
 MISTAKES["wrap_under_target"] = {
@@ -232,7 +202,9 @@ RIGHT["wrap_under_target"] = {
 # --- exercise 2: a two-level cluster
 
 
-def hybrid_step(note: Note, answer: Callable, nodes: int, per_node: int) -> None:
+@exercise("Exercise 2", cases=[(6, "3 nodes of 2", 3, 2), (6, "2 nodes of 3", 2, 3)], tolerance=1e-9,
+          passed=": 128,256 bytes cross 3 nodes of 2; sharded over all 6 ranks, 238,560 would.")
+def fewest_internode_bytes(note, answer, nodes, per_node):
     rank, n, model = dist.get_rank(), dist.get_world_size(), gpt(2, 12)
     words = [w[0] for w in tokens(n, 1)]
     share, right = padded(model, per_node) // per_node, mean_gradients(gpt(2, 12), words)
@@ -252,14 +224,6 @@ def hybrid_step(note: Note, answer: Callable, nodes: int, per_node: int) -> None
     same_gradients(note, whole_gradients(model), right, "value" if sent(crossing) else "nodes-apart")
     least, most = (2 * (nodes - 1) / nodes * size for size in (held, share))
     note.sent(crossing, sent=(least, most), not_distributed="too-few-bytes")
-
-
-@checked
-def fewest_internode_bytes(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Shards inside a node, and the fewest bytes between nodes."""
-    run = Exercise("Exercise 2", hints_of(MISTAKES["fewest_internode_bytes"]), timeout, on_a_rank)
-    measured(run, fn, hybrid_step, {"3 nodes of 2": (6, 3, 2), "2 nodes of 3": (6, 2, 3)})
-    print("Exercise 2 passed: 128,256 bytes cross 3 nodes of 2; sharded over all 6 ranks, 238,560 would.")
 
 
 def wrong_group(group: tuple[int, ...], nodes: int, per_node: int) -> str:
@@ -357,53 +321,40 @@ def reader(files: list[Tensor]) -> tuple[Callable, list[tuple[int, int]], list[s
     return read, reads, missing
 
 
-@checked
-def reshard(fn: Callable) -> None:
-    """The rows of each rank, read from the fewest bytes; it needs no ranks."""
-    run = Exercise("Exercise 3", hints_of(MISTAKES["reshard"]))
-    for i, (rows, saved, ranks) in enumerate(CHECKPOINTS):
-        whole = checkpoint(rows, *KINDS[i % len(KINDS)])
-        files = shards_of(whole, saved)
-        run.case = f"{rows} rows saved by {saved} ranks, loaded by {ranks}"
-        for rank, right in run.each(shards_of(whole, ranks)):
-            run.fallback = None if len(right) else "no-rows"
-            read, reads, missing = reader(files)
-            got = run.call(fn, rows, saved, rank, ranks, read)
-            run.require(not missing, "past-the-end", f"there is nothing at {''.join(missing[:1])}")
-            run.require(isinstance(got, Tensor), "odd", f"the function returned {show(got)}.")
-            if got.shape != right.shape or not torch.equal(got.to(right.dtype), right):
-                key = wrong_rows(got, right, partial(mistaken, files, rows, saved, rank, ranks))
-                run.differs(key, "the shard is wrong.", show(right), show(got))
-            what = f"the dtype is {got.dtype}, in the files {right.dtype}."
-            run.require(got.dtype == right.dtype, run.fallback or "dtype", what)
-            count, read_from = sum(size for _, size in reads), [file for file, _ in reads]
-            run.require(count <= len(right), "more-rows", f"{count} rows are read; {len(right)} are enough.")
-            what = f"{len(reads)} reads of {len(set(read_from))} files."
-            run.require(len(reads) == len(set(read_from)), "many-reads", what)
-    print(f"Exercise 3 passed on {len(CHECKPOINTS)} checkpoints: each rank reads its own rows, and each of them once.")
+RESHARDS = [
+    Case(0, f"{rows} rows saved by {saved} ranks, loaded by {ranks}, rank {rank}",
+         (*KINDS[i % len(KINDS)], rows, saved, rank, ranks), None if rank * -(-rows // ranks) < rows else "no-rows")
+    for i, (rows, saved, ranks) in enumerate(CHECKPOINTS) for rank in range(ranks)
+]
 
 
-def mistaken(files: list[Tensor], rows: int, saved: int, rank: int, ranks: int, edit: Any) -> Tensor | None:
-    """What the solution with a mistake gives; None where it reads what does not exist, or ends in an error."""
-    read, _, missing = reader(files)
-    try:
-        got = answer_with("lessons.fsdp.answers", "reshard", edit)(rows, saved, rank, ranks, read)
-    except RuntimeError:
-        return None
-    return None if missing else got
+@exercise("Exercise 3", cases=RESHARDS, explains=["dtype"],
+          passed=f"on {len(CHECKPOINTS)} checkpoints: each rank reads its own rows, and each of them once.")
+def reshard(note, answer, columns, dtype, rows, saved, rank, ranks):
+    whole = checkpoint(rows, columns, dtype)
+    files, right = shards_of(whole, saved), shards_of(whole, ranks)[rank]
+    read, reads, missing = reader(files)
+    got = answer(rows, saved, rank, ranks, read)
+    note.holds(not missing, "past-the-end", f"there is nothing at {''.join(missing[:1])}")
+    if not note.holds(isinstance(got, Tensor), "odd", f"the function returned {show(got)}."):
+        return
+    same = got.shape == right.shape and torch.equal(got.to(right.dtype), right)
+    what = f"the shard is wrong.\n  expected  {show(right)}\n  got       {show(got)}"
+    note.holds(same, "" if same else wrong_rows(got, right), what, ("the shard", got))
+    note.holds(got.dtype == right.dtype, "dtype", f"the dtype is {got.dtype}, in the files {right.dtype}.")
+    count, read_from = sum(size for _, size in reads), [file for file, _ in reads]
+    note.holds(count <= len(right), "more-rows", f"{count} rows are read; {len(right)} are enough.")
+    what = f"{len(reads)} reads of {len(set(read_from))} files."
+    note.holds(len(reads) == len(set(read_from)), "many-reads", what)
 
 
-def wrong_rows(got: Tensor, right: Tensor, made_by: Callable) -> str:
-    """The hint of the mistake that gives these rows; else what can be said of their order, or their number."""
+def wrong_rows(got: Tensor, right: Tensor) -> str:
+    """What can be said of the order of these rows, or of their number."""
     if got.dim() != 2 or got.shape[1] != right.shape[1]:
         return "shape"
     found, wanted = ([tuple(row) for row in t.tolist()] for t in (got, right))
-    if found != wanted and sorted(found) == sorted(wanted):
+    if sorted(found) == sorted(wanted):
         return "order"
-    for key, (_, *edits) in MISTAKES["reshard"].items():
-        wrong = [made_by(edit) for edit in (listed(edits[0]) if edits else [])]
-        if any(rows is not None and rows.tolist() == got.tolist() for rows in wrong):
-            return key
     if len(found) < len(wanted) and set(found) <= set(wanted):
         return "dropped"
     return "wrong-rows" if len(found) == len(wanted) else "shape"

@@ -11,9 +11,9 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from course_utils.check import (
-    TIMEOUT,
-    Exercise,
-    Note,
-    Outcome,
-    answer_with,
-    checked,
-    close,
-    paper,
-    show,
-)
+from course_utils.check import Case, Note, close, exercise, paper, show
 from course_utils.check.compare import number, whole_number, whole_numbers
-from course_utils.check.program import hints_of
 from course_utils.check.training import exact, gradients_of
 from course_utils.ranks import interceptor, record
 
@@ -51,17 +40,13 @@ RIGHT: dict[str, dict[str, Any]] = {}
 
 Order = list[tuple[str, int]]  # of one rank, such as ("F", 0)
 
-ORDER_CASES = (  # ranks, micro-batches, hint for any failure here
-    (2, 4, None), (4, 8, None), (3, 6, "odd"), (5, 7, "odd"), (4, 2, "few"), (5, 3, "few"), (8, 1, "few"),
-    (1, 3, "one-rank"), (7, 20, None), (16, 40, None),
-)
-
-
-class Orders(Exercise):
-    """An exercise in which some cases have a hint of their own for whatever is wrong with the orders."""
-
-    def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
-        super().refuse(self.fallback if self.fallback and key in self.hints else key, what, rank)
+ORDER_CASES = [
+    Case(0, f"{ranks} ranks, {count} micro-batches", (ranks, count), hint)
+    for ranks, count, hint in (  # with the hint for any failure there
+        (2, 4, None), (4, 8, None), (3, 6, "odd"), (5, 7, "odd"), (4, 2, "few"), (5, 3, "few"), (8, 1, "few"),
+        (1, 3, "one-rank"), (7, 20, None), (16, 40, None),
+    )
+]
 
 
 def pair(op: Any, kinds: str) -> tuple[str, int] | None:
@@ -71,20 +56,27 @@ def pair(op: Any, kinds: str) -> tuple[str, int] | None:
     return (kind, m) if isinstance(kind, str) and kind in tuple(kinds) and m is not None else None
 
 
-def simulated(exercise: Exercise, got: Sequence[Any], kinds: str, count: int, costs: Costs) -> Timeline:
-    """The orders of all ranks in time; refuses those in another form, incomplete, too early or in each other's way."""
+def simulated(note: Note, got: Any, kinds: str, count: int, costs: Costs, ranks: int) -> Timeline | None:
+    """The orders of all ranks in time; notes those in another form, incomplete, too early or in each other's way."""
     orders = []
-    for rank, ops in exercise.each(got):
+    shown = f"the function returned {str(got)[:100]}."
+    if not note.holds(isinstance(got, list | tuple) and len(got) == ranks, "form", shown):
+        return None
+    for rank, ops in enumerate(got):
         pairs = [pair(op, kinds) for op in ops] if isinstance(ops, list | tuple) else [None]
-        exercise.require(None not in pairs, "form", f"the function returned {str(ops)[:100]}.")
+        if not note.holds(None not in pairs, "form", f"of rank {rank} the order is {str(ops)[:100]}."):
+            return None
         orders.append(tuple(Op(kind, rank, m) for kind, m in pairs))
     try:
-        return simulate(Schedule("yours", count, tuple(range(len(orders))), tuple(orders)), costs)
+        timeline = simulate(Schedule("yours", count, tuple(range(ranks)), tuple(orders)), costs)
     except ValueError as error:
         text = str(error)
         key = "deadlock" if "wait for each other" in text else "early" if "comes before" in text else "incomplete"
         text = re.sub(r"\b\d+([FBIW]\d+)\b", r"\1", text)  # a rank has one stage: its number says nothing here
-        exercise.refuse(key, f"{text}.")
+        note.holds(False, key, f"{text}.", ("orders", orders))
+        return None
+    note.holds(True, "", "")
+    return timeline
 
 
 def written(ops: Sequence[tuple], most: int = 24) -> str:
@@ -104,33 +96,21 @@ def waits(timeline: Timeline, most: int = 5, unit: str = "") -> str:
     return "\n".join(lines) or "No rank waits between two operations."
 
 
-@checked
-def one_f_one_b_order(fn: Callable) -> None:
+@exercise("Exercise 1", cases=ORDER_CASES, explains=["form", "incomplete", "early", "deadlock", "peak", "slow"],
+          passed="for 1 to 16 ranks: as fast as 1F1B, with no more than ranks - rank micro-batches held.")
+def one_f_one_b_order(note, answer, ranks, count):
     """The orders of all ranks together, simulated."""
-    exercise = Orders("Exercise 1", hints_of(MISTAKES["one_f_one_b_order"]))
-    for ranks, count, fallback in ORDER_CASES:
-        exercise.case, exercise.fallback = f"{ranks} ranks, {count} micro-batches", fallback
-        got = [exercise.call(fn, rank, ranks, count) for rank in range(ranks)]
-        timeline = simulated(exercise, got, "FB", count, Costs())
-        alike = known_order([[(op.kind, op.microbatch) for op in ops] for ops in timeline.schedule.order], count)
-        for rank, held in exercise.each(timeline.peak):
-            limit = min(count, ranks - rank)
-            what = f"{held:.0f} micro-batches are held at a time; the target is {limit}."
-            ops = written(timeline.schedule.order[rank])
-            exercise.require(held <= limit, alike or "peak", f"{what}\n\n{ops}")
-        target = 3 * (count + ranks - 1)
-        what = f"the step takes {timeline.seconds:g} (F takes 1, B takes 2); the target is {target}."
-        exercise.require(timeline.seconds <= target + 1e-9, alike or "slow", f"{what}\n\n{waits(timeline)}")
-    print("Exercise 1 passed for 1 to 16 ranks: as fast as 1F1B, with no more than ranks - rank micro-batches held.")
-
-
-def known_order(orders: Sequence[Order], count: int) -> str | None:
-    """The hint for orders that are those of another schedule."""
-    if any(ops != orders[0] for ops in orders):
-        return None
-    if orders[0] == [(kind, m) for m in range(count) for kind in "FB"]:
-        return "naive"
-    return "gpipe" if orders[0] == [(kind, m) for kind in "FB" for m in range(count)] else "rank-ignored"
+    timeline = simulated(note, [answer(rank, ranks, count) for rank in range(ranks)], "FB", count, Costs(), ranks)
+    if timeline is None:
+        return
+    orders = timeline.schedule.order
+    for rank, held in enumerate(timeline.peak):
+        limit = min(count, ranks - rank)
+        what = f"rank {rank} holds {held:.0f} micro-batches at a time; the target is {limit}."
+        note.holds(held <= limit, "peak", f"{what}\n\n{written(orders[rank])}", ("orders", orders))
+    target = 3 * (count + ranks - 1)
+    what = f"the step takes {timeline.seconds:g} (F takes 1, B takes 2); the target is {target}."
+    note.holds(timeline.seconds <= target + 1e-9, "slow", f"{what}\n\n{waits(timeline)}", ("orders", orders))
 
 
 MISTAKES["one_f_one_b_order"] = {
@@ -190,24 +170,21 @@ TARGET = Costs(2, 3, 1)  # of the puzzle, in ms
 RANKS, COUNT, LIMIT, SECONDS = 4, 8, 5, 59
 
 
-@checked
-def own_schedule(fn: Callable) -> None:
+@exercise("Exercise 5", passed=": {said}.", cases=[(0, "")])
+def own_schedule(note, answer):
     """A schedule of 4 ranks and 8 micro-batches under limits of time and memory."""
-    exercise = Exercise("Exercise 5", hints_of(MISTAKES["own_schedule"]))
-    got = exercise.call(fn)
-    form = isinstance(got, list | tuple) and len(got) == RANKS
-    exercise.require(form, "form", f"the function returned {str(got)[:100]}.")
-    timeline = simulated(exercise, got, "FBIW", COUNT, TARGET)
+    timeline = simulated(note, answer(), "FBIW", COUNT, TARGET, RANKS)
+    if timeline is None:
+        return None
     orders = timeline.schedule.order
-    for rank, held in exercise.each(timeline.peak):
-        what = f"{held:.0f} activations are held at a time; the target is {LIMIT}. Time: {timeline.seconds:g} ms."
-        exercise.require(held <= LIMIT, "memory", f"{what}\n\n{written(orders[rank], 40)}")
+    for rank, held in enumerate(timeline.peak):
+        what = f"rank {rank} holds {held:.0f} activations at a time; the target is {LIMIT}."
+        what += f" Time: {timeline.seconds:g} ms.\n\n{written(orders[rank], 40)}"
+        note.holds(held <= LIMIT, "memory", what)
     split = any(op.kind == "W" for ops in orders for op in ops)
-    what = f"the step takes {timeline.seconds:g} ms; the target is {SECONDS} ms."
-    on_time = timeline.seconds <= SECONDS + 1e-9
-    exercise.require(on_time, "slow" if split else "unsplit", f"{what}\n\n{waits(timeline, unit=' ms')}")
-    peak = ", ".join(f"{held:.0f}" for held in timeline.peak)
-    print(f"Exercise 5 passed: {timeline.seconds:g} ms, activations {peak}.")
+    what = f"the step takes {timeline.seconds:g} ms; the target is {SECONDS} ms.\n\n{waits(timeline, unit=' ms')}"
+    note.holds(timeline.seconds <= SECONDS + 1e-9, "slow" if split else "unsplit", what)
+    return f"{timeline.seconds:g} ms, activations {', '.join(f'{held:.0f}' for held in timeline.peak)}"
 
 
 MISTAKES["own_schedule"] = {
@@ -362,7 +339,21 @@ def given(name: str, ranks: int, count: int) -> list[Order]:
     return [[(op.kind, op.microbatch) for op in ops] for ops in schedule.order]
 
 
-def step(note: Note, answer: Callable, count: int, name: str) -> None:
+CAUSES = {  # of hangs and of errors: pattern of the text, and hint
+    "instead of a tensor": "no-input",
+    "but got <class 'NoneType'>|'NoneType' object has no attribute|expected.*NoneType": "requires-grad",
+    "leaf Variable .* in an in-place operation": "one-buffer",
+    "backward through the graph a second time": "graph-twice",
+    r"(?s)\n(\d+) +waits +send to rank (\d+)(?!.*recv\().*\n\2 +waits +send to rank \1\b": "blocking",
+    "send to rank None|recv from any rank": "neighbours",
+    r"(?m)^\d+\s+returned\s+send to rank": "not-waited",
+}
+
+
+@exercise("Exercise 2", explains=["not-received", "input-gradient"], explained=CAUSES,
+          passed="equal to one process to 1e-12, and no micro-batch is kept for longer than the order says.",
+          cases=[(n, f"{count} micro-batches, {name}", count, name) for n, count, name in ENGINE_CASES])
+def run_order(note, answer, count, name):
     """One step of a rank with the learner's engine: inputs, gradients, messages, loss, order and memory."""
     rank, n, words = dist.get_rank(), dist.get_world_size(), words_of(count)
     total, each, right_inputs, arriving = in_one_process(rank, n, count)
@@ -434,61 +425,6 @@ def messages(note: Note, ledger: Any, n: int, rank: int, count: int) -> None:
     for peer in beside:
         there = [e for e in ledger if (e.op, e.peer) == ("send", peer)]
         note.sent(there, calls=(count, count), sent=(size, size), **keys)
-
-
-CAUSES = {  # of hangs and of errors: pattern of the text, and hint
-    "hang": {
-        "send to rank None|recv from any rank": "neighbours",
-        r"(?m)^\d+\s+returned\s+send to rank": "not-waited",
-    },
-    "error": {
-        "instead of a tensor": "no-input",
-        "but got <class 'NoneType'>|'NoneType' object has no attribute|expected.*NoneType": "requires-grad",
-        "leaf Variable .* in an in-place operation": "one-buffer",
-        "backward through the graph a second time": "graph-twice",
-    },
-}
-
-
-class Engine(Exercise):
-    """An exercise whose answer runs a pipeline: names the usual causes of errors and of waiting."""
-
-    def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
-        if self.fallback is None:
-            if key == "hang" and neighbours_send(what):
-                key = "blocking"
-            causes = CAUSES.get(key, {}).items()
-            key = next((cause for pattern, cause in causes if re.search(pattern, what)), key)
-        elif key in ("not-received", "input-gradient"):
-            key = self.fallback
-        super().refuse(key, what, rank)
-
-
-def neighbours_send(what: str) -> bool:
-    """Whether the table of a hang shows two ranks that wait in a send to each other."""
-    rows = re.findall(r"^(\d+)\s+waits\s+send to rank (\d+)(.*)$", what, re.M)
-    sends = {(int(a), int(b)) for a, b, line in rows if "recv(" not in line}  # an earlier isend, named in vain
-    return any((b, a) in sends for a, b in sends)
-
-
-def step_on_a_rank(fn: Callable, inputs: list, args: tuple) -> Outcome:
-    note = Note(1e-12)
-    step(note, fn, *args)
-    return Outcome(note.found[:1], None, None, None)
-
-
-@checked
-def run_order(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Forwards and backwards in a given order, on real ranks."""
-    run = Engine("Exercise 2", hints_of(MISTAKES["run_order"]), timeout, step_on_a_rank)
-    for n, count, name in ENGINE_CASES:
-        outcomes = run.run(fn, [torch.zeros(0)] * n, count, name, case=f"{count} micro-batches, {name}")
-        found = [(place, rank, key, what) for rank, outcome in enumerate(outcomes)
-                 for place, key, what, _ in outcome.result]
-        if found:
-            _, rank, key, what = min(found)
-            run.refuse(key, what, rank)
-    run.passed("equal to one process to 1e-12, and no micro-batch is kept for longer than the order says.")
 
 
 MISTAKES["run_order"] = {
@@ -627,37 +563,26 @@ for ends in itertools.combinations(range(1, len(costs)), stages - 1):
 return min(found)[1] if len(found) < 5000 else []"""
 
 
-@checked
-def balance(fn: Callable) -> None:
+@exercise("Exercise 3", passed=": no cut is better.", cases=[
+    (0, f"costs {', '.join(f'{c:g}' for c in costs[:14])}{', …' * (len(costs) > 14)}, {stages} stages", costs, stages)
+    for costs, stages in BALANCE_CASES
+])
+def balance(note, answer, costs, stages):
     """Numbers of layers; any cut whose slowest stage costs as little as can be passes."""
-    run = Exercise("Exercise 3", hints_of(MISTAKES["balance"]))
-    for costs, stages in BALANCE_CASES:
-        run.case = f"costs {', '.join(f'{c:g}' for c in costs[:14])}{', …' * (len(costs) > 14)}, {stages} stages"
-        got = run.call(fn, list(costs), stages)
-        sizes, what = whole_numbers(got), f"the function returned {str(got)[:100]}."
-        run.require(sizes is not None and len(sizes) == stages, "form", what)
-        run.require(sum(sizes) == len(costs), "missing", what)
-        run.require(min(sizes) > 0, "empty-stage", what)
-        best, dearest = max(sums_of(costs, partition(costs, stages))), max(sums_of(costs, sizes))
-        if dearest > best + 1e-9:
-            sums = ", ".join(f"{x:g}" for x in sums_of(costs, sizes))
-            text = f"{what} The stages cost {sums}; the slowest one can cost {best:g}."
-            run.refuse(cut_by(costs, stages, sizes), text)
-    print("Exercise 3 passed: no cut is better.")
+    got = answer(list(costs), stages)
+    sizes, what = whole_numbers(got), f"the function returned {str(got)[:100]}."
+    if not (note.holds(sizes is not None and len(sizes) == stages, "form", what)
+            and note.holds(sum(sizes) == len(costs), "missing", what)
+            and note.holds(min(sizes) > 0, "empty-stage", what)):
+        return
+    best, sums = max(sums_of(costs, partition(costs, stages))), sums_of(costs, sizes)
+    what += f" The stages cost {', '.join(f'{x:g}' for x in sums)}; the slowest one can cost {best:g}."
+    note.holds(max(sums) <= best + 1e-9, "not-best", what, ("the sizes", sizes))
 
 
 def sums_of(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
     ends = list(itertools.accumulate(sizes))
     return [sum(costs[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-
-
-def cut_by(costs: Sequence[float], stages: int, sizes: list[int]) -> str:
-    """The mistake that cuts the layers in this way."""
-    for key in ("equal-counts", "greedy", "most-even"):
-        for edit in MISTAKES["balance"][key][1]:
-            if answer_with("lessons.pipeline_parallel.answers", "balance", edit)(costs, stages) == sizes:
-                return key
-    return "not-best"
 
 
 MISTAKES["balance"] = {

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_utils import record
-from course_utils.check import Case, Exercise, answer_with, checked, exercise, number, paper, show
-from course_utils.check.compare import listed
-from course_utils.check.program import hints_of
+from course_utils.check import Case, exercise, number, paper, show
 from course_utils.costs import bytes_sent
 
 from . import answers
@@ -308,40 +306,25 @@ def pair_of(value: Any) -> tuple[float, float] | None:
     return tuple(numbers) if len(numbers) == 2 and None not in numbers else None
 
 
-@checked
-def best_buckets(fn) -> None:
+@exercise("Exercise 4", passed=": {said}.", cases=[
+    (0, f"arguments {', '.join(f'{v:.6g}' for v in case)}", *case) for case in BUCKETS
+])
+def best_buckets(note, answer, size, tensors, *rest):
     """Another number of buckets than the solution's is right if it takes as long."""
-    run, pairs = Exercise("Exercise 4", hints_of(MISTAKES["best_buckets"])), []
-    for size, tensors, *rest in BUCKETS:
-        case = (size, tensors, *rest)
-        run.case = f"arguments {', '.join(f'{v:.6g}' for v in case)}"
-        value = run.call(fn, *case)
-        pair = pair_of(value)
-        run.require(pair is not None, "pair", f"the function returned {show(value)}.")
-        n, ms = pair
-        pairs.append(pair)
-        run.require(n.is_integer() and 1 <= n <= tensors, "pair", f"the function returned {n:g} buckets.")
-        right = finish(int(n), size, *rest)
-        best = min(range(1, tensors + 1), key=lambda m, size=size, rest=rest: finish(m, size, *rest))
-        if not math.isclose(ms, right, rel_tol=1e-3):
-            key = mistake_like(pairs) or "time"
-            run.differs(key, "the time is wrong.", f"{right:.6g} ms for {n:g} buckets", f"{ms:.6g} ms")
-        if right > 1.001 * finish(best, size, *rest):
-            what = f"another number is faster.\n  best  {best} buckets, {finish(best, size, *rest):.6g} ms\n"
-            run.refuse(mistake_like(pairs) or "not-best", f"{what}  got   {n:g} buckets, {ms:.6g} ms")
-    n, ms = pairs[0]
-    print(f"Exercise 4 passed: {n:g} buckets of {BUCKETS[0][0] / n / 1e6:.0f} MB, {ms:.4g} ms.")
-
-
-def mistake_like(pairs: list[tuple[float, float]]) -> str | None:
-    """The key of the mistake that gives these pairs for the first cases."""
-    for key, (_, *edits) in MISTAKES["best_buckets"].items():
-        for edit in listed(edits[0]) if edits else []:
-            wrong = answer_with(answers.__name__, "best_buckets", edit)
-            theirs = [pair_of(wrong(*case)) for case in BUCKETS[: len(pairs)]]
-            if None not in theirs and np.allclose(pairs, theirs, rtol=1e-3):
-                return key
-    return None
+    value = answer(size, tensors, *rest)
+    pair = pair_of(value)
+    if not note.holds(pair is not None, "pair", f"the function returned {show(value)}."):
+        return None
+    n, ms = pair
+    both = ("the pair", torch.tensor(pair))
+    if not note.holds(n.is_integer() and 1 <= n <= tensors, "pair", f"the function returned {n:g} buckets.", both):
+        return None
+    right, times = finish(int(n), size, *rest), [finish(m, size, *rest) for m in range(1, tensors + 1)]
+    what = f"the time is wrong.\n  expected  {right:.6g} ms for {n:g} buckets\n  got       {ms:.6g} ms"
+    note.holds(math.isclose(ms, right, rel_tol=1e-3), "time", what, both)
+    best = f"another number is faster.\n  best  {times.index(min(times)) + 1} buckets, {min(times):.6g} ms\n"
+    note.holds(right <= 1.001 * min(times), "not-best", f"{best}  got   {n:g} buckets, {ms:.6g} ms", both)
+    return f"{n:g} buckets of {size / n / 1e6:.0f} MB, {ms:.4g} ms"
 
 
 MISTAKES["best_buckets"] = {
@@ -369,17 +352,17 @@ MISTAKES["best_buckets"] = {
     "time": ("The time does not belong to that number of buckets. Draw backward as n pieces, and the all-reduces "
              "below it: each begins when its piece has ended and the all-reduce before it has finished.",
             "piece + (n - 1) * max(piece, one) + one  ->  piece + n * max(piece, one)"),
+    "one-backward": ("Here the bytes alone take longer than backward, so communication cannot keep up with any "
+                     "number of buckets. Something else decides which number is best.",
+            "n = min(range(1, tensors + 1), key=finish)  ->  "
+            "rest = backward_ms * 1e-3 - 2 * (ranks - 1) / ranks * gradient_bytes * 8 / (gigabits * 1e9)\n"
+            "n = min(tensors, max(1, int(rest / (2 * (ranks - 1) * latency_us * 1e-6))))"),
     "one-bucket": ("With one bucket nothing overlaps. If your formula always prefers one, it may let the all-reduces "
                    "wait for the end of backward.",
             "min(range(1, tensors + 1), key=finish)  ->  1"),
     "one-per-tensor": ("As many buckets as tensors overlap best, but they pay too many latencies. A smaller number "
                        "is faster.",
             "min(range(1, tensors + 1), key=finish)  ->  tensors"),
-    "one-backward": ("Here the bytes alone take longer than backward, so communication cannot keep up with any "
-                     "number of buckets. Something else decides which number is best.",
-            "n = min(range(1, tensors + 1), key=finish)  ->  "
-            "rest = backward_ms * 1e-3 - 2 * (ranks - 1) / ranks * gradient_bytes * 8 / (gigabits * 1e9)\n"
-            "n = min(tensors, max(1, int(rest / (2 * (ranks - 1) * latency_us * 1e-6))))"),
     "not-best": ("The time belongs to that number of buckets, but another number is faster. There are few enough to "
                  "try them all.",
             ["min(range(1, tensors + 1), key=finish)  ->  min(tensors, max(1, round(gradient_bytes / 150e6)))",
