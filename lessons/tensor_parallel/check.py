@@ -1,71 +1,433 @@
-"""Checks of the exercises on tensor parallelism.
+"""The exercises on tensor parallelism: what each rank must find, and the usual mistakes with their hints.
 
-Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
-and raises :class:`CheckFailed` with a hint if not. Numbers are in float64, so that outputs and gradients of the ranks
-can be compared with one process to 1e-12. What differs between exercises is only which tensors a rank gets: its
-``leaves``, which are the answer's arguments in their order.
+Numbers are in float64, so that outputs and gradients of the ranks can be compared with one process to 1e-12.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from course_utils.check import TIMEOUT, Exercise, checked, close, load_hints, paper_problem
-from course_utils.check.compare import listed
-from course_utils.check.edits import edited_function
-from course_utils.check.training import difference, exact
+from course_utils import record
+from course_utils.check import Case, Note, close, exercise, paper
+from course_utils.costs import bytes_sent
+
+from . import answers
 
 __all__ = [
-    "HINTS", "column_row_mlp", "head_attention", "sequence_parallel_norm", "tp_traffic", "vocab_parallel_loss",
+    "MISTAKES", "RIGHT", "column_row_mlp", "head_attention", "sequence_parallel_norm", "tp_traffic",
+    "vocab_parallel_loss",
 ]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
-# ------------------------------------------------------------------------------------------------ numbers and runs
-
-Leaves = list[dict[str, Tensor]]  # by rank, what the answer is called with; a gradient is asked of each float tensor
-Slips = Callable[[int, str], dict[str, Any]]  # of a rank's output "y" or gradient: hint key to what the slip gives
+# --- a layer on one rank, and the whole of it in one process
 
 
-def _numbers(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+class Passes(NamedTuple):
+    """The output of a layer, its arguments with their gradients, and the ledgers of forward and backward."""
+
+    y: Any
+    own: dict[str, Tensor]
+    forward: Any
+    backward: Any
+
+
+def numbers(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(104729 + seed)
     return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def _split(whole: dict[str, Tensor], n: int, cuts: dict[str, int]) -> Leaves:
-    """What each of n ranks holds: a part along the dimension that ``cuts`` names, or the whole tensor."""
-    return [{k: t.tensor_split(n, cuts[k])[r] if k in cuts else t for k, t in whole.items()} for r in range(n)]
+def part(tensors: Mapping[str, Tensor], cuts: Mapping[str, int]) -> dict[str, Tensor]:
+    """What this rank has of each tensor: a part along the dimension that ``cuts`` names, or all of it."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    return {name: t.tensor_split(n, cuts[name])[rank] if name in cuts else t for name, t in tensors.items()}
 
 
-def _called(fn: Callable, leaves: dict[str, Tensor], more: tuple, residual: bool) -> Any:
-    """``fn`` of the leaves, a whole number as int, and of ``more``; with ``residual`` as a branch beside x."""
-    whole = {k: int(t) for k, t in leaves.items() if t.dim() == 0 and not t.is_floating_point()}
-    x = {"x": leaves["x"] * 1.0} if residual else {}
-    y = fn(*(leaves | whole | x).values(), *more)
-    return x["x"] + y if residual and isinstance(y, Tensor) else y
+def both_ways(
+    layer: Callable, given: Mapping[str, Tensor], above: Tensor, *more: Any, residual: bool = False,
+    around: AbstractContextManager | None = None,
+) -> Passes:
+    """Forward and backward of ``layer(*given, *more)``; with ``residual`` as a branch beside x."""
+    own = {name: t.clone().requires_grad_(t.is_floating_point()) for name, t in given.items()}
+    with record() as forward, around or nullcontext():
+        x = {"x": own["x"] * 1.0} if residual else {}
+        y = layer(*(own | x).values(), *more)
+        if residual and isinstance(y, Tensor):
+            y = x["x"] + y
+    with record() as backward:
+        if isinstance(y, Tensor) and y.shape == above.shape and y.requires_grad:
+            (y * above).sum().backward()
+    return Passes(y.detach() if isinstance(y, Tensor) else y, own, forward, backward)
 
 
-def _both_ways(
-    tag: Tensor, fn: Callable, leaves: Leaves, upstream: list[Tensor], more: tuple, residual: bool
-) -> dict[str, Any]:
-    """Forward and backward of one rank: the output, the gradient of each leaf, and what it took each way."""
-    import torch.distributed as dist
-    from torch.utils.flop_counter import FlopCounterMode
+def gradients(passes: Passes, *names: str) -> dict[str, Tensor]:
+    return {name: passes.own[name].grad for name in names}
 
-    from course_utils import record
 
-    rank = dist.get_rank()
-    start, above = leaves[rank], upstream[rank]
-    leaves[:], upstream[:] = [], []  # what other ranks hold has to be sent
-    own = {k: t.clone().requires_grad_(t.is_floating_point()) for k, t in start.items()}
-    gradients, kept = {}, {}  # of what autograd keeps for backward: the bytes of each storage
+def compare(
+    note: Note, found: Passes, given: Mapping[str, Tensor], y: Tensor, right: Mapping[str, Tensor],
+    near: str = "float32", **keys: str,
+) -> None:
+    """Output, arguments and gradients; ``near`` is the hint of nearly right numbers, ``keys`` those of gradients."""
+
+    def equal(got: Any, expected: Tensor, what: str, key: str = "value") -> None:
+        note.equal(got, expected, what, near if key == "value" and close(got, expected) else key)
+
+    note.talks([*found.forward, *found.backward], dist.get_world_size())
+    equal(found.y, y, "the output")
+    changed = [name for name, t in found.own.items() if not torch.equal(t.detach(), given[name])]
+    note.holds(not changed, "input-changed", f"the answer changed {' and '.join(changed)}.")
+    for name, expected in right.items():
+        gradient = found.own[name].grad
+        if note.holds(gradient is not None, keys.get(name, "no-gradient"), f"{name} has no gradient."):
+            equal(gradient, expected, f"the gradient of {name}", keys.get(name, "value"))
+
+
+def one_all_reduce_each_way(note: Note, found: Passes, y: Tensor) -> None:
+    n = dist.get_world_size()
+    size = bytes_sent("all_reduce", n, y.nbytes)
+    for ledger in (found.forward, found.backward) if n > 1 else ():
+        note.sent(ledger, {"all_reduce"}, calls=(1, 1), sent=(size, size))
+
+
+RANK, RANKS = "dist.get_rank()", "dist.get_world_size()"
+F_BOTH, G_BOTH = "with_backward(lambda x: x.view_as(x), summed)(x)", "with_backward(summed, lambda dy: dy)(x)"
+SUMMED_TWICE = "lambda dy: dy  ->  summed"
+NO_GRADIENT = "A gradient is missing. Autograd does not see through detach(), no_grad() or a copy without a history."
+FLOAT32 = """Only the first digits are right, as if the numbers passed through float32. That is what torch.zeros and
+    torch.empty make; x.new_zeros and torch.empty_like keep the dtype."""
+
+CONJUGATES = {  # what exercises 1 and 2 share
+    "no-g": ("""This is only this rank's partial sum: what its own part of the layer gives. The terms of the other
+        ranks are missing.""", f"{G_BOTH}  ->  x"),
+    "no-f": ("""The output is right, but the gradient of x is only this rank's part. Every rank used x, so its gradient
+        is a sum over the ranks.""", f"{F_BOTH}  ->  x"),
+    "g-backward": ("""The output is right, but gradients are t times too large: the gradient was summed over the ranks
+        on its way back through g, although every rank already had all of it.""", SUMMED_TWICE),
+    "average": ("A sum over the ranks was divided by t. Parts of a sum are added up, not averaged.",
+            [f"{G_BOTH}  ->  {G_BOTH} / {RANKS}",
+             f"{F_BOTH}  ->  with_backward(lambda x: x.view_as(x), lambda dy: summed(dy) / {RANKS})(x)",
+             f"{G_BOTH}  ->  with_backward(summed, lambda dy: dy / {RANKS})(x)"]),
+    "residual": ("""This is right until x is used a second time, as in x + layer(x). The sum over the ranks belongs to
+        the branch into the layer, not to x itself.""", f"return {F_BOTH}  ->  x.register_hook(summed)\nreturn x"),
+    "no-gradient": (NO_GRADIENT, f"{F_BOTH}  ->  {F_BOTH}.detach()"),
+    "float32": (FLOAT32, f"{G_BOTH}  ->  {G_BOTH}.float().double()"),
+}
+
+# --- exercise 1: an MLP
+
+
+def mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
+
+
+@exercise("Exercise 1", explains=["no-gradient"], cases=[
+    (2, "an MLP", 4, 10, False),
+    Case(2, "x + MLP(x)", (4, 10, True), "residual"),
+    (3, "an inner layer of 7, in parts of 3, 2 and 2", 5, 7, False),
+    (1, "x + MLP(x)", 4, 6, True),
+], passed="output and gradients equal to one process to 1e-12, one all-reduce each way.")
+def column_row_mlp(note, answer, h, m, residual):
+    whole = {
+        "x": numbers(2, 3, h, seed=1), "up": numbers(m, h, seed=10), "up_bias": numbers(m, seed=11),
+        "down": numbers(h, m, seed=12), "down_bias": numbers(h, seed=13),
+    }
+    cuts, above = {"up": 0, "up_bias": 0, "down": 1}, numbers(2, 3, h, seed=14)
+    given, alone = part(whole, cuts), both_ways(mlp, whole, above, residual=residual)
+    right = part(gradients(alone, "down", "up", "up_bias", "x", "down_bias"), cuts)
+    found = both_ways(answer, given, above, residual=residual)
+    compare(note, found, given, alone.y, right, down_bias="bias-gradient")
+    one_all_reduce_each_way(note, found, alone.y)
+
+
+MLP = "g(F.linear(inner, down)) + down_bias"
+MISTAKES["column_row_mlp"] = CONJUGATES | {
+    "bias": ("The output contains the second bias t times: every rank added it before the sum.",
+            f"{MLP}  ->  g(F.linear(inner, down, down_bias))"),
+    "bias-gradient": ("""The output is right, but the gradient of the second bias is not. Every rank holds the whole
+        bias and should use it in the same way, so that its gradient is whole and the same everywhere.""",
+            [f"{MLP}  ->  g(F.linear(inner, down, None if {RANK} else down_bias))",
+             f"{MLP}  ->  g(F.linear(inner, down, down_bias / {RANKS}))"]),
+    "weights-reduced": ("""Gradients of shards were added up over the ranks, as in data parallelism. But each rank has
+        a different part of the weight, whose gradient concerns nobody else.""",
+            ["f(x), up, up_bias  ->  f(x), f(up), f(up_bias)", "inner, down)  ->  inner, f(down))"]),
+}
+RIGHT["column_row_mlp"] = {
+    "a hook for f, detach for g": {
+        f"return {F_BOTH}": "x = x.view_as(x)\nx.register_hook(summed)\nreturn x",
+        G_BOTH: "x + (summed(x) - x).detach()",
+    },
+    "summed in place": f"return {MLP}  ->  y = F.linear(inner, down)\ndist.all_reduce(y)\nreturn y + down_bias",
+}
+
+# --- exercise 2: attention
+
+
+def attention(x: Tensor, qkv: Tensor, out: Tensor, heads: int, kv_heads: int) -> Tensor:
+    d = len(qkv) // (heads + 2 * kv_heads)
+    q, k, v = F.linear(x, qkv).unflatten(-1, (-1, d)).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+    k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.linear(mixed.transpose(1, 2).flatten(2), out)
+
+
+@exercise("Exercise 2", explains=["no-gradient"], cases=[
+    (2, "4 heads", 4, 4, 3, False),
+    Case(2, "x + attention(x)", (4, 4, 3, True), "residual"),
+    (3, "6 heads", 6, 6, 2, False),
+    Case(2, "8 q heads, 4 k/v heads", (8, 4, 2, False), "grouped"),
+    Case(4, "4 q heads, 2 k/v heads", (4, 2, 3, False), "shared"),
+    Case(2, "6 q heads, 3 k/v heads", (6, 3, 2, False), "shared"),
+    (1, "4 q heads, 2 k/v heads", 4, 2, 3, True),
+], passed="output and gradients equal to one process to 1e-12, one all-reduce each way.")
+def head_attention(note, answer, heads, kv_heads, d, residual):
+    n, h, length = dist.get_world_size(), heads * d, 5
+    given = {
+        "x": numbers(2, length, h, seed=n), "qkv": numbers(h + 2 * kv_heads * d, h, seed=20, scale=0.5),
+        "out": numbers(h, h, seed=21),
+    }
+    above, counter = numbers(2, length, h, seed=22), FlopCounterMode(display=False)
+    alone = both_ways(attention, given, above, heads, kv_heads, residual=residual)
+    mine = torch.zeros(h, dtype=torch.float64)  # 1 where this rank's heads are
+    mine.tensor_split(n)[dist.get_rank()].fill_(1)
+    own = both_ways(attention, given | {"out": mine * given["out"]}, above, heads, kv_heads)
+    right = gradients(alone, "x") | {"out": mine * alone.own["out"].grad} | gradients(own, "qkv")
+    found = both_ways(answer, given, above, heads, kv_heads, residual=residual, around=counter)
+    compare(note, found, given, alone.y, right)
+    one_all_reduce_each_way(note, found, alone.y)
+    if n > 1:
+        most = 2 * 2 * length * (4 * h * h + 2 * length * h) // n
+        what = "{number:,} operations in forward; {most:,} are enough for " + f"1/{n} of the heads."
+        note.at_most("all-work", counter.get_total_flops(), most, what)
+
+
+PRODUCTS = "(F.linear(x, blocks[some].flatten(0, 1)).unflatten(-1, (-1, d)) for some in rows)"
+USED = "(mine // (heads // kv_heads)).unique(return_inverse=True)"
+SERVED = "k[:, :, serve], v[:, :, serve]"
+OWN_KV_HEADS = f"torch.arange(kv_heads).tensor_split({RANKS})[{RANK}]"
+MISTAKES["head_attention"] = CONJUGATES | {
+    "chunked": ("""The joint weight was cut into t parts. Its rows are all of q, then all of k, then all of v: the
+        first part has no v at all.""",
+            {PRODUCTS: f"(t.unflatten(-1, (-1, d)) for t in F.linear(x, qkv.chunk({RANKS})[{RANK}]).chunk(3, -1))"}),
+    "not-causal": ("A token looks at later ones. Self-attention is causal here.", ", is_causal=True  ->  "),
+    "scale": ("The scores have the wrong scale. It comes from the square root of the size of one head.",
+            [f"is_causal=True  ->  is_causal=True, scale={scale}" for scale in ("len(out) ** -0.5", "1.0")]),
+    "grouped": ("""This is right until there are fewer k/v heads than q heads. qkv then has heads + 2 · kv_heads heads,
+        and heads // kv_heads q heads share one k/v head.""",
+            {PRODUCTS: f"(F.linear(x, w.chunk({RANKS})[{RANK}]).unflatten(-1, (len(mine), -1)) for w in qkv.chunk(3))",
+             SERVED: "k, v"}),
+    "kv-order": ("""The k/v heads are there, but in the wrong order. Neighbours share one: q head i uses k/v head i //
+        (heads // kv_heads). repeat_interleave does that, repeat does not.""",
+            [f"{USED}  ->  {OWN_KV_HEADS}.repeat(heads // kv_heads).unique(return_inverse=True)",
+             f"{USED}  ->  (mine % kv_heads).unique(return_inverse=True)"]),
+    "shared": ("""This is right until ranks share a k/v head, because there are fewer of them than ranks, or because
+        the number of ranks does not divide them. Each of these ranks keeps a copy: a rank's q heads tell which k/v
+        heads it needs.""",
+            f"{USED}  ->  {OWN_KV_HEADS}.repeat_interleave(heads // kv_heads).unique(return_inverse=True)"),
+    "all-work": ("The result is right, but this rank computes more than its own heads need.",
+            {"q, k, v = (F": "every = F.linear(x, qkv).unflatten(-1, (-1, d))\nq, k, v = (F",
+             PRODUCTS: "(every[:, :, some] for some in rows)"}),
+}
+RIGHT["head_attention"] = {
+    "k and v once for each q head": {
+        f"used, serve = {USED}": "used = mine // (heads // kv_heads)", SERVED: "k, v",
+    },
+    "one product for q, k and v": {
+        PRODUCTS: "F.linear(x, torch.cat([blocks[some].flatten(0, 1) for some in rows]))"
+        ".unflatten(-1, (-1, d)).split([*map(len, rows)], 2)",
+    },
+}
+
+# --- exercise 3: the loss
+
+
+@exercise("Exercise 3", cases=[
+    (2, "a vocabulary of 12", 12, 0, 0),
+    (2, "logits about 1,000", 12, 1000, 0),
+    (2, "logits about -1,000", 12, -1000, 0),
+    (2, "one logit of 2,000 among small ones", 12, 0, 2000),
+    Case(3, "a vocabulary of 13, in parts of 5, 4 and 4", (13, 3, 0), "uneven"),
+    (4, "a vocabulary of 14, in parts of 4, 4, 3 and 3", 14, 3, 0),
+    (1, "a vocabulary of 12", 12, 1000, 0),
+], passed="loss and gradients equal to one process to 1e-12, 3 numbers a token in two messages.")
+def vocab_parallel_loss(note, answer, vocabulary, level, more):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    starts = [int(words[0]) for words in torch.arange(vocabulary).tensor_split(n)]
+    ends = [start - 1 for start in (*starts[1:], vocabulary)]
+    targets = torch.tensor([*starts, *ends, vocabulary // 3])
+    logits = level + numbers(len(targets), vocabulary, seed=60 + n, scale=2.0)
+    logits[0, 3] += more
+    whole, above = {"logits": logits, "targets": targets}, torch.tensor(3.0, dtype=torch.float64)
+    given, alone = part(whole, {"logits": 1}), both_ways(F.cross_entropy, whole, above)
+    found = both_ways(answer, given, above, starts[rank])
+    results = [t for t in (found.y, found.own["logits"].grad) if isinstance(t, Tensor)]
+    finite = all(bool(t.isfinite().all()) for t in results)
+    note.holds(finite, "overflow", "the loss or its gradient is not finite.")
+    compare(note, found, given, alone.y, part(gradients(alone, "logits"), {"logits": 1}))
+    if n > 1:
+        entries, one = [*found.forward, *found.backward], bytes_sent("all_reduce", n, 8 * len(targets))
+        key = "gathered" if sum(entry.bytes for entry in entries) >= logits.nbytes else "too-many-bytes"
+        note.sent(entries, sent=(one, 3 * one), too_many_bytes=key)
+        note.sent(entries, calls=(1, 2))
+
+
+LARGEST, MAXIMUM = "largest = logits.detach().amax(1)", "dist.all_reduce(largest, op=dist.ReduceOp.MAX)"
+SUMS, LOSS = "g(torch.stack([shifted.exp().sum(1), target]))", "(total.log() - target).mean()"
+TARGET, PLACE = "target = torch.where(here, read, 0)", "torch.where(here, local, 0)"
+ADDED_AGAIN = {"read = shifted": "read = logits", "total.log()": "total.log() + largest"}
+
+
+def either_way(edit: dict[str, str]) -> list[dict[str, str]]:
+    """A mistake of a loss that subtracts the maximum from all logits, and of one that adds it again."""
+    return [edit, edit | ADDED_AGAIN]
+
+
+MISTAKES["vocab_parallel_loss"] = {
+    "overflow": ("""The result is not finite: exp of a large number overflows, and exp of a very negative one is 0. Only
+        the largest logit of a token, over all ranks, keeps every exponent at zero or below and one of them at zero.""",
+            [f"{LARGEST}  ->  largest = logits.new_zeros(len(logits))",
+             {"detach().amax(1)": "detach().mean(1)", "ReduceOp.MAX": "ReduceOp.AVG"}]),
+    "local-max": ("Each rank subtracted its own maximum, so the ranks add up numbers on different scales.",
+            either_way({MAXIMUM: "pass"})),
+    "outside": ("""A rank whose shard does not hold the word still contributed something. Exactly one rank has it; the
+        others contribute zero.""",
+            [*either_way({TARGET: "target = read"}),
+             *either_way({TARGET: "target = read", PLACE: "local.clamp(0, logits.shape[1] - 1)"}),
+             *either_way({TARGET: "target = read", PLACE: "(local % logits.shape[1])"})]),
+    "border": ("""Words at the border of a shard are missing, or two ranks count them. A shard has the words from first
+        up to, but not including, first plus the size of the shard.""",
+            [*either_way({"local >= 0": "local > 0"}),
+             *either_way({"local < logits.shape[1]": "local <= logits.shape[1]",
+                          "local, 0)[": "local.clamp(max=logits.shape[1] - 1), 0)["})]),
+    "mean": ("This is the sum over the tokens. The loss is their mean.", ".mean()  ->  .sum()"),
+    "average": ("""Something that is summed over the ranks was divided by their number. Parts of a sum are added up, not
+        averaged.""", [*either_way({SUMS: f"{SUMS} / {RANKS}"}), f"lambda dy: dy  ->  lambda dy: dy / {RANKS}"]),
+    "local-softmax": ("""Here each shard has a softmax of its own. The sum of the exponentials goes over the whole
+        vocabulary.""",
+            [f"{SUMS}  ->  shifted.exp().sum(1), g(target)",
+             f"return {LOSS}  ->  own = shifted.exp().sum(1).log()\n"
+             "return (own + (total.log() - own).detach() - target).mean()"]),
+    "g-backward": ("""The loss is right, but its gradient is t times too large: it was summed over the ranks on its way
+        back. The loss is the same on every rank, so each already has its whole gradient.""", SUMMED_TWICE),
+    "target-gradient": ("""The loss is right, but a part of its gradient is missing: it is the softmax, minus 1 at the
+        target on the rank that has it.""",
+            [", target]))  ->  , target.detach()]))", "([shifted.exp().sum(1)  ->  ([shifted.exp().sum(1).detach()"]),
+    "no-gradient": ("After backward the logits have no gradient.",
+            "shifted = logits -  ->  shifted = logits.detach() -"),
+    "uneven": ("This is right until the number of ranks does not divide the vocabulary, so that shards differ in size.",
+            f"targets - first  ->  targets - {RANK} * logits.shape[1]"),
+    "gathered": ("""The result is right, but as many bytes travel as all the logits have. A few numbers per token are
+        enough.""",
+            f"{LARGEST}  ->  parts = [torch.empty_like(logits) for _ in range({RANKS})]\n"
+            f"dist.all_gather(parts, logits.detach().contiguous())\n{LARGEST}"),
+    "too-many-bytes": ("""The result is right, but more is sent than three all-reduced numbers per token. record() shows
+        each call.""", f"lambda dy: dy  ->  lambda dy: summed(dy) / {RANKS}"),
+    "too-many-calls": ("""The result is right, but it takes more than two messages. One number per token has to be known
+        first, and the other two can travel together.""", f"{SUMS}  ->  g(shifted.exp().sum(1)), g(target)"),
+    "value": ("""Compute the three numbers of each token in one process first: the maximum, the sum of the exponentials,
+        the logit of the target. Which of them differs here? If none does, look at backward.""",
+            f"return {LOSS}  ->  return with_backward(torch.clone, torch.neg)({LOSS})"),
+    "float32": (FLOAT32, f"{SUMS}  ->  g(torch.stack([shifted.exp().sum(1), target]).float()).double()"),
+}
+
+
+def merged_logarithms(logits, targets, first):
+    """The logarithms of the shards, gathered; a number whose gradient is right is added to a loss without one."""
+    own = logits.logsumexp(1)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own.detach())
+    total = torch.stack(parts).logsumexp(0)
+    local = targets - first
+    here = (local >= 0) & (local < logits.shape[1])
+    target = (logits * F.one_hot(torch.where(here, local, 0), logits.shape[1])).sum(1) * here
+    whole = target.detach().clone()
+    dist.all_reduce(whole)
+    share = ((own - total).exp().detach() * (own - own.detach())) - (target - target.detach())
+    return (total - whole + share).mean()
+
+
+RIGHT["vocab_parallel_loss"] = {
+    "logarithms of the shards, gathered and merged": merged_logarithms,
+    "the maximum added again": ADDED_AGAIN,
+}
+
+# --- exercise 4: on paper
+
+MISTAKES["tp_traffic"] = {
+    "factor": ("The factor (t-1)/t is missing. With one GPU nothing would be sent.", "2 * (t - 1) / t  ->  2"),
+    "half": ("""That is half of the traffic. A layer has four all-reduces in a step, for attention and MLP, forward and
+        backward; each sends 2(t-1)/t of its tensor; and an element has more than one byte.""",
+            ["4 * 2 * (t  ->  2 * 2 * (t", "h * element_bytes  ->  h"]),
+    "quarter": ("""That is a quarter of the traffic. There are four all-reduces in a step, and each sends 2(t-1)/t of
+        its tensor.""", "4 * 2 * (t  ->  2 * (t"),
+    "all-ranks": ("That is what all GPUs send together. The question is about one.", "(t - 1) / t  ->  (t - 1)"),
+    "megabytes": ("The docstring asks for MB: 10⁶ bytes.",
+            ["size / 1e6  ->  size", "size / 1e6  ->  size / 2**20", "size / 1e6  ->  size / 1e9"]),
+    "bits": ("1 GB/s is 8 Gb/s. The argument unit says which of the two the bandwidth is in.",
+            ['(8 if unit == "Gb/s" else 1)  ->  1', '(8 if unit == "Gb/s" else 1)  ->  8']),
+    "directions": ("""Here the bandwidth counts both directions together. What one GPU sends uses only one of them.""",
+            "/ directions  ->  "),
+    "milliseconds": ("The docstring asks for milliseconds.", "moving * 1e3  ->  moving"),
+    "compute-whole": ("Each GPU computes 1/t of the layer.", "(t * tflops  ->  (tflops"),
+    "compute-forward": ("Backward takes twice the operations of forward: three times in all.", "3 * (24  ->  (24"),
+    "scores": ("The operations of the attention scores are missing: 4·b·s²·h more in forward.",
+            "+ 4 * b * s**2 * h  ->  "),
+    "ratio": ("That is communication over computation. The share is communication over both together.",
+            "moving / (moving + computing)  ->  moving / computing"),
+    "percent": ("Return the share as a number from 0 to 1.",
+            "moving / (moving + computing)  ->  100 * moving / (moving + computing)"),
+}
+RIGHT["tp_traffic"] = {
+    "a list": {"return size": "return [size", "(moving + computing)": "(moving + computing)]"},
+    "everything in bits": {
+        '(8 if unit == "Gb/s" else 1)': '(1 if unit == "Gb/s" else 1 / 8)', "moving = size": "moving = 8 * size",
+    },
+}
+
+tp_traffic = paper(
+    "Exercise 4", answers.tp_traffic, MISTAKES["tp_traffic"], units=["MB", "ms", "of the time"], tolerance=1e-3, cases=[
+        (1, 2048, 12288, 8, 2, 900, "GB/s", 2, 400), (1, 2048, 12288, 8, 2, 400, "Gb/s", 1, 400),
+        (1, 2048, 12288, 16, 2, 400, "Gb/s", 1, 400), (4, 1024, 2048, 2, 4, 128, "GB/s", 2, 60),
+        (2, 8192, 4096, 4, 2, 800, "Gb/s", 2, 500), (1, 2048, 4096, 1, 2, 900, "GB/s", 2, 400),
+    ],
+)
+
+# --- exercise 5: a norm on a part of the sequence
+
+
+def normed_mlp(x: Tensor, gain: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(F.rms_norm(x, x.shape[-1:], gain), up)), down)
+
+
+def share_of_scatters(ledger: Iterable[Any]) -> list[Any]:
+    """The entries, scatters with a rank's share of the bytes: torch makes an all-to-all of one from each rank."""
+    return [replace(e, bytes=e.bytes // len(e.ranks)) if e.op == "scatter" else e for e in ledger]
+
+
+@exercise(
+    "Exercise 5", cases=[(2, "2 tokens on each rank", 2), (3, "2 tokens on each rank", 2), (1, "4 tokens", 4)],
+    explained={"A view was created in no_grad mode": "no-gradient"},  # of an all-gather that autograd would record
+    passed="outputs and gradients equal to one process to 1e-12, in as many bytes as with all-reduces.",
+)
+def sequence_parallel_norm(note, answer, tokens):
+    n, b, h, m = dist.get_world_size(), 2, 6, 9  # parts of m differ from h: tokens and features differ in bytes
+    whole = {
+        "x": numbers(n * tokens, b, h, seed=50 + n), "gain": 1 + numbers(h, seed=51, scale=0.3),
+        "up": numbers(m, h, seed=52), "down": numbers(h, m, seed=53),
+    }
+    cuts, all_above = {"x": 0, "up": 0, "down": 1}, numbers(n * tokens, b, h, seed=54)
+    given, alone, kept = part(whole, cuts), both_ways(normed_mlp, whole, all_above), {}
+    y, above = part({"y": alone.y, "above": all_above}, {"y": 0, "above": 0}).values()
 
     def keep(t: Tensor) -> Tensor:
         if type(t) is Tensor:  # a subclass may have no memory of its own
@@ -73,464 +435,63 @@ def _both_ways(
         return t
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-    with record() as forward, FlopCounterMode(display=False) as counter, hooks:
-        y = _called(fn, own, more, residual)
-    fits = isinstance(y, Tensor) and y.shape == above.shape
-    with record() as backward:
-        if fits and y.requires_grad:
-            (y * above).sum().backward()
-            gradients = {k: t.grad for k, t in own.items()}
-    return {
-        "y": y.detach() if isinstance(y, Tensor) else y, "gradients": {k: gradients.get(k) for k in own},
-        "forward": forward, "backward": backward, "flops": counter.get_total_flops(), "kept": list(kept.values()),
-        "changed": [k for k, t in own.items() if not torch.equal(t.detach(), start[k])],
-    }
-
-
-def _run(
-    exercise: Exercise, fn: Callable, leaves: Leaves, upstream: list[Tensor], name: str, fallback: str | None = None,
-    more: tuple = (), residual: bool = False,
-) -> list[dict[str, Any]]:
-    tags = [torch.zeros(1) for _ in leaves]
-    outcomes = exercise.run(_both_ways, tags, fn, leaves, upstream, more, residual, case=name, fallback=fallback)
-    for rank, outcome in enumerate(outcomes):
-        exercise.communicates(rank, outcome, len(leaves))
-    return [outcome.result for outcome in outcomes]
-
-
-def _whole(
-    fn: Callable, leaves: dict[str, Tensor], upstream: Tensor, more: tuple = (), residual: bool = False
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and the gradients of one process: ``fn`` of whole tensors."""
-    own = {k: t.clone().requires_grad_(t.is_floating_point()) for k, t in leaves.items()}
-    y = _called(fn, own, more, residual)
-    floats = {k: t for k, t in own.items() if t.is_floating_point()}
-    found = torch.autograd.grad(y, list(floats.values()), upstream, allow_unused=True, materialize_grads=True)
-    return y.detach(), dict(zip(floats, found, strict=True))
-
-
-def _no_slips(rank: int, name: str) -> dict[str, Any]:
-    return {}
-
-
-def _compare(
-    exercise: Exercise, results: list[dict], outputs: list[Tensor], gradients: Leaves, slips: Slips = _no_slips,
-    defaults: dict[str, str] | None = None,
-) -> None:
-    """Refuse wrong outputs, changed arguments, then wrong gradients; ``defaults`` are hints of gradients by name."""
-    for rank, result in exercise.each(results):
-        _equal(exercise, result["y"], outputs[rank], "the output", partial(slips, rank, "y"))
-        what = f"the answer changed {' and '.join(result['changed'])}."
-        exercise.require(not result["changed"], "input-changed", what)
-    for rank, result in exercise.each(results):
-        for name, right in gradients[rank].items():
-            got, key = result["gradients"][name], (defaults or {}).get(name)
-            if got is None:
-                exercise.refuse(exercise.fallback or key or "no-gradient", f"{name} has no gradient.")
-            _equal(exercise, got, right, f"the gradient of {name}", partial(slips, rank, name), key or "value")
-
-
-def _equal(
-    exercise: Exercise, got: Any, right: Tensor, what: str, slips: Callable[[], dict[str, Any]], default: str = "value"
-) -> None:
-    """Compare to 1e-12; a wrong tensor gets the hint of the slip that leads to it, else ``default``."""
-    if exact(got, right):
+    found = both_ways(answer, given, above, around=hooks)
+    right = part(gradients(alone, "down", "up", "x", "gain"), cuts)
+    compare(note, found, given, y, right, near="value", gain="norm-gradient")  # a wrong eps is near, too
+    if n == 1:
         return
-    if "overflow" in exercise.hints and isinstance(got, Tensor) and not got.isfinite().all():
-        exercise.refuse("overflow", f"{what} is not finite.{difference(got, right)}")
-    same = (key for key, some in slips().items() for wrong in listed(some) if exact(got, wrong))
-    form = default if isinstance(got, Tensor) and got.shape == right.shape else "shape"
-    key = next(same, "float32" if close(got, right) else form)
-    exercise.refuse(key, f"{what} is wrong.{difference(got, right)}")
+    for ledger, gain in ((found.forward, 0), (found.backward, whole["gain"].nbytes)):
+        entries, size = share_of_scatters(ledger), alone.y.nbytes
+        note.sent([e for e in entries if e.op == "all_reduce"], carried=gain, too_many_bytes="all-reduce")
+        note.sent(entries, carried=2 * size + n * gain, sent=(bytes_sent("all_reduce", n, size), None))
+    copies = sum(size >= alone.y.nbytes for size in kept.values())
+    note.at_most("whole-norm", copies, 1, "{number} tensors of all tokens are kept for backward; 1 is enough.")
 
 
-def _reduced(n: int, size: float) -> float:
-    """Bytes that each of n ranks sends in an all-reduce."""
-    return 2 * (n - 1) / n * size
-
-
-def _audit(exercise: Exercise, results: list[dict], backward: int = 1, least: float = 1.0) -> None:
-    """One all-reduce of the output in forward, as many in backward as ``backward`` says, and nothing else.
-
-    ``least`` is the share of the output's bytes that has to travel.
-    """
-    for _, result in exercise.each(results):
-        for way, calls in {"forward": 1, "backward": backward}.items():
-            size = calls * _reduced(len(results), result["y"].nbytes)
-            limits = {"calls": (calls, calls), "sent": (least * size, size)}
-            exercise.audit(result[way], {"all_reduce"}, where=f"in {way}, ", **limits)
-
-
-# ------------------------------------------------------------------------------------------------ MLP
-
-_MLP_CASES = (  # ranks, name, sizes of batch, sequence, hidden, inner; a residual branch; hint if it fails first
-    (2, "an MLP", (2, 3, 4, 10), False, None),
-    (2, "x + MLP(x)", (2, 3, 4, 10), True, "residual"),
-    (3, "an inner layer of 7, in parts of 3, 2 and 2", (2, 3, 5, 7), False, None),
-    (1, "x + MLP(x)", (2, 3, 4, 6), True, None),
-)
-
-
-def _mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
-    return F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
-
-
-@checked
-def column_row_mlp(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, up, up_bias, down, down_bias) -> y``: a two-layer MLP from this rank's shards."""
-    exercise = Exercise("Exercise 1", HINTS["column_row_mlp"], timeout)
-    for n, name, (b, s, h, m), residual, fallback in _MLP_CASES:
-        whole = {
-            "x": _numbers(b, s, h, seed=n), "up": _numbers(m, h, seed=10), "up_bias": _numbers(m, seed=11),
-            "down": _numbers(h, m, seed=12), "down_bias": _numbers(h, seed=13),
-        }
-        cuts = {"up": 0, "up_bias": 0, "down": 1}
-        leaves, upstream = _split(whole, n, cuts), _numbers(b, s, h, seed=14)
-        results = _run(exercise, fn, leaves, [upstream] * n, name, fallback, residual=residual)
-        y, right = _whole(_mlp, whole, upstream, residual=residual)
-        gradients = _split({k: right[k] for k in ("down", "up", "up_bias", "x", "down_bias")}, n, cuts)
-        plain = n > 1 and not fallback
-        slips = partial(_mlp_slips, leaves, upstream, y, gradients) if plain else _no_slips
-        _compare(exercise, results, [y] * n, gradients, slips, {"down_bias": "bias-gradient"})
-        _audit(exercise, results)
-    exercise.passed("output and gradients equal to one process to 1e-12, one all-reduce each way.")
-
-
-def _mlp_slips(
-    leaves: Leaves, upstream: Tensor, y: Tensor, gradients: Leaves, rank: int, name: str
-) -> dict[str, Any]:
-    n, bias = len(leaves), leaves[rank]["down_bias"]
-    part, partial_gradients = _whole(_mlp, leaves[rank] | {"down_bias": 0 * bias}, upstream)
-    if name == "y":
-        averages = [(y - bias) / n + k * bias for k in (1, 0, 1 / n)]
-        return {"no-g": [part, part + bias], "bias": y + (n - 1) * bias, "average": averages}
-    if name == "down_bias":
-        return {}
-    right, shards = gradients[rank][name], [own[name] for own in gradients]
-    slips = {"g-backward": n * right, "average": right / n}
-    if name == "x":
-        return slips | {"no-f": partial_gradients["x"]}
-    alike = len({shard.shape for shard in shards}) == 1
-    return slips | ({"weights-reduced": sum(shards)} if alike else {})
-
-
-# ------------------------------------------------------------------------------------------------ attention
-
-_ATTENTION_CASES = (  # ranks, name, q heads, k/v heads, size of a head; a residual branch; hint if it fails first
-    (2, "4 heads", 4, 4, 3, False, None),
-    (2, "x + attention(x)", 4, 4, 3, True, "residual"),
-    (3, "6 heads", 6, 6, 2, False, None),
-    (2, "8 q heads, 4 k/v heads", 8, 4, 2, False, "grouped"),
-    (4, "4 q heads, 2 k/v heads", 4, 2, 3, False, "shared"),
-    (2, "6 q heads, 3 k/v heads", 6, 3, 2, False, "shared"),
-    (1, "4 q heads, 2 k/v heads", 4, 2, 3, True, None),
-)
-_BATCH, _LENGTH = 2, 5
-
-
-def _attention(
-    x: Tensor, qkv: Tensor, out: Tensor, heads: int, kv_heads: int, causal: bool = True, scale: float | None = None,
-    tiled: bool = False,
-) -> Tensor:
-    """Causal self-attention in one process; the last three arguments make known slips."""
-    d = len(qkv) // (heads + 2 * kv_heads)
-    q, k, v = F.linear(x, qkv).unflatten(-1, (-1, d)).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
-    serve = torch.arange(heads) % kv_heads if tiled else torch.arange(heads) // (heads // kv_heads)
-    mixed = F.scaled_dot_product_attention(q, k[:, serve], v[:, serve], is_causal=causal, scale=scale)
-    return F.linear(mixed.transpose(1, 2).flatten(2), out)
-
-
-def _head_parts(whole: dict[str, Tensor], n: int, heads: int, kv_heads: int, tiled: bool = False) -> list[Tensor]:
-    """What each of n ranks adds to the output, with heads cut in order; ``kv_heads`` is a multiple of n."""
-    d = len(whole["qkv"]) // (heads + 2 * kv_heads)
-    q, k, v = (part.chunk(n) for part in whole["qkv"].split([heads * d, kv_heads * d, kv_heads * d]))
-    outs = whole["out"].chunk(n, 1)
-    return [
-        _attention(whole["x"], torch.cat([q[r], k[r], v[r]]), outs[r], heads // n, kv_heads // n, tiled=tiled)
-        for r in range(n)
-    ]
-
-
-@checked
-def head_attention(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, qkv, out, heads, kv_heads) -> y``: causal self-attention, a part of the heads on each rank."""
-    exercise = Exercise("Exercise 2", HINTS["head_attention"], timeout)
-    for n, name, heads, kv_heads, d, residual, fallback in _ATTENTION_CASES:
-        h = heads * d
-        whole = {
-            "x": _numbers(_BATCH, _LENGTH, h, seed=n), "qkv": _numbers(h + 2 * kv_heads * d, h, seed=20, scale=0.5),
-            "out": _numbers(h, h, seed=21),
-        }
-        upstream, more = _numbers(_BATCH, _LENGTH, h, seed=22), (heads, kv_heads)
-        results = _run(exercise, fn, [whole] * n, [upstream] * n, name, fallback, more, residual)
-        y, right = _whole(_attention, whole, upstream, more, residual)
-        slips, shape = _no_slips, (n, heads, kv_heads)
-        if fallback == "grouped":
-            slips = partial(_grouped_slips, whole, shape)
-        elif n > 1 and not fallback:
-            slips = partial(_attention_slips, whole, upstream, y, right["x"], shape)
-        _compare(exercise, results, [y] * n, [{"x": right["x"]}] * n, slips)
-        _compare_sums(exercise, results, {k: right[k] for k in ("out", "qkv")})
-        _audit(exercise, results)
-        own = 2 * _BATCH * _LENGTH * (4 * h * h + 2 * _LENGTH * h) // n
-        for _, result in exercise.each(results if n > 1 else []):
-            what = f"{result['flops']:,} operations in forward; {own:,} are enough for 1/{n} of the heads."
-            exercise.require(result["flops"] <= own, "all-work", what)
-    exercise.passed("output and gradients equal to one process to 1e-12, one all-reduce each way.")
-
-
-def _grouped_slips(whole: dict[str, Tensor], shape: tuple[int, int, int], rank: int, name: str) -> dict[str, Any]:
-    tiled = sum(_head_parts(whole, *shape, tiled=True))
-    return {"kv-order": [tiled, _attention(**whole, heads=shape[1], kv_heads=shape[2], tiled=True)]}
-
-
-def _attention_slips(
-    whole: dict[str, Tensor], upstream: Tensor, y: Tensor, gradient: Tensor, shape: tuple[int, int, int], rank: int,
-    name: str,
-) -> dict[str, Any]:
-    n, heads, kv_heads = shape
-    if name == "x":
-        x = whole["x"].clone().requires_grad_()
-        part = _head_parts(whole | {"x": x}, *shape)[rank]
-        own = torch.autograd.grad(part, x, upstream)[0]
-        return {"no-f": own, "average": gradient / n, "g-backward": n * gradient}
-    attention = partial(_attention, **whole, heads=heads, kv_heads=kv_heads)
-    rows, columns = whole["qkv"].chunk(n), whole["out"].chunk(n, 1)
-    parts = [_attention(whole["x"], rows[r], columns[r], heads // n, heads // n) for r in range(n)]
-    h = len(whole["out"])
-    return {
-        "no-g": _head_parts(whole, *shape)[rank], "average": y / n, "chunked": sum(parts),
-        "not-causal": attention(causal=False),
-        "scale": [attention(scale=width**-0.5) for width in (h, h // n, heads, heads // n, 1)],
-    }
-
-
-def _compare_sums(exercise: Exercise, results: list[dict], right: dict[str, Tensor]) -> None:
-    """The gradients of the whole weights, zero but for a rank's own heads, have to add up over the ranks."""
-    n = len(results)
-    for name, whole in right.items():
-        gradients = [result["gradients"][name] for result in results]
-        for rank, gradient in enumerate(gradients):
-            key = exercise.fallback or "no-gradient"
-            exercise.require(gradient is not None, key, f"{name} has no gradient.", rank)
-        slips = {"g-backward": n * whole, "average": whole / n}
-        what = f"the gradient of {name}, summed over the ranks,"
-        _equal(exercise, sum(gradients), whole, what, lambda slips=slips: slips)
-
-
-# ------------------------------------------------------------------------------------------------ look-ups
-
-_PLACE, _OWN = "torch.where(here[r], local[r], 0)", "_only(here[r], read[r])"
-_CLAMPED = {_PLACE: "local[r].clamp(0, size[r] - 1)"}
-_OUTSIDE = [{_OWN: "read[r]", **place} for place in ({}, _CLAMPED, {_PLACE: "(local[r] % size[r])"})]
-_BORDERS = [
-    {"local[r] >= 0": "local[r] > 0"}, {"local[r] < size[r]": "local[r] < size[r] - 1"},
-    {"local[r] < size[r]": "local[r] <= size[r]", **_CLAMPED},
-]
-
-
-def _only(here: Tensor, rows: Tensor) -> Tensor:
-    """Rows of this rank's words, and zeros in place of others."""
-    return torch.where(here.view(*here.shape, *[1] * (rows.dim() - here.dim())), rows, 0)
-
-
-def _summed(parts: list[Tensor], r: int) -> Tensor:
-    """What rank r gets from g: the sum over the ranks, whose gradient goes to its own part."""
-    return parts[r] + sum(part.detach() for q, part in enumerate(parts) if q != r)
-
-
-def _starts(size: int, n: int) -> list[int]:
-    return [int(part[0]) for part in torch.arange(size).tensor_split(n)]
-
-
-def _program_slips(program: Callable, slips: dict[str, dict], arguments: tuple, rank: int, name: str) -> dict[str, Any]:
-    """What edits of a program for all ranks make of a rank's output or gradient, by hint key."""
-    return {
-        key: [edited_function(program, slip)(*arguments)[rank][name] for slip in listed(some)]
-        for key, some in slips[name].items()
-    }
-
-
-# ------------------------------------------------------------------------------------------------ loss
-
-_LOSS_CASES = (  # ranks, name, vocabulary, level of the logits, what one of them has more, hint if it fails first
-    (2, "a vocabulary of 12", 12, 0.0, 0.0, None),
-    (2, "logits about 1,000", 12, 1000.0, 0.0, None),
-    (2, "logits about -1,000", 12, -1000.0, 0.0, None),
-    (2, "one logit of 2,000 among small ones", 12, 0.0, 2000.0, None),
-    (3, "a vocabulary of 13, in parts of 5, 4 and 4", 13, 3.0, 0.0, "uneven"),
-    (4, "a vocabulary of 14, in parts of 4, 4, 3 and 3", 14, 3.0, 0.0, None),
-    (1, "a vocabulary of 12", 12, 1000.0, 0.0, None),
-)
-UPSTREAM = 3.0  # the gradient that comes back to the loss
-
-
-@checked
-def vocab_parallel_loss(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(logits, targets, first) -> loss``: mean cross-entropy of logits that are cut over the vocabulary."""
-    exercise = Exercise("Exercise 3", HINTS["vocab_parallel_loss"], timeout)
-    for n, name, vocabulary, level, more, fallback in _LOSS_CASES:
-        starts, tokens = _starts(vocabulary, n), 2 * n + 1
-        ends = [start - 1 for start in (*starts[1:], vocabulary)]
-        targets = torch.tensor([*starts, *ends, vocabulary // 3])
-        logits = level + _numbers(tokens, vocabulary, seed=60 + n, scale=2.0)
-        logits[0, 3] += more
-        shards = list(logits.tensor_split(n, 1))
-        leaves = [{"logits": shards[r].clone(), "targets": targets, "first": torch.tensor(starts[r])} for r in range(n)]
-        upstream = torch.tensor(UPSTREAM, dtype=torch.float64)
-        results = _run(exercise, fn, leaves, [upstream] * n, name, fallback)
-        loss, right = _whole(F.cross_entropy, {"input": logits, "target": targets}, upstream)
-        gradients = _split({"logits": right["input"]}, n, {"logits": 1})
-        plain = n > 1 and not fallback
-        slips = partial(_program_slips, _loss_of_all, _LOSS_SLIPS, (shards, targets, starts)) if plain else _no_slips
-        _compare(exercise, results, [loss] * n, gradients, slips)
-        for _, result in exercise.each(results if n > 1 else []):
-            entries = [*result["forward"], *result["backward"]]
-            one = _reduced(n, 8 * tokens)
-            key = "gathered" if sum(entry.bytes for entry in entries) >= logits.nbytes else "too-many-bytes"
-            exercise.audit(entries, sent=(one, 3 * one), keys={"too-many-bytes": key})
-            exercise.audit(entries, calls=(1, 2))
-    exercise.passed("loss and gradients equal to one process to 1e-12, 3 numbers a token in two messages.")
-
-
-def _loss_of_all(shards: list[Tensor], targets: Tensor, starts: list[int]) -> list[dict[str, Tensor]]:
-    """By rank the loss and its gradient, as all ranks compute them; `_LOSS_SLIPS` edits this program."""
-    ranks, tokens, size = range(len(shards)), torch.arange(len(targets)), [shard.shape[1] for shard in shards]
-    logits = [shard.clone().requires_grad_() for shard in shards]
-    top = torch.stack([shard.amax(1) for shard in shards]).amax(0)
-    largest = [top for r in ranks]
-    shifted = [logits[r] - largest[r][:, None] for r in ranks]
-    local = [targets - start for start in starts]
-    here = [(local[r] >= 0) & (local[r] < size[r]) for r in ranks]
-    read = [shifted[r][tokens, torch.where(here[r], local[r], 0)] for r in ranks]
-    target = [_only(here[r], read[r]) for r in ranks]
-    total = [shifted[r].exp().sum(1) for r in ranks]
-    losses = [(_summed(total, r).log() - _summed(target, r)).mean() for r in ranks]
-    gradients = [torch.autograd.grad(UPSTREAM * losses[r], logits[r])[0] for r in ranks]
-    return [{"y": losses[r].detach(), "logits": gradients[r]} for r in ranks]
-
-
-_TOTAL, _TARGET, _TOP = "_summed(total, r)", "_summed(target, r)", "[top for"
-_WAYS = ({}, {"shifted[r][tokens": "logits[r][tokens", ".log()": ".log() + largest[r]"})  # the maximum is added again
-_LOSS_SLIPS = dict.fromkeys(("y", "logits"), {
-    "local-max": [{_TOP: "[shards[r].amax(1) for", **way} for way in _WAYS],
-    "mean": ".mean()  ->  .sum()",
-    "local-softmax": [f"{_TOTAL}.log()  ->  total[r].log()", f"{_TOTAL}.log()  ->  sum(t.log() for t in total)"],
-    "average": [".mean()  ->  .mean() / len(ranks)"] + [
-        {**{part: f"({part} / len(ranks))" for part in parts}, **way}
-        for parts in ((_TOTAL, _TARGET), (_TOTAL,), (_TARGET,)) for way in _WAYS
-    ],
-    "outside": [slip | way for slip in _OUTSIDE for way in _WAYS],
-    "border": [slip | way for slip in _BORDERS for way in _WAYS],
-    "g-backward": "UPSTREAM *  ->  len(ranks) * UPSTREAM *",
-    "upstream": "UPSTREAM *  ->  1 *",
-    "target-gradient": [f"{part}  ->  {part}.detach()" for part in (_TARGET, _TOTAL)],
-    "max-gradient": [{_TOP: "[logits[r].amax(1) + (top - logits[r].amax(1)).detach() for", **way} for way in _WAYS],
-})
-
-# ------------------------------------------------------------------------------------------------ paper problem
-
-
-@paper_problem(
-    "Exercise 4",
-    cases=[
-        (1, 2048, 12288, 8, 2, 900, "GB/s", 2, 400), (1, 2048, 12288, 8, 2, 400, "Gb/s", 1, 400),
-        (1, 2048, 12288, 16, 2, 400, "Gb/s", 1, 400), (4, 1024, 2048, 2, 4, 128, "GB/s", 2, 60),
-        (2, 8192, 4096, 4, 2, 800, "Gb/s", 2, 500), (1, 2048, 4096, 1, 2, 900, "GB/s", 2, 400),
-    ],
-    slips={
-        "factor": "2 * (t - 1) / t  ->  2",
-        "half": ["4 * 2 * (t  ->  2 * 2 * (t", "h * element_bytes  ->  h"],
-        "quarter": "4 * 2 * (t  ->  2 * (t",
-        "all-ranks": "(t - 1) / t  ->  (t - 1)",
-        "megabytes": ["size / 1e6  ->  size", "size / 1e6  ->  size / 2**20", "size / 1e6  ->  size / 1e9"],
-        "bits": ['(8 if unit == "Gb/s" else 1)  ->  1', '(8 if unit == "Gb/s" else 1)  ->  8'],
-        "directions": "/ directions  ->  ",
-        "milliseconds": "moving * 1e3  ->  moving",
-        "compute-whole": "(t * tflops  ->  (tflops",
-        "compute-forward": "3 * (24  ->  (24",
-        "scores": "+ 4 * b * s**2 * h  ->  ",
-        "ratio": "moving / (moving + computing)  ->  moving / computing",
-        "percent": "moving / (moving + computing)  ->  100 * moving / (moving + computing)",
+IN, OUT = "with_backward(gathered, scattered)", "with_backward(scattered, gathered)"
+OWN, NORM = f".chunk({RANKS})[{RANK}]", "F.rms_norm(x, x.shape[-1:], f(gain))"
+MISTAKES["sequence_parallel_norm"] = {
+    "no-gather": ("""The MLP saw only this rank's tokens. Its weights are cut over the ranks, so each rank needs all
+        tokens to contribute its part.""", {f"{IN}({NORM})": f"f({NORM})", f"{OUT}(y)": "g(y)"}),
+    "no-scatter": ("The partial sums of the ranks were not added up.", [f"{OUT}(y)  ->  y{OWN}", f"{OUT}(y)  ->  y"]),
+    "whole": ("These are the rows of all ranks. This rank keeps its own.", f"{OUT}(y)  ->  g(y)"),
+    "wrong-part": ("These are the tokens of another rank: rank r has part r of the sequence.",
+            f"{OUT}(y)  ->  {OUT}(y.roll(len(x), 0))"),
+    "eps": ("The norm has another eps than that of F.rms_norm(x, x.shape[-1:], gain).",
+            [f"f(gain))  ->  f(gain), {eps})" for eps in ("1e-5", "1e-6", "1e-8")]),
+    "gather-backward": ("""The output is right, but the gradient of x is only what this rank's part of the MLP gives.
+        Every rank used all tokens, so the gradient of the gathered ones is a sum over the ranks, of which each needs
+        its own part.""", f"{IN}  ->  with_backward(gathered, lambda dy: dy{OWN})"),
+    "scatter-backward": ("""The output is right, but the gradients of the MLP's shards know only this rank's tokens.
+        Each rank has the gradient of its own tokens, and a shard needs those of all.""",
+            {f"return {OUT}": "def alone(dy):\n    whole = torch.zeros_like(y)\n"
+             f"    whole{OWN}.copy_(dy)\n    return whole\n\nreturn with_backward(scattered, alone)"}),
+    "norm-gradient": ("""The gradient of the norm's gain is not that of all tokens. The gain is whole on every rank, but
+        each rank used it for only a part of them.""", "f(gain)  ->  gain"),
+    "average": ("Parts of a sum are added up, not averaged.",
+            [f"{OUT}(y)  ->  {OUT}(y) / {RANKS}",
+             f"{OUT}  ->  with_backward(scattered, lambda dy: gathered(dy) / {RANKS})"]),
+    "no-gradient": (NO_GRADIENT, f"{IN}  ->  gathered"),
+    "float32": (FLOAT32, f"{OUT}(y)  ->  {OUT}(y.float()).double()"),
+    "all-reduce": ("""The result is right, but more is all-reduced than the gain's gradient. Where a rank needs only its
+        part of a sum, or already holds its part of a whole, an all-reduce does twice the work.""",
+            [f"{OUT}  ->  with_backward(lambda y: summed(y){OWN}.clone(), gathered)",
+             f"{IN}  ->  with_backward(gathered, lambda dy: summed(dy){OWN}.clone())"]),
+    "whole-norm": ("""The result is right, but this rank keeps more than one tensor of all tokens for backward, as it
+        does if it normalizes the tokens of all ranks. For the norm its own tokens are enough.""",
+            f"{IN}({NORM})  ->  F.rms_norm({IN}(x), x.shape[-1:], f(gain))"),
+    "too-many-bytes": ("""The result is right, but more travels than one all-gather and one reduce-scatter each way,
+        plus the sum of the gain's gradient.""", "tokens =  ->  gathered(x.detach())\ntokens ="),
+}
+RIGHT["sequence_parallel_norm"] = {
+    "all-to-all, summed here; gradients of the gain gathered": {
+        "dist.reduce_scatter_single(part, x.contiguous())\n    return part": "pieces = torch.empty_like(x)\n"
+        "dist.all_to_all_single(pieces, x.contiguous())\n"
+        "return pieces.unflatten(0, (dist.get_world_size(), len(part))).sum(0)",
+        "f(gain)": "with_backward(torch.clone, lambda dy: gathered(dy[None]).sum(0))(gain)",
     },
-    units=["MB", "ms", "of the time"],
-    hints=HINTS["tp_traffic"],
-    tolerance=1e-3,
-)
-def tp_traffic(b, s, h, t, element_bytes, bandwidth, unit, directions, tflops):
-    """Check ``fn(b, s, h, t, element_bytes, bandwidth, unit, directions, tflops) -> (MB, ms, share)``."""
-    size = 4 * 2 * (t - 1) / t * b * s * h * element_bytes
-    moving = size / (bandwidth * 1e9 / directions / (8 if unit == "Gb/s" else 1))
-    computing = 3 * (24 * b * s * h**2 + 4 * b * s**2 * h) / (t * tflops * 1e12)
-    return size / 1e6, moving * 1e3, moving / (moving + computing)
-
-
-# ------------------------------------------------------------------------------------------------ sequence parallel
-
-_SEQUENCE_CASES = (  # ranks, name, tokens of each rank
-    (2, "2 tokens on each rank", 2),
-    (3, "2 tokens on each rank", 2),
-    (1, "4 tokens", 4),
-)
-
-
-def _normed_mlp(x: Tensor, gain: Tensor, up: Tensor, down: Tensor, eps: float | None = None) -> Tensor:
-    return F.linear(F.gelu(F.linear(F.rms_norm(x, x.shape[-1:], gain, eps), up)), down)
-
-
-@checked
-def sequence_parallel_norm(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, gain, up, down) -> y``: a norm on this rank's tokens, and an MLP on this rank's features."""
-    exercise = Exercise("Exercise 5", HINTS["sequence_parallel_norm"], timeout)
-    b, h, m = 2, 6, 9  # the parts of m differ from h, so that tokens and inner features differ in bytes
-    for n, name, tokens in _SEQUENCE_CASES:
-        whole = {
-            "x": _numbers(n * tokens, b, h, seed=50 + n), "gain": 1 + _numbers(h, seed=51, scale=0.3),
-            "up": _numbers(m, h, seed=52), "down": _numbers(h, m, seed=53),
-        }
-        cuts = {"x": 0, "up": 0, "down": 1}
-        leaves, upstream = _split(whole, n, cuts), _numbers(n * tokens, b, h, seed=54)
-        results = _run(exercise, fn, leaves, list(upstream.chunk(n)), name)
-        y, right = _whole(_normed_mlp, whole, upstream)
-        gradients = _split({k: right[k] for k in ("down", "up", "x", "gain")}, n, cuts)
-        slips = partial(_sequence_slips, leaves, whole, upstream, y) if n > 1 else _no_slips
-        defaults = {"gain": "norm-gradient"} if n > 1 else {}
-        _compare(exercise, results, list(y.chunk(n)), gradients, slips, defaults)
-        for _, result in exercise.each(results if n > 1 else []):
-            for way, gain in {"forward": 0, "backward": whole["gain"].nbytes}.items():
-                entries, where = [_per_rank(e) for e in result[way]], f"in {way}, "
-                reduced = [e for e in entries if e.op == "all_reduce"]
-                exercise.audit(reduced, carried=gain, where=where, keys={"too-many-bytes": "all-reduce"})
-                limits = {"carried": 2 * y.nbytes + n * gain, "sent": (_reduced(n, y.nbytes), None)}
-                exercise.audit(entries, where=where, **limits)
-            copies = sum(size >= y.nbytes for size in result["kept"])
-            what = f"{copies} tensors of all tokens are kept for backward; 1 is enough."
-            exercise.require(copies <= 1, "whole-norm", what)
-    exercise.passed("outputs and gradients equal to one process to 1e-12, in as many bytes as with all-reduces.")
-
-
-def _per_rank(entry: Any) -> Any:
-    """An entry with a rank's share of its bytes: torch makes an all-to-all of one scatter from each rank."""
-    return replace(entry, bytes=entry.bytes // len(entry.ranks)) if entry.op == "scatter" else entry
-
-
-def _sequence_slips(
-    leaves: Leaves, whole: dict[str, Tensor], upstream: Tensor, y: Tensor, rank: int, name: str
-) -> dict[str, Any]:
-    n, own = len(leaves), whole | {k: leaves[rank][k] for k in ("up", "down")}
-    part, gradients = _whole(_normed_mlp, own, upstream)
-    if name == "y":
-        parts = y.chunk(n)
-        return {
-            "no-gather": sum(_normed_mlp(**leaf) for leaf in leaves), "no-scatter": [part.chunk(n)[rank], part],
-            "whole": y, "wrong-part": [other for r, other in enumerate(parts) if r != rank],
-            "average": parts[rank] / n,
-            "eps": [_normed_mlp(**whole, eps=10.0**-k).chunk(n)[rank] for k in range(3, 13)],
-        }
-    if name == "x":
-        return {"gather-backward": gradients["x"].chunk(n)[rank]}
-    if name == "gain":
-        return {}
-    masked = torch.zeros_like(upstream)
-    masked.chunk(n)[rank].copy_(upstream.chunk(n)[rank])
-    return {"scatter-backward": _whole(_normed_mlp, own, masked)[1][name], "average": gradients[name] / n}
+    "torch.distributed.nn, whose gradient is one scatter from each rank": {
+        f"{IN}({NORM})": f"torch.cat(all_gather({NORM}))",
+        "tokens =": "from torch.distributed.nn.functional import all_gather\n\ntokens =",
+    },
+}
