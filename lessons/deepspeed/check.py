@@ -1,324 +1,353 @@
-"""Checks of the exercises on DeepSpeed: a small GPT is trained with the real library on ranks, and what it did is read.
+"""The exercises on DeepSpeed: a small GPT is trained with the real library on ranks, and what it did is read.
 
-Each takes the learner's function; it prints one line if that passes, and raises :class:`CheckFailed` with a hint if
-not. Where DeepSpeed is not installed, those that need it say how to get it; the one on paper works all the same.
+Where DeepSpeed is not installed, those that need it say how to get it; the one on paper works all the same.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from course_utils.check import BACKEND, CheckFailed, Exercise, checked, load_hints, number, show
+from course_utils import launch, record
+from course_utils.check import (
+    BACKEND,
+    CheckFailed,
+    Exercise,
+    checked,
+    close,
+    exercise,
+    number,
+    show,
+)
+from course_utils.check.program import hints_of
+from course_utils.models import loss_of
 
+from . import answers
 from .deepspeed_tools import missing
 from .engines import (
     SAMPLES,
     STEPS,
-    by_rank,
     fsdp2_training,
     held,
     losses_of_one,
     make_engine,
     make_model,
-    mean,
-    model_size,
-    near,
-    shown,
+    mean_of_ranks,
+    own_words,
     to_universal,
     train,
     values_of,
-    words_of,
 )
 
-__all__ = [
-    "HINTS", "choices", "fsdp2_training", "mended", "resume", "to_deepspeed", "train_step", "tried",
-]
+__all__ = ["MISTAKES", "RIGHT", "choices", "fsdp2_training", "mended", "resume", "to_deepspeed", "train_step", "tried"]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
-
-def _exercise(title: str, name: str, **options: Any) -> Exercise:
-    """The run of a check that needs DeepSpeed; refused in one sentence where there is none."""
-    if sentence := missing():
-        raise CheckFailed(f"{title}: {sentence}", "missing")
-    return Exercise(title, HINTS[name], 20, **options)
+NEAR = 4e-6  # how far losses in float32 may be from those of one process
+PATIENCE = 20  # seconds that ranks may need between two calls
+THRESHOLD = '"stage3_param_persistence_threshold": 0'
+REFUSED = "Read the message: DeepSpeed has said which of its rules the configuration breaks."
+WHOLE = "It is stage 3, and yet parameters stay whole. There is a size below which it does not cut them."
 
 
-# ------------------------------------------------------------------------------------------------ mended configurations
+def needs_deepspeed(check: Callable) -> Callable:
+    """Decorate a check that says how to get DeepSpeed where there is none."""
 
-_ORDERS = {"A": (2, 4, "shared states"), "B": (1, 2, "DDP's losses"), "C": (3, 4, "shared parameters")}
+    @functools.wraps(check)
+    def judge(fn: Callable) -> None:
+        if sentence := missing():
+            raise CheckFailed(sentence, "missing")
+        check(fn)
+
+    judge.missing = missing  # type: ignore[attr-defined]
+    return judge
 
 
-def _try(words: Tensor, configs: dict[str, dict]) -> dict[str, dict]:
-    """What DeepSpeed makes of each configuration, on a rank."""
-    found = {}
+def started(note: Any, config: Any) -> Any:
+    """DeepSpeed's engine of a configuration; None, and a note, if it refuses it."""
+    try:
+        return make_engine(config)
+    except Exception as error:
+        note.holds(False, "refused", f"DeepSpeed stops: {first_line(error)[:200]}.")
+        return None
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+
+
+# --- exercise 1: mended configurations
+
+ORDERS = {"A": (2, 4, "shared states"), "B": (1, 2, "DDP's losses"), "C": (3, 4, "shared parameters")}
+
+
+def trained(engine: Any) -> dict[str, Any]:
+    """What an engine does on all ranks, and holds on this one."""
+    micro, samples = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
+    losses = mean_of_ranks(train(engine, own_words(), micro)) if samples == SAMPLES else torch.zeros(0)
+    facts = {"stage": engine.zero_optimization_stage(), "micro": micro, "samples": samples, "losses": losses}
+    return facts | held(engine)
+
+
+def each_tried(configs: dict[str, dict]) -> dict[str, Any]:
+    """On a rank: what DeepSpeed makes of each configuration, or why it stops."""
+    found: dict[str, Any] = {}
     for name, config in configs.items():
         try:
-            engine = make_engine(config)
+            found[name] = trained(make_engine(config))
         except Exception as error:
-            found[name] = {"refused": f"{type(error).__name__}: {str(error).strip()}"}
-            continue
-        micro, samples = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
-        losses = train(engine, words, micro) if samples == SAMPLES else []
-        facts = {"refused": "", "stage": engine.zero_optimization_stage(), "micro": micro, "samples": samples}
-        found[name] = facts | {"losses": losses} | held(engine)
+            found[name] = f"{type(error).__name__}: {str(error).strip()}"
     return found
 
 
 def tried(configs: dict[str, dict]) -> str:
     """Say what DeepSpeed makes of configurations for Exercise 1, on 2 ranks."""
-    outcomes = _exercise("Exercise 1", "mended").run(_try, by_rank(words_of(), 2), configs)
+    if sentence := missing():
+        raise CheckFailed(sentence, "missing")
     lines = [f"one process: losses {shown(losses_of_one())}"]
-    for name, got in outcomes[0].result.items():
-        if got["refused"]:
-            lines.append(f"{name}: stops with {got['refused']}")
+    for name, got in launch(each_tried, configs, world_size=2, backend=BACKEND, timeout=120)[0].items():
+        if isinstance(got, str):
+            lines.append(f"{name}: stops with {got}")
             continue
-        losses = mean([outcome.result[name]["losses"] for outcome in outcomes])
-        lines += [f"{name}: stage {got['stage']}, {got['samples']} samples a step, losses {shown(losses)}",
+        lines += [f"{name}: stage {got['stage']}, {got['samples']} samples a step, losses {shown(got['losses'])}",
                   f"   on each rank {got['states']:,} bytes of Adam's states, {got['whole']:,} of whole parameters"]
     return "\n".join(lines)
 
 
-@checked
-def mended(fn: Callable) -> None:
-    """Check ``fn() -> {"A": config, "B": config, "C": config}``, each of which trains as its order says."""
-    exercise = _exercise("Exercise 1", "mended")
-    configs = exercise.call(fn)
-    form = isinstance(configs, dict) and set(configs) == set(_ORDERS)
+def shown(losses: Tensor) -> str:
+    return ", ".join(f"{loss:.5f}" for loss in losses.tolist())
+
+
+@needs_deepspeed
+@exercise(
+    "Exercise 1", tolerance=NEAR, timeout=PATIENCE,
+    passed=": all three train on 2 ranks, losses are those of one process, states are shared.",
+    cases=[(2, f"configuration {name}, {goal}", name, *order) for name, (*order, goal) in ORDERS.items()],
+)
+def mended(note, answer, name, stage, micro):
+    configs = answer()
+    form = isinstance(configs, dict) and set(configs) == set(ORDERS)
     form = form and all(isinstance(config, dict) for config in configs.values())
-    exercise.require(form, "form", f"the function returned {show(configs)}.")
-    results = [outcome.result for outcome in exercise.run(_try, by_rank(words_of(), 2), configs)]
-    for name, order in _ORDERS.items():
-        exercise.case = f"configuration {name}, {order[2]}"
-        _ordered(exercise, [result[name] for result in results], *order[:2])
-    print("Exercise 1 passed: all three train on 2 ranks, losses are those of one process, states are shared.")
+    if not note.holds(form, "form", f"the function returned {show(configs)}."):
+        return
+    if not (engine := started(note, configs[name])):
+        return
+    got, whole = trained(engine), sum(p.numel() for p in make_model().parameters())
+    what = f"it trains at stage {got['stage']}, with {got['states']:,} bytes of the optimizer's states on each rank; "
+    what += f"the states of the whole model have {8 * whole:,}."
+    note.holds(got["stage"] == stage, "stage" if got["stage"] else "ignored", what)
+    sizes = got["micro"], got["samples"]
+    what = f"samples of a micro-batch, and of a step, are {sizes}; they should be {micro, SAMPLES}."
+    if note.holds(sizes == (micro, SAMPLES), "batch", what):
+        note.equal(got["losses"], losses_of_one(), "the row of losses")
+    what = f"{got['whole']:,} of {4 * whole:,} bytes of parameters stay whole on each rank between steps."
+    note.holds(stage < 3 or not got["whole"], "whole-parameters", what)
 
 
-def _ordered(exercise: Exercise, results: list[dict], stage: int, micro: int) -> None:
-    """Refuse what a configuration has become on the ranks, unless it is what was ordered."""
-    got = results[0]
-    refused = got["refused"].split("\n")[0]
-    exercise.require(not refused, "refused", f"DeepSpeed stops: {refused[:200]}.")
-    if got["stage"] != stage:
-        key = "ignored" if got["stage"] == 0 else "stage"
-        what = f"it trains at stage {got['stage']}, with {got['states']:,} bytes of the optimizer's states on each rank"
-        exercise.refuse(key, f"{what}; the states of the whole model have {8 * model_size():,}.")
-    sizes = (got["micro"], got["samples"])
-    if sizes != (micro, SAMPLES):
-        exercise.differs("batch", "samples of a micro-batch, and of a step, are wrong.", (micro, SAMPLES), sizes)
-    losses, right = mean([result["losses"] for result in results]), losses_of_one()
-    if not near(losses, right):
-        key = "clipped" if near(losses, losses_of_one(clip=1.0)) else "losses"
-        exercise.differs(key, "the losses are not those of one process.", shown(right), shown(losses))
-    if stage == 3 and got["whole"]:
-        what = f"{got['whole']:,} of {4 * model_size():,} bytes of parameters stay whole on each rank between steps."
-        exercise.refuse("whole-parameters", what)
+CLIPPING_B = '"gradient_accumulation_steps": 2,\n        "gradient_clipping": 0.0'
+SECOND = '"zero_optimization": {"stage": 1}'
+
+MISTAKES["mended"] = {
+    "clipped": ("""These are exactly the losses with gradients clipped to norm 1.0. What does DeepSpeed do if the
+        configuration says nothing about it?""", {CLIPPING_B: '"gradient_accumulation_steps": 2'}),
+    "form": ('Return a dictionary with the keys "A", "B" and "C" and a configuration, also a dictionary, for each.',
+            'return {"A": a, "B": b, "C": c}  ->  return [a, b, c]'),
+    "refused": (REFUSED, '"gradient_accumulation_steps": 2  ->  "gradient_accumulation_steps": 1'),
+    "ignored": ("""DeepSpeed trains without ZeRO, and has not complained. It does not complain about a key at the top
+        that it does not know.""", '"zero_optimization": {"stage": 2}  ->  "zero_optimisation": {"stage": 2}'),
+    "stage": ("This is another stage than the one that was asked for.", '{"stage": 2}  ->  {"stage": 1}'),
+    "batch": ("""The size of the micro-batch and the 8 samples of a step are part of what was asked for: leave them as
+        they were meant.""",
+            {'"train_batch_size": 8': '"train_batch_size": 4',
+             '"gradient_accumulation_steps": 2': '"gradient_accumulation_steps": 1'}),
+    "whole-parameters": (WHOLE, {f", {THRESHOLD}": ""}),
+    "value": ("No key of a configuration here should change what is computed. Undo what was not needed.",
+            {CLIPPING_B: CLIPPING_B.replace("0.0", "0.25")}),
+}
+RIGHT["mended"] = {
+    "whole model": {THRESHOLD: '"stage3_model_persistence_threshold": 0'},
+    "one size less, a bucket of its own": {
+        '"train_batch_size": 8,\n': "", SECOND: '"zero_optimization": {"stage": 1, "reduce_bucket_size": 4000}',
+    },
+}
+
+# --- exercise 2: one step by the engine
 
 
-# ----------------------------------------------------------------------------------------------- one step by the engine
-
-
-def _stepped(words: Tensor, fn: Callable, count: int) -> list[dict]:
-    """Steps of the learner's on a rank, each of ``count`` micro-batches, at stage 2."""
-    from course_utils import record
-
-    engine = make_engine({
-        "train_micro_batch_size_per_gpu": len(words[0]) // count, "gradient_accumulation_steps": count,
+@needs_deepspeed
+@exercise("Exercise 2", tolerance=NEAR, timeout=PATIENCE,
+          cases=[(2, "1 micro-batch a step", 1), (2, "4 micro-batches a step", 4)],
+          passed=": the losses of one process; a reduction per micro-batch, and one all-gather.")
+def train_step(note, answer, count):
+    engine, losses = make_engine({
+        "train_micro_batch_size_per_gpu": SAMPLES // 2 // count, "gradient_accumulation_steps": count,
         "gradient_clipping": 0.0, "zero_optimization": {"stage": 2},
-    })
-    found = []
-    for batch in words:
-        parts = [(part[:, :-1], part[:, 1:]) for part in batch.chunk(count)]
+    }), []
+    for step, batch in enumerate(own_words(), 1):
         with record() as ledger:
-            got = fn(engine, parts)
-        found.append({"got": got, "ledger": ledger, "steps": engine.global_steps})
-    return found
+            got = answer(engine, [(part[:, :-1], part[:, 1:]) for part in batch.chunk(count)])
+        form = isinstance(got, tuple) and len(got) == 2 and number(got[0]) is not None and isinstance(got[1], Mapping)
+        note.holds(form, "form", f"the function returned {show(got)}.")
+        steps = engine.global_steps
+        key = "not-stepped" if steps < step else "stepped-too-often"
+        note.holds(steps == step, key, f"after {step} calls there were {steps} optimizer steps.")
+        note.sent(ledger, calls=count + 2)
+        right, loss, counts = dict(Counter(entry.op for entry in ledger)), *(got if form else (math.nan, {}))
+        note.holds(dict(counts) == right, "count", f"the ledger has the calls {right}, the answer {dict(counts)}.")
+        losses.append(float(loss))
+    note.equal(mean_of_ranks(losses), losses_of_one(), "the row of losses")
 
 
-@checked
-def train_step(fn: Callable) -> None:
-    """Check ``fn(engine, micro_batches) -> (mean loss, {operation: calls})``, one optimizer step at stage 2."""
-    exercise = _exercise("Exercise 2", "train_step")
-    for count in (1, 4):
-        case = f"{count} micro-batch{'es' * (count > 1)} a step"
-        outcomes = exercise.run(_stepped, by_rank(words_of(), 2), fn, count, case=case)
-        for _, outcome in exercise.each(outcomes):
-            for step, done in enumerate(outcome.result):
-                _one_step(exercise, done, step, count)
-        losses = mean([[float(done["got"][0]) for done in outcome.result] for outcome in outcomes])
-        if not near(losses, losses_of_one()):
-            small = near(losses, losses_of_one(factor=1 / count))
-            key = "scaled-loss" if near([count * loss for loss in losses], losses_of_one()) else "losses"
-            key = "divided" if small else key
-            exercise.differs(key, "the losses are not those of one process.", shown(losses_of_one()), shown(losses))
-    print("Exercise 2 passed: the losses of one process; a reduction per micro-batch, and one all-gather.")
+BACKWARD, COUNTS = "engine.backward(loss)", "Counter(entry.op for entry in ledger)"
+
+MISTAKES["train_step"] = {
+    "divided": ("The gradients are too small by the number of micro-batches. Who divides the loss by it already?",
+            {BACKWARD: "engine.backward(loss / len(micro_batches))"}),
+    "scaled-loss": ("The loss that is returned is too small by the number of micro-batches, the training is right.",
+            "loss.item()  ->  loss.item() / len(micro_batches)"),
+    "form": ("""Return two things: the mean loss as a number, and a dictionary from the name of an operation to its
+        number of calls.""", {f", {COUNTS}": ""}),
+    "not-stepped": ("""The engine has not updated the weights as often as you called the function. It counts the calls
+        of its step, and acts on the last of each step's micro-batches.""",
+            {"            engine.step()\n": "", "    return total /": "        engine.step()\nreturn total /"}),
+    "stepped-too-often": ("""The weights are updated more than once in a call. One call is one update, after the last
+        micro-batch.""", {BACKWARD: f"engine.set_gradient_accumulation_boundary(True)\n{BACKWARD}"}),
+    "count": ("Count everything that is sent from the first forward to the last step, and nothing else.",
+            {COUNTS: "{'all_reduce': 2, 'all_gather': 1}"}),
+    "too-many-calls": ("""The step is right, but it communicates more than DeepSpeed does by itself, and nothing else
+        is needed.""", "total += loss.item()  ->  total += loss.item()\ndist.all_reduce(loss.detach())"),
+    "value": ("Return the mean over all micro-batches of this rank, and train on each of them once.",
+            "total / len(micro_batches)  ->  loss.item()"),
+}
 
 
-def _one_step(exercise: Exercise, done: dict, step: int, count: int) -> None:
-    """Refuse a step that is none, an answer of another form, a wrong count, and calls that DeepSpeed does not need."""
-    got = done["got"]
-    form = isinstance(got, tuple) and len(got) == 2 and number(got[0]) is not None and isinstance(got[1], Mapping)
-    exercise.require(form, "form", f"the function returned {show(got)}.")
-    if done["steps"] != step + 1:
-        key = "not-stepped" if done["steps"] < step + 1 else "stepped-too-often"
-        exercise.differs(key, f"optimizer steps after {step + 1} calls.", step + 1, done["steps"])
-    exercise.audit(done["ledger"], calls=count + 2)
-    right = dict(Counter(entry.op for entry in done["ledger"]))
-    if dict(got[1]) != right:
-        exercise.differs("count", "the calls are not those of the ledger.", right, dict(got[1]))
+def boundary_by_hand(engine, micro_batches):
+    losses = []
+    with record() as ledger:
+        for place, (tokens, targets) in enumerate(micro_batches, 1):
+            engine.set_gradient_accumulation_boundary(place == len(micro_batches))
+            losses.append(loss_of(engine, tokens, targets))
+            engine.backward(losses[-1])
+        engine.step()
+    return sum(losses).detach() / len(losses), dict(Counter(entry.op for entry in ledger))
 
 
-# ------------------------------------------------------------------------------------------------ FSDP2 to DeepSpeed
+RIGHT["train_step"] = {"boundary by hand": boundary_by_hand, "torch's backward": {BACKWARD: "loss.backward()"}}
 
-_PLAIN = {"reshard_after_forward": True, "cpu_offload": False, "max_norm": None, "micro_batch": 4, "micro_batches": 1}
-_SETUPS = {
-    "as it comes": _PLAIN,
-    "weights kept for backward, clipped, 2 micro-batches":
-        _PLAIN | {"reshard_after_forward": False, "max_norm": 0.5, "micro_batch": 2, "micro_batches": 2},
-    "offloaded": _PLAIN | {"cpu_offload": True},
-}  # fmt: skip
+# --- exercise 3: FSDP2 to DeepSpeed
+
+PLAIN = {"reshard_after_forward": True, "cpu_offload": False, "max_norm": None, "micro_batch": 4, "micro_batches": 1}
+KEPT = {"reshard_after_forward": False, "max_norm": 0.5, "micro_batch": 2, "micro_batches": 2}
 
 
-def _by_fsdp2(words: list[Tensor]) -> list[dict[str, Any]]:
-    """What FSDP2 does on a rank, for each set-up."""
-    import torch.distributed as dist
-
-    from course_utils import record
-
-    found = []
-    for setup in _SETUPS.values():
-        model = make_model()
-        with record() as ledger:
-            losses = fsdp2_training(model, words[dist.get_rank()], setup)
-        held = sum(p.to_local().nbytes for p in model.parameters())  # pyrefly: ignore
-        found.append({"losses": losses, "held": held, "gathered": _gathered(ledger)})
-    return found
-
-
-@cache
-def _fsdp2() -> list[list[dict[str, Any]]]:
-    """What FSDP2 does, by rank and set-up."""
-    from course_utils import launch
-
-    return launch(_by_fsdp2, by_rank(words_of(), 2), world_size=2, backend=BACKEND, timeout=120)
-
-
-def _by_deepspeed(words: Tensor, configs: list[dict]) -> list[dict[str, Any]]:
-    """What DeepSpeed does on a rank, for the configuration of each set-up."""
-    from course_utils import record
-
-    found = []
-    for setup, config in zip(_SETUPS.values(), configs, strict=True):
-        try:
-            engine = make_engine(config)
-        except Exception as error:
-            found.append({"refused": f"{type(error).__name__}: {str(error).strip()}"})
-            continue
-        offload = [engine.zero_offload_optimizer(), engine.zero_offload_param()]
-        own = {
-            "refused": "", "sizes": (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
-            "stage": engine.zero_optimization_stage(), "clip": engine.gradient_clipping() or None,
-            "cpu": [one is not None and one.device == "cpu" for one in offload],
-        }
-        if own["sizes"] == (setup["micro_batch"], setup["micro_batches"]):
-            with record() as ledger:
-                own["losses"] = train(engine, words, setup["micro_batch"])
-            own |= held(engine) | {"gathered": _gathered(ledger)}
-        found.append(own)
-    return found
-
-
-def _gathered(ledger: Any) -> int:
+def gathered(ledger: Any) -> int:
     return sum(entry.bytes for entry in ledger if entry.op == "all_gather")
 
 
-@checked
-def to_deepspeed(fn: Callable) -> None:
-    """Check ``fn(setup) -> config``: what DeepSpeed does with it is what FSDP2 does with the set-up."""
-    exercise = _exercise("Exercise 3", "to_deepspeed")
-    configs = []
-    for exercise.case, setup in _SETUPS.items():
-        configs.append(exercise.call(fn, dict(setup)))
-        exercise.require(isinstance(configs[-1], dict), "form", f"the function returned {show(configs[-1])}.")
-    outcomes = exercise.run(_by_deepspeed, by_rank(words_of(), 2), configs)
-    for place, (name, setup) in enumerate(_SETUPS.items()):
-        exercise.case = f"set-up: {name}"
-        both = ([row[place] for row in rows] for rows in (_fsdp2(), [outcome.result for outcome in outcomes]))
-        _translated(exercise, *both, setup)
-    print("Exercise 3 passed: three set-ups, each with FSDP2's losses, bytes of parameters and gathers.")
+@needs_deepspeed
+@exercise("Exercise 3", tolerance=NEAR, timeout=PATIENCE, cases=[
+    (2, "set-up: as it comes", PLAIN),
+    (2, "set-up: weights kept for backward, clipped, 2 micro-batches", PLAIN | KEPT),
+    (2, "set-up: offloaded", PLAIN | {"cpu_offload": True}),
+], passed=": three set-ups, each with FSDP2's losses, bytes of parameters and gathers.")
+def to_deepspeed(note, answer, setup):
+    config, model = answer(dict(setup)), make_model()
+    if not note.holds(isinstance(config, dict), "form", f"the function returned {show(config)}."):
+        return
+    with record() as by_fsdp2:
+        right = fsdp2_training(model, own_words(), setup)
+    if not (engine := started(note, config)):
+        return
+    sizes = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    wanted = setup["micro_batch"], setup["micro_batches"]
+    what = f"samples of a micro-batch, and micro-batches of a step, are {sizes}; they should be {wanted}."
+    if not note.holds(sizes == wanted, "batch", what):
+        return
+    with record() as ledger:
+        losses = train(engine, own_words(), setup["micro_batch"])
+    own, bound = held(engine), sum(p.to_local().nbytes for p in model.parameters())
+    own = own["whole"] + own["shards"]
+    key = "whole-parameters" if engine.zero_optimization_stage() == 3 else "stage"
+    note.holds(own <= 1.05 * bound, key, f"between two steps a rank holds {own:,} bytes of parameters, not {bound:,}.")
+    cpu = [one is not None and one.device == "cpu"
+           for one in (engine.zero_offload_optimizer(), engine.zero_offload_param())]
+    what = f"whether the optimizer's states, and the parameters, lie in the CPU's memory: {cpu}."
+    note.holds(cpu == [setup["cpu_offload"]] * 2, "offload", what)
+    other = (engine.gradient_clipping() or None) != setup["max_norm"]
+    note.equal(mean_of_ranks(losses), mean_of_ranks(right), "the row of losses", "clipping" if other else "value")
+    what = f"{gathered(ledger):,} bytes of parameters are gathered in {STEPS} steps, by FSDP2 {gathered(by_fsdp2):,}."
+    note.holds(0.75 < gathered(ledger) / gathered(by_fsdp2) < 1.33, "gathers", what)
 
 
-def _translated(exercise: Exercise, by_fsdp2: list[dict], by_deepspeed: list[dict], setup: dict) -> None:
-    """Refuse a configuration with which DeepSpeed does not do on the ranks what FSDP2 does."""
-    fsdp2, got = by_fsdp2[0], by_deepspeed[0]
-    refused = got["refused"].split("\n")[0]
-    exercise.require(not refused, "refused", f"DeepSpeed stops: {refused[:200]}.")
-    sizes = (setup["micro_batch"], setup["micro_batches"])
-    if got["sizes"] != sizes:
-        exercise.differs("batch", "samples of a micro-batch, and micro-batches of a step, are wrong.",
-                         sizes, got["sizes"])
-    held = got["whole"] + got["shards"]
-    if held > fsdp2["held"] * 1.05:
-        key = "stage" if got["stage"] != 3 else "whole-parameters"
-        exercise.differs(key, "bytes of parameters between two steps.", f"{fsdp2['held']:,}", f"{held:,}")
-    if got["cpu"] != [setup["cpu_offload"]] * 2:
-        exercise.differs("offload", "whether the optimizer's states, and the parameters, lie in the CPU's memory.",
-                         [setup["cpu_offload"]] * 2, got["cpu"])
-    losses, right = (mean([row["losses"] for row in rows]) for rows in (by_deepspeed, by_fsdp2))
-    if not near(losses, right):
-        key = "clipping" if got["clip"] != setup["max_norm"] else "losses"
-        exercise.differs(key, "the losses are not FSDP2's.", shown(right), shown(losses))
-    if not 0.75 < got["gathered"] / fsdp2["gathered"] < 1.33:
-        exercise.differs("gathers", f"bytes of parameters gathered in {STEPS} steps.",
-                         f"{fsdp2['gathered']:,}", f"{got['gathered']:,}")
+LIVE = 'zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}'
+ACCUMULATION = '"gradient_accumulation_steps": setup["micro_batches"]'
+CLIPPING = '"gradient_clipping": setup["max_norm"] or 0.0,'
+
+MISTAKES["to_deepspeed"] = {
+    "form": ("Return a configuration: a dictionary.", "return config  ->  return None"),
+    "refused": (REFUSED, '"stage": 3,  ->  "stage": 4,'),
+    "batch": ("FSDP2's loop splits into micro-batches by itself. DeepSpeed has to be told both of the numbers.",
+            {f"{ACCUMULATION},": ""}),
+    "stage": ("FSDP2 holds only a part of each parameter between two steps. There is one stage that does so, too.",
+            {'"stage": 3, "stage3': '"stage": 2, "stage3', LIVE: "pass"}),
+    "whole-parameters": (WHOLE, {f", {THRESHOLD}": ""}),
+    "offload": ("""CPUOffloadPolicy moves both the parameters and the optimizer's states, and only where it is asked
+        for.""",
+            'zero |= {"offload_optimizer": cpu, "offload_param": cpu}  ->  zero["offload_optimizer"] = cpu'),
+    "clipping": ("""The gradients are clipped in another way. Look at what DeepSpeed does if you say nothing, and if
+        you say 0.0.""", [{CLIPPING: ""}, {CLIPPING: '"gradient_clipping": 0.0,'}]),
+    "gathers": ("""The losses are right, but the weights are gathered another number of times. FSDP2 gathers them twice
+        in each micro-batch if it lets them go after forward, and once if it keeps them.""",
+            [{LIVE: "pass"}, 'if setup["reshard_after_forward"]:  ->  if True:']),
+    "value": ("Apart from clipping and batch, no key of the configuration should change what is computed.",),
+}
+RIGHT["to_deepspeed"] = {
+    "whole batch": {ACCUMULATION: '"train_batch_size": 2 * setup["micro_batch"] * setup["micro_batches"]'},
+    "buckets and numbers": {
+        f"{THRESHOLD}}}": '"stage3_param_persistence_threshold": 1, "reduce_bucket_size": 5000}',
+        LIVE: LIVE.replace(": 0", ": 1").replace("}", ', "stage3_prefetch_bucket_size": 0}'),
+    },
+}
+
+# --- exercise 4: a universal checkpoint
+
+SAVED = 2  # steps before the checkpoint
+TAG = f"step{SAVED}"
 
 
-# ----------------------------------------------------------------------------------------------- a universal checkpoint
-
-_SAVED = 2  # steps before the checkpoint
-_Z3 = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**6}
-_TAG = "step2"
+def config_for(ranks: int) -> dict[str, Any]:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**6}
+    return {"train_micro_batch_size_per_gpu": 6 // ranks, "gradient_clipping": 0.0, "zero_optimization": zero}
 
 
-def _config(ranks: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 6 // ranks, "gradient_clipping": 0.0, "zero_optimization": dict(_Z3),
-    }
-
-
-def _save(words: list[Tensor], folder: str) -> dict[str, tuple]:
-    import torch.distributed as dist
-
-    engine = make_engine(_config(dist.get_world_size()))
-    train(engine, words[dist.get_rank()], 2)
-    engine.save_checkpoint(folder, tag=_TAG)
+def save(folder: str) -> dict[str, list[Tensor]]:
+    """On one of 3 ranks: train and save; the values in the checkpoint."""
+    engine = make_engine(config_for(3))
+    train(engine, own_words(6)[:SAVED], 2)
+    engine.save_checkpoint(folder, tag=TAG)
     return values_of(engine)
 
 
-@cache
-def _checkpoint() -> tuple[dict[str, bytes], dict[str, tuple]]:
-    """Files of a checkpoint that 3 ranks have written, by their paths, and the values in it."""
-    from course_utils import launch
-
-    with tempfile.TemporaryDirectory() as folder:
-        words = by_rank(words_of(samples=6)[:_SAVED], 3)
-        values = launch(_save, words, folder, world_size=3, backend=BACKEND, timeout=120)[0]
-        files = [path for path in Path(folder).rglob("*") if path.is_file()]
-        return {str(path.relative_to(folder)): path.read_bytes() for path in files}, values
+@functools.cache
+def checkpoint() -> tuple[tempfile.TemporaryDirectory, dict[str, list[Tensor]]]:
+    """A folder with what 3 ranks have saved, and the values in it."""
+    folder = tempfile.TemporaryDirectory()
+    return folder, launch(save, folder.name, world_size=3, backend=BACKEND, timeout=120)[0]
 
 
-def _resumed(words: Tensor, fn: Callable, folder: str) -> dict[str, Any]:
-    """Load on a rank by the learner's function, and train on."""
+def resumed(unused: Tensor, fn: Callable, folder: str) -> Any:
+    """On a rank: load by the learner's function, and train on; conversions, values and losses, or what is no engine."""
     import deepspeed
-    import torch.distributed as dist
 
     converted = []
 
@@ -327,60 +356,114 @@ def _resumed(words: Tensor, fn: Callable, folder: str) -> dict[str, Any]:
         if dist.get_rank() == 0:  # a second rank that converts is counted, and not let in between
             to_universal(str(source), str(target))
 
-    engine = fn(make_engine, convert, _config(dist.get_world_size()), folder, _TAG)
+    engine = fn(make_engine, convert, config_for(dist.get_world_size()), folder, TAG)
     if not isinstance(engine, deepspeed.DeepSpeedEngine):
-        return {"engine": show(engine)}
-    values = values_of(engine)
-    losses = train(engine, words[_SAVED:], 3)
-    return {"engine": "", "converted": len(converted), "values": values, "losses": losses}
+        return show(engine)
+    return len(converted), values_of(engine), mean_of_ranks(train(engine, own_words(6)[SAVED:], 3))
 
 
+@needs_deepspeed
 @checked
 def resume(fn: Callable) -> None:
-    """Check ``fn(make_engine, convert, config, folder, tag) -> engine``: 3 ranks' checkpoint goes on with 2."""
-    refused = {"DP world size": "refused", "world_size": "refused"}
-    exercise = _exercise("Exercise 4", "resume", explained=refused)
-    files, saved = _checkpoint()
+    """The weights and Adam's states are those that 3 ranks have saved, and training goes on with them."""
+    run = Exercise("Exercise 4", hints_of(MISTAKES["resume"]), PATIENCE, explained={"world[ _]size": "refused"})
+    source, saved = checkpoint()
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in files.items():
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        outcomes = exercise.run(_resumed, by_rank(words_of(samples=6), 2), fn, folder, case="saved by 3")
-    for rank, outcome in exercise.each(outcomes):
+        shutil.copytree(source.name, folder, dirs_exist_ok=True)
+        outcomes = run.run(resumed, [torch.zeros(0)] * 2, fn, folder, case="saved by 3")
+    for rank, outcome in run.each(outcomes):
         got = outcome.result
-        exercise.require(not got["engine"], "form", f"the function returned {got['engine']}.")
-        exercise.require(got["converted"] == (rank == 0), "converted", f"convert was called {got['converted']} times.")
-        _same_values(exercise, got["values"], saved)
-    losses, right = mean([outcome.result["losses"] for outcome in outcomes]), losses_of_one(6)[_SAVED:]
-    if not near(losses, right):
-        exercise.differs("losses", "the losses after it are not those of one process.", shown(right), shown(losses))
-    print("Exercise 4 passed: 2 ranks go on with the weights and the states of Adam that 3 ranks saved.")
+        run.require(isinstance(got, tuple), "form", f"the function returned {got}.")
+        conversions, values, losses = got
+        run.require(conversions == (rank == 0), "converted", f"convert was called {conversions} times.")
+        for name, (weight, *states) in saved.items():
+            same = torch.equal(values[name][0], weight)
+            run.require(same, "not-loaded", f"the weight {name} is not the one that was saved.")
+            same = len(values[name]) == 3 and all(map(torch.equal, values[name][1:], states))
+            run.require(same, "no-states", f"Adam's states of {name} are not those that were saved.")
+        right = losses_of_one(6)[SAVED:]
+        what = f"the losses after it are {shown(losses)}; those of one process are {shown(right)}."
+        run.require(close(losses, right), "losses", what)
+    run.passed(": 2 ranks go on with the weights and the states of Adam that 3 ranks saved.")
 
 
-def _same_values(exercise: Exercise, got: dict[str, tuple], saved: dict[str, tuple]) -> None:
-    for name, (right, right_states) in saved.items():
-        weight, states = got[name]
-        exercise.require(torch.equal(weight, right), "not-loaded", f"the weight {name} is not the one that was saved.")
-        same = states is not None and all(map(torch.equal, states, right_states))
-        exercise.require(same, "no-states", f"Adam's states of {name} are not those that were saved.")
+LOAD, FLAG = "engine.load_checkpoint(folder, tag=universal)", ' | {"checkpoint": {"load_universal": True}}'
+
+MISTAKES["resume"] = {
+    "form": ("Return the engine that make_engine gave you.", "return engine  ->  return engine.module"),
+    "refused": ("""DeepSpeed takes the folder for a checkpoint of its own kind, which fits only as many ranks as have
+        saved it. It loads a universal one only if the folder is converted and the configuration says so.""",
+            [{LOAD: "engine.load_checkpoint(folder, tag=tag)", FLAG: ""}, {FLAG: ""}]),
+    "converted": ("One rank converts, rank 0, once: ranks that write into one folder together destroy it.",
+            "if dist.get_rank() == 0:  ->  if True:"),
+    "not-loaded": ("""The engine still has the weights that the model began with, or others that are not in the
+        checkpoint.""", {LOAD: "pass"}),
+    "no-states": ("""The weights are right. Adam's states have to come back as well, or training goes on as if Adam had
+        just started.""", {LOAD: LOAD.replace(")", ", load_optimizer_states=False)")}),
+    "losses": ("What was loaded is right, but training goes on differently. Change nothing else in the configuration.",
+            'config | {  ->  config | {"gradient_clipping": 0.25} | {'),
+}
 
 
-# ------------------------------------------------------------------------------------------------ five situations
+def by_latest(make_engine, convert, config, folder, tag):
+    if not dist.get_rank():
+        convert(f"{folder}/{tag}", f"{folder}/whole")
+    engine = make_engine({**config, "checkpoint": {"load_universal": True}})
+    assert engine.load_checkpoint(folder)[0]
+    return engine
 
-_CHOICES = {1: "b", 2: "b", 3: "a", 4: "c", 5: "a"}
+
+RIGHT["resume"] = {
+    "to a name of its own, and read from latest": by_latest,
+    "by name": {LOAD: "loaded, _ = engine.load_checkpoint(load_dir=folder, tag=universal)\nassert loaded"},
+}
+
+# --- exercise 5: five situations
 
 
-@checked
-def choices(fn: Callable) -> None:
-    """Check ``fn() -> {situation: letter}``."""
-    exercise = Exercise("Exercise 5", HINTS["choices"])
-    got = exercise.call(fn)
+@exercise("Exercise 5", cases=[(0, f"situation {number}", number) for number in range(1, 6)],
+          passed=": five situations, five choices, each for its reason.")
+def choices(note, answer, situation):
+    got = answer()
     letters = {key: str(one).strip().lower() for key, one in got.items()} if isinstance(got, dict) else {}
-    form = set(letters) == set(_CHOICES) and {*letters.values()} <= {*"abcd"}
-    exercise.require(form, "form", f"the function returned {str(got)[:80]}.")
-    for situation, right in _CHOICES.items():
-        exercise.case = f"situation {situation}"
+    form = set(letters) == set(range(1, 6)) and {*letters.values()} <= {*"abcd"}
+    if note.holds(form, "form", f"the function returned {str(got)[:80]}."):
         letter = letters[situation]
-        exercise.require(letter == right, f"{situation}-{letter}", f"not {letter}.")
-    print("Exercise 5 passed: five situations, five choices, each for its reason.")
+        note.holds(letter == answers.choices()[situation], f"{situation}-{letter}", f"not {letter}.")
+
+
+WHY_NOT = {
+    "1-a": """ZeRO cuts what ranks hold between the uses of a layer. When a layer computes, its weights are whole: the
+        layer itself must fit, and each rank gathers it. Tensor and pipeline parallelism divide the computation.
+        DeepSpeed's own pipeline refuses stages 2 and 3.""",
+    "1-c": """DDP copies whatever a tensor parallel rank holds to all ranks of data parallelism, states included: 16
+        bytes for each parameter of its part.""",
+    "1-d": "The library is right, the reason is not: in Exercise 3 both gather and reduce the same bytes.",
+    "2-a": "CPUOffloadPolicy ends at the CPU's memory, which is too small here.",
+    "2-c": "The optimizer's states then lie in the CPU's memory, which is too small here.",
+    "2-d": "Two ranks share the states. Even shared they do not fit into the two GPUs.",
+    "3-b": """It holds less, but Exercise 2 has counted what it sends: it reduces after each micro-batch, 16 times a
+        step, because a rank cannot add up gradients that it does not keep.""",
+    "3-c": "In its default it gathers the weights in every micro-batch: 16 times a step, over a slow network.",
+    "3-d": "Compute the bytes: 16 · 1.5 billion = 24 GB of states on each GPU of 16 GB.",
+    "4-a": "On another number of ranks DeepSpeed refuses to load it: that is what Exercise 4 is about.",
+    "4-b": """It works, as in Exercise 4, but only after a conversion that reads and writes all states, at each change
+        of the number of ranks. The time until training goes on counts here.""",
+    "4-d": """It fits any number of ranks, but all states pass through the memory and the disk of one rank. The same
+        library has a way in which each rank writes and reads a part.""",
+    "5-b": """Compute the bytes: 16 · 125 million = 2 GB and 10 GB of activations fit in 24 GB. Nothing is gained, and
+        the weights are gathered in each forward.""",
+    "5-c": """With 125 million parameters the optimizer's step is short. DDP needs no gathering of weights after it,
+        and no second library.""",
+    "5-d": """The bytes are as many, but half of them are gathers that forward has to wait for at its first layer.
+        DDP's reduction overlaps with backward, and memory is not short here.""",
+}
+MISTAKES["choices"] = {
+    "form": ('Return a letter from "a" to "d" for each of the numbers 1 to 5.', '5: "a"  ->  5: "e"'),
+    **{key: (hint, {f'{key[0]}: "{answers.choices()[int(key[0])]}"': f'{key[0]}: "{key[2]}"'})
+       for key, hint in WHY_NOT.items()},
+}
+RIGHT["choices"] = {
+    "capitals": '2: "b"  ->  2: " B"',
+    "by position": 'return {1: "b", 2: "b", 3: "a", 4: "c", 5: "a"}  ->  return dict(enumerate("bbaca", 1))',
+}

@@ -1,42 +1,32 @@
-"""A small GPT that DeepSpeed or FSDP2 trains on a rank, what it then holds, and the losses of one process (private)."""
+"""A small GPT that DeepSpeed or FSDP2 trains on a rank, what it then holds, and the losses of one process."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import math
 from argparse import Namespace
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from course_utils.models import TransformerConfig, build_gpt, loss_of
 
 from .deepspeed_tools import prepare
 
 __all__ = [
-    "SAMPLES", "STEPS", "by_rank", "fsdp2_training", "held", "losses_of_one", "make_engine", "make_model", "mean",
-    "model_size", "near", "shown", "to_universal", "train", "values_of", "words_of",
+    "SAMPLES", "STEPS", "fsdp2_training", "held", "losses_of_one", "make_engine", "make_model", "mean_of_ranks",
+    "own_words", "to_universal", "train", "values_of",
 ]
 
 STEPS, SAMPLES = 4, 8  # of a run: steps, and samples of all ranks in a step
-NEAR = 2e-5  # how far losses in float32 may be from those of one process
-
-# ------------------------------------------------------------------------------------------------ model and data
 
 
 def make_model() -> nn.Module:
     """The GPT of all checks, the same each time."""
-    from course_utils.models import TransformerConfig, build_gpt
-
     return build_gpt(TransformerConfig(layers=2, heads=2, hidden=32, context=8, vocabulary=64))
-
-
-@cache
-def model_size() -> int:
-    """Number of parameters of the model."""
-    return sum(p.numel() for p in make_model().parameters())
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -46,59 +36,40 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def loss_of_words(model: nn.Module, words: Tensor) -> Tensor:
     """Mean loss of predicting each next word."""
-    from course_utils.models import loss_of
-
     return loss_of(model, words[:, :-1], words[:, 1:])
 
 
-def words_of(samples: int = SAMPLES, steps: int = STEPS) -> Tensor:
+def all_words(samples: int) -> Tensor:
     """Sequences of 9 tokens for all steps and all ranks: (steps, samples, 9)."""
-    return torch.randint(64, (STEPS, samples, 9), generator=torch.Generator().manual_seed(samples))[:steps]
+    return torch.randint(64, (STEPS, samples, 9), generator=torch.Generator().manual_seed(samples))
 
 
-def by_rank(words: Tensor, ranks: int) -> list[Tensor]:
-    """The words of each rank."""
-    return [part.clone() for part in words.chunk(ranks, dim=1)]
-
-
-# ------------------------------------------------------------------------------------------------ one process
+def own_words(samples: int = SAMPLES) -> Tensor:
+    """Those of this rank."""
+    return all_words(samples).chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
 
 
 @cache
-def losses_of_one(samples: int = SAMPLES, clip: float | None = None, factor: float = 1) -> list[float]:
-    """Losses of one process on all ranks' samples; the optimizer gets ``factor`` times the gradient."""
-    model = make_model()
-    optimizer, losses = make_optimizer(model), []
-    for batch in words_of(samples):
+def losses_of_one(samples: int = SAMPLES) -> Tensor:
+    """Losses of one process on all ranks' samples, step by step."""
+    model, losses = make_model(), []
+    optimizer = make_optimizer(model)
+    for batch in all_words(samples):
         optimizer.zero_grad()
-        loss = loss_of_words(model, batch)
-        (factor * loss).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        losses.append(loss_of_words(model, batch))
+        losses[-1].backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return torch.stack(losses).detach().double()
 
 
-def near(got: list[float], right: list[float]) -> bool:
-    """Whether losses agree as well as float32 lets them."""
-    return all(math.isclose(g, r, abs_tol=NEAR) for g, r in zip(got, right, strict=True))
-
-
-def mean(rows: list[list[float]]) -> list[float]:
+def mean_of_ranks(losses: list[float]) -> Tensor:
     """The mean over the ranks, step by step."""
-    return [sum(row) / len(row) for row in zip(*rows, strict=True)]
+    total = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
 
 
-def shown(losses: list[float]) -> str:
-    """Losses in one line."""
-    return ", ".join(f"{loss:.5f}" for loss in losses)
-
-
-# ------------------------------------------------------------------------------------------------ on a rank
-
-
-def make_engine(config: Mapping[str, Any]) -> Any:
+def make_engine(config: dict[str, Any]) -> Any:
     """DeepSpeed's engine around the model."""
     import deepspeed
 
@@ -156,17 +127,15 @@ def held(engine: Any) -> dict[str, int]:
     }
 
 
-def values_of(engine: Any) -> dict[str, tuple[Tensor, list[Tensor] | None]]:
-    """Of each parameter the whole weight in fp32, and both of Adam's states; None if there are none."""
+def values_of(engine: Any) -> dict[str, list[Tensor]]:
+    """Of each parameter the whole weight in fp32, and both of Adam's states if there are any."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    found: dict[str, tuple[Tensor, list[Tensor] | None]] = {}
+    found = {}
     for name, p in engine.module.named_parameters():
-        try:
-            states = [safe_get_full_optimizer_state(p, state).clone() for state in ("exp_avg", "exp_avg_sq")]
-        except (KeyError, AttributeError):
-            states = None
-        found[name] = (safe_get_full_fp32_param(p).clone(), states)
+        found[name] = [safe_get_full_fp32_param(p).clone()]
+        with contextlib.suppress(KeyError, AttributeError):
+            found[name] += [safe_get_full_optimizer_state(p, key).clone() for key in ("exp_avg", "exp_avg_sq")]
     return found
 
 

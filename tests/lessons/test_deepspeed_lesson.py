@@ -13,8 +13,9 @@ import pytest
 from conftest import ROOT, missing
 from notebook_runs import run_notebook
 
+from course_utils.check import CheckFailed
 from course_utils.programs import SCRIPTS, TEXT, read_log, torchrun
-from lessons.deepspeed import deepspeed_tools
+from lessons.deepspeed import check, deepspeed_tools
 from lessons.deepspeed.deepspeed_tools import check_config
 
 pytestmark = pytest.mark.guard(240)
@@ -32,6 +33,13 @@ def test_lesson_runs_without_deepspeed(tmp_path):
     assert "DeepSpeed is left out" in text and "(recorded: first run)" in text
     recorded = json.loads((ROOT / "course_utils" / "recordings" / "deepspeed_lesson.json").read_text())
     assert set(re.findall(r"\(recorded: (.+)\)", text)) == set(recorded)
+
+
+def test_without_deepspeed_a_check_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(check, "missing", lambda: "DeepSpeed is not installed. Run this.")
+    for judge in (check.mended, check.train_step, check.to_deepspeed, check.resume):
+        with pytest.raises(CheckFailed, match=r"DeepSpeed is not installed\. Run this\."):
+            judge(None)
 
 
 def run(out: Path, *flags: str) -> list[float]:
