@@ -39,16 +39,15 @@ def _part_of(make: Make, whole: nn.Module, values: Mapping[str, Tensor]) -> dict
     return {name: full(p) for name, p in make(copied).named_parameters()}
 
 
-def try_layer(make: Make, whole: nn.Module, width: int, tokens: int = 12) -> Trial:
-    """On each rank: its part ``make(whole)`` of a layer, beside the whole layer with the same (2, tokens, width)."""
+def try_layer(make: Make, whole: nn.Module, width: int) -> Trial:
+    """On each rank: its part ``make(whole)`` of a layer, beside the whole layer with the same (2, 12, width)."""
     whole = copy.deepcopy(whole).to(device())
-    part, x = make(copy.deepcopy(whole)), torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(1))
+    part, x = make(copy.deepcopy(whole)), torch.randn(2, 12, width, generator=torch.Generator().manual_seed(1))
 
     def gradients() -> dict[str, tuple[Tensor, Tensor]]:
         right = _part_of(make, whole, {name: p.grad for name, p in whole.named_parameters()})
         return {name: (p.grad, right[name]) for name, p in part.named_parameters()}
 
-    x = x.to(next(whole.parameters()).dtype)
     return beside(whole, part, [x], loss=lambda y: y.square().mean(), gradients=gradients, relative=True)
 
 
@@ -72,10 +71,9 @@ def joined(parts: Sequence[Tensor], whole: Tensor) -> str:
 
 
 def separate_qkv(model: GPT) -> GPT:
-    """Give each block layers of their own for queries, keys and values, with the same weights; return the model."""
+    """Give each block's attention one layer each for queries, keys and values, with the same weights."""
     for block in model.blocks:
-        if not isinstance(block.attention, SeparateQKVAttention):
-            block.attention = SeparateQKVAttention(block.attention)
+        block.attention = SeparateQKVAttention(block.attention)
     return model
 
 
@@ -85,11 +83,10 @@ def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Adam:
 
 
 def compare(
-    make: Make, step: Step, text: Callable[[int], tuple[Tensor, Tensor]], config: TransformerConfig, steps: int = 2,
-    dtype: torch.dtype = torch.float32,
+    make: Make, step: Step, text: Callable[[int], tuple[Tensor, Tensor]], config: TransformerConfig
 ) -> Comparison:
     """On each rank: train its part ``make(model)`` of a GPT with ``step(part, x, y)``, beside the whole."""
-    alone = build_gpt(config, dtype=dtype).to(device())
+    alone = build_gpt(config).to(device())
     part, (x, _) = make(copy.deepcopy(alone)), text(0)
     with torch.no_grad():
         logits, expected = full(part(x)), alone(x)
@@ -97,7 +94,7 @@ def compare(
         expected = expected.tensor_split(dist.get_world_size(), -1)[dist.get_rank()]
     off = ((logits - expected).abs().max() / expected.abs().max()).item()
     run = train_beside(
-        part, partial(step, part), alone, text, steps, optimizer=_adam, part_of=partial(_part_of, make, alone),
+        part, partial(step, part), alone, text, 2, optimizer=_adam, part_of=partial(_part_of, make, alone),
         relative=("losses", "gradients"),
     )
     errors = {name: run.errors[name] for name in ("gradients", "losses", "weights")}  # in the order in which they arise
@@ -107,9 +104,9 @@ def compare(
 # --- what is sent
 
 
-def large(ledger: Ledger, numbers: int, element_bytes: int = 4) -> list[Entry]:
-    """Return the operations on exactly so many numbers: those on the activations of all tokens."""
-    return [entry for entry in ledger if entry.bytes == element_bytes * numbers]
+def large(ledger: Ledger, numbers: int) -> list[Entry]:
+    """Return the operations on exactly so many numbers of 4 bytes: those on the activations of all tokens."""
+    return [entry for entry in ledger if entry.bytes == 4 * numbers]
 
 
 def ring_bytes(entries: Iterable[Entry]) -> float:
@@ -156,14 +153,11 @@ def held_for_backward(make: Make, tokens: Tensor, config: TransformerConfig) -> 
 def held_by_formula(kind: str, config: TransformerConfig, t: int) -> float:
     """Return what `held_for_backward` should find on one of t ranks, with gloo's kernels in float32."""
     norms, attention = 4 / config.hidden, config.heads / config.hidden  # statistics, and one number a head
-    formulas = {
+    return {
         "one process": 16 + norms + attention,
         "tensor parallel": 4 + norms + (12 + attention) / t,
         "sequence parallel": 2 + (14 + norms + attention) / t,
-    }
-    if kind not in formulas:
-        raise ValueError(f"kind must be one of {', '.join(formulas)}, got {kind!r}")
-    return formulas[kind]
+    }[kind]
 
 
 def parameters_of_rank(config: TransformerConfig, t: int) -> float:

@@ -1,4 +1,4 @@
-"""Tensor parallelism as lesson 09 writes it: equal to one process in float64, and figures that no cell asserts."""
+"""Tensor parallelism as lesson 09 writes it: what no cell of it runs equals one process, and a rank's numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lesson_cells import definitions
 
-from course_utils import device, launch, recorded
+from course_utils import device, launch
 from course_utils.data import Windows
 from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
 from lessons.tensor_parallel import helpers as tensor_parallel
@@ -43,16 +43,16 @@ def on(n: int, fn, *args, **kwargs) -> list:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_whole_model_equals_one_process(tied):
-    """Logits, gradients, losses and weights after three steps, with a vocabulary that three ranks do not divide."""
+    """With a vocabulary that three ranks do not divide."""
 
     def every_kind():
-        return [compare(make, step, text, replace(SMALL, tied=tied), 3, torch.float64) for make, step in kinds]
+        return [compare(make, step, text, replace(SMALL, tied=tied)) for make, step in kinds]
 
     of = lesson()
     kinds = [(of["parallel"], of["step"]), (of["sequence_parallel"], of["step"])]
     for found in on(3, every_kind):
         assert all(run.errors.keys() == {"logits", "gradients", "losses", "weights"} for run in found)
-        assert max(run.error for run in found) < 1e-12
+        assert all(run.equal for run in found)
 
 
 def test_loss_over_a_split_vocabulary_whose_exponents_would_overflow():
@@ -88,20 +88,3 @@ def test_memory_of_a_rank_has_the_activations_of_the_formulas():
     assert tensor_parallel.rank_memory(config, 1, 4).activations == pytest.approx(16 * unit)
     assert tensor_parallel.rank_memory(config, 8, 4).activations == pytest.approx(5.5 * unit)
     assert tensor_parallel.rank_memory(config, 8, 4, sequence_parallel=True).activations == pytest.approx(3.75 * unit)
-
-
-def test_model_of_the_recorded_curve_bends_where_the_node_ends():
-    curve = recorded.ULTRASCALE_TP
-    assert curve.efficiency[-1] == pytest.approx(0.154, abs=1e-3) and "https://" in curve.source
-    three = TransformerConfig(30, 32, 3072, 4096, 51200)
-    rates, compute = lesson()["predict"](curve, three, 1)
-    assert rates[0] == pytest.approx(curve.tokens_per_gpu[0]) and 0 < compute < 1 / rates[0]
-    drops = [b / a for a, b in zip(rates, rates[1:], strict=False)]
-    assert min(drops[:2]) > 0.75 > drops[2], "the step from 8 to 16 leaves the node"
-
-
-def test_time_of_a_layer_follows_its_flops():
-    big = PUBLISHED["GPT-3 175B"]
-    one, eight = (tensor_parallel.compute_seconds(big, t, 2048, 400e12) for t in (1, 8))
-    assert one == pytest.approx(8 * eight)
-    assert one * 400e12 == 2048 * (6 * 12 * 12288**2 + 12 * 2048 * 12288)
