@@ -1,9 +1,7 @@
-"""Checks of the exercises on three-dimensional parallelism.
+"""The exercises on three-dimensional parallelism: what each check looks at, and the usual mistakes with their hints.
 
-Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
-and raises :class:`CheckFailed` with a hint if not. Training runs on real ranks in float64, equal to one process to
-1e-12; the bytes inside a node and between nodes are then read from the ledger. What the ranks together should compute
-is also a short program for one process: with an edit it makes the usual slips, so that each gets its own hint.
+Training runs on real ranks in float64, equal to one process to 1e-12; the bytes inside a node and between nodes are
+then read from the ledger. Layouts are judged by the planner.
 """
 
 from __future__ import annotations
@@ -11,738 +9,794 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_utils.check import (
-    TIMEOUT,
-    Exercise,
-    Outcome,
-    checked,
-    crosses,
-    load_hints,
-    paper_problem,
-    sent,
-)
-from course_utils.check.compare import close, listed, number, show, whole_numbers
-from course_utils.check.edits import edited_function
+from course_utils import record
+from course_utils.check import Case, Exercise, checked, crosses, exercise, paper, sent
+from course_utils.check.compare import number, show, whole_numbers
 from course_utils.check.groups import DIFFERENT, GroupsInStep
-from course_utils.check.training import compare, difference, exact
+from course_utils.check.program import hints_of
 from course_utils.costs import bytes_sent
 from course_utils.transformer import PUBLISHED, TransformerConfig
 
-from . import planner
-from .planner import broken_rules
+from . import answers, planner
+from .planner import Layout
 
 __all__ = [
-    "HINTS", "clip_gradients", "hybrid_training", "mesh_groups", "node_order", "plan_70b", "traffic",
+    "MISTAKES", "RIGHT", "clip_gradients", "hybrid_training", "mesh_groups", "node_order", "plan_70b", "traffic",
     "why_not",
 ]
 
-HINTS = load_hints(__file__)
-
-Groups = dict[str, list[tuple[int, ...]]]
-Slips = dict[str, str | dict[str, str] | list]  # hint key to an edit of a program for one process, or several
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
 
-def _named(sizes: Mapping[str, int]) -> str:
+def named(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-def _groups(sizes: Mapping[str, int]) -> Groups:
-    """The groups of each dimension; the last changes fastest."""
-    mesh = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+# --- exercise 1: the groups of a mesh
+
+MESHES = [
+    Case(0, named(sizes), (sizes,), hint) for sizes, hint in (
+        ({"dp": 2, "tp": 4}, None),
+        ({"pp": 2, "dp": 2, "tp": 2}, None),
+        ({"pp": 4, "dp": 8, "tp": 8}, None),
+        ({"dp": 6}, "any-mesh"),
+        ({"pp": 2, "dp": 3, "cp": 2, "tp": 4}, "any-mesh"),
+        ({"pp": 3, "dp": 1, "tp": 5}, "any-mesh"),
+        ({"tp": 3, "dp": 2}, "any-mesh"),
+    )
+]
+
+
+@exercise("Exercise 1", cases=MESHES, passed="for meshes of one to four dimensions, among them 4 × 8 × 8.")
+def mesh_groups(note, answer, sizes):
+    got, right = answer(dict(sizes)), planner.mesh_groups(sizes)
+    complete = isinstance(got, dict) and set(got) == set(sizes)
+    found = {name: sorted_groups(got[name]) for name in sizes} if complete else {"": None}
+    if not note.holds(None not in found.values(), "odd", f"the function returned {str(got)[:100]}."):
+        return
+    for name, groups in found.items():
+        ranks = [rank for group in groups for rank in group]
+        lost = "missing" if set(groups) < set(right[name]) else "value"
+        key = "repeated" if len(set(ranks)) < len(ranks) else lost
+        shown = ", ".join(str(list(group)) for group in groups[:3]) + ", …" * (len(groups) > 3)
+        absent = [list(group) for group in right[name] if group not in groups]
+        told = f"there is no {absent[0]}" if absent else f"expected {len(right[name])}"
+        same = groups == sorted(right[name])
+        note.holds(same, key, f"{name} has the groups {shown}; {told}.", ("all groups", found))
+
+
+def sorted_groups(value: Any) -> list[tuple[int, ...]] | None:
+    lines = [whole_numbers(line) for line in value] if isinstance(value, list | tuple) else [None]
+    return None if None in lines else sorted(tuple(sorted(line)) for line in lines)
+
+
+MISTAKES["mesh_groups"] = {
+    "odd": ("Return a dictionary with a list of groups for each dimension; each group is a list of ranks.",
+            "return groups  ->  return {name: sum(lines, []) for name, lines in groups.items()}"),
+    "missing": ("""Some groups are missing. The function lists all groups of the mesh: in each dimension every rank is
+        in one.""", "groups[name] =  ->  firsts = firsts[:1]\ngroups[name] ="),
+    "repeated": ("A rank is in several groups of the same dimension, or a group is listed more than once.",
+            ["for first in firsts]  ->  for first in firsts for _ in range(size)]",
+             "rank // stride % size == 0  ->  rank & stride * (size - 1) == 0"]),
+    "transposed": ("""The ranks count in the other direction: here the last dimension changes fastest, as the last digit
+        of a number does.""", "in reversed(sizes.items())  ->  in sizes.items()"),
+    "same-coordinate": ("""These ranks have the same coordinate in that dimension. It is the other way round: within a
+        group this coordinate differs, and all the others are the same.""",
+            {"for k in range(size)] for first in firsts]": "for first in firsts] for k in range(size)]"}),
+    "sizes": ("""A group has the wrong number of ranks. A dimension of size 4 has groups of 4 ranks, whatever the other
+        sizes.""", "for k in range(size)]  ->  for k in range(2)]"),
+    "value": ("These are not the right ranks. Look at where the groups begin, and at the step between their ranks.",
+            ["stride *= size  ->  pass", "first + k * stride  ->  1 + first + k * stride"]),
+    "any-mesh": ("""The groups do not fit this mesh. They have to come out right for any number of dimensions and any
+        sizes.""", "stride *= size  ->  stride *= size if len(groups) < 3 else 1"),
+}
+
+
+def mesh_of_numpy(sizes):
+    mesh = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     lines = {name: np.moveaxis(mesh, at, -1).reshape(-1, size) for at, (name, size) in enumerate(sizes.items())}
-    return {name: [tuple(line) for line in some.tolist()] for name, some in lines.items()}
+    return {name: [list(line) for line in some] for name, some in lines.items()}
 
 
-def _groups_of(rank: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The group of a rank in each dimension."""
-    return {name: next(line for line in lines if rank in line) for name, lines in _groups(sizes).items()}
+RIGHT["mesh_groups"] = {
+    "tuples in another order": "return groups  ->  "
+        "return {name: tuple(map(tuple, lines[::-1])) for name, lines in groups.items()}",
+    "whole numbers of NumPy": mesh_of_numpy,
+}
+
+# --- exercise 2: on paper
+
+SENT = "tensor / 1e9, pipeline / 1e9, data / 1e9"
+
+MISTAKES["traffic"] = {
+    "fraction": ("The docstring asks for per cent.", "100 * (pp - 1)  ->  (pp - 1)"),
+    "of-ideal": ("(p - 1)/m is the bubble's share of the time in which nobody waits. Of all time it is less.",
+            "(count + pp - 1)  ->  count"),
+    "microbatches": ("""The number of micro-batches is that of one replica: its sequences divided by those of a
+        micro-batch.""", [f"batch / (dp * microbatch)  ->  batch{rest}" for rest in (" / microbatch", " / dp", "")]),
+    "forward-only": ("Tensor parallelism has four all-reduces a layer: attention and MLP, forward and backward.",
+            ["pp * 4 *  ->  pp * 2 *", "pp * 4 *  ->  pp *"]),
+    "all-reduce": ("A ring all-reduce sends 2(n - 1)/n of the tensor from each GPU.", [
+        *({"2 * (tp - 1) / tp": ring.format("tp"), "2 * (dp - 1) / dp": ring.format("dp")}
+          for ring in ("({0} - 1) / {0}", "2 * ({0} > 1)", "({0} > 1)")),
+        "2 * (dp - 1) / dp  ->  (dp - 1) / dp", "2 * (dp - 1) / dp  ->  (dp > 1)",
+    ]),
+    "one-stage": ("With pp = 1 there is no other stage, so nothing is sent for the pipeline.",
+            " if pp > 1 else 0  ->  "),
+    "part-sent": ("""The whole activation goes to the next stage. A part of 1/tp is enough with sequence parallelism,
+        which is not used here.""", "2 * activation if  ->  2 * activation / tp if"),
+    "mean-stage": ("That is the mean over the stages. A GPU in the middle sends both ways.",
+            "2 * activation if  ->  2 * activation * (pp - 1) / pp if"),
+    "all-layers": ("A stage has 1/pp of the layers.", "layers / pp  ->  layers"),
+    "one-microbatch": ("That is the traffic of one micro-batch. A step has several.",
+            "return 100  ->  tensor, pipeline = tensor / count, pipeline / count\nreturn 100"),
+    "one-way": ("A stage in the middle sends an activation on and a gradient back.",
+            "2 * activation if  ->  activation if"),
+    "whole-model": ("These are the gradients of more of the model than a rank has. It sends those of its own shard.",
+            [f"/ (tp * pp)  ->  {part}" for part in ("", "/ pp", "/ tp")]),
+    "data-microbatches": ("Gradients add up over the micro-batches, and travel once in a step.",
+            "data / 1e9  ->  count * data / 1e9"),
+    "bytes": ("An element has 2 bytes.", [
+        *({"activation = 2": f"activation = {width}", "dp * 2 * parameters": f"dp * {width} * parameters"}
+          for width in (1, 4)),
+        "dp * 2 * parameters  ->  dp * 4 * parameters",
+    ]),
+    "gigabytes": ("The docstring asks for GB: 10⁹ bytes.",
+            [{SENT: SENT.replace("1e9", unit)} for unit in ("1", "1e6", "2**30")]),
+    "layers-in-pipeline": ("Only the boundary of a stage is crossed, not every layer.",
+            "2 * activation if  ->  2 * activation * layers / pp if"),
+}
 
 
-def _coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    return {name: line.index(rank) for name, line in _groups_of(rank, sizes).items()}
+def a_whole_step_at_once(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch):
+    """Counts the tokens of a replica, and no micro-batches but for the bubble."""
+    tokens, slots = batch / dp * length, batch // (dp * microbatch) + pp - 1
+    ring = 4 * (1 - 1 / np.array([tp, dp]))  # bytes per element
+    through = 4 * tokens * hidden * (pp > 1)
+    return np.array([
+        100 - 100 * (slots - pp + 1) / slots, 4e-9 * layers / pp * ring[0] * tokens * hidden, through / 1e9,
+        ring[1] * parameters / tp / pp / 1e9,
+    ])
 
 
-# ------------------------------------------------------------------------------------------------ groups of a mesh
+RIGHT["traffic"] = {
+    "a list": {SENT: "*(x * 1e-9 for x in (tensor, pipeline, data))]", "return 100": "return [100"},
+    "NumPy": a_whole_step_at_once,
+}
 
-_MESHES = (  # sizes, hint for a failure that nothing more exact explains
-    ({"dp": 2, "tp": 4}, None),
-    ({"pp": 2, "dp": 2, "tp": 2}, None),
-    ({"pp": 4, "dp": 8, "tp": 8}, None),
-    ({"dp": 6}, "any-mesh"),
-    ({"pp": 2, "dp": 3, "cp": 2, "tp": 4}, "any-mesh"),
-    ({"pp": 3, "dp": 1, "tp": 5}, "any-mesh"),
-    ({"tp": 3, "dp": 2}, "any-mesh"),
+traffic = paper(
+    "Exercise 2", answers.traffic, MISTAKES["traffic"], units=["% bubble", "GB tensor", "GB pipeline", "GB data"],
+    cases=[
+        (80, 8192, 8192, 70.6e9, 8, 4, 2, 128, 1), (32, 4096, 2048, 6.7e9, 4, 4, 8, 256, 2),
+        (96, 12288, 2048, 174.6e9, 8, 8, 16, 1536, 1), (32, 4096, 4096, 6.7e9, 1, 8, 4, 64, 1),
+        (40, 5120, 2048, 13e9, 2, 1, 4, 48, 3), (48, 8192, 2048, 39.1e9, 8, 4, 1, 64, 2),
+    ],
+    allowed=lambda layers, hidden, length, parameters, tp, pp, dp, batch, microbatch:
+        batch % (dp * microbatch) == 0 and layers % pp == 0,
 )
 
+# --- exercise 3: the order for a node
 
-@checked
-def mesh_groups(fn: Callable) -> None:
-    """Check ``fn(sizes)``: all groups of all dimensions, in any order."""
-    exercise = Exercise("Exercise 1", HINTS["mesh_groups"])
-    for sizes, exercise.fallback in _MESHES:
-        exercise.case = _named(sizes)
-        answer = exercise.call(fn, dict(sizes))
-        named = isinstance(answer, dict) and set(answer) == set(sizes)
-        got = {name: _sorted_groups(answer[name]) for name in sizes} if named else {"": None}
-        exercise.require(None not in got.values(), "form", f"the function returned {str(answer)[:100]}.")
-        right, turned = _groups(sizes), _groups(dict(reversed(sizes.items())))
-        transposed = len(sizes) > 1 and all(sorted(got[name]) == turned[name] for name in sizes)
-        for name in sizes:
-            if sorted(got[name]) != sorted(right[name]):
-                key = "transposed" if transposed else _slip_of_groups(got[name], right[name])
-                unexplained = exercise.fallback and key in ("stride", "sizes")
-                exercise.refuse("any-mesh" if unexplained else key, _first_difference(name, got[name], right[name]))
-    print("Exercise 1 passed for meshes of one to four dimensions, among them 4 × 8 × 8.")
+ORDERS = [
+    (0, f"sizes {case[0]}, GB {case[1]}, {case[2]} GPUs a node", *case) for case in (
+        ({"dp": 4, "tp": 2, "cp": 2, "pp": 2}, {"dp": 7, "tp": 11, "cp": 10, "pp": 1}, 4),
+        ({"tp": 4, "pp": 2, "dp": 4, "cp": 2}, {"tp": 12, "pp": 7, "dp": 7, "cp": 11}, 4),  # swaps of two get stuck
+        ({"tp": 2, "dp": 2}, {"tp": 6, "dp": 1}, 2),
+        ({"tp": 4, "pp": 2, "dp": 8}, {"tp": 40, "pp": 3, "dp": 9}, 8),
+        ({"tp": 8, "pp": 4, "dp": 8}, {"tp": 90, "pp": 4, "dp": 10}, 8),
+        ({"pp": 4, "tp": 2, "dp": 4}, {"pp": 2, "tp": 30, "dp": 20}, 8),
+        ({"a": 4, "b": 2}, {"a": 3, "b": 2}, 2),
+        ({"dp": 3, "tp": 4, "pp": 2}, {"dp": 5, "tp": 4, "pp": 7}, 4),
+        ({"tp": 3, "pp": 2, "dp": 2}, {"tp": 9, "pp": 1, "dp": 10}, 4),  # the best innermost one has a bad rest
+        ({"tp": 4, "dp": 4}, {"tp": 3, "dp": 1}, 16),
+        ({"tp": 4, "dp": 2}, {"tp": 3, "dp": 1}, 1),
+    )
+]
 
 
-def _sorted_groups(value: Any) -> list[tuple[int, ...]] | None:
-    """A list of groups, each sorted; None if it is none."""
-    lines = [whole_numbers(line) for line in value] if isinstance(value, (list, tuple)) else [None]
-    return None if None in lines else [tuple(sorted(line)) for line in lines]
-
-
-def _slip_of_groups(got: list, right: list) -> str:
-    """The hint for the groups of one dimension."""
-    ranks = [rank for line in got for rank in line]
-    if set(got) == set(zip(*right, strict=True)):
-        return "same-coordinate"
-    if len(set(ranks)) < len(ranks):
-        return "repeated"
-    if set(got) < set(right):
-        return "missing"
-    return "stride" if {len(line) for line in got} == {len(right[0])} else "sizes"
-
-
-def _first_difference(name: str, got: list, right: list) -> str:
-    shown = ", ".join(str(list(line)) for line in got[:3]) + (", …" if len(got) > 3 else "")
-    absent = next((list(line) for line in right if line not in got), None)
-    return f"{name} has the groups {shown}; " + (f"there is no {absent}." if absent else f"expected {len(right)}.")
-
-
-# ------------------------------------------------------------------------------------------------ the order for a node
-
-_ORDERS: tuple[tuple[dict[str, int], dict[str, float], int], ...] = (  # sizes, GB to the next rank, GPUs of a node
-    ({"tp": 2, "dp": 2}, {"tp": 6, "dp": 1}, 2),
-    ({"tp": 4, "pp": 2, "dp": 8}, {"tp": 40, "pp": 3, "dp": 9}, 8),
-    ({"tp": 8, "pp": 4, "dp": 8}, {"tp": 90, "pp": 4, "dp": 10}, 8),
-    ({"pp": 4, "tp": 2, "dp": 4}, {"pp": 2, "tp": 30, "dp": 20}, 8),
-    ({"a": 4, "b": 2}, {"a": 3, "b": 2}, 2),
-    ({"dp": 3, "tp": 4, "pp": 2}, {"dp": 5, "tp": 4, "pp": 7}, 4),
-    ({"dp": 4, "tp": 2, "cp": 2, "pp": 2}, {"dp": 7, "tp": 11, "cp": 10, "pp": 1}, 4),
-    ({"tp": 4, "pp": 2, "dp": 4, "cp": 2}, {"tp": 12, "pp": 7, "dp": 7, "cp": 11}, 4),  # swaps of two get stuck
-    ({"tp": 3, "pp": 2, "dp": 2}, {"tp": 9, "pp": 1, "dp": 10}, 4),  # the best innermost one has a bad rest
-    ({"tp": 4, "dp": 4}, {"tp": 3, "dp": 1}, 16),
-    ({"tp": 4, "dp": 2}, {"tp": 3, "dp": 1}, 1),
-)
-
-
-def _between(order: Sequence[str], sizes: Mapping[str, int], gigabytes: Mapping[str, float], node: int) -> float:
-    """GB that all ranks send to another node in a step, each to the next of its groups."""
-    groups = _groups({name: sizes[name] for name in order})
+def between_nodes(order: Sequence[str], sizes: Mapping[str, int], gigabytes: Mapping[str, float], node: int) -> float:
+    """GB that all ranks send to another node, each to the next of its groups."""
     return sum(
         gigabytes[name]
-        for name, lines in groups.items()
+        for name, lines in planner.mesh_groups({name: sizes[name] for name in order}).items()
         for line in lines
         for a, b in zip(line, (*line[1:], line[0]), strict=True)
         if a // node != b // node
     )
 
 
-@checked
-def node_order(fn: Callable) -> None:
-    """Check ``fn(sizes, gigabytes, gpus_per_node)``: any order with the fewest bytes between nodes passes."""
-    exercise = Exercise("Exercise 3", HINTS["node_order"])
-    answers, names = [], [f"sizes {sizes}, GB {gigabytes}, {node} GPUs a node" for sizes, gigabytes, node in _ORDERS]
-    for exercise.case, (sizes, gigabytes, node) in zip(names, _ORDERS, strict=True):
-        got = exercise.call(fn, dict(sizes), dict(gigabytes), node)
-        form = isinstance(got, (list, tuple)) and all(isinstance(name, str) for name in got)
-        exercise.require(form and sorted(got) == sorted(sizes), "form", f"the function returned {str(got)[:100]}.")
-        answers.append(tuple(got))
-    every = [{order: _between(order, *case) for order in itertools.permutations(case[0])} for case in _ORDERS]
-    for exercise.case, got, costs in zip(names, answers, every, strict=True):
-        best = min(costs, key=costs.get)
-        if costs[got] > costs[best] + 1e-9:
-            least = f"{', '.join(best)} sends {costs[best]:g} GB"
-            what = f"{', '.join(got)} sends {costs[got]:g} GB between nodes; {least}."
-            exercise.refuse(_order_slip(exercise, fn, answers, every), what)
-    print("Exercise 3 passed: no order of the dimensions sends less between nodes.")
+@exercise("Exercise 3", cases=ORDERS, passed=": no order of the dimensions sends less between nodes.")
+def node_order(note, answer, sizes, gigabytes, node):
+    got = answer(dict(sizes), dict(gigabytes), node)
+    form = isinstance(got, list | tuple) and all(isinstance(name, str) for name in got) and sorted(got) == sorted(sizes)
+    if note.holds(form, "odd", f"the function returned {str(got)[:100]}."):
+        costs = {order: between_nodes(order, sizes, gigabytes, node) for order in itertools.permutations(sizes)}
+        best, mine = min(costs, key=costs.get), tuple(got)
+        least = f"{', '.join(best)} sends {costs[best]:g} GB"
+        what = f"{', '.join(mine)} sends {costs[mine]:g} GB between nodes; {least}."
+        note.holds(costs[mine] <= costs[best] + 1e-9, "not-best", what, ("order", mine))
 
 
-def _order_slip(exercise: Exercise, fn: Callable, answers: list[tuple], every: list[dict]) -> str:
-    """The hint for the rule that all answers follow."""
+BEST = "min(itertools.permutations(sizes), key=between_nodes)"
+CLIMB = """order, moved = sorted(sizes, key=gigabytes.get), True
+while moved:
+    moved = False
+    for i in range(len(order) - 1):
+        other = [*order[:i], order[i + 1], order[i], *order[i + 2 :]]
+        if between_nodes(other) < between_nodes(order):
+            order, moved = other, True
+return order"""
 
-    def sizes_of(case: tuple, got: tuple) -> list[int]:
-        return [case[0][name] for name in got]
+MISTAKES["node_order"] = {
+    "odd": ("Return the names of all dimensions, each once, beginning with the one that changes slowest.",
+            f"return {BEST}  ->  return [sizes[name] for name in {BEST}]"),
+    "node-ignored": ("""The order is the same for every size of a node. But that size decides which neighbours are on
+        another node.""", "def between_nodes(order):  ->  gpus_per_node = 2\n\ndef between_nodes(order):"),
+    "backwards": ("""This is the worst order, or the best one reversed. The last dimension changes fastest: its
+        neighbours are next to each other.""", [f"{BEST}  ->  {BEST}[::-1]", "return min(  ->  return max("]),
+    "by-degree": ("The dimensions are sorted by their number of ranks. What counts is what they send between nodes.",
+            [f"{BEST}  ->  sorted(sizes, key=sizes.get, reverse=True)", f"{BEST}  ->  sorted(sizes, key=sizes.get)"]),
+    "greedy": ("""The dimensions are sorted by what they send, with the largest innermost. That is often right, but here
+        another order sends less between nodes.""", f"{BEST}  ->  sorted(sizes, key=gigabytes.get)"),
+    "not-best": ("""Another order sends less between nodes. Compare these GB with your own count, which has to take
+        every group of every dimension, all the way round.""", f"return {BEST}  ->  {CLIMB}"),
+}
 
-    rules = (
-        ("greedy", lambda case, got, costs: got == tuple(sorted(case[0], key=case[1].get))),
-        ("by-degree", lambda case, got, costs: sizes_of(case, got) == sorted(case[0].values())),
-        ("by-degree", lambda case, got, costs: sizes_of(case, got[::-1]) == sorted(case[0].values())),
-        ("node-ignored", lambda case, got, costs: tuple(exercise.call(fn, dict(case[0]), dict(case[1]), 2)) == got),
-        ("backwards", lambda case, got, costs: costs[got] >= max(costs.values()) - 1e-9),
-        ("backwards", lambda case, got, costs: costs[got[::-1]] <= min(costs.values()) + 1e-9),
-    )
-    return next((key for key, rule in rules if all(map(rule, _ORDERS, answers, every))), "not-best")
+
+def order_by_rolling(sizes, gigabytes, gpus_per_node):
+    """The mesh of nodes, and the same rolled along each dimension; a list."""
+
+    def cost(order):
+        nodes = np.arange(math.prod(sizes.values())).reshape([sizes[name] for name in order]) // gpus_per_node
+        return sum(gigabytes[name] * int((nodes != np.roll(nodes, -1, at)).sum()) for at, name in enumerate(order))
+
+    return sorted(map(list, itertools.permutations(sizes)), key=cost)[0]
 
 
-# ------------------------------------------------------------------------------------------------ hybrid training
+RIGHT["node_order"] = {
+    "the last of the best": f"{BEST}  ->  min(list(itertools.permutations(sizes))[::-1], key=between_nodes)",
+    "by rolling": order_by_rolling,
+}
+
+# --- exercise 4: hybrid training
 
 WIDTH, INNER, BATCH, STEPS, RATE = 6, 12, 120, 3, 0.2
+HYBRIDS = [
+    Case(nodes * gpus, f"nodes × GPUs: {nodes} × {gpus}", (nodes, gpus), hint) for nodes, gpus, hint in (
+        (2, 2, None), (2, 3, "sizes"), (3, 2, "sizes"), (1, 2, "sizes"), (2, 1, "sizes"), (1, 1, None),
+    )
+]
+EXPLAINED = {
+    DIFFERENT: "hang",  # or a result by chance
+    "register a hook on a tensor that doesn't require": "not-a-leaf",
+    "does not require grad and does not have a grad_fn": "cut-off",
+}
 
 Weights = dict[str, Tensor]
 
 
-def _whole_weights() -> Weights:
+def whole_weights() -> Weights:
     generator = torch.Generator().manual_seed(1201)
     shapes = {"gain": (WIDTH,), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
     return {k: torch.randn(shape, generator=generator, dtype=torch.float64) / 2 for k, shape in shapes.items()}
 
 
-def _batches() -> list[tuple[Tensor, Tensor]]:
+def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1202)
     pairs = torch.randn(STEPS, 2, BATCH, WIDTH, generator=generator, dtype=torch.float64)
     return [(x, target) for x, target in pairs]
 
 
-def _cut(weights: Weights, gpu: int, gpus: int) -> Weights:
-    """The part of a GPU of a node."""
-    up, down = weights["up"].chunk(gpus)[gpu], weights["down"].chunk(gpus, dim=1)[gpu]
-    return {"gain": weights["gain"].clone(), "up": up.clone(), "down": down.clone()}
-
-
-def _loss(weights: Weights, x: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(x + F.gelu((x * weights["gain"]) @ weights["up"].T) @ weights["down"].T, target)
-
-
-def _one_process() -> tuple[list[float], Weights]:
-    weights, losses = {k: w.requires_grad_() for k, w in _whole_weights().items()}, []
-    for x, target in _batches():
-        loss = _loss(weights, x, target)
+@cache
+def in_one_process() -> tuple[list[float], Weights]:
+    weights, losses = {k: w.requires_grad_() for k, w in whole_weights().items()}, []
+    for x, target in batches():
+        loss = F.mse_loss(x + F.gelu((x * weights["gain"]) @ weights["up"].T) @ weights["down"].T, target)
         for w, gradient in zip(weights.values(), torch.autograd.grad(loss, list(weights.values())), strict=True):
             w.data -= RATE * gradient
         losses.append(loss.item())
     return losses, {k: w.detach() for k, w in weights.items()}
 
 
-def _all_ranks(nodes: int, gpus: int) -> list[Weights]:
-    """Weights by rank after training as all ranks would do it, in one process; `_SLIPS` are edits of this program."""
-    ranks = range(nodes * gpus)
-    tp = [range(r - r % gpus, r - r % gpus + gpus) for r in ranks]
-    dp = [range(r % gpus, nodes * gpus, gpus) for r in ranks]
-    own = [_cut(_whole_weights(), r % gpus, gpus) for r in ranks]
-    for whole_x, whole_target in _batches():
-        x = [whole_x.chunk(nodes)[r // gpus] for r in ranks]
-        target = [whole_target.chunk(nodes)[r // gpus] for r in ranks]
-        h = [(x[r] * own[r]["gain"]).requires_grad_() for r in ranks]
-        up, down = ([own[r][name].clone().requires_grad_() for r in ranks] for name in ("up", "down"))
-        part = [F.gelu(h[r] @ up[r].T) @ down[r].T for r in ranks]
-        others = [sum(part[q].detach() for q in tp[r] if q != r) for r in ranks]
-        sum(F.mse_loss(x[r] + part[r] + others[r], target[r]) for r in ranks).backward()
-        gain = [(sum(h[q].grad for q in tp[r]) * x[r]).sum(0) for r in ranks]
-        gradients = [{"gain": gain[r], "up": up[r].grad, "down": down[r].grad} for r in ranks]
-        for r in ranks:
-            for name, w in own[r].items():
-                w -= RATE * sum(gradients[q][name] for q in dp[r]) / nodes
-    return own
-
-
-_MEAN = "sum(gradients[q][name] for q in dp[r]) / nodes"
-_ALL_RANKS = "sum(g[name] for g in gradients) / len(ranks)"
-_BY_RANK = {
-    "whole_x.chunk(nodes)[r // gpus]": "whole_x.chunk(len(ranks))[r]",
-    "whole_target.chunk(nodes)[r // gpus]": "whole_target.chunk(len(ranks))[r]",
-}
-_BY_GPU = {
-    "whole_x.chunk(nodes)[r // gpus]": "whole_x.chunk(gpus)[r % gpus]",
-    "whole_target.chunk(nodes)[r // gpus]": "whole_target.chunk(gpus)[r % gpus]",
-}
-_SLIPS: Slips = {
-    "no-f": "sum(h[q].grad for q in tp[r])  ->  h[r].grad",
-    "sum": "dp[r]) / nodes  ->  dp[r])",
-    "divided": "dp[r]) / nodes  ->  dp[r]) / len(ranks)",
-    "gain-twice": [
-        "for q in dp[r])  ->  for q in (ranks if name == 'gain' else dp[r]))",
-        "for q in dp[r]) / nodes  ->  for q in (ranks if name == 'gain' else dp[r])) / len(ranks)",
-    ],
-    "wrong-group": [
-        *(f"dp[r]) / nodes  ->  tp[r]) / {count}" for count in ("nodes", "gpus", "len(ranks)")),
-        *(f"dp[r]) / nodes  ->  ranks) / {count}" for count in ("nodes", "len(ranks)")),
-    ],
-    "not-averaged": [f"{_MEAN}  ->  gradients[r][name]", f"{_MEAN}  ->  gradients[r][name] / nodes"],
-    "gain-apart": [
-        f"{_MEAN}  ->  (gradients[r][name] if name == 'gain' else {_MEAN})",
-        "for q in dp[r])  ->  for q in ([r] if name == 'gain' else dp[r]))",
-    ],
-    "no-g": [
-        " + others[r]  ->  ",
-        {" + others[r]": "", "sum(h[q].grad for q in tp[r])": "h[r].grad"},
-    ],
-    "x-in-the-sum": "x[r] + part[r]  ->  gpus * x[r] + part[r]",
-    "batch-by-rank": [_BY_RANK, _BY_GPU, _BY_RANK | {_MEAN: _ALL_RANKS}],
-}
-
-
-_HYBRIDS = (  # nodes, GPUs of each, hint if it fails first here
-    (2, 2, None), (2, 3, "sizes"), (3, 2, "sizes"), (1, 2, "sizes"), (2, 1, "sizes"), (1, 1, None),
-)
-
-
-def _trains(tag: Tensor, fn: Callable, gpus: int) -> dict[str, Any]:
+@exercise("Exercise 4", cases=HYBRIDS, explains=("shards", "loss"), explained=EXPLAINED,
+          passed="equal to one process to 1e-12, and the fewest bytes between nodes.")
+def hybrid_training(note, answer, nodes, gpus):
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter, GroupsInStep():
-        got = fn(_whole_weights(), _batches(), RATE, gpus)
+    rank = dist.get_rank()
+    with FlopCounterMode(display=False) as counter, GroupsInStep(), record() as ledger:
+        got = answer(whole_weights(), batches(), RATE, gpus)
     try:
-        losses, weights = got
-        weights = {k: w.detach().clone() for k, w in weights.items() if isinstance(w, Tensor)}
-        return {"losses": [float(loss) for loss in losses], "weights": weights, "flops": counter.get_total_flops()}
-    except (TypeError, ValueError, AttributeError):
-        return {"form": str(got)[:100]}
-
-
-_EXPLAINED = {
-    DIFFERENT: "hang",  # or a result by chance
-    "register a hook on a tensor that doesn't require": "not-a-leaf",
-    "does not require grad and does not have a grad_fn": "cut-off",
-}
-
-
-@checked
-def hybrid_training(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(weights, batches, lr, gpus_per_node)``: data parallel between nodes, tensor parallel inside."""
-    exercise = Exercise("Exercise 4", HINTS["hybrid_training"], timeout, explained=_EXPLAINED)
-    losses, whole = _one_process()
-    for nodes, gpus, fallback in _HYBRIDS:
-        tags = [torch.zeros(1) for _ in range(nodes * gpus)]
-        case = f"{nodes} node{'s' * (nodes > 1)} with {gpus} GPU{'s' * (gpus > 1)}{' each' * (nodes > 1)}"
-        outcomes = exercise.run(_trains, tags, fn, gpus, case=case, fallback=fallback)
-        for rank, outcome in exercise.each(outcomes):
-            form = outcome.result.get("form")
-            exercise.require(form is None, "form", f"the function returned {form}.")
-            exercise.communicates(rank, outcome, nodes * gpus)
-        for rank, outcome in exercise.each(outcomes):
-            _same_weights(exercise, rank, outcome.result["weights"], whole, nodes, gpus)
-        for _, outcome in exercise.each(outcomes):
-            _same_losses(exercise, outcome.result["losses"], losses, nodes)
-        for rank, outcome in exercise.each(outcomes):
-            _audit_links(exercise, rank, outcome, nodes, gpus)
-    exercise.passed("equal to one process to 1e-12, and the fewest bytes between nodes.")
-
-
-def _same_weights(exercise: Exercise, rank: int, got: Weights, whole: Weights, nodes: int, gpus: int) -> None:
-    right = _cut(whole, rank % gpus, gpus)
-    wrong = [name for name, w in right.items() if not exact(got.get(name), w)]
-    if not wrong:
+        losses, weights = [float(loss) for loss in got[0]], {k: w.detach() for k, w in got[1].items()}
+    except (TypeError, ValueError, AttributeError, LookupError):
+        note.holds(False, "odd", f"the function returned {str(got)[:100]}.")
         return
-    shapes = {k: tuple(got[k].shape) if k in got else None for k in right}
-    expected = {k: tuple(w.shape) for k, w in right.items()}
-    what = f"the weights have shapes {shapes}; expected {expected}."
-    exercise.require(shapes == expected, exercise.fallback or "shards", what)
-    if exercise.fallback is None and nodes * gpus > 1:
-        turned = _cut(whole, rank // nodes, gpus)
-        if all(exact(got[k], w) for k, w in turned.items()):
-            exercise.refuse("tp-across-nodes", f"this rank holds part {rank // nodes} of the weights.")
-        if key := _training_slip(got, rank, nodes, gpus):
-            what = f"the weight {wrong[0]} is wrong.{difference(got[wrong[0]], right[wrong[0]])}"
-            exercise.refuse(key, what)
-    compare(exercise, rank, got, right, {}, "the weight")
+    note.talks(ledger, nodes * gpus)
+    losses_of_one, whole = in_one_process()
+    up, down = whole["up"].chunk(gpus)[rank % gpus], whole["down"].chunk(gpus, dim=1)[rank % gpus]
+    right = {"gain": whole["gain"], "up": up, "down": down}
+    shapes, expected = ({k: tuple(w.shape) for k, w in some.items()} for some in (weights, right))
+    if note.holds(shapes == expected, "shards", f"the weights have shapes {shapes}; expected {expected}."):
+        note.equal(weights, right, "the weight")
+    same = len(losses) == STEPS and np.allclose(losses, losses_of_one, rtol=1e-6)
+    expected, found = (", ".join(f"{v:.6g}" for v in some) for some in (losses_of_one, losses))
+    note.holds(same, "loss", f"the losses are wrong.\n  expected  {expected}\n  got       {found}")
+    note_links(note, ledger, nodes, gpus)
+    own = STEPS * 3 * 2 * 2 * (BATCH // nodes) * WIDTH * (INNER // gpus)  # two products, forward and twice backward
+    note.at_most("all-work", counter.get_total_flops(), own * 4 / 3,  # forward once more is allowed
+                 "{number:,} operations in matrix products; " + f"{own:,} are enough.")
 
 
-def _training_slip(got: Weights, rank: int, nodes: int, gpus: int) -> str | None:
-    """The hint for the slip that gives these weights."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of small tensors several threads make slow work, the more so on a busy machine
-    try:
-        for key, some in _SLIPS.items():
-            for slip in listed(some):
-                wrong = edited_function(_all_ranks, slip)(nodes, gpus)[rank]
-                if all(close(got[name], w) for name, w in wrong.items()):
-                    return key
-    finally:
-        torch.set_num_threads(threads)
-    return None
-
-
-def _same_losses(exercise: Exercise, got: list[float], right: list[float], nodes: int) -> None:
-    if len(got) == len(right) and all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(got, right, strict=True)):
-        return
-    parts = [_loss(_whole_weights(), *(t.chunk(nodes)[d] for t in _batches()[0])).item() for d in range(nodes)]
-    own = nodes > 1 and got and any(math.isclose(got[0], part, rel_tol=1e-6) for part in parts)
-    wanted, found = (", ".join(f"{v:.6g}" for v in some) for some in (right, got))
-    lines = f"\n  one process  {wanted}\n  this rank    {found}"
-    exercise.refuse(exercise.fallback or ("own-loss" if own else "loss"), f"the losses are wrong.{lines}")
-
-
-def _audit_links(exercise: Exercise, rank: int, outcome: Outcome, nodes: int, gpus: int) -> None:
-    """Refuse bytes between nodes beyond the gradients of a shard, inside beyond two all-reduces a step; and fewer."""
-    between = [entry for entry in outcome.ledger if crosses(entry, rank, gpus)]
-    inside = [entry for entry in outcome.ledger if not crosses(entry, rank, gpus)]
+def note_links(note, ledger, nodes, gpus):
+    """Between nodes the gradients of a shard and the loss, inside two all-reduces a step; and no fewer."""
+    between = [entry for entry in ledger if crosses(entry, dist.get_rank(), gpus)]
+    inside = [entry for entry in ledger if not crosses(entry, dist.get_rank(), gpus)]
     slack = 16 * STEPS
     activation, parts = 8 * BATCH // nodes * WIDTH, 8 * 2 * WIDTH * INNER // gpus  # bytes
     one = STEPS * bytes_sent("all_reduce", gpus, activation)
-    least = STEPS * bytes_sent("all_reduce", nodes, parts)
-    most = STEPS * bytes_sent("all_reduce", nodes, parts + 8 * WIDTH + 8)
+    least, most = (STEPS * bytes_sent("all_reduce", nodes, size) for size in (parts, parts + 8 * WIDTH + 8))
     everywhere = sent(entry for entry in between if len(entry.ranks) > max(2, nodes)) > slack
-    none = dict.fromkeys(("not-distributed", "too-few-bytes"), "no-tensor-parallelism")
-    exercise.audit(inside, sent=(one, None), where="inside the node ", keys=none)
-    keys = {"not-distributed": "whole-batch", "too-many-bytes": "all-ranks" if everywhere else "between"}
-    exercise.audit(between, sent=(least, most + slack), where="between the nodes ", keys=keys)
+    none = dict.fromkeys(("not_distributed", "too_few_bytes"), "no-tensor-parallelism")
+    note.sent(inside, sent=(one, None), **none)
+    note.sent(between, sent=(least, most + slack), not_distributed="whole-batch",
+              too_many_bytes="all-ranks" if everywhere else "between")
     again = "whole-batch" if sent(inside) >= nodes * 2 * one > 2 * one else "inside"
-    exercise.audit(inside, sent=2 * one + slack, where="inside the node ", keys={"too-many-bytes": again})
-    own = STEPS * 3 * 2 * 2 * (BATCH // nodes) * WIDTH * (INNER // gpus)  # two products, forward and twice backward
-    what = f"{outcome.result['flops']:,} operations in matrix products; {own:,} are enough."
-    exercise.require(outcome.result["flops"] <= own * 4 / 3, "all-work", what)  # forward once more is allowed
+    note.sent(inside, sent=2 * one + slack, too_many_bytes=again)
 
 
-# ------------------------------------------------------------------------------------------------ the norm of a mesh
+PART = "x, target = x.chunk(nodes)[node], target.chunk(nodes)[node]"
+COPY = 'copy_to(x * own["gain"], groups["tp"])'
+PARTIAL = 'F.linear(inner, own["down"])'
+SUM_OVER = f'sum_over({PARTIAL}, groups["tp"])'
+MEAN = 'summed(gradient, groups["dp"]) / nodes'
+EVERYWHERE = "summed(gradient, None) / dist.get_world_size()"
+LOSS = 'summed(loss, groups["dp"]).item() / nodes'
+MESH = 'mesh = dist.init_device_mesh("cpu", (nodes, gpus_per_node), mesh_dim_names=("dp", "tp"))'
+GROUPS = 'groups = {name: mesh.get_group(name) for name in ("dp", "tp")}'
+RETURN = "return losses, {name: w.detach() for name, w in own.items()}"
 
-_CUTS = (((4, 3), ("dp",)), ((5,), ("dp", "tp")), ((2, 6), ()), ((3,), ("tp",)))  # shape, dimensions with copies
-_ROUNDS = 4  # of these kinds in each stage
-_NORM_CASES = (  # sizes, whether the last stage has no gradients, hint if it fails first here
-    ({"dp": 2, "tp": 2}, False, None),
-    ({"pp": 2, "dp": 2, "tp": 2}, False, None),
-    ({"tp": 2, "dp": 3}, False, None),
-    ({"pp": 2, "tp": 2}, True, "nothing"),
-    ({"dp": 1}, False, None),
-)
-
-Held = list[tuple[Tensor, tuple[str, ...]]]  # what a rank holds: gradients, each with the dimensions of its copies
-
-
-def _held(rank: int, sizes: Mapping[str, int], bare: bool) -> Held:
-    """What a rank holds; with ``bare`` the last stage has nothing."""
-    place = _coordinates(rank, sizes)
-    stage = place.get("pp", 0)
-    if bare and stage == sizes.get("pp", 1) - 1:
-        return []
-    held = []
-    for i, (j, (shape, along)) in itertools.product(range(_ROUNDS + stage), enumerate(_CUTS)):
-        copies = tuple(name for name in along if name in sizes)
-        part = tuple(place.get(name, 0) for name in ("dp", "tp") if name not in copies)
-        generator = torch.Generator().manual_seed(hash((stage, i, j, *part)) % 2**31)
-        held.append((torch.randn(shape, generator=generator), copies))
-    return held
-
-
-def _square(gradient: Tensor) -> float:
-    return float(gradient.double().pow(2).sum())
-
-
-def _model_norm(held: list[Held], sizes: Mapping[str, int], rank: int, limit: float) -> float:
-    """What clipping returns on a rank, of what all ranks hold; `_NORM_SLIPS` are edits of this program."""
-    squares = []
-    for r, some in enumerate(held):
-        first = [name for name, at in _coordinates(r, sizes).items() if at == 0]
-        squares.append(sum(_square(g) for g, copies in some if all(name in first for name in copies)))
-    return math.sqrt(sum(squares))
-
-
-_ONCE = " if all(name in first for name in copies)"
-_EACH = {_ONCE: ""}  # all copies count
-_SHARED = {"_square(g)": "_square(g) / math.prod(sizes[name] for name in copies)", _ONCE: ""}
-_COUNTED = ({}, _EACH, _SHARED)  # tensors with copies: one of them counts, all count, or each for its share
-_NORM_SLIPS: Slips = {
-    "limited": "return math.sqrt(sum(squares))  ->  return min(limit, math.sqrt(sum(squares)))",
-    "no-grad": "return math.sqrt(sum(squares))  ->  return 0.0 if held[rank] else math.inf",
-    "norm-divided": {"_square(g)": "_square(g / math.prod(sizes[name] for name in copies))", _ONCE: ""},
-    "own": [{"sum(squares)": "squares[rank]", **some} for some in _COUNTED],
-    "twice": _EACH,
-    "one-group": [
-        {"sum(squares)": f"sum(squares[r] for r in _groups_of(rank, sizes)[{name!r}])", **some}
-        for name in ("pp", "dp", "tp") for some in _COUNTED
-    ],
-    "per-stage": [
-        {"sum(squares)": "sum(square for r, square in enumerate(squares) if "
-                         "_coordinates(r, sizes)['pp'] == _coordinates(rank, sizes)['pp'])", **some}
-        for some in _COUNTED
-    ],
-    "mean": [{"sum(squares)": "sum(squares) / len(held)", **some} for some in _COUNTED],
-    "shards-lost": [
-        {_ONCE: " if {'dp', 'tp'} & {*sizes} <= {*first}"}, {_ONCE: " if {'tp'} & {*sizes} <= {*first}"},
-    ],
-    "copies-lost": {_ONCE: " if not copies"},
-    "sum-of-norms": [{"math.sqrt(sum(squares))": "sum(map(math.sqrt, squares))", **some} for some in _COUNTED],
-    "squared": [{"math.sqrt(sum(squares))": "sum(squares)", **some} for some in _COUNTED],
+MISTAKES["hybrid_training"] = {
+    "shards": ("""The weights do not have the shapes of a shard: gain is whole, while up is cut by rows and down by
+        columns, into as many parts as a node has GPUs.""",
+            "in own.items()}  ->  in (weights | {'gain': own['gain']}).items()}"),
+    "tp-across-nodes": ("""These weights belong to a transposed mesh: tensor parallelism runs between the nodes, data
+        parallelism inside. The dimension that sends most belongs inside, where ranks are neighbours.""",
+            {"node, gpu = divmod(dist.get_rank(), gpus_per_node)": "gpu, node = divmod(dist.get_rank(), nodes)",
+             MESH: 'mesh = dist.init_device_mesh("cpu", (gpus_per_node, nodes), mesh_dim_names=("tp", "dp"))'}),
+    "no-f": ("""The gradients of the shards are right, but that of the gain is only this rank's part: every rank of the
+        tensor-parallel group used x * gain.""", f'{COPY}  ->  x * own["gain"]'),
+    "no-g": ("The output lacks what the other GPUs of the node contribute behind down.", f"{SUM_OVER}  ->  {PARTIAL}"),
+    "x-in-the-sum": ("""x is counted once for each GPU of the node: it was added before the sum over them, not
+        after.""", f'x + {SUM_OVER}  ->  sum_over(x + {PARTIAL}, groups["tp"])'),
+    "sum": ("The gradients are added up over the replicas, not averaged, so they are too large by their number.",
+            f'{MEAN}  ->  summed(gradient, groups["dp"])'),
+    "divided": ("""The gradients are too small: they are divided by the number of all ranks. Only replicas that saw
+        different samples count in a mean.""", f'{MEAN}  ->  summed(gradient, groups["dp"]) / dist.get_world_size()'),
+    "wrong-group": ("""The gradients were averaged over the wrong group. Ranks of a tensor-parallel group hold different
+        parts of the weights, whose gradients have nothing to do with each other.""",
+            [f'{MEAN}  ->  summed(gradient, groups["tp"]) / gpus_per_node', f"{MEAN}  ->  {EVERYWHERE}"]),
+    "gain-twice": ("""The gradient of the gain was summed over the tensor-parallel group once more, perhaps in a mean
+        over all ranks. Behind copy_to it is already whole on every rank.""",
+            f'{MEAN}  ->  summed(gradient, None if w is own["gain"] else groups["dp"]) / nodes'),
+    "gain-apart": ("""The gain has to stay the same on every rank, but its gradient comes from the samples of this node
+        alone.""", f'{MEAN}  ->  (gradient if w is own["gain"] else {MEAN})'),
+    "not-averaged": ("The replicas do not agree: each trains with the gradient of its own samples.",
+            f"{MEAN}  ->  gradient"),
+    "batch-by-rank": ("""The ranks of a tensor-parallel group had different samples. They compute one layer together, so
+        all of them need the same part of the batch.""",
+            f"{PART}  ->  x, target = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (x, target))"),
+    "value": ("""This is none of the usual slips. Take one step and print on each rank: dist.get_process_group_ranks of
+        both groups, which samples and which part of the weights it has, then y and the gradients.""",),
+    "not-a-leaf": ("""copy_to needs a tensor that has a gradient: x * gain does if the gain has requires_grad, and x
+        alone does not.""", f'{COPY}  ->  copy_to(x, groups["tp"])'),
+    "cut-off": ("""The loss has lost its way back to the weights. What summed returns is detached; sum_over keeps the
+        gradient. And the weights need requires_grad_().""", "sum_over(F.linear  ->  summed(F.linear"),
+    "loss": ("""The weights are right, but the losses are not those of the whole batch before each step: each rank knows
+        the loss of one part of it.""",
+            [f"{LOSS}  ->  loss.item()", f'{LOSS}  ->  summed(loss, groups["dp"]).item()']),
+    "whole-batch": ("""The result is right, but the traffic is that of nodes which each compute the whole batch. Then
+        more nodes are of no use.""", [f"{PART}  ->  pass", {PART: "pass", MEAN: "gradient", LOSS: "loss.item()"}]),
+    "no-tensor-parallelism": ("""The result is right, but the ranks of a node send each other less than the sums behind
+        down need: it does not come from tensor parallelism inside a node.""",),
+    "all-ranks": ("""The result is right, but tensors travel through a group of all ranks. Between the nodes, a gradient
+        needs to meet only those of the ranks that hold the same part.""",
+            f'{MEAN}  ->  ({EVERYWHERE} if w is own["gain"] else {MEAN})'),
+    "between": ("""The result is right, but more bytes pass between the nodes than the gradients of a rank's shards and
+        one number for the loss need.""", f'w -= lr * {MEAN}  ->  w -= lr * {MEAN}\nsummed(gradient, groups["dp"])'),
+    "inside": ("""The result is right, but more bytes travel inside a node than one all-reduce forward and one backward
+        need.""", f'{LOSS}  ->  {LOSS})\nsummed(x, groups["tp"]'),
+    "all-work": ("""The result is right, but this rank multiplies more than its part of the weights with its part of the
+        batch.""",),
+    "hang": ("""Some ranks wait for a call that others never make. Every rank calls new_group for every group, in the
+        same order; and all ranks of a group all-reduce the same tensors in the same order.""",
+            {MESH: "pass",  # each rank makes only its own groups: gloo would wait, or connect ranks of different groups
+             GROUPS: 'groups = {\n    "dp": dist.new_group([gpu + gpus_per_node * k for k in range(nodes)]),\n'
+                     '    "tp": dist.new_group([node * gpus_per_node + k for k in range(gpus_per_node)]),\n}'}),
+    "sizes": ("""This is right for two nodes with two GPUs each. Look for a fixed number, or for one of the two sizes
+        where the other belongs.""", f'{MEAN}  ->  summed(gradient, groups["dp"]) / 2'),
 }
 
 
-def _norm_slip(norms: list, held: list[Held], sizes: Mapping[str, int], rank: int, limit: float) -> str:
-    """The hint for the slip that gives the norm of a rank; not that it is its own, if it is the same on all."""
-    together = all(norm is not None and math.isclose(norm, norms[0], rel_tol=1e-5) for norm in norms)
-    for key, some in _NORM_SLIPS.items():
-        for slip in [] if key == "own" and together else listed(some):
-            try:
-                wrong = edited_function(_model_norm, slip)(held, sizes, rank, limit)
-            except KeyError:  # a dimension that this mesh does not have
-                continue
-            if math.isclose(norms[rank], wrong, rel_tol=1e-5):
-                return key
-    return "value"
+def backward_by_hand(weights, batches, lr, gpus_per_node):
+    """Groups of torch, and each gradient as a formula."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    nodes, node, gpu = world // gpus_per_node, rank // gpus_per_node, rank % gpus_per_node
+    tp, _ = dist.new_subgroups(gpus_per_node)
+    dp, _ = dist.new_subgroups_by_enumeration([list(range(g, world, gpus_per_node)) for g in range(gpus_per_node)])
+    gain, up = weights["gain"].clone(), weights["up"].tensor_split(gpus_per_node)[gpu].clone()
+    down, losses = weights["down"].tensor_split(gpus_per_node, 1)[gpu].clone(), []
+    for x, target in batches:
+        x, target = (t.unflatten(0, (nodes, -1))[node] for t in (x, target))
+        h = (x * gain) @ up.T
+        cumulative = torch.special.ndtr(h)
+        y = h * cumulative @ down.T
+        dist.all_reduce(y, group=tp)
+        error = x + y - target
+        slope = cumulative + h * torch.exp(-h * h / 2) / math.sqrt(2 * math.pi)
+        d_y = 2 * error / error.numel()
+        d_h = d_y @ down * slope
+        d_x = d_h @ up
+        dist.all_reduce(d_x, group=tp)
+        pieces = [(d_x * x).sum(0), d_h.T @ x * gain, d_y.T @ (h * cumulative), error.square().mean()[None]]
+        flat = torch.cat([piece.flatten() for piece in pieces]) / nodes
+        dist.all_reduce(flat, group=dp)
+        for w, piece in zip((gain, up, down), flat.split([p.numel() for p in pieces]), strict=False):
+            w -= lr * piece.view_as(w)
+        losses.append(flat[-1])
+    return losses, dict(gain=gain, up=up, down=down)
 
 
-def _clips(tag: Tensor, fn: Callable, sizes: dict[str, int], bare: bool, limits: Sequence[float]) -> list[dict]:
-    """For each limit what one rank returns, and what has become of its gradients."""
-    import torch.distributed as dist
+RIGHT["hybrid_training"] = {
+    "backward by hand": backward_by_hand,
+    "groups by hand, tensors returned": {
+        MESH: "pass",
+        GROUPS: "lines = mesh_groups({'dp': nodes, 'tp': gpus_per_node})\n"
+            "made = {name: [dist.new_group(line) for line in some] for name, some in lines.items()}\n"
+            "groups = {'dp': made['dp'][gpu], 'tp': made['tp'][node]}",
+        RETURN: "return torch.tensor(losses), own",
+    },
+    "samples dealt like cards": f"{PART}  ->  x, target = x[node::nodes], target[node::nodes]",
+}
 
-    from course_utils import record
+# --- exercise 5: the norm of a mesh
 
+CUTS = (((4, 3), ("dp",)), ((5,), ("dp", "tp")), ((2, 6), ()), ((3,), ("tp",)))  # shape, dimensions with copies
+ROUNDS = 4  # of these kinds in each stage
+NORM_CASES = [
+    Case(math.prod(sizes.values()), named(sizes) + ", no gradients on the last stage" * bare, (sizes, bare), hint)
+    for sizes, bare, hint in (
+        ({"dp": 2, "tp": 2}, False, None), ({"pp": 2, "dp": 2, "tp": 2}, False, None),
+        ({"tp": 2, "dp": 3}, False, None), ({"pp": 2, "tp": 2}, True, "nothing"), ({"dp": 1}, False, None),
+    )
+]
+
+
+def place_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    return dict(zip(sizes, map(int, np.unravel_index(rank, tuple(sizes.values()))), strict=True))
+
+
+def held(rank: int, sizes: Mapping[str, int], bare: bool) -> list[tuple[Tensor, tuple[str, ...]]]:
+    """The gradients of a rank, each with the dimensions of its copies; with ``bare`` the last stage has none."""
+    place = place_of(rank, sizes)
+    stage = place.get("pp", 0)
+    if bare and stage == sizes.get("pp", 1) - 1:
+        return []
+    found = []
+    for i, (j, (shape, along)) in itertools.product(range(ROUNDS + stage), enumerate(CUTS)):
+        copies = tuple(name for name in along if name in sizes)
+        part = tuple(place.get(name, 0) for name in ("dp", "tp") if name not in copies)
+        generator = torch.Generator().manual_seed(hash((stage, i, j, *part)) % 2**31)
+        found.append((torch.randn(shape, generator=generator), copies))
+    return found
+
+
+def norm_of_all(sizes: Mapping[str, int], bare: bool) -> float:
+    """Of what all ranks hold; of copies the first one counts."""
+    squares = (
+        gradient.double().pow(2).sum().item()
+        for rank in range(math.prod(sizes.values())) for gradient, copies in held(rank, sizes, bare)
+        if all(place_of(rank, sizes)[name] == 0 for name in copies)
+    )  # fmt: skip
+    return math.sqrt(sum(squares))
+
+
+@exercise("Exercise 5", cases=NORM_CASES, explained=dict.fromkeys(("non-empty", "is empty"), "nothing"),
+          passed="the norm of the whole model on every rank, for one number each.")
+def clip_gradients(note, answer, sizes, bare):
+    n, own = dist.get_world_size(), held(dist.get_rank(), sizes, bare)
     mesh = dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    groups, results = {name: mesh.get_group(name) for name in sizes}, []
-    for limit in limits:
-        held = _held(dist.get_rank(), sizes, bare)
-        mine = [gradient for gradient, _ in held]
+    groups, norm = {name: mesh.get_group(name) for name in sizes}, norm_of_all(sizes, bare)
+    before, copies = [gradient for gradient, _ in own], [names for _, names in own]
+    results = []
+    for limit in (0.4 * norm, 2 * norm):
+        mine = [gradient.clone() for gradient in before]
         given = list(mine)
         with record() as ledger:
-            norm = fn(given, [copies for _, copies in held], groups, limit)
-        kept = len(given) == len(mine) and all(a is b for a, b in zip(given, mine, strict=True))
-        results.append({"norm": norm, "gradients": mine, "kept": kept, "ledger": ledger})
-    return results
+            got = answer(given, copies, groups, limit)
+        results.append((limit, got, mine, given, ledger))
+    for limit, got, mine, given, _ in results:
+        found = number(got.item() if isinstance(got, Tensor) and got.numel() == 1 else got)
+        if not note.holds(found is not None, "odd", f"the function returned {show(got)}."):
+            return
+        what = f"limit {limit:.3g}: the norm is {found:.6g}; expected {norm:.6g}."
+        note.holds(math.isclose(found, norm, rel_tol=1e-5), "value", what, ("norm", f"{found:.5g}"))
+        factor = min(1.0, limit / norm)
+        right = all(torch.allclose(a, factor * b, rtol=1e-5) for a, b in zip(mine, before, strict=True))
+        kept = list(map(id, given)) == list(map(id, mine))
+        note.holds(right or kept, "replaced", "some tensors of the list are others than before.")
+        scaled = float(mine[0].flatten()[0] / before[0].flatten()[0]) if mine else 1.0
+        what = f"limit {limit:.3g}: the gradients were multiplied by {scaled:.4g}; expected {factor:.4g}."
+        note.holds(right, "value", what, ("factor", f"{scaled:.4g}"))
+    for *_, ledger in results if n > 1 else []:
+        most = 2 if {entry.op for entry in ledger} == {"reduce", "broadcast"} else 1
+        note.sent(ledger, calls=(1, most), largest=8 * max(n, 4), too_large="too-many-bytes",
+                  too_many_calls="too-many-messages")
 
 
-@checked
-def clip_gradients(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(gradients, copies, groups, limit)``: the norm of the whole model, and gradients scaled in place."""
-    errors = dict.fromkeys(("non-empty", "is empty"), "nothing")
-    exercise = Exercise("Exercise 5", HINTS["clip_gradients"], timeout, explained=errors)
-    for sizes, bare, fallback in _NORM_CASES:
-        n = math.prod(sizes.values())
-        held = [_held(rank, sizes, bare) for rank in range(n)]
-        norm = _model_norm(held, sizes, 0, 0)
-        limits, name = (0.4 * norm, 2 * norm), _named(sizes) + ", no gradients on the last stage" * bare
-        outcomes = exercise.run(_clips, [torch.zeros(1)] * n, fn, sizes, bare, limits, case=name, fallback=fallback)
-        case = exercise.case
-        for i, limit in enumerate(limits):
-            exercise.case = f"{case}, limit {limit:.3g}"
-            _judge_clipping(exercise, [outcome.result[i] for outcome in outcomes], held, sizes, norm, limit)
-    exercise.passed("the norm of the whole model on every rank, for one number each.")
+START = "total = torch.zeros((), dtype=torch.float64)"
+ADD = "total += gradient.double().pow(2).sum() / count"
+ALL_REDUCE = "dist.all_reduce(total)"
+SCALE = """for gradient in gradients:
+            gradient *= limit / norm"""
+
+MISTAKES["clip_gradients"] = {
+    "no-grad": ("""That is the norm of nothing. If you use clip_grad_norm_: it takes parameters and reads their .grad,
+        but the list here holds the gradients themselves.""",
+            f"{START}  ->  return torch.nn.utils.clip_grad_norm_(gradients, limit)\n{START}"),
+    "norm-divided": ("""A tensor's norm was divided by its number of copies before it was squared. That is not the same
+        as dividing its square.""", "/ count  ->  / count**2"),
+    "own": ("That is the norm of this rank's tensors alone.", f"{ALL_REDUCE}  ->  dist.all_reduce(total.clone())"),
+    "twice": ("Tensors that several ranks hold alike are counted several times. Each counts once.", " / count  ->  "),
+    "one-group": ("That is the norm of what one group holds. Other stages, and other shards, belong to the model too.",
+            [f'{ALL_REDUCE}  ->  dist.all_reduce(total, group=groups.get("{name}"))' for name in ("tp", "dp")]),
+    "per-stage": ("""That is the norm of one pipeline stage, so each stage would scale by another factor. The layers of
+        the other stages belong to the model too.""",
+            f'{ALL_REDUCE}  ->  stages = groups["pp"].size() if "pp" in groups else 1\n'
+            "stage, _ = dist.new_subgroups(dist.get_world_size() // stages)\ndist.all_reduce(total, group=stage)"),
+    "sum-of-norms": ("Norms do not add up, their squares do.",
+            {ALL_REDUCE: f"total = total.sqrt()\n{ALL_REDUCE}", "total.sqrt().item()": "total.item()"}),
+    "squared": ("That is the square of the norm.", "total.sqrt().item()  ->  total.item()"),
+    "shards-lost": ("Tensors that are cut were left out on some ranks. Only copies must not count twice.",
+            {ADD: 'if all(dist.get_rank(group) == 0 for name, group in groups.items() if name in ("dp", "tp")):\n'
+                  "    total += gradient.double().pow(2).sum()"}),
+    "nothing": ("A rank without any gradient still takes part in the sum: the others wait for it.",
+            [f"{START}  ->  if not gradients:\n    return 0.0\n{START}",
+             f"{ALL_REDUCE}  ->  torch.stack([g.sum() for g in gradients])\n{ALL_REDUCE}"]),
+    "not-clipped": ("The norm is right and larger than the limit, but the gradients have not changed.",
+            "if norm > limit:  ->  if False:"),
+    "always": ("The norm is right and below the limit. Then nothing is scaled.", "if norm > limit:  ->  if True:"),
+    "own-scale": ("The norm is right, but this rank scaled by another factor. All ranks need the same.",
+            {"if norm > limit:": "own = sum(g.double().pow(2).sum().item() for g in gradients) ** 0.5\nif own > limit:",
+             "limit / norm": "limit / own"}),
+    "replaced": ("""The norm is right, but the list now holds other tensors. The tensors that were given have to change:
+        they are what the optimizer sees.""",
+            {SCALE: "gradients[:] = [gradient * (limit / norm) for gradient in gradients]"}),
+    "too-many-bytes": ("The norm is right, but more travels than one number from each rank, which is enough.",
+            f"{ALL_REDUCE}  ->  {ALL_REDUCE}\ndist.all_reduce(torch.zeros(1000))"),
+    "too-many-messages": ("""The norm is right, but one sum over all ranks at once is enough: not one for each tensor,
+        nor one for each dimension.""",
+            f"{ALL_REDUCE}  ->  for group in groups.values():\n    dist.all_reduce(total, group=group)"),
+}
 
 
-def _judge_clipping(
-    exercise: Exercise, results: list[dict], held: list[Held], sizes: Mapping[str, int], norm: float, limit: float
-) -> None:
-    """Refuse other norms, then other gradients, then more messages than one sum over all ranks takes."""
-    norms = [_one_number(result["norm"]) for result in results]
-    for rank, got in exercise.each(norms):
-        exercise.require(got is not None, "number", f"the function returned {show(results[rank]['norm'])}.")
-        if not math.isclose(got, norm, rel_tol=1e-5):
-            key = exercise.fallback or _norm_slip(norms, held, sizes, rank, limit)
-            exercise.refuse(key, f"the norm is {got:.6g}; expected {norm:.6g}.")
-    for rank, result in exercise.each(results):
-        _scaled(exercise, result, [g for g, _ in held[rank]], norm, limit)
-    keys = {"too-large": "too-many-bytes", "too-many-calls": "too-many-messages"}
-    for _, result in exercise.each(results):
-        most = 2 if {entry.op for entry in result["ledger"]} == {"reduce", "broadcast"} else 1
-        exercise.audit(result["ledger"], calls=(1, most), largest=8 * max(len(results), 4), keys=keys)
+def gathered_in_numpy(gradients, copies, groups, limit):
+    """Every rank gets the squares of all, and adds them up itself."""
+    first = [all(dist.get_rank(groups[name]) == 0 for name in names) for names in copies]
+    own = sum(
+        np.square(g.numpy().astype(np.float64)).sum() for g, counts in zip(gradients, first, strict=True) if counts
+    )
+    squares = torch.empty(dist.get_world_size(), dtype=torch.float64)
+    dist.all_gather_into_tensor(squares, torch.tensor([own], dtype=torch.float64))
+    norm = np.sqrt(squares.numpy().sum())
+    for gradient in gradients:
+        array = gradient.numpy()
+        np.multiply(array, min(1, limit / norm), out=array)
+    return norm
 
 
-def _one_number(value: Any) -> float | None:
-    return number(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
-
-
-def _scaled(exercise: Exercise, result: dict, before: list[Tensor], norm: float, limit: float) -> None:
-    """Refuse gradients that are not those before times the factor that all ranks need."""
-    after, factor = result["gradients"], min(1.0, limit / norm)
-    if all(torch.allclose(a, factor * b, rtol=1e-5) for a, b in zip(after, before, strict=True)):
-        return
-    exercise.require(result["kept"], "replaced", "some tensors of the list are others than before.")
-    ratios = torch.cat([(a / b).flatten() for a, b in zip(after, before, strict=True)])
-    got, own = float(ratios[0]), min(1.0, limit / math.sqrt(sum(map(_square, before))))
-    slips = (("always", limit / norm), ("not-clipped", 1.0), ("own-scale", own))
-    alike = (key for key, wrong in slips if torch.allclose(ratios, torch.tensor(wrong), rtol=1e-5))
-    exercise.refuse(next(alike, "scale"), f"the gradients were multiplied by {got:.4g}; expected {factor:.4g}.")
-
-
-# ------------------------------------------------------------------------------------------------ on paper
-
-
-def _whole_microbatches(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch) -> bool:
-    return batch % (dp * microbatch) == 0 and layers % pp == 0
-
-
-@paper_problem(
-    "Exercise 2",
-    cases=[
-        (80, 8192, 8192, 70.6e9, 8, 4, 2, 128, 1), (32, 4096, 2048, 6.7e9, 4, 4, 8, 256, 2),
-        (96, 12288, 2048, 174.6e9, 8, 8, 16, 1536, 1), (32, 4096, 4096, 6.7e9, 1, 8, 4, 64, 1),
-        (40, 5120, 2048, 13e9, 2, 1, 4, 48, 3), (48, 8192, 2048, 39.1e9, 8, 4, 1, 64, 2),
-    ],
-    slips={
-        "fraction": "100 * (pp - 1)  ->  (pp - 1)",
-        "of-ideal": "(m + pp - 1)  ->  m",
-        "microbatches": [
-            "batch / (dp * microbatch)  ->  batch / microbatch", "batch / (dp * microbatch)  ->  batch / dp",
-            "batch / (dp * microbatch)  ->  batch",
-        ],
-        "forward-only": ["layers / pp * 4  ->  layers / pp * 2", "layers / pp * 4  ->  layers / pp"],
-        "all-reduce": [
-            "2 * (n - 1) / n  ->  (n - 1) / n", "2 * (n - 1) / n  ->  2 * (n > 1)", "2 * (n - 1) / n  ->  (n > 1)",
-            "ring(dp)  ->  ring(dp) / 2", "ring(dp)  ->  (dp > 1)",
-        ],
-        "one-stage": " if pp > 1 else 0  ->  ",
-        "part-sent": "2 * activation  ->  2 * activation / tp",
-        "mean-stage": "2 * activation  ->  2 * activation * (pp - 1) / pp",
-        "all-layers": "layers / pp  ->  layers",
-        "one-microbatch": "return 100  ->  tensor, pipeline = tensor / m, pipeline / m\nreturn 100",
-        "one-way": "2 * activation  ->  activation",
-        "whole-model": [
-            "/ (tp * pp)  ->  ", "/ (tp * pp)  ->  / pp", "/ (tp * pp)  ->  / tp",
-        ],
-        "data-microbatches": "data / 1e9  ->  m * data / 1e9",
-        "bytes": ["width = 2  ->  width = 1", "width = 2  ->  width = 4", "width * parameters  ->  4 * parameters"],
-        "gigabytes": [
-            {"tensor / 1e9, pipeline / 1e9, data / 1e9": f"tensor / {unit}, pipeline / {unit}, data / {unit}"}
-            for unit in ("1", "1e6", "2**30")
-        ],
-        "layers-in-pipeline": "2 * activation  ->  2 * activation * layers / pp",
+RIGHT["clip_gradients"] = {
+    "gathered, in NumPy": gathered_in_numpy,
+    "reduced to one rank, in single precision, a tensor": {
+        START: "total = torch.tensor(0.0)", ADD: "total += (gradient**2).sum() / count",
+        ALL_REDUCE: "dist.reduce(total, 0)\ndist.broadcast(total, 0)", "return norm": "return torch.tensor([norm])",
+        SCALE: "torch._foreach_mul_(gradients, limit / norm) if gradients else None",
     },
-    units=["% bubble", "GB tensor", "GB pipeline", "GB data"],
-    hints=HINTS["traffic"],
-    allowed=_whole_microbatches,
+}
+
+# --- exercise 6: legality
+
+MACHINE = "DGX H100"
+LAYOUTS: tuple[tuple[str, int, Layout, int, str], ...] = (  # model, GPUs, layout, batch, hint if it fails
+    ("Llama 3 70B", 64, Layout(8, 4, 2), 128, "legal"),
+    ("Llama 3 405B", 1024, Layout(8, 16, 8), 128, "around"),
+    ("Llama 3 70B", 64, Layout(8, 4, 4), 128, "gpus"),
+    ("Llama 3 405B", 16384, Layout(8, 16, 4, cp=16), 2048, "gpus"),
+    ("Llama 3 405B", 16384, Layout(8, 16, 8, cp=16), 2048, "gpus"),
+    ("Megatron 145.6B", 64, Layout(16, 2, 2), 64, "slow"),
+    ("Megatron 18.4B", 64, Layout(32, 1, 2), 64, "heads"),
+    ("Llama 3 70B", 64, Layout(16, 2, 2), 128, "heads"),
+    ("Llama 3 70B", 96, Layout(8, 12, 1, zero=0), 120, "layers"),
+    ("Llama 3 70B", 64, Layout(8, 4, 2, virtual=3), 128, "layers"),
+    ("Llama 3 70B", 64, Layout(4, 4, 4), 66, "batch"),
+    ("Llama 3 70B", 64, Layout(4, 4, 4, microbatch=4), 72, "batch"),
+    ("Llama 3 70B", 64, Layout(16, 3, 2), 35, "all-reasons"),
+    ("Llama 3 70B", 64, Layout(8, 4, 2), 20, "interleaving-always"),
+    ("Llama 3 405B", 16384, Layout(8, 16, 8, cp=16), 64, "context-batch"),
+    ("Llama 3 70B", 64, Layout(8, 4, 2, virtual=2), 20, "interleaving"),
+    ("Llama 3 70B", 64, Layout(8, 4, 2, virtual=2), 21, "interleaving-last"),
+    ("Llama 3 70B", 64, Layout(8, 1, 8, virtual=2, zero=1), 128, "interleaving"),
+    ("Llama 3 70B", 64, Layout(1, 6, 8, zero=0), 128, "memory-last"),
+    ("Llama 3 70B", 64, Layout(8, 1, 8, zero=0), 128, "memory"),
+    ("Llama 3 70B", 64, Layout(8, 1, 8, zero=1), 128, "zero"),
+    ("Llama 3 70B", 64, Layout(1, 1, 64, zero=1), 128, "memory"),
+    ("Llama 3 70B", 64, Layout(1, 1, 64, zero=3), 128, "zero"),
+    ("Llama 3 70B", 64, Layout(4, 1, 16, zero=1), 128, "zero-ranks"),
+    ("Llama 3 70B", 64, Layout(4, 1, 4, cp=4, zero=2), 8, "zero"),
 )
-def traffic(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch):
-    """Check ``fn(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch)``: bubble, and GB of a GPU."""
-
-    def ring(n):
-        return 2 * (n - 1) / n
-
-    width = 2
-    m = batch / (dp * microbatch)
-    activation = width * microbatch * length * hidden
-    tensor = m * layers / pp * 4 * ring(tp) * activation
-    pipeline = m * 2 * activation if pp > 1 else 0
-    data = ring(dp) * width * parameters / (tp * pp)
-    return 100 * (pp - 1) / (m + pp - 1), tensor / 1e9, pipeline / 1e9, data / 1e9
+WORDS = {"gpus", "heads", "layers", "batch", "interleaving", "memory"}
 
 
-# ------------------------------------------------------------------------------------------------ legality
+def described(name: str, gpus: int, layout: Layout, batch: int) -> str:
+    more = [f"{k} {getattr(layout, k)}" for k in ("cp", "microbatch", "virtual", "zero") if getattr(layout, k) != 1]
+    return f"{name} on {gpus} GPUs, {', '.join([str(layout), *more])}, batch {batch}"
 
 
-def _layout(tp: int = 8, pp: int = 4, dp: int = 2, **more: Any) -> planner.Layout:
-    return planner.Layout(tp, pp, dp, **more)
-
-
-_MACHINE = "DGX H100"
-_LAYOUTS: tuple[tuple[str, int, planner.Layout, int, str], ...] = (  # model, GPUs, layout, batch, hint if it fails
-    ("Llama 3 70B", 64, _layout(8, 4, 2), 128, "legal"),
-    ("Llama 3 70B", 64, _layout(8, 4, 4), 128, "gpus"),
-    ("Llama 3 405B", 16384, _layout(8, 16, 4, cp=16), 2048, "gpus"),
-    ("Llama 3 405B", 16384, _layout(8, 16, 8, cp=16), 2048, "gpus"),
-    ("Megatron 18.4B", 64, _layout(32, 1, 2, recompute="full"), 64, "heads"),
-    ("Llama 3 70B", 64, _layout(16, 2, 2), 128, "heads"),
-    ("Megatron 145.6B", 64, _layout(16, 2, 2), 64, "slow"),
-    ("Llama 3 70B", 96, _layout(8, 12, 1, zero=0), 120, "layers"),
-    ("Llama 3 70B", 64, _layout(8, 4, 2, virtual=3), 128, "layers"),
-    ("Llama 3 405B", 1024, _layout(8, 16, 8), 128, "around"),
-    ("Llama 3 70B", 64, _layout(4, 4, 4), 66, "batch"),
-    ("Llama 3 70B", 64, _layout(4, 4, 4, microbatch=4), 72, "batch"),
-    ("Llama 3 70B", 64, _layout(8, 4, 2, virtual=2), 20, "interleaving"),
-    ("Llama 3 70B", 64, _layout(8, 4, 2), 20, "interleaving-always"),
-    ("Llama 3 70B", 64, _layout(8, 1, 8, zero=0), 128, "memory"),
-    ("Llama 3 70B", 64, _layout(8, 1, 8, zero=1), 128, "zero"),
-    ("Llama 3 70B", 64, _layout(1, 1, 64, zero=1), 128, "memory"),
-    ("Llama 3 70B", 64, _layout(1, 1, 64, zero=3), 128, "zero"),
-    ("Llama 3 70B", 64, _layout(1, 6, 8, zero=0), 128, "layers"),
-    ("Llama 3 70B", 64, _layout(16, 3, 2), 35, "all-reasons"),
-    ("Llama 3 405B", 16384, _layout(8, 16, 8, cp=16), 64, "context-batch"),
-    ("Llama 3 70B", 64, _layout(8, 4, 2, virtual=2), 21, "interleaving-last"),
-    ("Llama 3 70B", 64, _layout(4, 1, 16, zero=1), 128, "zero-ranks"),
-    ("Llama 3 70B", 64, _layout(4, 1, 4, cp=4, zero=2), 8, "zero"),
-    ("Llama 3 70B", 64, _layout(8, 1, 8, virtual=2, zero=1), 128, "interleaving"),
-)
-_WORDS = {"gpus", "heads", "layers", "batch", "interleaving", "memory"}
-
-
-def _reasons(model: TransformerConfig, cluster: planner.GpuCluster, layout: planner.Layout, batch: int) -> set[str]:
+def words_against(model: TransformerConfig, cluster: planner.GpuCluster, layout: Layout, batch: int) -> set[str]:
     """The words for what speaks against a layout; memory only where nothing else does."""
-    kinds = {kind for kind, _ in broken_rules(model, cluster, layout, batch)}
+    kinds = {kind for kind, _ in planner.broken_rules(model, cluster, layout, batch)}
     return kinds or ({"memory"} if planner.reasons_against(model, cluster, layout, batch) else set())
 
 
-@checked
-def why_not(fn: Callable) -> None:
-    """Check ``fn(model, cluster, layout, batch)``: those of `planner.reasons_against`, one word each, as a set."""
-    exercise = Exercise("Exercise 6", HINTS["why_not"])
-    for name, gpus, layout, batch, key in _LAYOUTS:
-        model, cluster = PUBLISHED[name], planner.cluster(_MACHINE, gpus)
-        own = ("cp", "microbatch", "virtual", "zero")
-        more = [f"{k} {getattr(layout, k)}" for k in own if getattr(layout, k) != 1]
-        exercise.case = f"{name} on {gpus} GPUs, {', '.join([str(layout), *more])}, batch {batch}"
-        got, right = exercise.call(fn, model, cluster, layout, batch), _reasons(model, cluster, layout, batch)
-        form = isinstance(got, (set, frozenset)) and got <= _WORDS
-        exercise.require(form, "form", f"the function returned {str(got)[:100]}.")
-        if got != right:
-            texts = "; ".join(planner.reasons_against(model, cluster, layout, batch)) or "nothing speaks against it"
-            expected, found = (" and ".join(sorted(words)) or "no reason" for words in (right, got))
-            key = _slip_of_reasons(got, right, key, far=layout.tp > cluster.per_node)
-            exercise.refuse(key, f"expected {expected}, got {found}. The planner: {texts}.")
-    print(f"Exercise 6 passed: {len(_LAYOUTS)} layouts, with the reasons of the planner.")
+@exercise("Exercise 6", cases=[(0, described(*case), *case, key) for *case, key in LAYOUTS],
+          passed=f": {len(LAYOUTS)} layouts, with the reasons of the planner.")
+def why_not(note, answer, name, gpus, layout, batch, key):
+    case = PUBLISHED[name], planner.cluster(MACHINE, gpus), layout, batch
+    got, right = answer(*case), words_against(*case)
+    form = isinstance(got, set | frozenset) and got <= WORDS
+    if note.holds(form, "odd", f"the function returned {str(got)[:100]}."):
+        texts = "; ".join(planner.reasons_against(*case)) or "nothing speaks against it"
+        expected, found = (" and ".join(sorted(words)) or "no reason" for words in (right, got))
+        key = "all-reasons" if got and got < right else "around" if "layers" in got - right else key
+        note.holds(got == right, key, f"expected {expected}, got {found}. The planner: {texts}.")
 
 
-def _slip_of_reasons(got: set[str], right: set[str], key: str, far: bool) -> str:
-    """The hint for wrong reasons, by default that of the layout; ``far`` if tensor parallelism leaves a node."""
-    surplus = got - right
-    if got and got < right:
-        return "all-reasons"
-    if surplus == {"memory"} and (right or far):
-        return "memory-last" if right else "legal"
-    if surplus and far:
-        return "slow"
-    return "around" if "layers" in surplus else key
+INTERLEAVING = "layout.virtual > 1 and (pp == 1 or not rest and count % pp)"
+
+MISTAKES["why_not"] = {
+    "odd": ("Return a set of words, empty if the layout can run: gpus, heads, layers, batch, interleaving, memory.",
+            ["return words  ->  return {f'too many {word}' for word in words} or {'legal'}",
+             "return words  ->  return list(words)"]),
+    "legal": ("""This layout can run. Look at the condition that gives your word; the states of a rank are those of
+        1/(tp · pp) of the parameters.""", "model.parameter_count / (tp * pp)  ->  model.parameter_count"),
+    "gpus": ("The product of all degrees has to be the number of GPUs. Context parallelism is one of them.",
+            " * layout.cp != cluster.gpus  ->  != cluster.gpus"),
+    "heads": ("tp has to divide the query heads, the key-value heads and the width of the MLP.",
+            " or model.kv_heads % tp  ->  "),
+    "slow": ("""One of these words is no reason here. Tensor parallelism over several nodes is slow, and the planner
+        says how slow, but nothing forbids it.""",
+            "if model.heads % tp  ->  if tp > cluster.per_node or model.heads % tp"),
+    "layers": ("Each of the pp · virtual chunks gets the same number of layers.",
+            "layout.pp * layout.virtual  ->  layout.pp"),
+    "around": ("""The layers are no reason here: they divide into pp · virtual chunks, or they do with embedding and
+        head as a layer each.""", " and (model.layers + 2) % chunks  ->  "),
+    "batch": ("Each replica needs a whole number of micro-batches: dp · microbatch divides the batch.",
+            "dp * layout.microbatch  ->  dp"),
+    "context-batch": ("Ranks along cp share the sequences of one replica, so cp plays no part in dividing the batch.",
+            "dp * layout.microbatch  ->  dp * layout.cp * layout.microbatch"),
+    "interleaving": ("""With virtual stages there has to be a pipeline, and in Megatron-LM's schedule the micro-batches
+        of a replica come in groups of pp.""",
+            [f"{INTERLEAVING}  ->  False", "pp == 1 or not rest and count % pp  ->  not rest and count % pp"]),
+    "interleaving-always": ("Plain 1F1B takes any number of micro-batches; only virtual stages need a multiple of pp.",
+            f"{INTERLEAVING}  ->  not rest and count % pp"),
+    "interleaving-last": ("""The batch does not divide, so there is no number of micro-batches to look at: that is one
+        reason, not two.""", "not rest and count % pp  ->  count % pp"),
+    "memory": ("""The model states of a rank are more than its GPU has. A rank has 1/(tp · pp) of the parameters, and 16
+        bytes for each of them before ZeRO divides.""", "if not words and states.total  ->  if False and states.total"),
+    "memory-last": ("What cannot be cut needs no look at the memory: name it only where nothing else is wrong.",
+            "if not words and states.total  ->  if states.total"),
+    "zero": ("""ZeRO divides states among the dp · cp ranks that hold the same parameters: stage 1 the optimizer's, 2
+        the gradients too, 3 all. With it this layout fits.""",
+            ["stage=layout.zero  ->  stage=0", "ranks = dp * layout.cp  ->  ranks = dp"]),
+    "zero-ranks": ("""ZeRO divides among the ranks of dp and cp alone, because what tp and pp divide is divided already.
+        So the states are too much for this GPU.""", "ranks = dp * layout.cp  ->  ranks = cluster.gpus"),
+    "all-reasons": ("That is not every reason. Name all of them.", "return words  ->  return set(sorted(words)[:1])"),
+}
 
 
-# ------------------------------------------------------------------------------------------------ the puzzle
+def a_table_of_conditions(model, cluster, layout, batch):
+    """The states by hand: 2 bytes for weights, 2 for gradients and 12 for the optimizer."""
+    replicas, share = layout.dp * layout.cp, model.parameter_count / layout.tp / layout.pp
+    bytes_each = sum(b / (replicas if layout.zero >= stage else 1) for stage, b in ((3, 2), (2, 2), (1, 12)))
+    microbatches = batch / layout.dp / layout.microbatch
+    chunks = layout.pp * layout.virtual
+    found = {
+        "gpus": math.prod((layout.tp, layout.pp, layout.dp, layout.cp)) != cluster.gpus,
+        "heads": math.gcd(model.heads, model.kv_heads, model.ffn) % layout.tp > 0,
+        "layers": 0 not in (model.layers % chunks, (model.layers + 2) % chunks),
+        "batch": not microbatches.is_integer(),
+        "interleaving": layout.virtual > 1 and (layout.pp == 1 or microbatches % layout.pp in range(1, layout.pp)),
+    }
+    words = {word for word, holds in found.items() if holds}
+    return frozenset(words or {"memory"} if share * bytes_each > cluster.card.memory_bytes else words)
 
-PUZZLE = ("Llama 3 70B", _MACHINE, 64, 128)  # model, machine, GPUs, sequences in a batch
+
+RIGHT["why_not"] = {
+    "a table of conditions": a_table_of_conditions,
+    "a float": {"count, rest = divmod(batch, dp * layout.microbatch)": "count = batch / (dp * layout.microbatch)\n"
+        "rest = count % 1"},
+}
+
+# --- exercise 7: the puzzle
+
+PUZZLE = (PUBLISHED["Llama 3 70B"], planner.cluster(MACHINE, 64))
+SEQUENCES = 128
 LIMIT, SHARE = 72e9, 1.05  # bytes on the fullest GPU, and time against the best
-_GIVEN = ("cp", "precision", "sequence_parallel", "overlap")
+GIVEN = ("cp", "precision", "sequence_parallel", "overlap")
 
 
 @checked
 def plan_70b(fn: Callable) -> None:
-    """Check ``fn()``: a layout that fits, and is nearly as fast as the planner's best that does."""
-    exercise = Exercise("Exercise 7", HINTS["plan_70b"])
+    """A layout that fits, and is nearly as fast as the planner's best that does."""
+    run = Exercise("Exercise 7", hints_of(MISTAKES["plan_70b"]))
     with patch.object(planner, "search", wraps=planner.search) as search:
-        got = exercise.call(fn)
-    exercise.require(isinstance(got, planner.Layout), "form", f"the function returned {str(got)[:100]}.")
-    exercise.require(not search.called, "search", "the function calls planner.search.")
-    changed = [name for name in _GIVEN if getattr(got, name) != getattr(planner.Layout(), name)]
-    exercise.require(not changed, "rules", f"the layout changes {', '.join(changed)}.")
-    name, machine, gpus, batch = PUZZLE
-    model, cluster = PUBLISHED[name], planner.cluster(machine, gpus)
-    against = planner.reasons_against(model, cluster, got, batch)
-    full = not [kind for kind, _ in broken_rules(model, cluster, got, batch)]
-    exercise.require(not against, "memory" if full else "illegal", f"it cannot run: {'; '.join(against)}.")
-    mine, best = planner.plan(model, cluster, got, batch), best_70b()
+        got = run.call(fn)
+    run.require(isinstance(got, Layout), "form", f"the function returned {str(got)[:100]}.")
+    run.require(not search.called, "search", "the function calls planner.search.")
+    changed = [name for name in GIVEN if getattr(got, name) != getattr(Layout(), name)]
+    run.require(not changed, "rules", f"the layout changes {', '.join(changed)}.")
+    against = planner.reasons_against(*PUZZLE, got, SEQUENCES)
+    full = words_against(*PUZZLE, got, SEQUENCES) == {"memory"}
+    run.require(not against, "memory" if full else "illegal", f"it cannot run: {'; '.join(against)}.")
+    mine, found = planner.plan(*PUZZLE, got, SEQUENCES), planner.search(*PUZZLE, SEQUENCES, cp=1)
+    best = next(each for each in found.plans if each.memory.total <= LIMIT)
     held = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in mine.memory.parts().items())
     what = f"the fullest GPU holds {mine.memory.total / 1e9:.1f} GB; the target is {LIMIT / 1e9:.0f} GB. In GB: {held}."
-    exercise.require(mine.memory.total <= LIMIT, "memory", what)
+    run.require(mine.memory.total <= LIMIT, "memory", what)
     over = mine.seconds / best.seconds
-    if over > SHARE:
-        rows = [f"{part:9} {mine.parts()[part]:7.2f} s   best {best.parts()[part]:7.2f} s" for part in planner.PARTS]
-        what = f"the step takes {mine.seconds:.2f} s; the target is {SHARE * best.seconds:.2f} s."
-        exercise.refuse(_dearest(mine, best), "\n".join([f"{what}\n", *rows]))
+    rows = [f"{part:9} {mine.parts()[part]:7.2f} s   best {best.parts()[part]:7.2f} s" for part in planner.PARTS]
+    what = f"the step takes {mine.seconds:.2f} s; the target is {SHARE * best.seconds:.2f} s."
+    dearest = max(("compute", "tensor", "bubble"), key=lambda part: mine.parts()[part] - best.parts()[part])
+    run.require(over <= SHARE, dearest, "\n".join([f"{what}\n", *rows]))
     print(
         f"Exercise 7 passed: {got}, {mine.seconds:.2f} s a step, {100 * (over - 1):.1f} % above the best; "
         f"{mine.memory.total / 1e9:.1f} GB, {mine.model_tflops:.0f} TFLOP/s a GPU."
     )
 
 
-def best_70b() -> planner.Plan:
-    """The planner's fastest layout for the puzzle that keeps to its rules."""
-    name, machine, gpus, batch = PUZZLE
-    found = planner.search(PUBLISHED[name], planner.cluster(machine, gpus), batch, cp=1)
-    return next(each for each in found.plans if each.memory.total <= LIMIT)
+DEGREES, MORE = "tp=4, pp=1, dp=16", 'zero=3, recompute="none"'
 
-
-def _dearest(mine: planner.Plan, best: planner.Plan) -> str:
-    """The part with the most seconds above the best plan's."""
-    excess = {part: mine.parts()[part] - best.parts()[part] for part in HINTS["plan_70b"] if part in planner.PARTS}
-    return max(excess, key=excess.get)
+MISTAKES["plan_70b"] = {
+    "form": ("Return a planner.Layout, such as Layout(tp=8, pp=4, dp=2).",
+            f"planner.Layout({DEGREES}, {MORE})  ->  4, 1, 16"),
+    "search": ("""planner.search found it for you. Here you are the one to search, with plan and one layout after the
+        other.""", "return planner.Layout(  ->  run = planner.fitted_runs()[0]\n"
+            "planner.search(*planner.plan_inputs(run)[:2], run.batch, tp=1)\nreturn planner.Layout("),
+    "illegal": ("This layout cannot run at all; the reasons are those of planner.reasons_against.",
+            f"{DEGREES}  ->  tp=8, pp=4, dp=1"),
+    "rules": ("cp, precision, sequence_parallel and overlap stay as they are: they are not in the list.",
+            f"{DEGREES}  ->  tp=1, pp=2, dp=8, cp=4"),
+    "memory": ("""The fullest GPU holds too much. What takes most? States shrink with ZeRO and with tp · pp, activations
+        with tp and with recomputation.""",
+            [f"{MORE}  ->  zero=0", {DEGREES: "tp=4, pp=2, dp=8", MORE: 'zero=1, recompute="selective"'}]),
+    "compute": ("""Compute takes the most time that could be saved. With recomputation, backward computes parts of
+        forward again to save memory.""", {DEGREES: "tp=1, pp=1, dp=64", '"none"': '"full"'}),
+    "tensor": ("Tensor parallelism takes the most time that could be saved: its communication is not hidden.",
+            f"{DEGREES}  ->  tp=8, pp=1, dp=8"),
+    "bubble": ("""The bubble takes the most time that could be saved: GPUs wait for the first micro-batches, and after
+        the last.""", {DEGREES: "tp=4, pp=4, dp=4", MORE: 'zero=1, recompute="selective"'}),
+}
+RIGHT["plan_70b"] = {
+    "some recomputation": '"none"  ->  "selective"',
+    "a pipeline with virtual stages": {DEGREES: "tp=4, pp=4, dp=4, virtual=10", MORE: 'zero=1, recompute="selective"'},
+}
