@@ -1,658 +1,701 @@
-"""Checks of the exercises on data loading with FFCV.
+"""The exercises on data loading: what an answer must give or keep to, and the usual mistakes with their hints.
 
-Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
-and raises :class:`CheckFailed` with a hint if not. Files are read through an object that counts every byte; orders and
-shards are judged by what they promise, so that any with the property passes; the training jobs run on a clock of their
-own, so that no machine is too busy for them.
+Files are read through an object that counts every byte; orders and shards are judged by what they promise, so that any
+with the property passes; the training jobs run on a clock of their own, so that no machine is too busy for them.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from course_utils.check import (
-    TIMEOUT,
-    CheckFailed,
-    Exercise,
-    checked,
-    load_hints,
-    number,
-    paper_problem,
-    whole_number,
-)
-from course_utils.check.edits import edited_function
-from course_utils.check.limits import Endless, limited
-from course_utils.torch_internals import default_store
+from course_utils import record
+from course_utils.check import Case, CheckFailed, exercise, number, paper, whole_number
 
-from .beton import (
-    CUSTOM,
-    DESCRIPTOR,
-    FLOAT,
-    HEADER,
-    IMAGE,
-    INT,
-    PAGE,
-    ROWS,
-    Reads,
-    beton,
-    counted_file,
-    own_file,
-    pictures,
-)
-from .jobs import HIDDEN, JOBS, MEASURED, PLANS, STAGES, Job, Plan, steady
-from .orders import SEEDS, OrderCase, by_page, hit_rate, in_memory, open_in_window, order_cases
+from . import answers
+from .beton import CUSTOM, FLOAT, IMAGE, INT, PAGE, CountedFile, beton, own_file, pictures, row_type
+from .ffcv.by_hand import FIELD, HEADER
+from .jobs import HIDDEN, JOBS, PLANS, STAGES, Job
+from .orders import by_page, hit_rate, in_memory
 
 __all__ = [
-    "HINTS", "JOBS", "STAGES", "Job", "find_bottleneck", "hit_rate", "imagenet_epoch", "own_file", "quasi_random",
-    "read_header", "read_sample", "shard", "text_rows",
+    "JOBS", "MISTAKES", "RIGHT", "STAGES", "Job", "find_bottleneck", "hit_rate", "imagenet_epoch", "own_file",
+    "quasi_random", "read_header", "read_sample", "shard", "text_rows",
 ]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
+
+READ = "{number:,.0f} bytes were read, {most:,.0f} do."
 
 
-def _shown(value: Any) -> str:
-    """What a value is, in one line: type, shape and dtype of an array, else its beginning as text."""
-    if getattr(value, "shape", None) is not None and getattr(value, "dtype", None) is not None:
-        return f"{type(value).__name__} of shape {tuple(value.shape)}, dtype {value.dtype}"
+def shown(value: Any) -> str:
+    """The beginning of a value's text."""
     text = " ".join(str(value).split())
-    return text if len(text) <= 100 else f"{text[:100]} …"
+    return f"{type(value).__name__} {text}" if len(text) <= 100 else f"{type(value).__name__} {text[:100]} …"
 
 
-# ------------------------------------------------------------------------------------------------ files that count
+# --- exercise 1: the header
+
+TWO = [("image", IMAGE), ("label", INT)]
 
 
-def _asked(exercise: Exercise, fn: Callable, file: Any, reads: Reads, *args: Any) -> Any:
-    """The result of ``fn(file, *args)``; refuses an answer that fails because it asks for a descriptor."""
-    try:
-        return exercise.call(fn, file, *args)
-    except CheckFailed:
-        exercise.require(not reads.wanted_descriptor, "no-descriptor", "the function wants a file descriptor.")
-        raise
+def header(name: str, hint: str | None = None, begin: int = 0, **other: Any) -> Case:
+    """A case with a header in which some things are other than usual."""
+    usual = {"version": 2, "page_size": 1 << 23, "samples": 50_000, "table": 3 * PAGE, "fields": TWO}
+    return Case(0, name, (usual | other, begin), hint)
 
 
-def _thrifty(
-    exercise: Exercise, read: int, content: bytes, enough: int, slack: int = 0, rows: float = math.inf
-) -> None:
-    """Refuse an answer that has read the whole file, as much as all rows have, or more than ``enough`` bytes."""
-    what = f"{read:,} bytes were read, {enough:,} do; the file has {len(content):,}."
-    exercise.require(read < 0.9 * len(content), "whole-file", what)
-    exercise.require(read < rows, "all-rows", what)
-    exercise.require(read <= enough + slack, "too-many-bytes", what)
+@exercise("Exercise 1", passed="with 24 bytes and 1041 for each field, however large the file is.", cases=[
+    header("fields image and label"),
+    header("one field", fields=[("label", INT)], page_size=PAGE, samples=77),
+    header("five fields", table=170 << 30, fields=[*TWO, ("boxes", CUSTOM), ("x", FLOAT), ("caption", 3)]),
+    header("a name of 16 characters", fields=[("coarse_label_100", INT), ("image", IMAGE)]),
+    header("6 billion samples", samples=6 * 10**9 + 3, table=1 << 50),
+    header("a file that has been read from", "not-rewound", begin=1000),
+    header("a file of version 1", "version", version=1),
+])
+def read_header(note, answer, right, begin):
+    version, *numbers, fields = right.values()
+    head = np.array((version, len(fields), *numbers), HEADER)
+    descriptors = np.array([(kind, name.encode(), bytes(range(1, 255))) for name, kind in fields], FIELD)
+    file = CountedFile(head.tobytes() + descriptors.tobytes() + bytes(PAGE))
+    file.seek(begin)
+    if version != 2:
+        try:
+            what = f"the function returned {shown(answer(file))}."
+        except CheckFailed as error:
+            if isinstance(error.__context__, ValueError):
+                return
+            raise
+        note.holds(False, "version", what)
+    got = answer(file)
+    if not note.holds(isinstance(got, dict) and set(got) == set(right), "odd", f"the function returned {shown(got)}."):
+        return
+    named = [tuple(field) if isinstance(field, list) else field for field in got["fields"]]
+    note.equal({key: whole_number(value) for key, value in got.items()} | {"fields": named}, right, "the value")
+    note.at_most("too-many-bytes", file.count, head.nbytes + descriptors.nbytes, READ)
 
 
-_NUMBERS = {"version": "version", "page_size": "page", "samples": "samples", "table": "table"}
+NAME, REWIND = 'row["name"].decode()', "file.seek(0)"
+MISTAKES["read_header"] = {
+    "too-many-bytes": ("""The result is right, but more was read than needed. ImageNet in raw pixels has 170 GB: read
+        only the parts that you need. A buffered reader takes whole blocks.""",
+            [f"{REWIND}  ->  {REWIND}\nfile = io.BytesIO(file.read({size}))" for size in ("", "1 << 16")]),
+    "byte-order": ("The bytes were read from the wrong end: the format is little endian.", "<u4  ->  >u4"),
+    "swapped": ("Two numbers of 8 bytes follow each other: first the samples, then the place of the table.",
+            "samples, table =  ->  table, samples ="),
+    "narrow": ("A number lost its upper half. Samples and the place of the table have 8 bytes each.",
+            {"samples, table =": "samples, _, table, _ =", '"<u8", 2, offset=8': '"<u4", 4, offset=8'}),
+    "fields-count": ("The header says how many fields follow. This is another number.",
+            "fields * descriptor.itemsize  ->  2 * descriptor.itemsize"),
+    "names": ("A name is text, without the zeros that fill its 16 bytes.",
+            [f'{NAME}  ->  row["name"]', f'{NAME}  ->  {NAME}.ljust(16, "\\0")']),
+    "full-name": ("A name of 16 characters fills its place: no zero follows, and here its last character is lost.",
+            f"{NAME}  ->  {NAME}[:15]"),
+    "version": ("Only version 2 has this form. Refuse any other with a ValueError, before you misread it.",
+            ["if version != 2:  ->  if version > 2:", "raise ValueError  ->  raise AssertionError"]),
+    "not-rewound": ("""This is right for a file that stands at its beginning, but not for one that has been read from:
+        it stands wherever its last reader left it.""", f"{REWIND}  ->  pass"),
+    "value": ("""Something was read from another place than the exercise says, or as another type. A descriptor has
+        1041 bytes, without padding; its first one is the type, an int.""",
+            ['"<u4", 1, offset=4  ->  "<u4", 1, offset=2', "V1024  ->  V1027"]),
+}
 
 
-def _header(content: bytes) -> dict[str, Any]:
-    head = np.frombuffer(content, HEADER, 1)[0]
-    fields = np.frombuffer(content, DESCRIPTOR, int(head["fields"]), HEADER.itemsize)
-    found = {key: int(head[of]) for key, of in _NUMBERS.items()}
-    return found | {"fields": [(f["name"].decode(), int(f["type"])) for f in fields]}
+def one_number_after_the_other(file):
+    def number(size):
+        return int.from_bytes(file.read(size), "little")
+
+    file.seek(0)
+    version, count = number(2), number(2)
+    if version != 2:
+        raise ValueError
+    values, fields = {"page_size": number(4), "samples": number(8), "table": number(8)}, []
+    for _ in range(count):
+        kind, name = number(1), file.read(16)
+        fields.append([name.split(b"\0")[0].decode("ascii"), np.uint8(kind)])
+        file.seek(1024, 1)
+    return {"version": np.uint16(version), "fields": tuple(fields), **values}
 
 
-def _headers() -> Iterator[tuple[str, bytes]]:
-    """Cases: a name, and the beginning of a file, or all of it."""
-    yield "fields image and label", own_file()
-    for case, fields, page, samples, table in (
-        ("one field", [("label", INT)], PAGE, 77, 3 * PAGE),
-        ("five fields", [("image", IMAGE), ("boxes", CUSTOM), ("x", FLOAT), ("caption", 3), ("label", INT)],
-         1 << 23, 1281167, 170 << 30),
-        ("a name of 16 characters", [("coarse_label_100", INT), ("image", IMAGE)], 1 << 23, 50000, 1 << 25),
-        ("6 billion samples", [("image", IMAGE), ("label", INT)], 1 << 22, 6 * 10**9 + 3, 1 << 50),
-    ):
-        head = np.array((2, len(fields), page, samples, table), HEADER).tobytes()
-        arguments = np.random.default_rng(1).bytes(1024)
-        descriptors = np.array([(kind, name.encode(), arguments) for name, kind in fields], DESCRIPTOR).tobytes()
-        yield case, head + descriptors + bytes(PAGE)
+RIGHT["read_header"] = {
+    "one number after the other": one_number_after_the_other,
+    "into a buffer": "head = file.read(24)  ->  file.readinto(head := bytearray(24))",
+}
 
+# --- exercise 2: one sample
 
-@checked
-def read_header(fn: Callable) -> None:
-    """Check ``fn(file) -> dict`` on files that count, twice on each: version, page size, samples, table and fields."""
-    exercise = Exercise("Exercise 1", HINTS["read_header"])
-    for exercise.case, content in _headers():
-        file, reads = counted_file(content)
-        got = _asked(exercise, fn, file, reads)
-        _same_header(exercise, got, _header(content))
-        said = reads.count
-        _thrifty(exercise, said, content, HEADER.itemsize + DESCRIPTOR.itemsize * len(got["fields"]))
-        exercise.fallback = "not-rewound"
-        again = _asked(exercise, fn, file, reads)
-        what = f"a second call for the same file returned {_shown(again)}."
-        exercise.require(again == got, "not-rewound", what)
-        exercise.fallback = None
-    exercise.case = "a file of version 1"
-    file, reads = counted_file(bytes([1]) + content[1:])
-    try:
-        what, refused = f"the function returned {_shown(limited(lambda: fn(file)))}.", False
-    except Endless:
-        exercise.refuse("endless", "the function does not come to an end.")
-    except Exception as error:
-        what, refused = f"{type(error).__name__}: {error}", isinstance(error, ValueError)
-    exercise.require(refused, "version", what)
-    print(f"Exercise 1 passed: {said:,} bytes read of a file with 2 fields, whatever its size.")
-
-
-def _same_header(exercise: Exercise, got: Any, right: dict[str, Any]) -> None:
-    form = isinstance(got, dict) and set(got) == set(right)
-    form = form and all(whole_number(got[key]) is not None for key in _NUMBERS)
-    form = form and isinstance(got["fields"], (list, tuple))
-    form = form and all(isinstance(f, (list, tuple)) and len(f) == 2 for f in got["fields"])
-    exercise.require(form, "form", f"the function returned {_shown(got)}.")
-    for key, of in _NUMBERS.items():
-        value, expected = whole_number(got[key]), right[key]
-        if value != expected:
-            turned = int.from_bytes(expected.to_bytes(HEADER[of].itemsize, "little"), "big")
-            other = right.get({"samples": "table", "table": "samples"}.get(key))
-            slips = {"byte-order": turned, "swapped": other, "narrow": expected % 2**32}
-            hint = next((hint for hint, wrong in slips.items() if value == wrong), "value")
-            exercise.refuse(hint, f"{key} is wrong.\n  expected  {expected}\n  got       {value}")
-    names, expected = [tuple(f) for f in got["fields"]], right["fields"]
-    what = f"the fields are wrong.\n  expected  {expected}\n  got       {names}"
-    exercise.require(len(names) == len(expected), "fields-count", what)
-    for i, ((name, kind), (right_name, right_kind)) in enumerate(zip(names, expected, strict=True)):
-        if name == right_name:
-            exercise.require(whole_number(kind) == right_kind, "types", what)
-            continue
-        text = bytes(name) if isinstance(name, (bytes, bytearray, np.ndarray)) else str(name).encode()
-        causes = (
-            ("names", text.startswith(right_name.encode())),
-            ("full-name", len(right_name) == 16 and name == right_name[:15]),
-            ("descriptor-size", i > 0),
-        )
-        exercise.refuse(next((key for key, holds in causes if holds), "value"), what)
-
-
-_SAMPLE_CASES = (  # name, fields, hint for failures that nothing explains
-    ("fields image and label", [("image", IMAGE), ("label", INT)], None),
-    ("fields label, weight and image", [("label", INT), ("weight", FLOAT), ("image", IMAGE)], "field-order"),
-    ("fields picture, weight and class", [("picture", IMAGE), ("weight", FLOAT), ("class", INT)], "field-order"),
+SAMPLES, LARGE = 3000, 1234
+LAYOUTS = (
+    (("image", IMAGE), ("label", INT)),
+    (("label", INT), ("weight", FLOAT), ("image", IMAGE)),
+    (("picture", IMAGE), ("weight", FLOAT), ("class", INT)),
 )
+OWN_HINTS = {1: "index", LARGE: "narrow-size", SAMPLES - 1: "index"}  # in the first layout
 
 
-@checked
-def read_sample(fn: Callable) -> None:
-    """Check ``fn(file, index) -> (image, label)``, with no more bytes than header, row and pixels have."""
-    exercise = Exercise("Exercise 2", HINTS["read_sample"])
-    samples = 3000
-    images, large = pictures(samples, 8), np.random.default_rng(9).integers(0, 256, (200, 150, 3), np.uint8)
-    images[1234] = large
-    labels = [int(v) for v in np.random.default_rng(2).integers(0, 1000, samples)]
-    for case, fields, fallback in _SAMPLE_CASES:
-        columns = {IMAGE: images, INT: labels, FLOAT: [0.25 * i for i in range(samples)]}
-        content = beton(fields, [columns[kind] for _, kind in fields], shuffled=True)
-        row = np.dtype([("", ROWS[kind]) for _, kind in fields], align=True).itemsize
-        for index in (0, 1, 1234, samples - 1):
-            exercise.case, exercise.fallback = f"{case}, sample {index}", fallback
-            file, reads = counted_file(content)
-            try:
-                got = _asked(exercise, fn, file, reads, index)
-            except CheckFailed as error:
-                if index and error.hint == "error":
-                    hint = "narrow-size" if images[index] is large else "index"
-                    exercise.refuse(hint, str(error).split("\n\n")[-1])
-                raise
-            _same_sample(exercise, got, images, labels, index)
-            enough = HEADER.itemsize + DESCRIPTOR.itemsize * len(fields) + row + images[index].nbytes
-            _thrifty(exercise, reads.count, content, enough, 64, rows=row * samples + images[index].nbytes)
-    print(f"Exercise 2 passed: {reads.count:,} bytes read for one sample of a file of {len(content):,}.")
+@cache
+def columns() -> dict[int, list]:
+    images = pictures(SAMPLES, 8)
+    images[LARGE] = np.random.default_rng(9).integers(0, 256, (200, 150, 3), np.uint8)
+    labels = np.random.default_rng(2).integers(0, 1000, SAMPLES).tolist()
+    return {IMAGE: images, INT: labels, FLOAT: [0.25 * i for i in range(SAMPLES)]}
 
 
-def _same_sample(exercise: Exercise, got: Any, images: list[np.ndarray], labels: list[int], index: int) -> None:
-    pair = isinstance(got, (tuple, list)) and len(got) == 2
-    form = pair and isinstance(got[0], np.ndarray) and whole_number(got[1]) is not None
-    exercise.require(form, "form", f"the function returned {' and '.join(map(_shown, got)) if pair else _shown(got)}.")
-    image, label = got[0], whole_number(got[1])
-    expected, fallback, pixels = images[index], exercise.fallback, got[0].dtype == np.uint8
-    if image.shape != expected.shape or not pixels:
-        height, width, _ = expected.shape
-        causes = (
-            ("form", not pixels or np.array_equal(image, expected)),
-            ("width-height", image.shape == (width, height, 3)),
-            ("index", any(np.array_equal(image, other) for other in images)),
-            (fallback or "index", image.ndim == 3 and index),
-        )
-        key = next((key for key, holds in causes if holds), fallback or "form")
-        exercise.refuse(key, f"the image is {_shown(image)}; expected {expected.shape}, uint8.")
-    if not np.array_equal(image, expected):
-        planes = expected.tobytes() == image.transpose(2, 0, 1).tobytes()
-        planes = planes or np.array_equal(np.sort(image.ravel()), np.sort(expected.ravel()))
-        exercise.refuse("channels" if planes else fallback or "pointer", "the pixels are wrong.")
-    if label != labels[index]:
-        other = label in (labels[0], labels[max(0, index - 1)], labels[min(index + 1, len(labels) - 1)])
-        hint = fallback or ("index" if index and other else "packed")
-        exercise.refuse(hint, f"the label is {label}; expected {labels[index]}.")
+@cache
+def file_of(fields: tuple) -> bytes:
+    return beton(fields, [columns()[kind] for _, kind in fields], shuffled=True)
 
 
-# ------------------------------------------------------------------------------------------------ quasi-random order
-
-_SEED, _FAR = 17, 64_000  # far: a seed that ends in the same digits, in decimal and in binary
-
-
-@checked
-def quasi_random(fn: Callable) -> None:
-    """Check ``fn(pages, cap, ahead, seed)``: each page loaded once, and as random as ``cap`` pages allow."""
-    exercise = Exercise("Exercise 3", HINTS["quasi_random"])
-    said = []
-    for case in order_cases():
-        exercise.case, exercise.fallback = case.name, case.fallback
-        orders = []
-        for seed in range(_SEED, _SEED + (SEEDS if case.ahead else 2)):
-            orders.append(_order(exercise, fn, case, seed))
-            said.append(_judge_memory(exercise, orders[-1], case))
-            _judge_chance(exercise, orders[-1], case.pages)
-        _judge_room(exercise, orders, case)
-        same = np.array_equal(orders[0], _order(exercise, fn, case, _SEED))
-        exercise.require(same, "not-reproducible", f"two calls with seed {_SEED} differ.")
-        far = _order(exercise, fn, case, _SEED + _FAR)
-        for seed, other in ((_SEED + 1, orders[1]), (_SEED + _FAR, far)):
-            _judge_seeds(exercise, case, orders[0], other, f"seeds {_SEED} and {seed} give the same order")
-    print(f"Exercise 3 passed: {100 * said[0]:.1f} % of the accesses hit where 4 of 32 pages fit.")
+@exercise("Exercise 2", passed="with no more bytes than header, descriptors, one row and the pixels.", cases=[
+    Case(0, f"fields {', '.join(name for name, _ in fields)}, sample {index}", (fields, index),
+         OWN_HINTS.get(index) if fields is LAYOUTS[0] else "field-order")
+    for fields in LAYOUTS for index in (0, 1, LARGE, SAMPLES - 1)
+])
+def read_sample(note, answer, fields, index):
+    file = CountedFile(file_of(fields))
+    got = answer(file, index)
+    pair = isinstance(got, (tuple, list)) and len(got) == 2 and isinstance(got[0], np.ndarray)
+    if not note.holds(pair and got[0].dtype == np.uint8, "odd", f"the function returned {shown(got)}."):
+        return
+    image, label = columns()[IMAGE][index], columns()[INT][index]
+    note.equal(torch.from_numpy(got[0].copy()), torch.from_numpy(image), "the image")
+    note.equal(whole_number(got[1]), label, "the label")
+    row = row_type([kind for _, kind in fields]).itemsize
+    enough = HEADER.itemsize + FIELD.itemsize * len(fields) + row + image.nbytes
+    note.at_most("too-many-bytes", file.count, enough + 64, READ)
 
 
-def _order(exercise: Exercise, fn: Callable, case: OrderCase, seed: int) -> np.ndarray:
-    """What ``fn`` returns; refuses what is not each sample once."""
-    got, count = exercise.call(fn, case.pages.copy(), case.cap, case.ahead, seed), len(case.pages)
-    exercise.require(got is not None or case.cap > 2, "no-window", "the function returned None.")
-    try:
-        order = np.asarray(got)
-        form = order.ndim == 1 and order.dtype.kind in "iu" and len(order) > 0
-        form = form and 0 <= order.min() <= order.max() < count
-    except (TypeError, ValueError):
-        form = False
-    exercise.require(form, "form", f"the function returned {_shown(got)}.")
-    times = np.bincount(order.astype(np.int64), minlength=count)
-    missing, twice = int((times == 0).sum()), int((times > 1).sum())
-    exercise.require(not twice, "twice", f"{twice} samples come twice or more, {missing} never.")
-    exercise.require(not missing, "incomplete", f"{missing} of {count} samples are never read.")
-    return order.astype(np.int64)
+PIXELS, SHAPED = "shape[0] * shape[1] * 3", "pixels.reshape(shape),"
+MISTAKES["read_sample"] = {
+    "too-many-bytes": ("""The sample is right, but more was read than the header, the descriptors, one row and the
+        pixels. You can compute the place at which row i starts.""",
+            ["return pixels  ->  file.read(4096)\nreturn pixels",
+             {" + row.itemsize * index": "", "read(row.itemsize), row)[0]": "read(row.itemsize * 3000), row)[index]"}]),
+    "packed": ("""Rows are aligned: every field starts at a multiple of its alignment, and the row's length is a
+        multiple of the largest alignment.""", ", align=True  ->  "),
+    "index": ("What is read here does not belong to sample `index`. Where does its row start?",
+            "row.itemsize * index  ->  0"),
+    "width-height": ("Width and height are swapped. The row stores the width first; the array has the height first.",
+            'int(place["height"]), int(place["width"])  ->  int(place["width"]), int(place["height"])'),
+    "field-order": ("""This depends on the order, the number or the names of the first file's fields. The descriptors
+        say which field has which type.""", 'types = [kind for _, kind in header["fields"]]  ->  types = [2, 1]'),
+    "narrow-size": ("""Small images are right, but a larger one is not. The product of NumPy numbers of 2 bytes has 2
+        bytes too, and 200 · 150 · 3 does not fit.""", f"{PIXELS}  ->  int(np.prod(shape, dtype=np.uint16))"),
+    "pointer": ("The pixels come from another place. The pointer counts from the beginning of the file.",
+            'int(place["pointer"])  ->  int(place["pointer"]) - header["page_size"]'),
+    "channels": ("""The pixels are stored row by row, and within a row pixel by pixel, each with its three colours
+        together.""", [f"{SHAPED}  ->  pixels.reshape(3, *shape[:2]).transpose(1, 2, 0),",
+                       f"{SHAPED}  ->  pixels.reshape(shape)[..., ::-1],"]),
+}
 
 
-def _judge_memory(exercise: Exercise, order: np.ndarray, case: OrderCase) -> float:
-    """Refuse too many pages in memory; return the hit rate."""
-    read, names = case.pages[order], len(np.unique(case.pages))
-    opened, hits = in_memory(read, 0).max(), hit_rate(read.tolist(), case.cap)
-    if opened > case.cap:
-        full = opened > 0.75 * names and exercise.fallback != "unsorted"
-        what = f"{opened} pages are open at once; {case.cap} fit. {100 * hits:.1f} % of the accesses hit"
-        possible = 100 * (1 - names / len(read))
-        exercise.refuse("random" if full else exercise.fallback or "over-cap", f"{what}; {possible:.1f} % can.")
-    held = in_memory(read, case.ahead).max()
-    exercise.require(held <= case.cap, "ahead", f"{held} pages are in memory at once; {case.cap} fit.")
-    return hits
+def aligned_by_hand(file, index):
+    file.seek(2)
+    count, place, at = int.from_bytes(file.read(2), "little"), 0, {}
+    file.seek(24)
+    for _ in range(count):
+        kind = file.read(1041)[0]
+        place = place if kind == 2 else -(-place // 8) * 8
+        at[kind] = place
+        place += 13 if kind == 2 else 8
+    file.seek(-(-place // 8) * 8 * index, 1)
+    row = file.read(place)
+    width, height = np.frombuffer(row, "<u2", 2, at[2] + 1).tolist()
+    file.seek(*np.frombuffer(row, "<u8", 1, at[2] + 5))
+    image = np.array(list(file.read(3 * width * height)), np.uint8)
+    return [image.reshape(height, width, 3), np.frombuffer(row, "<i8", 1, at[1])[0]]
 
 
-def _judge_chance(exercise: Exercise, order: np.ndarray, pages: np.ndarray) -> None:
-    """Refuse an order in which pages, samples of a page, or turns follow a rule."""
-    exercise.require(not np.array_equal(order, np.arange(len(order))), "sequential", "the order is 0, 1, 2, ….")
+RIGHT["read_sample"] = {
+    "aligned by hand": aligned_by_hand,
+    "images of 16 bytes in the row": '("pointer", "<u8")]  ->  ("pointer", "<u8"), ("padding", "V3")]',
+}
+
+# --- exercise 3: an order for a small memory
+
+EVEN, SMALL = np.repeat(np.arange(1, 33), 24), np.repeat(np.arange(24), 16)
+BY_TURNS = np.concatenate([np.tile(group, 20) for group in np.arange(27).reshape(-1, 3)])
+ODD = np.repeat(3 + 2 * np.arange(30), np.random.default_rng(11).integers(8, 40, 30))
+LONG = np.repeat(np.arange(40), np.random.default_rng(12).integers(24, 60, 40))
+SEED, FAR = 17, 64_000  # far: a seed that ends in the same digits, in decimal and in binary
+
+
+@exercise("Exercise 3", explains=["odd", "over-cap"], passed="with each page loaded once, in order of chance.", cases=[
+    (0, "pages 1 to 32 of 24 samples each, 4 fit", EVEN, 4, 0),
+    (0, "30 pages of 8 to 39 samples, numbered 3, 5, 7, …, 5 fit", ODD, 5, 0),
+    Case(0, "three writers took turns, 4 of 27 pages fit", (BY_TURNS, 4, 0), "unsorted"),
+    Case(0, "24 pages of 16 samples, 1 fits", (SMALL, 1, 0), "one"),
+    Case(0, "10 pages of 30 samples, 12 fit", (np.repeat(np.arange(1, 11), 30), 12, 0), "large-cap"),
+    (0, "pages 1 to 32 of 24 samples each, 9 fit, loaded 12 samples ahead", EVEN, 9, 12),
+    (0, "pages 1 to 32 of 24 samples each, 9 fit, loaded 2 samples ahead", EVEN, 9, 2),
+    (0, "40 pages of 24 to 59 samples, 12 fit, loaded 20 samples ahead", LONG, 12, 20),
+    Case(0, "24 pages of 16 samples, 2 fit, loaded 8 samples ahead", (SMALL, 2, 8), "dead-end"),
+])
+def quasi_random(note, answer, pages, cap, ahead):
+    seeds = range(SEED, SEED + (6 if ahead else 2))  # where chance decides what fits, several
+    orders = {}
+    for seed in (*seeds, SEED + FAR):
+        got = answer(pages.copy(), cap, ahead, seed)
+        order = np.array(got) if isinstance(got, (list, tuple, np.ndarray)) else np.zeros(0)
+        form = order.ndim == 1 and order.dtype.kind in "iu" and not np.any((order < 0) | (order >= len(pages)))
+        if not note.holds(form, "odd", f"the function returned {shown(got)}."):
+            return
+        missing, twice = len(pages) - len(np.unique(order)), len(order) - len(np.unique(order))
+        what = f"{missing} samples never come, and {twice} places are for samples that have come before."
+        if not note.holds(not missing and not twice, "each-once", what):
+            return
+        orders[seed] = order
+        opened, held = (in_memory(pages[order], early).max() for early in (0, ahead))
+        hits = 100 * hit_rate(pages[order].tolist(), cap)
+        note.at_most("over-cap", opened, cap, f"{{number}} pages are open at once; {{most}} fit. {hits:.0f} % hit.")
+        note.at_most("ahead", held, cap, "{number} pages are in memory at once; {most} fit.")
+        chance(note, order, pages)
+    mixed, can = (np.mean([in_memory(pages[order], 0).mean() for order in some])
+                  for some in (orders.values(), [answers.quasi_random(pages, cap, ahead, seed) for seed in orders]))
+    note.holds(mixed >= 0.9 * can, "unused-cap", f"{mixed:.1f} pages are open on average; {can:.1f} can be.")
+    again = np.array_equal(answer(pages.copy(), cap, ahead, SEED), orders[SEED])
+    note.holds(again, "not-reproducible", f"two calls with seed {SEED} differ.")
+    ours, few = by_page(orders[SEED], pages), cap >= len(np.unique(pages))
+    for seed in (SEED + 1, SEED + FAR):
+        theirs, same = by_page(orders[seed], pages), f"seeds {SEED} and {seed} give the same order"
+        inside = np.mean([np.array_equal(samples, theirs[page]) for page, samples in ours.items()])
+        note.holds(few or list(ours) != list(theirs), "same-every-epoch", f"{same} of pages.")
+        note.holds(inside < 0.5, "same-every-epoch", f"{same} of the samples in {100 * inside:.0f} % of the pages.")
+
+
+def chance(note, order, pages) -> None:
+    """Pages, the samples of a page, and the turns of pages follow no rule."""
     read, samples = pages[order], by_page(order, pages)
-    names = list(samples)
+    names, opened = list(samples), in_memory(read, 0)
     if len(names) >= 16:
         places = np.argsort(np.argsort(names))
-        trend = abs(float(np.corrcoef(np.arange(len(names)), places)[0, 1]))
-        trend = max(trend, float((abs(np.diff(places)) == 1).mean()))  # also from a page in the middle
+        trend = abs(np.corrcoef(np.arange(len(names)), places)[0, 1])
+        trend = max(trend, (abs(np.diff(places)) == 1).mean())  # also from a page in the middle
         what = f"the pages are opened in the order {', '.join(map(str, names[:6]))}, …."
-        exercise.require(trend < 0.8, "page-order", what)
-    steps = 100 * np.mean([_equal_steps(some) for some in samples.values()])
-    what = f"{steps:.0f} % of the steps from one sample of a page to its next one are the same."
-    exercise.require(steps < 50, "within", what)
-    opened = in_memory(read, 0)
+        note.holds(trend < 0.8, "page-order", what)
+    ranks = [np.argsort(np.argsort(some)) for some in samples.values()]
+    equal = np.mean([np.bincount(np.diff(rank) % len(rank)).max() / (len(rank) - 1) for rank in ranks])
+    what = f"{100 * equal:.0f} % of the steps from one sample of a page to its next one are the same."
+    note.holds(equal < 0.5, "within", what)
     if 1 < opened.max() < len(names):
-        turns, every = max((float((read[n:] == read[:-n]).mean()), n) for n in range(1, len(read) // 4))
-        what = f"{100 * turns:.0f} % of the accesses are to the same page as {every} accesses before."
-        exercise.require(turns < 0.75, "round-robin", what)
-        again, drawn = int((read[1:] == read[:-1]).sum()), float((1 / opened[1:]).sum())
+        again, drawn = (read[1:] == read[:-1]).sum(), (1 / opened[1:]).sum()
         what = f"{again} accesses are to the same page as the one before; if drawn evenly, about {drawn:.0f} are."
-        exercise.require(again > 0.5 * drawn, "round-robin", what)
+        note.holds(again > 0.5 * drawn, "round-robin", what)
 
 
-def _equal_steps(samples: np.ndarray) -> float:
-    """Share of the most frequent step, counted in samples of the page and around its end."""
-    steps = np.diff(np.argsort(np.argsort(samples))) % len(samples)
-    return np.bincount(steps).max() / len(steps)
+WINDOWS, FITS, DRAWN = "for window in range(cap, 0, -1):", "if in_memory.max() <= cap:", "rng.integers(len(opened))"
+SHUFFLED = "rng.permutation(np.flatnonzero(pages == page))"
+SHUFFLED_PAGES = "rng.shuffle(waiting := [samples.tolist() for samples in waiting])"
+IN_FILE_ORDER = "waiting = [samples.tolist() for samples in waiting]"
+RANGES = """counts = np.unique(pages, return_counts=True)[1]
+waiting = [rng.permutation(part) for part in np.split(np.arange(len(pages)), np.cumsum(counts)[:-1])]"""
 
 
-def _judge_room(exercise: Exercise, orders: list[np.ndarray], case: OrderCase) -> None:
-    """Refuse orders that have fewer pages open than a window has."""
-    opened, can = [in_memory(case.pages[order], 0) for order in orders], open_in_window(case)
-    mixed, most = float(np.mean([each.mean() for each in opened])), max(each.max() for each in opened)
-    key = "one-page" if most == 1 else "unused-cap"
-    exercise.require(mixed >= 0.9 * can, key, f"{mixed:.1f} pages are open on average; {can:.1f} can be.")
+def opened_when_loaded(pages, cap, ahead, seed):
+    """Pages are opened when they could have been loaded; another try where no page is open, and none may be."""
+    rng = np.random.default_rng(seed)
+    while True:
+        waiting = [rng.permutation(np.flatnonzero(pages == page)).tolist() for page in np.unique(pages)]
+        rng.shuffle(waiting)
+        order, opened, ended = [], [], []
+        while waiting or opened:
+            while waiting and len(opened) + sum(end >= len(order) - ahead for end in ended) < cap:
+                opened.append(waiting.pop())
+            if not opened:
+                break
+            chosen = opened[rng.integers(len(opened))]
+            order.append(chosen.pop())
+            if not chosen:
+                opened.remove(chosen)
+                ended.append(len(order) - 1)
+        if not waiting and not opened:
+            return order
 
 
-def _judge_seeds(exercise: Exercise, case: OrderCase, order: np.ndarray, other: np.ndarray, same: str) -> None:
-    exercise.require(not np.array_equal(order, other), "same-every-epoch", f"{same}.")
-    ours, theirs = by_page(order, case.pages), by_page(other, case.pages)
-    few = len(ours) < 16 or case.cap >= len(ours)
-    exercise.require(few or list(ours) != list(theirs), "same-every-epoch", f"{same} of pages.")
-    inside = np.mean([np.array_equal(samples, theirs[page]) for page, samples in ours.items()])
-    exercise.require(inside < 0.5, "same-every-epoch", f"{same} of the samples in {100 * inside:.0f} % of the pages.")
+MISTAKES["quasi_random"] = {
+    "each-once": ("""Each sample comes exactly once in an epoch. Are all pages as full as the first, and is the last
+        group as large as the others?""", f"{SHUFFLED}  ->  {SHUFFLED}[:24]"),
+    "over-cap": ("""More pages are open at once than fit, even if none is loaded ahead. A page is open from its first
+        sample to its last: open a new page only when another one is used up.""",
+            [f"{WINDOWS}  ->  return np.random.default_rng(seed).permutation(len(pages))\n{WINDOWS}",
+             {"range(cap, 0, -1)": "range(cap + 1, 0, -1)", FITS: "if True:"}]),
+    "ahead": ("""It would fit if no page were loaded ahead. But a page is in memory from `ahead` samples before its
+        first one. While it waits there, the page whose place it takes is still in use, and several pages may end at
+        about the same time.""", f"{FITS}  ->  if True:"),
+    "page-order": ("The pages are opened in the order of the file, or nearly. Shuffle them too.",
+            [f"{SHUFFLED_PAGES}  ->  {IN_FILE_ORDER}",
+             f"{SHUFFLED_PAGES}  ->  {IN_FILE_ORDER}\nk = len(waiting) // 2 + int(rng.integers(3))\n"
+             "waiting = waiting[k:] + waiting[:k]"]),
+    "within": ("""The samples of a page come in the order of the file, or with one and the same step from each to the
+        next. Shuffle them too.""",
+            [f"{SHUFFLED}  ->  np.flatnonzero(pages == page)",
+             f"{SHUFFLED}  ->  np.roll(np.flatnonzero(pages == page), rng.integers(1, 8))"]),
+    "unused-cap": ("""Fewer pages are open, on average, than could be. The more, the nearer to a full shuffle: open the
+        next page as soon as one is used up, not a whole group at once; draw evenly among the open pages; and take the
+        widest window that fits, for each seed anew.""",
+            ["range(cap, 0, -1)  ->  range(1, 0, -1)", "range(cap, 0, -1)  ->  range(max(1, cap // 2), 0, -1)",
+             {"while waiting and len(opened) < window:\n                opened.append(waiting.pop())":
+              "if not opened:\n    opened = [waiting.pop() for _ in waiting[:window]]"}]),
+    "round-robin": ("The pages take turns. Chance has to decide which one is next, sample by sample.",
+            [f"{DRAWN}  ->  len(order) % len(opened)",
+             f"k = {DRAWN}  ->  turns = np.random.default_rng((seed, len(order) // len(opened)))\n"
+             "k = turns.permutation(len(opened))[len(order) % len(opened)]"]),
+    "not-reproducible": ("Two calls with the same seed give different orders. Ranks, and a resumed run, need the same.",
+            "default_rng(seed)  ->  default_rng()"),
+    "same-every-epoch": ("Another seed gives the same order of samples, of pages, or of the samples of a page.",
+            ["default_rng(seed)  ->  default_rng(seed // 100)", "default_rng(seed)  ->  default_rng(seed % 64)",
+             f"{SHUFFLED_PAGES}  ->  np.random.default_rng(0).{SHUFFLED_PAGES[4:]}",
+             f"{SHUFFLED}  ->  np.random.default_rng(page).{SHUFFLED[4:]}"]),
+    "unsorted": ("This is right where each page holds neighbours, but not where several writers took turns.",
+            {f"waiting = [{SHUFFLED} for page in np.unique(pages)]": RANGES, FITS: "if True:"}),
+    "one": ("With room for one page the answer must work all the same: pages in random order, one at a time.",
+            "range(cap, 0, -1)  ->  range(cap, 1, -1)"),
+    "large-cap": ("With room for all pages the answer must work all the same. The order is then a full shuffle.",
+            f"{WINDOWS}  ->  np.random.default_rng(seed).choice(np.unique(pages), cap, replace=False)\n{WINDOWS}"),
+    "dead-end": ("""Two pages fit here, and one of them may be the page to come, so one open page at a time must be a
+        possible answer. An order that opens a page only when it could have been loaded may come to a point where no
+        page is open and none may be opened.""", "range(cap, 0, -1)  ->  range(cap, int(cap == 2), -1)"),
+}
+RIGHT["quasi_random"] = {
+    "pages opened when they could have been loaded": opened_when_loaded,
+    "groups of pages if nothing is loaded ahead": f"""{WINDOWS}  ->  if not ahead:
+    rng = np.random.default_rng(seed)
+    names = rng.permutation(np.unique(pages))
+    groups = [np.isin(pages, names[i : i + cap]) for i in range(0, len(names), cap)]
+    return np.concatenate([rng.permutation(np.flatnonzero(group)) for group in groups])
+{WINDOWS}""",
+}
+
+# --- exercise 4: a bottleneck
 
 
-# ------------------------------------------------------------------------------------------------ bottleneck
+@exercise("Exercise 4", passed="with the stage and the waiting of six jobs.", cases=[
+    (0, f"job {name}", plan) for name, plan in (PLANS | HIDDEN).items()
+])
+def find_bottleneck(note, answer, plan):
+    looks: list[float] = []
+    got = answer(Job(plan, looks))
+    form = isinstance(got, (tuple, list)) and len(got) == 2 and got[0] in STAGES and number(got[1]) is not None
+    if not note.holds(form, "odd", f"the function returned {shown(got)}."):
+        return
+    note.holds(bool(looks), "clock", "the job's clock was not looked at.")
+    (stage, waits), (best, share) = got, answers.find_bottleneck(Job(plan))
+    note.holds(stage == best, "stage", f"another stage than {stage}, halved, gives more batches/s.", ("stage", stage))
+    what = f"the step waits for {share:.0f} % of the time; the function returned {waits:.3g}."
+    note.holds(abs(waits - share) <= 2, "waits", what, ("waits", float(f"{waits:.2g}")))
 
 
-@checked
-def find_bottleneck(fn: Callable) -> None:
-    """Check ``fn(job) -> (stage, per cent)``: what to make faster first, and how much of its time the step waits."""
-    exercise = Exercise("Exercise 4", HINTS["find_bottleneck"])
-    said = []
-    for name, plan in (PLANS | HIDDEN).items():
-        exercise.case = f"job {name}"
-        looks: list[float] = []
-        got = exercise.call(fn, Job(plan, looks))
-        form = isinstance(got, (tuple, list)) and len(got) == 2 and got[0] in STAGES and number(got[1]) is not None
-        exercise.require(form, "form", f"the function returned {_shown(got)}.")
-        exercise.require(bool(looks), "clock", "the job's clock was not looked at.")
-        said.append(_judge_job(exercise, plan, got[0], number(got[1])))
-    print(f"Exercise 4 passed: {', '.join(f'{n} {s}' for n, s in zip(PLANS, said, strict=False))}.")
+STAGE = "stage = min(STAGES, key=lambda stage: measure(job.halved(stage))[0])"
+RETURNED, CLOCK = "return stage, measure(job)[1]", "__import__('time').perf_counter()"
+ALONE = "def alone(stage):\n    start = job.clock()\n    job.alone(stage)\n    return job.clock() - start\n\n"
+MISTAKES["find_bottleneck"] = {
+    "loader-only": ("The step itself is the bottleneck here. Halve it as well, and compare the seconds of the run.",
+            "min(STAGES  ->  min(STAGES[:-1]"),
+    "warm-up": ("""This is the answer if the first batches count. One of them holds the compilation, which happens once
+        in a run.""", "measure(job.halved(stage))  ->  measure(job.halved(stage), skip=0)"),
+    "longest": ("""That stage takes the longest alone, in one thread. But several threads share it, or it runs beside
+        the step: making it faster changes the run less than another stage would. Compare runs that include the
+        steps.""", f"{STAGE}  ->  {ALONE}stage = max(STAGES, key=alone)"),
+    "clock": ("""The job has a clock of its own, job.clock(), and nothing has looked at it. Your machine's clock tells
+        how long the simulation takes.""",
+            {"start = job.clock()": f"start = {CLOCK}", "job.clock() - start": f"{CLOCK} - start",
+             "job.clock() - begin": f"{CLOCK} - begin"}),
+    "stage": ("Making another stage twice as fast brings more. Compare the whole run with each stage halved.",
+            "min(STAGES  ->  max(STAGES"),
+    "fraction": ("The docstring asks for per cent.", "100 * waited  ->  waited"),
+    "added": ("""That is the loader's share if loader and step took turns, computed from the stages. Here stages share
+        threads, or run beside the step: measure how long next() takes.""",
+            f"{RETURNED}  ->  {ALONE}times = [alone(each) for each in STAGES]\n"
+            "return stage, 100 * sum(times[:-1]) / sum(times)"),
+    "working": ("That is the share of the time in which the step works.",
+            "100 * waited / seconds  ->  100 - 100 * waited / seconds"),
+    "waits": ("""Add up the time that next() takes, and divide by the time of the whole loop. The first batch, with
+        the compilation, does not count.""",
+            ["100 * waited  ->  50 * waited", f"{RETURNED}  ->  return stage, measure(job, skip=0, count=500)[1]"]),
+}
 
 
-def _judge_job(exercise: Exercise, plan: Plan, stage: str, waits: float) -> str:
-    seconds = {name: steady(plan.halved(name))[0] for name in STAGES}
-    best, right = min(seconds, key=seconds.get), steady(plan)[1]
-    if stage != best:
-        rate = {name: MEASURED / s for name, s in seconds.items()}
-        what = f"with {stage} halved the run makes {rate[stage]:.0f} batches/s, with another stage {rate[best]:.0f}."
-        exercise.refuse(_other_stage(plan, stage, best), what)
-    if abs(waits - right) > 2:
-        what = f"the step waits for {right:.0f} % of the time; the function returned {waits:.3g}."
-        exercise.refuse(_other_share(plan, waits, right), what)
-    return f"{stage} ({right:.0f} % waiting)"
+def by_the_last_batches(job):
+    def ends(job):
+        times = []
+        for batch in job.batches(300):
+            taken = job.clock()
+            job.step(batch)
+            times.append((taken, job.clock()))
+        return times[100:]
+
+    halved = {stage: ends(job.halved(stage)) for stage in STAGES}
+    best = sorted(STAGES, key=lambda stage: halved[stage][-1][1] - halved[stage][0][1])[0]
+    times = ends(job)
+    gaps = [later[0] - before[1] for before, later in pairwise(times)]
+    return [best, np.float64(100 * sum(gaps) / (times[-1][1] - times[0][1]))]
 
 
-def _other_stage(plan: Plan, stage: str, best: str) -> str:
-    """The hint for a stage that is not the bottleneck."""
-    longest = stage == max(STAGES, key=plan.milliseconds.get)
-    if best == "step" and not (plan.background and longest):
-        return "loader-only"
-    first = min(STAGES, key=lambda name: steady(plan.halved(name), 0)[0])
-    return "longest" if longest else "warm-up" if stage == first else "stage"
+RIGHT["find_bottleneck"] = {
+    "by the last batches": by_the_last_batches,
+    "three batches skipped": "skip=20  ->  skip=3",
+    "many batches": "skip=20, count=100  ->  skip=50, count=1000",
+}
+
+# --- exercise 5: shards
+
+EPOCHS = {"epoch 0": (0, 5), "a second call": (0, 5), "epoch 1": (1, 5), "another seed": (0, 6)}  # epoch, seed
 
 
-def _other_share(plan: Plan, waits: float, right: float) -> str:
-    """The hint for a share of waiting that is not that of the job."""
-    read, decode, augment, copy, step = (plan.milliseconds[name] for name in STAGES)
-    threads = (decode + augment) / plan.threads
-    loaders = (read + decode + augment + copy, read + threads + copy, max(read, threads, copy))
-    if right > 3 and abs(waits - right / 100) < 0.02:
-        return "fraction"
-    if any(abs(waits - 100 * loader / (loader + step)) < 0.3 for loader in loaders):
-        return "added"
-    if abs(waits - (100 - right)) < 2:
-        return "working"
-    first = waits > right + 2 and abs(waits - steady(plan, 0)[1]) < abs(waits - right)
-    return "waits-warm-up" if first else "waits"
-
-
-# ------------------------------------------------------------------------------------------------ shards
-
-_SHARD_CASES = ((300, 32), (299, 16), (65, 32), (128, 16), (1000, 64), (7, 32))  # samples, batch
-
-
-def _shards(x: torch.Tensor, fn: Callable, cases: Sequence[tuple[int, int, int, int]]) -> list:
-    """What ``fn`` gives on one rank for each case, as lists of int, or as text if it has another form.
-
-    As in processes that torchrun starts, generators that nobody has seeded and hash() of a text differ on each rank.
-    """
-    rank = int(x[0])
-    random.seed(1000 + rank)
-    np.random.seed(1000 + rank)
-    torch.manual_seed(1000 + rank)
-
-    def salted(value: Any) -> int:
-        parts = value if isinstance(value, tuple) else (value,)
-        return hash((rank, value)) if any(isinstance(part, str | bytes) for part in parts) else hash(value)
-
-    getattr(fn, "__globals__", {}).setdefault("hash", salted)
-    results = []
-    for case in cases:
-        got = fn(*case)
-        try:
-            results.append([[int(i) for i in batch] for batch in got])
-        except (TypeError, ValueError):
-            results.append(str(got))
-    return results
-
-
-def _alone(x: torch.Tensor, fn: Callable, last: int, case: tuple[int, int, int, int]) -> bool:
-    """Call ``fn`` on the last rank only; whether it waits for what another rank has to put into the store."""
-    store = default_store()
-    patience = store.timeout
+@exercise(
+    "Exercise 5", passed="each sample once, as many batches on every rank, without a message.",
+    cases=[
+        (n, f"{count} samples in batches of {batch}", count, batch) for n in (2, 4, 3, 1)
+        for count, batch in ((300, 32), (299, 16), (65, 32), (128, 16), (1000, 64), (7, 32))
+    ],
+)
+def shard(note, answer, count, batch):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    random.seed(rank)  # as in processes that torchrun starts: generators that nobody has seeded differ, hash() too
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    answer.__globals__.setdefault("hash", lambda value: hash((rank, value) if isinstance(value, str) else value))
+    with record() as ledger:
+        got = [answer(count, batch, *key) for key in EPOCHS.values()]
+    note.holds(not len(ledger), "messages", f"the ledger shows {len(ledger)} operations.")
     try:
-        store.set_timeout(timedelta(seconds=2))
-        if int(x[0]) == last:
-            fn(*case)
-    except RuntimeError:
-        return True
-    finally:
-        store.set_timeout(patience)
-    return False
+        mine = [[[int(i) for i in part] for part in batches] for batches in map(list, got)]
+    except (TypeError, ValueError):
+        mine = None
+    everyone = [None] * n
+    dist.all_gather_object(everyone, mine)
+    sizes = mine and {len(part) for batches in mine for part in batches}
+    what = f"the function returned {shown(got[0])}."
+    if note.holds(bool(sizes) and 1 <= min(sizes) <= max(sizes) <= batch, "odd", what) and None not in everyone:
+        shares(note, everyone, count, batch)
 
 
-@checked
-def shard(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(count, batch, epoch, seed)``: batches of one rank; all ranks' together hold each sample once."""
-    exercise = Exercise("Exercise 5", HINTS["shard"], timeout)
-    cases = [(count, batch, 0, 5) for count, batch in _SHARD_CASES]
-    again = [(300, 32, 0, 5), (300, 32, 1, 5), (300, 32, 0, 6)]
-    for n in (2, 4, 3, 1):
-        ranks = [torch.tensor([rank]) for rank in range(n)]
-        outcomes = exercise.run(_shards, ranks, fn, [*cases, *again])
-        where = exercise.case
-        for k, (count, batch, *_) in enumerate(cases):
-            exercise.case = f"{where}, {count} samples in batches of {batch}"
-            _judge_shards(exercise, [o.result[k] for o in outcomes], count, batch)
-        exercise.case = f"{where}, 300 samples in batches of 32"
-        _judge_epochs(exercise, [[o.result[0], *o.result[len(cases) :]] for o in outcomes])
-        for _, outcome in exercise.each(outcomes):
-            what = f"the ledger shows {len(outcome.ledger)} operations."
-            exercise.require(len(outcome.ledger) == 0, "messages", what)
-        if n == 2:
-            case = "only the last rank asks for its batches"
-            outcomes = exercise.run(_alone, ranks, fn, n - 1, (300, 32, 2, 5), case=case, fallback="messages")
-            for _, outcome in exercise.each(outcomes):
-                exercise.require(not outcome.result, "messages", "it waits for another rank.")
-    exercise.passed("each sample once, as many batches on every rank, without a message.")
-
-
-def _judge_shards(exercise: Exercise, ranks: list, count: int, size: int) -> None:
-    n = len(ranks)
-    for _, batches in exercise.each(ranks):
-        form = isinstance(batches, list) and all(0 <= i < count for batch in batches for i in batch)
-        exercise.require(form, "form", f"the function returned {_shown(batches)}.")
-        largest = max(map(len, batches), default=0)
-        exercise.require(largest <= size, "batch-size", f"a batch has {largest} samples.")
-    flat = [_samples(batches) for batches in ranks]
-    times = Counter(i for some in flat for i in some)
-    twice, missing = sum(t > 1 for t in times.values()), count - len(times)
+def shares(note, everyone, count, batch) -> None:
+    """What the batches of all ranks, epoch by epoch, have to be together."""
+    n, steps = len(everyone), [len(batches[0]) for batches in everyone]
+    first, again, later, other = ([sum(batches, []) for batches in epoch] for epoch in zip(*everyone, strict=True))
+    times = Counter(i for own in first for i in own)
+    twice, missing = sum(t > 1 for t in times.values()), len({*range(count)} - {*times})
     what = f"{twice} samples come twice or more in the epoch, {missing} never."
-    if twice:
-        everything = n > 1 and all(len(set(some)) == count for some in flat)
-        equal = len({*map(len, flat)}) == 1 and len(flat[0]) in (-(-count // n), -(-count // (n * size)) * size)
-        key = "not-sharded" if everything else "own-shuffle" if missing else "padded" if equal else "overlap"
-        exercise.refuse(key, what)
-    if missing:
-        whole = all(len(batch) == size for batches in ranks for batch in batches)
-        exercise.refuse("last-batch" if whole else "remainder" if missing < n else "missing", what)
-    steps = [len(batches) for batches in ranks]
-    exercise.require(len({*steps}) == 1, "steps", f"the ranks have {', '.join(map(str, steps))} batches.")
-    empty = sum(not batch for batches in ranks for batch in batches)
-    exercise.require(not empty, "empty-batch", f"{empty} batches are empty.")
-    enough = -(-count // (n * size))
-    exercise.require(steps[0] <= enough, "small-batches", f"{steps[0]} steps; {enough} do.")
+    everything = n > 1 and all(len({*own}) == count for own in first)
+    key = "not-sharded" if everything else "own-shuffle" if missing else "repeated"
+    if not note.holds(not twice, key, what):
+        return
+    note.holds(not missing and len(times) == count, "missing", what)
+    note.holds(len({*steps}) == 1, "steps", f"the ranks have {', '.join(map(str, steps))} batches.")
+    enough = -(-count // (n * batch))
+    note.at_most("small-batches", steps[0], enough, "{number} steps; {most} do.")
+    if count != 300:  # by chance few samples may come together again
+        return
+    note.holds(first == again, "not-reproducible", "two calls with epoch 0 differ.")
+    note.holds(first != [sorted(own) for own in first], "same-order", f"the batches begin with {first[0][:5]}.")
+    before = {pair for own in first for pair in pairwise(own)}
+    for name, orders in (("epoch 1", later), ("another seed", other)):
+        note.holds(orders != first, "same-order", f"{name} gives the same batches.")
+        same = sum(pair in before for own in orders for pair in pairwise(own)) / len(before)
+        what = f"{100 * same:.0f} % of the samples have the same successor in epoch 0 and with {name}."
+        note.holds(same < 0.5, "together", what)
+        blocks = n > 1 and any({*own} == {*part} for own in first for part in orders)
+        note.holds(not blocks, "together", f"a rank has the samples in epoch 0 that one has with {name}.")
 
 
-def _judge_epochs(exercise: Exercise, ranks: list[list]) -> None:
-    """Of each rank: the batches of epoch 0, of epoch 0 again, of epoch 1, and of epoch 0 with another seed."""
-    for _, (first, again, later, other) in exercise.each(ranks):
-        exercise.require(first == again, "not-reproducible", "two calls with epoch 0 differ.")
-        samples = _samples(first)
-        exercise.require(samples != sorted(samples), "not-shuffled", f"the batches begin with {samples[:5]}.")
-        for name, batches in (("epoch 1", later), ("another seed", other)):
-            exercise.require(first != batches, "same-every-epoch", f"{name} gives the same batches.")
-            same = len(ranks) > 1 and sorted(samples) == sorted(_samples(batches))
-            exercise.require(not same, "fixed-shard", f"{name} gives this rank the same samples.")
-            before, after = set(pairwise(samples)), set(pairwise(_samples(batches)))
-            kept = 100 * len(before & after) / len(before)
-            what = f"{kept:.0f} % of the samples have the same successor in epoch 0 and with {name}."
-            exercise.require(kept < 50, "together", what)
-    epochs = [[_samples(batches) for batches in each] for each in zip(*ranks, strict=True)]
-    for name, later in (("epoch 1", epochs[2]), ("another seed", epochs[3])):
-        what = f"samples of one rank are together again with {name} more often than by chance."
-        exercise.require(_kept_together(epochs[0], later) < 25 + 4 * (len(ranks) - 1) ** 2, "together", what)
+ORDER = "np.random.default_rng((seed, epoch)).permutation(count)"
+PARTS, STEPS = "parts = np.array_split(order, steps * n)", "-(-count // (batch * n))"
+BLOCK = "np.array_split(np.random.default_rng(3).permutation(count), n)"
+MISTAKES["shard"] = {
+    "not-sharded": ("Every rank gets every sample. Together they work through the set as often as there are ranks.",
+            {"steps * n": "-(-count // batch)", "parts[rank::n]": "parts"}),
+    "own-shuffle": ("""Some samples come twice, and others not at all. Has each rank shuffled in its own way? Ranks
+        share seed and epoch, but no generator; and hash() of a text is another number in each process.""",
+            ["(seed, epoch)  ->  (seed, epoch, rank)", '(seed, epoch)  ->  abs(hash(f"{seed}/{epoch}"))']),
+    "repeated": ("""Some samples come more than once. DistributedSampler repeats some until all ranks have the same
+        number, and an evaluation then counts them twice: let batches differ in size instead. Or does one rank's part
+        begin before the other's ends?""",
+            [f"{ORDER}  ->  np.resize({ORDER}, -(-count // (batch * n)) * batch * n)",
+             {PARTS: "ends = [i * count // (steps * n) for i in range(steps * n + 1)]\n"
+              "parts = [order[max(0, a - 1) : b] for a, b in zip(ends, ends[1:])]"}]),
+    "missing": ("""Some samples are on no rank: those left over after an equal division, or in the last batch that is
+        not whole. FFCV's Loader loses these too, with drop_last=True, which is its default.""",
+            [f"{PARTS}  ->  parts = [order[i : i + batch] for i in range(0, count - batch + 1, batch)]",
+             f"{ORDER}  ->  {ORDER}[: count // n * n]"]),
+    "steps": ("Ranks have different numbers of batches. In DDP the rank with more of them waits for ever.",
+            {PARTS: "own = order[rank::n]", "[part.tolist() for part in parts[rank::n]]":
+             "[own[i : i + batch].tolist() for i in range(0, len(own), batch)]"}),
+    "small-batches": ("There are more steps than needed: with n ranks a step can hold n * batch samples.",
+            f"{STEPS}  ->  min(count // n, count // (batch * n) + 1)"),
+    "not-reproducible": ("Two calls with the same arguments give different batches. A resumed run needs the same ones.",
+            {"seed: int) -> list[list[int]]:": "seed: int, calls=[]) -> list[list[int]]:\n    calls.append(seed)",
+             "(seed, epoch)": "len(calls)"}),
+    "same-order": ("""The samples come in the order of the file, or another epoch, or another seed, gives the same
+        batches.""", [f"{ORDER}  ->  np.arange(count)", "(seed, epoch)  ->  seed", "(seed, epoch)  ->  seed * epoch"]),
+    "together": ("""Samples that are together in one epoch stay together in the next: the order is only rotated, or
+        fixed blocks belong to a rank, or go from rank to rank. Shuffle all of them anew in each epoch, and share them
+        out afterwards.""",
+            [f"{ORDER}  ->  np.roll(np.random.default_rng(0).permutation(count), 7 * epoch + seed)"]
+            + [{f"order = {ORDER}": f"own = {BLOCK}[{of}]\norder = {ORDER[:-6]}own)", "steps * n": "steps",
+                "parts[rank::n]": "parts"} for of in ("rank", "(rank + epoch + seed) % n")]),
+    "messages": ("""The rank asks others. It can compute its batches alone from seed, epoch, rank and world size, and
+        then no rank has to wait for another.""",
+            f"order = {ORDER}  ->  import torch\norder = torch.from_numpy({ORDER})\ndist.broadcast(order, 0)\n"
+            "order = order.numpy()"),
+}
 
 
-def _samples(batches: list[list[int]]) -> list[int]:
-    return [i for batch in batches for i in batch]
+def shuffled_by_the_library(count, batch, epoch, seed):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    steps = -(-count // (batch * n))
+    ends = [(rank * steps + i) * count // (steps * n) for i in range(steps + 1)]
+    return (order[a:b] for a, b in pairwise(ends))
 
 
-def _kept_together(before: list[list[int]], after: list[list[int]]) -> float:
-    """Chi-square of how many samples go from each rank to each: near (ranks - 1)² if chance shares them out."""
-    rank_of = {i: rank for rank, samples in enumerate(after) for i in samples}
-    moved = Counter((rank, rank_of[i]) for rank, samples in enumerate(before) for i in samples)
-    even = {(a, b): len(x) * len(y) / len(rank_of) for a, x in enumerate(before) for b, y in enumerate(after)}
-    return sum((moved[pair] - share) ** 2 / share for pair, share in even.items())
+RIGHT["shard"] = {
+    "shuffled by the library, from a text": shuffled_by_the_library,
+    "hash of numbers": "(seed, epoch)  ->  abs(hash((seed, epoch)))",
+    "own samples, split into steps": {
+        PARTS: "parts = np.array_split(order[rank::n], steps)", "parts[rank::n]": "parts",
+    },
+}
 
+# --- exercise 6: rows of text
 
-# ------------------------------------------------------------------------------------------------ rows of text
-
-_TEXTS = {  # lengths of documents, tokens in a row, rows in a step
+TEXTS = {  # lengths of documents, tokens in a row, rows in a step
+    "200 documents, 7 tokens left over": ([*range(1, 201)], 93, 12),
     "7 documents": ([5, 0, 9, 2, 14, 7, 3], 8, 6),
     "one long document": ([1000], 32, 6),
     "documents of a row each": ([16] * 24, 16, 12),
-    "200 documents, 7 tokens left over": ([*range(1, 201)], 93, 12),
 }
-_STEPS = ((0, 0, 1), (3, 0, 1), (7, 1, 2), (1, 2, 3), (12, 0, 2), (0, 0, 1))  # step, rank, ranks
-_PERMUTED = "permutation(rows)[place]"
-_OWN = "step * batch + rank * share, step * batch + (rank + 1) * share"
-_ROW_SLIPS = {
-    "not-shuffled": f"int(np.random.default_rng([seed, epoch]).{_PERMUTED})  ->  place",
-    "same-every-epoch": ["[seed, epoch]  ->  [seed, 0]", "[seed, epoch]  ->  seed"],
-    "no-seed": "[seed, epoch]  ->  epoch",
-    "last-row": "int(ends[-1]) // length  ->  -(-int(ends[-1]) // length)",
-    "epoch-end": "divmod(n, rows)  ->  divmod(n, rows // batch * batch or rows)",
-    "not-sharded": f"{_OWN}  ->  step * batch, (step + 1) * batch",
-    "share": f"{_OWN}  ->  step * batch + rank, (step + 1) * batch, ranks",
-    "rank-first": f"{_OWN}  ->  (step + rank) * share, (step + rank + 1) * share",
-    "global": "(document, first - start, last - start)  ->  (document, first, last)",
-    "in-the-row": "(document, first - start, last - start)  ->  (document, first - begin, last - begin)",
-    "end-included": "last - start)  ->  last - start - 1)",
-    "whole-documents": "if first < last  ->  if begin <= start and end <= begin + length and first < last",
-    "empty-piece": "if first < last  ->  if first < last or begin <= start == end < begin + length",
+ASKED = ((0, 0, 1), (3, 0, 1), (7, 1, 2), (1, 2, 3), (12, 0, 2), (0, 0, 1))  # step, rank, ranks
+
+
+@exercise("Exercise 6", passed="for any step on any number of ranks, from the step alone.",
+          cases=[(0, name, *text) for name, text in TEXTS.items()])
+def text_rows(note, answer, lengths, length, batch):
+    given, found, right = [*lengths], [], []
+    for step, rank, ranks in ASKED:
+        case = (given, length, batch, step, rank, ranks, 11)
+        got = answer(*case)
+        try:
+            got = [[tuple(map(whole_number, piece)) for piece in row] for row in got]
+        except TypeError:
+            got = None
+        if not note.holds(got is not None, "odd", f"step {step}: expected a list of rows, each a list of pieces."):
+            return
+        note.holds(given == lengths, "input-changed", "the list of lengths was changed.")
+        found.append(got)
+        right.append(answers.text_rows(*case))
+    note.holds(found[0] == found[-1], "remembers", "step 0, asked for again, has other rows.")
+    wrong = [(asked, a, b) for asked, got, rows in zip(ASKED, found, right, strict=True)
+             for a, b in zip([*got, None], [*rows, None], strict=False) if a != b]
+    (step, rank, ranks), got, row = wrong[0] if wrong else (ASKED[0], None, None)
+    what = f"a row of step {step} on rank {rank} of {ranks} is wrong.\n  expected  {row}\n  got       {got}"
+    note.holds(not wrong, "value", what, ("rows", found))
+
+
+PERMUTED = "int(np.random.default_rng([seed, epoch]).permutation(rows)[place])"
+PIECE = "(document, first - start, last - start)"
+OWN_ROWS = "step * batch + rank * share, step * batch + (rank + 1) * share"
+MISTAKES["text_rows"] = {
+    "same-every-epoch": ("""Each epoch goes through the rows in an order of its own, and another seed gives another one:
+        the generator is made from seed and epoch together.""",
+            [f"{PERMUTED}  ->  place", "[seed, epoch]  ->  [seed, 0]", "[seed, epoch]  ->  seed",
+             "[seed, epoch]  ->  epoch"]),
+    "last-row": ("The tokens that are left at the end make no whole row, and are dropped.",
+            "int(ends[-1]) // length  ->  -(-int(ends[-1]) // length)"),
+    "epoch-end": ("""The rows at the end of an epoch are lost where they do not fill a step. The next epoch follows at
+        once, and a step may have rows of both.""", "(number, rows)  ->  (number, rows // batch * batch or rows)"),
+    "share": ("""These are rows of the step, and not those of this rank. Ranks take neighbouring rows: rank 0 the first
+        batch / ranks, rank 1 the next. The next step begins `batch` rows later.""",
+            [f"{OWN_ROWS}  ->  step * batch, (step + 1) * batch",
+             f"{OWN_ROWS}  ->  step * batch + rank, (step + 1) * batch, ranks",
+             f"{OWN_ROWS}  ->  (step + rank) * share, (step + rank + 1) * share"]),
+    "counted-from": ("""The tokens are counted from the beginning of the text, or of the row, and not from that of their
+        document.""", [f"{PIECE}  ->  (document, first{of}, last{of})" for of in ("", " - begin")]),
+    "end-included": ("The end of a piece is the first token that is no part of it any more.",
+            f"{PIECE}  ->  (document, first - start, last - start - 1)"),
+    "whole-documents": ("A document that crosses the border of a row is in both rows, with a piece in each.",
+            "if first < last:  ->  if first < last and begin <= start and end <= begin + length:"),
+    "empty-piece": ("A document without tokens has no piece.",
+            "if first < last:  ->  if first < last or begin <= start == end < begin + length:"),
+    "remembers": ("The answer depends on earlier calls. A job that was started again knows the step, and nothing else.",
+            {"seed: int": "seed: int, done=[]", "rows, share =": "done.append(batch)\nrows, share =",
+             OWN_ROWS: "sum(done[:-1]), sum(done[:-1]) + share"}),
+    "value": ("""These are other rows than asked for. Number the rows of the run from its first step on, and look each
+        number up in the order of its epoch. The pieces of a row have as many tokens together as the row.""",
+            "[seed, epoch]  ->  [epoch, seed]"),
 }
 
 
-def _rows_of_text(lengths, length, batch, step, rank, ranks, seed):
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    rows, share = int(ends[-1]) // length, batch // ranks
-    own = range(step * batch + rank * share, step * batch + (rank + 1) * share)
-    found = []
-    for n in own:
-        epoch, place = divmod(n, rows)
-        begin = int(np.random.default_rng([seed, epoch]).permutation(rows)[place]) * length
-        pieces = []
-        for document, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-            first, last = max(start, begin), min(end, begin + length)
-            if first < last:
-                pieces.append((document, first - start, last - start))
-        found.append(pieces)
-    return found
+def token_by_token(lengths, length, batch, step, rank, ranks, seed):
+    owner = [(document, token) for document, size in enumerate(lengths) for token in range(size)]
+    count, rows = len(owner) // length, []
+    for n in range(step * batch, (step + 1) * batch):
+        row, pieces = np.random.default_rng([seed, n // count]).permutation(count)[n % count], {}
+        for document, token in owner[row * length : (row + 1) * length]:
+            first, _ = pieces.get(document, (token, token))
+            pieces[document] = first, token + 1
+        rows.append([[document, *ends] for document, ends in pieces.items()])
+    return rows[rank * batch // ranks : (rank + 1) * batch // ranks]
 
 
-def _as_rows(got: Any) -> list[list[tuple[int, ...]]] | None:
-    """Rows of pieces as whole numbers; None for what has another form."""
-    try:
-        rows = [[tuple(map(whole_number, piece)) for piece in row] for row in got]
-    except TypeError:
-        return None
-    pieces = [piece for row in rows for piece in row]
-    return rows if all(len(piece) == 3 and None not in piece for piece in pieces) else None
+RIGHT["text_rows"] = {
+    "token by token": token_by_token,
+    "numbers of NumPy, and a generator": "return found  ->  return (np.array(row) for row in found)",
+}
+
+# --- exercise 7: on paper
+
+LATER, SLOWEST = "rates if gigabytes > memory else {\"cpu\": cpu, \"gpu\": gpu}", "min(later, key=later.get)"
+FIRST_SECONDS, LATER_SECONDS = "images / min(rates.values())", "images / min(later.values())"
+MISTAKES["imagenet_epoch"] = {
+    "gigabits": ("The file and the disk are both given in gigabytes, not gigabits.",
+            "disk / gigabytes  ->  disk / 8 / gigabytes"),
+    "memory-ignored": ("If the file fits in memory, the disk is read in the first epoch only.", f"{LATER}  ->  rates"),
+    "always-cached": ("The file does not fit in memory: later epochs read the disk, too.",
+            f"{LATER}  ->  {{'cpu': cpu, 'gpu': gpu}}"),
+    "first-epoch": ("In the first epoch everything comes from the disk, whether it fits in memory or not.",
+            [f"{FIRST_SECONDS}  ->  {LATER_SECONDS}", f"{FIRST_SECONDS}  ->  images / min(cpu, gpu)"]),
+    "added": ("""Disk, CPU and GPUs work at the same time, on different batches. The slowest sets the pace; the times do
+        not add up.""", {FIRST_SECONDS: "images * sum(1 / rate for rate in rates.values())",
+                         LATER_SECONDS: "images * sum(1 / rate for rate in later.values())"}),
+    "fastest": ("The slowest part sets the pace, not the fastest.",
+            [one | {FIRST_SECONDS: "images / max(rates.values())", LATER_SECONDS: "images / max(later.values())"}
+             for one in ({}, {SLOWEST: "max(later, key=later.get)"})]),
+    "cached-part": ("""The page cache does not help with a file that does not fit, as the exercise says: a later epoch
+        reads all of it.""", f"{LATER}  ->  rates | {{'disk': images * disk / max(gigabytes - memory, 1e-9)}}"),
+    "minutes": ("The docstring asks for seconds.",
+            {FIRST_SECONDS: f"{FIRST_SECONDS} / 60", LATER_SECONDS: f"{LATER_SECONDS} / 60"}),
+    "bottleneck": ("""The times are right. The word names what sets the pace in the later epochs: 'disk', 'cpu' or
+        'gpu'.""", [f"{SLOWEST}  ->  {word}" for word in (
+            "max(later, key=later.get)", "'disk'", "'cpu'", "'gpu'", "min(later, key=later.get).upper()")]),
+}
 
 
-@checked
-def text_rows(fn: Callable) -> None:
-    """Check ``fn(lengths, length, batch, step, rank, ranks, seed)``: rows of a rank at a step, in pieces."""
-    exercise = Exercise("Exercise 6", HINTS["text_rows"])
-    slips = [(key, edited_function(_rows_of_text, edit)) for key, edits in _ROW_SLIPS.items()
-             for edit in (edits if isinstance(edits, list) else [edits])]
-    answers: list[tuple[str, Any, tuple]] = []
-    for name, (lengths, length, batch) in _TEXTS.items():
-        for step, rank, ranks in _STEPS:
-            case = ([*lengths], length, batch, step, rank, ranks, 11)
-            exercise.case = f"{name}, rows of {length} tokens, {batch} in step {step}, rank {rank} of {ranks}"
-            got = exercise.call(fn, *case)
-            rows = _as_rows(got)
-            exercise.require(rows is not None, "form", f"the function returned {_shown(got)}.")
-            exercise.require(case[0] == lengths, "changed", "the list of lengths was changed.")
-            answers.append((exercise.case, rows, case))
-    alike = {key for key, slip in slips if all(rows == slip(*case) for _, rows, case in answers)}
-    for exercise.case, rows, case in answers:
-        right = _rows_of_text(*case)
-        if rows == right:
-            continue
-        first = next((i for i, pair in enumerate(zip(rows, right, strict=False)) if pair[0] != pair[1]),
-                     min(len(rows), len(right)))
-        here, there = (each[first] if first < len(each) else "no row" for each in (rows, right))
-        what = f"row {first} of this rank is wrong.\n  expected  {_shown(there)}\n  got       {_shown(here)}"
-        again = _as_rows(exercise.call(fn, *case))
-        exercise.require(again == rows, "remembers", "a second call with the same arguments returned something else.")
-        tokens = {sum(end - begin for _, begin, end in row) for row in rows}
-        exercise.refuse(min(alike, default="tokens" if tokens != {case[1]} else "rows"), what)
-    exercise.passed("any step on any number of ranks, from the step alone.")
+def by_the_seconds(images, gigabytes, memory, disk, cpu, gpu):
+    seconds = np.array([gigabytes / disk, images / cpu, images / gpu])
+    later = seconds * [memory < gigabytes, 1, 1]
+    return [seconds.max(), later.max(), ("disk", "cpu", "gpu")[later.argmax()]]
 
 
-# ------------------------------------------------------------------------------------------------ paper problem
-
-_LATER = "cached if gigabytes <= memory else rates"
-_FASTEST = {"min(first.values": "max(first.values", "min(later.values": "max(later.values"}
-
-
-@paper_problem(
-    "Exercise 7",
+RIGHT["imagenet_epoch"] = {
+    "by the seconds": by_the_seconds,
+    "the slowest is the first of the sorted ones": f"{SLOWEST}  ->  sorted(later, key=later.get)[0]",
+}
+imagenet_epoch = paper(
+    "Exercise 7", answers.imagenet_epoch, MISTAKES["imagenet_epoch"], units=["s in the first epoch", "s later", ""],
     cases=[
         (1281167, 169.8, 256, 0.91, 172801, 22930), (1281167, 169.8, 100, 0.8, 172801, 30000),
         (1281167, 169.8, 128, 0.91, 172801, 22930), (1281167, 169.8, 128, 7, 172801, 22930),
         (1281167, 140, 512, 2, 9000, 22930), (10000000, 1400, 512, 12, 60000, 30000), (50000, 1, 16, 0.5, 4000, 90000),
     ],
-    slips={
-        "gigabits": "disk / gigabytes  ->  disk / 8 / gigabytes",
-        "memory-ignored": f"{_LATER}  ->  rates",
-        "always-cached": f"{_LATER}  ->  cached",
-        "first-epoch": [f"first = rates  ->  first = {_LATER}", "first = rates  ->  first = cached"],
-        "added": {
-            "/ min(first.values())": "* sum(1 / rate for rate in first.values())",
-            "/ min(later.values())": "* sum(1 / rate for rate in later.values())",
-        },
-        "fastest": [_FASTEST, _FASTEST | {"min(later, ": "max(later, "}],
-        "cached-part": f"{_LATER}  ->  cached | {{'disk': images * disk / max(gigabytes - memory, 1e-9)}}",
-        "minutes": [
-            {"images / min(first": "images / 60 / min(first", "images / min(later": "images / 60 / min(later"},
-            {"images / min(first": "min(first", "images / min(later": "min(later"},
-        ],
-        "bottleneck": [
-            "min(later, key=later.get)  ->  max(later, key=later.get)",
-            *(f"min(later, key=later.get)  ->  {word!r}" for word in ("disk", "cpu", "gpu")),
-            "min(later, key=later.get)  ->  min(later, key=later.get).upper()",
-        ],
-    },
-    units=["s in the first epoch", "s later", ""],
-    hints=HINTS["imagenet_epoch"],
 )
-def imagenet_epoch(images, gigabytes, memory, disk, cpu, gpu):
-    """Check ``fn(images, gigabytes, memory, disk, cpu, gpu) -> (first epoch, later epochs, bottleneck)``."""
-    cached = {"cpu": cpu, "gpu": gpu}
-    rates = cached | {"disk": images * disk / gigabytes}
-    first = rates
-    later = cached if gigabytes <= memory else rates
-    return images / min(first.values()), images / min(later.values()), min(later, key=later.get)

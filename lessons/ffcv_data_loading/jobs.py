@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
-__all__ = ["HIDDEN", "JOBS", "MEASURED", "PLANS", "STAGES", "Job", "Plan", "steady"]
+__all__ = ["HIDDEN", "JOBS", "PLANS", "STAGES", "Job", "Plan"]
 
 STAGES = ("read", "decode", "augment", "copy", "step")
 
@@ -27,13 +26,8 @@ class Plan:
     compiled: str = "augment"
     compile_seconds: float = 2
 
-    def seconds(self, stage: str) -> float:
-        if stage not in STAGES:
-            raise ValueError(f"there is no stage {stage!r}; there are {', '.join(STAGES)}")
-        return self.milliseconds[stage] * 1e-3
-
     def halved(self, stage: str) -> Plan:
-        times = self.milliseconds | {stage: 1e3 * self.seconds(stage) / 2}
+        times = self.milliseconds | {stage: self.milliseconds[stage] / 2}
         return replace(self, milliseconds=times, compile_seconds=self.compile_seconds / (1 + (stage == self.compiled)))
 
 
@@ -49,9 +43,8 @@ class Job:
     """
 
     def __init__(self, plan: Plan, looks: list[float] | None = None):
-        _PLANS[self] = plan
         self.threads = plan.threads
-        self._now = 0.0
+        self._plan, self._now = plan, 0.0
         self._looks = [] if looks is None else looks  # shared with the jobs in which a stage is halved
 
     def clock(self) -> float:
@@ -61,11 +54,11 @@ class Job:
 
     def halved(self, stage: str) -> Job:
         """A new job of the same kind in which one stage takes half as long."""
-        return Job(_PLANS[self].halved(stage), self._looks)
+        return Job(self._plan.halved(stage), self._looks)
 
     def alone(self, stage: str) -> None:
         """Run one stage on one batch in one thread, with nothing beside it."""
-        self._now += _PLANS[self].seconds(stage)
+        self._now += self._plan.milliseconds[stage] / 1e3
 
     def step(self, batch: int) -> None:
         """One training step."""
@@ -73,25 +66,22 @@ class Job:
 
     def batches(self, count: int) -> Iterator[int]:
         """Start a loader, and give ``count`` batches, each as soon as it is ready."""
-        plan = _PLANS[self]
-        read, copy = plan.seconds("read"), plan.seconds("copy")
-        shared = (plan.seconds("decode") + plan.seconds("augment")) / plan.threads
+        plan, times = self._plan, {stage: time / 1e3 for stage, time in self._plan.milliseconds.items()}
+        shared = (times["decode"] + times["augment"]) / plan.threads
         free = dict.fromkeys(("disk", "threads", "copier"), self._now)
         taken: list[float] = []
         for batch in range(count):
             compiling = plan.compile_seconds if batch == 0 else 0.0
             if plan.background:
                 ready = max(free["disk"], taken[batch - 3] if batch >= 3 else 0.0)
-                for place, time in (("disk", read), ("threads", shared + compiling), ("copier", copy)):
+                work = (("disk", times["read"]), ("threads", shared + compiling), ("copier", times["copy"]))
+                for place, time in work:
                     ready = free[place] = max(ready, free[place]) + time
                 self._now = max(self._now, ready)
             else:
-                self._now += read + shared + compiling + copy
+                self._now += times["read"] + shared + compiling + times["copy"]
             taken.append(self._now)
             yield batch
-
-
-_PLANS: WeakKeyDictionary[Job, Plan] = WeakKeyDictionary()
 
 
 def _plan(read: float, decode: float, augment: float, copy: float, step: float, threads: int, **more: Any) -> Plan:
@@ -109,19 +99,3 @@ HIDDEN = {
     "E, with its loader in the foreground": _plan(2, 8, 3, 1, 7, threads=1, background=False),
     "F, with its loader in the foreground": _plan(1, 10, 2, 1, 9, threads=3, background=False),
 }
-_SKIPPED, MEASURED = 20, 200  # batches
-
-
-def steady(plan: Plan, skipped: int = _SKIPPED) -> tuple[float, float]:
-    """Seconds of the loop over `MEASURED` batches after ``skipped`` others, and per cent of them spent in next()."""
-    job = Job(plan)
-    begin = waited = 0.0
-    batches = job.batches(skipped + MEASURED)
-    for n in range(skipped + MEASURED):
-        start = job.clock()
-        batch = next(batches)
-        if n == skipped:
-            begin, waited = start, 0.0
-        waited += job.clock() - start
-        job.step(batch)
-    return job.clock() - begin, 100 * waited / (job.clock() - begin)

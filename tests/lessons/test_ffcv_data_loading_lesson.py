@@ -1,4 +1,4 @@
-"""The decoding of lesson 15, and the lesson without FFCV."""
+"""The decoding of lesson 15, its exercises, and the lesson without FFCV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lesson_cells import definitions
 from notebook_runs import run_core
 from PIL import Image
 
-from lessons.ffcv_data_loading.ffcv import ImageFolder, image_folder
+from lessons.ffcv_data_loading import answers, beton, check
+from lessons.ffcv_data_loading.ffcv import ImageFolder, by_hand, image_folder
 
 pytestmark = pytest.mark.guard(120)
 
@@ -58,6 +59,25 @@ def test_the_decoder_gives_no_fewer_pixels_than_the_crop_wants(monkeypatch):
         wanted = min(224, box[2] - box[0], box[3] - box[1])
         assert min(right - left, bottom - top) >= wanted - 1
     assert {1200 // size[0] for size, _ in kept} == {1, 2, 4}
+
+
+def test_the_file_of_an_exercise_is_that_of_a_writer(tmp_path):
+    images = map(Image.fromarray, beton.pictures(40, 3))
+    by_hand.write_beton([(image, 7 * i % 10) for i, image in enumerate(images)], tmp_path / "x.beton")
+    assert check.own_file() == (tmp_path / "x.beton").read_bytes()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_right_order_passes_whatever_chance_brings(seed):
+    check.quasi_random(lambda *case: answers.quasi_random(*case[:3], 1000 * seed + case[3]))
+
+
+def test_pages_open_on_average_as_the_exercise_says():
+    pages = np.repeat(np.arange(32), 24)
+    other = check.RIGHT["quasi_random"]["pages opened when they could have been loaded"]
+    for order, opened in ((other, 7.8), (answers.quasi_random, 6.3)):
+        means = [check.in_memory(pages[np.array(order(pages, 9, 12, seed))], 0).mean() for seed in range(20)]
+        assert np.mean(means) == pytest.approx(opened, abs=0.25)
 
 
 @pytest.mark.guard(300)

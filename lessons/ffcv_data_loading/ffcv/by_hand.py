@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DistributedSampler
 
-__all__ = ["FIELD", "HEADER", "IMAGE", "JPEG", "MODES", "PIECE", "RAW", "Beton", "PlainLoader", "write_beton"]
+__all__ = ["FIELD", "HEADER", "IMAGE", "JPEG", "MODES", "PIECE", "RAW", "TYPES", "Beton", "PlainLoader", "write_beton"]
 
 HEADER = np.dtype([("version", "<u2"), ("fields", "<u2"), ("page", "<u4"), ("samples", "<u8"), ("table", "<u8")])
 FIELD = np.dtype([("type", "u1"), ("name", "S16"), ("arguments", "V1024")])
@@ -20,12 +20,12 @@ PIECE = np.dtype([("sample", "<u8"), ("pointer", "<u8"), ("size", "<u8")])
 JPEG, RAW = 0, 1  # modes of an image
 #: In which modes the images of a file take turns, for the names that FFCV's RGBImageField has for them.
 MODES = {"raw": (RAW,), "jpg": (JPEG,), "proportion": (RAW, JPEG)}
-_TYPES = {0: np.dtype("<f8"), 1: np.dtype("<i8"), 2: IMAGE}  # of fields: float, integer, image
+TYPES = {0: np.dtype("<f8"), 1: np.dtype("<i8"), 2: IMAGE}  # of fields: float, integer, image
 
 
 def _record_type(fields: np.ndarray) -> np.dtype:
     """The type of a sample's record, aligned as C does it, from the field descriptors."""
-    return np.dtype([(field["name"].decode(), _TYPES[int(field["type"])]) for field in fields], align=True)
+    return np.dtype([(field["name"].decode(), TYPES[int(field["type"])]) for field in fields], align=True)
 
 
 class Beton:
