@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import re
 import subprocess
@@ -160,15 +162,39 @@ def execute(paths: Sequence[Path], jobs: int = 1, timeout: int = 300) -> list[st
 
 
 def test_lesson(number: str, root: Path = ROOT) -> int:
-    """Build a lesson and its exercises, compare their outputs, and run their tests; returns the exit status."""
+    """Build a lesson and its exercises, compare their outputs, and run their tests; returns the exit status.
+
+    What has passed runs again only after a change in it, in the core or in the lesson's room.
+    """
     name = lesson_of(number, root)
     if failed := build(root, [name]):
         print("\n".join(failed), file=sys.stderr)
         return 1
-    tests = [path for folder in ("lessons", "exercises") for path in root.glob(f"tests/{folder}/test_{name[3:]}_*.py")]
-    files = [*map(str, sorted(tests)), "tests/lessons/test_exercises.py", f"notebooks/{name}.ipynb",
-             f"solutions/{name}_solutions.ipynb"]
+    room, store = name[3:], root / ".pytest_cache" / "lessons.json"
+    files = [*root.glob(f"tests/lessons/test_{room}_*.py"), root / "tests/lessons/test_exercises.py",
+             root / f"notebooks/{name}.ipynb", root / f"solutions/{name}_solutions.ipynb"]
+    now = {f"{room}: {file.relative_to(root)}": _state(file, room, root) for file in sorted(files) if file.exists()}
+    passed = json.loads(store.read_text()) if store.exists() else {}
+    to_run = [key.partition(": ")[2] for key, state in now.items() if passed.get(key) != state]
+    for key in sorted({key.partition(": ")[2] for key in now} - {*to_run}):
+        print(f"unchanged since it passed: {key}")
+    if not to_run:
+        return 0
     compare = ["--nbval", "--nbval-cell-timeout=300", "--nbval-sanitize-with", "tests/sanitise.cfg"]
-    own = ["-k", f"not test_exercises or {name[3:]}"]  # of the module that has the exercises of all lessons
+    own = ["-k", f"not test_exercises or {room}"]  # of the module that has the exercises of all lessons
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", *compare, *own]
-    return subprocess.call([*command, *(file for file in files if (root / file).exists())], cwd=root)
+    status = subprocess.call([*command, *to_run], cwd=root)
+    if status == 0:
+        store.parent.mkdir(exist_ok=True)
+        store.write_text(json.dumps(passed | now, indent=0))
+    return status
+
+
+def _state(file: Path, room: str, root: Path) -> str:
+    """A hash of a file of tests or notebook, and of what it runs: the core, and modules of its room and of others."""
+    rooms, unused = {room}, {"lesson.py", "exercises.py"} | ({"check.py"} if file.parent.name == "notebooks" else set())
+    for path in (root / "lessons" / room).rglob("*.py"):
+        rooms |= {*re.findall(r"from lessons\.(\w+)", path.read_text("utf-8"))}
+    folders = [root / "course_utils", *(root / "lessons" / other for other in sorted(rooms))]
+    modules = [path for folder in folders for path in sorted(folder.rglob("*.py")) if path.name not in unused]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in [file, *modules])).hexdigest()
