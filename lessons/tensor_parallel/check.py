@@ -330,34 +330,19 @@ MISTAKES["vocab_parallel_loss"] = {
         enough.""",
             f"{LARGEST}  ->  parts = [torch.empty_like(logits) for _ in range({RANKS})]\n"
             f"dist.all_gather(parts, logits.detach().contiguous())\n{LARGEST}"),
-    "too-many-bytes": ("""The result is right, but more is sent than three all-reduced numbers per token. record() shows
-        each call.""", f"lambda dy: dy  ->  lambda dy: summed(dy) / {RANKS}"),
     "too-many-calls": ("""The result is right, but it takes more than two messages. One number per token has to be known
         first, and the other two can travel together.""", f"{SUMS}  ->  g(shifted.exp().sum(1)), g(target)"),
     "value": ("""Compute the three numbers of each token in one process first: the maximum, the sum of the exponentials,
-        the logit of the target. Which of them differs here? If none does, look at backward.""",
-            f"return {LOSS}  ->  return with_backward(torch.clone, torch.neg)({LOSS})"),
-    "float32": (FLOAT32, f"{SUMS}  ->  g(torch.stack([shifted.exp().sum(1), target]).float()).double()"),
+        the logit of the target. Which of them differs here? If none does, look at backward.""",),
+    "float32": (FLOAT32,),
 }
-
-
-def merged_logarithms(logits, targets, first):
-    """The logarithms of the shards, gathered; a number whose gradient is right is added to a loss without one."""
-    own = logits.logsumexp(1)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own.detach())
-    total = torch.stack(parts).logsumexp(0)
-    local = targets - first
-    here = (local >= 0) & (local < logits.shape[1])
-    target = (logits * F.one_hot(torch.where(here, local, 0), logits.shape[1])).sum(1) * here
-    whole = target.detach().clone()
-    dist.all_reduce(whole)
-    share = ((own - total).exp().detach() * (own - own.detach())) - (target - target.detach())
-    return (total - whole + share).mean()
-
-
 RIGHT["vocab_parallel_loss"] = {
-    "logarithms of the shards, gathered and merged": merged_logarithms,
+    "one-hot, asynchronous maximum": {
+        MAXIMUM: "work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True)\nlocal = targets - first\n"
+        "here = (local >= 0) & (local < logits.shape[1])\n"
+        f"hot = F.one_hot({PLACE}, logits.shape[1]) * here[:, None]\nwork.wait()",
+        TARGET: "target = (shifted * hot).sum(1)",
+    },
     "the maximum added again": ADDED_AGAIN,
 }
 
@@ -455,8 +440,6 @@ MISTAKES["sequence_parallel_norm"] = {
         tokens to contribute its part.""", {f"{IN}({NORM})": f"f({NORM})", f"{OUT}(y)": "g(y)"}),
     "no-scatter": ("The partial sums of the ranks were not added up.", [f"{OUT}(y)  ->  y{OWN}", f"{OUT}(y)  ->  y"]),
     "whole": ("These are the rows of all ranks. This rank keeps its own.", f"{OUT}(y)  ->  g(y)"),
-    "wrong-part": ("These are the tokens of another rank: rank r has part r of the sequence.",
-            f"{OUT}(y)  ->  {OUT}(y.roll(len(x), 0))"),
     "eps": ("The norm has another eps than that of F.rms_norm(x, x.shape[-1:], gain).",
             [f"f(gain))  ->  f(gain), {eps})" for eps in ("1e-5", "1e-6", "1e-8")]),
     "gather-backward": ("""The output is right, but the gradient of x is only what this rank's part of the MLP gives.
@@ -480,8 +463,6 @@ MISTAKES["sequence_parallel_norm"] = {
     "whole-norm": ("""The result is right, but this rank keeps more than one tensor of all tokens for backward, as it
         does if it normalizes the tokens of all ranks. For the norm its own tokens are enough.""",
             f"{IN}({NORM})  ->  F.rms_norm({IN}(x), x.shape[-1:], f(gain))"),
-    "too-many-bytes": ("""The result is right, but more travels than one all-gather and one reduce-scatter each way,
-        plus the sum of the gain's gradient.""", "tokens =  ->  gathered(x.detach())\ntokens ="),
 }
 RIGHT["sequence_parallel_norm"] = {
     "all-to-all, summed here; gradients of the gain gathered": {
