@@ -1,19 +1,19 @@
-"""Checks of the exercises on several hosts.
+"""The exercises on several hosts: what ranks and hosts must do, and the usual mistakes with their hints.
 
-Those of code run the answer on ranks on emulated hosts, and read from the counter of each host's interface what has
-left it. Where hosts cannot be emulated the ranks run on one machine, and the ledger says which bytes would have left.
+Ranks run on emulated hosts, and the counter of each host's interface says what has left it. Where hosts cannot be
+emulated the ranks run on one machine, and the ledger says which bytes would have left. The exercises on restarts are
+in `restarts`.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import math
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from course_utils.check import (
     TIMEOUT,
@@ -29,192 +30,239 @@ from course_utils.check import (
     Exercise,
     Outcome,
     checked,
-    load_hints,
-    paper_problem,
+    paper,
     sent,
     values,
     whole_number,
 )
 from course_utils.check.groups import DIFFERENT, GroupsInStep
+from course_utils.check.program import hints_of
 from course_utils.check.traffic import calls
 from course_utils.costs import bytes_sent
-from lessons.multi_node.hosts import hosts_available
+from lessons.debugging_hangs.clinic_check import treat
 
-from .clinic_check import diagnoses_and_cures
+from . import answers, restarts
+from .clinic import network
+from .hosts import hosts_available
 from .restarts import job_script, train
 
 __all__ = [
-    "HINTS", "checkpoint_plan", "diagnoses_and_cures", "hierarchical_mean", "job_script", "join", "train",
+    "MISTAKES", "RIGHT", "checkpoint_plan", "diagnoses_and_cures", "hierarchical_mean", "job_script", "join", "train",
 ]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = dict(restarts.MISTAKES)
+RIGHT: dict[str, dict[str, Any]] = dict(restarts.RIGHT)
 
-_MOST = 1.12  # of the bytes of the tensors: headers and acknowledgements, and making groups
+# --- exercise 1: an all-reduce on two levels
 
-
-# ------------------------------------------------------------------------------------------------ all-reduce by hosts
-
-
-@dataclass
-class _Placement:
-    """A case of `hierarchical_mean`: the host of each rank, and the tensors."""
-
-    hosts: Sequence[int]
-    shape: tuple[int, ...]
-    kind: str  # of the tensor, in words
-    fallback: str | None = None
-
-    def tensors(self) -> list[torch.Tensor]:
-        made = [values(*self.shape, seed=700 + rank) for rank in range(len(self.hosts))]
-        if "bfloat16" in self.kind:  # whole numbers, whose mean over 4 ranks is exact
-            made = [(4 * x).round().clamp(-9, 9).bfloat16() for x in made]
-        if "float64" in self.kind:
-            made = [x.double() for x in made]
-        return [x.t() for x in made] if "transposed" in self.kind else made
-
-    @property
-    def in_order(self) -> bool:
-        """Whether it is the order in which `launch` places ranks on several hosts."""
-        count, n = len(set(self.hosts)), len(self.hosts)
-        return count > 1 and [rank * count // n for rank in range(n)] == list(self.hosts)
-
-
-_EVEN, _UNEVEN = (512, 516), (263, 1001)  # a little more than 1 MiB in float32; the second is odd
-_PLACEMENTS = (
-    _Placement((0, 0, 1, 1), _EVEN, "float32"),
-    _Placement((0, 0, 1, 1), _UNEVEN, "float32", "remainder"),
-    _Placement((0, 0, 1, 1), (1025, 600), "bfloat16, transposed", "any-tensor"),
-    _Placement((0, 0, 1, 1, 2, 2), _UNEVEN, "float32", "three-hosts"),
-    _Placement((0, 1, 0, 1), (7,), "float64", "placement"),
-    _Placement((0, 0, 0), (5, 3), "float32", "one-level-only"),
-    _Placement((1, 0), (5, 3), "float32", "one-level-only"),
+UNEVEN = (263, 1001)  # a little more than 1 MiB in float32, and odd
+PLACEMENTS = (  # the host of each rank, kind and shape of the tensors, the hint of a failure
+    ((0, 0, 1, 1), "float32", (512, 516), None),
+    ((0, 0, 1, 1), "float32", UNEVEN, "remainder"),
+    ((0, 0, 1, 1), "bfloat16, transposed", (1025, 600), "any-tensor"),
+    ((0, 0, 1, 1, 2, 2), "float32", UNEVEN, "three-hosts"),
+    ((0, 1, 0, 1), "float64", (7,), "placement"),
+    ((0, 0, 0), "float32", (5, 3), "one-level-only"),
+    ((1, 0), "float32", (5, 3), "one-level-only"),
 )
+HEADERS = 1.12  # at most: the bytes of the tensors with headers and acknowledgements, and making groups
+
+
+def tensors(n: int, kind: str, shape: tuple[int, ...]) -> list[Tensor]:
+    made = [values(*shape, seed=700 + rank) for rank in range(n)]
+    if "bfloat16" in kind:  # whole numbers, whose mean over 4 ranks is exact
+        return [(4 * x).round().clamp(-9, 9).bfloat16().t() for x in made]
+    return [x.double() for x in made] if "float64" in kind else made
+
+
+def in_step(tensor: Tensor, fn: Callable, host_of: list[str]) -> Any:
+    with GroupsInStep():
+        return fn(tensor, host_of)
 
 
 @checked
 def hierarchical_mean(fn: Callable, timeout: float = TIMEOUT) -> None:
     """Check ``fn(tensor, host_of)``, in place, tensors of any shape and dtype: 2(H-1)/H · S bytes leave each host."""
-    exercise = Exercise("Exercise 1", HINTS["hierarchical_mean"], timeout, explained={DIFFERENT: "hang"})
+    run = Exercise("Exercise 1", hints_of(MISTAKES["hierarchical_mean"]), timeout, explained={DIFFERENT: "hang"})
     emulated, sentence = hosts_available()
     shares: dict[int, float] = {}
-    for case in _PLACEMENTS:
-        data, count = case.tensors(), len(set(case.hosts))
-        measured = emulated and case.in_order and data[0].nbytes > 1 << 20
-        exercise.options = {"hosts": {"hosts": count}} if measured else {}
-        names = [f"node{host}" for host in case.hosts]
-        where = f"hosts {' '.join(map(str, case.hosts))}, tensor {case.kind}, {tuple(data[0].shape)}"
-        circumstances = {"case": where, "fallback": case.fallback, "errors": "view|stride|dtype"}
-        outcomes = exercise.run(_in_step, data, fn, names, **circumstances)
-        _hierarchical_mean(exercise, case, data, outcomes)
+    for hosts, kind, shape, fallback in PLACEMENTS:
+        data, count = tensors(len(hosts), kind, shape), len(set(hosts))
+        measured = emulated and data[0].nbytes > 1 << 20
+        run.options = {"hosts": {"hosts": count}} if measured else {}
+        outcomes = run.run(
+            in_step, data, fn, [f"node{host}" for host in hosts], fallback=fallback, errors="view|stride|dtype",
+            case=f"hosts {' '.join(map(str, hosts))}, tensor {kind}, {tuple(data[0].shape)}",
+        )
+        mean_in_place(run, hosts, data, outcomes)
+        two_levels(run, hosts, data[0], outcomes)
         if measured:
-            shares[count] = _left_hosts(exercise, case, data[0].nbytes, outcomes)
+            shares[count] = left_hosts(run, count, data[0].nbytes, outcomes.left_host)
     if shares:
         told = ", ".join(f"{share:.2f} S for {count} hosts" for count, share in shares.items())
-        exercise.passed(f"what left each host, by its interface, is that of two levels: {told}, and headers.")
+        run.passed(f"what left each host, by its interface, is that of two levels: {told}, and headers.")
     else:
-        exercise.passed(f"the right bytes by the ledger. They were not measured: {sentence}.")
+        run.passed(f"the right bytes by the ledger. They were not measured: {sentence}.")
 
 
-def _in_step(tensor: torch.Tensor, fn: Callable, host_of: list[str]) -> Any:
-    with GroupsInStep():
-        return fn(tensor, host_of)
+def mean_in_place(run: Exercise, hosts: Sequence[int], data: list[Tensor], outcomes: list[Outcome]) -> None:
+    n, wide = len(data), [x.double() for x in data]
+    total = sum(wide)
+    mean = (total / n).to(data[0].dtype)
+    for rank, outcome in run.each(outcomes):
+        run.communicates(rank, outcome, n)
+        own = sum(x for x, host in zip(wide, hosts, strict=True) if host == hosts[rank])
+        per_host = hosts.count(hosts[rank])
+        got = "a tensor was returned" if isinstance(outcome.result, Tensor) else "nothing was returned"
+        key = "any-tensor" if run.fallback == "any-tensor" else "not-in-place"
+        changed = not torch.equal(outcome.after, outcome.before)
+        run.require(changed, key, f"tensor still holds this rank's own numbers; {got}.")
+        wrong = {"sum": total, "one-level": [own / per_host, own / n, own], "divisor": [total / per_host, mean / n]}
+        run.equal(rank, outcome.after, mean, {} if run.fallback else wrong, "the tensor after the call", mean.dtype)
 
 
-def _hierarchical_mean(
-    exercise: Exercise, case: _Placement, data: list[torch.Tensor], outcomes: list[Outcome]
-) -> None:
-    n = len(data)
-    wide = [x.double() for x in data]
-    mean = (sum(wide) / n).to(data[0].dtype)
-    by_host: dict[int, list[int]] = {}
-    for rank, host in enumerate(case.hosts):
-        by_host.setdefault(host, []).append(rank)
-    total, per_host = sum(wide), n // len(by_host)
-    for rank, outcome in exercise.each(outcomes):
-        exercise.communicates(rank, outcome, n)
-        returned, own = outcome.result, sum(wide[r] for r in by_host[case.hosts[rank]])
-        if torch.equal(outcome.after, outcome.before) and n > 1:
-            got = "a tensor was returned" if isinstance(returned, torch.Tensor) else "nothing was returned"
-            key = "any-tensor" if case.fallback == "any-tensor" else "not-in-place"
-            exercise.refuse(key, f"tensor still holds this rank's own numbers; {got}.")
-        traps = {
-            "sum": total, "one-level": [own / per_host, own / n, own],
-            "divisor": [total / count for count in (per_host, len(by_host), n * n, n * per_host) if count != n],
-        }
-        traps = {} if exercise.fallback else {key: _like(some, mean) for key, some in traps.items()}
-        exercise.equal(rank, outcome.after, mean, traps, "the tensor after the call", dtype=mean.dtype)
-    _two_levels(exercise, case, data[0], outcomes)
-
-
-def _like(some: Any, mean: torch.Tensor) -> Any:
-    return [_like(x, mean) for x in some] if isinstance(some, list) else some.to(mean.dtype)
-
-
-def _by_host(case: _Placement, rank: int, outcome: Outcome) -> tuple[list[Any], list[Any]]:
+def by_level(hosts: Sequence[int], rank: int, ledger: Any) -> tuple[list[Any], list[Any]]:
     """The calls of a rank that stay inside its host, and those that leave it."""
     inside, across = [], []
-    for entry in calls(outcome.ledger):
+    for entry in calls(ledger):
         ends = entry.ranks if entry.is_collective else [r for r in (rank, entry.peer) if r is not None]
-        (across if len({case.hosts[r] for r in ends}) > 1 else inside).append(entry)
+        (across if len({hosts[r] for r in ends}) > 1 else inside).append(entry)
     return inside, across
 
 
-def _sent(entries: list[Any]) -> float:
+def bytes_of(entries: list[Any]) -> float:
     """Bytes that a rank sends; of a call with a root, its share of what all ranks send, for roots may take turns."""
     rooted = [entry for entry in entries if entry.op in ("reduce", "broadcast")]
     others = sent(entry for entry in entries if entry not in rooted)
     return others + sum(entry.bytes * (1 - 1 / len(entry.ranks)) for entry in rooted)
 
 
-def _two_levels(exercise: Exercise, case: _Placement, tensor: torch.Tensor, outcomes: list[Outcome]) -> None:
-    """Refuse other traffic than a reduce-scatter and an all-gather inside hosts, and 1/L of the tensor across them."""
-    n, hosts, size = len(case.hosts), len(set(case.hosts)), tensor.nbytes
-    per_host = n // hosts
-    padding = per_host * hosts * tensor.element_size()  # at most, for shards that are cut again
-    shard = (size + padding) / per_host
-    traffic = [_by_host(case, rank, outcome) for rank, outcome in enumerate(outcomes)]
-    sizes = [_sent(across) for _, across in traffic]
-    idle = hosts > 1 and any(sizes) and not all(sizes)
-    for rank, (inside, across) in exercise.each(traffic):
-        most = bytes_sent("all_reduce", hosts, shard)
-        if sizes[rank] > most + 0.5:
-            flat = any(entry.is_collective and len(entry.ranks) == n for entry in across)
-            light = _sent(inside) < bytes_sent("all_reduce", per_host, 0.75 * size)
-            key = "flat" if flat and per_host > 1 else "leaders" if idle else "axis" if light else "whole-tensor-across"
-            key = "upcast" if "bfloat16" in case.kind else "placement" if case.fallback == "placement" else key
-            told = f"this rank sends {_in_s(sizes[rank], size)} to other hosts; {_in_s(most, size)} are enough."
-            measured = getattr(outcomes, "left_host", None)
-            if measured:
-                host = case.hosts[rank]
-                told += f" {_in_s(measured[host], size)} left node{host} by its interface."
-            exercise.refuse(key, told)
-        least = bytes_sent("all_reduce", hosts, tensor.numel() // per_host * tensor.element_size())
-        told = f"this rank sends {_in_s(sizes[rank], size)} to other hosts; it takes {_in_s(least, size)}."
-        exercise.require(sizes[rank] >= least - 0.5, "leaders" if idle else "too-few-bytes", told)
-        limit = bytes_sent("all_reduce", per_host, size + padding)
-        told = f"inside its host this rank sends {_in_s(_sent(inside), size)}; {_in_s(limit, size)} are enough."
-        exercise.require(_sent(inside) <= limit + 0.5, "inside-too-much", told)
-
-
-def _in_s(count: float, size: int) -> str:
+def in_s(count: float, size: int) -> str:
     return f"{count:,.0f} bytes ({count / size:.2f} S)"
 
 
-def _left_hosts(exercise: Exercise, case: _Placement, size: int, outcomes: Any) -> float:
+def two_levels(run: Exercise, hosts: Sequence[int], tensor: Tensor, outcomes: Any) -> None:
+    """Refuse other traffic than a reduce-scatter and an all-gather inside hosts, and 1/L of the tensor across them."""
+    n, count, size = len(hosts), len(set(hosts)), tensor.nbytes
+    per_host = n // count
+    padded = size + n * tensor.element_size()  # at most, for shards that are cut again
+    most = bytes_sent("all_reduce", count, padded / per_host)
+    least = bytes_sent("all_reduce", count, tensor.numel() // per_host * tensor.element_size())
+    within = bytes_sent("all_reduce", per_host, padded)
+    traffic = [by_level(hosts, rank, outcome.ledger) for rank, outcome in enumerate(outcomes)]
+    sizes = [bytes_of(across) for _, across in traffic]
+    idle = count > 1 and any(sizes) and not all(sizes)
+    for rank, (inside, across) in run.each(traffic):
+        told = f"this rank sends {in_s(sizes[rank], size)} to other hosts; "
+        if sizes[rank] > most + 0.5:
+            flat = per_host > 1 and any(entry.is_collective and len(entry.ranks) == n for entry in across)
+            light = bytes_of(inside) < bytes_sent("all_reduce", per_host, 0.75 * size)
+            key = "flat" if flat else "leaders" if idle else "axis" if light else "whole-tensor-across"
+            key = {"any-tensor": "upcast", "placement": "placement"}.get(run.fallback, key)
+            left = getattr(outcomes, "left_host", None)
+            by_interface = f" {in_s(left[hosts[rank]], size)} left node{hosts[rank]} by its interface." if left else ""
+            run.refuse(key, f"{told}{in_s(most, size)} are enough.{by_interface}")
+        enough = sizes[rank] >= least - 0.5
+        run.require(enough, "leaders" if idle else "too-few-bytes", f"{told}it takes {in_s(least, size)}.")
+        told = f"inside its host this rank sends {in_s(bytes_of(inside), size)}; {in_s(within, size)} are enough."
+        run.require(bytes_of(inside) <= within + 0.5, "inside-too-much", told)
+
+
+def left_hosts(run: Exercise, count: int, size: int, left_host: list[int]) -> float:
     """The share of S that has to leave each host; refuses what has left by the interface, if that is not so."""
-    expected = bytes_sent("all_reduce", len(set(case.hosts)), size)
-    for host, left in enumerate(outcomes.left_host):
-        told = f"{_in_s(left, size)} left node{host} by its interface; {_in_s(expected, size)} and headers are enough."
-        exercise.require(left <= _MOST * expected, "interface", told)
-        exercise.require(left >= 0.99 * expected, "too-few-bytes", told)
+    expected = bytes_sent("all_reduce", count, size)
+    for host, left in enumerate(left_host):
+        told = f"{in_s(left, size)} left node{host} by its interface; {in_s(expected, size)} and headers are enough."
+        run.require(left <= HEADERS * expected, "interface", told)
+        run.require(left >= 0.99 * expected, "too-few-bytes", told)
     return expected / size
 
 
-# ------------------------------------------------------------------------------------------------ one program on hosts
+REDUCE = "dist.reduce_scatter_single(shard, padded, group=inside)"
+ACROSS = "dist.all_reduce(shard, group=across)"
+MEAN = "shard /= len(host_of)"
+GATHER = "dist.all_gather_single(padded, shard, group=inside)"
+INTO = "tensor.copy_(padded[:count].view(tensor.shape))"
+ROWS, COLUMNS = "rows = list(hosts.values())", "# one rank of each host"
+INSIDE = "inside, _ = dist.new_subgroups_by_enumeration(rows)"
+OUTSIDE = "across, _ = dist.new_subgroups_by_enumeration(columns)"
+MEMBERS = "members = dist.get_process_group_ranks(inside)"
+
+MISTAKES["hierarchical_mean"] = {
+    "hang": ("""Every rank has to take part in making every group, in the same order, also of groups that it is not
+        in: that is how new_group is defined. Otherwise ranks wait for each other, or ranks of different groups are
+        connected.""",
+             {INSIDE: "inside = dist.new_group(next(row for row in rows if dist.get_rank() in row))",
+              OUTSIDE: "across = dist.new_group(next(column for column in columns if dist.get_rank() in column))"}),
+    "flat": ("""One collective over all ranks takes no account of hosts: what a host sends grows towards 2 S with the
+        number of ranks.""",
+             [f"{REDUCE}  ->  return dist.all_reduce(tensor.div_(len(host_of)))",
+              f"{GATHER}  ->  dist.all_reduce(padded.clone())\n{GATHER}"]),
+    "leaders": ("""The bytes that leave a host are right, but one rank carries them all, while the others of its host
+        wait. With L ranks on a host, each can carry 1/L.""",
+                {REDUCE: f"{MEMBERS}\ndist.reduce(padded, members[0], group=inside)",
+                 ACROSS: "if dist.get_rank() == members[0]:\n    dist.all_reduce(padded, group=across)",
+                 MEAN: "padded /= len(host_of)", GATHER: "dist.broadcast(padded, members[0], group=inside)"}),
+    "whole-tensor-across": ("""Every rank sends more than its share to other hosts. After a reduce-scatter inside the
+        host, a rank has only 1/L of the tensor left to talk about.""",
+                            {REDUCE: "shard = padded\ndist.all_reduce(shard, group=inside)", GATHER: "pass"}),
+    "axis": ("""The two levels are exchanged: the heavy part runs between the hosts, and little or nothing inside
+        them.""", f"{COLUMNS}  ->  {COLUMNS}\nrows, columns = columns, rows"),
+    "inside-too-much": ("Between the hosts it is right. Inside, one reduce-scatter and one all-gather are enough.",
+                        f"{REDUCE}  ->  dist.all_reduce(padded.clone(), group=inside)\n{REDUCE}"),
+    "one-level": ("This covers the ranks of one host only: the other level is missing.",
+                  f"{ACROSS}  ->  dist.all_reduce(shard.clone(), group=across)"),
+    "sum": ("This is the sum. The mean divides it by the number of all ranks.", f"{MEAN}  ->  pass"),
+    "divisor": ("The sum is right, and it is divided by something other than the number of all ranks.",
+                f"{MEAN}  ->  shard /= per_host"),
+    "not-in-place": ("""The caller keeps tensor, not what is returned. The mean has to be written into its memory.""",
+                     f"{INTO}  ->  return padded[:count].view(tensor.shape)"),
+    "remainder": ("""It is right where the number of ranks on a host divides the number of elements. Here something
+        is left over; every element belongs to somebody's shard.""",
+                  {"count, per_host = tensor.numel()": "count, per_host = tensor.numel() // 2 * 2",
+                   "= tensor.flatten()": "= tensor.flatten()[:count]",
+                   INTO: "tensor.view(-1)[:count] = padded[:count]"}),
+    "any-tensor": ("""It is right for float32 with its elements in a row. The docstring promises any dtype, and any
+        strides: flatten() and reshape() may make a copy, and writing to a copy changes nothing in tensor.""",
+                   f"{INTO}  ->  tensor.reshape(-1)[:] = padded[:count]"),
+    "upcast": ("""The numbers travel in a wider type than the tensor has, and so they cost twice the bytes or more.""",
+               "tensor.new_zeros(  ->  torch.zeros("),
+    "three-hosts": ("It is right on two hosts. Here there are three: host_of says how many.",
+                    f"{MEAN}  ->  shard /= 2 * per_host"),
+    "placement": ("""It is right where neighboring ranks share a host. Here they do not: which ranks are on which
+        host stands in host_of, and nowhere else.""",
+                  f"{ROWS}  ->  size = len(host_of) // len(hosts)\n"
+                  "rows = [list(range(r, r + size)) for r in range(0, len(host_of), size)]"),
+    "one-level-only": ("""It is right on several hosts with several ranks each. With one host, or one rank on each
+        host, one of the two levels has groups of a single rank.""",
+                       f"{COLUMNS}  ->  {COLUMNS}\nif len(rows) == 1:\n    return dist.all_reduce(tensor)"),
+    "interface": ("""By the ledger the bytes are right, but the interface has sent more. What a call costs is up to
+        the library: gloo makes a reduce-scatter from an all-reduce, of which each rank keeps its part. Between hosts
+        one all-reduce is enough.""",),
+}
+RIGHT["hierarchical_mean"] = {
+    "on a mesh, with lists of pieces": {
+        INSIDE: "from torch.distributed.device_mesh import DeviceMesh\nmesh = DeviceMesh('cpu', rows)",
+        OUTSIDE: "across, inside = mesh.get_all_groups()",
+        REDUCE: "dist.reduce_scatter(shard, [piece.clone() for piece in padded.chunk(per_host)], group=inside)",
+        GATHER: "dist.all_gather(list(padded.chunk(per_host)), shard, group=inside)",
+    },
+    "piece by piece, each summed up at one rank of the host": {
+        REDUCE: f"{MEMBERS}\npieces = padded.chunk(per_host)\nfor piece, rank in zip(pieces, members, strict=True):\n"
+                "    dist.reduce(piece, rank, group=inside)\nshard = pieces[members.index(dist.get_rank())]",
+        GATHER: "for piece, rank in zip(pieces, members, strict=True):\n    dist.broadcast(piece, rank, group=inside)",
+    },
+}
+
+# --- exercise 2: one program on any number of hosts
+
+JOINS = ((4, 2, False), (2, 1, False), (3, 3, True))  # ranks, hosts, whether the last host is number 0
+SHORT, LONG = 2.0, 60.0  # seconds to meet where what the ranks say does not fit, and where it does
+GATHERING = 10.0  # seconds that a rank waits for what the others say, and for a store that its program opens itself
 
 
 @dataclass
-class _Said:
+class Said:
     """What a rank's program told ``init_process_group``, and where the rank really is."""
 
     true_rank: int
@@ -226,66 +274,90 @@ class _Said:
     interface: str
 
 
-_SHORT, _LONG = 2.0, 60.0  # seconds to meet where what the ranks say does not fit, and where it does
-_GATHER = 10.0  # seconds that a rank waits for what the others say, and for a store that its program opens itself
+@checked
+def join(fn: Callable, timeout: float = TIMEOUT) -> None:
+    """Check ``fn() -> index of this rank's GPU``, which makes the default process group as `torchrun` has told it."""
+    run = Exercise("Exercise 2", hints_of(MISTAKES["join"]), timeout, joining)
+    emulated, sentence = hosts_available()
+    for world_size, hosts, rotated in JOINS if emulated else JOINS[:2]:
+        run.options = {"init": False} | ({"hosts": {"hosts": hosts}} if emulated else {})
+        one_world(run, fn, world_size, hosts, rotated, emulated)
+    said = f"by what the ranks say. Whether they meet over a network was not tried: {sentence}"
+    print(f"Exercise 2 passed: one world {'on 1, 2 and 3 hosts' if emulated else said}.")
 
 
-@dataclass
-class _Joined:
-    """What a rank found after ``fn`` had returned."""
+def one_world(run: Exercise, fn: Callable, world_size: int, hosts: int, rotated: bool, emulated: bool) -> None:
+    case = f"{hosts} host{'s' * (hosts > 1)}" + f", rank 0 on node{hosts - 1}" * rotated
+    per_host, inputs = world_size // hosts, [torch.zeros(0)] * world_size
+    with tempfile.TemporaryDirectory(prefix="course-") as folder:
+        os.chmod(folder, 0o777)
+        try:
+            outcomes = run.run(fn, inputs, folder, world_size, hosts, rotated, emulated, case=case)
+            failed, evidence = None, ""
+        except CheckFailed as refusal:
+            if refusal.hint in ("empty", "not-started", "slow"):
+                raise
+            failed, evidence = refusal, "\n\n".join(str(refusal).split("\n\n")[2:])
+        found = problem(notes(folder), world_size)
+    if found is not None:
+        key, what, rank = found
+        run.refuse("fixed-address" if rotated else key, f"{what}\n\n{evidence}".rstrip(), rank)
+    if failed:
+        raise failed
+    for _, outcome in run.each(outcomes):
+        run.require(outcome.result is not None, "no-group", "the function returned, and there is no process group.")
+        size, total, _ = outcome.result
+        told = f"an all-reduce of ones gives {total:g}, and {world_size} ranks were started."
+        run.require(total == world_size == size, "world-size", told)
+    devices = [outcome.result[2] for outcome in outcomes]
+    for host in range(hosts):
+        own = devices[host * per_host : (host + 1) * per_host]
+        what = f"on node{host} the ranks take the GPUs {', '.join(map(str, own))}; it has 0 to {per_host - 1}."
+        run.require(set(own) == set(range(per_host)), "device", what)
 
-    rank: int
-    world_size: int
-    total: float
-    device: Any
-    initialized: bool = True
 
-
-def _join(fn: Callable, inputs: list, args: tuple) -> Outcome:
+def joining(fn: Callable, inputs: list, args: tuple) -> Outcome:
     """The program of a rank: call ``fn`` where `torchrun` would, note what it says to the others, and try the group."""
-    folder, world_size, hosts, rotate, emulated = args
-    per_host, true = world_size // hosts, int(os.environ["RANK"])
-    if not emulated:  # the variables say several hosts
-        group, local = divmod(true, per_host)
-        names = {"GROUP_RANK": group, "GROUP_WORLD_SIZE": hosts, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_host}
-        os.environ.update({name: str(value) for name, value in names.items()})
-    if rotate:  # the hosts get other numbers than their names say, as an agent may give them
-        group = (int(os.environ["GROUP_RANK"]) + 1) % hosts
-        true = group * per_host + int(os.environ["LOCAL_RANK"])
-        names = {"GROUP_RANK": group, "RANK": true, "ROLE_RANK": true, "MASTER_ADDR": f"node{hosts - 1}"}
-        os.environ.update({name: str(value) for name, value in names.items()})
+    folder, world_size, hosts, rotated, emulated = args
+    per_host = world_size // hosts
+    group, local = divmod(int(os.environ["RANK"]), per_host)
+    if rotated:  # the hosts get other numbers than their names say, as an agent may give them
+        group, os.environ["MASTER_ADDR"] = (group + 1) % hosts, f"node{hosts - 1}"
+    true = group * per_host + local
+    numbers = {"GROUP_RANK": group, "GROUP_WORLD_SIZE": hosts, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_host,
+               "RANK": true, "ROLE_RANK": true}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
     usual, usual_store = dist.init_process_group, dist.TCPStore
 
     def store(*arguments: Any, **named: Any) -> Any:
-        waits = {} if len(arguments) > 4 else {"timeout": timedelta(seconds=_GATHER)}
+        waits = {} if len(arguments) > 4 else {"timeout": timedelta(seconds=GATHERING)}
         return usual_store(*arguments, **waits | named)
 
     def noted(*arguments: Any, **named: Any) -> Any:
         named = dict(inspect.signature(usual).bind(*arguments, **named).arguments)
-        said = _said(true, named)
         path = Path(folder, f"{true}.json")
-        path.with_suffix(".new").write_text(json.dumps(asdict(said)))
+        path.with_suffix(".new").write_text(json.dumps(asdict(said_by(true, named))))
         path.with_suffix(".new").rename(path)
-        fits = _problem(_gathered(folder, world_size), world_size, per_host) is None
-        named["timeout"] = timedelta(seconds=_SHORT if not fits else _LONG if emulated else _GATHER)
+        fits = problem(gathered(folder, world_size), world_size) is None
+        named["timeout"] = timedelta(seconds=SHORT if not fits else LONG if emulated else GATHERING)
         return usual(**named)
 
     dist.init_process_group, dist.TCPStore = noted, store
     try:
-        device = fn()
+        device = whole_number(fn())
     finally:
         dist.init_process_group, dist.TCPStore = usual, usual_store
     if not dist.is_initialized():
         Path(folder, f"{true}.without").touch()
-        return Outcome(_Joined(0, 0, 0.0, device, False), None, None, None)
+        return Outcome(None, None, None, None)
     x = torch.ones(1)
     dist.all_reduce(x)
-    joined = _Joined(dist.get_rank(), dist.get_world_size(), x.item(), whole_number(device))
+    joined = dist.get_world_size(), x.item(), device
     dist.destroy_process_group()
     return Outcome(joined, None, None, None)
 
 
-def _said(true: int, named: dict[str, Any]) -> _Said:
+def said_by(true: int, named: dict[str, Any]) -> Said:
     """Rank, world size and address as PyTorch takes them: arguments come before the URL, and that before variables."""
     url = urlsplit(named.get("init_method") or "env://")
     query = {key: found[0] for key, found in parse_qs(url.query).items()}
@@ -294,169 +366,225 @@ def _said(true: int, named: dict[str, Any]) -> _Said:
         given = named.get(name, -1)
         return int(given if given not in (-1, None) else query.get(name, os.environ.get(name.upper(), -1)))
 
-    address = url.hostname if url.scheme == "tcp" else os.environ.get("MASTER_ADDR", "")
+    address = (url.hostname if url.scheme == "tcp" else os.environ.get("MASTER_ADDR")) or ""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    return _Said(true, socket.gethostname(), number("rank"), number("world_size"), address or "",
-                 _target(address or ""), interface)
+    own = socket.gethostname()
+    return Said(true, own, number("rank"), number("world_size"), address, target_of(address, own), interface)
 
 
-def _target(address: str) -> str:
+def target_of(address: str, own: str) -> str:
     """The name of the host that an address means on this one; empty if it means none."""
     try:
         found = socket.gethostbyname(address)
-        if found.startswith("127."):
-            return socket.gethostname()
-        return socket.gethostbyaddr(found)[0].split(".")[0]
+        return own if found.startswith("127.") else socket.gethostbyaddr(found)[0].split(".")[0]
     except OSError:
         return ""
 
 
-def _gathered(folder: str, world_size: int) -> list[_Said]:
+def gathered(folder: str, world_size: int) -> list[Said]:
     """What all ranks say, as soon as all have said it; else, after some time, what there is."""
-    deadline = time.monotonic() + _GATHER
+    deadline = time.monotonic() + GATHERING
     while time.monotonic() < deadline:
         if sum(name.endswith((".json", ".without")) for name in os.listdir(folder)) == world_size:
             break
         time.sleep(0.01)
-    return _notes(folder)
+    return notes(folder)
 
 
-def _notes(folder: str) -> list[_Said]:
-    found = [_Said(**json.loads(path.read_text())) for path in Path(folder).glob("*.json")]
+def notes(folder: str) -> list[Said]:
+    found = [Said(**json.loads(path.read_text())) for path in Path(folder).glob("*.json")]
     return sorted(found, key=lambda said: said.true_rank)
 
 
-def _ranks(some: Iterable[_Said]) -> str:
-    return ", ".join(str(said.rank) for said in some)
-
-
-def _problem(notes: list[_Said], world_size: int, per_host: int) -> tuple[str, str, int] | None:
+def problem(found: list[Said], world_size: int) -> tuple[str, str, int] | None:
     """The first thing in what the ranks said that cannot work: a hint, a sentence, a rank; None if all fits."""
-    if len(notes) < world_size:
-        missing = sorted(set(range(world_size)) - {said.true_rank for said in notes})
-        some = f"only {len(notes)} of {world_size} ranks call init_process_group; rank {missing[0]} does not."
-        return ("some-only", some, missing[0]) if notes else None
-    hosts = list(dict.fromkeys(said.host for said in notes))
-    several = len(hosts) > 1
-    told = {host: [said for said in notes if said.host == host] for host in hosts}
+    if len(found) < world_size:
+        missing = min(set(range(world_size)) - {said.true_rank for said in found})
+        some = f"only {len(found)} of {world_size} ranks call init_process_group; rank {missing} does not."
+        return ("some-only", some, missing) if found else None
+    told: dict[str, list[Said]] = {}
+    for said in found:
+        told.setdefault(said.host, []).append(said)
+    several = len(told) > 1
     lines = "\n\n" + "\n".join(
-        f"  {host}: ranks {_ranks(some)} of {some[0].world_size}, the store on {some[0].address}, interface "
-        f"{some[0].interface or 'not named'}" for host, some in told.items()
+        f"  {host}: ranks {', '.join(str(said.rank) for said in own)} of {own[0].world_size}, the store on "
+        f"{own[0].address}, interface {own[0].interface or 'not named'}" for host, own in told.items()
     )
-    wrong = next((said for said in notes if said.world_size != world_size), None)
+    wrong = next((said for said in found if said.world_size != world_size), None)
     if wrong:
-        apart = several and all(said.target == said.host and said.rank < said.world_size for said in notes)
-        what = (f"{len(hosts)} worlds of {wrong.world_size} ranks have formed, one on each host." if apart
+        apart = several and all(said.target == said.host and said.rank < said.world_size for said in found)
+        what = (f"{len(told)} worlds of {wrong.world_size} ranks have formed, one on each host." if apart
                 else f"this rank was told a world of {wrong.world_size} ranks; {world_size} were started.")
         return "two-worlds" if apart else "world-size", what + lines, wrong.true_rank
-    seen: dict[int, _Said] = {}
-    for said in notes:
-        if said.rank in seen or not 0 <= said.rank < world_size:
-            first = seen.get(said.rank)
-            what = f"rank {said.rank} exists twice, on {first.host} and on {said.host}." if first else (
-                f"a rank {said.rank} was asked for in a world of {world_size}.")
-            return "rank-twice" if first else "rank-range", what + lines, said.true_rank
+    seen: dict[int, Said] = {}
+    for said in found:
+        if not 0 <= said.rank < world_size:
+            what = f"a rank {said.rank} was asked for in a world of {world_size}.{lines}"
+            return "rank-range", what, said.true_rank
+        if said.rank in seen:
+            what = f"rank {said.rank} exists twice, on {seen[said.rank].host} and on {said.host}.{lines}"
+            return "rank-twice", what, said.true_rank
         seen[said.rank] = said
     if not several:
         return None
-    targets = dict.fromkeys(said.target for said in notes)
+    targets = {said.target for said in found}
     if len(targets) > 1:
-        where = "; ".join(f"on {said[0].host} they look for it on {said[0].address}" for said in told.values())
+        where = "; ".join(f"on {host} they look for it on {own[0].address}" for host, own in told.items())
         return "many-stores", f"the ranks do not agree where the store is: {where}.{lines}", world_size - 1
     if seen[0].host not in targets:
         what = f"rank 0 hosts the store and is on {seen[0].host}; all look for it on {seen[0].target or 'no host'}."
         return "nobody-hosts", what + lines, 0
-    loopback = next((said for said in notes if said.interface == "lo"), None)
-    if loopback:
-        return "loopback", f"the ranks offer each other an address of the interface lo.{lines}", loopback.true_rank
+    loopback = next((said.true_rank for said in found if said.interface == "lo"), None)
+    if loopback is not None:
+        return "loopback", f"the ranks offer each other an address of the interface lo.{lines}", loopback
     return None
 
 
-_JOINS = ((4, 2, False), (2, 1, False), (3, 3, True))  # ranks, hosts, whether the last host is number 0
+INIT = 'dist.init_process_group("gloo")'
+DEVICE = 'return int(os.environ["LOCAL_RANK"])'
+
+
+def told(rank: str = "RANK", world_size: str = "WORLD_SIZE", address: str = "os.environ['MASTER_ADDR']") -> str:
+    """An edit: rank and world size from these variables, and the store at this address."""
+    return (f"{INIT}  ->  url = 'tcp://' + {address} + ':' + os.environ['MASTER_PORT']\n"
+            f"numbers = {{'rank': int(os.environ['{rank}']), 'world_size': int(os.environ['{world_size}'])}}\n"
+            "dist.init_process_group('gloo', url, **numbers)")
+
+
+OWN_NAME = "os.uname().nodename"
+
+MISTAKES["join"] = {
+    "two-worlds": ("""Each host has made a world of its own. Nothing fails, and nothing is said: every world trains,
+        averages over itself only, and writes the same checkpoints. The number of all ranks is in the environment.""",
+                   told("LOCAL_RANK", "LOCAL_WORLD_SIZE", OWN_NAME)),
+    "world-size": ("Which variable counts the ranks of all hosts, and which only those of this one?",
+                   told(world_size="LOCAL_WORLD_SIZE")),
+    "rank-twice": ("""Two processes claim the same place. On one host the number of a process is its rank; on several
+        it is only its place within the host.""", [told("LOCAL_RANK"), told("GROUP_RANK")]),
+    "rank-range": ("Ranks count from 0 to the world size less 1, over all hosts.",
+                   f"{INIT}  ->  group, count = int(os.environ['GROUP_RANK']), int(os.environ['WORLD_SIZE'])\n"
+                   "rank = group * count + int(os.environ['LOCAL_RANK'])\n"
+                   "dist.init_process_group('gloo', rank=rank, world_size=count)"),
+    "many-stores": ("""The ranks meet at a store that rank 0 hosts, so all of them need the same address, and it has
+        to mean the same host everywhere. A host's own name, localhost and 127.0.0.1 mean another host on each.""",
+                    [told(address=OWN_NAME), told(address="'127.0.0.1'")]),
+    "nobody-hosts": ("""All ranks look for the store on one host, and rank 0, which opens it, runs on another. So
+        nobody listens there.""", told(address="'node1'")),
+    "fixed-address": ("""Here the hosts have other numbers than their names suggest: an agent gives them out as they
+        come. Who is rank 0, and where, is known to torchrun only; take it from the environment.""",
+                      told(address="'node0'")),
+    "loopback": ("""All is agreed, but each rank then tells the others an address at which it can be reached, and on
+        the interface lo that is 127.0.0.1: on another host this means that host itself. Leave GLOO_SOCKET_IFNAME as
+        it is set.""", f"{INIT}  ->  os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n{INIT}"),
+    "device": ("""The process group is right. But each host counts its GPUs from 0, and each rank needs its own. On
+        one host RANK and LOCAL_RANK are equal; from the second host on, only one of them is the number of a GPU.""",
+               [f"{DEVICE}  ->  return dist.get_rank()", f"{DEVICE}  ->  return 0"]),
+    "no-group": ("The function has to make the default process group: dist.init_process_group.", f"{INIT}  ->  pass"),
+    "some-only": ("Every rank of every host has to call init_process_group: it returns when all have.",
+                  f"{INIT}  ->  if os.environ['LOCAL_RANK'] == '0':\n    {INIT}"),
+}
+RIGHT["join"] = {
+    "all said in the call": told(),
+    "numbers by hand": {
+        INIT: "group, count = int(os.environ['GROUP_RANK']), int(os.environ['LOCAL_WORLD_SIZE'])\n"
+              "os.environ['RANK'] = str(group * count + int(os.environ['LOCAL_RANK']))\n"
+              "dist.init_process_group(init_method='env://', backend='cpu:gloo', rank=-1)",
+        DEVICE: "return torch.tensor(int(os.environ['LOCAL_RANK']))",
+    },
+    "a store of its own": f"{INIT}  ->  rank, count = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n"
+        "store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), count, rank == 0)\n"
+        "dist.init_process_group('gloo', store=store, rank=rank, world_size=count)",
+}
+
+# --- exercise 3: the network clinic
+
+CLINIC = {
+    "missing": "Return an entry for each patient, from 1 to 8.",
+    "form": """An entry is the number of a patient and a pair: the name of the cause, and the cure as a dictionary, such
+        as 3: ("wrong address", {"environment": {"MASTER_ADDR": "node0"}}).""",
+    "name": "The names of causes are those of clinic.list_causes().",
+    "cause": """Ask for the evidence that is named below, and compare it with what this cause would show. Two causes
+        with the same message differ in what a connection says, or in who listens.""",
+    "several": """Change one thing for each patient. If several change at once, nobody knows which of them has healed
+        it, and the others stay in the job script for years.""",
+    "cure-form": "clinic.list_cures() shows what can be changed, and with which values.",
+    "cure": """What the ranks say after the change stands below. Is it the same message as before? Then the change did
+        not touch the cause. Is it another one? Then the ranks have come further, or less far.""",
+}
 
 
 @checked
-def join(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn() -> index of this rank's GPU``, which makes the default process group as `torchrun` has told it."""
-    exercise = Exercise("Exercise 2", HINTS["join"], timeout, _join)
-    emulated, sentence = hosts_available()
-    for world_size, hosts, rotate in _JOINS if emulated else _JOINS[:2]:
-        exercise.options = {"init": False} | ({"hosts": {"hosts": hosts}} if emulated else {})
-        _run_join(exercise, fn, world_size, hosts, rotate, emulated)
-    said = f"by what the ranks say. Whether they meet over a network was not tried: {sentence}"
-    print(f"Exercise 2 passed: one world {'on 1, 2 and 3 hosts' if emulated else said}.")
+def diagnoses_and_cures(fn: Callable) -> None:
+    """Check ``fn()``: a dictionary from the number of each patient to its cause and its cure, which is tried."""
+    run = Exercise("The clinic", {key: " ".join(hint.split()) for key, hint in CLINIC.items()})
+    given = run.call(fn)
+    run.require(isinstance(given, dict), "form", f"the function returned {str(given)[:100]}.")
+    clinic = network.clinic()
+    possible, sentence = clinic.available()
+    for patient in clinic:
+        run.case = f"patient {patient.number}"
+        run.require(patient.number in given, "missing", "the answers have no entry for it.")
+        answer = given[patient.number]
+        pair = isinstance(answer, tuple | list) and len(answer) == 2
+        form = pair and isinstance(answer[0], str) and isinstance(answer[1], dict)
+        run.require(form, "form", f"the answer is {str(answer)[:100]}.")
+        cause, cure = answer
+        known = ", ".join(clinic.causes)
+        run.require(cause in clinic.causes, "name", f"{cause!r} is no cause; allowed are {known}.")
+        verdict = patient.diagnose(cause)
+        run.require(bool(verdict), "cause", f"the cause is not {cause!r}.\n\n{verdict}")
+        if possible:
+            treat(run, patient, cure)
+    count = len(clinic.patients)
+    if possible:
+        print(f"The clinic passed: {count} causes found, {count} patients healed, each by a run of its program.")
+    else:
+        print(f"{count} causes are right. The cures were not tried: {sentence}.")
 
 
-def _run_join(exercise: Exercise, fn: Callable, world_size: int, hosts: int, rotate: bool, emulated: bool) -> None:
-    per_host = world_size // hosts
-    case = f"{hosts} host{'s' * (hosts > 1)}" + f", rank 0 on node{hosts - 1}" * rotate
-    with tempfile.TemporaryDirectory(prefix="course-") as folder:
-        os.chmod(folder, 0o777)
-        inputs = [torch.zeros(0) for _ in range(world_size)]
-        try:
-            outcomes = exercise.run(fn, inputs, folder, world_size, hosts, rotate, emulated, case=case)
-            evidence = ""
-        except CheckFailed as refusal:
-            outcomes, evidence = None, "\n\n".join(str(refusal).split("\n\n")[2:])
-            if refusal.hint in ("empty", "not-started", "slow"):
-                raise
-            failed = refusal
-        problem = _problem(_notes(folder), world_size, per_host)
-    if problem is not None:
-        key, what, rank = problem
-        exercise.refuse("fixed-address" if rotate else key, f"{what}\n\n{evidence}".rstrip(), rank)
-    if outcomes is None:
-        raise failed
-    devices: dict[int, list[Any]] = {}
-    for rank, outcome in exercise.each(outcomes):
-        joined = outcome.result
-        exercise.require(joined.initialized, "no-group", "the function returned, and there is no process group.")
-        exercise.require(joined.total == world_size == joined.world_size, "world-size",
-                         f"an all-reduce of ones gives {joined.total:g}, and {world_size} ranks were started.")
-        devices.setdefault(rank // per_host, []).append(joined.device)
-    for host, found in devices.items():
-        what = f"on node{host} the ranks take the GPUs {', '.join(map(str, found))}; it has 0 to {per_host - 1}."
-        exercise.require(sorted(map(str, found)) == sorted(map(str, range(per_host))), "device", what)
+# --- exercise 5: how often to checkpoint
 
 
-# ------------------------------------------------------------------------------------------------ paper problems
-
-
-def _far_apart(hosts: float, days: float, save: float, restart: float) -> bool:
+def far_apart(hosts: float, days: float, save: float, restart: float) -> bool:
     """Whether saving and restarting are short against the time between failures, as the formula needs it."""
     between = 24 * 60 * days / hosts
     return save <= between / 20 and restart <= between / 4
 
 
-@paper_problem(
-    "Exercise 5",
-    cases=[
+BETWEEN, ROOT = "days * 24 * 60 / hosts", "math.sqrt(2 * save * between)"
+LOST = "save / every + (restart + every / 2) / between"
+
+MISTAKES["checkpoint_plan"] = {
+    "one-host": ("That is the time between failures of one host. The job stops when any of its hosts fails.",
+                 f"{BETWEEN}  ->  days * 24 * 60"),
+    "sum-of-times": ("More hosts fail more often, not less.", f"{BETWEEN}  ->  days * 24 * 60 * hosts"),
+    "units": ("""The time between failures is given in days, and all answers are in minutes: a day has 24 · 60 of
+        them.""", [f"{BETWEEN}  ->  {day} / hosts" for day in ("24 * days", "days", "86400 * days")]),
+    "no-two": ("""Young's interval has a factor of 2, because a failure costs half an interval on average: save/T +
+        T/(2 M) is least where both terms are equal.""", f"{ROOT}  ->  math.sqrt(save * between)"),
+    "no-root": ("The product of two times is no time: the interval is its square root.",
+                f"{ROOT}  ->  2 * save * between"),
+    "whole-interval": ("""A failure comes at any moment between two checkpoints, so it costs half an interval on
+        average.""", "every / 2  ->  every"),
+    "save-free": ("Saving costs too: the job stands still for `save` minutes in every interval.",
+                  f"{LOST}  ->  (restart + every / 2) / between"),
+    "failures-free": ("Failures cost too: each one loses the restart and half an interval.",
+                      f"{LOST}  ->  save / every"),
+    "restart-free": ("After each failure the job first has to start again.", "(restart + every / 2)  ->  (every / 2)"),
+    "restart-each-save": ("The restart comes once per failure, not once per checkpoint.",
+                          f"{LOST}  ->  (save + restart) / every + (every / 2) / between"),
+    "fraction": ("The docstring asks for per cent.", "100 * lost  ->  lost"),
+}
+RIGHT["checkpoint_plan"] = {
+    "by search": f"{ROOT}  ->  "
+        "math.sqrt(save * between) * min((t / 1000 for t in range(1, 9000)), key=lambda t: 1 / t + t / 2)",
+    "in hours": f"{ROOT}  ->  60 * math.sqrt(2 * save / 60 * between / 60)",
+}
+
+checkpoint_plan = paper(
+    "Exercise 5", answers.checkpoint_plan, MISTAKES["checkpoint_plan"], allowed=far_apart,
+    units=["min between failures", "min between checkpoints", "% lost"], cases=[
         (2048, 264, 2, 10), (16, 264, 2, 10), (2048, 264, 0.1, 10), (256, 30, 0.5, 3), (64, 1000, 4, 30),
         (1, 10, 1, 5),
     ],
-    slips={
-        "one-host": "24 * 60 * days / hosts  ->  24 * 60 * days",
-        "sum-of-times": "24 * 60 * days / hosts  ->  24 * 60 * days * hosts",
-        "units": ["24 * 60 * days  ->  24 * days", "24 * 60 * days  ->  days", "24 * 60 * days  ->  86400 * days"],
-        "no-two": "2 * save * between  ->  save * between",
-        "no-root": "math.sqrt(2 * save * between)  ->  2 * save * between",
-        "whole-interval": "every / 2  ->  every",
-        "save-free": "save / every +  ->  ",
-        "failures-free": "save / every + (restart + every / 2) / between  ->  save / every",
-        "restart-free": "(restart + every / 2)  ->  (every / 2)",
-        "restart-each-save": {"save / every": "(save + restart) / every", "(restart + every / 2)": "(every / 2)"},
-        "fraction": "100 * lost  ->  lost",
-    },
-    units=["min between failures", "min between checkpoints", "% lost"],
-    hints=HINTS["checkpoint_plan"],
-    allowed=_far_apart,
 )
-def checkpoint_plan(hosts, days, save, restart):
-    """Check ``fn(hosts, days, save, restart)``: minutes between failures and between checkpoints, per cent lost.
-
-    J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17 (9), 1974.
-    """
-    between = 24 * 60 * days / hosts
-    every = math.sqrt(2 * save * between)
-    lost = save / every + (restart + every / 2) / between
-    return between, every, 100 * lost

@@ -1,16 +1,15 @@
-"""Checks of the exercises on stopping and starting again: a training loop, and its job script.
+"""The exercises on stopping and starting again: a training loop and its job script, with the usual mistakes.
 
-Each takes the learner's function; it prints one line if that passes, and raises :class:`CheckFailed` with a hint if
-not. The loop runs on ranks that get real signals. The job script runs with stand-ins for Slurm's commands, and then as
-a job of a real Slurm cluster where Slurm is installed.
+The loop runs on ranks that get real signals. The job script runs with stand-ins for Slurm's commands, and then as a
+job of a real Slurm cluster where Slurm is installed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -18,9 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
+import torch.distributed as dist
 
-from course_utils.check import TIMEOUT, CheckFailed, Exercise, checked, load_hints, whole_number
+from course_utils.check import Exercise, checked, exercise, whole_number
+from course_utils.check.program import Done, hints_of
 
 from .batch import (
     HOSTS,
@@ -38,179 +40,162 @@ from .batch import (
 )
 from .slurm import SlurmCluster, missing
 
-__all__ = ["HINTS", "job_script", "train"]
+__all__ = ["MISTAKES", "RIGHT", "job_script", "train"]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
-# ------------------------------------------------------------------------------------------------ the training loop
+# --- exercise 4: the training loop
 
-_STEPS = 6
+LAST = 6  # steps of a whole run
 
 
-def _do(step: int, state: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def step_of(step: int, state: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """What one step makes of a rank's state and the sum of all ranks' states."""
     return state / 2 + total + step
 
 
-def _trajectory(first: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def trajectory(n: int) -> list[list[torch.Tensor]]:
     """The states of all ranks before each step and after the last, of a run that nobody disturbs."""
-    states = [first]
-    for step in range(_STEPS):
-        total = torch.stack(states[-1]).sum(0)
-        states.append([_do(step, state, total) for state in states[-1]])
+    states = [[torch.tensor([1.0 + rank, 0.5 * rank], dtype=torch.float64) for rank in range(n)]]
+    for step in range(LAST):
+        states.append([step_of(step, state, sum(states[-1])) for state in states[-1]])
     return states
 
 
-def _call(state: torch.Tensor, fn: Callable, folder: Path, told: dict[int, int], times: int) -> dict[str, Any]:
-    """On a rank: run the loop, ``times`` times; ``told`` says which ranks get SIGTERM, and in which step.
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder of all ranks, which is gone afterwards."""
+    names = [tempfile.mkdtemp(prefix="run-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    try:
+        yield Path(names[0])
+    except Done:
+        dist.barrier()  # others may still read what is there
+        raise
+    finally:
+        shutil.rmtree(names[0], ignore_errors=True)
 
-    What the rank does is written down at once, so that it is known of a rank that never comes back, too.
-    """
-    import torch.distributed as dist
 
-    rank, calls = dist.get_rank(), []
+@exercise("Exercise 4", passed="all ranks stop after the same step, and go on with the next one.", explained={
+    "killed by signal SIGTERM": "no-handler", "SystemExit": "at-once", "KeyboardInterrupt": "at-once",
+}, cases=[
+    (2, "rank 1 is told to stop in step 1, later rank 0 in step 3", {1: 1}, {0: 3}, {}, {}),
+    (3, "ranks 0 and 2 are told to stop in step 2, later all in the last step", {0: 2, 2: 2}, {0: 5, 1: 5, 2: 5}, {}),
+])
+def train(note, answer, *calls):
+    """Of each call: which ranks get SIGTERM, and in which step. One more call comes when all is done."""
+    packed, done = cloudpickle.dumps(answer), 0
+    with shared_folder() as folder:
+        for number, told in enumerate(calls, 1):
+            loop = cloudpickle.loads(packed)  # a job that starts again has none of the variables of the last one
+            done += one_call(note, loop, folder, f"call {number}: ", told, done)
 
-    def do_step(step: int, state: torch.Tensor) -> torch.Tensor:
-        note = {"rank": rank, "step": step, "ended": False}
-        calls.append((step, state.clone()))
-        with (folder.parent / f"notes-{rank}").open("a") as notes:
-            notes.write(json.dumps(note) + "\n")
+
+def one_call(note, loop: Callable, folder: Path, call: str, told: dict[int, int], done: int) -> int:
+    """Note whether a call does the right steps and returns the right code on all ranks; return how many steps."""
+    rank, n, steps = dist.get_rank(), dist.get_world_size(), []
+    states = trajectory(n)
+
+    def do_step(step, state):
+        due = done + len(steps)
+        again = "from-start" if step == 0 and not steps else "again" if step < due else "skipped"
+        key = "done-again" if done == LAST else "steps" if done == 0 else again
+        note.holds(step == due, key, f"{call}it does step {step}, and steps 0 to {due - 1} of {LAST} are done.")
+        steps.append(step)
+        note.equal(state, states[min(due, LAST)][rank], f"{call}the state that step {step} begins with")
         if told.get(rank) == step:
             os.kill(os.getpid(), signal.SIGTERM)
         total = state.clone()
         dist.all_reduce(total)
-        with (folder.parent / f"notes-{rank}").open("a") as notes:
-            notes.write(json.dumps(note | {"ended": True}) + "\n")
-        return _do(step, state, total)
+        return step_of(step, state, total)
 
-    before, codes, counts = signal.getsignal(signal.SIGTERM), [], []
+    before, codes = signal.getsignal(signal.SIGTERM), [None] * n
     try:
-        for _ in range(times):
-            codes.append(fn(folder, _STEPS, state.clone(), do_step))
-            counts.append(len(calls))
-            dist.barrier()  # a job starts again when all its ranks have ended
+        code = loop(folder, LAST, states[0][rank].clone(), do_step)
     finally:
         signal.signal(signal.SIGTERM, before)
-    return {"codes": codes, "calls": calls, "counts": counts}
+    dist.all_gather_object(codes, whole_number(code))  # which waits: a job starts again when all its ranks have ended
+    now, last = done + len(steps), max(told.values(), default=LAST)
+    finished, said = now >= LAST, f"{call}steps 0 to {now - 1} of {LAST} are done"
+    note.holds(bool(steps) or done == LAST, "steps", f"{said}, and none of them in this call.")
+    note.holds({*codes} <= {0, 75}, "code", f"{said}, and the function returned {code!r}; 0 or 75 is expected.")
+    note.holds(finished or now > min(told.values(), default=LAST), "stops", f"{said}, and no rank was told to stop.")
+    late = f"{said}, and a rank was told to stop in step {last}."
+    note.holds(now <= last + 2, "ignored" if finished else "too-late", late)  # that step, and perhaps one more
+    said = f"{said}, and the ranks returned {', '.join(map(str, codes))}."
+    note.holds(len({*codes}) == 1, "codes-differ", said)
+    note.holds(code == (0 if finished else 75), "done-is-0" if finished else "zero", said)
+    return len(steps)
 
 
-class _Loop:
-    """One training run, over as many calls as it is stopped and started again, compared step by step."""
+HANDLER = "signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))"
+AGREE = "stop = torch.tensor(len(told))\n        dist.all_reduce(stop)"
+ASKED, CODE = "if stop > 0 or step == steps:", "return 0 if step == steps else 75"
+SAVE, LOAD, FILE = "torch.save((step, state), saved)", "step, state = torch.load(saved)", 'f"rank-{dist.get_rank()}.pt"'
+STEP = "state = do_step(step, state)\n        step += 1"
 
-    def __init__(self, exercise: Exercise, fn: Callable, ranks: int, folder: Path):
-        self.exercise, self.fn, self.ranks, self.folder = exercise, fn, ranks, folder / "run"
-        self.folder.mkdir()
-        self.first = [torch.tensor([1.0 + rank, 0.5 * rank], dtype=torch.float64) for rank in range(ranks)]
-        self.states, self.done = _trajectory(self.first), 0
+MISTAKES["train"] = {
+    "same-file": ("""The rank goes on with the state of another rank. All ranks share the folder and every one has a
+        state of its own, so each needs a file of its own.""",
+                  [{FILE: '"all.pt"', SAVE: f"if dist.get_rank() == {writer}:\n    {SAVE}\ndist.barrier()"}
+                   for writer in (0, 1)]),
+    "state-lost": ("It goes on with the right step, but with the state that step 0 began with. Save the state as well.",
+                   f"{LOAD}  ->  step, _ = torch.load(saved)"),
+    "state": ("The state that a step begins with is the one that the step before returned, on the same rank.",
+              "state = do_step(step, state)  ->  do_step(step, state)"),
+    "code": ("Return 0 when all steps are done and 75 when the loop was told to stop, on every rank.",
+             f"{CODE}  ->  return step == steps"),
+    "steps": ("In the first call a rank has to do steps 0, 1, 2, … in this order, each once, and none may be left out.",
+              [{STEP: "step += 1\nstate = do_step(step, state)"}, "while step < steps:  ->  while step < 0:"]),
+    "stops": ("Nobody told it to stop. The loop returns 75 only if a rank got SIGTERM in this call.",
+              f"{ASKED}  ->  if stop > 0 or step % 3 == 0:"),
+    "no-handler": ("""SIGTERM ended this rank, in the middle of a step: without a handler this is what the signal
+        does. Every rank needs one, because the signal may reach any of them.""",
+                   [f"{HANDLER}  ->  pass", f"{HANDLER}  ->  if dist.get_rank() == 0:\n    {HANDLER}"]),
+    "at-once": ("""The signal handler left the step before it was done, so this step is lost and the other ranks wait
+        in it. A handler should only note that the signal came.""",
+                ["told.append(number))  ->  exit(75))",
+                 {HANDLER: "def stop(*_):\n    raise KeyboardInterrupt\n\nsignal.signal(signal.SIGTERM, stop)"}]),
+    "hang": ("""Some ranks left the loop and others did not. Whether to stop has to be decided by all ranks together,
+        in the same step: with a collective.""",
+             f"{ASKED}  ->  if told or step == steps:"),
+    "ignored": ("""A rank was told to stop, and all steps were done all the same. A signal to any one of the ranks is
+        enough to stop all of them.""",
+                "dist.all_reduce(stop)  ->  dist.broadcast(stop, 0)"),
+    "too-late": ("""The step in which a rank is told to stop may be finished, and one more begun. This loop went on
+        for longer.""", f"{ASKED}  ->  if stop > 0 and step % 4 == 0 or step == steps:"),
+    "codes-differ": ("All ranks stopped after the same step, but they do not return the same. Slurm sees all of them.",
+                     f"{CODE}  ->  return 75 if told and step < steps else 0"),
+    "zero": ("""The loop stopped before all steps were done and returned 0, which says that nothing is left to do:
+        nobody would start the job again.""", f"{CODE}  ->  return 0"),
+    "done-is-0": ("""All steps are done, so there is nothing to go on with: return 0, also if the signal came in the
+        last step. 75 would have the job started again.""",
+                  {"saved, step = folder": "stop = 0\nsaved, step = folder", CODE: "return 75 if stop > 0 else 0"}),
+    "done-again": ("""Called when all steps are done, the loop should find that out and do nothing. Save after the
+        last step, too, and look at what was saved.""", {ASKED: "if stop > 0 and step < steps:"}),
+    "from-start": ("The second call began with step 0. It has to find what the first one saved in the folder.",
+                   f"{SAVE}  ->  pass"),
+    "again": ("""A step was done twice. Save the number of the next step, or add 1 to that of the last one: only one
+        of the two may happen.""", f"{SAVE}  ->  torch.save((step - 1, state), saved)"),
+    "skipped": ("""A step was left out. Save the number of the next step, or add 1 to that of the last one: only one
+        of the two.""", f"{LOAD}  ->  {LOAD}\nstep += 1"),
+}
+RIGHT["train"] = {
+    "a gather of flags, and rank 0 saves what it gathers": {
+        AGREE: "flags = [None] * dist.get_world_size()\ndist.all_gather_object(flags, bool(told))\n"
+               "stop = sum(flags)",
+        FILE: '"all.pt"', LOAD: "step, states = torch.load(saved)\nstate = states[dist.get_rank()]",
+        SAVE: "states = [torch.empty_like(state) for _ in flags]\ndist.all_gather(states, state)\n"
+              "if dist.get_rank() == 0:\n    torch.save((step, states), saved)\ndist.barrier()",
+    },
+    "the ranks agree before a step": {f"{STEP}\n        {AGREE}": f"{AGREE}\n{STEP}".replace("        ", "")},
+    "a variable of the module": "told = []  ->  told = globals().setdefault('told', [])",
+}
 
-    def call(self, told: dict[int, int], case: str, times: int = 1) -> None:
-        """One call by all ranks (or several), with what has to come of it."""
-        for notes in self.folder.parent.glob("notes-*"):
-            notes.unlink()
-        try:
-            outcomes = self.exercise.run(_call, self.first, self.fn, self.folder, told, times, case=case)
-        except CheckFailed as failed:
-            self._explain(failed, told)
-            raise
-        results = [outcome.result for outcome in outcomes]
-        for _, result in self.exercise.each(results):
-            codes = [whole_number(code) for code in result["codes"]]
-            what = f"the function returned {result['codes'][0]!r}; 0 or 75 is expected."
-            self.exercise.require(None not in codes and {*codes} <= {0, 75}, "code", what)
-            self._steps(result)
-        self._states(results)
-        counts = [result["counts"][0] for result in results]
-        what = f"the ranks did {', '.join(map(str, counts))} steps."
-        self.exercise.require(len({*counts}) == 1, "alone", what)
-        self.done += counts[0]
-        codes = [result["codes"][0] for result in results]
-        finished = self.done == _STEPS
-        if told:
-            first = min(told.values())
-            what = f"the ranks stopped after step {self.done - 1}, and none was told before step {first}."
-            self.exercise.require(finished or self.done > first, "stops", what)
-            due = max(told.values()) + 2  # the step in which it is told is finished, and perhaps one more
-            what = f"a rank was told to stop in step {max(told.values())}, and step {self.done - 1} was still done."
-            self.exercise.require(self.done <= due, "ignored" if finished else "too-late", what)
-        what = f"the ranks returned {', '.join(map(str, codes))}; steps 0 to {self.done - 1} of {_STEPS} are done."
-        self.exercise.require(len({*codes}) == 1, "codes-differ", what)
-        key = "done-is-0" if finished else "zero" if told else "stops"
-        self.exercise.require(codes[0] == (0 if finished else 75), key, what)
-        for rank, result in self.exercise.each(results):
-            again = result["counts"][-1] - result["counts"][0]
-            what = f"all steps are done; called again, the function does {again} more."
-            self.exercise.require(again == 0 and result["codes"][-1] == codes[0], "done-again", what, rank)
+# --- exercise 4: the job script
 
-    def _steps(self, result: dict[str, Any]) -> None:
-        """The steps of a rank's first call: the next ones of the run, each once."""
-        calls = result["calls"][: result["counts"][0]]
-        steps = [step for step, _ in calls]
-        expected = list(range(self.done, self.done + len(steps)))
-        if steps != expected:
-            began = steps[0] if steps else self.done
-            what = f"steps 0 to {self.done - 1} were done before. Now it did steps {', '.join(map(str, steps))}."
-            first = self.done == 0
-            key = "steps" if first else "from-start" if began == 0 else "again" if began < self.done else "skipped"
-            self.exercise.refuse(key, what)
-        what = f"steps 0 to {self.done - 1} of {_STEPS} were done before, and no step was done now."
-        self.exercise.require(bool(steps) or self.done == _STEPS, "steps", what)
-
-    def _states(self, results: list[dict[str, Any]]) -> None:
-        """The states of the first call, step by step: each rank has to begin with its own."""
-        calls = sorted((step, r, state) for r, result in enumerate(results)
-                       for step, state in dict(result["calls"][: result["counts"][0]]).items())
-        for step, rank, state in calls:
-            right = self.states[step]
-            if state.shape == right[rank].shape and torch.equal(state, right[rank]):
-                continue
-            others = any(state.shape == other.shape and torch.equal(state, other) for other in right)
-            initial = step == self.done > 0 and torch.equal(state, self.first[rank])
-            key = "same-file" if others else "state-lost" if initial else "state"
-            what = f"step {step} began with a state that is not this rank's after step {step - 1}."
-            self.exercise.differs(key, what, right[rank].tolist(), state.tolist(), rank)
-
-    def _explain(self, failed: CheckFailed, told: dict[int, int]) -> None:
-        """Refuse with a hint that tells more, from what the ranks have written down."""
-        if failed.hint == "empty":
-            return
-        _, _, evidence = str(failed).partition("Hint: ")
-        evidence = evidence.partition("\n\n")[2]
-        notes = []
-        for rank in range(self.ranks):
-            path = self.folder.parent / f"notes-{rank}"
-            notes.append([json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [])
-        last = [own[-1]["step"] if own else None for own in notes]
-        broken = [rank for rank, own in enumerate(notes) if own and not own[-1]["ended"]]
-        what = f"the last steps that ranks began are {', '.join(map(str, last))}"
-        if any(told.get(rank) == last[rank] for rank in broken) and failed.rank in (*told, None):
-            rank = next(rank for rank in broken if told.get(rank) == last[rank])
-            killed = "killed by signal SIGTERM" in str(failed)
-            what = f"it was told to stop in step {last[rank]}, and ended before the step was done."
-            self.exercise.refuse("no-handler" if killed else "at-once", f"{what}\n\n{evidence}", rank)
-        if failed.hint == "hang" and told:
-            self.exercise.refuse("alone", f"{what}, and some ranks wait for others.\n\n{evidence}")
-
-
-@checked
-def train(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(folder, steps, state, do_step) -> 0 or 75``: told to stop, all ranks stop and lose no step."""
-    exercise = Exercise("Exercise 4", HINTS["train"], timeout)
-    for ranks in (2, 3):
-        with tempfile.TemporaryDirectory(prefix="run-") as folder:
-            loop = _Loop(exercise, fn, ranks, Path(folder))
-            if ranks == 2:
-                loop.call({1: 1}, "rank 1 is told to stop in step 1")
-                loop.call({0: 3}, "it goes on, and rank 0 is told to stop in step 3")
-                loop.call({}, "it goes on, and nobody stops it", times=2)
-            else:
-                loop.call({0: 2, 2: 2}, "ranks 0 and 2 are told to stop in step 2")
-                loop.call({0: 5, 1: 5, 2: 5}, "it goes on, and all ranks are told to stop in the last step")
-    exercise.passed("all ranks stop after the same step, and go on with the next one.")
-
-
-# ------------------------------------------------------------------------------------------------ the job script
-
-_PROGRAM = "python -u train.py --out run"
+PROGRAM = "python -u train.py --out run"
 
 
 @contextlib.contextmanager
@@ -224,112 +209,191 @@ def slurm_cluster() -> Iterator[SlurmCluster | None]:
 
 
 @checked
-def job_script(fn: Callable, cluster: SlurmCluster | None = None) -> None:
-    """Check ``fn(program) -> str``: a job script that stops, is requeued and goes on; ``cluster`` is one that runs."""
-    exercise = Exercise("Exercise 4", HINTS["job_script"])
-    script = exercise.call(fn, _PROGRAM)
-    exercise.require(isinstance(script, str), "form", f"the function returned {type(script).__name__}, not a text.")
-    options = _read(exercise, script)
-    _undisturbed(exercise, with_stand_ins(script, _PROGRAM, "done", options))
-    _told(exercise, with_stand_ins(script, _PROGRAM, "told", options), options)
-    _fails(exercise, with_stand_ins(script, _PROGRAM, "fails", options))
-    exercise.case = ""
-    with contextlib.nullcontext(cluster) if cluster else slurm_cluster() as real:
-        if real is None:
+def job_script(fn: Callable) -> None:
+    """Check ``fn(program) -> str``: a job script that stops, is requeued and goes on."""
+    run = Exercise("Exercise 4", hints_of(MISTAKES["job_script"]))
+    script = run.call(fn, PROGRAM)
+    run.require(isinstance(script, str), "form", f"the function returned {type(script).__name__}, not a text.")
+    options = read(run, script)
+    all_done(run, with_stand_ins(script, PROGRAM, "done", options))
+    told_to_stop(run, with_stand_ins(script, PROGRAM, "told", options), options)
+    failed = with_stand_ins(script, PROGRAM, "fails", options)
+    run.case = "a rank fails with exit code 1"
+    run.require(not failed.requeued, "requeue-always", f"the job was requeued.{said(failed)}")
+    what = f"a rank returned 1, and the script {failed.code}.{said(failed)}"
+    run.require(failed.code not in (0, None), "script-code", what)
+    with slurm_cluster() as cluster:
+        if cluster is None:
             print("Exercise 4 passed with stand-ins for Slurm's commands: stopped and requeued. Slurm did not run.")
             return
-        exercise.case = "a Slurm job on two hosts"
+        run.case = "a Slurm job on two hosts"
         try:
-            job = on_a_cluster(real, script, _PROGRAM, options)
+            as_a_job(run, on_a_cluster(cluster, script, PROGRAM, options))
         except RuntimeError as error:
-            exercise.refuse("slurm", f"Slurm refuses it.\n\n{error}")
-        _as_a_job(exercise, job)
+            run.refuse("slurm", f"Slurm refuses it.\n\n{error}")
     steps = f"stopped after step {STOP - 1}, requeued, steps 0 to {STEPS - 1} once each"
     print(f"Exercise 4 passed as a Slurm job on {len(HOSTS)} hosts: {steps}.")
 
 
-def _read(exercise: Exercise, script: str) -> Directives:
+def read(run: Exercise, script: str) -> Directives:
     """What the directives say; refuses what a job cannot survive with."""
-    exercise.case = "reading the script"
+    run.case = "reading the script"
     first = script.split("\n", 1)[0]
-    exercise.require(bool(re.match(r"#! ?/\S*bash|#! ?/usr/bin/env bash", first)), "form", f"it begins with {first!r}.")
-    exercise.require(_PROGRAM in script, "form", f"{_PROGRAM!r}, the program that was given, is not in the script.")
-    said = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
-    exercise.require(said.returncode == 0, "syntax", f"bash cannot read it.\n\n{said.stderr.strip()}")
-    options = directives(script)
-    for line in options.late:
-        exercise.refuse("late", f"{line!r} stands behind the first command.")
-    asked = options.options
+    run.require(bool(re.match(r"#! ?/\S*bash|#! ?/usr/bin/env bash", first)), "form", f"it begins with {first!r}.")
+    run.require(PROGRAM in script, "form", f"{PROGRAM!r}, the program that was given, is not in the script.")
+    bash = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    run.require(bash.returncode == 0, "syntax", f"bash cannot read it.\n\n{bash.stderr.strip()}")
+    found = directives(script)
+    for line in found.late:
+        run.refuse("late", f"{line!r} stands behind the first command.")
+    asked = found.options
     again = "requeue" in asked and "no-requeue" not in asked
-    exercise.require(again, "requeue", "the job does not ask to be requeued.")
-    mode = asked.get("open-mode", "")
-    what = f"the log's open mode is {mode or 'not said'}."
-    exercise.require(mode in ("append", "a"), "open-mode", what)
-    exercise.require("time" in asked, "time", "there is no time limit.")
+    run.require(again, "requeue", "the job does not ask to be requeued.")
+    mode = asked.get("open-mode", "not said")
+    run.require(mode in ("append", "a"), "open-mode", f"the log's open mode is {mode}.")
+    run.require("time" in asked, "time", "there is no time limit.")
     try:
-        told, shape = options.signal, options.tasks
-        known = told is not None and hasattr(signal, f"SIG{told[0]}")
+        known, shape = found.signal is not None and hasattr(signal, f"SIG{found.signal[0]}"), found.tasks
     except ValueError:
-        known, told, shape = False, None, (0, 0)
-    exercise.require(known, "signal", f"the signal before the time limit is {asked.get('signal') or 'not said'}.")
-    what = f"the signal comes {options.notice} seconds before the time is up."
-    exercise.require(60 <= options.notice <= 120, "notice", what)
+        known, shape = False, (0, 0)
+    run.require(known, "signal", f"the signal before the time limit is {asked.get('signal', 'not said')}.")
+    what = f"the signal comes {found.notice} seconds before the time is up."
+    run.require(60 <= found.notice <= 120, "notice", what)
     what = f"{shape[0]} hosts with {shape[1]} tasks each are asked for; {len(HOSTS)} with {TASKS} are expected."
-    exercise.require(shape == (len(HOSTS), TASKS), "tasks", what)
-    return options
+    run.require(shape == (len(HOSTS), TASKS), "tasks", what)
+    return found
 
 
-def _undisturbed(exercise: Exercise, run: Run) -> None:
-    exercise.case = "all steps are done"
-    said = f"\n\n{run.said.strip()[-1500:]}"
-    exercise.require(run.code is not None, "endless-script", f"the script does not come to an end.{said}")
-    exercise.require(bool(run.ranks), "not-started", f"the program never ran; the script ended with {run.code}.{said}")
+def said(script: Run) -> str:
+    return f"\n\n{script.said.strip()[-1500:]}"
+
+
+def all_done(run: Exercise, script: Run) -> None:
+    run.case = "all steps are done"
+    run.require(script.code is not None, "endless-script", f"the script does not come to an end.{said(script)}")
+    what = f"the program never ran; the script ended with {script.code}.{said(script)}"
+    run.require(bool(script.ranks), "never-run", what)
     count = len(HOSTS) * TASKS
-    what = f"the program ran {len(run.ranks)} times; {count} ranks are expected.{said}"
-    exercise.require(len(run.ranks) == count, "srun", what)
+    what = f"the program ran {len(script.ranks)} times; {count} ranks are expected.{said(script)}"
+    run.require(len(script.ranks) == count, "srun", what)
+
+    def of_ranks(name: str) -> list[str]:
+        return [environment.get(name, "unset") for environment in script.ranks]
+
     table = {"RANK": range(count), "LOCAL_RANK": [r % TASKS for r in range(count)], "WORLD_SIZE": [count] * count}
-    for name, values in table.items():
-        got, right = [env.get(name, "unset") for env in run.ranks], [str(value) for value in values]
+    for name, numbers in table.items():
+        got, right = of_ranks(name), [str(number) for number in numbers]
         if got != right:
-            key = "rank" if name == "RANK" else "local-rank" if name == "LOCAL_RANK" else "world-size"
-            exercise.differs(key, f"{name} is wrong.", ", ".join(right), ", ".join(got))
-    got = [env.get("MASTER_ADDR", "unset") for env in run.ranks]
+            run.differs(name.lower().replace("_", "-"), f"{name} is wrong.", ", ".join(right), ", ".join(got))
+    got = of_ranks("MASTER_ADDR")
     if not {*got} <= {HOSTS[0], "10.0.0.3"} or len({*got}) > 1:
-        typed = any(re.match(r"node\d|localhost|127\.", each) for each in got)
-        key = "typed" if typed else "empty" if {*got} <= {"", "unset"} else "master"
-        exercise.differs(key, "MASTER_ADDR is wrong.", ", ".join([HOSTS[0]] * count), ", ".join(got))
-    ports = {env.get("MASTER_PORT", "unset") for env in run.ranks}
+        key = "no-address" if {*got} <= {"", "unset"} else "master"
+        run.differs(key, "MASTER_ADDR is wrong.", ", ".join([HOSTS[0]] * count), ", ".join(got))
+    ports = {*of_ranks("MASTER_PORT")}
     one = len(ports) == 1 and all(port.isdigit() and 1024 <= int(port) < 65536 for port in ports)
-    exercise.require(one, "port", f"MASTER_PORT is {', '.join(sorted(ports))}.")
-    what = f"the job was requeued although all steps are done.{said}"
-    exercise.require(not run.requeued, "requeued-done", what)
-    exercise.require(run.code == 0, "script-code", f"the program returned 0, and the script {run.code}.{said}")
+    run.require(one, "port", f"MASTER_PORT is {', '.join(sorted(ports))}.")
+    run.require(not script.requeued, "requeued-done", f"the job was requeued although all is done.{said(script)}")
+    what = f"the program returned 0, and the script {script.code}.{said(script)}"
+    run.require(script.code == 0, "script-code", what)
 
 
-def _told(exercise: Exercise, run: Run, options: Directives) -> None:
-    name, batch = options.signal or ("", False)
-    exercise.case = f"{'the batch shell gets' if batch else 'the ranks get'} SIG{name} before the time is up"
-    said = f"\n\n{run.said.strip()[-1500:]}"
-    if run.code is None or run.code < 0:
-        what = "the script ends" if run.code else "the script goes on"
-        exercise.refuse("batch-only" if batch else "signal", f"{what}, and no rank was told to stop.{said}")
-    if not batch and name != "TERM":
-        exercise.refuse("signal", f"SIG{name} ended the ranks, which save on SIGTERM.{said}")
-    exercise.require(bool(run.requeued), "not-requeued", f"the program returned 75, the script {run.code}.{said}")
-    what = f"asked for were {', '.join(map(repr, run.requeued))}; the job's number is {JOB}.{said}"
-    exercise.require(run.requeued == [JOB], "requeue-what", what)
+def told_to_stop(run: Exercise, script: Run, asked: Directives) -> None:
+    name, batch = asked.signal
+    run.case = f"{'the batch shell gets' if batch else 'the ranks get'} SIG{name} before the time is up"
+    if script.code is None or script.code < 0:
+        what = "the script ends" if script.code else "the script goes on"
+        run.refuse("batch-only" if batch else "signal", f"{what}, and no rank was told to stop.{said(script)}")
+    right = batch or name == "TERM"
+    run.require(right, "signal", f"SIG{name} ended the ranks, which save on SIGTERM.{said(script)}")
+    what = f"the program returned 75, the script {script.code}.{said(script)}"
+    run.require(bool(script.requeued), "not-requeued", what)
+    what = f"asked for were {', '.join(map(repr, script.requeued))}; the job's number is {JOB}.{said(script)}"
+    run.require(script.requeued == [JOB], "requeue-what", what)
 
 
-def _fails(exercise: Exercise, run: Run) -> None:
-    exercise.case = "a rank fails with exit code 1"
-    said = f"\n\n{run.said.strip()[-1500:]}"
-    exercise.require(not run.requeued, "requeue-always", f"the job was requeued.{said}")
-    exercise.require(run.code not in (0, None), "script-code", f"a rank returned 1, and the script {run.code}.{said}")
+def as_a_job(run: Exercise, job: Job) -> None:
+    log = f"\n\n{job.log.strip()[-1500:]}"
+    what = f"the job is {job.state} after {job.restarts} restarts, with steps {', '.join(map(str, job.steps))}.{log}"
+    run.require(job.state == "COMPLETED" and job.restarts == 1, "slurm", what)
+    run.require(job.steps == list(range(STEPS)) and job.values == undisturbed(), "slurm", what)
+    run.require(job.log.count("run begins at step") == 2, "slurm", f"the log does not tell of both runs.{log}")
 
 
-def _as_a_job(exercise: Exercise, job: Job) -> None:
-    said = f"\n\n{job.log.strip()[-1500:]}"
-    what = f"the job is {job.state} after {job.restarts} restarts, with steps {', '.join(map(str, job.steps))}.{said}"
-    exercise.require(job.state == "COMPLETED" and job.restarts == 1, "slurm", what)
-    exercise.require(job.steps == list(range(STEPS)) and job.values == undisturbed(), "slurm", what)
-    exercise.require(job.log.count("run begins at step") == 2, "slurm", f"the log does not tell of both runs.{said}")
+MASTER = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+TASK = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec"
+REQUEUE, ONLY_75 = 'scontrol requeue "$SLURM_JOB_ID"', "if [ $code = 75 ]"
+TRAP = "trap 'scancel --signal=TERM $SLURM_JOB_ID' USR1\nsrun bash"
+
+MISTAKES["job_script"] = {
+    "form": ("""Return the text of a bash script: its first line is #!/bin/bash, and the program stands in it as it
+        was given.""", ["#!/bin/bash  ->  # a job script", "{program}  ->  python train.py"]),
+    "syntax": ("What bash says is below; run `bash -n` on the script to see it again.",
+               f"{ONLY_75}; then  ->  {ONLY_75}"),
+    "late": ("""Slurm reads the directives up to the first command, and takes what follows for comments. It does not
+        say so. Move them to the top.""", "#!/bin/bash  ->  #!/bin/bash\nset -u"),
+    "requeue": ("""Without --requeue it depends on the cluster's settings whether a job may start a second time; some
+        set JobRequeue=0.""", {"#SBATCH --requeue\n": ""}),
+    "open-mode": ("""A requeued job opens its log anew, which by default truncates it: what the first run said is
+        lost. Ask for --open-mode=append.""", {"#SBATCH --open-mode=append\n": ""}),
+    "time": ("""Without a time limit there is no moment before its end at which Slurm could send the signal. Set
+        --time.""", {"#SBATCH --time=1:00:00\n": ""}),
+    "signal": ("""The ranks have to get SIGTERM in time before the limit. Ask for it by --signal: the name of the
+        signal, an @, and the seconds. Another signal would end a program that has no handler for it.""",
+               [{"#SBATCH --signal=TERM@60\n": ""}, "TERM@60  ->  USR1@60"]),
+    "notice": ("""The ranks need about a minute to save. The number behind the @ is the seconds from the signal to
+        the end of the time limit, 60 if nothing is said; with more of them than the limit has, the signal would come
+        at once.""", "TERM@60  ->  TERM@7200"),
+    "tasks": ("One task is one rank. Say how many hosts and how many tasks on each: --nodes and --ntasks-per-node.",
+              "--ntasks-per-node=2  ->  --ntasks-per-node=4"),
+    "endless-script": ("The program ended on all ranks, and the script did not.",),
+    "never-run": ("The script came to its end without running the program. What it said is below.",
+                  "srun bash  ->  exit 0\nsrun bash"),
+    "srun": ("The script itself runs once, on the first host. srun starts what follows it once for each task.",
+             "srun bash  ->  bash"),
+    "rank": ("""RANK counts the ranks of all hosts: SLURM_PROCID. SLURM_LOCALID counts on one host, and in the batch
+        script, outside of srun, both are 0.""",
+             ["RANK=$SLURM_PROCID LOCAL  ->  RANK=$SLURM_LOCALID LOCAL",
+              {"srun bash -c '": 'srun bash -c "', "{program}'": '{program}"'}]),
+    "local-rank": ("LOCAL_RANK counts the ranks of one host from 0: SLURM_LOCALID, as srun sets it for each task.",
+                   "LOCAL_RANK=$SLURM_LOCALID  ->  LOCAL_RANK=$SLURM_PROCID"),
+    "world-size": ("WORLD_SIZE is the number of all ranks on all hosts: SLURM_NTASKS.",
+                   "WORLD_SIZE=$SLURM_NTASKS  ->  WORLD_SIZE=$SLURM_NNODES"),
+    "no-address": ("""MASTER_ADDR is not set, or empty. A variable that Slurm sets only for tasks (such as
+        SLURM_LAUNCH_NODE_IPADDR) has no value in the batch script, and one that is not exported does not reach the
+        ranks.""", [{MASTER: "$SLURM_LAUNCH_NODE_IPADDR"}, "export MASTER_ADDR  ->  MASTER_ADDR"]),
+    "master": ("""All ranks need the same MASTER_ADDR, which is the host of rank 0: the first in SLURM_JOB_NODELIST, in
+        each run another one. A list such as gpu[3,7] is no host, a name that was typed in is that of one run, and what
+        each rank calls itself differs from host to host.""",
+               [{MASTER: "$SLURM_JOB_NODELIST"}, {MASTER: "localhost"}, {TASK: f"MASTER_ADDR=$(hostname) {TASK}"}]),
+    "port": ("MASTER_PORT is the same number for all ranks, from 1024 on, chosen before srun starts them.",
+             {TASK: f"MASTER_PORT=$RANDOM {TASK}"}),
+    "requeued-done": ("The program returned 0: all steps are done. A job that requeues itself then runs for ever.",
+                      {ONLY_75: "if true"}),
+    "script-code": ("""The script has to end with 0 if the program did and with another code if it failed, because
+        Slurm shows the code of the script. Without `exit`, it is that of the script's last command.""",
+                    {"exit $code\n": "true\n"}),
+    "batch-only": ("""With B: only the batch shell gets the signal; the ranks never see it. Leave out B:, or let the
+        shell pass the signal on (`trap`, and srun in the background).""", "TERM@60  ->  B:TERM@60"),
+    "not-requeued": ("""The program was told to stop and returned 75, but the job was not requeued. Is the code of
+        srun kept at once, and does the script come to the line that requeues?""",
+                     ["code=$?  ->  date\ncode=$?", "srun bash  ->  set -e\nsrun bash"]),
+    "requeue-what": ("scontrol requeue needs the number of this job, SLURM_JOB_ID, and once is enough.",
+                     {REQUEUE: f"{REQUEUE}\n    {REQUEUE}"}),
+    "requeue-always": ("""A job that fails by itself and is requeued fails again, for ever. Only 75 says that it was
+        told to stop.""", {ONLY_75: "if [ $code != 0 ]"}),
+    "slurm": ("""With the stand-ins the script did what it should, and on a real cluster it did not. What Slurm or
+        the job said is below. This cluster has one partition, no accounts and no GPUs, so ask for none of them
+        here.""",),
+}
+RIGHT["job_script"] = {
+    "the shell passes the signal on": {
+        "TERM@60": "B:USR1@60", "srun bash": TRAP, "{program}'": "{program}' &",
+        "code=$?": "step=$!\nwait $step\ncode=$?\nwhile [ $code -gt 128 ]; do\n    wait $step\n    code=$?\ndone",
+    },
+    "short options, all variables in the task": {
+        "#SBATCH --nodes=2 --ntasks-per-node=2": "# who and where\n#SBATCH -N 2 -n 4 # tasks\n#SBATCH -J train",
+        "#SBATCH --time=1:00:00": "#SBATCH -t 60", "TERM@60": "SIGTERM@120", "export WORLD_SIZE=$SLURM_NTASKS\n": "",
+        MASTER: "$(hostname)", "MASTER_PORT=29500": "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
+        "srun bash -c 'RANK": "srun --wait=60 --kill-on-bad-exit=0 bash -c 'export WORLD_SIZE=$SLURM_NTASKS; RANK",
+    },
+}

@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from course_utils import WorkerError, launch, recordings
 from course_utils.programs import ROOT, SCRIPTS, read_log, run_program, wait_for_step
-from lessons.multi_node import slurm
+from lessons.multi_node import answers, batch, slurm
 from lessons.multi_node.hosts import hosts_available
 from lessons.multi_node.slurm import SlurmCluster
 
@@ -106,6 +106,23 @@ def test_torchrun_waits_30_s_for_its_ranks():
     assert timeout.default == 30
     assert inspect.signature(local_elastic_agent.LocalElasticAgent).parameters["shutdown_timeout"].default == 30
     assert distributed_run.get_args_parser().get_default("max_restarts") == 0
+
+
+def test_what_the_stand_ins_refuse_goes_wrong_in_slurm(cluster):
+    """A signal for the batch shell only: the ranks are never told, and lose what they did."""
+    script = answers.job_script("program").replace("TERM@60", "B:TERM@60")
+    job = batch.on_a_cluster(cluster, script, "program", batch.directives(script))
+    assert (job.state, job.restarts, len(job.steps), job.log.count("run begins")) == ("FAILED", 0, 4, 1)
+
+
+def test_directives_are_read_as_sbatch_reads_them():
+    found = batch.directives(
+        "#!/bin/bash\n# a comment\n#SBATCH --nodes 2 -n4 # four\n\n#SBATCH --signal=B:SIGUSR1@30 --requeue\n"
+        "##SBATCH --time=5\ndate\n#SBATCH --open-mode=append\n"
+    )
+    assert found.options == {"nodes": "2", "ntasks": "4", "signal": "B:SIGUSR1@30", "requeue": ""}
+    assert (found.tasks, found.signal, found.notice) == ((2, 2), ("USR1", True), 30)
+    assert found.late == ["#SBATCH --open-mode=append"]
 
 
 def test_whether_slurm_can_run_is_said_in_one_sentence(monkeypatch):

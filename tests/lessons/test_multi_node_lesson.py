@@ -1,14 +1,19 @@
-"""What lesson 16 says of hosts that fail and no cell of it asserts, and that its recorded results show the same."""
+"""What lesson 16 and its exercises say of hosts that fail, here and where there are no hosts and no Slurm."""
 
 from __future__ import annotations
 
 import inspect
+import math
+import re
 
 import pytest
 from conftest import ROOT, missing
 from notebook_runs import run_core
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from course_utils import recorded
+from course_utils.check import CheckFailed, answer_with
+from lessons.multi_node import check, restarts
 from lessons.multi_node.hosts import hosts_available, run_on_hosts, transcript
 
 pytestmark = pytest.mark.guard(90)
@@ -154,3 +159,63 @@ def test_lesson_runs_without_hosts_and_slurm(tmp_path):
     text = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     assert any("this system has no network for hosts" in part for part in text[:4])
     assert len([part for part in text if "recorded" in part]) >= 4
+
+
+# --- the checks of the exercises ----------------------------------------------------------------------------------
+
+
+def refusal(name: str, edits: str | dict[str, str]) -> CheckFailed:
+    with pytest.raises(CheckFailed) as caught:
+        getattr(check, name)(answer_with("lessons.multi_node.answers", name, edits))
+    return caught.value
+
+
+FLAT = check.MISTAKES["hierarchical_mean"]["flat"][1][1]
+AS_FOUND = check.told("LOCAL_RANK", "LOCAL_WORLD_SIZE", check.OWN_NAME)
+
+
+@pytest.mark.usefixtures("real_hosts")
+def test_a_refusal_quotes_what_left_a_host_and_what_each_rank_said():
+    text = str(refusal("hierarchical_mean", FLAT))
+    assert re.search(r"this rank sends 2,\d{3},\d{3} bytes \(2\.00 S\) to other hosts; 528,392 bytes \(0\.50 S\)", text)
+    assert re.search(r"bytes \(\d\.\d\d S\) left node0 by its interface", text)
+    text = str(refusal("join", AS_FOUND))
+    assert "2 worlds of 2 ranks have formed, one on each host" in text
+    assert "node1: ranks 0, 1 of 2, the store on node1, interface eth0" in text
+
+
+@pytest.mark.usefixtures("real_hosts")
+def test_a_call_that_costs_more_than_the_ledger_says_is_seen_by_the_interface():
+    error = refusal("hierarchical_mean", {
+        "-count % per_host": "-count % len(host_of)",
+        check.ACROSS: "piece = shard.new_empty(len(shard) // len(rows))\n"
+                      "dist.reduce_scatter_single(piece, shard, group=across)\n"
+                      "dist.all_gather_single(shard, piece, group=across)",
+    })
+    assert error.hint == "interface"
+
+
+def test_without_hosts_the_ledger_and_what_ranks_say_decide(monkeypatch, capsys):
+    monkeypatch.setattr(check, "hosts_available", lambda: (False, "hosts need Linux"))
+    assert refusal("hierarchical_mean", FLAT).hint == "flat"
+    assert refusal("join", AS_FOUND).hint == "world-size"
+    for name in ("hierarchical_mean", "join"):
+        getattr(check, name)(answer_with("lessons.multi_node.answers", name))
+        assert re.fullmatch(r"Exercise \d passed.* not (measured|tried): hosts need Linux\.\n", capsys.readouterr().out)
+
+
+def test_where_slurm_does_not_run_the_check_says_so_and_passes(monkeypatch, capsys):
+    def forbidden(hosts):
+        raise RuntimeError("Slurm did not start in namespaces")
+
+    monkeypatch.setattr(restarts, "missing", list)
+    monkeypatch.setattr(restarts, "SlurmCluster", forbidden)
+    check.job_script(answer_with("lessons.multi_node.answers", "job_script"))
+    assert "Slurm did not run" in capsys.readouterr().out
+
+
+def test_numbers_of_the_exercise_on_checkpoints():
+    stops, days, gpus = recorded.LLAMA3_INTERRUPTIONS
+    assert (stops, days, gpus) == (419, 54, 16384) and round(days / stops * gpus / 8) == 264
+    parts = [(100 * math.sqrt(2 * save / m), 100 * 10 / m) for save in (2, 0.1) for m in [264 * 1440 / 2048]]
+    assert [[round(x, 1) for x in part] for part in parts] == [[14.7, 5.4], [3.3, 5.4]]
