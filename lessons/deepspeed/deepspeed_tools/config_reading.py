@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BATCH", "LEVELS", "Finding", "device", "read_file", "stage_of", "truth", "what_runs"]
+__all__ = ["BATCH", "LEVELS", "Finding", "device", "read_file", "section_of", "stage_of", "truth", "what_runs"]
 
 LEVELS = ("refused", "silent", "note")
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -17,17 +16,10 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about a configuration.
+    """One thing about a configuration: its level, the dotted key, and what happens and what to write instead.
 
-    Attributes
-    ----------
-    level : str
-        ``"refused"``: DeepSpeed stops with an error. ``"silent"``: it runs, but not as it reads. ``"note"``: a default,
-        or a feature, that has surprised others.
-    key : str
-        The key, dotted, such as ``zero_optimization.stage``.
-    message : str
-        What happens, and what to write instead.
+    Levels are ``"refused"``: DeepSpeed stops with an error. ``"silent"``: it runs, but not as it reads. ``"note"``: a
+    default, or a feature, that has surprised others.
     """
 
     level: str
@@ -44,51 +36,34 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], list[Finding]]:
     Raises
     ------
     ValueError
-        It is no JSON; the message says what it looks like.
+        It is no JSON, or what it holds is no object.
     """
-    twice: list[Finding] = []
+    said: list[Finding] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         names = Counter(name for name, _ in items)
-        twice.extend(Finding("refused", name, "it stands here twice") for name, times in names.items() if times > 1)
+        said.extend(Finding("refused", name, "it stands here twice") for name, times in names.items() if times > 1)
         return dict(items)
 
+    text = Path(path).read_text(encoding="utf-8")
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError("this is no text") from None
-    if not text.strip():
-        raise ValueError("the file is empty")
-    start = re.sub(r"\A(\s|\ufeff|//.*|#.*|/\*(?s:.*?)\*/)*", "", text)[:30]
-    if not start.startswith("{"):
-        looks = "YAML" if re.match(r"---|[\w-]+:(\s|$)", start) else f"begins with {start!r}"
-        raise ValueError(f"this is no JSON object, {'but ' if looks == 'YAML' else 'it '}{looks}: write {{...}}")
-    try:
+        config = json.loads(text, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        what = f"no strict JSON ({error.msg} in line {error.lineno}, column {error.colno})"
+        said[:] = [Finding("note", Path(path).name, f"{what}: DeepSpeed reads it by hjson, where others stop")]
         try:
-            return json.loads(text, object_pairs_hook=pairs), twice
-        except json.JSONDecodeError as error:
-            config, said = _by_hjson(text, pairs, error), f"{error.msg} in line {error.lineno}, column {error.colno}"
-            note = f"no strict JSON ({said}): DeepSpeed reads it all the same, by hjson, where others stop"
-            return config, [*twice, Finding("note", Path(path).name, note)]
-    except RecursionError:
-        raise ValueError("it is nested too deeply, for DeepSpeed, too") from None
-
-
-def _by_hjson(text: str, pairs: Any, error: json.JSONDecodeError) -> dict[str, Any]:
-    """Read what is no strict JSON: comments, commas too many or too few, bare keys."""
-    try:
-        import hjson
-    except ImportError:
-        raise ValueError(f"this is no strict JSON: {error}; DeepSpeed reads more, by hjson (not installed)") from None
-    try:
-        return hjson.loads(text, object_pairs_hook=pairs)
-    except hjson.HjsonDecodeError as other:
-        raise ValueError(f"this is no JSON, and DeepSpeed's hjson cannot read it either: {other}") from None
+            import hjson
+        except ImportError:
+            raise ValueError(f"this is {what}; DeepSpeed reads more, by hjson, which is not installed") from None
+        config = hjson.loads(text, object_pairs_hook=pairs)
+    if not isinstance(config, dict):
+        raise ValueError("this is no JSON object: write {...}")
+    return config, said
 
 
 def what_runs(config: dict[str, Any], world_size: int | None = None) -> str:
     """Say in a line what DeepSpeed alone makes of a configuration: stage, precision, offload, clipping and batch."""
-    zero = {"stage": 1} if config.get("zero_optimization") is True else section_of(config, "zero_optimization")
+    zero = section_of(config, "zero_optimization")
     on = [name for name in ("fp16", "bf16", "bfloat16") if truth(section_of(config, name).get("enabled"))]
     moved = [
         f"{section.removeprefix('offload_')} on {section_of(zero, section)['device']}"
@@ -96,13 +71,15 @@ def what_runs(config: dict[str, Any], world_size: int | None = None) -> str:
         if device(zero, section) and stage_of(zero) in stages
     ]
     clip = config.get("gradient_clipping", 1.0)
-    whole, micro, steps = sizes_of(config, world_size)
-    parts = [f"ZeRO stage {stage_of(zero)}" if stage_of(zero) else "no ZeRO (stage 0: plain data parallelism)"]
-    parts += [on[0].replace("bfloat16", "bf16") if on else "fp32", ", ".join(moved) or "no offload"]
     positive = isinstance(clip, (int, float)) and clip > 0
-    parts += [f"gradients clipped at {clip}" if positive else "no clipping"]
-    batch = f"batch {whole or '?'} = micro-batch {micro or '?'} x steps {steps or '?'} x ranks {world_size or '?'}"
-    return "; ".join([*parts, batch])
+    whole, micro, steps = sizes_of(config, world_size)
+    return "; ".join([
+        f"ZeRO stage {stage_of(zero)}" if stage_of(zero) else "no ZeRO (stage 0: plain data parallelism)",
+        on[0].replace("bfloat16", "bf16") if on else "fp32",
+        ", ".join(moved) or "no offload",
+        f"gradients clipped at {clip}" if positive else "no clipping",
+        f"batch {whole or '?'} = micro-batch {micro or '?'} x steps {steps or '?'} x ranks {world_size or '?'}",
+    ])
 
 
 def section_of(config: dict, name: str) -> dict:
@@ -111,29 +88,23 @@ def section_of(config: dict, name: str) -> dict:
 
 
 def truth(value: Any) -> bool:
-    return str(value).lower() in ("true", "1", "1.0", "yes", "on", "t", "y")
+    return str(value).lower() in ("true", "1", "yes", "on", "t", "y")
 
 
 def stage_of(zero: dict) -> int:
-    stage = zero.get("stage", 0)
-    return int(float(stage)) if re.fullmatch(r"[0-3](\.0)?", str(stage)) else 1 if stage is True else 0
+    return int(zero["stage"]) if str(zero.get("stage")) in ("1", "2", "3") else 0
 
 
-def sizes_of(config: dict, world_size: int | None) -> list[int | None]:
+def sizes_of(config: dict, world_size: int | None) -> tuple[int | None, int | None, int | None]:
     """The whole batch, the micro-batch and the steps of accumulation, with what DeepSpeed works out."""
-    sizes = [size if isinstance(size := config.get(key), int) and size > 0 else None for key in BATCH]
-    whole, micro, steps = sizes
-    if whole is None and micro:
-        steps = steps or 1
-        whole = micro * steps * world_size if world_size else None
-    elif whole and not micro:
-        steps = steps or 1
-        micro = whole // world_size // steps if world_size else None
-    elif whole and micro and not steps and world_size:
-        steps = whole // micro // world_size
-    return [whole, micro, steps]
+    whole, micro, steps = (size if isinstance(size := config.get(key), int) else None for key in BATCH)
+    if not world_size:
+        return whole, micro, steps if whole and micro else steps or 1
+    if whole and micro:
+        return whole, micro, steps or whole // micro // world_size
+    steps = steps or 1
+    return whole or (micro or 0) * steps * world_size, micro or (whole or 0) // world_size // steps, steps
 
 
 def device(zero: dict, section: str) -> bool:
-    content = zero.get(section)
-    return isinstance(content, dict) and content.get("device", "none") not in ("none", None, "auto")
+    return section_of(zero, section).get("device", "none") not in ("none", None, "auto")

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import enum
 import importlib
-import inspect
 import types
 import typing
 from collections import defaultdict
 from typing import Any
-
-#: Module, name in it, and what the course needs it for.
-PRIVATE_NAMES = [
-    ("deepspeed.utils.groups", "_release_process_group_references", "to forget the process groups of the last call"),
-    ("deepspeed.comm.comm", "cdb", "to forget the communication backend of the last call"),
-    ("deepspeed.runtime.zero.partition_parameters", "Init", "its counter param_id, which all ranks must agree on"),
-    ("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload", "its counter of modules, likewise"),
-    ("deepspeed.ops", "_probe_compatible_ops", "fills __compatible_ops__, by trying a compiler, unless that is there"),
-    ("deepspeed.runtime.config", "_REMOVED_TOP_LEVEL_CONFIG_KEYS", "top-level keys that are refused, with why"),
-    ("deepspeed.runtime.config", "_REMOVED_ZERO_CONFIG_KEYS", "keys of zero_optimization that are refused"),
-]
 
 
 def _module(name: str) -> Any:
@@ -41,43 +29,8 @@ def forget() -> None:
     vars(_module("deepspeed.ops"))["__compatible_ops__"] = defaultdict(bool)  # no C++ extension is to be compiled
 
 
-def removed_keys() -> dict[str, str]:
-    """Keys that DeepSpeed refuses because the feature is gone, dotted, with its own message."""
-    config = _module("deepspeed.runtime.config")
-    inside = {f"zero_optimization.{key}": why for key, why in config._REMOVED_ZERO_CONFIG_KEYS.items()}
-    return {**config._REMOVED_TOP_LEVEL_CONFIG_KEYS, **inside}
-
-
-class _Asked(dict):
-    """A dictionary that notes which of its keys somebody has looked for."""
-
-    def __init__(self, content: dict, asked: set[str]):
-        super().__init__(content)
-        self.asked = asked
-
-    def get(self, key, default=None):
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key):
-        self.asked.add(key)
-        return super().__contains__(key)
-
-    def __getitem__(self, key):
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def keys(self):
-        return self  # so that `key in config.keys()` is noted, too
-
-    def __copy__(self):
-        return _Asked(self, self.asked)
-
-
 #: Sections that DeepSpeed reads key by key, so that an unknown key in them is passed over.
 PLAIN_SECTIONS = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
-
-
 #: Sections that are data models: DeepSpeed checks their keys and values, and drops each "auto".
 MODELS = {
     "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
@@ -92,15 +45,25 @@ MODELS = {
     "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
     "compile": ("deepspeed.compile.config", "CompileConfig"),
 }
-SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-#: Optimizers by the name in a configuration: on the GPU, on the CPU and PyTorch's, of which one is taken.
-OPTIMIZERS = {
-    "adam": [("deepspeed.ops.adam.fused_adam", "FusedAdam"), ("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
-             ("torch.optim", "Adam")],
-    "lamb": [("deepspeed.ops.lamb.fused_lamb", "FusedLamb")],
-    "lion": [("deepspeed.ops.lion.fused_lion", "FusedLion"), ("deepspeed.ops.lion", "DeepSpeedCPULion")],
-    "adagrad": [("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad"), ("torch.optim", "Adagrad")],
-}  # fmt: skip
+
+
+class Asked(dict):
+    """A dictionary that notes which of its keys somebody has looked for; see section 5 of the lesson."""
+
+    def __init__(self, content: dict, seen: set[str]):
+        super().__init__(content)
+        self.seen = seen
+
+    def get(self, key, default=None):
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key):
+        self.seen.add(key)
+        return super().__contains__(key)
+
+    def keys(self):
+        return self  # so that `key in config.keys()` is noted, too
 
 
 def _kinds(annotation: Any) -> list[str | list]:
@@ -135,45 +98,24 @@ def _fields(section: str, model: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def asked_types() -> dict[str, dict[str, dict[str, Any]]]:
-    """What each key of the sections that are data models takes, by section."""
-    found: dict[str, Any] = {}
-    for section, (module, model) in MODELS.items():
-        found |= _fields(section, getattr(_module(module), model))
-    return found
-
-
-def asked_arguments() -> dict[str, dict[str, list[str]]]:
-    """The parameters that optimizers and schedules take, by their name in a configuration."""
-    def names(*classes: tuple[str, str]) -> set[str]:
-        taken = (inspect.signature(getattr(_module(module), name).__init__) for module, name in classes)
-        return {name for one in taken for name in one.parameters} - {"self", "params", "model_params", "optimizer"}
-
-    optimizers = {name: sorted(names(*classes)) for name, classes in OPTIMIZERS.items()}
-    optimizers["adam"] = optimizers["adamw"] = sorted({*optimizers["adam"], "torch_adam", "adam_w_mode"})
-    schedules = {name: sorted(names(("deepspeed.runtime.lr_schedules", name))) for name in SCHEDULES}
-    return {"optimizer": optimizers, "scheduler": schedules}
-
-
-def asked_keys() -> dict[str, list[str]]:
-    """The keys that DeepSpeed's configuration looks for, by section; the top level is the section ``""``.
-
-    It has no list of top-level keys, so it is given a dictionary that notes what it is asked for. What other parts of
-    DeepSpeed read from the dictionary later is added by hand.
-    """
-    top: set[str] = {"sequence_parallel_size"}  # deepspeed.runtime.config, only in a world; and DeepSpeed's launcher
-    sections: dict[str, set[str]] = {name: set() for name in PLAIN_SECTIONS}
-    content: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
-    for name, asked in sections.items():
-        content[name] = _Asked({"enabled": False} if name == "torch_autocast" else {}, asked)
-    _module("deepspeed.runtime.config").DeepSpeedConfig(_Asked(content, top))
-    found = {"": top - set(removed_keys())} | sections
-    found |= {"optimizer": {"type", "params", "legacy_fusion"}, "scheduler": {"type", "params"}}
-    found |= {name: set(fields) for name, fields in asked_types().items()}
-    return {name: sorted(keys) for name, keys in found.items()}
-
-
 def record_keys() -> dict[str, Any]:
-    """What ``course_utils/recordings/deepspeed_keys.json`` holds, from the version that is installed."""
-    return {"version": _module("deepspeed").__version__, "keys": asked_keys(), "removed": removed_keys(),
-            "types": asked_types(), "arguments": asked_arguments()}  # fmt: skip
+    """What ``course_utils/recordings/deepspeed_keys.json`` holds, from the version that is installed.
+
+    DeepSpeed has no list of its top-level keys, which are the section ``""``, so it is given a dictionary that notes
+    what it is asked for. What other parts of DeepSpeed read from the dictionary later is added by hand.
+    """
+    config = _module("deepspeed.runtime.config")
+    inside = {f"zero_optimization.{key}": why for key, why in config._REMOVED_ZERO_CONFIG_KEYS.items()}
+    removed = config._REMOVED_TOP_LEVEL_CONFIG_KEYS | inside
+    models: dict[str, Any] = {}
+    for section, (module, model) in MODELS.items():
+        models |= _fields(section, getattr(_module(module), model))
+    top = {"sequence_parallel_size"}  # in a world only; and what DeepSpeed's launcher reads
+    sections: dict[str, set[str]] = {name: set() for name in PLAIN_SECTIONS}
+    content = {name: Asked({"enabled": False} if name == "torch_autocast" else {}, sections[name]) for name in sections}
+    content |= {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
+    config.DeepSpeedConfig(Asked(content, top))
+    keys = {"": top - removed.keys(), **sections, **models}
+    keys |= {"optimizer": {"type", "params", "legacy_fusion"}, "scheduler": {"type", "params"}}
+    return {"version": _module("deepspeed").__version__, "keys": {name: sorted(some) for name, some in keys.items()},
+            "removed": removed, "types": models}  # fmt: skip

@@ -59,26 +59,15 @@ def quiet() -> Iterator[None]:
 
 
 class Runs:
-    """Calls of `launch` by name, or what was recorded of them where DeepSpeed is missing.
-
-    Attributes
-    ----------
-    recorded : bool
-        Whether results come from `file`, a name in ``course_utils/recordings``.
-    results : dict
-        What the calls so far gave, by name: for each rank what JSON makes of it.
-    """
+    """Calls of `launch` by name, or what was recorded of them where DeepSpeed is missing; both are in `results`."""
 
     def __init__(self, file: str, recorded: bool):
         self.file, self.recorded = RECORDINGS / f"{file}.json", recorded
-        self.results: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}  # by name: for each rank what JSON makes of it
         self.known = json.loads(self.file.read_text(encoding="utf-8")) if recorded else {}
 
     def __call__(self, name: str, fn: Callable, *args: Any, world_size: int = 2, **options: Any) -> Any:
-        """Run ``fn(*args)`` on ranks after `prepare`; a list with the result of each rank, through JSON.
-
-        With ``init=False`` there is no process group yet, and nothing to prepare.
-        """
+        """Run ``fn(*args)`` on ranks, after `prepare` if there is a process group; what each rank returns."""
         if self.recorded:
             print(f"(recorded: {name})")
             self.results[name] = self.known[name]
