@@ -3,7 +3,7 @@
 from .lazy import attach
 
 __all__ = [
-    "Entry", "HangError", "Interrupted", "Ledger", "MismatchError", "WorkerError", "device", "expect_error",
+    "Entry", "HangError", "Interrupted", "Ledger", "MismatchError", "WorkerError", "attempt", "device", "expect_error",
     "launch", "record", "shutdown",
 ]
 

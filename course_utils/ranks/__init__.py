@@ -10,7 +10,7 @@ from ..lazy import attach
 
 _HOMES = {
     "launcher": ("launch", "run", "device", "shutdown", "gpu_count", "on_a_rank", "settle", "emulation"),
-    "errors": ("WorkerError", "HangError", "MismatchError", "Interrupted", "expect_error"),
+    "errors": ("WorkerError", "HangError", "MismatchError", "Interrupted", "attempt", "expect_error"),
     "ledger": ("Ledger", "Entry"), "intercept": ("record", "interceptor"),
     "processes": ("share",), "watch": ("Watch",), "learner_code": ("is_learner",), "status_line": ("Status", "wanted"),
     "labels": ("tells_place",), "magics": ("RankMagics",),

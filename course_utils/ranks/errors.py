@@ -126,6 +126,32 @@ def expect_error(kind: type[BaseException] | tuple[type[BaseException], ...] = W
         raise AssertionError(f"expected {names}, but nothing was raised")
 
 
+class Attempt:
+    """What came of a block: ``error`` is what it raised, or None."""
+
+    error: BaseException | None = None
+
+
+@contextlib.contextmanager
+def attempt() -> Iterator[Attempt]:
+    """Show the error that the block raises, if it raises one, and go on.
+
+    Examples
+    --------
+    >>> with attempt() as outcome:
+    ...     1 / 0
+    ZeroDivisionError: division by zero
+    >>> outcome.error
+    ZeroDivisionError('division by zero')
+    """
+    outcome = Attempt()
+    try:
+        yield outcome
+    except Exception as error:
+        outcome.error = error
+        print(f"{type(error).__name__}: {error}")
+
+
 # ----------------------------------------------------------------------------------------------- from evidence to words
 
 

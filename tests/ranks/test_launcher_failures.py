@@ -19,7 +19,7 @@ from calls import all_is_well, case, failure, says
 from conftest import missing
 from kernels import Script, left_behind, namespace
 
-from course_utils import HangError, WorkerError, expect_error, launch
+from course_utils import HangError, WorkerError, attempt, expect_error, launch
 
 pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -556,6 +556,10 @@ def test_expect_error_shows_the_error_and_insists_on_it(capsys):
     with expect_error():
         launch(work, world_size=2)
     assert capsys.readouterr().out == shown.out
+    with attempt() as failed, attempt() as passed:
+        launch(work, world_size=2)
+    assert capsys.readouterr().out == shown.out
+    assert isinstance(passed.error, WorkerError) and failed.error is None
     with pytest.raises(AssertionError):
         with expect_error():
             pass

@@ -98,8 +98,16 @@ def _reworded(nb: NotebookNode, start: str, change: Callable[[str], str]) -> boo
 
 
 def boxed(text: str) -> str:
-    """Frame predictions, misconceptions and what changes on real machines; words before a prediction stay outside."""
-    return "\n\n".join(framed for block in _blocks(text) for framed in _framed(block))
+    """Frame predictions, misconceptions and what changes on real machines, and fold what a prediction is compared with.
+
+    Words before a prediction stay outside; a caption below *Compare* goes into the fold.
+    """
+    blocks = [*_blocks(text)]
+    if blocks and blocks[0].startswith("**Compare.**"):
+        inside = 1 + (len(blocks) > 1 and blocks[1].startswith("*The "))
+        answer = "\n\n".join(blocks[:inside]).removeprefix("**Compare.**").lstrip()
+        blocks[:inside] = [f"{FOLD}Compare</summary>\n\n{answer}\n\n</details>"]
+    return "\n\n".join(framed for block in blocks for framed in _framed(block))
 
 
 def _framed(block: str) -> Iterator[str]:
@@ -146,7 +154,7 @@ def alternative_text(following: NotebookNode | None) -> str:
     if following is None or following.cell_type != "markdown" or not following.source.strip():
         return ""
     blocks = [*_blocks(following.source.replace("**", ""))]
-    captions = (re.match(r"\*(The .*?\S)\*(?=\s|$)", block, re.DOTALL) for block in blocks)
-    text = next((caption[1] for caption in captions if caption), blocks[0])
+    captions = (re.search(r"(?:\A|\n\n)\*(The .*?\S)\*(?=\s|$)", block, re.DOTALL) for block in blocks)
+    text = next((caption[1] for caption in captions if caption), re.sub(r"<summary.*?</summary>", "", blocks[0]))
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return " ".join(re.sub(r"[`$]|<[^>]*>|(?<!\w)[*_]|[*_](?!\w)", "", text).split())

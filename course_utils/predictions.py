@@ -1,0 +1,129 @@
+"""Predictions that a reader commits to before a cell is run: a field for a number, or choices; and how far off it was.
+
+In the learner's copy of the course the answers are kept, in ``work/predictions.json``; elsewhere while the
+kernel lives. Whoever answers nothing loses nothing: every cell runs all the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Prediction", "predict", "predictions"]
+
+_COPY = ".course.json"  # in the folder of a learner's copy
+_FILE = "predictions.json"
+_made: dict[str, Prediction] = {}  # in this notebook, in order
+
+
+class Prediction:
+    """What a reader expects; ``compare`` says what it is.
+
+    Attributes
+    ----------
+    said : float, str or None
+        The answer, or None as long as there is none.
+    """
+
+    def __init__(self, about: str, choices: Sequence[str], unit: str):
+        self.about, self.choices, self.unit = about, list(choices), unit
+        self.said: float | str | None = _kept().get(about, {}).get("said")
+        self.result: float | str | None = None
+
+    def _ipython_display_(self) -> None:
+        import ipywidgets as widgets
+        from IPython.display import display
+
+        room = {"description_width": "initial"}
+        if self.choices:
+            known = self.said if self.said in self.choices else None
+            field: Any = widgets.RadioButtons(options=self.choices, value=known, layout={"width": "max-content"})
+        else:
+            known = "" if self.said is None else f"{self.said:g}"
+            field = widgets.Text(value=known, placeholder="a number", continuous_update=False, style=room)
+        label = widgets.Label(f"{self.about}{f', in {self.unit}' if self.unit else ''}:")
+        answer = widgets.Label("")
+
+        def changed(change: dict[str, Any]) -> None:
+            answer.value = self.say(change["new"])
+
+        field.observe(changed, "value")
+        display(widgets.VBox([label, widgets.HBox([field, answer])]))
+
+    def say(self, value: Any) -> str:
+        """Take an answer; returns what to tell the reader."""
+        if not self.choices:
+            try:
+                value = float(str(value).replace(" ", "").replace(",", ""))
+            except ValueError:
+                return "" if not str(value).strip() else "Please enter a number, such as 12.5."
+        self.said = value
+        self._keep()
+        return "noted"
+
+    def compare(self, result: float | str) -> None:
+        """Print what it is, and what the reader said."""
+        self.result = float(result) if isinstance(result, Real) else result
+        self._keep()
+        print(self.gap())
+
+    def gap(self) -> str:
+        """One sentence: what it is, what was said, and how far apart they are."""
+        unit = f" {self.unit}" if self.unit else ""
+        if isinstance(self.result, str):
+            fits = "as you said" if self.said == self.result else f"you said {self.said}"
+            return f"{self.about}: {self.result}{'' if self.said is None else f' ({fits})'}."
+        text = f"{self.about}: {self.result:.4g}{unit}"
+        if not isinstance(self.said, float):
+            return f"{text}."
+        if self.result and self.said and self.said > 0 < self.result:
+            times = max(self.said / self.result, self.result / self.said)
+            way = "too much" if self.said > self.result else "too little"
+            far = "that is close" if times < 1.1 else f"{times:.3g} times {way}"
+        else:
+            far = "that is it" if self.said == self.result else f"off by {abs(self.said - self.result):.4g}{unit}"
+        return f"{text}; you said {self.said:g}{unit}, {far}."
+
+    def _keep(self) -> None:
+        file = _file()
+        if file is not None and self.said is not None:
+            kept = _kept() | {self.about: {"said": self.said, "is": self.result, "unit": self.unit}}
+            file.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+
+
+def _file() -> Path | None:
+    """Where answers are kept: in a learner's copy of the course, and nowhere else."""
+    copy = next((folder for folder in (Path.cwd(), Path.cwd().parent) if (folder / _COPY).exists()), None)
+    return copy / _FILE if copy else None
+
+
+def _kept() -> dict[str, dict]:
+    file = _file()
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
+    except ValueError:  # written by half
+        return {}
+
+
+def predict(about: str, choices: Sequence[str] = (), *, unit: str = "") -> Prediction:
+    """Ask for a prediction: one of ``choices``, or without them a number in ``unit``.
+
+    ``about`` names what is asked for in a few words, in this notebook and in the list at its end.
+
+    Examples
+    --------
+    >>> sent = predict("bytes that each rank sends", unit="MB")
+    >>> sent.compare(1.5)
+    bytes that each rank sends: 1.5 MB.
+    """
+    _made[about] = Prediction(about, choices, unit)
+    return _made[about]
+
+
+def predictions() -> None:
+    """Print how the predictions of this notebook came out."""
+    told = [made.gap() for made in _made.values() if made.said is not None and made.result is not None]
+    print("\n".join(told) or "You have committed to no prediction in this notebook.")

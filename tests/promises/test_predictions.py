@@ -1,0 +1,95 @@
+"""Predictions are open: nothing in view answers them, readers may commit to an answer, and it is compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from course_utils.predictions import predict, predictions
+from tools.author.pages import boxed
+from tools.author.predictions import in_view
+
+TEXT = """\
+# %% [markdown]
+# Something. **Predict.** How many?
+{more}
+# %%
+{shown}
+
+# %% jupyter={{"source_hidden": true}}
+assert count == 3
+
+# %% [markdown]
+# {below} Three, because it is so.
+"""
+#: Lessons whose predictions still have to be opened.
+NOT_YET = {
+    "collectives", "ddp", "debugging_hangs", "deepspeed", "ffcv_data_loading", "fsdp", "gpu_interconnects",
+    "long_context_and_experts", "multi_node", "nccl", "parallelism_3d", "pipeline_parallel", "profiling",
+    "scaling_efficiency", "start_here", "tensor_parallel", "zero",
+}
+
+
+def lesson(shown: str = "print(count)", below: str = "**Compare.**", more: str = "") -> list[str]:
+    return in_view(TEXT.format(shown=shown, below=below, more=more))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("lessons/*/lesson.py")), ids=lambda path: path.parent.name)
+def test_no_answer_is_in_view_before_its_cell_has_run(path: Path):
+    found = in_view(path.read_text("utf-8"))
+    assert bool(found) == (path.parent.name in NOT_YET), "\n".join(found)
+
+
+def test_what_gives_an_answer_away_is_told():
+    assert lesson() == []
+    for given, said in (
+        ({"shown": "assert count == 3"}, "assert"), ({"shown": "with expect_error():\n    count()"}, "expect_error"),
+        ({"below": "Three."}, "Compare"), ({"more": "#\n# Or is it three?\n"}, "follows"),
+    ):
+        (fault,) = lesson(**given)
+        assert said in fault
+
+
+def test_the_answer_and_its_caption_are_folded_and_what_follows_is_not():
+    text = boxed("**Compare.** Three.\n\n*The figure: three bars.*\n\nThe next sentence.")
+    fold, _, rest = text.partition("</details>")
+    assert ">Compare</summary>\n\nThree.\n\n*The figure: three bars.*" in fold and rest == "\n\nThe next sentence."
+
+
+def test_answers_are_compared_and_kept_in_a_learners_copy_only(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "MB.\n" in _said(predict("bytes sent", unit="MB"), 21, capsys)
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / ".course.json").write_text("{}")
+    sent, fate = predict("bytes sent", unit="MB"), predict("the call", ["an error", "a hang"])
+    assert sent.say("many") != sent.say("98") == fate.say("a hang")
+    assert _said(sent, 21, capsys) == "bytes sent: 21 MB; you said 98 MB, 4.67 times too much.\n"
+    assert _said(fate, "an error", capsys) == "the call: an error (you said a hang).\n"
+    assert json.loads((tmp_path / "predictions.json").read_text())["bytes sent"]["said"] == 98
+    assert predict("bytes sent", unit="MB").said == 98  # in the next kernel
+    sent.say("21.5")
+    assert _said(sent, 21, capsys).endswith("that is close.\n")
+    predictions()
+    assert "the call" in capsys.readouterr().out
+
+
+def _said(made, result, capsys) -> str:
+    made.compare(result)
+    return capsys.readouterr().out
+
+
+def test_a_prediction_shows_a_field_or_choices(monkeypatch):
+    import IPython.display
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    for made, kind in ((predict("a number"), "Text"), (predict("a choice", ["x", "y"]), "RadioButtons")):
+        made._ipython_display_()
+        label, row = shown[-1].children
+        field, told = row.children
+        assert type(field).__name__ == kind and made.about in label.value
+        field.value = "12" if kind == "Text" else "y"
+        assert made.said == (12.0 if kind == "Text" else "y") and told.value == "noted"
