@@ -1,60 +1,58 @@
-"""Checks of the exercises on data parallelism.
+"""The exercises on data parallelism: what each rank must find, and the usual mistakes with their hints.
 
-Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
-and raises :class:`CheckFailed` with a hint if not. Models are in float64, so that the ranks can be compared with one
-process to 1e-12.
+Models are in float64, so that ranks can be compared with one process to 1e-12.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
-from numbers import Integral
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
 
-from course_utils.check import TIMEOUT, Exercise, checked, load_hints, show
-from course_utils.check.compare import listed, slip_of
-from course_utils.check.edits import edited_function
-from course_utils.check.traffic import calls
+from course_utils import record
+from course_utils.check import Case, close, exercise, show, whole_numbers
 from course_utils.check.training import (
-    EXACT,
-    ROUNDS,
     Passes,
     average,
     batches_of,
-    compare,
-    exact,
     gradients_of,
     loss_gradient,
     regression_net,
     sample_table,
     trained_parameters,
-    weighted_sum,
     weights_of,
-)  # fmt: skip
+)
+
+from . import answers
 
 __all__ = [
-    "HINTS", "accumulate", "bucketed", "data_parallel", "epoch_indices", "in_buckets", "overlapped", "uneven_epoch",
+    "MISTAKES", "RIGHT", "accumulate", "bucketed", "data_parallel", "epoch_indices", "in_buckets", "overlapped",
+    "uneven_epoch",
 ]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
-# ------------------------------------------------------------------------------------------------ models and numbers
+# --- a model and what one process makes of it
 
 WIDTH, WORDS = 6, 8
-SIZES = (4, 4, 2)  # samples of a rank's batches: the last is smaller
+SIZES = (4, 4, 2)  # samples of a rank in each step: the last batch is smaller
 LAYERS = ("embedding", "frozen", "first", "branch", "last", "head")
 
 
 class Words(nn.Module):
-    """Embedding, three linear layers and a head: one layer may be frozen, one left out, and the head tied."""
+    """Embedding, four linear layers and a head; ``kind`` says whether a layer is ``frozen``, and the head ``tied``."""
 
-    def __init__(self, seed: int, frozen: bool = False, tied: bool = False):
+    def __init__(self, seed: int, kind: str):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1000 + seed)
@@ -63,571 +61,669 @@ class Words(nn.Module):
                 setattr(self, name, nn.Linear(WIDTH, WIDTH))
             self.head = nn.Linear(WIDTH, WORDS, bias=False)
             self.register_buffer("scale", 1 + torch.rand(WIDTH))
-        if frozen:
-            self.frozen.requires_grad_(False)
-        if tied:
+        self.frozen.requires_grad_("frozen" not in kind)
+        if "tied" in kind:
             self.head.weight = self.embedding.weight
         self.double()
 
-    def forward(self, words: Tensor, branch: bool = True) -> Tensor:
-        x = torch.tanh(self.frozen(self.embedding(words) * self.scale))
+    def loss(self, words: Tensor, branch: bool) -> Tensor:
+        x = torch.tanh(self.frozen(self.embedding(words[:, :-1]) * self.scale))
         x = torch.tanh(self.first(x))
         if branch:
             x = x + torch.tanh(self.branch(x))
-        return self.head(torch.tanh(self.last(x)))
-
-    def loss(self, words: Tensor, branch: bool = True) -> Tensor:
-        return F.cross_entropy(self(words[:, :-1], branch).flatten(0, 1), words[:, 1:].flatten())
+        return F.cross_entropy(self.head(torch.tanh(self.last(x))).flatten(0, 1), words[:, 1:].flatten())
 
 
-# ------------------------------------------------------------------------------------------------ replicas
+def batch(n: int, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(40 + n)
+    words = torch.randint(WORDS, (n, len(SIZES), max(SIZES), 5), generator=generator)
+    return words[rank, step, : SIZES[step]]
 
 
-@contextmanager
-def _counted_waits() -> Iterator[list]:
-    """Yield a list that grows by one whenever this rank waits for an operation to end."""
-    import torch.distributed as dist
-
-    waits, wait = [], dist.Work.wait
-
-    def counted(work: Any, *args: Any, **kwargs: Any) -> Any:
-        waits.append(1)
-        return wait(work, *args, **kwargs)
-
-    dist.Work.wait = counted
-    try:
-        yield waits
-    finally:
-        dist.Work.wait = wait
-
-
-def _train(words: Tensor, fn: Callable, options: dict, args: tuple, branches: list[list[bool]]) -> dict:
-    """Three steps of one rank with what the learner's ``fn(module, *args)`` returns after each backward.
-
-    ``words`` has shape (batches, samples, length); ``branches[step][rank]`` says who takes the branch.
-    """
-    import torch.distributed as dist
-
-    from course_utils import record
-
-    rank = dist.get_rank()
-    module = Words(rank, **options)
-    arrivals: list[int] = []
-    current = [[]]  # the ledger of the backward that goes on
-    for p in trained_parameters(module).values():
-        p.register_post_accumulate_grad_hook(lambda _: arrivals.append(len(current[0])))
-    parameters = list(module.parameters())
-    finish = fn(module, *args)
-    out = {
-        "callable": callable(finish), "start": weights_of(module), "scale": module.scale.clone(),
-        "kept": all(p is q for p, q in zip(parameters, module.parameters(), strict=False)), "steps": [],
-    }
-    if not callable(finish):
-        return out
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step, samples in enumerate(SIZES):
-        arrivals.clear()
-        optimizer.zero_grad()
-        loss = module.loss(words[step, :samples], branches[step][rank])
-        with record() as ledger:
-            with record() as current[0], _counted_waits() as waits:
-                loss.backward()
-            finish()
-        out["steps"].append({
-            "gradients": gradients_of(module), "ledger": ledger, "during": current[0], "waits": len(waits),
-            "before_last": arrivals[-1] if arrivals else 0,
-        })
-        optimizer.step()
-    return out
+def takes_branch(n: int, rank: int, step: int, kind: str) -> bool:
+    """Of ``branch``, one rank leaves it out in the first step, and another in the last."""
+    return "branch" not in kind or step == 1 or rank != (step // 2 + 1) % n
 
 
 @cache
-def _one_process(n: int, everyone: bool, **options: bool) -> list[list[dict]]:
-    """By step, the gradients of all ranks' batches in one process that trains rank 0's model."""
-    module, steps = Words(0, **options), []
+def in_one_process(n: int, kind: str) -> list[dict[str, Tensor]]:
+    """The mean gradient of each step, of rank 0's model and the batches of all ranks."""
+    module, means = Words(0, kind), []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step, samples in enumerate(SIZES):
+    for step in range(len(SIZES)):
         parts = []
-        for words, branch in zip(_words(n), _branches(n, everyone)[step], strict=True):
+        for rank in range(n):
             optimizer.zero_grad()
-            module.loss(words[step, :samples], branch).backward()
+            module.loss(batch(n, rank, step), takes_branch(n, rank, step, kind)).backward()
             parts.append(gradients_of(module))
-        for name, gradient in average(parts).items():
+        means.append(average(parts))
+        for name, gradient in means[-1].items():
             module.get_parameter(name).grad = gradient
         optimizer.step()
-        steps.append(parts)
-    return steps
+    return means
 
 
-def _words(n: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(40 + n)
-    return [torch.randint(WORDS, (len(SIZES), max(SIZES), 5), generator=generator) for _ in range(n)]
+# --- exercises 1, 3 and 4: replicas
+
+ERRORS = "NoneType|gradient"  # of which a case may be to blame
+MODELS = [
+    Case(2, "a plain model", ("",)),
+    Case(2, "a frozen layer", ("frozen",), "frozen", ERRORS),
+    Case(2, "tied weights", ("tied",), "tied", ERRORS),
+    Case(2, "a branch that not every rank takes", ("branch",), "unused", ERRORS),
+    Case(3, "all of that together", ("frozen tied branch",)),
+    Case(1, "all of that together", ("frozen tied",)),
+]
 
 
-CAPS = (340, 700, 100_000)  # bytes of a bucket: some parameters are larger, some fit together, all fit
-_CASES = (  # ranks, name, options of the model, whether all ranks take the branch, bucket sizes, hint if it fails first
-    (2, "a plain model", {}, True, CAPS, None),
-    (2, "a frozen layer", {"frozen": True}, True, CAPS[:1], "frozen"),
-    (2, "tied weights", {"tied": True}, True, CAPS[:1], "tied"),
-    (2, "a branch that not every rank takes", {}, False, CAPS[2:], "unused"),
-    (2, "a branch that not every rank takes", {}, False, CAPS[:1], "order"),
-    (3, "all of that together", {"frozen": True, "tied": True}, False, CAPS[:1], None),
-    (1, "all of that together", {"frozen": True, "tied": True}, True, CAPS[:1], None),
-)
+def in_buckets_of(cap: int, model: Case, **other: str) -> Case:
+    return replace(model, name=f"{model.name}, buckets of {cap:,} bytes", args=(*model.args, cap), **other)
 
 
-def _branches(n: int, everyone: bool) -> list[list[bool]]:
-    """Who takes the branch in each step: all, or in the first and last step all but one rank."""
-    return [[everyone or step == 1 or rank != (step // 2 + 1) % n for rank in range(n)] for step in range(len(SIZES))]
+SMALL, LARGE = 340, 100_000  # bytes: some parameters are larger than the one, all fit into the other
+PLAIN, FROZEN, TIED, BRANCH, *ALL_OF_THAT = MODELS
+BUCKETS = [in_buckets_of(cap, PLAIN) for cap in (SMALL, 700, LARGE)]
+BUCKETS += [in_buckets_of(SMALL, FROZEN), in_buckets_of(SMALL, TIED), in_buckets_of(LARGE, BRANCH)]
+ORDER = in_buckets_of(SMALL, BRANCH, hint="order")
+LAST_BUCKETS = [in_buckets_of(SMALL, model) for model in ALL_OF_THAT]
 
 
-def _replicas(exercise: Exercise, fn: Callable, audit: Callable, with_caps: bool = True) -> None:
-    """Run ``fn`` on all cases; ``audit(exercise, result, trained, cap, everyone)`` looks at the ledger of a step."""
-    for n, name, options, everyone, caps, fallback in _CASES:
-        if fallback == "order" and "order" not in exercise.hints:
-            continue
-        for cap in caps if with_caps else caps[:1]:
-            args, case = ((cap,), f"{name}, buckets of {cap:,} bytes") if with_caps else ((), name)
-            explained = {"fallback": fallback, "errors": "NoneType|gradient"}
-            outcomes = exercise.run(
-                _train, _words(n), fn, options, args, _branches(n, everyone), case=case, **explained
-            )
-            for rank, outcome in exercise.each(outcomes):
-                exercise.communicates(rank, outcome, n)
-                _starts_alike(exercise, outcome.result, options)
-            results = list(zip(*(outcome.result["steps"] for outcome in outcomes), strict=True))
-            for step, parts in enumerate(_one_process(n, everyone, **options)):
-                for rank, result in exercise.each(results[step], f"step {step + 1}: "):
-                    _step(exercise, rank, result, parts, step)
-            trained = list(trained_parameters(Words(0, **options)).values())
-            for step in range(len(SIZES) if n > 1 else 0):
-                for _, result in exercise.each(results[step], f"step {step + 1}: "):
-                    audit(exercise, result, trained, cap, everyone)
+def replicas(note: Any, answer: Callable, kind: str, *cap: int) -> list[tuple]:
+    """Train for three steps and compare with one process; return what this rank sent in each, if there are others.
+
+    That is a ledger of the step and one of its backward, how often backward waited for an operation to end, and how
+    many calls had been made when the last gradient arrived.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    module, root, arrivals, during = Words(rank, kind), Words(0, kind), [0], []
+    wait, waits, gradients, sent = dist.Work.wait, [], [], []
+
+    def counted(work: Any, *args: Any, **kwargs: Any) -> Any:
+        waits.append(work)
+        return wait(work, *args, **kwargs)
+
+    for p in trained_parameters(module).values():
+        p.register_post_accumulate_grad_hook(lambda _: arrivals.append(len(during)))
+    parameters = list(module.parameters())
+    with record() as everything:
+        finish = answer(module, *cap)
+        if not note.holds(callable(finish), "odd", "the function returned nothing that can be called."):
+            return []
+        start, scale = weights_of(module), module.scale.clone()
+        kept = all(p is q for p, q in zip(parameters, module.parameters(), strict=False))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(len(SIZES)):
+            optimizer.zero_grad()
+            waits.clear()
+            loss = module.loss(batch(n, rank, step), takes_branch(n, rank, step, kind))
+            with record() as ledger:
+                with record() as during, patch.object(dist.Work, "wait", counted):
+                    loss.backward()
+                finish()
+            gradients.append(gradients_of(module))
+            sent.append((ledger, during, len(waits), arrivals[-1]))
+            optimizer.step()
+    note.talks(everything, n)
+    weights = weights_of(root)
+    wrong = [name for name, weight in weights.items() if not torch.equal(start[name], weight)]
+    frozen = wrong and all(name.startswith("frozen") for name in wrong)
+    key = "frozen-broadcast" if frozen else "no-broadcast"
+    note.equal(start, weights, "before the first step the weight", key)
+    note.equal(scale, root.scale, "the buffer `scale`", "buffers")
+    note.holds(kept, "replaced", "some parameters are not those that the module had.")
+    for step, mean in enumerate(in_one_process(n, kind)):
+        near = all(close(gradients[step][name], right) for name, right in mean.items())
+        key = "float32" if near else "leftover" if step else "value"
+        note.equal(gradients[step], mean, f"step {step + 1}: the gradient", key)
+    return sent if n > 1 else []
 
 
-def _starts_alike(exercise: Exercise, got: dict, options: dict) -> None:
-    """Refuse a rank that does not start with the weights and buffers of rank 0."""
-    root = Words(0, **options)
-    exercise.require(got["callable"], "finish", "the function returned nothing that can be called.")
-    wrong = [name for name, value in weights_of(root).items() if not exact(got["start"][name], value)]
-    if wrong:
-        key = "frozen-broadcast" if all(name.startswith("frozen") for name in wrong) else "no-broadcast"
-        lines = f"\n  rank 0     {show(root.get_parameter(wrong[0]))}\n  this rank  {show(got['start'][wrong[0]])}"
-        exercise.refuse(key, f"{wrong[0]} starts with other numbers than on rank 0.{lines}")
-    exercise.require(exact(got["scale"], root.scale), "buffers", "the buffer `scale` differs from rank 0's.")
-    exercise.require(got["kept"], "replaced", "some parameters are not those that the module had.")
-
-
-def _step(exercise: Exercise, rank: int, result: dict, parts: list[dict], step: int) -> None:
-    """Compare a rank's gradients after a step with the mean over the parts."""
-    n, mean, got, traps = len(parts), average(parts), result["gradients"], {}
-    if n > 1 and step == 0 and exercise.fallback is None:
-        traps = {
-            "own-gradient": parts[rank], "sum": average(parts, 1), "divided-twice": average(parts, n * n),
-            "too-early": {name: torch.zeros_like(g) for name, g in mean.items()},
-            "write-back": {name: _elsewhere(got[name], mean) for name in mean},
-        }
-    traps = {key: wrong for key, wrong in traps.items() if key in exercise.hints}
-    compare(exercise, rank, got, mean, traps, "the gradient", "leftover" if step and not exercise.fallback else "value")
-
-
-def _elsewhere(got: Tensor, mean: dict[str, Tensor]) -> Tensor | None:
-    """``got`` if its first number stands somewhere else in the mean gradient, so that it was put in a wrong place."""
-    numbers = torch.cat([g.flatten() for g in mean.values()])
-    nonzero = got.flatten()[got.flatten() != 0]
-    found = all(bool(torch.isclose(numbers, v, rtol=EXACT, atol=EXACT).any()) for v in nonzero[:3])
-    return got if found and len(nonzero) else None
-
-
-def _audit_bytes(exercise: Exercise, result: dict, trained: list, cap: int, everyone: bool) -> None:
-    """Refuse other operations than all-reduces, and more or fewer bytes than the trained parameters have."""
+def right_bytes(note: Any, ledger: Any, trained: list) -> None:
     enough = sum(p.nbytes for p in trained)
-    keys = {"not-distributed": "too-few-bytes"}
-    if exercise.fallback in ("tied", "frozen"):
-        keys["too-many-bytes"] = exercise.fallback
-    exercise.audit(result["ledger"], {"all_reduce"}, carried=(enough, enough), keys=keys)
+    note.sent(ledger, {"all_reduce"}, carried=(enough, enough))
 
 
-def _filled(parameters: Sequence[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
-    """Buckets of at most ``cap`` bytes, filled in order, one open for each dtype."""
-    closed, filling = [], {}
-    for p in parameters:
-        bucket = filling.setdefault(p.dtype, [])
-        if bucket and sum(q.nbytes for q in bucket) + p.nbytes > cap:
-            closed.append(bucket)
-            bucket = filling[p.dtype] = []
-        bucket.append(p)
-    return closed + list(filling.values())
+def right_buckets(note: Any, ledger: Any, trained: list, cap: int) -> None:
+    """No more messages than buckets, and no larger ones."""
+    right_bytes(note, ledger, trained)
+    enough = max(len(answers.in_buckets(order, cap)) for order in (trained, trained[::-1]))
+    alone = ledger.count("all_reduce") == len(trained)
+    note.sent(ledger, calls=enough, largest=max(cap, *(p.nbytes for p in trained)),
+              too_many_calls="one-per-parameter" if alone else "too-many-messages")
 
 
-def _audit_buckets(exercise: Exercise, result: dict, trained: list, cap: int, everyone: bool) -> None:
-    """Refuse too many messages and too large ones."""
-    _audit_bytes(exercise, result, trained, cap, everyone)
-    enough = max(len(_filled(order, cap)) for order in (trained, trained[::-1]))
-    alone = len(calls(result["ledger"])) == len(trained)
-    keys = {"too-many-calls": "one-per-parameter" if alone else "too-many-messages"}
-    exercise.audit(result["ledger"], calls=enough, largest=max(cap, *(p.nbytes for p in trained)), keys=keys)
+@exercise("Exercise 1", cases=MODELS, explains=("leftover",),
+          passed="equal to one process to 1e-12, and no byte more than the gradient.")
+def data_parallel(note, answer, kind):
+    trained = list(trained_parameters(Words(0, kind)).values())
+    for ledger, *_ in replicas(note, answer, kind):
+        right_bytes(note, ledger, trained)
 
 
-def _audit_overlap(exercise: Exercise, result: dict, trained: list, cap: int, everyone: bool) -> None:
-    """Refuse all-reduces that start after backward, at its very end, or that backward waits for."""
-    _audit_buckets(exercise, result, trained, cap, everyone)
-    if not everyone:
+STARTS = {  # hints and edits of how ranks start
+    "no-broadcast": ("""The ranks start with different weights here, as they do after different seeds. Before the first
+        step every rank has to take over those of rank 0.""", "dist.broadcast(tensor.detach(), src=0)  ->  pass"),
+    "buffers": ("""The weights are those of rank 0, but the buffers are not. Running statistics and tables are part of
+        the model too.""", "(*module.parameters(), *module.buffers())  ->  module.parameters()"),
+    "frozen-broadcast": ("""A frozen layer has no gradient, but it has weights, and they differ between the ranks.
+        Broadcast all parameters, not only the trained ones.""",
+            "(*module.parameters(),  ->  (*(p for p in module.parameters() if p.requires_grad),"),
+    "replaced": ("""The module has other parameters than before: shared ones come apart, and an optimizer goes on with
+        the old ones. Write into a parameter instead of putting another in its place.""",
+            "for tensor in (  ->  for layer in module.modules():\n"
+            "    for name, p in list(layer.named_parameters(recurse=False)):\n"
+            "        setattr(layer, name, nn.Parameter(p.detach(), p.requires_grad))\nfor tensor in ("),
+}
+SHARED = {  # hints of all three
+    "sum": "all_reduce sums. Divide by the number of ranks, once.",
+    "divided-twice": "The gradient is too small by a factor of N: it is divided by the number of ranks twice.",
+    "own-gradient": """This rank still has its own gradient: it was not averaged, or the mean was not written back into
+        p.grad.""",
+    "leftover": "The first step is right, but a later one is not. What does the function keep from one to the next?",
+    "float32": """It is right, but not to all the digits of float64: somewhere the gradients pass through a smaller
+        dtype such as float32. new_empty, zeros_like and cat keep the dtype.""",
+    "frozen": "A frozen layer (requires_grad is False) has no gradient, needs no hook and should cost no bytes.",
+    "tied": """It is right until two layers share one parameter. module.parameters() yields it once; a walk over the
+        modules, or named_parameters(remove_duplicate=False), yields it twice, so that it is averaged, counted or hooked
+        twice.""",
+    "unused": """It is right until a rank has no gradient for a parameter. The other ranks wait for that rank all the
+        same: let it send zeros and take over the mean as well, or its weights drift away.""",
+}
+DIVIDED = "p.grad /= dist.get_world_size()"
+SUMMED = "dist.all_reduce(p.grad)"
+AVERAGED = f"{SUMMED}\n                {DIVIDED}"
+ZEROS = "p.grad = torch.zeros_like(p)"
+
+MISTAKES["data_parallel"] = STARTS | {
+    "tied": (SHARED["tied"], ["for p in module.parameters():  ->  "
+             "for _, p in module.named_parameters(remove_duplicate=False):",
+             f"{DIVIDED}  ->  for _, q in module.named_parameters(remove_duplicate=False):\n"
+             "    p.grad /= dist.get_world_size() ** (p is q)"]),
+    "sum": (SHARED["sum"], f"{DIVIDED}  ->  pass"),
+    "divided-twice": (SHARED["divided-twice"], f"{DIVIDED}  ->  {DIVIDED} ** 2"),
+    "own-gradient": (SHARED["own-gradient"], "return finish  ->  return lambda: None"),
+    "leftover": (SHARED["leftover"], "def finish():  ->  "
+                 "done = []\n\ndef finish():\n    if done:\n        return\n    done.append(True)"),
+    "float32": (SHARED["float32"], {SUMMED: "g = p.grad.float()\ndist.all_reduce(g)\np.grad = g.double()"}),
+    "frozen": (SHARED["frozen"], ["if p.requires_grad:  ->  if True:", {
+        "if p.requires_grad:": "if True:", "if p.grad is None:": "if p.grad is None and p.requires_grad:"}]),
+    "unused": (SHARED["unused"], [f"{ZEROS}  ->  dist.all_reduce(torch.zeros_like(p))\ncontinue",
+                                  f"{ZEROS}  ->  continue"]),
+}
+RIGHT["data_parallel"] = {
+    "the mean by the library, a tied weight twice": {
+        "(*module.parameters(), *module.buffers())": "module.state_dict().values()",
+        AVERAGED: "dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)",
+    },
+    "one flat tensor": "for p in module.parameters():  ->  "
+        "trained = [p for p in module.parameters() if p.requires_grad]\n"
+        "flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained])\n"
+        "dist.all_reduce(flat)\n"
+        "mean = flat / dist.get_world_size()\n"
+        "for p, piece in zip(trained, mean.split([p.numel() for p in trained]), strict=True):\n"
+        "    p.grad = piece.view_as(p)\nreturn\nfor p in module.parameters():",
+}
+
+
+@exercise("Exercise 3", cases=BUCKETS + LAST_BUCKETS, explains=("leftover",),
+          passed="equal to one process to 1e-12, with one all-reduce a bucket.")
+def bucketed(note, answer, kind, cap):
+    trained = list(trained_parameters(Words(0, kind)).values())
+    for ledger, *_ in replicas(note, answer, kind, cap):
+        right_buckets(note, ledger, trained, cap)
+
+
+TRAINED = "[p for p in module.parameters() if p.requires_grad]"
+REDUCED = "[end() for end in [start_bucket(bucket) for bucket in buckets]]"
+WRITTEN = "p.grad = piece.view_as(p)"
+BOTH = {key: (hint,) for key, (hint, _) in STARTS.items()} | {  # of bucketed and overlapped
+    "sum": (SHARED["sum"], " / dist.get_world_size()  ->  "),
+    "divided-twice": (SHARED["divided-twice"], " / dist.get_world_size()  ->   / dist.get_world_size() ** 2"),
+    "own-gradient": (SHARED["own-gradient"], f"{WRITTEN}  ->  pass"),
+    "write-back": ("""The sums are right, but they reach the wrong parameters. Split the flat tensor in the order in
+        which it was filled.""",
+            {"in zip(bucket, ": "in zip(bucket[::-1], ", "split([p.numel() for p in bucket": "split([p.numel() for p "
+             "in bucket[::-1]"}),
+    "float32": (SHARED["float32"],),
+    "one-per-parameter": ("""Every parameter travels alone and pays the latency for itself. Copy the gradients of a
+        bucket into one flat tensor.""", ", bucket_bytes)  ->  , 1)"),
+    "too-many-messages": ("There are more all-reduces than buckets: fill one bucket before you begin the next.",
+            ", bucket_bytes)  ->  , min(340, bucket_bytes))"),
+    "too-large": ("""A message with more than one parameter is larger than bucket_bytes. With one large bucket nothing
+        can overlap.""", ", bucket_bytes)  ->  , 10**9)"),
+    "frozen": (SHARED["frozen"], f"{TRAINED}  ->  list(module.parameters())"),
+    "tied": (SHARED["tied"], f"{TRAINED}  ->  "
+             "[p for _, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]"),
+    "unused": (SHARED["unused"], f"{WRITTEN}  ->  if p.grad is not None:\n    p.grad.copy_(piece.view_as(p))"),
+}
+
+MISTAKES["bucketed"] = BOTH | {
+    "leftover": (SHARED["leftover"], {
+        "(bucket: list[nn.Parameter])": "(bucket, kept={})",
+        "flat = torch.cat(": "flat = kept[bucket[0]] = kept[bucket[0]] if bucket[0] in kept else torch.cat("}),
+}
+RIGHT["bucketed"] = {
+    "overlapped": f"return lambda: {REDUCED}  ->  return overlapped(module, bucket_bytes)",
+    "filled in forward order": "trained[::-1]  ->  trained",
+}
+
+
+@exercise("Exercise 4", cases=[*BUCKETS, ORDER, *LAST_BUCKETS], explains=("leftover",),
+          passed="each bucket starts during backward, and backward never waits.")
+def overlapped(note, answer, kind, cap):
+    trained = list(trained_parameters(Words(0, kind)).values())
+    for ledger, during, waits, early in replicas(note, answer, kind, cap):
+        right_buckets(note, ledger, trained, cap)
+        if "branch" not in kind:
+            started, late = during.count("all_reduce"), len(ledger) - len(during)
+            what = f"{started} all-reduces start before backward returns, {late} after it."
+            note.holds(late == 0, "after-backward", what)
+            note.holds(waits == 0, "waits-in-hook", f"backward waits for {waits} operations.")
+            what = f"when the last gradient arrives, {early} of {started} all-reduces have started."
+            note.holds(early >= started - 1, "starts-late", what)
+
+
+SEND = "request = dist.all_reduce(flat, async_op=True)"
+HOOK = "p.register_post_accumulate_grad_hook(arrive)"
+COMPLETE = "arrived.issuperset(buckets[len(under_way)])"
+
+MISTAKES["overlapped"] = BOTH | {
+    "too-early": ("""A hook ran before the gradient was there: Tensor.register_hook runs before p.grad is set,
+        register_post_accumulate_grad_hook after it. And a bucket is ready only when all of its gradients are.""",
+            [f"{HOOK}  ->  p.register_hook(lambda gradient, p=p: arrive(p))",
+             "arrived.issuperset(  ->  arrived.intersection("]),
+    "after-backward": ("""Not all of the all-reduces start before backward returns. A hook on every parameter can tell
+        when the last gradient of a bucket is there.""", f"{HOOK}  ->  pass"),
+    "starts-late": ("""Some buckets were complete long before the end of backward, but their all-reduces start only at
+        its end. Start each as soon as it is complete.""", f"{COMPLETE}  ->  len(arrived) == len(trained)"),
+    "waits-in-hook": ("""Backward waits for the network: an all-reduce is finished inside a hook. Start it with
+        async_op=True, and wait for it in finish.""", {SEND: "dist.all_reduce(flat)", "request.wait()": "pass"}),
+    "leftover": (SHARED["leftover"], "under_way.clear()  ->  pass"),
+    "order": ("""On a rank that has no gradient for a parameter, that bucket starts later than on other ranks, and
+        all-reduces pair up by their order. Every rank has to start the buckets in the same order.""", {
+            "arrived, under_way = set(), []": "arrived, under_way, begun = set(), [], set()",
+            f"while len(under_way) < len(buckets) and {COMPLETE}:\n            "
+            "under_way.append(start_bucket(buckets[len(under_way)]))":
+                "for i, bucket in enumerate(buckets):\n    if i not in begun and arrived.issuperset(bucket):\n"
+                "        begun.add(i)\n        under_way.append(start_bucket(bucket))",
+            "in buckets[len(under_way) :]": "in [b for i, b in enumerate(buckets) if i not in begun]",
+            "arrived.clear()": "arrived.clear()\nbegun.clear()"}),
+}
+RIGHT["overlapped"] = {
+    "waits in threads, by futures": {
+        "for end in under_way:\n            end()": "from threading import Thread\n\n"
+        "threads = [Thread(target=end) for end in under_way]\nfor thread in threads:\n    thread.start()\n"
+        "for thread in threads:\n    thread.join()",
+        "request.wait()": "request.get_future().wait()",
+    },
+    "divided in the end, last started and first ended": {
+        " / dist.get_world_size()": "", "flat.split(": "(flat / dist.get_world_size()).split(",
+        "for end in under_way:": "for end in under_way[::-1]:",
+    },
+}
+
+# --- exercise 2: buckets
+
+
+LENGTHS = (3, 2, 1, 4, 1, 5, 2)
+DOUBLE, SINGLE = torch.float64, torch.float32
+LISTS = {  # elements of the parameters, their dtypes in turn, bytes of a bucket
+    "float64": (LENGTHS, [DOUBLE], 48),
+    "float32": (LENGTHS, [SINGLE], 24),
+    "one parameter larger than a bucket": ((2, 9, 2, 3), [DOUBLE], 48),
+    "a large parameter first": ((9, 2, 3), [DOUBLE], 48),
+    "all in one bucket": ((3, 1), [DOUBLE], 32),
+    "two dtypes": (LENGTHS, [DOUBLE, SINGLE], 48),
+    "pieces of one flat tensor": (LENGTHS, [DOUBLE], 48, True),
+}
+
+
+@exercise("Exercise 2", passed=f"on {len(LISTS)} lists of parameters.", cases=[
+    (0, f"{name}, elements {', '.join(map(str, lengths))}, buckets of {cap} bytes", lengths, dtypes, cap, *pieces)
+    for name, (lengths, dtypes, cap, *pieces) in LISTS.items()
+])
+def in_buckets(note, answer, lengths, dtypes, cap, pieces=False):
+    """Any full buckets; those of two dtypes may be open at the same time or one after the other."""
+    tensors = [torch.zeros(length, dtype=dtypes[i % len(dtypes)]) for i, length in enumerate(lengths)]
+    parameters = [nn.Parameter(tensor) for tensor in (torch.cat(tensors).split(lengths) if pieces else tensors)]
+    place, given = {id(p): i for i, p in enumerate(parameters)}, list(parameters)
+    got = answer(given, cap)
+    lists = isinstance(got, list | tuple) and all(isinstance(bucket, list | tuple) for bucket in got)
+    lists = lists and all(id(p) in place for bucket in got for p in bucket)
+    if not note.holds(lists, "odd", f"the function returned {show(got)}, not lists of the parameters."):
         return
-    started, waits, early = result["during"].count("all_reduce"), result["waits"], result["before_last"]
-    late = len(result["ledger"]) - len(result["during"])
-    what = f"{started} all-reduces start before backward returns, {late} after it."
-    exercise.require(late == 0, "after-backward", what)
-    exercise.require(waits == 0, "waits-in-hook", f"backward waits for {waits} operations.")
-    what = f"when the last gradient arrives, {early} of {started} all-reduces have started."
-    exercise.require(early >= started - 1, "starts-late", what)
-
-
-@checked
-def data_parallel(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(module) -> finish``: weights and buffers of rank 0, mean gradients after each backward."""
-    exercise = Exercise("Exercise 1", HINTS["data_parallel"], timeout)
-    _replicas(exercise, fn, _audit_bytes, with_caps=False)
-    exercise.passed("equal to one process to 1e-12, and no byte more than the gradient.")
-
-
-@checked
-def bucketed(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(module, bucket_bytes) -> finish``: one all-reduce a bucket."""
-    exercise = Exercise("Exercise 3", HINTS["bucketed"], timeout)
-    _replicas(exercise, fn, _audit_buckets)
-    exercise.passed("equal to one process to 1e-12, with one all-reduce a bucket.")
-
-
-@checked
-def overlapped(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(module, bucket_bytes) -> finish``: all-reduces that start while backward goes on."""
-    exercise = Exercise("Exercise 4", HINTS["overlapped"], timeout)
-    _replicas(exercise, fn, _audit_overlap)
-    exercise.passed("each bucket starts during backward, and backward never waits.")
-
-
-# ------------------------------------------------------------------------------------------------ buckets
-
-
-@checked
-def in_buckets(fn: Callable) -> None:
-    """Check ``fn(parameters, bucket_bytes) -> list of lists``: full buckets of one dtype, in order."""
-    exercise = Exercise("Exercise 2", HINTS["in_buckets"])
-    double, single = torch.float64, torch.float32
-    cases = {
-        "float64": ([3, 2, 1, 4, 1, 5, 2], [double], 48),
-        "float32": ([3, 2, 1, 4, 1, 5, 2], [single], 24),
-        "one parameter larger than a bucket": ([2, 9, 2, 3], [double], 48),
-        "a large parameter first": ([9, 2, 3], [double], 48),
-        "all in one bucket": ([3, 1], [double], 32),
-        "two dtypes": ([3, 2, 1, 4, 1, 5, 2], [double, single], 48),
-        "pieces of one flat tensor": ([3, 2, 1, 4, 1, 5, 2], [double], 48),
-    }
-    for name, (lengths, dtypes, cap) in cases.items():
-        pieces = [torch.zeros(length, dtype=dtypes[i % len(dtypes)]) for i, length in enumerate(lengths)]
-        if name.startswith("pieces"):
-            pieces = list(torch.cat(pieces).split(lengths))
-        parameters = [nn.Parameter(piece) for piece in pieces]
-        exercise.case = f"{name}, {cap} bytes, parameters of {', '.join(str(p.nbytes) for p in parameters)} bytes"
-        given = list(parameters)
-        _in_buckets(exercise, exercise.call(fn, given, cap), parameters, cap)
-        same = len(given) == len(parameters) and all(a is b for a, b in zip(given, parameters, strict=True))
-        exercise.require(same, "input-changed", f"it held {len(parameters)} parameters, now {len(given)}.")
-    print(f"Exercise 2 passed on {len(cases)} lists of parameters.")
-
-
-def _in_buckets(exercise: Exercise, got: Any, parameters: list, cap: int) -> None:
-    lists = isinstance(got, (list, tuple)) and all(isinstance(bucket, (list, tuple)) for bucket in got)
-    lists = lists and all(isinstance(p, nn.Parameter) for bucket in got for p in bucket)
-    exercise.require(lists, "lists", f"the function returned {show(got)}.")
-    sizes = [[p.nbytes for p in bucket] for bucket in got]
-    what = f"the buckets have {' | '.join(', '.join(map(str, bucket)) for bucket in sizes)} bytes."
-    place = {id(p): i for i, p in enumerate(parameters)}
-    order = [place.get(id(p), -1) for bucket in got for p in bucket]
-    exercise.require(all(sizes), "large-alone", what)
-    exercise.require(sorted(order) == sorted(place.values()), "lost", what)
-    exercise.require(all(len({p.dtype for p in bucket}) == 1 for bucket in got), "dtype", what)
-    for dtype in {p.dtype for p in parameters}:
+    what = f"the buckets have {' | '.join(', '.join(str(p.nbytes) for p in bucket) for bucket in got)} bytes."
+    order = [place[id(p)] for bucket in got for p in bucket]
+    note.holds(all(got), "large-alone", what)
+    note.holds(sorted(order) == list(range(len(parameters))), "lost", what)
+    note.holds(all(len({p.dtype for p in bucket}) < 2 for bucket in got), "dtype", what)
+    for dtype in dtypes:
         mine = [i for i in order if parameters[i].dtype == dtype]
-        exercise.require(mine == sorted(mine), "order", what)
-    groups, one_dtype = [len(bucket) for bucket in sizes], len({p.dtype for p in parameters}) == 1
-
-    def grouped(size: Callable[[nn.Parameter], int]) -> bool:
-        return groups == _grouped([size(p) for p in parameters], cap)
-
-    if one_dtype and max(map(max, sizes)) <= cap and not grouped(lambda p: p.nbytes):
-        exercise.require(not grouped(lambda p: p.untyped_storage().nbytes()), "storage", what)
-        exercise.require(not any(grouped(lambda p, k=k: k * p.numel()) for k in (1, 4, 8)), "elements", what)
-    large = [bucket for bucket in sizes if sum(bucket) > cap and len(bucket) > 1]
-    alone = all(max(bucket) <= cap for bucket in large)
-    exercise.require(not large, "too-large" if alone else "large-alone", what)
-    kinds = [p.dtype for p in parameters]
-    changes = [0] + [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]] + [len(kinds)]
-    runs = [parameters[a:b] for a, b in zip(changes[:-1], changes[1:], strict=True)]
-    enough = sum(len(_filled(run, cap)) for run in runs)
-    exercise.require(len(got) <= enough, "too-small", what)
+        note.holds(mine == sorted(mine), "order", what)
+    sizes, most = [len(bucket) for bucket in got], len(answers.in_buckets(parameters, cap))
+    fits = all(len(bucket) == 1 or sum(p.nbytes for p in bucket) <= cap for bucket in got)
+    note.holds(fits, "too-large", what, ("sizes", sizes))
+    note.holds(len(got) <= most or len(dtypes) > 1, "too-small", what, ("sizes", sizes))
+    same = len(given) == len(parameters) and all(a is b for a, b in zip(given, parameters, strict=True))
+    note.holds(same, "input-changed", f"it held {len(parameters)} parameters, now {len(given)}.")
 
 
-def _grouped(sizes: Sequence[int], cap: int) -> list[int]:
-    """Lengths of the buckets that are filled in order."""
-    lengths, total = [0], 0
-    for size in sizes:
-        if lengths[-1] and total + size > cap:
-            lengths, total = [*lengths, 0], 0
-        lengths[-1], total = lengths[-1] + 1, total + size
-    return lengths
+SIZE = "sum(q.nbytes for q in bucket) + p.nbytes"
+
+MISTAKES["in_buckets"] = {
+    "elements": ("bucket_bytes counts bytes, not elements. An element takes 8 bytes in float64 and 4 in float32.",
+            [f"{SIZE}  ->  sum(q.numel() for q in bucket) + p.numel()",
+             f"{SIZE}  ->  8 * sum(q.numel() for q in [*bucket, p])"]),
+    "storage": ("""It is right until parameters are pieces of one flat tensor. Count a parameter's own bytes, p.nbytes,
+        not those of its storage.""", f"{SIZE}  ->  sum(q.untyped_storage().nbytes() for q in [*bucket, p])"),
+    "large-alone": ("A parameter larger than bucket_bytes makes a bucket by itself, and no bucket is empty.",
+            ["bucket = filling.get(p.dtype)  ->  "
+             "bucket = filling.setdefault(p.dtype, [])\nif not buckets:\n    buckets.append(bucket)",
+             "> bucket_bytes  ->  > bucket_bytes >= p.nbytes"]),
+    "too-large": ("A bucket may hold at most bucket_bytes. Close it before it overflows, not after.",
+            f"{SIZE} > bucket_bytes  ->  sum(q.nbytes for q in bucket) >= bucket_bytes"),
+    "too-small": ("There was room left. The next parameter belongs in the bucket even if it fits exactly.",
+            "> bucket_bytes  ->  >= bucket_bytes"),
+    "lost": ("Every parameter has to be in one bucket, and in one only. What happens to the last bucket?",
+            "return buckets  ->  return buckets[:-1]"),
+    "order": ("Keep the parameters in the order in which the function was given them.",
+            "in parameters:  ->  in sorted(parameters, key=lambda p: p.nbytes):"),
+    "dtype": ("A flat tensor has one dtype. Keep a bucket open for each dtype, or at least begin a new one.",
+            {"filling.get(p.dtype)": "filling.get(0)", "filling[p.dtype]": "filling[0]"}),
+    "input-changed": ("The list that the function was given was changed. Make new lists.",
+            "return buckets  ->  parameters.clear()\nreturn buckets"),
+}
 
 
-# ------------------------------------------------------------------------------------------------ accumulation
+def one_bucket_at_a_time(parameters, bucket_bytes):
+    buckets, room = [], 0
+    for p in parameters:
+        if not buckets or p.nbytes > room or p.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(p)
+        room -= p.nbytes
+    return buckets
 
 
-def _accumulate(table: Tensor, fn: Callable, sizes: list[int]) -> list[dict]:
-    """Two rounds of one rank; each has its own half of the table."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
+RIGHT["in_buckets"] = {
+    "a new bucket for another dtype": one_bucket_at_a_time,
+    "tuples": "return buckets  ->  return tuple(map(tuple, buckets))",
+}
 
-    from course_utils import record
+# --- exercise 6: the sampler
 
-    entered = []
-
-    class Counted(DistributedDataParallel):
-        def no_sync(self):
-            entered.append(1)
-            return super().no_sync()
-
-    net = regression_net()
-    passes, model, out = Passes(net), Counted(net), []
-    dist.barrier()
-    for half in table.chunk(ROUNDS):
-        net.zero_grad()
-        with record() as ledger:
-            fn(model, batches_of(half, sizes))
-        out.append({
-            "gradients": gradients_of(net), "ledger": ledger, "entered": len(entered), "largest": passes.largest,
-            "alive": passes.alive,
-        })
-    return out
+EPOCHS = [  # samples, ranks, epoch, seed, done
+    (12, 4, 3, 7, 0), (12, 4, 4, 7, 0), (10, 4, 3, 7, 0), (11, 3, 1, 2, 0), (3, 8, 2, 5, 0), (1, 3, 2, 5, 0),
+    (1, 8, 2, 5, 0), (12, 4, 3, 7, 4), (12, 2, 3, 7, 8), (10, 4, 3, 7, 4), (10, 3, 3, 7, 8), (10, 4, 3, 7, 10),
+]
 
 
-@checked
-def accumulate(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(model, batches)``: the gradient of all samples, which travels once."""
-    exercise = Exercise("Exercise 5", HINTS["accumulate"], timeout)
-    for n, sizes, fallback in (
-        (2, [4, 4, 4], None), (2, [4, 4, 2], "mean-of-means"), (2, [4], "one-micro-batch"), (3, [3, 3, 3, 1], None),
-        (1, [4, 4, 2], None),
-    ):
-        data = [sample_table(ROUNDS * sum(sizes), 900 + 10 * n + rank) for rank in range(n)]
-        case = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
-        outcomes = exercise.run(_accumulate, data, fn, sizes, case=case, fallback=fallback)
-        net = regression_net()
-        for number in range(ROUNDS):
-            batches = [batches_of(table.chunk(ROUNDS)[number], sizes) for table in data]
-            parts = [[loss_gradient(net, x, y) for x, y in own] for own in batches]
-            for rank, outcome in exercise.each(outcomes, f"accumulation {number + 1} of {ROUNDS}: "):
-                _accumulated(exercise, rank, outcome.result[number], parts, sizes)
-    exercise.passed("the gradient travels once, whatever the number of micro-batches.")
-
-
-def _accumulated(exercise: Exercise, rank: int, result: dict, parts: list[list[dict]], sizes: list[int]) -> None:
-    """Refuse a gradient that is not that of all samples, from ``parts`` by rank and micro-batch, or travels twice."""
-    n, m = len(parts), len(sizes)
-    share = [size / sum(sizes) for size in sizes]
-    by_rank = [weighted_sum(own, share) for own in parts]
-    right = average(by_rank)
-    traps = {}
-    if m > 1:
-        plain, last = average([weighted_sum(own, [1] * m) for own in parts]), average([own[-1] for own in parts])
-        traps = {
-            "not-scaled": plain, "mean-of-means": weighted_sum([plain], [1 / m]),
-            "only-last": [weighted_sum([last], [w]) for w in (1, 1 / m, share[-1])],
-        }
-    if n > 1:
-        traps |= {"never": by_rank[rank], "divided-twice": weighted_sum([right], [1 / n])}
-        if m > 1:
-            traps["never"] = [by_rank[rank], *(weighted_sum(parts[rank], [w] * m) for w in (1, 1 / m))]
-    compare(exercise, rank, result["gradients"], right, traps, "the gradient")
-    largest, alive, ledger = result["largest"], result["alive"], [e for e in result["ledger"] if e.op != "broadcast"]
-    what = f"the model saw {largest} samples at once; a micro-batch has {max(sizes)} at most."
-    exercise.require(largest <= max(sizes), "one-batch", what)
-    what = f"{alive} micro-batches have gone forward and not yet backward."
-    exercise.require(alive <= 1, "all-graphs", what)
-    enough = sum(g.nbytes for g in right.values())
-    every = m > 1 and sum(e.bytes for e in ledger) >= m * enough
-    key = "forward-outside" if every and result["entered"] else "every-micro-batch" if every else "too-many-bytes"
-    exercise.audit(ledger, carried=enough, keys={"too-many-bytes": key})
-
-
-# ------------------------------------------------------------------------------------------------ sampler
-
-
-def _order(samples: int, seed: int) -> list[int]:
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def _indices(samples: int, ranks: int, rank: int, epoch: int, seed: int, done: int) -> list[int]:
-    """What DistributedSampler gives a rank, without the first ``done`` samples of the epoch's order."""
-    order = _order(samples, seed + epoch)
-    left = order[done:]
-    left = left + (order * ranks)[: -len(left) % ranks]
-    return left[rank::ranks]
-
-
-_SHUFFLED_AGAIN = "[done + i for i in _order(samples - done, seed + epoch)]"
-_INDEX_SLIPS = {  # hint key to an edit of `_indices`, or several
-    "no-shuffle": "_order(samples, seed + epoch)  ->  list(range(samples))",
-    "no-epoch": "seed + epoch  ->  seed",
-    "no-seed": "seed + epoch  ->  epoch",
-    "rank-seed": ["seed + epoch  ->  seed + epoch + rank", "seed + epoch  ->  seed + rank"],
-    "overlap": [
-        "left[rank::ranks]  ->  order[done:]", "left[rank::ranks]  ->  left",
-        "left[rank::ranks]  ->  left[: len(left) // ranks]",
-    ],
-    "blocks": "left[rank::ranks]  ->  left[rank * len(left) // ranks : (rank + 1) * len(left) // ranks]",
-    "no-padding": "(order * ranks)[: -len(left) % ranks]  ->  []",
-    "cut": "left + (order * ranks)[: -len(left) % ranks]  ->  left[: len(left) // ranks * ranks]",
-    "not-resumed": "order[done:]  ->  order",
-    "per-rank": [
-        {"order[done:]": "order", "[rank::ranks]": f"[rank::ranks]{rest}"} for rest in ("[done:]", "[done // ranks :]")
-    ],
-    "shuffled-again": [
-        {"order[done:]": again, "(order * ranks)": "(left * ranks)"}
-        for again in (_SHUFFLED_AGAIN, _SHUFFLED_AGAIN.replace("done + i", "order[done + i]"))
-    ],
-    "resumed-uneven": {"order[done:]": "order", "left[rank::ranks]": "left[done:][rank::ranks]"},
-    "resumed-padding": "(order * ranks)  ->  (left * ranks)",
-}  # fmt: skip
-
-
-@checked
-def epoch_indices(fn: Callable) -> None:
-    """Check ``fn(samples, ranks, rank, epoch, seed, done) -> list of int`` against DistributedSampler."""
-    from torch.utils.data import DistributedSampler
-
-    exercise = Exercise("Exercise 6", HINTS["epoch_indices"])
-    cases = (
-        (12, 4, 3, 7, 0, None), (12, 4, 4, 7, 0, None), (10, 4, 3, 7, 0, None), (11, 3, 1, 2, 0, None),
-        (3, 8, 2, 5, 0, "short"), (1, 3, 2, 5, 0, "short"), (1, 8, 2, 5, 0, "short"), (12, 4, 3, 7, 4, None),
-        (12, 2, 3, 7, 8, None), (10, 4, 3, 7, 4, None), (10, 3, 3, 7, 8, None), (10, 4, 3, 7, 10, None),
-    )
-    for samples, ranks, epoch, seed, done, fallback in cases:
-        exercise.case = f"{samples} samples, {ranks} ranks, epoch {epoch}, seed {seed}, done {done}"
-        exercise.fallback = fallback
-        parts = [_sampled(exercise, fn, samples, ranks, rank, epoch, seed, done) for rank in range(ranks)]
-        right = [_indices(samples, ranks, rank, epoch, seed, done) for rank in range(ranks)]
-        if done == 0:
-            samplers = [DistributedSampler(range(samples), ranks, rank, seed=seed) for rank in range(ranks)]
-            for sampler in samplers:
-                sampler.set_epoch(epoch)
-            right = [list(sampler) for sampler in samplers]
-        if parts != right:
-            _refuse_indices(exercise, parts, right, (samples, ranks, epoch, seed, done))
-    print(f"Exercise 6 passed on {len(cases)} epochs, equal to DistributedSampler.")
-
-
-def _sampled(exercise: Exercise, fn: Callable, *args: int) -> list[int]:
-    """What ``fn`` returns; refuses other things than lists, and any use of the global generator."""
+@exercise("Exercise 6", passed=f"on {len(EPOCHS)} epochs, equal to DistributedSampler.", cases=[
+    Case(0, f"{samples} samples, {ranks} ranks, epoch {epoch}, seed {seed}, done {done}",
+         (samples, ranks, epoch, seed, done), "short" if samples < ranks else None)
+    for samples, ranks, epoch, seed, done in EPOCHS
+])
+def epoch_indices(note, answer, samples, ranks, epoch, seed, done):
+    """The solution says what is left of an epoch; of a whole one, DistributedSampler."""
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
-        got = exercise.call(fn, *args)
+        results = [answer(samples, ranks, rank, epoch, seed, done) for rank in range(ranks)]
         same = torch.equal(before, torch.get_rng_state())
-    exercise.require(same, "global-generator", "the global generator was used.")
-    whole = isinstance(got, (list, tuple)) and all(isinstance(i, Integral) for i in got)
-    exercise.require(whole, "list", f"the function returned {show(got)}.")
-    return [int(i) for i in got]
+    note.holds(same, "global-generator", "the global generator was used.")
+    got = [whole_numbers(result) if isinstance(result, list | tuple) else None for result in results]
+    if not note.holds(None not in got, "odd", f"the function returned {show(results[0])}, not a list of indices."):
+        return
+    right = [answers.epoch_indices(samples, ranks, rank, epoch, seed, done) for rank in range(ranks)]
+    if done == 0:
+        samplers = [DistributedSampler(range(samples), ranks, rank, seed=seed) for rank in range(ranks)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        right = [list(sampler) for sampler in samplers]
+    lines = [f"the indices of rank {rank} are wrong.\n  expected  {right[rank]}\n  got       {got[rank]}"
+             for rank in range(ranks) if got[rank] != right[rank]]
+    note.holds(not lines, "value", "".join(lines[:1]), ("indices", got))
 
 
-def _refuse_indices(exercise: Exercise, parts: list, right: list, case: tuple) -> None:
-    samples, ranks, epoch, seed, done = case
+SHUFFLED = "torch.randperm(samples, generator=generator).tolist()"
+DEALT = "return left[rank::ranks]"
+PADDED = """while missing > 0:
+        left += order[:missing]
+        missing -= samples"""
+AGAIN = "torch.randperm(len(left), generator=generator).tolist()"
 
-    def same(edit: str | dict[str, str]) -> bool:
-        wrong = edited_function(_indices, edit)
-        return parts == [wrong(samples, ranks, rank, epoch, seed, done) for rank in range(ranks)]
+MISTAKES["epoch_indices"] = {
+    "seed": ("""The order has to depend on both: the generator is seeded with seed + epoch. Without the epoch, as if
+        set_epoch had been forgotten, it is the same in every epoch.""",
+            ["seed + epoch  ->  seed", "seed + epoch  ->  epoch", f"{SHUFFLED}  ->  list(range(samples))"]),
+    "rank-seed": ("""Each rank shuffles in its own way, so some samples come twice and others never. The ranks must
+        agree on one order.""", ["seed + epoch  ->  seed + epoch + rank", "seed + epoch  ->  seed + rank"]),
+    "global-generator": ("""The function uses or changes the global generator, which others use as well. Make a
+        torch.Generator of your own and seed it.""",
+            {"generator = torch.Generator().manual_seed(": "torch.manual_seed(",
+             SHUFFLED: "torch.randperm(samples).tolist()"}),
+    "dealt": ("""Ranks do not take blocks, nor all the same: DistributedSampler deals the samples out like cards. Rank r
+        takes r, r + N, r + 2N, … of the order, so that what is done is always a beginning of it.""",
+            [f"{DEALT}  ->  return left", f"{DEALT}  ->  return left[: len(left) // ranks]",
+             f"{DEALT}  ->  return left[rank * len(left) // ranks : (rank + 1) * len(left) // ranks]"]),
+    "rest": ("""Some ranks have fewer samples than others, and wait for ever at the end, or samples are missing because
+        the rest was cut off. Fill up from the beginning of the epoch's order until N divides the number.""",
+            ["while missing > 0:  ->  while False:",
+             "missing = -len(left) % ranks  ->  missing, left = 0, left[: len(left) // ranks * ranks]",
+             "+= order[:missing]  ->  += left[-1:] * missing"]),
+    "short": ("""It is right until there are fewer samples than ranks. The order then has to be repeated more than
+        once.""", ["while missing > 0:  ->  if True:", {PADDED: "left += (order * 3)[:missing]"}]),
+    "per-rank": ("""`done` counts the samples of all ranks together, from the beginning of their common order. Cut there
+        before you deal out.""",
+            ["order[done:]  ->  order[:]", {"order[done:]": "order[:]", DEALT: f"{DEALT}[done:]"},
+             {"order[done:]": "order[:]", DEALT: f"{DEALT}[done // ranks :]"}]),
+    "shuffled-again": ("""What is left was shuffled again. Make the order of the whole epoch first, then leave out its
+        beginning.""",
+            [{SHUFFLED: f"[done + i for i in {SHUFFLED.replace('samples', 'samples - done')}]", "[done:]": "[:]"},
+             "left = order[done:]  ->  left = order[done:]\nif done:\n    generator.manual_seed(seed + epoch)\n"
+             f"    left = [left[i] for i in {AGAIN}]"]),
+    "resumed-uneven": ("""After resuming on another number of ranks, some ranks have more samples than others. It is the
+        rest that N has to divide, not the whole epoch.""",
+            {"order[done:]": "order[:]", DEALT: "return left[done:][rank::ranks]"}),
+    "resumed-padding": ("""After resuming, the padding comes from the beginning of the rest. It should come from the
+        beginning of the epoch's order.""", "order[:missing]  ->  order[done:][:missing]"),
+}
+RIGHT["epoch_indices"] = {
+    "whole numbers of NumPy": f"{DEALT}  ->  import numpy as np\n\nreturn list(np.array(left)[rank::ranks])",
+    "a cycle, a tuple": {PADDED: "from itertools import cycle, islice\n\nleft += islice(cycle(order), missing)",
+                         DEALT: "return tuple(left[rank::ranks])"},
+}
 
-    real = [len(range(rank, samples - done, ranks)) for rank in range(ranks)]  # samples without the padding
-    alike = all(p[:k] == r[:k] for p, r, k in zip(parts, right, real, strict=True)) and not exercise.fallback
-    key = slip_of(_INDEX_SLIPS, same, "padding" if alike else "value")
-    rank = next(rank for rank in range(ranks) if parts[rank] != right[rank])
-    exercise.differs(key, "the indices are wrong.", right[rank], parts[rank], rank)
+# --- exercise 5: accumulation
+
+ROUNDS = 2  # how often the answer is called, with other samples each time
 
 
-# ------------------------------------------------------------------------------------------------ uneven inputs
+class Counted(DistributedDataParallel):
+    """Notes that somebody asks for `no_sync`."""
+
+    entered = False
+
+    def no_sync(self):
+        self.entered = True
+        return super().no_sync()
 
 
-def _uneven(table: Tensor, fn: Callable, sizes: Sequence[Sequence[int]]) -> dict:
-    import torch.distributed as dist
-
-    module = regression_net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    fn(module, optimizer, batches_of(table, sizes[dist.get_rank()]))
-    return weights_of(module)
+def micro_batches(n: int, *sizes: int, hint: str | None = None) -> Case:
+    name = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
+    return Case(n, name, sizes, hint)
 
 
-def _tables(sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The samples of each rank."""
-    return [sample_table(max(1, sum(own)), 700 + 10 * len(sizes) + rank) for rank, own in enumerate(sizes)]
+@exercise("Exercise 5", passed="the gradient travels once, whatever the number of micro-batches.", cases=[
+    micro_batches(2, 4, 4, 4), micro_batches(2, 4, 4, 2, hint="mean-of-means"),
+    micro_batches(2, 4, hint="one-micro-batch"), micro_batches(3, 3, 3, 3, 1), micro_batches(1, 4, 4, 2),
+])
+def accumulate(note, answer, *sizes):
+    n, net = dist.get_world_size(), regression_net()
+    tables = [sample_table(ROUNDS * sum(sizes), 900 + 10 * n + rank).chunk(ROUNDS) for rank in range(n)]
+    passes, model = Passes(net), Counted(net)
+    dist.barrier()
+    for i in range(ROUNDS):
+        net.zero_grad()
+        with record() as ledger:
+            answer(model, batches_of(tables[dist.get_rank()][i], sizes))
+        everything = torch.cat([table[i] for table in tables])
+        right = loss_gradient(regression_net(), *batches_of(everything, [len(everything)])[0])
+        where = f"accumulation {i + 1} of {ROUNDS}: "
+        note.equal(gradients_of(net), right, f"{where}the gradient")
+        note.at_most("one-batch", passes.largest, max(sizes),
+                     where + "the model saw {number} samples at once; a micro-batch has {most} at most.")
+        note.at_most("all-graphs", passes.alive, 1, where + "{number} micro-batches went forward and not yet back.")
+        sent = [entry for entry in ledger if entry.op != "broadcast"]
+        enough = sum(gradient.nbytes for gradient in right.values())
+        every = len(sizes) > 1 and sum(entry.bytes for entry in sent) >= len(sizes) * enough
+        key = "too-many-bytes" if not every else "forward-outside" if model.entered else "every-micro-batch"
+        if n > 1:
+            note.sent(sent, carried=enough, too_many_bytes=key)
+
+
+SCALED, LAST = " * len(x) / samples", "add(*batches[-1])"
+WITHOUT = """with model.no_sync():
+        for x, y in batches[:-1]:
+            add(x, y)"""
+
+MISTAKES["accumulate"] = {
+    "every-micro-batch": ("""The gradient is all-reduced after each micro-batch: the result is right, but the traffic is
+        wasted. In model.no_sync() backward only accumulates; leave it for the last micro-batch.""",
+            "with model.no_sync():  ->  if True:"),
+    "forward-outside": ("""no_sync was entered, but it is the forward pass that decides. Forward and backward both
+        belong inside.""",
+            {WITHOUT: f"for x, y in batches[:-1]:\n    loss = F.mse_loss(model(x), y){SCALED}\n"
+             "    with model.no_sync():\n        loss.backward()"}),
+    "never": ("""The ranks never talked to each other: each has the gradient of its own micro-batches. The last one has
+        to run outside no_sync.""", f"{LAST}  ->  with model.no_sync():\n    {LAST}"),
+    "not-scaled": ("""backward adds up the gradients of all micro-batches, but the mean is asked for: scale each
+        loss.""", f"{SCALED}  ->  "),
+    "mean-of-means": ("""The last micro-batch is smaller, so its samples count too much. Scale each loss by its share of
+        the samples.""", f"{SCALED}  ->  / len(batches)"),
+    "divided-twice": ("DDP already divides by the number of ranks.",
+            "/ samples  ->  / samples / dist.get_world_size()"),
+    "one-batch": ("""Several micro-batches went through the model at once. Accumulation is there because they do not fit
+        into memory together.""", {WITHOUT: "", LAST: "add(*map(torch.cat, zip(*batches, strict=True)))"}),
+    "all-graphs": ("""The gradient is right, but the activations of several micro-batches are in memory at once, which
+        accumulation is there to avoid. Call backward for each before the next one goes forward.""",
+            {WITHOUT: "", LAST: f"sum(F.mse_loss(model(x), y){SCALED} for x, y in batches).backward()"}),
+    "only-last": ("Only the last micro-batch is in the gradient. Which call throws away what was accumulated?",
+            f"{LAST}  ->  model.zero_grad()\n{LAST}"),
+    "one-micro-batch": ("With one micro-batch there is nothing to accumulate, and the function must work all the same.",
+            "batches[:-1]  ->  [*batches[:-2], batches[-2]]"),
+}
+RIGHT["accumulate"] = {
+    "past DDP, with as few bytes": {
+        "model(x)": "model.module(x)", "/ samples": "/ samples / dist.get_world_size()",
+        "with model.no_sync():": "if True:",
+        LAST: f"{LAST}\nfor p in model.parameters():\n    dist.all_reduce(p.grad)",
+    },
+    "a flag in place of no_sync, a sum of squares": {
+        f"F.mse_loss(model(x), y){SCALED}": "(model(x) - y).square().sum() / y.shape[1] / samples",
+        "with model.no_sync():": "model.require_backward_grad_sync = False\nif True:",
+        LAST: f"model.require_backward_grad_sync = True\n{LAST}",
+    },
+    "predictions without a graph before": "with model.no_sync():\n  ->  "
+        "with torch.no_grad():\n    [model.module(x) for x, _ in batches]\nwith model.no_sync():\n",
+}
+
+# --- exercise 7: uneven inputs
+
+
+def uneven(*sizes: tuple[int, ...]) -> Case:
+    names = " | ".join(", ".join(map(str, own)) or "none" for own in sizes)
+    return Case(len(sizes), f"batches of {names} samples", sizes)
+
+
+def batches_of_all(sizes: tuple) -> list[list[tuple[Tensor, Tensor]]]:
+    tables = [sample_table(max(1, sum(own)), 700 + 10 * len(sizes) + rank) for rank, own in enumerate(sizes)]
+    return [batches_of(table, own) for table, own in zip(tables, sizes, strict=True)]
 
 
 @cache
-def _uneven_in_one(sizes: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
-    """Final weights of one process that takes in each step the batches of all ranks."""
-    net = regression_net()
+def weights_in_one_process(sizes: tuple) -> dict[str, Tensor]:
+    """After an epoch that takes in each step the batches of all ranks."""
+    net, data = regression_net(), batches_of_all(sizes)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    batches = [batches_of(table, own) for table, own in zip(_tables(sizes), sizes, strict=True)]
-    for step in range(max(map(len, batches))):
-        present = [own[step] for own in batches if step < len(own)]
-        parts, counts = [loss_gradient(net, x, y) for x, y in present], [len(x) for x, _ in present]
-        mean = weighted_sum(parts, [count / sum(counts) for count in counts])
-        for name, g in mean.items():
-            net.get_parameter(name).grad = g.clone()
+    for step in range(max(map(len, sizes))):
+        x, y = map(torch.cat, zip(*(own[step] for own in data if step < len(own)), strict=True))
+        loss_gradient(net, x, y)
         optimizer.step()
     return weights_of(net)
 
 
-def _not_cleared(stale: str) -> dict[str, str]:
-    """The edit by which so many ranks add their gradient of the step before."""
-    added = f"mean = weighted_sum([mean, before], [1, ({stale}) / sum(counts)]) if before else mean\nbefore = mean\n"
-    return {"net = ": "before = None\nnet = ", "for name, g": f"{added}for name, g"}
+@exercise("Exercise 7", passed="every sample weighs the same, with one gradient a step.", cases=[
+    uneven((4, 4, 4), (4, 4, 4)), uneven((4, 4, 4), (4,)), uneven((4, 4, 2), (4, 2, 1)), uneven((3,), (4, 2, 4)),
+    uneven((4, 1), (), (3, 4, 4)), uneven((4, 2)),
+])
+def uneven_epoch(note, answer, *sizes):
+    n, module = dist.get_world_size(), regression_net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    with record() as ledger:
+        answer(module, optimizer, batches_of_all(sizes)[dist.get_rank()])
+    note.talks(ledger, n)
+    weights = weights_of(module)
+    note.holds(not any(bool(w.isnan().any()) for w in weights.values()), "no-samples", "the weights are nan.")
+    note.equal(weights, weights_in_one_process(sizes), "after the epoch the weight")
+    if n > 1:
+        gradient, steps = sum(p.nbytes for p in module.parameters()), max(map(len, sizes))
+        others = [entry for entry in ledger if entry.op != "all_reduce"]
+        note.sent(others, carried=gradient - 1, too_many_bytes="gathers-everything")
+        note.sent(ledger, carried=steps * (gradient + 16) + 16)
 
 
-_UNEVEN_SLIPS = {  # hint key to edits of `_uneven_in_one`
-    "stops-early": "max(map  ->  min(map",
-    "mean-of-means": "count / sum(counts)  ->  1 / len(counts)",
-    "divided-by-all": "count / sum(counts)  ->  1 / len(sizes)",
-    "sum": ["count / sum(counts)  ->  1", "count / sum(counts)  ->  count"],
-    "leftover": [_not_cleared("len(sizes) - len(present)"), _not_cleared("len(sizes)")],
+STEPS, MEAN, CLEARED = "dist.all_reduce(steps, op=dist.ReduceOp.MAX)", "flat[:-1] / flat[-1]", ZEROS
+ONE_EACH = {"samples = len(x)": "samples = 1"}
+ALL_AT_ONCE = """flat = torch.cat([*(p.grad.flatten() for p in parameters), count])
+        dist.all_reduce(flat)
+        mean = flat[:-1] / flat[-1]
+        for p, piece in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            p.grad = piece.view_as(p)"""
+
+MISTAKES["uneven_epoch"] = {
+    "mean-of-means": ("""Batches have different sizes, so the mean of the ranks' gradients gives the samples different
+        weights. Add gradients of sums, and divide by the number of all samples.""", ONE_EACH),
+    "divided-by-all": ("""In some steps not all ranks have a batch. Divide by what really took part: the samples, not
+        the ranks.""", ONE_EACH | {MEAN: "flat[:-1] / dist.get_world_size()"}),
+    "sum": ("The gradients are summed over the ranks or samples, but not divided.",
+            [f"{MEAN}  ->  flat[:-1]", ONE_EACH | {MEAN: "flat[:-1]"}]),
+    "no-samples": ("""Somewhere a mean is taken over no samples, and 0 / 0 is nan. Is there a step in which this rank,
+        or every rank, has no batch?""", "range(int(steps))  ->  range(int(steps) + 1)"),
+    "ranks-differ": ("""The ranks end with different weights. A rank that has no batch left must still take the step
+        that the others take.""", "optimizer.step()  ->  if step < len(batches):\n    optimizer.step()"),
+    "leftover": ("""The gradients of an earlier step are still in it. Clear them before each backward, also on ranks
+        without a batch.""", [f"{CLEARED}  ->  {CLEARED} if step == 0 else p.grad",
+                              f"{CLEARED}  ->  {CLEARED} if step == 0 or step < len(batches) else p.grad"]),
+    "stops-early": ("The epoch ends when the first rank has no batch left, and the samples of the others are lost.",
+            "ReduceOp.MAX  ->  ReduceOp.MIN"),
+    "hang": ("""A rank that has no batch left must go on taking part in the all-reduces until all ranks are done. How
+        can it know when that is?""", f"{STEPS}  ->  pass"),
+    "gathers-everything": ("""As many bytes as a whole gradient travel outside of all-reduces. One all-reduce a step is
+        enough.""",),
+    "too-many-bytes": ("The weights are right, but more than one gradient and 16 bytes travel in a step.",),
 }
-_UNEVEN = (
-    ((4, 4, 4), (4, 4, 4)), ((4, 4, 4), (4,)), ((4, 4, 2), (4, 2, 1)), ((3,), (4, 2, 4)), ((4, 1), (), (3, 4, 4)),
-    ((4, 2),),
-)
 
 
-@checked
-def uneven_epoch(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(module, optimizer, batches)``: every step with the mean over the samples that there are."""
-    exercise = Exercise("Exercise 7", HINTS["uneven_epoch"], timeout)
-    for sizes in _UNEVEN:
-        n = len(sizes)
-        case = "batches of " + " | ".join(", ".join(map(str, own)) or "none" for own in sizes) + " samples"
-        outcomes, right = exercise.run(_uneven, _tables(sizes), fn, sizes, case=case), _uneven_in_one(sizes)
-        agree = [all(exact(outcome.result[name], w) for name, w in right.items()) for outcome in outcomes]
-        slips = _UNEVEN_SLIPS if n > 1 and not all(agree) else {}
-        traps = {
-            key: [edited_function(_uneven_in_one, edit)(sizes) for edit in listed(some)] for key, some in slips.items()
-        }
-        for rank, outcome in exercise.each(outcomes):
-            exercise.communicates(rank, outcome, n)
-            lost = any(bool(w.isnan().any()) for w in outcome.result.values())
-            exercise.require(not lost, "no-samples", "the weights are nan.")
-            odd = agree[rank] or not any(agree)
-            exercise.require(odd, "ranks-differ", "these weights are wrong, those of another rank are right.")
-            compare(exercise, rank, outcome.result, right, traps, "after the epoch the weight")
-        gradient, steps = sum(p.nbytes for p in regression_net().parameters()), max(map(len, sizes))
-        for _, outcome in exercise.each(outcomes):
-            others = [entry for entry in outcome.ledger if entry.op != "all_reduce"]
-            told = {"where": "outside of all-reduces ", "keys": {"too-many-bytes": "gathers-everything"}}
-            exercise.audit(others, carried=gradient - 1, **told)
-            exercise.audit(outcome.ledger, carried=steps * (gradient + 16) + 16, where=f"in {steps} steps ")
-    exercise.passed("every sample weighs the same, with one gradient a step.")
+def asks_in_every_step_whether_anybody_goes_on(module, optimizer, batches):
+    step = 0
+    while True:
+        x, y = batches[step] if step < len(batches) else (torch.empty(0, 5), torch.empty(0, 3))
+        samples = torch.tensor(float(len(x)), dtype=torch.float64)
+        dist.all_reduce(samples)
+        if not samples:
+            return
+        module.zero_grad()
+        (F.mse_loss(module(x.double()), y.double(), reduction="sum") / 3 / samples).backward()
+        for p in module.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        step += 1
+
+
+RIGHT["uneven_epoch"] = {
+    "asks in every step whether anybody goes on": asks_in_every_step_whether_anybody_goes_on,
+    "every parameter by itself": {
+        ALL_AT_ONCE: "dist.all_reduce(count)\nfor p in parameters:\n    dist.all_reduce(p.grad)\n    p.grad /= count",
+    },
+}
