@@ -1,8 +1,4 @@
-"""Checks of the exercises on hangs: calls compared before they run, a skip by all, the clinic.
-
-Each takes the learner's function; it prints one line if that passes, and raises :class:`CheckFailed` with a hint if
-not.
-"""
+"""The exercises on hangs: calls compared before they run, a skip by all, the clinic, and the usual mistakes."""
 
 from __future__ import annotations
 
@@ -14,23 +10,43 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from course_utils.check import Exercise, checked, load_hints
-from course_utils.check.runs import Outcome
+from course_utils import record
+from course_utils.check import Case, Exercise, checked, exercise
+from course_utils.check.program import hints_of
 from course_utils.costs import bytes_sent
 
 from .clinic import hangs
 from .clinic_check import treat
 
-__all__ = ["HINTS", "checked_all_reduce", "diagnoses_and_cures", "second_ward", "skip_together"]
+__all__ = ["MISTAKES", "RIGHT", "checked_all_reduce", "diagnoses_and_cures", "second_ward", "skip_together"]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
-# ------------------------------------------------------------------------------------------------ calls compared
+# --- exercise 1: calls compared
+
+Call = tuple[tuple[int, ...], torch.dtype, str]  # shape, dtype, and name of the reduction
+FLOAT = torch.float32
+AGREE: list[tuple[int, Call]] = [
+    (2, ((5,), FLOAT, "SUM")), (3, ((2, 3), torch.int32, "MAX")), (4, ((), torch.float64, "SUM")),
+    (3, ((4, 250), FLOAT, "MIN")),
+]
+DIFFER: dict[str, list[Call]] = {
+    "another reduction on rank 1": [((6,), FLOAT, name) for name in ("SUM", "MAX", "SUM")],
+    "another reduction on rank 0": [((6,), FLOAT, name) for name in ("MAX", "SUM", "SUM")],
+    "another shape on rank 2": [(shape, FLOAT, "SUM") for shape in ((8,), (8,), (2, 4))],
+    "another dtype of the same size on rank 1": [((8,), dtype, "SUM") for dtype in (FLOAT, torch.int32, FLOAT)],
+    "two ranks against two": [((4,), FLOAT, name) for name in ("MIN", "SUM", "SUM", "MIN")],
+    "another size on rank 1": [(shape, FLOAT, "SUM") for shape in ((3,), (5,))],
+    "three different calls": [((4,), FLOAT, name) for name in ("MIN", "SUM", "MAX")],
+}
 
 
 @contextlib.contextmanager
-def _own_hashes(rank: int, used: list[str]) -> Iterator[None]:
+def own_hashes(rank: int, used: list[str]) -> Iterator[None]:
     """Let `hash` of texts differ from rank to rank, as under torchrun, and note that it was called."""
 
     def salted(value: Any) -> int:
@@ -44,231 +60,273 @@ def _own_hashes(rank: int, used: list[str]) -> Iterator[None]:
         builtins.hash = usual
 
 
-def _one_reduction(fn: Callable, inputs: list[Any], args: tuple) -> Outcome:
-    """On a rank: one call, what it has refused, and whether it asked for a hash of Python's."""
-    import torch.distributed as dist
-
-    from course_utils import record
-
-    names, x = args[0], inputs[dist.get_rank()]
-    inputs[:] = []
-    before, said, used = x.clone(), None, []
-    with record() as ledger, _own_hashes(dist.get_rank(), used):
-        try:
-            fn(x, getattr(dist.ReduceOp, names[dist.get_rank()]))
-        except ValueError as error:
-            said = str(error)
-    return Outcome((said, bool(used)), ledger, before, x)
-
-
-def _tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     numbers = torch.arange(1, 1 + max(1, torch.Size(shape).numel())) * (rank + 2) % 17
     return numbers.to(dtype).reshape(shape)
 
 
-_FLOAT = torch.float32
-_AGREE: list[tuple[int, tuple[int, ...], torch.dtype, str]] = [
-    (2, (5,), _FLOAT, "SUM"), (3, (2, 3), torch.int32, "MAX"), (4, (), torch.float64, "SUM"),
-    (3, (4, 250), _FLOAT, "MIN"),
-]
-Call = tuple[tuple[int, ...], torch.dtype, str]
-_DIFFER: list[tuple[str, list[Call]]] = [
-    ("another reduction on rank 1", [((6,), _FLOAT, name) for name in ("SUM", "MAX", "SUM")]),
-    ("another reduction on rank 0", [((6,), _FLOAT, name) for name in ("MAX", "SUM", "SUM")]),
-    ("another shape on rank 2", [(shape, _FLOAT, "SUM") for shape in ((8,), (8,), (2, 4))]),
-    ("another dtype of the same size on rank 1", [((8,), dtype, "SUM") for dtype in (_FLOAT, torch.int32, _FLOAT)]),
-    ("two ranks against two", [((4,), _FLOAT, name) for name in ("MIN", "SUM", "SUM", "MIN")]),
-    ("another size on rank 1", [(shape, _FLOAT, "SUM") for shape in ((3,), (5,))]),
-    ("three different calls", [((4,), _FLOAT, name) for name in ("MIN", "SUM", "MAX")]),
-]
-
-
-def _reduced(inputs: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+def reduced(inputs: Sequence[Tensor], name: str) -> Tensor:
     stacked = torch.stack(list(inputs))
-    return {"SUM": stacked.sum(0).to(stacked.dtype), "MAX": stacked.amax(0), "MIN": stacked.amin(0)}[name]
+    return {"SUM": stacked.sum(0), "MAX": stacked.amax(0), "MIN": stacked.amin(0)}[name]
 
 
-def _agreeing(exercise: Exercise, fn: Callable) -> None:
-    for n, shape, dtype, name in _AGREE:
-        inputs = [_tensor(rank, shape, dtype) for rank in range(n)]
-        right = _reduced(inputs, name)
-        case = f"all pass {name}, {str(dtype)[6:]}, shape {shape}"
-        for rank, outcome in exercise.each(exercise.run(fn, inputs, [name] * n, case=case)):
-            said, hashed = outcome.result
-            key = "hash" if hashed else "false-alarm"
-            exercise.require(said is None, key, f"the function raised: {said}.")
-            traps = {"other-op": _reduced(inputs, "SUM"), "not-reduced": outcome.before}
-            exercise.equal(rank, outcome.after, right, traps, what="the tensor")
-            most = bytes_sent("all_reduce", n, right.nbytes)
-            exercise.audit(outcome.ledger, calls=2, sent=(most - 1, most + 256 * n))
-
-
-def _odd(calls: Sequence[Call]) -> list[int]:
+@exercise("Exercise 1", cases=[
+    *((n, f"all pass {call[2]}, {str(call[1])[6:]}, shape {call[0]}", [call] * n) for n, call in AGREE),
+    *((len(calls), name, calls) for name, calls in DIFFER.items()),
+], passed="equal calls are reduced, different ones refused on all ranks with one small message.")
+def checked_all_reduce(note, answer, calls):
+    rank, n, used, said = dist.get_rank(), dist.get_world_size(), [], None
+    inputs = [tensor(one, shape, dtype) for one, (shape, dtype, _) in enumerate(calls)]
+    x = inputs[rank].clone()
+    with record() as ledger, own_hashes(rank, used):
+        try:
+            answer(x, getattr(dist.ReduceOp, calls[rank][2]))
+        except ValueError as error:
+            said = str(error)
     usual = Counter(calls).most_common(1)[0][0]  # of several, the one of the lowest rank
-    return [rank for rank, call in enumerate(calls) if call != usual]
+    odd = [one for one, call in enumerate(calls) if call != usual]
+    if odd:
+        if note.holds(said is not None, "silent", "the function raised no ValueError."):
+            form = bool(re.fullmatch(r"ranks \[(\d+(, \d+)*)?\] differ", said))
+            note.holds(form, "form", f"the error says {said[:80]!r}.")
+            note.holds(said == f"ranks {odd} differ", "majority", f"the error says {said!r}, but ranks {odd} differ.")
+        note.equal(x, inputs[rank], "the tensor after a refused call", "changed")
+        return
+    note.holds(said is None, "hash" if used else "false-alarm", f"the function raised: {said}.")
+    note.equal(x, reduced(inputs, usual[2]), "the tensor")
+    most = bytes_sent("all_reduce", n, x.nbytes)
+    note.sent(ledger, calls=2, sent=(most - 1, most + 256 * n), object="object")
 
 
-def _differing(exercise: Exercise, fn: Callable) -> None:
-    for case, calls in _DIFFER:
-        inputs = [_tensor(rank, shape, dtype) for rank, (shape, dtype, _) in enumerate(calls)]
-        outcomes = exercise.run(fn, inputs, [name for _, _, name in calls], case=case)
-        right = f"ranks {_odd(calls)} differ"
-        for _, outcome in exercise.each(outcomes):
-            exercise.require(outcome.result[0] is not None, "silent", "the function raised no ValueError.")
-        for rank, outcome in exercise.each(outcomes):
-            said, _ = outcome.result
-            form = re.fullmatch(r"ranks \[(\d+(, \d+)*)?\] differ", said)
-            exercise.require(bool(form), "form", f"the error says {said[:80]!r}.")
-            if said != right:
-                exercise.differs("majority", "the error names other ranks.", right, said)
-            exercise.require(bool((outcome.before == outcome.after).all()), "changed", "the tensor has changed.", rank)
+CALL = 'call = f"{op} {tensor.dtype} {tuple(tensor.shape)}"'
+MINE = "mine = torch.tensor(list(digest), dtype=torch.uint8)"
+REDUCE = "dist.all_reduce(tensor, op=op)"
+
+MISTAKES["checked_all_reduce"] = {
+    "silent": ("""The ranks passed different calls, and this rank did not notice. What has to be equal is the
+        reduction, the shape and the dtype: gloo and NCCL compare none of them.""",
+            [{CALL: 'call = f"{tensor.dtype} {tuple(tensor.shape)}"'}, {CALL: 'call = f"{op} {tuple(tensor.shape)}"'},
+             {CALL: 'call = f"{op} {tensor.dtype} {tensor.nbytes}"'}]),
+    "form": ("The error's text has the form given in the docstring, with the ranks in ascending order: "
+             "ranks [1] differ.", "{odd} differ  ->  {odd} pass another call"),
+    "majority": ("""The usual call is the one that most ranks pass. Rank 0 may be the one that differs; only if two
+        calls are passed equally often, the usual one is that of the lowest rank.""",
+            [f"Counter(calls).most_common(1)[0][0]  ->  calls[{rank}]" for rank in ("0", "dist.get_rank()")]),
+    "changed": ("""The comparison comes before the reduction: a call that is refused must leave the tensor as it
+        was.""", "if odd:  ->  if odd:\n    tensor.zero_()"),
+    "false-alarm": ("All ranks passed the same call here. Compare what is passed, and not the numbers in the tensor.",
+            [{CALL: 'call = f"{op} {tensor}"'}, "if one != usual  ->  if one == usual"]),
+    "hash": ("""All ranks passed the same call here. Python's hash() of a text is another number in every process that
+        is started by itself, as torchrun starts ranks, because each has a seed of its own.""",
+            {MINE: "mine = torch.tensor([hash(call)])", "bytes(one.tolist())": "one.item()"}),
+    "not-reduced": ("The tensor is as it was before. Reduce it in place once all ranks agree.",
+            {REDUCE: "dist.all_reduce(tensor.clone(), op=op)"}),
+    "other-op": ("This is the sum. Reduce with the reduction that was passed.", {REDUCE: "dist.all_reduce(tensor)"}),
+    "object": ("""all_gather_object pickles what it sends, and sends the sizes before: two collectives, of any length.
+        A tensor of fixed size is enough.""",
+            {"[torch.empty_like(mine) for _ in range(dist.get_world_size())]": "[None] * dist.get_world_size()",
+             "dist.all_gather(theirs, mine)": "dist.all_gather_object(theirs, call)",
+             "[bytes(one.tolist()) for one in theirs]": "theirs"}),
+}
 
 
-@checked
-def checked_all_reduce(fn: Callable) -> None:
-    """Check ``fn(tensor, op) -> None``, which reduces in place or raises ValueError on all ranks."""
-    exercise = Exercise("Exercise 1", HINTS["checked_all_reduce"], program=_one_reduction)
-    _agreeing(exercise, fn)
-    _differing(exercise, fn)
-    exercise.passed("equal calls are reduced, different ones refused on all ranks with one small message.")
+def through_the_store(tensor, op):
+    """No collective at all: the calls go through the store of the group."""
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"round/{dist.get_rank()}", 1)
+    store.set(f"{number}/{dist.get_rank()}", f"{op} {tensor.dtype} {tuple(tensor.shape)}")
+    calls = [store.get(f"{number}/{rank}") for rank in range(dist.get_world_size())]
+    usual = max(calls, key=calls.count)
+    odd = [rank for rank, one in enumerate(calls) if one != usual]
+    if odd:
+        raise ValueError(f"ranks {odd} differ")
+    dist.all_reduce(tensor, op=op)
 
 
-# ------------------------------------------------------------------------------------------------ a skip by all
+RIGHT["checked_all_reduce"] = {
+    "store": through_the_store,
+    "one row of fixed length, reduced asynchronously": {
+        "digest = hashlib.sha256(call.encode()).digest()": "digest = call.ljust(96)[:96].encode()",
+        "theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]":
+        "theirs = torch.empty(96 * dist.get_world_size(), dtype=torch.uint8)",
+        "dist.all_gather(theirs, mine)": "dist.all_gather_into_tensor(theirs, mine)",
+        "for one in theirs]": "for one in theirs.view(-1, 96)]",
+        REDUCE: "dist.all_reduce(tensor, op=op, async_op=True).wait()",
+    },
+}
+
+# --- exercise 2: a skip by all
+
+STEPS = 5
 
 
-class _Job:
+class Job:
     """A rank's model of three numbers, whose batches sometimes do not fit."""
 
-    def __init__(self, rank: int, full: set[tuple[int, int]]):
-        self.rank, self.full, self.weights = rank, full, torch.zeros(3, dtype=torch.float64)
+    def __init__(self, full: set[tuple[int, int]]):
+        self.full, self.weights = full, torch.zeros(3, dtype=torch.float64)
         self.tried = self.applied = 0
 
-    def compute(self, batch: torch.Tensor) -> torch.Tensor:
+    def compute(self, batch: Tensor) -> Tensor:
         self.tried += 1
-        if (self.rank, self.tried - 1) in self.full:
+        if (dist.get_rank(), self.tried - 1) in self.full:
             raise MemoryError("the batch does not fit")
         return batch - self.weights
 
-    def apply(self, gradient: torch.Tensor) -> None:
+    def apply(self, gradient: Tensor) -> None:
         self.applied += 1
         self.weights = self.weights - 0.1 * gradient
 
 
-def _epoch(fn: Callable, inputs: list[Any], args: tuple) -> Outcome:
-    import torch.distributed as dist
-
-    from course_utils import record
-
-    x, inputs[:] = inputs[dist.get_rank()], []
-    job, before = _Job(dist.get_rank(), args[0]), x.clone()
-    with record() as ledger:
-        skipped = fn(job.compute, job.apply, list(x))
-    return Outcome((skipped, job.tried, job.applied, job.weights), ledger, before, x)
+def faulty(batch: Tensor) -> Tensor:
+    raise ZeroDivisionError("a fault of the model")
 
 
-def _expected(inputs: Sequence[torch.Tensor], full: set[tuple[int, int]]) -> tuple[torch.Tensor, int]:
-    weights, done = torch.zeros(3, dtype=torch.float64), 0
-    for step in range(len(inputs[0])):
-        if not any((rank, step) in full for rank in range(len(inputs))):
-            weights, done = weights - 0.1 * torch.stack([x[step] - weights for x in inputs]).mean(0), done + 1
-    return weights, done
-
-
-_STEPS = 5
-_FULL: list[tuple[int, str, set[tuple[int, int]]]] = [
-    (2, "every batch fits", set()), (3, "one batch of rank 1 does not fit", {(1, 1)}),
-    (3, "two ranks run out in one step", {(0, 2), (2, 2)}), (2, "in different steps", {(0, 0), (1, 3)}),
-    (3, "the last one does not fit", {(2, 4)}),
-]
-
-
-@checked
-def skip_together(fn: Callable) -> None:
-    """Check ``fn(compute, apply, batches) -> int``, the number of batches that were skipped by all ranks."""
-    exercise = Exercise("Exercise 2", HINTS["skip_together"], program=_epoch)
-    for n, case, full in _FULL:
-        inputs = [torch.arange(3.0 * _STEPS, dtype=torch.float64).reshape(_STEPS, 3) * (rank + 1) for rank in range(n)]
-        weights, done = _expected(inputs, full)
-        outcomes = exercise.run(fn, inputs, full, case=case, fallback="out-of-step" if full else None)
-        exercise.fallback = None
-        for rank, outcome in exercise.each(outcomes):
-            skipped, tried, applied, got = outcome.result
-            exercise.require(tried == _STEPS, "every-batch", f"compute was called {tried} times, of {_STEPS} batches.")
-            if applied != done:
-                key = "local-skip" if applied > done else "too-many-skips"
-                exercise.differs(key, "the number of calls of apply is wrong.", done, applied)
-            total, ahead = weights * 0, weights * 0
-            for step in range(_STEPS):
-                if not any((r, step) in full for r in range(n)):
-                    total = total - 0.1 * sum(x[step] - total for x in inputs)
-                    ahead = ahead - 0.1 * sum(x[step] for x in inputs) / n
-            exercise.equal(rank, got, weights, {"mean": total, "ahead": ahead}, what="the weights after the epoch")
-            exercise.require(skipped == _STEPS - done, "count", f"the function returned {str(skipped)[:40]}.")
-            least = done * bytes_sent("all_reduce", n, weights.nbytes)
-            most = least + _STEPS * 64 * n
-            exercise.audit(outcome.ledger, calls=_STEPS + done, sent=(least - 1, most),
-                           keys={"too-many-calls": "gradient-sent" if full else "too-many-calls"})
-    _other_errors(exercise, fn)
-    exercise.passed("a batch is skipped by all ranks or by none, at the price of one number.")
-
-
-def _failing(fn: Callable, inputs: list[Any], args: tuple) -> Outcome:
-    import torch.distributed as dist
-
-    from course_utils import record
-
-    def compute(batch: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError("a fault of the model")
-
-    x, inputs[:] = inputs[dist.get_rank()], []
-    with record() as ledger:
+@exercise("Exercise 2", cases=[
+    (2, "every batch fits", set()),
+    Case(3, "one batch of rank 1 does not fit", ({(1, 1)},), "out-of-step"),
+    Case(3, "two ranks run out in one step", ({(0, 2), (2, 2)},), "out-of-step"),
+    Case(2, "in different steps", ({(0, 0), (1, 3)},), "out-of-step"),
+    Case(3, "the last one does not fit", ({(2, 4)},), "out-of-step"),
+    (2, "the model raises ZeroDivisionError", None),
+], passed="a batch is skipped by all ranks or by none, at the price of one number.")
+def skip_together(note, answer, full):
+    n, first, job = dist.get_world_size(), torch.arange(3.0 * STEPS, dtype=torch.float64).reshape(STEPS, 3), Job(full)
+    batches = list(first * (dist.get_rank() + 1))
+    if full is None:  # another error than MemoryError, here on all ranks at once
+        raised = False
         try:
-            fn(compute, lambda gradient: None, list(x))
+            answer(faulty, job.apply, batches)
         except ZeroDivisionError:
-            return Outcome("raised", ledger, x, x)
-    return Outcome("swallowed", ledger, x, x)
+            raised = True
+        note.holds(raised, "swallowed", "the error of the model was caught.")
+        return
+    with record() as ledger:
+        skipped = answer(job.compute, job.apply, batches)
+    weights, kept = torch.zeros(3, dtype=torch.float64), sorted({*range(STEPS)} - {step for _, step in full})
+    for step in kept:
+        weights = weights - 0.1 * torch.stack([first[step] * (rank + 1) - weights for rank in range(n)]).mean(0)
+    note.holds(job.tried == STEPS, "every-batch", f"compute was called {job.tried} times, of {STEPS} batches.")
+    key = "local-skip" if job.applied > len(kept) else "too-many-skips"
+    note.holds(job.applied == len(kept), key, f"apply was called {job.applied} times, and should be {len(kept)} times.")
+    note.equal(job.weights, weights, "the weights after the epoch")
+    note.holds(skipped == STEPS - len(kept), "count", f"the function returned {str(skipped)[:40]}.")
+    least = len(kept) * bytes_sent("all_reduce", n, weights.nbytes)
+    note.sent(ledger, calls=STEPS + len(kept), sent=(least - 1, least + STEPS * 64 * n),
+              too_many_calls="gradient-sent" if full else "too-many-calls")
 
 
-def _other_errors(exercise: Exercise, fn: Callable) -> None:
-    """Another error than MemoryError, here on all ranks at once, must not be taken for a full memory."""
-    exercise.program = _failing
-    outcomes = exercise.run(fn, [torch.ones(2, 3)] * 2, case="the model raises ZeroDivisionError")
-    for _, outcome in exercise.each(outcomes):
-        exercise.require(outcome.result == "raised", "swallowed", "the error of the model was caught.")
+TOGETHER = "dist.all_reduce(full, op=dist.ReduceOp.MAX)"
+APPLY = "apply(gradient / dist.get_world_size())"
+
+MISTAKES["skip_together"] = {
+    "every-batch": ("Each rank computes each of its batches once, also after a batch that did not fit.",
+            "continue  ->  break"),
+    "local-skip": ("""A batch was applied that another rank could not compute. A rank cannot know that by itself, so
+        they have to tell each other before the reduction.""",
+            {"if full.item() > 0:": "if False:", "full += 1": "full += 1\ngradient = batch * 0"}),
+    "too-many-skips": ("A batch is skipped only if some rank ran out of memory in it.",
+            "if full.item() > 0:  ->  if skipped == 0:"),
+    "out-of-step": ("""It is right as long as every batch fits. When one does not, the ranks call different collectives
+        from then on: every rank has to take the same way through the step.""", {TOGETHER: "pass"}),
+    "mean": ("The gradient that is applied is the mean over the ranks, not the sum.", {APPLY: "apply(gradient)"}),
+    "ahead": ("""The gradients were computed before the weights were updated. Each depends on the weights that the
+        batch before it has left.""",
+            {"skipped = 0": "skipped, later = 0, []", APPLY: "later.append(gradient / dist.get_world_size())",
+             "return skipped": "for gradient in later:\n    apply(gradient)\nreturn skipped"}),
+    "count": ("Return how many batches were skipped; all ranks return the same number.",
+            ["return skipped  ->  return len(batches)", "return skipped  ->  return None"]),
+    "gradient-sent": ("""In a step that is skipped only the flag has to be sent: decide first, then reduce the
+        gradient.""", "skipped += 1  ->  dist.all_reduce(batch * 0)\nskipped += 1"),
+    "swallowed": ("""Only MemoryError means that the batch does not fit. Other errors are faults, and have to end the
+        job.""", "except MemoryError:  ->  except Exception:"),
+}
+RIGHT["skip_together"] = {
+    "gather": {
+        TOGETHER: "flags = [torch.zeros(1) for _ in range(dist.get_world_size())]\ndist.all_gather(flags, full)",
+        "if full.item() > 0:": "if torch.cat(flags).any():",
+    },
+    "minimum of done": {
+        "full = torch.zeros(1)": "done = torch.ones(1)", "full += 1": "done -= 1",
+        TOGETHER: "dist.all_reduce(done, op=dist.ReduceOp.MIN)", "if full.item() > 0:": "if not done.item():",
+    },
+}
+
+# --- exercises 3 and 4: the clinic
 
 
-# ------------------------------------------------------------------------------------------------ the clinic
+def ward(title: str, name: str, fn: Callable, numbers: range) -> None:
+    """Ask for cause, rank, call and edit of each patient, and try the edits."""
+    run = Exercise(title, hints_of(MISTAKES[name]))
+    given = run.call(fn)
+    run.require(isinstance(given, dict), "form", f"the function returned {str(given)[:100]}.")
+    clinic = hangs.clinic()
+    for patient in (clinic[number] for number in numbers):
+        run.case = f"patient {patient.number}"
+        run.require(patient.number in given, "missing", "the answers have no entry for it.")
+        answer = given[patient.number]
+        form = isinstance(answer, tuple | list) and len(answer) == 4 and isinstance(answer[3], dict)
+        run.require(form, "form", f"the answer is {str(answer)[:100]}.")
+        cause, rank, call, edit = answer
+        known = ", ".join(clinic.causes)
+        run.require(cause in clinic.causes, "name", f"{cause!r} is no cause; allowed are {known}.")
+        verdict = patient.diagnose(cause, rank=rank, call=call)
+        said = f"the diagnosis ({cause!r}, rank {rank}, {call!r}) is wrong."
+        run.require(bool(verdict), "diagnosis", f"{said}\n\n{verdict}")
+        treat(run, patient, {"edit": edit})
+    count = len(numbers)
+    run.passed(f": {count} faults found, with rank and call, and {count} programs healed, each by a run.")
 
 
 @checked
 def diagnoses_and_cures(fn: Callable) -> None:
     """Check ``fn()``: number of patients 1 to 9 -> (cause, rank, call, edit), as `diagnose` and `treat` take them."""
-    _ward(Exercise("Exercise 3", HINTS["diagnoses_and_cures"]), fn, range(1, 10))
+    ward("Exercise 3", "diagnoses_and_cures", fn, range(1, 10))
 
 
 @checked
 def second_ward(fn: Callable) -> None:
     """Check ``fn()``: the same for patients 10 to 15."""
-    _ward(Exercise("Exercise 4", HINTS["second_ward"]), fn, range(10, 16))
+    ward("Exercise 4", "second_ward", fn, range(10, 16))
 
 
-def _ward(exercise: Exercise, fn: Callable, numbers: range) -> None:
-    answers = exercise.call(fn)
-    exercise.require(isinstance(answers, dict), "form", f"the function returned {str(answers)[:100]}.")
-    clinic = hangs.clinic()
-    for patient in (clinic[number] for number in numbers):
-        exercise.case = f"patient {patient.number}"
-        exercise.require(patient.number in answers, "missing", "the answers have no entry for it.")
-        answer = answers[patient.number]
-        form = isinstance(answer, tuple | list) and len(answer) == 4 and isinstance(answer[3], dict)
-        exercise.require(form, "form", f"the answer is {str(answer)[:100]}.")
-        cause, rank, call, edit = answer
-        known = ", ".join(clinic.causes)
-        exercise.require(cause in clinic.causes, "name", f"{cause!r} is no cause; allowed are {known}.")
-        verdict = patient.diagnose(cause, rank=rank, call=call)
-        said = f"the diagnosis ({cause!r}, rank {rank}, {call!r}) is wrong."
-        exercise.require(bool(verdict), "diagnosis", f"{said}\n\n{verdict}")
-        treat(exercise, patient, {"edit": edit})
-    count = len(numbers)
-    said = f"{count} faults found, with rank and call, and {count} programs healed, each by a run."
-    print(f"{exercise.title} passed: {said}")
+NAME = "The names of causes are those of clinic.list_causes()."
+EDIT = "Old texts of an edit must stand in the program once. Copy them from the program as it is shown."
+
+MISTAKES["diagnoses_and_cures"] = {
+    "missing": ("Return an entry for each patient.", "        1: (  ->          16: ("),
+    "form": ("""An entry is the number of a patient and four things: cause, rank, call, and the edit as a dictionary,
+        such as 3: ("uneven batches", 0, "all_reduce", {"old text": "new text"}).""",
+            ', {"reduce(loss, dst=0)": "all_reduce(loss)"}  ->  '),
+    "name": (NAME, '"decision on a local value"  ->  "a bad value"'),
+    "diagnosis": ("""Ask for the evidence that is named below. The rank and the call are those of the fault, which need
+        not be where the ranks wait.""",
+            ['on a local value", 1  ->  on a local value", 0', '"decision on a local value"  ->  "one rank only"']),
+    "cure-form": (EDIT, '"reduce(loss, dst=0)"  ->  "reduce(loss, dst=1)"'),
+    "cure": ("""What the ranks say after the change stands below. Is it the same as before? Then the change did not
+        touch the cause.""", '"if True:"  ->  "if rank < 2:"'),
+}
+RIGHT["diagnoses_and_cures"] = {
+    "in a tuple": "[first, second] if  ->  (first, second) if",
+    "other ranks": {'"both receive first", 0': '"both receive first", 1', 'reductions", 1,': 'reductions", 2,'},
+}
+MISTAKES["second_ward"] = {
+    "missing": ("Return an entry for each of the patients 10 to 15.", "        10: (  ->          16: ("),
+    "form": ("""An entry is the number of a patient and four things: cause, rank, call, and the edit as a dictionary,
+        such as 11: ("expert without tokens", 0, "barrier", {"old text": "new text"}).""",
+            '"isend", both),  ->  "isend"),'),
+    "name": (NAME, '"message without its other side"  ->  "a bad message"'),
+    "diagnosis": ("""Ask for the evidence that is named below. In this ward the stacks say little: what has a rank left
+        out, or what does it hold that the others do not?""",
+            ['its other side", 1,  ->  its other side", 0,',
+             '"message without its other side"  ->  "both receive first"']),
+    "cure-form": (EDIT, '"if rank == 0:"  ->  "if rank == 2:"'),
+    "cure": ("What the ranks say after the change stands below. A program must still do what it is for, on every rank.",
+            '"dist.isend, mine, 1 - rank)"  ->  "dist.isend, mine, 1)"'),
+}
+RIGHT["second_ward"] = {
+    "find unused": {'{"return self.layer(x)": "return self.layer(x) + 0 * self.head(x)"}':
+                    '{"Parallel(Model())": "Parallel(Model(), find_unused_parameters=True)"}'},
+    "other ranks": {'"unused parameters", 0': '"unused parameters", 1', '"seeds that differ", 1':
+                    '"seeds that differ", 0'},
+}
