@@ -1,142 +1,174 @@
-"""Checks of the exercises on profiling, on traces whose answer is known: made up, drawn and recorded."""
+"""The exercises on profiling, on traces whose answer is known: made up, drawn and recorded; the usual mistakes."""
 
 from __future__ import annotations
 
-import functools
 import math
 import random
+import tempfile
 from collections.abc import Callable, Sequence
-from statistics import median
+from functools import partial
+from typing import Any
 
-from course_utils.check import Exercise, checked, load_hints, number, whole_number
-from course_utils.check.compare import slip_of
-from course_utils.traces import Event, Trace, aligned, breakdown, kind, length, load, matched, merge
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from .program import speed_up
+from course_utils.check import (
+    TIMEOUT,
+    Exercise,
+    Outcome,
+    answer_with,
+    checked,
+    number,
+    whole_number,
+)
+from course_utils.check.compare import listed
+from course_utils.check.program import hints_of
+from course_utils.traces import Event, Trace, kind, length, load, matched, merge, spans
 
-__all__ = ["HINTS", "exposed", "late", "speed_up"]
+from . import answers
+from .program import ROWS, STEPS, observed, wide_net
 
-HINTS = load_hints(__file__)
-_NAMES = ("gloo:all_reduce", "gloo:all_gather")
+__all__ = ["MISTAKES", "RIGHT", "exposed", "late", "speed_up"]
 
-Arrivals = list[tuple[int, float]]
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
 
-def _trace(rank: int, n: int, events: list[Event]) -> Trace:
+def trace(rank: int, n: int, events: Sequence[Event]) -> Trace:
     return Trace(rank, n, tuple(sorted(events, key=lambda e: (e.start, -e.end))))
 
 
-def _event(
-    name: str, start: float, end: float, category: str = "user_annotation", row: int = 0, step: int | None = 1
-) -> Event:
-    return Event(name, category, start, end, row, step, {})
+def event(name: str, start: float, end: float, category: str = "user_annotation", row: int = 0) -> Event:
+    return Event(name, category, start, end, row, 1, {})
 
 
-# ------------------------------------------------------------------------------------------------ who is late
+def mistake(name: str, same: Callable[[Any], bool], *args: Any) -> str | None:
+    """The key of the first mistake whose result, of these arguments, is the ``same``."""
+    wrong = ((key, edit) for key, (_, *edits) in MISTAKES[name].items() if edits for edit in listed(edits[0]))
+    return next((key for key, edit in wrong if same(answer_with(answers.__name__, name, edit)(*args))), None)
 
 
-def _arrivals(rows: Sequence[Sequence[float]]) -> Arrivals:
-    """Who came last and the wait, for each collective, from its starts on all ranks."""
-    return [(starts.index(max(starts)), max(starts) - min(starts)) for starts in map(list, rows)]
+# --- exercise 1: who is late
 
 
-def _starts(ranks: Sequence[Trace]) -> list[list[float]]:
-    return [[event.start for event in row] for row in matched(ranks)]
-
-
-def _ranks(n: int, seed: int, skew: float = 0) -> tuple[list[Trace], Arrivals]:
-    """Collectives that end together on all ranks, on clocks up to ``skew`` microseconds apart; and the answer."""
+def drawn_ranks(n: int, seed: int, skew: float = 0) -> list[Trace]:
+    """Collectives that end together on all ranks, on clocks up to ``skew`` microseconds apart."""
     rng, now = random.Random(seed), 0.0
     events: list[list[Event]] = [[] for _ in range(n)]
-    rows = []
     for place in range(9):
         starts = [now + 100.0 * late for late in range(n)]
         rng.shuffle(starts)
-        rows.append(starts)
         now = max(starts) + 50
         for own, start in zip(events, starts, strict=True):
-            own.append(_event(_NAMES[place % 3 == 2], start, now))
-            own.append(_event("aten::mm", now, now + 20, "cpu_op"))
+            own.append(event("gloo:all_gather" if place % 3 == 2 else "gloo:all_reduce", start, now))
+            own.append(event("aten::mm", now, now + 20, "cpu_op"))
         now += 500
     clocks = [0.0] + [round(rng.uniform(-skew, skew)) for _ in range(n - 1)]
-    ranks = [_trace(rank, n, own).shifted(clock) for rank, (own, clock) in enumerate(zip(events, clocks, strict=True))]
-    return ranks, _arrivals(rows)
+    return [trace(rank, n, own).shifted(clock) for rank, (own, clock) in enumerate(zip(events, clocks, strict=True))]
 
 
-def _recorded_pair() -> tuple[list[Trace], Arrivals]:
+def recorded_pair() -> list[Trace]:
     """A recorded rank, and a copy on another clock that starts each second all-reduce earlier and the others later.
 
     A start moves at most to the middle of the gap before the all-reduce, or of the all-reduce: their order stays.
     """
-    one = load("tiny_all_reduces")[0].of_steps([2])
-    copy, rows, before = [], [], 0.0
-    for event in one.events:
-        moved = event.start
-        if kind(event, one.on_gpu) == "communication":
-            moved = (event.start + (before if len(rows) % 2 else event.end)) / 2
-            rows.append([event.start, moved])
-            before = event.end
-        copy.append(event._replace(start=moved))
-    return [one, _trace(1, 2, copy).shifted(7e4)], _arrivals(rows)
+    one, copy, before, calls = load("tiny_all_reduces")[0].of_steps([2]), [], 0.0, 0
+    for each in one.events:
+        moved = each.start
+        if kind(each, one.on_gpu) == "communication":
+            moved = (each.start + (before if calls % 2 else each.end)) / 2
+            before, calls = each.end, calls + 1
+        copy.append(each._replace(start=moved))
+    return [one, trace(1, 2, copy).shifted(7e4)]
 
 
-def _late_cases() -> list[tuple[str, tuple[list[Trace], Arrivals], str | None]]:
-    return [
-        ("2 ranks, one clock", _ranks(2, 1), None), ("3 ranks, one clock", _ranks(3, 2), None),
-        ("3 ranks, clocks that differ", _ranks(3, 3, 9e5), "clocks"),
-        ("a recorded trace and an edited copy of it, clocks that differ", _recorded_pair(), "clocks"),
-    ]  # fmt: skip
+def pairs(found: Any) -> list[tuple[int, float]] | None:
+    """Rank and wait of each collective; None if the result has another form."""
+    if not isinstance(found, list | tuple) or any(not isinstance(p, list | tuple) or len(p) != 2 for p in found):
+        return None
+    rows = [(whole_number(rank), number(wait)) for rank, wait in found]
+    return None if any(None in row for row in rows) else rows
 
 
-def _late_slips(ranks: list[Trace]) -> dict[str, list[Arrivals]]:
-    """What is found with clocks left as they are, put right by the starts, or moved the wrong way."""
-    starts = _starts(ranks)
-    moved = zip(ranks, aligned(ranks), strict=True)
-    ahead = [before.events[0].start - after.events[0].start for before, after in moved]
-    by_median = [median(row[rank] - row[0] for row in starts) for rank in range(len(ranks))]
-    by_first = [start - starts[0][0] for start in starts[0]]
-
-    def less(clocks: list[float]) -> Arrivals:
-        return _arrivals([[start - clock for start, clock in zip(row, clocks, strict=True)] for row in starts])
-
-    return {
-        "clocks": [less([0.0] * len(ranks))],
-        "clocks-added": [less([-clock for clock in ahead])],
-        "clocks-by-starts": [less(by_median), less(by_first)],
-    }
+def same_pair(one: tuple[int, float], other: tuple[int, float]) -> bool:
+    return one[0] == other[0] and math.isclose(one[1], other[1], abs_tol=0.5)
 
 
-def _same_arrivals(got: Arrivals, right: Arrivals) -> bool:
-    return all(g[0] == r[0] and math.isclose(g[1], r[1], abs_tol=0.5) for g, r in zip(got, right, strict=True))
+def same_pairs(got: list[tuple[int, float]], other: Any) -> bool:
+    rows = pairs(other)
+    return rows is not None and len(rows) == len(got) and all(map(same_pair, got, rows))
 
 
 @checked
 def late(fn: Callable) -> None:
     """Check ``fn(ranks) -> [(rank, wait), ...]``, one pair for each collective, in the order of the first rank."""
-    exercise = Exercise("Exercise 1", HINTS["late"])
-    for exercise.case, (ranks, right), fallback in _late_cases():
-        found = exercise.call(fn, ranks)
-        form = isinstance(found, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in found)
-        got = [(whole_number(rank), number(wait)) for rank, wait in found] if form else []
-        form = form and all(None not in pair for pair in got)
-        exercise.require(form, "form", f"the function returned {str(found)[:80]}.")
+    run = Exercise("Exercise 1", hints_of(MISTAKES["late"]))
+    for run.case, ranks, fallback in (
+        ("2 ranks, one clock", drawn_ranks(2, 1), None),
+        ("3 ranks, one clock", drawn_ranks(3, 2), None),
+        ("3 ranks, clocks that differ", drawn_ranks(3, 3, 9e5), "clocks"),
+        ("a recorded trace and an edited copy of it, clocks that differ", recorded_pair(), "clocks"),
+    ):
+        found, right = run.call(fn, ranks), answers.late(ranks)
+        got = pairs(found)
+        run.require(got is not None, "form", f"the function returned {str(found)[:80]}.")
         what = f"the list has {len(got)} pairs; there are {len(right)} collectives."
-        exercise.require(len(got) == len(right), "each", what)
-        if _same_arrivals(got, right):
-            continue
-        place = next(i for i in range(len(right)) if not _same_arrivals(got[i : i + 1], right[i : i + 1]))
-        (rank, wait), (right_rank, right_wait) = got[place], right[place]
-        starts = _starts(aligned(ranks))[place]
-        key = "wait" if rank == right_rank else "first" if rank == starts.index(min(starts)) else "value"
-        key = slip_of(_late_slips(ranks), functools.partial(_same_arrivals, got), fallback or key)
-        expected = f"rank {right_rank}, {right_wait:,.1f} us"
-        exercise.differs(key, f"collective {place} is wrong.", expected, f"rank {rank}, {wait:,.1f} us")
+        run.require(len(got) == len(right), "each", what)
+        wrong = [place for place in range(len(right)) if not same_pair(got[place], right[place])]
+        if wrong:
+            (rank, wait), (right_rank, right_wait) = got[wrong[0]], right[wrong[0]]
+            key = mistake("late", partial(same_pairs, got), ranks) or fallback
+            key = key or ("wait" if rank == right_rank else "value")
+            expected = f"rank {right_rank}, {right_wait:,.1f} us"
+            run.differs(key, f"collective {wrong[0]} is wrong.", expected, f"rank {rank}, {wait:,.1f} us")
     print("Exercise 1 passed: the late rank and the wait of every collective, whatever the clocks say.")
 
 
-# ------------------------------------------------------------------------------------------------ exposed communication
+AHEAD, WAIT = "median(row[rank].end - row[0].end for row in rows)", "max(starts) - min(starts)))"
+MISTAKES["late"] = {
+    "form": ("Return a list with one pair (rank, microseconds) for each collective.",
+            ["found.append((last,  ->  found.append((f'rank {last}',", "return found  ->  return"]),
+    "each": ("The list has one pair for each collective of matched(ranks), not one for each rank or each name.",
+            "return found  ->  return [max(found) for _ in ranks]"),
+    "first": ("This rank came first and waited. The wait belongs to the rank that came last.",
+            ["starts.index(max(starts))  ->  starts.index(min(starts))",
+             "last = starts.index(max(starts))  ->  lengths = [event.end - event.start for event in row]\n"
+             "last = lengths.index(max(lengths))"]),
+    "wait": ("The rank is right. The wait lasts from the first arrival to the last one.",
+            [f"{WAIT}  ->  row[last].end - row[last].start))", f"{WAIT}  ->  max(starts) - sorted(starts)[-2] + 1))"]),
+    "clocks": ("""It is right as long as the ranks share a clock. Here they do not: a collective that waits for all
+        ranks ends at one moment on all of them, whatever their clocks say.""",
+            "event.start - clock  ->  event.start"),
+    "clocks-added": ("""It is right as long as the ranks share a clock. Here they do not, and the clocks were moved the
+        wrong way: a clock that is ahead shows too large a number.""",
+            "event.start - clock  ->  event.start + clock"),
+    "clocks-by-starts": ("""Starts do not tell how far a clock is ahead, because a late rank starts later on every
+        clock. Which other moment of a collective do all ranks share?""",
+            [f"{AHEAD}  ->  median(row[rank].start - row[0].start for row in rows)",
+             f"{AHEAD}  ->  rows[0][rank].start - rows[0][0].start"]),
+}
 
-_WORK = {  # name and category of an event
+
+def by_length(ranks):
+    """Where all leave together, the shortest call belongs to the last rank, whatever the clocks."""
+    found = []
+    for row in matched(ranks):
+        lengths = torch.tensor([event.end - event.start for event in row], dtype=torch.float64)
+        found.append([lengths.argmin(), lengths.max() - lengths.min()])
+    return found
+
+
+RIGHT["late"] = {
+    "by length": by_length,
+    "the mean of the clocks": f"{AHEAD}  ->  sum(row[rank].end - row[0].end for row in rows) / len(rows)",
+}
+
+# --- exercise 2: exposed communication
+
+WORK = {  # name and category of an event
     "compute": ("gemm", "kernel"), "communication": ("ncclDevKernel_AllReduce_Sum_f32", "kernel"),
     "copy": ("Memcpy HtoD", "gpu_memcpy"), "launch": ("cudaLaunchKernel", "cuda_runtime"),
     "operator": ("aten::mm", "cpu_op"), "call": ("c10d::allreduce_", "cpu_op"),
@@ -144,75 +176,230 @@ _WORK = {  # name and category of an event
 }  # fmt: skip
 
 
-def _of(*work: tuple[str, float, float]) -> Trace:
+def trace_of(*work: tuple[str, float, float]) -> Trace:
     """A trace of such work, each event with its start and end."""
-    return _trace(0, 2, [_event(_WORK[w][0], a, b, _WORK[w][1], row=7 + i % 3) for i, (w, a, b) in enumerate(work)])
+    return trace(0, 2, [event(WORK[w][0], a, b, WORK[w][1], row=7 + i % 3) for i, (w, a, b) in enumerate(work)])
 
 
-def _drawn(seed: int) -> Trace:
+def drawn_trace(seed: int) -> Trace:
     rng = random.Random(seed)
     starts = [(rng.choice(("compute", "communication", "copy")), rng.randrange(60)) for _ in range(8)]
-    return _of(*((what, start, start + rng.randrange(5, 30)) for what, start in starts))
+    return trace_of(*((what, start, start + rng.randrange(5, 30)) for what, start in starts))
 
 
-def _exposed_cases() -> list[tuple[str, Trace]]:
+def exposed_cases() -> list[tuple[str, Trace]]:
     c, n = "compute", "communication"
     return [
-        ("nothing overlaps", _of((c, 0, 10), (n, 15, 25))),
-        ("operators that start kernels", _of(("operator", 0, 12), ("launch", 1, 2), (n, 5, 25), (c, 22, 24))),
-        ("a rank on a CPU", _of(("operator", 0, 8), ("call", 3, 15), ("gloo", 4, 20), ("operator", 18, 22))),
-        ("compute inside communication", _of((n, 0, 30), (c, 5, 10), (c, 10, 15))),
-        ("nested compute", _of((c, 0, 20), (c, 5, 10), (n, 8, 30))),
-        ("two communications at a time", _of((n, 0, 20), (n, 10, 30), (c, 12, 14))),
-        ("a copy beside communication", _of((c, 0, 1), (n, 3, 20), ("copy", 5, 25))),
-        ("no communication", _of((c, 0, 20))),
-        *((f"random case {seed}", _drawn(seed)) for seed in range(30)),
+        ("nothing overlaps", trace_of((c, 0, 10), (n, 15, 25))),
+        ("operators that start kernels", trace_of(("operator", 0, 12), ("launch", 1, 2), (n, 5, 25), (c, 22, 24))),
+        ("a rank on a CPU", trace_of(("operator", 0, 8), ("call", 3, 15), ("gloo", 4, 20), ("operator", 18, 22))),
+        ("compute inside communication", trace_of((n, 0, 30), (c, 5, 10), (c, 10, 15))),
+        ("nested compute", trace_of((c, 0, 20), (c, 5, 10), (n, 8, 30))),
+        ("two communications at a time", trace_of((n, 0, 20), (n, 10, 30), (c, 12, 14))),
+        ("a copy beside communication", trace_of((c, 0, 1), (n, 3, 20), ("copy", 5, 25))),
+        ("no communication", trace_of((c, 0, 20))),
+        *((f"random case {seed}", drawn_trace(seed)) for seed in range(30)),
         ("recorded trace host_bound", load("host_bound")[0]),
     ]
 
 
-def _exposed_slips(trace: Trace) -> dict[str, list[float]]:
-    """The times that usual mistakes give."""
-    times = breakdown(trace)
-
-    def spans(kinds: Sequence[str], on_gpu: bool = trace.on_gpu) -> list[tuple[float, float]]:
-        return [(e.start, e.end) for e in trace.events if kind(e, on_gpu) in kinds]
-
-    def without(shown: list, hidden: list) -> float:
-        return length(merge(shown + hidden)) - length(merge(hidden))
-
-    def pairwise(shown: list, hidden: list) -> float:
-        return length(shown) - sum(max(0.0, min(b, d) - max(a, c)) for a, b in shown for c, d in hidden)
-
-    talk, compute, copy = spans(["communication"]), spans(["compute"]), spans(["copy"])
-    extent = max(b for _, b in talk + compute) - min(a for a, _ in talk + compute)
-    elsewhere = [spans([what], not trace.on_gpu) for what in ("communication", "compute")]
-    return {
-        "all-communication": [times["communication"], length(talk)],
-        "overlap": [times["overlap"]],
-        "counted-twice": [length(talk) - times["overlap"], pairwise(talk, compute), pairwise(merge(talk), compute)],
-        "idle": [times["total"] - times["compute"], extent - times["compute"]],
-        "copies": [without(talk, compute + copy), without(talk + copy, compute)],
-        "on-gpu": [without(*elsewhere)],
-        "host": [without(talk, spans(["compute", "copy", "other"])), without(talk, compute + spans(["other"]))],
-    }
-
-
-def _listing(trace: Trace) -> str:
+def listing(trace: Trace) -> str:
     """The events of a short trace, a line each."""
     return "\n".join(f"  {e.start:>3.0f} to {e.end:>3.0f} us  {e.name} ({e.category})" for e in trace.events)
+
+
+def same_time(got: float, other: Any) -> bool:
+    time = number(other)
+    return time is not None and math.isclose(got, time, rel_tol=1e-6, abs_tol=1e-3)
 
 
 @checked
 def exposed(fn: Callable) -> None:
     """Check ``fn(trace) -> float``: microseconds in which a rank communicates and computes nothing."""
-    exercise = Exercise("Exercise 2", HINTS["exposed"])
-    for exercise.case, trace in _exposed_cases():
-        got, right = number(exercise.call(fn, trace)), breakdown(trace)["exposed"]
-        exercise.require(got is not None, "form", "the function did not return a number.")
-        if not math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-3):
-            same = functools.partial(math.isclose, got, rel_tol=1e-6, abs_tol=1e-3)
-            key = slip_of(_exposed_slips(trace), same, "intervals")
-            events = f"\n\n{_listing(trace)}" if len(trace.events) < 10 else ""
-            exercise.differs(key, "the time is wrong.", f"{right:,.3f} us", f"{got:,.3f} us{events}")
+    run = Exercise("Exercise 2", hints_of(MISTAKES["exposed"]))
+    for run.case, trace in exposed_cases():
+        got, right = number(run.call(fn, trace)), answers.exposed(trace)
+        run.require(got is not None, "form", "the function did not return a number.")
+        if not same_time(got, right):
+            events = f"\n\n{listing(trace)}" if len(trace.events) < 10 else ""
+            key = mistake("exposed", partial(same_time, got), trace) or "intervals"
+            run.differs(key, "the time is wrong.", f"{right:,.3f} us", f"{got:,.3f} us{events}")
     print(f"Exercise 2 passed: {right:,.0f} us exposed in the recorded trace.")
+
+
+TALKS, ALONE = 'running["communication"] > 0', 'running["communication"] > 0 and running["compute"] == 0'
+TIME, KIND, KINDS = "total += moment - before", "kind(event, trace.on_gpu)", 'if what in ("compute", "communication"):'
+
+
+def times(factor: str) -> str:
+    return f"total += ({factor}) * (moment - before)"
+
+
+MISTAKES["exposed"] = {
+    "form": ("Return one number, in microseconds.", "return total  ->  return {'exposed': total}"),
+    "all-communication": ("This is all communication. What compute covers is not exposed.",
+            [f"{ALONE}  ->  {TALKS}", {ALONE: TALKS, TIME: times('running["communication"]')}]),
+    "overlap": ("This is the part that compute covers. The exposed part is the rest.",
+            'running["compute"] == 0  ->  running["compute"] > 0'),
+    "counted-twice": ("Where two events of one kind run at the same time, that time was counted twice.",
+            [{TIME: times('running["communication"]')},
+             {ALONE: TALKS, TIME: times('running["communication"] - (running["compute"] > 0)')},
+             {ALONE: TALKS, TIME: times('running["communication"] * (1 - running["compute"])')},
+             {ALONE: TALKS, TIME: times('1 - running["compute"]')}]),
+    "idle": ("""This is all time without compute. In a part of it the rank does nothing at all, and so does not
+        communicate.""",
+            [f'{ALONE}  ->  running and running["compute"] == 0',
+             {KINDS: 'if what != "other":', ALONE: 'running and running["compute"] == 0'}]),
+    "copies": ("A copy neither computes nor communicates: while it runs, the rank may still wait for communication.",
+            [f'{KIND}  ->  {KIND}.replace("copy", "{other}")' for other in ("compute", "communication")]),
+    "on-gpu": ("""What an operator or a kernel means depends on whether the trace has a GPU's work. The second argument
+        of kind says that: trace.on_gpu.""",
+            [f"{KIND}  ->  kind(event, True)", f"{KIND}  ->  kind(event, False)"]),
+    "host": ("""What is not communication need not be compute. On a GPU's trace operators of the CPU start the work, and
+        do none of it.""",
+            [f'{KIND}  ->  {KIND}\nwhat = "communication" if what == "communication" else "compute"',
+             f'{KIND}  ->  {KIND}.replace("other", "compute")']),
+    "intervals": ("Draw the intervals of this case: which of them overlap, touch or lie inside another?",
+            "running[what] += change  ->  running[what] = max(change, 0)"),
+}
+
+
+def lengths_of_unions(trace):
+    both = [(e.start, e.end) for e in trace.events if kind(e, trace.on_gpu) in ("compute", "communication")]
+    return torch.tensor(length(merge(both)) - length(spans(trace, "compute")), dtype=torch.float64)
+
+
+RIGHT["exposed"] = {
+    "lengths of unions": lengths_of_unions,
+    "ends before starts": "(event.start, 1, what), (event.end, -1, what)  ->  "
+        "(event.end, -1, what), (event.start, 1, what)",
+}
+
+# --- exercise 3: a slow program
+
+
+def near(got: Any, right: Any) -> bool:
+    """Whether losses or weights in float32 agree."""
+    return torch.allclose(torch.as_tensor(got), torch.as_tensor(right), 1e-5, 1e-5)
+
+
+def on_a_rank(fn: Callable, inputs: list[Tensor], args: tuple) -> Outcome:
+    return Outcome(observed(fn, *args), None, None, None)
+
+
+@checked
+def speed_up(fn: Callable, timeout: float = TIMEOUT) -> None:
+    """Check ``fn(model, texts, steps, prepare, folder) -> losses``: the slow program's numbers, without its faults."""
+    run = Exercise("Exercise 3", hints_of(MISTAKES["speed_up"]), timeout, on_a_rank)
+    with tempfile.TemporaryDirectory() as folder:
+        found = [outcome.result for outcome in run.run(fn, [torch.zeros(1)] * 2, folder)]
+    for _, one in run.each(found):
+        losses, right = one["losses"], one["slow losses"]
+        form = losses is not None and len(losses) == STEPS
+        run.require(form, "form", f"the function did not return {STEPS} losses.")
+        for step, (got, expected) in enumerate(zip(losses, right, strict=True)):
+            if not near(got, expected):
+                run.differs("losses", f"the loss of step {step} is wrong.", f"{expected:.6f}", f"{got:.6f}")
+        what = "the weights at the end are not those of the slow program."
+        run.require(near(one["weights"], one["slow weights"]), "weights", what)
+    saved = found[0]["saved"]
+    run.require(saved is not None, "no-file", "there is no state of the model in rank0.pt.", 0)
+    run.require(near(saved, found[0]["weights"]), "old-file", "rank0.pt has other weights than the model.", 0)
+    refuse_faults(run, found)
+    print(f"Exercise 3 passed: {found[0]['ratio']:.1f} times as fast as the slow program (measured, not judged).")
+
+
+def refuse_faults(run: Exercise, found: list[dict[str, Any]]) -> None:
+    """Refuse the fault that costs most of those that are left."""
+    tensors, saving = len(list(wide_net().parameters())), "saves" if found[1]["saves"] else "saves-each-step"
+    for _, one in run.each(found):
+        calls = one["collectives"]
+        run.require(calls > 0, "alone", "this rank took part in no collective.")
+        what = f"this rank took part in {calls} collectives in {STEPS} steps; the net has {tensors} tensors."
+        run.require(calls <= 3 * STEPS + 8, "many-collectives", what)
+    for rank, one in run.each(found):
+        what = f"this rank called torch.save {one['saves']} times."
+        run.require(one["saves"] <= (2 if rank == 0 else 0), saving, what)
+    for _, one in run.each(found):
+        what = f"prepare was called {one['prepare']} times on this rank, for {len(ROWS)} texts."
+        run.require(one["prepare"] <= len(ROWS), "prepare", what)
+    work = torch.tensor([one["flops"] for one in found], dtype=torch.float64)
+    share, most = (work / work.sum()).max(0)
+    what = f"of the FLOPs of the matrix products this rank has {share:.0%}."
+    run.require(not share > 0.55, "unbalanced", what, int(most))
+    reading = sum(one["reads"] >= STEPS - 1 for one in found)
+    for rank, one in run.each(found):
+        what = f"the trace has {one['copies']} clones and conversions of large tensors in {STEPS} steps."
+        run.require(one["copies"] < STEPS, "copies", what)
+        what = f"a number was read out of a tensor {one['reads']} times before the last matrix product."
+        run.require(one["reads"] <= (STEPS if reading == 1 else STEPS - 2), "reads", what)  # one may say each loss
+        what = f"this rank printed {one['lines']} lines."
+        run.require(one["lines"] <= (STEPS + 2 if rank == 0 else 0), "prints", what)
+
+
+LOOP, STEP, DETACHED = "for x, y in mine:", "optimizer.step()", "losses[-1] += part.detach()"
+MINE, FLAT = "mine = [prepare(text) for text in texts[rank::world_size]]", "dist.all_reduce(flat)"
+SAVED = """if rank == 0:
+        torch.save(model.state_dict(), f"{folder}/rank0.pt")"""
+WRITE = 'torch.save(model.state_dict(), f"{folder}/rank{rank}.pt")'
+MISTAKES["speed_up"] = {
+    "form": ("""Return the losses of all steps as a list: one number for each step, the mean over all lines of all
+        texts.""",
+            "return all_losses.tolist()  ->  return all_losses.tolist()[:3]"),
+    "losses": ("""The program has become another one. Each step's loss is that of all texts together, before the
+        optimizer's step.""",
+            ["dist.all_reduce(all_losses)  ->  pass", f"{FLAT}  ->  {FLAT}\nflat /= world_size"]),
+    "weights": ("""The losses agree, but the training does not. Are the gradients of all texts in every step, the last
+        one too, and the same on both ranks?""", f"{STEP}  ->  if len(losses) < steps:\n    {STEP}"),
+    "no-file": ("After the call the file rank0.pt in the folder has to hold the model's state_dict().",
+            "{folder}/rank0.pt  ->  {folder}/rank1.pt"),
+    "old-file": ("The file has the weights of an earlier step. What is kept has to be the last state.",
+            {SAVED: "", STEP: f"if rank == 0 and len(losses) == steps:\n    {WRITE}\n{STEP}"}),
+    "alone": ("""Each rank computes everything itself, so that two ranks take as long as one. Share the texts out and
+        sum up the gradients.""",
+            {"texts[rank::world_size]": "texts", FLAT: "pass", "dist.all_reduce(all_losses)": "pass"}),
+    "many-collectives": ("""One all-reduce for each tensor pays the cost of starting a collective again and again. The
+        gradients of a step can travel together.""",
+            f"{FLAT}  ->  for gradient in gradients:\n    dist.all_reduce(gradient)\n"
+            "flat = parameters_to_vector(gradients)"),
+    "prepare": ("The texts are the same in each step. What does not change need not be read again.",
+            {MINE: "mine = texts[rank::world_size]", LOOP: "for text in mine:\n    x, y = prepare(text)"}),
+    "saves-each-step": ("""Rank 0 writes the weights in each step, while the training of both ranks waits. Only the file
+        of the last state is asked for.""", {SAVED: "", STEP: f"{STEP}\nif rank == 0:\n    {WRITE}"}),
+    "saves": ("""Every rank writes the same weights, and does so in each step while the training waits. Only the file of
+        the last state on rank 0 is asked for.""", {SAVED: "", STEP: f"{STEP}\n{WRITE}"}),
+    "unbalanced": ("""The other rank waits for this one in each step, because the texts have different lengths. Share
+        out lines, not texts.""", "texts[rank::world_size]  ->  texts[2 * rank : 2 * rank + 2]"),
+    "copies": ("A tensor is copied that nobody changes, or converted and converted back.",
+            f"{LOOP}  ->  {LOOP}\n    x = x.clone().double().float()"),
+    "reads": ("""To read a number out of a tensor, the program waits until it is computed; a GPU then runs empty. The
+        losses can stay tensors until the training ends; at most one of them a step is read, by the one rank that prints
+        it.""", f"{DETACHED}  ->  losses[-1] += part.item()"),
+    "prints": ("Every rank says something in each step. One rank says as much.",
+            f'{STEP}  ->  {STEP}\nprint(f"rank {{rank}}, step {{len(losses)}}")'),
+}
+
+
+def with_ddp(model, texts, steps, prepare, folder):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x, y = (torch.cat(parts) for parts in zip(*map(prepare, texts[rank::world_size]), strict=True))
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = torch.zeros(steps)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = F.mse_loss(wrapped(x), y)  # ranks have as many lines each
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.detach() / world_size
+    dist.all_reduce(losses)
+    if rank == 0:
+        torch.save(model.state_dict(), f"{folder}/rank0.pt")
+    return losses
+
+
+RIGHT["speed_up"] = {
+    "DDP": with_ddp,
+    "rank 0 prints each loss": f'{STEP}  ->  {STEP}\nif rank == 0:\n    print(f"loss {{losses[-1].item():.4f}}")',
+    "losses in each step": {STEP: f"{STEP}\ndist.all_reduce(losses[-1])", "dist.all_reduce(all_losses)": "pass"},
+}
