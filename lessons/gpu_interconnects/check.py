@@ -1,47 +1,47 @@
-"""Checks of the exercises on interconnects.
-
-Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
-and raises :class:`CheckFailed` with a hint if not.
-"""
+"""The exercises on interconnects: what an answer must give, and the usual mistakes with their hints."""
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from course_utils import record
 from course_utils.check import (
     TIMEOUT,
+    Case,
     Exercise,
-    Outcome,
+    answer_with,
     checked,
-    load_hints,
+    exercise,
     message_steps,
     number,
-    paper_problem,
+    paper,
     show,
     values,
 )
-from course_utils.check.compare import slip_of
+from course_utils.check.compare import listed
+from course_utils.check.program import hints_of
 from course_utils.check.traffic import calls
+from course_utils.ranks import interceptor
+from course_utils.topology import cluster, reference
+
+from . import answers
 
 __all__ = [
-    "HINTS", "fit_and_predict", "gradient_seconds", "measurements", "ping_pong", "roofline_point", "widest_path",
-]  # fmt: skip
+    "MISTAKES", "RIGHT", "fit_and_predict", "gradient_seconds", "measurements", "ping_pong", "roofline_point",
+    "widest_path",
+]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
 
-
-def _near(got: float, expected: float, tolerance: float, zero: float = 0.0) -> bool:
-    """Whether two numbers agree relative to the larger one, or differ by ``zero`` at most."""
-    return math.isclose(got, expected, rel_tol=tolerance, abs_tol=zero)
-
-
-# ------------------------------------------------------------------------------------------------ fit
+# --- exercise 2: alpha and beta
 
 
 def measurements(
@@ -59,88 +59,96 @@ def measurements(
     return sizes, (alpha + beta * sizes)[:, None] * factors
 
 
-def _line(sizes: torch.Tensor, times: torch.Tensor, weights: torch.Tensor) -> tuple[float, float]:
-    """Alpha and beta by least squares, every row multiplied by its weight."""
-    columns = torch.stack([weights, sizes * weights], dim=1)
-    alpha, beta = torch.linalg.lstsq(columns, (times * weights)[:, None]).solution.flatten().tolist()
-    return alpha, beta
+@exercise("Exercise 2", passed=": alpha, beta and four unseen sizes within 10 %, with noise and hiccups.", cases=[
+    (0, "two sizes without noise", 1e-5, 1 / 10e9, 0, (10, 20)),
+    (0, "ten sizes, 5 % noise", 20e-6, 1 / 50e9, 0.05, range(10, 29, 2)),
+    (0, "seven sizes of a slow link, 5 % noise", 1e-3, 1 / 125e6, 0.05, range(8, 27, 3)),
+    Case(0, "19 sizes, the first and the last slow", (20e-6, 1 / 50e9, 0.05, range(10, 29), 1.3), "two-sizes"),
+])
+def fit_and_predict(note, answer, alpha, beta, noise, exponents, ends=1.0):
+    """All measurements of the smallest and of the largest size take ``ends`` times as long.
 
-
-def _fit_traps(sizes: torch.Tensor, seconds: torch.Tensor) -> dict[str, list[tuple[float, float]]]:
-    """Hint key to the (alpha, beta) that usual slips give."""
-    median, mean = seconds.median(dim=1).values, seconds.mean(dim=1)
-    one = torch.ones_like(sizes)
-    all_sizes, all_times = sizes.repeat_interleave(seconds.shape[1]), seconds.flatten()
-    alpha, beta = _line(sizes, median, 1 / median)
-    proportional = [float((median / sizes).median()), float((median / sizes).mean()), float(median[-1] / sizes[-1])]
-    return {
-        "absolute": [
-            _line(sizes, median, one), _line(sizes, mean, one),
-            _line(all_sizes, all_times, torch.ones_like(all_times)),
-        ],
-        "outliers": [_line(sizes, mean, 1 / mean)],
-        "no-alpha": [(0.0, ratio) for ratio in proportional],
-        "bandwidth": [(alpha, 1 / beta)],
-        "swapped": [(beta, alpha)],
-    }  # fmt: skip
-
-
-@checked
-def fit_and_predict(fn: Callable) -> None:
-    """Check ``fn(sizes, seconds, unseen) -> (alpha, beta, predicted)``: within 10 % in spite of noise and hiccups.
-
-    In the last case all measurements of the smallest and of the largest size took 1.3 times as long, which moves a fit
-    to all 19 sizes by about 3 %, and an estimate from two sizes by 30 %.
+    That moves a fit to all 19 sizes by about 3 %, and an estimate from two sizes by 30 %.
     """
-    exercise = Exercise("Exercise 2", HINTS["fit_and_predict"])
     unseen = torch.tensor([100.0, 3e3, 7e5, 3e8], dtype=torch.float64)
-    for case, alpha, beta, noise, exponents, ends in (
-        ("two sizes without noise", 1e-5, 1 / 10e9, 0, (10, 20), 1.0),
-        ("ten sizes, 5 % noise", 20e-6, 1 / 50e9, 0.05, range(10, 29, 2), 1.0),
-        ("seven sizes of a slow link, 5 % noise", 1e-3, 1 / 125e6, 0.05, range(8, 27, 3), 1.0),
-        ("19 sizes, the first and the last slow", 20e-6, 1 / 50e9, 0.05, range(10, 29), 1.3),
-    ):
-        exercise.case, exercise.fallback = case, "two-sizes" if ends > 1 else None
-        sizes, seconds = measurements(alpha, beta, noise, exponents)
-        seconds[[0, -1]] *= ends
-        got = exercise.call(fn, sizes.clone(), seconds.clone(), unseen.clone())
-        triple = isinstance(got, (tuple, list)) and len(got) == 3 and None not in map(number, got[:2])
-        triple = triple and isinstance(got[2], torch.Tensor) and got[2].shape == unseen.shape
-        exercise.require(triple, "triple", f"got {show(got)}, expected alpha, beta and a tensor.")
-        right, found = (alpha, beta), (number(got[0]), number(got[1]))
-        if not _both_near(found, right, 0.1):
-            same = partial(_both_near, found, tolerance=1e-3, zero=1e-15)
-            key = slip_of(_fit_traps(sizes, seconds), same, "value")
-            line = "alpha {:.3g} s, beta {:.3g} s/byte".format
-            exercise.differs(key, "the fit is off by more than 10 %.", line(*right), line(*found))
-        expected = alpha + beta * unseen
-        close = bool(((got[2] - expected).abs() <= 0.1 * expected).all())
-        exercise.require(close, "prediction", "the predicted times are off by more than 10 %.")
-    print("Exercise 2 passed: alpha, beta and four unseen sizes within 10 %, with noise and hiccups.")
+    sizes, seconds = measurements(alpha, beta, noise, exponents)
+    seconds[[0, -1]] *= ends
+    got = answer(sizes.clone(), seconds.clone(), unseen.clone())
+    triple = isinstance(got, tuple | list) and len(got) == 3 and None not in map(number, got[:2])
+    triple = triple and isinstance(got[2], torch.Tensor) and got[2].shape == unseen.shape
+    if not note.holds(triple, "odd", f"the function returned {show(got)}, not alpha, beta and a tensor."):
+        return
+    found, line = [number(v) for v in got[:2]], "alpha {:.3g} s, beta {:.3g} s/byte".format
+    near = all(math.isclose(f, right, rel_tol=0.1) for f, right in zip(found, (alpha, beta), strict=True))
+    what = f"the fit is off by more than 10 %.\n  expected  {line(alpha, beta)}\n  got       {line(*found)}"
+    note.holds(near, "value", what, ("fit", line(*found)))
+    expected = alpha + beta * unseen
+    close = bool(((got[2] - expected).abs() <= 0.1 * expected).all())
+    note.holds(close, "prediction", "the predicted times are off by more than 10 %.")
 
 
-def _both_near(found: Sequence[float], right: Sequence[float], tolerance: float, zero: float = 0.0) -> bool:
-    return all(_near(f, w, tolerance, zero) for f, w in zip(found, right, strict=True))
+MEDIAN = "t = seconds.median(dim=1).values"
+WEIGHTED, ONES = "[1 / t, sizes / t]", "torch.ones_like(t)[:, None]"
+FOUND = f"alpha, beta = torch.linalg.lstsq(relative, {ONES}).solution.flatten()"
+UNWEIGHTED = {WEIGHTED: "[torch.ones_like(t), sizes]", ONES: "t[:, None]"}
+
+MISTAKES["fit_and_predict"] = {
+    "absolute": ("""Least squares on the seconds themselves is dominated by the largest messages: 1 % of their time is
+        more than all of alpha.""",
+            [UNWEIGHTED, UNWEIGHTED | {"median(dim=1).values": "mean(dim=1)"},
+             UNWEIGHTED | {MEDIAN: "t, sizes = seconds.flatten(), sizes.repeat_interleave(seconds.shape[1])"}]),
+    "outliers": ("The few measurements that took ten times as long pull the fit up.",
+            "median(dim=1).values  ->  mean(dim=1)"),
+    "no-alpha": ("Time divided by size says that an empty message takes no time.",
+            [f"{FOUND}  ->  alpha, beta = torch.tensor(0.0), {ratio}"
+             for ratio in ("(t / sizes).median()", "(t / sizes).mean()", "t[-1] / sizes[-1]")]),
+    "bandwidth": ("beta is seconds per byte, and this is bytes per second.", "beta.item()  ->  1 / beta.item()"),
+    "swapped": ("Both numbers are right, but they are in the wrong order.",
+            "alpha.item(), beta.item()  ->  beta.item(), alpha.item()"),
+    "prediction": ("alpha and beta are right, but the times computed from them for the unseen sizes are not.",
+            "alpha + beta * unseen  ->  beta * unseen"),
+    "two-sizes": ("""In this case every measurement of the smallest and of the largest size is slow. An estimate that
+        rests on one or two sizes is off by as much as they are.""",
+            f"{MEDIAN}  ->  t, sizes = seconds.median(dim=1).values[[0, -1]], sizes[[0, -1]]"),
+    "value": ("Start with data without noise: two rows are then enough to compute alpha and beta by hand.",),
+}
 
 
-# ------------------------------------------------------------------------------------------------ ping-pong
+def reweighted(sizes, seconds, unseen):
+    """All measurements, in relative error; what lies far off counts less each time."""
+    x, t = np.repeat(sizes.numpy(), seconds.shape[1]), seconds.numpy().ravel()
+    weights = np.ones_like(t)
+    for _ in range(50):
+        w = weights / t
+        alpha, beta = np.linalg.lstsq(np.stack([w, x * w], 1), weights, rcond=None)[0]
+        weights = 1 / np.sqrt(np.maximum(abs(alpha + beta * x - t) / t, 1e-6))
+    return torch.tensor(alpha), torch.tensor(beta), alpha + beta * unseen
 
-_WARM_UP, _HICCUP, _TRIP = 0.75, 0.5, 0.004  # seconds on the check's clock
+
+RIGHT["fit_and_predict"] = {
+    "reweighted": reweighted,
+    "the best time": "median(dim=1).values  ->  sort(dim=1).values[:, 0]",
+    "squared weights, normal equations": {
+        WEIGHTED: "[1 / t**2, sizes / t**2]",
+        FOUND: "alpha, beta = torch.linalg.solve(relative.T @ relative, relative.T @ (1 / t))",
+    },
+}
+
+# --- exercise 3: ping-pong
+
+WARM_UP, HICCUP, TRIP = 0.75, 0.5, 0.004  # seconds on the check's clock
 
 
-def _trips(repeats: int) -> list[float]:
-    """Seconds of each round trip on the check's clock; the first is slow, one of the others has a hiccup."""
-    usual = [_TRIP * (1 + 0.25 * (5 * i % 7)) for i in range(4 * repeats)]
-    usual[1] = _HICCUP
-    return [_WARM_UP, *usual]
+def seconds_of_trips(repeats: int) -> list[float]:
+    """Of each round trip on the check's clock; the first is slow, one of the others has a hiccup."""
+    usual = [TRIP * (1 + 0.25 * (5 * i % 7)) for i in range(4 * repeats)]
+    usual[1] = HICCUP
+    return [WARM_UP, *usual]
 
 
-def _with_clock(x: torch.Tensor, fn: Callable, repeats: int) -> Any:
+def with_clock(x: torch.Tensor, fn: Callable, repeats: int) -> Any:
     """Call the answer with a clock that moves when this rank has waited for a message."""
-    from course_utils import record
-    from course_utils.ranks import interceptor
-
-    trips = _trips(repeats)
+    trips = seconds_of_trips(repeats)
 
     def clock() -> float:
         under_way = interceptor.unfinished()
@@ -152,56 +160,110 @@ def _with_clock(x: torch.Tensor, fn: Callable, repeats: int) -> Any:
 
 @checked
 def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, repeats, clock) -> seconds``: repeats + 1 messages of full size each way, one after the other."""
-    exercise = Exercise("Exercise 3", HINTS["ping_pong"], timeout)
+    """Each rank's ledger, how the messages of two ranks follow each other, and the time on the check's clock."""
+    run = Exercise("Exercise 3", hints_of(MISTAKES["ping_pong"]), timeout)
     for n, repeats, shape in ((2, 5, (50, 2)), (3, 6, ()), (4, 5, (3, 4, 5))):
         data = [values(*shape, seed=400 + rank) for rank in range(n)]
-        case = f"repeats = {repeats}, x of shape {shape}"
-        outcomes = exercise.run(_with_clock, data, fn, repeats, case=case)
-        _ping_pong(exercise, data[0].nbytes, repeats, outcomes)
-    for rank, outcome in exercise.each(outcomes):
-        exercise.require(rank == 0 or outcome.result is None, "seconds", f"this rank returned {outcome.result!r}.")
-    exercise.passed("repeats + 1 messages each way, half of the median.")
+        outcomes = run.run(with_clock, data, fn, repeats, case=f"repeats = {repeats}, x of shape {shape}")
+        for rank, outcome in run.each(outcomes):
+            keys = {"other-calls": "collective", "too-many-calls": "bystander"}
+            run.audit(outcome.ledger, {"send", "recv"}, calls=(1, None) if rank < 2 else 0, keys=keys)
+        there, back = (outcome.ledger.count("send") for outcome in outcomes[:2])
+        run.require(there == back, "no-echo", f"rank 0 sends {there} messages, rank 1 sends {back}.")
+        run.require(there == repeats + 1, "count", f"{there} round trips; {repeats + 1} are asked for.")
+        for rank, outcome in enumerate(outcomes[:2]):
+            other = {entry.bytes for entry in calls(outcome.ledger)} - {data[0].nbytes}
+            run.require(not other, "size", f"messages of {sorted(other)} bytes; x has {data[0].nbytes}.", rank)
+        steps = message_steps([outcome.ledger for outcome in outcomes])
+        run.require(steps == 2 * there, "exchange", f"the {2 * there} messages are done in {steps} steps.")
+        for rank, outcome in run.each(outcomes):
+            right = outcome.result is None if rank else number(outcome.result) is not None
+            run.require(right, "seconds", f"this rank returned {outcome.result!r}.")
+        expected = statistics.median(seconds_of_trips(repeats)[1 : repeats + 1]) / 2
+        got = number(outcomes[0].result)
+        if not math.isclose(got, expected, rel_tol=1e-6):
+            key, milliseconds = wrong_time(got, data, repeats), (f"{1e3 * s:.4g} ms" for s in (expected, got))
+            run.differs(key, "the time is wrong on the check's clock.", *milliseconds, 0)
+    run.passed("repeats + 1 messages each way, half of the median.")
 
 
-def _ping_pong(exercise: Exercise, size: int, repeats: int, outcomes: list[Outcome]) -> None:
-    for rank, outcome in exercise.each(outcomes):
-        limits, keys = ((1, None), {}) if rank < 2 else (0, {"too-many-calls": "bystander"})
-        exercise.audit(outcome.ledger, {"send", "recv"}, calls=limits, keys={"other-calls": "collective", **keys})
-    there, back = (outcome.ledger.count("send") for outcome in outcomes[:2])
-    exercise.require(there == back, "no-echo", f"rank 0 sends {there} messages, rank 1 sends {back}.")
-    what = f"{there} round trips; {repeats + 1} are asked for."
-    exercise.require(there != repeats, "no-warm-up", what)
-    exercise.require(there == repeats + 1, "count", what)
-    for rank, outcome in enumerate(outcomes[:2]):
-        other = {entry.bytes for entry in calls(outcome.ledger)} - {size}
-        exercise.require(not other, "size", f"messages of {sorted(other)} bytes; x has {size}.", rank)
-    steps = message_steps([outcome.ledger for outcome in outcomes])
-    exercise.require(steps == 2 * there, "exchange", f"the {2 * there} messages are done in {steps} steps.")
-    trips = _trips(repeats)[: repeats + 1]
-    expected = statistics.median(trips[1:]) / 2
-    got = number(outcomes[0].result)
-    exercise.require(got is not None, "seconds", f"rank 0 returned {outcomes[0].result!r}.", 0)
-    if _near(got, expected, 1e-6):
-        return
-    slips = {
-        "not-halved": [statistics.median(trips[1:])],
-        "middle": [statistics.median_low(trips[1:]) / 2, statistics.median_high(trips[1:]) / 2],
-        "warm-up-counted": [statistics.median(trips) / 2, statistics.median(trips)],
-        "mean": [f * total for total in (sum(trips[1:]) / repeats, sum(trips) / (repeats + 1)) for f in (1, 0.5)],
-        "minimum": [min(trips) / 2, min(trips)],
-        "send-only": [0.0],
-    }
-    key = slip_of(slips, lambda wrong: _near(got, wrong, 1e-6, zero=1e-9), "value")
-    expected, got = (f"{1e3 * seconds:.4g} ms" for seconds in (expected, got))
-    exercise.differs(key, "the time is wrong on the check's clock.", expected, got, 0)
+def wrong_time(got: float, data: list, repeats: int) -> str:
+    """The mistake that gives this time."""
+    for key in ("not-halved", "middle", "warm-up-counted", "mean", "send-only"):
+        for edit in listed(MISTAKES["ping_pong"][key][1]):
+            wrong = answer_with(answers.__name__, "ping_pong", edit)
+            seconds = Exercise("", {}).run(with_clock, data, wrong, repeats)[0].result
+            if math.isclose(got, number(seconds), rel_tol=1e-6, abs_tol=1e-9):
+                return key
+    return "value"
 
 
-# ------------------------------------------------------------------------------------------------ widest path
+GO_AND_RETURN = """if rank == 0:
+            dist.send(x, dst=1)
+            dist.recv(x, src=1)
+        elif rank == 1:
+            dist.recv(x, src=0)
+            dist.send(x, dst=0)"""
+STATED, NOTED = "rank, times = dist.get_rank(), []", "times.append(clock() - start)"
+MIDDLE = "statistics.median(times[1:])"
 
-Links = list[tuple[str, str, float]]
+MISTAKES["ping_pong"] = {
+    "hang": ("""At least one rank waits for a partner that never comes. Follow one round trip in the report below: while
+        one of ranks 0 and 1 sends, what does the other do?""",
+            "dist.send(x, dst=1)\n            dist.recv(x, src=1)  ->  dist.recv(x, src=1)\ndist.send(x, dst=1)"),
+    "collective": ("A message goes from one rank to one other, while a collective involves all of them.",),
+    "bystander": ("Only ranks 0 and 1 take part. If other ranks sent messages too, they would share the links.", {
+        "if rank == 0:": "if rank % 2 == 0 and rank + 1 < dist.get_world_size():", "elif rank == 1:": "elif rank % 2:",
+        "dst=1": "dst=rank + 1", "src=1": "src=rank + 1", "src=0": "src=rank - 1", "dst=0": "dst=rank - 1"}),
+    "no-echo": ("""In a round trip, each message that goes there is answered by one that comes back. That a send has
+        returned does not mean that its message has arrived.""",
+            {"dist.recv(x, src=1)": "pass", "dist.send(x, dst=0)": "pass"}),
+    "size": ("""Every message has to be as large as x, there and back. Otherwise half of a round trip is not the time
+        that x takes.""",),
+    "exchange": ("""Messages are under way at the same time. In a round trip the second one starts only when the first
+        has arrived.""", {GO_AND_RETURN: "if rank < 2:\n    both = [dist.P2POp(dist.isend, x, 1 - rank), "
+                          "dist.P2POp(dist.irecv, torch.empty_like(x), 1 - rank)]\n"
+                          "    for request in dist.batch_isend_irecv(both):\n        request.wait()"}),
+    "count": ("""Make one round trip to warm up, which opens connections and must not count, and then as many as repeats
+        says, no more and no fewer.""", {"repeats + 1": "repeats", "times[1:]": "times"}),
+    "seconds": ("Return a number of seconds on rank 0, and None on all others.",
+            "if rank == 0 else None  ->  if rank == 0 else 0.0"),
+    "not-halved": ("That is the time of a whole round trip, in which two messages follow each other.",
+            "/ 2 if  ->  if"),
+    "middle": ("""The median of an even number of round trips lies halfway between the two in the middle, and this is
+        one of these two. torch.median returns the lower one.""",
+            [f"{MIDDLE}  ->  sorted(times[1:])[repeats // 2]",
+             f"{MIDDLE}  ->  torch.tensor(times[1:]).median().item()"]),
+    "warm-up-counted": ("The first round trip is part of this median, but it is there only to warm up.",
+            "times[1:]  ->  times"),
+    "mean": ("""The docstring asks for the median. A single slow round trip pulls up the mean, and the fastest round
+        trip is not a typical one.""", ["statistics.median  ->  statistics.mean", "statistics.median  ->  min"]),
+    "send-only": ("The clock has not moved between your two looks at it: no message came back in between.",
+            {NOTED: "", "dist.send(x, dst=1)": f"dist.send(x, dst=1)\n{NOTED}"}),
+}
+RIGHT["ping_pong"] = {
+    "a receive posted before the clock": {
+        STATED: f"{STATED}\necho = torch.empty_like(x)",
+        "start = clock()": "if rank == 0:\n    arrival = dist.irecv(echo, src=1)\nstart = clock()",
+        "dist.send(x, dst=1)": "dist.isend(x, dst=1).wait()", "dist.recv(x, src=1)": "arrival.wait()",
+    },
+    "differences of stamps, from any rank": {
+        "start = clock()": "times.append(clock())", NOTED: "", "recv(x, src=1)": "recv(x)",
+        f"return {MIDDLE} / 2": "stamps = torch.tensor([*times, clock()], dtype=torch.float64)\n"
+                                "return stamps.diff()[1:].quantile(0.5) / 2",
+    },
+}
 
-_SMALL: dict[str, tuple[Links, str, str]] = {
+# --- exercise 4: the widest path
+
+Links = Sequence[tuple[str, str, float]]
+
+
+def described(machine: Any) -> tuple[list, str, str]:
+    return [(link.a, link.b, link.bandwidth) for link in machine.links], machine.gpus[0], machine.gpus[-1]
+
+
+MACHINES: dict[str, tuple[list, str, str]] = {
     "a slow straight link and a detour": (
         [("A", "B", 10e9), ("A", "C", 45e9), ("C", "D", 60e9), ("D", "B", 40e9), ("B", "E", 2e9)], "A", "B",
     ),
@@ -218,162 +280,158 @@ _SMALL: dict[str, tuple[Links, str, str]] = {
         [("A", "B", 8e9), ("B", "C", 7e9), ("C", "A", 9e9), ("C", "D", 3e9), ("D", "E", 6e9), ("B", "D", 4e9)],
         "A", "E",
     ),
+    "PCIe workstation": described(reference("pcie workstation")),
+    "two DGX H100": described(cluster("dgx h100", 2)),
 }  # fmt: skip
+LARGEST = max(len(links) for links, *_ in MACHINES.values())
 
 
-def _reference_cases() -> dict[str, tuple[Links, str, str]]:
-    from course_utils.topology import cluster, reference
-
-    machines = {"PCIe workstation": reference("pcie workstation"), "two DGX H100": cluster("dgx h100", 2)}
-    return {
-        name: ([(link.a, link.b, link.bandwidth) for link in machine.links], machine.gpus[0], machine.gpus[-1])
-        for name, machine in machines.items()
-    }
+def reached(links: Links, start: str) -> set[str]:
+    devices = {start}
+    while more := {device for link in links if devices & {*link[:2]} for device in link[:2]} - devices:
+        devices |= more
+    return devices
 
 
-def _neighbours(links: Links) -> dict[str, list[tuple[str, float]]]:
-    found: dict[str, list[tuple[str, float]]] = {}
-    for a, b, bandwidth in links:
-        found.setdefault(a, []).append((b, bandwidth))
-        found.setdefault(b, []).append((a, bandwidth))
-    return found
-
-
-def _shortest(links: Links, start: str) -> dict[str, list[float]]:
-    """Bandwidths along a path with the fewest links to each device that can be reached."""
-    neighbours, paths, todo = _neighbours(links), {start: []}, [start]
-    while todo:
-        here = todo.pop(0)
-        for other, bandwidth in sorted(neighbours.get(here, []), key=lambda link: -link[1]):
-            if other not in paths:
-                paths[other] = [*paths[here], bandwidth]
-                todo.append(other)
-    return paths
-
-
-def _at_least(links: Links, width: float) -> Links:
-    return [link for link in links if link[2] >= width]
-
-
-def _widest(links: Links, start: str, end: str) -> float:
-    return max(width for width in {link[2] for link in links} if end in _shortest(_at_least(links, width), start))
-
-
-def _greedy(links: Links, start: str, end: str) -> list[float]:
-    """Bandwidths along the path that takes the fastest link to a new device each time, as far as it leads."""
-    neighbours, here, seen, taken = _neighbours(links), start, {start}, []
-    while here != end:
-        onward = [(bandwidth, other) for other, bandwidth in neighbours[here] if other not in seen]
-        if not onward:
-            return [0.0]
-        bandwidth, here = max(onward)
-        seen.add(here)
-        taken.append(bandwidth)
-    return taken
-
-
-@checked
-def widest_path(fn: Callable) -> None:
-    """Check ``fn(links, start, end) -> (bandwidth, (device, device))`` on small graphs and reference machines."""
-    exercise = Exercise("Exercise 4", HINTS["widest_path"])
-    cases = _SMALL | _reference_cases()
-    for name, (links, start, end) in cases.items():
-        exercise.case = f"{name}, {start} to {end}"
-        exercise.fallback = "direction" if "other way" in name else None
-        _widest_path(exercise, links, start, end, exercise.call(fn, list(links), start, end))
-    print(
-        f"Exercise 4 passed on {len(cases)} machines, the largest with {max(len(c[0]) for c in cases.values())} links."
-    )
-
-
-def _widest_path(exercise: Exercise, links: Links, start: str, end: str, got: Any) -> None:
-    pair = isinstance(got, (tuple, list)) and len(got) == 2 and number(got[0]) is not None
-    pair = pair and isinstance(got[1], (tuple, list, set, frozenset)) and len(got[1]) == 2
-    exercise.require(pair, exercise.fallback or "pair", f"the function returned {got!r}.")
-    expected, bandwidth, ends = _widest(links, start, end), number(got[0]), got[1]
-    if not _near(bandwidth, expected, 1e-9):
-        path = _shortest(_at_least(links, expected), start)[end]  # a shortest of the widest
-        slips = {
-            "slowest-of-all": min(link[2] for link in links),
-            "greedy": min(_greedy(links, start, end)),
-            "fewest-hops": min(_shortest(links, start)[end]),
-            "series": 1 / sum(1 / b for b in path),
-            "sum": sum(path),
-            "average": sum(path) / len(path),
-            "first-link": path[0],
-            "fastest-link": max(path),
-        }
-        key = slip_of(slips, lambda wrong: _near(bandwidth, wrong, 1e-9), "value")
-        right, found = (f"{b / 1e9:.4g} GB/s" for b in (expected, bandwidth))
-        exercise.differs(key, "the bandwidth is wrong.", right, found)
-    text = " and ".join(map(str, ends))
-    right = any(_limits(links, start, end, link) for link in links if link[2] == expected and {*link[:2]} == {*ends})
-    exercise.require(right, "bottleneck", f"the bottleneck is not between {text}.")
-
-
-def _limits(links: Links, start: str, end: str, link: tuple[str, str, float]) -> bool:
+def limits(links: Links, start: str, end: str, link: tuple) -> bool:
     """Whether some path from start to end uses the link and none that is slower."""
-    a, b, bandwidth = link
-    others = _at_least([other for other in links if other is not link], bandwidth)
-    near, far = (_shortest(others, device) for device in (start, end))
-    return (a in near and b in far) or (b in near and a in far)
+    others = [other for other in links if other is not link and other[2] >= link[2]]
+    near, far = reached(others, start), reached(others, end)
+    return any(a in near and b in far for a, b in (link[:2], link[1::-1]))
 
 
-# ------------------------------------------------------------------------------------------------ paper problems
+@exercise(
+    "Exercise 4", passed=f"on {len(MACHINES)} machines, the largest with {LARGEST} links.", explains=("odd",), cases=[
+        Case(0, f"{name}, {start} to {end}", (links, start, end), "direction" if "other way" in name else None)
+        for name, (links, start, end) in MACHINES.items()
+    ],
+)
+def widest_path(note, answer, links, start, end):
+    """The bandwidth, and the ends of any link of a widest path that has it."""
+    got = answer(list(links), start, end)
+    pair = isinstance(got, tuple | list) and len(got) == 2 and number(got[0]) is not None
+    pair = pair and isinstance(got[1], tuple | list | set | frozenset) and len(got[1]) == 2
+    if not note.holds(pair, "odd", f"the function returned {got!r}, not a bandwidth and two devices."):
+        return
+    expected, bandwidth = answers.widest_path(links, start, end)[0], number(got[0])
+    what = f"the bandwidth is wrong.\n  expected  {expected / 1e9:.4g} GB/s\n  got       {bandwidth / 1e9:.4g} GB/s"
+    note.holds(math.isclose(bandwidth, expected), "value", what, ("bandwidth", f"{bandwidth:.6g}"))
+    right = any(limits(links, start, end, link) for link in links if link[2] == expected and {*link[:2]} == {*got[1]})
+    note.holds(right, "bottleneck", f"the bottleneck is not between {' and '.join(map(str, got[1]))}.")
 
 
-@paper_problem(
-    "Exercise 1",
-    cases=[
-        (1979, True, 3350, 8, 4096, 4096),
-        (1979, True, 3350, 4096, 4096, 4096),
-        (312, False, 2039, 64, 8192, 1024),
+AT_BORDER = "(link[0] in reached_by) != (link[1] in reached_by)"
+ONE_WAY = {AT_BORDER: "link[0] in reached_by and link[1] not in reached_by"}
+FASTEST, RESULT = "fastest = max(leaving, key=lambda link: link[2])", "return bandwidth, (a, b)"
+
+MISTAKES["widest_path"] = {
+    "greedy": ("The fastest link at each device can lead to a slow end.",
+            f"{AT_BORDER}  ->  {AT_BORDER} and list(reached_by)[-1] in link"),
+    "fewest-hops": ("The path with the fewest links is not the widest.",
+            f"{FASTEST}  ->  fastest = min(leaving, key=lambda link: [x in link for x in reached_by].index(1))"),
+    "series": ("""Times do not add up along a path here: data streams through all links at once, and the slowest sets
+        the pace.""", "return bandwidth  ->  return 1 / sum(1 / link[2] for link in path)"),
+    "sum": ("The links of a path follow one another, so their bandwidths do not add up.",
+            "return bandwidth  ->  return sum(link[2] for link in path)"),
+    "average": ("The slowest link sets the pace, however fast the others may be.",
+            "return bandwidth  ->  return sum(link[2] for link in path) / len(path)"),
+    "first-link": ("That is the bandwidth of the first link of the path. Any of its links may be the slowest.",
+            f"{RESULT}  ->  return path[-1][2], path[-1][:2]"),
+    "fastest-link": ("That is the bandwidth of the fastest link of the path.", "min(path  ->  max(path"),
+    "slowest-of-all": ("""That is the bandwidth of the slowest link of the whole machine. The path need not use that
+        link.""", "min(path  ->  min(links"),
+    "direction": ("A link works both ways, whichever of its devices is named first.",
+            [ONE_WAY, ONE_WAY | {FASTEST: f"if not leaving:\n    return None\n{FASTEST}"}]),
+    "bottleneck": ("""The bandwidth is right. The second result should name the two ends of a link on such a path whose
+        bandwidth is exactly this one.""",
+            [f"{RESULT}  ->  return bandwidth, path[-1][:2]",
+             f"{RESULT}  ->  return bandwidth, next(link[:2] for link in links if link[2] == bandwidth)"]),
+    "value": ("""Print the links that your function gets in a small case, draw them, and follow its way from start to
+        end.""",),
+}
+
+
+def dijkstra(links, start, end):
+    heap, seen = [(-float("inf"), start, None)], set()
+    while heap:
+        width, here, slowest = heapq.heappop(heap)
+        if here == end:
+            return -width, slowest[:2]
+        seen.add(here)
+        for link in links:
+            other = link[link[0] == here]
+            if here in link[:2] and other not in seen:
+                heapq.heappush(heap, (max(width, -link[2]), other, link if -link[2] > width else slowest))
+
+
+def kruskal(links, start, end):
+    part = {device: {device} for link in links for device in link[:2]}
+    for a, b, bandwidth in sorted(links, key=lambda link: -link[2]):
+        joined = part[a] | part[b]
+        part.update(dict.fromkeys(joined, joined))
+        if end in part[start]:
+            return [np.float64(bandwidth), [b, a]]
+
+
+RIGHT["widest_path"] = {"Dijkstra": dijkstra, "Kruskal": kruskal}
+
+# --- exercises 1 and 5, on paper
+
+MISTAKES["roofline_point"] = {
+    "sparsity": ("""A peak with 2:4 sparsity is twice the peak for dense matrices, but not every data sheet counts
+        sparsity.""", ["/ (2 if with_sparsity else 1)  ->  ", "(2 if with_sparsity else 1)  ->  2"]),
+    "multiply": ("A multiplication with its addition counts as two FLOP.", "2 * m * n * k  ->  m * n * k"),
+    "result": ("The result has to be written to memory as well.", "+ m * n)  ->  )"),
+    "elements": ("Intensity is FLOP per byte, and this is FLOP per number.", "2 * (m * k  ->  (m * k"),
+    "memory-only": ("To the right of the ridge, arithmetic is the limit, not memory.",
+            "min(dense, intensity * bandwidth)  ->  intensity * bandwidth"),
+    "peak-only": ("To the left of the ridge, memory is the limit, not arithmetic.",
+            ["min(dense, intensity * bandwidth)  ->  dense", "min  ->  max"]),
+    "tera": ("The docstring asks for TFLOP/s, and this is FLOP/s.", "bandwidth) / 1e12  ->  bandwidth)"),
+}
+RIGHT["roofline_point"] = {
+    "longer of two times": "min(dense, intensity * bandwidth)  ->  "
+        "2 * m * n * k / max(2 * m * n * k / dense, 2 * m * n * k / intensity / bandwidth)",
+    "left or right of the ridge": "min(dense, intensity * bandwidth)  ->  "
+        "(dense if intensity > dense / bandwidth else intensity * bandwidth)",
+}
+SLOWER = "every / min(inside, across)"
+MISTAKES["gradient_seconds"] = {
+    "directions": ("""The data sheet's figure for NVLink adds up both directions. What leaves a GPU can use only one of
+        them.""", "nvlink_total / 2  ->  nvlink_total"),
+    "gigabits": ("Gb stands for gigabits, GB for gigabytes.", "port_gigabits / 8  ->  port_gigabits"),
+    "one-port": ("That is the bandwidth of one port. A node has several, and they work side by side.",
+            "ports * port_gigabits  ->  port_gigabits"),
+    "fp32": ("Here each gradient has 2 bytes.", "* 2 * parameters  ->  * 4 * parameters"),
+    "no-factor": ("""This counts S, the size of the gradients, as what each GPU sends. In a ring it sends a different
+        amount.""", "2 * (n - 1) / n  ->  1"),
+    "node-size": ("The ring through all nodes has more GPUs than the ring on one node.",
+            "nodes * per_node  ->  per_node"),
+    "one-after-another": ("""Data streams through NVLink and the ports at the same time, so the two times do not add
+        up.""", f"{SLOWER}  ->  every / inside + every / across"),
+    "network-only": ("Many fast ports do not help if NVLink is slower: the data passes through it too.",
+            "min(inside, across)  ->  across"),
+    "half": ("Adding up is half of the work. The sums then have to come back to all GPUs.",
+            "2 * (n - 1) / n  ->  (n - 1) / n"),
+}
+RIGHT["gradient_seconds"] = {
+    "an array": {"inside, across = ": "import numpy as np\ninside, across = ",
+                 f"one / inside, {SLOWER}": f"np.array([one / inside, {SLOWER}])"},
+    "share by share, slower of two times": {
+        "2 * (n - 1) / n * 2 * parameters": "sum(4 * parameters / n for _ in range(n - 1))",
+        SLOWER: "max(every / inside, every / across)"},
+}
+
+roofline_point = paper(
+    "Exercise 1", answers.roofline_point, MISTAKES["roofline_point"],
+    units=["FLOP/byte at the ridge", "FLOP/byte here", "TFLOP/s attainable"], cases=[
+        (1979, True, 3350, 8, 4096, 4096), (1979, True, 3350, 4096, 4096, 4096), (312, False, 2039, 64, 8192, 1024),
         (312, False, 2039, 2048, 2048, 2048),
     ],
-    slips={
-        "sparsity": ["/ (2 if with_sparsity else 1)  ->  ", "(2 if with_sparsity else 1)  ->  2"],
-        "multiply": "2 * m * n * k  ->  m * n * k",
-        "result": "+ m * n)  ->  )",
-        "elements": "2 * (m * k  ->  (m * k",
-        "memory-only": "min(dense, intensity * bandwidth)  ->  intensity * bandwidth",
-        "peak-only": ["min(dense, intensity * bandwidth)  ->  dense", "min  ->  max"],
-        "tera": "bandwidth) / 1e12  ->  bandwidth)",
-    },
-    units=["FLOP/byte at the ridge", "FLOP/byte here", "TFLOP/s attainable"],
-    hints=HINTS["roofline_point"],
 )
-def roofline_point(sheet_tflops, with_sparsity, memory_bandwidth, m, n, k):
-    """Check ``fn(sheet_tflops, with_sparsity, memory_bandwidth, m, n, k) -> (ridge, intensity, attainable)``."""
-    dense = sheet_tflops * 1e12 / (2 if with_sparsity else 1)
-    bandwidth = memory_bandwidth * 1e9
-    intensity = 2 * m * n * k / (2 * (m * k + k * n + m * n))
-    return dense / bandwidth, intensity, min(dense, intensity * bandwidth) / 1e12
-
-
-@paper_problem(
-    "Exercise 5",
-    cases=[
+gradient_seconds = paper(
+    "Exercise 5", answers.gradient_seconds, MISTAKES["gradient_seconds"],
+    units=["s on one node", "s on all nodes"], cases=[
         (7e9, 16, 8, 900, 1, 100), (7e9, 16, 8, 900, 8, 400), (1e9, 2, 4, 600, 2, 200), (13e9, 4, 4, 300, 8, 400),
     ],
-    slips={
-        "directions": "nvlink_total / 2  ->  nvlink_total",
-        "gigabits": "port_gigabits / 8  ->  port_gigabits",
-        "one-port": "ports * port_gigabits  ->  port_gigabits",
-        "fp32": "size = 2  ->  size = 4",
-        "no-factor": "2 * (n - 1) / n  ->  1",
-        "node-size": "nodes * per_node  ->  per_node",
-        "one-after-another": "every / min(inside, across)  ->  every / inside + every / across",
-        "network-only": "min(inside, across)  ->  across",
-        "fastest": "min  ->  max",
-        "half": "2 * (n - 1) / n  ->  (n - 1) / n",
-        "limit": "2 * (n - 1) / n  ->  2",
-    },
-    units=["s on one node", "s on all nodes"],
-    hints=HINTS["gradient_seconds"],
 )
-def gradient_seconds(parameters, nodes, per_node, nvlink_total, ports, port_gigabits):
-    """Check ``fn(parameters, nodes, per_node, nvlink_total, ports, port_gigabits) -> (one node, all nodes)``."""
-    inside, across = nvlink_total / 2 * 1e9, ports * port_gigabits / 8 * 1e9
-    size = 2 * parameters
-    one, every = (2 * (n - 1) / n * size for n in (per_node, nodes * per_node))
-    return one / inside, every / min(inside, across)

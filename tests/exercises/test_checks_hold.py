@@ -8,7 +8,6 @@ import threading
 import time
 
 import pytest
-import test_gpu_interconnects_exercises as of_interconnects
 import torch
 import torch.distributed as dist
 
@@ -28,7 +27,7 @@ def refusal(check, answer) -> CheckFailed:
     """What the check says, once it is known that the next right answer passes: on ranks, or on paper."""
     with pytest.raises(CheckFailed) as caught:
         check(answer)
-    right = check.answer() if hasattr(check, "answer") else of_interconnects.TestInterconnects.answer(check.__name__)
+    right = check.answer() if hasattr(check, "answer") else check.formula
     check(right)
     text = str(caught.value)
     assert "course_utils" not in text and "site-packages" not in text, text
