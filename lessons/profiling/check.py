@@ -37,11 +37,11 @@ MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 
 
-def trace(rank: int, n: int, events: Sequence[Event]) -> Trace:
+def in_order(rank: int, n: int, events: Sequence[Event]) -> Trace:
     return Trace(rank, n, tuple(sorted(events, key=lambda e: (e.start, -e.end))))
 
 
-def event(name: str, start: float, end: float, category: str = "user_annotation", row: int = 0) -> Event:
+def timed_event(name: str, start: float, end: float, category: str = "user_annotation", row: int = 0) -> Event:
     return Event(name, category, start, end, row, 1, {})
 
 
@@ -63,11 +63,11 @@ def drawn_ranks(n: int, seed: int, skew: float = 0) -> list[Trace]:
         rng.shuffle(starts)
         now = max(starts) + 50
         for own, start in zip(events, starts, strict=True):
-            own.append(event("gloo:all_gather" if place % 3 == 2 else "gloo:all_reduce", start, now))
-            own.append(event("aten::mm", now, now + 20, "cpu_op"))
+            own.append(timed_event("gloo:all_gather" if place % 3 == 2 else "gloo:all_reduce", start, now))
+            own.append(timed_event("aten::mm", now, now + 20, "cpu_op"))
         now += 500
     clocks = [0.0] + [round(rng.uniform(-skew, skew)) for _ in range(n - 1)]
-    return [trace(rank, n, own).shifted(clock) for rank, (own, clock) in enumerate(zip(events, clocks, strict=True))]
+    return [in_order(rank, n, own).shifted(clock) for rank, (own, clock) in enumerate(zip(events, clocks, strict=True))]
 
 
 def recorded_pair() -> list[Trace]:
@@ -82,7 +82,7 @@ def recorded_pair() -> list[Trace]:
             moved = (each.start + (before if calls % 2 else each.end)) / 2
             before, calls = each.end, calls + 1
         copy.append(each._replace(start=moved))
-    return [one, trace(1, 2, copy).shifted(7e4)]
+    return [one, in_order(1, 2, copy).shifted(7e4)]
 
 
 def pairs(found: Any) -> list[tuple[int, float]] | None:
@@ -178,7 +178,8 @@ WORK = {  # name and category of an event
 
 def trace_of(*work: tuple[str, float, float]) -> Trace:
     """A trace of such work, each event with its start and end."""
-    return trace(0, 2, [event(WORK[w][0], a, b, WORK[w][1], row=7 + i % 3) for i, (w, a, b) in enumerate(work)])
+    events = [(*WORK[what], start, end, 7 + i % 3) for i, (what, start, end) in enumerate(work)]
+    return in_order(0, 2, [timed_event(name, a, b, category, row) for name, category, a, b, row in events])
 
 
 def drawn_trace(seed: int) -> Trace:
