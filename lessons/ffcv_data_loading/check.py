@@ -23,7 +23,7 @@ from . import answers
 from .beton import CUSTOM, FLOAT, IMAGE, INT, PAGE, CountedFile, beton, own_file, pictures, row_type
 from .ffcv.by_hand import FIELD, HEADER
 from .jobs import HIDDEN, JOBS, PLANS, STAGES, Job
-from .orders import by_page, hit_rate, in_memory
+from .page_cache import hit_rate, in_memory
 
 __all__ = [
     "JOBS", "MISTAKES", "RIGHT", "STAGES", "Job", "find_bottleneck", "hit_rate", "imagenet_epoch", "own_file",
@@ -270,6 +270,13 @@ def quasi_random(note, answer, pages, cap, ahead):
         inside = np.mean([np.array_equal(samples, theirs[page]) for page, samples in ours.items()])
         note.holds(few or list(ours) != list(theirs), "same-every-epoch", f"{same} of pages.")
         note.holds(inside < 0.5, "same-every-epoch", f"{same} of the samples in {100 * inside:.0f} % of the pages.")
+
+
+def by_page(order: np.ndarray, pages: np.ndarray) -> dict[int, np.ndarray]:
+    """The samples of each page in the order of reading; pages in the order in which they are opened."""
+    read = pages[order]
+    _, first = np.unique(read, return_index=True)
+    return {int(page): order[read == page] for page in read[np.sort(first)]}
 
 
 def chance(note, order, pages) -> None:

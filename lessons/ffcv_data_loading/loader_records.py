@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "bars", "best_workers", "compile_seconds", "gain", "machine", "rates", "rates_by_workers", "table",
-    "with_step",
+    "bars", "best_workers", "compile_seconds", "gain", "rates", "with_step",
 ]
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "loading.json"
@@ -25,34 +24,14 @@ def _record() -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def _way(key: str) -> dict[str, Any]:
-    ways = _record()["ways"]
-    if key not in ways:
-        raise ValueError(f"no way to load is called {key!r}; there are {', '.join(ways)}")
-    return ways[key]
-
-
-def machine() -> str:
-    """On what it was measured, in words."""
-    record = _record()
-    return f"{record['images']['count']:,} images, {record['machine']['cores']} cores"
-
-
 def compile_seconds() -> dict[str, float]:
     """Seconds from FFCV's Loader to its first batch: ``without_fixes_s``, ``cold_s`` and ``next_process_s``."""
     return _record()["compile"]
 
 
-def rates_by_workers(key: str) -> dict[int, float]:
-    """Images/s of a way to load for each number of workers."""
-    return {int(workers): row["images_per_s"] for workers, row in _way(key)["by_workers"].items()}
-
-
 def best_workers(key: str) -> tuple[str, dict[str, Any]]:
     """A way's name with the number of workers that is best for it, and what was measured with so many."""
-    way = _way(key)
-    if not way["by_workers"]:
-        raise ValueError(f"{way['name']} was not measured: {way['unavailable']}")
+    way = _record()["ways"][key]
     workers = max(way["by_workers"], key=lambda n: way["by_workers"][n]["images_per_s"])
     return f"{way['name']}, {workers}", way["by_workers"][workers]
 
@@ -75,25 +54,13 @@ def with_step(keys: Sequence[str], step_alone: float) -> dict[str, tuple[float, 
     return {name: (rate, min(rate, step_alone), max(0.0, 1 - rate / step_alone)) for name, rate in found}
 
 
-def bars(keys: Sequence[str], strong: str = "FFCV") -> Figure:
-    """Draw images/s of ways to load, and how many times as fast as the first each is.
-
-    Names that begin with `strong` have a colour of their own.
-    """
+def bars(keys: Sequence[str]) -> Figure:
+    """Draw images/s of ways to load, and how many times as fast as the first each is; FFCV has a colour of its own."""
     from course_utils.draw.bars import loader_bars
 
-    found = rates(*keys)
+    found, record = rates(*keys), _record()
     times = dict(zip(found, (gain(key, keys[0])[0] for key in keys), strict=True))
-    marked = [name for name in found if name.startswith(strong)]
-    title = f"recorded: {machine()}; behind each name the best number of workers"
+    marked = [name for name in found if name.startswith("FFCV")]
+    measured = f"{record['images']['count']:,} images, {record['machine']['cores']} cores"
+    title = f"recorded: {measured}; behind each name the best number of workers"
     return loader_bars(found, title, next(iter(found)), strong=marked, times=times, unit="images/s")
-
-
-def table(keys: Sequence[str]) -> str:
-    """For each way to load: its decoder, how images are stored, what its workers are, speed, and core time an image."""
-    lines = [f"{'':22}{'decoder':15} {'stored as':11}{'workers':9}images/s  CPU ms each"]
-    for key in keys:
-        way, (name, row) = _way(key), best_workers(key)
-        kind = f"{name:22}{way['decoder']:15} {way['storage']:11}{way['workers_are']:9}"
-        lines.append(f"{kind}{row['images_per_s']:8,.0f}{row['cpu_ms_per_image']:13.2f}")
-    return "\n".join(lines + [f"{way['name']}: {way['note']}" for way in map(_way, keys) if way["note"]])

@@ -3,10 +3,10 @@
     python loader_ways.py NAME IMAGES DATA WORKERS
 
 runs one epoch, prints the seconds to its first batch, then waits: for each line that it reads, a number of seconds, it
-runs epochs until so many have passed, at least one, and prints a line of JSON with images, wall and CPU seconds, over
-all processes. IMAGES is a folder of JPEG files, one folder a class; DATA one for files in the way's own format, made at
-the first call. All ways do the same: shuffle, decode, cut out a random part, resize it to 224 x 224, flip half of them,
-and collate batches of 64 as bytes, channels last in memory.
+says that it begins, runs epochs until so many have passed, at least one, and prints a line of JSON with images and
+seconds. IMAGES is a folder of JPEG files, one folder a class; DATA one for files in the way's own format, made at the
+first call. All ways do the same: shuffle, decode, cut out a random part, resize it to 224 x 224, flip half of them, and
+collate batches of 64 as bytes, channels last in memory.
 """
 
 import io
@@ -24,6 +24,10 @@ from types import ModuleType
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from lessons.ffcv_data_loading.crops import crop_box  # noqa: E402
+
 SIZE, BATCH = 224, 64
 Epoch = Callable[[], Iterator]
 
@@ -33,26 +37,12 @@ def files(images: Path) -> list[tuple[str, int]]:
     return [(str(path), label) for label, folder in enumerate(classes) for path in sorted(folder.iterdir())]
 
 
-def cut(width: int, height: int) -> tuple[int, int, int, int]:
-    """A random part, (left, top, right, bottom), as torchvision's RandomResizedCrop draws it."""
-    for _ in range(10):
-        area = width * height * random.uniform(0.08, 1.0)
-        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            left, top = random.randint(0, width - w), random.randint(0, height - h)
-            return left, top, left + w, top + h
-    side = min(width, height)
-    left, top = (width - side) // 2, (height - side) // 2
-    return left, top, left + side, top + side
-
-
 def with_pil(file) -> np.ndarray:
     """Decode and augment one image, from a path or an open file."""
     from PIL import Image
 
     image = Image.open(file).convert("RGB")
-    image = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=cut(*image.size))
+    image = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=crop_box(*image.size))
     if random.random() < 0.5:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return np.asarray(image)
@@ -68,7 +58,7 @@ def with_cv2(path) -> np.ndarray:
 def from_pixels(pixels: np.ndarray) -> np.ndarray:
     import cv2
 
-    left, top, right, bottom = cut(pixels.shape[1], pixels.shape[0])
+    left, top, right, bottom = crop_box(pixels.shape[1], pixels.shape[0])
     image = cv2.resize(pixels[top:bottom, left:right], (SIZE, SIZE), interpolation=cv2.INTER_AREA)
     return image[:, ::-1] if random.random() < 0.5 else image
 
@@ -197,7 +187,6 @@ def threads_raw(images: Path, data: Path, workers: int) -> Epoch:
 
 def ffcv(mode: str) -> Callable[[Path, Path, int], Epoch]:
     def way(images: Path, data: Path, workers: int) -> Epoch:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
         from lessons.ffcv_data_loading.ffcv import apply_fixes
 
         if "COURSE_BENCH_UNFIXED" not in os.environ:
@@ -348,48 +337,9 @@ def dali(images: Path, data: Path, workers: int) -> Epoch:
     return epoch
 
 
-WAYS = {
-    "dataloader": dataloader,
-    "dataloader_cv2": dataloader_cv2,
-    "dataloader_raw": dataloader_raw,
-    "threads_raw": threads_raw,
-    "ffcv_raw": ffcv("raw"),
-    "ffcv_mixed": ffcv("proportion"),
-    "ffcv_jpeg": ffcv("jpg"),
-    "webdataset": webdataset,
-    "litdata": litdata,
-    "mosaicml_streaming": mosaicml_streaming,
-    "grain": grain,
-    "spdl": spdl,
-    "dali": dali,
-}
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and all below it, those that have ended included."""
-    tick, below, used = os.sysconf("SC_CLK_TCK"), {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            below.setdefault(int(fields[1]), []).append(int(entry.name))
-            used[int(entry.name)] = sum(int(field) for field in fields[11:15]) / tick
-    found, todo = 0.0, [os.getpid()]
-    while todo:
-        process = todo.pop()
-        found += used.get(process, 0.0)
-        todo += below.get(process, [])
-    return found
-
-
-def settle() -> None:
-    """Wait until nothing below this process works: what is made ahead must not cost the next way its turn."""
-    before, now = -1.0, cpu_seconds()
-    while now - before > 0.03:
-        time.sleep(0.2)
-        before, now = now, cpu_seconds()
+WAYS = {way.__name__: way for way in (
+    dataloader, dataloader_cv2, dataloader_raw, threads_raw, webdataset, litdata, mosaicml_streaming, grain, spdl, dali,
+)} | {"ffcv_raw": ffcv("raw"), "ffcv_mixed": ffcv("proportion"), "ffcv_jpeg": ffcv("jpg")}
 
 
 def main() -> None:
@@ -409,13 +359,11 @@ def main() -> None:
         left = getattr(epoch, "stock", 0)  # batches made ahead, after the last turn
         while left > 0:
             left -= sum(1 for _ in itertools.islice(epoch(), left))
-        count, cpu, start = 0, cpu_seconds(), time.perf_counter()
+        print(json.dumps("begins"), file=answers)
+        count, start = 0, time.perf_counter()
         while not count or time.perf_counter() < start + float(line):
             count += sum(len(labels) for _, labels in epoch())
-        turn = {"images": count, "s": time.perf_counter() - start, "cpu_s": cpu_seconds() - cpu}
-        if hasattr(epoch, "stock"):
-            settle()
-        print(json.dumps(turn), file=answers)
+        print(json.dumps({"images": count, "s": time.perf_counter() - start}), file=answers)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from .crops import crop_box
+
 __all__ = [
     "SlowReads", "SlowStore", "Speed", "convnet", "core_ms", "costs_of_parts", "crop_box", "emulated_step",
     "image_loss", "measure", "processes", "training_step",
@@ -22,17 +22,12 @@ __all__ = [
 
 
 class Speed(NamedTuple):
-    """What an epoch of a loader is like.
+    """What an epoch of a loader is like."""
 
-    `rate` is in samples a second. `waits` is the share of the time for which the loop waited for its next batch.
-    `busy` says how many cores this process and its child processes kept at work, on average, and `core_ms` how many
-    milliseconds of a core they took for each sample.
-    """
-
-    rate: float
-    waits: float
-    busy: float
-    core_ms: float
+    rate: float  # samples a second
+    waits: float  # share of the time for which the loop waited for its next batch
+    busy: float  # cores that this process and its child processes kept at work, on average
+    core_ms: float  # milliseconds of a core that they took for each sample
 
 
 def processes() -> dict[int, float]:
@@ -47,19 +42,10 @@ def processes() -> dict[int, float]:
 
 
 def measure(loader: Iterable, step: Callable[..., object] | None = None, epochs: int = 2) -> Speed:
-    """Go through a loader for some epochs, and describe the fastest.
+    """Go through a loader for some epochs, with ``step(*batch)`` for each batch, and describe the fastest.
 
-    Time to start the workers counts as waiting. Workers that end with the epoch do not count in `busy`: make them
-    persistent.
-
-    Parameters
-    ----------
-    loader : iterable
-        Of batches; a batch is a sequence of which the first part has a length.
-    step : callable, optional
-        Called as ``step(*batch)``.
-    epochs : int
-        The first starts workers or compiles, so take two at least.
+    The first epoch starts workers or compiles, so take two at least. Time to start the workers counts as waiting.
+    Workers that end with the epoch do not count in `busy`: make them persistent.
     """
     return max((_epoch(loader, step) for _ in range(epochs)), key=lambda speed: speed.rate)
 
@@ -84,10 +70,10 @@ def _epoch(loader: Iterable, step: Callable[..., object] | None) -> Speed:
     return Speed(seen / seconds, waited / seconds, used / seconds, 1e3 * used / seen)
 
 
-def core_ms(function: Callable[[Any], object], items: Sequence, rounds: int = 2) -> float:
-    """Milliseconds of a core that a function takes for each item, in the fastest round."""
+def core_ms(function: Callable[[Any], object], items: Sequence) -> float:
+    """Milliseconds of a core that a function takes for each item, in the faster of two rounds."""
     times = []
-    for _ in range(rounds):
+    for _ in range(2):
         start = time.process_time()
         for item in items:
             function(item)
@@ -96,15 +82,15 @@ def core_ms(function: Callable[[Any], object], items: Sequence, rounds: int = 2)
 
 
 def costs_of_parts(
-    parts: Mapping[str, Callable[[Any], object]], samples: Sequence, batch: int = 64, rounds: int = 2
+    parts: Mapping[str, Callable[[Any], object]], samples: Sequence, batch: int = 64
 ) -> dict[str, float]:
-    """Seconds that a sample takes in each part of a pipeline, in the fastest round.
+    """Seconds that a sample takes in each part of a pipeline, in the faster of two rounds.
 
     Each part is called with what the part before it has returned, the last one with a whole batch.
     """
     *single, whole = parts
     found = []
-    for _ in range(rounds + 1):  # the first fills the page cache
+    for _ in range(3):  # the first fills the page cache
         times = dict.fromkeys(parts, 0.0)
         for first in range(0, len(samples), batch):
             items = samples[first : first + batch]
@@ -119,33 +105,14 @@ def costs_of_parts(
     return min(found[1:], key=lambda times: sum(times.values()))
 
 
-def crop_box(width: int, height: int) -> tuple[int, int, int, int]:
-    """Draw a part of an image, (left, top, right, bottom), as torchvision's RandomResizedCrop does.
-
-    It has 8 to 100 % of the area, and sides of 3:4 to 4:3; after ten attempts that do not fit, a square. It is drawn
-    by the generator of `random`.
-    """
-    for _ in range(10):
-        area = width * height * random.uniform(0.08, 1)
-        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            left, top = random.randint(0, width - w), random.randint(0, height - h)
-            return left, top, left + w, top + h
-    side = min(width, height)
-    return 0, 0, side, side
-
-
 def emulated_step(rate: float) -> Callable[..., None]:
     """A training step that only waits, for as long as a GPU of so many samples a second would take."""
-    if rate <= 0:
-        raise ValueError(f"rate must be above 0 samples a second, got {rate}")
     return lambda samples, *_: time.sleep(len(samples) / rate)
 
 
-def training_step(model: nn.Module, lr: float = 0.01) -> Callable[[Tensor, Tensor], None]:
+def training_step(model: nn.Module) -> Callable[[Tensor, Tensor], None]:
     """A training step on the model's GPU, which returns when the GPU has finished."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     device = next(model.parameters()).device
 
     def step(images: Tensor, labels: Tensor) -> None:
@@ -187,12 +154,7 @@ class SlowReads(Dataset):
 class SlowStore:
     """A folder as an object store: each request waits, and then gets its bytes at a bandwidth.
 
-    Attributes
-    ----------
-    requests, bytes : int
-        Answered so far.
-    seconds : float
-        Spent on them.
+    `requests`, `bytes` and `seconds` are what it has answered so far, and how long that took.
     """
 
     def __init__(self, folder: str | os.PathLike, wait: float, bandwidth: float) -> None:

@@ -9,6 +9,7 @@ are compared within a round. Writes docs/loading.json, which lesson 15 shows. Gi
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -21,6 +22,9 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # not this folder, whose ffcv would hide the library
@@ -35,10 +39,7 @@ from lessons.ffcv_data_loading.loader_records import FILE  # noqa: E402
 
 @dataclass(frozen=True)
 class Way:
-    """One way to load images: its `key` in `loader_ways`, what it needs beside torch, numbers of workers to try.
-
-    `base`: packages in the course's own versions. `removed`: what does more harm than good there.
-    """
+    """One way to load images: its `key` in `loader_ways`, what it needs beside torch, numbers of workers to try."""
 
     key: str
     name: str
@@ -47,8 +48,8 @@ class Way:
     workers_are: str
     packages: tuple[str, ...] | None = None
     workers: tuple[int, ...] = (1, 2, 4)
-    base: tuple[str, ...] = BASE
-    removed: tuple[str, ...] = ()
+    base: tuple[str, ...] = BASE  # packages in the course's own versions
+    removed: tuple[str, ...] = ()  # what does more harm than good there
     note: str = ""
 
 
@@ -71,6 +72,8 @@ WAYS = [
     Way("dataloader_raw", "DataLoader, OpenCV, pixels", "none", "mapped pixels", "processes"),
     Way("threads_raw", "threads, OpenCV, pixels", "none", "mapped pixels", "threads", workers=CORES),
 ]
+
+
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
@@ -92,10 +95,25 @@ class Running:
         """Run epochs for so many seconds; return images a second."""
         self.process.stdin.write(f"{seconds}\n".encode())
         self.process.stdin.flush()
-        self.turns.append(self._answer())
-        return self.turns[-1]["images"] / self.turns[-1]["s"]
+        self._answer()
+        before = self._cpu_seconds()
+        turn = self._answer()
+        now = self._cpu_seconds()
+        self.turns.append(turn | {"cpu_s": now - before})
+        while now - before > 0.03:  # what is made ahead must not cost the next way its turn
+            time.sleep(0.2)
+            before, now = now, self._cpu_seconds()
+        return turn["images"] / turn["s"]
 
-    def _answer(self) -> dict:
+    def _cpu_seconds(self) -> float:
+        """CPU time of the process and all below it, those that have ended included."""
+        process, found = psutil.Process(self.process.pid), 0.0
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                found += sum(each.cpu_times()[:4])
+        return found
+
+    def _answer(self) -> Any:
         ready, _, _ = select.select([self.process.stdout], [], [], 180)
         line = self.process.stdout.readline() if ready else b""
         if not line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 __all__ = [
-    "LINUX", "bytes_from_disk", "drop_from_cache", "in_memory_of", "own_memory", "pages_held", "quasi_random",
-    "share_from_memory",
+    "LINUX", "bytes_from_disk", "drop_from_cache", "hit_rate", "in_memory", "in_memory_of", "own_memory",
+    "pages_held", "quasi_random", "share_from_memory",
 ]
 
 #: Whether the counts of processes below can be read here; elsewhere they are 0.
@@ -35,48 +36,53 @@ def quasi_random(page_of: np.ndarray, window: int, rng: np.random.Generator) -> 
     return np.array(order)
 
 
-def pages_held(order: Sequence[int], page_of: np.ndarray, batch: int, ahead: int = 3) -> int:
-    """Most pages in memory at once if each is read once, `ahead` batches before its first use, and kept to its last.
+def in_memory(read: np.ndarray, ahead: int, batch: int = 1) -> np.ndarray:
+    """Pages in memory at each batch: each page from `ahead` batches before its first access to its last one.
 
-    Parameters
-    ----------
-    order : sequence of int
-        Numbers of samples in the order of reading.
-    page_of : array of int
-        The page of each sample.
-    batch : int
-        Samples in a batch.
-    ahead : int
-        FFCV's process cache takes three.
+    `read` has the page of each sample in the order of reading.
     """
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for place, page in enumerate(np.asarray(page_of)[np.asarray(order)].tolist()):
-        first.setdefault(page, place // batch)
-        last[page] = place // batch
-    changes = np.zeros(max(last.values()) + 2, int)
-    for page, begin in first.items():
-        changes[max(0, begin - ahead)] += 1
-        changes[last[page] + 1] -= 1
-    return int(np.cumsum(changes).max())
+    changes = np.zeros(-(-len(read) // batch) + 1, int)
+    for page in np.unique(read):
+        first, last = np.flatnonzero(read == page)[[0, -1]] // batch
+        changes[max(first - ahead, 0)] += 1
+        changes[last + 1] -= 1
+    return np.cumsum(changes)[:-1]
+
+
+def pages_held(order: Sequence[int], page_of: np.ndarray, batch: int) -> int:
+    """Most pages in memory at once if each is read once, and three batches ahead, as by FFCV's process cache."""
+    return int(in_memory(page_of[order], 3, batch).max())
 
 
 def share_from_memory(epochs: Sequence[Sequence[int]], page_of: np.ndarray, room: int) -> float:
-    """Share of the last epoch's samples whose page is in memory.
-
-    The memory has room for `room` pages; when it is full, the page that was used least recently goes.
-    """
+    """Share of the last epoch's samples whose page is among the `room` pages that were used most recently."""
     cache: dict[int, None] = {}  # least recently used first
     hits = 0
     for order in epochs:
         hits = 0
-        for page in np.asarray(page_of)[np.asarray(order)].tolist():
+        for page in page_of[order].tolist():
             hits += page in cache
             cache.pop(page, None)
             cache[page] = None
             if len(cache) > room:
                 del cache[next(iter(cache))]
     return hits / len(epochs[-1])
+
+
+def hit_rate(accesses: Sequence[int], cap: int) -> float:
+    """Share of accesses whose page is in memory, if ``cap`` fit and the one that is needed latest goes first."""
+    later: dict[int, list[int]] = {}
+    for step in reversed(range(len(accesses))):
+        later.setdefault(accesses[step], []).append(step)
+    held, hits = set(), 0
+    for page in accesses:
+        later[page].pop()
+        hits += page in held
+        if page not in held:
+            if len(held) == cap:
+                held.remove(max(held, key=lambda p: later[p][-1] if later[p] else math.inf))
+            held.add(page)
+    return hits / len(accesses)
 
 
 def _counts(path: str, *names: str) -> list[int]:
@@ -104,10 +110,7 @@ def drop_from_cache(path: str | os.PathLike) -> None:
 
 
 def in_memory_of(path: str | os.PathLike) -> tuple[int, int]:
-    """Bytes of a mapped file that this process has in memory, and its fair share of them.
-
-    A page that n processes have counts an n-th in the fair share.
-    """
+    """Bytes of a mapped file that this process has in memory; and its share, in which n processes divide a page."""
     smaps, rss, pss, inside = Path("/proc/self/smaps"), 0, 0, False
     for line in smaps.read_text().splitlines() if smaps.exists() else ():
         name, *values = line.split()

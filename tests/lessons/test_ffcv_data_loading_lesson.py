@@ -39,7 +39,7 @@ def test_an_image_is_cut_out_resized_and_sometimes_flipped():
 
 def test_the_decoder_gives_no_fewer_pixels_than_the_crop_wants(monkeypatch):
     names, kept = lesson(), []
-    cut, photograph = names["cut_out"], ImageFolder(image_folder(count=20, classes=2) / "train").large_photograph(0)
+    cut, photograph = names["cut_out"], ImageFolder(image_folder(count=20) / "train").large_photograph(0)
 
     def noted(image, box, size):
         kept.append((image.size, box))

@@ -1,8 +1,7 @@
 """FFCV 1.0.2 as the course uses it: whether it is here, what ends its hangs, and a compile cache that lasts.
 
-FFCV is not maintained any more, so what goes wrong in it stays. `apply_fixes` makes the repairs; each one names the
-line of FFCV that it is there for, and is left out where FFCV does not have that line. No repair changes what a right
-program reads or writes.
+FFCV is not maintained any more, so what goes wrong in it stays. `apply_fixes` makes the repairs, which are for this
+version only. None changes what a right program reads or writes.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import os
@@ -18,8 +18,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,28 +30,20 @@ __all__ = ["FIXES", "Fix", "apply_fixes", "missing"]
 HOW_TO_INSTALL = "In the course's folder: make ffcv"
 
 
-@dataclass(frozen=True)
-class Fix:
-    """One repair: what goes wrong and why (`why`), and the `line` of FFCV's `place` that is at fault."""
+class Fix(NamedTuple):
+    """One repair, and what goes wrong without it and why."""
 
-    name: str
-    why: str
-    place: str
-    line: str
     make: Callable[[], None]
+    why: str
 
 
 FIXES: list[Fix] = []
 
 
-def _fix(place: str, line: str) -> Callable:
+def _fix(make: Callable[[], None]) -> Callable[[], None]:
     """Register a function that makes a repair; its docstring says why."""
-
-    def register(make: Callable[[], None]) -> Callable[[], None]:
-        FIXES.append(Fix(make.__name__.strip("_"), inspect.cleandoc(make.__doc__), place, line, make))
-        return make
-
-    return register
+    FIXES.append(Fix(make, inspect.cleandoc(make.__doc__)))
+    return make
 
 
 @cache
@@ -72,20 +64,16 @@ def missing() -> str | None:
     return None
 
 
-def apply_fixes() -> tuple[str, ...]:
-    """Import FFCV and repair it; return the names of the repairs made by this call, none at a second one.
+@cache
+def apply_fixes() -> None:
+    """Import FFCV and repair it, once in a process. Call it where `ffcv` would be imported, and on every rank.
 
-    Call it where `ffcv` would be imported, in the notebook and on every rank. Raises `ModuleNotFoundError` with the
-    text of `missing` where FFCV cannot be used.
+    Raises `ModuleNotFoundError` with the text of `missing` where FFCV cannot be used.
     """
     if reason := missing():
         raise ModuleNotFoundError(reason, name="ffcv")
-    made = []
     for fix in FIXES:
-        if fix.line in _source(fix.place):
-            fix.make()
-            made.append(fix.name)
-    return tuple(made)
+        fix.make()
 
 
 def _import() -> None:
@@ -97,6 +85,8 @@ def _import() -> None:
     import numba
     import numba.typed
 
+    if (found := importlib.metadata.version("ffcv")) != "1.0.2":
+        raise ImportError(f"the course is for FFCV 1.0.2, and this is {found}")
     if "NUMBA_CACHE_DIR" not in os.environ:
         numba.config.CACHE_DIR = str(user_cache.folder("numba"))
     if "ffcv" in sys.modules:
@@ -111,29 +101,10 @@ def _import() -> None:
         numba.typed.Dict = typed
 
 
-def _find(place: str) -> tuple[object, str]:
-    """The owner of what a dotted path means, and its name there."""
-    module, _, inside = place.partition(":")
-    owner = importlib.import_module(module)
-    *parents, name = inside.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    return owner, name
-
-
-def _source(place: str) -> str:
-    owner, name = _find(place)
-    value = getattr(owner, name, None)
-    try:
-        return inspect.getsource(value.fget if isinstance(value, property) else value)
-    except (OSError, TypeError):
-        return ""
-
-
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-@_fix("ffcv.writer:DatasetWriter._write_common", "while previous != self.num_samples:")
+@_fix
 def _writer_that_dies() -> None:
     """A process of the writer that dies leaves the others, and the notebook, waiting for ever.
 
@@ -149,7 +120,7 @@ def _writer_that_dies() -> None:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-@_fix("ffcv.loader.epoch_iterator:EpochIterator.run", "except StopIteration:\n            self.output_queue.put(None)")
+@_fix
 def _error_in_the_pipeline() -> None:
     """An error in the thread that runs the pipeline ends that thread, and the loop waits for a batch for ever.
 
@@ -190,7 +161,7 @@ def _error_in_the_pipeline() -> None:
     atexit.register(epoch.close_all)
 
 
-@_fix("ffcv.memory_managers.process_cache.page_reader:PageReader.run", "length = read(fileno, self.memory[slot]")
+@_fix
 def _error_while_reading_pages() -> None:
     """With ``os_cache=False`` an error of a thread that reads pages ends it, and the pipeline waits for its page.
 
@@ -229,7 +200,7 @@ def _error_while_reading_pages() -> None:
     schedule.ScheduleExecutor.__enter__ = enter
 
 
-@_fix("ffcv.pipeline.graph:Graph.group_operations", "current_front = next_front")
+@_fix
 def _operations_out_of_order() -> None:
     """A compiled operation behind ``ToTensor`` makes the Loader's constructor loop for ever.
 
@@ -269,7 +240,7 @@ def _operations_out_of_order() -> None:
     Graph.group_operations, Graph.codegen_all = check_and_group, generate_and_name
 
 
-@_fix("ffcv.pipeline.pipeline_spec:PipelineSpec.__init__", "self.transforms = transforms")
+@_fix
 def _pipeline_used_twice() -> None:
     """A Loader takes the decoder out of the list of operations that it is given.
 
@@ -289,7 +260,7 @@ def _pipeline_used_twice() -> None:
     PipelineSpec.__init__, PipelineSpec.accept_decoder = start, accept_once
 
 
-@_fix("ffcv.pipeline.compiler:Compiler.set_num_threads", "ch.set_num_threads(n)")
+@_fix
 def _threads_of_others() -> None:
     """A Loader sets the number of threads of all of PyTorch to its own, and fails with more workers than cores.
 
@@ -312,7 +283,7 @@ def _threads_of_others() -> None:
 # ---------------------------------------------------------------------------------------------------------- compiling
 
 
-@_fix("ffcv.memory_managers.os_cache:OSCacheManager.state_type", "t1.mutable = False")
+@_fix
 def _types_changed_in_place() -> None:
     """FFCV makes a type of Numba's read-only by changing it, and Numba has one object for all equal types.
 
@@ -326,7 +297,7 @@ def _types_changed_in_place() -> None:
     OSCacheManager.state_type = property(lambda _: state)
 
 
-@_fix("ffcv.pipeline.compiler:Compiler.compile", "parallel=parallel)(code)")
+@_fix
 def _compiled_again_and_again() -> None:
     """Each Loader compiles each of its operations anew, 3 to 6 s, and so does each process.
 

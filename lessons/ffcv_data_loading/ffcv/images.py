@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -28,61 +28,45 @@ from . import user_cache
 
 __all__ = ["ImageFolder", "image_folder", "make_image"]
 
+CLASSES = 10
 QUALITY = 90  # of the JPEG files
 _VERSION = 1  # of the images: what is in a user's cache is made again when it changes
 _TILE = 640  # pixels a side of the noise that surfaces are cut from
 _POINTS = (3, 4, 5, 6, 8)  # corners of the objects: a polygon and a star of each
 
 
-def image_folder(root: Path | str | None = None, count: int = 2000, classes: int = 10, seed: int = 0) -> Path:
+def image_folder(count: int = 2000) -> Path:
     """Return the folder of an ImageNet-shaped set, made at the first call (a few seconds for 2,000 images).
 
-    It holds ``train/<class>/<class>_<number>.JPEG``, `count` images, and ``val/<class>/ILSVRC2012_val_<number>.JPEG``,
-    a tenth as many. Classes are named as ImageNet's are, n90000001 and on, numbers that ImageNet does not use, and
-    have the same number of images, give or take one. Shorter sides are from 208 to 304 pixels, longer ones up to
-    1.6 times as long.
-
-    Parameters
-    ----------
-    root : folder in which the set's own folder lies; None is the course's folder below the user's cache.
+    It holds ``train/<class>/<class>_<number>.JPEG``. Classes are named as ImageNet's are, n90000001 and on, numbers
+    that ImageNet does not use, and have the same number of images, give or take one. Shorter sides are from 208 to 304
+    pixels, longer ones up to 1.6 times as long.
     """
-    if not 1 <= classes <= 1000:
-        raise ValueError(f"classes must be 1 to 1000, got {classes}")
-    if count < classes:
-        raise ValueError(f"count must be at least one image a class, {classes}, got {count}")
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, got {seed}")
-    parent = user_cache.folder("images") if root is None else Path(root)
-    parent.mkdir(parents=True, exist_ok=True)
-    final = parent / f"images-{count}-{classes}-{seed}-v{_VERSION}"
+    final = user_cache.folder("images") / f"images-{count}-{CLASSES}-0-v{_VERSION}"
     if not final.exists():
-        with user_cache.alone(parent / f".{final.name}.lock"):
-            if not final.exists():
-                _make_set(final, count, classes, seed)
+        _make_set(final, count)
     return final
 
 
-def _make_set(final: Path, count: int, classes: int, seed: int) -> None:
+def _make_set(final: Path, count: int) -> None:
     """Make the set beside its place and move it there when it is complete."""
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+
+    def make(number: int) -> None:
+        label = number % CLASSES
+        name = f"n{90000001 + label}"
+        path = partial / "train" / name / f"{name}_{number}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_image(label, number).save(path, "JPEG", quality=QUALITY)
+
     try:
-        names = [f"n{90000001 + label}" for label in range(classes)]
-        for split in ("train", "val"):
-            for name in names:
-                (partial / split / name).mkdir(parents=True)
-        jobs = [(i % classes, i, f"train/{names[i % classes]}/{names[i % classes]}_{i}.JPEG") for i in range(count)]
-        for i in range(max(count // 10, classes)):
-            name = names[i % classes]
-            jobs.append((i % classes, count + i, f"val/{name}/ILSVRC2012_val_{i + 1:08d}.JPEG"))
-
-        def make(job: tuple[int, int, str]) -> None:
-            label, number, path = job
-            make_image(label, number, seed).save(partial / path, "JPEG", quality=QUALITY)
-
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # most of the work runs without Python's lock
-            list(pool.map(make, jobs))
+            list(pool.map(make, range(count)))
         partial.chmod(0o755)
         partial.rename(final)
+    except OSError:  # another process has made it meanwhile
+        if not final.exists():
+            raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -97,10 +81,9 @@ class ImageFolder(Dataset):
     def __init__(self, folder: Path | str, transform: Callable | None = None) -> None:
         self.folder = Path(folder)
         self.classes = sorted(entry.name for entry in self.folder.iterdir() if entry.is_dir())
-        found = [(path, label) for label, name in enumerate(self.classes) for path in _jpegs(self.folder / name)]
-        if not found:
-            raise FileNotFoundError(f"{folder} has no folders with JPEG files, one folder a class")
-        self.paths, self.labels = [path for path, _ in found], [label for _, label in found]
+        files = {label: sorted((self.folder / name).iterdir()) for label, name in enumerate(self.classes)}
+        self.paths = [path for some in files.values() for path in some]
+        self.labels = [label for label, some in files.items() for _ in some]
         self.transform = transform
 
     def __len__(self) -> int:
@@ -111,9 +94,8 @@ class ImageFolder(Dataset):
             image = file.convert("RGB")
         return (image if self.transform is None else self.transform(image)), self.labels[index]
 
-    def _sheet(self, numbers: Iterable[int], width: int, height: int, columns: int) -> Image.Image:
+    def _sheet(self, numbers: list[int], width: int, height: int, columns: int) -> Image.Image:
         """Images side by side, each resized to `width` by `height`, row by row; without the transform."""
-        numbers = [*numbers]
         sheet = Image.new("RGB", (columns * width, -(-len(numbers) // columns) * height))
         for place, number in enumerate(numbers):
             with Image.open(self.paths[number % len(self)]) as file:
@@ -121,28 +103,23 @@ class ImageFolder(Dataset):
             sheet.paste(image, (place % columns * width, place // columns * height))
         return sheet
 
-    def contact_sheet(self, number: int = 8) -> Image.Image:
-        """Show so many images side by side, from the first class to the last, in 128 colours."""
-        return self._sheet((i * len(self) // number for i in range(number)), 110, 88, number).quantize(128)
+    def contact_sheet(self) -> Image.Image:
+        """Show eight images side by side, from the first class to the last, in 128 colours."""
+        return self._sheet([i * len(self) // 8 for i in range(8)], 110, 88, 8).quantize(128)
 
     def large_photograph(self, number: int) -> bytes:
         """A JPEG file of 1200 x 960 pixels: 16 images side by side, so each part has as much detail as they have.
 
         The sixteen are spread over the set, and others for each `number`.
         """
-        stream = io.BytesIO()
-        spread = (7 * place for place in range(16 * number, 16 * number + 16))
+        stream, spread = io.BytesIO(), [7 * place for place in range(16 * number, 16 * number + 16)]
         self._sheet(spread, 300, 240, 4).save(stream, "JPEG", quality=QUALITY)
         return stream.getvalue()
 
 
-def _jpegs(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpeg", ".jpg"))
-
-
-def make_image(label: int, number: int, seed: int = 0) -> Image.Image:
+def make_image(label: int, number: int) -> Image.Image:
     """Draw image `number` of a set, with the object of class `label`; the same arguments give the same pixels."""
-    rng = np.random.default_rng([seed, number])
+    rng = np.random.default_rng([0, number])
     short = int(rng.integers(208, 305))
     long = int(short * rng.choice([1, 1.25, 4 / 3, 4 / 3, 1.5, 1.6]))
     width, height = (long, short) if rng.random() < 0.7 else (short, long)

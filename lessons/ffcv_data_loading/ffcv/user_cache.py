@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 _NAME = "distributed-deep-learning-course"
@@ -22,13 +21,3 @@ def folder(name: str) -> Path:
             if os.access(place / _NAME / name, os.W_OK):
                 return place / _NAME / name
     raise PermissionError(f"neither {places[0]} nor {places[1]} can be written; set XDG_CACHE_HOME to one that can")
-
-
-@contextlib.contextmanager
-def alone(lock: Path) -> Iterator[None]:
-    """Hold the file `lock`, which one process at a time can do while others wait; a process that dies lets go of it."""
-    import fcntl
-
-    with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
