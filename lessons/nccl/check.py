@@ -1,516 +1,593 @@
-"""Checks of the exercises on NCCL's algorithms.
+"""The exercises on NCCL's algorithms: what each rank must find, and the usual mistakes with their hints.
 
-Each takes the learner's function, and ``timeout`` in seconds if it runs on ranks; it prints one line if that passes,
-and raises :class:`CheckFailed` with a hint if not.
+Whole numbers are summed, whose sums in float32 are exact: any order of adding is right.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, combinations, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from course_utils.check import (
-    TIMEOUT,
-    CheckFailed,
-    Exercise,
-    Outcome,
-    checked,
-    close,
-    load_hints,
-    message_steps,
-    paper_problem,
-    values,
-)
-from course_utils.check.traffic import by_node, sent
+from course_utils import record
+from course_utils.check import Case, Note, close, exercise, message_steps, paper, sent, show, values
+from course_utils.check.traffic import by_node
+from course_utils.topology import two_level
+from lessons.collectives.collective_algorithms import step_through
+
+from . import answers
+from .fabric import emulate
 
 __all__ = [
-    "HINTS", "crossover_ranks", "crossover_size", "hierarchical_all_reduce", "mended_ring_all_reduce",
+    "MISTAKES", "RIGHT", "crossover_ranks", "crossover_size", "hierarchical_all_reduce", "mended_ring_all_reduce",
     "pick_algorithm", "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter", "tree_all_reduce",
 ]
 
-HINTS = load_hints(__file__)
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
+
+LIBRARY = """Only messages count here: send, recv, isend, irecv and batch_isend_irecv. You are asked to build from them
+    what the library's collectives do."""
+
+
+def numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Whole numbers; those of int64 have more digits than a float."""
+    scale = 1e3 if dtype.is_floating_point else 2.0**57
+    return (scale * values(*shape, seed=seed)).round().to(dtype) + 1
+
+
+def from_all(value: Any) -> list:
+    """What all ranks hand in, by rank."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def ran(note: Note, answer: Any, audit: bool, *given: Any) -> tuple[Any, Any, list[list]]:
+    """What the answer returns on this rank, its ledger, and those of all ranks.
+
+    Ranks hand in their ledgers in an audit only: a rank that has returned must not wait for one that hangs.
+    """
+    with record() as ledger:
+        got = answer(*given)
+    ledgers = from_all(list(ledger)) if audit else []
+    note.talks(ledger, dist.get_world_size())
+    note.sent(ledger, {"send", "recv"}, other_calls="library")
+    return got, ledger, ledgers
+
+
+def same(note: Note, got: Any, right: Tensor, what: str = "the result") -> None:
+    """The right numbers to the last digit, in the right dtype."""
+    note.equal(got, right, what)
+    dtype = getattr(got, "dtype", None)
+    told = f"{what} is wrong.\n  expected  {show(right)} of {right.dtype}\n  got       {show(got)} of {dtype}"
+    note.holds(dtype == right.dtype and torch.equal(got, right), "dtype", told)
+
+
+def kept(note: Note, x: Tensor, before: Tensor) -> None:
+    note.holds(torch.equal(x, before), "input-changed", "the result is right, but the input x was changed.")
+
+
+def with_audits(cases: list[Case]) -> list[Case]:
+    """All cases for their results, then once more for their ledgers; on two ranks all algorithms look alike."""
+    return [
+        Case(case.ranks, case.name, (audit, *case.args), None if audit else case.hint, case.errors)
+        for audit in (False, True) for case in cases if not audit or case.ranks > 2
+    ]
+
+
+# --- rings
+
+
+def ring_cases(twelve: tuple[int, ...], given: bool) -> list[Case]:
+    """Shape, rings and dtype; rings in another order where they are given. The audits come after all results."""
+    cases = [Case(2, "a number without dimensions", ((), [[0, 1]]), "shape", "0-d|dims|dimension")]
+    cases = cases if len(twelve) > 1 else []
+    for n in (4, 3, 1, 2):
+        world, few = [list(range(n))], f"{n - 1} number{'s' * (n > 2)}"
+        others = [
+            Case(n, "11 numbers", ((11,), world), "not-divisible"),
+            Case(n, few, ((n - 1,), world), "small"),
+            Case(n, "12 numbers of dtype int64", (twelve, world, torch.int64), "dtype"),
+        ]
+        cases = [Case(n, "12 numbers", (twelve, world)), *others[: 3 * (n > 1)], *cases]
+    for count, rings in [(11, [[2, 0, 1]]), (3, [[3, 0, 2, 1]]), (12, [[0, 2], [3, 1]])] if given else []:
+        name = f"ring{'s' * (len(rings) > 1)} {' and '.join(map(str, rings))}, {count} numbers"
+        cases.append(Case(sum(map(len, rings)), name, ((count,), rings), "ring"))
+    return with_audits(cases)
+
+
+def inputs(shape: tuple, rings: list, dtype: torch.dtype = torch.float32) -> tuple[list[int], int, list[Tensor]]:
+    """The ring of this rank, its place there, and what each place holds."""
+    rank = dist.get_rank()
+    ring = next(ring for ring in rings if rank in ring)
+    return ring, ring.index(rank), [numbers(shape, r, dtype) for r in ring]
+
+
+def in_a_ring(note: Note, ledgers: list[list], ring: list[int], x: Tensor, halves: int, turn: int = -1) -> None:
+    """Audit: chunks, in ``halves`` times N-1 steps; -1 turns to the left."""
+    if not ledgers:
+        return
+    rank, n, rounds = dist.get_rank(), len(ring), halves * (len(ring) - 1)
+    place, chunk = ring.index(rank), math.ceil(x.numel() / n) * x.itemsize
+    peers = [{entry.peer for entry in ledger if entry.op == "send"} for ledger in ledgers]
+    hub = any(set().union(*peers[:r], *peers[r + 1 :]) == {r} for r in range(len(peers)))
+    note.holds(not hub, "hub", "all other ranks send to one rank, and to no other.")
+    note.sent(ledgers[rank], largest=chunk, too_large="whole-tensor")
+    following, before = ring[(place + turn) % n], ring[(place - turn) % n]
+    key = "ring" if ring != sorted(ring) else "direction" if peers[rank] == {before} else "not-a-ring"
+    told = f"this rank sends to rank {', '.join(map(str, sorted(peers[rank])))}."
+    note.holds(peers[rank] <= {following}, key, told)
+    total = sum(sent(ledgers[r]) for r in ring)
+    enough = "the ranks of the ring send {number:.0f} bytes; {most} are enough."
+    note.at_most("too-many-bytes", total, rounds * n * chunk, enough)
+    note.at_most("too-few-bytes", rounds * x.nbytes, total, "the ranks send {most:.0f} bytes; it takes {number}.")
+    note.at_most("steps", message_steps(ledgers), rounds, "the messages need {number} steps; {most} are enough.")
+
+
+PASSED = "N-1 steps, and (N-1)/N of the tensor sent by each."
+
+
+@exercise("Exercise 1", passed=PASSED, cases=ring_cases((12,), True))
+def ring_reduce_scatter(note, answer, audit, *case):
+    ring, place, data = inputs(*case)
+    x = data[place].clone()
+    got, ledger, ledgers = ran(note, answer, audit, x, ring)
+    same(note, got, sum(data).tensor_split(len(ring))[place])
+    kept(note, x, data[place])
+    note.holds(all(entry.end is not None for entry in ledger), "unwaited", "a message was not waited for.")
+    in_a_ring(note, ledgers, ring, x, halves=1)
+
+
+@exercise("Exercise 2", passed=PASSED, cases=ring_cases((12,), True))
+def ring_all_gather(note, answer, audit, *case):
+    ring, place, (right, *_) = inputs(*case)
+    x = torch.full_like(right, -1000)
+    x.tensor_split(len(ring))[place].copy_(right.tensor_split(len(ring))[place])
+    got, _, ledgers = ran(note, answer, audit, x, ring)
+    filled = close(x, right) or not close(got, right)
+    note.holds(filled, "not-in-place", "the chunks are returned, and x is not filled.")
+    same(note, x, right, "x after the call")
+    in_a_ring(note, ledgers, ring, x, halves=1)
+
+
+def summed_in_a_ring(note: Note, answer: Any, turn: int, audit: bool, *case: Any) -> None:
+    ring, place, data = inputs(*case)
+    x = data[place].clone()
+    got, _, ledgers = ran(note, answer, audit, x, *[ring] * (turn < 0))
+    same(note, got, sum(data))
+    kept(note, x, data[place])
+    in_a_ring(note, ledgers, ring, x, 2, turn)
+
+
+@exercise("Exercise 2", passed=f"2({PASSED[:3]}) steps, and 2{PASSED[15:]}", cases=ring_cases((3, 4), True))
+def ring_all_reduce(note, answer, *case):
+    summed_in_a_ring(note, answer, -1, *case)
+
+
+@exercise("Exercise 5", passed="2(N-1) steps, and 2(N-1)/N of the tensor sent by each.", cases=ring_cases((12,), False))
+def mended_ring_all_reduce(note, answer, *case):
+    summed_in_a_ring(note, answer, 1, *case)
+
+
+STARTED = "dist.batch_isend_irecv([send, receive])"
+FINISHED = f"for request in {STARTED}:\n            request.wait()"
+WAITED = FINISHED.replace("            ", "    ")  # where it begins a new text
+ONE_BY_ONE = "(one.op(one.tensor, one.peer) for one in (send, receive){})"
+WORLD = "list(range(dist.get_world_size()))"
+SORTED = "n, place = len(ring)  ->  ring = sorted(ring)\nn, place = len(ring)"
+SUM_OF_ONE = """total, received = x.clone(), torch.empty_like(x)
+if dist.get_rank() != ring[0]:
+    dist.send(x, ring[0])
+    dist.recv(total, ring[0])
+    return total
+for other in ring[1:]:
+    dist.recv(received, other)
+    total += received
+for other in ring[1:]:
+    dist.send(total, other)
+return total
+"""
+
+RING = {
+    "library": LIBRARY,
+    "hang": """With gloo a send returns only once the other side receives. If all ranks of a ring send first, or all
+        receive first, none of them gets any further.""",
+    "not-divisible": """Here N does not divide the number of elements, so the N chunks cannot all have the same
+        length.""",
+    "small": """Here there are fewer elements than ranks, so some chunk is empty. torch.chunk and torch.split make fewer
+        than N chunks of such a short tensor.""",
+    "dtype": """The result must have the dtype of x, and so must every buffer on the way: large whole numbers lose
+        digits in a float. torch.empty makes float32 unless told otherwise.""",
+    "ring": "It passed with the ring 0, 1, …, N-1, but not with this one. A place is not a rank: ring[place] is.",
+    "whole-tensor": """The result is right, but a message carries more than one chunk. In a ring only chunks travel, 1/N
+        of the tensor in each step.""",
+    "hub": """Everything passes through one rank, whose link is then the bottleneck. In a ring each rank sends to one
+        neighbour and receives from the other.""",
+    "not-a-ring": """The result is right, but this rank does not send to its next neighbour alone. A ring has one way in
+        and one way out for each rank, and it can be laid along the fastest links.""",
+    "direction": """The result is right, but this ring turns to the right. Each place should send to the place before
+        it.""",
+    "steps": """The bytes are right, but messages wait for one another. In every step all ranks should send and receive
+        at once.""",
+    # of an all-reduce
+    "tail": """The last elements, those beyond the largest multiple of N, were not summed. All N chunks take part,
+        including the last.""",
+    "not-gathered": """This rank has the sum of one chunk only. The second N-1 steps should bring it the others.""",
+    "missing": """No chunk is finished here. The second half has to start with the chunk that the first half finished on
+        this rank; any other chunk that it sends overwrites a finished one.""",
+    "added": """Finished sums were added once more. Only the first N-1 steps add; in the others, what arrives replaces
+        what was there.""",
+}
+
+
+def ring_rows(edits: dict[str, Any]) -> dict[str, tuple]:
+    """The hints of rings, with the edits of one solution that they are for."""
+    return {key: (hint, edits[key]) if key in edits else (hint,) for key, hint in RING.items()}
+
+
+MISTAKES["ring_reduce_scatter"] = ring_rows({
+    "hang": f"{STARTED}  ->  {ONE_BY_ONE.format('')}",
+    "not-divisible": ".tensor_split(n)  ->  .split(len(x) // n)",
+    "small": ".tensor_split(n)  ->  .chunk(n)",
+    "dtype": {"x.clone()": "x.clone().float()", "return chunks[place]": "return chunks[place].to(x.dtype)"},
+    "ring": SORTED,
+}) | {
+    "unwaited": ("A rank returns while one of its own messages is still under way: not every request was waited for.",
+            f"{STARTED}  ->  {STARTED}[1:]"),
+    "first-chunk": ("""This rank returns the chunk that it sent away in the first step; the sum is in another one. The
+        chunk of place p has to reach p in the last step.""", "range(1, n)  ->  range(n - 1)"),
+    "wrong-chunk": ("""The chunk is finished, but it belongs to another place. Which chunk has to arrive in the last
+        step, and which one is therefore sent first?""",
+            {"range(1, n)": "range(n - 1)", "return chunks[place]": "return chunks[place - 1]"}),
+    "not-added": ("""It holds the numbers of one rank only: what came in was not added, or was read before it had
+        arrived.""", "into += received  ->  into.copy_(received)"),
+    "partial": ("""The numbers of some ranks are missing. A chunk visits all N ranks in N-1 steps, and what travels is
+        the sum so far, not a rank's own numbers.""",
+            "isend, chunks[(place + step) % n]  ->  isend, x.tensor_split(n)[(place + step) % n]"),
+    "whole-result": ("The docstring asks for one chunk only, that of this rank's place.",
+            {"x.clone()": "(y := x.clone())", "return chunks[place]": "ring_all_gather(y, ring)\nreturn y"}),
+    "input-changed": ("tensor_split returns views: whatever is added into a chunk of x changes x.", "x.clone()  ->  x"),
+}
+MISTAKES["ring_all_gather"] = ring_rows({
+    "not-divisible": ".tensor_split(n)  ->  .split(len(x) // n)",
+    "ring": SORTED,
+    "direction": {"chunks = x.tensor_split(n)": "ring, place = ring[::-1], n - 1 - place\n"
+                  "chunks = x.tensor_split(n)[::-1]"},
+    "steps": f"{STARTED}  ->  {ONE_BY_ONE.format('[:: 1 - place % 2 * 2]')}",
+    "whole-tensor": {
+        "chunks = x": "whole = torch.empty_like(x)\nchunks = x", "isend, out": "isend, x",
+        "irecv, into": "irecv, whole",
+        "request.wait()": "request.wait()\ninto.copy_(whole.tensor_split(n)[(place + step + 1) % n])",
+    },
+}) | {
+    "missing": ("""Some chunks still hold what was there before. Each of the N-1 steps passes on the chunk that came in
+        the step before; the first one sends the rank's own.""", "range(n - 1)  ->  range(1, n)"),
+    "not-passed-on": ("The chunk of one neighbour came again and again, while each step should bring another one.",
+            "out, into = chunks[(place + step) % n]  ->  out, into = chunks[place]"),
+    "order": ("All chunks are there, but chunk p of x has to come from place p of the ring.",
+            {"chunks = x.tensor_split(n)": "chunks = x.tensor_split(n)\nchunks[0].copy_(chunks[place].clone())",
+             "chunks[(place + step) % n], chunks[(place + step + 1) % n]": "chunks[step], chunks[step + 1]"}),
+    "added": ("An all-gather adds nothing: what arrives replaces what was there.",
+            {"irecv, into": "irecv, received := torch.empty_like(into)", FINISHED: f"{WAITED}\ninto += received"}),
+    "not-in-place": ("The function has to fill x itself, and returns nothing.",
+            {"chunks = x": "x = x.clone()\nchunks = x", FINISHED: f"{WAITED}\nif step == n - 2:\n    return x"}),
+}
+GATHER, RESULT = "ring_all_gather(flat, ring)", "flat.reshape(x.shape)"
+MISTAKES["ring_all_reduce"] = ring_rows({
+    "library": f"{GATHER}  ->  dist.all_reduce(flat)",
+    "tail": {"x.clone().tensor_split(n)": "x.clone().split(len(x) // n)",
+             "chunks = x.tensor_split(n)": "chunks = x.split(len(x) // n)",
+             "flat.tensor_split(len(ring))": "flat.split(len(flat) // len(ring))"},
+    "ring": "flat = x  ->  ring = sorted(ring)\nflat = x",
+    "hub": f"flat = x  ->  {SUM_OF_ONE}flat = x",
+    "not-a-ring": {
+        "into = chunks[(place + step + 1) % n]": "into = chunks[place]",
+        "chunks[(place + step) % n], ring[place - 1]": "chunks[(place + step) % n], ring[(place + step) % n]",
+        "received, ring[(place + 1) % n]": "received, ring[place - step]",
+    },
+    "not-gathered": f"{GATHER}  ->  pass",
+    "missing": "range(n - 1)  ->  range(1, n)",
+    "added": f"{GATHER}  ->  own = flat.clone()\n{GATHER}\nflat += own\nmine /= 2",
+}) | {"shape": ("The sum has the shape of x, which may have any number of dimensions.",
+                [f"{RESULT}  ->  flat", "reshape(x.shape)  ->  reshape(x.shape or (1,))"])}
+COPY, LAST = "result = x.clone()", "into.copy_(into + received if step < n - 1 else received)"
+BOTH = "dist.batch_isend_irecv([receive, send])"
+MISTAKES["mended_ring_all_reduce"] = ring_rows({
+    "small": "result.tensor_split(n)  ->  result.chunk(n)",
+    "steps": f"{BOTH}  ->  {ONE_BY_ONE.format('[:: 1 - rank % 2 * 2]')}",
+    "not-gathered": "range(2 * (n - 1))  ->  range(n - 1)",
+    "missing": "out, into =  ->  step += step >= n - 1\nout, into =",
+    "added": f"{LAST}  ->  into += received",
+}) | {
+    "only-two-ranks": ("""With two ranks, the left neighbour is also the right one. Write down for 3 ranks who sends to
+        whom, and who receives from whom.""", "received, (rank - 1) % n  ->  received, (rank + 1) % n"),
+    "tail": ("""One of the faults: the last elements were never summed. Print len(chunks) for 11 numbers on 2 ranks. How
+        many chunks are there, and how many take part?""", "result.tensor_split(n)  ->  result.split(len(x) // n)"),
+    "direction": ("""The result is right, but this ring turns to the left. The given one sends to rank + 1; mend it and
+        keep its direction.""", f"{COPY}  ->  return ring_all_reduce(x, {WORLD})\n{COPY}"),
+}
+
+RIGHT["ring_reduce_scatter"] = {
+    "receives first": f"{STARTED}  ->  dist.batch_isend_irecv([receive, send])",
+    "the send in a thread": {
+        FINISHED: "from threading import Thread\n\nthread = Thread(target=dist.send, args=(send.tensor, send.peer))\n"
+        "thread.start()\ndist.recv(received, receive.peer)\nthread.join()",
+    },
+}
+RIGHT["ring_all_gather"] = {
+    "isend, recv": {FINISHED: "send = dist.isend(out, ring[place - 1])\ndist.recv(into, receive.peer)\nsend.wait()"},
+    "irecv, send": {FINISHED: "receive = dist.irecv(into, receive.peer)\ndist.send(out, send.peer)\nreceive.wait()"},
+}
+RIGHT["ring_all_reduce"] = {
+    "the same ring, begun elsewhere": "flat = x  ->  ring = ring[1:] + ring[:1]\nflat = x",
+    "padded to a multiple of the ranks": {
+        "x.flatten().clone()": "torch.cat([x.flatten(), x.new_zeros(-x.numel() % len(ring))])",
+        RESULT: "flat[: x.numel()].reshape(x.shape)",
+    },
+}
+RIGHT["mended_ring_all_reduce"] = {
+    "two loops": {
+        "for step in range(2 * (n - 1)):": "for step in [*range(n - 1), *range(n - 1, 2 * n - 2)]:",
+        LAST: "if step < n - 1:\n    into += received\nelse:\n    into[:] = received",
+    },
+    "isend and recv": {f"for request in {BOTH}:\n            request.wait()": "send = dist.isend(out, send.peer)\n"
+                       "dist.recv(received, receive.peer)\nsend.wait()"},
+}
+
+# --- a tree
+
+
+def tree_cases(trees: list[tuple[int, int]]) -> list[Case]:
+    """Cases of ranks and root."""
+    hints = {n: "power-of-two" for n in (3, 5)}
+    return [Case(n, f"root {root}", (root, torch.float32), "root" if root else hints.get(n)) for n, root in trees]
+
+
+@exercise("Exercise 3", passed="2(N-1) messages in 0, 2, 4, 4, 6, 6, 6 steps.", cases=[
+    *with_audits(tree_cases([(2, 0), (4, 0)])),
+    *with_audits([*tree_cases([(3, 0), (5, 0), (8, 0), (1, 0), (2, 1), (4, 3), (3, 1), (3, 2), (5, 4), (6, 5)]),
+                  Case(3, "root 0, x of dtype int64", (0, torch.int64), "dtype")]),
+])
+def tree_all_reduce(note, answer, audit, root, dtype):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    data = [numbers(() if n == 8 else (2, 3), r, dtype) for r in range(n)]
+    x = data[rank].clone()
+    got, _, ledgers = ran(note, answer, audit, x, root)
+    same(note, got, sum(data))
+    kept(note, x, data[rank])
+    if not audit:
+        return
+    sends = [[entry for entry in ledger if entry.op == "send"] for ledger in ledgers]
+    levels, messages = math.ceil(math.log2(n)), sum(map(len, sends))
+    total, least = sum(entry.bytes for some in sends for entry in some), 2 * (n - 1) * x.nbytes
+    note.sent(ledgers[rank], largest=x.nbytes)
+    key = "exchange" if messages == n * levels else "too-many-calls"
+    note.at_most(key, messages, 2 * (n - 1), "the ranks send {number} messages; {most} are enough.")
+    note.at_most("too-few-bytes", least, total, "the ranks send {most} bytes; it takes {number}.")
+    hops = {(entry.peer - r) % n for r, some in enumerate(sends) for entry in some}
+    key = "hub" if max(map(len, sends)) == n - 1 else "chain" if hops <= {1, n - 1} else "order"
+    note.at_most(key, message_steps(ledgers), 2 * levels, "the messages need {number} steps; {most} are enough.")
+    calls = [entry.op for entry in ledgers[rank]]
+    note.holds(rank != root or calls == sorted(calls), "root", "the root receives after it has sent.")
+
+
+PLACES = "x.clone(), torch.empty_like(x)"
+GET = "dist.recv(received, (rank + distance) % n)"
+UP, ANSWER = "dist.send(total, (rank - distance) % n)", "dist.recv(total, (rank - distance) % n)"
+DOWN = "dist.send(total, (rank + distance) % n)"
+CALLS, IF_CHILD = (GET, UP, ANSWER, DOWN), "if place + distance < n:\n            "
+
+MISTAKES["tree_all_reduce"] = {
+    "library": (LIBRARY,),
+    "hang": ("""A rank waits for a message that nobody sends, or both sides of a pair send first. Follow one pair in the
+        report below: which of the two sends, and in which round?""",
+            {f"{UP}\n        {ANSWER}": f"{ANSWER}\n{UP}"}),
+    "not-broadcast": ("The root has the sum, but this rank does not. The second half sends it back down the tree.",
+            {ANSWER: "return total", "while distance > 1:": "while False:"}),
+    "own-sent": ("""The numbers of some ranks are missing. A rank that has children passes on the sum of its whole
+        subtree, not only its own numbers.""", f"{UP}  ->  {UP.replace('total', 'x')}"),
+    "added": ("On the way down, the finished sum replaces what a rank holds; it is not added to it.",
+            f"{ANSWER}  ->  {ANSWER.replace('total', 'received')}\ntotal += received"),
+    "root": ("The partial sums have to meet at the root, whichever rank that is and however many there are.",
+            ["(rank - root) % n, x  ->  rank, x",
+             {"(rank - root) % n, x": "rank ^ root, x"}
+             | {call: call.replace("(rank", "(place").replace("% n", "^ root") for call in CALLS}]),
+    "power-of-two": ("""It is right when N is a power of two. Otherwise some of the last ranks would have partners that
+        do not exist.""", {f"{IF_CHILD}{call}": f"if True:\n    {call}" for call in (GET, DOWN)}),
+    "dtype": (RING["dtype"], {PLACES: "x.clone().float(), torch.empty_like(x).float()",
+                              "return total": "return total.to(x.dtype)"}),
+    "hub": ("""One rank receives from all the others in turn and then sends to all of them, which takes 2(N-1) steps. In
+        a tree, pairs add at the same time.""",
+            f"distance = 1  ->  ring = [root, *(r for r in range(n) if r != root)]\n{SUM_OF_ONE}distance = 1"),
+    "chain": ("""The sum goes from hand to hand and back again, which takes 2(N-1) steps. In a tree, pairs add at the
+        same time.""",
+            {"while distance < n and place % (2 * distance) == 0:": "while distance < 2:",
+             **{call: call.replace("distance", "1") for call in (UP, ANSWER)}}),
+    "order": ("""The children of a rank come one after another: on the way up the smallest subtree first, on the way
+        down the largest. So those that come later may have more below them.""",
+            {"distance = 1": "distance, children = 1, []",
+             f"{GET}\n            total += received": "children.append((rank + distance) % n)",
+             "if place:": "for c in children[::-1]:\n    dist.recv(received, c)\n    total += received\nif place:"}),
+    "exchange": ("""Both sides of each pair send, which is recursive doubling. It takes half as many steps, but every
+        rank sends log2 N tensors. In a tree one side of a pair sends on the way up, the other on the way down.""",
+            "distance = 1  ->  distance = 1\nwhile distance < n:\n    request = dist.isend(total, rank ^ distance)\n"
+            "    dist.recv(received, rank ^ distance)\n    request.wait()\n    total = total + received\n"
+            "    distance *= 2\nreturn total"),
+}
+RIGHT["tree_all_reduce"] = {
+    "the tree in a mirror": {"(rank - root)": "(root - rank)"} | {
+        call: call.replace("rank +", "rank - 1 *").replace("rank - d", "rank + 1 * d") for call in CALLS
+    },
+    "requests": {call: call.replace("dist.", "dist.i") + ".wait()" for call in CALLS},
+}
+
+# --- two levels
 
 INTRA = (3.4e-6, 1 / 450e9)  # alpha in s, beta in s/byte: an NVLink hop of NCCL's ring, NVLink 4 one way
 INTER = (14e-6, 1 / 50e9)  # a network hop, one InfiniBand NDR port
 
 
-def _numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random numbers that depend on the seed only; whole ones are too large for float64."""
-    if dtype.is_floating_point:
-        return values(*shape, seed=seed)
-    generator = torch.Generator().manual_seed(7919 * (seed + 1))
-    return torch.randint(2**57, 2**58, shape, generator=generator, dtype=dtype)
-
-
-def _only_messages(exercise: Exercise, rank: int, outcome: Outcome, n: int) -> None:
-    exercise.communicates(rank, outcome, n)
-    exercise.audit(outcome.ledger, {"send", "recv"}, keys={"other-calls": "library"})
-
-
-def _the_same(exercise: Exercise, outcomes: list[Outcome], ranks: Sequence[int]) -> None:
-    """Refuse sums that are right on all of the ranks, and not the same to the last bit."""
-    for rank in ranks:
-        same = torch.equal(outcomes[rank].result, outcomes[ranks[0]].result)
-        exercise.require(same, "differs", f"the result is not that of rank {ranks[0]}.", rank)
-
-
-# ------------------------------------------------------------------------------------------------ rings
-
-_OTHER_RINGS = {3: [(11, [[2, 0, 1]])], 4: [(3, [[3, 0, 2, 1]]), (12, [[0, 2], [3, 1]])]}
-
-
-class RingCase(NamedTuple):
-    """What is given to the ranks of rings, and the hint if an answer fails here first."""
-
-    name: str
-    shape: tuple[int, ...]
-    rings: list[list[int]]
-    fallback: str | None = None
-    dtype: torch.dtype = torch.float32
-
-
-def _ring_cases(n: int, other_rings: bool, any_shape: bool) -> Iterator[RingCase]:
-    """Inputs for ``n`` ranks."""
-    world, twelve = [list(range(n))], (3, 4) if any_shape else (12,)
-    yield RingCase("12 numbers", twelve, world)
-    if n > 1:
-        yield RingCase("11 numbers", (11,), world, "not-divisible")
-        yield RingCase(f"{n - 1} number{'s' * (n > 2)}", (n - 1,), world, "small")
-        yield RingCase("12 numbers of dtype int64", twelve, world, "dtype", torch.int64)
-    if n == 2 and any_shape:
-        yield RingCase("a number without dimensions", (), world, "shape")
-    for count, rings in _OTHER_RINGS.get(n, []) if other_rings else []:
-        name = f"ring{'s' * (len(rings) > 1)} {' and '.join(map(str, rings))}, {count} numbers"
-        yield RingCase(name, (count,), rings, "ring")
-
-
-def _on_rings(x: torch.Tensor, fn: Callable, rings: list[list[int]]) -> Any:
-    import torch.distributed as dist
-
-    return fn(x, next(ring for ring in rings if dist.get_rank() in ring))
-
-
-def _check_ring(
-    exercise: Exercise, fn: Callable, make: Callable, compare: Callable, halves: int, takes_ring: bool = True
-) -> None:
-    """Run a ring algorithm on several inputs and look at its results, then at how they came about.
-
-    ``make(ring, rank, case)`` gives a rank's input, ``compare(data, ring, rank, outcome)`` refuses a wrong result.
-    ``halves`` times N-1 steps are allowed. A ring that is an argument turns to the left, the other one to the right.
-    """
-    on_two_ranks = []
-    for n in (2, 1, 3, 4):
-        for case in _ring_cases(n, takes_ring, "shape" in exercise.hints):
-            ring_of = {rank: ring for ring in case.rings for rank in ring}
-            data = [make(ring_of[rank], rank, case) for rank in range(n)]
-            call = (_on_rings, data, fn, case.rings) if takes_ring else (fn, data)
-            outcomes = exercise.run(*call, case=case.name, fallback=case.fallback, errors="0-d|dims|dimension")
-            for rank, outcome in exercise.each(outcomes):
-                _only_messages(exercise, rank, outcome, n)
-                compare(data, ring_of[rank], rank, outcome)
-                if "unwaited" in exercise.hints and any(entry.end is None for entry in outcome.ledger):
-                    exercise.refuse("unwaited", "a message was not waited for.")
-            run = exercise.case, data[0], case.rings, outcomes
-            if n == 2:
-                on_two_ranks.append(run)
-            else:
-                _audit_ring(exercise, *run, halves, -1 if takes_ring else 1)
-    for run in on_two_ranks:  # last: all algorithms look alike on them
-        _audit_ring(exercise, *run, halves, -1 if takes_ring else 1)
-
-
-def _audit_ring(
-    exercise: Exercise, case: str, x: torch.Tensor, rings: list, outcomes: list[Outcome], halves: int, turn: int
-) -> None:
-    """Refuse other ways than a ring of chunks: peers, bytes and steps."""
-    exercise.case = case
-    ledgers = [outcome.ledger for outcome in outcomes]
-    n, chunk = len(rings[0]), math.ceil(x.numel() / len(rings[0])) * x.element_size()
-    peers = [{entry.peer for entry in ledger if entry.op == "send"} for ledger in ledgers]
-    for hub in range(n if n > 2 else 0):
-        others = set().union(*(to for rank, to in enumerate(peers) if rank != hub))
-        exercise.require(others != {hub}, "hub", f"all other ranks send to rank {hub}, and to no other.")
-    usual = all(ring == sorted(ring) for ring in rings)
-    for ring in rings:
-        for place, rank in enumerate(ring):
-            with exercise.on_rank(rank):
-                most = halves * (n - 1) * chunk
-                exercise.audit(ledgers[rank], sent=most, largest=chunk, keys={"too-large": "whole-tensor"})
-                following, before = ring[(place + turn) % n], ring[(place - turn) % n]
-                key = "ring" if not usual else "direction" if peers[rank] == {before} else "not-a-ring"
-                told = f"this rank sends to rank {', '.join(map(str, sorted(peers[rank])))}."
-                exercise.require(peers[rank] <= {following}, key, told)
-        least = halves * (n - 1) * x.nbytes
-        exercise.audit(chain(*(ledgers[rank] for rank in ring)), sent=(least, None), where="all ranks together: ")
-    steps, enough = message_steps(ledgers), halves * (n - 1)
-    exercise.require(steps <= enough, "steps", f"the messages need {steps} steps; {enough} are enough.")
-    for ring in rings if "differs" in exercise.hints else []:
-        _the_same(exercise, outcomes, ring)
-
-
-@checked
-def ring_reduce_scatter(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, ring) -> chunk``: N-1 steps, S minus one chunk sent."""
-    exercise = Exercise("Exercise 1", HINTS["ring_reduce_scatter"], timeout)
-
-    def make(ring: list[int], rank: int, case: RingCase) -> torch.Tensor:
-        return _numbers(case.shape, 400 + rank, case.dtype)
-
-    def compare(data: list, ring: list[int], rank: int, outcome: Outcome) -> None:
-        n, place = len(ring), ring.index(rank)
-        total = sum(data[r] for r in ring)
-        sums, parts = total.tensor_split(n), [data[r].tensor_split(n)[place] for r in ring]
-        traps = {}
-        if 1 < n == len(data) and len(total) == 12:
-            arcs = [sum(parts[(i + k) % n] for k in range(length)) for length in range(2, n) for i in range(n)]
-            others = [chunk for i, chunk in enumerate(sums) if i != place]
-            traps = {"whole-result": total, "wrong-chunk": others, "not-added": parts, "partial": arcs}
-            traps["average"] = sums[place] / n
-            if n == 2 and close(outcome.result, parts[place]) and _own_chunk_first(fn, timeout):
-                traps = {"first-chunk": parts[place]}
-        exercise.equal(rank, outcome.result, sums[place], traps, dtype=total.dtype)
-        exercise.keeps_input(rank, outcome)
-
-    _check_ring(exercise, fn, make, compare, halves=1)
-    exercise.passed("N-1 steps, and (N-1)/N of the tensor sent by each.")
-
-
-def _own_chunk_first(fn: Callable, timeout: float) -> bool:
-    """Whether place 0 of two begins with the chunk that it should end with: 11 numbers make chunks of 6 and 5."""
-    data = [_numbers((11,), 400 + rank) for rank in range(2)]
-    try:
-        ledger = Exercise("", HINTS["ring_reduce_scatter"], timeout).run(_on_rings, data, fn, [[0, 1]])[0].ledger
-    except CheckFailed:
-        return False
-    return next((entry.bytes for entry in ledger if entry.op == "send"), 0) == 6 * data[0].element_size()
-
-
-_OLD = -1000  # stands where an all-gather has to write
-
-
-@checked
-def ring_all_gather(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, ring)``, in place: N-1 steps, S minus one chunk sent."""
-    exercise = Exercise("Exercise 2", HINTS["ring_all_gather"], timeout)
-
-    def make(ring: list[int], rank: int, case: RingCase) -> torch.Tensor:
-        n, place, own = len(ring), ring.index(rank), _numbers(case.shape, 500 + rank, case.dtype)
-        x = torch.full_like(own, _OLD)
-        x.tensor_split(n)[place].copy_(own.tensor_split(n)[place])
-        return x
-
-    def compare(data: list, ring: list[int], rank: int, outcome: Outcome) -> None:
-        n, place, after = len(ring), ring.index(rank), outcome.after
-        chunks = [data[r].tensor_split(n)[i] for i, r in enumerate(ring)]
-        expected, traps = torch.cat(chunks), {}
-        if close(outcome.result, expected) and not close(after, expected):
-            exercise.refuse("not-in-place", "the chunks are returned, and x is not filled.")
-        if 1 < n == len(data) and len(expected) == 12:
-            slips = {
-                "order": [[chunks[(place + sign * i) % n] for i in range(n)] for sign in (1, -1)],
-                "not-passed-on": [
-                    [c if i == place else chunks[(place + k) % n] for i, c in enumerate(chunks)] for k in (1, -1)
-                ],
-                "added": [[c if i == place else c + _OLD for i, c in enumerate(chunks)], [c + _OLD for c in chunks]],
-            }
-            traps = {key: list(map(torch.cat, some)) for key, some in slips.items()}
-            traps["missing"] = after if (after == _OLD).any() else None
-        exercise.equal(rank, after, expected, traps, "x after the call")
-
-    _check_ring(exercise, fn, make, compare, halves=1)
-    exercise.passed("N-1 steps, and (N-1)/N of the tensor sent by each.")
-
-
-@checked
-def ring_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, ring) -> sum over the ring``: 2(N-1) steps, 2(N-1)/N of S sent."""
-    _ring_all_reduce(Exercise("Exercise 2", HINTS["ring_all_reduce"], timeout), fn, takes_ring=True)
-
-
-@checked
-def mended_ring_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x) -> sum over all ranks``: 2(N-1) steps, 2(N-1)/N of S sent."""
-    _ring_all_reduce(Exercise("Exercise 5", HINTS["mended_ring_all_reduce"], timeout), fn, takes_ring=False)
-
-
-def _ring_all_reduce(exercise: Exercise, fn: Callable, takes_ring: bool) -> None:
-    def make(ring: list[int], rank: int, case: RingCase) -> torch.Tensor:
-        return _numbers(case.shape, 600 + rank, case.dtype)
-
-    def compare(data: list, ring: list[int], rank: int, outcome: Outcome) -> None:
-        total = sum(data[r] for r in ring)
-        traps = _all_reduce_traps(data, ring, rank, total)
-        exercise.equal(rank, outcome.result, total, traps, dtype=total.dtype)
-        exercise.keeps_input(rank, outcome)
-
-    _check_ring(exercise, fn, make, compare, halves=2, takes_ring=takes_ring)
-    exercise.passed("2(N-1) steps, and 2(N-1)/N of the tensor sent by each.")
-
-
-def _all_reduce_traps(data: list, ring: list[int], rank: int, total: torch.Tensor) -> dict[str, list]:
-    """Hint key to wrong results of an all-reduce; most need two ranks only, and those come first."""
-    n, count, sums, own = len(ring), total.numel(), total.flatten(), data[rank].flatten()
-    body = count // n * n  # elements that N divides
-    if body < count:
-        return {"tail": [torch.cat([sums[:body], tail]) for tail in (0 * own[body:], own[body:])] if body else []}
-    if not n == len(data) == 2:
-        return {"average": [total / n]} if 2 < n == len(data) else {}
-    (a, b), (mine_a, mine_b), other = sums.tensor_split(2), own.tensor_split(2), sums - own
-    halves = {
-        "not-gathered": [(a, mine_b), (mine_a, b), (a, 0 * b), (0 * a, b)],
-        "added": [(a, b + mine_b), (a + mine_a, b)],
-        "missing": product((mine_a, other[: len(a)]), (mine_b, other[len(a) :])),
-    }
-    traps = {key: [torch.cat(pair).reshape(total.shape) for pair in pairs] for key, pairs in halves.items()}
-    traps["not-gathered"] += [a, b]
-    return traps | {"average": [total / n]}
-
-
-# ------------------------------------------------------------------------------------------------ tree
-
-_TREES = [(2, 0), (4, 0), (3, 0), (5, 0), (8, 0), (1, 0), (2, 1), (4, 3), (3, 1), (3, 2), (5, 4), (6, 5)]  # ranks, root
-
-
-@checked
-def tree_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, root) -> sum over ranks``: 2(N-1) messages in 2⌈log2 N⌉ steps."""
-    exercise = Exercise("Exercise 3", HINTS["tree_all_reduce"], timeout)
-    steps = {}
-    for n, root, dtype in [*((*tree, torch.float32) for tree in _TREES), (3, 0, torch.int64)]:
-        shape = () if n == 8 else (2, 3)
-        data = [_numbers(shape, 700 + rank, dtype) for rank in range(n)]
-        whole = dtype == torch.int64
-        fallback = "dtype" if whole else "root" if root else "power-of-two" if n in (3, 5) else None
-        outcomes = exercise.run(fn, data, root, case=f"root {root}" + ", x of dtype int64" * whole, fallback=fallback)
-        for rank, outcome in exercise.each(outcomes):
-            _only_messages(exercise, rank, outcome, n)
-            traps = _tree_traps(data, rank) if n in (2, 4) and not root else {}
-            exercise.equal(rank, outcome.result, sum(data), traps, dtype=dtype)
-            exercise.keeps_input(rank, outcome)
-        steps[n] = _audit_tree(exercise, root, outcomes)
-    exercise.passed(f"2(N-1) messages in {', '.join(str(steps[n]) for n in sorted(steps))} steps.")
-
-
-def _tree_traps(data: list, rank: int) -> dict[str, list]:
-    n, total = len(data), sum(data)
-    subsets = [sum(data[r] for r in ranks) for size in range(2, n) for ranks in combinations(range(n), size)]
-    return {
-        "not-broadcast": [data[rank], 0 * data[rank], sum(data[rank : rank + 2])] if rank else [],
-        "added": [total + data[rank], total + sum(data[rank : rank + 2])],
-        "average": [total / n],
-        "own-sent": subsets,
-    }
-
-
-def _audit_tree(exercise: Exercise, root: int, outcomes: list[Outcome]) -> int:
-    """Refuse other ways than a tree; return the number of steps."""
-    n, size, ledgers = len(outcomes), outcomes[0].before.nbytes, [outcome.ledger for outcome in outcomes]
-    sends = [[entry for entry in ledger if entry.op == "send"] for ledger in ledgers]
-    doubling = [entry.bytes for entry in chain(*sends)] == [size] * n * math.ceil(math.log2(n))
-    exercise.audit(
-        chain(*sends), calls=(2 * (n - 1), 2 * (n - 1)), sent=(2 * (n - 1) * size, None), largest=size,
-        where="all ranks together: ", keys={"too-many-calls": "exchange" if doubling else "too-many-messages"},
-    )
-    steps, allowed = message_steps(ledgers), 2 * math.ceil(math.log2(n))
-    hops = {(entry.peer - rank) % n for rank, some in enumerate(sends) for entry in some}
-    children = defaultdict(list)
-    for rank, some in enumerate(sends):
-        if rank != root and some:
-            children[some[0].peer].append(rank)
-    key = (
-        "hub" if max(map(len, sends)) == n - 1
-        else "chain" if hops <= {1, n - 1}
-        else "too-deep" if 2 * _rounds(children, root, n) > allowed
-        else "order"
-    )
-    exercise.require(steps <= allowed, key, f"the messages need {steps} steps; {allowed} are enough.")
-    order = [entry.op for entry in ledgers[root]]
-    late = root > 0 and "send" in order and "recv" in order[order.index("send") :]
-    exercise.require(not late, "root", "the root receives after it has sent.", root)
-    _the_same(exercise, outcomes, range(n))
-    return steps
-
-
-def _rounds(children: dict[int, list[int]], rank: int, left: int) -> int:
-    """Steps from ``rank`` to all of its subtree, of at most ``left`` levels, if the children come in the best order."""
-    below = sorted((_rounds(children, child, left - 1) for child in children.get(rank, []) if left), reverse=True)
-    return max((i + rounds for i, rounds in enumerate(below, 1)), default=0)
-
-
-# ------------------------------------------------------------------------------------------------ two levels
-
-
-@checked
-def hierarchical_all_reduce(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(x, nodes, per_node) -> sum over ranks``: few bytes between nodes, and faster than a flat ring."""
-    exercise = Exercise("Exercise 4", HINTS["hierarchical_all_reduce"], timeout)
-    for nodes, per_node, count in ((2, 3, 12), (2, 2, 11), (3, 2, 12), (3, 2, 7)):
-        data = [_numbers((count,), 800 + rank) for rank in range(nodes * per_node)]
-        case = f"{nodes} nodes of {per_node}, {count} numbers"
-        fallback = "not-divisible" if count < 12 else "two-nodes" if nodes > 2 else None
-        outcomes = exercise.run(fn, data, nodes, per_node, case=case, fallback=fallback)
-        for rank, outcome in exercise.each(outcomes):
-            _only_messages(exercise, rank, outcome, len(data))
-            _two_levels(exercise, data, nodes, per_node, rank, outcome.result)
-            exercise.keeps_input(rank, outcome)
-        _audit_levels(exercise, nodes, per_node, outcomes)
-    data = [_numbers((2**18,), 800 + rank) for rank in range(8)]
-    took, outcomes = _emulated(exercise, data, fn)
-    for rank, outcome in enumerate(outcomes):
-        _two_levels(exercise, data, 2, 4, rank, outcome.result)
-    _audit_levels(exercise, 2, 4, outcomes)
-    ring, _ = _emulated(exercise, data, _flat_ring)
-    what = f"{took:.4g} µs of emulated time; the flat ring takes {ring:.4g} µs."
-    exercise.require(took < ring, "slow", what)
-    exercise.passed(f"{took:.3g} µs of emulated time on 2 nodes of 4, where the flat ring takes {ring:.3g} µs.")
-
-
-def _emulated(exercise: Exercise, data: list, fn: Callable) -> tuple[float, list[Outcome]]:
-    """Microseconds of ``fn(x, 2, 4)`` on emulated links, and the outcomes."""
-    outcomes = exercise.run(_timed, data, fn, 2, 4, case="emulated links, 2 nodes of 4, 1 MiB")
-    results = [outcome.result for outcome in outcomes]
-    for outcome, (result, _, ledger) in zip(outcomes, results, strict=True):
-        outcome.result, outcome.ledger = result, ledger
-    return 1e6 * max(seconds for _, seconds, _ in results), outcomes
-
-
-def _timed(x: torch.Tensor, fn: Callable, nodes: int, per_node: int) -> tuple[Any, float, Any]:
-    """What ``fn`` returns on emulated links, the seconds that it takes there, and its ledger."""
-    from course_utils import record
-    from course_utils.topology import two_level
-
-    from .fabric import emulate
-
-    with emulate(two_level(nodes, per_node, INTRA, INTER)) as clock:
-        with record() as ledger:
-            result = fn(x, nodes, per_node)
-        seconds = clock.seconds
-    return result, seconds, ledger
-
-
-def _flat_ring(x: torch.Tensor, nodes: int, per_node: int) -> None:
-    """The textbook's ring over all ranks, in place."""
-    from lessons.collectives.collective_algorithms import step_through
-
-    for _ in step_through("all_reduce", x.view(nodes * per_node, -1)):
-        pass
-
-
-def _two_levels(exercise: Exercise, data: list, nodes: int, per_node: int, rank: int, got: Any) -> None:
-    total, first = sum(data), rank // per_node * per_node
-    chunks = total.tensor_split(per_node)
-    traps = {
-        "one-level": sum(data[first : first + per_node]),
-        "counted-twice": [per_node * total, nodes * total],
-        "average": [total / len(data), total / per_node, total / nodes],
-        "shard-order": [torch.cat([chunks[(i * s + k) % per_node] for i in range(per_node)])
-                        for k in range(per_node) for s in (1, -1)],
-    }
-    exercise.equal(rank, got, total, traps)
-
-
-def _audit_levels(exercise: Exercise, nodes: int, per_node: int, outcomes: list[Outcome]) -> None:
-    """Refuse too many bytes between the nodes or inside them, and too few of all."""
-    x, ledgers, n = outcomes[0].before, [outcome.ledger for outcome in outcomes], nodes * per_node
-    hops = {(entry.peer - rank) % n for rank, ledger in enumerate(ledgers) for entry in ledger if entry.op == "send"}
-    exercise.require(len(hops) > 1, "flat-ring", "every rank sends to one other only, as in one ring.")
-    inside, across = zip(*(by_node(ledger, rank, per_node) for rank, ledger in enumerate(ledgers)), strict=True)
-    shard, piece = math.ceil(x.numel() / per_node), math.ceil(x.numel() / per_node / nodes)
-    few = sum(sent(entries) > 0 for entries in across) <= nodes
-    limit_across, limit_inside, light = (
-        2 * rounds * length * x.element_size()
-        for rounds, length in ((nodes - 1, math.ceil(shard / nodes)), (per_node - 1, shard), (per_node - 1, piece))
-    )
-    for rank, _ in exercise.each(ledgers):
-        heavy = "leaders" if few else "groups" if sent(inside[rank]) <= light else "whole-tensor-across"
-        exercise.audit(across[rank], sent=limit_across, where="between nodes, ", keys={"too-many-bytes": heavy})
-        exercise.audit(inside[rank], sent=limit_inside, where="inside the node, ")
-    for some, rounds, where in ((across, nodes - 1, "between"), (inside, n - nodes, "inside")):
-        where, keys = f"all ranks together, {where} the nodes: ", {"not-distributed": "too-few-bytes"}
-        exercise.audit(chain(*some), sent=(2 * rounds * x.nbytes, None), where=where, keys=keys)
-    _the_same(exercise, outcomes, range(n))
-
-
-# ------------------------------------------------------------------------------------------------ paper problems
-
-_LINKS = {"gigabits": "8 / (gigabits  ->  1 / (gigabits", "microseconds": "latency_us * 1e-6  ->  latency_us"}
-
-
-@paper_problem(
-    "Exercise 6",
-    cases=[
+@exercise(
+    "Exercise 4", passed="few bytes between the nodes, and less emulated time than a flat ring.", cases=with_audits([
+        Case(m * g, f"{m} nodes of {g}, {count} numbers", (m, g, count), hint) for m, g, count, hint in (
+            (2, 3, 12, None), (2, 2, 11, "not-divisible"), (3, 2, 12, "two-nodes"), (3, 2, 7, "not-divisible"),
+            (2, 4, 2**18, None),
+        )
+    ]),
+)
+def hierarchical_all_reduce(note, answer, audit, nodes, per_node, count):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    data = [numbers((count,), r) for r in range(n)]
+    x = data[rank].clone()
+    got, _, ledgers = ran(note, answer, audit, x, nodes, per_node)
+    same(note, got, sum(data))
+    kept(note, x, data[rank])
+    if not audit:
+        return
+    hops = {(entry.peer - r) % n for r, ledger in enumerate(ledgers) for entry in ledger if entry.op == "send"}
+    note.holds(len(hops) > 1, "flat-ring", "every rank sends to one other only, as in one ring.")
+    parts = [by_node(ledger, r, per_node) for r, ledger in enumerate(ledgers)]
+    inside, across = map(sent, parts[rank])
+    shard = math.ceil(count / per_node)
+    few, most = sum(sent(far) > 0 for _, far in parts) <= nodes, 8 * (nodes - 1) * math.ceil(shard / nodes)
+    told = "this rank sends {number:.0f} bytes between nodes; {most} are enough."
+    note.at_most("leaders" if few else "whole-tensor-across", across, most, told)
+    told = "this rank sends {number:.0f} bytes inside its node; {most} are enough."
+    note.at_most("too-many-bytes", inside, 8 * (per_node - 1) * shard, told)
+    total, least = sum(map(sent, ledgers)), 2 * (n - 1) * x.nbytes
+    note.at_most("too-few-bytes", least, total, "all ranks together send {most:.0f} bytes; it takes {number}.")
+    if n == 8:
+        links, clocks = two_level(nodes, per_node, INTRA, INTER), []
+        for run in (lambda: answer(x, nodes, per_node), lambda: [*step_through("all_reduce", x.view(n, -1))]):
+            with emulate(links) as clock:
+                run()
+            clocks.append(1e6 * max(from_all(clock.seconds)))
+        took, ring = clocks
+        note.holds(took < ring, "slow", f"{took:.4g} µs of emulated time; the flat ring takes {ring:.4g} µs.")
+
+
+SUM_OF_SHARD = "ring_all_reduce(ring_reduce_scatter(x, inside), across)"
+CLUSTER = "list(range(nodes * per_node))"
+
+MISTAKES["hierarchical_all_reduce"] = {
+    "library": (LIBRARY,),
+    "hang": ("""All ranks of a ring must be given the same list in the same order, and all must go through the three
+        phases in the same order. Print both lists on every rank and compare them.""",),
+    "not-divisible": ("""Here the ranks of a node, or the nodes, do not divide what they split among them. Chunks need
+        not all have the same length.""",
+            f"{SUM_OF_SHARD}  ->  ring_reduce_scatter(x, inside)\n"
+            "shard = ring_all_reduce(shard[: len(shard) // nodes * nodes], across)"),
+    "two-nodes": ("""It passed with two nodes, but not with more. The ring across has one rank from each of the M
+        nodes.""", "[m * per_node + local for m in range(nodes)]  ->  [local, local + per_node]"),
+    "one-level": ("The sum covers this node only: the second level is missing.",
+            f"{COPY}  ->  return ring_all_reduce(x, inside)\n{COPY}"),
+    "counted-twice": ("""Each number is counted several times: the second sum goes over ranks that already hold the
+        first.""", f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), {CLUSTER})\n{COPY}"),
+    "shard-order": ("""The sums are right but in the wrong places. The chunk that a rank reduces, the one that it sums
+        between the nodes and the one that it gathers should all be number rank % per_node.""",
+            {"[local].copy_": "[local - 1].copy_", "(result, inside)": "(result, inside[1:] + inside[:1])"}),
+    "flat-ring": ("""This is one ring through all ranks. All of its bytes between the nodes pass through one port of
+        each, and the other ports are idle.""", f"{COPY}  ->  return ring_all_reduce(x, {CLUSTER})\n{COPY}"),
+    "leaders": ("""Too few ranks carry the tensor between the nodes, while the network ports of the others are idle.
+        Each local rank can carry 1/G of it.""",
+            f"{COPY}  ->  {COPY}\nif local:\n    dist.send(x, inside[0])\n    dist.recv(result, inside[0])\n"
+            "    return result\nfor other in inside[1:]:\n    received = torch.empty_like(x)\n"
+            "    dist.recv(received, other)\n    result += received\nresult = ring_all_reduce(result, across)\n"
+            "for other in inside[1:]:\n    dist.send(result, other)\nreturn result"),
+    "whole-tensor-across": ("""Each rank carries too much between the nodes: with G ranks in a node, the share of each
+        is 1/G of the tensor. Node m holds the ranks m·G to m·G + G-1; the heavy part has to stay among them.""",
+            [f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), across)\n{COPY}",
+             f"{COPY}  ->  inside, across, local, per_node = across, inside, node, nodes\n{COPY}"]),
+    "slow": ("""The bytes are right, but the emulation shows no gain over the flat ring. Do more messages follow one
+        another than 2(G-1) inside the node and 2(M-1) between the nodes?""",
+            f"{COPY}  ->  if len(x) > 2**14:\n    parts = x.split(2**14)\n    return torch.cat("
+            f"[hierarchical_all_reduce(part, nodes, per_node) for part in parts])\n{COPY}"),
+}
+RIGHT["hierarchical_all_reduce"] = {
+    "padded to a multiple of the ranks in a node": {
+        COPY: "length = len(x)\nx = torch.cat([x, x.new_zeros(-length % per_node)])\nresult = x.clone()",
+        "return result": "return result[:length]",
+    },
+    "the other way round in the node":
+        f"{COPY}  ->  inside, place = inside[::-1], per_node - 1 - local\nlocal = place\n{COPY}",
+}
+
+# --- on paper
+
+GIGABITS = ("Gb stands for gigabits: 400 Gb/s carry 50 GB/s.", "8 / (gigabits  ->  1 / (gigabits")
+UNITS = {
+    "gigabits": GIGABITS,
+    "microseconds": ("The latency is given in µs, but the answer should be in seconds or bytes: 1 µs = 10⁻⁶ s.",
+            "latency_us * 1e-6  ->  latency_us"),
+    "not-rounded": ("A tree of N ranks has ⌈log2 N⌉ levels: for 6 ranks that is 3, not 2.58.",
+            "math.ceil(math.log2(ranks))  ->  math.log2(ranks)"),
+}
+MISTAKES["pick_algorithm"] = UNITS | {
+    "slowest": ("That is the slowest of the three.", "min(  ->  max("),
+    "half": ("That is half of the time. Numbers have to come in, and the sums have to go out again.",
+            {"latency_us * 1e-6": "latency_us * 0.5e-6", "8 / (": "4 / ("}),
+    "root-port": ("""Rank 0 receives N-1 tensors through one port, one after another, which takes (N-1)·S/B, and it
+        sends as many.""", "root = 2 * alpha + 2 * (ranks - 1) * beta  ->  root = 2 * alpha + 2 * beta"),
+    "root-latency": ("""Here root is the fastest. The N-1 messages to rank 0 start at the same time on different ranks,
+        so their latencies overlap, and only their bytes wait for one another.""",
+            "root = 2 * alpha  ->  root = 2 * (ranks - 1) * alpha"),
+    "whole-tensor": ("In a ring only S/N travels in each of the 2(N-1) steps.", "size / ranks  ->  size"),
+    "no-latency": ("By bytes alone the ring always wins, but every step costs its latency as well.",
+            "latency_us * 1e-6  ->  0.0"),
+}
+TREE_HALF = "The tree is climbed and then descended: that makes 2⌈log2 N⌉ steps, as the ring has 2(N-1)."
+MISTAKES["crossover_size"] = UNITS | {
+    "limit": ("""2·S is what each rank of a ring sends in the limit of very many ranks. With N ranks it is a little
+        less: how much?""", "(ranks - 1) / ranks  ->  1"),
+    "whole-tensor": ("In a ring only S/N travels in each step.", "(ranks - 1) / ranks  ->  (ranks - 1)"),
+    "half-tree": (TREE_HALF, "math.ceil(math.log2(ranks))  ->  math.ceil(math.log2(ranks)) / 2"),
+    "upside-down": ("""The latency that the tree saves belongs in the numerator, the time per byte that it adds in the
+        denominator.""", "latencies_saved / bytes_added  ->  bytes_added / latencies_saved"),
+}
+LOOP = "n, levels = 2 * n, levels + 1"
+MISTAKES["crossover_ranks"] = {
+    "gigabits": GIGABITS,
+    "last-ring": ("With that many ranks the ring is still at least as fast as the tree.",
+            "return n  ->  return n // 2"),
+    "any-number": ("The docstring asks for a power of two.",
+            [f"{LOOP}  ->  n, levels = n + 1, {levels}"
+             for levels in ("math.ceil(math.log2(n + 1))", "math.log2(n + 1)")]),
+    "same-steps": ("""That would hold if a step of the ring cost as much as one of the tree. But a step of the ring
+        carries S/N, one of the tree all of S; and 1 µs is 10⁻⁶ s.""",
+            ["byte / n  ->  byte", "/ (gigabits * 1e9) * size  ->  * 0"]),
+    "half-tree": (TREE_HALF, "while levels  ->  while levels / 2"),
+}
+
+SIZE = "alpha / beta * latencies_saved / bytes_added"
+RIGHT["pick_algorithm"] = {
+    "levels by the length of a whole number": "math.ceil(math.log2(ranks))  ->  (ranks - 1).bit_length()",
+    "a list": "return min(  ->  return list(min((root, 'root'), (ring, 'ring'), (tree, 'tree')))[::-1]\nreturn min(",
+}
+RIGHT["crossover_size"] = {
+    "a tensor": f"return {SIZE}  ->  return torch.tensor({SIZE})",
+    "bytes per second": {"8 / (gigabits * 1e9)": "gigabits * 1e9 / 8", "alpha / beta": "alpha * beta"},
+}
+RIGHT["crossover_ranks"] = {
+    "a search with next": "n, levels = 2, 1  ->  return next(2**k for k in range(1, 40)"
+    " if k * (step + byte) < (2**k - 1) * (step + byte / 2**k))\nn, levels = 2, 1",
+    "NumPy's whole number": "return n  ->  import numpy as np\n\nreturn np.int64(n)",
+}
+
+pick_algorithm = paper(
+    "Exercise 6", answers.pick_algorithm, MISTAKES["pick_algorithm"], units=["", "s"], cases=[
         (2**18, 8, 14, 400), (2**20, 8, 14, 400), (2**26, 8, 14, 400), (2**20, 64, 14, 400), (2**24, 64, 14, 400),
         (2**16, 6, 30, 25), (2**10, 2, 30, 25), (2e5, 6, 30, 25),
     ],
-    slips=_LINKS | {
-        "slowest": "min  ->  max",
-        "half": "return name, seconds  ->  return name, seconds / 2",
-        "root-port": "2 * alpha + 2 * (ranks - 1) * beta  ->  2 * alpha + 2 * beta",
-        "root-latency": "root = 2 * alpha  ->  root = 2 * (ranks - 1) * alpha",
-        "whole-tensor": "size / ranks  ->  size",
-        "not-rounded": "math.ceil(math.log2(ranks))  ->  math.log2(ranks)",
-        "no-latency": "latency_us * 1e-6  ->  0.0",
-    },
-    units=["", "s"],
-    hints=HINTS["pick_algorithm"],
 )
-def pick_algorithm(size, ranks, latency_us, gigabits):
-    """Check ``fn(size, ranks, latency_us, gigabits) -> (name, seconds)``; size in bytes."""
-    alpha, beta = latency_us * 1e-6, 8 / (gigabits * 1e9)
-    levels = math.ceil(math.log2(ranks))
-    root = 2 * alpha + 2 * (ranks - 1) * beta * size
-    ring = 2 * (ranks - 1) * (alpha + beta * size / ranks)
-    tree = 2 * levels * (alpha + beta * size)
-    seconds, name = min((root, "root"), (ring, "ring"), (tree, "tree"))
-    return name, seconds
-
-
-@paper_problem(
-    "Exercise 7",
+crossover_size = paper(
+    "Exercise 7", answers.crossover_size, MISTAKES["crossover_size"], units=["bytes"],
     cases=[(8, 14, 400), (64, 14, 400), (24, 30, 25), (6, 3.4, 3600)],
-    slips=_LINKS | {
-        "not-rounded": "math.ceil(math.log2(ranks))  ->  math.log2(ranks)",
-        "limit": "(ranks - 1) / ranks  ->  1",
-        "whole-tensor": "(ranks - 1) / ranks  ->  ranks - 1",
-        "half-tree": "math.ceil(math.log2(ranks))  ->  math.ceil(math.log2(ranks)) / 2",
-        "upside-down": "saved / added  ->  added / saved",
-    },
-    units=["bytes"],
-    hints=HINTS["crossover_size"],
 )
-def crossover_size(ranks, latency_us, gigabits):
-    """Check ``fn(ranks, latency_us, gigabits) -> bytes``."""
-    alpha, beta = latency_us * 1e-6, 8 / (gigabits * 1e9)
-    levels, share = math.ceil(math.log2(ranks)), (ranks - 1) / ranks
-    saved, added = ranks - 1 - levels, levels - share
-    return alpha / beta * saved / added
-
-
-@paper_problem(
-    "Exercise 7",
+crossover_ranks = paper(
+    "Exercise 7", answers.crossover_ranks, MISTAKES["crossover_ranks"], units=["ranks"],
     cases=[(2**24, 14, 400), (2**20, 14, 400), (2**27, 14, 400), (2**20, 30, 25)],
-    slips={
-        "gigabits": _LINKS["gigabits"],
-        "last-ring": "return n  ->  return n // 2",
-        "any-number": [
-            "2 * n, levels + 1  ->  n + 1, math.ceil(math.log2(n + 1))",
-            "2 * n, levels + 1  ->  n + 1, math.log2(n + 1)",
-        ],
-        "same-steps": ["byte / n  ->  byte", "/ (gigabits * 1e9) * size  ->  * 0"],
-        "half-tree": "while levels  ->  while levels / 2",
-    },
-    units=["ranks"],
-    hints=HINTS["crossover_ranks"],
 )
-def crossover_ranks(size, latency_us, gigabits):
-    """Check ``fn(size, latency_us, gigabits) -> ranks``; size in bytes."""
-    alpha, byte = latency_us * 1e-6, 8 / (gigabits * 1e9) * size
-    n, levels = 2, 1
-    while levels * (alpha + byte) >= (n - 1) * (alpha + byte / n):
-        n, levels = 2 * n, levels + 1
-    return n

@@ -54,7 +54,7 @@ from course_utils.costs import format_bytes
 from course_utils.topology import two_level
 from lessons.collectives.collective_algorithms import step_through
 from lessons.nccl import check
-from lessons.nccl.fabric import emulate
+from lessons.nccl.fabric import emulated_seconds
 
 WORLD_SIZE = 4  # ranks of the demonstrations; the checks choose their own
 
@@ -90,29 +90,7 @@ for numbers in (11, 3):
 
 
 # %%
-def ring_reduce_scatter(x: torch.Tensor, ring: list[int]) -> torch.Tensor:
-    """Chunk p of the sum of x over the ring, on the rank at place p.
-
-    Parameters
-    ----------
-    x : tensor of shape (n,), any dtype
-        The same n on every rank; n may be smaller than the ring. Must not be changed.
-    ring : list of N ranks
-        In the order of the ring; the calling rank is one of them. N may be 1.
-    """
-    ### BEGIN SOLUTION
-    n, place = len(ring), ring.index(dist.get_rank())
-    chunks = x.clone().tensor_split(n)
-    for step in range(1, n):
-        into = chunks[(place + step + 1) % n]
-        received = torch.empty_like(into)
-        send = dist.P2POp(dist.isend, chunks[(place + step) % n], ring[place - 1])
-        receive = dist.P2POp(dist.irecv, received, ring[(place + 1) % n])
-        for request in dist.batch_isend_irecv([send, receive]):
-            request.wait()
-        into += received
-    return chunks[place]
-    ### END SOLUTION
+# {{ring_reduce_scatter}}
 
 
 # %%
@@ -151,28 +129,7 @@ check.ring_reduce_scatter(ring_reduce_scatter)
 
 
 # %%
-def ring_all_gather(x: torch.Tensor, ring: list[int]) -> None:
-    """Fill x, in place, with the chunks of all ranks of the ring.
-
-    Parameters
-    ----------
-    x : contiguous tensor of shape (n,), any dtype
-        The same n on every rank; n may be smaller than the ring. At place p only chunk p of
-        x.tensor_split(N) is valid before the call; afterwards all of x is, and it is the same on
-        every rank.
-    ring : list of N ranks
-        In the order of the ring; the calling rank is one of them. N may be 1.
-    """
-    ### BEGIN SOLUTION
-    n, place = len(ring), ring.index(dist.get_rank())
-    chunks = x.tensor_split(n)
-    for step in range(n - 1):
-        out, into = chunks[(place + step) % n], chunks[(place + step + 1) % n]
-        send = dist.P2POp(dist.isend, out, ring[place - 1])
-        receive = dist.P2POp(dist.irecv, into, ring[(place + 1) % n])
-        for request in dist.batch_isend_irecv([send, receive]):
-            request.wait()
-    ### END SOLUTION
+# {{ring_all_gather}}
 
 
 # %%
@@ -202,24 +159,7 @@ check.ring_all_gather(ring_all_gather)
 
 
 # %%
-def ring_all_reduce(x: torch.Tensor, ring: list[int]) -> torch.Tensor:
-    """Sum of x over the ring, the same on each of its ranks.
-
-    Parameters
-    ----------
-    x : contiguous tensor of any shape and dtype
-        The same shape on every rank; it may have fewer elements than the ring has ranks. Must not
-        be changed.
-    ring : list of N ranks
-        In the order of the ring; the calling rank is one of them. N may be 1.
-    """
-    ### BEGIN SOLUTION
-    flat = x.flatten().clone()
-    mine = flat.tensor_split(len(ring))[ring.index(dist.get_rank())]
-    mine.copy_(ring_reduce_scatter(flat, ring))
-    ring_all_gather(flat, ring)
-    return flat.reshape(x.shape)
-    ### END SOLUTION
+# {{ring_all_reduce}}
 
 
 # %%
@@ -260,29 +200,7 @@ check.ring_all_reduce(ring_all_reduce)
 
 
 # %%
-def tree_all_reduce(x: torch.Tensor, root: int) -> torch.Tensor:
-    """Sum of x over all ranks, the same on each; the partial sums meet at the rank `root`.
-
-    x is contiguous, of any shape and dtype, the same on every rank. It must not be changed.
-    """
-    ### BEGIN SOLUTION
-    rank, n = dist.get_rank(), dist.get_world_size()
-    place, total, received = (rank - root) % n, x.clone(), torch.empty_like(x)
-    distance = 1
-    while distance < n and place % (2 * distance) == 0:  # up: the smallest subtree comes first
-        if place + distance < n:
-            dist.recv(received, (rank + distance) % n)
-            total += received
-        distance *= 2
-    if place:
-        dist.send(total, (rank - distance) % n)
-        dist.recv(total, (rank - distance) % n)
-    while distance > 1:  # down: the largest comes first
-        distance //= 2
-        if place + distance < n:
-            dist.send(total, (rank + distance) % n)
-    return total
-    ### END SOLUTION
+# {{tree_all_reduce}}
 
 
 # %%
@@ -330,44 +248,27 @@ check.tree_all_reduce(tree_all_reduce)
 
 
 # %%
-def flat_ring(size):
-    x = torch.ones(8, size // 32)  # 8 rows of float32 are the 8 chunks
-    with emulate(two_level(2, 4, intra=(3.4e-6, 1 / 450e9), inter=(14e-6, 1 / 50e9))) as clock:
-        for _ in step_through("all_reduce", x):
-            pass
-    return clock.seconds
+cluster = two_level(2, 4, intra=(3.4e-6, 1 / 450e9), inter=(14e-6, 1 / 50e9))
+sizes = [2**10, 2**20]
 
 
-for size in (2**10, 2**20):
-    slowest = max(launch(flat_ring, size, world_size=8, backend="gloo"))
-    print(f"flat ring, {format_bytes(size):>5}: {slowest * 1e6:.0f} µs of emulated time")
+def flat_ring(x):
+    for _ in step_through("all_reduce", x.view(8, -1)):  # 8 rows are the 8 chunks
+        pass
+
+
+times = emulated_seconds({"flat ring": flat_ring}, cluster, sizes)["flat ring"]
+for size, seconds in zip(sizes, times, strict=True):
+    print(f"flat ring, {format_bytes(size):>5}: {seconds * 1e6:.0f} µs of emulated time")
 
 # %% [markdown]
 # Beat that at 1 MiB. Before you write, work out on paper what the three phases of the hierarchical all-reduce take:
-# the reduce-scatter in the node, the all-reduce between the nodes, the all-gather in the node.
+# the reduce-scatter in the node, the all-reduce between the nodes, the all-gather in the node. Once you have it,
+# `emulated_seconds({"mine": lambda x: x.copy_(hierarchical_all_reduce(x, 2, 4))}, cluster, sizes)` times it.
 
 
 # %%
-def hierarchical_all_reduce(x: torch.Tensor, nodes: int, per_node: int) -> torch.Tensor:
-    """Sum of x over all ranks, the same on each, with little traffic between nodes.
-
-    Parameters
-    ----------
-    x : contiguous tensor of shape (n,), float32
-        The same n on every rank, not always a multiple of per_node. Must not be changed.
-    nodes, per_node : int
-        m nodes with g ranks each; rank // per_node is the node.
-    """
-    ### BEGIN SOLUTION
-    node, local = divmod(dist.get_rank(), per_node)
-    inside = [node * per_node + i for i in range(per_node)]
-    across = [m * per_node + local for m in range(nodes)]
-    result = x.clone()
-    shard = ring_all_reduce(ring_reduce_scatter(x, inside), across)
-    result.tensor_split(per_node)[local].copy_(shard)
-    ring_all_gather(result, inside)
-    return result
-    ### END SOLUTION
+# {{hierarchical_all_reduce}}
 
 
 # %%
@@ -442,28 +343,7 @@ with expect_error():
 
 
 # %%
-def mended_ring_all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """Sum of x over all ranks, the same on each.
-
-    Parameters
-    ----------
-    x : tensor of shape (n,), any dtype
-        The same n on every rank; n may be smaller than the world. Must not be changed.
-    """
-    ### BEGIN SOLUTION
-    rank, n = dist.get_rank(), dist.get_world_size()
-    result = x.clone()
-    chunks = result.tensor_split(n)  # always n of them
-    for step in range(2 * (n - 1)):
-        out, into = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
-        received = torch.empty_like(into)
-        receive = dist.P2POp(dist.irecv, received, (rank - 1) % n)  # from the left
-        send = dist.P2POp(dist.isend, out, (rank + 1) % n)
-        for request in dist.batch_isend_irecv([receive, send]):
-            request.wait()
-        into.copy_(into + received if step < n - 1 else received)
-    return result
-    ### END SOLUTION
+# {{mended_ring_all_reduce}}
 
 
 # %%
@@ -521,28 +401,7 @@ check.mended_ring_all_reduce(mended_ring_all_reduce)
 
 
 # %%
-def pick_algorithm(
-    size: float, ranks: int, latency_us: float, gigabits: float
-) -> tuple[str, float]:
-    """The fastest all-reduce, "root", "ring" or "tree", and its time in seconds.
-
-    Parameters
-    ----------
-    size : float
-        Bytes of the tensor.
-    ranks : int
-        Number of ranks N, not always a power of two.
-    latency_us, gigabits : float
-        Of every link: α in µs, bandwidth in Gb/s each way.
-    """
-    ### BEGIN SOLUTION
-    alpha, beta = latency_us * 1e-6, 8 / (gigabits * 1e9)
-    levels = math.ceil(math.log2(ranks))
-    root = 2 * alpha + 2 * (ranks - 1) * beta * size
-    ring = 2 * (ranks - 1) * (alpha + beta * size / ranks)
-    tree = 2 * levels * (alpha + beta * size)
-    return min([("root", root), ("ring", ring), ("tree", tree)], key=lambda pair: pair[1])
-    ### END SOLUTION
+# {{pick_algorithm}}
 
 
 # %%
@@ -577,23 +436,7 @@ check.pick_algorithm(pick_algorithm)
 
 
 # %%
-def crossover_size(ranks: int, latency_us: float, gigabits: float) -> float:
-    """Size in bytes at which ring and tree all-reduce take the same time.
-
-    Parameters
-    ----------
-    ranks : int
-        Number of ranks N, 5 or more, not always a power of two.
-    latency_us, gigabits : float
-        Of every link: α in µs, bandwidth in Gb/s each way.
-    """
-    ### BEGIN SOLUTION
-    alpha, beta = latency_us * 1e-6, 8 / (gigabits * 1e9)
-    levels = math.ceil(math.log2(ranks))
-    latencies_saved = ranks - 1 - levels
-    bytes_added = levels - (ranks - 1) / ranks
-    return alpha / beta * latencies_saved / bytes_added
-    ### END SOLUTION
+# {{crossover_size}}
 
 
 # %%
@@ -627,23 +470,7 @@ check.crossover_size(crossover_size)
 
 
 # %%
-def crossover_ranks(size: float, latency_us: float, gigabits: float) -> int:
-    """The smallest power of two N at which a tree all-reduce takes less time than a ring.
-
-    Parameters
-    ----------
-    size : float
-        Bytes of the tensor.
-    latency_us, gigabits : float
-        Of every link: α in µs, bandwidth in Gb/s each way.
-    """
-    ### BEGIN SOLUTION
-    step, byte = latency_us * 1e-6, 8 / (gigabits * 1e9) * size
-    n, levels = 2, 1
-    while levels * (step + byte) >= (n - 1) * (step + byte / n):
-        n, levels = 2 * n, levels + 1
-    return n
-    ### END SOLUTION
+# {{crossover_ranks}}
 
 
 # %%
