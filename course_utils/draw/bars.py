@@ -1,82 +1,160 @@
-"""Bars: bytes of one rank by part, and rates beside each other."""
+"""Bars in rows: pieces end to end, or spans of time in lanes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.text import Annotation
+from matplotlib.transforms import ScaledTranslation
 
 from ..units import decimal_bytes
 from . import charts
-from .style import FAINT, GROUND, INK, RANK_COLORS, SMALL, new_figure, tint
+from .style import CENTRED, FAINT, GROUND, INK, RANK_COLORS, SMALL, WIDTH, new_figure, tint
 
 if TYPE_CHECKING:
     from ..memory import Memory
 
     Parts = Memory | Mapping[str, float]
 
+Span = tuple[str, float, float]  # label, start, end
+Row = Mapping[str, float] | Sequence[Span]
+
 #: One colour for each part of memory, in the order of `memory.PARTS`, the same in every figure.
 PART_COLORS = {
     "parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73", "activations": "#CC79A7",
     "buffers": "#999999",
 }
-
 _TOO_MUCH = "#B33C00"
 
 
-def parts_of(memory: Parts) -> dict[str, float]:
-    """Return bytes by part, in the order of `PART_COLORS`.
-    """
-    given = dict(memory) if isinstance(memory, Mapping) else memory.parts()
-    if unknown := set(given) - set(PART_COLORS):
-        raise ValueError(f"no part of memory is called {sorted(unknown)[0]!r}; allowed are {', '.join(PART_COLORS)}")
-    return {part: float(given.get(part, 0)) for part in PART_COLORS}
-
-
-def memory_bars(
-    rows: Mapping[str, Parts], title: str, limit: tuple[str, float] | Mapping[str, float] | None = None
+def bars(
+    rows: Mapping[str, Row], colors: Mapping[str, str], title: str, xlabel: str, *, head: float = 1.15,
+    key: bool = True, **look: object,
 ) -> Figure:
-    """Draw bytes by part, one stacked bar for each row with its total at the end.
-
-    Parameters
-    ----------
-    rows : dict of row name to Memory, or to dict of part to bytes
-    title : str
-    limit : (name, bytes) or dict of name to bytes, optional
-        Sizes to hold against, such as a GPU's memory: vertical lines. Totals above a single one are coloured. A limit
-        that is more than three times as large as every bar is only told.
-    """
-    table = {fill(name, 30): parts_of(memory) for name, memory in rows.items()}
-    limits = dict(limit if isinstance(limit, Mapping) else [limit] if limit else [])
-    longest = max(sum(row.values()) for row in table.values()) or 1.0
-    near = {name: size for name, size in limits.items() if size <= 3 * longest}
-    right = max([longest, *near.values()])
-    size = (8.6, 1.25 + 0.36 * charts.lines_of(table) + 0.2 * bool(near))
-    figure, (ax,) = new_figure(size=size, title=title)
-    charts.stacked_bars(ax, table, PART_COLORS)
-    ax.set_xlim(0, 1.12 * right)
-    charts.byte_axis(ax.xaxis, right, "memory of one rank")
-    if far := [f"{name} {decimal_bytes(size)}" for name, size in limits.items() if name not in near]:
-        ax.set_xlabel(f"{ax.get_xlabel()}\n{fill('far beyond the right edge: ' + ', '.join(far), 100)}")
-    figure.draw_without_rendering()
-    for y, row in enumerate(table.values()):
-        _write_sizes(ax, y, row, sorted(limits.values()))
-    rows_of_names = _draw_limits(ax, near)
-    shown = {part: color for part, color in PART_COLORS.items() if any(row[part] for row in table.values())}
-    charts.legend(ax, shown, above=12 * rows_of_names)
+    """Draw bars as `draw_bars` does, under a title of `head` inches and, if asked for, the `key` of the colours."""
+    rows = {fill(name, 34): row for name, row in rows.items()}
+    lines = sum(1 + 0.45 * name.count("\n") for name in rows)
+    figure, (ax,) = new_figure(size=(WIDTH, head + 0.35 * lines), title=title)
+    if key:
+        legend(ax, colors, hatches=look.get("hatches"))
+    draw_bars(ax, rows, colors, xlabel, **look)
     return figure
 
 
-def _write_sizes(ax: Axes, y: int, row: Mapping[str, float], limits: Sequence[float]) -> None:
-    """Write each part's bytes into its piece where there is room, and the total behind the bar, clear of the limits."""
-    for _, start, end in charts.end_to_end(row):
-        charts.write_inside(ax, y, decimal_bytes(end - start), start, end)
-    total = sum(row.values())
-    over = len(limits) == 1 and total > limits[0]
-    text = charts.write_behind(ax, y, decimal_bytes(total), total, color=_TOO_MUCH if over else INK, bbox=GROUND)
+def draw_bars(
+    ax: Axes, rows: Mapping[str, Row], colors: Mapping[str, str], xlabel: str, *, scale: float = 1.0,
+    height: float = 0.72, room: float = 1.05, hatches: Mapping[str, str] | None = None,
+    inside: Callable[[str, float, float], str] | None = None, behind: Sequence[str] = (),
+    weight: str = "bold",
+) -> None:
+    """Draw one bar for each row, the first on top, in pieces of the colours of their labels.
+
+    A row is a dict of label to size, end to end, or a list of (label, start, end), all multiplied by `scale`. A bar is
+    `height` of its row, and the axis `room` times the longest row. `hatches` tell labels apart whose colours are
+    alike. `inside` (label, size, end of the row) returns what is written into a piece if there is room; `behind` is
+    written at the ends of the rows, in letters of that `weight`.
+    """
+    lanes = [end_to_end(row) if isinstance(row, Mapping) else row for row in rows.values()]
+    ends = [max((end for *_, end in lane), default=0.0) for lane in lanes]
+    for y, lane in enumerate(lanes):
+        for label, start, end in lane:
+            ax.barh(y, scale * (end - start), left=scale * start, height=height, color=tint(colors[label]),
+                    edgecolor=colors[label], hatch=(hatches or {}).get(label))
+    name_rows(ax, rows)
+    ax.set(xlabel=xlabel, xlim=(0, room * scale * max(ends) or 1.0))
+    if inside:
+        ax.figure.draw_without_rendering()
+        for y, lane in enumerate(lanes):
+            for label, start, end in lane:
+                write_inside(ax, y, inside(label, end - start, ends[y]), scale * start, scale * end)
+    for y, text in enumerate(behind):
+        write_behind(ax, y, text, scale * ends[y], fontweight=weight)
+
+
+def end_to_end(parts: Mapping[str, float]) -> list[Span]:
+    """Return a span for each part that is not 0, each from where the one before ends."""
+    spans: list[Span] = []
+    for part, size in parts.items():
+        if size:
+            start = spans[-1][2] if spans else 0.0
+            spans.append((part, start, start + size))
+    return spans
+
+
+def name_rows(ax: Axes, names: Iterable[str]) -> None:
+    """Make the y axis one of rows, the first on top."""
+    names = list(names)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.45, -0.55)
+    ax.tick_params(axis="y", length=0)
+
+
+def write_inside(ax: Axes, y: int, text: str, start: float, end: float, rotation: float = 0) -> bool:
+    """Write `text` into the bar of row `y` if it has room there and say whether; the layout must be settled."""
+    wide, high = charts.points_per_unit(ax)
+    label = ax.text((start + end) / 2, y, text, fontsize=SMALL, rotation=rotation, **CENTRED)
+    box, scale = label.get_window_extent(), 72 / ax.figure.dpi
+    fits = box.width * scale <= (end - start) * wide - 3 and box.height * scale <= 0.78 * high
+    if not fits:
+        label.remove()
+    return fits
+
+
+def write_behind(ax: Axes, y: int, text: str, end: float, **look: object) -> Annotation:
+    """Write `text` behind the bar of row `y` that ends at `end`."""
+    return charts.beside(ax, text, (end, y), (5, 0), **{"va": "center", "fontweight": "bold"} | look)
+
+
+def legend(ax: Axes, colors: Mapping[str, str], above: float = 0, hatches: Mapping[str, str] | None = None) -> None:
+    """Tell what colours mean, `above` points over the upper edge of `ax`; nothing where there are none."""
+    patches = [Patch(facecolor=tint(color), edgecolor=color, label=name, hatch=(hatches or {}).get(name))
+               for name, color in colors.items()]
+    if patches:
+        place = ax.transAxes + ScaledTranslation(0, above / 72, ax.figure.dpi_scale_trans)
+        ax.legend(handles=patches, ncols=min(6, len(patches)), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
+                  bbox_transform=place, columnspacing=1.2, handlelength=1.2, borderaxespad=0.2)
+
+
+def parts_of(memory: Parts) -> dict[str, float]:
+    """Return bytes by part, in the order of `PART_COLORS`."""
+    given = memory if isinstance(memory, Mapping) else memory.parts()
+    return {part: float(given.get(part, 0)) for part in PART_COLORS}
+
+
+def memory_bars(rows: Mapping[str, Parts], title: str, limit: Mapping[str, float] | None = None) -> Figure:
+    """Draw bytes by part, one stacked bar for each row with its total at the end.
+
+    Each `limit`, such as a GPU's memory, is a vertical line; totals above a single one are coloured. A limit that is
+    more than three times as large as every bar is only told.
+    """
+    table = {name: parts_of(memory) for name, memory in rows.items()}
+    limits, totals = limit or {}, [sum(row.values()) for row in table.values()]
+    longest = max(totals) or 1.0
+    near = {name: size for name, size in limits.items() if size <= 3 * longest}
+    right = max([longest, *near.values()])
+    shown = {part: color for part, color in PART_COLORS.items() if any(row[part] for row in table.values())}
+    figure = bars(table, shown, title, "", head=1.15 + 0.2 * bool(near), room=1.12 * right / longest,
+                  inside=lambda part, size, total: decimal_bytes(size))
+    (ax,) = figure.axes
+    charts.byte_axis(ax.xaxis, right, "memory of one rank")
+    if far := [f"{name} {decimal_bytes(size)}" for name, size in limits.items() if name not in near]:
+        ax.set_xlabel(f"{ax.get_xlabel()}\n{fill('far beyond the right edge: ' + ', '.join(far), 100)}")
+    for y, total in enumerate(totals):
+        over = len(limits) == 1 and total > min(limits.values())
+        _write_total(ax, y, total, sorted(limits.values()), _TOO_MUCH if over else INK)
+    if near:
+        legend(ax, shown, above=12 * _draw_limits(ax, near))
+    return figure
+
+
+def _write_total(ax: Axes, y: int, total: float, limits: Sequence[float], color: str) -> None:
+    """Write a total behind its bar, clear of the lines of the limits."""
+    text = write_behind(ax, y, decimal_bytes(total), total, color=color, bbox=GROUND)
     wide, _ = charts.points_per_unit(ax)
     length, start = text.get_window_extent().width * 72 / ax.figure.dpi, 5.0
     for limit in limits:
@@ -92,36 +170,21 @@ def _draw_limits(ax: Axes, limits: Mapping[str, float]) -> int:
     for (size, text), row in zip(names, rows, strict=True):
         ax.axvline(size, color=INK, linewidth=1, linestyle=(0, (3, 2)), zorder=0.5)
         charts.beside(ax, text, (size, 1), (2, 3 + 12 * row), xycoords=("data", "axes fraction"), fontsize=SMALL)
-    return max(rows, default=-1) + 1
+    return max(rows) + 1
 
 
 def loader_bars(
-    rows: Mapping[str, float], title: str, baseline: str | None = None, *, strong: Sequence[str] = (),
+    rows: Mapping[str, float], title: str, baseline: str, *, strong: Sequence[str] = (),
     times: Mapping[str, float] | None = None, unit: str = "samples/s",
 ) -> Figure:
-    """Draw a rate for each loader, with how many times the rate of `baseline` it is.
+    """Draw a rate for each loader, and how many times the rate of the `baseline`, drawn grey, it is.
 
-    Parameters
-    ----------
-    rows : dict of name to samples per second
-    title : str
-    baseline : str, optional
-        The row that is 1.0×; drawn grey.
-    strong : list of str
-        Rows in another colour, such as those of one library.
-    times : dict of name to float, optional
-        How many times the rate of `baseline` each row is, where that is known better than from the rates.
-    unit : str
+    `strong` rows have another colour. `times` says how many times, where that is known better than from the rates.
     """
-    times = times or {name: rate / rows[baseline] for name, rate in rows.items() if baseline}
-    names = [fill(name, 34) for name in rows]
-    figure, (ax,) = new_figure(size=(8.6, 0.95 + 0.33 * charts.lines_of(names)), title=title)
-    for y, (name, rate) in enumerate(rows.items()):
-        color = FAINT if name == baseline else RANK_COLORS[1] if name in strong else RANK_COLORS[0]
-        ax.barh(y, rate, height=0.7, color=tint(color), edgecolor=color)
-        factor = f"  {times[name]:.1f}×" if baseline else ""
-        charts.write_behind(ax, y, f"{rate:,.0f}{factor}", rate, fontweight="bold" if name in strong else "normal")
-    charts.name_rows(ax, names)
-    ax.set(xlim=(0, 1.2 * max(rows.values())), xlabel=unit)
-    charts.format_ticks(ax.xaxis, "{:,.0f}")
+    times = times or {name: rate / rows[baseline] for name, rate in rows.items()}
+    colors = {name: RANK_COLORS[name in strong] for name in rows} | {baseline: FAINT}
+    told = [f"{rate:,.0f}  {times[name]:.1f}×" for name, rate in rows.items()]
+    lanes = {name: {name: rate} for name, rate in rows.items()}
+    figure = bars(lanes, colors, title, unit, head=0.95, key=False, room=1.2, behind=told)
+    charts.format_ticks(figure.axes[0].xaxis, "{:,.0f}")
     return figure

@@ -11,52 +11,49 @@ from typing import Any
 
 import ipywidgets as widgets
 
-__all__ = ["checkbox", "choice", "decimal", "integer", "slider", "steps", "text"]
 
-
-def _look(label: str, width: int) -> dict[str, dict[str, str]]:
+def _control(kind: type, label: str, width: int, **given: Any) -> Any:
     """Give the label its room, at least that of short ones so that rows align, and the control `width` pixels."""
     room = max(80, 8 * len(label))
-    return {"layout": {"width": f"{room + width}px"}, "style": {"description_width": f"{room}px"}}
+    look = {"layout": {"width": f"{room + width}px"}, "style": {"description_width": f"{room}px"}}
+    finished = {"continuous_update": False} if hasattr(kind, "continuous_update") else {}
+    return kind(description=label, **given, **finished, **look)
 
 
 def choice(label: str, options: Iterable[Any], value: Any = None, width: int = 200) -> widgets.Dropdown:
     """One of some options, each a value or a pair of text and value; without `value` the first."""
-    options = list(options)
     start = {} if value is None else {"value": value}
-    return widgets.Dropdown(options=options, description=label, **start, **_look(label, width))
+    return _control(widgets.Dropdown, label, width, options=list(options), **start)
 
 
-def slider(label: str, options: Iterable[Any], value: Any, width: int = 200) -> widgets.SelectionSlider:
+def slider(label: str, options: Iterable[Any], value: Any) -> widgets.SelectionSlider:
     """One of some options in a row, each a value or a pair of text and value."""
-    return widgets.SelectionSlider(
-        options=list(options), value=value, description=label, continuous_update=False, **_look(label, width)
-    )
+    return _control(widgets.SelectionSlider, label, 200, options=list(options), value=value)
 
 
 def steps(label: str, value: int, low: int, high: int, width: int = 200) -> widgets.IntSlider:
     """A whole number between two others."""
-    return widgets.IntSlider(value, low, high, description=label, continuous_update=False, **_look(label, width))
+    return _control(widgets.IntSlider, label, width, value=value, min=low, max=high)
 
 
-def decimal(label: str, value: float, low: float, high: float, step: float | None = None, width: int = 100) -> Any:
+def decimal(label: str, value: float, low: float, high: float, step: float | None = None) -> Any:
     """A number between two others, as a field, or with `step` as a slider."""
-    given = {"value": value, "min": low, "max": high, "description": label, "continuous_update": False}
+    given = {"value": value, "min": low, "max": high}
     if step is None:
-        return widgets.BoundedFloatText(**given, **_look(label, width))
-    return widgets.FloatSlider(**given, step=step, **_look(label, width + 100))
+        return _control(widgets.BoundedFloatText, label, 100, **given)
+    return _control(widgets.FloatSlider, label, 200, **given, step=step)
 
 
-def integer(label: str, value: int, width: int = 90) -> widgets.IntText:
+def integer(label: str, value: int) -> widgets.IntText:
     """Any whole number: which ones can be is for the explorer to say."""
-    return widgets.IntText(value=value, description=label, continuous_update=False, **_look(label, width))
+    return _control(widgets.IntText, label, 90, value=value)
 
 
-def text(label: str, value: str, width: int = 200) -> widgets.Text:
+def text(label: str, value: str) -> widgets.Text:
     """A line of text."""
-    return widgets.Text(value, description=label, continuous_update=False, **_look(label, width))
+    return _control(widgets.Text, label, 200, value=value)
 
 
-def checkbox(label: str, value: bool = False) -> widgets.Checkbox:
+def checkbox(label: str) -> widgets.Checkbox:
     """Yes or no."""
-    return widgets.Checkbox(value=value, description=label, indent=False, layout={"width": f"{8 * len(label) + 40}px"})
+    return widgets.Checkbox(description=label, indent=False, layout={"width": f"{8 * len(label) + 40}px"})

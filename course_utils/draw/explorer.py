@@ -14,8 +14,6 @@ from matplotlib.transforms import Bbox
 
 from .style import png, png_width
 
-__all__ = ["TO_USE", "Explorer", "Picture", "headed"]
-
 TO_USE = "Run this cell to use the controls."
 _LINE = 0.3  # inches
 
@@ -59,34 +57,16 @@ class Picture(widgets.Image):
 class Explorer(widgets.VBox):
     """Rows of controls above words and a picture that follow them. A notebook also stores the picture as an image.
 
-    Parameters
-    ----------
-    rows : list of dict of str to Widget
-        Controls by name, a row each. Those with a value are arguments of `render`; buttons are not.
-    render : callable
-        ``render(**values) -> (figure, html)`` draws one setting and tells of it. A `ValueError` refuses the setting:
-        its message stands below the controls, which stay as they are, and the last picture turns pale.
-    adapt : callable, optional
-        ``adapt(changed)`` is called before each drawing with the name of the control that has changed, None at the
-        start. It sets what follows in other controls, such as options and limits, and may refuse as `render` does.
-    note : str
-        HTML below the picture.
-
-    Attributes
-    ----------
-    controls : dict of str to Widget
-    status : HTML
-        What `render` tells, or why it refuses.
-    picture : Picture
-    note : HTML
+    Controls are given by name. ``render(**values) -> (figure, html)`` draws one setting and tells of it; its arguments
+    are the controls that have a value, so no buttons. A `ValueError` refuses the setting: its message stands below the
+    controls, which stay as they are, and the last picture turns pale. ``adapt(changed)`` is called before each drawing
+    with the name of the control that has changed, None at the start; it sets what follows in other controls, such as
+    options and limits, and may refuse too. `note` is HTML below the picture.
     """
 
     def __init__(
-        self,
-        rows: Sequence[Mapping[str, widgets.Widget]],
-        render: Callable[..., tuple[Figure, str]],
-        adapt: Callable[[str | None], None] = lambda changed: None,
-        note: str = "",
+        self, rows: Sequence[Mapping[str, widgets.Widget]], render: Callable[..., tuple[Figure, str]],
+        adapt: Callable[[str | None], None] = lambda changed: None, note: str = "",
     ) -> None:
         self.controls = {name: control for row in rows for name, control in row.items()}
         self.rows = [widgets.HBox(list(row.values()), layout={"flex_flow": "row wrap"}) for row in rows]

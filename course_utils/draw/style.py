@@ -31,13 +31,12 @@ HALO = (withStroke(linewidth=3, foreground="white"),)
 CENTRED = {"ha": "center", "va": "center"}
 DASHED = {"color": INK, "linewidth": 0.8, "linestyle": (0, (2, 2))}
 GROUND = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-STYLE = {
+plt.rcParams.update({
     "figure.dpi": 110, "savefig.dpi": "figure", "savefig.pad_inches": 0.05, "figure.constrained_layout.use": True,
     "font.size": 9.5, "axes.titlesize": 10.5,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": False, "axes.titlelocation": "left",
     "text.color": INK, "axes.labelcolor": INK, "axes.prop_cycle": plt.cycler(color=RANK_COLORS[:6]),
-}
-plt.rcParams.update(STYLE)
+})
 
 
 def rank_color(rank: int) -> str:
@@ -68,8 +67,8 @@ def naming(color: str) -> dict[str, object]:
 class Drawing(Figure):
     """A figure that notebooks show with twice as many pixels as it takes up, for screens that have them.
 
-    JupyterLab gives an image no description but one that is HTML, so while somebody works the picture is that too.
-    What is stored, and compared, is the image alone, which every viewer shows.
+    JupyterLab gives no image a description but one that is HTML, so while somebody works the picture is that too.
+    What is stored, and compared, is the image alone.
     """
 
     def _ipython_display_(self) -> None:
@@ -92,22 +91,16 @@ class Drawing(Figure):
 
 
 def png(figure: Figure, small: bool = True, **look: object) -> bytes:
-    """Return `figure` as a PNG of twice its size in pixels, the same each time.
+    """Return `figure` as a PNG of twice its size in pixels, the same each time; `look` is for ``savefig``.
 
-    Parameters
-    ----------
-    small : bool, optional
-        Whether 256 colours have to do, which makes the data three times smaller and no difference to the eye.
-    look : optional
-        Arguments of ``savefig``.
+    If it is to be `small` it has 256 colours: three times less data and no difference to the eye.
     """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=SHARPER * figure.dpi, metadata={"Software": None}, **look)
-    if not small:
-        return buffer.getvalue()
-    image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    buffer = io.BytesIO()
-    image.save(buffer, format="png", optimize=True)
+    if small:
+        image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        buffer = io.BytesIO()
+        image.save(buffer, format="png", optimize=True)
     return buffer.getvalue()
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
-from course_utils.draw.charts import label_lines
 from course_utils.draw.controls import decimal, slider
 from course_utils.draw.explorer import Explorer
-from course_utils.draw.style import RANK_COLORS, new_figure
-
-__all__ = ["cost_calculator", "efficiency", "goodput"]
+from course_utils.draw.panels import Panel, panels
+from course_utils.draw.style import RANK_COLORS
 
 _GPUS = tuple(2**k for k in range(15))
 _COLORS = {"on demand": RANK_COLORS[0], "spot": RANK_COLORS[1]}
@@ -26,18 +24,9 @@ def efficiency(gpus: int, kept: float) -> float:
 def goodput(rate: float, save: float, restart: float) -> float:
     """Return the share of a job's time that becomes progress, at the best interval between checkpoints.
 
-    Parameters
-    ----------
-    rate : float
-        Interruptions of the job per hour.
-    save, restart : float
-        Hours that one checkpoint takes, and that it takes to be running again after an interruption.
-
-    Returns
-    -------
-    float
-        every / (every + save) of the time is work between checkpoints, and each interruption costs the restart and
-        half an interval; `every` is sqrt(2 save / rate). Zero where nothing would be left. 1 without interruptions.
+    `rate` is interruptions per hour, `save` the hours of a checkpoint, `restart` those until it runs again after an
+    interruption. Work between checkpoints is every / (every + save) of the time, and each interruption costs the
+    restart and half an interval; `every` is sqrt(2 save / rate). Zero where nothing would be left.
     """
     if not rate:
         return 1.0
@@ -61,26 +50,15 @@ def _span(hours: float) -> str:
 
 def _draw(at: int, runs: dict[str, list[tuple[float, float]]]) -> Figure:
     """Draw hours and dollars of each way to pay over the number of GPUs, with a dot at `at` GPUs."""
-    figure, axes = new_figure(1, 2, size=(11.0, 3.6))
-    for i, (ax, label) in enumerate(zip(axes, ("hours", "$"), strict=True)):
-        labels = {}
-        for name, points in runs.items():
-            shown = [(n, point[i]) for n, point in zip(_GPUS, points, strict=True) if math.isfinite(point[i])]
-            if not shown:
-                continue
-            ax.plot(*zip(*shown, strict=True), color=_COLORS[name], linewidth=1.8)
-            ax.plot(*zip(*[p for p in shown if p[0] == at], strict=True) or ([], []), "o", color=_COLORS[name])
-            labels[name] = (*shown[-1], _COLORS[name])
-        ax.set(xscale="log", yscale="log", xlabel="GPUs", ylabel=label)
-        ax.set_xticks(_GPUS[::3], [f"{n:,}" for n in _GPUS[::3]])
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        if label == "$":
-            ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        ax.yaxis.grid(True, color="#E5E5E5", linewidth=0.7)
-        label_lines(ax, labels)
-    axes[0].set_title("modelled: time of the run")
-    axes[1].set_title("modelled: cost of the run")
+    several = []
+    for i, (y, title) in enumerate((("hours", "modelled: time of the run"), ("$", "modelled: cost of the run"))):
+        lines = {name: [point[i] for point in points] for name, points in runs.items()}
+        dots = [([at], [values[_GPUS.index(at)]], {"marker": "o", "color": _COLORS[name]})
+                for name, values in lines.items()]
+        several.append(Panel(title, y, lines, colors=_COLORS, look={"linewidth": 1.8}, log=True, form="{:,g}",
+                             above=dots))
+    figure = panels(_GPUS, *several, counts="GPUs", ticks=_GPUS[::3], size=(11.0, 3.6))
+    figure.axes[1].yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     return figure
 
 

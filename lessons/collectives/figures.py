@@ -1,4 +1,4 @@
-"""Buffers before and after a collective, bandwidth over size, spans of time."""
+"""A step of a collective with its messages; time and bandwidth over message size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from course_utils.costs import busbw
-from course_utils.draw import charts
 from course_utils.draw.lanes import draw_buffers
+from course_utils.draw.panels import Panel, panels
 from course_utils.draw.style import INK, new_figure, rank_color
 
 from .collective_algorithms import Message
@@ -41,35 +41,18 @@ def bandwidth(
     sizes: Sequence[float], seconds: Mapping[str, Sequence[float]], world_size: int, *, kind: str = "measured",
     fit: tuple[float, float] | None = None,
 ) -> Figure:
-    """Draw time and bus bandwidth against message size for several collectives.
-
-    Parameters
-    ----------
-    sizes : list of float
-        Message sizes S in bytes.
-    seconds : dict of op to list of float
-        Time of one call at each size.
-    world_size : int
-        Ranks that took part.
-    kind : str
-        ``"measured"``, ``"recorded"`` or ``"modelled"``, written on the figure.
-    fit : (alpha, beta), optional
-        Drawn as a dashed line alpha + beta * S.
-    """
-    figure, (left, right) = new_figure(1, 2, size=(9.6, 3.5))
+    """Draw seconds and bus bandwidth of collectives over message size in bytes; `fit` is alpha and beta, dashed."""
     rates = {op: [busbw(op, world_size, s, t) / 1e9 for s, t in zip(sizes, times, strict=True)]
              for op, times in seconds.items()}
-    ends = (charts.draw_lines(left, sizes, seconds, scale=1e3, markers=4),
-            charts.draw_lines(right, sizes, rates, markers=4))
+    many = np.geomspace(sizes[0], sizes[-1], 60)
+    dashed = [(many, 1e3 * (fit[0] + fit[1] * many), {"color": INK, "linestyle": "--", "linewidth": 1})] if fit else []
+    figure = panels(
+        sizes,
+        Panel(f"{kind}: time, {world_size} ranks", "time of one call (ms)", seconds, 1e3, markers=4, log=True,
+              above=dashed),
+        Panel(f"{kind}: bus bandwidth, {world_size} ranks", "bus bandwidth (GB/s)", rates, markers=4),
+        sizes="message size S",
+    )
     if fit:
-        many = np.geomspace(sizes[0], sizes[-1], 60)
-        left.plot(many, (fit[0] + fit[1] * many) * 1e3, "--", color=INK, linewidth=1)
-        left.text(0.04, 0.95, "dashed: α + βS, modelled", transform=left.transAxes, va="top")
-    left.set(yscale="log", ylabel="time of one call (ms)", title=f"{kind}: time, {world_size} ranks")
-    right.set(ylabel="bus bandwidth (GB/s)", ylim=(0, None), title=f"{kind}: bus bandwidth, {world_size} ranks")
-    for ax, labels in zip((left, right), ends, strict=True):
-        charts.size_axis(ax, sizes)
-        charts.label_lines(ax, labels)
+        figure.axes[0].text(0.04, 0.95, "dashed: α + βS, modelled", transform=figure.axes[0].transAxes, va="top")
     return figure
-
-

@@ -1,10 +1,3 @@
 """What this lesson draws."""
 
-from __future__ import annotations
-
-from course_utils.draw.bars import loader_bars
-
-__all__ = [
-    "loader_bars",
-]
-
+from course_utils.draw.bars import loader_bars as loader_bars

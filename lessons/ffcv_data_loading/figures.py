@@ -1,10 +1,9 @@
-"""Data loading in pictures: a file to scale, pages that an order reads, how fast loaders are, what a step waits for."""
+"""Data loading in pictures: a file to scale, pages that an order reads, what loading and a step wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle, groupby
-from textwrap import fill
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -13,17 +12,10 @@ from matplotlib.patches import ConnectionPatch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from course_utils.draw import charts
-from course_utils.draw.lanes import step_split
+from course_utils.draw.bars import bars
+from course_utils.draw.lanes import step_split as step_split
 from course_utils.draw.style import CENTRED, FAINT, RANK_COLORS, SMALL, WIDTH, new_figure, tint
 from course_utils.units import format_bytes
-
-__all__ = [
-    "LOADING_COLORS",
-    "file_layout",
-    "page_accesses",
-    "step_split",
-    "time_shares",
-]
 
 #: One colour for each part of loading, those of a step as in `draw.lanes.step_split`.
 LOADING_COLORS = {
@@ -66,16 +58,10 @@ class _Row(NamedTuple):
 
 
 def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
-    """Draw a file to scale, from its first byte to its last, with neighbours too small to see enlarged below.
+    """Draw a file (label, start, size), to scale, with neighbours too small to see enlarged below.
 
     Each row is to scale in itself and says which bytes it shows. Segments of one label have one colour; the label is
     written into the segment where there is room, else above the row. What no segment covers is left white.
-
-    Parameters
-    ----------
-    segments : list of (label, start, size)
-        Bytes, in order, none over another.
-    title : str
     """
     segments = [(label, int(start), int(size)) for label, start, size in segments]
     rows = _rows(segments)
@@ -157,58 +143,31 @@ def _name_blocks(ax: Axes, blocks: Sequence[_Block], colors: Mapping[str, str]) 
 def page_accesses(
     orders: Mapping[str, Sequence[tuple[float, int]]], title: str, *, notes: Mapping[str, str] | None = None
 ) -> Figure:
-    """Draw which page of a file each step reads, one panel an order, all with the same axes.
-
-    Parameters
-    ----------
-    orders : dict of name to list of (step, page)
-        In order of time.
-    title : str
-    notes : dict of name to str, optional
-        What to write below the name of an order, such as its hit rate.
-    """
+    """Draw which page of a file each step reads (step, page), one panel an order, with a note below its name."""
     size = (1.4 + 3.1 * len(orders), 3.1)
     figure, axes = new_figure(1, len(orders), size=size, title=title, sharex=True, sharey=True)
     most = max(len(order) for order in orders.values())
-    for i, (ax, (name, order)) in enumerate(zip(axes, orders.items(), strict=True)):
-        steps, pages = zip(*order, strict=True)
-        large = 5 if most <= 100 else 3 if most <= 600 else 2.2 if most <= 1500 else 1.6
-        ax.plot(steps, pages, "s", markersize=large, color=RANK_COLORS[i % len(RANK_COLORS)], markeredgewidth=0)
+    large = 5 if most <= 100 else 3 if most <= 600 else 2.2 if most <= 1500 else 1.6
+    for ax, (name, order), color in zip(axes, orders.items(), RANK_COLORS, strict=False):
+        ax.plot(*zip(*order, strict=True), "s", markersize=large, color=color, markeredgewidth=0)
         ax.set(xlabel="sample, in order of reading")
-        note = (notes or {}).get(name, "")
-        ax.set_title(f"{name}\n{note}" if note else name, fontsize=9.5)
+        ax.set_title("\n".join([name, *filter(None, [(notes or {}).get(name)])]), fontsize=9.5)
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True))
     axes[0].set_ylabel("page of the file")
     return figure
 
 
-
-
 def time_shares(rows: Mapping[str, Mapping[str, float]], title: str) -> Figure:
-    """Draw what share of its time each row spends on what, one bar of 100 % a row with its seconds at the end.
-
-    Parameters
-    ----------
-    rows : dict of row name to dict of part to seconds
-        Parts keep their order; those of `LOADING_COLORS` have colours of their own.
-    title : str
-    """
+    """Draw what share of its time each row spends on what, one bar of 100 % a row with its seconds at the end."""
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     spare = cycle(color for color in RANK_COLORS if color not in {LOADING_COLORS.get(part) for part in parts})
     colors = {part: LOADING_COLORS.get(part) or next(spare) for part in parts}
-    totals = {fill(name, 30): sum(row.values()) for name, row in rows.items()}
-    shares = [charts.end_to_end({part: seconds / total for part, seconds in row.items()})
-              for row, total in zip(rows.values(), totals.values(), strict=True)]
-    figure, (ax,) = new_figure(size=(8.6, 1.15 + 0.34 * charts.lines_of(totals)), title=title)
-    charts.draw_spans(ax, dict(zip(totals, shares, strict=True)), colors)
-    ax.set(xlim=(0, 1.14), xlabel="share of the time", xticks=[0, 0.25, 0.5, 0.75, 1])
-    ax.xaxis.set_major_formatter(PercentFormatter(1))
-    charts.legend(ax, colors)
-    figure.draw_without_rendering()
-    for y, (spans, total) in enumerate(zip(shares, totals.values(), strict=True)):
-        for _, start, end in spans:
-            charts.write_inside(ax, y, f"{end - start:.0%}", start, end)
-        unit, scale = ("s", 1) if total >= 1 else ("ms", 1e3) if total >= 1e-3 else ("µs", 1e6)
-        charts.write_behind(ax, y, f"{total * scale:.3g} {unit}", 1, fontweight="normal")
+    totals = [sum(row.values()) for row in rows.values()]
+    shares = {name: {part: seconds / total for part, seconds in row.items()}
+              for (name, row), total in zip(rows.items(), totals, strict=True)}
+    figure = bars(shares, colors, title, "share of the time", room=1.14, behind=[charts.duration(t) for t in totals],
+                  inside=lambda part, share, whole: f"{share:.0%}")
+    figure.axes[0].set_xticks([0, 0.25, 0.5, 0.75, 1])
+    figure.axes[0].xaxis.set_major_formatter(PercentFormatter(1))
     return figure

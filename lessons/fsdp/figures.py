@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from textwrap import fill
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from course_utils.draw import charts
-from course_utils.draw.bars import PART_COLORS, memory_bars
-from course_utils.draw.lanes import step_spans
+from course_utils.draw.bars import PART_COLORS, Span, draw_bars, legend, write_inside
+from course_utils.draw.bars import memory_bars as memory_bars
+from course_utils.draw.lanes import step_spans as step_spans
 from course_utils.draw.style import CENTRED, INK, RANK_COLORS, SMALL, WIDTH, new_figure, tint
 from course_utils.units import decimal_bytes
 
-__all__ = [
-    "memory_bars",
-    "mesh_picture",
-    "shard_timeline",
-    "step_spans",
-]
-
 
 def shard_timeline(
-    lanes: Mapping[str, Sequence[tuple[str, float, float]]], held: Sequence[tuple[float, float]], title: str,
-    order: bool = False,
+    lanes: Mapping[str, Sequence[Span]], held: Sequence[tuple[float, float]], title: str, order: bool = False
 ) -> Figure:
     """Draw a step of one rank, one row of bars for each lane, and below it the bytes of gathered parameters.
 
-    Parameters
-    ----------
-    lanes : dict of lane, such as "compute" or "all-gather", to list of (label, start, end)
-        Equal labels have equal colours in all lanes, of which there are eight, in turn by start. A label is written
-        into its bar where there is room, or its last word, such as the 3 of "block 3"; up to eight that nowhere have
-        room for the whole are told above.
-    held : list of (when, bytes)
-        What is held from then on, in order of time.
-    title : str
-    order : bool
-        Whether `start`, `end` and `when` count events; otherwise they are seconds.
+    Spans (label, start, end) and sizes (from when on, bytes) are in seconds, or by `order` in numbers of events. Equal
+    labels have equal colours in all lanes. A label is written into its bar where there is room, or its last word, such
+    as the 3 of "block 3"; up to eight that nowhere have room for the whole are told above.
     """
     spans = [span for lane in lanes.values() for span in lane]
     first = min([start for _, start, _ in spans] + [when for when, _ in held])
@@ -52,9 +37,8 @@ def shard_timeline(
     size = (WIDTH, 1.0 + 0.42 * len(lanes) + 1.5 * bool(held))
     figure, axes = new_figure(len(heights), 1, size=size, title=title, sharex=True, height_ratios=heights)
     colors = charts.in_turn(label for label, *_ in sorted(spans, key=lambda span: span[1]))
-    charts.draw_spans(axes[0], lanes, colors, height=0.78)
-    edge = 0.003 * (last - first) or 1 / scale  # so that the last bar is not cut
-    axes[0].set_xlim(scale * first, scale * (last + edge))
+    draw_bars(axes[0], lanes, colors, "", height=0.78)
+    axes[0].set_xlim(scale * first, scale * (last + 0.003 * (last - first)))  # the last bar is not cut
     axes[-1].set_xlabel(unit)
     if order:
         axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -62,11 +46,11 @@ def shard_timeline(
         _draw_held(axes[-1], [(scale * when, size) for when, size in held], scale * last)
     figure.draw_without_rendering()
     if _write_labels(axes[0], lanes) != colors.keys() and len(colors) <= 8:
-        charts.legend(axes[0], colors)
+        legend(axes[0], colors)
     return figure
 
 
-def _write_labels(ax: Axes, lanes: Mapping[str, Sequence[charts.Span]]) -> set[str]:
+def _write_labels(ax: Axes, lanes: Mapping[str, Sequence[Span]]) -> set[str]:
     """Write into each bar its label, level or upright, else the last word of it; return the labels written whole."""
     labels = {label for lane in lanes.values() for label, *_ in lane}
     short = {label: label.replace(".", " ").split()[-1] for label in labels}
@@ -74,10 +58,10 @@ def _write_labels(ax: Axes, lanes: Mapping[str, Sequence[charts.Span]]) -> set[s
     whole = set()
     for y, lane in enumerate(lanes.values()):
         for label, start, end in lane:
-            if any(charts.write_inside(ax, y, label, start, end, rotation) for rotation in (0, 90)):
+            if any(write_inside(ax, y, label, start, end, rotation) for rotation in (0, 90)):
                 whole.add(label)
             elif told_apart:
-                charts.write_inside(ax, y, short[label], start, end)
+                write_inside(ax, y, short[label], start, end)
     return whole
 
 
@@ -98,39 +82,30 @@ def _draw_held(ax: Axes, held: Sequence[tuple[float, float]], last: float) -> No
 
 
 def mesh_picture(
-    grid: Sequence[Sequence[int]], names: tuple[str, str], title: str, nodes: Mapping[int, Hashable] | None = None
+    grid: Sequence[Sequence[int]], names: tuple[str, str], title: str, nodes: Mapping[int, int]
 ) -> Figure:
-    """Draw a mesh of ranks: down a column runs its first dimension, along a row its second.
+    """Draw a mesh of ranks: down a column runs its first dimension, along a row its second, by their `names`.
 
-    Ranks of one column have one colour: they hold the same shard where the second dimension shards.
-
-    Parameters
-    ----------
-    grid : list of rows of ranks
-        As ``DeviceMesh.mesh.tolist()`` gives it. Of more than eight rows or columns the first three and the last are
-        drawn.
-    names : (str, str)
-        Of the two dimensions, such as ``("replicate", "shard")``.
-    title : str
-    nodes : dict of rank to node, optional
-        Ranks of one node that lie side by side share a frame; each rank says its node.
+    Ranks of one column have one colour: they hold the same shard where the second dimension shards. Ranks of a row
+    that are of one node share a frame. Of more than eight rows or columns the first three and the last are drawn.
     """
     rows, columns = charts.few(len(grid)), charts.few(len(grid[0]))
-    places = {(x, y): grid[row][column] for y, row in enumerate(rows) for x, column in enumerate(columns)
-              if row is not None and column is not None}
     size = (max(5.0, 1.6 + 1.05 * len(columns)), 1.3 + 0.72 * len(rows))
     figure, (ax,) = new_figure(size=size, title=title)
-    for (x, y), rank in places.items():
-        if nodes is not None:
-            _draw_frame(ax, x, y, {step: nodes.get(places.get((x + step[0], y + step[1]))) == nodes[rank]
-                                   for step in ((1, 0), (-1, 0), (0, 1), (0, -1))})
+    for y, row in enumerate(rows):
+        places = {x: None if None in (row, column) else grid[row][column] for x, column in enumerate(columns)}
+        for node, run in groupby(places, lambda x, places=places: nodes.get(places[x])):
+            left, *_, right = [*run] * 2
+            if node is not None:
+                frame = {"facecolor": "#EEEEEE", "linewidth": 1.4}
+                charts.cell(ax, left - 0.46, y - 0.46, right - left + 0.92, 0.92, INK, **frame)
+        for x, rank in places.items():
+            if rank is None:
+                ax.text(x, y, "⋮" if row is None else "…", fontsize=12, **CENTRED)
+                continue
+            charts.cell(ax, x - 0.38, y - 0.36, 0.76, 0.72, RANK_COLORS[columns[x] % 8], zorder=2)
+            ax.text(x, y - 0.12, f"rank {rank}", fontweight="bold", **CENTRED)
             ax.text(x, y + 0.2, f"node {nodes[rank]}", fontsize=SMALL, **CENTRED)
-        charts.cell(ax, x - 0.38, y - 0.36, 0.76, 0.72, RANK_COLORS[columns[x] % 8], zorder=2)
-        ax.text(x, y - 0.12 * (nodes is not None), f"rank {rank}", fontweight="bold", **CENTRED)
-    for x, column in enumerate(columns):
-        for y, row in enumerate(rows):
-            if column is None or row is None:
-                ax.text(x, y, "…" if row is not None else "⋮", fontsize=12, **CENTRED)
     ax.set(xlim=(-0.62, len(columns) - 0.38), ylim=(len(rows) - 0.38, -0.62))
     ax.set_xticks(range(len(columns)), ["" if column is None else str(column) for column in columns])
     ax.set_yticks(range(len(rows)), ["" if row is None else str(row) for row in rows])
@@ -140,16 +115,3 @@ def mesh_picture(
     ax.set_ylabel(f"← {names[0]}  ({len(grid)})")
     charts.bare(ax)
     return figure
-
-
-def _draw_frame(ax: Axes, x: int, y: int, same: Mapping[tuple[int, int], bool]) -> None:
-    """Draw a node's pale ground under one rank, and its border on the sides where the neighbour is of another node."""
-    left, right, low, high = (0.5 if same[step] else 0.46 for step in ((-1, 0), (1, 0), (0, -1), (0, 1)))
-    ax.add_patch(Rectangle((x - left, y - low), left + right, low + high, facecolor="#EEEEEE", edgecolor="none"))
-    ends = {
-        (-1, 0): ((x - left, x - left), (y - low, y + high)), (1, 0): ((x + right, x + right), (y - low, y + high)),
-        (0, -1): ((x - left, x + right), (y - low, y - low)), (0, 1): ((x - left, x + right), (y + high, y + high)),
-    }
-    for step, (across, down) in ends.items():
-        if not same[step]:
-            ax.plot(across, down, color=INK, linewidth=1.4, solid_capstyle="projecting", zorder=1.5)

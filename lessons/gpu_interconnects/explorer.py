@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 from matplotlib.figure import Figure
 
+from course_utils.draw.charts import duration
 from course_utils.draw.controls import choice, slider
 from course_utils.draw.explorer import Explorer
 from course_utils.topology import REFERENCES, Path, Topology, cluster, reference, this_machine
@@ -16,35 +17,21 @@ from course_utils.units import format_bytes
 
 from .topology_pictures import topology_picture
 
-__all__ = ["topology_explorer"]
-
 _SIZES = [2**power for power in range(10, 35)]
 
 
-def _machines(topologies: Sequence[Topology] | None) -> dict[str, Callable[[], Topology]]:
+def _machines() -> dict[str, Callable[[], Topology]]:
     """Return what builds each machine, by the name shown: nothing is read or built before it is chosen."""
-    if topologies is None:
-        pairs = ("dgx h100", "dgx a100", "pcie workstation")
-        made = {f"2 x {name}": lambda name=name: cluster(name, 2) for name in pairs}
-        made |= {name: lambda name=name: reference(name) for name in REFERENCES}
-        return made | {"this machine": this_machine}
-    names = [topology.name for topology in topologies]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"topologies must have names of their own, at least one; got {names}")
-    return {topology.name: lambda topology=topology: topology for topology in topologies}
+    pairs = ("dgx h100", "dgx a100", "pcie workstation")
+    made = {f"2 x {name}": lambda name=name: cluster(name, 2) for name in pairs}
+    made |= {name: lambda name=name: reference(name) for name in REFERENCES}
+    return {name: cache(build) for name, build in made.items()} | {"this machine": cache(this_machine)}
 
 
 def _ends(topology: Topology) -> list[str]:
     """Return the devices that can send and receive, GPUs first."""
     kinds = ("gpu", "nic", "cpu", "memory")
     return [name for kind in kinds for name, device in topology.devices.items() if device.kind == kind]
-
-
-def _duration(seconds: float) -> str:
-    if math.isnan(seconds):
-        return "unknown"
-    unit, scale = next((u, s) for u, s in (("s", 1), ("ms", 1e3), ("µs", 1e6)) if seconds * s >= 1 or s == 1e6)
-    return f"{seconds * scale:.3g} {unit}"
 
 
 def _describe(topology: Topology, path: Path, size: int) -> str:
@@ -54,20 +41,18 @@ def _describe(topology: Topology, path: Path, size: int) -> str:
         "path": " → ".join(path.devices),
         "slowest link": str(path.bottleneck),
         "bandwidth": "unknown" if unknown else f"{path.bandwidth / 1e9:.4g} GB/s in one direction",
-        "latency": _duration(path.latency) if between_gpus else "left out: known between GPUs only",
-        f"time of {format_bytes(size)}": _duration(path.seconds(size) if between_gpus else size / path.bandwidth),
+        "latency": duration(path.latency) if between_gpus else "left out: known between GPUs only",
+        f"time of {format_bytes(size)}": "unknown" if unknown else duration(
+            path.seconds(size) if between_gpus else size / path.bandwidth),
     }
     body = "".join(f"<tr><td><b>{html.escape(k)}</b>&nbsp;</td><td>{html.escape(v)}</td></tr>" for k, v in rows.items())
     note = "Modelled: latency + size / bandwidth, nothing else on the way, data-sheet speeds. Structure: "
     return f"<table>{body}</table><small>{note}{html.escape(topology.source)}</small>"
 
 
-def topology_explorer(topologies: Sequence[Topology] | None = None) -> Explorer:
-    """Choose a machine, two of its devices and a message size: path, slowest link, latency, bandwidth and time.
-
-    `topologies` replaces the machines offered, which are the references, clusters of two, and this machine.
-    """
-    machines = {name: cache(build) for name, build in _machines(topologies).items()}
+def topology_explorer() -> Explorer:
+    """Choose a machine, two of its devices and a message size: path, slowest link, latency, bandwidth and time."""
+    machines = _machines()
     machine, start, end = choice("machine", machines), choice("from", []), choice("to", [])
     size = slider("size", [(format_bytes(n), n) for n in _SIZES], 2**26)
 

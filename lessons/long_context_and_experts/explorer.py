@@ -5,15 +5,14 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from course_utils.draw.bars import draw_bars
 from course_utils.draw.controls import choice, integer, slider
 from course_utils.draw.explorer import Explorer
-from course_utils.draw.style import FAINT, INK, RANK_COLORS, new_figure, rank_color, tint
+from course_utils.draw.style import DASHED, RANK_COLORS, new_figure, rank_color, tint
 from course_utils.hardware import LINKS
 from course_utils.units import decimal_bytes
 
 from .context_parallel import METHODS, Attention
-
-__all__ = ["context_explorer"]
 
 _LENGTHS = tuple(2**k for k in range(10, 21))
 _RANKS = tuple(2**k for k in range(1, 7))
@@ -37,30 +36,21 @@ def _draw_pairs(ax: Axes, chosen: Attention) -> None:
     shown = chosen.pairs
     ax.bar(range(len(shown)), [pairs / 1e9 for pairs in shown], color=[tint(rank_color(r)) for r in range(len(shown))],
            edgecolor=[rank_color(r) for r in range(len(shown))], width=0.8)
-    ax.axhline(sum(shown) / len(shown) / 1e9, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+    ax.axhline(sum(shown) / len(shown) / 1e9, **DASHED)
     step = max(1, len(shown) // 8)
     ax.set(xlabel="rank", ylabel="pairs (billions)", xticks=range(0, len(shown), step),
            title="modelled: pairs of each rank (dashed: mean)")
 
 
 def _draw_times(ax: Axes, methods: dict[str, Attention | None], chosen: str) -> None:
-    longest = max(m.compute_seconds + m.exposed_seconds for m in methods.values() if m)
-    for y, attention in enumerate(methods.values()):
-        if attention is None:
-            ax.text(0, y, " not possible", va="center", color="#666666")
-            continue
-        left = 0.0
-        parts = (attention.compute_seconds, RANK_COLORS[0]), (attention.exposed_seconds, RANK_COLORS[5])
-        for seconds, color in parts:
-            ax.barh(y, 1e3 * seconds, left=1e3 * left, height=0.62, color=tint(color), edgecolor=color)
-            left += seconds
-        ax.annotate(f"{1e3 * left:,.3g} ms", (1e3 * left, y), (4, 0), textcoords="offset points", va="center")
-    ax.set_yticks(range(len(methods)), methods)
+    rows = {name: {"compute": m.compute_seconds, "sending": m.exposed_seconds} if m else {}
+            for name, m in methods.items()}
+    told = [f"{1e3 * sum(row.values()):,.3g} ms" if row else "not possible" for row in rows.values()]
+    colors = {"compute": RANK_COLORS[0], "sending": RANK_COLORS[5]}
+    label = "ms (blue: compute, orange: exposed sending)"
+    draw_bars(ax, rows, colors, label, scale=1e3, height=0.62, room=1.3, behind=told, weight="normal")
     ax.get_yticklabels()[list(methods).index(chosen)].set_fontweight("bold")
-    ax.tick_params(axis="y", length=0)
-    ax.axvline(0, color=FAINT, linewidth=0.8)
-    ax.set(xlim=(0, 1.3e3 * longest), ylim=(len(methods) - 0.5, -0.5), title="modelled: forward of one layer",
-           xlabel="ms (blue: compute, orange: exposed sending)")
+    ax.set_title("modelled: forward of one layer")
 
 
 def _render(method: str, length: int, heads: int, kv_heads: int, ranks: int, link: str) -> tuple[Figure, str]:

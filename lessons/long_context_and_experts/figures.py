@@ -8,20 +8,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from course_utils.draw import charts
+from course_utils.draw.panels import Panel, panels
 from course_utils.draw.style import CENTRED, SMALL, new_figure, rank_color, tint
 
 
 def mask_picture(orders: Mapping[str, Sequence[Iterable[int]]], title: str) -> Figure:
-    """Draw which rank computes which pair of a causal mask, and in which step of a ring.
+    """Draw which rank computes which pair of a causal mask, and in which step of a ring, for the tokens of each rank.
 
     A row is a query and a column a key, both from token 0 on. A pair has the colour of the rank that holds the query,
     and the number of the step in which the key comes to that rank: 0 is its own. What the mask hides stays white.
-
-    Parameters
-    ----------
-    orders : dict of name to list of list of int, or of tensors
-        For each way to share the tokens, the tokens of each rank.
-    title : str
     """
     orders = {name: [[int(token) for token in tokens] for tokens in order] for name, order in orders.items()}
     length = sum(map(len, next(iter(orders.values()))))
@@ -44,20 +39,9 @@ def mask_picture(orders: Mapping[str, Sequence[Iterable[int]]], title: str) -> F
 
 
 def load_over_steps(curves: Mapping[str, Sequence[float]], title: str) -> Figure:
-    """Draw the load of the fullest expert at each step, as a multiple of the mean load.
-
-    Parameters
-    ----------
-    curves : dict of name to list of float
-        Equally long.
-    title : str
-    """
+    """Draw the load of the fullest expert at each step, as a multiple of the mean load."""
     steps = range(max(map(len, curves.values())))
-    figure, (ax,) = new_figure(size=(8.0, 3.3))
-    ends = charts.draw_lines(ax, steps, curves, linewidth=1.6)
-    ax.axhline(1, color="#AAAAAA", linewidth=0.8)
-    ax.set(xlabel="step", ylabel="fullest expert / mean", ylim=(0, None), title=title)
-    ax.set_axisbelow(True)
-    charts.grid(ax)
-    charts.label_lines(ax, ends)
+    mean = [(steps, [1] * len(steps), {"color": "#AAAAAA", "linewidth": 0.8})]
+    figure = panels(steps, Panel(title, "fullest expert / mean", curves, look={"linewidth": 1.6}, above=mean))
+    figure.axes[0].set_xlabel("step")
     return figure

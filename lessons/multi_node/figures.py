@@ -1,10 +1,3 @@
 """What this lesson draws."""
 
-from __future__ import annotations
-
-from course_utils.draw.panels import loss_curves
-
-__all__ = [
-    "loss_curves",
-]
-
+from course_utils.draw.panels import loss_curves as loss_curves

@@ -10,6 +10,8 @@ from course_utils.costs import (
     all_reduce_seconds,
     flat_cluster,
 )
+from course_utils.draw import charts
+from course_utils.draw.bars import name_rows
 from course_utils.draw.controls import checkbox, choice, slider
 from course_utils.draw.explorer import Explorer
 from course_utils.draw.style import new_figure
@@ -18,16 +20,7 @@ from course_utils.units import format_bytes
 
 from .figures import algorithm_color, draw_crossover, spoken
 
-__all__ = ["algorithm_chooser"]
-
 _SIZES = tuple(2**k for k in range(8, 35))
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
 
 
 def _draw(cluster: TwoLevelCluster, size: int, algorithms: list[str]) -> tuple[Figure, str]:
@@ -40,22 +33,22 @@ def _draw(cluster: TwoLevelCluster, size: int, algorithms: list[str]) -> tuple[F
         look = {"color": algorithm_color(name), "linewidth": 5 if y == 0 else 2, "solid_capstyle": "butt"}
         left.plot([start, times[name]], [y, y], **look)
         left.plot([times[name]], [y], "o", color=algorithm_color(name), markersize=9 if y == 0 else 6)
-        left.annotate(_time(times[name]), (times[name], y), (9, 0), textcoords="offset points", va="center",
+        charts.beside(left, charts.duration(times[name]), (times[name], y), (9, 0), va="center",
                       fontweight="bold" if y == 0 else "normal")
-    left.set(xscale="log", xlim=(start, times[ranked[-1]] * 3), ylim=(len(ranked) - 0.4, -0.6),
-             title=f"modelled: all-reduce of {format_bytes(size)}", xlabel="time, logarithmic")
+    left.set(xscale="log", xlim=(start, times[ranked[-1]] * 3), xlabel="time, logarithmic",
+             title=f"modelled: all-reduce of {format_bytes(size)}")
     left.minorticks_off()
     left.set_xticks([])
-    left.set_yticks(range(len(ranked)), [spoken(name) for name in ranked])
-    left.tick_params(axis="y", length=0)
+    name_rows(left, map(spoken, ranked))
     spans = draw_crossover(right, cluster, algorithms, _SIZES, "modelled, over size; dots: the fastest changes")
     right.axvline(size, color="#DDDDDD", linewidth=4, zorder=0)
     first, second = ranked[:2]
-    words = (
+    by_size = ", ".join(f"{spoken(name)} up to {format_bytes(end)}" for name, _, end in spans)
+    return figure, (
         f"{cluster.nodes} x {cluster.per_node} ranks, {format_bytes(size)}: {spoken(first)} is fastest with "
-        f"{_time(times[first])}, then {spoken(second)} with {_time(times[second])}. Fastest by size: "
+        f"{charts.duration(times[first])}, then {spoken(second)} with {charts.duration(times[second])}. "
+        f"Fastest by size: {by_size}."
     )
-    return figure, words + ", ".join(f"{spoken(name)} up to {format_bytes(end)}" for name, _, end in spans) + "."
 
 
 def _render(size: int, nodes: int, gpus: int, near: str, far: str, adds: bool) -> tuple[Figure, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import combinations, groupby
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from course_utils.costs import TwoLevelCluster, all_reduce_seconds, busbw
 from course_utils.draw import charts
+from course_utils.draw.panels import Ends, Panel, draw_panel, label_lines, panels
 from course_utils.draw.style import (
     DASHED,
     FAINT,
@@ -34,7 +35,9 @@ ALGORITHM_COLORS = {
     "halving_doubling": "#CC79A7", "hierarchical": "#D55E00", "double_tree": "#56B4E9", "in_network": INK,
     "nvls": INK,
 }
-_GRID = tuple(2.0**k for k in range(8, 31))
+_SIZE = "message size S"
+
+Time = Callable[[float], float]  # seconds over size
 
 
 def algorithm_color(name: str) -> str:
@@ -47,8 +50,12 @@ def spoken(name: str) -> str:
     return {"halving_doubling": "halving/doubling", "in_network": "in network"}.get(name, name.replace("_", " "))
 
 
-def _microseconds(algorithm: str, cluster: TwoLevelCluster, size: float) -> float:
-    return all_reduce_seconds(algorithm, size, cluster) * 1e6
+def _panel(title: str, seconds: Mapping[str, Sequence[float]], **more: object) -> Panel:
+    """A line for each algorithm, with its name as it is written and in its colour, in microseconds."""
+    colors = {spoken(name): algorithm_color(name) for name in seconds}
+    lines = {spoken(name): values for name, values in seconds.items()}
+    usual = {"colors": colors, "log": True, "look": {"linewidth": 1.8}, "then": _time_axis}
+    return Panel(title, "time of one all-reduce", lines, 1e6, **usual | more)
 
 
 def _time_axis(ax: Axes) -> None:
@@ -57,27 +64,17 @@ def _time_axis(ax: Axes) -> None:
         unit, scale = ("s", 1e6) if value >= 1e6 else ("ms", 1e3) if value >= 1e3 else ("µs", 1)
         return f"{value / scale:g} {unit}"
 
-    ax.set(yscale="log")
     ax.yaxis.set_major_locator(LogLocator(10))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(text))
 
 
-def _draw_algorithms(ax: Axes, x: Sequence[float], times: Mapping[str, Sequence[float]], **look: object) -> charts.Ends:
-    """Draw a line for each algorithm, with its name as it is written and in its colour."""
-    colors = {spoken(name): algorithm_color(name) for name in times}
-    lines = {spoken(name): values for name, values in times.items()}
-    return charts.draw_lines(ax, x, lines, colors=colors, **{"linewidth": 1.8} | look)
-
-
-def crossings(
-    first: Callable[[float], float], second: Callable[[float], float], low: float, high: float, points: int = 400
-) -> list[float]:
+def crossings(first: Time, second: Time, low: float, high: float) -> list[float]:
     """Return the sizes between `low` and `high` at which two times are equal, found on a grid and by bisection."""
-    grid = np.geomspace(low, high, points)
+    grid = np.geomspace(low, high, 400)
     ahead = [first(x) < second(x) for x in grid]
     found = []
-    for i in range(points - 1):
+    for i in range(len(grid) - 1):
         if ahead[i] != ahead[i + 1]:
             a, b = grid[i], grid[i + 1]
             for _ in range(40):
@@ -87,45 +84,29 @@ def crossings(
     return found
 
 
-def _winners(times: Mapping[str, Callable[[float], float]], low: float, high: float) -> list[tuple[str, float, float]]:
+def _winners(times: Mapping[str, Time], low: float, high: float) -> list[tuple[str, float, float]]:
     """Return which name is the fastest from where to where, from the smallest size on."""
-    edges = sorted({low, high, *(x for a in times for b in times if a < b
-                                 for x in crossings(times[a], times[b], low, high))})
-    spans: list[tuple[str, float, float]] = []
-    for a, b in zip(edges, edges[1:], strict=False):
-        middle = (a * b) ** 0.5
-        best = min(times, key=lambda name: times[name](middle))
-        if spans and spans[-1][0] == best:
-            spans[-1] = (best, spans[-1][1], b)
-        else:
-            spans.append((best, a, b))
-    return spans
+    edges = sorted({low, high, *(x for pair in combinations(times.values(), 2) for x in crossings(*pair, low, high))})
+    pieces = [(min(times, key=lambda name: times[name]((a * b) ** 0.5)), a, b)
+              for a, b in zip(edges, edges[1:], strict=False)]
+    spans = [(name, list(group)) for name, group in groupby(pieces, lambda piece: piece[0])]
+    return [(name, group[0][1], group[-1][2]) for name, group in spans]
 
 
 def draw_crossover(
     ax: Axes, cluster: TwoLevelCluster, algorithms: Sequence[str], sizes: Sequence[float], title: str,
-    pairs: Sequence[tuple[str, str]] | None = None, limits: tuple[float, float] | None = None,
+    limits: tuple[float, float] | None = None,
 ) -> list[tuple[str, float, float]]:
-    """Draw one panel of `crossover`; return the fastest algorithm, from which size to which.
-
-    `limits` of the time axis are in microseconds, by default those that `_limits` finds for this cluster.
-    """
-    times = {name: partial(_microseconds, name, cluster) for name in algorithms}
+    """Draw one panel of `crossover`; return the fastest algorithm, from which size to which."""
+    times = {name: partial(all_reduce_seconds, name, cluster=cluster) for name in algorithms}
     many = np.geomspace(sizes[0], sizes[-1], 200)
-    ends = _draw_algorithms(ax, many, {name: [time(size) for size in many] for name, time in times.items()})
-    spans = _winners(times, sizes[0], sizes[-1])
-    if pairs is None:
-        marks = [(start, name) for name, start, _ in spans[1:]]
-    else:
-        marks = sorted((x, a) for a, b in pairs for x in crossings(times[a], times[b], sizes[0], sizes[-1]))
-    ax.set(ylabel="time of one all-reduce", title=title, ylim=limits or _limits([cluster], algorithms, sizes))
-    _time_axis(ax)
-    charts.size_axis(ax, sizes)
-    charts.label_lines(ax, ends)
-    bottom = ax.get_ylim()[0]
-    rows = charts.rows_for(ax, [(at, format_bytes(at)) for at, _ in marks])
-    for (at, name), row in zip(marks, rows, strict=True):
-        height = times[name](at)
+    lines = {name: [time(size) for size in many] for name, time in times.items()}
+    panel = _panel(title, lines, limits=limits or _limits([cluster], algorithms, sizes))
+    label_lines(ax, draw_panel(ax, many, panel, sizes=_SIZE, ticks=sizes))
+    spans, bottom = _winners(times, sizes[0], sizes[-1]), ax.get_ylim()[0]
+    rows = charts.rows_for(ax, [(at, format_bytes(at)) for _, at, _ in spans[1:]])
+    for (name, at, _), row in zip(spans[1:], rows, strict=True):
+        height = 1e6 * times[name](at)
         ax.plot([at, at], [bottom, height], **DASHED)
         ax.plot([at], [height], "o", color=INK, markersize=5)
         charts.beside(ax, format_bytes(at), (at, bottom), (3, 4 + 12 * row), fontsize=SMALL, path_effects=HALO)
@@ -136,133 +117,88 @@ def _limits(
     clusters: Sequence[TwoLevelCluster], algorithms: Sequence[str], sizes: Sequence[float]
 ) -> tuple[float, float]:
     """Return limits in microseconds that hold every line, with room for the names of the crossings below."""
-    ends = [_microseconds(a, c, s) for c in clusters for a in algorithms for s in (sizes[0], sizes[-1])]
+    ends = [1e6 * all_reduce_seconds(a, s, c) for c in clusters for a in algorithms for s in (sizes[0], sizes[-1])]
     return min(ends) / 2.5, max(ends) * 1.6
 
 
-def crossover(
-    clusters: TwoLevelCluster | Mapping[str, TwoLevelCluster], algorithms: Sequence[str],
-    sizes: Sequence[float] = _GRID, pairs: Sequence[tuple[str, str]] | None = None,
-) -> Figure:
-    """Draw the modelled time of several all-reduce algorithms over message size, with the sizes at which lines cross.
-
-    Parameters
-    ----------
-    clusters : TwoLevelCluster, or dict of title to TwoLevelCluster
-        One panel each.
-    algorithms : list of str
-        Names of `costs.ALL_REDUCE_ALGORITHMS`.
-    sizes : list of float
-        First and last bound the axis; bytes.
-    pairs : list of (str, str), optional
-        Pairs whose crossings are marked; by default those at which the fastest algorithm changes.
-    """
-    panels = {"": clusters} if isinstance(clusters, TwoLevelCluster) else dict(clusters)
-    limits = _limits(list(panels.values()), algorithms, sizes)
-    figure, axes = new_figure(1, len(panels), size=(1.2 + 5.0 * len(panels), 3.9))
-    for ax, (title, cluster) in zip(axes, panels.items(), strict=True):
-        where = f"{cluster.nodes} x {cluster.per_node}" if cluster.nodes > 1 else f"{cluster.ranks}"
-        draw_crossover(ax, cluster, algorithms, sizes, f"modelled: {title or f'{where} ranks'}", pairs, limits)
+def crossover(clusters: Mapping[str, TwoLevelCluster], algorithms: Sequence[str], sizes: Sequence[float]) -> Figure:
+    """Draw the modelled time of all-reduce algorithms over message size, with the sizes where the fastest changes."""
+    limits = _limits(list(clusters.values()), algorithms, sizes)
+    figure, axes = new_figure(1, len(clusters), size=(WIDTH, 3.9))
+    for ax, (title, cluster) in zip(axes, clusters.items(), strict=True):
+        draw_crossover(ax, cluster, algorithms, sizes, f"modelled: {title}", limits)
     return figure
 
 
-def scale_out(
-    clusters: Sequence[TwoLevelCluster], algorithms: Sequence[str], sizes: Sequence[float] = (2**12, 2**28)
-) -> Figure:
+def scale_out(clusters: Sequence[TwoLevelCluster], algorithms: Sequence[str], sizes: Sequence[float]) -> Figure:
     """Draw the modelled time of all-reduce over the number of ranks, one panel for each message size in bytes."""
     ranks = [cluster.ranks for cluster in clusters]
-    figure, axes = new_figure(1, len(sizes), size=(1.2 + 4.4 * len(sizes), 3.7))
-    for ax, size in zip(axes, sizes, strict=True):
-        ends: charts.Ends = {}
-        times = {name: [_microseconds(name, cluster, size) for cluster in clusters] for name in algorithms}
-        for name, values in times.items():
+    several = []
+    for size in sizes:
+        times = {name: [all_reduce_seconds(name, size, cluster) for cluster in clusters] for name in algorithms}
+        looks = {}
+        for name, values in times.items():  # lines that are nearly the same are dashed in turn
             same = [other for other in times if np.allclose(times[other], values, rtol=0.05)]
             dashes = (5 * same.index(name), (5, 5 * len(same) - 5)) if len(same) > 1 else "-"
-            ends |= _draw_algorithms(ax, ranks, {name: values}, linestyle=dashes, marker="o", markersize=3)
-        ax.set(ylabel="time of one all-reduce", title=f"modelled: {format_bytes(size)}")
-        _time_axis(ax)
-        charts.count_axis(ax, ranks[:: max(1, -(-len(ranks) // 5))])
-        charts.label_lines(ax, ends)
-    return figure
+            looks[spoken(name)] = {"linestyle": dashes, "marker": "o", "markersize": 3}
+        several.append(_panel(f"modelled: {format_bytes(size)}", times, looks=looks))
+    ticks = ranks[:: max(1, -(-len(ranks) // 5))]
+    return panels(ranks, *several, counts="ranks", ticks=ticks, size=(WIDTH, 3.7))
 
 
 def model_against_emulation(
-    sizes: Sequence[float], emulated: Mapping[str, Sequence[float]], model: Callable[[str, float], float],
-    kind: str = "emulated",
+    sizes: Sequence[float], emulated: Mapping[str, Sequence[float]], model: Callable[[str, float], float]
 ) -> Figure:
-    """Draw points and the lines a model predicts for them, and say how far they are apart at most.
-
-    Parameters
-    ----------
-    sizes : list of float
-        Message sizes in bytes.
-    emulated : dict of algorithm to list of float
-        Seconds at each size.
-    model : callable
-        Seconds from an algorithm's name and a size.
-    kind : str
-        What the points are: ``"emulated"`` or ``"measured"``.
-    """
-    figure, (ax,) = new_figure(size=(7.0, 3.9))
-    many, worst = np.geomspace(sizes[0], sizes[-1], 120), 0.0
-    ends = _draw_algorithms(ax, many, {name: [model(name, size) * 1e6 for size in many] for name in emulated},
-                            linewidth=1.4)
-    for i, (name, seconds) in enumerate(emulated.items()):
-        ax.plot(sizes, [t * 1e6 for t in seconds], MARKERS[i % 8], color=algorithm_color(name), markersize=6,
-                markeredgecolor="white")
-        worst = max(worst, *(abs(t / model(name, s) - 1) for s, t in zip(sizes, seconds, strict=True)))
-    ax.set(ylabel="time of one all-reduce", title=f"points: {kind}; lines: modelled; {worst:.1%} apart at most")
-    _time_axis(ax)
-    charts.size_axis(ax, sizes)
-    charts.label_lines(ax, ends)
-    return figure
+    """Draw emulated seconds of algorithms as points, what a model predicts as lines, and say how far they are apart."""
+    many = np.geomspace(sizes[0], sizes[-1], 120)
+    points = [(sizes, np.multiply(seconds, 1e6), {
+        "linestyle": "none", "marker": MARKERS[i % 8], "color": algorithm_color(name), "markersize": 6,
+        "markeredgecolor": "white"}) for i, (name, seconds) in enumerate(emulated.items())]
+    worst = max(abs(t / model(name, s) - 1) for name, seconds in emulated.items()
+                for s, t in zip(sizes, seconds, strict=True))
+    panel = _panel(f"points: emulated; lines: modelled; {worst:.1%} apart at most",
+                   {name: [model(name, size) for size in many] for name in emulated}, above=points,
+                   look={"linewidth": 1.4})
+    return panels(many, panel, sizes=_SIZE, ticks=sizes, size=(7.0, 3.9))
 
 
 def predicted_against_recorded(
-    table: Table, predicted: Mapping[str, Sequence[float]], choices: Sequence[str] | None = None
+    table: Table, predicted: Mapping[str, Sequence[float]], choices: Sequence[str]
 ) -> Figure:
-    """Draw recorded time and bus bandwidth, the predicted ones, and the error of the time at each size.
+    """Draw recorded and predicted time and bus bandwidth, and the error of the time, over the sizes of the table.
 
-    Parameters
-    ----------
-    table : recorded.Table
-        What was measured.
-    predicted : dict of name to list of float
-        Seconds at each size of the table, one line for each model; the last one is drawn strongest.
-    choices : list of str, optional
-        What the library is predicted to choose at each size, written where it changes.
+    The last model is drawn strongest; `choices` are what the library is predicted to choose at each size, written
+    where it changes.
     """
     sizes = list(table.sizes)
-    figure = empty_figure((WIDTH, 6.8))
-    panels = figure.subplot_mosaic([["time", "rate"], ["error", "error"]])
-    left, right, below = panels["time"], panels["rate"], panels["error"]
     rates = {name: [busbw(table.op, table.ranks, s, t) / 1e9 for s, t in zip(sizes, seconds, strict=True)]
              for name, seconds in predicted.items()}
     errors = {name: 100 * (np.divide(seconds, table.seconds) - 1) for name, seconds in predicted.items()}
-    tones = cycle(RANK_COLORS[i] for i in (4, 0, 2, 1, 3, 5))
-    look = {"colors": dict(zip(predicted, tones, strict=False)), "linewidth": 1.2}
-    charts.draw_lines(left, sizes, predicted, scale=1e6, **look)
-    rate_ends = charts.draw_lines(right, sizes, rates, **look)
-    error_ends = charts.draw_lines(below, sizes, errors, marker="o", markersize=3.5, **look)
-    for ax in panels.values():
-        ax.lines[-1].set_linewidth(2.0)
-    left.plot(sizes, [t * 1e6 for t in table.seconds], "o", color=INK, markersize=4.5)
-    right.plot(sizes, [b / 1e9 for b in table.busbw], "o", color=INK, markersize=4.5)
-    left.set(ylabel="time of one call", title=f"points recorded, lines modelled:\n{table.name}")
-    right.set(ylabel="bus bandwidth (GB/s)", ylim=(0, None), title="bus bandwidth")
-    below.set(ylabel="predicted time / recorded time - 1 (%)", title="error of the predicted time")
-    below.axhspan(-15, 15, color="#EEEEEE", zorder=0)
-    below.axhline(0, color=INK, linewidth=0.8)
-    _time_axis(left)
-    for ax in panels.values():
-        charts.size_axis(ax, sizes)
-    for i, choice in enumerate(choices or ()):
+    tones = dict(zip(predicted, [RANK_COLORS[i] for i in (4, 0, 2, 1, 3, 5)], strict=False))
+    look = {"colors": tones, "look": {"linewidth": 1.2}, "looks": {list(predicted)[-1]: {"linewidth": 2.0}}}
+    dots = {"linestyle": "none", "marker": "o", "color": INK, "markersize": 4.5}
+    told = {f"{name}: median {np.median(np.abs(errors[name])):.1f} %": tones[name] for name in errors}
+    shown = {
+        "time": Panel(f"points recorded, lines modelled:\n{table.name}", "time of one call", predicted, 1e6, log=True,
+                      above=[(sizes, np.multiply(table.seconds, 1e6), dots)], then=_time_axis, **look),
+        "rate": Panel("bus bandwidth", "bus bandwidth (GB/s)", rates,
+                      above=[(sizes, np.divide(table.busbw, 1e9), dots)], **look),
+        "error": Panel("error of the predicted time", "predicted time / recorded time - 1 (%)",
+                       dict(zip(told, errors.values(), strict=True)), limits=(None, None),
+                       **look | {"colors": told, "looks": {list(told)[-1]: {"linewidth": 2.0}},
+                                 "look": {"linewidth": 1.2, "marker": "o", "markersize": 3.5}}),
+    }
+    figure = empty_figure((WIDTH, 6.8))
+    axes = figure.subplot_mosaic([["time", "rate"], ["error", "error"]])
+    ends: dict[str, Ends] = {name: draw_panel(axes[name], sizes, panel, sizes=_SIZE) for name, panel in shown.items()}
+    axes["error"].axhspan(-15, 15, color="#EEEEEE", zorder=0)
+    axes["error"].axhline(0, color=INK, linewidth=0.8)
+    for i, choice in enumerate(choices):
         if i == 0 or choice != choices[i - 1]:
-            edge = sizes[i] if i == 0 else (sizes[i] * sizes[i - 1]) ** 0.5
-            left.axvline(edge, **DASHED | {"color": FAINT})
-            charts.beside(left, choice, (edge, 0.98), (3, 0), xycoords=("data", "axes fraction"), rotation=90, va="top",
-                          fontsize=8, color="#555555")
-    charts.label_lines(right, rate_ends)
-    charts.label_lines(below, {f"{name}: median {np.median(np.abs(errors[name])):.1f} %": end
-                               for name, end in error_ends.items()})
+            edge = (sizes[i] * sizes[max(0, i - 1)]) ** 0.5
+            axes["time"].axvline(edge, **DASHED | {"color": FAINT})
+            charts.beside(axes["time"], choice, (edge, 0.98), (3, 0), xycoords=("data", "axes fraction"), rotation=90,
+                          va="top", fontsize=8, color="#555555")
+    for name in ("rate", "error"):
+        label_lines(axes[name], ends[name])
     return figure

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
 
+from course_utils.draw.charts import duration
 from course_utils.draw.controls import choice, integer, steps
 from course_utils.draw.explorer import Explorer
 from course_utils.transformer import PUBLISHED
@@ -25,8 +26,6 @@ from .planner import (
     reasons_against,
     traffic,
 )
-
-__all__ = ["Group", "groups_of", "mesh_explorer"]
 
 _DIMENSIONS = ("tp", "cp", "pp", "dp")
 _KNOWN = {("dp", "pp", "cp", "tp"): "as Llama 3", ("pp", "dp", "cp", "tp"): "as Megatron-LM"}
@@ -67,13 +66,7 @@ def groups_of(rank: int, sizes: dict[str, int], per_node: int) -> list[Group]:
 
 
 def _check(degrees: dict[str, int], per_node: int) -> int:
-    """Return the number of ranks.
-
-    Raises
-    ------
-    ValueError
-        A number is below 1, there are too many ranks, or they do not fill nodes.
-    """
+    """Return the number of ranks; refuse numbers below 1, too many ranks, and ranks that do not fill nodes."""
     for name, value in {**degrees, "GPUs in a node": per_node}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -83,11 +76,6 @@ def _check(degrees: dict[str, int], per_node: int) -> int:
     if ranks > per_node and ranks % per_node:
         raise ValueError(f"{product} makes {ranks:,} ranks, which do not fill nodes of {per_node}")
     return ranks
-
-
-def _seconds(value: float) -> str:
-    unit, scale = ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("µs", 1e6)
-    return f"{value * scale:.3g} {unit}"
 
 
 def _where(group: Group) -> str:
@@ -110,7 +98,7 @@ def _table(groups: list[Group], machine: GpuCluster, sent: dict[str, float] | No
         _, per_byte = machine.intra if group.inside else machine.inter
         link = f"{'NVLink' if group.inside else 'network'}, {1e-9 / per_byte:.3g} GB/s"
         row = [square, short_ranks(group.ranks, 5), _where(group), link, _SENT[name]]
-        rows.append(row + ([decimal_bytes(sent[name]), _seconds(sent[name] * per_byte)] if sent else []))
+        rows.append(row + ([decimal_bytes(sent[name]), duration(sent[name] * per_byte)] if sent else []))
 
     def line(cells: list[str], kind: str) -> str:
         opening = f"<{kind} style='text-align: left; padding: 0 14px 0 0; line-height: 1.6; white-space: nowrap'>"

@@ -16,6 +16,8 @@ from matplotlib.patches import Rectangle
 from course_utils.draw import charts
 from course_utils.draw.style import CENTRED, FAINT, INK, RANK_COLORS, SMALL, WIDTH, new_figure, tint
 
+from .planner import mesh_groups
+
 #: By dimension of a mesh; what a group of it sends has the same colour in `figures`.
 DIMENSION_COLORS = {"tp": RANK_COLORS[2], "cp": RANK_COLORS[4], "pp": RANK_COLORS[3], "dp": RANK_COLORS[1]}
 _MOST, _FEW = 8, 4  # of a dimension that is drawn whole, of one where all four are larger than 1
@@ -39,8 +41,7 @@ def short_ranks(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def mesh_grid(
-    sizes: Mapping[str, int], title: str, *, per_node: int | None = None, rank: int | None = None,
-    show: Sequence[str] | None = None, names_only: bool = False,
+    sizes: Mapping[str, int], title: str, *, per_node: int, rank: int, names_only: bool = False
 ) -> Figure:
     """Draw the ranks of a mesh in panels, nodes framed, with the groups of one rank in the colours of their dimensions.
 
@@ -49,13 +50,14 @@ def mesh_grid(
     Below the panels stand the ranks of each coloured group, and over how many nodes they lie; with `names_only` only
     the dimensions in their colours.
     """
-    groups = _groups(sizes, rank, show)
+    found = mesh_groups(sizes)
     names = [name for name, size in sizes.items() if size > 1]
+    groups = {name: next(group for group in found[name] if rank in group) for name in names}
     names = [""] * (4 - len(names)) + names
     grid = np.arange(math.prod(sizes.values())).reshape([sizes.get(name, 1) for name in names])
-    at = np.argwhere(grid == (rank or 0))[0]
     most = (_FEW, _FEW, _FEW, _MOST) if names[0] else (_MOST,) * 4
-    kept = [_kept(size, int(where), limit) for size, where, limit in zip(grid.shape, at, most, strict=True)]
+    kept = [_kept(size, int(at), limit) for size, at, limit in
+            zip(grid.shape, np.argwhere(grid == rank)[0], most, strict=True)]
     corners, wide, high = _corners(kept)
     cell = min(0.5, (WIDTH - 0.3) / (wide + 1.6), max(0.3, 5.4 / high))  # inches
     told = _tell(groups, rank, per_node, names_only)
@@ -84,19 +86,6 @@ def mesh_grid(
         charts.beside(ax, line, (0, 0), (x + 14 if color else x, y), fontsize=9, **look)
         x, y = (x + 30 + 5.2 * len(line), y) if names_only else (x, y - 15.5)
     return figure
-
-
-def _groups(
-    sizes: Mapping[str, int], rank: int | None, show: Sequence[str] | None
-) -> dict[str, tuple[int, ...]]:
-    """Return the group of `rank` in each dimension that is coloured."""
-    if rank is None:
-        return {}
-    from .planner import mesh_groups  # loads torch, which no other figure needs
-
-    groups = mesh_groups(sizes)
-    coloured = [name for name, size in sizes.items() if size > 1] if show is None else show
-    return {name: next(group for group in groups[name] if rank in group) for name in coloured}
 
 
 def _kept(count: int, at: int, most: int) -> list[int | None]:
@@ -135,13 +124,13 @@ def _corners(kept: Sequence[Sequence[int | None]]) -> tuple[list[tuple[tuple, Pl
 
 def _draw_panel(
     ax: Axes, grid: np.ndarray, kept: Sequence[Sequence[int | None]], panel: tuple[int, int], corner: Place,
-    shown: tuple[Mapping[str, Sequence[int]], int | None, int | None, float],
+    shown: tuple[Mapping[str, Sequence[int]], int, int, float],
 ) -> None:
     """Draw the ranks of one panel with the frames of their nodes."""
     groups, chosen, per_node, cell = shown
     places = {(x, y): None if None in (row, column) else int(grid[(*panel, row, column)])
               for y, row in enumerate(kept[2]) for x, column in enumerate(kept[3])}
-    node = {place: None if per_node is None or rank is None else rank // per_node for place, rank in places.items()}
+    node = {place: None if rank is None else rank // per_node for place, rank in places.items()}
     room = 72 * cell / (0.62 * max(2, len(str(grid.size - 1))))  # points a digit
     font = min(9.0, max(5.5, 0.7 * room))
     cells, faces, edges, frames = [], [], [], []
@@ -159,7 +148,7 @@ def _draw_panel(
             text = ax.text(left, top, str(rank), ha="center", va="center_baseline", fontsize=font,
                            color="white" if rank == chosen else INK, fontweight="normal" if face == "white" else "bold")
             text.set_in_layout(False)  # inside a cell: the layout need not measure it
-        for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1)) if per_node is not None else ():
+        for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1)):
             if node.get((x + dx, y + dy)) != node[x, y]:
                 across, down = left + 0.5 * dx, top + 0.5 * dy
                 frames.append([(across - 0.5 * abs(dy), down - 0.5 * abs(dx)),
@@ -169,17 +158,13 @@ def _draw_panel(
 
 
 def _tell(
-    groups: Mapping[str, Sequence[int]], rank: int | None, per_node: int | None, names_only: bool
+    groups: Mapping[str, Sequence[int]], rank: int, per_node: int, names_only: bool
 ) -> list[tuple[str, str]]:
     """Return what stands below the panels, with its colours: what frames mean, then each group."""
-    told = [] if per_node is None else [(f"frame: a node of {per_node} ranks", "")]
-    if rank is not None:
-        told.append((f"rank {rank}", INK))
+    told = [(f"frame: a node of {per_node} ranks", ""), (f"rank {rank}", INK)]
     for name, ranks in groups.items():
-        where = ""
-        if per_node is not None:
-            nodes = len({other // per_node for other in ranks})
-            where = ", all in one node" if nodes == 1 else f", over {nodes} nodes"
-        words = name if names_only else f"{name}: ranks {short_ranks(ranks)}{where}"
+        nodes = len({other // per_node for other in ranks})
+        where = "all in one node" if nodes == 1 else f"over {nodes} nodes"
+        words = name if names_only else f"{name}: ranks {short_ranks(ranks)}, {where}"
         told.append((words, dimension_color(name)))
     return told

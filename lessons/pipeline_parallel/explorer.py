@@ -10,8 +10,6 @@ from course_utils.draw.explorer import Explorer
 from .figures import schedule_picture
 from .pipeline import SCHEDULES, Costs, Timeline, simulate
 
-__all__ = ["schedule_explorer"]
-
 
 def _formula(name: str, p: int, m: int, v: int, costs: Costs) -> tuple[str, float] | None:
     """What the papers say that a rank idles in a step, in words and as a number; None where it does not hold.

@@ -17,8 +17,6 @@ from course_utils.draw.style import FAINT, INK, new_figure, readable, tint
 
 from .number_formats import FORMATS, Format, Stored, read_number, store
 
-__all__ = ["bits_explorer"]
-
 _EXAMPLES = ("0.1", "1/3", "1+2^-10", "1+2^-8", "1000.5", "65504", "70000", "3e38", "1e-5", "1e-8", "-0", "inf", "nan")
 _COLORS = {"sign": "#D55E00", "exponent": "#0072B2", "fraction": "#00805D"}
 _NOTE = (

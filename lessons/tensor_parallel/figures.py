@@ -8,56 +8,34 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from course_utils.draw import charts
-from course_utils.draw.bars import memory_bars
-from course_utils.draw.lanes import step_split
+from course_utils.draw.bars import memory_bars as memory_bars
+from course_utils.draw.lanes import step_split as step_split
 from course_utils.draw.style import CENTRED, INK, new_figure, rank_color
-from lessons.scaling_efficiency.figures import scaling_models
-
-__all__ = [
-    "cut_picture",
-    "memory_bars",
-    "scaling_models",
-    "step_split",
-]
+from lessons.scaling_efficiency.figures import scaling_models as scaling_models
 
 _GAP = 1.0  # between two matrices, in units of the input's width
-_WHOLE = "#EEEEEE"
 
 
 def cut_picture(inputs: int, inner: int, outputs: int, ranks: int, title: str) -> Figure:
     """Draw a column-parallel layer and a row-parallel one behind it, every part in the colour of the rank that has it.
 
-    Weights stand as in y = x upᵀ downᵀ: `up` cut by columns, `down` by rows; widths and heights are to scale, but for
-    the number of tokens. What each rank has whole is grey.
-
-    Parameters
-    ----------
-    inputs, inner, outputs : int
-        Features of the input, between the two layers, and of the output.
-    ranks : int
-        Ranks that share the layers; features that they do not divide are cut as evenly as can be.
-    title : str
+    Weights stand as in y = x upᵀ downᵀ: `up` cut by columns, `down` by rows, as evenly as can be; widths and heights
+    are to scale, but for the number of tokens. What each rank has whole is grey.
     """
-    for name, value in {"inputs": inputs, "inner": inner, "outputs": outputs, "ranks": ranks}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    if inner < ranks:
-        raise ValueError(f"{ranks} ranks cannot share {inner} features")
     figure, (ax,) = new_figure(size=(9.0, 3.6))
     unit, tokens = 1 / inputs, 0.8
-    edges = [unit * sum(divmod(inner, ranks)[0] + (r < inner % ranks) for r in range(k)) for k in range(ranks + 1)]
+    edges = [unit * sum(inner // ranks + (r < inner % ranks) for r in range(k)) for k in range(ranks + 1)]
     matrices = [
         ("x", (1, tokens), None), ("upᵀ", (inner * unit, 1), "columns"),
         ("GELU(x upᵀ)", (inner * unit, tokens), "columns"), ("downᵀ", (outputs * unit, inner * unit), "rows"),
         ("y", (outputs * unit, tokens), None),
     ]
-    left, between = 0.0, ("f", "=", "", "g")
-    for i, (name, (width, height), cut) in enumerate(matrices):
+    left, between = 0.0, ("f", "=", "", "g", "")
+    for (name, (width, height), cut), sign in zip(matrices, between, strict=True):
         _draw(ax, left, width, height, cut, edges)
         ax.text(left + width / 2, -height / 2 - 0.12, name, ha="center", va="top", fontweight="bold")
         left += width + _GAP
-        if i < len(between):
-            ax.text(left - _GAP / 2, 0, between[i], fontsize=13, fontweight="bold", color=INK, **CENTRED)
+        ax.text(left - _GAP / 2, 0, sign, fontsize=13, fontweight="bold", color=INK, **CENTRED)
     half = max(1.0, inner * unit) / 2 + 0.5
     ax.set(xlim=(-0.1, left - _GAP + 0.1), ylim=(-half, half), aspect="equal", title=title)
     ax.axis("off")
@@ -68,7 +46,7 @@ def _draw(ax: Axes, left: float, width: float, height: float, cut: str | None, e
     """Draw a matrix in the middle of the line, whole or in one piece for each rank."""
     bottom = -height / 2
     if cut is None:
-        charts.cell(ax, left, bottom, width, height, INK, facecolor=_WHOLE, linewidth=0.8)
+        charts.cell(ax, left, bottom, width, height, INK, facecolor="#EEEEEE", linewidth=0.8)
         return
     for rank, (start, end) in enumerate(pairwise(edges)):
         if cut == "columns":

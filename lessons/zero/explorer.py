@@ -10,15 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from course_utils import memory, models
-from course_utils.draw.bars import PART_COLORS
+from course_utils.draw.bars import PART_COLORS, draw_bars, end_to_end, write_behind
 from course_utils.draw.charts import byte_axis
 from course_utils.draw.controls import checkbox, choice, integer, slider
 from course_utils.draw.explorer import Explorer
-from course_utils.draw.style import FAINT, INK, new_figure, tint
+from course_utils.draw.style import FAINT, INK, WIDTH, new_figure
 from course_utils.hardware import GPU, GPUS
 from course_utils.units import decimal_bytes
-
-__all__ = ["Verdict", "judge", "memory_calculator"]
 
 _OWN = "own shape"
 _GPTS = [name for name, config in models.PUBLISHED.items() if not config.gated]  # Llama's layers are others
@@ -102,53 +100,39 @@ def _advise(verdicts: list[Verdict], config: models.TransformerConfig, run: dict
 
 def _draw_parts(ax: Axes, need: memory.Memory) -> None:
     """Draw each part where the one above it ends, and all of them in the last row."""
-    left = 0.0
-    for y, (part, size) in enumerate(need.parts().items()):
-        look = {"left": left, "height": 0.7, "color": tint(PART_COLORS[part]), "edgecolor": PART_COLORS[part]}
-        ax.barh(y, size, **look)
-        ax.barh(len(PART_COLORS), size, **look)
-        ax.annotate(decimal_bytes(size), (left + size, y), (5, 0), textcoords="offset points", va="center")
-        left += size
-    ax.annotate(decimal_bytes(left), (left, len(PART_COLORS)), (5, 0), textcoords="offset points", va="center",
-                fontweight="bold")
-    ax.set_yticks(range(len(PART_COLORS) + 1), [*PART_COLORS, "total"])
-    ax.get_yticklabels()[-1].set_fontweight("bold")
-    ax.tick_params(axis="y", length=0)
-    ax.set(ylim=(len(PART_COLORS) + 0.6, -0.6), xlim=(0, 1.4 * (left or 1.0)))
-    byte_axis(ax.xaxis, left or 1.0, "memory of one rank")
+    spans = end_to_end(need.parts())
+    rows = {part: [span for span in spans if span[0] == part] for part in PART_COLORS} | {"total": spans}
+    told = [decimal_bytes(size) for size in (*need.parts().values(), need.total)]
+    draw_bars(ax, rows, PART_COLORS, "", height=0.7, room=1.4, behind=told, weight="normal")
+    for text in (ax.get_yticklabels()[-1], ax.texts[-1]):
+        text.set_fontweight("bold")
+    byte_axis(ax.xaxis, need.total or 1.0, "memory of one rank")
+    ax.set_title("modelled: one rank, part by part")
 
 
 def _draw_gpus(ax: Axes, need: memory.Memory, verdicts: list[Verdict], free: float) -> None:
     """Draw each GPU's memory as a frame, filled with the parts as far as they go in, with the part to keep free."""
-    rows, sizes = range(len(verdicts)), np.array([verdict.gpu.memory_bytes for verdict in verdicts])
-    left = np.zeros(len(verdicts))
-    for part, size in need.parts().items():
-        width = np.minimum(size, sizes - left)
-        ax.barh(rows, width, left=left, height=0.62, color=tint(PART_COLORS[part]))
-        left += width
-    ax.barh(rows, free * sizes, left=(1 - free) * sizes, height=0.62, color="none", edgecolor=FAINT, hatch="////",
-            linewidth=0)
-    colors = [INK if verdict.reason == "fits" else _NO for verdict in verdicts]
-    ax.barh(rows, sizes, height=0.62, color="none", edgecolor=colors, linewidth=1.2)
-    for y, (verdict, color) in enumerate(zip(verdicts, colors, strict=True)):
-        sign = {"fits": "✓", "tight": "!"}.get(verdict.reason, "✗")
-        ax.annotate(f"{sign} {verdict.words}", (sizes[y], y), (6, 0), textcoords="offset points", va="center",
-                    color=color, fontweight="bold" if sign == "✓" else "normal")
-    largest = max(sizes)
-    ax.set_yticks(range(len(verdicts)), [verdict.gpu.name for verdict in verdicts])
-    ax.tick_params(axis="y", length=0)
-    ax.set(ylim=(len(verdicts) - 0.4, -0.6), xlim=(0, 1.62 * largest))
+    sizes = np.array([verdict.gpu.memory_bytes for verdict in verdicts])
+    spans, largest = end_to_end(need.parts()), max(sizes)
+    rows = {verdict.gpu.name: [(part, start, min(end, size)) for part, start, end in spans if start < size]
+            for verdict, size in zip(verdicts, sizes, strict=True)}
+    draw_bars(ax, rows, PART_COLORS, "", height=0.62)
+    ax.barh(range(len(rows)), free * sizes, left=(1 - free) * sizes, height=0.62, color="none", edgecolor=FAINT,
+            hatch="////", linewidth=0)
+    for y, (verdict, size) in enumerate(zip(verdicts, sizes, strict=True)):
+        color, sign = INK if verdict.reason == "fits" else _NO, {"fits": "✓", "tight": "!"}.get(verdict.reason, "✗")
+        ax.barh(y, size, height=0.62, color="none", edgecolor=color, linewidth=1.2)
+        write_behind(ax, y, f"{sign} {verdict.words}", size, color=color,
+                     fontweight="bold" if sign == "✓" else "normal")
+    ax.set(xlim=(0, 1.62 * largest), title=f"modelled: where it fits (hatched: {free:.0%} to stay free)")
     byte_axis(ax.xaxis, largest, "memory of one GPU")
     ax.set_xticks([tick for tick in ax.get_xticks() if tick <= largest])
 
 
 def _draw(need: memory.Memory, verdicts: list[Verdict], free: float, title: str) -> Figure:
-    figure, (left, right) = new_figure(1, 2, size=(11.4, 3.7), gridspec_kw={"width_ratios": [1, 1.3]})
+    figure, (left, right) = new_figure(1, 2, size=(WIDTH, 3.7), title=title, width_ratios=[1, 1.3])
     _draw_parts(left, need)
     _draw_gpus(right, need, verdicts, free)
-    left.set_title("modelled: one rank, part by part")
-    right.set_title(f"modelled: where it fits (hatched: {free:.0%} to stay free)")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     return figure
 
 

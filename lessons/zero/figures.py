@@ -1,4 +1,4 @@
-"""What the memory of ranks holds: bars by part, a step over time, who holds which part of the training state.
+"""What the memory of ranks holds: a step over time, activations over length, who holds which part of the state.
 
 Sizes are decimal, as on the data sheets of GPUs and in the ZeRO paper: 1 GB is 1e9 bytes.
 """
@@ -6,7 +6,7 @@ Sizes are decimal, as on the data sheets of GPUs and in the ZeRO paper: 1 GB is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle, groupby
+from itertools import groupby
 from textwrap import fill
 from typing import TYPE_CHECKING
 
@@ -17,50 +17,22 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from course_utils.draw import charts
-from course_utils.draw.bars import PART_COLORS, memory_bars, parts_of
-from course_utils.draw.style import (
-    CENTRED,
-    GROUND,
-    INK,
-    MARKERS,
-    RANK_COLORS,
-    SMALL,
-    new_figure,
-    tint,
-)
+from course_utils.draw.bars import PART_COLORS, end_to_end, legend, parts_of
+from course_utils.draw.bars import memory_bars as memory_bars
+from course_utils.draw.panels import Panel, panels
+from course_utils.draw.style import CENTRED, GROUND, INK, MARKERS, SMALL, new_figure, tint
 from course_utils.units import decimal_bytes
 
-__all__ = [
-    "memory_bars",
-    "memory_over_length",
-    "memory_over_time",
-    "partition_picture",
-]
-
 if TYPE_CHECKING:
-    from course_utils.memory import Memory
-
-    Parts = Memory | Mapping[str, float]
+    from course_utils.draw.bars import Parts
 
 _STATES = ("parameters", "gradients", "optimizer")
 
 
-
-
-
-
-
-
-
-
 def memory_over_time(history: Sequence[tuple[str, Parts]], title: str) -> Figure:
-    """Draw bytes by part at each mark of a step, stacked, with the largest total marked.
+    """Draw bytes by part at each mark of a step, in order and stacked, with the largest total marked.
 
-    Parameters
-    ----------
-    history : list of (label, Memory or dict of part to bytes)
-        In order. Neighbours with equal labels are one phase, labelled once.
-    title : str
+    Neighbours with equal labels are one phase, labelled once.
     """
     sizes = [parts_of(memory) for _, memory in history]
     phases = [(label, [i for i, _ in group]) for label, group in groupby(enumerate(history), lambda item: item[1][0])]
@@ -73,20 +45,19 @@ def memory_over_time(history: Sequence[tuple[str, Parts]], title: str) -> Figure
             bands[part] = (below, top)
             shown = np.where(top > below, top, np.nan)  # no line where there is nothing
             ax.stairs(shown, edges, baseline=below, fill=True, facecolor=tint(color), edgecolor=color, linewidth=0.8)
-    high = float(max(top)) or 1.0
-    ax.set(xlim=(edges[0], edges[-1]), ylim=(0, 1.14 * high))
-    charts.byte_axis(ax.yaxis, high, "memory of one rank")
+    peak = float(max(top)) or 1.0
+    ax.set(xlim=(edges[0], edges[-1]), ylim=(0, 1.14 * peak))
+    charts.byte_axis(ax.yaxis, peak, "memory of one rank")
     _phase_axis(ax, phases, upright, lines=len(history) > len(phases))
     figure.draw_without_rendering()
     names = [_name_band(ax, part, *band) for part, band in bands.items()]
     if None in names:  # then all of them in one place
         for name in filter(None, names):
             name.remove()
-        charts.legend(ax, {part: PART_COLORS[part] for part in bands})
+        legend(ax, {part: PART_COLORS[part] for part in bands})
     at = int(np.argmax(top))
     side = "left" if at < 0.15 * len(top) else "right" if at > 0.85 * len(top) else "center"
     x, shift = {"left": (edges[at], 4), "right": (edges[at + 1], 0), "center": (at, 0)}[side]
-    peak = float(max(top))
     charts.beside(ax, f"peak {decimal_bytes(peak)}", (x, peak), (shift, 4), ha=side, fontweight="bold", bbox=GROUND)
     return figure
 
@@ -106,11 +77,9 @@ def _name_band(ax: Axes, part: str, below: np.ndarray, top: np.ndarray) -> Text 
     """Write the name of a part where its band is thickest over the width of the name, if there is room."""
     wide, high = charts.points_per_unit(ax)
     columns = min(len(top), max(1, int(np.ceil((5.6 * len(part) + 6) / wide))))
-    if columns * wide < 5.6 * len(part):
-        return None
     room = [(min(top[i : i + columns]) - max(below[i : i + columns]), i) for i in range(len(top) - columns + 1)]
     thick, start = max(room)
-    if thick * high < 12:
+    if columns * wide < 5.6 * len(part) or thick * high < 12:
         return None
     middle = (min(top[start : start + columns]) + max(below[start : start + columns])) / 2
     return ax.text(start + (columns - 1) / 2, middle, part, fontweight="bold", **CENTRED)
@@ -119,44 +88,26 @@ def _name_band(ax: Axes, part: str, below: np.ndarray, top: np.ndarray) -> Text 
 def memory_over_length(
     lengths: Sequence[int], measured: Mapping[str, Sequence[float]], formula: Mapping[str, Sequence[float]], title: str
 ) -> Figure:
-    """Draw bytes of activations over the length of the sequence: points measured, lines by formula.
-
-    Parameters
-    ----------
-    lengths : list of int
-        Tokens in a sequence, growing.
-    measured, formula : dict of name to list of float
-        Bytes at each length. What has the same name has the same colour; either may lack a name of the other.
-    title : str
-    """
-    colors = {name: RANK_COLORS[i % 6] for i, name in enumerate(dict.fromkeys([*measured, *formula]))}
-    figure, (ax,) = new_figure(size=(8.4, 3.7))
-    ends = charts.draw_lines(ax, lengths, formula, colors=colors, linewidth=1.8)
-    for (name, color), marker in zip(colors.items(), cycle(MARKERS), strict=False):
-        if name in measured:
-            ax.plot(lengths, measured[name], marker, color=color, markersize=6.5, markeredgecolor="white")
-            ends.setdefault(name, (lengths[-1], measured[name][-1], color))
-    charts.count_axis(ax, lengths, "tokens in a sequence")
-    ax.set(yscale="log", ylabel="activations", title=title)
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda size, _: decimal_bytes(size)))
-    ax.yaxis.set_minor_locator(NullLocator())
-    charts.label_lines(ax, ends)
+    """Draw bytes of activations over tokens in a sequence: points measured, lines by formula, by name."""
+    colors = charts.in_turn([*measured, *formula])
+    points = [(lengths, sizes, {"linestyle": "none", "marker": marker, "color": colors[name], "markersize": 6.5,
+                                "markeredgecolor": "white"})
+              for (name, sizes), marker in zip(measured.items(), MARKERS, strict=False)]
+    figure = panels(lengths, Panel(title, "activations", formula, colors=colors, look={"linewidth": 1.8}, log=True,
+                                   above=points), counts="tokens in a sequence")
+    axis = figure.axes[0].yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda size, _: decimal_bytes(size)))
+    axis.set_minor_locator(NullLocator())
     return figure
 
 
 def partition_picture(stages: Mapping[str, Sequence[Parts]], title: str) -> Figure:
     """Draw which parameters, gradients and optimizer states each rank holds, one panel for each stage.
 
-    A column is a rank, its height the whole training state; what the rank holds is filled. Where all ranks together
-    hold a part about once, each is drawn at its place in rank order, else from the bottom.
-
-    Parameters
-    ----------
-    stages : dict of stage name to list by rank of Memory or dict of part to bytes
-        The whole of a part is the most that any rank of any stage holds, or all ranks of a stage that share it.
-        Of more than eight ranks the first three and the last are drawn.
-    title : str
+    A column is a rank, its height the whole training state; what the rank holds is filled. The whole of a part is the
+    most that any rank holds. Where all ranks together hold it about once, each is drawn at its place in rank order,
+    else from the bottom. Of more than eight ranks the first three and the last are drawn.
     """
     table = {name: [parts_of(memory) for memory in ranks] for name, ranks in stages.items()}
     whole = {part: max(row[part] for ranks in table.values() for row in ranks) for part in _STATES}
@@ -164,22 +115,22 @@ def partition_picture(stages: Mapping[str, Sequence[Parts]], title: str) -> Figu
     ratios = [max(3, len(columns)) for columns in shown.values()]
     width = 2.2 + 0.42 * sum(ratios) + 0.3 * len(ratios)
     figure, axes = new_figure(1, len(table), size=(width, 3.7), title=title, sharey=True, width_ratios=ratios)
-    high = sum(whole.values()) or 1.0
+    high = sum(whole.values())
     for ax, (name, ranks) in zip(axes, table.items(), strict=True):
-        bottom = 0.0
-        for part in _STATES:
-            starts = _places([row[part] for row in ranks], whole[part])
+        for part, bottom, end in end_to_end(whole):
+            color, starts = PART_COLORS[part], _places([row[part] for row in ranks], whole[part])
             for x, rank in enumerate(shown[name]):
                 if rank is not None:
-                    _draw_cell(ax, x, bottom, PART_COLORS[part], whole[part], starts[rank], ranks[rank][part])
-            bottom += whole[part]
+                    frame = {"facecolor": "none", "edgecolor": tint(color), "linewidth": 0.8}
+                    charts.cell(ax, x - 0.4, bottom, 0.8, end - bottom, color, **frame)
+                    held = {"facecolor": color, "linewidth": 0.8 * bool(ranks[rank][part])}
+                    charts.cell(ax, x - 0.4, bottom + starts[rank], 0.8, ranks[rank][part], color, **held)
         held = [sum(row[part] for part in _STATES) for row in ranks]
         least, most = decimal_bytes(min(held)), decimal_bytes(max(held))
         told = f"{most} a rank" if least == most else f"{least} to\n{most} a rank"
         ax.set_title(f"{fill(name, 16)}\n{told}", fontsize=9.5, loc="center")
-        ax.set(xlim=(-0.6, len(shown[name]) - 0.4), ylim=(-0.01 * high, 1.02 * high))
+        ax.set(xlim=(-0.6, len(shown[name]) - 0.4), ylim=(-0.01 * high, 1.02 * high), xlabel="rank")
         ax.set_xticks(range(len(shown[name])), ["…" if rank is None else str(rank) for rank in shown[name]])
-        ax.set_xlabel("rank")
         charts.bare(ax)
     _name_blocks(axes[0], whole, high)
     return figure
@@ -192,19 +143,11 @@ def _places(held: Sequence[float], whole: float) -> list[float]:
     return [max(0.0, min(end, whole) - size) if shared else 0.0 for end, size in zip(ends, held, strict=True)]
 
 
-def _draw_cell(ax: Axes, x: int, bottom: float, color: str, whole: float, start: float, held: float) -> None:
-    """Draw the frame of a whole part in the column `x`, with what its rank holds filled."""
-    charts.cell(ax, x - 0.4, bottom, 0.8, whole, color, facecolor="none", edgecolor=tint(color), linewidth=0.8)
-    if held:
-        charts.cell(ax, x - 0.4, bottom + start, 0.8, held, color, facecolor=color, linewidth=0.8)
-
-
 def _name_blocks(ax: Axes, whole: Mapping[str, float], high: float) -> None:
     """Write the name and bytes of each part to the left of `ax`, moved apart where two would overlap."""
-    names = charts.end_to_end(whole)
+    names = end_to_end(whole)
     middles = [(start + end) / 2 for _, start, end in names]
     for i in range(1, len(middles)):
         middles[i] = max(middles[i], middles[i - 1] + 0.11 * high)
-    ax.set_yticks(middles, [f"{part}\n{decimal_bytes(whole[part])}" for part, *_ in names])
-    for label in ax.get_yticklabels():
-        label.set(fontweight="bold", fontsize=SMALL)
+    labels = [f"{part}\n{decimal_bytes(whole[part])}" for part, *_ in names]
+    ax.set_yticks(middles, labels, fontweight="bold", fontsize=SMALL)
