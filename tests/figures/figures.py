@@ -1,7 +1,9 @@
 """What tests of figures look at."""
 
+import importlib
 from typing import Any
 
+from conftest import ROOT
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -10,17 +12,21 @@ from matplotlib.text import Text
 from course_utils.draw.explorer import Explorer
 
 REFUSED = "The pale picture is of the last setting that was possible."
-#: Data that several tests draw: what three ranks hold, the parts of a file of FFCV, a step under FSDP.
-MIB = 2**20
-BEFORE = [[1, 2, 3], [10, 20, 30], [100, 200, 300]]
-BETON = [
-    ("header", 0, 24), ("field descriptors", 24, 2082), ("data table", 2106, 64_000),
-    *(("heap page", 8 * MIB * (i + 1), 8 * MIB) for i in range(47)), ("allocation table", 48 * 8 * MIB, 48_000),
-]
-LANES = {
-    "all-gather": [("block 0", 0.0, 1.0), ("block 1", 1.0, 2.0)],
-    "compute": [("block 0", 1.0, 2.0), ("block 1", 2.0, 3.0)],
-}
+BEFORE = [[1, 2, 3], [10, 20, 30], [100, 200, 300]]  # what three ranks hold
+
+
+def drawings() -> dict[str, Any]:
+    """All functions of the course that draw a figure for a cell, and the colours that figures share, by name."""
+    folders = ("course_utils/draw/*.py", "lessons/*/*figures.py", "lessons/*/*_pictures.py")
+    kit = ("bars", "empty_figure", "new_figure", "panels")
+    found = {}
+    for file in (file for folder in folders for file in ROOT.glob(folder)):
+        module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        for name, value in vars(module).items():
+            drawing = getattr(value, "__annotations__", {}).get("return") == "Figure" and name not in kit
+            if not name.startswith("_") and (drawing or name.endswith("_COLORS")):
+                found[name] = value
+    return found
 
 
 class Opened:
@@ -32,9 +38,19 @@ class Opened:
     def __getattr__(self, name: str) -> Any:
         return self.widget.controls[name]
 
+    def put(self, **values: Any) -> str:
+        """Set controls, in order; return what is told."""
+        for name, value in values.items():
+            self.widget.controls[name].value = value
+        return self.status.value
+
     @property
-    def shown(self) -> tuple[str, bytes]:
-        return self.status.value, bytes(self.picture.value)
+    def shown(self) -> tuple[str, ...]:
+        """What is told and drawn."""
+        axes = self.picture.figure.axes
+        drawn = [str(patch) for ax in axes for patch in ax.patches]
+        drawn += [str(line.get_xydata()) for ax in axes for line in ax.lines]
+        return self.status.value, self.picture.figure.words(), *texts(self.picture.figure), *drawn
 
     @property
     def refuses(self) -> bool:
@@ -45,19 +61,6 @@ def texts(drawn: Axes | Figure) -> list[str]:
     """Return what is written into the axes, or into all axes of a figure."""
     axes = drawn.axes if isinstance(drawn, Figure) else [drawn]
     return [text.get_text() for ax in axes for text in ax.texts]
-
-
-def titles(figure: Figure) -> list[str]:
-    return [ax.get_title(loc="left") for ax in figure.axes]
-
-
-def rows(ax: Axes) -> list[str]:
-    return [label.get_text() for label in ax.get_yticklabels()]
-
-
-def key(ax: Axes) -> list[str]:
-    """Return the names of a legend."""
-    return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
 def letters(figure: Figure) -> list[Text]:
@@ -88,3 +91,17 @@ def inside(figure: Figure) -> None:
     assert width <= 8.4
     assert min((text.get_fontsize() for text in letters(figure)), default=9) * figure.dpi / 72 >= 8  # pixels
     assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < width + 0.02 and box.y1 < height + 0.02, box
+
+
+def readable_throughout(figure: Figure) -> None:
+    """Besides, it is described in words, no letters lie over others, and all have contrast."""
+    inside(figure)
+    assert len(figure.words()) > len("Figure: "), "what a screen reader says"
+    for ax in figure.axes:
+        ticks = [axis.get_ticklabels() for axis in (ax.xaxis, ax.yaxis) if ax.axison]
+        for group in (*ticks, ax.texts):
+            seen = [text for text in letters(figure) if text in group]
+            assert apart(seen, 3), [text.get_text() for text in seen]
+    pale = [text.get_text() for text in letters(figure)
+            if text.get_color() != "white" and contrast_on_white(text.get_color()) < 4.5]
+    assert not pale

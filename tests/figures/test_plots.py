@@ -1,19 +1,21 @@
-"""The figures: what is drawn is what was given, in one style."""
+"""The kits of figures and explorers: what is drawn is what was given, in one style, and what a notebook keeps."""
 
 import base64
 import io
 
 import numpy as np
-import plots
 import pytest
 import torch
-from figures import BEFORE, apart, contrast_on_white, texts, titles
+from figures import BEFORE, REFUSED, Opened, apart, contrast_on_white, drawings, texts
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from course_utils.draw.charts import label_lines, size_axis
+from course_utils.draw.charts import size_axis
+from course_utils.draw.controls import checkbox, integer
+from course_utils.draw.explorer import TO_USE, Explorer
 from course_utils.draw.lanes import before_after
-from course_utils.draw.style import RANK_COLORS, WIDTH, new_figure, png, rank_color, readable
+from course_utils.draw.panels import label_lines
+from course_utils.draw.style import RANK_COLORS, WIDTH, new_figure, png, png_width, rank_color, readable
 
 
 def stripes(figure, rank, column, panel=1):
@@ -37,43 +39,24 @@ def test_cells_carry_the_numbers_and_their_origin():
     after = [torch.tensor([111, 222, 333]), torch.tensor([1, 20]), None]
     figure = before_after([torch.tensor(row) for row in BEFORE], after, "mixture")
     assert {"111", "222", "333", "1", "20", "300", "rank 2"} <= set(texts(figure))
-    assert titles(figure) == ["mixture: before", "after"]
-    assert stripes(figure, 0, 0) == [0, 1, 2]
-    assert stripes(figure, 1, 0) == [0]
-    assert stripes(figure, 1, 1) == [1]
-    assert stripes(figure, 2, 0) == []
+    assert [ax.get_title("left") for ax in figure.axes] == ["mixture: before", "after"]
+    cells = [stripes(figure, *cell) for cell in ((0, 0), (1, 0), (1, 1), (2, 0))]
+    assert cells == [[0, 1, 2], [0], [1], []]
 
 
 def test_partial_sums_and_means_show_who_took_part():
     figure = before_after(BEFORE, [[110, 202], [37.0], [999]], "parts")
-    assert stripes(figure, 0, 0) == [1, 2]
-    assert stripes(figure, 0, 1) == [0, 2]
-    assert stripes(figure, 1, 0) == [0, 1, 2]
-    assert stripes(figure, 2, 0) == []
+    cells = [stripes(figure, *cell) for cell in ((0, 0), (0, 1), (1, 0), (2, 0))]
+    assert cells == [[1, 2], [0, 2], [0, 1, 2], []]
 
 
-PALETTES = [value for name, value in vars(plots).items() if name.endswith("_COLORS")]
-COLORS = sorted({tone for palette in PALETTES for tone in (palette.values() if isinstance(palette, dict) else palette)})
-
-
-@pytest.mark.parametrize("color", COLORS)
-def test_labels_in_a_colour_can_be_read(color):
-    figure, (ax,) = new_figure(1, 1, size=(4, 3))
-    ax.plot([0, 1], [0, 1], color=color)
-    label_lines(ax, {"line": (1, 1, color)})
-    (label,) = ax.texts
-    assert contrast_on_white(label.get_color()) >= 4.5
-    assert to_rgb(ax.lines[0].get_color()) == to_rgb(color)  # lines keep theirs
-    if contrast_on_white(color) >= 4.5:
-        assert readable(color) == to_rgb(color)
-    else:  # darker, but of the same hue
+def test_letters_in_a_colour_can_be_read():
+    palettes = [value for name, value in drawings().items() if name.endswith("_COLORS")]
+    for color in {tone for one in palettes for tone in (one.values() if isinstance(one, dict) else one)}:
         before, after = np.array(to_rgb(color)), np.array(readable(color))
-        assert np.allclose(after / after.max(), before / before.max())
-
-
-def test_no_figure_is_wider_than_a_column():
-    figure, _ = new_figure(1, 3, size=(13.2, 3.9))
-    assert figure.get_figwidth() == WIDTH and WIDTH * figure.dpi <= 934
+        assert contrast_on_white(readable(color)) >= 4.5
+        assert np.allclose(after / after.max(), before / before.max()), "no other hue"
+        assert contrast_on_white(color) < 4.5 or np.array_equal(before, after)
 
 
 @pytest.mark.parametrize("panels", [1, 2, 3])
@@ -82,7 +65,7 @@ def test_sizes_along_an_axis_do_not_overlap(panels, sizes):
     figure, axes = new_figure(1, panels, size=(8.4, 3))
     for ax in axes:
         ax.plot(sizes, sizes)
-        size_axis(ax, sizes)
+        size_axis(ax, sizes, "S")
     figure.draw_without_rendering()
     low, high = axes[0].get_xlim()
     shown = [label for label in axes[0].get_xticklabels() if low <= label.get_position()[0] <= high]
@@ -136,3 +119,64 @@ def test_a_figure_that_is_looked_at_is_described(published, monkeypatch: pytest.
     words = "Figure: measured: time; two &lt;b&gt; &amp; &quot;quotes&quot;; time (ms); ranks"
     look = f'<img alt="{words}" width="{metadata["image/png"]["width"]}" src="data:image/png;base64,'
     assert data["text/html"] == look + data["image/png"] + '">'
+
+
+def pixels(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("L"))
+
+
+def square(side, flat=False):
+    if side > 8:
+        raise ValueError(f"a side of {side} is too long; <choose> less")
+    figure, (ax,) = new_figure(1, 1, size=(3, 1 if flat else 3))
+    ax.plot([0, side], [0, side])
+    return figure, f"a square of {side}"
+
+
+def test_an_explorer_draws_once_for_each_change_and_for_all_that_follows_from_it():
+    drawn, side, flat = [], integer("side", 2), checkbox("flat")
+
+    def adapt(changed):
+        flat.disabled = side.value < 2
+        if changed == "flat":
+            side.value = 5
+
+    def render(**values):
+        drawn.append(values)
+        return square(**values)
+
+    explorer = Opened(Explorer([{"side": side}, {"flat": flat}], render, adapt, "a note"))
+    explorer.put(flat=True, side=1)
+    assert drawn == [{"side": 2, "flat": False}, {"side": 5, "flat": True}, {"side": 1, "flat": True}]
+    assert flat.disabled and "a note" in explorer.note.value and explorer.note in explorer.widget.children
+
+
+@pytest.mark.parametrize("where", ["render", "adapt"])
+def test_what_cannot_be_is_refused_with_its_reason_and_the_picture_turns_pale(where):
+    side = integer("side", 2)
+    explorer = Opened(Explorer(
+        [{"side": side}], lambda side: square(side if where == "render" else 2), lambda _: square(side.value)
+    ))
+    before = explorer.picture.value
+    assert explorer.put(side=9) == f"<p><b>a side of 9 is too long; &lt;choose&gt; less.</b> {REFUSED}</p>"
+    pale = pixels(explorer.picture.value)
+    assert pale.min() > pixels(before).min() and side.value == 9, "what was typed stays to be mended"
+    explorer.put(side=10)
+    assert np.array_equal(pixels(explorer.picture.value), pale), "no paler than once"
+    assert explorer.put(side=2) == "a square of 2" and explorer.picture.value == before
+
+
+def test_a_viewer_without_widgets_gets_the_picture_and_what_to_do():
+    widget = Explorer([{"side": integer("side", 2)}, {"flat": checkbox("flat")}], square)
+    bundle, look = widget._repr_mimebundle_()
+    assert bundle["text/plain"] == TO_USE and "application/vnd.jupyter.widget-view+json" in bundle
+    stored, live = pixels(base64.b64decode(bundle["image/png"])), pixels(widget.picture.value)
+    assert look == {"image/png": {"width": stored.shape[1] // 2}}
+    line = len(stored) - len(live)
+    assert line > 20 and stored[:line].min() < 100, "words above the picture"
+    assert np.abs(stored[line:].astype(int) - live).mean() < 1, "with fewer colours"
+    assert [row.layout.flex_flow for row in widget.rows] == ["row wrap"] * 2
+    layout = widget.picture.layout
+    assert (layout.height, layout.max_width, layout.align_self) == ("auto", "100%", "flex-start")
+    assert layout.width == f"{png_width(widget.picture.value)}px"
+    assert abs(png_width(widget.picture.value) - widget.picture.figure.get_figwidth() * 110) < 1

@@ -1,0 +1,264 @@
+"""Every explorer: all of its settings are drawn or refused with a reason; the numbers that only it computes."""
+
+import re
+
+import ipywidgets as widgets
+import pytest
+from figures import Opened, inside, readable_throughout
+
+from course_utils import hardware, launch, memory, models
+from course_utils.costs import COLLECTIVES, all_reduce_bytes
+from course_utils.draw.explorer import Picture
+from course_utils.memory import Memory
+from course_utils.units import decimal_bytes
+from lessons.collectives import stepper
+from lessons.collectives.collective_algorithms import ALGORITHMS, schedule
+from lessons.collectives.explorer import cost_calculator, efficiency, goodput
+from lessons.collectives.stepper import all_reduce_stepper, collective_stepper
+from lessons.gpu_interconnects.explorer import topology_explorer
+from lessons.long_context_and_experts.explorer import context_explorer
+from lessons.nccl.explorer import algorithm_chooser
+from lessons.nccl.figures import crossings
+from lessons.parallelism_3d.explorer import mesh_explorer
+from lessons.pipeline_parallel.explorer import _formula, schedule_explorer
+from lessons.pipeline_parallel.pipeline import SCHEDULES, Costs, simulate
+from lessons.scaling_efficiency.explorer import bits_explorer
+from lessons.zero.explorer import judge, memory_calculator
+
+WIDGETS = [
+    topology_explorer, cost_calculator, collective_stepper, all_reduce_stepper, algorithm_chooser, bits_explorer,
+    memory_calculator, schedule_explorer, context_explorer, mesh_explorer,
+]
+
+
+@pytest.fixture(autouse=True)
+def figures_only(monkeypatch: pytest.MonkeyPatch):
+    """Figures are laid out, but no image is made of them."""
+    monkeypatch.setattr(Picture, "_draw", lambda self: None)
+
+
+def ends(control: widgets.Widget) -> list:
+    """The first and the last of what a control can be set to; for a field of any number or text, what is too much."""
+    match control:
+        case widgets.Dropdown() | widgets.SelectionSlider():
+            values = [option[1] if isinstance(option, tuple) else option for option in control.options]
+            return [values[0], values[-1]]
+        case widgets.IntSlider() | widgets.FloatSlider() | widgets.BoundedFloatText():
+            return [control.min, control.max]
+        case widgets.IntText():
+            return [-1, 0, 2, 10**14]
+        case widgets.Text():
+            return ["2", "", "x<y"]
+    return [False, True]
+
+
+@pytest.mark.guard(300)
+@pytest.mark.parametrize("make", WIDGETS)
+def test_every_end_of_every_control_is_drawn_or_refused(make):
+    """A change counts when it is finished, labels are whole, and what is put back shows what was there before."""
+    explorer = Opened(make())
+    if make is memory_calculator:
+        explorer.put(stage=1)  # where the buckets count
+    readable_throughout(explorer.picture.figure)
+    controls = {name: control for name, control in explorer.widget.controls.items() if control.has_trait("value")}
+    start, values = explorer.shown, {name: control.value for name, control in controls.items()}
+    assert not explorer.refuses
+    for name, control in controls.items():
+        room = getattr(control.style, "description_width", None) or f"{8 * len(control.description) + 40}px"
+        assert int(room.removesuffix("px")) >= 8 * len(control.description), name
+        assert not getattr(control, "continuous_update", False), name
+        seen = {start}
+        for value in ends(control):
+            told = explorer.put(**{name: value})
+            seen.add(explorer.shown)
+            assert told and "<y" not in told
+            if not explorer.refuses:
+                inside(explorer.picture.figure)
+        explorer.put(**{name: values[name]})
+        explorer.put(**values)
+        assert explorer.shown == start, name
+        assert len(seen) > 1 or control.disabled, f"{name} changes nothing"
+
+
+def test_costs():
+    explorer = Opened(cost_calculator())
+    told = explorer.put(kept=95, gpus=2)
+    assert "2 GPUs at 95% efficiency" in told and "on demand: 21.9 days, $1,052.63" in told
+    assert "One GPU on demand: $1,000.00" in told
+    assert "example" in explorer.price.description and "example" in explorer.spot.description
+    assert efficiency(1, 0.9) == 1 and efficiency(8, 0.9) == pytest.approx(0.9**3)
+    assert "spot: no end, $inf" in explorer.put(rate=1000, gpus=1024), "a job that only restarts"
+    assert "$0.00" in explorer.put(price=-1, kept=150) and explorer.kept.value == 100
+
+
+def test_goodput_is_best_at_its_interval():
+    rate, save, restart = 0.1, 1 / 30, 1 / 6
+    intervals = [0.01 * k for k in range(1, 1000)]
+    useful = [every / (every + save) * (1 - rate * (restart + every / 2)) for every in intervals]
+    assert goodput(rate, save, restart) == pytest.approx(max(useful), rel=1e-3)
+    assert [goodput(*case) for case in ((0, 1, 1), (0.1, 0, 0), (10, 1, 1))] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(("make", "settings", "message"), [
+    (topology_explorer, {"machine": "dgx a100", "end": "GPU0"}, "two different devices"),
+    (algorithm_chooser, {"nodes": 1, "gpus": 1}, "nothing to reduce"),
+    (context_explorer, {"method": "Ulysses", "ranks": 64}, "64 ranks do not divide 32"),
+    (context_explorer, {"heads": 33}, "multiple of KV heads"),
+    (memory_calculator, {"length": 4096}, "GPT-3 6.7B has 2,048 positions, no 4,096"),
+    (memory_calculator, {"model": "own shape", "heads": 7}, "hidden must be a multiple of heads"),
+    (mesh_explorer, {"tp": 0}, "tp must be at least 1, got 0"),
+    (mesh_explorer, {"per_node": 7}, "pp 4 x dp 8 x cp 1 x tp 8 makes 256 ranks, which do not fill nodes of 7"),
+    (mesh_explorer, {"dp": 10**6}, "makes 32,000,000 ranks; the explorer takes up to 65,536"),
+    (mesh_explorer, {"pp": 3}, "cannot run so: .*layers do not divide"),
+    (mesh_explorer, {"batch": 28}, "cannot run so: .*28 sequences do not divide"),
+    (mesh_explorer, {"model": "Llama 3 405B"}, "cannot run so: .*the fullest GPU needs"),
+    (schedule_explorer, {"name": "interleaved", "microbatches": 9}, "a multiple of 4 micro-batches, got 9"),
+    (schedule_explorer, {"name": "ZB-H1", "weight": 2.0}, "formula holds for m ≥ p and W ≤ F only"),
+    (schedule_explorer, {"transfer": 0.5}, "the formulas know no transfer times"),
+    (collective_stepper, {"rank1": "1, x, 3, 4"}, "Rank 1: .*x.* is not a number"),
+    (collective_stepper, {"rank1": "1 2 inf 4"}, "Rank 1: .*finite"),
+    (bits_explorer, {"number": "1,5"}, "comma"),
+])
+def test_what_cannot_be_is_said(make, settings, message):
+    assert re.search(message, Opened(make()).put(**settings))
+
+
+def test_sizes_at_which_algorithms_cross():
+    assert crossings(lambda size: 3.0, lambda size: size / 1000, 1, 1e6) == [pytest.approx(3000)]
+    assert crossings(lambda size: size, lambda size: size, 1, 1e6) == []
+    explorer = Opened(algorithm_chooser())
+    assert "halving/doubling is fastest" in explorer.put(size=2**28)
+    assert "in network is fastest" in explorer.put(adds=True, size=256)
+
+
+def test_memory_of_a_shape_of_ones_own():
+    explorer = Opened(memory_calculator())
+    assert "on each rank" in explorer.put(length=4096, model="GPT-2") and explorer.length.value == 1024
+    told = explorer.put(model="GPT-2 XL") and explorer.put(model="own shape", length=131_072)
+    own = memory.training_memory(models.TransformerConfig(48, 25, 1600, 131_072, 50257), 1, stage=3, ranks=8)
+    assert f"<b>{decimal_bytes(own.total)} on each rank</b>" in told
+    assert all(f"{part} {decimal_bytes(size)}" in told for part, size in own.parts().items())
+
+
+def test_what_fits_is_judged_against_the_memory_of_the_gpu():
+    cases = {
+        "fits": [(Memory(72e9), 0.1), (Memory(80e9), 0.0)], "tight": [(Memory(72.1e9), 0.1), (Memory(80e9), 0.05)],
+        "activations": [(Memory(79e9, activations=2e9), 0.1)], "states": [(Memory(81e9), 0.0)],
+    }
+    for reason, several in cases.items():
+        for need, free in several:
+            verdict, size = judge(need, hardware.GPUS["h100"], free), decimal_bytes(need.total)
+            assert verdict.reason == reason
+            assert (f"{size} of 80 GB" if reason in ("fits", "tight") else "1 GB too much") in verdict.words
+
+
+def test_what_is_advised_makes_it_fit():
+    explorer = Opened(memory_calculator())
+    advice = explorer.put(model="GPT-3 13B", batch=8).split("One change that makes it fit on <b>")[1]
+    gpu = next(gpu for gpu in hardware.GPUS.values() if gpu.name == advice.split("</b>")[0])
+    batch = int(advice.split("batch ")[1].split(",")[0].split(".")[0])
+
+    def reason(batch):
+        need = memory.training_memory(models.PUBLISHED["GPT-3 13B"], batch, stage=3, ranks=8)
+        return judge(need, gpu, 0.1).reason
+
+    assert "checkpointing" in advice and reason(batch) == "fits" != reason(2 * batch)
+    assert "gradients as views" not in explorer.put(batch=1, checkpoint=True, stage=1, ranks=64, free=0.0)
+    assert "gradients as views into the buckets" in explorer.put(gradient_copy=True)
+    told = explorer.put(model="Megatron 1008B", ranks=1, stage=0)
+    assert "Fits on none of these GPUs." in told and "No single change of one control makes it fit" in told
+
+
+def table(told: str) -> dict[str, list[str]]:
+    """The cells of each dimension of a mesh, by its name."""
+    rows = re.findall("<tr>(.*?)</tr>", told)
+    cells = [[re.sub("<[^>]*>", "", cell) for cell in re.findall("<td[^>]*>(.*?)</td>", row)] for row in rows]
+    return {row[0].split()[-1]: row[1:] for row in cells if row}
+
+
+def test_a_mesh_and_its_groups():
+    explorer = Opened(mesh_explorer())
+    first = table(explorer.status.value)
+    assert first["tp"][:3] == ["72 to 79", "in one node", "NVLink, 450 GB/s"]
+    assert first["dp"][:3] == ["69, 77, 85, …, 125", "on 8 nodes", "network, 50 GB/s"]
+    assert first["pp"][:3] == ["13, 77, 141, 205", "on 4 nodes", "network, 50 GB/s"]
+    assert first["cp"][0] == "77 alone"
+    turned = table(explorer.put(order=("tp", "dp", "pp", "cp")))
+    assert turned["tp"][1:3] == ["on 8 nodes", "network, 50 GB/s"] and turned["tp"][4] == first["tp"][4]
+    assert turned["dp"][1] == "on 4 nodes, 2 on each"
+    explorer.put(rank=255, tp=2, pp=2, dp=2)
+    assert (explorer.rank.max, explorer.rank.value) == (7, 7)
+
+
+def test_answers_that_lesson_12_gives():
+    explorer = Opened(mesh_explorer())
+    assert table(explorer.status.value)["tp"][-1] == "2.67 s"
+    assert table(explorer.put(order=("pp", "cp", "tp", "dp")))["tp"][-1] == "24.1 s"
+    explorer = Opened(mesh_explorer())
+    for sequences, tensor in ((32, "167 ms"), (24, "125 ms"), (16, "83.5 ms")):
+        told = table(explorer.put(batch=sequences))
+        assert (told["dp"][-1], told["tp"][-1]) == ("150 ms", tensor)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
+def test_the_formula_of_a_schedule_is_shown_exactly_where_it_holds(name, p):
+    """Over a grid: where a formula is shown it is what the simulation gives, where none is shown it is not."""
+    paper = {"ZB-H1": lambda f, i, w: (p - 1) * (f + i - w), "ZB-H2": lambda f, i, w: (p - 1) * (f + i - 2 * w)}
+    times = [(f, i, w) for f in (1.0, 2.0, 3.0) for i in (0.0, 1.0, 2.0, 4.0) for w in (1.0, 2.0, 3.0)]
+    counts = {p, 2 * p} if name == "interleaved" else {p - 1, p, 2 * p - 2, 2 * p - 1, 2 * p + 1}
+    for m in sorted(counts - {0}):
+        schedule = SCHEDULES[name](p, m)
+        for each in times:
+            run = simulate(schedule, Costs(*each))
+            idle, told = run.period - max(run.busy), _formula(name, p, m, schedule.virtual, Costs(*each))
+            if told:
+                assert idle == pytest.approx(told[1], abs=1e-9), (m, each)
+            else:
+                assert abs(idle - paper[name](*each)) > 0.5, (m, each)
+
+
+@pytest.mark.parametrize(("make", "options"), [(collective_stepper, COLLECTIVES), (all_reduce_stepper, ALGORITHMS)])
+def test_every_collective_can_be_stepped_to_its_end(make, options, monkeypatch):
+    calls = []
+    monkeypatch.setattr(stepper, "launch", lambda *args, **more: calls.append(args) or launch(*args, **more))
+    explorer = Opened(make(4))
+    for chosen in options:
+        explorer.put(chosen=chosen)
+        steps = schedule("all_reduce", 4, chosen) if chosen in ALGORITHMS else schedule(chosen, 4)
+        assert (explorer.step.value, explorer.step.max) == (1, len(steps))
+        for number in range(1, len(steps) + 1):
+            told = explorer.put(step=number)
+            assert f"Step {number}:" in told and not explorer.refuses
+        sent = f"In all {len(steps)} steps; the busiest rank sends {all_reduce_bytes(chosen, 4, 4):g} pieces" \
+            if chosen in ALGORITHMS else f"together: {sum(len(m.pieces) for step in steps for m in step)} pieces"
+        assert sent in told
+    assert len(calls) <= 1 + len(options), "the ranks are asked once for all steps"
+    for world_size in (1, 9):
+        with pytest.raises(ValueError, match="2 to 8"):
+            make(world_size)
+
+
+@pytest.mark.parametrize("n", [4, 7])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_arrow_lies_on_another(algorithm, n):
+    state = ([[None] * n] * n, [[[]] * n] * n)
+    for step in schedule("all_reduce", n, algorithm):
+        arrows = stepper._picture([state, state], step, ("before", "after")).axes[0].patches[-len(step) :]
+        assert [arrow.get_linewidth() > 3 for arrow in arrows] == [len(m.pieces) > 1 for m in step]
+        places = [(x, *sorted((y, end))) for (x, y), (_, end) in (arrow._posA_posB for arrow in arrows)]
+        for i, (column, low, high) in enumerate(places):
+            assert not [c for c, a, b in places[:i] if c == column and a < high and low < b]
+
+
+def test_examples_of_numbers():
+    explorer = Opened(bits_explorer())
+    buttons = [control for control in explorer.widget.controls.values() if isinstance(control, widgets.Button)]
+    for button in buttons:
+        button.click()
+        assert explorer.number.value == button.description
+        assert f"{button.description} is stored as" in explorer.status.value
+        inside(explorer.picture.figure)
+    for words in ("-3e38", "-1e-39", "-1/3", "-1234.5678"):
+        explorer.put(number=words)
+        readable_throughout(explorer.picture.figure)

@@ -1,0 +1,120 @@
+"""Numbers in the formats of deep learning: bits are torch's, words are right, and bad input is named."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+
+from lessons.scaling_efficiency.number_formats import FORMATS, read_number, store
+
+FP32, TF32, BF16, FP16, E5M2, E4M3 = FORMATS
+formats = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, 448.0, 464.0, 464.1, 57344.0, 61440.0, 65504.0, 65520.0, 3.4e38, 3.5e38]
+
+
+def numbers(form, count: int = 150) -> list[float]:
+    """Random numbers over the whole range of a format and beyond it at both ends, subnormals among them."""
+    dice = random.Random(form.name)
+    powers = [dice.randint(form.lowest_power - 3, form.bias + 3) for _ in range(count)]
+    return [dice.choice((-1, 1)) * dice.uniform(1, 2) * 2.0**power for power in powers]
+
+
+def decode(bits: str, form) -> float:
+    """The value of a bit pattern by the definition of the format, not by torch."""
+    sign, exponent, fraction = bits[0], int(bits[1 : 1 + form.exponent], 2), int(bits[1 + form.exponent :], 2)
+    top = exponent == 2**form.exponent - 1
+    if top and form is E4M3 and fraction == 7 or top and form is not E4M3 and fraction:
+        return math.nan
+    if top and form is not E4M3:
+        return math.inf * (-1) ** int(sign)
+    hidden = 2**form.fraction if exponent else 0
+    size = (hidden + fraction) * 2.0 ** (max(exponent, 1) - form.bias - form.fraction)
+    return math.copysign(size, -int(sign))
+
+
+@formats
+def test_bits_mean_the_value_that_torch_keeps(form):
+    for value in [*numbers(form), *SPECIAL]:
+        stored = store(value, form)
+        kept = torch.tensor(value, dtype=torch.float64).float().to(form.dtype or torch.float32).item()
+        assert form is TF32 or stored.value == kept
+        assert len(stored.bits) == form.width == 1 + form.exponent + form.fraction
+        assert math.copysign(1, decode(stored.bits, form)) == math.copysign(1, stored.value)
+        assert decode(stored.bits, form) == stored.value
+    assert math.isnan(decode(store(math.nan, form).bits, form))
+
+
+def test_tf32_is_the_nearest_with_ten_bits_of_fraction():
+    for value in numbers(TF32, 400):
+        single = torch.tensor(value, dtype=torch.float64).float().item()
+        if abs(single) >= 2.0**128 * (1 - 2.0**-12):
+            assert store(value, TF32).value == math.copysign(math.inf, value)
+            continue
+        step = Fraction(2) ** (max(math.frexp(single)[1] - 1, -126) - 10)
+        steps = abs(Fraction(single)) / step + Fraction(1, 2)
+        assert store(value, TF32).value == math.copysign(float(steps.__floor__() * step), value)
+
+
+@pytest.mark.parametrize("value", [1 + 2**-11, 1 + 3 * 2**-11, -(1 + 2**-11)])
+def test_ties_of_tf32_go_away_from_zero(value):
+    assert store(value, TF32).value == value + math.copysign(2**-11, value)
+    assert store(value, FP16).value in (1.0, -1.0, 1 + 2**-9)  # ties to even
+
+
+@pytest.mark.parametrize(
+    "text, form, verdict",
+    [
+        ("0.1", FP32, "relative error 1.5e-08"), ("0.1", E4M3, "relative error 1.6 %"),
+        ("1+2^-10", FP16, "exact"), ("1+2^-10", BF16, "relative error 9.8e-04"),
+        ("65504", FP16, "exact"), ("70000", FP16, "overflows to inf: its largest is 65504"),
+        ("-70000", FP16, "overflows to -inf: its largest is 65504"), ("65519", FP16, "relative error 2.3e-04"),
+        ("464", E4M3, "relative error 3.4 %"), ("465", E4M3, "saturates: its largest is 448"),
+        ("1e-8", FP16, "underflows to 0: its smallest is 2^-24"), ("3*2^-24", FP16, "exact, subnormal"),
+        ("0", FP16, "exact"), ("-0", E5M2, "exact"), ("inf", FP16, "infinity"), ("nan", BF16, "not a number"),
+        ("1/3", FP32, "relative error 3.0e-08"), ("1.00000000000000000001", FP32, "relative error 1.0e-20"),
+        ("2^-24", FP16, "exact, subnormal"), ("2^-26", FP16, "underflows to 0: its smallest is 2^-24"),
+        ("inf", E4M3, "saturates: it has no infinity"), ("1e300", FP32, "overflows to inf: its largest is 3.40282e+38"),
+    ],
+)
+def test_what_happened_is_said(text, form, verdict):
+    assert store(read_number(text), form).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("0.1", Fraction(1, 10)), (" -1e-8 ", Fraction(-1, 10**8)), ("1/3", Fraction(1, 3)),
+        ("2^-24", Fraction(1, 2**24)),
+        ("1 + 2**-10", 1 + Fraction(1, 1024)), ("-(2-3)*4", 4), ("1_000", 1000), ("-2^2", -4), (".5", Fraction(1, 2)),
+        ("\N{MINUS SIGN}3", -3), ("INF", math.inf), ("-inf", -math.inf), ("0e999", 0), ("1.7e308", Fraction("1.7e308")),
+    ],
+)
+def test_numbers_are_read_exactly(text, value):
+    assert read_number(text) == value
+
+
+def test_the_sign_of_zero_is_read():
+    assert math.copysign(1, read_number("-0")) == -1
+    assert store(read_number("-0.0"), E4M3).bits == "10000000"
+    assert store(read_number("0"), E4M3).bits == "00000000"
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("", "no number given"), ("  ", "no number given"), ("abc", "'abc' is not a number"), ("1 2", "not a number"),
+        ("1,5", "comma"), ("1/0", "divides by zero"), ("1e999999999", "float64"), ("1e-999999999", "float64"),
+        ("2^99999", "float64"), ("2^9^9^9^9", "float64"), ("2^0.5", "whole number"), ("1e-400", "float64"),
+        ("True", "not a number"), ("__import__('os')", "not a number"), ("1" * 81, "80 characters"),
+        ("1+", "not a number"),
+        ("(" * 70, "not a number"), ("0x1p3", "not a number"), ("1j", "not a number"), ("0/0", "divides by zero"),
+        ("0^-1", "divides by zero"), ("1;2", "not a number"), ("'1'", "not a number"), ("<b>", "not a number"),
+    ],
+)
+def test_what_is_no_number_is_refused(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        read_number(text)
