@@ -7,14 +7,13 @@ and not when a call begins or ends; NCCL does.
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Call", "Fault", "calls", "faults", "record", "save"]
+__all__ = ["Fault", "faults", "record", "save"]
 
 _OWN_INPUT = ("scatter", "all_to_all", "alltoall")  # each rank may pass sizes of its own
 _OWN_OUTPUT = ("gather", "all_to_all", "alltoall")
@@ -24,23 +23,27 @@ _OWN_OUTPUT = ("gather", "all_to_all", "alltoall")
 class Call:
     """A collective as one rank called it."""
 
-    group: str  # name of the process group: "0" is the default one
-    number: int  # in its group, from 1, counted by each rank for itself
     operation: str  # such as "all_reduce"
-    input_sizes: tuple[tuple[int, ...], ...]
-    output_sizes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]  # of inputs and outputs, such as "Float"
+    input_sizes: list[list[int]]
+    output_sizes: list[list[int]]
+    dtypes: list[str]  # of inputs and outputs, such as "Float"
 
     def __str__(self) -> str:
         return f"{self.operation} {' '.join('x'.join(map(str, size)) or 'scalar' for size in self.input_sizes)}"
+
+    def compared(self) -> dict[str, Any]:
+        """What has to be alike on all ranks, in the order in which it is looked at."""
+        given = None if any(word in self.operation for word in _OWN_INPUT) else self.input_sizes
+        returned = None if any(word in self.operation for word in _OWN_OUTPUT) else self.output_sizes
+        return {"operation": self.operation, "sizes": (given, returned), "dtypes": self.dtypes}
 
 
 @dataclass(frozen=True)
 class Fault:
     """The first collective of a group that the ranks do not agree on."""
 
-    group: str
-    number: int
+    group: str  # name of the process group: "0" is the default one
+    number: int  # in its group, from 1
     kind: str  # what differs; "missing": some ranks have not called it
     ranks: tuple[int, ...]  # ranks that differ from the lowest rank that called it, or have not called it
     said: dict[int, str]  # what each rank called, by rank
@@ -51,75 +54,49 @@ class Fault:
 
 
 def record() -> dict[str, Any]:
-    """On a rank: its flight record without stacks, at once.
+    """On a rank: its flight record as PyTorch writes it, and its rank; RuntimeError if nothing was recorded.
 
     Stacks are left out because PyTorch needs seconds to find the lines of C++ code. gloo's record does not say which
     ranks are in a group; that is filled in from the groups themselves.
-
-    Returns
-    -------
-    dict
-        ``version``, ``entries`` and ``pg_config`` as PyTorch writes them, and ``rank``.
-
-    Raises
-    ------
-    RuntimeError
-        Nothing was recorded, because TORCH_FR_BUFFER_SIZE was not set before the process group was made.
     """
     import torch.distributed as dist
 
     from course_utils.torch_internals import flight_record, groups_by_name
 
     found = flight_record()
-    if not found.get("entries"):
+    if not (entries := found.get("entries", [])):
         raise RuntimeError("the flight record is empty: set TORCH_FR_BUFFER_SIZE=2000 before the process group is made")
     config = {name: {"name": name, "desc": group.group_desc, "ranks": str(ranks)}
               for name, (group, ranks) in groups_by_name().items()}
-    entries = _newest(found["entries"])
+    # A rank that lives on has had several default groups; what the earlier ones left is not of this call.
+    first = max((entry["pg_id"] for entry in entries if entry["process_group"][0] == "0"), default=0)
+    entries = [entry for entry in entries if entry["pg_id"] >= first]
     return {"rank": dist.get_rank(), "version": found["version"], "pg_config": config, "entries": entries}
 
 
-def _newest(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what earlier default groups of this process left: a rank that lives on has had several of them."""
-    first = max((entry["pg_id"] for entry in entries if entry["process_group"][0] == "0"), default=0)
-    return [entry for entry in entries if entry["pg_id"] >= first]
-
-
-def save(records: Sequence[Mapping[str, Any]], folder: str | Path, prefix: str = "rank_") -> None:
+def save(records: Sequence[Mapping[str, Any]], folder: str | Path) -> None:
     """Write the records of all ranks as the files that ``torchfrtrace FOLDER --prefix rank_`` reads."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
     for one in records:
-        (Path(folder) / f"{prefix}{one['rank']}").write_bytes(pickle.dumps(dict(one)))
+        (Path(folder) / f"rank_{one['rank']}").write_bytes(pickle.dumps(dict(one)))
 
 
 def calls(one: Mapping[str, Any]) -> dict[tuple[str, int], Call]:
     """The collectives in a rank's record, by group and number; sends and receives are left out."""
-    found = {}
-    for entry in one["entries"]:
-        if not entry["is_p2p"]:
-            group, number = entry["process_group"][0], entry["collective_seq_id"]
-            sizes = [tuple(tuple(size) for size in entry[key]) for key in ("input_sizes", "output_sizes")]
-            dtypes = (*entry["input_dtypes"], *entry["output_dtypes"])
-            found[group, number] = Call(group, number, entry["profiling_name"].rpartition(":")[2], *sizes, dtypes)
-    return found
+    return {
+        (entry["process_group"][0], entry["collective_seq_id"]): Call(
+            entry["profiling_name"].rpartition(":")[2], entry["input_sizes"], entry["output_sizes"],
+            [*entry["input_dtypes"], *entry["output_dtypes"]],
+        )
+        for entry in one["entries"] if not entry["is_p2p"]
+    }
 
 
 def faults(records: Sequence[Mapping[str, Any]]) -> list[Fault]:
-    """The first collective of each group that some of its ranks have not called, or not alike.
+    """The first collective of each group that some of its ranks have not called, or not alike; of records of all ranks.
 
     Calls before the oldest one that every rank's buffer still holds are not compared. What comes after the first fault
     of a group means little, since the ranks are out of step. A rank that differs need not be the one that is wrong:
     with three ranks or more, believe the majority.
-
-    Parameters
-    ----------
-    records : sequence of mapping
-        One for each rank, as `record` returns them, or as unpickled from PyTorch's files with ``rank`` added.
-
-    Returns
-    -------
-    list of Fault
-        In the order of groups, one for each group at most.
     """
     by_rank = {one["rank"]: calls(one) for one in records}
     found = []
@@ -147,26 +124,13 @@ def _members(records: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     return dict(sorted(members.items(), key=lambda item: (len(item[0]), item[0])))
 
 
-def _difference(made: Mapping[int, Any]) -> tuple[str, tuple[int, ...]]:
+def _difference(made: Mapping[int, Call | None]) -> tuple[str, tuple[int, ...]]:
     """What differs in one collective, and the ranks that differ from the first that called it."""
-    missing = tuple(rank for rank, call in made.items() if call is None)
-    if missing:
+    compared = {rank: call.compared() for rank, call in made.items() if call}
+    if missing := tuple(rank for rank in made if rank not in compared):
         return "missing", missing
-    first, *others = made.values()
-    comparisons = {
-        "operation": lambda call: call.operation,
-        "sizes": lambda call: (
-            None if any(word in call.operation for word in _OWN_INPUT) else call.input_sizes,
-            None if any(word in call.operation for word in _OWN_OUTPUT) else call.output_sizes,
-        ),
-        "dtypes": lambda call: call.dtypes,
-    }
-    for kind, of in comparisons.items():
-        if differing := tuple(rank for rank, call in made.items() if of(call) != of(first)):
+    first = next(iter(compared.values()))
+    for kind, right in first.items():
+        if differing := tuple(rank for rank, one in compared.items() if one[kind] != right):
             return kind, differing
-    if "to_all" in first.operation or "toall" in first.operation:  # who is wrong cannot be told
-        sent = sum(math.prod(call.input_sizes[0]) for call in (first, *others))
-        received = sum(math.prod(call.output_sizes[0]) for call in (first, *others))
-        if sent != received:
-            return "sizes", tuple(made)
     return "", ()

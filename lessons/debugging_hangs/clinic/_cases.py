@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
-from ._tables import Table
-
-__all__ = ["LIMIT", "Case", "Cause", "Detail", "Evidence", "Finding", "Symptom", "Verdict"]
+__all__ = ["LIMIT", "Case", "Cause", "Detail", "Evidence", "Finding", "Symptom", "Table", "Verdict"]
 
 LIMIT = 15.0  # seconds that a run may take
+_WIDTH = 100  # characters of a line of text
+
+
+class Table:
+    """Something to show as a table, in text and in a notebook; cells are texts, and may have several lines."""
+
+    def __init__(self, head: Sequence[str], rows: Sequence[Sequence[str]]):
+        self.head, self.rows = list(head), [list(row) for row in rows]
+
+    def __repr__(self) -> str:
+        cells = [[[line for part in cell.split("\n") for line in textwrap.wrap(part, _WIDTH) or [""]] for cell in row]
+                 for row in (self.head, *self.rows)]
+        widths = [max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
+        lines = [line for row in cells for line in zip_longest(*row, fillvalue="")]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        def row_of(cells: Sequence[str], tag: str) -> str:
+            style = ' style="text-align: left; vertical-align: top"'
+            texts = [html.escape(cell).replace("\n", "<br>") for cell in cells]
+            return "<tr>" + "".join(f"<{tag}{style}>{text}</{tag}>" for text in texts) + "</tr>"
+
+        body = "".join(row_of(row, "td") for row in self.rows)
+        return f"<table><thead>{row_of(self.head, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that can be wrong.
-
-    Attributes
-    ----------
-    sentence : str
-        What it is.
-    shows : mapping of str to str
-        What the evidence shows if this is the cause: fact -> value. Another value speaks against it.
-    """
+    """Something that can be wrong, and what the evidence then shows: fact -> value; another value speaks against it."""
 
     sentence: str
     shows: Mapping[str, str]
@@ -44,37 +60,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Something that the learner can ask for.
-
-    Attributes
-    ----------
-    sentence : str
-        What it is.
-    minutes : int
-        Its price: what it takes about, on a cluster that one can log in to.
-    look : callable
-        Of a case, and a function that returns the symptom: makes the `Finding`.
-    facts : mapping of str to str
-        Facts that it shows, each with what it is about.
-    """
+    """Something that the learner can ask for."""
 
     sentence: str
-    minutes: int
-    look: Callable[[Case, Callable[[], Symptom]], Finding]
-    facts: Mapping[str, str] = field(default_factory=dict)
+    minutes: int  # what it takes about, on a cluster that one can log in to
+    look: Callable[[Case, Callable[[], Symptom]], Finding]  # given what returns the symptom
+    facts: Mapping[str, str] = field(default_factory=dict)  # that it shows, each with what it is about
 
 
 @dataclass(frozen=True)
 class Detail:
-    """A part of a diagnosis beside the cause, such as the rank.
-
-    Attributes
-    ----------
-    accepted : tuple
-        Values that are right.
-    fact : str
-        The fact that speaks against others.
-    """
+    """A part of a diagnosis beside the cause, such as the rank: what is accepted, and the fact against all else."""
 
     accepted: tuple[Any, ...]
     fact: str
@@ -82,60 +78,24 @@ class Detail:
 
 @dataclass(frozen=True)
 class Case:
-    """A patient as data.
+    """A patient as data."""
 
-    Attributes
-    ----------
-    complaint : str
-        What the user says.
-    program : callable
-        The program, which is run as it is shown.
-    settings : mapping of str to str or None
-        Variables of the environment that it is started with; None: not set.
-    result : object
-        What each rank returns once nothing is wrong.
-    cause : str
-        Name of the cause.
-    why : str
-        What happened, for who has found it.
-    usual : tuple of str
-        Cures that remove this cause, by name.
-    thread : str
-        Address of the public report.
-    report : str
-        What happened there, in a sentence.
-    rule : str
-        The rule of thumb to take along.
-    facts : mapping of str to str
-        What all evidence together shows.
-    recorded : tuple of str
-        What the ranks said in a run that was recorded, where the program cannot be run.
-    conditions : object
-        What the program runs under, for those that run it.
-    limit : float
-        Seconds after which ranks that say nothing are stopped.
-    details : mapping of str to Detail
-        What a diagnosis must name beside the cause.
-    least : int
-        How often the ranks communicate, all together, in a program that does what it is for.
-    """
-
-    complaint: str
-    program: Callable[..., Any]
-    settings: Mapping[str, str | None]
-    result: Any
-    cause: str
-    why: str
-    usual: tuple[str, ...]
-    thread: str
-    report: str
-    rule: str
-    facts: Mapping[str, str]
-    recorded: tuple[str, ...]
-    conditions: Any = None
-    limit: float = LIMIT
-    details: Mapping[str, Detail] = field(default_factory=dict)
-    least: int = 0
+    complaint: str  # what the user says
+    program: Callable[..., Any]  # run as it is shown
+    settings: Mapping[str, str | None]  # variables of the environment; None: not set
+    result: Any  # what each rank returns once nothing is wrong
+    cause: str  # its name
+    why: str  # what happened, for who has found it
+    usual: tuple[str, ...]  # names of cures that remove this cause
+    thread: str  # address of the public report
+    report: str  # what happened there, in a sentence
+    rule: str  # of thumb, to take along
+    facts: Mapping[str, str]  # what all evidence together shows
+    recorded: tuple[str, ...]  # what the ranks said, where the program cannot be run
+    conditions: Any = None  # what the program runs under, for those that run it
+    limit: float = LIMIT  # seconds after which ranks that say nothing are stopped
+    details: Mapping[str, Detail] = field(default_factory=dict)  # what a diagnosis must name beside the cause
+    least: int = 0  # how often the ranks communicate, all together, in a program that does what it is for
 
     def shown(self) -> str:
         """Settings and program as text."""
@@ -145,31 +105,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Symptom:
-    """What the ranks of a run have said.
+    """What the ranks of a run have said."""
 
-    Attributes
-    ----------
-    said : tuple of str
-        One text a rank.
-    results : tuple
-        What the ranks have returned; None if one has not finished.
-    recorded : str
-        Why this is a recorded run; empty if it is not.
-    log, files : tuple of str
-        What each rank has written to standard error, and the files that it left.
-    blamed : int, or None
-        The rank that the launcher's own error names, if the ranks hang.
-    operations : int, or None
-        How often the ranks have communicated, all together, if they have finished and that was counted.
-    """
-
-    said: tuple[str, ...]
-    results: tuple[Any, ...] | None = None
-    recorded: str = ""
-    log: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    blamed: int | None = None
-    operations: int | None = None
+    said: tuple[str, ...]  # one text a rank
+    results: tuple[Any, ...] | None = None  # what the ranks have returned; None if one has not finished
+    recorded: str = ""  # why this is a recorded run, if it is
+    log: tuple[str, ...] = ()  # what each rank has written to standard error, or where it stands
+    files: tuple[str, ...] = ()  # that each rank left
+    blamed: int | None = None  # the rank that the launcher's own error names, if the ranks hang
+    operations: int | None = None  # how often the ranks have communicated, if they have finished and it was counted
 
     def is_healthy(self, result: Any) -> bool:
         """Whether all ranks have finished with this result."""
@@ -188,27 +132,16 @@ class Symptom:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to a diagnosis or a treatment; true if it was right.
-
-    Attributes
-    ----------
-    right : bool
-        Whether the cause is the right one, or the cure has healed.
-    text : str
-        The answer.
-    after : Symptom, or None
-        What the ranks said after a cure that has not healed.
-    """
+    """The answer to a diagnosis or a treatment; true if it was right."""
 
     right: bool
     text: str
-    after: Symptom | None = None
+    after: Symptom | None = None  # what the ranks said after a cure that has not healed
 
     def __bool__(self) -> bool:
         return self.right
 
     def __repr__(self) -> str:
-        lines = [
-            textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False) for line in self.text.splitlines()
-        ]
+        lines = [textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False)
+                 for line in self.text.splitlines()]
         return "\n".join([*lines, *([repr(self.after)] if self.after else [])])

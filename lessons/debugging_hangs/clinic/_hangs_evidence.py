@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from itertools import pairwise, takewhile
-from typing import Any
 
 from ._cases import Case, Evidence, Finding, Symptom
-from ._hangs_lines import SAME_WAY, ground, parting
+from ._hangs_lines import SAME_WAY
 from ._hangs_runs import Trace, absent, compared, stopped, traced
 
 __all__ = ["EVIDENCE", "source_of"]
@@ -37,25 +36,23 @@ def _record(case: Case, symptom: Callable[[], Symptom]) -> Finding:
     rows = [f"rank {rank}: {', '.join(trace.calls) or 'no collective'}" for rank, trace in enumerate(traces)]
     alike = len({trace.calls for trace in traces}) == 1
     record = ("alike" if traces[0].calls else "no collective") if alike else "different"
-    return Finding("\n".join(rows), {"calls": "; ".join(rows), "record": record})
+    return Finding("\n".join(rows), {"record": record})
 
 
 def _prints(case: Case, symptom: Callable[[], Symptom]) -> Finding:
     source, *how = source_of(case)
     ways = [trace.way for trace in stopped(source, *how)]
-    line, on = parting(ways), ground(source, ways)
-    where = f"line {line}, {source.splitlines()[line - 1].strip()}" if line else "nowhere"
-    after = [next((f"line {b}" for a, b in pairwise(way["lines"][_shared(ways) - 1:]) if a == line), "stays there")
-             for way in ways] if line else []
-    rows = [f"The ranks part at: {where}" if line else SAME_WAY]
-    rows += [f"rank {rank}: then {text}" for rank, text in enumerate(after)]
+    lines = [way["lines"] for way in ways]
+    shared = len([*takewhile(lambda alike: len(set(alike)) == 1, zip(*lines, strict=False))])  # lines run alike
+    if 0 < shared < min(map(len, lines)):
+        line = lines[0][shared - 1]  # the last one before the ranks part
+        where = f"line {line}, {source.splitlines()[line - 1].strip()}"
+        then = [next((f"line {b}" for a, b in pairwise(own[shared - 1:]) if a == line), "stays there") for own in lines]
+        rows = [f"The ranks part at: {where}", *(f"rank {rank}: then {text}" for rank, text in enumerate(then))]
+    else:
+        rows = [SAME_WAY]
     rows += [f"rank {rank} has caught {way['caught']}" for rank, way in enumerate(ways) if way["caught"]]
-    return Finding("\n".join(rows), {"parts": where, "on": on})
-
-
-def _shared(ways: Sequence[Mapping[str, Any]]) -> int:
-    """How many lines all ranks have run alike."""
-    return len([*takewhile(lambda lines: len(set(lines)) == 1, zip(*(way["lines"] for way in ways), strict=False))])
+    return Finding("\n".join(rows))
 
 
 def _fingerprint(case: Case, symptom: Callable[[], Symptom]) -> Finding:
@@ -90,19 +87,13 @@ def _detail(case: Case, symptom: Callable[[], Symptom]) -> Finding:
     return Finding(text, {"detail": next((kind for sign, kind in _KINDS if sign in text), "nothing")})
 
 
-_VERIFIED = ((" reduces with", "another reduction"), (" reduce with", "another reduction"),
-             ("circle", "a circle of messages"), ("different order", "an order"), ("rank failed", "an error"),
-             ("rank died", "a death"),
-             ("message #", "a message alone"), (" root ", "another root"), (" pass", "another shape"),
-             (" call", "another call"))
-
-
 def _verify(case: Case, symptom: Callable[[], Symptom]) -> Finding:
     text = compared(*source_of(case))
-    kind = next((kind for sign, kind in _VERIFIED if sign in text), "nothing")
-    return Finding(text or "nothing differs", {"differs": text or "nothing", "kind": kind})
+    return Finding(text or "nothing differs", {"differs": text or "nothing"})
 
 
+#: A cause has a few facts more than the evidence shows in so many words: what kind of difference it is, and on what the
+#: ranks part.
 EVIDENCE = {
     "stacks": Evidence("where each rank stands (py-spy dump on each)", 3, _stacks,
                        {"stands": "the line in which each rank stands"}),
@@ -111,11 +102,11 @@ EVIDENCE = {
     "monitored barrier": Evidence("a monitored barrier at each barrier and at the end of the program", 4, _barrier,
                                   {"absent": "ranks that do not come"}),
     "flight record": Evidence("the collectives that each rank has called, in order (TORCH_FR_BUFFER_SIZE)", 5, _record,
-                              {"calls": "the collectives of each rank", "record": "the records of the ranks"}),
+                              {"record": "the records of the ranks"}),
     "fingerprint": Evidence("a checksum of each tensor, on each rank, when it ends or waits", 5, _fingerprint,
                             {"values": "tensors that are not equal on all ranks"}),
     "prints": Evidence("another run with a print behind every line", 6, _prints,
-                       {"parts": "the line at which the ranks part", "on": "what the ranks part on"}),
+                       {"on": "what the ranks part on"}),
     "detail": Evidence("another run with TORCH_DISTRIBUTED_DEBUG=DETAIL", 8, _detail,
                        {"detail": "what DETAIL reports"}),
     "time-outs": Evidence("what each rank says once its wait is over", 10, _time_outs),

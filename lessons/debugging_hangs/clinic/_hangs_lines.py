@@ -1,16 +1,14 @@
-"""Which way a rank takes through a patient's program, what it holds in the end, and where the ranks part (private)."""
+"""Which way a rank takes through a patient's program, and what it holds in the end (private)."""
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import copy
 import hashlib
+import linecache
 import sys
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["SAME_WAY", "Way", "ground", "parting", "watched"]
+__all__ = ["SAME_WAY", "Way"]
 
 _MOST = 2000  # lines that are kept
 SAME_WAY = "nothing: all ranks run the same lines"
@@ -32,7 +30,8 @@ class Way:
             return None
         if event == "line" and len(self.lines) < _MOST:
             self.lines.append(frame.f_lineno)
-            self.caught, self._error = self.caught or self._error, ""
+            if not linecache.getline(self._file, frame.f_lineno).lstrip().startswith("except"):  # it may be another's
+                self.caught, self._error = self.caught or self._error, ""
         elif event == "exception" and not issubclass(arg[0], StopIteration):
             self._error = arg[0].__name__
         elif event == "return" and frame.f_code.co_name == self._name:
@@ -57,68 +56,14 @@ class Way:
         return {"lines": [*self.lines], "caught": self.caught, "values": self.values or self._seen}
 
 
-@contextlib.contextmanager
-def watched(way: Way) -> Iterator[None]:
-    """Follow what runs inside."""
-    before = sys.gettrace()
-    sys.settrace(way.trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 def _checksums(names: dict[str, Any]) -> dict[str, str]:
+    """Of tensors, and of the parameters of modules, by name."""
     import torch
 
     found = {}
     for name, value in names.items():
-        if isinstance(value, torch.Tensor):
-            found[name] = _checksum([value])
-        elif isinstance(value, torch.nn.Module):
-            found[name] = _checksum(list(value.parameters()))
+        if isinstance(value, (torch.Tensor, torch.nn.Module)):
+            tensors = [value] if isinstance(value, torch.Tensor) else value.parameters()
+            text = "".join(str(tensor.detach().tolist()) for tensor in tensors)
+            found[name] = hashlib.sha256(text.encode()).hexdigest()[:6]
     return found
-
-
-def _checksum(tensors: Sequence[Any]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(str(tensor.detach().tolist()).encode())
-    return digest.hexdigest()[:6]
-
-
-def parting(ways: Sequence[dict[str, Any]]) -> int:
-    """The last line that all ranks have run together, before the first one in which they differ; 0 if there is none."""
-    first, *others = (way["lines"] for way in ways)
-    places = [next((n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None) for other in others]
-    met = [place for place in places if place]
-    return first[min(met) - 1] if met else 0
-
-
-def ground(source: str, ways: Sequence[dict[str, Any]]) -> str:
-    """What decides which way a rank takes."""
-    line = parting(ways)
-    if not line:
-        return SAME_WAY
-    if any(way["caught"] for way in ways):
-        return "an error that is caught"
-    tree = ast.parse(source)
-    node = next((n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno == line), None)
-    if isinstance(node, ast.For):
-        return "the number of rounds of a for loop"
-    if isinstance(node, ast.While):
-        return "the condition of a while loop"
-    test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
-    names = {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)} if isinstance(node, ast.If) else set()
-    if "rand" in test:
-        return "a condition on chance"
-    if names & _communicated(tree, line):
-        return "a condition on a value that a collective has left"
-    return "a condition on the rank" if "rank" in test else "a condition on data of the rank"
-
-
-def _communicated(tree: ast.AST, line: int) -> set[str]:
-    """Names that a function of torch.distributed was given before a line."""
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.lineno < line]
-    calls = [n for n in calls if ast.unparse(n.func).startswith("dist.") and "get_" not in ast.unparse(n.func)]
-    return {arg.id for call in calls for arg in call.args if isinstance(arg, ast.Name)}

@@ -9,10 +9,11 @@ import linecache
 import math
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -22,7 +23,7 @@ from typing import Any
 from course_utils.ranks import HangError, MismatchError, Watch, WorkerError, run
 
 from ._cases import Symptom
-from ._hangs_lines import Way, watched
+from ._hangs_lines import Way
 
 __all__ = ["FILE", "Trace", "absent", "compared", "function_of", "run_program", "stopped", "traced"]
 
@@ -58,15 +59,9 @@ def _counted(source: str, name: str) -> tuple[Any, int]:
     return result, len(ledger)
 
 
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Without the launcher's own warnings, which would tell what the learner has to find."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        yield
-
-
 def _run(*args: Any, **kwargs: Any) -> list[Any]:
-    with _silent():
+    """`ranks.run` without the launcher's own warnings, which would tell what the learner has to find."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         return run(*args, **kwargs)
 
 
@@ -158,11 +153,13 @@ def _with_record(base: str, source: str, name: str, detail: bool, wait: float) -
 
     main = threading.get_ident()
     _thread.start_new_thread(repeat, ())  # not one of threading's: a rank with such threads may go on, for the launcher
+    sys.settrace(way.trace)
     try:
-        with watched(way):
-            program()
+        program()
     except BaseException as error:  # noqa: BLE001  also what the program would end with, and an interrupt
         said = _in_short(error)
+    finally:
+        sys.settrace(None)
     with lock:
         over.set()
     dist.new_group = usual

@@ -6,8 +6,7 @@ import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ._cases import Case, Cause, Evidence, Finding, Symptom, Verdict
-from ._tables import Table
+from ._cases import Case, Cause, Evidence, Finding, Symptom, Table, Verdict
 
 __all__ = ["Clinic", "Patient"]
 
@@ -19,33 +18,16 @@ def _known(what: str, name: Any, allowed: Mapping[str, Any]) -> str:
 
 
 class Patient:
-    """A program that does not work: what the user says, and what can be asked, found and tried.
-
-    Attributes
-    ----------
-    number : int
-        Its number in the clinic.
-    minutes : int
-        Price of the evidence asked for so far.
-    """
+    """A program that does not work: what the user says, and what can be asked, found and tried."""
 
     def __init__(self, number: int, case: Case, clinic: Clinic):
-        self.number, self.minutes = number, 0
+        self.number, self.complaint = number, case.complaint
+        self.minutes = 0  # price of the evidence asked for so far
         self._case, self._clinic = case, clinic
         self._symptom: Symptom | None = None
         self._found: dict[str, Finding] = {}
         self._diagnoses: list[bool] = []
         self._treatments: list[bool] = []
-
-    @property
-    def complaint(self) -> str:
-        """What the user says."""
-        return self._case.complaint
-
-    @property
-    def asked(self) -> list[str]:
-        """The evidence asked for, in order."""
-        return list(self._found)
 
     @property
     def diagnosed(self) -> bool:
@@ -164,37 +146,11 @@ class Patient:
 
 
 class Clinic:
-    """Patients that share what can be wrong, what can be asked and what can be changed.
+    """Patients, numbered from 1, that share what can be wrong, what can be asked and what can be changed.
 
-    Parameters
-    ----------
-    cases : sequence of Case
-        The patients, which are numbered from 1.
-    causes : mapping of str to Cause
-        What can be wrong, by name; more than the patients have.
-    evidence : mapping of str to Evidence
-        What can be asked for, by name, cheapest first.
-    cures : mapping of str to str
-        Keyword of `Patient.treat` -> what it changes, with its allowed values.
-    run : callable
-        ``run(case, cure)`` runs the program, with a cure (a dict of keywords) or without (None), and returns a Symptom.
-    check_cure : callable
-        Raises ValueError or TypeError for a cure that makes no sense, before anything runs.
-    available : callable
-        Returns whether programs can be run here, and a sentence that says why not.
-    run_all : callable
-        Calls a list of functions, each of which runs a program, and returns what they return.
-
-    Examples
-    --------
-    ::
-
-        clinic = network.clinic()
-        clinic[1].symptom()
-        clinic[1].ask("names")
-        clinic[1].diagnose("wrong address")
-        clinic[1].treat(environment={"MASTER_ADDR": "node0"})
-        clinic.score()
+    ``run(case, cure)`` runs the program, with a cure (a dict of keywords) or without (None). ``check_cure`` raises
+    ValueError or TypeError for a cure that makes no sense, before anything runs. ``available`` says whether programs
+    can be run here, and why not. ``run_all`` calls a list of functions, each of which runs a program.
     """
 
     def __init__(
@@ -205,7 +161,7 @@ class Clinic:
         cures: Mapping[str, str],
         run: Callable[[Case, dict[str, Any] | None], Symptom],
         check_cure: Callable[[dict[str, Any]], object],
-        available: Callable[[], tuple[bool, str]],
+        available: Callable[[], tuple[bool, str]] = lambda: (True, ""),
         run_all: Callable[[Sequence[Callable[[], Symptom]]], list[Symptom]] = lambda looks: [look() for look in looks],
     ):
         self.causes, self.evidence, self.cures = causes, evidence, cures
@@ -213,7 +169,7 @@ class Clinic:
         self.patients = [Patient(number, case, self) for number, case in enumerate(cases, 1)]
 
     def __getitem__(self, number: int) -> Patient:
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= len(self.patients):
+        if number not in range(1, len(self.patients) + 1):
             raise ValueError(f"patient is {number!r}; allowed are 1 to {len(self.patients)}")
         return self.patients[number - 1]
 
@@ -251,20 +207,14 @@ class Clinic:
 
     def score(self) -> Table:
         """For each patient: evidence and its price, wrong and right diagnoses, treatments, whether it is healed."""
-        rows = [
-            [
-                f"{patient.number}", ", ".join(patient.asked) or "none", f"{patient.minutes} min",
-                f"{patient._diagnoses.count(False)}", "yes" if patient.diagnosed else "no",
-                f"{len(patient._treatments)}", "yes" if patient.healed else "no",
-            ]
-            for patient in self
-        ]
-        asked = sum(patient.minutes for patient in self)
-        found, healed = sum(patient.diagnosed for patient in self), sum(patient.healed for patient in self)
-        wrong = sum(patient._diagnoses.count(False) for patient in self)
-        tried = sum(len(patient._treatments) for patient in self)
-        count = len(self)
-        rows.append(["all", "", f"{asked} min", f"{wrong}", f"{found} of {count}", f"{tried}", f"{healed} of {count}"])
+        counts = [(patient.minutes, patient._diagnoses.count(False), patient.diagnosed, len(patient._treatments),
+                   patient.healed) for patient in self]  # fmt: skip
+        rows = [[f"{patient.number}", ", ".join(patient._found) or "none", f"{minutes} min", f"{wrong}",
+                 "yes" if found else "no", f"{tried}", "yes" if healed else "no"]
+                for patient, (minutes, wrong, found, tried, healed) in zip(self, counts, strict=True)]
+        minutes, wrong, found, tried, healed = map(sum, zip(*counts, strict=True))
+        of = f"of {len(self)}"
+        rows.append(["all", "", f"{minutes} min", f"{wrong}", f"{found} {of}", f"{tried}", f"{healed} {of}"])
         return Table(["patient", "evidence", "price", "wrong causes", "cause found", "treatments", "healed"], rows)
 
     def _table(self) -> Table:

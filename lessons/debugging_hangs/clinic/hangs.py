@@ -11,12 +11,10 @@ from typing import Any
 from course_utils.ranks import share
 
 from . import _hangs_programs as programs
-from ._cases import Case, Cause, Detail, Symptom
-from ._hangs_cures import CURES, check_cure, cured
+from ._cases import Case, Cause, Detail, Symptom, Table
 from ._hangs_evidence import EVIDENCE, source_of
 from ._hangs_lines import SAME_WAY
 from ._hangs_runs import run_program
-from ._tables import Table
 from ._wards import Clinic
 
 __all__ = ["CASES", "CAUSES", "clinic", "who_names_it"]
@@ -75,7 +73,7 @@ def _case(
 ) -> Case:
     details = {"rank": Detail(rank, "differs"), "call": Detail(call, "differs")}
     return Case(program=program, settings={}, cause=cause, facts=dict(CAUSES[cause].shows) | facts, conditions=ranks,
-                usual=("edit", "program"), recorded=(), details=details, least=least, **parts)
+                usual=("edit",), recorded=(), details=details, least=least, **parts)
 
 
 _ORDER = (
@@ -88,10 +86,8 @@ CASES = (
     _case(
         programs.save_best, "decision on a local value", 2, (1,), ("reduce",), 4, result="next epoch",
         complaint="Training is fine for epochs. It stops at the end of one, and not always the same one.",
-        facts={"absent": "1", "values": "loss", "parts": "line 5, if loss.item() / ranks < best:",
-               "stands": "rank 0 line 7, rank 1 line 6",
-               "differs": "collective #2 (default): rank 1 calls all_gather, rank 0 calls barrier",
-               "calls": "rank 0: reduce, barrier; rank 1: reduce, all_gather"},
+        facts={"values": "loss", "stands": "rank 0 line 7, rank 1 line 6",
+               "differs": "collective #2 (default): rank 1 calls all_gather, rank 0 calls barrier"},
         why="reduce leaves the sum on rank 0 only. Rank 1 compares its own part with the best loss, and saves alone.",
         rule="what all ranks decide on must be equal on all ranks: all_reduce, or decide on one rank and broadcast.",
         thread="https://github.com/pytorch/pytorch/issues/77562",
@@ -100,10 +96,8 @@ CASES = (
     _case(
         programs.save_sharded, "one rank only", 3, (0,), ("all_gather",), 6, result="saved",
         complaint="Only rank 0 writes the checkpoint, as always. Since the model is sharded, it never appears.",
-        facts={"absent": "0, so that nobody is named", "values": "shard", "parts": "line 5, if rank == 0:",
-               "stands": "rank 0 line 6, rank 1 line 8, rank 2 line 8",
-               "differs": "collective #1 (default): rank 0 calls all_gather, ranks 1,2 call barrier",
-               "calls": "rank 0: all_gather; rank 1: barrier; rank 2: barrier"},
+        facts={"values": "shard", "stands": "rank 0 line 6, rank 1 line 8, rank 2 line 8",
+               "differs": "collective #1 (default): rank 0 calls all_gather, ranks 1,2 call barrier"},
         why="the shards are gathered by a collective, and only rank 0 calls it.",
         rule="all ranks gather, one writes.",
         thread="https://github.com/pytorch/pytorch/issues/73383",
@@ -112,11 +106,8 @@ CASES = (
     _case(
         programs.train_on_shards, "uneven batches", 3, (0,), ("all_reduce",), 9, result="epoch done",
         complaint="Our new data set has 7 samples, the old one had 6. The first epoch never ends.",
-        facts={"absent": "0, so that nobody is named", "values": "gradient", "parts": "line 4, for sample in samples:",
-               "stands": "rank 0 line 6, rank 1 line 7, rank 2 line 7",
-               "differs": "collective #3 (default): rank 0 calls all_reduce, ranks 1,2 call barrier",
-               "calls": "rank 0: all_reduce, all_reduce, all_reduce; rank 1: all_reduce, all_reduce, barrier; "
-                        "rank 2: all_reduce, all_reduce, barrier"},
+        facts={"values": "gradient", "stands": "rank 0 line 6, rank 1 line 7, rank 2 line 7",
+               "differs": "collective #3 (default): rank 0 calls all_reduce, ranks 1,2 call barrier"},
         why="7 samples on 3 ranks are 3, 2 and 2. Rank 0 reduces a third time, and the others have gone on.",
         rule="count batches on every rank before the first epoch; drop the rest, pad, or use join.",
         thread="https://github.com/pytorch/pytorch/issues/38174",
@@ -125,11 +116,8 @@ CASES = (
     _case(
         programs.skip_when_full, "error caught on one rank", 3, (1,), ("all_reduce",), 9, result="trained",
         complaint="Long batches are skipped when memory is full, as on one GPU. With several it stops, much later.",
-        facts={"absent": "nobody", "values": "none", "parts": "line 5, if dist.get_rank() == 1 and step == 1:",
-               "stands": "rank 0 line 7, rank 1 line 10, rank 2 line 7",
-               "differs": "collective #3 (default): rank 1 calls broadcast, ranks 0,2 call all_reduce",
-               "calls": "rank 0: all_reduce, all_reduce, all_reduce; rank 1: all_reduce, all_reduce, broadcast; "
-                        "rank 2: all_reduce, all_reduce, all_reduce"},
+        facts={"values": "none", "stands": "rank 0 line 7, rank 1 line 10, rank 2 line 7",
+               "differs": "collective #3 (default): rank 1 calls broadcast, ranks 0,2 call all_reduce"},
         why="rank 1 caught its MemoryError and left out an all_reduce. From then on it was one call ahead.",
         rule="a batch is skipped by all ranks or by none: tell the others before the collective.",
         thread="https://github.com/HannesStark/FlowSite/pull/1",
@@ -138,11 +126,8 @@ CASES = (
     _case(
         programs.generate, "generation of different lengths", 3, (0,), ("all_gather",), 9, result="trained",
         complaint="Rollouts work with one prompt for all ranks, and stop with different prompts.",
-        facts={"absent": "nobody", "values": "none", "parts": "line 3, while tokens < lengths[dist.get_rank()]:",
-               "stands": "rank 0 line 7, rank 1 line 5, rank 2 line 5",
-               "differs": "collective #3 (default): rank 0 calls all_reduce, ranks 1,2 call all_gather",
-               "calls": "rank 0: all_gather, all_gather, all_reduce; rank 1: all_gather, all_gather, all_gather; "
-                        "rank 2: all_gather, all_gather, all_gather"},
+        facts={"values": "none", "stands": "rank 0 line 7, rank 1 line 5, rank 2 line 5",
+               "differs": "collective #3 (default): rank 0 calls all_reduce, ranks 1,2 call all_gather"},
         why="rank 0 had its answer after two tokens and went on. Its shards are needed for every token of the others.",
         rule="with sharded parameters a forward is a collective: all ranks take as many steps as the longest.",
         thread="https://github.com/deepspeedai/DeepSpeed/issues/8262",
@@ -151,8 +136,7 @@ CASES = (
     _case(
         programs.exchange_halos, "both receive first", 2, (0, 1), ("recv",), 4, result=2.0,
         complaint="Two neighbors exchange their borders. Both do exactly the same, and nothing moves.",
-        facts={"absent": "nobody", "values": "none", "parts": "nowhere", "on": SAME_WAY,
-               "stands": "rank 0 line 4, rank 1 line 4", "calls": "rank 0: no collective; rank 1: no collective",
+        facts={"values": "none", "on": SAME_WAY, "stands": "rank 0 line 4, rank 1 line 4",
                "differs": "The ranks wait for each other in a circle (rank 0 → rank 1 → rank 0): each receives first "
                           "and none sends."},
         why="each rank waits for a message that the other sends only afterwards.",
@@ -163,10 +147,8 @@ CASES = (
     _case(
         programs.load_in_subgroup, "group rank for global rank", 3, (1, 2), ("broadcast",), 5, result="loaded",
         complaint="The broadcast worked while the group began with rank 0.",
-        facts={"absent": "an error", "values": "value", "parts": "line 4, if dist.get_rank() in (1, 2):",
-               "on": "a condition on the rank",
+        facts={"values": "value", "on": "a condition on the rank",
                "stands": "rank 0 line 6, rank 1 line 5, rank 2 line 5",
-               "calls": "rank 0: barrier; rank 1: no collective; rank 2: no collective",
                "differs": "a rank failed: ValueError: Global rank 0 is not part of group"},
         why="src=0 is a rank of the world, and rank 0 is not in the group [1, 2]. The first of the group is rank 1.",
         rule="src and dst count in the world; group_src and group_dst count in the group.",
@@ -176,9 +158,7 @@ CASES = (
     _case(
         programs.sum_by_groups, "order of groups", 3, (1,), ("all_reduce",), 6, result=9.0,
         complaint="All ranks stand in the same line of the same function, and wait.",
-        facts={"absent": "nobody", "values": "none", "parts": "nowhere", "on": SAME_WAY,
-               "stands": "rank 0 line 6, rank 1 line 6, rank 2 line 6",
-               "calls": "rank 0: all_reduce in group 1; rank 1: all_reduce in group 2; rank 2: all_reduce in group 1",
+        facts={"values": "none", "on": SAME_WAY, "stands": "rank 0 line 6, rank 1 line 6, rank 2 line 6",
                "differs": _ORDER},
         why="rank 1 begins with the second group, the others with the first. The line is the same, the group is not.",
         rule="groups are made and used in the same order on all ranks.",
@@ -188,9 +168,7 @@ CASES = (
     _case(
         programs.average_metric, "different reductions", 3, (1, 2), ("all_reduce",), 3, result=3.0,
         complaint="Nothing hangs. Our worst latency is 5, but none of the ranks has measured more than 3.",
-        facts={"absent": "none", "values": "none", "parts": "nowhere", "on": SAME_WAY,
-               "stands": "rank 0 ended, rank 1 ended, rank 2 ended",
-               "calls": "rank 0: all_reduce; rank 1: all_reduce; rank 2: all_reduce",
+        facts={"values": "none", "on": SAME_WAY, "stands": "rank 0 ended, rank 1 ended, rank 2 ended",
                "differs": "all_reduce #1 (default): rank 0 reduces with MAX, ranks 1,2 reduce with SUM"},
         why="the worst is a maximum, and ranks 1 and 2 ask for the sum. No tool of PyTorch compares that.",
         rule="check a reduced value against bounds that you know: a maximum is a value that some rank had.",
@@ -200,9 +178,8 @@ CASES = (
     _case(
         programs.pass_back, "message without its other side", 2, (1,), ("isend", "send", "batch_isend_irecv"), 4,
         result=2.0, complaint="Two stages exchange in one batch, as one should. Stage 1 ends, stage 0 waits for ever.",
-        facts={"stands": "rank 0 line 8, rank 1 ended", "absent": "0, so that nobody is named", "values": "other",
-               "calls": "rank 0: no collective; rank 1: no collective", "detail": "a time-out",
-               "parts": "line 5, if rank == 0:", "on": "a condition on the rank",
+        facts={"stands": "rank 0 line 8, rank 1 ended", "values": "other", "detail": "a time-out",
+               "on": "a condition on the rank",
                "differs": "message #1 from rank 1 to rank 0: rank 0 receives it, rank 1 returned after it had sent 0"},
         why="stage 0 sends and receives, stage 1 only receives. What stage 0 waits for is never sent.",
         rule="in a batch of messages each receive has its send on the other side: write both lists side by side.",
@@ -213,9 +190,7 @@ CASES = (
         programs.train_experts, "expert without tokens", 3, (1,), ("all_reduce",), 9, result="trained",
         complaint="The mixture of experts trains on one GPU. On several it stops sooner or later, in backward.",
         facts={"stands": "rank 0 line 5, rank 1 line 6, rank 2 line 5", "values": "none",
-               "absent": "0, so that nobody is named", "parts": "line 4, if expert in routed:",
-               "differs": "collective #2 (default): rank 1 calls barrier, ranks 0,2 call all_reduce",
-               "calls": "rank 0: all_reduce, all_reduce; rank 1: all_reduce, barrier; rank 2: all_reduce, all_reduce"},
+               "differs": "collective #2 (default): rank 1 calls barrier, ranks 0,2 call all_reduce"},
         why="no token of rank 1 went to expert 1, so rank 1 left out the reduction of this expert's gradient.",
         rule="all ranks reduce the gradients of all experts, also where a gradient is zero.",
         thread="https://github.com/deepspeedai/DeepSpeed/pull/4966",
@@ -225,9 +200,7 @@ CASES = (
     _case(
         programs.step_once, "unused parameters", 2, (0, 1), ("backward",), 1, result=-1.5,
         complaint="No error, no hang. But the checkpoints of rank 0 and rank 1 are not the same model.",
-        facts={"stands": "rank 0 ended, rank 1 ended", "absent": "none", "differs": "nothing", "parts": "nowhere",
-               "on": SAME_WAY,
-               "calls": "rank 0: all_gather, broadcast, broadcast; rank 1: all_gather, broadcast, broadcast"},
+        facts={"stands": "rank 0 ended, rank 1 ended", "differs": "nothing", "on": SAME_WAY},
         why="the head gets no gradient, so its bucket never fills, and DDP reduces none of the gradients in it.",
         rule="after the first step compare a checksum of the weights over the ranks; look for parameters without grad.",
         thread="https://github.com/pytorch/pytorch/issues/128949",
@@ -236,9 +209,8 @@ CASES = (
     _case(
         programs.log_on_host, "different roots", 3, (2,), ("reduce",), 3, result="logged",
         complaint="One rank of each host logs. With one host it did, with two hosts it stops at the first log.",
-        facts={"stands": "rank 0 line 4, rank 1 ended, rank 2 line 4", "absent": "0, so that nobody is named",
-               "calls": "rank 0: reduce; rank 1: reduce; rank 2: reduce", "detail": "a time-out", "values": "losses",
-               "parts": "nowhere", "differs": "reduce #1 (default): rank 2 has root 1, ranks 0,1 have root 0"},
+        facts={"stands": "rank 0 line 4, rank 1 ended, rank 2 line 4", "detail": "a time-out", "values": "losses",
+               "differs": "reduce #1 (default): rank 2 has root 1, ranks 0,1 have root 0"},
         why="rank 2 names rank 1 as the root of the reduction, the others name rank 0. There is one root.",
         rule="root and group of a collective are the same on all ranks; compute them once, from what all ranks know.",
         thread="https://github.com/pytorch/pytorch/issues/39706",
@@ -247,11 +219,8 @@ CASES = (
     _case(
         programs.drop_layers, "seeds that differ", 2, (0, 1), ("all_reduce",), 4, result="trained",
         complaint="Layers are dropped at random, with a seed for each rank as for the data. A step stops.",
-        facts={"stands": "rank 0 line 7, rank 1 line 6", "absent": "1", "values": "none",
-               "parts": "line 4, if torch.rand(()) < 0.5:",
-               "differs": "collective #4 (default): rank 1 calls all_reduce, rank 0 calls barrier",
-               "calls": "rank 0: all_reduce, all_reduce, all_reduce, barrier; "
-                        "rank 1: all_reduce, all_reduce, all_reduce, all_reduce"},
+        facts={"stands": "rank 0 line 7, rank 1 line 6", "values": "none",
+               "differs": "collective #4 (default): rank 1 calls all_reduce, rank 0 calls barrier"},
         why="each rank drops layers of its own choice, and a layer's reduction needs all ranks.",
         rule="what decides on a collective is drawn from a seed that all ranks share; data have seeds of their own.",
         thread="https://github.com/meta-pytorch/torchtune/pull/2266",
@@ -260,10 +229,8 @@ CASES = (
     _case(
         programs.start_again, "group that is no more", 2, (0, 1), ("backward", "broadcast"), 2, result=1.0,
         complaint="A notebook destroys its process group, makes a new one and trains on. KeyError, and a number.",
-        facts={"stands": "rank 0 line 6, rank 1 line 6", "absent": "an error", "values": "none", "parts": "nowhere",
-               "differs": "a rank failed: KeyError: <ProcessGroup>",
-               "calls": "rank 0: all_gather in group 1, broadcast in group 1, broadcast in group 1; "
-                        "rank 1: all_gather in group 1, broadcast in group 1, broadcast in group 1"},
+        facts={"stands": "rank 0 line 6, rank 1 line 6", "values": "none",
+               "differs": "a rank failed: KeyError: <ProcessGroup>"},
         why="DDP keeps the group that it was made with, and this one has been destroyed.",
         rule="wrap the module anew for each process group, and let go of the old wrapper before its group.",
         thread="https://github.com/pytorch/pytorch/issues/55967",
@@ -271,15 +238,28 @@ CASES = (
     ),
 )
 
+CURES = {"edit": "old texts of the program and what stands there instead, such as {'reduce(loss, dst=0)': …}"}
+
+
+def _check_cure(cure: dict[str, Any]) -> None:
+    edit = cure["edit"]
+    texts = [text for pair in edit.items() for text in pair] if isinstance(edit, dict) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"edit is {edit!r}; allowed is a dictionary from old text to new text")
+
 
 def _run(case: Case, cure: dict[str, Any] | None) -> Symptom:
     source, name, ranks = source_of(case)
-    return run_program(*(cured(source, name, cure) if cure else (source, name)), ranks)
+    for old, new in cure["edit"].items() if cure else ():
+        if (count := source.count(old)) != 1:
+            raise ValueError(f"{old!r} stands {count} times in the program; allowed are texts that stand once")
+        source = source.replace(old, new)
+    return run_program(source, name, ranks)
 
 
 def clinic() -> Clinic:
     """Open the clinic: fifteen patients on two or three ranks, none of whom has been looked at."""
-    return Clinic(CASES, CAUSES, EVIDENCE, CURES, _run, check_cure, lambda: (True, ""))
+    return Clinic(CASES, CAUSES, EVIDENCE, CURES, _run, _check_cure)
 
 
 def who_names_it(opened: Clinic) -> Table:
@@ -292,7 +272,7 @@ def who_names_it(opened: Clinic) -> Table:
         asked = ("stacks", "verify", "monitored barrier", "flight record", "fingerprint", "detail")
         shown = {fact: value for name in asked for fact, value in patient.ask(name).facts.items()}
         lines = {place.split(" ", 2)[2] for place in shown["stands"].split(", ")}
-        marks = (len(lines) > 1, shown["kind"] != "nothing", shown["absent"].replace(", ", "").isdigit(),
+        marks = (len(lines) > 1, shown["differs"] != "nothing", shown["absent"].replace(", ", "").isdigit(),
                  shown["record"] == "different", shown["values"] != "none",
                  shown.get("detail", "nothing") not in ("nothing", "a time-out"))
         rows.append([f"{patient.number}", *("yes" if mark else "no" for mark in marks)])
