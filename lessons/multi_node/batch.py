@@ -267,54 +267,47 @@ def _runs(pid: int) -> bool:
 # What a training program does, without the training: all ranks meet at MASTER_ADDR and agree in each step whether one
 # was told to stop. In its first run it waits before step STOP until it is told.
 _PROGRAM = r"""
-import json, os, signal, socket, sys, time
+import os, signal, sys, time
+from multiprocessing.connection import Client, Listener
 folder, steps, stop = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-port = int(os.environ["MASTER_PORT"])
-if rank == 0:
-    server = socket.create_server(("", port))
-    peers = [server.accept()[0] for _ in range(size - 1)]
-else:
-    while True:
+def reached():
+    for _ in range(100):
         try:
-            peers = [socket.create_connection((os.environ["MASTER_ADDR"], port), 10)]
-            break
+            return Client((os.environ["MASTER_ADDR"], port))
         except OSError as error:
-            told.append(0)
-            if len(told) > 100:
-                raise SystemExit(f"rank {rank} does not reach rank 0: {error}")
+            said = error
             time.sleep(0.05)
-    told.clear()
-    peers[0].settimeout(None)
-saved = os.path.join(folder, "saved.json")
-step, value = json.load(open(saved)) if os.path.exists(saved) else (0, 1.0)
-first = step == 0
+    raise SystemExit(f"rank {rank} does not reach rank 0: {said}")
+if rank == 0:
+    listener = Listener(("", port), backlog=size)
+    peers = [listener.accept() for _ in range(size - 1)]
+else:
+    peers = [reached()]
+saved = os.path.join(folder, "saved")
+step = first = int(open(saved).read()) if os.path.exists(saved) else 0
 if rank == 0:
     print("run begins at step", step, flush=True)
 while step < steps:
-    value = value / 2 + step
     if rank == 0:
-        with open(os.path.join(folder, "steps.jsonl"), "a") as file:
-            file.write(json.dumps([step, value]) + "\n")
+        with open(os.path.join(folder, "steps"), "a") as file:
+            print(step, file=file)
     step += 1
-    while first and step == stop and not told:
+    while first == 0 and step == stop and not told:
         time.sleep(0.02)
-    if rank == 0:
-        flags = [peer.recv(1) for peer in peers] + [b"1" if told else b"0"]
-        stops = b"1" in flags
-        for peer in peers:
-            peer.sendall(b"1" if stops else b"0")
-    else:
-        peers[0].sendall(b"1" if told else b"0")
-        stops = peers[0].recv(1) == b"1"
+    mine = bool(told)
+    for peer in peers if rank else []:
+        peer.send(mine)
+    stops = any([peer.recv() for peer in peers] + [mine])
+    for peer in peers if rank == 0 else []:
+        peer.send(stops)
     if stops:
         break
 if rank == 0:
-    with open(saved + ".tmp", "w") as file:
-        json.dump([step, value], file)
-    os.replace(saved + ".tmp", saved)
+    with open(saved, "w") as file:
+        print(step, file=file)
 raise SystemExit(0 if step == steps else 75)
 """
 
@@ -326,17 +319,7 @@ class Job:
     state: str
     restarts: int
     steps: list[int]
-    values: list[float]
     log: str
-
-
-def undisturbed() -> list[float]:
-    """The values of the steps of a job that nobody stops."""
-    value, values = 1.0, []
-    for step in range(STEPS):
-        value = value / 2 + step
-        values.append(value)
-    return values
 
 
 def on_a_cluster(cluster: SlurmCluster, script: str, program: str, options: Directives) -> Job:
@@ -345,7 +328,7 @@ def on_a_cluster(cluster: SlurmCluster, script: str, program: str, options: Dire
         folder = Path(os.path.realpath(name))
         command = f"{_command(folder, 'program', _PROGRAM)} {folder} {STEPS} {STOP}"
         (folder / "job").write_text(script.replace(program, command))
-        log, steps = folder / "log", folder / "steps.jsonl"
+        log, steps = folder / "log", folder / "steps"
         job = cluster.submit(f"--chdir={folder}", f"--output={log}", folder / "job")
         told, said = "", cluster.job(job)
         for said in _states(cluster, job):
@@ -358,11 +341,9 @@ def on_a_cluster(cluster: SlurmCluster, script: str, program: str, options: Dire
                 cluster.start_now(job)
         with contextlib.suppress(RuntimeError):
             cluster.run(f"scancel {job}")
-        rows = [json.loads(line) for line in steps.read_text().splitlines()] if steps.exists() else []
-        return Job(
-            said["JobState"], int(said["Restarts"]), [step for step, _ in rows], [value for _, value in rows],
-            log.read_text(errors="replace") if log.exists() else "",
-        )
+        done = [int(line) for line in steps.read_text().splitlines()] if steps.exists() else []
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return Job(said["JobState"], int(said["Restarts"]), done, text)
 
 
 def _states(cluster: SlurmCluster, job: int) -> Iterator[dict[str, Any]]:

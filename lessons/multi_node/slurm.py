@@ -50,7 +50,7 @@ ReturnToService=2
 # A shared cluster leaves these two at their defaults. Here nobody else waits, so jobs may start and end at once.
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
 KillWait=10
-NodeName=node[0-{last}] CPUs={cpus}
+NodeName=node[0-{last}] CPUs=16
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
@@ -102,13 +102,11 @@ def missing() -> list[str]:
 
 @functools.cache
 def available() -> tuple[bool, str]:
-    """Whether a cluster can run on this machine; and the version of Slurm, or a sentence that says why it cannot.
-
-    The packages are looked for, and namespaces with a network are made and left again, which takes a tenth of a second.
-    """
+    """Whether a cluster can run on this machine; and the version of Slurm, or a sentence that says why it cannot."""
     if lacking := missing():
         return False, (f"Slurm is not installed here (on Debian and Ubuntu the packages {' and '.join(lacking)})."
                        if sys.platform == "linux" else "Slurm runs on Linux only.")
+
     def output_of(*command: str) -> str | None:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                               env={**os.environ, "PATH": _path()})
@@ -129,34 +127,16 @@ def _namespaces() -> list[str]:
 class SlurmCluster:
     """Hosts ``node0``, ``node1``, … with a Slurm daemon each, and the host ``login`` on which commands are typed.
 
-    Use it in a ``with`` statement, or call :meth:`close`.
-
-    Parameters
-    ----------
-    hosts:
-        How many hosts run jobs: 1 to 8.
-    cpus:
-        Cores that each host claims to have. They share the cores of this machine.
-
-    Attributes
-    ----------
-    process:
-        Process id, on this machine, of the first process of the cluster.
-
-    Raises
-    ------
-    RuntimeError
-        Where packages are missing or the system forbids namespaces; the message names the way out.
+    Use it in a ``with`` statement, or call :meth:`close`. The hosts share the cores of this machine. Its first process
+    has the id ``process``. RuntimeError names the way out where packages are missing or namespaces are forbidden.
     """
 
-    def __init__(self, hosts: int = 2, cpus: int = 16):
-        if not 1 <= hosts <= 8:
-            raise ValueError(f"hosts={hosts}: a cluster on this machine has 1 to 8 hosts.")
+    def __init__(self, hosts: int = 2):
         if lacking := missing():
             raise RuntimeError(f"Slurm cannot run here without the packages {', '.join(lacking)}: "
                                f"sudo apt-get install --no-install-recommends {' '.join(lacking)}")
         root = os.getuid() == 0
-        configuration = CONFIGURATION.format(user=pwd.getpwuid(os.getuid()).pw_name, last=hosts - 1, cpus=cpus)
+        configuration = CONFIGURATION.format(user=pwd.getpwuid(os.getuid()).pw_name, last=hosts - 1)
         self._environment = {**os.environ, "PATH": _path(), "SLURM_CONF": "/run/slurm/slurm.conf"}
         self._log = tempfile.TemporaryFile("w+")
         self._holder = subprocess.Popen(
@@ -180,12 +160,7 @@ class SlurmCluster:
     def run(self, command: str, timeout: float = 60, env: Mapping[str, str] | None = None) -> str:
         """Run a command line on the host ``login``, as one types it there, and return what it prints.
 
-        The working directory and the environment are those of the caller; ``env`` adds to it.
-
-        Raises
-        ------
-        RuntimeError
-            If the command fails (its output is in the message) or takes longer than `timeout` seconds.
+        Folder and environment are the caller's; ``env`` adds to it. RuntimeError: it fails, or takes too long.
         """
         try:
             done = subprocess.run(
@@ -200,7 +175,7 @@ class SlurmCluster:
         return done.stdout
 
     def submit(self, *arguments: str | os.PathLike, env: Mapping[str, str] | None = None) -> int:
-        """Call ``sbatch`` with `arguments` (options, the script, its arguments) and return the job's number."""
+        """Call ``sbatch`` with options, the script and its arguments; return the job's number."""
         return int(self.run(shlex.join(["sbatch", "--parsable", *map(os.fspath, arguments)]), env=env))
 
     def job(self, number: int) -> dict[str, str]:
@@ -223,13 +198,7 @@ class SlurmCluster:
             self.run(f"scontrol update jobid={number} StartTime=now")
 
     def wait(self, number: int, timeout: float = 60) -> dict[str, str]:
-        """Wait until a job has ended and return what :meth:`job` says then. One that was requeued may start at once.
-
-        Raises
-        ------
-        RuntimeError
-            If the job has not ended within `timeout` seconds. It goes on.
-        """
+        """Wait until a job has ended and return what :meth:`job` says then. One that was requeued may start at once."""
         end = time.monotonic() + timeout
         while (said := self.job(number))["JobState"] in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}:
             if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""The network above the nodes: who is below which leaf, what a trunk carries, which link limits messages together."""
+"""The network above the nodes: who is below which leaf, and which link limits messages together."""
 
 from __future__ import annotations
 
@@ -7,34 +7,15 @@ from course_utils.topology import cluster, leaf_spine, most_shared
 FLAT = cluster("dgx h100", 4)
 
 
-def leaf_of(network, card: str) -> str:
-    return next(link.b for link in network.links if link.a == card and link.b.startswith("leaf"))
+def leaves_of(network, card: str, nodes: int) -> list[str]:
+    ups = {link.a: link.b for link in network.links if link.b.startswith("leaf")}
+    return [ups[f"node{node}.{card}"] for node in range(nodes)]
 
 
-def trunks(network) -> dict[str, float]:
-    return {link.a: link.bandwidth for link in network.links if link.b == "spine"}
-
-
-def test_leaves_divide_the_nodes_in_order():
-    network = leaf_spine(FLAT, 2)
-    assert [leaf_of(network, f"node{node}.NIC7") for node in range(4)] == ["leaf0", "leaf0", "leaf1", "leaf1"]
-    assert trunks(network) == {"leaf0": 16 * 50e9, "leaf1": 16 * 50e9} and network.gpus == FLAT.gpus
-
-
-def test_rails_divide_the_cards_of_each_node():
-    network = leaf_spine(FLAT, 8, rails=True)
-    for node in range(4):
-        assert [leaf_of(network, f"node{node}.NIC{r}") for r in range(8)] == [f"leaf{r}" for r in range(8)]
-    assert set(trunks(network).values()) == {4 * 50e9}
-
-
-def test_oversubscription_divides_the_trunks():
-    assert set(trunks(leaf_spine(FLAT, 2, 7)).values()) == {16 * 50e9 / 7}
-
-
-def test_nodes_that_do_not_divide_evenly():
-    odd = leaf_spine(cluster("pcie workstation", 3), 2)
-    assert [leaf_of(odd, f"node{node}.NIC0") for node in range(3)] == ["leaf0", "leaf0", "leaf1"]
+def test_leaves_divide_the_nodes_in_order_also_unevenly_and_rails_the_cards():
+    assert leaves_of(leaf_spine(FLAT, 2), "NIC7", 4) == ["leaf0", "leaf0", "leaf1", "leaf1"]
+    assert leaves_of(leaf_spine(cluster("pcie workstation", 3), 2), "NIC0", 3) == ["leaf0", "leaf0", "leaf1"]
+    assert leaves_of(leaf_spine(FLAT, 8, rails=True), "NIC5", 4) == ["leaf5"] * 4
 
 
 def test_paths_below_a_leaf_do_not_meet_the_spine_and_latency_stays():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,69 +22,59 @@ CURES = {
     "folder": "where checkpoints go, from the working folder of a host: such as 'checkpoint' or 'shared/checkpoint'",
 }
 
-_REFUSED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "PATH", "PYTHONPATH", "LD_PRELOAD"}
+_OF_ONE_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "PATH", "PYTHONPATH", "LD_PRELOAD"}
+
+
+def _are(names: str, values: Callable[[Any], bool], given: Any) -> bool:
+    """Whether this is a dictionary with such names, by a regular expression, and such values."""
+    pairs = given.items() if isinstance(given, dict) else []
+    return bool(pairs) and all(isinstance(name, str) and re.fullmatch(names, name) and values(v) for name, v in pairs)
+
+
+def _is_address(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(ipaddress.IPv4Address(value))
+    except ValueError:
+        return False
+
+
+def _ports(value: Any) -> tuple[int, int] | None:
+    """First and last port of what is to be opened."""
+    form = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", "1-65535" if value == "all" else str(value))
+    first, last = (int(form[1]), int(form[2] or form[1])) if form else (0, 0)
+    return (first, last) if 1 <= first <= last <= 65535 else None
+
+
+_FORMS = {  # what is right, and what is allowed in words
+    "environment": (
+        lambda given: _are("[A-Z][A-Z0-9_]*", lambda v: v is None or isinstance(v, str), given)
+        and not _OF_ONE_RANK & set(given),
+        "allowed is a dictionary such as {'NAME': 'value'}, with names of variables that every rank has in common",
+    ),
+    "hosts_file": (
+        lambda given: _are("[a-z][a-z0-9.-]*", _is_address, given),
+        "allowed is a dictionary such as {'node7': '10.0.0.8'}; allowed are addresses of IPv4",
+    ),
+    "open_ports": (_ports, "allowed are a port, a range such as '4000-4100', and 'all'"),
+    "link": (lambda given: given == "up", "allowed is 'up'"),
+    "folder": (
+        lambda given: isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", given),
+        "allowed are folders below a host's working folder, such as 'checkpoint' or 'shared/checkpoint'",
+    ),
+}
 
 
 def check_cure(cure: Mapping[str, Any]) -> None:
-    """Raise ValueError or TypeError, with what is allowed, for a cure that cannot be applied."""
+    """Raise ValueError, with what is allowed, for a cure that cannot be applied."""
     for name, value in cure.items():
-        {"environment": _check_environment, "hosts_file": _check_hosts_file, "open_ports": _ports, "link": _check_link,
-         "folder": _check_folder}[name](value)
-
-
-def _check_environment(value: Any) -> None:
-    if not isinstance(value, dict) or not value:
-        raise TypeError(f"environment is {value!r}; allowed is a dictionary such as {{'NAME': 'value'}}")
-    for name, text in value.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Z][A-Z0-9_]*", name) or name in _REFUSED:
-            raise ValueError(f"environment sets {name!r}; allowed are names of variables that every rank has in common")
-        if text is not None and not isinstance(text, str):
-            raise TypeError(f"environment sets {name} to {text!r}; allowed are texts, and None, which removes it")
-
-
-def _check_hosts_file(value: Any) -> None:
-    if not isinstance(value, dict) or not value:
-        raise TypeError(f"hosts_file is {value!r}; allowed is a dictionary such as {{'node7': '10.0.0.8'}}")
-    for name, address in value.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9.-]*", name):
-            raise ValueError(f"hosts_file names {name!r}; allowed are host names such as 'node7'")
-        try:
-            ipaddress.IPv4Address(address if isinstance(address, str) else "")
-        except ValueError:
-            allowed = "addresses of IPv4 such as '10.0.0.8'"
-            raise ValueError(f"hosts_file gives {name} the address {address!r}; allowed are {allowed}") from None
-
-
-def _ports(value: Any) -> tuple[int, int]:
-    """First and last port of what is to be opened."""
-    if value == "all":
-        return 1, 65535
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"open_ports is {value!r}; allowed are a port, a range such as '4000-4100', and 'all'")
-    form = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", str(value))
-    first, last = (int(form[1]), int(form[2] or form[1])) if form else (0, 0)
-    if not 1 <= first <= last <= 65535:
-        raise ValueError(f"open_ports is {value!r}; allowed are a port, a range such as '4000-4100', and 'all'")
-    return first, last
-
-
-def _check_link(value: Any) -> None:
-    if value != "up":
-        raise ValueError(f"link is {value!r}; allowed is 'up'")
-
-
-def _check_folder(value: Any) -> None:
-    if not isinstance(value, str) or not re.fullmatch(r"(shared/)?[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", value):
-        raise ValueError(
-            f"folder is {value!r}; allowed are folders below a host's working folder, such as 'checkpoint' or "
-            "'shared/checkpoint'"
-        )
+        right, allowed = _FORMS[name]
+        if not right(value):
+            raise ValueError(f"{name} is {value!r}; {allowed}")
 
 
 def cured(work: Work, cure: Mapping[str, Any]) -> Work:
     """What a run needs once a cure has been applied."""
-    settings, now = dict(work.settings), work.conditions
-    settings |= cure.get("environment", {})
+    settings, now = dict(work.settings) | cure.get("environment", {}), work.conditions
     if "folder" in cure:
         settings["CHECKPOINT"] = cure["folder"]
     if "hosts_file" in cure:
@@ -94,9 +84,7 @@ def cured(work: Work, cure: Mapping[str, Any]) -> Work:
         now = replace(now, names=(*kept, *entries))
     if "open_ports" in cure:
         now = _opened(now, *_ports(cure["open_ports"]))
-    if "link" in cure:
-        now = replace(now, down=())
-    return Work(settings, now)
+    return Work(settings, replace(now, down=()) if "link" in cure else now)
 
 
 def _opened(now: Conditions, first: int, last: int) -> Conditions:

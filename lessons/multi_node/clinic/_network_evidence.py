@@ -21,13 +21,7 @@ from ._network_runs import Work, called, folders, launched, readable, set_variab
 
 __all__ = ["EVIDENCE"]
 
-_PORT = 29500  # of the store, and what most of the patients use
 _OTHER_PORT = 41234  # as good as any that gloo could choose
-_CONNECT = 1.0  # seconds
-
-
-def _work(case: Case) -> Work:
-    return Work(case.settings, case.conditions)
 
 
 def _by_host(texts: list[str]) -> str:
@@ -42,50 +36,37 @@ def _says(*command: str) -> str:
     return "\n".join(" ".join(re.sub(r"@if\d+", "", line).split()) for line in lines)
 
 
-def _on_hosts(case: Case, look: Callable[..., Any], *args: Any) -> list[Any]:
-    with folders() as base:
-        return launched(look, base, _work(case), *args)
+def _on_hosts(look: Callable[..., tuple[str, Any]], facts: Callable[[list[Any]], dict[str, str]]) -> Callable:
+    """The look at a case: ``look`` gives a text and a value on each host, and ``facts`` says what the values mean."""
+    def look_at(case: Case, symptom: Callable[[], Symptom]) -> Finding:
+        with folders() as base:
+            found = launched(look, base, Work(case.settings, case.conditions), case.program)
+        return Finding(_by_host([text for text, _ in found]), facts([value for _, value in found]))
+
+    return look_at
 
 
 # ------------------------------------------------------------------------------------------ what a host knows of itself
 
 
-def _addresses(base: str, settings: dict) -> str:
+def _addresses(base: str, settings: dict, program: Callable) -> tuple[str, str]:
     set_variables(settings)
-    named = os.environ.get("GLOO_SOCKET_IFNAME")
-    return _says("ip", "-br", "-4", "address") + f"\nGLOO_SOCKET_IFNAME is {named or 'not set'}"
+    named, text = os.environ.get("GLOO_SOCKET_IFNAME"), _says("ip", "-br", "-4", "address")
+    there = [line.split()[0] for line in text.splitlines()]
+    value = "not set" if named is None else "there" if named in there else "not there"
+    return f"{text}\nGLOO_SOCKET_IFNAME is {named or 'not set'}", value
 
 
-def _look_at_addresses(case: Case, symptom: Callable[[], Symptom]) -> Finding:
-    texts = _on_hosts(case, _addresses)
-    named = texts[1].rpartition("is ")[2]
-    there = [line.split()[0] for line in texts[1].splitlines()[:-1]]
-    value = "not set" if named == "not set" else "there" if named in there else "not there"
-    return Finding(_by_host(texts), {"interface": value})
-
-
-def _names(base: str, settings: dict) -> tuple[str, str]:
-    own = socket.gethostname()
+def _names(base: str, settings: dict, program: Callable) -> tuple[str, bool]:
     lines = []
-    for name in dict.fromkeys([own, "node0", "node1"]):
+    for name in dict.fromkeys([socket.gethostname(), "node0", "node1"]):
         lines.append(f"getent ahostsv4 {name}: {(_says('getent', 'ahostsv4', name).splitlines() or ['nothing'])[0]}")
-    return "\n".join(lines), lines[0]
+    return "\n".join(lines), ": 127." in lines[0]
 
 
-def _look_at_names(case: Case, symptom: Callable[[], Symptom]) -> Finding:
-    found = _on_hosts(case, _names)
-    loops = all(": 127." in own for _, own in found)
-    return Finding(_by_host([text for text, _ in found]), {"own name": "the loopback" if loops else "its own address"})
-
-
-def _link(base: str, settings: dict) -> str:
-    return _says("ip", "-br", "link", "show", "eth0")
-
-
-def _look_at_link(case: Case, symptom: Callable[[], Symptom]) -> Finding:
-    texts = _on_hosts(case, _link)
-    up = all(text.split()[1] == "UP" for text in texts)
-    return Finding(_by_host(texts), {"link": "up" if up else "down"})
+def _link(base: str, settings: dict, program: Callable) -> tuple[str, bool]:
+    text = _says("ip", "-br", "link", "show", "eth0")
+    return text, text.split()[1] == "UP"
 
 
 # ----------------------------------------------------------------------------------------------- while the program runs
@@ -105,7 +86,7 @@ def _listening() -> list[int]:
 def _connect(host: str, port: int) -> str:
     """What a connection to a port says."""
     try:
-        with socket.create_connection((host, port), _CONNECT):
+        with socket.create_connection((host, port), 1.0):
             return "connected"
     except TimeoutError:
         return "timed out"
@@ -138,7 +119,7 @@ def _start(program: Callable[[], Any]) -> int:
     return process
 
 
-def _ports(base: str, settings: dict, program: Callable[[], Any]) -> tuple[str, bool, str]:
+def _ports(base: str, settings: dict, program: Callable[[], Any]) -> tuple[str, tuple[bool, str]]:
     os.chdir(f"{base}/node{os.environ['GROUP_RANK']}")
     set_variables(settings)
     host, port = _endpoint()
@@ -156,29 +137,21 @@ def _ports(base: str, settings: dict, program: Callable[[], Any]) -> tuple[str, 
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
     who = "a process listens" if listens else "no process listens"
-    return f"{who} on port {port}\nconnect to {host}:{port}: {said}", listens, said
+    return f"{who} on port {port}\nconnect to {host}:{port}: {said}", (listens, said)
 
 
-def _look_at_ports(case: Case, symptom: Callable[[], Symptom]) -> Finding:
-    found = _on_hosts(case, _ports, case.program)
-    hosts = [f"node{host}" for host, (_, listens, _) in enumerate(found) if listens]
-    facts = {"listens": " and ".join(hosts) or "nobody", "store": found[1][2]}
-    return Finding(_by_host([text for text, _, _ in found]), facts)
+def _of_ports(found: list[tuple[bool, str]]) -> dict[str, str]:
+    hosts = [f"node{host}" for host, (listens, _) in enumerate(found) if listens]
+    return {"listens": " and ".join(hosts) or "nobody", "store": found[1][1]}
 
 
-def _other_port(base: str, settings: dict) -> tuple[str, str]:
-    rank = int(os.environ["RANK"])
-    other = f"10.0.0.{2 - rank}"
+def _other_port(base: str, settings: dict, program: Callable) -> tuple[str, str]:
+    other = f"10.0.0.{2 - int(os.environ['RANK'])}"
     with socket.create_server(("0.0.0.0", _OTHER_PORT)):
         called(base, "there", 20.0)
         said = _connect(other, _OTHER_PORT)
         called(base, "tried", 20.0)
     return f"a test process listens on port {_OTHER_PORT}\nconnect to {other}:{_OTHER_PORT}: {said}", said
-
-
-def _look_at_other_port(case: Case, symptom: Callable[[], Symptom]) -> Finding:
-    found = _on_hosts(case, _other_port)
-    return Finding(_by_host([text for text, _ in found]), {"other port": found[1][1]})
 
 
 # --------------------------------------------------------------------------------------------------- what a run leaves
@@ -198,13 +171,13 @@ def _look_at_log(case: Case, symptom: Callable[[], Symptom]) -> Finding:
 _SCRIPT = "from {module} import {name}; print(flush=True); input(); {name}()"  # the two lines: both are ready
 
 
-def _debug(base: str, settings: dict, module: str, name: str) -> str:
+def _debug(base: str, settings: dict, program: Callable[[], Any]) -> str:
     os.chdir(f"{base}/node{os.environ['GROUP_RANK']}")
     package = str(Path(__file__).resolve().parents[3])
     verbose = {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": package}
     set_variables(settings | verbose)
     called(base, "begun", 20.0)
-    command = [sys.executable, "-c", _SCRIPT.format(module=module, name=name)]
+    command = [sys.executable, "-c", _SCRIPT.format(module=program.__module__, name=program.__name__)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, text=True) as process:
         process.stdout.readline()  # a busy machine needs long to import PyTorch; the run begins after it, on both hosts
@@ -218,32 +191,38 @@ def _debug(base: str, settings: dict, module: str, name: str) -> str:
 
 def _look_at_debug(case: Case, symptom: Callable[[], Symptom]) -> Finding:
     with folders() as base:
-        module, name = case.program.__module__, case.program.__name__
-        texts = launched(_debug, base, _work(case), module, name, timeout=120.0)
+        texts = launched(_debug, base, Work(case.settings, case.conditions), case.program, timeout=120.0)
     return Finding(_by_host([readable(text) for text in texts]))
 
 
 EVIDENCE = {
     "addresses": Evidence(
         "interfaces and addresses of each host, and the interface that gloo is told to use", 1,
-        _look_at_addresses, {"interface": "the interface that GLOO_SOCKET_IFNAME names"},
+        _on_hosts(_addresses, lambda found: {"interface": found[1]}),
+        {"interface": "the interface that GLOO_SOCKET_IFNAME names"},
     ),
     "names": Evidence(
         "for which address each host takes its own name and those of the others", 1,
-        _look_at_names, {"own name": "what a host takes its own name for"},
+        _on_hosts(_names, lambda loops: {"own name": "the loopback" if all(loops) else "its own address"}),
+        {"own name": "what a host takes its own name for"},
     ),
-    "link": Evidence("the state of the interface eth0 on each host", 1, _look_at_link, {"link": "the interfaces"}),
+    "link": Evidence(
+        "the state of the interface eth0 on each host", 1,
+        _on_hosts(_link, lambda up: {"link": "up" if all(up) else "down"}), {"link": "the interfaces"},
+    ),
     "files": Evidence(
         "the files in each host's working folder after a run", 1,
         _look_at_files, {"checkpoint": "the files of a checkpoint"},
     ),
     "ports": Evidence(
-        "who listens on the port where the ranks meet, and what a connection to it says", 2, _look_at_ports,
+        "who listens on the port where the ranks meet, and what a connection to it says", 2,
+        _on_hosts(_ports, _of_ports),
         {"listens": "who listens on the port where the ranks meet", "store": "a connection from node1 to that port"},
     ),
     "other port": Evidence(
         "what a connection to another port of the other host says, where a test process listens", 2,
-        _look_at_other_port, {"other port": "a connection from node1 to another port of node0"},
+        _on_hosts(_other_port, lambda found: {"other port": found[1]}),
+        {"other port": "a connection from node1 to another port of node0"},
     ),
     "log": Evidence("what each rank has written to standard error, and where a silent one stands", 2, _look_at_log),
     "debug": Evidence(

@@ -20,7 +20,7 @@ from course_utils.ranks.labels import tells_place
 
 from . import namespaces, results
 from .network import Hosts, HostsError
-from .plan import Plan, divide
+from .plan import INTERFACE, Plan, divide
 from .transcript import Transcript, clean, label, load, store, transcript
 
 __all__ = ["run_on_hosts"]
@@ -42,54 +42,34 @@ def run_on_hosts(
     *,
     when: Sequence[tuple[str, str]] = (),
     env: Mapping[str, str] | None = None,
-    link: str | None = None,
-    fault: str | None = None,
     recorded: str | None = None,
 ) -> Transcript:
     """Run a command line on each of several emulated hosts, as if typed there, and return when all have ended.
 
-    The hosts are those of :func:`launch`: names ``node0``, ``node1``, …, an interface ``eth0`` each, and the files of
-    this machine like a shared disk. ``torchrun`` and ``python`` are those of this environment, and run on the CPU.
+    The hosts are those of :func:`launch`, and have the files of this machine like a shared disk. ``torchrun`` and
+    ``python`` are those of this environment, and run on the CPU.
 
     Parameters
     ----------
     command : str or sequence of str
         A command line for ``sh``, the same for all hosts or one for each. ``{host}`` stands for the host's number.
-    hosts : int
-        How many hosts.
     timeout : float
-        Seconds after which all processes are killed and RuntimeError is raised.
+        Seconds after which all processes are killed and RuntimeError is raised, with the last lines of each host.
     when : sequence of (str, str)
-        What happens to hosts, one after another: once a line matches the regular expression, the action is done, and
-        only then the next expression is looked for. A line reads as in the transcript: ``node1 | step 5``. Actions are
-        ``"kill node1"`` (SIGKILL to all its processes at once), ``"terminate node1"`` (SIGTERM to what its command
-        runs), ``"unplug node1"`` (its cable is pulled out of the switch), ``"plug node1"`` and ``"start node1"`` (its
-        command runs again). They are lines of the transcript, too, and so is the end of a command. A host that is
-        started before it is killed or terminated does not run from the beginning: it joins late.
+        What happens to hosts, one after another: once a line such as ``node1 | step 5`` matches the regular expression,
+        the action is done, and only then the next expression is looked for. Actions are ``"kill node1"`` (SIGKILL to
+        all its processes at once), ``"terminate node1"`` (SIGTERM to what its command runs), ``"unplug node1"``,
+        ``"plug node1"`` (its cable) and ``"start node1"`` (its command runs again). They are lines, too, and so is the
+        end of a command. A host that is started before anything ends it joins late.
     env : mapping, optional
         Variables that are set besides those of this process.
-    link, fault : str, optional
-        As for :func:`launch`.
     recorded : str, optional
         Where hosts cannot be emulated, return the result that is stored under this name. It is labelled as recorded.
         With the variable ``COURSE_RECORD=1`` the result of this run is stored.
-
-    Returns
-    -------
-    Transcript
-        A list with what each host's command has come to (``exit_code``, ``output``), shown as all their lines in order.
-
-    Raises
-    ------
-    RuntimeError
-        No end in time, or a line that `when` waits for never came: with the last lines of each host. Or hosts cannot
-        be emulated here.
-    TypeError, ValueError
-        Arguments that make no sense; nothing has run then.
     """
     if isinstance(hosts, bool) or not isinstance(hosts, Integral) or not 1 <= hosts <= _MOST:
         raise errors.refusal(ValueError, f"hosts is {hosts!r}; allowed are whole numbers from 1 to {_MOST}")
-    plan = divide(hosts, hosts, link=link, fault=fault)
+    plan = divide(hosts, hosts)
     commands, actions = _commands(command, plan.count), _actions(when, plan.count)
     limit = launcher.seconds(timeout)
     there, sentence = _available()
@@ -147,7 +127,7 @@ class _Run:
     """Commands that run on hosts, and what they have said. Leaving its ``with`` block ends them all."""
 
     def __init__(self, plan: Plan, commands: list[str], env: Mapping[str, str] | None, folder: str):
-        self.commands, self.environment = commands, _environment(plan, env, folder)
+        self.commands, self.environment = commands, _environment(env, folder)
         self.said: list[tuple[str, str]] = []
         self.codes: dict[int, int] = {}
         self._starts = [0] * plan.count
@@ -249,7 +229,7 @@ def _late(actions: list[tuple[re.Pattern, str, int]]) -> set[int]:
     return {host for host, action in first.items() if action == "start"}
 
 
-def _environment(plan: Plan, more: Mapping[str, str] | None, folder: str) -> dict[str, str]:
+def _environment(more: Mapping[str, str] | None, folder: str) -> dict[str, str]:
     """The variables of a command: those of this process, without its own place among ranks."""
     programs = os.path.join(folder, "bin")
     os.mkdir(programs)
@@ -259,9 +239,7 @@ def _environment(plan: Plan, more: Mapping[str, str] | None, folder: str) -> dic
             file.write(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{module} "$@"\n')
         os.chmod(path, 0o755)
     inherited = {name: value for name, value in os.environ.items() if not tells_place(name)}
-    interface = plan.environment["interface"]
     return {
         **inherited, "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]), "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
-        **(more or {}),
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": INTERFACE, **(more or {}),
     }

@@ -142,13 +142,7 @@ def program(name: str) -> str | None:
 
 
 class Hosts:
-    """The hosts of a plan, which last until `close` or the end of this process.
-
-    Attributes
-    ----------
-    pids : list of int
-        The process that holds each host.
-    """
+    """The hosts of a plan, each held by a process (`pids`), which last until `close` or the end of this process."""
 
     def __init__(self, wanted: Plan, folder: str):
         """Make the hosts; ``folder`` is a private one for their files. Raises HostsError."""

@@ -31,30 +31,14 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Conditions:
-    """What differs from a network in order: each fault of `FAULTS` is one, and others can be put together.
+    """What differs from a network in order: each fault of `FAULTS` is one, and others can be put together."""
 
-    Attributes
-    ----------
-    names : tuple of (int, str, str or None)
-        On this host, this name stands for this address in ``/etc/hosts``, or is not there (None).
-    dropped : tuple of str
-        TCP ports, or ranges such as ``"4000-4100"``, for which the firewall of node0 drops what comes.
-    allowed : tuple of str, or None
-        Ports or ranges that the firewall of every host lets through, as the only ones. None: no such firewall.
-    down : tuple of int
-        Hosts whose interface is down.
-    master : int
-        The host that MASTER_ADDR names.
-    interface : str or None
-        What GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name; None: they are not set.
-    """
-
-    names: tuple[tuple[int, str, str | None], ...] = ()
-    dropped: tuple[str, ...] = ()
-    allowed: tuple[str, ...] | None = None
-    down: tuple[int, ...] = ()
-    master: int = 0
-    interface: str | None = INTERFACE
+    names: tuple[tuple[int, str, str | None], ...] = ()  # host, name, its address in /etc/hosts there; None: no entry
+    dropped: tuple[str, ...] = ()  # TCP ports, or ranges such as "4000-4100", that the firewall of node0 drops
+    allowed: tuple[str, ...] | None = None  # the only ports that the firewall of every host lets through; None: all
+    down: tuple[int, ...] = ()  # hosts whose interface is down
+    master: int = 0  # the host that MASTER_ADDR names
+    interface: str | None = INTERFACE  # what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name; None: they are not set
 
 
 def conditions_of(fault: str | Conditions | None, count: int) -> Conditions:
@@ -154,5 +138,3 @@ def _quantity(name: str, text: Any, units: dict[str, float], example: str) -> fl
         allowed = f"a number above 0 and a unit ({_listed(list(units))}), such as {example!r}"
         raise errors.refusal(kind, f"{name} is {text!r}; allowed are {allowed}")
     return float(form[1]) * units[form[2]]
-
-

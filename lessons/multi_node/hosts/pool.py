@@ -42,18 +42,12 @@ def _nothing() -> None:
 
 
 class HostPool(Pool):
-    """Ranks on the hosts of one plan, kept warm for calls with the same plan; else hosts and ranks are made anew.
-
-    Attributes
-    ----------
-    left_host : list of int
-        Bytes that left each host in the last call.
-    """
+    """Ranks on the hosts of one plan, kept warm for calls with the same plan; else hosts and ranks are made anew."""
 
     def __init__(self):
         super().__init__()
         self.hosts: Hosts | None = None
-        self.left_host: list[int] = []
+        self.left_host: list[int] = []  # bytes, in the last call
 
     def close(self) -> None:
         try:
@@ -116,21 +110,9 @@ def current() -> HostPool:
 
 
 def side_by_side(works: Sequence[Callable[[], T]], most: int = 8) -> list[T]:
-    """Call functions that start ranks on hosts, `most` of them at the same time, each with hosts of its own.
+    """What functions return that start ranks on hosts: `most` at a time, in threads, each with hosts of its own.
 
-    It is for programs that wait more than they compute. An interrupt ends all their ranks.
-
-    Parameters
-    ----------
-    works : sequence of callable
-        Each is called without arguments, in a thread.
-    most : int
-        How many at a time.
-
-    Returns
-    -------
-    list
-        What they return, in their order. An error of one is raised when all have ended.
+    It is for programs that wait more than they compute. An error is raised when all have ended; an interrupt ends all.
     """
     pools: list[HostPool] = []
 

@@ -1,9 +1,6 @@
 """Emulated hosts: whether this machine has what they need, and what ``launch(hosts=…)`` returns.
 
-Hosts are Linux network namespaces with an interface ``eth0`` each and a bridge between them. The interfaces, the bytes
-on them, the link's rate and the faults are real; only the machine is the same. `host_plan` says what may be asked for,
-`host_network` turns that into commands for ``ip`` and ``tc``, `host_namespaces` makes and holds it, and `host_pool`
-runs calls on ranks that have entered it.
+The interfaces, the bytes on them, the link's rate and the faults are real; only the machine is the same.
 """
 
 from __future__ import annotations
@@ -56,19 +53,10 @@ def _trial(latency: bool) -> str:
 
 
 def hosts_available(latency: bool = False) -> tuple[bool, str]:
-    """Whether ``launch(hosts=…)`` emulates hosts on this machine, and a sentence that says so or why not.
+    """Whether ``launch(hosts=…)`` emulates hosts on this machine, and a sentence that says so, or what is missing and
+    the way out.
 
-    It is found by making two hosts, which takes about a tenth of a second; that it works is then remembered.
-
-    Parameters
-    ----------
-    latency : bool
-        Ask for links that delay packets too, which needs netem in the kernel.
-
-    Returns
-    -------
-    (bool, str)
-        Where the first is False the sentence says what is missing and, if there is one, the way out.
+    It is found by making two hosts; that it works is remembered. Links with ``latency`` need netem in the kernel.
     """
     reason = _trial(latency)
     links = "their link has a rate and a latency" if latency else "their link has a rate"
@@ -76,10 +64,7 @@ def hosts_available(latency: bool = False) -> tuple[bool, str]:
 
 
 def as_possible(wanted: Plan) -> Plan:
-    """The plan as far as it can be emulated here; prints what cannot.
-
-    Raises RuntimeError if a fault was asked for: what does not fail would mislead.
-    """
+    """The plan as far as it can be emulated here; prints what cannot. A fault that would not be there is refused."""
     there, sentence = hosts_available()
     if not there and wanted.fault is not None:
         raise errors.refusal(RuntimeError, f"fault {wanted.fault!r} needs emulated hosts: {sentence}")
@@ -111,12 +96,8 @@ class HostLedger(Ledger):
 class HostResults(list):
     """What ``launch(hosts=…)`` returns: the results by rank.
 
-    Attributes
-    ----------
-    left_host : list of int, or None
-        Bytes that left each host over its interface in the whole call, headers of TCP, IP and Ethernet included; what
-        ranks of one host send each other is not among them. Making the default process group is not counted; a program
-        (``init=False``) makes its own in the call, and that is. None where hosts are not emulated.
+    Its attribute ``left_host`` has the bytes that left each host over its interface in the whole call, with headers;
+    None where hosts are not emulated. Making the default process group is not counted, unless a program makes its own.
     """
 
     def __init__(self, results: list, left_host: list[int] | None):

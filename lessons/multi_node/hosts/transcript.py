@@ -32,18 +32,7 @@ def clean(line: str) -> str:
 
 @dataclass
 class Finished:
-    """What one host's command line has come to.
-
-    Attributes
-    ----------
-    host : int
-        Its number; its name is ``node`` and this number.
-    exit_code : int
-        As a shell shows it: 0 is success, 137 stands for an end by SIGKILL (128 + 9), 143 for one by SIGTERM. That of
-        the last run, if the host was started several times.
-    output : str
-        What it has printed, standard output and standard error in one.
-    """
+    """What one host's command line has come to: its exit code as a shell shows it (137: SIGKILL), what it printed."""
 
     host: int
     exit_code: int
@@ -53,12 +42,7 @@ class Finished:
 class Transcript(list):
     """The hosts' results, index = host; shown as the lines of all hosts in the order in which they came.
 
-    Attributes
-    ----------
-    exit_codes : list of int
-        That of each host.
-    recorded : str
-        Empty for what has just run; else what the stored result was measured with.
+    ``recorded`` is empty for what has just run; else it says what the stored result was measured with.
     """
 
     def __init__(self, results: list[Finished], said: list[tuple[str, str]], recorded: str = ""):
@@ -70,17 +54,11 @@ class Transcript(list):
         return [result.exit_code for result in self]
 
     def lines(self, pattern: str = "") -> list[str]:
-        """The lines in which a regular expression is found, each with its host: ``node1 | step 5``.
-
-        What happened to a host is a line, too: ``-- node1: killed``.
-        """
+        """The lines in which a regular expression is found, as ``node1 | step 5``, or ``-- node1 killed``."""
         return [line for line in map(label, self.said) if re.search(pattern, line)]
 
     def numbers(self, pattern: str) -> list[tuple[float, ...]]:
-        """What the groups of a regular expression match in each line in which it is found, as numbers.
-
-        ``numbers(r"step (\\d+) +loss (\\S+)")`` has a pair for each line such as ``node0 | step 5  loss 2.3``.
-        """
+        """What the groups of a regular expression match, as numbers: a tuple for each line in which it is found."""
         found = (re.search(pattern, line) for line in self.lines())
         return [tuple(map(float, one.groups())) for one in found if one]
 
