@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from .ffcv.by_hand import FIELD, HEADER, PIECE, RAW, TYPES
+from .ffcv.by_hand import FIELD, HEADER, RAW, TYPES, write_beton
 
 __all__ = ["CUSTOM", "FLOAT", "IMAGE", "INT", "PAGE", "CountedFile", "beton", "own_file", "pictures", "row_type"]
 
@@ -48,33 +51,25 @@ def row_type(kinds: Sequence[int]) -> np.dtype:
     return np.dtype([(f"f{i}", TYPES[kind]) for i, kind in enumerate(kinds)], align=True)
 
 
-def beton(fields: Sequence[tuple[str, int]], columns: Sequence[Sequence], shuffled: bool = False) -> bytes:
+def beton(fields: Sequence[tuple[str, int]], columns: Sequence[Sequence]) -> bytes:
     """A file in FFCV's format: for each field (name, type) a column of numbers, or of raw images (height, width, 3).
 
-    With ``shuffled`` the images lie in memory, and in the allocation table, in another order than the rows.
+    The images lie in another order than the rows, and the allocation table, which a row does not need, is left out.
     """
     samples = len(columns[0])
+    header = np.array((2, len(fields), PAGE, samples, 0), HEADER)
     descriptors = np.array([(kind, name.encode(), b"") for name, kind in fields], FIELD)
-    rows = np.zeros(samples, row_type([kind for _, kind in fields]))
-    start = -(-(HEADER.itemsize + descriptors.nbytes + rows.nbytes) // PAGE) * PAGE
-    heap, table = bytearray(), []
-    order = np.random.default_rng(5).permutation(samples) if shuffled else np.arange(samples)
+    rows, heap = np.zeros(samples, row_type([kind for _, kind in fields])), bytearray()
     for i, (_, kind) in enumerate(fields):
         if kind != IMAGE:
             rows[f"f{i}"] = columns[i]
             continue
-        for sample in order.tolist():
+        for sample in np.random.default_rng(5).permutation(samples).tolist():
             image = columns[i][sample]
-            if len(heap) % PAGE + image.nbytes > PAGE:
-                heap.extend(bytes(-len(heap) % PAGE))
-            place = start + len(heap)
+            rows[f"f{i}"][sample] = (RAW, image.shape[1], image.shape[0], PAGE + len(heap))
             heap += image.tobytes()
-            table.append((sample, place, image.nbytes))
-            rows[f"f{i}"][sample] = (RAW, image.shape[1], image.shape[0], place)
-    heap.extend(bytes(-len(heap) % PAGE))
-    header = np.array((2, len(fields), PAGE, samples, start + len(heap)), HEADER)
     head = header.tobytes() + descriptors.tobytes() + rows.tobytes()
-    return head + bytes(start - len(head)) + bytes(heap) + np.array(table, PIECE).tobytes()
+    return head + bytes(PAGE - len(head)) + bytes(heap)
 
 
 def pictures(count: int, seed: int) -> list[np.ndarray]:
@@ -86,4 +81,7 @@ def pictures(count: int, seed: int) -> list[np.ndarray]:
 
 def own_file() -> bytes:
     """A small file with the fields image and label: 40 raw images, as FFCV's writer makes it."""
-    return beton([("image", IMAGE), ("label", INT)], [pictures(40, 3), [7 * i % 10 for i in range(40)]])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "small.beton"
+        write_beton([(Image.fromarray(image), 7 * i % 10) for i, image in enumerate(pictures(40, 3))], path)
+        return path.read_bytes()

@@ -7,6 +7,7 @@ with the property passes; the training jobs run on a clock of their own, so that
 from __future__ import annotations
 
 import random
+import struct
 from collections import Counter
 from functools import cache
 from itertools import pairwise
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from course_utils import record
-from course_utils.check import Case, CheckFailed, exercise, number, paper, whole_number
+from course_utils.check import Case, CheckFailed, exercise, number, paper, show, whole_number
 
 from . import answers
 from .beton import CUSTOM, FLOAT, IMAGE, INT, PAGE, CountedFile, beton, own_file, pictures, row_type
@@ -34,12 +35,6 @@ MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 
 READ = "{number:,.0f} bytes were read, {most:,.0f} do."
-
-
-def shown(value: Any) -> str:
-    """The beginning of a value's text."""
-    text = " ".join(str(value).split())
-    return f"{type(value).__name__} {text}" if len(text) <= 100 else f"{type(value).__name__} {text[:100]} …"
 
 
 # --- exercise 1: the header
@@ -68,16 +63,15 @@ def read_header(note, answer, right, begin):
     descriptors = np.array([(kind, name.encode(), bytes(range(1, 255))) for name, kind in fields], FIELD)
     file = CountedFile(head.tobytes() + descriptors.tobytes() + bytes(PAGE))
     file.seek(begin)
-    if version != 2:
-        try:
-            what = f"the function returned {shown(answer(file))}."
-        except CheckFailed as error:
-            if isinstance(error.__context__, ValueError):
-                return
-            raise
-        note.holds(False, "version", what)
-    got = answer(file)
-    if not note.holds(isinstance(got, dict) and set(got) == set(right), "odd", f"the function returned {shown(got)}."):
+    try:
+        got = answer(file)
+    except CheckFailed as error:
+        if version != 2 and isinstance(error.__context__, ValueError):
+            return
+        raise
+    what = f"the function returned {show(got)}."
+    note.holds(version == 2, "version", what)
+    if not note.holds(isinstance(got, dict) and set(got) == set(right), "odd", what):
         return
     named = [tuple(field) if isinstance(field, list) else field for field in got["fields"]]
     note.equal({key: whole_number(value) for key, value in got.items()} | {"fields": named}, right, "the value")
@@ -110,24 +104,18 @@ MISTAKES["read_header"] = {
 }
 
 
-def one_number_after_the_other(file):
-    def number(size):
-        return int.from_bytes(file.read(size), "little")
-
+def with_struct(file):
     file.seek(0)
-    version, count = number(2), number(2)
+    version, count, page_size, samples, table = struct.unpack("=HHIqq", file.read(24))
     if version != 2:
         raise ValueError
-    values, fields = {"page_size": number(4), "samples": number(8), "table": number(8)}, []
-    for _ in range(count):
-        kind, name = number(1), file.read(16)
-        fields.append([name.split(b"\0")[0].decode("ascii"), np.uint8(kind)])
-        file.seek(1024, 1)
-    return {"version": np.uint16(version), "fields": tuple(fields), **values}
+    found = [struct.unpack("<B16s1024s", file.read(1041)) for _ in range(count)]
+    fields = [[name.rstrip(b"\0").decode(), np.uint8(kind)] for kind, name, _ in found]
+    return {"version": np.uint16(2), "fields": fields, "page_size": page_size, "samples": samples, "table": table}
 
 
 RIGHT["read_header"] = {
-    "one number after the other": one_number_after_the_other,
+    "with struct": with_struct,
     "into a buffer": "head = file.read(24)  ->  file.readinto(head := bytearray(24))",
 }
 
@@ -152,7 +140,7 @@ def columns() -> dict[int, list]:
 
 @cache
 def file_of(fields: tuple) -> bytes:
-    return beton(fields, [columns()[kind] for _, kind in fields], shuffled=True)
+    return beton(fields, [columns()[kind] for _, kind in fields])
 
 
 @exercise("Exercise 2", passed="with no more bytes than header, descriptors, one row and the pixels.", cases=[
@@ -164,7 +152,7 @@ def read_sample(note, answer, fields, index):
     file = CountedFile(file_of(fields))
     got = answer(file, index)
     pair = isinstance(got, (tuple, list)) and len(got) == 2 and isinstance(got[0], np.ndarray)
-    if not note.holds(pair and got[0].dtype == np.uint8, "odd", f"the function returned {shown(got)}."):
+    if not note.holds(pair and got[0].dtype == np.uint8, "odd", f"the function returned {show(got)}."):
         return
     image, label = columns()[IMAGE][index], columns()[INT][index]
     note.equal(torch.from_numpy(got[0].copy()), torch.from_numpy(image), "the image")
@@ -196,27 +184,9 @@ MISTAKES["read_sample"] = {
         together.""", [f"{SHAPED}  ->  pixels.reshape(3, *shape[:2]).transpose(1, 2, 0),",
                        f"{SHAPED}  ->  pixels.reshape(shape)[..., ::-1],"]),
 }
-
-
-def aligned_by_hand(file, index):
-    file.seek(2)
-    count, place, at = int.from_bytes(file.read(2), "little"), 0, {}
-    file.seek(24)
-    for _ in range(count):
-        kind = file.read(1041)[0]
-        place = place if kind == 2 else -(-place // 8) * 8
-        at[kind] = place
-        place += 13 if kind == 2 else 8
-    file.seek(-(-place // 8) * 8 * index, 1)
-    row = file.read(place)
-    width, height = np.frombuffer(row, "<u2", 2, at[2] + 1).tolist()
-    file.seek(*np.frombuffer(row, "<u8", 1, at[2] + 5))
-    image = np.array(list(file.read(3 * width * height)), np.uint8)
-    return [image.reshape(height, width, 3), np.frombuffer(row, "<i8", 1, at[1])[0]]
-
-
 RIGHT["read_sample"] = {
-    "aligned by hand": aligned_by_hand,
+    "a list, and a number of NumPy": 'pixels.reshape(shape), int(sample["type 1"])  ->  '
+                                     '[pixels.reshape(*shape), sample["type 1"]]',
     "images of 16 bytes in the row": '("pointer", "<u8")]  ->  ("pointer", "<u8"), ("padding", "V3")]',
 }
 
@@ -247,7 +217,7 @@ def quasi_random(note, answer, pages, cap, ahead):
         got = answer(pages.copy(), cap, ahead, seed)
         order = np.array(got) if isinstance(got, (list, tuple, np.ndarray)) else np.zeros(0)
         form = order.ndim == 1 and order.dtype.kind in "iu" and not np.any((order < 0) | (order >= len(pages)))
-        if not note.holds(form, "odd", f"the function returned {shown(got)}."):
+        if not note.holds(form, "odd", f"the function returned {show(got)}."):
             return
         missing, twice = len(pages) - len(np.unique(order)), len(order) - len(np.unique(order))
         what = f"{missing} samples never come, and {twice} places are for samples that have come before."
@@ -339,27 +309,22 @@ MISTAKES["quasi_random"] = {
         first one. While it waits there, the page whose place it takes is still in use, and several pages may end at
         about the same time.""", f"{FITS}  ->  if True:"),
     "page-order": ("The pages are opened in the order of the file, or nearly. Shuffle them too.",
-            [f"{SHUFFLED_PAGES}  ->  {IN_FILE_ORDER}",
-             f"{SHUFFLED_PAGES}  ->  {IN_FILE_ORDER}\nk = len(waiting) // 2 + int(rng.integers(3))\n"
-             "waiting = waiting[k:] + waiting[:k]"]),
+            f"{SHUFFLED_PAGES}  ->  {IN_FILE_ORDER}\nk = int(rng.integers(32))\nwaiting = waiting[k:] + waiting[:k]"),
     "within": ("""The samples of a page come in the order of the file, or with one and the same step from each to the
         next. Shuffle them too.""",
-            [f"{SHUFFLED}  ->  np.flatnonzero(pages == page)",
-             f"{SHUFFLED}  ->  np.roll(np.flatnonzero(pages == page), rng.integers(1, 8))"]),
+            f"{SHUFFLED}  ->  np.roll(np.flatnonzero(pages == page), rng.integers(1, 8))"),
     "unused-cap": ("""Fewer pages are open, on average, than could be. The more, the nearer to a full shuffle: open the
         next page as soon as one is used up, not a whole group at once; draw evenly among the open pages; and take the
         widest window that fits, for each seed anew.""",
-            ["range(cap, 0, -1)  ->  range(1, 0, -1)", "range(cap, 0, -1)  ->  range(max(1, cap // 2), 0, -1)",
+            ["range(cap, 0, -1)  ->  range(max(1, cap // 2), 0, -1)",
              {"while waiting and len(opened) < window:\n                opened.append(waiting.pop())":
               "if not opened:\n    opened = [waiting.pop() for _ in waiting[:window]]"}]),
     "round-robin": ("The pages take turns. Chance has to decide which one is next, sample by sample.",
-            [f"{DRAWN}  ->  len(order) % len(opened)",
-             f"k = {DRAWN}  ->  turns = np.random.default_rng((seed, len(order) // len(opened)))\n"
-             "k = turns.permutation(len(opened))[len(order) % len(opened)]"]),
+            f"{DRAWN}  ->  len(order) % len(opened)"),
     "not-reproducible": ("Two calls with the same seed give different orders. Ranks, and a resumed run, need the same.",
             "default_rng(seed)  ->  default_rng()"),
     "same-every-epoch": ("Another seed gives the same order of samples, of pages, or of the samples of a page.",
-            ["default_rng(seed)  ->  default_rng(seed // 100)", "default_rng(seed)  ->  default_rng(seed % 64)",
+            ["default_rng(seed)  ->  default_rng(seed % 64)",
              f"{SHUFFLED_PAGES}  ->  np.random.default_rng(0).{SHUFFLED_PAGES[4:]}",
              f"{SHUFFLED}  ->  np.random.default_rng(page).{SHUFFLED[4:]}"]),
     "unsorted": ("This is right where each page holds neighbours, but not where several writers took turns.",
@@ -392,7 +357,7 @@ def find_bottleneck(note, answer, plan):
     looks: list[float] = []
     got = answer(Job(plan, looks))
     form = isinstance(got, (tuple, list)) and len(got) == 2 and got[0] in STAGES and number(got[1]) is not None
-    if not note.holds(form, "odd", f"the function returned {shown(got)}."):
+    if not note.holds(form, "odd", f"the function returned {show(got)}."):
         return
     note.holds(bool(looks), "clock", "the job's clock was not looked at.")
     (stage, waits), (best, share) = got, answers.find_bottleneck(Job(plan))
@@ -429,26 +394,7 @@ MISTAKES["find_bottleneck"] = {
         the compilation, does not count.""",
             ["100 * waited  ->  50 * waited", f"{RETURNED}  ->  return stage, measure(job, skip=0, count=500)[1]"]),
 }
-
-
-def by_the_last_batches(job):
-    def ends(job):
-        times = []
-        for batch in job.batches(300):
-            taken = job.clock()
-            job.step(batch)
-            times.append((taken, job.clock()))
-        return times[100:]
-
-    halved = {stage: ends(job.halved(stage)) for stage in STAGES}
-    best = sorted(STAGES, key=lambda stage: halved[stage][-1][1] - halved[stage][0][1])[0]
-    times = ends(job)
-    gaps = [later[0] - before[1] for before, later in pairwise(times)]
-    return [best, np.float64(100 * sum(gaps) / (times[-1][1] - times[0][1]))]
-
-
 RIGHT["find_bottleneck"] = {
-    "by the last batches": by_the_last_batches,
     "three batches skipped": "skip=20  ->  skip=3",
     "many batches": "skip=20, count=100  ->  skip=50, count=1000",
 }
@@ -481,7 +427,7 @@ def shard(note, answer, count, batch):
     everyone = [None] * n
     dist.all_gather_object(everyone, mine)
     sizes = mine and {len(part) for batches in mine for part in batches}
-    what = f"the function returned {shown(got[0])}."
+    what = f"the function returned {show(got[0])}."
     if note.holds(bool(sizes) and 1 <= min(sizes) <= max(sizes) <= batch, "odd", what) and None not in everyone:
         shares(note, everyone, count, batch)
 
@@ -555,19 +501,8 @@ MISTAKES["shard"] = {
             f"order = {ORDER}  ->  import torch\norder = torch.from_numpy({ORDER})\ndist.broadcast(order, 0)\n"
             "order = order.numpy()"),
 }
-
-
-def shuffled_by_the_library(count, batch, epoch, seed):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    order = list(range(count))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    steps = -(-count // (batch * n))
-    ends = [(rank * steps + i) * count // (steps * n) for i in range(steps + 1)]
-    return (order[a:b] for a, b in pairwise(ends))
-
-
 RIGHT["shard"] = {
-    "shuffled by the library, from a text": shuffled_by_the_library,
+    "neighbouring parts": "[part.tolist() for part in parts[rank::n]]  ->  parts[rank * steps : (rank + 1) * steps]",
     "hash of numbers": "(seed, epoch)  ->  abs(hash((seed, epoch)))",
     "own samples, split into steps": {
         PARTS: "parts = np.array_split(order[rank::n], steps)", "parts[rank::n]": "parts",
@@ -641,22 +576,8 @@ MISTAKES["text_rows"] = {
         number up in the order of its epoch. The pieces of a row have as many tokens together as the row.""",
             "[seed, epoch]  ->  [epoch, seed]"),
 }
-
-
-def token_by_token(lengths, length, batch, step, rank, ranks, seed):
-    owner = [(document, token) for document, size in enumerate(lengths) for token in range(size)]
-    count, rows = len(owner) // length, []
-    for n in range(step * batch, (step + 1) * batch):
-        row, pieces = np.random.default_rng([seed, n // count]).permutation(count)[n % count], {}
-        for document, token in owner[row * length : (row + 1) * length]:
-            first, _ = pieces.get(document, (token, token))
-            pieces[document] = first, token + 1
-        rows.append([[document, *ends] for document, ends in pieces.items()])
-    return rows[rank * batch // ranks : (rank + 1) * batch // ranks]
-
-
 RIGHT["text_rows"] = {
-    "token by token": token_by_token,
+    "sums by hand": "np.cumsum(lengths)  ->  np.array([sum(lengths[: i + 1]) for i in range(len(lengths))])",
     "numbers of NumPy, and a generator": "return found  ->  return (np.array(row) for row in found)",
 }
 

@@ -17,18 +17,17 @@ class Plan:
 
     A batch is read, decoded and augmented by ``threads`` threads that share its images, copied, and used in a step. In
     the background a disk, the threads and a copier work on up to three batches ahead of the step; in the foreground
-    everything waits for everything. ``compile_seconds`` are added to one stage of the first batch.
+    everything waits for everything. In the first batch ``compile_seconds`` are added to the augmentation.
     """
 
     milliseconds: dict[str, float]
     threads: int
     background: bool = True
-    compiled: str = "augment"
     compile_seconds: float = 2
 
     def halved(self, stage: str) -> Plan:
         times = self.milliseconds | {stage: self.milliseconds[stage] / 2}
-        return replace(self, milliseconds=times, compile_seconds=self.compile_seconds / (1 + (stage == self.compiled)))
+        return replace(self, milliseconds=times, compile_seconds=self.compile_seconds / (1 + (stage == "augment")))
 
 
 class Job:

@@ -29,8 +29,6 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # not this folder, whose ffcv would hide the library
 CACHE = Path(os.environ.get("COURSE_BENCH_ENVS", ROOT / ".bench"))
-BASE = ("numpy", "pillow")
-CORES = (1, 2)  # numbers of threads; processes also wait for each other, so more of them may help
 WAYS_FILE = Path(__file__).with_name("loader_ways.py")
 
 from lessons.ffcv_data_loading.ffcv import ImageFolder, image_folder, missing  # noqa: E402
@@ -43,34 +41,30 @@ class Way:
 
     key: str
     name: str
-    decoder: str
-    storage: str
-    workers_are: str
-    packages: tuple[str, ...] | None = None
-    workers: tuple[int, ...] = (1, 2, 4)
-    base: tuple[str, ...] = BASE  # packages in the course's own versions
-    removed: tuple[str, ...] = ()  # what does more harm than good there
-    note: str = ""
+    workers: tuple[int, ...]
+    package: str = ""
+    base: tuple[str, ...] = ("numpy", "pillow")  # packages in the course's own versions
+    removed: str = ""  # what the package installs, and what does more harm than good here
 
 
+PROCESSES, THREADS = (1, 2, 4), (1, 2)  # numbers to try; processes also wait for each other, so more may help
 WAYS = [
-    Way("dataloader", "DataLoader, PIL", "PIL", "JPEG files", "processes", workers=(0, 1, 2, 4)),
-    Way("ffcv_raw", "FFCV, raw", "none", ".beton", "threads", workers=CORES),
-    Way("ffcv_mixed", "FFCV, mixed", "TurboJPEG, half", ".beton", "threads", workers=CORES),
-    Way("ffcv_jpeg", "FFCV, JPEG", "TurboJPEG", ".beton", "threads", workers=CORES),
-    Way("webdataset", "WebDataset", "PIL", "tar files", "processes", ("webdataset==1.0.2",)),
-    Way("litdata", "LitData", "PIL", "chunks", "processes", ("litdata==0.2.76",)),
+    Way("dataloader", "DataLoader, PIL", (0, *PROCESSES)),
+    Way("ffcv_raw", "FFCV, raw", THREADS),
+    Way("ffcv_mixed", "FFCV, mixed", THREADS),
+    Way("ffcv_jpeg", "FFCV, JPEG", THREADS),
+    Way("webdataset", "WebDataset", PROCESSES, "webdataset==1.0.2"),
+    Way("litdata", "LitData", PROCESSES, "litdata==0.2.76"),
     Way(
-        "mosaicml_streaming", "MosaicML Streaming", "PIL", "MDS shards", "processes",
-        ("mosaicml-streaming==0.13.0",), base=("pillow",), removed=("torchvision",),
-        note="without torchvision, which it installs, and with it its part for torchvision's data sets",
+        "mosaicml_streaming", "MosaicML Streaming", PROCESSES, "mosaicml-streaming==0.13.0", base=("pillow",),
+        removed="torchvision",
     ),
-    Way("grain", "Grain", "PIL", "JPEG files", "processes", ("grain==0.2.18",)),
-    Way("spdl", "SPDL", "PIL", "JPEG files", "threads", ("spdl==0.8.0",), CORES, note="its threads, with PIL"),
-    Way("dali", "DALI on CPU", "its own", "JPEG files", "threads", ("nvidia-dali-cuda130==2.4.0",), CORES),
-    Way("dataloader_cv2", "DataLoader, OpenCV", "OpenCV", "JPEG files", "processes"),
-    Way("dataloader_raw", "DataLoader, OpenCV, pixels", "none", "mapped pixels", "processes"),
-    Way("threads_raw", "threads, OpenCV, pixels", "none", "mapped pixels", "threads", workers=CORES),
+    Way("grain", "Grain", PROCESSES, "grain==0.2.18"),
+    Way("spdl", "SPDL", THREADS, "spdl==0.8.0"),
+    Way("dali", "DALI on CPU", THREADS, "nvidia-dali-cuda130==2.4.0"),
+    Way("dataloader_cv2", "DataLoader, OpenCV", PROCESSES),
+    Way("dataloader_raw", "DataLoader, OpenCV, pixels", PROCESSES),
+    Way("threads_raw", "threads, OpenCV, pixels", THREADS),
 ]
 
 
@@ -86,7 +80,8 @@ class Running:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | more
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, cwd=data, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, cwd=data, env=environment,
+            bufsize=0,  # else a line may wait where select does not see it
         )
         self.turns: list[dict] = []
         self.first_s = self._answer()["first_s"]
@@ -94,7 +89,6 @@ class Running:
     def turn(self, seconds: float) -> float:
         """Run epochs for so many seconds; return images a second."""
         self.process.stdin.write(f"{seconds}\n".encode())
-        self.process.stdin.flush()
         self._answer()
         before = self._cpu_seconds()
         turn = self._answer()
@@ -137,28 +131,21 @@ class Running:
 
 def python_of(way: Way) -> Path:
     """The interpreter with a way's packages; its environment is made if it is not there."""
-    if way.packages is None:
+    if not way.package:
         return Path(sys.executable)
     torch, build = version("torch"), version("torch").partition("+")[2]
-    python = CACHE / f"torch-{torch}-{way.packages[0]}" / "bin" / "python"
+    python = CACHE / f"torch-{torch}-{way.package}" / "bin" / "python"
     complete = python.parents[1] / "complete"
     if not complete.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(python.parents[1])], check=True)
         pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
         index = ["--extra-index-url", f"https://download.pytorch.org/whl/{build}"] if build else []
         pins = [f"{name}=={version(name)}" for name in way.base]
-        subprocess.run([*pip, "install", *index, f"torch=={torch}", *pins, *way.packages], check=True, timeout=1800)
+        subprocess.run([*pip, "install", *index, f"torch=={torch}", *pins, way.package], check=True, timeout=1800)
         if way.removed:
-            subprocess.run([*pip, "uninstall", "--yes", *way.removed], check=True)
+            subprocess.run([*pip, "uninstall", "--yes", way.removed], check=True)
         complete.touch()
     return python
-
-
-def versions(python: Path, way: Way) -> dict[str, str]:
-    """Versions of what is measured, asked of the environment itself."""
-    names = ["torch", *way.base, *(package.split("==")[0] for package in way.packages or ())]
-    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
-    return json.loads(subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
 def give_up(row: dict, error: Exception) -> None:
@@ -186,15 +173,13 @@ def measure(args: argparse.Namespace) -> dict:
     rows: dict[str, dict] = {}
     runs: dict[tuple[str, int], Running] = {}
     for way in args.ways:
-        row = rows[way.key] = {"name": way.name, "decoder": way.decoder, "storage": way.storage}
-        row |= {"workers_are": way.workers_are, "note": way.note, "by_workers": {}}
+        row = rows[way.key] = {"name": way.name, "by_workers": {}}
         data = work / way.key.partition("_")[0]
         data.mkdir(parents=True, exist_ok=True)
         try:
             if way.key.startswith("ffcv") and (reason := missing()):
                 raise RuntimeError(reason)
             python = python_of(way)
-            row["versions"] = versions(python, way)
             for workers in (1,) if args.quick else way.workers:
                 runs[way.key, workers] = Running(way, python, images, data, workers)
         except (RuntimeError, subprocess.SubprocessError) as error:
@@ -228,15 +213,7 @@ def measure(args: argparse.Namespace) -> dict:
             result["compile"] = compile_times(images, work)
         except RuntimeError as error:
             say(f"not measured: {error}")
-    return rounded(result)
-
-
-def rounded(value):
-    if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [rounded(part) for part in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.4g}"))
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from lesson_cells import definitions
 from notebook_runs import run_core
 from PIL import Image
 
-from lessons.ffcv_data_loading import answers, beton, check
-from lessons.ffcv_data_loading.ffcv import ImageFolder, by_hand, image_folder
+from lessons.ffcv_data_loading import answers, check
+from lessons.ffcv_data_loading.ffcv import ImageFolder, image_folder
 
 pytestmark = pytest.mark.guard(120)
 
@@ -59,12 +59,6 @@ def test_the_decoder_gives_no_fewer_pixels_than_the_crop_wants(monkeypatch):
         wanted = min(224, box[2] - box[0], box[3] - box[1])
         assert min(right - left, bottom - top) >= wanted - 1
     assert {1200 // size[0] for size, _ in kept} == {1, 2, 4}
-
-
-def test_the_file_of_an_exercise_is_that_of_a_writer(tmp_path):
-    images = map(Image.fromarray, beton.pictures(40, 3))
-    by_hand.write_beton([(image, 7 * i % 10) for i, image in enumerate(images)], tmp_path / "x.beton")
-    assert check.own_file() == (tmp_path / "x.beton").read_bytes()
 
 
 @pytest.mark.parametrize("seed", range(5))
