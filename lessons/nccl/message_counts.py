@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,18 +19,10 @@ NUMEL = 840 * 300  # numbers in the counted tensors, float32; 840 divides by eve
 
 @dataclass(frozen=True)
 class Count:
-    """What an algorithm needed for one all-reduce.
+    """What an algorithm needed for one all-reduce."""
 
-    Attributes
-    ----------
-    steps : int
-        Rounds of messages that must follow one another: in each, a rank sends at most one message and receives one.
-    sent : tuple of float
-        What each rank sent, as a multiple of S, the bytes of the whole tensor.
-    """
-
-    steps: int
-    sent: tuple[float, ...]
+    steps: int  # rounds of messages that follow one another: in each, a rank sends one at most and receives one
+    sent: tuple[float, ...]  # what each rank sent, as a multiple of S, the bytes of the whole tensor
 
     @property
     def busiest(self) -> float:
@@ -41,9 +33,9 @@ class Count:
         return f"{self.steps:2} steps; sent by each rank, in S: " + " ".join(f"{sent:.2f}" for sent in self.sent)
 
 
-def _trial(all_reduce: Callable[[torch.Tensor], None], numel: int):
+def _trial(all_reduce: Callable[[torch.Tensor], None]):
     """On a rank: run it on whole numbers that differ between ranks, compare with the library; return the ledger."""
-    x = torch.randint(-99, 100, (numel,), device=device()).float()
+    x = torch.randint(-99, 100, (NUMEL,), device=device()).float()
     expected = x.clone()
     dist.all_reduce(expected)
     with record() as ledger:
@@ -52,26 +44,13 @@ def _trial(all_reduce: Callable[[torch.Tensor], None], numel: int):
     return ledger
 
 
-def count_messages(all_reduce: Callable[[torch.Tensor], None], world_size: int, numel: int = NUMEL) -> Count:
+def count_messages(all_reduce: Callable[[torch.Tensor], None], world_size: int) -> Count:
     """Run an all-reduce on real ranks, compare its result with the library's to the last bit, and count its messages.
 
-    Parameters
-    ----------
-    all_reduce : callable
-        Takes a float32 tensor of shape (numel,) and sums it over all ranks, in place. It may use messages between two
-        ranks only.
-    world_size : int
-        Number of ranks.
-    numel : int
-        Numbers in the tensor. The figures are exact where `world_size` divides it.
-
-    Raises
-    ------
-    WorkerError
-        If a rank fails, or holds another sum than that of the library.
+    It sums a float32 tensor over all ranks, in place, by messages between two ranks only.
     """
-    ledgers = launch(_trial, all_reduce, numel, world_size=world_size)
-    return Count(message_steps(ledgers), tuple(ledger.sent / (4 * numel) for ledger in ledgers))
+    ledgers = launch(_trial, all_reduce, world_size=world_size)
+    return Count(message_steps(ledgers), tuple(ledger.sent / (4 * NUMEL) for ledger in ledgers))
 
 
 def as_nodes(n: int) -> tuple[int, int]:
@@ -79,7 +58,7 @@ def as_nodes(n: int) -> tuple[int, int]:
     return (2, n // 2) if n % 2 == 0 else (n, 1)
 
 
-def formula(name: str, n: int, shape: Sequence[int] | None = None) -> tuple[int, float]:
+def formula(name: str, n: int) -> tuple[int, float]:
     """Return steps, and bytes that the busiest rank sends in multiples of S, from the formulas of `costs`."""
-    cluster = TwoLevelCluster(*(shape or as_nodes(n)), intra=(0.0, 0.0), inter=(0.0, 0.0))
+    cluster = TwoLevelCluster(*as_nodes(n), intra=(0.0, 0.0), inter=(0.0, 0.0))
     return all_reduce_steps(name, cluster), all_reduce_bytes(name, cluster, 1.0)

@@ -1,26 +1,18 @@
 """What NCCL writes about itself with ``NCCL_DEBUG=INFO``: over what each pair of ranks talks, in which rings.
 
-The logs are recorded, from the public reports that `SOURCES` names. Host names, process
-numbers and addresses are replaced, lines are shortened, and most lines are left out.
+The logs are recorded, from public reports: issues 182 and 228 of github.com/NVIDIA/nccl-tests, 952, 1189 and 1412 of
+github.com/NVIDIA/nccl. Host names, process numbers and addresses are replaced, lines are shortened, and most lines are
+left out.
 """
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["BEGINNING", "CONNECTIONS", "LOGS", "SOURCES", "network", "ring_order", "table", "transports"]
+__all__ = ["BEGINNING", "CONNECTIONS", "LOGS", "network", "ring_order", "table", "transports"]
 
 _HOP = re.compile(r"Channel (\d+)(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\] (?:\[\w+\] )?via (\S+)")
 _PLACE = re.compile(r"Ring (\d+) : (\d+) -> (\d+) -> (\d+)")
-
-#: Name -> address of each log.
-SOURCES = {
-    "nccl-tests 182": "https://github.com/NVIDIA/nccl-tests/issues/182",
-    "nccl 1189": "https://github.com/NVIDIA/nccl/issues/1189",
-    "nccl 952": "https://github.com/NVIDIA/nccl/issues/952",
-    "nccl 1412": "https://github.com/NVIDIA/nccl/issues/1412",
-    "nccl-tests 228": "https://github.com/NVIDIA/nccl-tests/issues/228",
-}
 
 #: How a log begins: two nodes with two A100 PCIe each, NCCL 2.19.3 (nccl-tests issue 182).
 BEGINNING = """\

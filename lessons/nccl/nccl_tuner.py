@@ -7,7 +7,9 @@ NVLSTree, the slower tree pattern of some machines, and the network's own latenc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,49 +24,20 @@ __all__ = [
 Choice = tuple[str, str]  #: algorithm and protocol, such as ("ring", "LL128")
 
 _PROTOCOLS = ("LL", "LL128", "Simple")
-_GENERATIONS = ("volta", "ampere", "hopper", "blackwell")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model must know of the machine.
-
-    Parameters
-    ----------
-    nodes, gpus_per_node : int
-    link : str
-        ``"nvlink"`` or ``"pcie"``: how the GPUs of a node are joined.
-    bandwidth : float
-        Bytes per second that NCCL counts on for one GPU in one direction: for NVLink the number of links times the
-        rate in its src/graph/topo.h, which is below the data sheet's.
-    network : float
-        Bytes per second of all NICs of a node together, one direction. Not used with one node.
-    generation : str
-        ``"volta"``, ``"ampere"``, ``"hopper"`` or ``"blackwell"``.
-    channels : int
-        Rings that NCCL builds side by side; some limits are per channel.
-    nvls : bool
-        Whether the switch can add (third NVSwitch generation and later).
-    """
+    """What the model must know of the machine; rates in bytes per second."""
 
     nodes: int
     gpus_per_node: int
-    link: str
-    bandwidth: float
-    network: float = 0.0
-    generation: str = "ampere"
-    channels: int = 12
-    nvls: bool = False
-
-    def __post_init__(self) -> None:
-        if self.nodes < 1 or self.gpus_per_node < 1:
-            raise ValueError(f"nodes and gpus_per_node must be at least 1, got {self.nodes} and {self.gpus_per_node}")
-        if self.link not in ("nvlink", "pcie"):
-            raise ValueError(f"unknown link {self.link!r}; choose nvlink or pcie")
-        if self.generation not in _GENERATIONS:
-            raise ValueError(f"unknown generation {self.generation!r}; choose one of {', '.join(_GENERATIONS)}")
-        if self.bandwidth <= 0 or (self.nodes > 1 and self.network <= 0):
-            raise ValueError("bandwidth must be positive, and network too where there are several nodes")
+    link: str  # "nvlink" or "pcie": how the GPUs of a node are joined
+    bandwidth: float  # that NCCL counts on for one GPU in one direction: NVLinks times the rate in its topo.h
+    network: float = 0.0  # all network cards of a node together, in one direction; not used with one node
+    generation: str = "ampere"  # or "hopper", "blackwell"
+    channels: int = 12  # rings that NCCL builds side by side; some limits are per channel
+    nvls: bool = False  # whether the switch can add (third NVSwitch generation and later)
 
     @property
     def ranks(self) -> int:
@@ -88,33 +61,27 @@ def _us(*values: float) -> dict[str, float]:
 class TunerConstants:
     """NCCL's constants for latency: seconds, by algorithm and protocol, per hop also by kind of link."""
 
-    base: dict[str, dict[str, float]] = field(
-        default_factory=lambda: {"tree": _us(6.8, 14.0, 8.4), "ring": _us(6.6, 14.0, 8.4)}
-    )
-    hop: dict[str, dict[str, dict[str, float]]] = field(
-        default_factory=lambda: {
-            "nvlink": {"tree": _us(0.6, 1.25, 4.0), "ring": _us(0.6, 1.9, 3.4)},
-            "pcie": {"tree": _us(1.0, 1.9, 4.0), "ring": _us(1.0, 2.5, 5.7)},
-            "network": {"tree": _us(5.0, 8.5, 14.0), "ring": _us(2.7, 4.0, 14.0)},
-        }
-    )
+    base: dict[str, dict[str, float]]
+    hop: dict[str, dict[str, dict[str, float]]]
     nvls: float = 25e-6
     launch: float = 0.0  # seconds for each GPU of the machine, not one of NCCL's
 
 
-PUBLISHED = TunerConstants()
+PUBLISHED = TunerConstants(
+    base={"tree": _us(6.8, 14.0, 8.4), "ring": _us(6.6, 14.0, 8.4)},
+    hop={
+        "nvlink": {"tree": _us(0.6, 1.25, 4.0), "ring": _us(0.6, 1.9, 3.4)},
+        "pcie": {"tree": _us(1.0, 1.9, 4.0), "ring": _us(1.0, 2.5, 5.7)},
+        "network": {"tree": _us(5.0, 8.5, 14.0), "ring": _us(2.7, 4.0, 14.0)},
+    },
+)
 
 # GB/s by generation and by one, two, or more nodes. Several nodes: LL depends on the CPU, here Intel's values.
-_LL_MOST = {"volta": 39.0, "ampere": 87.7, "hopper": 141.0, "blackwell": 282.0}
+_LL_MOST = {"ampere": 87.7, "hopper": 141.0, "blackwell": 282.0}
 _LL_MOST_NODES = {2: 39.0, 3: 20.4}
-_RING_LL128_CHANNEL = {"volta": (20, 20, 20), "ampere": (20, 20, 20), "hopper": (36.7,) * 3, "blackwell": (40,) * 3}
-_TREE_LL128_CHANNEL = {
-    "volta": (20, 20, 20), "ampere": (20, 20, 20), "hopper": (36.7, 36.7, 29.0), "blackwell": (55.6, 31.67, 20.0),
-}
-_TREE_CHANNEL = {
-    "volta": (26.5, 18.5, 10.0), "ampere": (24.0, 23.6, 17.8), "hopper": (38.7, 41.4, 36.0),
-    "blackwell": (70.0, 42.8, 24.0),
-}
+_RING_LL128_CHANNEL = {"ampere": (20, 20, 20), "hopper": (36.7,) * 3, "blackwell": (40,) * 3}
+_TREE_LL128_CHANNEL = {"ampere": (20, 20, 20), "hopper": (36.7, 36.7, 29.0), "blackwell": (55.6, 31.67, 20.0)}
+_TREE_CHANNEL = {"ampere": (24.0, 23.6, 17.8), "hopper": (38.7, 41.4, 36.0), "blackwell": (70.0, 42.8, 24.0)}
 _NVLS_EFFICIENCY, _NVLS_CHANNELS = {"hopper": 0.85, "blackwell": 0.74}, {"hopper": 16, "blackwell": 24}
 # Share of the tree's bandwidth by size, from 64 B in powers of two; 1 above the last.
 _TREE_SHARE = {
@@ -196,10 +163,6 @@ def predict(size: float, machine: Machine, constants: TunerConstants = PUBLISHED
 
     They are made for comparing. As a forecast the one of NVLS is too short; `estimate` corrects it.
     """
-    if size <= 0:
-        raise ValueError(f"size must be positive, got {size}")
-    if machine.ranks < 2:
-        raise ValueError("an all-reduce needs at least 2 GPUs")
     times = {}
     for choice in _choices(machine):
         algorithm, protocol = choice
@@ -209,7 +172,7 @@ def predict(size: float, machine: Machine, constants: TunerConstants = PUBLISHED
             rate *= _TREE_SHARE[protocol][at] if at < len(_TREE_SHARE[protocol]) else 1
         small = size / (machine.channels * machine.ranks) < 64
         if choice == ("ring", "Simple") and machine.nodes > 1 and not small:
-            start *= 1.9 if machine.generation == "volta" else 1.4
+            start *= 1.4
         times[choice] = start + size / rate
     return times
 
@@ -245,37 +208,9 @@ def nvls_busbw(machine: Machine) -> float:
     GPUs it would put 20 % more bytes on a link than this rate leaves. Both can be above the data sheet's rate of the
     link, because bus bandwidth counts the bytes of a ring.
     """
-    if machine.generation not in _NVLS_EFFICIENCY:
-        raise ValueError(f"{machine.generation} has no NVLS; it needs {' or '.join(_NVLS_EFFICIENCY)}")
     n = machine.ranks
     rate = machine.bandwidth * _NVLS_EFFICIENCY[machine.generation] * n / (n + 1)
     return rate * busbw_factor("all_reduce", n)
-
-
-@dataclass(frozen=True)
-class Correction:
-    """One reason why a measured call takes longer than the published constants say, and where its size is from."""
-
-    name: str
-    reason: str
-    source: str
-
-
-#: In the order in which `corrected` applies them. None of them has seen `recorded.A100_ALL_REDUCE`. The second is what
-#: other machines take beyond the first, so that both together give the same times as the second alone.
-CORRECTIONS = (
-    Correction(
-        "one thread launches",
-        "With -g 8 one thread starts the kernel of every GPU in turn; NCCL's constants suppose one process per GPU.",
-        "nccl-tests issue 123: a ring of few bytes in a DGX A100, 10 us with 2 GPUs to 33.7 us with 8; "
-        "https://github.com/NVIDIA/nccl-tests/issues/123",
-    ),
-    Correction(
-        "hops under load",
-        "A hop forwards a slice of the message and waits for flags or a fence; the constant is that of an empty one.",
-        "two other nodes of 8 A100 under the same command, recorded.OTHER_A100_ALL_REDUCE",
-    ),
-)
 
 
 def _launch(constants: TunerConstants) -> TunerConstants:
@@ -303,14 +238,28 @@ def _loaded_hops(constants: TunerConstants) -> TunerConstants:
     return replace(constants, hop={**constants.hop, "nvlink": nvlink})
 
 
-def corrected(steps: int = len(CORRECTIONS)) -> TunerConstants:
-    """Return the published constants with the first `steps` of `CORRECTIONS`, for nccl-tests with -g 8 on 8 A100.
+class Correction(NamedTuple):
+    """One reason why a measured call takes longer than the published constants say."""
 
-    Computed from the sources when called, so that nothing is typed by hand.
-    """
-    if steps not in range(len(CORRECTIONS) + 1):
-        raise ValueError(f"steps must be 0 to {len(CORRECTIONS)}, got {steps}")
+    name: str
+    apply: Callable[[TunerConstants], TunerConstants]
+
+
+#: In the order in which `corrected` applies them. None of them has seen `recorded.A100_ALL_REDUCE`. The second is what
+#: other machines take beyond the first, so that both together give the same times as the second alone.
+CORRECTIONS = (
+    # with -g 8 one thread starts the kernel of every GPU in turn; NCCL's constants suppose one process per GPU.
+    # nccl-tests issue 123: a ring of few bytes in a DGX A100, 10 us with 2 GPUs to 33.7 us with 8
+    Correction("one thread launches", _launch),
+    # a hop forwards a slice of the message and waits for flags or a fence; the constant is that of an empty one.
+    # Two other nodes of 8 A100 under the same command, recorded.OTHER_A100_ALL_REDUCE
+    Correction("hops under load", _loaded_hops),
+)
+
+
+def corrected(steps: int = len(CORRECTIONS)) -> TunerConstants:
+    """Return the published constants with the first `steps` of `CORRECTIONS`, for nccl-tests with -g 8 on 8 A100."""
     constants = PUBLISHED
-    for correct in (_launch, _loaded_hops)[:steps]:
-        constants = correct(constants)
+    for correction in CORRECTIONS[:steps]:
+        constants = correction.apply(constants)
     return constants

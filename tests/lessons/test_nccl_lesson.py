@@ -14,7 +14,8 @@ from lesson_cells import definitions
 
 from course_utils import launch, record
 from course_utils.check import message_steps
-from course_utils.costs import TwoLevelCluster, all_reduce_bytes, all_reduce_steps
+from course_utils.costs import TwoLevelCluster, all_reduce_bytes, all_reduce_seconds, all_reduce_steps, flat_cluster
+from lessons.nccl import answers, check
 
 pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -103,3 +104,15 @@ def test_no_rank_works_in_both_trees(n):
                 rank = tree[rank] if rank >= 0 else rank
             assert rank == -1, "every rank reaches the root in about log2 n hops"
     assert not {*first} & {*second} - {-1}
+
+
+def test_answers_on_paper_are_those_of_the_cost_model():
+    for size, n, latency_us, gigabits in check.pick_algorithm.cases:
+        cluster = flat_cluster(n, latency_us * 1e-6, 8 / (gigabits * 1e9))
+        times = {name: all_reduce_seconds(name, size, cluster) for name in ("root", "ring", "tree")}
+        name, seconds = answers.pick_algorithm(size, n, latency_us, gigabits)
+        assert seconds == pytest.approx(times[name]) == pytest.approx(min(times.values()))
+    for n, latency_us, gigabits in check.crossover_size.cases:
+        cluster = flat_cluster(n, latency_us * 1e-6, 8 / (gigabits * 1e9))
+        size = answers.crossover_size(n, latency_us, gigabits)
+        assert all_reduce_seconds("ring", size, cluster) == pytest.approx(all_reduce_seconds("tree", size, cluster))

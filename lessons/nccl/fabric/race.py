@@ -27,7 +27,10 @@ def _on_rank(all_reduces: Mapping[str, AllReduce], topology, sizes: Sequence[int
     return seconds
 
 
-def _slowest(by_rank: Sequence[Mapping]) -> dict:
+def _slowest(all_reduces: Mapping[str, AllReduce], topology, sizes: Sequence[int], slowdown: float = 0.0) -> dict:
+    """Emulated seconds of the slowest rank, by name and size; a rank for each GPU."""
+    ranks = len(topology.gpus)
+    by_rank = launch(_on_rank, dict(all_reduces), topology, list(sizes), slowdown, world_size=ranks, backend="gloo")
     return {key: max(rank[key] for rank in by_rank) for key in by_rank[0]}
 
 
@@ -36,21 +39,10 @@ def emulated_seconds(
 ) -> dict[str, list[float]]:
     """Run all-reduces on real ranks, one for each GPU of `topology`, and return what each takes on its links.
 
-    Parameters
-    ----------
-    all_reduces : dict of name to callable
-        Each takes a float32 tensor on the CPU and sums it in place, by messages between two ranks.
-    topology : topology.Topology
-    sizes : list of int
-        Bytes of the tensor, multiples of 4.
-
-    Returns
-    -------
-    dict of name to list of float
-        Emulated seconds of the slowest rank at each size. They depend on program and topology alone.
+    They are named functions of a float32 tensor on the CPU, which they sum in place by messages between two ranks;
+    `sizes` are its bytes, multiples of 4. By name, the emulated seconds of the slowest rank at each size.
     """
-    found = _slowest(launch(_on_rank, dict(all_reduces), topology, list(sizes), 0.0, world_size=len(topology.gpus),
-                            backend="gloo"))
+    found = _slowest(all_reduces, topology, sizes)
     return {name: [found[name, size] for size in sizes] for name in all_reduces}
 
 
@@ -61,7 +53,6 @@ def slow_motion(all_reduces: Mapping[str, AllReduce], topology, size: int, slowd
     """
     for name, all_reduce in all_reduces.items():
         start = time.monotonic()
-        found = _slowest(launch(_on_rank, {name: all_reduce}, topology, [size], slowdown,
-                                world_size=len(topology.gpus), backend="gloo"))
+        found = _slowest({name: all_reduce}, topology, [size], slowdown)
         waited = time.monotonic() - start
         print(f"{name:13}{found[name, size] * 1e6:6.1f} µs emulated; you waited {waited:.1f} s", flush=True)

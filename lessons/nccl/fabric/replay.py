@@ -7,7 +7,7 @@ import struct
 from collections import defaultdict, deque
 from typing import NamedTuple
 
-SEND, SENT, ARRIVED, MEET, LEAVE = range(5)  # SENT and ARRIVED: waits of the two sides; MEET: making a group
+SEND, SENT, ARRIVED, LEAVE = range(4)  # SENT and ARRIVED: waits of the two sides
 RECORD = struct.Struct("<BxHHxxIIqQ")  # kind, rank, peer, channel, number, tag, size: 32 bytes
 
 
@@ -33,7 +33,6 @@ class Replay:
         self.left: set[int] = set()
         self.waiting: list[InFlight] = []
         self.times: dict[tuple, tuple[float, float]] = {}  # message: when its last byte has left, when it has arrived
-        self.meetings: dict[tuple, list[int]] = defaultdict(list)
         self.free: dict[tuple, float] = defaultdict(float)  # link and where it is entered: free from then on
         self.routes: dict[tuple[int, int], tuple] = {}
         self.order = itertools.count()
@@ -64,16 +63,11 @@ class Replay:
         return max([message.asked, *(self.free[link] for link, _ in links)])
 
     def route(self, src: int, dst: int) -> tuple[list, float, float]:
-        """Links from `src` to `dst`, each with where it is entered, and their bandwidths; latency and bandwidth of all.
-
-        Raises `ValueError` where the bandwidth of a link is not known.
-        """
+        """Links from `src` to `dst`, where each is entered, and their bandwidths; latency and bandwidth of all."""
         if (src, dst) not in self.routes:
             at, end = self.topology.gpus[src], self.topology.gpus[dst]
             path, links = self.topology.path(at, end), []
             for link in path.links:
-                if not link.bandwidth > 0:
-                    raise ValueError(f"emulate() needs the bytes/s of every link; for {link} it has {link.bandwidth}")
                 links.append(((link, at), link.bandwidth))
                 at = link.b if link.a == at else link.a
             self.routes[src, dst] = links, path.latency, path.bandwidth
@@ -88,9 +82,6 @@ class Replay:
             key = (src, dst, channel, tag, number)
             if kind == SEND:
                 self.waiting.append(InFlight(self.clock[rank], src, next(self.order), dst, size, key))
-            elif kind == MEET:
-                if not self._meet(rank, channel, number):
-                    return
             elif kind == LEAVE:
                 self.left.add(rank)
             elif key in self.times:
@@ -98,16 +89,3 @@ class Replay:
             else:
                 return
             todo.popleft()
-
-    def _meet(self, rank: int, channel: int, count: int) -> bool:
-        """Whether all `count` ranks of a group are there; their clocks are then that of the last."""
-        met = self.meetings[channel, count]
-        if rank not in met:
-            met.append(rank)
-            if len(met) == count:
-                latest = max(self.clock[other] for other in met)
-                for other in met:
-                    self.clock[other] = latest
-                for other in met[:-1]:
-                    self._run(other)
-        return len(met) == count
