@@ -355,12 +355,12 @@ RIGHT["quasi_random"] = {
 ])
 def find_bottleneck(note, answer, plan):
     looks: list[float] = []
-    got = answer(Job(plan, looks))
+    got = answer(Job(**plan, looks=looks))
     form = isinstance(got, (tuple, list)) and len(got) == 2 and got[0] in STAGES and number(got[1]) is not None
     if not note.holds(form, "odd", f"the function returned {show(got)}."):
         return
     note.holds(bool(looks), "clock", "the job's clock was not looked at.")
-    (stage, waits), (best, share) = got, answers.find_bottleneck(Job(plan))
+    (stage, waits), (best, share) = got, answers.find_bottleneck(Job(**plan))
     note.holds(stage == best, "stage", f"another stage than {stage}, halved, gives more batches/s.", ("stage", stage))
     what = f"the step waits for {share:.0f} % of the time; the function returned {waits:.3g}."
     note.holds(abs(waits - share) <= 2, "waits", what, ("waits", float(f"{waits:.2g}")))

@@ -3,48 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["HIDDEN", "JOBS", "PLANS", "STAGES", "Job", "Plan"]
+__all__ = ["HIDDEN", "JOBS", "PLANS", "STAGES", "Job"]
 
 STAGES = ("read", "decode", "augment", "copy", "step")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a job is made of, which its measurement has to bring out.
-
-    A batch is read, decoded and augmented by ``threads`` threads that share its images, copied, and used in a step. In
-    the background a disk, the threads and a copier work on up to three batches ahead of the step; in the foreground
-    everything waits for everything. In the first batch ``compile_seconds`` are added to the augmentation.
-    """
-
-    milliseconds: dict[str, float]
-    threads: int
-    background: bool = True
-    compile_seconds: float = 2
-
-    def halved(self, stage: str) -> Plan:
-        times = self.milliseconds | {stage: self.milliseconds[stage] / 2}
-        return replace(self, milliseconds=times, compile_seconds=self.compile_seconds / (1 + (stage == "augment")))
 
 
 class Job:
     """A training job on a clock of its own, which no other work on this machine disturbs.
 
-    How long its stages take is no attribute: it has to be measured.
-
-    Attributes
-    ----------
-    threads : int
-        Threads that share the decoding and the augmentation of a batch.
+    A batch is read, decoded and augmented by ``threads`` threads that share its images, copied, and used in a step. In
+    the background a disk, the threads and a copier work on up to three batches ahead of the step; in the foreground
+    everything waits for everything. In the first batch ``compile_seconds`` are added to the augmentation. How long the
+    stages take is no attribute: it has to be measured.
     """
 
-    def __init__(self, plan: Plan, looks: list[float] | None = None):
-        self.threads = plan.threads
-        self._plan, self._now = plan, 0.0
-        self._looks = [] if looks is None else looks  # shared with the jobs in which a stage is halved
+    def __init__(
+        self, milliseconds: dict[str, float], threads: int, background: bool = True, compile_seconds: float = 2,
+        looks: list[float] | None = None,
+    ) -> None:
+        self.threads = threads
+        self._milliseconds, self._background, self._compile_seconds = milliseconds, background, compile_seconds
+        self._now, self._looks = 0.0, [] if looks is None else looks  # shared with the jobs in which a stage is halved
 
     def clock(self) -> float:
         """Seconds since the job was made."""
@@ -53,11 +34,13 @@ class Job:
 
     def halved(self, stage: str) -> Job:
         """A new job of the same kind in which one stage takes half as long."""
-        return Job(self._plan.halved(stage), self._looks)
+        times = self._milliseconds | {stage: self._milliseconds[stage] / 2}
+        compiling = self._compile_seconds / (1 + (stage == "augment"))
+        return Job(times, self.threads, self._background, compiling, self._looks)
 
     def alone(self, stage: str) -> None:
         """Run one stage on one batch in one thread, with nothing beside it."""
-        self._now += self._plan.milliseconds[stage] / 1e3
+        self._now += self._milliseconds[stage] / 1e3
 
     def step(self, batch: int) -> None:
         """One training step."""
@@ -65,13 +48,13 @@ class Job:
 
     def batches(self, count: int) -> Iterator[int]:
         """Start a loader, and give ``count`` batches, each as soon as it is ready."""
-        plan, times = self._plan, {stage: time / 1e3 for stage, time in self._plan.milliseconds.items()}
-        shared = (times["decode"] + times["augment"]) / plan.threads
+        times = {stage: time / 1e3 for stage, time in self._milliseconds.items()}
+        shared = (times["decode"] + times["augment"]) / self.threads
         free = dict.fromkeys(("disk", "threads", "copier"), self._now)
         taken: list[float] = []
         for batch in range(count):
-            compiling = plan.compile_seconds if batch == 0 else 0.0
-            if plan.background:
+            compiling = self._compile_seconds if batch == 0 else 0.0
+            if self._background:
                 ready = max(free["disk"], taken[batch - 3] if batch >= 3 else 0.0)
                 work = (("disk", times["read"]), ("threads", shared + compiling), ("copier", times["copy"]))
                 for place, time in work:
@@ -83,8 +66,9 @@ class Job:
             yield batch
 
 
-def _plan(read: float, decode: float, augment: float, copy: float, step: float, threads: int, **more: Any) -> Plan:
-    return Plan(dict(zip(STAGES, (read, decode, augment, copy, step), strict=True)), threads, **more)
+def _plan(*milliseconds: float, **more: Any) -> dict[str, Any]:
+    """The arguments of a job, from the times of its stages."""
+    return {"milliseconds": dict(zip(STAGES, milliseconds, strict=True)), **more}
 
 
 PLANS = {
@@ -92,7 +76,7 @@ PLANS = {
     "B": _plan(3, 20, 4, 2, 9, threads=4, compile_seconds=6),
     "C": _plan(12, 20, 8, 1, 5, threads=8, compile_seconds=1),
 }
-JOBS = {name: Job(plan) for name, plan in PLANS.items()}
+JOBS = {name: Job(**plan) for name, plan in PLANS.items()}
 HIDDEN = {
     "D, which compiles for 9 s": _plan(2, 8, 6, 9, 5, threads=4, compile_seconds=9),
     "E, with its loader in the foreground": _plan(2, 8, 3, 1, 7, threads=1, background=False),

@@ -10,12 +10,9 @@ from pathlib import Path
 import numpy as np
 
 __all__ = [
-    "LINUX", "bytes_from_disk", "drop_from_cache", "hit_rate", "in_memory", "in_memory_of", "own_memory",
+    "bytes_from_disk", "drop_from_cache", "hit_rate", "in_memory", "in_memory_of", "own_memory",
     "pages_held", "quasi_random", "share_from_memory",
 ]
-
-#: Whether the counts of processes below can be read here; elsewhere they are 0.
-LINUX = Path("/proc/self/status").exists()
 
 
 def quasi_random(page_of: np.ndarray, window: int, rng: np.random.Generator) -> np.ndarray:
@@ -85,20 +82,20 @@ def hit_rate(accesses: Sequence[int], cap: int) -> float:
     return hits / len(accesses)
 
 
-def _counts(path: str, *names: str) -> list[int]:
-    lines = [line.split() for line in Path(path).read_text().splitlines()] if LINUX else []
-    found = {line[0].rstrip(":"): int(line[1]) for line in lines if len(line) > 1 and line[0].rstrip(":") in names}
-    return [found.get(name, 0) for name in names]
+def _count(path: str, name: str) -> int:
+    """What Linux counts of this process under a name; 0 on other systems."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def own_memory() -> int:
     """Bytes of memory that are this process's own, not those of files that it has mapped."""
-    return 1024 * _counts("/proc/self/status", "RssAnon")[0]
+    return 1024 * _count("/proc/self/status", "RssAnon")
 
 
 def bytes_from_disk() -> int:
     """Bytes that were fetched from a disk for this process so far; none where a file lies in memory only."""
-    return _counts("/proc/self/io", "read_bytes")[0]
+    return _count("/proc/self/io", "read_bytes")
 
 
 def drop_from_cache(path: str | os.PathLike) -> None:
