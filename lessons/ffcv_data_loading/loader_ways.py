@@ -147,39 +147,13 @@ def threaded(dataset: Images, workers: int) -> Epoch:
 
 def raw_pixels(images: Path, data: Path) -> list:
     """All images decoded, in one file that is mapped into memory."""
-    import cv2
+    from lessons.ffcv_data_loading.ffcv import Beton, ImageFolder, by_hand
 
-    index, file = data / "pixels.json", data / "pixels.bin"
-    if not index.exists():
-        entries, place = [], 0
-        with open(file, "wb") as out:
-            for path, label in files(images):
-                pixels = cv2.imread(path, cv2.IMREAD_COLOR_RGB)
-                out.write(pixels.tobytes())
-                entries.append((place, pixels.shape, label))
-                place += pixels.size
-        index.write_text(json.dumps(entries))
-    memory = np.memmap(file, np.uint8, "r")
-    return [
-        (memory[place : place + math.prod(shape)].reshape(shape), label)
-        for place, shape, label in json.loads(index.read_text())
-    ]
-
-
-def dataloader(images: Path, data: Path, workers: int) -> Epoch:
-    return loaded(Images(files(images), with_pil), workers)
-
-
-def dataloader_cv2(images: Path, data: Path, workers: int) -> Epoch:
-    return loaded(Images(files(images), with_cv2), workers)
-
-
-def dataloader_raw(images: Path, data: Path, workers: int) -> Epoch:
-    return loaded(Images(raw_pixels(images, data), from_pixels), workers)
-
-
-def threads_raw(images: Path, data: Path, workers: int) -> Epoch:
-    return threaded(Images(raw_pixels(images, data), from_pixels), workers)
+    if not (data / "raw.beton").exists():
+        by_hand.write_beton(ImageFolder(images), data / "new")
+        (data / "new").rename(data / "raw.beton")
+    file = Beton(data / "raw.beton")
+    return [(file.image(i), label) for i, label in enumerate(file.samples["label"].tolist())]
 
 
 # ---- FFCV ----
@@ -337,9 +311,15 @@ def dali(images: Path, data: Path, workers: int) -> Epoch:
     return epoch
 
 
-WAYS = {way.__name__: way for way in (
-    dataloader, dataloader_cv2, dataloader_raw, threads_raw, webdataset, litdata, mosaicml_streaming, grain, spdl, dali,
-)} | {"ffcv_raw": ffcv("raw"), "ffcv_mixed": ffcv("proportion"), "ffcv_jpeg": ffcv("jpg")}
+WAYS = {
+    "dataloader": lambda images, data, workers: loaded(Images(files(images), with_pil), workers),
+    "dataloader_cv2": lambda images, data, workers: loaded(Images(files(images), with_cv2), workers),
+    "dataloader_raw": lambda images, data, workers: loaded(Images(raw_pixels(images, data), from_pixels), workers),
+    "threads_raw": lambda images, data, workers: threaded(Images(raw_pixels(images, data), from_pixels), workers),
+    "ffcv_raw": ffcv("raw"), "ffcv_mixed": ffcv("proportion"), "ffcv_jpeg": ffcv("jpg"),
+    "webdataset": webdataset, "litdata": litdata, "mosaicml_streaming": mosaicml_streaming, "grain": grain,
+    "spdl": spdl, "dali": dali,
+}
 
 
 def main() -> None:
