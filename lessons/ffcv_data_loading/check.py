@@ -215,7 +215,7 @@ def quasi_random(note, answer, pages, cap, ahead):
     orders = {}
     for seed in (*seeds, SEED + FAR):
         got = answer(pages.copy(), cap, ahead, seed)
-        order = np.array(got) if isinstance(got, (list, tuple, np.ndarray)) else np.zeros(0)
+        order = np.array(got) if isinstance(got, (list, tuple, np.ndarray, torch.Tensor)) else np.zeros(0)
         form = order.ndim == 1 and order.dtype.kind in "iu" and not np.any((order < 0) | (order >= len(pages)))
         if not note.holds(form, "odd", f"the function returned {show(got)}."):
             return
@@ -465,6 +465,8 @@ ORDER = "np.random.default_rng((seed, epoch)).permutation(count)"
 PARTS, STEPS = "parts = np.array_split(order, steps * n)", "-(-count // (batch * n))"
 BLOCK = "np.array_split(np.random.default_rng(3).permutation(count), n)"
 MISTAKES["shard"] = {
+    "odd": ("Return a list of batches, none of them empty or larger than asked for, with the numbers of samples.",
+            "[part.tolist() for part in parts[rank::n]]  ->  np.concatenate(parts[rank::n]).tolist()"),
     "not-sharded": ("Every rank gets every sample. Together they work through the set as often as there are ranks.",
             {"steps * n": "-(-count // batch)", "parts[rank::n]": "parts"}),
     "own-shuffle": ("""Some samples come twice, and others not at all. Has each rank shuffled in its own way? Ranks
