@@ -37,7 +37,7 @@ def _dgx(nvlink: str, pcie: str, sockets: str, share: int) -> Builder:
         b.add(cpu, "cpu")
     b.add("NVSwitch", "nvswitch")
     for i in range(8):
-        gpu, nic, bridge = b.add(f"GPU{i}", "gpu"), b.add(f"NIC{i}", "nic"), f"PCIe{i // share}"
+        gpu, nic, bridge = b.add(f"GPU{i}", "gpu", card=f"NIC{i}"), b.add(f"NIC{i}", "nic"), f"PCIe{i // share}"
         if bridge not in b.devices:
             b.join(b.add(bridge, "pcie"), f"CPU{i // 4}", lanes)
         b.join(gpu, "NVSwitch", plane, plane.latency / 2)
@@ -54,7 +54,7 @@ def _nvl72() -> Builder:
         tray, cpu = i // 4, f"CPU{i // 2}"
         if cpu not in b.devices:
             b.add(cpu, "cpu", tray)
-        gpu, nic = b.add(f"GPU{i}", "gpu", tray), b.add(f"NIC{i}", "nic", tray)
+        gpu, nic = b.add(f"GPU{i}", "gpu", tray, card=f"NIC{i}"), b.add(f"NIC{i}", "nic", tray)
         b.join(gpu, "NVSwitch", plane, plane.latency / 2)
         b.join(gpu, cpu, chip, chip.latency / 2)
         b.join(nic, cpu, LINKS["pcie5"])
@@ -111,73 +111,40 @@ def reference(name: str) -> Topology:
     return replace(cluster(machine, 2, port), name=name) if build is _t4 else machine
 
 
-def cluster(node: str | Topology, nodes: int, link: str | LinkType | None = None) -> Topology:
+def cluster(node: str | Topology, nodes: int, link: LinkType | None = None) -> Topology:
     """Join copies of a machine: every network card to one switch, which stands for a network without bottleneck.
 
-    Parameters
-    ----------
-    node : str or Topology
-        One of `REFERENCES`, or any machine with network cards and no switch yet.
-    nodes : int
-        At least 1. Device names are prefixed ``node0.``, ``node1.`` and so on (``rack0.`` for racks).
-    link : str or LinkType, optional
-        The network port of each card: a key of `hardware.LINKS`. The reference machines know theirs.
+    `node` is one of `REFERENCES`, or a machine with `link`, the network port of each card. Names of devices begin with
+    ``node0.``, ``node1.`` and so on (``rack0.`` for racks).
     """
     machine = reference(node) if isinstance(node, str) else node
-    link = link or (_MACHINES[machine.name][1] if machine.name in _MACHINES else None)
-    if isinstance(link, str):
-        if link not in LINKS:
-            raise ValueError(f"unknown link {link!r}; choose one of {', '.join(LINKS)}")
-        link = LINKS[link]
-    nics = [name for name, device in machine.devices.items() if device.kind == "nic"]
-    if nodes < 1 or link is None or not nics or any(d.kind == "switch" for d in machine.devices.values()):
-        raise ValueError(
-            f"cannot join {nodes} of {machine.name}: needs at least one node, a machine with network cards "
-            f"({len(nics)} here) and no switch yet, and link=, one of {', '.join(LINKS)}"
-        )
-    inside = {nic: min((machine.path(gpu, nic).latency for gpu in _mates(machine, nic)), default=0.0) for nic in nics}
+    link = link or _MACHINES[machine.name][1]
+    cards = [device for device in machine.devices.values() if device.kind == "nic"]
     size = 1 + max(device.node for device in machine.devices.values())
-    b = Builder()
+    b, ports = Builder(), []
     for i in range(nodes):
         prefix = f"{'rack' if size > 1 else 'node'}{i}."
         for device in machine.devices.values():
-            b.add(prefix + device.name, device.kind, i * size + device.node, device.detail)
+            b.add(prefix + device.name, device.kind, i * size + device.node, device.detail, prefix + device.card)
         b.links += [replace(old, a=prefix + old.a, b=prefix + old.b) for old in machine.links]
+        for card in cards:
+            mates = [gpu for gpu in machine.gpus if machine.devices[gpu].node == card.node]
+            inside = min(machine.path(gpu, card.name).latency for gpu in mates)
+            latency = max(0.0, link.latency / 2 - inside)
+            ports.append(Link(prefix + card.name, "switch", link.name, link.bandwidth, latency))
     b.add("switch", "switch")
-    for i in range(nodes):
-        for nic in nics:
-            port = f"{'rack' if size > 1 else 'node'}{i}.{nic}"
-            b.join(port, "switch", link, max(0.0, link.latency / 2 - inside[nic]))
+    b.links += ports
     return b.done(f"{nodes} x {machine.name}", machine.source)
-
-
-def _mates(machine: Topology, nic: str) -> list[str]:
-    return [gpu for gpu in machine.gpus if machine.devices[gpu].node == machine.devices[nic].node]
 
 
 def two_level(
     nodes: int, per_node: int, intra: tuple[float, float], inter: tuple[float, float] | None = None, nics: str = "gpu"
 ) -> Topology:
-    """Return a made-up cluster whose paths have exactly the given alpha and beta.
+    """Return a made-up cluster whose paths have exactly the given (alpha in s, beta in s/byte).
 
-    Parameters
-    ----------
-    nodes, per_node : int
-        Nodes, and GPUs in each.
-    intra, inter : (float, float)
-        Alpha in seconds and beta in seconds per byte between two GPUs in a node, and in different nodes (not needed
-        for one node).
-    nics : {"gpu", "node"}
-        Whether each GPU has a network card of its own, or a node's GPUs share one.
+    `intra` is between two GPUs of a node, `inter` between those of different nodes. `nics` says whether each "gpu" has
+    a network card of its own, or each "node" one that its GPUs share.
     """
-    if nodes < 1 or per_node < 1 or nics not in ("gpu", "node") or (nodes > 1 and inter is None):
-        raise ValueError(
-            f"got nodes={nodes}, per_node={per_node}, inter={inter}, nics={nics!r}; nodes and per_node must be at "
-            "least 1, inter be given for several nodes, nics be 'gpu' or 'node'"
-        )
-    for alpha, beta in (intra, inter or intra):
-        if alpha < 0 or beta <= 0:
-            raise ValueError(f"alpha must not be negative (s) and beta be positive (s/byte), got {alpha}, {beta}")
     b = Builder()
     bus = Slot("bus", max(1 / beta for _, beta in (intra, inter or intra)))
     for node in range(nodes):

@@ -5,23 +5,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
-__all__ = ["KINDS", "Builder", "Device", "Link", "Path", "Slot", "Topology"]
+from ..hardware import LinkType
 
-KINDS = ("gpu", "cpu", "pcie", "nvswitch", "nic", "switch", "memory")
+__all__ = ["Builder", "Device", "Link", "Path", "Slot", "Topology"]
+
 _RELAYS = {"cpu", "pcie", "nvswitch"}  # what passes on what is not meant for it, inside a node
 _NETWORK = {"nic", "switch"}  # and between nodes
-
-
-class Wire(Protocol):
-    """What a link is made of, such as `hardware.LinkType`."""
-
-    name: str
-    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -34,20 +27,22 @@ class Slot:
 
 @dataclass(frozen=True)
 class Device:
-    """A part of a machine: its name, its kind (one of `KINDS`), the node it is in, and what to add in a picture."""
+    """A part of a machine: gpu, cpu, pcie (a switch), nvswitch, nic or switch (of the network).
+
+    It has the node that it is in, what to add in a picture, and, of a GPU, the card that it takes of those that are
+    equally near.
+    """
 
     name: str
     kind: str
     node: int = 0
     detail: str = ""
+    card: str = ""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A cable, bus or bundle of lanes between devices `a` and `b`.
-
-    Bandwidth is in bytes per second in one direction, NaN where unknown; latency in seconds.
-    """
+    """A cable, bus or bundle of lanes between two devices: bytes per second one way (NaN: unknown), and seconds."""
 
     a: str
     b: str
@@ -83,8 +78,6 @@ class Path:
 
     def seconds(self, size: float) -> float:
         """Return the time of one message of `size` bytes with the path to itself: latency + size / bandwidth."""
-        if size < 0:
-            raise ValueError(f"size must not be negative, got {size}")
         return self.latency + size / self.bandwidth
 
     def __str__(self) -> str:
@@ -98,35 +91,16 @@ def _width(link: Link) -> float:
 
 @dataclass(frozen=True, repr=False)
 class Topology:
-    """A graph of devices and links; two devices may share several links.
-
-    Attributes
-    ----------
-    name : str
-    source : str
-        Where the structure was read, with the address.
-    devices : dict of name to Device
-    links : list of Link
-    """
+    """A graph of devices and links, with its name and where its structure was read; two devices may share links."""
 
     name: str
     source: str
     devices: dict[str, Device]
-    links: list[Link] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for name, device in self.devices.items():
-            if device.name != name or device.kind not in KINDS:
-                raise ValueError(f"device {name!r} is named {device.name!r}, of kind {device.kind!r}; kinds: {KINDS}")
-        for link in self.links:
-            if not {link.a, link.b} <= self.devices.keys() or link.a == link.b:
-                raise ValueError(f"{link} does not join two devices of {self.name}")
-            if link.bandwidth <= 0 or not 0 <= link.latency < math.inf:
-                raise ValueError(f"{link}: bandwidth must be positive (bytes/s), latency not negative (s)")
+    links: list[Link]
 
     def __repr__(self) -> str:
         counts = Counter(device.kind for device in self.devices.values())
-        return f"Topology({self.name!r}: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS if counts[kind])})"
+        return f"Topology({self.name!r}: {', '.join(f'{count} {kind}' for kind, count in counts.items())})"
 
     @property
     def gpus(self) -> list[str]:
@@ -142,96 +116,50 @@ class Topology:
         return near
 
     @cached_property
-    def _paths(self) -> dict[tuple[str, str], Path | None]:
+    def _paths(self) -> dict[tuple[str, str], Path]:
         return {}
-
-    @cached_property
-    def _others(self) -> dict[str, set[str]]:
-        return {}
-
-    def _find(self, device: str | int) -> str:
-        if isinstance(device, str):
-            if device not in self.devices:
-                raise ValueError(f"{self.name} has no device {device!r}; choose one of {', '.join(self.devices)}")
-            return device
-        if not 0 <= device < len(self.gpus):
-            raise ValueError(f"{self.name} has {len(self.gpus)} GPUs: rank must be from 0, below that; got {device}")
-        return self.gpus[device]
 
     def path(self, a: str | int, b: str | int) -> Path:
         """Return the best way from `a` to `b`, each a device's name or a rank.
 
-        Best is the highest bandwidth of the slowest link, then the lowest latency, then the fewest links. GPUs and
-        memory pass nothing on; network cards and switches only what goes to another node. GPUs that are equally near
-        to several cards take different ones.
+        Best is the highest bandwidth of the slowest link, then the lowest latency, then the fewest links, then the
+        GPUs' own cards. GPUs pass nothing on; network cards and switches only what goes to another node.
         """
-        start, end = self._find(a), self._find(b)
+        start, end = (device if isinstance(device, str) else self.gpus[device] for device in (a, b))
         if start == end:
             raise ValueError(f"a path needs two different devices, got {start} twice")
         if (start, end) not in self._paths:
             self._paths[start, end] = self._best(start, end)
-        best = self._paths[start, end]
-        if best is None:
-            raise ValueError(f"{self.name} has no path from {start} to {end}")
-        return best
+        return self._paths[start, end]
 
-    def _best(self, start: str, end: str) -> Path | None:
-        away = self.devices[start].node != self.devices[end].node
-        relays = _RELAYS | _NETWORK if away else _RELAYS
-        widest = self._search(start, end, relays, 0.0, -math.inf, lambda low, link: max(low, -_width(link)))
-        if widest is None:
-            return None
-        others = self._cards(start) | self._cards(end) if away else set()
+    def _best(self, start: str, end: str) -> Path:
+        ends = self.devices[start], self.devices[end]
+        relays = _RELAYS | _NETWORK if ends[0].node != ends[1].node else _RELAYS
+        own = {device.card for device in ends}
 
-        def farther(cost: tuple, link: Link) -> tuple:
-            return cost[0] + link.latency, cost[1] + 1, cost[2] + len(others & {link.a, link.b})
+        def farther(cost: tuple, there: str, link: Link) -> tuple:
+            strange = self.devices[there].kind == "nic" and there not in own
+            return cost[0] + link.latency, cost[1] + 1, cost[2] + strange
 
+        widest = self._search(start, end, relays, 0.0, -math.inf, lambda low, _, link: max(low, -_width(link)))
         return self._search(start, end, relays, min(map(_width, widest.links)), (0, 0, 0), farther)
 
-    def _cards(self, end: str) -> set[str]:
-        """Return the network cards as near to a GPU as its own, without that; GPUs with the same cards take turns."""
-        if self.devices[end].kind != "gpu":
-            return set()
-        if end not in self._others:
-            node = [name for name, device in self.devices.items() if device.node == self.devices[end].node]
-            cards = [name for name in node if self.devices[name].kind == "nic"]
-            gpus = [name for name in node if self.devices[name].kind == "gpu"] if len(cards) > 1 else []
-            self._others[end] = set()  # where there is no choice
-            turns: Counter[tuple[str, ...]] = Counter()
-            for gpu in gpus:
-                paths = {card: self._best(gpu, card) for card in cards}
-                cost = {c: (-_width(p.bottleneck), p.latency, len(p.links)) for c, p in paths.items() if p is not None}
-                near = tuple(card for card in cost if cost[card] == min(cost.values()))
-                self._others[gpu] = set(near) - set(near[turns[near] % max(1, len(near)) :][:1])
-                turns[near] += 1
-        return self._others[end]
-
-    def _search(self, start: str, end: str, relays: set[str], floor: float, zero, extend: Callable) -> Path | None:
-        """Dijkstra's search over links of at least `floor` bytes/s, with `extend(cost, link)` never below `cost`."""
-        queue, done, order = [(zero, 0, start, None)], {}, 0
+    def _search(self, start: str, end: str, relays: set[str], floor: float, zero, extend: Callable) -> Path:
+        """Dijkstra's search over links of at least `floor` bytes/s; `extend(cost, device, link)` never falls."""
+        queue, done, order = [(zero, 0, (start,), ())], set(), 0
         while queue:
-            cost, _, here, came = heapq.heappop(queue)
-            if here in done:
-                continue
-            done[here] = came
+            cost, _, devices, links = heapq.heappop(queue)
+            here = devices[-1]
             if here == end:
-                return self._trace(done, end)
-            if here != start and self.devices[here].kind not in relays:
+                return Path(devices, links)
+            if here in done or (here != start and self.devices[here].kind not in relays):
                 continue
+            done.add(here)
             for there, link in self._neighbours[here]:
                 if there not in done and _width(link) >= floor:
                     order += 1
-                    heapq.heappush(queue, (extend(cost, link), order, there, (here, link)))
-        return None
-
-    @staticmethod
-    def _trace(came: Mapping, end: str) -> Path:
-        devices, links = [end], []
-        while came[devices[-1]] is not None:
-            before, link = came[devices[-1]]
-            devices.append(before)
-            links.append(link)
-        return Path(tuple(reversed(devices)), tuple(reversed(links)))
+                    heapq.heappush(queue, (extend(cost, there, link), order, (*devices, there), (*links, link)))
+        raise ValueError(f"{self.name} has no path from {start} to {end}")
 
 
 class Builder:
@@ -241,14 +169,14 @@ class Builder:
         self.devices: dict[str, Device] = {}
         self.links: list[Link] = []
 
-    def add(self, name: str, kind: str, node: int = 0, detail: str = "") -> str:
-        self.devices[name] = Device(name, kind, node, detail)
+    def add(self, name: str, kind: str, node: int = 0, detail: str = "", card: str = "") -> str:
+        self.devices[name] = Device(name, kind, node, detail, card)
         return name
 
-    def join(self, a: str, b: str, link: Wire, latency: float = 0.0) -> None:
+    def join(self, a: str, b: str, link: Slot | LinkType, latency: float = 0.0) -> None:
         self.links.append(Link(a, b, link.name, link.bandwidth, latency))
 
-    def sockets(self, cpus: list[str], link: Wire) -> None:
+    def sockets(self, cpus: list[str], link: Slot | LinkType) -> None:
         """Join CPUs: two directly, more through one device that stands for what is between them."""
         if len(cpus) == 2:
             self.join(*cpus, link)
