@@ -25,7 +25,7 @@ if __name__ == "__main__":
     apply_fixes()
 
 from ffcv import DatasetWriter, Loader
-from ffcv.fields import FloatField, IntField, NDArrayField, RGBImageField
+from ffcv.fields import IntField, RGBImageField
 from ffcv.fields.decoders import CenterCropRGBImageDecoder, IntDecoder, SimpleRGBImageDecoder
 from ffcv.loader import OrderOption
 from ffcv.pipeline.operation import Operation
@@ -195,15 +195,6 @@ def images_come_back():
                     seen += labels.tolist()
                 assert sorted(seen) == list(range(SAMPLES)) and seen != sorted(seen)
     return True
-
-
-def other_fields_come_back():
-    path = FOLDER / "fields.beton"
-    rows = [(i / 4, np.full(3, i, np.int32)) for i in range(SAMPLES)]
-    writer = DatasetWriter(str(path), {"x": FloatField(), "a": NDArrayField(np.dtype("i4"), (3,))}, num_workers=1)
-    writer.from_indexed_dataset(rows)
-    x, a = next(iter(Loader(str(path), SAMPLES, num_workers=1)))
-    return [x.sum().item(), a.sum(0).tolist()]
 
 
 def nothing_is_compiled_again():
