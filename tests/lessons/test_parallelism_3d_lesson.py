@@ -1,4 +1,4 @@
-"""Lesson 12: meshes as PyTorch makes them, training in any of them equal to one process, what crosses links."""
+"""Lesson 12: meshes as PyTorch makes them, training on any of them equal to one process."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from functools import cache
 
 import cloudpickle
 import pytest
-import torch
 import torch.distributed as dist
 from lesson_cells import definitions
 
-from course_utils import launch, record
+from course_utils import launch
 from course_utils.data import Windows
-from course_utils.models import PUBLISHED, TransformerConfig
+from course_utils.models import TransformerConfig
 from lessons.parallelism_3d import planner
-from lessons.parallelism_3d.mesh_training import DIMENSIONS, crossing, one_process, same_as_one_process
+from lessons.parallelism_3d.mesh_training import DIMENSIONS, one_process, same_as_one_process
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -43,9 +42,6 @@ def reference(limit: float = math.inf):
     return run(one_process, SMALL, lesson()["text"], limit=limit, ranks=1)[0]
 
 
-# --- meshes
-
-
 def test_groups_of_the_planner_are_those_that_pytorch_makes():
     def groups():
         mesh = mesh_of(sizes)
@@ -55,19 +51,6 @@ def test_groups_of_the_planner_are_those_that_pytorch_makes():
     found = run(groups, ranks=6)
     for name, lines in planner.mesh_groups(sizes).items():
         assert {groups_of[name] for groups_of in found} == set(lines)
-
-
-def test_table_of_bytes_is_what_the_planner_counts():
-    config, (t, p, d), batch = PUBLISHED["Megatron 39.1B"], (8, 4, 8), 64
-    layout = planner.Layout(tp=t, pp=p, dp=d, zero=0, recompute="none", sequence_parallel=False)
-    sent, n = planner.traffic(config, layout, batch), batch / d * config.context
-    assert sent["tp"] == pytest.approx(2 * 8 * n * config.hidden * config.layers / p * (t - 1) / t)
-    assert sent["pp"] == pytest.approx(2 * 2 * n * config.hidden / t)
-    parameters = config.parameter_count / (t * p)
-    assert sent["dp"] == pytest.approx(2 * 2 * parameters * (d - 1) / d, rel=0.05)  # without embeddings
-
-
-# --- training
 
 
 @pytest.mark.parametrize("degrees", [(3, 1, 2), (2, 3, 1), (1, 3, 2), (1, 1, 4)], ids=str)
@@ -106,27 +89,3 @@ def test_a_backward_leaves_a_freed_stage_gathered_and_its_gradients_whole():
 
     for seen in run(work, lesson(), ranks=8):
         assert all(gathered for gathered, _ in seen) and [whole for _, whole in seen[:3]] == [True] * 3
-
-
-# --- links
-
-
-def test_bytes_between_nodes():
-    def work():
-        """Inside each node 800 bytes, between them 4,000 by one pair and a message of 100."""
-        rank = dist.get_rank()
-        pairs = [dist.new_group(list(pair)) for pair in ((0, 1), (2, 3), (0, 2))]
-        with record() as ledger:
-            for pair, size in zip(pairs, (800, 800, 4000), strict=True):
-                if rank in dist.get_process_group_ranks(pair):
-                    dist.all_reduce(torch.zeros(size, dtype=torch.uint8), group=pair)
-            if rank == 1:
-                dist.send(torch.zeros(100, dtype=torch.uint8), 3)
-            if rank == 3:
-                dist.recv(torch.zeros(100, dtype=torch.uint8), 1)
-        return ledger
-
-    ledgers = run(work, ranks=4)
-    assert crossing(ledgers, node=[0, 0, 1, 1]) == 2 * 4000 + 100
-    assert crossing(ledgers, node=[0, 1, 0, 1]) == 2 * 2 * 800
-    assert crossing(ledgers, node=[0, 0, 0, 0]) == 0

@@ -10,7 +10,7 @@ from course_utils.transformer import TransformerConfig
 from .layout import Layout, chunks
 
 
-def _stage(model: TransformerConfig, pp: int, v: int, rank: int, microbatches: int) -> tuple[int, int]:
+def stage(model: TransformerConfig, pp: int, v: int, rank: int, microbatches: int) -> tuple[int, int]:
     """Layers of a pipeline rank, and layers whose activations it holds when it holds the most.
 
     Before its first backward, 1F1B runs ``pp - rank`` micro-batches forward; `pipeline.interleaved` runs
@@ -42,96 +42,59 @@ def rank_parameters(
     return dense / tp, layers * model.expert_parameters / tp / ep
 
 
+def fullest(model: TransformerConfig, layout: Layout, batch: int) -> tuple[float, ...]:
+    """Return the bytes of the fullest GPU, in the order of `memory.PARTS`.
+
+    It is on the first pipeline rank, which holds the most activations; on the second, where the first has a layer less;
+    or on the last, which has the head.
+    """
+    ranks, pp = [0], layout.pp
+    if pp > 1:
+        ranks.append(pp - 1)
+    if pp > 2 and chunks(model, pp * layout.virtual)[1]:
+        ranks.append(1)
+    return max((_on_rank(model, layout, rank, layout.microbatches(batch)) for rank in ranks), key=sum)
+
+
 @cache
-def _states(zero: int, ranks: int, precision: str) -> tuple[float, float, float]:
+def _each_state(zero: int, ranks: int, precision: str) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer for each parameter of a rank."""
     each = memory.model_states(1.0, stage=zero, ranks=ranks, precision=precision)
     return each.parameters, each.gradients, each.optimizer
 
 
-def fullest(model: TransformerConfig, layout: Layout, batch: int) -> tuple[float, ...]:
-    """Return the bytes of the fullest GPU, in the order of `memory.PARTS`: see `MemoryModel`."""
-    return MemoryModel(model).fullest(layout, batch)
+def _on_rank(m: TransformerConfig, layout: Layout, rank: int, microbatches: int) -> tuple[float, ...]:
+    """Bytes of a pipeline rank, in the order of `memory.PARTS`.
 
-
-class MemoryModel:
-    """Bytes of pipeline ranks for the layouts of a model, each part counted once."""
-
-    def __init__(self, model: TransformerConfig) -> None:
-        self.model = model
-        self._held: dict[tuple, tuple] = {}
-        self._parameters: dict[tuple, tuple] = {}
-        self._activations: dict[tuple, tuple[float, ...]] = {}
-
-    def fullest(self, layout: Layout, batch: int) -> tuple[float, ...]:
-        """Return the bytes of the fullest GPU, in the order of `memory.PARTS`.
-
-        It is on the first pipeline rank, which holds the most activations; on the second, where the first has a layer
-        less; or on the last, which has the head.
-        """
-        microbatches, last = layout.microbatches(batch), layout.pp - 1
-        most = self._rank(layout, 0, microbatches)
-        if last:
-            most = max(most, self._rank(layout, last, microbatches), key=sum)
-        if last > 1 and chunks(self.model, layout.pp * layout.virtual)[1]:
-            most = max(most, self._rank(layout, 1, microbatches), key=sum)
-        return most
-
-    def _of_stage(self, layout: Layout, rank: int) -> tuple[float, ...]:
-        """Dense and expert parameters, those of a layer and around the layers; states in bytes."""
-        key = (
-            layout.tp, layout.pp, layout.virtual, layout.ep, rank, layout.zero, layout.dp * layout.cp, layout.replicas,
-            layout.precision,
-        )
-        if key not in self._parameters:
-            first, last, count = rank == 0, rank == layout.pp - 1, layout.pp * layout.virtual
-            layers = _stage(self.model, layout.pp, layout.virtual, rank, count)[0]
-            dense, experts = rank_parameters(self.model, layout.tp, layout.ep, layers, first, last)
-            root = rank_parameters(self.model, layout.tp, layout.ep, 0, first, last)[0]
-            unit = (dense + experts - root) / max(layers, 1)
-            states = [0.0, 0.0, 0.0]
-            for parameters, ranks in ((dense, layout.shards), (experts, max(1, layout.shards // layout.ep))):
-                for part, each in enumerate(_states(layout.zero, ranks, layout.precision)):
-                    states[part] += parameters * each
-            self._parameters[key] = dense, experts, unit, root, *states
-        return self._parameters[key]
-
-    def _rank(self, layout: Layout, rank: int, microbatches: int) -> tuple[float, ...]:
-        """Bytes of a pipeline rank, in the order of `memory.PARTS`.
-
-        Two moments can be the fullest: a backward, with activations, gathered weights and gradients that are not
-        reduced yet; and the optimizer's step, with its temporaries. In the first the loss and a layer's backward do not
-        meet: with the head on this rank and no pipeline it is the larger of the two.
-        """
-        tp, cp, pp, zero, m = layout.tp, layout.cp, layout.pp, layout.zero, self.model
-        key = (pp, layout.virtual, rank, microbatches)
-        if key not in self._held:
-            self._held[key] = _stage(m, *key)
-        held = self._held[key][1]
-        dense, experts, unit, root, *states = self._of_stage(layout, rank)
-        tokens = layout.microbatch * m.context / cp
-        key = (tokens, tp, layout.recompute, layout.sequence_parallel, layout.loss_pieces)
-        if key not in self._activations:
-            kept, whole = (m.kept(tokens, how, tp, layout.sequence_parallel) for how in (layout.recompute, "none"))
-            loss = m.kept_around(tokens, tp, layout.sequence_parallel, layout.loss_pieces)
-            self._activations[key] = kept, whole - kept, loss, m.working(tokens, tp)
-        kept, more, loss, working = self._activations[key]
-        width = memory.PRECISIONS[layout.precision]
-        if cp > 1:  # keys and values of the whole sequence
-            working += 4 * tokens * cp * m.kv_width / tp
-        if pp > 1:
-            activations = held * kept + more + (loss if rank == pp - 1 else 0.0)
-        else:
-            activations = held * kept + max(loss, more)
-            working = working if loss < more + working else 0.0
-        parameters = dense + experts
-        buffers = working
-        if zero >= 2:  # gradients before they are reduced: with a pipeline they add up whole
-            buffers += (parameters if pp > 1 else max(unit, root)) * width.gradient
-        if zero == 3:  # gathered: a layer and the next one ahead; with a pipeline weights stay
-            buffers += (parameters if pp > 1 else 2 * unit + root) * width.activation
-        if layout.foreach:
-            temporary = 4 * parameters / (layout.shards if zero else 1)
-            if temporary > activations + buffers:
-                activations, buffers = 0.0, temporary
-        return *states, activations, buffers
+    Two moments can be the fullest: a backward, with activations, gathered weights and gradients that are not reduced
+    yet; and the optimizer's step, with its temporaries. In the first the loss and a layer's backward do not meet: with
+    the head on this rank and no pipeline it is the larger of the two.
+    """
+    tp, cp, pp, ep, zero, shards = layout.tp, layout.cp, layout.pp, layout.ep, layout.zero, layout.shards
+    layers, held = stage(m, pp, layout.virtual, rank, microbatches)
+    dense, experts = rank_parameters(m, tp, ep, layers, rank == 0, rank == pp - 1)
+    root, _ = rank_parameters(m, tp, ep, 0, rank == 0, rank == pp - 1)
+    parameters, unit = dense + experts, (dense + experts - root) / max(layers, 1)
+    of_dense, of_experts = (_each_state(zero, n, layout.precision) for n in (shards, max(1, shards // ep)))
+    states = [dense * one + experts * other for one, other in zip(of_dense, of_experts, strict=True)]
+    tokens, apart = layout.microbatch * m.context / cp, layout.sequence_parallel
+    kept, whole = (m.kept(tokens, how, tp, apart) for how in (layout.recompute, "none"))
+    more, loss = whole - kept, m.kept_around(tokens, tp, apart, layout.loss_pieces)
+    working, width = m.working(tokens, tp), memory.PRECISIONS[layout.precision]
+    if cp > 1:  # keys and values of the whole sequence
+        working += 4 * tokens * cp * m.kv_width / tp
+    if pp > 1:
+        activations = held * kept + more + (loss if rank == pp - 1 else 0.0)
+    else:
+        activations = held * kept + max(loss, more)
+        working = working if loss < more + working else 0.0
+    buffers = working
+    if zero >= 2:  # gradients before they are reduced: with a pipeline they add up whole
+        buffers += (parameters if pp > 1 else max(unit, root)) * width.gradient
+    if zero == 3:  # gathered: a layer and the next one ahead; with a pipeline weights stay
+        buffers += (parameters if pp > 1 else 2 * unit + root) * width.activation
+    if layout.foreach:
+        temporary = 4 * parameters / (shards if zero else 1)
+        if temporary > activations + buffers:
+            activations, buffers = 0.0, temporary
+    return *states, activations, buffers

@@ -10,54 +10,35 @@ from course_utils import memory
 from course_utils.transformer import RECOMPUTE_KINDS, TransformerConfig
 
 from .clusters import GpuCluster
-from .rates import ATTENTION, PRODUCTS
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a step is divided, and what the software does.
 
-    Attributes
-    ----------
-    tp, pp, dp, cp : int
-        Degrees of tensor, pipeline, data and context parallelism.
-    microbatch : int
-        Sequences that go through the pipeline at a time.
-    virtual : int
-        Model chunks on each pipeline rank: 1 is 1F1B, more is interleaved (`pipeline.interleaved`).
-    zero : {0, 1, 2, 3}
-        ZeRO stage over the data and context ranks: 0 is DDP, 1 the distributed optimizer, 3 FSDP. With a pipeline the
-        gradients of all micro-batches add up whole before they are reduced, and stage 3 gathers the weights once and
-        keeps them, as FSDP2 does with `reshard_after_forward=False`: stages 2 and 3 then divide between steps only.
-    recompute : {"full", "selective", "none", "half"}
-        What backward computes a second time. Full: every layer from its input. Selective: attention's scores
-        (Korthikanti et al. 2022, arXiv 2205.05198); with fused attention, which keeps no scores, what is cheap: the
-        outputs of norms and of the MLP's activation, as kernels do that fuse them with the next product. Half:
-        torchtitan's per-op policy, which keeps attention and every other matrix product.
-    sequence_parallel : bool
-        Whether norms and dropout are divided along the sequence among the tensor ranks (Korthikanti et al. 2022).
-    overlap : bool
-        Whether pipeline messages, gathers and the reduction of gradients run while the GPU computes.
-    precision : str
-        Name of `memory.PRECISIONS`; its gradient width is also what data parallelism sends.
-    replicas : int
-        HSDP: the states are divided among ``dp * cp / replicas`` ranks, close to each other, and so many groups of them
-        reduce gradients among each other once a step. 1: among all.
-    ep : int
-        Ranks among which experts are divided, out of the data ranks.
-    loss_pieces : int
-        Pieces in which the loss takes the tokens of a micro-batch: logits exist of one at a time.
-    compiled : bool
-        Whether element-wise operations are fused, as `torch.compile` or hand-written kernels do.
-    attention : {"flash1", "flash2", "flash3"}
-        Kernel of fused attention.
-    products : {"bf16", "fp8"}
-        Format of the layers' matrix products; those of the head stay in bf16.
-    tp_overlap : bool
-        Whether tensor-parallel messages run in pieces beside the products they belong to.
-    foreach : bool
-        Whether the optimizer holds a temporary of the size of its fp32 weights, as PyTorch's default on GPUs does;
-        a fused one does not.
+    - tp, pp, dp, cp: degrees of tensor, pipeline, data and context parallelism.
+    - microbatch: sequences that go through the pipeline at a time.
+    - virtual: model chunks on each pipeline rank; 1 is 1F1B, more is interleaved (`pipeline.interleaved`).
+    - zero: ZeRO stage over the data and context ranks; 0 is DDP, 1 the distributed optimizer, 3 FSDP. With a pipeline
+      the gradients of all micro-batches add up whole before they are reduced, and stage 3 gathers the weights once and
+      keeps them, as FSDP2 does with `reshard_after_forward=False`: stages 2 and 3 then divide between steps only.
+    - recompute: what backward computes a second time. "full": every layer from its input. "selective": attention's
+      scores (Korthikanti et al. 2022, arXiv 2205.05198); with fused attention, which keeps no scores, what is cheap:
+      the outputs of norms and of the MLP's activation, as kernels do that fuse them with the next product. "half":
+      torchtitan's per-op policy, which keeps attention and every other matrix product. Or "none".
+    - sequence_parallel: whether norms and dropout are divided along the sequence among the tensor ranks (the same).
+    - overlap: whether pipeline messages, gathers and the reduction of gradients run while the GPU computes.
+    - precision: name of `memory.PRECISIONS`; its gradient width is also what data parallelism sends.
+    - replicas: HSDP. The states are divided among ``dp * cp / replicas`` ranks, close to each other, and so many groups
+      of them reduce gradients among each other once a step. 1: among all.
+    - ep: ranks among which experts are divided, out of the data ranks.
+    - loss_pieces: pieces in which the loss takes the tokens of a micro-batch; logits exist of one at a time.
+    - compiled: whether element-wise operations are fused, as `torch.compile` or hand-written kernels do.
+    - attention: kernel of fused attention, "flash1", "flash2" or "flash3".
+    - products: format of the layers' matrix products, "bf16" or "fp8"; those of the head stay in bf16.
+    - tp_overlap: whether tensor-parallel messages run in pieces beside the products they belong to.
+    - foreach: whether the optimizer holds a temporary of the size of its fp32 weights, as PyTorch's default on GPUs
+      does; a fused one does not.
     """
 
     tp: int = 1
@@ -94,6 +75,11 @@ class Layout:
         """Ranks among which ZeRO divides states."""
         return self.dp * self.cp // self.replicas
 
+    @property
+    def passes(self) -> tuple[int, int, int]:
+        """A layer's all-reduces of activations, gathers of keys and values, and exchanges between experts."""
+        return (6, 4, 6) if self.recompute == "full" else (4, 3, 4)
+
     def microbatches(self, batch: int) -> int:
         """Micro-batches of each pipeline in a step of `batch` sequences."""
         return batch // (self.dp * self.microbatch)
@@ -115,8 +101,8 @@ def chunks(model: TransformerConfig, parts: int) -> tuple[int, bool] | None:
 
 
 _ALLOWED = {
-    "zero": (0, 1, 2, 3), "recompute": RECOMPUTE_KINDS, "precision": tuple(memory.PRECISIONS), "attention": ATTENTION,
-    "products": PRODUCTS,
+    "zero": (0, 1, 2, 3), "recompute": RECOMPUTE_KINDS, "precision": tuple(memory.PRECISIONS),
+    "attention": ("flash1", "flash2", "flash3"), "products": ("bf16", "fp8"),
 }
 
 

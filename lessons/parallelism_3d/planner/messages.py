@@ -17,9 +17,13 @@ def exposed(messages: float, work: float, contention: float) -> float:
     return max(messages - work, messages * contention / (1 + contention))
 
 
-def half_all_reduce(
-    cluster: GpuCluster, constants: StepTimeConstants, ranks: int, mates: int, size: float
-) -> float:
+def per_byte(cluster: GpuCluster, constants: StepTimeConstants) -> tuple[float, float]:
+    """Seconds per byte that large messages take, in a node and between nodes: measured, or a share of the link."""
+    (_, fast), (_, slow), (near, far) = cluster.intra, cluster.inter, cluster.reached
+    return 1 / near if near else fast / constants.nvlink, 1 / far if far else slow / constants.network
+
+
+def half_all_reduce(cluster: GpuCluster, constants: StepTimeConstants, ranks: int, mates: int, size: float) -> float:
     """Seconds of an all-gather or a reduce-scatter of `size` bytes by `ranks` ranks, of which `mates` share a node.
 
     Rings through all ranks, as many as a node's ranks have ports, as NCCL builds them: each rank passes (n - 1)/n of
@@ -32,22 +36,17 @@ def half_all_reduce(
         mates = ranks
     nodes = ranks // mates if ranks % mates == 0 else ranks  # where a group does not fill nodes evenly: the network
     mates = ranks // nodes
-    (near, fast), (far, slow) = cluster.intra, cluster.inter
-    fast = 1 / cluster.reached[0] if cluster.reached[0] else fast / constants.nvlink
-    slow = 1 / cluster.reached[1] if cluster.reached[1] else slow / constants.network
+    fast, slow = per_byte(cluster, constants)
     inside = size * (ranks - 1) / ranks * fast if mates > 1 else 0.0
     across = size * (nodes - 1) / nodes / mates * slow
+    near, far = cluster.intra[0], cluster.inter[0]
     near = near and max(near, HOP.get(cluster.card.architecture, near))
     return max(inside, across) + (ranks - nodes) * near + (nodes - 1) * far
 
 
 def all_to_all(cluster: GpuCluster, constants: StepTimeConstants, ranks: int, mates: int, size: float) -> float:
     """Seconds in which each of `ranks` ranks sends `size` bytes, in equal parts to all; `mates` share a node."""
-    if ranks <= 1:
-        return 0.0
-    (near, fast), (far, slow) = cluster.intra, cluster.inter
-    fast = 1 / cluster.reached[0] if cluster.reached[0] else fast / constants.nvlink
-    slow = 1 / cluster.reached[1] if cluster.reached[1] else slow / constants.network
+    near, far, (fast, slow) = cluster.intra[0], cluster.inter[0], per_byte(cluster, constants)
     if ranks <= mates:
         return near + size * (ranks - 1) / ranks * fast
     return max(near + size * (mates - 1) / ranks * fast, far + size * (ranks - mates) / ranks * slow)
@@ -65,12 +64,6 @@ def mates(cluster: GpuCluster, layout: Layout, dimension: str) -> int:
     return near
 
 
-def _exchanges(layout: Layout, count: int) -> tuple[int, int]:
-    """How often a step moves all gradients as a reduce-scatter does, and all parameters as an all-gather does."""
-    rounds = count if layout.pp == 1 else 0
-    return ((2, 0), (1, 1), (rounds or 1, 1), (rounds or 1, 2 * rounds or 1))[layout.zero]
-
-
 def traffic(model: TransformerConfig, layout: Layout, batch: int) -> dict[str, float]:
     """Return the bytes that a GPU in the middle of the pipeline sends in a step: by ``tp``, ``cp``, ``pp``, ``dp``.
 
@@ -81,9 +74,10 @@ def traffic(model: TransformerConfig, layout: Layout, batch: int) -> dict[str, f
     count, width = layout.microbatches(batch), memory.PRECISIONS[layout.precision]
     tokens, layers = layout.microbatch * model.context / cp, model.layers / pp
     hidden, keys = 2 * tokens * model.hidden, 4 * tokens * cp * model.kv_width / tp
-    reductions, gathers = (6, 4) if layout.recompute == "full" else (4, 3)
+    reductions, gathers, exchanges = layout.passes
     parameters = layers * (model.layer_parameters - model.expert_parameters * (1 - 1 / layout.ep)) / tp
-    scatters, gathered = _exchanges(layout, count)
+    rounds = count if pp == 1 else 0  # gradients are moved as by a reduce-scatter, parameters as by an all-gather
+    scatters, gathered = ((2, 0), (1, 1), (rounds or 1, 1), (rounds or 1, 2 * rounds or 1))[layout.zero]
     moved = parameters * (scatters * width.gradient + gathered * width.activation)
     sent = {
         "tp": count * layers * reductions * costs.bytes_sent("all_reduce", tp, hidden),
@@ -94,6 +88,6 @@ def traffic(model: TransformerConfig, layout: Layout, batch: int) -> dict[str, f
     if layout.replicas > 1:
         sent["dp"] += costs.bytes_sent("all_reduce", layout.replicas, parameters * width.gradient / layout.shards)
     if layout.ep > 1:
-        size, times = hidden / tp * model.experts_per_token, 6 if layout.recompute == "full" else 4
-        sent["ep"] = count * layers * times * costs.bytes_sent("all_to_all", layout.ep, size)
+        size = hidden / tp * model.experts_per_token
+        sent["ep"] = count * layers * exchanges * costs.bytes_sent("all_to_all", layout.ep, size)
     return sent

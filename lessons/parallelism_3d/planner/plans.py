@@ -15,26 +15,15 @@ from .rates import StepTimeConstants
 
 #: Where the seconds of a step go, in the order of tables and figures.
 PARTS = ("compute", "tensor", "context", "expert", "pipeline", "data", "bubble")
-#: Those of them that are communication.
-MESSAGES = ("tensor", "context", "expert", "pipeline", "data")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a layout costs.
+    """What a layout costs: bytes on the fullest GPU, and seconds of a step on the GPU with the most work.
 
-    Attributes
-    ----------
-    memory : memory.Memory
-        Bytes on the fullest GPU.
-    compute, tensor, context, expert, pipeline, data, bubble : float
-        Seconds of a step on the GPU with the most work. compute: matrix products, what passes through memory, the
-        optimizer. tensor, context, expert, pipeline, data: what communication adds, by not being hidden or by slowing
-        the computing that hides it. bubble: waiting for other pipeline stages.
-    behind : tuple of float
-        Seconds of communication that take no time of their own, in the order of `MESSAGES`: see `hidden`.
-    constants : StepTimeConstants
-        With which it was planned.
+    Computing is matrix products, what passes through memory, and the optimizer; `tensor` to `data` are what
+    communication adds, by not being hidden or by slowing the computing that hides it; the bubble is waiting for other
+    pipeline stages.
     """
 
     model: TransformerConfig
@@ -49,45 +38,32 @@ class Plan:
     pipeline: float
     data: float
     bubble: float
-    behind: tuple[float, ...]
+    hidden: Mapping[str, float]  # seconds of communication that take no time of their own, by part
     constants: StepTimeConstants
 
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return sum(getattr(self, part) for part in PARTS)
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
         """Seconds by name, in the order of `PARTS`."""
         return {part: getattr(self, part) for part in PARTS}
 
     @property
-    def hidden(self) -> Mapping[str, float]:
-        """Seconds of communication that take no time of their own, by part: those of `MESSAGES`."""
-        return dict(zip(MESSAGES, self.behind, strict=True))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.batch * self.model.context
-
-    @property
     def tokens_per_gpu(self) -> float:
         """Tokens per second of each GPU."""
-        return self.tokens / self.seconds / self.cluster.gpus
+        return self.batch * self.model.context / self.seconds / self.cluster.gpus
 
     @property
     def tflops(self) -> float:
         """TFLOP/s of each GPU, with what is computed a second time, as Megatron-LM counts."""
-        return self._tflops(self.layout.recompute)
+        return self.tokens_per_gpu * self.model.flops_per_token(self.layout.recompute) / 1e12
 
     @property
     def model_tflops(self) -> float:
         """TFLOP/s of each GPU, every operation counted once, as Llama 3 counts."""
-        return self._tflops("none")
-
-    def _tflops(self, recompute: str) -> float:
-        return self.tokens_per_gpu * self.model.flops_per_token(recompute) / 1e12
+        return self.tokens_per_gpu * self.model.flops_per_token("none") / 1e12
 
     @property
     def mfu(self) -> float:
@@ -98,25 +74,19 @@ class Plan:
         held, rate = f"{self.memory.total / 1e9:.1f} GB", f"{self.model_tflops:.0f} model TFLOP/s a GPU"
         return f"{self.model.name} as {self.layout}: {self.seconds:.3g} s a step, {rate}, {held}"
 
-    @property
-    def hfu(self) -> float:
-        """Hardware FLOPs utilisation: `tflops` as a share of the peak."""
-        return self.tflops * 1e12 / self.cluster.card.flops["bf16"]
-
     def report(self) -> str:
         """The plan in words: time with what is hidden, memory, and everything that it assumes."""
         lines = [str(self), f"  {self.tokens_per_gpu:,.0f} tokens/s a GPU", "", f"  {'time':10}   exposed    hidden"]
-        hidden = self.hidden
         for part, seconds in self.parts().items():
-            behind = f"{hidden[part]:8.3f} s" if part in hidden else ""
+            behind = f"{self.hidden[part]:8.3f} s" if part in self.hidden else ""
             lines.append(f"  {part:10}{seconds:8.3f} s{behind}")
         lines += ["", "  memory of the fullest GPU"]
         lines += [f"  {part:12}{size / 1e9:8.1f} GB" for part, size in self.memory.parts().items()]
         look = {"width": 100, "initial_indent": "  - ", "subsequent_indent": "    "}
-        return "\n".join([*lines, "", "  assumed", *(fill(text, **look) for text in self.assumptions())])
+        return "\n".join([*lines, "", "  assumed", *(fill(text, **look) for text in self._assumptions())])
 
-    def assumptions(self) -> list[str]:
-        """What the plan takes for granted, in words: machine, software, and constants."""
+    def _assumptions(self) -> list[str]:
+        """Machine, software, and constants."""
         machine, one, card = self.cluster, self.layout, self.cluster.card
         links = {
             "in a node": (machine.intra[1], machine.reached[0], self.constants.nvlink),
@@ -124,14 +94,13 @@ class Plan:
         }
         told = [f"{machine.gpus} {card.name} in nodes of {machine.per_node}, {card.memory_bytes / 1e9:.0f} GB each"]
         for name, (beta, reached, share) in links.items():
-            if beta:
-                how = f"measured {reached / 1e9:.0f}" if reached else f"{share} of it reached"
-                told.append(f"{name}: {1 / beta / 1e9:.0f} GB/s one way, {how}")
+            how = f"measured {reached / 1e9:.0f}" if reached else f"{share} of it reached"
+            told.append(f"{name}: {1 / beta / 1e9:.0f} GB/s one way, {how}")
         told.append(f"sequences of {self.model.context:,}, {self.batch} in a step, micro-batches of {one.microbatch}")
-        software = {each.name: getattr(one, each.name) for each in fields(one)}
-        for name in ("tp", "pp", "dp", "cp", "ep", "replicas", "microbatch"):
-            del software[name]
-        told.append(", ".join(f"{name} {value}" for name, value in software.items()))
-        told.append(", ".join(f"{each.name} {getattr(self.constants, each.name)}" for each in fields(self.constants)))
+        counts = ("tp", "pp", "dp", "cp", "ep", "replicas", "microbatch")
+        told += [
+            ", ".join(f"{each.name} {getattr(some, each.name)}" for each in fields(some) if each.name not in counts)
+            for some in (one, self.constants)
+        ]
         told.append("no input, logging, checkpoint or failure takes time; no other job uses the network")
         return told

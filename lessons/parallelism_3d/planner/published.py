@@ -7,8 +7,8 @@ source does not say, but for the fields that its `assumed` names.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,216 +16,117 @@ from course_utils.hardware import GPUS
 from course_utils.recordings import FOLDER
 from course_utils.transformer import TransformerConfig
 
-__all__ = ["FAMILIES", "ROLES", "ModelShape", "PublishedRun", "published_runs"]
-
-#: Kinds of runs: data parallelism alone, sharded or not; tensor, pipeline or context parallelism; sequences of 32,768
-#: tokens or more, however divided; mixtures of experts.
-FAMILIES = ("fsdp", "3d", "long_context", "moe")
-#: What a row may be used for: constants may be fitted to it; it is predicted only; it is predicted once, at the end.
-ROLES = ("known", "held_out", "exam")
-_LONG = 32_768
-
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder-only transformer, as its source gives it.
-
-    Attributes
-    ----------
-    layers, hidden, heads, kv_heads, ffn, vocabulary : int
-        `ffn` is the inner width of the MLP, of one expert in a mixture of experts.
-    gated : bool
-        Whether the MLP has three matrices (SwiGLU).
-    biases : bool
-        Whether linear layers and norms have biases.
-    learnt_positions : bool
-        Whether positions have an embedding, as long as the sequence; otherwise they are rotary or none.
-    tied : bool
-        Whether the head shares the embedding's weight.
-    parameters : float or None
-        Published number of parameters, at the length of `parameters_at`.
-    parameters_at : int
-        Tokens in a sequence for which `parameters` is given.
-    experts, experts_per_token : int
-        Of each layer; 0 without experts.
-    where : str
-        What the shape was read in.
-    """
+    """Shape of a decoder-only transformer, as its source gives it."""
 
     name: str
     layers: int
     hidden: int
     heads: int
     kv_heads: int
-    ffn: int
+    ffn: int  # inner width of the MLP, of one expert in a mixture of experts
     vocabulary: int
-    gated: bool
-    biases: bool
-    learnt_positions: bool
-    tied: bool
-    where: str
-    parameters: float | None = None
+    gated: bool  # whether the MLP has three matrices (SwiGLU)
+    biases: bool  # of linear layers and norms
+    learnt_positions: bool  # an embedding as long as the sequence; otherwise they are rotary or none
+    tied: bool  # whether the head shares the embedding's weight
+    where: str  # what the shape was read in
+    parameters: float | None = None  # as published, for sequences of `parameters_at` tokens
     parameters_at: int = 0
-    experts: int = 0
+    experts: int = 0  # of each layer
     experts_per_token: int = 0
-
-    @property
-    def _attention(self) -> int:
-        return 2 * self.hidden * self.hidden * (self.heads + self.kv_heads) // self.heads
-
-    @property
-    def _mlp(self) -> int:
-        return (3 if self.gated else 2) * self.hidden * self.ffn
 
     def parameter_count(self, length: int) -> int:
         """Return the number of parameters, by the shape, with positions for `length` tokens if they are learnt."""
-        h, kv = self.hidden, self.hidden * self.kv_heads // self.heads
-        small = (4 * h + h + 2 * kv + h + self.ffn + h) if self.biases else 2 * h
-        experts = max(1, self.experts)
-        layer = self._attention + experts * self._mlp + small + (h * self.experts)
+        h, one = self.hidden, self.config(length)
+        small = (4 * h + h + 2 * one.kv_width + h + self.ffn + h) if self.biases else 2 * h
+        layer = one.attention_weights + max(1, self.experts) * one.mlp_weights + small + h * self.experts
         around = self.vocabulary * h * (1 if self.tied else 2) + self.learnt_positions * length * h
         return self.layers * layer + around + (2 * h if self.biases else h)
 
     @property
     def product_weights(self) -> int:
         """Weights that a token is multiplied with: those of the layers, of its experts only, and of the head."""
-        active = self._mlp * max(1, self.experts_per_token) + self.hidden * self.experts
-        return self.layers * (self._attention + active) + self.vocabulary * self.hidden
+        return self.layers * self.config(1).layer_weights + self.vocabulary * self.hidden
 
     def config(self, length: int, fused: bool = True) -> TransformerConfig:
-        """Return the shape as the planner takes it, for `length` tokens; one expert in place of several."""
+        """Return the shape as the planner takes it, for `length` tokens."""
         return TransformerConfig(
             self.layers, self.heads, self.hidden, length, self.vocabulary, self.tied,
             queries_per_key=self.heads // self.kv_heads, mlp_ratio=self.ffn / self.hidden, gated=self.gated,
-            fused=fused, name=self.name,
+            fused=fused, name=self.name, experts=self.experts, experts_per_token=self.experts_per_token,
         )
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published training run. What the source does not say is None, or named in `assumed`.
+    """A published training run. What the source does not say is None, or named in `assumed`."""
 
-    Attributes
-    ----------
-    id : str
-        Table and number of the row.
-    table, where, title, url, version : str
-        Group of rows; line, table or section; title and address of the source; its commit or the date it was read.
-    role : str
-        One of `ROLES`.
-    outcome : {"ran", "out_of_memory"}
-    shape : ModelShape
-    gpu : str
-        Key of `hardware.GPUS`.
-    memory_gb, memory_bandwidth, power_w : float
-        Of a GPU: GB, and where the source says other than the data sheet bytes per second and watts.
-    gpus, gpus_per_node : int
-    network_gbps : float or None
-        Gb/s of each GPU between nodes, in one direction.
-    length, microbatch, batch, accumulation : int
-        Tokens in a sequence; sequences in a micro-batch, in a step, and micro-batches of a GPU or pipeline in a step.
-    precision : str
-        Of matrix products: bf16, fp16, fp8, mxfp8, nvfp4.
-    reduce : str or None
-        Data type in which gradients are reduced.
-    tp, pp, cp, ep, dp_shard, dp_replicate : int
-        Degrees; ``tp * pp * cp * dp_shard * dp_replicate`` is `gpus`. `ep` divides experts among the others' ranks.
-    zero, virtual : int
-        ZeRO stage, and chunks of layers on a pipeline rank: 1 if not interleaved.
-    schedule : str or None
-    sequence_parallel, tp_overlap, compile, offload : bool or None
-    recompute : {"none", "selective", "full"} or None
-    recompute_share : float
-        Share of the layers in which this is done.
-    recompute_detail : str
-        What the source means by it.
-    loss : str or None
-        "whole": the logits in fp32 and their gradient are stored; "compiled": neither is, the logits stay in bf16.
-    attention : str or None
-        Kernel: unfused, triton, flash, flash2, flash3, cudnn, ring.
-    tokens_per_gpu, tflops, mfu, hfu, step_seconds, peak_gib : float or None
-        As published: tokens per second, TFLOP/s, shares of the GPU's peak, seconds, GiB on the fullest GPU.
-    held_gb : float or None
-        What nvidia-smi shows instead, in the source's GB, with what CUDA and the allocator hold.
-    peak_tflops : float or None
-        Peak that the source's shares refer to, where it says so; otherwise the data sheet's for `precision`.
-    counts_attention : {"full", "causal", "none"} or None
-        Which FLOPs of attention are in `tflops`, `mfu` and `hfu`.
-    counts_recompute : bool or None
-        Whether `tflops` has what is computed a second time; `hfu` has it always, `mfu` never.
-    counts_parameters : bool
-        Whether the source counts 6 for each parameter, embeddings too; otherwise for each weight in a product.
-    note : str
-    assumed : tuple of str
-        Fields that the source does not give.
-    """
-
-    id: str
-    table: str
-    where: str
-    title: str
+    id: str  # table and number of the row
+    table: str  # group of rows
+    where: str  # line, table or section
+    title: str  # of the source
     url: str
-    version: str
-    role: str
+    version: str  # its commit, or the date it was read
+    role: str  # known: constants may be fitted to it; held_out: it is predicted only; exam: once, at the end
     shape: ModelShape
-    gpu: str
+    gpu: str  # key of `hardware.GPUS`
     memory_gb: float
     gpus: int
-    length: int
-    precision: str
-    tp: int = 1
+    length: int  # tokens in a sequence
+    precision: str  # of matrix products: bf16, fp16, fp8, mxfp8, nvfp4
+    tp: int = 1  # tp * pp * cp * dp_shard * dp_replicate are all GPUs
     pp: int = 1
     cp: int = 1
-    ep: int = 1
+    ep: int = 1  # divides experts among the others' ranks
     dp_shard: int = 1
     dp_replicate: int = 1
     gpus_per_node: int = 8
-    network_gbps: float | None = None
-    memory_bandwidth: float | None = None
-    power_w: float | None = None
-    microbatch: int | None = None
-    batch: int | None = None
-    accumulation: int | None = None
-    reduce: str | None = None
-    zero: int | None = None
-    virtual: int = 1
+    network_gbps: float | None = None  # Gb/s of each GPU between nodes, in one direction
+    memory_bandwidth: float | None = None  # bytes per second, where the source says other than the data sheet
+    power_w: float | None = None  # the same of watts
+    microbatch: int | None = None  # sequences
+    batch: int | None = None  # sequences of a step
+    accumulation: int | None = None  # micro-batches of a GPU or pipeline in a step
+    reduce: str | None = None  # data type in which gradients are reduced
+    zero: int | None = None  # stage
+    virtual: int = 1  # chunks of layers on a pipeline rank
     schedule: str | None = None
     sequence_parallel: bool | None = None
     tp_overlap: bool | None = None
-    recompute: str | None = None
-    recompute_share: float = 1.0
-    recompute_detail: str = ""
+    recompute: str | None = None  # none, selective, full
+    recompute_share: float = 1.0  # of the layers
+    recompute_detail: str = ""  # what the source means by it
     compile: bool | None = None
-    loss: str | None = None
-    attention: str | None = None
+    loss: str | None = None  # whole: fp32 logits and their gradient are stored; compiled: logits stay in bf16
+    attention: str | None = None  # kernel: unfused, triton, flash, flash2, flash3, cudnn, ring
     offload: bool | None = False
-    outcome: str = "ran"
-    tokens_per_gpu: float | None = None
+    outcome: str = "ran"  # or out_of_memory
+    tokens_per_gpu: float | None = None  # a second
     tflops: float | None = None
-    mfu: float | None = None
+    mfu: float | None = None  # shares of the GPU's peak
     hfu: float | None = None
     step_seconds: float | None = None
-    peak_gib: float | None = None
-    held_gb: float | None = None
-    peak_tflops: float | None = None
-    counts_attention: str | None = None
-    counts_recompute: bool | None = None
-    counts_parameters: bool = False
+    peak_gib: float | None = None  # on the fullest GPU
+    held_gb: float | None = None  # what nvidia-smi shows instead, with what CUDA and the allocator hold
+    peak_tflops: float | None = None  # that the source's shares refer to; otherwise the data sheet's for `precision`
+    counts_attention: str | None = None  # which FLOPs of attention are in `tflops`, `mfu`, `hfu`: full, causal, none
+    counts_recompute: bool | None = None  # whether `tflops` has what is computed again; `hfu` has it, `mfu` never
+    counts_parameters: bool = False  # whether 6 are counted for each parameter; otherwise for each weight in a product
     note: str = ""
-    assumed: tuple[str, ...] = field(default=())
+    assumed: tuple[str, ...] = ()  # fields that the source does not give
 
     @property
     def family(self) -> str:
-        """One of `FAMILIES`."""
+        """fsdp: data parallelism alone, sharded or not; 3d: tensor, pipeline or context parallelism; long_context:
+        sequences of 32,768 tokens or more, however divided; moe: mixtures of experts."""
         if self.shape.experts:
             return "moe"
-        if self.length >= _LONG:
+        if self.length >= 32_768:
             return "long_context"
         return "3d" if self.tp * self.pp * self.cp > 1 else "fsdp"
-
-    @property
-    def source(self) -> str:
-        return f"{self.title}, {self.where}, {self.url}"
 
     @property
     def dp(self) -> int:
@@ -253,12 +154,6 @@ class PublishedRun:
         return 3 * forward + again
 
     @property
-    def rate_from(self) -> str | None:
-        """Which published figure `rate` comes from."""
-        names = ("tokens_per_gpu", "step_seconds", "tflops", "mfu", "hfu")
-        return next((name for name in names if getattr(self, name) is not None), None)
-
-    @property
     def rate(self) -> float | None:
         """Tokens per second of each GPU: published, or what follows from the other published figures."""
         if self.tokens_per_gpu is not None:
@@ -273,38 +168,29 @@ class PublishedRun:
         return None if self.hfu is None else self.hfu * peak / self.flops_per_token(True)
 
 
-def _chosen(value: object, wanted: object) -> bool:
-    if wanted is None:
-        return True
-    return value in wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else value == wanted
-
-
 @cache
 def _read() -> tuple[PublishedRun, ...]:
     stored = json.loads((FOLDER / "published_runs.json").read_text(encoding="utf-8"))
     shapes = {name: ModelShape(name=name, **shape) for name, shape in stored["models"].items()}
-    known = {each.name for each in fields(PublishedRun)}
     runs = []
     for table in stored["tables"]:
         for number, values in enumerate(table["rows"], 1):
             row: dict[str, Any] = {**table["all"], **dict(zip(table["columns"], values, strict=True))}
             row |= row.pop("more", None) or {}
-            machine: Mapping[str, Any] = stored["machines"][row.pop("machine")]
+            machine = stored["machines"][row.pop("machine")]
             assumed = dict.fromkeys((*machine.get("assumed", ()), *row.pop("assumed", ())))
             source = stored["sources"][row.pop("source", table["source"])]
-            row = {**source, **machine, **row, "shape": shapes[row["model"]], "assumed": tuple(assumed)}
-            del row["model"]
+            row["shape"], row["assumed"] = shapes[row.pop("model")], tuple(assumed)
             row["where"] = f"{table['where']}, {row['where']}" if "where" in row else table["where"]
-            if row.keys() - known:
-                raise ValueError(f"{table['id']}: unknown fields {sorted(row.keys() - known)}")
-            runs.append(PublishedRun(id=f"{table['id']}-{number}", table=table["id"], role=row.pop("role"), **row))
+            name = {"id": f"{table['id']}-{number}", "table": table["id"]}
+            runs.append(PublishedRun(**{**name, **source, **machine, **row}))
     return tuple(runs)
 
 
-def published_runs(
-    family: str | Iterable[str] | None = None, role: str | Iterable[str] | None = None,
-    outcome: str | Iterable[str] | None = "ran", table: str | Iterable[str] | None = None,
-) -> tuple[PublishedRun, ...]:
-    """Return the published runs of these families, roles, outcomes and tables: each one, several, or None for all."""
-    wanted = {"family": family, "role": role, "outcome": outcome, "table": table}
-    return tuple(run for run in _read() if all(_chosen(getattr(run, name), want) for name, want in wanted.items()))
+def published_runs(**wanted: str | Sequence[str] | None) -> tuple[PublishedRun, ...]:
+    """Return the published runs of a `family`, `role`, `outcome` ("ran" by default) or `table`: one of each, several
+    of it, or None for all."""
+    chosen = {name: (one,) if isinstance(one, str) else one for name, one in {"outcome": "ran", **wanted}.items()}
+    return tuple(
+        run for run in _read() if all(some is None or getattr(run, name) in some for name, some in chosen.items())
+    )

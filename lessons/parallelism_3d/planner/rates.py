@@ -6,15 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 
 from course_utils.hardware import GPUS
 from course_utils.recorded import ACHIEVABLE_MATMUL
-
-#: Kernels of fused attention that the planner knows.
-ATTENTION = ("flash1", "flash2", "flash3")
-#: Number formats of the layers' matrix products.
-PRODUCTS = ("bf16", "fp8")
 
 #: What FP8 reaches of its peak, beside what bf16 reaches of its own: measured on an H200 (`recorded.gpu_check`), 1,442
 #: of 1,979 TFLOP/s with a scale for each tensor, where bf16 is known to reach 0.80.
@@ -26,10 +20,10 @@ _FP8_SHARE = 0.91
 #: FlashAttention-3; with the next constant both are met within 4 % from 512 to 16,384 tokens. The first one was not
 #: measured: its successor reached 35 to 40 % of an H100 where it was twice as fast (the same source). Blackwell is
 #: taken like Hopper. A training step reaches as much less of these as of the best product.
-_ATTENTION_SHARE: Mapping[tuple[str, str], float] = MappingProxyType({
-    ("flash1", "Ampere"): 0.4, ("flash2", "Ampere"): 0.73, ("flash1", "Hopper"): 0.22, ("flash2", "Hopper"): 0.325,
-    ("flash3", "Hopper"): 0.6,
-})
+_ATTENTION_SHARE: Mapping[tuple[str, str], float] = {
+    ("flash1", "Ampere"): 0.4, ("flash2", "Ampere"): 0.73, ("flash3", "Ampere"): 0.73,  # the third is for Hopper
+    ("flash1", "Hopper"): 0.22, ("flash2", "Hopper"): 0.325, ("flash3", "Hopper"): 0.6,
+}
 #: Keys that a token sees at which attention reaches half of that share: FlashAttention-2 with heads of 64 and no mask
 #: makes 204, 252, 275, 288 and 302 TFLOP/s forward and backward with 512, 1,024, 2,048, 4,096 and 8,192 tokens
 #: (https://github.com/Dao-AILab/flash-attention/pull/2688), which 305 n / (n + 250) follows within 3 %. With a causal
@@ -51,7 +45,7 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75))
 #: each of 14 hops, the median of nine (`recorded.A100_ALL_REDUCE`, `recorded.OTHER_A100_ALL_REDUCE`); one of 16 MiB by
 #: eight H200s than at the bandwidth of the largest by 4.3 us (`recorded.H200_ALL_REDUCE`). NCCL's own 3.4 us is for
 #: short ones.
-HOP: Mapping[str, float] = MappingProxyType({"Ampere": 12e-6, "Hopper": 4.3e-6, "Blackwell": 4.3e-6})
+HOP: Mapping[str, float] = {"Ampere": 12e-6, "Hopper": 4.3e-6, "Blackwell": 4.3e-6}
 
 #: Seconds that starting a kernel takes from Python, at least: what goes on below it is hidden, what is shorter is not.
 LAUNCH = 5e-6
@@ -61,39 +55,31 @@ KERNELS = {False: 45, True: 20}
 
 @dataclass(frozen=True)
 class StepTimeConstants:
-    """What share of its hardware's figures a training step reaches.
+    """What share of its hardware's figures a training step reaches."""
 
-    Attributes
-    ----------
-    matmul, matmul_hopper : float
-        Of the best matrix product found on the GPU (`recorded.ACHIEVABLE_MATMUL`), before waves and tiles: Ampere, and
-        Hopper or later, whose power does not allow the full clock for long. Fitted.
-    hbm : float
-        Of the memory bandwidth, in element-wise operations. Assumed; `fit` can find it from measurements.
-    contention : float
-        How much slower the GPU computes while it communicates as well: 0.189 is measured, the average over GPT and
-        Llama on A100, H100 and others (Lee et al. 2025, arXiv 2507.03114, abstract; up to 0.4).
-    nvlink : float
-        Of the link in a node, in large collectives: `recorded.H200_LARGEST` has 361 of 450 GB/s for all-gather, the
-        A100s of `recorded.A100_ALL_REDUCE` 235 of 300 GB/s at most.
-    network : float
-        Of the network port, in large messages: `recorded.FOUR_H200_NODES` reaches 364.7 of 400 GB/s a node.
-    """
-
-    matmul: float
-    matmul_hopper: float
+    #: Of the best matrix product found on the GPU (`recorded.ACHIEVABLE_MATMUL`), before waves and tiles: Ampere, and
+    #: Hopper or later, whose power does not allow the full clock for long. Fitted to `evidence.FITTED`, and rounded.
+    matmul: float = 0.873
+    matmul_hopper: float = 0.776
+    #: Of the memory bandwidth, in element-wise operations. Assumed; `fit` can find it from measurements.
     hbm: float = 0.85
+    #: How much slower the GPU computes while it communicates as well. Measured: the average over GPT and Llama on A100,
+    #: H100 and others (Lee et al. 2025, arXiv 2507.03114, abstract; up to 0.4).
     contention: float = 0.189
+    #: Of the link in a node, in large collectives: `recorded.H200_LARGEST` has 361 of 450 GB/s for all-gather, the
+    #: A100s of `recorded.A100_ALL_REDUCE` 235 of 300 GB/s at most.
     nvlink: float = 0.8
+    #: Of the network port, in large messages: `recorded.FOUR_H200_NODES` reaches 364.7 of 400 GB/s a node.
     network: float = 0.9
+
+
+CONSTANTS = StepTimeConstants()
 
 
 def best_product(gpu: str, products: str = "bf16") -> float:
     """FLOP/s of the best matrix product found on a GPU; where none was published, the H100's share of the peak."""
-    share = ACHIEVABLE_MATMUL.get(gpu, 0.0) / GPUS[gpu].flops["bf16"]
-    if not share:
-        share = ACHIEVABLE_MATMUL["h100"] / GPUS["h100"].flops["bf16"]
-    flops = GPUS[gpu].flops
+    flops, known = GPUS[gpu].flops, gpu if gpu in ACHIEVABLE_MATMUL else "h100"
+    share = ACHIEVABLE_MATMUL[known] / GPUS[known].flops["bf16"]
     return share * (_FP8_SHARE if products == "fp8" else 1.0) * flops.get(products, flops["bf16"])
 
 
@@ -126,12 +112,7 @@ def product_seconds(
 
 
 def attention_rate(gpu: str, kernel: str, length: float) -> float:
-    """FLOP/s of fused causal attention over sequences of `length` tokens, forward and backward together.
-
-    Counted are the scores that the mask leaves.
-    """
+    """FLOP/s of fused causal attention over `length` tokens, both passes together; the scores that the mask leaves."""
     architecture, keys = GPUS[gpu].architecture, length / 2
-    share = _ATTENTION_SHARE.get((kernel, architecture)) or _ATTENTION_SHARE.get((kernel, "Hopper"), 0.0)
-    if kernel == "flash3" and architecture == "Ampere":  # which is for Hopper
-        share = _ATTENTION_SHARE["flash2", "Ampere"]
+    share = _ATTENTION_SHARE.get((kernel, architecture)) or _ATTENTION_SHARE[kernel, "Hopper"]
     return GPUS[gpu].flops["bf16"] * share * keys / (keys + _HALF_KEYS) / (1 + _ATTENTION_TILE / length)

@@ -5,41 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from course_utils import memory
 from course_utils.transformer import TransformerConfig
 
+from . import rates
 from .clusters import GpuCluster
 from .held import rank_parameters
 from .layout import Layout, chunks
-from .messages import all_to_all, exposed, half_all_reduce, mates
+from .messages import all_to_all, exposed, half_all_reduce, mates, per_byte
 from .plans import Plan
-from .rates import (
-    ATTENTION_BACKWARD,
-    KERNELS,
-    LAUNCH,
-    StepTimeConstants,
-    attention_rate,
-    best_product,
-    product_seconds,
-)
+from .rates import StepTimeConstants
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of a micro-batch in a layer: forward and backward, computing alone and with what messages add.
-
-    `forward` and `backward` are computing; `tensor`, `context` and `expert` what messages add, both passes together;
-    `hidden` their seconds that add nothing, in that order.
-    """
+    """Seconds of a micro-batch in a layer: computing, what messages add in both passes together, and messages of
+    tensor parallelism that add nothing."""
 
     forward: float
     backward: float
-    tensor: float = 0.0
+    tensor: float
     context: float = 0.0
     expert: float = 0.0
-    hidden: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    hidden: float = 0.0
 
     @property
     def compute(self) -> float:
@@ -60,22 +50,14 @@ class StepModel:
         self.units = card.sms
         share = constants.matmul if card.architecture == "Ampere" else constants.matmul_hopper
         self.clock = share * cluster.clock
+        self.half = cache(partial(half_all_reduce, cluster, constants))
         self._layers: dict[tuple, tuple[LayerTimes, LayerTimes]] = {}
-        self._work: dict[tuple, tuple] = {}
-        self._halves: dict[tuple, float] = {}
-
-    def half(self, ranks: int, near: int, size: float) -> float:
-        """`half_all_reduce` on this cluster."""
-        key = (ranks, near, size)
-        if key not in self._halves:
-            self._halves[key] = half_all_reduce(self.cluster, self.constants, ranks, near, size)
-        return self._halves[key]
 
     def product(self, rows: float, columns: float, inner: float, products: str = "bf16") -> tuple[float, float]:
         """Seconds of a product in forward, and of the two in backward: for the gradient of its input and its weight."""
-        flops, width = best_product(self.cluster.gpu, products) * self.clock, 1.0 if products == "fp8" else 2.0
+        flops, width = rates.best_product(self.cluster.gpu, products) * self.clock, 1.0 if products == "fp8" else 2.0
         shapes = ((rows, columns, inner), (rows, inner, columns), (columns, inner, rows))
-        forward, *backward = (product_seconds(*shape, self.units, flops, self.stream, width) for shape in shapes)
+        forward, *backward = (rates.product_seconds(*shape, self.units, flops, self.stream, width) for shape in shapes)
         casts = 0.0
         if products == "fp8":  # each factor is read for its largest value and again to be converted, written twice
             casts = 2 * 6.0 * inner * rows / self.stream
@@ -92,36 +74,34 @@ class StepModel:
         return self._layers[key]
 
     def _layer(self, one: Layout) -> LayerTimes:
-        """Tensor: 8 bsh (t-1)/t elements a layer (Narayanan et al. 2021, section 3.2), in four all-reduces or as many
-        pairs of all-gather and reduce-scatter; two more where the whole forward runs again. Context: keys and values
-        are gathered in forward and again in backward, and their gradients reduced; nothing hides either (Llama 3 does
-        so for context). Experts: tokens go to theirs and come back, in forward and in backward."""
+        """Tensor: 8 bsh (t-1)/t elements a layer (Narayanan et al. 2021, section 3.2). Context: keys and values are
+        gathered in forward and again in backward, and their gradients reduced, as Llama 3 does; nothing hides it."""
         m, tp, tokens = self.model, one.tp, one.microbatch * self.model.context / one.cp
         products = self._products(one, tokens)
         forward, backward = sum(f for f, _ in products), sum(b for _, b in products)
         again = {"none": 0.0, "selective": 0.0, "full": forward, "half": forward / 2}[one.recompute]
         if m.fused:
-            rate = attention_rate(self.cluster.gpu, one.attention, m.context) * self.clock
+            rate = rates.attention_rate(self.cluster.gpu, one.attention, m.context) * self.clock
             scores = m.attention_flops * tokens / tp / rate
-            after, more = ATTENTION_BACKWARD * scores, scores if one.recompute == "full" else 0.0
+            after, more = rates.ATTENTION_BACKWARD * scores, scores if one.recompute == "full" else 0.0
         else:
             batch, width = one.microbatch * m.heads / tp, m.hidden / m.heads
-            flops = best_product(self.cluster.gpu) * self.clock
+            flops = rates.best_product(self.cluster.gpu) * self.clock
             product = 2 * m.context * m.context * width * batch / flops
             scores, after = 2 * product, 4 * product
             more = scores if one.recompute in ("full", "selective") else 0.0
         passing = [size / self.stream for size in m.traffic(tokens, tp, one.sequence_parallel, one.compiled)]
-        cheap = {"none": 0.0, "full": passing[0], "half": passing[0]}.get(one.recompute)
-        if cheap is None:
+        if one.recompute == "selective":
             cheap = m.selective_traffic(tokens, tp, one.sequence_parallel) / self.stream
+        else:
+            cheap = 0.0 if one.recompute == "none" else passing[0]
         forward += scores + passing[0]
         backward += after + passing[1] + again + more + cheap
-        started = KERNELS[one.compiled] * LAUNCH
+        started = rates.KERNELS[one.compiled] * rates.LAUNCH
         forward, backward = max(forward, started), max(backward, 2 * started)
-        reductions, gathers = (6, 4) if one.recompute == "full" else (4, 3)
+        reductions, gathers, exchanges = one.passes
         hidden_size = 2 * tokens * m.hidden
-        sent = reductions * 2 * self.half(tp, mates(self.cluster, one, "tensor"), hidden_size)
-        tensor = sent
+        tensor = sent = reductions * 2 * self.half(tp, mates(self.cluster, one, "tensor"), hidden_size)
         if one.tp_overlap and sent:  # all but the first of tp pieces runs beside the products
             beside = sent * (tp - 1) / tp
             tensor = sent / tp + exposed(beside, sum(f + b for f, b in products), self.constants.contention)
@@ -129,14 +109,10 @@ class StepModel:
         context = gathers * self.half(one.cp, mates(self.cluster, one, "context"), keys)
         expert = 0.0
         if one.ep > 1:
-            size, near = hidden_size / tp * m.experts_per_token, self._expert_mates(one)
-            times = 6 if one.recompute == "full" else 4
-            expert = times * all_to_all(self.cluster, self.constants, one.ep, near, size)
-        return LayerTimes(forward, backward, tensor, context, expert, (max(0.0, sent - tensor), 0.0, 0.0))
-
-    def _expert_mates(self, one: Layout) -> int:
-        apart = one.tp * one.cp * one.pp
-        return max(1, min(one.ep, self.cluster.per_node // apart))
+            near = max(1, min(one.ep, self.cluster.per_node // (one.tp * one.cp * one.pp)))
+            size = hidden_size / tp * m.experts_per_token
+            expert = exchanges * all_to_all(self.cluster, self.constants, one.ep, near, size)
+        return LayerTimes(forward, backward, tensor, context, expert, max(0.0, sent - tensor))
 
     def _products(self, one: Layout, tokens: float) -> list[tuple[float, float]]:
         m, tp, kind = self.model, one.tp, one.products
@@ -155,141 +131,116 @@ class StepModel:
         m, tokens = self.model, one.microbatch * self.model.context / one.cp
         forward, backward = self.product(tokens, m.vocabulary / one.tp, m.hidden)
         loss = m.loss_traffic(tokens, one.tp) / self.stream
-        hidden = 2 * tokens * m.hidden
-        reduced = 2 * self.half(one.tp, mates(self.cluster, one, "tensor"), hidden)
+        reduced = 2 * self.half(one.tp, mates(self.cluster, one, "tensor"), 2 * tokens * m.hidden)
         return LayerTimes(forward + loss / 2, backward + loss / 2, reduced)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def work(self, one: Layout) -> tuple[tuple[float, ...], float, int, LayerTimes, LayerTimes]:
+    def work(self, one: Layout, layer: LayerTimes, head: LayerTimes) -> tuple[tuple[float, ...], float, int]:
         """Seconds of a micro-batch by part on the rank with the most work, of the bubble, and layers of the first rank.
 
-        The rank with the most work computes without a break from its first micro-batch on; the pipeline adds one
-        forward and backward of all other ranks, divided by the chunks of a rank (Narayanan et al. 2021, section 2.2).
+        The bubble is a forward and backward of all other ranks, by the chunks of a rank (Narayanan et al. 2021, 2.2).
         """
-        layer, head = self.layer(one)
-        key = (id(layer), one.pp, one.virtual)
-        if key not in self._work:
-            size, counted = chunks(self.model, one.pp * one.virtual)
-            most = size * one.virtual
-            edge = most - counted  # layers of the first and last rank
-            last = one.pp <= 2 or edge * layer.all + head.all > most * layer.all  # has the last rank the most work?
-            many = edge if last else most
-            parts = tuple(
-                many * getattr(layer, part) + last * getattr(head, part)
-                for part in ("compute", "tensor", "context", "expert")
-            )
-            parts += tuple(many * a + last * b for a, b in zip(layer.hidden, head.hidden, strict=True))
-            others = 0.0
-            if one.pp > 1:
-                others = (one.pp * most - 2 * counted) * layer.all + head.all - sum(parts[:4])
-            self._work[key] = parts, others / one.virtual, edge
-        return *self._work[key], layer, head
+        size, counted = chunks(self.model, one.pp * one.virtual)
+        most = size * one.virtual
+        edge = most - counted  # layers of the first and last rank
+        last = one.pp <= 2 or edge * layer.all + head.all > most * layer.all  # has the last rank the most work?
+        many = edge if last else most
+        parts = tuple(
+            many * getattr(layer, part) + last * getattr(head, part)
+            for part in ("compute", "tensor", "context", "expert", "hidden")
+        )
+        others = 0.0
+        if one.pp > 1:
+            others = (one.pp * most - 2 * counted) * layer.all + head.all - sum(parts[:4])
+        return parts, others / one.virtual, edge
 
     def step(self, one: Layout, batch: int, held: Sequence[float]) -> Plan:
         """Return the plan of a legal layout whose fullest GPU holds the bytes `held`."""
-        count = one.microbatches(batch)
-        parts, bubble, edge, layer, head = self.work(one)
-        compute, tensor, context, expert, *behind = parts
+        count, (layer, head) = one.microbatches(batch), self.layer(one)
+        (compute, tensor, context, expert, hidden), bubble, edge = self.work(one, layer, head)
         busy = compute + tensor + context + expert
         dense, experts = rank_parameters(self.model, one.tp, one.ep, edge, True, one.pp == 1)
         divided = one.shards if one.zero else 1
         stepped = dense / divided + experts / max(1, divided // one.ep if one.zero else 1)
-        optimizer = stepped * _touched(one.precision) / self.stream
-        data, data_hidden = self._data(one, count, busy, layer, head, dense, experts)
+        width = memory.PRECISIONS[one.precision]  # Adam reads and writes gradient, weight, twice master and moments
+        touched = width.gradient + 2 * (width.master + 2 * width.state) + width.parameter
+        optimizer = stepped * touched / self.stream
+        data, data_hidden = self._data(one, count, busy, layer, dense + experts)
         pipeline, pipeline_hidden = self._pipeline(one, count, busy / one.virtual)
-        hidden = (*(count * each for each in behind), pipeline_hidden, data_hidden)
+        behind = {"tensor": count * hidden, "context": 0.0, "expert": 0.0}
+        behind |= {"pipeline": pipeline_hidden, "data": data_hidden}
         return Plan(
             self.model, self.cluster, one, batch, memory.Memory(*held), count * compute + optimizer, count * tensor,
-            count * context, count * expert, pipeline, data, bubble, hidden, self.constants,
+            count * context, count * expert, pipeline, data, bubble, behind, self.constants,
         )
 
-    def _groups(self, one: Layout) -> tuple[int, int, int, int]:
-        """Ranks and mates of the groups that divide states, and of those that reduce across replicas."""
-        near = mates(self.cluster, one, "data")
-        inner = math.gcd(one.shards, near)
-        return one.shards, inner, one.replicas, max(1, near // inner)
-
     def _data(
-        self, one: Layout, count: int, busy: float, layer: LayerTimes, head: LayerTimes, dense: float, experts: float
+        self, one: Layout, count: int, busy: float, layer: LayerTimes, parameters: float
     ) -> tuple[float, float]:
         """Seconds that data parallelism adds, and seconds of it that computing hides.
 
-        Stages 0 and 1 reduce once, behind the last backward, and stage 1 gathers behind the next forward. Without a
-        pipeline stages 2 and 3 reduce after each micro-batch, and stage 3 gathers the parameters, layer by layer,
-        before each forward and backward: a layer's messages run beside the computing of its neighbour, and what comes
-        first in forward and last in backward has no neighbour. With a pipeline they reduce and gather once, like stage
-        1: DeepSpeed refuses them (issue 4164, https://github.com/deepspeedai/DeepSpeed), and PyTorch's schedules add
-        gradients up until the last micro-batch. Replicas all-reduce the shards of gradients once a step.
+        Stages 0 and 1 reduce once, and stage 1 gathers behind the next forward. Without a pipeline stages 2 and 3
+        reduce after each micro-batch, and stage 3 gathers layer by layer: a layer's messages run beside the computing
+        of its neighbour, which the first in forward and the last in backward lack. With a pipeline they do as stage 1,
+        since PyTorch's schedules add gradients up until the last micro-batch. Replicas all-reduce shards once a step.
         """
         if one.dp * one.cp == 1:
             return 0.0, 0.0
         width, c = memory.PRECISIONS[one.precision], self.constants.contention
-        shards, near, replicas, apart = self._groups(one)
-        parameters = dense + experts
-        layers = max(1.0, self.model.layers / one.pp)
-        total = added = 0.0
-        across = 2 * self.half(replicas, apart, parameters * width.gradient / shards) if replicas > 1 else 0.0
+        spread = mates(self.cluster, one, "data")
+        near = math.gcd(one.shards, spread)  # of the group that divides states
+
+        def moved(size: float) -> tuple[float, float]:
+            """Gather and reduce-scatter of so many parameters."""
+            gather, scatter = (self.half(one.shards, near, size * w) for w in (width.activation, width.gradient))
+            return gather, scatter
+
+        def beside(seconds: float, share: float) -> float:
+            """What messages add beside a share of the work of a micro-batch."""
+            return exposed(seconds, share * busy / 3, c) if one.overlap else seconds
+
         if one.zero >= 2 and one.pp == 1:
+            layers = max(1.0, self.model.layers / one.pp)
             unit = (self.model.layer_parameters - self.model.expert_parameters * (1 - 1 / one.ep)) / one.tp
-            root = parameters - layers * unit
-            gather, scatter = (self.half(shards, near, unit * each) for each in (width.activation, width.gradient))
-            first, last = (self.half(shards, near, root * each) for each in (width.activation, width.gradient))
+            (gather, scatter), (first, last) = moved(unit), moved(parameters - layers * unit)
             if one.zero == 2:
                 gather = first = 0.0
             more = layer.tensor + layer.context + layer.expert
-            forward, backward = layer.forward + more / 3, layer.backward + 2 * more / 3
-            total = count * (layers * (2 * gather + scatter) + first + last)
+            total = added = count * (layers * (2 * gather + scatter) + first + last)
             if one.overlap:
-                ahead = (layers - 1) * exposed(gather, forward, c) + gather + first
-                behind = (layers - 1) * exposed(gather + scatter, backward, c) + gather + scatter + last
-                added = count * (ahead + behind)
-            else:
-                added = total
+                ahead = (layers - 1) * exposed(gather, layer.forward + more / 3, c) + gather + first
+                behind = (layers - 1) * exposed(gather + scatter, layer.backward + 2 * more / 3, c) + gather
+                added = count * (ahead + (behind + scatter + last))
             if one.zero == 2:
-                total += (gathered := self.half(shards, near, parameters * width.activation))
-                added += exposed(gathered, busy / 3, c) if one.overlap else gathered
+                gathered, _ = moved(parameters)
+                total, added = total + gathered, added + beside(gathered, 1)
         else:
-            scatter, gather = (
-                self.half(shards, near, parameters * each) for each in (width.gradient, width.activation)
-            )
+            gather, scatter = moved(parameters)
             if one.zero == 0:
                 gather = scatter
             total = scatter + gather
-            if not one.overlap:
-                added = total
-            elif one.zero == 0:
-                added = exposed(total, 2 * busy / 3, c)
-            else:
-                added = exposed(scatter, 2 * busy / 3, c) + exposed(gather, busy / 3, c)
-        if across:
-            total += across
-            added += exposed(across, 2 * busy / 3, c) if one.overlap else across
+            added = beside(total, 2) if one.zero == 0 else beside(scatter, 2) + beside(gather, 1)
+        if one.replicas > 1:
+            apart, size = max(1, spread // near), parameters * width.gradient / one.shards
+            across = 2 * self.half(one.replicas, apart, size)
+            total, added = total + across, added + beside(across, 2)
         return added, max(0.0, total - added)
 
     def _pipeline(self, one: Layout, count: int, busy: float) -> tuple[float, float]:
         """Seconds of messages between pipeline ranks, and hidden ones, a chunk being `busy` so long with a micro-batch.
 
-        Each of the tensor ranks sends its part, bsh/t elements; without sequence parallelism the parts are gathered on
-        the other side (Narayanan et al. 2021, section 4.1). Filling and draining the pipeline nothing hides messages.
+        Each tensor rank sends its part; without sequence parallelism the parts are gathered on the other side
+        (Narayanan et al. 2021, section 4.1). Filling and draining the pipeline nothing hides messages.
         """
         if one.pp == 1:
             return 0.0, 0.0
         inside = one.tp * one.cp * one.pp <= self.cluster.per_node
-        latency, beta = self.cluster.intra if inside else self.cluster.inter
-        share = self.constants.nvlink if inside else self.constants.network
-        reached = self.cluster.reached[0 if inside else 1]
+        fast, slow = per_byte(self.cluster, self.constants)
         size = 2 * one.microbatch * self.model.context / one.cp * self.model.hidden
-        message = latency + size / one.tp * (1 / reached if reached else beta / share)
+        message = (self.cluster.intra if inside else self.cluster.inter)[0] + size / one.tp * (fast if inside else slow)
         if not one.sequence_parallel:
             message += self.half(one.tp, mates(self.cluster, one, "tensor"), size)
         shown = exposed(2 * message, busy, self.constants.contention) if one.overlap else 2 * message
         filling, steady = 2 * message * (one.pp - 1), count * one.virtual
         return filling + shown * steady, max(0.0, (2 * message - shown) * steady)
-
-
-@cache
-def _touched(precision: str) -> int:
-    """Bytes that Adam reads and writes for each parameter: gradient, weight, and twice master weight and moments."""
-    width = memory.PRECISIONS[precision]
-    return width.gradient + 2 * (width.master + 2 * width.state) + width.parameter
