@@ -173,7 +173,7 @@ def test_lesson(number: str, root: Path = ROOT) -> int:
     room, store = name[3:], root / ".pytest_cache" / "lessons.json"
     files = [*root.glob(f"tests/lessons/test_{room}_*.py"), root / "tests/lessons/test_exercises.py",
              root / f"notebooks/{name}.ipynb", root / f"solutions/{name}_solutions.ipynb"]
-    now = {f"{room}: {file.relative_to(root)}": _state(file, room, root) for file in sorted(files) if file.exists()}
+    now = {f"{room}: {file.relative_to(root)}": _foundation(file, room, root) for file in sorted(files) if file.exists()}
     passed = json.loads(store.read_text()) if store.exists() else {}
     to_run = [key.partition(": ")[2] for key, state in now.items() if passed.get(key) != state]
     for key in sorted({key.partition(": ")[2] for key in now} - {*to_run}):
@@ -190,7 +190,7 @@ def test_lesson(number: str, root: Path = ROOT) -> int:
     return status
 
 
-def _state(file: Path, room: str, root: Path) -> str:
+def _foundation(file: Path, room: str, root: Path) -> str:
     """A hash of a file of tests or notebook, and of what it runs: the core, and modules of its room and of others."""
     rooms, unused = {room}, {"lesson.py", "exercises.py"} | ({"check.py"} if file.parent.name == "notebooks" else set())
     for path in (root / "lessons" / room).rglob("*.py"):
