@@ -34,8 +34,8 @@ class Panel:
     below: Sequence[tuple] = ()  # (x, y, look) of what is drawn before the lines
     above: Sequence[tuple] = ()  # (x, y, look) of what is drawn after them
     names: Ends = field(default_factory=dict)  # of other ends
-    log: bool = False
-    limits: tuple[float | None, float | None] | None = None  # of y; by default from 0 on, with `log` what fits
+    log: bool = False  # of y
+    limits: tuple[float | None, float | None] = (0, None)  # of y; without both, or with `log`, what fits
     form: str = ""  # of the numbers along y, such as "{:g}"; "%" for shares
     then: Callable[[Axes], object] = lambda ax: None  # draws what else there is
 
@@ -74,8 +74,8 @@ def draw_panel(
     for at, value, look in panel.above:
         ax.plot(at, value, **look)
     ax.set(ylabel=panel.y, title=panel.title, yscale="log" if panel.log else "linear")
-    if panel.limits or not panel.log:
-        ax.set_ylim(panel.limits or (0, None))
+    if panel.limits != (None, None) and not (panel.log and panel.limits == (0, None)):
+        ax.set_ylim(panel.limits)
     if panel.form == "%":
         ax.yaxis.set_major_formatter(PercentFormatter(1))
     elif panel.form:
