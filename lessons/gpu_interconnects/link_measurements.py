@@ -17,22 +17,24 @@ from course_utils.ranks import device, launch
 
 __all__ = ["Line", "Roof", "best_seconds", "copy_rates", "fit_line", "measured_roof", "time_messages"]
 
+ROUNDS = 30  # timed exchanges of each size
 
-def best_seconds(call: Callable[[], Any], repeats: int = 5, least: float = 0.1) -> float:
-    """Seconds of the fastest of at least `repeats` calls, and as many as `least` seconds hold, after an untimed one."""
+
+def best_seconds(call: Callable[[], Any]) -> float:
+    """Seconds of the fastest of at least five calls, and as many as a tenth of a second holds, after an untimed one."""
     call()
     seconds: list[float] = []
-    while len(seconds) < repeats or sum(seconds) < least:
+    while len(seconds) < 5 or sum(seconds) < 0.1:
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
 
-def _times(exchange: Callable[[torch.Tensor], Any], sizes: Sequence[int], rounds: int) -> list[float]:
+def _times(exchange: Callable[[torch.Tensor], Any], sizes: Sequence[int]) -> list[float]:
     buffers = [torch.zeros(size, dtype=torch.uint8, device=device()) for size in sizes]
     times: list[list[float]] = [[] for _ in sizes]
-    for _, (at, buffer), timed in itertools.product(range(rounds), enumerate(buffers), (False, True)):
+    for _, (at, buffer), timed in itertools.product(range(ROUNDS), enumerate(buffers), (False, True)):
         start = time.perf_counter()
         exchange(buffer)
         if buffer.is_cuda:
@@ -42,22 +44,14 @@ def _times(exchange: Callable[[torch.Tensor], Any], sizes: Sequence[int], rounds
     return [float(np.percentile(found, 25)) for found in times]
 
 
-def time_messages(exchange: Callable[[torch.Tensor], Any], sizes: Sequence[int], rounds: int = 30) -> list[float]:
-    """Seconds of one message of each size between two ranks: half of a round trip, the first quartile of many.
+def time_messages(exchange: Callable[[torch.Tensor], Any], sizes: Sequence[int]) -> list[float]:
+    """Seconds of one message of each size in bytes between two ranks: half of a round trip, the first quartile of many.
 
-    Sizes take turns, so that a slow moment of the machine hits all alike. Each timed exchange follows one that is not
-    timed, after which both ranks are at the same line.
-
-    Parameters
-    ----------
-    exchange : callable
-        ``exchange(buffer)`` sends the buffer from rank 0 to rank 1 and back; both ranks call it.
-    sizes : list of int
-        Bytes.
-    rounds : int
-        Timed exchanges of each size.
+    ``exchange(buffer)`` sends the buffer from rank 0 to rank 1 and back; both ranks call it. Sizes take turns, so that
+    a slow moment of the machine hits all alike. Each timed exchange follows one that is not timed, after which both
+    ranks are at the same line.
     """
-    return launch(partial(_times, exchange, sizes, rounds), world_size=2)[0]
+    return launch(partial(_times, exchange, sizes), world_size=2)[0]
 
 
 @dataclass(frozen=True)
@@ -72,13 +66,8 @@ class Line:
         """Predicted seconds of a message of `size` bytes."""
         return self.alpha + self.beta * size
 
-    def interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lower and upper ends of the 95 % intervals of alpha and beta, by the bootstrap."""
-        low, high = np.percentile(self.fits, [2.5, 97.5], axis=0)
-        return low, high
-
     def __str__(self) -> str:
-        low, high = self.interval()
+        low, high = np.percentile(self.fits, [2.5, 97.5], axis=0)
         with np.errstate(divide="ignore"):  # beta may be 0 in a draw of small sizes
             rate, slow, fast = 1e-9 / np.array([self.beta, high[1], low[1]])
         return (
