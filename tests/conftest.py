@@ -41,8 +41,8 @@ LONG = (  # what takes a minute or so, in the order in which workers begin it; a
 )
 #: What `--quick` leaves out whole: kernels, browsers, other programs, ranks. Where else ranks are asked for, it skips.
 SLOW_PARTS = (
-    "tests/ranks/", "tests/tools/", "tests/lessons/", "tests/exercises/test_checks_",
-    "tests/exercises/test_ffcv_data_loading_exercises.py", "tests/models/test_c_programs.py",
+    "tests/ranks/", "tests/tools/", "tests/lessons/", "tests/exercises/",
+    "tests/models/test_c_programs.py",
     "tests/models/test_fabric.py::test_works_under_torchrun",
     "tests/models/test_ffcv_fixes.py", "tests/models/test_images.py", "tests/promises/test_benchmarks.py",
     "tests/promises/test_browser.py", "tests/promises/test_build.py",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ._hints import load_hints
 from .compare import close, number, show, values, whole_number, whole_numbers
-from .formulas import paper, paper_problem, wrong_formulas
-from .program import Case, Note, answer_with, exercise
-from .runs import BACKEND, COMMON_HINTS, TIMEOUT, CheckFailed, Exercise, Outcome, checked
-from .traffic import crosses, message_steps, sent
+from .formulas import paper
+from .hints import COMMON_HINTS
+from .program import Case, Note, answer_with, exercise, hints_of
+from .runs import BACKEND, TIMEOUT, CheckFailed, Exercise, Outcome, checked
+from .traffic import crosses, fault, message_steps, sent
 
 __all__ = [
     "BACKEND", "COMMON_HINTS", "TIMEOUT", "Case", "CheckFailed", "Exercise", "Note", "Outcome", "answer_with",
-    "checked", "close", "crosses", "exercise", "load_hints", "message_steps", "number", "paper", "paper_problem",
-    "sent", "show", "values", "whole_number", "whole_numbers", "wrong_formulas",
+    "checked", "close", "crosses", "exercise", "fault", "hints_of", "message_steps", "number", "paper", "sent", "show",
+    "values", "whole_number", "whole_numbers",
 ]

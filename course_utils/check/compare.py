@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["alike", "close", "listed", "number", "show", "slip_of", "values", "whole_number", "whole_numbers"]
+__all__ = ["close", "listed", "number", "show", "values", "whole_number", "whole_numbers"]
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # tolerance of results: the order of a sum is free
 
@@ -23,14 +23,9 @@ def close(got: Any, expected: Any) -> bool:
     """Whether two tensors agree in shape and in value: exactly if whole numbers are expected, else within tolerance."""
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor) or got.shape != expected.shape:
         return False
-    return bool(alike(got, expected).all())
-
-
-def alike(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Element by element, what `close` asks of all; where nan is expected, nan is right."""
     if expected.is_floating_point():
-        return torch.isclose(got.double(), expected.double(), RELATIVE, ABSOLUTE, equal_nan=True)
-    return got == expected
+        return torch.allclose(got.double(), expected.double(), RELATIVE, ABSOLUTE, equal_nan=True)
+    return torch.equal(got, expected)
 
 
 def number(value: Any) -> float | None:
@@ -76,8 +71,3 @@ def show(value: Any, start: int = 0) -> str:
 def listed(value: Any) -> Sequence:
     """``value`` if it is a list, else a list of it alone."""
     return value if isinstance(value, list) else [value]
-
-
-def slip_of(slips: Mapping[str, Any], same: Callable[[Any], bool], default: str) -> str:
-    """The key of the first slip whose result is the ``same``, or one of whose results if it has a list; or default."""
-    return next((key for key, some in slips.items() if any(map(same, listed(some)))), default)

@@ -1,120 +1,94 @@
-"""Problems for paper: a formula and its usual slips make the check, and the slips are the formula with an edit."""
+"""Problems for paper: a solution's formula makes the check, and its mistakes are the formula with an edit."""
 
 from __future__ import annotations
 
-import functools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ._hints import COMMON, read_hints
 from .compare import listed
 from .edits import edited_function
+from .hints import PAPER_HINTS
 from .program import hints_of
 from .runs import Exercise, checked
 
-__all__ = ["draw_mixed", "paper", "paper_problem", "wrong_formulas"]
+__all__ = ["paper"]
 
 Formula = Callable[..., Any]
-Slip = str | Mapping[str, str] | Formula
+Result = tuple[float | str, ...]
 
-_HINTS = read_hints(COMMON)["paper"]
 _TRIES = 100  # draws of a case that the formula can compute and that is none of the fixed ones
 
 
-def paper_problem(
+def paper(
     title: str,
+    solution: Formula,
+    mistakes: Mapping[str, tuple],
     *,
     cases: Sequence[tuple],
-    slips: Mapping[str, Slip | list[Slip]],
-    hints: Mapping[str, str],
     units: Sequence[str],
     tolerance: float = 0.01,
     allowed: Callable[..., bool] | None = None,
-    draw: Callable[[random.Random], tuple | None] | None = None,
-) -> Callable[[Formula], Callable[[Callable], None]]:
-    """Decorate the right formula of a problem: what it is decorated to is the check, ``check(fn)``.
+) -> Any:
+    """The check of a problem for paper, ``check(fn)``, whose formula is its solution.
 
-    The check compares the answer ``fn`` with the formula on the fixed cases, and on one more that is drawn at each
-    call. An answer that equals a slip of the formula gets that slip's hint.
+    It compares the answer with the formula on the fixed cases, and on one more that is drawn at each call. An answer
+    that equals a mistake of the formula gets that mistake's hint.
 
     Parameters
     ----------
     title : str
         Such as ``Exercise 3``.
+    mistakes : mapping
+        Key to a hint and the edits of the formula's body that make the mistake: see `program`.
     cases : sequence of tuple
         Arguments. The first are those of the text; the others refuse an answer that was typed, not computed, and tell
-        the slips apart.
-    hints : mapping
-        Hint key to text.
+        the mistakes apart. The drawn case takes each argument from one of them at random.
     units : sequence of str
         Of each number that the formula returns, for the messages; a word instead of a number has an empty unit.
     tolerance : float
         Relative.
-    slips : mapping
-        Hint key to a slip, or a list of several. A slip is an edit of the formula's body, as `edits.edited` takes it:
-        ``"batch / (dp * b)  ->  batch / b"`` or ``{old: new, …}``; or a function of the same arguments.
     allowed : callable
-        Says of arguments whether they make sense together. By default the drawn case takes each argument from one of
-        the fixed cases at random.
-    draw : callable
-        Draws a case itself, given a `random.Random`; ``None`` in place of a case means none.
-
-    Notes
-    -----
-    The check has the attributes ``formula``, ``slips``, ``cases``, ``hints`` and ``tolerance``; `wrong_formulas` makes
-    its slips into functions.
+        Says of drawn arguments whether they make sense together.
     """
-    texts = _HINTS | dict(hints)
+    hints = PAPER_HINTS | hints_of(mistakes)
 
-    def decorate(formula: Formula) -> Callable[[Callable], None]:
-        def check(fn: Callable) -> None:
-            drawn = (draw or functools.partial(draw_mixed, formula, cases, allowed=allowed))(random.Random())
-            wrongs = functools.partial(_pairs, check)
-            _judge(title, fn, formula, cases, wrongs, texts, units, tolerance, drawn)
+    def wrong_formulas() -> list[tuple[str, Formula]]:
+        edits = ((key, edit) for key, (_, *some) in mistakes.items() for edit in (listed(some[0]) if some else []))
+        return [(key, edit if callable(edit) else edited_function(solution, edit)) for key, edit in edits]
 
-        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-            setattr(check, name, getattr(formula, name))
-        check = checked(check)
-        check.formula, check.slips, check.cases = formula, dict(slips), list(cases)
-        check.hints, check.tolerance = dict(hints), tolerance
-        return check
+    def check(fn: Callable) -> None:
+        run, answers, drawn = Exercise(title, hints), [], _drawn(solution, cases, allowed)
+        for case in [*cases, *([drawn] if drawn else [])]:
+            run.case = f"arguments {_arguments(fn, case)}"
+            got, right = _numbers(run.call(fn, *case)), _numbers(solution(*case))
+            told = _quantities(got or (), units)
+            complete = got is not None and len(got) == len(units)
+            run.require(complete, "number", f"the function returned {told or 'no number'}.")
+            kinds = [isinstance(g, str) == isinstance(r, str) for g, r in zip(got, right, strict=True)]
+            run.require(all(kinds), "number", f"the function returned {told}.")
+            answers.append(got)
+            if not _agree(got, right, tolerance):
+                key = _mistake(fn, wrong_formulas(), [case, *cases], tolerance)
+                key = key or ("drawn" if len(answers) > len(cases) else "numbers")
+                typed = len(answers) > 1 and got == answers[0]
+                run.differs("typed" if typed else key, "the answer is wrong.", _quantities(right, units), told)
+        run.passed(f": {_quantities(answers[0], units)}.")
 
-    return decorate
-
-
-def paper(title: str, solution: Formula, mistakes: Mapping[str, tuple], **keys: Any) -> Any:
-    """The check of a problem for paper, whose formula is its solution; ``keys`` are those of `paper_problem`.
-
-    A mistake is a hint, and the edits of the solution that make it: see `program`.
-    """
-    slips = {key: edits[0] for key, (_, *edits) in mistakes.items() if edits}
-    return paper_problem(title, slips=slips, hints=hints_of(mistakes), **keys)(solution)
-
-
-def wrong_formulas(check: Any) -> dict[str, list[Formula]]:
-    """Of a check that `paper_problem` made: hint key to the functions that make its slips, in the order of the table.
-
-    Raises
-    ------
-    EditError
-        An edit does not fit the formula.
-    """
-    return {
-        key: [slip if callable(slip) else edited_function(check.formula, slip) for slip in listed(some)]
-        for key, some in check.slips.items()
-    }
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(check, name, getattr(solution, name))
+    check = checked(check)
+    check.formula, check.cases = solution, list(cases)
+    return check
 
 
-def draw_mixed(
-    formula: Formula, cases: Sequence[tuple], rng: random.Random, allowed: Callable[..., bool] | None = None
-) -> tuple | None:
+def _drawn(formula: Formula, cases: Sequence[tuple], allowed: Callable[..., bool] | None) -> tuple | None:
     """A case with each argument from one of ``cases``, which ``formula`` can compute; None if there is no new one."""
-    known = list(cases)
+    known, rng = list(cases), random.Random()
     for _ in range(_TRIES):
         case = tuple(rng.choice(column) for column in zip(*cases, strict=True))
         if case in known or allowed is not None and not allowed(*case):
@@ -128,49 +102,12 @@ def draw_mixed(
     return None
 
 
-def _pairs(check: Any) -> Iterator[tuple[str, Formula]]:
-    return ((key, wrong) for key, some in wrong_formulas(check).items() for wrong in some)
+def _mistake(fn: Callable, wrongs: list[tuple[str, Formula]], cases: Sequence[tuple], tolerance: float) -> str | None:
+    """The key of the mistake that gives the first case's answer; where several do, of one that gives the others' too.
 
-
-def _judge(
-    title: str,
-    fn: Callable,
-    right: Formula,
-    cases: Sequence[tuple],
-    wrongs: Callable[[], Iterator[tuple[str, Formula]]],
-    hints: dict[str, str],
-    units: Sequence[str],
-    tolerance: float,
-    drawn: tuple | None = None,
-) -> None:
-    exercise = Exercise(title, hints)
-    answers = []
-    for case in [*cases, *([] if drawn is None else [drawn])]:
-        exercise.case = f"arguments {_arguments(fn, case)}"
-        got, expected = _numbers(exercise.call(fn, *case)), _numbers(right(*case))
-        text = _quantities(got or (), units)
-        complete = got is not None and len(got) == len(units)
-        exercise.require(complete, "number", f"the function returned {text or 'no number'}.")
-        words = [(isinstance(g, str), isinstance(e, str)) for g, e in zip(got, expected, strict=True)]
-        exercise.require(all(g == e for g, e in words), "number", f"the function returned {text}.")
-        answers.append(got)
-        if not _agree(got, expected, tolerance):
-            key = _slip(fn, wrongs(), [case, *cases], tolerance)
-            key = key or ("drawn" if len(answers) > len(cases) else "numbers")
-            if len(answers) > 1 and got == answers[0]:
-                key = "typed"
-            exercise.refuse(
-                key, f"the answer is wrong.\n  expected  {_quantities(expected, units)}\n  got       {text}"
-            )
-    print(f"{title} passed: {_quantities(answers[0], units)}.")
-
-
-def _slip(fn: Callable, wrongs: Iterable[tuple[str, Formula]], cases: Sequence[tuple], tolerance: float) -> str | None:
-    """The hint key of the slip that gives the first case's answer; where several do, of one that gives the others' too.
-
-    The case in the text may not tell two slips apart: the second of two factors of 2, and the 2 bytes of an element.
+    The case in the text may not tell two mistakes apart: the second of two factors of 2, and the 2 bytes of an element.
     """
-    fitting = list(wrongs)
+    fitting = wrongs
     for number, case in enumerate(cases):
         got = _result(fn, case)
         fit = [pair for pair in fitting if _agree(got or (), _result(pair[1], case) or (math.nan,), tolerance)]
@@ -180,8 +117,8 @@ def _slip(fn: Callable, wrongs: Iterable[tuple[str, Formula]], cases: Sequence[t
     return fitting[0][0] if fitting else None
 
 
-def _result(wrong: Formula, case: tuple) -> tuple[float | str, ...] | None:
-    """What a slip, or an answer, gives for a case; None where it divides by zero, or the like."""
+def _result(wrong: Formula, case: tuple) -> Result | None:
+    """What a mistake, or an answer, gives for a case; None where it divides by zero, or the like."""
     try:
         return _numbers(wrong(*case))
     except Exception:
@@ -197,7 +134,7 @@ def _arguments(fn: Callable, case: tuple) -> str:
     return ", ".join(values)
 
 
-def _numbers(value: Any) -> tuple[float | str, ...] | None:
+def _numbers(value: Any) -> Result | None:
     """Numbers and words of a result: one, a list or tuple, or an array of them; None for anything else."""
     try:
         if isinstance(value, np.ndarray | torch.Tensor):
@@ -208,7 +145,7 @@ def _numbers(value: Any) -> tuple[float | str, ...] | None:
         return None
 
 
-def _agree(got: tuple[float | str, ...], expected: tuple[float | str, ...], tolerance: float) -> bool:
+def _agree(got: Result, expected: Result, tolerance: float) -> bool:
     return len(got) == len(expected) and all(
         g == e if isinstance(e, str) or isinstance(g, str) else math.isclose(g, e, rel_tol=tolerance)
         for g, e in zip(got, expected, strict=True)

@@ -119,18 +119,11 @@ class Note:
         talks = ranks == 1 or bool(traffic.calls(ledger))
         return self.holds(talks, "not-distributed", "the ledger of this rank is empty.")
 
-    def sent(
-        self, ledger: Any, ops: set[str] | None = None, *, calls: Any = None, sent: Any = None, carried: Any = None,
-        largest: float | None = None, **keys: str,
-    ) -> bool:
-        """What one rank has communicated, with limits as `Exercise.audit` takes them; ``all_reduce="all-reduce"`` and
-        ``too_few_bytes="weight-kept"`` say which hint a finding gets; objects are told with ``object=`` only."""
-        findings = ("too_", "not_", "other_")  # names of operations keep their underscores
-        named = {key.replace("_", "-") if key.startswith(findings) else key: hint for key, hint in keys.items()}
-        limits = {"number": calls, "sent_bytes": sent, "carried": carried, "largest": largest}
-        found = traffic.findings(ledger, ops, named=named, **limits)
-        key, what = next((one for one in found if one[0] != "object" or "object" in named), ("", ""))
-        return self.holds(not key, named.get(key, key), what)
+    def sent(self, ledger: Any, ops: set[str] | None = None, *, where: str = "", **limits: Any) -> bool:
+        """What one rank has communicated, with limits and keys as `traffic.fault` takes them; ``where`` begins the
+        sentence, such as ``"in backward, "``."""
+        key, what = traffic.fault(ledger, ops, **limits)
+        return self.holds(not key, key, where + what)
 
 
 def alike(a: Any, b: Any, tolerance: float = 1e-9) -> bool:

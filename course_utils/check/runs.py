@@ -7,16 +7,14 @@ import functools
 import re
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 
 from ..ranks import Watch, is_learner, share
-from . import traffic
-from ._hints import COMMON, read_hints
-from .compare import alike, close, show, slip_of
+from .hints import COMMON_HINTS
 from .limits import COMPUTING, LIMIT, Endless, limited
 
 __all__ = ["BACKEND", "COMMON_HINTS", "TIMEOUT", "CheckFailed", "Exercise", "Outcome", "checked"]
@@ -29,8 +27,6 @@ _RANKS = re.compile(  # errors that the number of ranks may explain: an index, a
     r"|\b(sizes?|length|numel|elements?|divisible|split\w*|SIGABRT)\b",
     re.IGNORECASE,
 )
-
-COMMON_HINTS = read_hints(COMMON)["every"]
 
 
 class CheckFailed(AssertionError):
@@ -311,97 +307,6 @@ class Exercise:
         """Refuse with the hint ``key`` unless ``condition`` holds."""
         if not condition:
             self.refuse(key, what, rank)
-
-    def communicates(self, rank: int, outcome: Outcome, world_size: int) -> None:
-        """Refuse an answer that sends and receives nothing although there are other ranks; a barrier is nothing."""
-        talks = world_size == 1 or bool(traffic.calls(outcome.ledger))
-        self.require(talks, "not-distributed", "the ledger of this rank is empty.", rank)
-
-    def audit(
-        self,
-        ledger: Iterable[Any],
-        ops: Collection[str] | None = None,
-        *,
-        calls: traffic.Limit | Mapping[str, traffic.Limit] | None = None,
-        sent: traffic.Limit | None = None,
-        carried: traffic.Limit | None = None,
-        largest: float | None = None,
-        where: str = "",
-        keys: Mapping[str, str] | None = None,
-    ) -> None:
-        """Refuse an answer for what one rank has communicated; on a single rank anything goes, barriers always do.
-
-        A limit is a number, at most that many; or a pair (at least, at most), in which None stands for no limit.
-        Whoever gives the lower limits too refuses answers that get their numbers past the ledger.
-
-        Parameters
-        ----------
-        ledger : iterable of Entry
-            A rank's ledger, or some of its entries: a phase, or those between nodes (`traffic.crosses`).
-        ops : collection of str, optional
-            Operations that may be used, such as ``{"send", "recv"}``; by default all.
-        calls : limit, or dict of operation to limit
-            Number of calls, of all or of each kind; of messages both ends count, so say ``{"send": 1, "recv": 1}``.
-        sent : limit
-            Bytes that this rank sends: of messages those it sends, not those it receives; of a collective
-            ``costs.bytes_sent(op, ranks, size)``, which does not depend on the way the same is done: an all-reduce of S
-            bytes and a reduce-scatter and an all-gather of S bytes together both send 2(N-1)/N · S.
-        carried : limit
-            The sum of the sizes as `record()` shows them, without what is received point to point.
-        largest : float
-            Bytes that one call carries at most.
-        where : str
-            Begins the sentence, such as ``"step 2: "``.
-        keys : dict
-            Which hint another finding gets than the one of its own name. Findings, in the order in which they are
-            looked for: *other-calls*, or the name of such an operation if `keys` has it (its order decides between
-            several); *object* (calls for objects; only if the exercise has this hint); *not-distributed* (nothing at
-            all where a lower limit asks for something); *too-large*; *too-many-calls*; *too-many-bytes*;
-            *too-few-calls*; *too-few-bytes*.
-
-        Raises
-        ------
-        CheckFailed
-            With the hint of the first finding.
-        """
-        if self.world_sizes and self.world_sizes[-1] == 1:
-            return
-        keys = keys or {}
-        known = COMMON_HINTS | self.hints
-        if unknown := sorted(set(keys.values()) - set(known)):
-            raise ValueError(f"{self.title} has no hints {', '.join(unknown)}")
-        for key, what in traffic.findings(
-            ledger, ops, number=calls, sent_bytes=sent, carried=carried, largest=largest, named=keys
-        ):
-            if key != "object" or "object" in known:
-                self.refuse(keys.get(key, key), where + what)
-
-    def keeps_input(self, rank: int, outcome: Outcome) -> None:
-        """Refuse an answer that changed its input."""
-        before, after = outcome.before, outcome.after
-        same = before.shape == after.shape and bool(((before == after) | before.isnan() & after.isnan()).all())
-        self.require(same, "input-changed", "the result is right, but the input x was changed.", rank)
-
-    def equal(
-        self,
-        rank: int,
-        got: Any,
-        expected: torch.Tensor,
-        traps: dict[str, Any] | None = None,
-        what: str = "the result",
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Compare with ``expected``; ``traps``, hint key to wrong result(s), say which hint a wrong one gets.
-
-        ``dtype`` is what the docstring promises, if it does: right numbers of another get the hint *dtype*.
-        """
-        if close(got, expected):
-            told = f"{what} is {got.dtype}; the docstring promises {dtype}."
-            return self.require(dtype in (None, got.dtype), "dtype", told, rank)
-        formed = isinstance(got, torch.Tensor) and got.shape == expected.shape
-        key = slip_of(traps or {}, lambda wrong: close(got, wrong), "value" if formed else "shape")
-        start = int((~alike(got, expected)).flatten().nonzero()[0]) if formed else 0
-        self.differs(key, f"{what} is wrong.", show(expected, start), show(got, start), rank)
 
     def passed(self, text: str) -> None:
         """Say that all cases passed, in one line; a text without ranks before it may begin with a colon."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..costs import bytes_sent
 
-__all__ = ["Limit", "by_node", "calls", "counted", "crosses", "findings", "message_steps", "sent"]
+__all__ = ["Limit", "by_node", "calls", "counted", "crosses", "fault", "message_steps", "sent"]
 
 Limit = float | tuple[float | None, float | None]  # at most; or at least and at most, None for no limit
 
@@ -45,22 +45,64 @@ def by_node(ledger: Iterable[Any], rank: int, per_node: int) -> tuple[list[Any],
     return [e for e in entries if not crosses(e, rank, per_node)], [e for e in entries if crosses(e, rank, per_node)]
 
 
-def findings(
+def fault(
+    ledger: Iterable[Any],
+    ops: Collection[str] | None = None,
+    *,
+    calls: Limit | Mapping[str, Limit] | None = None,
+    sent: Limit | None = None,
+    carried: Limit | None = None,
+    largest: float | None = None,
+    **keys: str,
+) -> tuple[str, str]:
+    """What is wrong first with the calls of a rank: the key of its hint, and a sentence; two empty texts if nothing is.
+
+    A limit is a number, at most that many; or a pair (at least, at most), in which None stands for no limit. Whoever
+    gives the lower limits too refuses answers that get their numbers past the ledger.
+
+    Parameters
+    ----------
+    ledger : iterable of Entry
+        A rank's ledger, or some of its entries: a phase, or those between nodes (`crosses`).
+    ops : collection of str, optional
+        Operations that may be used, such as ``{"send", "recv"}``; by default all.
+    calls : limit, or dict of operation to limit
+        Number of calls, of all or of each kind; of messages both ends count, so say ``{"send": 1, "recv": 1}``.
+    sent : limit
+        Bytes that this rank sends: of messages those it sends, not those it receives; of a collective
+        ``costs.bytes_sent(op, ranks, size)``, which does not depend on the way the same is done: an all-reduce of S
+        bytes and a reduce-scatter and an all-gather of S bytes together both send 2(N-1)/N · S.
+    carried : limit
+        The sum of the sizes as `record()` shows them, without what is received point to point.
+    largest : float
+        Bytes that one call carries at most.
+    **keys : str
+        Which hint a finding gets, if not that of its own name: ``all_reduce="all-reduce"``,
+        ``too_few_bytes="weight-kept"``. Findings, in the order in which they are looked for: *other-calls*, or the name
+        of such an operation if it has a key (their order decides between several); *object* (calls for objects; only
+        with a key); *not-distributed* (nothing at all where a lower limit asks for something); *too-large*;
+        *too-many-calls*; *too-many-bytes*; *too-few-calls*; *too-few-bytes*.
+    """
+    findings = ("too_", "not_", "other_")  # names of operations keep their underscores
+    named = {key.replace("_", "-") if key.startswith(findings) else key: hint for key, hint in keys.items()}
+    key, what = next(_findings(ledger, ops, named, calls, sent, carried, largest), ("", ""))
+    return named.get(key, key), what
+
+
+def _findings(
     ledger: Iterable[Any],
     ops: Collection[str] | None,
-    *,
+    named: Mapping[str, str],
     number: Limit | Mapping[str, Limit] | None,
     sent_bytes: Limit | None,
     carried: Limit | None,
     largest: float | None,
-    named: Mapping[str, str],
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with a rank's calls: pairs of a key and a sentence, in the order of `Exercise.audit`."""
     entries = calls(ledger)
     others = {e.op for e in entries} - set(ops) if ops is not None else set()
     for op in sorted(others, key=lambda op: list(named).index(op) if op in named else len(named)):
         yield (op if op in named else "other-calls"), f"the ledger shows {counted(entries)}."
-    if any("_object" in entry.call_site for entry in entries):
+    if "object" in named and any("_object" in entry.call_site for entry in entries):
         yield "object", "the ledger shows a call for objects, which go through pickle."
     numbers = [(None, number)] if not isinstance(number, Mapping) else list(number.items())
     lower = [*(limit for _, limit in numbers), sent_bytes, carried]

@@ -20,17 +20,7 @@ from torch.utils.data import DistributedSampler
 
 from course_utils import record
 from course_utils.check import Case, close, exercise, show, whole_numbers
-from course_utils.check.training import (
-    Passes,
-    average,
-    batches_of,
-    gradients_of,
-    loss_gradient,
-    regression_net,
-    sample_table,
-    trained_parameters,
-    weights_of,
-)
+from course_utils.check.training import average, gradients_of, trained_parameters, weights_of
 
 from . import answers
 
@@ -536,6 +526,48 @@ RIGHT["epoch_indices"] = {
 
 # --- exercise 5: accumulation
 
+INPUTS, OUTPUTS = 5, 3  # of the net below
+
+
+def regression_net() -> nn.Sequential:
+    """A net of two layers in float64, the same with every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(INPUTS, 7), nn.Tanh(), nn.Linear(7, OUTPUTS)).double()
+
+
+def batches_of(sizes: tuple[int, ...], seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (x, y) of so many samples."""
+    generator = torch.Generator().manual_seed(seed)
+    widths = INPUTS, OUTPUTS
+    x, y = (torch.randn(sum(sizes), n, generator=generator, dtype=torch.float64).split(sizes) for n in widths)
+    return list(zip(x, y, strict=True))
+
+
+def loss_gradient(net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Gradient of the mean loss over all samples of some batches, by name."""
+    x, y = map(torch.cat, zip(*batches, strict=True))
+    net.zero_grad()
+    F.mse_loss(net(x), y).backward()
+    return gradients_of(net)
+
+
+class Passes:
+    """The samples of the largest batch that goes through a module, and how many forwards wait for a backward at most."""
+
+    def __init__(self, module: nn.Module):
+        self.largest, self.alive, self.open = 0, 0, set()
+        module.register_forward_hook(self.forward)
+
+    def forward(self, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        self.largest = max(self.largest, len(inputs[0]))
+        if output.requires_grad:
+            call = object()
+            self.open.add(call)
+            self.alive = max(self.alive, len(self.open))
+            output.register_hook(lambda gradient: self.open.discard(call))
+
+
 ROUNDS = 2  # how often the answer is called, with other samples each time
 
 
@@ -560,15 +592,14 @@ def micro_batches(n: int, *sizes: int, hint: str | None = None) -> Case:
 ])
 def accumulate(note, answer, *sizes):
     n, net = dist.get_world_size(), regression_net()
-    tables = [sample_table(ROUNDS * sum(sizes), 900 + 10 * n + rank).chunk(ROUNDS) for rank in range(n)]
     passes, model = Passes(net), Counted(net)
     dist.barrier()
     for i in range(ROUNDS):
+        data = [batches_of(sizes, 900 + 10 * rank + i) for rank in range(n)]
         net.zero_grad()
         with record() as ledger:
-            answer(model, batches_of(tables[dist.get_rank()][i], sizes))
-        everything = torch.cat([table[i] for table in tables])
-        right = loss_gradient(regression_net(), *batches_of(everything, [len(everything)])[0])
+            answer(model, data[dist.get_rank()])
+        right = loss_gradient(regression_net(), [batch for own in data for batch in own])
         where = f"accumulation {i + 1} of {ROUNDS}: "
         note.equal(gradients_of(net), right, f"{where}the gradient")
         note.at_most("one-batch", passes.largest, max(sizes),
@@ -636,19 +667,13 @@ def uneven(*sizes: tuple[int, ...]) -> Case:
     return Case(len(sizes), f"batches of {names} samples", sizes)
 
 
-def batches_of_all(sizes: tuple) -> list[list[tuple[Tensor, Tensor]]]:
-    tables = [sample_table(max(1, sum(own)), 700 + 10 * len(sizes) + rank) for rank, own in enumerate(sizes)]
-    return [batches_of(table, own) for table, own in zip(tables, sizes, strict=True)]
-
-
 @cache
 def weights_in_one_process(sizes: tuple) -> dict[str, Tensor]:
     """After an epoch that takes in each step the batches of all ranks."""
-    net, data = regression_net(), batches_of_all(sizes)
+    net, data = regression_net(), [batches_of(own, 700 + rank) for rank, own in enumerate(sizes)]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step in range(max(map(len, sizes))):
-        x, y = map(torch.cat, zip(*(own[step] for own in data if step < len(own)), strict=True))
-        loss_gradient(net, x, y)
+        loss_gradient(net, [own[step] for own in data if step < len(own)])
         optimizer.step()
     return weights_of(net)
 
@@ -658,10 +683,10 @@ def weights_in_one_process(sizes: tuple) -> dict[str, Tensor]:
     uneven((4, 1), (), (3, 4, 4)), uneven((4, 2)),
 ])
 def uneven_epoch(note, answer, *sizes):
-    n, module = dist.get_world_size(), regression_net()
+    rank, n, module = dist.get_rank(), dist.get_world_size(), regression_net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     with record() as ledger:
-        answer(module, optimizer, batches_of_all(sizes)[dist.get_rank()])
+        answer(module, optimizer, batches_of(sizes[rank], 700 + rank))
     note.talks(ledger, n)
     weights = weights_of(module)
     note.holds(not any(bool(w.isnan().any()) for w in weights.values()), "no-samples", "the weights are nan.")

@@ -19,6 +19,7 @@ from course_utils.check import (
     answer_with,
     checked,
     exercise,
+    fault,
     message_steps,
     number,
     paper,
@@ -166,8 +167,9 @@ def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
         data = [values(*shape, seed=400 + rank) for rank in range(n)]
         outcomes = run.run(with_clock, data, fn, repeats, case=f"repeats = {repeats}, x of shape {shape}")
         for rank, outcome in run.each(outcomes):
-            keys = {"other-calls": "collective", "too-many-calls": "bystander"}
-            run.audit(outcome.ledger, {"send", "recv"}, calls=(1, None) if rank < 2 else 0, keys=keys)
+            keys = {"other_calls": "collective", "too_many_calls": "bystander"}
+            key, what = fault(outcome.ledger, {"send", "recv"}, calls=(1, None) if rank < 2 else 0, **keys)
+            run.require(not key, key, what)
         there, back = (outcome.ledger.count("send") for outcome in outcomes[:2])
         run.require(there == back, "no-echo", f"rank 0 sends {there} messages, rank 1 sends {back}.")
         run.require(there == repeats + 1, "count", f"{there} round trips; {repeats + 1} are asked for.")

@@ -6,7 +6,6 @@ import math
 import random
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_utils.check import (
     TIMEOUT,
+    Case,
     Exercise,
     Outcome,
-    answer_with,
     checked,
+    exercise,
+    hints_of,
     number,
     whole_number,
 )
-from course_utils.check.compare import listed
-from course_utils.check.program import hints_of
 from course_utils.traces import Event, Trace, kind, length, load, matched, merge, spans
 
 from . import answers
@@ -43,12 +42,6 @@ def in_order(rank: int, n: int, events: Sequence[Event]) -> Trace:
 
 def timed_event(name: str, start: float, end: float, category: str = "user_annotation", row: int = 0) -> Event:
     return Event(name, category, start, end, row, 1, {})
-
-
-def mistake(name: str, same: Callable[[Any], bool], *args: Any) -> str | None:
-    """The key of the first mistake whose result, of these arguments, is the ``same``."""
-    wrong = ((key, edit) for key, (_, *edits) in MISTAKES[name].items() if edits for edit in listed(edits[0]))
-    return next((key for key, edit in wrong if same(answer_with(answers.__name__, name, edit)(*args))), None)
 
 
 # --- exercise 1: who is late
@@ -93,38 +86,28 @@ def pairs(found: Any) -> list[tuple[int, float]] | None:
     return None if any(None in row for row in rows) else rows
 
 
-def same_pair(one: tuple[int, float], other: tuple[int, float]) -> bool:
-    return one[0] == other[0] and math.isclose(one[1], other[1], abs_tol=0.5)
-
-
-def same_pairs(got: list[tuple[int, float]], other: Any) -> bool:
-    rows = pairs(other)
-    return rows is not None and len(rows) == len(got) and all(map(same_pair, got, rows))
-
-
-@checked
-def late(fn: Callable) -> None:
+@exercise("Exercise 1", passed=": the late rank and the wait of every collective, whatever the clocks say.", cases=[
+    (0, "2 ranks, one clock", drawn_ranks(2, 1)), (0, "3 ranks, one clock", drawn_ranks(3, 2)),
+    Case(0, "3 ranks, clocks that differ", (drawn_ranks(3, 3, 9e5),), "clocks"),
+    Case(0, "a recorded trace and an edited copy of it, clocks that differ", (None,), "clocks"),
+], explains=["wait"])
+def late(note, answer, ranks):
     """Check ``fn(ranks) -> [(rank, wait), ...]``, one pair for each collective, in the order of the first rank."""
-    run = Exercise("Exercise 1", hints_of(MISTAKES["late"]))
-    for run.case, ranks, fallback in (
-        ("2 ranks, one clock", drawn_ranks(2, 1), None),
-        ("3 ranks, one clock", drawn_ranks(3, 2), None),
-        ("3 ranks, clocks that differ", drawn_ranks(3, 3, 9e5), "clocks"),
-        ("a recorded trace and an edited copy of it, clocks that differ", recorded_pair(), "clocks"),
-    ):
-        found, right = run.call(fn, ranks), answers.late(ranks)
-        got = pairs(found)
-        run.require(got is not None, "form", f"the function returned {str(found)[:80]}.")
-        what = f"the list has {len(got)} pairs; there are {len(right)} collectives."
-        run.require(len(got) == len(right), "each", what)
-        wrong = [place for place in range(len(right)) if not same_pair(got[place], right[place])]
-        if wrong:
-            (rank, wait), (right_rank, right_wait) = got[wrong[0]], right[wrong[0]]
-            key = mistake("late", partial(same_pairs, got), ranks) or fallback
-            key = key or ("wait" if rank == right_rank else "value")
-            expected = f"rank {right_rank}, {right_wait:,.1f} us"
-            run.differs(key, f"collective {wrong[0]} is wrong.", expected, f"rank {rank}, {wait:,.1f} us")
-    print("Exercise 1 passed: the late rank and the wait of every collective, whatever the clocks say.")
+    ranks = ranks or recorded_pair()
+    found, right = answer(ranks), answers.late(ranks)
+    got = pairs(found)
+    if not note.holds(got is not None, "form", f"the function returned {str(found)[:80]}."):
+        return
+    what = f"the list has {len(got)} pairs; there are {len(right)} collectives."
+    if not note.holds(len(got) == len(right), "each", what):
+        return
+    every = ("the pairs", torch.tensor(got, dtype=torch.float64).round(decimals=1))
+    for place, ((rank, wait), (right_rank, right_wait)) in enumerate(zip(got, right, strict=True)):
+        what = f"collective {place} is wrong.\n  expected  rank {right_rank}, {right_wait:,.1f} us\n"
+        same = rank == right_rank and math.isclose(wait, right_wait, abs_tol=0.5)
+        key = "wait" if rank == right_rank else "value"
+        if not note.holds(same, key, f"{what}  got       rank {rank}, {wait:,.1f} us", every):
+            return
 
 
 AHEAD, WAIT = "median(row[rank].end - row[0].end for row in rows)", "max(starts) - min(starts)))"
@@ -209,23 +192,17 @@ def listing(trace: Trace) -> str:
     return "\n".join(f"  {e.start:>3.0f} to {e.end:>3.0f} us  {e.name} ({e.category})" for e in trace.events)
 
 
-def same_time(got: float, other: Any) -> bool:
-    time = number(other)
-    return time is not None and math.isclose(got, time, rel_tol=1e-6, abs_tol=1e-3)
-
-
-@checked
-def exposed(fn: Callable) -> None:
+@exercise("Exercise 2", passed=f": {answers.exposed(load('host_bound')[0]):,.0f} us exposed in the recorded trace.",
+          cases=[(0, name, trace) for name, trace in exposed_cases()], tolerance=1e-6)
+def exposed(note, answer, trace):
     """Check ``fn(trace) -> float``: microseconds in which a rank communicates and computes nothing."""
-    run = Exercise("Exercise 2", hints_of(MISTAKES["exposed"]))
-    for run.case, trace in exposed_cases():
-        got, right = number(run.call(fn, trace)), answers.exposed(trace)
-        run.require(got is not None, "form", "the function did not return a number.")
-        if not same_time(got, right):
-            events = f"\n\n{listing(trace)}" if len(trace.events) < 10 else ""
-            key = mistake("exposed", partial(same_time, got), trace) or "intervals"
-            run.differs(key, "the time is wrong.", f"{right:,.3f} us", f"{got:,.3f} us{events}")
-    print(f"Exercise 2 passed: {right:,.0f} us exposed in the recorded trace.")
+    got, right = number(answer(trace)), answers.exposed(trace)
+    if not note.holds(got is not None, "form", "the function did not return a number."):
+        return
+    events = f"\n\n{listing(trace)}" if len(trace.events) < 10 else ""
+    what = f"the time is wrong.\n  expected  {right:,.3f} us\n  got       {got:,.3f} us{events}"
+    same = math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-3)
+    note.holds(same, "intervals", what, ("the time", torch.tensor(got, dtype=torch.float64)))
 
 
 TALKS, ALONE = 'running["communication"] > 0', 'running["communication"] > 0 and running["compute"] == 0'

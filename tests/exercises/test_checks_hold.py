@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -15,12 +16,11 @@ from course_utils import launch, shutdown
 from course_utils.check import CheckFailed, runs
 from course_utils.check import limits as _limits
 from lessons.collectives import check as collectives
+from lessons.ddp import check as ddp
 from lessons.gpu_interconnects import check as interconnects
 from lessons.scaling_efficiency import check as scaling
 
 pytestmark = pytest.mark.guard(120)
-
-
 
 
 def refusal(check, answer) -> CheckFailed:
@@ -246,3 +246,16 @@ def test_a_long_line_of_the_learners_is_cut_in_the_table():
     answer = eval("lambda x: (dist.barrier() if dist.get_rank() else None, " + " + ".join(["x"] * 200) + ")")
     text = str(refusal(collectives.mean_and_variance, answer))
     assert max(map(len, text.splitlines())) < 220
+
+
+def test_a_right_answer_is_not_refused_beside_other_programs_by_ranks_that_have_just_started(monkeypatch):
+    monkeypatch.setenv("COURSE_STATUS", "0")
+    loop = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
+    loops = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(4)]
+    try:
+        shutdown()
+        ddp.data_parallel(ddp.data_parallel.answer())
+    finally:
+        for process in loops:
+            process.kill()
+            process.wait()
