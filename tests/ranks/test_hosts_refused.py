@@ -11,7 +11,7 @@ import torch.distributed as dist
 from conftest import missing
 
 from course_utils import launch, record
-from lessons.multi_node.hosts import hosts_available, network, results
+from lessons.multi_node.hosts import hosts_available, network, plan, results
 
 pytestmark = pytest.mark.guard(60)
 
@@ -36,23 +36,12 @@ def test_what_makes_no_sense_is_refused_with_what_is_allowed():
 
 
 def test_the_docstring_of_launch_names_every_fault():
-    assert all(f'``"{fault}"``' in launch.__doc__.replace("\n        ", " ") for fault in results.FAULTS)
+    assert all(f'``"{fault}"``' in launch.__doc__.replace("\n        ", " ") for fault in plan.FAULTS)
 
 
 @pytest.fixture
 def unavailable(monkeypatch):
     monkeypatch.setattr(results, "_trial", lambda latency: "this system has no network for hosts")
-
-
-def test_it_is_tried_again_once_what_was_missing_is_there(monkeypatch):
-    monkeypatch.setattr(results, "_made", set())
-    with monkeypatch.context() as without:
-        without.setattr(results, "_missing", lambda: "emulated hosts need the program `ip`")
-        assert hosts_available() == (False, "emulated hosts need the program `ip`")
-    there, sentence = hosts_available()
-    if not there:
-        missing(sentence)
-    assert results._made == {False} and "are emulated by Linux network namespaces" in sentence
 
 
 def place() -> tuple:
@@ -106,27 +95,21 @@ def test_a_delay_that_the_kernel_cannot_make_is_said(monkeypatch, capsys):
     assert out == "latency 5ms is not emulated: this kernel lacks netem. The link has no delay.\n"
 
 
-def test_a_system_that_forbids_it_is_named_with_the_way_out(monkeypatch):
-    settings = {"kernel.apparmor_restrict_unprivileged_userns": "1"}
+@pytest.mark.parametrize(("settings", "files", "said"), [
+    ({"kernel.apparmor_restrict_unprivileged_userns": "1"}, [],
+     "`sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`"),
+    ({}, ["/.dockerenv"], "the way out: start the container with `docker run --privileged`"),
+])
+def test_what_forbids_it_is_named_with_the_way_out(monkeypatch, settings, files, said):
     monkeypatch.setattr(network, "_setting", lambda name: settings.get(name, ""))
-    reason = network._reason({"what": "a user namespace", "errno": 1, "error": "Operation not permitted"})
-    assert "`sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`" in reason
+    monkeypatch.setattr(network.os.path, "exists", lambda path: path in files)
+    assert said in network._reason({"what": "a user namespace", "errno": 1, "error": "Operation not permitted"})
 
 
-def test_a_container_that_forbids_it_is_named_with_the_way_out(monkeypatch):
-    monkeypatch.setattr(network, "_setting", lambda name: "")
-    monkeypatch.setattr(network.os.path, "exists", lambda path: path == "/.dockerenv")
-    reason = network._reason({"what": "a user namespace", "errno": 1, "error": "Operation not permitted"})
-    assert "this container may not" in reason and "docker run --privileged" in reason
-
-
-def test_a_missing_program_is_named_with_the_way_out(monkeypatch):
+def test_what_is_missing_is_named_with_the_way_out(monkeypatch):
     monkeypatch.setattr(results, "program", lambda name: None if name == "tc" else f"/sbin/{name}")
     way_out = "the way out: `sudo apt-get install iproute2`"
     assert results._missing() == f"emulated hosts need the program `tc`; {way_out}"
-
-
-def test_another_system_than_linux_is_named(monkeypatch):
     monkeypatch.setattr(results.sys, "platform", "darwin")
     monkeypatch.setattr(results.platform, "system", lambda: "Darwin")
     assert "the network namespaces of Linux, which Darwin does not have" in results._missing()

@@ -21,7 +21,7 @@ from course_utils.ranks.labels import tells_place
 from . import namespaces, results
 from .network import Hosts, HostsError
 from .plan import INTERFACE, Plan, divide
-from .transcript import Transcript, clean, label, load, store, transcript
+from .transcript import Transcript, clean, label, load, store
 
 __all__ = ["run_on_hosts"]
 
@@ -86,7 +86,7 @@ def run_on_hosts(
         with tempfile.TemporaryDirectory(prefix="commands-", dir=place) as folder:
             with _Run(plan, commands, env, folder) as run:
                 run.until_all_have_ended(actions, limit)
-            result = transcript(run.said, [run.codes[host] for host in range(plan.count)])
+            result = Transcript(run.said, [run.codes[host] for host in range(plan.count)])
     except HostsError as error:
         raise errors.refusal(RuntimeError, str(error)) from None
     except KeyboardInterrupt:

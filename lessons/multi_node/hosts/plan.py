@@ -11,17 +11,6 @@ from course_utils.ranks import errors
 
 __all__ = ["FAULTS", "INTERFACE", "PORT", "Conditions", "Plan", "conditions_of", "divide"]
 
-#: What ``launch(fault=…)`` may break, and how.
-FAULTS = {
-    "cable pulled": "the interface of the last host is down",
-    "port closed": "a firewall on node0 drops what comes to MASTER_PORT",
-    "only one port open": "a firewall on each host drops what comes to any other port than MASTER_PORT",
-    "wrong name": "each host takes its own name for 127.0.1.1, as Debian and Ubuntu set it up; no interface is named",
-    "unknown name": "the other hosts do not know the name of node0",
-    "wrong address": "MASTER_ADDR is the last host, where nobody listens",
-    "wrong interface": "GLOO_SOCKET_IFNAME is ib0, which no host has",
-}
-
 INTERFACE = "eth0"
 PORT = 29500  # of the store; in a network of their own it is always free
 _MAX_HOSTS = 16
@@ -31,7 +20,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Conditions:
-    """What differs from a network in order: each fault of `FAULTS` is one, and others can be put together."""
+    """What differs from a network in order: each fault of `launch` is one, and others can be put together."""
 
     names: tuple[tuple[int, str, str | None], ...] = ()  # host, name, its address in /etc/hosts there; None: no entry
     dropped: tuple[str, ...] = ()  # TCP ports, or ranges such as "4000-4100", that the firewall of node0 drops
@@ -41,20 +30,28 @@ class Conditions:
     interface: str | None = INTERFACE  # what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name; None: they are not set
 
 
-def conditions_of(fault: str | Conditions | None, count: int) -> Conditions:
-    """What a fault of `FAULTS` is on so many hosts."""
-    if isinstance(fault, Conditions):
-        return fault
+def _faults(count: int) -> dict[str, Conditions]:
+    """What ``launch(fault=…)`` may break on so many hosts."""
     hosts = range(count)
+    # Debian and Ubuntu write such a name for the host itself into /etc/hosts.
+    loopback = tuple((host, f"node{host}", "127.0.1.1") for host in hosts)
     return {
         "cable pulled": Conditions(down=(count - 1,)),
         "port closed": Conditions(dropped=(str(PORT),)),
         "only one port open": Conditions(allowed=(str(PORT),)),
-        "wrong name": Conditions(names=tuple((host, f"node{host}", "127.0.1.1") for host in hosts), interface=None),
+        "wrong name": Conditions(names=loopback, interface=None),
         "unknown name": Conditions(names=tuple((host, "node0", None) for host in hosts[1:])),
-        "wrong address": Conditions(master=count - 1),
+        "wrong address": Conditions(master=count - 1),  # where nobody listens
         "wrong interface": Conditions(interface="ib0"),
-    }.get(fault or "", Conditions())
+    }
+
+
+FAULTS = tuple(_faults(2))
+
+
+def conditions_of(fault: str | Conditions | None, count: int) -> Conditions:
+    """What a fault is on so many hosts."""
+    return fault if isinstance(fault, Conditions) else _faults(count).get(fault or "", Conditions())
 
 
 @dataclass(frozen=True)

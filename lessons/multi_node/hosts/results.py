@@ -16,9 +16,9 @@ from course_utils.ranks import errors
 from course_utils.ranks.ledger import Ledger
 
 from .network import Hosts, HostsError, program
-from .plan import FAULTS, INTERFACE, Plan
+from .plan import INTERFACE, Plan
 
-__all__ = ["FAULTS", "HostLedger", "HostResults", "as_possible", "hosts_available"]
+__all__ = ["HostLedger", "HostResults", "as_possible", "hosts_available"]
 
 
 _made: set[bool] = set()  # trials that have succeeded, without and with latency

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from course_utils import recordings
 
-__all__ = ["Finished", "Transcript", "clean", "label", "load", "store", "transcript"]
+__all__ = ["Finished", "Transcript", "clean", "label", "load", "store"]
 
 _SHOWN, _BEGINNING, _WIDTH = 60, 24, 118  # lines and characters that a notebook shows
 
@@ -45,13 +45,13 @@ class Transcript(list):
     ``recorded`` is empty for what has just run; else it says what the stored result was measured with.
     """
 
-    def __init__(self, results: list[Finished], said: list[tuple[str, str]], recorded: str = ""):
-        super().__init__(results)
-        self.said, self.recorded = said, recorded
-
-    @property
-    def exit_codes(self) -> list[int]:
-        return [result.exit_code for result in self]
+    def __init__(self, said: list[tuple[str, str]], exit_codes: list[int], recorded: str = ""):
+        """``said`` has pairs of a host's name, or nothing for what happened to a host, and a line."""
+        super().__init__(
+            Finished(host, code, "".join(f"{text}\n" for name, text in said if name == f"node{host}"))
+            for host, code in enumerate(exit_codes)
+        )
+        self.said, self.exit_codes, self.recorded = said, exit_codes, recorded
 
     def lines(self, pattern: str = "") -> list[str]:
         """The lines in which a regular expression is found, as ``node1 | step 5``, or ``-- node1 killed``."""
@@ -88,15 +88,6 @@ def label(one: tuple[str, str]) -> str:
     return f"{host} | {text}" if host else f"-- {text}"
 
 
-def transcript(said: list[tuple[str, str]], exit_codes: list[int], recorded: str = "") -> Transcript:
-    """The result of hosts that have said this, and have ended with these codes."""
-    results = [
-        Finished(host, code, "".join(f"{text}\n" for name, text in said if name == f"node{host}"))
-        for host, code in enumerate(exit_codes)
-    ]
-    return Transcript(results, said, recorded)
-
-
 def store(name: str, result: Transcript) -> None:
     """Store a result below a name, with what belongs to one machine or run taken out."""
     said = [[host, _PORT.sub("PORT", text)] for host, text in result.said if not _NATIVE.search(text)]
@@ -110,4 +101,4 @@ def load(name: str) -> Transcript | None:
         content, made_with = recordings.load(name)
     except FileNotFoundError:
         return None
-    return transcript([(host, text) for host, text in content["said"]], content["exit_codes"], made_with)
+    return Transcript([(host, text) for host, text in content["said"]], content["exit_codes"], made_with)
