@@ -69,10 +69,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     text = "guard(seconds): past this time the test fails, past twice the time if workers share the machine"
     config.addinivalue_line("markers", text)
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        from alone import Alone
-
-        config.pluginmanager.register(Alone(config))
     from course_utils.ranks import processes
 
     processes.end_server()  # which began with the import: each module says what ranks are to find imported
