@@ -67,8 +67,13 @@ def same(note: Note, got: Any, right: Tensor, what: str = "the result") -> None:
     note.holds(dtype == right.dtype and torch.equal(got, right), "dtype", told)
 
 
-def kept(note: Note, x: Tensor, before: Tensor) -> None:
+def returned(note: Note, answer: Any, audit: bool, x: Tensor, right: Tensor, *given: Any) -> tuple[Any, list[list]]:
+    """The answer returns what is right and leaves x alone; the ledgers of this and of all ranks."""
+    before = x.clone()
+    got, ledger, ledgers = ran(note, answer, audit, x, *given)
+    same(note, got, right)
     note.holds(torch.equal(x, before), "input-changed", "the result is right, but the input x was changed.")
+    return ledger, ledgers
 
 
 def with_audits(cases: list[Case]) -> list[Case]:
@@ -82,22 +87,27 @@ def with_audits(cases: list[Case]) -> list[Case]:
 # --- rings
 
 
-def ring_cases(twelve: tuple[int, ...], given: bool) -> list[Case]:
-    """Shape, rings and dtype; rings in another order where they are given. The audits come after all results."""
-    cases = [Case(2, "a number without dimensions", ((), [[0, 1]]), "shape", "0-d|dims|dimension")]
-    cases = cases if len(twelve) > 1 else []
-    for n in (4, 3, 1, 2):
-        world, few = [list(range(n))], f"{n - 1} number{'s' * (n > 2)}"
-        others = [
-            Case(n, "11 numbers", ((11,), world), "not-divisible"),
-            Case(n, few, ((n - 1,), world), "small"),
-            Case(n, "12 numbers of dtype int64", (twelve, world, torch.int64), "dtype"),
-        ]
-        cases = [Case(n, "12 numbers", (twelve, world)), *others[: 3 * (n > 1)], *cases]
-    for count, rings in [(11, [[2, 0, 1]]), (3, [[3, 0, 2, 1]]), (12, [[0, 2], [3, 1]])] if given else []:
-        name = f"ring{'s' * (len(rings) > 1)} {' and '.join(map(str, rings))}, {count} numbers"
-        cases.append(Case(sum(map(len, rings)), name, ((count,), rings), "ring"))
-    return with_audits(cases)
+def ring_cases(twelve: tuple[int, ...], more: list[Case]) -> list[Case]:
+    """Shape, rings and dtype; the audits come after all results."""
+    cases = []
+    for n in (2, 1, 3, 4):
+        world = [list(range(n))]
+        cases.append(Case(n, "12 numbers", (twelve, world)))
+        if n > 1:
+            cases += [
+                Case(n, "11 numbers", ((11,), world), "not-divisible"),
+                Case(n, f"{n - 1} number{'s' * (n > 2)}", ((n - 1,), world), "small"),
+                Case(n, "12 numbers of dtype int64", (twelve, world, torch.int64), "dtype"),
+            ]
+    return with_audits([*cases, *more])
+
+
+OTHER_RINGS = [
+    Case(3, "ring [2, 0, 1], 11 numbers", ((11,), [[2, 0, 1]]), "ring"),
+    Case(4, "ring [3, 0, 2, 1], 3 numbers", ((3,), [[3, 0, 2, 1]]), "ring"),
+    Case(4, "rings [0, 2] and [3, 1], 12 numbers", ((12,), [[0, 2], [3, 1]]), "ring"),
+]
+ONE_NUMBER = Case(2, "a number without dimensions", ((), [[0, 1]]), "shape", "0-d|dims|dimension")
 
 
 def inputs(shape: tuple, rings: list, dtype: torch.dtype = torch.float32) -> tuple[list[int], int, list[Tensor]]:
@@ -129,20 +139,19 @@ def in_a_ring(note: Note, ledgers: list[list], ring: list[int], x: Tensor, halve
 
 
 PASSED = "N-1 steps, and (N-1)/N of the tensor sent by each."
+PASSED_TWICE = "2(N-1) steps, and 2(N-1)/N of the tensor sent by each."
 
 
-@exercise("Exercise 1", passed=PASSED, cases=ring_cases((12,), True))
+@exercise("Exercise 1", passed=PASSED, cases=ring_cases((12,), OTHER_RINGS))
 def ring_reduce_scatter(note, answer, audit, *case):
     ring, place, data = inputs(*case)
-    x = data[place].clone()
-    got, ledger, ledgers = ran(note, answer, audit, x, ring)
-    same(note, got, sum(data).tensor_split(len(ring))[place])
-    kept(note, x, data[place])
+    right = sum(data).tensor_split(len(ring))[place]
+    ledger, ledgers = returned(note, answer, audit, data[place], right, ring)
     note.holds(all(entry.end is not None for entry in ledger), "unwaited", "a message was not waited for.")
-    in_a_ring(note, ledgers, ring, x, halves=1)
+    in_a_ring(note, ledgers, ring, data[place], halves=1)
 
 
-@exercise("Exercise 2", passed=PASSED, cases=ring_cases((12,), True))
+@exercise("Exercise 2", passed=PASSED, cases=ring_cases((12,), OTHER_RINGS))
 def ring_all_gather(note, answer, audit, *case):
     ring, place, (right, *_) = inputs(*case)
     x = torch.full_like(right, -1000)
@@ -155,29 +164,28 @@ def ring_all_gather(note, answer, audit, *case):
 
 
 def summed_in_a_ring(note: Note, answer: Any, turn: int, audit: bool, *case: Any) -> None:
+    """An all-reduce; the ring that turns to the right is that of all ranks, and not given."""
     ring, place, data = inputs(*case)
-    x = data[place].clone()
-    got, _, ledgers = ran(note, answer, audit, x, *[ring] * (turn < 0))
-    same(note, got, sum(data))
-    kept(note, x, data[place])
-    in_a_ring(note, ledgers, ring, x, 2, turn)
+    _, ledgers = returned(note, answer, audit, data[place], sum(data), *([ring] if turn < 0 else []))
+    in_a_ring(note, ledgers, ring, data[place], 2, turn)
 
 
-@exercise("Exercise 2", passed=f"2({PASSED[:3]}) steps, and 2{PASSED[15:]}", cases=ring_cases((3, 4), True))
+@exercise("Exercise 2", passed=PASSED_TWICE, cases=ring_cases((3, 4), [*OTHER_RINGS, ONE_NUMBER]))
 def ring_all_reduce(note, answer, *case):
     summed_in_a_ring(note, answer, -1, *case)
 
 
-@exercise("Exercise 5", passed="2(N-1) steps, and 2(N-1)/N of the tensor sent by each.", cases=ring_cases((12,), False))
+@exercise("Exercise 5", passed=PASSED_TWICE, cases=ring_cases((12,), []))
 def mended_ring_all_reduce(note, answer, *case):
     summed_in_a_ring(note, answer, 1, *case)
 
 
 STARTED = "dist.batch_isend_irecv([send, receive])"
 FINISHED = f"for request in {STARTED}:\n            request.wait()"
+ISEND = "first = dist.isend(send.tensor, send.peer)\ndist.recv(receive.tensor, receive.peer)\nfirst.wait()"
+IRECV = "first = dist.irecv(receive.tensor, receive.peer)\ndist.send(send.tensor, send.peer)\nfirst.wait()"
 WAITED = FINISHED.replace("            ", "    ")  # where it begins a new text
 ONE_BY_ONE = "(one.op(one.tensor, one.peer) for one in (send, receive){})"
-WORLD = "list(range(dist.get_world_size()))"
 SORTED = "n, place = len(ring)  ->  ring = sorted(ring)\nn, place = len(ring)"
 SUM_OF_ONE = """total, received = x.clone(), torch.empty_like(x)
 if dist.get_rank() != ring[0]:
@@ -308,20 +316,13 @@ MISTAKES["mended_ring_all_reduce"] = ring_rows({
     "tail": ("""One of the faults: the last elements were never summed. Print len(chunks) for 11 numbers on 2 ranks. How
         many chunks are there, and how many take part?""", "result.tensor_split(n)  ->  result.split(len(x) // n)"),
     "direction": ("""The result is right, but this ring turns to the left. The given one sends to rank + 1; mend it and
-        keep its direction.""", f"{COPY}  ->  return ring_all_reduce(x, {WORLD})\n{COPY}"),
+        keep its direction.""", f"{COPY}  ->  return ring_all_reduce(x, list(range(n)))\n{COPY}"),
 }
 
 RIGHT["ring_reduce_scatter"] = {
-    "receives first": f"{STARTED}  ->  dist.batch_isend_irecv([receive, send])",
-    "the send in a thread": {
-        FINISHED: "from threading import Thread\n\nthread = Thread(target=dist.send, args=(send.tensor, send.peer))\n"
-        "thread.start()\ndist.recv(received, receive.peer)\nthread.join()",
-    },
+    "receives first": f"{STARTED}  ->  dist.batch_isend_irecv([receive, send])", "isend, recv": {FINISHED: ISEND},
 }
-RIGHT["ring_all_gather"] = {
-    "isend, recv": {FINISHED: "send = dist.isend(out, ring[place - 1])\ndist.recv(into, receive.peer)\nsend.wait()"},
-    "irecv, send": {FINISHED: "receive = dist.irecv(into, receive.peer)\ndist.send(out, send.peer)\nreceive.wait()"},
-}
+RIGHT["ring_all_gather"] = {"isend, recv": {FINISHED: ISEND}, "irecv, send": {FINISHED: IRECV}}
 RIGHT["ring_all_reduce"] = {
     "the same ring, begun elsewhere": "flat = x  ->  ring = ring[1:] + ring[:1]\nflat = x",
     "padded to a multiple of the ranks": {
@@ -334,8 +335,7 @@ RIGHT["mended_ring_all_reduce"] = {
         "for step in range(2 * (n - 1)):": "for step in [*range(n - 1), *range(n - 1, 2 * n - 2)]:",
         LAST: "if step < n - 1:\n    into += received\nelse:\n    into[:] = received",
     },
-    "isend and recv": {f"for request in {BOTH}:\n            request.wait()": "send = dist.isend(out, send.peer)\n"
-                       "dist.recv(received, receive.peer)\nsend.wait()"},
+    "isend, recv": {f"for request in {BOTH}:\n            request.wait()": ISEND},
 }
 
 # --- a tree
@@ -355,10 +355,7 @@ def tree_cases(trees: list[tuple[int, int]]) -> list[Case]:
 def tree_all_reduce(note, answer, audit, root, dtype):
     rank, n = dist.get_rank(), dist.get_world_size()
     data = [numbers(() if n == 8 else (2, 3), r, dtype) for r in range(n)]
-    x = data[rank].clone()
-    got, _, ledgers = ran(note, answer, audit, x, root)
-    same(note, got, sum(data))
-    kept(note, x, data[rank])
+    _, ledgers = returned(note, answer, audit, x := data[rank], sum(data), root)
     if not audit:
         return
     sends = [[entry for entry in ledger if entry.op == "send"] for ledger in ledgers]
@@ -393,9 +390,7 @@ MISTAKES["tree_all_reduce"] = {
     "added": ("On the way down, the finished sum replaces what a rank holds; it is not added to it.",
             f"{ANSWER}  ->  {ANSWER.replace('total', 'received')}\ntotal += received"),
     "root": ("The partial sums have to meet at the root, whichever rank that is and however many there are.",
-            ["(rank - root) % n, x  ->  rank, x",
-             {"(rank - root) % n, x": "rank ^ root, x"}
-             | {call: call.replace("(rank", "(place").replace("% n", "^ root") for call in CALLS}]),
+            "(rank - root) % n, x  ->  rank, x"),
     "power-of-two": ("""It is right when N is a power of two. Otherwise some of the last ranks would have partners that
         do not exist.""", {f"{IF_CHILD}{call}": f"if True:\n    {call}" for call in (GET, DOWN)}),
     "dtype": (RING["dtype"], {PLACES: "x.clone().float(), torch.empty_like(x).float()",
@@ -442,10 +437,7 @@ INTER = (14e-6, 1 / 50e9)  # a network hop, one InfiniBand NDR port
 def hierarchical_all_reduce(note, answer, audit, nodes, per_node, count):
     rank, n = dist.get_rank(), dist.get_world_size()
     data = [numbers((count,), r) for r in range(n)]
-    x = data[rank].clone()
-    got, _, ledgers = ran(note, answer, audit, x, nodes, per_node)
-    same(note, got, sum(data))
-    kept(note, x, data[rank])
+    _, ledgers = returned(note, answer, audit, x := data[rank], sum(data), nodes, per_node)
     if not audit:
         return
     hops = {(entry.peer - r) % n for r, ledger in enumerate(ledgers) for entry in ledger if entry.op == "send"}
