@@ -6,11 +6,10 @@ import io
 import numpy as np
 import pytest
 import torch
-from figures import BEFORE, REFUSED, Opened, apart, contrast_on_white, drawings, texts
+from figures import BEFORE, REFUSED, Opened, contrast_on_white, drawings, texts
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from course_utils.draw.charts import size_axis
 from course_utils.draw.controls import checkbox, integer
 from course_utils.draw.explorer import TO_USE, Explorer
 from course_utils.draw.lanes import before_after
@@ -59,21 +58,6 @@ def test_letters_in_a_colour_can_be_read():
         assert contrast_on_white(color) < 4.5 or np.array_equal(before, after)
 
 
-@pytest.mark.parametrize("panels", [1, 2, 3])
-@pytest.mark.parametrize("sizes", [[2**10, 2**20], [2**k for k in range(8, 35)], [1000, 3000, 50_000_000], [5, 6]])
-def test_sizes_along_an_axis_do_not_overlap(panels, sizes):
-    figure, axes = new_figure(1, panels, size=(8.4, 3))
-    for ax in axes:
-        ax.plot(sizes, sizes)
-        size_axis(ax, sizes, "S")
-    figure.draw_without_rendering()
-    low, high = axes[0].get_xlim()
-    shown = [label for label in axes[0].get_xticklabels() if low <= label.get_position()[0] <= high]
-    assert shown and apart(shown, -4)
-    steps = np.diff(np.log2(axes[0].get_xticks()))
-    assert np.allclose(steps, steps[0]) if len(steps) else True
-
-
 def test_a_label_that_was_moved_is_joined_to_its_line():
     figure, (ax,) = new_figure(1, 1, size=(8.4, 3))
     ax.plot([0, 1], [0, 1])
@@ -91,10 +75,9 @@ def published(monkeypatch: pytest.MonkeyPatch):
 
 
 def drawn():
-    figure, (left, right) = new_figure(1, 2, size=(8.4, 3))
+    figure, (left, right) = new_figure(1, 2, size=(8.4, 3), title="measured: time")
     left.set(xlabel="ranks", ylabel="time (ms)", title='two <b> & "quotes"')
     right.set(xlabel="ranks")
-    figure.suptitle("measured: time")
     return figure
 
 
