@@ -553,7 +553,7 @@ def loss_gradient(net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> dict[
 
 
 class Passes:
-    """The samples of the largest batch that goes through a module, and how many forwards wait for a backward at most."""
+    """The samples of the largest batch that goes through a module, and how many forwards at most wait for backward."""
 
     def __init__(self, module: nn.Module):
         self.largest, self.alive, self.open = 0, 0, set()

@@ -20,9 +20,8 @@ from course_utils.ranks import Ledger, device, record
 from course_utils.traces import Trace, breakdown, load, spans
 
 __all__ = [
-    "BOUNDS", "Trial", "as_if_computed_elsewhere", "compiled_graphs", "hidden", "judge", "my_batch", "named_buckets",
-    "read_buckets", "recorded_jobs", "short", "spread", "time_versions", "try_data_parallel", "typical_steps",
-    "whole_batch",
+    "BOUNDS", "compiled_graphs", "hidden", "judge", "my_batch", "named_buckets", "read_buckets", "recorded_jobs",
+    "short", "spread", "time_versions", "typical_steps", "whole_batch",
 ]
 
 Batch = Callable[[int], tuple[Tensor, Tensor]]
@@ -143,25 +142,22 @@ def _backward_by_clock(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[s
     return {"backward": (0.0, ready[-1] - begin), "messages": messages, "end": end - begin}
 
 
-def as_if_computed_elsewhere(seconds: float = 0.006) -> nn.Module:
+def _as_if_computed_elsewhere() -> nn.Module:
     """Return the small GPT with a backward pass in which the rank sleeps for a while before each gradient is ready."""
     model = build_gpt()
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: time.sleep(seconds))
+        p.register_post_accumulate_grad_hook(lambda p: time.sleep(0.006))
     return model
 
 
-def time_versions(
-    versions: Sequence[Wrap], batch: Batch, make: Callable[[], nn.Module] = as_if_computed_elsewhere, steps: int = 6,
-    warm_up: int = 3,
-) -> dict[str, list[dict[str, Any]]]:
-    """On each rank: let versions take turns, and return by name the spans of their steps after `warm_up`."""
-    wrapped = {wrap.__name__: wrap(make().to(device())) for wrap in versions}
+def time_versions(versions: Sequence[Wrap], batch: Batch) -> dict[str, list[dict[str, Any]]]:
+    """On each rank: let versions take turns, and return by name the spans of three steps, after three to warm up."""
+    wrapped = {wrap.__name__: wrap(_as_if_computed_elsewhere().to(device())) for wrap in versions}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in wrapped}
-    for step in range(steps):
+    for step in range(6):
         for name, model in wrapped.items():
             found[name].append(_backward_by_clock(model, batch(step)))
-    return {name: by_step[warm_up:] for name, by_step in found.items()}
+    return {name: by_step[3:] for name, by_step in found.items()}
 
 
 def typical_steps(by_rank: Sequence[Mapping[str, Sequence[Mapping]]]) -> dict[str, list[Mapping]]:

@@ -79,10 +79,8 @@ def test_overlapped_refuses_a_second_backward_before_finish():
 
 
 def test_recorded_jobs_are_as_the_lesson_tells():
-    """404 all-reduces in a third of a step, in which nothing else is computed, and DDP's 99 % behind backward."""
-    rows, shares = data_parallel.recorded_jobs()
-    slow, ddp = rows.values()
-    assert [*shares.values()] == [0, 0.99]
+    """404 all-reduces in a third of a step, in which nothing else is computed."""
+    slow, ddp = data_parallel.recorded_jobs()[0].values()
     begin, end = slow["all-reduces"][0][0], slow["all-reduces"][-1][1]
     assert round(1e3 * begin) == 182 and round(1e3 * end) == 305
     step = max(end for row in slow.values() for _, end in row)
