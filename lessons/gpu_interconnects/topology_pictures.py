@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -48,59 +46,42 @@ class _Scene:
 
     def __init__(self, topology: Topology, path: Path | None) -> None:
         self.topology, self.devices = topology, topology.devices
-        self.near: dict[str, set[str]] = {name: set() for name in topology.devices}
+        self.near: dict[str, set[str]] = {name: set() for name in self.devices}
         for link in topology.links:
             self.near[link.a].add(link.b)
             self.near[link.b].add(link.a)
         on_path = path.devices if path else ()
-        nodes = self.nodes_to_draw(on_path)
-        spare = {node: self.spare_gpus(node, on_path) for node in nodes}
-        self.hidden = {node: len(gpus) for node, gpus in spare.items()}
-        self.names = self.devices_to_draw(nodes, set(itertools.chain(*spare.values())))
+        node_of = {name: device.node for name, device in self.devices.items() if not self.is_bar(name)}
+        nodes = sorted(set(node_of.values()))
+        ends = [node_of[name] for name in (*on_path[:1], *on_path[-1:]) if name in node_of]
+        shown = sorted(list(dict.fromkeys([*ends, nodes[0], nodes[-1]]))[:2])
+        gpus = {node: [gpu for gpu in topology.gpus if node_of[gpu] == node] for node in shown}
+        spare = {node: [gpu for gpu in own[7:-1] if gpu not in on_path] if len(own) > _MOST else []
+                 for node, own in gpus.items()}
+        self.hidden, self.skipped = {node: len(own) for node, own in spare.items()}, len(nodes) - len(shown)
+        gone = {name for name, node in node_of.items() if node not in shown or name in spare[node]}
+        for name in self.devices:  # what serves only such GPUs goes with them
+            served = {other for other in self.near[name] if self.kind(other) == "gpu"}
+            if self.kind(name) in ("nic", "pcie", "nvswitch") and served and served <= gone:
+                gone.add(name)
+        self.names = [name for name in self.devices if name not in gone]
         rows = {name: self.row(name) for name in self.names}
         used = [row for row in _ROWS if row in rows.values()]
         self.y = {name: -float(used.index(row)) for name, row in rows.items()}
         self.x: dict[str, float] = {}
         self.edges: dict[int, tuple[float, float]] = {}
-        self.place_nodes(nodes)
-        self.width = max(right for _, right in self.edges.values())
-        self.narrow = self.width > 13  # whether boxes have room for less than usual
-        self.several = len(self.edges) > 1 or self.skipped > 0
-
-    def nodes_to_draw(self, on_path: Sequence[str]) -> list[int]:
-        """Return at most two nodes, and count those left out."""
-        nodes = sorted({device.node for name, device in self.devices.items() if not self.is_bar(name)})
-        ends = [self.devices[name].node for name in (*on_path[:1], *on_path[-1:]) if not self.is_bar(name)]
-        shown = list(dict.fromkeys([*ends, nodes[0], nodes[-1]]))[:2]
-        self.skipped = len(nodes) - len(shown)
-        return sorted(shown)
-
-    def spare_gpus(self, node: int, on_path: Sequence[str]) -> list[str]:
-        """Return the GPUs of `node` that are left out."""
-        gpus = [name for name in self.topology.gpus if self.devices[name].node == node]
-        return [gpu for gpu in gpus[7:-1] if gpu not in on_path] if len(gpus) > _MOST else []
-
-    def devices_to_draw(self, nodes: Sequence[int], spare: set[str]) -> list[str]:
-        """Return the devices of `nodes` but for the GPUs left out, and what serves only such GPUs."""
-        gone = spare | {name for name, device in self.devices.items()
-                        if not self.is_bar(name) and device.node not in nodes}
-        for name in self.devices:
-            served = {other for other in self.near[name] if self.kind(other) == "gpu"}
-            if self.kind(name) in ("nic", "pcie", "nvswitch") and served and served <= gone:
-                gone.add(name)
-        return [name for name in self.devices if name not in gone]
-
-    def place_nodes(self, nodes: Sequence[int]) -> None:
-        """Give every device its column: one node beside the other, bars and hubs in the middle of what they join."""
         left = 0.0
-        for node in nodes:
+        for node in shown:
             right = self.place_node(node, left)
             self.edges[node] = left, right
             left = right + (1.9 if self.skipped or self.hidden[node] else 0.7)
-        for name in self.names:
+        for name in self.names:  # bars and hubs are in the middle of what they join
             if name not in self.x:
                 columns = [self.x[other] for other in self.near[name] if other in self.x]
                 self.x[name] = sum(columns) / len(columns) if columns else 0.0
+        self.width = max(right for _, right in self.edges.values())
+        self.narrow = self.width > 13  # whether boxes have room for less than usual
+        self.several = len(self.edges) > 1 or self.skipped > 0
 
     def kind(self, name: str) -> str:
         return self.devices[name].kind
