@@ -85,6 +85,9 @@ def parse_matrix(text: str) -> Matrix:
         affinity = row[len(names) + 1 : len(names) + 2]
         if affinity and affinity[0] != "N/A":
             numa[name] = affinity[0]
+    missing = next((name for name in names if name.startswith("GPU") and (name, name) not in cells), None)
+    if missing:
+        raise ValueError(f"there is no row of {missing}, which the header names")
     for a in names:
         for b in names:
             cells.setdefault((a, b), "X" if a == b else "SYS")

@@ -146,6 +146,7 @@ def test_nvlink_bridges_and_older_or_coloured_output():
 @pytest.mark.parametrize(("text", "told"), [
     ("no table", "whole output"), (WORKSTATION.replace("PHB", "FAR"), "'FAR'; expected PIX, PXB"),
     (WORKSTATION.replace("GPU1 PHB X 0-63 0 N/A", "GPU1"), "row of GPU1 has 0 cells"),
+    (WORKSTATION.replace("GPU1 PHB X 0-63 0 N/A", ""), "no row of GPU1"),
 ])
 def test_a_matrix_that_is_none_is_refused(text, told):
     with pytest.raises(ValueError, match=told):
