@@ -350,8 +350,8 @@ def note_links(note, ledger, nodes, gpus):
     none = dict.fromkeys(("not_distributed", "too_few_bytes"), "no-tensor-parallelism")
     note.sent(inside, sent=(one, None), **none)
     note.sent(between, sent=(least, most + slack), not_distributed="whole-batch",
-              too_many_bytes="all-ranks" if everywhere else "between")
-    again = "whole-batch" if sent(inside) >= nodes * 2 * one > 2 * one else "inside"
+              too_many_bytes="all-ranks" if everywhere else "too-many-bytes")
+    again = "whole-batch" if sent(inside) >= nodes * 2 * one > 2 * one else "too-many-bytes"
     note.sent(inside, sent=2 * one + slack, too_many_bytes=again)
 
 
@@ -386,9 +386,6 @@ MISTAKES["hybrid_training"] = {
     "wrong-group": ("""The gradients were averaged over the wrong group. Ranks of a tensor-parallel group hold different
         parts of the weights, whose gradients have nothing to do with each other.""",
             [f'{MEAN}  ->  summed(gradient, groups["tp"]) / gpus_per_node', f"{MEAN}  ->  {EVERYWHERE}"]),
-    "gain-twice": ("""The gradient of the gain was summed over the tensor-parallel group once more, perhaps in a mean
-        over all ranks. Behind copy_to it is already whole on every rank.""",
-            f'{MEAN}  ->  summed(gradient, None if w is own["gain"] else groups["dp"]) / nodes'),
     "gain-apart": ("""The gain has to stay the same on every rank, but its gradient comes from the samples of this node
         alone.""", f'{MEAN}  ->  (gradient if w is own["gain"] else {MEAN})'),
     "not-averaged": ("The replicas do not agree: each trains with the gradient of its own samples.",
@@ -412,10 +409,10 @@ MISTAKES["hybrid_training"] = {
     "all-ranks": ("""The result is right, but tensors travel through a group of all ranks. Between the nodes, a gradient
         needs to meet only those of the ranks that hold the same part.""",
             f'{MEAN}  ->  ({EVERYWHERE} if w is own["gain"] else {MEAN})'),
-    "between": ("""The result is right, but more bytes pass between the nodes than the gradients of a rank's shards and
-        one number for the loss need.""", f'w -= lr * {MEAN}  ->  w -= lr * {MEAN}\nsummed(gradient, groups["dp"])'),
-    "inside": ("""The result is right, but more bytes travel inside a node than one all-reduce forward and one backward
-        need.""", f'{LOSS}  ->  {LOSS})\nsummed(x, groups["tp"]'),
+    "too-many-bytes": ("""The result is right, but more bytes travel than these: between the nodes the gradients of a
+        rank's shards and one number for the loss, and inside a node one all-reduce forward and one backward.""",
+            [f'w -= lr * {MEAN}  ->  w -= lr * {MEAN}\nsummed(gradient, groups["dp"])',
+             f'{LOSS}  ->  {LOSS})\nsummed(x, groups["tp"]']),
     "all-work": ("""The result is right, but this rank multiplies more than its part of the weights with its part of the
         batch.""",),
     "hang": ("""Some ranks wait for a call that others never make. Every rank calls new_group for every group, in the
@@ -428,37 +425,7 @@ MISTAKES["hybrid_training"] = {
 }
 
 
-def backward_by_hand(weights, batches, lr, gpus_per_node):
-    """Groups of torch, and each gradient as a formula."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    nodes, node, gpu = world // gpus_per_node, rank // gpus_per_node, rank % gpus_per_node
-    tp, _ = dist.new_subgroups(gpus_per_node)
-    dp, _ = dist.new_subgroups_by_enumeration([list(range(g, world, gpus_per_node)) for g in range(gpus_per_node)])
-    gain, up = weights["gain"].clone(), weights["up"].tensor_split(gpus_per_node)[gpu].clone()
-    down, losses = weights["down"].tensor_split(gpus_per_node, 1)[gpu].clone(), []
-    for x, target in batches:
-        x, target = (t.unflatten(0, (nodes, -1))[node] for t in (x, target))
-        h = (x * gain) @ up.T
-        cumulative = torch.special.ndtr(h)
-        y = h * cumulative @ down.T
-        dist.all_reduce(y, group=tp)
-        error = x + y - target
-        slope = cumulative + h * torch.exp(-h * h / 2) / math.sqrt(2 * math.pi)
-        d_y = 2 * error / error.numel()
-        d_h = d_y @ down * slope
-        d_x = d_h @ up
-        dist.all_reduce(d_x, group=tp)
-        pieces = [(d_x * x).sum(0), d_h.T @ x * gain, d_y.T @ (h * cumulative), error.square().mean()[None]]
-        flat = torch.cat([piece.flatten() for piece in pieces]) / nodes
-        dist.all_reduce(flat, group=dp)
-        for w, piece in zip((gain, up, down), flat.split([p.numel() for p in pieces]), strict=False):
-            w -= lr * piece.view_as(w)
-        losses.append(flat[-1])
-    return losses, dict(gain=gain, up=up, down=down)
-
-
 RIGHT["hybrid_training"] = {
-    "backward by hand": backward_by_hand,
     "groups by hand, tensors returned": {
         MESH: "pass",
         GROUPS: "lines = mesh_groups({'dp': nodes, 'tp': gpus_per_node})\n"
@@ -590,23 +557,9 @@ MISTAKES["clip_gradients"] = {
 }
 
 
-def gathered_in_numpy(gradients, copies, groups, limit):
-    """Every rank gets the squares of all, and adds them up itself."""
-    first = [all(dist.get_rank(groups[name]) == 0 for name in names) for names in copies]
-    own = sum(
-        np.square(g.numpy().astype(np.float64)).sum() for g, counts in zip(gradients, first, strict=True) if counts
-    )
-    squares = torch.empty(dist.get_world_size(), dtype=torch.float64)
-    dist.all_gather_into_tensor(squares, torch.tensor([own], dtype=torch.float64))
-    norm = np.sqrt(squares.numpy().sum())
-    for gradient in gradients:
-        array = gradient.numpy()
-        np.multiply(array, min(1, limit / norm), out=array)
-    return norm
-
-
 RIGHT["clip_gradients"] = {
-    "gathered, in NumPy": gathered_in_numpy,
+    "gathered": {ALL_REDUCE: "squares = [torch.empty_like(total) for _ in range(dist.get_world_size())]\n"
+        "dist.all_gather(squares, total)\ntotal = torch.stack(squares).sum()"},
     "reduced to one rank, in single precision, a tensor": {
         START: "total = torch.tensor(0.0)", ADD: "total += (gradient**2).sum() / count",
         ALL_REDUCE: "dist.reduce(total, 0)\ndist.broadcast(total, 0)", "return norm": "return torch.tensor([norm])",
@@ -714,25 +667,12 @@ MISTAKES["why_not"] = {
 }
 
 
-def a_table_of_conditions(model, cluster, layout, batch):
-    """The states by hand: 2 bytes for weights, 2 for gradients and 12 for the optimizer."""
-    replicas, share = layout.dp * layout.cp, model.parameter_count / layout.tp / layout.pp
-    bytes_each = sum(b / (replicas if layout.zero >= stage else 1) for stage, b in ((3, 2), (2, 2), (1, 12)))
-    microbatches = batch / layout.dp / layout.microbatch
-    chunks = layout.pp * layout.virtual
-    found = {
-        "gpus": math.prod((layout.tp, layout.pp, layout.dp, layout.cp)) != cluster.gpus,
-        "heads": math.gcd(model.heads, model.kv_heads, model.ffn) % layout.tp > 0,
-        "layers": 0 not in (model.layers % chunks, (model.layers + 2) % chunks),
-        "batch": not microbatches.is_integer(),
-        "interleaving": layout.virtual > 1 and (layout.pp == 1 or microbatches % layout.pp in range(1, layout.pp)),
-    }
-    words = {word for word, holds in found.items() if holds}
-    return frozenset(words or {"memory"} if share * bytes_each > cluster.card.memory_bytes else words)
-
-
 RIGHT["why_not"] = {
-    "a table of conditions": a_table_of_conditions,
+    "any, frozen": {
+        "model.heads % tp or model.kv_heads % tp or model.ffn % tp":
+            "any(size % tp for size in (model.heads, model.kv_heads, model.ffn))",
+        "return words": "return frozenset(words)",
+    },
     "a float": {"count, rest = divmod(batch, dp * layout.microbatch)": "count = batch / (dp * layout.microbatch)\n"
         "rest = count % 1"},
 }

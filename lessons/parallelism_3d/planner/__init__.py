@@ -74,11 +74,7 @@ def plan(
 
 
 def mesh_groups(sizes: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
-    """Return the ranks of every group of a mesh, by dimension.
-
-    Ranks are numbered row-major, the last dimension fastest, as `torch.distributed.device_mesh` does: with
-    ``{"pp": 2, "dp": 2, "tp": 2}`` the tensor groups are (0, 1), (2, 3), (4, 5), (6, 7).
-    """
+    """Return the ranks of every group of a mesh, by dimension; the last dimension is the fastest, as in torch's."""
     strides, total = {}, 1
     for name in reversed(sizes):
         strides[name], total = total, total * sizes[name]

@@ -43,16 +43,12 @@ def rank_parameters(
 
 
 def fullest(model: TransformerConfig, layout: Layout, batch: int) -> tuple[float, ...]:
-    """Return the bytes of the fullest GPU, in the order of `memory.PARTS`.
-
-    It is on the first pipeline rank, which holds the most activations; on the second, where the first has a layer less;
-    or on the last, which has the head.
-    """
-    ranks, pp = [0], layout.pp
+    """Return the bytes of the fullest GPU, in the order of `memory.PARTS`."""
+    ranks, pp = [0], layout.pp  # the first pipeline rank holds the most activations
     if pp > 1:
-        ranks.append(pp - 1)
+        ranks.append(pp - 1)  # the last one has the head
     if pp > 2 and chunks(model, pp * layout.virtual)[1]:
-        ranks.append(1)
+        ranks.append(1)  # the second has a layer more than the first
     return max((_on_rank(model, layout, rank, layout.microbatches(batch)) for rank in ranks), key=sum)
 
 

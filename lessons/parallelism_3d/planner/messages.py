@@ -65,11 +65,8 @@ def mates(cluster: GpuCluster, layout: Layout, dimension: str) -> int:
 
 
 def traffic(model: TransformerConfig, layout: Layout, batch: int) -> dict[str, float]:
-    """Return the bytes that a GPU in the middle of the pipeline sends in a step: by ``tp``, ``cp``, ``pp``, ``dp``.
-
-    The counts are those of the planner's times; a dimension of one rank sends nothing. With replicas ``dp`` has what
-    goes among them as well, and with experts there is ``ep``.
-    """
+    """Return the bytes that a GPU in the middle of the pipeline sends in a step, by dimension: ``tp``, ``cp``, ``pp``,
+    ``dp`` (with what goes among replicas), and ``ep`` where experts are divided."""
     tp, cp, pp, dp = layout.degrees
     count, width = layout.microbatches(batch), memory.PRECISIONS[layout.precision]
     tokens, layers = layout.microbatch * model.context / cp, model.layers / pp

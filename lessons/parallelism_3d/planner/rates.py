@@ -85,11 +85,8 @@ def best_product(gpu: str, products: str = "bf16") -> float:
 
 @cache
 def fill(rows: float, columns: float, units: int) -> float:
-    """Share of the fastest tiles' speed that a product of so many rows and columns reaches on `units` multiprocessors.
-
-    A multiprocessor works on one tile at a time, so the last wave of tiles leaves some idle, and tiles at the edge are
-    partly empty. The library takes the best of its tiles.
-    """
+    """Share of the fastest tiles' speed that a product reaches on `units` multiprocessors: the last wave leaves some of
+    them idle, and tiles at the edge are partly empty. The library takes the best of its tiles."""
     best = 0.0
     for high, wide, share in _TILES:
         tiles = math.ceil(rows / high) * math.ceil(columns / wide)

@@ -20,6 +20,9 @@ from .published import PublishedRun
 from .rates import CONSTANTS
 from .step_time import StepModel
 
+#: What rules of legality are about.
+RULED = ("tp", "pp", "dp", "cp", "virtual", "microbatch", "replicas", "ep", "sequence_parallel")
+
 
 @dataclass(frozen=True)
 class Search:
@@ -76,10 +79,6 @@ def search(model: TransformerConfig, cluster: GpuCluster, batch: int, **restrict
     return Search(tuple(each for *_, each in sorted(plans)), dict(refused))
 
 
-#: What rules of legality are about.
-RULED = ("tp", "pp", "dp", "cp", "virtual", "microbatch", "replicas", "ep", "sequence_parallel")
-
-
 def _worth_trying(degrees: Mapping[str, int], zero: int, stages: tuple[int, ...]) -> bool:
     """Leave out stages that change nothing for these degrees, or make it worse."""
     if degrees["dp"] * degrees["cp"] == 1:
@@ -119,10 +118,10 @@ def _choices(restrict: Mapping[str, object], name: str, default: object) -> tupl
 
 @dataclass(frozen=True)
 class Place:
-    """Where a published layout stands among all of as many GPUs."""
+    """Where the degrees of a layout stand among all that can run, the best plan of each counting."""
 
-    rank: int | None  # place of its degrees, the best plan of each counting, from 1; None if none of their plans fits
-    of: int  # number of degrees that can run
+    rank: int | None  # from 1; None if none of their plans fits
+    of: int
 
 
 def place(run: Run | PublishedRun) -> Place:

@@ -175,9 +175,7 @@ class StepModel:
             count * context, count * expert, pipeline, data, bubble, behind, self.constants,
         )
 
-    def _data(
-        self, one: Layout, count: int, busy: float, layer: LayerTimes, parameters: float
-    ) -> tuple[float, float]:
+    def _data(self, one: Layout, count: int, busy: float, layer: LayerTimes, parameters: float) -> tuple[float, float]:
         """Seconds that data parallelism adds, and seconds of it that computing hides.
 
         Stages 0 and 1 reduce once, and stage 1 gathers behind the next forward. Without a pipeline stages 2 and 3
@@ -191,17 +189,16 @@ class StepModel:
         spread = mates(self.cluster, one, "data")
         near = math.gcd(one.shards, spread)  # of the group that divides states
 
-        def moved(size: float) -> tuple[float, float]:
+        def moved(size: float) -> list[float]:
             """Gather and reduce-scatter of so many parameters."""
-            gather, scatter = (self.half(one.shards, near, size * w) for w in (width.activation, width.gradient))
-            return gather, scatter
+            return [self.half(one.shards, near, size * each) for each in (width.activation, width.gradient)]
 
         def beside(seconds: float, share: float) -> float:
             """What messages add beside a share of the work of a micro-batch."""
             return exposed(seconds, share * busy / 3, c) if one.overlap else seconds
 
         if one.zero >= 2 and one.pp == 1:
-            layers = max(1.0, self.model.layers / one.pp)
+            layers = self.model.layers
             unit = (self.model.layer_parameters - self.model.expert_parameters * (1 - 1 / one.ep)) / one.tp
             (gather, scatter), (first, last) = moved(unit), moved(parameters - layers * unit)
             if one.zero == 2:
