@@ -32,8 +32,9 @@
 #
 # When the status line at the bottom says *Idle*, run the cells one after the other with *Shift* + *Enter*. Where the
 # text says *Predict*, write your answer down before you run the next cell, because your own wrong guess teaches more
-# than a right answer that you read. Lines with `assert` check the answers, so read them last. Sections marked *deeper*
-# can wait.
+# than a right answer that you read. Some questions have a field for your answer; it is compared after the cell, and the
+# end of the lesson lists how you did. The answer stands behind the fold *Compare* below the output. Folded cells check
+# it with `assert`. Sections marked *deeper* can wait.
 #
 # Every figure, number or plot, is **measured** (on this machine, now), **recorded** (published elsewhere, with its
 # source) or **modelled** (computed from a formula).
@@ -59,14 +60,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from course_utils import Interrupted, device, expect_error, launch
+from course_utils import HangError, Interrupted, attempt, device, expect_error, launch
 from course_utils.doctor import machine, report
 from course_utils.draw.lanes import before_after, timeline
+from course_utils.predictions import predict, predictions
 from course_utils.programs import as_program, torchrun
 from course_utils.step_log import all_inside, longest, side_by_side, spans_of
 
 world_size = 4  # ranks, 2 or more
-patience = 2.0  # seconds that `launch` waits in one cell of section 6
+patience = 2.0  # seconds that `launch` waits for ranks in section 6
 
 # %% [markdown]
 # If it ran without an error, Python, PyTorch and the course's package are in place.
@@ -137,6 +139,9 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 #
 # **Predict**: `hello` prints two lines, and four ranks run it. How many lines will you read from the ranks?
 
+# %%
+lines = predict("lines that you read from four ranks")
+
 
 # %%
 def hello():
@@ -148,12 +153,17 @@ def hello():
 
 results = launch(hello, world_size=world_size)
 print("the notebook got", results)
+
+# %% jupyter={"source_hidden": true}
 assert results == [10 * rank for rank in range(world_size)]
+lines.compare(5)
 
 # %% [markdown]
-# With four ranks you read five: a single line for the first `print`, because all ranks printed the same, and one line
-# for each rank for the second. (The last line, without a label, is the notebook's own.) `launch` labels, merges and
-# sorts what the ranks print, so your screen looks the same at every run, whichever rank is the fastest.
+# **Compare.** With four ranks you read five: a single line for the first `print`, because all ranks printed the same,
+# and one line for each rank for the second. (The last line, without a label, is the notebook's own.)
+#
+# `launch` labels, merges and sorts what the ranks print, so your screen looks the same at every run, whichever rank is
+# the fastest.
 #
 # <details><summary>It said "Default process group has not been initialized"</summary>
 #
@@ -181,6 +191,9 @@ assert results == [10 * rank for rank in range(world_size)]
 # **Predict**: what does the list hold in the notebook afterwards?
 
 # %%
+held = predict("the notebook's list", ["its own line only", "one line more", "a line more for each rank"])
+
+# %%
 notes = ["written in the notebook"]
 
 
@@ -193,11 +206,14 @@ copies = launch(take_a_note, world_size=world_size)
 for rank, copy in enumerate(copies):
     print(f"rank {rank} returned  {copy}")
 print(f"the notebook has {notes}")
+
+# %% jupyter={"source_hidden": true}
 assert notes == ["written in the notebook"]
+held.compare("its own line only")
 
 # %% [markdown]
-# Only what the list held before. `launch` *copied* the function to each rank, together with every variable and function
-# that it mentions, so each rank changed a copy of its own. What a rank returns is copied back.
+# **Compare.** Only what the list held before. `launch` *copied* the function to each rank, together with every variable
+# and function that it mentions, so each rank changed a copy of its own. What a rank returns is copied back.
 #
 # ```text
 # notebook                                            rank 2
@@ -221,6 +237,9 @@ assert notes == ["written in the notebook"]
 #
 # **Predict**: which takes longer together than alone: the sleeping, the computing, or both?
 
+# %%
+longer = predict("what takes longer together", ["sleeping", "computing", "both", "neither"])
+
 
 # %%
 def sleep():
@@ -235,16 +254,22 @@ def compute():
 
 alone = launch(spans_of, sleep, compute, world_size=1)
 together = launch(spans_of, sleep, compute, world_size=world_size)
-assert all_inside(together, "sleep")  # at some moment all ranks were asleep
 timeline(side_by_side(alone=alone, together=together), "measured: a rank alone, and ranks together")
 
+# %% jupyter={"source_hidden": true}
+assert all_inside(together, "sleep")  # at some moment all ranks were asleep
+longer.compare("computing" if here["cores"] < world_size else "neither")
+
 # %% [markdown]
+# **Compare.** Where ranks are more than cores, only the computing. Sleeping needs no core, so four sleeps take as long
+# as one. Computing needs a core, which the ranks then have to share; with a core for each, it takes about as long as
+# alone.
+#
 # *The figure: a row for each rank, first the one that was alone, then those that ran together, with a bar for sleeping
 # and one for computing. All sleep bars are equally long. Where there are fewer cores than ranks, most compute bars are
 # longer together than alone.*
 #
-# Only the computing. Sleeping needs no core, so four sleeps take as long as one. Computing needs a core, and where
-# there are more ranks than cores, the ranks have to share them. The slowest, compared with the rank alone:
+# The slowest rank, compared with the rank alone:
 
 # %% tags=["nbval-ignore-output"]
 slowdown = longest(together, "compute") / longest(alone, "compute")
@@ -266,7 +291,10 @@ print(f"{world_size} ranks, {here['cores']} cores: the slowest takes {slowdown:.
 # Here the ranks add up the numbers from 1 to 100. Rank 0 takes 1, 5, 9, …, rank 1 takes 2, 6, 10, …, and so on.
 # `device()` is the place where a rank's tensors belong: its GPU under NCCL, the CPU under gloo.
 #
-# **Predict**: which ranks hold 5,050 after the call?
+# **Predict**: how many of the ranks hold 5,050 after the call?
+
+# %%
+holders = predict("ranks that hold 5,050", ["rank 0 only", "the last rank only", "all ranks"])
 
 
 # %%
@@ -281,19 +309,23 @@ def add_up(last):
 results = launch(add_up, 100, world_size=world_size)
 parts = [part for part, total in results]
 totals = [total for part, total in results]
-assert all(total.item() == sum(range(1, 101)) for total in totals)  # equal to one process
 before_after(parts, totals, "all_reduce")
 
+# %% jupyter={"source_hidden": true}
+assert all(total.item() == sum(range(1, 101)) for total in totals)  # equal to one process
+holders.compare("all ranks")
+
 # %% [markdown]
+# **Compare.** All do: all-reduce writes the sum into the tensor of every rank.
+#
 # *The figure: on the left each rank's own part, in the rank's colour; on the right 5,050 on every rank, with a stripe
 # of each colour.*
 #
-# All ranks do: all-reduce writes the sum into the tensor of every rank. The assertion says more: the result equals what
-# *one* process computes. Nearly every lesson has such a line, because it is the only way to know that a distributed
-# program is right.
+# The folded cell asserts more: the result equals what *one* process computes. Nearly every lesson has such a line,
+# because it is the only way to know that a distributed program is right.
 #
 # The same program on other data: this is data-parallel training in miniature. Put images in place of the numbers and
-# gradients in place of the sums, divide by the world size, and you have what lesson 04 builds.
+# gradients in place of the sums, and you are close to what lesson 04 builds.
 #
 # > **What changes on real GPUs.** The call is the same, and NCCL moves the numbers from GPU to GPU. A tensor that lies
 # > on the CPU, or on another rank's GPU, is an error there.
@@ -305,8 +337,8 @@ before_after(parts, totals, "all_reduce")
 # about three hours. So failures are daily work there. `launch` makes three promises about them: the cell ends, the
 # error names the rank and the line, and your next cell works.
 #
-# `expect_error` prints an error as you would meet it, and lets this notebook run on. `backend="gloo"` keeps these cells
-# on the CPU, so that they look the same everywhere.
+# `attempt` prints an error, if there is one, as you would meet it, and lets this notebook run on. `backend="gloo"`
+# keeps these cells on the CPU, so that they look the same everywhere; `timeout` is how long `launch` waits for ranks.
 #
 # ### An error on one rank
 #
@@ -314,6 +346,9 @@ before_after(parts, totals, "all_reduce")
 # own, and an all-reduce adds up the means. There is one sample fewer than ranks.
 #
 # **Predict**: the last rank gets no sample. What does it do, and what do the others do?
+
+# %%
+others = predict("the other ranks", ["return a mean", "fail as well", "wait for the last one"])
 
 
 # %%
@@ -326,19 +361,26 @@ def mean_of_my_samples():
     return total.item()
 
 
-with expect_error():
-    launch(mean_of_my_samples, world_size=world_size, backend="gloo")
+with attempt() as outcome:
+    launch(mean_of_my_samples, world_size=world_size, timeout=patience, backend="gloo")
+
+# %% jupyter={"source_hidden": true}
+assert outcome.error.rank == world_size - 1 and "ZeroDivisionError" in outcome.error.exception
+others.compare("wait for the last one")
 
 # %% [markdown]
-# The last rank fails, and the others wait for it. The first line names the rank that failed *first*, since that is the
-# cause, and below it stands the line of your cell (`cell [n]` has `[n]` at its left). The table, explained below, shows
-# where every rank stood. Nothing is wrong with the others: they are in all-reduce number 1, and a sum over all ranks
-# needs all ranks. They would go on waiting, so `launch` stopped them.
+# **Compare.** The last rank divides by zero and fails. The others wait for it: they are in all-reduce number 1, and a
+# sum over all ranks needs all ranks. They would go on waiting, so `launch` stopped them.
+#
+# The first line names the rank that failed *first*, since that is the cause, and below it stands the line of your cell
+# (`cell [n]` has `[n]` at its left). The table, explained below, shows where every rank stood.
 #
 # ### A value that is printed once
 #
-# The mean loss is to be printed once, so only rank 0 computes it. **Predict**: what happens? (`launch` waits `timeout`
-# seconds for the ranks.)
+# The mean loss is to be printed once, so only rank 0 computes it. **Predict**: what happens?
+
+# %%
+fate = predict("the call", ["the mean is printed", "a wrong mean is printed", "rank 0 fails", "rank 0 waits"])
 
 
 # %%
@@ -350,11 +392,17 @@ def print_mean_loss():
     return "done"
 
 
-with expect_error():
+with attempt() as outcome:
     launch(print_mean_loss, world_size=world_size, timeout=patience, backend="gloo")
 
+# %% jupyter={"source_hidden": true}
+assert isinstance(outcome.error, HangError)
+fate.compare("rank 0 waits")
+
 # %% [markdown]
-# No rank has failed. Rank 0 waits for a call that never comes: a **hang**, the typical fault of distributed programs.
+# **Compare.** No rank has failed. Rank 0 waits for a call that never comes: a **hang**, the typical fault of
+# distributed programs.
+#
 # After the `timeout` (60 s unless you set it) `launch` stops the ranks and says who waits, in which call, and who
 # never joined it. Then comes the table:
 #
@@ -514,12 +562,20 @@ mine
 # **Predict**: how many lines will it show?
 
 # %% tags=["deeper"]
+shown = predict("lines of the next cell")
+
+# %% tags=["deeper"]
 # %%ranks
 dist.all_reduce(mine)
 mine
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+shown.compare(1)
+
 # %% [markdown] tags=["deeper"]
-# One, as all ranks now hold the same. A list of ranks in brackets runs a cell on these only:
+# **Compare.** One, as all ranks now hold the same.
+#
+# A list of ranks in brackets runs a cell on these only:
 
 # %% tags=["deeper"]
 # %%ranks [0]
@@ -548,7 +604,7 @@ print("the notebook has no `mine`: it lives on the ranks")
 #     if rank == 1:
 #         mine.reshape(2, 2)
 #
-# It runs in the folded cell below, inside `expect_error`.
+# It runs in the folded cell below, where its error is expected.
 
 # %% jupyter={"source_hidden": true} tags=["deeper"]
 from IPython import get_ipython
@@ -641,6 +697,9 @@ print("the old processes are gone, and the call after that ran on new ones")
 #
 # **Predict**: in which order do you read them?
 
+# %% tags=["deeper"]
+order = predict("the lines", ["by time: rank 0's lines last", "line by line, all ranks together", "rank by rank"])
+
 
 # %% tags=["deeper"]
 def three_lines():
@@ -651,12 +710,16 @@ def three_lines():
     print("third, with my number:", dist.get_rank())
 
 
-assert launch(three_lines, world_size=world_size) == [None] * world_size  # no `return`, so None
+results = launch(three_lines, world_size=world_size)
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+order.compare("line by line, all ranks together")
 
 # %% [markdown] tags=["deeper"]
-# Always in this order, however slow a rank is. The launcher shows line 1 as soon as all ranks have printed it, then
-# line 2, and so on, and it merges equal lines. If one rank prints an extra line, its later lines no longer match those
-# of the others.
+# **Compare.** Line by line, however slow a rank is. The launcher shows line 1 as soon as all ranks have printed it,
+# then line 2, and so on, and it merges equal lines.
+#
+# If one rank prints an extra line, its later lines no longer match those of the others.
 #
 # > **Misconception.** "The order on the screen is the order in time." Not here, and even less under `torchrun`, where
 # > lines of several ranks appear as they come. To know what happened first, print the time, or let one rank print.
@@ -694,6 +757,12 @@ print("\nall ranks are back")
 print(f"{here['cores']} cores, {len(here['gpus'])} GPUs, {world_size} ranks over {here['backend']}")
 print(f"computing together takes the slowest rank {slowdown:.1f} times as long as alone")
 print(f"1 + 2 + ... + 100 = {totals[0].item()} on {world_size} ranks, and on 2 under torchrun")
+
+# %% [markdown]
+# How your predictions came out:
+
+# %%
+predictions()
 
 # %% [markdown]
 # - A job is many processes that run the same program; the rank tells them apart. `launch(fn)` runs a function on all of

@@ -29,7 +29,7 @@ assert count == 3
 NOT_YET = {
     "collectives", "ddp", "debugging_hangs", "deepspeed", "ffcv_data_loading", "fsdp", "gpu_interconnects",
     "long_context_and_experts", "multi_node", "nccl", "parallelism_3d", "pipeline_parallel", "profiling",
-    "scaling_efficiency", "start_here", "tensor_parallel", "zero",
+    "scaling_efficiency", "tensor_parallel", "zero",
 }
 
 

@@ -173,7 +173,8 @@ def test_lesson(number: str, root: Path = ROOT) -> int:
     room, store = name[3:], root / ".pytest_cache" / "lessons.json"
     files = [*root.glob(f"tests/lessons/test_{room}_*.py"), root / "tests/lessons/test_exercises.py",
              root / f"notebooks/{name}.ipynb", root / f"solutions/{name}_solutions.ipynb"]
-    now = {f"{room}: {file.relative_to(root)}": _foundation(file, room, root) for file in sorted(files) if file.exists()}
+    files = [file for file in sorted(files) if file.exists()]
+    now = {f"{room}: {file.relative_to(root)}": _foundation(file, room, root) for file in files}
     passed = json.loads(store.read_text()) if store.exists() else {}
     to_run = [key.partition(": ")[2] for key, state in now.items() if passed.get(key) != state]
     for key in sorted({key.partition(": ")[2] for key in now} - {*to_run}):
