@@ -31,7 +31,7 @@ for folder in (str(ROOT / "tests"), str(ROOT)):
 
 LONG = (  # what takes a minute or so, in the order in which workers begin it; after it the groups with most tests
     "tests/promises/test_browser.py", "tests/promises/test_gpu_check.py", "tests/ranks/test_launcher_failures.py",
-    "tests/tools/test_grade.py",
+    "tests/tools/test_grade.py", "tests/lessons/test_exercises.py",
     "tests/promises/test_benchmarks.py", "tests/promises/test_notebooks.py", "notebooks/",
     "tests/ranks/test_hangs_clinic.py", "tests/lessons/test_multi_node", "tests/ranks/test_where", "solutions/",
     "tests/promises/test_loading_benchmark.py", "tests/lessons/test_ffcv_data_loading_lesson.py",
@@ -116,8 +116,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group(nodeid: str) -> str:
-    """What one worker runs in one go: a module, a class, a notebook; but papermill's runs one by one."""
-    return nodeid if nodeid.startswith("tests/promises/test_notebooks.py") else nodeid.rsplit("::", 1)[0]
+    """What one worker runs in one go: a module, a class, a notebook; of papermill's and of exercises one, or a room."""
+    if nodeid.startswith("tests/promises/test_notebooks.py"):
+        return nodeid
+    if nodeid.startswith("tests/lessons/test_exercises.py"):
+        return "tests/lessons/test_exercises.py" + nodeid.partition("[")[2].partition(".")[0]
+    return nodeid.rsplit("::", 1)[0]
 
 
 def _place(group: str, tests: Counter) -> tuple[int, int, str]:
