@@ -208,7 +208,6 @@ def test_where_slurm_does_not_run_the_check_says_so_and_passes(monkeypatch, caps
     def forbidden(hosts):
         raise RuntimeError("Slurm did not start in namespaces")
 
-    monkeypatch.setattr(restarts, "missing", list)
     monkeypatch.setattr(restarts, "SlurmCluster", forbidden)
     check.job_script(answer_with("lessons.multi_node.answers", "job_script"))
     assert "Slurm did not run" in capsys.readouterr().out

@@ -23,7 +23,6 @@ from lessons.multi_node.hosts import hosts_available, side_by_side
 
 pytestmark = pytest.mark.guard(90)
 
-LATE = 1000  # bytes that may leave a little later than they should: acknowledgements of how the ranks met
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
             "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 
@@ -46,10 +45,10 @@ def total() -> float:
     return x.item()
 
 
-def all_is_well_on_hosts(**options) -> list[int]:
+def all_is_well_on_hosts() -> list[int]:
     """The next call on hosts works; the processes of its ranks."""
-    assert launch(total, world_size=4, hosts=2, **options) == [10.0] * 4
-    return [pid for _, _, pid in launch(place, world_size=4, hosts=2, **options)]
+    assert launch(total, world_size=4, hosts=2) == [10.0] * 4
+    return [pid for _, _, pid in launch(place, world_size=4, hosts=2)]
 
 
 def holders(processes: list[psutil.Process]) -> list[int]:
@@ -91,58 +90,43 @@ def test_hosts_have_names_addresses_and_networks_of_their_own(world_size, hosts)
     assert len(networks) == hosts and os.readlink("/proc/self/ns/net") not in networks
 
 
-def test_ranks_keep_the_learners_folder_user_files_and_environment(tmp_path, monkeypatch):
+def test_ranks_keep_the_learners_folder_user_and_environment_and_reach_nothing_but_each_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OF_THE_LEARNER", "7")
 
     def look():
         Path(f"of rank {dist.get_rank()}").touch()
-        return os.getcwd(), os.getuid(), os.getgid(), os.environ["OF_THE_LEARNER"]
+        with socket.socket() as connection:
+            reached = connection.connect_ex(("192.0.2.1", 80)) == 0
+        return os.getcwd(), os.getuid(), os.getgid(), os.environ["OF_THE_LEARNER"], reached
 
-    assert launch(look, world_size=2, hosts=2) == [(str(tmp_path), os.getuid(), os.getgid(), "7")] * 2
+    assert launch(look, world_size=2, hosts=2) == [(str(tmp_path), os.getuid(), os.getgid(), "7", False)] * 2
     assert {(path.name, path.stat().st_uid) for path in tmp_path.iterdir()} == {
         (f"of rank {rank}", os.getuid()) for rank in range(2)
     }
 
 
-def test_ranks_on_hosts_reach_nothing_but_each_other():
-    def outside():
-        with socket.socket() as connection:
-            return connection.connect_ex(("192.0.2.1", 80))
-
-    assert all(launch(outside, world_size=2, hosts=2))
-
-
 # --- bytes between hosts -------------------------------------------------------------------------------------------
 
 
-def test_what_an_all_reduce_sends_between_hosts_is_counted():
+def test_what_leaves_a_host_is_counted_and_what_stays_in_it_is_not():
     """A ring through 4 ranks crosses from each host to the other once, with 2 · 3/4 of the tensor."""
     size = 1 << 20
 
     def reduce():
+        x = torch.ones(size // 4)
+        if dist.get_rank() % 2 == 0:
+            dist.send(x, dist.get_rank() + 1)  # of the same host
+        else:
+            dist.recv(x, dist.get_rank() - 1)
         with record() as ledger:
-            dist.all_reduce(torch.ones(size // 4))
+            dist.all_reduce(x)
         return ledger
 
     results = launch(reduce, world_size=4, hosts=2, link="100mbit")
-    for left in results.left_host:
+    for host, left in enumerate(results.left_host):
         assert 1.5 * size <= left <= 1.12 * 1.5 * size  # headers and acknowledgements
-    assert results[0].bytes("all_reduce") == size
-    assert results[3].table().split("\n")[-2:] == [
-        f"   left node{host}  eth0     {results.left_host[host]:,}" for host in range(2)
-    ]
-
-
-def test_messages_within_a_host_do_not_leave_it():
-    def within():
-        x = torch.ones(1 << 18)
-        if dist.get_rank() % 2 == 0:
-            dist.send(x, dist.get_rank() + 1)
-        else:
-            dist.recv(x, dist.get_rank() - 1)
-
-    assert max(launch(within, world_size=4, hosts=2).left_host) < LATE
+        assert f"   left node{host}  eth0     {left:,}" in results[3].table()
 
 
 # --- warm and cold ranks -------------------------------------------------------------------------------------------
@@ -182,10 +166,7 @@ def test_an_error_names_rank_and_host_and_the_next_call_works():
 
     with pytest.raises(WorkerError, match="rank 3 on node1 failed: ValueError: mine") as caught:
         launch(fail, world_size=4, hosts=2)
-    assert caught.value.rank == 3 and caught.value.exception == "ValueError: mine"
-    assert [state.split()[:2] for state in caught.value.states[:4]] == [
-        [str(rank), f"node{rank // 2}"] for rank in range(4)
-    ]
+    assert [row.split()[:2] for row in caught.value.states[:4]] == [[str(r), f"node{r // 2}"] for r in range(4)]
     all_is_well_on_hosts()
 
 
@@ -205,16 +186,12 @@ def test_a_hang_says_on_which_host_each_rank_waits():
     all_is_well_on_hosts()
 
 
-def wait_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.01)
-
-
 def test_side_by_side_calls_run_at_the_same_time_on_hosts_of_their_own(tmp_path):
     def meet(name: str, other: str) -> list[str]:
         def work():
             (tmp_path / name).touch()
-            wait_for(tmp_path / other)
+            while not (tmp_path / other).exists():
+                time.sleep(0.01)
             return os.readlink("/proc/self/ns/net")
 
         return launch(work, world_size=2, hosts=2)
@@ -228,18 +205,9 @@ def test_side_by_side_calls_run_at_the_same_time_on_hosts_of_their_own(tmp_path)
 # --- faults --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("cable pulled", ["Network is unreachable", "clients joined", "timed out"]),
-        ("port closed", ["timed out", "clients joined"]),
-        ("unknown name", ["timed out", "clients joined"]),
-        ("wrong address", ["(node1, 29500)"]),
-        # A rank of the same host may notice only that a neighbor has given up.
-        ("wrong name", ["Connection refused, remote=[127.0.1.1]", "Connection closed by peer [127.0."]),
-        ("wrong interface", ["Unable to find address for: ib0"]),
-    ],
-)
+@pytest.mark.parametrize(("fault", "said"), [  # the network clinic shows the others
+    ("unknown name", ["timed out", "clients joined"]), ("wrong interface", ["Unable to find address for: ib0"]),
+])
 def test_a_fault_gives_the_error_of_pytorch(fault, said):
     with pytest.raises(WorkerError) as caught:
         launch(total, world_size=4, hosts=2, fault=fault, timeout=16)

@@ -65,12 +65,8 @@ class Plan:
     fault: str | Conditions | None = None
     emulated: bool = True  # else the ranks run on one host and are only told that they do not
 
-    @property
-    def ranks_of_one(self) -> int:
-        return self.world_size // self.count
-
     def host(self, rank: int) -> int:
-        return rank // self.ranks_of_one
+        return rank * self.count // self.world_size
 
     def name(self, rank: int) -> str:
         return f"node{self.host(rank)}"
@@ -90,9 +86,8 @@ class Plan:
         """What tells ranks where they are: hosts, the address of the first, the interface (None: none is named)."""
         if not self.emulated:
             return {"emulated": False, "count": self.count, "address": "127.0.0.1"}
-        told = self.conditions
-        address = f"node{told.master}"
-        return {"emulated": True, "count": self.count, "address": address, "interface": told.interface}
+        told = {"address": f"node{self.conditions.master}", "interface": self.conditions.interface}
+        return {"emulated": True, "count": self.count, **told}
 
 
 def divide(hosts: Any, world_size: int, link: Any = None, latency: Any = None, fault: Any = None) -> Plan:
