@@ -113,21 +113,7 @@ MISTAKES["fit_and_predict"] = {
             f"{MEDIAN}  ->  t, sizes = seconds.median(dim=1).values[[0, -1]], sizes[[0, -1]]"),
     "value": ("Start with data without noise: two rows are then enough to compute alpha and beta by hand.",),
 }
-
-
-def reweighted(sizes, seconds, unseen):
-    """All measurements, in relative error; what lies far off counts less each time."""
-    x, t = np.repeat(sizes.numpy(), seconds.shape[1]), seconds.numpy().ravel()
-    weights = np.ones_like(t)
-    for _ in range(50):
-        w = weights / t
-        alpha, beta = np.linalg.lstsq(np.stack([w, x * w], 1), weights, rcond=None)[0]
-        weights = 1 / np.sqrt(np.maximum(abs(alpha + beta * x - t) / t, 1e-6))
-    return torch.tensor(alpha), torch.tensor(beta), alpha + beta * unseen
-
-
 RIGHT["fit_and_predict"] = {
-    "reweighted": reweighted,
     "the best time": "median(dim=1).values  ->  sort(dim=1).values[:, 0]",
     "squared weights, normal equations": {
         WEIGHTED: "[1 / t**2, sizes / t**2]",
