@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle, groupby
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,122 +21,60 @@ LOADING_COLORS = {
     "read": "#999999", "decode": "#009E73", "augment": "#E69F00", "copy": "#CC79A7", "load": "#56B4E9",
     "step": "#0072B2", "wait": "#D55E00",
 }
-_TINY = 0.012  # of a row: what is narrower is enlarged
 
-
-class _Block(NamedTuple):
-    """Neighbouring segments of one label."""
-
-    label: str
-    segments: tuple[tuple[int, int], ...]  # (start, size)
-
-    @property
-    def start(self) -> int:
-        return self.segments[0][0]
-
-    @property
-    def end(self) -> int:
-        return sum(self.segments[-1])
-
-    @property
-    def words(self) -> str:
-        each = {size for _, size in self.segments}
-        if len(self.segments) == 1:
-            return f"{self.label}, {format_bytes(*each)}"
-        size = format_bytes(*each) if len(each) == 1 else f"{format_bytes(sum(s for _, s in self.segments))} in all"
-        return f"{len(self.segments):,} x {self.label}, {size}"
-
-
-class _Row(NamedTuple):
-    """A stretch of the file: its first and last byte, its blocks, and the row of which it enlarges a part."""
-
-    start: int
-    end: int
-    blocks: list[_Block]
-    above: int | None
+Pieces = list[tuple[int, int]]  # start and size of neighbours of one label
 
 
 def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
-    """Draw a file (label, start, size), to scale, with neighbours too small to see enlarged below.
+    """Draw a file (label, start, size), to scale, and below it, enlarged, its first parts, which are too small to see.
 
-    Each row is to scale in itself and says which bytes it shows. Segments of one label have one colour; the label is
-    written into the segment where there is room, else above the row. What no segment covers is left white.
+    Segments of one label have one colour; the label is written into the segment where there is room, else above the
+    row. What no segment covers is left white.
     """
-    segments = [(label, int(start), int(size)) for label, start, size in segments]
-    rows = _rows(segments)
-    colors = charts.in_turn(label for label, *_ in segments)
-    figure, axes = new_figure(len(rows), 1, size=(WIDTH, 0.35 + 1.15 * len(rows)), title=title)
-    for ax, row in zip(axes, rows, strict=True):
-        _draw_row(ax, row, colors)
+    blocks = [(label, [(int(start), int(size)) for _, start, size in group])
+              for label, group in groupby(segments, lambda segment: segment[0])]
+    whole = sum(blocks[-1][1][-1])
+    small = [block for block in blocks if sum(block[1][-1]) < 0.01 * whole]
+    part = sum(small[-1][1][-1])
+    colors = charts.in_turn(label for label, _ in blocks)
+    figure, axes = new_figure(2, 1, size=(WIDTH, 2.65), title=title)
+    for ax, end in zip(axes, (whole, part), strict=True):
+        for label, pieces in blocks:
+            color = colors[label]
+            ax.broken_barh(pieces, (-0.5, 1), facecolor=tint(color), edgecolor=color, linewidth=0.7)
+        ax.set(xlim=(0, end), ylim=(-0.5, 0.5), yticks=[])
+        ax.spines[["left", "right", "top", "bottom"]].set(visible=True, color=FAINT, linewidth=0.6)
+        ax.set_xticks([0, end], ["byte 0", f"byte {end:,}"], fontsize=SMALL)
+        ax.tick_params(axis="x", length=3)
+        for tick, side in zip(ax.get_xticklabels(), ("left", "right"), strict=True):
+            tick.set_horizontalalignment(side)
+        ax.set_title(" ", fontsize=SMALL)  # room for names
     figure.draw_without_rendering()
-    for i, (ax, row) in enumerate(zip(axes, rows, strict=True)):
-        enlarged = {block for other in rows if other.above == i for block in other.blocks}
-        _name_blocks(ax, [block for block in row.blocks if block not in enlarged], colors)
-        if row.above is None:
-            continue
-        for at, corner in ((row.start, 0), (row.end, 1)):
-            look = {"color": FAINT, "linewidth": 0.9, "linestyle": (0, (3, 2)), "zorder": 0}
-            ends = ((at, -0.5), (corner, 1), axes[row.above].transData, ax.transAxes)
-            figure.add_artist(ConnectionPatch(*ends, **look))
-        times = (rows[0].end - rows[0].start) / (row.end - row.start)
-        charts.beside(ax, f"enlarged {times:,.0f} times", (0.5, 0), (0, -4), xycoords="axes fraction", fontsize=SMALL,
-                      ha="center", va="top")
+    for ax, row in zip(axes, (blocks[len(small) :], small), strict=True):
+        for label, pieces in row:
+            _name(ax, label, pieces, colors[label])
+    for at, corner in ((0, 0), (part, 1)):
+        look = {"color": FAINT, "linewidth": 0.9, "linestyle": (0, (3, 2)), "zorder": 0}
+        figure.add_artist(ConnectionPatch((at, -0.5), (corner, 1), axes[0].transData, axes[1].transAxes, **look))
+    charts.beside(axes[1], f"enlarged {whole / part:,.0f} times", (0.5, 0), (0, -4), xycoords="axes fraction",
+                  fontsize=SMALL, ha="center", va="top")
     return figure
 
 
-def _rows(segments: Sequence[tuple[str, int, int]]) -> list[_Row]:
-    """Return the whole file, then each run of blocks too small to see in a row before it."""
-    blocks = [_Block(label, tuple((start, size) for _, start, size in group))
-              for label, group in groupby(segments, lambda segment: segment[0])]
-    rows = [_Row(0, blocks[-1].end, blocks, None)]
-    for i, row in enumerate(rows):  # which grows
-        wide = row.end - row.start
-        run: list[_Block] = []
-        for block in [*row.blocks, None]:
-            if block and block.end - block.start < _TINY * wide and block.end - (run or [block])[0].start < 0.05 * wide:
-                run.append(block)
-                continue
-            if len(run) > 1:
-                rows.append(_Row(run[0].start, run[-1].end, run, i))
-            run = []
-    return rows
-
-
-def _draw_row(ax: Axes, row: _Row, colors: Mapping[str, str]) -> None:
-    for block in row.blocks:
-        color = colors[block.label]
-        ax.broken_barh(block.segments, (-0.5, 1), facecolor=tint(color), edgecolor=color, linewidth=0.7)
-    ax.set(xlim=(row.start, row.end), ylim=(-0.5, 0.5), yticks=[])
-    ax.spines[:].set_visible(False)
-    ax.spines[["left", "right", "top", "bottom"]].set(visible=True, color=FAINT, linewidth=0.6)
-    ax.set_xticks([row.start, row.end], [f"byte {row.start:,}", f"byte {row.end:,}"], fontsize=SMALL)
-    ax.tick_params(axis="x", length=3)
-    for tick, side in zip(ax.get_xticklabels(), ("left", "right"), strict=True):
-        tick.set_horizontalalignment(side)
-    ax.set_title(" ", fontsize=SMALL)  # room for names
-
-
-def _name_blocks(ax: Axes, blocks: Sequence[_Block], colors: Mapping[str, str]) -> None:
-    """Write each block's name into it where there is room, else above it, none over another."""
-    wide, _ = charts.points_per_unit(ax)
-    left, right = ax.get_xlim()
-    outside = []
-    for block in blocks:
-        middle, room = (block.start + block.end) / 2, (block.end - block.start) * wide
-        if 5.4 * len(block.words) < room:
-            ground = {"facecolor": tint(colors[block.label]), "edgecolor": "none", "pad": 1.5}
-            ax.text(middle, 0, block.words, bbox=ground if len(block.segments) > 1 else None, fontsize=SMALL, **CENTRED)
-        else:
-            outside.append(((middle - left) * wide, block))
-    width, end = (right - left) * wide, 0.0
-    lengths = [5.2 * len(block.words) for _, block in outside]
-    for i, (at, block) in enumerate(outside):
-        after = sum(length + 12 for length in lengths[i + 1 :])
-        start = max(end, min(at - lengths[i] / 2, width - lengths[i] - after))
-        end = start + lengths[i] + 12
-        line = {"arrowstyle": "-", "color": colors[block.label], "shrinkB": 0}
-        charts.beside(ax, block.words, (at / width, 1), (start + lengths[i] / 2 - at, 12), xycoords="axes fraction",
-                      fontsize=SMALL, arrowprops=line, **CENTRED)
+def _name(ax: Axes, label: str, pieces: Pieces, color: str) -> None:
+    """Write what neighbouring pieces are into them where there is room, else above them, away from the nearer edge."""
+    sizes, (start, end) = [size for _, size in pieces], (pieces[0][0], sum(pieces[-1]))
+    each = format_bytes(sizes[0]) if len(set(sizes)) == 1 else f"{format_bytes(sum(sizes))} in all"
+    words = f"{len(pieces):,} x {label}, {each}" if len(pieces) > 1 else f"{label}, {each}"
+    middle, (wide, _) = (start + end) / 2, charts.points_per_unit(ax)
+    if 5.4 * len(words) < (end - start) * wide:
+        ground = {"facecolor": tint(color), "edgecolor": "none", "pad": 1.5}
+        ax.text(middle, 0, words, bbox=ground if len(pieces) > 1 else None, fontsize=SMALL, **CENTRED)
+    else:
+        right = middle > ax.get_xlim()[1] / 2
+        line = {"arrowstyle": "-", "color": color, "shrinkB": 0}
+        charts.beside(ax, words, (middle, 0.5), (-5 if right else 5, 12), fontsize=SMALL, arrowprops=line, va="center",
+                      ha="right" if right else "left")
 
 
 def page_accesses(

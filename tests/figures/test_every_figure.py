@@ -31,12 +31,10 @@ ONE = simulate(one_f_one_b(4, 8))
 STEP = {"backward": (0, 0.01), "messages": [(0.0, 0.01), (0.005, 0.02)], "end": 0.02}
 STATE = (BEFORE, [[[r]] * 3 for r in range(3)])
 BLOCKS = [("block 0", 0.0, 1.0), ("block 1", 1.0, 2.0)]
-MIB = 2**20
 BETON = [
-    ("header", 0, 24), ("field descriptors", 24, 2082), ("data table", 2106, 64_000),
-    *(("heap page", 8 * MIB * (i + 1), 8 * MIB) for i in range(47)), ("allocation table", 48 * 8 * MIB, 48_000),
+    ("header", 0, 24), ("fields", 24, 2082), ("metadata", 2106, 576),
+    *(("image", 2**21 + 2**17 * i, 2**17 - 5) for i in range(24)), ("allocation table", 2**23, 576),
 ]
-SMALL = [(f"a name {i}", 100_000 * i, 99_000 if i % 2 else 1) for i in range(1, 6)]
 FOUND = search(PUBLISHED["Llama 3 8B"], cluster("DGX H100", gpus=8), 64, zero=(1, 3), recompute=("none", "full"), cp=1)
 MESHES = (
     {"tp": 1}, {"dp": 8}, {"pp": 2, "dp": 2, "tp": 2}, {"tp": 8, "dp": 8, "pp": 4}, {"replicate": 3, "shard": 5},
@@ -58,8 +56,6 @@ FIGURES = [
     partial(draw.cut_picture, 96, 384, 96, 6, "six"),
     partial(draw.errors_by_family, replay(published_runs(role=("known", "held_out"))), "m"),
     partial(draw.file_layout, BETON, "measured: a file"),
-    partial(draw.file_layout, [("a", 10**12, 10**12)], "2 TB"),
-    partial(draw.file_layout, [("first", 0, 1), *SMALL, ("the last", 600_000, 1)], "small parts"),
     partial(draw.generations, ["P100\n2016", "B200\n2024"], {"FLOP/s": [1, 106], "B/s": [1, 105]}, ""),
     partial(draw.gpu_timelines, {job: {"compute": [(0, 0.1)], "messages": [(0.05, 0.1)]} for job in OPS}, "recorded"),
     partial(draw.gradient_range, {"loss": np.geomspace(1e-9, 1, 99)}, {"fp16": (-24, 16)}),
