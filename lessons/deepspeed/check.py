@@ -78,12 +78,9 @@ def started(note: Any, config: Any) -> Any:
     try:
         return make_engine(config)
     except Exception as error:
-        note.holds(False, "refused", f"DeepSpeed stops: {first_line(error)[:200]}.")
+        said = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+        note.holds(False, "refused", f"DeepSpeed stops: {said[:200]}.")
         return None
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
 
 
 # --- exercise 1: mended configurations
