@@ -11,12 +11,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from . import charts
-from .style import FAINT, MARKERS, RANK_COLORS, naming, new_figure, tint
+from .style import FAINT, INK, MARKERS, RANK_COLORS, naming, new_figure, tint
 
 Ends = dict[str, tuple[float, float, str]]  # of lines, by name: x, y, colour
 
 #: Of lines that say what would be ideal.
 IDEAL = {"linestyle": "--", "color": FAINT, "linewidth": 1.2}
+
+
+def dots(x: Sequence[float], y: Sequence[float], color: str = INK, size: float = 5, **look: object) -> tuple:
+    """Return points as `Panel.below` and `Panel.above` take them."""
+    return x, y, {"linestyle": "none", "marker": "o", "color": color, "markersize": size} | look
 
 
 @dataclass

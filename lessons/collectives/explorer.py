@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter
 
 from course_utils.draw.controls import decimal, slider
 from course_utils.draw.explorer import Explorer
-from course_utils.draw.panels import Panel, panels
+from course_utils.draw.panels import Panel, dots, panels
 from course_utils.draw.style import RANK_COLORS
 
 _GPUS = tuple(2**k for k in range(15))
@@ -53,10 +53,9 @@ def _draw(at: int, runs: dict[str, list[tuple[float, float]]]) -> Figure:
     several = []
     for i, (y, title) in enumerate((("hours", "modelled: time of the run"), ("$", "modelled: cost of the run"))):
         lines = {name: [point[i] for point in points] for name, points in runs.items()}
-        dots = [([at], [values[_GPUS.index(at)]], {"marker": "o", "color": _COLORS[name]})
-                for name, values in lines.items()]
+        points = [dots([at], [values[_GPUS.index(at)]], _COLORS[name], 6) for name, values in lines.items()]
         several.append(Panel(title, y, lines, colors=_COLORS, look={"linewidth": 1.8}, log=True, form="{:,g}",
-                             above=dots))
+                             above=points))
     figure = panels(_GPUS, *several, counts="GPUs", ticks=_GPUS[::3], size=(11.0, 3.6))
     figure.axes[1].yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     return figure

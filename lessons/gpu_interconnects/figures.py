@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from course_utils.draw import charts
 from course_utils.draw.bars import name_rows
 from course_utils.draw.lanes import step_split as step_split
-from course_utils.draw.panels import Panel, panels
+from course_utils.draw.panels import Panel, dots, panels
 from course_utils.draw.style import (
     FAINT,
     INK,
@@ -101,9 +101,8 @@ def latency_fit(
     lines = np.asarray(fits)[:, :1] + np.asarray(fits)[:, 1:] * many
     low, middle, high = np.percentile(lines, [2.5, 50, 97.5], axis=0) * 1e3
     blue, red = RANK_COLORS[0], RANK_COLORS[5]
-    dots = {"linestyle": "none", "marker": "o", "color": blue, "markersize": 5}
-    points = [(sizes, np.multiply(seconds, 1e3), dots),
-              (unseen[0], np.multiply(unseen[1], 1e3), dots | {"marker": "D", "color": red, "markersize": 6})]
+    points = [dots(sizes, np.multiply(seconds, 1e3), blue),
+              dots(unseen[0], np.multiply(unseen[1], 1e3), red, 6, marker="D")]
     figure = panels(many, Panel(title, "time of one message (ms)", {"α + βS": middle}, above=points, log=True,
                                 form="{:g}"), sizes="message size S", ticks=both)
     (ax,) = figure.axes

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from course_utils.costs import TwoLevelCluster, all_reduce_seconds, busbw
 from course_utils.draw import charts
-from course_utils.draw.panels import Ends, Panel, draw_panel, label_lines, panels
+from course_utils.draw.panels import Ends, Panel, dots, draw_panel, label_lines, panels
 from course_utils.draw.style import (
     DASHED,
     FAINT,
@@ -151,9 +151,8 @@ def model_against_emulation(
 ) -> Figure:
     """Draw emulated seconds of algorithms as points, what a model predicts as lines, and say how far they are apart."""
     many = np.geomspace(sizes[0], sizes[-1], 120)
-    points = [(sizes, np.multiply(seconds, 1e6), {
-        "linestyle": "none", "marker": MARKERS[i % 8], "color": algorithm_color(name), "markersize": 6,
-        "markeredgecolor": "white"}) for i, (name, seconds) in enumerate(emulated.items())]
+    points = [dots(sizes, np.multiply(seconds, 1e6), algorithm_color(name), 6, marker=marker, markeredgecolor="white")
+              for (name, seconds), marker in zip(emulated.items(), MARKERS, strict=False)]
     worst = max(abs(t / model(name, s) - 1) for name, seconds in emulated.items()
                 for s, t in zip(sizes, seconds, strict=True))
     panel = _panel(f"points: emulated; lines: modelled; {worst:.1%} apart at most",
@@ -176,13 +175,12 @@ def predicted_against_recorded(
     errors = {name: 100 * (np.divide(seconds, table.seconds) - 1) for name, seconds in predicted.items()}
     tones = dict(zip(predicted, [RANK_COLORS[i] for i in (4, 0, 2, 1, 3, 5)], strict=False))
     look = {"colors": tones, "look": {"linewidth": 1.2}, "looks": {list(predicted)[-1]: {"linewidth": 2.0}}}
-    dots = {"linestyle": "none", "marker": "o", "color": INK, "markersize": 4.5}
     told = {f"{name}: median {np.median(np.abs(errors[name])):.1f} %": tones[name] for name in errors}
     shown = {
         "time": Panel(f"points recorded, lines modelled:\n{table.name}", "time of one call", predicted, 1e6, log=True,
-                      above=[(sizes, np.multiply(table.seconds, 1e6), dots)], then=_time_axis, **look),
+                      above=[dots(sizes, np.multiply(table.seconds, 1e6), size=4.5)], then=_time_axis, **look),
         "rate": Panel("bus bandwidth", "bus bandwidth (GB/s)", rates,
-                      above=[(sizes, np.divide(table.busbw, 1e9), dots)], **look),
+                      above=[dots(sizes, np.divide(table.busbw, 1e9), size=4.5)], **look),
         "error": Panel("error of the predicted time", "predicted time / recorded time - 1 (%)",
                        dict(zip(told, errors.values(), strict=True)), limits=(None, None),
                        **look | {"colors": told, "looks": {list(told)[-1]: {"linewidth": 2.0}},

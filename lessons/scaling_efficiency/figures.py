@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from course_utils.draw import charts
 from course_utils.draw.lanes import step_spans as step_spans
-from course_utils.draw.panels import IDEAL, Panel, panels
+from course_utils.draw.panels import IDEAL, Panel, dots, panels
 from course_utils.draw.panels import loss_curves as loss_curves
 from course_utils.draw.style import DASHED, FAINT, INK, RANK_COLORS, WIDTH, naming, new_figure, tint
 from course_utils.recorded import Scaling
@@ -65,9 +65,8 @@ def scaling_curves(
 def scaling_models(record: Scaling, predicted: Mapping[str, Sequence[float]], fitted: int) -> Figure:
     """Draw a recorded throughput per GPU and what models predict, which have seen the first `fitted` points."""
     gpus, rates = record.gpus, np.array(record.tokens_per_gpu)
-    dots = {"linestyle": "none", "marker": "o", "color": INK, "markersize": 7}
-    points = [(gpus[:fitted], rates[:fitted], dots),
-              (gpus[fitted:], rates[fitted:], dots | {"markerfacecolor": "white"})]
+    points = [dots(gpus[:fitted], rates[:fitted], size=7),
+              dots(gpus[fitted:], rates[fitted:], size=7, markerfacecolor="white")]
     errors = {name: np.array(values) / rates - 1 for name, values in predicted.items()}
     return panels(
         gpus, Panel(f"recorded (points; filled: seen by the fit),\nmodelled: {record.name}",
@@ -93,7 +92,7 @@ def bucket_choice(sizes: Sequence[float], exposed: Mapping[str, Sequence[float]]
 
     Seconds are those that backward alone does not hide; the size `default` is marked.
     """
-    best = [(sizes[int(np.argmin(seconds))], 1e3 * min(seconds), {"marker": "o", "color": color, "markersize": 7})
+    best = [dots(sizes[int(np.argmin(seconds))], 1e3 * min(seconds), color, 7)
             for seconds, color in zip(exposed.values(), RANK_COLORS, strict=False)]
     title = "modelled: communication that is not hidden; dots: least"
     figure = panels(sizes, Panel(title, "time added to the step (ms)", exposed, 1e3, log=True, form="{:g}", above=best,

@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from course_utils.draw import charts
 from course_utils.draw.bars import PART_COLORS, end_to_end, legend, parts_of
 from course_utils.draw.bars import memory_bars as memory_bars
-from course_utils.draw.panels import Panel, panels
+from course_utils.draw.panels import Panel, dots, panels
 from course_utils.draw.style import CENTRED, GROUND, INK, MARKERS, SMALL, new_figure, tint
 from course_utils.units import decimal_bytes
 
@@ -90,8 +90,7 @@ def memory_over_length(
 ) -> Figure:
     """Draw bytes of activations over tokens in a sequence: points measured, lines by formula, by name."""
     colors = charts.in_turn([*measured, *formula])
-    points = [(lengths, sizes, {"linestyle": "none", "marker": marker, "color": colors[name], "markersize": 6.5,
-                                "markeredgecolor": "white"})
+    points = [dots(lengths, sizes, colors[name], 6.5, marker=marker, markeredgecolor="white")
               for (name, sizes), marker in zip(measured.items(), MARKERS, strict=False)]
     figure = panels(lengths, Panel(title, "activations", formula, colors=colors, look={"linewidth": 1.8}, log=True,
                                    above=points), counts="tokens in a sequence")
