@@ -49,8 +49,7 @@ def bars(
 def draw_bars(
     ax: Axes, rows: Mapping[str, Row], colors: Mapping[str, str], xlabel: str, *, scale: float = 1.0,
     height: float = 0.72, room: float = 1.05, hatches: Mapping[str, str] | None = None,
-    inside: Callable[[str, float, float], str] | None = None, behind: Sequence[str] = (),
-    weight: str = "bold",
+    inside: Callable[[str, float, float], str] | None = None, behind: Sequence[str] = (), weight: str = "bold",
 ) -> None:
     """Draw one bar for each row, the first on top, in pieces of the colours of their labels.
 
@@ -185,6 +184,6 @@ def loader_bars(
     colors = {name: RANK_COLORS[name in strong] for name in rows} | {baseline: FAINT}
     told = [f"{rate:,.0f}  {times[name]:.1f}×" for name, rate in rows.items()]
     lanes = {name: {name: rate} for name, rate in rows.items()}
-    figure = bars(lanes, colors, title, unit, head=0.95, key=False, room=1.2, behind=told)
+    figure = bars(lanes, colors, title, unit, head=0.95, key=False, room=1.2, behind=told, weight="normal")
     charts.format_ticks(figure.axes[0].xaxis, "{:,.0f}")
     return figure

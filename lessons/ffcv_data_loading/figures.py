@@ -103,8 +103,8 @@ def time_shares(rows: Mapping[str, Mapping[str, float]], title: str) -> Figure:
     totals = [sum(row.values()) for row in rows.values()]
     shares = {name: {part: seconds / total for part, seconds in row.items()}
               for (name, row), total in zip(rows.items(), totals, strict=True)}
-    figure = bars(shares, colors, title, "share of the time", room=1.14, behind=[charts.duration(t) for t in totals],
-                  inside=lambda part, share, whole: f"{share:.0%}")
+    figure = bars(shares, colors, title, "share of the time", room=1.14, behind=list(map(charts.duration, totals)),
+                  weight="normal", inside=lambda part, share, whole: f"{share:.0%}")
     figure.axes[0].set_xticks([0, 0.25, 0.5, 0.75, 1])
     figure.axes[0].xaxis.set_major_formatter(PercentFormatter(1))
     return figure
