@@ -191,7 +191,8 @@ lines.compare(5)
 # **Predict**: what does the list hold in the notebook afterwards?
 
 # %%
-held = predict("the notebook's list", ["its own line only", "one line more", "a line more for each rank"])
+may_hold = ["its own line only", "one line more", "a line more for each rank"]
+held = predict("the notebook's list", may_hold)
 
 # %%
 notes = ["written in the notebook"]
@@ -380,7 +381,8 @@ others.compare("wait for the last one")
 # The mean loss is to be printed once, so only rank 0 computes it. **Predict**: what happens?
 
 # %%
-fate = predict("the call", ["the mean is printed", "a wrong mean is printed", "rank 0 fails", "rank 0 waits"])
+fates = ["the mean is printed", "a wrong mean is printed", "rank 0 fails", "rank 0 waits"]
+fate = predict("the call", fates)
 
 
 # %%
@@ -698,7 +700,8 @@ print("the old processes are gone, and the call after that ran on new ones")
 # **Predict**: in which order do you read them?
 
 # %% tags=["deeper"]
-order = predict("the lines", ["by time: rank 0's lines last", "line by line, all ranks together", "rank by rank"])
+orders = ["by time: rank 0's lines last", "line by line, all ranks together", "rank by rank"]
+order = predict("the lines", orders)
 
 
 # %% tags=["deeper"]

@@ -50,6 +50,7 @@ from course_utils.data import Windows
 from course_utils.hardware import GPUS, LINKS
 from course_utils.memory import activation_bytes, held_memory, model_states, track, training_memory
 from course_utils.models import PUBLISHED, TransformerConfig, build_gpt, loss_of
+from course_utils.predictions import predict, predictions
 from course_utils.programs import folded
 from lessons.zero import figures
 from lessons.zero.explorer import memory_calculator
@@ -81,6 +82,9 @@ folded("The model's source", *classes, models.loss_of)
 # optimizer's step?
 
 # %%
+fullest = predict("the step holds the most after", ["forward", "backward", "the optimizer's step"])
+
+# %%
 backend = launch(dist.get_backend, world_size=world_size)[0]  # the same for any number of ranks
 windows = Windows("train")
 gpt = TransformerConfig()
@@ -110,22 +114,25 @@ def watched_steps():
 
 # %%
 history, peak = launch(watched_steps, world_size=1, backend=backend)[0]
+figures.memory_over_time(history, "measured: two steps of one process, 16 windows")
+
+# %% jupyter={"source_hidden": true}
 begin, forward, backward, stepped = [memory for _, memory in history[:4]]
-assert max(history, key=lambda mark: mark[1].total)[0] == "forward"
 assert peak.total > forward.total > 2 * peak.states and peak.activations > 0.9 * forward.activations
 assert begin.parameters == backward.gradients == 4 * gpt.parameter_count
 assert round(stepped.optimizer / begin.parameters, 2) == 2 and begin.optimizer == 0
-figures.memory_over_time(history, "measured: two steps of one process, 16 windows")
+fullest.compare(max(history, key=lambda mark: mark[1].total)[0])
 
 # %% [markdown]
+# **Compare.** After forward: 16 windows are many for so small a model, so activations are larger than everything else.
+# The true peak comes a moment later, when backward adds the first gradients of activations.
+#
 # *The figure (measured): bytes by part over two training steps. Parameters are there throughout. Activations appear in
 # forward; memory is highest after the second forward. After backward activations are gone, and gradients are there. The
 # optimizer's states appear with its first step, and stay.*
 #
-# After forward: 16 windows are many for so small a model, so activations are larger than everything else. (The true
-# peak comes a moment later, when backward adds the first gradients of activations.) Parameters and gradients take 4
-# bytes each, and Adam's two moments 8. The moments do not exist before the first optimizer step, which means that a
-# program that fits in step 1 can run out of memory in step 2.
+# The optimizer's states do not exist before the first optimizer step, which means that a program that fits in step 1
+# can run out of memory in step 2.
 #
 # > **Misconception.** "If the model fits, it trains." The parameters are only a quarter of the model states, and most
 # > of this peak is not model states at all.
@@ -133,14 +140,17 @@ figures.memory_over_time(history, "measured: two steps of one process, 16 window
 # %% [markdown]
 # ## 2. Model states: bytes per parameter
 #
-# With Adam in **fp32**, one parameter takes 4 bytes for itself, 4 for its gradient, and 4 for each of two moments. In
-# **mixed precision** (lesson 05), the parameter and its gradient are in bf16, 2 bytes each, but the optimizer keeps an
-# fp32 **master weight** beside the two moments: 12 bytes, which the ZeRO paper calls K.
+# `model_states` is the formula for what a training step keeps. `held_memory` looks at every tensor that model and
+# optimizer hold at this moment.
 #
-# **Predict**: how many bytes is that in all for each parameter, in fp32 and in mixed precision?
+# In **mixed precision** (lesson 05), the parameter and its gradient are in bf16, 2 bytes each in place of the 4 of
+# **fp32**. Adam's two moments stay in fp32. And the optimizer keeps an fp32 copy of the parameter, the **master
+# weight**; `MasterAdam` is Adam with master weights, for a model in bf16.
 #
-# `model_states` is the formula. `held_memory` looks at every tensor that model and optimizer hold at this moment, and
-# `MasterAdam` is Adam with fp32 master weights, for a model in bf16.
+# **Predict**: Adam in fp32 keeps 16 bytes a parameter. How many are they in mixed precision?
+
+# %%
+mixed = predict("bytes a parameter in mixed precision", unit="bytes")
 
 
 # %%
@@ -176,15 +186,23 @@ for name in ("fp32", "mixed", "mixed, fp32 gradients", "bf16 policy", "bf16"):
     if name in counted:
         measured = counted[name].states / gpt.parameter_count
         row += f"{measured:10.3f}"
-        assert abs(measured / formula.states - 1) < 0.01
     print(row)
 
+# %% jupyter={"source_hidden": true}
+for name, memory in counted.items():
+    right = model_states(gpt.parameter_count, precision=name).states
+    assert abs(memory.states / right - 1) < 0.01
+mixed.compare(model_states(1, precision="mixed").states)
+
 # %% [markdown]
-# 16 and 16 (the thousandths are Adam's step counters): mixed precision only moves bytes from parameters and gradients
-# to the master weights. Many programs sum gradients in fp32, which makes it 18 (*recorded*,
-# [stas00/ml-engineering](https://github.com/stas00/ml-engineering)). FSDP2's **bf16 policy** (lesson 07) keeps all
-# states in fp32 and converts parameters to bf16 for computing. Pure bf16 halves the bytes, but loses small updates
-# (lesson 05).
+# **Compare.** Again 16: mixed precision only moves bytes, from parameter and gradient to the master weight. (The
+# thousandths are Adam's step counters.)
+#
+# In fp32 these are 4 for the parameter, 4 for its gradient and 4 for each moment. In mixed precision they are 2 and 2,
+# and the optimizer's 12, which the ZeRO paper calls K. Many programs sum gradients in fp32, which makes it 18
+# (*recorded*, [stas00/ml-engineering](https://github.com/stas00/ml-engineering)). FSDP2's **bf16 policy** (lesson 07)
+# keeps all states in fp32 and converts parameters to bf16 for computing. Pure bf16 halves the bytes, but loses small
+# updates (lesson 05).
 #
 # > **Misconception.** "Mixed precision halves the memory." It saves time and memory for activations, but model states
 # > stay at 16 bytes. ZeRO reduces those.
@@ -235,7 +253,8 @@ figures.memory_bars(stages, "modelled: 7.5 billion parameters on 64 ranks, one r
 
 # %% [markdown]
 # *The figure (modelled): four bars. Stage 1 cuts the optimizer's part, three quarters of DDP's bar, to a thin strip;
-# stage 2 the gradients; stage 3 the parameters. DDP fits on neither GPU, ZeRO-1 on both, but barely on the V100.*
+# stage 2 the gradients; stage 3 the parameters. DDP fits on neither GPU. ZeRO-1 leaves room on the H100, but on the
+# V100 less than one of 32 GB, too little for any activations.*
 #
 # With few ranks the savings are smaller:
 
@@ -298,8 +317,6 @@ runs = {"DDP": on_ranks(Stage0)}
 # | all-reduce the gradients | **reduce-scatter** them: each rank gets the mean of its shard |
 # | optimizer over all parameters | optimizer over the **shard** |
 # | | **all-gather** the parameters |
-#
-# **Predict**: does ZeRO-1 send more than DDP, less, or the same?
 #
 # How do we cut the parameters into equal shards? Their sizes differ, so we first join those of one block into one flat
 # tensor, a **unit**, and add zeros until N divides its length. The parameters and the rank's shard become views of this
@@ -379,20 +396,30 @@ class Zero1(nn.Module):
 
 
 # %% [markdown]
-# Does it still compute what DDP computes? The losses must agree up to rounding, because only the order of sums differs.
-# The bytes printed are the tensors' sizes. The last number is what a rank sends in a ring, in units of Ψ numbers and
-# without the factor (N−1)/N: 2Ψ for an all-reduce, 1Ψ for a reduce-scatter or an all-gather (lesson 02).
+# The losses must agree with DDP's up to rounding, because only the order of sums differs. The bytes printed are the
+# tensors' sizes. The last number is what a rank sends in a ring, in units of Ψ numbers and without the factor (N−1)/N:
+# an all-gather of all parameters counts as 1Ψ.
+#
+# **Predict**: does ZeRO-1 send more than DDP, less, or the same?
+
+# %%
+traffic = predict("ZeRO-1 sends", ["less than DDP", "as much as DDP", "half as much again as DDP"])
 
 # %%
 runs["ZeRO-1"] = on_ranks(Zero1)
-assert runs["ZeRO-1"][0].same_losses_as(runs["DDP"][0])
 for name in ("DDP", "ZeRO-1"):
     print(f"{name}: {runs[name][0]}")
 
+# %% jupyter={"source_hidden": true}
+assert runs["ZeRO-1"][0].same_losses_as(runs["DDP"][0])
+traffic.compare("as much as DDP")
+
 # %% [markdown]
-# The same, 2Ψ: an all-reduce *is* a reduce-scatter and an all-gather, and ZeRO-1 puts the optimizer's step between the
-# two. So dividing the optimizer's states costs no extra traffic. The usual first attempt keeps DDP's all-reduce and
-# adds the all-gather. That gives the right losses too, but sends 3Ψ.
+# **Compare.** The same, 2Ψ: an all-reduce *is* a reduce-scatter and an all-gather, and ZeRO-1 puts the optimizer's step
+# between the two. So dividing the optimizer's states costs no extra traffic.
+#
+# The usual first attempt keeps DDP's all-reduce and adds the all-gather. That gives the right losses too, but sends
+# 3Ψ.
 #
 # All of this is fp32. In mixed precision the flat tensor would be bf16, and the shard an fp32 copy: the master weights.
 #
@@ -467,9 +494,6 @@ for name in ("ZeRO-1", "ZeRO-2"):
 # block 2             gather run free  gather run reduce free
 # ```
 #
-# **Predict**: the model has two blocks, so three units. How many all-gathers does a step make, and how many Ψ does it
-# send?
-#
 # Three hooks tell us when. One runs before a module's forward, one after it, and one when the gradient of its output is
 # there, because then its backward begins. Backward ends when the unit's last gradient has come, in `arrived`. The
 # parameters are views of the flat tensor, so we cannot delete it. Instead we resize its *storage*, its memory, to zero,
@@ -517,19 +541,31 @@ class Zero3(Zero2):
         self.optimizer.zero_grad()
 
 
+# %% [markdown]
+# **Predict**: the model has two blocks, so three units. How many Ψ does a rank send in a step of ZeRO-3?
+
+# %%
+zero3 = predict("sent in a step of ZeRO-3", unit="Ψ")
+
 # %%
 runs["ZeRO-3"] = on_ranks(Zero3)
-assert runs["ZeRO-3"][0].same_losses_as(runs["DDP"][0])
 print(f"ZeRO-3: {runs['ZeRO-3'][0]}")
 largest = max(entry.bytes for entry in runs["ZeRO-3"][0].ledger)
 for entry in runs["ZeRO-3"][0].ledger:
     print(f"  {entry.op:15}", "a block" if entry.bytes == largest else "around the blocks")
 
+# %% jupyter={"source_hidden": true}
+assert runs["ZeRO-3"][0].same_losses_as(runs["DDP"][0])
+assert runs["ZeRO-3"][0].ledger.count("all_gather") == 6
+zero3.compare(runs["ZeRO-3"][0].psi_sent)
+
 # %% [markdown]
-# Six all-gathers and 3Ψ, 1.5 times what DDP sends: each unit is gathered twice and reduced once. The one around the
-# blocks comes first and is reduced last, because the model's forward and backward enclose those of its blocks.
-# Activation checkpointing (lesson 05), which computes each block again in backward, adds no gathers, because the
-# weights are there then.
+# **Compare.** 3Ψ in six all-gathers and three reduce-scatters, 1.5 times what DDP sends: each unit is gathered twice
+# and reduced once.
+#
+# The unit around the blocks comes first and is reduced last, because the model's forward and backward enclose those of
+# its blocks. Activation checkpointing (lesson 05), which computes each block again in backward, adds no gathers,
+# because the weights are there then.
 #
 # > **Misconception.** "ZeRO-3 is model parallelism: each rank computes its part of the model." Every rank computes the
 # > whole model, on its own data, with whole parameters. Between uses it keeps only a shard. It is data parallelism.
@@ -560,17 +596,25 @@ figures.partition_picture(bytes_held, f"measured: {world_size} ranks at the end 
 # Large batches are often cut into **micro-batches**, whose gradients are accumulated before one optimizer step. DDP can
 # skip communication for all but the last of them (`no_sync`), because it has room for whole gradients.
 #
-# **Predict** for four micro-batches: how many Ψ does each ZeRO stage send in a step now?
+# **Predict** for four micro-batches: how many Ψ does a rank send in a step of ZeRO-2 now? And with the other stages?
 
 # %%
-for name, version, psi in (("ZeRO-1", Zero1, 2), ("ZeRO-2", Zero2, 5), ("ZeRO-3", Zero3, 12)):
-    found = on_ranks(version, micro=4)[0]
+in_parts = predict("sent in a step of ZeRO-2 with 4 micro-batches", unit="Ψ")
+
+# %%
+in_micro_batches = {}
+for name, version in (("ZeRO-1", Zero1), ("ZeRO-2", Zero2), ("ZeRO-3", Zero3)):
+    in_micro_batches[name] = on_ranks(version, micro=4)[0]
+    print(f"{name}, 4 micro-batches: {in_micro_batches[name].psi_sent:.2f} Ψ")
+
+# %% jupyter={"source_hidden": true}
+for (name, found), psi in zip(in_micro_batches.items(), (2, 5, 12), strict=True):
     assert found.same_losses_as(runs["DDP"][0]) and abs(found.psi_sent - psi) < 0.01
-    print(f"{name}, 4 micro-batches: {found.psi_sent:.2f} Ψ")
+in_parts.compare(in_micro_batches["ZeRO-2"].psi_sent)
 
 # %% [markdown]
-# ZeRO-1 adds up whole gradients, then reduces and gathers once: 2Ψ. ZeRO-2 does not keep whole gradients, so it reduces
-# in every micro-batch: 4Ψ, and 1Ψ for the all-gather. ZeRO-3 sends its 3Ψ in every micro-batch: 12Ψ.
+# **Compare.** ZeRO-1 adds up whole gradients, then reduces and gathers once: 2Ψ. ZeRO-2 does not keep whole gradients,
+# so it reduces in every micro-batch: 4Ψ, and 1Ψ for the all-gather. ZeRO-3 sends its 3Ψ in every micro-batch: 12Ψ.
 #
 # > **What changes on real GPUs.** NCCL has a real reduce-scatter; gloo runs it as an all-reduce inside, so on the CPU
 # > ZeRO sends more than we count. And communication overlaps with computing, which lesson 07 shows.
@@ -585,19 +629,28 @@ for name, version, psi in (("ZeRO-1", Zero1, 2), ("ZeRO-2", Zero2, 5), ("ZeRO-3"
 # does it fit on an 80 GB GPU?
 
 # %%
+enough = predict("it fits from", ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"])
+
+# %%
 thirteen = replace(PUBLISHED["GPT-3 13B"], checkpoint=True)
 needs = {name: training_memory(thirteen, 1, stage=i, ranks=64) for i, name in enumerate(NAMES)}
+figures.memory_bars(needs, "modelled: GPT-3 13B on 64 ranks, one rank", limit=gpus)
+
+# %% jupyter={"source_hidden": true}
 assert [round(memory.total / 1e9) for memory in needs.values()] == [207, 55, 31, 8]
 apart = training_memory(thirteen, 1, stage=1, ranks=64, gradient_copy=True)
 assert round(apart.total / 1e9) == 81
-figures.memory_bars(needs, "modelled: GPT-3 13B on 64 ranks, one rank", limit=gpus)
+fits = [name for name, memory in needs.items() if memory.total < GPUS["h100"].memory_bytes]
+enough.compare(fits[0])
 
 # %% [markdown]
+# **Compare.** From stage 1 on. With a second copy of the gradients, as in DDP's buckets by default, ZeRO-1 would need
+# 81 GB: one more than the H100 has.
+#
 # *The figure (modelled): DDP needs 207 GB, more than an H100 has, and ZeRO-1 55. ZeRO-2 ends just below the V100's
 # 32 GB, and ZeRO-3 needs 8.*
 #
-# From stage 1 on. With a second copy of the gradients, as in DDP's buckets by default, ZeRO-1 would need 81 GB: one
-# more than the H100 has. The calculator calls the same function, for these shapes or yours.
+# The calculator calls the same function, for these shapes or yours.
 
 # %%
 memory_calculator()
@@ -628,7 +681,11 @@ memory_calculator()
 # `foreach=True`, which treats all of them in a few calls; and `fused=True`, which does everything in one kernel. On a
 # GPU `foreach` is the default.
 #
-# **Predict** for each: how many bytes per parameter does the step need for a short time, on top of the 16?
+# **Predict** for each: how many bytes per parameter does the step need for a short time, on top of the 16? Commit to
+# the default.
+
+# %% tags=["deeper"]
+moment = predict("more for a moment, with foreach", unit="bytes a parameter")
 
 
 # %% tags=["deeper"]
@@ -649,13 +706,18 @@ extra = {
 }
 for name, size in extra.items():
     print(f"{name:8}{size:5.2f} bytes per parameter (measured, CPU)")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert round(extra["foreach"], 2) == 4 and extra["fused"] == 0 < extra["loop"] < 2
+moment.compare(round(extra["foreach"], 2))
 
 # %% [markdown] tags=["deeper"]
-# `foreach` makes one temporary number for each parameter that the rank updates. In fp32 that is 4 bytes each, or 28 GB
-# for an undivided 7B model, which no formula above counts. The loop takes one tensor at a time, so it needs only about
-# twice the largest of them. `fused` needs nothing, and it is the fastest according to [PyTorch's
-# documentation](https://docs.pytorch.org/docs/stable/optim.html), so build `AdamW(…, fused=True)`.
+# **Compare.** `foreach` makes one temporary number for each parameter that the rank updates, 4 bytes in fp32. The loop
+# takes one tensor at a time, so it needs only about twice the largest of them, and `fused` needs nothing.
+#
+# For an undivided 7B model these are 28 GB, which no formula above counts. `fused` needs none, and it is the fastest
+# according to [PyTorch's documentation](https://docs.pytorch.org/docs/stable/optim.html), so build `AdamW(…,
+# fused=True)`.
 
 # %% [markdown] tags=["deeper"]
 # ## 10. Activations: the part that grows with the batch · deeper
@@ -667,7 +729,12 @@ assert round(extra["foreach"], 2) == 4 and extra["fused"] == 0 < extra["loop"] <
 #
 # **Activation checkpointing** (lesson 05) keeps only the input of each block, and computes the rest again in backward.
 #
-# **Predict**: the sequence becomes twice as long. What happens to the activations, and what with checkpointing?
+# **Predict**: the sequence becomes twice as long. By how much do the activations grow, and by how much with
+# checkpointing?
+
+# %% tags=["deeper"]
+growths = ["twice", "four times", "twice, with checkpointing less"]
+growth = predict("activations for twice the length", growths)
 
 
 # %% tags=["deeper"]
@@ -689,15 +756,22 @@ for way, again in {"keep all": False, "checkpoint": True}.items():
     shapes = [TransformerConfig(layers=8, context=t, checkpoint=again) for t in lengths]
     kept[way] = alone(kept_after_forward, shapes)
     by_formula[way] = [activation_bytes(config, 1) for config in shapes]
-assert kept == by_formula  # to the byte
 title = "measured and computed: 8 layers, one sequence"
 figures.memory_over_length(lengths, kept, by_formula, title)
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert kept == by_formula  # to the byte
+for row in kept.values():
+    assert all(abs(longer / short - 2) < 0.05 for short, longer in zip(row, row[1:], strict=False))
+growth.compare("twice")
+
 # %% [markdown] tags=["deeper"]
+# **Compare.** Both double, and the formula is right to the byte.
+#
 # *The figure: activations over sequence length, both axes logarithmic. Points are measured, lines are computed. Both
 # lines grow in proportion to the length. The one with checkpointing is about ten times lower.*
 #
-# Both double, and the formula is right to the byte. With checkpointing, the largest thing left can be the **logits**,
+# With checkpointing, the largest thing left can be the **logits**,
 # one number for each token and each entry of the vocabulary. Recorded at full size: Llama-3-8B takes 7 GiB of
 # activations a layer for one sequence of 32k tokens, 224 GiB in all. With checkpointing it takes 8 GiB for the inputs
 # of all blocks, 7 for the one block that is computed again, and 15.7 for logits in fp32 (*recorded*,
@@ -727,18 +801,26 @@ assert block_inputs == 8 * 2**30 and round(logits / 2**30, 1) == 15.7 and 7 * la
 # **Predict**: states shrink from each version to the next, from DDP to ZeRO-3. Do the peaks as well?
 
 # %% tags=["deeper"]
+highest = predict("the highest peak", ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"])
+
+# %% tags=["deeper"]
 tall = TransformerConfig(layers=6, checkpoint=True)
 versions = dict(zip(NAMES, (Stage0, Zero1, Zero2, Zero3), strict=True))
 peaks = {name: on_ranks(of, config=tall, steps=2)[0].peak for name, of in versions.items()}
-totals = [memory.total for memory in peaks.values()]
-assert totals == sorted(totals, reverse=True)
 figures.memory_bars(peaks, f"measured: peak of a step, 6 layers, rank 0 of {world_size}")
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+totals = [memory.total for memory in peaks.values()]
+assert totals == sorted(totals, reverse=True)
+highest.compare(max(peaks, key=lambda name: peaks[name].total))
+
 # %% [markdown] tags=["deeper"]
+# **Compare.** They do, from DDP's down.
+#
 # *The figure (measured): the peak of a step for each version, by part. The bars shrink from DDP to ZeRO-3, but by less
 # than the states do: activations stay, and ZeRO-3 has more buffers than the others.*
 #
-# They do. The parts of two bars cannot be compared one by one, because each peak lies at its own moment: under ZeRO-1
+# The parts of two bars cannot be compared one by one, because each peak lies at its own moment: under ZeRO-1
 # late in backward, when most gradients are there, under ZeRO-2 and 3 early. ZeRO-3 has gathered parameters among its
 # buffers: a block, which is a sixth of this model, and what is around the blocks.
 #
@@ -834,14 +916,22 @@ assert abs(real / formula - 1) < 0.01 and abs(fake / formula - 1) < 0.05
 # **Predict**: the same model on 64, 256 and 1,024 ranks. Does a rank hold a quarter each time?
 
 # %% tags=["deeper"]
+sizes_then = ["a quarter", "a half", "no smaller"]
+shrinks = predict("from 256 to 1,024 ranks a rank's part becomes", sizes_then)
+
+# %% tags=["deeper"]
 print(f"{'ranks':>6}{'formula':>12}{'simulated, rank 0':>20}")
 for n in (64, 256, 1024):
     formula = model_states(gpt.parameter_count, stage=3, ranks=n, precision="fp32").states
     print(f"{n:6,}{formula:12,.0f}{simulate(gpt, n).states.states:20,.0f}")
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert simulate(gpt, 256).states.states == simulate(gpt, 1024).states.states
+shrinks.compare("no smaller")
+
 # %% [markdown] tags=["deeper"]
-# No, at 256 ranks it stops shrinking. Our longest tensors have 256 rows, so from 256 ranks on rank 0 has one row of
-# every tensor. (`shard_placement_fn` can name another dimension to cut.)
+# **Compare.** No, at 256 ranks it stops shrinking. Our longest tensors have 256 rows, so from 256 ranks on rank 0 has
+# one row of every tensor. (`shard_placement_fn` can name another dimension to cut.)
 #
 # Now the GPTs from GPT-2 to GPT-3, with checkpointing and one sequence a rank. Their layers are alike, so it is enough
 # to simulate a model with three of them and one with four: the difference is what each further layer adds.
@@ -902,6 +992,9 @@ figures.memory_bars(
 # PCIe 4 with 16 lanes moves 31.5 GB/s in each direction (lesson 01). A GPU has 16 lanes, a drive only 4.
 
 # %% tags=["deeper"]
+reading = predict("reading the states from a drive, PCIe 4", unit="s")
+
+# %% tags=["deeper"]
 psi = 7e9
 for key in ("pcie4", "pcie5"):
     link = LINKS[key]
@@ -910,12 +1003,17 @@ for key in ("pcie4", "pcie5"):
         tokens = width / bandwidth * 400e12 / 6  # computed meanwhile, at 400 TFLOP/s
         row = f"{link.name}, {where}: {width * psi / bandwidth:5.2f} s each way"
         print(f"{row}, as long as the GPU computes on {tokens:,.0f} tokens")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 h100 = GPUS["h100"]
 assert round(LINKS[h100.nvlink].bandwidth / link.bandwidth) == 7
 assert round(h100.memory_bandwidth / link.bandwidth) == 53
+reading.compare(12 * psi / (LINKS["pcie4"].bandwidth / 4))
 
 # %% [markdown] tags=["deeper"]
-# 11 seconds with PCIe 4, and 5 with PCIe 5 (*modelled*). Whether that is long depends on how long the step computes. A
+# **Compare.** 11 seconds with PCIe 4, and 5 with PCIe 5 (*modelled*): 12 bytes a parameter, at a quarter of the lanes.
+#
+# Whether that is long depends on how long the step computes. A
 # GPU needs 6 FLOPs a parameter and token, so the size of the model cancels, and the right column holds for any model at
 # 400 TFLOP/s (what Llama 3 reached on an H100, *recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table
 # 4). Two thousand tokens a GPU are few and fifty thousand are many, so transfers to the host are much easier to hide
@@ -967,7 +1065,8 @@ else:
 # %% [markdown] tags=["deeper"]
 # ## 15. What to take to work · deeper
 #
-# You would not write `Zero3` for a real job, because FSDP2 does the same and overlaps communication with computing. The
+# You would not write `Zero3` for a real job, because FSDP2 does the same, gathers a unit while the one before it
+# computes, and saves and loads its shards on any number of ranks. The
 # program [`scripts/train.py`](../scripts/train.py) trains with FSDP2, and one flag decides how many ranks share a copy
 # of the states: `--shard 1` keeps a whole copy on every rank, as DDP does, and `--shard N` is ZeRO-3. Its optimizer is
 # the `fused` one of section 9. On one machine with four GPUs, start it with:
@@ -988,6 +1087,12 @@ else:
 print(f"{gpt.parameter_count:,} parameters, fp32 Adam, {world_size} ranks; bytes of a rank:")
 for name, (run, *_) in runs.items():
     print(f"{name:7}{run.held.states:12,.0f} of model states{run.bytes_sent:12,.0f} sent in a step")
+
+# %% [markdown]
+# How your predictions came out:
+
+# %%
+predictions()
 
 # %% [markdown]
 # - With Adam, 16 bytes a parameter are kept, in fp32 and in mixed precision. Seven billion parameters are 112 GB.

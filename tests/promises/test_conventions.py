@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from conftest import ROOT
 
-from tools.author.notebooks import leaks
+from tools.author.notebooks import below, leaks
 from tools.author.rooms import texts
 
 FOLDERS = ("notebooks", "exercises", "solutions")
@@ -166,7 +166,8 @@ def test_notebook_is_small_and_nothing_in_it_belongs_to_one_machine(path: Path):
 def test_pictures_are_described_in_words(path: Path):
     """Below a cell that shows a picture stands text, which also reaches a reader who cannot see it."""
     cells = read(path).cells
-    for cell, following in zip(cells, [*cells[1:], None], strict=True):
+    for place, cell in enumerate(cells):
+        following = below(cells, place)
         if any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])):
             assert following is not None and following.cell_type == "markdown", cell.source.splitlines()[0]
 

@@ -27,9 +27,9 @@ assert count == 3
 """
 #: Lessons whose predictions still have to be opened.
 NOT_YET = {
-    "collectives", "ddp", "debugging_hangs", "deepspeed", "ffcv_data_loading", "fsdp", "gpu_interconnects",
+    "debugging_hangs", "deepspeed", "ffcv_data_loading", "fsdp", "gpu_interconnects",
     "long_context_and_experts", "multi_node", "nccl", "parallelism_3d", "pipeline_parallel", "profiling",
-    "scaling_efficiency", "tensor_parallel", "zero",
+    "scaling_efficiency", "tensor_parallel",
 }
 
 

@@ -161,10 +161,16 @@ def normalise(nb: NotebookNode) -> NotebookNode:
         for output in cell.outputs:
             if output.output_type == "execute_result":
                 output.execution_count = count
-    for cell, following in zip(nb.cells, [*nb.cells[1:], None], strict=True):
+    for place, cell in enumerate(nb.cells):
         for output in cell.get("outputs", []):
-            _stored(output, alternative_text(following))
+            _stored(output, alternative_text(below(nb.cells, place)))
     return nb
+
+
+def below(cells: list[NotebookNode], place: int) -> NotebookNode | None:
+    """The cell below another, past folded code."""
+    shown = (cell for cell in cells[place + 1 :] if not cell.metadata.get("jupyter", {}).get("source_hidden"))
+    return next(shown, None)
 
 
 def _merged(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
