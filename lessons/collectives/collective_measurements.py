@@ -17,8 +17,8 @@ import torch.distributed as dist
 from course_utils.ranks import device, launch
 
 __all__ = [
-    "barrier_spans", "collective_calls", "digits", "held", "hidden_step", "tcp_traffic", "time_collectives",
-    "typical_seconds",
+    "barrier_spans", "best_seconds", "collective_calls", "digits", "held", "hidden_step", "tcp_traffic",
+    "time_collectives",
 ]
 
 Spans = list[tuple[str, float, float]]
@@ -95,9 +95,14 @@ def _timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def typical_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Median seconds of a call on this rank; all ranks start each repetition together."""
-    return sorted(_timed(call) for _ in range(repeats))[repeats // 2]
+def best_seconds(call: Callable[[], Any], in_a_row: int = 1, rounds: int = 5) -> float:
+    """Seconds of a call on this rank: the mean of some in a row, in the best of some rounds that all ranks begin."""
+
+    def calls() -> None:
+        for _ in range(in_a_row):
+            call()
+
+    return min(_timed(calls) for _ in range(rounds)) / in_a_row
 
 
 def _all_times(sizes: Sequence[int], ops: Sequence[str]) -> dict[str, list[list[float]]]:
@@ -136,7 +141,7 @@ def _tcp_bytes() -> tuple[int, int]:
     return sent, received
 
 
-def _traffic(size: int) -> dict[str, tuple[float, float]]:
+def _traffic(size: int) -> dict[str, dict[str, float]]:
     counts = {}
     for op, call in collective_calls(size).items():
         call()  # connections are made at the first call
@@ -147,12 +152,12 @@ def _traffic(size: int) -> dict[str, tuple[float, float]]:
         dist.barrier()
         time.sleep(0.1)
         after = _tcp_bytes()
-        counts[op] = (after[0] - before[0]) / size, (after[1] - before[1]) / size
+        counts[op] = {"sent": (after[0] - before[0]) / size, "received": (after[1] - before[1]) / size}
     return counts
 
 
-def tcp_traffic(size: int, world_size: int) -> list[dict[str, tuple[float, float]]]:
-    """What each rank sends and receives over TCP in each of the eight collectives, on CPU tensors over gloo."""
+def tcp_traffic(size: int, world_size: int) -> list[dict[str, dict[str, float]]]:
+    """What each rank sends and receives over TCP in each of the eight collectives, in units of `size`; over gloo."""
     return launch(partial(_traffic, size), world_size=world_size, backend="gloo") if sys.platform == "linux" else []
 
 

@@ -13,10 +13,10 @@
 # %% [markdown]
 # # What does each collective do, and how many bytes does it move?
 #
-# Eight GPUs train a model of 7 billion parameters, each on its own data. (The optimizer states are sharded, as in
-# lesson 06, or they would not fit.) After every backward pass they average their gradients, which are 14 GB in bf16
-# on each GPU. If every GPU sent its gradients to every other one, 98 GB would leave each of them at every step. A
-# good all-reduce needs far less, and you can work out how little before you rent the GPUs.
+# Eight GPUs train a model of 7 billion parameters, each on its own data. After every backward pass they average their
+# gradients. In the number format bf16, 2 bytes each, these are 14 GB on every GPU. If every GPU sent its gradients to
+# every other one, 98 GB would leave each of them at every step. A good all-reduce needs far less, and you can work out
+# how little before you rent the GPUs.
 #
 # **You will be able to**
 # - *draw* what every rank holds before and after each collective;
@@ -37,9 +37,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_utils import device, expect_error, launch, record
+from course_utils import HangError, attempt, device, expect_error, launch, record
 from course_utils.costs import COLLECTIVES, algbw, bytes_sent, fit_alpha_beta, format_bytes
 from course_utils.draw.lanes import before_after, timeline
+from course_utils.predictions import predict, predictions
 from course_utils.recorded import A100_ALL_REDUCE
 from lessons.collectives import collective_measurements as measured
 from lessons.collectives.collective_algorithms import schedule
@@ -74,12 +75,7 @@ assert received == [0.0, 1.0, 2.0]
 print("rank 1 had [10, 11, 12] and now has", received)
 
 # %% [markdown]
-# Many algorithms need a ring, in which each rank sends to its right neighbour and receives from its left one. The
-# obvious program sends first and receives second.
-#
-# **Predict.** Every rank runs the same two lines. Which rank is the first to come back from `send`?
-#
-# The next cell runs it for two seconds at most, on CPU tensors even where there are GPUs (`backend="gloo"`).
+# Many algorithms need a ring, in which each rank sends to its right neighbour and receives from its left one:
 
 
 # %%
@@ -88,6 +84,17 @@ def neighbours():
     return (rank + 1) % n, (rank - 1) % n
 
 
+# %% [markdown]
+# The obvious program sends first and receives second. (`backend="gloo"` keeps it on CPU tensors, even where there are
+# GPUs.)
+#
+# **Predict.** Every rank runs the same two lines. Which rank is the first to come back from `send`?
+
+# %%
+first = predict("first to come back from send", ["rank 0", "none", "the last rank", "all at once"])
+
+
+# %%
 def send_then_recv():
     right, left = neighbours()
     mine = torch.tensor([dist.get_rank()])
@@ -97,17 +104,20 @@ def send_then_recv():
     return theirs.item()
 
 
-with expect_error():
+with attempt() as outcome:
     launch(send_then_recv, world_size=world_size, timeout=patience, backend="gloo")
 
+# %% jupyter={"source_hidden": true}
+assert isinstance(outcome.error, HangError)
+first.compare("none")
+
 # %% [markdown]
-# None of them. `send` returns when the message has been taken, so every rank waits in `send` for a neighbour that
-# waits in `send` too. This is a **deadlock**: no rank is wrong by itself, but together they wait in a circle. The
-# table shows the last operation of each rank and the line in which it waits.
+# **Compare.** None of them. With gloo, `send` returns when the other side has taken the message, so every rank waits in
+# `send` for a neighbour that waits in `send` too. No rank is wrong by itself, but together they wait in a circle: a
+# **deadlock**.
 #
-# The cure is to start both transfers before waiting for either. `batch_isend_irecv` takes a list of sends and
-# receives, starts all of them, and returns a **request** for each. `wait()` on a request returns when its transfer is
-# done.
+# A safe ring starts both transfers before it waits for either. `batch_isend_irecv` takes a list of sends and receives,
+# starts all of them, and returns a **request** for each. `wait()` on a request returns when its transfer is done.
 
 
 # %%
@@ -130,16 +140,21 @@ assert launch(shift_my_rank, world_size=world_size) == from_the_left
 print("received, by rank:", from_the_left)
 
 # %% [markdown]
-# > **What changes on real GPUs.** There the GPUs wait in the circle, not Python, and even separate `isend` and
-# > `irecv` can hang (section 7). `batch_isend_irecv` with the send *and* the receive in one list does not hang if the
-# > ranks' lists match and all ranks of the group join its first call.
+# > **What changes on real GPUs.** NCCL connects two ranks when they first exchange a message, and Python waits for
+# > that on both sides: this ring hangs in the same line. Later messages go through a buffer of NCCL. Small ones may
+# > pass before anybody receives them, while large ones wait on the GPU. So never rely on a `send` that returns. Even
+# > `isend` and `irecv` can hang if they are called apart (section 7). In one list for `batch_isend_irecv` they do not,
+# > if the ranks' lists match and all ranks of the group join its first call. <small>(NCCL 2.30.7, `group.cc`,
+# > `transport.cc`; issues [783](https://github.com/NVIDIA/nccl/issues/783) and
+# > [1025](https://github.com/NVIDIA/nccl/issues/1025); PyTorch
+# > [129341](https://github.com/pytorch/pytorch/issues/129341).)</small>
 
 # %% [markdown]
 # ## 2. Eight collectives in pictures
 #
-# A **collective** is a call that all ranks of a group make together. To see what each of the eight does, we give the
-# ranks numbers that tell where they come from: rank 0 holds 1, 2, 3, …, rank 1 holds 10, 20, 30, …, and so on. So
-# 1,011 can only be a sum over ranks 0, 1 and 3. Colours say the same: each rank has one, and a sum has stripes.
+# A **collective** is a call that all ranks of a group make together. Each rank starts with numbers that show their
+# origin: rank 0 has 1, 2, 3, …; rank 1 has 10, 20, 30, …, and so on. So 1,011 can only be a sum over ranks 0, 1 and 3.
+# Colours say the same: each rank has one, and a sum has stripes.
 # `held(collective, world_size)` runs a function on every rank with these numbers, and returns what the ranks held
 # before and after it. Each rank starts with a row of numbers, unless `start=` says otherwise.
 #
@@ -204,6 +219,9 @@ before_after(before, after, "gather")
 # **Predict.** All ranks pass a tensor, and the root's is overwritten with the sum. What do the other ranks hold
 # afterwards?
 
+# %%
+others = predict("others hold", ["the sum", "their old numbers", "zeros", "something else"])
+
 
 # %%
 def reduce(x):
@@ -212,16 +230,22 @@ def reduce(x):
 
 
 before, after = held(reduce, world_size)
-assert torch.equal(after[0], sum(before))
 before_after(before, after, "reduce (SUM)")
 
 # %% [markdown]
+# **Compare.** Nothing that you may rely on. gloo uses their memory as scratch space, and the stripes show which partial
+# sums passed through. NCCL writes on the root only, but neither promises anything.
+#
 # *The figure: rank 0 holds sums of all colours; the other rows hold partial sums or their old numbers.*
 #
-# Nothing that you may rely on. gloo uses their memory as scratch space, and the stripes show which partial sums
-# passed through. NCCL leaves it as it was, but neither promises anything, so copy the input first if you still need
-# it.
-#
+# Copy the input first if you still need it.
+
+# %% jupyter={"source_hidden": true}
+assert torch.equal(after[0], sum(before))
+unchanged = all(torch.equal(after[rank], before[rank]) for rank in range(1, world_size))
+others.compare("their old numbers" if unchanged else "something else")
+
+# %% [markdown]
 # ### All take: all-reduce and all-gather
 #
 # **All-reduce** is a reduce with the result on every rank. Data-parallel training uses it to add gradients.
@@ -241,10 +265,11 @@ before_after(before, after, "all_reduce (SUM)")
 # *The figure: on the right all rows are equal, and each cell has a stripe from every rank.*
 #
 # > **Misconception.** "`all_reduce` averages." It *sums* unless told otherwise (section 12). To average gradients
-# > somebody has to divide by the number of ranks; DDP does.
+# > somebody has to divide by the number of ranks.
 #
-# **All-gather** is a gather with the result on every rank. FSDP uses it to reassemble a layer's sharded weights.
-# (`all_gather_single` was `all_gather_into_tensor` before PyTorch 2.13; `all_gather` fills a list.)
+# **All-gather** is a gather with the result on every rank. FSDP (lesson 07) *shards* weights: each rank keeps a part.
+# Before a layer computes, an all-gather brings its parts together. (`all_gather_single` was `all_gather_into_tensor`
+# before PyTorch 2.13; `all_gather` fills a list.)
 
 
 # %%
@@ -263,8 +288,9 @@ before_after(before, after, "all_gather")
 #
 # ### Everybody gives and takes a part: reduce-scatter and all-to-all
 #
-# **Reduce-scatter** adds up and deals out, so rank r gets only piece r of the sum. ZeRO and FSDP reduce gradients
-# this way. (`reduce_scatter_single` was `reduce_scatter_tensor` before PyTorch 2.13.)
+# **Reduce-scatter** adds up and deals out, so rank r gets only piece r of the sum. FSDP and ZeRO (lesson 06) reduce
+# gradients this way, because each rank updates only its own part of the weights. (`reduce_scatter_single` was
+# `reduce_scatter_tensor` before PyTorch 2.13.)
 
 
 # %%
@@ -281,8 +307,8 @@ before_after(before, after, "reduce_scatter (SUM)")
 # %% [markdown]
 # *The figure: one cell per rank on the right, each with stripes of all colours.*
 #
-# **All-to-all** adds nothing: every rank sends piece r of its tensor to rank r. Mixture-of-experts layers send each
-# token to the rank of its expert this way.
+# **All-to-all** adds nothing: every rank sends piece r of its tensor to rank r. In a mixture of experts (lesson 11),
+# where small networks on different ranks share the tokens, each token goes to its expert this way.
 
 
 # %%
@@ -301,18 +327,18 @@ before_after(before, after, "all_to_all")
 #
 # <details><summary>All eight as matrix algebra: which one is the transpose?</summary>
 #
-# Let B be the square of the numbers before, one row a rank.
+# Let X be the square of the numbers before, one row a rank.
 #
 # | collective | a rank brings | rank r has afterwards | seen on the whole square |
 # |---|---|---|---|
-# | broadcast | root: a row | B[0] | every row is B[0] |
-# | scatter | root: a row | B[0, r] | row 0, dealt out |
+# | broadcast | root: a row | X[0] | every row is X[0] |
+# | scatter | root: a row | X[0, r] | row 0, dealt out |
 # | gather | a piece b | root: all pieces | a column, on the root |
-# | reduce | a row | root: B.sum(0) | column sums, on the root |
+# | reduce | a row | root: X.sum(0) | column sums, on the root |
 # | all_gather | a piece b | all pieces | a column, on every rank |
-# | all_reduce | a row | B.sum(0) | column sums, on every rank |
-# | reduce_scatter | a row | B.sum(0)[r] | column sums, dealt out |
-# | all_to_all | a row | B[:, r] | transpose |
+# | all_reduce | a row | X.sum(0) | column sums, on every rank |
+# | reduce_scatter | a row | X.sum(0)[r] | column sums, dealt out |
+# | all_to_all | a row | X[:, r] | transpose |
 #
 # </details>
 
@@ -322,23 +348,25 @@ before_after(before, after, "all_to_all")
 # N is the number of ranks, and S is the size in bytes of the *full* tensor: what you pass to all-reduce, broadcast
 # and reduce, the output of all-gather, the input of reduce-scatter and all-to-all, all pieces of gather and scatter.
 #
-# **Predict.** Four ranks all-reduce 1 GB. How many bytes must each rank send at least? And with a thousand ranks?
+# The widget below sends the messages of an all-reduce in a ring, one step at a time. Play the first half of the steps,
+# in which numbers are added, and then the second half, in which they are copied.
 #
-# The widget sends the messages of an all-reduce in a ring, one step at a time. Play the first half of the steps, in
-# which numbers are added, and then the second half, in which they are copied.
+# **Predict.** Four ranks all-reduce 1 GB. How many GB must each rank send at least? And if they are a thousand?
+
+# %%
+few = predict("sent by each of 4 ranks", unit="GB")
+many = predict("sent by each of 1,000 ranks", unit="GB")
 
 # %%
 stepper = collective_stepper(min(world_size, 8))
 stepper
 
 # %% [markdown]
+# **Compare.** Each of four ranks sends 1.5 GB, and each of a thousand 1.998 GB: hardly more. Why, the way of a single
+# piece shows.
+#
 # *The widget: on the left what every rank holds before the chosen step, with an arrow for each message; on the right
 # what it holds after it.*
-#
-# In the end each rank has sent 2(N−1)/N · S bytes. Why? The tensor is cut into N pieces of S/N bytes. To be
-# **summed**, each piece has to visit N−1 other ranks, which all have something to add. To be **copied**, the finished
-# sum has to go to N−1 ranks again. That makes 2(N−1) messages per piece. There are as many pieces as ranks, so each
-# rank can send one piece in every step: 2(N−1) steps of S/N bytes.
 #
 # Follow piece 0 through the messages of the widget:
 
@@ -346,9 +374,18 @@ stepper
 hops = [m for step in schedule("all_reduce", world_size) for m in step if m.pieces == (0,)]
 for step, m in enumerate(hops, start=1):
     print(f"step {step}: from rank {m.src} to {m.dst},", "added" if m.add else "copied")
+
+# %% jupyter={"source_hidden": true}
 assert [m.add for m in hops] == [True] * (world_size - 1) + [False] * (world_size - 1)
+few.compare(bytes_sent("all_reduce", 4, 1.0))
+many.compare(bytes_sent("all_reduce", 1000, 1.0))
 
 # %% [markdown]
+# The tensor is cut into N pieces of S/N bytes. To be **summed**, a piece has to visit N−1 other ranks, which all have
+# something to add. To be **copied**, the finished sum has to go to N−1 ranks again. That makes 2(N−1) messages per
+# piece. There are as many pieces as ranks, so each rank can send one piece in every step: 2(N−1) steps of S/N bytes,
+# together 2(N−1)/N · S.
+#
 # After the first half each rank holds one piece of the sum, so this half is a reduce-scatter, and the second half is
 # an all-gather. **An all-reduce is a reduce-scatter followed by an all-gather**, also with the library's calls:
 
@@ -367,9 +404,9 @@ print("reduce_scatter, then all_gather:", after[0].tolist(), "on every rank")
 
 # %% [markdown]
 # ZeRO and FSDP pull these halves apart, because between them each rank can do 1/N of the optimizer's work. Each half
-# moves (N−1)/N · S, and so does all-to-all, in which a rank keeps one of its N pieces and sends the rest. In
-# broadcast and reduce all S bytes must leave the root or reach it, and in gather and scatter all but the root's own
-# piece.
+# moves (N−1)/N · S, and so does all-to-all, in which a rank keeps one of its N pieces and sends the rest. In a
+# broadcast, S bytes leave the root; in a reduce, S bytes arrive there. In scatter and gather it is (N−1)/N · S, because
+# the root keeps its own piece.
 #
 # <details><summary>Why does no library promise bit-equal results?</summary>
 #
@@ -387,13 +424,12 @@ for op in COLLECTIVES:
 assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the model of the opening: 24.5 GB, not 98
 
 # %% [markdown]
-# Each of four ranks sends 1.5 GB, and each of a thousand 1.998 GB. (The opening's eight GPUs send 24.5 GB each, not
-# 98.) An all-reduce moves about twice the tensor, however many ranks there are, which is why data parallelism scales
-# at all.
+# An all-reduce moves about twice the tensor, however many ranks there are, which is why data parallelism scales at
+# all. The opening's eight GPUs send 24.5 GB each, not 98.
 #
 # No algorithm does better if only the ranks add. Before any rank knows the sum of one number, the N−1 others must
-# have sent theirs, and then each must receive the sum. Over all numbers that is 2(N−1) · S bytes, so the busiest of N
-# ranks sends at least 1/N of it (Patarasuk and Yuan, below, prove it).
+# have sent theirs, and then each must receive the sum. Count all numbers together: at least 2(N−1) · S bytes must be
+# sent. N ranks share this, so one of them sends 2(N−1)/N · S or more (Patarasuk and Yuan, below, prove it).
 #
 # <details><summary>FSDP all-gathers parameters twice a step and reduce-scatters gradients. Its bytes?</summary>
 #
@@ -406,9 +442,9 @@ assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the model of the opening: 24
 # ## 4. Ring all-reduce from scratch
 #
 # Now we write what the widget does, and before it a common mistake, which passes the *whole* tensor round the ring
-# and adds whatever arrives. The result is right too. The real ring passes pieces: in step 1 rank r sends piece r−1,
-# as the picture shows. The receiver adds its own part, and this partial sum is what it sends in step 2. When the sums
-# are complete, a second loop copies them.
+# and adds whatever arrives. The result is right too. The real ring passes pieces. With four ranks, rank 0 sends piece 3
+# in step 1, as the picture shows, then piece 2, then piece 1: always the one that it has just received and added to.
+# When the sums are complete, a second loop copies them.
 
 
 # %%
@@ -424,17 +460,17 @@ def ring_all_reduce(x):
     rank, n = dist.get_rank(), dist.get_world_size()
     pieces = x.clone().view(n, -1)
     for step in range(1, n):  # reduce-scatter: partial sums travel
-        pieces[(rank - step - 1) % n] += shift(pieces[(rank - step) % n])
+        leaving, arriving = (rank - step) % n, (rank - step - 1) % n
+        pieces[arriving] += shift(pieces[leaving])
     for step in range(n - 1):  # all-gather: finished sums travel
-        pieces[(rank - step - 1) % n] = shift(pieces[(rank - step) % n])
+        leaving, arriving = (rank - step) % n, (rank - step - 1) % n
+        pieces[arriving] = shift(pieces[leaving])
     return pieces.view(-1)
 
 
 # %% [markdown]
 # We count with the **ledger**: `record()` notes every operation that a rank issues inside the `with` block, with its
 # bytes.
-#
-# **Predict.** With four ranks, how many messages does a rank send in each function, and how many S in all?
 
 
 # %%
@@ -444,21 +480,30 @@ def count(algorithm):
         result = algorithm(x)
     dist.all_reduce(x)
     assert torch.allclose(result, x, atol=1e-4)
-    return ledger.messages, ledger.sent / (4 * x.numel())
+    return {"messages": ledger.messages, "S": ledger.sent / x.nbytes}
 
-
-for algorithm in (whole_tensors_round_a_ring, ring_all_reduce):
-    messages, sent = launch(count, algorithm, world_size=world_size)[0]
-    print(f"{algorithm.__name__:27}{messages:3} messages a rank, {sent:.2f} S sent")
 
 # %% [markdown]
-# Three messages of S each, against six of S/4. The formulas say the same of the real ring:
+# **Predict.** Each of four ranks sends 1.5 S in the real ring. How many S does it send with whole tensors?
 
 # %%
-assert messages == 2 * (world_size - 1)
-assert abs(sent - bytes_sent("all_reduce", world_size, 1.0)) < 1e-9
+with_whole_tensors = predict("sent by each of 4 ranks with whole tensors", unit="S")
+
+# %%
+whole = launch(count, whole_tensors_round_a_ring, world_size=world_size)[0]
+ring = launch(count, ring_all_reduce, world_size=world_size)[0]
+print(f"whole tensors: {whole['messages']} messages from each rank, {whole['S']:.2f} S")
+print(f"pieces:        {ring['messages']} messages from each rank, {ring['S']:.2f} S")
+
+# %% jupyter={"source_hidden": true}
+assert whole["messages"] == whole["S"] == world_size - 1
+assert ring["messages"] == 2 * (world_size - 1)
+assert abs(ring["S"] - bytes_sent("all_reduce", world_size, 1.0)) < 1e-9
+with_whole_tensors.compare(3)
 
 # %% [markdown]
+# **Compare.** Three messages of S each, against six of S/4: twice as much.
+#
 # > **Misconception.** "Passing tensors round a ring is ring all-reduce." Ring all-reduce passes *pieces* of S/N.
 # > Whole tensors cost (N−1) · S, twice as much with 4 ranks and 32 times as much with 64.
 #
@@ -492,7 +537,7 @@ bandwidth(sizes, seconds, world_size, fit=(alpha, beta))
 # bytes take ten times as long. The simplest model of both ends is **t = α + β·S**, the dashed line, with latency α
 # and bandwidth 1/β.
 #
-# Now real GPUs, eight A100 of one node (*recorded*, stas00/ml-engineering, network/README.md). Between two such GPUs
+# Now real GPUs, eight A100 of one node (*recorded*, Bekman, ml-engineering, network/README.md). Between two such GPUs
 # 274 GB/s were measured, of 300 nominal.
 
 # %%
@@ -532,28 +577,46 @@ def flattened(tensors):
 
 
 # %% [markdown]
-# **Predict.** 64 tensors of 4 KiB: the bytes and the results are equal. How many times faster is one call?
+# **Predict.** The tensors are 64 of 4 KiB. How many times as fast is one call for all of them?
+
+# %%
+gain = predict("speed-up of one call", unit="times")
 
 
 # %% tags=["nbval-ignore-output"]
-def compare(way):
+def both_ways():
+    tensors = [torch.zeros(1024, device=device()) for _ in range(64)]
+    return {
+        "64 calls": measured.best_seconds(lambda: one_by_one(tensors)),
+        "one call": measured.best_seconds(lambda: flattened(tensors), in_a_row=16),
+    }
+
+
+best = launch(both_ways, world_size=world_size)[0]
+for way, took in best.items():
+    print(f"{way}: {took * 1e3:.1f} ms (measured)")
+
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
+gain.compare(best["64 calls"] / best["one call"])
+
+
+def same_sums(way):
     tensors = [torch.full((1024,), float(i), device=device()) for i in range(64)]
     with record() as ledger:
         way(tensors)
     assert all((x == i * world_size).all() for i, x in enumerate(tensors))
-    typical = measured.typical_seconds(lambda: way(tensors))
-    return ledger.count("all_reduce"), ledger.bytes("all_reduce"), typical
+    return ledger.count("all_reduce"), ledger.bytes("all_reduce")
 
 
-loose, flat = (launch(compare, way, world_size=world_size)[0] for way in (one_by_one, flattened))
-assert loose[:2] == (64, 64 * 4096) and flat[:2] == (1, 64 * 4096)
-print(f"64 calls {loose[2] * 1e3:.1f} ms, one call {flat[2] * 1e3:.1f} ms (measured)")
-print(f"{loose[2] / flat[2]:.0f} times faster")
+assert launch(same_sums, one_by_one, world_size=world_size)[0] == (64, 64 * 4096)
+assert launch(same_sums, flattened, world_size=world_size)[0] == (1, 64 * 4096)
 
 # %% [markdown]
-# Tens of times: 64 latencies against one. DDP's *buckets* are this idea, flat buffers of 25 MiB for the gradients
-# of many parameters. (NCCL's `ncclGroupStart` and `ncclGroupEnd` launch all calls between them together, without
-# copying; `batch_isend_irecv` uses them.)
+# **Compare.** Tens of times. One call pays α once instead of 64 times, but it carries the bytes of all 64 and copies
+# them twice. So by the model it gains less than 64 times.
+#
+# DDP (lesson 04) sends gradients like this, in *buckets* of 25 MiB for many parameters. (NCCL's `ncclGroupStart` and
+# `ncclGroupEnd` launch all calls between them together, without copying; `batch_isend_irecv` uses them.)
 #
 # > **What changes on real GPUs.** Latencies are tens of microseconds, and the effect stays: on H200s 4 GB
 # > reached 3,722 Gb/s in one call and 1,146 Gb/s in 1,000 calls of 4 MB (*recorded*, same source).
@@ -568,9 +631,7 @@ print(f"{loose[2] / flat[2]:.0f} times faster")
 # ### A condition that differs between ranks
 #
 # A training loop skips batches with a wild loss (10 or more). But the loss is a *local* number, which only one rank
-# sees.
-#
-# **Predict.** The last rank skips. What happens on it, and what on the others?
+# sees. Here the last rank skips:
 
 
 # %%
@@ -586,9 +647,8 @@ with expect_error():
     launch(skip_wild_batches, world_size=world_size, timeout=patience, backend="gloo")
 
 # %% [markdown]
-# The last rank has already returned, so it never notices. The others wait in their first all-reduce. The error shows
-# on healthy ranks, so look for the rank that is elsewhere. Without our limit they wait for the group's `timeout=`: 10
-# minutes on NCCL and 30 on gloo unless you set it.
+# The last rank has already returned, so it never notices. As in lesson 00, the error shows on healthy ranks. Without
+# our limit they wait for the group's `timeout=`: 10 minutes on NCCL and 30 on gloo unless you set it.
 #
 # The cure is to decide together. One number tells everybody that somebody wants to skip:
 
@@ -613,7 +673,10 @@ print(launch(skip_together, world_size=world_size))
 #
 # ### Another operation
 #
-# **Predict.** Rank 0 passes MAX, the others SUM. Is it an error, a hang, or wrong numbers?
+# **Predict.** Rank 0 passes MAX, the others SUM. What comes of it?
+
+# %%
+fate = predict("MAX on rank 0", ["the right sum", "wrong numbers", "an error", "a hang"])
 
 
 # %%
@@ -622,14 +685,21 @@ def max_on_rank_0(x):
     return x
 
 
-before, after = held(max_on_rank_0, world_size, backend="gloo")
+with attempt():
+    before, after = held(max_on_rank_0, world_size, backend="gloo")
+    print("the sum is", sum(before).tolist())
+    print("the ranks hold", *[x.tolist() for x in after])
+
+# %% jupyter={"source_hidden": true}
 assert not torch.equal(after[0], sum(before))
-assert all(torch.equal(x, after[0]) for x in after)  # they even agree
-print("right:", sum(before).tolist(), "  got, on every rank:", after[0].tolist())
+assert all(torch.equal(x, after[0]) for x in after)
+fate.compare("wrong numbers")
 
 # %% [markdown]
-# Wrong numbers, and this is worse than a hang: PyTorch raises no error, and all ranks agree, so comparing them does
-# not help. The digits show that a summand was lost wherever rank 0 did the adding; in gradients you would not see it.
+# **Compare.** Wrong numbers, and this is worse than a hang: PyTorch raises no error, and all ranks agree, so comparing
+# them does not help. Look at 1110: the 1 of rank 0 is missing, because where rank 0 had to add, it took the larger
+# number. In real gradients nobody would notice.
+#
 # The warning comes from `launch`, which compares the ranks' calls after all have returned. Under `torchrun` nobody
 # does that.
 #
@@ -693,12 +763,15 @@ print("isend and irecv: no order to get wrong")
 #
 # <details><summary>Why can this hang on GPUs?</summary>
 #
-# Under NCCL `send` and `isend` only put a *GPU kernel*, a function that runs on the GPU, on a *stream*, which is a
-# queue of kernels, and return. The kernels of one stream run one after the other. If two ranks first `isend` to each
-# other and then `irecv`, each send can occupy its stream until the other side receives, but the receive is queued
-# behind *its* send. `batch_isend_irecv` makes the whole list one GPU kernel, in which sends and receives progress
-# together. (The first un-batched send to a peer has to make a communicator, NCCL's own group, of the two ranks. This
-# also blocks Python, unless the program has passed `device_id=` to `init_process_group`.)
+# Under NCCL `send` and `isend` put a *GPU kernel*, a function that runs on the GPU, on a *stream*, which is a queue of
+# kernels, and return. The kernels of one stream run one after the other. If two ranks first `isend` to each other and
+# then `irecv`, a send that is larger than NCCL's buffer occupies its stream until the other side receives, but that
+# receive is queued behind *its* send. `batch_isend_irecv` makes the whole list one GPU kernel, in which sends and
+# receives progress together.
+#
+# At the first exchange of two ranks any size can hang, and in Python: NCCL makes the connection then, and each side
+# waits for the other, with or without `device_id=` in `init_process_group`. (Without it, PyTorch also makes a
+# communicator, NCCL's own group, of the two ranks at their first send outside a batch, with buffers of its own.)
 # </details>
 #
 # ### Barrier
@@ -758,7 +831,7 @@ before_after(before, after, "all_reduce in two teams")
 #
 # > **Misconception.** "Only members call `new_group`." By default *every* rank of the world has to call it, for every
 # > group and in the same order, members or not. If a rank skips a call, that group may even work, but a later
-# > `new_group` waits for ever, because the ranks disagree on how many groups there are.
+# > `new_group` waits until its timeout, because the ranks disagree on how many groups there are.
 #
 # Inside a group ranks are numbered from 0 again. `src=` and `dst=` mean ranks of the *world*, `group_src=` and
 # `group_dst=` ranks of the *group*.
@@ -815,17 +888,25 @@ def along_tp_then_dp(x):
     return x
 
 
-before, after = held(along_tp_then_dp, world_size)
-assert all(torch.equal(x, sum(before)) for x in after)
+before, after_both = held(along_tp_then_dp, world_size)
+print("after tp and dp:", *[x.tolist() for x in after_both])
 before, after = held(along_tp, world_size)
 before_after(before, after, "all_reduce along tp")
 
 # %% [markdown] tags=["deeper"]
-# *The figure: ranks in the same row of the grid share their stripes.*
+# **Compare.** After the first each rank holds the sum of its row, and after the second the sum over all ranks.
 #
-# After the first each rank holds the sum of its row, and after the second the sum over all ranks. A *hierarchical*
-# all-reduce works like this, first over the fast links inside a node and then over the slow ones between nodes. As
-# written, every rank still sends its whole tensor between nodes; Exercise 1 of lesson 16 does better.
+# *The figure: ranks in the same row of the grid share their stripes.*
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert all(torch.equal(x, sum(before)) for x in after_both)
+for row in torch.arange(world_size).view(shape).tolist():
+    assert all(torch.equal(after[rank], sum(before[other] for other in row)) for rank in row)
+
+# %% [markdown] tags=["deeper"]
+# A *hierarchical* all-reduce works like this, first over the fast links inside a node and then over the slow ones
+# between nodes. As written, every rank still sends its whole tensor between nodes; Exercise 1 of lesson 16 does
+# better.
 #
 # <details><summary>A mesh of shape (2, 4) with names ("dp", "tp"): how many groups are there, and how large?</summary>
 #
@@ -845,18 +926,25 @@ before_after(before, after, "all_reduce along tp")
 
 # %% tags=["deeper"]
 wire = measured.tcp_traffic(counted_bytes, world_size)
-for op in wire[0] if wire else []:
+print("in units of S" if wire else "bytes are counted on Linux only")
+for op in COLLECTIVES if wire else ():
+    print(f"{op:15} at least {bytes_sent(op, world_size, 1.0):.2f}", end="")
+    print("   sent, by rank:", *[f"{rank[op]['sent']:.2f}" for rank in wire], end="")
+    print("   received:", *[f"{rank[op]['received']:.2f}" for rank in wire])
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+for op in COLLECTIVES if wire else ():
+    busiest = max(max(rank[op].values()) for rank in wire)
     least = bytes_sent(op, world_size, 1.0)
-    print(f"{op:15} at least {least:.2f} S", end="")
-    print("   sent by each rank:", *(f"{rank[op][0]:4.2f}" for rank in wire))
-    print(f"{'received:':>51}", *(f"{rank[op][1]:4.2f}" for rank in wire))
-    assert max(max(rank[op]) for rank in wire) > least - 0.01
-if not wire:
-    print("bytes are counted on Linux only")
+    assert busiest > least - 0.01
+    if op not in ("reduce_scatter", "broadcast", "reduce"):
+        assert busiest < least + 0.01
+for rank in wire:
+    assert abs(rank["reduce_scatter"]["sent"] - rank["all_reduce"]["sent"]) < 0.01
 
 # %% [markdown] tags=["deeper"]
-# Compare the bound with what the busiest rank sends or receives. For all-reduce, all-gather, all-to-all, gather and
-# scatter gloo moves what the formula says. For three it moves more:
+# **Compare.** For all-reduce, all-gather, all-to-all, gather and scatter the busiest rank moves what the formula says.
+# For three it moves more.
 #
 # - **`reduce_scatter`** *is* an all-reduce, of which each rank keeps a piece. So its busbw is low in section 5, but
 #   that is gloo's fault: NCCL has a true ring, at (N−1)/N · S.
@@ -865,17 +953,7 @@ if not wire:
 #   ring, at S for every rank but the last.)
 # - **`reduce`** is a reduce-scatter, after which every rank sends its piece to the root: hence the left-overs of
 #   section 2.
-
-# %% tags=["deeper"]
-for rank in wire:
-    for op in ("all_reduce", "all_gather", "all_to_all"):
-        assert abs(rank[op][0] - bytes_sent(op, world_size, 1.0)) < 0.01
-    assert abs(rank["reduce_scatter"][0] - rank["all_reduce"][0]) < 0.01
-for op in ("gather", "scatter") if wire else ():
-    assert abs(max(max(rank[op]) for rank in wire) - bytes_sent(op, world_size, 1.0)) < 0.01
-print("gloo's reduce_scatter moves the bytes of an all_reduce" if wire else "not counted")
-
-# %% [markdown] tags=["deeper"]
+#
 # A broadcast of a large tensor can spare the root, because **a broadcast is a scatter followed by an all-gather**.
 # Then the root sends 2(N−1)/N · S, always less than 2 S.
 
@@ -912,8 +990,9 @@ def overlap(x, compute):
 
 
 # %% [markdown] tags=["deeper"]
-# On a CPU the ranks compute on the cores that carry the messages, while a GPU does both at once. So here a sleep, of
-# the length of the all-reduce, stands in for a computation elsewhere. The figure shows the fastest of three runs.
+# On a CPU the ranks compute on the cores that carry the messages. A GPU has room for both, though not for nothing:
+# NCCL's kernels take some of its processors and of its memory bandwidth. So here a sleep, of the length of the
+# all-reduce, stands in for a computation elsewhere. The figure shows the fastest of three runs.
 
 # %% tags=["deeper"]
 apart = measured.hidden_step(wait_first, sizes[-1], world_size)
@@ -934,7 +1013,12 @@ timeline(spans, f"measured on rank 0: {format_bytes(sizes[-1])} all-reduce, comp
 # %% [markdown] tags=["deeper"]
 # ## 11. Two more broken rules: order and size · deeper
 #
-# Rank 0 reduces `b` before `a`. Both have the same size. **Predict:** error, hang, or wrong numbers?
+# Rank 0 reduces `b` before `a`. Both have the same size.
+#
+# **Predict.** What comes of it?
+
+# %% tags=["deeper"]
+order = predict("b before a on rank 0", ["an error", "a hang", "wrong numbers", "the right sums"])
 
 
 # %% tags=["deeper"]
@@ -945,12 +1029,20 @@ def swapped():
     return f"a = {a.tolist()}, b = {b.tolist()}"
 
 
-print(*launch(swapped, world_size=world_size), sep="\n")
+with attempt():
+    got = launch(swapped, world_size=world_size)
+    print(*got, sep="\n")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+mixed = 100.0 + world_size - 1
+assert f"b = {[mixed] * 2}" in got[0] and f"a = {[mixed] * 2}" in got[1]
+order.compare("wrong numbers")
 
 # %% [markdown] tags=["deeper"]
-# Wrong numbers, and nobody complains: rank 0's 100 was added to the others' ones. Different sizes may be noticed.
-# Below, the last rank was started with other settings: rank 0 broadcasts five numbers, and the last rank has room for
-# four.
+# **Compare.** Wrong numbers, and nobody complains: rank 0's 100 was added to the others' ones.
+#
+# Different sizes may be noticed. Below, the last rank was started with other settings: rank 0 broadcasts five numbers,
+# and the last rank has room for four.
 
 
 # %% tags=["deeper"]
@@ -966,8 +1058,8 @@ with expect_error():
 # %% [markdown] tags=["deeper"]
 # gloo notices that more bytes arrive than fit, and ends the *process*: no exception, nothing to catch. When less
 # arrives than expected it may not notice: in an all-reduce with five numbers on rank 0 and four elsewhere, rank 0
-# waits for ever and the others return, some with wrong numbers. NCCL does not compare sizes at all; its manual calls
-# the result undefined: a hang, a crash, or corrupted data.
+# waits until the timeout and the others return, some with wrong numbers. NCCL does not compare sizes at all; its
+# manual calls the result undefined: a hang, a crash, or corrupted data.
 #
 # `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set before torch is imported, makes PyTorch compare the kind of collective, size
 # and type before each call, at a price.
@@ -986,7 +1078,12 @@ with expect_error():
 # ## 12. Objects, and what each backend can do · deeper
 #
 # Lists, dictionaries and strings travel too: `all_gather_object`, `gather_object`, `broadcast_object_list`,
-# `scatter_object_list`. **Predict:** how many collectives does one `all_gather_object` make?
+# `scatter_object_list`.
+#
+# **Predict.** How many collectives does one `all_gather_object` make?
+
+# %% tags=["deeper"]
+calls = predict("collectives in one all_gather_object")
 
 
 # %% tags=["deeper"]
@@ -999,12 +1096,17 @@ def share():
 
 
 everyone, ledger = launch(share, world_size=world_size)[0]
-assert [someone["rank"] for someone in everyone] == list(range(world_size))
 print(ledger.table())
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert [someone["rank"] for someone in everyone] == list(range(world_size))
+calls.compare(len(ledger))
+
 # %% [markdown] tags=["deeper"]
-# Two: the first all-gather tells everybody the lengths, and the second carries the pickled objects, each padded to
-# the longest. So object collectives are slow. Unpickling also runs whatever code the sender put in, so use them among
+# **Compare.** Two: the first all-gather tells everybody the lengths, and the second carries the pickled objects, each
+# padded to the longest.
+#
+# So object collectives are slow. Unpickling also runs whatever code the sender put in, so use them among
 # ranks that you trust, for settings and results. (Under NCCL the bytes travel through GPU memory, so
 # `torch.cuda.set_device` must come first, or all ranks use GPU 0. `launch` does it.)
 #
@@ -1084,12 +1186,13 @@ assert all(works[op] for op in (*COLLECTIVES, "barrier"))
 # ## Recap, with the numbers of this run
 
 # %% tags=["nbval-ignore-output"]
-print(f"each of {world_size} ranks sent {sent:.2f} S in a ring all-reduce")
+print(f"each of {world_size} ranks sent {ring['S']:.2f} S in a ring all-reduce")
 print(f"alpha {alpha * 1e3:.2f} ms, 1/beta {1 / beta / 1e9:.2f} GB/s (fitted)")
-print(f"64 small all-reduces {loose[2] * 1e3:.1f} ms one by one, {flat[2] * 1e3:.1f} ms as one")
+print(f"64 small all-reduces {best['64 calls'] * 1e3:.1f} ms", end=", ")
+print(f"as one {best['one call'] * 1e3:.1f} ms")
 
 # %% [markdown]
-# - A send waits for its receive; `batch_isend_irecv` starts both and prevents deadlock.
+# - A send may wait for its receive; `batch_isend_irecv` starts both and prevents deadlock.
 # - All-reduce = reduce-scatter + all-gather: each piece visits N−1 ranks to be summed and N−1 to be copied. So each
 #   rank sends 2(N−1)/N · S, nearly independent of N.
 # - Small messages cost α, large ones β·S. Few large calls beat many small ones.
@@ -1112,6 +1215,12 @@ print(f"64 small all-reduces {loose[2] * 1e3:.1f} ms one by one, {flat[2] * 1e3:
 # 5. Wrong numbers, the same ones on all ranks, and no message from PyTorch (section 6).
 # </details>
 #
+# How your predictions came out:
+
+# %%
+predictions()
+
+# %% [markdown]
 # **What to take to work:** a page to print with all eight (`docs/sheets/collectives.html` in the course's folder), and
 # [scripts/train.py](../scripts/train.py), where an all-reduce before each step tells every rank whether one of them
 # has been asked to stop.
