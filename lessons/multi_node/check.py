@@ -38,7 +38,6 @@ from course_utils.check import (
     values,
     whole_number,
 )
-from course_utils.check.compare import listed
 from course_utils.check.groups import DIFFERENT, GroupsInStep
 from course_utils.check.traffic import calls
 from course_utils.costs import bytes_sent
@@ -120,9 +119,9 @@ def mean_in_place(run: Exercise, hosts: Sequence[int], data: list[Tensor], outco
         key = "any-tensor" if run.fallback == "any-tensor" else "not-in-place"
         changed = not torch.equal(outcome.after, outcome.before)
         run.require(changed, key, f"tensor still holds this rank's own numbers; {got}.")
-        wrong = {"sum": total, "one-level": [own / per_host, own / n, own], "divisor": [total / per_host, mean / n]}
+        wrong = {"one-level": [own / per_host, own / n, own], "divisor": [total, total / per_host, mean / n]}
         if not close(outcome.after, mean):
-            known = (key for key, some in wrong.items() if any(close(outcome.after, one) for one in listed(some)))
+            known = (key for key, some in wrong.items() if any(close(outcome.after, one) for one in some))
             key = "value" if run.fallback else next(known, "value")
             run.differs(key, "the tensor after the call is wrong.", show(mean), show(outcome.after))
         run.require(outcome.after.dtype == mean.dtype, "dtype", f"the tensor after the call is {outcome.after.dtype}.")
@@ -219,9 +218,8 @@ MISTAKES["hierarchical_mean"] = {
                         f"{REDUCE}  ->  dist.all_reduce(padded.clone(), group=inside)\n{REDUCE}"),
     "one-level": ("This covers the ranks of one host only: the other level is missing.",
                   f"{ACROSS}  ->  dist.all_reduce(shard.clone(), group=across)"),
-    "sum": ("This is the sum. The mean divides it by the number of all ranks.", f"{MEAN}  ->  pass"),
-    "divisor": ("The sum is right, and it is divided by something other than the number of all ranks.",
-                f"{MEAN}  ->  shard /= per_host"),
+    "divisor": ("The sum over all ranks is right, but the mean divides it by the number of all ranks.",
+                [f"{MEAN}  ->  pass", f"{MEAN}  ->  shard /= per_host"]),
     "not-in-place": ("""The caller keeps tensor, not what is returned. The mean has to be written into its memory.""",
                      f"{INTO}  ->  return padded[:count].view(tensor.shape)"),
     "remainder": ("""It is right where the number of ranks on a host divides the number of elements. Here something
