@@ -205,7 +205,7 @@ def what_ranks_find_imported(request: pytest.FixtureRequest):
     if not request.node.nodeid.startswith("tests/ranks/"):
         slow, checks = processes.SLOW, sorted((ROOT / "lessons").glob("*/check.py"))
         wanted += [*slow, *(f"lessons.{path.parent.name}.check" for path in checks)]
-    if "deepspeed" in request.node.nodeid:
+    if "deepspeed" in request.node.nodeid or request.node.nodeid == "tests/lessons/test_exercises.py":
         from lessons.deepspeed.deepspeed_tools.runs import PRELOADED
 
         wanted += PRELOADED
