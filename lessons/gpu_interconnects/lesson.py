@@ -29,7 +29,8 @@
 
 # %% [markdown]
 # The first cell imports PyTorch and names every parameter; the second imports from the course. `LINKS` and `GPUS`
-# hold figures of data sheets, each with its source, and counted as section 1 says.
+# hold figures of data sheets, each with its source, and counted as section 1 says; for links between CPUs, `LINKS` has
+# what NCCL assumes.
 
 # %% tags=["parameters"]
 import torch
@@ -45,7 +46,9 @@ sides = [32, 128, 512]  # of the matrices on the roofline
 from course_utils import launch
 from course_utils.costs import bytes_sent, format_bytes
 from course_utils.hardware import GPUS, LINKS, growth, rungs
+from course_utils.predictions import predict, predictions
 from course_utils.programs import SCRIPTS, folded, run_program
+from course_utils.recorded import gpu_check
 from course_utils.topology import cluster, from_matrix, this_machine
 from lessons.gpu_interconnects import figures
 from lessons.gpu_interconnects.explorer import topology_explorer
@@ -80,19 +83,26 @@ h100 = GPUS["h100"]
 # - network: eight ports of 400 Gb/s, one for each GPU.
 #
 # **Predict**: how long does one GPU need, at least, for 1,979 · 10¹² operations on ordinary matrices? How long for a
-# copy of 90 GB to its neighbour, and to a GPU of another node?
+# copy of 45 GB to its neighbour, and to a GPU of another node?
+
+# %%
+copying = predict("45 GB by NVLink take at least", unit="s")
 
 # %%
 seconds = {
     "1,979e12 operations": 1979e12 / h100.flops["bf16"],
-    "90 GB by NVLink": 90e9 / LINKS[h100.nvlink].bandwidth,
-    "90 GB by one 400G port": 90e9 / LINKS["ib_ndr"].bandwidth,
+    "45 GB by NVLink": 45e9 / LINKS[h100.nvlink].bandwidth,
+    "45 GB by one 400G port": 45e9 / LINKS["ib_ndr"].bandwidth,
 }
 for what, least in seconds.items():
     print(f"{what:24}{least:5.2f} s at least")
 
+# %% jupyter={"source_hidden": true}
+copying.compare(seconds["45 GB by NVLink"])
+
 # %% [markdown]
-# Each figure hides a factor:
+# **Compare.** Two seconds, a tenth of one, and nearly one. None is what dividing by the figure gives, because each
+# figure hides a factor:
 #
 # - **Sparsity.** If two of every four neighbouring weights are zero, the hardware skips them, but the 1,979 TFLOP/s
 #   count the skipped operations too. Ordinary, **dense** matrices get 989 TFLOP/s. All FLOP/s in this course are
@@ -117,7 +127,7 @@ for what, least in seconds.items():
 # | **NVSwitch** | all GPUs of a node | each reaches every other at the full rate of its NVLinks |
 # | **PCIe** | GPU, CPU, network card, disk | 16 parallel lanes; each generation about twice as fast |
 # | **InfiniBand** | nodes | EDR, HDR, NDR, XDR: 100 to 800 Gb/s per port |
-# | **Ethernet** | nodes, and everything else | 10 to 800 Gb/s |
+# | **Ethernet** | nodes, and everything else | 10 to 400 Gb/s here; 800 exist |
 
 # %%
 speeds, kinds = rungs()
@@ -230,17 +240,25 @@ GPU4    SYS     NODE    NODE    PHB      X      0-7,16-23       0               
 # **Predict**: two of the five GPUs are to train together. Which two would you take, and which one would you avoid?
 
 # %%
+avoided = predict("the GPU to avoid", [f"GPU{i}" for i in range(5)])
+
+# %%
 for a, b in [(1, 2), (0, 1)]:
     print(" → ".join(five.path(a, b).devices))
 topology_picture(five)
 
+# %% jupyter={"source_hidden": true}
+avoided.compare("GPU0")
+
 # %% [markdown]
+# **Compare.** GPU1 and GPU2 say `PHB` to each other, and so do GPU3 and GPU4. They are the nearest pairs. Avoid GPU0:
+# its row says `SYS` four times, so whatever it exchanges crosses from CPU to CPU.
+#
 # *The figure: GPU0 alone on one CPU, the other four on the other; a line joins the CPUs. CPU0 is NUMA node 1, because
 # the picture numbers CPUs in the order of their GPUs.*
 #
-# GPU1 and GPU2 say `PHB` to each other, and so do GPU3 and GPU4. They are the nearest pairs. Avoid GPU0: its row says
-# `SYS` four times, so whatever it exchanges crosses from CPU to CPU. No entry says `NV#`, so there is no NVLink. The
-# matrix only names links; look up or measure how *fast* they are. (Section 15 reads more from it.)
+# No entry says `NV#`, so there is no NVLink. The matrix only names links; look up or measure how *fast* they are.
+# (Section 15 reads more from it.)
 
 # %% [markdown]
 # ## 5. The path, and its slowest link
@@ -258,11 +276,15 @@ topology_picture(two, path=across)
 # %% [markdown]
 # *The figure: two nodes side by side, a network switch above both. The highlighted path goes from GPU 0 up by PCIe to
 # its network card and the switch, and down in the other node. The links to the switch are marked as the slowest;
-# NVLink is not on the way.*
+# NVLink is not on the way. The 22 GB/s between the CPUs are NCCL's assumption, not a data sheet's.*
 #
 # Inside the node all GPUs are equally near, which is what the NVSwitch is for. To the other node the bottleneck is
-# the network port. **Predict**: how many times longer does 1 GiB take to the other node than inside the node? And 4
-# KiB?
+# the network port.
+#
+# **Predict**: how many times longer does 1 GiB take to the other node than inside the node? And 4 KiB?
+
+# %%
+longer = predict("1 GiB takes longer to the other node", unit="times")
 
 # %%
 print("message      in the node   across nodes")
@@ -271,9 +293,14 @@ for size in (4096, 2**20, 2**30):
     print(f"{format_bytes(size):9}{near * 1e6:12.1f} µs{far * 1e6:12.1f} µs", end="")
     print(f"{far / near:8.1f} times")
 
+# %% jupyter={"source_hidden": true}
+longer.compare(across.seconds(2**30) / inside.seconds(2**30))
+
 # %% [markdown]
-# *Modelled*, from the data sheets. Large messages take nine times as long, the ratio of the bandwidths. Small ones
-# take four times as long, the ratio of the latencies, because bandwidth hardly counts for them. So ask first which
+# **Compare.** *Modelled*, from the data sheets: large messages take nine times as long, the ratio of the bandwidths.
+# Small ones take four times as long, the ratio of the latencies, because bandwidth hardly counts for them.
+#
+# So ask first which
 # messages cross between nodes; if they are small, look at latency. Choose machines, GPUs and sizes yourself:
 
 # %%
@@ -296,7 +323,8 @@ explorer
 #
 # A data sheet gives the upper limit. What is reached has to be measured, and for that two ranks play **ping-pong**.
 # Rank 0 sends S bytes, rank 1 sends them back, and half of the round trip is the time of one message. We do not time
-# one way, because two clocks need not agree, and because `send` may return before the message has arrived.
+# one way, because two clocks need not agree, and because a `send` that has returned does not prove that the message
+# has arrived: gloo's returns when the other side takes it, NCCL's when it is queued or buffered.
 
 
 # %%
@@ -318,14 +346,23 @@ def ping_pong(buffer):
 # **Predict**: a message of 4 KiB has four times the bytes of one of 1 KiB. Does it take four times as long? And 4 MiB
 # against 1 MiB?
 
+# %%
+fourfold = predict("4 KiB against 1 KiB", unit="times as long")
+
 # %% tags=["nbval-ignore-output"]
 seconds = time_messages(ping_pong, fitted)
 for size, took in zip(fitted, seconds, strict=True):
     print(f"{format_bytes(size):>8}{took * 1e3:9.3f} ms{size / took / 1e9:8.2f} GB/s")
 
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
+took = dict(zip(fitted, seconds, strict=True))
+fourfold.compare(took[4096] / took[1024])
+
 # %% [markdown]
-# Small messages take about the same time whatever their size: α. For large ones every byte adds time, β, so 4 MiB take
-# roughly four times as long as 1 MiB: less by the share of α, more where they no longer fit into a cache. `fit_line`
+# **Compare.** Small messages take about the same time whatever their size: α. For large ones every byte adds time, β,
+# so 4 MiB take roughly four times as long as 1 MiB: less by the share of α, more where they no longer fit into a cache.
+#
+# `fit_line`
 # fits both numbers to all sizes at once, by the *relative* error, so that small and large messages count alike. To show
 # how sure we can be, it also fits many random draws of the points, with replacement (the **bootstrap**). The more these
 # fits disagree, the less we know.
@@ -336,7 +373,11 @@ print(line)
 
 # %% [markdown]
 # A model is judged by its predictions. So let it predict the times of new sizes, and measure them afterwards.
+#
 # **Predict**: how far off is it, typically: 2 %, 20 %, or a factor of 2?
+
+# %%
+off = predict("the line is off by", unit="%")
 
 # %% tags=["nbval-ignore-output"]
 predicted = [line.seconds(size) for size in unseen]  # before anything is sent
@@ -347,20 +388,29 @@ for size, p, m in zip(unseen, predicted, measured, strict=True):
 title = "measured: one message between two processes, and α + βS"
 figures.latency_fit(fitted, seconds, line.fits, (unseen, measured), title=title)
 
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
+errors = sorted(abs(p / m - 1) for p, m in zip(predicted, measured, strict=True))
+off.compare(100 * errors[len(errors) // 2])
+
 # %% [markdown]
+# **Compare.** Of the three answers 20 % is usually the nearest.
+#
 # *The figure: time over size, both logarithmic. Dots are the fitted points, diamonds the sizes that were predicted
 # first. The line is flat on the left, where α rules, and rises on the right, where βS does; the band around it holds
 # 95 % of the bootstrap's fits.*
 #
-# Of the three answers 20 % is usually the nearest. If all diamonds lie on one side of the line, the two runs met
+# If all diamonds lie on one side of the line, the two runs met
 # different conditions: another program, or the two processes on other cores. A line is a good model, but not a perfect
 # one, because a message that fits into a cache has another β, and libraries switch methods at some size. The band does
 # not include that. It says how far the *points* move the line, not whether a line is the right shape.
 #
 # > **What changes on real GPUs.** α is a few microseconds inside NCCL, but what you measure from Python is more. On one
-# > H200 a call took 15 µs with a single rank, which sends nothing (*recorded*, `gpu-check`), and with others it starts
-# > a program on the GPU as well, a *kernel*. B is most of what the data sheet says (section 17). Each of NCCL's methods
-# > needs its own line, again good but not perfect (lesson 03).
+# > H200 a call took 23 to 29 µs with a single rank, which sends nothing (*recorded*, `gpu-check`). B is most of what
+# > the data sheet says (section 17). Each of NCCL's methods needs its own line, again good but not perfect (lesson 03).
+
+# %% jupyter={"source_hidden": true}
+calls = gpu_check("collectives")["all_reduce"]["value"]
+assert (round(1e6 * min(calls)), round(1e6 * max(calls))) == (23, 29)
 
 # %% [markdown]
 # ## 7. The roofline: who waits for whom?
@@ -377,14 +427,22 @@ figures.latency_fit(fitted, seconds, line.fits, (unseen, measured), title=title)
 # does `c = a + b` reach, on long vectors? Each addition reads two numbers of 4 bytes and writes one.
 
 # %%
+adding = predict("of the peak, adding reaches", unit="%")
+
+# %%
 intensity = 1 / (3 * 4)
 reached = intensity * h100.memory_bandwidth
 print(f"c = a + b: {intensity:.3f} FLOP/byte, at most {reached / 1e12:.2f} TFLOP/s,", end=" ")
 print(f"{reached / h100.flops['fp32']:.1%} of the peak")
 print(f"ridges: {h100.ridge('fp32'):.0f} FLOP/byte in fp32, {h100.ridge('bf16'):.0f} in bf16")
 
+# %% jupyter={"source_hidden": true}
+adding.compare(100 * reached / h100.flops["fp32"])
+
 # %% [markdown]
-# The CUDA cores wait, so faster ones would not help. What helps is to do more with each byte while it is on the chip.
+# **Compare.** 0.4 %: twelve bytes for one operation. The CUDA cores wait, so faster ones would not help. What helps is
+# to do more with each byte while it is on the chip.
+#
 # That is why computations are *fused* into one, and why products of large matrices suit GPUs: n³ work on n² numbers.
 # Where is the roof of your machine? `measured_roof` times additions and products, on the GPU if there is one,
 # otherwise on one core:
@@ -425,6 +483,9 @@ figures.roofline(roof.peak, roof.bandwidth, roof.points, title)
 # Ethernet?
 
 # %%
+waited = predict("of the step is waiting, with one 400G port", unit="%")
+
+# %%
 sent = bytes_sent("all_reduce", 16, 2 * 7e9)
 computing = 6 * 7e9 * 8192 / 430e12
 print(f"computing {computing:.2f} s, {sent / 1e9:.2f} GB to send")
@@ -433,8 +494,12 @@ for key, waiting in waits.items():
     share = waiting / (waiting + computing)
     print(f"{LINKS[key].name:15}{waiting:8.3f} s, {share:.0%} of the step")
 
+# %% jupyter={"source_hidden": true}
+waited.compare(100 * waits["ib_ndr"] / (waits["ib_ndr"] + computing))
+
 # %% [markdown]
-# On NVLink waiting takes 7 % of the step, over one 400G port each two fifths, and over 10G Ethernet nearly all.
+# **Compare.** On NVLink waiting takes 7 % of the step, over one 400G port each two fifths, and over 10G Ethernet nearly
+# all.
 #
 # But an NVSwitch of a DGX H100 joins only eight GPUs. Put the sixteen into the two DGX H100 of section 5, where every
 # path between the nodes has a 400G port as its bottleneck. The usual all-reduce lays **rings** through all GPUs: each
@@ -450,6 +515,10 @@ for key, waiting in waits.items():
 # **Predict**: is the all-reduce as slow as over one port each, or nearly as fast as on NVLink alone?
 
 # %%
+paces = ["as slow as over one port each", "halfway between", "nearly as fast as on NVLink"]
+pace = predict("the all-reduce on two DGX H100", paces)
+
+# %%
 out_of_a_node = 8 * LINKS["ib_ndr"].bandwidth  # eight rings, each through a port of its own
 waiting = sent / min(out_of_a_node, LINKS["nvlink4"].bandwidth)
 print(f"two DGX H100: {waiting:.3f} s, {waiting / (waiting + computing):.0%} of the step")
@@ -457,12 +526,17 @@ shown = {"NVLink 4": waits["nvlink4"], "one NDR port": waits["ib_ndr"], "two DGX
 steps = {name: {"compute": computing, "all_reduce": wait} for name, wait in shown.items()}
 figures.step_split(steps, "modelled: a step of 7 billion parameters on 16 H100s, nothing overlaps")
 
+# %% jupyter={"source_hidden": true}
+pace.compare(paces[2])
+
 # %% [markdown]
+# **Compare.** Nearly as fast as on NVLink. In each ring only one of a node's eight GPUs sends to the other node. So a
+# whole *node* sends out only as many bytes as one GPU sends, and spreads them over eight ports.
+#
 # *The figure: three bars, computing and then the all-reduce. Over one port each the all-reduce is two fifths of the
 # bar; on two DGX H100 it is as short as on NVLink.*
 #
-# Nearly as fast as on NVLink. In each ring only one of a node's eight GPUs sends to the other node. So a whole *node*
-# sends out only as many bytes as one GPU sends, and spreads them over eight ports. The bottleneck of a path is thus
+# The bottleneck of a path is thus
 # half of the question. The other half is **how many bytes cross it, and how many links like it share them**.
 # *Recorded* on four nodes of eight H200: in such rings each GPU sent 364.7 GB/s, seven times what a 400G port carries
 # (Bekman, as above).
@@ -533,12 +607,20 @@ for precision, rate in h100.flops.items():
 # up to the other GPU, one after the other. How many times longer does that take than with all three parts at once?
 
 # %% tags=["deeper"]
+stops = predict("one after the other", unit="times as long")
+
+# %% tags=["deeper"]
 way = [LINKS["pcie5"].bandwidth, LINKS["ib_ndr"].bandwidth, LINKS["pcie5"].bandwidth]
 staged, direct = sum(1e9 / speed for speed in way), 1e9 / min(way)
 print(f"one after the other {staged * 1e3:.1f} ms, at once {direct * 1e3:.1f} ms", end=": ")
 print(f"{staged / direct:.1f} times")
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+stops.compare(staged / direct)
+
 # %% [markdown] tags=["deeper"]
+# **Compare.** 2.6 times: the network's part is the longest, and both copies over PCIe come on top of it.
+#
 # Libraries can also send in pieces, so that the three copies overlap, but the memory of both CPUs is then still
 # written and read for every byte.
 #
@@ -566,6 +648,10 @@ print(f"{staged / direct:.1f} times")
 # sends ones a second time, but writes twos into its buffer before it waits, say the next batch. What does rank 1 see,
 # three times?
 
+# %% tags=["deeper"]
+sights = ["ones, ones, ones", "zeros, ones, ones", "zeros, ones, twos"]
+sight = predict("rank 1 sees", sights)
+
 
 # %% tags=["deeper"]
 def too_early():
@@ -591,11 +677,16 @@ def too_early():
 
 seen = launch(too_early, world_size=2, backend="gloo")[1]
 print(*seen)
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert seen == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
+sight.compare(sights[2])
 
 # %% [markdown] tags=["deeper"]
-# Zeros, ones, twos: two wrong numbers, and no error. (The barriers make the faults strike each time. Without them
-# they strike now and then, which is worse.) On a GPU `non_blocking=True` returns no request, and the cure is to wait
+# **Compare.** Zeros, ones, twos: two wrong numbers, and no error. (The barriers make the faults strike each time.
+# Without them they strike now and then, which is worse.)
+#
+# On a GPU `non_blocking=True` returns no request, and the cure is to wait
 # for the **stream**, the queue in which a GPU does its work:
 #
 # | `non_blocking=True` | the fault | the cure |
@@ -654,8 +745,13 @@ print(f"with the fetch: {on_demand / (fetch + fetched_ahead):.1f} times, at best
 # ## 14. Memory that is there already: pools · deeper
 #
 # Memory has to be found, mapped and, for a network card that reads it by itself, registered there before a byte
-# moves. Doing that for every message can cost more than the message. **Predict**: 64 MiB are filled, in fresh memory
-# each time or in the same memory again. How many times faster is the second?
+# moves. Doing that for every message can cost more than the message.
+#
+# **Predict**: 64 MiB are filled, in fresh memory each time or in the same memory again. How many times faster is the
+# second?
+
+# %% tags=["deeper"]
+faster = predict("the same memory again is faster", unit="times")
 
 # %% tags=["deeper", "nbval-ignore-output"]
 from lessons.gpu_interconnects.link_measurements import best_seconds
@@ -666,9 +762,14 @@ fresh = best_seconds(lambda: torch.empty(copied // 4).fill_(1.0))
 print(f"measured: fresh {fresh * 1e3:.1f} ms, again {again * 1e3:.1f} ms,", end=" ")
 print(f"{fresh / again:.1f} times as fast")
 
+# %% jupyter={"source_hidden": true} tags=["deeper", "nbval-ignore-output"]
+faster.compare(fresh / again)
+
 # %% [markdown] tags=["deeper"]
-# Fresh memory is only promised, not there. At the first touch of each page the operating system has to find one and
-# clear it. So libraries keep a **pool** of buffers that nobody uses at the moment, and hand them out again:
+# **Compare.** Fresh memory is only promised, not there. At the first touch of each page the operating system has to
+# find one and clear it, which takes longer than filling it.
+#
+# So libraries keep a **pool** of buffers that nobody uses at the moment, and hand them out again:
 
 
 # %% tags=["deeper"]
@@ -719,8 +820,8 @@ else:
 # 82](https://github.com/mpicbg-scicomp/gearshifft/pull/82)). That is less than a third of the speed. One line in a
 # start script avoids it, with `numactl` or the launcher's binding options.
 #
-# Network cards are in the matrix too. The next cell holds an excerpt of a DGX-2's ([nccl-tests, issue
-# 78](https://github.com/NVIDIA/nccl-tests/issues/78)). **Predict**: which card should each GPU use?
+# Network cards are in the matrix too. Here is an excerpt of a DGX-2's ([nccl-tests, issue
+# 78](https://github.com/NVIDIA/nccl-tests/issues/78)):
 
 # %% tags=["deeper"]
 dgx_2 = """
@@ -729,12 +830,25 @@ GPU0     X      NV6     NV6     PIX     PXB     NODE    SYS
 GPU2    NV6      X      NV6     PXB     PIX     NODE    SYS
 GPU4    NV6     NV6      X      NODE    NODE    PIX     SYS
 """
-machine = from_matrix(dgx_2, gpu="v100")
-for gpu, card in (("GPU0", "mlx5_0"), ("GPU0", "mlx5_1"), ("GPU0", "mlx5_4")):
-    print(" → ".join(machine.path(gpu, card).devices))
 
 # %% [markdown] tags=["deeper"]
-# The nearest one: `mlx5_0`, `mlx5_1` and `mlx5_2`. With `PIX`, data goes from GPU to card through one PCIe switch and
+# **Predict**: which card should GPU2 use?
+
+# %% tags=["deeper"]
+card_of_2 = predict("the card for GPU2", ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_4"])
+
+# %% tags=["deeper"]
+machine = from_matrix(dgx_2, gpu="v100")
+for gpu, card in (("GPU2", "mlx5_0"), ("GPU2", "mlx5_1"), ("GPU2", "mlx5_4")):
+    print(" → ".join(machine.path(gpu, card).devices))
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+card_of_2.compare("mlx5_1")
+
+# %% [markdown] tags=["deeper"]
+# **Compare.** The nearest one: `mlx5_1`, as `mlx5_0` for GPU0 and `mlx5_2` for GPU4.
+#
+# With `PIX`, data goes from GPU to card through one PCIe switch and
 # never meets the CPU. NCCL reads the same facts and chooses by the same order; lesson 03 shows its log. (On a DGX
 # H100 a GPU and its own card can also say `PXB`.)
 #
@@ -768,8 +882,6 @@ for gpu, card in (("GPU0", "mlx5_0"), ("GPU0", "mlx5_1"), ("GPU0", "mlx5_4")):
 # The eight rings of section 8 now run through eight DGX H100, once in the order of the nodes and once mixed: 0, 4, 1,
 # 5, 2, 6, 3, 7. The network has full bandwidth, or is oversubscribed 7:1. `most_shared` finds the link that limits a
 # step of the rings, and how many messages share it.
-#
-# **Predict**: how many times slower does a step get at 7:1, in each of the two orders?
 
 # %% tags=["deeper"]
 from course_utils.topology import leaf_spine, most_shared
@@ -791,29 +903,51 @@ def show(name, network):
         print(f"{name:6}{order:9}{slower:5.2f} times, {users:2} on one {link.kind}")
 
 
+# %% [markdown] tags=["deeper"]
+# **Predict**: how many times slower does a step get at 7:1, in each of the two orders?
+
+# %% tags=["deeper"]
+mixed = predict("at 7:1 the mixed order is slower", unit="times")
+
 # %% tags=["deeper"]
 show("full", leaf_spine(flat, leaves=2))
 show("7:1", leaf_spine(flat, leaves=2, oversubscription=7))
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+link, users = most_shared(leaf_spine(flat, leaves=2, oversubscription=7), rings(orders["mixed"]))
+mixed.compare(users * port / link.bandwidth)
+
 # %% [markdown] tags=["deeper"]
-# In order, only two hops of each ring cross the spine, one from each leaf, so eight messages share a trunk of 32/7
-# ports. Mixed, every hop crosses, so all 32 messages of a leaf share it. The bytes are the same and so are the nodes,
+# **Compare.** In order, only two hops of each ring cross the spine, one from each leaf, so eight messages share a trunk
+# of 32/7 ports. Mixed, every hop crosses, so all 32 messages of a leaf share it.
+#
+# The bytes are the same and so are the nodes,
 # but the order of ranks is worth a factor of four. That is why a scheduler such as Slurm can be told the topology
 # ([topology guide](https://slurm.schedmd.com/topology.html)): it then places a job below as few leaves as it can.
 #
-# **Rails** are another design: card r of *every* node is on leaf r, so there are eight leaves. **Predict**: what
-# happens to the rings then, and what to a message from GPU 0 to GPU 1 of another node, by GPU 0's card?
+# **Rails** are another design: card r of *every* node is on leaf r, so there are eight leaves.
+#
+# **Predict**: what happens to the rings then, and what to a message from GPU 0 to GPU 1 of another node, by GPU 0's
+# card?
+
+# %% tags=["deeper"]
+crossing = predict("what crosses the spine", ["both", "only the rings", "only that message", "neither"])
 
 # %% tags=["deeper"]
 railed = leaf_spine(flat, leaves=8, oversubscription=7, rails=True)
 show("rails", railed)
 print(" → ".join(railed.path("node0.NIC0", "node1.NIC1").devices))
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+crossing.compare("only that message")
+
 # %% [markdown] tags=["deeper"]
-# The rings stay on their rails and never meet the spine, in whatever order. The message from card 0 to card 1 has to
-# cross it. It is better to hand it to GPU 1 of its own node by NVLink first, and let it leave on rail 1. NCCL does so
-# and calls it PXN
-# ([NVIDIA, Doubling all2all performance](https://developer.nvidia.com/blog/doubling-all2all-performance-with-nvidia-collective-communication-library-2-12/)).
+# **Compare.** The rings stay on their rails and never meet the spine, in whatever order. The message from card 0 to
+# card 1 has to cross it.
+#
+# It is better to hand it to GPU 1 of its own node by NVLink first, and let it leave on rail 1. NCCL does so and calls
+# it PXN ([NVIDIA, Doubling all2all
+# performance](https://developer.nvidia.com/blog/doubling-all2all-performance-with-nvidia-collective-communication-library-2-12/)).
 #
 # In fact a flow of data takes one of several spine switches. Two flows that are given the same one halve each other's
 # speed while other links are idle, so networks spread flows or route adaptively.
@@ -847,8 +981,6 @@ for key, (what, rate) in recorded.items():
 # How large must a copy be? *Recorded* on one H200, which hangs on PCIe 5, by this course's `gpu-check`:
 
 # %% tags=["deeper"]
-from course_utils.recorded import gpu_check
-
 copies = gpu_check("copies")
 for way in ("pageable to device", "pinned to device", "within the device"):
     rates = zip(copies[way]["at"], copies[way]["value"], strict=True)
@@ -865,8 +997,13 @@ for way in ("pageable to device", "pinned to device", "within the device"):
 # ## 18. A transformer's layer on the H100's roof · deeper
 #
 # *Modelled:* a linear layer with 4,096 × 16,384 weights in bf16, applied to T tokens. It does 2 · T · 4096 · 16384
-# operations, and moves at least the weights, the T inputs and the T outputs. **Predict**: a chat bot that writes one
-# answer has T = 1 at each step, training has thousands. On which side of the ridge is each?
+# operations, and moves at least the weights, the T inputs and the T outputs.
+#
+# **Predict**: a chat bot that writes one answer has T = 1 at each step, training has thousands. From how many tokens on
+# is arithmetic the limit?
+
+# %% tags=["deeper"]
+from_tokens = predict("arithmetic is the limit from", unit="tokens")
 
 
 # %% tags=["deeper"]
@@ -884,11 +1021,16 @@ print(f"limited by arithmetic from T = {enough} on")
 title = "modelled: a linear layer on T tokens, H100, bf16, dense"
 figures.roofline(h100.flops["bf16"], h100.memory_bandwidth, placed, title, modelled=True)
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+from_tokens.compare(enough)
+
 # %% [markdown] tags=["deeper"]
+# **Compare.** From about three hundred. One token at a time reads 134 MB of weights for two operations on each.
+#
 # *The figure: hollow points on the H100's roof. T = 1 is far down the slope, T = 16 and 128 higher up on it, T =
 # 8,192 on the flat part.*
 #
-# One token at a time reads 134 MB of weights for two operations on each. A training step has enough tokens, and the
+# A training step has enough tokens, and the
 # two products of its backward pass have the same size, so they lie at a similar place. How much of the roof is
 # reached? *Recorded:* 794.5 TFLOP/s by the best matrix product in bf16 (Bekman, ml-engineering, accelerators), 80 %
 # of the peak, and 430 by the training of section 8, 43 %.
@@ -922,8 +1064,13 @@ figures.roofline(h200.flops["bf16"], h200.memory_bandwidth, placed, title)
 # %% tags=["nbval-ignore-output"]
 print(line)
 print(f"roof {roof.peak / 1e9:.0f} GFLOP/s, ridge at {roof.ridge:.1f} FLOP/byte")
-errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
 print(f"unseen sizes: off by {min(errors):.0%} to {max(errors):.0%}")
+
+# %% [markdown]
+# How your predictions came out:
+
+# %%
+predictions()
 
 # %% [markdown]
 # - Before you compare figures: dense, one direction, bytes, per GPU.
@@ -944,7 +1091,7 @@ print(f"unseen sizes: off by {min(errors):.0%} to {max(errors):.0%}")
 #
 # 1. One direction or both, and how many ports that is together (section 1).
 # 2. Hardly: below αB bytes latency rules (section 3).
-# 3. The link between two CPUs (section 4).
+# 3. The link between two NUMA nodes, usually two CPUs (section 4).
 # 4. Those right of the ridge (section 7).
 # </details>
 #
