@@ -46,7 +46,6 @@ def launch(
     init: bool = True,
     hosts: int | None = None,
     link: str | None = None,
-    latency: str | None = None,
     fault: str | None = None,
     verify: bool = False,
     **kwargs: Any,
@@ -75,14 +74,11 @@ def launch(
         Divide the ranks among so many emulated hosts, equally and in order. A host has a name (``node0``, ``node1``, …)
         and a network interface ``eth0`` of its own; LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE are
         what ``torchrun`` sets. Ranks meet at MASTER_ADDR ``node0``, MASTER_PORT 29500; they use gloo and reach nothing
-        but each other. They are kept warm for calls with the same hosts, link, latency and fault. Where hosts cannot be
+        but each other. They are kept warm for calls with the same hosts, link and fault. Where hosts cannot be
         emulated (see :func:`hosts_available`) the ranks run on one host with the same variables, and a printed line
         says so.
     link : str, optional
         Rate of each host's link in each direction, such as ``"100mbit"`` (kbit, mbit or gbit). Default: no limit.
-    latency : str, optional
-        What a packet takes longer from one host to another, such as ``"5ms"`` (us, ms or s). A kernel without netem
-        cannot do that; a printed line says so.
     fault : str, optional
         What is broken between the hosts: ``"cable pulled"``, ``"port closed"``, ``"only one port open"``,
         ``"wrong name"``, ``"unknown name"``, ``"wrong address"`` or ``"wrong interface"``. The ranks have half of
@@ -101,7 +97,7 @@ def launch(
     -------
     list
         Results by rank; tensors are on the CPU. With ``hosts`` its attribute ``left_host`` has the bytes that left each
-        host, and a :class:`Ledger` among the results shows them below its table.
+        host.
 
     Raises
     ------
@@ -116,7 +112,7 @@ def launch(
     RuntimeError
         A fault was asked for where hosts cannot be emulated.
     """
-    wanted = {"hosts": hosts, "link": link, "latency": latency, "fault": fault}
+    wanted = {"hosts": hosts, "link": link, "fault": fault}
     return run(fn, args, kwargs, world_size, timeout, backend, init, hosts=wanted, verify=verify)
 
 

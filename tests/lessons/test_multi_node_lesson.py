@@ -146,7 +146,7 @@ def test_a_recorded_result_shows_what_a_real_one_does(name, exit_codes, said):
 WITHOUT = """
 from lessons.multi_node import slurm
 from lessons.multi_node.hosts import results
-results._trial = lambda latency: "this system has no network for hosts"
+results._trial = lambda: "this system has no network for hosts"
 slurm.missing = lambda: ["munge", "slurm-wlm"]
 """
 

@@ -18,7 +18,7 @@ from calls import ended
 from conftest import missing
 from kernels import Script, left_behind, marked
 
-from course_utils import HangError, WorkerError, launch, record, shutdown
+from course_utils import HangError, WorkerError, launch, shutdown
 from lessons.multi_node.hosts import hosts_available, side_by_side
 
 pytestmark = pytest.mark.guard(90)
@@ -119,14 +119,11 @@ def test_what_leaves_a_host_is_counted_and_what_stays_in_it_is_not():
             dist.send(x, dist.get_rank() + 1)  # of the same host
         else:
             dist.recv(x, dist.get_rank() - 1)
-        with record() as ledger:
-            dist.all_reduce(x)
-        return ledger
+        dist.all_reduce(x)
 
     results = launch(reduce, world_size=4, hosts=2, link="100mbit")
-    for host, left in enumerate(results.left_host):
+    for left in results.left_host:
         assert 1.5 * size <= left <= 1.12 * 1.5 * size  # headers and acknowledgements
-        assert f"   left node{host}  eth0     {left:,}" in results[3].table()
 
 
 # --- warm and cold ranks -------------------------------------------------------------------------------------------

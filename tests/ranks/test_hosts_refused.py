@@ -8,7 +8,6 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import missing
 
 from course_utils import launch, record
 from lessons.multi_node.hosts import hosts_available, network, plan, results
@@ -21,7 +20,6 @@ REFUSED = [
     ({"hosts": 2.0}, "hosts is a whole number of hosts, not float"),
     ({"hosts": 2, "link": "100"}, "unit (kbit, mbit or gbit), such as '100mbit'"),
     ({"hosts": 2, "link": "1kbit"}, "allowed are rates from 100kbit to 100gbit"),
-    ({"hosts": 2, "latency": "5"}, "unit (us, ms or s), such as '5ms'"),
     ({"hosts": 2, "fault": "rain"}, "allowed are 'cable pulled', 'port closed', 'only one port open'"),
     ({"hosts": 1, "fault": "cable pulled"}, "a fault between hosts needs 2 or more"),
     ({"link": "100mbit"}, "link is about the link between hosts; say how many: hosts=2"),
@@ -41,7 +39,7 @@ def test_the_docstring_of_launch_names_every_fault():
 
 @pytest.fixture
 def unavailable(monkeypatch):
-    monkeypatch.setattr(results, "_trial", lambda latency: "this system has no network for hosts")
+    monkeypatch.setattr(results, "_trial", lambda: "this system has no network for hosts")
 
 
 def place() -> tuple:
@@ -83,16 +81,6 @@ def test_without_networks_a_program_makes_its_own_group(unavailable):
 def test_a_fault_that_cannot_be_made_is_refused(unavailable):
     with pytest.raises(RuntimeError, match="fault 'cable pulled' needs emulated hosts: this system has no network"):
         launch(dist.get_rank, world_size=4, hosts=2, fault="cable pulled")
-
-
-def test_a_delay_that_the_kernel_cannot_make_is_said(monkeypatch, capsys):
-    there, sentence = hosts_available()
-    if not there:
-        missing(sentence)
-    monkeypatch.setattr(results, "_trial", lambda latency: "this kernel lacks netem" if latency else "")
-    assert launch(dist.get_rank, world_size=2, hosts=2, link="1gbit", latency="5ms") == [0, 1]
-    out = capsys.readouterr().out
-    assert out == "latency 5ms is not emulated: this kernel lacks netem. The link has no delay.\n"
 
 
 @pytest.mark.parametrize(("settings", "files", "said"), [

@@ -89,15 +89,11 @@ def _firewall(now: Conditions, host: int) -> list[str]:
     return rules
 
 
-def _rate(wanted: Plan, device: str, delayed: bool = False) -> list[str]:
-    """For ``tc``: the rate of a link in one direction; the delay too, on the switch's side."""
-    rate = wanted.rate
-    if delayed and wanted.latency:
-        limit = f" rate {wanted.link}" if rate else ""
-        return [f"qdisc add dev {device} root netem limit 100000 delay {wanted.latency}{limit}"]
-    if rate is None:
+def _rate(wanted: Plan, device: str) -> list[str]:
+    """For ``tc``: the rate of a link in one direction."""
+    if wanted.rate is None:
         return []
-    burst = max(_SMALLEST_BURST, int(rate / 8 * _BURST))
+    burst = max(_SMALLEST_BURST, int(wanted.rate / 8 * _BURST))
     return [f"qdisc add dev {device} root tbf rate {wanted.link} burst {burst} limit {_QUEUE}"]
 
 
@@ -129,7 +125,7 @@ def _task(wanted: Plan, folder: str) -> dict[str, Any]:
         }
         for host in range(wanted.count)
     ]
-    ports = [command for host in range(wanted.count) for command in _rate(wanted, f"port{host}", delayed=True)]
+    ports = [command for host in range(wanted.count) for command in _rate(wanted, f"port{host}")]
     return {
         "owner": os.getpid(), "hosts": described, "links": _links(wanted), "rates": ports,
         "ip": program("ip"), "tc": program("tc"),
@@ -277,8 +273,6 @@ def _reason(answer: dict[str, Any]) -> str:
                 )
         if any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv"))):
             return f"this container may not make the network of emulated hosts ({what}); {_DOCKER}"
-    if "netem" in what:
-        return "this kernel cannot delay packets: it lacks netem"
     return f"this system cannot make the network of emulated hosts ({what})"
 
 

@@ -15,7 +15,6 @@ INTERFACE = "eth0"
 PORT = 29500  # of the store; in a network of their own it is always free
 _MAX_HOSTS = 16
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Plan:
     count: int
     world_size: int
     link: str | None = None
-    latency: str | None = None
     fault: str | Conditions | None = None
     emulated: bool = True  # else the ranks run on one host and are only told that they do not
 
@@ -74,7 +72,7 @@ class Plan:
     @property
     def rate(self) -> float | None:
         """Bits a second of the link, None if it has no limit."""
-        return _quantity("link", self.link, _UNITS, "")
+        return _rate(self.link)
 
     @property
     def conditions(self) -> Conditions:
@@ -90,7 +88,7 @@ class Plan:
         return {"emulated": True, "count": self.count, **told}
 
 
-def divide(hosts: Any, world_size: int, link: Any = None, latency: Any = None, fault: Any = None) -> Plan:
+def divide(hosts: Any, world_size: int, link: Any = None, fault: Any = None) -> Plan:
     """Check what was asked for. Raises TypeError or ValueError with the allowed values."""
     if isinstance(hosts, bool) or not isinstance(hosts, Integral):
         raise errors.refusal(TypeError, f"hosts is a whole number of hosts, not {type(hosts).__name__}: {hosts!r}")
@@ -102,17 +100,14 @@ def divide(hosts: Any, world_size: int, link: Any = None, latency: Any = None, f
             f"hosts is {hosts}; {world_size} ranks can be divided equally among {_listed(allowed)} hosts. "
             "Choose one of these, or another world_size",
         )
-    rate = _quantity("link", link, _UNITS, "100mbit")
+    rate = _rate(link)
     if rate is not None and not 1e5 <= rate <= 1e11:
         raise errors.refusal(ValueError, f"link is {link!r}; allowed are rates from 100kbit to 100gbit")
-    delay = _quantity("latency", latency, _SECONDS, "5ms")
-    if delay is not None and delay > 10:
-        raise errors.refusal(ValueError, f"latency is {latency!r}; allowed are times up to 10s")
     if fault is not None and not isinstance(fault, Conditions) and fault not in FAULTS:
         raise errors.refusal(ValueError, f"fault is {fault!r}; allowed are {_listed([repr(name) for name in FAULTS])}")
     if fault is not None and hosts == 1:
         raise errors.refusal(ValueError, "hosts is 1; a fault between hosts needs 2 or more")
-    return Plan(hosts, world_size, link, latency, fault)
+    return Plan(hosts, world_size, link, fault)
 
 
 def _listed(words: list) -> str:
@@ -120,13 +115,13 @@ def _listed(words: list) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _quantity(name: str, text: Any, units: dict[str, float], example: str) -> float | None:
-    """The number that a text like ``100mbit`` stands for."""
-    if text is None:
+def _rate(link: Any) -> float | None:
+    """The bits a second that a text like ``100mbit`` stands for."""
+    if link is None:
         return None
-    form = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text) if isinstance(text, str) else None
+    form = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})", link) if isinstance(link, str) else None
     if form is None or float(form[1]) == 0:
-        kind = ValueError if isinstance(text, str) else TypeError
-        allowed = f"a number above 0 and a unit ({_listed(list(units))}), such as {example!r}"
-        raise errors.refusal(kind, f"{name} is {text!r}; allowed are {allowed}")
-    return float(form[1]) * units[form[2]]
+        kind = ValueError if isinstance(link, str) else TypeError
+        allowed = f"a number above 0 and a unit ({_listed(list(_UNITS))}), such as '100mbit'"
+        raise errors.refusal(kind, f"link is {link!r}; allowed are {allowed}")
+    return float(form[1]) * _UNITS[form[2]]

@@ -13,15 +13,14 @@ import tempfile
 from dataclasses import replace
 
 from course_utils.ranks import errors
-from course_utils.ranks.ledger import Ledger
 
 from .network import Hosts, HostsError, program
-from .plan import INTERFACE, Plan
+from .plan import Plan
 
-__all__ = ["HostLedger", "HostResults", "as_possible", "hosts_available"]
+__all__ = ["HostResults", "as_possible", "hosts_available"]
 
 
-_made: set[bool] = set()  # trials that have succeeded, without and with latency
+_made: set[bool] = set()  # the trial, once it has succeeded
 
 
 def _missing() -> str:
@@ -37,30 +36,29 @@ def _missing() -> str:
     return ""
 
 
-def _trial(latency: bool) -> str:
+def _trial() -> str:
     """Why hosts cannot be made, found by making two; empty if they can."""
-    if latency in _made:
+    if _made:
         return ""
     if missing := _missing():
         return missing
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
         try:
-            Hosts(Plan(2, 2, "100mbit", "1ms" if latency else None), folder).close()
+            Hosts(Plan(2, 2, "100mbit"), folder).close()
         except HostsError as error:
             return str(error)
-    _made.add(latency)
+    _made.add(True)
     return ""
 
 
-def hosts_available(latency: bool = False) -> tuple[bool, str]:
+def hosts_available() -> tuple[bool, str]:
     """Whether ``launch(hosts=…)`` emulates hosts on this machine, and a sentence that says so, or what is missing and
     the way out.
 
-    It is found by making two hosts; that it works is remembered. Links with ``latency`` need netem in the kernel.
+    It is found by making two hosts; that it works is remembered.
     """
-    reason = _trial(latency)
-    links = "their link has a rate and a latency" if latency else "their link has a rate"
-    return not reason, reason or f"several hosts are emulated by Linux network namespaces; {links}"
+    reason = _trial()
+    return not reason, reason or "several hosts are emulated by Linux network namespaces; their link has a rate"
 
 
 def as_possible(wanted: Plan) -> Plan:
@@ -72,25 +70,10 @@ def as_possible(wanted: Plan) -> Plan:
         who = "1 host is" if wanted.count == 1 else f"{wanted.count} hosts are"
         print(f"{who} not emulated: {sentence}. The ranks run on the machine itself, and their link has no limit.")
         return replace(wanted, emulated=False)
-    if wanted.latency and not hosts_available(latency=True)[0]:
-        print(f"latency {wanted.latency} is not emulated: {hosts_available(latency=True)[1]}. The link has no delay.")
-        return replace(wanted, latency=None)
     return wanted
 
 
 # -------------------------------------------------------------------------------------------------------------- results
-
-
-class HostLedger(Ledger):
-    """A ledger whose table ends with the bytes that left each host in the whole call."""
-
-    def __init__(self, ledger: Ledger, left_host: list[int]):
-        super().__init__(ledger.entries)
-        self.left_host = left_host
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows = [("", f"left node{host}", INTERFACE, f"{count:,}", "", "") for host, count in enumerate(self.left_host)]
-        return super()._rows() + rows
 
 
 class HostResults(list):
@@ -101,7 +84,5 @@ class HostResults(list):
     """
 
     def __init__(self, results: list, left_host: list[int] | None):
-        if left_host is not None:
-            results = [HostLedger(r, left_host) if type(r) is Ledger else r for r in results]
         super().__init__(results)
         self.left_host = left_host
