@@ -931,7 +931,8 @@ mixed.compare(users * port / link.bandwidth)
 # card?
 
 # %% tags=["deeper"]
-crossing = predict("what crosses the spine", ["both", "only the rings", "only that message", "neither"])
+crossings = ["both", "only the rings", "only that message", "neither"]
+crossing = predict("what crosses the spine", crossings)
 
 # %% tags=["deeper"]
 railed = leaf_spine(flat, leaves=8, oversubscription=7, rails=True)
