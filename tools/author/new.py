@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from course_utils import launch, record
+from course_utils.predictions import predict, predictions
 
 world_size = 4  # ranks, 2 or more
 
@@ -42,7 +43,10 @@ world_size = 4  # ranks, 2 or more
 #
 # One idea a section. Here each rank adds up a number with all others.
 #
-# **Predict**: the ranks hold 1, 2, 3 and so on. What does each of them hold afterwards?
+# **Predict**: four ranks hold 1, 2, 3 and 4. What does rank 0 hold afterwards?
+
+# %%
+held = predict("rank 0 holds")
 
 
 # %%
@@ -55,17 +59,27 @@ def total():
 
 
 sums, sent = zip(*launch(total, world_size=world_size), strict=True)
+print("held, by rank:", sums)
+print(f"sent by rank 0: {sent[0]:g} bytes (modelled, for a ring)")
+
+# %% jupyter={"source_hidden": true}
 assert set(sums) == {world_size * (world_size + 1) / 2}
-print(f"every rank holds {sums[0]:g} and has sent {sent[0]:g} bytes (modelled, for a ring)")
+held.compare(sums[0])
 
 # %% [markdown]
+# **Compare.** One to three sentences that answer, and say why.
+#
 # Explain what was measured, and where another number of ranks would change it.
 
 # %% [markdown]
 # ## Recap
 #
 # - What stays, in three sentences.
-#
+
+# %%
+predictions()
+
+# %% [markdown]
 # **Exercises:** [exercises/NUMBER_TOPIC](../exercises/NUMBER_TOPIC_exercises.ipynb).
 #
 # **Worth reading**
