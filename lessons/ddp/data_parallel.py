@@ -17,10 +17,10 @@ from course_utils.beside import train_beside
 from course_utils.data import Windows
 from course_utils.models import build_gpt, loss_of
 from course_utils.ranks import Ledger, device, record
-from course_utils.traces import Trace, breakdown, load, spans
+from course_utils.traces import load, spans
 
 __all__ = [
-    "BOUNDS", "compiled_graphs", "hidden", "judge", "my_batch", "named_buckets", "read_buckets", "recorded_jobs",
+    "BOUNDS", "as_text", "compiled_graphs", "judge", "my_batch", "named_buckets", "read_buckets", "recorded_jobs",
     "short", "spread", "time_versions", "typical_steps", "whole_batch",
 ]
 
@@ -29,10 +29,10 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 #: Largest difference of a weight that rounding explains after three steps, by dtype.
 BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-12}
-#: Recorded training steps on V100s: what averages the gradients -> recording, which of its traces, step.
+#: Recorded training steps: what averages the gradients -> recording, step.
 JOBS = {
-    "404 all-reduces after backward": ("tiny_all_reduces", 0, 2),
-    "DDP": ("two_machines", 1, 1009),
+    "404 small all-reduces, one after the other (V100)": ("tiny_all_reduces", 2),
+    "DDP (A100)": ("host_bound", 4),
 }
 _WINDOWS = Windows("train")
 
@@ -48,6 +48,11 @@ def my_batch(step: int, per_rank: int) -> tuple[Tensor, Tensor]:
     x, y = whole_batch(step, per_rank)
     first = dist.get_rank() * per_rank
     return x[first : first + per_rank], y[first : first + per_rank]
+
+
+def as_text(tokens: Tensor) -> str:
+    """Characters of the text as a quoted string."""
+    return repr(bytes(tokens.tolist()).decode())
 
 
 def spread(model: nn.Module) -> float:
@@ -170,31 +175,32 @@ def typical_steps(by_rank: Sequence[Mapping[str, Sequence[Mapping]]]) -> dict[st
     return typical
 
 
-def hidden(ranks: Sequence[Mapping]) -> float:
-    """Share of the messages' time in a step that lies inside the backward pass."""
-    inside = outside = 0.0
-    for rank in ranks:
-        until = rank["backward"][1]
-        for start, end in rank["messages"]:
-            inside += max(0.0, min(end, until) - start)
-            outside += max(0.0, end - max(start, until))
-    return inside / (inside + outside)
+@dataclass(frozen=True)
+class RecordedJob:
+    """Of one training step on a GPU: when it computed and reduced, in seconds, and its all-reduces in milliseconds."""
+
+    lanes: dict[str, list[tuple[float, float]]]
+    all_reduces: int
+    lasting: float  # from the first one's start to the last one's end
+    running: float  # of this, all-reduces are running for so long
+    idle: float  # and nothing is, for so long
 
 
-def _recorded(name: str, place: int, step: int) -> tuple[dict[str, list[tuple[float, float]]], float]:
-    part = load(name)[place].of_steps([step])
-    kept = (e for e in part.events if not e.name.startswith("nccl") or "AllReduce" in e.name)
-    only = Trace(part.rank, part.world_size, tuple(kept), part.gpu)
-    times, zero = breakdown(only), spans(part, "compute", "communication")[0][0]
-    kinds = {"compute": "compute", "all-reduces": "communication"}
-    rows = {row: [((a - zero) / 1e6, (b - zero) / 1e6) for a, b in spans(only, kind)] for row, kind in kinds.items()}
-    return rows, times["overlap"] / times["communication"]
+def _recorded(name: str, step: int) -> RecordedJob:
+    part = load(name)[0].of_steps([step])
+    zero = spans(part, "compute", "communication")[0][0]
+    reduces = [(e.start, e.end) for e in part.events if e.category == "kernel" and "AllReduce" in e.name]
+    first, last = reduces[0][0], max(end for _, end in reduces)
+    busy = sum(max(0.0, min(b, last) - max(a, first)) for a, b in spans(part, "compute", "communication"))
+    lanes = {"compute": spans(part, "compute"), "all-reduces": reduces}
+    seconds = {row: [((a - zero) / 1e6, (b - zero) / 1e6) for a, b in bars] for row, bars in lanes.items()}
+    running = sum(b - a for a, b in reduces)
+    return RecordedJob(seconds, len(reduces), (last - first) / 1e3, running / 1e3, (last - first - busy) / 1e3)
 
 
-def recorded_jobs() -> tuple[dict[str, dict[str, list[tuple[float, float]]]], dict[str, float]]:
-    """When the GPUs of `JOBS` computed and reduced, in seconds of a step; the share of the latter beside compute."""
-    found = {job: _recorded(*place) for job, place in JOBS.items()}
-    return {job: rows for job, (rows, _) in found.items()}, {job: round(share, 2) for job, (_, share) in found.items()}
+def recorded_jobs() -> dict[str, RecordedJob]:
+    """What the GPUs of `JOBS` did in one training step."""
+    return {job: _recorded(*place) for job, place in JOBS.items()}
 
 
 def compiled_graphs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> int:

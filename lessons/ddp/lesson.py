@@ -13,17 +13,17 @@
 # %% [markdown]
 # # What happens inside `loss.backward()` under DDP?
 #
-# Four ranks train a small GPT. The obvious way to combine their gradients makes 28 all-reduces per step, one after the
-# other, when the backward pass is over. PyTorch's `DistributedDataParallel`, **DDP** for short, sends the same bytes
-# in a few large messages while backward is still running, so that on a GPU they can cost nearly no time. In this
-# lesson you build DDP yourself, in three versions.
+# Four ranks train a small GPT. The obvious way to combine their gradients makes 28 all-reduces per step, one after
+# the other, when the backward pass is over. PyTorch's `DistributedDataParallel`, **DDP** for short, sends the same
+# bytes in a few large messages while backward is still running. In this lesson you build DDP yourself, in three
+# versions.
 #
 # **You will be able to**
 # - *prove* that N ranks take the same step as one process with an N-times larger batch;
 # - *build* data parallelism: after backward, in buckets, and overlapped with backward;
 # - *read* what `DistributedDataParallel` sends, and when;
 # - *recognize* silent mistakes with accumulation and with uneven data;
-# - *run* a complete DDP program with `torchrun`.
+# - *write* a complete DDP program, choose its batch, and run it with `torchrun`.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb). **Time:** about 45 minutes to read the core, 115 with the
 # deeper sections, under a minute to run.
@@ -39,26 +39,27 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler
 
-from course_utils import device, expect_error, launch, record
+from course_utils import HangError, attempt, device, expect_error, launch, record
 from course_utils.models import build_gpt, loss_of
-from course_utils.programs import SCRIPTS, folded, torchrun
+from course_utils.predictions import predict, predictions
+from course_utils.programs import ROOT, SCRIPTS, folded, torchrun
 from lessons.ddp import data_parallel, figures
 
 world_size = 4  # ranks, 2 or more
 backend = "gloo"  # the CPU, as in the text; None takes the GPUs, if there is one for every rank
 per_rank = 4  # windows of text that a rank takes in one step
 bucket_bytes = 2**17  # gradients in one message: 128 KiB
-patience = 2.0  # seconds that `launch` waits for the ranks in some cells
+patience = 5.0  # seconds that `launch` waits for the ranks in some cells
 
 # %% [markdown]
 # ## 1. Data parallelism in one picture
 #
 # Every rank holds the whole model. In each step it takes *its own part* of the batch and runs forward and backward on
-# it alone. Before the optimizer's step the ranks exchange their gradients, so that all optimizers get the same
-# gradient and take the same step. So the weights stay equal, although nobody sends them.
+# it alone. Before the optimizer's step the ranks exchange their gradients, so all optimizers take the same step, and
+# the weights stay equal, although nobody sends them.
 #
-# `build_gpt()` makes a small GPT of two blocks, from seed 0 unless you name another seed. Its output layer shares the
-# embedding's weight. The data is *Alice in Wonderland*, in windows of 64 characters.
+# `build_gpt()` makes a small GPT of two blocks, from seed 0 unless you name another. The data is *Alice in
+# Wonderland*, in windows of 64 characters.
 #
 # | helper | what it does |
 # |---|---|
@@ -78,10 +79,7 @@ my_batch = partial(data_parallel.my_batch, per_rank=per_rank)
 whole_batch = partial(data_parallel.whole_batch, per_rank=per_rank)
 
 # %% [markdown]
-# **Predict**: each rank has the gradient of the *mean* loss of its own windows. What has to be done to these
-# gradients, so that all ranks take the step of one process with the whole batch?
-#
-# The next cell is one step, written out.
+# The next cell is one step, written out. It notes what every rank holds.
 
 
 # %%
@@ -97,25 +95,28 @@ def one_step():
     weight = model.position.weight
     x, y = my_batch(step=0)
     seen = {"weights": weight[0, :6].tolist()}
-    seen["its part of the batch begins"] = repr(bytes(x[0, :22].tolist()).decode())
+    seen["its part of the batch begins"] = data_parallel.as_text(x[0, :22])
     loss = loss_of(model, x, y)
     loss.backward()
     seen |= {"loss": loss.item(), "gradient": weight.grad[0, :6].tolist()}
     average_gradients(model)
     seen["mean gradient"] = weight.grad[0, :6].tolist()
     optimizer.step()
-    return seen | {"weights after": weight[0, :6].tolist()}
+    seen["weights after"] = weight[0, :6].tolist()
+    return seen
 
 
 # %%
 rows = on_ranks(one_step)
-assert all(row["weights after"] == rows[0]["weights after"] for row in rows)
 columns = {name: [row[name] for row in rows] for name in rows[0]}
 figures.replicas(columns, "measured: one step of data parallelism")
 
+# %% jupyter={"source_hidden": true}
+assert all(row["weights after"] == rows[0]["weights after"] for row in rows)
+
 # %% [markdown]
-# *The figure: one row a rank; a bar is a number. Grey is the same on all ranks: weights before and after, and the mean
-# gradient. Colored belongs to one rank: text, loss and gradient.*
+# *The figure: one row a rank; a bar is a number. Grey is the same on all ranks: weights before and after, and the
+# mean gradient. Colored belongs to one rank: text, loss and gradient.*
 #
 # An all-reduce sums the gradients, and a division by N, the number of ranks, makes the sum a mean. Nothing else is
 # communicated.
@@ -128,8 +129,7 @@ figures.replicas(columns, "measured: one step of data parallelism")
 #
 # $$\frac{1}{Nb}\sum_{i=1}^{Nb}\ell_i \;=\; \frac1N\sum_{r=1}^{N}\Big(\frac1b\sum_{i\,\in\,\text{part }r}\ell_i\Big)$$
 #
-# The gradient of a sum is the sum of the gradients, so the same holds for gradients. The next cell compares the two
-# sides in float32 and in float64, and shows what is wrong without the division.
+# The gradient of a sum is the sum of the gradients, so the same holds for gradients, in float32 and in float64:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -154,29 +154,28 @@ for dtype, bound in data_parallel.BOUNDS.items():
 
 # %% [markdown]
 # The two sides are equal to rounding, since their difference shrinks with the precision. Without the division the
-# gradient is N times too large. With plain SGD that is an N-times larger learning rate. Adam divides each gradient by
-# its own running size and so hides the mistake, until you clip at a fixed norm.
+# gradient is N times too large: with plain SGD an N-times larger learning rate. Adam divides each gradient by its own
+# running size and so hides the mistake, until you clip at a fixed norm.
 #
-# > **Misconception.** "`all_reduce` averages", or "DDP sums the gradients." It is the other way round: `all_reduce`
-# > sums, and DDP divides by the number of ranks.
+# > **Misconception.** "`all_reduce` averages", or "DDP sums the gradients." `all_reduce` sums, and DDP divides.
 #
-# The equation asks for equally large parts, and for windows whose losses do not depend on each other. Section 11
-# breaks both conditions.
+# The equation asks for equally large parts, and for windows whose losses do not depend on each other, as they do
+# under batch normalization (section 11).
 
 # %% [markdown]
 # ## 3. The same start, other data
 #
-# **Predict**: each rank builds its model from *its own* seed, and all then average their gradients at every step. Do
-# the weights come closer, stay as far apart, or drift further apart? (`spread` is the largest difference between any
-# two ranks in any weight.)
+# Suppose each rank builds its model from *its own* seed, and all average their gradients at every step. `spread` is
+# the largest difference between any two ranks in any weight. **Predict**: what becomes of it in three steps?
+
+# %%
+fate = predict("the spread after three steps", ["smaller", "the same", "larger"])
+fate
 
 
 # %%
-def train_from_own_seed(equal_start):
+def train_from_own_seed():
     model = build_gpt(seed=dist.get_rank()).to(device())
-    if equal_start:
-        for p in model.parameters():
-            dist.broadcast(p.detach(), src=0)
     before = data_parallel.spread(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -187,21 +186,23 @@ def train_from_own_seed(equal_start):
     return before, data_parallel.spread(model)
 
 
-# %%
-apart, together = (on_ranks(train_from_own_seed, equal)[0] for equal in (False, True))
-assert apart[0] > 0.05 and abs(apart[1] - apart[0]) < 1e-5 and together == (0.0, 0.0)
-print(f"spread before and after: {apart[0]:.3f}, {apart[1]:.3f}; with a broadcast: {together}")
+before, after = on_ranks(train_from_own_seed)[0]
+print(f"spread before {before:.3f}, after {after:.3f}")
+
+# %% jupyter={"source_hidden": true}
+assert before > 0.05 and abs(after - before) < 1e-5
+fate.compare("the same")
 
 # %% [markdown]
-# They stay as far apart as they were, because all ranks subtract the *same* mean gradient. And this gradient belongs
-# to none of the models, since each part of it was computed at other weights. No error says so. A broadcast of the
-# weights cures it. Afterwards the spread is exactly zero, because an all-reduce leaves the same bits on every rank.
+# **Compare.** It stays the same, because all ranks subtract the *same* mean gradient. And the mean is not the
+# gradient of any of these models: each rank computed its part with different weights. A broadcast of the weights
+# cures it: from then on the spread is exactly zero, because an all-reduce leaves the same bits on every rank.
 #
 # <details><summary>Is it enough to give every rank the same seed instead?</summary>
 #
-# For weights drawn from that seed, yes, as long as all ranks draw the same numbers in the same order. A broadcast also
-# covers weights from a file that one rank read half-written, or a layer that one rank built under an `if`. It happens
-# once, costs the bytes of the weights, and DDP does it.
+# For weights drawn from that seed, yes, as long as all ranks draw the same numbers in the same order. A broadcast
+# also covers weights from a file that one rank read half-written, or a layer that one rank built under an `if`. It
+# happens once, costs the bytes of the weights, and DDP does it.
 # </details>
 #
 # <details><summary>The opposite mistake: the same weights, and the same data on every rank. What happens?</summary>
@@ -214,10 +215,9 @@ print(f"spread before and after: {apart[0]:.3f}, {apart[1]:.3f}; with a broadcas
 # ## 4. From scratch, first version: after backward
 #
 # Now broadcast and averaging become a class that you can wrap around any model. It broadcasts at the start and is
-# called like the model. Its method `finish()` averages the gradients: call it between `backward()` and the optimizer's
-# step. Two details make it safe for other models. **Buffers**, tensors that belong to a model but are not trained, are
-# broadcast too. And where a layer was not used *on this rank*, zeros stand in for the gradient, because all ranks must
-# make the same calls.
+# called like the model. Its method `finish()` averages the gradients: call it between `backward()` and the
+# optimizer's step. **Buffers**, tensors that belong to a model but are not trained, are broadcast too. And where a
+# layer was not used *on this rank*, zeros stand in for the gradient, because all ranks must make the same calls.
 
 
 # %%
@@ -235,7 +235,6 @@ class AfterBackward(torch.nn.Module):
         return self.module(*inputs)
 
     def finish(self):
-        """Average the gradients over the ranks; call it after backward."""
         for p in self.trained:
             if p.grad is None:  # not used on this rank
                 p.grad = torch.zeros_like(p)
@@ -244,9 +243,9 @@ class AfterBackward(torch.nn.Module):
 
 
 # %% [markdown]
-# Every version is judged in the same way: `judge` trains it for three steps, from another seed on each rank, and
-# compares all weights with those of one process with the whole batches, in both precisions. Then it counts what a step
-# sends, and how much of it starts before `backward()` returns.
+# `judge` trains each version for three steps, from another seed on each rank, and compares all weights with those of
+# one process with the whole batches, in both precisions. Then it counts what a step sends, and how much of it starts
+# before `backward()` returns.
 
 # %%
 judge = partial(data_parallel.judge, on_ranks, my_batch, whole_batch)
@@ -254,20 +253,20 @@ judge = partial(data_parallel.judge, on_ranks, my_batch, whole_batch)
 print(f"AfterBackward: {judge(AfterBackward)}")
 
 # %% [markdown]
-# It is right, and it sends 28 messages. (In this lesson a **message** is one all-reduce.) 18 of them are biases and
-# norms of only 64 to 256 numbers, but each costs at least the latency α of lesson 02. So first we make them fewer,
-# and then we stop waiting for them.
+# It is right, and it sends 28 messages. (Here a **message** is one all-reduce.) 18 of them are biases and norms of
+# only 64 to 256 numbers, but each costs at least the **latency**, the time of an empty message (α in lesson 02). So
+# first we make them fewer, and then we stop waiting for them.
 
 # %% [markdown]
 # ## 5. Second version: flat buckets
 #
 # If many gradients are copied into one flat tensor, a **bucket**, a single all-reduce averages all of them. Ranks
-# must agree on what lies where, so buckets are made once, at the start: a bucket takes parameters until it has
-# reached `cap` bytes. It takes them backwards, *from the last parameter to the first*, which section 6 explains, and
-# it holds one dtype only.
+# must agree on what lies where, so `in_buckets` (folded away) deals the parameters out once, at the start. A
+# bucket takes parameters of one dtype until it has reached `cap` bytes, *from the last parameter to the first*, which
+# section 6 explains.
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def in_buckets(parameters, cap):
     """Deal parameters out to buckets, the last one first; a bucket is full once it has `cap`."""
     full, filling = [], {}
@@ -280,9 +279,9 @@ def in_buckets(parameters, cap):
 
 
 # %% [markdown]
-# `start_next` fills the next bucket and starts its all-reduce without waiting for it. It divides *before* the sum,
-# because in float16 a sum of N gradients can overflow where their mean does not. `finish` waits for the messages and
-# hands the parts back: every gradient becomes a view of its bucket.
+# `start_next` fills the next bucket and starts its all-reduce. With `async_op=True` the call does not wait: it
+# returns a request, and `request.wait()` waits. `finish` does so, and hands the parts back: every gradient becomes a
+# view of its bucket.
 
 
 # %%
@@ -292,37 +291,30 @@ class FlatBuckets(AfterBackward):
     def __init__(self, module, cap=bucket_bytes):
         super().__init__(module)
         self.buckets = in_buckets(self.trained, cap)
-        self.under_way = []  # for each bucket that has started: its flat tensor, and a request
+        self.started, self.under_way = 0, []  # how many buckets; their flat tensors and requests
 
     def start_next(self):
-        bucket = self.buckets[len(self.under_way)]
+        bucket = self.buckets[self.started]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         flat = torch.cat([g.flatten() for g in gradients]) / dist.get_world_size()
         self.under_way.append((flat, dist.all_reduce(flat, async_op=True)))
+        self.started += 1
 
     def finish(self):
-        while len(self.under_way) < len(self.buckets):
+        while self.started < len(self.buckets):
             self.start_next()
         for bucket, (flat, request) in zip(self.buckets, self.under_way, strict=True):
             request.wait()
             for p, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 p.grad = mean.view_as(p)
-        self.under_way = []
+        self.started, self.under_way = 0, []
 
 
+# %%
 print(f"FlatBuckets: {judge(FlatBuckets)}")
 
 # %% [markdown]
-# The same bytes in four messages. Which gradients share one?
-
-# %%
-gpt = build_gpt()
-ours = data_parallel.named_buckets(gpt, in_buckets([*gpt.parameters()], bucket_bytes))
-figures.bucket_picture({"FlatBuckets": ours}, "computed: the buckets of FlatBuckets")
-
-# %% [markdown]
-# *The figure: all gradients in one bar, from the last layers to the embedding, cut into three buckets of little more
-# than 128 KiB and one with the rest.*
+# The same bytes in four messages (drawn in section 14).
 
 # %% [markdown]
 # ## 6. Third version: while backward goes on
@@ -336,8 +328,13 @@ figures.bucket_picture({"FlatBuckets": ours}, "computed: the buckets of FlatBuck
 #                         | 1 |    | 2 |    | 3 |
 # ```
 #
-# `register_post_accumulate_grad_hook` calls a function as soon as a parameter's gradient is complete. **Predict**: in
-# which order do the GPT's gradients arrive, and at which place is the weight that embedding and output layer share?
+# `register_post_accumulate_grad_hook` calls a function as soon as a parameter's gradient is complete. One weight of
+# the GPT is used at both ends: as embedding, and as output layer. **Predict**: when does the hook call for this
+# weight?
+
+# %%
+when = predict("the shared weight's gradient arrives", ["first", "twice, at both ends", "last"])
+when
 
 
 # %%
@@ -351,16 +348,19 @@ def order_of_gradients():
 
 arrived = on_ranks(order_of_gradients)[0]
 print(" -> ".join(dict.fromkeys(map(data_parallel.short, arrived))))
+
+# %% jupyter={"source_hidden": true}
 assert len(arrived) == len(set(arrived)) == 28 and arrived[-1] == "embedding.weight"
+when.compare("last")
 
 # %% [markdown]
-# In the reverse order of the forward pass, so buckets are filled from the end. The shared weight comes *last*, because
-# the embedding adds its part at the end.
+# **Compare.** Last, and once. The output layer's part is ready first, but the gradient is complete only when the
+# embedding has added its part, at the very end. All others arrive in the reverse order of the forward pass, which is
+# why buckets are filled from the end.
 #
 # The third version counts how many gradients of each bucket are missing, and starts the bucket when none is missing.
 # It keeps one rule: **buckets start in the same order on all ranks**, because collectives are matched by their order
-# (lesson 02). A bucket that is complete early waits for its turn. `finish` is inherited: it starts what is left, and
-# waits.
+# (lesson 02). `finish` is inherited: it starts what is left, and waits.
 
 
 # %%
@@ -375,10 +375,11 @@ class Overlapped(FlatBuckets):
             p.register_post_accumulate_grad_hook(self.arrived)
 
     def arrived(self, p):  # the hook: this gradient is complete
-        if self.missing[self.bucket_of[p]] == 0:
+        number = self.bucket_of[p]
+        if self.missing[number] == 0:
             raise RuntimeError("a gradient came twice: call finish() between two backward passes")
-        self.missing[self.bucket_of[p]] -= 1
-        while len(self.under_way) < len(self.buckets) and self.missing[len(self.under_way)] == 0:
+        self.missing[number] -= 1
+        while self.started < len(self.buckets) and self.missing[self.started] == 0:
             self.start_next()
 
     def finish(self):
@@ -394,50 +395,45 @@ def ddp_with_small_buckets(model):
 print(f"Overlapped: {judge(Overlapped)}")
 
 # %% [markdown]
-# Now all four start during backward. Does it save time? On CPU ranks, backward and messages share a few cores, so time
-# shows little. So the ranks of the next cell sleep for 6 ms before each gradient is complete, as if a GPU computed it.
-# `overlapped_one_by_one` sends the 28 messages of the first version, each as soon as its gradient is there: overlap
-# without buckets. The last panel is PyTorch's DDP.
+# Now all four start during backward. Does it help? CPU ranks share a few cores, so in the next cell they sleep for 6 ms
+# before each gradient is complete, as if a GPU computed it. The last panel is PyTorch's DDP.
 
 # %% tags=["nbval-ignore-output"]
-def overlapped_one_by_one(model):
-    return Overlapped(model, cap=1)  # a bucket for each gradient
-
-
-versions = [AfterBackward, overlapped_one_by_one, Overlapped, ddp_with_small_buckets]
+versions = [AfterBackward, FlatBuckets, Overlapped, ddp_with_small_buckets]
 steps = data_parallel.typical_steps(on_ranks(data_parallel.time_versions, versions, my_batch))
-title = "measured: backward (pale) and all-reduces (dark), a stand-in for GPUs"
-figures.step_timelines(steps, title)
+figures.step_timelines(steps, "measured: backward (pale), all-reduces (dark); a stand-in for GPUs")
 
 # %% [markdown]
-# *The figure: four panels, two lanes a rank. Above, pale, is the backward pass; below, dark, are the messages. In the
-# first panel 28 small messages follow backward. In the second most of them start before the pale bar ends. In the
-# third and fourth there are four larger messages, and the first ones end before the bar does.*
+# *The figure: four panels, two lanes a rank, with backward above. In the first panel 28 small messages follow backward,
+# in the second four larger ones. In the third and fourth, the first ones end before backward does.*
 #
-# The last bucket is complete only when backward is over, so backward cannot *hide* it.
+# What counts is how long a rank waits when backward is over. The last bucket is complete only then, so backward cannot
+# *hide* it.
 #
-# A **kernel** is a function that runs on a GPU, and a **stream** is a queue of kernels, which run one after the
-# other. NCCL's kernels have their own stream, so they can run beside those of backward. Here are steps of two jobs on
-# V100s (*recorded*, [HTA](https://github.com/facebookresearch/HolisticTraceAnalysis)): one makes an all-reduce for
-# each gradient, the other uses DDP.
+# GPUs take their work from queues, called **streams**. NCCL has its own, so all-reduces can run beside backward,
+# though not for free: they take a part of the GPU's processors and memory bandwidth (lesson 05). Here is a step of
+# two jobs, with different models on different GPUs (*recorded*,
+# [HTA](https://github.com/facebookresearch/HolisticTraceAnalysis)).
 
 # %%
-recorded, shares = data_parallel.recorded_jobs()
-print("share of communication during which the GPU computes:", shares)
-assert shares["404 all-reduces after backward"] == 0 and shares["DDP"] == 0.99
-figures.gpu_timelines(recorded, "recorded: a training step of two jobs on V100s")
+jobs = data_parallel.recorded_jobs()
+for name, job in jobs.items():
+    print(f"{name}: within {job.lasting:.0f} ms, running for {job.running:.0f}")
+figures.gpu_timelines({name: job.lanes for name, job in jobs.items()}, "recorded: a training step")
 
 # %% [markdown]
-# *The figure: two panels with a lane for computing and one for all-reduces. In the upper one, all-reduces lie between
-# 182 and 305 ms, when the GPU computes almost nothing. In the lower one, the GPU computes all through the wide bar of
-# all-reduces.*
+# *The figure: a lane for computing and one for all-reduces. In the upper panel, all-reduces lie between 182 and 305
+# ms, when the GPU computes nothing. In the lower one, computing goes on around five bars of all-reduces.*
 #
-# The first job waits for all-reduces during a third of its step, the second hardly at all.
+# For a third of its step the upper job does nothing but all-reduces, and half of this time not even that: a typical
+# one runs for 8 µs, and the CPU needs 200 µs to start the next. It pays for the *number* of messages. The lower job
+# is a ResNet of 25.6 million parameters in five buckets of 8 to 32 MB. Four of them travel while backward computes,
+# and the fifth starts when it is over, at 184 ms. (This GPU, too, waits for its CPU most of the time.)
 #
 # <details><summary>How can DDP do without <code>finish()</code>?</summary>
 #
-# The autograd engine takes callbacks that run when the whole backward pass is done. DDP queues one as soon as its last
-# bucket is complete. This callback waits for the buckets and hands out the gradients. If a bucket never becomes
+# The autograd engine takes callbacks that run when the whole backward pass is done. DDP queues one as soon as its
+# last bucket is complete. This callback waits for the buckets and hands out the gradients. If a bucket never becomes
 # complete, nothing is queued and nothing waits: section 13 shows what follows. In Python:
 # `torch.autograd.Variable._execution_engine.queue_callback(self.finish)`, a private name.
 # </details>
@@ -445,158 +441,188 @@ figures.gpu_timelines(recorded, "recorded: a training step of two jobs on V100s"
 # %% [markdown]
 # ## 7. `DistributedDataParallel`
 #
-# PyTorch's class wraps a model as ours does and needs no `finish()`. **Predict**: how many all-reduces does DDP make
-# in its first step, and how many in later ones?
+# PyTorch's class wraps a model as ours does and needs no `finish()`. The next cell notes what it sends. **Predict**:
+# how many all-reduces does its *first* step make?
+
+# %%
+count = predict("all-reduces in the first step of DDP")
+count
 
 
 # %%
-def watch_ddp(wrap):
+def watch_ddp():
     seen = {}
-    with record() as seen["built"]:
-        model = wrap(build_gpt().to(device()))
+    with record() as ledger:
+        model = ddp_with_small_buckets(build_gpt().to(device()))
+    seen["built"] = ledger
     for step in (1, 2, 3, 4):
-        with record() as seen[f"step {step}"]:
+        with record() as ledger:
             loss_of(model, *my_batch(step)).backward()
+        seen[f"step {step}"] = ledger
     return seen
 
 
+seen = on_ranks(watch_ddp)[0]
+for what, ledger in seen.items():
+    print(f"{what:7}", ", ".join(f"{entry.op} {entry.bytes:,}" for entry in ledger))
 print("DDP:", judge(ddp_with_small_buckets))
-seen = on_ranks(watch_ddp, ddp_with_small_buckets)[0]
-for when, ledger in seen.items():
-    print(f"{when:7}", ", ".join(f"{entry.op} {entry.bytes:,}" for entry in ledger))
+
+# %% jupyter={"source_hidden": true}
+gpt = build_gpt()
+ours = data_parallel.named_buckets(gpt, in_buckets([*gpt.parameters()], bucket_bytes))
 assert [e.bytes for e in seen["step 4"]] == [sum(size for _, size in b) for b in ours]
+count.compare(seen["step 1"].count("all_reduce"))
 
 # %% [markdown]
-# - **Built.** An all-gather and a broadcast compare the number of parameters and their shapes, and another broadcast
-#   hands out rank 0's weights, all 449,536 bytes (section 3).
-# - **Step 1.** One all-reduce with everything. DDP does not know yet in which order gradients arrive, so it waits for
-#   all of them, and watches.
-# - **Step 2** makes buckets in the order that was seen. Ranks might have seen different orders, so rank 0 broadcasts
-#   its own.
-# - **From then on** four all-reduces a step, of the same sizes as ours.
+# **Compare.** One, with everything: DDP does not know yet in which order gradients arrive, so it waits for all of
+# them, and watches. Step 2 makes buckets in the order that was seen; ranks might have seen different orders, so rank
+# 0 broadcasts its own. From then on there are four all-reduces a step, of the same sizes as ours.
 #
-# And when does DDP divide? Take a gradient of 40,000 on every rank, in float16, whose largest number is 65,504:
-
-
-# %%
-def mean_of_large_gradients():
-    x = torch.full((1, 1), 40_000.0, dtype=torch.float16, device=device())
-    net = DDP(torch.nn.Linear(1, 1, bias=False, dtype=torch.float16, device=device()))
-    net(x).sum().backward()  # the gradient is x
-    return net.module.weight.grad.item(), (x * dist.get_world_size()).item()
-
-
-mean, sum_of_all = on_ranks(mean_of_large_gradients)[0]
-print(f"mean by DDP {mean:,.0f}; the sum would be {sum_of_all}")
-assert abs(mean - 40_000) < 100 and sum_of_all == float("inf")
-
-# %% [markdown]
-# DDP divides *before* the sum, as our buckets do.
+# | when | what DDP does | what it sends |
+# |---|---|---|
+# | constructor | compares the parameters' shapes, takes rank 0's weights, sets the hooks | all weights and buffers |
+# | forward | decides whether the coming backward communicates | buffers, if there are any |
+# | backward | divides gradients by N, fills buckets, starts full ones, waits at the end | all gradients |
+# | `optimizer.step()` | nothing: each rank takes the same step by itself | nothing |
 #
-# > **What changes on real GPUs.** One process drives one GPU, with `DDP(model, device_ids=[local_rank])`. A bucket is
-# > full at 25 MiB by default, and the first one at 1 MiB, so that communication starts early.
+# > **What changes on real GPUs.** By default a bucket is full at 25 MiB, and the first one at 1 MiB, so that
+# > communication starts early.
 
 # %% [markdown]
 # ## 8. Accumulation: many micro-batches, one exchange
 #
-# A batch that does not fit into memory is taken in **micro-batches**: several backward passes add up their gradients,
-# and then the optimizer takes one step. Each loss is divided by the number of micro-batches, so that their sum is the
-# mean over all. DDP communicates in *every* backward pass, but only the last one has to. The context `model.no_sync()`
-# switches communication off. Here are three ways to take the earlier micro-batches.
+# A batch that does not fit into memory is taken in **micro-batches**, whose backward passes add up their gradients
+# before the optimizer takes one step. So the batch has three factors:
+#
+# *batch = micro-batch × accumulation × ranks*
+#
+# The batch is chosen for the training's sake, the micro-batch is the largest that fits, and accumulation is what is
+# left: for 1,024 sequences a step on 64 GPUs with room for 2, it is 1,024 / (2 · 64) = 8. **Predict**: the job gets
+# 256 GPUs, and the training is to stay as it was. How many micro-batches are there in a step?
+
+# %%
+accumulation = predict("micro-batches on 256 GPUs")
+accumulation
+
+# %%
+for gpus in (64, 256, 512, 1024):
+    print(f"{gpus:5} GPUs: 1,024 sequences = 2 x {1024 / (2 * gpus):g} x {gpus}")
+
+# %% jupyter={"source_hidden": true}
+accumulation.compare(1024 / (2 * 256))
+
+# %% [markdown]
+# **Compare.** Two on each GPU. On 1,024 GPUs it is half a micro-batch: a GPU takes a single sequence, or the batch
+# has to grow.
+#
+# Each loss is divided by the number of micro-batches, so that the sum is the mean over all. DDP communicates in
+# *every* backward pass, but only the last one has to. The context `ddp.no_sync()` switches communication off.
 
 
 # %%
 micro = per_rank  # micro-batches in a step, of one window each
 
 
-def always(model, x, y):
-    (loss_of(model, x, y) / micro).backward()
+def plain(ddp, parts):
+    for x, y in parts:
+        (loss_of(ddp, x, y) / micro).backward()
 
 
-def no_sync(model, x, y):
-    with model.no_sync():
-        (loss_of(model, x, y) / micro).backward()
+def no_sync(ddp, parts):
+    with ddp.no_sync():
+        plain(ddp, parts[:-1])
+    plain(ddp, parts[-1:])
 
 
-def no_sync_around_backward(model, x, y):
-    loss = loss_of(model, x, y) / micro
-    with model.no_sync():
-        loss.backward()
+def no_sync_around_backward(ddp, parts):
+    for x, y in parts[:-1]:
+        loss = loss_of(ddp, x, y) / micro
+        with ddp.no_sync():
+            loss.backward()
+    plain(ddp, parts[-1:])
 
 
 # %% [markdown]
-# **Predict**: which of the three give the right gradient, and how many bytes does each send?
+# **Predict**: which of the three get the gradient of one process? And how many bytes does each send?
+
+# %%
+right = predict("the right gradient", ["all but plain", "only no_sync", "all three"])
+right
 
 
 # %%
-def accumulate(take_early):
-    """On a rank: the gradient of one step of micro-batches, and what was sent for it."""
-    model = ddp_with_small_buckets(build_gpt().to(device()))
+def accumulate(way):
+    """On a rank: how far a step's gradient is off one process, and what was sent for it."""
+    ddp = ddp_with_small_buckets(build_gpt().to(device()))
     x, y = my_batch(0)
     for _ in range(3):  # until the buckets are there
-        loss_of(model, x, y).backward()
-    model.zero_grad()
+        loss_of(ddp, x, y).backward()
+    ddp.zero_grad()
     with record() as ledger:
-        for i in range(micro):
-            take = take_early if i < micro - 1 else always
-            take(model, x[i : i + 1], y[i : i + 1])
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), ledger
+        way(ddp, [(x[i : i + 1], y[i : i + 1]) for i in range(micro)])
+    alone = gradient(build_gpt().to(device()), *whole_batch(0))
+    mine = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+    return {"off": (mine - alone).abs().max().item(), "sent": ledger}
 
 
-gradients, sent = {}, {}
-for way in (always, no_sync, no_sync_around_backward):
-    gradients[way], ledger = on_ranks(accumulate, way)[0]
-    sent[way.__name__] = ledger.bytes()
-    print(f"{way.__name__:24}{len(ledger):3} all-reduces, {ledger.bytes():9,} bytes")
-    assert torch.allclose(gradients[way], gradients[always], rtol=0, atol=1e-6)
+ways = plain, no_sync, no_sync_around_backward
+found = {way.__name__: on_ranks(accumulate, way)[0] for way in ways}
+for name, row in found.items():
+    print(f"{name:24}{row['sent'].bytes():9,} bytes, right: {row['off'] < 1e-6}")
+
+# %% jupyter={"source_hidden": true}
+assert max(row["off"] for row in found.values()) < 1e-6
+bytes_sent = {name: row["sent"].bytes() for name, row in found.items()}
+assert bytes_sent["plain"] == bytes_sent["no_sync_around_backward"] == micro * bytes_sent["no_sync"]
+right.compare("all three")
 
 # %% [markdown]
-# > **Misconception.** "Without `no_sync` the gradients are wrong." All three are equal and right, but two send four
-# > times as much. When ranks add their next gradients to the mean and average again, the old mean, equal on all,
-# > stays.
-#
-# The third way is a trap: it *has* a `no_sync` and sends everything. DDP decides in its *forward* whether the coming
-# backward communicates, so the context must contain both. Only counting shows it.
+# **Compare.** All three are right, but two send four times as much. After the first exchange all ranks hold the same
+# mean; averaging again leaves an equal number as it is, and averages only what was added since. The third way *has* a
+# `no_sync` and sends everything, because DDP decides in its *forward* whether the coming backward communicates: the
+# context must contain both. Only counting shows it.
 
 # %% [markdown]
 # ## 9. Uneven data
 #
-# Suppose the last rank has two batches in an epoch and the other ranks have three. To tell epochs apart, the gradient
-# of every batch is 1 in epoch 0 and 10 in epoch 1. **Predict**: the ranks train for two epochs. What happens in the
-# third step, when the last rank has no batch left in epoch 0? And at the end?
+# Suppose the last rank has two batches in an epoch and the other ranks have three. To tell epochs apart, every
+# gradient is 1 in epoch 0 and 10 in epoch 1. **Predict**: the ranks train for two epochs. What happens in the third
+# step, when the last rank has no batch left in epoch 0? And at the end?
+
+# %%
+third = predict("the third step", ["an error", "a hang", "it goes on"])
+third
+
+# %%
+end = predict("the end", ["an error", "a hang", "nothing special"])
+end
 
 
 # %%
-def two_epochs(most=6):
-    """On a rank: epoch and averaged gradient of its steps, of `most` at most."""
+def two_epochs():
     last = dist.get_rank() == dist.get_world_size() - 1
     epochs = [0, 0, 1, 1] if last else [0, 0, 0, 1, 1, 1]  # one for each batch
     net = DDP(torch.nn.Linear(1, 1, bias=False, device=device()))
-    seen = []
-    for epoch in epochs[:most]:
+    for step, epoch in enumerate(epochs, start=1):
         x = torch.tensor([[1.0 if epoch == 0 else 10.0]], device=device())
         net.zero_grad()
         net(x).sum().backward()  # the gradient is x
-        seen.append((epoch, net.module.weight.grad.item()))
-    return seen
+        if dist.get_rank() == 0:
+            print(f"step {step}, epoch {epoch}: mean gradient {net.module.weight.grad.item()}")
 
 
-by_rank = on_ranks(two_epochs, most=4)
-print("(epoch, gradient) of four steps, by rank:", *by_rank, sep="\n")
-assert {steps[2][1] for steps in by_rank} == {(world_size - 1 + 10) / world_size}
-
-# %% [markdown]
-# No error and no hang: in the third step the last rank is in epoch 1 already, and its batch is averaged with those of
-# the others' epoch 0, to (1 + 1 + 1 + 10)/4 = 3.25 with four ranks. The weights stay equal, so no check of them finds
-# it. The hang comes at the end of *training*:
-
-# %%
-with expect_error():
+with attempt() as outcome:
     on_ranks(two_epochs, timeout=patience)
 
+# %% jupyter={"source_hidden": true}
+assert isinstance(outcome.error, HangError)
+third.compare("it goes on")
+end.compare("a hang")
+
 # %% [markdown]
-# > **Misconception.** "Uneven batches hang at the end of the epoch." If only DDP communicates, epochs are mixed
-# > silently, and the hang comes after the last one, perhaps days later.
+# **Compare.** In the third step the last rank is in epoch 1 already, and its batch is averaged with those of the
+# others' epoch 0, to (1 + 1 + 1 + 10)/4 = 3.25: no error, no hang, and equal weights. The hang comes when the last rank
+# has no batch left at all, perhaps days later, unless there is another collective between epochs.
 #
 # So all ranks need equally many batches *in every epoch*, and a sampler ensures that. For data that nobody has
 # counted, there is `join` (section 17).
@@ -615,44 +641,75 @@ for rank in range(4):
 # All ranks must make the same number of steps, so two of the ten samples come twice. The sampler does not count
 # epochs: without `sampler.set_epoch(epoch)` every epoch has the same order, and no error says so (section 16).
 #
-# Now all parts are there. [scripts/train_ddp.py](../scripts/train_ddp.py) joins the process group, makes the model,
-# loads a checkpoint if there is one, wraps the model, makes the sampler, and repeats this step. New are a `scaler` for
-# mixed precision, clipping (section 15) and a `scheduler`; `forward` calls DDP.
+# Here is a whole program in plain PyTorch. The program for one process does not have the lines that end in *new*, and
+# *was* says what it has instead.
 #
 # ```python
-# for micro in range(args.micro):
-#     x, y = (part.to(device) for part in next(data))
-#     with contextlib.nullcontext() if micro == args.micro - 1 else ddp.no_sync():
-#         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-#             loss = F.cross_entropy(forward(x).flatten(0, 1), y.flatten()) / args.micro
-#         scaler.scale(loss).backward()
-#     mean += loss.detach()
-# scaler.unscale_(optimizer)
-# torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-# scaler.step(optimizer)
-# scaler.update()
-# scheduler.step()
-# ```
-
-# %% jupyter={"source_hidden": true}
-program = SCRIPTS / "train_ddp.py"
-folded("All of scripts/train_ddp.py", program)
-
-# %% [markdown]
-# `torchrun` starts one process for each GPU of a node (`--nproc-per-node`) and gives it its rank in an environment
-# variable. The next cell does what this line does in a terminal:
+# import os  # new
 #
-# ```text
-# torchrun --standalone --nproc-per-node=2 scripts/train_ddp.py --backend gloo --steps 20
+# import torch
+# import torch.distributed as dist  # new
+# from torch.nn.parallel import DistributedDataParallel as DDP  # new
+# from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+#
+# gpu = torch.cuda.is_available()
+# device = f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu"  # was "cuda"
+# if gpu:  # new
+#     torch.cuda.set_device(device)  # new
+# dist.init_process_group("nccl" if gpu else "gloo")  # new
+#
+# torch.manual_seed(0)
+# inputs = torch.randn(1024, 16)
+# data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+# sampler = DistributedSampler(data)  # new
+# loader = DataLoader(data, 64 // dist.get_world_size(), sampler=sampler)  # was 64, shuffle=True
+# model = torch.nn.Linear(16, 1).to(device)
+# ddp = DDP(model, device_ids=[device] if gpu else None)  # new
+# optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+#
+# for epoch in range(3):
+#     sampler.set_epoch(epoch)  # new
+#     for x, y in loader:
+#         loss = torch.nn.functional.mse_loss(ddp(x.to(device)), y.to(device))  # was model(…)
+#         optimizer.zero_grad()
+#         loss.backward()
+#         optimizer.step()
+#
+# if dist.get_rank() == 0:  # new
+#     print(f"last loss of rank 0: {loss.item():.4f}")
+#     torch.save(model.state_dict(), "model.pt")
+# del ddp  # new: it must not outlive the group
+# dist.destroy_process_group()  # new
 # ```
+#
+# Each process takes the GPU of its `LOCAL_RANK`, its number on this host. A loader's batch is its rank's share. Rank
+# 0 saves `model`, not `ddp`, whose names begin with `module.`, so that any program can load the file.
+#
+# Saved as `smallest.py`, it starts with `torchrun --standalone --nproc-per-node=gpu smallest.py`: a process for each
+# GPU, with its rank in environment variables. The next cell starts one rank on the CPU, then two, and compares their
+# checkpoints.
 
 # %%
-unbroken = torchrun(program, "--backend=gloo", "--steps=20", ranks=2)
-print(unbroken, end="")
+from contextlib import chdir
+from tempfile import TemporaryDirectory
+
+program, weights = ROOT / "lessons" / "ddp" / "smallest.py", {}
+with TemporaryDirectory() as folder, chdir(folder):
+    for ranks in (1, 2):
+        print(torchrun(program, ranks=ranks, gpus=False), end="")
+        weights[ranks] = torch.load("model.pt")
+off = max((weights[1][name] - weights[2][name]).abs().max().item() for name in weights[1])
+print("the weights are equal to rounding" if off < 1e-5 else f"the weights are off by {off}")
 
 # %% [markdown]
-# The program also writes a checkpoint with all that the rest of the run depends on: the states of model, optimizer,
-# scheduler and scaler, the step, and the number of samples done (section 18).
+# [scripts/train_ddp.py](../scripts/train_ddp.py) adds accumulation, 16 bits, clipping and resuming.
+#
+# **When data parallelism stops paying.** With more ranks each computes less in a step, but still sends 2(N−1)/N times
+# the bytes of all gradients, so at some N backward is too short to hide the messages. In one *recorded* job, a GPU
+# processed 40,150 tokens a second on 8 GPUs, and 15,700 on 256 ([Ultra-Scale
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)); [lesson 05](05_scaling_efficiency.ipynb)
+# asks why. The batch sets a second limit (section 8), and memory a third: every rank holds the whole model, until
+# lessons [06](06_zero.ipynb) and [07](07_fsdp.ipynb) divide it.
 
 # %% [markdown] tags=["deeper"]
 # ## 11. What breaks the equation · deeper
@@ -721,7 +778,7 @@ print(f"without batch norm: equal to rounding; with it: off by {with_norm:.0%}")
 # No weighting helps here. With enough samples on a rank its statistics are good anyway, and plain DDP is what people
 # use. With one or two samples they are noise, and it helps to share them: every rank sums x and x² over its part, and
 # an all-reduce adds up these sums. Backward needs an all-reduce too, since through them each rank's loss depends on
-# all ranks' x. **Predict**: with shared statistics, is the gradient that of the whole batch again?
+# all ranks' x. The next cells build this, and compare the gradient with that of the whole batch.
 
 
 # %% tags=["deeper"]
@@ -760,7 +817,7 @@ assert off < 1e-5
 print("equal to rounding; sent:", ", ".join(f"{entry.op} {entry.bytes}" for entry in ledger))
 
 # %% [markdown] tags=["deeper"]
-# It is: 64 bytes in forward, 64 in backward, and then the gradients. (Running values are left out here.) PyTorch's
+# It takes 64 bytes in forward, 64 in backward, and then the gradients. (Running values are left out here.) PyTorch's
 # class for this is `SyncBatchNorm`, which is made for GPUs only. The next cell tests it in the same way if there is a
 # GPU for every rank; if not, it shows what the class says on a CPU.
 
@@ -783,8 +840,12 @@ else:
 #
 # The **buffers** of batch norm are a running mean, a running variance and a count of batches, and each rank computes
 # them from its own part. In the next cell the data of rank r has the mean 10 (r + 1), and in each forward the running
-# mean moves a tenth of the way to it. Alone, rank 1 would go to 2, 3.8 and 5.4. **Predict**: what do ranks 0 and 1
-# hold after three forwards under DDP: these, their mean, or others?
+# mean moves a tenth of the way to it. Alone, rank 0 would go to 1, 1.9 and 2.7, and rank 1 to 2, 3.8 and 5.4.
+# **Predict**: what does rank 1 hold after three forwards under DDP?
+
+# %% tags=["deeper"]
+running = predict("the running mean on rank 1")
+running
 
 
 # %% tags=["deeper"]
@@ -805,13 +866,18 @@ found = on_ranks(batch_norm_under_ddp)
 for rank, (means, _) in enumerate(found):
     print(f"rank {rank}: running mean after forward 1, 2, 3: {means}")
 print("sent in forward 3:", ", ".join(f"{entry.op} {entry.bytes}" for entry in found[0][1]))
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 assert len({means[-1] for means, _ in found}) == world_size
+running.compare(found[1][0][-1])
 
 # %% [markdown] tags=["deeper"]
-# Before a forward DDP broadcasts rank 0's buffers, unless the forward before it ran under `no_sync` or without
-# gradients. So ranks differ by their last forward only, and what rank 0 holds at the end, which is what a checkpoint
-# saves, has seen one Nth of the data. `forward_sync_buffers=False` turns the broadcast off (before PyTorch 2.13
-# `broadcast_buffers=False` did).
+# **Compare.** 3.7, a tenth of the way from rank 0's 1.9 (after two forwards) to its own 20. Before a forward DDP
+# broadcasts rank 0's buffers, unless the forward before it ran under `no_sync` or without gradients. So ranks differ
+# by their last forward only, and what rank 0 holds at the end, which is what a checkpoint saves, has seen one Nth of
+# the data.
+#
+# `forward_sync_buffers=False` turns the broadcast off (before PyTorch 2.13 `broadcast_buffers=False` did).
 #
 # DDP does not ask whether the model is in training mode. With buffers, an evaluation on rank 0 alone must therefore
 # call `model.module`, or its first forward waits for the others.
@@ -819,9 +885,9 @@ assert len({means[-1] for means, _ in found}) == world_size
 # %% [markdown] tags=["deeper"]
 # ## 13. Tied, frozen and unused parameters · deeper
 #
-# The GPT has a **tied** weight already, the one that two layers share. The next model adds a frozen block, a parameter
-# that nobody uses, and one that only sequences with a rare first character use. In the whole batch there is one such
-# sequence, and rank 0 has it.
+# The GPT has a **tied** weight already, the one that two layers share. The next model adds a frozen block, a
+# parameter that nobody uses, and one that only sequences with a rare first character use. In the whole batch there is
+# one such sequence, and rank 0 has it.
 
 
 # %% tags=["deeper"]
@@ -863,7 +929,12 @@ for wrap in (AfterBackward, FlatBuckets, Overlapped):
 # %% [markdown] tags=["deeper"]
 # Our versions are right, since a rank that does not use a parameter contributes zeros to the mean. But `Overlapped`
 # can start only one of its two messages in backward, because the bucket of the unused parameter is never complete
-# before `finish()`. **Predict**: which of these oddities does plain DDP accept, and which not?
+# before `finish()`. **Predict**: the next cell trains two steps under plain DDP. Which oddity does it not accept?
+
+# %% tags=["deeper"]
+oddities = ["the tied weight", "the frozen block", "the unused parameter", "none"]
+refused = predict("plain DDP refuses", oddities)
+refused
 
 
 # %% tags=["deeper"]
@@ -876,14 +947,20 @@ def train_awkward(**options):
 
 
 # %% tags=["deeper", "nbval-ignore-output"]
-with expect_error():
+with attempt() as outcome:
     on_ranks(train_awkward, timeout=10)
 
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+assert outcome.error is not None
+refused.compare("the unused parameter")
+
 # %% [markdown] tags=["deeper"]
-# DDP accepts the tied parameter and the frozen one, for which it does not wait. It fails when a parameter is unused,
-# and says so in the *next* step, when it finds that a bucket of the step before still waits for a gradient. With
-# `TORCH_DISTRIBUTED_DEBUG=INFO` in the environment the error names the parameters. It also names an option for models
-# that skip parameters on purpose:
+# **Compare.** It accepts the tied parameter and the frozen ones, for which it does not wait. It fails when a
+# parameter is unused, and says so in the *next* step, when it finds that a bucket of the step before still waits for
+# a gradient.
+#
+# With `TORCH_DISTRIBUTED_DEBUG=INFO` in the environment the error names the parameters. It also names an option for
+# models that skip parameters on purpose:
 
 # %% tags=["deeper"]
 rare, unused = zip(*on_ranks(train_awkward, find_unused_parameters=True), strict=True)
@@ -894,15 +971,15 @@ print("DDP:", judge_awkward(patient_ddp, make=Awkward))
 
 # %% [markdown] tags=["deeper"]
 # With `find_unused_parameters=True` DDP walks the graph before each backward and marks what cannot get a gradient as
-# ready. At the end of the step the ranks exchange flags, 4 bytes a parameter, which tell apart *not used here*, where
-# this rank counts as zeros in the mean, and *not used anywhere*, where DDP does not touch `grad`. The difference
-# matters to AdamW, whose weight decay shrinks a parameter with a gradient of zero. Use the option only for models that
-# need it: a layer that is unused *by mistake* should be found, not tolerated.
+# ready. After backward the ranks exchange one flag per parameter (4 bytes). If some ranks used the parameter, the
+# others count as zeros. If no rank used it, DDP leaves `grad` alone, which matters to AdamW: its weight decay shrinks
+# a parameter whose gradient is zero. Use the option only for models that need it: a layer that is unused *by mistake*
+# should be found, not tolerated.
 
 # %% [markdown] tags=["deeper"]
 # ## 14. Inside DDP: buckets, hooks, options · deeper
 #
-# DDP's log says which parameters went where. (`_get_ddp_logging_data` is a private name; no public one tells.) The
+# DDP's log says which parameters went where. (`_get_ddp_logging_data` is a private name.) The
 # picture shows its buckets in the first step and afterwards, and ours.
 
 
@@ -928,8 +1005,8 @@ figures.bucket_picture(rows, "measured on DDP, and computed: which gradients sha
 # *The figure: three bars of the same length. In the first step one bucket from the embedding on the left to the last
 # layers on the right; afterwards four, in the opposite order, with the same borders as our own.*
 #
-# The order in which gradients arrive is nearly the reverse of the definition. Where a model calls its layers in
-# another order than it defines them, our buckets would wait for each other, and DDP's would not.
+# Where a model calls its layers in another order than it defines them, our buckets would wait for each other, and
+# DDP's would not.
 #
 # A **communication hook** replaces the all-reduce of a bucket. This one notes what it is given and then averages as
 # usual; lesson 05 puts compression here.
@@ -957,8 +1034,8 @@ print(*on_ranks(watch_hooks)[0], sep="\n")
 
 # %% [markdown] tags=["deeper"]
 # Three options change how DDP keeps or sends gradients. `gradient_as_bucket_view=True` makes gradients views of the
-# buckets, as our `finish()` does, and so saves as much memory as all gradients take. `static_graph=True` promises that
-# every step uses the same parameters in the same way, so DDP finds out only once which ones.
+# buckets, as our `finish()` does, and so saves as much memory as all gradients take. `static_graph=True` promises
+# that every step uses the same parameters in the same way, so DDP finds out only once which ones.
 # `find_unused_parameters=True` makes no such promise (section 13).
 
 
@@ -979,9 +1056,7 @@ for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameter
 # %% [markdown] tags=["deeper"]
 # With views the 28 gradients lie in four pieces of memory: the buckets are the gradients. A static graph makes its
 # buckets a step later, here in step 3. With `find_unused_parameters` each step has one more message, the flags of 112
-# bytes, and the buckets are never rebuilt, because what is used may change. PyTorch 2.13 has two more:
-# `batched_grad_copy=True` copies all gradients of a bucket at once, and `skip_all_reduce_unused_params=True` leaves
-# out parameters that no rank ever uses.
+# bytes, and the buckets are never rebuilt, because what is used may change.
 
 # %% [markdown] tags=["deeper"]
 # ## 15. Clipping, mixed precision and `torch.compile` · deeper
@@ -990,8 +1065,12 @@ for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameter
 # limit, so it needs the norm of the *averaged* gradients. After `backward()` every rank has them, and all ranks
 # compute the same norm without any communication. With accumulation, clip after the last micro-batch.
 #
-# **Mixed precision** runs forward and loss in 16 bits, in the context `torch.autocast`, as on one GPU. **Predict**:
-# does bf16 halve what DDP sends?
+# **Mixed precision** runs forward and loss in 16 bits, in the context `torch.autocast`, as on one GPU. In float32,
+# DDP sends 450 kB a step. **Predict**: how much is it under bf16?
+
+# %% tags=["deeper"]
+in_bf16 = predict("sent under bf16", unit="kB")
+in_bf16
 
 
 # %% tags=["deeper"]
@@ -1009,17 +1088,24 @@ def clipping_and_autocast():
 
 
 found = on_ranks(clipping_and_autocast)
-norms, _, dtypes = zip(*found, strict=True)
+norms, sizes, dtypes = zip(*found, strict=True)
+print(f"norms {[round(norm, 4) for norm in norms]}; {sizes[0]:,} bytes, gradients in {dtypes[0]}")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 assert len({*norms}) == 1
-print(f"one norm on all ranks; {found[0][1]:,} bytes sent, gradients in {dtypes[0]}")
+in_bf16.compare(sizes[0] / 1e3)
 
 # %% [markdown] tags=["deeper"]
-# No. Autocast leaves the parameters in float32, so gradients and messages are float32 too. To send less, use a
-# communication hook (lesson 05).
+# **Compare.** As much as before: autocast leaves the parameters in float32, so gradients and messages are float32
+# too. To send less, use a communication hook (lesson 05).
 #
 # float16 needs a `GradScaler`, which multiplies the loss so that small gradients do not vanish, and skips a step
-# whose gradients are not finite. Call `scaler.unscale_(optimizer)` before clipping. **Predict**: the batch of one
-# rank overflows. Which ranks skip the step?
+# whose gradients are not finite. Call `scaler.unscale_(optimizer)` before clipping. **Predict**: the batch of the
+# last rank overflows. Which ranks skip the step?
+
+# %% tags=["deeper"]
+skipping = predict("the step is skipped by", ["the last rank", "the others", "all ranks", "none"])
+skipping
 
 
 # %% tags=["deeper"]
@@ -1038,12 +1124,33 @@ def overflow_on_the_last_rank():
 
 
 found = on_ranks(overflow_on_the_last_rank)
-print("step skipped, next scale:", *found)
+print("weights as before, next scale:", *found)
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 assert found == [(True, 512.0)] * world_size
+skipping.compare("all ranks")
 
 # %% [markdown] tags=["deeper"]
-# All of them: an infinity on one rank is an infinity in the sum. So all ranks skip the same step and halve the same
-# scale, without any extra message. The scale belongs to the checkpoint, like the state of the scheduler.
+# **Compare.** All of them: an infinity on one rank is an infinity in the sum. So all ranks skip the same step and
+# halve the same scale, without any extra message.
+#
+# The scale belongs to the checkpoint, like the state of the scheduler. In float16 it also matters *when* DDP divides.
+# A sum of large gradients overflows, where their mean would not: the largest float16 is 65,504.
+
+
+# %% tags=["deeper"]
+def mean_of(gradient):
+    x = torch.full((1, 1), gradient, dtype=torch.float16, device=device())
+    net = DDP(torch.nn.Linear(1, 1, bias=False, dtype=torch.float16, device=device()))
+    net(x).sum().backward()  # the gradient is x
+    return net.module.weight.grad.item()
+
+
+print("the mean of 40,000 and 40,000:", on_ranks(mean_of, 40_000.0, world_size=2)[0])
+print("the mean of 6e-8 and 6e-8:", on_ranks(mean_of, 6e-8, world_size=2)[0])
+
+# %% [markdown] tags=["deeper"]
+# So DDP divides *before* the sum, and the price is at the other end: halves of the smallest number round to zero.
 #
 # **`torch.compile`** turns forward and backward into graphs. A backward pass compiled in one piece would hand out all
 # its gradients at its end, and nothing could overlap. So with DDP the graph is cut where a bucket ends. The next cell
@@ -1065,10 +1172,11 @@ print(f"torch.compile makes {plain} graph of the model, and {under_ddp} under DD
 assert plain == 1 and under_ddp > 1
 
 # %% [markdown] tags=["deeper"]
-# To get these cuts, compile the wrapped model: `torch.compile(DDP(model))`, as the program does with `--compile`. (The
-# option behind it is `torch._dynamo.config.optimize_ddp`; see PyTorch's [design
-# notes](https://docs.pytorch.org/docs/stable/notes/ddp.html).) *Activation checkpointing* works with
-# `use_reentrant=False`.
+# To get these cuts, compile the wrapped model: `torch.compile(DDP(model))`, as the program does with `--compile`.
+# (The option behind it is `torch._dynamo.config.optimize_ddp`; see PyTorch's [design
+# notes](https://docs.pytorch.org/docs/stable/notes/ddp.html).) *Activation checkpointing* needs
+# `use_reentrant=False`. With `True`, a layer that is used twice makes DDP fail (*marked as ready twice*) or, worse,
+# leaves different gradients on the ranks without an error (PyTorch 2.13).
 
 # %% [markdown] tags=["deeper"]
 # ## 16. The sampler, and seeds · deeper
@@ -1101,7 +1209,7 @@ class Sampler:
 
 # %% tags=["deeper"]
 cases = 0
-for length in (1, 2, 7, 10, 64, 101):
+for length in (1, 7, 10, 64, 101):
     for ranks in range(1, 9):
         for rank in range(ranks):
             ours_now = Sampler(length, ranks, rank, seed=5)
@@ -1111,14 +1219,42 @@ for length in (1, 2, 7, 10, 64, 101):
                 theirs.set_epoch(epoch)
                 assert [*ours_now] == [*theirs]
                 cases += 1
-unaware = [[*DistributedSampler(range(20), 2, 0)] for epoch in range(2)]
-assert unaware[0] == unaware[1]
-print(f"equal to DistributedSampler in {cases} cases; without set_epoch epochs are equal")
+print(f"equal to DistributedSampler in {cases} cases")
 
 # %% [markdown] tags=["deeper"]
-# Padding does no harm in training. In an evaluation it counts some samples twice, and the result then depends on the
-# number of ranks, so leave the repeats out there. (`drop_last=True` cuts the rest off instead.) **Predict**: a job
-# stops after five steps of an epoch on all ranks, and goes on with fewer ranks. Are the same samples left?
+# Padding does no harm in training, but what does it do in an evaluation? Here a model is right on sample 0 of 21, and
+# on no other. **Predict**: two ranks sum up their right answers and their samples. Which accuracy do they report?
+
+# %% tags=["deeper"]
+accuracy = predict("accuracy of two ranks", unit="%")
+accuracy
+
+
+# %% tags=["deeper"]
+def evaluate(length, ranks, repeats):
+    right = count = 0
+    for rank in range(ranks):
+        mine = [*DistributedSampler(range(length), ranks, rank, shuffle=False)]
+        if not repeats:
+            mine = mine[: len(range(rank, length, ranks))]  # this rank's cards, before padding
+        right += mine.count(0)
+        count += len(mine)
+    return right, count
+
+
+for repeats in (True, False):
+    right, count = evaluate(21, 2, repeats)
+    print(f"{right} of {count}: {right / count:.1%}")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+accuracy.compare(200 / 22)
+assert evaluate(21, 2, repeats=True) == (2, 22) and evaluate(21, 2, repeats=False) == (1, 21)
+
+# %% [markdown] tags=["deeper"]
+# **Compare.** 2 of 22, because sample 0 is also the padding. Without the repeats it is 1 of 21, as on one process.
+# (`drop_last=True` leaves samples out instead.)
+#
+# A job that stops within an epoch can go on with fewer ranks: `start` skips what is done.
 
 # %% tags=["deeper"]
 length, done = 16 * world_size, 5 * world_size
@@ -1135,8 +1271,8 @@ assert sorted(sum(deal(fewer, done), [])) == sorted(sum(left, []))
 print(f"on {world_size} ranks the same order, on {fewer} the same samples")
 
 # %% [markdown] tags=["deeper"]
-# Yes. Because samples are dealt like cards, b·N consecutive cards are one step of N ranks with b windows each,
-# *whatever N is*. With contiguous shards, one a rank, this would not hold.
+# Because samples are dealt like cards, b·N consecutive cards are one step of N ranks with b windows each. The new
+# number of ranks has to divide what is left of the epoch, or they get unequal numbers of batches (section 9).
 #
 # **Seeds** serve two purposes. What decides who does what must be equal on all ranks: the sampler's seed and epoch,
 # the weights, every decision around a collective. Noise must differ: dropout, augmentation, the workers of data
@@ -1163,7 +1299,11 @@ for seed_differs in (False, True):
 #
 # For data that nobody has counted there is `join()`: a rank that has finished its batches answers the others'
 # all-reduces with zeros until all have finished. Here every gradient is 1, and the last rank has two batches more.
-# **Predict** the mean gradient in the steps that only the last rank computes.
+# **Predict**: what is the mean gradient in the steps that only the last rank computes, with four ranks?
+
+# %% tags=["deeper"]
+alone_at_last = predict("the mean gradient of the last steps")
+alone_at_last
 
 
 # %% tags=["deeper"]
@@ -1182,28 +1322,33 @@ def uneven():
 joined = on_ranks(uneven)
 for rank, gradients_seen in enumerate(joined):
     print(f"rank {rank}: {gradients_seen}")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 assert joined[-1][-1] == round(1 / world_size, 4)
+alone_at_last.compare(joined[-1][-1])
 
 # %% [markdown] tags=["deeper"]
-# One over N: only one summand is not zero, and the sum is still divided by N. So late batches count less, as if the
-# missing windows had a gradient of zero; `join(divide_by_initial_world_size=False)` divides by the ranks that are
-# left. Each step costs two more all-reduces of one number, and at the end the weights of the last rank are broadcast.
+# **Compare.** One over N: only one summand is not zero, and the sum is still divided by N.
+#
+# So late batches count less, as if the missing windows had a gradient of zero;
+# `join(divide_by_initial_world_size=False)` divides by the ranks that are left. Each step costs two more all-reduces
+# of one number, and at the end the weights of the last rank are broadcast.
 
 # %% [markdown] tags=["deeper"]
 # ## 18. Checkpoint and resume · deeper
 #
 # Rank 0 writes, since all ranks hold the same weights. It writes under another name and renames the file at the end,
-# so that a crash leaves the old one whole. The others wait at a barrier, so that nobody reads too early. (If the
-# machine may crash too, call `os.fsync` before the rename.) These are `save` and `load` of the program:
+# so that a crash leaves the old one whole. The others wait at a barrier, so that nobody reads too early. These are
+# `save` and `load` of [scripts/train_ddp.py](../scripts/train_ddp.py):
 
 # %% tags=["deeper"]
 from course_utils.programs import excerpt
 
+program = SCRIPTS / "train_ddp.py"
 print(excerpt(program, "def save(", 'return states["step"]'))
 
 # %% [markdown] tags=["deeper"]
-# **Predict**: section 10 made 20 steps on two ranks. Now a run of ten steps on two ranks is resumed on one. Are the
-# losses of steps 15 and 20 equal to those of the run without a break?
+# The next cell makes 20 steps on two ranks, and then ten steps on two ranks, which one rank resumes.
 
 # %% tags=["deeper"]
 from contextlib import redirect_stdout
@@ -1221,22 +1366,23 @@ def train_on_a_rank(*arguments):
 
 with TemporaryDirectory() as folder:
     file = f"--checkpoint={folder}/run.pt"
+    unbroken, _ = launch(train_on_a_rank, "--steps=20", world_size=2, init=False)
     launch(train_on_a_rank, "--steps=10", file, world_size=2, init=False)
     (resumed,) = launch(train_on_a_rank, "--steps=20", file, world_size=1, init=False)
-print(resumed, end="")
+print(unbroken, resumed, sep="\n", end="")
 for one, two in zip(resumed.splitlines(), unbroken.splitlines()[2:], strict=True):
     assert abs(float(one.split()[-1]) - float(two.split()[-1])) < 2e-3
 
 # %% [markdown] tags=["deeper"]
-# Yes, to rounding: the global batch stays 16, and the samples are the same. In later epochs, too: the saved number of
-# samples tells epoch and place, because the program drops none: a batch may begin in one epoch and end in the next.
-# (The number of ranks has to divide the 2,016 windows of an epoch, or padding moves the place.) Without a saved
+# The losses of steps 15 and 20 are equal to rounding: the batch stays 16, and the samples are the same. In later
+# epochs, too: the saved number of samples tells epoch and place, because the program drops none: a batch may begin in
+# one epoch and end in the next. (The number of ranks has to divide the 2,016 windows of an epoch.) Without a saved
 # scheduler, the second half would warm up once more. A model with dropout also needs each rank's generator state
-# (`torch.get_rng_state()`, on GPUs `torch.cuda.get_rng_state()`), gathered to the rank that writes or in a file of its
-# own.
+# (`torch.get_rng_state()`, on GPUs `torch.cuda.get_rng_state()`), gathered to the rank that writes or in a file of
+# its own.
 #
-# And on the *same* number of ranks, is it equal to the last bit? The next cell resumes in memory: it goes on with
-# copies of model and optimizer under a new DDP.
+# And on the *same* number of ranks, is it equal to the last bit? The next cell goes on with copies of model and
+# optimizer under a new DDP.
 
 
 # %% tags=["deeper"]
@@ -1262,7 +1408,7 @@ def weights_after(steps, restart_at, look):
 
 # %% tags=["deeper", "nbval-ignore-output"]
 for look in (False, True):
-    whole, restarted = (on_ranks(weights_after, 8, at, look)[0] for at in (None, 4))
+    whole, restarted = [on_ranks(weights_after, 8, at, look)[0] for at in (None, 4)]
     most = (whole - restarted).abs().max().item()
     print(f"find_unused_parameters={look}: weights differ by at most {most:.1g}")
     assert most < 1e-4 and (most == 0 or not look)
@@ -1271,7 +1417,6 @@ for look in (False, True):
 # Every start of plain DDP begins with a step of one bucket (section 7). In another bucket a gradient lies at another
 # place, where a ring adds in another order, so with more than two ranks the last bits can differ. With
 # `find_unused_parameters=True`, and in our `Overlapped`, buckets are the same in every step, and so are the bits.
-# Nothing is wrong either way, but if you compare runs bit by bit, this is where a difference comes from.
 #
 # > **What changes on real GPUs.** Some kernels add in an order that changes from run to run.
 # > `torch.use_deterministic_algorithms` forbids them, at a price in speed.
@@ -1280,17 +1425,13 @@ for look in (False, True):
 # ## 19. The learning rate · deeper
 #
 # N ranks that each keep their batch take N times fewer steps for the same epoch. At the same learning rate, the
-# weights move about N times less far. Two rules for a batch that is k times larger:
-#
-# | | learning rate | for | source |
-# |---|---|---|---|
-# | linear | × k | SGD | Goyal et al. 2017, with a warm-up over the first epochs |
-# | square root | × √k | Adam, RMSprop | [Malladi et al. 2022](https://arxiv.org/abs/2205.10287) |
-#
-# The idea of the linear rule: k small steps from nearly the same place are about one step that is k times as long. It
-# fails early, when the loss falls fast (hence the warm-up), and for large k. One process with an N-times batch takes
-# the step of N ranks (section 2), so here each of four processes tries one setting with plain SGD. **Predict**: which
-# of the rates × 1, × √k and × k comes closest to the small batch?
+# weights move about N times less far. One process with an N-times batch takes the step of N ranks (section 2), so
+# here each of four processes tries one setting with plain SGD: a batch of 4, and one of 32, eight times larger, with
+# three learning rates. **Predict**: with which of them is the large batch closest to the small one in the end?
+
+# %% tags=["deeper"]
+rate = predict("the learning rate for an 8 times larger batch", ["× 1", "× √8", "× 8"])
+rate
 
 
 # %% tags=["deeper"]
@@ -1328,19 +1469,27 @@ for (name, (size, _)), losses in zip(settings.items(), found, strict=True):
     curves[name] = ([size * (i + 1) for i in range(len(losses))], losses)
 figures.loss_curves(curves, "measured: four ways to read 512 windows", "windows", ["batch 4"])
 
-# %% [markdown] tags=["deeper"]
-# *The figure: the thick curve of the small batch falls first. The large batch with eight times its rate starts behind,
-# meets it after some steps and stays with it; with √8 times it lags, and with the same rate it lags most.*
-
-# %% tags=["deeper"]
-end = {name: sum(y[-len(y) // 4 :]) / len(y[-len(y) // 4 :]) for name, (_, y) in curves.items()}
-behind = [end[name] - end["batch 4"] for name in [*settings][1:]]  # in the last quarter
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+late = {name: sum(y[-len(y) // 4 :]) / len(y[-len(y) // 4 :]) for name, (_, y) in curves.items()}
+behind = [late[name] - late["batch 4"] for name in [*settings][1:]]  # in the last quarter
 print("behind batch 4, with the same rate, × √8, × 8:", *(f"{loss:+.2f}" for loss in behind))
 assert abs(behind[2]) < behind[1] < behind[0]
+rate.compare("× 8")
 
 # %% [markdown] tags=["deeper"]
-# So for plain SGD and k = 8 the linear rule holds here once the first steps are over. In those it fails, since eight
-# small steps lead further than one long one. Nothing diverges here; where it does, a warm-up helps.
+# **Compare.** With × 8, once the first steps are over. In those it lags behind, since eight small steps lead further
+# than one long one.
+#
+# *The figure: the thick curve of the small batch falls first. The large batch with eight times its rate starts
+# behind, meets it after some steps and stays with it; with √8 times it lags, and with the same rate it lags most.*
+#
+# | rule | learning rate for a k times larger batch | for | source |
+# |---|---|---|---|
+# | linear | × k | SGD | Goyal et al. 2017, with a warm-up over the first epochs |
+# | square root | × √k | Adam, RMSprop | [Malladi et al. 2022](https://arxiv.org/abs/2205.10287) |
+#
+# The idea of the linear rule: k small steps from nearly the same place are about one step that is k times as long. It
+# fails early, when the loss falls fast (hence the warm-up), and for large k.
 #
 # > **Misconception.** "With DDP I must multiply the learning rate by the number of GPUs." Only if the *global* batch
 # > grew with them, and then it is a rule of thumb to be checked. DDP's gradient is a mean: at the same global batch,
@@ -1387,28 +1536,19 @@ with TemporaryDirectory() as folder:
     print(subprocess.run(command, capture_output=True, text=True).stdout, end="")
 
 # %% [markdown] tags=["deeper"]
-# What the ranks talk through is the **backend**, whatever started them. gloo takes tensors on the CPU, and a
-# collective returns when it is done. NCCL takes tensors on GPUs, and a collective returns when it is queued on a
-# stream. On GPUs, train with NCCL; gloo is for CPU training, tests and this lesson.
-
-# %% [markdown] tags=["deeper"]
-# ## 21. Five more mistakes · deeper
+# What the ranks talk through is the **backend**, whatever started them. With gloo a collective returns when it is
+# done. NCCL takes tensors on GPUs only, and a collective returns when it is queued on a stream. gloo takes GPU
+# tensors too, but it is for CPU training, tests and this lesson.
 #
-# Unused layers (section 13) and uneven batches (section 9) are the usual ones. Here are five more that everyone makes
-# once, three with an error and two without. The first: **no process group**, because DDP is built before
-# `init_process_group`. (A program started with `python` instead of `torchrun` stops earlier: *environment variable
-# RANK expected, but not set*.)
-
-
-# %% tags=["deeper"]
-def no_group():
-    DDP(torch.nn.Linear(2, 2))
-
-
-with expect_error():
-    launch(no_group, world_size=2, init=False)
+# Two habits: `torchrun` sets `OMP_NUM_THREADS=1` where it is not set; set it to cores by ranks if the CPU has much to
+# do. And download on one rank of a host first, then `dist.barrier()`, or all ranks write the same files.
 
 # %% [markdown] tags=["deeper"]
+# ## 21. Four more mistakes · deeper
+#
+# Unused layers (section 13) and uneven batches (section 9) are the usual ones. Here are four more that everyone makes
+# once, two with an error and two without.
+#
 # **Another model on one rank**, because a flag, a config file or a version differs. This is why DDP compares the
 # number of parameters (section 7).
 
@@ -1441,17 +1581,19 @@ with expect_error():
 #
 # Two mistakes raise no error. **Past the wrapper**: the model is called through `ddp.module`, perhaps for a method
 # that the wrapper does not have. **Unfrozen too late**: a layer is frozen when DDP is built and released later, for
-# fine-tuning. The cell trains with each of the two and then checks the `spread` of section 3, which you can put into
-# any training loop, every thousand steps. **Predict**: which weights differ, in each case?
+# fine-tuning. The cell trains with each of the two. **Predict**: which weights differ between the ranks afterwards?
+
+# %% tags=["deeper"]
+past = predict("past the wrapper", ["all weights differ", "some differ", "none differ"])
+past
+
+# %% tags=["deeper"]
+late_thaw = predict("unfrozen too late", ["all weights differ", "some differ", "none differ"])
+late_thaw
 
 
 # %% tags=["deeper"]
-def check_same(model):
-    if apart := data_parallel.spread(model):
-        raise RuntimeError(f"weights differ between ranks, by up to {apart:.1g}")
-
-
-def silent(mistake):
+def weights_that_differ(mistake):
     replica = build_gpt(seed=0).to(device())
     replica.blocks[0].requires_grad_(mistake != "unfrozen too late")
     model = DDP(replica)
@@ -1463,53 +1605,63 @@ def silent(mistake):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    check_same(replica)
+    parts = {name: torch.nn.ParameterList([p]) for name, p in replica.named_parameters()}
+    return [name for name, part in parts.items() if data_parallel.spread(part)]
 
 
-on_ranks(silent, "none")  # passes
-for mistake in ("past the wrapper", "unfrozen too late"):
-    with expect_error():
-        on_ranks(silent, mistake)
+differ = {}
+for mistake in ("no mistake", "past the wrapper", "unfrozen too late"):
+    differ[mistake] = on_ranks(weights_that_differ, mistake)[0]
+    print(f"{mistake}: {len(differ[mistake])} of 28 weights differ")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+assert [len(names) for names in differ.values()] == [0, 28, 12]
+assert all(name.startswith("blocks.0.") for name in differ["unfrozen too late"])
+past.compare("all weights differ")
+late_thaw.compare("some differ")
 
 # %% [markdown] tags=["deeper"]
-# DDP says nothing; only the check does. Past the wrapper, all weights differ: DDP's forward never runs, so its hooks
-# are not armed, and every rank trains alone. Unfrozen too late, only the released ones do, because the other gradients
-# are averaged: build DDP *after* the last change of `requires_grad`.
+# **Compare.** Past the wrapper, all: DDP's forward never runs, so its hooks are not armed, and every rank trains
+# alone. Unfrozen too late, only the released ones, because the other gradients are averaged: build DDP *after* the
+# last change of `requires_grad`.
+#
+# DDP says nothing. The `spread` of section 3 finds both; put it into your training loop, every thousand steps.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
 
 # %% tags=["nbval-ignore-output"]
 for name, ranks in steps.items():
-    ready = 1e3 * max(rank["end"] for rank in ranks)
-    print(f"{name:24} ready after {ready:3.0f} ms, hidden {data_parallel.hidden(ranks):.0%}")
-print(f"4 micro-batches: {sent['always']:,} bytes, with no_sync {sent['no_sync']:,}")
+    waiting = max(rank["end"] - rank["backward"][1] for rank in ranks)
+    print(f"{name:24} gradients are there {1e3 * waiting:3.0f} ms after backward")
 
 # %% [markdown]
 # DDP is a hook on every gradient, a bucket that leaves when its last gradient has come, and the same order on all
-# ranks. What comes out, the mean, is the gradient of the N-times larger batch.
-#
+# ranks. What comes out, the mean, is the gradient of the N-times larger batch. How your predictions came out:
+
+# %%
+predictions()
+
+# %% [markdown]
 # **Now you can answer**
 #
-# 1. Who divides by N, and when?
-# 2. Ranks start with different weights and average their gradients. What becomes of the weights?
-# 3. Why are buckets filled from the last parameter on, and which one is never hidden?
-# 4. Why does DDP's first step make one all-reduce?
-# 5. `no_sync` is there, and yet all bytes are sent. Where is the mistake?
-# 6. One rank has one batch fewer in every epoch. When does it show?
+# 1. Ranks start with different weights and average their gradients. What becomes of the weights?
+# 2. Why are buckets filled from the last parameter on, and which one is never hidden?
+# 3. Why does DDP's first step make one all-reduce?
+# 4. `no_sync` is there, and yet all bytes are sent. Where is the mistake?
+# 5. One rank has one batch fewer in every epoch. When does it show?
 #
 # <details><summary>Answers</summary>
 #
-# 1. DDP, before the sum: afterwards float16 might overflow (section 7).
-# 2. They stay as far apart as they were (section 3).
-# 3. Backward finishes the last parameters first. The last bucket is complete when backward is over (section 6).
-# 4. It does not know yet in which order gradients arrive (section 7).
-# 5. The forward pass is outside of it (section 8).
-# 6. After the last epoch, as a hang. Until then, epochs are mixed (section 9).
+# 1. They stay as far apart as they were (section 3).
+# 2. Backward finishes the last parameters first. The last bucket is complete when backward is over (section 6).
+# 3. It does not know yet in which order gradients arrive (section 7).
+# 4. The forward pass is outside of it (section 8).
+# 5. After the last epoch, as a hang. Until then, epochs are mixed (section 9).
 # </details>
 #
-# **What to take to work:** [scripts/train_ddp.py](../scripts/train_ddp.py), and for sharded models
-# [scripts/train.py](../scripts/train.py).
+# **What to take to work:** the program of section 10, [scripts/train_ddp.py](../scripts/train_ddp.py), and for
+# sharded models [scripts/train.py](../scripts/train.py).
 #
 # **Exercises:** [exercises/04_ddp](../exercises/04_ddp_exercises.ipynb). **Next:** [05 scaling
 # efficiency](05_scaling_efficiency.ipynb): why eight GPUs are not eight times as fast, and what helps.

@@ -6,9 +6,12 @@ import contextlib
 import io
 import re
 import runpy
+import subprocess
 import sys
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import cloudpickle
 import pytest
@@ -16,18 +19,22 @@ import torch
 import torch.distributed as dist
 from lesson_cells import definitions
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 
 from course_utils import WorkerError, launch
 from course_utils.data import Windows
 from course_utils.models import build_gpt, loss_of
 from course_utils.programs import torchrun
+from course_utils.traces import breakdown, load, spans
 from lessons.ddp import data_parallel
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
 ROOT = Path(__file__).resolve().parents[2]
+SMALLEST = ROOT / "lessons" / "ddp" / "smallest.py"
 KINDS = ("AfterBackward", "FlatBuckets", "Overlapped")
 
 
@@ -79,23 +86,95 @@ def test_overlapped_refuses_a_second_backward_before_finish():
 
 
 def test_recorded_jobs_are_as_the_lesson_tells():
-    """404 all-reduces in a third of a step, in which nothing else is computed."""
-    slow, ddp = data_parallel.recorded_jobs()[0].values()
-    begin, end = slow["all-reduces"][0][0], slow["all-reduces"][-1][1]
-    assert round(1e3 * begin) == 182 and round(1e3 * end) == 305
-    step = max(end for row in slow.values() for _, end in row)
-    assert 0.33 < (end - begin) / step < 0.4
-    busy = sum(min(b, end) - max(a, begin) for a, b in slow["compute"] if b > begin and a < end)
-    assert busy < 0.02 * (end - begin)
-    assert sum(b - a for a, b in ddp["all-reduces"]) > 0.01
+    """404 all-reduces, most of them short, in a third of a step in which nothing is computed; and DDP's buckets."""
+    slow, ddp = data_parallel.recorded_jobs().values()
+    step = max(end for row in slow.lanes.values() for _, end in row)
+    begin, end = slow.lanes["all-reduces"][0][0], slow.lanes["all-reduces"][-1][1]
+    assert (slow.all_reduces, round(1e3 * begin), round(1e3 * end)) == (404, 182, 305)
+    assert 0.33 < (end - begin) / step < 0.4 and 0.5 < slow.idle / slow.lasting < 0.53
+    assert slow.lasting - slow.idle - slow.running < 0.1, "nothing is computed"
+    bars = slow.lanes["all-reduces"]
+    waits = [next_start - end for (_, end), (next_start, _) in pairwise(bars)]
+    assert [round(1e6 * median(waits), -1), round(1e6 * median(end - start for start, end in bars))] == [200, 8]
+
+    trace = load("host_bound")[0].of_steps([4])
+    backward = next(e for e in trace.events if e.name == "## backward ##")
+    buckets = [e for e in trace.events if e.category == "kernel" and "AllReduce" in e.name]
+    zero = buckets[0].start - 1e6 * ddp.lanes["all-reduces"][0][0]
+    computing = [end for _, end in spans(trace, "compute") if end < backward.end]
+    assert all(backward.start < e.start < e.end < backward.end for e in buckets) and ddp.all_reduces == 5
+    assert [e.end < max(computing) for e in buckets] == [True] * 4 + [False], "the last one is not hidden"
+    assert max(computing) < buckets[-1].start and round((buckets[-1].start - zero) / 1e3) == 184
+    sizes = [e.args["In msg nelems"] for e in buckets]
+    assert round(sum(sizes) / 1e6, 1) == 25.6 and [round(4e-6 * size) for size in (min(sizes), max(sizes))] == [8, 32]
+    assert breakdown(trace)["idle"] > 0.7 * breakdown(trace)["total"], "the GPU waits for the CPU most of the time"
 
 
-def test_the_loop_in_the_text_is_that_of_the_program():
+def test_the_program_in_the_text_is_the_one_that_runs():
     text = (ROOT / "lessons" / "ddp" / "lesson.py").read_text(encoding="utf-8")
-    shown = re.search(r"# ```python\n(# for micro in .*?)# ```", text, re.DOTALL)[1]
-    lines = [line.removeprefix("# ") for line in shown.splitlines()]
-    program = (ROOT / "scripts" / "train_ddp.py").read_text(encoding="utf-8")
-    assert "\n".join(" " * 8 + line for line in lines) in program
+    lines = [line[2:] for line in re.search(r"# ```python\n(# import os.*?)\n# ```", text, re.DOTALL)[1].splitlines()]
+    assert lines == SMALLEST.read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if line]) <= 30
+
+
+def test_the_program_without_what_is_new_is_one_for_one_process(tmp_path):
+    """Lines marked as new go, and of the others what was there before comes back."""
+    lines = [line for line in SMALLEST.read_text(encoding="utf-8").splitlines() if "# new" not in line]
+    text = "\n".join(lines).replace("    print", "print").replace("    torch.save", "torch.save")
+    for now, was in (
+        ("f\"cuda:{os.environ['LOCAL_RANK']}\"", '"cuda"'),
+        ("64 // dist.get_world_size(), sampler=sampler", "64, shuffle=True"),
+        ("ddp(x.to(device))", "model(x.to(device))"),
+    ):
+        assert now in text and f"# was {was[:6]}" in text
+        text = text.replace(now, was)
+    assert not re.search(r"\b(os|dist|ddp|DDP|sampler)\b", text)
+    (tmp_path / "one.py").write_text(text)
+    done = subprocess.run([sys.executable, "one.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_adam_hides_a_missing_division():
+    def weights(factor: float) -> torch.Tensor:
+        model = build_gpt()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for step in range(3):
+            optimizer.zero_grad()
+            (factor * loss_of(model, *Windows("train").batch(range(4 * step, 4 * step + 4)))).backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    start, mean = torch.cat([p.detach().flatten() for p in build_gpt().parameters()]), weights(1.0)
+    assert (weights(4.0) - mean).norm() < 0.01 * (mean - start).norm()
+
+
+class Twice(nn.Module):
+    """Uses a layer twice, under checkpointing; perhaps behind another layer."""
+
+    def __init__(self, reentrant: bool, more: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layer, self.reentrant = nn.Linear(3, 3) if more else nn.Identity(), nn.Linear(3, 3), reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=self.reentrant).tanh()
+        return x
+
+
+def test_reentrant_checkpointing_of_a_layer_used_twice_fails_or_makes_replicas_differ():
+    def gradient(*options: bool) -> list[float]:
+        model = DistributedDataParallel(Twice(*options))
+        model(torch.full((2, 3), 1.0 + dist.get_rank(), requires_grad=True)).sum().backward()
+        return model.module.layer.weight.grad.flatten().tolist()
+
+    on_two = partial(launch, gradient, world_size=2, backend="gloo")
+    right, wrong = on_two(False, False), on_two(True, False)
+    assert right[0] == right[1] and wrong[0] != wrong[1]
+    assert len({*map(tuple, on_two(False, True))}) == 1
+    with pytest.raises(WorkerError, match="ready twice"):
+        on_two(True, True)
 
 
 def run_script(*arguments: str) -> str:
