@@ -28,26 +28,27 @@ def mean_and_variance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ### END SOLUTION
 
 
-def ring_shift(x: torch.Tensor) -> torch.Tensor:
-    """Send x to rank + 1 and return what rank - 1 sent; rank 0 follows the last rank.
+def ring_shift(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Send x to rank + by and return what rank - by sent; rank 0 follows the last rank.
 
     Parameters
     ----------
     x : contiguous tensor of any shape and dtype
         The same shape and dtype on every rank. Must not be changed.
+    by : int
+        The distance, from 1, the same on every rank; it may be N or more.
 
     Returns
     -------
-    tensor of the same shape and dtype
-        The x of rank - 1; with a single rank its own.
+    tensor: the x of rank - by, or the rank's own if the way round the ring leads back to it
     """
     ### BEGIN SOLUTION
     rank, n = dist.get_rank(), dist.get_world_size()
-    if n == 1:
+    if by % n == 0:
         return x.clone()
     received = torch.empty_like(x)
-    send = dist.P2POp(dist.isend, x, (rank + 1) % n)
-    receive = dist.P2POp(dist.irecv, received, (rank - 1) % n)
+    send = dist.P2POp(dist.isend, x, (rank + by) % n)
+    receive = dist.P2POp(dist.irecv, received, (rank - by) % n)
     for request in dist.batch_isend_irecv([send, receive]):
         request.wait()
     return received

@@ -124,44 +124,59 @@ TENSORS = {  # how to make one of a seed; what works for the first may fail for 
 }
 
 
+def shift_case(n: int, kind: str, by: int) -> Case:
+    name = f"x {kind}, shifted by {by}"
+    if by % n == 0:
+        return Case(n, name, (kind, by), "alone", "rank|connect")
+    return Case(n, name, (kind, by), "any-tensor" if n == 2 and by > 1 else None, "unpack|dim|dtype")
+
+
 @exercise("Exercise 2", passed="1 message out and 1 in on every rank.", cases=[
-    Case(n, f"x {kind}", (kind,), "any-tensor" if i and n == 2 else None, "unpack|dim|dtype")
-    for n in WORLD_SIZES for i, kind in enumerate(TENSORS)
+    shift_case(n, kind, by) for n in WORLD_SIZES
+    for kind, by in zip([*TENSORS, "float32 of shape (6, 2)"], (1, 3, 5, 2), strict=True)
 ])
-def ring_shift(note, answer, kind):
+def ring_shift(note, answer, kind, by):
     rank, n = dist.get_rank(), dist.get_world_size()
-    x, before, right = (TENSORS[kind](10 + r) for r in (rank, rank, (rank - 1) % n))
+    alone = by % n == 0  # the way leads back to the rank itself
+    x, before, right = (TENSORS[kind](10 + r) for r in (rank, rank, (rank - by) % n))
     with record() as ledger:
-        got = answer(x)
-    note.talks(ledger, n)
-    if n > 1:
+        got = answer(x, by)
+    note.talks(ledger, 1 if alone else n)
+    if not alone:
         note.sent(ledger, {"send", "recv"}, other_calls="collective", object="too-many-calls")
     note.equal(got, right, "the result")
     dtype = getattr(got, "dtype", None)
     note.holds(dtype == x.dtype, "dtype", f"the result is {dtype}; the docstring promises {x.dtype}.")
-    if n > 1:
+    if not alone:
         size = before.nbytes
         note.sent(ledger, calls={"send": (1, 1), "recv": (1, 1)}, sent=(size, size), object="too-many-calls")
     kept(note, x, before)
 
 
 RECEIVED = "received = torch.empty_like(x)"
-SHIFT = """send = dist.P2POp(dist.isend, x, (rank + 1) % n)
-    receive = dist.P2POp(dist.irecv, received, (rank - 1) % n)
+SHIFT = """send = dist.P2POp(dist.isend, x, (rank + by) % n)
+    receive = dist.P2POp(dist.irecv, received, (rank - by) % n)
     for request in dist.batch_isend_irecv([send, receive]):
         request.wait()"""
-SEND, RECV = "dist.send(x, (rank + 1) % n)", "dist.recv(received, (rank - 1) % n)"
+SEND, RECV = "dist.send(x, (rank + by) % n)", "dist.recv(received, (rank - by) % n)"
+
+
+def taking_turns(receives_first: str) -> dict[str, str]:
+    return {SHIFT: f"if {receives_first}:\n    {RECV}\n    {SEND}\nelse:\n    {SEND}\n    {RECV}"}
+
 
 MISTAKES["ring_shift"] = {
     "hang": ("""With gloo a send returns only once the other side receives. Follow one pair of ranks in the report
-        below: which of the two receives first?""", {SHIFT: f"{SEND}\n{RECV}"}),
+        below: which of the two receives first?""", [{SHIFT: f"{SEND}\n{RECV}"}, taking_turns("rank % 2")]),
     "unwaited": ("A rank returns while one of its own messages is still under way.",
-            {SHIFT: "dist.isend(x, (rank + 1) % n)\nif rank == 1:\n    __import__('time').sleep(0.3)\n" + RECV}),
+            {SHIFT: "dist.isend(x, (rank + by) % n)\nif rank == 1:\n    __import__('time').sleep(0.3)\n" + RECV}),
     "collective": ("Build the shift from messages alone: one from each rank to its right neighbour, and no collective.",
             {SHIFT: "parts = [torch.empty_like(x) for _ in range(n)]\ndist.all_gather(parts, x)\n"
-             "received = parts[rank - 1]"}),
-    "direction": ("This is the tensor of the right neighbour. Rank r sends to r + 1 and receives from r - 1.",
-            {"isend, x, (rank + 1)": "isend, x, (rank - 1)", "received, (rank - 1)": "received, (rank + 1)"}),
+             "received = parts[(rank - by) % n]"}),
+    "direction": ("This is the tensor of another rank. Rank r sends to r + by and receives from r - by.",
+            {"isend, x, (rank + by)": "isend, x, (rank - by)", "received, (rank - by)": "received, (rank + by)"}),
+    "alone": ("Here the way round the ring leads back to the rank itself, and a rank cannot send to itself.",
+            "if by % n == 0  ->  if n == 1"),
     "any-tensor": ("""It passed with a table of float32 numbers. Here x has another shape and another dtype, and
         whatever a rank receives into must have both.""",
             [f"{RECEIVED}  ->  received = torch.empty(x.shape)",
@@ -170,8 +185,8 @@ MISTAKES["ring_shift"] = {
             "return received  ->  return torch.zeros_like(x)"),
 }
 RIGHT["ring_shift"] = {
-    "isend, recv, wait": {SHIFT: f"request = dist.isend(x, (rank + 1) % n)\n{RECV}\nrequest.wait()"},
-    "even ranks send first": {SHIFT: f"if rank % 2:\n    {RECV}\n    {SEND}\nelse:\n    {SEND}\n    {RECV}"},
+    "isend, recv, wait": {SHIFT: f"request = dist.isend(x, (rank + by) % n)\n{RECV}\nrequest.wait()"},
+    "whoever sends to a lower rank receives first": taking_turns("(rank + by) % n < rank"),
 }
 
 # --- exercise 3: an all-gather of other numbers of rows

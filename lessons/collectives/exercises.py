@@ -8,7 +8,7 @@
 # | | you write | difficulty | minutes |
 # |---|---|---|---|
 # | 1 | mean and variance in one all-reduce | 1 of 5 | 10 |
-# | 2 | a ring shift that does not deadlock | 2 of 5 | 15 |
+# | 2 | a shift round a ring, by any distance | 2 of 5 | 15 |
 # | 3 | an all-gather of tensors of different lengths | 3 of 5 | 25 |
 # | 4 | gradients over a network, on paper | 2 of 5 | 5 |
 # | 5 | read a benchmark, on paper | 2 of 5 | 10 |
@@ -39,7 +39,7 @@
 import torch
 import torch.distributed as dist
 
-from course_utils import expect_error, launch, record
+from course_utils import attempt, launch, record
 from lessons.collectives import check
 
 WORLD_SIZE = 4  # ranks of the two demonstrations; the checks choose their own
@@ -113,29 +113,36 @@ check.mean_and_variance(mean_and_variance)
 # |---|---|---|---|
 # | 2 of 5 | 15 | 02, Point to point | one message out, one in, on every rank |
 #
-# Each rank should give its tensor to the rank on its right and get that of the rank on its left: the step that
-# ring algorithms and pipelines repeat. The function below looks right. Before you run it, say where each rank
-# will be after 2 seconds.
+# Each rank should give its tensor to the rank that stands `by` places to its right, and get that of the rank `by`
+# places to its left. Ring algorithms repeat this step with `by=1`, and algorithms that double their reach take 2, 4,
+# 8 … Somebody has cured the deadlock of the lesson with turns: even ranks send first, odd ranks receive first. With
+# `by=1` it works. Before you run it with `by=2`, say where each of four ranks will be after 2 seconds.
 
 
 # %%
-def broken_ring_shift(x):
+def broken_ring_shift(x, by):
     rank, n = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(x)
-    dist.send(x, dst=(rank + 1) % n)
-    dist.recv(received, src=(rank - 1) % n)
+    if rank % 2 == 0:
+        dist.send(x, dst=(rank + by) % n)
+        dist.recv(received, src=(rank - by) % n)
+    else:
+        dist.recv(received, src=(rank - by) % n)
+        dist.send(x, dst=(rank + by) % n)
     return received
 
 
-def shift_own_rank():
-    return broken_ring_shift(torch.tensor([float(dist.get_rank())]))
+def shift_own_rank(by):
+    return broken_ring_shift(torch.tensor([dist.get_rank()]), by).item()
 
 
-with expect_error():
-    launch(shift_own_rank, world_size=WORLD_SIZE, backend="gloo", timeout=2)
+print("by 1:", launch(shift_own_rank, 1, world_size=WORLD_SIZE, backend="gloo"))
+with attempt():
+    print("by 2:", launch(shift_own_rank, 2, world_size=WORLD_SIZE, backend="gloo", timeout=2))
 
 # %% [markdown]
-# Write a version with messages only, without a collective. It must work for every number of ranks, also for one.
+# Write a version with messages only, without a collective. It must work for every number of ranks, also for one, and
+# for every distance, also for one that leads round the ring and back to the rank itself.
 
 
 # %%
@@ -148,22 +155,25 @@ check.ring_shift(ring_shift)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `dist.send` returns when the receiver takes part. Every rank is in `send`; who could receive?
+# With gloo, `dist.send` returns when the receiver takes part. For `by=2`, draw an arrow from each of four ranks to the
+# one that it sends to. Who of a circle of arrows receives first?
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Either the ranks do not all begin with the same call, or a rank starts both and waits for both afterwards.
+# Ranks 0 and 2 are a circle, and both send first; 1 and 3 are another, and both receive first. Either one rank of
+# every circle begins with the other call, or each rank starts both and waits for both afterwards.
 # `isend(...).wait()` in one line is no better than `send`.
 # </details>
 # <details><summary>Hint 3</summary>
 #
 # Make two `dist.P2POp`, one with `dist.isend` and one with `dist.irecv`, give both to `dist.batch_isend_irecv`,
-# and wait for each request that it returns. A rank cannot send to itself, so one rank is a case of its own.
+# and wait for each request that it returns. A rank cannot send to itself, so `by % n == 0` is a case of its own.
 # </details>
 # <details><summary>Is gloo to blame?</summary>
 #
-# No. Some libraries (many MPI ones, for example) buffer small messages, so that such a program works with small
-# tensors and hangs with large ones. None promises it. A program is right only if it does not rely on a buffer.
+# No. Some libraries buffer small messages: many MPI ones, and NCCL after the first exchange of two ranks. With them
+# such a program works with small tensors and hangs with large ones. None promises it. A program is right only if it
+# does not rely on a buffer.
 # </details>
 
 # %% [markdown]

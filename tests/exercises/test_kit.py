@@ -102,7 +102,7 @@ def test_refusal_names_exercise_ranks_and_both_values():
     with pytest.raises(CheckFailed) as caught:
         collectives.ring_shift(collectives.ring_shift.answer(collectives.MISTAKES["ring_shift"]["direction"][1]))
     text = str(caught.value)
-    assert text.startswith("Exercise 2, 3 ranks, x float32 of shape (6, 2), rank 0: the result is wrong.")
+    assert text.startswith("Exercise 2, 3 ranks, x float32 of shape (6, 2), shifted by 1, rank 0: the result is wrong.")
     assert re.search(r"expected  shape \(6, 2\): [-\d.]+, .*\n  got       shape \(6, 2\): [-\d.]+, ", text)
 
 

@@ -113,12 +113,12 @@ def messages(row: dict) -> dict[str, str]:
     return {check["name"].removeprefix("check_"): check["message"] for check in row["checks"]}
 
 
-DEADLOCK = """def ring_shift(x):
+DEADLOCK = """def ring_shift(x, by):
     y = torch.empty_like(x)
     dist.recv(y, src=(dist.get_rank() + 1) % dist.get_world_size())
     return y"""
 ENDS = {
-    "ring_shift": "def ring_shift(x):\n    import os\n    os._exit(3)",
+    "ring_shift": "def ring_shift(x, by):\n    import os\n    os._exit(3)",
     "gradient_all_reduce_seconds": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
     "bandwidths": "def bandwidths(*a):\n    import os\n    os._exit(1)",
 }
