@@ -166,13 +166,15 @@ check.fewest_internode_bytes(fewest_internode_bytes)
 # <details><summary>Hint 3</summary>
 #
 # `init_device_mesh("cpu", (rows, columns), mesh_dim_names=("replicate", "shard"))` fills the table row by row. Every
-# `fully_shard` needs the mesh, that of the model too.
+# `fully_shard` needs the mesh, that of the model too. (The check's ranks are on the CPU; on GPUs it is `"cuda"`.)
 # </details>
 # <details><summary>Could it be even less?</summary>
 #
 # Not with these gradients: what is added up over M nodes has to leave each of them. Each rank all-reduces its shard, Ψ
 # divided by the ranks of a node, and all of them together send 2(M − 1) · Ψ. Gradients in bf16 would halve it
-# (`MixedPrecisionPolicy(reduce_dtype=...)`), accumulation divides it by the number of micro-batches.
+# (`MixedPrecisionPolicy(reduce_dtype=...)`), accumulation divides it by the number of micro-batches. Weights in bf16 do
+# not change it, but they make sharding over all ranks cheaper: with gradients reduced in float32, both ways send nearly
+# the same on many nodes (section 9 of the lesson).
 # </details>
 
 # %% [markdown]

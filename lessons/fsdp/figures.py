@@ -13,7 +13,6 @@ from matplotlib.ticker import MaxNLocator
 from course_utils.draw import charts
 from course_utils.draw.bars import PART_COLORS, Span, draw_bars, legend, write_inside
 from course_utils.draw.bars import memory_bars as memory_bars
-from course_utils.draw.lanes import step_spans as step_spans
 from course_utils.draw.style import CENTRED, INK, RANK_COLORS, SMALL, WIDTH, new_figure, tint
 from course_utils.units import decimal_bytes
 
@@ -79,6 +78,30 @@ def _draw_held(ax: Axes, held: Sequence[tuple[float, float]], last: float) -> No
                   fontsize=SMALL)
     ax.set_ylim(0, 1.28 * (most or 1))
     charts.byte_axis(ax.yaxis, most or 1.0, "gathered")
+
+
+def who_holds_what(moments: Mapping[str, Sequence[str]], units: Sequence[str], ranks: int, title: str) -> Figure:
+    """Draw at each moment, one below the other, which weights each rank holds; `moments` lists what is gathered.
+
+    A row for each rank, and for each unit as many pieces as ranks. A piece has the colour of the rank that stores it:
+    full where it is stored, pale where it is a gathered copy, and it is empty where a rank does not have it.
+    """
+    figure, axes = new_figure(len(moments), 1, size=(WIDTH, 0.3 + (0.5 + 0.17 * ranks) * len(moments)), title=title)
+    for ax, (moment, gathered) in zip(axes, moments.items(), strict=True):
+        for x, unit in enumerate(units):
+            for rank in range(ranks):
+                for piece in range(ranks):
+                    color = RANK_COLORS[piece % len(RANK_COLORS)]
+                    face = color if piece == rank else tint(color) if unit in gathered else "white"
+                    frame = color if piece == rank or unit in gathered else "#DDDDDD"
+                    left = x + 0.9 * piece / ranks
+                    charts.cell(ax, left, rank + 0.1, 0.9 / ranks, 0.8, frame, facecolor=face, linewidth=0.7)
+        ax.set(xlim=(-0.05, len(units)), ylim=(ranks, 0))
+        ax.set_title(moment, fontsize=SMALL + 0.5)
+        ax.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)], fontsize=SMALL)
+        ax.set_xticks([x + 0.45 for x in range(len(units))], units, fontsize=SMALL)
+        charts.bare(ax)
+    return figure
 
 
 def mesh_picture(

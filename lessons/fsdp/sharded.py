@@ -1,4 +1,4 @@
-"""What lesson 07 holds sharded training against: losses, padded bytes, rings between nodes, whole states, the clock."""
+"""What lesson 07 holds sharded training against: losses, padded bytes, rings between nodes, states, a GPU's queues."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FSDPModule
 
 from course_utils.ranks import Ledger
-from course_utils.traces import Trace, spans
 
 __all__ = [
-    "Elsewhere", "KilledWriter", "SlowLink", "compute_and_messages", "equal_states", "padded_bytes", "ring_traffic",
-    "same_losses", "time_steps", "whole_state",
+    "EmulatedGPU", "KilledWriter", "OnEmulatedGPU", "emulated_step", "equal_states", "padded_bytes", "ring_traffic",
+    "same_losses", "whole_state",
 ]
 
 Spans = list[tuple[str, float, float]]
@@ -73,125 +72,135 @@ class KilledWriter(dcp.FileSystemWriter):
         return super().write_data(plan, planner)
 
 
-# The clock: compute that leaves the CPU free, as a GPU's does
+# Two queues of a GPU, under a real step of FSDP2
 
 
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: _Block) -> Tensor:
-        ctx.block = block
-        block.wait(block.seconds)
-        return x.clone()
+class EmulatedGPU:
+    """What a GPU would do with the work of a step under FSDP2: computing and messages are two queues, side by side.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.block.wait(2 * ctx.block.seconds)
-        return gradient, None
-
-
-class _Block(nn.Module):
-    def __init__(self, name: str, seconds: float, spans: Spans, rows: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(rows, 1024))
-        self.name, self.seconds, self.spans = name, seconds, spans
-
-    def wait(self, seconds: float) -> None:
-        begin = time.monotonic()
-        time.sleep(seconds)
-        self.spans.append((self.name, begin, time.monotonic()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Wait.apply(x * self.weight[0, 0], self)
-
-
-class Elsewhere(nn.Module):
-    """A model whose blocks compute elsewhere: the CPU waits, `seconds` in forward and twice that in backward.
-
-    Each has `rows` times 1,024 weights; `computed` lists (block, start, end) on the monotonic clock.
+    FSDP2 really runs and its weights really travel, so the order of its calls is its own; their times are modelled.
+    Each queue takes its entries in order. A block starts when its weights have come. A message starts when the CPU has
+    issued it, and when earlier weights have been copied out of their messages: in backward the last ones, in forward
+    those before the last (``FSDPParamGroup.wait_for_unshard``, PyTorch 2.13). The CPU takes `issue` seconds a block.
+    With `waits` it waits in forward until each block has finished, as for the value of a tensor.
     """
 
-    def __init__(self, blocks: int = 4, seconds: float = 0.025, rows: int = 64) -> None:
-        super().__init__()
-        self.computed: Spans = []
-        self.scale = nn.Parameter(torch.ones(8))
-        self.blocks = nn.Sequential(*(_Block(f"block {i}", seconds, self.computed, rows) for i in range(blocks)))
+    def __init__(self, waits: bool = False, message: float = 0.02, issue: float = 0.001) -> None:
+        self.waits, self.message, self.issue = waits, message, issue
+        self.clear()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x * self.scale)
+    def clear(self) -> None:
+        """Begin a step, at time 0."""
+        self.backward = False
+        self.issued = self.computed = self.travelled = 0.0  # when the CPU, and each queue, has done all so far
+        self.copied = [0.0, 0.0]  # when the weights of each unit were copied out of their message
+        self.blocks: Spans = []
+        self.messages: list[tuple[float, float]] = []
+
+    def compute(self, block: str, seconds: float) -> None:
+        """Put a block's work into the queue of computing."""
+        self.issued += self.issue
+        start = max(self.issued, self.computed)
+        self.computed = start + seconds
+        self.blocks.append((block, start, self.computed))
+        if self.waits and not self.backward:
+            self.issued = self.computed
+
+    def gather(self) -> float:
+        """Put an all-gather into the queue of messages; return when it has come."""
+        start = max(self.issued, self.travelled, self.copied[-1 if self.backward else -2])
+        self.travelled = start + self.message
+        self.messages.append((start, self.travelled))
+        return self.travelled
+
+    def copy_out(self, come: float) -> None:
+        """Let the queue of computing wait for a message."""
+        self.computed = max(self.computed, come)
+        self.copied.append(self.computed)
 
 
 class _Message(dist.Work):
-    """An all-gather that is under way until a moment, and no shorter than it really takes."""
-
-    def __init__(self, work: dist.Work, begin: float, seconds: float) -> None:
+    def __init__(self, gpu: EmulatedGPU) -> None:
         super().__init__()
-        self.work, self.begin, self.until = work, begin, begin + seconds
-        self.asked = begin  # when somebody began to wait for it
+        self.gpu, self.come = gpu, gpu.gather()
 
     def wait(self, *_: Any) -> bool:
-        self.asked = time.monotonic()
-        self.work.wait()
-        if time.monotonic() - self.asked > 1e-3:  # it was not there yet
-            self.until = max(self.until, time.monotonic())
-        time.sleep(max(0.0, self.until - time.monotonic()))
+        self.gpu.copy_out(self.come)
         return True
 
 
-class SlowLink:
-    """FSDP2's all-gathers over an emulated link, on which each takes so many seconds; the weights really travel.
+class _AllGather:
+    """FSDP2's all-gathers, which also go into the queue of an emulated GPU."""
 
-    With `beside` messages run beside the computation, as in a GPU's stream of their own; without it each is waited for
-    where it is issued, as FSDP2 does on gloo.
-    """
-
-    def __init__(self, model: FSDPModule, beside: bool, seconds: float = 0.02) -> None:
-        self.beside, self.seconds = beside, seconds
-        self.messages: list[_Message] = []
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_custom_all_gather(self)
+    def __init__(self, gpu: EmulatedGPU) -> None:
+        self.gpu = gpu
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        begin = time.monotonic()
-        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
-        self.messages.append(_Message(work, begin, self.seconds))
-        if self.beside:
-            return self.messages[-1]
-        self.messages[-1].wait()
-        return None
+    ) -> dist.Work:
+        dist.all_gather_single(output_tensor, input_tensor, group=group)
+        return _Message(self.gpu)
 
 
-def time_steps(model: FSDPModule, link: SlowLink, steps: int = 8) -> dict[str, Any]:
-    """On all ranks: the fastest step of a sharded `Elsewhere`: its lanes, its seconds, and how many gathers hid."""
-    taken = [_timed(model, link) for _ in range(steps)][2:]
-    return min(taken, key=lambda step: step["seconds"])
+class _Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gpu: EmulatedGPU, name: str, seconds: float) -> Tensor:
+        ctx.gpu, ctx.name, ctx.seconds = gpu, name, seconds
+        gpu.compute(name, seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.gpu.compute(ctx.name, 2 * ctx.seconds)
+        return gradient, None, None, None
 
 
-def _timed(model: FSDPModule, link: SlowLink) -> dict[str, Any]:
-    model.computed.clear()
-    link.messages.clear()
-    model.zero_grad()
-    dist.barrier()
-    begin = time.monotonic()
-    model(torch.ones(8)).sum().backward()
-    end = time.monotonic()
-    blocks = [name for name, *_ in model.computed[: len(model.blocks)]]
+class _Block(nn.Module):
+    def __init__(self, gpu: EmulatedGPU, name: str, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.work = gpu, name, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Compute.apply(x * self.weight[0], *self.work)
+
+
+class OnEmulatedGPU(nn.Module):
+    """A model whose blocks compute on an emulated GPU, `seconds` in forward and twice that in backward."""
+
+    def __init__(self, gpu: EmulatedGPU, blocks: int = 4, seconds: float = 0.025) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.blocks = nn.Sequential(*(_Block(gpu, f"block {i}", seconds) for i in range(blocks)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x * self.scale)
+
+
+def emulated_step(model: FSDPModule, gpu: EmulatedGPU) -> dict[str, Any]:
+    """On all ranks: the second step of a sharded `OnEmulatedGPU`: its lanes, its seconds, its hidden all-gathers.
+
+    Hidden is an all-gather during nine tenths of which a block computes.
+    """
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_custom_all_gather(_AllGather(gpu))
+    for _ in range(2):
+        model.zero_grad()
+        gpu.clear()
+        loss = model(torch.ones(8)).sum()
+        gpu.backward = True
+        loss.backward()
+    blocks = [name for name, *_ in gpu.blocks[: len(model.blocks)]]
     units = ["root", *blocks, *reversed(blocks)]  # the root stays
-    messages = [(unit, m.begin, m.until) for unit, m in zip(units, link.messages, strict=True)]
-    rows = {"compute": model.computed, "all-gather": messages}
-    lanes = {lane: [(unit, a - begin, b - begin) for unit, a, b in row] for lane, row in rows.items()}
-    beside = sum(any(m.begin <= a and b <= m.asked for _, a, b in model.computed) for m in link.messages)
-    return {"lanes": lanes, "seconds": end - begin, "beside": beside}
+    messages = [(unit, *span) for unit, span in zip(units, gpu.messages, strict=True)]
+    hidden = sum(_beside(gpu.blocks, *span) > 0.9 for span in gpu.messages)
+    return {"lanes": {"compute": gpu.blocks, "all-gather": messages}, "seconds": gpu.computed, "hidden": hidden}
 
 
-def compute_and_messages(trace: Trace, step: int) -> dict[str, Spans]:
-    """When a recorded GPU computed and communicated in a step, in seconds from its beginning; rows as for a figure."""
-    part = trace.of_steps([step])
-    kinds = ("compute", "communication")
-    zero = min(spans(part, kind)[0][0] for kind in kinds)
-    return {kind: [(kind, (a - zero) / 1e6, (b - zero) / 1e6) for a, b in spans(part, kind)] for kind in kinds}
+def _beside(spans: Spans, start: float, end: float) -> float:
+    """Share of the time from start to end in which a span is under way; spans do not overlap."""
+    return sum(max(0.0, min(end, stop) - max(start, begin)) for _, begin, stop in spans) / (end - start)

@@ -22,7 +22,7 @@ from course_utils.models import TransformerConfig, build_gpt
 from course_utils.programs import SCRIPTS, excerpt, folded
 from course_utils.ranks import Entry, Ledger
 from lessons.fsdp.answers import clip_sharded
-from lessons.fsdp.sharded import ring_traffic
+from lessons.fsdp.sharded import EmulatedGPU, OnEmulatedGPU, emulated_step, ring_traffic
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -191,6 +191,30 @@ def test_random_states_under_a_key_for_each_rank_come_back(tmp_path):
 
     drawn = on_ranks(save, n=2)
     assert drawn[0] != drawn[1] and on_ranks(load, n=2) == [(drawn[0], 3), (drawn[1], 3)]
+
+
+def test_changed_bytes_of_a_weight_are_loaded_without_an_error(tmp_path):
+    state = {"weight": torch.full((64, 64), 1.5)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    file = tmp_path / "__0_0.distcp"
+    content = file.read_bytes()
+    number = torch.tensor([1.5]).numpy().tobytes()
+    at = content.index(16 * number)
+    file.write_bytes(content[:at] + torch.tensor([2.7e25]).numpy().tobytes() + content[at + 4 :])
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert state["weight"].max().item() == pytest.approx(2.7e25)
+
+
+def test_an_emulated_gpu_needs_the_hint_only_where_the_cpu_waits():
+    def hidden(waits, hint):
+        model = names["shard"](OnEmulatedGPU(gpu := EmulatedGPU(waits)))
+        for block, following in zip(model.blocks[:-1], model.blocks[1:], strict=True):
+            block.set_modules_to_forward_prefetch([following] if hint else [])
+        return emulated_step(model, gpu)["hidden"]
+
+    names = lesson()
+    assert [on_ranks(hidden, *how, n=2)[0] for how in ((False, False), (False, True))] == [7, 7]
+    assert [on_ranks(hidden, *how, n=2)[0] for how in ((True, False), (True, True))] == [3, 6]
 
 
 def test_latest_goes_by_number_and_leaves_out_what_is_unfinished(tmp_path):

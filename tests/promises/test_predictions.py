@@ -27,8 +27,8 @@ assert count == 3
 """
 #: Lessons whose predictions still have to be opened.
 NOT_YET = {
-    "debugging_hangs", "deepspeed", "ffcv_data_loading", "fsdp",
-    "long_context_and_experts", "multi_node", "nccl", "parallelism_3d", "pipeline_parallel", "profiling",
+    "debugging_hangs", "deepspeed", "ffcv_data_loading",
+    "long_context_and_experts", "multi_node", "nccl", "parallelism_3d", "profiling",
     "scaling_efficiency", "tensor_parallel",
 }
 
