@@ -45,10 +45,11 @@ per_microbatch = 2  # windows of text in a micro-batch
 patience = 2.0  # seconds that a cell of section 5 waits for its ranks
 
 # %%
-from course_utils import HangError, device, launch, recorded
+from course_utils import HangError, attempt, device, launch, recorded
 from course_utils.data import Windows
 from course_utils.hardware import LINKS
 from course_utils.models import GPT, Block, TransformerConfig, next_token_loss
+from course_utils.predictions import predict, predictions
 from course_utils.programs import SCRIPTS, excerpt, folded
 from lessons.pipeline_parallel import figures, pipeline_training, stage_costs
 from lessons.pipeline_parallel.explorer import schedule_explorer
@@ -138,11 +139,14 @@ def naive_step(stage, x, y):
 
 # %% [markdown]
 # `train` runs this on every rank: three optimizer steps, to be compared with one process, and one more to be timed. In
-# that one every forward takes at least 15 ms and every backward 30 ms, because the rank sleeps until then. Sleeping
-# needs no core, so ranks that share two cores are as fast as if each had its own. Messages, order and waiting are real.
+# the timed step every forward is padded with sleep to 15 ms, and every backward to 30 ms. Sleeping ranks do not compete
+# for the cores, so the timing is that of independent GPUs. Messages, order and waiting are real.
 #
-# **Predict**: the model lies on p ranks and one batch goes through, forward and back. How much faster than one rank are
-# they, and what else do they gain?
+# **Predict**: the model lies on four ranks and one batch goes through, forward and back. How much faster than one rank
+# are they?
+
+# %%
+faster = predict("four ranks against one", unit="times as fast")
 
 # %%
 pace = (0.015, 0.03)  # seconds of a forward and of a backward, at least
@@ -160,12 +164,17 @@ print(same_as_one_process(runs, reference))
 title = f"one batch through {world_size} stages"
 figures.real_pipeline(simulate(whole), pipeline_training.measured(runs), title)
 
+# %% jupyter={"source_hidden": true}
+faster.compare(round(world_size * (1 - simulate(whole).bubble), 6))
+
 # %% [markdown]
+# **Compare.** Not at all: each rank computes for 1/p of the time, so p ranks have the speed of one, and the only gain
+# is memory.
+#
 # *The figure: above as modelled, below as measured, a staircase of forwards down to the last rank and one of backwards
 # up again. At any moment one rank has a box, and the rows of all others are empty.*
 #
-# Each rank computes for 1/p of the time. The rest is the **bubble**: time in which a rank waits for what it needs. So p
-# ranks have the speed of one, and the only gain is memory.
+# The time in which a rank waits for what it needs is the **bubble**.
 #
 # > **Misconception.** "Layers on four GPUs: four times as fast." A library that only places layers on several GPUs lets
 # > a model *fit*, but at any moment all GPUs but one are idle.
@@ -191,13 +200,21 @@ for rank, order in enumerate(gpipe(3, 4).order):
 # **Predict**: four ranks, eight micro-batches. For what share of GPipe's time is a rank idle?
 
 # %%
+idle = predict("of GPipe's time a rank is idle", unit="%")
+
+# %%
 p, m = 4, 8  # in all pictures of simulated schedules
 both = [simulate(make(p, m)) for make in (naive, gpipe)]
 figures.schedule_picture(both, "modelled: F = 1, B = 2, no time for messages")
 
+# %% jupyter={"source_hidden": true}
+idle.compare(100 * both[1].bubble)
+
 # %% [markdown]
+# **Compare.** For 27 % of it, while the pipeline fills and drains.
+#
 # *The figure: rows are ranks, boxes are operations, wide ones with the number of their micro-batch. One micro-batch
-# after the other takes 96. GPipe takes 33 and idles 27 %, while the pipeline fills and drains.*
+# after the other takes 96. GPipe takes 33 and idles 27 %.*
 #
 # A rank's own work, the **ideal time**, is m(F + B). Before the last rank starts, p − 1 forwards run, and after it ends
 # p − 1 backwards. So it waits for (p − 1)(F + B), as does every rank:
@@ -225,14 +242,22 @@ for count in (1, 4, 8, 32, 128):
 # In **1F1B** each rank does just enough forwards to bring work to the last one, and then one forward and one backward
 # in turn (PipeDream-Flush: Narayanan et al. 2020, [arXiv 2006.09503](https://arxiv.org/abs/2006.09503)).
 #
-# **Predict**: four ranks, eight micro-batches. Which is smaller than GPipe's: the bubble, the memory, or both? How many
-# micro-batches' activations does rank 1 hold at most?
+# **Predict**: four ranks, eight micro-batches. Which is smaller than GPipe's: the bubble, the memory, or both?
+
+# %%
+smaller = predict("smaller in 1F1B", ["only the bubble", "only the memory", "both"])
 
 # %%
 pair = [simulate(make(p, m)) for make in (gpipe, one_f_one_b)]
 figures.schedule_picture(pair, "modelled: F = 1, B = 2")
 
+# %% jupyter={"source_hidden": true}
+assert math.isclose(pair[0].bubble, pair[1].bubble) and max(pair[1].peak) < max(pair[0].peak)
+smaller.compare("only the memory")
+
 # %% [markdown]
+# **Compare.** Only the memory: rank 1 holds three micro-batches at most, where GPipe's ranks hold all eight.
+#
 # *The figure: both schedules end at 33 and idle 27 %. In 1F1B backwards start early and alternate with forwards.*
 
 # %%
@@ -254,13 +279,14 @@ for ranks, count in itertools.product(range(1, 9), (1, 2, 5, 8, 32)):
 # > rank has at most p − rank micro-batches **in flight** (forward begun, backward not ended), and not m. *That* allows
 # > more micro-batches of the same size, and these make the bubble smaller.
 #
-# Of a given batch GPipe holds all activations, however finely it is cut; rank 0 in 1F1B holds p/m of them.
+# If the batch is fixed, GPipe keeps the activations of the whole batch for every m. In 1F1B rank 0 keeps the share p/m.
 
 # %% [markdown]
 # ## 5. Messages that wait for each other
 #
-# Section 2 used `send`, which waits until its message is taken. Here is an engine in its simplest form with such sends:
-# receive, compute, send, in the order of the schedule. It computes nothing, because only messages matter here.
+# Section 2 used `send`. Under gloo it waits until its message is taken. (Under NCCL the GPU's *stream* waits, and
+# Python goes on to the next line.) Here is an engine in its simplest form with such sends: receive, compute, send, in
+# the order of the schedule. It computes nothing, because only messages matter here.
 
 
 # %%
@@ -277,32 +303,41 @@ def messages_only(schedule):
 
 
 # %% [markdown]
-# **Predict**: it runs the messages of GPipe, and then those of 1F1B. Does one of them hang, and if so, in which call
-# does each rank wait?
+# **Predict**: it runs the messages of GPipe, and then those of 1F1B. Which of the two come to their end?
 
 # %%
+ended = predict("what comes to its end", ["both", "only GPipe", "only 1F1B", "neither"])
+
+# %%
+outcomes = {}
 for make in (gpipe, one_f_one_b):
     schedule = make(world_size, microbatches)
-    try:
+    print(f"{schedule.name}:")
+    with attempt() as outcome:
         on_ranks(messages_only, schedule, timeout=patience, backend="gloo")
-        print(f"{schedule.name}: all ranks are done")
-    except HangError as error:
-        print(f"{schedule.name}: {error}")
+        print("all ranks are done")
+    outcomes[schedule.name] = outcome.error
+
+# %% jupyter={"source_hidden": true}
+assert outcomes["GPipe"] is None and isinstance(outcomes["1F1B"], HangError)
+ended.compare("only GPipe")
 
 # %% [markdown]
-# GPipe works, because its messages first all go down the pipeline and then all go up, so there is always a rank at the
-# end that waits for nobody. In 1F1B both directions are busy at once. The last rank wants to send a gradient up while
-# its neighbour wants to send the next activation down, and neither receives before its own message is taken. The
-# schedule is right; the sends are wrong.
+# **Compare.** GPipe works, because its messages first all go down the pipeline and then all go up, so there is always a
+# rank at the end that waits for nobody. In 1F1B both directions are busy at once: the last rank wants to send a
+# gradient up while its neighbour wants to send the next activation down, and neither receives before its own message is
+# taken.
 #
-# The cure: **no rank waits for a send**. `isend` hands the message over and returns. Then ranks wait only for what they
-# need to compute, as in `simulate`, where 1F1B came to its end.
+# The schedule is right; the sends are wrong. The cure: **no rank waits for a send**. `isend` hands the message over and
+# returns. Then ranks wait only for what they need to compute, as in `simulate`, where 1F1B came to its end.
 #
-# One condition remains: a message must not queue behind one that is not wanted yet. In NCCL a process group's messages
-# between two ranks form *one queue* on each, in the order of the calls. If rank 0 queues "send activation, receive
-# gradient" and rank 1 "send gradient, receive activation", both queues begin with a send, and the deadlock is back. So
-# activations and gradients get a **process group** each. (PyTorch's schedules instead start a send and the receive that
-# would block it *together*, with `batch_isend_irecv`.)
+# One danger is left: a message that the receiver needs now can be stuck behind one that it does not want yet. Under
+# NCCL the calls of a process group run on a GPU *in the order in which they were made*. (With `device_id=`, and
+# `launch` passes it, this holds for all of the group's calls, messages to other ranks included: PyTorch's warning on
+# unbatched messages in `ProcessGroupNCCL.cpp` says so.) If rank 0 queues "send activation, receive gradient" and rank 1
+# "send gradient, receive activation", both queues begin with a send, and the deadlock is back. So activations and
+# gradients get a **process group** each. (PyTorch's schedules instead start a send and the receive that would block it
+# *together*, with `batch_isend_irecv`.)
 
 # %% [markdown]
 # ## 6. One engine for every schedule
@@ -342,8 +377,8 @@ class Mailbox:
 # %% [markdown]
 # F and B are the two halves of `naive_step`. F *keeps* input and output, and B takes them out again. Two things are
 # new. The loss is divided by m, so that gradients add up to those of the batch's mean. And a message must stay in
-# memory until it is taken, so every send is waited for: an activation's in B, when its gradient has come back, and a
-# gradient's after the loop.
+# memory until it is taken. So we wait for each send later: for an activation's send in the matching B, and for a
+# gradient's send after the loop.
 
 
 # %%
@@ -376,7 +411,7 @@ class Engine:
 
 # %%
 def run_schedule(engine, x, y):
-    """One step over the batch x, y (B, T); its mean loss on the rank of the last stage, else 0."""
+    """One step over the batch x, y (per_step, context); its mean loss on the last stage's rank, else 0."""
     engine.loss, engine.sends = 0.0, []
     xs, ys = (whole.chunk(engine.schedule.microbatches) for whole in (x, y))
     for op in engine.schedule.order[dist.get_rank()]:
@@ -394,7 +429,7 @@ def with_engine(schedule, stages):
 
 
 # %% [markdown]
-# The loop does not know which schedule it runs. Here are three, each compared with one process.
+# The loop does not know which schedule it runs. Here are three:
 
 # %%
 plain = [make(world_size, microbatches) for make in (naive, gpipe, one_f_one_b)]
@@ -404,8 +439,11 @@ for name, runs in by_name.items():
     print(f"{name:6}", same_as_one_process(runs, reference))
 
 # %% [markdown]
-# **Predict**: how many messages does a step of GPipe send over all ranks, and how many does 1F1B? What sets the size of
-# one?
+# **Predict**: four ranks, eight micro-batches. How many messages does a step of GPipe send over all ranks, and how many
+# does 1F1B? What sets the size of one?
+
+# %%
+sent = predict("messages in a step of GPipe", unit="messages")
 
 # %%
 for name, runs in by_name.items():
@@ -413,16 +451,19 @@ for name, runs in by_name.items():
     held = ", ".join(f"{x:.1f}" for x in pipeline_training.weighed(runs, by_name["naive"]))
     print(f"{name:6} {count} messages of {total // count:,} bytes; ranks hold {held} micro-batches")
 
+# %% jupyter={"source_hidden": true}
+size = 4 * per_microbatch * gpt.context * gpt.hidden  # b s h numbers of 4 bytes
+assert (count, total) == (2 * microbatches * (world_size - 1), count * size)
+sent.compare(count)
+
 # %% [markdown]
-# At each of the p − 1 cuts every micro-batch sends b·s·h numbers down and as many up: **2m(p − 1) messages of b·s·h
-# numbers**, whatever the stage computes. With one stage a rank, a schedule changes only *when* they go.
+# **Compare.** At each of the p − 1 cuts every micro-batch sends b·s·h numbers down and as many up: **2m(p − 1) messages
+# of b·s·h numbers**, whatever the stage computes. With one stage a rank, a schedule changes only *when* they go.
 #
 # The last numbers are what autograd keeps on each rank, in units of one micro-batch: about m in GPipe and p − rank in
 # 1F1B, as simulated. And when did the ranks work? Here is 1F1B's extra step, with at least 15 and 30 ms for F and B:
 
 # %%
-size = 4 * per_microbatch * gpt.context * gpt.hidden  # b s h numbers of 4 bytes
-assert (count, total) == (2 * microbatches * (world_size - 1), count * size)
 in_ms = Costs(15, 15, 15)  # B is two halves of 15 ms
 title = f"1F1B on {world_size} ranks, F of 15 ms and B of 30 ms at least"
 real = pipeline_training.measured(by_name["1F1B"])
@@ -438,7 +479,7 @@ for schedule in plain:
     print(f"{schedule.name:6} idle: modelled {modelled:.0%}, measured {measured:.0%}")
 
 # %% [markdown]
-# Ranks idle more than modelled, because messages take time and some operations took longer.
+# Ranks idle more than modelled, because messages take time.
 #
 # > **What changes on real GPUs.** Messages travel while the GPU computes, if it has something to compute. So 1F1B can
 # > begin the receive of its *next* operation early, which our engine does not do.
@@ -453,30 +494,37 @@ for schedule in plain:
 # **Predict**: v = 2. What happens to the bubble, to the number of messages, and to the activations on rank 0?
 
 # %%
-loops = [simulate(one_f_one_b(p, m)), simulate(interleaved(p, m, 2))]
-figures.schedule_picture(loops, "modelled: F = 1, B = 2 for all of a rank's layers")
-
-# %% [markdown]
-# *The figure: 1F1B takes 33. Interleaved takes 28.5: boxes, in a shade for each stage of a rank, are half as long, so
-# less time is idle.*
+on_rank_0 = predict("activations on rank 0, with v = 2", ["fewer", "as many", "more"])
 
 # %%
+loops = [simulate(one_f_one_b(p, m)), simulate(interleaved(p, m, 2))]
 for v in (1, 2, 4):
     one = simulate(interleaved(p, m, v))
     cuts = sum(a != b for a, b in itertools.pairwise(one.schedule.placement))
     print(f"v = {v}: idle {one.bubble:.1%}, {2 * m * cuts} messages, rank 0 holds {one.peak[0]:g}")
+figures.schedule_picture(loops, "modelled: F = 1, B = 2 for all of a rank's layers")
+
+# %% jupyter={"source_hidden": true}
+assert math.isclose(loops[1].bubble, (p - 1) / (2 * m + p - 1))
+assert loops[1].peak[0] > loops[0].peak[0]
+on_rank_0.compare("more")
 
 # %% [markdown]
-# The bubble is divided by v: it is (p − 1)/(v·m) of the *ideal* time, while the cell prints its share of all time. The
-# price is 2m(pv − 1) messages, more than v times as many of the same size, and, if v > 1, p + (p − 1)/v micro-batches
-# on rank 0, which starts more forwards first. In Megatron-LM's schedule and in ours m must be a multiple of p.
+# **Compare.** The bubble is divided by v, messages are more than doubled, and rank 0 holds more, because it starts more
+# forwards first.
+#
+# *The figure: 1F1B takes 33. Interleaved takes 28.5: boxes, in a shade for each stage of a rank, are half as long, so
+# less time is idle.*
+#
+# The bubble is (p − 1)/(v·m) of the *ideal* time, while the cell prints its share of all time. The price is 2m(pv − 1)
+# messages, more than v times as many of the same size, and, if v > 1, p + (p − 1)/v micro-batches on rank 0. In
+# Megatron-LM's schedule and in ours m must be a multiple of p.
 #
 # **Zero-bubble** schedules split B in two: I, the gradient of the **input**, for which the stage before is waiting, and
 # W, that of the **weights**, which no rank needs before the optimizer's step. If I is sent on early, W can fill what
 # would be bubble (Qi et al. 2023). **ZB-H1** delays W; **ZB-H2** also does more forwards at the beginning.
 
 # %%
-assert math.isclose(loops[1].bubble, (p - 1) / (2 * m + p - 1))
 makes = (one_f_one_b, zero_bubble_h1, zero_bubble_h2)
 figures.schedule_picture([simulate(make(p, m)) for make in makes], "modelled: F = I = W = 1")
 
@@ -485,9 +533,11 @@ figures.schedule_picture([simulate(make(p, m)) for make in makes], "modelled: F 
 # row has a gap, and each begins a little later than the one above: a rank's step takes 24, which is all work. The grey
 # before and after a row belongs to the steps before and after.*
 #
-# > **Misconception.** "Zero-bubble: no rank ever waits." Only in ZB-H2, and only if nothing waits for all ranks between
-# > steps, because they end at different times: no global gradient norm, no check for overflow. And it holds up to
-# > 2p − 1 micro-batches where 1F1B holds p.
+# > **Misconception.** "Zero-bubble: no rank ever waits." Only in ZB-H2 and ZB-V, only if F, I and W take equally long,
+# > and only if nothing waits for all ranks between steps, because they end at different times: no global gradient norm,
+# > no check for overflow. ZB-H2 holds up to 2p − 1 micro-batches where 1F1B holds p. ZB-V, of the same authors, folds
+# > the pipeline into a V and holds no more than 1F1B, for twice the messages; their code recommends it
+# > ([README](https://github.com/sail-sg/zero-bubble-pipeline-parallelism)).
 #
 # Try it: the explorer simulates any of these schedules. In the pictures above messages take no time; give them some
 # with *transfer*, and see which schedule loses most.
@@ -540,7 +590,7 @@ print(f"{1e3 * seconds:.1f} ms")
 # pipeline.
 #
 # The message takes (*modelled*) under a tenth of the forward, and can travel while the next micro-batch is computed.
-# (The paper's section 4.1 lets each of the eight send an eighth.) So **a pipeline may cross nodes**. Tensor
+# So **a pipeline may cross nodes**. Tensor
 # parallelism, which sends in every layer, gets the links inside a node (section 10).
 
 # %% [markdown]
@@ -574,8 +624,9 @@ print(same_as_one_process(runs, reference))
 print("messages in a step:", pipeline_training.total_messages(runs)[0])
 
 # %% [markdown]
-# One trap: the library divides gradients by m, as we do, so the loss is a mean of the micro-batches' means. If padding
-# gives them different numbers of tokens, that is not the mean over all tokens.
+# Two traps. The library divides gradients by m, as we do, so the loss is a mean of the micro-batches' means. If padding
+# gives them different numbers of tokens, that is not the mean over all tokens. And `Schedule1F1B` wants at least as
+# many micro-batches as stages, m ≥ p; with fewer it raises a `ValueError`.
 #
 # [scripts/train_3d.py](../scripts/train_3d.py) is the complete program: with `--pp 4 --micro 16` it trains in four
 # stages of equally many blocks, and each rank builds only its own. What a pipeline adds to a program is this:
@@ -606,25 +657,35 @@ for run in published:
     assert seconds < 0.25 * stage.forward
 
 # %% [markdown] tags=["deeper"]
-# Even on one port a message takes a small part of a stage's forward. Interleaving with v = 2 halves the stage and keeps
-# the message, so the share doubles; hence a small v across nodes.
+# Even on one port a message takes a small part of a stage's forward. With v = 2 a stage is half as long but its message
+# is as large as before, so messages take twice the share. Across nodes keep v small.
 #
 # **Predict**: these runs use all three parallelisms. For one micro-batch, forward and backward, which makes a GPU send
 # most, and which least: the pipeline, tensor parallelism, or data parallelism?
+
+# %% tags=["deeper"]
+kinds_sent = ["the pipeline", "tensor parallelism", "data parallelism"]
+most_sent = predict("a GPU sends most for", kinds_sent)
 
 # %% tags=["deeper"]
 for run in published:
     stage = stages[run.model]
     sent = {name: getattr(stage, name) / 1e6 for name in ("pipeline", "tensor", "data")}
     print(f"{run.model:15}", ", ".join(f"{name} {size:,.0f} MB" for name, size in sent.items()))
-    assert stage.tensor > 10 * stage.pipeline
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert all(stages[run.model].tensor > 10 * stages[run.model].pipeline for run in published)
+most_sent.compare("tensor parallelism")
 
 # %% [markdown] tags=["deeper"]
-# Tensor parallelism sends 10 to 126 times what the pipeline sends: 8·b·s·h·(t − 1)/t numbers a layer, and half as many
-# again because these runs recomputed their activations. It sends in the middle of every layer, where nothing hides it.
-# Data parallelism sends least in two of the three runs, because its one all-reduce a step is divided here by the
-# micro-batches; but all of it comes at the end. Hence the usual layout: **tensor parallelism inside the node, the
-# pipeline and data parallelism across nodes**.
+# **Compare.** Tensor parallelism sends 10 to 126 times what the pipeline sends: 8·b·s·h·(t − 1)/t numbers a layer, and
+# half as many again because these runs recomputed their activations.
+#
+# It sends in the middle of every layer. Half of its all-reduces stand between operations that wait for them; those of
+# backward's input gradients can run beside the products for the weights' gradients (lesson 09). Data parallelism sends
+# least in two of the three runs, because its one all-reduce a step is divided here by the micro-batches; but all of it
+# comes at the end. Hence the usual layout: **tensor parallelism inside the node, the pipeline and data parallelism
+# across nodes**.
 
 # %% [markdown] tags=["deeper"]
 # ## 11. Why not a thousand micro-batches? · deeper
@@ -636,6 +697,9 @@ for run in published:
 # **Predict**: which m gives the shortest step?
 
 # %% tags=["deeper"]
+shortest = predict("the shortest step has m", ["1", "2", "4", "8", "16"])
+
+# %% tags=["deeper"]
 counts = [1, 2, 4, 8, 16]
 prices = launch(stage_costs.kernel_prices, gpt, counts, world_size=1, backend=backend)[0]
 
@@ -645,13 +709,18 @@ for count, seconds in zip(counts, prices, strict=True):
     step = seconds * (count + p - 1) / count
     print(f"{count:13}{16 // count:18}{1e3 * seconds:16.1f} ms{1e3 * step:20.1f} ms")
 
+# %% jupyter={"source_hidden": true} tags=["deeper", "nbval-ignore-output"]
+steps = [one * (n + p - 1) / n for n, one in zip(counts, prices, strict=True)]
+shortest.compare(str(counts[steps.index(min(steps))]))
+
 # %% [markdown] tags=["deeper"]
-# The work of a rank grows as its micro-batches become small, and the bubble shrinks. At first the bubble shrinks by
-# more. Beyond some m the step hardly gets shorter, or gets longer again; that m differs from machine to machine.
+# **Compare.** The work of a rank grows as its micro-batches become small, and the bubble shrinks. At first the bubble
+# shrinks by more. Beyond some m the step hardly gets shorter, or gets longer again; that m differs from machine to
+# machine.
 #
-# > **What changes on real GPUs.** Small kernels cost more. A micro-batch of a few hundred tokens leaves most of the
-# > chip empty, and each kernel has to be launched. So the smallest micro-batch is often one sequence of some thousand
-# > tokens.
+# > **What changes on real GPUs.** Small products cost more, the narrower the layer, the more so. On one H200 a product
+# > of 8,192 × 28,672 weights reached 770 TFLOP/s with 512 tokens and 376 with 128 (*recorded*: lesson 12, section 15).
+# > And each kernel has to be launched. So the smallest micro-batch is often one sequence of some thousand tokens.
 #
 # How many are enough? GPipe's authors call the bubble negligible from m ≥ 4p on (Huang et al. 2019, section 2.3). By
 # the formula that is up to a fifth of all time. But they recompute activations, and a rank can begin with that before
@@ -748,26 +817,34 @@ print("I and W apart give what B gives together")
 # of the three schedules?
 
 # %% tags=["deeper"]
-for ranks, count in itertools.product(range(2, 9), (16, 40)):
-    for make, weights, peak in ((zero_bubble_h1, 1, ranks), (zero_bubble_h2, 2, 2 * ranks - 1)):
-        zero = simulate(make(ranks, count))
-        idle = zero.period - max(zero.busy)
-        assert math.isclose(idle, (ranks - 1) * (1 + 1 - weights), abs_tol=1e-9)
-        assert max(zero.peak) == peak
+shares_of = ["smaller", "the same", "larger"]
+returns = predict("ZB-H1's idle share, if W is shorter than I", shares_of)
+
+# %% tags=["deeper"]
 cases = {"equal": (1, 1, 1), "attention": (1, 1.25, 0.75), "recomputed": (1, 2, 1)}
 for what, times in cases.items():
     runs = [simulate(make(p, m), Costs(*times)) for make in makes]
     shares = ", ".join(f"{run.schedule.name} {run.bubble:.1%}" for run in runs)
     print(f"{what:10} F, I, W = {times}: idle {shares}")
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+for ranks, count in itertools.product(range(2, 9), (16, 40)):
+    for make, weights, peak in ((zero_bubble_h1, 1, ranks), (zero_bubble_h2, 2, 2 * ranks - 1)):
+        zero = simulate(make(ranks, count))
+        idle = zero.period - max(zero.busy)
+        assert math.isclose(idle, (ranks - 1) * (1 + 1 - weights), abs_tol=1e-9)
+        assert max(zero.peak) == peak
+returns.compare("larger")
+
 # %% [markdown] tags=["deeper"]
-# With F = I = W nothing is left in ZB-H2. In the other two cases the share of 1F1B stays, because its bubble is still
-# p − 1 times F + I + W. But W is shorter compared with F and I, so in the zero-bubble schedules some bubble comes back.
-# (The two cases agree: F + I − W is half of the work in both.)
+# **Compare.** The share of 1F1B stays, because its bubble is still p − 1 times F + I + W. But W is shorter compared
+# with F and I, so in the zero-bubble schedules some bubble comes back. (The two cases agree: F + I − W is half of the
+# work in both.)
 #
-# > **What changes on real GPUs.** Where W comes late, the layer's input and ∂y stay in memory between I and W.
-# > Splitting makes kernels smaller. Where m ≥ 4p there is little to gain, because the bubble is under a fifth of the
-# > time. The paper steps first, checks for overflow afterwards, and undoes a wrong step.
+# > **What changes on real GPUs.** Where W comes late, the layer's input and ∂y stay in memory between I and W, and a
+# > kernel that computes both halves at once cannot be used. The paper reports up to 23 % more throughput than 1F1B with
+# > the same memory, 31 % with more (*recorded*, Qi et al. 2023, abstract). It steps first, checks for overflow
+# > afterwards, and undoes a wrong step.
 
 # %% tags=["deeper"]
 numbers = [4, 8, 16, 32, 64, 128]
@@ -787,8 +864,11 @@ figures.bubble_curves(numbers, bubbles, "modelled: bubble of four ranks, F = I =
 # vocabulary, and the loss. By its published configuration the head of Llama 3 8B has as many weights as 2.4 of its
 # blocks. Take our model with a vocabulary of 6,144, whose head costs nearly five blocks.
 #
-# **Predict**: nine pieces in four stages, cut into equal *numbers* or by cost. Which rank gets how many blocks, and how
-# busy are the other ranks?
+# **Predict**: nine pieces in four stages, cut into equal *numbers* or by cost. For which share of the step do the ranks
+# idle, if the numbers are equal?
+
+# %% tags=["deeper"]
+waiting = predict("idle with equal numbers of pieces", unit="%")
 
 # %% tags=["deeper"]
 wide = replace(gpt, vocabulary=6144)
@@ -802,16 +882,22 @@ for name, cut in cuts.items():
     schedule = replace(one_f_one_b(world_size, microbatches), name=f"1F1B, {name}")
     unequal.append(simulate(schedule, Costs(work, work, work)))
     print(f"{name:13}: pieces {cut}, in blocks' work", *(f"{w:.1f}" for w in work))
-assert unequal[1].period <= unequal[0].period
 figures.schedule_picture(unequal, "modelled: forward of a block = 1, B = 2 F")
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert unequal[1].period <= unequal[0].period
+waiting.compare(100 * unequal[0].bubble)
+
 # %% [markdown] tags=["deeper"]
+# **Compare.** For 55 % of it: all ranks wait for the slowest stage, so a step takes about m times the *slowest* and not
+# m times the mean.
+#
 # *The figure: with equal numbers the last rank has no gap in the middle of the step, and all others wait for it again
 # and again. Cut by FLOPs, with fewer blocks on the last rank, the step is shorter, and ranks idle 48 % of it instead of
 # 55 %.*
 #
-# All ranks wait for the slowest stage, so a step takes about m times the *slowest* and not m times the mean. Unlike the
-# bubble, this does not go away with more micro-batches. And a block cannot be halved, so some inequality stays.
+# Unlike the bubble, this does not go away with more micro-batches. And a block cannot be halved, so some inequality
+# stays.
 #
 # FLOPs are only an estimate. One large product, like the head's, does more FLOPs per second than many small ones, and
 # the loss has hardly any FLOPs but takes time. So *measure* the stages, one by one on one rank:
@@ -845,6 +931,9 @@ for name, pairs in times.items():
 #
 # **Predict**: without it there is no error and no hang. What happens to the copies?
 
+# %% tags=["deeper"]
+copies = predict("the two copies", ["stay equal and right", "stay equal and wrong", "drift apart"])
+
 
 # %% tags=["deeper"]
 def tied_training(add, steps=3):
@@ -872,8 +961,13 @@ for add in (True, False):
     equal = torch.equal(first[1], end[1])
     print(f"added: {add!s:5}  copies equal: {equal!s:5}  losses of one process: {off < 1e-5}")
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+copies.compare("drift apart")
+
 # %% [markdown] tags=["deeper"]
-# Without the sum the two copies drift apart. That is another model, and no error says so. With it, the losses are those
+# **Compare.** Without the sum the two copies drift apart. That is another model, and no error says so.
+#
+# With it, the losses are those
 # of one process: both copies start equal, get equal gradients and stay equal, as replicas in DDP do. The message is one
 # gradient of the embedding in each step, as many numbers as the vocabulary times h.
 
@@ -889,10 +983,16 @@ for schedule in plain:
     print(f"{schedule.name:6} idle {share:3.0%} modelled, {count} messages, held: {held}")
 
 # %% [markdown]
+# How your predictions came out:
+
+# %%
+predictions()
+
+# %% [markdown]
 # - One batch at a time, p stages have the speed of one rank. Micro-batches fill the pipeline: GPipe and 1F1B idle
 #   (p − 1)/m of the ideal time, and 1F1B holds p − rank micro-batches where GPipe holds m.
 # - Interleaving divides the bubble by v for more than v times the messages; zero-bubble fills it with W.
-# - No rank waits for a send, and each direction has its own queue. A message is b·s·h numbers, to one neighbour.
+# - No rank waits for a send, and each direction has its own process group. A message is b·s·h numbers, to a neighbour.
 #
 # **Now you can answer**
 #

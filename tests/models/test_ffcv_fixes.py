@@ -122,6 +122,7 @@ def ask(monkeypatch: pytest.MonkeyPatch):
 def test_other_systems_are_told_that_ffcv_is_for_linux(ask):
     ask.setattr(sys, "platform", "darwin")
     assert fixes.missing() == "FFCV runs on Linux only."
+    fixes.apply_fixes.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="Linux only"):
         fixes.apply_fixes()
 

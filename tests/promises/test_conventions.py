@@ -117,7 +117,9 @@ def test_cells_are_short_enough_to_see_at_once(path: Path):
 
 @notebooks(LESSONS)
 def test_there_is_enough_text_for_the_code(path: Path):
-    assert len(text_cells(path)) >= 0.7 * len(code_cells(path))
+    """Folded cells, and those in which one commits to a prediction, need none."""
+    code = [cell for cell in code_cells(path) if not re.search(r"= predict\(|^predictions\(\)", cell.source)]
+    assert len(text_cells(path)) >= 0.7 * sum(not cell.metadata.get("jupyter") for cell in code)
 
 
 @notebooks(*EVERYWHERE)
