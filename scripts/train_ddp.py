@@ -118,9 +118,11 @@ def main() -> None:
             mean += loss.detach()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        scheduler.step()
+        if scaler.get_scale() >= scale:  # it falls where the step was skipped, on all ranks alike
+            scheduler.step()
         step, done = step + 1, done + args.batch
         if step % args.report == 0:
             dist.all_reduce(mean)

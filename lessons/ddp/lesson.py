@@ -129,7 +129,7 @@ assert all(row["weights after"] == rows[0]["weights after"] for row in rows)
 #
 # $$\frac{1}{Nb}\sum_{i=1}^{Nb}\ell_i \;=\; \frac1N\sum_{r=1}^{N}\Big(\frac1b\sum_{i\,\in\,\text{part }r}\ell_i\Big)$$
 #
-# The gradient of a sum is the sum of the gradients, so the same holds for gradients, in float32 and in float64:
+# The gradient of a sum is the sum of the gradients, so the same holds for gradients. In two precisions:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -159,8 +159,8 @@ for dtype, bound in data_parallel.BOUNDS.items():
 #
 # > **Misconception.** "`all_reduce` averages", or "DDP sums the gradients." `all_reduce` sums, and DDP divides.
 #
-# The equation asks for equally large parts, and for windows whose losses do not depend on each other, as they do
-# under batch normalization (section 11).
+# The equation asks for equally large parts, and for windows whose losses do not depend on each other. (With batch
+# normalization they do: section 11.)
 
 # %% [markdown]
 # ## 3. The same start, other data
@@ -468,9 +468,8 @@ for what, ledger in seen.items():
 print("DDP:", judge(ddp_with_small_buckets))
 
 # %% jupyter={"source_hidden": true}
-gpt = build_gpt()
-ours = data_parallel.named_buckets(gpt, in_buckets([*gpt.parameters()], bucket_bytes))
-assert [e.bytes for e in seen["step 4"]] == [sum(size for _, size in b) for b in ours]
+buckets = in_buckets([*build_gpt().parameters()], bucket_bytes)
+assert [e.bytes for e in seen["step 4"]] == [sum(p.nbytes for p in bucket) for bucket in buckets]
 count.compare(seen["step 1"].count("all_reduce"))
 
 # %% [markdown]
@@ -817,7 +816,7 @@ assert off < 1e-5
 print("equal to rounding; sent:", ", ".join(f"{entry.op} {entry.bytes}" for entry in ledger))
 
 # %% [markdown] tags=["deeper"]
-# It takes 64 bytes in forward, 64 in backward, and then the gradients. (Running values are left out here.) PyTorch's
+# It takes 64 bytes in forward, 64 in backward, and then the gradients. PyTorch's
 # class for this is `SyncBatchNorm`, which is made for GPUs only. The next cell tests it in the same way if there is a
 # GPU for every rank; if not, it shows what the class says on a CPU.
 
@@ -979,8 +978,8 @@ print("DDP:", judge_awkward(patient_ddp, make=Awkward))
 # %% [markdown] tags=["deeper"]
 # ## 14. Inside DDP: buckets, hooks, options · deeper
 #
-# DDP's log says which parameters went where. (`_get_ddp_logging_data` is a private name.) The
-# picture shows its buckets in the first step and afterwards, and ours.
+# DDP's log says which parameters went where. (`_get_ddp_logging_data` is a private name.) The picture shows its
+# buckets in the first step and afterwards, and ours.
 
 
 # %% tags=["deeper"]
@@ -991,6 +990,8 @@ def buckets_of_ddp():
     return model._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
 
 
+gpt = build_gpt()
+ours = data_parallel.named_buckets(gpt, in_buckets([*gpt.parameters()], bucket_bytes))
 first = " ".join(map(str, range(28)))  # all in one, as they are defined
 rebuilt = data_parallel.read_buckets(gpt, on_ranks(buckets_of_ddp)[0])
 rows = {
@@ -1036,7 +1037,7 @@ print(*on_ranks(watch_hooks)[0], sep="\n")
 # Three options change how DDP keeps or sends gradients. `gradient_as_bucket_view=True` makes gradients views of the
 # buckets, as our `finish()` does, and so saves as much memory as all gradients take. `static_graph=True` promises
 # that every step uses the same parameters in the same way, so DDP finds out only once which ones.
-# `find_unused_parameters=True` makes no such promise (section 13).
+# `find_unused_parameters=True` is for models that do not (section 13).
 
 
 # %% tags=["deeper"]
@@ -1381,8 +1382,8 @@ for one, two in zip(resumed.splitlines(), unbroken.splitlines()[2:], strict=True
 # (`torch.get_rng_state()`, on GPUs `torch.cuda.get_rng_state()`), gathered to the rank that writes or in a file of
 # its own.
 #
-# And on the *same* number of ranks, is it equal to the last bit? The next cell goes on with copies of model and
-# optimizer under a new DDP.
+# And on the *same* number of ranks, to the last bit? The next cell goes on with copies of model and optimizer under a
+# new DDP.
 
 
 # %% tags=["deeper"]
@@ -1492,7 +1493,7 @@ rate.compare("× 8")
 # fails early, when the loss falls fast (hence the warm-up), and for large k.
 #
 # > **Misconception.** "With DDP I must multiply the learning rate by the number of GPUs." Only if the *global* batch
-# > grew with them, and then it is a rule of thumb to be checked. DDP's gradient is a mean: at the same global batch,
+# > grew with them, and then as a rule of thumb. DDP's gradient is a mean: at the same global batch,
 # > nothing changes. Goyal et al. scaled from 256 to 8,192 images with it, and saw accuracy fall beyond that.
 
 # %% [markdown] tags=["deeper"]
@@ -1506,7 +1507,7 @@ rate.compare("× 8")
 #
 # `spawn` starts new Python processes, which import the program and look the function up by its name. So it needs the
 # guard in the last two lines, and it cannot start a function that was defined in a cell; `launch` sends a function by
-# value. A rank gets its number as the first argument. Here the ranks meet in a file.
+# value. Here the ranks meet in a file.
 
 # %% tags=["deeper"]
 import subprocess
@@ -1546,8 +1547,8 @@ with TemporaryDirectory() as folder:
 # %% [markdown] tags=["deeper"]
 # ## 21. Four more mistakes · deeper
 #
-# Unused layers (section 13) and uneven batches (section 9) are the usual ones. Here are four more that everyone makes
-# once, two with an error and two without.
+# Unused layers and uneven batches are the usual ones (sections 13 and 9). Here are four more, two with an error and
+# two without.
 #
 # **Another model on one rank**, because a flag, a config file or a version differs. This is why DDP compares the
 # number of parameters (section 7).
