@@ -161,11 +161,12 @@ look at memory.</li>
 line, or has returned? On a GPU the line is a later one, the first that needs a result:
 <code>.item()</code>, a print, a copy.</li>
 <li><b>Which call is each rank in?</b> After the time-out NCCL's watchdog logs <code>SeqNum</code> and
-<code>OpType</code> per rank. The rank whose number lags is the one to look at (in PyTorch issue 118369, rank 7 at
-64,088, the others above 96,000).</li>
+<code>OpType</code> per rank. Compare numbers of one group only; new logs name it (<code>PG GUID</code>), old ones do
+not. Who waits in one group shows one number: look for the rank that is silent, or has enqueued less.</li>
 <li><b>All stand in the same line?</b> Then stacks do not tell; groups may be used in different order. Under NCCL,
-PyTorch's Flight Recorder keeps the last 2,000 operations of each rank and writes them out at the time-out;
-<code>torchfrtrace</code> compares ranks. NCCL from 2.24 on: <code>ncclras</code> lists ranks whose counts lag.</li>
+PyTorch's Flight Recorder keeps the last 2,000 operations of each rank and writes them at the time-out, to
+<code>~/.cache/torch/comm_lib_trace_rank_N</code>; <code>torchfrtrace</code> compares ranks. NCCL from 2.24 on:
+<code>ncclras</code> lists ranks whose counts lag.</li>
 <li><b>Make it small.</b> Two to four ranks on CPUs, <code>timeout=</code> of seconds,
 <code>TORCH_DISTRIBUTED_DEBUG=DETAIL</code>: it names another call, size or type and the missing rank. It does not see
 equal calls in another order, nor another <code>ReduceOp</code>.</li>

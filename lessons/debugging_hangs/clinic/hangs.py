@@ -163,7 +163,8 @@ CASES = (
         why="rank 1 begins with the second group, the others with the first. The line is the same, the group is not.",
         rule="groups are made and used in the same order on all ranks.",
         thread="https://github.com/meta-pytorch/torchrec/pull/4149",
-        report="collectives of two process groups were issued in another order on some ranks, and the job stood still.",
+        report="two groups were used in another order on some ranks; on GPUs the job stood still because these ranks "
+               "also waited for the GPU in between, in tolist() and synchronize().",
     ),
     _case(
         programs.average_metric, "different reductions", 3, (1, 2), ("all_reduce",), 3, result=3.0,
