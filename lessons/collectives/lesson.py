@@ -154,9 +154,9 @@ print("received, by rank:", from_the_left)
 #
 # A **collective** is a call that all ranks of a group make together. Each rank starts with numbers that show their
 # origin: rank 0 has 1, 2, 3, …; rank 1 has 10, 20, 30, …, and so on. So 1,011 can only be a sum over ranks 0, 1 and 3.
-# Colours say the same: each rank has one, and a sum has stripes.
-# `held(collective, world_size)` runs a function on every rank with these numbers, and returns what the ranks held
-# before and after it. Each rank starts with a row of numbers, unless `start=` says otherwise.
+# Colours say the same: each rank has one, and a sum has stripes. `held(collective, world_size)` runs a function on
+# every rank with these numbers, and returns what the ranks held before and after it. Each rank starts with a row of
+# numbers, unless `start=` says otherwise.
 #
 # ### One rank gives: broadcast and scatter
 #
@@ -220,7 +220,7 @@ before_after(before, after, "gather")
 # afterwards?
 
 # %%
-others = predict("others hold", ["the sum", "their old numbers", "zeros", "something else"])
+others = predict("reduce: others hold", ["the sum", "their old numbers", "zeros", "something else"])
 
 
 # %%
@@ -362,8 +362,8 @@ stepper = collective_stepper(min(world_size, 8))
 stepper
 
 # %% [markdown]
-# **Compare.** Each of four ranks sends 1.5 GB, and each of a thousand 1.998 GB: hardly more. Why, the way of a single
-# piece shows.
+# **Compare.** Each of four ranks sends 1.5 GB, and each of a thousand 1.998 GB, hardly more. The way of one piece
+# shows why.
 #
 # *The widget: on the left what every rank holds before the chosen step, with an arrow for each message; on the right
 # what it holds after it.*
@@ -424,8 +424,8 @@ for op in COLLECTIVES:
 assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the model of the opening: 24.5 GB, not 98
 
 # %% [markdown]
-# An all-reduce moves about twice the tensor, however many ranks there are, which is why data parallelism scales at
-# all. The opening's eight GPUs send 24.5 GB each, not 98.
+# An all-reduce moves about twice the tensor, however many ranks there are. That is why *data parallelism*, where each
+# GPU has its own data, scales at all. The opening's eight GPUs send 24.5 GB each, not 98.
 #
 # No algorithm does better if only the ranks add. Before any rank knows the sum of one number, the N−1 others must
 # have sent theirs, and then each must receive the sum. Count all numbers together: at least 2(N−1) · S bytes must be
@@ -433,9 +433,9 @@ assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the model of the opening: 24
 #
 # <details><summary>FSDP all-gathers parameters twice a step and reduce-scatters gradients. Its bytes?</summary>
 #
-# DDP all-reduces S bytes of gradients: 2(N−1)/N·S. FSDP gathers S bytes of parameters before the forward and again
-# before the backward pass, and then reduce-scatters the gradients: 3(N−1)/N·S, which is 1.5 times as much. That is
-# the price of holding 1/N of everything.
+# DDP (lesson 04) all-reduces S bytes of gradients: 2(N−1)/N·S. FSDP gathers S bytes of parameters before the forward
+# and again before the backward pass, and then reduce-scatters the gradients: 3(N−1)/N·S, which is 1.5 times as much.
+# That is the price of holding 1/N of everything.
 # </details>
 
 # %% [markdown]
@@ -504,8 +504,8 @@ with_whole_tensors.compare(3)
 # %% [markdown]
 # **Compare.** Three messages of S each, against six of S/4: twice as much.
 #
-# > **Misconception.** "Passing tensors round a ring is ring all-reduce." Ring all-reduce passes *pieces* of S/N.
-# > Whole tensors cost (N−1) · S, twice as much with 4 ranks and 32 times as much with 64.
+# > **Misconception.** "Passing tensors round a ring is ring all-reduce." Ring all-reduce passes *pieces* of S/N. Whole
+# > tensors, (N−1) · S, cost 32 times as much with 64 ranks.
 #
 # > **What changes on real GPUs.** NCCL has this ring, and trees ([lesson 03](03_nccl.ipynb)). Where the switch itself
 # > can add (NVLS, SHARP), an all-reduce needs about one S each way, less than the formula.
@@ -577,7 +577,7 @@ def flattened(tensors):
 
 
 # %% [markdown]
-# **Predict.** The tensors are 64 of 4 KiB. How many times as fast is one call for all of them?
+# **Predict.** There are 64 tensors of 4 KiB. How many times as fast is one call for all of them?
 
 # %%
 gain = predict("speed-up of one call", unit="times")
@@ -588,7 +588,7 @@ def both_ways():
     tensors = [torch.zeros(1024, device=device()) for _ in range(64)]
     return {
         "64 calls": measured.best_seconds(lambda: one_by_one(tensors)),
-        "one call": measured.best_seconds(lambda: flattened(tensors), in_a_row=16),
+        "one call": measured.best_seconds(lambda: flattened(tensors), in_a_row=64),
     }
 
 
@@ -944,8 +944,7 @@ for rank in wire:
 
 # %% [markdown] tags=["deeper"]
 # **Compare.** For all-reduce, all-gather, all-to-all, gather and scatter the busiest rank moves what the formula says.
-# For three it moves more.
-#
+# For three it moves more:
 # - **`reduce_scatter`** *is* an all-reduce, of which each rank keeps a piece. So its busbw is low in section 5, but
 #   that is gloo's fault: NCCL has a true ring, at (N−1)/N · S.
 # - **`broadcast`** is a binomial tree, in which the ranks that know the data double at each step: with 4 ranks the
