@@ -15,11 +15,15 @@
 #
 # One layer of GPT-3 175B has 1.8 billion parameters. FSDP (lesson 07) divides where they are *stored*, and gathers them
 # whenever the layer computes. **Tensor parallelism** divides the *computation*: each rank multiplies with its own part
-# of every matrix, and never sees the rest. The price is that ranks exchange activations in the middle of every layer.
+# of every matrix. The price is that ranks exchange activations in the middle of every layer.
 # When two GPUs shared each layer of a model of 3 billion parameters, they trained on 13,923 tokens per second and GPU.
 # With 32 GPUs of four nodes it was 2,146, less than a sixth (*recorded*, [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)). This lesson builds the parts, and computes how
 # many ranks may share a layer.
+#
+# Why pay it, when FSDP exists? FSDP divides what is *stored*, and each rank still needs a batch of its own: with
+# thousands of GPUs the batch becomes larger than is good for learning, and gathers over so many ranks pay their
+# latency. And it keeps all activations of a rank's own sequences, which tensor parallelism divides as well.
 #
 # **You will be able to**
 # - *split* linear layers, attention, embedding and loss over ranks, so that gradients are right too;
@@ -53,6 +57,7 @@ from course_utils.costs import bytes_sent, flat_cluster
 from course_utils.data import Windows
 from course_utils.hardware import LINKS
 from course_utils.models import PUBLISHED, SeparateQKVAttention, TransformerConfig, build_gpt
+from course_utils.predictions import predict, predictions
 from course_utils.programs import SCRIPTS, excerpt, folded
 from lessons.tensor_parallel import figures
 from lessons.tensor_parallel import helpers as tensor_parallel
@@ -76,11 +81,13 @@ def text(step):
 # %% [markdown]
 # ## 1. Two ways to cut a matrix
 #
-# A linear layer computes y = xAᵀ + c. PyTorch's weight A has a row for each *output* feature and a column for each
-# *input* feature. So there are two ways to cut it. Their names come from papers, which write the weight as Aᵀ:
+# The weight A of a linear layer joins every input feature with every output feature, so there are two ways to cut it:
 #
-# - **column parallel**: each rank has some output features, columns of Aᵀ but rows of A;
-# - **row parallel**: each rank has some input features, rows of Aᵀ but columns of A.
+# - **column parallel**: each rank has some of the *output* features;
+# - **row parallel**: each rank has some of the *input* features.
+#
+# (The names are those of papers, which store a weight as (in, out). PyTorch stores it as (out, in): cutting outputs
+# cuts the *rows* of `weight`.)
 #
 # Let t be the number of ranks that share a layer. Here one process computes for all of them.
 
@@ -155,8 +162,8 @@ f, g = Copy.apply, Reduce.apply
 
 # %% [markdown]
 # Why is the backward of a sum over ranks the *identity*? After g every rank goes on with the same numbers, so the
-# losses are copies of *one* loss. Each rank therefore already has the gradient of the sum, and a sum passes it
-# unchanged to each term.
+# losses are copies of *one* loss, and each rank already holds the gradient of y. y is a sum of t terms, and the
+# gradient of each term of a sum is the gradient of the sum: nothing has to be sent.
 #
 # Both layers take their pieces out of a whole `nn.Linear`, so that we can compare with it. A row-parallel layer adds
 # its bias *after* the sum, because otherwise the bias would be added t times.
@@ -220,8 +227,12 @@ figures.cut_picture(gpt.hidden, 4 * gpt.hidden, gpt.hidden, world_size, title)
 # We try four versions on real ranks: with f and g, without f, without g, and with a g that all-reduces in backward
 # *too*, as if the t losses were different. `try_layer` compares the rank's part with the whole layer.
 #
-# **Predict**: which versions compute the right loss? And which gradients are right: that of `up`, of `down`, and of the
-# input x, which earlier layers need?
+# **Predict**: which of the three faulty versions compute the right loss? And which gradients are right then: that of
+# `up`, of `down`, and of the input x, which earlier layers need?
+
+# %%
+which = ["none of them", "without f only", "without f, and g twice", "all three"]
+right_loss = predict("faulty versions with the right loss", which)
 
 
 # %%
@@ -238,9 +249,14 @@ for name, (enter, leave) in cases.items():
     split = partial(split_mlp, enter=enter, leave=leave)
     tried[name] = on_ranks(try_layer, split, mlp, gpt.hidden)[0]
 print(tensor_parallel.trial_table(tried, ["up", "down"]))
+
+# %% jupyter={"source_hidden": true}
 assert tried["f and g"].equal
+right_loss.compare(which[2])
 
 # %% [markdown]
+# **Compare.** Two of the three: a missing f, and a g that sums twice, leave the loss as it is, and spoil gradients.
+#
 # The MLP needs one all-reduce in forward, that of g, and one in backward, that of f.
 #
 # - **Without f**, the loss and the weights' gradients are right. But each rank has only its share of the gradient of x,
@@ -249,7 +265,7 @@ assert tried["f and g"].equal
 # - **If g sums twice**, the loss is right, but gradients are t times too large: 300 % off with t = 4.
 #
 # > **Misconception.** "The loss is equal, so the parallel model is right." f does nothing in forward, so before the
-# > first update no loss can show that it is missing. Nothing fails; the model only learns badly. Compare *gradients*,
+# > first update no loss can show that it is missing. Compare *gradients*,
 # > of every parameter, and losses after several steps.
 
 # %% [markdown]
@@ -260,8 +276,12 @@ assert tried["f and g"].equal
 # many, makes all three with *one* joint matrix of 3h rows, where h is the hidden size: first all queries, then all
 # keys, then all values.
 #
-# **Predict**: the joint matrix is made column parallel like any other layer (folded below). Which heads does rank 0
-# get?
+# **Predict**: the joint matrix is made column parallel like any other layer (folded below). With four ranks, what does
+# rank 0 get?
+
+# %%
+pieces = ["a quarter of the heads", "queries only", "queries and some keys", "some of each, mixed"]
+of_rank_0 = predict("rank 0's piece of a joint matrix", pieces)
 
 
 # %% jupyter={"source_hidden": true}
@@ -292,12 +312,16 @@ attention = build_gpt(gpt).blocks[0].attention
 by_cut = {"joint matrix cut": split_joint, "by heads": ParallelAttention}
 cuts = {name: on_ranks(try_layer, cut, attention, gpt.hidden)[0] for name, cut in by_cut.items()}
 print(tensor_parallel.trial_table(cuts))
-assert cuts["by heads"].equal
+
+# %% jupyter={"source_hidden": true}
+assert cuts["by heads"].equal and not cuts["joint matrix cut"].equal
+of_rank_0.compare(pieces[1])
 
 # %% [markdown]
-# Of a joint matrix rank 0 gets the first 3h/t rows. With four ranks these are three quarters of the *queries*, and no
-# key at all. The code then takes a third of them for its keys. All shapes fit and as many bytes travel, so nothing
-# fails, but the layer computes something else. A gated MLP with one joint matrix for gate and up has the same trap.
+# **Compare.** The first 3h/t rows. With four ranks these are three quarters of the *queries*, and no key at all.
+#
+# The code then takes a third of them for its keys. All shapes fit and as many bytes travel, so nothing fails, but the
+# layer computes something else.
 #
 # `ParallelAttention` has separate layers for q, k and v, each cut by heads, and one f in front of them. Section 12
 # treats models with fewer heads of keys than ranks.
@@ -310,11 +334,8 @@ assert cuts["by heads"].equal
 # below). The **head** is column parallel, so each rank gets the logits of its own words. Gathering them would be
 # wasteful, because they are often the largest activation.
 #
-# The loss of a token with target y is log Σⱼ exp(zⱼ) − z_y, where z are its logits. To avoid overflow their maximum m
-# is subtracted first: log Σⱼ exp(zⱼ − m) − (z_y − m).
-#
-# **Predict**: each rank has the logits of its own words. How many numbers a token must ranks exchange for the loss, and
-# how many more for the gradient of the logits?
+# The loss of a token with target y is log Σⱼ exp(zⱼ) − z_y, where z are its logits. To avoid overflow their largest,
+# z*, is subtracted first: log Σⱼ exp(zⱼ − z*) − (z_y − z*). Each rank has the logits of its own words only.
 
 
 # %%
@@ -382,15 +403,29 @@ def step(model, x, y):
 compare = partial(on_ranks, tensor_parallel.compare, text=text, config=gpt)
 ours = compare(parallel, step)[0]
 print(ours.same_as_one_process())
+
+# %% [markdown]
+# **Predict**: for the loss ranks exchange numbers in forward. How many numbers a token do they exchange in backward,
+# for the gradient of the logits?
+
+# %%
+in_backward = predict("exchanged in backward for the loss", unit="numbers a token")
+
+# %%
 tokens = per_step * gpt.context
 of_loss = large(ours.ledger, tokens)
 print(f"the loss: {tensor_parallel.operations(of_loss)} of one number a token")
+
+# %% jupyter={"source_hidden": true}
 assert len(of_loss) == 3
+in_backward.compare(len(of_loss) - 3)
 
 # %% [markdown]
-# Three numbers a token, in forward only: a maximum, a sum, and the target's logit. Backward needs none, because the
-# gradient of a logit is its softmax, minus one at the target, and each rank already has its own exponentials and the
-# total. For Llama 3, with 128,256 words, a rank of 8 would send for 8,192 tokens:
+# **Compare.** None: the gradient of a logit is its softmax, minus one at the target, and each rank already has its own
+# exponentials and the total.
+#
+# In forward they exchange three: a maximum, a sum, and the target's logit. For Llama 3, with 128,256 words, a rank of 8
+# would send for 8,192 tokens:
 
 # %%
 logits = bytes_sent("all_gather", 8, 2 * 8192 * 128_256)  # in bf16
@@ -418,9 +453,11 @@ assert ring_bytes(sums) == (gpt.layers + 0.5) * layer
 
 # %% [markdown]
 # Two things differ from data parallelism. First, activations travel, so the bytes grow with the *batch*, those of DDP
-# and FSDP with the parameters. FSDP gathers a layer's 12 h² twice and reduces gradients once: with 36 h²(t−1)/t it
-# sends more below 4.5 h tokens a step (55,296 in GPT-3). Second, each all-reduce stands **between**
-# operations that wait for it: the next norm cannot begin before g has ended.
+# and FSDP with the parameters. FSDP gathers a layer's 12 h² twice and reduces gradients once, 36 h²(t−1)/t numbers,
+# however large the batch. So below 4.5 h tokens a step (55,296 in GPT-3) tensor parallelism sends less. Second, g
+# stands **between** operations that wait for it: the next norm cannot begin before it has ended. Only f's all-reduce
+# has something beside it, the product for the weight's gradient, which does not need it; Megatron-LM runs the two at
+# the same time (`linear_with_grad_accumulation_and_async_allreduce` in its `layers.py`).
 
 # %% [markdown]
 # ## 7. The same from a plan
@@ -461,15 +498,23 @@ def plan_step(model, x, y):
 # **Predict**: our own version all-reduces activations 4 times a layer. How many times will this plan?
 
 # %%
+of_plan = predict("all-reduces of the plan", unit="a layer")
+
+# %%
 first = compare(partial(by_plan, first_plan), plan_step)[0]
 print(first.same_as_one_process())
 print("ours:", tensor_parallel.operations(large(ours.ledger, bsh)))
 print("plan:", tensor_parallel.operations(large(first.ledger, bsh)))
 
+# %% jupyter={"source_hidden": true}
+of_plan.compare((len(large(first.ledger, bsh)) - 2) / gpt.layers)
+
 # %% [markdown]
-# Everything is equal, but two layers and both ends make 14 all-reduces, so a layer has **six**. q, k and v are three
-# column-parallel layers, and the plan has given each an f of its own, so three gradients of the *same* input are summed
-# one by one. Ours has one f in front of the three. In a plan, let the attention *module* turn its input into a DTensor,
+# **Compare.** Everything is equal, but two layers and both ends make 14 all-reduces, so a layer has **six**. q, k and v
+# are three column-parallel layers, and the plan has given each an f of its own, so three gradients of the *same* input
+# are summed one by one.
+#
+# Ours has one f in front of the three. In a plan, let the attention *module* turn its input into a DTensor,
 # because then the three gradients are added before they are reduced.
 
 
@@ -506,6 +551,9 @@ assert one_f.equal and ring_bytes(large(one_f.ledger, bsh)) == ring_bytes(sums)
 # **Predict**: does it send more bytes than plain tensor parallelism? And does what a layer keeps for backward now
 # shrink to 1/t?
 
+# %%
+more_bytes = predict("sequence parallelism sends", ["fewer bytes", "as many bytes", "more bytes"])
+
 
 # %%
 def sequence_plan():
@@ -532,7 +580,6 @@ print(sequence.same_as_one_process())
 for name, run in {"one f": one_f, "sequence": sequence}.items():
     entries = large(run.ledger, bsh)
     print(f"{name:9}{ring_bytes(entries):,.0f} bytes: {tensor_parallel.operations(entries)}")
-assert ring_bytes(large(sequence.ledger, bsh)) == ring_bytes(sums)
 
 # %%
 kept, held = {}, tensor_parallel.held_for_backward
@@ -542,11 +589,17 @@ for name, make in makes.items():
     kept[name] = on_ranks(held, make, text(0)[0], gpt)[0]
     formula = tensor_parallel.held_by_formula(name, gpt, world_size)
     print(f"{name:17} a layer keeps {kept[name]:6.3f} h numbers a token, formula {formula:6.3f} h")
-    assert backend != "gloo" or abs(kept[name] / formula - 1) < 1e-9
+
+# %% jupyter={"source_hidden": true}
+for name, numbers in kept.items():
+    formula = tensor_parallel.held_by_formula(name, gpt, world_size)
+    assert backend != "gloo" or abs(numbers / formula - 1) < 1e-9
+assert ring_bytes(large(sequence.ledger, bsh)) == ring_bytes(sums)
+more_bytes.compare("as many bytes")
 
 # %% [markdown]
-# As many bytes travel as before, because an all-gather and a reduce-scatter send half of an all-reduce each. A rank
-# keeps less, but not 1/t:
+# **Compare.** As many bytes travel as before, because an all-gather and a reduce-scatter send half of an all-reduce
+# each. A rank keeps less, but not 1/t.
 #
 # | kept for backward | numbers a token | tensor parallel | with sequence parallel |
 # |---|---|---|---|
@@ -556,7 +609,7 @@ for name, make in makes.items():
 # | input and output of GELU | 8 h | 1/t | 1/t |
 #
 # Together these are 16 h; statistics of norms and attention add a little. With t = 4, as measured, 4 + 12/4 = 7 h are
-# left, and with sequence parallelism 2 + 14/4 = 5.5 h. With t = 8 it is 5.5 h and 3.75 h.
+# left, and with sequence parallelism 2 + 14/4 = 5.5 h.
 #
 # > **Misconception.** "Tensor parallelism divides the memory by t." It divides matrices and what is inside attention
 # > and MLP. Every rank keeps, *and computes*, in full what lies between them.
@@ -575,10 +628,13 @@ for name, make in makes.items():
 # H100s compute here at 400 TFLOP/s, as for Llama 3 (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783),
 # table 4), and nothing overlaps. NVLink 4 sends 450 GB/s each way, one NDR port of InfiniBand for each GPU 50 GB/s.
 #
-# **Predict**: GPT-3 175B has h = 12,288. With t = 8, what share of a layer's time is communication over each link?
-#
 # We take one sequence of 2,048 tokens, and NVLink also at 0.6 of its rate, about what all-reduces of 64 MiB reached on
 # A100s (*recorded*, lesson 03).
+#
+# **Predict**: GPT-3 175B has h = 12,288. With t = 8, what share of a layer's time is communication over each link?
+
+# %%
+over_network = predict("communication over one NDR port, t = 8", unit="%")
 
 # %%
 big, bars = PUBLISHED["GPT-3 175B"], {}
@@ -594,13 +650,20 @@ for key, part in (("nvlink4", 1), ("nvlink4", 0.6), ("ib_ndr", 1)):
     print(f"{link.name:14} at {part:3} of its rate:", ", ".join(shares))
 figures.step_split(bars, "modelled: a layer of GPT-3 175B on H100s, forward and backward")
 
+# %% jupyter={"source_hidden": true}
+eight = bars[f"{LINKS['ib_ndr'].name}, t = 8"]
+over_network.compare(100 * eight["all_reduce"] / sum(eight.values()))
+
 # %% [markdown]
+# **Compare.** Over NVLink eight ranks spend 12 % of their time on communication, or 17 % at 0.6 of its rate; over
+# InfiniBand 52 %.
+#
 # *The figure: five bars for each link. Computing halves from bar to bar and communication grows. Over InfiniBand the
 # two are about equal at t = 8, and 32 ranks take longer than 16.*
 #
-# Over NVLink eight ranks spend 12 % of their time on communication, or 17 % at 0.6 of its rate; over InfiniBand 52 %.
-# The formula agrees: at 7,900 FLOPs a byte, 400 TFLOP/s need 51 GB/s, one port's rate. A node has eight GPUs, so the
-# ninth is behind such a port. So t is at most 8 in the layouts of Megatron-LM (table 1) and Llama 3 (table 4);
+# The formula agrees: at 7,900 FLOPs a byte, 400 TFLOP/s need 51 GB/s, one port's rate. In most machines only eight GPUs
+# share NVLink, and a ninth is reached through the network. (The border is the NVLink domain: in a GB200 NVL72 it has 72
+# GPUs.) So t is at most 8 in the layouts of Megatron-LM (table 1) and Llama 3 (table 4);
 # pipelines (lesson 10) and data parallelism do the rest.
 
 # %% [markdown]
@@ -621,8 +684,12 @@ print(excerpt(program, "if args.tp > 1:", "parallelize_module"))
 #
 # A column-parallel layer leaves its output in pieces. Libraries offer to gather it (`gather_output=True` in Megatron,
 # `output_layouts=Replicate()` in PyTorch). `Gather` puts pieces together in forward, and takes its own piece of the
-# gradient in backward; `Split` is the other way round. **Predict**: how many times the bytes does an MLP send, forward
-# and backward, with both between `up` and `down`?
+# gradient in backward; `Split` is the other way round.
+#
+# **Predict**: how many times the bytes does an MLP send, forward and backward, with both between `up` and `down`?
+
+# %% tags=["deeper"]
+with_gather = predict("bytes with a gather between", unit="times as many")
 
 
 # %% tags=["deeper"]
@@ -655,14 +722,18 @@ class GatheredBetween(nn.Module):
 
 # %% tags=["deeper"]
 between = on_ranks(try_layer, GatheredBetween, mlp, gpt.hidden)[0]
-assert between.equal
 for name, trial in {"in pieces": tried["f and g"], "gathered": between}.items():
     entries = [*trial.forward, *trial.backward]
     print(f"{name:10}{ring_bytes(entries):10,.0f} bytes: {tensor_parallel.operations(entries)}")
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert between.equal
+plain = [*tried["f and g"].forward, *tried["f and g"].backward]
+with_gather.compare(ring_bytes(entries) / ring_bytes(plain))
+
 # %% [markdown] tags=["deeper"]
-# Three times the bytes for the same result. The two all-gathers move four times the features of the two all-reduces at
-# half the price a byte, so they add twice as many bytes.
+# **Compare.** Three times the bytes for the same result. The two all-gathers move four times the features of the two
+# all-reduces at half the price a byte, so they add twice as many bytes.
 #
 # > **Misconception.** "A column-parallel layer must gather its output." Only if what comes next needs the whole. A
 # > row-parallel layer takes exactly the pieces that are there. In forward, only the *row*-parallel layer must
@@ -674,7 +745,7 @@ for name, trial in {"in pieces": tried["f and g"], "gathered": between}.items():
 # In **grouped-query attention** each key-value head serves a group of query heads ([Ainslie et al.
 # 2023](https://arxiv.org/abs/2305.13245)). Llama 3 has 8 key-value heads at all its sizes ([arXiv
 # 2407.21783](https://arxiv.org/abs/2407.21783), table 3). If t divides their number, they are split like all others.
-# **Predict**: two key-value heads and four ranks. Who gets what, and what has to happen in backward?
+# But what with two key-value heads and four ranks?
 
 
 # %% tags=["deeper"]
@@ -698,9 +769,9 @@ class GroupedAttention(nn.Module):
 
 
 # %% [markdown] tags=["deeper"]
-# They are **copied**: ranks 0 and 1 hold the first head, ranks 2 and 3 the second, and each uses it for its own query
-# heads. So each copy gets only a part of the head's gradient, and the ranks that share a head must add these parts up.
-# That is f again, on a *weight* and in a smaller group.
+# Then they are **copied**: ranks 0 and 1 hold the first head, ranks 2 and 3 the second, and each uses it for its own
+# query heads. So each copy gets only a part of the head's gradient, and the ranks that share a head must add these
+# parts up. That is f again, on a *weight* and in a smaller group.
 
 
 # %% tags=["deeper"]
@@ -745,9 +816,11 @@ class ParallelGroupedAttention(GroupedAttention):
         pieces, group = t // copies, None
         if whole.kv_heads % pieces or t % copies:
             raise ValueError(f"{t} ranks and {whole.kv_heads} key-value heads do not divide")
-        for first in range(0, t if copies > 1 else 0, copies):  # every rank makes every group
-            made = dist.new_group([*range(first, first + copies)])
-            group = made if first <= rank < first + copies else group
+        if copies > 1:
+            for first in range(0, t, copies):  # every rank makes every group
+                made = dist.new_group([*range(first, first + copies)])
+                if first <= rank < first + copies:
+                    group = made
         self.q, self.out = SharedHeads(whole.q, t, rank), RowParallelLinear(whole.out)
         self.k = SharedHeads(whole.k, pieces, rank // copies, group)
         self.v = SharedHeads(whole.v, pieces, rank // copies, group)
@@ -780,7 +853,7 @@ for kv_heads in dict.fromkeys((gpt.heads, max(1, world_size // 2), 1)):
 # ## 13. Sequence parallelism from scratch · deeper
 #
 # With the classes of sections 2 to 5, sequence parallelism needs another f, another g, and position embeddings of the
-# rank's own tokens only. One thing is new. **Predict**: which parameters get wrong gradients, if nothing else changes?
+# rank's own tokens only. One thing is new: not all gradients are right if nothing else changes.
 
 
 # %% tags=["deeper"]
@@ -839,15 +912,27 @@ def sequence_parallel(model, sum_gradients=True):
     return model
 
 
+# %% [markdown] tags=["deeper"]
+# **Predict**: without those sums, which is wrong in the first step: the logits, the loss, or gradients only?
+
+# %% tags=["deeper"]
+first_wrong = predict("wrong in the first step", ["the logits", "the loss only", "gradients only"])
+
+# %% tags=["deeper"]
+runs = {}
 for name, summing in {"gradients summed": True, "not summed": False}.items():
-    run = compare(partial(sequence_parallel, sum_gradients=summing), step)[0]
+    run = runs[name] = compare(partial(sequence_parallel, sum_gradients=summing), step)[0]
     print(f"{name:17} {run.said}")
-    assert run.equal == (summing or world_size == 1) and run.errors["logits"] < 1e-5
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert runs["gradients summed"].equal and runs["not summed"].equal == (world_size == 1)
+assert all(run.errors["logits"] < 1e-5 for run in runs.values())
+first_wrong.compare("gradients only")
 
 # %% [markdown] tags=["deeper"]
-# Norms, positions and the biases of row-parallel layers are the same on every rank, but each rank now applies them only
-# to its own tokens. So their gradients are shares, which have to be **summed over ranks**; here a hook on the parameter
-# does it. Again the logits of the first step are right although gradients are not.
+# **Compare.** Gradients only. Norms, positions and the biases of row-parallel layers are the same on every rank, but
+# each rank now applies them only to its own tokens. So their gradients are shares, which have to be **summed over
+# ranks**; here a hook on the parameter does it.
 #
 # Where does the plan of section 8 do this? A DTensor leaves such a gradient *partial*, a sum not yet made, until its
 # values are needed. That is in the optimizer:
@@ -993,7 +1078,7 @@ for t in (4, 8):
 # of Megatron's 3.6B with sequences of 4,096 tokens, because the chart gives none. Batch: the playbook's was as large as
 # would fit, so we compute one curve for 1 sequence and one for 16, which pay the latency once.
 #
-# **Predict**: at which t will the cost model be furthest off, and is it too fast or too slow there?
+# `modelled` computes such a curve.
 
 
 # %% tags=["deeper"]
@@ -1010,7 +1095,7 @@ def nodes_of_eight(t):
     return TwoLevelCluster(max(1, t // 8), min(t, 8), *links)
 
 
-def predict(curve, config, sequences):
+def modelled(curve, config, sequences):
     """Tokens per second and GPU, the first point given; and GPU seconds to compute a token."""
     batch = sequences * config.context
     exchange = [
@@ -1022,12 +1107,18 @@ def predict(curve, config, sequences):
     return rates, compute
 
 
+# %% [markdown] tags=["deeper"]
+# **Predict**: at which t will the cost model be furthest off, and is it too fast or too slow there?
+
+# %% tags=["deeper"]
+furthest = predict("the model is furthest off at t", ["4", "8", "16", "32"])
+
 # %% tags=["deeper"]
 curve = recorded.ULTRASCALE_TP
 three_b = replace(PUBLISHED["Megatron 3.6B"], context=4096)
 predicted = {}
 for sequences in (1, 16):
-    rates, compute = predict(curve, three_b, sequences)
+    rates, compute = modelled(curve, three_b, sequences)
     predicted[f"{sequences} sequence{'s' if sequences > 1 else ''}"] = rates
     errors = ", ".join(
         f"{rate / real - 1:+.0%}" for rate, real in zip(rates, curve.tokens_per_gpu, strict=True)
@@ -1043,7 +1134,12 @@ for sequences in (1, 16):
     print(f"all on NVLink, 8 to 16: {1 - seconds[0] / seconds[1]:.0%} less")
 figures.scaling_models(curve, predicted, fitted=1)
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+furthest.compare("32")
+
 # %% [markdown] tags=["deeper"]
+# **Compare.** At 32, where the model is 25 % and 82 % too fast.
+#
 # *The figure, left: recorded points falling from 13,900 to 2,100 tokens/s and GPU, and two modelled curves through the
 # first. Right: their errors, within 11 % up to 16 GPUs, and positive at 32.*
 #
@@ -1051,7 +1147,7 @@ figures.scaling_models(curve, predicted, fitted=1)
 # to 16 is 43 % in the record. How much of it comes from leaving the node? With all sixteen GPUs on NVLink, more than
 # half of the fall would remain (38 % and 24 %), because the bytes stay while computing is halved.
 #
-# At 32 the model is 25 % and 82 % too fast. It leaves out two things that grow with t. Matrices become thin, with 3,072
+# At 32 the model is too fast because it leaves out two things that grow with t. Matrices become thin, with 3,072
 # / 32 = 96 features on a rank, so they run at fewer FLOP/s; and every rank repeats the norms and residual sums. The
 # network, too, was not the one assumed.
 #
@@ -1065,6 +1161,12 @@ figures.scaling_models(curve, predicted, fitted=1)
 for name, run in {"ours": ours, "first plan": first, "sequence": sequence}.items():
     print(f"{name:11} {ring_bytes(large(run.ledger, bsh)):9,.0f} bytes of activations sent")
 print("a layer keeps, in h a token:", ", ".join(f"{name} {n:.2f}" for name, n in kept.items()))
+
+# %% [markdown]
+# How your predictions came out:
+
+# %%
+predictions()
 
 # %% [markdown]
 # - A column-parallel layer needs a sum in backward, f; a row-parallel layer one in forward, g. MLP and attention each
