@@ -163,7 +163,7 @@ def pick_algorithm(
     ### BEGIN SOLUTION
     alpha, beta = latency_us * 1e-6, 8 / (gigabits * 1e9)
     levels = math.ceil(math.log2(ranks))
-    root = 2 * alpha + 2 * (ranks - 1) * beta * size
+    root = 2 * (ranks - 1) * (alpha + beta * size)
     ring = 2 * (ranks - 1) * (alpha + beta * size / ranks)
     tree = 2 * levels * (alpha + beta * size)
     return min([("root", root), ("ring", ring), ("tree", tree)], key=lambda pair: pair[1])

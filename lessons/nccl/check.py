@@ -473,7 +473,7 @@ MISTAKES["hierarchical_all_reduce"] = {
         not all have the same length.""",
             f"{SUM_OF_SHARD}  ->  ring_reduce_scatter(x, inside)\n"
             "shard = ring_all_reduce(shard[: len(shard) // nodes * nodes], across)"),
-    "two-nodes": ("""It passed with two nodes, but not with more. The ring across has one rank from each of the M
+    "two-nodes": ("""It passed with two nodes, but not with more. The ring across has one rank from each of the m
         nodes.""", "[m * per_node + local for m in range(nodes)]  ->  [local, local + per_node]"),
     "one-level": ("The sum covers this node only: the second level is missing.",
             f"{COPY}  ->  return ring_all_reduce(x, inside)\n{COPY}"),
@@ -485,17 +485,17 @@ MISTAKES["hierarchical_all_reduce"] = {
     "flat-ring": ("""This is one ring through all ranks. All of its bytes between the nodes pass through one port of
         each, and the other ports are idle.""", f"{COPY}  ->  return ring_all_reduce(x, {CLUSTER})\n{COPY}"),
     "leaders": ("""Too few ranks carry the tensor between the nodes, while the network ports of the others are idle.
-        Each local rank can carry 1/G of it.""",
+        Each local rank can carry 1/g of it.""",
             f"{COPY}  ->  {COPY}\nif local:\n    dist.send(x, inside[0])\n    dist.recv(result, inside[0])\n"
             "    return result\nfor other in inside[1:]:\n    received = torch.empty_like(x)\n"
             "    dist.recv(received, other)\n    result += received\nresult = ring_all_reduce(result, across)\n"
             "for other in inside[1:]:\n    dist.send(result, other)\nreturn result"),
-    "whole-tensor-across": ("""Each rank carries too much between the nodes: with G ranks in a node, the share of each
-        is 1/G of the tensor. Node m holds the ranks m·G to m·G + G-1; the heavy part has to stay among them.""",
+    "whole-tensor-across": ("""Each rank carries too much between the nodes: with g ranks in a node, the share of each
+        is 1/g of the tensor. Node i holds the ranks i·g to i·g + g-1; the heavy part has to stay among them.""",
             [f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), across)\n{COPY}",
              f"{COPY}  ->  inside, across, local, per_node = across, inside, node, nodes\n{COPY}"]),
     "slow": ("""The bytes are right, but the emulation shows no gain over the flat ring. Do more messages follow one
-        another than 2(G-1) inside the node and 2(M-1) between the nodes?""",
+        another than 2(g-1) inside the node and 2(m-1) between the nodes?""",
             f"{COPY}  ->  if len(x) > 2**14:\n    parts = x.split(2**14)\n    return torch.cat("
             f"[hierarchical_all_reduce(part, nodes, per_node) for part in parts])\n{COPY}"),
 }
@@ -522,11 +522,11 @@ MISTAKES["pick_algorithm"] = UNITS | {
     "slowest": ("That is the slowest of the three.", "min(  ->  max("),
     "half": ("That is half of the time. Numbers have to come in, and the sums have to go out again.",
             {"latency_us * 1e-6": "latency_us * 0.5e-6", "8 / (": "4 / ("}),
-    "root-port": ("""Rank 0 receives N-1 tensors through one port, one after another, which takes (N-1)·S/B, and it
-        sends as many.""", "root = 2 * alpha + 2 * (ranks - 1) * beta  ->  root = 2 * alpha + 2 * beta"),
-    "root-latency": ("""Here root is the fastest. The N-1 messages to rank 0 start at the same time on different ranks,
-        so their latencies overlap, and only their bytes wait for one another.""",
-            "root = 2 * alpha  ->  root = 2 * (ranks - 1) * alpha"),
+    "root-port": ("""Rank 0 receives N-1 tensors, one after another, which takes (N-1)·(α + βS), and it sends as
+        many.""", "root = 2 * (ranks - 1)  ->  root = 2"),
+    "root-latency": ("""Root would be the fastest if the latencies of the messages to rank 0 overlapped. In this model
+        rank 0 takes one message after another, and each costs its latency.""",
+            "(ranks - 1) * (alpha + beta * size)  ->  alpha + 2 * (ranks - 1) * beta * size"),
     "whole-tensor": ("In a ring only S/N travels in each of the 2(N-1) steps.", "size / ranks  ->  size"),
     "no-latency": ("By bytes alone the ring always wins, but every step costs its latency as well.",
             "latency_us * 1e-6  ->  0.0"),

@@ -79,9 +79,9 @@ for numbers in (11, 3):
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 25 | 03, The ring | N−1 steps, S minus one chunk sent by each rank |
+# | 3 of 5 | 25 | 02, Ring all-reduce from scratch | N−1 steps, S minus one chunk sent by each rank |
 #
-# The ring of the lesson sends to the right. A link carries as much to the left at the same time, so a second ring that
+# The ring of lesson 02 sends to the right. A link carries as much to the left at the same time, so a second ring that
 # turns **the other way** can do half of the work. Build that one: place p of the ring sends to place p−1 and receives
 # from place p+1, and in the end place p holds chunk p of the sum.
 #
@@ -121,7 +121,7 @@ check.ring_reduce_scatter(ring_reduce_scatter)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 2 of 5 | 30 | 03, The ring | N−1 and 2(N−1) steps; 2(N−1)/N · S sent by each rank in all |
+# | 2 of 5 | 30 | 02, Ring all-reduce from scratch | N−1 and 2(N−1) steps; 2(N−1)/N · S sent by each rank in all |
 #
 # First the ring **all-gather**, in N−1 steps, with S minus one chunk sent by each rank. Place p holds chunk p; in the
 # end everybody holds all chunks. Turn the same way as before: send to place p−1. Nothing is added here, so each chunk
@@ -306,7 +306,7 @@ check.hierarchical_all_reduce(hierarchical_all_reduce)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 25 | 03, The ring | 2(N−1) steps, 2(N−1)/N · S sent by each rank |
+# | 3 of 5 | 25 | 02, Ring all-reduce from scratch | 2(N−1) steps, 2(N−1)/N · S sent by each rank |
 #
 # Somebody wrote a ring all-reduce in a single loop: N−1 steps that add, N−1 steps that copy. It sends to the right.
 # Its author tried it with 2 ranks and 8 numbers, saw the correct sum, and tested no more. It has **two** faults. Read
@@ -378,9 +378,9 @@ check.mended_ring_all_reduce(mended_ring_all_reduce)
 # Work out the formula by hand, then write it as a function of its arguments. The check calls it with the numbers of the
 # text and with others. Answers within 1 % pass.
 #
-# The model is that of the lesson: a message of S bytes takes α + S/B between any two ranks. A rank sends one message at
-# a time and receives one at a time; latencies of messages that wait for one port overlap, their bytes do not. Links are
-# given in Gb/s, 10⁹ **bits** per second each way, latencies in µs.
+# The model is that of the lesson: a message of S bytes takes α + βS between any two ranks. A rank sends one message
+# at a time and receives one at a time, and each costs its latency. Links are given in Gb/s, 10⁹ **bits** per second
+# each way, latencies in µs.
 
 # %% [markdown]
 # ## Exercise 6 · Pick the algorithm
@@ -410,18 +410,23 @@ check.pick_algorithm(pick_algorithm)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# For each of the three count two things: how many latencies follow each other, and how many bytes pass the busiest port
-# one after another.
+# For each of the three count two things: how many latencies follow each other, and how many bytes pass the busiest
+# port, one after another.
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Root: two latencies, and N−1 tensors through the port of rank 0, in and later out. Ring: 2(N−1) messages of S/N. Tree:
-# 2⌈log2 N⌉ messages of S.
+# Root: N−1 messages of S into rank 0, and later as many out of it. Ring: 2(N−1) messages of S/N. Tree: 2⌈log2 N⌉
+# messages of S.
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# 2α + 2(N−1)·S/B, 2(N−1)·(α + S/(N·B)) and 2⌈log2 N⌉·(α + S/B). 400 Gb/s are 50 GB/s. `min` of pairs with
-# `key=lambda pair: pair[1]` gives the pair with the least time.
+# 2(N−1)·(α + βS), 2(N−1)·(α + βS/N) and 2⌈log2 N⌉·(α + βS). 400 Gb/s are 50 GB/s, and β is 1 s over as many bytes.
+# `min` of pairs with `key=lambda pair: pair[1]` gives the pair with the least time.
+# </details>
+# <details><summary>Is root ever the fastest?</summary>
+#
+# Not in this model: a ring has as many latencies and fewer bytes. In a real network the latencies of several messages
+# to one port may overlap, so for a few small messages it can be.
 # </details>
 
 # %% [markdown]
@@ -445,21 +450,21 @@ check.crossover_size(crossover_size)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Write both times with α, B, N and S, set them equal, and solve for S.
+# Write both times with α, β, N and S, set them equal, and solve for S.
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# (N−1)·(α + S/(N·B)) = L·(α + S/B) with L = ⌈log2 N⌉. Bring α to the left and S to the right.
+# (N−1)·(α + βS/N) = L·(α + βS) with L = ⌈log2 N⌉. Bring α to the left and S to the right.
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# S = α·B · (N − 1 − L) / (L − (N−1)/N), with B in bytes per second.
+# S = α/β · (N − 1 − L) / (L − (N−1)/N), with β in seconds per byte.
 # </details>
 # <details><summary>Does NCCL switch there?</summary>
 #
 # Not exactly. Its tree is pipelined, so that large tensors do not pay S once for each level, and it has three protocols
 # with latencies of their own. The lesson rebuilds that choice. What stays is the form: the crossing moves to larger
-# sizes with the number of ranks, and with α·B.
+# sizes with the number of ranks, and with α/β.
 # </details>
 
 # %% [markdown]
@@ -483,11 +488,11 @@ check.crossover_ranks(crossover_ranks)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# For N = 2^L the tree takes 2·L·(α + S/B), the ring 2(N−1)·(α + S/(N·B)). Stop at the first N at which the tree takes
+# For N = 2^L the tree takes 2·L·(α + βS), the ring 2(N−1)·(α + βS/N). Stop at the first N at which the tree takes
 # less.
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# With 16 MiB at 50 GB/s, S/B is 336 µs, 24 times α. At 128 ranks the tree takes 7 · 25 units of α, the ring 127 +
+# With 16 MiB at 50 GB/s, βS is 336 µs, 24 times α. At 128 ranks the tree takes 7 · 25 units of α, the ring 127 +
 # 127/128 · 24.
 # </details>

@@ -56,7 +56,9 @@ def _render(size: int, nodes: int, gpus: int, near: str, far: str, adds: bool) -
         raise ValueError("one rank has nothing to reduce; choose more nodes or GPUs")
     intra, inter = ((LINKS[key].latency, 1 / LINKS[key].bandwidth) for key in (near, far))
     cluster = TwoLevelCluster(nodes, gpus, intra, inter) if nodes > 1 else flat_cluster(gpus, *intra)
-    return _draw(cluster, size, [name for name in ALL_REDUCE_ALGORITHMS if adds or name != "in_network"])
+    # not the root: the model lets any number of messages arrive there at once
+    left_out = {"root"} if adds else {"root", "in_network"}
+    return _draw(cluster, size, [name for name in ALL_REDUCE_ALGORITHMS if name not in left_out])
 
 
 def algorithm_chooser() -> Explorer:

@@ -1,4 +1,4 @@
-"""Time by model over size and over ranks, and models against what was emulated or recorded."""
+"""Ways through nodes and a switch; time by model over size and ranks, and against what was emulated or recorded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from itertools import combinations, groupby
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from course_utils.costs import TwoLevelCluster, all_reduce_seconds, busbw
 from course_utils.draw import charts
 from course_utils.draw.panels import Ends, Panel, dots, draw_panel, label_lines, panels
 from course_utils.draw.style import (
+    CENTRED,
     DASHED,
     FAINT,
     HALO,
@@ -33,7 +35,7 @@ from course_utils.units import format_bytes
 ALGORITHM_COLORS = {
     "root": "#999999", "ring": "#0072B2", "tree": "#009E73", "recursive_doubling": "#E69F00",
     "halving_doubling": "#CC79A7", "hierarchical": "#D55E00", "double_tree": "#56B4E9", "in_network": INK,
-    "nvls": INK,
+    "nvls": INK, "four rings": "#CC79A7",
 }
 _SIZE = "message size S"
 
@@ -147,18 +149,77 @@ def scale_out(clusters: Sequence[TwoLevelCluster], algorithms: Sequence[str], si
 
 
 def model_against_emulation(
-    sizes: Sequence[float], emulated: Mapping[str, Sequence[float]], model: Callable[[str, float], float]
+    sizes: Sequence[float], emulated: Mapping[str, Sequence[float]], model: Callable[[str, float], float],
+    also: Sequence[str] = (),
 ) -> Figure:
-    """Draw emulated seconds of algorithms as points, what a model predicts as lines, and say how far they are apart."""
+    """Draw emulated seconds of algorithms as points, and what a model says of them, and `also` of others, as lines."""
     many = np.geomspace(sizes[0], sizes[-1], 120)
     points = [dots(sizes, np.multiply(seconds, 1e6), algorithm_color(name), 6, marker=marker, markeredgecolor="white")
               for (name, seconds), marker in zip(emulated.items(), MARKERS, strict=False)]
-    worst = max(abs(t / model(name, s) - 1) for name, seconds in emulated.items()
-                for s, t in zip(sizes, seconds, strict=True))
-    panel = _panel(f"points: emulated; lines: modelled; {worst:.1%} apart at most",
-                   {name: [model(name, size) for size in many] for name in emulated}, above=points,
+    panel = _panel("points: emulated; lines: modelled",
+                   {name: [model(name, size) for size in many] for name in (*emulated, *also)}, above=points,
                    look={"linewidth": 1.4})
     return panels(many, panel, sizes=_SIZE, ticks=sizes, size=(7.0, 3.9))
+
+
+def channels(by_title: Mapping[str, Sequence[Sequence[int]]], per_node: int) -> Figure:
+    """Draw rings through two nodes, in a panel for each title: `per_node` GPUs in a node, with a network port each."""
+    figure, axes = new_figure(1, len(by_title), size=(WIDTH, 3.3))
+    for ax, (title, rings) in zip(axes, by_title.items(), strict=True):
+        ax.set(title=title, xlim=(-1.5, 5.5), ylim=(per_node - 0.15, -0.8), xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+        for node, (left, gpu_x, port_x) in enumerate(((-1.45, 0, 0.75), (2.75, 4, 3.25))):
+            charts.cell(ax, left, -0.45, 2.7, per_node - 0.1, FAINT, facecolor="none")
+            ax.text(left + 1.35, -0.6, f"node {node}", **CENTRED)
+            for x, name in ((gpu_x, "GPUs"), (port_x, "ports")):
+                ax.text(x, per_node - 0.35, name, fontsize=SMALL, **CENTRED)
+            for row in range(per_node):
+                charts.cell(ax, gpu_x - 0.28, row - 0.3, 0.56, 0.6, INK, facecolor="white", zorder=3)
+                ax.text(gpu_x, row, f"{node * per_node + row}", zorder=4, **CENTRED)
+                charts.cell(ax, port_x - 0.15, row - 0.3, 0.3, 0.6, FAINT, facecolor="#E6E6E6", zorder=1)
+        for i, ring in enumerate(rings):
+            look = {"arrowstyle": "-|>", "mutation_scale": 11, "color": RANK_COLORS[i], "linewidth": 1.8, "zorder": 5}
+            for a, b in zip(ring, [*ring[1:], ring[0]], strict=True):
+                (far, row), (to, below) = divmod(a, per_node), divmod(b, per_node)
+                if far == to:  # by NVLink, on the outer side
+                    x, side = (-0.28, 1) if far == 0 else (4.28, -1)
+                    bend = side * (0.35 + 0.15 * i) * (1 if below > row else -1)
+                    shift = 0.15 * (i - (len(rings) - 1) / 2)
+                    ends = [(x, row + shift), (x, below + shift)]
+                    style = f"arc3,rad={bend / abs(below - row) ** 0.5}"
+                else:  # by the network, on the inner side
+                    shift = 0.14 if far else -0.14
+                    ends = [(0.28, row + shift), (3.72, below + shift)][:: -1 if far else 1]
+                    style = "arc3"
+                ax.add_patch(FancyArrowPatch(*ends, connectionstyle=style, shrinkA=1, shrinkB=1, **look))
+    return figure
+
+
+def switch_adds(n: int, piece: int) -> Figure:
+    """Draw how one piece of an all-reduce of `n` GPUs passes a switch that adds, and comes back to all of them."""
+    figure, axes = new_figure(1, 2, size=(WIDTH, 3.0))
+    for ax, title in zip(axes, ("1. the switch adds", "2. the switch copies"), strict=True):
+        adds = title.endswith("adds")
+        ax.set(title=f"{title} piece {piece}", xlim=(-0.6, n - 0.4), ylim=(-0.75, 3.1), xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+        charts.cell(ax, -0.45, 2.3, n - 0.1, 0.6, FAINT, facecolor="#E6E6E6")
+        ax.text((n - 1) / 2, 2.6, "NVSwitch: " + ("+" if adds else "copy"), **CENTRED)
+        for gpu in range(n):
+            ax.text(gpu, -0.5, f"GPU {gpu}", **CENTRED)
+            for i in range(n):
+                known = i == piece and (adds or gpu == piece)
+                color = INK if i == piece else FAINT
+                charts.cell(ax, gpu - 0.4 + 0.8 * i / n, -0.2, 0.8 / n, 0.5, color, zorder=3 if i == piece else 2,
+                            facecolor=("#D8EEE6" if adds else RANK_COLORS[2]) if known else "white")
+            at = gpu - 0.4 + 0.8 * (piece + 0.5) / n
+            sends, gets = adds or gpu == piece, gpu == piece or not adds
+            shift = 0.06 if sends and gets else 0
+            for wanted, x, ends, color in ((sends, at - shift, (0.35, 2.25), RANK_COLORS[0]),
+                                           (gets, at + shift, (2.25, 0.35), RANK_COLORS[5])):
+                if wanted:
+                    ax.add_patch(FancyArrowPatch((x, ends[0]), (x, ends[1]), arrowstyle="-|>", mutation_scale=12,
+                                                 color=color, linewidth=1.8, shrinkA=0, shrinkB=0, zorder=4))
+    return figure
 
 
 def predicted_against_recorded(

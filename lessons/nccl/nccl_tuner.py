@@ -18,7 +18,7 @@ from course_utils.recorded import A100_LATENCY, OTHER_A100_ALL_REDUCE, Table
 
 __all__ = [
     "CORRECTIONS", "MACHINES", "PUBLISHED", "Choice", "Correction", "Machine", "TunerConstants", "bandwidth", "choose",
-    "corrected", "errors", "estimate", "latency", "nvls_busbw", "predict",
+    "corrected", "errors", "estimate", "latency", "nvls_busbw", "predict", "switch_points",
 ]
 
 Choice = tuple[str, str]  #: algorithm and protocol, such as ("ring", "LL128")
@@ -181,6 +181,15 @@ def choose(size: float, machine: Machine) -> Choice:
     """Return the algorithm and protocol that NCCL takes: the shortest time by its own constants."""
     times = predict(size, machine)
     return min(times, key=times.get)
+
+
+def switch_points(machine: Machine) -> dict[int, Choice]:
+    """Of the powers of two from 1 KiB to 16 GiB, those from which NCCL takes another pair, and the pair."""
+    taken: dict[int, Choice] = {}
+    for size in (2**k for k in range(10, 35)):
+        if not taken or choose(size, machine) != [*taken.values()][-1]:
+            taken[size] = choose(size, machine)
+    return taken
 
 
 def estimate(size: float, machine: Machine, constants: TunerConstants = PUBLISHED) -> float:
