@@ -244,17 +244,18 @@ count.compare(len(order))
 
 # %% [markdown]
 # **Compare.** Nine all-gathers and five reduce-scatters: backward begins with the root, so FSDP does not free it after
-# forward, and gathers it only once. At the peak a rank holds the root and two blocks' worth of bytes.
+# forward, and gathers it only once. At the peak a rank holds the root and two blocks' worth of bytes. In backward these
+# are two *different* blocks, because FSDP fetches the next one before the present one computes; in forward they are one
+# block, stored twice.
 #
 # *The figure (measured): 27 events in four lanes. The root computes first, with the embeddings, and last, with the norm
 # and the head. In forward a block computes before the next is gathered; in backward the next is gathered first. The
 # curve of gathered bytes stays at the root and two blocks through most of forward, and comes back there in backward.*
 #
-# In backward the two are *different* blocks, because FSDP fetches the next one before the present one computes. In
-# forward they are one block, stored twice: in the flat message that the all-gather brought, and as separate weights
-# copied out of it. FSDP frees the message only when it copies out the next block, so the curve does not dip between
-# blocks. On a GPU the next message may be there already (from FSDP's source, not measured). The last block is freed
-# after forward and gathered again at once, which section 8 avoids.
+# In forward an all-gather brings a flat message, and a block's weights are copied out of it. FSDP frees the message
+# only when it copies out the next block, so the curve does not dip between blocks. On a GPU the next message may be
+# there already (from FSDP's source, not measured). The last block is freed after forward and gathered again at once,
+# which section 8 avoids.
 
 # %% [markdown]
 # ### What is held, and when
@@ -359,9 +360,9 @@ root_peak.compare(round(100 * peaks["root only"].total / peaks["DDP"].total))
 # *The figure (measured): a bar for each wrapping, by part. DDP's states are whole, the others' divided. Buffers are
 # largest with the root only, smaller by block, and smallest by linear layer.*
 #
-# Nor is there anything left to fetch ahead. Wrapping every linear layer saves some more memory than blocks do, but
-# takes more than three times as many messages, each with its latency. So a block is the usual choice. A tied weight,
-# here of embedding and head, belongs in a unit that contains both users: the root.
+# With the root only there is also nothing to fetch ahead. Wrapping every linear layer saves some more memory than
+# blocks do, but takes more than three times as many messages, each with its latency. So a block is the usual choice. A
+# tied weight, here of embedding and head, belongs in a unit that contains both users: the root.
 #
 # Two more wrappers go around the same blocks, activation checkpointing (lesson 05) and `torch.compile`. From the inside
 # out the order is checkpointing, `compile`, `fully_shard`, as in the program of section 6. Then FSDP's hooks stand
@@ -733,6 +734,8 @@ assert [*found.values()] == [(2, 0), (1, 0), (1, 1)]
 # the lower half of the ranks is node 0.
 
 # %% tags=["deeper"]
+even = world_size if world_size >= 4 and world_size % 2 == 0 else 4
+per_node = even // 2
 grid = torch.arange(even).view(2, per_node).tolist()
 node = {rank: rank // per_node for rank in range(even)}
 title = f"modelled: {even} ranks on two nodes"
@@ -781,13 +784,13 @@ assert sent["HSDP"][1] == 2 * padded_bytes(build_gpt(gpt), per_node) / psi
 crossing.compare(sent["HSDP"][1])
 
 # %% [markdown] tags=["deeper"]
-# **Compare.** HSDP sends least, 8 bytes a parameter, and the mesh that is turned round most: it *shards* over the slow
+# **Compare.** HSDP sends least, 8 bytes a parameter: a unit's gradients are reduce-scattered inside the node, and then
+# each rank all-reduces its own shard with its partner on the other node in float32, which makes k pairs × 2 directions
+# × 4Ψ/k bytes for k ranks on each node. The mesh that is turned round sends most, because it *shards* over the slow
 # link, and nothing warns of that.
 #
-# Under HSDP a unit's gradients are reduce-scattered inside the node, and then each rank all-reduces its own shard with
-# its partner on the other node, in float32. With k ranks on each of two nodes that is k pairs × 2 directions × 4Ψ/k
-# bytes, or 8Ψ for every k. A ring over all ranks has two links between the nodes, and each carries (2 + 2 + 4)Ψ(N−1)/N
-# bytes (slightly less here, because the root is gathered once).
+# A ring over all ranks has two links between the nodes, and each carries (2 + 2 + 4)Ψ(N−1)/N bytes (slightly less here,
+# because the root is gathered once).
 #
 # How much does HSDP save on M nodes of 8 GPUs, and does the model fit? Each node sends 8Ψ(M − 1)/M bytes under HSDP,
 # and 8Ψ(N−1)/N in FSDP's ring (12Ψ(N−1)/N with all in float32). The model states, 16 bytes a parameter, have to fit
@@ -803,7 +806,7 @@ for name, parameters in {"8B": 8.03e9, "70B": 70.6e9}.items():
     print(f"{name:>3}: {16 * parameters / 8 / 1e9:.0f} GB of states on each of 8 GPUs (modelled)")
 
 # %% [markdown] tags=["deeper"]
-# So in bytes HSDP saves nearly half on two nodes, and almost nothing on 64. What it keeps there is short rings, of M
+# So in bytes HSDP saves nearly half on two nodes, and almost nothing on 64. There it still gives short rings, of M
 # ranks in place of N, so less latency; all-gathers that stay on NVLink, so fewer tokens hide them; and messages between
 # nodes that only the optimizer waits for, and that accumulation makes rarer (section 11). 8 billion parameters fit on a
 # node of 80 GB cards; 70 billion do not, and need FSDP over all ranks or tensor parallelism (lesson 12).
@@ -964,8 +967,9 @@ switched.compare(sums["sync at the end"])
 # **Compare.** The plain loop sends as much as four steps, nearly 12Ψ. The first switch saves only reduce-scatters, so
 # the bytes fall by a factor of 1.3 and not of 4. All switches together leave 2Ψ, as much as DDP sends.
 #
-# But then every rank keeps whole gradients and weights between micro-batches, which FSDP is there to avoid. Where
-# memory is tight, accept the traffic of the plain loop, or make the micro-batches larger with activation checkpointing.
+# With all switches every rank keeps whole gradients and weights between micro-batches, which FSDP is there to avoid.
+# Where memory is tight, accept the traffic of the plain loop, or make the micro-batches larger with activation
+# checkpointing.
 #
 # Under HSDP there is a middle way. With `set_requires_all_reduce(False)` until the last micro-batch, the gradients of
 # each are reduce-scattered inside the node, and only their sum is all-reduced between nodes. A rank keeps only its
@@ -1084,10 +1088,8 @@ drawn.compare("all equal" if first_rows[0] == first_rows[-1] else "all different
 
 # %% [markdown] tags=["deeper"]
 # **Compare.** On the CPU every rank drew the same numbers for its own piece, so the whole weight is the same piece N
-# times.
-#
-# Only a warning says so, and it is easily missed. On GPUs the random generator of DTensors is meant to give each piece
-# different numbers (not run here).
+# times, and only a warning says so. On GPUs the random generator of DTensors is meant to give each piece different
+# numbers (not run here).
 #
 # The safe way is to take the weights from one place. If rank 0 has them, `set_model_state_dict` hands each rank its
 # piece. But then the host of rank 0 must hold the whole model, 280 GB for 70 billion parameters in float32. A
@@ -1208,9 +1210,9 @@ in_files.compare("of the call")
 # **Compare.** The files have the weights of the moment of the call, because `async_save` copies the states before it
 # returns. Only rank 0 gets the full state dict.
 #
-# On a GPU training waits for that copy to the host, which needs room for it. The last lines are what `.metadata` says
-# of one tensor. Rank 0 gets the full state dict a tensor at a time, in its host's memory; without `cpu_offload=True`
-# every rank would get the whole model on its GPU. `dcp_to_torch_save(folder, file)`, of
+# On a GPU training waits while `async_save` copies the states to the host, which needs room for them. The last lines
+# are what `.metadata` says of one tensor. Rank 0 gets the full state dict a tensor at a time, in its host's memory;
+# without `cpu_offload=True` every rank would get the whole model on its GPU. `dcp_to_torch_save(folder, file)`, of
 # `torch.distributed.checkpoint.format_utils`, does the same on any machine that can hold it, without ranks.
 #
 # Save also the step, the sampler's position, the schedule, and random states, the GPU's too. What differs between
