@@ -98,7 +98,7 @@ def one_step():
     seen["its part of the batch begins"] = data_parallel.as_text(x[0, :22])
     loss = loss_of(model, x, y)
     loss.backward()
-    seen |= {"loss": loss.item(), "gradient": weight.grad[0, :6].tolist()}
+    seen.update(loss=loss.item(), gradient=weight.grad[0, :6].tolist())
     average_gradients(model)
     seen["mean gradient"] = weight.grad[0, :6].tolist()
     optimizer.step()
@@ -522,15 +522,15 @@ accumulation.compare(1024 / (2 * 256))
 micro = per_rank  # micro-batches in a step, of one window each
 
 
-def plain(ddp, parts):
+def every_time(ddp, parts):
     for x, y in parts:
         (loss_of(ddp, x, y) / micro).backward()
 
 
 def no_sync(ddp, parts):
     with ddp.no_sync():
-        plain(ddp, parts[:-1])
-    plain(ddp, parts[-1:])
+        every_time(ddp, parts[:-1])
+    every_time(ddp, parts[-1:])
 
 
 def no_sync_around_backward(ddp, parts):
@@ -538,14 +538,14 @@ def no_sync_around_backward(ddp, parts):
         loss = loss_of(ddp, x, y) / micro
         with ddp.no_sync():
             loss.backward()
-    plain(ddp, parts[-1:])
+    every_time(ddp, parts[-1:])
 
 
 # %% [markdown]
 # **Predict**: which of the three get the gradient of one process? And how many bytes does each send?
 
 # %%
-right = predict("the right gradient", ["all but plain", "only no_sync", "all three"])
+right = predict("the right gradient", ["all but every_time", "only no_sync", "all three"])
 right
 
 
@@ -564,7 +564,7 @@ def accumulate(way):
     return {"off": (mine - alone).abs().max().item(), "sent": ledger}
 
 
-ways = plain, no_sync, no_sync_around_backward
+ways = every_time, no_sync, no_sync_around_backward
 found = {way.__name__: on_ranks(accumulate, way)[0] for way in ways}
 for name, row in found.items():
     print(f"{name:24}{row['sent'].bytes():9,} bytes, right: {row['off'] < 1e-6}")
@@ -572,7 +572,7 @@ for name, row in found.items():
 # %% jupyter={"source_hidden": true}
 assert max(row["off"] for row in found.values()) < 1e-6
 bytes_sent = {name: row["sent"].bytes() for name, row in found.items()}
-assert bytes_sent["plain"] == bytes_sent["no_sync_around_backward"] == micro * bytes_sent["no_sync"]
+assert bytes_sent["every_time"] == bytes_sent["no_sync_around_backward"] == micro * bytes_sent["no_sync"]
 right.compare("all three")
 
 # %% [markdown]
@@ -816,9 +816,9 @@ assert off < 1e-5
 print("equal to rounding; sent:", ", ".join(f"{entry.op} {entry.bytes}" for entry in ledger))
 
 # %% [markdown] tags=["deeper"]
-# It takes 64 bytes in forward, 64 in backward, and then the gradients. PyTorch's
-# class for this is `SyncBatchNorm`, which is made for GPUs only. The next cell tests it in the same way if there is a
-# GPU for every rank; if not, it shows what the class says on a CPU.
+# It takes 64 bytes in forward, 64 in backward, and then the gradients. PyTorch's class for this is `SyncBatchNorm`,
+# which is made for GPUs only. The next cell tests it in the same way if there is a GPU for every rank; if not, it shows
+# what the class says on a CPU.
 
 # %% tags=["deeper"]
 if torch.cuda.device_count() >= world_size:
