@@ -12,11 +12,10 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from course_utils.draw import charts
 from course_utils.draw.bars import bars
-from course_utils.draw.lanes import step_split as step_split
 from course_utils.draw.style import CENTRED, FAINT, RANK_COLORS, SMALL, WIDTH, new_figure, tint
 from course_utils.units import format_bytes
 
-#: One colour for each part of loading, those of a step as in `draw.lanes.step_split`.
+#: One colour for each part of loading.
 LOADING_COLORS = {
     "read": "#999999", "decode": "#009E73", "augment": "#E69F00", "copy": "#CC79A7", "load": "#56B4E9",
     "step": "#0072B2", "wait": "#D55E00",

@@ -15,9 +15,10 @@
 #
 # Eight A100s trained ResNet-50 on ImageNet for 16 epochs in 14.9 minutes (*recorded*, [FFCV's ImageNet
 # runs](https://github.com/libffcv/ffcv-imagenet)). With 1,281,167 images an epoch that is about 23,000 per second,
-# 2,900 for each GPU, and each image had to be read, decoded, cropped and copied. PyTorch's usual loader prepares only
-# some hundreds per second on one core. So each of those GPUs would need several cores, or it would wait. This lesson
-# finds out who waits and for what, and opens the file format with which the library FFCV shortens the waiting.
+# 2,900 for each GPU. Half of them were stored as JPEG and had to be decoded, and all had to be cropped, resized and
+# copied. PyTorch's usual loader prepares only some hundreds per second on one core, so each of those GPUs would need
+# many cores, or it would wait. This lesson finds out who waits and for what, and opens the file format with which the
+# library FFCV shortens the waiting.
 #
 # **You will be able to**
 # - *tell* from three measurements whether training waits for its data, and whether the loader computes or is waiting
@@ -56,6 +57,7 @@ use_ffcv = True  # False: as if FFCV could not be used here
 
 # %%
 from course_utils import device, launch
+from course_utils.predictions import predict, predictions
 from lessons.ffcv_data_loading import figures, loader_records, loading, page_cache
 from lessons.ffcv_data_loading.ffcv import (
     Beton,
@@ -81,14 +83,10 @@ else:
     print("FFCV can be used: everything below is measured here, unless it says otherwise.")
 
 # %% [markdown]
-# Few machines have FFCV. Without it, the cells that need it show recorded results, and say so.
-
-# %% [markdown]
 # ## 1. Who waits for whom?
 #
 # Our images are generated, and stored as ImageNet is: a folder for each class, JPEG files of many sizes. But ImageNet's
-# have about twice as many pixels and four times the bytes, so they take two to three times as long (estimated from
-# these ratios).
+# have about twice as many pixels and four times the bytes, so we estimate that they take two to three times as long.
 
 # %%
 train = ImageFolder(image_folder(count=count) / "train")
@@ -137,12 +135,17 @@ figures.time_shares({"one image": parts}, "measured: what PIL's pipeline does fo
 # each; reading a file that is already in memory, and copying, take little.*
 
 # %% tags=["nbval-ignore-output"]
-whole_time = sum(parts.values())  # seconds
-print(f"one image {1e3 * whole_time:.2f} ms: {1 / whole_time:,.0f} images/s from one core,")
-print(f"so a GPU of {gpu_rate:,} images/s needs {gpu_rate * whole_time:.1f} cores for itself")
+whole_time = sum(parts.values())  # seconds of a core
+needs = gpu_rate * whole_time
+print(f"one image {1e3 * whole_time:.2f} ms: {1 / whole_time:,.0f} images/s from one core")
+print(f"cores for a GPU of {gpu_rate:,} images/s: {needs:.1f} with these images,")
+print(f"{2 * needs:.0f} to {3 * needs:.0f} with images like ImageNet's (estimated)")
 
 # %% [markdown]
-# Three measurements tell whether that matters, for any training script:
+# The GPUs of the opening had twelve threads each ([their
+# configuration](https://github.com/libffcv/ffcv-imagenet/blob/main/rn50_configs/rn50_16_epochs.yaml)).
+#
+# Three measurements tell whether loading matters, for any training script:
 #
 # 1. the **loader alone**: take all its batches, and do nothing with them;
 # 2. the **step alone**: train on one batch again and again;
@@ -166,8 +169,12 @@ def usual_loader(data, workers, size=64):
 
 
 # %% [markdown]
-# **Predict** for a loader of 900 images/s and a step of 2,700: how many images/s do you get if they take turns? And if
-# the loader works ahead, in processes of its own?
+# **Predict** for a loader of 900 images/s and a step of 2,700: how many images/s do you get if the loader works ahead,
+# in processes of its own? And if the two take turns?
+
+# %%
+in_turns = predict("900 and 2,700 images/s, in turns", unit="images/s")
+in_turns
 
 # %%
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -184,17 +191,19 @@ for name, workers in (("in turns", 0), (f"{cores} workers", cores)):
     usual[name] = measure(loader), measure(loader, step)
 
 # %% tags=["nbval-ignore-output"]
-print("            loader alone  step alone      both  predicted  step waits")
+print("            loader alone  step alone      both  step waits")
 for name, (load, fed) in usual.items():
-    turns = 1 / (1 / load.rate + 1 / step_alone)
-    predicted = turns if name == "in turns" else min(load.rate, step_alone)
-    row = f"{name:11}{load.rate:14,.0f}{step_alone:12,.0f}{fed.rate:10,.0f}{predicted:11,.0f}"
+    row = f"{name:11}{load.rate:14,.0f}{step_alone:12,.0f}{fed.rate:10,.0f}"
     print(f"{row}{fed.waits:12.0%}")
 
+# %% jupyter={"source_hidden": true}
+in_turns.compare(1 / (1 / 900 + 1 / 2_700))
+
 # %% [markdown]
-# In turns the times add up: 1/900 + 1/2,700 s an image, so 675 images/s. If the loader works ahead, the slower one sets
-# the pace: 900, so the step waits for two thirds of the time. An epoch as short as ours stays somewhat below the
-# prediction, so measure longer ones.
+# **Compare.** If the loader works ahead, the slower one sets the pace: 900, and the step waits for two thirds of the
+# time. In turns the times add up: 1/900 + 1/2,700 s an image, so 675 images/s.
+#
+# In an epoch as short as ours, workers that start cost something too, so measure longer ones.
 #
 # | what you see | what it means | what helps |
 # |---|---|---|
@@ -203,9 +212,10 @@ for name, (load, fed) in usual.items():
 # | 1/both ≈ 1/loader + 1/step | they take turns | let the loader work ahead |
 #
 # > **What changes on real GPUs.** Python does not wait for the GPU, so stop the clock after `torch.cuda.synchronize()`.
-# > *Recorded* on one H200 (`gpu-check`), 256 images in fp32 and a step of 9.6 ms: 31.6 ms with a copy from ordinary
-# > memory, 11.7 from pinned memory (`pin_memory=True`), 10.0 if the next batch is copied during the step
-# > (`non_blocking=True`, in a stream of its own).
+# > And copying takes time: 256 images in fp32 are 154 MB. At the rates *recorded* on one H200 (`gpu-check`) they need
+# > 20 ms from ordinary memory (7.5 GB/s), and 2.8 ms from *pinned* memory (55 GB/s), which the system does not move, so
+# > the GPU can read it directly (`pin_memory=True`). With `non_blocking=True`, on a *stream* (a queue of work for the
+# > GPU) of its own, the copy of the next batch runs during the step.
 
 # %% [markdown]
 # ## 2. Does the loader compute, or does it wait too?
@@ -216,6 +226,11 @@ for name, (load, fed) in usual.items():
 # core.
 #
 # **Predict** for two cores: which of the two loaders gets faster with eight workers instead of two, and by how much?
+
+# %%
+loaders = ["the one that computes", "the one that waits", "both", "neither"]
+faster = predict("faster with eight workers, on two cores", loaders)
+faster
 
 # %%
 warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
@@ -231,13 +246,18 @@ print(f"{cores} cores here")
 for (name, workers), speed in speeds.items():
     print(f"{name:9}{workers} workers {speed.rate:7,.0f} images/s {speed.busy:5.1f} cores busy")
 
+# %% jupyter={"source_hidden": true}
+faster.compare("the one that waits")
+
 # %% [markdown]
-# Six more workers do not help the computing loader, because no core is free for them. The waiting one gets about three
-# times as fast, because eight reads wait at the same time. So if cores are idle while the step waits, start more reads
-# at once (workers, threads, `prefetch_factor`), and use fewer, larger files (section 12).
+# **Compare.** The one that waits, by up to four times, because eight reads wait at the same time. Six more workers do
+# not help the computing loader, because no core is free for them.
+#
+# So if cores are idle while the step waits, start more reads at once (more workers or threads), and use fewer, larger
+# files (section 12).
 #
 # > **Misconception.** "The loader is slow, so I set `num_workers` to 32." If workers compute, only the core time of
-# > an image counts. The next sections lower it.
+# > an image counts.
 
 # %% [markdown]
 # ## 3. Decode less
@@ -247,6 +267,10 @@ for (name, workers), speed in speeds.items():
 # eighth of its width and height, without ever making the pixels that would be thrown away. In PIL this is `draft`.
 #
 # **Predict**: how many times as fast is it to decode at a quarter of the width and height?
+
+# %%
+quarter = predict("decoding at a quarter of width and height", unit="times as fast")
+quarter
 
 
 # %%
@@ -258,20 +282,31 @@ def decode_part(data, part):
 
 photos = [train.large_photograph(number) for number in range(8)]
 decode_times = {p: loading.core_ms(partial(decode_part, part=p), photos) for p in (1, 2, 4, 8)}
-for p in decode_times:
-    small, large = decode_part(photos[0], p), decode(photos[0]).resize((224, 224))
-    away = np.abs(np.subtract(small.resize((224, 224)), large, dtype=int)).mean()
-    print(f"1/{p}: {small.size}; resized to 224 x 224 it differs by {away:.1f} of 255 on average")
-    assert small.size == (1200 // p, 960 // p) and (away < 3 or p == 8)
 
 # %% tags=["nbval-ignore-output"]
 for p, milliseconds in decode_times.items():
     print(f"1/{p}: {milliseconds:5.1f} ms, {decode_times[1] / milliseconds:.1f} times as fast")
 
+# %% tags=["nbval-ignore-output"] jupyter={"source_hidden": true}
+quarter.compare(decode_times[1] / decode_times[4])
+
 # %% [markdown]
-# One and a half to three times, depending on the machine, not sixteen, because the bytes of all waves must be unpacked
-# in any case. An eighth gains little more, and with fewer than 224 pixels it loses detail. For random crops, what must
-# keep 224 pixels is the *crop*, which may be a twelfth of the area:
+# **Compare.** Far less than the sixteen that one sixteenth of the pixels suggests, because the bytes of all waves must
+# be unpacked in any case. An eighth gains little or nothing more.
+#
+# How much detail is lost on the way to 224 by 224 pixels?
+
+# %% jupyter={"source_hidden": true}
+large = decode(photos[0]).resize((224, 224))
+for p in decode_times:
+    small = decode_part(photos[0], p)
+    away = np.abs(np.subtract(small.resize((224, 224)), large, dtype=int)).mean()
+    print(f"1/{p}: {small.size}; resized to 224 x 224 it differs by {away:.1f} of 255 on average")
+    assert away < 3 or p == 8
+
+# %% [markdown]
+# Little, as long as 224 pixels are left. For random crops, it is the *crop* that must keep 224, and it may be as small
+# as a twelfth of the area:
 
 
 # %%
@@ -356,8 +391,11 @@ assert mode == by_hand.RAW and file.samples["label"][5] == small[5][1]
 #
 # FFCV stores images as plain pixels (**raw**), as **JPEG** of quality 90, or as a mixture.
 #
-# **Predict**: how many times as large as the JPEG file is the raw one? And once the files are in memory, does either
-# feed our GPU without making it wait?
+# **Predict**: how many times as large as the JPEG file is the raw one?
+
+# %%
+larger = predict("the raw file", unit="times the JPEG file")
+larger
 
 # %%
 np.random.seed(0)  # which images of the mixture become JPEG
@@ -366,11 +404,16 @@ for name, mode in modes.items():
     write(train, files[name], mode)
 sizes = {name: files[name].stat().st_size / 1e6 for name in modes}
 print(", ".join(f"{name} {size:.1f} MB" for name, size in sizes.items()))
+
+# %% jupyter={"source_hidden": true}
 assert 6 < sizes["raw"] / sizes["JPEG"] < 12
+larger.compare(sizes["raw"] / sizes["JPEG"])
 
 # %% [markdown]
-# Raw takes about eight times the bytes of JPEG. An FFCV loader gets a **pipeline** for each field, a list of operations
-# of which the first decodes. This one does what PIL's did; `ToDevice` copies to the GPU.
+# **Compare.** About eight times: of the 24 bits of a pixel JPEG keeps three.
+#
+# So why store raw? An FFCV loader gets a **pipeline** for each field, a list of operations of which the first decodes.
+# This one does what PIL's did; `ToDevice` copies to the GPU.
 
 
 # %%
@@ -397,30 +440,33 @@ def ffcv_loader(path, threads=cores, size=64, **options):
 # %%
 if without:
     keys = ("dataloader", "ffcv_raw", "ffcv_mixed", "ffcv_jpeg")
+    core_times = {}  # not recorded
     found = loader_records.with_step(keys, step_alone)
 else:
     load, fed = usual[f"{cores} workers"]
     found = {"DataLoader, PIL": (load.rate, fed.rate, fed.waits)}
+    core_times = {"DataLoader, PIL": load.core_ms}
     for name in sizes:
         loader = ffcv_loader(files[name])
         measure(loader, epochs=1)  # compiles
-        fed = measure(loader, step, epochs=3)
-        found[f"FFCV, {name}"] = measure(loader, epochs=3).rate, fed.rate, fed.waits
+        fed, load = measure(loader, step, epochs=3), measure(loader, epochs=3)
+        found[f"FFCV, {name}"] = load.rate, fed.rate, fed.waits
+        core_times[f"FFCV, {name}"] = load.core_ms
 
 # %% tags=["nbval-ignore-output"]
-origin = "recorded alone, modelled with the step" if without else "measured"
-print("images/s                 alone  with the step  step waits")
+print("recorded alone, modelled with the step" if without else "measured")
+print("images/s                 alone  with the step  step waits  core time, ms an image")
 for name, (alone, both, waits) in found.items():
-    print(f"{name:22}{alone:8,.0f}{both:15,.0f}{waits:12.0%}")
-rows = {n: {"step": 64 * (1 - w) / r, "wait": 64 * w / r} for n, (_, r, w) in found.items()}
-figures.step_split(rows, f"{origin}: one batch of 64 images in training")
+    used = f"{core_times[name]:24.2f}" if core_times else ""
+    print(f"{name:22}{alone:8,.0f}{both:15,.0f}{waits:12.0%}{used}")
+
+# %% jupyter={"source_hidden": true}
+if core_times:
+    assert core_times["FFCV, raw"] < core_times["FFCV, JPEG"] < core_times["DataLoader, PIL"]
 
 # %% [markdown]
-# *The figure: for each loader a bar as long as a batch takes, the step first, then the waiting. With the usual loader
-# waiting is by far the longer part; with FFCV and raw images it is the shorter one.*
-#
-# So FFCV loads more than twice as many images a second on the same cores. (Whether two cores feed 2,900 depends on the
-# machine: section 8 shows a faster one.) Its JPEG must be decoded, so it is slower than raw, but still faster than the
+# Images per second change with what else runs on the machine; section 8 has those of a quiet one. The core time is
+# steadier: raw images need least of it, because nothing is decoded. FFCV's JPEG needs more, but still less than the
 # usual loader.
 #
 # Why store JPEG then? Because a file that is not in memory comes from a disk or over a network, where bytes count.
@@ -458,28 +504,39 @@ figures.page_accesses(accesses, "modelled: the page of each sample of an epoch, 
 # horizontal dashes, with 16 pages open at a time, and random fills the panel.*
 #
 # Two caches can hold pages. The **page cache** of the operating system (`os_cache=True`, the default) keeps what was
-# read while there is room, and drops what was used least recently. FFCV's own **process cache** (`os_cache=False`)
-# reads whole pages three batches ahead, and keeps each until its last use in the epoch.
+# read while there is room, and drops what was used least recently. (Its pages have 4 kB; we count in FFCV's.) FFCV's
+# own **process cache** (`os_cache=False`) reads whole pages three batches ahead, and keeps each until its last use in
+# the epoch.
 #
 # **Predict**: there is memory for half of the file, and one epoch has been read. Which share of the next one's samples
-# comes from the page cache, in sequential and in random order?
+# comes from the page cache, in random order? And in sequential order?
+
+# %%
+from_cache = predict("from the page cache, in random order", unit="%")
+from_cache
 
 # %%
 labels, pages = np.array(train.labels), page_of.max() + 1
 again = orders | {"quasi-random": page_cache.quasi_random(page_of, 16, rng)}
 again["random"] = rng.permutation(count)
+hits = {}
 print("modelled, whole  classes in a  pages held by a  samples in the page cache, with room for")
 print(f"pages of 2 MiB   batch of 8    process cache    20 %    50 %    80 %    all {pages} pages")
 for name, order in orders.items():
     mixed = np.mean([len({*labels[order[i : i + 8]].tolist()}) for i in range(0, count, 8)])
     held = page_cache.pages_held(order, page_of, batch=8)
     rooms = [round(share * pages) for share in (0.2, 0.5, 0.8, 1)]
-    hits = [page_cache.share_from_memory([order, again[name]], page_of, room) for room in rooms]
-    print(f"{name:13}{mixed:11.1f}{held:17}      " + "".join(f"{share:8.0%}" for share in hits))
+    hits[name] = [page_cache.share_from_memory([order, again[name]], page_of, n) for n in rooms]
+    row = "".join(f"{share:8.0%}" for share in hits[name])
+    print(f"{name:13}{mixed:11.1f}{held:17}      {row}")
+
+# %% jupyter={"source_hidden": true}
+assert 0.8 < hits["sequential"][0] == hits["sequential"][2] and hits["random"][1] < 0.5
+from_cache.compare(round(100 * hits["random"][1]))
 
 # %% [markdown]
-# In random order, the share found is about the share that fits. Sequential looks better, but its hits are neighbours on
-# a page just read: each page comes from the disk again, because it was always dropped before its turn.
+# **Compare.** In random order, a little less than the share that fits. Sequential looks better, but its hits are
+# neighbours on a page just read: each page comes from the disk again, because it was always dropped before its turn.
 #
 # So ask: does the raw file fit in memory? Does JPEG? If neither, take quasi-random with the process cache: it mixes
 # classes nearly as well as random, reads each page once, and holds little more than the pages of its window, whatever
@@ -526,7 +583,8 @@ write([(train[i][0], i) for i in range(count)], shared)
 if not without:
     launch(apply_fixes, world_size=world_size)  # each rank imports FFCV
 by_rank = launch(train_rank, shared, 2, seed, world_size=world_size, timeout=120)
-for epoch, shares in enumerate(zip(*(seen for seen, _ in by_rank), strict=True)):
+for epoch in range(2):
+    shares = [seen[epoch] for seen, _ in by_rank]
     for rank, share in enumerate(shares):
         sampler = DistributedSampler(range(count), world_size, rank, seed=seed)
         sampler.set_epoch(epoch)
@@ -540,28 +598,39 @@ for epoch, shares in enumerate(zip(*(seen for seen, _ in by_rank), strict=True))
 # No sample is lost. An FFCV loader counts its epochs itself, while `DistributedSampler` needs `set_epoch`.
 #
 # **Predict**: the two ranks shuffle with seeds of their own, 0 and 1. Which share of the samples does no rank see? And
-# how much memory did the file take above, where both ranks read most of it?
+# how much memory did the file take above, where each rank read most of its pages?
+
+# %%
+unseen = predict("seen by no rank", unit="% of the samples")
+unseen
+
+# %%
+taken = predict("in memory", ["each page once", "each page once per rank", "no page"])
+taken
 
 # %%
 samplers = [DistributedSampler(range(count), world_size, r, seed=r) for r in range(world_size)]
 seen = {sample for sampler in samplers for sample in sampler}
 print(f"seeds by rank: {1 - len(seen) / count:.0%} of the samples are seen by no rank")
-memory, size = [found for _, found in by_rank], shared.stat().st_size
-if all(mapped for mapped, _ in memory):
-    assert 0.5 * size < sum(fair for _, fair in memory) < 1.05 * size
 
 # %% tags=["nbval-ignore-output"]
+memory, size = [found for _, found in by_rank], shared.stat().st_size
 print(f"the file has {size / 1e6:.0f} MB")
 for rank, (mapped, fair) in enumerate(memory):
     print(f"rank {rank}: {mapped / 1e6:.0f} MB of it in memory, its fair share {fair / 1e6:.0f} MB")
 
+# %% jupyter={"source_hidden": true}
+if all(mapped for mapped, _ in memory):
+    assert 0.5 * size < sum(fair for _, fair in memory) < 1.05 * size
+unseen.compare(round(100 * (1 - len(seen) / count)))
+taken.compare("each page once")
+
 # %% [markdown]
-# In each epoch a quarter is seen by no rank, and no error says so. Each rank misses a sample with probability 1 − 1/N,
-# so all N miss (1 − 1/N)ᴺ of them: 37 % for many ranks.
+# **Compare.** In each epoch a quarter is seen by no rank, and no error says so: each of N ranks misses a sample with
+# probability 1 − 1/N, all of them with (1 − 1/N)ᴺ, which is 37 % for many ranks. In memory each page is there once,
+# because the page cache belongs to the machine: in the *fair share* a page of two processes counts half for each.
 #
-# The page cache belongs to the machine. Each rank has most of the file in memory, but it is the same memory, so the
-# second rank adds almost nothing. (A page that two processes have counts half in the *fair share* of each.) The process
-# cache, however, exists once per rank.
+# The process cache, however, exists once per rank.
 
 # %% [markdown]
 # ## 8. When FFCV is not the answer
@@ -577,7 +646,8 @@ loader_records.bars(ways)
 
 # %% [markdown]
 # *The figure: a bar for each library. FFCV's raw file is far ahead, then come its mixture and its JPEG. DALI is about
-# 1.2 times as fast as the usual loader, LitData and Grain are equally fast, three are slower.*
+# 1.2 times as fast as the usual loader, LitData and Grain are equally fast, three are slower. (These factors are
+# medians over rounds in which all took turns, not quotients of the bars.)*
 #
 # All but FFCV and DALI call PIL here, so the figure compares how they deliver images, not what they could do with
 # another decoder, or with a remote store. Where to look:
@@ -669,8 +739,8 @@ print(f"own memory added: {own / 1e6:.0f} MB")
 # The first epoch reads the file from the disk, but not all of its unused space. The second finds it in memory. None of
 # it is the process's own, so the system can take it back at any moment.
 #
-# Now the process cache, with the parts of FFCV that fetch pages. **Predict** how much memory it takes in each order: as
-# many pages as the model of section 6 says?
+# Now the process cache, with the parts of FFCV that fetch pages. It should take as many pages as the model of section 6
+# says:
 
 # %% tags=["deeper"]
 if not without:
@@ -710,32 +780,44 @@ print(f"the eight A100s want {wanted:,.0f}: {1 - disk / each / wanted:.0%} in me
 # The quasi-random order does not work with `distributed=True` (FFCV raises NotImplementedError). What works is to give
 # each rank pages of its own with `indices=`. All ranks need equally many samples, or one runs out of batches while the
 # others wait (lesson 04). The price: each rank sees the same part of the data in every epoch.
+#
+# With several machines, each of them needs the file. On one with eight GPUs and two processors, a rank should load on
+# the cores next to its GPU, from the memory next to these: `torchrun --numa-binding=node` (torch 2.13).
 
 # %% [markdown] tags=["deeper"]
 # ## 11. Compiled, and in threads: where the factor comes from · deeper
 #
 # FFCV changes four things at once: the library that decodes and resizes, what is stored, threads in place of processes,
 # and a loop that is compiled. The benchmark changes them one after the other.
-# **Predict** which change gains most.
+#
+# **Predict**: which change gains most?
+
+# %% tags=["deeper"]
+changes = ["OpenCV instead of PIL", "pixels instead of JPEG", "threads instead of processes"]
+changes += ["FFCV's compiled loop"]
+most = predict("gains most", changes)
+most
 
 # %% tags=["deeper"]
 chain = ["dataloader", "dataloader_cv2", "dataloader_raw", "threads_raw", "ffcv_raw"]
-reasons = ["OpenCV instead of PIL", "pixels instead of JPEG", "threads instead of processes"]
-reasons += ["FFCV's compiled loop"]
-print("recorded; images/s with the best number of workers, gains by rounds")
-for reason, base, way in zip(reasons, chain[:-1], chain[1:], strict=True):
-    times, least, most = loader_records.gain(way, base)
-    print(f"{reason:28} x {times:.2f} ({least:.2f} to {most:.2f})")
+gains = {}
+print("recorded: median gain of nine rounds, with the best number of workers")
+for change, base, way in zip(changes, chain[:-1], chain[1:], strict=True):
+    gains[change], low, high = loader_records.gain(way, base)
+    print(f"{change:28} x {gains[change]:.2f} ({low:.2f} to {high:.2f})")
 for way in ("ffcv_raw", "ffcv_jpeg"):
     print(f"{loader_records.best_workers(way)[0]:28} x {loader_records.gain(way)[0]:.2f} at once")
 loader_records.bars(chain)
 
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+most.compare(max(gains, key=gains.get))
+
 # %% [markdown] tags=["deeper"]
+# **Compare.** Storing pixels gains most, the library comes second; threads and the compiled loop gain about a fifth
+# each. With JPEG images the largest gain is lost.
+#
 # *The figure: five bars, each longer than the one before: the usual loader with PIL, then OpenCV, then pixels, then
 # threads, then FFCV.*
-#
-# Storing pixels gains most, the library comes second; threads and the compiled loop gain about a fifth each. With JPEG
-# images the largest gain is lost.
 #
 # Why do threads help? In the usual build of Python a lock lets only one thread at a time run Python code, whatever the
 # number of cores. Therefore the usual loader has worker *processes*, which must pass their batches to the training
@@ -745,25 +827,25 @@ loader_records.bars(chain)
 
 # %% tags=["deeper"]
 if not without:
-    from ffcv.pipeline.compiler import Compiler
-
     loader, before = ffcv_loader(files["raw"]), loading.processes()
     threads = measure(loader)
     assert loading.processes().keys() <= before.keys()
-    compiled = measure(ffcv_loader(files["raw"], threads=1))
-    Compiler.set_enabled(False)
-    interpreted = measure(ffcv_loader(files["raw"], threads=1))
-    Compiler.set_enabled(True)
     print("FFCV starts no process: its workers are threads")
 
 # %% tags=["deeper", "nbval-ignore-output"]
 if not without:
     print(f"{cores} threads: {threads.core_ms:.2f} ms of a core, {threads.busy:.1f} cores busy")
-    print(f"1 thread: {compiled.core_ms:.2f} ms; not compiled: {interpreted.core_ms:.2f} ms")
+
+# %% tags=["deeper"]
+print("recorded: what the compiled loop gains")
+for workers in (1, 2):
+    times, low, high = loader_records.gain("ffcv_raw", "threads_raw", workers)
+    print(f"{workers} in parallel  x {times:.2f} ({low:.2f} to {high:.2f})")
 
 # %% [markdown] tags=["deeper"]
-# On one core the loop takes about as long without compilation, because most of its time goes into OpenCV's C++ code,
-# which is fast anyway. So compiling is not what makes FFCV's operations fast. It makes *yours* fast.
+# With one thread the compiled loop gains nothing, because most of the time goes into OpenCV's C++ code in both cases.
+# With two it gains a sixth, which fits the lock: threads that run Python wait for each other. So compiling is not what
+# makes FFCV's operations fast. It makes *yours* fast.
 #
 # ### An operation of your own
 #
@@ -792,6 +874,7 @@ if not without:
     from dataclasses import replace
 
     from ffcv.pipeline.allocation_query import AllocationQuery
+    from ffcv.pipeline.compiler import Compiler
     from ffcv.pipeline.operation import Operation
 
     class Gray(Operation):
@@ -834,8 +917,7 @@ print(f"  in the next process                {times['next_process_s']:5.1f}")
 # with a large α. Therefore one asks for few, large files. The simplest such file is a tar archive of a thousand samples
 # or more, a **shard**, read from its beginning to its end; that is WebDataset's format. The store here is emulated: a
 # folder, with a delay of 20 ms per request and 100 MB/s.
-#
-# **Predict**: how long does it take to read 120 images of about 30 kB, one request each? And as three shards?
+# We read 120 images of about 30 kB, first with a request for each, then as three shards.
 
 # %% tags=["deeper"]
 import tarfile
@@ -861,7 +943,8 @@ def stream(store, names):
 single = loading.SlowStore(train.folder, wait=0.02, bandwidth=100e6)
 one_by_one = {n: single.read(train.paths[n].relative_to(train.folder)) for n in mixed.tolist()}
 sharded = loading.SlowStore(store_folder, wait=0.02, bandwidth=100e6)
-assert dict(stream(sharded, ["2.tar", "0.tar", "1.tar"])) == one_by_one
+from_shards = dict(stream(sharded, ["2.tar", "0.tar", "1.tar"]))
+assert from_shards == one_by_one
 for name, store in (("files", single), ("shards", sharded)):
     predicted = store.requests * 0.02 + store.bytes / 100e6
     print(f"{name:7}{store.requests:4} requests, predicted {predicted:.2f} s")
@@ -870,7 +953,7 @@ for name, store in (("files", single), ("shards", sharded)):
 print(f"measured: files {single.seconds:.2f} s, shards {sharded.seconds:.2f} s")
 
 # %% [markdown] tags=["deeper"]
-# The shards have a few more bytes (tar pads each file) and need a fortieth of the requests. The price is the order:
+# The shards have a few more bytes (tar pads each file), but need a fortieth of the requests. The price is the order:
 # inside a shard samples come as they were written. So one shuffles the *order of the shards*, and passes the samples
 # through a **buffer**: each one that arrives takes the place of a random one, which leaves. How well does that mix?
 
@@ -897,12 +980,17 @@ for written, arriving in (("by class", np.arange(count)), ("shuffled", rng.permu
 # %% [markdown] tags=["deeper"]
 # A buffer mixes no more than it holds, so shuffle before you write the shards. Under DDP each rank, and each of its
 # workers, takes shards of its own, so there must be at least as many shards as ranks × workers. Two libraries do all
-# this, and more, such as a cache on a local disk (`loader_ways.py` of this lesson calls them so, with local files):
+# this, and more, such as a cache on a local disk:
 #
 # ```python
-# wds.WebDataset(urls, shardshuffle=8).shuffle(200).to_tuple("jpg", "cls").map(decode).batched(64)
+# shards = wds.WebDataset(urls, shardshuffle=8, nodesplitter=wds.split_by_node)
+# shards.shuffle(200).to_tuple("jpg", "cls").map_tuple(decode_and_augment, int).batched(64)
 # StreamingDataset(remote="s3://bucket/set", local="/nvme/set", batch_size=64, shuffle=True)
 # ```
+#
+# Without `nodesplitter`, WebDataset raises a ValueError as soon as there are two ranks (1.0.2). With it, a rank gets
+# every N-th shard, in each epoch the same ones. Where these hold unequal numbers of samples, one rank runs out of
+# batches while the others wait.
 #
 # WebDataset reads tar files as they come. Streaming's shards have an index, so it can compute one global order: it
 # promises the same samples in the same order on any number of GPUs, and to resume in the middle of an epoch from the
@@ -924,6 +1012,10 @@ for written, arriving in (("by class", np.arange(count)), ("shuffled", rng.permu
 # up, which share of the tokens is real?
 
 # %% tags=["deeper"]
+real = predict("real tokens", unit="%")
+real
+
+# %% tags=["deeper"]
 from course_utils.programs import TEXT
 
 END, length = 0, 256
@@ -934,9 +1026,13 @@ packed = tokens[: len(tokens) // length * length].reshape(-1, length)
 print(f"{len(documents)} documents, {len(tokens):,} tokens")
 print(f"padded: {padded_rows} rows, {len(tokens) / (padded_rows * length):.0%} of the tokens real")
 print(f"packed: {len(packed)} rows, all real")
-assert padded_rows * length > 1.3 * len(tokens)
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+real.compare(round(100 * len(tokens) / (padded_rows * length)))
 
 # %% [markdown] tags=["deeper"]
+# **Compare.** 54 %, less than 175 / 256 (68 %), because documents longer than a row take two rows or more.
+#
 # **Packing** puts documents one after the other, each followed by an end token, and cuts the result into rows. No token
 # is wasted, but a row now holds pieces of several documents, and attention reaches from one into another. Therefore
 # Llama 3 uses a **document mask** ([section 3.2 of its report](https://arxiv.org/abs/2407.21783)), which matters most
@@ -1009,32 +1105,47 @@ print("4 ranks, stopped after 5 steps, resumed on 2: the same rows in the same o
 # FFCV loader with default options give in an epoch?
 
 # %% tags=["deeper"]
+given = predict("samples in an epoch of 500, with default options")
+given
+
+# %% tags=["deeper"]
 if not without:
     quick = {"image": None, "label": [IntDecoder(), ToTensor(), Squeeze(1)]}
     default = Loader(str(files["raw"]), batch_size=64, num_workers=1, pipelines=quick)
     kept = [batch for (batch,) in default]
     total = sum(map(len, kept))
-    print(f"1. drop_last is True by default: {total} of {count} samples in an epoch")
-    assert total == count // 64 * 64
+    print(f"{total} of {count} samples in an epoch")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+assert without or total == count // 64 * 64
+given.compare(count // 64 * 64)
+
+# %% [markdown] tags=["deeper"]
+# **Compare.** 448: the last batch would not be full, and `drop_last` is True by default. So samples are lost in each
+# epoch, and in validation some are never tested. Set `drop_last=False`.
+#
+# Three more:
+
+# %% tags=["deeper"]
+if not without:
     buffers = len({batch.data_ptr() for batch in kept})
     wrong = sum(not np.array_equal(b, labels[64 * i : 64 * i + 64]) for i, b in enumerate(kept))
-    print(f"2. {len(kept)} batches share {buffers} buffers: {wrong} of those kept are overwritten")
+    print(f"1. {len(kept)} batches share {buffers} buffers: {wrong} of those kept are overwritten")
 
     first = [next(iter(ffcv_loader(files["raw"], seed=3)))[0].clone() for _ in range(2)]
-    print(f"3. the same seed twice, the same pixels: {torch.equal(*first)}")
+    print(f"2. the same seed twice, the same pixels: {torch.equal(*first)}")
     assert not torch.equal(*first)
     going, resumed = (ffcv_loader(files["raw"], seed=3, pipelines=quick) for _ in range(2))
     measure(going, epochs=1)
     assert not np.array_equal(resumed.next_traversal_order(), going.next_traversal_order())
     resumed.next_epoch = 1
     assert np.array_equal(resumed.next_traversal_order(), going.next_traversal_order())
-    print("4. a loader that is made anew starts with the order of epoch 0")
+    print("3. a loader that is made anew starts with the order of epoch 0")
 
 # %% [markdown] tags=["deeper"]
-# 1. Samples are lost in each epoch, and in validation some are never tested. Set `drop_last=False`.
-# 2. A batch is a view of one of a few buffers, which the loader fills again. Use it at once, or `clone()` it.
-# 3. `seed` is for the order only. Random crops and flips have other generators, one in each thread.
-# 4. A run that is resumed repeats the orders it has already used. Set `loader.next_epoch = epoch` after loading a
+# 1. A batch is a view of one of a few buffers, which the loader fills again. Use it at once, or `clone()` it.
+# 2. `seed` is for the order only. Random crops and flips have other generators, one in each thread.
+# 3. A run that is resumed repeats the orders it has already used. Set `loader.next_epoch = epoch` after loading a
 #    checkpoint.
 #
 # Two more happen when the file is written: the writer decodes JPEG files and compresses them again with quality 90,
@@ -1064,6 +1175,12 @@ if not without:
 # %% tags=["nbval-ignore-output"]
 print("the step waits:", *(f"{n} {waits:.0%}" for n, (*_, waits) in found.items()), sep="\n  ")
 print(f"a large photograph: {full:.1f} ms of a core, with draft {cheap:.1f} ms")
+
+# %% [markdown]
+# How your predictions came out:
+
+# %% tags=["nbval-ignore-output"]
+predictions()
 
 # %% [markdown]
 # - Measure the loader alone, the step alone, and both; the slower one sets the pace. The number of busy cores shows

@@ -41,9 +41,15 @@ def rates(*keys: str) -> dict[str, float]:
     return {name: row["images_per_s"] for name, row in map(best_workers, keys)}
 
 
-def gain(key: str, base: str = "dataloader") -> tuple[float, float, float]:
-    """How many times as fast as `base` a way was within the same round: median, lowest and highest of all rounds."""
-    one, other = (best_workers(name)[1]["rounds"] for name in (key, base))
+def gain(key: str, base: str = "dataloader", workers: int | None = None) -> tuple[float, float, float]:
+    """How many times as fast as `base` a way was within the same round: median, lowest and highest of all rounds.
+
+    Both with so many ``workers``, or each with the best number.
+    """
+    ways, found = _record()["ways"], []
+    for name in (key, base):
+        found.append(ways[name]["by_workers"][str(workers)] if workers else best_workers(name)[1])
+    one, other = (row["rounds"] for row in found)
     times = [a / b for a, b in zip(one, other, strict=True)]
     return median(times), min(times), max(times)
 

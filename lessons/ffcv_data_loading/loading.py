@@ -84,7 +84,7 @@ def core_ms(function: Callable[[Any], object], items: Sequence) -> float:
 def costs_of_parts(
     parts: Mapping[str, Callable[[Any], object]], samples: Sequence, batch: int = 64
 ) -> dict[str, float]:
-    """Seconds that a sample takes in each part of a pipeline, in the faster of two rounds.
+    """Seconds of a core that a sample takes in each part of a pipeline, in the faster of two rounds.
 
     Each part is called with what the part before it has returned, the last one with a whole batch.
     """
@@ -95,12 +95,12 @@ def costs_of_parts(
         for first in range(0, len(samples), batch):
             items = samples[first : first + batch]
             for name in single:
-                start = time.perf_counter()
+                start = time.process_time()
                 items = [parts[name](item) for item in items]
-                times[name] += time.perf_counter() - start
-            start = time.perf_counter()
+                times[name] += time.process_time() - start
+            start = time.process_time()
             parts[whole](items)
-            times[whole] += time.perf_counter() - start
+            times[whole] += time.process_time() - start
         found.append({name: seconds / len(samples) for name, seconds in times.items()})
     return min(found[1:], key=lambda times: sum(times.values()))
 
