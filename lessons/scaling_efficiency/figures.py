@@ -131,11 +131,15 @@ def gradient_range(gradients: Mapping[str, Sequence[float]], ranges: Mapping[str
 
 
 def checkpointing(
-    layers: Sequence[int], kept: Mapping[str, Sequence[float]], seconds: Mapping[str, Sequence[float]]
+    widths: Sequence[int], kept: Mapping[str, Sequence[float]], ratios: Mapping[str, Sequence[float]]
 ) -> Figure:
-    """Draw bytes kept for backward (counted) and seconds of a step (measured) over the number of layers, by way."""
-    figure = panels(layers, Panel("counted: memory of activations", "kept for backward (MB)", kept, 1e-6, markers=5),
-                    Panel("measured: time", "forward and backward (ms)", seconds, 1e3, markers=5))
+    """Draw, over the width of a model, bytes kept for backward by way, and what grows by which factor."""
+    figure = panels(
+        widths, Panel("counted: memory of activations", "kept for backward (MB)", kept, 1e-6, markers=5),
+        Panel("with checkpointing: time measured, FLOPs counted", "times as much as without", ratios, markers=5,
+              limits=(1, None)),
+    )
     for ax in figure.axes:
-        ax.set_xlabel("layers")
+        ax.set_xlabel("width of the model")
+        ax.set_xticks(widths)
     return figure

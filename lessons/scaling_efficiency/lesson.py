@@ -24,8 +24,8 @@
 # - *use* MFU and HFU without mixing them up;
 # - *turn* an efficiency into the price of a run.
 #
-# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 45 minutes to read
-# the core, 100 with the deeper sections, under a minute to run.
+# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 50 minutes to read
+# the core, 105 with the deeper sections, under a minute to run.
 
 # %% [markdown]
 # First PyTorch and every parameter, then what comes from the course.
@@ -46,10 +46,11 @@ whole_batch, rank_batch = 24, 12  # windows of text in a step: of all ranks, or 
 late = 0.04  # seconds by which the slow rank is late
 
 # %%
-from course_utils import device, launch, memory, recorded
+from course_utils import device, launch, recorded
 from course_utils.costs import bytes_sent
 from course_utils.hardware import GPUS, LINKS
 from course_utils.models import GPT, Block, TransformerConfig, build_gpt, loss_of
+from course_utils.predictions import predict, predictions
 from course_utils.programs import SCRIPTS, excerpt, folded, torchrun
 from course_utils.step_log import StepLog
 from lessons.scaling_efficiency import figures, scaling
@@ -108,7 +109,10 @@ def throughput(size, n):
 
 # %% [markdown]
 # **Predict**: ranks without GPUs compute on the cores of this machine. What is the best speed-up that four ranks can
-# show on two cores, in strong and in weak scaling?
+# show on two cores?
+
+# %%
+best_of_four = predict("best speed-up of four ranks on two cores", unit="times")
 
 # %% tags=["nbval-ignore-output"]
 counts = scaling.counts(world_size)
@@ -126,14 +130,19 @@ for n, a, b in zip(counts, strong, weak, strict=True):
 cores = os.cpu_count() if backend == "gloo" else None
 figures.scaling_curves(counts, {"strong": strong, "weak": weak}, "measured", limit=cores)
 
+# %% jupyter={"source_hidden": true}
+best_of_four.compare(2)
+
 # %% [markdown]
+# **Compare.** Two, in strong and in weak scaling: two cores compute twice as fast as one, whatever the program does.
+# So the efficiency of four ranks is at most 50 %.
+#
 # *The figure, left: speed-up over ranks, with the ideal as a dashed line and, where ranks share cores, a dotted line
 # that ends at the number of cores. Right: the same as efficiency.*
 #
-# Ranks that share two cores can at best be twice as fast as one, either way. So the efficiency of four is at most 50
-# %, and nothing in the program can change that. (Timings scatter, so a point may lie slightly above the dotted line.)
-# The rest goes into messages, copies and waiting. Strong scaling gives each rank less to compute for a message of the
-# same size, so on many ranks it loses more, and can be slower than one rank alone.
+# (Timings scatter, so a point may lie above the dotted line.) The rest goes into messages, copies and waiting. In
+# strong scaling each rank computes less, but its messages stay as large. So on many ranks it loses more, and can be
+# slower than one rank alone.
 #
 # > **Misconception.** "Throughput goes up, so the job scales." With a processor for each rank, throughput nearly
 # > always goes up. Only efficiency says what that costs.
@@ -155,7 +164,11 @@ figures.scaling_curves(counts, {"strong": strong, "weak": weak}, "measured", lim
 #
 # $$\text{speed-up} = s + (1-s)\,N$$
 #
-# **Predict**: s is 5 %. What does each law allow for a thousand ranks?
+# **Predict**: s is 5 %. What speed-up does each law allow for a thousand ranks?
+
+# %%
+fixed_work = predict("speed-up by Amdahl on 1,000 ranks", unit="times")
+fixed_time = predict("speed-up by Gustafson on 1,000 ranks", unit="times")
 
 
 # %%
@@ -173,7 +186,14 @@ print(f"1,000 ranks: Amdahl {amdahl(1000, 0.05):.1f}, Gustafson {gustafson(1000,
 laws = {"Amdahl": amdahl, "Gustafson": gustafson}
 figures.speedup_laws(laws, (0.001, 0.01, 0.05, 0.2), most=1000)
 
+# %% jupyter={"source_hidden": true}
+fixed_work.compare(amdahl(1000, 0.05))
+fixed_time.compare(gustafson(1000, 0.05))
+
 # %% [markdown]
+# **Compare.** With fixed work less than 20, because the serial 5 % alone take a twentieth of one rank's time. With
+# fixed time 950, because one rank alone would need 1,000 times as long for the other 95 %.
+#
 # *The figure, left: by Amdahl each curve bends away from the dashed ideal, towards its limit 1/s. Right: by Gustafson
 # all curves keep climbing, close to the ideal.*
 #
@@ -223,8 +243,7 @@ def average_gradients(model, log, apart):
 
 
 # %% [markdown]
-# The last rank can be made late by a sleep, which stands for a hot GPU, a longer sequence or a slow disk. (The flag
-# `apart` is for later.)
+# The last rank can be made late by a sleep, which stands for a hot GPU, a longer sequence or a slow disk.
 
 
 # %%
@@ -257,18 +276,27 @@ def picture(logs, title):
 # **Predict**: the last rank is 40 ms late. On which part do the *other* ranks spend these 40 ms?
 
 # %%
+spent = predict("the others spend the 40 ms in", ["data", "compute", "all_reduce", "copies"])
+
+# %%
 together = on_ranks(logged_steps, late, apart=False)
 picture(together, "measured: one step; the last rank is late")
 
+# %% jupyter={"source_hidden": true}
+assert any(log.mean(skip=2)["all_reduce"] > late / 2 for log in together[:-1])
+spent.compare("all_reduce")
+
 # %% [markdown]
+# **Compare.** On `all_reduce`: they begin it in time, and it cannot end before the last rank has begun, too.
+#
 # *The figure: one row a rank. The last rank has the longest bar of compute and a short all_reduce; the others have
 # shorter bars of compute and long ones of all_reduce. Where ranks share cores, some start later than others.*
 #
-# The delay shows as `all_reduce`, on the ranks that are *not* late. A profile of rank 0 would say that communication
-# takes most of the step, and suggest a faster network. But the network is mostly idle.
+# So the delay shows on the ranks that are *not* late. A profile of rank 0 alone suggests a faster network, although
+# the network is idle most of the time.
 #
-# An all-reduce cannot end before its last rank has begun. So we put a **barrier** in front of it, which carries no
-# data: the time in the barrier is waiting, and the all-reduce after it is transfer.
+# To tell waiting from transfer, we put a **barrier** in front of the all-reduce. It carries no data, so the time in the
+# barrier is waiting, and the all-reduce after it is transfer.
 
 # %%
 apart = on_ranks(logged_steps, late, apart=True)
@@ -300,8 +328,11 @@ picture(apart, "measured: one step with a barrier before the all-reduce")
 # How much communication is there to begin with? A rank computes about 6 FLOPs for each parameter and token, 2 in
 # forward and 4 in backward. Then it all-reduces a gradient of 2 bytes, in bf16, for each parameter.
 #
-# **Predict**: a model becomes ten times as large, and each GPU keeps as many tokens. Does its data parallelism scale
-# better or worse?
+# **Predict**: a model becomes ten times as large, and each GPU has as many tokens as before. Does data parallelism
+# scale better or worse?
+
+# %%
+larger = predict("a larger model scales", ["worse", "better", "equally well"])
 
 
 # %%
@@ -315,15 +346,19 @@ for parameters in (1e9, 10e9):
     ratio = compute_over_communication(parameters, 8192, 400e12, 50e9, n=64)
     print(f"{parameters / 1e9:2.0f} billion parameters: ratio {ratio:.2f} (modelled)")
 
+# %% jupyter={"source_hidden": true}
+of_one, of_ten = (compute_over_communication(p, 8192, 400e12, 50e9, n=64) for p in (1e9, 10e9))
+assert math.isclose(of_one, of_ten)
+larger.compare("equally well")
+
 # %% [markdown]
-# Neither. With Ψ parameters, N ranks, B tokens a rank, F FLOP/s and bus bandwidth W,
+# **Compare.** Equally well: computing and communicating grow by the same factor. With Ψ parameters, N ranks, T tokens a
+# rank, F FLOP/s and bus bandwidth B, the ratio is 6ΨT/F over 2(N−1)/N · 2Ψ/B seconds, and Ψ cancels.
 #
-# $$\frac{\text{computing}}{\text{communicating}} = \frac{6\,\Psi B / F}{2\frac{N-1}{N}\cdot 2\Psi / W}
-#   = \frac{3\,B\,W}{2\,F}\cdot\frac{N}{N-1}$$
-#
-# and Ψ is gone. What counts is the number of *tokens* of each GPU, and the ratio W/F of the machine. So how many
-# tokens must a GPU have for the all-reduce to fit behind the backward pass? The cell takes 400 TFLOP/s, what Llama 3
-# reached on an H100 (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4), and one link a GPU.
+# What remains is 3/2 · T · B/F · N/(N−1). So the number of *tokens* of each GPU counts, and the ratio B/F of the
+# machine. How many tokens must a GPU have for the all-reduce to fit behind the backward pass? The cell takes
+# 400 TFLOP/s, which Llama 3 reached on an H100 (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783),
+# table 4), and one link for each GPU.
 
 
 # %%
@@ -342,8 +377,7 @@ for key, n in (("nvlink4", 8), ("ib_ndr", 64), ("eth_100g", 64), ("eth_25g", 64)
 # hundred thousand, for which its memory has no room (section 6). Then it helps to accumulate gradients without
 # communicating (`no_sync`, lesson 04), or to compress them (section 14).
 #
-# DDP hides the all-reduce by cutting it into buckets; section 11 works out how many. Hidden communication is not free:
-# its kernels take multiprocessors and memory bandwidth from the computation.
+# Hidden communication is not free: its kernels take multiprocessors and memory bandwidth from the computation.
 #
 # > **Misconception.** "Large models scale worse because they send more." They send more and compute more, by the same
 # > factor. They scale worse when the memory leaves room for fewer tokens.
@@ -379,33 +413,41 @@ explorer
 # *The widget: the bits of a number in each format, with sign, exponent and fraction in colors of their own, and the
 # value that is kept.*
 #
-# 1.001 is 1 in bf16 and in both kinds of fp8. 70,000 is infinite in fp16 and in e5m2, while e4m3 has no infinity and
-# stops at 448. 1e-8 is zero in fp16 and in fp8, and so is every smaller gradient. Therefore fp16 needs **loss
-# scaling**: the loss is multiplied by a large number before backward, and the gradients are divided by it afterwards
-# (section 12). bf16 does not need it.
+# 1.001 is 1 in bf16 and in both kinds of fp8. 70,000 is infinite in fp16 and in e5m2. e4m3 has no infinity: PyTorch
+# makes 448 of a number that is too large, and before version 2.12 it made NaN ([pull request
+# 178817](https://github.com/pytorch/pytorch/pull/178817)). 1e-8 is zero in fp16 and in fp8. So small gradients vanish
+# in fp16, and it needs **loss scaling**: the loss is multiplied by a large number before backward, and the gradients
+# are divided by it afterwards (section 12). bf16 does not need it.
 #
 # **Predict**: a weight of 1.0 in bf16 gets an update of +0.001, a thousand times. What is it then?
 
 # %%
-weight, master = torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(1.0)
+at_the_end = predict("the weight in bf16 after 1,000 updates")
+
+# %%
+short, long = torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(1.0)
 for _ in range(1000):
-    weight += 0.001
-    master += 0.001
-print(f"bf16: {weight.item():.3f}   fp32 master, then cast to bf16: {master.bfloat16().item():.3f}")
-assert weight == 1 and master.bfloat16() == 2
+    short += 0.001
+    long += 0.001
+print(f"in bf16: {short.item():.3f}   in fp32, then converted to bf16: {long.bfloat16().item():.3f}")
+
+# %% jupyter={"source_hidden": true}
+assert short == 1 and long.bfloat16() == 2
+at_the_end.compare(short.item())
 
 # %% [markdown]
-# It is still 1. The next number after 1 is 1.0078, and 0.001 is less than half of the way, so each sum is rounded
-# back. A **master weight** in fp32 collects the small updates. With it, mixed precision takes 2 bytes of weight, 2 of
+# **Compare.** It is still 1. The next number after 1 is 1.0078, and 0.001 is less than half of the way, so each sum is
+# rounded back.
+#
+# A **master weight** in fp32 collects the small updates. With it, mixed precision takes 2 bytes of weight, 2 of
 # gradient, 4 of master weight and 8 of Adam's moments for each parameter. That is 16 bytes, as many as plain fp32 with
 # 4 + 4 + 8.
 #
-# > **Misconception.** "Mixed precision halves the memory." It does not shrink the model states. It saves time and
-# > memory of activations, but shortens messages only if gradients have 16 bits. Under `torch.autocast` they have 32.
+# So mixed precision does not shrink the model states: it saves time, and memory of activations. (Under `torch.autocast`
+# gradients, and so messages, keep 32 bits.)
 #
 # How much time? Here are dense TFLOP/s from the data sheets (*recorded*; brochures often print twice as much, for
-# matrices with 2:4 sparsity). fp32 runs on ordinary cores, the others on tensor cores. Section 13 is about fp8 and
-# fp4.
+# matrices with 2:4 sparsity). fp32 runs on ordinary cores, the others on tensor cores.
 
 # %%
 formats = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
@@ -427,47 +469,57 @@ for key in ("v100", "a100", "h100", "b200"):
 # checkpoint   forward 1 2 3 4  |  forward 4, backward 4 |  forward 3, backward 3 | …
 # ```
 #
-# **Predict**: forward costs 1 and backward 2. How much longer does a step take?
-
+# The course's GPT calls `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)` in place of `block(x)`.
+#
+# **Predict**: forward costs 1 and backward 2. How much longer does a step take with checkpointing?
 
 # %%
-def measure(layers, checkpoint):
-    """The gradient, bytes that forward keeps for backward, CPU seconds of forward and backward."""
-    model = build_gpt(TransformerConfig(layers=layers, checkpoint=checkpoint))
-    x, y = fixed_batch(0, size=4)
-    with memory.track(model) as tracker:
-        loss = loss_of(model, x, y)
-        kept = tracker.mark("forward").activations
-    loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    return gradient, kept, scaling.cpu_seconds(lambda: loss_of(model, x, y).backward())
+longer = predict("a step with checkpointing takes", unit="times as long")
 
-
+# %%
 torch.set_num_threads(1)  # in this process as on the ranks
-layers, gradients, kept, seconds = [2, 4, 8], {}, {}, {}
-for name, again in {"keep all": False, "checkpoint": True}.items():
-    found = [measure(n, again) for n in layers]
-    gradients[name], kept[name], seconds[name] = zip(*found, strict=True)
-assert all(map(torch.equal, gradients["keep all"], gradients["checkpoint"]))
-figures.checkpointing(layers, kept, seconds)
+widths, kept = [64, 128, 256], {"keep all": [], "checkpoint": []}
+ratios, same = {"CPU time": [], "FLOPs": []}, []
+for width in widths:
+    shapes = [TransformerConfig(layers=4, hidden=width, checkpoint=c) for c in (False, True)]
+    usual, again = (scaling.forward_backward(shape) for shape in shapes)
+    same.append(torch.equal(usual.gradients, again.gradients))
+    kept["keep all"].append(usual.kept)
+    kept["checkpoint"].append(again.kept)
+    ratios["CPU time"].append(again.seconds / usual.seconds)
+    ratios["FLOPs"].append(shapes[1].flops_per_token() / shapes[0].flops_per_token())
+figures.checkpointing(widths, kept, ratios)
 
-# %% [markdown]
-# *The figure, left: memory grows with the layers, steeply without checkpointing and slowly with it. Right: CPU time
-# grows with the layers too, faster with checkpointing.*
-
-# %% tags=["nbval-ignore-output"]
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
+assert all(same)
 saved = kept["keep all"][-1] / kept["checkpoint"][-1]
-slower = seconds["checkpoint"][-1] / seconds["keep all"][-1]
-deep = [TransformerConfig(layers=8, checkpoint=again).flops_per_token() for again in (True, False)]
-print(f"8 layers: {saved:.1f} times less memory, {slower:.2f} times the time (measured)")
-print(f"{deep[0] / deep[1]:.2f} times the FLOPs (computed)")
+slower = ratios["CPU time"][-1]
+longer.compare(slower)
 
 # %% [markdown]
-# The gradients are the same to the last bit. The FLOPs are 1 + 2 + 1 instead of 1 + 2, a third more at most; here a
-# little less, because the last product of a block need not be repeated. Time can grow more, because a GPU also reads,
-# writes and starts what FLOPs do not count. *Recorded* on one H200 (`gpu-check`), a GPT of 12 layers of width 1,024 in
-# bf16: 1.7 times the time for 1.2 times the FLOPs, and 7.2 GB in place of 10.7. Checkpointing pays if the model does
-# not fit otherwise, or if more tokens then fit and the step waited for communication.
+# **Compare.** Where blocks are wide it is a quarter to a third longer: 1 + 2 + 1 in place of 1 + 2, but the head and
+# the last product of a block are not repeated. Narrow blocks pay more, because `checkpoint` also runs Python code for
+# every tensor that it does not keep, whatever the width.
+#
+# *The figure, left: memory of activations over the width of the model, about a tenth with checkpointing. Right: FLOPs
+# are 1.2 times as many at any width; CPU time is far above that at width 64, and comes near it at 256.*
+#
+# The gradients are the same to the last bit. On a GPU the Python code costs time, too, if the GPU has to wait for it.
+# Here is a GPT with 12 layers of width 1,024 (`gpu-check`):
+
+# %%
+record = recorded.gpu_check("mfu_gpt")
+for name in ("12 layers of 1,024, bf16", "12 layers of 1,024, bf16, checkpointed"):
+    ms, gb = 1e3 * record[name]["step"]["value"], record[name]["peak_memory"]["value"] / 1e9
+    print(f"H200, recorded: {ms:.1f} ms, {gb:4.1f} GB   {name}")
+
+# %% [markdown]
+# A forward pass is at most a third of the first step, so repeating it explains 10 ms of the 22 that were added. The
+# record does not say where the others went; a trace (lesson 13) shows whether the GPU waits for Python. So 1.7 times is
+# not the price of checkpointing. That is a third, or less with **selective** checkpointing, which keeps what takes
+# longest to compute again
+# ([`create_selective_checkpoint_contexts`](https://docs.pytorch.org/docs/stable/checkpoint.html)). It pays if the
+# model does not fit otherwise, or if more tokens then fit and the step waited for communication.
 #
 # ### MFU and HFU
 #
@@ -479,22 +531,27 @@ print(f"{deep[0] / deep[1]:.2f} times the FLOPs (computed)")
 # $$\text{MFU} = \frac{\text{tokens/s} \times \text{FLOPs a token}}{N \times \text{peak}}, \qquad
 #   \text{FLOPs a token} \approx 6\,\Psi$$
 #
-# (`flops_per_token` counts the products of attention, too.)
-#
 # **Predict**: Megatron-LM reports 140 TFLOP/s on each A100, 45 % of its peak, counting what checkpointing repeats.
-# Llama 3 reports 400 on each H100, 40 % of its peak, counting the model only. Which job uses its GPUs better?
+# Llama 3 reports 400 on each H100, 41 % of its peak, counting the model only. Which job uses its GPUs better?
+
+# %%
+better = predict("uses its GPUs better", ["Megatron-LM", "both equally", "Llama 3"])
 
 # %%
 hfu = 140e12 / GPUS["a100"].flops["bf16"]
 mfu, mfu_llama = hfu * 6 / 8, 400e12 / GPUS["h100"].flops["bf16"]
 print(f"Megatron-LM: HFU {hfu:.0%}, MFU {mfu:.0%};  Llama 3: MFU {mfu_llama:.0%}")
+
+# %% jupyter={"source_hidden": true}
 assert mfu < mfu_llama < hfu
+better.compare("Llama 3")
 
 # %% [markdown]
-# Llama 3 does. Of each 8 FLOPs that Megatron-LM counts, 2 are a repeated forward (*recorded*, [arXiv
-# 2104.04473](https://arxiv.org/abs/2104.04473); Llama 3 as in section 4). Compare jobs by MFU or by tokens per second,
-# and use HFU only to judge kernels. Three comparisons are wrong: HFU with MFU; a peak that counts sparsity, which
-# halves the result; and a job in fp8 against the peak of bf16.
+# **Compare.** Llama 3 does. Of each 8 FLOPs that Megatron-LM counts, 2 are a repeated forward (*recorded*, [arXiv
+# 2104.04473](https://arxiv.org/abs/2104.04473)). Llama 3's paper prints 41 %, and 400 of 989 TFLOP/s are 40.
+#
+# Compare jobs by MFU or by tokens per second, and use HFU only to judge kernels. Three comparisons are wrong: HFU with
+# MFU; a peak that counts sparsity, which halves the result; and a job in fp8 against the peak of bf16.
 
 # %% [markdown]
 # ## 7. What does it cost?
@@ -504,6 +561,10 @@ assert mfu < mfu_llama < hfu
 #
 # **Predict**: two GPUs train 1.9 times as fast as one. What does the run cost, against one GPU? And the opening job on
 # 256 GPUs, against 8?
+
+# %%
+on_two = predict("the run on 2 GPUs costs", unit="times as much as on 1")
+on_256 = predict("the run on 256 GPUs costs", unit="times as much as on 8")
 
 
 # %%
@@ -520,11 +581,16 @@ for n, e in zip(dp.gpus, dp.efficiency, strict=True):
     hours, dollars = run_cost(1000, n, n * e)
     print(f"{n:4} GPUs, efficiency {e:4.0%}: {hours:6.1f} h, {dollars:,.0f} GPU hours")
 
+# %% jupyter={"source_hidden": true}
+on_two.compare(2 / 1.9)
+on_256.compare(1 / dp.efficiency[-1])
+
 # %% [markdown]
-# 47 % less time is worth 5 % more money, because people wait as well. The recorded job, here with work of 1,000 GPU
-# hours, costs 2.6 times as much on 256 GPUs as on 8. From 8 to 64 GPUs it becomes 6 times as fast for 29 % more. From
-# 128 to 256 it becomes 1.2 times as fast and costs two thirds more. Section 9 asks why; section 15 takes your
-# prices.
+# **Compare.** 5 % more for 47 % less time, which is worth it, because people wait as well. On 256 GPUs the recorded job
+# costs 2.6 times as much as on 8, because each GPU does 39 % of what it did there.
+#
+# From 8 to 64 GPUs the job becomes 6 times as fast for 29 % more. From 128 to 256 it becomes 1.2 times as fast and
+# costs two thirds more.
 #
 # > **Misconception.** "More GPUs finish sooner, so the cost stays the same." Only at 100 % efficiency.
 
@@ -567,7 +633,10 @@ figures.scaling_curves(dp.gpus, {"Playbook": dp.throughput}, "recorded", unit="G
 # tree**, ∝ log₂ N; and the **hops of a ring**, ∝ N. Each model has two unknowns, which we fit to the first three
 # points only.
 #
-# **Predict**: which of the three comes nearest at 256 GPUs, and how near?
+# **Predict**: which of the three comes nearest at 256 GPUs?
+
+# %% tags=["deeper"]
+nearest = predict("nearest at 256 GPUs", ["bytes", "hops of a tree", "hops of a ring"])
 
 
 # %% tags=["deeper"]
@@ -587,17 +656,22 @@ for name, errors in off.items():
     a, b, _ = fits[name]
     row = "".join(f"{error:8.1%}" for error in errors)
     print(f"{name:8}{row}   {1e6 * a:.1f} {1e6 * b:+.2f} x growth")
-assert max(abs(off["ring"])) < 0.1 and off["tree"][-1] > 0.5 and fits["bytes"][0] < 0
 figures.scaling_models(dp, {name: rates for name, (*_, rates) in fits.items()}, fitted=3)
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert max(abs(off["ring"])) < 0.1 and off["tree"][-1] > 0.5 and fits["bytes"][0] < 0
+nearest.compare("hops of a ring")
+
 # %% [markdown] tags=["deeper"]
+# **Compare.** The hops of a ring: 8 % off at 256 GPUs, where the bytes are wrong by a factor of 2.2 and the tree by
+# 1.9.
+#
 # *The figure, left: recorded throughput per GPU as points, three fitted and three open. The curves of bytes and tree
 # pass far above the last point; the ring's curve passes near all six. Right: the error of each model.*
 #
-# All three fit the first three points within 2 %. At 256 GPUs the bytes are wrong by a factor of 2.2, the tree by 1.9,
-# and the ring by 8 %; the fit of the bytes even makes computing take less than no time. So a fit that is good where it
-# was fitted proves little. The ring's model is Amdahl's law in other words, since its throughput, N/(a + b·N), is
-# Amdahl's curve for s = b/(a + b). So a curve cannot tell a serial part from an overhead that grows with N.
+# All three fit the first three points within 2 %, so a fit that is good where it was fitted proves little. The ring's
+# model is Amdahl's law in other words, since its throughput, N/(a + b·N), is Amdahl's curve for s = b/(a + b). So a
+# curve cannot tell a serial part from an overhead that grows with N.
 #
 # Solved for s, Amdahl's law gives the serial share that would explain a speed-up (Karp and Flatt, 1990). If this share
 # grows with N, something else grows: communication, or waiting.
@@ -634,12 +708,12 @@ for n in (8, 64, 512, 4096):
 #
 # The gradient of a batch is a signal, the gradient of the true loss, plus noise that shrinks as the batch grows. The
 # **noise scale** is the batch at which both are equally long. By the theory of McCandlish et al. it is a first
-# estimate of the critical batch size: a run with batches of m times that size needs 1 + m times as many samples as
-# one with tiny batches, and 1 + 1/m times as many steps as one with huge batches.
+# estimate of the critical batch size: a run with batches of x times that size needs 1 + x times as many samples as
+# one with tiny batches, and 1 + 1/x times as many steps as one with huge batches.
 #
-# Data parallelism measures the noise scale at no cost, because it has gradients of two batch sizes: each rank's own,
-# of b windows, and their mean, of N·b. Squared lengths are signal + noise/batch, so two of them give both unknowns. A
-# **communication hook** sees a bucket before it is averaged, and may send it in its own way. This one adds up squares.
+# Data parallelism measures the noise scale at no cost, because it has gradients of two batch sizes: each rank's own, of
+# `size` windows, and their mean, of N·`size`. Squared lengths are signal + noise/batch, so two of them give both
+# unknowns. A **communication hook** sees a bucket before it is averaged, and may send it in its own way.
 
 
 # %% tags=["deeper"]
@@ -663,6 +737,9 @@ def noise_scale(own, mean, size, n):
 
 # %% [markdown] tags=["deeper"]
 # **Predict**: as the loss falls, does the noise scale shrink or grow?
+
+# %% tags=["deeper"]
+scale = predict("the noise scale, as the loss falls", ["shrinks", "grows", "stays as it is"])
 
 
 # %% tags=["deeper"]
@@ -691,12 +768,17 @@ for first in (0, 20, 40):
     loss, own, mean = seen[first : first + 20].mean(axis=0)
     noise.append(noise_scale(own, mean, 4, world_size))
     print(f"steps from {first:2}: loss {loss:.2f}, noise scale {noise[-1]:.1f} windows")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert 0 < noise[0] < noise[1] < noise[2]
+scale.compare("grows")
 
 # %% [markdown] tags=["deeper"]
-# It grows. At first all windows teach the same, namely which characters are frequent, so one window is enough. Later
-# they disagree. Still, a batch of 48 windows, as in our weak scaling, is larger than the noise scale of this small
-# model. So a run may begin with a small batch and enlarge it later. The noise scale is an estimate, because it
+# **Compare.** It grows. At first all windows teach the same, namely which characters are frequent, so one window is
+# enough. Later they disagree.
+#
+# Still, a batch of 48 windows, as in our weak scaling, is larger than the noise scale of this small model. So a run may
+# begin with a small batch and enlarge it later. The noise scale is an estimate, because it
 # supposes the best learning rate for each batch and a loss that curves alike in all directions. But it gives an order
 # of magnitude before you rent the GPUs.
 
@@ -707,22 +789,31 @@ assert 0 < noise[0] < noise[1] < noise[2]
 # share of communication that lies within the backward pass. `scaling.bucket_sweep` reads it, for several sizes of
 # buckets, from a trace of `torch.profiler`.
 #
-# **Predict**: what will one bucket hide, and what will one bucket for each parameter cost?
+# **Predict**: how much of the communication lies within backward, if all gradients are in one bucket?
+
+# %% tags=["deeper"]
+in_one = predict("within backward, with one bucket", unit="%")
 
 # %% tags=["deeper"]
 caps = [25, 0.125, 0.0625, 0.0001]  # MiB
 sweep = launch(scaling.bucket_sweep, caps, rank_batch, world_size=world_size, backend="gloo")[0]
 for cap, run in zip(caps, sweep, strict=True):
     print(f"bucket_cap_mb={cap:<7}{run.messages:3} messages, {run.bytes:,} bytes")
-assert {run.bytes for run in sweep} == {4 * TransformerConfig().parameter_count}
 
 # %% tags=["deeper"]
 messages, _, seconds, _, hidden = zip(*sweep, strict=True)
 figures.bucket_sweep(messages, seconds, hidden)
 
+# %% jupyter={"source_hidden": true} tags=["deeper", "nbval-ignore-output"]
+assert {run.bytes for run in sweep} == {4 * TransformerConfig().parameter_count}
+assert hidden[0] < max(hidden)
+in_one.compare(100 * hidden[0])
+
 # %% [markdown] tags=["deeper"]
-# *The figure, left: time of forward and backward over the number of buckets. Right: the overlap fraction, smallest
-# for one bucket.*
+# **Compare.** Next to nothing: one bucket is full only when the last gradient has come, and then backward ends.
+#
+# *The figure, left: time of forward and backward over the number of buckets. Right: the overlap fraction, close to zero
+# for one bucket and highest for a few.*
 
 # %% tags=["deeper"]
 figures.step_spans(sweep[2].rows, "measured: buckets of 64 KiB, rank 0, from the profiler's trace")
@@ -731,15 +822,14 @@ figures.step_spans(sweep[2].rows, "measured: buckets of 64 KiB, rank 0, from the
 # *The figure: the upper bar is the backward pass. Below it the all-reduces run on gloo's threads; the first start
 # during backward, the last end after it.*
 #
-# The bytes never change. One bucket is full only when the last gradient has come, so nothing is left to hide behind.
-# Many buckets start early, and each pays the latency α (lesson 02). Where ranks compute on the cores that carry the
-# messages, hidden communication slows the computation down, and few buckets are faster.
+# The bytes never change. Many buckets start early, and each pays the latency α (lesson 02). Where ranks compute on the
+# cores that carry the messages, hidden communication slows the computation down, and few buckets are faster.
 #
 # ### Choosing the size
 #
-# Cut S bytes into k buckets that become ready at equal intervals during a backward pass of T seconds. Each takes
+# Cut S bytes into k buckets that become ready at equal intervals during a backward pass of t seconds. Each takes
 # c = α + βS/k seconds, one after the other. Either the link keeps up, so only the last all-reduce ends after backward,
-# at T + c. Or the link is the bottleneck, so it is never idle after the first bucket, and all ends at T/k + k·c. The
+# at t + c. Or the link is the bottleneck, so it is never idle after the first bucket, and all ends at t/k + k·c. The
 # later of the two counts:
 
 
@@ -762,7 +852,7 @@ figures.step_spans(rows, "modelled: 1, 5 and 40 buckets; α is 1 ms, backward 50
 # *The figure: with one bucket the all-reduce starts when backward ends. With five most of it hides. With forty the
 # latencies, 40 ms in all, leave no gap on the link, and the end moves out again.*
 #
-# When the link is the bottleneck, T/k + kα + βS is least at k = √(T/α). Now a real size: 1.3 billion parameters, 4,096
+# When the link is the bottleneck, t/k + kα + βS is least at k = √(t/α). Now a real size: 1.3 billion parameters, 4,096
 # tokens for each of eight A100s at 140 TFLOP/s, gradients in bf16. How long an all-reduce takes over NVLink comes from
 # the table of lesson 03 (*recorded*), interpolated between its rows in logarithms. The second curve puts the same job
 # on eight nodes of one GPU, each with a port of 100-gigabit Ethernet.
@@ -834,6 +924,10 @@ figures.gradient_range(by_loss, limits)
 #
 # **Predict**: four runs on the shrunken loss, in fp32, bf16, fp16, and fp16 with a scaler. Which learn?
 
+# %% tags=["deeper"]
+learners = ["only fp32", "fp32 and fp16 with a scaler", "all but fp16", "all four"]
+learning = predict("of the four runs learn", learners)
+
 
 # %% tags=["deeper"]
 def train(dtype=None, scaler=None, steps=12):
@@ -861,13 +955,18 @@ runs = {
 }
 for name, losses in runs.items():
     print(f"{name:13} loss {losses[0]:.1f} -> {losses[-1]:.1f}")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert runs["fp16"][-1] > 4.5 > 4 > max(runs[name][-1] for name in runs if name != "fp16")
+learning.compare("all but fp16")
 
 # %% [markdown] tags=["deeper"]
-# The run in fp16 learns nothing, without an error or a warning: its loss is finite, its gradients are zero. (AdamW's
-# `eps` is small here, since it must stay below tiny gradients in fp32 too.) The scaler finds the factor by trying. If
-# a gradient is infinite, it skips the step and halves the scale; after 2,000 good steps it doubles it. Under DDP all
-# ranks skip the same step (lesson 04).
+# **Compare.** All but fp16, which learns nothing, without an error or a warning: its loss is finite, its gradients are
+# zero.
+#
+# (AdamW's `eps` is small here, since it must stay below tiny gradients in fp32 too.) The scaler finds the factor by
+# trying. If a gradient is infinite, it skips the step and halves the scale; after 2,000 good steps it doubles it. Under
+# DDP all ranks skip the same step (lesson 04).
 #
 # > **Misconception.** "`torch.cuda.amp.GradScaler` for every low precision." It is deprecated for `torch.amp`, and
 # > bf16 needs no scaler.
@@ -911,16 +1010,20 @@ assert gains == 1 and unchanged(torch.float32, lr)[0] < 0.01
 # ## 13. fp8 and fp4: a scale for every block · deeper
 #
 # With 8 bits, a number needs a **scale** beside it: e4m3 ends at 448, and anything far below 2⁻⁹ is zero. The first
-# recipes had one scale a tensor, chosen so that its largest element lands at the end of the range. With 4 bits a
-# single outlier ruins that, since e2m1, its format, has only the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+# recipes had one scale a tensor, chosen so that its largest element lands at the end of the range. With 4 bits
+# the usual format is e2m1, which has only the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
 #
 # The **MX** formats, a standard of the Open Compute Project
 # ([Rouhani et al. 2023](https://arxiv.org/abs/2310.10537)), give each block of 32 neighbours in a row its own scale,
 # a power of two in 8 bits. **NVFP4** takes blocks of 16 with a scale in e4m3, and one more in fp32 for the tensor.
 # Blackwell's tensor cores multiply all of these directly.
 #
-# **Predict**: one element of a weight is multiplied by a thousand, or by a million. What is the error of all *other*
-# elements, in fp8 and in fp4, with a scale for the tensor and with a scale for each block?
+# **Predict**: one element of a weight is multiplied by a thousand. How large is the error of all *other* elements, in
+# fp8 and in fp4, with one scale for the tensor?
+
+# %% tags=["deeper"]
+in_fp8 = predict("error of the others in fp8, one element × 1,000", unit="%")
+in_fp4 = predict("error of the others in fp4, one element × 1,000", unit="%")
 
 
 # %% tags=["deeper"]
@@ -945,14 +1048,19 @@ for form in (*one_scale, *BLOCK_FORMATS):
     errors[form.name] = [error_of_others(form, factor) for factor in (1, 1e3, 1e6)]
     row = "".join(f"{error:12.1%}" for error in errors[form.name])
     print(f"{form.name:6}{form.bits:7.2f}{row}")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert errors["fp8"][1] < 0.05 < 0.3 < errors["fp8"][2] and errors["fp4"][1] > 0.9
 assert max(errors["MXFP8"]) < 0.05 and max(errors["MXFP4"] + errors["NVFP4"]) < 0.2
+in_fp8.compare(100 * errors["fp8"][1])
+in_fp4.compare(100 * errors["fp4"][1])
 
 # %% [markdown] tags=["deeper"]
-# Without an outlier one scale is nearly as good as many. With one, fp8 survives a factor of a thousand, because the
-# exponent of e4m3 gives some range, but not a million. fp4 has almost none, so everything else becomes 0. With blocks,
-# an outlier affects only its block. What remains is the error of few fraction bits: a tenth in fp4. (The column *bits*
-# includes each element's part of the scale.)
+# **Compare.** In fp8 a few percent, because the exponent of e4m3 gives some range; a factor of a million is too much
+# for it. fp4 has almost no range, so everything else becomes 0.
+#
+# Without an outlier one scale is nearly as good as many. With a scale for each block, an outlier affects only its
+# block. What remains is the rounding: a tenth in fp4.
 #
 # What block scales change in training, by the [documentation of Transformer
 # Engine](https://docs.nvidia.com/deeplearning/transformer-engine/features/low_precision_training/index.html):
@@ -964,12 +1072,9 @@ assert max(errors["MXFP8"]) < 0.05 and max(errors["MXFP4"] + errors["NVFP4"]) < 
 #   before it rounds.
 # - Master weights, optimizer states, norms, sums inside products and gradient messages stay in 16 or 32 bits.
 #
-# So products get faster and activations smaller; the 16 bytes of each parameter remain.
-#
 # How much faster? Products with an MLP matrix of Llama 3 70B were *recorded* on an H200 in bf16 and in fp8 with a scale
 # a tensor. So was the time to convert a factor, which must first be read for its largest element. The data sheet
-# promises twice the FLOP/s. **Predict**: does a product with 128 tokens gain as much as one with 8,192? And which of
-# them still gains if its activations are converted first, and if the weight is converted as well?
+# promises twice the FLOP/s.
 
 # %% tags=["deeper"]
 by_shape = {
@@ -990,15 +1095,14 @@ for (tokens, inner), each in by_shape["fp8_products"].items():
     print(f"{row[0]:16.2f}{row[1]:14.2f}{row[2]:7.2f}")
 alone, converted, both = faster[8192, 28672]
 assert both < 1.1 < converted < 1.5 and alone > 1.9 and faster[128, 28672][0] < 1.4
+assert 0.45 < (1 / converted - 1 / alone) / (1 - 1 / alone) < 0.5  # of the time that fp8 saves
 
 # %% [markdown] tags=["deeper"]
-# Large products are 1.8 to 2 times as fast. (With 8,192 tokens bf16 itself is slower than with 4,096.) Thin ones gain
-# 1.3: the smaller a product, the less of the faster tensor cores it can use. Converting the activations takes two
-# thirds of the gain of the largest product, and converting the weight as well leaves nothing; with 128 tokens fp8 then
-# takes ten times as long as bf16. (This conversion is plain PyTorch under `torch.compile`. The largest one takes
-# 1.3 ms for 235 million elements, each read twice in 2 bytes and written in one: 0.9 TB/s, where the memory has 4.8.)
-# So convert a weight once for all micro-batches of a step, and the activations in the operation before the product, as
-# the layers of Transformer Engine can.
+# Large products are 1.8 to 2 times as fast. Thin ones gain 1.3: the smaller a product, the less of the faster tensor
+# cores it can use. Of the *time* that fp8 saves in the largest product, half goes into converting the activations, and
+# nearly all of the rest into converting the weight. With 128 tokens and both conversions fp8 takes ten times as long as
+# bf16. So convert a weight once for all micro-batches of a step, and the activations in the operation before the
+# product, as the layers of Transformer Engine can.
 #
 # In a whole step, 8 H100s train Llama 3.1 8B at 8,532 tokens/s a GPU in fp8, instead of 6,667 in bf16 (*recorded*,
 # [torchtitan](https://github.com/pytorch/torchtitan), both compiled): 28 % faster.
@@ -1006,8 +1110,9 @@ assert both < 1.1 < converted < 1.5 and alone > 1.9 and faster[128, 28672][0] < 
 # %% [markdown] tags=["deeper"]
 # ## 14. Compressed gradients · deeper
 #
-# A communication hook can also send something smaller. Here is one for bf16. It divides *before* the sum, as DDP
-# does: in fp16 a sum over many ranks could pass 65,504.
+# A communication hook can also send something smaller. Here is one for bf16. It divides before the sum, as DDP does. In
+# fp16 the order matters: a sum over many ranks could pass 65,504, but divided gradients are smaller, and more of them
+# become zero. (FSDP2 divides by about √N before the sum and by the rest afterwards.)
 
 
 # %% tags=["deeper"]
@@ -1022,9 +1127,9 @@ def bf16_hook(state, bucket):
 
 
 # %% [markdown] tags=["deeper"]
-# **Top-k** sends only the k largest elements, as pairs of place (index) and value. What was not sent must not be
-# thrown away, because small gradients that always point the same way add up. So the rest is kept and added to the next
-# gradient, which is called **error feedback**.
+# **Top-k** sends only the largest elements, say 1 % of them, as pairs of place (index) and value. What was not sent
+# must not be thrown away, because small gradients that always point the same way add up. So the rest is kept and added
+# to the next gradient, which is called **error feedback**.
 
 
 # %% tags=["deeper"]
@@ -1070,12 +1175,16 @@ def top_k_hook(state, bucket):
 
 
 # %% [markdown] tags=["deeper"]
-# **PowerSGD** takes each gradient matrix, m×n, as a product of an m×r and an n×r matrix and all-reduces those two:
-# r(m + n) numbers instead of m·n. It has error feedback built in. (On gloo, with more than one bucket, PyTorch 2.13
-# aborts the process, so `train_with_hook` makes one bucket of everything.)
+# **PowerSGD** approximates each gradient matrix by a product of two thin ones, which have r columns or r rows, and
+# all-reduces those two: r · (rows + columns) numbers instead of rows · columns. r is called the *rank* of the
+# approximation, a rank that has nothing to do with processes. PowerSGD has error feedback built in. (On gloo, with more
+# than one bucket, PyTorch 2.13 aborts the process, so `train_with_hook` makes one bucket of everything.)
 #
-# **Predict**: how many bytes does a rank send in a step with bf16, with PowerSGD of rank 4, and with the top 1 %?
-# Which learn as well as the uncompressed run? The optimizer is plain SGD, for which error feedback was made.
+# The optimizer is plain SGD, for which error feedback was made. **Predict**: how many times fewer bytes does each of
+# four ranks send with the top 1 %?
+
+# %% tags=["deeper"]
+fewer = predict("fewer bytes with the top 1 %", unit="times")
 
 
 # %% tags=["deeper"]
@@ -1099,8 +1208,15 @@ trained = {name: on_ranks(scaling.train_with_hook, hooks[name], steps[name]) for
 sent = {name: by_rank[0].sent for name, by_rank in trained.items()}
 for name, size in sent.items():
     print(f"{name:18}{size:10,.0f} bytes sent in a step, {sent['none'] / size:5.1f} times fewer")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert math.isclose(sent["bf16"], sent["none"] / 2)
 assert sent["top 1 %"] == (world_size - 1) * 8 * int(0.01 * TransformerConfig().parameter_count)
+fewer.compare(sent["none"] / sent["top 1 %"])
+
+# %% [markdown] tags=["deeper"]
+# **Compare.** 25 times fewer, not 100. Each element needs its place too, which halves the saving. And in the all-gather
+# a rank's elements go to all three others, where an all-reduce sends 1.5 numbers for each.
 
 # %% tags=["deeper"]
 curves = {name: scaling.smooth_losses(by_rank) for name, by_rank in trained.items()}
@@ -1127,8 +1243,7 @@ for name, loss in final.items():
 # matrices, the more it saves. Without feedback, top-k has never updated most of the weights; with it, the same bytes
 # bring the loss close to the uncompressed one.
 #
-# > **Misconception.** "The top 1 % is 100 times fewer bytes." Each element needs its place too, which halves the
-# > saving. And an all-gather grows with N where an all-reduce does not:
+# The all-gather grows with N, where an all-reduce does not:
 
 # %% tags=["deeper"]
 for n in (4, 16, 50, 100):
@@ -1138,8 +1253,8 @@ for n in (4, 16, 50, 100):
 
 # %% [markdown] tags=["deeper"]
 # PowerSGD's factors are *added* on the way, so its saving does not shrink; its authors chose the form for that reason.
-# On a GPU, compressing also costs time on the multiprocessors that backward needs, so over NVLink it can take longer
-# than the all-reduce that it shortens. It pays where the link is slow: between sites, over Ethernet.
+# On a GPU, compressing takes multiprocessors from backward, so over NVLink it can take longer than the all-reduce that
+# it shortens. It pays where the link is slow: between sites, over Ethernet.
 #
 # <details><summary>And with momentum?</summary>
 #
@@ -1153,7 +1268,7 @@ for n in (4, 16, 50, 100):
 # ## 15. Time to train, and spot · deeper
 #
 # A model of Ψ parameters computes 6 FLOPs for each parameter and token, and 8 if the forward pass is repeated. With D
-# tokens on N GPUs, of which each reaches X FLOP/s, that is 8DΨ/(NX) seconds. For GPT-3, with 175 billion parameters
+# tokens on N GPUs, of which each reaches F FLOP/s, that is 8DΨ/(NF) seconds. For GPT-3, with 175 billion parameters
 # and 300 billion tokens, on 1,024 A100s at 140 TFLOP/s, Narayanan et al. give 34 days (*recorded*, arXiv 2104.04473):
 
 # %% tags=["deeper"]
@@ -1162,7 +1277,7 @@ print(f"{days:.1f} days, {1024 * 24 * days:,.0f} GPU hours (modelled)")
 assert round(days) == 34
 
 # %% [markdown] tags=["deeper"]
-# X is an HFU here, since the 8 counts what is repeated. With an MFU it would be 6.
+# F includes what is repeated here, as an HFU does, and so the factor is 8. With the F of an MFU it is 6.
 #
 # **Spot** or preemptible GPUs are cheap because they can be taken away. A job on N of them is interrupted N times as
 # often as one GPU. Each time it loses the time of the restart, and the work since the last checkpoint (of the model,
@@ -1171,6 +1286,10 @@ assert round(days) == 34
 # **Predict**: a job is stopped every ten hours, and takes two minutes to save and ten to restart. Should it save
 # every six minutes, every hour, or every four hours?
 
+# %% tags=["deeper"]
+intervals = ["every six minutes", "every hour", "every four hours"]
+saving = predict("the job should save", intervals)
+
 
 # %% tags=["deeper"]
 def goodput(rate, save, restart, every):
@@ -1178,24 +1297,36 @@ def goodput(rate, save, restart, every):
     return every / (every + save) * max(0.0, 1 - rate * (restart + every / 2))
 
 
+rate, save, restart = 0.1, 2 / 60, 10 / 60  # examples
+progress = {every: goodput(rate, save, restart, every) for every in (0.1, 1.0, 4.0)}
+for every, share in progress.items():
+    print(f"checkpoint every {every:.1f} h: {share:.0%} of the time is progress (modelled)")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert max(progress, key=progress.get) == 1
+saving.compare("every hour")
+
+# %% [markdown] tags=["deeper"]
+# **Compare.** Every hour. Who saves too often spends the time on saving, and who saves too rarely on repeating work.
+#
+# The lost share of the time is about save/every + rate·every/2, which is least at every = √(2·save/rate) (J. W. Young,
+# 1974; lesson 16 derives it):
+
+
+# %% tags=["deeper"]
 def best_interval(rate, save):
     return math.sqrt(2 * save / rate)
 
 
-rate, save, restart = 0.1, 2 / 60, 10 / 60  # examples
 best = best_interval(rate, save)
-for every in (0.1, best, 4.0):
-    share = goodput(rate, save, restart, every)
-    print(f"checkpoint every {every:4.2f} h: {share:.0%} of the time is progress (modelled)")
+share = goodput(rate, save, restart, best)
 others = [goodput(rate, save, restart, factor * best) for factor in (0.7, 1.4)]
-assert goodput(rate, save, restart, best) > max(others)
+assert share > max(others)
+print(f"checkpoint every {best:.2f} h: {share:.0%} of the time is progress (modelled)")
 
 # %% [markdown] tags=["deeper"]
-# The lost share of the time is about save/every + rate·every/2, which is least at every = √(2·save/rate) (J. W. Young,
-# 1974; lesson 16 derives it).
-#
 # Interruptions are not for spot only: Llama 3's 16,384 GPUs met 419 unexpected ones in 54 days, one every three hours
-# (*recorded*, arXiv 2407.21783). Now enter what you pay; the prices shown first are examples.
+# (*recorded*, arXiv 2407.21783). Now enter your prices; those shown are examples.
 
 # %% tags=["deeper"]
 from lessons.collectives.explorer import cost_calculator
@@ -1221,7 +1352,13 @@ print(f"{world_size} ranks on {os.cpu_count()} cores ({backend}): strong scaling
 print(f" {strong[-1] / strong[0]:.2f}x, weak {weak[-1] / weak[0]:.2f}x")
 waits = [log.mean(skip=2)["wait"] for log in apart]
 print("waiting for the late rank, ms:", *(f"{1e3 * wait:.0f}" for wait in waits))
-print(f"checkpointing 8 layers: {saved:.1f} times less memory, {slower:.2f} times the time")
+print(f"checkpointing, width 256: {saved:.1f} times less memory, {slower:.2f} times the time")
+
+# %% [markdown]
+# How your predictions came out:
+
+# %%
+predictions()
 
 # %% [markdown]
 # - A late rank's delay shows on the others, as communication. A barrier before the all-reduce tells waiting from

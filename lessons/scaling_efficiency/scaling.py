@@ -15,14 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_utils.costs import bytes_sent
 from course_utils.data import Windows
-from course_utils.models import build_gpt, loss_of
+from course_utils.memory import track
+from course_utils.models import TransformerConfig, build_gpt, loss_of
 from course_utils.ranks import device, record
 from course_utils.step_log import Span
 
 __all__ = [
-    "BucketRun", "CONTEXT", "TrainedWithHook", "bucket_schedule", "bucket_sweep", "counts", "cpu_seconds",
-    "fixed_batch", "my_windows", "overlap", "shortest_step", "slowest_step", "smooth_losses", "step_seconds",
-    "train_with_hook",
+    "BucketRun", "CONTEXT", "ForwardBackward", "TrainedWithHook", "bucket_schedule", "bucket_sweep", "counts",
+    "cpu_seconds", "fixed_batch", "forward_backward", "my_windows", "overlap", "shortest_step", "slowest_step",
+    "smooth_losses", "step_seconds", "train_with_hook",
 ]
 
 #: Characters in a window of text.
@@ -96,6 +97,25 @@ def cpu_seconds(work: Callable[[], Any], rounds: int = 6) -> float:
         work()
         taken.append(time.process_time() - start)
     return min(taken[1:])
+
+
+class ForwardBackward(NamedTuple):
+    """What forward and backward of a model give and need in this process."""
+
+    gradients: Tensor  # of all parameters
+    kept: float  # bytes of activations that forward keeps for backward
+    seconds: float  # CPU seconds of both
+
+
+def forward_backward(config: TransformerConfig) -> ForwardBackward:
+    """Without ranks: forward and backward of a GPT of this shape on four windows, measured."""
+    model, (x, y) = build_gpt(config), fixed_batch(0)
+    with track(model) as tracker:
+        loss = loss_of(model, x, y)
+        kept = tracker.mark("forward").activations
+    loss.backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return ForwardBackward(gradients, kept, cpu_seconds(lambda: loss_of(model, x, y).backward()))
 
 
 # Buckets

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lesson_cells import definitions
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from course_utils import launch
+from course_utils import launch, recorded
 from lessons.collectives import explorer as cost
 
 pytestmark = pytest.mark.guard(60)
@@ -82,3 +82,22 @@ def test_spot_becomes_the_dearer_choice_at_512_gpus_as_the_text_says():
     save, restart = 2 / 60, 10 / 60
     useful = {n: cost.goodput(n * 5 / 1000, save, restart) for n in (256, 512, 1024)}
     assert useful[256] > 0.5 > useful[512] > 0 == useful[1024], "spot opens at half the price"
+
+
+def test_in_fp16_the_order_of_dividing_and_adding_decides_what_is_lost_as_the_text_says():
+    n = 64
+    for value, first, last in ((2.0**-24, True, False), (2.0**15, False, True)):
+        gradient, right = torch.tensor(value, dtype=torch.float16), torch.tensor(value, dtype=torch.float16)
+        before, after = sum([gradient / n] * n), sum([gradient] * n) / n
+        assert (before != right, after != right) == (first, last)
+
+
+def test_e4m3_has_no_infinity_and_ends_at_448_in_this_version_as_the_text_says():
+    large = torch.tensor([465.0, 70_000.0]).to(torch.float8_e4m3fn).float()
+    assert large.tolist() == [448, 448] and torch.isinf(torch.tensor(70_000.0).to(torch.float8_e5m2).float())
+
+
+def test_repeated_forward_cannot_explain_the_recorded_price_of_checkpointing():
+    record = recorded.gpu_check("mfu_gpt")
+    usual, again = (record["12 layers of 1,024, bf16" + more]["step"]["value"] for more in ("", ", checkpointed"))
+    assert round(again / usual, 1) == 1.7 and round(1e3 * (again - usual)) == 22 and round(1e3 * usual / 3) == 10
