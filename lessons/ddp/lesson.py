@@ -571,8 +571,8 @@ for name, row in found.items():
 
 # %% jupyter={"source_hidden": true}
 assert max(row["off"] for row in found.values()) < 1e-6
-bytes_sent = {name: row["sent"].bytes() for name, row in found.items()}
-assert bytes_sent["every_time"] == bytes_sent["no_sync_around_backward"] == micro * bytes_sent["no_sync"]
+often, once, trapped = [row["sent"].bytes() for row in found.values()]
+assert often == trapped == micro * once
 right.compare("all three")
 
 # %% [markdown]
