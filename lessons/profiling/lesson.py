@@ -13,15 +13,15 @@
 # %% [markdown]
 # # Where does a step's time go?
 #
-# Meta has published a trace of an A100 in a small data-parallel job (*recorded*). Over its three steps the
-# GPU computes during 18 % of the time, and for 76 % it does nothing at all. Nothing failed in these steps, and no
-# loss curve would show it, but three of four hours of this GPU were paid for nothing. Where in the step did they go, on
-# which rank, and what would you change first? A trace has the answer, but it holds thousands of
-# events, and it is easy to blame the wrong rank. In this lesson you write the 60 lines that read it.
+# Meta has published a trace of an A100 in a small data-parallel job (*recorded*). Over its three steps, two thirds of
+# a second, the GPU computes during 18 % of the time, and for 76 % it does nothing at all. Nothing failed in these
+# steps, and no loss curve would show it. Where in the step did the time go, on which rank, how much of it is the
+# recording's own fault, and what would you change first? A trace holds thousands of events, and it is easy to blame the
+# wrong rank. In this lesson you write the 60 lines that read it.
 #
 # **You will be able to**
 # - *choose* what to log at every step, and *say* what each stronger tool costs;
-# - *record* a trace on every rank, and *notice* when it is empty;
+# - *record* a trace on every rank, and *check* what is in it;
 # - *compute* idle time, exposed communication and overlap from any trace, of CPU ranks or of GPUs;
 # - *name* the rank that makes all others wait, also when the clocks of the hosts differ;
 # - *mend* a slow program in the order in which its faults cost time.
@@ -41,17 +41,21 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.profiler import profile, record_function, schedule, supported_activities
 
 world_size = 2  # ranks, 2 or more
+activities = supported_activities()  # to record: the CPU, and CUDA where there is a GPU
 os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler says nothing on the side
 
 # %%
@@ -59,7 +63,9 @@ import course_utils.traces as course_traces
 from course_utils import launch
 from course_utils.data import Windows
 from course_utils.models import TransformerConfig, build_gpt, loss_of
+from course_utils.predictions import predict, predictions
 from course_utils.programs import SCRIPTS, TEXT, read_log
+from course_utils.recorded import gpu_check
 from course_utils.step_log import LateRank, StepLog, matmul_flops, slowdown
 from course_utils.traces import RECORDED, ending_together, load, numbered, view
 from lessons.profiling import figures
@@ -70,7 +76,8 @@ from lessons.profiling import figures
 # The first tool is not a profiler but a log, because a log is there on the day when the job becomes slow. It has one
 # line for each step, or for each tenth, with the time of the step's parts. We train the small GPT of
 # [lesson 04](04_ddp.ipynb) under DDP, and `StepLog` notes how long each part takes. It also gives the part its
-# name in a trace, through `record_function`, which we need in section 2.
+# name in a trace, through `record_function`, which we need in section 2. (On a GPU, write `StepLog(synchronize=True)`;
+# section 2 shows why, and what is better.)
 
 
 # %%
@@ -133,82 +140,89 @@ print(f"peak of all ranks {peak / 1e9:.0f} GFLOP/s, MFU {mfu:.0%} (measured, glo
 assert 0 < mfu < 1
 
 # %% [markdown]
-# The rest goes to small operations and to waiting. A large model that is trained
-# well reaches about 40 %: Llama 3 405B reports 38 to 43 % (*recorded*, [arXiv
-# 2407.21783](https://arxiv.org/abs/2407.21783), table 4).
-#
-# **HFU**, hardware FLOPs utilization, also counts what is computed twice. That is so with activation checkpointing,
-# or recomputation ([lesson 05](05_scaling_efficiency.ipynb)).
-#
-# **Predict**: you turn full recomputation on, because memory is short, and HFU stays as it was. What becomes of MFU and
-# of tokens per second?
-
-# %%
-hardware_flops = config.flops_per_token("full")
-ratio = hardware_flops / model_flops
-assert 1.3 < ratio < 4 / 3
-print(f"a token needs {model_flops / 1e6:.2f} MFLOP, with recomputation {hardware_flops / 1e6:.2f}")
-print(f"equal HFU: MFU and tokens/s fall to {1 / ratio:.0%}")
-
-# %% [markdown]
-# Both fall to about three quarters. Backward costs about twice as much as forward, so a step has three parts, and the
-# second forward adds a fourth, which trains nothing. HFU would tell you that nothing has changed. So compare runs by
-# MFU or tokens per second, and keep HFU for the question whether the kernels are good.
+# The rest goes to small operations and to waiting. A large model that is trained well reaches about 40 %: Llama 3 405B
+# reports 38 to 43 % (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783), table 4). Compare runs by MFU or
+# by tokens per second, not by HFU, which counts recomputation as work ([lesson 05](05_scaling_efficiency.ipynb)).
 #
 # The log has a blind spot. DDP communicates *during* backward, so the part `backward` holds computing and waiting for
 # other ranks, and a stopwatch cannot separate them. Communication that no computing hides is called **exposed**. To
 # see it, we need every operation with its start and its end, from all threads, which is a **trace**. Stronger tools
-# cost more.
+# cost more. First the log itself:
+
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
+log = StepLog()
+start = time.perf_counter()
+for _ in range(1000):
+    with log.part("nothing"):
+        pass
+print(f"a part of the log: {1e3 * (time.perf_counter() - start):.0f} µs (measured)")
+
+# %% [markdown]
+# The profiler makes an entry for every operation, and on request also notes the Python lines that called it, its shapes
+# and its memory.
 #
-# **Predict**: by which factor does a step get longer when every operation is recorded? And when each one is recorded
-# with its Python call stack, shapes and memory?
+# **Predict**: how many times as long does a step take with all that switched on?
+
+# %%
+everything_on = predict("a step with everything recorded", unit="times as long")
 
 
 # %% tags=["nbval-ignore-output"]
 def costs():
     model, optimizer = prepare()
     log = StepLog()
-    cpu = [ProfilerActivity.CPU]
-    everything = {"with_stack": True, "record_shapes": True, "profile_memory": True}
+    more = {"with_stack": True, "record_shapes": True, "profile_memory": True}
     tools = {
-        "profiler": lambda: profile(activities=cpu),
-        "profiler with stacks, shapes, memory": lambda: profile(activities=cpu, **everything),
+        "no tool": nullcontext,
+        "profiler": lambda: profile(activities=activities),
+        "profiler, everything on": lambda: profile(activities=activities, **more),
     }
     return slowdown(lambda: train_step(model, optimizer, log, 0), tools, rounds=40)
 
 
-for tool, factor in launch(costs, world_size=world_size, backend="gloo")[0].items():
+factors = launch(costs, world_size=world_size, backend="gloo")[0]
+for tool, factor in factors.items():
     print(f"{tool}: {factor:.2f} times the step (measured, gloo on CPU)")
 
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
+everything_on.compare(factors["profiler, everything on"])
+
 # %% [markdown]
-# On a quiet machine the profiler costs about a tenth, with everything switched on about a third: the operations of this
-# model are tiny. So record a few steps, and Python's stacks only when the question is "which line called this?".
+# **Compare.** Read the factors against the first line, which is what chance makes of no tool at all on this machine.
+# A factor of this kind holds for one program: the shorter its operations, the more an entry for each of them costs.
 #
-# | tool | what it answers | when |
-# |---|---|---|
-# | a per-step log, tokens/s, MFU | is the job slower than last week, in which part? | always |
-# | counters of the GPU (section 9) | is a GPU of the cluster idle, hot, throttled? | always, outside the program |
-# | `torch.profiler` | which operation, hidden by what, waiting for whom? | a few steps, each rank |
-# | Nsight Systems (section 9) | what do CUDA, drivers and the network do in between? | a few steps, one host |
+# > **The observer effect.** The profiler makes its entries on the CPU. So it slows the host more than the GPU, and a
+# > GPU that waits for its host looks idler than it is. Take the *length* of a step from the log, without a profiler.
+#
+# So record a few steps, and Python's stacks only when the question is "which line called this?".
+#
+# | tool | what it answers | what it costs | when |
+# |---|---|---|---|
+# | a per-step log, tokens/s, MFU | is the job slower than last week? | the time of a part, above | always |
+# | counters of the GPU (section 9) | is a GPU idle, hot, throttled? | read from outside, not measured here | always |
+# | `torch.profiler` | which operation, waiting for whom? | the factors above | a few steps, each rank |
+# | Nsight Systems (section 9) | what do CUDA and the drivers do? | not measured here | a few steps, one host |
 
 # %% [markdown]
 # ## 2. A trace of every rank
 #
 # A profiler that runs all day fills the disk, and one that starts with the first step records start-up. So
-# `torch.profiler` takes a **schedule**, in steps: `wait` does nothing, `warmup` records and throws away, and `active`
-# keeps. Warm-up is there because the profiler is slow at its start: without it somebody measured times that were 20
-# times too long ([kineto#328](https://github.com/pytorch/kineto/issues/328)). `profiler.step()` ends a step. The
-# obvious program writes the file at the end.
+# `torch.profiler` takes a **schedule**, in steps: `wait` does nothing, `warmup` records and throws away, because the
+# profiler is slow at its start ([kineto#328](https://github.com/pytorch/kineto/issues/328)), and `active` keeps.
+# `profiler.step()` ends a step. The obvious program writes the file at the end.
 #
 # **Predict** for `wait=1, warmup=1, active=2` and programs of 4, 5 and 6 steps, numbered from 0: which steps are in the
-# file?
+# file? Commit to the program of five.
+
+# %%
+kept = predict("of five steps, the file has", ["2 and 3", "3 and 4", "2, 3 and 4", "none"])
 
 
 # %%
 def export_at_the_end(folder, steps):
-    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # of the last cycle
+    warnings.simplefilter("ignore")  # of the profiler
     plan = schedule(wait=1, warmup=1, active=2)
-    with profile(activities=[ProfilerActivity.CPU], schedule=plan) as profiler:
+    with profile(activities=activities, schedule=plan) as profiler:
         for _ in range(steps):
             dist.all_reduce(torch.ones(4))
             profiler.step()
@@ -221,18 +235,23 @@ for steps in (4, 5, 6):
         launch(export_at_the_end, folder, steps, world_size=world_size, backend="gloo")
         recorded_steps[steps] = load(folder)[0].steps
     print(f"{steps} steps: recorded {recorded_steps[steps]}")
+
+# %% jupyter={"source_hidden": true}
 assert recorded_steps == {4: [2, 3], 5: [], 6: [6]}
+kept.compare("none")
 
 # %% [markdown]
-# Only the program of four steps gives what you meant. With five, the schedule has begun its next cycle and waits, so
-# the file is written without an error and holds no step. With six, it holds step 6, which the program never ran: its
-# last `profiler.step()` began it.
+# **Compare.** Only the program of four steps gives what you meant. With five, the schedule has begun its next cycle and
+# waits, so the file is written without an error and holds no step. With six, it holds step 6, which the program never
+# ran: its last `profiler.step()` began it.
 #
-# The mend has two parts. `repeat=1` ends the schedule after one cycle, and `on_trace_ready` is called at the moment
+# The cure has two parts. `repeat=1` ends the schedule after one cycle, and `on_trace_ready` is called at the moment
 # when the last active step is complete. Without any `profiler.step()` this function is never called and there is no
 # file at all ([pytorch#91682](https://github.com/pytorch/pytorch/issues/91682)).
 #
-# One trace is not enough, because a wait on one rank has its reason on another. So every rank writes its own.
+# One trace is not enough, because a wait on one rank has its reason on another. So every rank writes its own. And
+# `activities` has to hold `ProfilerActivity.CUDA` where there is a GPU, or the trace has no kernels; it is in
+# `supported_activities()`, which is also the default.
 
 
 # %%
@@ -247,7 +266,7 @@ def traced(folder, late=None):
         profiler.export_chrome_trace(f"{folder}/rank{rank}.json.gz")
 
     plan = schedule(wait=1, warmup=1, active=3, repeat=1)
-    with profile(activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=save) as profiler:
+    with profile(activities=activities, schedule=plan, on_trace_ready=save) as profiler:
         for step in range(7):
             late_now = late is not None and step >= 2  # in step 1 DDP builds its buckets anew
             train_step(model, optimizer, log, step, disk if late_now else None)
@@ -258,14 +277,16 @@ temporary = tempfile.TemporaryDirectory()
 folder = Path(temporary.name)
 launch(traced, str(folder), world_size=world_size, backend="gloo")
 traces = load(folder)
-assert [trace.rank for trace in traces] == list(range(world_size))
-assert all(trace.steps == [2, 3, 4] for trace in traces)
 print(f"{len(traces)} traces, each with steps {traces[0].steps}")
 
+# %% jupyter={"source_hidden": true}
+assert [trace.rank for trace in traces] == list(range(world_size))
+assert all(trace.steps == [2, 3, 4] for trace in traces)
+
 # %% [markdown]
-# The file is JSON in the format of Chrome's tracing
-# page: a list of events, each with a name, a category, a start and a duration in microseconds. `load` makes a
-# `Trace` of each file. What is in one of a CPU rank, and in the recorded one of an A100?
+# The file is JSON in the format of Chrome's tracing page: a list of events, each with a name, a category, a start and a
+# duration in microseconds. `load` makes a `Trace` of each file. What is in one of a CPU rank, and in the recorded one
+# of an A100?
 
 # %% tags=["nbval-ignore-output"]
 host_bound = load("host_bound")[0]
@@ -273,26 +294,72 @@ for name, trace in {"rank 0, live": traces[0], "A100, recorded": host_bound}.ite
     print(name, dict(Counter(event.category for event in trace.events)))
 
 # %%
-collectives = [e for e in traces[0].events if e.name.startswith("gloo:")]
 calls = [e for e in traces[0].events if e.name.startswith("c10d::allreduce")]
-assert len(collectives) == len(calls) and collectives
-assert not {e.row for e in collectives} & {e.row for e in calls}
-print("per step:", len(calls) // 3, "calls on the threads of PyTorch,")
-print("as many all-reduces on other threads, those of gloo")
+work = [e for e in traces[0].events if e.name.startswith("gloo:")]
+print(f"per step: {len(calls) // 3} calls, {len(work) // 3} all-reduces")
+print("on the same threads:", bool({e.row for e in work} & {e.row for e in calls}))
+
+# %% jupyter={"source_hidden": true}
+assert len(work) == len(calls) > 0
+assert not {e.row for e in work} & {e.row for e in calls}
 
 # %% [markdown]
 # A collective stands in the trace twice. `c10d::allreduce_` is the *call*: it puts the work into a queue and returns.
 # `gloo:all_reduce` is the *work*, on a thread of gloo's own, and its length includes the wait for other ranks. On a GPU
 # the work is a **kernel**, a function that runs on the GPU; its name begins with `nccl`, and its row is a **stream**, a
 # queue of kernels that run in order. Whoever adds up the calls finds that communication costs nothing.
+#
+# On a GPU that holds for *every* operation: the CPU only **launches** kernels, which means that it puts them into the
+# queue (category `cuda_runtime`). A kernel and its launch have the same number, `correlation`, so a trace tells which
+# kernels were launched in forward, the range that a stopwatch on the CPU would time.
+#
+# **Predict** for a V100 that is busy for most of its step (*recorded*): when the CPU leaves forward, how many of the
+# kernels that it launched there have begun?
+
+# %%
+begun = predict("of forward's kernels have begun", ["all", "about half", "none"])
+
+
+# %%
+v100 = load("two_machines")[1].of_steps([1009])
+forward = next(e for e in v100.events if e.name == "## forward ##")
+launches = [e for e in v100.events if e.category == "cuda_runtime"]
+numbers = {e.args["correlation"] for e in launches if forward.start <= e.start < forward.end}
+kernels = [e for e in v100.events if e.category == "kernel" and e.args["correlation"] in numbers]
+print(f"the CPU is in forward from {forward.start / 1e3:.0f} to {forward.end / 1e3:.0f} ms;")
+first, last = min(e.start for e in kernels), max(e.end for e in kernels)
+print(f"the GPU runs these {len(kernels)} kernels from {first / 1e3:.0f} to {last / 1e3:.0f} ms")
+
+# %% jupyter={"source_hidden": true}
+assert forward.end < first and v100.gpu.startswith("Tesla V100")
+begun.compare("none")
+
+# %% [markdown]
+# **Compare.** None. The stopwatch would say 24 ms, and when it has stopped, another 14 ms pass before the first of
+# these kernels begins.
+#
+# **CUDA is asynchronous**: a call returns when its kernel is in the queue
+# ([PyTorch](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution)). So a time on a GPU needs one
+# of two things. `StepLog(synchronize=True)` waits at the end of each part until the queue is empty. That is right, but
+# the CPU can no longer run ahead, so the step gets longer. **Events** are marks in the queue, and cost no wait:
+#
+# ```python
+# begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+# begin.record()
+# loss = loss_of(model, x, y)
+# end.record()
+# ...  # the rest of the step
+# torch.cuda.synchronize()  # once, when the log is written
+# forward_ms = begin.elapsed_time(end)
+# ```
+#
+# [`scripts/train.py`](../scripts/train.py) does it so. `.item()`, `.cpu()` and `print(loss)` wait for the GPU, too.
 
 # %% [markdown]
 # ## 3. An analyser in 60 lines
 #
 # We want five numbers of a rank: how long it computed, communicated, did both (**overlap**), communicated without
-# computing (**exposed**), and did nothing (**idle**). Adding up durations does not give them, because events overlap:
-# operators call operators, and a GPU runs several streams. So we treat each kind of work as a set of intervals, merge
-# those that overlap, and measure lengths of sets. First: what kind of work is an event?
+# computing (**exposed**), and did nothing (**idle**). First: what kind of work is an event?
 
 
 # %%
@@ -309,13 +376,34 @@ def kind(event, on_gpu):
     return "other"
 
 
-for trace in [*traces, host_bound]:
-    assert all(kind(e, trace.on_gpu) == course_traces.kind(e, trace.on_gpu) for e in trace.events)
-
 # %% [markdown]
 # Where there is a GPU, only what runs on it counts, and the operators on the CPU, which start kernels, are "other".
-# Next the intervals. Sorted by their starts, an interval either begins within the last merged one and extends it, or
-# begins a new one.
+# Libraries that communicate by kernels or copies of their own (DeepEP, NVSHMEM, PyTorch's symmetric memory) need their
+# names added here, or they count as compute and copies.
+#
+# Is adding up durations enough? **Predict**: the durations of everything that rank 0 computes in a step, added up, are
+# how many times the step?
+
+# %%
+added_up = predict("durations of compute, added up", unit="times the step")
+
+# %% tags=["nbval-ignore-output"]
+one_step = traces[0].of_steps([3])
+compute = [e for e in one_step.events if kind(e, one_step.on_gpu) == "compute"]
+from_first_to_last = max(e.end for e in compute) - min(e.start for e in compute)
+added = sum(e.end - e.start for e in compute)
+print(f"step {from_first_to_last / 1e3:.0f} ms, {len(compute):,} durations: {added / 1e3:.0f} ms")
+
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
+assert added > from_first_to_last
+added_up.compare(added / from_first_to_last)
+
+# %% [markdown]
+# **Compare.** More than once, because events overlap: an operator calls operators, and each of them has its own event.
+#
+# On a GPU several streams run at a time. So we treat each kind of work as a set of intervals, merge those that overlap,
+# and measure lengths of sets. Sorted by their starts, an interval either begins within the last merged one and extends
+# it, or begins a new one.
 
 
 # %%
@@ -361,7 +449,9 @@ def breakdown(trace):
     }
 
 
+# %% jupyter={"source_hidden": true}
 for trace in [*traces, host_bound]:
+    assert all(kind(e, trace.on_gpu) == course_traces.kind(e, trace.on_gpu) for e in trace.events)
     assert breakdown(trace) == course_traces.breakdown(trace)
 
 # %% [markdown]
@@ -377,60 +467,42 @@ for trace in traces:
 
 
 # %% tags=["nbval-ignore-output"]
-def lanes(ranks, step):
-    """Rows for a figure: when each rank computed and communicated in a step, in seconds."""
-    parts = [trace.of_steps([step]) for trace in ranks]
-    zero = min(spans(part, "compute", "communication")[0][0] for part in parts)
-    rows = {}
-    for part in parts:
-        for name in ("compute", "communication"):
-            row = [(name, (a - zero) / 1e6, (b - zero) / 1e6) for a, b in spans(part, name)]
-            rows[f"rank {part.rank}, {name}"] = row
-    return rows
-
-
-figures.step_spans(lanes(traces, step=3), "measured: one step under DDP, gloo on CPU")
+figures.lanes(traces, 3, "measured: one step under DDP, gloo on CPU")
 
 # %% [markdown]
-# *The figure (measured; seconds from the start of the step): two rows a rank, above when it computes and below when it
-# communicates. Communication begins during backward, when the first bucket is full. What reaches beyond the last bar
-# of backward's compute is exposed.*
+# *The figure (measured; milliseconds from the start of the step): two rows a rank, above when it computes and below
+# when it communicates. Communication begins during backward, when the first bucket is full. Where the row above has no
+# bar, it is exposed.*
 #
-# On two slow cores the numbers vary, and gloo's threads take processor time from computing, so overlap on CPU ranks
-# is not a saving. But the analyser can be checked on traces whose answer is known. HTA, Meta's tool for
-# traces, computes the share of communication that overlaps. On two ranks of a job of 128 it says 11.81 % and
-# 20.05 %, and on the A100 14.31 % (HTA 0.5.0, which leaves out a trace's last step, *recorded*).
+# On CPU ranks overlap saves little, because gloo's threads take processor time from computing. But the analyser can be
+# checked on traces whose answer is known. HTA, Meta's tool for traces, computes the share of communication that
+# overlaps. On two ranks of a job of 128 it says 11.81 % and 20.05 %, and on the A100 14.31 % (HTA 0.5.0, which leaves
+# out a trace's last step, *recorded*).
 
 
 # %%
 def overlap_percent(trace):
-    times = breakdown(trace)
+    times = breakdown(trace.of_steps(trace.steps[:-1]))
     return round(100 * times["overlap"] / times["communication"], 2)
 
 
-def without_last_step(trace):
-    return trace.of_steps(trace.steps[:-1])
-
-
 imbalance = load("imbalance")
-ours = [overlap_percent(without_last_step(trace)) for trace in [*imbalance, host_bound]]
+ours = [overlap_percent(trace) for trace in [*imbalance, host_bound]]
 print("ours:", ours, " HTA: [11.81, 20.05, 14.31]")
-assert ours == [11.81, 20.05, 14.76]
 
 # %% [markdown]
 # Two agree to the last digit, and one does not. Of these traces only the A100's has fractions of a microsecond, and
-# HTA rounds them away: starts up, ends down.
-#
-# **Predict**: can less than a microsecond at each end of an event turn 14.76 % into 14.31 %?
+# HTA rounds them away: starts up, ends down. The folded cell does so, too.
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def whole_microseconds(trace):
     events = [e._replace(start=math.ceil(e.start), end=math.floor(e.end)) for e in trace.events]
     return course_traces.Trace(trace.rank, trace.world_size, tuple(events))
 
 
-rounded = overlap_percent(whole_microseconds(without_last_step(host_bound)))
+assert ours == [11.81, 20.05, 14.76]
+rounded = overlap_percent(whole_microseconds(host_bound))
 kernels = [e for e in host_bound.events if e.category == "kernel"]
 median_us = sorted(e.end - e.start for e in kernels)[len(kernels) // 2]
 print(f"rounded: {rounded} %; half of the {len(kernels):,} kernels take at most {median_us:.1f} µs")
@@ -438,8 +510,8 @@ assert rounded == 14.31
 assert all(e.start == int(e.start) for trace in imbalance for e in trace.events)
 
 # %% [markdown]
-# It can, because the kernels are so short that a microsecond is a good part of them. When two tools disagree, find the
-# definition in which they differ before you trust either. Why this GPU is idle is the subject of section 6.
+# So little turns 14.76 % into 14.31 %, because the kernels are so short. When two tools disagree, find the definition
+# in which they differ before you trust either. Why this GPU is idle is the subject of section 6.
 
 # %% [markdown]
 # ## 4. Who arrives last?
@@ -447,7 +519,10 @@ assert all(e.start == int(e.start) for trace in imbalance for e in trace.events)
 # Now the last rank gets its data late, from step 2 on: `LateRank` holds it back until the others have ended their
 # forward pass. We record all ranks again and add up, on each of them, how long it communicates.
 #
-# **Predict**: on which rank does communication take longest, on the late one or on the others?
+# **Predict**: which rank communicates longest without computing?
+
+# %%
+longest = predict("communication is exposed longest on", ["the late rank", "the others"])
 
 # %% tags=["nbval-ignore-output"]
 late_rank = world_size - 1
@@ -458,36 +533,43 @@ for trace in slow:
     times = breakdown(trace)
     print(f"rank {trace.rank}: communication {times['communication'] / 3e3:.1f} ms a step", end="")
     print(f", exposed {times['exposed'] / 3e3:.1f} ms (measured)")
+
+# %% jupyter={"source_hidden": true}
 exposed = [breakdown(trace)["exposed"] for trace in slow]
 assert exposed.index(min(exposed)) == late_rank  # it is held back for at least 50 ms a step
+longest.compare("the others")
 
 # %% [markdown]
-# On the others. The late rank comes to the first all-reduce when everybody else is there, so it waits least. The wait
-# in a collective belongs to the rank that came *late*, not to the one that waits.
+# **Compare.** The others do. The late rank comes to the first all-reduce when everybody else is there, so it waits
+# least. The wait in a collective belongs to the rank that came *late*, not to the one that waits.
 #
 # > **Misconception.** "Rank 0 spends most of its time in all-reduce, so the network is slow." It may be waiting.
 #
-# So compare *starts*. Collectives of one group run in the same order on all ranks, so the n-th call of a name on one
-# rank is the n-th on every other. The rank that starts it last is the one the others wait for, and the
-# difference to the first start is what that cost.
+# So compare *starts*. All ranks of a process group call its collectives in the same order, so within a group the n-th
+# call of a name on one rank is the n-th on every other. The rank that starts it last is the one the others wait for,
+# and the difference from the first start is what that cost. Each NCCL kernel says its group in the trace. gloo's calls
+# do not, so on CPU ranks there may be only one.
 
 
 # %%
+def group(event):
+    """The process group of a call: its name and ranks."""
+    return event.args.get("Process Group Name"), str(event.args.get("Process Group Ranks"))
+
+
 def matched(ranks):
-    """For each collective its event on every rank."""
+    """For each collective of one group its event on each of the group's ranks."""
     by_rank = []
     for trace in ranks:
         calls, counts = {}, Counter()
         for event in trace.events:
             if kind(event, trace.on_gpu) == "communication":
-                calls[event.name, counts[event.name]] = event
-                counts[event.name] += 1
+                call = group(event), event.name
+                calls[*call, counts[call]] = event
+                counts[call] += 1
         by_rank.append(calls)
     shared = [call for call in by_rank[0] if all(call in calls for calls in by_rank)]
     return [[calls[call] for calls in by_rank] for call in shared]
-
-
-assert matched(slow) == course_traces.matched(slow)
 
 
 # %%
@@ -502,17 +584,24 @@ def last_to_arrive(rows):
     return times, waited
 
 
-assert last_to_arrive(matched(slow)) == course_traces.last_to_arrive(matched(slow))
-
-
 def culprit(ranks):
     """The rank for which the others waited longest in all."""
     _, waited = last_to_arrive(matched(ranks))
     return waited.index(max(waited))
 
 
+print("the others wait for rank", culprit(slow))
+
+# %% jupyter={"source_hidden": true}
+assert matched(slow) == course_traces.matched(slow)
+assert last_to_arrive(matched(slow)) == course_traces.last_to_arrive(matched(slow))
 assert culprit(slow) == late_rank
-print("the others wait for the last rank:", culprit(slow) == late_rank)
+elsewhere = []  # two TP groups of one name
+for rank, members in ((0, [0, 1]), (1, [0, 1]), (2, [2, 3])):
+    said = {"Process Group Name": "1", "Process Group Ranks": members}
+    call = course_traces.Event("ncclDevKernel_AllReduce", "kernel", rank, 9, 7, 1, said)
+    elsewhere.append(course_traces.Trace(rank, 4, (call,)))
+assert len(matched(elsewhere[:2])) == 1 and matched(elsewhere[1:]) == []
 
 # %% [markdown]
 # This rests on one assumption: all ranks read the same clock. On one host they do. The clocks of two hosts can differ
@@ -521,14 +610,22 @@ print("the others wait for the last rank:", culprit(slow) == late_rank)
 # **Predict**: the clock of rank 0's host is three seconds fast. Which rank does the analyser name?
 
 # %%
+named = predict("the analyser names", ["the rank that is late", "rank 0"])
+
+# %%
 elsewhere = [slow[0].shifted(3e6), *slow[1:]]
-print("named:", culprit(elsewhere), "with a clock that is fast on rank 0")
+print("the analyser names rank", culprit(elsewhere))
+
+# %% jupyter={"source_hidden": true}
 assert culprit(elsewhere) == 0
+named.compare("rank 0")
 
 # %% [markdown]
-# Rank 0, with a wait of three seconds for each collective. The trace itself helps here. An all-reduce cannot end on any
-# rank before the last rank has begun it, and from then on little is left to do, so it ends on all ranks at nearly the
-# same moment. If the *ends* of a matched row differ, the clocks differ, and the median over all rows says by how much.
+# **Compare.** Rank 0, with a wait of three seconds for each collective.
+#
+# The trace itself helps here. An all-reduce cannot end on any rank before the last rank has begun it, and from then on
+# little is left to do, so it ends on all ranks at nearly the same moment. If the *ends* of a matched row differ, the
+# clocks differ, and the median over all rows says by how much.
 
 
 # %%
@@ -543,21 +640,23 @@ def aligned(ranks):
     return moved
 
 
+print("on one clock the analyser names rank", culprit(aligned(elsewhere)))
+figures.lanes(aligned(elsewhere), 3, "measured: one step, last rank late")
+
+# %% jupyter={"source_hidden": true}
 assert aligned(elsewhere) == course_traces.aligned(elsewhere)
 assert culprit(aligned(elsewhere)) == late_rank
-figures.step_spans(lanes(aligned(elsewhere), step=3), "measured: one step, last rank late")
 
 # %% [markdown]
-# *The figure (measured; seconds): the same two rows a rank. The computing of the last rank begins late, and the
+# *The figure (measured; milliseconds): the same two rows a rank. The computing of the last rank begins late, and the
 # communication bars of the others reach from their own start to its arrival.*
 #
 # <details><summary>On a mesh of HSDP × TP, with several groups</summary>
 #
-# Here all ranks are in one group. On a mesh each rank is in several, and ranks of different TP groups
-# never wait for each other, although they call the same kernels. `course_traces.matched` therefore counts calls within
-# their process group, whose name and ranks stand in the trace of each NCCL kernel. The calls of gloo do not say their
-# group, so on several groups of CPU ranks it refuses. `course_traces.aligned` leaves out broadcasts and sends, in which
-# nobody waits for all, and goes from group to group.
+# On a mesh each rank is in several groups, and ranks of different TP groups never wait for each other, although they
+# call the same kernels. So give our `matched` the ranks of one group, or take `course_traces.matched`, which takes all
+# ranks and leaves a gap where a rank is not in the group; on several groups of gloo it refuses. `course_traces.aligned`
+# leaves out broadcasts and sends, in which nobody waits for all, and goes from group to group.
 # </details>
 #
 # To look around in a trace, use a viewer; Perfetto is the usual one. `view`
@@ -568,10 +667,11 @@ figures.step_spans(lanes(aligned(elsewhere), step=3), "measured: one step, last 
 view(slow_folder.name)
 
 # %% [markdown]
-# > **On real GPUs.** An NCCL kernel that waits for another rank spins on the GPU and is shown as running
+# > **What changes on real GPUs.** An NCCL kernel that waits for another rank spins on the GPU and is shown as running
 # > ([nccl#1025](https://github.com/NVIDIA/nccl/issues/1025)). So a GPU that waits counts as busy, in a trace and in
-# > `nvidia-smi` ([cupy#3557](https://github.com/cupy/cupy/issues/3557)). The kernel's length is
-# > wait plus transfer; what the *last* rank's kernel takes is close to the transfer alone.
+# > `nvidia-smi` ([cupy#3557](https://github.com/cupy/cupy/issues/3557)). The kernel's length is wait plus transfer;
+# > what the *last* rank's kernel takes is close to the transfer alone. It can also slow the computing beside it (the
+# > same thread), so exposed time is the *least* that communication costs.
 
 # %% [markdown] tags=["deeper"]
 # ## 5. A slow program, mended in the order of its costs · deeper
@@ -601,11 +701,9 @@ def sum_gradients(model, one_call):
         for gradient in gradients:
             dist.all_reduce(gradient)
         return
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = parameters_to_vector(gradients)
     dist.all_reduce(flat)
-    parts = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+    vector_to_parameters(flat, gradients)
 
 
 # %% tags=["deeper"]
@@ -618,7 +716,7 @@ def by_hand(folder, one_call, balanced):
         profiler.export_chrome_trace(f"{folder}/rank{dist.get_rank()}.json.gz")
 
     plan = schedule(wait=1, warmup=1, active=3, repeat=1)
-    with profile(activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=save) as profiler:
+    with profile(activities=activities, schedule=plan, on_trace_ready=save) as profiler:
         for step in range(5):
             for number in micro_batches(balanced):
                 first = (step * count + number) * rank_batch
@@ -628,7 +726,7 @@ def by_hand(folder, one_call, balanced):
             optimizer.step()
             optimizer.zero_grad()
             profiler.step()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return parameters_to_vector(model.parameters()).detach()
 
 
 # %% tags=["deeper"]
@@ -667,6 +765,8 @@ both_faults, weights = run_by_hand(one_call=False, balanced=False)
 all_reduces, products = counts(both_faults)
 tensors = sum(1 for _ in build_gpt(config).parameters())
 print(f"{all_reduces} all-reduces a step for {tensors} tensors; matrix products a step: {products}")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert all_reduces == tensors
 assert products == [(world_size + 1) * products[1]] + [products[1]] * (world_size - 1)
 
@@ -678,27 +778,38 @@ print_times(both_faults)
 # others wait for rank 0's computing; in the rest the ranks run side by side and one or the other is last by a little,
 # which adds up. The *time waited* says more, because that first wait weighs as much as the computing that causes it.
 #
-# **Predict**: we put all gradients of a step into one all-reduce and leave the shares of the ranks as they are. In how
-# many collectives a step does rank 0 now come last, and for how long do the others wait for it?
+# **Predict**: we put all gradients of a step into one all-reduce and leave the shares of the ranks as they are. Do the
+# others still wait for rank 0?
+
+# %% tags=["deeper"]
+waiting = predict("the wait for rank 0", ["is nearly gone", "is still there"])
 
 # %% tags=["deeper"]
 one_fault, weights_1 = run_by_hand(one_call=True, balanced=False)
 all_reduces, products = counts(one_fault)
 print(f"all-reduces a step: {all_reduces}; matrix products a step: {products}")
-assert all_reduces == 1 and products[0] == (world_size + 1) * products[1]
-assert torch.allclose(weights, weights_1, rtol=0, atol=1e-5)
 
 # %% tags=["deeper", "nbval-ignore-output"]
 print_times(one_fault)
 
+# %% jupyter={"source_hidden": true} tags=["deeper", "nbval-ignore-output"]
+assert all_reduces == 1 and products[0] == (world_size + 1) * products[1]
+assert torch.allclose(weights, weights_1, rtol=0, atol=1e-5)
+for_rank_0 = [last_to_arrive(matched(ranks))[1][0] for ranks in (both_faults, one_fault)]
+waiting.compare("is nearly gone" if for_rank_0[1] < 0.1 * for_rank_0[0] else "is still there")
+
 # %% [markdown] tags=["deeper"]
-# In the one that there is. The small waits are gone; what is left is the wait for rank 0's computing. Now every rank
-# takes two micro-batches.
+# **Compare.** They do. The small waits are gone, and what is left is the wait for rank 0's computing, which one call
+# instead of many does not change.
+#
+# Now every rank takes two micro-batches.
 
 # %% tags=["deeper"]
 mended, weights_2 = run_by_hand(one_call=True, balanced=True)
 all_reduces, products = counts(mended)
 print(f"all-reduces a step: {all_reduces}; matrix products a step: {products}")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert all_reduces == 1 and len(set(products)) == 1
 assert torch.allclose(weights, weights_2, rtol=0, atol=1e-5)
 
@@ -707,7 +818,7 @@ print_times(mended)
 
 # %% [markdown] tags=["deeper"]
 # All ranks multiply equally often, and the weights are those of the slow program. Some waiting remains: ranks that have
-# equally much to do still do not take equally long, here also because they share two cores.
+# equally much to do still do not take equally long.
 #
 # The order matters. Mend what costs most, measure again, and only then choose the next: the first cure changes what the
 # others are worth. And compare numbers, not only times, because a program that computes something else may well be
@@ -719,28 +830,58 @@ print_times(mended)
 # gloo on a CPU shows how a trace is read, but not what a GPU's trace looks like. The four runs here are *recorded*:
 # Meta publishes them with its tool HTA ([commit
 # f4d0062](https://github.com/facebookresearch/HolisticTraceAnalysis/tree/f4d0062c382f42bd8a74838bcdad1916c7d5d2da)),
-# and the course carries excerpts of them. Nobody here can run these programs again, so the traces have to answer
-# alone. The functions are those of section 3, and the shares below are shares of a rank's whole time.
+# and the course carries excerpts of them. The shares are those of a rank's whole time. The profiler was on, so idle
+# time is an upper bound. `imbalance` gets no shares: it is a sample (of the numbers that CUDA gave to its calls it has
+# 0.5 %, the others have 8 to 9 %), and between the kernels that were kept the GPU need not be idle.
 
 # %% tags=["deeper"]
 recorded = {run: load(run) for run in RECORDED}
-for run, ranks in recorded.items():
-    for trace in ranks:
+for run in ("host_bound", "tiny_all_reduces", "two_machines"):
+    for trace in recorded[run]:
         times = breakdown(trace)
         parts = ("idle", "compute", "communication")
         shares = "  ".join(f"{part} {times[part] / times['total']:4.0%}" for part in parts)
         print(f"{run:>16}, rank {trace.rank} of {trace.world_size}: {shares}")
 
-a100, tiny = recorded["host_bound"][0], recorded["tiny_all_reduces"][0]
-assert breakdown(a100)["idle"] > 0.75 * breakdown(a100)["total"]
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+for run, ranks in recorded.items():  # CUDA numbers its calls, so gaps show what is missing
+    for trace in ranks:
+        numbers = [e.args["correlation"] for e in trace.events if e.category == "cuda_runtime"]
+        there = len(numbers) / (max(numbers) - min(numbers))
+        assert round(there, 3) in (0.004, 0.005) if run == "imbalance" else 0.08 < there < 0.095
 
 # %% [markdown] tags=["deeper"]
 # **`host_bound`**, under DDP on an A100, leaves its GPU idle for three quarters of the time. Communication is 7 %, so
-# a faster network cannot save more than that. The remaining cures act on the host: fewer and larger kernels
-# (`torch.compile`, CUDA graphs), a larger batch, or less work in Python between the launches.
+# a faster network cannot save more than that. The GPU waits for its host. But what does the host do: load data, read
+# numbers from the GPU, or launch kernels?
+
+# %% tags=["deeper"]
+a100, tiny = recorded["host_bound"][0], recorded["tiny_all_reduces"][0]
+lasts = Counter()
+for event in a100.events:
+    if event.name.startswith(("ProfilerStep", "## ")):
+        lasts["model" if event.name.startswith("## ") else "step"] += event.end - event.start
+read = sum("DtoH" in event.name for event in a100.events)
+print(f"of the steps, {lasts['model'] / lasts['step']:.1%} are forward, backward and optimizer")
+print(f"copies from the GPU to the host: {read}")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert lasts["model"] > 0.99 * lasts["step"] and read == 0
+h200 = gpu_check("profiler_trace")["breakdown"]
+share = h200["idle"]["value"] / h200["total"]["value"]
+print(f"an H200 with the course's small GPT, also under the profiler: idle {share:.0%}")
+
+# %% [markdown] tags=["deeper"]
+# It hardly loads data and reads nothing; it launches kernels, and serves the profiler. So the cures are fewer and
+# larger kernels (`torch.compile`, CUDA graphs), a larger batch, or less work in Python between the launches. A model
+# too small for its GPU is the extreme case, such as the course's on an H200 (*recorded*, PyTorch 2.11).
 #
-# **`tiny_all_reduces`**, on a V100, communicates for 17 % of its time in very many calls. **Predict**: which share of
-# that time is hidden behind compute?
+# **`tiny_all_reduces`**, on a V100, communicates for 17 % of its time in very many calls.
+#
+# **Predict**: which share of that time is hidden behind compute?
+
+# %% tags=["deeper"]
+covered = predict("of the small all-reduces, hidden behind compute", unit="%")
 
 # %% tags=["deeper"]
 calls = list(numbered(tiny).values())
@@ -749,17 +890,25 @@ per_step = len(calls) // len(tiny.steps)
 overlap = breakdown(tiny)["overlap"]
 print(f"{per_step} all-reduces a step, half of them take {lasting:.0f} µs or less")
 print(f"overlap {overlap:.0f} µs")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert (per_step, lasting, overlap) == (404, 8, 0)
+covered.compare(100 * overlap / breakdown(tiny)["communication"])
 
 # %% [markdown] tags=["deeper"]
-# None of it. 404 times a step, compute ends, a small all-reduce runs, and compute goes on. Half of the calls take at
-# most 8 µs, which is mostly latency (α of [lesson 01](01_gpu_interconnects.ipynb)) and hardly a matter of bytes. So put
-# many small tensors into one call, as DDP does with its buckets ([lesson 04](04_ddp.ipynb)), and start that call
-# while there is compute left.
+# **Compare.** None of it. 404 times a step, compute ends, a small all-reduce runs, and compute goes on.
 #
-# **`imbalance`** has two ranks of 128 that train a recommendation model. Both communicate for about a third
-# of their time. **Predict** from the table: rank 0 communicates longer, rank 1 computes longer. Which one makes the
-# other wait?
+# Half of the calls take at most 8 µs, which is mostly latency (α of [lesson 01](01_gpu_interconnects.ipynb)). So put
+# many small tensors into one call, as DDP does with its buckets ([lesson 04](04_ddp.ipynb)), and start that call while
+# there is compute left.
+#
+# **`imbalance`** has two ranks of 128 that train a recommendation model. In the sample rank 0 communicates longer, and
+# rank 1 computes longer.
+#
+# **Predict**: which one makes the other wait?
+
+# %% tags=["deeper"]
+made_to_wait = predict("the other waits for", ["rank 0", "rank 1"])
 
 # %% tags=["deeper"]
 ranks = recorded["imbalance"]
@@ -769,15 +918,20 @@ for trace in ranks:
     print(f"rank {trace.rank}: compute {compute:.0f} ms, communication {communication:.0f} ms")
 rows = ending_together(ranks, within=1000)
 times_last, waited = last_to_arrive(rows)
-print(f"of {len(rows)} calls, rank 1 comes last in {times_last[1]}")
-print(f"rank 0 waits {waited[1] / 1e3:.0f} ms for it")
+for rank in (0, 1):
+    print(f"rank {rank} comes last in {times_last[rank]} of {len(rows)} calls", end="")
+    print(f", the other waits {waited[rank] / 1e3:.0f} ms")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert times_last == [0, 5]
+made_to_wait.compare("rank 1")
 
 # %% [markdown] tags=["deeper"]
-# Rank 1, with 29 % more compute, comes last in each of the five calls that can be matched. Rank 0's longer
-# communication is waiting. In its own trace that looks like a slow network; only the other rank's trace tells. The
-# cure is to share the work more evenly. The trace is a sample, and two ranks of 128, so it does not say which rank all
-# the others wait for.
+# **Compare.** Rank 1 comes last in each of the five calls that can be matched, so a part of rank 0's communication is
+# waiting.
+#
+# In rank 0's own trace that looks like a slow network; only the other rank's trace tells. The cure is to share the work
+# more evenly. By how much, a sample cannot say, nor which of 128 ranks all the others wait for.
 #
 # **`two_machines`** holds the same annotations in two jobs, one on an A100 and one on a V100. It is *not* one program
 # before and after a change. Of everything in it, only what is counted per step can be compared, not the milliseconds:
@@ -793,7 +947,7 @@ for trace in recorded["two_machines"]:
 #
 # | what the trace shows | likely cause | what to do |
 # |---|---|---|
-# | idle is large, communication small | the host cannot launch fast enough | larger kernels, fewer launches |
+# | idle is large, communication small | the host is late | rule out data, checkpoints, `.item()`; then fewer launches |
 # | many calls of a few µs, none hidden | a call for each tensor | buckets, started earlier |
 # | one rank computes more, the others communicate longer | uneven work | balance; look at that rank |
 # | counts that differ between two jobs | other code ran | find the calls by their names |
@@ -816,7 +970,7 @@ def recorded_step(folder, change, model, optimizer):
         profiler.export_chrome_trace(path)
 
     log = StepLog()
-    with profile(activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=save) as profiler:
+    with profile(activities=activities, schedule=plan, on_trace_ready=save) as profiler:
         for step in range(5):
             train_step(model, optimizer, log, step)
             change(model)
@@ -847,24 +1001,34 @@ print("all-reduces:", *collectives)
 assert collectives[0] == collectives[1] > 0
 
 # %% [markdown] tags=["deeper"]
-# **Predict** from the table alone: over what does the new line loop, and what does it do with each element?
+# **Predict** from the table alone: what does the new line go through, and what does it do with each element?
 
 # %% tags=["deeper"]
-tensors = len(list(build_gpt(config).parameters()))
+things = ["the layers", "the parameters", "the windows of the batch"]
+loops = predict("the new line goes through", things)
+
+# %% tags=["deeper"]
+model = build_gpt(config)
+tensors = len([*model.parameters()])
+print(f"{len(model.blocks)} layers, {tensors} parameters, {rank_batch} windows")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 added = counts[1] - counts[0]
-print(f"parameters: {tensors}; added norms: {added['aten::linalg_vector_norm']}")
 assert added["aten::linalg_vector_norm"] == added["aten::_to_copy"] == tensors
 assert not counts[0] - counts[1]
+loops.compare("the parameters")
 
 # %% [markdown] tags=["deeper"]
-# Over the parameters: it copies each to another dtype (`_to_copy`), takes a norm, and joins the results with one
-# `stack`. Somebody logs the norms of the weights at every step. Nothing has disappeared and the all-reduces are as
-# many as before, so the cause is neither the model nor the network. On a GPU each copy and each norm would start a
-# kernel. The mend is to log at every hundredth step, or to use `torch._foreach_norm`, which takes a list.
+# **Compare.** The parameters, as many as there are new norms. It copies each to another dtype (`_to_copy`), takes its
+# norm, and joins the norms with one `stack`.
 #
-# A difference is a *change* only if everything else is equal. HTA publishes two traces as control and test, and
-# `cudaMemcpyAsync` goes from 38 to 802 in step 1009. But one is of an A100 on rank 3 of 8, the other of a V100 on
-# rank 1 of 2 (our `two_machines`), so the difference holds the machine, the job and the program at once.
+# Somebody logs the norms of the weights at every step. Nothing has disappeared and the all-reduces are as
+# many as before, so the cause is neither the model nor the network. On a GPU each copy and each norm would start a
+# kernel. Log at every hundredth step, or, if one number is enough, use `torch.nn.utils.get_total_norm`, which takes all
+# tensors at once.
+#
+# A difference is a *change* only if everything else is equal. HTA publishes the traces of `two_machines` as control and
+# test, but their difference holds the machine, the job and the program at once.
 
 # %% [markdown] tags=["deeper"]
 # ## 8. What peaks when: memory · deeper
@@ -872,8 +1036,13 @@ assert not counts[0] - counts[1]
 # Memory is full at one moment of the step, and only what is alive at that moment is worth making smaller. With
 # `profile_memory=True` the trace gets an event `[memory]` for each allocation (bytes above 0) and each release (below
 # 0), with the total after it. The total counts from the start of the recording, so weights, which were there before,
-# are missing in it. **Predict**: at which point of the step is the peak? End of forward, early in backward, end of
-# backward, or optimizer?
+# are missing in it.
+#
+# **Predict**: at which point of the step is the peak?
+
+# %% tags=["deeper"]
+moments = ["end of forward", "early in backward", "end of backward", "optimizer"]
+fullest = predict("memory peaks at", moments)
 
 
 # %% tags=["deeper"]
@@ -882,7 +1051,7 @@ def with_memory(path):
     log = StepLog()
     for step in range(2):  # after the first one, DDP makes its buckets anew
         train_step(model, optimizer, log, step)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=activities, profile_memory=True) as profiler:
         train_step(model, optimizer, log, step=2)
     if dist.get_rank() == 0:
         profiler.export_chrome_trace(path)
@@ -902,24 +1071,28 @@ for event in memory:
     total += event["args"]["Bytes"]
     timeline.append((event["ts"], total))
 for part, (start, end) in ranges.items():
-    inside = [size for time, size in timeline if start <= time < end]
+    inside = [size for moment, size in timeline if start <= moment < end]
     print(f"{part:9}: at most {max(inside) / 1e6:5.2f} MB, at its end {inside[-1] / 1e6:5.2f} MB")
+
+# %% jupyter={"source_hidden": true} tags=["deeper", "nbval-ignore-output"]
 peak_time, peak = max(timeline, key=lambda moment: moment[1])
 backward_start = ranges["backward"][0]
-early = sum(backward_start <= time < peak_time for time, _ in timeline)
-late = sum(peak_time < time < ranges["backward"][1] for time, _ in timeline)
-print(f"the peak comes after {early} of {early + late + 1} memory events of backward")
+early = sum(backward_start <= moment < peak_time for moment, _ in timeline)
+late = sum(peak_time < moment < ranges["backward"][1] for moment, _ in timeline)
 assert peak_time > backward_start and early < late / 4
+print(f"the peak comes after {early} of {early + late + 1} memory events of backward")
+fullest.compare("early in backward")
 
 # %% [markdown] tags=["deeper"]
-# Early in backward (measured on CPU). Forward ends with all activations alive. Backward begins with the loss: it
-# adds gradients with respect to the log-probabilities and the logits, and only then does each layer release what
-# forward had kept for it. The end of backward holds little more than the gradients of the parameters. So a larger
-# vocabulary or longer windows raise the peak, and recomputation ([lesson 05](05_scaling_efficiency.ipynb)) lowers it.
-# In a large model Adam's states and the weights come on top all the time; [lesson 06](06_zero.ipynb) shards them.
+# **Compare.** Early in backward (measured on CPU). Forward ends with all activations alive. Backward begins with the
+# loss: it adds gradients with respect to the log-probabilities and the logits, and only then does each layer release
+# what forward had kept for it.
+#
+# The end of backward holds little more than the gradients of the parameters. So a larger vocabulary or longer windows
+# raise the peak, and recomputation ([lesson 05](05_scaling_efficiency.ipynb)) lowers it.
 
 # %% tags=["deeper", "nbval-ignore-output"]
-at_end = [size for time, size in timeline if time < backward_start][-1]
+at_end = [size for moment, size in timeline if moment < backward_start][-1]
 logits = rank_batch * config.context * config.vocabulary * 4
 times_logits = (peak - at_end) / logits
 print(f"end of forward to peak: {times_logits:.1f} times the logits, {logits / 1e6:.2f} MB")
@@ -931,9 +1104,10 @@ assert round(times_logits, 1) == 2
 # and were not run here.
 #
 # ```python
-# torch.cuda.memory._record_memory_history()
+# torch.cuda.memory._record_memory_history(max_entries=100_000)  # the latest of them
 # train_step(model, optimizer, log, step)
 # torch.cuda.memory._dump_snapshot(f"rank{dist.get_rank()}.pickle")
+# torch.cuda.memory._record_memory_history(enabled=None)  # off
 # ```
 #
 # Drop the file on [pytorch.org/memory_viz](https://pytorch.org/memory_viz), which works in your browser and uploads
@@ -945,65 +1119,81 @@ assert round(times_logits, 1) == 2
 #
 # `torch.profiler` knows PyTorch's operators and the GPU's kernels. Nsight Systems also sees the CUDA driver and the
 # operating system, but it does not know what a forward pass is. **NVTX** ranges tell it: named spans that the program
-# opens and closes. Here is one function for both tools. No GPU is needed to run it.
+# opens and closes. Here is one function for both tools.
 
 
 # %% tags=["deeper"]
+@contextmanager
 def named(name):
-    """A named range: for Nsight where there is CUDA, else for torch.profiler."""
-    return torch.cuda.nvtx.range(name) if torch.cuda.is_available() else record_function(name)
+    """A named range for torch.profiler and, where there is CUDA, for Nsight."""
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext()
+    with record_function(name), nvtx:
+        yield
 
 
-with profile(activities=[ProfilerActivity.CPU]) as profiler:
+with profile(activities=activities) as profiler:
     with named("forward"):
         torch.ones(4, 4) @ torch.ones(4, 4)
-if not torch.cuda.is_available():
-    assert "forward" in {event.name for event in profiler.events()}
-print("ranges are there with" + ("" if torch.cuda.is_available() else "out") + " CUDA")
+assert "forward" in {event.name for event in profiler.events()}
+print("torch.profiler has the range")
 
 # %% [markdown] tags=["deeper"]
-# Ranges can stay in the code, because they cost very little while no tool is attached
-# ([NVIDIA](https://docs.nvidia.com/gameworks/content/gameworkslibrary/nvtx/nsight-systems-nvtx-trace.htm)). NVIDIA's
-# Megatron Bridge [starts Nsight with these
+# Ranges can stay in the code: they cost close to nothing while no tool is attached
+# ([NVIDIA](https://docs.nvidia.com/nvtx/overview/index.html)). Under `with torch.autograd.profiler.emit_nvtx():`
+# PyTorch opens one for each operator, too. NVIDIA's Megatron Bridge [starts Nsight with these
 # options](https://docs.nvidia.com/nemo/megatron-bridge/latest/training/profiling.html) (nothing of this was run here,
-# as it needs a GPU):
+# as it needs a GPU). With `--no-python`, `torchrun` starts one `nsys` a rank, and `%q{RANK}` puts the rank into the
+# file's name:
 #
 # ```sh
-# nsys profile -s none -t cuda,nvtx -o report --force-overwrite true \
+# torchrun --nproc-per-node=8 --no-python \
+#     nsys profile -s none -t cuda,nvtx -o report_%q{RANK} --force-overwrite true \
 #     --capture-range=cudaProfilerApi --capture-range-end=stop python train.py
-# nsys stats report.nsys-rep
+# nsys stats report_0.nsys-rep
 # ```
 #
 # | option | why |
 # |---|---|
 # | `-t cuda,nvtx` | records calls of CUDA, kernels and named ranges |
 # | `-s none` | no sampling of CPU stacks, which keeps the report small |
-# | `--capture-range=cudaProfilerApi` | records from `torch.cuda.profiler.start()` on: you choose the steps |
-# | `--capture-range-end=stop` | ends the recording at `torch.cuda.profiler.stop()`, the job goes on |
+# | `--capture-range…` | records from `torch.cuda.profiler.start()` to `stop()`: you choose the steps |
 #
-# Public reports of training with NCCL are rare, so here are the first five columns of the first line of one that vLLM
-# shows for serving Llama 3.1 8B ([vLLM](https://docs.vllm.ai/en/stable/contributing/profiling/), *recorded*; the
-# GPU is not named). The kernel multiplies matrices:
+# Here are the first five columns of the first line of a report that vLLM shows for serving Llama 3.1 8B
+# ([vLLM](https://docs.vllm.ai/en/stable/contributing/profiling/), *recorded*). The kernel multiplies matrices; its name
+# begins with `sm90`, so the GPU is of the H100's generation:
 #
 # | Time (%) | Total Time (ns) | Instances | Avg (ns) | Med (ns) |
 # |---|---|---|---|---|
 # | 46.3 | 10,327,352,338 | 17,505 | 589,965.9 | 144,383.0 |
 #
 # From left to right: its share of the time of all kernels, the sum over its calls, their number, the mean and the
-# median. **Predict**: which share of the sum can the faster half of the calls take at most?
+# median.
+#
+# **Predict**: which share of the sum can the faster half of the calls take at most?
+
+# %% tags=["deeper"]
+faster = predict("the faster half takes at most", unit="%")
 
 # %% tags=["deeper"]
 total_ns, instances, average, middle = 10_327_352_338, 17_505, 589_965.9, 144_383
-assert abs(total_ns / instances - average) < 0.1
 faster_half = instances / 2 * middle / total_ns
 print(f"the faster half takes at most {faster_half:.0%}")
-assert round(faster_half, 2) == 0.12
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert round(faster_half, 2) == 0.12 and abs(total_ns / instances - average) < 0.1
+faster.compare(100 * faster_half)
 
 # %% [markdown] tags=["deeper"]
-# At most 12 %, because no call of this half is longer than the median. One name stands for very different calls, and
-# the mean describes none of them. The report cannot say which calls are the long ones, but ranges can:
-# `nsys stats --report cuda_api_gpu_sum:nvtx-name` puts the innermost NVTX range before a kernel's name
+# **Compare.** At most 12 %, because no call of this half is longer than the median. One name stands for very different
+# calls, and the mean describes none of them.
+#
+# The report cannot say which calls are the long ones, but ranges can: `nsys stats --report
+# cuda_gpu_kern_sum:nvtx-name` puts the innermost NVTX range before a kernel's name
 # ([NVIDIA](https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html)).
+#
+# A job that already runs can still be traced, if it was started with `KINETO_USE_DAEMON=1`: the daemon dynolog then
+# starts PyTorch's profiler from outside ([its
+# guide](https://github.com/facebookincubator/dynolog/blob/main/docs/pytorch_profiler.md)).
 #
 # No trace is recorded all day, so production watches **counters**. NVIDIA's exporter reads them from DCGM, the Data
 # Center GPU Manager, and has [this
@@ -1022,19 +1212,17 @@ assert round(faster_half, 2) == 0.12
 # Some useful ones, `DCGM_FI_PROF_SM_ACTIVE` and the times of throttling (`DCGM_FI_DEV_POWER_VIOLATION`,
 # `…_THERMAL_VIOLATION`), stand in that file behind a `#`, so they have to be switched on.
 #
-# Whether communication is slow needs a **baseline** without your program: nccl-tests on the same hosts. It reports
-# algbw = S / t for S bytes in t seconds, and busbw, which for an all-reduce is algbw · 2(N − 1)/N, so that it can be
-# compared with the link at any N ([its
-# definition](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); [lesson 03](03_nccl.ipynb)). For a
-# collective of your trace, take the *last* rank's kernel as t. If your busbw at this size is that of nccl-tests, the
-# network is not to blame.
+# Whether communication is slow needs a **baseline** without your program: busbw, as nccl-tests gives it on the same
+# hosts ([lesson 03](03_nccl.ipynb)). For a collective of your trace, take the *last* rank's kernel as its time. If your
+# busbw at this size is that of nccl-tests, the network is not to blame.
 
 # %% [markdown] tags=["deeper"]
 # ## 10. What to take to work · deeper
 #
 # [`scripts/train.py`](../scripts/train.py) has what this lesson built: the parts of a step by `record_function`, one
-# line of a log, the waits of each rank, and `--profile`, which writes a trace of every rank. We start it as on a
-# cluster, with `torchrun`, and ask for the third and the fourth step.
+# line of a log, the waits of each rank, and `--profile`, which writes a trace of every rank. (Its one
+# `.item()` a step reads the norm of the gradients, which decides whether the step counts.) We start it as on a cluster,
+# with `torchrun`, and ask for the third and the fourth step.
 
 # %% tags=["deeper"]
 work = tempfile.TemporaryDirectory()
@@ -1047,9 +1235,11 @@ one_thread = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 done = subprocess.run(command.split(), env=os.environ | one_thread, capture_output=True, text=True)
 assert done.returncode == 0, done.stderr
 at_work = load(trace_folder)
+print(f"{len(read_log(out))} lines of log, {len(at_work)} traces with steps {at_work[0].steps}")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert [trace.rank for trace in at_work] == [*range(world_size)]
 assert all(trace.steps == [3, 4] for trace in at_work)
-print(f"{len(read_log(out))} lines of log, {len(at_work)} traces with steps {at_work[0].steps}")
 
 # %% tags=["deeper", "nbval-ignore-output"]
 line = read_log(out)[-1]
@@ -1065,7 +1255,6 @@ for trace in at_work:
 # times, so forward and backward take equally long on all of them, whoever is slow. PyTorch's flight recorder
 # ([lesson 14](14_debugging_hangs.ipynb)) notes when each rank called each collective. All ranks of a group
 # may go on when the last one has come, so the time from there to a rank's next call is *its own*.
-# **Predict** for healthy ranks: how often is each of them the last one before a step?
 
 # %% tags=["deeper", "nbval-ignore-output"]
 stragglers = runpy.run_path(str(SCRIPTS / "stragglers.py"))
@@ -1103,14 +1292,22 @@ for trace in slow:
     print(f"rank {trace.rank}, rank {late_rank} late: exposed {share:.0%} (measured, gloo on CPU)")
 
 # %% [markdown]
+# How your predictions came out:
+
+# %%
+predictions()
+
+# %% [markdown]
 # - A log with a line for each step is always on; it says that a job has become slow, and in which part of the step.
-# - Record a trace on every rank, for a few steps, with `repeat=1` and `on_trace_ready`. An empty trace is no error.
-# - Durations overlap, so merge intervals first. Only *exposed* communication costs time; the analyser is 60 lines.
+# - CUDA is asynchronous: on a GPU take the log's times from events, or synchronize. Record CPU *and* CUDA.
+# - Record a trace on every rank, for a few steps, with `repeat=1` and `on_trace_ready`. An empty trace is no error. The
+#   profiler slows the host, so idle time in a trace is an upper bound.
+# - Durations overlap, so merge intervals first. *Exposed* communication is the least that communication costs.
 # - The rank that waits longest in a collective is innocent. Compare starts, on clocks that the ends have aligned.
 #
 # **Now you can answer**
 #
-# 1. With full recomputation HFU is as it was. What about tokens per second?
+# 1. On a GPU, a stopwatch around `loss_of(model, x, y)` says 24 ms. What does it time?
 # 2. `schedule(wait=1, warmup=1, active=2)`, five steps, exported at the end: what is in the file?
 # 3. In a step of 10 ms a rank computes for 6 and communicates for 5, 3 of them at the same time. What is idle, what is
 #    exposed?
@@ -1120,12 +1317,12 @@ for trace in slow:
 #
 # <details><summary>Answers</summary>
 #
-# 1. They fall to about three quarters (section 1).
+# 1. How long the CPU took to put forward's kernels into the queue (section 2).
 # 2. No step: the second cycle has begun and waits (section 2).
 # 3. Busy are 6 + 5 − 3 = 8 ms, so 2 ms are idle; 2 ms of communication are exposed (section 3).
 # 4. Rank 5: the one that waits least comes last (section 4).
 # 5. The ends of matched all-reduces differ by about a second, all of them alike (section 4).
-# 6. Hardly, 7 % at most; the host is too slow (sections 3 and 6).
+# 6. Hardly, 7 % at most; the host is too slow (section 6).
 # </details>
 #
 # **What to take to work:** the analyser is `course_utils.traces`; [scripts/train.py](../scripts/train.py) writes traces
