@@ -218,13 +218,13 @@ check.cost_of_run(cost_of_run)
 # |---|---|---|
 # | 4 of 5 | 30 | 05, Buckets, and what hides behind backward |
 #
-# Backward takes T, and gradients of S bytes become ready at a steady rate. They are cut into k equal buckets, k at
-# most the number of tensors. Bucket i is complete at i · T/k. Its all-reduce starts then, or when the one before it
-# ends, whichever is later. An all-reduce of b bytes among N ranks takes 2(N−1) · (α + b/(N·W)) in a ring, where W is
+# Backward takes t, and gradients of S bytes become ready at a steady rate. They are cut into k equal buckets, k at
+# most the number of tensors. Bucket i is complete at i · t/k. Its all-reduce starts then, or when the one before it
+# ends, whichever is later. An all-reduce of b bytes among N ranks takes 2(N−1) · (α + b/(N·B)) in a ring, where B is
 # the speed of a link in bytes per second, and does not slow backward down.
 #
 # Few large buckets overlap badly: the last one is complete when backward ends. Many small ones pay α each. 2.6 GB of
-# gradients in 148 tensors, T = 200 ms, 64 ranks, α = 14 µs: which k is best at 400 Gb/s, and which at 100 Gb/s?
+# gradients in 148 tensors, t = 200 ms, 64 ranks, α = 14 µs: which k is best at 400 Gb/s, and which at 100 Gb/s?
 
 
 # %%
@@ -243,7 +243,7 @@ check.best_buckets(best_buckets)
 # <details><summary>Hint 2</summary>
 #
 # If an all-reduce is shorter than a piece, only the last one sticks out behind backward. If it is longer, they follow
-# each other without a gap from T/k on. One formula holds both: T/k + (k − 1) · max(T/k, c) + c.
+# each other without a gap from t/k on. One formula holds both: t/k + (k − 1) · max(t/k, c) + c.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -251,10 +251,10 @@ check.best_buckets(best_buckets)
 # </details>
 # <details><summary>Is there a formula?</summary>
 #
-# Let A = 2(N−1)α be the latency of one all-reduce, and R = 2(N−1)/N · S/W the time for all bytes. As long as k·A +
-# R < T, only A + R/k sticks out, and more buckets are better. Beyond, the end is at T/k + k·A + R, with its minimum
-# at k = √(T/A). So if R > T, take √(T/A), the size of the gradient does not matter; otherwise the larger of √(T/A)
-# and (T − R)/A, and no more than there are tensors.
+# Let A = 2(N−1)α be the latency of one all-reduce, and R = 2(N−1)/N · S/B the time for all bytes. As long as k·A +
+# R < t, only A + R/k sticks out, and more buckets are better. Beyond, the end is at t/k + k·A + R, with its minimum
+# at k = √(t/A). So if R > t, take √(t/A), the size of the gradient does not matter; otherwise the larger of √(t/A)
+# and (t − R)/A, and no more than there are tensors.
 # </details>
 
 # %% [markdown]

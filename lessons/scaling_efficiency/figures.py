@@ -136,7 +136,7 @@ def checkpointing(
     """Draw, over the width of a model, bytes kept for backward by way, and what grows by which factor."""
     figure = panels(
         widths, Panel("counted: memory of activations", "kept for backward (MB)", kept, 1e-6, markers=5),
-        Panel("with checkpointing: time measured, FLOPs counted", "times as much as without", ratios, markers=5,
+        Panel("time measured, FLOPs counted", "times as much as without", ratios, markers=5,
               limits=(1, None)),
     )
     for ax in figure.axes:

@@ -24,8 +24,8 @@
 # - *use* MFU and HFU without mixing them up;
 # - *turn* an efficiency into the price of a run.
 #
-# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 50 minutes to read
-# the core, 105 with the deeper sections, under a minute to run.
+# **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 45 minutes to read
+# the core, 100 with the deeper sections, under a minute to run.
 
 # %% [markdown]
 # First PyTorch and every parameter, then what comes from the course.
@@ -429,7 +429,7 @@ short, long = torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(1.0)
 for _ in range(1000):
     short += 0.001
     long += 0.001
-print(f"in bf16: {short.item():.3f}   in fp32, then converted to bf16: {long.bfloat16().item():.3f}")
+print(f"in bf16: {short.item():.3f}   in fp32, then as bf16: {long.bfloat16().item():.3f}")
 
 # %% jupyter={"source_hidden": true}
 assert short == 1 and long.bfloat16() == 2
