@@ -51,6 +51,7 @@ FIGURES = [
     partial(draw.bucket_choice, SIZES, dict.fromkeys(PARTS, range(1, 7)), default=2**18),
     partial(draw.bucket_picture, {"ours": [[("norm", 100), ("up", 80)], [("in", 9)]]}, "here"),
     partial(draw.bucket_sweep, [1, 4, 28], [4e-2] * 3, [0, 0.5, 1]),
+    partial(draw.channels, {"one": [range(8)], "two": [range(8), range(7, -1, -1)]}, per_node=4),
     partial(draw.checkpointing, [1, 2], {"all": [1e6, 2e6], "half": [1e6, 2e6]}, {"all": [1, 2]}),
     partial(draw.crossover, {"a": CLUSTERS[2], "b": CLUSTERS[9]}, ["ring", "tree", "root"], SIZES),
     partial(draw.cut_picture, 96, 384, 96, 6, "six"),
@@ -96,10 +97,12 @@ FIGURES = [
     partial(draw.step_spans, {"a": [(name, i, i + 1) for i, name in enumerate(PARTS)]}, "measured"),
     partial(draw.step_split, {"a": {"data": 1.0, "compute": 2.0, "wait": 1e-4, "mine": 1}}, "measured"),
     partial(draw.step_timelines, {"calm": [STEP] * 4, "busy": [STEP] * 4}, "measured: steps"),
+    partial(draw.switch_adds, 8, piece=7),
     partial(draw.time_shares, {"one": {"decode": 3e-3, "copy": 1e-3}, "two": {"wait": 1}}, "measured"),
     partial(draw.timeline, {"rank 0": [("compute", 0.0, 0.1), ("wait", 0.1, 0.1001)]}, "measured"),
     partial(draw.topology_picture, MACHINE, MACHINE.path(0, 1)),
     partial(draw.topology_picture, reference("gb200 nvl72")),
+    partial(draw.who_holds_what, {"before": [], "in forward": ["root"]}, ["root", *PARTS], 8, "modelled: eight ranks"),
 ]
 
 
