@@ -579,8 +579,8 @@ nvls_from.compare([*switches][1] / 2**20)
 # MB, which is just above 1 MiB. On a real node NCCL 2.30.7 changed at the same size (*recorded*,
 # stas00/ml-engineering, benchmarks/README.md).
 #
-# Many nodes change the picture once more: a ring's hops grow with the number of nodes, a tree's with its logarithm.
-# So on 64 nodes the tree wins up to gigabytes (section 12).
+# Many nodes change the picture once more, because a ring's hops grow with the number of nodes, a tree's only with its
+# logarithm (section 12).
 #
 # ### Is it right about real time?
 #
