@@ -127,7 +127,7 @@ print("one process:", ", ".join(f"{loss:.3f}" for loss in reference))
 
 # %%
 def shard(model, root=None, **options):
-    """Make a unit of each block, and one of the rest; `root` has the root's options where they differ."""
+    """Make a unit of each block, and one of the rest; `root` are its options if they differ."""
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **(root or options))
@@ -225,7 +225,6 @@ def watch_blocks(**options):
 
 
 lanes, line = on_ranks(watch_blocks)[0]
-figures.shard_timeline(lanes, line, "measured: one step of rank 0, in order of events", order=True)
 
 # %%
 gathered = padded_bytes(build_gpt(gpt), world_size)  # bytes of all weights as they are gathered
@@ -236,6 +235,7 @@ most = max(size for _, size in line)
 print("all-gathers:    ", " -> ".join(order))
 print("reduce-scatters:", " -> ".join(unit for unit, *_ in lanes["reduce-scatter"]))
 print(f"most: {most:,} bytes; the root has {root:,}, a block {block:,}, the model {gathered:,}")
+figures.shard_timeline(lanes, line, "measured: one step of rank 0, in order of events", order=True)
 
 # %% jupyter={"source_hidden": true}
 assert order == ["root", *(f"block {i}" for i in (0, 1, 2, 3, 3, 2, 1, 0))]
@@ -646,7 +646,7 @@ print("checkpoints:", *sorted(path.name for path in (folder / "run").glob("step-
 assert [line["step"] for line in log] == [1, 2, 3, 4, 5, 6] and log[-1]["loss"] < log[0]["loss"]
 
 # %% [markdown]
-# The second run went on from the newest checkpoint, and the last two are kept.
+# The second run went on from the newest checkpoint. The last two are kept.
 
 # %% [markdown] tags=["deeper"]
 # ## 7. Padding · deeper
