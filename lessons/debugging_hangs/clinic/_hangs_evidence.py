@@ -101,7 +101,7 @@ EVIDENCE = {
                        {"differs": "what differs first", "kind": "the kind of difference"}),
     "monitored barrier": Evidence("a monitored barrier at each barrier and at the end of the program", 4, _barrier,
                                   {"absent": "ranks that do not come"}),
-    "flight record": Evidence("the collectives that each rank has called, in order (TORCH_FR_BUFFER_SIZE)", 5, _record,
+    "flight record": Evidence("the collectives that each rank has called, in order (on by default)", 5, _record,
                               {"record": "the records of the ranks"}),
     "fingerprint": Evidence("a checksum of each tensor, on each rank, when it ends or waits", 5, _fingerprint,
                             {"values": "tensors that are not equal on all ranks"}),
