@@ -1581,10 +1581,10 @@ took_part.compare(ranks)
 #
 # Each follows the issue named; figures are *recorded* there, and computed again in the cell below.
 #
-# **1. "Eight H100s should reach 450 GB/s, and mine show an algbw of 250."**
-# ([nccl-tests 212](https://github.com/NVIDIA/nccl-tests/issues/212)) 250 is 438 in the column busbw, by NVLS. Larger
-# sizes reach about 480. With a ring about 370 is good, 82 % of the line, because each packet carries a header beside
-# its data. So 370 for an all-reduce means that NVLS is off (section 5).
+# **1. "Eight H100s should reach 450 GB/s, and mine show an algbw of 250."** ([nccl-tests
+# 212](https://github.com/NVIDIA/nccl-tests/issues/212)) 250 is 438 in the column busbw, by NVLS. Larger sizes reach
+# about 480. With a ring about 370 is good, 82 % of the line; the rest is overhead of the links' protocol. So 370 for
+# an all-reduce means that NVLS is off (section 5).
 #
 # **2. "Mine shows 480 of 450 GB/s. Faster than the wire?"**
 # ([nccl-tests 272](https://github.com/NVIDIA/nccl-tests/issues/272)) The switch adds, as section 5 shows.
