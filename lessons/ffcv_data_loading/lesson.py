@@ -174,7 +174,6 @@ def usual_loader(data, workers, size=64):
 
 # %%
 in_turns = predict("900 and 2,700 images/s, in turns", unit="images/s")
-in_turns
 
 # %%
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -203,7 +202,7 @@ in_turns.compare(1 / (1 / 900 + 1 / 2_700))
 # **Compare.** If the loader works ahead, the slower one sets the pace: 900, and the step waits for two thirds of the
 # time. In turns the times add up: 1/900 + 1/2,700 s an image, so 675 images/s.
 #
-# In an epoch as short as ours, workers that start cost something too, so measure longer ones.
+# An epoch as short as ours is somewhat slower, because the step has to wait for its first batch. Measure longer ones.
 #
 # | what you see | what it means | what helps |
 # |---|---|---|
@@ -230,7 +229,6 @@ in_turns.compare(1 / (1 / 900 + 1 / 2_700))
 # %%
 loaders = ["the one that computes", "the one that waits", "both", "neither"]
 faster = predict("faster with eight workers, on two cores", loaders)
-faster
 
 # %%
 warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
@@ -270,7 +268,6 @@ faster.compare("the one that waits")
 
 # %%
 quarter = predict("decoding at a quarter of width and height", unit="times as fast")
-quarter
 
 
 # %%
@@ -395,7 +392,6 @@ assert mode == by_hand.RAW and file.samples["label"][5] == small[5][1]
 
 # %%
 larger = predict("the raw file", unit="times the JPEG file")
-larger
 
 # %%
 np.random.seed(0)  # which images of the mixture become JPEG
@@ -439,35 +435,27 @@ def ffcv_loader(path, threads=cores, size=64, **options):
 
 # %%
 if without:
-    keys = ("dataloader", "ffcv_raw", "ffcv_mixed", "ffcv_jpeg")
-    core_times = {}  # not recorded
-    found = loader_records.with_step(keys, step_alone)
+    core_times = loader_records.core_times("dataloader", "ffcv_raw", "ffcv_mixed", "ffcv_jpeg")
 else:
-    load, fed = usual[f"{cores} workers"]
-    found = {"DataLoader, PIL": (load.rate, fed.rate, fed.waits)}
-    core_times = {"DataLoader, PIL": load.core_ms}
+    core_times = {"DataLoader, PIL": usual[f"{cores} workers"][0].core_ms}
     for name in sizes:
         loader = ffcv_loader(files[name])
         measure(loader, epochs=1)  # compiles
-        fed, load = measure(loader, step, epochs=3), measure(loader, epochs=3)
-        found[f"FFCV, {name}"] = load.rate, fed.rate, fed.waits
-        core_times[f"FFCV, {name}"] = load.core_ms
+        core_times[f"FFCV, {name}"] = measure(loader, epochs=3).core_ms
 
 # %% tags=["nbval-ignore-output"]
-print("recorded alone, modelled with the step" if without else "measured")
-print("images/s                 alone  with the step  step waits  core time, ms an image")
-for name, (alone, both, waits) in found.items():
-    used = f"{core_times[name]:24.2f}" if core_times else ""
-    print(f"{name:22}{alone:8,.0f}{both:15,.0f}{waits:12.0%}{used}")
+print("recorded" if without else "measured")
+print(f"                 core time of an image  cores for {gpu_rate:,} images/s")
+for name, milliseconds in core_times.items():
+    print(f"{name:17}{milliseconds:18.2f} ms{gpu_rate * milliseconds / 1e3:26.1f}")
 
 # %% jupyter={"source_hidden": true}
-if core_times:
-    assert core_times["FFCV, raw"] < core_times["FFCV, JPEG"] < core_times["DataLoader, PIL"]
+assert core_times["FFCV, raw"] < core_times["FFCV, JPEG"] < core_times["DataLoader, PIL"]
 
 # %% [markdown]
-# Images per second change with what else runs on the machine; section 8 has those of a quiet one. The core time is
-# steadier: raw images need least of it, because nothing is decoded. FFCV's JPEG needs more, but still less than the
-# usual loader.
+# We compare the time of a core, because it hardly changes when something else runs on the machine. Raw images need
+# least, because nothing is decoded. FFCV's JPEG needs more, but still less than the usual loader. (Section 8 has the
+# images per second.)
 #
 # Why store JPEG then? Because a file that is not in memory comes from a disk or over a network, where bytes count.
 # *Recorded* in images/s (FFCV's benchmarks, a p3dn.24xlarge instance):
@@ -513,7 +501,6 @@ figures.page_accesses(accesses, "modelled: the page of each sample of an epoch, 
 
 # %%
 from_cache = predict("from the page cache, in random order", unit="%")
-from_cache
 
 # %%
 labels, pages = np.array(train.labels), page_of.max() + 1
@@ -602,11 +589,10 @@ for epoch in range(2):
 
 # %%
 unseen = predict("seen by no rank", unit="% of the samples")
-unseen
 
 # %%
-taken = predict("in memory", ["each page once", "each page once per rank", "no page"])
-taken
+found_in = ["each page once", "each page once per rank", "no page"]
+pages_held = predict("in memory", found_in)
 
 # %%
 samplers = [DistributedSampler(range(count), world_size, r, seed=r) for r in range(world_size)]
@@ -623,7 +609,7 @@ for rank, (mapped, fair) in enumerate(memory):
 if all(mapped for mapped, _ in memory):
     assert 0.5 * size < sum(fair for _, fair in memory) < 1.05 * size
 unseen.compare(round(100 * (1 - len(seen) / count)))
-taken.compare("each page once")
+pages_held.compare("each page once")
 
 # %% [markdown]
 # **Compare.** In each epoch a quarter is seen by no rank, and no error says so: each of N ranks misses a sample with
@@ -796,7 +782,6 @@ print(f"the eight A100s want {wanted:,.0f}: {1 - disk / each / wanted:.0%} in me
 changes = ["OpenCV instead of PIL", "pixels instead of JPEG", "threads instead of processes"]
 changes += ["FFCV's compiled loop"]
 most = predict("gains most", changes)
-most
 
 # %% tags=["deeper"]
 chain = ["dataloader", "dataloader_cv2", "dataloader_raw", "threads_raw", "ffcv_raw"]
@@ -828,13 +813,9 @@ most.compare(max(gains, key=gains.get))
 # %% tags=["deeper"]
 if not without:
     loader, before = ffcv_loader(files["raw"]), loading.processes()
-    threads = measure(loader)
+    measure(loader)
     assert loading.processes().keys() <= before.keys()
     print("FFCV starts no process: its workers are threads")
-
-# %% tags=["deeper", "nbval-ignore-output"]
-if not without:
-    print(f"{cores} threads: {threads.core_ms:.2f} ms of a core, {threads.busy:.1f} cores busy")
 
 # %% tags=["deeper"]
 print("recorded: what the compiled loop gains")
@@ -916,8 +897,8 @@ print(f"  in the next process                {times['next_process_s']:5.1f}")
 # An object store answers each request after some delay and then sends at some bandwidth: the α–β model of lesson 01,
 # with a large α. Therefore one asks for few, large files. The simplest such file is a tar archive of a thousand samples
 # or more, a **shard**, read from its beginning to its end; that is WebDataset's format. The store here is emulated: a
-# folder, with a delay of 20 ms per request and 100 MB/s.
-# We read 120 images of about 30 kB, first with a request for each, then as three shards.
+# folder, with a delay of 20 ms per request and 100 MB/s. We read 120 images of about 30 kB, first with a request for
+# each, then as three shards.
 
 # %% tags=["deeper"]
 import tarfile
@@ -1013,7 +994,6 @@ for written, arriving in (("by class", np.arange(count)), ("shuffled", rng.permu
 
 # %% tags=["deeper"]
 real = predict("real tokens", unit="%")
-real
 
 # %% tags=["deeper"]
 from course_utils.programs import TEXT
@@ -1106,7 +1086,6 @@ print("4 ranks, stopped after 5 steps, resumed on 2: the same rows in the same o
 
 # %% tags=["deeper"]
 given = predict("samples in an epoch of 500, with default options")
-given
 
 # %% tags=["deeper"]
 if not without:
@@ -1173,7 +1152,9 @@ if not without:
 # ## Recap, with the numbers of this run
 
 # %% tags=["nbval-ignore-output"]
-print("the step waits:", *(f"{n} {waits:.0%}" for n, (*_, waits) in found.items()), sep="\n  ")
+print(f"cores for {gpu_rate:,} images/s:")
+for name, milliseconds in core_times.items():
+    print(f"  {name:17}{gpu_rate * milliseconds / 1e3:.1f}")
 print(f"a large photograph: {full:.1f} ms of a core, with draft {cheap:.1f} ms")
 
 # %% [markdown]

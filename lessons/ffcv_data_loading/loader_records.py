@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "bars", "best_workers", "compile_seconds", "gain", "rates", "with_step",
-]
+__all__ = ["bars", "best_workers", "compile_seconds", "core_times", "gain", "rates"]
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "loading.json"
 
@@ -54,10 +52,10 @@ def gain(key: str, base: str = "dataloader", workers: int | None = None) -> tupl
     return median(times), min(times), max(times)
 
 
-def with_step(keys: Sequence[str], step_alone: float) -> dict[str, tuple[float, float, float]]:
-    """By loader: images/s alone, images/s with a step of `step_alone` images/s, share of the time that that waits."""
-    found = rates(*keys).items()
-    return {name: (rate, min(rate, step_alone), max(0.0, 1 - rate / step_alone)) for name, rate in found}
+def core_times(*keys: str) -> dict[str, float]:
+    """Milliseconds of a core that an image takes in ways to load, which keep all cores at work."""
+    ways, cores = _record()["ways"], _record()["machine"]["cores"]
+    return {ways[key]["name"]: 1e3 * cores / best_workers(key)[1]["images_per_s"] for key in keys}
 
 
 def bars(keys: Sequence[str]) -> Figure:
