@@ -497,7 +497,7 @@ slower = ratios["CPU time"][-1]
 longer.compare(slower)
 
 # %% [markdown]
-# **Compare.** Where blocks are wide it is a quarter to a third longer: 1 + 2 + 1 in place of 1 + 2, but the head and
+# **Compare.** Where blocks are wide it is a fifth to a third longer: 1 + 2 + 1 in place of 1 + 2, but the head and
 # the last product of a block are not repeated. Narrow blocks pay more, because `checkpoint` also runs Python code for
 # every tensor that it does not keep, whatever the width.
 #
