@@ -173,7 +173,7 @@ def usual_loader(data, workers, size=64):
 # in processes of its own? And if the two take turns?
 
 # %%
-in_turns = predict("900 and 2,700 images/s, in turns", unit="images/s")
+in_turns = predict("loader and step taking turns", unit="images/s")
 
 # %%
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -267,7 +267,7 @@ faster.compare("the one that waits")
 # **Predict**: how many times as fast is it to decode at a quarter of the width and height?
 
 # %%
-quarter = predict("decoding at a quarter of width and height", unit="times as fast")
+quarter = predict("how many times as fast a quarter decodes")
 
 
 # %%
@@ -391,7 +391,7 @@ assert mode == by_hand.RAW and file.samples["label"][5] == small[5][1]
 # **Predict**: how many times as large as the JPEG file is the raw one?
 
 # %%
-larger = predict("the raw file", unit="times the JPEG file")
+larger = predict("the raw file as a multiple of the JPEG file")
 
 # %%
 np.random.seed(0)  # which images of the mixture become JPEG
@@ -500,7 +500,7 @@ figures.page_accesses(accesses, "modelled: the page of each sample of an epoch, 
 # comes from the page cache, in random order? And in sequential order?
 
 # %%
-from_cache = predict("from the page cache, in random order", unit="%")
+from_cache = predict("from the page cache with a random order", unit="%")
 
 # %%
 labels, pages = np.array(train.labels), page_of.max() + 1
@@ -592,7 +592,7 @@ unseen = predict("seen by no rank", unit="% of the samples")
 
 # %%
 found_in = ["each page once", "each page once per rank", "no page"]
-pages_held = predict("in memory", found_in)
+pages_held = predict("what was in memory", found_in)
 
 # %%
 samplers = [DistributedSampler(range(count), world_size, r, seed=r) for r in range(world_size)]
