@@ -25,8 +25,7 @@
 # - *read* the stacks of all ranks, and *notice* when they cannot help;
 # - *compare* the flight records of all ranks with 40 lines of your own;
 # - *choose* the check that names a fault, and know the faults that it misses;
-# - *diagnose* and *mend* programs that were reported in public;
-# - *read* the log of a job that hung on a cluster, and *examine* one that still hangs.
+# - *diagnose* and *mend* programs that were reported in public, *read* the log of a job, and *examine* one that hangs.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 45 minutes to read
 # the core, 65 with the deeper sections, about one to run.
@@ -321,8 +320,11 @@ def microseconds(setting, value):
     return sorted(times)[30] * 1e6  # a quick one: this machine may have other work
 
 
-settings = {"neither": ("TORCH_FR_BUFFER_SIZE", "0"), "flight record": ("TORCH_FR_BUFFER_SIZE", "2000"),
-            "flight record and DETAIL": ("TORCH_DISTRIBUTED_DEBUG", "DETAIL")}
+settings = {
+    "neither": ("TORCH_FR_BUFFER_SIZE", "0"),
+    "flight record": ("TORCH_FR_BUFFER_SIZE", "2000"),
+    "flight record and DETAIL": ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
+}
 took = {name: [] for name in settings}
 for _ in range(2):
     for name, setting in settings.items():
@@ -535,8 +537,8 @@ for one in read(logs["silent"]["lines"]):
 
 # %%
 for one in read(logs["out_of_step"]["lines"]):
-    print(f"rank {one.rank}, group {one.group}: waits in {one.number} with {one.elements:,} elements,"
-          f" last completed {one.completed}, last enqueued {one.enqueued}")
+    print(f"rank {one.rank}, group {one.group}: waits in {one.number}, {one.elements:,} elements")
+    print(f"    last completed {one.completed}, last enqueued {one.enqueued}")
 
 # %% jupyter={"source_hidden": true}
 kind, why = conclusion(read(logs["out_of_step"]["lines"]), world_size=2)
@@ -763,7 +765,8 @@ spread.compare("all ranks")
 # are processes. Which ranks notice?
 
 # %% tags=["deeper"]
-notice = predict("a process too few is noticed by", ["all ranks", "the first rank", "the last rank"])
+ranks = ["all ranks", "the first rank", "the last rank"]
+notice = predict("a process too few is noticed by", ranks)
 
 
 # %% tags=["deeper", "nbval-ignore-output"]
