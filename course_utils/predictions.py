@@ -7,6 +7,7 @@ kernel lives. Whoever answers nothing loses nothing: every cell runs all the sam
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
@@ -34,24 +35,34 @@ class Prediction:
         self.result: float | str | None = None
 
     def _ipython_display_(self) -> None:
-        import ipywidgets as widgets
         from IPython.display import display
 
-        room = {"description_width": "initial"}
+        words = f"Your prediction: {self._asked()}."  # for a reader without a kernel
+        display(self.field()._repr_mimebundle_() | {"text/plain": words}, raw=True)
+
+    def _asked(self) -> str:
+        """What is asked for, in words."""
+        of = f": {', '.join(self.choices[:-1])} or {self.choices[-1]}" if self.choices else ""
+        return f"{self.about}{f', in {self.unit}' if self.unit else ''}{of}"
+
+    def field(self) -> Any:
+        """A widget that takes the answer: choices, or a field for a number."""
+        import ipywidgets as widgets
+
         if self.choices:
             known = self.said if self.said in self.choices else None
-            field: Any = widgets.RadioButtons(options=self.choices, value=known, layout={"width": "max-content"})
+            entry: Any = widgets.RadioButtons(options=self.choices, value=known, layout={"width": "max-content"})
         else:
             known = "" if self.said is None else f"{self.said:g}"
-            field = widgets.Text(value=known, placeholder="a number", continuous_update=False, style=room)
-        label = widgets.Label(f"{self.about}{f', in {self.unit}' if self.unit else ''}:")
-        answer = widgets.Label("")
+            entry = widgets.Text(value=known, placeholder="a number", continuous_update=False)
+        label = widgets.Label(f"Your prediction: {self.about}{f', in {self.unit}' if self.unit else ''}")
+        told = widgets.Label("")
 
         def changed(change: dict[str, Any]) -> None:
-            answer.value = self.say(change["new"])
+            told.value = self.say(change["new"])
 
-        field.observe(changed, "value")
-        display(widgets.VBox([label, widgets.HBox([field, answer])]))
+        entry.observe(changed, "value")
+        return widgets.VBox([label, widgets.HBox([entry, told])])
 
     def say(self, value: Any) -> str:
         """Take an answer; returns what to tell the reader."""
@@ -109,7 +120,7 @@ def _kept() -> dict[str, dict]:
 
 
 def predict(about: str, choices: Sequence[str] = (), *, unit: str = "") -> Prediction:
-    """Ask for a prediction: one of ``choices``, or without them a number in ``unit``.
+    """Ask for a prediction, in a field below the cell: one of ``choices``, or without them a number in ``unit``.
 
     ``about`` names what is asked for in a few words, in this notebook and in the list at its end.
 
@@ -119,8 +130,10 @@ def predict(about: str, choices: Sequence[str] = (), *, unit: str = "") -> Predi
     >>> sent.compare(1.5)
     bytes that each rank sends: 1.5 MB.
     """
-    _made[about] = Prediction(about, choices, unit)
-    return _made[about]
+    _made[about] = made = Prediction(about, choices, unit)
+    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():
+        made._ipython_display_()
+    return made
 
 
 def predictions() -> None:

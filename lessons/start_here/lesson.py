@@ -815,7 +815,7 @@ predictions()
 # | 00 | this notebook | 35 (50) |  |
 # | [01](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? | 45 (85) | 90 |
 # | [02](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? | 45 (75) | 70 |
-# | [03](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? | 45 (120) | 180 |
+# | [03](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? | 45 (115) | 180 |
 # | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 45 (115) | 220 |
 # | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 45 (100) | 135 |
 # | [06](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? | 45 (80) | 145 |
@@ -826,7 +826,7 @@ predictions()
 # | [11](11_long_context_and_experts.ipynb) | How do I split a long sequence, and many experts? | 45 (85) | 215 |
 # | [12](12_parallelism_3d.ipynb) | Which TP × PP × CP × DP for this model on this cluster? | 45 (90) | 200 |
 # | [13](13_profiling.ipynb) | Where does a step's time go? | 45 (90) | 85 |
-# | [14](14_debugging_hangs.ipynb) | It hangs. Which rank, which call, why? | 35 (70) | 135 |
+# | [14](14_debugging_hangs.ipynb) | It hangs. Which rank, which call, why? | 45 (65) | 135 |
 # | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 45 (85) | 160 |
 # | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 45 (130) | 125 |
 # </details>

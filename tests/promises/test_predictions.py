@@ -28,7 +28,7 @@ assert count == 3
 #: Lessons whose predictions still have to be opened.
 NOT_YET = {
     "deepspeed",
-    "long_context_and_experts", "multi_node", "parallelism_3d",
+    "long_context_and_experts", "multi_node",
 }
 
 
@@ -80,15 +80,19 @@ def _said(made, result, capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_a_prediction_shows_a_field_or_choices(monkeypatch):
+def test_a_prediction_shows_a_field_or_choices_and_words_where_there_are_no_widgets(monkeypatch):
+    import IPython
     import IPython.display
 
     shown = []
-    monkeypatch.setattr(IPython.display, "display", shown.append)
-    for made, kind in ((predict("a number"), "Text"), (predict("a choice", ["x", "y"]), "RadioButtons")):
-        made._ipython_display_()
-        label, row = shown[-1].children
+    monkeypatch.setattr(IPython.display, "display", lambda data, raw: shown.append(data))
+    monkeypatch.setattr(IPython, "get_ipython", lambda: True)
+    for made, kind in ((predict("a number", unit="s"), "Text"), (predict("a choice", ["x", "y"]), "RadioButtons")):
+        label, row = made.field().children
         field, told = row.children
         assert type(field).__name__ == kind and made.about in label.value
         field.value = "12" if kind == "Text" else "y"
         assert made.said == (12.0 if kind == "Text" else "y") and told.value == "noted"
+    assert all("application/vnd.jupyter.widget-view+json" in data for data in shown)
+    words = ["Your prediction: a number, in s.", "Your prediction: a choice: x or y."]
+    assert [data["text/plain"] for data in shown] == words
