@@ -140,9 +140,9 @@ best_of_four.compare(2)
 # *The figure, left: speed-up over ranks, with the ideal as a dashed line and, where ranks share cores, a dotted line
 # that ends at the number of cores. Right: the same as efficiency.*
 #
-# (Timings scatter, so a point may lie above the dotted line.) The rest goes into messages, copies and waiting. In
-# strong scaling each rank computes less, but its messages stay as large. So on many ranks it loses more, and can be
-# slower than one rank alone.
+# (On a busy machine points can lie above the dotted line: more ranks get more of the cores.) The rest goes into
+# messages, copies and waiting. In strong scaling each rank computes less, but its messages stay as large. So on many
+# ranks it loses more, and can be slower than one rank alone.
 #
 # > **Misconception.** "Throughput goes up, so the job scales." With a processor for each rank, throughput nearly
 # > always goes up. Only efficiency says what that costs.
@@ -287,7 +287,7 @@ assert any(log.mean(skip=2)["all_reduce"] > late / 2 for log in together[:-1])
 spent.compare("all_reduce")
 
 # %% [markdown]
-# **Compare.** On `all_reduce`: they begin it in time, and it cannot end before the last rank has begun, too.
+# **Compare.** On `all_reduce`: they begin it in time, and it cannot end before the last rank has begun.
 #
 # *The figure: one row a rank. The last rank has the longest bar of compute and a short all_reduce; the others have
 # shorter bars of compute and long ones of all_reduce. Where ranks share cores, some start later than others.*
@@ -305,7 +305,7 @@ picture(apart, "measured: one step with a barrier before the all-reduce")
 # %% [markdown]
 # *The figure: the same step. The long bars of the other ranks are `wait`, and the all_reduce is short on all.*
 #
-# So nothing is wrong with the network. The step has four overheads, here in bold:
+# So nothing is wrong with the network. The step has four overheads, in bold:
 #
 # | part | overhead | what helps |
 # |---|---|---|
@@ -316,7 +316,7 @@ picture(apart, "measured: one step with a barrier before the all-reduce")
 # | data | none, unless ranks share a disk or cores | loader processes (lesson 15) |
 #
 # To find the slow rank, compare the ranks' *compute* and *data* (lesson 13 does this for a job in production). A long
-# *wait* is never the cause, and ranks that share cores always wait a little, because they take turns.
+# *wait* is never the cause, and ranks that share cores wait a little, because they take turns.
 #
 # > **What changes on real GPUs.** Python does not wait for kernels, so each part has to end in
 # > `torch.cuda.synchronize()`, which `StepLog` calls here. Both this and the barrier prevent overlap, so remove them
@@ -504,7 +504,7 @@ longer.compare(slower)
 # *The figure, left: memory of activations over the width of the model, about a tenth with checkpointing. Right: FLOPs
 # are 1.2 times as many at any width; CPU time is far above that at width 64, and comes near it at 256.*
 #
-# The gradients are the same to the last bit. On a GPU the Python code costs time, too, if the GPU has to wait for it.
+# The gradients are the same to the last bit. On a GPU the Python code costs time if the GPU has to wait for it.
 # Here is a GPT with 12 layers of width 1,024 (`gpu-check`):
 
 # %%
@@ -609,8 +609,8 @@ print(excerpt(program, "def train(messages", "optimizer.zero_grad"))
 print(torchrun(program, "--steps=8", "--peak-tflops=0.1", ranks=2, gpus=False), end="")
 
 # %% [markdown]
-# The peak is an example; on an H100 in bf16 it is 989. With one rank, *waits* is overhead or noise. Put your
-# own model into `build` and your batch into `run`. If efficiency falls while *waits* stays small, each rank computes
+# The peak is an example; on an H100 in bf16 it is 989. With one rank, *waits* is overhead or noise. Put
+# your model into `build` and your batch into `run`. If efficiency falls while *waits* stays small, each rank computes
 # more slowly than alone: it shares cores, a disk, or power. If *waits* grows, look for a late rank first (section 3),
 # then at the network.
 
