@@ -170,7 +170,6 @@ for dtype, bound in data_parallel.BOUNDS.items():
 
 # %%
 fate = predict("the spread after three steps", ["smaller", "the same", "larger"])
-fate
 
 
 # %%
@@ -334,7 +333,6 @@ print(f"FlatBuckets: {judge(FlatBuckets)}")
 
 # %%
 when = predict("the shared weight's gradient arrives", ["first", "twice, at both ends", "last"])
-when
 
 
 # %%
@@ -446,7 +444,6 @@ figures.gpu_timelines({name: job.lanes for name, job in jobs.items()}, "recorded
 
 # %%
 count = predict("all-reduces in the first step of DDP")
-count
 
 
 # %%
@@ -501,7 +498,6 @@ count.compare(seen["step 1"].count("all_reduce"))
 
 # %%
 accumulation = predict("micro-batches on 256 GPUs")
-accumulation
 
 # %%
 for gpus in (64, 256, 512, 1024):
@@ -546,7 +542,6 @@ def no_sync_around_backward(ddp, parts):
 
 # %%
 right = predict("the right gradient", ["all but every_time", "only no_sync", "all three"])
-right
 
 
 # %%
@@ -590,11 +585,9 @@ right.compare("all three")
 
 # %%
 third = predict("the third step", ["an error", "a hang", "it goes on"])
-third
 
 # %%
 end = predict("the end", ["an error", "a hang", "nothing special"])
-end
 
 
 # %%
@@ -844,7 +837,6 @@ else:
 
 # %% tags=["deeper"]
 running = predict("the running mean on rank 1")
-running
 
 
 # %% tags=["deeper"]
@@ -933,7 +925,6 @@ for wrap in (AfterBackward, FlatBuckets, Overlapped):
 # %% tags=["deeper"]
 oddities = ["the tied weight", "the frozen block", "the unused parameter", "none"]
 refused = predict("plain DDP refuses", oddities)
-refused
 
 
 # %% tags=["deeper"]
@@ -1071,7 +1062,6 @@ for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameter
 
 # %% tags=["deeper"]
 in_bf16 = predict("sent under bf16", unit="kB")
-in_bf16
 
 
 # %% tags=["deeper"]
@@ -1106,7 +1096,6 @@ in_bf16.compare(sizes[0] / 1e3)
 
 # %% tags=["deeper"]
 skipping = predict("the step is skipped by", ["the last rank", "the others", "all ranks", "none"])
-skipping
 
 
 # %% tags=["deeper"]
@@ -1228,7 +1217,6 @@ print(f"equal to DistributedSampler in {cases} cases")
 
 # %% tags=["deeper"]
 accuracy = predict("accuracy of two ranks", unit="%")
-accuracy
 
 
 # %% tags=["deeper"]
@@ -1304,7 +1292,6 @@ for seed_differs in (False, True):
 
 # %% tags=["deeper"]
 alone_at_last = predict("the mean gradient of the last steps")
-alone_at_last
 
 
 # %% tags=["deeper"]
@@ -1432,7 +1419,6 @@ for look in (False, True):
 
 # %% tags=["deeper"]
 rate = predict("the learning rate for an 8 times larger batch", ["× 1", "× √8", "× 8"])
-rate
 
 
 # %% tags=["deeper"]
@@ -1586,11 +1572,9 @@ with expect_error():
 
 # %% tags=["deeper"]
 past = predict("past the wrapper", ["all weights differ", "some differ", "none differ"])
-past
 
 # %% tags=["deeper"]
 late_thaw = predict("unfrozen too late", ["all weights differ", "some differ", "none differ"])
-late_thaw
 
 
 # %% tags=["deeper"]
