@@ -215,7 +215,7 @@ everything_on.compare(factors["profiler, everything on"])
 # file? Commit to the program of five.
 
 # %%
-kept = predict("of five steps, the file has", ["2 and 3", "3 and 4", "2, 3 and 4", "none"])
+kept = predict("of five steps, the file has", ["2 to 3", "3 to 4", "2 to 4", "none"])
 
 
 # %%
@@ -936,7 +936,7 @@ made_to_wait.compare("rank 1")
 # more evenly. By how much, a sample cannot say, nor which of 128 ranks all the others wait for.
 #
 # **`two_machines`** holds the same annotations in two jobs, one on an A100 and one on a V100. It is *not* one program
-# before and after a change. Of everything in it, only what is counted per step can be compared, not the milliseconds:
+# before and after a change. Only what is counted per step can be compared, not the milliseconds:
 
 # %% tags=["deeper"]
 for trace in recorded["two_machines"]:
@@ -957,9 +957,9 @@ for trace in recorded["two_machines"]:
 # %% [markdown] tags=["deeper"]
 # ## 7. Before and after a change · deeper
 #
-# Last week the job was faster, and somebody has changed something. The times of two traces are hard to compare, because
+# The job has become slower, and somebody has changed something. The times of two traces are hard to compare, because
 # other jobs, clocks and the profiler change them, too. What a program *does* in a step can be compared exactly, so
-# count the events by name and subtract. The folded cell below adds one line to our step. Do not unfold it yet.
+# count the events by name and subtract. The folded cell below adds one line to our step. Do not unfold it.
 
 
 # %% jupyter={"source_hidden": true} tags=["deeper"]
