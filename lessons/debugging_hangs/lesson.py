@@ -334,7 +334,7 @@ for name, times in took.items():
 assert min(took["flight record and DETAIL"]) > 1.2 * min(took["neither"])
 
 # %% [markdown]
-# With `DETAIL` a small collective takes about three times as long, and a large one feels it less; the record costs
+# With `DETAIL` a small collective takes several times as long, and a large one feels it less; the record costs
 # little and can stay on (gloo, 16 bytes). So `DETAIL` is for a second run, rather than for production.
 #
 # **Predict**: in the next program one rank passes another reduction. What does the run with `DETAIL` end with?
@@ -357,8 +357,10 @@ with redirect_stdout(StringIO()):
 print(results)
 
 # %% jupyter={"source_hidden": true}
-assert all("mismatch" not in text and float(text) > world_size for text in results)
-fate.compare("wrong numbers")
+largest = float(world_size)  # what MAX on all ranks would give; two ranks come to it by chance
+wrong = any(float(text) != largest for text in results)
+assert wrong or world_size == 2
+fate.compare("wrong numbers" if wrong else "the right numbers")
 
 # %% [markdown]
 # **Compare.** Wrong numbers: no rank has measured more than the number of ranks. `DETAIL` compares operation, shape and
@@ -793,10 +795,9 @@ notice.compare("the first rank")
 # %% [markdown] tags=["deeper"]
 # **Compare.** Only the first rank, which counts the others; its message has both numbers.
 #
-# So before the first collective look at the
-# log of rank 0, and compare the two numbers with what the scheduler has started: a process too few, a stale
-# `WORLD_SIZE`, or a rank that died on the way. What else can go wrong here (names, addresses, interfaces, ports that
-# are taken or closed) is in the network clinic of [lesson 16](16_multi_node.ipynb).
+# So before the first collective look at the log of rank 0, and compare the two numbers with what the scheduler has
+# started: a process too few, a stale `WORLD_SIZE`, or a rank that died on the way. What else can go wrong here (names,
+# addresses, interfaces, ports that are taken or closed) is in the network clinic of [lesson 16](16_multi_node.ipynb).
 
 # %% [markdown] tags=["deeper"]
 # ## 12. In production · deeper
@@ -829,7 +830,7 @@ waited.compare(stops * gpus * 0.5 / 1e6)
 #   host, from NCCL 2.24 on. `ncclras` asks it which communicators there are and which ranks are behind or do not answer
 #   ([NVIDIA](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html)). It was not run here.
 # - Before a job gets a node, a quick `dcgmi diag` and a short measurement of bus bandwidth find a bad one more cheaply
-#   than the job does. 220 of the 419 stops were faults of GPUs or their memory (the same table).
+#   than the job does. 220 of the 419 stops were faults of GPUs or their memory (the same paper).
 # - The watchdog has a watchdog: PyTorch's **heartbeat monitor** ends a rank whose watchdog thread itself is stuck
 #   (`TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`). Its message is about this thread, and not about your program.
 # - A slow GPU is no hang, and all others wait for it all the same. [Lesson 13](13_profiling.ipynb) finds it, and
