@@ -25,7 +25,7 @@
 # - *recognize* silent mistakes with accumulation and with uneven data;
 # - *write* a complete DDP program, choose its batch, and run it with `torchrun`.
 #
-# **Before this:** [02 collectives](02_collectives.ipynb). **Time:** about 45 minutes to read the core, 115 with the
+# **Before this:** [02 collectives](02_collectives.ipynb). **Time:** about 45 minutes to read the core, 110 with the
 # deeper sections, under a minute to run.
 
 # %% [markdown]

@@ -411,7 +411,7 @@ class Engine:
 
 # %%
 def run_schedule(engine, x, y):
-    """One step over the batch x, y (per_step, context); its mean loss on the last stage's rank, else 0."""
+    """One step over x, y (per_step, context); the batch's loss on the last stage's rank, else 0."""
     engine.loss, engine.sends = 0.0, []
     xs, ys = (whole.chunk(engine.schedule.microbatches) for whole in (x, y))
     for op in engine.schedule.order[dist.get_rank()]:

@@ -898,7 +898,7 @@ assert (per_step, lasting, overlap) == (404, 8, 0)
 covered.compare(100 * overlap / breakdown(tiny)["communication"])
 
 # %% [markdown] tags=["deeper"]
-# **Compare.** None of it. 404 times a step, compute ends, a small all-reduce runs, and compute goes on.
+# **Compare.** None of it: all 404 small all-reduces of a step lie in one stretch in which nothing is computed.
 #
 # Half of the calls take at most 8 µs, which is mostly latency (α of [lesson 01](01_gpu_interconnects.ipynb)). So put
 # many small tensors into one call, as DDP does with its buckets ([lesson 04](04_ddp.ipynb)), and start that call while

@@ -816,7 +816,7 @@ predictions()
 # | [01](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? | 45 (85) | 90 |
 # | [02](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? | 45 (75) | 70 |
 # | [03](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? | 45 (115) | 180 |
-# | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 45 (115) | 220 |
+# | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 45 (110) | 220 |
 # | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 45 (100) | 135 |
 # | [06](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? | 45 (80) | 145 |
 # | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 45 (100) | 140 |

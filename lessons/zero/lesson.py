@@ -608,7 +608,7 @@ for name, version in (("ZeRO-1", Zero1), ("ZeRO-2", Zero2), ("ZeRO-3", Zero3)):
     print(f"{name}, 4 micro-batches: {in_micro_batches[name].psi_sent:.2f} Ψ")
 
 # %% jupyter={"source_hidden": true}
-for (name, found), psi in zip(in_micro_batches.items(), (2, 5, 12), strict=True):
+for found, psi in zip(in_micro_batches.values(), (2, 5, 12), strict=True):
     assert found.same_losses_as(runs["DDP"][0]) and abs(found.psi_sent - psi) < 0.01
 in_parts.compare(in_micro_batches["ZeRO-2"].psi_sent)
 
