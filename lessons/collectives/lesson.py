@@ -140,12 +140,12 @@ assert launch(shift_my_rank, world_size=world_size) == from_the_left
 print("received, by rank:", from_the_left)
 
 # %% [markdown]
-# > **What changes on real GPUs.** NCCL connects two ranks when they first exchange a message, and Python waits for
-# > that on both sides: this ring hangs in the same line. Later messages go through a buffer of NCCL. Small ones may
-# > pass before anybody receives them, while large ones wait on the GPU. So never rely on a `send` that returns. Even
-# > `isend` and `irecv` can hang if they are called apart (section 7). In one list for `batch_isend_irecv` they do not,
-# > if the ranks' lists match and all ranks of the group join its first call. <small>(NCCL 2.30.7, `group.cc`,
-# > `transport.cc`; issues [783](https://github.com/NVIDIA/nccl/issues/783) and
+# > **What changes on real GPUs.** NCCL connects two ranks when they first exchange a message, and Python waits for that
+# > on both sides: this ring hangs in the same line. Later messages go through a buffer of NCCL. Small ones may pass
+# > before anybody receives them, while large ones wait on the GPU. So never rely on `send` returning before somebody
+# > receives. Even `isend` and `irecv` can hang if they are called apart (section 7). In one list for
+# > `batch_isend_irecv` they do not, if the ranks' lists match and all ranks of the group join its first call.
+# > <small>(NCCL 2.30.7, `group.cc`, `transport.cc`; issues [783](https://github.com/NVIDIA/nccl/issues/783) and
 # > [1025](https://github.com/NVIDIA/nccl/issues/1025); PyTorch
 # > [129341](https://github.com/pytorch/pytorch/issues/129341).)</small>
 
@@ -348,8 +348,8 @@ before_after(before, after, "all_to_all")
 # N is the number of ranks, and S is the size in bytes of the *full* tensor: what you pass to all-reduce, broadcast
 # and reduce, the output of all-gather, the input of reduce-scatter and all-to-all, all pieces of gather and scatter.
 #
-# The widget below sends the messages of an all-reduce in a ring, one step at a time. Play the first half of the steps,
-# in which numbers are added, and then the second half, in which they are copied.
+# The widget below sends the messages of an all-reduce in a ring, one step at a time. Answer first; then play the first
+# half of the steps, in which numbers are added, and then the second half, in which they are copied.
 #
 # **Predict.** Four ranks all-reduce 1 GB. How many GB must each rank send at least? And if they are a thousand?
 
@@ -424,7 +424,7 @@ for op in COLLECTIVES:
 assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the model of the opening: 24.5 GB, not 98
 
 # %% [markdown]
-# An all-reduce moves about twice the tensor, however many ranks there are. That is why *data parallelism*, where each
+# An all-reduce moves at most twice the tensor, however many ranks there are. That is why *data parallelism*, where each
 # GPU has its own data, scales at all. The opening's eight GPUs send 24.5 GB each, not 98.
 #
 # No algorithm does better if only the ranks add. Before any rank knows the sum of one number, the N−1 others must
@@ -441,10 +441,10 @@ assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the model of the opening: 24
 # %% [markdown]
 # ## 4. Ring all-reduce from scratch
 #
-# Now we write what the widget does, and before it a common mistake, which passes the *whole* tensor round the ring
-# and adds whatever arrives. The result is right too. The real ring passes pieces. With four ranks, rank 0 sends piece 3
-# in step 1, as the picture shows, then piece 2, then piece 1: always the one that it has just received and added to.
-# When the sums are complete, a second loop copies them.
+# Now we write what the widget does, and before it a common mistake, which passes the *whole* tensor round the ring and
+# adds whatever arrives. The result is right too. The real ring passes pieces. With four ranks, rank 0 sends piece 3 in
+# step 1, as the picture shows, then piece 2, then piece 1: after the first, always the one that it has just received
+# and added to. When the sums are complete, a second loop copies them.
 
 
 # %%
@@ -532,10 +532,10 @@ bandwidth(sizes, seconds, world_size, fit=(alpha, beta))
 # *The figure, left: time against size on logarithmic axes, nearly flat at first and rising at the end. Right: bus
 # bandwidth, near zero for small messages and high only for large ones.*
 #
-# The lines are uneven, since ranks share cores; only the shape counts. Where they are flat, a call is
-# **latency-bound**: ten times the bytes hardly take longer. Far to the right it is **bandwidth-bound**: ten times the
-# bytes take ten times as long. The simplest model of both ends is **t = α + β·S**, the dashed line, with latency α
-# and bandwidth 1/β.
+# The lines are uneven, since ranks share cores; only the shape counts. (reduce_scatter is slow because gloo runs a
+# whole all-reduce for it: section 9.) Where they are flat, a call is **latency-bound**: ten times the bytes hardly take
+# longer. Far to the right it is **bandwidth-bound**: ten times the bytes take ten times as long. The simplest model of
+# both ends is **t = α + β·S**, the dashed line, fitted to all_reduce, with latency α and bandwidth 1/β.
 #
 # Now real GPUs, eight A100 of one node (*recorded*, Bekman, ml-engineering, network/README.md). Between two such GPUs
 # 274 GB/s were measured, of 300 nominal.
@@ -613,13 +613,14 @@ assert launch(same_sums, flattened, world_size=world_size)[0] == (1, 64 * 4096)
 
 # %% [markdown]
 # **Compare.** Tens of times. One call pays α once instead of 64 times, but it carries the bytes of all 64 and copies
-# them twice. So by the model it gains less than 64 times.
+# them twice. So by the model it gains less than 64 times. (The small calls take longer here than α, because they follow
+# one another; the figure has the best single call.)
 #
 # DDP (lesson 04) sends gradients like this, in *buckets* of 25 MiB for many parameters. (NCCL's `ncclGroupStart` and
 # `ncclGroupEnd` launch all calls between them together, without copying; `batch_isend_irecv` uses them.)
 #
-# > **What changes on real GPUs.** Latencies are tens of microseconds, and the effect stays: on H200s 4 GB
-# > reached 3,722 Gb/s in one call and 1,146 Gb/s in 1,000 calls of 4 MB (*recorded*, same source).
+# > **What changes on real GPUs.** Latencies are tens of microseconds, and the effect stays: on H200s 4 GB reached 465
+# > GB/s (3,722 Gb/s) in one call and 143 GB/s (1,146) in 1,000 calls of 4 MB (*recorded*, same source).
 
 # %% [markdown]
 # ## 6. The one rule, and how it is broken
@@ -647,8 +648,9 @@ with expect_error():
     launch(skip_wild_batches, world_size=world_size, timeout=patience, backend="gloo")
 
 # %% [markdown]
-# The last rank has already returned, so it never notices. As in lesson 00, the error shows on healthy ranks. Without
-# our limit they wait for the group's `timeout=`: 10 minutes on NCCL and 30 on gloo unless you set it.
+# The last rank has already returned, so it never notices. In a loop, its *next* call would meet the one that it
+# skipped: wrong numbers. As in lesson 00, the error shows on healthy ranks. Without our limit they wait for the group's
+# `timeout=`: 10 minutes on NCCL and 30 on gloo unless you set it.
 #
 # The cure is to decide together. One number tells everybody that somebody wants to skip:
 
@@ -698,7 +700,7 @@ fate.compare("wrong numbers")
 # %% [markdown]
 # **Compare.** Wrong numbers, and this is worse than a hang: PyTorch raises no error, and all ranks agree, so comparing
 # them does not help. Look at 1110: the 1 of rank 0 is missing, because where rank 0 had to add, it took the larger
-# number. In real gradients nobody would notice.
+# number. In 3333 and 4444 other ranks did the adding, so they are right. In real gradients nobody would notice.
 #
 # The warning comes from `launch`, which compares the ranks' calls after all have returned. Under `torchrun` nobody
 # does that.

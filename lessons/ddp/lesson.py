@@ -393,8 +393,9 @@ def ddp_with_small_buckets(model):
 print(f"Overlapped: {judge(Overlapped)}")
 
 # %% [markdown]
-# Now all four start during backward. Does it help? CPU ranks share a few cores, so in the next cell they sleep for 6 ms
-# before each gradient is complete, as if a GPU computed it. The last panel is PyTorch's DDP.
+# Now all four start before `backward()` returns, the fourth at its very end. Does it help? CPU ranks share a few cores,
+# so in the next cell they sleep for 6 ms before each gradient is complete, as if a GPU computed it. The last panel is
+# PyTorch's DDP.
 
 # %% tags=["nbval-ignore-output"]
 versions = [AfterBackward, FlatBuckets, Overlapped, ddp_with_small_buckets]
@@ -405,8 +406,8 @@ figures.step_timelines(steps, "measured: backward (pale), all-reduces (dark); a 
 # *The figure: four panels, two lanes a rank, with backward above. In the first panel 28 small messages follow backward,
 # in the second four larger ones. In the third and fourth, the first ones end before backward does.*
 #
-# What counts is how long a rank waits when backward is over. The last bucket is complete only then, so backward cannot
-# *hide* it.
+# What counts is how long ranks wait when the slowest backward is over: one slow rank holds up all. The last bucket is
+# complete only then, so backward cannot *hide* it.
 #
 # GPUs take their work from queues, called **streams**. NCCL has its own, so all-reduces can run beside backward,
 # though not for free: they take a part of the GPU's processors and memory bandwidth (lesson 05). Here is a step of
@@ -421,12 +422,12 @@ figures.gpu_timelines({name: job.lanes for name, job in jobs.items()}, "recorded
 
 # %% [markdown]
 # *The figure: a lane for computing and one for all-reduces. In the upper panel, all-reduces lie between 182 and 305
-# ms, when the GPU computes nothing. In the lower one, computing goes on around five bars of all-reduces.*
+# ms, when the GPU computes nothing. In the lower one, computing goes on beside four of the five bars of all-reduces.*
 #
-# For a third of its step the upper job does nothing but all-reduces, and half of this time not even that: a typical
-# one runs for 8 µs, and the CPU needs 200 µs to start the next. It pays for the *number* of messages. The lower job
-# is a ResNet of 25.6 million parameters in five buckets of 8 to 32 MB. Four of them travel while backward computes,
-# and the fifth starts when it is over, at 184 ms. (This GPU, too, waits for its CPU most of the time.)
+# For a third of its step the upper job does nothing but all-reduces, and half of this time not even that: most run for
+# about 8 µs, and the CPU needs 200 µs to start the next. It pays for the *number* of messages. The lower job is a
+# ResNet of 25.6 million parameters in five buckets of 8 to 32 MB. Four of them travel while backward computes, and the
+# fifth starts when it is over, at 184 ms. (This GPU, too, waits for its CPU most of the time.)
 #
 # <details><summary>How can DDP do without <code>finish()</code>?</summary>
 #
@@ -581,7 +582,7 @@ right.compare("all three")
 #
 # Suppose the last rank has two batches in an epoch and the other ranks have three. To tell epochs apart, every
 # gradient is 1 in epoch 0 and 10 in epoch 1. **Predict**: the ranks train for two epochs. What happens in the third
-# step, when the last rank has no batch left in epoch 0? And at the end?
+# step, when the last rank has no batch left in epoch 0? And when it has none left at all?
 
 # %%
 third = predict("the third step", ["an error", "a hang", "it goes on"])
@@ -674,8 +675,8 @@ for rank in range(4):
 # dist.destroy_process_group()  # new
 # ```
 #
-# Each process takes the GPU of its `LOCAL_RANK`, its number on this host. A loader's batch is its rank's share. Rank
-# 0 saves `model`, not `ddp`, whose names begin with `module.`, so that any program can load the file.
+# Each process takes the GPU of its `LOCAL_RANK`, its number on this host. A loader's batch is its rank's share. Rank 0
+# saves `model`, so that any program can load the file; in `ddp` every name begins with `module.`.
 #
 # Saved as `smallest.py`, it starts with `torchrun --standalone --nproc-per-node=gpu smallest.py`: a process for each
 # GPU, with its rank in environment variables. The next cell starts one rank on the CPU, then two, and compares their
@@ -697,11 +698,11 @@ print("the weights are equal to rounding" if off < 1e-5 else f"the weights are o
 # [scripts/train_ddp.py](../scripts/train_ddp.py) adds accumulation, 16 bits, clipping and resuming.
 #
 # **When data parallelism stops paying.** With more ranks each computes less in a step, but still sends 2(N−1)/N times
-# the bytes of all gradients, so at some N backward is too short to hide the messages. In one *recorded* job, a GPU
-# processed 40,150 tokens a second on 8 GPUs, and 15,700 on 256 ([Ultra-Scale
-# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)); [lesson 05](05_scaling_efficiency.ipynb)
-# asks why. The batch sets a second limit (section 8), and memory a third: every rank holds the whole model, until
-# lessons [06](06_zero.ipynb) and [07](07_fsdp.ipynb) divide it.
+# the bytes of all gradients, so at some N backward is too short to hide the messages. In one *recorded* job, each GPU
+# processed 40,150 tokens a second in a job of 8 GPUs, and 15,700 in one of 256 ([Ultra-Scale
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)); [lesson 05](05_scaling_efficiency.ipynb) asks
+# why. The batch sets a second limit (section 8), and memory a third: every rank holds the whole model, until lessons
+# [06](06_zero.ipynb) and [07](07_fsdp.ipynb) divide it.
 
 # %% [markdown] tags=["deeper"]
 # ## 11. What breaks the equation · deeper
@@ -1617,8 +1618,9 @@ late_thaw.compare("some differ")
 
 # %% tags=["nbval-ignore-output"]
 for name, ranks in steps.items():
-    waiting = max(rank["end"] - rank["backward"][1] for rank in ranks)
-    print(f"{name:24} gradients are there {1e3 * waiting:3.0f} ms after backward")
+    backward = max(rank["backward"][1] for rank in ranks)  # the slowest rank's
+    waiting = max(rank["end"] for rank in ranks) - backward
+    print(f"{name:24} gradients are there {1e3 * waiting:3.0f} ms after the last backward")
 
 # %% [markdown]
 # DDP is a hook on every gradient, a bucket that leaves when its last gradient has come, and the same order on all

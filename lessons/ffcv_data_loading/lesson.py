@@ -202,7 +202,8 @@ in_turns.compare(1 / (1 / 900 + 1 / 2_700))
 # **Compare.** If the loader works ahead, the slower one sets the pace: 900, and the step waits for two thirds of the
 # time. In turns the times add up: 1/900 + 1/2,700 s an image, so 675 images/s.
 #
-# An epoch as short as ours is somewhat slower, because the step has to wait for its first batch. Measure longer ones.
+# With workers, *both* stays below the loader alone, because in so short an epoch the wait for the first batch counts.
+# Measure longer ones.
 #
 # | what you see | what it means | what helps |
 # |---|---|---|
@@ -289,7 +290,7 @@ quarter.compare(decode_times[1] / decode_times[4])
 
 # %% [markdown]
 # **Compare.** Far less than the sixteen that one sixteenth of the pixels suggests, because the bytes of all waves must
-# be unpacked in any case. An eighth gains little or nothing more.
+# be unpacked in any case. An eighth gains a little more at most.
 #
 # How much detail is lost on the way to 224 by 224 pixels?
 
@@ -466,8 +467,8 @@ assert core_times["FFCV, raw"] < core_times["FFCV, JPEG"] < core_times["DataLoad
 # | network disk (EBS) | 6,870 | 1,956 | 16,631 |
 #
 # From memory raw is faster (its images are also smaller here); from this slow disk, JPEG of 512 pixels is eight times
-# as fast as raw. One rule covers both lines: images/s are what the cores can do, but from a disk at most its bandwidth
-# divided by the bytes of an image.
+# as fast as raw. One rule covers both lines: images/s are the smaller of two numbers: what the cores can prepare, and
+# the disk's bandwidth divided by the bytes of an image.
 
 # %% [markdown]
 # ## 6. Which order, and how much memory?
@@ -497,7 +498,8 @@ figures.page_accesses(accesses, "modelled: the page of each sample of an epoch, 
 # the epoch.
 #
 # **Predict**: there is memory for half of the file, and one epoch has been read. Which share of the next one's samples
-# comes from the page cache, in random order? And in sequential order?
+# comes from the page cache, in random order? And in sequential order? (A sample counts if its page is in memory at that
+# moment, even if it came with the sample before.)
 
 # %%
 from_cache = predict("from the page cache with a random order", unit="%")
@@ -525,9 +527,10 @@ from_cache.compare(round(100 * hits["random"][1]))
 # **Compare.** In random order, a little less than the share that fits. Sequential looks better, but its hits are
 # neighbours on a page just read: each page comes from the disk again, because it was always dropped before its turn.
 #
-# So ask: does the raw file fit in memory? Does JPEG? If neither, take quasi-random with the process cache: it mixes
-# classes nearly as well as random, reads each page once, and holds little more than the pages of its window, whatever
-# the size of the file. In random order the process cache would hold all of it.
+# If the raw file fits in memory, store raw pixels; if only the JPEG file does, store JPEG; both in random
+# order. If neither fits, take quasi-random with the process cache: it mixes classes nearly as well as random, reads
+# each page once, and holds little more than the pages of its window, whatever the size of the file. In random order the
+# process cache would hold all of it.
 
 # %% [markdown]
 # ## 7. Two ranks, one file
@@ -584,8 +587,8 @@ for epoch in range(2):
 # %% [markdown]
 # No sample is lost. An FFCV loader counts its epochs itself, while `DistributedSampler` needs `set_epoch`.
 #
-# **Predict**: the two ranks shuffle with seeds of their own, 0 and 1. Which share of the samples does no rank see? And
-# how much memory did the file take above, where each rank read most of its pages?
+# **Predict**: the two ranks shuffle with seeds of their own, 0 and 1. Which share of the samples does no rank see?
+# Above, each rank read samples from almost every page of the file: was a page in memory once, or once for each rank?
 
 # %%
 unseen = predict("seen by no rank", unit="% of the samples")
@@ -1164,8 +1167,8 @@ print(f"a large photograph: {full:.1f} ms of a core, with draft {cheap:.1f} ms")
 predictions()
 
 # %% [markdown]
-# - Measure the loader alone, the step alone, and both; the slower one sets the pace. The number of busy cores shows
-#   whether the loader computes or waits.
+# - Measure the loader alone, the step alone, and both; the slower one sets the pace if the loader works ahead. The
+#   number of busy cores shows whether the loader computes or waits.
 # - Decode less (`draft`), with a faster library, or only once (raw).
 # - Raw is fast from memory, JPEG from a slow disk. The order decides how many pages must be in memory.
 # - All ranks shuffle with one seed and the number of the epoch. The page cache is shared by all ranks of a machine.

@@ -272,7 +272,7 @@ count.compare(len(order))
 # | *dtype in bf16 training* | *float32* | *bf16* | *bf16* | *bf16 gathered, float32 reduced* |
 #
 # > **Misconception.** "FSDP divides the memory by N." Only the column of shards shrinks with N. Gathered weights,
-# > whole gradients, messages and activations are as large on a thousand ranks as on two.
+# > whole gradients, messages and activations are as large on a thousand ranks as on two, if each rank keeps its batch.
 #
 # ### How many bytes?
 #
@@ -354,8 +354,9 @@ assert peaks["every linear"].total < peaks["every block"].total < peaks["root on
 root_peak.compare(round(100 * peaks["root only"].total / peaks["DDP"].total))
 
 # %% [markdown]
-# **Compare.** With the root only, the model states are still divided by N. But the whole model is gathered before the
-# first layer computes and stays until backward is over, so at its peak a rank holds all weights and all gradients.
+# **Compare.** With the root only, the model states are divided by N between steps. But the whole model is gathered
+# before the first layer computes and stays until backward is over, so at its peak a rank also holds all weights and all
+# gradients, whole; the figure counts both as buffers.
 #
 # *The figure (measured): a bar for each wrapping, by part. DDP's states are whole, the others' divided. Buffers are
 # largest with the root only, smaller by block, and smallest by linear layer.*
@@ -366,7 +367,7 @@ root_peak.compare(round(100 * peaks["root only"].total / peaks["DDP"].total))
 #
 # Two more wrappers go around the same blocks, activation checkpointing (lesson 05) and `torch.compile`. From the inside
 # out the order is checkpointing, `compile`, `fully_shard`, as in the program of section 6. Then FSDP's hooks stand
-# outside the compiled graph, and computing a block again gathers nothing.
+# outside the compiled graph, and a block is computed again while its weights are there, so no message is added.
 
 # %% [markdown]
 # ## 4. Overlap: who waits for the messages?
@@ -467,9 +468,9 @@ for link, rate in (("network, 50 GB/s a GPU", 50e9), ("NVLink, 450 GB/s", 450e9)
     print(f"{link}: more than {speed / rate:,.0f} tokens a rank (modelled)")
 
 # %% [markdown]
-# Backward computes twice as long, but gathers 2·P bytes and reduces 4·P in float32, so it needs half as many tokens
-# again: 12,000 on this network. The ranks of the opening have two sequences of 8,192, which is enough on both links.
-# With an eighth of that, messages would be hidden only over NVLink.
+# Backward computes twice as long, but gathers 2·P bytes and reduces 4·P in float32, so it needs 1.5 times as many
+# tokens, 12,000 on this network. In the opening's runs a rank has two sequences of 8,192, which is enough on both
+# links.
 
 # %% [markdown]
 # ## 5. Checkpoints
@@ -536,8 +537,8 @@ for n in (world_size, 2, 1):
 # ### A rank dies while saving
 #
 # On 16,384 GPUs something failed every three hours (lesson 00), so it will happen. The next run goes from step 2 to
-# step 3 and saves, and its last rank is killed while it writes. The safe way saves into a new folder, which gets its
-# name when all ranks have finished:
+# step 3 and saves, and its last rank is killed when the others have written their files and its own is not yet begun.
+# The safe way saves into a new folder, which gets its name when all ranks have finished:
 
 
 # %%
@@ -1415,7 +1416,7 @@ print("modelled step in ms:", {name: round(1e3 * s["seconds"]) for name, s in st
 # 3. Whether the CPU runs ahead. Remove what makes it wait, or give the hint (`set_modules_to_forward_prefetch`). Then
 #    whether a rank has enough tokens (section 4).
 # 4. If its name appears only after all ranks have written (section 5).
-# 5. No. An H100 at 400 TFLOP/s needs 8,000 in forward, and half as many again in backward (section 4).
+# 5. No. An H100 at 400 TFLOP/s needs 8,000 in forward, and 1.5 times as many, 12,000, in backward (section 4).
 # </details>
 #
 # How your predictions came out:

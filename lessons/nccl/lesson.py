@@ -59,7 +59,7 @@ from lessons.nccl.message_counts import as_nodes, count_messages, formula
 # %% [markdown]
 # ## 1. From one ring to many channels
 #
-# N is the number of ranks, S the bytes of the whole tensor. All functions of this lesson are **all-reduces** made of
+# N is the number of ranks, S the bytes of the whole tensor. The algorithms of this lesson are **all-reduces** made of
 # messages between two ranks: they sum x over all ranks, in place, and call no collective.
 #
 # ### The ring
@@ -277,10 +277,10 @@ assert round(2046 * far["ring"]["LL"] / (20 * far["tree"]["LL"])) == 55
 # **Compare.** The tree, about 15 times. The ring has to wait for 2,046 latencies, 29 ms, whatever it sends. The tree
 # waits for 20, and its 20 · 4 MiB, one after another, take only 1.7 ms.
 #
-# For 4 KiB, where only latencies are left, the tree is 102 times as fast. (NCCL has a protocol with shorter hops for
-# such sizes, 2.7 µs in a ring and 5.0 µs in a tree. With these the factor is 55.) For very large messages the ring
-# wins, since it sends 2 S where the tree sends 20 S. In between they cross. Set the two times equal, with L =
-# ⌈log₂N⌉, and you get **S = α/β · (N−1−L) / (L − (N−1)/N)**.
+# For 4 KiB, where only latencies are left, the tree is 102 times as fast. (With the shorter hops of NCCL's LL protocol,
+# section 6, it is 55 times.) For very large messages the ring wins, since 2 S pass one after the other where in the
+# tree 20 S do. In between they cross. Set the two times equal, with L = ⌈log₂N⌉, and you get **S = α/β · (N−1−L) / (L −
+# (N−1)/N)**.
 
 # %%
 few_and_many = {f"{n:,} ranks": costs.flat_cluster(n, hop, 1 / wire) for n in (8, 1024)}
@@ -314,13 +314,13 @@ assert 0.98 < waiting < 1
 figures.scale_out(growing, ["ring", "tree", "double_tree"], sizes=(4096, bucket))
 
 # %% [markdown]
-# *The figure: time over ranks. For 4 KiB the ring rises in proportion to N and the trees hardly rise; for 25 MiB the
-# ring rises most at the end, and the double tree stays near 1 ms.*
+# *The figure: time over ranks. For 4 KiB the ring rises in proportion to N and the trees rise with log N only; for 25
+# MiB the ring rises most at the end, and the double tree stays near 1 ms.*
 #
 # Through one rank the time is O(N·S): 4.4 s for one bucket on 4,096 ranks. The ring's bytes stay at 2 S, but its
-# latencies grow until nothing else is left. Latency is the serial part of **Amdahl's law** here: even links of
-# infinite speed would save only 1 % of the ring's time on 4,096 ranks. Hence trees, larger buckets, and two levels,
-# which come next.
+# latencies grow until nothing else is left. (**Amdahl's law**: the part that you cannot speed up limits the whole.)
+# Even links of infinite speed would save only 1 % of the ring's time on 4,096 ranks. Hence trees, larger buckets, and
+# two levels, which come next.
 
 # %% [markdown]
 # ## 4. Two levels, and a cluster in a notebook
@@ -357,13 +357,15 @@ def hierarchical_all_reduce(x, per_node):
 #
 # Few of us have two nodes to try this on, so we **emulate** them. The functions run unchanged on eight real ranks and
 # send real messages, while a virtual clock decides how long each would have taken: a link carries the bytes of one
-# message at a time in each direction, and the message arrives one latency later. The cluster is that of section 1,
-# with NVLink 4 inside, and one 400 Gb/s InfiniBand port for each GPU between the nodes.
+# message at a time in each direction, and the message arrives one latency later. No rank waits for the others between
+# steps, as section 3 supposed. The cluster is that of section 1, with NVLink 4 inside, and one 400 Gb/s InfiniBand port
+# for each GPU between the nodes.
 #
 # Here a rank handles one message after the other, but the blocks of a GPU's kernel work side by side. So the four
 # rings of section 1 are *modelled*: together they take as long as one ring with a quarter of S.
 #
-# **Predict.** 4 MiB on these eight GPUs: which of the four ways is the fastest?
+# **Predict.** 4 MiB on these eight GPUs: which is the fastest of one ring, four rings, the tree and the hierarchical
+# all-reduce?
 
 # %%
 first = predict("4 MiB on two nodes", ["one ring", "four rings", "a tree", "the hierarchical one"])
@@ -424,7 +426,7 @@ assert model("tree", 2**18) > model("hierarchical", 2**18)
 
 # %% [markdown]
 # *The figure: four curves, flat to the left and straight to the right. The tree is lowest up to about 160 KiB, two
-# levels from there to about 10 MiB, and four rings for larger sizes. Points lie on their lines.*
+# levels from there to about 8 MiB, and four rings for larger sizes. Points lie on their lines.*
 #
 # For 16 MiB the four rings win, because NVLink and network are busy at the same time, while the three phases of two
 # levels take turns. NCCL has these **rings through all ports**, and a `Tree` with two levels in another way: a chain
@@ -449,7 +451,7 @@ figures.switch_adds(4, piece=1)
 # of its x once, and then one finished piece: **(N+1)/N·S** (NVIDIA/nccl issue
 # [1083](https://github.com/NVIDIA/nccl/issues/1083)) instead of the ring's 2(N−1)/N·S.
 #
-# Bus bandwidth is S/t times 2(N−1)/N, whatever the library did, so with NVLS it is the speed of no wire. Eight GiB on
+# Bus bandwidth is always S/t times 2(N−1)/N, a ring's bytes, so with NVLS it is not the speed of any wire. Eight GiB on
 # five to eight H200s, *recorded* (stas00/ml-engineering, network/README.md), and what the wire carried:
 
 # %%
@@ -551,8 +553,8 @@ protocol_of_64_kib.compare("LL")
 # and 56 µs with one, and the bytes about one microsecond.
 #
 # Larger messages pay for wasted bytes. So the same node goes over to LL128 and then to Simple as S grows. Where a
-# switch adds, there is one more pair, NVLS with Simple: 25 µs once, no hops, and then 338 GB/s on eight H200s. There
-# ring / LL has 15 µs and 81 GB/s.
+# switch adds, there is one more pair, NVLS with Simple: 25 µs once, no hops, and then, as NCCL assumes, 338 GB/s on
+# eight H200s. There ring / LL has 15 µs and 81 GB/s.
 #
 # **Predict.** The sizes are powers of two. From which one on does NCCL take NVLS on eight H200s?
 
@@ -600,11 +602,11 @@ figures.predicted_against_recorded(a100_table, predicted, choices)
 # *The figure, left: recorded times as points, the prediction as a line, with NCCL's choice where it changes. Right:
 # the same as bus bandwidth, with a dip of the points at 16 MiB. Below: the error of the time; the grey band is 15 %.*
 #
-# The largest messages are right within a few percent, but small ones really take three times as long as NCCL
-# believes. That does little harm, because a choice needs only the right order: if LL and LL128 both take 20 µs more,
-# the same one wins. And 16 MiB take more than twice as long as 8 MiB (276.6 and 133.5 µs), which no latency +
-# S/bandwidth explains. It looks like a switch of protocol that comes too early (section 12). So bus bandwidth does
-# not always grow with the size: measure the sizes that your job sends.
+# The largest messages are right within a few percent, but small ones really take three times as long as NCCL believes.
+# That does little harm, because a choice needs only the right order: if LL and LL128 both take 20 µs more, the same one
+# wins. And 16 MiB take more than twice as long as 8 MiB (276.6 and 133.5 µs), which no latency + S/bandwidth explains.
+# It looks as if NCCL went over to another protocol at 16 MiB already, too early (section 12). So bus bandwidth does not
+# always grow with the size: measure the sizes that your job sends.
 #
 # Leave `NCCL_ALGO` and `NCCL_PROTO` alone in a job. They force a choice, and the next version, size or node count may
 # need another one.
@@ -654,7 +656,7 @@ sound.compare("nccl 1189")
 # third has RDMA, but its bytes make a detour through host memory. In the last, eight GPUs on an NVSwitch talk through
 # host memory.
 #
-# None of these jobs fails. They are slow, and only the log says why (more of it in section 15).
+# None of these jobs fails. Some are slow, and only the log says why (more of it in section 15).
 #
 # PyTorch makes NCCL's **communicator**, the connections between a fixed set of ranks, when the first collective runs.
 # So a broken network shows only somewhere in the first step. With this start it shows at once:
@@ -1640,8 +1642,8 @@ predictions()
 
 # %% [markdown]
 # - An all-reduce is a pattern of messages. A right sum does not show which: count bytes and steps.
-# - Ring: 2(N−1) steps and 2(N−1)/N·S, so its bytes hardly grow, but its latency does. Trees: log N steps. They cross at
-#   a size that grows with N. NCCL lays several rings, its channels, so that every port has work.
+# - Ring: 2(N−1) steps and 2(N−1)/N·S, so its bytes hardly grow, but its latency does. Trees: about 2·log₂ N steps. They
+#   cross at a size that grows with N. NCCL lays several rings, its channels, so that every port has work.
 # - Where the switch adds (NVLS), a GPU sends (N+1)/N·S. Eight H100s then show about 480 GB/s bus bandwidth, and about
 #   370 with a ring.
 # - NCCL computes a time for each algorithm and protocol from a table of constants, and takes the smallest.

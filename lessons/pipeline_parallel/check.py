@@ -461,8 +461,7 @@ MISTAKES["run_order"] = {
                  "(receive(torch.empty(3, dtype=torch.long), rank - 1), receive(like, rank - 1))[1]"}),
     "not-waited": ("isend and irecv return at once. Wait for all that they start before the function returns: "
                    "otherwise gloo may drop it, or a tensor is used again too early. If you do, does a rank expect a "
-                   "message that nobody sends?",
-            "send.wait()  ->  __import__('time').sleep(0.1)"),
+                   "message that nobody sends?",),  # no edit: whether the other side is in time is a race
     "loss": ("The gradients are right, but what is returned is not. The last rank returns the loss of the whole "
              "batch, which is the mean over the micro-batches, and the others return None.",
             ["return loss if last else None  ->  return loss * m if last else None",

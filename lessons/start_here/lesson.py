@@ -24,7 +24,7 @@
 # - *read* the report of an error or a hang (endless waiting), and *stop* ranks that do not stop by themselves;
 # - *turn* a cell into a program that `torchrun`, PyTorch's launcher, starts like a real job.
 #
-# **Before this:** Python, and PyTorch tensors on one machine. Nothing about distributed programs. **Time:** about 35
+# **Before this:** Python, and PyTorch tensors on one machine. Nothing about distributed programs. **Time:** about 40
 # minutes to read the core, 50 with the deeper sections, under half a minute to run.
 
 # %% [markdown]
@@ -233,10 +233,10 @@ held.compare("its own line only")
 # ## 4. Are four ranks four times as fast?
 #
 # The ranks run at the same time. Does that make them fast? Every rank sleeps for 0.3 s and then multiplies matrices:
-# first a single rank, then all at once. `launch` passes further arguments to the function, here two functions to
-# `spans_of`, which calls both and notes when each began and ended; the other helpers show these times.
+# first a single rank, then all at once. `launch(spans_of, sleep, compute)` calls `spans_of(sleep, compute)` on each
+# rank, which runs both and notes the times; the other helpers show them.
 #
-# **Predict**: which takes longer together than alone: the sleeping, the computing, or both?
+# **Predict**: which takes longer together than alone: the sleeping, the computing, both, or neither?
 
 # %%
 longer = predict("what takes longer together", ["sleeping", "computing", "both", "neither"])
@@ -262,13 +262,13 @@ assert all_inside(together, "sleep")  # at some moment all ranks were asleep
 longer.compare("computing" if here["cores"] < world_size else "neither")
 
 # %% [markdown]
-# **Compare.** Where ranks are more than cores, only the computing. Sleeping needs no core, so four sleeps take as long
-# as one. Computing needs a core, which the ranks then have to share; with a core for each, it takes about as long as
-# alone.
+# **Compare.** If there are more ranks than cores, only the computing. Sleeping needs no core, so four sleeps take as
+# long as one. Computing needs a core, which the ranks then have to share; with a core for each, it takes about as long
+# as alone.
 #
 # *The figure: a row for each rank, first the one that was alone, then those that ran together, with a bar for sleeping
-# and one for computing. All sleep bars are equally long. Where there are fewer cores than ranks, most compute bars are
-# longer together than alone.*
+# and one for computing. All sleep bars are about equally long. Where there are fewer cores than ranks, most compute
+# bars are longer together than alone.*
 #
 # The slowest rank, compared with the rank alone:
 
@@ -277,7 +277,8 @@ slowdown = longest(together, "compute") / longest(alone, "compute")
 print(f"{world_size} ranks, {here['cores']} cores: the slowest takes {slowdown:.1f} times as long")
 
 # %% [markdown]
-# This is why the course never concludes from the *speed* of CPU ranks that a method is good. It counts bytes,
+# Each rank did the whole computation. So four ranks do four times the work, but where they share cores not four times
+# as fast. This is why the course never concludes from the *speed* of CPU ranks that a method is good. It counts bytes,
 # messages, steps and memory, and takes times from real clusters.
 #
 # > **What changes on real GPUs.** Each rank has a GPU of its own, so the compute bars stay as short as for a rank
@@ -322,8 +323,8 @@ holders.compare("all ranks")
 # *The figure: on the left each rank's own part, in the rank's colour; on the right 5,050 on every rank, with a stripe
 # of each colour.*
 #
-# The folded cell asserts more: the result equals what *one* process computes. Nearly every lesson has such a line,
-# because it is the only way to know that a distributed program is right.
+# The folded cell asserts that the result equals what *one* process computes. Nearly every lesson has such a line: it is
+# the best check of a distributed program.
 #
 # The same program on other data: this is data-parallel training in miniature. Put images in place of the numbers and
 # gradients in place of the sums, and you are close to what lesson 04 builds.
@@ -378,7 +379,7 @@ others.compare("wait for the last one")
 #
 # ### A value that is printed once
 #
-# The mean loss is to be printed once, so only rank 0 computes it. **Predict**: what happens?
+# The mean loss is to be printed once, so only rank 0 calls the all-reduce and prints. **Predict**: what happens?
 
 # %%
 fates = ["the mean is printed", "a wrong mean is printed", "rank 0 fails", "rank 0 waits"]
@@ -408,15 +409,17 @@ fate.compare("rank 0 waits")
 # After the `timeout` (60 s unless you set it) `launch` stops the ranks and says who waits, in which call, and who
 # never joined it. Then comes the table:
 #
-# - **state**: a rank *waits* inside a communication, *runs* other code, or has *returned* from the function;
+# - **state**: a rank *waits* inside a communication, *runs* other code, has *returned* from the function, or has
+#   *failed* with an error;
 # - **last operation**: the last collective that the rank called, its number after `#`, and in parentheses the group
-#   (*default* means all ranks) and the bytes. Each rank counts its own calls, and its third call meets the third call
-#   of the others, even if they call another collective;
+#   (*default* means all ranks) and the bytes. Calls are paired by this number: the third call of one rank goes with the
+#   third of the others, even if that is another collective;
 # - **line**: where the rank is now, in your cell.
 #
-# The error shows on rank 0, but the fault lies with the others. So look for the ranks that stand *somewhere else*. Here
-# they have returned, because the `if` let only rank 0 in. The rule is: **all ranks make the same collective calls; only
-# what does not communicate may stand under `if rank == 0`.** With the call in front of the `if` it works:
+# The wait shows on rank 0; its cause is what the others did *not* do, call all-reduce. So look for the ranks that stand
+# *somewhere else*. Here they have returned, because the `if` let only rank 0 in. The rule is: **all ranks make the same
+# collective calls; only what does not communicate may stand under `if rank == 0`.** The cure is only that the call
+# stands in front of the `if`:
 
 
 # %%
@@ -519,14 +522,16 @@ assert printed == f"2 ranks say: 1 + 2 + ... + 100 = {from_launch[0]}\n"
 # course has this shape: make the group, compute on your share, communicate, let one rank print, end the group. On a
 # cluster the command line grows (lesson 16); in the file only `"gloo"` becomes `"nccl"` where ranks have GPUs. A rank
 # must then take its GPU before it communicates, or all ranks of a node meet on GPU 0, which NCCL refuses. Here
-# `device()` does it. A program without the course needs a line, which takes the GPU of this rank's local rank:
+# `device()` does it. A program without the course takes its GPU with the line below, and puts its tensors there with
+# `device="cuda"`. (Where a launcher shows each rank only its own GPU, `%` gives 0.)
 #
 # ```python
 # torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 # ```
 #
 # [`scripts/hello.py`](../scripts/hello.py) is such a program for you to keep. It needs nothing from the course, chooses
-# GPU and backend itself, and says which rank runs on which machine. Run it first on every new cluster.
+# GPU and backend itself, and says which rank runs on which machine. Run it first on every new cluster. Under `torchrun`
+# nobody prints a table when ranks wait for each other: lesson 14 shows how to find out.
 #
 # <details><summary>On a computer that you share with others</summary>
 #
@@ -812,7 +817,7 @@ predictions()
 #
 # | lesson | the question it answers | read, min | exercises, min |
 # |---|---|---|---|
-# | 00 | this notebook | 35 (50) |  |
+# | 00 | this notebook | 40 (50) |  |
 # | [01](01_gpu_interconnects.ipynb) | How fast can data move, and where is the slow link? | 45 (85) | 90 |
 # | [02](02_collectives.ipynb) | What does each collective do, and how many bytes does it move? | 45 (75) | 70 |
 # | [03](03_nccl.ipynb) | How does NCCL do it: ring, tree, protocols, tuning, the C API? | 45 (115) | 180 |

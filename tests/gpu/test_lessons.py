@@ -42,7 +42,7 @@ CELLS: dict[str, list[tuple[str, int, str]]] = {
     "ddp": [("launch(shared_statistics, torch.nn.SyncBatchNorm, world_size=world_size)", 1, "")],
     "scaling_efficiency": [("strong = [throughput(whole_batch // n, n) for n in counts]", 1, "")],
     "zero": [("here, there = (", 1, ""), ("on the GPU after a step: {here[1]:,} bytes", 1, "")],
-    "fsdp": [('assert off == 0 or n < world_size or backend != "gloo"', 1, "")],
+    "fsdp": [("assert sharded.equal_states(loaded, saved) and off < 1e-5", 1, "")],
     "pipeline_parallel": [
         ("found = on_ranks(train, one_by_one, [whole], gpt, sizes, text, pace=pace)", 2, ""),
     ],
