@@ -105,7 +105,7 @@ def checked(check: Callable) -> Callable:
 
     What its ranks need of its module they find imported, and what optimizers and functional collectives import.
     """
-    if check.__module__.startswith(f"{__package__}."):
+    if check.__module__.startswith("lessons."):
         share("torch._dynamo", check.__module__)
 
     @functools.wraps(check)
@@ -157,7 +157,6 @@ class Exercise:
     world_sizes: list[int] = field(default_factory=list)
     answered: bool = False  # whether the function has returned something in this process
     rank: int | None = None  # the rank that refusals are about, if they name no other
-    where: str = ""  # begins what refusals say, such as "step 2: "
     own_fallback: bool = False  # whether the case brought `fallback`, and not the number of ranks
     case_errors: str | None = None  # pattern of more errors that the case's own fallback explains
 
@@ -264,29 +263,20 @@ class Exercise:
         told = named or self.fallback == "one-rank" or _RANKS.search(text)
         return self.fallback if self.fallback and told else "error"
 
-    @contextlib.contextmanager
-    def on_rank(self, rank: int, where: str = "") -> Iterator[None]:
-        """What is refused inside the ``with`` block is refused on this rank; ``where`` begins what is said."""
-        before, (self.rank, self.where) = (self.rank, self.where), (rank, where)
+    def each(self, outcomes: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """Pairs of rank and outcome; what is refused in the body of the loop over them is refused on that rank."""
+        before = self.rank
         try:
-            yield
+            for self.rank, outcome in enumerate(outcomes):
+                yield self.rank, outcome
         finally:
-            self.rank, self.where = before
-
-    def each(self, outcomes: Iterable[Any], where: str = "") -> Iterator[tuple[int, Any]]:
-        """Pairs of rank and outcome; what is refused in the body of the loop over them is refused on that rank.
-
-        ``where``, such as ``"step 2: "``, begins what is said.
-        """
-        for rank, outcome in enumerate(outcomes):
-            with self.on_rank(rank, where):
-                yield rank, outcome
+            self.rank = before
 
     def refuse(self, key: str, what: str, rank: int | None = None) -> NoReturn:
         """Raise CheckFailed with the hint ``key``, or the case's fallback if ``key`` explains little.
 
         ``what`` is a sentence; what follows its first empty line stands behind the hint. ``rank`` is by default that of
-        `on_rank` or `each`, whose ``where`` begins the sentence.
+        `each`.
         """
         rank = self.rank if rank is None else rank
         if key in ("value", "shape") and self.fallback:
@@ -296,7 +286,7 @@ class Exercise:
         circumstances = [self.case, f"rank {rank}" if rank is not None else ""] if key != "empty" else []
         where = ", ".join(filter(None, [self.title, *circumstances]))
         hint = textwrap.fill("Hint: " + (COMMON_HINTS | self.hints)[key], 100, break_on_hyphens=False)
-        what, *evidence = (self.where + what).split("\n\n", 1)
+        what, *evidence = what.split("\n\n", 1)
         raise CheckFailed("\n\n".join([f"{where}: {what}", hint, *evidence]), key, rank) from None
 
     def differs(self, key: str, what: str, expected: Any, got: Any, rank: int | None = None) -> NoReturn:
