@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def lesson(shown: str = "print(count)", below: str = "**Compare.**", more: str =
 def test_no_answer_is_in_view_before_its_cell_has_run(path: Path):
     found = in_view(path.read_text("utf-8"))
     assert bool(found) == (path.parent.name in NOT_YET), "\n".join(found)
+
+
+def test_no_two_predictions_of_the_course_are_about_the_same_words():
+    """Answers are kept under these words, for all lessons in one file."""
+    texts = [path.read_text("utf-8") for path in ROOT.glob("lessons/*/lesson.py")]
+    about = [words for text in texts for words in re.findall(r'predict\(\s*"([^"]+)"', text)]
+    assert len(about) > 100 and len(about) == len(set(about))
 
 
 def test_what_gives_an_answer_away_is_told():
