@@ -39,9 +39,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course_utils import WorkerError, device, expect_error, launch, record
+from course_utils import WorkerError, attempt, device, expect_error, launch, record
 from course_utils.hardware import GPUS, LINKS
 from course_utils.models import PUBLISHED
+from course_utils.predictions import predict, predictions
 from course_utils.units import decimal_bytes
 from lessons.long_context_and_experts import context_parallel as cp
 from lessons.long_context_and_experts import experts as ep
@@ -89,6 +90,9 @@ for length in (8192, 131_072, million):
 # **Predict**: with all three, how many GB of activations remain on a GPU for one sequence of a million tokens?
 
 # %%
+remain = predict("activations left on a GPU", unit="GB")
+
+# %%
 layer, inputs = 34 * million * llama.hidden, 2 * million * llama.hidden
 left = {
     "fused attention": llama.layers * layer,
@@ -100,10 +104,15 @@ for name, size in left.items():
     print(f"{name:36}{decimal_bytes(size):>8}")
 work = 2 * million * llama.hidden / (2 * llama.layer_weights)
 print(f"attention computes {work:.0f} times as much as the matrices of the layer")
+
+# %% jupyter={"source_hidden": true}
 assert round(left["  + TP 8 with sequence parallelism"] / 1e9) == 50
+remain.compare(left["  + TP 8 with sequence parallelism"] / 1e9)
 
 # %% [markdown]
-# 50 GB, on a GPU of 80 GB that has the model too. And fused attention removes the scores, but not the *work*, which is
+# **Compare.** 50 GB, on a GPU of 80 GB that has the model too.
+#
+# And fused attention removes the scores, but not the *work*, which is
 # 19 times that of all matrices here. **Context parallelism** divides both. Each rank holds T/N of the tokens, in every
 # layer. Norms, MLPs and projections treat each token alone. Only attention needs keys and values that are elsewhere.
 
@@ -242,9 +251,7 @@ def ring_backward(q, k, v, out, lse, grad, order, group=None):
 
 
 # %% [markdown]
-# An autograd function joins the two. **Predict**: a rank has K and V of 16 tokens, in 2 sequences with 4 heads of 16
-# numbers in fp32, so 8,192 bytes each. How many bytes does it send in forward, with four ranks, and how many in
-# backward?
+# An autograd function joins the two.
 
 
 # %%
@@ -262,6 +269,14 @@ class RingAttention(torch.autograd.Function):
         return *found, None, None, None
 
 
+# %% [markdown]
+# **Predict**: a rank has K and V of 16 tokens, in 2 sequences with 4 heads of 16 numbers in fp32, so 8,192 bytes each.
+# How many such blocks does it send in forward, with four ranks, and how many in backward?
+
+# %%
+backward_blocks = predict("sent in backward, with four ranks", unit="blocks")
+
+
 # %%
 def try_ring(order):
     pairs = []
@@ -273,13 +288,18 @@ contiguous = list(torch.arange(length).chunk(world_size))
 found = launch(try_ring, contiguous, world_size=world_size)
 trial, _ = found[0]
 print(f"bytes sent: forward {trial.forward.sent:,}, backward {trial.backward.sent:,}")
+
+# %% jupyter={"source_hidden": true}
 assert max(trial.error for trial, _ in found) < 1e-5
 predicted = cp.ring_bytes(2 * tokens_per_rank, 4 * 16, world_size, element=4)
 assert (trial.forward.sent, trial.backward.sent) == predicted
+backward_blocks.compare(trial.backward.sent / (2 * tokens_per_rank * 4 * 16 * 4))
 
 # %% [markdown]
-# Output and gradients of q, k and v equal those of one process. With four ranks forward passes K and V on three times,
-# 6 × 8,192 bytes. Backward passes them three times again, and two gradients four times: 14 × 8,192.
+# **Compare.** With four ranks forward passes K and V on three times, 6 × 8,192 bytes. Backward passes them three times
+# again, and two gradients four times: 14 × 8,192.
+#
+# Output and gradients of q, k and v equal those of one process.
 #
 # > **Misconception.** "Ring attention is an approximation." It computes what one GPU computes. Only the order of a sum
 # > is another one.
@@ -322,18 +342,27 @@ figures.mask_picture(all_orders(2 * n), "modelled: who computes which pair, and 
 # rank with zig-zag? And what does the balance cost in bytes?
 
 # %%
-orders, most = all_orders(length), {}
+pairs_of_last = predict("the last rank, contiguous", unit="pairs")
+
+# %%
+orders, most, all_pairs, errors = all_orders(length), {}, {}, {}
 for name, order in orders.items():
     found = launch(try_ring, order, world_size=n)
     counted = [sum(pairs) for _, pairs in found]
-    assert counted == cp.pairs_per_rank(length, n, name)
-    assert max(trial.error for trial, _ in found) < 1e-5
+    all_pairs[name], errors[name] = counted, max(trial.error for trial, _ in found)
     most[name], trial = max(counted), found[0][0]
     print(f"{name:11} pairs {counted}, bytes {trial.forward.sent + trial.backward.sent:,}")
+
+# %% jupyter={"source_hidden": true}
+assert all(all_pairs[name] == cp.pairs_per_rank(length, n, name) for name in orders)
+assert max(errors.values()) < 1e-5
 assert most["contiguous"] / most["zig-zag"] > 2 - 1 / n - 0.1
+pairs_of_last.compare(most["contiguous"])
 
 # %% [markdown]
-# 904 against 520 pairs with four ranks, 1.74 times, and not one byte more. For long sequences the factor is 2 − 1/N:
+# **Compare.** 904 against 520 pairs with four ranks, 1.74 times, and not one byte more.
+#
+# For long sequences the factor is 2 − 1/N:
 # almost half of a contiguous ring is waiting. Zig-zag is exactly even, and stripes are off by a few pairs. (Our dense
 # `piece` also computes hidden pairs of a block, which a fused kernel skips tile by tile.)
 
@@ -354,6 +383,9 @@ assert most["contiguous"] / most["zig-zag"] > 2 - 1 / n - 0.1
 # each other over one 400 Gb/s port, with g = 8?
 
 # %%
+needed_tokens = predict("needed on A100s with NVLink", unit="tokens a rank")
+
+# %%
 links = {
     "A100, NVLink": ("a100", "nvlink3"), "A100, 100 Gb/s port": ("a100", "ib_edr"),
     "H100, NVLink": ("h100", "nvlink4"), "H100, 400 Gb/s port": ("h100", "ib_ndr"),
@@ -362,11 +394,16 @@ for name, (gpu, link) in links.items():
     rates = GPUS[gpu].flops["bf16"], LINKS[link].bandwidth
     alone, grouped = (cp.overlap_tokens(*rates, queries_per_key=g) for g in (1, 8))
     print(f"{name:20} {alone:7,.0f} tokens a rank, with 8 queries to a key {grouped:6,.0f}")
+
+# %% jupyter={"source_hidden": true}
 assert round(alone, -2) == 19_800 and round(grouped, -2) == 2_500
+needed_tokens.compare(cp.overlap_tokens(GPUS["a100"].flops["bf16"], LINKS["nvlink3"].bandwidth))
 
 # %% [markdown]
-# About 1,000 inside a node of A100s, 25,000 over a slow port, and 2,500 with GQA over a fast one (*modelled*, at the
-# peak). Two corrections work against each other. A balanced causal ring computes half of each block, which doubles the
+# **Compare.** About 1,000 inside a node of A100s, 25,000 over a slow port, and 2,500 with GQA over a fast one
+# (*modelled*, at the peak).
+#
+# Two corrections work against each other. A balanced causal ring computes half of each block, which doubles the
 # need. And attention stays below the peak, at 35 % on H100s with FlashAttention-2 (*recorded*, Shah et al. 2024), which
 # lowers it again.
 
@@ -422,15 +459,25 @@ assert trial.error < 1e-5
 # %% [markdown]
 # Four all-to-alls, three in and one out, and all ranks compute equally many pairs, although tokens are contiguous.
 #
-# **Predict**: what fails for a model with half as many KV heads as there are ranks?
+# **Predict**: what happens with a model that has half as many KV heads as there are ranks?
+
+# %%
+ends = ["the same result", "a wrong result", "an error", "a hang"]
+with_few = predict("Ulysses with too few KV heads", ends)
 
 # %%
 few = max(1, n // 2)
-with expect_error(WorkerError):
+with attempt() as outcome:
     launch(try_ulysses, ulysses, n, few, world_size=n)
 
+# %% jupyter={"source_hidden": true}
+assert isinstance(outcome.error, WorkerError)
+with_few.compare(ends[2])
+
 # %% [markdown]
-# *The KV heads limit the degree of Ulysses*, and Llama 3 has 8. It is good that `unflatten` complains: gloo would
+# **Compare.** An error: *the KV heads limit the degree of Ulysses*, and Llama 3 has 8.
+#
+# It is good that `unflatten` complains: gloo would
 # divide the numbers anyway, and return wrong results without a word (measured, PyTorch 2.13). The remedy is to repeat
 # KV heads until each rank has one.
 
@@ -556,6 +603,9 @@ class ParallelMoE(SomeExperts):
 # dispatch?
 
 # %%
+dispatched = predict("the input of the dispatch", unit="kB")
+
+# %%
 torch.manual_seed(7)
 moe = MoE(hidden=32, inner=64, experts=2 * n)
 tokens = torch.randn(256 * n, 32)
@@ -563,11 +613,17 @@ found = launch(try_experts, ParallelMoE, moe, tokens, world_size=n)
 trial, _ = found[0]
 print(f"rows for the experts of each rank: {[module.load for _, module in found]}")
 print(*(f"{entry.op} {entry.bytes:,}" for entry in trial.forward), sep="\n")
+
+# %% jupyter={"source_hidden": true}
 assert trial.forward[1].bytes == 256 * moe.top_k * 32 * 4
-assert max(trial.error for trial, _ in found) < 1e-3 and sum(m.load for _, m in found) == 512 * n
+assert max(trial.error for trial, _ in found) < 1e-3
+assert sum(module.load for _, module in found) == 512 * n
+dispatched.compare(trial.forward[1].bytes / 1e3)
 
 # %% [markdown]
-# 65,536 bytes: every token is sent twice, and about 1/N of the copies stay on the rank. The counts take a few bytes,
+# **Compare.** 65,536 bytes: every token is sent twice, and about 1/N of the copies stay on the rank.
+#
+# The counts take a few bytes,
 # but everything waits for them: the host must know the splits before it can start the all-to-all.
 #
 # A router has no reason to be fair, though. If one expert is popular, its rank gets more rows, and all others wait in
@@ -630,16 +686,24 @@ class CapacityMoE(ParallelMoE):
 # is dropped, and is the load even then?
 
 # %% tags=["deeper"]
+lost = predict("copies dropped with factor 1", unit="%")
+
+# %% tags=["deeper"]
 for given in (2.0, 1.25, 1.0):
     CapacityMoE.factor = given
     kept = [module for _, module in launch(try_experts, CapacityMoE, moe, skewed, world_size=n)]
     loads, dropped = [m.load for m in kept], sum(m.dropped for m in kept) / (512 * n)
     print(f"factor {given:4}: rows {loads}, {dropped:.0%} of copies dropped")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert max(loads) <= 2 * ep.capacity(256, 2 * n, 2, 1.0) * n and dropped > 0.1
+lost.compare(100 * dropped)
 
 # %% [markdown] tags=["deeper"]
-# A quarter with four ranks, and the load is more even, but not even: the full experts are cut off, and others are still
-# not full, because what is dropped at one expert does not move to another. So capacity bounds time and memory, at the
+# **Compare.** A quarter with four ranks, and the load is more even, but not even: the full experts are cut off, and
+# others are still not full, because what is dropped at one expert does not move to another.
+#
+# So capacity bounds time and memory, at the
 # price of tokens that learn less. The better answer is a router that is even by itself (section 10), and DeepSeek-V3,
 # which has one, drops no tokens at all.
 
@@ -691,16 +755,26 @@ def balance(method, steps=100, experts=8, top_k=2, u=0.01):
 
 
 # %% [markdown] tags=["deeper"]
-# **Predict**: what does each of them do in the first ten steps?
+# **Predict**: which of them is even first, in the first ten steps?
+
+# %% tags=["deeper"]
+even_first = predict("even first", ["nothing", "auxiliary loss", "bias"])
 
 # %% tags=["deeper"]
 methods = ("nothing", "auxiliary loss", "bias")
 curves = {m: launch(balance, m, world_size=n)[0] for m in methods}
-assert all(curves[m][0] > 1.5 and max(curves[m][-20:]) < 1.4 for m in methods[1:])
-assert min(curves["nothing"]) > 1.5
 figures.load_over_steps(curves, "measured: the fullest of 8 experts, nothing else is learned")
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert all(curves[m][0] > 1.5 and max(curves[m][-20:]) < 1.4 for m in methods[1:])
+assert min(curves["nothing"]) > 1.5
+assert sum(curves["auxiliary loss"][:10]) < sum(curves["bias"][:10])
+even_first.compare("auxiliary loss")
+
 # %% [markdown] tags=["deeper"]
+# **Compare.** The auxiliary loss, after one or two steps; the bias needs about ten, and without a remedy nothing
+# changes.
+#
 # *The figure: without a remedy the fullest expert has almost three times the mean load for all 100 steps. With the
 # auxiliary loss it is near 1 after one or two steps, with the bias after about ten.*
 #
@@ -714,8 +788,18 @@ figures.load_over_steps(curves, "measured: the fullest of 8 experts, nothing els
 # %% [markdown] tags=["deeper"]
 # ## 11. Table 2 of Ring Attention · deeper
 #
-# The paper prints the condition of section 5 for five machines. **Predict**: one row does not fit its own formula.
-# Divide in your head, and name it before you run the cell.
+# The paper prints the condition of section 5 for five machines (*recorded*, [arXiv
+# 2310.01889](https://arxiv.org/abs/2310.01889), table 2). One row does not fit its own formula:
+
+# %% tags=["deeper"]
+for name, (tflops, gigabytes, printed) in cp.RING_TABLE_2.items():
+    print(f"{name:17} {tflops:5.0f} TFLOP/s, {gigabytes:5.1f} GB/s, {printed:5.1f}k tokens")
+
+# %% [markdown] tags=["deeper"]
+# **Predict**: which one? Divide in your head.
+
+# %% tags=["deeper"]
+misfit = predict("the row that does not fit", ["first", "second", "third", "one of the last two"])
 
 # %% tags=["deeper"]
 odd = []
@@ -726,11 +810,15 @@ for name, (tflops, gigabytes, printed) in cp.RING_TABLE_2.items():
     if abs(needed - printed) > 0.06:
         odd.append(name)
 print("does not fit:", *odd)
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert odd == ["A100, InfiniBand"]
+misfit.compare("second")
 
 # %% [markdown] tags=["deeper"]
-# 312 TFLOP/s over 12.5 GB/s are 24,960 tokens, and the paper has 24.5k (*recorded*, [arXiv
-# 2310.01889](https://arxiv.org/abs/2310.01889), table 2). It is a small slip and harmless, but it shows how easily
+# **Compare.** 312 TFLOP/s over 12.5 GB/s are 24,960 tokens, and the paper has 24.5k.
+#
+# It is a small slip and harmless, but it shows how easily
 # published figures are checked. The last column is the paper's minimal sequence, six blocks of memory.
 
 # %% [markdown] tags=["deeper"]
@@ -738,8 +826,12 @@ assert odd == ["A100, InfiniBand"]
 #
 # Llama 3 405B was trained at the end with 131,072 tokens, CP 16 and TP 8. It uses zig-zag, and no ring but a gather
 # ([arXiv 2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2). Two reasons are given: masks that separate
-# documents stay simple, and with GQA K and V are much smaller than Q. **Predict**: how large are K and V of a layer,
-# how large is Q, and how long does the gather take against attention?
+# documents stay simple, and with GQA K and V are much smaller than Q.
+#
+# **Predict**: how large are K and V of a layer, how large is Q, and how long does the gather take against attention?
+
+# %% tags=["deeper"]
+gather_share = predict("the gather takes", unit="% of attention's time")
 
 # %% tags=["deeper"]
 big, long, ranks, tp = PUBLISHED["Llama 3 405B"], 131_072, 16, 8
@@ -749,10 +841,15 @@ split = cp.Attention("gather K and V", long, big.heads // tp, big.kv_heads // tp
 print(f"K and V of a layer {both / mib:.0f} MiB, Q {queries / mib:,.0f} MiB")
 print(f"a rank sends {split.sent / mib:.0f} MiB: {1e3 * split.sending_seconds:.1f} ms at 50 GB/s")
 print(f"attention of a rank: {1e3 * split.compute_seconds:.1f} ms at 400 TFLOP/s")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert (both / mib, queries / mib, split.sent / mib) == (512, 4096, 60)
+gather_share.compare(100 * split.sending_seconds / split.compute_seconds)
 
 # %% [markdown] tags=["deeper"]
-# 1.3 ms against 11 ms (*modelled*). A ring would hide it, but there is little to hide, and it would compute in 16
+# **Compare.** 1.3 ms against 11 ms (*modelled*).
+#
+# A ring would hide it, but there is little to hide, and it would compute in 16
 # smaller pieces with a merge after each. (Ulysses inside a node and a ring between nodes can also be combined.) The run
 # reached 380 TFLOP/s on each GPU with 131,072 tokens, after 400 with 8,192 tokens on the same 16,384 GPUs (*recorded*,
 # table 4).
@@ -841,8 +938,12 @@ with expect_error(WorkerError):
 # DP for the experts is DP/EP copies of each expert, among which its gradients are averaged.
 #
 # DeepSeek-V3 (*recorded*, [arXiv 2412.19437](https://arxiv.org/abs/2412.19437)) has 671 billion parameters, 58 layers
-# with 256 experts each, and was trained on 2,048 H800 with PP 16 and EP 64, without tensor parallelism. **Predict**:
-# what part of its parameters are experts, and how many billions of them does a GPU hold?
+# with 256 experts each, and was trained on 2,048 H800 with PP 16 and EP 64, without tensor parallelism.
+#
+# **Predict**: what part of its parameters are experts, and how many billions of them does a GPU hold?
+
+# %% tags=["deeper"]
+part = predict("of the parameters are experts", unit="%")
 
 # %% tags=["deeper"]
 v3 = ep.DEEPSEEK_V3
@@ -851,16 +952,23 @@ routed = expert * v3.experts * v3.layers
 copies = v3.gpus // v3.pp // v3.ep
 print(f"an expert {expert / 1e6:.2f}M, all {routed / 1e9:.1f}B, {routed / v3.parameters:.0%}")
 print(f"a GPU holds {routed / v3.ep / v3.pp / 1e9:.2f}B; each expert exists {copies} times")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert round(routed / 1e9, 1) == 653.9 and copies == 2
+part.compare(100 * routed / v3.parameters)
 
 # %% [markdown] tags=["deeper"]
-# 97 % of the model are experts. Divided by 64 and 16 they are 0.64B on a GPU, so no tensor parallelism is needed to
-# make them fit.
+# **Compare.** 97 % of the model are experts. Divided by 64 and 16 they are 0.64B on a GPU, so no tensor parallelism is
+# needed to make them fit.
 #
 # The price is the all-to-all. A token goes to 8 experts, which are spread over 8 nodes, and the links between nodes are
 # the slow ones. DeepSeek-V3 sends a token only once to a node, from where NVLink carries it on, and lets the router
-# choose among the experts of at most 4 nodes. **Predict**: how many nodes would 8 of 256 experts be on without this
-# limit, on average?
+# choose among the experts of at most 4 nodes.
+#
+# **Predict**: how many nodes would 8 of 256 experts be on without this limit, on average?
+
+# %% tags=["deeper"]
+on_nodes = predict("8 of 256 experts are on", unit="nodes of 8")
 
 # %% tags=["deeper"]
 without = ep.expected_nodes(v3.experts, v3.top_k, v3.nodes)
@@ -870,11 +978,16 @@ for name, sends in ways.items():
     size = 4096 * sends * row
     ms = 1e3 * size / LINKS["ib_ndr"].bandwidth
     print(f"{name:15} {sends:.1f} copies, {decimal_bytes(size)} for 4,096 tokens, {ms:.1f} ms")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert 5 < without < 5.5
+on_nodes.compare(without)
 
 # %% [markdown] tags=["deeper"]
-# 5.3 of 8 nodes, so sending once for each node saves a third, and the limit a quarter more (*modelled*: FP8 rows of
-# 7,392 bytes, all nodes counted as far ones, one 400 Gb/s port). Every layer pays this twice in forward and twice in
+# **Compare.** 5.3 of 8 nodes, so sending once for each node saves a third, and the limit a quarter more (*modelled*:
+# FP8 rows of 7,392 bytes, all nodes counted as far ones, one 400 Gb/s port).
+#
+# Every layer pays this twice in forward and twice in
 # backward. DeepSeek hides it behind the computation of another micro-batch.
 #
 # DeepEP is their library for it. Its low-latency kernels are for generation, with 128 tokens on each rank. The bytes of
@@ -990,7 +1103,7 @@ def rows(parts, index):
 
 # %% [markdown] tags=["deeper"]
 # Gradients are averaged over all ranks, since with CP as well each rank has seen other tokens. Experts are the
-# exception. **Predict**: over which ranks is the gradient of an expert summed, and by what is it divided?
+# exception: look where their gradients are summed.
 
 
 # %% tags=["deeper"]
@@ -1056,6 +1169,12 @@ for name, (make, whole) in runs.items():
 print(f"{length:,} tokens in a ring of {n}: at most {most['zig-zag']} pairs with zig-zag,", end="")
 print(f" {most['contiguous']} with contiguous tokens, with the same bytes")
 print(f"a skewed router: the slowest rank has {factor:.2f} times the mean load")
+
+# %% [markdown]
+# How your predictions came out:
+
+# %%
+predictions()
 
 # %% [markdown]
 # - Context parallelism divides activations *and* work.
