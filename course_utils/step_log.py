@@ -141,8 +141,8 @@ def slowdown(
 ) -> dict[str, float]:
     """Return how many times as long `step` takes inside each tool, by name.
 
-    Rounds of one step without a tool and one with each are timed in turn, so that a busy machine slows all alike;
-    the figures are medians of the rounds' ratios. Entering and leaving the tool is not counted.
+    Rounds of two steps without a tool and two with each run in turn, so that a busy machine slows all alike; the second
+    of the two counts. The figures are medians of the rounds' ratios. Entering and leaving the tool is not counted.
 
     Parameters
     ----------
@@ -169,9 +169,11 @@ def slowdown(
         return time.perf_counter() - start
 
     for _ in range(rounds):
+        step()  # ranks leave the last tool at different times
         plain.append(timed())
         for name, tool in tools.items():
             with tool():
+                step()  # a tool's first step starts slowly
                 taken[name].append(timed())
     return {name: median(a / b for a, b in zip(times, plain, strict=True)) for name, times in taken.items()}
 

@@ -141,7 +141,7 @@ print("received, by rank:", from_the_left)
 
 # %% [markdown]
 # > **What changes on real GPUs.** NCCL connects two ranks when they first exchange a message, and Python waits for that
-# > on both sides: this ring hangs in the same line. Later messages go through a buffer of NCCL. Small ones may pass
+# > on both sides: the unsafe ring hangs in the same line. Later messages go through an NCCL buffer. Small ones may pass
 # > before anybody receives them, while large ones wait on the GPU. So never rely on `send` returning before somebody
 # > receives. Even `isend` and `irecv` can hang if they are called apart (section 7). In one list for
 # > `batch_isend_irecv` they do not, if the ranks' lists match and all ranks of the group join its first call.
@@ -362,7 +362,7 @@ stepper = collective_stepper(min(world_size, 8))
 stepper
 
 # %% [markdown]
-# **Compare.** Each of four ranks sends 1.5 GB, and each of a thousand 1.998 GB, hardly more. The way of one piece
+# **Compare.** Each of four ranks sends 1.5 GB, and each of a thousand 1.998 GB, hardly more. The path of one piece
 # shows why.
 #
 # *The widget: on the left what every rank holds before the chosen step, with an arrow for each message; on the right
@@ -442,8 +442,8 @@ assert bytes_sent("all_reduce", 8, 14.0) == 24.5  # the model of the opening: 24
 # ## 4. Ring all-reduce from scratch
 #
 # Now we write what the widget does, and before it a common mistake, which passes the *whole* tensor round the ring and
-# adds whatever arrives. The result is right too. The real ring passes pieces. With four ranks, rank 0 sends piece 3 in
-# step 1, as the picture shows, then piece 2, then piece 1: after the first, always the one that it has just received
+# adds whatever arrives. Its sum is right, too. The real ring passes pieces. With four ranks, rank 0 sends piece 3 in
+# step 1, as the widget shows, then piece 2, then piece 1: after the first, always the one that it has just received
 # and added to. When the sums are complete, a second loop copies them.
 
 
@@ -613,7 +613,7 @@ assert launch(same_sums, flattened, world_size=world_size)[0] == (1, 64 * 4096)
 
 # %% [markdown]
 # **Compare.** Tens of times. One call pays α once instead of 64 times, but it carries the bytes of all 64 and copies
-# them twice. So by the model it gains less than 64 times. (The small calls take longer here than α, because they follow
+# them twice. So by the model it gains less than 64 times. (Both take longer here than by the model, as calls follow
 # one another; the figure has the best single call.)
 #
 # DDP (lesson 04) sends gradients like this, in *buckets* of 25 MiB for many parameters. (NCCL's `ncclGroupStart` and
@@ -648,7 +648,7 @@ with expect_error():
     launch(skip_wild_batches, world_size=world_size, timeout=patience, backend="gloo")
 
 # %% [markdown]
-# The last rank has already returned, so it never notices. In a loop, its *next* call would meet the one that it
+# The last rank has already returned, so it never notices. In a loop, its *next* call would meet the call that it
 # skipped: wrong numbers. As in lesson 00, the error shows on healthy ranks. Without our limit they wait for the group's
 # `timeout=`: 10 minutes on NCCL and 30 on gloo unless you set it.
 #

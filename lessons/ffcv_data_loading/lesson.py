@@ -209,7 +209,7 @@ in_turns.compare(1 / (1 / 900 + 1 / 2_700))
 # |---|---|---|
 # | both ≈ step alone, no waiting | the GPU is the bottleneck | nothing here: lessons 04 to 12 |
 # | both ≈ loader alone | the loader is the bottleneck | sections 2 to 5 |
-# | 1/both ≈ 1/loader + 1/step | they take turns | let the loader work ahead |
+# | 1/both ≈ 1/loader + 1/step | they take turns | let the loader work ahead (`num_workers` of 1 or more) |
 #
 # > **What changes on real GPUs.** Python does not wait for the GPU, so stop the clock after `torch.cuda.synchronize()`.
 # > And copying takes time: 256 images in fp32 are 154 MB. At the rates *recorded* on one H200 (`gpu-check`) they need
@@ -250,7 +250,8 @@ faster.compare("the one that waits")
 
 # %% [markdown]
 # **Compare.** The one that waits, by up to four times, because eight reads wait at the same time. Six more workers do
-# not help the computing loader, because no core is free for them.
+# not help the computing loader, because no core is free for them. (These epochs are short, so they are slower than in
+# section 1, and busy cores, counted in steps of 10 ms, can come out above two.)
 #
 # So if cores are idle while the step waits, start more reads at once (more workers or threads), and use fewer, larger
 # files (section 12).
@@ -467,8 +468,8 @@ assert core_times["FFCV, raw"] < core_times["FFCV, JPEG"] < core_times["DataLoad
 # | network disk (EBS) | 6,870 | 1,956 | 16,631 |
 #
 # From memory raw is faster (its images are also smaller here); from this slow disk, JPEG of 512 pixels is eight times
-# as fast as raw. One rule covers both lines: images/s are the smaller of two numbers: what the cores can prepare, and
-# the disk's bandwidth divided by the bytes of an image.
+# as fast as raw. One rule covers both lines: images/s are what the cores can prepare, or the disk's bandwidth divided
+# by the bytes of an image, whichever is smaller.
 
 # %% [markdown]
 # ## 6. Which order, and how much memory?
@@ -493,9 +494,9 @@ figures.page_accesses(accesses, "modelled: the page of each sample of an epoch, 
 # horizontal dashes, with 16 pages open at a time, and random fills the panel.*
 #
 # Two caches can hold pages. The **page cache** of the operating system (`os_cache=True`, the default) keeps what was
-# read while there is room, and drops what was used least recently. (Its pages have 4 kB; we count in FFCV's.) FFCV's
-# own **process cache** (`os_cache=False`) reads whole pages three batches ahead, and keeps each until its last use in
-# the epoch.
+# read while there is room, and drops what was used least recently. (Its pages have 4 kB; we count in pages of FFCV's
+# file.) FFCV's own **process cache** (`os_cache=False`) reads whole pages three batches ahead, and keeps each until its
+# last use in the epoch.
 #
 # **Predict**: there is memory for half of the file, and one epoch has been read. Which share of the next one's samples
 # comes from the page cache, in random order? And in sequential order? (A sample counts if its page is in memory at that
@@ -626,7 +627,7 @@ pages_held.compare("each page once")
 #
 # FFCV has not been maintained since 2024. Its last release, 1.0.2, is source code that needs compilers and system
 # libraries ([PyPI](https://pypi.org/project/ffcv/)), and imports `distutils`, which Python 3.12 no longer has. What
-# else loads the same images on the same cores?
+# else loads such images? *Recorded* on two cores:
 
 # %%
 ways = ["dataloader", "ffcv_raw", "ffcv_mixed", "ffcv_jpeg", "webdataset", "litdata"]
@@ -635,8 +636,8 @@ loader_records.bars(ways)
 
 # %% [markdown]
 # *The figure: a bar for each library. FFCV's raw file is far ahead, then come its mixture and its JPEG. DALI is about
-# 1.2 times as fast as the usual loader, LitData and Grain are equally fast, three are slower. (These factors are
-# medians over rounds in which all took turns, not quotients of the bars.)*
+# 1.2 times as fast as the usual loader, LitData and Grain are as fast as that, three are slower than it. (These factors
+# are medians over rounds in which all took turns, not quotients of the bars.)*
 #
 # All but FFCV and DALI call PIL here, so the figure compares how they deliver images, not what they could do with
 # another decoder, or with a remote store. Where to look:

@@ -263,7 +263,7 @@ count.compare(len(order))
 # All that a rank holds except activations, with Adam, for example while block 2 computes. *Gather 1* is the flat
 # message that the all-gather of block 1 brings, *reduce 3* the one that block 3's reduce-scatter sends.
 #
-# | moment | shards | gathered weights | whole gradients | flat messages |
+# | when | shards | gathered weights | whole gradients | flat messages, temporaries |
 # |---|---|---|---|---|
 # | between steps | parameters and moments, Ψ/N each | | | |
 # | forward of block 2 | the same | root, block 2 | | gather 2 (on a GPU also gather 3) |
@@ -358,8 +358,9 @@ root_peak.compare(round(100 * peaks["root only"].total / peaks["DDP"].total))
 # before the first layer computes and stays until backward is over, so at its peak a rank also holds all weights and all
 # gradients, whole; the figure counts both as buffers.
 #
-# *The figure (measured): a bar for each wrapping, by part. DDP's states are whole, the others' divided. Buffers are
-# largest with the root only, smaller by block, and smallest by linear layer.*
+# *The figure (measured): a bar for each wrapping, by part. DDP's states are whole, the others' divided. Among these,
+# buffers are largest with the root only, smaller by block, and smallest by linear layer. Each bar is at its own peak:
+# DDP's comes late in backward, when most activations are gone.*
 #
 # With the root only there is also nothing to fetch ahead. Wrapping every linear layer saves some more memory than
 # blocks do, but takes more than three times as many messages, each with its latency. So a block is the usual choice. A
@@ -443,7 +444,8 @@ waiting.compare(steps["waits"]["hidden"])
 # *The figure (modelled): in forward blocks and messages take turns, and the step takes 420 ms in place of 340.*
 #
 # The remedy is to remove what waits. Where that is impossible, or blocks are so small that the CPU is always late, a
-# hint says which block comes next. That one is then issued before the block itself, for the memory of one more unit.
+# hint says which block comes next. Its all-gather is then issued before the present block's work, for the memory of one
+# more unit.
 
 # %%
 steps["waits, with the hint"] = emulate(waits=True, hint=True)
@@ -537,7 +539,7 @@ for n in (world_size, 2, 1):
 # ### A rank dies while saving
 #
 # On 16,384 GPUs something failed every three hours (lesson 00), so it will happen. The next run goes from step 2 to
-# step 3 and saves, and its last rank is killed when the others have written their files and its own is not yet begun.
+# step 3 and saves, and its last rank is killed before it begins its own file, when the others have written theirs.
 # The safe way saves into a new folder, which gets its name when all ranks have finished:
 
 
@@ -626,7 +628,7 @@ print(excerpt(program, 'with torch.device("meta")', "model.to_empty"))
 # Lines with `args.tp` and `parallel` belong to lesson 09. `checkpoint` stands in the block's own `forward`, so it is
 # innermost, in the order of section 3. Next, how the loop trains, clips and saves. `log.part` only measures;
 # `set_requires_all_reduce` is for several copies of the model (sections 9 and 11). A loaded optimizer state brings the
-# rates of the call that wrote it, so each step sets its own.
+# learning rates of the run that wrote it, so each step sets its own.
 
 # %%
 print(excerpt(program, "for micro, windows in", "optimizer.zero_grad()"), end="\n...\n")

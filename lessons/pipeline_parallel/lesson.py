@@ -106,7 +106,7 @@ for rank, work in enumerate(stage_costs.stage_sums(costs, sizes)):
 # vocabulary has only 128 characters. A real one can cost as much as several blocks (section 14).
 
 # %% [markdown]
-# ## 2. One rank works at a time
+# ## 2. The first version
 #
 # The first version is the obvious one: rank 0 computes its stage and sends the output on, the next rank does the same,
 # and the last one computes the loss. Then the gradients of these activations travel back. Autograd works within a rank
@@ -222,7 +222,7 @@ idle.compare(100 * both[1].bubble)
 # $$\frac{\text{bubble}}{\text{ideal time}} = \frac{p-1}{m} \qquad\qquad
 # \frac{\text{bubble}}{\text{all time}} = \frac{p-1}{m+p-1}$$
 #
-# The opening's paper (Megatron-LM) has the first and GPipe's the second, so check which is meant.
+# The opening's paper (Megatron-LM) gives the first ratio, GPipe's paper the second, so check which one a number is.
 
 # %%
 for count in (1, 4, 8, 32, 128):
@@ -256,7 +256,7 @@ assert math.isclose(pair[0].bubble, pair[1].bubble) and max(pair[1].peak) < max(
 smaller.compare("only the memory")
 
 # %% [markdown]
-# **Compare.** Only the memory: rank 1 holds three micro-batches at most, where GPipe's ranks hold all eight.
+# **Compare.** Only the memory: rank 0 holds four micro-batches at most, where GPipe's ranks hold all eight.
 #
 # *The figure: both schedules end at 33 and idle 27 %. In 1F1B backwards start early and alternate with forwards.*
 
@@ -279,7 +279,7 @@ for ranks, count in itertools.product(range(1, 9), (1, 2, 5, 8, 32)):
 # > rank has at most p − rank micro-batches **in flight** (forward begun, backward not ended), and not m. *That* allows
 # > more micro-batches of the same size, and these make the bubble smaller.
 #
-# If the batch is fixed, GPipe keeps the activations of the whole batch for every m. In 1F1B rank 0 keeps the share p/m.
+# If the batch is fixed, GPipe keeps activations of the whole batch, whatever m is. In 1F1B rank 0 keeps p/m of them.
 
 # %% [markdown]
 # ## 5. Messages that wait for each other
@@ -332,9 +332,9 @@ ended.compare("only GPipe")
 # returns. Then ranks wait only for what they need to compute, as in `simulate`, where 1F1B came to its end.
 #
 # One danger is left: a message that the receiver needs now can be stuck behind one that it does not want yet. Under
-# NCCL the calls of a process group run on a GPU *in the order in which they were made*. (With `device_id=`, and
-# `launch` passes it, this holds for all of the group's calls, messages to other ranks included: PyTorch's warning on
-# unbatched messages in `ProcessGroupNCCL.cpp` says so.) If rank 0 queues "send activation, receive gradient" and rank 1
+# NCCL the calls of a process group run on a GPU *in the order in which they were made*. (PyTorch warns of it in
+# `ProcessGroupNCCL.cpp`: if the group was made with `device_id=`, as `launch` does, all its calls are in *one* order,
+# also messages to different ranks.) If rank 0 queues "send activation, receive gradient" and rank 1
 # "send gradient, receive activation", both queues begin with a send, and the deadlock is back. So activations and
 # gradients get a **process group** each. (PyTorch's schedules instead start a send and the receive that would block it
 # *together*, with `batch_isend_irecv`.)
@@ -343,8 +343,8 @@ ended.compare("only GPipe")
 # ## 6. One engine for every schedule
 #
 # A `Mailbox` knows the neighbours: what an F computes goes to the next stage, what a B computes to the one before.
-# `placement` has the rank of every stage, because a rank may have several (section 7). Activations can then travel both
-# ways between two ranks, so F and B each have a group for each direction.
+# `placement[stage]` is the rank of a stage. A rank may have several (section 7), and then activations travel both ways
+# between two ranks. So F and B each have a group for each direction, four in all.
 
 
 # %%
@@ -510,8 +510,8 @@ assert loops[1].peak[0] > loops[0].peak[0]
 on_rank_0.compare("more")
 
 # %% [markdown]
-# **Compare.** The bubble is divided by v, messages are more than doubled, and rank 0 holds more, because it starts more
-# forwards first.
+# **Compare.** The bubble is halved (33 − 24 = 9 units of time become 28.5 − 24 = 4.5), messages are more than doubled,
+# and rank 0 holds more, because it starts more forwards first.
 #
 # *The figure: 1F1B takes 33. Interleaved takes 28.5: boxes, in a shade for each stage of a rank, are half as long, so
 # less time is idle.*
@@ -570,8 +570,8 @@ explorer
 # ## 8. Back to the 64 stages
 #
 # In the run of the opening eight GPUs shared each layer, so a pipeline had 8 · 64 GPUs, and there were six replicas.
-# With 3,072 sequences in a step, each had up to 512 micro-batches. What was its bubble? And how long does a message
-# take on a port of InfiniBand HDR, compared with a stage's forward?
+# With 3,072 sequences in a step, each replica had up to 512 micro-batches. What was its bubble? And how long does a
+# message take on a port of InfiniBand HDR, compared with a stage's forward?
 
 # %%
 largest = recorded.MEGATRON_RUNS[-1]
@@ -589,7 +589,8 @@ print(f"{1e3 * seconds:.1f} ms")
 # script published later does not.) The price is a batch of 3,072 sequences: without a large batch there is no deep
 # pipeline.
 #
-# The message takes (*modelled*) under a tenth of the forward, and can travel while the next micro-batch is computed.
+# The message takes (*modelled*) under a tenth of the forward, or with two stages a rank a sixth of the forward of one,
+# and can travel while the next micro-batch is computed.
 # So **a pipeline may cross nodes**. Tensor
 # parallelism, which sends in every layer, gets the links inside a node (section 10).
 

@@ -42,7 +42,7 @@ def test_spans_of_a_step_keep_their_order_and_add_up_to_its_parts():
         assert step["copies"] == pytest.approx(sum(end - start for part, start, end in spans if part == "copies"))
 
 
-def test_a_tool_is_entered_once_a_round_and_the_first_step_warms_up():
+def test_a_tool_is_entered_once_a_round_and_the_first_of_two_steps_warms_up():
     entered, steps = [], []
 
     @contextmanager
@@ -52,7 +52,7 @@ def test_a_tool_is_entered_once_a_round_and_the_first_step_warms_up():
 
     ratios = slowdown(lambda: steps.append(sum(range(1000))), {"tool": tool}, rounds=3)
     assert list(ratios) == ["tool"] and ratios["tool"] > 0
-    assert entered == [2, 4, 6] and len(steps) == 7
+    assert entered == [3, 7, 11] and len(steps) == 13
 
 
 def at_work(folder: str, late: int) -> list[int]:
