@@ -314,8 +314,8 @@ for tp in (GPUS, NODES * GPUS, 1):
 # pipeline hold other layers, so nothing is copied along pp. A stage whose layers are all frozen has no gradients.
 # They are averaged already: copies are equal.
 #
-# One sum over all ranks is enough. A sum along each dimension in turn gives the same norm, but it takes a message for
-# each, so the check refuses it.
+# The lesson's functions and `train_3d.py` sum along one dimension after the other: a message for each. One sum over all
+# ranks is enough and gives the same norm. That is your target, so the check refuses more.
 
 
 # %%
@@ -355,7 +355,8 @@ check.clip_gradients(clip_gradients)
 # |---|---|---|---|
 # | 3 of 5 | 30 | 12, Layouts that cannot run; lesson 06 | all reasons, and no others |
 #
-# Some layouts cannot run, whatever the cluster. Write a function that says why, with these words:
+# Some layouts cannot run, whatever the network. Write a function that says why, by the planner's rules, with these
+# words:
 #
 # | word | when |
 # |---|---|
@@ -367,6 +368,7 @@ check.clip_gradients(clip_gradients)
 # | memory | nothing else is wrong, and the model states of a rank are more than its GPU has |
 #
 # *Plus 2*, because embedding and head may count as a layer each: Llama 3 405B has 126 layers and ran on 16 stages.
+# *Heads* has one rule that not all programs have: lesson 09, section 12, copies key-value heads where tp is larger.
 # *Interleaving* is a rule of Megatron-LM's schedule, which the planner assumes; others are less strict (lesson 10).
 # If the batch does not divide, there is no number of micro-batches to look at.
 #

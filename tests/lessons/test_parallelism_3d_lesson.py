@@ -8,10 +8,11 @@ from functools import cache
 
 import cloudpickle
 import pytest
+import torch
 import torch.distributed as dist
 from lesson_cells import definitions
 
-from course_utils import launch
+from course_utils import launch, record
 from course_utils.data import Windows
 from course_utils.models import TransformerConfig
 from lessons.parallelism_3d import planner
@@ -89,3 +90,24 @@ def test_a_backward_leaves_a_freed_stage_gathered_and_its_gradients_whole():
 
     for seen in run(work, lesson(), ranks=8):
         assert all(gathered for gathered, _ in seen) and [whole for _, whole in seen[:3]] == [True] * 3
+
+
+def test_the_norm_of_a_stage_takes_an_all_reduce_for_each_dimension_of_a_mesh_and_not_for_each_parameter():
+    """What section 5 says: 3 on two replicas with two slices, where one `DTensor` after the other takes 111."""
+
+    def one_by_one(mesh, parameters):
+        return torch.stack([p.grad.norm().full_tensor() for p in parameters]).norm()
+
+    def norms(mesh, parameters):
+        found = []
+        for norm_of in (own_stage, one_by_one):
+            with record() as ledger:
+                norm = norm_of(mesh, parameters).item()
+            found.append((norm, [entry.op for entry in ledger]))
+        return found
+
+    own_stage = lesson()["own_stage"]
+    for found in run("on_mesh", {"pp": 1, "dp": 2, "tp": 2}, ranks=4, steps=1, clip=norms):
+        (norm, ops), (same, one_each) = found.norms[0]
+        assert ops == ["all_reduce"] * 3 and one_each == ["all_reduce"] * 111
+        assert norm == pytest.approx(same, rel=1e-5)
