@@ -16,9 +16,9 @@
 # A public report has these lines: three times `[Rank 0]` says that a collective has timed out, in calls 96,117, 96,120
 # and 96,125, and once `[Rank 7]` says the same of call 64,088
 # ([pytorch#118369](https://github.com/pytorch/pytorch/issues/118369)). So is rank 7 the one to blame, because it is
-# 32,000 calls behind? In section 7 you can tell. Most hangs look like this: one rank does something else than the
-# others, many messages appear, and what they say of the rank at fault is easily misread. In this lesson you make
-# programs hang, collect what each rank knows, and find the rank, the call and the line.
+# 32,000 calls behind? In section 7 you can tell. In most hangs one rank does something else than the others. Then many
+# messages appear, and what they say of the rank at fault is easily misread. In this lesson you make programs hang,
+# collect what each rank knows, and find the rank, the call and the line.
 #
 # **You will be able to**
 # - *say* what a time-out proves, and what it does not;
@@ -466,15 +466,16 @@ clinic.score()
 # | 8 | the watchdog's messages, group by group (section 7) | who is silent, who has called less |
 # | 10 | save all of it, then restart; for a second try use few ranks, all with `DETAIL` | whether it comes back |
 #
-# Four looks at a node say whether the hardware has failed (from the documents of
-# [NVIDIA](https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html) and
+# Four looks at a node say whether the hardware has failed (from NVIDIA's documents on
+# [Xid](https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), [errors of
+# memory](https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/user-visible-statistics.html) and
 # [DCGM](https://docs.nvidia.com/datacenter/dcgm/latest/reference/command-line-reference/dcgmi/dcgmi-diag.html); they
 # were not run here):
 #
 # | look | what is bad |
 # |---|---|
-# | `dmesg -T`, lines with `Xid` | errors of the driver: 79, no GPU; 48, 94, 95, memory beyond error correction (ECC) |
-# | `nvidia-smi -q -d ECC,ROW_REMAPPER` | uncorrectable errors of memory; a bad row that waits for a reset |
+# | `dmesg -T`, lines with `Xid` | 79, the GPU is off the bus; 48, 94, 95, memory errors that ECC cannot correct |
+# | `nvidia-smi -q -d ECC,ROW_REMAPPER` | uncorrectable errors; *Pending*: a bad row is replaced at the next reset |
 # | `ibstat`, `perfquery` | an InfiniBand port that is not *Active*; counters of errors that grow |
 # | `dcgmi diag -r 1`, `-r 2`, `-r 3` | a test that fails: in seconds, in about 2 minutes, in about 15 |
 #
@@ -593,11 +594,10 @@ left_out.compare("nothing that these lines show")
 # %% [markdown] tags=["deeper"]
 # ## 8. Symptom and cause, computed · deeper
 #
-# Which tool names which fault? Such tables are often copied from one text to the next, so here it is computed: the
-# clinic asks some patients for each kind of evidence, and notes whether it tells the ranks apart. The tools are those
-# of the sections before, and three more. A *monitored barrier* names the ranks that do not come to it, as long as rank
-# 0, which collects the names, comes itself (section 9). A *fingerprint* is a checksum of each tensor, to be compared
-# between the ranks. `verify` is the launcher's comparison.
+# Which tool names which fault? The clinic asks some patients for each kind of evidence, and notes whether it tells the
+# ranks apart. The tools are those of the sections before, and three more. A *monitored barrier* names the ranks that do
+# not come to it, as long as rank 0, which collects the names, comes itself (section 9). A *fingerprint* is a checksum
+# of each tensor, to be compared between the ranks. `verify` is the launcher's comparison.
 #
 # **Predict**: patient 12 ends without an error, but its ranks no longer have the same model. How many of the six will
 # notice anything?
@@ -628,8 +628,8 @@ for patient in chosen:
 # records differ because a record knows the group. Patient 9 does not hang, and only a comparison of the reductions
 # finds it.
 #
-# So no tool finds everything. A test of this course computes the rows of all fifteen patients; this is what they have
-# in common. What differs under NCCL is from public threads, and was not run here:
+# So no tool finds everything. This is what all fifteen patients have in common (a test of the course computes their
+# rows). What differs under NCCL is from public threads, and was not run here:
 #
 # | what you see, with gloo | under NCCL | look for | patients |
 # |---|---|---|---|
@@ -710,8 +710,8 @@ print(*answers[:2], sep="\n")
 assert "Ranks 1 failed to pass monitoredBarrier" in answers[0]
 
 # %% [markdown] tags=["deeper"]
-# Rank 0 has the name, and the others are sent to its log. Use it where ranks should be together and often are not:
-# after loading a checkpoint, before the first step, at the end of an epoch. It is no cure for a missing call.
+# Rank 0 has the name, and the others are sent to its log. Use it where ranks should be together and often are not, as
+# after loading a checkpoint.
 
 # %% [markdown] tags=["deeper"]
 # ## 10. NaN on one rank · deeper
@@ -752,7 +752,9 @@ spread.compare("all ranks")
 #
 # The loss was NaN on rank 1 only, and one step later nobody can say where it began.
 #
-# To find the rank, log each rank's own loss *before* the reduction, because after it the evidence is gone.
+# To find the rank, log each rank's own loss *before* the reduction, because after it the evidence is gone. Under NCCL
+# `TORCH_NCCL_NAN_CHECK=1` stops the rank that is about to send a NaN
+# ([PyTorch](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html); not run here).
 #
 # If you want to skip such a batch, it is tempting to write `if not loss.isfinite(): continue`. That is patient 4 again:
 # rank 1 leaves out the all-reduces of backward, and the others wait. All ranks have to decide alike, on a value that is
@@ -826,9 +828,12 @@ waited.compare(stops * gpus * 0.5 / 1e6)
 # That is why large jobs do not wait for a time-out. They watch a heartbeat, such as the step number of each rank, and
 # collect evidence by program as soon as it stands still.
 #
-# - NCCL's **RAS** (reliability, availability, serviceability) is a thread in every rank that listens on a port of the
-#   host, from NCCL 2.24 on. `ncclras` asks it which communicators there are and which ranks are behind or do not answer
-#   ([NVIDIA](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html)). It was not run here.
+# - NCCL's **RAS** (reliability, availability, serviceability) is a thread in every process, from NCCL 2.24 on.
+#   `ncclras` on any host of the job asks it, at port 28028. An answer in [NVIDIA's
+#   guide](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html) (*recorded* there) says
+#   `26 ranks have launched up to operation 6650`, `6 ranks have launched up to operation 6649`, and lists the six. That
+#   is harmless while the numbers grow. If they are the same when you ask again, look at the six. A process that does
+#   not answer is named with its host and GPU.
 # - Before a job gets a node, a quick `dcgmi diag` and a short measurement of bus bandwidth find a bad one more cheaply
 #   than the job does. 220 of the 419 stops were faults of GPUs or their memory (the same paper).
 # - The watchdog has a watchdog: PyTorch's **heartbeat monitor** ends a rank whose watchdog thread itself is stuck
