@@ -7,14 +7,14 @@ import pytest
 from figures import Opened, inside, readable_throughout
 
 from course_utils import hardware, launch, memory, models
-from course_utils.costs import COLLECTIVES, all_reduce_bytes
+from course_utils.costs import COLLECTIVES
 from course_utils.draw.explorer import Picture
 from course_utils.memory import Memory
 from course_utils.units import decimal_bytes
 from lessons.collectives import stepper
-from lessons.collectives.collective_algorithms import ALGORITHMS, schedule
+from lessons.collectives.collective_algorithms import schedule
 from lessons.collectives.explorer import cost_calculator, efficiency, goodput
-from lessons.collectives.stepper import all_reduce_stepper, collective_stepper
+from lessons.collectives.stepper import collective_stepper
 from lessons.gpu_interconnects.explorer import topology_explorer
 from lessons.long_context_and_experts.explorer import context_explorer
 from lessons.nccl.explorer import algorithm_chooser
@@ -26,7 +26,7 @@ from lessons.scaling_efficiency.explorer import bits_explorer
 from lessons.zero.explorer import judge, memory_calculator
 
 WIDGETS = [
-    topology_explorer, cost_calculator, collective_stepper, all_reduce_stepper, algorithm_chooser, bits_explorer,
+    topology_explorer, cost_calculator, collective_stepper, algorithm_chooser, bits_explorer,
     memory_calculator, schedule_explorer, context_explorer, mesh_explorer,
 ]
 
@@ -216,36 +216,23 @@ def test_the_formula_of_a_schedule_is_shown_exactly_where_it_holds(name, p):
                 assert abs(idle - paper[name](*each)) > 0.5, (m, each)
 
 
-@pytest.mark.parametrize(("make", "options"), [(collective_stepper, COLLECTIVES), (all_reduce_stepper, ALGORITHMS)])
-def test_every_collective_can_be_stepped_to_its_end(make, options, monkeypatch):
+def test_every_collective_can_be_stepped_to_its_end(monkeypatch):
     calls = []
     monkeypatch.setattr(stepper, "launch", lambda *args, **more: calls.append(args) or launch(*args, **more))
-    explorer = Opened(make(4))
-    for chosen in options:
+    explorer = Opened(collective_stepper(4))
+    for chosen in COLLECTIVES:
         explorer.put(chosen=chosen)
-        steps = schedule("all_reduce", 4, chosen) if chosen in ALGORITHMS else schedule(chosen, 4)
+        steps = schedule(chosen, 4)
         assert (explorer.step.value, explorer.step.max) == (1, len(steps))
         for number in range(1, len(steps) + 1):
             told = explorer.put(step=number)
             assert f"Step {number}:" in told and not explorer.refuses
-        sent = f"In all {len(steps)} steps; the busiest rank sends {all_reduce_bytes(chosen, 4, 4):g} pieces" \
-            if chosen in ALGORITHMS else f"together: {sum(len(m.pieces) for step in steps for m in step)} pieces"
-        assert sent in told
-    assert len(calls) <= 1 + len(options), "the ranks are asked once for all steps"
+        assert f"together: {sum(len(m.pieces) for step in steps for m in step)} pieces" in told
+    assert len(calls) <= 1 + len(COLLECTIVES), "the ranks are asked once for all steps"
     for world_size in (1, 9):
         with pytest.raises(ValueError, match="2 to 8"):
-            make(world_size)
+            collective_stepper(world_size)
 
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_no_arrow_lies_on_another(algorithm):
-    state = ([[None] * 7] * 7, [[[]] * 7] * 7)
-    for step in schedule("all_reduce", 7, algorithm):
-        arrows = stepper._picture([state, state], step, ("before", "after")).axes[0].patches[-len(step) :]
-        assert [arrow.get_linewidth() > 3 for arrow in arrows] == [len(m.pieces) > 1 for m in step]
-        places = [(x, *sorted((y, end))) for (x, y), (_, end) in (arrow._posA_posB for arrow in arrows)]
-        for i, (column, low, high) in enumerate(places):
-            assert not [c for c, a, b in places[:i] if c == column and a < high and low < b]
 
 
 def test_examples_of_numbers():
