@@ -436,9 +436,11 @@ def main() -> int:
         (args.out / f"flight/cpu_{os.environ['RANK']}").write_bytes(
             torch._C._distributed_c10d._dump_fr_trace())
         raise
-    early = step < args.steps
-    if early and os.environ["LOCAL_RANK"] == "0" and int(os.getenv("TORCHELASTIC_MAX_RESTARTS", 0)):
-        os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which would start the ranks again
+    early, told = step < args.steps, torch.tensor(float(bool(args.signals)))
+    dist.all_reduce(told)  # all ranks were told if torchrun starts them anew, in a world with more hosts
+    if early and told < dist.get_world_size() and os.environ["LOCAL_RANK"] == "0":
+        if int(os.getenv("TORCHELASTIC_MAX_RESTARTS", 0)):
+            os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which would start the ranks again
     dist.all_reduce(torch.zeros(1))
     if early and dist.get_rank() == 0:
         print(f"told to stop: checkpoint step-{step:09} is complete", flush=True)

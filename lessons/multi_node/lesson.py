@@ -47,7 +47,8 @@ import torch.distributed as dist
 from IPython.display import Markdown
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_utils import launch
+from course_utils import WorkerError, launch
+from course_utils.predictions import predict, predictions
 from course_utils.programs import ROOT, SCRIPTS, TEXT, folded, read_log, run_program, wait_for_step
 from course_utils.recordings import real_or_recorded
 from lessons.multi_node import slurm
@@ -104,8 +105,11 @@ for rank in launch(place, world_size=world_size, hosts=hosts):
 # ## 2. What leaves a host
 #
 # N is the number of ranks, H the number of hosts, and S the size of a tensor in bytes. In a ring all-reduce every rank
-# sends 2(N−1)/N · S bytes to its neighbour ([lesson 02](02_collectives.ipynb)). Most neighbours are on the same
-# host. **Predict** for four ranks on two hosts: what leaves each host, in units of S?
+# sends 2(N−1)/N · S bytes to its neighbour ([lesson 02](02_collectives.ipynb)), which may be on the same host.
+# **Predict** for four ranks on two hosts: what leaves each host, in units of S?
+
+# %%
+flat_leaves = predict("what leaves a host: a ring of four ranks on two hosts", unit="S")
 
 
 # %%
@@ -119,18 +123,23 @@ def reduce_once(size):
 S = 3 * 2**20
 on_hosts = partial(launch, world_size=world_size, hosts=hosts)
 flat = on_hosts(reduce_once, S)
-assert flat == [world_size] * world_size
+for host, left in enumerate(flat.left_host or []):
+    print(f"{left / S:.1f} S left node{host}")
 
+# %% jupyter={"source_hidden": true}
 expected = {"flat": 2 * (world_size - 1) / world_size}
+assert flat == [world_size] * world_size
 for left in flat.left_host or []:
     assert 1 <= left / (expected["flat"] * S) < 1.02  # the rest: headers of packets
-    print(f"predicted {expected['flat']:.1f} S, counted {left / S:.1f} S")
+flat_leaves.compare(expected["flat"])
 
 # %% [markdown]
-# Only one rank of each host has its right-hand neighbour on the other host, so what leaves a host is what one rank
-# sends: 1.5 S. With many ranks on each host it approaches 2 S. But the hosts need only exchange their *sums*. So each
-# host should first add up its own tensors, inside, where it is cheap. A **hierarchical** all-reduce, built from rings
-# in [lesson 03](03_nccl.ipynb), takes three calls of the library, in groups along the two dimensions of a mesh:
+# **Compare.** Only one rank of each host has its right-hand neighbour on the other host, so what leaves a host is what
+# one rank sends: 1.5 S. With many ranks on each host it approaches 2 S.
+#
+# But the hosts need only exchange their *sums*. So each host should first add up its own tensors, inside, where it is
+# cheap. A **hierarchical** all-reduce, built from rings in [lesson 03](03_nccl.ipynb), takes three calls of the
+# library, in groups along the two dimensions of a mesh:
 #
 # ```text
 #                inside node0   inside node1   over the cable
@@ -139,8 +148,10 @@ for left in flat.left_host or []:
 # all-gather        0 ⇄ 1          2 ⇄ 3                       each rank has all
 # ```
 #
-# Over the cable it is an all-reduce among H hosts. **Predict** what leaves each host now. Does the number of its
-# ranks matter?
+# **Predict** what leaves each host now. Does the number of its ranks matter?
+
+# %%
+hierarchical_leaves = predict("what leaves a host: three calls, by hosts", unit="S")
 
 
 # %%
@@ -168,17 +179,21 @@ def reduce_by_hosts(size):
 
 
 by_hosts = on_hosts(reduce_by_hosts, S)
-assert by_hosts == [world_size] * world_size
+for host, left in enumerate(by_hosts.left_host or []):
+    print(f"{left / S:.1f} S left node{host}")
 
+# %% jupyter={"source_hidden": true}
 expected["hierarchical"] = 2 * (hosts - 1) / hosts
+assert by_hosts == [world_size] * world_size
 for left in by_hosts.left_host or []:
     assert 1 <= left / (expected["hierarchical"] * S) < 1.02
-    print(f"predicted {expected['hierarchical']:.1f} S, counted {left / S:.1f} S")
+hierarchical_leaves.compare(expected["hierarchical"])
 
 # %% [markdown]
-# It is 2(H−1)/H · S, here S, for any number of ranks. If the cable takes most of the time, the flat form takes 1.5
-# times as long; section 9 measures that, finds the sizes for which the flat ring is faster after all, and shows what
-# happens when ranks are numbered badly.
+# **Compare.** Over the cable it is an all-reduce among H hosts, 2(H−1)/H · S, which is S here, for any number of ranks.
+#
+# Section 9 measures the time that this saves, finds the sizes for which the flat ring is faster after all, and shows
+# what happens when ranks are numbered badly.
 #
 # > **On real GPUs.** A node has a network port for each GPU or for two, and NCCL builds several rings and trees that
 # > enter and leave a node through different ports, and chooses among them by size ([lesson 03](03_nccl.ipynb)). You
@@ -209,18 +224,27 @@ run_on_hosts(static + "--nproc-per-node=1 ../scripts/hello.py", recorded="torchr
 # %% [markdown]
 # With a **c10d rendezvous** every host gets the same command. It names one address where the *agents* meet, and the
 # job (`--rdzv-id`). The agents agree there who takes part, in which order, and they can agree anew when a host is
-# lost. Here the rendezvous is on the *second* host, on purpose. **Predict** `MASTER_ADDR`, and whether `MASTER_PORT`
-# is 29500.
+# lost. Here the rendezvous is on the *second* host, on purpose, at port 29500. **Predict** at which host and port the
+# *ranks* meet, `MASTER_ADDR` and `MASTER_PORT`.
+
+# %%
+places = ["node0:29500", "node1:29500", "node0, a free port", "node1, a free port"]
+ranks_meet = predict("where ranks meet, with the rendezvous at node1:29500", places)
 
 # %% tags=["nbval-ignore-output"]
 meet = "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --rdzv-id=1 "
 run_on_hosts(meet + "--nproc-per-node=1 ../scripts/hello.py", recorded="torchrun_c10d")
 
+# %% jupyter={"source_hidden": true}
+ranks_meet.compare("node0, a free port")
+
 # %% [markdown]
-# There are [two masters](https://github.com/pytorch/pytorch/issues/73656). The agents meet at node1:29500, in a store
-# that node1's agent opens because it finds its own name in the endpoint. They sort the hosts by name and number the
-# ranks. Then a second store opens for the ranks, on the host of rank 0, at a port that is free there; its address
-# becomes `MASTER_ADDR` and `MASTER_PORT`. Three consequences break real jobs:
+# **Compare.** There are [two masters](https://github.com/pytorch/pytorch/issues/73656). The agents meet at
+# node1:29500, in a store that node1's agent opens because it finds its own name in the endpoint. They sort the hosts
+# by name and number the ranks. Then a second store opens for the ranks, on the host of rank 0, node0, at a port that is
+# free there; its address becomes `MASTER_ADDR` and `MASTER_PORT`.
+#
+# Three consequences break real jobs:
 #
 # - If no host recognizes its own name in the endpoint, no agent opens the store, and all of them wait.
 # - `MASTER_PORT` differs in each run, and gloo and NCCL open random ports besides. It is not enough to open 29500.
@@ -266,13 +290,11 @@ clinic
 # %% [markdown]
 # We do one together; the other seven are yours, in the exercises. Here is the fifth, with its settings and its
 # program. It waits 2 s for other ranks where PyTorch's default for gloo is 30 minutes, so that we need not wait.
+# Then its symptom:
 
 # %%
 patient = clinic[5]
 patient
-
-# %% [markdown]
-# **Predict.** The program has a time-out of 2 s. Will an error end the silence, and when?
 
 # %%
 symptom = patient.symptom()
@@ -281,8 +303,7 @@ symptom
 # %% [markdown]
 # Neither rank says anything, although the program asks for an error after 2 s and was given more than twice that. The
 # time-out holds for the store and for collectives, but gloo is more patient when it connects ranks: it gave up with
-# `Connect timeout` after 5, 10 and 15 s where the time-out was 1, 2 and 3 s (*recorded*, PyTorch 2.13). Silence is a
-# finding too: a rank that does not reach the store complains, so both have probably reached it.
+# `Connect timeout` after 5, 10 and 15 s where the time-out was 1, 2 and 3 s (*recorded*, PyTorch 2.13).
 #
 # Evidence has a price: roughly the minutes that it takes to log in to a cluster and look.
 
@@ -290,21 +311,28 @@ symptom
 clinic.list_evidence()
 
 # %% [markdown]
-# **Predict.** If the firewall dropped port 29500, what would a connection from node1 to it say: *connected*,
-# *refused* or *timed out*?
+# Silence is a finding too: compare it with the table above. **Predict.** What does a connection from node1 to port
+# 29500 of node0, the port of the store, come to?
+
+# %%
+answers = ["refused", "timed out", "connected"]
+connection = predict("a connection from node1 to the port of the store", answers)
 
 # %%
 patient.ask("ports")
 
+# %% jupyter={"source_hidden": true}
+connection.compare("connected")
+
 # %% [markdown]
-# The store is on node0, and node1 reaches it. A dropped connection would have timed out, because nobody answers;
-# *refused* is an answer, from a host on which nobody listens. The clinic uses your evidence against a wrong
-# diagnosis:
+# **Compare.** It connects: the store is on node0, and node1 reaches it. A rank that does not reach the store complains,
+# and nobody did. A dropped connection would have timed out, because nobody answers; *refused* is an answer, from a
+# host on which nobody listens.
+#
+# The clinic uses your evidence against a diagnosis that does not fit:
 
 # %%
-verdict = patient.diagnose("firewall drops the port")
-assert not verdict
-verdict
+patient.diagnose("firewall drops the port")
 
 # %% [markdown]
 # So the name, the address, the interface and the store's port are in order. What is left are the ports on which the
@@ -315,9 +343,7 @@ verdict
 patient.ask("other port")
 
 # %%
-verdict = patient.diagnose("firewall opens only the port")
-assert verdict
-verdict
+patient.diagnose("firewall opens only the port")
 
 # %% [markdown]
 # `treat` changes a setting and runs the same program again. Which ports to open? gloo asks the system for one for
@@ -361,8 +387,10 @@ print(f"{len(undisturbed)} steps, loss {undisturbed[0]:.2f} to {undisturbed[-1]:
 # **`--max-restarts=3`** says how often an agent may start its ranks again. With the variable the agents tell
 # each other a new address in *every* rendezvous, not only in the first. A dead host cannot report its
 # end, so the other agent waits for its heartbeats: `keep_alive_interval` seconds times `keep_alive_max_attempt`. We
-# shorten this to 1 × 4; a cluster should keep the default, 5 × 3. **Predict**: with which step does node0 go on, and
-# how many steps does it compute twice?
+# shorten this to 1 × 4; a cluster should keep the default, 5 × 3. **Predict**: with which step does node0 go on?
+
+# %%
+goes_on = predict("the step with which the host that is left goes on")
 
 # %% tags=["nbval-ignore-output"]
 torchrun = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun "
@@ -377,13 +405,6 @@ elastic = run_on_hosts(
 )
 elastic.show(r"^--|Error:|exitcode|step ([1-9]|20) ")
 
-# %% [markdown]
-# node1 is gone in the middle of a step. The rank on node0 notices at once, because Linux closes the connections of a
-# killed process (`Connection reset by peer`). A host that loses power does not even do that; then the time-out of the
-# process group ends the wait. The rank fails, its agent sees exit code 1 and asks for a new rendezvous, which begins
-# only when the heartbeats of node1 are overdue. Then node0 is alone, the program starts from the top, and finds a
-# checkpoint.
-
 # %% tags=["nbval-ignore-output"]
 done = elastic.numbers(r"step (\d+) +loss (\S+)")
 turn = next(i for i in range(1, len(done)) if done[i][0] <= done[i - 1][0])
@@ -391,14 +412,20 @@ last, resumed = int(done[turn - 1][0]), int(done[turn][0])
 print(f"before: steps 1 to {last}; after: {resumed} to {int(done[-1][0])}")
 print(f"computed twice: {last - resumed + 1} steps")
 
+# %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
 assert elastic.exit_codes == [0, 137] and done[-1][0] == 20
 assert resumed % 5 == 1 and 0 <= last - resumed + 1 < 10
 assert all(abs(loss / undisturbed[int(step) - 1] - 1) < 1e-3 for step, loss in done)
+goes_on.compare(resumed)
 
 # %% [markdown]
-# The survivor goes on after the last checkpoint, here step 5, and computes steps 6 to 8 again. That work is lost, and
-# nothing else: every loss equals that of the undisturbed run to 0.1 %, although half of the ranks
-# are missing.
+# **Compare.** It goes on after the last checkpoint, that of step 5, and computes steps 6 to 8 again. That work is lost,
+# and nothing else: every loss equals that of the undisturbed run to 0.1 %, although half of the ranks are missing.
+#
+# How node0 came to know: Linux closes the connections of a killed process, so its rank fails at once (`Connection
+# reset by peer`). A host that loses power does not even do that; then the time-out of the process group ends the
+# wait. The agent sees exit code 1 and asks for a new rendezvous, which begins only when the heartbeats of node1 are
+# overdue. Then node0 is alone, and the program starts from the top.
 #
 # <details><summary>Two decisions in <code>train.py</code> that make this so</summary>
 #
@@ -407,24 +434,43 @@ assert all(abs(loss / undisturbed[int(step) - 1] - 1) < 1e-3 for step, loss in d
 # holds the number of samples seen, so no sample is skipped or seen twice.
 # </details>
 #
-# More often the scheduler gives you another host. Here node1 starts again at once, and with
-# `--nnodes=2` node0 waits for it:
+# More often the scheduler gives you another host, or the lost one comes back. With `--nnodes=2` node0 would wait for
+# it. Here it may go on alone, as before, and node1 starts again while node0 trains. **Predict** what becomes of the
+# run.
+
+# %%
+fates = ["node1 waits until node0 is done", "both go on, and repeat some of node0's steps"]
+fates += ["both go on, and repeat none of node0's steps", "both end with an error"]
+comes_back = predict("a host that comes back while the other one trains", fates)
+
+# %% tags=["nbval-ignore-output"]
+more_steps = flags.replace("--steps=20", "--steps=100")
+grown = run_on_hosts(
+    f"{torchrun} {SCRIPTS / 'train.py'} {more_steps} --out={folder / 'grown'}",
+    when=[(r"step 8 ", "kill node1"), (r"node0 . step 8 ", "start node1")],
+    recorded="torchrun_grown",
+)
+grown.show(r"^--|exitcode|closing|checkpoint|step (1|8|100) ")
+
+# %% tags=["nbval-ignore-output"]
+steps = [int(step) for step, loss in grown.numbers(r"step (\d+) +loss (\S+)")]
+twice = sorted({step for step in steps if steps.count(step) > 1})
+((saved,),) = grown.numbers(r"checkpoint step-(\d+) is complete")
+print(f"saved when node1 came back: step {saved:.0f}; computed twice: {twice}")
 
 # %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
-replaced = run_on_hosts(
-    f"{torchrun.replace('1:2', '2')} {SCRIPTS / 'train.py'} {flags} --out={folder / 'replaced'}",
-    when=[(r"step 8 ", "kill node1"), ("node1 ended", "start node1")],
-    recorded="torchrun_replaced",
-)
-replaced.show(r"^--|Error:|exitcode|step ([1-9]|20) ")
-
-done = replaced.numbers(r"step (\d+) +loss (\S+)")
-assert replaced.exit_codes == [0, 0] and done[-1][0] == 20
-assert all(abs(loss / undisturbed[int(step) - 1] - 1) < 1e-3 for step, loss in done)
+assert grown.exit_codes == [0, 0] and set(steps) == {*range(1, 101)}
+assert max(twice) < 10 < saved and not any(step > saved for step in twice)
+comes_back.compare(fates[2])
 
 # %% [markdown]
-# They go on together after step 5, and node1 ends twice, first with 137 and then with 0. Without the variable, which
-# PyTorch 2.13 needs, both agents would have died of `DistStoreError: wait timeout after 60000ms`.
+# **Compare.** Both go on together, and none of the steps that node0 took alone is repeated; 6 to 8 were, when node1
+# died. A host that waits at the rendezvous makes every agent stop its ranks with SIGTERM and start them anew, in the
+# larger world. `train.py` takes SIGTERM as an order to save first. A program that does not would have lost the steps
+# since its last checkpoint, on the healthy host too.
+#
+# This kind of restart does not count for `--max-restarts`. And without the variable, which PyTorch 2.13 needs, both
+# agents would have died of `DistStoreError: wait timeout after 60000ms`.
 #
 # Two things to know before you rely on it:
 #
@@ -519,8 +565,10 @@ def stopped_and_requeued(out):
         return cluster.wait(job, timeout=200)
 
 # %% [markdown]
-# **Predict.** How many lines will the log have at the end, and which steps are there twice? By how much will the last
-# loss differ from that of a run that nobody stopped?
+# **Predict.** The log has a line for each step that was computed. How many lines does it have at the end?
+
+# %%
+log_lines = predict("lines in the log of 100 steps, stopped after 20 or so")
 
 
 # %% tags=["nbval-ignore-output"]
@@ -535,16 +583,21 @@ def both():
 
 
 run = real_or_recorded("slurm_job", both, slurm.available())
+print(f"{run['end'][0]}, restarts: {run['end'][1]}, checkpoints: {run['saved']}")
+for name, log in zip(("the job", "a run that nobody stops"), run["logs"], strict=True):
+    print(f"{name}: {len(log)} lines, the last loss is {log[-1][1]:.4f}")
+
+# %% jupyter={"source_hidden": true}
 stopped, last = run["saved"]
-print(f"{run['end'][0]}: steps 1 to {stopped}, restart, then {stopped + 1} to {last}")
 assert run["end"] == ["COMPLETED", "1"] and 20 <= stopped < last == 100
 assert [step for step, loss in run["logs"][0]] == [*range(1, 101)]
 assert run["logs"][0] == run["logs"][1]  # of the job, and of the run without a stop
-print(f"last loss {run['logs'][0][-1][1]:.4f}, without interruption {run['logs'][1][-1][1]:.4f}")
+log_lines.compare(len(run["logs"][0]))
 
 # %% [markdown]
-# A hundred lines, each step once, and no difference at all. The checkpoint has the weights, the optimizer and the
-# number of samples seen; the order of the data follows from the seed and that number.
+# **Compare.** A hundred lines, each step once, and the losses are those of a run that nobody stopped, to the last
+# digit. The checkpoint has the weights, the optimizer and the number of samples seen; the order of the data follows
+# from the seed and that number.
 
 # %% [markdown]
 # ## 7. What to take to work
@@ -580,7 +633,11 @@ folded("scripts/train.py", SCRIPTS / "train.py")
 #
 # Here are the symptoms of all eight patients of section 4, from running them side by side, which takes about ten
 # seconds.
+#
 # **Predict.** How many of the eight will show `client socket has timed out`?
+
+# %% tags=["deeper"]
+timed_out = predict("patients, of eight, that show 'client socket has timed out'")
 
 # %% tags=["deeper", "nbval-ignore-output"]
 clinic.symptoms()
@@ -590,14 +647,19 @@ late = []
 for patient in clinic:
     if any("client socket has timed out" in text for text in patient.symptom().said):
         late.append(patient.number)
+print("patients:", *late)
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 assert late == [1, 4, 7]
-late
+timed_out.compare(len(late))
 
 # %% [markdown] tags=["deeper"]
-# Three patients say the same and have three different diseases: a firewall that drops the port, a store that nobody
-# hosts, and an address at which nobody listens. A time-out says only that somebody waited. What separates them is
-# cheap to find out: does anything listen on that port of that host, and does a connection from the other one time out
-# or get refused? The remaining ones differ in *who* speaks.
+# **Compare.** Three patients say the same and have three different diseases: a firewall that drops the port, a store
+# that nobody hosts, and an address at which nobody listens. A time-out says only that somebody waited. What separates
+# them is cheap to find out: does anything listen on that port of that host, and does a connection from the other one
+# time out or get refused?
+#
+# The remaining ones differ in *who* speaks.
 #
 # - **All ranks, at once, with the same words** (patient 3): a setting that is wrong in the same way everywhere.
 # - **One waits for a client, the other cannot connect** (1, 8): the way between them. `Network is unreachable` comes
@@ -626,9 +688,8 @@ late
 # ## 9. Where the flat ring wins, and how ranks are numbered · deeper
 #
 # If the cable is what takes the time, the time follows from the bytes of section 2: at 100 Mbit/s, which is 12.5
-# MB/s, it is the factor times S divided by 12.5 MB/s. That is a prediction that can fail, because it leaves out
-# latency, the processors and the steps inside the hosts. **Predict** the ratio of the two times, and by how much each
-# is longer than the model says.
+# MB/s, it is the factor times S divided by 12.5 MB/s. This model can fail, because it leaves out latency, the
+# processors and the steps inside the hosts.
 
 
 # %% tags=["deeper", "nbval-ignore-output"]
@@ -636,12 +697,12 @@ def seconds(size, by_host, times=2):
     """The fastest of some all-reduces of `size` bytes, after one to warm up."""
     x, fastest = torch.ones(size // 4), float("inf")
     inside_and_across = groups()
-    for attempt in range(1 + times):
+    for trial in range(1 + times):
         dist.barrier()
         start = time.perf_counter()
         hierarchical_all_reduce(x, *inside_and_across) if by_host else dist.all_reduce(x)
         dist.barrier()
-        if attempt:
+        if trial:
             fastest = min(fastest, time.perf_counter() - start)
     return fastest
 
@@ -650,18 +711,21 @@ measured = {name: max(on_hosts(seconds, S, name != "flat", link="100mbit")) for 
 for name, factor in expected.items():
     modelled = 1e3 * factor * S / 12.5e6
     print(f"{name}: modelled {modelled:.0f} ms, measured {1e3 * measured[name]:.0f} ms")
-modelled, measured = (times["flat"] / times["hierarchical"] for times in (expected, measured))
-print(f"ratio: modelled {modelled:.2f}, measured {measured:.2f}")
+modelled, ratio = (times["flat"] / times["hierarchical"] for times in (expected, measured))
+print(f"ratio: modelled {modelled:.2f}, measured {ratio:.2f}")
 
 # %% [markdown] tags=["deeper"]
-# On two quiet cores the times are 5 to 15 % above the model, and with four ranks the ratio comes out between 1.35 and
-# 1.5. The hierarchical form is further above its model, because it does more work inside the hosts, which the model
-# leaves out.
+# On two quiet cores the times are 5 to 15 % above the model, the hierarchical form's further than the flat ring's,
+# because it does more work inside the hosts, which the model leaves out. When ranks wait for a core, both are longer.
 #
-# That work and two more calls are its price, and every call has a latency of its own. So there should be a size below
-# which the flat ring is faster. Write each time as α + βS ([lesson 01](01_gpu_interconnects.ipynb)), α being the time
-# of an empty call. The lines cross where the bytes saved are worth the calls added. **Predict**: does a *faster* cable
-# move the crossing to smaller or to larger sizes?
+# That work and two more calls are the price of sending less, and every call has a latency of its own. So there should
+# be a size below which the flat ring is faster. Write each time as α + βS ([lesson 01](01_gpu_interconnects.ipynb)), α
+# being the time of an empty call. The lines cross where the bytes saved are worth the calls added. **Predict**: where
+# does a *faster* cable move the crossing?
+
+# %% tags=["deeper"]
+where_to = ["to smaller sizes", "nowhere", "to larger sizes"]
+moves = predict("the crossing, on a faster cable", where_to)
 
 # %% tags=["deeper", "nbval-ignore-output"]
 from course_utils.costs import fit_alpha_beta
@@ -683,12 +747,15 @@ for rate in ("100mbit", "1gbit"):
     if beta > other_beta:
         print(f"the lines cross at {(other_alpha - alpha) / (beta - other_beta) / 1024:.0f} KiB")
 
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+moves.compare("to larger sizes")
+
 # %% [markdown] tags=["deeper"]
-# On the slow cable the hierarchical form wins from some tens of KiB on, in some runs a hundred. On a cable ten times as
-# fast the bytes saved are worth a tenth, while the added calls cost what they cost, so the crossing moves to *larger*
-# sizes, to hundreds of KiB or out of the table. (Four ranks share two cores here, so times are noisy. A crossing that
-# is negative or far outside of the sizes says that the lines are too close to tell.) NCCL answers the same question
-# from a table of measured constants ([lesson 03](03_nccl.ipynb)).
+# **Compare.** On a cable ten times as fast the bytes saved are worth a tenth, while the added calls cost what they
+# cost, so the crossing moves to *larger* sizes. (Four ranks share two cores here, so times are noisy. A crossing that
+# is negative or outside of the sizes says that the lines are too close to tell.)
+#
+# NCCL answers the same question from a table of measured constants ([lesson 03](03_nccl.ipynb)).
 #
 # ### The order of the ranks
 #
@@ -696,6 +763,9 @@ for rate in ("100mbit", "1gbit"):
 # schedulers give them out in turn instead (Slurm's `--distribution=cyclic`), and a program does so by accident when it
 # computes its own rank. **Predict** what leaves each host if rank 0 is on the first host, rank 1 on the second, rank 2
 # on the first again, and so on.
+
+# %% tags=["deeper"]
+in_turn_leaves = predict("what leaves a host: a ring of ranks given out in turn", unit="S")
 
 
 # %% tags=["deeper"]
@@ -710,15 +780,21 @@ def reduce_in_turn(size):
 
 
 in_turn = on_hosts(reduce_in_turn, S, init=False)
-assert in_turn == [world_size] * world_size
+for host, left in enumerate(in_turn.left_host or []):
+    print(f"{left / S:.1f} S left node{host}")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 expected_in_turn = world_size // hosts * expected["flat"]  # each rank's neighbour is elsewhere
+assert in_turn == [world_size] * world_size
 for left in in_turn.left_host or []:
     assert 1 <= left / (expected_in_turn * S) < 1.03
-    print(f"predicted {expected_in_turn:.1f} S, counted {left / S:.1f} S")
+in_turn_leaves.compare(expected_in_turn)
 
 # %% [markdown] tags=["deeper"]
-# Every hop of the ring crosses the cable, so each host sends what *all* of its ranks send: twice as much with two
-# ranks on a host, eight times as much with eight. The result is the same, which is why nobody notices. gloo builds
+# **Compare.** Every hop of the ring crosses the cable, so each host sends what *all* of its ranks send, 3 S: twice as
+# much with two ranks on a host, eight times as much with eight.
+#
+# The result is the same, which is why nobody notices. gloo builds
 # its ring in the order of the ranks. NCCL looks at the topology and orders its rings by host, whatever the ranks are
 # called; but groups of your own, such as those of tensor parallelism, are made from rank numbers with every backend.
 
@@ -747,30 +823,35 @@ def train_on_hosts(*more):
 
 # %% [markdown] tags=["deeper"]
 # Let S be the bytes of all gradients. In a ring of N ranks, an all-gather sends (N−1)/N of its size out of each host,
-# and an all-reduce twice that. **Predict**, for N = 4, how many times S leave a host in a step with FSDP, and how
-# many with HSDP. Are the losses the same?
+# and an all-reduce twice that. gloo carries out a reduce-scatter as an all-reduce. **Predict**, for N = 4, how many
+# times as much leaves a host in a step of FSDP as in one of HSDP.
+
+# %% tags=["deeper"]
+fsdp_sends = predict("what leaves a host with FSDP, as a multiple of HSDP's, four ranks")
 
 # %% tags=["deeper", "nbval-ignore-output"]
+losses, left = {}, {}
+for name, more in {"FSDP": [], "HSDP": ["--replicate=2"]}.items():
+    losses[name], left[name] = train_on_hosts(*more)
+    print(f"{name}: {left[name] / 1e6:.2f} MB leave a host in a step, losses", *losses[name])
+
+# %% tags=["deeper", "nbval-ignore-output"] jupyter={"source_hidden": true}
 block = 4 * (12 * 128**2 + 2 * 128)  # bytes of the gradients of one block
 rest = 4 * (2 * 256 * 128 + 16 * 128 + 128)  # and of embeddings, last norm and head
 size, ring = 2 * block + rest, (world_size - 1) / world_size
 derived = {"FSDP": ring * (4 * block + rest) + 2 * ring * size, "HSDP": size}
-losses, left = {}, {}
-for name, more in {"FSDP": [], "HSDP": ["--replicate=2"]}.items():
-    losses[name], left[name] = train_on_hosts(*more)
-    shown = f"{left[name] / size:.2f} S measured, " if emulated else ""
-    print(f"{name}: {shown}{derived[name] / size:.2f} S derived leave a host in a step")
-    assert not emulated or derived[name] <= left[name] <= 1.2 * derived[name]
+for name, bytes_derived in derived.items():
+    print(f"{name}: {bytes_derived / size:.2f} S derived")
+    assert not emulated or bytes_derived <= left[name] <= 1.2 * bytes_derived
 assert all(abs(a - b) < 1e-4 for a, b in zip(*losses.values(), strict=True))
-print("losses of both:", [round(loss, 3) for loss in losses["HSDP"]])
+fsdp_sends.compare(derived["FSDP"] / derived["HSDP"])
 
 # %% [markdown] tags=["deeper"]
-# The same training, and on four ranks a third of the bytes. (Measured is some 5 % more than derived, because packets
-# have headers and the ranks agree on the checkpoint at the end.) FSDP gathers the blocks twice and the rest once,
-# each time 3/4 of it, and then reduces the gradients. gloo carries out a reduce-scatter as an all-reduce, which makes
-# 3/2 S of it; with NCCL it is 3/4 S, and FSDP sends about 2.1 S. HSDP sends S between two hosts, on any number of
-# ranks: each rank averages its shard with the one rank that has the same shard in the other host, and all shards
-# together are one copy.
+# **Compare.** Nearly three times as much, for the same losses. FSDP gathers the blocks twice and the rest once, each
+# time 3/4 of it, and then reduces the gradients, which is 3/2 S with gloo; with NCCL it is 3/4 S, and FSDP sends about
+# 2.1 S. HSDP sends S between two hosts, on any number of ranks: each rank averages its shard with the one rank that has
+# the same shard in the other host, and all shards together are one copy. (Measured is some 5 % more than derived,
+# because packets have headers and the ranks agree on the checkpoint at the end.)
 #
 # What HSDP costs is memory, since every host holds a full copy: twice as much per rank on two hosts, H times on H. So
 # as long as the model fits into one host, shard inside it and replicate across. When it does not fit, shard across
@@ -866,8 +947,7 @@ print("H = 1 equals averaged gradients, to 1e-6")
 
 # %% [markdown] tags=["deeper"]
 # Now AdamW on the slow link, 60 steps each: averaging in every step over all N ranks, local SGD with H = 12, and DiLoCo
-# with H = 12 and an outer momentum of 0.3 or 0.9. S is the size of the weights, 449,536 bytes. **Predict** for each run
-# the bytes that leave a host, in S. Which has the lowest loss after 60 steps, and which after 2 seconds?
+# with H = 12 and an outer momentum of 0.3 or 0.9. S is the size of the weights, 449,536 bytes. First the bytes:
 
 # %% tags=["deeper"]
 model_bits = 32 * build_gpt().config.parameter_count
@@ -877,32 +957,50 @@ sends |= dict.fromkeys(["local SGD", "DiLoCo 0.3", "DiLoCo 0.9"], 60 / 12)
 for name, sent in sends.items():
     print(f"{name}: {sent:g} S, modelled {sent * model_bits / rate:.2f} s on the link")
 
+# %% [markdown] tags=["deeper"]
+# **Predict.** Which run has the lowest loss after 60 steps, however long they take?
+
+# %% tags=["deeper"]
+ways = ["local SGD", "DiLoCo 0.9", "every step", "DiLoCo 0.3"]
+lowest = predict("the lowest loss after 60 steps", ways)
+
 # %% tags=["deeper", "nbval-ignore-output"]
 options = {"every step": {}, "local SGD": {"every": 12}}
 options |= {f"DiLoCo {m}": {"every": 12, "lr": 0.7, "momentum": m} for m in (0.3, 0.9)}
-curves = {}
+curves, same_weights, left_hosts = {}, [], {}
 for name, how in options.items():
     ranks = on_hosts(learn, torch.optim.AdamW, link=link, **how)
     losses = torch.tensor([rank[0] for rank in ranks]).mean(0).unflatten(0, (5, 12)).mean(1)
     curves[name] = ranks[0][1][11::12], losses.tolist()  # a point for every 12 steps
-    assert all(rank[3].equal(ranks[0][3]) for rank in ranks)  # all hosts end with equal weights
-    if emulated:
-        left = [8 * size / model_bits for size in ranks.left_host]
-        assert sends[name] < min(left) and max(left) < 1.1 * sends[name]
-        print(f"{name}: {max(left):.1f} S left a host")
-best, local, gentle, strong = [losses[-1] for _, losses in curves.values()]
-assert best < min(local, gentle) and max(local, gentle) < best + 0.15 < strong
+    same_weights += [rank[3].equal(ranks[0][3]) for rank in ranks]
+    left_hosts[name] = [8 * size / model_bits for size in ranks.left_host or []]
+    print(f"{name}:", *(f"{left:.1f} S left node{i}" for i, left in enumerate(left_hosts[name])))
+
+# %% tags=["deeper", "nbval-ignore-output"]
 where = f"{hosts} hosts, link of {link}" if emulated else "one host, a link without limit"
 figures.loss_curves(curves, f"measured: 60 steps, {where}", "time (s)")
 
+# %% tags=["deeper", "nbval-ignore-output"] jupyter={"source_hidden": true}
+last_losses = {name: losses[-1] for name, (_, losses) in curves.items()}
+best, local, gentle, strong = last_losses.values()
+assert all(same_weights)  # all hosts end with equal weights
+for name, left in left_hosts.items():
+    assert all(sends[name] < part < 1.1 * sends[name] for part in left)
+assert best < min(local, gentle) and max(local, gentle) < best + 0.15 < strong
+slow, fast = (curves[name][0][-1] for name in ("every step", "local SGD"))
+print(f"seconds: every step {slow:.1f}, local SGD {fast:.1f}; last losses:")
+print(", ".join(f"{name} {loss:.2f}" for name, loss in last_losses.items()))
+lowest.compare(min(last_losses, key=last_losses.get))
+
 # %% [markdown] tags=["deeper"]
-# *The figure: loss against seconds. Local SGD and DiLoCo 0.3 end at nearly the same loss; averaging in every step
-# ends a little lower and last, after about 4 seconds. DiLoCo 0.9 stays above 3.1.*
+# **Compare.** Step for step, averaging every time is best: between exchanges the hosts drift apart, and the mean of
+# their weights is not where 12 common steps lead. But most of its seconds go to the link, so at any earlier second
+# local SGD is ahead.
 #
-# The formulas hold to 10 %; the rest is headers and the start. With four ranks, 90 S become 5: a factor of 12 from
-# H, and of 1.5 because one rank a host uses the link. Step for step, averaging every time is best: between exchanges
-# the hosts drift apart, and the mean of their weights is not where 12 common steps lead. But 3 of its 4 seconds go to
-# the link.
+# *The figure: loss against seconds. Local SGD and DiLoCo 0.3 end at nearly the same loss; averaging in every step
+# ends a little lower, and last. DiLoCo 0.9 stays highest.*
+#
+# With four ranks, 90 S become 5: a factor of 12 from H, and of 1.5 because one rank a host uses the link.
 #
 # Each difference is applied lr/(1 − momentum) times in the long run: 0.7/0.7 = 1, or 0.7/0.1 = 7. The second pair is
 # the default of [OpenDiLoCo](https://github.com/PrimeIntellect-ai/OpenDiloco), with H = 500 and 88,000 steps; eight
@@ -917,11 +1015,13 @@ figures.loss_curves(curves, f"measured: 60 steps, {where}", "time (s)")
 #
 # Many hosts leave in good order: a spot machine is taken back, or the time of the job is up. Then SIGTERM comes
 # first, and some seconds later SIGKILL. A rank must not stop on its own, or the others wait for it in their next
-# collective. So `train.py` sums a flag over all ranks in each step; when one of them has got the signal, *all* finish
-# this step, save, and end with code 75. Here only node1 gets it. We leave out torchrun, and set what it would set,
-# because its own exit code is 1 for every failure, and `--max-restarts` starts even ranks that end with 75 again (so
-# `train.py` stops torchrun too). **Predict** the exit code of each host, and which checkpoint
-# there will be if the signal comes at step 8.
+# collective. So `train.py` sums a flag over all ranks in each step. Here only node1 gets the signal, when step 8 is
+# printed. We leave out torchrun, and set what it would set, because its own exit code is 1 for every failure.
+# **Predict** the exit codes of node0 and node1.
+
+# %% tags=["deeper"]
+pairs = ["1 and 75", "0 and 75", "75 and 75", "1 and 143"]
+told_codes = predict("exit codes of node0 and node1, when node1 is told to stop", pairs)
 
 # %% tags=["deeper", "nbval-ignore-output"]
 place = "RANK={host} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
@@ -932,18 +1032,22 @@ stopped = run_on_hosts(
     recorded="graceful_stop",
 )
 stopped.show("^--|step ([89]|1[0-9]) ")
-assert stopped.exit_codes == [75, 75]
-steps = [int(step) for step, loss in stopped.numbers(r"step (\d+) +loss (\S+)")]
 if not stopped.recorded:
-    saved = sorted(path.name for path in (folder / "stopped").glob("step-*"))
-    print("checkpoints:", *saved)
-    assert saved[-1] == f"step-{steps[-1]:09}"
+    print("checkpoints:", *sorted(path.name for path in (folder / "stopped").glob("step-*")))
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+steps = [int(step) for step, loss in stopped.numbers(r"step (\d+) +loss (\S+)")]
+assert stopped.exit_codes == [75, 75]
+assert stopped.recorded or (folder / "stopped" / f"step-{steps[-1]:09}").exists()
+told_codes.compare("75 and 75")
 
 # %% [markdown] tags=["deeper"]
-# Both hosts end with 75, and the newest checkpoint is that of the last step that was done, one or two after the
-# signal, because the flag is summed once in a step. No step is lost, and the same command goes on from there. Code 75
-# (`EX_TEMPFAIL`) tells the scheduler that nothing is broken and that the job wants to run again; Slurm did that in
-# section 6.
+# **Compare.** Both end with 75: when one of the ranks has got the signal, *all* finish this step and save. The newest
+# checkpoint is that of the last step that was done, one or two after the signal, because the flag is summed once in a
+# step. No step is lost, and the same command goes on from there.
+#
+# Code 75 (`EX_TEMPFAIL`) tells the scheduler that nothing is broken and that the job wants to run again; Slurm did that
+# in section 6.
 
 # %% [markdown] tags=["deeper"]
 # ### A host that is silent: split brain
@@ -983,7 +1087,11 @@ for step in range(step + 1, 121):
 
 # %% [markdown] tags=["deeper"]
 # The cable of node0 is pulled after step 10, and put back as soon as node1 has taken over. The part about generations
-# is switched off for now. **Predict** the exit codes, and which step is in the checkpoint at the end.
+# is switched off for now. **Predict** the exit codes of node0 and node1.
+
+# %% tags=["deeper"]
+pairs = ["1 and 0", "0 and 1", "0 and 0", "1 and 1"]
+split_codes = predict("exit codes of node0 and node1, when the cable is back", pairs)
 
 
 # %% tags=["deeper", "nbval-ignore-output"]
@@ -998,22 +1106,25 @@ def two_hosts(name, *more):
 
 split = two_hosts("split_brain")
 split.show("^--|taking over|saved")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 order = [step for (step,) in split.numbers(r"saved step (\d+)")]
 assert split.exit_codes == [0, 0]
 assert any(later < earlier for earlier, later in zip(order, order[1:], strict=False))
+split_codes.compare("0 and 0")
 
 # %% [markdown] tags=["deeper"]
-# Both worlds finish with exit code 0. The checkpoint ends at step 120, but before that it jumped back and forth
-# between the worlds, to steps that were long done. A reader that came in the middle would have got one world's
-# weights or the other's; with sharded checkpoints, whose files have equal names, some of each. Nothing in the logs of
-# either host is wrong.
+# **Compare.** Both worlds finish with exit code 0, and nothing in the logs of either host is wrong. The checkpoint ends
+# at step 120, but before that it jumped back and forth between the worlds, to steps that were long done.
+#
+# A reader that came in the middle would have got one world's weights or the other's; with sharded checkpoints, whose
+# files have equal names, some of each.
 #
 # torchrun gets there too. With the rendezvous on a third host, the same cable makes a second world of one host, while
 # the first trains on, and both end with 0 (a test of the course does this with real agents). torchrun's 15 seconds
 # only make that rare. The cure is not a better detector, because from afar a silent host looks like a dead one. It is
 # a **fence** at what both want. Every world takes a number when it starts, its *generation*, one higher than any
-# before. Whoever is about to write looks first whether a newer generation has begun, and then stops. **Predict**
-# which steps are in the list now.
+# before. Whoever is about to write looks first whether a newer generation has begun, and then stops.
 
 # %% tags=["deeper", "nbval-ignore-output"]
 fenced = two_hosts("fenced", "--fenced")
@@ -1037,7 +1148,10 @@ assert fenced.exit_codes == [1, 0] and order == sorted(order)
 # the time. A failure comes once in M and throws away T/2 on average, which is the share T/(2M). The sum is least where
 # its derivative, 1/(2M) − C/T², is zero: T = √(2CM), and there the two shares are equal. Llama 3 had 419 unexpected
 # interruptions in 54 days on 16,384 GPUs (*recorded*). **Predict**: saving gets 100 times cheaper. By which factor
-# does the best interval shrink, and by which the loss?
+# does the share of the time that is lost shrink?
+
+# %% tags=["deeper"]
+shrinks = predict("the factor by which the loss shrinks, if saving costs a hundredth")
 
 # %% tags=["deeper"]
 import logging
@@ -1047,29 +1161,40 @@ from math import sqrt
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from course_utils import WorkerError
 from course_utils.recorded import LLAMA3_INTERRUPTIONS
 
 stops, days, gpus = LLAMA3_INTERRUPTIONS
 M = days * 24 * 60 / stops  # minutes
-for seconds in (300, 30, 3):
-    C = seconds / 60
+lost = {}
+for to_save in (300, 30, 3):
+    C = to_save / 60
     T = sqrt(2 * C * M)
-    lost = C / T + T / (2 * M)
-    assert lost < min(C / t + t / (2 * M) for t in (T / 1.2, 1.2 * T))
-    print(f"{seconds:3} s to save: every {T:4.1f} minutes, {lost:5.1%} lost (modelled)")
+    lost[to_save] = C / T + T / (2 * M)
+    print(f"{to_save:3} s to save: every {T:4.1f} minutes, {lost[to_save]:5.1%} lost (modelled)")
 years = M * gpus / (365 * 24 * 60)
 print(f"one interruption in {M / 60:.1f} hours, which is one per GPU in {years:.0f} years")
 
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+for to_save, least in lost.items():
+    C, T = to_save / 60, sqrt(2 * to_save / 60 * M)
+    assert least < min(C / t + t / (2 * M) for t in (T / 1.2, 1.2 * T))
+shrinks.compare(lost[300] / lost[3])
+
 # %% [markdown] tags=["deeper"]
-# Both shrink by 10, the root of 100. The times to save are examples; what a restart itself takes comes on top, and no
-# interval changes it. The last line is why a large job needs this and a small one hardly does.
+# **Compare.** By 10, the root of 100, and so does the interval. The times to save are examples; what a restart itself
+# takes comes on top, and no interval changes it.
+#
+# The last line is why a large job needs this and a small one hardly does.
 #
 # ### Asynchronous saving
 #
 # C is not the time to write but the time for which training stands still. `dcp.async_save` copies the state,
-# returns, and writes in a thread. To see that, we hold the writer until the training has changed the weights.
-# **Predict** which values the checkpoint has: those of the call, or those of the moment of writing?
+# returns, and writes in a thread. To see that, we hold the writer until the training has changed the weights from 1
+# to 2. **Predict** which values the checkpoint has.
+
+# %% tags=["deeper"]
+values = ["1, as at the call", "2, as when it is written"]
+saved_value = predict("the values in the checkpoint", values)
 
 
 # %% tags=["deeper"]
@@ -1095,18 +1220,27 @@ def save_while_training(path):
 seen = launch(save_while_training, folder / "async", world_size=2)
 print("checkpoint there after the call, after result():", *seen[0][0])
 print(f"the checkpoint has {seen[0][1]}, the training {seen[0][2]}")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 assert seen == [([False, True], 1.0, 2.0)] * 2
+saved_value.compare("1, as at the call")
 
 # %% [markdown] tags=["deeper"]
-# The call returned before anything was on the disk, and the checkpoint has the values of the call. So C is the time
-# of a copy to CPU memory. It costs that memory, and a failure before `result()` leaves you with the previous
-# checkpoint. The thread calls collectives, so give it a process group of its own (`process_group=`), as `train.py`
-# does: two threads on one group mix up their messages.
+# **Compare.** The call returned before anything was on the disk, and the checkpoint has the values of the call. So C is
+# the time of a copy to CPU memory.
+#
+# It costs that memory, and a failure before `result()` leaves you with the previous checkpoint. The thread calls
+# collectives, so give it a process group of its own (`process_group=`), as `train.py` does: two threads on one group
+# mix up their messages.
 #
 # ### Two disks
 #
 # Each rank writes its own shards. If every host writes to a disk of its own, saving is fast, local, and looks right.
-# **Predict**: which call fails, `save` or `load`, and on which host?
+# **Predict**: which call fails, and where?
+
+# %% tags=["deeper"]
+fails = ["save on node0", "save on node1", "load on node0", "load on node1"]
+two_disks_fail = predict("what fails with a disk for each host", fails)
 
 
 # %% tags=["deeper"]
@@ -1116,13 +1250,15 @@ def save_and_load(folder, shared):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = torch.arange(dist.get_world_size() * 4.0)
     state = {"weights": distribute_tensor(weights, mesh, [Shard(0)])}
-    dcp.save(state, checkpoint_id=disk)
-    state["weights"] = distribute_tensor(torch.zeros_like(weights), mesh, [Shard(0)])
+    call = "save"
     try:
+        dcp.save(state, checkpoint_id=disk)
+        state["weights"] = distribute_tensor(torch.zeros_like(weights), mesh, [Shard(0)])
+        call = "load"
         dcp.load(state, checkpoint_id=disk)
-        outcome = "loaded" if state["weights"].full_tensor().equal(weights) else "wrong"
+        outcome = "done" if state["weights"].full_tensor().equal(weights) else "wrong values"
     except dcp.CheckpointException as error:
-        outcome = f"load fails on ranks {sorted(error.failures)}"
+        outcome = f"{call} fails on ranks {sorted(error.failures)}"
     logging.disable(logging.NOTSET)
     return sorted(path.name for path in disk.iterdir()), outcome
 
@@ -1131,15 +1267,18 @@ per_host = world_size // hosts
 two_disks = launch(save_and_load, folder, False, world_size=world_size, hosts=hosts)
 for host in range(hosts):
     print(f"node{host}:", *two_disks[host * per_host])
-assert {outcome for files, outcome in two_disks} == {
-    f"load fails on ranks {[*range(per_host, world_size)]}"
-}
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+without_list = [*range(per_host, world_size)]
+assert {outcome for files, outcome in two_disks} == {f"load fails on ranks {without_list}"}
+two_disks_fail.compare("load on node1")
 
 # %% [markdown] tags=["deeper"]
-# `save` succeeds everywhere, because nobody compares the disks. Rank 0 writes `.metadata`, the list of what is where,
-# so the other hosts have pieces without a list, and loading fails there: days later, when you need it. Copying the
-# list does not help, because a load on other ranks needs pieces of the other disk. People meet it again and again
-# ([Megatron-LM#1530](https://github.com/NVIDIA/Megatron-LM/issues/1530),
+# **Compare.** `save` succeeds everywhere, because nobody compares the disks. Rank 0 writes `.metadata`, the list of
+# what is where, so the other hosts have pieces without a list, and loading fails there: days later, when you need it.
+#
+# Copying the list does not help, because a load on other ranks needs pieces of the other disk. People meet it again and
+# again ([Megatron-LM#1530](https://github.com/NVIDIA/Megatron-LM/issues/1530),
 # [accelerate#3010](https://github.com/huggingface/accelerate/issues/3010),
 # [SimDINO#24](https://github.com/RobinWu218/SimDINO/issues/24)). The cure is one place that all hosts see: a shared
 # file system or an object store. Ask for it *before* the first step: rank 0 writes a file, and all look for it.
@@ -1154,7 +1293,7 @@ def train_on_two_disks():
 
 one_disk = launch(save_and_load, folder, True, world_size=world_size, hosts=hosts)
 print("shared:", *one_disk[0])
-assert all(outcome == "loaded" for files, outcome in one_disk)
+assert all(outcome == "done" for files, outcome in one_disk)
 try:
     launch(train_on_two_disks, world_size=2, hosts=2, init=False)
 except WorkerError as error:
@@ -1216,7 +1355,7 @@ folded("scripts/kubernetes/trainjob.yaml", SCRIPTS / "kubernetes/trainjob.yaml",
 # scheduling](https://www.kubeflow.org/docs/components/trainer/operator-guides/job-scheduling/overview/), which the
 # cluster must have, one pod can hold its GPUs and wait for another that finds none.
 #
-# **Predict.** Somebody writes `numNode: 2`. How many nodes does the job get, and who says so?
+# The file has many lines, and one that is misspelt is easy to overlook:
 
 # %% tags=["deeper"]
 import json
@@ -1303,9 +1442,9 @@ Markdown(f"```yaml\n{skypilot}```")
 #
 # (In brackets: the default. Sources: `accelerate launch --help`; Lightning,
 # [SLURMEnvironment](https://lightning.ai/docs/pytorch/latest/api/lightning.pytorch.plugins.environments.SLURMEnvironment.html);
-# Ray, [fault tolerance](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html). The last two were
-# read, not run.) No line says that your model, optimizer and data are *where they were*: save and load are yours in
-# every row.
+# Ray, [fault tolerance](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html). The last two were read,
+# not run.) No line says that your model, optimizer and data are *where they were*: save and load are yours in every
+# row.
 
 # %% [markdown] tags=["deeper"]
 # ## 15. What it costs, and cleaning up · deeper
@@ -1331,7 +1470,10 @@ egress = 0.09  # dollars for a GB that leaves the cloud, assumed
 # torchtitan trains Llama 3.1 8B with FSDP on 8 GPUs, one host, and on 128, sixteen hosts (*recorded*: 5,762 and 5,605
 # tokens a second per GPU). Say you want to train it further, on 10 billion tokens.
 #
-# **Predict.** How many times as fast is the run on sixteen hosts, and how much more does it cost?
+# **Predict.** How much more does the run cost on sixteen hosts, in per cent?
+
+# %% tags=["deeper"]
+dearer = predict("how much more the run on sixteen hosts costs", unit="%")
 
 # %% tags=["deeper"]
 tokens, fsdp = 10e9, recorded.TORCHTITAN_FSDP
@@ -1343,11 +1485,16 @@ for gpus, speed in zip(fsdp.gpus, fsdp.tokens_per_gpu, strict=True):
 (long, cost_of_one), (short, cost_of_16) = runs[8], runs[128]
 more = cost_of_16 / cost_of_one - 1
 print(f"{long / short:.1f} times as fast for {more:.1%} more")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 assert 15 < long / short < 16 and 0.02 < more < 0.03
+dearer.compare(100 * more)
 
 # %% [markdown] tags=["deeper"]
-# Fifteen more hosts cost almost nothing, because the network of that cluster keeps up, and because the batch is
-# sixteen times as large, which a training run must be able to use (lesson 05). The same calculation with your own
+# **Compare.** Fifteen more hosts cost almost nothing, because the network of that cluster keeps up, and because the
+# batch is sixteen times as large, which a training run must be able to use (lesson 05).
+#
+# The same calculation with your own
 # tokens per second on one and on two hosts tells you whether your network does, before you rent sixteen.
 #
 # ### Spot, and the work that is lost
@@ -1358,8 +1505,12 @@ assert 15 < long / short < 16 and 0.02 < more < 0.03
 #
 # $$\text{cost of useful work} = \frac{\text{spot price}}{\text{share of the time that is progress}}$$
 #
-# **Predict.** Each host is taken away once in 50 hours (assumed), saving takes 2 minutes and restarting 15. Is spot,
-# at 40 % of the price, cheaper for 64 hosts? For 128?
+# **Predict.** Each host is taken away once in 50 hours (assumed), saving takes 2 minutes and restarting 15. For which
+# jobs is spot, at 40 % of the price, cheaper?
+
+# %% tags=["deeper"]
+sizes_of_jobs = ["of 64 and of 128 hosts", "of 64 hosts only", "of neither size"]
+cheaper = predict("jobs for which spot is cheaper", sizes_of_jobs)
 
 
 # %% tags=["deeper"]
@@ -1375,10 +1526,15 @@ for hosts_rented in (1, 4, 16, 64, 128):
     share = progress(hosts_rented)
     price = f"{spot_share / share:.2f} of the price on demand"
     print(f"hosts: {hosts_rented:3}, progress {share:.0%} of the time, {price}")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 assert spot_share / progress(64) < 1 < spot_share / progress(128)
+cheaper.compare("of 64 hosts only")
 
 # %% [markdown] tags=["deeper"]
-# Yes for 64, no for 128: from about a hundred hosts on, the discount is used up by restarts. (`paid` is the time that
+# **Compare.** For 64 yes, for 128 no: from about a hundred hosts on, the discount is used up by restarts.
+#
+# (`paid` is the time that
 # an interval takes with all its stops, if they come at random: J. T. Daly, 2006. The simpler sum of section 13 counts
 # every stop in full, also one in the middle of a restart, and so it is too dark where stops are frequent: it says
 # sixty.) There, short restarts help most: an image that is already on the host, data that need no copy, a checkpoint
@@ -1387,8 +1543,11 @@ assert spot_share / progress(64) < 1 < spot_share / progress(128)
 #
 # ### What keeps costing
 #
-# **Predict.** The run above on 16 hosts ends on Friday at 18:00. Nobody looks before Monday at 9:00. What did the run
-# cost, and what did the weekend cost?
+# **Predict.** The run above on 16 hosts ends on Friday at 18:00. Nobody looks before Monday at 9:00. How many times the
+# cost of the run does the weekend cost?
+
+# %% tags=["deeper"]
+idle_times = predict("the weekend's cost, as a multiple of the run's")
 
 # %% tags=["deeper"]
 weekend = (6 + 24 + 24 + 9) * 128 * gpu_hour
@@ -1399,10 +1558,15 @@ for how, number in kept.items():
     cost = number * size * disk_month
     print(f"checkpoints, {how}: {number * size:6,.0f} GB, {cost:5,.0f} dollars a month")
 print(f"to take one of {size:.0f} GB out of the cloud: {size * egress:.0f} dollars")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
 assert weekend > 10 * cost_of_16
+idle_times.compare(weekend / cost_of_16)
 
 # %% [markdown] tags=["deeper"]
-# The weekend costs many times the run. All checkpoints of the 60 hours on one host cost nearly as much as that run,
+# **Compare.** The weekend costs many times the run, because it has many times the hours.
+#
+# All checkpoints of the 60 hours on one host cost nearly as much as that run,
 # each month: `train.py` keeps the newest two unless you say otherwise. What else stays on the bill when the ranks
 # have ended (providers have lists of their own, such as
 # [AWS](https://docs.aws.amazon.com/awsaccountbilling/latest/aboutv2/checklistforunwantedcharges.html)):
@@ -1430,6 +1594,12 @@ assert weekend > 10 * cost_of_16
 # %%
 for name, factor in expected.items():
     print(f"{name} all-reduce, {world_size} ranks on {hosts} hosts: {factor:.2f} S leave each host")
+
+# %% [markdown]
+# How your predictions came out:
+
+# %%
+predictions()
 
 # %% [markdown]
 # - A host is a name, an address and an interface. Network problems are one of these, or a port.
