@@ -20,8 +20,8 @@ _LINKS = ("nvlink4", "ib_ndr", "ib_edr")
 _NOTE = (
     "Modelled by <code>context_parallel.Attention</code>: forward of causal attention of one layer and one sequence, "
     "bf16, heads of 128 numbers, 400 TFLOP/s, and the link's bandwidth without latency. A ring hides its messages "
-    "behind its steps; the others hide nothing. Gathering goes with the zig-zag order. Held: Q, K, V, output and the "
-    "method's buffers."
+    "behind its steps, and its small kernels and merges cost nothing extra; the others hide nothing. Gathering goes "
+    "with the zig-zag order. Held: Q, K, V, output and the method's buffers."
 )
 
 
@@ -38,7 +38,7 @@ def _draw_pairs(ax: Axes, chosen: Attention) -> None:
            edgecolor=[rank_color(r) for r in range(len(shown))], width=0.8)
     ax.axhline(sum(shown) / len(shown) / 1e9, **DASHED)
     step = max(1, len(shown) // 8)
-    ax.set(xlabel="rank", ylabel="pairs (billions)", xticks=range(0, len(shown), step),
+    ax.set(xlabel="rank", ylabel="pairs of all heads (billions)", xticks=range(0, len(shown), step),
            title="modelled: pairs of each rank (dashed: mean)")
 
 
@@ -61,9 +61,10 @@ def _render(method: str, length: int, heads: int, kv_heads: int, ranks: int, lin
     _draw_pairs(left, chosen)
     _draw_times(right, {name: _of(name, **asked) for name in METHODS}, method)
     words = (
-        f"<b>{method}</b>: at most {max(chosen.pairs):,} pairs on a rank, {decimal_bytes(chosen.sent)} sent, "
-        f"{1e3 * chosen.compute_seconds:,.3g} ms of compute, {1e3 * chosen.sending_seconds:,.3g} ms of sending, of "
-        f"which {1e3 * chosen.exposed_seconds:,.3g} ms are exposed; {decimal_bytes(chosen.held)} held."
+        f"<b>{method}</b>: at most {max(chosen.pairs):,} pairs of all heads on a rank, "
+        f"{decimal_bytes(chosen.sent)} sent, {1e3 * chosen.compute_seconds:,.3g} ms of compute, "
+        f"{1e3 * chosen.sending_seconds:,.3g} ms of sending, of which {1e3 * chosen.exposed_seconds:,.3g} ms are "
+        f"exposed; {decimal_bytes(chosen.held)} held."
     )
     return figure, words
 

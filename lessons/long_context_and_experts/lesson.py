@@ -16,8 +16,7 @@
 # Meta put one prompt of a million tokens through Llama 3 405B in 77 seconds, on 128 H100s, with 93 % parallel
 # efficiency (*recorded*, [arXiv 2411.01783](https://arxiv.org/abs/2411.01783)). Data parallelism cannot divide a single
 # sequence, and tensor parallelism ends where the heads end. So the tokens themselves were divided among the GPUs,
-# although in attention every token looks at all tokens before it. This lesson divides a sequence, and then an MLP that
-# has become hundreds of experts.
+# although in attention every token looks at all tokens before it.
 #
 # **You will be able to**
 # - *compute* what a long sequence takes;
@@ -39,7 +38,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course_utils import WorkerError, attempt, device, expect_error, launch, record
+from course_utils import WorkerError, attempt, device, launch, record
 from course_utils.hardware import GPUS, LINKS
 from course_utils.models import PUBLISHED
 from course_utils.predictions import predict, predictions
@@ -59,62 +58,66 @@ tokens_per_rank = 16  # of a sequence; an even number
 #
 # ## 1. Why a long sequence does not fit
 #
-# Three things in a transformer grow with the T tokens of a sequence. Attention compares each token with each other one,
-# which makes T² **scores** in every head. The **KV cache** holds keys and values of all tokens for generation. And
-# training keeps **activations** for backward, 34 T h bytes a layer without the scores (lesson 09; h is the width).
+# Four things grow with the T tokens of a sequence. Attention compares each token with each other one, which makes T²
+# **scores** in every head. The **KV cache** holds keys and values of all tokens for generation. Training keeps
+# **activations** for backward, 34 T h bytes a layer of a GPT without the scores (lesson 09; h is the width), and more
+# in a Llama: 7 GiB for 32,768 tokens, which is 56 T h (*recorded*,
+# [ml-engineering](https://github.com/stas00/ml-engineering)). And at the end stand the **logits**, a number in fp32 for
+# each token and each of V words.
 
 # %%
 llama, million = PUBLISHED["Llama 3 8B"], 1_000_000
-
-
-def bytes_of(config, length):
-    """Bytes, in bf16, that one sequence takes."""
-    return {
-        "scores of a head": 2 * length**2,
-        "KV cache": 2 * 2 * config.layers * length * config.kv_width,
-        "activations of a layer": 34 * length * config.hidden,
-    }
-
-
-for length in (8192, 131_072, million):
-    sizes = bytes_of(llama, length).items()
-    print(f"{length:9,} tokens: " + ", ".join(f"{name} {decimal_bytes(n)}" for name, n in sizes))
+layer, inputs = 34 * million * llama.hidden, 2 * million * llama.hidden
+print("scores of a head", decimal_bytes(2 * million**2))
+print("KV cache", decimal_bytes(2 * 2 * llama.layers * million * llama.kv_width))
+print("activations of a layer", decimal_bytes(layer))
 
 # %% [markdown]
-# At a million tokens the scores of *one head* are 2 TB (*modelled*). Fused attention (FlashAttention) never writes the
-# scores: on one H200, 4 sequences of 4,096 tokens and 32 heads took 1.1 GB in place of 35.3 (*recorded*, `gpu-check`).
-# Checkpointing keeps only the input of each layer, 2 T h bytes, and computes one layer again at a time. Tensor
-# parallelism with sequence parallelism divides what is left by t, at most 8 here, because Llama has 8 KV heads and a
-# node has 8 GPUs.
+# At a million tokens the scores of *one head* are 2 TB in bf16 (*modelled*). Fused attention (FlashAttention) never
+# writes the scores: on one H200, 4 sequences of 4,096 tokens and 32 heads took 1.1 GB in place of 35.3 (*recorded*,
+# `gpu-check`). Checkpointing keeps only the input of each layer, 2 T h bytes, and computes one layer again at a time.
 #
-# **Predict**: with all three, how many GB of activations remain on a GPU for one sequence of a million tokens?
+# **Predict**: with both, and one sequence of a million tokens, what takes the most?
 
 # %%
-remain = predict("activations left on a GPU", unit="GB")
+parts = ["the inputs of 32 layers", "one layer computed again", "the logits"]
+largest = predict("takes the most at a million tokens", parts)
 
 # %%
-layer, inputs = 34 * million * llama.hidden, 2 * million * llama.hidden
+per_token = 4 * llama.vocabulary  # bytes of logits
+sizes = llama.layers * inputs, layer, million * per_token
+for part, size in zip(parts, sizes, strict=True):
+    print(f"{part:26} {decimal_bytes(size):>7}")
+
+# %% jupyter={"source_hidden": true}
+assert sizes[2] > sizes[0] + sizes[1]
+largest.compare(parts[2])
+
+# %% [markdown]
+# **Compare.** The logits: a million tokens times 128,256 words are 513 GB, more than all layers keep together.
+#
+# A **loss in chunks** computes logits, loss and gradients of a few thousand tokens, and only then of the next ones.
+# `F.linear_cross_entropy` of PyTorch 2.13 does so when it is given `options`, and Liger has a fused kernel for it.
+# Tensor parallelism with sequence parallelism divides what is left by t, here at most 8, the KV heads of Llama.
+
+# %%
+kept, chunk = llama.layers * inputs + layer, 8192 * per_token
 left = {
-    "fused attention": llama.layers * layer,
-    "  + checkpointing": llama.layers * inputs + layer,
-    "  + TP 8 with sequence parallelism": (llama.layers * inputs + layer) / 8,
-    "  + context parallelism over 8": (llama.layers * inputs + layer) / 8 / 8,
+    "fused attention, checkpointing": kept + million * per_token,
+    "  + loss in chunks of 8,192": kept + chunk,
+    "  + TP 8 with sequence parallelism": (kept + chunk) / 8,
+    "  + context parallelism over 8": (kept + chunk) / 8 / 8,
 }
 for name, size in left.items():
     print(f"{name:36}{decimal_bytes(size):>8}")
 work = 2 * million * llama.hidden / (2 * llama.layer_weights)
 print(f"attention computes {work:.0f} times as much as the matrices of the layer")
 
-# %% jupyter={"source_hidden": true}
-assert round(left["  + TP 8 with sequence parallelism"] / 1e9) == 50
-remain.compare(left["  + TP 8 with sequence parallelism"] / 1e9)
-
 # %% [markdown]
-# **Compare.** 50 GB, on a GPU of 80 GB that has the model too.
-#
-# And fused attention removes the scores, but not the *work*, which is
-# 19 times that of all matrices here. **Context parallelism** divides both. Each rank holds T/N of the tokens, in every
-# layer. Norms, MLPs and projections treat each token alone. Only attention needs keys and values that are elsewhere.
+# Before the last line 51 GB remain, on a GPU of 80 GB that has the model too. And fused attention removes the scores,
+# but not the *work*, which is 19 times that of all matrices here. **Context parallelism** divides both, and the logits
+# as well. Each rank holds T/N of the tokens, in every layer. Norms, MLPs and projections treat each token alone. Only
+# attention needs keys and values that are elsewhere.
 
 # %% [markdown]
 # ## 2. Softmax in pieces
@@ -168,7 +171,7 @@ print("query 0 in the last piece:", *(f"{x[0, 0, 0, 0]:.3g}" for x in part))
 
 # %% [markdown]
 # l and o are 0, so the piece adds nothing. Without the clamp m would be −∞, and exp(−∞ − (−∞)) is NaN. This fault shows
-# only where a query loses a whole piece.
+# only where a query loses a whole piece. (For bf16 inputs m, l and o stay in fp32, since every merge rounds them anew.)
 
 # %% [markdown]
 # ## 3. Ring attention
@@ -202,7 +205,8 @@ def wait(work):
 # each rank adds its share, and after N passes they are at home.
 #
 # `order[r]` has the positions of rank r's tokens, from which each rank knows the mask of each step. Backward is folded
-# away; it is the same loop with five products in place of two.
+# away, a loop with five products in place of two. K and V travel while it computes, but the gradients only afterwards;
+# a faster ring hides them too, a step later.
 
 
 # %%
@@ -210,7 +214,7 @@ def keep_at(order, step, group=None):
     """The pairs that the causal mask leaves in a step, when the block of rank - step is here."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     queries, keys = order[rank], order[(rank - step) % n]
-    return (queries[:, None] >= keys).to(device())
+    return queries[:, None] >= keys
 
 
 def ring_forward(q, k, v, order, pairs, group=None):
@@ -222,7 +226,7 @@ def ring_forward(q, k, v, order, pairs, group=None):
         keep = keep_at(order, step, group)
         pairs.append(int(keep.sum()))
         if keep.any():
-            part = piece(q, *block, keep)
+            part = piece(q, *block, keep.to(q.device))
             total = part if total is None else merge(total, part)
         if step < n - 1:
             wait(work)
@@ -237,16 +241,19 @@ def ring_backward(q, k, v, out, lse, grad, order, group=None):
     delta = (grad * out).sum(-1, keepdim=True)  # from softmax's derivative
     dq, block, sums = torch.zeros_like(q), [k, v], [torch.zeros_like(k), torch.zeros_like(v)]
     for step in range(n):
-        (k, v), keep = block, keep_at(order, step, group)
+        if step < n - 1:
+            arrive, work = pass_on(block, group)  # travels while we compute
+        (k, v), keep = block, keep_at(order, step, group).to(q.device)
         scores = (q @ k.mT * scale).masked_fill(~keep, -torch.inf)
         p = torch.exp(scores - lse)
         ds = p * (grad @ v.mT - delta) * scale
         dq += ds @ k
         sums = [sums[0] + ds.mT @ q, sums[1] + p.mT @ grad]
-        travelling = sums if step == n - 1 else [*sums, *block]
-        arrive, work = pass_on(travelling, group)
-        wait(work)
-        sums, block = arrive[:2], arrive[2:]
+        sums, travel = pass_on(sums, group)
+        wait(travel)
+        if step < n - 1:
+            wait(work)
+            block = arrive
     return dq, *sums
 
 
@@ -300,9 +307,6 @@ backward_blocks.compare(trial.backward.sent / (2 * tokens_per_rank * 4 * 16 * 4)
 # again, and two gradients four times: 14 × 8,192.
 #
 # Output and gradients of q, k and v equal those of one process.
-#
-# > **Misconception.** "Ring attention is an approximation." It computes what one GPU computes. Only the order of a sum
-# > is another one.
 
 # %% [markdown]
 # ## 4. A ring in balance
@@ -363,8 +367,7 @@ pairs_of_last.compare(most["contiguous"])
 # **Compare.** 904 against 520 pairs with four ranks, 1.74 times, and not one byte more.
 #
 # For long sequences the factor is 2 − 1/N:
-# almost half of a contiguous ring is waiting. Zig-zag is exactly even, and stripes are off by a few pairs. (Our dense
-# `piece` also computes hidden pairs of a block, which a fused kernel skips tile by tile.)
+# almost half of a contiguous ring is waiting.
 
 # %% [markdown]
 # ## 5. When does the ring hide?
@@ -403,16 +406,25 @@ needed_tokens.compare(cp.overlap_tokens(GPUS["a100"].flops["bf16"], LINKS["nvlin
 # **Compare.** About 1,000 inside a node of A100s, 25,000 over a slow port, and 2,500 with GQA over a fast one
 # (*modelled*, at the peak).
 #
-# Two corrections work against each other. A balanced causal ring computes half of each block, which doubles the
-# need. And attention stays below the peak, at 35 % on H100s with FlashAttention-2 (*recorded*, Shah et al. 2024), which
-# lowers it again.
+# A balanced causal ring computes half of each block, which doubles the need, and a kernel is
+# slower than the peak, which lowers it: FlashAttention-2 reaches 35 % on an H100 (*recorded*, Shah et al. 2024), and
+# cuDNN's attention 636 TFLOP/s on an H200 with 16,384 tokens, but 306 with 512 (*recorded*, `gpu-check`).
+
+# %%
+peak, port = GPUS["h100"].flops["bf16"], LINKS["ib_ndr"].bandwidth
+for kernel, rate in (("FlashAttention-2", 0.35 * peak), ("cuDNN", 635.8e12)):
+    needed = cp.overlap_tokens(rate, port, causal=True)
+    print(f"{kernel:16} causal, H100, 400 Gb/s port: {needed:6,.0f} tokens a rank")
+
+# %% [markdown]
+# So a good kernel needs *more* tokens than the formula says, and a ring's small blocks make it slower.
 
 # %% [markdown]
 # ## 6. All-to-all, or gather: Ulysses and K/V
 #
 # **Ulysses** (Jacobs et al. 2023) uses that attention treats every *head* alone. An all-to-all turns some tokens with
 # all heads into all tokens with some heads. Then attention is local, with any fast kernel, and another all-to-all turns
-# back. Our autograd function also takes different numbers of rows for each rank, since the experts will need that. Its
+# back. Our autograd function also takes uneven numbers of rows, as the experts need. Its
 # backward is an all-to-all with the two lists swapped.
 
 
@@ -477,21 +489,11 @@ with_few.compare(ends[2])
 # %% [markdown]
 # **Compare.** An error: *the KV heads limit the degree of Ulysses*, and Llama 3 has 8.
 #
-# It is good that `unflatten` complains: gloo would
-# divide the numbers anyway, and return wrong results without a word (measured, PyTorch 2.13). The remedy is to repeat
-# KV heads until each rank has one.
+# Without `unflatten` gloo would divide the numbers anyway, and return wrong results without a word (measured, PyTorch
+# 2.13). The remedy is to repeat KV heads until each rank has one (exercise 4).
 
 
-# %%
-def ulysses_repeating(q, k, v):
-    times = max(1, dist.get_world_size() // k.shape[1])
-    return ulysses(q, *(x.repeat_interleave(times, dim=1) for x in (k, v)))
-
-
-trial = launch(try_ulysses, ulysses_repeating, n, few, world_size=n)[0]
-print("equal with repeated heads:", trial.error < 1e-5)
-
-# %% [markdown]
+#
 # The third way is the shortest: each rank **gathers K and V** of all tokens and attends with its own queries. It holds
 # T keys in place of two blocks and hides nothing, but any mask works as if nothing was split. Section 12 runs it. Which
 # way sends the least?
@@ -505,7 +507,20 @@ for method in ("ring, zig-zag", "Ulysses", "gather K and V"):
 # With equal heads Ulysses sends 2/N of a ring, because it splits K and V, and a ring passes all of them on. With GQA K
 # and V become small, but Q and the output do not, so a ring sends less, and a gather exactly as much as a ring.
 #
-# Try your own case (*modelled*: one layer, forward; a ring hides what it can, and the others hide nothing).
+# What is faster? *Recorded* in training, by two projects that had several ways in one program:
+#
+# | | ring | Ulysses | gather K and V |
+# |---|---|---|---|
+# | GLM-4.5-Air, 64k tokens, CP 4 on 8 H200, against no CP ([prime-rl #2418][a]) | −32 % | +1 % | |
+# | Llama 2 7B, 32k tokens, CP 16 on 64 TPU v5p, seconds a step ([maxtext #4687][b]) | 16.4 | 8.90 | 8.83 |
+#
+# The ring loses both times: it computes N small blocks with a merge after each, where the others call one kernel for
+# all keys. So try a gather or Ulysses first, and a ring where KV heads are few and all K and V do not fit.
+#
+# Try your own case (*modelled*: one layer, forward, at one rate for all blocks, which favours the ring).
+#
+# [a]: https://github.com/PrimeIntellect-ai/prime-rl/pull/2418
+# [b]: https://github.com/AI-Hypercomputer/maxtext/pull/4687
 
 # %%
 context_explorer()
@@ -551,8 +566,7 @@ class MoE(nn.Module):
 
 # %% [markdown]
 # **Expert parallelism** puts E/N of the experts on each rank. The router is small and stays whole everywhere. A rank's
-# tokens choose experts anywhere, so copies of them travel there and back. How many go to each rank differs from step to
-# step. This gives four moves:
+# tokens choose experts anywhere, so copies of them travel there and back. This gives four moves:
 #
 # 1. **sort** the copies by expert, which also sorts them by rank;
 # 2. exchange the **counts**, because nobody can receive without knowing how much;
@@ -596,8 +610,8 @@ class ParallelMoE(SomeExperts):
 
 
 # %% [markdown]
-# `try_experts` compares the output and the gradients of the input, of the router (summed over ranks, as each has seen
-# other tokens), and of each expert, which needs no sum, since all its tokens came to it.
+# `try_experts` compares the output and the gradients of the input, the router (summed over ranks) and the experts,
+# which need no sum, since all their tokens came to them.
 #
 # **Predict**: a rank has 256 tokens of 32 numbers in fp32, and each goes to two experts. How large is the input of its
 # dispatch?
@@ -624,7 +638,8 @@ dispatched.compare(trial.forward[1].bytes / 1e3)
 # **Compare.** 65,536 bytes: every token is sent twice, and about 1/N of the copies stay on the rank.
 #
 # The counts take a few bytes,
-# but everything waits for them: the host must know the splits before it can start the all-to-all.
+# but everything waits for them: the host must know the splits before it can start the all-to-all. And a rank whose
+# experts get no token still enters all three, and two more in backward, so its result must depend on what it received.
 #
 # A router has no reason to be fair, though. If one expert is popular, its rank gets more rows, and all others wait in
 # the combine. We shift all tokens toward expert 0:
@@ -647,16 +662,15 @@ print(f"rows {loads}: the slowest rank has {factor:.2f} times the mean")
 #
 # | switch | what it does | here |
 # |---|---|---|
-# | `context_parallel_degree` | ranks that share a sequence; FSDP shards the weights over them too | 3 |
+# | `context_parallel_degree` | ranks that share a sequence; K and V are gathered, FlexAttention only | 6, 12 |
 # | `context_parallel_load_balancer` | `headtail`: zig-zag, the default; `ptrr` for other masks | 4 |
 # | `expert_parallel_degree` | ranks that share the experts; it must divide dp_shard · cp · tp | 7, 13 |
-# | `load_balance_coeff` of the model | step of the bias, 0.001 by default | 10 |
 # | `moe_comm_backend` of the model | `standard` (all-to-all), `deepep`, `hybridep` or `minimal_async_ep` | 13 |
 #
-# The first three are set as `--parallelism.context_parallel_degree=4`, the other two where the model is defined. At
-# that commit, context parallelism works with FlexAttention only. Before you choose a degree, ask: is it the *sequence*
-# that does not fit, or the batch? Do the KV heads allow Ulysses, or make a gather cheap? Does each rank hold enough
-# tokens to hide a ring on *your* link?
+# The last one belongs to the model, the others are options, such as `--parallelism.context_parallel_degree=4`.
+# Ulysses came in September 2026 ([#4450](https://github.com/pytorch/torchtitan/pull/4450)); a ring is not there. In
+# Megatron Core you choose by `--context-parallel-size` and `--cp-comm-type`: `p2p` (the ring, its default),
+# `all_gather`, `a2a` (Ulysses) or `a2a+p2p`.
 
 # %% [markdown] tags=["deeper"]
 # ## 9. Full experts and idle ranks · deeper
@@ -681,13 +695,6 @@ class CapacityMoE(ParallelMoE):
         return order[(place <= limit)[order]]
 
 
-# %% [markdown] tags=["deeper"]
-# **Predict**: with factor 1, every expert has room for exactly its share. What part of all copies of the skewed tokens
-# is dropped, and is the load even then?
-
-# %% tags=["deeper"]
-lost = predict("copies dropped with factor 1", unit="%")
-
 # %% tags=["deeper"]
 for given in (2.0, 1.25, 1.0):
     CapacityMoE.factor = given
@@ -695,17 +702,24 @@ for given in (2.0, 1.25, 1.0):
     loads, dropped = [m.load for m in kept], sum(m.dropped for m in kept) / (512 * n)
     print(f"factor {given:4}: rows {loads}, {dropped:.0%} of copies dropped")
 
-# %% jupyter={"source_hidden": true} tags=["deeper"]
-assert max(loads) <= 2 * ep.capacity(256, 2 * n, 2, 1.0) * n and dropped > 0.1
-lost.compare(100 * dropped)
-
 # %% [markdown] tags=["deeper"]
-# **Compare.** A quarter with four ranks, and the load is more even, but not even: the full experts are cut off, and
-# others are still not full, because what is dropped at one expert does not move to another.
+# With factor 1 every expert has room for exactly its share of the skewed tokens. A quarter of the copies is dropped,
+# and the load is still not even: what is dropped at a full expert does not move to another.
 #
 # So capacity bounds time and memory, at the
 # price of tokens that learn less. The better answer is a router that is even by itself (section 10), and DeepSeek-V3,
 # which has one, drops no tokens at all.
+#
+# A capacity had another use: with equally many rows for each expert, one batched product computes them all. A
+# **grouped product** takes uneven groups, sorted by expert, and replaces the loop in `compute`. On a GPU it wants bf16.
+
+# %% tags=["deeper"]
+groups = torch.tensor([5, 0, 3, 8])  # rows of each expert
+rows_of_all, weights = torch.randn(16, 32), torch.randn(4, 32, 64)
+ends_of_groups = groups.cumsum(0, dtype=torch.int32)
+together = F.grouped_mm(rows_of_all, weights, offs=ends_of_groups)
+one_by_one = [r @ w for r, w in zip(rows_of_all.split(groups.tolist()), weights, strict=True)]
+print("equal to a loop:", torch.allclose(together, torch.cat(one_by_one), atol=1e-4))
 
 # %% [markdown] tags=["deeper"]
 # ## 10. Auxiliary loss against bias · deeper
@@ -779,47 +793,28 @@ even_first.compare("auxiliary loss")
 # auxiliary loss it is near 1 after one or two steps, with the bias after about ten.*
 #
 # The loss is faster here because it is strong and has no rival: nothing else is learned in this cell. In a real
-# training its weight is small, 0.01 in the Switch Transformer, so that it does not hurt the language. The bias needs no
-# such bargain. DeepSeek-V3 took u = 0.001 for 14.3 trillion tokens, then 0, and a sequence-wise loss with a weight of
-# only 0.0001 beside it ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437), section 4.2). Both need the load over
-# *all* ranks, one small all-reduce. With a bias of its own, each rank would choose by a rule of its own, and the ranks
-# would no longer train one model.
+# training its weight is small, 0.01 in the Switch Transformer. The bias needs no such bargain. DeepSeek-V3 took u =
+# 0.001 for 14.3 trillion tokens, then 0, and a sequence-wise loss with a weight of only 0.0001 beside it ([arXiv
+# 2412.19437](https://arxiv.org/abs/2412.19437), section 4.2). The bias needs the load over *all* ranks, one small
+# all-reduce: with a bias of its own, each rank would choose by a rule of its own, and the ranks would no longer train
+# one model. The loss may do without, since gradients are averaged anyway. Megatron Core counts over a micro-batch
+# (`aux_loss`), a sequence (`seq_aux_loss`) or all ranks (`global_aux_loss`).
 
 # %% [markdown] tags=["deeper"]
 # ## 11. Table 2 of Ring Attention · deeper
 #
-# The paper prints the condition of section 5 for five machines (*recorded*, [arXiv
-# 2310.01889](https://arxiv.org/abs/2310.01889), table 2). One row does not fit its own formula:
+# The paper prints the condition of section 5 for five machines. One row does not fit its own formula.
 
 # %% tags=["deeper"]
-for name, (tflops, gigabytes, printed) in cp.RING_TABLE_2.items():
-    print(f"{name:17} {tflops:5.0f} TFLOP/s, {gigabytes:5.1f} GB/s, {printed:5.1f}k tokens")
-
-# %% [markdown] tags=["deeper"]
-# **Predict**: which one? Divide in your head.
-
-# %% tags=["deeper"]
-misfit = predict("the row that does not fit", ["first", "second", "third", "one of the last two"])
-
-# %% tags=["deeper"]
-odd = []
 for name, (tflops, gigabytes, printed) in cp.RING_TABLE_2.items():
     needed = cp.overlap_tokens(tflops * 1e12, gigabytes * 1e9) / 1000
-    print(f"{name:17} printed {printed:5.1f}k, computed {needed:6.2f}k,", end="")
-    print(f" sequence {6 * needed:6.1f}k tokens")
-    if abs(needed - printed) > 0.06:
-        odd.append(name)
-print("does not fit:", *odd)
-
-# %% jupyter={"source_hidden": true} tags=["deeper"]
-assert odd == ["A100, InfiniBand"]
-misfit.compare("second")
+    odd = "  does not fit" if abs(needed - printed) > 0.06 else ""
+    print(f"{name:17} printed {printed:5.1f}k, computed {needed:6.2f}k tokens a rank{odd}")
 
 # %% [markdown] tags=["deeper"]
-# **Compare.** 312 TFLOP/s over 12.5 GB/s are 24,960 tokens, and the paper has 24.5k.
-#
-# It is a small slip and harmless, but it shows how easily
-# published figures are checked. The last column is the paper's minimal sequence, six blocks of memory.
+# 312 TFLOP/s over 12.5 GB/s are 24,960 tokens, and the paper has 24.5k (*recorded*, [arXiv
+# 2310.01889](https://arxiv.org/abs/2310.01889), table 2). A harmless slip, but it shows how easily published figures
+# are checked.
 
 # %% [markdown] tags=["deeper"]
 # ## 12. Why Llama 3 gathers K and V · deeper
@@ -827,11 +822,6 @@ misfit.compare("second")
 # Llama 3 405B was trained at the end with 131,072 tokens, CP 16 and TP 8. It uses zig-zag, and no ring but a gather
 # ([arXiv 2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2). Two reasons are given: masks that separate
 # documents stay simple, and with GQA K and V are much smaller than Q.
-#
-# **Predict**: how large are K and V of a layer, how large is Q, and how long does the gather take against attention?
-
-# %% tags=["deeper"]
-gather_share = predict("the gather takes", unit="% of attention's time")
 
 # %% tags=["deeper"]
 big, long, ranks, tp = PUBLISHED["Llama 3 405B"], 131_072, 16, 8
@@ -841,18 +831,39 @@ split = cp.Attention("gather K and V", long, big.heads // tp, big.kv_heads // tp
 print(f"K and V of a layer {both / mib:.0f} MiB, Q {queries / mib:,.0f} MiB")
 print(f"a rank sends {split.sent / mib:.0f} MiB: {1e3 * split.sending_seconds:.1f} ms at 50 GB/s")
 print(f"attention of a rank: {1e3 * split.compute_seconds:.1f} ms at 400 TFLOP/s")
-
-# %% jupyter={"source_hidden": true} tags=["deeper"]
 assert (both / mib, queries / mib, split.sent / mib) == (512, 4096, 60)
-gather_share.compare(100 * split.sending_seconds / split.compute_seconds)
 
 # %% [markdown] tags=["deeper"]
-# **Compare.** 1.3 ms against 11 ms (*modelled*).
+# 1.3 ms against 11 ms (*modelled*): a ring would hide little, and compute in 16 smaller pieces. The run reached 380
+# TFLOP/s on each GPU with 131,072 tokens, after 400 with 8,192 tokens on the same 16,384 GPUs (*recorded*, table 4).
 #
-# A ring would hide it, but there is little to hide, and it would compute in 16
-# smaller pieces with a merge after each. (Ulysses inside a node and a ring between nodes can also be combined.) The run
-# reached 380 TFLOP/s on each GPU with 131,072 tokens, after 400 with 8,192 tokens on the same 16,384 GPUs (*recorded*,
-# table 4).
+# The first reason, documents: short ones are **packed** into one sequence, and a token sees only its own document.
+#
+# **Predict**: a half of our sequence is one document, and two more have a quarter each. In which order of tokens is the
+# work nearest to even?
+
+# %% tags=["deeper"]
+packed = predict("even with packed documents", ["contiguous", "zig-zag", "striped"])
+
+# %% tags=["deeper"]
+positions = torch.arange(length)
+document = (positions >= length // 2).long() + (positions >= 3 * length // 4)
+visible = (positions[:, None] >= positions) & (document[:, None] == document)
+uneven = {}
+for name, order in orders.items():
+    pairs = [int(visible[mine].sum()) for mine in order]
+    uneven[name] = max(pairs) / (sum(pairs) / n)
+    print(f"{name:11} pairs {pairs}, at most {uneven[name]:.2f} times the mean")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert min(uneven, key=uneven.get) == "striped"
+packed.compare("striped")
+
+# %% [markdown] tags=["deeper"]
+# **Compare.** Striped, because every rank has a part of every document. Zig-zag balances one document, and not three.
+#
+# So libraries deal each document out in zig-zag (`_PerDocumentHeadTailLoadBalancer` in PyTorch 2.13) or search for a
+# good order (`_PTRRLoadBalancer`). With a gather, any of these masks is applied to local queries and all keys.
 #
 # The gather itself is short. Its backward sums the gradients of all ranks, a reduce-scatter.
 
@@ -893,57 +904,54 @@ assert trial.error < 1e-5
 # %% [markdown] tags=["deeper"]
 # Each all-gather makes 32,768 bytes of 8,192 on each of 4 ranks, so a rank sends three times its own, as in a ring.
 #
-# PyTorch has `context_parallel`, still experimental in 2.13. Inside the block it shards the buffers that you name, here
-# also the positions, and replaces `scaled_dot_product_attention`. What does it do on a CPU?
+# PyTorch has a ring in its `context_parallel`, still experimental in 2.13. Zig-zag is its default, and it has two ways
+# to pass K and V on. The entry leads to it only from fused kernels of a GPU (`call_maps` in `_attention.py`), so we
+# call the ring itself, with the CPU's kernel:
 
 
 # %% tags=["deeper"]
-def library(is_causal):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def library_ring(q, k, v):
+    from torch.distributed.tensor.experimental._context_parallel import _attention
 
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    ring = _attention._templated_ring_attention
+    return ring(dist.group.WORLD, 2, kernel, q, k, v, is_causal=True)[0]
+
+
+def try_library(way):
+    from torch.distributed.tensor.experimental._context_parallel import set_rotate_method
+
+    set_rotate_method(way)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 4, 8 * dist.get_world_size(), 16) for _ in range(3))
-    expected, positions = F.scaled_dot_product_attention(q, k, v), torch.arange(q.shape[2])
-    buffers, dims = [q, k, v, expected, positions], [2, 2, 2, 2, 0]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with record() as ledger, context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims):
-        with sdpa_kernel(SDPBackend.MATH):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-        return positions.tolist(), (out - expected).abs().max().item(), ledger
+    q, k, v = torch.randn(3, 2, 4, length, 16)
+    mine, whole = (
+        orders["zig-zag"][dist.get_rank()],
+        piece(q, k, v, positions[:, None] >= positions),
+    )
+    with record() as ledger:
+        out = library_ring(*(x[:, :, mine] for x in (q, k, v)))
+    return (out - finish(whole)[0][:, :, mine]).abs().max().item(), ledger
 
-
-found = launch(library, False, world_size=n, backend="gloo")
-for rank, (positions, error, _) in enumerate(found):
-    print(f"rank {rank} holds tokens {positions}")
-    assert positions == zigzag(8 * n, n)[rank].tolist() and error < 1e-5
-print([(entry.op, entry.bytes) for entry in found[0][2]])
 
 # %% tags=["deeper"]
-with expect_error(WorkerError):
-    launch(library, True, world_size=n, backend="gloo")
+for way in ("allgather", "alltoall"):
+    error, ledger = launch(try_library, way, world_size=n, backend="gloo")[0]
+    print(f"{way}: equal {error < 1e-5},", [f"{entry.op} {entry.bytes:,}" for entry in ledger])
 
 # %% [markdown] tags=["deeper"]
-# It shards in zig-zag order and gathers K and V, two all-gathers and no ring (measured, gloo, PyTorch 2.13, the `MATH`
-# kernel). With a causal mask, which is the case that a GPT needs, this kernel fails, and the CPU's flash kernel has no
-# sharding strategy at all. On a CPU it is good for looking at its sharding, and no more. Nothing of this was tried on a
-# GPU.
+# It equals one process, forward. Its default gathers K and V in one buffer and computes block by block all the same,
+# with a merge after each; `alltoall` passes the blocks on, one all-to-all a step (measured, gloo).
 
 # %% [markdown] tags=["deeper"]
 # ## 13. Experts in the mesh · deeper
 #
 # Where do the ranks of an expert group come from? Not from new GPUs. The ranks that share experts are *data-parallel*
-# ranks for everything else: each has its own tokens, and a whole attention. So **EP lies inside DP**. What is left of
-# DP for the experts is DP/EP copies of each expert, among which its gradients are averaged.
+# ranks for everything else: each has its own tokens, and a whole attention. So **EP lies inside DP**, and DP/EP copies
+# of each expert are left, among which its gradients are averaged. (torchtitan and Megatron Core can take ranks from CP
+# and TP as well.)
 #
 # DeepSeek-V3 (*recorded*, [arXiv 2412.19437](https://arxiv.org/abs/2412.19437)) has 671 billion parameters, 58 layers
 # with 256 experts each, and was trained on 2,048 H800 with PP 16 and EP 64, without tensor parallelism.
-#
-# **Predict**: what part of its parameters are experts, and how many billions of them does a GPU hold?
-
-# %% tags=["deeper"]
-part = predict("of the parameters are experts", unit="%")
 
 # %% tags=["deeper"]
 v3 = ep.DEEPSEEK_V3
@@ -953,13 +961,9 @@ copies = v3.gpus // v3.pp // v3.ep
 print(f"an expert {expert / 1e6:.2f}M, all {routed / 1e9:.1f}B, {routed / v3.parameters:.0%}")
 print(f"a GPU holds {routed / v3.ep / v3.pp / 1e9:.2f}B; each expert exists {copies} times")
 
-# %% jupyter={"source_hidden": true} tags=["deeper"]
-assert round(routed / 1e9, 1) == 653.9 and copies == 2
-part.compare(100 * routed / v3.parameters)
-
 # %% [markdown] tags=["deeper"]
-# **Compare.** 97 % of the model are experts. Divided by 64 and 16 they are 0.64B on a GPU, so no tensor parallelism is
-# needed to make them fit.
+# 97 % of the model are experts. Divided by 64 and 16 they are 0.64B on a GPU, so no tensor parallelism is needed to
+# make them fit.
 #
 # The price is the all-to-all. A token goes to 8 experts, which are spread over 8 nodes, and the links between nodes are
 # the slow ones. DeepSeek-V3 sends a token only once to a node, from where NVLink carries it on, and lets the router
@@ -972,39 +976,34 @@ on_nodes = predict("8 of 256 experts are on", unit="nodes of 8")
 
 # %% tags=["deeper"]
 without = ep.expected_nodes(v3.experts, v3.top_k, v3.nodes)
-row = ep.DEEPEP_LOW_LATENCY[0].token_bytes
 ways = {"for each expert": v3.top_k, "for each node": without, "at most 4 nodes": v3.most_nodes}
 for name, sends in ways.items():
-    size = 4096 * sends * row
-    ms = 1e3 * size / LINKS["ib_ndr"].bandwidth
-    print(f"{name:15} {sends:.1f} copies, {decimal_bytes(size)} for 4,096 tokens, {ms:.1f} ms")
+    print(f"{name:15} {sends:.1f} copies of each of 4,096 tokens,", end="")
+    for row in ep.DEEPEP_LOW_LATENCY[0], ep.DEEPEP_LOW_LATENCY[2]:
+        ms = 1e3 * 4096 * sends * row.token_bytes / LINKS["ib_ndr"].bandwidth
+        print(f" {row.name} {ms:4.1f} ms", end="")
+    print()
 
 # %% jupyter={"source_hidden": true} tags=["deeper"]
 assert 5 < without < 5.5
 on_nodes.compare(without)
 
 # %% [markdown] tags=["deeper"]
-# **Compare.** 5.3 of 8 nodes, so sending once for each node saves a third, and the limit a quarter more (*modelled*:
-# FP8 rows of 7,392 bytes, all nodes counted as far ones, one 400 Gb/s port).
+# **Compare.** 5.3 of 8 nodes, so sending once for each node saves a third, and the limit a quarter more.
 #
-# Every layer pays this twice in forward and twice in
-# backward. DeepSeek hides it behind the computation of another micro-batch.
+# (*Modelled*: rows of 7,392 bytes in FP8 with their scales, and of 14,336 in BF16 on the way back; all nodes counted as
+# far ones, one 400 Gb/s port.) Every layer pays both in forward and again in backward. DeepSeek hides them behind the
+# computation of another micro-batch.
 #
-# DeepEP is their library for it. Its low-latency kernels are for generation, with 128 tokens on each rank. The bytes of
-# section 7, divided by the published times, should be the published bandwidths.
+# [DeepEP](https://github.com/deepseek-ai/DeepEP) is their library for it. Its first version measured 51 GB/s for this
+# dispatch on 64 ranks (*recorded*, docs/legacy.md), which gives the same 2.4 ms. Its second version of 2026 has one
+# buffer for training and generation, and publishes more than the port of 50 GB/s carries. Its note says that local
+# traffic is counted. Suppose that this is what stays in the node, one copy in as many as there are nodes:
 
 # %% tags=["deeper"]
-for one in ep.DEEPEP_LOW_LATENCY:
-    computed = one.tokens * one.top_k * one.token_bytes / one.seconds
-    print(f"{one.name:8} EP {one.ep:2}: {1e6 * one.seconds:.0f} µs,", end="")
-    print(f" {computed / 1e9:5.1f} GB/s, published {one.bandwidth / 1e9:.0f}")
-    assert abs(computed / one.bandwidth - 1) < 0.02
-
-# %% [markdown] tags=["deeper"]
-# All four within 2 % (*recorded*, [DeepEP](https://github.com/deepseek-ai/DeepEP), docs/legacy.md; that a row has 56
-# scales of 4 bytes is inferred). So their bandwidth counts every copy, also those that stay on the rank. 98 GB/s is
-# more than a port of 50 GB/s carries, so with 8 ranks NVLink must help; with 64 ranks it is close to the port. Dispatch
-# is in FP8 and combine in BF16, so the way back takes almost twice as long.
+for nodes, published in ((2, 90), (4, 61)):
+    over_port = published * (nodes - 1) / nodes
+    print(f"{nodes} nodes of 8: published {published} GB/s, over the port {over_port:.0f} GB/s")
 
 # %% [markdown] tags=["deeper"]
 # ## 14. Both in the small GPT · deeper
@@ -1103,17 +1102,28 @@ def rows(parts, index):
 
 # %% [markdown] tags=["deeper"]
 # Gradients are averaged over all ranks, since with CP as well each rank has seen other tokens. Experts are the
-# exception: look where their gradients are summed.
+# exception: an expert's gradient has the tokens of its whole group already, through the all-to-all. So it is summed
+# only over the copies in other groups. All are divided by the number of ranks, because each rank's loss is a mean over
+# its own tokens.
 
 
 # %% tags=["deeper"]
-def train(make, steps=5):
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.3)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.003)
+
+
+# %% tags=["deeper"]
+def train(make, expert_divisor=n, optimizer_of=sgd, steps=5):
     """Mean loss of each step."""
     shape = (n // inner, inner)
     mesh = init_device_mesh(device().type, shape, mesh_dim_names=("dp", "inner"))
     model, mine, positions = make(mesh)
     model.to(device())
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.3), []
+    optimizer, losses = optimizer_of(model.parameters()), []
     for step in range(steps):
         x, y = windows.batch(range(2 * n * step, 2 * n * (step + 1)), device())
         loss = next_token_loss(model(x[mine][:, positions]), y[mine][:, positions])
@@ -1121,7 +1131,7 @@ def train(make, steps=5):
         for name, p in model.named_parameters():
             expert = name.endswith(("moe.up", "moe.down"))
             dist.all_reduce(p.grad, group=mesh["dp"].get_group() if expert else None)
-            p.grad /= n
+            p.grad /= expert_divisor if expert else n
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().clone())
@@ -1130,10 +1140,10 @@ def train(make, steps=5):
 
 
 # %% tags=["deeper"]
-def alone(make, steps=5):
+def alone(make, optimizer_of=sgd, steps=5):
     """The same in one process."""
     model, losses = make().to(device()), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = optimizer_of(model.parameters())
     for step in range(steps):
         x, y = windows.batch(range(2 * n * step, 2 * n * (step + 1)), device())
         losses.append(next_token_loss(model(x), y))
@@ -1155,12 +1165,48 @@ for name, (make, whole) in runs.items():
     print(f"{name}:", *(f"{loss:.3f}" for loss in losses), " as in one process")
 
 # %% [markdown] tags=["deeper"]
-# An expert's gradient has the tokens of all ranks of its own group already, through the all-to-all. So it is summed
-# only over the copies in other groups, and still divided by *all* ranks, because each rank's loss is a mean over its
-# own tokens. To divide by the number of copies makes experts learn EP times as fast, a fault that no message reports.
+# **Predict**: now suppose that experts' gradients are divided by the number of their copies, since over these they are
+# summed. With which optimizer are the losses still those of one process?
+
+# %% tags=["deeper"]
+optimizers = ["SGD", "Adam", "both", "neither"]
+same_losses = predict("the same losses with", optimizers)
+
+# %% tags=["deeper"]
+apart = {}
+for name, optimizer_of in (("SGD", sgd), ("Adam", adam)):
+    losses = launch(train, ep_dp, n // inner, optimizer_of, world_size=n)[0]
+    expected = launch(alone, expert_gpt, optimizer_of, world_size=1, backend="gloo")[0]
+    apart[name] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    print(f"{name}: losses differ by at most {apart[name]:.4f} from those of one process")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert apart["SGD"] > 10 * apart["Adam"]
+same_losses.compare("Adam")
+
+# %% [markdown] tags=["deeper"]
+# **Compare.** Adam: it divides by the size of the gradients, so a constant factor cancels. With SGD the experts learn
+# EP times as fast, and no message says so.
 #
-# > **What changes on real GPUs.** NCCL's messages run on a stream of their own, beside the kernels of attention. And
-# > `tolist()` of the counts makes the host wait for the GPU in each layer, which code for production avoids.
+# The norm by which gradients are clipped is wrong with both.
+#
+# One more divisor is often wrong under CP. A prompt or padding does not count in the loss, and a mean over ranks is
+# the mean over tokens only if all ranks have equally many that count:
+
+# %% tags=["deeper"]
+of_token, counts = torch.rand(length), positions >= 5 * length // 8  # the prompt does not count
+of_ranks = [of_token[mine][counts[mine]].mean() for mine in orders["zig-zag"]]
+print(f"mean over tokens {of_token[counts].mean():.3f}, of ranks", end="")
+print(*(f" {loss:.3f}" for loss in of_ranks), f"and their mean {torch.stack(of_ranks).mean():.3f}")
+
+# %% [markdown] tags=["deeper"]
+# With four ranks one has no counted token, and a mean over nothing is NaN. The cure is to sum the losses of the
+# rank's tokens, divide by the number of counted tokens of *all* ranks, one small all-reduce, and sum the gradients
+# without dividing again. torchtitan does so (`global_valid_tokens`), and then experts need no divisor either.
+#
+# > **What changes on real GPUs.** NCCL's messages run on a stream of their own, beside the kernels of attention. But
+# > `tolist()` of the counts and the boolean indexing in `compute` make the host wait for the GPU in each layer. The
+# > `standard` dispatcher of torchtitan waits as well; to avoid it, its `hybridep` can take buffers of a fixed capacity.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
@@ -1177,11 +1223,11 @@ print(f"a skewed router: the slowest rank has {factor:.2f} times the mean load")
 predictions()
 
 # %% [markdown]
-# - Context parallelism divides activations *and* work.
+# - Context parallelism divides activations, logits *and* work.
 # - Softmax over pieces needs m, l and o. A ring passes K and V round, in backward their gradients as well.
 # - Balance is a matter of order, and it costs no bytes.
-# - A ring hides if a rank has at least FLOP/s ÷ (bytes/s) tokens, fewer with GQA.
-# - Ulysses splits heads, so KV heads are its limit. Gathering K and V is simple, and cheap with GQA.
+# - A ring hides if a rank has FLOP/s ÷ (bytes/s) tokens, fewer with GQA. Recorded rings were slower all the same.
+# - Ulysses splits heads, so KV heads are its limit. A gather is simple, and cheap with GQA.
 # - Experts need counts first, then dispatch and combine. A full expert delays all ranks.
 #
 # **Now you can answer**

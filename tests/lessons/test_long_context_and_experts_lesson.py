@@ -50,3 +50,16 @@ def test_an_expert_without_tokens_is_no_fault():
 
     (error, load), (other, empty) = launch(nobody_goes_to_rank_1, world_size=2, backend="gloo")
     assert max(error, other) < 1e-4 and (load, empty) == (24, 0)
+
+
+def test_a_loss_in_chunks_is_the_loss():
+    torch.manual_seed(0)
+    hidden, head, targets = torch.randn(64, 16), torch.randn(300, 16), torch.randint(300, (64,))
+    found = []
+    for options in (None, torch.nn.LinearCrossEntropyOptions()):
+        x, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        loss = F.linear_cross_entropy(x, w, targets, options=options)
+        loss.backward()
+        found.append((loss.detach(), x.grad, w.grad))
+    for whole, in_chunks in zip(*found, strict=True):
+        assert torch.allclose(whole, in_chunks, atol=1e-5)
