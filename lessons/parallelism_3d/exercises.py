@@ -249,9 +249,9 @@ check.hybrid_training(hybrid_training)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `dist.init_device_mesh("cpu", (nodes, gpus_per_node), mesh_dim_names=("dp", "tp"))`: tp is last, so its ranks are
-# neighbours, on one node, and `mesh.get_group("tp")` is their group. `divmod(rank, gpus_per_node)` is the pair of node
-# and GPU. The node says which samples, the GPU says which weights.
+# `dist.init_device_mesh("cpu", (nodes, gpus_per_node), mesh_dim_names=("dp", "tp"))`, on GPUs with "cuda": tp is last,
+# so its ranks are neighbours, on one node, and `mesh.get_group("tp")` is their group. `divmod(rank, gpus_per_node)` is
+# the pair of node and GPU. The node says which samples, the GPU says which weights.
 # </details>
 # <details><summary>Hint 2</summary>
 #

@@ -29,7 +29,7 @@
 # deeper sections, under a minute to run.
 
 # %% [markdown]
-# Parameters and helpers:
+# Imports:
 
 # %% tags=["parameters"]
 import itertools
@@ -327,7 +327,7 @@ for rank, run in enumerate(runs):
 # shards, slices and stages. PyTorch's `clip_grad_norm_` refuses, because matrices lie on the mesh (dp, tp) but layer
 # norms on (dp). The norm of one `DTensor` after the other would work, with a collective or two for each: 111 on two
 # replicas with two slices. So group gradients by mesh. The norm of a group adds up slices, counts copies once, and
-# takes an all-reduce for each dimension of its mesh, so all take three:
+# takes an all-reduce for each dimension of its mesh: three for both groups.
 
 
 # %%
@@ -488,7 +488,7 @@ assert score.median < 0.08 < 0.15 < score.guess
 # heads and 8 key-value heads. Its states are 1.13 TB, 18 GB a GPU. Here are six layouts, as TP × PP × DP: 8 × 4 × 2,
 # 8 × 4 × 4, 16 × 2 × 2, 2 × 32 × 1; then FSDP over 64, and HSDP with a replica in each node.
 #
-# **Predict** which can run, and why the others cannot.
+# **Predict** which of them the planner lets run, and why not the others.
 
 # %%
 can_run = predict("layouts that can run")
@@ -594,8 +594,8 @@ for name, one in neighbours.items():
 
 # %% [markdown]
 # The batch decides first: 2,048 sequences allow 2,048 replicas of eight GPUs. But one sequence is too little computing
-# to hide gathers (last line), so fewer replicas get more GPUs. TP is 8, because eight GPUs share NVLink (in a GB200
-# NVL72 it is 72). With TP 4 each replica has 8 micro-batches for 16 stages, so at least half of the stages wait;
+# to hide gathers (last line), so there are fewer replicas, of more GPUs. TP is 8, because eight GPUs share NVLink (in a
+# GB200 NVL72 it is 72). With TP 4 each replica has 8 micro-batches for 16 stages, so at least half of the stages wait;
 # Megatron-LM's schedule refuses this, as does PyTorch's `Schedule1F1B`. PP 32 has only 32 micro-batches, so its bubble
 # is larger, and with PP 4 a stage does not fit.
 
