@@ -514,8 +514,8 @@ for method in ("ring, zig-zag", "Ulysses", "gather K and V"):
 # | GLM-4.5-Air, 64k tokens, CP 4 on 8 H200, against no CP ([prime-rl #2418][a]) | −32 % | +1 % | |
 # | Llama 2 7B, 32k tokens, CP 16 on 64 TPU v5p, seconds a step ([maxtext #4687][b]) | 16.4 | 8.90 | 8.83 |
 #
-# The ring loses both times: it computes N small blocks with a merge after each, where the others call one kernel for
-# all keys. So try a gather or Ulysses first, and a ring where KV heads are few and all K and V do not fit.
+# The ring loses both times, probably by its N small blocks with a merge after each; the others call one kernel. So try
+# a gather or Ulysses first, and a ring where KV heads are few and all K and V do not fit.
 #
 # Try your own case (*modelled*: one layer, forward, at one rate for all blocks, which favours the ring).
 #
@@ -904,8 +904,8 @@ assert trial.error < 1e-5
 # %% [markdown] tags=["deeper"]
 # Each all-gather makes 32,768 bytes of 8,192 on each of 4 ranks, so a rank sends three times its own, as in a ring.
 #
-# PyTorch has a ring in its `context_parallel`, still experimental in 2.13. Zig-zag is its default, and it has two ways
-# to pass K and V on. The entry leads to it only from fused kernels of a GPU (`call_maps` in `_attention.py`), so we
+# PyTorch has a ring in its `context_parallel`, still experimental in 2.13. Zig-zag is its default order, and it passes
+# K and V on in two ways. The entry leads to it only from fused kernels of a GPU (`call_maps` in `_attention.py`), so we
 # call the ring itself, with the CPU's kernel:
 
 
@@ -951,7 +951,8 @@ for way in ("allgather", "alltoall"):
 # and TP as well.)
 #
 # DeepSeek-V3 (*recorded*, [arXiv 2412.19437](https://arxiv.org/abs/2412.19437)) has 671 billion parameters, 58 layers
-# with 256 experts each, and was trained on 2,048 H800 with PP 16 and EP 64, without tensor parallelism.
+# with 256 experts and a shared one that sees every token, and was trained on 2,048 H800 with PP 16 and EP 64, without
+# tensor parallelism.
 
 # %% tags=["deeper"]
 v3 = ep.DEEPSEEK_V3
@@ -1194,7 +1195,8 @@ same_losses.compare("Adam")
 # the mean over tokens only if all ranks have equally many that count:
 
 # %% tags=["deeper"]
-of_token, counts = torch.rand(length), positions >= 5 * length // 8  # the prompt does not count
+of_token = torch.rand(length)
+counts = torch.arange(length) >= 5 * length // 8  # the prompt does not count
 of_ranks = [of_token[mine][counts[mine]].mean() for mine in orders["zig-zag"]]
 print(f"mean over tokens {of_token[counts].mean():.3f}, of ranks", end="")
 print(*(f" {loss:.3f}" for loss in of_ranks), f"and their mean {torch.stack(of_ranks).mean():.3f}")

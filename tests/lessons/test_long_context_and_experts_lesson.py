@@ -52,6 +52,7 @@ def test_an_expert_without_tokens_is_no_fault():
     assert max(error, other) < 1e-4 and (load, empty) == (24, 0)
 
 
+@pytest.mark.filterwarnings("error")  # it warns where it does not work in chunks
 def test_a_loss_in_chunks_is_the_loss():
     torch.manual_seed(0)
     hidden, head, targets = torch.randn(64, 16), torch.randn(300, 16), torch.randint(300, (64,))
