@@ -312,11 +312,11 @@ RIGHT["ring_attention"] = {
 
 # --- exercise 4: Ulysses
 
-SPLIT = "non-empty|chunk|match"  # errors of few heads
+SPLIT = "non-empty|chunk|match|group size|plit sizes"  # errors of heads that are cut wrongly
 HEADS = [  # ranks, name, heads, KV heads
     (2, "4 heads, 4 KV heads", 4, 4),
     Case(2, "8 heads, 4 KV heads", (8, 4), "grouped", SPLIT),
-    (4, "8 heads, 4 KV heads", 8, 4),
+    Case(4, "8 heads, 4 KV heads", (8, 4), "only-two-ranks", SPLIT),
     Case(4, "8 heads, 2 KV heads", (8, 2), "few-heads", SPLIT),
     Case(2, "6 heads, 3 KV heads", (6, 3), "few-heads", SPLIT),
     (1, "4 heads, 2 KV heads", 4, 2),
@@ -371,6 +371,8 @@ MISTAKES["ulysses"] = {
                   "g = q.shape[1] // kv_heads\nk, v = k.repeat(1, g, 1, 1), v.repeat(1, g, 1, 1)"},
              {"k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)":
                   "k, v = k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1)"}]),
+    "only-two-ranks": ("It is right with two ranks. With N ranks the heads are cut into N parts.",
+            "x.chunk(n, dim=cut)  ->  x.chunk(2, dim=cut)"),
     "few-heads": ("The number of ranks does not divide the KV heads here, so some of them have to be copied before "
                   "they are sent. How many are there then at least?",
             ["math.lcm(n, kv_heads) // kv_heads  ->  1",
