@@ -81,7 +81,8 @@ def launch(
         Rate of each host's link in each direction, such as ``"100mbit"`` (kbit, mbit or gbit). Default: no limit.
     fault : str, optional
         What is broken between the hosts: ``"cable pulled"``, ``"port closed"``, ``"only one port open"``,
-        ``"wrong name"``, ``"unknown name"``, ``"wrong address"`` or ``"wrong interface"``. The ranks have half of
+        ``"wrong name"``, ``"unknown name"``, ``"wrong address"``, ``"wrong interface"`` or ``"slow cable"``, a third
+        of ``link``. The ranks have half of
         ``timeout`` to make their process group, so that PyTorch's error comes before :class:`HangError`; with
         ``init=False`` the time-out is that of the program.
     verify : bool

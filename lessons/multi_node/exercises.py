@@ -336,8 +336,8 @@ check.train(train)
 # </details>
 # <details><summary>What does an all-reduce in each step cost?</summary>
 #
-# Little, if the GPU does not wait for it: `scripts/train.py` sums a flag of 8 bytes on the CPU over gloo, while the
-# GPU computes.
+# Little, if the GPU does not wait for it: `scripts/train.py` starts the sum on the CPU, over gloo, before the forward
+# pass, and waits for it at the end of the step.
 # </details>
 
 # %% [markdown]

@@ -130,7 +130,7 @@ for host, left in enumerate(flat.left_host or []):
 expected = {"flat": 2 * (world_size - 1) / world_size}
 assert flat == [world_size] * world_size
 for left in flat.left_host or []:
-    assert 1 <= left / (expected["flat"] * S) < 1.02  # the rest: headers of packets
+    assert 1 <= left / (expected["flat"] * S) < 1.1  # the rest: headers, packets sent again
 flat_leaves.compare(expected["flat"])
 
 # %% [markdown]
@@ -186,7 +186,7 @@ for host, left in enumerate(by_hosts.left_host or []):
 expected["hierarchical"] = 2 * (hosts - 1) / hosts
 assert by_hosts == [world_size] * world_size
 for left in by_hosts.left_host or []:
-    assert 1 <= left / (expected["hierarchical"] * S) < 1.02
+    assert 1 <= left / (expected["hierarchical"] * S) < 1.1
 hierarchical_leaves.compare(expected["hierarchical"])
 
 # %% [markdown]
@@ -355,8 +355,8 @@ assert treated or not emulated
 treated
 
 # %% [markdown]
-# Usually there is no firewall between the nodes, and one around all. That one must be there:
-# whoever reaches these ports [can run code as you](https://github.com/pytorch/pytorch/blob/main/SECURITY.md).
+# Usually there is no firewall between the nodes, and one around all of them. You need that one, because whoever reaches
+# these ports [can run code as you](https://github.com/pytorch/pytorch/blob/main/SECURITY.md).
 #
 # Try the other seven before section 8, which tells all eight apart.
 
@@ -439,8 +439,8 @@ goes_on.compare(resumed)
 # run.
 
 # %%
-fates = ["node1 waits until node0 is done", "both go on, and repeat some of node0's steps"]
-fates += ["both go on, and repeat none of node0's steps", "both end with an error"]
+fates = ["node1 waits until node0 is done", "both go on and repeat some steps of node0"]
+fates += ["both go on and repeat no step of node0", "both end with an error"]
 comes_back = predict("a host that comes back while the other one trains", fates)
 
 # %% tags=["nbval-ignore-output"]
@@ -450,15 +450,15 @@ grown = run_on_hosts(
     when=[(r"step 8 ", "kill node1"), (r"node0 . step 8 ", "start node1")],
     recorded="torchrun_grown",
 )
-grown.show(r"^--|exitcode|closing|checkpoint|step (1|8|100) ")
+grown.show(r"^--|exitcode|SIGTERM|checkpoint|step (1|8|100) ")
 
 # %% tags=["nbval-ignore-output"]
 steps = [int(step) for step, loss in grown.numbers(r"step (\d+) +loss (\S+)")]
 twice = sorted({step for step in steps if steps.count(step) > 1})
-((saved,),) = grown.numbers(r"checkpoint step-(\d+) is complete")
-print(f"saved when node1 came back: step {saved:.0f}; computed twice: {twice}")
+print(f"steps 1 to {max(steps)}; in the log twice: {twice}")
 
 # %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
+((saved,),) = grown.numbers(r"checkpoint step-(\d+) is complete")
 assert grown.exit_codes == [0, 0] and set(steps) == {*range(1, 101)}
 assert max(twice) < 10 < saved and not any(step > saved for step in twice)
 comes_back.compare(fates[2])
@@ -679,8 +679,7 @@ timed_out.compare(len(late))
 # ([a report](https://github.com/aws-samples/aws-do-eks/pull/51)). NCCL's ports are chosen by the system too, so
 # patient 5 exists there: `Connect to 192.168.1.9<54263> failed : No route to host`
 # ([nccl#1105](https://github.com/NVIDIA/nccl/issues/1105)). `NCCL_DEBUG=INFO` prints which interface each rank has
-# taken. It also shows a fault that raises no error: `NET/Socket` in place of `NET/IB`, all data over TCP
-# ([lesson 03](03_nccl.ipynb), sections 15 and 16).
+# taken, and it shows a fault that raises no error, `NET/Socket` in place of `NET/IB` (section 16).
 #
 # In the exercises you name the cause of each, and cure it.
 
@@ -720,12 +719,7 @@ print(f"ratio: modelled {modelled:.2f}, measured {ratio:.2f}")
 #
 # That work and two more calls are the price of sending less, and every call has a latency of its own. So there should
 # be a size below which the flat ring is faster. Write each time as α + βS ([lesson 01](01_gpu_interconnects.ipynb)), α
-# being the time of an empty call. The lines cross where the bytes saved are worth the calls added. **Predict**: where
-# does a *faster* cable move the crossing?
-
-# %% tags=["deeper"]
-where_to = ["to smaller sizes", "nowhere", "to larger sizes"]
-moves = predict("the crossing, on a faster cable", where_to)
+# being the time of an empty call. The lines cross where the bytes saved are worth the calls added.
 
 # %% tags=["deeper", "nbval-ignore-output"]
 from course_utils.costs import fit_alpha_beta
@@ -747,13 +741,10 @@ for rate in ("100mbit", "1gbit"):
     if beta > other_beta:
         print(f"the lines cross at {(other_alpha - alpha) / (beta - other_beta) / 1024:.0f} KiB")
 
-# %% tags=["deeper"] jupyter={"source_hidden": true}
-moves.compare("to larger sizes")
-
 # %% [markdown] tags=["deeper"]
-# **Compare.** On a cable ten times as fast the bytes saved are worth a tenth, while the added calls cost what they
-# cost, so the crossing moves to *larger* sizes. (Four ranks share two cores here, so times are noisy. A crossing that
-# is negative or outside of the sizes says that the lines are too close to tell.)
+# On a cable ten times as fast the bytes saved are worth a tenth, while the added calls cost what they cost, so the
+# crossing moves to *larger* sizes. (Four ranks share two cores here, so times are noisy. A crossing that is negative or
+# outside of the sizes says that the lines are too close to tell.)
 #
 # NCCL answers the same question from a table of measured constants ([lesson 03](03_nccl.ipynb)).
 #
@@ -787,7 +778,7 @@ for host, left in enumerate(in_turn.left_host or []):
 expected_in_turn = world_size // hosts * expected["flat"]  # each rank's neighbour is elsewhere
 assert in_turn == [world_size] * world_size
 for left in in_turn.left_host or []:
-    assert 1 <= left / (expected_in_turn * S) < 1.03
+    assert 1 <= left / (expected_in_turn * S) < 1.1
 in_turn_leaves.compare(expected_in_turn)
 
 # %% [markdown] tags=["deeper"]
@@ -1303,6 +1294,30 @@ except WorkerError as error:
 # %% [markdown] tags=["deeper"]
 # With one folder the same function loads, and the list names the pieces of all ranks. On two disks `train.py` refuses
 # to begin, which costs a second now instead of a run later.
+#
+# A shared disk can go wrong, too, and nothing in these files would show it. Here one bit changes between save and
+# load:
+
+
+# %% tags=["deeper"]
+def flip_a_bit(path):
+    dcp.save({"weights": torch.ones(1000)}, checkpoint_id=path)
+    (file,) = path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[content.find(torch.ones(4).numpy().tobytes()) + 3] ^= 0x40
+    file.write_bytes(content)
+    dcp.load(loaded := {"weights": torch.zeros(1000)}, checkpoint_id=path)
+    return loaded["weights"][:3].tolist()
+
+
+flipped = launch(flip_a_bit, folder / "flipped", world_size=1)[0]
+print(flipped)
+assert flipped == [float("inf"), 1.0, 1.0]
+
+# %% [markdown] tags=["deeper"]
+# The load succeeds, and the first weight is infinite instead of 1: PyTorch's distributed checkpoints have no checksum
+# that a load would look at. Write one beside each file when you copy a checkpoint (`sha256sum`), and compare before a
+# restart that matters.
 
 # %% [markdown] tags=["deeper"]
 # ## 14. Kubernetes, SkyPilot and frameworks · deeper
@@ -1469,11 +1484,6 @@ egress = 0.09  # dollars for a GB that leaves the cloud, assumed
 #
 # torchtitan trains Llama 3.1 8B with FSDP on 8 GPUs, one host, and on 128, sixteen hosts (*recorded*: 5,762 and 5,605
 # tokens a second per GPU). Say you want to train it further, on 10 billion tokens.
-#
-# **Predict.** How much more does the run cost on sixteen hosts, in per cent?
-
-# %% tags=["deeper"]
-dearer = predict("how much more the run on sixteen hosts costs", unit="%")
 
 # %% tags=["deeper"]
 tokens, fsdp = 10e9, recorded.TORCHTITAN_FSDP
@@ -1485,17 +1495,14 @@ for gpus, speed in zip(fsdp.gpus, fsdp.tokens_per_gpu, strict=True):
 (long, cost_of_one), (short, cost_of_16) = runs[8], runs[128]
 more = cost_of_16 / cost_of_one - 1
 print(f"{long / short:.1f} times as fast for {more:.1%} more")
-
-# %% tags=["deeper"] jupyter={"source_hidden": true}
 assert 15 < long / short < 16 and 0.02 < more < 0.03
-dearer.compare(100 * more)
 
 # %% [markdown] tags=["deeper"]
-# **Compare.** Fifteen more hosts cost almost nothing, because the network of that cluster keeps up, and because the
-# batch is sixteen times as large, which a training run must be able to use (lesson 05).
+# Fifteen more hosts cost almost nothing, because the network of that cluster keeps up, and because the batch is sixteen
+# times as large, which a training run must be able to use (lesson 05).
 #
-# The same calculation with your own
-# tokens per second on one and on two hosts tells you whether your network does, before you rent sixteen.
+# The same calculation with your own tokens per second on one and on two hosts tells you whether your network does,
+# before you rent sixteen.
 #
 # ### Spot, and the work that is lost
 #
@@ -1587,6 +1594,129 @@ idle_times.compare(weekend / cost_of_16)
 # - hosts end with the job: managed jobs, `sky down`, autostop; never a host that only you remember;
 # - the newest checkpoint copied once to cheap storage, the others deleted;
 # - the next day: a look at the list of hosts, disks, addresses and at the bill.
+
+# %% [markdown] tags=["deeper"]
+# ## 16. A ninth patient, who says nothing, and a gate before training · deeper
+#
+# The eight patients of the clinic fail or fall silent. The most expensive one does neither: the job runs, its losses
+# fall, and every step takes as long as on its worst host. In [a report](https://github.com/areal-project/AReaL/issues/639)
+# NCCL took `NET/Socket` in place of `NET/IB`: 5 GB/s of bus bandwidth where 25 were expected (*recorded* there), and no
+# error. A bad cable, a GPU that is too hot or a port at half of its rate do the same, on one host of many.
+#
+# Nothing between "the scheduler has given us hosts" and "we train" looks for that, unless you put a **gate** there: a
+# program that measures the hosts and leaves out those that are slow. Here are four hosts, one of which has a cable
+# with a third of the rate of the others. An all-reduce over all of them tells that something is slow. To know *who*,
+# measure pairs: in each round every host works with one partner, and after three rounds each has met all.
+
+# %% tags=["deeper"]
+from statistics import median
+
+
+def rounds(count):
+    """Rounds of pairs of hosts, an even number of them, until each has met each other one."""
+    order = list(range(count))
+    for _ in range(count - 1):
+        yield [tuple(sorted((order[i], order[-1 - i]))) for i in range(count // 2)]
+        order.insert(1, order.pop())
+
+
+def megabytes_a_second(group, size=2**20):
+    """Bytes over seconds of an all-reduce in a group, after one to warm up."""
+    x = torch.ones(size // 4)
+    dist.all_reduce(x, group=group)
+    start = time.perf_counter()
+    dist.all_reduce(x, group=group)
+    return size / 1e6 / (time.perf_counter() - start)
+
+
+for pairs in rounds(4):
+    print(*pairs)
+
+# %% [markdown] tags=["deeper"]
+# **Predict.** In how many of the six pairs will the rate be low?
+
+# %% tags=["deeper"]
+low_pairs = predict("slow pairs among four hosts, one of which has a slow cable")
+
+
+# %% tags=["deeper", "nbval-ignore-output"]
+def measure_pairs():
+    """On each host: the rate with every partner, by the pair's name."""
+    all_rounds = [*rounds(dist.get_world_size())]
+    groups = {pair: dist.new_group(pair) for pairs in all_rounds for pair in pairs}
+    found = {}
+    for pairs in all_rounds:
+        dist.barrier()
+        for pair in pairs:
+            if dist.get_rank() in pair:
+                found[f"node{pair[0]} node{pair[1]}"] = megabytes_a_second(groups[pair])
+    return found
+
+
+def gate():
+    return [*launch(measure_pairs, world_size=4, hosts=4, link=link, fault="slow cable")]
+
+
+reports = real_or_recorded("gate", gate, (emulated, f"{sentence}."))
+rates = {pair: rate for found in reports for pair, rate in found.items()}
+for pair, rate in sorted(rates.items()):
+    print(f"{pair}: {rate:4.1f} MB/s")
+
+# %% [markdown] tags=["deeper"]
+# **Compare.** In three, all those of the slow host, because a pair is as slow as its slower member.
+#
+# So look at the *best* rate of each host. As long as most hosts are sound, a sound one was fast with somebody:
+
+# %% tags=["deeper", "nbval-ignore-output"]
+best = {f"node{host}": 0.0 for host in range(4)}
+for pair, rate in rates.items():
+    for host in pair.split():
+        best[host] = max(best[host], rate)
+sound = [host for host, rate in best.items() if rate > 0.6 * median(best.values())]
+print({host: round(rate, 1) for host, rate in best.items()})
+print("train on:", *sound)
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+assert sound == ["node0", "node1", "node3"]
+low_pairs.compare(sum(rate < 0.6 * median(best.values()) for rate in rates.values()))
+
+# %% [markdown] tags=["deeper"]
+# On GPUs a gate has four steps, from cheap to expensive. (The first and its times are from [NVIDIA's
+# documentation](https://docs.nvidia.com/datacenter/dcgm/latest/reference/command-line-reference/dcgmi/dcgmi-diag.html);
+# neither it nor the second was run here, and `busbw.py` only on CPUs.)
+#
+# | step | on | give it | a host is left out if |
+# |---|---|---|---|
+# | `dcgmi diag -r 1`; after a failed job `-r 2` | each host alone | seconds; 2 minutes | a test fails |
+# | `NCCL_NET=IB`, with `NCCL_DEBUG=INFO` in the log | all | nothing | NCCL ends, where it would have taken TCP |
+# | `scripts/busbw.py`, one large size | each host alone | half a minute | its rate is below the others' |
+# | the same with `--nnodes=2` | pairs, as above | half a minute a round | its best rate is below the others' |
+#
+# What the second step finds is mostly a container that does not see the cards (`ls /dev/infiniband`): Kubernetes needs
+# the resource of the RDMA plugin and `IPC_LOCK`, and clouds with networks of their own need their plugin for NCCL.
+# [Lesson 03](03_nccl.ipynb) has the lines of the log, and what `GDRDMA` is about.
+#
+# A gate needs hosts to choose from. So ask for some more than you train on, start with `srun --exclude=node2 …` or a
+# smaller `--nnodes`, and report the host that was left out, or the next job gets it. Of the 419 stops of Llama 3, 220
+# were faults of GPUs or their memory (*recorded*, table 5 of the paper): a gate at the start finds those that are there
+# already, and a restart without a gate may get the same host again.
+#
+# ### Beyond the restart
+#
+# Section 5 starts all ranks anew after a failure, on the healthy hosts too. Newer packages do with less: two are in
+# NVIDIA's resiliency extension ([`ft_launcher`](https://nvidia.github.io/nvidia-resiliency-ext/release-notes.html) and
+# [in-process restart](https://nvidia.github.io/nvidia-resiliency-ext/inprocess/usage_guide.html)), the third is
+# [torchft](https://github.com/meta-pytorch/torchft). None was run here; the table is from their documentation.
+#
+# | | what goes on after a failure | it asks for |
+# |---|---|---|
+# | `ft_launcher` | the job: spare hosts wait for it, and sick hosts are left out | spare hosts |
+# | in-process restart | the processes: your training function is called again in them | NCCL 2.26.2 |
+# | torchft | the other copies of the model, which agree in every step on who takes part | DDP or HSDP |
+#
+# In torchft a host that comes back gets its weights from a healthy one. That is section 10's layout once more: where
+# each host has a full copy, losing a host loses no weights, and no checkpoint has to be read. NCCL itself can make a
+# communicator of those that are left (`ncclCommShrink`, [lesson 03](03_nccl.ipynb)).
 
 # %% [markdown]
 # ## Recap, with the numbers of this run

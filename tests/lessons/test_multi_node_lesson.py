@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import time
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ROOT, missing
 from notebook_runs import run_core
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from course_utils import recorded
+from course_utils import launch, recorded
 from course_utils.check import CheckFailed, answer_with
 from lessons.multi_node import check, restarts
 from lessons.multi_node.hosts import hosts_available, run_on_hosts, transcript
@@ -101,6 +104,22 @@ def test_elastic_agents_meet_again(tmp_path, hosts, least, worlds, when):
                        env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     assert (tmp_path / "worlds").read_text().endswith(worlds)
     assert run.exit_codes == ([0, 0] if hosts == 2 else [137, 0, 0])
+
+
+@pytest.mark.usefixtures("real_hosts")
+def test_a_slow_cable_raises_no_error_and_has_a_third_of_the_rate():
+    def seconds():
+        x = torch.ones(2**17)
+        dist.all_reduce(x)
+        start = time.perf_counter()
+        dist.all_reduce(x)
+        return x[0].item(), time.perf_counter() - start
+
+    sound, slow = (launch(seconds, world_size=2, hosts=2, link="50mbit", fault=fault) for fault in (None, "slow cable"))
+    assert {value for value, _ in [*sound, *slow]} == {4.0}
+    assert max(time for _, time in slow) > 2 * 2**19 / (50e6 / 8), "three times, and sound ones take one"
+    with pytest.raises(ValueError, match="needs a rate to be slower than: give link="):
+        launch(seconds, world_size=2, hosts=2, fault="slow cable")
 
 
 @pytest.mark.usefixtures("real_hosts")

@@ -40,6 +40,7 @@ def test_the_docstring_of_launch_names_every_fault():
 @pytest.fixture
 def unavailable(monkeypatch):
     monkeypatch.setattr(results, "_trial", lambda: "this system has no network for hosts")
+    monkeypatch.setattr(results, "_said", set())
 
 
 def place() -> tuple:
@@ -64,6 +65,8 @@ def test_without_networks_ranks_run_on_one_host_with_the_same_variables(unavaila
     assert results.left_host is None
     said = "2 hosts are not emulated: this system has no network for hosts. The ranks run on the machine itself"
     assert capsys.readouterr().out.startswith(said)
+    launch(place, world_size=4, hosts=2)
+    assert capsys.readouterr().out.startswith("2 hosts are not emulated. The ranks run"), "the reason is told once"
     plain = launch(place, world_size=4)
     assert plain == [(socket.gethostname(), str(rank), str(rank), "4", "0", "1", "127.0.0.1") for rank in range(4)]
 

@@ -21,6 +21,7 @@ __all__ = ["Hosts", "HostsError", "program"]
 
 _BURST = 0.005  # seconds of its rate that a link that was idle may send at once
 _SMALLEST_BURST = 10_000  # bytes
+_SLOWER = 3  # times, if a link is slow
 _QUEUE = 32_000_000  # bytes that may wait for a link before it drops some
 _START = 20.0  # seconds that the namespaces have to be made
 _QUIET = 0.005  # seconds without a byte after which a link counts as quiet
@@ -89,12 +90,13 @@ def _firewall(now: Conditions, host: int) -> list[str]:
     return rules
 
 
-def _rate(wanted: Plan, device: str) -> list[str]:
-    """For ``tc``: the rate of a link in one direction."""
+def _rate(wanted: Plan, device: str, host: int) -> list[str]:
+    """For ``tc``: the rate of a host's link in one direction."""
     if wanted.rate is None:
         return []
-    burst = max(_SMALLEST_BURST, int(wanted.rate / 8 * _BURST))
-    return [f"qdisc add dev {device} root tbf rate {wanted.link} burst {burst} limit {_QUEUE}"]
+    rate = wanted.rate / _SLOWER if host in wanted.conditions.slow else wanted.rate
+    burst = max(_SMALLEST_BURST, int(rate / 8 * _BURST))
+    return [f"qdisc add dev {device} root tbf rate {rate:.0f}bit burst {burst} limit {_QUEUE}"]
 
 
 def _names(wanted: Plan, host: int) -> str:
@@ -121,11 +123,11 @@ def _task(wanted: Plan, folder: str) -> dict[str, Any]:
             "name": f"node{host}",
             "files": {"/etc/hosts": _write(folder, f"hosts{host}", _names(wanted, host)), "/etc/resolv.conf": resolver},
             "network": _network(wanted, host),
-            "rates": _rate(wanted, INTERFACE),
+            "rates": _rate(wanted, INTERFACE, host),
         }
         for host in range(wanted.count)
     ]
-    ports = [command for host in range(wanted.count) for command in _rate(wanted, f"port{host}")]
+    ports = [command for host in range(wanted.count) for command in _rate(wanted, f"port{host}", host)]
     return {
         "owner": os.getpid(), "hosts": described, "links": _links(wanted), "rates": ports,
         "ip": program("ip"), "tc": program("tc"),

@@ -25,6 +25,7 @@ class Conditions:
     dropped: tuple[str, ...] = ()  # TCP ports, or ranges such as "4000-4100", that the firewall of node0 drops
     allowed: tuple[str, ...] | None = None  # the only ports that the firewall of every host lets through; None: all
     down: tuple[int, ...] = ()  # hosts whose interface is down
+    slow: tuple[int, ...] = ()  # hosts whose link has a third of the rate
     master: int = 0  # the host that MASTER_ADDR names
     interface: str | None = INTERFACE  # what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name; None: they are not set
 
@@ -42,6 +43,7 @@ def _faults(count: int) -> dict[str, Conditions]:
         "unknown name": Conditions(names=tuple((host, "node0", None) for host in hosts[1:])),
         "wrong address": Conditions(master=count - 1),  # where nobody listens
         "wrong interface": Conditions(interface="ib0"),
+        "slow cable": Conditions(slow=(max(1, count - 2),)),
     }
 
 
@@ -105,6 +107,8 @@ def divide(hosts: Any, world_size: int, link: Any = None, fault: Any = None) -> 
         raise errors.refusal(ValueError, f"link is {link!r}; allowed are rates from 100kbit to 100gbit")
     if fault is not None and not isinstance(fault, Conditions) and fault not in FAULTS:
         raise errors.refusal(ValueError, f"fault is {fault!r}; allowed are {_listed([repr(name) for name in FAULTS])}")
+    if conditions_of(fault, hosts).slow and rate is None:
+        raise errors.refusal(ValueError, f"fault {fault!r} needs a rate to be slower than: give link=")
     if fault is not None and hosts == 1:
         raise errors.refusal(ValueError, "hosts is 1; a fault between hosts needs 2 or more")
     return Plan(hosts, world_size, link, fault)

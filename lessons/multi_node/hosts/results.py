@@ -21,6 +21,7 @@ __all__ = ["HostResults", "as_possible", "hosts_available"]
 
 
 _made: set[bool] = set()  # the trial, once it has succeeded
+_said: set[str] = set()  # why there are no hosts, once it has been printed
 
 
 def _missing() -> str:
@@ -68,7 +69,9 @@ def as_possible(wanted: Plan) -> Plan:
         raise errors.refusal(RuntimeError, f"fault {wanted.fault!r} needs emulated hosts: {sentence}")
     if not there:
         who = "1 host is" if wanted.count == 1 else f"{wanted.count} hosts are"
-        print(f"{who} not emulated: {sentence}. The ranks run on the machine itself, and their link has no limit.")
+        why = "" if sentence in _said else f": {sentence}"  # once is enough for a notebook
+        _said.add(sentence)
+        print(f"{who} not emulated{why}. The ranks run on the machine itself, and their link has no limit.")
         return replace(wanted, emulated=False)
     return wanted
 
