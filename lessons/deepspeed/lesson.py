@@ -15,10 +15,9 @@
 #
 # DeepSpeed is the library in which ZeRO was first published. It trains a model from one JSON file: the stage, the
 # precision, the batch, the clipping and where the optimizer lives are keys of it. That is convenient, and it is also
-# how runs go wrong. One wrong letter in one key, and the model trains without ZeRO, with correct losses and no
-# message. A default that changed in June 2026, and gradients are clipped in a run that never asked for it. This lesson
-# runs the real library on the ranks that you know, holds it against DDP and FSDP2 number by number, and ends with a
-# program that reads a configuration before you pay for it.
+# how runs go wrong. Some mistakes in the file stop the run with a message. Others train something else, with losses
+# that look healthy. This lesson runs the real library on the ranks that you know, holds it against DDP and FSDP2 number
+# by number, and ends with a program that reads a configuration before you pay for it.
 #
 # **You will be able to**
 # - *train* one model with ZeRO-0 to 3 and *say* what each stage sends and keeps;
@@ -50,12 +49,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from course_utils import device, launch, record
+from course_utils import attempt, device, launch, record
 from course_utils.data import Windows
 from course_utils.models import GPT, TransformerConfig, build_gpt, loss_of, next_token_loss
-from course_utils.programs import TEXT
+from course_utils.predictions import predict, predictions
+from course_utils.programs import TEXT, folded
 from lessons.deepspeed import figures
 from lessons.deepspeed.deepspeed_tools import Runs, check_config, missing, quiet
+from lessons.deepspeed.deepspeed_tools.internals import Asked
 
 world_size = 2  # ranks
 use_deepspeed = True  # False: as if DeepSpeed were not installed
@@ -74,6 +75,7 @@ else:
 
     print(f"DeepSpeed {deepspeed.__version__}: what follows is measured here, unless marked.")
 runs = Runs("deepspeed_lesson", recorded=bool(without))
+on_ranks = partial(runs, world_size=world_size)
 
 # %% [markdown]
 # Three helpers are used throughout:
@@ -85,21 +87,23 @@ runs = Runs("deepspeed_lesson", recorded=bool(without))
 # | `quiet()` | what DeepSpeed prints inside of a block is dropped |
 #
 # The clean start is needed because the ranks of `launch` are the same processes at every call, while DeepSpeed keeps
-# the first process group, and counters of parameters and modules, for the life of a process. In a program for
-# `torchrun` or for the launcher `deepspeed` you need none of it.
+# the first process group for the life of a process. A program for `torchrun`, or for DeepSpeed's own launcher
+# `deepspeed`, needs none of it.
 #
 # ## 1. One engine around the model
 #
 # DeepSpeed takes the training loop apart differently from PyTorch. `deepspeed.initialize` gets the model, the optimizer
-# and the configuration, and returns an **engine**. The engine is called like the model. It also takes over `backward`,
-# because it has to know when gradients are complete, and `step`, because it clips, counts micro-batches, updates and
-# clears the gradients. So three lines of a loop change, and `zero_grad` goes.
+# and the configuration, and returns an **engine**. The engine is called like the model. Its `backward` divides the loss
+# if several micro-batches make a step, and its `step` counts them, clips, updates and clears the gradients. So two
+# lines of a loop change, and `zero_grad` goes. Most people meet the engine inside of Transformers or Accelerate, which
+# make it from the same file.
+#
+# The model, the windows of text, Adam and the mean over the ranks are as in lesson 07 (folded).
 
-# %%
+# %% jupyter={"source_hidden": true}
 gpt = TransformerConfig(layers=4)
 psi_bytes = 4 * gpt.parameter_count  # Ψ numbers in float32
 windows = Windows("train")
-on_ranks = partial(runs, world_size=world_size)
 
 
 def my_part(step, each=4):
@@ -134,7 +138,7 @@ def train(engine, steps=range(3)):
     losses = []
     for step in steps:
         loss = loss_of(engine, *my_part(step))
-        engine.backward(loss)  # not loss.backward()
+        engine.backward(loss)
         engine.step()  # clips, updates, clears the gradients
         losses.append(mean_over_ranks(loss))
     return losses
@@ -156,8 +160,7 @@ def config_for(stage, **zero):
     }
 
 # %% [markdown]
-# What everything is compared with is plain DDP, on the same windows (folded). **Predict**: how far are the losses of
-# ZeRO-2 from those of DDP after three steps?
+# What everything is compared with is plain DDP, on the same windows (folded). First ZeRO-2:
 
 
 # %% jupyter={"source_hidden": true}
@@ -194,12 +197,50 @@ assert gap < 1e-6
 # %% [markdown]
 # Equal losses, as there must be: ZeRO changes where numbers lie and when they travel, not the numbers.
 #
+# Now somebody forgets the engine in one line, and writes `loss.backward()` as with PyTorch. **Predict** what becomes of
+# the run with ZeRO-2, and with stage 0, which is DDP inside of an engine.
+
+# %%
+ends = ["other losses, no message", "the same losses", "an error"]
+fate = predict("loss.backward() under ZeRO-2", ends)
+
+
+# %%
+def without_engine(config):
+    """The loop with PyTorch's backward: its losses, or what stopped it."""
+    engine, _ = engine_for(config)
+    losses = []
+    try:
+        for step in range(3):
+            loss = loss_of(engine, *my_part(step))
+            loss.backward()
+            engine.step()
+            losses.append(round(mean_over_ranks(loss), 4))
+    except RuntimeError as error:
+        return f"RuntimeError: {error}"
+    return losses
+
+
+came = {}
+for stage in (2, 0):
+    came[stage] = on_ranks(f"loss.backward(), {stage}", without_engine, config_for(stage))[0]
+    print(f"stage {stage}:", str(came[stage])[:75])
+print("DDP:    ", [round(loss, 4) for loss in reference])
+
+# %% jupyter={"source_hidden": true}
+assert largest_gap(came[2], reference) < 2e-4 and "not supported" in came[0]
+fate.compare("the same losses")
+
+# %% [markdown]
+# **Compare.** The same losses: since 0.18.3 (December 2025) the engine finds the end of a backward by itself at stages
+# 1 to 3, and stage 0 refuses. `engine.backward` is still what DeepSpeed recommends, and with fp16 it scales the loss.
+#
 # ## 2. Four stages, one key
 #
-# Lesson 06 derived what the stages should cost. Stages 1, 2 and 3 each keep one more of optimizer state, gradients and
-# parameters in shards. Per step, DDP and stages 1 and 2 send 2Ψ(N−1)/N numbers from each rank, stage 3 sends 3Ψ(N−1)/N:
-# parameters are gathered for forward and again for backward, and gradients are reduced. Does the library do what the
-# paper says? **Predict** for DeepSpeed's stages 0 to 3, with its defaults, how many Ψ(N−1)/N are sent in a step.
+# Lesson 06 derived what the stages should cost, for Ψ parameters on N ranks. Stages 1, 2 and 3 each keep one more of
+# optimizer state, gradients and parameters in shards. Per step, DDP and stages 1 and 2 send 2Ψ(N−1)/N numbers from each
+# rank, stage 3 sends 3Ψ(N−1)/N: parameters are gathered for forward and again for backward, and gradients are reduced.
+# Does the library do what the paper says?
 #
 # The ledger has the message sizes S. An all-gather or a reduce-scatter sends S(N−1)/N from each rank, an all-reduce
 # twice that. In a sum of reductions, one to each owner, every rank sends all but its own part, so that counts once as
@@ -274,6 +315,16 @@ def show(table):
         print(f"{start}    {row['sent']:.1f} Ψ    {messages}")
 
 
+# %% [markdown]
+# In the table, *optimizer* is the share of Adam's 8Ψ bytes that a rank holds, *whole* the share of the parameters that
+# lie on it between steps, *sent* is in Ψ(N−1)/N numbers per rank.
+#
+# **Predict** for DeepSpeed's stages 0 to 3, with its defaults, how many Ψ(N−1)/N a rank sends in a step. Commit to
+# stage 2.
+
+# %%
+sent = predict("ZeRO-2 sends in a step", unit="Ψ(N−1)/N")
+
 # %%
 ALL = {"stage3_param_persistence_threshold": 0}  # shard small parameters, too: section 4
 stages = {
@@ -287,13 +338,16 @@ table |= {"FSDP2": on_ranks("FSDP2", native, True)[0]}
 table |= on_ranks("stages", engines, stages)[0]
 show(table)
 
+# %% jupyter={"source_hidden": true}
+assert [round(table[f"ZeRO-{stage}"]["sent"]) for stage in range(4)] == [2, 3, 3, 2]
+sent.compare(round(table["ZeRO-2"]["sent"], 2))
+
 # %% [markdown]
-# *Optimizer* is the share of Adam's 8Ψ bytes that a rank holds, *whole* the share of the parameters that lie on it
-# between steps, *sent* is in Ψ(N−1)/N numbers per rank.
+# **Compare.** Losses and optimizer are as derived, the messages are not. Stages 1 and 2 send **3** instead of 2:
+# gradients go through an all-reduce, which brings every rank the sum of *all* gradients, and each keeps its part. Stage
+# 3 sends **2** instead of 3.
 #
-# Losses and optimizer are as derived. The messages are not. Stages 1 and 2 send **3** instead of 2: gradients go
-# through an all-reduce, which brings every rank the sum of *all* gradients, and each keeps its part. Stage 3 sends
-# **2** instead of 3. Both are choices of DeepSpeed's, and each has a key:
+# Both are choices of DeepSpeed's, and each has a key:
 #
 # - `use_multi_rank_bucket_allreduce` (on by default) puts gradients of several owners into one all-reduce. Without it
 #   each owner gets a reduction of its own: fewer bytes, more and smaller messages.
@@ -301,134 +355,126 @@ show(table)
 #   may stay for backward. This model has 0.2 million, so all of it stays from forward to backward. One gather is saved,
 #   and with it the memory that stage 3 is for. A model of many times that size behaves as derived.
 #
-# **Predict** the traffic with the first key off, and with the others 0.
+# With the first key off, and with the others 0, the formulas should hold. Bytes are not all, though. The model has 28
+# modules with parameters of their own: six in each of four blocks, and four around them. FSDP2 makes 9 all-gathers in a
+# step. **Predict**: how many does ZeRO-3 make, when nothing may stay gathered?
 
 # %%
+gathers = predict("all-gathers of ZeRO-3 in a step, if nothing may stay")
+
+# %%
+FREED = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
 as_derived = {
     "ZeRO-1 owner": config_for(1, use_multi_rank_bucket_allreduce=False),
     "ZeRO-2 owner": config_for(2, use_multi_rank_bucket_allreduce=False),
-    "ZeRO-3 freed": config_for(
-        3,
-        **ALL,
-        stage3_max_live_parameters=0,
-        stage3_max_reuse_distance=0,
-        stage3_prefetch_bucket_size=0,
-    ),
+    "ZeRO-3 freed": config_for(3, **ALL, **FREED),
 }
 table |= on_ranks("as derived", engines, as_derived)[0]
 show({name: table[name] for name in as_derived})
-compared = ("ZeRO-1", "ZeRO-2", "ZeRO-3", *as_derived)
-assert [round(table[name]["sent"]) for name in compared] == [3, 3, 2, 2, 2, 3]
-rows = {name: row["sent"] for name, row in table.items()}
-figures.loader_bars(rows, "measured: numbers sent per step and rank", "DDP", unit="Ψ(N−1)/N")
+figures.sent({name: row["sent"] for name, row in table.items()})
+
+# %% jupyter={"source_hidden": true}
+assert [round(table[name]["sent"]) for name in as_derived] == [2, 2, 3]
+assert sum(len(m._parameters) > 0 for m in GPT(gpt).modules()) == 28
+gathers.compare(table["ZeRO-3 freed"]["messages"]["all_gather"])
 
 # %% [markdown]
-# *The figure: one bar for each way. DDP, ZeRO-0, ZeRO-3 with its defaults, and ZeRO-1 and 2 with a reduction for each
-# owner send 2; ZeRO-1 and 2 with their defaults 3; FSDP2 and ZeRO-3 without reuse send about 3, since one keeps a small
-# part gathered and the other gathers one once more.*
+# **Compare.** 56: each module gathers for itself, once in forward and once in backward. Bytes are now as derived.
 #
-# Now the formulas hold. But look at the messages: stage 3 makes dozens of all-gathers here, one for each module, where
-# FSDP2 makes one for each block. On links with latency that matters more than bytes, which is what the buckets
-# (`stage3_prefetch_bucket_size`, `reduce_bucket_size`) are for.
+# *The figure: one bar for each way, in Ψ(N−1)/N. DDP, ZeRO-0, ZeRO-3 with its defaults, and ZeRO-1 and 2 with a
+# reduction for each owner send 2; ZeRO-1 and 2 with their defaults 3; FSDP2 and ZeRO-3 without reuse about 3, since one
+# keeps a small part gathered and the other gathers one once more.*
+#
+# So many messages cost latency. The cure is `leaf_module`, classes of modules that are gathered as one (in code
+# `set_z3_leaf_modules`), which is what `fully_shard(block)` says to FSDP2. For **mixture-of-experts models it is more
+# than a cure for latency**. Ranks whose tokens take different experts gather in different orders, and hang, unless the
+# block with the experts is a leaf ([7461](https://github.com/deepspeedai/DeepSpeed/issues/7461)).
+#
+# A second key is worth a run. `reduce_scatter` is on by default, and yet the ledger of stage 2 shows none.
+
+# %%
+more = {
+    "leaf blocks": config_for(3, **ALL, **FREED, leaf_module={"classes": ["course_utils.models.Block"]}),
+    "no scatter": config_for(2, reduce_scatter=False),
+}
+more = on_ranks("more", engines, more)[0]
+show(more)
+assert more["leaf blocks"]["messages"]["all_gather"] == 16
+assert more["no scatter"]["messages"] == table["ZeRO-2"]["messages"]
+
+# %% [markdown]
+# Blocks as leaves need 16 all-gathers, for the same bytes. And `reduce_scatter` changes nothing here, on or off.
 #
 # > **Misconception.** "ZeRO-2 communicates as little as DDP." In the paper. In this library, with its defaults, it
 # > sends half as much again, and the ledger is how you know.
 #
 # ## 3. A configuration, key by key
 #
-# These are the keys that usual configurations have. The last column is what a mistake does; section 4 runs them.
+# These are the keys that usual configurations have, and what stands in for one that is left out. A dot marks a key of
+# `zero_optimization`.
 #
-# | key | what it does | a mistake |
+# | key | what it does | left out |
 # |---|---|---|
-# | `train_batch_size` | samples of a step over all ranks | refused if it is not the product of the other two and N |
-# | `train_micro_batch_size_per_gpu` | samples that a rank takes at once | one of these two must be there |
-# | `gradient_accumulation_steps` | micro-batches in a step; the engine divides the loss | left out: worked out |
-# | `gradient_clipping` | largest norm of all gradients | left out: **1.0** (before June 2026: off) |
-# | `optimizer`, `scheduler` | made by DeepSpeed, if none is given | `max_grad_norm` among its parameters: refused |
-# | `bf16`, `fp16` | `{"enabled": true}`: half precision with fp32 master weights | without `enabled`: **nothing** |
-# | `zero_optimization.stage` | 0 to 3 | left out: **0** |
-# | `.overlap_comm` | reduce while backward goes on | |
-# | `.reduce_bucket_size`, `.allgather_bucket_size` | elements in a message | large: memory; small: latency |
-# | `.contiguous_gradients` | copy gradients into one buffer as they come | |
-# | `.stage3_param_persistence_threshold` | smaller parameters stay whole | default 100,000: **small models do** |
-# | `.stage3_prefetch_bucket_size` | elements gathered ahead | large: memory; small: latency |
-# | `.stage3_max_live_parameters`, `.stage3_max_reuse_distance` | how much may stay gathered | large: memory |
-# | `.offload_optimizer`, `.offload_param` | `{"device": "cpu"}` or `"nvme"` | parameters below stage 3: **nothing** |
-# | `.stage3_gather_16bit_weights_on_model_save` | whole weights for `save_16bit_model` | |
-# | `activation_checkpointing` | options for DeepSpeed's own `checkpoint` | unknown keys in it: **nothing** |
-# | `zero_allow_untested_optimizer` | use ZeRO with SGD and others | refused without it |
-# | `steps_per_print`, `wall_clock_breakdown`, `comms_logger`, `flops_profiler` | what is printed | section 10 |
-# | `"auto"` for any value | filled in by Transformers or Accelerate | alone: section 4 |
+# | `train_batch_size` | samples of a step over all ranks | the product of the next two and N |
+# | `train_micro_batch_size_per_gpu` | samples that a rank takes at once | worked out, if the one above is there |
+# | `gradient_accumulation_steps` | micro-batches in a step; the engine divides the loss | worked out, or 1 |
+# | `gradient_clipping` | largest norm of all gradients | since 0.19.3 (June 2026) 1.0, before: off |
+# | `optimizer`, `scheduler` | made by DeepSpeed | those given to `initialize` |
+# | `bf16`, `fp16` | half precision with fp32 master weights, if `enabled` is true | fp32 |
+# | `zero_optimization`, `.stage` | 0 to 3 | 0 |
+# | `.overlap_comm` | reduce while backward goes on | on at stage 3 only |
+# | `.reduce_bucket_size`, `.allgather_bucket_size` | elements in a message | 5·10⁸ |
+# | `.contiguous_gradients` | copy gradients into one buffer as they come | on |
+# | `.stage3_param_persistence_threshold` | parameters with fewer elements stay whole | 100,000 |
+# | `.stage3_prefetch_bucket_size` | elements gathered ahead | 5·10⁷ |
+# | `.stage3_max_live_parameters`, `.stage3_max_reuse_distance` | how much may stay gathered | 10⁹ |
+# | `.offload_optimizer`, `.offload_param` | `{"device": "cpu"}` or `"nvme"`; parameters at stage 3 only | on the GPU |
+# | `.stage3_gather_16bit_weights_on_model_save` | whole weights for `save_16bit_model` | off |
+# | `zero_allow_untested_optimizer` | use ZeRO with SGD and others | they are refused |
+# | `steps_per_print`, `wall_clock_breakdown`, `comms_logger`, `flops_profiler` | what is printed | off |
+# | `"auto"` for any value | filled in by Transformers or Accelerate | |
 #
-# Batch sizes are three numbers with one equation, and DeepSpeed solves it.
-#
-# Clipping is worth a run of its own, because it looks like a numerical error. **Predict**: the configuration says
-# nothing of clipping, and the first losses are those of DDP. When do they part?
+# Clipping is worth a run of its own, because what it does looks like a numerical error. **Predict**: the configuration
+# says nothing of clipping. In which step does its loss first differ from DDP's, counted from 0?
+
+# %%
+parted = predict("first step whose loss differs, counted from 0")
 
 
 # %%
-def solved(config):
-    engine, _ = engine_for(config)
-    batch, accumulation = engine.train_batch_size(), engine.gradient_accumulation_steps()
-    return batch, accumulation, engine.gradient_clipping()
-
-
 def unclipped(config):
     return train(engine_for(config)[0])
 
 
-two_sizes = {"train_batch_size": 8 * world_size, "train_micro_batch_size_per_gpu": 4}
-batch, accumulation, clipping = on_ranks("solved", solved, two_sizes)[0]
-print(f"batch {batch // world_size}N, so {accumulation} micro-batches; clipping {clipping}")
-assert (accumulation, clipping) == (2, 1.0)
-
-silent = {key: value for key, value in config_for(2).items() if key != "gradient_clipping"}
-clipped = on_ranks("clipped", unclipped, silent)[0]
+unsaid = {key: value for key, value in config_for(2).items() if key != "gradient_clipping"}
+clipped = on_ranks("clipped", unclipped, unsaid)[0]
 clipped_ddp = on_ranks("DDP, clipped", train_ddp, 1.0)[0]
 for step in range(3):
     print(f"step {step}: off by {clipped[step] - reference[step]:+.4f} from DDP, "
           f"by {abs(clipped[step] - clipped_ddp[step]):.4f} from DDP clipped at 1.0")
+
+# %% jupyter={"source_hidden": true}
 assert largest_gap(clipped, clipped_ddp) < 1e-5 < 1e-3 < largest_gap(clipped, reference)
+differs = [abs(clipped[step] - reference[step]) > 1e-4 for step in range(3)]
+parted.compare(differs.index(True))
 
 # %% [markdown]
-# The first loss is computed before any update, and the first update of Adam does not depend on the scale of the
-# gradient, so two losses agree; only then the gap opens. It is no error of ZeRO: the run is equal to DDP with clipping
-# at 1.0. Since [pull request 8068](https://github.com/deepspeedai/DeepSpeed/pull/8068) a configuration that says
-# nothing clips. The other direction hurts as well: GPT-NeoX left `gradient_clipping` out when it was 1.0, its own
-# default, and with the older DeepSpeed ran unclipped ([1433](https://github.com/EleutherAI/gpt-neox/pull/1433)). Write
-# the key down.
+# **Compare.** In step 2. The first loss is computed before any update, and the first update of Adam does not depend on
+# the scale of the gradient, so two losses agree; only then the gap opens.
+#
+# It is no error of ZeRO: the run is equal to DDP with clipping at 1.0. Since [pull request
+# 8068](https://github.com/deepspeedai/DeepSpeed/pull/8068) a configuration that says nothing clips. The other direction
+# hurts as well: GPT-NeoX left `gradient_clipping` out when it was 1.0, its own default, and with the older DeepSpeed
+# ran unclipped ([1433](https://github.com/EleutherAI/gpt-neox/pull/1433)). Write the key down.
 #
 # ## 4. The clinic
 #
-# Here are fourteen configurations, as people write them. Each has what its author **wanted**. A configuration can be
-# *right*, it can be *refused* with a message, or it can run and be something else: *silent*. **Predict** which, and
-# write it into `guess`.
-
-# %%
-batch = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
-adamw = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "max_grad_norm": 1.0}}
-clinic = {  # name: (configuration, what its author wanted)
-    "A": ({**batch, "zero_optimization": {"stage": 2}}, {"stage": 2}),
-    "B": ({**batch, "zero_optimisation": {"stage": 1}}, {"stage": 1}),
-    "C": ({**batch, "zero_optimization": {"stage": 2, "reduce_buckets": 1000}}, {"stage": 2}),
-    "D": ({**batch, "zero_optimization": {"overlap_comm": False}}, {"stage": 1}),
-    "E": ({**batch, "train_batch_size": 7, "gradient_accumulation_steps": 1}, {}),
-    "F": ({"train_micro_batch_size_per_gpu": 4}, {"clipping": 0.0}),
-    "G": ({**batch, "optimizer": adamw}, {"clipping": 1.0}),
-    "H": ({**batch, "bf16": {}, "zero_optimization": {"stage": 1}}, {"dtype": "bfloat16"}),
-    "I": ({**batch, "gradient_accumulation": 4}, {"accumulation": 4}),
-    "J": ({**batch, "zero_optimization": {"stage": 3}}, {"stage": 3, "whole": 0}),
-    "K": ({**batch, "train_batch_size": 8 * world_size}, {"accumulation": 2}),
-    "L": ({**batch, "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}, {"stage": 2}),
-    "M": ({**batch, "compression_training": {}}, {}),
-    "N": ({**batch, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}},
-          {"dtype": "bfloat16"}),
-}
-guess = dict.fromkeys(clinic, "?")  # "right", "refused" or "silent"
-
-# %% [markdown]
-# `facts` builds an engine from a configuration, takes one step, and asks the engine what it has understood. Messages
-# of refusals are kept.
+# Now fourteen configurations, as people write them. `facts` builds an engine from one, takes one step, and asks the
+# engine what it has understood. Messages of refusals are kept.
 
 
 # %%
@@ -465,6 +511,32 @@ def verdict(found, wanted):
     wrong = [f"{k} is {found[k]}, not {value}" for k, value in wanted.items() if found[k] != value]
     return ("silent" if wrong else "right"), ", ".join(wrong)
 
+# %% [markdown]
+# Each has what its author **wanted**. A configuration can be *right*, it can be *refused* with a message, or it can run
+# and be something else: *silent*. **Predict** which, and write it into `guess`. How many are silent?
+
+# %%
+batch = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+adamw = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "max_grad_norm": 1.0}}
+clinic = {  # name: (configuration, what its author wanted)
+    "A": ({**batch, "zero_optimization": {"stage": 2}}, {"stage": 2}),
+    "B": ({**batch, "zero_optimisation": {"stage": 1}}, {"stage": 1}),
+    "C": ({**batch, "zero_optimization": {"stage": 2, "reduce_buckets": 1000}}, {"stage": 2}),
+    "D": ({**batch, "zero_optimization": {"overlap_comm": False}}, {"stage": 1}),
+    "E": ({**batch, "train_batch_size": 7, "gradient_accumulation_steps": 1}, {}),
+    "F": ({"train_micro_batch_size_per_gpu": 4}, {"clipping": 0.0}),
+    "G": ({**batch, "optimizer": adamw}, {"clipping": 1.0}),
+    "H": ({**batch, "bf16": {}, "zero_optimization": {"stage": 1}}, {"dtype": "bfloat16"}),
+    "I": ({**batch, "gradient_accumulation": 4}, {"accumulation": 4}),
+    "J": ({**batch, "zero_optimization": {"stage": 3}}, {"stage": 3, "whole": 0}),
+    "K": ({**batch, "train_batch_size": 8 * world_size}, {"accumulation": 2}),
+    "L": ({**batch, "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}, {"stage": 2}),
+    "M": ({**batch, "compression_training": {}}, {}),
+    "N": ({**batch, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}},
+          {"dtype": "bfloat16"}),
+}
+guess = dict.fromkeys(clinic, "?")  # "right", "refused" or "silent"
+silent = predict("silent ones among the clinic's fourteen configurations")
 
 # %%
 found = on_ranks("clinic", examine, {name: config for name, (config, _) in clinic.items()})[0]
@@ -473,19 +545,24 @@ for name, (what, why) in verdicts.items():
     wrong = "" if guess[name] in ("?", what) else f"(you: {guess[name]}) "
     print(f"{name}  {what:8}{wrong}{why}")
 
+# %% jupyter={"source_hidden": true}
+fates = [what for what, _ in verdicts.values()]
+assert [fates.count(what) for what in ("right", "refused", "silent")] == [2, 5, 7]
+silent.compare(fates.count("silent"))
+
 # %% [markdown]
-# Four of the fourteen are refused with a message that helps, one (L) with a message that does not, and seven are
-# silent. What they have in common is *where* the fault is. Inside `zero_optimization`, `bf16` and `fp16` unknown keys
-# are refused, because these sections are data models with a fixed list of fields. At the top level, and in older
-# sections, DeepSpeed asks the dictionary for the keys it knows, and never looks at the rest. So B trains plain data
-# parallelism with twice the optimizer memory, I takes a batch of a quarter of the size, and the losses look healthy.
+# **Compare.** Seven are silent, five are refused, one of these (L) with a message that does not help. B trains plain
+# data parallelism with twice the optimizer memory, I takes a quarter of the batch, N trains in fp32, and J shards no
+# parameter, since none has 100,000 elements. The losses look healthy in all seven.
 #
-# L and N come from configurations that were written for Transformers, and are given to DeepSpeed alone. A data model
-# drops every `"auto"` and takes its default, so N trains in fp32, as `"stage": "auto"` would train at stage 0. At the
-# top level the text stays, until somebody compares it with a number.
+# What counts is *where* the fault is. A section that is a data model has a fixed list of fields, and refuses any other
+# key: `zero_optimization`, `bf16`, `fp16`, `comms_logger`, `tensor_parallel`, `compile` and those of monitors. At the
+# top level, and in older sections (`activation_checkpointing`, `aio`, `checkpoint`, `flops_profiler`,
+# `torch_autocast`), DeepSpeed asks the dictionary for the keys it knows, and never looks at the rest.
 #
-# J is a threshold. Parameters with fewer than 100,000 elements stay whole under stage 3, since small messages are
-# mostly latency. No parameter of this model has more, so no parameter is sharded.
+# Files that were written for Transformers are full of `"auto"`. Given to DeepSpeed alone, a data model drops each of
+# them and takes its default, so `"stage": "auto"` trains at stage 0. At the top level the text stays, until somebody
+# compares it with a number.
 #
 # Now mend them. Below is one mend for each; **change `mended` first**, if you like, and look at ours afterwards.
 
@@ -514,32 +591,19 @@ print(f"{len(left) - len(wrong)} of {len(left)} are right now", *wrong, sep="\n"
 # %% [markdown]
 # ## 5. A linter
 #
-# Twelve wrong configurations, of which the library stopped five. The others need somebody who knows which keys exist.
+# The library stopped a few of these. The others need somebody who knows which keys exist.
 # DeepSpeed has no list of its top-level keys, but there is a way to get one from the library itself: give it a
-# dictionary that **notes what it is asked for**.
+# dictionary that **notes what it is asked for**, in `get` and in `in`.
+
+# %% jupyter={"source_hidden": true}
+folded("A dictionary that notes its keys", Asked)
 
 
 # %%
-class Asked(dict):
-    """A dictionary that notes which keys somebody looks for."""
-
-    seen = set()
-
-    def get(self, key, default=None):
-        self.seen.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key):
-        self.seen.add(key)
-        return super().__contains__(key)
-
-    def keys(self):
-        return self
-
-
 def known_keys():
-    deepspeed.runtime.config.DeepSpeedConfig(Asked(train_batch_size=8))
-    return sorted(Asked.seen)
+    seen = set()
+    deepspeed.runtime.config.DeepSpeedConfig(Asked({"train_batch_size": 8}, seen))
+    return sorted(seen)
 
 
 known = runs("known keys", known_keys, world_size=1)[0]
@@ -550,60 +614,78 @@ for key in ("zero_optimisation", "gradient_accumulation", "steps_per_prnt"):
 # That is the core of a linter: the keys that are not in the list, and for each the nearest that is. The course has it
 # as `check_config`, with the traps of this lesson and the types of values beside it, and as a command: `python -m
 # tools check-deepspeed config.json`, whose last line says what will really run. It has three levels: *refused*,
-# *silent*, and *note* for defaults that have surprised others.
-# **Predict** which of the clinic's twelve wrong configurations it can only note.
+# *silent*, and *note* for what may be meant so.
+#
+# **Predict** how many of the clinic's twelve wrong configurations it can only note.
 
 # %%
+noted = predict("only noted by the linter, among the twelve wrong configurations")
+
+# %%
+levels = {}
 for name, (config, _) in clinic.items():
     said = check_config(config, world_size)
-    levels = [finding.level for finding in said]
-    what = verdicts[name][0]
-    assert what == "right" or levels[0] == what or set(levels) == {"note"}, name
-    assert what != "right" or set(levels) <= {"note"}, name
+    levels[name] = [finding.level for finding in said]
     if said:
         print(f"{name}: {said[0]}"[:118])
 
+# %% jupyter={"source_hidden": true}
+for name, (what, _) in verdicts.items():
+    assert what == "right" or levels[name][0] in (what, "note"), name
+    assert what != "right" or set(levels[name]) <= {"note"}, name
+noted.compare(sum(of[:1] == ["note"] and verdicts[name][0] != "right" for name, of in levels.items()))
+
 # %% [markdown]
-# F and J come as notes, because what the author wanted is not in the file: leaving clipping out may be meant.
+# **Compare.** Two, F and J, because what the author wanted is not in the file: leaving clipping out may be meant.
+#
 # `"auto"` is right in the hands of Transformers; `--auto` tells the linter that somebody will fill it in. Held so
 # against 17 configurations from [DeepSpeedExamples](https://github.com/deepspeedai/DeepSpeedExamples), it raises no
-# false alarm. But it does find faults in four of them: three use sections that were removed in 2026
-# (`compression_training` alone stands in 14 of the 74 JSON configurations of that repository), which 0.19.8 refuses,
-# and one says `cuda_visible_devices`, which is passed over.
+# false alarm. But it does find faults in four of them: three use sections that were removed in 2026, which 0.19.8
+# refuses, and one says `cuda_visible_devices`, which is passed over.
 #
 # What a linter cannot see is code. The clearest example is `batch_dim_idx` of section 12.
 #
 # ## 6. FSDP2 or DeepSpeed
 #
-# The comparison, by what was measured here and by sources.
+# The comparison, by what was measured here and by sources. Time is not in it, since CPU ranks say nothing of it: time
+# both on your own cluster.
 #
 # | | DeepSpeed 0.19.8 | FSDP2 (PyTorch 2.13) | from |
 # |---|---|---|---|
 # | losses of this model | equal to DDP, to 1e-6 | equal to DDP, to 1e-6 | section 2 |
 # | optimizer state per rank | 1/N from stage 1 on | 1/N | section 2 |
 # | ZeRO-1 and 2 as such | yes | no (parameters are always sharded) | section 2 |
-# | gradients of stages 1 and 2 | all-reduce by default | – | section 2 |
-# | all-gathers in a step | one bucket, or one a module | two a unit, one for the last | section 2 |
+# | all-gathers in a step | one, if all may stay; else two a module or leaf | two a unit, one for the root | section 2 |
 # | another number of ranks | offline conversion | at loading | section 7 |
 # | mistakes in the set-up | silent at the top level | Python: unknown arguments are refused | section 4 |
 # | part of the optimizer on the CPU, NVMe | yes | no | sections 9, 13 |
-# | `torch.compile` | DeepCompile, a section of its own | of each block, as in `scripts/train.py` | section 13 |
+# | `torch.compile` (not run here) | `engine.compile()`; DeepCompile | block by block | section 13 |
 # | TP, PP, CP beside it | AutoTP, PipelineModule, Ulysses | DTensor on one mesh | sections 11, 12 |
 # | dependencies | 10 packages with itself; C++ compiled at use | none | `pip` |
 #
-# And what projects that had both, or thought of a move, say. Each is one team's report, not a measurement of ours:
+# And what projects with both, or before a move, say. Each is one team's report, not a measurement of ours.
 #
-# - [verl 221](https://github.com/verl-project/verl/issues/221): had DeepSpeed, dropped it for lack of hands; found FSDP
-#   as good or better, and training up to 70B at high MFU.
-# - [Composer 3512](https://github.com/mosaicml/composer/pull/3512): deprecated; everything new was built on FSDP.
+# **For FSDP.**
+#
+# - [verl 221](https://github.com/verl-project/verl/issues/221), February 2025: dropped DeepSpeed for lack of hands;
+#   found FSDP as good or better.
 # - [SkyRL 827](https://github.com/NovaSky-AI/SkyRL/pull/827), January 2026: three backends were too much to test, and
 #   most users did not use DeepSpeed.
-# - [InstructLab 292](https://github.com/instructlab/training/issues/292): throughput, memory and time within bounds, so
-#   FSDP became the default.
-# - [open-instruct 1095](https://github.com/allenai/open-instruct/issues/1095): asks to move for `torch.compile` and one
-#   dependency less, and names what would be missed: ZeRO-1 and ZeRO-2.
-# - [Accelerate 2674](https://github.com/huggingface/accelerate/pull/2674): moved runs differed, because DeepSpeed keeps
-#   fp32 master weights of a bf16 model and FSDP took the model's dtype. Accelerate now casts up.
+#
+# **For DeepSpeed.**
+#
+# - [verl 3361](https://github.com/verl-project/verl/issues/3361), September 2025: a user wants it back, for ZeRO-2 and
+#   3 and for offload, and has written the code; it stands on
+#   [DeepSpeed's roadmap](https://github.com/deepspeedai/DeepSpeed/issues/7705).
+# - [OpenRLHF 1115](https://github.com/OpenRLHF/OpenRLHF/pull/1115), August 2025: proposes FSDP beside DeepSpeed, which
+#   stays the default where speed counts.
+# - [open-instruct 1095](https://github.com/allenai/open-instruct/issues/1095): a move would gain `torch.compile` and
+#   save a dependency, but lose ZeRO-1 and ZeRO-2.
+#
+# **The trap of any move** is precision. DeepSpeed keeps fp32 master weights of a bf16 model, FSDP takes the model's
+# dtype. Accelerate has cast up for FSDP1 since [2674](https://github.com/huggingface/accelerate/pull/2674); for FSDP2
+# the cast of version 1.13.0 did nothing ([3979](https://github.com/huggingface/accelerate/issues/3979)), and that
+# of 1.15.0 works again. Print the dtype of your parameters.
 #
 # ### Which one?
 #
@@ -648,8 +730,8 @@ assert len(ours) == 4 and largest_gap(ours, theirs) < 1e-5
 # %% [markdown] tags=["deeper"]
 # ## 7. Checkpoints · deeper
 #
-# A sharded run writes sharded checkpoints, and the question is always who can read them. **Predict**: 2N ranks save
-# under ZeRO-3. Which of these works: to load on 2N ranks; on N ranks; into FSDP2?
+# A sharded run writes sharded checkpoints, and the question is always who can read them. First the same number of
+# ranks, 2N of them, and then N.
 
 # %% tags=["deeper"]
 folder = Path(tempfile.mkdtemp())
@@ -662,10 +744,9 @@ def save(folder):
     return train(engine, range(2, 4))
 
 
-def load(folder, tag="two", universal=False):
+def load(folder, tag="two"):
     """Load a checkpoint and go on; or the reason why not."""
-    config = config_for(3, **ALL) | ({"checkpoint": {"load_universal": True}} if universal else {})
-    engine, _ = engine_for(config)
+    engine, _ = engine_for(config_for(3, **ALL))
     try:
         engine.load_checkpoint(folder, tag=tag)
     except Exception as error:
@@ -673,22 +754,31 @@ def load(folder, tag="two", universal=False):
     return train(engine, range(2, 4))
 
 # %% [markdown] tags=["deeper"]
-# Saved after two steps; then two more, which the others have to repeat.
+# A run saves after two steps and trains two more; another engine loads and repeats them. **Predict** how close the
+# losses come on as many ranks.
+
+# %% tags=["deeper"]
+closeness = ["to about 1e-3", "to about 1e-6", "to the last bit"]
+close = predict("losses after loading, on as many ranks", closeness)
 
 # %% tags=["deeper"]
 went_on = runs("save", save, str(folder), world_size=2 * world_size)[0]
 resumed = runs("load", load, str(folder), world_size=2 * world_size)[0]
-refused = on_ranks("load on fewer", load, str(folder))[0]
-print(f"on 2N ranks: next losses equal to the last bit: {resumed == went_on}")
-print(f"on N ranks: {refused[:99]} …")
-assert resumed == went_on and "DP world size" in refused
+on_fewer = on_ranks("load on fewer", load, str(folder))[0]
+print(f"on 2N ranks: next losses off by at most {largest_gap(resumed, went_on)}")
+print(f"on N ranks:  {on_fewer[:99]} …")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert resumed == went_on and "DP world size" in on_fewer
+close.compare("to the last bit")
 
 # %% [markdown] tags=["deeper"]
-# Resuming is exact on the same number of ranks, and refused on another one: each file holds one rank's flat shard, and
-# DeepSpeed does not cut it anew at loading. The way out is the **universal checkpoint**, a conversion offline. It
-# writes a folder for each parameter, with its weights and Adam's two moments whole, and any stage-3 run can take its
-# part from there (`python -m deepspeed.checkpoint.ds_to_universal` as a command; here the same function is called on
-# one rank).
+# **Compare.** To the last bit on the same number of ranks. On another one DeepSpeed refuses: each file holds one rank's
+# flat shard, and it does not cut it anew at loading.
+#
+# The way out is the **universal checkpoint**, a conversion offline. It writes a folder for each parameter, with its
+# weights and Adam's two moments whole, and any stage-3 run can take its part from there (`python -m
+# deepspeed.checkpoint.ds_to_universal` as a command; here the same function is called on one rank).
 
 
 # %% tags=["deeper"]
@@ -742,10 +832,10 @@ shutil.rmtree(folder)
 # %% [markdown] tags=["deeper"]
 # Nothing is lost on the way: weights and moments are equal to the last bit on half the ranks. (The losses that follow
 # are of other batches, because N ranks take half as many windows.) The same function that exports fp32 weights serves
-# for publishing a model; the script `zero_to_fp32.py` that lies in each checkpoint does it without your code.
+# for publishing a model; the script `zero_to_fp32.py` that lies in each checkpoint does it without your code, but needs
+# the package `huggingface_hub`.
 #
-# FSDP2 needs no conversion, because its files know each tensor's shape and place. **Predict** how many lines the
-# resharding takes.
+# FSDP2 needs no conversion, because its files know each tensor's shape and place.
 
 
 # %% tags=["deeper"]
@@ -798,14 +888,19 @@ print(f"FSDP2, saved on 2N ranks, loaded on N: same weights {abs(saved - loaded)
 assert abs(saved - loaded) < 1e-9
 
 # %% [markdown] tags=["deeper"]
-# None: the lines that load on the same ranks load on any.
+# The lines that load on the same ranks load on any.
 
 # %% [markdown] tags=["deeper"]
-# ## 8. zero.Init, and a constructor that initialises nothing · deeper
+# ## 8. zero.Init: a model that is never whole · deeper
 #
 # A model that fits on no rank must never be whole, not even while it is built. `zero.Init` is DeepSpeed's way: each
-# parameter is sharded the moment its module has been constructed. **Predict** the first loss, if our `GPT` is built
-# under it. Its constructor makes all modules, and *then* draws their weights with `nn.init`.
+# parameter is sharded the moment its module has been constructed. Our `GPT` makes all modules in its constructor, and
+# *then* draws their weights with `nn.init`.
+#
+# **Predict** the first loss of a model that is built so under `zero.Init`. Without it the first loss is 4.8.
+
+# %% tags=["deeper"]
+first_loss = predict("first loss of a model built under zero.Init")
 
 # %% tags=["deeper"]
 sharded = config_for(3, **ALL)
@@ -819,8 +914,25 @@ def built_in_shards():
     return list(p.shape), list(p.ds_shape), p.ds_tensor.numel(), losses
 
 
+shape, full, held, (first,) = on_ranks("zero.Init", built_in_shards)[0]
+print(f"a weight of {full} has shape {shape}, and {held} numbers lie on this rank")
+print(f"first loss {first:.1f}, without zero.Init {reference[0]:.1f}")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert first > 3 * reference[0] and shape == [0]
+first_loss.compare(round(first, 1))
+
+# %% [markdown] tags=["deeper"]
+# **Compare.** About 40. `nn.init.normal_` found tensors of shape (0,) and filled them, without a complaint. What stayed
+# is what each module had drawn in its own constructor; embeddings start with a standard deviation of 1 there, which is
+# far too much.
+#
+# The loss is the only witness. Draw weights inside of each module's constructor, or load them, or fill them: gather a
+# parameter, write it on one rank, let it be sharded again.
+
+
+# %% tags=["deeper"]
 def filled():
-    """Mended: gather each parameter, fill it on rank 0, let it be sharded again."""
     whole = build_gpt(gpt)
     with deepspeed.zero.Init(config_dict_or_path=sharded):
         model = GPT(gpt)
@@ -831,28 +943,46 @@ def filled():
                     p.copy_(weight)
     return train(engine_for(sharded, model)[0])
 
-# %% [markdown] tags=["deeper"]
-# Now the first loss of the one, and three losses of the other.
 
 # %% tags=["deeper"]
-shape, full, held, (bad,) = on_ranks("zero.Init", built_in_shards)[0]
-print(f"a weight of {full} has shape {shape}, and {held} numbers lie on this rank")
-print(f"first loss {bad:.1f} instead of {reference[0]:.1f}")
 gap = largest_gap(on_ranks("filled", filled)[0], reference)
-print(f"filled through GatheredParameters: losses equal to {'1e-6' if gap < 1e-6 else gap}")
-assert bad > 3 * reference[0] and gap < 1e-6
+print(f"filled through GatheredParameters: losses equal to 1e-6: {gap < 1e-6}")
+assert gap < 1e-6
 
 # %% [markdown] tags=["deeper"]
-# `nn.init.normal_` found tensors of shape (0,) and filled them, without a complaint. What stayed is what each module
-# had drawn in its own constructor; embeddings start with a standard deviation of 1 there, which is far too much. The
-# loss is the only witness. Draw weights inside of each module's constructor, or load them, or fill them as above.
-# FSDP2's way (meta device, `to_empty`, your own init) cannot be forgotten silently: the memory holds no values at all.
+# FSDP2's way is to build on the meta device, `to_empty`, and your own init. It has a guard, but only before `to_empty`.
+
+
+# %% tags=["deeper"]
+def unfilled(materialised):
+    with torch.device("meta"):
+        model = GPT(gpt)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    if materialised:
+        model.to_empty(device=device())
+    return list(loss_of(model, *my_part(0)).shape)
+
+
+for materialised in (False, True):
+    with attempt():
+        launch(unfilled, materialised, world_size=world_size)
+        print("no complaint, to_empty called:", materialised)
+
+# %% [markdown] tags=["deeper"]
+# After `to_empty` nothing complains: the memory holds whatever bytes lay there, and the loss of such a model may be
+# infinite, or look healthy if they were zeros. Buffers such as rotary tables need your init as well.
 
 # %% [markdown] tags=["deeper"]
 # ## 9. Offload: estimated, measured · deeper
 #
-# The library has estimators, and they do not count as the paper does. **Predict** for 7·10⁹ parameters on 8 GPUs under
-# ZeRO-3, where the paper's 16 bytes a parameter are 14.0 GB on each: more, or less?
+# The library has estimators of the memory that a run needs. By the paper's 16 bytes a parameter, 7·10⁹ parameters on 8
+# GPUs under ZeRO-3 are 14.0 GB on each. **Predict** what the estimator says, for a largest layer of 131·10⁶.
+
+# %% tags=["deeper"]
+says = ["less", "the same", "more"]
+estimate = predict("the estimator of ZeRO-3, against 14.0 GB", says)
 
 
 # %% tags=["deeper"]
@@ -874,13 +1004,25 @@ def estimates():
 for name, (gpu, cpu) in runs("estimates", estimates, world_size=1)[0].items():
     print(f"{name:26} {gpu:6.2f} GB on a GPU, {cpu:6.1f} GB of host memory")
 
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+rows = runs.results["estimates"][0]
+assert abs(rows["ZeRO-3"][0] - (18 * 7 / 8 + 4 * 0.131)) < 0.01
+assert abs(rows["ZeRO-2"][0] - (2 * 7 + 18 * 7 / 8)) < 0.01
+assert rows["ZeRO-2"][1] == 1.5 * 4 * 7 * 8
+estimate.compare("more")
+
 # %% [markdown] tags=["deeper"]
-# They count 18 bytes (gradients in 16 *and* in 32 bits) and the largest layer in fp32 on top. Hold any estimate against
-# a measurement of your own model.
+# **Compare.** More: 16.27 GB. It counts 18 bytes, the paper's states in fp32 (weights, gradients, two moments: 16) and
+# a 16-bit copy of the weights (2). To that comes the largest layer with 4 bytes, since its 16-bit weights and gradients
+# are whole for a moment. For ZeRO-2 it is 2 bytes for whole weights, and 18/N.
+#
+# The host memory needs an explanation too. Where nothing is offloaded it is needed only while the model is built: each
+# of the 8 processes builds it whole in fp32, 8 · 4 · 7 GB, and half as much is added for buffers. `zero.Init` does
+# without. Hold any estimate against a measurement of your own model.
 #
 # Offload itself: the optimizer, or optimizer and parameters, live in host memory. Here everything is host memory, so
 # the memory gained cannot be shown; that the losses stay can. `zero_force_ds_cpu_optimizer` is off so that PyTorch's
-# AdamW is taken instead of DeepSpeed's, which has to be compiled.
+# AdamW is taken instead of `DeepSpeedCPUAdam`, which has to be compiled, and which a real run should use.
 
 
 # %% tags=["deeper"]
@@ -904,11 +1046,13 @@ for name, losses in on_ranks("offload", offloaded)[0].items():
 # against libaio, and was not run here.
 
 # %% [markdown] tags=["deeper"]
-# ## 10. A profiler whose times grow · deeper
+# ## 10. The communication logger, audited · deeper
 #
-# `comms_logger` times each message. Lesson 13's rule was to check a profiler before it is believed, and a clock around
-# the same calls is enough. **Predict**: 20 all-reduces of 1 MiB. How does the logger's total compare with the wall
-# clock?
+# `comms_logger` times each message. A profiler is checked before it is believed, and a clock around the same calls is
+# enough. **Predict**: 20 all-reduces of 1 MiB. How many times the wall clock is the logger's total?
+
+# %% tags=["deeper"]
+inflated = predict("the logger's total", unit="times the wall clock")
 
 
 # %% tags=["deeper"]
@@ -928,21 +1072,23 @@ def audited(calls=20):
     return [wall, noted]
 
 
-wall, noted = on_ranks("logger", audited)[0]
-growing = all(a < b for a, b in zip(noted, noted[1:], strict=False))
-print(f"{len(noted)} calls; each 'latency' larger than the one before: {growing}")
-print(f"the logger's total is more than the wall clock: {sum(noted) > wall}")
-assert growing and sum(noted) > wall and noted[-1] <= wall
-
 # %% tags=["deeper", "nbval-ignore-output"]
-total = sum(noted)
-print(f"wall clock {wall:.1f} ms, logger's total {total:.1f} ms: {total / wall:.1f} times as much")
+wall, latencies = on_ranks("logger", audited)[0]
+print(f"wall clock {wall:.1f} ms, logger's total {sum(latencies):.1f} ms")
+print("its latencies, ms:", *[f"{latency:.1f}" for latency in latencies])
+
+# %% jupyter={"source_hidden": true} tags=["deeper", "nbval-ignore-output"]
+growing = all(a < b for a, b in zip(latencies, latencies[1:], strict=False))
+assert growing and sum(latencies) > wall and latencies[-1] <= wall
+inflated.compare(sum(latencies) / wall)
 
 # %% [markdown] tags=["deeper"]
-# The total is about ten times the wall clock: each entry is the *sum* of all calls up to it, because the timer is read
-# without being reset (`elapsed(reset=False)` in `deepspeed/comm/comm.py`). For n equal calls the total is (n + 1)/2
-# times too large, and the bandwidth derived from it as much too small. The last entry is the one to use: it is the time
-# of all calls together.
+# **Compare.** About ten times: each entry is the *sum* of all calls up to it, because the timer is read without being
+# reset (`elapsed(reset=False)` in `deepspeed/comm/comm.py`). For n equal calls the total is (n + 1)/2 times too large,
+# and the bandwidth derived from it as much too small.
+#
+# The last entry is the one to use: it is the time of all calls together. The logger also waits for the GPU after each
+# call, so what overlapped without it does not overlap with it.
 
 # %% [markdown] tags=["deeper"]
 # ## 11. Activation checkpointing, and a pipeline · deeper
@@ -996,7 +1142,7 @@ def two_stages():
     model = build_gpt(gpt).to(device())
     head = nn.Linear(gpt.hidden, gpt.vocabulary, bias=False).to(device())
     with torch.no_grad():
-        head.weight.copy_(model.head.weight)  # a tied head would have to lie on both stages
+        head.weight.copy_(model.head.weight)  # untied: see below
     layers = [Embedded(model), *model.blocks, model.norm, head]
     with quiet():
         pipeline = deepspeed.pipe.PipelineModule(
@@ -1041,6 +1187,9 @@ print(f"rank 0 sent {sent} messages and received {received}")
 assert gap < 1e-6 and apart < 1e-5
 
 # %% [markdown] tags=["deeper"]
+# Two things are simpler here than in a real run. Each rank builds all layers and keeps its own; with `LayerSpec` it
+# builds only those. And the head is untied from the embedding; `TiedLayerSpec` keeps one weight on both stages.
+#
 # Twelve activations go out in three steps of four micro-batches and twelve gradients come back; the first send
 # announces the shapes. PyTorch's own pipeline (lesson 10) leaves you the schedule and the loop.
 
@@ -1048,9 +1197,7 @@ assert gap < 1e-6 and apart < 1e-5
 # ## 12. Ulysses and AutoTP · deeper
 #
 # Ulysses splits the sequence over ranks, and for attention it changes to heads by all-to-all (lesson 11).
-# `DistributedAttention` does it around any attention function. It has to be told which dimension the batch is, and
-# **this is a trap that no linter sees**: the shapes fit either way. **Predict** which ranks are wrong with
-# `batch_dim_idx=0`, for a layout of (sequence, batch, heads, size).
+# `DistributedAttention` does it around any attention function. It has to be told which dimension the batch is.
 
 
 # %% tags=["deeper"]
@@ -1076,18 +1223,27 @@ def ulysses(batch_dim):
     return error, ledger.count("all_to_all")
 
 # %% [markdown] tags=["deeper"]
-# The layout has the batch in dimension 1.
+# The layout is (sequence, batch, heads, size), so the batch is dimension 1. **Predict** which ranks are wrong with
+# `batch_dim_idx=0`.
 
 # %% tags=["deeper"]
+which = ["none: it is refused", "only rank 0", "all but rank 0", "all"]
+wrong_ranks = predict("ranks that are wrong with batch_dim_idx=0", which)
+
+# %% tags=["deeper"]
+right = {}
 for batch_dim in (1, 0):
     found = on_ranks(f"ulysses {batch_dim}", ulysses, batch_dim)
-    right = [error < 1e-5 for error, _ in found]
-    print(f"batch_dim_idx={batch_dim}: {found[0][1]} all-to-alls; right, by rank: {right}")
-    assert right == [True] + (world_size - 1) * [batch_dim == 1]
+    right[batch_dim] = [error < 1e-5 for error, _ in found]
+    print(f"batch_dim_idx={batch_dim}: {found[0][1]} all-to-alls; right, by rank: {right[batch_dim]}")
+
+# %% jupyter={"source_hidden": true} tags=["deeper"]
+assert all(right[1]) and right[0] == [True] + (world_size - 1) * [False]
+wrong_ranks.compare("all but rank 0")
 
 # %% [markdown] tags=["deeper"]
-# With 0, each rank attends only to its own piece of the sequence. Rank 0 has the beginning, and causal attention never
-# looks beyond that, so rank 0 is right: a check there, or a loss printed there, shows nothing.
+# **Compare.** All but rank 0: the shapes fit, and each rank attends only to its own piece of the sequence. Rank 0 has
+# the beginning, and causal attention never looks beyond that, so a check there, or a loss printed there, shows nothing.
 #
 # **AutoTP** shards linear layers by a rule in the configuration: column or row, by the name. For models that it does
 # not know, a pattern for each layer is needed. Our attention takes its number of heads from the module, so that has to
@@ -1138,8 +1294,7 @@ assert largest_gap(losses, reference_of_8) < 1e-5
 # ## 13. hpZ, and what was not run here · deeper
 #
 # hpZ is the part of ZeRO++ that moves no fewer bytes but moves them over shorter links. A second copy of the weights is
-# kept inside of each node, so that the gather for backward stays there. **Predict** the groups of the all-gathers for 4
-# ranks in nodes of 2.
+# kept inside of each node, so that the gather for backward stays there. Here are 4 ranks in nodes of 2.
 
 
 # %% tags=["deeper"]
@@ -1173,6 +1328,8 @@ assert [0, 1] in groups and [0, 1, 2, 3] in groups
 #   said to reach 15 million tokens ([paper](https://arxiv.org/abs/2506.13996)). Transformers takes its Ulysses part.
 # - **DeepCompile**: sharding, gathers and offload become passes of a compiler over the graph, scheduled by a profile of
 #   the first steps ([description](https://github.com/deepspeedai/DeepSpeed/blob/master/blogs/deepcompile/README.md)).
+# - **Newer**: `torch_autocast` (precision by operation), `bf16_master_weights_and_grads` and `bf16_optimizer_states` in
+#   the section `bf16` (smaller states), AutoEP (experts over ranks), Muon, ZenFlow (offload that stalls the GPU less).
 #
 # Some names in older texts lead nowhere since 2026: MiCS, compression, elasticity, sparse attention, Apex AMP and
 # others were removed, and 0.19.8 refuses their keys ([8489](https://github.com/deepspeedai/DeepSpeed/issues/8489)).
@@ -1190,6 +1347,7 @@ assert [0, 1] in groups and [0, 1, 2, 3] in groups
 # | `gradient_accumulation_steps` | a loop; loss divided; `set_requires_gradient_sync(False)` | the engine divides |
 # | `gradient_clipping` | `clip_grad_norm_(model.parameters(), c)` | write it in both |
 # | `bf16` | `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` | on an **fp32** model, for its master weights |
+# | `communication_data_type` | `reduce_dtype=torch.float32` in the policy | else FSDP2 reduces in `param_dtype` |
 # | `offload_param` and `offload_optimizer` on `"cpu"` | `CPUOffloadPolicy()` | FSDP2: both or none |
 # | `offload_*` on `"nvme"`, `ratio` | none | |
 # | `zero_hpz_partition_size` | a 2-D mesh (HSDP) is the nearest | hpZ copies weights in a node, HSDP all states |
@@ -1197,10 +1355,10 @@ assert [0, 1] in groups and [0, 1, 2, 3] in groups
 # | `zero.Init()` | `torch.device("meta")`, then `to_empty` and your init | section 8 |
 # | `save_checkpoint` | `dcp.save` | section 7 |
 # | `tensor_parallel` | `parallelize_module` on a mesh dimension | lesson 09 |
-# | `engine.backward`, `engine.step` | `loss.backward()`, `optimizer.step()`, `zero_grad()` | |
+# | `engine.backward`, `engine.step` | `loss.backward()`, `optimizer.step()`, `zero_grad()` | section 1 |
 #
-# Read from right to left it is the way back. Here is one with accumulation and clipping, on both sides. **Predict**
-# whether the losses are equal when the engine divides by the accumulation steps and your loop does it itself.
+# Read from right to left it is the way back. Here is one with accumulation and clipping, on both sides. The engine
+# divides the loss by the accumulation steps, your loop has to do it itself.
 
 # %% tags=["deeper"]
 moving = config_for(3, **ALL) | {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
@@ -1242,14 +1400,23 @@ for name in ("DDP", "ZeRO-2", "ZeRO-2 owner", "ZeRO-3", "ZeRO-3 freed"):
 print(f"clinic: {wrong.count('refused')} refused, {wrong.count('silent')} silent, of {len(clinic)}")
 
 # %% [markdown]
-# - The engine takes over `backward` and `step`. Losses are those of DDP; where they are not, look for clipping first.
+# - The engine takes over `step`, and since 0.18.3 needs no `backward` of its own. Losses are those of DDP; where they
+#   are not, look for clipping first.
 # - Stages 1 and 2 reduce gradients by all-reduce unless told otherwise. Stage 3 keeps gathered weights while they are
 #   few. The ledger shows both in a minute.
-# - A key that DeepSpeed does not know is refused inside `zero_optimization` and passed over at the top level.
+# - Stage 3 gathers by module; `leaf_module` makes it gather by block, and models with experts need it.
+# - A key that DeepSpeed does not know is refused inside `zero_optimization` and passed over at the top level. `"auto"`
+#   means something to Transformers and Accelerate only.
 # - Checkpoints resume exactly on the same number of ranks. For any other there is the universal checkpoint, offline;
 #   FSDP2 reshards as it loads.
 # - DeepSpeed for ZeRO-1 and 2, partial offload, NVMe, and configurations that exist. Else FSDP2.
 #
+# How your predictions came out:
+
+# %%
+predictions()
+
+# %% [markdown]
 # **Now you can answer**
 #
 # 1. A colleague's run with `"zero_optimisation": {"stage": 2}` trains well, but does not fit where yours does. Why?

@@ -231,7 +231,7 @@ def _rest(config: dict) -> Iterator[Finding]:
     """Clipping, and the communication logger."""
     clip = config.get("gradient_clipping")
     if "gradient_clipping" not in config:
-        text = "by default gradients are clipped at norm 1.0 (0.19.8; off before); 0.0 switches it off"
+        text = "by default gradients are clipped at norm 1.0 (since 0.19.3; off before); 0.0 switches it off"
         yield Finding("note", "gradient_clipping", text)
     elif clip != "auto" and not isinstance(clip, (int, float)):
         yield Finding("refused", "gradient_clipping", f"{clip!r} is no number{_hint(clip)}; {_ALONE}")
