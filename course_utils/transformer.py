@@ -38,13 +38,21 @@ class TransformerConfig:
         Inner width of the MLP as a multiple of `hidden`.
     gated : bool
         Llama's layers: SwiGLU (three matrices in the MLP), RMSNorm, rotary positions, no biases, no dropout. Otherwise
-        GPT's: GELU, LayerNorm, learnt positions, biases, dropout.
+        GPT's: GELU, LayerNorm, learnt positions, biases, and dropout unless `dropout` is False.
     fused : bool
         Whether the planner takes attention as one kernel that keeps no scores and skips what the causal mask hides
         (FlashAttention); otherwise scores are written and read, and counted, all of them.
     experts, experts_per_token, shared_experts : int
         MLPs of a layer among which a router chooses, those it chooses for a token, and those that every token goes
         through besides; 0 experts for a dense model. `mlp_ratio` is that of one expert.
+    head_width : int
+        Width of a head's queries and keys, and of its values; 0: ``hidden / heads``.
+    latent : tuple of four int
+        Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): rank of the queries (0: none), rank of
+        keys and values, rotary width of queries and keys beside `head_width`, and width of a head's values. Or ().
+    dense_layers : int
+        Layers without experts in a mixture, whose MLP is `dense_ratio` times `hidden` wide. Where the planner counts
+        "a layer" it takes the mean over all.
     name : str
         For messages and figures; equal shapes are equal whatever their names.
 
@@ -68,26 +76,32 @@ class TransformerConfig:
     experts: int = 0
     experts_per_token: int = 0
     shared_experts: int = 0
+    head_width: int = 0
+    latent: tuple[int, ...] = ()
+    dense_layers: int = 0
+    dense_ratio: float = 4
+    dropout: bool = True
     name: str = field(default="a transformer", compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "hidden", "context", "vocabulary", "queries_per_key"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        positive = ("layers", "heads", "hidden", "context", "vocabulary", "queries_per_key")
+        for name in (*positive, "experts", "experts_per_token", "shared_experts", "head_width", "dense_layers"):
+            value, least = getattr(self, name), int(name in positive)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         for name, of in (("hidden", "heads"), ("heads", "queries_per_key")):
-            if getattr(self, name) % getattr(self, of):
+            if getattr(self, name) % getattr(self, of) and not (name == "hidden" and self.head_width):
                 got = f"{getattr(self, name)} and {getattr(self, of)}"
                 raise ValueError(f"{name} must be a multiple of {of}, got {got}")
-        for name in ("experts", "experts_per_token", "shared_experts"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
         if bool(self.experts) != bool(self.experts_per_token) or self.experts_per_token > self.experts:
             chosen = f"{self.experts_per_token} of {self.experts}"
             raise ValueError(f"a router chooses between 1 and all of the experts, got {chosen}")
-        if not self.mlp_ratio > 0:
-            raise ValueError(f"mlp_ratio must be a number above 0, got {self.mlp_ratio!r}")
+        if self.latent and (len(self.latent) != 4 or not self.head_width):
+            raise ValueError(f"latent attention takes four widths and head_width, got {self.latent}, {self.head_width}")
+        if self.dense_layers > self.layers or self.dense_layers and not self.experts:
+            raise ValueError(f"dense_layers are those of a mixture without experts, got {self.dense_layers}")
+        if not min(self.mlp_ratio, self.dense_ratio) > 0:
+            raise ValueError(f"mlp_ratio must be a number above 0, got {min(self.mlp_ratio, self.dense_ratio)!r}")
 
     def __hash__(self) -> int:
         return self._hash
@@ -98,7 +112,7 @@ class TransformerConfig:
 
     def require_gpt2_layers(self) -> None:
         """Raise `ValueError` unless the layers are GPT-2's: those that `models.GPT` builds and `memory` counts."""
-        if self.gated or self.queries_per_key > 1 or self.mlp_ratio != 4 or self.experts:
+        if self.gated or self.queries_per_key > 1 or self.mlp_ratio != 4 or self.experts or self.head_width:
             wanted = "gated=False, queries_per_key=1 and mlp_ratio=4"
             raise ValueError(f"{self.name} does not have GPT-2's layers, which have {wanted}")
 
@@ -108,9 +122,19 @@ class TransformerConfig:
         return self.heads // self.queries_per_key
 
     @cached_property
+    def query_width(self) -> int:
+        """Width of the queries of all heads."""
+        return self.heads * ((self.head_width or self.hidden // self.heads) + (self.latent[2] if self.latent else 0))
+
+    @cached_property
+    def mixed_width(self) -> int:
+        """Width of what attention mixes from the values, all heads."""
+        return self.heads * (self.latent[3] if self.latent else self.head_width or self.hidden // self.heads)
+
+    @cached_property
     def kv_width(self) -> int:
-        """Width of keys, and of values."""
-        return self.hidden // self.queries_per_key
+        """Width of keys, and of values; their mean where they differ."""
+        return (self.query_width + self.mixed_width) // 2 if self.latent else self.mixed_width // self.queries_per_key
 
     @cached_property
     def ffn(self) -> int:
@@ -118,9 +142,20 @@ class TransformerConfig:
         return round(self.mlp_ratio * self.hidden)
 
     @cached_property
+    def attention_shapes(self) -> tuple[tuple[int, int, str], ...]:
+        """Matrices of attention: outputs, inputs, and which of them tensor parallelism divides ("" for neither)."""
+        h, out = self.hidden, (self.hidden, self.mixed_width, "in")
+        if not self.latent:
+            return (self.query_width + 2 * self.kv_width, h, "out"), out
+        rank, kv_rank, rotary, _ = self.latent
+        queries = ((rank, h, ""), (self.query_width, rank, "out")) if rank else ((self.query_width, h, "out"),)
+        both = self.heads * self.head_width + self.mixed_width
+        return *queries, (kv_rank + rotary, h, ""), (both, kv_rank, "out"), out
+
+    @cached_property
     def attention_weights(self) -> int:
         """Parameters of a layer's attention that are in matrix products."""
-        return 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_width
+        return sum(outputs * inputs for outputs, inputs, _ in self.attention_shapes)
 
     @cached_property
     def mlp_weights(self) -> int:
@@ -128,28 +163,38 @@ class TransformerConfig:
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @cached_property
-    def active_mlps(self) -> int:
-        """MLPs that a token goes through in a layer: one, or the experts chosen for it and the shared ones."""
-        return self.experts_per_token + self.shared_experts if self.experts else 1
+    def routed(self) -> float:
+        """Share of the layers that have experts."""
+        return 1 - self.dense_layers / self.layers if self.dense_layers else int(self.experts > 0)
 
     @cached_property
-    def expert_parameters(self) -> int:
+    def active_mlps(self) -> float:
+        """MLPs of width `ffn` that a token goes through in a layer: one, or the experts chosen for it and the shared
+        ones; of a dense layer among mixtures, as many as its MLP is wider."""
+        if not self.experts:
+            return 1
+        wider = (1 - self.routed) * self.dense_ratio / self.mlp_ratio if self.dense_layers else 0
+        return self.routed * (self.experts_per_token + self.shared_experts) + wider
+
+    @cached_property
+    def expert_parameters(self) -> float:
         """Parameters of a layer's experts, the shared ones left out: those that expert parallelism divides."""
-        return self.experts * self.mlp_weights
+        return self.routed * self.experts * self.mlp_weights
 
     @cached_property
-    def layer_weights(self) -> int:
+    def layer_weights(self) -> float:
         """Parameters of a layer that a token is multiplied with; 12 C^2 in GPT-2's layers."""
-        return self.attention_weights + self.active_mlps * self.mlp_weights + self.experts * self.hidden
+        router = self.routed * self.experts * self.hidden
+        return self.attention_weights + self.active_mlps * self.mlp_weights + router
 
     @cached_property
-    def layer_parameters(self) -> int:
+    def layer_parameters(self) -> float:
         """All parameters of a layer. In GPT-2's 12 C^2 + 13 C: 4 C^2 + 4 C in attention, 8 C^2 + 5 C in the MLP, 4 C in
         two layer norms."""
         h = self.hidden
-        small = 2 * h if self.gated else 4 * h + h + 2 * self.kv_width + h + self.ffn + h
-        mlps = self.experts + self.shared_experts if self.experts else 1
-        return self.attention_weights + mlps * self.mlp_weights + self.experts * self.hidden + small
+        small = 2 * h + sum(self.latent[:2]) if self.gated else 4 * h + h + 2 * self.kv_width + h + self.ffn + h
+        idle = self.routed * (self.experts - self.experts_per_token) * self.mlp_weights
+        return self.layer_weights + idle + small
 
     @cached_property
     def embedding_parameters(self) -> int:
@@ -165,19 +210,19 @@ class TransformerConfig:
         """
         head = 0 if self.tied else self.vocabulary * self.hidden
         norm = self.hidden if self.gated else 2 * self.hidden
-        return self.layers * self.layer_parameters + self.embedding_parameters + head + norm
+        return round(self.layers * self.layer_parameters) + self.embedding_parameters + head + norm
 
     @cached_property
     def attention_flops(self) -> int:
         """FLOPs of scores and mixing of a layer in forward, for each token."""
-        return (2 if self.fused else 4) * self.context * self.hidden
+        return (1 if self.fused else 2) * self.context * (self.query_width + self.mixed_width)
 
     @cached_property
     def selective_flops(self) -> int:
         """FLOPs of what selective recomputation computes again in a layer, for each token."""
         return 0 if self.fused else self.attention_flops
 
-    def flops_per_token(self, recompute: str | None = None, *, backward: bool = True) -> int:
+    def flops_per_token(self, recompute: str | None = None, *, backward: bool = True) -> float:
         """Return the FLOPs of matrix products for one token of a full context, a multiply-add counted as two.
 
         Forward: 2 for each weight of the layers and the V C of the head, and 4 T C a layer for the scores and the
@@ -185,15 +230,8 @@ class TransformerConfig:
         `fused` this half). Backward costs twice the forward, and what is computed again counts again. Embeddings,
         norms, GELU and softmax are left out. Without attention this is the 6 N of Kaplan et al. 2020
         (https://arxiv.org/abs/2001.08361); with full recomputation of GPT's layers, times B s tokens, it is
-        96 B s l h^2 (1 + s/6h + V/16lh) of Narayanan et al. 2021, equation 3.
-
-        Parameters
-        ----------
-        recompute : {"none", "selective", "full", "half"}, optional
-            What backward computes again of each layer. By default what `models.GPT` does: nothing, or with `checkpoint`
-            the forward of the blocks, but for the last product of each, whose output backward does not need.
-        backward : bool
-            Whether backward is counted.
+        96 B s l h^2 (1 + s/6h + V/16lh) of Narayanan et al. 2021, equation 3. `recompute` is one of `RECOMPUTE_KINDS`;
+        by default what `models.GPT` does: nothing, or with `checkpoint` all but the last product of each block.
         """
         layer, last_product = 2 * self.layer_weights + self.attention_flops, 2 * self.ffn * self.hidden
         again = {
@@ -205,39 +243,61 @@ class TransformerConfig:
         forward = self.layers * layer + 2 * self.hidden * self.vocabulary
         return 3 * forward + self.layers * again[recompute] if backward else forward
 
-    def kept(self, tokens: float, recompute: str, tp: int = 1, sequence_parallel: bool = True) -> float:
+    def kept(
+        self, tokens: float, recompute: str, tp: int = 1, sequence_parallel: bool = True, compiled: bool = True,
+        fp8: bool = False,
+    ) -> float:
         """Bytes that a layer keeps of `tokens` tokens for backward, on one of `tp` ranks.
 
         GPT: s b h (10 + 24/t + 5 a s / h t) of Korthikanti et al. 2022 (arXiv 2205.05198, equation 2), all divided by t
         with sequence parallelism; selective recomputation drops the last term. Llama, by the same counting in bf16:
         inputs and outputs of two norms (8 h), queries, keys, values and the output of attention, gate, up and their
-        product (6 ffn); selective recomputation drops the outputs of norms and the product. Full keeps the input. Half
-        keeps the input, the outputs of attention and of every other product: queries, values, gate and the MLP's own.
-        A token of a mixture of experts keeps what each of its experts does, and a copy of its vector for each.
+        product (6 ffn), and unless attention is fused its probabilities (2 a s); selective recomputation drops the
+        outputs of norms, the product and the probabilities. Full keeps the input. Half keeps the input, the outputs of
+        attention and of every other product: queries, values, gate and the MLP's own. A token of a mixture of experts
+        keeps what each of its experts does, and a copy of its vector for each.
+
+        Without compilation Llama's norms keep their input in fp32 and what they scale (12 h more), SwiGLU its sigmoid's
+        output (2 ffn), attention a copy of keys and values for each query head, and softmax is in fp32 (4 a s). With
+        `fp8` inputs of products are kept in fp8, beside what attention and activation keep for themselves.
         """
         h, apart = self.hidden, tp if sequence_parallel else 1
         if recompute == "full":
             return tokens * 2 * h / apart
-        copies = 4 * h * self.experts_per_token
+        copies = self.routed * 4 * h * self.experts_per_token
+        outside, ffn = 2 * (self.query_width + self.mixed_width), self.active_mlps * self.ffn
         if recompute == "half":
-            ffn = self.active_mlps * self.ffn
-            return tokens * (4 * h / apart + (4 * h + 2 * self.kv_width + 2 * ffn + copies) / tp)
+            return tokens * (4 * h / apart + (outside + 2 * self.kv_width + 2 * ffn + copies) / tp)
+        cheap, scores = recompute == "selective", self.heads * self.context
+        if self.fused or cheap:
+            scores = 0
         if self.gated:
-            cheap = recompute == "selective"
-            ffn = self.active_mlps * self.ffn
-            split = 4 * h + 4 * self.kv_width + (4 if cheap else 6) * ffn + copies
-            return tokens * ((4 if cheap else 8) * h / apart + split / tp)
-        scores = 0 if self.fused or recompute == "selective" else 5 * self.heads * self.context
-        split = 4 * h + 4 * self.kv_width + 4 * self.ffn
-        return tokens * (10 * h / apart + (split + scores) / tp)
+            norms = (4 if cheap else 8) * h + 4 * sum(self.latent[:3])
+            split = outside + 4 * self.kv_width + (4 if cheap else 6) * ffn + copies + 2 * scores
+            if fp8:
+                norms, split = norms - (0 if cheap else 2 * h), split + self.mixed_width - (0 if cheap else ffn)
+            if not compiled:
+                norms += 0 if cheap else 12 * h
+                split += outside - 4 * self.kv_width + (0 if cheap else 2 * ffn) + 4 * scores
+            return tokens * (norms / apart + split / tp)
+        split = outside + 4 * self.kv_width + 4 * self.ffn + (5 if self.dropout else 2) * scores
+        norms = (10 if self.dropout else 8) * h
+        if fp8:
+            norms, split = norms - 2 * h, split + self.mixed_width - self.ffn
+        return tokens * (norms / apart + split / tp)
 
-    def kept_around(self, tokens: float, tp: int = 1, sequence_parallel: bool = True, pieces: int = 1) -> float:
-        """Bytes of the last norm and the loss, which takes its tokens in so many pieces, one after the other.
+    def kept_around(
+        self, tokens: float, tp: int = 1, sequence_parallel: bool = True, pieces: int = 1, logits: int = 0,
+        compiled: bool = True,
+    ) -> float:
+        """Bytes of the last norm and the loss, which takes its tokens in `pieces`, one after the other.
 
-        Of a logit 12 bytes while backward begins: its log-softmax, the gradient of that, and its own, all in fp32.
+        Logits are divided among `logits` ranks, `tp` by default. Of each 12 bytes while backward begins: log-softmax,
+        the gradient of that, and its own, in fp32; uncompiled code holds the logit itself as well, in bf16. Where norms
+        are divided along the sequence, the head's input and its gradient are gathered.
         """
-        apart = tp if sequence_parallel else 1
-        return tokens * (4 * self.hidden / apart + 12 * self.vocabulary / tp / pieces)
+        apart, each = tp if sequence_parallel else 1, (12 if compiled else 14) / (logits or tp) / pieces
+        return tokens * (4 * self.hidden * (1 / apart + (apart > 1)) + each * self.vocabulary)
 
     def working(self, tokens: float, tp: int = 1) -> float:
         """Bytes of gradients of activations while backward is in the MLP."""
@@ -253,21 +313,24 @@ class TransformerConfig:
         mask of half the width (7 h); GELU reads and writes ffn, SwiGLU reads two and writes one. Backward: norms 6 h,
         dropout 5 h, additions 6 h; GELU 3 ffn, SwiGLU 5 ffn. Scores, if attention is not fused: written by the product
         and read by the next, read and written by softmax, and by dropout with its mask: 6.5 a s; backward 9 a s.
-        Llama has no dropout, but turns queries and keys: read and written once each way.
+        Llama has no dropout, so that its scores pass 4 a s and 6 a s, but turns queries and keys: read and written once
+        each way.
 
         Without compilation Llama's norms run as six operations, partly in fp32, which pass 16 h more; rotation goes to
         fp32 and back, 8 (h + kv) more; keys and values are copied for every query head, 2 h + 2 kv; SwiGLU takes two
-        kernels, 2 ffn more. Backward passes twice that. A token of a mixture of experts is copied to its experts and
-        added up again.
+        kernels, 2 ffn more; softmax goes to fp32 and back. Backward passes twice that. A token of a mixture of experts
+        is copied to its experts and added up again.
         """
         apart, h = tp if sequence_parallel else 1, self.hidden
         if self.gated:
-            turned, ffn = h + self.kv_width, self.active_mlps * self.ffn
-            moved = 4 * h * self.experts_per_token
+            turned, ffn = self.query_width + self.kv_width, self.active_mlps * self.ffn
+            moved, scores = self.routed * 4 * h * self.experts_per_token, 0 if self.fused else self.heads * self.context
             forward, backward = 10 * h / apart + (2 * turned + 3 * ffn + moved) / tp, 12 * h / apart
             backward += (2 * turned + 5 * ffn + moved) / tp
+            forward, backward = forward + 4 * scores / tp, backward + 6 * scores / tp
             if not compiled:
-                more = 2 * 16 * h / apart + (8 * turned + 2 * h + 2 * self.kv_width + 2 * ffn) / tp
+                copied = 2 * self.query_width + 2 * self.kv_width
+                more = 2 * 16 * h / apart + (8 * turned + copied + 2 * ffn + 6 * scores) / tp
                 forward, backward = forward + more, backward + 2 * more
             return 2 * tokens * forward, 2 * tokens * backward
         scores = 0 if self.fused else self.heads * self.context
@@ -277,18 +340,13 @@ class TransformerConfig:
 
     def selective_traffic(self, tokens: float, tp: int = 1, sequence_parallel: bool = True) -> float:
         """Bytes that selective recomputation reads and writes."""
-        if self.fused:
-            apart = tp if sequence_parallel else 1
-            return 2 * tokens * (4 * self.hidden / apart + 3 * self.active_mlps * self.ffn / tp)
-        return 2 * tokens * 6.5 * self.heads * self.context / tp
+        scores = 0 if self.fused else (4 if self.gated else 6.5) * self.heads * self.context / tp
+        cheap = 4 * self.hidden / (tp if sequence_parallel else 1) + 3 * self.active_mlps * self.ffn / tp
+        return 2 * tokens * (scores + (cheap if self.fused or self.gated else 0))
 
     def loss_traffic(self, tokens: float, tp: int = 1) -> float:
         """Bytes that cross-entropy reads and writes: logits of two bytes to fp32, maximum, exponentials, gradient."""
         return tokens * self.vocabulary / tp * 32
-
-
-def _gpt(name: str, layers: int, heads: int, hidden: int, context: int, vocabulary: int) -> TransformerConfig:
-    return TransformerConfig(layers, heads, hidden, context, vocabulary, name=name)
 
 
 def _llama(size: str, layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:
@@ -296,10 +354,6 @@ def _llama(size: str, layers: int, hidden: int, heads: int, ffn: int) -> Transfo
         layers, heads, hidden, 8192, 128256, tied=False, queries_per_key=heads // 8, mlp_ratio=ffn / hidden, gated=True,
         fused=True, name=f"Llama 3 {size}",
     )
-
-
-def _mpt(size: str, layers: int, heads: int, hidden: int) -> TransformerConfig:
-    return TransformerConfig(layers, heads, hidden, 2048, 50368, fused=True, name=f"MPT {size}")
 
 
 def _mixture(
@@ -320,12 +374,15 @@ def _published() -> dict[str, TransformerConfig]:
         "39.1B": (48, 64, 8192), "76.1B": (60, 80, 10240), "145.6B": (80, 96, 12288), "174.6B": (96, 96, 12288),
         "310.1B": (96, 128, 16384), "529.6B": (105, 128, 20480), "1008B": (128, 160, 25600),
     }
+    mpt = {
+        "1B": (24, 16, 2048), "3B": (32, 20, 2560), "7B": (32, 32, 4096), "13B": (40, 40, 5120), "30B": (48, 56, 7168),
+        "70B": (80, 64, 8192),
+    }
     shapes = [
-        *(_gpt(f"GPT-2{size}", *shape, 1024, 50257) for size, shape in gpt2.items()),
-        *(_gpt(f"GPT-3 {size}", *shape, 2048, 50257) for size, shape in gpt3.items()),
-        *(_gpt(f"Megatron {size}", *shape, 2048, 51200) for size, shape in megatron.items()),
-        _mpt("1B", 24, 16, 2048), _mpt("3B", 32, 20, 2560), _mpt("7B", 32, 32, 4096), _mpt("13B", 40, 40, 5120),
-        _mpt("30B", 48, 56, 7168), _mpt("70B", 80, 64, 8192),
+        *(TransformerConfig(*shape, 1024, 50257, name=f"GPT-2{size}") for size, shape in gpt2.items()),
+        *(TransformerConfig(*shape, 2048, 50257, name=f"GPT-3 {size}") for size, shape in gpt3.items()),
+        *(TransformerConfig(*shape, 2048, 51200, name=f"Megatron {size}") for size, shape in megatron.items()),
+        *(TransformerConfig(*shape, 2048, 50368, fused=True, name=f"MPT {size}") for size, shape in mpt.items()),
         _mixture("Mixtral 8x7B", 32, 4096, 32, 8, 14336, 32000, 8, 2),
         _mixture("Mixtral 8x22B", 56, 6144, 48, 8, 16384, 32768, 8, 2),
         _mixture("DeepSeekMoE 16B", 28, 2048, 16, 16, 1408, 102400, 64, 6, 2),
@@ -335,11 +392,9 @@ def _published() -> dict[str, TransformerConfig]:
 
 
 #: Shapes that were trained: GPT-2 (Radford et al. 2019, table 2; heads from the released models), GPT-3 (Brown et al.
-#: 2020, table 2.1; three of its eight; the 13B row's width is printed as 5140 there, which 40 heads do not divide),
-#: Megatron-LM's own (Narayanan et al. 2021, table 1, and from table 2 the 174.6B: GPT-3 175B with a vocabulary that 8
-#: divides), and Llama 3 (table 3 of arXiv 2407.21783; its vocabulary from the released models' configuration). GPTs
-#: share one weight between embedding and head. They are for counting, or for the meta device:
-#: `GPT(PUBLISHED["GPT-3 175B"])` needs 700 GB. MPT's are those of llm-foundry's benchmarks (scripts/train/benchmarking
-#: in https://github.com/mosaicml/llm-foundry), the mixtures those of the released configurations (Jiang et al. 2024,
-#: arXiv 2401.04088; Dai et al. 2024, arXiv 2401.06066, whose first layer is dense, which is left out here).
+#: 2020, table 2.1; the 13B row's width is printed as 5140, which 40 heads do not divide), Megatron-LM's own (Narayanan
+#: et al. 2021, table 1, and from table 2 the 174.6B: GPT-3 175B with a vocabulary that 8 divides), Llama 3 (table 3 of
+#: arXiv 2407.21783; vocabulary from the released configuration), MPT (llm-foundry, scripts/train/benchmarking), and
+#: mixtures by their released configurations (arXiv 2401.04088; arXiv 2401.06066, whose first layer is dense: left out).
+#: GPTs share one weight between embedding and head. For counting, or for the meta device.
 PUBLISHED: Mapping[str, TransformerConfig] = _published()

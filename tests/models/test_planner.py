@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from course_utils import memory, recorded
-from course_utils.transformer import PUBLISHED
+from course_utils.transformer import PUBLISHED, TransformerConfig
 from lessons.parallelism_3d import planner
-from lessons.parallelism_3d.planner import CONSTANTS, Layout, cluster, plan, rates, reasons_against, search
+from lessons.parallelism_3d.planner import CONSTANTS, Layout, cluster, held, plan, rates, reasons_against, search
 from lessons.parallelism_3d.planner.held import stage
-from lessons.parallelism_3d.planner.messages import exposed, half_all_reduce
+from lessons.parallelism_3d.planner.layout import chunks
+from lessons.parallelism_3d.planner.messages import exposed, half_all_reduce, mates
 from lessons.parallelism_3d.planner.step_time import StepModel
 from lessons.pipeline_parallel import pipeline
 
@@ -69,7 +70,7 @@ def test_all_reasons_are_given():
         ({"microbatch": 8}, "96 sequences do not divide into DP 16 x micro-batches of 8"),
         ({"virtual": 20, "dp": 8, "pp": 4, "microbatch": 2}, "a multiple of PP 4 micro-batches, got 6"),
         ({"virtual": 2, "pp": 1, "dp": 32}, "2 chunks on a rank need a pipeline"),
-        ({"recompute": "none", "microbatch": 6, "zero": 0}, "GB, more than the 80 of this H100"),
+        ({"recompute": "none", "microbatch": 6, "zero": 0}, "in reserve, more than the 80 of this H100"),
         ({"tp": 1, "pp": 1, "dp": 64, "replicas": 3}, "DP 64 does not divide into 3 replicas"),
         ({"replicas": 2, "zero": 0}, "2 replicas need states that are divided"),
         ({"ep": 2}, "0 experts do not divide among EP 2"),
@@ -92,6 +93,99 @@ def test_a_pipeline_holds_its_weights_and_gradients_whole_at_any_stage(degrees):
     assert len({planner.traffic(LLAMA_70B, replace(layout, zero=zero), 512)["dp"] for zero in (1, 2, 3)}) == 1
     (reason,) = reasons_against(LLAMA_70B, H100, replace(layout, zero=3, recompute="none"), 512)
     assert "the fullest GPU needs" in reason
+
+
+def test_a_reason_says_whose_rule_it_is():
+    cases = {
+        "impossible": Layout(tp=8, dp=4), "a rule of Megatron-LM": Layout(tp=8, pp=3, dp=4),
+        "this planner's convention": Layout(dp=64, order="pp-tp"),
+    }
+    for whose, layout in cases.items():
+        assert reasons_against(LLAMA_70B, H100, layout, 64)[-1].endswith(f"({whose})")
+    assert "did you mean 512?" in reasons_against(LLAMA_70B, H100, Layout(dp=64), 512 * 8192)[0]
+    assert "A100 has no fp8" in reasons_against(GPT, A100, Layout(dp=64, products="fp8"), 64)[0]
+    for change in ({"network": 400}, {"network": 3.2e12}, {"busbw_node": 340}, {"busbw_network": 45}):
+        with pytest.raises(ValueError, match="did you mean|divided by its 8 GPUs"):
+            planner.own_cluster("h100", 64, **change)
+    with pytest.raises(ValueError, match="per_node=64"):
+        planner.own_cluster("gb200", 256, per_node=72)
+    assert cluster("GB200 NVL72", 256).per_node == 64 and cluster("GB200 NVL72", 72).per_node == 72
+
+
+def test_a_share_that_explains_nothing_is_refused():
+    slow = planner.Measured(LLAMA, H100, Layout(dp=64, zero=3), 64, 1e4)
+    with pytest.raises(ValueError, match="no share explains these steps: hbm"):
+        planner.fit([slow], ("hbm",))
+
+
+def test_stages_of_unequal_size_are_planned_when_asked_for():
+    model = replace(GPT, layers=60)
+    assert "unequal_stages=True takes them" in reasons_against(model, A100, Layout(tp=8, pp=8), 8)[0]
+    assert chunks(model, 8, True) == (7, 8, 8, 8, 8, 8, 7, 6) and sum(chunks(model, 16, True)) == 60
+    found = plan(model, A100, Layout(tp=8, pp=8, unequal_stages=True, recompute="selective"), 64)
+    assert found.bubble > plan(replace(model, layers=56), A100, Layout(tp=8, pp=8, recompute="selective"), 64).bubble
+    assert search(model, A100, 64, tp=8, pp=8, unequal_stages=True).plans
+
+
+def test_the_order_of_ranks_says_who_shares_a_node():
+    one = Layout(tp=2, cp=2, dp=4, pp=4)
+    near = {name: mates(H100, one, name) for name in ("tp", "cp", "dp", "pp", "data")}
+    assert near == {"tp": 2, "cp": 2, "dp": 2, "pp": 1, "data": 4}
+    other = replace(one, order="tp-cp-pp-dp")
+    assert [mates(H100, other, name) for name in ("dp", "pp", "data")] == [1, 2, 2]
+    sums = [plan(LLAMA_70B, H100, replace(each, recompute="full"), 64) for each in (one, other)]
+    assert sums[0].data < sums[1].data
+
+
+def test_experts_divide_over_tensor_context_and_data_ranks():
+    mixtral = PUBLISHED["Mixtral 8x7B"]
+    one = Layout(tp=4, cp=2, dp=8, ep=8, zero=3)
+    assert one.expert_shards == 2 and replace(one, expert_tp=1).expert_shards == 8
+    pair = one, replace(one, expert_tp=1)
+    divided, whole = (held.rank_parameters(mixtral, each, 32, True, True)[1] for each in pair)
+    assert whole == 4 * divided == mixtral.layers * mixtral.mlp_weights
+    reason = reasons_against(mixtral, H100, replace(one, dp=2, pp=4), 64)[-1]
+    assert "TP x CP x DP 16 of a replica does not divide into EP 8 x 4 of an expert" in reason
+
+
+def test_copies_of_key_value_heads_are_held_and_computed():
+    one = Layout(tp=16, dp=4)
+    assert "copied_kv=True copies them" in reasons_against(LLAMA_70B, H100, one, 64)[0]
+    copied = replace(one, copied_kv=True)
+    more = held.rank_parameters(LLAMA_70B, copied, 1, False, False)[0] - LLAMA_70B.layer_parameters / 16
+    assert more == pytest.approx(2 * 8192 * 1024 * (1 / 8 - 1 / 16))
+    assert "each key-value head is on 2 tensor ranks" in plan(LLAMA_70B, H100, copied, 64).report()
+
+
+def test_models_with_latent_attention_and_experts_in_some_layers():
+    deepseek = TransformerConfig(
+        61, 128, 7168, 4096, 129280, tied=False, gated=True, fused=True, mlp_ratio=2048 / 7168, experts=256,
+        experts_per_token=8, shared_experts=1, head_width=128, latent=(1536, 512, 64, 128), dense_layers=3,
+        dense_ratio=18432 / 7168,
+    )
+    assert deepseek.parameter_count == pytest.approx(671e9, rel=1e-3)  # arXiv 2412.19437: 671 B, 37 B for each token
+    active = deepseek.layers * deepseek.layer_weights + 2 * deepseek.vocabulary * deepseek.hidden
+    assert active == pytest.approx(37e9, rel=0.02)
+    qwen = replace(LLAMA, layers=36, hidden=4096, heads=32, head_width=128, vocabulary=151936, mlp_ratio=3)
+    assert qwen.parameter_count == pytest.approx(8.19e9, rel=1e-3)  # Qwen3-8B, arXiv 2505.09388
+    assert plan(deepseek, cluster("GB200 NVL72", 256), Layout(pp=4, dp=64, ep=64, unequal_stages=True), 2048).expert > 0
+
+
+def test_unfused_attention_writes_its_scores_in_gated_models_too():
+    fused, apart = (replace(LLAMA, fused=yes) for yes in (True, False))
+    for of in (fused, apart):
+        assert plan(of, H100, Layout(dp=64, zero=3, recompute="full"), 64)
+    scores = 2 * LLAMA.heads * LLAMA.context
+    assert apart.kept(1, "none") - fused.kept(1, "none") == scores
+    assert apart.kept(1, "none", compiled=False) - fused.kept(1, "none", compiled=False) == 3 * scores
+    assert apart.traffic(1)[0] - fused.traffic(1)[0] == 8 * LLAMA.heads * LLAMA.context
+
+
+def test_weights_freed_between_micro_batches_are_gathered_again():
+    one = Layout(tp=8, pp=4, dp=2, zero=3)
+    kept, freed = (planner.traffic(LLAMA_70B, replace(one, reshard=yes), 64)["dp"] for yes in (False, True))
+    assert freed / kept == pytest.approx((1 + 33) / 2)
+    assert plan(LLAMA_70B, H100, replace(one, reshard=True), 64).data > plan(LLAMA_70B, H100, one, 64).data
 
 
 # --- against the simulations of the course
@@ -231,3 +325,9 @@ def test_messages_are_as_fast_as_the_slower_of_link_and_ports():
     measured = half_all_reduce(slow, CONSTANTS, 64, 8, 1e9) - 56 * hop - 7 * slow.inter[0]
     assert measured == pytest.approx(7 / 8 / 8 / 10e9 * 1e9)
     assert exposed(1.0, 10.0, 0.25) == pytest.approx(0.2) and exposed(3.0, 1.0, 0.25) == 2
+
+
+def test_most_layouts_that_ran_out_of_memory_are_foreseen():
+    found = planner.foreseen(planner.layouts_tried())
+    assert found.layouts == 694
+    assert found.fitting_ran > 0.85 and found.foreseen > 0.9 and found.refused < 0.02

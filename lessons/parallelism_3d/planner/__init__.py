@@ -1,9 +1,9 @@
 """How to divide a training run among GPUs: is a layout legal, what does it hold in memory, how long does a step take.
 
 A layout is tensor x context x pipeline x data parallelism, the data ranks in replicas of sharded groups (HSDP) if you
-like, experts divided among them. Ranks are numbered with tensor fastest, then context, pipeline and data, as Llama 3's
-(arXiv 2407.21783, section 3.3.2), so that the groups that talk most sit closest. Bytes, seconds, bytes per second; a
-batch is counted in sequences.
+like, experts divided among tensor, context and data ranks. Ranks are numbered with tensor fastest, then context, data
+and pipeline (`Layout.order`), so that the groups that talk most sit closest. Bytes, seconds, bytes per second; a batch
+is counted in sequences.
 
 What is modelled (`rates`, `messages`, `step_time`, `held`): matrix products by shape; attention by kernel and length;
 element-wise operations by the bytes they pass; kernels that start no faster than Python starts them; collectives by
@@ -30,7 +30,7 @@ from .evidence import (
     score,
     scores,
 )
-from .held import fullest
+from .held import fullest, reserve
 from .layout import Layout, broken_rules
 from .messages import traffic
 from .plans import PARTS, Plan
@@ -38,11 +38,13 @@ from .published import published_runs
 from .rates import CONSTANTS, StepTimeConstants, attention_rate, best_product, product_seconds
 from .searches import Search, place, search
 from .step_time import StepModel
+from .tried import foreseen, layouts_tried
 
 __all__ = [
     "CLUSTERS", "CONSTANTS", "FITTED", "PARTS", "RECOMPUTE", "GpuCluster", "Layout", "Measured",
     "Plan", "Replayed", "Search", "attention_rate", "best_product", "broken_rules", "cluster", "fit", "fitted_runs",
-    "mesh_groups", "own_cluster", "place", "plan", "plan_inputs", "product_seconds", "published_runs",
+    "foreseen", "layouts_tried", "mesh_groups", "own_cluster", "place", "plan", "plan_inputs", "product_seconds",
+    "published_runs",
     "reasons_against", "replay", "score", "scores", "search", "traffic",
 ]
 
@@ -50,16 +52,19 @@ __all__ = [
 def reasons_against(model: TransformerConfig, cluster: GpuCluster, layout: Layout, batch: int) -> list[str]:
     """Return the reasons why a layout cannot run, none if it can.
 
-    Two rules are those of Megatron-LM in 2021: key-value heads are divided, not copied, and interleaving wants whole
-    groups of `pp` micro-batches (for other numbers, which Llama 3's and PyTorch's schedules take, the bubble would be
-    wrong). Memory is looked at only if all else is well; the limit is the data sheet's, and what a card has above it is
-    left to CUDA, NCCL and the allocator: an "80 GB" H100 reports 85.5 GB
-    (https://thundergolfer.com/blog/nvidia-gpu-memory-capacity).
+    Each says in brackets what kind of reason it is: impossible, this planner's convention, or a rule of Megatron-LM
+    that other software does not have (Llama 3's and PyTorch's schedules interleave any number of micro-batches).
+    Memory is looked at only if all else is well: what the program asks for and `reserve` have to be less than the data
+    sheet's. A card has some more: an "80 GB" H100 reports 85.5 GB (https://thundergolfer.com/blog/nvidia-gpu-memory-capacity).
     """
     found = [text for _, text in broken_rules(model, cluster, layout, batch)]
-    if not found and (need := sum(fullest(model, layout, batch))) > cluster.card.memory_bytes:
-        has = f"{cluster.card.memory_bytes / 1e9:.0f}"
-        found.append(f"the fullest GPU needs {need / 1e9:.1f} GB, more than the {has} of this {cluster.card.name}")
+    if not found:
+        held = fullest(model, layout, batch)
+        apart = reserve(layout, held)
+        if sum(held) + apart > cluster.card.memory_bytes:
+            has = f"{cluster.card.memory_bytes / 1e9:.0f} of this {cluster.card.name}"
+            need = f"{(sum(held) + apart) / 1e9:.1f} GB, {apart / 1e9:.1f} of it in reserve"
+            found.append(f"the fullest GPU needs {need}, more than the {has}")
     return found
 
 

@@ -31,7 +31,9 @@ class GpuCluster:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus > self.per_node and self.gpus % self.per_node:
-            raise ValueError(f"{self.gpus} GPUs do not fill nodes of {self.per_node}")
+            used = max(n for n in range(1, self.per_node + 1) if self.gpus % n == 0)
+            text = f"{self.gpus} GPUs do not fill nodes of {self.per_node}"
+            raise ValueError(f"{text}; a job that takes {used} of each: per_node={used}")
 
     @cached_property
     def card(self) -> GPU:
@@ -52,13 +54,26 @@ class GpuCluster:
 #: Name -> the reference machine of `topology` and the GPU of `hardware`.
 CLUSTERS: Mapping[str, tuple[str, str]] = {
     "DGX A100": ("dgx a100", "a100"), "DGX H100": ("dgx h100", "h100"), "DGX H200": ("dgx h200", "h200"),
+    "DGX B200": ("", "b200"), "GB200 NVL72": ("", "gb200"),
 }
+#: GPUs of a node, or of an NVLink domain, and bits per second of each GPU's port, of machines that `topology` does not
+#: draw as one node (NVIDIA, DGX B200 and DGX GB200 User Guides: eight, and four a tray, ports of 400 Gb/s).
+_OTHERS: Mapping[str, tuple[int, float]] = {"DGX B200": (8, 400e9), "GB200 NVL72": (72, 400e9)}
 
 
 @cache
 def cluster(name: str, gpus: int) -> GpuCluster:
-    """Return `gpus` GPUs in nodes of the kind `name`, one of `CLUSTERS`; links as `topology` joins two such nodes."""
+    """Return `gpus` GPUs in nodes of the kind `name`, one of `CLUSTERS`; links as `topology` joins two such nodes.
+
+    An NVL72 is one node of 72 GPUs; a job on more than one takes as many of each as divide its GPUs.
+    """
+    if name not in CLUSTERS:
+        raise ValueError(f"a cluster is one of {', '.join(CLUSTERS)}, got {name!r}")
     machine, gpu = CLUSTERS[name]
+    if name in _OTHERS:
+        domain, port = _OTHERS[name]
+        used = max(n for n in range(1, domain + 1) if gpus % n == 0) if gpus > domain > 8 else domain
+        return own_cluster(gpu, gpus, per_node=used, network=port)
     pair = costs.cluster_of(topology.cluster(machine, 2))
     return GpuCluster(gpu, gpus, pair.per_node, pair.intra, pair.inter)
 
@@ -67,7 +82,7 @@ def own_cluster(
     gpu: str, gpus: int, *, per_node: int = 8, network: float = 400e9, busbw_node: float | None = None,
     busbw_network: float | None = None, memory_bytes: float | None = None,
 ) -> GpuCluster:
-    """Return a cluster of your own, of "a100", "h100", "h200" or "b200".
+    """Return a cluster of your own, of "a100", "h100", "h200", "b200" or "gb200".
 
     `network` is in bits per second for each GPU: a node's ports together, divided by its GPUs. `busbw_node` and
     `busbw_network` are bus bandwidths in bytes per second, as nccl-tests prints them (times 1e9) for a large size:
@@ -76,6 +91,14 @@ def own_cluster(
     usable = [key for key, card in GPUS.items() if card.nvlink and "bf16" in card.flops]
     if gpu not in usable:
         raise ValueError(f"gpu must be one of {', '.join(usable)}, got {gpu!r}")
+    if not 1e9 <= network <= 1.6e12:
+        scaled = next((network * 10**n for n in (9, 6, 3) if 1e9 <= network * 10**n <= 1.6e12), None)
+        meant = f"did you mean {scaled:.0e}?" if scaled else f"a node's ports together, divided by its {per_node} GPUs?"
+        raise ValueError(f"network is in bits per second of each GPU, from 1e9 to 1.6e12, got {network:g}; {meant}")
+    for name, speed in (("busbw_node", busbw_node), ("busbw_network", busbw_network)):
+        if speed is not None and not 1e8 <= speed <= 2e12:
+            meant = f"; did you mean {speed * 1e9:g}?" if 0.1 <= speed <= 2000 else ""
+            raise ValueError(f"{name} is in bytes per second, from 1e8 to 2e12, got {speed:g}{meant}")
     intra, inter = links(gpu, network)
     return GpuCluster(gpu, gpus, per_node, intra, inter, (busbw_node, busbw_network), memory_bytes)
 

@@ -12,7 +12,7 @@ from course_utils.recorded import Run
 from course_utils.transformer import PUBLISHED, TransformerConfig
 
 from .clusters import GpuCluster, cluster, links
-from .held import fullest
+from .held import fullest, reserve
 from .layout import Layout, broken_rules
 from .plans import Plan
 from .published import PublishedRun, published_runs
@@ -65,6 +65,7 @@ def _layout(run: PublishedRun) -> Layout:
         loss_pieces=4 if run.shape.name.startswith("MPT") or run.loss == "compiled" else 1,
         compiled=run.compile is not False or zero < 3 or recipe,  # others than PyTorch fuse by hand
         attention=_KERNELS.get(run.attention or "", "flash2"),
+        order="tp-cp-pp-dp" if run.table.startswith("llama-3") else "tp-cp-dp-pp", unequal_stages=True,
         products="bf16" if run.precision in ("bf16", "fp16") else "fp8",
         tp_overlap=recipe if run.tp_overlap is None else run.tp_overlap,
     )
@@ -129,6 +130,10 @@ def fit(
             slopes.append((errors(moved) - here) / 0.01)
         change = np.linalg.lstsq(np.stack(slopes, axis=1), -here, rcond=None)[0]
         values = np.clip(values * np.exp(np.clip(change, -0.5, 0.5)), 1e-4, 1.5)
+    odd = {name: f"{value:.3g}" for name, value in zip(names, values, strict=True) if not 0.05 < value < 1.2}
+    if odd:
+        told = " and ".join(f"{name} {value}" for name, value in odd.items())
+        raise ValueError(f"no share explains these steps: {told}; look for what else takes their time")
     return constants(values)
 
 
@@ -176,7 +181,7 @@ def replay(rows: Iterable[Run | PublishedRun]) -> list[Replayed]:
         held = fullest(one.model, one.layout, one.batch)
         each = StepModel(one.model, one.cluster, CONSTANTS).step(one.layout, one.batch, held)
         published = one.batch * one.model.context / one.cluster.gpus / one.seconds
-        refused = sum(held) > one.cluster.card.memory_bytes
+        refused = sum(held) + reserve(one.layout, held) > one.cluster.card.memory_bytes
         found.append(Replayed(run, each, published, getattr(run, "id", "") in FITTED, refused))
     return found
 

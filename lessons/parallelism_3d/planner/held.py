@@ -7,39 +7,40 @@ from functools import cache
 from course_utils import memory
 from course_utils.transformer import TransformerConfig
 
-from .layout import Layout, chunks
+from .layout import Layout, chunks, kv_on_rank
+
+#: Bytes of CUDA's context with the libraries' work areas, and of NCCL's buffers for a group.
+CONTEXT, GROUP = 0.6e9, 0.4e9
+#: Share of activations and buffers that is lost between blocks, without and with compilation.
+FRAGMENTS = {False: 0.1, True: 0.05}
 
 
-def stage(model: TransformerConfig, pp: int, v: int, rank: int, microbatches: int) -> tuple[int, int]:
+def stage(
+    model: TransformerConfig, pp: int, v: int, rank: int, microbatches: int, unequal: bool = False
+) -> tuple[int, int]:
     """Layers of a pipeline rank, and layers whose activations it holds when it holds the most.
 
     Before its first backward, 1F1B runs ``pp - rank`` micro-batches forward; `pipeline.interleaved` runs
     ``2 (pp - rank - 1) + (v - 1) pp + 1`` chunks, `pp` micro-batches of each chunk in turn.
     """
-    size, counted = chunks(model, pp * v)
-    first, last = rank == 0, rank == pp - 1
+    mine = chunks(model, pp * v, unequal)[rank::pp]
     if v == 1:
-        layers = size - counted * (first + last) if pp > 1 else model.layers
-        return layers, layers * min(microbatches, pp - rank)
+        return mine[0], mine[0] * min(microbatches, pp - rank)
     ahead = min(microbatches * v, 2 * (pp - rank - 1) + (v - 1) * pp + 1)
-    layers, held = size * v, ahead * size
-    rounds, rest = divmod(ahead, pp * v)
-    if counted and first:  # the first chunk has the embedding in place of a layer
-        layers, held = layers - 1, held - rounds * pp - min(pp, rest)
-    if counted and last:  # and the last one the head
-        layers, held = layers - 1, held - rounds * pp - max(0, rest - (v - 1) * pp)
-    return layers, held
+    return sum(mine), sum(mine[i // pp % v] for i in range(ahead))
 
 
 def rank_parameters(
-    model: TransformerConfig, tp: int, ep: int, layers: int, first: bool, last: bool
+    model: TransformerConfig, layout: Layout, layers: float, first: bool, last: bool
 ) -> tuple[float, float]:
     """Parameters of a pipeline rank, experts left out, and of its experts; a tied embedding is on first and last."""
     around = model.embedding_parameters if first else 0
     if last and not (first and model.tied):
         around += model.vocabulary * model.hidden
     dense = layers * (model.layer_parameters - model.expert_parameters) + around
-    return dense / tp, layers * model.expert_parameters / tp / ep
+    copied = 2 * model.hidden * (kv_on_rank(model, layout.tp) - model.kv_width / layout.tp)
+    experts = layers * model.expert_parameters / layout.of_expert / layout.ep
+    return dense / layout.tp + (0 if model.latent else layers * copied), experts
 
 
 def fullest(model: TransformerConfig, layout: Layout, batch: int) -> tuple[float, ...]:
@@ -47,9 +48,17 @@ def fullest(model: TransformerConfig, layout: Layout, batch: int) -> tuple[float
     ranks, pp = [0], layout.pp  # the first pipeline rank holds the most activations
     if pp > 1:
         ranks.append(pp - 1)  # the last one has the head
-    if pp > 2 and chunks(model, pp * layout.virtual)[1]:
-        ranks.append(1)  # the second has a layer more than the first
+    if pp > 2 and len(set(chunks(model, pp * layout.virtual, layout.unequal_stages))) > 1:
+        ranks.append(1)  # the second can have a layer more than the first
     return max((_on_rank(model, layout, rank, layout.microbatches(batch)) for rank in ranks), key=sum)
+
+
+def reserve(layout: Layout, held: tuple[float, ...]) -> float:
+    """Return the bytes that a GPU holds beside what the program asked for: CUDA's context, buffers of NCCL for each
+    group that is used, and what the allocator cannot give out again of activations and buffers."""
+    sizes = (layout.tp, layout.cp, layout.pp, layout.shards, layout.replicas, layout.ep)
+    fragments = FRAGMENTS[layout.compiled] * sum(held[3:])
+    return CONTEXT + GROUP * sum(size > 1 for size in sizes) + fragments
 
 
 @cache
@@ -66,19 +75,21 @@ def _on_rank(m: TransformerConfig, layout: Layout, rank: int, microbatches: int)
     yet; and the optimizer's step, with its temporaries. In the first the loss and a layer's backward do not meet: with
     the head on this rank and no pipeline it is the larger of the two.
     """
-    tp, cp, pp, ep, zero, shards = layout.tp, layout.cp, layout.pp, layout.ep, layout.zero, layout.shards
-    layers, held = stage(m, pp, layout.virtual, rank, microbatches)
-    dense, experts = rank_parameters(m, tp, ep, layers, rank == 0, rank == pp - 1)
-    root, _ = rank_parameters(m, tp, ep, 0, rank == 0, rank == pp - 1)
+    tp, cp, pp, zero, shards = layout.tp, layout.cp, layout.pp, layout.zero, layout.shards
+    layers, held = stage(m, pp, layout.virtual, rank, microbatches, layout.unequal_stages)
+    dense, experts = rank_parameters(m, layout, layers, rank == 0, rank == pp - 1)
+    root, _ = rank_parameters(m, layout, 0, rank == 0, rank == pp - 1)
     parameters, unit = dense + experts, (dense + experts - root) / max(layers, 1)
-    of_dense, of_experts = (_each_state(zero, n, layout.precision) for n in (shards, max(1, shards // ep)))
+    of_dense, of_experts = (_each_state(zero, n, layout.precision) for n in (shards, max(1, layout.expert_shards)))
     states = [dense * one + experts * other for one, other in zip(of_dense, of_experts, strict=True)]
     tokens, apart = layout.microbatch * m.context / cp, layout.sequence_parallel
-    kept, whole = (m.kept(tokens, how, tp, apart) for how in (layout.recompute, "none"))
-    more, loss = whole - kept, m.kept_around(tokens, tp, apart, layout.loss_pieces)
+    software = apart, layout.compiled, layout.keeps_fp8
+    kept, whole = (m.kept(tokens, how, tp, *software) for how in (layout.recompute, "none"))
+    logits = tp if layout.logits_divided else 1
+    more, loss = whole - kept, m.kept_around(tokens, tp, apart, layout.loss_pieces, logits, layout.compiled)
     working, width = m.working(tokens, tp), memory.PRECISIONS[layout.precision]
     if cp > 1:  # keys and values of the whole sequence
-        working += 4 * tokens * cp * m.kv_width / tp
+        working += 4 * tokens * cp * kv_on_rank(m, tp)
     if pp > 1:
         activations = held * kept + more + (loss if rank == pp - 1 else 0.0)
     else:

@@ -8,7 +8,7 @@ from course_utils import costs, memory
 from course_utils.transformer import TransformerConfig
 
 from .clusters import GpuCluster
-from .layout import Layout
+from .layout import Layout, kv_on_rank
 from .rates import HOP, StepTimeConstants
 
 
@@ -53,15 +53,26 @@ def all_to_all(cluster: GpuCluster, constants: StepTimeConstants, ranks: int, ma
 
 
 def mates(cluster: GpuCluster, layout: Layout, dimension: str) -> int:
-    """How many ranks of a group share a node, by the order of `Layout.degrees`; of the group that is spread most."""
-    tp, cp, pp, dp = layout.degrees
-    node, block = cluster.per_node, tp * cp * pp
-    if dimension == "tensor":
-        return math.gcd(tp, node)
-    near = math.gcd(cp, node // tp) if node % tp == 0 else 1
-    if dimension == "data" and node % block == 0:  # the whole pipeline fits, several times
-        return cp * math.gcd(dp, node // block)
-    return near
+    """How many ranks of a group of "tp", "cp", "pp" or "dp" share a node, or of "data" (context and data ranks
+    together), by the layout's order; of the group that is spread most."""
+    if dimension == "data":
+        near, far = sorted(("cp", "dp"), key=layout.order.index)
+        inside = mates(cluster, layout, near)
+        return inside * (mates(cluster, layout, far) if inside == getattr(layout, near) else 1)
+    stride, node = layout.stride(dimension), cluster.per_node
+    return math.gcd(getattr(layout, dimension), node // stride) if node % stride == 0 else 1
+
+
+def expert_mates(cluster: GpuCluster, layout: Layout) -> int:
+    """How many ranks of a group that exchanges tokens between experts share a node: those next to each other."""
+    names = layout.order.split("-")
+    apart = "dp" if names.index("pp") < names.index("dp") else "cp" if layout.of_expert == layout.tp else "tp"
+    return max(1, min(layout.ep, cluster.per_node // layout.stride(apart)))
+
+
+def gathered_width(layout: Layout) -> float:
+    """Bytes of a parameter in a gather: FSDP's of weights for products in fp8 are converted before."""
+    return 1.0 if layout.products == "fp8" and layout.zero == 3 else memory.PRECISIONS[layout.precision].activation
 
 
 def traffic(model: TransformerConfig, layout: Layout, batch: int) -> dict[str, float]:
@@ -70,20 +81,27 @@ def traffic(model: TransformerConfig, layout: Layout, batch: int) -> dict[str, f
     tp, cp, pp, dp = layout.degrees
     count, width = layout.microbatches(batch), memory.PRECISIONS[layout.precision]
     tokens, layers = layout.microbatch * model.context / cp, model.layers / pp
-    hidden, keys = 2 * tokens * model.hidden, 4 * tokens * cp * model.kv_width / tp
+    hidden, keys = 2 * tokens * model.hidden, 4 * tokens * cp * kv_on_rank(model, tp)
     reductions, gathers, exchanges = layout.passes
-    parameters = layers * (model.layer_parameters - model.expert_parameters * (1 - 1 / layout.ep)) / tp
+    dense = layers * (model.layer_parameters - model.expert_parameters) / tp
+    experts = layers * model.expert_parameters / layout.of_expert / layout.ep
     rounds = count if pp == 1 else 0  # gradients are moved as by a reduce-scatter, parameters as by an all-gather
-    scatters, gathered = ((2, 0), (1, 1), (rounds or 1, 1), (rounds or 1, 2 * rounds or 1))[layout.zero]
-    moved = parameters * (scatters * width.gradient + gathered * width.activation)
+    again = count + 1 if layout.reshard else 1
+    scatters, gathered = ((2, 0), (1, 1), (rounds or 1, 1), (rounds or 1, 2 * rounds or again))[layout.zero]
+    each = scatters * width.gradient + gathered * gathered_width(layout)
     sent = {
         "tp": count * layers * reductions * costs.bytes_sent("all_reduce", tp, hidden),
         "cp": count * layers * gathers * costs.bytes_sent("all_gather", cp, keys),
         "pp": 2 * count * layout.virtual * hidden / tp if pp > 1 else 0.0,
-        "dp": costs.bytes_sent("all_gather", layout.shards, moved) if dp * cp > 1 else 0.0,
+        "dp": sum(
+            costs.bytes_sent("all_gather", ranks, part * each)
+            for part, ranks in ((dense, layout.shards), (experts, layout.expert_shards))
+            if ranks > 1
+        ),
     }
     if layout.replicas > 1:
-        sent["dp"] += costs.bytes_sent("all_reduce", layout.replicas, parameters * width.gradient / layout.shards)
+        shard = dense / layout.shards + experts / max(1, layout.expert_shards)
+        sent["dp"] += costs.bytes_sent("all_reduce", layout.replicas, shard * width.gradient)
     if layout.ep > 1:
         size = hidden / tp * model.experts_per_token
         sent["ep"] = count * layers * exchanges * costs.bytes_sent("all_to_all", layout.ep, size)

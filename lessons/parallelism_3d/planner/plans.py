@@ -10,6 +10,7 @@ from course_utils import memory
 from course_utils.transformer import TransformerConfig
 
 from .clusters import GpuCluster
+from .held import reserve
 from .layout import Layout
 from .rates import StepTimeConstants
 
@@ -42,6 +43,11 @@ class Plan:
     constants: StepTimeConstants
 
     @property
+    def reserve(self) -> float:
+        """Bytes that the fullest GPU holds beside: CUDA, NCCL, and what the allocator cannot give out again."""
+        return reserve(self.layout, tuple(self.memory.parts().values()))
+
+    @property
     def seconds(self) -> float:
         """Seconds of a step."""
         return sum(self.parts().values())
@@ -72,7 +78,8 @@ class Plan:
 
     def __str__(self) -> str:
         held, rate = f"{self.memory.total / 1e9:.1f} GB", f"{self.model_tflops:.0f} model TFLOP/s a GPU"
-        return f"{self.model.name} as {self.layout}: {self.seconds:.3g} s a step, {rate}, {held}"
+        how = f"ZeRO-{self.layout.zero}, recompute {self.layout.recompute}"
+        return f"{self.model.name} as {self.layout}, {how}: {self.seconds:.3g} s a step, {rate}, {held}"
 
     def report(self) -> str:
         """The plan in words: time with what is hidden, memory, and everything that it assumes."""
@@ -82,6 +89,7 @@ class Plan:
             lines.append(f"  {part:10}{seconds:8.3f} s{behind}")
         lines += ["", "  memory of the fullest GPU"]
         lines += [f"  {part:12}{size / 1e9:8.1f} GB" for part, size in self.memory.parts().items()]
+        lines.append(f"  {'reserve':12}{self.reserve / 1e9:8.1f} GB")
         look = {"width": 100, "initial_indent": "  - ", "subsequent_indent": "    "}
         return "\n".join([*lines, "", "  assumed", *(fill(text, **look) for text in self._assumptions())])
 
@@ -97,6 +105,10 @@ class Plan:
             how = f"measured {reached / 1e9:.0f}" if reached else f"{share} of it reached"
             told.append(f"{name}: {1 / beta / 1e9:.0f} GB/s one way, {how}")
         told.append(f"sequences of {self.model.context:,}, {self.batch} in a step, micro-batches of {one.microbatch}")
+        if self.model.vocabulary % (128 * one.tp):
+            told.append(f"a vocabulary of {self.model.vocabulary:,}, not padded to a multiple of 128 x TP")
+        if one.copied_kv and one.tp > self.model.kv_heads:
+            told.append(f"each key-value head is on {one.tp // self.model.kv_heads} tensor ranks")
         counts = ("tp", "pp", "dp", "cp", "ep", "replicas", "microbatch")
         told += [
             ", ".join(f"{each.name} {getattr(some, each.name)}" for each in fields(some) if each.name not in counts)

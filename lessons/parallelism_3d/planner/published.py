@@ -56,7 +56,8 @@ class ModelShape:
         return TransformerConfig(
             self.layers, self.heads, self.hidden, length, self.vocabulary, self.tied,
             queries_per_key=self.heads // self.kv_heads, mlp_ratio=self.ffn / self.hidden, gated=self.gated,
-            fused=fused, name=self.name, experts=self.experts, experts_per_token=self.experts_per_token,
+            fused=fused, dropout=not self.name.startswith("MPT"), name=self.name,  # llm-foundry's MPT has none
+            experts=self.experts, experts_per_token=self.experts_per_token,
         )
 
 

@@ -47,6 +47,10 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75))
 #: short ones.
 HOP: Mapping[str, float] = {"Ampere": 12e-6, "Hopper": 4.3e-6, "Blackwell": 4.3e-6}
 
+#: Bytes that converting an element to FP8 passes: read for the largest value and read again, written as it is and
+#: transposed; and with that fused into the operation before, which writes both in place of two bytes.
+CAST, FUSED_CAST = 6.0, 2.0
+
 #: Seconds that starting a kernel takes from Python, at least: what goes on below it is hidden, what is shorter is not.
 LAUNCH = 5e-6
 #: Kernels of a layer's forward, without and with compilation. Backward starts twice as many.
@@ -58,9 +62,12 @@ class StepTimeConstants:
     """What share of its hardware's figures a training step reaches."""
 
     #: Of the best matrix product found on the GPU (`recorded.ACHIEVABLE_MATMUL`), before waves and tiles: Ampere, and
-    #: Hopper or later, whose power does not allow the full clock for long. Fitted to `evidence.FITTED`, and rounded.
+    #: Hopper, whose power does not allow the full clock for long. Fitted to `evidence.FITTED`, and rounded. Blackwell:
+    #: fitted to 15 of 29 dense runs in FP8 of NVIDIA's page (Megatron Bridge, docs/performance-summary-archive.md); the
+    #: other 14 come out with a median error of 6 %.
     matmul: float = 0.873
     matmul_hopper: float = 0.776
+    matmul_blackwell: float = 0.7
     #: Of the memory bandwidth, in element-wise operations. Assumed; `fit` can find it from measurements.
     hbm: float = 0.85
     #: How much slower the GPU computes while it communicates as well. Measured: the average over GPT and Llama on A100,

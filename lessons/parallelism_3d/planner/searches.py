@@ -13,7 +13,7 @@ from course_utils.transformer import RECOMPUTE, TransformerConfig
 
 from .clusters import GpuCluster
 from .evidence import plan_inputs
-from .held import fullest
+from .held import fullest, reserve
 from .layout import Layout, broken_rules
 from .plans import Plan
 from .published import PublishedRun
@@ -48,6 +48,9 @@ def search(model: TransformerConfig, cluster: GpuCluster, batch: int, **restrict
     stages 2 and 3 hold more than stage 1 and take as long, so they are not tried unless 1 is excluded. Without one
     states are divided among all ranks or, as HSDP, in each node. Experts are divided in all ways.
 
+    Stages have equal numbers of layers, experts as many tensor ranks as the rest, and ranks one order, unless
+    ``unequal_stages=True``, `expert_tp` or `order` say otherwise.
+
     Fields of `Layout` can be given a value or several, such as ``tp=8`` or ``recompute=("none", "full")``, also those
     that are not searched (`precision`, `compiled`, `products`, ...).
     """
@@ -71,7 +74,7 @@ def search(model: TransformerConfig, cluster: GpuCluster, batch: int, **restrict
         for each in sets:
             layout = Layout(**degrees, **each)
             held = fullest(model, layout, batch)
-            if (total := sum(held)) > cluster.card.memory_bytes:
+            if (total := sum(held)) + reserve(layout, held) > cluster.card.memory_bytes:
                 refused["memory"] += 1
             else:
                 made = times.step(layout, batch, held)
@@ -97,10 +100,12 @@ def _ruled(model: TransformerConfig, cluster: GpuCluster, restrict: Mapping[str,
         if rest or not dp or dp not in _choices(restrict, "dp", dp):
             continue
         chunks = _divisors(model.layers // pp) + _divisors((model.layers + 2) // pp) if pp > 1 else [1]
+        if True in _choices(restrict, "unequal_stages", False) and pp > 1:
+            chunks = [v for v in range(1, 9) if pp * v <= model.layers]
         hybrid = (1, nodes) if pp == 1 and nodes > 1 and dp % nodes == 0 and dp * cp > nodes else (1,)
         defaults = {
             "virtual": sorted({v for v in chunks if v <= 8}), "microbatch": (1, 2, 4, 8, 16), "replicas": hybrid,
-            "ep": [n for n in _divisors(model.experts) if dp % n == 0] or 1, "sequence_parallel": True,
+            "ep": [n for n in _divisors(model.experts) if cp * dp % n == 0] or 1, "sequence_parallel": True,
         }
         options = {name: _choices(restrict, name, default) for name, default in defaults.items()}
         for values in itertools.product(*options.values()):
