@@ -30,7 +30,7 @@
 # with the deeper sections, under a minute to run.
 
 # %% [markdown]
-# Imports and parameters:
+# First PyTorch and every parameter, then what comes from the course.
 
 # %% tags=["parameters"]
 import contextlib
@@ -49,6 +49,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+world_size = 2  # ranks
+use_deepspeed = True  # False: as if DeepSpeed were not installed
+
+# %%
 from course_utils import attempt, device, launch, record
 from course_utils.data import Windows
 from course_utils.models import GPT, TransformerConfig, build_gpt, loss_of, next_token_loss
@@ -57,9 +61,6 @@ from course_utils.programs import TEXT, folded
 from lessons.deepspeed import figures
 from lessons.deepspeed.deepspeed_tools import Runs, check_config, missing, quiet
 from lessons.deepspeed.deepspeed_tools.internals import Asked
-
-world_size = 2  # ranks
-use_deepspeed = True  # False: as if DeepSpeed were not installed
 
 # %% [markdown]
 # DeepSpeed is an extra of the course, added by `make deepspeed`. Where it is missing, the cells that need it show what
@@ -397,8 +398,9 @@ gathers.compare(table["ZeRO-3 freed"]["messages"]["all_gather"])
 # A second key is worth a run. `reduce_scatter` is on by default, and yet the ledger of stage 2 shows none.
 
 # %%
+leaves = {"classes": ["course_utils.models.Block"]}
 more = {
-    "leaf blocks": config_for(3, **ALL, **FREED, leaf_module={"classes": ["course_utils.models.Block"]}),
+    "leaf blocks": config_for(3, **ALL, **FREED, leaf_module=leaves),
     "no scatter": config_for(2, reduce_scatter=False),
 }
 more = on_ranks("more", engines, more)[0]
@@ -633,7 +635,8 @@ for name, (config, _) in clinic.items():
 for name, (what, _) in verdicts.items():
     assert what == "right" or levels[name][0] in (what, "note"), name
     assert what != "right" or set(levels[name]) <= {"note"}, name
-noted.compare(sum(of[:1] == ["note"] and verdicts[name][0] != "right" for name, of in levels.items()))
+wrong_ones = [name for name, (what, _) in verdicts.items() if what != "right"]
+noted.compare(sum(levels[name][0] == "note" for name in wrong_ones))
 
 # %% [markdown]
 # **Compare.** Two, F and J, because what the author wanted is not in the file: leaving clipping out may be meant.
@@ -1235,7 +1238,8 @@ right = {}
 for batch_dim in (1, 0):
     found = on_ranks(f"ulysses {batch_dim}", ulysses, batch_dim)
     right[batch_dim] = [error < 1e-5 for error, _ in found]
-    print(f"batch_dim_idx={batch_dim}: {found[0][1]} all-to-alls; right, by rank: {right[batch_dim]}")
+    print(f"batch_dim_idx={batch_dim}: right, by rank: {right[batch_dim]}")
+    print(f"  {found[0][1]} all-to-alls")
 
 # %% jupyter={"source_hidden": true} tags=["deeper"]
 assert all(right[1]) and right[0] == [True] + (world_size - 1) * [False]
