@@ -279,6 +279,7 @@ ranks_meet.compare("node0, a free port")
 # | the port of the store | nobody listens, or a firewall drops what comes | `client socket has timed out`, for both |
 # | each other's ports | wrong address or interface, firewall | `connectFullMesh failed`, `Unable to find`, nothing |
 # | the end | something outside the network, such as a disk | an error from elsewhere, much later |
+# | the end | a slow cable, or TCP in place of InfiniBand | nothing: every step is slow (section 16) |
 #
 # The clinic has eight patients: programs on two hosts with one fault each, all modeled on public reports. Everything
 # about them is run for real on emulated hosts: what the ranks say, what you ask for, and your cure.
@@ -989,7 +990,7 @@ lowest.compare(min(last_losses, key=last_losses.get))
 # local SGD is ahead.
 #
 # *The figure: loss against seconds. Local SGD and DiLoCo 0.3 end at nearly the same loss; averaging in every step
-# ends a little lower, and last. DiLoCo 0.9 stays highest.*
+# ends a little lower, and last. DiLoCo 0.9 falls fastest at first, and ends highest.*
 #
 # With four ranks, 90 S become 5: a factor of 12 from H, and of 1.5 because one rank a host uses the link.
 #
@@ -1738,8 +1739,9 @@ predictions()
 # - The agents meet at the rendezvous, the ranks at `MASTER_ADDR`, at a port that nobody chose. Between hosts all
 #   ports must be open.
 # - Read a network failure from the name to the address, the interface, the port of the store, and the other ports.
-# - When a host dies, the others meet again, alone or with a new one, and go on from the last checkpoint. A graceful
-#   stop writes one first, and says by its exit code that it is not done.
+# - When a host dies, the others meet again, alone or with a new one, and go on from the last checkpoint. One that comes
+#   back stops the others by SIGTERM, so a program should save then. A graceful stop saves, too, and says by its exit
+#   code that it is not done.
 # - A batch script translates the scheduler's variables, passes the signal on, and asks to be requeued.
 #
 # **Now you can answer**
