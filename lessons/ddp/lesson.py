@@ -213,10 +213,11 @@ fate.compare("the same")
 # %% [markdown]
 # ## 4. From scratch, first version: after backward
 #
-# Now broadcast and averaging become a class that you can wrap around any model. It broadcasts at the start and is
-# called like the model. Its method `finish()` averages the gradients: call it between `backward()` and the
-# optimizer's step. **Buffers**, tensors that belong to a model but are not trained, are broadcast too. And where a
-# layer was not used *on this rank*, zeros stand in for the gradient, because all ranks must make the same calls.
+# Now the broadcast that cures section 3 and the averaging become a class that you can wrap around any model. It
+# broadcasts rank 0's weights at the start and is called like the model. Its method `finish()` averages the gradients:
+# call it between `backward()` and the optimizer's step. **Buffers**, tensors that belong to a model but are not
+# trained, are broadcast too. And where a layer was not used *on this rank*, zeros stand in for the gradient, because
+# all ranks must make the same calls.
 
 
 # %%
@@ -406,8 +407,8 @@ figures.step_timelines(steps, "measured: backward (pale), all-reduces (dark); a 
 # *The figure: four panels, two lanes a rank, with backward above. In the first panel 28 small messages follow backward,
 # in the second four larger ones. In the third and fourth, the first ones end before backward does.*
 #
-# What counts is how long ranks wait when the slowest backward is over: one slow rank holds up all. The last bucket is
-# complete only then, so backward cannot *hide* it.
+# What counts is how long ranks still wait *after* the slowest backward: one slow rank holds up all. The last bucket is
+# complete only at the end of backward, so backward cannot *hide* it.
 #
 # GPUs take their work from queues, called **streams**. NCCL has its own, so all-reduces can run beside backward,
 # though not for free: they take a part of the GPU's processors and memory bandwidth (lesson 05). Here is a step of
@@ -542,7 +543,7 @@ def no_sync_around_backward(ddp, parts):
 # **Predict**: which of the three get the gradient of one process? And how many bytes does each send?
 
 # %%
-right = predict("the right gradient", ["all but every_time", "only no_sync", "all three"])
+right = predict("the right gradient", ["only no_sync", "every_time and no_sync", "all three"])
 
 
 # %%
@@ -573,16 +574,16 @@ right.compare("all three")
 
 # %% [markdown]
 # **Compare.** All three are right, but two send four times as much. After the first exchange all ranks hold the same
-# mean; averaging again leaves an equal number as it is, and averages only what was added since. The third way *has* a
-# `no_sync` and sends everything, because DDP decides in its *forward* whether the coming backward communicates: the
-# context must contain both. Only counting shows it.
+# mean. The next one averages this mean plus what was added since: it leaves the mean as it is, because it is equal on
+# all ranks. The third way *has* a `no_sync` and sends everything, because DDP decides in its *forward* whether the
+# coming backward communicates: the context must contain both. Only counting shows it.
 
 # %% [markdown]
 # ## 9. Uneven data
 #
-# Suppose the last rank has two batches in an epoch and the other ranks have three. To tell epochs apart, every
-# gradient is 1 in epoch 0 and 10 in epoch 1. **Predict**: the ranks train for two epochs. What happens in the third
-# step, when the last rank has no batch left in epoch 0? And when it has none left at all?
+# Suppose the last rank has two batches in an epoch and the other ranks have three. **Predict**: the ranks train for two
+# epochs. What happens in the third step, when the last rank has no batch left in epoch 0? And when it has none left at
+# all?
 
 # %%
 third = predict("the third step", ["an error", "a hang", "it goes on"])

@@ -20,8 +20,8 @@
 #
 # Llama 3.1 8B, sharded in this way, takes 5,762 tokens a second on each of 8 H100s, and 5,605 on each of 128, with 16
 # times the batch (*recorded*, [torchtitan](https://github.com/pytorch/torchtitan): bf16, some activations recomputed,
-# cards of 96 GB and 500 W). Every weight travels to every rank in every step, and yet 128 GPUs wait hardly more than 8
-# do. This lesson shows why, and how to save a model that no rank has whole.
+# cards of 96 GB and 500 W). Every weight travels to every rank in every step, and yet 128 GPUs wait hardly more than 8.
+# This lesson shows why.
 #
 # **You will be able to**
 # - *say* for every moment of a step what a rank holds of each layer;
@@ -33,7 +33,7 @@
 # with the deeper sections, under two to run.
 
 # %% [markdown]
-# First PyTorch and every parameter, then what comes from the course.
+# Parameters and imports:
 
 # %% tags=["parameters"]
 import tempfile

@@ -448,7 +448,7 @@ print(answer)
 print(assumed)
 
 # %% [markdown]
-# If these links are not yours, neither is the plan (section 18 puts in what you measured). `help(planner.Layout)`
+# If these links are not yours, neither is the plan (section 18: yours). `help(planner.Layout)`
 # explains the settings.
 #
 # **How far can one believe it?** The course has a table of published runs with their sources. Two of the constants
@@ -461,7 +461,7 @@ figures.errors_by_family(replays, "modelled against recorded: errors by family o
 
 # %% [markdown]
 # *The figure: a row for each family of runs, a point a run, at predicted over published throughput less one. Most lie
-# in the grey band, ±15 %; a few data-parallel runs are far to the right.*
+# in the grey band, ±15 %.*
 
 # %%
 for each in replays:
@@ -473,9 +473,8 @@ print(f"of the best constant guess {score.guess:.1%}")
 assert score.median < 0.08 < 0.15 < score.guess
 
 # %% [markdown]
-# All but one come out within a few percent. Compare with a lazy rule: "every run reaches x % of its GPUs' peak", with
-# the best x chosen afterwards. This *constant guess* is more than three times as wrong, and about twice within one
-# family.
+# All but one come out within a few percent. Compare with a lazy rule: "every run reaches x % of its peak", with the
+# best x chosen afterwards. This *constant guess* is three times as wrong.
 #
 # Yet on 733 runs that nobody had looked at, an earlier version of the planner was off by 11.5 % in the median: 9 % for
 # FSDP and dense models in bf16, 10 for FP8, 17 for experts (*recorded*, section 17). Memory is foreseen in nine of ten
@@ -522,8 +521,8 @@ can_run.compare(sum(not planner.reasons_against(llama, ours, c, batch=512) for c
 # %% [markdown]
 # ## 9. How wide is the network?
 #
-# Compare three layouts that can run: FSDP over all 64 GPUs with everything computed again and the loss in two pieces;
-# FSDP over 16 with TP 4; and the pipeline of section 7. With 400 Gb/s for every GPU they lie close together.
+# Compare three layouts that can run: FSDP over 64 with everything computed again and the loss in two pieces; FSDP over
+# 16 with TP 4; and the pipeline of section 7. With 400 Gb/s for every GPU they lie close together.
 #
 # **Predict** which of them suffers most when eight GPUs share one such port, 50 Gb/s each, and how much longer its step
 # takes.

@@ -13,11 +13,10 @@
 # %% [markdown]
 # # How do I split the layers, and where does the bubble go?
 #
-# Training steps of a model with a trillion parameters were measured on 3,072 GPUs. Its 128 layers were cut into 64
-# **stages** of two layers each, and every token of every batch went through all 64 in turn, forward and back. If 64
-# stages take turns, 63 of every 64 GPUs should be idle. Yet each GPU reached 52 % of its peak (*recorded*, Narayanan et
-# al. 2021, table 1). This lesson explains how: you cut a model into stages, train it on real ranks in several orders,
-# and see what it costs to remove the idle time.
+# A model with a trillion parameters was trained on 3,072 GPUs. Its 128 layers were cut into 64 **stages** of two layers
+# each, and every token went through all 64 in turn, forward and back. If stages take turns, 63 of 64 GPUs should be
+# idle. Yet each GPU reached 52 % of its peak (*recorded*, Narayanan et al. 2021, table 1). You cut a model into stages,
+# train it in several orders, and see what removing idle time costs.
 #
 # **You will be able to**
 # - *cut* a model into stages of equal cost, and *train* it with messages from stage to stage;
@@ -29,7 +28,7 @@
 # about 45 minutes to read the core, 75 with the deeper sections, under a minute to run.
 
 # %% [markdown]
-# First the parameters and imports. Section 3 explains micro-batches and schedules.
+# Parameters and imports:
 
 # %% tags=["parameters"]
 import itertools

@@ -140,7 +140,7 @@ assert dist.is_available() and here["backend"] in ("gloo", "nccl")
 # **Predict**: `hello` prints two lines, and four ranks run it. How many lines will you read from the ranks?
 
 # %%
-lines = predict("lines that you read from four ranks")
+lines = predict("lines that you read from all ranks")
 
 
 # %%
@@ -156,7 +156,7 @@ print("the notebook got", results)
 
 # %% jupyter={"source_hidden": true}
 assert results == [10 * rank for rank in range(world_size)]
-lines.compare(5)
+lines.compare(1 + world_size)
 
 # %% [markdown]
 # **Compare.** With four ranks you read five: a single line for the first `print`, because all ranks printed the same,
@@ -277,7 +277,7 @@ slowdown = longest(together, "compute") / longest(alone, "compute")
 print(f"{world_size} ranks, {here['cores']} cores: the slowest takes {slowdown:.1f} times as long")
 
 # %% [markdown]
-# Each rank did the whole computation. So four ranks do four times the work, but where they share cores not four times
+# Each rank did the whole computation: four times the work in all. But where ranks share cores they are not four times
 # as fast. This is why the course never concludes from the *speed* of CPU ranks that a method is good. It counts bytes,
 # messages, steps and memory, and takes times from real clusters.
 #
@@ -347,7 +347,7 @@ holders.compare("all ranks")
 # Samples are given to the ranks in turn: the first to rank 0, the second to rank 1, … Each rank takes the mean of its
 # own, and an all-reduce adds up the means. There is one sample fewer than ranks.
 #
-# **Predict**: the last rank gets no sample. What does it do, and what do the others do?
+# **Predict**: the last rank gets no sample and fails. What do the others do?
 
 # %%
 others = predict("the other ranks", ["return a mean", "fail as well", "wait for the last one"])
@@ -374,8 +374,8 @@ others.compare("wait for the last one")
 # **Compare.** The last rank divides by zero and fails. The others wait for it: they are in all-reduce number 1, and a
 # sum over all ranks needs all ranks. They would go on waiting, so `launch` stopped them.
 #
-# The first line names the rank that failed *first*, since that is the cause, and below it stands the line of your cell
-# (`cell [n]` has `[n]` at its left). The table, explained below, shows where every rank stood.
+# The first line names the rank that failed *first*, since that is the cause. Below it stands the line of your cell
+# (`cell [n]` is the one with `[n]` at its left). The table, explained below, shows where every rank stood.
 #
 # ### A value that is printed once
 #
@@ -462,8 +462,8 @@ with expect_error(Interrupted):
 #
 # > **What changes on real GPUs.** The CPU only hands work over: it puts **GPU kernels**, functions that run on the GPU,
 # > into a **stream**, a queue of work that the GPU does in order. Then the CPU goes on. (Work on two streams can run at
-# > the same time.) So Python shows a hang in a line *after* its cause, the first line that needs a result. Lesson 14
-# > finds the cause even so.
+# > the same time.) So Python shows a hang too late: in the first line that needs a result, not where its cause is.
+# > Lesson 14 finds the cause even so.
 
 # %% [markdown]
 # ## 7. What to take to work: the same program under `torchrun`
@@ -523,7 +523,7 @@ assert printed == f"2 ranks say: 1 + 2 + ... + 100 = {from_launch[0]}\n"
 # cluster the command line grows (lesson 16); in the file only `"gloo"` becomes `"nccl"` where ranks have GPUs. A rank
 # must then take its GPU before it communicates, or all ranks of a node meet on GPU 0, which NCCL refuses. Here
 # `device()` does it. A program without the course takes its GPU with the line below, and puts its tensors there with
-# `device="cuda"`. (Where a launcher shows each rank only its own GPU, `%` gives 0.)
+# `device="cuda"`. (Its `%` is for launchers that show each rank only its own GPU: it gives 0 there.)
 #
 # ```python
 # torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

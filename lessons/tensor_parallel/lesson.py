@@ -15,15 +15,14 @@
 #
 # One layer of GPT-3 175B has 1.8 billion parameters. FSDP (lesson 07) divides where they are *stored*, and gathers them
 # whenever the layer computes. **Tensor parallelism** divides the *computation*: each rank multiplies with its own part
-# of every matrix. The price is that ranks exchange activations in the middle of every layer.
+# of every matrix. The price: ranks exchange activations in every layer.
 # When two GPUs shared each layer of a model of 3 billion parameters, they trained on 13,923 tokens per second and GPU.
 # With 32 GPUs of four nodes it was 2,146, less than a sixth (*recorded*, [Ultra-Scale
-# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)). This lesson builds the parts, and computes how
-# many ranks may share a layer.
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)). This lesson computes how many may share one.
 #
-# Why pay it, when FSDP exists? FSDP divides what is *stored*, and each rank still needs a batch of its own: with
-# thousands of GPUs the batch becomes larger than is good for learning, and gathers over so many ranks pay their
-# latency. And it keeps all activations of a rank's own sequences, which tensor parallelism divides as well.
+# Why pay it, when FSDP exists? With FSDP each rank still needs a batch of its own: with thousands of GPUs the batch
+# becomes larger than is good for learning. And FSDP keeps all activations of a rank's own sequences; tensor parallelism
+# divides most of them.
 #
 # **You will be able to**
 # - *split* linear layers, attention, embedding and loss over ranks, so that gradients are right too;
@@ -35,7 +34,7 @@
 # read the core, 80 with the deeper sections, under a minute to run.
 
 # %% [markdown]
-# First PyTorch and the settings, then what comes from the course. The number of ranks must divide the model's 12 heads.
+# The number of ranks must divide the model's 12 heads.
 
 # %% tags=["parameters"]
 from functools import partial
@@ -165,7 +164,7 @@ f, g = Copy.apply, Reduce.apply
 # losses are copies of *one* loss, and each rank already holds the gradient of y. y is a sum of t terms, and the
 # gradient of each term of a sum is the gradient of the sum: nothing has to be sent.
 #
-# Both layers take their pieces out of a whole `nn.Linear`, so that we can compare with it. A row-parallel layer adds
+# The two layers below take their pieces out of a whole `nn.Linear`, so that we can compare. A row-parallel layer adds
 # its bias *after* the sum, because otherwise the bias would be added t times.
 
 
@@ -225,7 +224,8 @@ figures.cut_picture(gpt.hidden, 4 * gpt.hidden, gpt.hidden, world_size, title)
 # in the same way; the weight of `down`, cut by rows; g; and y, whole. Weights are drawn transposed, as in papers.*
 #
 # We try four versions on real ranks: with f and g, without f, without g, and with a g that all-reduces in backward
-# *too*, as if the t losses were different. `try_layer` compares the rank's part with the whole layer.
+# *too*, as if the t losses were different. `try_layer` counts all-reduces (forward + backward), and says how far the
+# rank's loss and gradients are off those of the whole layer.
 #
 # **Predict**: which of the three faulty versions compute the right loss? And which gradients are right then: that of
 # `up`, of `down`, and of the input x, which earlier layers need?
@@ -413,8 +413,8 @@ in_backward = predict("exchanged in backward for the loss", unit="numbers a toke
 
 # %%
 tokens = per_step * gpt.context
-of_loss = large(ours.ledger, tokens)
-print(f"the loss: {tensor_parallel.operations(of_loss)} of one number a token")
+of_loss = large(ours.ledger, tokens)  # the operations on exactly so many numbers
+print(f"the loss, forward and backward: {tensor_parallel.operations(of_loss)} of one number a token")
 
 # %% jupyter={"source_hidden": true}
 assert len(of_loss) == 3
@@ -453,8 +453,9 @@ assert ring_bytes(sums) == (gpt.layers + 0.5) * layer
 
 # %% [markdown]
 # Two things differ from data parallelism. First, activations travel, so the bytes grow with the *batch*, those of DDP
-# and FSDP with the parameters. FSDP gathers a layer's 12 h² twice and reduces gradients once, 36 h²(t−1)/t numbers,
-# however large the batch. So below 4.5 h tokens a step (55,296 in GPT-3) tensor parallelism sends less. Second, g
+# and FSDP with the parameters. FSDP gathers a layer's 12 h² parameters twice and reduces gradients once: 36 h²(t−1)/t
+# numbers, however large the batch. That is 8bsh(t−1)/t at bs = 4.5 h. So below 4.5 h tokens in a step of all t ranks
+# together (55,296 in GPT-3) tensor parallelism sends less. Second, g
 # stands **between** operations that wait for it: the next norm cannot begin before it has ended. Only f's all-reduce
 # has something beside it, the product for the weight's gradient, which does not need it; Megatron-LM runs the two at
 # the same time (`linear_with_grad_accumulation_and_async_allreduce` in its `layers.py`).
@@ -465,7 +466,7 @@ assert ring_bytes(sums) == (gpt.layers + 0.5) * layer
 # `parallelize_module` does all this to an ordinary model. A **plan** says for each module how its weight is cut, and
 # how tensors come in and go out. `ColwiseParallel` takes a whole input and leaves pieces, `RowwiseParallel` takes
 # pieces and gives the whole. The parameters become DTensors (lesson 07). `separate_qkv` makes three layers of the joint
-# matrix. The attention must not fix the number of heads, because a rank has fewer, but derive it from the width of q.
+# matrix. The attention has to compute its number of heads from the width of q, because a rank has only some of them.
 
 
 # %%
@@ -514,8 +515,8 @@ of_plan.compare((len(large(first.ledger, bsh)) - 2) / gpt.layers)
 # are three column-parallel layers, and the plan has given each an f of its own, so three gradients of the *same* input
 # are summed one by one.
 #
-# Ours has one f in front of the three. In a plan, let the attention *module* turn its input into a DTensor,
-# because then the three gradients are added before they are reduced.
+# Ours has one f in front of the three. In a plan, turn the input into a DTensor once, at the attention *module*:
+# then the three gradients are added first, and only their sum is reduced.
 
 
 # %%
@@ -608,8 +609,7 @@ more_bytes.compare("as many bytes")
 # | q, k, v and the output of attention | 4 h | 1/t | 1/t |
 # | input and output of GELU | 8 h | 1/t | 1/t |
 #
-# Together these are 16 h; statistics of norms and attention add a little. With t = 4, as measured, 4 + 12/4 = 7 h are
-# left, and with sequence parallelism 2 + 14/4 = 5.5 h.
+# With t = 4, as measured, 4 + 12/4 = 7 h are left, and with sequence parallelism 2 + 14/4 = 5.5 h.
 #
 # > **Misconception.** "Tensor parallelism divides the memory by t." It divides matrices and what is inside attention
 # > and MLP. Every rank keeps, *and computes*, in full what lies between them.
@@ -623,10 +623,10 @@ more_bytes.compare("as many bytes")
 #
 # $$\frac{72\,bsh^2/t}{2 \cdot 8\,bsh\,(t-1)/t} = \frac{4.5\,h}{t-1} \quad \text{FLOPs}$$
 #
-# Batch and sequence cancel, so a larger batch hardly helps, but a wider model does.
+# Batch and sequence cancel, so only a wider model helps.
 #
 # H100s compute here at 400 TFLOP/s, as for Llama 3 (*recorded*, [arXiv 2407.21783](https://arxiv.org/abs/2407.21783),
-# table 4), and nothing overlaps. NVLink 4 sends 450 GB/s each way, one NDR port of InfiniBand for each GPU 50 GB/s.
+# table 4), and nothing overlaps. NVLink 4 sends 450 GB/s each way, an NDR port of InfiniBand 50 GB/s.
 #
 # We take one sequence of 2,048 tokens, and NVLink also at 0.6 of its rate, about what all-reduces of 64 MiB reached on
 # A100s (*recorded*, lesson 03).
@@ -661,7 +661,8 @@ over_network.compare(100 * eight["all_reduce"] / sum(eight.values()))
 # *The figure: five bars for each link. Computing halves from bar to bar and communication grows. Over InfiniBand the
 # two are about equal at t = 8, and 32 ranks take longer than 16.*
 #
-# The formula agrees: at 7,900 FLOPs a byte, 400 TFLOP/s need 51 GB/s, one port's rate. In most machines only eight GPUs
+# The formula agrees: for t = 8 it gives 7,900 FLOPs a byte. While a rank computes at 400 TFLOP/s, it would have to send
+# 51 GB/s, one port's rate, so both take equally long. In most machines only eight GPUs
 # share NVLink, and a ninth is reached through the network. (The border is the NVLink domain: in a GB200 NVL72 it has 72
 # GPUs.) So t is at most 8 in the layouts of Megatron-LM (table 1) and Llama 3 (table 4);
 # pipelines (lesson 10) and data parallelism do the rest.
@@ -671,7 +672,8 @@ over_network.compare(100 * eight["all_reduce"] / sum(eight.values()))
 #
 # Copy `sequence_plan` with your module names; count a step's messages; check *gradients* against one process.
 # [scripts/train.py](../scripts/train.py) is the complete program: `--tp 2` gives it tensor and sequence parallelism,
-# and FSDP takes the other ranks. Its joint `qkv` may be cut as it is, because its rows are ordered by head.
+# and FSDP takes the other ranks. Its joint `qkv` may be cut as it is, because its rows are ordered by head,
+# and one layer gathers once, also without `PrepareModuleInput`.
 # [scripts/train_3d.py](../scripts/train_3d.py) adds a pipeline (lesson 12). Always apply the plan before `fully_shard`.
 
 # %%
