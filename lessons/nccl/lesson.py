@@ -185,7 +185,7 @@ assert sorted(a for a, b in far) == sorted(b for a, b in far) == list(range(8))
 # %% [markdown]
 # ## 2. A tree, for small messages
 #
-# A message of a few bytes costs its latency, the time until it arrives at all, and almost nothing for the bytes. So
+# A message of a few bytes costs its latency (the time until it arrives at all) and almost nothing for the bytes. So
 # for small tensors only the steps count, and a ring of 1,000 ranks has 1,998. A tree has far fewer: first pairs add,
 # then pairs of pairs, and after ⌈log₂ N⌉ steps rank 0 has the sum. The same messages backwards hand it out:
 #
@@ -257,7 +257,7 @@ busiest.compare(costs.all_reduce_bytes("tree", 4, 1.0))
 # **Predict.** 4 MiB on 1,024 ranks: which is faster, ring or tree, and how many times as fast?
 
 # %%
-factor = predict("the faster of ring and tree is", unit="times as fast")
+factor = predict("speed-up of the faster of ring and tree", unit="times")
 
 # %%
 hop, wire = 14e-6, 50e9  # seconds, bytes per second
@@ -277,10 +277,9 @@ assert round(2046 * far["ring"]["LL"] / (20 * far["tree"]["LL"])) == 55
 # **Compare.** The tree, about 15 times. The ring has to wait for 2,046 latencies, 29 ms, whatever it sends. The tree
 # waits for 20, and its 20 · 4 MiB, one after another, take only 1.7 ms.
 #
-# For 4 KiB, where only latencies are left, the tree is 102 times as fast. (With the shorter hops of NCCL's LL protocol,
-# section 6, it is 55 times.) For very large messages the ring wins, since 2 S pass one after the other where in the
-# tree 20 S do. In between they cross. Set the two times equal, with L = ⌈log₂N⌉, and you get **S = α/β · (N−1−L) / (L −
-# (N−1)/N)**.
+# For 4 KiB, where only latencies are left, the tree is 102 times as fast. For very large messages the ring wins, since
+# 2 S pass one after the other where in the tree 20 S do. In between they cross. Set the two times equal, with L =
+# ⌈log₂N⌉, and you get **S = α/β · (N−1−L) / (L − (N−1)/N)**.
 
 # %%
 few_and_many = {f"{n:,} ranks": costs.flat_cluster(n, hop, 1 / wire) for n in (8, 1024)}
@@ -357,8 +356,8 @@ def hierarchical_all_reduce(x, per_node):
 #
 # Few of us have two nodes to try this on, so we **emulate** them. The functions run unchanged on eight real ranks and
 # send real messages, while a virtual clock decides how long each would have taken: a link carries the bytes of one
-# message at a time in each direction, and the message arrives one latency later. No rank waits for the others between
-# steps, as section 3 supposed. The cluster is that of section 1, with NVLink 4 inside, and one 400 Gb/s InfiniBand port
+# message at a time in each direction, and the message arrives one latency later. Between steps no rank waits for the
+# others, unlike in section 3. The cluster is that of section 1, with NVLink 4 inside, and one 400 Gb/s InfiniBand port
 # for each GPU between the nodes.
 #
 # Here a rank handles one message after the other, but the blocks of a GPU's kernel work side by side. So the four
@@ -395,7 +394,7 @@ first.compare("the hierarchical one")
 # %% [markdown]
 # **Compare.** The hierarchical one, about twice as fast as one ring. All 14 messages of a ring from one node to the
 # other, 1.75 S, leave by the same port, while three ports send nothing. Two levels send S/4 through each of the four
-# ports, and four rings 0.44 S. But a piece of a ring has to cross the network four times, so it waits for four long
+# ports, and four rings 0.44 S. And a piece of a ring has to cross the network four times, so it waits for four long
 # latencies, where two levels wait for two.
 #
 # The same messages in slow motion:
@@ -484,7 +483,7 @@ four_gpus.compare("both take about as long")
 
 # %% [markdown]
 # **Compare.** Both take about as long. With eight GPUs the ring has to send 1.56 times the bytes, with four only 1.2
-# times, and that is how much better it fills the wire. NCCL takes the ring there (*recorded*: 363 GB/s bus
+# times, and it fills the wire 1.2 times as well. NCCL takes the ring there (*recorded*: 363 GB/s bus
 # bandwidth).
 #
 # ### 370 or 480?
@@ -495,7 +494,7 @@ four_gpus.compare("both take about as long")
 # ring**, and for an all-gather or a reduce-scatter. But if your all-reduce shows it, NVLS is off. Look for `nvls
 # channels` in the log (section 7) and for `NCCL_NVLS_ENABLE`.
 #
-# Look at the operation, too. For float32 NCCL lets these switches add, but not compare or average
+# Look at the operation, too. For float32 NCCL lets these switches add, but not take a maximum or an average
 # (`ncclNvlsSupported` in [device.h](https://github.com/NVIDIA/nccl/blob/master/src/include/device.h), NCCL 2.30.7).
 # So whoever times `all_reduce(x, op=ReduceOp.MAX)` measures a ring or a tree, and good GPUs look slow.
 
@@ -524,7 +523,7 @@ four_gpus.compare("both take about as long")
 # | once, before the first hop | 6.6 | 14 | 8.4 |
 # | each hop over NVLink | 0.6 | 1.9 | 3.4 |
 # | each hop over the network | 2.7 | 4.0 | 14 |
-# | share of the bandwidth | 1/2 | 0.92 | 1 |
+# | share of the bandwidth | at most 1/2 | 0.92 | 1 |
 #
 # Before every collective NCCL's **tuner** computes for each pair of algorithm and protocol t = latency + S/bandwidth,
 # and takes the pair with the smallest. `nccl_tuner` does the same with the same constants; its docstring lists what
@@ -577,9 +576,9 @@ assert starts == [15, 25] and rates == [81, 338]
 nvls_from.compare([*switches][1] / 2**20)
 
 # %% [markdown]
-# **Compare.** From 2 MiB. Ring / LL starts 10 µs earlier, and loses that after 10 µs · 81·338/(338−81) GB/s ≈ 1.06
-# MB, which is just above 1 MiB. On a real node NCCL 2.30.7 changed at the same size (*recorded*,
-# stas00/ml-engineering, benchmarks/README.md).
+# **Compare.** From 2 MiB. Ring / LL starts 10 µs earlier, and loses that after 10 µs · 81·338/(338−81) GB/s ≈ 1.06 MB,
+# just above 1 MiB (1.05 MB), so 1 MiB is a good answer, too. On a real node NCCL 2.30.7 changed at the same size
+# (*recorded*, stas00/ml-engineering, benchmarks/README.md).
 #
 # Many nodes change the picture once more, because a ring's hops grow with the number of nodes, a tree's only with its
 # logarithm (section 12).
@@ -1664,7 +1663,7 @@ predictions()
 #
 # 1. One ring leaves each node through one port; several rings use all ports, each with a share of the data (section 1).
 # 2. The tree: 20 latencies against 2,046 (section 3).
-# 3. Nearly all its bytes pass one port, and the others are idle (section 4).
+# 3. All that leaves a node passes one port, and the others are idle (section 4).
 # 4. It is good for a ring, but NVLS should give about 480. For a maximum of float32 there is no NVLS (section 5).
 # 5. It does not wait for a fence at each hop, and for small messages that is most of the time (section 6).
 # 6. 2 MiB: NVLS starts 10 µs later than a ring with LL, and has four times the bandwidth (section 6).

@@ -309,7 +309,7 @@ assert not {e.row for e in work} & {e.row for e in calls}
 # the work is a **kernel**, a function that runs on the GPU; its name begins with `nccl`, and its row is a **stream**, a
 # queue of kernels that run in order. Whoever adds up the calls finds that communication costs nothing.
 #
-# On a GPU that holds for *every* operation: the CPU only **launches** kernels, which means that it puts them into the
+# On a GPU *every* operation stands there twice: the CPU only **launches** kernels, that is, it puts them into the
 # queue (category `cuda_runtime`). A kernel and its launch have the same number, `correlation`, so a trace tells which
 # kernels were launched in forward, the range that a stopwatch on the CPU would time.
 #
@@ -383,8 +383,8 @@ def kind(event, on_gpu):
 #
 # Is adding up durations enough?
 #
-# **Predict**: the durations of all that rank 0 computes in a step, added up, are how many times the time in which it
-# computes at all?
+# **Predict**: add up the durations of all compute events of rank 0 in a step, and divide by the time during which at
+# least one of them runs. What do you get?
 
 # %%
 added_up = predict("durations added up, divided by the time of computing")
@@ -401,7 +401,7 @@ assert added > computing
 added_up.compare(added / computing)
 
 # %% [markdown]
-# **Compare.** More than once, because events overlap: an operator calls operators, and each of them has its own event.
+# **Compare.** More than 1, because events overlap: an operator calls operators, and each of them has its own event.
 #
 # On a GPU several streams run at a time. So we treat each kind of work as a set of intervals, merge those that overlap,
 # and measure lengths of sets. Sorted by their starts, an interval either begins within the last merged one and extends
@@ -513,7 +513,7 @@ assert all(e.start == int(e.start) for trace in imbalance for e in trace.events)
 
 # %% [markdown]
 # So little turns 14.76 % into 14.31 %, because the kernels are so short. When two tools disagree, find the definition
-# in which they differ before you trust either. Why this GPU is idle is the subject of section 6.
+# in which they differ before you trust either. This GPU waits for its host; section 6 finds out what the host does.
 
 # %% [markdown]
 # ## 4. Who arrives last?
@@ -550,7 +550,7 @@ longest.compare("the others")
 # So compare *starts*. All ranks of a process group call its collectives in the same order, so within a group the n-th
 # call of a name on one rank is the n-th on every other. The rank that starts it last is the one the others wait for,
 # and the difference from the first start is what that cost. Each NCCL kernel says its group in the trace. gloo's calls
-# do not, so on CPU ranks there may be only one.
+# do not, so on CPU ranks there may be only one group.
 
 
 # %%
@@ -626,8 +626,9 @@ named.compare("rank 0")
 # **Compare.** Rank 0, with a wait of three seconds for each collective.
 #
 # The trace itself helps here. An all-reduce cannot end on any rank before the last rank has begun it, and from then on
-# little is left to do, so it ends on all ranks at nearly the same moment. If the *ends* of a matched row differ, the
-# clocks differ, and the median over all rows says by how much.
+# little is left to do, so it ends on all ranks at nearly the same moment. (The same holds for the all-gather and the
+# reduce-scatter of FSDP.) If the *ends* of matched rows differ by much more, and all alike, the clocks differ, and the
+# median over all rows says by how much.
 
 
 # %%
@@ -672,8 +673,8 @@ view(slow_folder.name)
 # > **What changes on real GPUs.** An NCCL kernel that waits for another rank spins on the GPU and is shown as running
 # > ([nccl#1025](https://github.com/NVIDIA/nccl/issues/1025)). So a GPU that waits counts as busy, in a trace and in
 # > `nvidia-smi` ([cupy#3557](https://github.com/cupy/cupy/issues/3557)). The kernel's length is wait plus transfer;
-# > what the *last* rank's kernel takes is close to the transfer alone. It can also slow the computing beside it (the
-# > same thread), so exposed time is the *least* that communication costs.
+# > what the *last* rank's kernel takes is close to the transfer alone. It can also slow the computing beside it (see
+# > nccl#1025 again), so exposed time is the *least* that communication costs.
 
 # %% [markdown] tags=["deeper"]
 # ## 5. A slow program, mended in the order of its costs · deeper
