@@ -46,16 +46,17 @@ class Panel:
 
 
 def panels(
-    x: Sequence[float], *several: Panel, counts: str = "", sizes: str = "", ticks: Sequence[float] = (),
-    size: tuple[float, float] | None = None, **subplots: object,
+    x: Sequence[float], *several: Panel, counts: str = "", sizes: str = "", along: str = "",
+    ticks: Sequence[float] = (), size: tuple[float, float] | None = None, **subplots: object,
 ) -> Figure:
-    """Draw panels over `counts` of what is named, over `sizes` of it in bytes, both logarithmic, or over whole numbers.
+    """Draw panels over `counts` of what is named, over `sizes` of it in bytes, both logarithmic, or over whole numbers,
+    named `along`.
 
     The x axis has a tick at each x, or at `ticks`. `size` is in inches; `subplots` are arguments of
     ``Figure.subplots``.
     """
     figure, axes = new_figure(1, len(several), size=size or (8.4, 3.7 if len(several) == 1 else 3.5), **subplots)
-    ends = [draw_panel(ax, x, panel, counts=counts, sizes=sizes, ticks=ticks)
+    ends = [draw_panel(ax, x, panel, counts=counts, sizes=sizes, along=along, ticks=ticks)
             for ax, panel in zip(axes, several, strict=True)]
     for ax, labels in zip(axes, ends, strict=True):
         label_lines(ax, labels)
@@ -63,7 +64,8 @@ def panels(
 
 
 def draw_panel(
-    ax: Axes, x: Sequence[float], panel: Panel, *, counts: str = "", sizes: str = "", ticks: Sequence[float] = ()
+    ax: Axes, x: Sequence[float], panel: Panel, *, counts: str = "", sizes: str = "", along: str = "",
+    ticks: Sequence[float] = (),
 ) -> Ends:
     """Draw one panel as `panels` does; return the ends of its lines, for `label_lines` once the axes are settled."""
     for at, value, look in panel.below:
@@ -91,6 +93,7 @@ def draw_panel(
     elif counts:
         charts.count_axis(ax, ticks or x, counts)
     else:
+        ax.set_xlabel(along or ax.get_xlabel())
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     panel.then(ax)
     return ends

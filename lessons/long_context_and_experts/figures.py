@@ -42,6 +42,5 @@ def load_over_steps(curves: Mapping[str, Sequence[float]], title: str) -> Figure
     """Draw the load of the fullest expert at each step, as a multiple of the mean load."""
     steps = range(max(map(len, curves.values())))
     mean = [(steps, [1] * len(steps), {"color": "#AAAAAA", "linewidth": 0.8})]
-    figure = panels(steps, Panel(title, "fullest expert / mean", curves, look={"linewidth": 1.6}, above=mean))
-    figure.axes[0].set_xlabel("step")
-    return figure
+    shown = Panel(title, "fullest expert / mean", curves, look={"linewidth": 1.6}, above=mean)
+    return panels(steps, shown, along="step")

@@ -91,6 +91,7 @@ FIGURES = [
     partial(draw.schedule_picture, simulate(one_f_one_b(64, 128)), "modelled"),
     partial(draw.search_picture, FOUND.plans, "modelled", limit=80e9, marked={"x": FOUND.plans[30].layout}, best=6,
             slowest=3),
+    partial(draw.sent, {"DDP": 2.0, "ZeRO-3, a long name of a way": 2.94}),
     partial(draw.shard_timeline, {"all-gather": BLOCKS, "compute": BLOCKS}, [(0, 1e12), (2, 0)], "measured: a step"),
     partial(draw.speedup_laws, {"A": lambda n, s: 1 / (s + (1 - s) / n)}, (0.001, 0.05), 1000),
     partial(draw.step_picture, [STATE] * 2, [Message(0, 1, (2,), (2,), True)], ("before", "after")),

@@ -45,8 +45,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _new(given: argparse.Namespace) -> None:
     from .new import new
 
-    print(f"made {new(given.number, given.topic, ROOT)}; now: make lesson L={given.number}, then its row in the tables "
-          "of README.md and lessons/start_here/lesson.py")
+    print(f"made {new(given.number, given.topic, ROOT)}; now: make lesson L={given.number}, its row in the tables of "
+          "README.md and lessons/start_here/lesson.py, the *Next* of the lesson before, and CHANGELOG.md;\n"
+          "then `python -m tools minutes --write`, and last `python -m tools build`, which links it from the others")
 
 
 def _build(given: argparse.Namespace) -> int:

@@ -162,7 +162,8 @@ def execute(paths: Sequence[Path], jobs: int = 1, timeout: int = 300) -> list[st
 
 
 def test_lesson(number: str, root: Path = ROOT) -> int:
-    """Build a lesson and its exercises, compare their outputs, and run their tests; returns the exit status.
+    """Build a lesson and its exercises, compare their outputs, and run their tests and what the course promises of
+    each lesson; returns the exit status.
 
     What has passed runs again only after a change in it, in the core or in the lesson's room.
     """
@@ -172,9 +173,11 @@ def test_lesson(number: str, root: Path = ROOT) -> int:
         return 1
     room, store = name[3:], root / ".pytest_cache" / "lessons.json"
     files = [*root.glob(f"tests/lessons/test_{room}_*.py"), root / "tests/lessons/test_exercises.py",
+             *(root / f"tests/promises/test_{kind}.py" for kind in ("conventions", "core", "notebooks", "predictions")),
              root / f"notebooks/{name}.ipynb", root / f"solutions/{name}_solutions.ipynb"]
     files = [file for file in sorted(files) if file.exists()]
-    now = {f"{room}: {file.relative_to(root)}": _foundation(file, room, root) for file in files}
+    text = hashlib.sha256((root / f"notebooks/{name}.ipynb").read_bytes()).hexdigest()
+    now = {f"{room}: {file.relative_to(root)}": _foundation(file, room, root) + text for file in files}
     passed = json.loads(store.read_text()) if store.exists() else {}
     to_run = [key.partition(": ")[2] for key, state in now.items() if passed.get(key) != state]
     for key in sorted({key.partition(": ")[2] for key in now} - {*to_run}):
@@ -182,7 +185,7 @@ def test_lesson(number: str, root: Path = ROOT) -> int:
     if not to_run:
         return 0
     compare = ["--nbval", "--nbval-cell-timeout=300", "--nbval-sanitize-with", "tests/sanitise.cfg"]
-    own = ["-k", f"not test_exercises or {room}"]  # of the module that has the exercises of all lessons
+    own = ["-k", f"not test_exercises and not promises or {room}"]  # of modules that are about all lessons
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", *compare, *own]
     status = subprocess.call([*command, *to_run], cwd=root)
     if status == 0:

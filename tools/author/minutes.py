@@ -144,9 +144,9 @@ def rounded(minutes: float) -> int:
 
 
 def _figures(lesson: str, root: Path) -> tuple[int, int | None]:
-    """Rounded minutes of a lesson's core, and of the whole if that has deeper sections."""
-    deeper = any(section.deeper for section in sections(lesson, root))
-    return rounded(reading(lesson, root, core=True)), rounded(reading(lesson, root)) if deeper else None
+    """Rounded minutes of a lesson's core, and of the whole if that takes more."""
+    core, whole = rounded(reading(lesson, root, core=True)), rounded(reading(lesson, root))
+    return core, whole if whole > core else None
 
 
 def _numbers(text: str) -> list[int]:
