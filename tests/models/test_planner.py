@@ -188,6 +188,18 @@ def test_weights_freed_between_micro_batches_are_gathered_again():
     assert plan(LLAMA_70B, H100, replace(one, reshard=True), 64).data > plan(LLAMA_70B, H100, one, 64).data
 
 
+def test_a_share_of_the_layers_may_be_computed_again_and_activations_may_be_offloaded():
+    full, half, none = (Layout(tp=8, pp=4, dp=2, recompute_share=share) for share in (1.0, 0.5, 0.0))
+    kept = [plan(replace(LLAMA_70B, context=4096), H100, one, 64) for one in (full, half, none)]
+    assert kept[0].memory.activations < kept[1].memory.activations < kept[2].memory.activations
+    assert kept[0].seconds > kept[1].seconds > kept[2].seconds
+    other = plan(replace(LLAMA_70B, context=4096), H100, replace(none, recompute="none", recompute_share=1.0), 64)
+    assert other.seconds == pytest.approx(kept[2].seconds)
+    moved = plan(replace(LLAMA_70B, context=4096), H100, replace(none, offload=1.0), 64)
+    assert moved.memory.activations < 0.5 * kept[2].memory.activations and moved.seconds > kept[2].seconds
+    assert "shares, from 0 to 1" in reasons_against(LLAMA_70B, H100, replace(full, offload=2.0), 64)[0]
+
+
 # --- against the simulations of the course
 
 

@@ -59,7 +59,8 @@ def _layout(run: PublishedRun) -> Layout:
     recipe = run.attention == "cudnn"
     return Layout(
         run.tp, run.pp, run.dp, run.cp, run.microbatch or 1, run.virtual, zero,
-        recompute="half" if half else run.recompute or "none", sequence_parallel=run.sequence_parallel is not False,
+        recompute="half" if half else run.recompute or "none", recompute_share=run.recompute_share,
+        sequence_parallel=run.sequence_parallel is not False,
         overlap=not (zero == 0 and run.pp > 1), precision=wide if run.reduce == "fp32" else "mixed",
         replicas=run.dp_replicate if zero >= 2 else 1, ep=run.ep,
         loss_pieces=4 if run.shape.name.startswith("MPT") or run.loss == "compiled" else 1,

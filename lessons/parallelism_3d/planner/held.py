@@ -87,6 +87,8 @@ def _on_rank(m: TransformerConfig, layout: Layout, rank: int, microbatches: int)
     kept, whole = (m.kept(tokens, how, tp, *software) for how in (layout.recompute, "none"))
     logits = tp if layout.logits_divided else 1
     more, loss = whole - kept, m.kept_around(tokens, tp, apart, layout.loss_pieces, logits, layout.compiled)
+    kept = layout.recompute_share * kept + (1 - layout.recompute_share) * whole
+    held = (1 - layout.offload) * held + layout.offload * min(2, held)  # two layers are on their way
     working, width = m.working(tokens, tp), memory.PRECISIONS[layout.precision]
     if cp > 1:  # keys and values of the whole sequence
         working += 4 * tokens * cp * kv_on_rank(m, tp)

@@ -28,6 +28,8 @@ class Layout:
       scores (Korthikanti et al. 2022, arXiv 2205.05198); with fused attention, which keeps no scores, what is cheap:
       the outputs of norms and of the MLP's activation, as kernels do that fuse them with the next product. "half":
       torchtitan's per-op policy, which keeps attention and every other matrix product. Or "none".
+    - recompute_share: share of the layers that it holds for; the others keep all.
+    - offload: share of what layers keep that lies in the host's memory until backward, sent over PCIe.
     - sequence_parallel: whether norms and dropout are divided along the sequence among the tensor ranks (the same).
     - overlap: whether pipeline messages, gathers and the reduction of gradients run while the GPU computes.
     - precision: name of `memory.PRECISIONS`; its gradient width is also what data parallelism sends.
@@ -62,6 +64,8 @@ class Layout:
     virtual: int = 1
     zero: int = 1
     recompute: str = "full"
+    recompute_share: float = 1.0
+    offload: float = 0.0
     sequence_parallel: bool = True
     overlap: bool = True
     precision: str = "mixed"
@@ -120,9 +124,10 @@ class Layout:
         return self.dp * self.cp // self.replicas
 
     @property
-    def passes(self) -> tuple[int, int, int]:
+    def passes(self) -> tuple[float, float, float]:
         """A layer's all-reduces of activations, gathers of keys and values, and exchanges between experts."""
-        return (6, 4, 6) if self.recompute == "full" else (4, 3, 4)
+        again = self.recompute_share if self.recompute == "full" else 0
+        return 4 + 2 * again, 3 + again, 4 + 2 * again
 
     def microbatches(self, batch: int) -> int:
         """Micro-batches of each pipeline in a step of `batch` sequences."""
@@ -190,6 +195,9 @@ def _broken(
             text = f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(layout, name)!r}"
             yield "value", text, _OURS
             return
+    if not 0 <= min(layout.recompute_share, layout.offload) <= max(layout.recompute_share, layout.offload) <= 1:
+        yield "value", "recompute_share and offload are shares, from 0 to 1", _IMPOSSIBLE
+        return
     if batch * model.context > _TOKENS:
         meant = f"; did you mean {batch // model.context}?" if batch % model.context == 0 else ""
         text = f"a batch counts sequences: {batch:,} of {model.context:,} tokens are more than any run's step{meant}"

@@ -64,7 +64,8 @@ class Plan:
     @property
     def tflops(self) -> float:
         """TFLOP/s of each GPU, with what is computed a second time, as Megatron-LM counts."""
-        return self.tokens_per_gpu * self.model.flops_per_token(self.layout.recompute) / 1e12
+        once, all_again = (self.model.flops_per_token(how) for how in ("none", self.layout.recompute))
+        return self.tokens_per_gpu * (once + self.layout.recompute_share * (all_again - once)) / 1e12
 
     @property
     def model_tflops(self) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache, partial
 
 from course_utils import memory
+from course_utils.hardware import LINKS
 from course_utils.transformer import TransformerConfig
 
 from . import rates
@@ -77,11 +78,25 @@ class StepModel:
         """Return the times of a layer, and of the head with the loss."""
         key = (
             layout.tp, layout.cp, layout.ep, layout.expert_tp, layout.order, layout.microbatch, layout.recompute,
-            layout.sequence_parallel, layout.compiled, layout.attention, layout.products, layout.tp_overlap,
+            layout.recompute_share, layout.offload, layout.sequence_parallel, layout.compiled, layout.attention,
+            layout.products, layout.tp_overlap,
         )
         if key not in self._layers:
-            self._layers[key] = self._layer(layout), self._head(layout)
+            self._layers[key] = self._mixed(layout), self._head(layout)
         return self._layers[key]
+
+    def _mixed(self, one: Layout) -> LayerTimes:
+        """The mean of layers that are computed again and of those that are not, with what offloading adds."""
+        share, whole = one.recompute_share, replace(one, recompute_share=1.0)
+        parts = [self._layer(whole), self._layer(replace(whole, recompute="none"))]
+        both = [share * a + (1 - share) * b for a, b in zip(*(astuple(part) for part in parts), strict=True)]
+        if one.offload:
+            m, tokens = self.model, one.microbatch * self.model.context / one.cp
+            kept = [m.kept(tokens, how, one.tp, one.sequence_parallel, one.compiled) for how in (one.recompute, "none")]
+            link = LINKS[self.cluster.card.pcie].bandwidth * self.constants.nvlink
+            seconds = one.offload * (share * kept[0] + (1 - share) * kept[1]) / link
+            both[:2] = [work + max(0.0, seconds - work) for work in both[:2]]
+        return LayerTimes(*both)
 
     def _layer(self, one: Layout) -> LayerTimes:
         """Tensor: 8 bsh (t-1)/t elements a layer (Narayanan et al. 2021, section 3.2). Context: keys and values are
