@@ -14,9 +14,9 @@
 # # How do I split a long sequence, and many experts?
 #
 # Meta put one prompt of a million tokens through Llama 3 405B in 77 seconds, on 128 H100s, with 93 % parallel
-# efficiency (*recorded*, [arXiv 2411.01783](https://arxiv.org/abs/2411.01783)). Data parallelism cannot divide a single
-# sequence, and tensor parallelism ends where the heads end. So the tokens themselves were divided among the GPUs,
-# although in attention every token looks at all tokens before it.
+# efficiency (*recorded*, [arXiv 2411.01783](https://arxiv.org/abs/2411.01783)). Data parallelism cannot divide a
+# sequence, and tensor parallelism ends where the heads end. So its tokens were divided, although in attention every
+# token looks at all before it.
 #
 # **You will be able to**
 # - *compute* what a long sequence takes;
@@ -53,8 +53,8 @@ world_size = 4  # ranks, 2 or more
 tokens_per_rank = 16  # of a sequence; an even number
 
 # %% [markdown]
-# Two helpers, `try_attention` and `try_experts`, run our versions on every rank beside one process that has all tokens.
-# They return the largest `error` of output and gradients, and the ledgers of `forward` and `backward`.
+# `try_attention` and `try_experts` run our versions beside one process that has all tokens. They return the largest
+# `error` of output and gradients, and the ledgers of both passes.
 #
 # ## 1. Why a long sequence does not fit
 #
@@ -62,8 +62,8 @@ tokens_per_rank = 16  # of a sequence; an even number
 # **scores** in every head. The **KV cache** holds keys and values of all tokens for generation. Training keeps
 # **activations** for backward, 34 T h bytes a layer of a GPT without the scores (lesson 09; h is the width), and more
 # in a Llama: 7 GiB for 32,768 tokens, which is 56 T h (*recorded*,
-# [ml-engineering](https://github.com/stas00/ml-engineering)). And at the end stand the **logits**, a number in fp32 for
-# each token and each of V words.
+# [ml-engineering](https://github.com/stas00/ml-engineering)). We count 34 T h. And at the end stand the **logits**, a
+# number in fp32 for each token and each of V words.
 
 # %%
 llama, million = PUBLISHED["Llama 3 8B"], 1_000_000
@@ -278,10 +278,10 @@ class RingAttention(torch.autograd.Function):
 
 # %% [markdown]
 # **Predict**: a rank has K and V of 16 tokens, in 2 sequences with 4 heads of 16 numbers in fp32, so 8,192 bytes each.
-# How many such blocks does it send in forward, with four ranks, and how many in backward?
+# With four ranks, how many such tensors does it send in forward, and in backward?
 
 # %%
-backward_blocks = predict("sent in backward, with four ranks", unit="blocks")
+backward_blocks = predict("sent in backward, with four ranks", unit="tensors")
 
 
 # %%
@@ -366,8 +366,8 @@ pairs_of_last.compare(most["contiguous"])
 # %% [markdown]
 # **Compare.** 904 against 520 pairs with four ranks, 1.74 times, and not one byte more.
 #
-# For long sequences the factor is 2 − 1/N:
-# almost half of a contiguous ring is waiting.
+# For long sequences the factor is 2 − 1/N: almost half of a contiguous ring is waiting. (Fused kernels skip masked
+# pairs, `piece` does not.)
 
 # %% [markdown]
 # ## 5. When does the ring hide?
@@ -505,7 +505,7 @@ for method in ("ring, zig-zag", "Ulysses", "gather K and V"):
 
 # %% [markdown]
 # With equal heads Ulysses sends 2/N of a ring, because it splits K and V, and a ring passes all of them on. With GQA K
-# and V become small, but Q and the output do not, so a ring sends less, and a gather exactly as much as a ring.
+# and V become small, but Q and the output do not, so on N ≤ g ranks a ring sends less; a gather always sends as much.
 #
 # What is faster? *Recorded* in training, by two projects that had several ways in one program:
 #
@@ -639,7 +639,8 @@ dispatched.compare(trial.forward[1].bytes / 1e3)
 #
 # The counts take a few bytes,
 # but everything waits for them: the host must know the splits before it can start the all-to-all. And a rank whose
-# experts get no token still enters all three, and two more in backward, so its result must depend on what it received.
+# experts get no token still enters all three, and two more in backward: its result must depend on what it
+# received, or autograd skips those two.
 #
 # A router has no reason to be fair, though. If one expert is popular, its rank gets more rows, and all others wait in
 # the combine. We shift all tokens toward expert 0:
@@ -703,7 +704,7 @@ for given in (2.0, 1.25, 1.0):
     print(f"factor {given:4}: rows {loads}, {dropped:.0%} of copies dropped")
 
 # %% [markdown] tags=["deeper"]
-# With factor 1 every expert has room for exactly its share of the skewed tokens. A quarter of the copies is dropped,
+# With factor 1 every expert has room for exactly an even share. A quarter of the copies is dropped,
 # and the load is still not even: what is dropped at a full expert does not move to another.
 #
 # So capacity bounds time and memory, at the
@@ -966,9 +967,9 @@ print(f"a GPU holds {routed / v3.ep / v3.pp / 1e9:.2f}B; each expert exists {cop
 # 97 % of the model are experts. Divided by 64 and 16 they are 0.64B on a GPU, so no tensor parallelism is needed to
 # make them fit.
 #
-# The price is the all-to-all. A token goes to 8 experts, which are spread over 8 nodes, and the links between nodes are
-# the slow ones. DeepSeek-V3 sends a token only once to a node, from where NVLink carries it on, and lets the router
-# choose among the experts of at most 4 nodes.
+# The price is the all-to-all. A token goes to 8 of 256 experts, the experts of a layer lie on 8 nodes, and the links
+# between nodes are the slow ones. DeepSeek-V3 sends a token only once to a node, from where NVLink carries it on, and
+# lets the router choose among the experts of at most 4 nodes.
 #
 # **Predict**: how many nodes would 8 of 256 experts be on without this limit, on average?
 
@@ -1204,7 +1205,8 @@ print(*(f" {loss:.3f}" for loss in of_ranks), f"and their mean {torch.stack(of_r
 # %% [markdown] tags=["deeper"]
 # With four ranks one has no counted token, and a mean over nothing is NaN. The cure is to sum the losses of the
 # rank's tokens, divide by the number of counted tokens of *all* ranks, one small all-reduce, and sum the gradients
-# without dividing again. torchtitan does so (`global_valid_tokens`), and then experts need no divisor either.
+# without dividing again (FSDP: `set_gradient_divide_factor(1)`). torchtitan does so (`global_valid_tokens`), and then
+# experts need no divisor either.
 #
 # > **What changes on real GPUs.** NCCL's messages run on a stream of their own, beside the kernels of attention. But
 # > `tolist()` of the counts and the boolean indexing in `compute` make the host wait for the GPU in each layer. The
@@ -1242,10 +1244,10 @@ predictions()
 #
 # <details><summary>Answers</summary>
 #
-# 1. Yes. It divides the work of attention too, which no technique for memory does (section 1).
+# 1. Yes, on more GPUs: it divides attention's work further, where TP ends at the KV heads (section 1).
 # 2. Queries that see nothing of a piece: m is −∞ (section 2).
 # 3. Contiguous: the ranks at the end of the sequence have most pairs (section 4).
-# 4. Repeat KV heads, two copies each. With g = 8 a ring or a gather sends less (section 6).
+# 4. Repeat KV heads, two copies each. On 16 ranks, more than g = 8, Ulysses sends less (section 6).
 # 5. They are the counts, and without them nobody knows how much to receive (section 7).
 # </details>
 #

@@ -441,8 +441,8 @@ answer, assumed = planner.plan(llama, ours, deep, batch=512).report().split("  a
 print(answer)
 
 # %% [markdown]
-# It fits, and takes 69 s. *Exposed* time adds to the step; *hidden* messages travel while the GPU computes. What does
-# this rest on?
+# It fits (67.2 GB and the reserve), in 69 s. *Exposed* time adds to the step; *hidden* messages travel
+# while the GPU computes. What does this rest on?
 
 # %%
 print(assumed)
@@ -451,9 +451,9 @@ print(assumed)
 # If these links are not yours, neither is the plan (section 18: yours). `help(planner.Layout)`
 # explains the settings.
 #
-# **How far can one believe it?** The course has a table of published runs with their sources. Two of the constants
-# above (`matmul…`) were fitted to five of these runs. The others are predicted, but their errors were seen while the
-# planner was written.
+# **How far can one believe it?** The course has a table of published runs. Two of the constants
+# above (`matmul`, `matmul_hopper`) were fitted to five of these runs. The others are predicted, but their errors were
+# seen while the planner was written.
 
 # %%
 replays = planner.replay(planner.published_runs(role=("known", "held_out")))
@@ -484,8 +484,9 @@ assert score.median < 0.08 < 0.15 < score.guess
 # ## 8. Layouts that cannot run
 #
 # Most layouts are impossible, and a planner says so before a job waits in the queue. Llama 3 70B has 80 layers, 64
-# heads and 8 key-value heads. Its states are 1.13 TB, 18 GB a GPU. Here are six layouts, as TP × PP × DP: 8 × 4 × 2,
-# 8 × 4 × 4, 16 × 2 × 2, 2 × 32 × 1; then FSDP over 64, and HSDP with a replica in each node.
+# heads and 8 key-value heads. Its states are 1.13 TB, 18 GB a GPU. Six layouts with selective recomputation, as
+# TP × PP × DP: 8 × 4 × 2, 8 × 4 × 4, 16 × 2 × 2, 2 × 32 × 1; then FSDP over 64, and, with full recomputation, HSDP
+# with a replica in each node.
 #
 # **Predict** which of them the planner lets run, and why not the others.
 
@@ -571,7 +572,7 @@ suffers.compare(max(slower, key=slower.get))
 # | 2 | has the batch a sequence for each GPU? | 3 | several GPUs a replica: 4 | yes: 512 |
 # | 3 | do states fit on all, and a sequence's activations on one? | ZeRO-1, FSDP, HSDP | 4 | only the states |
 # | 4 | is recomputation cheaper than a little TP? | recompute | TP in the node | no: TP 4 |
-# | 5 | does computing hide FSDP's gathers? | FSDP | PP with ZeRO-1 | at 400 Gb/s: FSDP 16; at 50: PP 4 |
+# | 5 | does computing hide FSDP's gathers? | FSDP | PP with ZeRO-1 | at 400 Gb/s: FSDP 16 ≈ PP 4; at 50: PP 4 |
 # | 6 | would more TP leave the node? | PP for the rest | as much TP as needed | no: TP 4 |
 # | 7 | are there many more micro-batches than stages? | stay | interleave, fewer stages | yes: 128 for PP 4 |
 # | 8 | long sequences, few of them? | CP in place of replicas | done | no: done |
@@ -595,8 +596,8 @@ for name, one in neighbours.items():
 
 # %% [markdown]
 # The batch decides first: 2,048 sequences allow 2,048 replicas of eight GPUs. But one sequence is too little computing
-# to hide gathers (last line), so there are fewer replicas, of more GPUs. TP is 8, because eight GPUs share NVLink (in a
-# GB200 NVL72 it is 72). With TP 4 each replica has 8 micro-batches for 16 stages, so at least half of the stages wait;
+# to hide gathers (last line), so there are fewer replicas, of more GPUs. TP is 8, because eight GPUs share NVLink (72
+# in a GB200 NVL72). With TP 4 each replica has 8 micro-batches for 16 stages, so at least half of the stages wait;
 # Megatron-LM's schedule refuses this, as does PyTorch's `Schedule1F1B`. PP 32 has only 32 micro-batches, so its bubble
 # is larger, and with PP 4 a stage does not fit.
 
@@ -612,8 +613,8 @@ print(excerpt(program, "def clip(", "return norm"), end="\n\n...\n")
 print(excerpt(program, "for step in range(done", "optimizer.zero_grad()"))
 
 # %% [markdown]
-# Two steps run on 2 × 2 × 2 ranks of `launch`. Then `torchrun` continues from the checkpoint with two replicas (the
-# lines without a rank). Finally one process does all four steps.
+# Two steps run on 2 × 2 × 2 ranks of `launch`. Then `torchrun` continues from the checkpoint with two replicas. Finally
+# one process does all four.
 
 # %%
 flags = [f"--data={TEXT}", "--layers=2", "--batch=8", "--micro=2"]
@@ -915,8 +916,8 @@ for name, shape, one in (
 # %% [markdown] tags=["deeper"]
 # ## 17. How good is the planner? · deeper
 #
-# **Predict**: somebody guesses one share of the peak for all runs of a table, with the answers in view. By how much is
-# this guess off, typically?
+# **Predict**: somebody guesses one share of the peak for all runs of llm-foundry's H100 tables (the *exam* below), with
+# the answers in view. By how much is this guess off, typically?
 
 # %% tags=["deeper"]
 guessed = predict("the best constant guess is off by", unit="%")
@@ -943,16 +944,16 @@ assert -0.1 < planner.scores(exam)["long_context"].bias < -0.05
 guessed.compare(100 * planner.scores(exam)["all"].guess)
 
 # %% [markdown] tags=["deeper"]
-# **Compare.** By little, because published shares of the peak lie close together. So an error of 4 % is not good by
-# itself: it has to be held against this guess.
+# **Compare.** By 6 %, because one project's shares of the peak lie close together (of many projects: 21 %). So an error
+# of 4 % is not good by itself: it has to be held against this guess.
 #
 # *Median* is that of the errors' sizes, *bias* that of the errors with their sign. The planner's two fitted constants
 # have seen five runs; the guess has seen all.
 #
 # How unseen are these rows? The errors of those held out were seen while the planner was written, and some things were
 # changed after a look. The exam, llm-foundry's H100 tables, was scored once when all was finished: a median of 5.8 %.
-# Then an H200 was measured (section 15), its shares of the peak were put in, and the constants were fitted again, which
-# gave 4.5 %. A table that is scored twice is no exam any more.
+# Then an H200 was measured (section 15), its shares of the peak were put in, and the constants were fitted again:
+# 4.4 % now. A table that is scored twice is no exam any more.
 #
 # So there was another one, of 733 published runs from 20 sources that are in no table of this course (*recorded*:
 # scored once, in November 2026, with the planner of that day; the rows are kept apart, so that nothing can be fitted to
@@ -967,10 +968,11 @@ guessed.compare(100 * planner.scores(exam)["all"].guess)
 # | experts | 16.8 % | 11.2 % |
 # | all | 11.5 % | |
 #
-# On average plans were 9 % too fast. Where the software does what the planner assumes, about 5 % is usual; elsewhere 10
-# to 15 %, and releases of one program differ by 10 to 25 %. Experts with a pipeline came out worst, 56 to 73 % too
-# slow, because ranks were numbered as Llama 3 did, so that their traffic left the node (section 2). Since then the
-# pipeline is outermost, as in Megatron-LM. The planner ranks layouts better than it times them (rank correlation 0.89).
+# In three families the guess was nearer. On average plans were 9 % too fast. Where the software does what the planner
+# assumes, about 5 % is usual; elsewhere 10 to 15 %, and releases of one program differ by 10 to 25 %. Experts with a
+# pipeline came out worst, 56 to 73 % too slow, because ranks were numbered as Llama 3 did, so that their traffic left
+# the node (section 2). Since then the pipeline is outermost, as in Megatron-LM. The planner ranks layouts better than
+# it times them (rank correlation 0.89).
 #
 # Where does it fail?
 
@@ -1018,7 +1020,7 @@ assert tried.fitting_ran > 0.85 and tried.foreseen > 0.9 and tried.refused < 0.0
 #
 # The 694 layouts are those of Llama 13B, 30B and 65B on 32 to 256 A100s that [Hagemann et al.
 # 2023](https://arxiv.org/abs/2311.05610) tried; 415 ran out of memory (*recorded*). No constant is fitted to them. The
-# planner of the exam let 130 of these run, and foresaw 66 %: it did not know that uncompiled code keeps more for
+# planner of the exam could plan 385 of these and foresaw 66 %: it did not know that uncompiled code keeps more for
 # backward and gathers logits whole, nor that CUDA, NCCL and the allocator keep a reserve. But in four of ten groups of
 # layouts that were tried on the same GPUs, the one that it calls the fastest ran out of memory there. So try the memory
 # first: it takes a minute.
