@@ -305,8 +305,8 @@ print(said[0][:400])
 assert all("Detected mismatch between collectives" in text for text in said)
 
 # %% [markdown]
-# No rank had to wait for a time-out, and the message has both calls. The price is an exchange before every collective.
-# The next cell, which is folded, measures it on a small all-reduce.
+# No rank had to wait for a time-out, and the message has both calls (its `SequenceNumber` counts from 0). The price is
+# an exchange before every collective. The next cell, folded, measures it on a small all-reduce.
 
 # %% tags=["nbval-ignore-output"] jupyter={"source_hidden": true}
 def microseconds(setting, value):
@@ -410,8 +410,7 @@ assert not verdict
 verdict
 
 # %% [markdown]
-# The clinic answers a wrong diagnosis with evidence. So look at what the ranks had *called* before they came to the
-# branch:
+# The clinic answers with evidence. `verify` exists only here, so look at what the ranks had *called* before the branch:
 
 # %%
 patient.ask("flight record")
@@ -455,14 +454,14 @@ clinic.score()
 #
 # On a cluster nobody has a launcher that collects stacks, and a job that hangs is expensive as long as it stands. So
 # know the order in which you look before it happens. The cheap looks come first, and nothing is killed before the
-# evidence has been saved, because a restart destroys it.
+# evidence has been saved.
 #
 # | minute | look at | it tells |
 # |---|---|---|
 # | 0 | each node: are all processes there? memory, disk, hardware (below) | a dead rank explains all the others |
 # | 1 | the log's last step of each rank | since when, and who is behind |
 # | 2 | stacks of all ranks, twice, some seconds apart | who waits, who computes, who stands elsewhere |
-# | 5 | flight records of all ranks | the first call that differs |
+# | 5 | flight records of all ranks (unprepared: after the time-out) | the first call that differs |
 # | 8 | the watchdog's messages, group by group (section 7) | who is silent, who has called less |
 # | 10 | save all of it, then restart; for a second try use few ranks, all with `DETAIL` | whether it comes back |
 #
@@ -483,8 +482,8 @@ clinic.score()
 # without it.
 #
 # What has to be on *before* it happens costs little: a place for the dumps that outlives the job
-# (`TORCH_FR_DUMP_TEMP_FILE`) with `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, a time-out that fits the longest healthy step instead
-# of the default, and `faulthandler.register(signal.SIGUSR1)` so that a rank can be asked for its stack.
+# (`TORCH_FR_DUMP_TEMP_FILE`; an older PyTorch needs `TORCH_NCCL_DUMP_ON_TIMEOUT=1`), a time-out that fits the longest
+# healthy step, and `faulthandler.register(signal.SIGUSR1)` so that a rank can be asked for its stack.
 # [`scripts/train.py`](../scripts/train.py) has the time-out, and gets the rest from the next program, beside it.
 #
 # [`scripts/where.py`](../scripts/where.py) takes the two looks in the middle. It finds the ranks on a host, asks them
@@ -532,8 +531,8 @@ for one in read(logs["silent"]["lines"]):
 # %% [markdown]
 # All numbers are equal, as they nearly always are: an all-reduce ends on no rank before all ranks of its group have
 # joined it, so nobody gets far ahead (in a broadcast or a reduce some ranks may end early). So look for the rank that
-# does *not* report, in this excerpt 0 and 4. If all report, compare the last *enqueued* numbers: the lowest is the rank
-# that has called least. The next log breaks this rule
+# does *not* report, here 0, 4, or one above 6. If all report, compare the last *enqueued* numbers: the lowest is the
+# rank that has called least. In the next log the numbers differ
 # ([torchtune#2266](https://github.com/meta-pytorch/torchtune/pull/2266)).
 #
 # **Predict**: rank 1 has completed three reduce-scatters that rank 0 has not. How can that be?

@@ -244,8 +244,8 @@ fate.compare("the same losses")
 # Does the library do what the paper says?
 #
 # The ledger has the message sizes S. An all-gather or a reduce-scatter sends S(N−1)/N from each rank, an all-reduce
-# twice that. In a sum of reductions, one to each owner, every rank sends all but its own part, so that counts once as
-# well.
+# twice that. Where each part is reduced to the rank that keeps it, a rank sends all parts but its own, so that counts
+# once, too.
 
 # %% jupyter={"source_hidden": true}
 SENT = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "reduce": 1}  # in S(N−1)/N
@@ -346,7 +346,7 @@ sent.compare(round(table["ZeRO-2"]["sent"], 2))
 # %% [markdown]
 # **Compare.** Losses and optimizer are as derived, the messages are not. Stages 1 and 2 send **3** instead of 2:
 # gradients go through an all-reduce, which brings every rank the sum of *all* gradients, and each keeps its part. Stage
-# 3 sends **2** instead of 3.
+# 3 sends **2** instead of 3. (From stage 1 on, one more all-reduce is of a single number.)
 #
 # Both are choices of DeepSpeed's, and each has a key:
 #
@@ -354,7 +354,7 @@ sent.compare(round(table["ZeRO-2"]["sent"], 2))
 #   each owner gets a reduction of its own: fewer bytes, more and smaller messages.
 # - `stage3_max_live_parameters` and `stage3_max_reuse_distance` (each 10⁹ by default) say how many gathered parameters
 #   may stay for backward. This model has 0.2 million, so all of it stays from forward to backward. One gather is saved,
-#   and with it the memory that stage 3 is for. A model of many times that size behaves as derived.
+#   and with it the memory that stage 3 is for. A model of many times 10⁹ behaves as derived.
 #
 # With the first key off, and with the others 0, the formulas should hold. Bytes are not all, though. The model has 28
 # modules with parameters of their own: six in each of four blocks, and four around them. FSDP2 makes 9 all-gathers in a
@@ -657,7 +657,7 @@ noted.compare(sum(levels[name][0] == "note" for name in wrong_ones))
 # |---|---|---|---|
 # | losses of this model | equal to DDP, to 1e-6 | equal to DDP, to 1e-6 | section 2 |
 # | optimizer state per rank | 1/N from stage 1 on | 1/N | section 2 |
-# | ZeRO-1 and 2 as such | yes | no (parameters are always sharded) | section 2 |
+# | ZeRO-1 and 2 as such | yes | no; the nearest is `reshard_after_forward=False` | sections 2, 14 |
 # | all-gathers in a step | one, if all may stay; else two a module or leaf | two a unit, one for the root | section 2 |
 # | another number of ranks | offline conversion | at loading | section 7 |
 # | mistakes in the set-up | silent at the top level | Python: unknown arguments are refused | section 4 |
@@ -695,7 +695,7 @@ noted.compare(sum(levels[name][0] == "note" for name in wrong_ones))
 # 1. Does a Hugging Face configuration for DeepSpeed run and fit? **Keep it**, run the linter over it, and write
 #    clipping down.
 # 2. Does the model fit on a GPU with its gradients, but not with its optimizer? **ZeRO-1**, or ZeRO-2: no gather in
-#    forward, and of the two only DeepSpeed has them as such.
+#    forward. Time it with and without `use_multi_rank_bucket_allreduce` (section 2).
 # 3. Is GPU memory short even when all is sharded? **DeepSpeed** for a part of the optimizer on the CPU, or for NVMe.
 # 4. Do you want to compile, to combine with TP, PP or CP, to change the number of ranks between runs, or to debug what
 #    you have written yourself? **FSDP2**.
@@ -1404,8 +1404,8 @@ for name in ("DDP", "ZeRO-2", "ZeRO-2 owner", "ZeRO-3", "ZeRO-3 freed"):
 print(f"clinic: {wrong.count('refused')} refused, {wrong.count('silent')} silent, of {len(clinic)}")
 
 # %% [markdown]
-# - The engine takes over `step`, and since 0.18.3 needs no `backward` of its own. Losses are those of DDP; where they
-#   are not, look for clipping first.
+# - The engine takes over `step`, and since 0.18.3 stages 1 to 3 take PyTorch's `backward`. Losses are those of DDP;
+#   where they are not, look for clipping first.
 # - Stages 1 and 2 reduce gradients by all-reduce unless told otherwise. Stage 3 keeps gathered weights while they are
 #   few. The ledger shows both in a minute.
 # - Stage 3 gathers by module; `leaf_module` makes it gather by block, and models with experts need it.
@@ -1427,7 +1427,7 @@ predictions()
 # 2. A configuration says nothing of clipping. Why do its losses part from DDP's at the third step only?
 # 3. ZeRO-3 on a model of 50 million parameters saves less memory than expected. Which two defaults may be why?
 # 4. You have a ZeRO-3 checkpoint of 64 ranks and 48 GPUs tomorrow. What do you do tonight?
-# 5. The communication logger says that 100 equal all-reduces took 5 s together. How long did they take?
+# 5. (Section 10.) The communication logger says that 100 equal all-reduces took 5 s together. How long did they take?
 #
 # <details><summary>Answers</summary>
 #

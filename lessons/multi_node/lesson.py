@@ -302,9 +302,9 @@ symptom = patient.symptom()
 symptom
 
 # %% [markdown]
-# Neither rank says anything, although the program asks for an error after 2 s and was given more than twice that. The
-# time-out holds for the store and for collectives, but gloo is more patient when it connects ranks: it gave up with
-# `Connect timeout` after 5, 10 and 15 s where the time-out was 1, 2 and 3 s (*recorded*, PyTorch 2.13).
+# Neither rank says anything in 3 s, although the program asks for an error after 2 s. The time-out holds for the store
+# and for collectives, but gloo is more patient when it connects ranks: it gave up with `Connect timeout` after 5, 10
+# and 15 s where the time-out was 1, 2 and 3 s (*recorded*, PyTorch 2.13).
 #
 # Evidence has a price: roughly the minutes that it takes to log in to a cluster and look.
 
@@ -385,10 +385,11 @@ print(f"{len(undisturbed)} steps, loss {undisturbed[0]:.2f} to {undisturbed[-1]:
 # %% [markdown]
 # Now the same training, started as on a cluster, and all processes of node1 are killed when step 8 is printed. Two
 # flags and a variable make the command elastic. **`--nnodes=1:2`** says that two hosts are wanted and one is enough.
-# **`--max-restarts=3`** says how often an agent may start its ranks again. With the variable the agents tell
-# each other a new address in *every* rendezvous, not only in the first. A dead host cannot report its
-# end, so the other agent waits for its heartbeats: `keep_alive_interval` seconds times `keep_alive_max_attempt`. We
-# shorten this to 1 × 4; a cluster should keep the default, 5 × 3. **Predict**: with which step does node0 go on?
+# **`--max-restarts=3`** says how often an agent may start its ranks again. With
+# **`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`** the agents tell each other a new address in *every* rendezvous, not only
+# in the first. A dead host cannot report its end, so the other agent waits for its heartbeats: `keep_alive_interval`
+# seconds times `keep_alive_max_attempt`. We shorten this to 1 × 4; a cluster should keep the default, 5 × 3.
+# **Predict**: with which step does node0 go on?
 
 # %%
 goes_on = predict("the step with which the host that is left goes on")
@@ -423,7 +424,7 @@ goes_on.compare(resumed)
 # **Compare.** It goes on after the last checkpoint, that of step 5, and computes steps 6 to 8 again. That work is lost,
 # and nothing else: every loss equals that of the undisturbed run to 0.1 %, although half of the ranks are missing.
 #
-# How node0 came to know: Linux closes the connections of a killed process, so its rank fails at once (`Connection
+# How node0 came to know: Linux closes the connections of a killed process, so node0's rank fails at once (`Connection
 # reset by peer`). A host that loses power does not even do that; then the time-out of the process group ends the
 # wait. The agent sees exit code 1 and asks for a new rendezvous, which begins only when the heartbeats of node1 are
 # overdue. Then node0 is alone, and the program starts from the top.
@@ -476,8 +477,8 @@ comes_back.compare(fates[2])
 # Two things to know before you rely on it:
 #
 # - **Who keeps the rendezvous?** The agent whose host is the endpoint, here node0. When *that* host dies, the others
-#   lose the store, and their agents end too ([pytorch#67742](https://github.com/pytorch/pytorch/issues/67742)). All
-#   other hosts may be lost. So you need a scheduler that starts the job again anyway.
+#   lose the store, and their agents end too ([pytorch#67742](https://github.com/pytorch/pytorch/issues/67742)). Any
+#   other host may be lost. So you need a scheduler that starts the job again anyway.
 # - **Heartbeats that are too fast kill the healthy.** An agent that cannot run for a few seconds, on a host that
 #   swaps or waits for a disk, looks dead. What two worlds then do to one checkpoint is in section 12.
 #
@@ -615,7 +616,7 @@ log_lines.compare(len(run["logs"][0]))
 # | order of the data from a seed, resume by the number of samples | [15](15_ffcv_data_loading.ipynb) |
 # | SIGTERM, exit code 75, checkpoints that are renamed when complete | this lesson |
 #
-# The same program under each launcher:
+# The same program under each launcher (`--replicate`: section 10):
 #
 # ```text
 # one host      torchrun --standalone --nproc-per-node=8 train.py --out run --data text.txt
@@ -1600,9 +1601,10 @@ idle_times.compare(weekend / cost_of_16)
 # ## 16. A ninth patient, who says nothing, and a gate before training · deeper
 #
 # The eight patients of the clinic fail or fall silent. The most expensive one does neither: the job runs, its losses
-# fall, and every step takes as long as on its worst host. In [a report](https://github.com/areal-project/AReaL/issues/639)
-# NCCL took `NET/Socket` in place of `NET/IB`: 5 GB/s of bus bandwidth where 25 were expected (*recorded* there), and no
-# error. A bad cable, a GPU that is too hot or a port at half of its rate do the same, on one host of many.
+# fall, and every step takes as long as on its worst host. In [a
+# report](https://github.com/areal-project/AReaL/issues/639) NCCL took `NET/Socket` in place of `NET/IB`: 5 GB/s of bus
+# bandwidth where 25 were expected (*recorded* there), and no error. A bad cable, a GPU that is too hot or a port at
+# half of its rate do the same, on one host of many.
 #
 # Nothing between "the scheduler has given us hosts" and "we train" looks for that, unless you put a **gate** there: a
 # program that measures the hosts and leaves out those that are slow. Here are four hosts, one of which has a cable
@@ -1750,7 +1752,7 @@ predictions()
 # 2. A tensor of S bytes is all-reduced among 64 ranks on 8 hosts. How many bytes leave a host in a flat ring, and how
 #    many at least?
 # 3. Which host is `MASTER_ADDR` if the rendezvous endpoint is on another host than rank 0?
-# 4. `Connection refused, remote=[127.0.0.1]`, on the second host only. What is wrong?
+# 4. (Section 8.) `Connection refused, remote=[127.0.0.1]`, on the second host only. What is wrong?
 # 5. Port 29500 is open between the hosts, and the job hangs in its first collective. Why?
 # 6. A host dies at step 57; checkpoints are written at every tenth step. Where do the others go on?
 # 7. Why does a job that was told to stop end with 75 and not with 0?
