@@ -8,7 +8,7 @@ unexport PYTHONPATH
 # Tests start thousands of processes: none is to compile the course anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup lab update restore ffcv deepspeed dev lesson quick lint test notebooks bench clean
+.PHONY: help setup lab update restore ffcv deepspeed dev site lesson quick lint test notebooks bench clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -34,7 +34,11 @@ deepspeed:  ## add DeepSpeed for lesson 08 (Linux)
 	$(SETUP) --extra deepspeed
 
 dev:  ## make the environment with all that authors and tests need
-	$(SETUP) --extra test --extra nccl --extra deepspeed --extra-if-possible ffcv
+	$(SETUP) --extra test --extra site --extra nccl --extra deepspeed --extra-if-possible ffcv
+
+site:  ## build the course as a site, build/site/html/index.html, and as an ePub
+	$(SETUP) --extra site
+	$(PY) -m tools site
 
 lesson: dev  ## build lesson L=04 and run what concerns it
 	$(PY) -m tools lesson $(L)

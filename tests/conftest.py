@@ -30,7 +30,8 @@ for folder in (str(ROOT / "tests"), str(ROOT)):
 
 
 LONG = (  # what takes a minute or so, in the order in which workers begin it; after it the groups with most tests
-    "tests/promises/test_browser.py", "tests/promises/test_gpu_check.py", "tests/ranks/test_launcher_failures.py",
+    "tests/promises/test_site.py", "tests/promises/test_browser.py", "tests/promises/test_gpu_check.py",
+    "tests/ranks/test_launcher_failures.py",
     "tests/tools/test_grade.py", "tests/lessons/test_exercises.py",
     "tests/promises/test_benchmarks.py", "tests/promises/test_notebooks.py", "notebooks/",
     "tests/ranks/test_hangs_clinic.py", "tests/lessons/test_multi_node", "tests/ranks/test_where", "solutions/",
@@ -49,7 +50,7 @@ SLOW_PARTS = (
     "tests/promises/test_core.py::test_the_core_edition_runs",
     "tests/promises/test_environment.py", "tests/promises/test_gpu_check.py",
     "tests/promises/test_loading_benchmark.py", "tests/promises/test_notebooks.py",
-    "tests/promises/test_sheets.py", "tests/promises/test_trace_viewer.py",
+    "tests/promises/test_sheets.py", "tests/promises/test_site.py", "tests/promises/test_trace_viewer.py",
 )
 QUICK_IGNORES = tuple(f"{ROOT.as_posix()}/{part}" for part in SLOW_PARTS)
 #: Notebooks whose outputs were measured with an extra that few have.

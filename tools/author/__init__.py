@@ -1,4 +1,4 @@
-"""Make the course: new lessons, notebooks from their texts, in one way only, and the minutes that it states."""
+"""Make the course: new lessons, notebooks from their texts, in one way only, the minutes that it states, its site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add ``new``, ``build``, ``lesson``, ``check``, ``execute`` and ``minutes``."""
+    """Add ``new``, ``build``, ``lesson``, ``check``, ``execute``, ``minutes`` and ``site``."""
     room = commands.add_parser("new", help="make the room of a new lesson, which builds and passes as it is")
     room.add_argument("number", help="such as 17")
     room.add_argument("topic", help="such as symmetric_memory")
@@ -37,6 +37,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     clock = commands.add_parser("minutes", help="fail when the minutes that the course states are not the clock's")
     clock.add_argument("--write", action="store_true", help="put them right, in lessons, README.md and docs")
     clock.set_defaults(run=_minutes)
+    site = commands.add_parser("site", help="build the course's site and its ePub")
+    site.add_argument("--out", type=Path, default=ROOT / "build" / "site", metavar="FOLDER", help="%(default)s")
+    site.set_defaults(run=_site)
 
 
 # What makes notebooks is imported here: it needs packages that learners and machines with GPUs may not have.
@@ -88,6 +91,14 @@ def _minutes(given: argparse.Namespace) -> int:
         return 0
     print(f"{len(wrong)} files differ from the clock")
     return _told(wrong)
+
+
+def _site(given: argparse.Namespace) -> int:
+    from . import site
+
+    status = site.build(ROOT, given.out.resolve())
+    print(f"{'built' if not status else 'warnings in'} {given.out / 'html' / 'index.html'}")
+    return status
 
 
 def _told(failed: list[str]) -> int:
