@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from unittest import mock
 from urllib.parse import unquote
@@ -46,7 +47,20 @@ def build(root: Path, out: Path) -> int:
     os.environ.setdefault("SOURCE_DATE_EPOCH", commit.strip() or "0")  # the date that the ePub states
     strict = ["-q", "-W", "--keep-going", "-d", str(out / "doctrees"), str(out / "source")]
     status = build_main(["-b", "html", *strict, str(out / "html")])
-    return status or build_main(["-b", "epub", "-t", "epub", *strict, str(out / "epub")])
+    status = status or build_main(["-b", "epub", "-t", "epub", *strict, str(out / "epub")])
+    for book in (out / "epub").glob("*.epub"):
+        _undated(book)
+    return status
+
+
+def _undated(book: Path) -> None:
+    """Write an ePub anew without the times of its files, so that the same course is the same book."""
+    with zipfile.ZipFile(book) as old:
+        parts = [(part, old.read(part)) for part in old.infolist()]
+    with zipfile.ZipFile(book, "w") as new:
+        for part, content in parts:
+            part.date_time = (1980, 1, 1, 0, 0, 0)
+            new.writestr(part, content)
 
 
 def prepare(root: Path, source: Path) -> None:
