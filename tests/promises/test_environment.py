@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-LISTED = [*PROJECT["dependencies"], *EXTRAS["nccl"], *EXTRAS["deepspeed"], *EXTRAS["test"]]
+LISTED = [*PROJECT["dependencies"], *EXTRAS["nccl"], *EXTRAS["deepspeed"], *EXTRAS["site"], *EXTRAS["test"]]
 PINS = [pin for pin in map(Requirement, LISTED) if not pin.marker or pin.marker.evaluate()]
 
 
@@ -53,7 +53,7 @@ def test_ffcv_is_pinned_and_installed_where_it_can_be(pin: Requirement):
 
 def test_tests_and_builds_install_what_native_programs_are_compiled_with():
     makefile = (ROOT / "Makefile").read_text()
-    extras = "--extra test --extra nccl --extra deepspeed --extra-if-possible ffcv"
+    extras = "--extra test --extra site --extra nccl --extra deepspeed --extra-if-possible ffcv"
     assert f"\n\t$(SETUP) {extras}\n" in makefile.partition("\ndev:")[2]
     after_it = set(re.findall(r"^(\w+): dev  ##", makefile, re.MULTILINE))
     assert after_it == {"test", "notebooks", "lesson", "quick", "lint"}
