@@ -193,8 +193,8 @@ need not be the culprit</td></tr>
 <p>Pass <code>timeout=</code> to <code>init_process_group</code> <i>and</i> to <code>new_group</code> (default: 10
 minutes with NCCL, 30 with gloo). Decide together: reduce the condition first, with MAX, so that all ranks take the
 same branch. Log rank and step.</p>
-<footer>From lessons 00, 02, 03 and 14 of “Distributed deep learning, run for real”, CC BY 4.0. The tables are the output
-of <code>launch</code> on 4 CPU ranks.</footer>
+<footer>From lessons 00, 02, 03 and 14 of “Distributed deep learning, run for real”, CC BY 4.0. The tables are the
+output of <code>launch</code> on 4 CPU ranks.</footer>
 """
 
 

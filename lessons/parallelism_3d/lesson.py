@@ -1009,8 +1009,8 @@ caught = sum(bool(planner.reasons_against(*planner.plan_inputs(run))) for run in
 print(f"refused: {refused} of {len(replays)} that fitted, {caught} of {len(failed)} that did not")
 tried = planner.foreseen(planner.layouts_tried())
 print(f"{tried.layouts} layouts that somebody tried: of those that the planner lets run", end=" ")
-print(f"{tried.fitting_ran:.0%} ran; it foresees {tried.foreseen:.0%} of those that ran out of memory,", end="")
-print(f" and refuses {tried.refused:.0%} of those that ran")
+print(f"{tried.fitting_ran:.0%} ran; it foresees {tried.foreseen:.0%}", end=" ")
+print(f"of those that ran out of memory, and refuses {tried.refused:.0%} of those that ran")
 assert refused < 0.07 * len(replays) and caught > len(failed) / 2
 assert tried.fitting_ran > 0.85 and tried.foreseen > 0.9 and tried.refused < 0.02
 

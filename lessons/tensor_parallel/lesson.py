@@ -414,7 +414,8 @@ in_backward = predict("exchanged in backward for the loss", unit="numbers a toke
 # %%
 tokens = per_step * gpt.context
 of_loss = large(ours.ledger, tokens)  # the operations on exactly so many numbers
-print(f"the loss, forward and backward: {tensor_parallel.operations(of_loss)} of one number a token")
+told = tensor_parallel.operations(of_loss)
+print(f"the loss, forward and backward: {told} of one number a token")
 
 # %% jupyter={"source_hidden": true}
 assert len(of_loss) == 3
