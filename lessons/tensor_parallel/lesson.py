@@ -16,9 +16,9 @@
 # One layer of GPT-3 175B has 1.8 billion parameters. FSDP (lesson 07) divides where they are *stored*, and gathers them
 # whenever the layer computes. **Tensor parallelism** divides the *computation*: each rank multiplies with its own part
 # of every matrix. The price: ranks exchange activations in every layer.
-# When two GPUs shared each layer of a model of 3 billion parameters, they trained on 13,923 tokens per second and GPU.
+# When two GPUs shared each layer of a 3B model, each trained on 13,923 tokens a second.
 # With 32 GPUs of four nodes it was 2,146, less than a sixth (*recorded*, [Ultra-Scale
-# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)). This lesson computes how many may share one.
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook)). How many may share one?
 #
 # Why pay it, when FSDP exists? With FSDP each rank still needs a batch of its own: with thousands of GPUs the batch
 # becomes larger than is good for learning. And FSDP keeps all activations of a rank's own sequences; tensor parallelism
