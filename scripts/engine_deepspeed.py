@@ -112,4 +112,5 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> i
         if ends or step % args.log_every == 0:
             log.write(args, step, norm=norm, lr=rate, skipped=0)
     profiler.stop()
+    engine.destroy()  # its hooks end before Python does
     return step

@@ -363,8 +363,7 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> i
     if path := newest(args, savers):
         state = snapshot(model, optimizer, step, samples)
         dcp.load(state, checkpoint_id=path, process_group=savers)
-        set_state_dict(model, optimizer,
-                       model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         step, samples = state["step"], state["samples"]
     log, profiler, skipped, ends = Log(device), tracer(args), 0, step >= args.steps
     background, reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -433,8 +432,7 @@ def main() -> int:
     try:
         step = run(args, *connect(args))
     except RuntimeError:  # NCCL writes by itself what hangs; gloo does not
-        (args.out / f"flight/cpu_{os.environ['RANK']}").write_bytes(
-            torch._C._distributed_c10d._dump_fr_trace())
+        (args.out / f"flight/cpu_{os.environ['RANK']}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
         raise
     early, told = step < args.steps, torch.tensor(float(bool(args.signals)))
     dist.all_reduce(told)  # all ranks were told if torchrun starts them anew, in a world with more hosts
