@@ -107,8 +107,7 @@ def connect(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh]:
     with contextlib.suppress(ImportError):  # beside this file, it can ask a rank that hangs
         importlib.import_module("where").listen(str(flight))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    seen = torch.cuda.device_count()  # all GPUs of the host, or this rank's own
-    device = torch.device("cpu")
+    seen, device = torch.cuda.device_count(), torch.device("cpu")  # all GPUs of the host, or its own
     if seen:
         torch.cuda.set_device(device := torch.device("cuda", int(os.environ["LOCAL_RANK"]) % seen))
     torch.set_num_threads(1)  # the ranks of a host share its cores
@@ -443,6 +442,7 @@ def main() -> int:
     if early and dist.get_rank() == 0:
         print(f"told to stop: checkpoint step-{step:09} is complete", flush=True)
     dist.destroy_process_group()
+    time.sleep(0.2)  # gloo's threads drop their last tensors, or Python's end may abort (pytorch#179291)
     return 75 if early else 0  # 75: a temporary failure, in sysexits.h
 
 
