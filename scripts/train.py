@@ -107,7 +107,7 @@ def connect(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh]:
     with contextlib.suppress(ImportError):  # beside this file, it can ask a rank that hangs
         importlib.import_module("where").listen(str(flight))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    seen, device = torch.cuda.device_count(), torch.device("cpu")  # all GPUs of the host, or its own
+    seen, device = torch.cuda.device_count(), torch.device("cpu")  # all GPUs of the host, or one
     if seen:
         torch.cuda.set_device(device := torch.device("cuda", int(os.environ["LOCAL_RANK"]) % seen))
     torch.set_num_threads(1)  # the ranks of a host share its cores
@@ -362,7 +362,8 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> i
     if path := newest(args, savers):
         state = snapshot(model, optimizer, step, samples)
         dcp.load(state, checkpoint_id=path, process_group=savers)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(model, optimizer,
+                       model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         step, samples = state["step"], state["samples"]
     log, profiler, skipped, ends = Log(device), tracer(args), 0, step >= args.steps
     background, reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -431,18 +432,18 @@ def main() -> int:
     try:
         step = run(args, *connect(args))
     except RuntimeError:  # NCCL writes by itself what hangs; gloo does not
-        (args.out / f"flight/cpu_{os.environ['RANK']}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+        (args.out / f"flight/cpu_{os.environ['RANK']}").write_bytes(
+            torch._C._distributed_c10d._dump_fr_trace())
         raise
-    early, told = step < args.steps, torch.tensor(float(bool(args.signals)))
-    dist.all_reduce(told)  # all ranks were told if torchrun starts them anew, in a world with more hosts
-    if early and told < dist.get_world_size() and os.environ["LOCAL_RANK"] == "0":
-        if int(os.getenv("TORCHELASTIC_MAX_RESTARTS", 0)):
-            os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which would start the ranks again
+    restarts = int(os.getenv("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ["LOCAL_RANK"] == "0"
+    dist.all_reduce(told := torch.tensor(float(bool(args.signals))))  # all ranks, when a host joins
+    if (early := step < args.steps) and restarts and told < dist.get_world_size():
+        os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which would start the ranks again
     dist.all_reduce(torch.zeros(1))
     if early and dist.get_rank() == 0:
         print(f"told to stop: checkpoint step-{step:09} is complete", flush=True)
     dist.destroy_process_group()
-    time.sleep(0.2)  # gloo's threads drop their last tensors, or Python's end may abort (pytorch#179291)
+    time.sleep(0.2)  # gloo's threads drop their last tensors, or the end may abort: pytorch#179291
     return 75 if early else 0  # 75: a temporary failure, in sysexits.h
 
 
