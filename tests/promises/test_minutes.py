@@ -141,12 +141,12 @@ def test_table_of_exercises_agrees_with_their_cards(name: str):
 def plans() -> dict[str, list[list[str]]]:
     """Rows of the tables of plans by their heading, without the heads."""
     found = {}
-    for title, body in re.findall(r"^### (\w+ hours): .*\n\n((?:\|.*\n)+)", GUIDE, re.MULTILINE):
+    for title, body in re.findall(r"^### (\w+ hours|Half a day): .*\n\n((?:\|.*\n)+)", GUIDE, re.MULTILINE):
         found[title] = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines()[2:]]
     return found
 
 
-@pytest.mark.parametrize(("title", "hours"), {"Two hours": 2, "Four hours": 4, "Eight hours": 8}.items())
+@pytest.mark.parametrize(("title", "hours"), {"Two hours": 2, "Four hours": 4, "Eight hours": 8, "Half a day": 4}.items())
 def test_plan_fills_its_time_and_no_block_is_too_short(title: str, hours: int):
     rows = plans()[title]
     assert sum(int(row[0]) for row in rows) == 60 * hours
