@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from course_utils import memory
@@ -61,6 +62,14 @@ def reserve(layout: Layout, held: tuple[float, ...]) -> float:
     return CONTEXT + GROUP * sum(size > 1 for size in sizes) + fragments
 
 
+def kept_by_a_layer(m: TransformerConfig, layout: Layout) -> float:
+    """Bytes that a layer keeps of a micro-batch for backward; the mean, if only some are computed again."""
+    tokens = layout.microbatch * m.context / layout.cp
+    software = layout.tp, layout.sequence_parallel, layout.compiled, layout.keeps_fp8
+    kept, whole = (m.kept(tokens, how, *software) for how in (layout.recompute, "none"))
+    return layout.recompute_share * kept + (1 - layout.recompute_share) * whole
+
+
 @cache
 def _each_state(zero: int, ranks: int, precision: str) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer for each parameter of a rank."""
@@ -83,11 +92,10 @@ def _on_rank(m: TransformerConfig, layout: Layout, rank: int, microbatches: int)
     of_dense, of_experts = (_each_state(zero, n, layout.precision) for n in (shards, max(1, layout.expert_shards)))
     states = [dense * one + experts * other for one, other in zip(of_dense, of_experts, strict=True)]
     tokens, apart = layout.microbatch * m.context / cp, layout.sequence_parallel
-    software = apart, layout.compiled, layout.keeps_fp8
-    kept, whole = (m.kept(tokens, how, tp, *software) for how in (layout.recompute, "none"))
-    logits = tp if layout.logits_divided else 1
-    more, loss = whole - kept, m.kept_around(tokens, tp, apart, layout.loss_pieces, logits, layout.compiled)
-    kept = layout.recompute_share * kept + (1 - layout.recompute_share) * whole
+    kept, logits = kept_by_a_layer(m, layout), tp if layout.logits_divided else 1
+    loss = m.kept_around(tokens, tp, apart, layout.loss_pieces, logits, layout.compiled)
+    whole = kept_by_a_layer(m, replace(layout, recompute="none"))
+    more = whole - kept_by_a_layer(m, replace(layout, recompute_share=1.0)) if layout.recompute_share else 0.0
     held = (1 - layout.offload) * held + layout.offload * min(2, held)  # two layers are on their way
     working, width = m.working(tokens, tp), memory.PRECISIONS[layout.precision]
     if cp > 1:  # keys and values of the whole sequence

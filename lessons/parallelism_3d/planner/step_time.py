@@ -13,7 +13,7 @@ from course_utils.transformer import TransformerConfig
 
 from . import rates
 from .clusters import GpuCluster
-from .held import rank_parameters
+from .held import kept_by_a_layer, rank_parameters
 from .layout import Layout, chunks, kv_on_rank
 from .messages import (
     all_to_all,
@@ -87,16 +87,14 @@ class StepModel:
 
     def _mixed(self, one: Layout) -> LayerTimes:
         """The mean of layers that are computed again and of those that are not, with what offloading adds."""
-        share, whole = one.recompute_share, replace(one, recompute_share=1.0)
-        parts = [self._layer(whole), self._layer(replace(whole, recompute="none"))]
-        both = [share * a + (1 - share) * b for a, b in zip(*(astuple(part) for part in parts), strict=True)]
-        if one.offload:
-            m, tokens = self.model, one.microbatch * self.model.context / one.cp
-            kept = [m.kept(tokens, how, one.tp, one.sequence_parallel, one.compiled) for how in (one.recompute, "none")]
-            link = LINKS[self.cluster.card.pcie].bandwidth * self.constants.nvlink
-            seconds = one.offload * (share * kept[0] + (1 - share) * kept[1]) / link
-            both[:2] = [work + max(0.0, seconds - work) for work in both[:2]]
-        return LayerTimes(*both)
+        share, again = one.recompute_share, self._layer(replace(one, recompute_share=1.0))
+        if share == 1 and not one.offload:
+            return again
+        whole = self._layer(replace(one, recompute="none"))
+        mean = [share * a + (1 - share) * b for a, b in zip(astuple(again), astuple(whole), strict=True)]
+        link = LINKS[self.cluster.card.pcie].bandwidth * self.constants.nvlink  # the same share of the data sheet
+        seconds = one.offload * kept_by_a_layer(self.model, one) / link  # out beside forward, in beside backward
+        return LayerTimes(*(max(work, seconds) for work in mean[:2]), *mean[2:])
 
     def _layer(self, one: Layout) -> LayerTimes:
         """Tensor: 8 bsh (t-1)/t elements a layer (Narayanan et al. 2021, section 3.2). Context: keys and values are
