@@ -283,9 +283,8 @@ class Log:
         self.device, self.moments, self.losses, self.since = device, [], [], time.perf_counter()
 
     def now(self) -> float | torch.cuda.Event:
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        cuda = torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else None
+        return torch.cuda.current_stream().record_event(cuda) if cuda else time.perf_counter()
 
     @contextlib.contextmanager
     def part(self, name: str):
