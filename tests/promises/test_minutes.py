@@ -146,7 +146,10 @@ def plans() -> dict[str, list[list[str]]]:
     return found
 
 
-@pytest.mark.parametrize(("title", "hours"), {"Two hours": 2, "Four hours": 4, "Eight hours": 8, "Half a day": 4}.items())
+HOURS = {"Two hours": 2, "Four hours": 4, "Eight hours": 8, "Half a day": 4}
+
+
+@pytest.mark.parametrize(("title", "hours"), HOURS.items())
 def test_plan_fills_its_time_and_no_block_is_too_short(title: str, hours: int):
     rows = plans()[title]
     assert sum(int(row[0]) for row in rows) == 60 * hours
