@@ -530,7 +530,7 @@ for n in (world_size, 2, 1):
     losses, loaded = on_ranks(load, folder / "step-2", world_size=n)[0]
     off = max(abs(a - b) for a, b in zip(losses, losses_after, strict=True))
     assert sharded.equal_states(loaded, saved) and off < 1e-5
-    print(f"on {n} ranks: states equal to the last bit, next losses to 1e-5")
+    print(f"world size {n}: states equal to the last bit, next losses to 1e-5")
 
 # %% [markdown]
 # On fewer ranks gradients are summed in another order, as in lesson 04, so the losses that follow differ in their last
@@ -556,6 +556,10 @@ def safe_save(state, folder, step, writer=dcp.FileSystemWriter):
 def latest(folder):
     finished = [path for path in folder.glob("step-*") if path.suffix != ".unfinished"]
     return max(finished, key=lambda path: int(path.name.split("-")[1]))
+
+
+# %% [markdown]
+# `KilledWriter` writes as usual, but the last rank is killed before its own file:
 
 
 # %%
@@ -1306,6 +1310,10 @@ def forward_first():
 def held_by(optimizer):
     parameters = optimizer.param_groups[0]["params"]
     return f"{sum(isinstance(p, DTensor) for p in parameters)} of {len(parameters)} are DTensors"
+
+
+# %% [markdown] tags=["deeper"]
+# The third returns how far the ranks' embeddings are apart after the step, and its all-gathers.
 
 
 # %% tags=["deeper"]
