@@ -245,7 +245,7 @@ class TransformerConfig:
 
     def kept(
         self, tokens: float, recompute: str, tp: int = 1, sequence_parallel: bool = True, compiled: bool = True,
-        fp8: bool = False,
+        fp8: bool = False, fused_norms: bool = False, gathered: bool = False,
     ) -> float:
         """Bytes that a layer keeps of `tokens` tokens for backward, on one of `tp` ranks.
 
@@ -258,8 +258,10 @@ class TransformerConfig:
         keeps what each of its experts does, and a copy of its vector for each.
 
         Without compilation Llama's norms keep their input in fp32 and what they scale (12 h more), SwiGLU its sigmoid's
-        output (2 ffn), attention a copy of keys and values for each query head, and softmax is in fp32 (4 a s). With
-        `fp8` inputs of products are kept in fp8, beside what attention and activation keep for themselves.
+        output (2 ffn), attention a copy of keys and values for each query head, and softmax is in fp32 (4 a s); with
+        `fused_norms` norms are as in compiled code. With `fp8` inputs of products are kept in fp8, beside what attention
+        and activation keep for themselves. With `gathered` the outputs of norms that sequence parallelism divides are
+        kept as they were gathered for the next product, by every rank whole.
         """
         h, apart = self.hidden, tp if sequence_parallel else 1
         if recompute == "full":
@@ -272,12 +274,12 @@ class TransformerConfig:
         if self.fused or cheap:
             scores = 0
         if self.gated:
-            norms = (4 if cheap else 8) * h + 4 * sum(self.latent[:3])
+            norms = (4 if cheap else 4 + 4 * (apart if gathered else 1)) * h + 4 * sum(self.latent[:3])
             split = outside + 4 * self.kv_width + (4 if cheap else 6) * ffn + copies + 2 * scores
             if fp8:
                 norms, split = norms - (0 if cheap else 2 * h), split + self.mixed_width - (0 if cheap else ffn)
             if not compiled:
-                norms += 0 if cheap else 12 * h
+                norms += 0 if cheap or fused_norms else 12 * h
                 split += outside - 4 * self.kv_width + (0 if cheap else 2 * ffn) + 4 * scores
             return tokens * (norms / apart + split / tp)
         split = outside + 4 * self.kv_width + 4 * self.ffn + (5 if self.dropout else 2) * scores
@@ -304,7 +306,8 @@ class TransformerConfig:
         return tokens * 2 * (2 * self.hidden + (2 if self.gated else 1) * self.active_mlps * self.ffn / tp)
 
     def traffic(
-        self, tokens: float, tp: int = 1, sequence_parallel: bool = True, compiled: bool = True
+        self, tokens: float, tp: int = 1, sequence_parallel: bool = True, compiled: bool = True,
+        fused_norms: bool = False,
     ) -> tuple[float, float]:
         """Bytes that a layer's element-wise operations read and write, in forward and in backward.
 
@@ -316,7 +319,7 @@ class TransformerConfig:
         Llama has no dropout, so that its scores pass 4 a s and 6 a s, but turns queries and keys: read and written once
         each way.
 
-        Without compilation Llama's norms run as six operations, partly in fp32, which pass 16 h more; rotation goes to
+        Without compilation Llama's norms, unless `fused_norms`, run as six operations, which pass 16 h more; rotation goes to
         fp32 and back, 8 (h + kv) more; keys and values are copied for every query head, 2 h + 2 kv; SwiGLU takes two
         kernels, 2 ffn more; softmax goes to fp32 and back. Backward passes twice that. A token of a mixture of experts
         is copied to its experts and added up again.
@@ -330,7 +333,7 @@ class TransformerConfig:
             forward, backward = forward + 4 * scores / tp, backward + 6 * scores / tp
             if not compiled:
                 copied = 2 * self.query_width + 2 * self.kv_width
-                more = 2 * 16 * h / apart + (8 * turned + copied + 2 * ffn + 6 * scores) / tp
+                more = (0 if fused_norms else 2 * 16 * h / apart) + (8 * turned + copied + 2 * ffn + 6 * scores) / tp
                 forward, backward = forward + more, backward + 2 * more
             return 2 * tokens * forward, 2 * tokens * backward
         scores = 0 if self.fused else self.heads * self.context

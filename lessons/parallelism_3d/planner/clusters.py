@@ -10,6 +10,11 @@ from course_utils import costs, topology
 from course_utils.hardware import GPU, GPUS, LINKS
 
 
+#: Bytes that CUDA reports for each byte of a GPU's name: 150.1e9 for the 141 GB of an H200 (`recorded.gpu_check`); the
+#: 80 GB of A100 and H100 are 79.1 GiB in PyTorch's messages, their 85.5e9 less what the driver holds.
+USABLE = 1.06
+
+
 @dataclass(frozen=True)
 class GpuCluster:
     """Equal nodes of GPUs.
@@ -25,7 +30,7 @@ class GpuCluster:
     intra: tuple[float, float]
     inter: tuple[float, float]
     reached: tuple[float | None, float | None] = (None, None)
-    memory_bytes: float | None = None  # of a GPU, where it differs from the data sheet
+    memory_bytes: float | None = None  # that CUDA reports of a GPU; None: `USABLE` times its name's
     memory_bandwidth: float | None = None
     power: float = 1.0  # of a GPU, as a share of the data sheet's
 
@@ -37,10 +42,10 @@ class GpuCluster:
 
     @cached_property
     def card(self) -> GPU:
-        """What the data sheet says about the GPU, with this cluster's memory."""
+        """What the data sheet says about the GPU, with the memory that CUDA reports."""
         sheet = GPUS[self.gpu]
         return replace(
-            sheet, memory_bytes=self.memory_bytes or sheet.memory_bytes,
+            sheet, memory_bytes=self.memory_bytes or USABLE * sheet.memory_bytes,
             memory_bandwidth=self.memory_bandwidth or sheet.memory_bandwidth,
         )
 

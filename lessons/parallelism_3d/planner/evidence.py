@@ -11,7 +11,7 @@ import numpy as np
 from course_utils.recorded import Run
 from course_utils.transformer import PUBLISHED, TransformerConfig
 
-from .clusters import GpuCluster, cluster, links
+from .clusters import USABLE, GpuCluster, cluster, links
 from .held import fullest, reserve
 from .layout import Layout, broken_rules
 from .plans import Plan
@@ -41,7 +41,7 @@ def plan_inputs(run: Run | PublishedRun) -> tuple[TransformerConfig, GpuCluster,
     intra, inter = links(run.gpu, (run.network_gbps or port) * 1e9)
     bandwidth = run.memory_bandwidth or (_A100_40_BANDWIDTH if (run.gpu, run.memory_gb) == ("a100", 40) else None)
     machine = GpuCluster(
-        run.gpu, run.gpus, min(run.gpus_per_node, run.gpus), intra, inter, memory_bytes=run.memory_gb * 1e9,
+        run.gpu, run.gpus, min(run.gpus_per_node, run.gpus), intra, inter, memory_bytes=USABLE * run.memory_gb * 1e9,
         memory_bandwidth=bandwidth, power=(run.power_w or watts) / watts,
     )
     return run.shape.config(run.length, run.attention != "unfused"), machine, _layout(run), run.batch
@@ -65,7 +65,7 @@ def _layout(run: PublishedRun) -> Layout:
         replicas=run.dp_replicate if zero >= 2 else 1, ep=run.ep,
         loss_pieces=4 if run.shape.name.startswith("MPT") or run.loss == "compiled" else 1,
         compiled=run.compile is not False or zero < 3 or recipe,  # others than PyTorch fuse by hand
-        attention=_KERNELS.get(run.attention or "", "flash2"),
+        fused_norms=bool(run.fused_norms), attention=_KERNELS.get(run.attention or "", "flash2"),
         order="tp-cp-pp-dp" if run.table.startswith("llama-3") else "tp-cp-dp-pp", unequal_stages=True,
         products="bf16" if run.precision in ("bf16", "fp16") else "fp8",
         tp_overlap=recipe if run.tp_overlap is None else run.tp_overlap,

@@ -48,6 +48,7 @@ class Layout:
     - parallel_loss: whether logits stay divided among the tensor ranks. None: as in Megatron-LM and torchtitan if
       `compiled`; simple code gathers them whole.
     - compiled: whether element-wise operations are fused, as `torch.compile` or hand-written kernels do.
+    - fused_norms: whether one kernel does a norm in code that is not compiled.
     - attention: kernel of fused attention, "flash1", "flash2" or "flash3".
     - products: format of the layers' matrix products, "bf16" or "fp8"; those of the head stay in bf16. Without FSDP the
       inputs of products are kept in fp8 too, as Transformer Engine does; torchao's keep them in bf16.
@@ -79,6 +80,7 @@ class Layout:
     loss_pieces: int = 1
     parallel_loss: bool | None = None
     compiled: bool = True
+    fused_norms: bool = False
     attention: str = "flash2"
     products: str = "bf16"
     tp_overlap: bool = False
@@ -97,6 +99,11 @@ class Layout:
     def logits_divided(self) -> bool:
         """Whether logits stay divided among the tensor ranks."""
         return self.compiled if self.parallel_loss is None else self.parallel_loss
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether what was gathered for a product is kept whole for its backward; Megatron-LM gathers it again."""
+        return not self.compiled or self.zero == 3
 
     @property
     def keeps_fp8(self) -> bool:

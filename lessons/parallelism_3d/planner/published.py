@@ -101,6 +101,7 @@ class PublishedRun:
     recompute_share: float = 1.0  # of the layers
     recompute_detail: str = ""  # what the source means by it
     compile: bool | None = None
+    fused_norms: bool | None = None  # whether one kernel does a norm where nothing is compiled
     loss: str | None = None  # whole: fp32 logits and their gradient are stored; compiled: logits stay in bf16
     attention: str | None = None  # kernel: unfused, triton, flash, flash2, flash3, cudnn, ring
     offload: bool | None = False

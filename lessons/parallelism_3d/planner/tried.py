@@ -51,7 +51,7 @@ def layouts_tried() -> tuple[Tried, ...]:
         )
         layout = Layout(
             row["tp"], row["pp"], row["dp"], microbatch=row["microbatch"], recompute=row["recompute"],
-            sequence_parallel=bool(row["sequence_parallel"]), compiled=bool(row["fused"]), parallel_loss=False,
+            sequence_parallel=bool(row["sequence_parallel"]), compiled=False, fused_norms=bool(row["fused"]), parallel_loss=False,
             unequal_stages=True,
         )
         found.append(Tried(model, own_cluster("a100", row["gpus"]), layout, row["batch"], bool(row["ran"])))
