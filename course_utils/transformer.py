@@ -259,9 +259,9 @@ class TransformerConfig:
 
         Without compilation Llama's norms keep their input in fp32 and what they scale (12 h more), SwiGLU its sigmoid's
         output (2 ffn), attention a copy of keys and values for each query head, and softmax is in fp32 (4 a s); with
-        `fused_norms` norms are as in compiled code. With `fp8` inputs of products are kept in fp8, beside what attention
-        and activation keep for themselves. With `gathered` the outputs of norms that sequence parallelism divides are
-        kept as they were gathered for the next product, by every rank whole.
+        `fused_norms` norms are as if compiled. With `fp8` inputs of products are kept in fp8, beside what attention and
+        activation keep for themselves. With `gathered` the outputs of norms that sequence parallelism divides are kept
+        as they were gathered for the next product, by every rank whole.
         """
         h, apart = self.hidden, tp if sequence_parallel else 1
         if recompute == "full":
@@ -319,8 +319,8 @@ class TransformerConfig:
         Llama has no dropout, so that its scores pass 4 a s and 6 a s, but turns queries and keys: read and written once
         each way.
 
-        Without compilation Llama's norms, unless `fused_norms`, run as six operations, which pass 16 h more; rotation goes to
-        fp32 and back, 8 (h + kv) more; keys and values are copied for every query head, 2 h + 2 kv; SwiGLU takes two
+        Without compilation Llama's norms, unless `fused_norms`, run as six operations, which pass 16 h more; rotation
+        goes to fp32 and back, 8 (h + kv) more; keys and values are copied for every query head, 2 h + 2 kv; SwiGLU takes two
         kernels, 2 ffn more; softmax goes to fp32 and back. Backward passes twice that. A token of a mixture of experts
         is copied to its experts and added up again.
         """

@@ -38,14 +38,13 @@ from .published import published_runs
 from .rates import CONSTANTS, StepTimeConstants, attention_rate, best_product, product_seconds
 from .searches import Search, place, search
 from .step_time import StepModel
-from .tried import foreseen, layouts_tried
+from .tried import foreseen, layouts_measured, layouts_tried
 
 __all__ = [
     "CLUSTERS", "CONSTANTS", "FITTED", "PARTS", "RECOMPUTE", "GpuCluster", "Layout", "Measured",
     "Plan", "Replayed", "Search", "attention_rate", "best_product", "broken_rules", "cluster", "fit", "fitted_runs",
-    "foreseen", "layouts_tried", "mesh_groups", "own_cluster", "place", "plan", "plan_inputs", "product_seconds",
-    "published_runs",
-    "reasons_against", "replay", "score", "scores", "search", "traffic",
+    "foreseen", "layouts_measured", "layouts_tried", "mesh_groups", "own_cluster", "place", "plan", "plan_inputs",
+    "product_seconds", "published_runs", "reasons_against", "replay", "score", "scores", "search", "traffic",
 ]
 
 

@@ -9,7 +9,6 @@ from functools import cache, cached_property
 from course_utils import costs, topology
 from course_utils.hardware import GPU, GPUS, LINKS
 
-
 #: Bytes that CUDA reports for each byte of a GPU's name: 150.1e9 for the 141 GB of an H200 (`recorded.gpu_check`); the
 #: 80 GB of A100 and H100 are 79.1 GiB in PyTorch's messages, their 85.5e9 less what the driver holds.
 USABLE = 1.06
@@ -65,6 +64,11 @@ CLUSTERS: Mapping[str, tuple[str, str]] = {
 #: draw as one node (NVIDIA, DGX B200 and DGX GB200 User Guides: eight, and four a tray, ports of 400 Gb/s).
 _OTHERS: Mapping[str, tuple[int, float]] = {"DGX B200": (8, 400e9), "GB200 NVL72": (72, 400e9)}
 
+#: Seconds of a hop between nodes and share of the port that collectives reach, where they are not InfiniBand's. EFA: an
+#: all-reduce over four nodes of B200 takes 48 to 150 us, 77 in the median, for each of 6 hops beside its bytes at 0.74
+#: of the port, from 16 MiB to 4 GiB (Bekman, ml-engineering, network/README.md).
+_FABRICS: Mapping[str, tuple[float | None, float]] = {"infiniband": (None, 1.0), "efa": (77e-6, 0.74)}
+
 
 @cache
 def cluster(name: str, gpus: int) -> GpuCluster:
@@ -85,12 +89,13 @@ def cluster(name: str, gpus: int) -> GpuCluster:
 
 def own_cluster(
     gpu: str, gpus: int, *, per_node: int = 8, network: float = 400e9, busbw_node: float | None = None,
-    busbw_network: float | None = None, memory_bytes: float | None = None,
+    busbw_network: float | None = None, memory_bytes: float | None = None, fabric: str = "infiniband",
 ) -> GpuCluster:
     """Return a cluster of your own, of "a100", "h100", "h200", "b200" or "gb200".
 
-    `network` is in bits per second for each GPU: a node's ports together, divided by its GPUs. `busbw_node` and
-    `busbw_network` are bus bandwidths in bytes per second, as nccl-tests prints them (times 1e9) for a large size:
+    `network` is in bits per second for each GPU: a node's ports together, divided by its GPUs. `fabric` is "efa",
+    Amazon's, or "infiniband", also for Ethernet with RoCE. `busbw_node` and `busbw_network` are bus bandwidths in bytes
+    per second, as nccl-tests prints them (times 1e9) for a large size:
     ``all_gather_perf -b 256M -e 256M -g 8`` on one node, and the same with one GPU of each of several nodes.
     """
     usable = [key for key, card in GPUS.items() if card.nvlink and "bf16" in card.flops]
@@ -104,7 +109,11 @@ def own_cluster(
         if speed is not None and not 1e8 <= speed <= 2e12:
             meant = f"; did you mean {speed * 1e9:g}?" if 0.1 <= speed <= 2000 else ""
             raise ValueError(f"{name} is in bytes per second, from 1e8 to 2e12, got {speed:g}{meant}")
-    intra, inter = links(gpu, network)
+    if fabric not in _FABRICS:
+        raise ValueError(f"fabric must be one of {', '.join(_FABRICS)}, got {fabric!r}")
+    (intra, inter), (latency, share) = links(gpu, network), _FABRICS[fabric]
+    if latency is not None:
+        inter, busbw_network = (latency, inter[1]), busbw_network or share * network / 8
     return GpuCluster(gpu, gpus, per_node, intra, inter, (busbw_node, busbw_network), memory_bytes)
 
 

@@ -12,7 +12,7 @@ from course_utils.recorded import Run
 from course_utils.transformer import PUBLISHED, TransformerConfig
 
 from .clusters import USABLE, GpuCluster, cluster, links
-from .held import fullest, reserve
+from .held import fits, fullest
 from .layout import Layout, broken_rules
 from .plans import Plan
 from .published import PublishedRun, published_runs
@@ -183,7 +183,7 @@ def replay(rows: Iterable[Run | PublishedRun]) -> list[Replayed]:
         held = fullest(one.model, one.layout, one.batch)
         each = StepModel(one.model, one.cluster, CONSTANTS).step(one.layout, one.batch, held)
         published = one.batch * one.model.context / one.cluster.gpus / one.seconds
-        refused = sum(held) + reserve(one.layout, held) > one.cluster.card.memory_bytes
+        refused = not fits(one.model, one.cluster, one.layout, one.batch)
         found.append(Replayed(run, each, published, getattr(run, "id", "") in FITTED, refused))
     return found
 

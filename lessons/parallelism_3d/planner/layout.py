@@ -31,7 +31,8 @@ class Layout:
     - recompute_share: share of the layers that it holds for; the others keep all.
     - offload: share of what layers keep that lies in the host's memory until backward, sent over PCIe.
     - sequence_parallel: whether norms and dropout are divided along the sequence among the tensor ranks (the same).
-    - overlap: whether pipeline messages, gathers and the reduction of gradients run while the GPU computes.
+    - overlap: whether pipeline messages, gathers and the reduction of gradients run while the GPU computes. Those of
+      ZeRO-1 in simple code do not, nor in DeepSpeed and Megatron-LM unless they are told to.
     - precision: name of `memory.PRECISIONS`; its gradient width is also what data parallelism sends.
     - reshard: whether stage 3 frees gathered weights after each forward also with a pipeline, FSDP2's default. A block
       is then gathered once more for each micro-batch; memory is the same, because a backward does not free.

@@ -78,8 +78,8 @@ class StepModel:
         """Return the times of a layer, and of the head with the loss."""
         key = (
             layout.tp, layout.cp, layout.ep, layout.expert_tp, layout.order, layout.microbatch, layout.recompute,
-            layout.recompute_share, layout.offload, layout.sequence_parallel, layout.compiled, layout.fused_norms, layout.attention,
-            layout.products, layout.tp_overlap,
+            layout.recompute_share, layout.offload, layout.sequence_parallel, layout.compiled, layout.fused_norms,
+            layout.attention, layout.products, layout.tp_overlap,
         )
         if key not in self._layers:
             self._layers[key] = self._mixed(layout), self._head(layout)
@@ -113,7 +113,8 @@ class StepModel:
             product = 2 * m.context * m.context * width * batch / flops
             scores, after = 2 * product, 4 * product
             more = scores if one.recompute in ("full", "selective") else 0.0
-        passing = [size / self.stream for size in m.traffic(tokens, tp, one.sequence_parallel, one.compiled, one.fused_norms)]
+        code = one.sequence_parallel, one.compiled, one.fused_norms
+        passing = [size / self.stream for size in m.traffic(tokens, tp, *code)]
         if one.recompute == "selective":
             cheap = m.selective_traffic(tokens, tp, one.sequence_parallel) / self.stream
         else:
