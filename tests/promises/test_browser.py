@@ -33,6 +33,7 @@ pytestmark = pytest.mark.guard(420)
 
 LESSONS = {path.name[:2]: path for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))}
 SHORTEST = "00"
+STORED = ("00", "03", "11", "16")  # the widest tables, the most pictures; the others with --thorough
 PARAMETERS = "import"  # the first code cell
 ONE = ("02", "collective_stepper(")  # the others with --thorough
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
@@ -240,6 +241,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function.__name__.startswith("test_lesson_runs_through_the_menu"):
         numbers = LESSONS if metafunc.config.getoption("thorough") else [SHORTEST]
         metafunc.parametrize("copied", numbers, indirect=True)
+    if metafunc.function.__name__.startswith("test_stored_lesson"):
+        numbers = LESSONS if metafunc.config.getoption("thorough") else STORED
+        metafunc.parametrize("opened", numbers, indirect=True)
     if {"opened", "text"} <= {*metafunc.fixturenames}:
         some = WIDGETS if metafunc.config.getoption("thorough") else [ONE]
         metafunc.parametrize(("opened", "text"), some, indirect=["opened"], scope="module")
@@ -324,7 +328,6 @@ def test_lab_opens_on_the_first_lesson_and_changes_nothing_in_it(browser, lab: L
     page.close()
 
 
-@pytest.mark.parametrize("opened", LESSONS, indirect=True)
 def test_stored_lesson_is_shown_without_errors_and_no_output_is_wider_than_its_cell(opened: Opened, screenshots: Path):
     page = opened.page
     assert errors_in(page.evaluate(CELLS)) == []

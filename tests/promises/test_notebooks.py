@@ -21,7 +21,8 @@ RANKS = {
     "16": 2,  # on two hosts
 }
 THOROUGH = {"16": (2, 6)}  # others: 2 and 3
-ELSEWHERE = {
+LEFT_OUT = {  # unless asked for with --thorough
+    "01", "05",  # no rank has a part of anything: the number changes only how many lines are printed
     "08",  # tests/lessons/test_deepspeed_lesson.py runs it without DeepSpeed
     "15",  # tests/lessons/test_ffcv_data_loading_lesson.py runs it with 3 ranks, and without FFCV
     "16",  # tests/lessons/test_multi_node_lesson.py runs it with 2 ranks, without emulated hosts and Slurm
@@ -38,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world_size" in metafunc.fixturenames:
         thorough = metafunc.config.getoption("thorough")
         runs = [
-            (path, n) for path in LESSONS if thorough or path.name[:2] not in ELSEWHERE
+            (path, n) for path in LESSONS if thorough or path.name[:2] not in LEFT_OUT
             for n in sorted({RANKS.get(path.name[:2], 3), *(THOROUGH.get(path.name[:2], (2, 3)) if thorough else ())})
         ]
         metafunc.parametrize(("lesson", "world_size"), runs, ids=[f"{path.stem}-{n}" for path, n in runs])
