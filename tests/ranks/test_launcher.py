@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import functools
 import os
@@ -28,7 +27,6 @@ from course_utils import device, launch, shutdown
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
-TORCHRUN_NAMES = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 SHOWN: list = []  # functions; the number of ranks, the lines that are shown
 
 
@@ -51,90 +49,36 @@ def test_closures_lambdas_partials_methods_and_classes_reach_the_ranks():
         def rank_plus(self, other):
             return dist.get_rank() + self.value + other
 
-    def closure(counter):
-        return double(offset) + counter.up(dist.get_rank()).value
+    def closure(counter, *rest, epochs=1):
+        return double(offset) + counter.up(dist.get_rank()).value, rest, epochs
 
-    assert launch(closure, Counter(5), world_size=2) == [25, 26]
+    assert launch(closure, Counter(5), 7, world_size=2, epochs=2) == [(25, (7,), 2), (26, (7,), 2)]
     assert launch(Counter(1).rank_plus, 2, world_size=2) == [3, 4]
-    assert launch(functools.partial(closure, Counter(0)), world_size=2) == [20, 21]
+    assert launch(functools.partial(closure, Counter(0)), world_size=2) == [(20, (), 1), (21, (), 1)]
     counters = launch(lambda: Counter(dist.get_rank()), world_size=2)
     assert [c.value for c in counters] == [0, 1]
 
 
-def test_arguments_by_position_and_by_name_reach_the_function():
-    def echo(a, b, *rest, c, **named):
-        return a, b, rest, c, named
-
-    def factorial(n, one=1):
-        return one if n <= 1 else n * factorial(n - 1)
-
-    results = launch(echo, 1, [2], 3, 4, world_size=2, c={"k": 5}, epochs=2)
-    assert results == [(1, [2], (3, 4), {"k": 5}, {"epochs": 2})] * 2
-    assert launch(lambda: factorial(5 + dist.get_rank()), world_size=2) == [120, 720]  # calls itself, with a default
-
-
-def tensors() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    names = ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool", "complex64"]
-    kinds = {name: torch.randn(3, 4).to(getattr(torch, name)) for name in names}
-    kinds["scalar"] = torch.tensor(3.5)
-    kinds["empty"] = torch.empty(0, 7)
-    kinds["transposed"] = torch.arange(12.0).reshape(3, 4).t()
-    kinds["strided"] = torch.arange(20.0)[::3]
-    kinds["expanded"] = torch.ones(1).expand(1000)
-    kinds["leaf"] = torch.ones(3, requires_grad=True)
-    kinds["parameter"] = torch.nn.Parameter(torch.ones(2, 2))
-    kinds["conjugate"] = torch.tensor([1 + 2j]).conj()
-    return kinds
-
-
-def test_tensors_of_every_kind_come_back_equal_and_on_the_cpu():
+def test_results_come_back_as_what_they_were_and_tensors_without_the_storage_that_they_view():
     def make():
         weight = torch.full((3,), 2.0, requires_grad=True)
-        return source | {"graph": (weight * (dist.get_rank() + 1)).sum()}
-
-    source = tensors()
-    for rank, result in enumerate(launch(make, world_size=2)):
-        assert result.pop("graph").item() == 6.0 * (rank + 1)
-        assert result.keys() == source.keys()
-        for name, sent in source.items():
-            got = result[name]
-            assert got.device.type == "cpu" and got.dtype == sent.dtype and got.shape == sent.shape, name
-            assert torch.equal(got, sent), name
-            assert got.requires_grad == sent.requires_grad, name
-            assert type(got) is type(sent), name
-
-
-def test_a_view_does_not_drag_its_storage_along():
-    def views():
-        big = torch.arange(4_000_000.0)
-        return {"slice": big[10:14], "row": big.reshape(2000, 2000)[7], "grad": big.clone().requires_grad_()[:2]}
-
-    for result in launch(views, world_size=2):
-        assert result["slice"].tolist() == [10, 11, 12, 13]
-        assert result["row"].tolist() == list(range(14000, 16000))
-        for name, tensor in result.items():
-            assert tensor.untyped_storage().nbytes() <= 4 * 2000, name
-
-
-def test_modules_arrays_and_containers_come_back_as_what_they_were():
-    Point = collections.namedtuple("Point", "x y")
-
-    def make():
-        net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
         tied = torch.nn.Parameter(torch.ones(4))
-        others = torch.Size([1, 2]), torch.float16, torch.device("cpu"), {1, 2}, collections.OrderedDict(a=1)
-        arrays = np.arange(3) + dist.get_rank(), {"embedding": tied, "head": tied}, Point(1, torch.ones(2))
-        return net, net.state_dict(), *arrays, others
+        tensors = source | {"graph": (weight * 2).sum(), "slice": torch.arange(4_000_000.0)[10:14]}
+        return tensors, {"embedding": tied, "head": tied}, torch.nn.Linear(3, 2), np.arange(2) + dist.get_rank()
 
-    for rank, (net, state, array, tied, point, others) in enumerate(launch(make, world_size=2)):
-        assert torch.equal(net[0].weight, state["0.weight"])
-        assert net(torch.ones(1, 3)).shape == (1, 2)
-        assert array.tolist() == [rank, rank + 1, rank + 2]
+    dtypes = torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64
+    source = {str(dtype): torch.arange(12).reshape(3, 4).to(dtype) for dtype in dtypes}
+    source |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 7), "strided": torch.arange(20.0)[::3],
+               "leaf": torch.ones(3, requires_grad=True), "parameter": torch.nn.Parameter(torch.ones(2, 2))}
+    for rank, (tensors, tied, layer, array) in enumerate(launch(make, world_size=2)):
+        for name, sent in source.items():
+            got = tensors[name]
+            assert got.device.type == "cpu" and got.dtype == sent.dtype and torch.equal(got, sent), name
+            assert got.requires_grad == sent.requires_grad and type(got) is type(sent), name
+        assert tensors["graph"].item() == 12.0 and tensors["slice"].tolist() == [10, 11, 12, 13]
+        assert tensors["slice"].untyped_storage().nbytes() == 16
         assert tied["embedding"] is tied["head"]  # memory that tensors share is shared in the result
-        assert (point.x, point.y.tolist(), type(point).__name__) == (1, [1, 1], "Point")
-        given = torch.Size([1, 2]), torch.float16, torch.device("cpu"), {1, 2}, collections.OrderedDict(a=1)
-        assert others == given and list(map(type, others)) == list(map(type, given))
+        assert layer(torch.ones(1, 3)).shape == (1, 2) and array.tolist() == [rank, rank + 1]
 
 
 def test_large_arguments_and_results_pass_while_all_ranks_print():
@@ -151,7 +95,7 @@ def test_large_arguments_and_results_pass_while_all_ranks_print():
 # --- world size ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 32])
+@pytest.mark.parametrize("world_size", [1, 12])
 def test_world_size(world_size):
     def total():
         x = torch.tensor([dist.get_rank() + 1.0])
@@ -180,20 +124,6 @@ def test_the_world_size_is_the_argument_else_the_variable_else_the_number_of_gpu
 # --- the process group and torchrun --------------------------------------------------------------------------------
 
 
-def test_the_environment_of_a_rank_is_that_of_torchrun():
-    """Of a program that makes its own group: see `test_launcher_own_group.py`."""
-
-    def environment():
-        return {name: os.environ[name] for name in TORCHRUN_NAMES}
-
-    ranks = launch(environment, world_size=3)
-    for rank, env in enumerate(ranks):
-        assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
-        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
-        assert int(env["MASTER_PORT"]) > 0
-    assert len({env["MASTER_PORT"] for env in ranks}) == len({env["MASTER_ADDR"] for env in ranks}) == 1
-
-
 def test_a_process_group_exists_by_default_and_none_with_init_false():
     def state():
         return dist.is_initialized(), device().type
@@ -201,31 +131,6 @@ def test_a_process_group_exists_by_default_and_none_with_init_false():
     assert launch(state, world_size=2, backend="gloo") == [(True, "cpu")] * 2
     assert [initialized for initialized, _ in launch(state, world_size=2, init=False)] == [False, False]
     assert launch(lambda: dist.get_backend(), world_size=2, backend="gloo") == ["gloo"] * 2
-
-
-def test_programs_with_and_without_an_own_process_group_alternate():
-    def total():
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        return x.item()
-
-    def twice():
-        sums = []
-        for _ in range(2):
-            dist.init_process_group(backend="gloo")
-            sums.append(total())
-            dist.barrier()
-            dist.destroy_process_group()
-        return sums
-
-    def forgets_to_destroy_its_group():
-        dist.init_process_group(backend="gloo")
-        dist.barrier()
-        return dist.get_rank()
-
-    assert launch(twice, world_size=2, init=False) == [[2, 2], [2, 2]]
-    assert launch(forgets_to_destroy_its_group, world_size=2, init=False) == [0, 1]
-    assert launch(total, world_size=2) == [2, 2]
 
 
 def test_a_group_ends_after_the_function_and_not_where_ddp_lets_go_of_it():
@@ -251,50 +156,6 @@ def test_a_group_ends_after_the_function_and_not_where_ddp_lets_go_of_it():
     assert launch(gloo_threads, world_size=2, init=False) == [0, 0]
 
 
-def test_a_function_may_destroy_the_process_group_it_was_given():
-    def destroys():
-        dist.barrier()
-        dist.destroy_process_group()
-        return dist.is_initialized()
-
-    for _ in range(2):
-        assert launch(destroys, world_size=4) == [False] * 4
-        assert launch(dist.get_rank, world_size=4) == [0, 1, 2, 3]
-
-
-def test_sub_groups_and_a_device_mesh_work_call_after_call():
-    def work():
-        from torch.distributed.device_mesh import init_device_mesh
-
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
-        sums = []
-        for group in (pairs[dist.get_rank() // 2], mesh.get_group("row"), mesh.get_group("column")):
-            x = torch.tensor([float(dist.get_rank())])
-            dist.all_reduce(x, group=group)
-            sums.append(x.item())
-        return sums
-
-    for _ in range(3):
-        assert launch(work, world_size=4) == [[1, 2, 1], [1, 4, 1], [5, 2, 5], [5, 4, 5]]
-
-
-def test_subprocesses_and_threads_run_in_a_rank():
-    def work():
-        import multiprocessing
-        import threading
-
-        with multiprocessing.get_context("fork").Pool(2) as pool:
-            squares = pool.map(abs, [-1, -2])
-        seen = []
-        thread = threading.Thread(target=lambda: seen.append(dist.get_rank()))
-        thread.start()
-        thread.join()
-        return squares, seen
-
-    assert launch(work, world_size=2) == [([1, 2], [0]), ([1, 2], [1])]
-
-
 # --- what a rank takes over from the notebook ----------------------------------------------------------------------
 
 
@@ -316,32 +177,6 @@ def test_the_current_environment_reaches_the_ranks_and_no_change_of_theirs_comes
     assert "SET_BY_A_RANK" not in os.environ
 
 
-def test_the_current_folder_reaches_the_ranks(tmp_path, monkeypatch):
-    launch(dist.get_rank, world_size=2)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.txt").write_text("here")
-    assert launch(lambda: (os.getcwd(), Path("data.txt").read_text()), world_size=2) == [(str(tmp_path), "here")] * 2
-    inner = tmp_path / "inner"
-    inner.mkdir()
-    monkeypatch.chdir(inner)
-    assert launch(os.getcwd, world_size=2) == [str(inner)] * 2
-
-
-def test_the_current_import_path_reaches_the_ranks(tmp_path, monkeypatch):
-    launch(dist.get_rank, world_size=2)
-    (tmp_path / "a_helper_beside_the_notebook.py").write_text("def triple(x):\n    return 3 * x\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import a_helper_beside_the_notebook
-
-    def use():
-        import a_helper_beside_the_notebook as helper
-
-        return helper.triple(dist.get_rank())
-
-    assert launch(use, world_size=2) == [0, 3]
-    assert launch(a_helper_beside_the_notebook.triple, 2, world_size=2) == [6, 6]
-
-
 def test_every_call_is_seeded_by_rank_and_repeats_exactly():
     def draw():
         return torch.rand(3).tolist(), np.random.rand(2).tolist(), random.random()
@@ -357,7 +192,7 @@ def test_every_call_is_seeded_by_rank_and_repeats_exactly():
     assert launch(draw, world_size=2) == first[:2]
 
 
-def test_neighbours_have_hash_seeds_of_their_own_and_a_given_seed_is_that_of_all():
+def test_neighbours_have_hash_seeds_of_their_own():
     code = """
 from course_utils import launch
 def look():
@@ -365,9 +200,8 @@ def look():
 (first, order), (second, other), (third, _), _ = launch(look, world_size=4)
 print(first == second, order == other, first == third)
 """
-    for seed, told in ("random", "False False True\n"), ("3", "True True True\n"):
-        with Script(code, PYTHONHASHSEED=seed) as script:
-            assert script.finish() == told
+    with Script(code, PYTHONHASHSEED="random") as script:
+        assert script.finish() == "False False True\n"
 
 
 def test_a_rank_computes_with_one_thread():
@@ -400,16 +234,6 @@ def a_line_alike_on_all_ranks_appears_once_others_with_their_ranks():
     print(f"I am {rank}")
     if rank in (1, 2):
         print("only some")
-
-
-@case(SHOWN, 4, ["[ranks 0-3] a note"])
-def standard_error_is_labelled_too():
-    print("a note", file=sys.stderr)
-
-
-@case(SHOWN, 2, ["[ranks 0,1] in a C buffer"])
-def c_output_still_buffered_at_the_end():
-    ctypes.CDLL(None).printf(b"in a C buffer\n")
 
 
 @case(SHOWN, 4, ["[ranks 0-3] no end"])
@@ -544,7 +368,7 @@ def files():
 
 launch(train, world_size=2)
 counts = []
-for _ in range(8):
+for _ in range(3):
     launch(work, world_size=2)
     launch(own, world_size=2, init=False)
     counts.append(files())
@@ -556,58 +380,19 @@ print(launch(lambda: dist.get_rank() + 1, world_size=2), torch.cuda.is_initializ
         assert not left_behind(script.mark, script.temporary)
 
 
-LOOK = """
-import os, sys
-{before}
-from course_utils import launch, shutdown
-def look():
-    return [name in sys.modules for name in ("torch.distributed.fsdp", "torch._dynamo")]
-"""
-
-
 def test_ranks_find_imported_what_the_notebook_has_and_is_slow_to_import():
     """`torch._dynamo` is what every optimizer imports: who has models has it too, though the server had started."""
-    before = "import torch.distributed.fsdp"
-    with Script(LOOK.format(before=before) + "import course_utils.models\nprint(launch(look, world_size=1))") as script:
-        assert script.finish() == "[[True, True]]\n"
-        assert not [*script.temporary.glob("course-*")]
-
-
-def test_ranks_that_run_are_not_disturbed_by_what_later_ones_would_share():
-    with Script(LOOK.format(before="") + """
-first = launch(os.getpid, world_size=2)
-print(launch(look, world_size=1))
+    with Script("""
+import sys
+import torch.distributed.fsdp
+from course_utils import launch
 import course_utils.models
-print(launch(os.getpid, world_size=2) == first, launch(look, world_size=1))
+print(launch(lambda: [name in sys.modules for name in ("torch.distributed.fsdp", "torch._dynamo")], world_size=1))
 """) as script:
-        assert script.finish() == "[[False, False]]\nTrue [[False, False]]\n"
+        assert script.finish() == "[[True, True]]\n"
 
 
-def test_a_notebook_may_fork_and_its_fork_is_told_to_leave_the_ranks_alone():
-    import multiprocessing
-
-    pids = launch(os.getpid, world_size=2)
-    fork = multiprocessing.get_context("fork")
-    ours, theirs = fork.Pipe()
-
-    def child():
-        try:
-            theirs.send(launch(os.getpid, world_size=2))
-        except RuntimeError as error:
-            theirs.send(str(error))
-
-    process = fork.Process(target=child)
-    process.start()
-    assert ours.poll(60)
-    answer = ours.recv()
-    process.join(30)
-    assert "fork" in answer if isinstance(answer, str) else not set(answer) & set(pids)
-    loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=4, num_workers=2)
-    assert torch.cat(list(loader)).tolist() == list(range(8))
-    assert launch(os.getpid, world_size=2) == pids
-
-
-def test_a_hundred_launches_leave_nothing_behind():
+def test_many_launches_leave_nothing_behind():
     def look():
         x = torch.ones(1)
         dist.all_reduce(x)
@@ -624,8 +409,8 @@ def test_a_hundred_launches_leave_nothing_behind():
 
     if not Path("/proc/self/fd").exists():
         pytest.skip("needs /proc")
-    ranks, mine = settle(20)
-    later, after = settle(100)
+    ranks, mine = settle(10)
+    later, after = settle(60)
     assert [pid for pid, *_ in later] == [pid for pid, *_ in ranks]
     for (_, files, threads), (_, later_files, later_threads) in zip(ranks, later, strict=True):
         assert later_files <= files + 3 and later_threads <= threads + 3
