@@ -57,19 +57,6 @@ def test_cuda_is_initialized_neither_in_the_kernel_nor_in_a_fresh_rank(kernel):
     assert kernel.good("torch.cuda.is_initialized()").value == "False"
 
 
-def test_a_removed_working_folder_is_told_and_another_works(kernel):
-    kernel.good("from course_utils import shutdown\n%load_ext course_utils\nhome = os.getcwd()")
-    for before in ("", "shutdown()"):
-        kernel.good("os.mkdir('gone')\nos.chdir('gone')\nos.rmdir('../gone')")
-        kernel.good(before)
-        for cell in (*["launch(dist.get_rank, world_size=2)"] * 2, "%%ranks --world-size 2\nrank"):
-            shown = kernel.run(cell)
-            assert shown.error_name == "RuntimeError", shown
-            assert "working folder" in shown.error and "removed" in shown.error
-            assert "course_utils" not in shown.error and ".py" not in shown.error, shown.error
-        assert kernel.good("os.chdir(home)\nlaunch(os.getcwd, world_size=2) == [home] * 2").value == "True"
-
-
 # --- output --------------------------------------------------------------------------------------------------------
 
 
@@ -118,16 +105,6 @@ launch(draw, world_size=2);
     assert len(figures) == 1 and len(figures[0]["image/png"]) > 1000
     assert sorted(pages) == ["<b>rank 0</b>", "<b>rank 1</b>"]
     assert "Figure(" not in cell.out and not cell.err
-    cell = kernel.good("""
-def make():
-    fig, ax = plt.subplots()
-    ax.plot([0, 1])
-    return fig
-figure = launch(make, world_size=1)[0]
-plt.close("all")
-figure
-""")
-    assert "image/png" in (cell.result or {})
 
 
 # --- errors as a learner sees them ---------------------------------------------------------------------------------
@@ -171,8 +148,7 @@ def test_an_error_shows_the_learners_line_and_no_frame_of_the_package(kernel, co
 
 STUCK = {
     "skips": ("if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(1))", "all_reduce"),
-    "sends": ("dist.send(torch.ones(8_000_000), dst=1 - dist.get_rank())", "send"),
-    "computes": ("sum(range(10**12))", "rank"),
+
     "floods": ('while dist.get_rank() == 0: os.write(1, b"." * 1000)\n    dist.barrier()', "rank"),
     "swallows": ("while True:\n        try: time.sleep(1000)\n        except BaseException: pass", "rank"),
 }
@@ -200,7 +176,7 @@ launch(stuck, world_size=2, timeout=1000)
 
 def test_an_interrupt_in_any_moment_of_a_cold_start_does_no_harm():
     with Kernel() as fresh:
-        for delay in (0.0, 0.1, 0.5, 1.5):
+        for delay in (0.1, 1.0):
             cell = fresh.pump(
                 fresh.start("""
 import time
@@ -218,23 +194,22 @@ launch(time.sleep, 1000, world_size=2, timeout=1000)
 
 
 def test_interrupts_in_quick_succession_do_no_harm(kernel):
-    for _ in range(2):
-        cell = kernel.start_until(
-            """
+    cell = kernel.start_until(
+        """
 def stuck():
     print("ready")
     sum(range(10**12))
 launch(stuck, world_size=2, timeout=1000)
 """,
-            "ready",
-        )
-        for _ in range(3):
-            kernel.manager.interrupt_kernel()
-            time.sleep(0.05)
-        kernel.pump(cell)
-        assert "Interrupt" in cell.error_name
-        time.sleep(0.2)
-        works(kernel)
+        "ready",
+    )
+    for _ in range(3):
+        kernel.manager.interrupt_kernel()
+        time.sleep(0.05)
+    kernel.pump(cell)
+    assert "Interrupt" in cell.error_name
+    time.sleep(0.2)
+    works(kernel)
 
 
 # --- restart, kill, two notebooks ----------------------------------------------------------------------------------
@@ -256,7 +231,7 @@ launch(work, world_size=3, timeout=1000)
 
 
 def test_a_kernel_killed_during_a_call_leaves_nothing():
-    """One that is idle: see `test_magics.py`."""
+    """A script that is idle: see `test_launcher_leftovers.py`."""
     with Kernel() as kernel:
         kernel.start_until(BUSY, "ready")
         time.sleep(0.2)
@@ -303,14 +278,14 @@ def work(base):
     os.write(1, b"from below\\n")
     print("base", base)
     return int(x)
-[launch(work, {base}, world_size=3) for _ in range(5)]
+[launch(work, {base}, world_size=3) for _ in range(2)]
 """
         cells = [(k, k.start(code.format(base=base)), base) for k, base in ((kernel, 1), (other, 2))]
         for k, cell, base in cells:
             k.pump(cell)
             assert not cell.error, cell.error
-            assert cell.value == str([[base] * 3] * 5)
-            assert sorted(cell.out.splitlines()) == [f"[ranks 0-2] base {base}"] * 5 + ["[ranks 0-2] from below"] * 5
+            assert cell.value == str([[base] * 3] * 2)
+            assert sorted(cell.out.splitlines()) == [f"[ranks 0-2] base {base}"] * 2 + ["[ranks 0-2] from below"] * 2
             assert not cell.err
         other.kill()
         works(kernel)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
@@ -48,23 +47,14 @@ def ask():
 def test_every_edit_is_seen_at_the_next_call_also_one_of_equal_size_in_the_same_second(folder):
     all_is_well(2)
     write(folder / "mine.py", "X = 0\n")  # no call before the edit
-    for value in (1, 2, 3, 22, 333, 4):
+    for value in (1, 2, 22):
         write(folder / "mine.py", f"X = {value}\n")
         assert launch(ask, world_size=2) == launch(ask, world_size=2) == [value] * 2
-
-
-def test_an_edit_of_a_module_behind_another_is_seen(folder):
-    write(folder / "front.py", "from behind import X\nimport behind\n")
-    write(folder / "behind.py", "X = 1\n")
-
-    def ask():
-        import front
-
-        return front.X, front.behind.X
-
-    assert launch(ask, world_size=2) == [(1, 1)] * 2
-    write(folder / "behind.py", "X = 22\n")
-    assert launch(ask, world_size=2) == [(22, 22)] * 2
+    write(folder / "mine.py", "X = = 2\n")
+    with pytest.raises(WorkerError, match="SyntaxError"):
+        launch(ask, world_size=2)
+    write(folder / "mine.py", "X = 2\n")
+    assert launch(ask, world_size=2) == [2, 2]
 
 
 def test_an_edit_inside_a_package_is_seen(folder):
@@ -83,15 +73,6 @@ def test_an_edit_inside_a_package_is_seen(folder):
     assert launch(ask, world_size=2) == [("own", 22)] * 2
 
 
-def test_a_function_of_an_edited_module_is_the_new_one(folder):
-    write(folder / "functions.py", "def answer():\n    return 1\n")
-    functions = importlib.import_module("functions")
-    assert launch(functions.answer, world_size=2) == [1, 1]
-    write(folder / "functions.py", "def answer():\n    return 2 + 20\n", at=time.time() + 5)
-    assert importlib.reload(functions).answer() == 22
-    assert launch(functions.answer, world_size=2) == [22, 22]
-
-
 def test_a_module_that_has_not_changed_is_not_imported_again(folder):
     text = "import os\nwith open(f'imports-{os.getpid()}', 'a') as f:\n    f.write('x')\n"
     write(folder / "counted.py", text, at=time.time() - 10)
@@ -104,16 +85,6 @@ def test_a_module_that_has_not_changed_is_not_imported_again(folder):
 
     for _ in range(3):
         assert launch(ask, world_size=2) == ["x", "x"]
-
-
-def test_an_edit_with_a_mistake_is_told_and_its_mending_is_seen(folder):
-    write(folder / "mine.py", "X = 1\n")
-    assert launch(ask, world_size=2) == [1, 1]
-    write(folder / "mine.py", "X = = 2\n")
-    with pytest.raises(WorkerError, match="SyntaxError"):
-        launch(ask, world_size=2)
-    write(folder / "mine.py", "X = 2\n")
-    assert launch(ask, world_size=2) == [2, 2]
 
 
 # --- in a notebook -------------------------------------------------------------------------------------------------
@@ -144,7 +115,5 @@ def test_with_autoreload_ranks_have_what_the_notebook_has(kernel):
     write(file, "def answer():\n    return 1\n")
     kernel.good("%load_ext autoreload\n%autoreload 2\nimport auto1")
     assert kernel.good("auto1.answer(), launch(auto1.answer, world_size=2)").value == "(1, [1, 1])"
-    for value in (22, 333):
-        write(file, f"def answer():\n    return {value}\n", at=time.time() + value)
-        there = kernel.good("auto1.answer(), launch(auto1.answer, world_size=2)")
-        assert there.value == f"({value}, [{value}, {value}])"
+    write(file, "def answer():\n    return 22\n", at=time.time() + 22)
+    assert kernel.good("auto1.answer(), launch(auto1.answer, world_size=2)").value == "(22, [22, 22])"

@@ -51,29 +51,10 @@ def test_cached_functions_reach_the_ranks_with_their_cache():
     assert launch(work, world_size=2) == [(832040, 7, 4, 4, 1)] * 2
 
 
-def test_a_function_with_single_dispatch_reaches_the_ranks():
-    @functools.singledispatch
-    def kind(x):
-        return "something"
-
-    @kind.register(int)
-    def _(x):
-        return "a number"
-
-    assert launch(lambda: (kind(1), kind("text")), world_size=2) == [("a number", "something")] * 2
-
-
 def test_a_compiled_function_that_cannot_be_sent_has_the_learners_name():
     compiled = torch.compile(lambda x: x.sum(), backend="eager")
     with pytest.raises(TypeError, match="(?s)variable 'compiled'.*\n.*compile it inside the function"):
         launch(lambda: compiled(torch.ones(2)).item(), world_size=2)
-
-
-def test_a_loader_with_live_workers_is_refused_in_words():
-    loader = torch.utils.data.DataLoader(torch.ones(4, 1), num_workers=1, persistent_workers=True)
-    next(iter(loader))
-    with pytest.raises(TypeError, match="variable 'loader'.*_MultiProcessingDataLoaderIter cannot be pickled"):
-        launch(lambda: len(loader), world_size=2)
 
 
 FOREIGN = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "NODE_RANK": "1", "GROUP_RANK": "1", "SLURM_PROCID": "3",

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 import stat
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import missing
 from kernels import Kernel, Script, marked, namespace
-
-from course_utils import launch
 
 pytestmark = pytest.mark.guard(120)
 
@@ -107,52 +102,6 @@ def test_ranks_meet_without_a_network_and_ask_no_name_server():
     prefix = prefix or missing("the right to make network, mount and name namespaces")
     with Script(OFFLINE, prefix=prefix) as script:
         assert script.finish(110) == "[4.0, 4.0, 4.0, 4.0] [2.0, 2.0] [3.0, 3.0, 3.0]\nnothing was asked\n"
-
-
-def test_the_port_that_a_program_is_told_is_free():
-    """A program may serve a store of its own there, as `tcp://` and TCPStore do."""
-
-    def serve():
-        rank = os.environ["RANK"]
-        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == "0")
-        store.set(f"rank {rank}", "there")
-        store.wait(["rank 0", "rank 1"])
-        store.add("leaves", 1)
-        while rank == "0" and store.add("leaves", 0) < 2:
-            pass
-        return rank
-
-    def refused():
-        with socket.socket() as one:
-            return one.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))) != 0
-
-    assert launch(refused, world_size=2) == [True, True]
-    assert launch(serve, world_size=2, init=False, timeout=80) == ["0", "1"]
-
-
-def test_files_in_which_ranks_meet_do_not_pile_up():
-    def place():
-        store = dist.distributed_c10d._get_default_store()
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        return type(store).__name__, store.path
-
-    counts = []
-    for call in range(8):
-        (kind, path), *others = launch(place, world_size=2 + call % 2)
-        assert others == [(kind, path)] * len(others) and kind == "FileStore"
-        counts.append(sum(len(names) for _, _, names in os.walk(os.path.dirname(path))))
-    assert counts[-1] <= counts[2] + 1, counts
-
-
-def test_no_rank_listens_for_others_to_meet():
-    def listening():
-        dist.barrier()
-        found = [c for c in psutil.Process().net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
-        dist.barrier()
-        return len(found)
-
-    assert launch(listening, world_size=3) == [1] * 3  # gloo's own
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
