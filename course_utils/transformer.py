@@ -320,9 +320,9 @@ class TransformerConfig:
         each way.
 
         Without compilation Llama's norms, unless `fused_norms`, run as six operations, which pass 16 h more; rotation
-        goes to fp32 and back, 8 (h + kv) more; keys and values are copied for every query head, 2 h + 2 kv; SwiGLU takes two
-        kernels, 2 ffn more; softmax goes to fp32 and back. Backward passes twice that. A token of a mixture of experts
-        is copied to its experts and added up again.
+        goes to fp32 and back, 8 (h + kv) more; keys and values are copied for every query head, 2 h + 2 kv; SwiGLU
+        takes two kernels, 2 ffn more; softmax goes to fp32 and back. Backward passes twice that. A token of a mixture
+        of experts is copied to its experts and added up again.
         """
         apart, h = tp if sequence_parallel else 1, self.hidden
         if self.gated:
