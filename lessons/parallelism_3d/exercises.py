@@ -488,7 +488,7 @@ check.plan_70b(plan_70b)
 # </details>
 
 # %% [markdown]
-# When your layout passes, see what `search` finds. It knows the 80 GB of the card, and not the 72 of this puzzle.
+# When your layout passes, see what `search` finds. It knows what CUDA reports of the card, and not these 72 GB.
 
 # %%
 found = planner.search(llama_70b, h100s, 128, cp=1)

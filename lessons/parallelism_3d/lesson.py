@@ -476,9 +476,9 @@ assert score.median < 0.08 < 0.15 < score.guess
 # All but one come out within a few percent. Compare with a lazy rule: "every run reaches x % of its peak", with the
 # best x chosen afterwards. This *constant guess* is three times as wrong.
 #
-# Yet on 733 runs that nobody had looked at, an earlier version of the planner was off by 11.5 % in the median: 9 % for
-# FSDP and dense models in bf16, 10 for FP8, 17 for experts (*recorded*, section 17). Memory is foreseen in nine of ten
-# layouts that did not fit. So take a few layouts from it, and try them.
+# Yet on 733 runs that nobody had looked at, an earlier version of the planner was off by 11.5 % in the median, and for
+# FP8 and experts no better than a constant guess (*recorded*, section 17). Of layouts that it lets run, nine in ten
+# ran. So take a few from it, and try them.
 
 # %% [markdown]
 # ## 8. Layouts that cannot run
@@ -1003,27 +1003,60 @@ for each in replays:
         ratio = each.plan.memory.total / 2**30 / each.run.peak_gib
         print(f"{kind:28}: {each.run.peak_gib} GiB published, {ratio - 1:+.0%} planned")
         assert abs(ratio - 1) < 0.08
-refused = sum(bool(each.refused) for each in replays)
+peaks = planner.scores(planner.layouts_measured("GB"))
+for family, each in peaks.items():
+    print(f"{family:9}{each.runs:3} other peaks, median error {each.median:.0%}, bias {each.bias:+.0%}")
+refused = sum(each.refused for each in replays)
 failed = planner.published_runs(role=("known", "held_out"), outcome="out_of_memory")
 caught = sum(bool(planner.reasons_against(*planner.plan_inputs(run))) for run in failed)
 print(f"refused: {refused} of {len(replays)} that fitted, {caught} of {len(failed)} that did not")
-tried = planner.foreseen(planner.layouts_tried())
-print(f"{tried.layouts} layouts that somebody tried: of those that the planner lets run", end=" ")
-print(f"{tried.fitting_ran:.0%} ran; it foresees {tried.foreseen:.0%}", end=" ")
-print(f"of those that ran out of memory, and refuses {tried.refused:.0%} of those that ran")
-assert refused < 0.07 * len(replays) and caught > len(failed) / 2
-assert tried.fitting_ran > 0.85 and tried.foreseen > 0.9 and tried.refused < 0.02
+layouts = planner.layouts_measured("ran")
+for name, rows in {"fitted to": layouts[::2], "others": layouts[1::2]}.items():
+    tried = planner.foreseen(rows)
+    print(f"{tried.layouts} layouts ({name}): of those that may run {tried.fitting_ran:.0%} ran;", end=" ")
+    print(f"{tried.foreseen:.0%} of those out of memory foreseen, {tried.refused:.1%} that ran refused")
+    assert tried.fitting_ran > 0.9 and tried.foreseen > 0.9 and tried.refused < 0.02
+assert refused < 0.03 * len(replays) and caught > len(failed) / 2
 
 # %% [markdown] tags=["deeper"]
-# Published peaks are what the allocator *reserved*, near the limit with all that it has freed and kept. Of the runs
-# that are refused, most are within a few percent of the limit.
+# The 76 other peaks are those of six projects. With FSDP or tensor parallelism they are met within 3 % in the median.
+# In a pipeline a plan is up to 23 % too low for nanotron's code, and up to 25 % too high for Megatron-LM's. With
+# experts one is 39 % too low.
 #
-# The 694 layouts are those of Llama 13B, 30B and 65B on 32 to 256 A100s that [Hagemann et al.
-# 2023](https://arxiv.org/abs/2311.05610) tried; 415 ran out of memory (*recorded*). No constant is fitted to them. The
-# planner of the exam could plan 385 of these and foresaw 66 %: it did not know that uncompiled code keeps more for
-# backward and gathers logits whole, nor that CUDA, NCCL and the allocator keep a reserve. But in four of ten groups of
-# layouts that were tried on the same GPUs, the one that it calls the fastest ran out of memory there. So try the memory
-# first: it takes a minute.
+# The layouts are those of Llama 13B, 30B and 65B on 32 to 256 A100s that [Hagemann et al.
+# 2023](https://arxiv.org/abs/2311.05610) tried; 415 of 694 ran out of memory (*recorded*). One number is fitted to every
+# second one: what a pipeline holds beside, 20 % of activations and buffers. What helped more was to read their code:
+# norms are fused, but SwiGLU is not, and with sequence parallelism each rank keeps what it gathered for a product
+# whole, as PyTorch's own tensor parallelism does; Megatron-LM gathers it again. And a card "of 80 GB" has 85.
+#
+# Of the runs that are refused three are Llama 3's, of which we do not know how they saved memory. Try the memory of
+# your layout first: it takes a minute.
+
+# %% [markdown] tags=["deeper"]
+# How much is a plan with **experts** worth? NVIDIA's pages have 79 runs of Megatron Bridge with experts and 30 without.
+
+# %% tags=["deeper"]
+rates = planner.layouts_measured("tokens/s")
+experts = [row for row in rates if row.model.experts]
+late = [row for row in experts if row.where[:5] in ("26.06", "26.08")]
+early = [row for row in experts if row not in late]
+dense = [row for row in rates if not row.model.experts]
+groups = {"dense": dense, "experts": experts, "before 26.06": early, "since": late}
+for name, rows in groups.items():
+    each = planner.score(rows)
+    print(f"{name:13}{each.runs:3} runs, median error {each.median:4.0%}, bias {each.bias:+4.0%},", end="")
+    print(f" best constant guess {each.guess:.0%}")
+for row in experts:
+    if row.model.name.startswith("Qwen3 30B") and row.cluster.gpu == "gb200":
+        print(f"{row.where:16}{row.value:7,.0f} tokens/s published, {row.error:+.0%} planned")
+assert planner.score(dense).median < 0.05 < planner.score(experts).guess
+assert planner.score(experts).median > planner.score(experts).guess
+
+# %% [markdown] tags=["deeper"]
+# Dense models come out within 3 % (one constant, Blackwell's, is fitted to half of them), but with experts **one share
+# of the peak, chosen afterwards, is nearer than the plan**. The reason is not one term that is missing: Qwen3 30B on the same eight GB200s went from 22,775 to 40,960
+# tokens/s between the releases 25.09 and 26.06, while Llama 3 405B on 256 stayed within 11 %. So a plan for experts
+# says what tuned software may reach, and the next release may differ by a factor.
 
 # %% [markdown] tags=["deeper"]
 # ## 18. Your cluster, measured · deeper

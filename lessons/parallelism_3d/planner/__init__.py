@@ -8,8 +8,8 @@ is counted in sequences.
 What is modelled (`rates`, `messages`, `step_time`, `held`): matrix products by shape; attention by kernel and length;
 element-wise operations by the bytes they pass; kernels that start no faster than Python starts them; collectives by
 size, ranks and links; what hides behind computing, which it slows; the bubble; the optimizer; the loss. What is not:
-input, failures, an allocator short of memory, congestion, slow nodes, software that does not do what the hardware
-allows. Two shares are fitted, to five runs (`FITTED`); the others are measurements of others.
+input, failures, congestion, slow nodes, software that does not do what the hardware allows. Fitted are two shares to
+five runs (`FITTED`), Blackwell's, and what a pipeline holds beside (`tried`); the others are measurements of others.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .published import published_runs
 from .rates import CONSTANTS, StepTimeConstants, attention_rate, best_product, product_seconds
 from .searches import Search, place, search
 from .step_time import StepModel
-from .tried import foreseen, layouts_measured, layouts_tried
+from .tried import foreseen, layouts_measured
 
 __all__ = [
     "CLUSTERS", "CONSTANTS", "FITTED", "PARTS", "RECOMPUTE", "GpuCluster", "Layout", "Measured",
     "Plan", "Replayed", "Search", "attention_rate", "best_product", "broken_rules", "cluster", "fit", "fitted_runs",
-    "foreseen", "layouts_measured", "layouts_tried", "mesh_groups", "own_cluster", "place", "plan", "plan_inputs",
+    "foreseen", "layouts_measured", "mesh_groups", "own_cluster", "place", "plan", "plan_inputs",
     "product_seconds", "published_runs", "reasons_against", "replay", "score", "scores", "search", "traffic",
 ]
 
@@ -53,8 +53,7 @@ def reasons_against(model: TransformerConfig, cluster: GpuCluster, layout: Layou
 
     Each says in brackets what kind of reason it is: impossible, this planner's convention, or a rule of Megatron-LM
     that other software does not have (Llama 3's and PyTorch's schedules interleave any number of micro-batches).
-    Memory is looked at only if all else is well: what the program asks for and `reserve` have to be less than the data
-    sheet's. A card has some more: an "80 GB" H100 reports 85.5 GB (https://thundergolfer.com/blog/nvidia-gpu-memory-capacity).
+    Memory is looked at only if all else is well: what is counted and `reserve` have to be less than CUDA reports.
     """
     found = [text for _, text in broken_rules(model, cluster, layout, batch)]
     if not found:

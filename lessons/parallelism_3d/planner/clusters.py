@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from course_utils import costs, topology
 from course_utils.hardware import GPU, GPUS, LINKS
 
-#: Bytes that CUDA reports for each byte of a GPU's name: 150.1e9 for the 141 GB of an H200 (`recorded.gpu_check`); the
-#: 80 GB of A100 and H100 are 79.1 GiB in PyTorch's messages, their 85.5e9 less what the driver holds.
+#: Bytes that CUDA reports for each byte of a GPU's name: 150.1e9 for the 141 GB of an H200 (`recorded.gpu_check`),
+#: 79.1 GiB for the 80 GB of an A100 (its message at https://github.com/lianqi1008/Control-GIC/issues/6).
 USABLE = 1.06
 
 
@@ -55,15 +54,11 @@ class GpuCluster:
         return min(1.0, self.power ** (1 / 3))
 
 
-#: Name -> the reference machine of `topology` and the GPU of `hardware`.
-CLUSTERS: Mapping[str, tuple[str, str]] = {
-    "DGX A100": ("dgx a100", "a100"), "DGX H100": ("dgx h100", "h100"), "DGX H200": ("dgx h200", "h200"),
-    "DGX B200": ("", "b200"), "GB200 NVL72": ("", "gb200"),
+#: Name -> key of `hardware.GPUS`, GPUs of a node or NVLink domain, bits per second of a GPU's port (NVIDIA's guides).
+CLUSTERS: Mapping[str, tuple[str, int, float]] = {
+    "DGX A100": ("a100", 8, 200e9), "DGX H100": ("h100", 8, 400e9), "DGX H200": ("h200", 8, 400e9),
+    "DGX B200": ("b200", 8, 400e9), "GB200 NVL72": ("gb200", 72, 400e9),
 }
-#: GPUs of a node, or of an NVLink domain, and bits per second of each GPU's port, of machines that `topology` does not
-#: draw as one node (NVIDIA, DGX B200 and DGX GB200 User Guides: eight, and four a tray, ports of 400 Gb/s).
-_OTHERS: Mapping[str, tuple[int, float]] = {"DGX B200": (8, 400e9), "GB200 NVL72": (72, 400e9)}
-
 #: Seconds of a hop between nodes and share of the port that collectives reach, where they are not InfiniBand's. EFA: an
 #: all-reduce over four nodes of B200 takes 48 to 150 us, 77 in the median, for each of 6 hops beside its bytes at 0.74
 #: of the port, from 16 MiB to 4 GiB (Bekman, ml-engineering, network/README.md).
@@ -72,19 +67,15 @@ _FABRICS: Mapping[str, tuple[float | None, float]] = {"infiniband": (None, 1.0),
 
 @cache
 def cluster(name: str, gpus: int) -> GpuCluster:
-    """Return `gpus` GPUs in nodes of the kind `name`, one of `CLUSTERS`; links as `topology` joins two such nodes.
+    """Return `gpus` GPUs in nodes of the kind `name`, one of `CLUSTERS`.
 
     An NVL72 is one node of 72 GPUs; a job on more than one takes as many of each as divide its GPUs.
     """
     if name not in CLUSTERS:
         raise ValueError(f"a cluster is one of {', '.join(CLUSTERS)}, got {name!r}")
-    machine, gpu = CLUSTERS[name]
-    if name in _OTHERS:
-        domain, port = _OTHERS[name]
-        used = max(n for n in range(1, domain + 1) if gpus % n == 0) if gpus > domain > 8 else domain
-        return own_cluster(gpu, gpus, per_node=used, network=port)
-    pair = costs.cluster_of(topology.cluster(machine, 2))
-    return GpuCluster(gpu, gpus, pair.per_node, pair.intra, pair.inter)
+    gpu, domain, port = CLUSTERS[name]
+    used = max(n for n in range(1, domain + 1) if gpus % n == 0) if gpus > domain > 8 else domain
+    return own_cluster(gpu, gpus, per_node=used, network=port)
 
 
 def own_cluster(

@@ -15,7 +15,8 @@ from .layout import Layout, chunks, kv_on_rank
 CONTEXT, GROUP = 0.6e9, 0.4e9
 #: What is held beside activations and buffers, as a share of them, without a pipeline and with one, whose micro-batches
 #: come and go at different times. Without: FSDP of torchtitan reserves 2 % more than is counted, in the median. With:
-#: fitted to every second layout of `tried.layouts_tried`; nanotron's stages allocate 11 to 20 % more than is counted.
+#: fitted to every second layout that "ran" or did not (`tried`); nanotron's stages allocate 11 to 20 % more than is
+#: counted.
 FRAGMENTS = {False: 0.02, True: 0.2}
 
 
