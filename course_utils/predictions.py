@@ -37,8 +37,10 @@ class Prediction:
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
+        from .draw.controls import view
+
         words = f"Your prediction: {self._asked()}."  # for a reader without a kernel
-        display(self.field()._repr_mimebundle_() | {"text/plain": words}, raw=True)
+        display(view(self.field()) | {"text/plain": words}, raw=True)
 
     def _asked(self) -> str:
         """What is asked for, in words."""

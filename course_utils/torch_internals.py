@@ -29,6 +29,10 @@ __all__ = [
 
 WRITTEN_FOR = "2.13"
 
+if not hasattr(torch.distributed, "all_gather_single"):  # before 2.13, as in hosted notebooks
+    torch.distributed.all_gather_single = torch.distributed.all_gather_into_tensor
+    torch.distributed.reduce_scatter_single = torch.distributed.reduce_scatter_tensor
+
 #: The file of the functions that learners call, to tell its frames from others.
 C10D_FILE = c10d.__file__
 

@@ -12,6 +12,12 @@ from typing import Any
 import ipywidgets as widgets
 
 
+def view(widget: widgets.Widget) -> dict[str, dict[str, Any]]:
+    """What a notebook needs to show a widget; ipywidgets 7 and 8 have no method for it in common."""
+    shown = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    return {"application/vnd.jupyter.widget-view+json": shown}
+
+
 def _control(kind: type, label: str, width: int, **given: Any) -> Any:
     """Give the label its room, at least that of short ones so that rows align, and the control `width` pixels."""
     room = max(80, 8 * len(label))

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
+from .controls import view
 from .style import png, png_width
 
 TO_USE = "Run this cell to use the controls."
@@ -98,9 +99,11 @@ class Explorer(widgets.VBox):
         finally:
             self._adapting = False
 
+    _ipython_display_ = None  # of ipywidgets 7, which would show no picture
+
     def _repr_mimebundle_(self, **kwargs: object) -> tuple[dict[str, object], dict[str, dict[str, int]]]:
         """What IPython shows; viewers that know no widgets take the image, which says what to do."""
         image = headed(self.picture.figure, TO_USE)
         encoded = base64.b64encode(image).decode()
-        data = {**super()._repr_mimebundle_(**kwargs), "text/plain": TO_USE, "image/png": encoded}
+        data = {**view(self), "text/plain": TO_USE, "image/png": encoded}
         return data, {"image/png": {"width": png_width(image)}}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import torch
 from matplotlib.figure import Figure
 
 from course_utils.costs import COLLECTIVES
@@ -15,6 +15,9 @@ from course_utils.ranks import WorkerError, launch
 
 from .collective_algorithms import Message, result_slots, schedule, trace
 from .figures import step_picture
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["collective_stepper"]
 
@@ -83,11 +86,13 @@ def collective_stepper(world_size: int = 4) -> Explorer:
     boxes = {f"rank{rank}": text(f"rank {rank}", digits[rank]) for rank in range(n)}
 
     @lru_cache(maxsize=1)
-    def snapshots(name: str, inputs: tuple[str, ...]) -> torch.Tensor:
+    def snapshots(name: str, inputs: tuple[str, ...]) -> Tensor:
         """What ranks hold after each step, sent for real: rank, step, slot, (value, mask)."""
+        import torch
+
         numbers = [_parse(rank, words, n) for rank, words in enumerate(inputs)]
         try:
-            return torch.stack(launch(trace, name, numbers, None, world_size=n, timeout=20))
+            return torch.stack(launch(trace, name, numbers, None, world_size=n, timeout=60))
         except WorkerError as error:
             raise ValueError(str(error)) from None
 

@@ -8,8 +8,10 @@ import operator
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["BLOCK_FORMATS", "BlockFormat", "FORMATS", "Format", "Stored", "in_fp8", "read_number", "store"]
 
@@ -23,7 +25,7 @@ class Format:
     name: str
     exponent: int
     fraction: int
-    dtype: torch.dtype | None
+    dtype: str | None  # its name in torch
 
     @property
     def width(self) -> int:
@@ -35,8 +37,8 @@ class Format:
 
     @property
     def largest(self) -> float:
-        """The largest finite number."""
-        return (2 - 2.0**-self.fraction) * 2.0**self.bias if self.dtype is None else torch.finfo(self.dtype).max
+        """The largest finite number; e4m3fn, which has no infinity, goes on to 448."""
+        return 448.0 if self.dtype == "float8_e4m3fn" else (2 - 2.0**-self.fraction) * 2.0**self.bias
 
     @property
     def lowest_power(self) -> int:
@@ -45,32 +47,37 @@ class Format:
 
 
 FORMATS = (
-    Format("fp32", 8, 23, torch.float32),
+    Format("fp32", 8, 23, "float32"),
     Format("tf32", 8, 10, None),
-    Format("bf16", 8, 7, torch.bfloat16),
-    Format("fp16", 5, 10, torch.float16),
-    Format("fp8 e5m2", 5, 2, torch.float8_e5m2),
-    Format("fp8 e4m3", 4, 3, torch.float8_e4m3fn),
+    Format("bf16", 8, 7, "bfloat16"),
+    Format("fp16", 5, 10, "float16"),
+    Format("fp8 e5m2", 5, 2, "float8_e5m2"),
+    Format("fp8 e4m3", 4, 3, "float8_e4m3fn"),
 )
 
 
 #: Magnitudes that e2m1, the element of fp4, can hold.
-_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP8_LARGEST = FORMATS[-1].largest
 
 
 def in_fp8(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
     """What e4m3 keeps of x divided by `scale`, which is kept beside it; values that are too large saturate."""
+    import torch
+
     return (x / scale).clamp(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).float() * scale
 
 
 def _in_fp4(x: torch.Tensor) -> torch.Tensor:
     """Round to the nearest number of e2m1; ties go to the one with an even last bit; too large ones become 6."""
-    half_way = (_FP4[:-1] + _FP4[1:]) / 2
+    import torch
+
+    known = torch.tensor(_FP4)
+    half_way = (known[:-1] + known[1:]) / 2
     size = x.abs()
     index = torch.bucketize(size, half_way, right=True)  # a tie goes up
     down = (size == half_way[(index - 1).clamp(min=0)]) & (index % 2 == 1)
-    return _FP4[index - down.long()].copysign(x)
+    return known[index - down.long()].copysign(x)
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,8 @@ class BlockFormat:
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         """What the format keeps of x, in float32, of the same shape. Raises ValueError if blocks do not fill a row."""
+        import torch
+
         if x.shape[-1] % self.block:
             raise ValueError(f"rows must be a multiple of {self.block} elements for {self.name}, got {x.shape[-1]}")
         rows = x.float().reshape(-1, self.block)
@@ -136,13 +145,15 @@ class Stored:
 
 def _encode(value: float, form: Format) -> tuple[str, float]:
     """Return bits and value of `value` in `form`. tf32 adds half a unit of its last place, then drops 13 bits."""
+    import torch
+
     single = torch.tensor([value], dtype=torch.float64).float()
     if form.dtype is None:
         pattern = single.view(torch.int32)
         kept = single if math.isnan(value) else (pattern + 0x1000 & -0x2000).view(torch.float32)
         return f"{kept.view(torch.int32).item() >> 13 & 0x7FFFF:019b}", kept.item()
-    kept = single.to(form.dtype)
-    pattern = kept.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[form.dtype.itemsize]).item()
+    kept = single.to(getattr(torch, form.dtype))
+    pattern = kept.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[kept.dtype.itemsize]).item()
     return f"{pattern & (1 << form.width) - 1:0{form.width}b}", kept.item()
 
 

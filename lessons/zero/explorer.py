@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from course_utils import memory, models
+from course_utils import memory, transformer
 from course_utils.draw.bars import PART_COLORS, draw_bars, end_to_end, write_behind
 from course_utils.draw.charts import byte_axis
 from course_utils.draw.controls import checkbox, choice, integer, slider
@@ -19,7 +19,7 @@ from course_utils.hardware import GPU, GPUS
 from course_utils.units import decimal_bytes
 
 _OWN = "own shape"
-_GPTS = [name for name, config in models.PUBLISHED.items() if not config.gated]  # Llama's layers are others
+_GPTS = [name for name, config in transformer.PUBLISHED.items() if not config.gated]  # Llama's layers are others
 _STAGES = ((0, "0: DDP"), (1, "1: ZeRO-1"), (2, "2: ZeRO-2"), (3, "3: ZeRO-3, FSDP"))
 _RANKS = tuple(2**k for k in range(13))
 _LENGTHS = tuple(2**k for k in range(7, 18))
@@ -68,7 +68,7 @@ def _tell(verdicts: list[Verdict], free: float) -> str:
     return " ".join(told if groups["fits"] else ["<b>Fits on none of these GPUs.</b>", *told])
 
 
-def _changes(config: models.TransformerConfig, run: dict, gpu: GPU, free: float) -> list[str]:
+def _changes(config: transformer.TransformerConfig, run: dict, gpu: GPU, free: float) -> list[str]:
     """Return what, changed alone, makes a run fit on `gpu`: of each control the nearest value that does."""
     tried = {
         "checkpointing": [("checkpointing", {"config": replace(config, checkpoint=True)})],
@@ -87,7 +87,7 @@ def _changes(config: models.TransformerConfig, run: dict, gpu: GPU, free: float)
     return [name for name in nearest if name]
 
 
-def _advise(verdicts: list[Verdict], config: models.TransformerConfig, run: dict, free: float) -> str:
+def _advise(verdicts: list[Verdict], config: transformer.TransformerConfig, run: dict, free: float) -> str:
     """Return what would help on the largest GPU on which the run does not fit with room, in words."""
     short = [verdict.gpu for verdict in verdicts if verdict.reason != "fits"]
     if not short:
@@ -136,11 +136,11 @@ def _draw(need: memory.Memory, verdicts: list[Verdict], free: float, title: str)
     return figure
 
 
-def _config(model: str, shape: dict[str, int], length: int, checkpoint: bool) -> models.TransformerConfig:
+def _config(model: str, shape: dict[str, int], length: int, checkpoint: bool) -> transformer.TransformerConfig:
     """Return the shape of a published model, or the user's own, which has as many positions as the sequence is long."""
     if model == _OWN:
-        return models.TransformerConfig(**shape, context=length, checkpoint=checkpoint)
-    config = models.PUBLISHED[model]
+        return transformer.TransformerConfig(**shape, context=length, checkpoint=checkpoint)
+    config = transformer.PUBLISHED[model]
     if length > config.context:
         raise ValueError(
             f"{model} has {config.context:,} positions, no {length:,}; choose a shorter sequence, "
@@ -149,7 +149,7 @@ def _config(model: str, shape: dict[str, int], length: int, checkpoint: bool) ->
     return replace(config, checkpoint=checkpoint)
 
 
-def _title(model: str, config: models.TransformerConfig, run: dict) -> str:
+def _title(model: str, config: transformer.TransformerConfig, run: dict) -> str:
     count, ranks = config.parameter_count, run["ranks"]
     many = f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
     own = f" ({config.layers} x {config.hidden}, {config.heads} heads)" if model == _OWN else ""
@@ -190,7 +190,7 @@ def memory_calculator() -> Explorer:
     shape = {name: integer(name, 1) for name in _SHAPE}
 
     def adapt(changed: str | None) -> None:
-        published = models.PUBLISHED.get(model.value)
+        published = transformer.PUBLISHED.get(model.value)
         for name, field in shape.items():
             field.disabled = published is not None
             if published:
