@@ -16,11 +16,14 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from .ranks import Status, tells_place
+from .recordings import real_or_recorded
 
 __all__ = [
     "ROOT", "SCRIPTS", "TEXT", "as_program", "examine", "excerpt", "folded", "read_log", "run_program", "torchrun",
@@ -236,11 +239,19 @@ def _end(agent: subprocess.Popen) -> None:
 def examine(pid: int, timeout: float = 30) -> str:
     """What ``scripts/where.py`` says of a job, once two looks one after the other say the same, without the PIDs.
 
+    It needs Linux; elsewhere this says so, and returns what it said of the job of lesson 14.
+
     Raises
     ------
     RuntimeError
         If it fails, or every look differs from the last one for `timeout` seconds.
     """
+    there, made_with = sys.platform == "linux", f"torch {version('torch').partition('+')[0]} on Linux"
+    available = there, made_with if there else "where.py needs Linux."
+    return real_or_recorded("where", partial(_examine, pid, timeout), available)
+
+
+def _examine(pid: int, timeout: float) -> str:
     command = [sys.executable, str(SCRIPTS / "where.py"), "--pause=1", str(pid)]
     said, end = "", time.monotonic() + timeout
     while time.monotonic() < end:
