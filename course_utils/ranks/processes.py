@@ -103,6 +103,7 @@ def start_server() -> None:
             atexit.register(lambda folder: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True), _folder)
         extra = {"COURSE_UTILS_FOLDER": _folder, "OMP_NUM_THREADS": "1"}
         extra["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+        extra["OBJC_DISABLE_INITIALIZE_FORK_SAFETY"] = "YES"  # macOS may else end what is forked after an import
         slow = [name for name in SLOW if name in sys.modules]
         first, last = (f"{__package__}.{name}" for name in ("uncollected", "worker"))
         with _quiet_start(), internals.replaced(os.environ, extra), internals.started_by(_spawn_apart, _folder):

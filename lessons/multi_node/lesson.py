@@ -81,7 +81,7 @@ link = "100mbit"  # rate of the cable between the hosts, in each direction
 
 # %%
 emulated, sentence = hosts_available()
-print("The hosts are emulated." if emulated else sentence)
+print("The hosts are emulated." if emulated else "There is one host only.")
 
 
 def place():

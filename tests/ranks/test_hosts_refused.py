@@ -89,7 +89,7 @@ def test_a_fault_that_cannot_be_made_is_refused(unavailable):
 @pytest.mark.parametrize(("settings", "files", "said"), [
     ({"kernel.apparmor_restrict_unprivileged_userns": "1"}, [],
      "`sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`"),
-    ({}, ["/.dockerenv"], "the way out: start the container with `docker run --privileged`"),
+    ({}, ["/.dockerenv"], "this container may not make the network of emulated hosts"),
 ])
 def test_what_forbids_it_is_named_with_the_way_out(monkeypatch, settings, files, said):
     monkeypatch.setattr(network, "_setting", lambda name: settings.get(name, ""))

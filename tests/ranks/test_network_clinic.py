@@ -169,14 +169,14 @@ def test_the_score_counts_evidence_diagnoses_and_treatments(clinic):
 def test_without_hosts_all_is_recorded_and_says_so_and_the_check_judges_causes(monkeypatch, capsys):
     monkeypatch.setattr(network, "hosts_available", lambda: (False, "this system has no network for hosts"))
     clinic = network.clinic()
-    assert "Recorded, not run here: this system has no network for hosts." in repr(clinic[7].symptom())
+    assert "Recorded, not run here: it needs two hosts." in repr(clinic[7].symptom())
     assert "0 (recorded)" in repr(clinic.symptoms())
     assert "who listens on the port where the ranks meet: node0" in repr(clinic[7].ask("ports"))
     assert "Your evidence 'ports' speaks against it" in clinic[7].diagnose("nobody hosts the store").text
     verdict = clinic[7].treat(environment={"MASTER_ADDR": "node0"})
-    assert not verdict and repr(verdict) == "The treatment was not tried: this system has no network for hosts."
+    assert not verdict and repr(verdict) == "The treatment was not tried: it needs two hosts."
     check.diagnoses_and_cures(lambda: RIGHT)
-    assert "The cures were not tried: this system has no network for hosts." in capsys.readouterr().out
+    assert "The cures were not tried: it needs two hosts." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("hint", "change"), [

@@ -28,7 +28,7 @@ _QUIET = 0.005  # seconds without a byte after which a link counts as quiet
 _DRAIN = 5.0  # seconds to wait for that, at most
 _PATH = os.pathsep.join([os.defpath, "/usr/sbin", "/sbin"])  # where others than root do not look for programs
 _ADMINISTRATORS = {"adm", "admin", "sudo", "wheel"}  # groups
-_DOCKER = "the way out: start the container with `docker run --privileged`"
+_CONTAINERS = ("/.dockerenv", "/run/.containerenv")  # files of Docker, of Podman
 
 
 class HostsError(Exception):
@@ -263,6 +263,8 @@ def _reason(answer: dict[str, Any]) -> str:
     """Why hosts could not be made, in words, from what the process that tried has answered."""
     what = f"{answer['what']}: {answer['error']}"
     if answer["errno"]:  # the system has refused, not a program
+        if "KUBERNETES_SERVICE_HOST" in os.environ or any(map(os.path.exists, _CONTAINERS)):
+            return f"this container may not make the network of emulated hosts ({what}); a Linux machine or WSL may"
         for name, value, cure in (
             ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
             ("kernel.unprivileged_userns_clone", "0", "1"),
@@ -273,8 +275,6 @@ def _reason(answer: dict[str, Any]) -> str:
                     f"this system lets only root make the network of emulated hosts ({name} is {value}); "
                     f"the way out: `sudo sysctl {name}={cure}`, which lasts until the next start"
                 )
-        if any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv"))):
-            return f"this container may not make the network of emulated hosts ({what}); {_DOCKER}"
     return f"this system cannot make the network of emulated hosts ({what})"
 
 
