@@ -40,7 +40,31 @@ COMMON_HINTS = {
         "Try a small case: call the function yourself, with launch if it needs ranks, and print what it "
         "holds before and after each step."
     ),
-    "dtype": "The numbers are right, but their dtype is not the one that the docstring promises.",
+    "float32": (
+        "Only the first digits are right, as if the numbers passed through a smaller dtype such as float32 or "
+        "bfloat16. torch.zeros and torch.empty make float32; new_empty, zeros_like and cat keep the dtype."
+    ),
+    "no-gradient": (
+        "A gradient is missing. Autograd does not see through collectives, detach(), no_grad() or a copy "
+        "without a history."
+    ),
+    "no-broadcast": (
+        "The ranks start with different weights here, as they do after different seeds. Before the first step "
+        "every rank has to take over those of rank 0, frozen ones and buffers too."
+    ),
+    "frozen": (
+        "It is right until a layer is frozen (requires_grad is False): such a layer is not updated, has no "
+        "gradient, needs no hook and costs no bytes."
+    ),
+    "tied": (
+        "It is right until two layers share one parameter, in whose gradient autograd adds up both uses. "
+        "module.parameters() yields it once; a walk over the modules, or "
+        "named_parameters(remove_duplicate=False), yields it twice."
+    ),
+    "dtype": (
+        "The numbers are right, or nearly, but not in the dtype that the docstring promises. Large whole numbers "
+        "lose digits in a float."
+    ),
     "input-changed": (
         "Many calls of torch.distributed write into the tensor that they are given, and so does an "
         "operation like +=. Work on a copy (x.clone()) or a new tensor where the caller's tensor must "

@@ -181,11 +181,12 @@ def exercise(
         room, name = sys.modules[program.__module__], program.__name__
         answers = f"{program.__module__.rpartition('.')[0]}.answers"
         known = [case if isinstance(case, Case) else Case(*case[:2], tuple(case[2:])) for case in cases]
+        solution, remembered = functools.partial(answer_with, answers, name), {}
 
         def judge(fn: Callable, timeout: float = timeout) -> None:
             mistakes, said = room.MISTAKES[name], None
             run = Exercise(title, hints_of(mistakes), timeout, _on_a_rank, options or {}, explained or {})
-            for case in known:
+            for number, case in enumerate(known):
                 results = _run(run, program, fn, case, tolerance)
                 found, said = [result[0] for result in results], results[0][1] if said is None else said
                 rank = min((r for r, one in enumerate(found) if one), key=lambda r: (found[r][0], r), default=None)
@@ -193,8 +194,8 @@ def exercise(
                     place, key, sentence, value = found[rank]
                     same = None
                     if value is not None:
-                        solution = functools.partial(answer_with, answers, name)
-                        same = _diagnosis(run, mistakes, solution, program, case, rank, found[rank], tolerance)
+                        once = functools.partial(_of_a_mistake, run.options, solution, program, case, tolerance, place)
+                        same = _diagnosis(mistakes, once, remembered.setdefault((number, place), {}), rank, found[rank])
                     if same:
                         key = same
                     elif key in explains or case.hint and key.startswith("too-many"):
@@ -205,7 +206,7 @@ def exercise(
         functools.update_wrapper(judge, program, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
         del judge.__wrapped__
         judge = checked(judge)
-        judge.answer = functools.partial(answer_with, answers, name)
+        judge.answer = solution
         return judge
 
     return make
@@ -223,19 +224,25 @@ def _run(
     return [outcome.result for outcome in outcomes]
 
 
-def _diagnosis(
-    run: Exercise, mistakes: Mapping, solution: Callable, program: Callable, case: Case, rank: int, found: tuple,
-    tolerance: float,
-) -> str | None:
-    """The key of the mistake that gives the same wrong value at the same place on this rank."""
+def _of_a_mistake(
+    options: Mapping, solution: Callable, program: Callable, case: Case, tolerance: float, place: int, edit: Any
+) -> list[tuple | None] | None:
+    """What the program finds on each rank in a mistake, up to a place; None if its ranks end in an error or wait."""
+    quiet, same = Exercise("", {}, program=_on_a_rank, options=options), Case(case.ranks, args=case.args)
+    try:
+        return [result[0] for result in _run(quiet, program, solution(edit), same, tolerance, place)]
+    except CheckFailed:
+        return None
+
+
+def _diagnosis(mistakes: Mapping, once: Callable, remembered: dict, rank: int, found: tuple) -> str | None:
+    """The key of the mistake that gives the same wrong value at the same place on this rank; each one runs once."""
     place, hint, _, value = found
     for key, (_, *edits) in mistakes.items():
-        for edit in listed(edits[0]) if edits else []:
-            quiet, same = Exercise("", {}, program=_on_a_rank, options=run.options), Case(case.ranks, args=case.args)
-            try:
-                other = _run(quiet, program, solution(edit), same, tolerance, place)[rank][0]
-            except CheckFailed:
-                continue  # its ranks wait for each other, or end in an error
+        for number, edit in enumerate(listed(edits[0]) if edits else []):
+            if (key, number) not in remembered:
+                remembered[key, number] = once(edit)
+            other = remembered[key, number] and remembered[key, number][rank]
             if other and other[:2] == (place, hint) and other[3][0] == value[0] and alike(value[1], other[3][1]):
                 return key
     return None

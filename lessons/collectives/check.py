@@ -56,8 +56,7 @@ def mean_and_variance(note, answer, more, filled, shift):
         got = answer(x)
     note.talks(ledger, n)
     if n > 1:
-        hub = dict.fromkeys(("reduce", "broadcast", "gather", "scatter"), "hub")
-        note.sent(ledger, {"all_reduce"}, **hub, all_gather="gathers-everything")
+        note.sent(ledger, {"all_reduce"}, other_calls="hub")
     pair = isinstance(got, (tuple, list)) and len(got) == 2
     if not note.holds(pair, "odd", "expected a pair (mean, variance) of scalar tensors."):
         return
@@ -80,12 +79,11 @@ VARIANCE = "squares / count - mean**2"
 MISTAKES["mean_and_variance"] = {
     "empty-shard": ("A rank may hold no numbers at all. The mean of nothing is nan, the sum of nothing is 0.",
             "x.sum(),  ->  x.mean() * len(x),"),
-    "gathers-everything": ("""An all-gather brings the numbers of every rank to every other, and each rank then adds
-        them up by itself. Some quantities can be added on the way.""",
-            f"{REDUCE}  ->  parts = [torch.empty_like(sums) for _ in range(dist.get_world_size())]\n"
-            "dist.all_gather(parts, sums)\nsums = sum(parts)"),
-    "hub": ("""Calls with a root make the link of one rank the bottleneck, and it takes several of them to do what one
-        call without a root does.""", f"{REDUCE}  ->  dist.reduce(sums, dst=0)\ndist.broadcast(sums, src=0)"),
+    "hub": ("""One call without a root is enough, because some quantities can be added on the way. An all-gather brings
+        all numbers to every rank, and calls with a root make the link of one rank the bottleneck.""",
+            [f"{REDUCE}  ->  parts = [torch.empty_like(sums) for _ in range(dist.get_world_size())]\n"
+            "dist.all_gather(parts, sums)\nsums = sum(parts)",
+             f"{REDUCE}  ->  dist.reduce(sums, dst=0)\ndist.broadcast(sums, src=0)"]),
     "two-all-reduces": ("What the later calls add up could have travelled with the first.",
             {SUMS: "torch.stack([x.new_tensor(x.numel()), x.sum()])", "total, squares = sums": "total = sums",
              f"return mean, {VARIANCE}": "squares = ((x - mean) ** 2).sum()\ndist.all_reduce(squares)\n"
@@ -100,10 +98,6 @@ MISTAKES["mean_and_variance"] = {
             f"{VARIANCE}  ->  ({VARIANCE}) * count / (count - 1)"),
     "float32": ("It is right for small numbers and wrong near 3000, where x² needs more digits than float32 has.",
             "x = x.double()  ->  pass"),
-    "too-many-bytes": ("Three float64 numbers take 24 bytes. What else is in the tensor that you reduce?",
-            {SUMS: "torch.stack([torch.ones_like(x), x, x * x])",
-             REDUCE: "sums = torch.cat([sums, sums.new_zeros(3, 100 - len(x))], dim=1)\ndist.all_reduce(sums)\n"
-             "sums = sums.sum(dim=1)"}),
 }
 RIGHT["mean_and_variance"] = {
     "shifted by a constant": {
@@ -178,10 +172,9 @@ MISTAKES["ring_shift"] = {
     "alone": ("Here the way round the ring leads back to the rank itself, and a rank cannot send to itself.",
             "if by % n == 0  ->  if n == 1"),
     "any-tensor": ("""It passed with a table of float32 numbers. Here x has another shape and another dtype, and
-        whatever a rank receives into must have both.""",
-            [f"{RECEIVED}  ->  received = torch.empty(x.shape)",
+        whatever a rank receives into must have both.""", [f"{RECEIVED}  ->  received = torch.empty(x.shape)",
              f"{RECEIVED}  ->  a, b = x.shape\nreceived = x.new_empty(a, b)"]),
-    "value": ("""Does the receive write into a tensor of its own, and has it finished before you return that tensor?""",
+    "value": ("Does the receive write into a tensor of its own, and has it finished before you return that tensor?",
             "return received  ->  return torch.zeros_like(x)"),
 }
 RIGHT["ring_shift"] = {
@@ -231,14 +224,13 @@ def ragged_all_gather(note, answer, rows, columns, odd):
         elsewhere = any(close(part, other) for other in data if len(other))
         note.equal(part, data[i], f"part {i}", "rank-order" if elsewhere else "value")
     if n > 1:
-        used, longest = {entry.op for entry in ledger}, max(t.nbytes for t in data)
+        longest = max(t.nbytes for t in data)
         pickles = any(entry.dtype == "uint8" for entry in ledger)
         most = bytes_sent("all_reduce", n, 8 * n) + bytes_sent("all_gather", n, n * longest)
         note.sent(
             ledger, {"all_gather", "all_to_all", "all_reduce"}, calls=2, carried=8 * n + n * longest,
-            sent=((n - 1) * data[rank].nbytes, most), gather="hub",
-            broadcast="hub" if used & {"send", "recv"} else "one-call-per-rank", send="messages", recv="messages",
-            too_many_calls="more-than-two", too_many_bytes="object" if pickles else "too-many-bytes",
+            sent=((n - 1) * data[rank].nbytes, most), other_calls="more-than-two", too_many_calls="more-than-two",
+            too_many_bytes="object" if pickles else "too-many-bytes",
         )
     kept(note, x, data[rank])
 
@@ -262,33 +254,26 @@ MISTAKES["ragged_all_gather"] = {
     "rank-order": ("This part belongs to another rank: part i has to come from rank i, on every rank.",
             {"return [part": "rank = dist.get_rank()\nparts = [part",
              "strict=True)]": "strict=True)]\nreturn [*parts[rank:], *parts[:rank]]"}),
-    "hub": ("""Collecting everything on one rank makes its link the bottleneck. An all-gather lets all links work at
-        once.""", f"{LONGEST}  ->  {UNPADDED}if rank:\n    dist.send(x, 0)\nelse:\n    for r in others:\n"
-            "        dist.recv(parts[r], r)\ndist.broadcast(everything, src=0)\nreturn parts"),
-    "one-call-per-rank": ("""Broadcasts follow one another: one for each rank costs N times the latency of a single
-        call.""", f"{LONGEST}  ->  {UNPADDED}for source, part in enumerate(parts):\n"
-            "    dist.broadcast(part, src=source)\nreturn parts"),
-    "messages": ("Messages from rank to rank each pay a latency. Two collectives are enough.",
-            f"{LONGEST}  ->  {UNPADDED}for request in [dist.isend(x, r) for r in others] + "
-            "[dist.irecv(parts[r], r) for r in others]:\n    request.wait()\nreturn parts"),
     "object": ("""Calls for objects turn tensors into pickles. That takes more bytes and, on GPUs, a detour through the
-        CPU.""", f"{START}  ->  parts = [None] * dist.get_world_size()\ndist.all_gather_object(parts, x)\n"
+        CPU.""",
+            f"{START}  ->  parts = [None] * dist.get_world_size()\ndist.all_gather_object(parts, x)\n"
             f"return parts\n{START}"),
-    "more-than-two": ("""One collective for the lengths and one for the rows are enough. What else can you read off the
-        lengths?""", f"{LONGEST}  ->  longest = torch.tensor(rows)\ndist.all_reduce(longest, op=dist.ReduceOp.MAX)"),
-    "uneven": ("""Some ranks hold fewer rows here than others, or none at all. gloo's all_gather wants equal shapes.""",
+    "more-than-two": ("""One collective for the lengths and one for the rows are enough. Each further call or message
+        pays a latency, and collecting everything on one rank makes its link the bottleneck.""",
+            [f"{LONGEST}  ->  {UNPADDED}for source, part in enumerate(parts):\n"
+            "    dist.broadcast(part, src=source)\nreturn parts",
+             f"{LONGEST}  ->  {UNPADDED}for request in [dist.isend(x, r) for r in others] + "
+             "[dist.irecv(parts[r], r) for r in others]:\n    request.wait()\nreturn parts",
+             f"{LONGEST}  ->  longest = torch.tensor(rows)\ndist.all_reduce(longest, op=dist.ReduceOp.MAX)"]),
+    "uneven": ("Some ranks hold fewer rows here than others, or none at all. gloo's all_gather wants equal shapes.",
             f"{START}  ->  {START}\nparts = [torch.empty_like(x) for _ in range(n)]\ndist.all_gather(parts, x)\n"
             "return parts"),
     "padding-guessed": ("""A row may hold any numbers, even zeros or nan. Nothing in a row tells whether it is padding;
-        only the number of rows does.""",
-            [f"{CUT_ROWS}  ->  return [part[part.any(dim=1)] for part in parts]",
+        only the number of rows does.""", [f"{CUT_ROWS}  ->  return [part[part.any(dim=1)] for part in parts]",
              {"x.new_zeros(longest, d)": "x.new_full((longest, d), torch.nan)",
               CUT_ROWS: "return [part[~part.isnan().any(dim=1)] for part in parts]"}]),
     "many-rows": ("""It is right for a few rows. Does the dtype in which you keep the numbers of rows have room for
-        every one of them?""",
-            {"torch.int64": "torch.uint8", "([rows], device=x.device)": "([rows]).to(torch.uint8)"}),
-    "too-many-bytes": ("""The rows of each rank should reach every rank once, padded to the longest at most. More than
-        that is sent here.""", f"{LONGEST}  ->  longest = 400"),
+        every one of them?""", {"torch.int64": "torch.uint8", "([rows], device=x.device)": "([rows]).to(torch.uint8)"}),
 }
 RIGHT["ragged_all_gather"] = {
     "rows by an all-to-all of uneven parts": f"{LONGEST}  ->  {UNPADDED}"
@@ -305,8 +290,8 @@ RIGHT["ragged_all_gather"] = {
 MISTAKES["gradient_all_reduce_seconds"] = {
     "gigabits": ("Gb stands for gigabits, GB for gigabytes.", ["1e9 / 8  ->  1e9", "1e9 / 8  ->  1e9 * 8"]),
     "gibi": ("Link speeds count in powers of ten: 1 Gb = 10⁹ bits.", "1e9  ->  2**30"),
-    "no-factor": ("""S / bandwidth is the time to send the tensor once. In a ring each rank sends a different
-        amount.""", "2 * (ranks - 1) / ranks  ->  1"),
+    "no-factor": ("S / bandwidth is the time to send the tensor once. In a ring each rank sends a different amount.",
+            "2 * (ranks - 1) / ranks  ->  1"),
     "limit": ("""2·S is what each rank of a ring sends in the limit of very many ranks. With N ranks it is a little
         less: how much?""", "2 * (ranks - 1) / ranks  ->  2"),
     "half": ("That is the reduce-scatter alone. The all-gather takes as long again.",
@@ -331,8 +316,8 @@ MISTAKES["bandwidths"] = {
             "get(op, share)  ->  get('broadcast')"),
 }
 MISTAKES["all_gather_seconds"] = {
-    "directions": ("""The figure on the data sheet adds up both directions. What a rank receives comes in through one
-        of them.""", "both_directions / 2  ->  both_directions"),
+    "directions": ("""The figure on the data sheet adds up both directions. What a rank receives comes in through one of
+        them.""", "both_directions / 2  ->  both_directions"),
     "shard": ("The argument shard is what one rank holds. S, the size of the whole output, is N times that.",
             ["(ranks - 1)  ->  (ranks - 1) / ranks",
              {"(ranks - 1)": "(ranks - 1) / ranks", "both_directions / 2": "both_directions"}]),

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from course_utils import record
-from course_utils.check import Case, close, exercise, show, whole_numbers
+from course_utils.check import COMMON_HINTS, Case, close, exercise, show, whole_numbers
 from course_utils.check.training import average, gradients_of, trained_parameters, weights_of
 
 from . import answers
@@ -155,12 +155,9 @@ def replicas(note: Any, answer: Callable, kind: str, *cap: int) -> list[tuple]:
             optimizer.step()
     note.talks(everything, n)
     weights = weights_of(root)
-    wrong = [name for name, weight in weights.items() if not torch.equal(start[name], weight)]
-    frozen = wrong and all(name.startswith("frozen") for name in wrong)
-    key = "frozen-broadcast" if frozen else "no-broadcast"
-    note.equal(start, weights, "before the first step the weight", key)
-    note.equal(scale, root.scale, "the buffer `scale`", "buffers")
-    note.holds(kept, "replaced", "some parameters are not those that the module had.")
+    note.equal(start, weights, "before the first step the weight", "no-broadcast")
+    note.equal(scale, root.scale, "the buffer `scale`", "no-broadcast")
+    note.holds(kept, "value", "the module has other parameters than before; write into those that it had.")
     for step, mean in enumerate(in_one_process(n, kind)):
         near = all(close(gradients[step][name], right) for name, right in mean.items())
         key = "float32" if near else "leftover" if step else "value"
@@ -177,9 +174,8 @@ def right_buckets(note: Any, ledger: Any, trained: list, cap: int) -> None:
     """No more messages than buckets, and no larger ones."""
     right_bytes(note, ledger, trained)
     enough = max(len(answers.in_buckets(order, cap)) for order in (trained, trained[::-1]))
-    alone = ledger.count("all_reduce") == len(trained)
     note.sent(ledger, calls=enough, largest=max(cap, *(p.nbytes for p in trained)),
-              too_many_calls="one-per-parameter" if alone else "too-many-messages")
+              too_many_calls="buckets", too_large="buckets")
 
 
 @exercise("Exercise 1", cases=MODELS, explains=("leftover",),
@@ -190,32 +186,8 @@ def data_parallel(note, answer, kind):
         right_bytes(note, ledger, trained)
 
 
-STARTS = {  # hints and edits of how ranks start
-    "no-broadcast": ("""The ranks start with different weights here, as they do after different seeds. Before the first
-        step every rank has to take over those of rank 0.""", "dist.broadcast(tensor.detach(), src=0)  ->  pass"),
-    "buffers": ("""The weights are those of rank 0, but the buffers are not. Running statistics and tables are part of
-        the model too.""", "(*module.parameters(), *module.buffers())  ->  module.parameters()"),
-    "frozen-broadcast": ("""A frozen layer has no gradient, but it has weights, and they differ between the ranks.
-        Broadcast all parameters, not only the trained ones.""",
-            "(*module.parameters(),  ->  (*(p for p in module.parameters() if p.requires_grad),"),
-    "replaced": ("""The module has other parameters than before: shared ones come apart, and an optimizer goes on with
-        the old ones. Write into a parameter instead of putting another in its place.""",
-            "for tensor in (  ->  for layer in module.modules():\n"
-            "    for name, p in list(layer.named_parameters(recurse=False)):\n"
-            "        setattr(layer, name, nn.Parameter(p.detach(), p.requires_grad))\nfor tensor in ("),
-}
 SHARED = {  # hints of all three
-    "sum": "all_reduce sums. Divide by the number of ranks, once.",
-    "divided-twice": "The gradient is too small by a factor of N: it is divided by the number of ranks twice.",
-    "own-gradient": """This rank still has its own gradient: it was not averaged, or the mean was not written back into
-        p.grad.""",
     "leftover": "The first step is right, but a later one is not. What does the function keep from one to the next?",
-    "float32": """It is right, but not to all the digits of float64: somewhere the gradients pass through a smaller
-        dtype such as float32. new_empty, zeros_like and cat keep the dtype.""",
-    "frozen": "A frozen layer (requires_grad is False) has no gradient, needs no hook and should cost no bytes.",
-    "tied": """It is right until two layers share one parameter. module.parameters() yields it once; a walk over the
-        modules, or named_parameters(remove_duplicate=False), yields it twice, so that it is averaged, counted or hooked
-        twice.""",
     "unused": """It is right until a rank has no gradient for a parameter. The other ranks wait for that rank all the
         same: let it send zeros and take over the mean as well, or its weights drift away.""",
 }
@@ -224,19 +196,24 @@ SUMMED = "dist.all_reduce(p.grad)"
 AVERAGED = f"{SUMMED}\n                {DIVIDED}"
 ZEROS = "p.grad = torch.zeros_like(p)"
 
-MISTAKES["data_parallel"] = STARTS | {
-    "tied": (SHARED["tied"], ["for p in module.parameters():  ->  "
+MISTAKES["data_parallel"] = {
+    "no-broadcast": (COMMON_HINTS["no-broadcast"],
+            ["dist.broadcast(tensor.detach(), src=0)  ->  pass",
+             "(*module.parameters(), *module.buffers())  ->  module.parameters()",
+             "(*module.parameters(),  ->  (*(p for p in module.parameters() if p.requires_grad),"]),
+    "tied": (COMMON_HINTS["tied"], ["for p in module.parameters():  ->  "
              "for _, p in module.named_parameters(remove_duplicate=False):",
              f"{DIVIDED}  ->  for _, q in module.named_parameters(remove_duplicate=False):\n"
              "    p.grad /= dist.get_world_size() ** (p is q)"]),
-    "sum": (SHARED["sum"], f"{DIVIDED}  ->  pass"),
-    "divided-twice": (SHARED["divided-twice"], f"{DIVIDED}  ->  {DIVIDED} ** 2"),
-    "own-gradient": (SHARED["own-gradient"], "return finish  ->  return lambda: None"),
+    "sum": ("all_reduce sums. Divide by the number of ranks, once.", f"{DIVIDED}  ->  pass"),
+    "divided-twice": ("The gradient is too small by a factor of N: it is divided by the number of ranks twice.",
+            f"{DIVIDED}  ->  {DIVIDED} ** 2"),
+    "own-gradient": ("""This rank still has its own gradient: it was not averaged, or the mean was not written back into
+        p.grad.""", "return finish  ->  return lambda: None"),
     "leftover": (SHARED["leftover"], "def finish():  ->  "
                  "done = []\n\ndef finish():\n    if done:\n        return\n    done.append(True)"),
-    "float32": (SHARED["float32"], {SUMMED: "g = p.grad.float()\ndist.all_reduce(g)\np.grad = g.double()"}),
-    "frozen": (SHARED["frozen"], ["if p.requires_grad:  ->  if True:", {
-        "if p.requires_grad:": "if True:", "if p.grad is None:": "if p.grad is None and p.requires_grad:"}]),
+    "frozen": (COMMON_HINTS["frozen"], {
+        "if p.requires_grad:": "if True:", "if p.grad is None:": "if p.grad is None and p.requires_grad:"}),
     "unused": (SHARED["unused"], [f"{ZEROS}  ->  dist.all_reduce(torch.zeros_like(p))\ncontinue",
                                   f"{ZEROS}  ->  continue"]),
 }
@@ -266,24 +243,15 @@ def bucketed(note, answer, kind, cap):
 TRAINED = "[p for p in module.parameters() if p.requires_grad]"
 REDUCED = "[end() for end in [start_bucket(bucket) for bucket in buckets]]"
 WRITTEN = "p.grad = piece.view_as(p)"
-BOTH = {key: (hint,) for key, (hint, _) in STARTS.items()} | {  # of bucketed and overlapped
-    "sum": (SHARED["sum"], " / dist.get_world_size()  ->  "),
-    "divided-twice": (SHARED["divided-twice"], " / dist.get_world_size()  ->   / dist.get_world_size() ** 2"),
-    "own-gradient": (SHARED["own-gradient"], f"{WRITTEN}  ->  pass"),
-    "write-back": ("""The sums are right, but they reach the wrong parameters. Split the flat tensor in the order in
-        which it was filled.""",
-            {"in zip(bucket, ": "in zip(bucket[::-1], ", "split([p.numel() for p in bucket": "split([p.numel() for p "
-             "in bucket[::-1]"}),
-    "float32": (SHARED["float32"],),
-    "one-per-parameter": ("""Every parameter travels alone and pays the latency for itself. Copy the gradients of a
-        bucket into one flat tensor.""", ", bucket_bytes)  ->  , 1)"),
-    "too-many-messages": ("There are more all-reduces than buckets: fill one bucket before you begin the next.",
-            ", bucket_bytes)  ->  , min(340, bucket_bytes))"),
-    "too-large": ("""A message with more than one parameter is larger than bucket_bytes. With one large bucket nothing
-        can overlap.""", ", bucket_bytes)  ->  , 10**9)"),
-    "frozen": (SHARED["frozen"], f"{TRAINED}  ->  list(module.parameters())"),
-    "tied": (SHARED["tied"], f"{TRAINED}  ->  "
-             "[p for _, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]"),
+BOTH = {  # of bucketed and overlapped
+    "mean": ("""This is not the mean over the ranks: divide the sum by the number of ranks, once, and write it back into
+        p.grad, piece by piece in the order in which the flat tensor was filled.""",
+            [" / dist.get_world_size()  ->  ", " / dist.get_world_size()  ->   / dist.get_world_size() ** 2",
+             f"{WRITTEN}  ->  pass", {"in zip(bucket, ": "in zip(bucket[::-1], ",
+                                      "split([p.numel() for p in bucket": "split([p.numel() for p in bucket[::-1]"}]),
+    "buckets": ("""Fill one bucket up to bucket_bytes before you begin the next, and let its gradients travel in one
+        flat tensor: more messages pay more latencies, and with one large one nothing can overlap.""",
+            [f", bucket_bytes)  ->  , {cap})" for cap in ("1", "min(340, bucket_bytes)", "10**9")]),
     "unused": (SHARED["unused"], f"{WRITTEN}  ->  if p.grad is not None:\n    p.grad.copy_(piece.view_as(p))"),
 }
 
@@ -291,6 +259,9 @@ MISTAKES["bucketed"] = BOTH | {
     "leftover": (SHARED["leftover"], {
         "(bucket: list[nn.Parameter])": "(bucket, kept={})",
         "flat = torch.cat(": "flat = kept[bucket[0]] = kept[bucket[0]] if bucket[0] in kept else torch.cat("}),
+    "frozen": (COMMON_HINTS["frozen"], f"{TRAINED}  ->  list(module.parameters())"),
+    "tied": (COMMON_HINTS["tied"], f"{TRAINED}  ->  "
+             "[p for _, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]"),
 }
 RIGHT["bucketed"] = {
     "overlapped": f"return lambda: {REDUCED}  ->  return overlapped(module, bucket_bytes)",
@@ -310,7 +281,7 @@ def overlapped(note, answer, kind, cap):
             note.holds(late == 0, "after-backward", what)
             note.holds(waits == 0, "waits-in-hook", f"backward waits for {waits} operations.")
             what = f"when the last gradient arrives, {early} of {started} all-reduces have started."
-            note.holds(early >= started - 1, "starts-late", what)
+            note.holds(early >= started - 1, "after-backward", what)
 
 
 SEND = "request = dist.all_reduce(flat, async_op=True)"
@@ -322,16 +293,15 @@ MISTAKES["overlapped"] = BOTH | {
         register_post_accumulate_grad_hook after it. And a bucket is ready only when all of its gradients are.""",
             [f"{HOOK}  ->  p.register_hook(lambda gradient, p=p: arrive(p))",
              "arrived.issuperset(  ->  arrived.intersection("]),
-    "after-backward": ("""Not all of the all-reduces start before backward returns. A hook on every parameter can tell
-        when the last gradient of a bucket is there.""", f"{HOOK}  ->  pass"),
-    "starts-late": ("""Some buckets were complete long before the end of backward, but their all-reduces start only at
-        its end. Start each as soon as it is complete.""", f"{COMPLETE}  ->  len(arrived) == len(trained)"),
+    "after-backward": ("""Not every all-reduce starts as soon as its bucket is complete, long before backward returns. A
+        hook on every parameter can tell when the last gradient of a bucket is there.""",
+            [f"{HOOK}  ->  pass", f"{COMPLETE}  ->  len(arrived) == len(trained)"]),
     "waits-in-hook": ("""Backward waits for the network: an all-reduce is finished inside a hook. Start it with
         async_op=True, and wait for it in finish.""", {SEND: "dist.all_reduce(flat)", "request.wait()": "pass"}),
     "leftover": (SHARED["leftover"], "under_way.clear()  ->  pass"),
     "order": ("""On a rank that has no gradient for a parameter, that bucket starts later than on other ranks, and
-        all-reduces pair up by their order. Every rank has to start the buckets in the same order.""", {
-            "arrived, under_way = set(), []": "arrived, under_way, begun = set(), [], set()",
+        all-reduces pair up by their order. Every rank has to start the buckets in the same order.""",
+            {"arrived, under_way = set(), []": "arrived, under_way, begun = set(), [], set()",
             f"while len(under_way) < len(buckets) and {COMPLETE}:\n            "
             "under_way.append(start_bucket(buckets[len(under_way)]))":
                 "for i, bucket in enumerate(buckets):\n    if i not in begun and arrived.issuperset(bucket):\n"
@@ -408,7 +378,7 @@ MISTAKES["in_buckets"] = {
         not those of its storage.""", f"{SIZE}  ->  sum(q.untyped_storage().nbytes() for q in [*bucket, p])"),
     "large-alone": ("A parameter larger than bucket_bytes makes a bucket by itself, and no bucket is empty.",
             ["bucket = filling.get(p.dtype)  ->  "
-             "bucket = filling.setdefault(p.dtype, [])\nif not buckets:\n    buckets.append(bucket)",
+            "bucket = filling.setdefault(p.dtype, [])\nif not buckets:\n    buckets.append(bucket)",
              "> bucket_bytes  ->  > bucket_bytes >= p.nbytes"]),
     "too-large": ("A bucket may hold at most bucket_bytes. Close it before it overflows, not after.",
             f"{SIZE} > bucket_bytes  ->  sum(q.nbytes for q in bucket) >= bucket_bytes"),
@@ -420,8 +390,6 @@ MISTAKES["in_buckets"] = {
             "in parameters:  ->  in sorted(parameters, key=lambda p: p.nbytes):"),
     "dtype": ("A flat tensor has one dtype. Keep a bucket open for each dtype, or at least begin a new one.",
             {"filling.get(p.dtype)": "filling.get(0)", "filling[p.dtype]": "filling[0]"}),
-    "input-changed": ("The list that the function was given was changed. Make new lists.",
-            "return buckets  ->  parameters.clear()\nreturn buckets"),
 }
 
 
@@ -484,8 +452,8 @@ AGAIN = "torch.randperm(len(left), generator=generator).tolist()"
 
 MISTAKES["epoch_indices"] = {
     "seed": ("""The order has to depend on both: the generator is seeded with seed + epoch. Without the epoch, as if
-        set_epoch had been forgotten, it is the same in every epoch.""",
-            ["seed + epoch  ->  seed", "seed + epoch  ->  epoch", f"{SHUFFLED}  ->  list(range(samples))"]),
+        set_epoch had been forgotten, it is the same in every epoch.""", ["seed + epoch  ->  seed",
+             "seed + epoch  ->  epoch", f"{SHUFFLED}  ->  list(range(samples))"]),
     "rank-seed": ("""Each rank shuffles in its own way, so some samples come twice and others never. The ranks must
         agree on one order.""", ["seed + epoch  ->  seed + epoch + rank", "seed + epoch  ->  seed + rank"]),
     "global-generator": ("""The function uses or changes the global generator, which others use as well. Make a
@@ -501,22 +469,17 @@ MISTAKES["epoch_indices"] = {
             ["while missing > 0:  ->  while False:",
              "missing = -len(left) % ranks  ->  missing, left = 0, left[: len(left) // ranks * ranks]",
              "+= order[:missing]  ->  += left[-1:] * missing"]),
-    "short": ("""It is right until there are fewer samples than ranks. The order then has to be repeated more than
-        once.""", ["while missing > 0:  ->  if True:", {PADDED: "left += (order * 3)[:missing]"}]),
-    "per-rank": ("""`done` counts the samples of all ranks together, from the beginning of their common order. Cut there
-        before you deal out.""",
-            ["order[done:]  ->  order[:]", {"order[done:]": "order[:]", DEALT: f"{DEALT}[done:]"},
-             {"order[done:]": "order[:]", DEALT: f"{DEALT}[done // ranks :]"}]),
-    "shuffled-again": ("""What is left was shuffled again. Make the order of the whole epoch first, then leave out its
-        beginning.""",
-            [{SHUFFLED: f"[done + i for i in {SHUFFLED.replace('samples', 'samples - done')}]", "[done:]": "[:]"},
-             "left = order[done:]  ->  left = order[done:]\nif done:\n    generator.manual_seed(seed + epoch)\n"
-             f"    left = [left[i] for i in {AGAIN}]"]),
-    "resumed-uneven": ("""After resuming on another number of ranks, some ranks have more samples than others. It is the
-        rest that N has to divide, not the whole epoch.""",
-            {"order[done:]": "order[:]", DEALT: "return left[done:][rank::ranks]"}),
-    "resumed-padding": ("""After resuming, the padding comes from the beginning of the rest. It should come from the
-        beginning of the epoch's order.""", "order[:missing]  ->  order[done:][:missing]"),
+    "short": ("It is right until there are fewer samples than ranks. The order then has to be repeated more than once.",
+            ["while missing > 0:  ->  if True:", {PADDED: "left += (order * 3)[:missing]"}]),
+    "per-rank": ("""`done` counts the samples of all ranks together, from the beginning of the epoch's order. Make that
+        order first, cut there, and deal out what is left without another shuffle.""", ["order[done:]  ->  order[:]",
+             {"order[done:]": "order[:]", DEALT: f"{DEALT}[done:]"},
+             {"order[done:]": "order[:]", DEALT: f"{DEALT}[done // ranks :]"},
+             {SHUFFLED: f"[done + i for i in {SHUFFLED.replace('samples', 'samples - done')}]", "[done:]": "[:]"}]),
+    "resumed-uneven": ("""After resuming it is the rest that N has to divide, not the whole epoch, and the padding comes
+        from the beginning of the epoch's order, not from that of the rest.""",
+            [{"order[done:]": "order[:]", DEALT: "return left[done:][rank::ranks]"},
+             "order[:missing]  ->  order[done:][:missing]"]),
 }
 RIGHT["epoch_indices"] = {
     "whole numbers of NumPy": f"{DEALT}  ->  import numpy as np\n\nreturn list(np.array(left)[rank::ranks])",
@@ -571,16 +534,6 @@ class Passes:
 ROUNDS = 2  # how often the answer is called, with other samples each time
 
 
-class Counted(DistributedDataParallel):
-    """Notes that somebody asks for `no_sync`."""
-
-    entered = False
-
-    def no_sync(self):
-        self.entered = True
-        return super().no_sync()
-
-
 def micro_batches(n: int, *sizes: int, hint: str | None = None) -> Case:
     name = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} samples"
     return Case(n, name, sizes, hint)
@@ -592,7 +545,7 @@ def micro_batches(n: int, *sizes: int, hint: str | None = None) -> Case:
 ])
 def accumulate(note, answer, *sizes):
     n, net = dist.get_world_size(), regression_net()
-    passes, model = Passes(net), Counted(net)
+    passes, model = Passes(net), DistributedDataParallel(net)
     dist.barrier()
     for i in range(ROUNDS):
         data = [batches_of(sizes, 900 + 10 * rank + i) for rank in range(n)]
@@ -604,13 +557,12 @@ def accumulate(note, answer, *sizes):
         note.equal(gradients_of(net), right, f"{where}the gradient")
         note.at_most("one-batch", passes.largest, max(sizes),
                      where + "the model saw {number} samples at once; a micro-batch has {most} at most.")
-        note.at_most("all-graphs", passes.alive, 1, where + "{number} micro-batches went forward and not yet back.")
+        note.at_most("one-batch", passes.alive, 1, where + "{number} micro-batches went forward and not yet back.")
         sent = [entry for entry in ledger if entry.op != "broadcast"]
         enough = sum(gradient.nbytes for gradient in right.values())
         every = len(sizes) > 1 and sum(entry.bytes for entry in sent) >= len(sizes) * enough
-        key = "too-many-bytes" if not every else "forward-outside" if model.entered else "every-micro-batch"
         if n > 1:
-            note.sent(sent, carried=enough, too_many_bytes=key)
+            note.sent(sent, carried=enough, too_many_bytes="every-micro-batch" if every else "too-many-bytes")
 
 
 SCALED, LAST = " * len(x) / samples", "add(*batches[-1])"
@@ -620,25 +572,22 @@ WITHOUT = """with model.no_sync():
 
 MISTAKES["accumulate"] = {
     "every-micro-batch": ("""The gradient is all-reduced after each micro-batch: the result is right, but the traffic is
-        wasted. In model.no_sync() backward only accumulates; leave it for the last micro-batch.""",
-            "with model.no_sync():  ->  if True:"),
-    "forward-outside": ("""no_sync was entered, but it is the forward pass that decides. Forward and backward both
-        belong inside.""",
-            {WITHOUT: f"for x, y in batches[:-1]:\n    loss = F.mse_loss(model(x), y){SCALED}\n"
-             "    with model.no_sync():\n        loss.backward()"}),
+        wasted. In model.no_sync() backward only accumulates, if the forward pass stands inside, too; leave it for the
+        last micro-batch.""", ["with model.no_sync():  ->  if True:",
+             {WITHOUT: f"for x, y in batches[:-1]:\n    loss = F.mse_loss(model(x), y){SCALED}\n"
+              "    with model.no_sync():\n        loss.backward()"}]),
     "never": ("""The ranks never talked to each other: each has the gradient of its own micro-batches. The last one has
         to run outside no_sync.""", f"{LAST}  ->  with model.no_sync():\n    {LAST}"),
-    "not-scaled": ("""backward adds up the gradients of all micro-batches, but the mean is asked for: scale each
-        loss.""", f"{SCALED}  ->  "),
+    "not-scaled": ("backward adds up the gradients of all micro-batches, but the mean is asked for: scale each loss.",
+            f"{SCALED}  ->  "),
     "mean-of-means": ("""The last micro-batch is smaller, so its samples count too much. Scale each loss by its share of
         the samples.""", f"{SCALED}  ->  / len(batches)"),
     "divided-twice": ("DDP already divides by the number of ranks.",
             "/ samples  ->  / samples / dist.get_world_size()"),
-    "one-batch": ("""Several micro-batches went through the model at once. Accumulation is there because they do not fit
-        into memory together.""", {WITHOUT: "", LAST: "add(*map(torch.cat, zip(*batches, strict=True)))"}),
-    "all-graphs": ("""The gradient is right, but the activations of several micro-batches are in memory at once, which
-        accumulation is there to avoid. Call backward for each before the next one goes forward.""",
-            {WITHOUT: "", LAST: f"sum(F.mse_loss(model(x), y){SCALED} for x, y in batches).backward()"}),
+    "one-batch": ("""Several micro-batches are in memory at once, which accumulation is there to avoid. Send one through
+        the model, and call backward for it before the next one goes forward.""",
+            [{WITHOUT: "", LAST: "add(*map(torch.cat, zip(*batches, strict=True)))"},
+             {WITHOUT: "", LAST: f"sum(F.mse_loss(model(x), y){SCALED} for x, y in batches).backward()"}]),
     "only-last": ("Only the last micro-batch is in the gradient. Which call throws away what was accumulated?",
             f"{LAST}  ->  model.zero_grad()\n{LAST}"),
     "one-micro-batch": ("With one micro-batch there is nothing to accumulate, and the function must work all the same.",
@@ -693,8 +642,7 @@ def uneven_epoch(note, answer, *sizes):
     note.equal(weights, weights_in_one_process(sizes), "after the epoch the weight")
     if n > 1:
         gradient, steps = sum(p.nbytes for p in module.parameters()), max(map(len, sizes))
-        others = [entry for entry in ledger if entry.op != "all_reduce"]
-        note.sent(others, carried=gradient - 1, too_many_bytes="gathers-everything")
+        note.sent([entry for entry in ledger if entry.op != "all_reduce"], carried=gradient - 1)
         note.sent(ledger, carried=steps * (gradient + 16) + 16)
 
 
@@ -711,22 +659,19 @@ MISTAKES["uneven_epoch"] = {
         weights. Add gradients of sums, and divide by the number of all samples.""", ONE_EACH),
     "divided-by-all": ("""In some steps not all ranks have a batch. Divide by what really took part: the samples, not
         the ranks.""", ONE_EACH | {MEAN: "flat[:-1] / dist.get_world_size()"}),
-    "sum": ("The gradients are summed over the ranks or samples, but not divided.",
-            [f"{MEAN}  ->  flat[:-1]", ONE_EACH | {MEAN: "flat[:-1]"}]),
+    "sum": ("The gradients are summed over the ranks or samples, but not divided.", [f"{MEAN}  ->  flat[:-1]",
+             ONE_EACH | {MEAN: "flat[:-1]"}]),
     "no-samples": ("""Somewhere a mean is taken over no samples, and 0 / 0 is nan. Is there a step in which this rank,
         or every rank, has no batch?""", "range(int(steps))  ->  range(int(steps) + 1)"),
     "ranks-differ": ("""The ranks end with different weights. A rank that has no batch left must still take the step
         that the others take.""", "optimizer.step()  ->  if step < len(batches):\n    optimizer.step()"),
     "leftover": ("""The gradients of an earlier step are still in it. Clear them before each backward, also on ranks
         without a batch.""", [f"{CLEARED}  ->  {CLEARED} if step == 0 else p.grad",
-                              f"{CLEARED}  ->  {CLEARED} if step == 0 or step < len(batches) else p.grad"]),
+             f"{CLEARED}  ->  {CLEARED} if step == 0 or step < len(batches) else p.grad"]),
     "stops-early": ("The epoch ends when the first rank has no batch left, and the samples of the others are lost.",
             "ReduceOp.MAX  ->  ReduceOp.MIN"),
     "hang": ("""A rank that has no batch left must go on taking part in the all-reduces until all ranks are done. How
         can it know when that is?""", f"{STEPS}  ->  pass"),
-    "gathers-everything": ("""As many bytes as a whole gradient travel outside of all-reduces. One all-reduce a step is
-        enough.""",),
-    "too-many-bytes": ("The weights are right, but more than one gradient and 16 bytes travel in a step.",),
 }
 
 

@@ -102,25 +102,25 @@ MINE = "mine = torch.tensor(list(digest), dtype=torch.uint8)"
 REDUCE = "dist.all_reduce(tensor, op=op)"
 
 MISTAKES["checked_all_reduce"] = {
-    "silent": ("""The ranks passed different calls, and this rank did not notice. What has to be equal is the
-        reduction, the shape and the dtype: gloo and NCCL compare none of them.""",
+    "silent": ("""The ranks passed different calls, and this rank did not notice. What has to be equal is the reduction,
+        the shape and the dtype: gloo and NCCL compare none of them.""",
             [{CALL: 'call = f"{tensor.dtype} {tuple(tensor.shape)}"'}, {CALL: 'call = f"{op} {tuple(tensor.shape)}"'},
              {CALL: 'call = f"{op} {tensor.dtype} {tensor.nbytes}"'}]),
-    "form": ("The error's text has the form given in the docstring, with the ranks in ascending order: "
-             "ranks [1] differ.", "{odd} differ  ->  {odd} pass another call"),
+    "form": ("""The error's text has the form given in the docstring, with the ranks in ascending order: ranks [1]
+        differ.""", "{odd} differ  ->  {odd} pass another call"),
     "majority": ("""The usual call is the one that most ranks pass. Rank 0 may be the one that differs; only if two
         calls are passed equally often, the usual one is that of the lowest rank.""",
             [f"Counter(calls).most_common(1)[0][0]  ->  calls[{rank}]" for rank in ("0", "dist.get_rank()")]),
-    "changed": ("""The comparison comes before the reduction: a call that is refused must leave the tensor as it
-        was.""", "if odd:  ->  if odd:\n    tensor.zero_()"),
+    "changed": ("The comparison comes before the reduction: a call that is refused must leave the tensor as it was.",
+            "if odd:  ->  if odd:\n    tensor.zero_()"),
     "false-alarm": ("All ranks passed the same call here. Compare what is passed, and not the numbers in the tensor.",
             [{CALL: 'call = f"{op} {tensor}"'}, "if one != usual  ->  if one == usual"]),
     "hash": ("""All ranks passed the same call here. Python's hash() of a text is another number in every process that
         is started by itself, as torchrun starts ranks, because each has a seed of its own.""",
             {MINE: "mine = torch.tensor([hash(call)])", "bytes(one.tolist())": "one.item()"}),
     "other-op": ("This is the sum. Reduce with the reduction that was passed.", {REDUCE: "dist.all_reduce(tensor)"}),
-    "object": ("""all_gather_object pickles what it sends, and sends the sizes before: two collectives, of any length.
-        A tensor of fixed size is enough.""",
+    "object": ("""all_gather_object pickles what it sends, and sends the sizes before: two collectives, of any length. A
+        tensor of fixed size is enough.""",
             {"[torch.empty_like(mine) for _ in range(dist.get_world_size())]": "[None] * dist.get_world_size()",
              "dist.all_gather(theirs, mine)": "dist.all_gather_object(theirs, call)",
              "[bytes(one.tolist()) for one in theirs]": "theirs"}),
@@ -189,8 +189,8 @@ def skip_together(note, answer, full):
     for step in kept:
         weights = weights - 0.1 * torch.stack([first[step] * (rank + 1) - weights for rank in range(n)]).mean(0)
     note.holds(job.tried == STEPS, "every-batch", f"compute was called {job.tried} times, of {STEPS} batches.")
-    key = "local-skip" if job.applied > len(kept) else "too-many-skips"
-    note.holds(job.applied == len(kept), key, f"apply was called {job.applied} times, and should be {len(kept)} times.")
+    what = f"apply was called {job.applied} times, and should be {len(kept)} times."
+    note.holds(job.applied == len(kept), "local-skip", what)
     note.equal(job.weights, weights, "the weights after the epoch")
     note.holds(skipped == STEPS - len(kept), "count", f"the function returned {str(skipped)[:40]}.")
     least = len(kept) * bytes_sent("all_reduce", n, weights.nbytes)
@@ -204,22 +204,21 @@ APPLY = "apply(gradient / dist.get_world_size())"
 MISTAKES["skip_together"] = {
     "every-batch": ("Each rank computes each of its batches once, also after a batch that did not fit.",
             "continue  ->  break"),
-    "local-skip": ("""A batch was applied that another rank could not compute. A rank cannot know that by itself, so
-        they have to tell each other before the reduction.""",
-            {"if full.item() > 0:": "if False:", "full += 1": "full += 1\ngradient = batch * 0"}),
-    "too-many-skips": ("A batch is skipped only if some rank ran out of memory in it.",
-            "if full.item() > 0:  ->  if skipped == 0:"),
+    "local-skip": ("""A batch is skipped by all ranks if it does not fit on one of them, and by none otherwise. A rank
+        cannot know that by itself, so they have to tell each other before the reduction.""",
+            [{"if full.item() > 0:": "if False:", "full += 1": "full += 1\ngradient = batch * 0"},
+             "if full.item() > 0:  ->  if skipped == 0:"]),
     "out-of-step": ("""It is right as long as every batch fits. When one does not, the ranks call different collectives
         from then on: every rank has to take the same way through the step.""", {TOGETHER: "pass"}),
     "mean": ("The gradient that is applied is the mean over the ranks, not the sum.", {APPLY: "apply(gradient)"}),
-    "ahead": ("""The gradients were computed before the weights were updated. Each depends on the weights that the
-        batch before it has left.""",
+    "ahead": ("""The gradients were computed before the weights were updated. Each depends on the weights that the batch
+        before it has left.""",
             {"skipped = 0": "skipped, later = 0, []", APPLY: "later.append(gradient / dist.get_world_size())",
              "return skipped": "for gradient in later:\n    apply(gradient)\nreturn skipped"}),
     "count": ("Return how many batches were skipped; all ranks return the same number.",
             ["return skipped  ->  return len(batches)", "return skipped  ->  return None"]),
-    "gradient-sent": ("""In a step that is skipped only the flag has to be sent: decide first, then reduce the
-        gradient.""", "skipped += 1  ->  dist.all_reduce(batch * 0)\nskipped += 1"),
+    "gradient-sent": ("In a step that is skipped only the flag has to be sent: decide first, then reduce the gradient.",
+            "skipped += 1  ->  dist.all_reduce(batch * 0)\nskipped += 1"),
     "swallowed": ("""Only MemoryError means that the batch does not fit. Other errors are faults, and have to end the
         job.""", "except MemoryError:  ->  except Exception:"),
 }
@@ -282,8 +281,8 @@ MISTAKES["diagnoses_and_cures"] = {
             ', {"reduce(loss, dst=0)": "all_reduce(loss)"}  ->  '),
     "name": (NAME, '"decision on a local value"  ->  "a bad value"'),
     "diagnosis": ("""Ask for the evidence that is named below. The rank and the call are those of the fault, which need
-        not be where the ranks wait.""",
-            ['on a local value", 1  ->  on a local value", 0', '"decision on a local value"  ->  "one rank only"']),
+        not be where the ranks wait.""", ['on a local value", 1  ->  on a local value", 0',
+             '"decision on a local value"  ->  "one rank only"']),
     "cure-form": (EDIT, '"reduce(loss, dst=0)"  ->  "reduce(loss, dst=1)"'),
     "cure": ("""What the ranks say after the change stands below. Is it the same as before? Then the change did not
         touch the cause.""", '"if True:"  ->  "if rank < 2:"'),
@@ -299,8 +298,7 @@ MISTAKES["second_ward"] = {
             '"isend", both),  ->  "isend"),'),
     "name": (NAME, '"message without its other side"  ->  "a bad message"'),
     "diagnosis": ("""Ask for the evidence that is named below. In this ward the stacks say little: what has a rank left
-        out, or what does it hold that the others do not?""",
-            ['its other side", 1,  ->  its other side", 0,',
+        out, or what does it hold that the others do not?""", ['its other side", 1,  ->  its other side", 0,',
              '"message without its other side"  ->  "both receive first"']),
     "cure-form": (EDIT, '"if rank == 0:"  ->  "if rank == 2:"'),
     "cure": ("What the ranks say after the change stands below. A program must still do what it is for, on every rank.",

@@ -221,8 +221,8 @@ MISTAKES["train_step"] = {
         micro-batch.""", {BACKWARD: f"engine.set_gradient_accumulation_boundary(True)\n{BACKWARD}"}),
     "count": ("Count everything that is sent from the first forward to the last step, and nothing else.",
             {COUNTS: "{'all_reduce': 2, 'all_gather': 1}"}),
-    "too-many-calls": ("""The step is right, but it communicates more than DeepSpeed does by itself, and nothing else
-        is needed.""", "total += loss.item()  ->  total += loss.item()\ndist.all_reduce(loss.detach())"),
+    "too-many-calls": ("""The step is right, but it communicates more than DeepSpeed does by itself, and nothing else is
+        needed.""", "total += loss.item()  ->  total += loss.item()\ndist.all_reduce(loss.detach())"),
     "value": ("Return the mean over all micro-batches of this rank, and train on each of them once.",
             "total / len(micro_batches)  ->  loss.item()"),
 }
@@ -259,7 +259,7 @@ def gathered(ledger: Any) -> int:
 ], passed=": three set-ups, each with FSDP2's losses, bytes of parameters and gathers.")
 def to_deepspeed(note, answer, setup):
     config, model = answer(dict(setup)), make_model()
-    if not note.holds(isinstance(config, dict), "form", f"the function returned {show(config)}."):
+    if not note.holds(isinstance(config, dict), "odd", f"the function returned {show(config)}."):
         return
     with record() as by_fsdp2:
         right = fsdp2_training(model, own_words(), setup)
@@ -291,7 +291,6 @@ ACCUMULATION = '"gradient_accumulation_steps": setup["micro_batches"]'
 CLIPPING = '"gradient_clipping": setup["max_norm"] or 0.0,'
 
 MISTAKES["to_deepspeed"] = {
-    "form": ("Return a configuration: a dictionary.", "return config  ->  return None"),
     "refused": (REFUSED, '"stage": 3,  ->  "stage": 4,'),
     "batch": ("FSDP2's loop splits into micro-batches by itself. DeepSpeed has to be told both of the numbers.",
             {f"{ACCUMULATION},": ""}),
@@ -299,13 +298,12 @@ MISTAKES["to_deepspeed"] = {
             {'"stage": 3, "stage3': '"stage": 2, "stage3', LIVE: "pass"}),
     "whole-parameters": (WHOLE, {f", {THRESHOLD}": ""}),
     "offload": ("""CPUOffloadPolicy moves both the parameters and the optimizer's states, and only where it is asked
-        for.""",
-            'zero |= {"offload_optimizer": cpu, "offload_param": cpu}  ->  zero["offload_optimizer"] = cpu'),
-    "clipping": ("""The gradients are clipped in another way. Look at what DeepSpeed does if you say nothing, and if
-        you say 0.0.""", [{CLIPPING: ""}, {CLIPPING: '"gradient_clipping": 0.0,'}]),
+        for.""", 'zero |= {"offload_optimizer": cpu, "offload_param": cpu}  ->  zero["offload_optimizer"] = cpu'),
+    "clipping": ("""The gradients are clipped in another way. Look at what DeepSpeed does if you say nothing, and if you
+        say 0.0.""", [{CLIPPING: ""}, {CLIPPING: '"gradient_clipping": 0.0,'}]),
     "gathers": ("""The losses are right, but the weights are gathered another number of times. FSDP2 gathers them twice
-        in each micro-batch if it lets them go after forward, and once if it keeps them.""",
-            [{LIVE: "pass"}, 'if setup["reshard_after_forward"]:  ->  if True:']),
+        in each micro-batch if it lets them go after forward, and once if it keeps them.""", [{LIVE: "pass"},
+             'if setup["reshard_after_forward"]:  ->  if True:']),
     "value": ("Apart from clipping and batch, no key of the configuration should change what is computed.",),
 }
 RIGHT["to_deepspeed"] = {
@@ -426,39 +424,26 @@ def choices(note, answer, situation):
     form = set(letters) == set(range(1, 6)) and {*letters.values()} <= {*"abcd"}
     if note.holds(form, "form", f"the function returned {str(got)[:80]}."):
         letter = letters[situation]
-        note.holds(letter == answers.choices()[situation], f"{situation}-{letter}", f"not {letter}.")
+        note.holds(letter == answers.choices()[situation], str(situation), f"not {letter}.")
 
 
 WHY_NOT = {
-    "1-a": """ZeRO cuts what ranks hold between the uses of a layer. When a layer computes, its weights are whole: the
-        layer itself must fit, and each rank gathers it. Tensor and pipeline parallelism divide the computation.
-        DeepSpeed's own pipeline refuses stages 2 and 3.""",
-    "1-c": """DDP copies whatever a tensor parallel rank holds to all ranks of data parallelism, states included: 16
-        bytes for each parameter of its part.""",
-    "1-d": "The library is right, the reason is not: in Exercise 3 both gather and reduce the same bytes.",
-    "2-a": "CPUOffloadPolicy ends at the CPU's memory, which is too small here.",
-    "2-c": "The optimizer's states then lie in the CPU's memory, which is too small here.",
-    "2-d": "Two ranks share the states. Even shared they do not fit into the two GPUs.",
-    "3-b": """It holds less, but Exercise 2 has counted what it sends: it reduces after each micro-batch, 16 times a
-        step, because a rank cannot add up gradients that it does not keep.""",
-    "3-c": "In its default it gathers the weights in every micro-batch: 16 times a step, over a slow network.",
-    "3-d": "Compute the bytes: 16 · 1.5 billion = 24 GB of states on each GPU of 16 GB.",
-    "4-a": "On another number of ranks DeepSpeed refuses to load it: that is what Exercise 4 is about.",
-    "4-b": """It works, as in Exercise 4, but only after a conversion that reads and writes all states, at each change
-        of the number of ranks. The time until training goes on counts here.""",
-    "4-d": """It fits any number of ranks, but all states pass through the memory and the disk of one rank. The same
-        library has a way in which each rank writes and reads a part.""",
-    "5-b": """Compute the bytes: 16 · 125 million = 2 GB and 10 GB of activations fit in 24 GB. Nothing is gained, and
-        the weights are gathered in each forward.""",
-    "5-c": """With 125 million parameters the optimizer's step is short. DDP needs no gathering of weights after it,
-        and no second library.""",
-    "5-d": """The bytes are as many, but half of them are gathers that forward has to wait for at its first layer.
-        DDP's reduction overlaps with backward, and memory is not short here.""",
+    "1": """When a layer computes, its weights are whole with ZeRO and FSDP2 alike: the layer itself must fit. Tensor and
+        pipeline parallelism divide the computation, but DDP beside them copies what a rank holds, states included;
+        and DeepSpeed's own pipeline refuses stages 2 and 3.""",
+    "2": """Add up the bytes of the states: even shared they do not fit into the two GPUs, nor into the CPU's memory,
+        where CPUOffloadPolicy ends.""",
+    "3": """Compute the bytes of the states, 16 · 1.5 billion, and count what travels in a step of 16 micro-batches:
+        stage 2 reduces after each, as in Exercise 2, and FSDP2 in its default gathers the weights in each.""",
+    "4": """It has to fit another number of ranks, without a conversion that reads and writes all states, and without
+        all of them passing through one rank: the time until training goes on counts.""",
+    "5": """Compute the bytes: 16 · 125 million = 2 GB and 10 GB of activations fit in 24 GB. Memory is not short, and
+        whatever is sharded has to be gathered again, while DDP's reduction overlaps with backward.""",
 }
 MISTAKES["choices"] = {
     "form": ('Return a letter from "a" to "d" for each of the numbers 1 to 5.', '5: "a"  ->  5: "e"'),
-    **{key: (hint, {f'{key[0]}: "{answers.choices()[int(key[0])]}"': f'{key[0]}: "{key[2]}"'})
-       for key, hint in WHY_NOT.items()},
+    **{key: (hint, [f'{key}: "{answers.choices()[int(key)]}"  ->  {key}: "{letter}"' for letter in
+                    sorted({*"abcd"} - {answers.choices()[int(key)]})]) for key, hint in WHY_NOT.items()},
 }
 RIGHT["choices"] = {
     "capitals": '2: "b"  ->  2: " B"',

@@ -83,24 +83,22 @@ MISTAKES["read_header"] = {
     "too-many-bytes": ("""The result is right, but more was read than needed. ImageNet in raw pixels has 170 GB: read
         only the parts that you need. A buffered reader takes whole blocks.""",
             [f"{REWIND}  ->  {REWIND}\nfile = io.BytesIO(file.read({size}))" for size in ("", "1 << 16")]),
-    "byte-order": ("The bytes were read from the wrong end: the format is little endian.", "<u4  ->  >u4"),
     "swapped": ("Two numbers of 8 bytes follow each other: first the samples, then the place of the table.",
             "samples, table =  ->  table, samples ="),
-    "narrow": ("A number lost its upper half. Samples and the place of the table have 8 bytes each.",
-            {"samples, table =": "samples, _, table, _ =", '"<u8", 2, offset=8': '"<u4", 4, offset=8'}),
+    "narrow": ("""A number was read from the wrong end, or lost its upper half. The format is little endian, and samples
+        and the place of the table have 8 bytes each.""", ["<u4  ->  >u4",
+             {"samples, table =": "samples, _, table, _ =", '"<u8", 2, offset=8': '"<u4", 4, offset=8'}]),
     "fields-count": ("The header says how many fields follow. This is another number.",
             "fields * descriptor.itemsize  ->  2 * descriptor.itemsize"),
-    "names": ("A name is text, without the zeros that fill its 16 bytes.",
-            [f'{NAME}  ->  row["name"]', f'{NAME}  ->  {NAME}.ljust(16, "\\0")']),
-    "full-name": ("A name of 16 characters fills its place: no zero follows, and here its last character is lost.",
-            f"{NAME}  ->  {NAME}[:15]"),
+    "names": ("""A name is text, without the zeros that fill its 16 bytes. One of 16 characters fills its place: no zero
+        follows.""", [f'{NAME}  ->  row["name"]', f"{NAME}  ->  {NAME}[:15]"]),
     "version": ("Only version 2 has this form. Refuse any other with a ValueError, before you misread it.",
             ["if version != 2:  ->  if version > 2:", "raise ValueError  ->  raise AssertionError"]),
     "not-rewound": ("""This is right for a file that stands at its beginning, but not for one that has been read from:
         it stands wherever its last reader left it.""", f"{REWIND}  ->  pass"),
-    "value": ("""Something was read from another place than the exercise says, or as another type. A descriptor has
-        1041 bytes, without padding; its first one is the type, an int.""",
-            ['"<u4", 1, offset=4  ->  "<u4", 1, offset=2', "V1024  ->  V1027"]),
+    "value": ("""Something was read from another place than the exercise says, or as another type. A descriptor has 1041
+        bytes, without padding; its first one is the type, an int.""", ['"<u4", 1, offset=4  ->  "<u4", 1, offset=2',
+             "V1024  ->  V1027"]),
 }
 
 
@@ -182,7 +180,7 @@ MISTAKES["read_sample"] = {
             'int(place["pointer"])  ->  int(place["pointer"]) - header["page_size"]'),
     "channels": ("""The pixels are stored row by row, and within a row pixel by pixel, each with its three colours
         together.""", [f"{SHAPED}  ->  pixels.reshape(3, *shape[:2]).transpose(1, 2, 0),",
-                       f"{SHAPED}  ->  pixels.reshape(shape)[..., ::-1],"]),
+             f"{SHAPED}  ->  pixels.reshape(shape)[..., ::-1],"]),
 }
 RIGHT["read_sample"] = {
     "a list, and a number of NumPy": 'pixels.reshape(shape), int(sample["type 1"])  ->  '
@@ -203,12 +201,12 @@ SEED, FAR = 17, 64_000  # far: a seed that ends in the same digits, in decimal a
     (0, "pages 1 to 32 of 24 samples each, 4 fit", EVEN, 4, 0),
     (0, "30 pages of 8 to 39 samples, numbered 3, 5, 7, …, 5 fit", ODD, 5, 0),
     Case(0, "three writers took turns, 4 of 27 pages fit", (BY_TURNS, 4, 0), "unsorted"),
-    Case(0, "24 pages of 16 samples, 1 fits", (SMALL, 1, 0), "one"),
+    Case(0, "24 pages of 16 samples, 1 fits", (SMALL, 1, 0), "large-cap"),
     Case(0, "10 pages of 30 samples, 12 fit", (np.repeat(np.arange(1, 11), 30), 12, 0), "large-cap"),
     (0, "pages 1 to 32 of 24 samples each, 9 fit, loaded 12 samples ahead", EVEN, 9, 12),
     (0, "pages 1 to 32 of 24 samples each, 9 fit, loaded 2 samples ahead", EVEN, 9, 2),
     (0, "40 pages of 24 to 59 samples, 12 fit, loaded 20 samples ahead", LONG, 12, 20),
-    Case(0, "24 pages of 16 samples, 2 fit, loaded 8 samples ahead", (SMALL, 2, 8), "dead-end"),
+    Case(0, "24 pages of 16 samples, 2 fit, loaded 8 samples ahead", (SMALL, 2, 8), "large-cap"),
 ])
 def quasi_random(note, answer, pages, cap, ahead):
     seeds = range(SEED, SEED + (6 if ahead else 2))  # where chance decides what fits, several
@@ -233,7 +231,7 @@ def quasi_random(note, answer, pages, cap, ahead):
                   for some in (orders.values(), [answers.quasi_random(pages, cap, ahead, seed) for seed in orders]))
     note.holds(mixed >= 0.9 * can, "unused-cap", f"{mixed:.1f} pages are open on average; {can:.1f} can be.")
     again = np.array_equal(answer(pages.copy(), cap, ahead, SEED), orders[SEED])
-    note.holds(again, "not-reproducible", f"two calls with seed {SEED} differ.")
+    note.holds(again, "same-every-epoch", f"two calls with seed {SEED} differ.")
     ours, few = by_page(orders[SEED], pages), cap >= len(np.unique(pages))
     for seed in (SEED + 1, SEED + FAR):
         theirs, same = by_page(orders[seed], pages), f"seeds {SEED} and {seed} give the same order"
@@ -258,11 +256,11 @@ def chance(note, order, pages) -> None:
         trend = abs(np.corrcoef(np.arange(len(names)), places)[0, 1])
         trend = max(trend, (abs(np.diff(places)) == 1).mean())  # also from a page in the middle
         what = f"the pages are opened in the order {', '.join(map(str, names[:6]))}, …."
-        note.holds(trend < 0.8, "page-order", what)
+        note.holds(trend < 0.8, "round-robin", what)
     ranks = [np.argsort(np.argsort(some)) for some in samples.values()]
     equal = np.mean([np.bincount(np.diff(rank) % len(rank)).max() / (len(rank) - 1) for rank in ranks])
     what = f"{100 * equal:.0f} % of the steps from one sample of a page to its next one are the same."
-    note.holds(equal < 0.5, "within", what)
+    note.holds(equal < 0.5, "round-robin", what)
     if 1 < opened.max() < len(names):
         again, drawn = (read[1:] == read[:-1]).sum(), (1 / opened[1:]).sum()
         what = f"{again} accesses are to the same page as the one before; if drawn evenly, about {drawn:.0f} are."
@@ -308,34 +306,28 @@ MISTAKES["quasi_random"] = {
     "ahead": ("""It would fit if no page were loaded ahead. But a page is in memory from `ahead` samples before its
         first one. While it waits there, the page whose place it takes is still in use, and several pages may end at
         about the same time.""", f"{FITS}  ->  if True:"),
-    "page-order": ("The pages are opened in the order of the file, or nearly. Shuffle them too.",
-            f"{SHUFFLED_PAGES}  ->  {IN_FILE_ORDER}\nk = int(rng.integers(32))\nwaiting = waiting[k:] + waiting[:k]"),
-    "within": ("""The samples of a page come in the order of the file, or with one and the same step from each to the
-        next. Shuffle them too.""",
-            f"{SHUFFLED}  ->  np.roll(np.flatnonzero(pages == page), rng.integers(1, 8))"),
     "unused-cap": ("""Fewer pages are open, on average, than could be. The more, the nearer to a full shuffle: open the
         next page as soon as one is used up, not a whole group at once; draw evenly among the open pages; and take the
-        widest window that fits, for each seed anew.""",
-            ["range(cap, 0, -1)  ->  range(max(1, cap // 2), 0, -1)",
+        widest window that fits, for each seed anew.""", ["range(cap, 0, -1)  ->  range(max(1, cap // 2), 0, -1)",
              {"while waiting and len(opened) < window:\n                opened.append(waiting.pop())":
               "if not opened:\n    opened = [waiting.pop() for _ in waiting[:window]]"}]),
-    "round-robin": ("The pages take turns. Chance has to decide which one is next, sample by sample.",
-            f"{DRAWN}  ->  len(order) % len(opened)"),
-    "not-reproducible": ("Two calls with the same seed give different orders. Ranks, and a resumed run, need the same.",
-            "default_rng(seed)  ->  default_rng()"),
-    "same-every-epoch": ("Another seed gives the same order of samples, of pages, or of the samples of a page.",
-            ["default_rng(seed)  ->  default_rng(seed % 64)",
+    "round-robin": ("""Chance has to decide the order in which pages are opened, the order of the samples of a page,
+        and, sample by sample, which of the open pages is next.""",
+            [f"{SHUFFLED_PAGES}  ->  {IN_FILE_ORDER}\nk = int(rng.integers(32))\nwaiting = waiting[k:] + waiting[:k]",
+             f"{SHUFFLED}  ->  np.roll(np.flatnonzero(pages == page), rng.integers(1, 8))",
+             f"{DRAWN}  ->  len(order) % len(opened)"]),
+    "same-every-epoch": ("""The same seed gives the same order, as ranks and a resumed run need it; another seed gives
+        another one, of the pages and of the samples of a page.""", ["default_rng(seed)  ->  default_rng()",
+             "default_rng(seed)  ->  default_rng(seed % 64)",
              f"{SHUFFLED_PAGES}  ->  np.random.default_rng(0).{SHUFFLED_PAGES[4:]}",
              f"{SHUFFLED}  ->  np.random.default_rng(page).{SHUFFLED[4:]}"]),
     "unsorted": ("This is right where each page holds neighbours, but not where several writers took turns.",
             {f"waiting = [{SHUFFLED} for page in np.unique(pages)]": RANGES, FITS: "if True:"}),
-    "one": ("With room for one page the answer must work all the same: pages in random order, one at a time.",
-            "range(cap, 0, -1)  ->  range(cap, 1, -1)"),
-    "large-cap": ("With room for all pages the answer must work all the same. The order is then a full shuffle.",
-            f"{WINDOWS}  ->  np.random.default_rng(seed).choice(np.unique(pages), cap, replace=False)\n{WINDOWS}"),
-    "dead-end": ("""Two pages fit here, and one of them may be the page to come, so one open page at a time must be a
-        possible answer. An order that opens a page only when it could have been loaded may come to a point where no
-        page is open and none may be opened.""", "range(cap, 0, -1)  ->  range(cap, int(cap == 2), -1)"),
+    "large-cap": ("""The answer must work with any room. With room for one page, pages come one at a time; with room for
+        all, the order is a full shuffle. With room for two, of which one may be the page to come, one open page at a
+        time must be possible.""", ["range(cap, 0, -1)  ->  range(cap, 1, -1)",
+             f"{WINDOWS}  ->  np.random.default_rng(seed).choice(np.unique(pages), cap, replace=False)\n{WINDOWS}",
+             "range(cap, 0, -1)  ->  range(cap, int(cap == 2), -1)"]),
 }
 RIGHT["quasi_random"] = {
     "pages opened when they could have been loaded": opened_when_loaded,
@@ -388,11 +380,10 @@ MISTAKES["find_bottleneck"] = {
         threads, or run beside the step: measure how long next() takes.""",
             f"{RETURNED}  ->  {ALONE}times = [alone(each) for each in STAGES]\n"
             "return stage, 100 * sum(times[:-1]) / sum(times)"),
-    "working": ("That is the share of the time in which the step works.",
-            "100 * waited / seconds  ->  100 - 100 * waited / seconds"),
-    "waits": ("""Add up the time that next() takes, and divide by the time of the whole loop. The first batch, with
-        the compilation, does not count.""",
-            ["100 * waited  ->  50 * waited", f"{RETURNED}  ->  return stage, measure(job, skip=0, count=500)[1]"]),
+    "waits": ("""Add up the time that next() takes, not that of the step, and divide by the time of the whole loop. The
+        first batch, with the compilation, does not count.""",
+            ["100 * waited / seconds  ->  100 - 100 * waited / seconds", "100 * waited  ->  50 * waited",
+             f"{RETURNED}  ->  return stage, measure(job, skip=0, count=500)[1]"]),
 }
 RIGHT["find_bottleneck"] = {
     "three batches skipped": "skip=20  ->  skip=3",
@@ -446,10 +437,10 @@ def shares(note, everyone, count, batch) -> None:
     note.holds(not missing and len(times) == count, "missing", what)
     note.holds(len({*steps}) == 1, "steps", f"the ranks have {', '.join(map(str, steps))} batches.")
     enough = -(-count // (n * batch))
-    note.at_most("small-batches", steps[0], enough, "{number} steps; {most} do.")
+    note.at_most("steps", steps[0], enough, "{number} steps; {most} do.")
     if count != 300:  # by chance few samples may come together again
         return
-    note.holds(first == again, "not-reproducible", "two calls with epoch 0 differ.")
+    note.holds(first == again, "same-order", "two calls with epoch 0 differ.")
     note.holds(first != [sorted(own) for own in first], "same-order", f"the batches begin with {first[0][:5]}.")
     before = {pair for own in first for pair in pairwise(own)}
     for name, orders in (("epoch 1", later), ("another seed", other)):
@@ -465,8 +456,6 @@ ORDER = "np.random.default_rng((seed, epoch)).permutation(count)"
 PARTS, STEPS = "parts = np.array_split(order, steps * n)", "-(-count // (batch * n))"
 BLOCK = "np.array_split(np.random.default_rng(3).permutation(count), n)"
 MISTAKES["shard"] = {
-    "odd": ("Return a list of batches, none of them empty or larger than asked for, with the numbers of samples.",
-            "[part.tolist() for part in parts[rank::n]]  ->  np.concatenate(parts[rank::n]).tolist()"),
     "not-sharded": ("Every rank gets every sample. Together they work through the set as often as there are ranks.",
             {"steps * n": "-(-count // batch)", "parts[rank::n]": "parts"}),
     "own-shuffle": ("""Some samples come twice, and others not at all. Has each rank shuffled in its own way? Ranks
@@ -474,24 +463,23 @@ MISTAKES["shard"] = {
             ["(seed, epoch)  ->  (seed, epoch, rank)", '(seed, epoch)  ->  abs(hash(f"{seed}/{epoch}"))']),
     "repeated": ("""Some samples come more than once. DistributedSampler repeats some until all ranks have the same
         number, and an evaluation then counts them twice: let batches differ in size instead. Or does one rank's part
-        begin before the other's ends?""",
-            [f"{ORDER}  ->  np.resize({ORDER}, -(-count // (batch * n)) * batch * n)",
+        begin before the other's ends?""", [f"{ORDER}  ->  np.resize({ORDER}, -(-count // (batch * n)) * batch * n)",
              {PARTS: "ends = [i * count // (steps * n) for i in range(steps * n + 1)]\n"
               "parts = [order[max(0, a - 1) : b] for a, b in zip(ends, ends[1:])]"}]),
     "missing": ("""Some samples are on no rank: those left over after an equal division, or in the last batch that is
         not whole. FFCV's Loader loses these too, with drop_last=True, which is its default.""",
             [f"{PARTS}  ->  parts = [order[i : i + batch] for i in range(0, count - batch + 1, batch)]",
              f"{ORDER}  ->  {ORDER}[: count // n * n]"]),
-    "steps": ("Ranks have different numbers of batches. In DDP the rank with more of them waits for ever.",
-            {PARTS: "own = order[rank::n]", "[part.tolist() for part in parts[rank::n]]":
-             "[own[i : i + batch].tolist() for i in range(0, len(own), batch)]"}),
-    "small-batches": ("There are more steps than needed: with n ranks a step can hold n * batch samples.",
-            f"{STEPS}  ->  min(count // n, count // (batch * n) + 1)"),
-    "not-reproducible": ("Two calls with the same arguments give different batches. A resumed run needs the same ones.",
-            {"seed: int) -> list[list[int]]:": "seed: int, calls=[]) -> list[list[int]]:\n    calls.append(seed)",
-             "(seed, epoch)": "len(calls)"}),
-    "same-order": ("""The samples come in the order of the file, or another epoch, or another seed, gives the same
-        batches.""", [f"{ORDER}  ->  np.arange(count)", "(seed, epoch)  ->  seed", "(seed, epoch)  ->  seed * epoch"]),
+    "steps": ("""Ranks have different numbers of batches, so that in DDP one of them waits for ever; or there are more
+        steps than needed: with n ranks a step can hold n * batch samples.""",
+            [{PARTS: "own = order[rank::n]", "[part.tolist() for part in parts[rank::n]]":
+             "[own[i : i + batch].tolist() for i in range(0, len(own), batch)]"},
+             f"{STEPS}  ->  min(count // n, count // (batch * n) + 1)"]),
+    "same-order": ("""The same arguments give the same batches, as a resumed run needs them; and another epoch, or
+        another seed, gives others, which are not the file's order.""",
+            [{"seed: int) -> list[list[int]]:": "seed: int, calls=[]) -> list[list[int]]:\n    calls.append(seed)",
+             "(seed, epoch)": "len(calls)"}, f"{ORDER}  ->  np.arange(count)", "(seed, epoch)  ->  seed",
+             "(seed, epoch)  ->  seed * epoch"]),
     "together": ("""Samples that are together in one epoch stay together in the next: the order is only rotated, or
         fixed blocks belong to a rank, or go from rank to rank. Shuffle all of them anew in each epoch, and share them
         out afterwards.""",
@@ -551,9 +539,8 @@ PIECE = "(document, first - start, last - start)"
 OWN_ROWS = "step * batch + rank * share, step * batch + (rank + 1) * share"
 MISTAKES["text_rows"] = {
     "same-every-epoch": ("""Each epoch goes through the rows in an order of its own, and another seed gives another one:
-        the generator is made from seed and epoch together.""",
-            [f"{PERMUTED}  ->  place", "[seed, epoch]  ->  [seed, 0]", "[seed, epoch]  ->  seed",
-             "[seed, epoch]  ->  epoch"]),
+        the generator is made from seed and epoch together.""", [f"{PERMUTED}  ->  place",
+             "[seed, epoch]  ->  [seed, 0]", "[seed, epoch]  ->  seed", "[seed, epoch]  ->  epoch"]),
     "last-row": ("The tokens that are left at the end make no whole row, and are dropped.",
             "int(ends[-1]) // length  ->  -(-int(ends[-1]) // length)"),
     "epoch-end": ("""The rows at the end of an epoch are lost where they do not fill a step. The next epoch follows at
@@ -563,14 +550,14 @@ MISTAKES["text_rows"] = {
             [f"{OWN_ROWS}  ->  step * batch, (step + 1) * batch",
              f"{OWN_ROWS}  ->  step * batch + rank, (step + 1) * batch, ranks",
              f"{OWN_ROWS}  ->  (step + rank) * share, (step + rank + 1) * share"]),
-    "counted-from": ("""The tokens are counted from the beginning of the text, or of the row, and not from that of their
-        document.""", [f"{PIECE}  ->  (document, first{of}, last{of})" for of in ("", " - begin")]),
-    "end-included": ("The end of a piece is the first token that is no part of it any more.",
-            f"{PIECE}  ->  (document, first - start, last - start - 1)"),
-    "whole-documents": ("A document that crosses the border of a row is in both rows, with a piece in each.",
-            "if first < last:  ->  if first < last and begin <= start and end <= begin + length:"),
-    "empty-piece": ("A document without tokens has no piece.",
-            "if first < last:  ->  if first < last or begin <= start == end < begin + length:"),
+    "counted-from": ("""A piece is counted from the beginning of its document, not from that of the text or of the row.
+        Its end is the first token that is no part of it any more.""",
+            [*[f"{PIECE}  ->  (document, first{of}, last{of})" for of in ("", " - begin")],
+             f"{PIECE}  ->  (document, first - start, last - start - 1)"]),
+    "whole-documents": ("""A document that crosses the border of a row is in both rows, with a piece in each. One
+        without tokens has no piece.""",
+            ["if first < last:  ->  if first < last and begin <= start and end <= begin + length:",
+             "if first < last:  ->  if first < last or begin <= start == end < begin + length:"]),
     "remembers": ("The answer depends on earlier calls. A job that was started again knows the step, and nothing else.",
             {"seed: int": "seed: int, done=[]", "rows, share =": "done.append(batch)\nrows, share =",
              OWN_ROWS: "sum(done[:-1]), sum(done[:-1]) + share"}),
@@ -596,17 +583,18 @@ MISTAKES["imagenet_epoch"] = {
     "first-epoch": ("In the first epoch everything comes from the disk, whether it fits in memory or not.",
             [f"{FIRST_SECONDS}  ->  {LATER_SECONDS}", f"{FIRST_SECONDS}  ->  images / min(cpu, gpu)"]),
     "added": ("""Disk, CPU and GPUs work at the same time, on different batches. The slowest sets the pace; the times do
-        not add up.""", {FIRST_SECONDS: "images * sum(1 / rate for rate in rates.values())",
-                         LATER_SECONDS: "images * sum(1 / rate for rate in later.values())"}),
-    "fastest": ("The slowest part sets the pace, not the fastest.",
-            [one | {FIRST_SECONDS: "images / max(rates.values())", LATER_SECONDS: "images / max(later.values())"}
-             for one in ({}, {SLOWEST: "max(later, key=later.get)"})]),
+        not add up.""",
+            [{FIRST_SECONDS: "images * sum(1 / rate for rate in rates.values())",
+             LATER_SECONDS: "images * sum(1 / rate for rate in later.values())"},
+             *[one | {FIRST_SECONDS: "images / max(rates.values())", LATER_SECONDS: "images / max(later.values())"}
+              for one in ({}, {SLOWEST: "max(later, key=later.get)"})]]),
     "cached-part": ("""The page cache does not help with a file that does not fit, as the exercise says: a later epoch
         reads all of it.""", f"{LATER}  ->  rates | {{'disk': images * disk / max(gigabytes - memory, 1e-9)}}"),
     "minutes": ("The docstring asks for seconds.",
             {FIRST_SECONDS: f"{FIRST_SECONDS} / 60", LATER_SECONDS: f"{LATER_SECONDS} / 60"}),
     "bottleneck": ("""The times are right. The word names what sets the pace in the later epochs: 'disk', 'cpu' or
-        'gpu'.""", [f"{SLOWEST}  ->  {word}" for word in (
+        'gpu'.""",
+            [f"{SLOWEST}  ->  {word}" for word in (
             "max(later, key=later.get)", "'disk'", "'cpu'", "'gpu'", "min(later, key=later.get).upper()")]),
 }
 

@@ -95,8 +95,7 @@ UNWEIGHTED = {WEIGHTED: "[torch.ones_like(t), sizes]", ONES: "t[:, None]"}
 
 MISTAKES["fit_and_predict"] = {
     "absolute": ("""Least squares on the seconds themselves is dominated by the largest messages: 1 % of their time is
-        more than all of alpha.""",
-            [UNWEIGHTED, UNWEIGHTED | {"median(dim=1).values": "mean(dim=1)"},
+        more than all of alpha.""", [UNWEIGHTED, UNWEIGHTED | {"median(dim=1).values": "mean(dim=1)"},
              UNWEIGHTED | {MEDIAN: "t, sizes = seconds.flatten(), sizes.repeat_interleave(seconds.shape[1])"}]),
     "outliers": ("The few measurements that took ten times as long pull the fit up.",
             "median(dim=1).values  ->  mean(dim=1)"),
@@ -153,20 +152,20 @@ def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
         data = [values(*shape, seed=400 + rank) for rank in range(n)]
         outcomes = run.run(with_clock, data, fn, repeats, case=f"repeats = {repeats}, x of shape {shape}")
         for rank, outcome in run.each(outcomes):
-            keys = {"other_calls": "collective", "too_many_calls": "bystander"}
-            key, what = fault(outcome.ledger, {"send", "recv"}, calls=(1, None) if rank < 2 else 0, **keys)
+            limit = (1, None) if rank < 2 else 0
+            key, what = fault(outcome.ledger, {"send", "recv"}, calls=limit, too_many_calls="bystander")
             run.require(not key, key, what)
         there, back = (outcome.ledger.count("send") for outcome in outcomes[:2])
         run.require(there == back, "no-echo", f"rank 0 sends {there} messages, rank 1 sends {back}.")
         run.require(there == repeats + 1, "count", f"{there} round trips; {repeats + 1} are asked for.")
         for rank, outcome in enumerate(outcomes[:2]):
             other = {entry.bytes for entry in calls(outcome.ledger)} - {data[0].nbytes}
-            run.require(not other, "size", f"messages of {sorted(other)} bytes; x has {data[0].nbytes}.", rank)
+            run.require(not other, "no-echo", f"messages of {sorted(other)} bytes; x has {data[0].nbytes}.", rank)
         steps = message_steps([outcome.ledger for outcome in outcomes])
         run.require(steps == 2 * there, "exchange", f"the {2 * there} messages are done in {steps} steps.")
         for rank, outcome in run.each(outcomes):
             right = outcome.result is None if rank else number(outcome.result) is not None
-            run.require(right, "seconds", f"this rank returned {outcome.result!r}.")
+            run.require(right, "odd", f"this rank returned {outcome.result!r}.")
         expected = statistics.median(seconds_of_trips(repeats)[1 : repeats + 1]) / 2
         got = number(outcomes[0].result)
         if not math.isclose(got, expected, rel_tol=1e-6):
@@ -177,7 +176,7 @@ def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
 
 def wrong_time(got: float, data: list, repeats: int) -> str:
     """The mistake that gives this time."""
-    for key in ("not-halved", "middle", "warm-up-counted", "mean", "send-only"):
+    for key in ("not-halved", "count", "mean", "send-only"):
         for edit in listed(MISTAKES["ping_pong"][key][1]):
             wrong = answer_with(answers.__name__, "ping_pong", edit)
             seconds = Exercise("", {}).run(with_clock, data, wrong, repeats)[0].result
@@ -199,33 +198,27 @@ MISTAKES["ping_pong"] = {
     "hang": ("""At least one rank waits for a partner that never comes. Follow one round trip in the report below: while
         one of ranks 0 and 1 sends, what does the other do?""",
             "dist.send(x, dst=1)\n            dist.recv(x, src=1)  ->  dist.recv(x, src=1)\ndist.send(x, dst=1)"),
-    "collective": ("A message goes from one rank to one other, while a collective involves all of them.",),
-    "bystander": ("Only ranks 0 and 1 take part. If other ranks sent messages too, they would share the links.", {
-        "if rank == 0:": "if rank % 2 == 0 and rank + 1 < dist.get_world_size():", "elif rank == 1:": "elif rank % 2:",
-        "dst=1": "dst=rank + 1", "src=1": "src=rank + 1", "src=0": "src=rank - 1", "dst=0": "dst=rank - 1"}),
-    "no-echo": ("""In a round trip, each message that goes there is answered by one that comes back. That a send has
-        returned does not mean that its message has arrived.""",
+    "bystander": ("Only ranks 0 and 1 take part. If other ranks sent messages too, they would share the links.",
+            {"if rank == 0:": "if rank % 2 == 0 and rank + 1 < dist.get_world_size():",
+             "elif rank == 1:": "elif rank % 2:",
+             "dst=1": "dst=rank + 1", "src=1": "src=rank + 1", "src=0": "src=rank - 1", "dst=0": "dst=rank - 1"}),
+    "no-echo": ("""In a round trip, each message that goes there is answered by one of the same size that comes back.
+        That a send has returned does not mean that its message has arrived.""",
             {"dist.recv(x, src=1)": "pass", "dist.send(x, dst=0)": "pass"}),
-    "size": ("""Every message has to be as large as x, there and back. Otherwise half of a round trip is not the time
-        that x takes.""",),
     "exchange": ("""Messages are under way at the same time. In a round trip the second one starts only when the first
-        has arrived.""", {GO_AND_RETURN: "if rank < 2:\n    both = [dist.P2POp(dist.isend, x, 1 - rank), "
-                          "dist.P2POp(dist.irecv, torch.empty_like(x), 1 - rank)]\n"
-                          "    for request in dist.batch_isend_irecv(both):\n        request.wait()"}),
+        has arrived.""",
+            {GO_AND_RETURN: "if rank < 2:\n    both = [dist.P2POp(dist.isend, x, 1 - rank), "
+             "dist.P2POp(dist.irecv, torch.empty_like(x), 1 - rank)]\n"
+             "    for request in dist.batch_isend_irecv(both):\n        request.wait()"}),
     "count": ("""Make one round trip to warm up, which opens connections and must not count, and then as many as repeats
-        says, no more and no fewer.""", {"repeats + 1": "repeats", "times[1:]": "times"}),
-    "seconds": ("Return a number of seconds on rank 0, and None on all others.",
-            "if rank == 0 else None  ->  if rank == 0 else 0.0"),
+        says, no more and no fewer.""", [{"repeats + 1": "repeats", "times[1:]": "times"}, "times[1:]  ->  times"]),
     "not-halved": ("That is the time of a whole round trip, in which two messages follow each other.",
             "/ 2 if  ->  if"),
-    "middle": ("""The median of an even number of round trips lies halfway between the two in the middle, and this is
-        one of these two. torch.median returns the lower one.""",
-            [f"{MIDDLE}  ->  sorted(times[1:])[repeats // 2]",
+    "mean": ("""The docstring asks for the median. A single slow round trip pulls up the mean, and the fastest is not
+        typical. Of an even number the median lies halfway between the two in the middle; torch.median returns the lower
+        one.""", ["statistics.median  ->  statistics.mean", "statistics.median  ->  min",
+             f"{MIDDLE}  ->  sorted(times[1:])[repeats // 2]",
              f"{MIDDLE}  ->  torch.tensor(times[1:]).median().item()"]),
-    "warm-up-counted": ("The first round trip is part of this median, but it is there only to warm up.",
-            "times[1:]  ->  times"),
-    "mean": ("""The docstring asks for the median. A single slow round trip pulls up the mean, and the fastest round
-        trip is not a typical one.""", ["statistics.median  ->  statistics.mean", "statistics.median  ->  min"]),
     "send-only": ("The clock has not moved between your two looks at it: no message came back in between.",
             {NOTED: "", "dist.send(x, dst=1)": f"dist.send(x, dst=1)\n{NOTED}"}),
 }
@@ -317,22 +310,19 @@ MISTAKES["widest_path"] = {
             f"{AT_BORDER}  ->  {AT_BORDER} and list(reached_by)[-1] in link"),
     "fewest-hops": ("The path with the fewest links is not the widest.",
             f"{FASTEST}  ->  fastest = min(leaving, key=lambda link: [x in link for x in reached_by].index(1))"),
-    "series": ("""Times do not add up along a path here: data streams through all links at once, and the slowest sets
-        the pace.""", "return bandwidth  ->  return 1 / sum(1 / link[2] for link in path)"),
-    "sum": ("The links of a path follow one another, so their bandwidths do not add up.",
-            "return bandwidth  ->  return sum(link[2] for link in path)"),
-    "average": ("The slowest link sets the pace, however fast the others may be.",
-            "return bandwidth  ->  return sum(link[2] for link in path) / len(path)"),
-    "first-link": ("That is the bandwidth of the first link of the path. Any of its links may be the slowest.",
-            f"{RESULT}  ->  return path[-1][2], path[-1][:2]"),
-    "fastest-link": ("That is the bandwidth of the fastest link of the path.", "min(path  ->  max(path"),
+    "series": ("""Data streams through all links of the path at once, and the slowest sets the pace: times do not add
+        up, bandwidths do not add up, and a mean says nothing.""",
+            ["return bandwidth  ->  return 1 / sum(1 / link[2] for link in path)",
+             "return bandwidth  ->  return sum(link[2] for link in path)",
+             "return bandwidth  ->  return sum(link[2] for link in path) / len(path)"]),
+    "first-link": ("""That is the bandwidth of the first link of the path, or of the fastest. Any of its links may be
+        the slowest.""", [f"{RESULT}  ->  return path[-1][2], path[-1][:2]", "min(path  ->  max(path"]),
     "slowest-of-all": ("""That is the bandwidth of the slowest link of the whole machine. The path need not use that
         link.""", "min(path  ->  min(links"),
-    "direction": ("A link works both ways, whichever of its devices is named first.",
-            [ONE_WAY, ONE_WAY | {FASTEST: f"if not leaving:\n    return None\n{FASTEST}"}]),
+    "direction": ("A link works both ways, whichever of its devices is named first.", [ONE_WAY,
+             ONE_WAY | {FASTEST: f"if not leaving:\n    return None\n{FASTEST}"}]),
     "bottleneck": ("""The bandwidth is right. The second result should name the two ends of a link on such a path whose
-        bandwidth is exactly this one.""",
-            [f"{RESULT}  ->  return bandwidth, path[-1][:2]",
+        bandwidth is exactly this one.""", [f"{RESULT}  ->  return bandwidth, path[-1][:2]",
              f"{RESULT}  ->  return bandwidth, next(link[:2] for link in links if link[2] == bandwidth)"]),
     "value": ("""Print the links that your function gets in a small case, draw them, and follow its way from start to
         end.""",),
@@ -391,16 +381,15 @@ MISTAKES["gradient_seconds"] = {
     "one-port": ("That is the bandwidth of one port. A node has several, and they work side by side.",
             "ports * port_gigabits  ->  port_gigabits"),
     "fp32": ("Here each gradient has 2 bytes.", "* 2 * parameters  ->  * 4 * parameters"),
-    "no-factor": ("""This counts S, the size of the gradients, as what each GPU sends. In a ring it sends a different
-        amount.""", "2 * (n - 1) / n  ->  1"),
+    "no-factor": ("""In a ring a GPU does not send S, the size of the gradients, but another amount. And adding up is
+        half of the work: the sums then have to come back to all GPUs.""", ["2 * (n - 1) / n  ->  1",
+             "2 * (n - 1) / n  ->  (n - 1) / n"]),
     "node-size": ("The ring through all nodes has more GPUs than the ring on one node.",
             "nodes * per_node  ->  per_node"),
-    "one-after-another": ("""Data streams through NVLink and the ports at the same time, so the two times do not add
-        up.""", f"{SLOWER}  ->  every / inside + every / across"),
+    "one-after-another": ("Data streams through NVLink and the ports at the same time, so the two times do not add up.",
+            f"{SLOWER}  ->  every / inside + every / across"),
     "network-only": ("Many fast ports do not help if NVLink is slower: the data passes through it too.",
             "min(inside, across)  ->  across"),
-    "half": ("Adding up is half of the work. The sums then have to come back to all GPUs.",
-            "2 * (n - 1) / n  ->  (n - 1) / n"),
 }
 RIGHT["gradient_seconds"] = {
     "an array": {"inside, across = ": "import numpy as np\ninside, across = ",

@@ -96,32 +96,24 @@ MISTAKES["merge"] = {
     "form": ("Return a tuple of three tensors: m, l and o.",
             {"return m, f1 * l1 + f2 * l2, f1 * o1 + f2 * o2": "return (f1 * o1 + f2 * o2) / (f1 * l1 + f2 * l2)"}),
     "maximum": ("The m of both is the larger of the two, for each query on its own.",
-            ["m = torch.maximum(m1, m2)  ->  m = m1 + m2",
-             "m = torch.maximum(m1, m2)  ->  m = torch.minimum(m1, m2)",
-             "m = torch.maximum(m1, m2)  ->  m = m1",
-             "m = torch.maximum(m1, m2)  ->  m = m2",
+            ["m = torch.maximum(m1, m2)  ->  m = m1 + m2", "m = torch.maximum(m1, m2)  ->  m = torch.minimum(m1, m2)",
+             "m = torch.maximum(m1, m2)  ->  m = m1", "m = torch.maximum(m1, m2)  ->  m = m2",
              "m = torch.maximum(m1, m2)  ->  m = torch.full_like(m1, max(m1.max(), m2.max()))"]),
-    "rescale-l": ("Each l is relative to the m of its own piece. Before l1 and l2 can be added, both have to be made "
-                  "relative to the new m.",
-            ["f1 * l1 + f2 * l2  ->  l1 + l2",
-             "f1 * l1 + f2 * l2  ->  l1 / f1 + l2 / f2"]),
-    "rescale-o": ("l is right, so the factors are known. Each o is relative to the m of its own piece, too: it needs "
-                  "the same factor as its l.",
-            ["f1 * o1 + f2 * o2  ->  o1 + o2",
-             "f1 * o1 + f2 * o2  ->  o1 / f1 + o2 / f2",
-             "f1 * o1 + f2 * o2  ->  f1 * o1 + o2",
-             "f1 * o1 + f2 * o2  ->  o1 + f2 * o2"]),
-    "divided": ("o is the sum that is not yet divided by l: pieces can be merged further, and the division comes "
-                "once, at the end.",
+    "rescale-l": ("""Each l is relative to the m of its own piece. Before l1 and l2 can be added, both have to be made
+        relative to the new m.""", ["f1 * l1 + f2 * l2  ->  l1 + l2", "f1 * l1 + f2 * l2  ->  l1 / f1 + l2 / f2"]),
+    "rescale-o": ("""l is right, so the factors are known. Each o is relative to the m of its own piece, too: it needs
+        the same factor as its l.""", ["f1 * o1 + f2 * o2  ->  o1 + o2", "f1 * o1 + f2 * o2  ->  o1 / f1 + o2 / f2",
+             "f1 * o1 + f2 * o2  ->  f1 * o1 + o2", "f1 * o1 + f2 * o2  ->  o1 + f2 * o2"]),
+    "divided": ("""o is the sum that is not yet divided by l: pieces can be merged further, and the division comes once,
+        at the end.""",
             [{"return m, f1": "weights = f1 * l1 + f2 * l2\nreturn m, f1",
-              "f1 * o1 + f2 * o2": "(f1 * o1 + f2 * o2) / weights"},
-             "f1 * o1 + f2 * o2  ->  o1 / l1 + o2 / l2"]),
-    "overflow": ("exp of a number in the thousands is infinite. Only differences that are 0 or less are safe: a "
-                 "score, or an m, minus the larger m.",
+             "f1 * o1 + f2 * o2": "(f1 * o1 + f2 * o2) / weights"}, "f1 * o1 + f2 * o2  ->  o1 / l1 + o2 / l2"]),
+    "overflow": ("""exp of a number in the thousands is infinite. Only differences that are 0 or less are safe: a score,
+        or an m, minus the larger m.""",
             {"torch.exp(m1 - finite), torch.exp(m2 - finite)":
                  "torch.exp(m1) / torch.exp(m), torch.exp(m2) / torch.exp(m)"}),
-    "no-key": ("A query sees no key of a piece, so that its m is -inf there. What is exp(m1 - m) if m1 is -inf, and "
-               "what if m is -inf as well?",
+    "no-key": ("""A query sees no key of a piece, so that its m is -inf there. What is exp(m1 - m) if m1 is -inf, and
+        what if m is -inf as well?""",
             "torch.exp(m1 - finite), torch.exp(m2 - finite)  ->  torch.exp(m1 - m), torch.exp(m2 - m)"),
 }
 
@@ -160,7 +152,7 @@ ZIGZAGS = [
 def zigzag(note, answer, length, n):
     got = answer(length, n)
     rows = [whole_numbers(one) for one in got] if isinstance(got, list | tuple) else []
-    if not note.holds(len(rows) == n and None not in rows, "form", f"the function returned {show(got)}."):
+    if not note.holds(len(rows) == n and None not in rows, "odd", f"the function returned {show(got)}."):
         return
     held, pairs, all_rows = sorted(p for row in rows for p in row), pairs_of(rows), ("the positions", rows)
     odd = [p for p in range(length) if held.count(p) != 1] or [p for p in held if not 0 <= p < length]
@@ -179,33 +171,28 @@ def zigzag(note, answer, length, n):
 
 
 MISTAKES["zigzag"] = {
-    "form": ("Return a list with a tensor of whole numbers for each rank.",
-            "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]  ->  runs"),
     "contiguous": ("These are consecutive parts. The last rank has the late tokens, and late tokens have many pairs.",
             "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]  ->  [*torch.arange(length).chunk(n)]"),
-    "striped": ("These are stripes, every n-th token. They are nearly balanced, but the exercise asks for two runs "
-                "of consecutive tokens on each rank, with exactly as many pairs.",
+    "striped": ("""These are stripes, every n-th token. They are nearly balanced, but the exercise asks for two runs of
+        consecutive tokens on each rank, with exactly as many pairs.""",
             "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]  ->  [torch.arange(r, length, n) for r "
             "in range(n)]"),
-    "mirror": ("Rank r has runs r and n + r. The last rank has the later one of both pairs: the second run has to be "
-               "counted from the end.",
-            "runs[2 * n - 1 - r]  ->  runs[n + r]"),
-    "once": ("Each position belongs to exactly one rank.",
-            "runs[2 * n - 1 - r]  ->  runs[2 * n - 2 - r]"),
+    "mirror": ("""Rank r has runs r and n + r. The last rank has the later one of both pairs: the second run has to be
+        counted from the end.""", "runs[2 * n - 1 - r]  ->  runs[n + r]"),
+    "once": ("Each position belongs to exactly one rank.", "runs[2 * n - 1 - r]  ->  runs[2 * n - 2 - r]"),
     "order": ("The positions of a rank are in ascending order.",
             "[runs[r], runs[2 * n - 1 - r]]  ->  [runs[2 * n - 1 - r], runs[r]]"),
     "runs": ("A rank holds two runs of consecutive tokens at most, one from the first half and one from the second.",
             {"torch.arange(length).tensor_split(2 * n)": "torch.arange(length).tensor_split(4 * n)",
              "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]":
                  "[torch.cat([runs[i] for i in (r, 2 * n - 1 - r, 2 * n + r, 4 * n - 1 - r)]) for r in range(n)]"}),
-    "uneven": ("The number of runs does not divide the number of tokens. There have to be 2n runs all the same, "
-               "whose lengths differ by 1 at most. chunk makes fewer.",
+    "uneven": ("""The number of runs does not divide the number of tokens. There have to be 2n runs all the same, whose
+        lengths differ by 1 at most. chunk makes fewer.""",
             ["torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length).chunk(2 * n)",
              "torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length).split(-(-length // (2 * n)))",
              "torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length // (2 * n) * 2 * n).chunk(2 * n)"]),
-    "balance": ("Add up p + 1 over the positions p of each rank. An early run goes with a late one: the r-th with "
-                "the r-th from the end.",
-            "runs[2 * n - 1 - r]  ->  runs[n + (n - r) % n]"),
+    "balance": ("""Add up p + 1 over the positions p of each rank. An early run goes with a late one: the r-th with the
+        r-th from the end.""", "runs[2 * n - 1 - r]  ->  runs[n + (n - r) % n]"),
 }
 
 
@@ -249,7 +236,7 @@ def ring_attention(note, answer, heads, kv_heads, order):
     if n > 1:
         block = 2 * given[1].nbytes
         note.sent(ledger, {"send", "recv"}, calls={"send": 3 * hops}, sent=(hops * block, hops * (block + mine.nbytes)),
-                  other_calls="gathered", too_many_calls="extra-hop",
+                  other_calls="neighbor", too_many_calls="extra-hop",
                   too_many_bytes="heads-sent" if heads > kv_heads else "extra-hop")
         peers = {entry.peer for entry in ledger if entry.op == "send"}
         ring = peers in ({(rank + 1) % n}, {(rank - 1) % n})
@@ -257,45 +244,36 @@ def ring_attention(note, answer, heads, kv_heads, order):
 
 
 MISTAKES["ring_attention"] = {
-    "positions": ("The first block is right, a later one is not: its mask has to compare the positions of your "
-                  "queries with those of the keys that have arrived, in the whole sequence. Rows and columns of a "
-                  "block are counted from 0 on every rank.",
-            ["positions[:, None] >= block[2]  ->  positions[:, None] >= positions",
+    "positions": ("""The first block is right, a later one is not: its mask has to compare the positions of your queries
+        with those of the keys that have arrived, in the whole sequence. Rows and columns of a block are counted from 0
+        on every rank.""", ["positions[:, None] >= block[2]  ->  positions[:, None] >= positions",
              "positions[:, None] >= block[2]  ->  torch.ones(len(positions), len(positions)).tril().bool()"]),
-    "not-causal": ("A query sees keys here that come later in the sequence.",
-            "positions[:, None] >= block[2]  ->  positions[:, None] >= 0 * positions"),
-    "future": ("Which way round is the mask? A query sees the keys at its own position and before it.",
-            ["positions[:, None] >= block[2]  ->  positions[:, None] <= block[2]",
+    "future": ("A query sees the keys at its own position and before it, in the whole sequence, and no later ones.",
+            ["positions[:, None] >= block[2]  ->  positions[:, None] >= 0 * positions",
+             "positions[:, None] >= block[2]  ->  positions[:, None] <= block[2]",
              "positions[:, None] >= block[2]  ->  positions[:, None] > block[2]"]),
-    "own-block": ("The rank's own block is missing: it was passed on before it was used. In the first step a rank "
-                  "attends to the keys that it has.",
-            "total is None  ->  step < 2"),
-    "last-block": ("The block that arrives last is missing. There are N blocks to attend to, the own one among them.",
-            "total = part if total is None else merge(total, part)  ->  total = part if total is None else total "
-            "if step == n - 1 else merge(total, part)"),
-    "rescale": ("The pieces are added without a common maximum. Two pieces become one by merge.",
-            "total = part if total is None else merge(total, part)  ->  total = part if total is None else [a + b "
-            "for a, b in zip(total, part)]"),
-    "divided": ("The output is o divided by l, once, after the last block.",
-            "return o / weights  ->  return o"),
-    "kv-order": ("Consecutive heads use the same KV head: heads 0 and 1 use KV head 0. repeat puts the copies the "
-                 "other way round.",
-            "t.repeat_interleave(group, dim=1)  ->  t.repeat(1, group, 1, 1)"),
-    "value": ("No usual slip gives these numbers. Two things are worth a look: is a block used before all work on it "
-              "has been waited for, and does each piece come from K, V and positions of the same block?",),
-    "gathered": ("The output is right, but the ring has sends and receives between neighbors only. record() shows "
-                 "the calls.",),
-    "extra-hop": ("The output is right, but a block travels once too often. The last one that arrives need not be "
-                  "passed on.",
+    "own-block": ("""A block is missing. There are N blocks to attend to: the rank's own one, before it is passed on,
+        and the one that arrives last among them.""", ["total is None  ->  step < 2",
+             "total = part if total is None else merge(total, part)  ->  total = part if total is None else total "
+             "if step == n - 1 else merge(total, part)"]),
+    "rescale": ("""Two pieces become one by merge, which brings them to a common maximum. The output is o divided by l,
+        once, after the last block.""",
+            ["total = part if total is None else merge(total, part)  ->  total = part if total is None else [a + b "
+            "for a, b in zip(total, part)]", "return o / weights  ->  return o"]),
+    "kv-order": ("""Consecutive heads use the same KV head: heads 0 and 1 use KV head 0. repeat puts the copies the
+        other way round.""", "t.repeat_interleave(group, dim=1)  ->  t.repeat(1, group, 1, 1)"),
+    "extra-hop": ("""The output is right, but a block travels once too often. The last one that arrives need not be
+        passed on.""",
             {"if step < n - 1:\n            arrive": "if n > 1:\n    arrive",
              "if step < n - 1:\n            for": "if n > 1:\n    for"}),
-    "heads-sent": ("The output is right, but the copies of the KV heads travel, too. Send the KV heads that there "
-                   "are, and repeat them where they are used.",
+    "heads-sent": ("""The output is right, but the copies of the KV heads travel, too. Send the KV heads that there are,
+        and repeat them where they are used.""",
             {"block, total = [k, v, positions], None":
                  "block, total = [k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), "
                  "positions], None",
              "keys, values = (t.repeat_interleave(group, dim=1) for t in block[:2])": "keys, values = block[:2]"}),
-    "neighbor": ("In a ring each rank sends to one neighbor only, always the same one.",),
+    "neighbor": ("""The output is right, but in a ring there are sends and receives only, and each rank sends to one
+        neighbor, always the same one.""",),
 }
 
 
@@ -336,54 +314,45 @@ def ulysses(note, answer, heads, kv_heads):
     given = [part(t) for t in whole]
     got, own, ledgers = both_ways(answer, given, part(above))
     turned = n > 1 and getattr(got, "shape", None) == (2, heads // n, 3 * n, 4)
-    note.holds(not turned, "not-back", "the output has all tokens of some heads.")
+    note.holds(not turned, "local", "the output has all tokens of some heads.")
     right = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     note.equal(got, part(right), "the output")
     gradients = torch.autograd.grad(right, whole, above)
     note_gradients(note, own, given, dict(zip("qkv", map(part, gradients), strict=True)))
     bytes_of = [2 * (given[0].nbytes + copies * given[1].nbytes) for copies in (1, math.lcm(n, kv_heads) // kv_heads)]
     for ledger in ledgers.values() if n > 1 else ():
-        note.sent(ledger, {"all_to_all"}, calls=4, carried=tuple(bytes_of), other_calls="gathered",
-                  too_many_bytes="copies")
+        note.sent(ledger, {"all_to_all"}, calls=4, carried=tuple(bytes_of), too_many_bytes="copies")
 
 
 MISTAKES["ulysses"] = {
-    "not-causal": ("A token sees tokens here that come later in the sequence.",
-            ", is_causal=True  ->  "),
-    "local": ("These are the outputs of attention to the rank's own tokens. After the exchange a rank must hold all "
-              "tokens of its heads.",
-            {"(swap(x, cut=1, join=2) for x in (q, k, v))": "(q, k, v)",
-             "return swap(o, cut=2, join=1)": "return swap(swap(o, cut=1, join=2), cut=2, join=1)"}),
-    "not-back": ("The last all-to-all is missing: it brings each rank its own tokens of all heads back.",
-            "return swap(o, cut=2, join=1)  ->  return o"),
-    "head-order": ("The heads are in another order than before. What comes back from rank i are the heads that rank "
-                   "i has, so the parts are joined along the heads, rank by rank.",
+    "not-causal": ("A token sees tokens here that come later in the sequence.", ", is_causal=True  ->  "),
+    "local": ("""There are two exchanges: before attention a rank gets all tokens of its heads, and afterwards all heads
+        of its own tokens.""",
+            [{"(swap(x, cut=1, join=2) for x in (q, k, v))": "(q, k, v)",
+             "return swap(o, cut=2, join=1)": "return swap(swap(o, cut=1, join=2), cut=2, join=1)"},
+             "return swap(o, cut=2, join=1)  ->  return o"]),
+    "head-order": ("""The heads are in another order than before. What comes back from rank i are the heads that rank i
+        has, so the parts are joined along the heads, rank by rank.""",
             {"return swap(o, cut=2, join=1)":
                  "return swap(o, cut=2, join=1).unflatten(1, (n, -1)).transpose(1, 2).flatten(1, 2)"}),
-    "grouped": ("It is right with as many KV heads as heads. Here consecutive heads share one, and the rank that has "
-                "the heads has to have their KV head.",
+    "grouped": ("""It is right with as many KV heads as heads. Here consecutive heads share one, and the rank that has
+        the heads has to have their KV head.""",
             {", enable_gqa=True": "",
              "q, k, v = (": "group = q.shape[1] // k.shape[1]\nq, k, v = (",
              "o = F": "k, v = (t.repeat(1, group, 1, 1) for t in (k, v))\no = F"}),
-    "kv-order": ("Copies of a KV head have to lie next to each other, because consecutive heads use the same one. "
-                 "repeat puts them the other way round.",
+    "kv-order": ("""Copies of a KV head have to lie next to each other, because consecutive heads use the same one.
+        repeat puts them the other way round.""",
             [{"k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)":
-                  "g = q.shape[1] // kv_heads\nk, v = k.repeat(1, g, 1, 1), v.repeat(1, g, 1, 1)"},
+                 "g = q.shape[1] // kv_heads\nk, v = k.repeat(1, g, 1, 1), v.repeat(1, g, 1, 1)"},
              {"k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)":
                   "k, v = k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1)"}]),
-    "only-two-ranks": ("It is right with two ranks. With N ranks the heads are cut into N parts.",
-            "x.chunk(n, dim=cut)  ->  x.chunk(2, dim=cut)"),
-    "few-heads": ("The number of ranks does not divide the KV heads here, so some of them have to be copied before "
-                  "they are sent. How many are there then at least?",
-            ["math.lcm(n, kv_heads) // kv_heads  ->  1",
+    "few-heads": ("""The number of ranks does not divide the KV heads here, so some of them have to be copied before
+        they are sent. How many are there then at least?""", ["math.lcm(n, kv_heads) // kv_heads  ->  1",
              "math.lcm(n, kv_heads) // kv_heads  ->  max(1, n // kv_heads)"]),
-    "gathered": ("The output is right, but this exercise asks for all-to-alls. An all-gather sends each rank what it "
-                 "does not need.",),
-    "copies": ("The output is right, but KV heads are copied more often than necessary. It is enough if the number "
-               "of ranks divides the copies.",
-            "math.lcm(n, kv_heads) // kv_heads  ->  q.shape[1] // kv_heads"),
-    "no-gradient": ("The output is right, but no gradient comes back. exchange is differentiable; "
-                    "dist.all_to_all_single alone is not.",
+    "copies": ("""The output is right, but KV heads are copied more often than necessary. It is enough if the number of
+        ranks divides the copies.""", "math.lcm(n, kv_heads) // kv_heads  ->  q.shape[1] // kv_heads"),
+    "no-gradient": ("""The output is right, but no gradient comes back. exchange is differentiable;
+        dist.all_to_all_single alone is not.""",
             "AllToAll.apply(rows, send, recv)  ->  AllToAll.apply(rows.detach(), send, recv)"),
 }
 
@@ -447,56 +416,44 @@ def expert_layer(note, answer, tokens, experts, k, used, capacity):
     rows = counts.clamp(max=capacity or max(tokens) * k).view(n, n, -1).sum(2)  # from each rank to each
     least = 8 * 3 * int(rows[rank].sum() + rows[:, rank].sum())
     for ledger, calls in zip(ledgers.values(), (3, 2), strict=True) if n > 1 else ():
-        note.sent(ledger, {"all_to_all", "all_gather"}, calls=calls, too_many_calls="calls", too_many_bytes="padded",
+        note.sent(ledger, {"all_to_all", "all_gather"}, calls=calls, too_many_bytes="padded",
                   carried=(least, least + (calls - 2) * 16 * experts * n))
 
 
 MISTAKES["expert_layer"] = {
-    "unweighted": ("The results are added up without the weights of the router.",
-            {" * weights.flatten()[sent, None]": ""}),
-    "one-result": ("Only one result of each token is left. A token with several experts appears several times among "
-                   "the copies, and its results have to be added up.",
+    "unweighted": ("""Results are added up with the weights of the router. A weight belongs to the result: multiplied
+        with the token before it is sent, it goes through the expert, which is not linear.""",
+            [{" * weights.flatten()[sent, None]": ""},
+             {" * weights.flatten()[sent, None]": "",
+              "x[sent // k]": "x[sent // k] * weights.flatten()[sent, None]"}]),
+    "one-result": ("""Only one result of each token is left. A token with several experts appears several times among
+        the copies, and its results have to be added up.""",
             "index_add(0, sent // k, back)  ->  index_copy(0, sent // k, back)"),
-    "weighted-before": ("The weight belongs to the result. Multiplied with the token before it is sent, it goes "
-                        "through the expert, which is not linear.",
-            {" * weights.flatten()[sent, None]": "",
-             "x[sent // k]": "x[sent // k] * weights.flatten()[sent, None]"}),
-    "order": ("A row was computed by another expert than the chosen one, or a result was added to another token. "
-              "Rows arrive rank by rank, and each rank has sorted its own by expert, so those of one expert are not "
-              "next to each other. Results go back in the order in which the rows came: what a rank sends in "
-              "dispatch it receives in combine, so the two lists change their places.",
+    "order": ("""A row was computed by another expert than the chosen one, or a result was added to another token. Rows
+        arrive rank by rank, and each rank has sorted its own by expert, so those of one expert are not next to each
+        other. Results go back in the order in which the rows came: what a rank sends in dispatch it receives in
+        combine, so the two lists change their places.""",
             [{"results = torch.zeros_like(rows)": "owner = owner.sort().values\nresults = torch.zeros_like(rows)"},
              "index_add(0, sent // k,  ->  index_add(0, torch.arange(len(sent)) // k,",
              "exchange(x[sent // k], send, recv)  ->  exchange(x[sent // k], recv, send)",
              "exchange(results, recv, send)  ->  exchange(results, send, recv)"]),
     "experts-per-rank": ("It is right as long as each rank has two experts. Each has n_experts / N.",
             "for i in range(n_experts // n):  ->  for i in range(2):"),
-    "no-tokens": ("It is right as long as each expert and each rank has tokens. A rank without any still has to call "
-                  "every exchange, with zeros among its numbers. Its result has to depend on what it received, also "
-                  "if that is no row, or it enters no exchange in backward.",
+    "no-tokens": ("""It is right as long as each expert and each rank has tokens. A rank without any still has to call
+        every exchange, with zeros among its numbers. Its result has to depend on what it received, also if that is no
+        row, or it enters no exchange in backward.""",
             {"back = exchange": "back = results * 1 if len(rows) == 0 else exchange"}),
-    "not-dropped": ("An expert takes more copies from this rank than its capacity.",
-            "[:capacity, 0]  ->  [:, 0]"),
-    "last-kept": ("If there are too many copies, those of the first tokens stay.",
-            "[:capacity, 0]  ->  [-(capacity or len(flat) + 1):, 0]"),
-    "all-ranks": ("The capacity was counted over all ranks. It holds for each rank on its own, so that nobody has to "
-                  "know what the others send.",
-            {"[:capacity, 0]": "[:, 0]",
-             "results[owner == i] = expert(i, rows[owner == i])":
-                 "at = (owner == i).nonzero()[:capacity, 0]\nresults[at] = expert(i, rows[at])"}),
-    "per-rank": ("The capacity is that of each expert, also where a rank has several.",
-            "[:capacity, 0]  ->  [: capacity and capacity * n // n_experts, 0]"),
-    "capacity": ("It is right without a capacity. With one, an expert takes only that many copies from each rank, "
-                 "the first.",
-            "[:capacity, 0]  ->  [: capacity and capacity + 1, 0]"),
-    "padded": ("The result is right, but more rows travel than experts take. Send each rank the rows for its "
-               "experts, in lists of different lengths, and not those that are dropped.",),
-    "no-gradient": ("The output is right, but no gradient comes back. Tokens and results have to go through "
-                    "exchange, which is differentiable.",
-            "AllToAll.apply(rows, send, recv)  ->  AllToAll.apply(rows.detach(), send, recv)"),
-    "calls": ("The result is right, but it takes more exchanges than the three: of the counts, of the tokens and of "
-              "the results.",
-            {"send, recv =": "dist.all_to_all_single(theirs, counts)\nsend, recv ="}),
+    "capacity": ("""With a capacity, an expert takes only that many copies from each rank, those of the first tokens. It
+        holds for each expert and for each rank on its own.""", ["[:capacity, 0]  ->  [:, 0]",
+             "[:capacity, 0]  ->  [-(capacity or len(flat) + 1):, 0]",
+             {"[:capacity, 0]": "[:, 0]",
+              "results[owner == i] = expert(i, rows[owner == i])":
+                  "at = (owner == i).nonzero()[:capacity, 0]\nresults[at] = expert(i, rows[at])"},
+             "[:capacity, 0]  ->  [: capacity and capacity * n // n_experts, 0]"]),
+    "padded": ("""The result is right, but more rows travel than experts take. Send each rank the rows for its experts,
+        in lists of different lengths, and not those that are dropped.""",),
+    "no-gradient": ("""The output is right, but no gradient comes back. Tokens and results have to go through exchange,
+        which is differentiable.""", "AllToAll.apply(rows, send, recv)  ->  AllToAll.apply(rows.detach(), send, recv)"),
 }
 
 
@@ -574,12 +531,12 @@ def balanced_step(note, answer, sizes, experts, k):
         steps.append((used, None if leaf.grad is None else leaf.grad.clone(), bias.clone()))
         gate = gate - LEARN * (0 if leaf.grad is None else leaf.grad)
     for i, (used, gradient, after) in enumerate(steps):
-        if not note.holds(len(used) == 1, "use-once", f"use was called {len(used)} times."):
+        if not note.holds(len(used) == 1, "odd", f"use was called {len(used)} times in a step, and not once."):
             return
         shapes = [tuple(t.shape) for t in used[0]]
         if not note.holds(shapes == [(sizes[rank], k)] * 2, "shape", f"use was called with shapes {shapes}.", ("", 0)):
             return
-        note.holds(gradient is not None, "no-gradient", "gate.grad is None.")
+        note.holds(gradient is not None, "own-gradient", "gate.grad is None.")
         note.equal(in_order(*used[0]) | {"gradient": gradient, "bias": after}, right[i], f"step {i + 1}: the value")
     share = 2 * (n - 1) / n
     for ledger in ledgers if n > 1 else ():
@@ -587,38 +544,25 @@ def balanced_step(note, answer, sizes, experts, k):
 
 
 MISTAKES["balanced_step"] = {
-    "use-once": ("Call use once in each step, with chosen and weights.",
-            "use(chosen, best / best.sum(1, keepdim=True)).backward()  ->  use(chosen, best / best.sum(1, "
-            "keepdim=True))\n"
-            "use(chosen, best / best.sum(1, keepdim=True)).backward()"),
-    "biased-weight": ("The weights contain the bias. It takes part in the choice, and the scores without it become "
-                      "the weights.",
-            "scores.gather  ->  (scores + bias).gather"),
-    "softmax": ("The scores are sigmoids here, each expert on its own.",
-            "torch.sigmoid(x @ gate)  ->  torch.softmax(x @ gate, dim=1)"),
-    "not-normalized": ("The weights of a token add up to 1: divide them by the sum of the scores of the chosen.",
-            ["best / best.sum(1, keepdim=True)  ->  best",
-             "best / best.sum(1, keepdim=True)  ->  best.softmax(1)"]),
-    "no-bias": ("The experts with the largest scores were chosen. The bias has to be added before that.",
-            "(scores + bias).topk  ->  scores.topk"),
-    "own-gradient": ("The gate is the same on all ranks, but this is the gradient of this rank's tokens. Without a "
-                     "sum over the ranks the gates would drift apart.",
-            "dist.all_reduce(gate.grad)  ->  dist.all_reduce(gate.grad.clone())"),
-    "mean-gradient": ("The loss is divided by the tokens of all ranks already, so the gradients of the ranks have to "
-                      "be added up, and not averaged.",
+    "not-normalized": ("""The scores are sigmoids, each expert on its own. The weights of a token are the scores of the
+        chosen, divided by their sum.""", ["torch.sigmoid(x @ gate)  ->  torch.softmax(x @ gate, dim=1)",
+             "best / best.sum(1, keepdim=True)  ->  best", "best / best.sum(1, keepdim=True)  ->  best.softmax(1)"]),
+    "no-bias": ("The bias takes part in the choice, and only there: the scores without it become the weights.",
+            ["(scores + bias).topk  ->  scores.topk", "scores.gather  ->  (scores + bias).gather"]),
+    "own-gradient": ("""The gate is the same on all ranks, so gate.grad has to be: the sum of the gradients of all
+        ranks' tokens, and not that of this rank's alone.""",
+            ["dist.all_reduce(gate.grad)  ->  dist.all_reduce(gate.grad.clone())",
+             {"use(chosen, best / best.sum(1, keepdim=True)).backward()":
+                  "use(chosen, best / best.sum(1, keepdim=True))",
+              "all_reduce(gate.grad)": "all_reduce(gate.detach().clone())"}]),
+    "mean-gradient": ("""The loss is divided by the tokens of all ranks already, so the gradients of the ranks have to
+        be added up, and not averaged.""",
             "dist.all_reduce(gate.grad)  ->  dist.all_reduce(gate.grad)\ngate.grad /= dist.get_world_size()"),
-    "no-gradient": ("The gradient of the loss has to be in gate.grad.",
-            {"use(chosen, best / best.sum(1, keepdim=True)).backward()":
-                 "use(chosen, best / best.sum(1, keepdim=True))",
-             "all_reduce(gate.grad)": "all_reduce(gate.detach().clone())"}),
-    "own-load": ("The load was counted on this rank alone, so each rank would have a bias of its own. Count the "
-                 "choices of all ranks before you compare.",
-            "dist.all_reduce(load)  ->  dist.all_reduce(load.clone())"),
-    "sign": ("An expert that has too much to do must become less attractive.",
-            "load.mean() - load)  ->  load - load.mean())"),
-    "size": ("The bias changes by rate, up or down, however large the difference is.",
-            ["torch.sign(load.mean() - load)  ->  (load.mean() - load)",
-             "torch.sign(load.mean() - load)  ->  (1 - load / load.mean())"]),
+    "own-load": ("""The load was counted on this rank alone, so each rank would have a bias of its own. Count the
+        choices of all ranks before you compare.""", "dist.all_reduce(load)  ->  dist.all_reduce(load.clone())"),
+    "sign": ("""The bias changes by rate, however large the difference is: an expert that has too much to do becomes
+        less attractive, one with too little more.""", ["load.mean() - load)  ->  load - load.mean())",
+             "torch.sign(load.mean() - load)  ->  (load.mean() - load)"]),
     "not-kept": ("bias is as it was before. Change the tensor itself; bias = bias + ... makes a new one.",
             "bias += rate * torch.sign(load.mean() - load)  ->  bias = bias + rate * torch.sign(load.mean() - load)"),
     "too-early": ("This choice was made with the new bias. It is updated after the step, and serves the next one.",
@@ -658,54 +602,37 @@ RIGHT["balanced_step"] = {
 # --- on paper
 
 MISTAKES["ring_hides"] = {
-    "pairs": ("Causal attention with zig-zag leaves half of the pairs of a step; otherwise there are as many as "
-              "tokens times tokens.",
-            ["if causal  ->  if not causal",
-             "if causal  ->  if False",
-             "if causal  ->  if True"]),
-    "products": ("There are two products, queries with keys and weights with values, and each costs 2 FLOP a pair "
-                 "and element.",
-            "4 * pairs  ->  2 * pairs"),
-    "kv-heads": ("All heads compute, but only the KV heads travel.",
-            ["tokens * kv_heads  ->  tokens * heads",
+    "pairs": ("""Causal attention with zig-zag leaves half of the pairs of a step; otherwise there are as many as tokens
+        times tokens.""", ["if causal  ->  if not causal", "if causal  ->  if False", "if causal  ->  if True"]),
+    "products": ("""There are two products, queries with keys and weights with values, and each costs 2 FLOP a pair and
+        element.""", "4 * pairs  ->  2 * pairs"),
+    "kv-heads": ("All heads compute, but only the KV heads travel.", ["tokens * kv_heads  ->  tokens * heads",
              "pairs * heads  ->  pairs * kv_heads"]),
-    "keys-only": ("K travels, and V does, too.",
-            "2 * tokens  ->  tokens"),
-    "element": ("What travels is counted in bytes: how many has an element?",
-            "* d * element_bytes  ->  * d"),
-    "bits": ("Links are sold in bits a second, and a byte has 8.",
-            "gigabits * 1e9 / 8  ->  gigabits * 1e9"),
-    "milliseconds": ("A second has 1,000 milliseconds.",
-            "computing * 1e3, moving * 1e3  ->  computing, moving"),
-    "least": ("At how many tokens do both take equally long? Computing grows with the square of the tokens, moving "
-              "with the tokens.",
-            ["tokens * moving / computing  ->  tokens * computing / moving",
+    "keys-only": ("K travels, and V does, too.", "2 * tokens  ->  tokens"),
+    "element": ("What travels is counted in bytes: how many has an element?", "* d * element_bytes  ->  * d"),
+    "bits": ("Links are sold in bits a second, and a byte has 8.", "gigabits * 1e9 / 8  ->  gigabits * 1e9"),
+    "milliseconds": ("A second has 1,000 milliseconds.", "computing * 1e3, moving * 1e3  ->  computing, moving"),
+    "least": ("""At how many tokens do both take equally long? Computing grows with the square of the tokens, moving
+        with the tokens.""", ["tokens * moving / computing  ->  tokens * computing / moving",
              "tokens * moving / computing  ->  moving / computing",
              "tokens * moving / computing  ->  tokens * (moving / computing) ** 0.5"]),
 }
 
 MISTAKES["expert_traffic"] = {
-    "scales": ("Each 128 elements in FP8 bring a scale of 4 bytes with them.",
-            ["hidden + 4 * hidden / 128  ->  hidden",
-             "4 * hidden / 128  ->  hidden / 128",
-             "hidden + 4 * hidden / 128  ->  hidden + 4"]),
+    "scales": ("Each 128 elements in FP8 bring a scale of 4 bytes with them.", ["hidden + 4 * hidden / 128  ->  hidden",
+             "4 * hidden / 128  ->  hidden / 128", "hidden + 4 * hidden / 128  ->  hidden + 4"]),
     "precision": ("To the experts an element has 1 byte, on the way back it has 2.",
-            ["top_k * 2 * hidden  ->  top_k * row",
-             "hidden + 4 * hidden / 128  ->  2 * hidden"]),
+            ["top_k * 2 * hidden  ->  top_k * row", "hidden + 4 * hidden / 128  ->  2 * hidden"]),
     "copies": ("A token is sent to each of its experts, and each of them sends a result back.",
-            ["dispatch = tokens * top_k  ->  dispatch = tokens",
-             "combine = tokens * top_k  ->  combine = tokens"]),
+            ["dispatch = tokens * top_k  ->  dispatch = tokens", "combine = tokens * top_k  ->  combine = tokens"]),
     "nodes": ("A token goes to as many nodes as it has experts, but to max_nodes at most, and to each of them once.",
-            ["min(top_k, max_nodes)  ->  top_k",
-             "min(top_k, max_nodes)  ->  max_nodes",
+            ["min(top_k, max_nodes)  ->  top_k", "min(top_k, max_nodes)  ->  max_nodes",
              "tokens * min(top_k, max_nodes)  ->  tokens * top_k * max_nodes"]),
     "microseconds": ("A microsecond is a millionth of a second.",
-            {"dispatch_us * 1e-6": "dispatch_us * 1e-3",
-             "combine_us * 1e-6": "combine_us * 1e-3"}),
+            {"dispatch_us * 1e-6": "dispatch_us * 1e-3", "combine_us * 1e-6": "combine_us * 1e-3"}),
     "units": ("A GB has 10⁹ bytes, an MB 10⁶; nothing is counted in bits here.",
             ["dispatch / 1e9, combine / 1e9  ->  dispatch, combine",
-             "dispatch / 1e9, combine / 1e9  ->  8 * dispatch / 1e9, 8 * combine / 1e9",
-             "across / 1e6  ->  across",
+             "dispatch / 1e9, combine / 1e9  ->  8 * dispatch / 1e9, 8 * combine / 1e9", "across / 1e6  ->  across",
              "across / 1e6  ->  across / 2**20"]),
 }
 

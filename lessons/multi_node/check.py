@@ -62,10 +62,10 @@ PLACEMENTS = (  # the host of each rank, kind and shape of the tensors, the hint
     ((0, 0, 1, 1), "float32", (512, 516), None),
     ((0, 0, 1, 1), "float32", UNEVEN, "remainder"),
     ((0, 0, 1, 1), "bfloat16, transposed", (1025, 600), "any-tensor"),
-    ((0, 0, 1, 1, 2, 2), "float32", UNEVEN, "three-hosts"),
+    ((0, 0, 1, 1, 2, 2), "float32", UNEVEN, "placement"),
     ((0, 1, 0, 1), "float64", (7,), "placement"),
-    ((0, 0, 0), "float32", (5, 3), "one-level-only"),
-    ((1, 0), "float32", (5, 3), "one-level-only"),
+    ((0, 0, 0), "float32", (5, 3), "placement"),
+    ((1, 0), "float32", (5, 3), "placement"),
 )
 HEADERS = 1.12  # at most: the bytes of the tensors with headers and acknowledgements, and making groups
 
@@ -116,9 +116,8 @@ def mean_in_place(run: Exercise, hosts: Sequence[int], data: list[Tensor], outco
         own = sum(x for x, host in zip(wide, hosts, strict=True) if host == hosts[rank])
         per_host = hosts.count(hosts[rank])
         got = "a tensor was returned" if isinstance(outcome.result, Tensor) else "nothing was returned"
-        key = "any-tensor" if run.fallback == "any-tensor" else "not-in-place"
         changed = not torch.equal(outcome.after, outcome.before)
-        run.require(changed, key, f"tensor still holds this rank's own numbers; {got}.")
+        run.require(changed, "any-tensor", f"tensor still holds this rank's own numbers; {got}.")
         wrong = {"one-level": [own / per_host, own / n, own], "divisor": [total, total / per_host, mean / n]}
         if not close(outcome.after, mean):
             known = (key for key, some in wrong.items() if any(close(outcome.after, one) for one in some))
@@ -163,15 +162,15 @@ def two_levels(run: Exercise, hosts: Sequence[int], tensor: Tensor, outcomes: An
         if sizes[rank] > most + 0.5:
             flat = per_host > 1 and any(entry.is_collective and len(entry.ranks) == n for entry in across)
             light = bytes_of(inside) < bytes_sent("all_reduce", per_host, 0.75 * size)
-            key = "flat" if flat else "leaders" if idle else "axis" if light else "whole-tensor-across"
-            key = {"any-tensor": "upcast", "placement": "placement"}.get(run.fallback, key)
+            key = "leaders" if idle and not flat else "flat" if flat or light else "leaders"
+            key = {"any-tensor": "float32", "placement": "placement"}.get(run.fallback, key)
             left = getattr(outcomes, "left_host", None)
             by_interface = f" {in_s(left[hosts[rank]], size)} left node{hosts[rank]} by its interface." if left else ""
             run.refuse(key, f"{told}{in_s(most, size)} are enough.{by_interface}")
         enough = sizes[rank] >= least - 0.5
         run.require(enough, "leaders" if idle else "too-few-bytes", f"{told}it takes {in_s(least, size)}.")
         told = f"inside its host this rank sends {in_s(bytes_of(inside), size)}; {in_s(within, size)} are enough."
-        run.require(bytes_of(inside) <= within + 0.5, "inside-too-much", told)
+        run.require(bytes_of(inside) <= within + 0.5, "too-many-bytes", told)
 
 
 def left_hosts(run: Exercise, count: int, size: int, left_host: list[int]) -> float:
@@ -179,7 +178,8 @@ def left_hosts(run: Exercise, count: int, size: int, left_host: list[int]) -> fl
     expected = bytes_sent("all_reduce", count, size)
     for host, left in enumerate(left_host):
         told = f"{in_s(left, size)} left node{host} by its interface; {in_s(expected, size)} and headers are enough."
-        run.require(left <= HEADERS * expected, "interface", told)
+        told += " By the ledger it is right; but gloo makes a reduce-scatter from an all-reduce. Take one all-reduce."
+        run.require(left <= HEADERS * expected, "too-many-bytes", told)
         run.require(left >= 0.99 * expected, "too-few-bytes", told)
     return expected / size
 
@@ -195,55 +195,42 @@ OUTSIDE = "across, _ = dist.new_subgroups_by_enumeration(columns)"
 MEMBERS = "members = dist.get_process_group_ranks(inside)"
 
 MISTAKES["hierarchical_mean"] = {
-    "hang": ("""Every rank has to take part in making every group, in the same order, also of groups that it is not
-        in: that is how new_group is defined. Otherwise ranks wait for each other, or ranks of different groups are
+    "hang": ("""Every rank has to take part in making every group, in the same order, also of groups that it is not in:
+        that is how new_group is defined. Otherwise ranks wait for each other, or ranks of different groups are
         connected.""",
-             {INSIDE: "inside = dist.new_group(next(row for row in rows if dist.get_rank() in row))",
-              OUTSIDE: "across = dist.new_group(next(column for column in columns if dist.get_rank() in column))"}),
-    "flat": ("""One collective over all ranks takes no account of hosts: what a host sends grows towards 2 S with the
-        number of ranks.""",
-             [f"{REDUCE}  ->  return dist.all_reduce(tensor.div_(len(host_of)))",
-              f"{GATHER}  ->  dist.all_reduce(padded.clone())\n{GATHER}"]),
-    "leaders": ("""The bytes that leave a host are right, but one rank carries them all, while the others of its host
-        wait. With L ranks on a host, each can carry 1/L.""",
-                {REDUCE: f"{MEMBERS}\ndist.reduce(padded, members[0], group=inside)",
-                 ACROSS: "if dist.get_rank() == members[0]:\n    dist.all_reduce(padded, group=across)",
-                 MEAN: "padded /= len(host_of)", GATHER: "dist.broadcast(padded, members[0], group=inside)"}),
-    "whole-tensor-across": ("""Every rank sends more than its share to other hosts. After a reduce-scatter inside the
-        host, a rank has only 1/L of the tensor left to talk about.""",
-                            {REDUCE: "shard = padded\ndist.all_reduce(shard, group=inside)", GATHER: "pass"}),
-    "axis": ("""The two levels are exchanged: the heavy part runs between the hosts, and little or nothing inside
-        them.""", f"{COLUMNS}  ->  {COLUMNS}\nrows, columns = columns, rows"),
-    "inside-too-much": ("Between the hosts it is right. Inside, one reduce-scatter and one all-gather are enough.",
-                        f"{REDUCE}  ->  dist.all_reduce(padded.clone(), group=inside)\n{REDUCE}"),
+            {INSIDE: "inside = dist.new_group(next(row for row in rows if dist.get_rank() in row))",
+             OUTSIDE: "across = dist.new_group(next(column for column in columns if dist.get_rank() in column))"}),
+    "flat": ("""The heavy part has to run inside the hosts: one collective over all ranks takes no account of hosts, and
+        where the two levels are exchanged, little is left inside.""",
+            [f"{REDUCE}  ->  return dist.all_reduce(tensor.div_(len(host_of)))",
+             f"{GATHER}  ->  dist.all_reduce(padded.clone())\n{GATHER}",
+             f"{COLUMNS}  ->  {COLUMNS}\nrows, columns = columns, rows"]),
+    "leaders": ("""After a reduce-scatter inside the host, each of its L ranks has 1/L of the tensor left to talk about
+        with other hosts. None needs to carry more, and none should idle.""",
+            [{REDUCE: f"{MEMBERS}\ndist.reduce(padded, members[0], group=inside)",
+             ACROSS: "if dist.get_rank() == members[0]:\n    dist.all_reduce(padded, group=across)",
+             MEAN: "padded /= len(host_of)", GATHER: "dist.broadcast(padded, members[0], group=inside)"},
+             {REDUCE: "shard = padded\ndist.all_reduce(shard, group=inside)", GATHER: "pass"}]),
     "one-level": ("This covers the ranks of one host only: the other level is missing.",
-                  f"{ACROSS}  ->  dist.all_reduce(shard.clone(), group=across)"),
+            f"{ACROSS}  ->  dist.all_reduce(shard.clone(), group=across)"),
     "divisor": ("The sum over all ranks is right, but the mean divides it by the number of all ranks.",
-                [f"{MEAN}  ->  pass", f"{MEAN}  ->  shard /= per_host"]),
-    "not-in-place": ("""The caller keeps tensor, not what is returned. The mean has to be written into its memory.""",
-                     f"{INTO}  ->  return padded[:count].view(tensor.shape)"),
-    "remainder": ("""It is right where the number of ranks on a host divides the number of elements. Here something
-        is left over; every element belongs to somebody's shard.""",
-                  {"count, per_host = tensor.numel()": "count, per_host = tensor.numel() // 2 * 2",
-                   "= tensor.flatten()": "= tensor.flatten()[:count]",
-                   INTO: "tensor.view(-1)[:count] = padded[:count]"}),
-    "any-tensor": ("""It is right for float32 with its elements in a row. The docstring promises any dtype, and any
-        strides: flatten() and reshape() may make a copy, and writing to a copy changes nothing in tensor.""",
-                   f"{INTO}  ->  tensor.reshape(-1)[:] = padded[:count]"),
-    "upcast": ("""The numbers travel in a wider type than the tensor has, and so they cost twice the bytes or more.""",
-               "tensor.new_zeros(  ->  torch.zeros("),
-    "three-hosts": ("It is right on two hosts. Here there are three: host_of says how many.",
-                    f"{MEAN}  ->  shard /= 2 * per_host"),
-    "placement": ("""It is right where neighboring ranks share a host. Here they do not: which ranks are on which
-        host stands in host_of, and nowhere else.""",
-                  f"{ROWS}  ->  size = len(host_of) // len(hosts)\n"
-                  "rows = [list(range(r, r + size)) for r in range(0, len(host_of), size)]"),
-    "one-level-only": ("""It is right on several hosts with several ranks each. With one host, or one rank on each
-        host, one of the two levels has groups of a single rank.""",
-                       f"{COLUMNS}  ->  {COLUMNS}\nif len(rows) == 1:\n    return dist.all_reduce(tensor)"),
-    "interface": ("""By the ledger the bytes are right, but the interface has sent more. What a call costs is up to
-        the library: gloo makes a reduce-scatter from an all-reduce, of which each rank keeps its part. Between hosts
-        one all-reduce is enough.""",),
+            [f"{MEAN}  ->  pass", f"{MEAN}  ->  shard /= per_host"]),
+    "remainder": ("""It is right where the number of ranks on a host divides the number of elements. Here something is
+        left over; every element belongs to somebody's shard.""",
+            {"count, per_host = tensor.numel()": "count, per_host = tensor.numel() // 2 * 2",
+             "= tensor.flatten()": "= tensor.flatten()[:count]",
+             INTO: "tensor.view(-1)[:count] = padded[:count]"}),
+    "any-tensor": ("""The caller keeps tensor, so the mean has to be written into its memory, whatever dtype and strides
+        it has: flatten() and reshape() may make a copy, and writing to a copy changes nothing in tensor.""",
+            [f"{INTO}  ->  tensor.reshape(-1)[:] = padded[:count]",
+             f"{INTO}  ->  return padded[:count].view(tensor.shape)"]),
+    "placement": ("""It is right for two hosts with two neighboring ranks each. How many hosts there are, and which
+        ranks are on which, stands in host_of and nowhere else: one of the two levels may have groups of a single
+        rank.""",
+            [f"{ROWS}  ->  size = len(host_of) // len(hosts)\n"
+            "rows = [list(range(r, r + size)) for r in range(0, len(host_of), size)]",
+             f"{MEAN}  ->  shard /= 2 * per_host",
+             f"{COLUMNS}  ->  {COLUMNS}\nif len(rows) == 1:\n    return dist.all_reduce(tensor)"]),
 }
 RIGHT["hierarchical_mean"] = {
     "on a mesh, with lists of pieces": {
@@ -306,14 +293,14 @@ def one_world(run: Exercise, fn: Callable, world_size: int, hosts: int, rotated:
         found = problem(notes(folder), world_size)
     if found is not None:
         key, what, rank = found
-        run.refuse("fixed-address" if rotated else key, f"{what}\n\n{evidence}".rstrip(), rank)
+        run.refuse("nobody-hosts" if rotated else key, f"{what}\n\n{evidence}".rstrip(), rank)
     if failed:
         raise failed
     for _, outcome in run.each(outcomes):
         run.require(outcome.result is not None, "no-group", "the function returned, and there is no process group.")
         size, total, _ = outcome.result
         told = f"an all-reduce of ones gives {total:g}, and {world_size} ranks were started."
-        run.require(total == world_size == size, "world-size", told)
+        run.require(total == world_size == size, "two-worlds", told)
     devices = [outcome.result[2] for outcome in outcomes]
     for host in range(hosts):
         own = devices[host * per_host : (host + 1) * per_host]
@@ -402,7 +389,7 @@ def problem(found: list[Said], world_size: int) -> tuple[str, str, int] | None:
     if len(found) < world_size:
         missing = min(set(range(world_size)) - {said.true_rank for said in found})
         some = f"only {len(found)} of {world_size} ranks call init_process_group; rank {missing} does not."
-        return ("some-only", some, missing) if found else None
+        return ("no-group", some, missing) if found else None
     told: dict[str, list[Said]] = {}
     for said in found:
         told.setdefault(said.host, []).append(said)
@@ -416,12 +403,12 @@ def problem(found: list[Said], world_size: int) -> tuple[str, str, int] | None:
         apart = several and all(said.target == said.host and said.rank < said.world_size for said in found)
         what = (f"{len(told)} worlds of {wrong.world_size} ranks have formed, one on each host." if apart
                 else f"this rank was told a world of {wrong.world_size} ranks; {world_size} were started.")
-        return "two-worlds" if apart else "world-size", what + lines, wrong.true_rank
+        return "two-worlds", what + lines, wrong.true_rank
     seen: dict[int, Said] = {}
     for said in found:
         if not 0 <= said.rank < world_size:
             what = f"a rank {said.rank} was asked for in a world of {world_size}.{lines}"
-            return "rank-range", what, said.true_rank
+            return "rank-twice", what, said.true_rank
         if said.rank in seen:
             what = f"rank {said.rank} exists twice, on {seen[said.rank].host} and on {said.host}.{lines}"
             return "rank-twice", what, said.true_rank
@@ -455,34 +442,30 @@ def told(rank: str = "RANK", world_size: str = "WORLD_SIZE", address: str = "os.
 OWN_NAME = "os.uname().nodename"
 
 MISTAKES["join"] = {
-    "two-worlds": ("""Each host has made a world of its own. Nothing fails, and nothing is said: every world trains,
-        averages over itself only, and writes the same checkpoints. The number of all ranks is in the environment.""",
-                   told("LOCAL_RANK", "LOCAL_WORLD_SIZE", OWN_NAME)),
-    "world-size": ("Which variable counts the ranks of all hosts, and which only those of this one?",
-                   told(world_size="LOCAL_WORLD_SIZE")),
-    "rank-twice": ("""Two processes claim the same place. On one host the number of a process is its rank; on several
-        it is only its place within the host.""", [told("LOCAL_RANK"), told("GROUP_RANK")]),
-    "rank-range": ("Ranks count from 0 to the world size less 1, over all hosts.",
-                   f"{INIT}  ->  group, count = int(os.environ['GROUP_RANK']), int(os.environ['WORLD_SIZE'])\n"
-                   "rank = group * count + int(os.environ['LOCAL_RANK'])\n"
-                   "dist.init_process_group('gloo', rank=rank, world_size=count)"),
-    "many-stores": ("""The ranks meet at a store that rank 0 hosts, so all of them need the same address, and it has
-        to mean the same host everywhere. A host's own name, localhost and 127.0.0.1 mean another host on each.""",
-                    [told(address=OWN_NAME), told(address="'127.0.0.1'")]),
-    "nobody-hosts": ("""All ranks look for the store on one host, and rank 0, which opens it, runs on another. So
-        nobody listens there.""", told(address="'node1'")),
-    "fixed-address": ("""Here the hosts have other numbers than their names suggest: an agent gives them out as they
-        come. Who is rank 0, and where, is known to torchrun only; take it from the environment.""",
-                      told(address="'node0'")),
-    "loopback": ("""All is agreed, but each rank then tells the others an address at which it can be reached, and on
-        the interface lo that is 127.0.0.1: on another host this means that host itself. Leave GLOO_SOCKET_IFNAME as
-        it is set.""", f"{INIT}  ->  os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n{INIT}"),
-    "device": ("""The process group is right. But each host counts its GPUs from 0, and each rank needs its own. On
-        one host RANK and LOCAL_RANK are equal; from the second host on, only one of them is the number of a GPU.""",
-               [f"{DEVICE}  ->  return dist.get_rank()", f"{DEVICE}  ->  return 0"]),
-    "no-group": ("The function has to make the default process group: dist.init_process_group.", f"{INIT}  ->  pass"),
-    "some-only": ("Every rank of every host has to call init_process_group: it returns when all have.",
-                  f"{INIT}  ->  if os.environ['LOCAL_RANK'] == '0':\n    {INIT}"),
+    "two-worlds": ("""The number of all ranks is in the environment, beside that of this host's. With the latter each
+        host makes a world of its own, and nothing fails: every world trains, averages over itself only, and writes the
+        same checkpoints.""", [told("LOCAL_RANK", "LOCAL_WORLD_SIZE", OWN_NAME), told(world_size="LOCAL_WORLD_SIZE")]),
+    "rank-twice": ("""Ranks count from 0 to the world size less 1, over all hosts, each once. On one host the number of
+        a process is its rank; on several it is only its place within the host.""", [told("LOCAL_RANK"),
+             told("GROUP_RANK"),
+             f"{INIT}  ->  group, count = int(os.environ['GROUP_RANK']), int(os.environ['WORLD_SIZE'])\n"
+             "rank = group * count + int(os.environ['LOCAL_RANK'])\n"
+             "dist.init_process_group('gloo', rank=rank, world_size=count)"]),
+    "many-stores": ("""The ranks meet at a store that rank 0 hosts, so all of them need the same address, and it has to
+        mean the same host everywhere. A host's own name, localhost and 127.0.0.1 mean another host on each.""",
+            [told(address=OWN_NAME), told(address="'127.0.0.1'")]),
+    "nobody-hosts": ("""All ranks look for the store on one host, and rank 0, which opens it, runs on another. Who is
+        rank 0, and where, only torchrun knows, which gives the hosts numbers as they come: take it from the
+        environment.""", [told(address="'node1'"), told(address="'node0'")]),
+    "loopback": ("""All is agreed, but each rank then tells the others an address at which it can be reached, and on the
+        interface lo that is 127.0.0.1: on another host this means that host itself. Leave GLOO_SOCKET_IFNAME as it is
+        set.""", f"{INIT}  ->  os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n{INIT}"),
+    "device": ("""The process group is right. But each host counts its GPUs from 0, and each rank needs its own. On one
+        host RANK and LOCAL_RANK are equal; from the second host on, only one of them is the number of a GPU.""",
+            [f"{DEVICE}  ->  return dist.get_rank()", f"{DEVICE}  ->  return 0"]),
+    "no-group": ("""Every rank of every host has to call dist.init_process_group: it makes the default process group,
+        and returns when all have called it.""", [f"{INIT}  ->  pass",
+             f"{INIT}  ->  if os.environ['LOCAL_RANK'] == '0':\n    {INIT}"]),
 }
 RIGHT["join"] = {
     "all said in the call": told(),
@@ -556,24 +539,20 @@ BETWEEN, ROOT = "days * 24 * 60 / hosts", "math.sqrt(2 * save * between)"
 LOST = "save / every + (restart + every / 2) / between"
 
 MISTAKES["checkpoint_plan"] = {
-    "one-host": ("That is the time between failures of one host. The job stops when any of its hosts fails.",
-                 f"{BETWEEN}  ->  days * 24 * 60"),
-    "sum-of-times": ("More hosts fail more often, not less.", f"{BETWEEN}  ->  days * 24 * 60 * hosts"),
-    "units": ("""The time between failures is given in days, and all answers are in minutes: a day has 24 · 60 of
-        them.""", [f"{BETWEEN}  ->  {day} / hosts" for day in ("24 * days", "days", "86400 * days")]),
-    "no-two": ("""Young's interval has a factor of 2, because a failure costs half an interval on average: save/T +
-        T/(2 M) is least where both terms are equal.""", f"{ROOT}  ->  math.sqrt(save * between)"),
-    "no-root": ("The product of two times is no time: the interval is its square root.",
-                f"{ROOT}  ->  2 * save * between"),
+    "one-host": ("The job stops when any of its hosts fails, so more hosts fail more often, not less.",
+            [f"{BETWEEN}  ->  days * 24 * 60", f"{BETWEEN}  ->  days * 24 * 60 * hosts"]),
+    "units": ("The time between failures is given in days, and all answers are in minutes: a day has 24 · 60 of them.",
+            [f"{BETWEEN}  ->  {day} / hosts" for day in ("24 * days", "days", "86400 * days")]),
+    "no-two": ("""Young's interval is a square root, and has a factor of 2, because a failure costs half an interval on
+        average: save/T + T/(2 M) is least where both terms are equal.""", [f"{ROOT}  ->  math.sqrt(save * between)",
+             f"{ROOT}  ->  2 * save * between"]),
     "whole-interval": ("""A failure comes at any moment between two checkpoints, so it costs half an interval on
         average.""", "every / 2  ->  every"),
-    "save-free": ("Saving costs too: the job stands still for `save` minutes in every interval.",
-                  f"{LOST}  ->  (restart + every / 2) / between"),
-    "failures-free": ("Failures cost too: each one loses the restart and half an interval.",
-                      f"{LOST}  ->  save / every"),
-    "restart-free": ("After each failure the job first has to start again.", "(restart + every / 2)  ->  (every / 2)"),
+    "save-free": ("""Both cost time: the job stands still for `save` minutes in every interval, and each failure loses
+        the restart and half an interval.""", [f"{LOST}  ->  (restart + every / 2) / between",
+             f"{LOST}  ->  save / every", "(restart + every / 2)  ->  (every / 2)"]),
     "restart-each-save": ("The restart comes once per failure, not once per checkpoint.",
-                          f"{LOST}  ->  (save + restart) / every + (every / 2) / between"),
+            f"{LOST}  ->  (save + restart) / every + (every / 2) / between"),
     "fraction": ("The docstring asks for per cent.", "100 * lost  ->  lost"),
 }
 RIGHT["checkpoint_plan"] = {

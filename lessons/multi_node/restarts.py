@@ -77,7 +77,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 @exercise("Exercise 4", passed="all ranks stop after the same step, and go on with the next one.", explained={
-    "killed by signal SIGTERM": "no-handler", "SystemExit": "at-once", "KeyboardInterrupt": "at-once",
+    "killed by signal SIGTERM": "no-handler", "SystemExit|KeyboardInterrupt": "no-handler",
 }, cases=[
     (2, "rank 1 is told to stop in step 1, later rank 0 in step 3", {1: 1}, {0: 3}, {}, {}),
     (3, "ranks 0 and 2 are told to stop in step 2, later all in the last step", {0: 2, 2: 2}, {0: 5, 1: 5, 2: 5}, {}),
@@ -98,8 +98,7 @@ def one_call(note, loop: Callable, folder: Path, call: str, told: dict[int, int]
 
     def do_step(step, state):
         due = done + len(steps)
-        again = "from-start" if step == 0 and not steps else "again" if step < due else "skipped"
-        key = "done-again" if done == LAST else "steps" if done == 0 else again
+        key = "done-again" if done == LAST else "steps"
         note.holds(step == due, key, f"{call}it does step {step}, and steps 0 to {due - 1} of {LAST} are done.")
         steps.append(step)
         note.equal(state, states[min(due, LAST)][rank], f"{call}the state that step {step} begins with")
@@ -119,12 +118,12 @@ def one_call(note, loop: Callable, folder: Path, call: str, told: dict[int, int]
     finished, said = now >= LAST, f"{call}steps 0 to {now - 1} of {LAST} are done"
     note.holds(bool(steps) or done == LAST, "steps", f"{said}, and none of them in this call.")
     note.holds({*codes} <= {0, 75}, "code", f"{said}, and the function returned {code!r}; 0 or 75 is expected.")
-    note.holds(finished or now > min(told.values(), default=LAST), "stops", f"{said}, and no rank was told to stop.")
+    note.holds(finished or now > min(told.values(), default=LAST), "ignored", f"{said}, and no rank was told to stop.")
     late = f"{said}, and a rank was told to stop in step {last}."
-    note.holds(now <= last + 2, "ignored" if finished else "too-late", late)  # that step, and perhaps one more
+    note.holds(now <= last + 2, "ignored", late)  # that step, and perhaps one more
     said = f"{said}, and the ranks returned {', '.join(map(str, codes))}."
-    note.holds(len({*codes}) == 1, "codes-differ", said)
-    note.holds(code == (0 if finished else 75), "done-is-0" if finished else "zero", said)
+    note.holds(len({*codes}) == 1, "code", said)
+    note.holds(code == (0 if finished else 75), "code", said)
     return len(steps)
 
 
@@ -137,48 +136,32 @@ STEP = "state = do_step(step, state)\n        step += 1"
 MISTAKES["train"] = {
     "same-file": ("""The rank goes on with the state of another rank. All ranks share the folder and every one has a
         state of its own, so each needs a file of its own.""",
-                  [{FILE: '"all.pt"', SAVE: f"if dist.get_rank() == {writer}:\n    {SAVE}\ndist.barrier()"}
-                   for writer in (0, 1)]),
-    "state-lost": ("It goes on with the right step, but with the state that step 0 began with. Save the state as well.",
-                   f"{LOAD}  ->  step, _ = torch.load(saved)"),
-    "state": ("The state that a step begins with is the one that the step before returned, on the same rank.",
-              "state = do_step(step, state)  ->  do_step(step, state)"),
-    "code": ("Return 0 when all steps are done and 75 when the loop was told to stop, on every rank.",
-             f"{CODE}  ->  return step == steps"),
-    "steps": ("In the first call a rank has to do steps 0, 1, 2, … in this order, each once, and none may be left out.",
-              [{STEP: "step += 1\nstate = do_step(step, state)"}, "while step < steps:  ->  while step < 0:"]),
-    "stops": ("Nobody told it to stop. The loop returns 75 only if a rank got SIGTERM in this call.",
-              f"{ASKED}  ->  if stop > 0 or step % 3 == 0:"),
-    "no-handler": ("""SIGTERM ended this rank, in the middle of a step: without a handler this is what the signal
-        does. Every rank needs one, because the signal may reach any of them.""",
-                   [f"{HANDLER}  ->  pass", f"{HANDLER}  ->  if dist.get_rank() == 0:\n    {HANDLER}"]),
-    "at-once": ("""The signal handler left the step before it was done, so this step is lost and the other ranks wait
-        in it. A handler should only note that the signal came.""",
-                ["told.append(number))  ->  exit(75))",
-                 {HANDLER: "def stop(*_):\n    raise KeyboardInterrupt\n\nsignal.signal(signal.SIGTERM, stop)"}]),
-    "hang": ("""Some ranks left the loop and others did not. Whether to stop has to be decided by all ranks together,
-        in the same step: with a collective.""",
-             f"{ASKED}  ->  if told or step == steps:"),
-    "ignored": ("""A rank was told to stop, and all steps were done all the same. A signal to any one of the ranks is
-        enough to stop all of them.""",
-                "dist.all_reduce(stop)  ->  dist.broadcast(stop, 0)"),
-    "too-late": ("""The step in which a rank is told to stop may be finished, and one more begun. This loop went on
-        for longer.""", f"{ASKED}  ->  if stop > 0 and step % 4 == 0 or step == steps:"),
-    "codes-differ": ("All ranks stopped after the same step, but they do not return the same. Slurm sees all of them.",
-                     f"{CODE}  ->  return 75 if told and step < steps else 0"),
-    "zero": ("""The loop stopped before all steps were done and returned 0, which says that nothing is left to do:
-        nobody would start the job again.""", f"{CODE}  ->  return 0"),
-    "done-is-0": ("""All steps are done, so there is nothing to go on with: return 0, also if the signal came in the
-        last step. 75 would have the job started again.""",
-                  {"saved, step = folder": "stop = 0\nsaved, step = folder", CODE: "return 75 if stop > 0 else 0"}),
-    "done-again": ("""Called when all steps are done, the loop should find that out and do nothing. Save after the
-        last step, too, and look at what was saved.""", {ASKED: "if stop > 0 and step < steps:"}),
-    "from-start": ("The second call began with step 0. It has to find what the first one saved in the folder.",
-                   f"{SAVE}  ->  pass"),
-    "again": ("""A step was done twice. Save the number of the next step, or add 1 to that of the last one: only one
-        of the two may happen.""", f"{SAVE}  ->  torch.save((step - 1, state), saved)"),
-    "skipped": ("""A step was left out. Save the number of the next step, or add 1 to that of the last one: only one
-        of the two.""", f"{LOAD}  ->  {LOAD}\nstep += 1"),
+            [{FILE: '"all.pt"', SAVE: f"if dist.get_rank() == {writer}:\n    {SAVE}\ndist.barrier()"}
+             for writer in (0, 1)]),
+    "state-lost": ("""The state that a step begins with is the one that the step before returned on the same rank, also
+        in a later call. Save the state beside the number of the step.""", [f"{LOAD}  ->  step, _ = torch.load(saved)",
+             "state = do_step(step, state)  ->  do_step(step, state)"]),
+    "code": ("""All ranks return the same: 0 when all steps are done, also if the signal came in the last one, and 75
+        when the loop was told to stop before. After 75 the job is started again, after 0 it is not.""",
+            [f"{CODE}  ->  return step == steps", f"{CODE}  ->  return 75 if told and step < steps else 0",
+             f"{CODE}  ->  return 0",
+             {"saved, step = folder": "stop = 0\nsaved, step = folder", CODE: "return 75 if stop > 0 else 0"}]),
+    "steps": ("""Over all calls every step is done once, in order. A later call finds in the folder what was saved and
+        goes on with the next step: save the number of the next step, or add 1 to that of the last one, but only one of
+        the two.""", [{STEP: "step += 1\nstate = do_step(step, state)"}, f"{SAVE}  ->  pass",
+             f"{SAVE}  ->  torch.save((step - 1, state), saved)", f"{LOAD}  ->  {LOAD}\nstep += 1"]),
+    "no-handler": ("""SIGTERM ended this rank, or its step, and the other ranks wait in it. Every rank needs a handler,
+        because the signal may reach any of them, and a handler should only note that the signal came.""",
+            [f"{HANDLER}  ->  pass", f"{HANDLER}  ->  if dist.get_rank() == 0:\n    {HANDLER}",
+             "told.append(number))  ->  exit(75))"]),
+    "hang": ("""Some ranks left the loop and others did not. Whether to stop has to be decided by all ranks together, in
+        the same step: with a collective.""", f"{ASKED}  ->  if told or step == steps:"),
+    "ignored": ("""A signal to any one of the ranks stops all of them, and nothing else does. The step in which it comes
+        may be finished, and one more begun.""", [f"{ASKED}  ->  if stop > 0 or step % 3 == 0:",
+             "dist.all_reduce(stop)  ->  dist.broadcast(stop, 0)",
+             f"{ASKED}  ->  if stop > 0 and step % 4 == 0 or step == steps:"]),
+    "done-again": ("""Called when all steps are done, the loop should find that out and do nothing. Save after the last
+        step, too, and look at what was saved.""", {ASKED: "if stop > 0 and step < steps:"}),
 }
 RIGHT["train"] = {
     "a gather of flags, and rank 0 saves what it gathers": {
@@ -208,9 +191,9 @@ def job_script(fn: Callable) -> None:
     told_to_stop(run, with_stand_ins(script, PROGRAM, "told", options), options)
     failed = with_stand_ins(script, PROGRAM, "fails", options)
     run.case = "a rank fails with exit code 1"
-    run.require(not failed.requeued, "requeue-always", f"the job was requeued.{said(failed)}")
+    run.require(not failed.requeued, "requeued-done", f"the job was requeued.{said(failed)}")
     what = f"a rank returned 1, and the script {failed.code}.{said(failed)}"
-    run.require(failed.code not in (0, None), "script-code", what)
+    run.require(failed.code not in (0, None), "requeued-done", what)
     try:
         cluster = SlurmCluster(hosts=2)
     except RuntimeError:
@@ -233,25 +216,25 @@ def read(run: Exercise, script: str) -> Directives:
     run.require(bool(re.match(r"#! ?/\S*bash|#! ?/usr/bin/env bash", first)), "form", f"it begins with {first!r}.")
     run.require(PROGRAM in script, "form", f"{PROGRAM!r}, the program that was given, is not in the script.")
     bash = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
-    run.require(bash.returncode == 0, "syntax", f"bash cannot read it.\n\n{bash.stderr.strip()}")
+    run.require(bash.returncode == 0, "form", f"bash cannot read it.\n\n{bash.stderr.strip()}")
     found = directives(script)
     for line in found.late:
-        run.refuse("late", f"{line!r} stands behind the first command.")
+        run.refuse("form", f"{line!r} stands behind the first command.")
     asked = found.options
     again = "requeue" in asked and "no-requeue" not in asked
     run.require(again, "requeue", "the job does not ask to be requeued.")
     mode = asked.get("open-mode", "not said")
-    run.require(mode in ("append", "a"), "open-mode", f"the log's open mode is {mode}.")
-    run.require("time" in asked, "time", "there is no time limit.")
+    run.require(mode in ("append", "a"), "requeue", f"the log's open mode is {mode}.")
+    run.require("time" in asked, "requeue", "there is no time limit.")
     try:
         known, shape = found.signal is not None and hasattr(signal, f"SIG{found.signal[0]}"), found.tasks
     except ValueError:
         known, shape = False, (0, 0)
     run.require(known, "signal", f"the signal before the time limit is {asked.get('signal', 'not said')}.")
     what = f"the signal comes {found.notice} seconds before the time is up."
-    run.require(60 <= found.notice <= 120, "notice", what)
+    run.require(60 <= found.notice <= 120, "signal", what)
     what = f"{shape[0]} hosts with {shape[1]} tasks each are asked for; {len(HOSTS)} with {TASKS} are expected."
-    run.require(shape == (len(HOSTS), TASKS), "tasks", what)
+    run.require(shape == (len(HOSTS), TASKS), "srun", what)
     return found
 
 
@@ -261,9 +244,9 @@ def said(script: Run) -> str:
 
 def all_done(run: Exercise, script: Run) -> None:
     run.case = "all steps are done"
-    run.require(script.code is not None, "endless-script", f"the script does not come to an end.{said(script)}")
+    run.require(script.code is not None, "requeued-done", f"the script does not come to an end.{said(script)}")
     what = f"the program never ran; the script ended with {script.code}.{said(script)}"
-    run.require(bool(script.ranks), "never-run", what)
+    run.require(bool(script.ranks), "srun", what)
     count = len(HOSTS) * TASKS
     what = f"the program ran {len(script.ranks)} times; {count} ranks are expected.{said(script)}"
     run.require(len(script.ranks) == count, "srun", what)
@@ -275,17 +258,16 @@ def all_done(run: Exercise, script: Run) -> None:
     for name, numbers in table.items():
         got, right = of_ranks(name), [str(number) for number in numbers]
         if got != right:
-            run.differs(name.lower().replace("_", "-"), f"{name} is wrong.", ", ".join(right), ", ".join(got))
+            run.differs("rank", f"{name} is wrong.", ", ".join(right), ", ".join(got))
     got = of_ranks("MASTER_ADDR")
     if not {*got} <= {HOSTS[0], "10.0.0.3"} or len({*got}) > 1:
-        key = "no-address" if {*got} <= {"", "unset"} else "master"
-        run.differs(key, "MASTER_ADDR is wrong.", ", ".join([HOSTS[0]] * count), ", ".join(got))
+        run.differs("master", "MASTER_ADDR is wrong.", ", ".join([HOSTS[0]] * count), ", ".join(got))
     ports = {*of_ranks("MASTER_PORT")}
     one = len(ports) == 1 and all(port.isdigit() and 1024 <= int(port) < 65536 for port in ports)
-    run.require(one, "port", f"MASTER_PORT is {', '.join(sorted(ports))}.")
+    run.require(one, "master", f"MASTER_PORT is {', '.join(sorted(ports))}.")
     run.require(not script.requeued, "requeued-done", f"the job was requeued although all is done.{said(script)}")
     what = f"the program returned 0, and the script {script.code}.{said(script)}"
-    run.require(script.code == 0, "script-code", what)
+    run.require(script.code == 0, "requeued-done", what)
 
 
 def told_to_stop(run: Exercise, script: Run, asked: Directives) -> None:
@@ -293,13 +275,13 @@ def told_to_stop(run: Exercise, script: Run, asked: Directives) -> None:
     run.case = f"{'the batch shell gets' if batch else 'the ranks get'} SIG{name} before the time is up"
     if script.code is None or script.code < 0:
         what = "the script ends" if script.code else "the script goes on"
-        run.refuse("batch-only" if batch else "signal", f"{what}, and no rank was told to stop.{said(script)}")
+        run.refuse("signal", f"{what}, and no rank was told to stop.{said(script)}")
     right = batch or name == "TERM"
     run.require(right, "signal", f"SIG{name} ended the ranks, which save on SIGTERM.{said(script)}")
     what = f"the program returned 75, the script {script.code}.{said(script)}"
-    run.require(bool(script.requeued), "not-requeued", what)
+    run.require(bool(script.requeued), "requeued-done", what)
     what = f"asked for were {', '.join(map(repr, script.requeued))}; the job's number is {JOB}.{said(script)}"
-    run.require(script.requeued == [JOB], "requeue-what", what)
+    run.require(script.requeued == [JOB], "requeued-done", what)
 
 
 def as_a_job(run: Exercise, job: Job) -> None:
@@ -316,65 +298,38 @@ REQUEUE, ONLY_75 = 'scontrol requeue "$SLURM_JOB_ID"', "if [ $code = 75 ]"
 TRAP = "trap 'scancel --signal=TERM $SLURM_JOB_ID' USR1\nsrun bash"
 
 MISTAKES["job_script"] = {
-    "form": ("""Return the text of a bash script: its first line is #!/bin/bash, and the program stands in it as it
-        was given.""", ["#!/bin/bash  ->  # a job script", "{program}  ->  python train.py"]),
-    "syntax": ("What bash says is below; run `bash -n` on the script to see it again.",
-               f"{ONLY_75}; then  ->  {ONLY_75}"),
-    "late": ("""Slurm reads the directives up to the first command, and takes what follows for comments. It does not
-        say so. Move them to the top.""", "#!/bin/bash  ->  #!/bin/bash\nset -u"),
-    "requeue": ("""Without --requeue it depends on the cluster's settings whether a job may start a second time; some
-        set JobRequeue=0.""", {"#SBATCH --requeue\n": ""}),
-    "open-mode": ("""A requeued job opens its log anew, which by default truncates it: what the first run said is
-        lost. Ask for --open-mode=append.""", {"#SBATCH --open-mode=append\n": ""}),
-    "time": ("""Without a time limit there is no moment before its end at which Slurm could send the signal. Set
-        --time.""", {"#SBATCH --time=1:00:00\n": ""}),
-    "signal": ("""The ranks have to get SIGTERM in time before the limit. Ask for it by --signal: the name of the
-        signal, an @, and the seconds. Another signal would end a program that has no handler for it.""",
-               [{"#SBATCH --signal=TERM@60\n": ""}, "TERM@60  ->  USR1@60"]),
-    "notice": ("""The ranks need about a minute to save. The number behind the @ is the seconds from the signal to
-        the end of the time limit, 60 if nothing is said; with more of them than the limit has, the signal would come
-        at once.""", "TERM@60  ->  TERM@7200"),
-    "tasks": ("One task is one rank. Say how many hosts and how many tasks on each: --nodes and --ntasks-per-node.",
-              "--ntasks-per-node=2  ->  --ntasks-per-node=4"),
-    "endless-script": ("The program ended on all ranks, and the script did not.",),
-    "never-run": ("The script came to its end without running the program. What it said is below.",
-                  "srun bash  ->  exit 0\nsrun bash"),
-    "srun": ("The script itself runs once, on the first host. srun starts what follows it once for each task.",
-             "srun bash  ->  bash"),
-    "rank": ("""RANK counts the ranks of all hosts: SLURM_PROCID. SLURM_LOCALID counts on one host, and in the batch
-        script, outside of srun, both are 0.""",
-             ["RANK=$SLURM_PROCID LOCAL  ->  RANK=$SLURM_LOCALID LOCAL",
-              {"srun bash -c '": 'srun bash -c "', "{program}'": '{program}"'}]),
-    "local-rank": ("LOCAL_RANK counts the ranks of one host from 0: SLURM_LOCALID, as srun sets it for each task.",
-                   "LOCAL_RANK=$SLURM_LOCALID  ->  LOCAL_RANK=$SLURM_PROCID"),
-    "world-size": ("WORLD_SIZE is the number of all ranks on all hosts: SLURM_NTASKS.",
-                   "WORLD_SIZE=$SLURM_NTASKS  ->  WORLD_SIZE=$SLURM_NNODES"),
-    "no-address": ("""MASTER_ADDR is not set, or empty. A variable that Slurm sets only for tasks (such as
-        SLURM_LAUNCH_NODE_IPADDR) has no value in the batch script, and one that is not exported does not reach the
-        ranks.""", [{MASTER: "$SLURM_LAUNCH_NODE_IPADDR"}, "export MASTER_ADDR  ->  MASTER_ADDR"]),
-    "master": ("""All ranks need the same MASTER_ADDR, which is the host of rank 0: the first in SLURM_JOB_NODELIST, in
-        each run another one. A list such as gpu[3,7] is no host, a name that was typed in is that of one run, and what
-        each rank calls itself differs from host to host.""",
-               [{MASTER: "$SLURM_JOB_NODELIST"}, {MASTER: "localhost"}, {TASK: f"MASTER_ADDR=$(hostname) {TASK}"}]),
-    "port": ("MASTER_PORT is the same number for all ranks, from 1024 on, chosen before srun starts them.",
-             {TASK: f"MASTER_PORT=$RANDOM {TASK}"}),
-    "requeued-done": ("The program returned 0: all steps are done. A job that requeues itself then runs for ever.",
-                      {ONLY_75: "if true"}),
-    "script-code": ("""The script has to end with 0 if the program did and with another code if it failed, because
-        Slurm shows the code of the script. Without `exit`, it is that of the script's last command.""",
-                    {"exit $code\n": "true\n"}),
-    "batch-only": ("""With B: only the batch shell gets the signal; the ranks never see it. Leave out B:, or let the
-        shell pass the signal on (`trap`, and srun in the background).""", "TERM@60  ->  B:TERM@60"),
-    "not-requeued": ("""The program was told to stop and returned 75, but the job was not requeued. Is the code of
-        srun kept at once, and does the script come to the line that requeues?""",
-                     ["code=$?  ->  date\ncode=$?", "srun bash  ->  set -e\nsrun bash"]),
-    "requeue-what": ("scontrol requeue needs the number of this job, SLURM_JOB_ID, and once is enough.",
-                     {REQUEUE: f"{REQUEUE}\n    {REQUEUE}"}),
-    "requeue-always": ("""A job that fails by itself and is requeued fails again, for ever. Only 75 says that it was
-        told to stop.""", {ONLY_75: "if [ $code != 0 ]"}),
-    "slurm": ("""With the stand-ins the script did what it should, and on a real cluster it did not. What Slurm or
-        the job said is below. This cluster has one partition, no accounts and no GPUs, so ask for none of them
-        here.""",),
+    "form": ("""Return the text of a bash script: its first line is #!/bin/bash, and the program stands in it as it was
+        given. Directives stand before the first command; what follows it Slurm takes for comments. `bash -n` finds
+        errors.""", ["#!/bin/bash  ->  # a job script", "{program}  ->  python train.py",
+             f"{ONLY_75}; then  ->  {ONLY_75}", "#!/bin/bash  ->  #!/bin/bash\nset -u"]),
+    "requeue": ("""Ask for what a second start needs: --requeue, because some clusters set JobRequeue=0;
+        --open-mode=append, or the log of the first run is lost; and --time, without which no signal can come before the
+        end.""", [{"#SBATCH --requeue\n": ""}, {"#SBATCH --open-mode=append\n": ""}, {"#SBATCH --time=1:00:00\n": ""}]),
+    "signal": ("""The ranks have to get SIGTERM about a minute before the limit, in which they save. Ask for it by
+        --signal: the name of the signal, an @, and the seconds. With B: only the batch shell gets it, which then has to
+        pass it on (`trap`, and srun in the background).""", [{"#SBATCH --signal=TERM@60\n": ""},
+             "TERM@60  ->  USR1@60", "TERM@60  ->  TERM@7200", "TERM@60  ->  B:TERM@60"]),
+    "srun": ("""One task is one rank: --nodes and --ntasks-per-node say how many there are. The script itself runs once,
+        on the first host, and srun starts what follows it once for each task.""",
+            ["--ntasks-per-node=2  ->  --ntasks-per-node=4", "srun bash  ->  exit 0\nsrun bash",
+             "srun bash  ->  bash"]),
+    "rank": ("""RANK counts the ranks of all hosts: SLURM_PROCID. LOCAL_RANK counts those of one host: SLURM_LOCALID.
+        WORLD_SIZE is the number of all: SLURM_NTASKS. In the batch script, outside of srun, the first two are 0.""",
+            ["RANK=$SLURM_PROCID LOCAL  ->  RANK=$SLURM_LOCALID LOCAL",
+             {"srun bash -c '": 'srun bash -c "', "{program}'": '{program}"'},
+             "LOCAL_RANK=$SLURM_LOCALID  ->  LOCAL_RANK=$SLURM_PROCID",
+             "WORLD_SIZE=$SLURM_NTASKS  ->  WORLD_SIZE=$SLURM_NNODES"]),
+    "master": ("""All ranks need the same MASTER_PORT, from 1024 on, and the same MASTER_ADDR, the host of rank 0: the
+        first in SLURM_JOB_NODELIST, in each run another one. A list such as gpu[3,7] is no host, and a variable that is
+        not exported does not reach the ranks.""", [{MASTER: "$SLURM_LAUNCH_NODE_IPADDR"},
+             "export MASTER_ADDR  ->  MASTER_ADDR", {MASTER: "$SLURM_JOB_NODELIST"}, {MASTER: "localhost"},
+             {TASK: f"MASTER_PORT=$RANDOM {TASK}"}]),
+    "requeued-done": ("""Only 75 says that the program was told to stop: keep the code of srun at once, and requeue this
+        job, SLURM_JOB_ID, once. A job that is requeued after 0 or after an error runs for ever. The script ends with
+        the code of srun, because Slurm shows it.""", [{ONLY_75: "if true"}, {"exit $code\n": "true\n"},
+             "code=$?  ->  date\ncode=$?", "srun bash  ->  set -e\nsrun bash", {ONLY_75: "if [ $code != 0 ]"}]),
+    "slurm": ("""With the stand-ins the script did what it should, and on a real cluster it did not. What Slurm or the
+        job said is below. This cluster has one partition, no accounts and no GPUs, so ask for none of them here.""",),
 }
 RIGHT["job_script"] = {
     "the shell passes the signal on": {

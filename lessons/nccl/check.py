@@ -29,9 +29,6 @@ __all__ = [
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 
-LIBRARY = """Only messages count here: send, recv, isend, irecv and batch_isend_irecv. You are asked to build from them
-    what the library's collectives do."""
-
 
 def numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Whole numbers; those of int64 have more digits than a float."""
@@ -55,7 +52,7 @@ def ran(note: Note, answer: Any, audit: bool, *given: Any) -> tuple[Any, Any, li
         got = answer(*given)
     ledgers = from_all(list(ledger)) if audit else []
     note.talks(ledger, dist.get_world_size())
-    note.sent(ledger, {"send", "recv"}, other_calls="library")
+    note.sent(ledger, {"send", "recv"})
     return got, ledger, ledgers
 
 
@@ -96,7 +93,7 @@ def ring_cases(twelve: tuple[int, ...], more: list[Case]) -> list[Case]:
         if n > 1:
             cases += [
                 Case(n, "11 numbers", ((11,), world), "not-divisible"),
-                Case(n, f"{n - 1} number{'s' * (n > 2)}", ((n - 1,), world), "small"),
+                Case(n, f"{n - 1} number{'s' * (n > 2)}", ((n - 1,), world), "not-divisible"),
                 Case(n, "12 numbers of dtype int64", (twelve, world, torch.int64), "dtype"),
             ]
     return with_audits([*cases, *more])
@@ -125,17 +122,16 @@ def in_a_ring(note: Note, ledgers: list[list], ring: list[int], x: Tensor, halve
     place, chunk = ring.index(rank), math.ceil(x.numel() / n) * x.itemsize
     peers = [{entry.peer for entry in ledger if entry.op == "send"} for ledger in ledgers]
     hub = any(set().union(*peers[:r], *peers[r + 1 :]) == {r} for r in range(len(peers)))
-    note.holds(not hub, "hub", "all other ranks send to one rank, and to no other.")
-    note.sent(ledgers[rank], largest=chunk, too_large="whole-tensor")
-    following, before = ring[(place + turn) % n], ring[(place - turn) % n]
-    key = "ring" if ring != sorted(ring) else "direction" if peers[rank] == {before} else "not-a-ring"
+    note.holds(not hub, "not-a-ring", "all other ranks send to one rank, and to no other.")
+    note.sent(ledgers[rank], largest=chunk, too_large="not-a-ring")
     told = f"this rank sends to rank {', '.join(map(str, sorted(peers[rank])))}."
-    note.holds(peers[rank] <= {following}, key, told)
+    key = "ring" if ring != sorted(ring) else "not-a-ring"
+    note.holds(peers[rank] <= {ring[(place + turn) % n]}, key, told)
     total = sum(sent(ledgers[r]) for r in ring)
     enough = "the ranks of the ring send {number:.0f} bytes; {most} are enough."
     note.at_most("too-many-bytes", total, rounds * n * chunk, enough)
     note.at_most("too-few-bytes", rounds * x.nbytes, total, "the ranks send {most:.0f} bytes; it takes {number}.")
-    note.at_most("steps", message_steps(ledgers), rounds, "the messages need {number} steps; {most} are enough.")
+    note.at_most("not-a-ring", message_steps(ledgers), rounds, "the messages need {number} steps; {most} are enough.")
 
 
 PASSED = "N-1 steps, and (N-1)/N of the tensor sent by each."
@@ -201,122 +197,85 @@ return total
 """
 
 RING = {
-    "library": LIBRARY,
     "hang": """With gloo a send returns only once the other side receives. If all ranks of a ring send first, or all
         receive first, none of them gets any further.""",
-    "not-divisible": """Here N does not divide the number of elements, so the N chunks cannot all have the same
-        length.""",
-    "small": """Here there are fewer elements than ranks, so some chunk is empty. torch.chunk and torch.split make fewer
-        than N chunks of such a short tensor.""",
-    "dtype": """The result must have the dtype of x, and so must every buffer on the way: large whole numbers lose
-        digits in a float. torch.empty makes float32 unless told otherwise.""",
+    "not-divisible": """Here N does not divide the number of elements. There are N chunks all the same, which all take
+        part: some are longer, some perhaps empty. torch.chunk and torch.split make other ones.""",
     "ring": "It passed with the ring 0, 1, …, N-1, but not with this one. A place is not a rank: ring[place] is.",
-    "whole-tensor": """The result is right, but a message carries more than one chunk. In a ring only chunks travel, 1/N
-        of the tensor in each step.""",
-    "hub": """Everything passes through one rank, whose link is then the bottleneck. In a ring each rank sends to one
-        neighbour and receives from the other.""",
-    "not-a-ring": """The result is right, but this rank does not send to its next neighbour alone. A ring has one way in
-        and one way out for each rank, and it can be laid along the fastest links.""",
-    "direction": """The result is right, but this ring turns to the right. Each place should send to the place before
-        it.""",
-    "steps": """The bytes are right, but messages wait for one another. In every step all ranks should send and receive
-        at once.""",
-    # of an all-reduce
-    "tail": """The last elements, those beyond the largest multiple of N, were not summed. All N chunks take part,
-        including the last.""",
+    "not-a-ring": """The result is right, but this is not the ring that was asked for. In every step all ranks at once
+        send one chunk, 1/N of the tensor, to the same neighbour, and receive one from the other.""",
+    "missing": """Some chunk is not there in the end. Each step of a gathering passes on the chunk that came in the step
+        before; the first one sends the chunk that is finished on this rank.""",
     "not-gathered": """This rank has the sum of one chunk only. The second N-1 steps should bring it the others.""",
-    "missing": """No chunk is finished here. The second half has to start with the chunk that the first half finished on
-        this rank; any other chunk that it sends overwrites a finished one.""",
-    "added": """Finished sums were added once more. Only the first N-1 steps add; in the others, what arrives replaces
-        what was there.""",
+    "added": """Finished numbers were added once more. Only the N-1 steps of a reduce-scatter add; in those of an
+        all-gather, what arrives replaces what was there.""",
 }
 
 
-def ring_rows(edits: dict[str, Any]) -> dict[str, tuple]:
-    """The hints of rings, with the edits of one solution that they are for."""
-    return {key: (hint, edits[key]) if key in edits else (hint,) for key, hint in RING.items()}
+def ring_rows(**edits: Any) -> dict[str, tuple]:
+    """The hints of all rings, and of those of a gathering, with the edits of one solution that they are for."""
+    known = {key.replace("_", "-"): edit for key, edit in edits.items()}
+    return {key: (hint, known[key]) if key in known else (hint,) for key, hint in RING.items()
+            if key in known or key in ("hang", "not-divisible", "ring", "not-a-ring")}
 
 
-MISTAKES["ring_reduce_scatter"] = ring_rows({
-    "hang": f"{STARTED}  ->  {ONE_BY_ONE.format('')}",
-    "not-divisible": ".tensor_split(n)  ->  .split(len(x) // n)",
-    "small": ".tensor_split(n)  ->  .chunk(n)",
-    "dtype": {"x.clone()": "x.clone().float()", "return chunks[place]": "return chunks[place].to(x.dtype)"},
-    "ring": SORTED,
-}) | {
+MISTAKES["ring_reduce_scatter"] = ring_rows(
+    hang=f"{STARTED}  ->  {ONE_BY_ONE.format('')}",
+    not_divisible=[".tensor_split(n)  ->  .split(len(x) // n)", ".tensor_split(n)  ->  .chunk(n)"],
+    ring=SORTED,
+) | {
     "unwaited": ("A rank returns while one of its own messages is still under way: not every request was waited for.",
             f"{STARTED}  ->  {STARTED}[1:]"),
-    "first-chunk": ("""This rank returns the chunk that it sent away in the first step; the sum is in another one. The
-        chunk of place p has to reach p in the last step.""", "range(1, n)  ->  range(n - 1)"),
-    "wrong-chunk": ("""The chunk is finished, but it belongs to another place. Which chunk has to arrive in the last
-        step, and which one is therefore sent first?""",
-            {"range(1, n)": "range(n - 1)", "return chunks[place]": "return chunks[place - 1]"}),
-    "not-added": ("""It holds the numbers of one rank only: what came in was not added, or was read before it had
-        arrived.""", "into += received  ->  into.copy_(received)"),
-    "partial": ("""The numbers of some ranks are missing. A chunk visits all N ranks in N-1 steps, and what travels is
-        the sum so far, not a rank's own numbers.""",
-            "isend, chunks[(place + step) % n]  ->  isend, x.tensor_split(n)[(place + step) % n]"),
-    "whole-result": ("The docstring asks for one chunk only, that of this rank's place.",
-            {"x.clone()": "(y := x.clone())", "return chunks[place]": "ring_all_gather(y, ring)\nreturn y"}),
-    "input-changed": ("tensor_split returns views: whatever is added into a chunk of x changes x.", "x.clone()  ->  x"),
+    "wrong-chunk": ("""This is another chunk than that of this rank's place, which has to arrive there in the last step.
+        Which chunk is therefore sent first?""",
+            ["range(1, n)  ->  range(n - 1)",
+             {"range(1, n)": "range(n - 1)", "return chunks[place]": "return chunks[place - 1]"}]),
+    "not-added": ("""The numbers of some ranks are missing. A chunk visits all N ranks in N-1 steps: what came in is
+        added once it has arrived, and what travels is the sum so far.""",
+            ["into += received  ->  into.copy_(received)",
+             "isend, chunks[(place + step) % n]  ->  isend, x.tensor_split(n)[(place + step) % n]"]),
 }
-MISTAKES["ring_all_gather"] = ring_rows({
-    "not-divisible": ".tensor_split(n)  ->  .split(len(x) // n)",
-    "ring": SORTED,
-    "direction": {"chunks = x.tensor_split(n)": "ring, place = ring[::-1], n - 1 - place\n"
-                  "chunks = x.tensor_split(n)[::-1]"},
-    "steps": f"{STARTED}  ->  {ONE_BY_ONE.format('[:: 1 - place % 2 * 2]')}",
-    "whole-tensor": {
-        "chunks = x": "whole = torch.empty_like(x)\nchunks = x", "isend, out": "isend, x",
-        "irecv, into": "irecv, whole",
-        "request.wait()": "request.wait()\ninto.copy_(whole.tensor_split(n)[(place + step + 1) % n])",
-    },
-}) | {
-    "missing": ("""Some chunks still hold what was there before. Each of the N-1 steps passes on the chunk that came in
-        the step before; the first one sends the rank's own.""", "range(n - 1)  ->  range(1, n)"),
-    "not-passed-on": ("The chunk of one neighbour came again and again, while each step should bring another one.",
-            "out, into = chunks[(place + step) % n]  ->  out, into = chunks[place]"),
+MISTAKES["ring_all_gather"] = ring_rows(
+    not_divisible=".tensor_split(n)  ->  .split(len(x) // n)", ring=SORTED,
+    not_a_ring=[
+        {"chunks = x.tensor_split(n)": "ring, place = ring[::-1], n - 1 - place\nchunks = x.tensor_split(n)[::-1]"},
+        f"{STARTED}  ->  {ONE_BY_ONE.format('[:: 1 - place % 2 * 2]')}",
+        {"chunks = x": "whole = torch.empty_like(x)\nchunks = x", "isend, out": "isend, x",
+         "irecv, into": "irecv, whole",
+         "request.wait()": "request.wait()\ninto.copy_(whole.tensor_split(n)[(place + step + 1) % n])"},
+    ],
+    missing=["range(n - 1)  ->  range(1, n)", "out, into = chunks[(place + step) % n]  ->  out, into = chunks[place]"],
+    added={"irecv, into": "irecv, received := torch.empty_like(into)", FINISHED: f"{WAITED}\ninto += received"},
+) | {
     "order": ("All chunks are there, but chunk p of x has to come from place p of the ring.",
             {"chunks = x.tensor_split(n)": "chunks = x.tensor_split(n)\nchunks[0].copy_(chunks[place].clone())",
              "chunks[(place + step) % n], chunks[(place + step + 1) % n]": "chunks[step], chunks[step + 1]"}),
-    "added": ("An all-gather adds nothing: what arrives replaces what was there.",
-            {"irecv, into": "irecv, received := torch.empty_like(into)", FINISHED: f"{WAITED}\ninto += received"}),
     "not-in-place": ("The function has to fill x itself, and returns nothing.",
             {"chunks = x": "x = x.clone()\nchunks = x", FINISHED: f"{WAITED}\nif step == n - 2:\n    return x"}),
 }
 GATHER, RESULT = "ring_all_gather(flat, ring)", "flat.reshape(x.shape)"
-MISTAKES["ring_all_reduce"] = ring_rows({
-    "library": f"{GATHER}  ->  dist.all_reduce(flat)",
-    "tail": {"x.clone().tensor_split(n)": "x.clone().split(len(x) // n)",
-             "chunks = x.tensor_split(n)": "chunks = x.split(len(x) // n)",
-             "flat.tensor_split(len(ring))": "flat.split(len(flat) // len(ring))"},
-    "ring": "flat = x  ->  ring = sorted(ring)\nflat = x",
-    "hub": f"flat = x  ->  {SUM_OF_ONE}flat = x",
-    "not-a-ring": {
-        "into = chunks[(place + step + 1) % n]": "into = chunks[place]",
-        "chunks[(place + step) % n], ring[place - 1]": "chunks[(place + step) % n], ring[(place + step) % n]",
-        "received, ring[(place + 1) % n]": "received, ring[place - step]",
-    },
-    "not-gathered": f"{GATHER}  ->  pass",
-    "missing": "range(n - 1)  ->  range(1, n)",
-    "added": f"{GATHER}  ->  own = flat.clone()\n{GATHER}\nflat += own\nmine /= 2",
-}) | {"shape": ("The sum has the shape of x, which may have any number of dimensions.",
+MISTAKES["ring_all_reduce"] = ring_rows(
+    not_divisible={"x.clone().tensor_split(n)": "x.clone().split(len(x) // n)",
+                   "chunks = x.tensor_split(n)": "chunks = x.split(len(x) // n)",
+                   "flat.tensor_split(len(ring))": "flat.split(len(flat) // len(ring))"},
+    ring="flat = x  ->  ring = sorted(ring)\nflat = x",
+    not_a_ring=f"flat = x  ->  {SUM_OF_ONE}flat = x",
+    not_gathered=f"{GATHER}  ->  pass", missing="range(n - 1)  ->  range(1, n)",
+    added=f"{GATHER}  ->  own = flat.clone()\n{GATHER}\nflat += own\nmine /= 2",
+) | {"shape": ("The sum has the shape of x, which may have any number of dimensions.",
                 [f"{RESULT}  ->  flat", "reshape(x.shape)  ->  reshape(x.shape or (1,))"])}
 COPY, LAST = "result = x.clone()", "into.copy_(into + received if step < n - 1 else received)"
 BOTH = "dist.batch_isend_irecv([receive, send])"
-MISTAKES["mended_ring_all_reduce"] = ring_rows({
-    "small": "result.tensor_split(n)  ->  result.chunk(n)",
-    "steps": f"{BOTH}  ->  {ONE_BY_ONE.format('[:: 1 - rank % 2 * 2]')}",
-    "not-gathered": "range(2 * (n - 1))  ->  range(n - 1)",
-    "missing": "out, into =  ->  step += step >= n - 1\nout, into =",
-    "added": f"{LAST}  ->  into += received",
-}) | {
+MISTAKES["mended_ring_all_reduce"] = ring_rows(
+    not_divisible=["result.tensor_split(n)  ->  result.split(len(x) // n)",
+                   "result.tensor_split(n)  ->  result.chunk(n)"],
+    not_a_ring=[f"{BOTH}  ->  {ONE_BY_ONE.format('[:: 1 - rank % 2 * 2]')}",
+                f"{COPY}  ->  return ring_all_reduce(x, list(range(n)))\n{COPY}"],
+    not_gathered="range(2 * (n - 1))  ->  range(n - 1)", missing="out, into =  ->  step += step >= n - 1\nout, into =",
+    added=f"{LAST}  ->  into += received",
+) | {
     "only-two-ranks": ("""With two ranks, the left neighbour is also the right one. Write down for 3 ranks who sends to
         whom, and who receives from whom.""", "received, (rank - 1) % n  ->  received, (rank + 1) % n"),
-    "tail": ("""One of the faults: the last elements were never summed. Print len(chunks) for 11 numbers on 2 ranks. How
-        many chunks are there, and how many take part?""", "result.tensor_split(n)  ->  result.split(len(x) // n)"),
-    "direction": ("""The result is right, but this ring turns to the left. The given one sends to rank + 1; mend it and
-        keep its direction.""", f"{COPY}  ->  return ring_all_reduce(x, list(range(n)))\n{COPY}"),
 }
 
 RIGHT["ring_reduce_scatter"] = {
@@ -366,7 +325,7 @@ def tree_all_reduce(note, answer, audit, root, dtype):
     note.at_most(key, messages, 2 * (n - 1), "the ranks send {number} messages; {most} are enough.")
     note.at_most("too-few-bytes", least, total, "the ranks send {most} bytes; it takes {number}.")
     hops = {(entry.peer - r) % n for r, some in enumerate(sends) for entry in some}
-    key = "hub" if max(map(len, sends)) == n - 1 else "chain" if hops <= {1, n - 1} else "order"
+    key = "hub" if max(map(len, sends)) == n - 1 or hops <= {1, n - 1} else "order"
     note.at_most(key, message_steps(ledgers), 2 * levels, "the messages need {number} steps; {most} are enough.")
     calls = [entry.op for entry in ledgers[rank]]
     note.holds(rank != root or calls == sorted(calls), "root", "the root receives after it has sent.")
@@ -379,29 +338,21 @@ DOWN = "dist.send(total, (rank + distance) % n)"
 CALLS, IF_CHILD = (GET, UP, ANSWER, DOWN), "if place + distance < n:\n            "
 
 MISTAKES["tree_all_reduce"] = {
-    "library": (LIBRARY,),
     "hang": ("""A rank waits for a message that nobody sends, or both sides of a pair send first. Follow one pair in the
-        report below: which of the two sends, and in which round?""",
-            {f"{UP}\n        {ANSWER}": f"{ANSWER}\n{UP}"}),
-    "not-broadcast": ("The root has the sum, but this rank does not. The second half sends it back down the tree.",
-            {ANSWER: "return total", "while distance > 1:": "while False:"}),
+        report below: which of the two sends, and in which round?""", {f"{UP}\n        {ANSWER}": f"{ANSWER}\n{UP}"}),
+    "not-broadcast": ("""The root has the sum, and the second half sends it back down the tree, where it replaces what a
+        rank holds; it is not added to it.""", [{ANSWER: "return total", "while distance > 1:": "while False:"},
+             f"{ANSWER}  ->  {ANSWER.replace('total', 'received')}\ntotal += received"]),
     "own-sent": ("""The numbers of some ranks are missing. A rank that has children passes on the sum of its whole
         subtree, not only its own numbers.""", f"{UP}  ->  {UP.replace('total', 'x')}"),
-    "added": ("On the way down, the finished sum replaces what a rank holds; it is not added to it.",
-            f"{ANSWER}  ->  {ANSWER.replace('total', 'received')}\ntotal += received"),
     "root": ("The partial sums have to meet at the root, whichever rank that is and however many there are.",
             "(rank - root) % n, x  ->  rank, x"),
     "power-of-two": ("""It is right when N is a power of two. Otherwise some of the last ranks would have partners that
         do not exist.""", {f"{IF_CHILD}{call}": f"if True:\n    {call}" for call in (GET, DOWN)}),
-    "dtype": (RING["dtype"], {PLACES: "x.clone().float(), torch.empty_like(x).float()",
-                              "return total": "return total.to(x.dtype)"}),
-    "hub": ("""One rank receives from all the others in turn and then sends to all of them, which takes 2(N-1) steps. In
-        a tree, pairs add at the same time.""",
-            f"distance = 1  ->  ring = [root, *(r for r in range(n) if r != root)]\n{SUM_OF_ONE}distance = 1"),
-    "chain": ("""The sum goes from hand to hand and back again, which takes 2(N-1) steps. In a tree, pairs add at the
-        same time.""",
-            {"while distance < n and place % (2 * distance) == 0:": "while distance < 2:",
-             **{call: call.replace("distance", "1") for call in (UP, ANSWER)}}),
+    "hub": ("""One rank comes after another, up and down, which takes 2(N-1) steps. In a tree, pairs add at the same
+        time.""", [f"distance = 1  ->  ring = [root, *(r for r in range(n) if r != root)]\n{SUM_OF_ONE}distance = 1",
+             {"while distance < n and place % (2 * distance) == 0:": "while distance < 2:",
+              **{call: call.replace("distance", "1") for call in (UP, ANSWER)}}]),
     "order": ("""The children of a rank come one after another: on the way up the smallest subtree first, on the way
         down the largest. So those that come later may have more below them.""",
             {"distance = 1": "distance, children = 1, []",
@@ -445,9 +396,9 @@ def hierarchical_all_reduce(note, answer, audit, nodes, per_node, count):
     parts = [by_node(ledger, r, per_node) for r, ledger in enumerate(ledgers)]
     inside, across = map(sent, parts[rank])
     shard = math.ceil(count / per_node)
-    few, most = sum(sent(far) > 0 for _, far in parts) <= nodes, 8 * (nodes - 1) * math.ceil(shard / nodes)
+    most = 8 * (nodes - 1) * math.ceil(shard / nodes)
     told = "this rank sends {number:.0f} bytes between nodes; {most} are enough."
-    note.at_most("leaders" if few else "whole-tensor-across", across, most, told)
+    note.at_most("leaders", across, most, told)
     told = "this rank sends {number:.0f} bytes inside its node; {most} are enough."
     note.at_most("too-many-bytes", inside, 8 * (per_node - 1) * shard, told)
     total, least = sum(map(sent, ledgers)), 2 * (n - 1) * x.nbytes
@@ -466,15 +417,12 @@ SUM_OF_SHARD = "ring_all_reduce(ring_reduce_scatter(x, inside), across)"
 CLUSTER = "list(range(nodes * per_node))"
 
 MISTAKES["hierarchical_all_reduce"] = {
-    "library": (LIBRARY,),
-    "hang": ("""All ranks of a ring must be given the same list in the same order, and all must go through the three
-        phases in the same order. Print both lists on every rank and compare them.""",),
     "not-divisible": ("""Here the ranks of a node, or the nodes, do not divide what they split among them. Chunks need
         not all have the same length.""",
             f"{SUM_OF_SHARD}  ->  ring_reduce_scatter(x, inside)\n"
             "shard = ring_all_reduce(shard[: len(shard) // nodes * nodes], across)"),
-    "two-nodes": ("""It passed with two nodes, but not with more. The ring across has one rank from each of the m
-        nodes.""", "[m * per_node + local for m in range(nodes)]  ->  [local, local + per_node]"),
+    "two-nodes": ("It passed with two nodes, but not with more. The ring across has one rank from each of the m nodes.",
+            "[m * per_node + local for m in range(nodes)]  ->  [local, local + per_node]"),
     "one-level": ("The sum covers this node only: the second level is missing.",
             f"{COPY}  ->  return ring_all_reduce(x, inside)\n{COPY}"),
     "counted-twice": ("""Each number is counted several times: the second sum goes over ranks that already hold the
@@ -484,15 +432,14 @@ MISTAKES["hierarchical_all_reduce"] = {
             {"[local].copy_": "[local - 1].copy_", "(result, inside)": "(result, inside[1:] + inside[:1])"}),
     "flat-ring": ("""This is one ring through all ranks. All of its bytes between the nodes pass through one port of
         each, and the other ports are idle.""", f"{COPY}  ->  return ring_all_reduce(x, {CLUSTER})\n{COPY}"),
-    "leaders": ("""Too few ranks carry the tensor between the nodes, while the network ports of the others are idle.
-        Each local rank can carry 1/g of it.""",
-            f"{COPY}  ->  {COPY}\nif local:\n    dist.send(x, inside[0])\n    dist.recv(result, inside[0])\n"
+    "leaders": ("""Some ranks carry too much between the nodes, while the network ports of others may be idle. With g
+        ranks in a node, each carries 1/g of the tensor; node i holds the ranks i·g to i·g + g-1, and the heavy part has
+        to stay among them.""",
+            [f"{COPY}  ->  {COPY}\nif local:\n    dist.send(x, inside[0])\n    dist.recv(result, inside[0])\n"
             "    return result\nfor other in inside[1:]:\n    received = torch.empty_like(x)\n"
             "    dist.recv(received, other)\n    result += received\nresult = ring_all_reduce(result, across)\n"
-            "for other in inside[1:]:\n    dist.send(result, other)\nreturn result"),
-    "whole-tensor-across": ("""Each rank carries too much between the nodes: with g ranks in a node, the share of each
-        is 1/g of the tensor. Node i holds the ranks i·g to i·g + g-1; the heavy part has to stay among them.""",
-            [f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), across)\n{COPY}",
+            "for other in inside[1:]:\n    dist.send(result, other)\nreturn result",
+             f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), across)\n{COPY}",
              f"{COPY}  ->  inside, across, local, per_node = across, inside, node, nodes\n{COPY}"]),
     "slow": ("""The bytes are right, but the emulation shows no gain over the flat ring. Do more messages follow one
         another than 2(g-1) inside the node and 2(m-1) between the nodes?""",
@@ -522,11 +469,9 @@ MISTAKES["pick_algorithm"] = UNITS | {
     "slowest": ("That is the slowest of the three.", "min(  ->  max("),
     "half": ("That is half of the time. Numbers have to come in, and the sums have to go out again.",
             {"latency_us * 1e-6": "latency_us * 0.5e-6", "8 / (": "4 / ("}),
-    "root-port": ("""Rank 0 receives N-1 tensors, one after another, which takes (N-1)·(α + βS), and it sends as
-        many.""", "root = 2 * (ranks - 1)  ->  root = 2"),
-    "root-latency": ("""Root would be the fastest if the latencies of the messages to rank 0 overlapped. In this model
-        rank 0 takes one message after another, and each costs its latency.""",
-            "(ranks - 1) * (alpha + beta * size)  ->  alpha + 2 * (ranks - 1) * beta * size"),
+    "root-port": ("""Rank 0 receives N-1 tensors, one after another, which takes (N-1)·(α + βS), because latencies do
+        not overlap in this model; and it sends as many.""", ["root = 2 * (ranks - 1)  ->  root = 2",
+             "(ranks - 1) * (alpha + beta * size)  ->  alpha + 2 * (ranks - 1) * beta * size"]),
     "whole-tensor": ("In a ring only S/N travels in each of the 2(N-1) steps.", "size / ranks  ->  size"),
     "no-latency": ("By bytes alone the ring always wins, but every step costs its latency as well.",
             "latency_us * 1e-6  ->  0.0"),

@@ -71,7 +71,7 @@ def simulated(note: Note, got: Any, kinds: str, count: int, costs: Costs, ranks:
         timeline = simulate(Schedule("yours", count, tuple(range(ranks)), tuple(orders)), costs)
     except ValueError as error:
         text = str(error)
-        key = "deadlock" if "wait for each other" in text else "early" if "comes before" in text else "incomplete"
+        key = "deadlock" if "wait for each other" in text else "incomplete"
         text = re.sub(r"\b\d+([FBIW]\d+)\b", r"\1", text)  # a rank has one stage: its number says nothing here
         note.holds(False, key, f"{text}.", ("orders", orders))
         return None
@@ -96,7 +96,7 @@ def waits(timeline: Timeline, most: int = 5, unit: str = "") -> str:
     return "\n".join(lines) or "No rank waits between two operations."
 
 
-@exercise("Exercise 1", cases=ORDER_CASES, explains=["form", "incomplete", "early", "deadlock", "peak", "slow"],
+@exercise("Exercise 1", cases=ORDER_CASES, explains=["form", "incomplete", "deadlock", "peak", "slow"],
           passed="for 1 to 16 ranks: as fast as 1F1B, with no more than ranks - rank micro-batches held.")
 def one_f_one_b_order(note, answer, ranks, count):
     """The orders of all ranks together, simulated."""
@@ -114,34 +114,30 @@ def one_f_one_b_order(note, answer, ranks, count):
 
 
 MISTAKES["one_f_one_b_order"] = {
-    "form": ("Return a list of pairs such as ('F', 0): the kind of operation, and the number of the micro-batch from "
-             "0.",
-            ["return order  ->  return [(part, i) for kind, i in order for part in ('F' if kind == 'F' else 'IW')]",
+    "form": ("""Return a list of pairs such as ('F', 0): the kind of operation, and the number of the micro-batch from
+        0.""", ["return order  ->  return [(part, i) for kind, i in order for part in ('F' if kind == 'F' else 'IW')]",
              'return order  ->  order']),
-    "incomplete": ("Each micro-batch goes forward once and back once, on every rank.",
-            ' + [("B", i) for i in range(microbatches - ahead, microbatches)]  ->  '),
-    "early": ("A backward comes before the forward of the same micro-batch on the same rank.",
-            '("F", ahead + i), ("B", i)  ->  ("B", i), ("F", ahead + i)'),
-    "deadlock": ("Ranks wait for each other in a circle. The ranks before a rank have to be ahead of it: how many "
-                 "forwards must each have done before its first backward can come?",
+    "incomplete": ("Each micro-batch goes forward once and back once, on every rank, and forward comes first.",
+            [' + [("B", i) for i in range(microbatches - ahead, microbatches)]  ->  ',
+             '("F", ahead + i), ("B", i)  ->  ("B", i), ("F", ahead + i)']),
+    "deadlock": ("""Ranks wait for each other in a circle. The ranks before a rank have to be ahead of it: how many
+        forwards must each have done before its first backward can come?""",
             "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, rank)"),
-    "rank-ignored": ("All ranks get the same list. The last can turn round at once; the first has to fill the "
-                     "pipeline.",
-            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, ranks - 1)"),
-    "gpipe": ("This is GPipe's order: all forwards come first, so the activations of all micro-batches are held.",
-            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = microbatches"),
-    "naive": ("Each micro-batch goes back before the next goes forward, so one rank works at a time.",
-            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = 0"),
-    "peak": ("A rank holds more than ranks - rank micro-batches. Every F adds one, every B gives one back.",
-            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, ranks - rank)"),
-    "slow": ("The memory is right, but a rank waits although it could work. Does it run far enough ahead before its "
-             "first backward?",
-            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, 1, ranks - rank - 1)"),
-    "odd": ("This is right for 2 and 4 ranks, but not for an odd number. Look for a rank ^ something, or a half, "
-            "where a difference belongs.",
+    "rank-ignored": ("""All ranks get the same list. The last can turn round at once; the first has to fill the
+        pipeline.""", "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, ranks - 1)"),
+    "peak": ("""A rank holds more than ranks - rank micro-batches. Every F adds one, every B gives one back; in GPipe's
+        order, with all forwards first, nothing is given back in time.""",
+            ["ahead = min(microbatches, ranks - rank - 1)  ->  ahead = microbatches",
+             "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, ranks - rank)"]),
+    "slow": ("""The memory is right, but a rank waits although it could work. Does it run far enough ahead before its
+        first backward? If each micro-batch goes back before the next goes forward, one rank works at a time.""",
+            ["ahead = min(microbatches, ranks - rank - 1)  ->  ahead = 0",
+             "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, 1, ranks - rank - 1)"]),
+    "odd": ("""This is right for 2 and 4 ranks, but not for an odd number. Look for a rank ^ something, or a half, where
+        a difference belongs.""",
             "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, (ranks - 1) ^ rank)"),
-    "few": ("This is right while there are at least as many micro-batches as ranks, but not for fewer. No rank can "
-            "run further ahead than there are micro-batches.",
+    "few": ("""This is right while there are at least as many micro-batches as ranks, but not for fewer. No rank can run
+        further ahead than there are micro-batches.""",
             "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = ranks - rank - 1"),
 }
 
@@ -190,21 +186,18 @@ def own_schedule(note, answer):
 MISTAKES["own_schedule"] = {
     "form": ("Return one list for each of the 4 ranks, of pairs such as ('F', 0), ('I', 0), ('W', 0) or ('B', 0).",
             'return orders  ->  return [[f"{kind}{i}" for kind, i in order] for order in orders]'),
-    "incomplete": ("Each micro-batch needs F and B, or F, I and W, once on every rank.",
-            "return orders  ->  return [[op for op in order if op[0] != 'W'] for order in orders]"),
-    "early": ("An operation comes before the one it builds on: F, then I, then W.",
-            "return orders  ->  swap = dict(I='W', W='I', F='F')\n"
-            "return [[(swap[kind], i) for kind, i in order] for order in orders]"),
-    "deadlock": ("Ranks wait for each other in a circle. Neighbours have to take the micro-batches in orders that "
-                 "fit together.",
-            "((5, 0), (3, 2), (2, 3), (1, 4))  ->  ((1, 4), (2, 3), (3, 2), (4, 1))"),
+    "incomplete": ("Each micro-batch needs F and B, or F, I and W, once on every rank, and in this order.",
+            ["return orders  ->  return [[op for op in order if op[0] != 'W'] for order in orders]",
+             "return orders  ->  swap = dict(I='W', W='I', F='F')\n"
+             "return [[(swap[kind], i) for kind, i in order] for order in orders]"]),
+    "deadlock": ("""Ranks wait for each other in a circle. Neighbours have to take the micro-batches in orders that fit
+        together.""", "((5, 0), (3, 2), (2, 3), (1, 4))  ->  ((1, 4), (2, 3), (3, 2), (4, 1))"),
     "memory": ("A rank holds too many activations. F adds one; only W, or B, gives it back.",
             "((5, 0), (3, 2), (2, 3), (1, 4))  ->  ((7, 0), (5, 2), (3, 4), (1, 6))"),
-    "unsplit": ("Here B is one piece, and the stage before waits until both of its halves are done. Of the two, I is "
-                "what the others wait for.",
-            "return orders  ->  return [one_f_one_b_order(rank, 4, 8) for rank in range(4)]"),
-    "slow": ("The memory is right, but the time is not yet. The longest waits are listed below: which W could be "
-             "done there, or which F could come earlier so that I is there in time?",
+    "unsplit": ("""Here B is one piece, and the stage before waits until both of its halves are done. Of the two, I is
+        what the others wait for.""", "return orders  ->  return [one_f_one_b_order(rank, 4, 8) for rank in range(4)]"),
+    "slow": ("""The memory is right, but the time is not yet. The longest waits are listed below: which W could be done
+        there, or which F could come earlier so that I is there in time?""",
             "((5, 0), (3, 2), (2, 3), (1, 4))  ->  ((4, 0), (3, 1), (2, 2), (1, 3))"),
 }
 
@@ -340,13 +333,12 @@ def given(name: str, ranks: int, count: int) -> list[Order]:
 
 
 CAUSES = {  # of hangs and of errors: pattern of the text, and hint
-    "instead of a tensor": "no-input",
-    "but got <class 'NoneType'>|'NoneType' object has no attribute|expected.*NoneType": "requires-grad",
-    "leaf Variable .* in an in-place operation": "one-buffer",
-    "backward through the graph a second time": "graph-twice",
+    "instead of a tensor|but got <class 'NoneType'>|'NoneType' object has no attribute|expected.*NoneType": "no-input",
+    "leaf Variable .* in an in-place operation": "kept",
+    "backward through the graph a second time": "wrong-microbatch",
     r"(?s)\n(\d+) +waits +send to rank (\d+)(?!.*recv\().*\n\2 +waits +send to rank \1\b": "blocking",
-    "send to rank None|recv from any rank": "neighbours",
-    r"(?m)^\d+\s+returned\s+send to rank": "not-waited",
+    "send to rank None|recv from any rank": "messages",
+    r"(?m)^\d+\s+returned\s+send to rank": "not-received",
 }
 
 
@@ -366,26 +358,26 @@ def run_order(note, answer, count, name):
     unwaited, calls, names = len(interceptor.unfinished()), len(stage.seen), stage.names(right_inputs)
     note.talks(ledger, n)
     called = f"the stage was called {calls} times for {count} micro-batches."
-    note.holds(calls >= count, "forwards", called)
+    note.holds(calls >= count, "messages", called)
     what = "a call of the stage got an input that no micro-batch has there."
     if not note.holds(None not in names, "not-received", what):
         return
-    note.holds(not stage.overwritten, "one-buffer", "what the stage had kept for backward has changed since.")
-    note.holds(len(set(names)) == calls, "forwards", called)
+    note.holds(not stage.overwritten, "kept", "what the stage had kept for backward has changed since.")
+    note.holds(len(set(names)) == calls, "messages", called)
     got, right = gradients_of(stage), {k: sum(part[k] for part in each) for k in each[0]}
     if not all(exact(got[k], g) for k, g in right.items()):
         arrived = [(names[call], gradient) for call, gradient in stage.arrived.items()]
-        note.equal(got, right, "the gradient", wrong_gradient(got, right, each, arrived, arriving, rank == n - 1))
+        note.equal(got, right, "the gradient", wrong_gradient(got, arrived, arriving, rank == n - 1))
         return
     messages(note, ledger, n, rank, count)
-    note.holds(not unwaited, "not-waited", f"{unwaited} of {len(ledger)} operations are not waited for.")
+    note.holds(not unwaited, "not-received", f"{unwaited} of {len(ledger)} operations are not waited for.")
     value = number(loss.detach().reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else loss)
     same = loss is None if rank < n - 1 else value is not None and math.isclose(value, total, rel_tol=1e-12)
     expected = f"{total:.6g}" if rank == n - 1 else "None"
     note.holds(same, "loss", f"the loss is wrong.\n  expected  {expected}\n  got       {show(loss)}")
     done = [(kind, names[call]) for kind, call in stage.events]
     what = f"the order is another.\n  expected  {written(order)}\n  got       {written(done)}"
-    note.holds(done == order, "order", what)
+    note.holds(done == order, "wrong-microbatch", what)
     limit = max(itertools.accumulate({"F": 1, "B": -1}[kind] for kind, _ in order))
     what = "{number} micro-batches are in memory at a time; the order needs {most}."
     note.at_most("kept", stage.peak, limit, what)
@@ -393,23 +385,13 @@ def run_order(note, answer, count, name):
         note.at_most("kept", stage.inputs - 1, limit, "besides one, the inputs of " + what)
 
 
-def wrong_gradient(got: dict, right: dict, each: list, arrived: list, arriving: list, last: bool) -> str:
+def wrong_gradient(got: dict, arrived: list, arriving: list, last: bool) -> str:
     """The hint for gradients that differ from those of one process."""
-    count = len(each)
     if not last and not any(bool(g.any()) for g in got.values()):
-        return "last-stage-only"
+        return "input-gradient"
     for m, gradient in arrived:
         if not close(gradient, arriving[m]) and any(close(gradient, other) for other in arriving):
             return "wrong-microbatch"
-
-    def multiple(parts: list, factors: tuple) -> bool:
-        return any(all(close(got[k], f * part[k]) for k in right) for part in parts for f in factors)
-
-    if count > 1:
-        slips = {"sum": ([right], (count,)), "divided-twice": ([right], (1 / count,)),
-                 "one-microbatch": (each, (1, count))}
-        if key := next((key for key, (parts, factors) in slips.items() if multiple(parts, factors)), None):
-            return key
     return "value" if last or all(close(g, arriving[m]) for m, g in arrived) else "input-gradient"
 
 
@@ -420,7 +402,7 @@ def messages(note: Note, ledger: Any, n: int, rank: int, count: int) -> None:
     note.sent(ledger, {"send", "recv"})
     beside, size = [r for r in (rank - 1, rank + 1) if 0 <= r < n], count * 8 * BATCH * LENGTH * WIDTH
     others = sorted({e.peer for e in ledger if e.peer is not None} - set(beside))
-    note.holds(not others, "neighbours", f"the ledger shows messages with ranks {others}.")
+    note.holds(not others, "messages", f"the ledger shows messages with ranks {others}.")
     keys = dict.fromkeys(("not_distributed", "too_many_calls", "too_few_calls"), "messages")
     for peer in beside:
         there = [e for e in ledger if (e.op, e.peer) == ("send", peer)]
@@ -428,79 +410,47 @@ def messages(note: Note, ledger: Any, n: int, rank: int, count: int) -> None:
 
 
 MISTAKES["run_order"] = {
-    "no-input": ("inputs holds the micro-batches on the first rank only, and targets on the last one only. On the "
-                 "others they are None: what a stage works on comes from the stage before it.",
-            ["if first else receive(  ->  if True else receive(",
-             "if last:  ->  if True:"]),
-    "requires-grad": ("Something that is used as a tensor is None. Is it x.grad? Autograd computes that only for a "
-                      "leaf that asks for it, and what arrived does not ask by itself.",
-            ".requires_grad_()  ->  "),
-    "one-buffer": ("Memory that backward still needs is overwritten, perhaps because the next micro-batch is "
-                   "received into it. Each micro-batch needs memory of its own until its backward is over.",
-            ["receive(like, rank - 1).requires_grad_()  ->  "
-             "(dist.recv(like, rank - 1), like.detach().requires_grad_())[1]",
-             "receive(like, rank - 1)  ->  like.copy_(receive(like, rank - 1))"]),
-    "not-received": ("The stage was called with something other than its input: what the stage before it has "
-                     "computed, or a micro-batch on the first rank. irecv returns at once: wait for it before you "
-                     "use the tensor.",
+    "no-input": ("""Something that is used as a tensor is None. inputs holds the micro-batches on the first rank only,
+        targets on the last one only; and x.grad is computed only for a leaf that asks for it, which what arrived does
+        not do by itself.""", ["if first else receive(  ->  if True else receive(", "if last:  ->  if True:",
+             ".requires_grad_()  ->  "]),
+    "not-received": ("""isend and irecv return at once: wait for what arrives before the stage uses it, and for all that
+        was started before the function returns. Does a rank wait for a message that nobody sends?""",
             "receive(like, rank - 1)  ->  (0 * receive(like, rank - 1))"),
-    "neighbours": ("A stage talks to the stage before it and the one behind it, and to no other. The first stage has "
-                   "none before it, the last has none behind it.",
-            {"sends.append(dist.isend(y.detach(), rank + 1))":
+    "messages": ("""There is one call of the stage for each micro-batch, and one message for each micro-batch, boundary
+        and direction: with the stage before and the one behind, and with no other.""",
+            [{"sends.append(dist.isend(y.detach(), rank + 1))":
                  "sends += [dist.isend(y.detach(), r) for r in range(rank + 1, n)]",
-             "receive(like, rank - 1)": "[receive(like, r) for r in range(rank)][-1]"}),
-    "forwards": ("The stage is called once for each micro-batch, which goes through by itself: one call keeps what "
-                 "backward needs, and the next stage can begin.",
-            "y = stage(x)  ->  with torch.no_grad():\n"
-            "    stage(x)\n"
-            "y = stage(x)"),
-    "messages": ("This is not one message for each micro-batch, boundary and direction.",
-            {"sends.append(dist.isend(y": "sends.append(dist.isend(torch.tensor(y.shape), rank + 1))\n"
-             "sends.append(dist.isend(y",
-             "receive(like, rank - 1)":
-                 "(receive(torch.empty(3, dtype=torch.long), rank - 1), receive(like, rank - 1))[1]"}),
-    "not-waited": ("isend and irecv return at once. Wait for all that they start before the function returns: "
-                   "otherwise gloo may drop it, or a tensor is used again too early. If you do, does a rank expect a "
-                   "message that nobody sends?",),  # no edit: whether the other side is in time is a race
-    "loss": ("The gradients are right, but what is returned is not. The last rank returns the loss of the whole "
-             "batch, which is the mean over the micro-batches, and the others return None.",
-            ["return loss if last else None  ->  return loss * m if last else None",
-             "return loss if last else None  ->  return loss if last else 0"]),
-    "sum": ("The gradients are too large by the number of micro-batches: each brings the mean of its own samples, "
-            "and backward adds them up.",
-            ") / m  ->  )"),
-    "divided-twice": ("The gradients are too small by the number of micro-batches: they are divided by it twice.",
-            ") / m  ->  ) / m**2"),
-    "one-microbatch": ("The gradients are those of one micro-batch only. backward adds to p.grad: does something "
-                       "clear or overwrite it in between, or does backward run only once?",
-            "y.backward(  ->  stage.zero_grad()\n"
-            "y.backward("),
-    "last-stage-only": ("Only the last stage has gradients. The stages before it got nothing back that they could go "
-                        "on from, or did not go on from it.",
-            {"y.backward(None if last else receive(like, rank + 1))":
+             "receive(like, rank - 1)": "[receive(like, r) for r in range(rank)][-1]"},
+             "y = stage(x)  ->  with torch.no_grad():\n    stage(x)\ny = stage(x)",
+             {"sends.append(dist.isend(y": "sends.append(dist.isend(torch.tensor(y.shape), rank + 1))\n"
+              "sends.append(dist.isend(y",
+              "receive(like, rank - 1)":
+                  "(receive(torch.empty(3, dtype=torch.long), rank - 1), receive(like, rank - 1))[1]"}]),
+    "loss": ("""The gradients add up over the micro-batches. Divide each loss by their number, once, and clear nothing
+        in between; the last rank returns the mean of the losses, and the others None.""",
+            ["return loss if last else None  ->  return loss * m if last else None", ") / m  ->  )",
+             ") / m  ->  ) / m**2", "y.backward(  ->  stage.zero_grad()\ny.backward("]),
+    "input-gradient": ("""This stage does not go back with the gradient of the loss with respect to its output. That is
+        the gradient of the next stage's input, for the same micro-batch.""",
+            [{"y.backward(None if last else receive(like, rank + 1))":
                  "gradient = None if last else receive(like, rank + 1)\n"
              "if last:\n"
              "    y.backward()",
-             "x.grad": "torch.zeros_like(x)"}),
-    "input-gradient": ("The stages behind this one have the right gradients, but this one does not go back with the "
-                       "gradient of the loss with respect to its output. That is the gradient of the next stage's "
-                       "input, for the same micro-batch.",
-            "x.grad  ->  x.grad / 2"),
-    "graph-twice": ("backward went through the same graph twice. Each micro-batch has an output of its own.",
-            "x, y = kept.pop(i)  ->  x, y = kept[max(kept)]"),
-    "wrong-microbatch": ("The gradient of one micro-batch went into the output of another.",
-            "x, y = kept.pop(i)  ->  x, y = kept.pop(max(kept))"),
-    "order": ("The stage was not used in the order that was asked for.",
-            "x, y = kept.pop(i)  ->  x, y = kept.pop(min(kept))"),
-    "blocking": ("Two neighbours send to each other, and neither receives: send waits until the other side takes the "
-                 "message.",
+             "x.grad": "torch.zeros_like(x)"}, "x.grad  ->  x.grad / 2"]),
+    "wrong-microbatch": ("""The backward of a micro-batch goes through the output of that micro-batch, in the order that
+        was asked for: here one micro-batch was taken for another.""",
+            ["x, y = kept.pop(i)  ->  x, y = kept[max(kept)]", "x, y = kept.pop(i)  ->  x, y = kept.pop(max(kept))",
+             "x, y = kept.pop(i)  ->  x, y = kept.pop(min(kept))"]),
+    "blocking": ("""Two neighbours send to each other, and neither receives: send waits until the other side takes the
+        message.""",
             {"sends.append(dist.isend(y.detach(), rank + 1))": "dist.send(y.detach(), rank + 1)",
              "sends.append(dist.isend(x.grad, rank - 1))": "dist.send(x.grad, rank - 1)"}),
-    "kept": ("The order is right, but after its backward something of a micro-batch stays alive: its input, its "
-             "output or its graph.",
-            ["kept.pop(i)  ->  kept[i]",
-             {"kept.pop(i)": "kept[i]",
-              "receive(like, rank + 1))": "receive(like, rank + 1), retain_graph=True)"}]),
+    "kept": ("""Each micro-batch needs memory of its own until its backward is over, and not any longer: what arrives
+        must not overwrite it, and no input, output or graph may stay alive afterwards.""",
+            ["receive(like, rank - 1).requires_grad_()  ->  "
+            "(dist.recv(like, rank - 1), like.detach().requires_grad_())[1]",
+             "receive(like, rank - 1)  ->  like.copy_(receive(like, rank - 1))", "kept.pop(i)  ->  kept[i]"]),
 }
 
 RIGHT["run_order"] = {
@@ -591,17 +541,16 @@ MISTAKES["balance"] = {
             CUT + "return best[len(costs) - 1][1]"),
     "empty-stage": ("Every stage needs at least one layer.",
             CUT + "sizes = best[len(costs)][1]\nreturn [0, sum(sizes[:2]), *sizes[2:]]"),
-    "equal-counts": ("Equal numbers of layers are not equal work where layers differ in cost.", [
-        CUT + "each, rest = divmod(len(costs), stages)\nreturn [each] * (stages - 1) + [each + rest]",
-        CUT + "each, rest = divmod(len(costs), stages)\nreturn [each + (s < rest) for s in range(stages)]",
-        CUT + "each, rest = divmod(len(costs), stages)\nreturn [each + (s >= stages - rest) for s in range(stages)]",
-    ]),
+    "equal-counts": ("Equal numbers of layers are not equal work where layers differ in cost.",
+            [CUT + "each, rest = divmod(len(costs), stages)\nreturn [each] * (stages - 1) + [each + rest]",
+             CUT + "each, rest = divmod(len(costs), stages)\nreturn [each + (s < rest) for s in range(stages)]"]),
     "greedy": ("""This is how it ends if one fills the stages one by one up to the mean, cuts where the sum passes its
         share, or moves one cut at a time. Each of these looks at one place only, and what is left over piles up
-        elsewhere.""", [CUT + FILLED.format(mean, full) for mean in MEANS for full in FULL]
-                       + [CUT + SHARES.format(more) for more in (0, 1)]),
-    "most-even": ("This comes nearest to the mean over all stages, or makes the cheapest stage cost as much as it "
-                  "can. But a step takes as long as the slowest stage: only that one counts.",
+        elsewhere.""",
+            [CUT + FILLED.format(mean, full) for mean in MEANS for full in FULL]
+            + [CUT + SHARES.format(more) for more in (0, 1)]),
+    "most-even": ("""This comes nearest to the mean over all stages, or makes the cheapest stage cost as much as it can.
+        But a step takes as long as the slowest stage: only that one counts.""",
             [CUT + BY_SCORE.format(score) for score in ("sum(x * x for x in sums)", "-min(sums)")]),
     "not-best": ("There is a cut whose slowest stage costs less.",),
 }
@@ -625,34 +574,27 @@ RIGHT["balance"] = {
 # --- exercise 4: on paper
 
 MISTAKES["bubble"] = {
-    "of-ideal": ("(p - 1)/m is the bubble's share of the ideal time, in which nobody waits. Of all time it is less.",
-            "(v * m + p - 1)  ->  (v * m)"),
+    "of-ideal": ("""The docstring asks for the share of all time in which ranks wait, in per cent. (p - 1)/m is their
+        share of the ideal time, in which nobody waits.""", ["(v * m + p - 1)  ->  (v * m)",
+             "(p - 1) / (v  ->  v * m / (v", "100 * share  ->  share"]),
     "virtual-ignored": ("With v stages on each rank, a step of the pipeline takes 1/v as long: the bubble shrinks.",
             "(v * m + p - 1)  ->  (m + p - 1)"),
     "ranks": ("The last rank begins p - 1 steps after the first, not p.",
-            [{"(p - 1) / (v * m + p - 1)": "p / (v * m + p)"},
-             "(p - 1) / (v  ->  p / (v"]),
-    "work": ("That is the share of the time in which the ranks work.",
-            "(p - 1) / (v  ->  v * m / (v"),
-    "fraction": ("The docstring asks for per cent.",
-            "100 * share  ->  share"),
+            [{"(p - 1) / (v * m + p - 1)": "p / (v * m + p)"}, "(p - 1) / (v  ->  p / (v"]),
     "gpipe-memory": ("GPipe begins no backward before the last forward: rank 0 holds all micro-batches.",
             "held = m if  ->  held = min(m, p) if"),
     "1f1b-memory": ("In 1F1B backward begins as soon as it can: rank 0 never holds more than p micro-batches.",
             "else min(m, p) if  ->  else m if"),
     "few": ("No more can be held than there are micro-batches.",
-            [{"min(m, p)": "p",
-              "min(m, pieces / v)": "pieces / v"},
-             "min(m, p)  ->  p",
+            [{"min(m, p)": "p", "min(m, pieces / v)": "pieces / v"}, "min(m, p)  ->  p",
              "min(m, pieces / v)  ->  pieces / v"]),
     "interleaved-memory": ("Interleaved, rank 0 runs further ahead than p micro-batches: by p - 1 pieces more.",
             "min(m, pieces / v)  ->  min(m, p)"),
-    "pieces": ("A piece goes through one of a rank's v stages, so it keeps 1/v of what all layers of the rank keep.",
-            [f"min(m, pieces / v)  ->  {held}" for held in (
+    "pieces": ("""A piece goes through one of a rank's v stages and keeps 1/v of what all layers of the rank keep, but
+        there are v times as many pieces: interleaving does not save activations.""",
+            [*[f"min(m, pieces / v)  ->  {held}" for held in (
                 "min(v * m, pieces)", "pieces", "v * min(m, p)", "v * p", "min(m, pieces)", "min(m, 2 * p - 1)",
-            )]),
-    "divided": ("A piece keeps 1/v, but there are v times as many pieces: interleaving does not save activations.",
-            "min(m, pieces / v)  ->  min(m, p) / v"),
+            )], "min(m, pieces / v)  ->  min(m, p) / v"]),
 }
 
 

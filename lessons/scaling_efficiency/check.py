@@ -30,10 +30,10 @@ RIGHT: dict[str, dict[str, Any]] = {}
 STEPS, MATRIX = 4, (6, 10)
 TOP_K = [  # ranks, name, k, shape
     (2, f"k = 4 of 60, shape {MATRIX}", 4, MATRIX),
-    Case(2, f"k = 60 of 60, shape {MATRIX}", (60, MATRIX), "whole", "unpack"),
+    Case(2, f"k = 60 of 60, shape {MATRIX}", (60, MATRIX), "any-shape", "unpack"),
     Case(2, "k = 4 of 60, shape (3, 4, 5)", (4, (3, 4, 5)), "any-shape", "unpack"),
     Case(2, "k = 4 of 60, shape (60,)", (4, (60,)), "any-shape", "unpack"),
-    Case(2, "k = 5 of 70000, shape (70000,)", (5, (70_000,)), "large-indices", "unpack"),
+    Case(2, "k = 5 of 70000, shape (70000,)", (5, (70_000,)), "any-shape", "unpack"),
     (3, f"k = 4 of 60, shape {MATRIX}", 4, MATRIX),
     (4, f"k = 3 of 60, shape {MATRIX}", 3, MATRIX),
     (1, f"k = 4 of 60, shape {MATRIX}", 4, MATRIX),
@@ -87,58 +87,43 @@ def top_k_mean(note, answer, k, shape):
     if n > 1 and k < math.prod(shape):
         one = STEPS * k  # pairs that a rank sends to each other one; 8 bytes of a value, 1 to 8 of an index
         most = data[0].nbytes - 1
-        note.sent(ledger, sent=(one * 9, one * 16 * (n - 1)), largest=most, too_large="dense", object="object")
+        note.sent(ledger, sent=(one * 9, one * 16 * (n - 1)), largest=most, too_large="dense", object="dense")
 
 
 MISTAKES["top_k_mean"] = {
-    "values": ("These are the largest values, not the largest magnitudes. A gradient of -6 matters more than one of "
-               "2: choose by magnitude, and keep the sign.",
-            "total.abs().topk  ->  total.topk"),
+    "values": ("""These are the largest values, not the largest magnitudes. A gradient of -6 matters more than one of 2:
+        choose by magnitude, and keep the sign.""", "total.abs().topk  ->  total.topk"),
     "sum": ("This is the sum of what the ranks sent. The docstring asks for the mean.",
             "all_values / n  ->  all_values"),
-    "overwritten": ("Two ranks may send the same index. The second value then has to be added to the first, not put "
-                    "in its place.",
+    "overwritten": ("""Two ranks may send the same index. The second value then has to be added to the first, not put in
+        its place.""",
             "torch.zeros_like(total).index_add_(0, all_indices, all_values / n)  ->  torch.zeros_like(total)\n"
             "mean[all_indices] = all_values / n"),
     "own-entries": ("It holds the entries of this rank only. Those of the other ranks have to get here too.",
             "all_indices, all_values / n  ->  indices, values / n"),
-    "dense": ("A call carries as much as a whole gradient. Only k values and k indices of each rank have to travel.",
+    "dense": ("Only k values and k indices of each rank have to travel, as tensors: no whole gradient, and no pickles.",
             {"dist.all_gather_single(all_values, values)": "pass",
              "dist.all_gather_single(all_indices, indices)": "pass",
              "all_indices, all_values / n)": "indices, values / n)\n"
              "dist.all_reduce(mean)"}),
-    "object": ("Values and indices are sent as pickles. Gather them as tensors.",),
-    "not-added": ("The residual is not used. Add it to the gradient before you choose, so that what was not sent "
-                  "before gets its turn.",
-            "(gradient + residual)  ->  gradient"),
-    "not-kept": ("The residual has not changed. Write into the tensor that you were given, so that the caller sees "
-                 "it.",
-            "residual.copy_(total.index_fill(0, indices, 0).view_as(residual))  ->  pass"),
-    "all-kept": ("The residual still holds what was sent, which would therefore be sent again in the next step.",
-            "total.index_fill(0, indices, 0)  ->  total"),
-    "mean-kept": ("The residual is what this rank has not sent yet. What came back from the ranks has no place in "
-                  "it.",
-            {"residual.copy_(total.index_fill(0, indices, 0).view_as(residual))": "pass",
-             "return mean": "residual.copy_((total - mean).view_as(residual))\n"
-             "return mean"}),
-    "replaced": ("The residual of earlier steps was lost. What is not sent has to add up until it is.",
-            "total.index_fill(0, indices, 0)  ->  "
-            "(gradient.flatten() - torch.zeros_like(total).index_copy_(0, indices, values))"),
-    "whole": ("The docstring allows k to be as large as the gradient. Then everything is sent, and nothing is left.",
-            "indices = total.abs().topk(k).indices  ->  least = total.abs().sort(descending=True).values[k]\n"
-            "indices = (total.abs() > least).nonzero().flatten()"),
-    "any-shape": ("It is right for a matrix, but the docstring allows a gradient of any shape.",
-            ["mean.view_as(gradient)  ->  mean.view(gradient.shape[0], gradient.shape[1])",
-             {"mean.view_as(gradient)": "mean.view(rows, columns)",
-              "n = dist": "rows, columns = gradient.shape\n"
-              "n = dist"}]),
-    "large-indices": ("It is right for a small gradient. Here indices go up to 69,999, which no dtype of 8 or 16 "
-                      "bits can hold exactly.",
-            [{"indices.new_empty(n * k)": "indices.new_empty(n * k, dtype=torch.uint8)",
+    "not-added": ("""The residual is not used. Add it to the gradient before you choose, so that what was not sent
+        before gets its turn.""", "(gradient + residual)  ->  gradient"),
+    "not-kept": ("""The residual is what this rank has not sent yet: the old residual and the gradient, without the
+        entries that were sent. Write it into the tensor that you were given.""",
+            ["residual.copy_(total.index_fill(0, indices, 0).view_as(residual))  ->  pass",
+             "total.index_fill(0, indices, 0)  ->  total",
+             {"residual.copy_(total.index_fill(0, indices, 0).view_as(residual))": "pass",
+              "return mean": "residual.copy_((total - mean).view_as(residual))\n"
+              "return mean"},
+             "total.index_fill(0, indices, 0)  ->  "
+             "(gradient.flatten() - torch.zeros_like(total).index_copy_(0, indices, values))"]),
+    "any-shape": ("""The docstring allows a gradient of any shape and size, and a k as large as the gradient. Indices go
+        up to 69,999 here, which no dtype of 8 or 16 bits can hold exactly.""",
+            ["indices = total.abs().topk(k).indices  ->  least = total.abs().sort(descending=True).values[k]\n"
+            "indices = (total.abs() > least).nonzero().flatten()",
+             "mean.view_as(gradient)  ->  mean.view(gradient.shape[0], gradient.shape[1])",
+             {"indices.new_empty(n * k)": "indices.new_empty(n * k, dtype=torch.uint8)",
               "(all_indices, indices)": "(all_indices, indices.to(torch.uint8))",
-              "(0, all_indices,": "(0, all_indices.long(),"},
-             {"indices.new_empty(n * k)": "indices.new_empty(n * k, dtype=torch.float16)",
-              "(all_indices, indices)": "(all_indices, indices.to(torch.float16))",
               "(0, all_indices,": "(0, all_indices.long(),"}]),
 }
 
@@ -163,25 +148,20 @@ RIGHT["top_k_mean"] = {
 # --- exercises 2, 3 and 5: on paper
 
 MISTAKES["amdahl_and_gustafson"] = {
-    "percent": ("Return the serial part as a fraction: 0.04, not 4.",
-            "return s,  ->  return 100 * s,"),
+    "percent": ("Return the serial part as a fraction: 0.04, not 4.", "return s,  ->  return 100 * s,"),
     "parallel": ("That is the parallel fraction. The serial fraction is the rest of the time.",
-            ["return s,  ->  return 1 - s,",
-             "s = (  ->  s = 1 - ("]),
-    "efficiency": ("1 - efficiency is not the serial fraction: while the serial part runs, its time passes on all N "
-                   "ranks.",
-            "(seconds_n / seconds_1 - 1 / n) / (1 - 1 / n)  ->  1 - seconds_1 / (n * seconds_n)"),
+            ["return s,  ->  return 1 - s,", "s = (  ->  s = 1 - ("]),
+    "efficiency": ("""1 - efficiency is not the serial fraction: while the serial part runs, its time passes on all N
+        ranks.""", "(seconds_n / seconds_1 - 1 / n) / (1 - 1 / n)  ->  1 - seconds_1 / (n * seconds_n)"),
     "ratio": ("t_N / t_1 still contains the parallel part, divided by N.",
             "(seconds_n / seconds_1 - 1 / n) / (1 - 1 / n)  ->  seconds_n / seconds_1"),
-    "same-law": ("The last number follows the law for a fixed batch. If the batch grows with the ranks, only the "
-                 "parallel work grows: how long would one rank take for it all?",
+    "same-law": ("""The last number follows the law for a fixed batch. If the batch grows with the ranks, only the
+        parallel work grows: how long would one rank take for it all?""",
             "s + (1 - s) * ranks  ->  1 / (s + (1 - s) / ranks)"),
-    "swapped-parts": ("It is the parallel part that is multiplied by N; the serial part stays as it is.",
-            "s + (1 - s) * ranks  ->  s * ranks + 1 - s"),
-    "linear": ("Gustafson's speed-up is less than N, because the serial part does not grow with the batch.",
-            "s + (1 - s) * ranks  ->  ranks"),
-    "limit": ("With ever more ranks (1 - s)/N vanishes and s remains.",
-            ["1 / s,  ->  1 / (1 - s),",
+    "swapped-parts": ("""It is the parallel part that is multiplied by N; the serial part stays as it is, so that
+        Gustafson's speed-up is less than N.""", ["s + (1 - s) * ranks  ->  s * ranks + 1 - s",
+             "s + (1 - s) * ranks  ->  ranks"]),
+    "limit": ("With ever more ranks (1 - s)/N vanishes and s remains.", ["1 / s,  ->  1 / (1 - s),",
              "1 / s,  ->  float('inf'),"]),
     "speed-up-order": ("The speed-ups are right, but not in the order that the docstring names.",
             ["1 / s, s + (1 - s) * ranks  ->  s + (1 - s) * ranks, 1 / s",
@@ -209,27 +189,20 @@ amdahl_and_gustafson = paper(
 )
 
 MISTAKES["cost_of_run"] = {
-    "no-efficiency": ("The efficiency is left out. All GPUs together process only gpus · efficiency times as many "
-                      "tokens as one alone.",
-            " * efficiency  ->  "),
-    "upside-down": ("A lower efficiency makes the run longer.",
-            "* efficiency  ->  / efficiency"),
-    "dollars-ideal": ("The hours are right, but the price is that of a perfect run. Rented GPUs cost money while "
-                      "they wait, too.",
-            "hours * gpus * dollars  ->  hours * gpus * dollars * efficiency"),
+    "no-efficiency": ("""The efficiency is left out. All GPUs together process only gpus · efficiency times as many
+        tokens as one alone.""", " * efficiency  ->  "),
+    "upside-down": ("A lower efficiency makes the run longer.", "* efficiency  ->  / efficiency"),
+    "dollars-ideal": ("""The hours are right, but the price is that of a perfect run. Rented GPUs cost money while they
+        wait, too.""", "hours * gpus * dollars  ->  hours * gpus * dollars * efficiency"),
     "one-gpu": ("The price is for one GPU and one hour, and all GPUs have to be paid for.",
             "hours * gpus * dollars  ->  hours * dollars"),
-    "not-shared": ("The tokens are shared among all GPUs.",
-            "* gpus * efficiency  ->  * efficiency"),
-    "seconds": ("These are seconds, but prices are per hour.",
-            "/ 3600  ->  "),
+    "not-shared": ("The tokens are shared among all GPUs.", "* gpus * efficiency  ->  * efficiency"),
+    "seconds": ("These are seconds, but prices are per hour.", "/ 3600  ->  "),
     "lost-ignored": ("A share of the time is lost to interruptions. It has to be waited for, and paid for.",
             "/ (1 - lost)  ->  "),
-    "lost-added": ("If a share of all hours is lost, the work gets done in the rest: 1 - lost of them.",
-            ["/ (1 - lost)  ->  * (1 + lost)",
-             "/ (1 - lost)  ->  * (1 - lost)"]),
-    "lost-twice": ("The lost time is already in the hours.",
-            "hours * gpus * dollars  ->  hours * gpus * dollars / (1 - lost)"),
+    "lost-added": ("""If a share of all hours is lost, the work gets done in the rest: 1 - lost of them. The price is
+        that of these hours, with no further surcharge.""", ["/ (1 - lost)  ->  * (1 + lost)",
+             "/ (1 - lost)  ->  * (1 - lost)", "hours * gpus * dollars  ->  hours * gpus * dollars / (1 - lost)"]),
 }
 RIGHT["cost_of_run"] = {
     "dollars without hours": "hours * gpus * dollars  ->  "
@@ -246,29 +219,24 @@ cost_of_run = paper(
 )
 
 MISTAKES["mfu_and_hfu"] = {
-    "percent": ("Return shares: 0.34, not 34.",
-            "return 6 * rate, hfu,  ->  return 600 * rate, 100 * hfu,"),
-    "swapped": ("The first number is larger than the second. Which of the two counts what is computed twice?",
-            "return 6 * rate, hfu,  ->  return hfu, 6 * rate,"),
+    "percent": ("Return shares: 0.34, not 34.", "return 6 * rate, hfu,  ->  return 600 * rate, 100 * hfu,"),
+    "swapped": ("""MFU counts what the model needs, HFU also what is computed twice. A repeated forward pass is not
+        needed by the model, so the first number is the smaller one.""",
+            ["return 6 * rate, hfu,  ->  return hfu, 6 * rate,", "return 6 * rate,  ->  return hfu,"]),
     "forward-only": ("Training has a backward pass, which costs twice as much as forward.",
             {"(6 + 2 * recomputed)": "(2 + 2 * recomputed)",
              "return 6 * rate": "return 2 * rate",
              "hfu / rate / 6": "hfu / rate / 2"}),
-    "model-counts-again": ("MFU counts what the model needs. A repeated forward pass is not needed by the model.",
-            "return 6 * rate,  ->  return hfu,"),
     "backward-again": ("Only forward is computed again: 2 FLOPs for each parameter and token.",
             "(6 + 2 * recomputed)  ->  (6 + 6 * recomputed)"),
     "always-repeated": ("Not every job repeats its whole forward pass: the argument says which share of it.",
             "(6 + 2 * recomputed)  ->  8"),
     "one-gpu": ("The tokens per second are those of all GPUs together, and the peak is that of one.",
             "tokens_per_second / gpus  ->  tokens_per_second"),
-    "tera": ("A TFLOP/s is 10^12 FLOP/s.",
-            "(peak_tflops * 1e12)  ->  peak_tflops"),
-    "not-faster": ("The last number is that of a job that computes nothing twice, at the same HFU. What becomes of "
-                   "the FLOPs that are saved?",
-            "tokens_per_second * hfu / rate / 6  ->  tokens_per_second"),
-    "slower": ("Without the repeated forward pass there is less to compute for each token. Does the job get slower?",
-            "tokens_per_second * hfu / rate / 6  ->  tokens_per_second * rate * 6 / hfu"),
+    "tera": ("A TFLOP/s is 10^12 FLOP/s.", "(peak_tflops * 1e12)  ->  peak_tflops"),
+    "not-faster": ("""The last number is that of a job that computes nothing twice, at the same HFU. What becomes of the
+        FLOPs that are saved: is it faster or slower?""", ["tokens_per_second * hfu / rate / 6  ->  tokens_per_second",
+             "tokens_per_second * hfu / rate / 6  ->  tokens_per_second * rate * 6 / hfu"]),
 }
 RIGHT["mfu_and_hfu"] = {
     "a tensor": {"return 6 * rate": "return torch.tensor([6 * rate", "* hfu / rate / 6": "* hfu / rate / 6])"},
@@ -313,11 +281,11 @@ def best_buckets(note, answer, size, tensors, *rest):
     """Another number of buckets than the solution's is right if it takes as long."""
     value = answer(size, tensors, *rest)
     pair = pair_of(value)
-    if not note.holds(pair is not None, "pair", f"the function returned {show(value)}."):
+    if not note.holds(pair is not None, "odd", f"the function returned {show(value)}."):
         return None
     n, ms = pair
     both = ("the pair", torch.tensor(pair))
-    if not note.holds(n.is_integer() and 1 <= n <= tensors, "pair", f"the function returned {n:g} buckets.", both):
+    if not note.holds(n.is_integer() and 1 <= n <= tensors, "odd", f"the function returned {n:g} buckets.", both):
         return None
     right, times = finish(int(n), size, *rest), [finish(m, size, *rest) for m in range(1, tensors + 1)]
     what = f"the time is wrong.\n  expected  {right:.6g} ms for {n:g} buckets\n  got       {ms:.6g} ms"
@@ -328,45 +296,29 @@ def best_buckets(note, answer, size, tensors, *rest):
 
 
 MISTAKES["best_buckets"] = {
-    "pair": ("Return a pair (buckets, milliseconds); buckets is a whole number from 1 to tensors.",
-            ["return n, finish(n)  ->  return n",
-             "return n, finish(n)  ->  return n + 0.5, finish(n)"]),
-    "gigabits": ("Gb are bits: 400 Gb/s carry 50 GB/s.",
-            "/ ranks * 8 /  ->  / ranks /"),
-    "microseconds": ("The latency is in µs, the time of backward in ms. Work in seconds, and return milliseconds.",
-            "latency_us * 1e-6  ->  latency_us * 1e-3"),
-    "milliseconds": ("The time is right, but it is in seconds. The docstring asks for milliseconds.",
-            "return n, finish(n)  ->  return n, finish(n) / 1e3"),
-    "half": ("A ring all-reduce has 2(N-1) steps: N-1 that add and N-1 that pass on the sums.",
-            "2 * (ranks - 1)  ->  (ranks - 1)"),
-    "whole-bucket": ("In each step of a ring only 1/N of the bucket travels.",
-            "/ n / ranks  ->  / n"),
-    "no-latency": ("Every bucket pays 2(N-1) latencies, however small it is. Without them the smallest buckets would "
-                   "always be best.",
-            "latency_us * 1e-6 + travels  ->  travels"),
-    "all-hidden": ("The last bucket is complete only when backward ends, and nothing is left to hide its all-reduce "
-                   "behind.",
-            "piece + (n - 1) * max(piece, one) + one  ->  max(n * piece, n * one)"),
+    "microseconds": ("""Gb are bits: 400 Gb/s carry 50 GB/s. The latency is in µs, the time of backward in ms. Work in
+        seconds, and return milliseconds.""", ["/ ranks * 8 /  ->  / ranks /",
+             "latency_us * 1e-6  ->  latency_us * 1e-3", "return n, finish(n)  ->  return n, finish(n) / 1e3"]),
+    "half": ("""A ring all-reduce has 2(N-1) steps, N-1 that add and N-1 that pass on the sums, and in each only 1/N of
+        the bucket travels.""", ["2 * (ranks - 1)  ->  (ranks - 1)", "/ n / ranks  ->  / n"]),
+    "no-latency": ("""Every bucket pays 2(N-1) latencies, however small it is. Without them the smallest buckets would
+        always be best.""", "latency_us * 1e-6 + travels  ->  travels"),
+    "all-hidden": ("""The last bucket is complete only when backward ends, and nothing is left to hide its all-reduce
+        behind.""", "piece + (n - 1) * max(piece, one) + one  ->  max(n * piece, n * one)"),
     "no-start": ("The first bucket is complete only after 1/n of backward. Until then nothing can be sent.",
             "piece + (n - 1) * max(piece, one) + one  ->  max(n * piece + one, n * one)"),
-    "time": ("The time does not belong to that number of buckets. Draw backward as n pieces, and the all-reduces "
-             "below it: each begins when its piece has ended and the all-reduce before it has finished.",
+    "time": ("""The time does not belong to that number of buckets. Draw backward as n pieces, and the all-reduces below
+        it: each begins when its piece has ended and the all-reduce before it has finished.""",
             "piece + (n - 1) * max(piece, one) + one  ->  piece + n * max(piece, one)"),
-    "one-backward": ("Here the bytes alone take longer than backward, so communication cannot keep up with any "
-                     "number of buckets. Something else decides which number is best.",
-            "n = min(range(1, tensors + 1), key=finish)  ->  "
-            "rest = backward_ms * 1e-3 - 2 * (ranks - 1) / ranks * gradient_bytes * 8 / (gigabits * 1e9)\n"
-            "n = min(tensors, max(1, int(rest / (2 * (ranks - 1) * latency_us * 1e-6))))"),
-    "one-bucket": ("With one bucket nothing overlaps. If your formula always prefers one, it may let the all-reduces "
-                   "wait for the end of backward.",
-            "min(range(1, tensors + 1), key=finish)  ->  1"),
-    "one-per-tensor": ("As many buckets as tensors overlap best, but they pay too many latencies. A smaller number "
-                       "is faster.",
-            "min(range(1, tensors + 1), key=finish)  ->  tensors"),
-    "not-best": ("The time belongs to that number of buckets, but another number is faster. There are few enough to "
-                 "try them all.",
+    "one-per-tensor": ("""As many buckets as tensors overlap best, but they pay too many latencies. A smaller number is
+        faster.""", "min(range(1, tensors + 1), key=finish)  ->  tensors"),
+    "not-best": ("""Another number of buckets is faster: with one bucket nothing overlaps, and where the bytes alone
+        take longer than backward, something else than hiding decides. There are few enough to try them all.""",
             ["min(range(1, tensors + 1), key=finish)  ->  min(tensors, max(1, round(gradient_bytes / 150e6)))",
-             "tensors + 1)  ->  tensors)"]),
+             "tensors + 1)  ->  tensors)", "min(range(1, tensors + 1), key=finish)  ->  1",
+             "n = min(range(1, tensors + 1), key=finish)  ->  "
+             "rest = backward_ms * 1e-3 - 2 * (ranks - 1) / ranks * gradient_bytes * 8 / (gigabits * 1e9)\n"
+             "n = min(tensors, max(1, int(rest / (2 * (ranks - 1) * latency_us * 1e-6))))"]),
 }
 
 
@@ -422,20 +374,18 @@ def noise_scale(note, answer, samples, shape):
 
 
 MISTAKES["noise_scale"] = {
-    "sum": ("The length of the *sum* over the ranks was taken, where that of their mean belongs: its square is N^2 "
-            "times too large.",
-            "gradient / n  ->  gradient.clone()"),
+    "sum": ("""The length of the *sum* over the ranks was taken, where that of their mean belongs: its square is N^2
+        times too large.""", "gradient / n  ->  gradient.clone()"),
     "inverse": ("That is signal over noise. A noisy gradient must give a large number.",
             "noise / signal  ->  signal / noise"),
     "samples": ("That is right for one sample a rank. The gradient of a rank is already the mean of several.",
             "* n * samples  ->  * n"),
-    "biased": ("The mean over N ranks still contains noise, so its length is not that of the signal. Two equations, "
-               "one for each length, have two unknowns.",
+    "biased": ("""The mean over N ranks still contains noise, so its length is not that of the signal. Two equations,
+        one for each length, have two unknowns.""",
             {"(n * whole - own) / (n - 1)": "whole",
              "(own - whole) * n * samples / (n - 1)": "(own - whole) * samples"}),
     "norms": ("The equations are about squared lengths. The mean of the lengths, squared, is something else.",
-            {"gradient.square().sum(),": "gradient.norm(),",
-             "own / n, mean": "(own / n) ** 2, mean"}),
+            {"gradient.square().sum(),": "gradient.norm(),", "own / n, mean": "(own / n) ** 2, mean"}),
     "own-only": ("Each rank used the length of its own gradient, so each gets another result. Average the squares.",
             "dist.all_reduce(own)  ->  own = own * n"),
 }

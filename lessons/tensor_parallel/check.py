@@ -103,13 +103,10 @@ def one_all_reduce_each_way(note: Note, found: Passes, y: Tensor) -> None:
 RANK, RANKS = "dist.get_rank()", "dist.get_world_size()"
 F_BOTH, G_BOTH = "with_backward(lambda x: x.view_as(x), summed)(x)", "with_backward(summed, lambda dy: dy)(x)"
 SUMMED_TWICE = "lambda dy: dy  ->  summed"
-NO_GRADIENT = "A gradient is missing. Autograd does not see through detach(), no_grad() or a copy without a history."
-FLOAT32 = """Only the first digits are right, as if the numbers passed through float32. That is what torch.zeros and
-    torch.empty make; x.new_zeros and torch.empty_like keep the dtype."""
 
-CONJUGATES = {  # what exercises 1 and 2 share
-    "no-g": ("""This is only this rank's partial sum: what its own part of the layer gives. The terms of the other
-        ranks are missing.""", f"{G_BOTH}  ->  x"),
+CONJUGATES = {
+    "no-g": ("""This is only this rank's partial sum: what its own part of the layer gives. The terms of the other ranks
+        are missing.""", f"{G_BOTH}  ->  x"),
     "no-f": ("""The output is right, but the gradient of x is only this rank's part. Every rank used x, so its gradient
         is a sum over the ranks.""", f"{F_BOTH}  ->  x"),
     "g-backward": ("""The output is right, but gradients are t times too large: the gradient was summed over the ranks
@@ -120,8 +117,6 @@ CONJUGATES = {  # what exercises 1 and 2 share
              f"{G_BOTH}  ->  with_backward(summed, lambda dy: dy / {RANKS})(x)"]),
     "residual": ("""This is right until x is used a second time, as in x + layer(x). The sum over the ranks belongs to
         the branch into the layer, not to x itself.""", f"return {F_BOTH}  ->  x.register_hook(summed)\nreturn x"),
-    "no-gradient": (NO_GRADIENT, f"{F_BOTH}  ->  {F_BOTH}.detach()"),
-    "float32": (FLOAT32, f"{G_BOTH}  ->  {G_BOTH}.float().double()"),
 }
 
 # --- exercise 1: an MLP
@@ -158,8 +153,8 @@ MISTAKES["column_row_mlp"] = CONJUGATES | {
         bias and should use it in the same way, so that its gradient is whole and the same everywhere.""",
             [f"{MLP}  ->  g(F.linear(inner, down, None if {RANK} else down_bias))",
              f"{MLP}  ->  g(F.linear(inner, down, down_bias / {RANKS}))"]),
-    "weights-reduced": ("""Gradients of shards were added up over the ranks, as in data parallelism. But each rank has
-        a different part of the weight, whose gradient concerns nobody else.""",
+    "weights-reduced": ("""Gradients of shards were added up over the ranks, as in data parallelism. But each rank has a
+        different part of the weight, whose gradient concerns nobody else.""",
             ["f(x), up, up_bias  ->  f(x), f(up), f(up_bias)", "inner, down)  ->  inner, f(down))"]),
 }
 RIGHT["column_row_mlp"] = {
@@ -215,13 +210,17 @@ PRODUCTS = "(F.linear(x, blocks[some].flatten(0, 1)).unflatten(-1, (-1, d)) for 
 USED = "(mine // (heads // kv_heads)).unique(return_inverse=True)"
 SERVED = "k[:, :, serve], v[:, :, serve]"
 OWN_KV_HEADS = f"torch.arange(kv_heads).tensor_split({RANKS})[{RANK}]"
-MISTAKES["head_attention"] = CONJUGATES | {
-    "chunked": ("""The joint weight was cut into t parts. Its rows are all of q, then all of k, then all of v: the
-        first part has no v at all.""",
+MISTAKES["head_attention"] = {
+    "no-g": ("""The branch has f before it and g behind it: in forward g adds up the partial sums of all ranks, and in
+        backward f adds up the gradients of x, and nobody else does, nor divides by t.""",
+            [f"{G_BOTH}  ->  x", f"{F_BOTH}  ->  x", SUMMED_TWICE, *CONJUGATES["average"][1]]),
+    "residual": CONJUGATES["residual"],
+    "chunked": ("""The joint weight was cut into t parts. Its rows are all of q, then all of k, then all of v: the first
+        part has no v at all.""",
             {PRODUCTS: f"(t.unflatten(-1, (-1, d)) for t in F.linear(x, qkv.chunk({RANKS})[{RANK}]).chunk(3, -1))"}),
-    "not-causal": ("A token looks at later ones. Self-attention is causal here.", ", is_causal=True  ->  "),
-    "scale": ("The scores have the wrong scale. It comes from the square root of the size of one head.",
-            [f"is_causal=True  ->  is_causal=True, scale={scale}" for scale in ("len(out) ** -0.5", "1.0")]),
+    "scale": ("""Self-attention is causal here, and the scale of its scores comes from the square root of the size of
+        one head.""", [", is_causal=True  ->  ",
+             *[f"is_causal=True  ->  is_causal=True, scale={scale}" for scale in ("len(out) ** -0.5", "1.0")]]),
     "grouped": ("""This is right until there are fewer k/v heads than q heads. qkv then has heads + 2 · kv_heads heads,
         and heads // kv_heads q heads share one k/v head.""",
             {PRODUCTS: f"(F.linear(x, w.chunk({RANKS})[{RANK}]).unflatten(-1, (len(mine), -1)) for w in qkv.chunk(3))",
@@ -230,10 +229,9 @@ MISTAKES["head_attention"] = CONJUGATES | {
         (heads // kv_heads). repeat_interleave does that, repeat does not.""",
             [f"{USED}  ->  {OWN_KV_HEADS}.repeat(heads // kv_heads).unique(return_inverse=True)",
              f"{USED}  ->  (mine % kv_heads).unique(return_inverse=True)"]),
-    "shared": ("""This is right until ranks share a k/v head, because there are fewer of them than ranks, or because
-        the number of ranks does not divide them. Each of these ranks keeps a copy: a rank's q heads tell which k/v
-        heads it needs.""",
-            f"{USED}  ->  {OWN_KV_HEADS}.repeat_interleave(heads // kv_heads).unique(return_inverse=True)"),
+    "shared": ("""This is right until ranks share a k/v head, because there are fewer of them than ranks, or because the
+        number of ranks does not divide them. Each of these ranks keeps a copy: a rank's q heads tell which k/v heads it
+        needs.""", f"{USED}  ->  {OWN_KV_HEADS}.repeat_interleave(heads // kv_heads).unique(return_inverse=True)"),
     "all-work": ("The result is right, but this rank computes more than its own heads need.",
             {"q, k, v = (F": "every = F.linear(x, qkv).unflatten(-1, (-1, d))\nq, k, v = (F",
              PRODUCTS: "(every[:, :, some] for some in rows)"}),
@@ -275,8 +273,7 @@ def vocab_parallel_loss(note, answer, vocabulary, level, more):
     compare(note, found, given, alone.y, part(gradients(alone, "logits"), {"logits": 1}))
     if n > 1:
         entries, one = [*found.forward, *found.backward], bytes_sent("all_reduce", n, 8 * len(targets))
-        key = "gathered" if sum(entry.bytes for entry in entries) >= logits.nbytes else "too-many-bytes"
-        note.sent(entries, sent=(one, 3 * one), too_many_bytes=key)
+        note.sent(entries, sent=(one, 3 * one), too_many_bytes="gathered")
         note.sent(entries, calls=(1, 2))
 
 
@@ -296,46 +293,33 @@ MISTAKES["vocab_parallel_loss"] = {
         the largest logit of a token, over all ranks, keeps every exponent at zero or below and one of them at zero.""",
             [f"{LARGEST}  ->  largest = logits.new_zeros(len(logits))",
              {"detach().amax(1)": "detach().mean(1)", "ReduceOp.MAX": "ReduceOp.AVG"}]),
-    "local-max": ("Each rank subtracted its own maximum, so the ranks add up numbers on different scales.",
-            either_way({MAXIMUM: "pass"})),
-    "outside": ("""A rank whose shard does not hold the word still contributed something. Exactly one rank has it; the
-        others contribute zero.""",
-            [*either_way({TARGET: "target = read"}),
-             *either_way({TARGET: "target = read", PLACE: "local.clamp(0, logits.shape[1] - 1)"}),
-             *either_way({TARGET: "target = read", PLACE: "(local % logits.shape[1])"})]),
-    "border": ("""Words at the border of a shard are missing, or two ranks count them. A shard has the words from first
-        up to, but not including, first plus the size of the shard.""",
-            [*either_way({"local >= 0": "local > 0"}),
-             *either_way({"local < logits.shape[1]": "local <= logits.shape[1]",
-                          "local, 0)[": "local.clamp(max=logits.shape[1] - 1), 0)["})]),
-    "mean": ("This is the sum over the tokens. The loss is their mean.", ".mean()  ->  .sum()"),
-    "average": ("""Something that is summed over the ranks was divided by their number. Parts of a sum are added up, not
-        averaged.""", [*either_way({SUMS: f"{SUMS} / {RANKS}"}), f"lambda dy: dy  ->  lambda dy: dy / {RANKS}"]),
-    "local-softmax": ("""Here each shard has a softmax of its own. The sum of the exponentials goes over the whole
-        vocabulary.""",
-            [f"{SUMS}  ->  shifted.exp().sum(1), g(target)",
+    "local-max": ("""Each rank used the maximum, or the sum of exponentials, of its own shard. Both go over the whole
+        vocabulary.""", [*either_way({MAXIMUM: "pass"}), f"{SUMS}  ->  shifted.exp().sum(1), g(target)",
              f"return {LOSS}  ->  own = shifted.exp().sum(1).log()\n"
              "return (own + (total.log() - own).detach() - target).mean()"]),
+    "outside": ("""Exactly one rank has the word of a token, and the others contribute zero. A shard has the words from
+        first up to, but not including, first plus its size.""", [*either_way({TARGET: "target = read"}),
+             *either_way({TARGET: "target = read", PLACE: "local.clamp(0, logits.shape[1] - 1)"}),
+             *either_way({TARGET: "target = read", PLACE: "(local % logits.shape[1])"}),
+             *either_way({"local >= 0": "local > 0"}),
+             *either_way({"local < logits.shape[1]": "local <= logits.shape[1]",
+                          "local, 0)[": "local.clamp(max=logits.shape[1] - 1), 0)["})]),
+    "mean": ("The loss is the mean over the tokens. What is summed over the ranks is not divided by their number.",
+            [".mean()  ->  .sum()", *either_way({SUMS: f"{SUMS} / {RANKS}"}),
+             f"lambda dy: dy  ->  lambda dy: dy / {RANKS}"]),
     "g-backward": ("""The loss is right, but its gradient is t times too large: it was summed over the ranks on its way
         back. The loss is the same on every rank, so each already has its whole gradient.""", SUMMED_TWICE),
-    "target-gradient": ("""The loss is right, but a part of its gradient is missing: it is the softmax, minus 1 at the
-        target on the rank that has it.""",
-            [", target]))  ->  , target.detach()]))", "([shifted.exp().sum(1)  ->  ([shifted.exp().sum(1).detach()"]),
-    "max-gradient": ("""The loss is right, but a gradient flows into the largest logits. The maximum only shifts the
-        numbers, and cancels: autograd need not know of it.""", "logits.detach().amax(1)  ->  logits.amax(1)"),
-    "no-gradient": ("After backward the logits have no gradient.",
-            "shifted = logits -  ->  shifted = logits.detach() -"),
+    "target-gradient": ("""The loss is right, but a part of its gradient is missing, or one too much: it is the softmax,
+        minus 1 at the target on the rank that has it. The maximum only shifts the numbers, and autograd need not know
+        of it.""", [", target]))  ->  , target.detach()]))",
+             "([shifted.exp().sum(1)  ->  ([shifted.exp().sum(1).detach()",
+             "logits.detach().amax(1)  ->  logits.amax(1)"]),
     "uneven": ("This is right until the number of ranks does not divide the vocabulary, so that shards differ in size.",
             f"targets - first  ->  targets - {RANK} * logits.shape[1]"),
     "gathered": ("""The result is right, but as many bytes travel as all the logits have. A few numbers per token are
         enough.""",
             f"{LARGEST}  ->  parts = [torch.empty_like(logits) for _ in range({RANKS})]\n"
             f"dist.all_gather(parts, logits.detach().contiguous())\n{LARGEST}"),
-    "too-many-calls": ("""The result is right, but it takes more than two messages. One number per token has to be known
-        first, and the other two can travel together.""", f"{SUMS}  ->  g(shifted.exp().sum(1)), g(target)"),
-    "value": ("""Compute the three numbers of each token in one process first: the maximum, the sum of the exponentials,
-        the logit of the target. Which of them differs here? If none does, look at backward.""",),
-    "float32": (FLOAT32,),
 }
 RIGHT["vocab_parallel_loss"] = {
     "one-hot, asynchronous maximum": {
@@ -350,28 +334,24 @@ RIGHT["vocab_parallel_loss"] = {
 # --- exercise 4: on paper
 
 MISTAKES["tp_traffic"] = {
-    "factor": ("The factor (t-1)/t is missing. With one GPU nothing would be sent.", "2 * (t - 1) / t  ->  2"),
-    "half": ("""That is half of the traffic. A layer has four all-reduces in a step, for attention and MLP, forward and
-        backward; each sends 2(t-1)/t of its tensor; and an element has more than one byte.""",
-            ["4 * 2 * (t  ->  2 * 2 * (t", "h * element_bytes  ->  h"]),
-    "quarter": ("""That is a quarter of the traffic. There are four all-reduces in a step, and each sends 2(t-1)/t of
-        its tensor.""", "4 * 2 * (t  ->  2 * (t"),
-    "all-ranks": ("That is what all GPUs send together. The question is about one.", "(t - 1) / t  ->  (t - 1)"),
-    "megabytes": ("The docstring asks for MB: 10⁶ bytes.",
-            ["size / 1e6  ->  size", "size / 1e6  ->  size / 2**20", "size / 1e6  ->  size / 1e9"]),
+    "factor": ("""This is not the factor (t-1)/t of one GPU: with one GPU nothing would be sent, and all GPUs together
+        send t times as much.""", ["2 * (t - 1) / t  ->  2", "(t - 1) / t  ->  (t - 1)"]),
+    "half": ("""That is half or a quarter of the traffic. A layer has four all-reduces in a step, for attention and MLP,
+        forward and backward; each sends 2(t-1)/t of its tensor; and an element has more than one byte.""",
+            ["4 * 2 * (t  ->  2 * 2 * (t", "h * element_bytes  ->  h", "4 * 2 * (t  ->  2 * (t"]),
+    "megabytes": ("The docstring asks for MB, 10⁶ bytes, and for milliseconds.", ["size / 1e6  ->  size",
+             "size / 1e6  ->  size / 2**20", "size / 1e6  ->  size / 1e9", "moving * 1e3  ->  moving"]),
     "bits": ("1 GB/s is 8 Gb/s. The argument unit says which of the two the bandwidth is in.",
             ['(8 if unit == "Gb/s" else 1)  ->  1', '(8 if unit == "Gb/s" else 1)  ->  8']),
-    "directions": ("""Here the bandwidth counts both directions together. What one GPU sends uses only one of them.""",
+    "directions": ("Here the bandwidth counts both directions together. What one GPU sends uses only one of them.",
             "/ directions  ->  "),
-    "milliseconds": ("The docstring asks for milliseconds.", "moving * 1e3  ->  moving"),
-    "compute-whole": ("Each GPU computes 1/t of the layer.", "(t * tflops  ->  (tflops"),
-    "compute-forward": ("Backward takes twice the operations of forward: three times in all.", "3 * (24  ->  (24"),
+    "compute-whole": ("""Each GPU computes 1/t of the layer, and backward takes twice the operations of forward: three
+        times in all.""", ["(t * tflops  ->  (tflops", "3 * (24  ->  (24"]),
     "scores": ("The operations of the attention scores are missing: 4·b·s²·h more in forward.",
             "+ 4 * b * s**2 * h  ->  "),
-    "ratio": ("That is communication over computation. The share is communication over both together.",
-            "moving / (moving + computing)  ->  moving / computing"),
-    "percent": ("Return the share as a number from 0 to 1.",
-            "moving / (moving + computing)  ->  100 * moving / (moving + computing)"),
+    "ratio": ("The share is communication over communication and computation together, as a number from 0 to 1.",
+            ["moving / (moving + computing)  ->  moving / computing",
+             "moving / (moving + computing)  ->  100 * moving / (moving + computing)"]),
 }
 RIGHT["tp_traffic"] = {
     "a list": {"return size": "return [size", "(moving + computing)": "(moving + computing)]"},
@@ -439,8 +419,10 @@ OWN, NORM = f".chunk({RANKS})[{RANK}]", "F.rms_norm(x, x.shape[-1:], f(gain))"
 MISTAKES["sequence_parallel_norm"] = {
     "no-gather": ("""The MLP saw only this rank's tokens. Its weights are cut over the ranks, so each rank needs all
         tokens to contribute its part.""", {f"{IN}({NORM})": f"f({NORM})", f"{OUT}(y)": "g(y)"}),
-    "no-scatter": ("The partial sums of the ranks were not added up.", [f"{OUT}(y)  ->  y{OWN}", f"{OUT}(y)  ->  y"]),
-    "whole": ("These are the rows of all ranks. This rank keeps its own.", f"{OUT}(y)  ->  g(y)"),
+    "no-scatter": ("""The partial sums of all ranks are added up, not averaged, and of the sums this rank keeps the rows
+        of its own tokens.""", [f"{OUT}(y)  ->  y{OWN}", f"{OUT}(y)  ->  y", f"{OUT}(y)  ->  g(y)",
+             f"{OUT}(y)  ->  {OUT}(y) / {RANKS}",
+             f"{OUT}  ->  with_backward(scattered, lambda dy: gathered(dy) / {RANKS})"]),
     "eps": ("The norm has another eps than that of F.rms_norm(x, x.shape[-1:], gain).",
             [f"f(gain))  ->  f(gain), {eps})" for eps in ("1e-5", "1e-6", "1e-8")]),
     "gather-backward": ("""The output is right, but the gradient of x is only what this rank's part of the MLP gives.
@@ -452,11 +434,6 @@ MISTAKES["sequence_parallel_norm"] = {
              f"    whole{OWN}.copy_(dy)\n    return whole\n\nreturn with_backward(scattered, alone)"}),
     "norm-gradient": ("""The gradient of the norm's gain is not that of all tokens. The gain is whole on every rank, but
         each rank used it for only a part of them.""", "f(gain)  ->  gain"),
-    "average": ("Parts of a sum are added up, not averaged.",
-            [f"{OUT}(y)  ->  {OUT}(y) / {RANKS}",
-             f"{OUT}  ->  with_backward(scattered, lambda dy: gathered(dy) / {RANKS})"]),
-    "no-gradient": (NO_GRADIENT, f"{IN}  ->  gathered"),
-    "float32": (FLOAT32, f"{OUT}(y)  ->  {OUT}(y.float()).double()"),
     "all-reduce": ("""The result is right, but more is all-reduced than the gain's gradient. Where a rank needs only its
         part of a sum, or already holds its part of a whole, an all-reduce does twice the work.""",
             [f"{OUT}  ->  with_backward(lambda y: summed(y){OWN}.clone(), gathered)",

@@ -35,16 +35,8 @@ ODD = {"odd": True, "frozen": True, "tied": True}
 # Errors that a case is to blame for.
 UNEVEN, FROZEN, TIED = "AssertionError|SIGABRT", "NoneType|require grad", "NoneType"
 
-SHARED = {  # hints of several exercises
-    "uneven": """This is right until the number of ranks does not divide the number of elements. All parts have the same
-        size, rounded up, and no element is dropped.""",
-    "frozen": """One layer is frozen (requires_grad is False): it is not updated, and it has no gradient of its own to
-        send.""",
-    "tied": """This is right until a weight is used in two places. It is still one parameter, and autograd adds up the
-        gradients of both.""",
-    "sum": "These are the sums over the ranks, not the means.",
-    "divided-twice": "The gradient is too small by a factor of N: it is divided by the number of ranks twice.",
-}
+UNEVENLY = """This is right until the number of ranks does not divide the number of elements. All parts have the same
+    size, rounded up, and no element is dropped."""
 
 # --- a model and what one process makes of it
 
@@ -181,45 +173,35 @@ def shard_optimizer(note, answer, kind, options):
 
 
 MISTAKES["shard_optimizer"] = {
-    "make-optimizer": ("Call make_optimizer once, before the first step, with one tensor: this rank's part. The "
-                       "optimizer that it returns does all the stepping.",
+    "make-optimizer": ("""Call make_optimizer once, before the first step, with one tensor: this rank's part. The
+        optimizer that it returns does all the stepping.""",
             ["make_optimizer([part])  ->  torch.optim.SGD([part], lr=0.2, momentum=0.9)",
              "optimizer = make_optimizer([part])  ->  make_optimizer([part])\n"
              "optimizer = torch.optim.SGD([part], lr=0.2, momentum=0.9)"]),
-    "no-broadcast": ("Each rank starts from a different seed, and rank 0's weights are the ones that count, the "
-                     "frozen ones too. Before the first step this rank does not hold them.",
-            ["dist.broadcast(p.detach(), src=0)  ->  pass",
-             "in module.parameters():  ->  in (p for p in module.parameters() if p.requires_grad):"]),
     "not-updated": ("No weight has moved. The optimizer steps the tensors that it was given, and reads their .grad.",
             "part.grad = join([p.grad for p in trained], n).chunk(n)[rank].clone()  ->  pass"),
-    "not-gathered": ("Some weights are right, and the others are still those from before the step. Has every part "
-                     "reached this rank?",
+    "not-gathered": ("""Some weights are right, and the others are still those from before the step. Has every part
+        reached this rank?""",
             {"dist.all_gather_single(flat, part.detach())": "flat = join(trained, n)\n"
              "flat.chunk(n)[rank].copy_(part.detach())"}),
-    "order": ("The numbers are right, but in the wrong places: the pieces are put back in a different order from the "
-              "one in which they were joined.",
+    "order": ("""The numbers are right, but in the wrong places: the pieces are put back in a different order from the
+        one in which they were joined.""",
             "nn.utils.vector_to_parameters(flat, trained)  ->  "
             "nn.utils.vector_to_parameters(torch.cat(flat.chunk(n)[::-1]), trained)"),
     "averaged-again": ("The gradient already is the mean over the ranks. Here it is divided or summed once more.",
             ["join([p.grad for p in trained], n).chunk(n)[rank].clone()  ->  "
-             "join([p.grad for p in trained], n).chunk(n)[rank].clone() / n",
+            "join([p.grad for p in trained], n).chunk(n)[rank].clone() / n",
              "join([p.grad for p in trained], n).chunk(n)[rank].clone()  ->  "
              "join([p.grad for p in trained], n).chunk(n)[rank].clone() * n"]),
     "all-states": ("The optimizer has states for all parameters: every rank keeps what all the others keep too.",
             {"make_optimizer([part])": "make_optimizer(trained)",
              "part.grad = join([p.grad for p in trained], n).chunk(n)[rank].clone()": "pass",
              "(flat, part.detach())": "(flat, join(trained, n).chunk(n)[rank].clone())"}),
-    "whole-copy": ("More stays alive than the module, its gradients, and this rank's part with its gradient and "
-                   "states. A slice is a view: as long as it lives, so does the tensor it was cut from.",
+    "whole-copy": ("""More stays alive than the module, its gradients, and this rank's part with its gradient and
+        states. A slice is a view: as long as it lives, so does the tensor it was cut from.""",
             "join(trained, n).chunk(n)[rank].clone()  ->  join(trained, n).chunk(n)[rank]"),
-    "uneven": (SHARED["uneven"], ["F.pad(flat, (0, -len(flat) % n))  ->  flat[: len(flat) // n * n]",
-             "if p.requires_grad]  ->  if p.requires_grad]\n"
-             "assert sum(p.numel() for p in trained) % n == 0"]),
-    "frozen": (SHARED["frozen"], ["[p for p in module.parameters() if p.requires_grad]  ->  list(module.parameters())",
-             {"[p for p in module.parameters() if p.requires_grad]": "list(module.parameters())",
-              "[p.grad for p in trained]": "[torch.zeros_like(p) if p.grad is None else p.grad for p in trained]"}]),
-    "tied": (SHARED["tied"], "p in module.parameters() if  ->  "
-             "_, p in module.named_parameters(remove_duplicate=False) if"),
+    "uneven": (UNEVENLY, ["F.pad(flat, (0, -len(flat) % n))  ->  flat[: len(flat) // n * n]",
+             "if p.requires_grad]  ->  if p.requires_grad]\nassert sum(p.numel() for p in trained) % n == 0"]),
 }
 
 
@@ -338,7 +320,7 @@ def reduce_scatter_gradients(note, answer, options):
         right = parts(mean_gradients(n, i, passes, tuple(options.items())), rank, n)
         note.equal(got, right, f"step {i + 1}: the part")
         left = sum(p.grad.nbytes for p in trained.values() if p.grad is not None)
-        note.holds(left == 0, "grads-kept", f"after backward p.grad still holds {left} bytes.")
+        note.holds(left == 0, "freed-late", f"after backward p.grad still holds {left} bytes.")
         if n > 1:
             whole = passes * sum(p.nbytes for p in trained.values())
             note.sent(ledger, {"reduce_scatter"}, carried=(whole, passes * n * enough), all_reduce="all-reduce")
@@ -348,23 +330,21 @@ def reduce_scatter_gradients(note, answer, options):
 
 
 MISTAKES["reduce_scatter_gradients"] = {
-    "sum": (SHARED["sum"], "join([p.grad], n) / n  ->  join([p.grad], n)"),
-    "divided-twice": (SHARED["divided-twice"], "join([p.grad], n) / n  ->  join([p.grad], n) / n**2"),
+    "sum": ("The gradient is the mean over the ranks: their sum, divided by their number once.",
+            ["join([p.grad], n) / n  ->  join([p.grad], n)", "join([p.grad], n) / n  ->  join([p.grad], n) / n**2"]),
     "own-gradient": ("This is cut out of this rank's own gradient, not out of the mean over the ranks.",
             "dist.reduce_scatter_single(shard, flat)  ->  dist.reduce_scatter_single(shard, flat)\n"
             "shard = flat.chunk(n)[dist.get_rank()].clone()"),
     "wrong-part": ("The mean is right, but this is a different part of it. Rank r keeps part r of the flat gradient.",
             ["join([p.grad], n) / n  ->  torch.cat((join([p.grad], n) / n).chunk(n)[::-1])",
              "join([p.grad], n) / n  ->  (join([p.grad], n) / n).view(-1, n).T.flatten()"]),
-    "all-reduce": ("The result is right, but an all-reduce brings the whole mean to every rank, which throws most of "
-                   "it away. It moves twice as much as a reduce-scatter.",
+    "all-reduce": ("""The result is right, but an all-reduce brings the whole mean to every rank, which throws most of
+        it away. It moves twice as much as a reduce-scatter.""",
             "dist.reduce_scatter_single(shard, flat)  ->  dist.all_reduce(flat)\n"
             "shard = flat.chunk(n)[dist.get_rank()].clone()"),
-    "grads-kept": ("After backward, p.grad still holds whole gradients.",
-            "p.grad = None  ->  p.grad.zero_()"),
-    "freed-late": ("When a gradient arrives, earlier ones are still there in full, perhaps in p.grad, in a list or "
-                   "joined to one tensor. No more than one may be in memory at a time.",
-            [{"n, shards = dist.get_world_size(), {}": "n, shards, waiting = dist.get_world_size(), {}, []",
+    "freed-late": ("""A whole gradient is still in memory when the next one arrives, or after backward: in p.grad, in a
+        list or joined to one tensor. No more than one may be there at a time.""", ["p.grad = None  ->  p.grad.zero_()",
+             {"n, shards = dist.get_world_size(), {}": "n, shards, waiting = dist.get_world_size(), {}, []",
               "def arrive(p):": "def late(p):\n"
               "    waiting.append((p, p.grad)); p.grad = None\n"
               "    if len(waiting) == sum(q.requires_grad for q in module.parameters()):\n"
@@ -384,17 +364,15 @@ MISTAKES["reduce_scatter_gradients"] = {
               "\n"
               "def arrive(p):",
               "hook(arrive)": "hook(late)"}]),
-    "view": ("The parts are right, but more than the parts stays alive. A slice is a view, and keeps what it was cut "
-             "from.",
+    "view": ("""The parts are right, but more than the parts stays alive. A slice is a view, and keeps what it was cut
+        from.""",
             "dist.reduce_scatter_single(shard, flat)  ->  dist.reduce_scatter_single(shard, flat)\n"
             "shard = flat.chunk(n)[dist.get_rank()].copy_(shard)"),
     "accumulate": ("The gradients of two backward passes in one step have to add up, as they do in p.grad.",
             ["shards[p] = shards[p] + shard if p in shards else shard  ->  shards[p] = shard",
              "shards[p] = shards[p] + shard if p in shards else shard  ->  "
              "shards[p] = (shards[p] + shard) / 2 if p in shards else shard"]),
-    "uneven": (SHARED["uneven"], "F.pad(flat, (0, -len(flat) % n))  ->  flat[: len(flat) // n * n]"),
-    "frozen": (SHARED["frozen"], "if p.requires_grad:  ->  if True:"),
-    "tied": (SHARED["tied"], "p in module.parameters():  ->  _, p in module.named_parameters(remove_duplicate=False):"),
+    "uneven": (UNEVENLY, "F.pad(flat, (0, -len(flat) % n))  ->  flat[: len(flat) // n * n]"),
 }
 
 
@@ -504,7 +482,7 @@ def gathered_layer(note, answer, width, batch, frozen, uses):
         note.sent([*forward, *backward], {"all_gather", "reduce_scatter"}, all_reduce="all-reduce")
         note.holds(kept < one, "weight-kept",
                    f"{kept:.0f} bytes are alive after forward, besides the shards; one weight has {one}.")
-        note.holds(left < one, "gradient-kept", f"{left:.0f} bytes are alive after backward, besides the shards and "
+        note.holds(left < one, "weight-kept", f"{left:.0f} bytes are alive after backward, besides the shards and "
                    f"their gradients; one weight has {one}.")
         kinds = {op: [e for e in backward if e.op == op] for op in ("all_gather", "reduce_scatter")}
         note.sent([e for e in forward if e.op == "all_gather"], carried=(every, every))
@@ -514,54 +492,40 @@ def gathered_layer(note, answer, width, batch, frozen, uses):
 
 
 MISTAKES["gathered_layer"] = {
-    "no-gradient": ("After backward a shard has no gradient. Autograd does not look into collectives, so the layer "
-                    "has to define its own backward.",
+    "no-gradient": ("""After backward a shard has no gradient. Autograd does not look into collectives, so the layer has
+        to define its own backward.""",
             {"return Gathered.apply(x, shard, shape)": "return x @ gather(shard, shape).T"}),
-    "input-gradient": ("The gradient of x is missing or wrong, so the layers before this one learn nothing or the "
-                       "wrong thing.",
-            ["return dy @ gather(shard, ctx.shape), part, None  ->  return None, part, None",
+    "input-gradient": ("""The gradient of x is missing or wrong, so the layers before this one learn nothing or the
+        wrong thing.""", ["return dy @ gather(shard, ctx.shape), part, None  ->  return None, part, None",
              "return dy @ gather(shard, ctx.shape), part, None  ->  "
              "return dy @ gather(shard, ctx.shape) / n, part, None"]),
-    "order": ("The output belongs to a weight whose elements are in the wrong order. Rank r has part r of the flat "
-              "weight; only the joined parts get the shape.",
+    "order": ("""The output belongs to a weight whose elements are in the wrong places. Rank r has part r of the flat
+        weight; only the joined parts get the shape, (out, in), and y = x Wᵀ, as in nn.Linear.""",
             ["return flat[  ->  flat = torch.cat(flat.chunk(dist.get_world_size())[::-1])\nreturn flat[",
-             "return flat[  ->  flat = flat.view(dist.get_world_size(), -1).T.flatten()\nreturn flat["]),
-    "transposed": ("The rows and columns of the weight are swapped. Its shape is (out, in), and y = x Wᵀ, as in "
-                   "nn.Linear.",
-            "flat[: shape[0] * shape[1]].view(shape)  ->  flat[: shape[0] * shape[1]].view(shape[::-1]).T"),
-    "sum": (SHARED["sum"], "join([dw], n) / n  ->  join([dw], n)"),
-    "divided-twice": (SHARED["divided-twice"], "join([dw], n) / n  ->  join([dw], n) / n**2"),
-    "own-gradient": ("The gradient comes from this rank's batch alone. It has to be the mean over the ranks.",
-            "dist.reduce_scatter_single(part, join([dw], n) / n)  ->  "
-            "part = (join([dw], n) / n).chunk(n)[dist.get_rank()].clone()"),
-    "weight-kept": ("A whole weight lives on from forward to backward, in whatever form, and that undoes the saving. "
-                    "Backward has to gather it once more.",
+             "flat[: shape[0] * shape[1]].view(shape)  ->  flat[: shape[0] * shape[1]].view(shape[::-1]).T"]),
+    "sum": ("""The gradient of a shard is the mean over the ranks: the sum over the batches of all of them, divided by
+        their number once.""", ["join([dw], n) / n  ->  join([dw], n)", "join([dw], n) / n  ->  join([dw], n) / n**2",
+             "dist.reduce_scatter_single(part, join([dw], n) / n)  ->  "
+             "part = (join([dw], n) / n).chunk(n)[dist.get_rank()].clone()"]),
+    "weight-kept": ("""Something whole stays alive: a weight from forward to backward, so that backward need not gather
+        it again, or a gradient after backward. A slice is a view, and keeps what it was cut from; an attribute or a
+        list can keep a tensor too.""",
             [{"ctx.save_for_backward(x, shard)": "weight = gather(shard, shape)\n"
-              "ctx.save_for_backward(x, shard, weight)",
-              "return x @ gather(shard, shape).T": "return x @ weight.T",
-              "(x, shard), n,": "(x, shard, weight), n,",
-              "return dy @ gather(shard, ctx.shape), part, None": "return dy @ weight, part, None"},
-             {"return x @ gather(shard, shape).T": "weight = gather(shard, shape)\n"
-              "ctx.weight = weight.numpy().copy()\n"
-              "return x @ weight.T",
-              "dy @ gather(shard, ctx.shape)": "dy @ torch.from_numpy(ctx.weight)"}]),
-    "gradient-kept": ("After backward more is still alive than the shards' gradients. A slice is a view, and keeps "
-                      "what it was cut from; an attribute or a list can keep a tensor too.",
-            "dist.reduce_scatter_single(part, join([dw], n) / n)  ->  flat = join([dw], n) / n\n"
-            "dist.reduce_scatter_single(part, flat)\n"
-            "part = flat.chunk(n)[dist.get_rank()].copy_(part)"),
-    "all-reduce": ("The result is right, but an all-reduce brings all of a tensor to every rank. It moves twice as "
-                   "much as a reduce-scatter or an all-gather.",
+             "ctx.save_for_backward(x, shard, weight)",
+             "return x @ gather(shard, shape).T": "return x @ weight.T",
+             "(x, shard), n,": "(x, shard, weight), n,",
+             "return dy @ gather(shard, ctx.shape), part, None": "return dy @ weight, part, None"},
+             "dist.reduce_scatter_single(part, join([dw], n) / n)  ->  flat = join([dw], n) / n\n"
+             "dist.reduce_scatter_single(part, flat)\n"
+             "part = flat.chunk(n)[dist.get_rank()].copy_(part)"]),
+    "all-reduce": ("""The result is right, but an all-reduce brings all of a tensor to every rank. It moves twice as
+        much as a reduce-scatter or an all-gather.""",
             "dist.reduce_scatter_single(part, join([dw], n) / n)  ->  flat = join([dw], n) / n\n"
             "dist.all_reduce(flat)\n"
             "part = flat.chunk(n)[dist.get_rank()].clone()"),
-    "batch-dims": ("This is right until x has more than two dimensions. The gradient of the weight is a sum over all "
-                   "of them but the last.",
-            "dy.flatten(0, -2).T @ x.flatten(0, -2)  ->  dy.T @ x"),
-    "uneven": (SHARED["uneven"], "join([dw], n) / n  ->  dw.flatten() / n"),
-    "frozen": (SHARED["frozen"], "if ctx.needs_input_grad[1]:  ->  if True:"),
-    "tied": (SHARED["tied"], "join([dw], n) / n)  ->  join([dw], n) / n)\n"
-            "shard.grad, part = part, None"),
+    "batch-dims": ("""This is right until x has more than two dimensions. The gradient of the weight is a sum over all
+        of them but the last.""", "dy.flatten(0, -2).T @ x.flatten(0, -2)  ->  dy.T @ x"),
+    "uneven": (UNEVENLY, "join([dw], n) / n  ->  dw.flatten() / n"),
 }
 
 
@@ -614,94 +578,52 @@ RIGHT["gathered_layer"] = {
 # --- on paper
 
 MISTAKES["state_bytes"] = {
-    "everything": ("Stages 1 and 2 do not divide everything. Which part does stage 1 divide, and which one does each "
-                   "later stage add?",
-            "(3, 2, 1)  ->  (1, 1, 1)"),
-    "stage-ignored": ("Nothing is divided by the number of ranks. From which stage on is which part?",
-            "(3, 2, 1)  ->  (4, 4, 4)"),
-    "not-cumulative": ("Each stage also divides what the stages before it divide: stage 2 divides the optimizer's "
-                       "part too.",
-            "stage >= first  ->  stage == first"),
-    "stage-order": ("The parts are divided in another order: the optimizer's first, then the gradients, then the "
-                    "parameters.",
-            ["(3, 2, 1)  ->  (1, 2, 3)",
-             "(3, 2, 1)  ->  (3, 1, 2)"]),
-    "limits": ("Being 4 or 8 times smaller is the limit for ever more ranks. With N of them, 1/N of what is divided "
-               "is still there.",
-            ["ranks if  ->  float('inf') if",
+    "stage-order": ("""Which part does stage 1 divide, and which one does each later stage add to it? The stages follow
+        each other from the largest part to the parameters.""", ["(3, 2, 1)  ->  (1, 1, 1)", "(3, 2, 1)  ->  (4, 4, 4)",
+             "stage >= first  ->  stage == first", "(3, 2, 1)  ->  (1, 2, 3)", "(3, 2, 1)  ->  (3, 1, 2)"]),
+    "limits": ("""Being 4 or 8 times smaller is the limit for ever more ranks. With N of them, 1/N of what is divided is
+        still there.""", ["ranks if  ->  float('inf') if",
              {"(ranks if stage >= first else 1)": "(1, 4, 8, ranks)[stage]"}]),
-    "no-master": ("In mixed precision the optimizer steps an fp32 copy of the weights. Its 4 bytes per parameter are "
-                  "missing.",
-            'master = 0 if precision == "fp32" else 4  ->  master = 0'),
-    "master-whole": ("The fp32 master weights belong to the optimizer, and are divided along with its states from "
-                     "stage 1 on.",
-            "o * (master + 4 * states)  ->  o * 4 * states + parameters / 1e9 * master"),
-    "master-place": ("Here the master weights are counted with the parameters. They are the optimizer's: counted "
-                     "with its states, and divided with them.",
-            {"p * parameter,": "p * (parameter + master),",
-             "(master + 4 * states)": "4 * states"}),
-    "master-in-fp32": ("In fp32 the weights are their own master copy. There is no second one.",
-            'master = 0 if precision == "fp32" else 4  ->  master = 4'),
-    "gradients-half": ("With 'mixed, fp32 gradients' a gradient has 4 bytes, not 2.",
-            '2 if precision == "mixed" else 4  ->  parameter'),
-    "gradients-fp32": ("In plain 'mixed' precision gradients have 2 bytes, like the parameters. They have 4 only "
-                       "where the name says so.",
-            '2 if precision == "mixed" else 4  ->  4'),
+    "no-master": ("""In mixed precision the optimizer steps an fp32 copy of the weights, with 4 bytes per parameter. In
+        fp32 the weights are their own master copy.""", ['master = 0 if precision == "fp32" else 4  ->  master = 0',
+             'master = 0 if precision == "fp32" else 4  ->  master = 4']),
+    "master-place": ("""The fp32 master weights are the optimizer's: counted with its states, and divided along with
+        them from stage 1 on.""",
+            [{"p * parameter,": "p * (parameter + master),", "(master + 4 * states)": "4 * states"},
+             "o * (master + 4 * states)  ->  o * 4 * states + parameters / 1e9 * master"]),
+    "gradients-half": ("""In plain 'mixed' precision gradients have 2 bytes, like the parameters. They have 4 where the
+        name says so.""", ['2 if precision == "mixed" else 4  ->  parameter',
+             '2 if precision == "mixed" else 4  ->  4']),
     "states-half": ("The optimizer's states are fp32 here, even where the parameters are bf16.",
             "4 * states  ->  parameter * states"),
-    "one-state": ("Adam keeps two states for each parameter: the mean of the gradient and that of its square.",
-            '"adam": 2  ->  "adam": 1'),
-    "optimizer-ignored": ("The number of states depends on the optimizer: Adam keeps two for each parameter, "
-                          "momentum one, plain SGD none.",
-            "[optimizer]  ->  ['adam']"),
-    "bytes": ("These are bytes. The docstring asks for GB.",
-            "1e9  ->  1"),
-    "gib": ("These are GiB of 2³⁰ bytes. 1 GB = 10⁹ bytes.",
-            "1e9  ->  2**30"),
+    "one-state": ("""The number of states depends on the optimizer: Adam keeps two for each parameter, momentum one,
+        plain SGD none.""", ['"adam": 2  ->  "adam": 1', "[optimizer]  ->  ['adam']"]),
+    "bytes": ("The docstring asks for GB: 10⁹ bytes, and not 2³⁰.", ["1e9  ->  1", "1e9  ->  2**30"]),
 }
 MISTAKES["largest_model"] = {
-    "parameters": ("That is the number of parameters. The docstring asks for layers of 12·width² each.",
-            "(free / each - embedding) // layer  ->  free / each"),
-    "round": ("This is one layer too many: a layer that fits only in part does not fit.",
+    "parameters": ("""The docstring asks for layers of 12·width² parameters each. The embedding, vocabulary · width, is
+        part of the model besides, and of its states.""", ["(free / each - embedding) // layer  ->  free / each",
+             "free / each - embedding  ->  free / each"]),
+    "round": ("Return a whole number of layers: one that fits only in part does not fit, and 0 if none does.",
             ["int((free / each - embedding) // layer)  ->  -int((embedding - free / each) // layer)",
-             "int((free / each - embedding) // layer)  ->  round((free / each - embedding) / layer)"]),
-    "whole": ("Return a whole number: how many layers fit, 0 if none does.",
-            "int((free / each - embedding) // layer)  ->  (free / each - embedding) / layer"),
-    "reserve-ignored": ("On every GPU, reserved_gb is not free for model states.",
-            "gpu_gb - reserved_gb  ->  gpu_gb"),
-    "reserve-divided": ("What is reserved is reserved on every GPU. ZeRO does not divide activations.",
-            "gpu_gb - reserved_gb  ->  gpu_gb - reserved_gb / ranks"),
-    "gib": ("1 GB = 10⁹ bytes, not 2³⁰.",
-            "1e9  ->  2**30"),
-    "no-table": ("The embedding is part of the model, and of its states: vocabulary · width parameters.",
-            "free / each - embedding  ->  free / each"),
-    "no-sharding": ("This is what fits on one GPU alone: nothing is divided.",
-            "ranks if stage >= first else 1  ->  1"),
-    "pooled": ("The memory of all GPUs is treated as one. But every GPU has its own reserve and its own gathered "
-               "unit, and before stage 3 it holds all the parameters.",
-            ["ranks if stage >= first else 1  ->  ranks",
-             {"ranks if stage >= first else 1": "1",
-              "gpu_gb - reserved_gb": "ranks * gpu_gb - reserved_gb"}]),
-    "limits": ("What is divided does not vanish: with N ranks, 1/N of it is left.",
-            "ranks if stage >= first else 1  ->  1e18 if stage >= first else 1"),
-    "not-cumulative": ("Stage 2 divides the optimizer's part as well, stage 3 all three.",
-            "stage >= first  ->  stage == first"),
-    "stage-0": ("Stage 0 is DDP: nothing is divided.",
-            "(12, 1))  ->  (12, 0))"),
-    "no-gathered": ("At stage 3 a unit is gathered while it is used. Its bytes have to be free, too.",
-            "if stage == 3 else 0  ->  * 0"),
-    "gathered-divided": ("What is gathered is whole, on every rank.",
-            "if stage == 3 else 0  ->  / ranks if stage == 3 else 0"),
-    "gathered-always": ("Only stage 3 gathers units. At the earlier stages the parameters are there anyway.",
-            "if stage == 3 else 0  ->  "),
-    "no-gradient": ("In backward the unit's whole gradient is there beside its gathered parameters, with 2 bytes for "
-                    "each of them as well.",
-            "4 * max(  ->  2 * max("),
-    "largest-unit": ("The embedding is a unit as well, and sometimes larger than a layer. There must be room for the "
-                     "largest unit.",
-            "max(layer, embedding)  ->  layer"),
-    "negative": ("Nothing fits here. Return 0, not a negative number.",
-            "max(0, int((free / each - embedding) // layer))  ->  int((free / each - embedding) // layer)"),
+             "int((free / each - embedding) // layer)  ->  (free / each - embedding) / layer",
+             "max(0, int((free / each - embedding) // layer))  ->  int((free / each - embedding) // layer)"]),
+    "reserve-ignored": ("On every GPU, reserved_gb is not free for model states. ZeRO does not divide activations.",
+            ["gpu_gb - reserved_gb  ->  gpu_gb", "gpu_gb - reserved_gb  ->  gpu_gb - reserved_gb / ranks"]),
+    "gib": ("1 GB = 10⁹ bytes, not 2³⁰.", "1e9  ->  2**30"),
+    "pooled": ("""The memory of all GPUs is treated as one. But every GPU has its own reserve and its own gathered unit,
+        and before stage 3 it holds all the parameters.""", ["ranks if stage >= first else 1  ->  ranks",
+             {"ranks if stage >= first else 1": "1", "gpu_gb - reserved_gb": "ranks * gpu_gb - reserved_gb"}]),
+    "not-cumulative": ("""Stage 0 divides nothing, 1 the optimizer's part, 2 the gradients' as well, 3 all three. What
+        is divided does not vanish: with N ranks, 1/N of it is left.""", ["ranks if stage >= first else 1  ->  1",
+             "ranks if stage >= first else 1  ->  1e18 if stage >= first else 1", "stage >= first  ->  stage == first",
+             "(12, 1))  ->  (12, 0))"]),
+    "no-gathered": ("""At stage 3, and there only, a unit is gathered while it is used. Its bytes have to be free, too:
+        whole, on every rank.""", ["if stage == 3 else 0  ->  * 0",
+             "if stage == 3 else 0  ->  / ranks if stage == 3 else 0", "if stage == 3 else 0  ->  "]),
+    "no-gradient": ("""There must be room for the largest unit, which may be the embedding. In backward its whole
+        gradient is there beside its gathered parameters, with 2 bytes for each of them as well.""",
+            ["4 * max(  ->  2 * max(", "max(layer, embedding)  ->  layer"]),
 }
 
 
