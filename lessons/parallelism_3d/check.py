@@ -383,7 +383,6 @@ MISTAKES["hybrid_training"] = {
         where the other belongs.""", f'{MEAN}  ->  summed(gradient, groups["dp"]) / 2'),
 }
 
-
 RIGHT["hybrid_training"] = {
     "groups by hand, tensors returned": {
         MESH: "pass",
@@ -508,7 +507,6 @@ MISTAKES["clip_gradients"] = {
              f"{ALL_REDUCE}  ->  for group in groups.values():\n    dist.all_reduce(total, group=group)"]),
 }
 
-
 RIGHT["clip_gradients"] = {
     "gathered": {ALL_REDUCE: "squares = [torch.empty_like(total) for _ in range(dist.get_world_size())]\n"
         "dist.all_gather(squares, total)\ntotal = torch.stack(squares).sum()"},
@@ -604,7 +602,6 @@ MISTAKES["why_not"] = {
     "all-reasons": ("That is not every reason. Name all of them.", "return words  ->  return set(sorted(words)[:1])"),
 }
 
-
 RIGHT["why_not"] = {
     "any, frozen": {
         "model.heads % tp or model.kv_heads % tp or model.ffn % tp":
@@ -652,7 +649,7 @@ def plan_70b(fn: Callable) -> None:
     )
 
 
-DEGREES, MORE = "tp=4, pp=1, dp=16", 'zero=3, recompute="none"'
+DEGREES, MORE = "tp=4, pp=1, dp=16", 'zero=3, recompute="selective"'
 
 MISTAKES["plan_70b"] = {
     "form": ("Return a planner.Layout, such as Layout(tp=8, pp=4, dp=2).",
@@ -669,13 +666,13 @@ MISTAKES["plan_70b"] = {
         with tp and with recomputation.""", [f"{MORE}  ->  zero=0",
              {DEGREES: "tp=4, pp=2, dp=8", MORE: 'zero=1, recompute="selective"'}]),
     "compute": ("""Compute takes the most time that could be saved. With recomputation, backward computes parts of
-        forward again to save memory.""", {DEGREES: "tp=1, pp=1, dp=64", '"none"': '"full"'}),
+        forward again to save memory.""", {DEGREES: "tp=1, pp=1, dp=64", '"selective"': '"full"'}),
     "tensor": ("Tensor parallelism takes the most time that could be saved: its communication is not hidden.",
             f"{DEGREES}  ->  tp=8, pp=1, dp=8"),
     "bubble": ("""The bubble takes the most time that could be saved: GPUs wait for the first micro-batches, and after
         the last.""", {DEGREES: "tp=4, pp=4, dp=4", MORE: 'zero=1, recompute="selective"'}),
 }
 RIGHT["plan_70b"] = {
-    "some recomputation": '"none"  ->  "selective"',
-    "a pipeline with virtual stages": {DEGREES: "tp=4, pp=4, dp=4, virtual=10", MORE: 'zero=1, recompute="selective"'},
+    "a pipeline with virtual stages": {DEGREES: "tp=4, pp=4, dp=4, virtual=5", "zero=3": "zero=1"},
+    "with fewer of them": {DEGREES: "tp=4, pp=4, dp=4, virtual=4", "zero=3": "zero=1"},
 }
