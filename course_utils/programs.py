@@ -159,7 +159,7 @@ def torchrun(script: str | os.PathLike, *arguments: object, ranks: int, gpus: bo
             process.wait()
     if process.returncode:
         raise RuntimeError(f"{Path(script).name} failed:\n{errors}")
-    return output
+    return re.sub(r"^\[Gloo\] Rank .*\n+", "", output, flags=re.MULTILINE)  # which PyTorch 2.10 says of each group
 
 
 _JOB = """\
