@@ -113,7 +113,7 @@ def test_a_reason_says_whose_rule_it_is():
 
 
 def test_a_share_that_explains_nothing_is_refused():
-    slow = planner.Measured(LLAMA, H100, Layout(dp=64, zero=3), 64, 1e4)
+    slow = planner.Tried(LLAMA, H100, Layout(dp=64, zero=3), 64, "seconds", 1e4)
     with pytest.raises(ValueError, match="no share explains these steps: hbm"):
         planner.fit([slow], ("hbm",))
 

@@ -21,7 +21,6 @@ from course_utils.transformer import RECOMPUTE, TransformerConfig
 from .clusters import CLUSTERS, GpuCluster, cluster, own_cluster
 from .evidence import (
     FITTED,
-    Measured,
     Replayed,
     fit,
     fitted_runs,
@@ -38,11 +37,11 @@ from .published import published_runs
 from .rates import CONSTANTS, StepTimeConstants, attention_rate, best_product, product_seconds
 from .searches import Search, place, search
 from .step_time import StepModel
-from .tried import foreseen, layouts_measured
+from .tried import Tried, foreseen, layouts_measured
 
 __all__ = [
-    "CLUSTERS", "CONSTANTS", "FITTED", "PARTS", "RECOMPUTE", "GpuCluster", "Layout", "Measured",
-    "Plan", "Replayed", "Search", "attention_rate", "best_product", "broken_rules", "cluster", "fit", "fitted_runs",
+    "CLUSTERS", "CONSTANTS", "FITTED", "PARTS", "RECOMPUTE", "GpuCluster", "Layout", "Plan",
+    "Replayed", "Search", "Tried", "attention_rate", "best_product", "broken_rules", "cluster", "fit", "fitted_runs",
     "foreseen", "layouts_measured", "mesh_groups", "own_cluster", "place", "plan", "plan_inputs",
     "product_seconds", "published_runs", "reasons_against", "replay", "score", "scores", "search", "traffic",
 ]

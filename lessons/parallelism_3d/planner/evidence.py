@@ -18,6 +18,7 @@ from .plans import Plan
 from .published import PublishedRun, published_runs
 from .rates import CONSTANTS, StepTimeConstants
 from .step_time import StepModel
+from .tried import Tried
 
 #: Names of the published runs that the shares of products in `CONSTANTS` are fitted to.
 FITTED = (
@@ -44,7 +45,7 @@ def plan_inputs(run: Run | PublishedRun) -> tuple[TransformerConfig, GpuCluster,
         run.gpu, run.gpus, min(run.gpus_per_node, run.gpus), intra, inter, memory_bytes=USABLE * run.memory_gb * 1e9,
         memory_bandwidth=bandwidth, power=(run.power_w or watts) / watts,
     )
-    return run.shape.config(run.length, run.attention != "unfused"), machine, _layout(run), run.batch
+    return run.model, machine, _layout(run), run.batch
 
 
 def _layout(run: PublishedRun) -> Layout:
@@ -63,7 +64,7 @@ def _layout(run: PublishedRun) -> Layout:
         sequence_parallel=run.sequence_parallel is not False,
         overlap=not (zero == 0 and run.pp > 1), precision=wide if run.reduce == "fp32" else "mixed",
         replicas=run.dp_replicate if zero >= 2 else 1, ep=run.ep,
-        loss_pieces=4 if run.shape.name.startswith("MPT") or run.loss == "compiled" else 1,
+        loss_pieces=4 if run.model.name.startswith("MPT") or run.loss == "compiled" else 1,
         compiled=run.compile is not False or zero < 3 or recipe,  # others than PyTorch fuse by hand
         fused_norms=bool(run.fused_norms), attention=_KERNELS.get(run.attention or "", "flash2"),
         order="tp-cp-pp-dp" if run.table.startswith("llama-3") else "tp-cp-dp-pp", unequal_stages=True,
@@ -75,26 +76,16 @@ def _layout(run: PublishedRun) -> Layout:
 # --- fit --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A step that somebody timed: `seconds` for what `plan` takes."""
-
-    model: TransformerConfig
-    cluster: GpuCluster
-    layout: Layout
-    batch: int
-    seconds: float
-
-
-def _measured(row: Run | PublishedRun | Measured) -> Measured:
-    if isinstance(row, Measured):
+def _measured(row: Run | PublishedRun | Tried) -> Tried:
+    """The step of a row and its seconds."""
+    if isinstance(row, Tried):
         return row
     model, machine, layout, batch = plan_inputs(row)
     if isinstance(row, Run):
         rate = row.tflops * 1e12 / model.flops_per_token(layout.recompute if row.counted == "hardware" else "none")
     else:
         rate = row.rate
-    return Measured(model, machine, layout, batch, batch * model.context / machine.gpus / rate)
+    return Tried(model, machine, layout, batch, "seconds", batch * model.context / machine.gpus / rate)
 
 
 def fitted_runs() -> tuple[PublishedRun, ...]:
@@ -104,9 +95,9 @@ def fitted_runs() -> tuple[PublishedRun, ...]:
 
 
 def fit(
-    rows: Iterable[Run | PublishedRun | Measured], names: Sequence[str] = ("matmul", "matmul_hopper")
+    rows: Iterable[Run | PublishedRun | Tried], names: Sequence[str] = ("matmul", "matmul_hopper")
 ) -> StepTimeConstants:
-    """Fit the constants `names` to published runs, or to steps of your own; the others stay.
+    """Fit the constants `names` to published runs, or to "seconds" of your own; the others stay.
 
     Least squares on the logarithm of predicted over measured time. Raises ValueError if that takes a share beyond 0.05
     to 1.2, which says that something else takes their time.
@@ -120,16 +111,13 @@ def fit(
 
     def errors(values: np.ndarray) -> np.ndarray:
         models = [(each, StepModel(each.model, each.cluster, constants(values))) for each in steps]
-        times = [model.step(each.layout, each.batch, (0.0,) * 5).seconds / each.seconds for each, model in models]
+        times = [model.step(each.layout, each.batch, (0.0,) * 5).seconds / each.value for each, model in models]
         return np.log(np.array(times))
 
     values = np.array([getattr(CONSTANTS, name) for name in names])
     for _ in range(12):
-        here, slopes = errors(values), []
-        for k in range(len(names)):
-            moved = values.copy()
-            moved[k] *= 1.01
-            slopes.append((errors(moved) - here) / 0.01)
+        here = errors(values)
+        slopes = [(errors(values * moved) - here) / 0.01 for moved in 1 + 0.01 * np.eye(len(names))]
         change = np.linalg.lstsq(np.stack(slopes, axis=1), -here, rcond=None)[0]
         values = np.clip(values * np.exp(np.clip(change, -0.5, 0.5)), 1e-4, 1.5)
     odd = {name: f"{value:.3g}" for name, value in zip(names, values, strict=True) if not 0.05 < value < 1.2}
@@ -182,7 +170,7 @@ def replay(rows: Iterable[Run | PublishedRun]) -> list[Replayed]:
             raise ValueError(f"{run.name} as {one.layout} cannot run: " + "; ".join(against))
         held = fullest(one.model, one.layout, one.batch)
         each = StepModel(one.model, one.cluster, CONSTANTS).step(one.layout, one.batch, held)
-        published = one.batch * one.model.context / one.cluster.gpus / one.seconds
+        published = one.batch * one.model.context / one.cluster.gpus / one.value
         refused = not fits(one.model, one.cluster, one.layout, one.batch)
         found.append(Replayed(run, each, published, getattr(run, "id", "") in FITTED, refused))
     return found

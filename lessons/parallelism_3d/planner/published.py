@@ -18,50 +18,6 @@ from course_utils.transformer import TransformerConfig
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Shape of a decoder-only transformer, as its source gives it."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int  # inner width of the MLP, of one expert in a mixture of experts
-    vocabulary: int
-    gated: bool  # whether the MLP has three matrices (SwiGLU)
-    biases: bool  # of linear layers and norms
-    learnt_positions: bool  # an embedding as long as the sequence; otherwise they are rotary or none
-    tied: bool  # whether the head shares the embedding's weight
-    where: str  # what the shape was read in
-    parameters: float | None = None  # as published, for sequences of `parameters_at` tokens
-    parameters_at: int = 0
-    experts: int = 0  # of each layer
-    experts_per_token: int = 0
-
-    def parameter_count(self, length: int) -> int:
-        """Return the number of parameters, by the shape, with positions for `length` tokens if they are learnt."""
-        h, one = self.hidden, self.config(length)
-        small = (4 * h + h + 2 * one.kv_width + h + self.ffn + h) if self.biases else 2 * h
-        layer = one.attention_weights + max(1, self.experts) * one.mlp_weights + small + h * self.experts
-        around = self.vocabulary * h * (1 if self.tied else 2) + self.learnt_positions * length * h
-        return self.layers * layer + around + (2 * h if self.biases else h)
-
-    @property
-    def product_weights(self) -> int:
-        """Weights that a token is multiplied with: those of the layers, of its experts only, and of the head."""
-        return self.layers * self.config(1).layer_weights + self.vocabulary * self.hidden
-
-    def config(self, length: int, fused: bool = True) -> TransformerConfig:
-        """Return the shape as the planner takes it, for `length` tokens."""
-        return TransformerConfig(
-            self.layers, self.heads, self.hidden, length, self.vocabulary, self.tied,
-            queries_per_key=self.heads // self.kv_heads, mlp_ratio=self.ffn / self.hidden, gated=self.gated,
-            fused=fused, dropout=not self.name.startswith("MPT"), name=self.name,  # llm-foundry's MPT has none
-            experts=self.experts, experts_per_token=self.experts_per_token,
-        )
-
-
-@dataclass(frozen=True)
 class PublishedRun:
     """A published training run. What the source does not say is None, or named in `assumed`."""
 
@@ -72,7 +28,7 @@ class PublishedRun:
     url: str
     version: str  # its commit, or the date it was read
     role: str  # known: constants may be fitted to it; held_out: it is predicted only; exam: once, at the end
-    shape: ModelShape
+    model: TransformerConfig  # for sequences of `length` tokens
     gpu: str  # key of `hardware.GPUS`
     memory_gb: float
     gpus: int
@@ -116,6 +72,7 @@ class PublishedRun:
     peak_tflops: float | None = None  # that the source's shares refer to; otherwise the data sheet's for `precision`
     counts_attention: str | None = None  # which FLOPs of attention are in `tflops`, `mfu`, `hfu`: full, causal, none
     counts_recompute: bool | None = None  # whether `tflops` has what is computed again; `hfu` has it, `mfu` never
+    parameters: float | None = None  # of the model, as published
     counts_parameters: bool = False  # whether 6 are counted for each parameter; otherwise for each weight in a product
     note: str = ""
     assumed: tuple[str, ...] = ()  # fields that the source does not give
@@ -124,7 +81,7 @@ class PublishedRun:
     def family(self) -> str:
         """fsdp: data parallelism alone, sharded or not; 3d: tensor, pipeline or context parallelism; long_context:
         sequences of 32,768 tokens or more, however divided; moe: mixtures of experts."""
-        if self.shape.experts:
+        if self.model.experts:
             return "moe"
         if self.length >= 32_768:
             return "long_context"
@@ -139,18 +96,17 @@ class PublishedRun:
     def name(self) -> str:
         """Model, GPUs and length."""
         length = f"{self.length // 1024}k" if self.length >= 1024 else str(self.length)
-        return f"{self.shape.name} on {self.gpus} {GPUS[self.gpu].name}, {length}"
+        return f"{self.model.name} on {self.gpus} {GPUS[self.gpu].name}, {length}"
 
     def flops_per_token(self, recompute: bool = False) -> float:
         """Return the FLOPs of a token as the source counts them, with what is computed again or without."""
-        shape = self.shape
-        weights = shape.parameter_count(self.length) if self.counts_parameters else shape.product_weights
+        model, head = self.model, self.model.vocabulary * self.model.hidden
+        weights = model.parameter_count if self.counts_parameters else model.layers * model.layer_weights + head
         scores = {"full": 4, "causal": 2, "none": 0, None: 4}[self.counts_attention]
-        attention = scores * self.length * shape.hidden * shape.layers
+        attention = scores * self.length * model.hidden * model.layers
         forward, again = 2 * weights + attention, 0.0
         if recompute and self.recompute == "full":
-            head = 0 if self.counts_parameters else 2 * shape.vocabulary * shape.hidden
-            again = self.recompute_share * (forward - head)
+            again = self.recompute_share * (forward - (0 if self.counts_parameters else 2 * head))
         elif recompute and self.recompute == "selective" and self.attention == "unfused":
             again = attention
         return 3 * forward + again
@@ -170,10 +126,18 @@ class PublishedRun:
         return None if self.hfu is None else self.hfu * peak / self.flops_per_token(True)
 
 
+def _model(name: str, shape: dict[str, Any], length: int, fused: bool) -> TransformerConfig:
+    return TransformerConfig(
+        shape["layers"], shape["heads"], shape["hidden"], length, shape["vocabulary"], shape["tied"],
+        queries_per_key=shape["heads"] // shape["kv_heads"], mlp_ratio=shape["ffn"] / shape["hidden"],
+        gated=shape["gated"], fused=fused, dropout=not name.startswith("MPT"), name=name,  # llm-foundry's MPT has none
+        experts=shape.get("experts", 0), experts_per_token=shape.get("experts_per_token", 0),
+    )
+
+
 @cache
 def _read() -> tuple[PublishedRun, ...]:
     stored = json.loads((FOLDER / "published_runs.json").read_text(encoding="utf-8"))
-    shapes = {name: ModelShape(name=name, **shape) for name, shape in stored["models"].items()}
     runs = []
     for table in stored["tables"]:
         for number, values in enumerate(table["rows"], 1):
@@ -182,7 +146,9 @@ def _read() -> tuple[PublishedRun, ...]:
             machine = stored["machines"][row.pop("machine")]
             assumed = dict.fromkeys((*machine.get("assumed", ()), *row.pop("assumed", ())))
             source = stored["sources"][row.pop("source", table["source"])]
-            row["shape"], row["assumed"] = shapes[row.pop("model")], tuple(assumed)
+            model, row["assumed"] = row["model"], tuple(assumed)
+            row |= {"parameters": stored["models"][model].get("parameters")}
+            row["model"] = _model(model, stored["models"][model], row["length"], row.get("attention") != "unfused")
             row["where"] = f"{table['where']}, {row['where']}" if "where" in row else table["where"]
             name = {"id": f"{table['id']}-{number}", "table": table["id"]}
             runs.append(PublishedRun(**{**name, **source, **machine, **row}))

@@ -121,16 +121,9 @@ def _choices(restrict: Mapping[str, object], name: str, default: object) -> tupl
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the degrees of a layout stand among all that can run, the best plan of each counting."""
-
-    rank: int | None  # from 1; None if none of their plans fits
-    of: int
-
-
-def place(run: Run | PublishedRun) -> Place:
-    """Search all layouts of a published run's GPUs for the place of its own.
+def place(run: Run | PublishedRun) -> tuple[int | None, int]:
+    """Return the place of a published run's layout, from 1, among all that can run on its GPUs, the best plan of each
+    degrees counting, and how many there are.
 
     The search keeps what was given by the software: all but the degrees, micro-batch and virtual stages. Contexts are
     divided only where the run divides them.
@@ -140,4 +133,4 @@ def place(run: Run | PublishedRun) -> Place:
     kept = {each.name: getattr(layout, each.name) for each in fields(Layout) if each.name not in free}
     found = search(model, machine, batch, **kept)
     ranks = {each.layout.degrees: rank for rank, each in enumerate(found.best, 1)}
-    return Place(ranks.get(layout.degrees), len(found.best))
+    return ranks.get(layout.degrees), len(found.best)

@@ -23,7 +23,7 @@ from .step_time import StepModel
 @dataclass(frozen=True)
 class Tried:
     """A layout as `plan` takes it, and what was measured: whether it "ran", "GB" on its fullest GPU without CUDA and
-    NCCL, or "tokens/s" of each GPU."""
+    NCCL, "tokens/s" of each GPU, or "seconds" of a step."""
 
     model: TransformerConfig
     cluster: GpuCluster
@@ -48,7 +48,7 @@ class Tried:
         if self.unit == "GB":
             return (sum(held) + fragments(self.layout, held)) / self.value / 1e9 - 1
         found = StepModel(self.model, self.cluster, CONSTANTS).step(self.layout, self.batch, held)
-        return found.tokens_per_gpu / self.value - 1
+        return (found.tokens_per_gpu if self.unit == "tokens/s" else found.seconds) / self.value - 1
 
     @property
     def share(self) -> float:
