@@ -8,7 +8,7 @@ unexport PYTHONPATH
 # Tests start thousands of processes: none is to compile the course anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup lab update restore ffcv deepspeed dev site lesson quick lint test notebooks bench clean
+.PHONY: help setup lab update restore ffcv deepspeed dev site lesson quick lint test versions notebooks bench clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +52,9 @@ lint: dev  ## check style, and types in the package
 
 test: dev  ## run every test
 	$(PY) -m pytest -n 3 --dist loadscope --nbval --nbval-cell-timeout=300 --nbval-sanitize-with tests/sanitise.cfg --durations=40 tests notebooks solutions
+
+versions: dev  ## run four lessons with the oldest and newest PyTorch, Python and widgets (needs uv; gigabytes)
+	$(PY) -m pytest -v -rP --durations=0 tests/promises/versions.py
 
 notebooks: dev  ## build notebooks, exercises and solutions from sources (what changed)
 	$(PY) -m tools build

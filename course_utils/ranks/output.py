@@ -227,6 +227,8 @@ class Merger:
         if text.startswith(("terminate called", "  what():", "[F")) and re.match(_TERMINATE, text):
             self.fatal[rank] = re.sub(r".*what\(\):\s*(\[enforce fail at \S+\] )?|\[F[^]]*\] ", "", text)
             return
+        if text.startswith("[Gloo] Rank "):  # what PyTorch 2.10 says of each group; 2.13 says nothing
+            return
         after_told, source.after_told = source.after_told, False
         if after_told and text.startswith("  "):
             return

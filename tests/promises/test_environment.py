@@ -56,7 +56,7 @@ def test_tests_and_builds_install_what_native_programs_are_compiled_with():
     extras = "--extra test --extra site --extra nccl --extra deepspeed --extra-if-possible ffcv"
     assert f"\n\t$(SETUP) {extras}\n" in makefile.partition("\ndev:")[2]
     after_it = set(re.findall(r"^(\w+): dev  ##", makefile, re.MULTILINE))
-    assert after_it == {"test", "notebooks", "lesson", "quick", "lint"}
+    assert after_it == {"test", "versions", "notebooks", "lesson", "quick", "lint"}
 
 
 def test_readme_names_commands_that_exist():

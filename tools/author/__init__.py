@@ -39,6 +39,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     clock.set_defaults(run=_minutes)
     site = commands.add_parser("site", help="build the course's site and its ePub")
     site.add_argument("--out", type=Path, default=ROOT / "build" / "site", metavar="FOLDER", help="%(default)s")
+    site.add_argument("--no-epub", action="store_true", help="pages only")
     site.set_defaults(run=_site)
 
 
@@ -54,12 +55,14 @@ def _new(given: argparse.Namespace) -> None:
 
 
 def _build(given: argparse.Namespace) -> int:
-    from . import builder
+    from . import builder, hosted
+    from .site import settings
 
     if given.core:
         return _told(builder.build_core(ROOT, given.names, given.out))
     if given.out:
         raise ToolError("--out goes with --core: notebooks of the course have their places")
+    hosted.update_readme(ROOT / "README.md", settings(ROOT)["repository"], write=True)
     return _told(builder.build(ROOT, given.names, given.force, given.jobs))
 
 
@@ -70,9 +73,10 @@ def _lesson(given: argparse.Namespace) -> int:
 
 
 def _check(given: argparse.Namespace) -> int:
-    from . import builder
+    from . import builder, hosted
+    from .site import settings
 
-    return _told(builder.check())
+    return _told([*builder.check(), *hosted.update_readme(ROOT / "README.md", settings(ROOT)["repository"])])
 
 
 def _execute(given: argparse.Namespace) -> int:
@@ -96,7 +100,7 @@ def _minutes(given: argparse.Namespace) -> int:
 def _site(given: argparse.Namespace) -> int:
     from . import site
 
-    status = site.build(ROOT, given.out.resolve())
+    status = site.build(ROOT, given.out.resolve(), not given.no_epub)
     print(f"{'built' if not status else 'warnings in'} {given.out / 'html' / 'index.html'}")
     return status
 

@@ -19,15 +19,14 @@ from urllib.parse import unquote
 import nbformat
 from nbformat import NotebookNode
 
+from . import hosted
 from .pages import BOXES, FOLD
 from .rooms import lessons
 from .site_states import show_states
 
-HOSTS = (
-    "[Open in Colab](https://colab.research.google.com/github/{0}/blob/main/{1}) · "
-    "[open in Kaggle](https://kaggle.com/kernels/welcome?src=https://github.com/{0}/blob/main/{1})"
-)
-FOLDED = {(True, True): "hide-cell", (True, False): "hide-input", (False, True): "hide-output"}  # code, what it shows
+#: What is folded, code and what it shows: the tag for it, and what the fold is called.
+FOLDED = {(True, True): ("hide-cell", "the cell"), (True, False): ("hide-input", "the code"),
+          (False, True): ("hide-output", "the output")}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sbatch": "bash"}
 
 
@@ -36,7 +35,7 @@ def settings(root: Path) -> dict[str, str]:
     return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["course"]
 
 
-def build(root: Path, out: Path) -> int:
+def build(root: Path, out: Path, epub: bool = True) -> int:
     """Write the site to ``out/html`` and the ePub to ``out/epub``; the exit status is not 0 after a warning."""
     from sphinx.cmd.build import build_main
 
@@ -47,7 +46,10 @@ def build(root: Path, out: Path) -> int:
     os.environ.setdefault("SOURCE_DATE_EPOCH", commit.strip() or "0")  # the date that the ePub states
     strict = ["-q", "-W", "--keep-going", "-d", str(out / "doctrees"), str(out / "source")]
     status = build_main(["-b", "html", *strict, str(out / "html")])
-    status = status or build_main(["-b", "epub", "-t", "epub", *strict, str(out / "epub")])
+    if (addresses := settings(root))["repository"]:
+        hosted.write(root, out / "html", **addresses)
+    if epub:
+        status = status or build_main(["-b", "epub", "-t", "epub", *strict, str(out / "epub")])
     for book in (out / "epub").glob("*.epub"):
         _undated(book)
     return status
@@ -80,7 +82,7 @@ def prepare(root: Path, source: Path) -> None:
                 file.write("\n" + contents[path].read_text(encoding="utf-8").format("\n".join(
                     f"{name[:2]} · {name[3:].replace('_', ' ')} <notebooks/{name}>" for name in lessons(root))))
             contents[path].unlink()
-    repository = settings(root)["repository"].removeprefix("https://github.com/")
+    repository = settings(root)["repository"]
     for path in sorted(root.glob("*/[0-9][0-9]_*.ipynb")):
         nb = nbformat.read(path, as_version=4)
         _fold(nb)
@@ -91,11 +93,11 @@ def prepare(root: Path, source: Path) -> None:
             for output in cell.get("outputs", []):
                 data = output.get("data", {})
                 if "image/png" in data:  # the words of a picture, where myst-nb looks for them
-                    cell.metadata["mystnb"] = {"image": {"alt": output.metadata["image/png"]["alt"]}}
+                    cell.metadata.setdefault("mystnb", {})["image"] = {"alt": output.metadata["image/png"]["alt"]}
                 if "text/html" in data:  # a server of the notebook that ran is no more
                     data["text/html"] = re.sub(r'<a href="http://127[^>]*>(.*?)</a>', r"\1", data["text/html"])
         if repository and path.parent.name != "solutions":
-            nb.cells[0].source += "\n\n" + HOSTS.format(repository, path.relative_to(root))
+            nb.cells[0].source += f"\n\n{hosted.badges(repository, str(path.relative_to(root)))}"
         (source / path.parent.name).mkdir(exist_ok=True)
         (source / path.relative_to(root)).write_text(nbformat.writes(nb), encoding="utf-8")
 
@@ -153,5 +155,6 @@ def _fold(nb: NotebookNode) -> None:
             asked = question > answer if max(question, answer) >= 0 else asked
             continue
         answers = cell.outputs and (asked or ".compare(" in cell.source) and "= predict(" not in cell.source
-        kind = FOLDED.get((bool(cell.metadata.get("jupyter", {}).get("source_hidden")), bool(answers)))
-        cell.metadata["tags"] = [*cell.metadata.get("tags", []), *([kind] if kind else [])]
+        if kind := FOLDED.get((bool(cell.metadata.get("jupyter", {}).get("source_hidden")), bool(answers))):
+            cell.metadata["tags"] = [*cell.metadata.get("tags", []), kind[0]]
+            cell.metadata["mystnb"] = {"code_prompt_show": f"Show {kind[1]}", "code_prompt_hide": f"Hide {kind[1]}"}
