@@ -19,6 +19,6 @@ ARG NB_UID=1000
 RUN useradd --create-home --uid $NB_UID $NB_USER
 USER $NB_USER
 WORKDIR /home/$NB_USER
-# Each start brings the copy in the home folder up to date; what the learner has changed there stays.
-ENTRYPOINT ["sh", "-c", "python -m tools copy course; exec \"$@\"", "--"]
+# Each start brings the copy in the home folder up to date and opens it; what the learner has changed there stays.
+ENTRYPOINT ["sh", "-c", "python -m tools copy course; cd course; exec \"$@\"", "--"]
 CMD ["jupyterhub-singleuser"]
