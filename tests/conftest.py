@@ -48,7 +48,7 @@ SLOW_PARTS = (
     "tests/models/test_ffcv_fixes.py", "tests/models/test_images.py", "tests/promises/test_benchmarks.py",
     "tests/promises/test_browser.py", "tests/promises/test_build.py",
     "tests/promises/test_core.py::test_the_core_edition_runs",
-    "tests/promises/test_environment.py", "tests/promises/test_gpu_check.py",
+    "tests/promises/test_environment.py", "tests/promises/test_gpu_check.py", "tests/promises/test_hosted.py",
     "tests/promises/test_loading_benchmark.py", "tests/promises/test_notebooks.py",
     "tests/promises/test_sheets.py", "tests/promises/test_site.py", "tests/promises/test_trace_viewer.py",
 )
