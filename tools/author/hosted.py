@@ -61,7 +61,7 @@ def badged(readme: str, repository: str) -> str:
     """README.md with the badges that its address gives, where it has a place for them."""
     links = badges(repository, "notebooks/00_start_here.ipynb")
     place = f"<!-- badges -->\n{links}\n<!-- end -->"
-    return re.sub(r"<!-- badges -->\n.*?\n<!-- end -->", lambda _: place, readme, flags=re.DOTALL)
+    return re.sub(r"<!-- badges -->.*?<!-- end -->", lambda _: place, readme, flags=re.DOTALL)
 
 
 def update_readme(path: Path, repository: str, write: bool = False) -> list[str]:
