@@ -65,7 +65,8 @@ def lab(folder: Path, arguments: Sequence[str] = ()) -> int:
     """Bring the copy up to date and become JupyterLab on it, with ``arguments`` as on its command line."""
     import zmq
 
-    print("\n".join(copy(folder)), flush=True)
+    print(*copy(folder), "JupyterLab opens in your browser, or open the address below; Ctrl+C twice ends it", sep="\n",
+          flush=True)
     folder = folder.expanduser().resolve()
     for name in ("PYTHONPATH", "PYTHONHOME"):  # packages of another Python would come before those of the course
         os.environ.pop(name, None)
@@ -73,7 +74,7 @@ def lab(folder: Path, arguments: Sequence[str] = ()) -> int:
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
             os.environ.setdefault(name, str(folder / ".jupyter" / name.lower()))
     command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--ServerApp.root_dir={folder}",
-               "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb"]
+               "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb", "--log-level=WARN"]
     if zmq.has("curve"):
         command.append("--KernelManager.transport_encryption=auto")  # or else each kernel warns that it has none
     if os.geteuid() == 0:

@@ -30,7 +30,7 @@ Then run the same command again, or name an interpreter: make setup PYTHON=/path
 NOT_INSTALLED = f"""Not all packages could be installed; the message above says why.
   Behind a proxy:    export https_proxy=http://HOST:PORT, or: pip config set global.proxy http://HOST:PORT
   Own certificate:   export PIP_CERT=/path/to/certificate.pem
-  Without a network: export PIP_NO_INDEX=1 PIP_FIND_LINKS=/folder/of/wheels (the README says how to fill it)
+  Without a network: export PIP_NO_INDEX=1 PIP_FIND_LINKS=/folder/of/wheels (docs/install.md says how to fill it)
   Only {TORCH_INDEX} out of reach: make setup TORCH=cuda (several GB; also works without a GPU)
 Then run the same command again; what has been downloaded is kept."""
 NOT_UPDATED = """Nothing was updated; git's message above says why.
@@ -113,8 +113,9 @@ def install(build, extras, optional):
         choices = [[torch, "--extra-index-url", TORCH_INDEX + build], [torch]]
     if not any(run(*command, "--no-deps", *choice) for choice in choices):
         fail(NOT_INSTALLED)
-    say("installing JupyterLab and the rest, a minute or two")
-    quiet = ["--quiet"] if build == "cpu" else []  # CUDA's libraries are gigabytes: show their progress
+    say("installing JupyterLab and the rest: a minute or two without a sign")
+    less = "-qq" if command[0] == PYTHON else "--quiet"  # pip: no warnings; uv is silent about errors with -qq
+    quiet = [less] if build == "cpu" else []  # CUDA's libraries are gigabytes: show their progress
     while not run(*command, "--editable", "." + (f"[{','.join(extras)}]" if extras else ""), *quiet):
         if not optional & set(extras):
             fail(NOT_INSTALLED)
@@ -173,6 +174,7 @@ def set_up(given):
     if done == wanted:
         return
     if not os.path.exists(PYTHON) or not run(PYTHON, "-m", "pip", "--version", stdout=subprocess.DEVNULL):
+        say("the first time only: the course's environment, .venv, which takes 1 to 2 minutes on a fast line")
         make_environment(["python3.11"] if "ffcv" in given.extra else [])
     needs = ffcv_needs() if "ffcv" in wanted["extras"] and "ffcv" not in done.get("extras", []) else None
     if needs and "ffcv" in given.extra:

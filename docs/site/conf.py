@@ -21,6 +21,7 @@ myst_enable_extensions, myst_heading_anchors = ["dollarmath"], 4
 myst_dmath_allow_space = False  # "$2.50 an hour, or $5" is no formula
 html_math_renderer = "mathml"
 autodoc_typehints, autodoc_member_order = "signature", "bysource"
+add_module_names, maximum_signature_line_length = False, 70
 napoleon_google_docstring, napoleon_use_ivar = False, True
 
 html_theme, html_title, html_short_title = "sphinx_book_theme", project, "Distributed deep learning"

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+GUIDE = "".join((ROOT / name).read_text() for name in ("README.md", "docs/install.md"))
 EXTRAS = PROJECT["optional-dependencies"]
 LISTED = [*PROJECT["dependencies"], *EXTRAS["nccl"], *EXTRAS["deepspeed"], *EXTRAS["site"], *EXTRAS["test"]]
 PINS = [pin for pin in map(Requirement, LISTED) if not pin.marker or pin.marker.evaluate()]
@@ -60,17 +61,16 @@ def test_tests_and_builds_install_what_native_programs_are_compiled_with():
 
 
 def test_readme_names_commands_that_exist():
-    named = set(re.findall(r"\bmake ([a-z]+)\b", (ROOT / "README.md").read_text()))
+    named = set(re.findall(r"\bmake ([a-z]+)\b", GUIDE))
     assert {"setup", "lab", "test"} <= named
     assert named <= targets()
 
 
 def test_readme_names_subcommands_that_exist():
-    text = (ROOT / "README.md").read_text()
     for package in ("tools",):
         usage = subprocess.run([sys.executable, "-m", package, "--help"], capture_output=True, text=True, check=True)
         commands = re.search(r"\{([a-z,-]+)\}", usage.stdout)[1].split(",")
-        assert {*re.findall(rf"-m {package} ([a-z-]+)", text)} <= {*commands}
+        assert {*re.findall(rf"-m {package} ([a-z-]+)", GUIDE)} <= {*commands}
 
 
 def test_continuous_integration_runs_the_command_of_the_readme():
