@@ -12,7 +12,7 @@ from . import errors, verify
 from .interrupts import Interrupts, held_back
 from .likely_fault import likely_fault
 from .output import Merger
-from .processes import Worker, learner_line, wait_for_end
+from .processes import Worker, learner_line
 from .status_line import TICK, Status
 from .watch import can_go_on
 
@@ -198,8 +198,6 @@ class Collector:
         worker.process.join(0.2)
         last, line = worker.last_operation(), worker.fatal_frame()
         code = worker.process.exitcode
-        if code == 255 and wait_for_end(worker.server):
-            code = None  # no status: whoever collects it has gone
         if line is None and code == -signal.SIGABRT and last and last["where"]:
             line = learner_line(*last["where"])
         self._failures[rank] = {

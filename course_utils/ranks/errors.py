@@ -211,9 +211,7 @@ def operation_text(entry: dict | None) -> str:
     return f"{entry['op']} #{entry['number']} ({entry['group']}{size})"
 
 
-def death_text(code: int | None) -> str:
-    if code is None:
-        return "the process that all ranks are forked from has ended; the next call starts another"
+def death_text(code: int) -> str:
     if code >= 0:
         return f"the process ended itself with exit code {code}"
     try:
@@ -264,18 +262,9 @@ def _advice(text: str, last: dict | None, rank: int) -> str:
         return "With verify=True launch says which rank sends to another what that one does not expect."
     if "bdb.BdbQuit" in text:
         return "Ranks have no keyboard, so a debugger cannot stop there: print, or return what you want to see."
-    if "Unable to find address for" in text:
-        name = _interface(text)
-        if name not in ("lo", "lo0"):
-            return f"GLOO_SOCKET_IFNAME is {name!r}, which names no interface of this machine that is up."
-        return "The ranks meet over the loopback interface (lo), and it is down: `ip link set lo up`."
+    if named := re.search(r"Unable to find address for: (\S+)", text):
+        return f"GLOO_SOCKET_IFNAME is {named[1]!r}, which names no interface of this machine that is up."
     return ""
-
-
-def _interface(text: str) -> str:
-    """The interface that gloo has not found."""
-    named = re.search(r"Unable to find address for: (\S+)", text)
-    return named[1] if named else ""
 
 
 def silent_difference(calls: dict[int, list[Passed]]) -> str:

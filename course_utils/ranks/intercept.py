@@ -272,11 +272,7 @@ class Interceptor:
 
 def _bytes(tensor) -> int:
     """Bytes of a tensor; of a sparse one its values and its indices."""
-    if not tensor.is_sparse and not tensor.is_sparse_csr:
-        return tensor.nbytes
-    if tensor.is_sparse:
-        return tensor._values().nbytes + tensor._indices().nbytes
-    return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
+    return tensor._values().nbytes + tensor._indices().nbytes if tensor.is_sparse else tensor.nbytes
 
 
 _shared: dict[Passed, Passed] = {}  # equal signatures are one object

@@ -132,11 +132,7 @@ class Pool:
 
     def _run(self, call: Call) -> list:
         ranks = call.ranks if call.ranks is not None else list(range(call.world_size))
-        try:
-            folder = os.getcwd()
-        except FileNotFoundError:
-            text = "the notebook's working folder has been removed; go to one that exists: os.chdir(folder)"
-            raise errors.refusal(RuntimeError, text) from None
+        folder = os.getcwd()
         self._end_unfit(call)
         self._start_missing(call)
         if self.group != call.group:

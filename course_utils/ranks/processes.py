@@ -74,18 +74,11 @@ def end_server() -> None:
     for server in server_ids():
         with contextlib.suppress(ProcessLookupError):
             os.kill(server, signal.SIGKILL)
-        wait_for_end(server)
+        end = time.monotonic() + 0.2
+        while server in server_ids() and time.monotonic() < end:
+            time.sleep(0.01)
     if not server_ids():
         shutil.rmtree(_folder, ignore_errors=True)
-
-
-def wait_for_end(server: int) -> bool:
-    """Whether this fork server has ended, or does so within a moment."""
-    for _ in range(20):
-        if server not in server_ids():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def start_server() -> None:

@@ -15,15 +15,13 @@ from .learner_code import is_learner
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Also sends modules of a class of their own, such as ``torch.ops``, and functions that functools has wrapped."""
+    """Also sends modules of a class of their own, such as ``torch.ops``, and cached functions."""
 
     def reducer_override(self, obj):
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and (name := _importable(obj)):
             return _imported, (name,)
         if isinstance(obj, functools._lru_cache_wrapper) and not _has_name(obj):
             return _cached, (obj.cache_parameters(),), obj.__wrapped__, None, None, _fill_cached
-        if isinstance(obj, types.FunctionType) and hasattr(obj, "registry") and not _has_name(obj):
-            return functools.singledispatch, (_later,), dict(obj.registry), None, None, _fill_dispatched
         return super().reducer_override(obj)
 
 
@@ -50,14 +48,9 @@ def _imported(name: str) -> types.ModuleType:
         importlib.import_module(name))
 
 
-# A function may call itself by its name, so that a wrapper must be there before the function in it.
-
-
-def _later(*_args, **_kwargs):
-    raise NotImplementedError
-
-
 def _cached(parameters: dict):
+    """A function may call itself by its name, so that the wrapper must be there before the function in it."""
+
     def call(*args, **kwargs):
         return call.function(*args, **kwargs)
 
@@ -67,12 +60,6 @@ def _cached(parameters: dict):
 def _fill_cached(cached, function) -> None:
     cached.__wrapped__.function = function
     functools.update_wrapper(cached, function)
-
-
-def _fill_dispatched(dispatched, registry: dict) -> None:
-    for kind, function in registry.items():
-        dispatched.register(kind, function)
-    functools.update_wrapper(dispatched, registry[object])
 
 
 def _dumps(value) -> bytes:
@@ -122,8 +109,6 @@ def _culprit(fn, args: tuple, kwargs: dict, seen: tuple = ()) -> tuple[str, bool
 
 
 def _first_line(error: BaseException) -> str:
-    if len(error.args) == 2 and "{}" in str(error.args[0]):  # as PyTorch's DataLoader raises it
-        return str(error.args[0]).format(error.args[1])
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -11,9 +11,7 @@ import decimal
 import gc
 import logging
 import multiprocessing
-import os
 import random
-import resource
 import signal
 import socket
 import sys
@@ -45,17 +43,10 @@ _HOOKS = [
 _LOGGERS = [logging.root] + [
     logging.getLogger(name) for name in logging.root.manager.loggerDict if "." not in name.removeprefix("torch.")
 ]
-_LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 #: But for SIGCHLD, for which data loaders have a handler.
 _SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in "INT TERM ALRM VTALRM PROF HUP QUIT PIPE USR2".split())
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _HARMLESS_THREADS = ("tqdm._monitor",)  # watches progress bars, for the life of a process
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _own_handlers() -> list[str]:
@@ -75,13 +66,11 @@ def _values() -> list:
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(),
         torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), [len(hooks) for hooks in _HOOKS],
         torch.multiprocessing.get_sharing_strategy(), vars(torch._tensor_str.PRINT_OPTS).copy(),
-        numpy.geterr(), str(numpy.get_printoptions()), decimal.getcontext().prec, sys.get_int_max_str_digits(),
-        sys.getrecursionlimit(), sys.getswitchinterval(), sys.gettrace(), sys.getprofile(), list(sys.argv), sys.stdout,
-        sys.stderr, gc.isenabled(), multiprocessing.get_start_method(allow_none=True), socket.getdefaulttimeout(),
+        numpy.geterr(), str(numpy.get_printoptions()), decimal.getcontext().prec,
+        sys.getrecursionlimit(), sys.gettrace(), sys.getprofile(), list(sys.argv), sys.stdout, sys.stderr,
+        gc.isenabled(), multiprocessing.get_start_method(allow_none=True), socket.getdefaulttimeout(),
         logging.root.manager.disable, list(logging.root.handlers), _own_handlers(), [each.level for each in _LOGGERS],
-        _umask(), os.getpriority(os.PRIO_PROCESS, 0), [resource.getrlimit(limit) for limit in _LIMITS],
         [signal.getsignal(number) for number in _SIGNALS], [signal.getitimer(timer) for timer in _TIMERS],
-        signal.pthread_sigmask(signal.SIG_BLOCK, []),
         [id(vars(owner).get(name)) for owner, names in _WATCHED for name in names],
     ]
 
