@@ -25,7 +25,6 @@ pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
 
 STUCK = 1.0  # seconds until a hang is called one
-STUCK_WHERE_RANKS_START = 2.0
 ERRORS: list = []  # functions; the rank that is named, its exception as a pattern, what else is told
 HANGS: list = []  # functions; options of the call, what is told
 
@@ -49,24 +48,14 @@ def test_an_exception_while_others_block_in_a_collective_names_the_first_cause()
     says(str(error), "all_reduce")  # where the others stood
 
 
-@pytest.mark.parametrize("others", ["busy", "done"])
-def test_a_failure_is_reported_while_other_ranks_do_something_else(others):
+def test_a_failure_is_reported_while_another_rank_computes():
     def work():
         if dist.get_rank() == 1:
             raise ValueError("stop")
-        if others == "busy":
-            sum(range(10**12))
+        sum(range(10**12))
 
     error = failure(WorkerError, work, timeout=10_000, world_size=2)
     assert (error.rank, error.exception) == (1, "ValueError: stop")
-
-
-@case(ERRORS, 2, "KeyError: 'lr'", [])
-def one_rank_raises():
-    if dist.get_rank() == 2:
-        raise KeyError("lr")
-    dist.barrier()
-    dist.all_reduce(torch.ones(1))
 
 
 @case(ERRORS, 0, "RuntimeError: everywhere", ["everywhere"])
@@ -84,27 +73,12 @@ def others_turn_the_broken_connection_into_exceptions_of_their_own():
         raise RuntimeError("a consequence") from error
 
 
-@case(ERRORS, 0, "RuntimeError: ", ["torch.nn.Linear(3, 2)(torch.ones(5, 4))  # shapes differ"])
-def an_error_inside_torch_ends_at_the_learners_line():
-    return torch.nn.Linear(3, 2)(torch.ones(5, 4))  # shapes differ
-
-
 @case(ERRORS, 0, "ValueError: no seed given$", ["KeyError: 'seed'"])
 def exceptions_that_are_chained_keep_their_cause():
     try:
         {}["seed"]
     except KeyError as error:
         raise ValueError("no seed given") from error
-
-
-class LossIsNaN(ArithmeticError):
-    def __init__(self, step, loss):
-        super().__init__(f"step {step}: {loss}")
-
-
-@case(ERRORS, 0, r"(?!.*<locals>).*LossIsNaN: step 3: nan$", [])
-def an_exception_class_from_a_cell_is_told_by_name():
-    raise LossIsNaN(3, float("nan"))
 
 
 @case(ERRORS, 0, ".*Holder: holds a lock$", [])
@@ -147,18 +121,6 @@ def test_an_error_is_told_with_its_rank(work, rank, exception, words):
     says(str(error), *words)
 
 
-def test_the_traceback_holds_the_learners_frames_only():
-    def inner(x):
-        return x.view(7)  # does not fit
-
-    def outer():
-        return inner(torch.ones(3))
-
-    traceback = failure(WorkerError, outer).traceback
-    says(traceback, re.compile(r"return inner\(torch.ones\(3\)\).*return x.view\(7\)  # does not fit", re.DOTALL))
-    assert "cloudpickle" not in traceback and "multiprocessing" not in traceback
-
-
 def test_output_before_the_failure_is_shown(capsys):
     def work():
         print("before")
@@ -175,8 +137,7 @@ def test_output_before_the_failure_is_shown(capsys):
 
 
 @pytest.mark.parametrize(("how", "ranks", "told"), [
-    ("SIGKILL", [2], "SIGKILL"), ("SIGABRT", [0, 1, 2, 3], "SIGABRT"), ("null pointer", [1], "SIGSEGV"),
-    ("exit", [1], re.compile(r"exit.*\b3\b")),
+    ("SIGKILL", [2], "SIGKILL"), ("null pointer", [1], "SIGSEGV"), ("exit", [1], re.compile(r"exit.*\b3\b")),
 ])
 def test_a_rank_that_dies_is_named_with_the_signal_or_its_status(how, ranks, told):
     def work():
@@ -203,40 +164,19 @@ def gone(process: psutil.Process) -> None:
     time.sleep(0.2)
 
 
-def test_a_worker_that_died_between_calls_is_replaced():
+def test_a_worker_and_a_fork_server_that_died_between_calls_are_replaced():
     worker = psutil.Process(launch(os.getpid, world_size=4)[1])
-    worker.kill()
-    gone(worker)
-    all_is_well()
-
-
-def fork_server() -> psutil.Process:
-    return psutil.Process(launch(os.getpid, world_size=4)[0]).parent()
-
-
-def test_a_fork_server_that_died_between_calls_is_replaced():
-    server = fork_server()
-    server.kill()
-    gone(server)
-    all_is_well()
-
-
-def test_a_fork_server_killed_during_a_call_is_told_and_replaced():
-    server = fork_server().pid
-
-    def work():
-        dist.barrier()
-        if dist.get_rank() == 0:
-            os.kill(server, signal.SIGKILL)
-        time.sleep(1000)
-
-    failure(WorkerError, work, timeout=10_000)
+    server = worker.parent()
+    for process in (worker, server):
+        process.kill()
+        gone(process)
+        all_is_well()
 
 
 # --- hangs ---------------------------------------------------------------------------------------------------------
 
 TWO = {"world_size": 2}
-OWN_GROUP = {"world_size": 2, "init": False, "timeout": STUCK_WHERE_RANKS_START}
+OWN_GROUP = {"world_size": 2, "init": False, "timeout": 2.0}
 
 
 def test_a_rank_that_skips_a_collective_is_named_in_a_table_of_all_ranks():
@@ -253,16 +193,6 @@ def test_a_rank_that_skips_a_collective_is_named_in_a_table_of_all_ranks():
     says(str(error), "dist.all_reduce(x)  # rank 2 never comes", *map(str, range(4)))
 
 
-@case(HANGS, {}, ["all_gather", "all_reduce", "rank 3"])
-def ranks_that_call_different_collectives():
-    x = torch.ones(1000)
-    if dist.get_rank() == 3:
-        dist.all_gather([torch.empty(1000) for _ in range(4)], x)
-    else:
-        dist.all_reduce(x)
-    dist.barrier()
-
-
 @case(HANGS, {}, ["all_reduce", "rank 1", "4 kB", "8 kB"])
 def ranks_that_pass_different_sizes():
     x = torch.ones(1000 if dist.get_rank() != 1 else 2000)
@@ -276,35 +206,11 @@ def a_receive_without_a_send():
         dist.recv(torch.empty(4), src=0)
 
 
-@case(HANGS, TWO, [re.compile("send.*send", re.DOTALL), "rank 0", "rank 1"])
-def two_ranks_that_both_send_first():
-    x = torch.ones(8_000_000)
-    other = 1 - dist.get_rank()
-    dist.send(x, dst=other)
-    dist.recv(x, src=other)
-
-
-@case(HANGS, {}, ["rank 0", "time.sleep(10_000)  # no collective at all", "barrier"])
-def a_rank_asleep():
-    if dist.get_rank() == 0:
-        time.sleep(10_000)  # no collective at all
-    dist.barrier()
-
-
 @case(HANGS, TWO, ["rank 1", "barrier"])
 def a_rank_that_holds_the_interpreter():
     if dist.get_rank() == 1:
         sum(range(10**12))
     dist.barrier()
-
-
-@case(HANGS, OWN_GROUP, ["rank 0", "all_reduce", "time.sleep(1000)"])
-def a_hang_in_an_own_process_group():
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(1))
-    else:
-        time.sleep(1000)
 
 
 @case(HANGS, OWN_GROUP, ["rank 1", "init_process_group"])
@@ -316,22 +222,10 @@ def a_rank_that_is_missing_at_the_start_of_an_own_process_group():
 
 @pytest.mark.parametrize(("work", "options", "words"), HANGS)
 def test_a_hang_is_told_with_its_cause(work, options, words):
-    """Ranks that call different operations, or with different sizes, may fail before the time-out."""
-    different = work in (ranks_that_call_different_collectives, ranks_that_pass_different_sizes)
-    error = failure(WorkerError if different else HangError, work, **{"timeout": STUCK} | options)
+    """Ranks that pass different sizes may fail before the time-out."""
+    kind = WorkerError if work is ranks_that_pass_different_sizes else HangError
+    error = failure(kind, work, **{"timeout": STUCK} | options)
     says(str(error), *words)
-
-
-def test_a_hang_in_backward_of_ddp_is_told():
-    def work(who):
-        net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-        loss = net(torch.ones(2, 4)).sum()
-        if dist.get_rank() in who:
-            loss.backward()  # rank 1 does not
-            dist.barrier()
-
-    launch(work, [0, 1], world_size=2)  # the first use of DDP imports for longer than the time-out below
-    says(str(failure(WorkerError, work, [0], timeout=STUCK_WHERE_RANKS_START, world_size=2)), "all_reduce", "rank 1")
 
 
 def test_a_rank_that_failed_by_itself_is_kept_and_one_that_was_interrupted_is_replaced():
@@ -354,14 +248,19 @@ def test_a_rank_that_failed_by_itself_is_kept_and_one_that_was_interrupted_is_re
         assert [psutil.pid_exists(pid) for pid in before] == [False, True, False, False]
 
 
-def test_ten_failures_in_a_row_leave_nothing_behind():
+def test_failures_in_a_row_leave_nothing_behind():
+    def fails():
+        if dist.get_rank() == 2:
+            raise KeyError("lr")
+        dist.barrier()
+
     def count():
         me = psutil.Process()
         return me.num_fds(), threading.active_count(), len(me.children(recursive=True))
 
-    for round_ in range(12):
+    for round_ in range(5):
         with pytest.raises(WorkerError):
-            launch(one_rank_raises, world_size=4)
+            launch(fails, world_size=3)
         if round_ == 1:
             before = count()
     assert all(now <= then + 2 for then, now in zip(before, count(), strict=True))
@@ -378,31 +277,23 @@ import torch
 import torch.distributed as dist
 from course_utils import launch
 
-def skips():
+def skips(time):
+    print(time)
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1))
 
-def sleeps():
-    time.sleep(1000)
-
-def start(f, time):
-    print(time, "at", f.__name__)
-    f()
-
-for f in (skips, sleeps):
-    try:
-        launch(start, f, "first", world_size=2, timeout=1000)
-    except KeyboardInterrupt as error:
-        print(f"<<{type(error).__name__} {error}>>")
-    print("next", launch(lambda: dist.get_rank() + 5, world_size=2), flush=True)
-launch(start, sleeps, "again", world_size=2, timeout=1000)
+try:
+    launch(skips, "first", world_size=2, timeout=1000)
+except KeyboardInterrupt as error:
+    print(f"<<{type(error).__name__} {error}>>")
+print("next", launch(lambda: dist.get_rank() + 5, world_size=2), flush=True)
+launch(skips, "again", world_size=2, timeout=1000)
 """) as script:
-        for name, where in {"skips": "all_reduce", "sleeps": "time.sleep(1000)"}.items():
-            script.read(f"first at {name}")
-            time.sleep(0.3)  # let the ranks arrive where they hang
-            script.interrupt()
-            says(script.read("next [5, 6]"), "<<Interrupted", "rank", where)
-        script.read("again at sleeps")
+        script.read("first")
+        time.sleep(0.3)  # let the ranks arrive where they hang
+        script.interrupt()
+        says(script.read("next [5, 6]"), "<<Interrupted", "rank", "all_reduce")
+        script.read("again")
         script.interrupt()
         says(script.read(None), re.compile("KeyboardInterrupt|Interrupted"))
         assert script.process.returncode != 0
@@ -424,7 +315,7 @@ def work(x):
 x = torch.ones(1_000_000)
 launch(work, x, world_size=2)
 chance = random.Random(0)
-for round_ in range(16):
+for round_ in range(8):
     timer = threading.Timer(chance.random() * 0.1, os.kill, (os.getpid(), signal.SIGINT))
     try:
         timer.start()
@@ -436,34 +327,6 @@ for round_ in range(16):
 print("done")
 """) as script:
         assert script.finish() == "done\n"
-
-
-def test_a_stopped_worker_is_named_even_if_much_is_sent_to_it():
-    worker = psutil.Process(launch(os.getpid, world_size=2)[1])
-    worker.suspend()
-    says(str(failure(HangError, torch.sum, torch.ones(4_000_000), timeout=STUCK, world_size=2)), "rank 1")
-
-
-@pytest.mark.parametrize("how", ["SIGTERM", "exception"])
-def test_when_a_script_ends_nothing_is_left(how):
-    """A normal end and SIGKILL: see `test_children_in_sessions_of_their_own_end_with_the_notebook`."""
-    with Script(f"""
-import os, threading, time
-from course_utils import launch
-
-launch(os.getpid, world_size=4)
-def work():
-    print("working")
-    time.sleep(1000)
-if {how == "SIGTERM"}:
-    launch(work, world_size=4, timeout=1000)
-raise SystemError('stop')
-""") as script:
-        if how == "SIGTERM":
-            script.read("working")
-            script.process.terminate()
-        script.read(None)
-        assert not left_behind(script.mark, script.temporary)
 
 
 # --- things that cannot be sent ------------------------------------------------------------------------------------
@@ -484,12 +347,10 @@ class Bomb:
 
 
 @pytest.mark.parametrize(("call", "words"), [
-    (lambda: launch(print, LOCK, world_size=2), ["lock", re.compile("pickle", re.I), "inside the function"]),
     (lambda: launch(print, 1, world_size=2, guard=LOCK), ["guard", "lock", re.compile("pickle", re.I)]),
     (lambda: launch(lambda: threading.Lock() if dist.get_rank() else 0, world_size=2), ["rank 1", "lock", "return"]),
     (lambda: launch(lambda: Bomb() if dist.get_rank() else 0, world_size=2), ["rank 1", "cannot be rebuilt"]),
-    (lambda: launch(print, Bomb(), world_size=2), ["cannot be rebuilt"]),
-], ids=["argument", "named-argument", "result", "result-loads-not", "argument-loads-not"])
+], ids=["argument", "result", "result-loads-not"])
 def test_what_cannot_be_sent_is_named(call, words):
     with pytest.raises((TypeError, ValueError, WorkerError)) as caught:
         call()
@@ -516,10 +377,9 @@ def test_what_a_function_uses_that_another_calls_is_named():
 
 
 REFUSED = [
-    (print, {"world_size": 0}, ["world_size", "1"]), (print, {"world_size": "4"}, ["world_size", "4"]),
-    (print, {"world_size": 2.5}, ["world_size", "2.5"]), (print, {"timeout": -1}, ["timeout", "-1"]),
-    (print, {"timeout": float("nan")}, ["timeout", "nan"]), (print, {"timeout": "soon"}, ["timeout", "soon"]),
-    (print, {"backend": "mpi"}, ["backend", "mpi", "gloo", "nccl"]), (3, {}, ["function"]), ([print], {}, ["function"]),
+    (print, {"world_size": 0}, ["world_size", "1"]), (print, {"world_size": 2.5}, ["world_size", "2.5"]),
+    (print, {"timeout": -1}, ["timeout", "-1"]), (3, {}, ["function"]),
+    (print, {"backend": "mpi"}, ["backend", "mpi", "gloo", "nccl"]),
 ]
 
 
@@ -529,10 +389,9 @@ def test_bad_arguments_and_variables_are_refused_with_the_allowed_values(monkeyp
             launch(function, "never", **options)
         says(str(caught.value), *words)
     for name in ("COURSE_WORLD_SIZE", "COURSE_IDLE_SECONDS"):
-        for value in ("many", "0", "2.5"):
-            with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"{name}.*{value}"):
-                patch.setenv(name, value)
-                launch(print, "never")
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"{name}.*0"):
+            patch.setenv(name, "0")
+            launch(print, "never")
     all_is_well()
 
 
@@ -553,9 +412,6 @@ def test_expect_error_shows_the_error_and_insists_on_it(capsys):
         launch(work, world_size=2)
     shown = capsys.readouterr()
     assert "ValueError: as told" in shown.out + shown.err and "course_utils" not in shown.out + shown.err
-    with expect_error():
-        launch(work, world_size=2)
-    assert capsys.readouterr().out == shown.out
     with attempt() as failed, attempt() as passed:
         launch(work, world_size=2)
     assert capsys.readouterr().out == shown.out

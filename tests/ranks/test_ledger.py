@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import pytest
@@ -16,7 +13,6 @@ from calls import case
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from course_utils import WorkerError, launch, record
-from course_utils.ranks.witnesses import OnStream
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -41,13 +37,9 @@ def every(*entries: tuple) -> list[list[tuple]]:
     return [[*entries]] * 2
 
 
-@pytest.mark.parametrize(("call", "peer"), [("send", 2), ("recv", 5), ("isend", 7), ("irecv", 3)])
-def test_a_rank_that_does_not_exist_is_told_before_gloo_hangs_or_crashes(call: str, peer: int):
-    def work():
-        getattr(dist, call)(torch.ones(2), peer)
-
-    with pytest.raises(WorkerError, match=rf"{call.lstrip('i')}: there is no rank {peer}, the group has ranks 0 to 1"):
-        launch(work, world_size=2)
+def test_a_rank_that_does_not_exist_is_told_before_gloo_hangs_or_crashes():
+    with pytest.raises(WorkerError, match="send: there is no rank 2, the group has ranks 0 to 1"):
+        launch(lambda: dist.isend(torch.ones(2), 2), world_size=2)
 
 
 def test_every_direct_collective_with_its_bytes():
@@ -97,36 +89,6 @@ def uneven_all_to_all_counts_what_this_rank_puts_in():
     dist.all_to_all_single(torch.empty(sum(outputs)), torch.ones(sum(inputs)), outputs, inputs)
 
 
-@case(CALLS, [[("recv", 20, None)], [("send", 20, 0)]])
-def a_receive_from_anybody_is_recorded():
-    if dist.get_rank() == 0:
-        dist.recv(torch.empty(5))
-    else:
-        dist.send(torch.ones(5), dst=0)
-
-
-@case(CALLS, every(*[("all_reduce", 40), ("all_gather", 80)] * 2))
-def collectives_without_gradients():
-    for mode in (torch.inference_mode, torch.no_grad):
-        with mode():
-            x = torch.ones(10)
-            dist.all_reduce(x)
-            dist.all_gather([torch.empty(10) for _ in range(2)], x)
-
-
-@case(CALLS, every(("all_reduce", 40)))
-def a_collective_of_another_thread():
-    thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(10),))
-    thread.start()
-    thread.join()
-
-
-@case(CALLS, every(("all_reduce", 40)))
-def a_collective_on_a_group_made_while_recording():
-    group = dist.new_group([0, 1])
-    dist.all_reduce(torch.ones(10), group=group)
-
-
 @case(CALLS, every(("all_reduce", 40), ("all_gather", 80), ("reduce_scatter", 40), ("all_gather", 8 * 4 * 4)))
 def functional_collectives_and_dtensors():
     import torch.distributed._functional_collectives as functional
@@ -148,21 +110,17 @@ def test_calls_are_entries_with_their_bytes(work, expected):
         assert [each[: len(entries[0])] for each in found] == entries
 
 
-@pytest.mark.parametrize("how", ["send and recv", "isend and irecv", "batch_isend_irecv"])
+@pytest.mark.parametrize("how", ["isend and recv", "batch_isend_irecv"])
 def test_messages_with_their_peers(how):
     def ring():
         rank, n = dist.get_rank(), dist.get_world_size()
         x, y = torch.full((10,), float(rank)), torch.empty(10)
         right, left = (rank + 1) % n, (rank - 1) % n
-        if how == "send and recv":
-            steps = [lambda: dist.send(x, dst=right), lambda: dist.recv(y, src=left)]
-            for step in steps if rank % 2 == 0 else reversed(steps):
-                step()
-            works = []
-        elif how == "batch_isend_irecv":
+        if how == "batch_isend_irecv":
             works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)])
         else:
-            works = [dist.isend(x, right), dist.irecv(y, left)]
+            works = [dist.isend(x, right)]
+            dist.recv(y, src=left)
         for work in works:
             work.wait()
         assert y[0] == left
@@ -219,63 +177,6 @@ def test_what_a_rank_sends_is_counted_by_group_and_between_nodes():
     assert sent == [(68, 60, 8), (80, 80, 80), (60, 60, 0), (68, 60, 68)]
 
 
-def test_what_ddp_issues_is_seen():
-    """The buckets PyTorch reports about itself are the all-reduces in the ledger."""
-
-    def work():
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)])  # 1 MiB each
-        with record() as built:
-            ddp = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1)
-        ledgers = []
-        for _ in range(3):
-            with record() as ledger:
-                ddp(torch.ones(2, 512)).sum().backward()  # here
-            ledgers.append(ledger)
-        sizes = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-        return built, ledgers, [int(size) for size in sizes.split(",")]
-
-    for built, (first, _, third), sizes in launch(work, world_size=2):
-        assert built.bytes("broadcast") >= 4 * 2**20
-        assert len(sizes) > 1
-        assert first.bytes("all_reduce") == third.bytes("all_reduce") == sum(sizes) == 4 * 2**20
-        buckets = [entry for entry in third.entries if entry.op == "all_reduce"]
-        assert [entry.bytes for entry in buckets] == sizes
-        assert all("backward()" in entry.call_site for entry in buckets)
-
-
-def test_what_fsdp_issues_is_seen():
-    """Four blocks and a root: nine all-gathers, five reduce-scatters a step, each of one block's bytes."""
-
-    def work():
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        class Net(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(4))
-                self.head = torch.nn.Linear(64, 64, bias=False)
-
-            def forward(self, x):
-                for block in self.blocks:
-                    x = block(x)
-                return self.head(x)
-
-        net, mesh = Net(), init_device_mesh("cpu", (2,))
-        for block in net.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(net, mesh=mesh)
-        for _ in range(2):
-            with record() as ledger:
-                net(torch.ones(1, 64)).sum().backward()
-        return ledger
-
-    for ledger in launch(work, world_size=2):
-        assert ledger.count("all_gather") == 9 and ledger.count("reduce_scatter") == 5
-        assert {entry.bytes for entry in ledger.entries if entry.op != "all_reduce"} == {64 * 64 * 4}
-
-
 def test_object_and_coalesced_collectives_are_counted_with_all_their_bytes():
     def work():
         from torch.distributed.distributed_c10d import _coalescing_manager
@@ -290,23 +191,6 @@ def test_object_and_coalesced_collectives_are_counted_with_all_their_bytes():
     for ledger in run(work, world_size=2):
         assert ledger.count("all_gather") >= 2 and ledger.count("broadcast") >= 2
         assert ledger.bytes("all_gather") > 0 and ledger.bytes("all_reduce") == 240
-
-
-def test_results_are_not_changed_by_recording():
-    def work():
-        x = torch.arange(4.0) + dist.get_rank()
-        with record():
-            dist.all_reduce(x)
-            asynchronous = dist.all_reduce(x, async_op=True)
-            assert asynchronous.wait() and asynchronous.is_completed()
-            received = torch.empty(2)
-            if dist.get_rank() == 0:
-                dist.send(torch.ones(2), 1)
-            else:
-                assert dist.recv(received, 0) == 0
-        return x.tolist()
-
-    assert launch(work, world_size=2) == [[2, 6, 10, 14]] * 2
 
 
 def test_an_entry_begins_before_it_ends_and_times_ascend():
@@ -349,37 +233,6 @@ def test_the_call_site_is_the_learners_line():
         assert "dist.barrier()" in second
 
 
-def test_what_a_thread_without_the_learners_code_issues_has_the_main_threads_line():
-    """As backward does on a GPU: autograd computes in a thread of its own, without a Python frame."""
-
-    def work():
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(dist.all_reduce, torch.ones(1)).result()  # in another thread
-
-    for ledger in run(work, world_size=2):
-        (entry,) = ledger.entries
-        assert "in another thread" in entry.call_site
-
-
-class _Event:
-    """What CUDA says of an event: a truth value, or an error of what ran before it."""
-
-    def __init__(self, said: bool | Exception) -> None:
-        self.said = said
-
-    def query(self) -> bool:
-        if isinstance(self.said, Exception):
-            raise self.said
-        return self.said
-
-
-@pytest.mark.parametrize("said, over", [(True, True), (False, False), (RuntimeError("illegal address"), False)])
-def test_an_operation_of_a_gpus_stream_is_over_when_its_event_is(said, over: bool):
-    operation = OnStream.__new__(OnStream)
-    operation.event = _Event(said)
-    assert operation.is_completed() is over
-
-
 def test_records_end_with_their_block_also_after_an_exception_and_nest():
     def work():
         dist.all_reduce(torch.ones(1))
@@ -404,21 +257,6 @@ def test_records_end_with_their_block_also_after_an_exception_and_nest():
     assert launch(work, world_size=2) == [expected] * 2
 
 
-def test_tables_show_operations_and_bytes():
-    def work():
-        dist.all_reduce(torch.ones(1000))
-        dist.broadcast(torch.ones(10), src=0)
-
-    for ledger in run(work, world_size=2):
-        table = ledger.table()
-        assert "all_reduce" in table and "broadcast" in table and len(table.splitlines()) >= 3
-        assert "4" in table and "<" not in table
-        page = ledger._repr_html_()
-        assert "<table" in page and "all_reduce" in page and page.count("<tr") >= 3
-        again = pickle.loads(pickle.dumps(ledger))
-        assert again.table() == table and len(again) == 2
-
-
 def test_what_was_sent_is_not_kept():
     """After a barrier nothing of what came before it is held.
 
@@ -436,7 +274,7 @@ def test_what_was_sent_is_not_kept():
 
     def work():
         held, until = [], time.monotonic() + 20
-        for number in range(100):
+        for number in range(60):
             sent = round_of_operations(asynchronous=number % 3 == 1)
             if number % 3 == 2:
                 dist.barrier()
@@ -451,4 +289,4 @@ def test_what_was_sent_is_not_kept():
 
     for function in (work, watched):
         for held in launch(function, world_size=2):
-            assert held == [0] * 33
+            assert held == [0] * 20

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from calls import case
 
 from course_utils import HangError, MismatchError, WorkerError, launch
-from lessons.multi_node.hosts import hosts_available
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -42,34 +41,15 @@ def another_reduction():
         dist.all_reduce(x)
 
 
-@case(WRONG, 0, "reduce_scatter_single #1 (default): rank 0 reduces with PRODUCT, ranks 1,2 reduce with SUM", "op=")
-def another_reduction_of_a_reduce_scatter():
-    part, whole = torch.empty(2), torch.ones(6)
-    op = dist.ReduceOp.PRODUCT if dist.get_rank() == 0 else dist.ReduceOp.SUM
-    dist.reduce_scatter_single(part, whole, op=op)
-
-
 @case(WRONG, 2, "all_reduce #1 (default): rank 2 passes int32, ranks 0,1 pass float32", "dist.all_reduce(x)")
 def another_dtype_of_the_same_size():
     x = torch.ones(4, dtype=torch.int32 if dist.get_rank() == 2 else torch.float32)
     dist.all_reduce(x)
 
 
-@case(WRONG, 0, "rank 0 passes shape (3, 2), ranks 1,2 pass shape (2, 3)", "dist.all_reduce(x)")
-def another_shape_of_as_many_bytes():
-    x = torch.ones((2, 3) if dist.get_rank() else (3, 2))
-    dist.all_reduce(x)
-
-
 @case(WRONG, 1, "broadcast #1 (default): rank 1 has root 1, ranks 0,2 have root 0", "src=dist.get_rank() % 2")
 def another_root():
     dist.broadcast(torch.ones(2), src=dist.get_rank() % 2)
-
-
-@case(WRONG, 1, "all_reduce #1 (default): rank 1 passes shapes (1), (2), ranks 0,2 pass shapes (2), (1)", "coalesced")
-def another_order_of_coalesced_tensors():
-    sizes = (1, 2) if dist.get_rank() == 1 else (2, 1)
-    dist.all_reduce_coalesced([torch.ones(n) for n in sizes])
 
 
 @case(WRONG, 2, "all_reduce #1 (ranks 1,2): rank 2 reduces with MAX, rank 1 reduces with SUM", "group=pair")
@@ -86,12 +66,6 @@ def a_larger_message_expected():
         dist.send(torch.ones(2), 1)
     if dist.get_rank() == 1:
         dist.recv(torch.ones(3), 0)
-
-
-@case(WRONG, 1, "message #1 from rank 0 to rank 1: rank 0 sends it, rank 1 returned after it had received 0", "")
-def a_message_that_nobody_receives():
-    if dist.get_rank() == 0:
-        dist.isend(torch.ones(2), 1)
 
 
 # --- what would hang, or end a process --------------------------------------------------------------------------------
@@ -118,25 +92,10 @@ def another_size_which_ends_a_process_under_gloo():
     dist.all_reduce(torch.ones(4 if dist.get_rank() == 1 else 2))
 
 
-@case(WRONG, 2, "collective #1 (default): rank 2 calls reduce_scatter, ranks 0,1 call reduce_scatter_single", "parts)")
-def another_form_of_reduce_scatter_which_gloo_does_in_another_way():
-    if dist.get_rank() == 2:
-        parts = [torch.ones(8) for _ in range(3)]
-        dist.reduce_scatter(torch.empty(8), parts)
-    else:
-        dist.reduce_scatter_single(torch.empty(8), torch.ones(24))
-
-
 @case(WRONG, 1, "all_to_all #1 (default): rank 1 sends 2 elements to rank 0, which expects 1", "dist.all_to_all_")
 def splits_that_do_not_fit():
     out, given = [1, 1, 1], [2, 1, 1] if dist.get_rank() == 1 else [1, 1, 1]
     dist.all_to_all_single(torch.empty(3), torch.ones(sum(given)), out, given)
-
-
-@case(WRONG, 0, "message #1 from rank 1 to rank 0: rank 0 receives it, rank 1 returned after it had sent 0", "")
-def a_receive_without_a_send():
-    if dist.get_rank() == 0:
-        dist.recv(torch.ones(2), 1)
 
 
 @pytest.mark.parametrize(("work", "rank", "said", "line"), WRONG)
@@ -189,17 +148,6 @@ def test_rings_that_wait_for_each_other_are_told_without_the_time_out():
         launch(work, world_size=3, verify=True, timeout=3600)
 
 
-def test_the_first_difference_counts_and_the_pool_goes_on():
-    def work():
-        for step in range(200):
-            odd = dist.get_rank() == 2 and step in (50, 60)
-            dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
-
-    assert "all_reduce #51 " in str(refused(work))
-    assert launch(dist.get_rank, world_size=3, verify=True) == [0, 1, 2]
-    assert "all_reduce #51 " in str(refused(work))
-
-
 def test_a_difference_comes_before_the_error_that_follows_from_it():
     def work():
         x = torch.ones(1)
@@ -209,18 +157,6 @@ def test_a_difference_comes_before_the_error_that_follows_from_it():
     assert "rank 2 reduces with MAX" in str(refused(work))
 
 
-def test_errors_that_have_nothing_to_do_with_it_are_told_as_ever():
-    def work():
-        dist.barrier()
-        if dist.get_rank() == 1:
-            raise ValueError("bad batch")
-        dist.all_reduce(torch.ones(1))
-
-    with pytest.raises(WorkerError, match="ValueError: bad batch") as caught:
-        launch(work, world_size=3, verify=True)
-    assert type(caught.value) is WorkerError and caught.value.rank == 1
-
-
 def test_a_program_with_its_own_group_is_compared():
     def program():
         dist.init_process_group("gloo")
@@ -228,15 +164,6 @@ def test_a_program_with_its_own_group_is_compared():
         dist.destroy_process_group()
 
     assert "rank 1 has root 1" in str(refused(program, world_size=2, init=False))
-
-
-@pytest.mark.skipif(not hosts_available()[0], reason=hosts_available()[1])
-def test_ranks_on_emulated_hosts_are_compared():
-    def work():
-        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() == 1 else dist.ReduceOp.SUM)
-
-    assert "MAX" in str(refused(work, world_size=2, hosts=2))
-    assert launch(dist.get_rank, world_size=2, hosts=2, verify=True) == [0, 1]
 
 
 # --- right programs ----------------------------------------------------------------------------------------------
@@ -265,15 +192,6 @@ def every_collective_with_its_variants():
     dist.all_to_all_single(torch.empty(10 * n), whole)
     dist.barrier()
     dist.monitored_barrier()
-
-
-@case(RIGHT)
-def uneven_all_to_all():
-    n, rank = dist.get_world_size(), dist.get_rank()
-    given, wanted = [rank + 1] * n, [source + 1 for source in range(n)]
-    dist.all_to_all_single(torch.empty(sum(wanted), 3), torch.ones(sum(given), 3), wanted, given)
-    none = [0] * n
-    dist.all_to_all_single(torch.empty(0), torch.empty(0), none, none)
 
 
 @case(RIGHT)
@@ -371,19 +289,6 @@ def fsdp_on_a_mesh_with_a_checkpoint_of_its_state():
     get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-@case(RIGHT)
-def functional_collectives_and_dtensors():
-    import torch.distributed._functional_collectives as functional
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (4,))
-    functional.wait_tensor(functional.all_reduce(torch.ones(10), "sum", mesh.get_group()))
-    tensor = distribute_tensor(torch.ones(6, 5), mesh, [Shard(0)])  # 2, 2, 2 and 0 rows
-    tensor.redistribute(mesh, [Shard(1)]).redistribute(mesh, [Replicate()])
-    tensor.sum().full_tensor()
-
-
 @pytest.mark.parametrize("work", RIGHT)
 def test_right_programs_pass(work, capfd):
     launch(work, world_size=4, verify=True)
@@ -400,33 +305,17 @@ def other_order():
     dist.barrier()
 
 
-def other_members():
-    dist.new_group([0, 1, 2] if dist.get_rank() == 1 else [0, 1])
-
-
-@pytest.mark.parametrize(("function", "words"), [
-    (other_order, ("ranks 0,1", "new_group([0, 1])", "ranks 2,3", "new_group([2, 3])")),
-    (other_members, ("rank 1", "new_group([0, 1, 2])", "ranks 0,2,3", "new_group([0, 1])")),
-])
-def test_groups_that_ranks_make_differently_are_told(function, words, capsys):
+def test_groups_that_ranks_make_differently_are_told(capsys):
+    words = "ranks 0,1", "new_group([0, 1])", "ranks 2,3", "new_group([2, 3])"
     with pytest.raises(MismatchError) as caught:
-        launch(function, world_size=4, verify=True)
+        launch(other_order, world_size=4, verify=True)
     assert all(word in str(caught.value) for word in words), caught.value
     try:
-        launch(function, world_size=4, timeout=3)
+        launch(other_order, world_size=4, timeout=2)
         said = capsys.readouterr().out  # gloo has connected the ranks, by luck
     except HangError as error:
         said = error.fault
     assert "make different groups" in said and all(word in said for word in words), said
-
-
-def test_a_group_that_a_rank_does_not_make_is_told():
-    def work():
-        if dist.get_rank() != 2:
-            dist.new_group([0, 1, 3])
-
-    with pytest.raises(MismatchError, match=r"ranks 0,1,3 call it, rank 2 returned"):
-        launch(work, world_size=4, verify=True)
 
 
 def aliased():
@@ -450,30 +339,13 @@ def test_a_collective_that_another_thread_waits_in_is_told():
         thread.join()
 
     with pytest.raises(HangError, match=r"ranks 0,1,3 wait in barrier number 1; rank 2 never joined it"):
-        launch(work, world_size=4, timeout=3)
+        launch(work, world_size=4, timeout=2)
 
 
-def test_types_are_told_before_sizes_and_sizes_of_all_to_all_never():
+def test_types_are_told_before_sizes():
     def reduce():
         dist.all_reduce(torch.ones(4, dtype=torch.float32 if dist.get_rank() == 0 else torch.bfloat16))
 
-    def exchange():
-        x = torch.ones(20, dtype=torch.float64 if dist.get_rank() == 0 else torch.float32)
-        dist.all_to_all_single(torch.empty_like(x), x)
-
-    for work in (reduce, exchange):
-        with pytest.raises(WorkerError) as caught:
-            launch(work, world_size=2, timeout=5)
-        assert "different types: rank 0 float" in str(caught.value) and "different sizes" not in str(caught.value)
-
-
-def test_advice_names_the_cause_and_no_interface_that_is_up():
-    def work():
-        x = torch.ones(1)
-        sent = dist.isend(x, dst=0)
-        dist.recv(x, src=0)
-        sent.wait()
-
-    with pytest.raises(WorkerError, match="cannot send to itself") as caught:
-        launch(work, world_size=1)
-    assert "is down" not in str(caught.value)
+    with pytest.raises(WorkerError) as caught:
+        launch(reduce, world_size=2, timeout=3)
+    assert "different types: rank 0 float" in str(caught.value) and "different sizes" not in str(caught.value)
