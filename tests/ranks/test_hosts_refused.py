@@ -10,18 +10,15 @@ import torch
 import torch.distributed as dist
 
 from course_utils import launch, record
-from lessons.multi_node.hosts import hosts_available, network, plan, results
+from lessons.multi_node.hosts import hosts_available, network, results
 
 pytestmark = pytest.mark.guard(60)
 
 
 REFUSED = [
     ({"hosts": 3}, "4 ranks can be divided equally among 1, 2 or 4 hosts"),
-    ({"hosts": 2.0}, "hosts is a whole number of hosts, not float"),
     ({"hosts": 2, "link": "100"}, "unit (kbit, mbit or gbit), such as '100mbit'"),
-    ({"hosts": 2, "link": "1kbit"}, "allowed are rates from 100kbit to 100gbit"),
     ({"hosts": 2, "fault": "rain"}, "allowed are 'cable pulled', 'port closed', 'only one port open'"),
-    ({"hosts": 1, "fault": "cable pulled"}, "a fault between hosts needs 2 or more"),
     ({"link": "100mbit"}, "link is about the link between hosts; say how many: hosts=2"),
 ]
 
@@ -31,10 +28,6 @@ def test_what_makes_no_sense_is_refused_with_what_is_allowed():
         with pytest.raises((TypeError, ValueError)) as caught:
             launch(dist.get_rank, world_size=4, **options)
         assert said in str(caught.value)
-
-
-def test_the_docstring_of_launch_names_every_fault():
-    assert all(f'``"{fault}"``' in launch.__doc__.replace("\n        ", " ") for fault in plan.FAULTS)
 
 
 @pytest.fixture
@@ -69,16 +62,6 @@ def test_without_networks_ranks_run_on_one_host_with_the_same_variables(unavaila
     assert capsys.readouterr().out.startswith("2 hosts are not emulated. The ranks run"), "the reason is told once"
     plain = launch(place, world_size=4)
     assert plain == [(socket.gethostname(), str(rank), str(rank), "4", "0", "1", "127.0.0.1") for rank in range(4)]
-
-
-def test_without_networks_a_program_makes_its_own_group(unavailable):
-    def program():
-        dist.init_process_group("gloo")
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        return x.item(), os.environ["GROUP_RANK"]
-
-    assert launch(program, world_size=2, hosts=2, init=False) == [(2.0, "0"), (2.0, "1")]
 
 
 def test_a_fault_that_cannot_be_made_is_refused(unavailable):

@@ -82,11 +82,6 @@ def test_a_job_is_found_by_torchruns_process_or_command_and_the_odd_rank_named(j
     assert expected in where("--torchrun", re.escape(str(tmp_path)))
 
 
-def test_without_a_job_it_says_so():
-    done = subprocess.run([sys.executable, str(WHERE), str(os.getpid())], capture_output=True, text=True)
-    assert done.returncode == 1 and "no rank found" in done.stderr
-
-
 def test_a_signal_goes_only_to_who_expects_it():
     """Nobody is ended: a process that has not prepared anything gets no SIGUSR1."""
     command, environment = [sys.executable, "-c", "import time; time.sleep(600)"], {**os.environ, "RANK": "0"}
@@ -119,14 +114,6 @@ def stack(function: str, line: int) -> list[tuple[str, int, str]]:
     return [*frames, ("/home/train.py", line, "step")]
 
 
-def test_another_size_is_told_but_not_where_sizes_may_differ():
-    over = entry("all_reduce", 1)
-    said = verdict(*[([over, entry("all_reduce", 2, False, sizes=[[n]])], stack("all_reduce", 9)) for n in (4, 4, 8)])
-    assert said.startswith("look at rank 2: collective #2 of the default group differs: ranks 0, 1 [[4]], rank 2 [[8]]")
-    said = verdict(*[([over, entry("scatter", 2, False, sizes=[[n]])], stack("scatter", 9)) for n in (4, 0)])
-    assert said.startswith("nothing can be told")
-
-
 def test_a_rank_that_is_behind_in_a_sub_group_is_told_by_its_members():
     waits = [entry("all_reduce", 1), entry("all_gather", 3, False, group="5")], stack("all_gather", 4)
     behind = [entry("all_reduce", 1), entry("all_gather", 2, group="5")], stack("barrier", 7)
@@ -140,12 +127,6 @@ def test_ranks_that_all_wait_for_a_message_are_shown():
     assert verdict(([], stack("recv", 5)), ([], stack("recv", 5))).startswith(
         "look at ranks 0, 1: all of them wait for a message of another, in a circle: "
         "rank 0 stands in recv at train.py:5 in step")
-
-
-def test_what_a_line_has_called_is_the_function_that_programs_call():
-    names, inner = runpy.run_path(str(WHERE)), stack("all_gather", 3)[0]
-    frames = [names["Frame"](*frame) for frame in [inner, *stack("all_gather_object", 3)]]
-    assert names["Rank"](0, 1, "waits", [frames]).call == "all_gather_object"
 
 
 def test_the_program_to_take_to_work_is_short_and_needs_no_course():
