@@ -74,17 +74,6 @@ def test_mixed_types_stay_apart_and_keep_their_type():
         assert found == [(True, [4.0] * 3)] * 9
 
 
-def test_overlapped_refuses_a_second_backward_before_finish():
-    def twice():
-        model = overlapped(nn.Linear(2, 2))
-        for _ in range(2):
-            model(torch.ones(1, 2)).sum().backward()
-
-    overlapped = lesson()["Overlapped"]
-    with pytest.raises(WorkerError, match="came twice"):
-        launch(twice, world_size=2, backend="gloo")
-
-
 def test_recorded_jobs_are_as_the_lesson_tells():
     """404 all-reduces, most of them short, in a third of a step in which nothing is computed; and DDP's buckets."""
     slow, ddp = data_parallel.recorded_jobs().values()
@@ -218,25 +207,22 @@ def test_script_trains_as_one_process_does_and_resumes_on_other_ranks(tmp_path):
     state = torch.load(file)
     assert {*state} == {"model", "optimizer", "scheduler", "scaler", "step", "samples"}
     assert (state["step"], state["samples"], state["scheduler"]["last_epoch"]) == (4, 48, 4)
-    assert losses("--steps=5", "--batch=12", checkpoint, n=2) == pytest.approx(whole[4:5], abs=1e-4)
-    assert losses("--steps=6", "--batch=12", checkpoint, n=3) == pytest.approx(whole[5:], abs=1e-4)
+    assert losses("--steps=6", "--batch=12", checkpoint, n=3) == pytest.approx(whole[4:], abs=1e-4)
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
 def test_script_resumes_beyond_an_epoch_with_the_same_losses(tmp_path):
     flags = "--batch=400", f"--checkpoint={tmp_path / 'run.pt'}"
     whole = losses("--steps=8", "--batch=400", n=2)
-    assert losses("--steps=6", *flags, n=2) == whole[:6]
-    assert losses("--steps=7", *flags, n=2) == whole[6:7]
+    assert losses("--steps=7", *flags, n=2) == whole[:7]
     assert losses("--steps=8", *flags, n=4) == pytest.approx(whole[7:], abs=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_script_learns_the_same_in_16_bits(precision, tmp_path):
-    options = f"--precision={precision}", f"--checkpoint={tmp_path / 'run.pt'}"
+def test_script_learns_the_same_in_16_bits(tmp_path):
+    options = "--precision=fp16", f"--checkpoint={tmp_path / 'run.pt'}"
     assert losses("--steps=3", *options, n=2) == pytest.approx(one_process(3, 16), abs=0.03)
-    assert losses("--steps=4", *options, n=2) == pytest.approx(one_process(4, 16)[3:], abs=0.03)
-    assert ("scale" in torch.load(tmp_path / "run.pt")["scaler"]) == (precision == "fp16")
+    assert "scale" in torch.load(tmp_path / "run.pt")["scaler"]
+    assert losses("--steps=3", "--precision=bf16", n=2) == pytest.approx(one_process(3, 16), abs=0.03)
 
 
 COMPILED = """\

@@ -19,10 +19,7 @@ from torch.distributed.tensor import DTensor
 from course_utils import HangError, launch
 from course_utils.data import Windows
 from course_utils.models import TransformerConfig, build_gpt
-from course_utils.programs import SCRIPTS, excerpt, folded
-from course_utils.ranks import Entry, Ledger
-from lessons.fsdp.answers import clip_sharded
-from lessons.fsdp.sharded import EmulatedGPU, OnEmulatedGPU, emulated_step, ring_traffic
+from lessons.fsdp.sharded import EmulatedGPU, OnEmulatedGPU, emulated_step
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -38,18 +35,6 @@ def lesson() -> dict:
 
 def on_ranks(fn, *args, n, **kwargs):
     return launch(fn, *args, world_size=n, backend="gloo", **kwargs)
-
-
-def test_traffic_follows_the_ring_of_each_group():
-    node = {rank: rank // 2 for rank in range(4)}
-
-    def ledgers(op, size, *groups):
-        of = {rank: group for group in groups for rank in group}
-        return [Ledger([Entry(op, "", size, None, of[rank], 1, 0.0)]) for rank in range(4)]
-
-    assert ring_traffic(ledgers("all_gather", 400, (0, 1, 2, 3)), node) == (600, 600)
-    assert ring_traffic(ledgers("all_gather", 400, (0, 1), (2, 3)), node) == (800, 0)
-    assert ring_traffic(ledgers("all_reduce", 200, (0, 2), (1, 3)), node) == (0, 800)
 
 
 def test_recomputed_blocks_are_not_gathered_again():
@@ -147,36 +132,6 @@ def test_a_sharded_model_saved_by_hand_claims_the_whole_shape_and_has_a_part(tmp
     on_ranks(by_hand, n=2)
 
 
-def test_clipping_over_shards_is_that_of_pytorch():
-    def norms_and_gradients():
-        torch.manual_seed(0)
-        layer = fully_shard(torch.nn.Linear(3, 5).double())
-        (100 * layer(torch.ones(2, 3).double())).square().sum().backward()
-        own = [p.grad.to_local().clone() for p in layer.parameters()]
-        right = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0).full_tensor().item()
-        norm = clip_sharded(own, [], 1.0).item()
-        return norm, right, own, [p.grad.to_local().clone() for p in layer.parameters()]
-
-    for norm, right, own, clipped in on_ranks(norms_and_gradients, n=3):
-        assert norm == pytest.approx(right, rel=1e-12)
-        assert all(torch.allclose(g, c, rtol=1e-9, atol=0) for g, c in zip(own, clipped, strict=True))
-
-
-def test_an_excerpt_is_whole_lines_without_indent(tmp_path):
-    text = excerpt(SCRIPTS / "train.py", 'with torch.device("meta")', "model.to_empty")
-    assert text.startswith("with torch.device") and "fully_shard(block" in text and text.endswith("device=device)")
-    with pytest.raises(ValueError, match="no lines"):
-        excerpt(SCRIPTS / "train.py", "model.to_empty", "what is not there")
-
-
-def test_functions_code_and_files_are_folded_under_one_line():
-    text = folded("The *source*", test_an_excerpt_is_whole_lines_without_indent, "x = 1\n", SCRIPTS / "hello.py").data
-    assert text.startswith("<details><summary>The *source*</summary>\n\n```python\ndef test_an_excerpt")
-    assert "\n\n\nx = 1\n\n\n" in text and text.endswith("```\n\n</details>")
-    assert (SCRIPTS / "hello.py").read_text() in text
-    assert "```yaml\n" in folded("A file", "a: 1", language="yaml").data
-
-
 def test_random_states_under_a_key_for_each_rank_come_back(tmp_path):
     def save():
         torch.manual_seed(dist.get_rank())
@@ -215,9 +170,3 @@ def test_an_emulated_gpu_needs_the_hint_only_where_the_cpu_waits():
     names = lesson()
     assert [on_ranks(hidden, *how, n=2)[0] for how in ((False, False), (False, True))] == [7, 7]
     assert [on_ranks(hidden, *how, n=2)[0] for how in ((True, False), (True, True))] == [3, 6]
-
-
-def test_latest_goes_by_number_and_leaves_out_what_is_unfinished(tmp_path):
-    for name in ("step-9", "step-10", "step-11.unfinished"):
-        (tmp_path / name).mkdir()
-    assert lesson()["latest"](tmp_path).name == "step-10"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import sys
 from itertools import combinations
 
 import pytest
@@ -48,12 +47,12 @@ def test_each_pair_of_links_plays_once_and_no_rank_twice_in_a_turn(n: int):
     assert len(parallel) == (n if n % 2 else n - 1) and len(alone) == n * (n - 1) // 2
 
 
-@pytest.mark.parametrize("flags", [(), ("--strong", "--bf16", "--recompute", "--batch", 6)], ids=["weak", "strong"])
-def test_scaling_curve_has_columns_that_belong_together(flags: tuple):
-    said = torchrun("scaling_curve.py", "--steps", 2, "--peak-tflops", 0.1, *flags, ranks=3, gpus=False)
+def test_scaling_curve_has_columns_that_belong_together():
+    flags = "--strong", "--bf16", "--recompute", "--batch", 6
+    said = torchrun("scaling_curve.py", "--steps", 2, "--peak-tflops", 0.1, *flags, ranks=2, gpus=False)
     head, *rows = [line.split() for line in said.splitlines()]
     assert head == ["ranks", "tokens/s", "efficiency", "waits", "MFU"]
-    assert [int(row[0]) for row in rows] == [1, 2, 3]
+    assert [int(row[0]) for row in rows] == [1, 2]
     first = float(rows[0][1].replace(",", ""))
     for n, rate, efficiency, waits, mfu in rows:
         per_rank = float(rate.replace(",", "")) / int(n)
@@ -61,14 +60,3 @@ def test_scaling_curve_has_columns_that_belong_together(flags: tuple):
         flops = TransformerConfig().flops_per_token("none")
         assert float(mfu.rstrip("%")) == pytest.approx(100 * per_rank * flops / 0.1e12, rel=0.02, abs=0.1)
         assert 0 <= float(waits.rstrip("%")) < 100
-
-
-@pytest.mark.parametrize(("script", "flags", "message"), [
-    ("busbw.py", ["--smallest=8", "--largest=4"], "4 <= smallest <= largest"),
-    ("links.py", ["--small=8", "--large=8"], "1 <= small < large"),
-])
-def test_bad_sizes_are_refused(script: str, flags: list[str], message: str, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [script, *flags])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
-    assert message in capsys.readouterr().err

@@ -78,29 +78,6 @@ def test_hierarchical_is_right_on_any_nodes_at_its_cost(n, per_node):
     prove({"hierarchical": on_nodes}, n, TwoLevelCluster(n // per_node, per_node, (0.0, 0.0), (0.0, 0.0)))
 
 
-@pytest.mark.parametrize("name", FLAT)
-def test_all_ranks_hold_the_same_bits(name):
-    """Also where adding rounds, and for tensors of more than one dimension."""
-
-    def one_run():
-        x = torch.randn(5, 7)
-        algorithm(x)
-        return x
-
-    algorithm = lesson()[f"{name}_all_reduce"]
-    by_rank = launch(one_run, world_size=5, backend="gloo")
-    assert all(torch.equal(x, by_rank[0]) for x in by_rank)
-
-
-@pytest.mark.parametrize("n", [2, 4, 8, 10, 64])
-def test_no_rank_works_in_both_trees(n):
-    first = lesson()["parents"](n)
-    second = lesson()["mirrored"](first)
-    for tree in (first, second):
-        assert tree.count(-1) == 1 and max(tree.count(rank) for rank in range(n)) <= 2
-    assert not {*first} & {*second} - {-1}
-
-
 def test_answers_on_paper_are_those_of_the_cost_model():
     for size, n, latency_us, gigabits in check.pick_algorithm.cases:
         cluster = flat_cluster(n, latency_us * 1e-6, 8 / (gigabits * 1e9))

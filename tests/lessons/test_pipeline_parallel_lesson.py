@@ -13,8 +13,8 @@ from torch import nn
 
 from course_utils import launch, recorded
 from course_utils.models import TransformerConfig, build_gpt
-from lessons.pipeline_parallel import check, pipeline_training, stage_costs
-from lessons.pipeline_parallel.pipeline import SCHEDULES, Op, Schedule, gpipe, interleaved, naive, one_f_one_b, simulate
+from lessons.pipeline_parallel import pipeline_training, stage_costs
+from lessons.pipeline_parallel.pipeline import Op, Schedule, gpipe, interleaved, naive, one_f_one_b, simulate
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -109,9 +109,3 @@ def test_stage_of_the_largest_published_run():
     assert stage.tensor == pytest.approx(2 * 12 * s * h * 7 / 8 * 2)
     assert stage.forward == pytest.approx((2 * 12 * h**2 * 2 + 4 * s * h * 2) * s / 8 / 163e12, rel=0.02)
     assert stage.data == pytest.approx(2 * 2 * 5 / 6 * 1008e9 / 512 / 512, rel=0.01)
-
-
-def test_table_of_the_puzzle_is_what_the_simulation_says():
-    for name, seconds, peak in (("1F1B", 66, 4), ("ZB-H1", 60, 4), ("ZB-H2", 57, 7)):
-        timeline = simulate(SCHEDULES[name](check.RANKS, check.COUNT), check.TARGET)
-        assert (timeline.seconds, max(timeline.peak)) == (seconds, peak)

@@ -15,7 +15,7 @@ from lesson_cells import definitions
 
 from course_utils import device, launch
 from course_utils.data import Windows
-from course_utils.models import PUBLISHED, TransformerConfig, build_gpt
+from course_utils.models import TransformerConfig, build_gpt
 from lessons.tensor_parallel import helpers as tensor_parallel
 from lessons.tensor_parallel.helpers import compare
 
@@ -80,11 +80,3 @@ def test_parameters_of_a_rank():
 
     assert on(3, count, lesson()["parallel"]) == [tensor_parallel.parameters_of_rank(even, 3)] * 3
     assert tensor_parallel.parameters_of_rank(even, 1) == even.parameter_count
-
-
-def test_memory_of_a_rank_has_the_activations_of_the_formulas():
-    config = PUBLISHED["GPT-3 13B"]
-    unit = 2 * 4 * config.context * config.hidden * config.layers
-    assert tensor_parallel.rank_memory(config, 1, 4).activations == pytest.approx(16 * unit)
-    assert tensor_parallel.rank_memory(config, 8, 4).activations == pytest.approx(5.5 * unit)
-    assert tensor_parallel.rank_memory(config, 8, 4, sequence_parallel=True).activations == pytest.approx(3.75 * unit)
