@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 from unittest.mock import patch
 
@@ -14,18 +13,12 @@ class GroupsInStep:
     """Inside its ``with`` block `new_group` raises where ranks ask for different groups.
 
     Without it gloo sometimes waits, and sometimes connects ranks of different groups, which then add up wrong numbers.
-
-    Attributes
-    ----------
-    made : list
-        Of each call of `new_group`, the ranks asked for in ascending order, or None for all.
     """
 
     def __init__(self) -> None:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d as c10d
 
-        self.made: list[list[int] | None] = []
         self._steps, self._new_group = 0, c10d.new_group
         self._patches = [patch.object(module, "new_group", self._in_step) for module in (dist, c10d)]
 
@@ -39,29 +32,16 @@ class GroupsInStep:
             one.stop()
 
     def _in_step(self, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        self.made.append(None if ranks is None else sorted(int(rank) for rank in ranks))
-        if not kwargs.get("use_local_synchronization"):
-            self.together(f"call {len(self.made)} for {self.made[-1]}")
-        return self._new_group(ranks, *args, **kwargs)
-
-    def together(self, step: str, what: Any = None) -> list[Any]:
-        """What the ranks bring to a step, by rank: anything that JSON holds.
-
-        It goes through the store of the default group, so that the ledger has no entry of it.
-
-        Raises
-        ------
-        RuntimeError
-            The ranks are at different steps.
-        """
+        """A group that all ranks ask for; they compare through the store, so that the ledger has no entry of it."""
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
-        store = _get_default_store()
-        self._steps += 1
-        store.set(f"checks/{self._steps}/{dist.get_rank()}", json.dumps((step, what)))
-        everyone = [json.loads(store.get(f"checks/{self._steps}/{rank}")) for rank in range(dist.get_world_size())]
-        if len({theirs for theirs, _ in everyone}) > 1:
-            wishes = ", ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(everyone))
-            raise RuntimeError(f"{DIFFERENT} ({wishes})")
-        return [theirs for _, theirs in everyone]
+        if not kwargs.get("use_local_synchronization"):
+            store, wish = _get_default_store(), None if ranks is None else sorted(int(rank) for rank in ranks)
+            self._steps += 1
+            store.set(f"checks/{self._steps}/{dist.get_rank()}", f"call {self._steps} for {wish}")
+            wishes = [store.get(f"checks/{self._steps}/{r}").decode() for r in range(dist.get_world_size())]
+            if len({*wishes}) > 1:
+                told = ", ".join(f"rank {rank}: {wish}" for rank, wish in enumerate(wishes))
+                raise RuntimeError(f"{DIFFERENT} ({told})")
+        return self._new_group(ranks, *args, **kwargs)

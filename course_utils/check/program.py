@@ -46,6 +46,9 @@ from .runs import TIMEOUT, CheckFailed, Exercise, Outcome, checked
 __all__ = ["Case", "Note", "answer_with", "exercise"]
 
 
+SHORT = 1.0  # seconds at rest after which the ranks of a mistake count as hanging: nobody shall wait for a diagnosis
+
+
 @dataclass(frozen=True)
 class Case:
     """Ranks (0: none, in this process), the case's name, its further arguments, and the hint that explains a failure
@@ -228,7 +231,7 @@ def _of_a_mistake(
     options: Mapping, solution: Callable, program: Callable, case: Case, tolerance: float, place: int, edit: Any
 ) -> list[tuple | None] | None:
     """What the program finds on each rank in a mistake, up to a place; None if its ranks end in an error or wait."""
-    quiet, same = Exercise("", {}, program=_on_a_rank, options=options), Case(case.ranks, args=case.args)
+    quiet, same = Exercise("", {}, SHORT, _on_a_rank, options), Case(case.ranks, args=case.args)
     try:
         return [result[0] for result in _run(quiet, program, solution(edit), same, tolerance, place)]
     except CheckFailed:
@@ -239,6 +242,8 @@ def _diagnosis(mistakes: Mapping, once: Callable, remembered: dict, rank: int, f
     """The key of the mistake that gives the same wrong value at the same place on this rank; each one runs once."""
     place, hint, _, value = found
     for key, (_, *edits) in mistakes.items():
+        if key in ("hang", "unwaited"):  # whose ranks wait in vain, and have no value
+            continue
         for number, edit in enumerate(listed(edits[0]) if edits else []):
             if (key, number) not in remembered:
                 remembered[key, number] = once(edit)

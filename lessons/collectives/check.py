@@ -160,10 +160,6 @@ def taking_turns(receives_first: str) -> dict[str, str]:
 
 
 MISTAKES["ring_shift"] = {
-    "hang": ("""With gloo a send returns only once the other side receives. Follow one pair of ranks in the report
-        below: which of the two receives first?""", [{SHIFT: f"{SEND}\n{RECV}"}, taking_turns("rank % 2")]),
-    "unwaited": ("A rank returns while one of its own messages is still under way.",
-            {SHIFT: "dist.isend(x, (rank + by) % n)\nif rank == 1:\n    __import__('time').sleep(0.3)\n" + RECV}),
     "collective": ("Build the shift from messages alone: one from each rank to its right neighbour, and no collective.",
             {SHIFT: "parts = [torch.empty_like(x) for _ in range(n)]\ndist.all_gather(parts, x)\n"
              "received = parts[(rank - by) % n]"}),
@@ -176,6 +172,10 @@ MISTAKES["ring_shift"] = {
              f"{RECEIVED}  ->  a, b = x.shape\nreceived = x.new_empty(a, b)"]),
     "value": ("Does the receive write into a tensor of its own, and has it finished before you return that tensor?",
             "return received  ->  return torch.zeros_like(x)"),
+    "hang": ("""With gloo a send returns only once the other side receives. Follow one pair of ranks in the report
+        below: which of the two receives first?""", [{SHIFT: f"{SEND}\n{RECV}"}, taking_turns("rank % 2")]),
+    "unwaited": ("A rank returns while one of its own messages is still under way.",
+            {SHIFT: "dist.isend(x, (rank + by) % n)\nif rank == 1:\n    __import__('time').sleep(0.3)\n" + RECV}),
 }
 RIGHT["ring_shift"] = {
     "isend, recv, wait": {SHIFT: f"request = dist.isend(x, (rank + by) % n)\n{RECV}\nrequest.wait()"},

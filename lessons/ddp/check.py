@@ -324,7 +324,6 @@ RIGHT["overlapped"] = {
 
 # --- exercise 2: buckets
 
-
 LENGTHS = (3, 2, 1, 4, 1, 5, 2)
 DOUBLE, SINGLE = torch.float64, torch.float32
 LISTS = {  # elements of the parameters, their dtypes in turn, bytes of a bucket
@@ -604,8 +603,6 @@ RIGHT["accumulate"] = {
         "with model.no_sync():": "model.require_backward_grad_sync = False\nif True:",
         LAST: f"model.require_backward_grad_sync = True\n{LAST}",
     },
-    "predictions without a graph before": "with model.no_sync():\n  ->  "
-        "with torch.no_grad():\n    [model.module(x) for x, _ in batches]\nwith model.no_sync():\n",
 }
 
 # --- exercise 7: uneven inputs

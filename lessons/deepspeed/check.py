@@ -18,16 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_utils import launch, record
-from course_utils.check import (
-    BACKEND,
-    CheckFailed,
-    Exercise,
-    checked,
-    close,
-    exercise,
-    number,
-    show,
-)
+from course_utils.check import BACKEND, CheckFailed, Exercise, checked, exercise
+from course_utils.check.compare import close, number, show
 from course_utils.check.program import hints_of
 from course_utils.models import loss_of
 
@@ -428,8 +420,8 @@ def choices(note, answer, situation):
 
 
 WHY_NOT = {
-    "1": """When a layer computes, its weights are whole with ZeRO and FSDP2 alike: the layer itself must fit. Tensor and
-        pipeline parallelism divide the computation, but DDP beside them copies what a rank holds, states included;
+    "1": """When a layer computes, its weights are whole with ZeRO and FSDP2 alike: the layer itself must fit. Tensor
+        and pipeline parallelism divide the computation, but DDP beside them copies what a rank holds, with states;
         and DeepSpeed's own pipeline refuses stages 2 and 3.""",
     "2": """Add up the bytes of the states: even shared they do not fit into the two GPUs, nor into the CPU's memory,
         where CPUOffloadPolicy ends.""",

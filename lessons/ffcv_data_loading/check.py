@@ -36,7 +36,6 @@ RIGHT: dict[str, dict[str, Any]] = {}
 
 READ = "{number:,.0f} bytes were read, {most:,.0f} do."
 
-
 # --- exercise 1: the header
 
 TWO = [("image", IMAGE), ("label", INT)]
@@ -493,7 +492,6 @@ MISTAKES["shard"] = {
 }
 RIGHT["shard"] = {
     "neighbouring parts": "[part.tolist() for part in parts[rank::n]]  ->  parts[rank * steps : (rank + 1) * steps]",
-    "hash of numbers": "(seed, epoch)  ->  abs(hash((seed, epoch)))",
     "own samples, split into steps": {
         PARTS: "parts = np.array_split(order[rank::n], steps)", "parts[rank::n]": "parts",
     },

@@ -18,17 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from course_utils import record
-from course_utils.check import (
-    TIMEOUT,
-    Case,
-    Note,
-    crosses,
-    exercise,
-    number,
-    paper,
-    sent,
-    show,
-)
+from course_utils.check import TIMEOUT, Case, Note, crosses, exercise, number, paper, sent, show
 from course_utils.memory import track
 from course_utils.models import TransformerConfig, build_gpt
 
@@ -256,7 +246,6 @@ for p in model.parameters():
     },
 }
 
-
 # --- exercise 3: resharding
 
 CHECKPOINTS = (
@@ -387,7 +376,6 @@ RIGHT["reshard"] = {
     },
 }
 
-
 # --- exercise 4: clipping
 
 SHAPES, COPIES = [(5, 3), (7,), (1, 4), (4, 2)], [(3,), (2, 2)]
@@ -486,7 +474,6 @@ RIGHT["clip_sharded"] = {
         "squares += sum(g.square().sum() for g in replicated)": "pass",
     },
 }
-
 
 # --- on paper
 

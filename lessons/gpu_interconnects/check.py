@@ -12,23 +12,10 @@ import numpy as np
 import torch
 
 from course_utils import record
-from course_utils.check import (
-    TIMEOUT,
-    Case,
-    Exercise,
-    answer_with,
-    checked,
-    exercise,
-    fault,
-    message_steps,
-    number,
-    paper,
-    show,
-    values,
-)
-from course_utils.check.compare import listed
+from course_utils.check import TIMEOUT, Case, Exercise, answer_with, checked, exercise, paper
+from course_utils.check.compare import listed, number, show, values
 from course_utils.check.program import hints_of
-from course_utils.check.traffic import calls
+from course_utils.check.traffic import calls, fault, message_steps
 from course_utils.ranks import interceptor
 from course_utils.topology import cluster, reference
 
@@ -176,7 +163,7 @@ def ping_pong(fn: Callable, timeout: float = TIMEOUT) -> None:
 
 def wrong_time(got: float, data: list, repeats: int) -> str:
     """The mistake that gives this time."""
-    for key in ("not-halved", "count", "mean", "send-only"):
+    for key in ("not-halved", "mean", "count", "send-only"):
         for edit in listed(MISTAKES["ping_pong"][key][1]):
             wrong = answer_with(answers.__name__, "ping_pong", edit)
             seconds = Exercise("", {}).run(with_clock, data, wrong, repeats)[0].result

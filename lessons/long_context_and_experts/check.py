@@ -13,13 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_utils import record
-from course_utils.check import (
-    Case,
-    exercise,
-    paper,
-    show,
-    whole_numbers,
-)
+from course_utils.check import Case, exercise, paper, show, whole_numbers
 
 from . import answers
 
@@ -207,7 +201,6 @@ RIGHT["zigzag"] = {
         "zip(runs[:n], runs[:n - 1:-1])]",
 }
 
-
 # --- exercise 3: ring attention
 
 RINGS = [  # ranks, name, heads, KV heads, positions of each rank
@@ -276,7 +269,6 @@ MISTAKES["ring_attention"] = {
         neighbor, always the same one.""",),
 }
 
-
 RIGHT["ring_attention"] = {
     "the other way round": {"dist.isend, t, (rank + 1) % n": "dist.isend, t, (rank - 1) % n",
          "dist.irecv, t, (rank - 1) % n": "dist.irecv, t, (rank + 1) % n"},
@@ -286,7 +278,6 @@ RIGHT["ring_attention"] = {
              "elif (positions.max() >= block[2].min()):\n"
              "    total = merge(total, part)"},
 }
-
 
 # --- exercise 4: Ulysses
 
@@ -356,14 +347,12 @@ MISTAKES["ulysses"] = {
             "AllToAll.apply(rows, send, recv)  ->  AllToAll.apply(rows.detach(), send, recv)"),
 }
 
-
 RIGHT["ulysses"] = {
     "copies after": {"enable_gqa=True": "enable_gqa=False",
          "o = F": "g = q.shape[1] // k.shape[1]\nk, v = (t.repeat_interleave(g, 1) for t in (k, v))\no = F"},
     "indexed heads": {"k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)":
              "serve = [h // copies for h in range(copies * kv_heads)]\nk, v = k[:, serve], v[:, serve]"},
 }
-
 
 # --- exercise 5: experts
 
@@ -416,7 +405,7 @@ def expert_layer(note, answer, tokens, experts, k, used, capacity):
     rows = counts.clamp(max=capacity or max(tokens) * k).view(n, n, -1).sum(2)  # from each rank to each
     least = 8 * 3 * int(rows[rank].sum() + rows[:, rank].sum())
     for ledger, calls in zip(ledgers.values(), (3, 2), strict=True) if n > 1 else ():
-        note.sent(ledger, {"all_to_all", "all_gather"}, calls=calls, too_many_bytes="padded",
+        note.sent(ledger, {"all_to_all", "all_gather"}, calls=calls, too_many_calls="padded", too_many_bytes="padded",
                   carried=(least, least + (calls - 2) * 16 * experts * n))
 
 
@@ -450,12 +439,12 @@ MISTAKES["expert_layer"] = {
               "results[owner == i] = expert(i, rows[owner == i])":
                   "at = (owner == i).nonzero()[:capacity, 0]\nresults[at] = expert(i, rows[at])"},
              "[:capacity, 0]  ->  [: capacity and capacity * n // n_experts, 0]"]),
-    "padded": ("""The result is right, but more rows travel than experts take. Send each rank the rows for its experts,
-        in lists of different lengths, and not those that are dropped.""",),
+    "padded": ("""The result is right, but more travels than experts take. There are three exchanges, of the counts, the
+        tokens and the results. Send each rank the rows for its experts, in lists of different lengths, and none that
+        are dropped.""",),
     "no-gradient": ("""The output is right, but no gradient comes back. Tokens and results have to go through exchange,
         which is differentiable.""", "AllToAll.apply(rows, send, recv)  ->  AllToAll.apply(rows.detach(), send, recv)"),
 }
-
 
 RIGHT["expert_layer"] = {
     "sorted by expert": {"results = torch.zeros_like(rows)\n"
@@ -469,7 +458,6 @@ RIGHT["expert_layer"] = {
              "(x.new_zeros(len(flat), x.shape[1]).index_copy(0, sent, back).view(*chosen.shape, x.shape[1]) * "
              "weights[..., None]).sum(1)"},
 }
-
 
 # --- exercise 6: a router
 
@@ -562,7 +550,8 @@ MISTAKES["balanced_step"] = {
         choices of all ranks before you compare.""", "dist.all_reduce(load)  ->  dist.all_reduce(load.clone())"),
     "sign": ("""The bias changes by rate, however large the difference is: an expert that has too much to do becomes
         less attractive, one with too little more.""", ["load.mean() - load)  ->  load - load.mean())",
-             "torch.sign(load.mean() - load)  ->  (load.mean() - load)"]),
+             "torch.sign(load.mean() - load)  ->  (load.mean() - load)",
+             "torch.sign(load.mean() - load)  ->  (1 - load / load.mean())"]),
     "not-kept": ("bias is as it was before. Change the tensor itself; bias = bias + ... makes a new one.",
             "bias += rate * torch.sign(load.mean() - load)  ->  bias = bias + rate * torch.sign(load.mean() - load)"),
     "too-early": ("This choice was made with the new bias. It is updated after the step, and serves the next one.",
@@ -597,7 +586,6 @@ RIGHT["balanced_step"] = {
     "two masks": "bias += rate * torch.sign(load.mean() - load)  ->  bias[load < load.mean()] += rate\n"
         "bias[load > load.mean()] -= rate",
 }
-
 
 # --- on paper
 

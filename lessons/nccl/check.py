@@ -197,8 +197,6 @@ return total
 """
 
 RING = {
-    "hang": """With gloo a send returns only once the other side receives. If all ranks of a ring send first, or all
-        receive first, none of them gets any further.""",
     "not-divisible": """Here N does not divide the number of elements. There are N chunks all the same, which all take
         part: some are longer, some perhaps empty. torch.chunk and torch.split make other ones.""",
     "ring": "It passed with the ring 0, 1, …, N-1, but not with this one. A place is not a rank: ring[place] is.",
@@ -209,6 +207,8 @@ RING = {
     "not-gathered": """This rank has the sum of one chunk only. The second N-1 steps should bring it the others.""",
     "added": """Finished numbers were added once more. Only the N-1 steps of a reduce-scatter add; in those of an
         all-gather, what arrives replaces what was there.""",
+    "hang": """With gloo a send returns only once the other side receives. If all ranks of a ring send first, or all
+        receive first, none of them gets any further.""",
 }
 
 
@@ -338,8 +338,6 @@ DOWN = "dist.send(total, (rank + distance) % n)"
 CALLS, IF_CHILD = (GET, UP, ANSWER, DOWN), "if place + distance < n:\n            "
 
 MISTAKES["tree_all_reduce"] = {
-    "hang": ("""A rank waits for a message that nobody sends, or both sides of a pair send first. Follow one pair in the
-        report below: which of the two sends, and in which round?""", {f"{UP}\n        {ANSWER}": f"{ANSWER}\n{UP}"}),
     "not-broadcast": ("""The root has the sum, and the second half sends it back down the tree, where it replaces what a
         rank holds; it is not added to it.""", [{ANSWER: "return total", "while distance > 1:": "while False:"},
              f"{ANSWER}  ->  {ANSWER.replace('total', 'received')}\ntotal += received"]),
@@ -363,6 +361,8 @@ MISTAKES["tree_all_reduce"] = {
             "distance = 1  ->  distance = 1\nwhile distance < n:\n    request = dist.isend(total, rank ^ distance)\n"
             "    dist.recv(received, rank ^ distance)\n    request.wait()\n    total = total + received\n"
             "    distance *= 2\nreturn total"),
+    "hang": ("""A rank waits for a message that nobody sends, or both sides of a pair send first. Follow one pair in the
+        report below: which of the two sends, and in which round?""", {f"{UP}\n        {ANSWER}": f"{ANSWER}\n{UP}"}),
 }
 RIGHT["tree_all_reduce"] = {
     "the tree in a mirror": {"(rank - root)": "(root - rank)"} | {

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_utils import record
-from course_utils.check import Case, Exercise, checked, crosses, exercise, paper
+from course_utils.check import Case, Exercise, checked, exercise, paper
 from course_utils.check.compare import number, show, whole_numbers
 from course_utils.check.groups import DIFFERENT, GroupsInStep
 from course_utils.check.program import hints_of
+from course_utils.check.traffic import by_node
 from course_utils.costs import bytes_sent
 from course_utils.transformer import PUBLISHED, TransformerConfig
 
@@ -127,7 +128,8 @@ MISTAKES["traffic"] = {
             [*[f"batch / (dp * microbatch)  ->  batch{rest}" for rest in (" / microbatch", " / dp", "")],
              "return 100  ->  tensor, pipeline = tensor / count, pipeline / count\nreturn 100"]),
     "forward-only": ("""Tensor parallelism has four all-reduces a layer: attention and MLP, forward and backward; and a
-        stage has 1/pp of the layers.""", ["pp * 4 *  ->  pp * 2 *", "layers / pp  ->  layers"]),
+        stage has 1/pp of the layers.""", ["pp * 4 *  ->  pp * 2 *", "pp * 4 *  ->  pp *",
+             "layers / pp  ->  layers"]),
     "all-reduce": ("A ring all-reduce sends 2(n - 1)/n of the tensor from each GPU.",
             [*({"2 * (tp - 1) / tp": ring.format("tp"), "2 * (dp - 1) / dp": ring.format("dp")}
               for ring in ("({0} - 1) / {0}", "2 * ({0} > 1)", "({0} > 1)")), "2 * (dp - 1) / dp  ->  (dp - 1) / dp",
@@ -135,7 +137,8 @@ MISTAKES["traffic"] = {
     "one-way": ("""For each micro-batch a stage in the middle sends the whole activation on and a gradient back, at its
         boundary and not in every layer. With pp = 1 there is no other stage.""", [" if pp > 1 else 0  ->  ",
              "2 * activation if  ->  2 * activation / tp if",
-             "2 * activation if  ->  2 * activation * (pp - 1) / pp if", "2 * activation if  ->  activation if"]),
+             "2 * activation if  ->  2 * activation * (pp - 1) / pp if", "2 * activation if  ->  activation if",
+             "2 * activation if  ->  2 * activation * layers / pp if"]),
     "whole-model": ("These are the gradients of more of the model than a rank has. It sends those of its own shard.",
             [f"/ (tp * pp)  ->  {part}" for part in ("", "/ pp", "/ tp")]),
     "data-microbatches": ("Gradients add up over the micro-batches, and travel once in a step.",
@@ -327,8 +330,7 @@ def hybrid_training(note, answer, nodes, gpus):
 
 def note_links(note, ledger, nodes, gpus):
     """Between nodes the gradients of a shard and the loss, inside two all-reduces a step; and no fewer."""
-    between = [entry for entry in ledger if crosses(entry, dist.get_rank(), gpus)]
-    inside = [entry for entry in ledger if not crosses(entry, dist.get_rank(), gpus)]
+    inside, between = by_node(ledger, dist.get_rank(), gpus)
     slack = 16 * STEPS
     activation, parts = 8 * BATCH // nodes * WIDTH, 8 * 2 * WIDTH * INNER // gpus  # bytes
     one = STEPS * bytes_sent("all_reduce", gpus, activation)

@@ -485,7 +485,6 @@ BALANCE_CASES: tuple[tuple[list[float], int], ...] = (
     ([1.54, 1.32, 2.51, 2.91, 1.95, 0.54, 0.53], 3),
 )
 
-
 CUT = "return best[len(costs)][1]  ->  "
 MEANS = "sum(costs) / stages", "sum(costs[start:]) / left"
 FULL = (  # when the stage costs[start:end] is full

@@ -241,7 +241,6 @@ RIGHT["shard_optimizer"] = {
     },
 }
 
-
 # --- exercise 3: ZeRO-2
 
 REDUCE_CASES = [
@@ -399,7 +398,6 @@ RIGHT["reduce_scatter_gradients"] = {
     },
 }
 
-
 # --- exercise 4: ZeRO-3
 
 USES = (0, 1, 2, 3)  # which weight each layer has
@@ -529,51 +527,16 @@ MISTAKES["gathered_layer"] = {
 }
 
 
-def gathered(shard, shape):
-    flat = shard.new_empty(dist.get_world_size() * len(shard))
-    dist.all_gather_single(flat, shard.detach())
-    return flat[: shape[0] * shape[1]].view(shape)
-
-
-def scattered(gradient, numel):
-    part, n = gradient.new_empty(numel), dist.get_world_size()
-    dist.reduce_scatter_single(part, F.pad(gradient.flatten(), (0, n * numel - gradient.numel())) / n)
-    return part
-
-
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, shard, shape):
-        ctx.numel = len(shard)
-        return gathered(shard, shape)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return scattered(gradient, ctx.numel), None
-
-
-def hooks_on_what_autograd_saves(x, shard, shape):
-    weight = Gather.apply(shard, shape)
-    place = weight.data_ptr()
-
-    def pack(t):
-        return (t.shape, t.stride()) if t.data_ptr() == place else t
-
-    def unpack(packed):
-        return packed if isinstance(packed, torch.Tensor) else gathered(shard, shape).as_strided(*packed)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return F.linear(x, weight)
-
-
 RIGHT["gathered_layer"] = {
-    "hooks on what autograd saves": hooks_on_what_autograd_saves,
+    "kept by hand, a bare parameter gathered from its list of parts": {
+        "ctx.save_for_backward(x, shard)": "ctx.kept = x, shard", "ctx.saved_tensors": "ctx.kept",
+        "dist.all_gather_single(flat, shard.detach())": "dist.all_gather(list(flat.split(len(shard))), shard.detach())",
+    },
     "einsum, and a list of parts": {
         "dy.flatten(0, -2).T @ x.flatten(0, -2)": "torch.einsum('...o,...i->oi', dy, x)",
         "reduce_scatter_single(part, join([dw], n) / n)": "reduce_scatter(part, list((join([dw], n) / n).chunk(n)))",
     },
 }
-
 
 # --- on paper
 

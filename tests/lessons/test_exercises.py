@@ -1,4 +1,4 @@
-"""Exercises whose mistakes are rows of a table: solutions and other right answers pass, each mistake gets its hint."""
+"""Exercises whose mistakes are rows of a table: right answers of another style pass, each mistake gets its hint."""
 
 from __future__ import annotations
 
@@ -48,19 +48,18 @@ def refusal(check, answer) -> CheckFailed:
 
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_right_answers_pass_and_each_mistake_gets_its_own_hint(exercise, capsys):
+    """That solutions pass is proven by their notebooks."""
     module, name, check = found(exercise)
-    answers = module.__name__.replace(".check", ".answers")
-    check(answer_with(answers, name))
-    assert re.fullmatch(r"Exercise \d+ passed.*\n", capsys.readouterr().out)
-    right = module.RIGHT[name]
-    assert len(right) >= 2
+    answers, right, mistakes = module.__name__.replace(".check", ".answers"), module.RIGHT[name], module.MISTAKES[name]
+    assert len(right) >= 2 and len(mistakes) <= 8
     for answer in right.values():
         check(answer if callable(answer) else answer_with(answers, name, answer))
+        assert re.fullmatch(r"Exercise \d+ passed.*\n", capsys.readouterr().out)
     wrong = []
-    for key, (_, *edits) in module.MISTAKES[name].items():
+    for key, (_, *edits) in mistakes.items():
         for edit in listed(edits[0]) if edits else []:
             error = refusal(check, answer_with(answers, name, edit))
-            hint = (COMMON_HINTS | hints_of(module.MISTAKES[name]))[key]
+            hint = (COMMON_HINTS | hints_of(mistakes))[key]
             if error.hint != key or hint not in " ".join(str(error).split()):
                 wrong.append(f"{key} by {edit!r}: {error.hint}\n{error}")
     assert not wrong, "\n\n".join(wrong)
