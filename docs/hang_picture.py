@@ -64,13 +64,15 @@ def main() -> None:
     shown = run()
     total = shown[-1][0] + LAST
     error = next(text for _, kind, text in shown if kind == "error").splitlines()
+    failed = next(at for at, kind, _ in shown if kind == "error")  # the picture begins with what matters
     body, frames, y = [], [], 14
 
     def seen(since: float, until: float | None = None) -> str:
         """The attribute of what is in view between two times."""
         name, end = f"t{len(frames)}", f" {until / total:.2%} {{ opacity: 0 }}" if until else ""
         frames.append(f"@keyframes {name} {{ 0% {{ opacity: 0 }} {since / total:.2%} {{ opacity: 1 }}{end} }}")
-        return f' style="{"opacity: 0; " if until else ""}animation: {name} {total:.2f}s step-end infinite"'
+        hidden = "opacity: 0; " if until else ""
+        return f' style="{hidden}animation: {name} {total:.2f}s {-failed:.2f}s step-end infinite"'
 
     def line(text: str, at: float, kind: str = "") -> str:
         return f'<text class="{kind}" x="{LEFT + 10}" y="{at + 12}">{escape(text)}</text>'
@@ -91,7 +93,6 @@ def main() -> None:
         body.append("</g>")
         y += LINE * len(rows) + 16
 
-    failed = next(at for at, kind, _ in shown if kind == "error")
     cell(1)
     cell(2)
     passing = [(at, text.strip()) for at, kind, text in shown if kind == "stream"]
