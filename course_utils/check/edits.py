@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import textwrap
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-__all__ = ["EditError", "edited", "edited_function"]
+__all__ = ["EditError", "edited"]
 
 _ARROW = re.compile(r"\s{2,}->\s+")
 
@@ -50,22 +46,3 @@ def edited(text: str, edits: str | Mapping[str, str]) -> str:
         indent = line[: len(line) - len(line.lstrip())]
         text = text.replace(old, new.replace("\n", "\n" + indent))
     return text
-
-
-def edited_function(function: Callable[..., Any], edits: str | Mapping[str, str]) -> Callable[..., Any]:
-    """A function like ``function`` with an edited body; decorators, docstring and default arguments are left out.
-
-    Raises
-    ------
-    EditError
-        An edit does not fit the body.
-    """
-    source = textwrap.dedent(inspect.getsource(function))
-    (node,) = ast.parse(source).body
-    first = node.body[ast.get_docstring(node) is not None]
-    body = textwrap.dedent("\n".join(source.splitlines()[first.lineno - 1 :]))
-    arguments = ", ".join(argument.arg for argument in node.args.args)
-    code = f"def {node.name}({arguments}):\n" + textwrap.indent(edited(body, edits), "    ")
-    names = dict(inspect.unwrap(function).__globals__)
-    exec(compile(code, f"<slip of {node.name}>", "exec"), names)
-    return names[node.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +12,8 @@ import numpy as np
 import torch
 
 from .compare import listed
-from .edits import edited_function
 from .hints import PAPER_HINTS
-from .program import hints_of
+from .program import answer_with, hints_of
 from .runs import Exercise, checked
 
 __all__ = ["paper"]
@@ -44,7 +44,7 @@ def paper(
     title : str
         Such as ``Exercise 3``.
     mistakes : mapping
-        Key to a hint and the edits of the formula's body that make the mistake: see `program`.
+        Key to a hint and the edits of the formula that make the mistake: see `program`.
     cases : sequence of tuple
         Arguments. The first are those of the text; the others refuse an answer that was typed, not computed, and tell
         the mistakes apart. The drawn case takes each argument from one of them at random.
@@ -57,9 +57,10 @@ def paper(
     """
     hints = PAPER_HINTS | hints_of(mistakes)
 
+    @functools.cache
     def wrong_formulas() -> list[tuple[str, Formula]]:
         edits = ((key, edit) for key, (_, *some) in mistakes.items() for edit in (listed(some[0]) if some else []))
-        return [(key, edit if callable(edit) else edited_function(solution, edit)) for key, edit in edits]
+        return [(key, answer_with(solution.__module__, solution.__name__, edit)) for key, edit in edits]
 
     def check(fn: Callable) -> None:
         run, answers, drawn = Exercise(title, hints), [], _drawn(solution, cases, allowed)

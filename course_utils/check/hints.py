@@ -90,10 +90,6 @@ COMMON_HINTS = {
 PAPER_HINTS = {
     "number": "Return exactly the values that the docstring names, in its order and its units.",
     "numbers": "Write the unit beside every factor and see what cancels. Then work through a small case by hand.",
-    "limit": (
-        "2·S is what each rank of a ring sends in the limit of very many ranks. With N ranks it is a "
-        "little less: how much?"
-    ),
     "typed": "The answer does not change with the arguments. Compute it from them.",
     "drawn": (
         "It is right for the fixed cases, but not for these arguments, which were drawn at random. The "

@@ -15,11 +15,6 @@ from course_utils.costs import bytes_sent
 
 from . import answers
 
-__all__ = [
-    "MISTAKES", "RIGHT", "all_gather_seconds", "bandwidths", "gradient_all_reduce_seconds", "mean_and_variance",
-    "ragged_all_gather", "ring_shift",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

@@ -24,11 +24,6 @@ from course_utils.check.training import average, gradients_of, trained_parameter
 
 from . import answers
 
-__all__ = [
-    "MISTAKES", "RIGHT", "accumulate", "bucketed", "data_parallel", "epoch_indices", "in_buckets", "overlapped",
-    "uneven_epoch",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

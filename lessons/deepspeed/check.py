@@ -40,8 +40,6 @@ from .engines import (
     values_of,
 )
 
-__all__ = ["MISTAKES", "RIGHT", "choices", "fsdp2_training", "mended", "resume", "to_deepspeed", "train_step", "tried"]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

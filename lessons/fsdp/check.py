@@ -24,10 +24,6 @@ from course_utils.models import TransformerConfig, build_gpt
 
 from . import answers
 
-__all__ = [
-    "MISTAKES", "RIGHT", "clip_sharded", "fewest_internode_bytes", "fsdp_traffic", "reshard", "wrap_under_target",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

@@ -21,11 +21,6 @@ from course_utils.topology import cluster, reference
 
 from . import answers
 
-__all__ = [
-    "MISTAKES", "RIGHT", "fit_and_predict", "gradient_seconds", "measurements", "ping_pong", "roofline_point",
-    "widest_path",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

@@ -17,11 +17,6 @@ from course_utils.check import Case, exercise, paper, show, whole_numbers
 
 from . import answers
 
-__all__ = [
-    "MISTAKES", "RIGHT", "balanced_step", "expert_layer", "expert_traffic", "merge", "ring_attention", "ring_hides",
-    "ulysses", "zigzag",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

@@ -39,8 +39,6 @@ from .batch import (
 )
 from .slurm import SlurmCluster
 
-__all__ = ["MISTAKES", "RIGHT", "job_script", "train"]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

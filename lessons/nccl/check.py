@@ -21,11 +21,6 @@ from lessons.collectives.collective_algorithms import step_through
 from . import answers
 from .fabric import emulate
 
-__all__ = [
-    "MISTAKES", "RIGHT", "crossover_ranks", "crossover_size", "hierarchical_all_reduce", "mended_ring_all_reduce",
-    "pick_algorithm", "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter", "tree_all_reduce",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

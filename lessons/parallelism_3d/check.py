@@ -31,11 +31,6 @@ from course_utils.transformer import PUBLISHED, TransformerConfig
 from . import answers, planner
 from .planner import Layout
 
-__all__ = [
-    "MISTAKES", "RIGHT", "clip_gradients", "hybrid_training", "mesh_groups", "node_order", "plan_70b", "traffic",
-    "why_not",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

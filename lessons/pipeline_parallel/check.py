@@ -29,10 +29,6 @@ from course_utils.ranks import interceptor, record
 from . import answers, pipeline
 from .pipeline import Costs, Op, Schedule, Timeline, gpipe, one_f_one_b, partition, simulate
 
-__all__ = [
-    "MISTAKES", "RIGHT", "balance", "bubble", "one_f_one_b_order", "own_schedule", "run_order",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

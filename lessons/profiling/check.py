@@ -21,8 +21,6 @@ from course_utils.traces import Event, Trace, kind, length, load, matched, merge
 from . import answers
 from .program import ROWS, STEPS, observed, wide_net
 
-__all__ = ["MISTAKES", "RIGHT", "exposed", "late", "speed_up"]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

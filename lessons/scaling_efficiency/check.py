@@ -17,11 +17,6 @@ from course_utils.costs import bytes_sent
 
 from . import answers
 
-__all__ = [
-    "MISTAKES", "RIGHT", "amdahl_and_gustafson", "best_buckets", "cost_of_run", "mfu_and_hfu", "noise_scale",
-    "top_k_mean",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

@@ -22,11 +22,6 @@ from course_utils.costs import bytes_sent
 
 from . import answers
 
-__all__ = [
-    "MISTAKES", "RIGHT", "column_row_mlp", "head_attention", "sequence_parallel_norm", "tp_traffic",
-    "vocab_parallel_loss",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

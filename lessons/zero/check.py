@@ -22,11 +22,6 @@ from course_utils.memory import model_states, track
 
 from . import answers
 
-__all__ = [
-    "MISTAKES", "RIGHT", "gathered_layer", "largest_model", "reduce_scatter_gradients", "shard_optimizer",
-    "state_bytes",
-]
-
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 import threading
@@ -27,7 +26,7 @@ from course_utils.check import (
     whole_number,
     whole_numbers,
 )
-from course_utils.check.edits import EditError, edited, edited_function
+from course_utils.check.edits import EditError, edited
 from lessons.collectives import check as collectives
 
 pytestmark = pytest.mark.guard(60)
@@ -343,20 +342,6 @@ def test_edit_replaces_the_old_text(edits, expected):
 def test_edit_that_does_not_fit_says_why(edits, words):
     with pytest.raises(EditError, match=words):
         edited(PROGRAM, edits)
-
-
-def halved(x, y=2):
-    """Half of x."""
-    half = x / y
-    return half
-
-
-def test_edited_function_is_the_function_with_another_body():
-    assert edited_function(halved, "x / y  ->  x // y")(7, 2) == 3
-    assert edited_function(halved, {"half = x / y": "half = y\nhalf += x"})(7, 2) == 9
-    assert edited_function(functools.cache(halved), "x / y  ->  x // y")(7, 2) == 3
-    with pytest.raises(EditError, match="stands in the text 0 times"):
-        edited_function(halved, "Half of x  ->  x")
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
