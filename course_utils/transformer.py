@@ -257,11 +257,10 @@ class TransformerConfig:
         attention and of every other product: queries, values, gate and the MLP's own. A token of a mixture of experts
         keeps what each of its experts does, and a copy of its vector for each.
 
-        Without compilation Llama's norms keep their input in fp32 and what they scale (12 h more), SwiGLU its sigmoid's
-        output (2 ffn), attention a copy of keys and values for each query head, and softmax is in fp32 (4 a s); with
-        `fused_norms` norms are as if compiled. With `fp8` inputs of products are kept in fp8, beside what attention and
-        activation keep for themselves. With `gathered` the outputs of norms that sequence parallelism divides are kept
-        as they were gathered for the next product, by every rank whole.
+        Without compilation Llama's norms, unless `fused_norms`, keep their input in fp32 and what they scale (12 h),
+        SwiGLU its sigmoid's output (2 ffn), attention keys and values for each query head, and softmax is in fp32
+        (4 a s). With `fp8` inputs of products are kept in fp8, beside what attention and activation keep. With
+        `gathered` outputs of norms, divided by sequence parallelism, are kept as gathered for the next product, whole.
         """
         h, apart = self.hidden, tp if sequence_parallel else 1
         if recompute == "full":
@@ -276,16 +275,14 @@ class TransformerConfig:
         if self.gated:
             norms = (4 if cheap else 4 + 4 * (apart if gathered else 1)) * h + 4 * sum(self.latent[:3])
             split = outside + 4 * self.kv_width + (4 if cheap else 6) * ffn + copies + 2 * scores
-            if fp8:
-                norms, split = norms - (0 if cheap else 2 * h), split + self.mixed_width - (0 if cheap else ffn)
             if not compiled:
                 norms += 0 if cheap or fused_norms else 12 * h
                 split += outside - 4 * self.kv_width + (0 if cheap else 2 * ffn) + 4 * scores
-            return tokens * (norms / apart + split / tp)
-        split = outside + 4 * self.kv_width + 4 * self.ffn + (5 if self.dropout else 2) * scores
-        norms = (10 if self.dropout else 8) * h
+        else:
+            norms, cheap = (10 if self.dropout else 8) * h, False
+            split = outside + 4 * self.kv_width + 4 * ffn + (5 if self.dropout else 2) * scores
         if fp8:
-            norms, split = norms - 2 * h, split + self.mixed_width - self.ffn
+            norms, split = norms - (0 if cheap else 2 * h), split + self.mixed_width - (0 if cheap else ffn)
         return tokens * (norms / apart + split / tp)
 
     def kept_around(

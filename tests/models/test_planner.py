@@ -349,6 +349,19 @@ def test_most_layouts_that_ran_out_of_memory_are_foreseen():
     assert sum(run.refused for run in runs) <= 0.02 * len(runs)
 
 
+@pytest.mark.parametrize(("memory_bytes", "failed"), [(None, 3), (80e9, 0)])
+def test_the_fastest_fitting_layout_ran_if_a_little_memory_is_kept_free(memory_bytes, failed):
+    groups = {}
+    for row in planner.layouts_measured("ran"):
+        machine = replace(row.cluster, memory_bytes=memory_bytes)
+        if held.fits(row.model, machine, row.layout, row.batch):
+            times = StepModel(row.model, machine, CONSTANTS)
+            seconds = times.step(row.layout, row.batch, (0.0,) * 5).seconds
+            groups.setdefault((row.model.name, machine.gpus, row.batch), []).append((seconds, row.value))
+    assert len(groups) == 10
+    assert sum(not min(found)[1] for found in groups.values()) == failed
+
+
 def test_published_peaks_are_met_where_nothing_is_in_a_pipeline():
     found = planner.scores(planner.layouts_measured("GB"))
     assert found["all"].runs == 76 and found["all"].median < 0.1
