@@ -87,7 +87,8 @@ def main() -> None:
             body.append(f'<rect class="mark"{seen(failed)} x="{LEFT + 4}" '
                         f'y="{y + 5 + LINE * 3}" width="{WIDTH - LEFT - 22}" height="{LINE}"/>')
         parts = [(str(kind).split(".")[1], escape(text)) for kind, text in PythonLexer().get_tokens(CELLS[number - 1])]
-        coloured = "".join(f'<tspan class="{kind}">{text}</tspan>' if kind in STYLE else text for kind, text in parts)
+        coloured = "".join(f'<tspan class="{kind}">{text}</tspan>' if f".{kind} " in STYLE else text
+                           for kind, text in parts)
         body.extend(f'<text x="{LEFT + 10}" y="{y + 17 + LINE * i}">{row}</text>'
                     for i, row in enumerate(coloured.splitlines()))
         body.append("</g>")

@@ -74,7 +74,8 @@ def lab(folder: Path, arguments: Sequence[str] = ()) -> int:
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
             os.environ.setdefault(name, str(folder / ".jupyter" / name.lower()))
     command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--ServerApp.root_dir={folder}",
-               "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb", "--log-level=WARN"]
+               "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb", "--log-level=WARN",
+               "--LabApp.log_level=WARN"]
     if zmq.has("curve"):
         command.append("--KernelManager.transport_encryption=auto")  # or else each kernel warns that it has none
     if os.geteuid() == 0:
