@@ -13,11 +13,9 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
-import torch
 
 if __name__ == "__main__":
     from lessons.ffcv_data_loading.ffcv import apply_fixes
@@ -129,12 +127,6 @@ def does_not_compile(images, _):
     return images.there_is_no_such_thing()
 
 
-def fails_on_a_batch(images, _):
-    if len(images) < 8:
-        raise ValueError("a short batch")
-    return images
-
-
 def next_after_the_end():
     batches = iter(loader())
     count = sum(1 for _ in batches)
@@ -158,27 +150,6 @@ def threads_of_ffcv() -> list[str]:
 def pipeline_used_twice():
     decode = [CenterCropRGBImageDecoder((16, 16), 0.5), ToTensor(), ToTorchImage()]
     return [[*next(iter(loader(decode)))[0].shape] for _ in range(2)]
-
-
-def more_workers_than_cores():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        count = sum(len(labels) for _, labels in loader(num_workers=1000))
-    return [count, str(caught[0].message)[:33]]
-
-
-def threads_of_torch():
-    torch.set_num_threads(1)
-    sum(len(labels) for _, labels in loader(num_workers=2))
-    return torch.get_num_threads()
-
-
-def bytes_of_numba_stay_writable():
-    import numba
-
-    held = numba.uint8[::1]
-    loader()
-    return held.mutable
 
 
 def images_come_back():

@@ -34,9 +34,8 @@ SETS = {
 }
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_reader_finds_what_the_writer_wrote(name, tmp_path):
-    source = samples(SETS[name])
+def test_reader_finds_what_the_writer_wrote(tmp_path):
+    source = samples(SETS["many to a page"])
     by_hand.write_beton(source, tmp_path / "x.beton")
     file = Beton(tmp_path / "x.beton")
     assert (file.header["version"], file.header["page"], len(file.samples)) == (2, PAGE, len(source))
@@ -80,11 +79,6 @@ def test_ffcv_reads_our_mixed_file(tmp_path):
         data = np.ascontiguousarray(ours.bytes[piece["ptr"] : piece["ptr"] + piece["size"]])
         imdecode(data, decoded, 30, 40, 30, 40, 0, 0, 1, 1, False, False)
         assert np.abs(ours.image(i).astype(int) - decoded).mean() < 3
-
-
-def test_what_it_cannot_write_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="sample 0 has 3,000,000 bytes"):
-        by_hand.write_beton(samples([(1000, 1000)]), tmp_path / "x.beton")
 
 
 def test_ffcv_s_writer_does_what_the_lesson_says_of_it(tmp_path):

@@ -2,18 +2,12 @@
 
 import itertools
 
-import pytest
-
 from lessons.long_context_and_experts.context_parallel import (
     METHODS,
     ORDERS,
-    RING_TABLE_2,
     Attention,
-    gather_bytes,
     overlap_tokens,
     pairs_per_rank,
-    ring_bytes,
-    ulysses_bytes,
 )
 
 
@@ -32,25 +26,6 @@ def test_pairs_are_those_of_a_count():
         counted = [sum(i + 1 for i in tokens) for tokens in tokens_of(length, ranks, order)]
         assert pairs_per_rank(length, ranks, order) == counted, (order, length, ranks)
         assert sum(counted) == length * (length + 1) // 2
-
-
-def test_bytes():
-    assert ring_bytes(32, 64, 4, 4) == (49_152, 114_688)
-    assert gather_bytes(32, 64, 4, 4) == (49_152, 49_152)
-    assert ulysses_bytes(32, 64, 64, 4, 4) == (4 * 8192 * 3 / 4,) * 2
-
-
-def test_overlap_reproduces_the_published_table_but_for_one_row():
-    for name, (tflops, gigabytes, printed) in RING_TABLE_2.items():
-        assert (abs(overlap_tokens(1e12 * tflops, 1e9 * gigabytes) / 1e3 - printed) < 0.06) == ("Infini" not in name)
-    assert overlap_tokens(989.4e12, 50e9, 8, causal=True) == pytest.approx(2 * overlap_tokens(989.4e12, 50e9) / 8)
-
-
-def test_gather_of_llama_3_at_131072_tokens():
-    split = Attention("gather K and V", 131_072, 16, 1, 16)
-    assert split.sent == 60 * 2**20
-    assert split.sending_seconds == pytest.approx(1.26e-3, rel=0.01)
-    assert split.compute_seconds == pytest.approx(11e-3, rel=0.01)
 
 
 def test_methods_compute_the_same_pairs_and_a_balanced_ring_hides_at_its_limit():

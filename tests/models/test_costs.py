@@ -9,21 +9,16 @@ import pytest
 
 from course_utils import launch, record
 from course_utils.costs import (
-    ALL_REDUCE_ALGORITHMS,
     COLLECTIVES,
     TwoLevelCluster,
-    algbw,
     all_reduce_bytes,
     all_reduce_seconds,
     all_reduce_steps,
     bootstrap_alpha_beta,
-    busbw,
     busbw_factor,
-    bytes_sent,
     cluster_of,
     fit_alpha_beta,
     flat_cluster,
-    format_bytes,
 )
 from course_utils.topology import two_level
 from lessons.collectives.collective_algorithms import (
@@ -31,7 +26,6 @@ from lessons.collectives.collective_algorithms import (
     owned_slots,
     result_slots,
     schedule,
-    step_through,
     trace,
 )
 
@@ -50,14 +44,6 @@ def test_factors_are_those_of_nccl_tests():
             assert busbw_factor(op, n) == pytest.approx((n - 1) / n)
         assert busbw_factor("send", n) == busbw_factor("recv", n) == 1
         assert busbw_factor("broadcast", n) == busbw_factor("reduce", n) == (n > 1)
-
-
-def test_recorded_a100_table_is_reproduced():
-    """8 A100, all-reduce, microseconds and GB/s (stas00/ml-engineering, network/README.md)."""
-    for mib, microseconds, printed in ((1 / 32, 43.83, 1.31), (1, 101.9, 18.00), (1024, 8203.9, 229.04)):
-        size, seconds = mib * 2**20, microseconds / 1e6
-        assert busbw("all_reduce", 8, size, seconds) / 1e9 == pytest.approx(printed, rel=5e-3)
-        assert algbw(size, seconds) * 1.75 == busbw("all_reduce", 8, size, seconds)
 
 
 def contributions(op: str, n: int, algorithm: str | None) -> list[list[list[int]]]:
@@ -87,32 +73,8 @@ def test_every_result_holds_each_contribution_once():
                     assert slots[rank][slot] == once, (op, algorithm, n)
 
 
-def test_a_rank_sends_and_receives_at_most_one_message_in_a_step():
-    for n in range(1, 10):
-        for op, algorithm in CASES:
-            for step in schedule(op, n, algorithm):
-                assert step, (op, algorithm, n)
-                for ends in ([m.src for m in step], [m.dst for m in step]):
-                    assert len(set(ends)) == len(ends) and set(ends) <= set(range(n)), (op, algorithm, n)
-                assert all(m.src != m.dst and len(m.pieces) == len(m.into) > 0 for m in step), (op, algorithm, n)
-
-
-def test_every_rank_sends_exactly_the_least_in_the_textbook_number_of_steps():
-    for n in range(2, 10):
-        for op in SYMMETRIC:
-            pieces = [0] * n
-            for step in schedule(op, n):
-                for message in step:
-                    pieces[message.src] += len(message.pieces)
-            assert pieces == [round(bytes_sent(op, n, n))] * n, (op, n)
-        steps = {op: len(schedule(op, n)) for op in COLLECTIVES}
-        assert steps["all_gather"] == steps["reduce_scatter"] == steps["gather"] == steps["scatter"] == n - 1
-        assert steps["broadcast"] == steps["reduce"] == int(np.ceil(np.log2(n)))
-        assert steps["all_to_all"] == (n - 1 if n & (n - 1) == 0 else n)
-
-
 def test_steps_end_where_the_library_does():
-    for n in (1, 3, 4):
+    for n in (1, 3):
         chosen = random.Random(n)
         inputs = [[chosen.uniform(-9, 9) for _ in range(n)] for _ in range(n)]
 
@@ -135,57 +97,9 @@ def test_steps_end_where_the_library_does():
                     assert sent == 16 * sum(len(m.pieces) for m in mine)  # value and mask, 8 bytes each
 
 
-def test_ledger_counts_the_bytes_of_the_formula():
-    def count(op):
-        import torch
-
-        pieces = torch.ones(4, 25)
-        with record() as ledger:
-            assert list(step_through(op, pieces)) == list(range(1, len(schedule(op, 4)) + 1))
-        return ledger.sent
-
-    for op in SYMMETRIC:
-        assert launch(count, op, world_size=4, backend="gloo") == [round(bytes_sent(op, 4, 400))] * 4
-
-
-def test_pieces_of_another_shape_are_refused():
-    def wrong():
-        import torch
-
-        with pytest.raises(ValueError, match=r"shape \(world_size, k\) with world_size 2"):
-            next(step_through("all_reduce", torch.ones(3, 1)))
-
-    launch(wrong, world_size=2, backend="gloo")
-
-
-@pytest.mark.parametrize(
-    ("call", "allowed"),
-    [
-        (lambda: busbw_factor("allgather", 4), "all_gather"), (lambda: schedule("send", 4), "reduce_scatter"),
-        (lambda: schedule("all_reduce", 4, "Ring"), "halving_doubling"),
-        (lambda: schedule("broadcast", 4, "tree"), "all_reduce only"),
-        (lambda: all_reduce_steps("star", 4), "halving_doubling"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_what_is_allowed(call, allowed):
-    with pytest.raises(ValueError, match=allowed):
-        call()
-
-
 def test_fit_recovers_latency_and_bandwidth():
     sizes = [2**k for k in range(10, 26)]
     assert fit_alpha_beta(sizes, [3e-4 + 2e-9 * s for s in sizes]) == pytest.approx((3e-4, 2e-9))
-
-
-@pytest.mark.parametrize("seconds", [[1.0, 1.0, 0.5], [1e-3, 1e-1, 1e2]])
-def test_fit_is_never_negative(seconds):
-    alpha, beta = fit_alpha_beta([1, 10, 100], seconds)
-    assert alpha >= 0 and beta >= 0 and alpha + beta > 0
-
-
-def test_sizes_have_binary_prefixes():
-    shown = {0: "0 B", 1000: "1e+03 B", 2**10: "1 KiB", 1.5 * 2**20: "1.5 MiB", 2**32: "4 GiB"}
-    assert {size: format_bytes(size) for size in shown} == shown
 
 
 def simulate(steps, n, cluster, size):
@@ -239,43 +153,6 @@ def test_algorithms_across_nodes_take_what_a_simulation_gives():
             for size in (0, 2**12, 2**20, 2**30):
                 simulated = simulate(schedule("all_reduce", n, algorithm), n, cluster, size)
                 assert all_reduce_seconds(algorithm, size, cluster) == pytest.approx(simulated), (algorithm, cluster)
-
-
-@pytest.mark.parametrize("algorithm", ALL_REDUCE_ALGORITHMS)
-def test_one_level_clusters_agree_however_they_are_written(algorithm):
-    for n in range(1, 10):
-        for size in (0, 1000, 10**9):
-            one = all_reduce_seconds(algorithm, size, flat_cluster(n, *FAR))
-            assert one == all_reduce_seconds(algorithm, size, TwoLevelCluster(1, n, FAR, NEAR))
-            assert one == pytest.approx(all_reduce_seconds(algorithm, size, TwoLevelCluster(n, 1, NEAR, FAR)))
-
-
-@pytest.mark.parametrize("algorithm", ALL_REDUCE_ALGORITHMS)
-def test_time_grows_with_size_and_distance(algorithm):
-    for cluster in (flat_cluster(8, *NEAR), TwoLevelCluster(4, 8, NEAR, FAR), TwoLevelCluster(2, 3, NEAR, FAR)):
-        times = [all_reduce_seconds(algorithm, size, cluster) for size in (0, 1, 10**3, 10**6, 10**9)]
-        assert times == sorted(times) and times[0] > 0
-    far, near = TwoLevelCluster(4, 8, NEAR, FAR), TwoLevelCluster(4, 8, NEAR, NEAR)
-    assert all_reduce_seconds(algorithm, 10**6, far) > all_reduce_seconds(algorithm, 10**6, near)
-    assert all_reduce_seconds(algorithm, 10**9, flat_cluster(1, *NEAR)) == all_reduce_bytes(algorithm, 1, 10**9) == 0
-    assert all_reduce_steps(algorithm, 1) == 0
-
-
-def test_ring_and_tree_cross_where_the_formulas_say():
-    """2(n-1)(a + bS/n) = 2 log2 n (a + bS) has one solution S > 0."""
-    n, (a, b) = 64, NEAR
-    crossing = a * ((n - 1) - 6) / (b * (6 - (n - 1) / n))
-    for factor, faster in ((0.99, "tree"), (1.01, "ring")):
-        times = {name: all_reduce_seconds(name, factor * crossing, flat_cluster(n, a, b)) for name in ("ring", "tree")}
-        assert min(times, key=times.get) == faster
-
-
-def test_two_levels_pay_off_by_the_number_of_nics():
-    own, size = TwoLevelCluster(2, 8, NEAR, FAR), 2**30
-    shared = TwoLevelCluster(2, 8, NEAR, FAR, sharing=8)
-    ring, best = (all_reduce_seconds(name, size, own) for name in ("ring", "hierarchical"))
-    assert best < ring / 4 and best < all_reduce_seconds("hierarchical", size, shared)
-    assert all_reduce_seconds("ring", size, shared) == ring
 
 
 def test_a_topology_becomes_a_cluster():

@@ -33,20 +33,15 @@ def zero(**keys):
 TRAPS = [
     ({**BATCH, "stage": 2}, "silent", "stage", "belongs in 'zero_optimization'"),
     (zero(stage=0, offload_optimizer={"device": "cpu"}), "silent", "zero_optimization.offload_optimizer", "stage 0"),
-    (zero(stage=2, offload_param={"device": "cpu"}), "silent", "zero_optimization.offload_param", "stage 3"),
     ({**BATCH, "comms_logger": {"enabled": True}}, "note", "comms_logger", "sums"),
     ({**BATCH, "train_micro_batch_size_per_gpu": "auto"}, "refused", "train_micro_batch_size_per_gpu", "Transformers"),
     (zero(stage="auto"), "silent", "zero_optimization.stage", "default, 0"),
     (zero(stage=2, reduce_bucket_size="auto"), "note", "zero_optimization.reduce_bucket_size", "500000000"),
-    ({**BATCH, "train_batch_size": "8"}, "refused", "train_batch_size", "without quotes"),
     ({"train_batch_size": 8, "gradient_clipping": -1}, "silent", "gradient_clipping", "clips nothing"),
     (zero(stage=2, offload_optimizer={"device": "gpu"}), "refused",
      "zero_optimization.offload_optimizer.device", "nvme"),
     ({**BATCH, "optimizer": {"type": "AdamW", "parms": {"lr": 3e-4}}}, "silent", "optimizer.parms", "'params'"),
     ({**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": "3e-4"}}}, "refused", "optimizer.params.lr", "quotes"),
-    ({**BATCH, "zero_stage": 3}, "silent", "zero_stage", "it is zero_optimization.stage"),
-    (zero(stage=3, stage3_param_persistence_threshold=0, mics_shard_size=2), "refused",
-     "zero_optimization.mics_shard_size", "removed"),
     ({"gradient_clipping": 0.0}, "refused", "train_batch_size", "train_micro_batch_size_per_gpu"),
 ]  # fmt: skip
 
@@ -121,9 +116,7 @@ SECTIONS: dict[str, list] = {
     "zero_optimization": [
         2, {}, {"stage": 2}, {"stage": "1"}, {"stage": "three"}, {"stage": 5}, {"stage": None}, {"stage": "auto"},
         {"stage": 2, "reduce_bucket_size": 1e9}, {"stage": 2, "reduce_bucket_size": "5e8"},
-        {"stage": 2, "reduce_bucket_size": "500"}, {"stage": 2, "reduce_bucket_size": 1.5},
-        {"stage": 2, "reduce_bucket_size": 0}, {"stage": 2, "reduce_bucket_size": "auto"},
-        {"stage": 2, "overlap_comm": "yes"}, {"stage": 2, "overlap_comm": 2},
+        {"stage": 2, "reduce_bucket_size": 0}, {"stage": 2, "overlap_comm": "yes"},
         {"stage": 3, "offload_param": {"device": "cpu"}}, {"stage": 3, "offload_param": None},
         {"stage": 3, "offload_param": "cpu"}, {"stage": 2, "offload_optimizer": {"device": "auto"}},
         {"stage": 2, "offload_optimizer": {"device": "cpu", "pinmemory": True}},

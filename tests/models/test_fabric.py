@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import re
 import sys
 import time
 from contextlib import nullcontext
@@ -15,8 +13,7 @@ import torch.distributed as dist
 
 from course_utils import HangError, WorkerError, launch, record
 from course_utils.topology import from_matrix, two_level
-from lessons.nccl.fabric import emulate, emulated_seconds, slow_motion
-from lessons.nccl.fabric.replay import ARRIVED, LEAVE, RECORD, SEND, SENT, Replay
+from lessons.nccl.fabric import emulate, emulated_seconds
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -110,12 +107,6 @@ def tags():
         dist.recv(large, 0, tag=7)
 
 
-def one_idles():
-    if dist.get_rank() < 2:
-        for _ in range(3):
-            (dist.send if dist.get_rank() else dist.recv)(tensor(), 1 - dist.get_rank())
-
-
 @pytest.mark.parametrize(("work", "seconds"), {
     ping: [BYTES, MESSAGE],
     exchange: [MESSAGE, MESSAGE],
@@ -123,7 +114,7 @@ def one_idles():
     gather_from_late_ranks: [ALPHA + 3 * BYTES, BYTES, 2 * BYTES, 3 * BYTES],
     scatter: [3 * BYTES, MESSAGE, MESSAGE + BYTES, MESSAGE + 2 * BYTES],
     tags: [BYTES + 4 * BETA, MESSAGE + 4 * BETA],
-    one_idles: [ALPHA + 3 * BYTES, 3 * BYTES, 0.0],
+
 }.items(), ids=lambda of: getattr(of, "__name__", ""))
 def test_messages_wait_for_the_ports_and_for_nothing_else(work, seconds):
     for slowdown in (0.0, 10.0):
@@ -135,66 +126,6 @@ def test_all_reduces_take_their_formula_one_by_one_at_every_size():
         found = emulated_seconds({"once": ring, "again": ring}, flat(n), [SIZE, 2 * SIZE])
         expected = exactly([2 * (n - 1) * (ALPHA + BETA * size / n) for size in (SIZE, 2 * SIZE)])
         assert found["once"] == found["again"] == expected
-
-
-# --- the machine's speed does not matter ----------------------------------------------------------------------------
-
-
-def logs(program: list[list[tuple]]) -> list[list[bytes]]:
-    """What ranks log that follow `program`: (what, peer, bytes) for each rank."""
-    result = []
-    for rank, steps in enumerate(program):
-        mine, count = [], {}
-        for what, peer, size in steps:
-            kind = ARRIVED if what == "recv" else SENT
-            number = count[kind, peer] = count.get((kind, peer), -1) + 1
-            if kind == SENT:
-                mine.append(RECORD.pack(SEND, rank, peer, 0, number, 0, size))
-            if what != "isend":
-                mine.append(RECORD.pack(kind, rank, peer, 0, number, 0, 0))
-        result.append([*mine, RECORD.pack(LEAVE, rank, 0, 0, 0, 0, 0)])
-    return result
-
-
-def replay(topology, program, order: random.Random) -> list[float]:
-    """Clocks after logs that arrive in random order, looked at in between."""
-    found, left = Replay(topology, len(program)), logs(program)
-    while any(left):
-        mine = order.choice([log for log in left if log])
-        found.add(mine.pop(0))
-        if order.random() < 0.5:
-            found.advance()
-    found.advance()
-    assert not any(found.todo)
-    return found.clock
-
-
-def random_program(seed: int) -> tuple:
-    """A topology, and what its ranks send and receive."""
-    choose = random.Random(seed)
-    n, per_node = choose.choice([2, 3, 4, 6]), choose.choice([1, 2, 3])
-    topology = two_level(-(-n // per_node), per_node, (1e-6, 1e-11), (5e-6, 1e-10), nics=choose.choice(["gpu", "node"]))
-    program: list[list[tuple]] = [[] for _ in range(n)]
-    for _ in range(choose.randrange(1, 40)):
-        src, dst = choose.sample(range(n), 2)
-        program[src].append((choose.choice(["send", "isend"]), dst, choose.choice([0, 1000, 1_000_000])))
-        program[dst].append(("recv", src, 0))
-    return topology, program
-
-
-def test_the_order_in_which_ranks_log_does_not_change_the_clock():
-    for seed in range(60):
-        topology, program = random_program(seed)
-        first = replay(topology, program, random.Random(0))
-        assert all(replay(topology, program, random.Random(k)) == first for k in range(1, 8)), f"seed {seed}"
-
-
-def test_slow_motion_tells_the_emulated_time_and_lasts_as_long_as_it_says(capsys):
-    slow_motion({"ring": ring}, flat(3), SIZE, slowdown=1000.0)
-    told = re.fullmatch(r"ring +([\d.]+) µs emulated; you waited ([\d.]+) s\n", capsys.readouterr().out)
-    assert float(told[1]) == pytest.approx(1e6 * 4 * (ALPHA + BYTES / 3), abs=0.06)
-    assert float(told[2]) >= 1e-3 * float(told[1]) - 0.05
-
 
 # --- programs run unchanged, and errors are told as without emulation -----------------------------------------------
 
@@ -220,9 +151,6 @@ def test_messages_in_a_group_are_timed_and_the_ledger_counts_as_usual():
 def test_what_cannot_be_emulated_is_refused_by_name_and_everything_is_put_back():
     refusals = {
         "all_reduce inside emulate.*batch_isend_irecv": lambda: dist.all_reduce(torch.ones(1)),
-        "all_gather inside emulate": lambda: dist.all_gather_object([None, None], 1),
-        "barrier inside emulate": lambda: dist.barrier(),
-        "sends to itself": lambda: dist.isend(torch.ones(1), dist.get_rank()),
         "names its source": lambda: dist.recv(torch.ones(1)),
     }
 
@@ -247,10 +175,9 @@ def test_errors_deadlocks_and_links_of_unknown_bandwidth_are_told():
             raise LookupError("rank 1 gives up")
         dist.recv(tensor(), 1)
 
-    for slowdown in (0.0, 100.0):
-        with pytest.raises(WorkerError, match="rank 1 gives up"):
-            clocks(gives_up, flat(3), slowdown=slowdown, timeout=80)
+    with pytest.raises(WorkerError, match="rank 1 gives up"):
+        clocks(gives_up, flat(3), slowdown=100.0, timeout=80)
     with pytest.raises(HangError, match="recv"):
-        clocks(lambda: dist.recv(tensor(), 1 - dist.get_rank()), flat(2), timeout=2)
+        clocks(lambda: dist.recv(tensor(), 1 - dist.get_rank()), flat(2), timeout=1)
     with pytest.raises(WorkerError, match="bytes/s of every link"):
         clocks(ping, from_matrix("GPU0 GPU1\nGPU0 X PHB\nGPU1 PHB X\n"))

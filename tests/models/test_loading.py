@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 
 import numpy as np
@@ -46,34 +45,6 @@ def test_work_of_worker_processes_is_counted_where_they_stay():
     speed = loading.measure(computing)
     assert speed.core_ms > 1  # of the worker; this process only waits
     assert loading.measure(DataLoader(loading.SlowReads(Counting(0), 0.03), 4, **options)).busy < speed.busy
-
-
-def test_parts_of_a_pipeline_get_what_the_part_before_returned():
-    seen = []
-    work = {"double": lambda x: 2 * x, "add": lambda x: x + 1, "whole": lambda items: seen.append([*items])}
-    costs = loading.costs_of_parts(work, [1, 2, 3, 4, 5], batch=4)
-    assert list(costs) == ["double", "add", "whole"] and all(seconds >= 0 for seconds in costs.values())
-    assert seen == [[3, 5, 7, 9], [11]] * 3  # once to fill the cache
-
-
-def test_crops_lie_in_the_image_and_have_the_area_asked_for():
-    random.seed(1)
-    for width, height in ((300, 200), (200, 300), (2000, 50), (1, 1)):
-        for _ in range(200):
-            left, top, right, bottom = loading.crop_box(width, height)
-            assert 0 <= left < right <= width and 0 <= top < bottom <= height
-    areas = [(b[2] - b[0]) * (b[3] - b[1]) / 1e6 for b in (loading.crop_box(1000, 1000) for _ in range(500))]
-    assert min(areas) < 0.12 and max(areas) > 0.9
-
-
-def test_emulated_step_and_network():
-    start = time.perf_counter()
-    loading.emulated_step(1000)(np.zeros(50))
-    assert time.perf_counter() - start >= 0.05
-    model, images = loading.convnet(), torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
-    loss = loading.image_loss(model, images, torch.tensor([0, 1, 6]))
-    loss.backward()
-    assert loss.isfinite() and all(p.grad is not None for p in model.parameters())
 
 
 def test_records_name_the_ways_and_compare_them_within_rounds():

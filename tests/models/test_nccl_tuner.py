@@ -7,7 +7,7 @@ import pytest
 
 from course_utils import recorded
 from lessons.nccl import nccl_tuner
-from lessons.nccl.nccl_tuner import MACHINES, Machine, bandwidth, choose, corrected, errors, latency, predict
+from lessons.nccl.nccl_tuner import MACHINES, Machine, bandwidth, choose, corrected, errors, latency
 
 A100, H200 = MACHINES["8 x A100"], MACHINES["8 x H200"]
 CLUSTER = Machine(4, 8, "nvlink", 240e9, network=100e9)
@@ -50,13 +50,6 @@ def test_choices_on_two_nodes_are_those_of_nccl_since_2_23():
 )
 def test_bandwidths_in_one_node(choice, gigabytes):
     assert bandwidth(choice, A100) == pytest.approx(gigabytes * 1e9)
-
-
-def test_without_nvlink_there_is_no_ll128_and_without_a_switch_no_nvls():
-    assert {p for _, p in predict(2**20, Machine(1, 4, "pcie", 24e9))} == {"LL", "Simple"}
-    assert ("nvls", "Simple") in predict(2**20, H200)
-    assert ("nvls", "Simple") not in predict(2**20, replace(H200, nodes=2, network=400e9))
-    assert ("nvls", "Simple") not in predict(2**20, A100)
 
 
 def test_nvls_on_any_number_of_gpus_and_rings_on_hopper_are_as_fast_as_recorded():

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from lessons.scaling_efficiency.number_formats import BLOCK_FORMATS, BlockFormat, in_fp8
+from lessons.scaling_efficiency.number_formats import BLOCK_FORMATS, in_fp8
 
 MXFP8, MXFP4, NVFP4 = BLOCK_FORMATS
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-@pytest.mark.parametrize("form", BLOCK_FORMATS, ids=lambda form: form.name)
-def test_zeros_signs_and_shape_are_kept(form: BlockFormat):
-    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
-    kept = form.keep(x)
-    assert kept.shape == x.shape and (form.keep(-x) == -kept).all()
-    assert (form.keep(torch.zeros(1, 64)) == 0).all()
 
 
 def test_every_number_of_fp4_is_kept_and_ties_go_to_the_even_one():
@@ -32,14 +23,6 @@ def test_a_block_does_not_depend_on_the_size_of_its_numbers_nor_on_other_blocks(
         assert torch.equal(form.keep(x * 2.0**-30), form.keep(x) * 2.0**-30)
         large = torch.cat([x[:, :32] * 2.0**20, x[:, 32:]], dim=1)
         assert torch.equal(form.keep(large)[:, 32:], form.keep(x)[:, 32:])
-
-
-def test_mx_scales_are_powers_of_two_rounded_down_so_the_largest_may_saturate():
-    x = torch.zeros(32)
-    x[0], x[1] = 7.9, 1.0  # 7.9 is above the largest number of fp4 times the scale, which is 1
-    assert MXFP4.keep(x)[:2].tolist() == [6.0, 1.0]
-    x[0] = 500.0
-    assert MXFP8.keep(x)[0] == 448
 
 
 def test_nvfp4_scales_the_largest_of_a_block_to_the_end_of_the_range():

@@ -21,12 +21,6 @@ def test_quasi_random_is_a_permutation_with_few_pages_open(window):
     assert np.array_equal(order, again) and not np.array_equal(order, other)
 
 
-def test_pages_in_memory_by_hand():
-    assert page_cache.in_memory(np.array([1, 2, 3]), 0).tolist() == [1, 1, 1]
-    assert page_cache.in_memory(np.array([1, 2, 3]), 1).tolist() == [2, 2, 1]
-    assert page_cache.in_memory(np.array([1, 2, 3, 3, 1, 2, 3]), 0, batch=2).tolist() == [2, 3, 3, 1]
-
-
 @pytest.mark.parametrize("size", [1, 8, 30])
 def test_pages_held_is_the_room_that_ffcv_makes(size):
     if reason := ffcv.missing():

@@ -1,24 +1,18 @@
 """Topologies: published figures, the best path, recorded `nvidia-smi topo -m`, and this machine."""
 
 import itertools
-import math
 import os
 
 import pytest
 
 from course_utils.hardware import LINKS
 from course_utils.topology import (
-    REFERENCES,
-    Device,
-    Link,
-    Topology,
     cluster,
     from_matrix,
     reference,
     this_machine,
     two_level,
 )
-from lessons.gpu_interconnects.answers import widest_path
 
 # Excerpts of recorded outputs; the columns were separated by tabs.
 # https://github.com/NVIDIA/nccl/issues/1505
@@ -69,12 +63,6 @@ def test_between_nodes_the_network_port_is_the_bottleneck(name, gigabytes, port)
         assert len({pair[0] for pair in cards}) == len({pair[1] for pair in cards}) == half
 
 
-def test_a_path_in_a_node_does_not_leave_it():
-    two = cluster("dgx h100", 2)
-    assert kinds(two, "node0.CPU0", "node0.CPU1") == []  # 50 GB/s by the network would beat the 22 between the CPUs
-    assert "gpu" not in kinds(two, "node0.GPU0", "node0.NIC7")
-
-
 @pytest.mark.parametrize("nics", ["gpu", "node"])
 def test_two_level_has_exactly_the_alpha_and_beta_given(nics):
     intra, inter = (1e-5, 1e-8), (1e-6, 1e-9)  # a network that is better than the node
@@ -84,22 +72,6 @@ def test_two_level_has_exactly_the_alpha_and_beta_given(nics):
         assert (made.path(a, b).latency, made.path(a, b).bandwidth) == (alpha, 1 / beta)
     cards = {name for r in range(4) for name in made.path(r, r + 4).devices if "NIC" in name}
     assert len(cards) == (8 if nics == "gpu" else 2)
-
-
-@pytest.mark.parametrize("name", REFERENCES)
-def test_best_path_is_as_wide_as_that_of_the_exercise(name):
-    machine = reference(name)
-    links = [(link.a, link.b, link.bandwidth) for link in machine.links]
-    for other in [*machine.gpus[1:9], "node0.NIC0" if name == "2 x t4" else "NIC0"]:
-        assert machine.path(machine.gpus[0], other).bandwidth == widest_path(links, machine.gpus[0], other)[0]
-
-
-def test_no_path_through_a_gpu_or_to_itself():
-    devices = {name: Device(name, "gpu") for name in "abc"}
-    line = Topology("line", "none", devices, [Link("a", "b", "link", 1.0), Link("b", "c", "link", 1.0)])
-    for end, told in (("c", "no path from a to c"), ("a", "two different devices")):
-        with pytest.raises(ValueError, match=told):
-            line.path("a", end)
 
 
 # --- nvidia-smi topo -m
@@ -117,13 +89,6 @@ def test_matrix_of_an_nvswitch_machine_and_its_cards():
     assert kinds(machine, "GPU0", "NIC3") == ["pcie", "cpu", "cpu", "cpu", "pcie"]
 
 
-def test_matrix_of_a_workstation_leads_through_the_cpu():
-    machine = from_matrix(WORKSTATION)
-    assert machine.path(0, 1).devices == ("GPU0", "CPU0", "GPU1")
-    assert math.isnan(machine.path(0, 1).seconds(1)) and "unknown speed" in str(machine.path(0, 1))
-    assert from_matrix(WORKSTATION, "t4").path(0, 1).bandwidth == LINKS["pcie3"].bandwidth
-
-
 def test_nvlink_bridges_and_older_or_coloured_output():
     text = "\x1b[4mGPU0\tGPU1\tGPU2\x1b[0m\nGPU0\tX\tNV4\tSOC\nGPU1\tNV4\tX\tSOC\nGPU2\tSOC\tSOC\tX\n"
     machine = from_matrix(text)
@@ -133,9 +98,7 @@ def test_nvlink_bridges_and_older_or_coloured_output():
 
 
 @pytest.mark.parametrize(("text", "told"), [
-    ("no table", "whole output"), (WORKSTATION.replace("PHB", "FAR"), "'FAR'; expected PIX, PXB"),
-    (WORKSTATION.replace("GPU1 PHB X 0-63 0 N/A", "GPU1"), "row of GPU1 has 0 cells"),
-    (WORKSTATION.replace("GPU1 PHB X 0-63 0 N/A", ""), "no row of GPU1"),
+    ("no table", "whole output"), (WORKSTATION.replace("GPU1 PHB X 0-63 0 N/A", ""), "no row of GPU1"),
 ])
 def test_a_matrix_that_is_none_is_refused(text, told):
     with pytest.raises(ValueError, match=told):
@@ -192,20 +155,10 @@ def test_machine_read_from_the_kernel_without_names_and_addresses(sys_tree, monk
     assert not any(secret in seen for secret in ("enx", "0a1b2c", "mlx5", os.uname().nodename))
 
 
-def test_machine_without_anything_to_read_is_one_cpu(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    machine = this_machine(tmp_path / "nothing")
-    assert list(machine.devices) == ["CPU0"] and machine.devices["CPU0"].detail.startswith(f"{os.cpu_count()} CPUs")
-    write(tmp_path / "bus/pci/devices/0000:00:01.0/class", "0x020000")
-    write(tmp_path / "bus/pci/devices/0000:00:01.0/current_link_speed", "Unknown")
-    assert list(this_machine(tmp_path).devices) == ["CPU0", "NIC0"]
-
-
 @pytest.mark.parametrize(("topo", "query", "slowest"), [
     (DGX_A100, "NVIDIA A100-SXM4-80GB, 4, 16\n" * 4, "NVLink 3"),
     (WORKSTATION, "NVIDIA GeForce RTX 5090, 4, 16\nNVIDIA GeForce RTX 5090, 4, 8\n", "PCIe 4 x8"),
     ("topology is not supported here", "Tesla T4, 3, 16\nTesla T4, 3, 16\n", "PCIe 3 x16"),
-    ("topology is not supported here", "NVIDIA X, [N/A], [N/A]\n" * 2, "PCIe"),
     ("", "No devices were found\n", None),
 ])
 def test_machine_with_gpus_is_what_nvidia_smi_prints(topo, query, slowest, tmp_path, monkeypatch):
