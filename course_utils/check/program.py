@@ -197,8 +197,8 @@ def exercise(
                     place, key, sentence, value = found[rank]
                     same = None
                     if value is not None:
-                        once = functools.partial(_of_a_mistake, run.options, solution, program, case, tolerance, place)
-                        same = _diagnosis(mistakes, once, remembered.setdefault((number, place), {}), rank, found[rank])
+                        once = functools.partial(_of_a_mistake, run.options, solution, program, case, tolerance)
+                        same = _diagnosis(mistakes, once, remembered.setdefault(number, {}), rank, found[rank])
                     if same:
                         key = same
                     elif key in explains or case.hint and key.startswith("too-many"):
@@ -228,7 +228,7 @@ def _run(
 
 
 def _of_a_mistake(
-    options: Mapping, solution: Callable, program: Callable, case: Case, tolerance: float, place: int, edit: Any
+    options: Mapping, solution: Callable, program: Callable, case: Case, tolerance: float, edit: Any, place: int
 ) -> list[tuple | None] | None:
     """What the program finds on each rank in a mistake, up to a place; None if its ranks end in an error or wait."""
     quiet, same = Exercise("", {}, SHORT, _on_a_rank, options), Case(case.ranks, args=case.args)
@@ -239,15 +239,19 @@ def _of_a_mistake(
 
 
 def _diagnosis(mistakes: Mapping, once: Callable, remembered: dict, rank: int, found: tuple) -> str | None:
-    """The key of the mistake that gives the same wrong value at the same place on this rank; each one runs once."""
+    """The key of the mistake that gives the same wrong value at the same place on this rank.
+
+    What a mistake has given before is ``remembered``: up to which place it went, and the findings of the ranks.
+    """
     place, hint, _, value = found
     for key, (_, *edits) in mistakes.items():
         if key in ("hang", "unwaited"):  # whose ranks wait in vain, and have no value
             continue
         for number, edit in enumerate(listed(edits[0]) if edits else []):
-            if (key, number) not in remembered:
-                remembered[key, number] = once(edit)
-            other = remembered[key, number] and remembered[key, number][rank]
+            until, results = remembered.get((key, number), (0, [None] * (rank + 1)))
+            if results and results[rank] is None and until < place:
+                remembered[key, number] = place, (results := once(edit, place))
+            other = results and results[rank]
             if other and other[:2] == (place, hint) and other[3][0] == value[0] and alike(value[1], other[3][1]):
                 return key
     return None

@@ -462,7 +462,7 @@ def clip_gradients(note, answer, sizes, bare):
         note.holds(right, "value", what, ("factor", f"{scaled:.4g}"))
     for *_, ledger in results if n > 1 else []:
         most = 2 if {entry.op for entry in ledger} == {"reduce", "broadcast"} else 1
-        note.sent(ledger, calls=(1, most), largest=8 * max(n, 4), too_large="too-many-bytes",
+        note.sent(ledger, calls=(1, most), largest=8 * max(n, 4), too_large="too-many-messages",
                   too_many_calls="too-many-messages")
 
 
