@@ -19,6 +19,7 @@ const reach = () => document.querySelectorAll(".bd-article :is(pre, math, .outpu
 });
 document.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll("summary[aria-label]").forEach((fold) => fold.removeAttribute("aria-label"));
+  document.querySelectorAll("dt dl").forEach((list) => list.role = "none");  // a signature of several lines
   reach();
 });
 document.addEventListener("toggle", reach, true);
