@@ -1059,8 +1059,8 @@ assert planner.score(experts).median > planner.score(experts).guess
 # %% [markdown] tags=["deeper"]
 # Dense models come out within 3 % (one constant, Blackwell's, is fitted to half of them), but with experts **one share
 # of the peak, chosen afterwards, is nearer than the plan**. The reason is not one term that is missing: Qwen3 30B on
-# the same eight GB200s went from 22,775 to 40,960 tokens/s between the releases 25.09 and 26.06, while Llama 3 405B on
-# 256 stayed within 11 %. So a plan for experts says what tuned software may reach, and the next release may differ by a
+# the same eight GB200s went from 22,775 to 40,706 tokens/s between the releases 25.09 and 26.06, while Llama 3 405B on
+# 256 stayed within 12 %. So a plan for experts says what tuned software may reach, and the next release may differ by a
 # factor.
 
 # %% [markdown] tags=["deeper"]
