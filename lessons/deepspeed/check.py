@@ -147,6 +147,8 @@ SECOND = '"zero_optimization": {"stage": 1}'
 MISTAKES["mended"] = {
     "clipped": ("""These are exactly the losses with gradients clipped to norm 1.0. What does DeepSpeed do if the
         configuration says nothing about it?""", {CLIPPING_B: '"gradient_accumulation_steps": 2'}),
+    "value": ("No key of a configuration here should change what is computed. Undo what was not needed.",
+            {CLIPPING_B: CLIPPING_B.replace("0.0", "0.25")}),
     "form": ('Return a dictionary with the keys "A", "B" and "C" and a configuration, also a dictionary, for each.',
             'return {"A": a, "B": b, "C": c}  ->  return [a, b, c]'),
     "refused": (REFUSED, '"gradient_accumulation_steps": 2  ->  "gradient_accumulation_steps": 1'),
@@ -158,8 +160,6 @@ MISTAKES["mended"] = {
             {'"train_batch_size": 8': '"train_batch_size": 4',
              '"gradient_accumulation_steps": 2': '"gradient_accumulation_steps": 1'}),
     "whole-parameters": (WHOLE, {f", {THRESHOLD}": ""}),
-    "value": ("No key of a configuration here should change what is computed. Undo what was not needed.",
-            {CLIPPING_B: CLIPPING_B.replace("0.0", "0.25")}),
 }
 RIGHT["mended"] = {
     "whole model": {THRESHOLD: '"stage3_model_persistence_threshold": 0'},
@@ -202,6 +202,8 @@ MISTAKES["train_step"] = {
             {BACKWARD: "engine.backward(loss / len(micro_batches))"}),
     "scaled-loss": ("The loss that is returned is too small by the number of micro-batches, the training is right.",
             "loss.item()  ->  loss.item() / len(micro_batches)"),
+    "value": ("Return the mean over all micro-batches of this rank, and train on each of them once.",
+            "total / len(micro_batches)  ->  loss.item()"),
     "form": ("""Return two things: the mean loss as a number, and a dictionary from the name of an operation to its
         number of calls.""", {f", {COUNTS}": ""}),
     "not-stepped": ("""The engine has not updated the weights as often as you called the function. It counts the calls
@@ -213,8 +215,6 @@ MISTAKES["train_step"] = {
             {COUNTS: "{'all_reduce': 2, 'all_gather': 1}"}),
     "too-many-calls": ("""The step is right, but it communicates more than DeepSpeed does by itself, and nothing else is
         needed.""", "total += loss.item()  ->  total += loss.item()\ndist.all_reduce(loss.detach())"),
-    "value": ("Return the mean over all micro-batches of this rank, and train on each of them once.",
-            "total / len(micro_batches)  ->  loss.item()"),
 }
 
 
@@ -281,6 +281,8 @@ ACCUMULATION = '"gradient_accumulation_steps": setup["micro_batches"]'
 CLIPPING = '"gradient_clipping": setup["max_norm"] or 0.0,'
 
 MISTAKES["to_deepspeed"] = {
+    "clipping": ("""The gradients are clipped in another way. Look at what DeepSpeed does if you say nothing, and if you
+        say 0.0.""", [{CLIPPING: ""}, {CLIPPING: '"gradient_clipping": 0.0,'}]),
     "refused": (REFUSED, '"stage": 3,  ->  "stage": 4,'),
     "batch": ("FSDP2's loop splits into micro-batches by itself. DeepSpeed has to be told both of the numbers.",
             {f"{ACCUMULATION},": ""}),
@@ -289,8 +291,6 @@ MISTAKES["to_deepspeed"] = {
     "whole-parameters": (WHOLE, {f", {THRESHOLD}": ""}),
     "offload": ("""CPUOffloadPolicy moves both the parameters and the optimizer's states, and only where it is asked
         for.""", 'zero |= {"offload_optimizer": cpu, "offload_param": cpu}  ->  zero["offload_optimizer"] = cpu'),
-    "clipping": ("""The gradients are clipped in another way. Look at what DeepSpeed does if you say nothing, and if you
-        say 0.0.""", [{CLIPPING: ""}, {CLIPPING: '"gradient_clipping": 0.0,'}]),
     "gathers": ("""The losses are right, but the weights are gathered another number of times. FSDP2 gathers them twice
         in each micro-batch if it lets them go after forward, and once if it keeps them.""", [{LIVE: "pass"},
              'if setup["reshard_after_forward"]:  ->  if True:']),
