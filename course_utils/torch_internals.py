@@ -6,7 +6,6 @@ tensor's memory. When a new version changes a name, `tests/ranks/test_internals.
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -31,7 +30,6 @@ __all__ = [
 WRITTEN_FOR = "2.13"
 
 if not hasattr(torch.distributed, "all_gather_single"):  # before 2.13, as in hosted notebooks
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # as in 2.13; it was 0
     torch.distributed.all_gather_single = torch.distributed.all_gather_into_tensor
     torch.distributed.reduce_scatter_single = torch.distributed.reduce_scatter_tensor
 

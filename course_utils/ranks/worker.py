@@ -183,6 +183,7 @@ def _take_environment(environment: dict) -> None:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # of flight records, as in PyTorch 2.13; 2.10 keeps none
 
 
 # ----------------------------------------------------------------------------------------------------------------- call

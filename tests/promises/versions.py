@@ -45,5 +45,8 @@ def environment(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_core_runs(lesson: str, copies: Path, environment: tuple[str, Path]):
     kernel, folder = environment
-    told = run([cell for cell in core(copies, lesson) if cell.cell_type == "code"], kernel, folder)
+    cells = [cell for cell in core(copies, lesson) if cell.cell_type == "code"]
+    if kernel == "oldest":
+        cells = [cell for cell in cells if "torchfrtrace" not in cell.source]  # that of 2.10 refuses gloo and barriers
+    told = run(cells, kernel, folder)
     print(told[0])
