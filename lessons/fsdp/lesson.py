@@ -29,7 +29,7 @@
 # - *see* whether messages overlap with computation, and *make* them overlap;
 # - *save* a sharded checkpoint that survives a rank's death, and *load* it on any number of ranks.
 #
-# **Before this:** [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb). **Time:** about 45 minutes to read the core, 100
+# **Before this:** [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb). **Time:** about 50 minutes to read the core, 100
 # with the deeper sections, under two to run.
 
 # %% [markdown]

@@ -25,7 +25,7 @@
 # - *plan* memory and time of a layout, *know* what the plan assumes, and *judge* it against published runs.
 #
 # **Before this:** [07 fsdp](07_fsdp.ipynb), [09 tensor parallelism](09_tensor_parallel.ipynb),
-# [10 pipeline parallelism](10_pipeline_parallel.ipynb). **Time:** about 45 minutes to read the core, 90 with the
+# [10 pipeline parallelism](10_pipeline_parallel.ipynb). **Time:** about 45 minutes to read the core, 95 with the
 # deeper sections, under a minute to run.
 
 # %% [markdown]

@@ -824,12 +824,12 @@ predictions()
 # | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 45 (110) | 220 |
 # | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 45 (100) | 135 |
 # | [06](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? | 45 (80) | 145 |
-# | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 45 (100) | 140 |
+# | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 50 (100) | 140 |
 # | [08](08_deepspeed.ipynb) | What does DeepSpeed do differently, and when do I pick it? | 45 (95) | 125 |
 # | [09](09_tensor_parallel.ipynb) | How do I split one layer over ranks? | 45 (80) | 170 |
 # | [10](10_pipeline_parallel.ipynb) | How do I split the layers, and where does the bubble go? | 45 (80) | 150 |
 # | [11](11_long_context_and_experts.ipynb) | How do I split a long sequence, and many experts? | 45 (85) | 215 |
-# | [12](12_parallelism_3d.ipynb) | Which TP × PP × CP × DP for this model on this cluster? | 45 (90) | 200 |
+# | [12](12_parallelism_3d.ipynb) | Which TP × PP × CP × DP for this model on this cluster? | 45 (95) | 200 |
 # | [13](13_profiling.ipynb) | Where does a step's time go? | 45 (90) | 85 |
 # | [14](14_debugging_hangs.ipynb) | It hangs. Which rank, which call, why? | 45 (65) | 135 |
 # | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 45 (85) | 160 |
