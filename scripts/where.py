@@ -191,8 +191,7 @@ def status(pid: int) -> tuple[str, int]:
 
 def find(pids: list[int], pattern: str) -> list[Rank]:
     """The ranks among these processes and below them; without any, all on this host, or those of a torchrun."""
-    if not os.path.exists("/proc/self"):
-        raise SystemExit("ranks are found on Linux only, in /proc; --merge and --records work on any system")
+    os.path.exists("/proc/self") or sys.exit("ranks are found on Linux only, in /proc; --merge and --records need none")
     commands = {int(n): read(int(n), "cmdline").replace("\0", " ") for n in os.listdir("/proc") if n.isdigit()}
     parents = {pid: status(pid)[1] for pid in commands}
     agents = [pid for pid, text in commands.items() if re.search(AGENT, text)]
