@@ -36,10 +36,7 @@ BETON = [
     *(("image", 2**21 + 2**17 * i, 2**17 - 5) for i in range(24)), ("allocation table", 2**23, 576),
 ]
 FOUND = search(PUBLISHED["Llama 3 8B"], cluster("DGX H100", gpus=8), 64, zero=(1, 3), recompute=("none", "full"), cp=1)
-MESHES = (
-    {"tp": 1}, {"dp": 8}, {"pp": 2, "dp": 2, "tp": 2}, {"tp": 8, "dp": 8, "pp": 4}, {"replicate": 3, "shard": 5},
-    {"pp": 2, "dp": 2, "cp": 2, "tp": 2}, {"dp": 8, "pp": 16, "cp": 16, "tp": 8},
-)
+MESHES = {"tp": 1}, {"tp": 8, "dp": 8, "pp": 4}, {"dp": 8, "pp": 16, "cp": 16, "tp": 8}
 
 #: Figures that are hard to lay out, by name of the function.
 FIGURES = [
@@ -67,9 +64,9 @@ FIGURES = [
     partial(draw.loader_bars, {"DataLoader": 1e3, "FFCV raw": 4210.0}, "recorded", "DataLoader"),
     partial(draw.loss_curves, {"whole": (range(30), range(30)), "resumed": ([16, 30], [2, 1])}, "t", wide=["whole"]),
     partial(draw.mask_picture, {order: [[2 * r, 2 * r + 1] for r in range(6)] for order in PARTS}, "t"),
-    partial(draw.mask_picture, {"one": [range(r, 40, 20) for r in range(20)]}, "many tokens, without numbers"),
+
     partial(draw.memory_bars, {"a name of a row that needs two lines": Memory(120e9), "b": Memory(1)}, "t", GPUS),
-    partial(draw.memory_bars, {"nothing": Memory(), "tiny": Memory(3)}, "modelled: extremes", {"T4": 16e9}),
+
     partial(draw.memory_bars, {str(i): Memory(1e12) for i in range(14)}, "modelled: extremes", {"T4": 16e9}),
     partial(draw.memory_over_length, [64, 4096], {}, {"keep all": [1, 1e9], "checkpoint": [1, 0.9e9]}, "t"),
     partial(draw.memory_over_time, [(f"after operation {i}", Memory(i, i * i)) for i in range(30)], "measured: a step"),

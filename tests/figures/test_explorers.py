@@ -10,15 +10,13 @@ from course_utils import hardware, launch, memory, models
 from course_utils.costs import COLLECTIVES
 from course_utils.draw.explorer import Picture
 from course_utils.memory import Memory
-from course_utils.units import decimal_bytes
 from lessons.collectives import stepper
 from lessons.collectives.collective_algorithms import schedule
-from lessons.collectives.explorer import cost_calculator, efficiency, goodput
+from lessons.collectives.explorer import cost_calculator, efficiency
 from lessons.collectives.stepper import collective_stepper
 from lessons.gpu_interconnects.explorer import topology_explorer
 from lessons.long_context_and_experts.explorer import context_explorer
 from lessons.nccl.explorer import algorithm_chooser
-from lessons.nccl.figures import crossings
 from lessons.parallelism_3d.explorer import mesh_explorer
 from lessons.pipeline_parallel.explorer import _formula, schedule_explorer
 from lessons.pipeline_parallel.pipeline import SCHEDULES, Costs, simulate
@@ -46,16 +44,20 @@ def ends(control: widgets.Widget) -> list:
         case widgets.IntSlider() | widgets.FloatSlider() | widgets.BoundedFloatText():
             return [control.min, control.max]
         case widgets.IntText():
-            return [-1, 0, 2, 10**14]
+            return [0, 10**14]
         case widgets.Text():
-            return ["2", "", "x<y"]
+            return ["2", "x<y"]
     return [False, True]
 
 
 @pytest.mark.guard(300)
 @pytest.mark.parametrize("make", WIDGETS)
-def test_every_end_of_every_control_is_drawn_or_refused(make):
-    """A change counts when it is finished, labels are whole, and what is put back shows what was there before."""
+def test_every_end_of_every_control_is_drawn_or_refused(make, request):
+    """A change counts when it is finished, labels are whole, and what is put back shows what was there before.
+
+    Of each control the last end that changes something; the first one too with --thorough.
+    """
+    thorough = request.config.getoption("--thorough")
     explorer = Opened(make())
     if make is memory_calculator:
         explorer.put(stage=1)  # where the buckets count
@@ -68,12 +70,14 @@ def test_every_end_of_every_control_is_drawn_or_refused(make):
         assert int(room.removesuffix("px")) >= 8 * len(control.description), name
         assert not getattr(control, "continuous_update", False), name
         seen = {start}
-        for value in ends(control):
+        for value in reversed([value for value in ends(control) if value != values[name]]):
             told = explorer.put(**{name: value})
             seen.add(explorer.shown)
             assert told and "<y" not in told
             if not explorer.refuses:
                 inside(explorer.picture.figure)
+            if len(seen) > 1 and not thorough:
+                break
         explorer.put(**{name: values[name]})
         explorer.put(**values)
         assert explorer.shown == start, name
@@ -91,58 +95,27 @@ def test_costs():
     assert "$0.00" in explorer.put(price=-1, kept=150) and explorer.kept.value == 100
 
 
-def test_goodput_is_best_at_its_interval():
-    rate, save, restart = 0.1, 1 / 30, 1 / 6
-    intervals = [0.01 * k for k in range(1, 1000)]
-    useful = [every / (every + save) * (1 - rate * (restart + every / 2)) for every in intervals]
-    assert goodput(rate, save, restart) == pytest.approx(max(useful), rel=1e-3)
-    assert [goodput(*case) for case in ((0, 1, 1), (0.1, 0, 0), (10, 1, 1))] == [1.0, 1.0, 0.0]
-
-
 @pytest.mark.parametrize(("make", "settings", "message"), [
     (topology_explorer, {"machine": "dgx a100", "end": "GPU0"}, "two different devices"),
     (algorithm_chooser, {"nodes": 1, "gpus": 1}, "nothing to reduce"),
     (context_explorer, {"method": "Ulysses", "ranks": 64}, "64 ranks do not divide 32"),
-    (context_explorer, {"heads": 33}, "multiple of KV heads"),
     (memory_calculator, {"length": 4096}, "GPT-3 6.7B has 2,048 positions, no 4,096"),
-    (memory_calculator, {"model": "own shape", "heads": 7}, "hidden must be a multiple of heads"),
-    (mesh_explorer, {"tp": 0}, "tp must be at least 1, got 0"),
     (mesh_explorer, {"per_node": 7}, "pp 4 x dp 8 x cp 1 x tp 8 makes 256 ranks, which do not fill nodes of 7"),
-    (mesh_explorer, {"dp": 10**6}, "makes 32,000,000 ranks; the explorer takes up to 65,536"),
-    (mesh_explorer, {"pp": 3}, "cannot run so: .*layers do not divide"),
     (mesh_explorer, {"batch": 28}, "cannot run so: .*28 sequences do not divide"),
     (mesh_explorer, {"model": "Llama 3 405B"}, "cannot run so: .*the fullest GPU needs"),
     (schedule_explorer, {"name": "interleaved", "microbatches": 9}, "a multiple of 4 micro-batches, got 9"),
     (schedule_explorer, {"name": "ZB-H1", "weight": 2.0}, "formula holds for m ≥ p and W ≤ F only"),
     (schedule_explorer, {"transfer": 0.5}, "the formulas know no transfer times"),
     (collective_stepper, {"rank1": "1, x, 3, 4"}, "Rank 1: .*x.* is not a number"),
-    (collective_stepper, {"rank1": "1 2 inf 4"}, "Rank 1: .*finite"),
+
     (bits_explorer, {"number": "1,5"}, "comma"),
 ])
 def test_what_cannot_be_is_said(make, settings, message):
     assert re.search(message, Opened(make()).put(**settings))
 
 
-def test_sizes_at_which_algorithms_cross():
-    assert crossings(lambda size: 3.0, lambda size: size / 1000, 1, 1e6) == [pytest.approx(3000)]
-    assert crossings(lambda size: size, lambda size: size, 1, 1e6) == []
-    explorer = Opened(algorithm_chooser())
-    assert "halving/doubling is fastest" in explorer.put(size=2**28)
-    assert "in network is fastest" in explorer.put(adds=True, size=256)
-
-
-def test_memory_of_a_shape_of_ones_own():
-    explorer = Opened(memory_calculator())
-    assert "on each rank" in explorer.put(length=4096, model="GPT-2") and explorer.length.value == 1024
-    told = explorer.put(model="GPT-2 XL") and explorer.put(model="own shape", length=131_072)
-    own = memory.training_memory(models.TransformerConfig(48, 25, 1600, 131_072, 50257), 1, stage=3, ranks=8)
-    assert f"<b>{decimal_bytes(own.total)} on each rank</b>" in told
-    assert all(f"{part} {decimal_bytes(size)}" in told for part, size in own.parts().items())
-
-
 @pytest.mark.parametrize(("need", "free", "reason", "words"), [
     (Memory(72e9), 0.1, "fits", "72 GB of 80 GB"), (Memory(72.1e9), 0.1, "tight", "72.1 GB of 80 GB"),
-    (Memory(80e9), 0.0, "fits", "80 GB of 80 GB"), (Memory(80e9), 0.05, "tight", "80 GB of 80 GB"),
     (Memory(79e9, activations=2e9), 0.1, "activations", "1 GB too much"),
     (Memory(81e9), 0.0, "states", "1 GB too much"),
 ])
@@ -234,7 +207,6 @@ def test_every_collective_can_be_stepped_to_its_end(monkeypatch):
             collective_stepper(world_size)
 
 
-
 def test_examples_of_numbers():
     explorer = Opened(bits_explorer())
     examples = [control for control in explorer.widget.controls.values() if isinstance(control, widgets.Button)]
@@ -242,6 +214,6 @@ def test_examples_of_numbers():
         button.click()
         assert f"{button.description} is stored as" in explorer.status.value
         inside(explorer.picture.figure)
-    for words in ("-3e38", "-1e-39", "-1/3", "-1234.5678"):
+    for words in ("-1e-39", "-1234.5678"):
         explorer.put(number=words)
         readable_throughout(explorer.picture.figure)

@@ -28,7 +28,7 @@ def test_bits_and_value_are_those_of_torch(form):
         if form is TF32:  # fp32 without its last 13 bits
             assert stored.bits == store(stored.value, FP32).bits[:19]
             continue
-        kept = single.to(form.dtype)
+        kept = single.to(getattr(torch, form.dtype))
         bits = kept.view(integers[form.width]).item() % 2**form.width
         assert (stored.bits, stored.value) == (f"{bits:0{form.width}b}", kept.item())
 
@@ -47,16 +47,11 @@ def test_tf32_is_the_nearest_with_ten_bits_of_fraction():
 @pytest.mark.parametrize(
     "text, form, verdict",
     [
-        ("0.1", FP32, "relative error 1.5e-08"), ("0.1", E4M3, "relative error 1.6 %"),
-        ("1+2^-10", FP16, "exact"), ("1+2^-10", BF16, "relative error 9.8e-04"),
-        ("65504", FP16, "exact"), ("70000", FP16, "overflows to inf: its largest is 65504"),
-        ("-70000", FP16, "overflows to -inf: its largest is 65504"), ("65519", FP16, "relative error 2.3e-04"),
-        ("464", E4M3, "relative error 3.4 %"), ("465", E4M3, "saturates: its largest is 448"),
+        ("0.1", FP32, "relative error 1.5e-08"), ("1+2^-10", BF16, "relative error 9.8e-04"),
+        ("70000", FP16, "overflows to inf: its largest is 65504"), ("465", E4M3, "saturates: its largest is 448"),
         ("1e-8", FP16, "underflows to 0: its smallest is 2^-24"), ("3*2^-24", FP16, "exact, subnormal"),
-        ("0", FP16, "exact"), ("-0", E5M2, "exact"), ("inf", FP16, "infinity"), ("nan", BF16, "not a number"),
-        ("1/3", FP32, "relative error 3.0e-08"), ("1.00000000000000000001", FP32, "relative error 1.0e-20"),
-        ("2^-24", FP16, "exact, subnormal"), ("2^-26", FP16, "underflows to 0: its smallest is 2^-24"),
-        ("inf", E4M3, "saturates: it has no infinity"), ("1e300", FP32, "overflows to inf: its largest is 3.40282e+38"),
+        ("-0", E5M2, "exact"), ("inf", FP16, "infinity"), ("nan", BF16, "not a number"),
+        ("inf", E4M3, "saturates: it has no infinity"), ("1.00000000000000000001", FP32, "relative error 1.0e-20"),
     ],
 )
 def test_what_happened_is_said(text, form, verdict):
@@ -66,10 +61,8 @@ def test_what_happened_is_said(text, form, verdict):
 @pytest.mark.parametrize(
     "text, value",
     [
-        ("0.1", Fraction(1, 10)), (" -1e-8 ", Fraction(-1, 10**8)), ("1/3", Fraction(1, 3)),
-        ("2^-24", Fraction(1, 2**24)),
-        ("1 + 2**-10", 1 + Fraction(1, 1024)), ("-(2-3)*4", 4), ("1_000", 1000), ("-2^2", -4), (".5", Fraction(1, 2)),
-        ("\N{MINUS SIGN}3", -3), ("INF", math.inf), ("-inf", -math.inf), ("0e999", 0), ("1.7e308", Fraction("1.7e308")),
+        (" -1e-8 ", Fraction(-1, 10**8)), ("1 + 2**-10", 1 + Fraction(1, 1024)), ("-(2-3)*4", 4), ("-2^2", -4),
+        ("1/3", Fraction(1, 3)), ("\N{MINUS SIGN}3", -3), ("-inf", -math.inf), ("1.7e308", Fraction("1.7e308")),
     ],
 )
 def test_numbers_are_read_exactly(text, value):
@@ -80,10 +73,8 @@ def test_numbers_are_read_exactly(text, value):
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ("  ", "no number given"), ("1,5", "comma"), ("1/0", "divides by zero"), ("0^-1", "divides by zero"),
-        ("1e999999999", "float64"), ("1e-400", "float64"), ("2^9^9^9^9", "float64"), ("2^0.5", "whole number"),
-        ("1" * 81, "80 characters"), *((text, "not a number") for text in (
-            "abc", "1 2", "True", "__import__('os')", "1+", "(" * 70, "0x1p3", "1j", "1;2", "'1'", "<b>")),
+        ("  ", "no number given"), ("1,5", "comma"), ("1/0", "divides by zero"), ("2^9^9^9^9", "float64"),
+        *((text, "not a number") for text in ("abc", "__import__('os')", "1+", "(" * 70)),
     ],
 )
 def test_what_is_no_number_is_refused(text, complaint):
