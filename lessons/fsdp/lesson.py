@@ -29,7 +29,7 @@
 # - *see* whether messages overlap with computation, and *make* them overlap;
 # - *save* a sharded checkpoint that survives a rank's death, and *load* it on any number of ranks.
 #
-# **Before this:** [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb). **Time:** about 50 minutes to read the core, 100
+# **Before this:** [04 ddp](04_ddp.ipynb), [06 zero](06_zero.ipynb). **Time:** about 45 minutes to read the core, 100
 # with the deeper sections, under two to run.
 
 # %% [markdown]
@@ -538,9 +538,8 @@ for n in (world_size, 2, 1):
 #
 # ### A rank dies while saving
 #
-# On 16,384 GPUs something failed every three hours (lesson 00), so it will happen. The next run goes from step 2 to
-# step 3 and saves, and its last rank is killed before it begins its own file, when the others have written theirs.
-# The safe way saves into a new folder, which gets its name when all ranks have finished:
+# On 16,384 GPUs something failed every three hours (lesson 00), so it will happen. The safe way saves into a new
+# folder, which gets its name when all ranks have finished:
 
 
 # %%
@@ -559,7 +558,8 @@ def latest(folder):
 
 
 # %% [markdown]
-# `KilledWriter` writes as usual, but the last rank is killed before its own file:
+# The next run goes from step 2 to step 3 and saves. In `KilledWriter` the last rank is killed before it begins its own
+# file, when the others have written theirs.
 
 
 # %%
@@ -1286,11 +1286,6 @@ print(f"{ledger.bytes() / gathered:.2f} Ψ in {len(ledger)} messages; dimensions
 # - the optimizer is built before `fully_shard`;
 # - it is built last, but after a first forward, "to see the shapes";
 # - the blocks are wrapped, but the root is not.
-#
-# **Predict** what each does to the weights, and which of them raises an error.
-
-# %% tags=["deeper"]
-errors = predict("an error is raised by", ["all three", "two", "one", "none"])
 
 
 # %% tags=["deeper"]
@@ -1312,10 +1307,6 @@ def held_by(optimizer):
     return f"{sum(isinstance(p, DTensor) for p in parameters)} of {len(parameters)} are DTensors"
 
 
-# %% [markdown] tags=["deeper"]
-# The third returns how far the ranks' embeddings are apart after the step, and its all-gathers.
-
-
 # %% tags=["deeper"]
 def no_root():
     model = build_gpt(gpt).to(device())
@@ -1328,6 +1319,12 @@ def no_root():
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return (largest - smallest).max().item(), ledger_of(model).count("all_gather")
 
+
+# %% [markdown] tags=["deeper"]
+# **Predict** what each does to the weights, and which of them raises an error.
+
+# %% tags=["deeper"]
+errors = predict("an error is raised by", ["all three", "two", "one", "none"])
 
 # %% tags=["deeper"]
 print("right:", *(f"{loss:.2f}" for loss in reference))

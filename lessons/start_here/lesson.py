@@ -824,7 +824,7 @@ predictions()
 # | [04](04_ddp.ipynb) | What happens inside `loss.backward()` under DDP? | 45 (110) | 220 |
 # | [05](05_scaling_efficiency.ipynb) | Why is 8 GPUs not 8×, and what wins it back? | 45 (100) | 135 |
 # | [06](06_zero.ipynb) | Where does the memory go, and what does each ZeRO stage remove? | 45 (80) | 145 |
-# | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 50 (100) | 140 |
+# | [07](07_fsdp.ipynb) | How do I train with FSDP2, and checkpoint and reshard it? | 45 (100) | 140 |
 # | [08](08_deepspeed.ipynb) | What does DeepSpeed do differently, and when do I pick it? | 45 (95) | 125 |
 # | [09](09_tensor_parallel.ipynb) | How do I split one layer over ranks? | 45 (80) | 170 |
 # | [10](10_pipeline_parallel.ipynb) | How do I split the layers, and where does the bubble go? | 45 (80) | 150 |
