@@ -1769,7 +1769,8 @@ predictions()
 # 7. The scheduler has to tell "not done yet" from "done", and from a failure that would come back (section 6).
 # </details>
 #
-# **Exercises:** [exercises/16_multi_node](../exercises/16_multi_node_exercises.ipynb).
+# **Exercises:** [exercises/16_multi_node](../exercises/16_multi_node_exercises.ipynb). **Next:**
+# [17 serving](17_serving.ipynb), on many GPUs and people who wait.
 #
 # **Worth reading**
 # - PyTorch, [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): every flag, and what a restart is.

@@ -808,7 +808,8 @@ predictions()
 # - *it does not fit in memory*: 06, 07, then 09 to 12;
 # - *it is slow, or does not scale*: 04, 05, 13, 15;
 # - *it hangs, or one rank is wrong*: 04, 14;
-# - *it has to run on a cluster*: 01, 03, 16.
+# - *it has to run on a cluster*: 01, 03, 16;
+# - *it has to answer people*: 09, 17.
 #
 # *Read* and *exercises* are in minutes: 130 words or 12 lines of code count as one, a prediction as one and a half, and
 # an exercise has its minutes above it. 45 (100) means 45 minutes for the core, which everybody needs, and 100 with
@@ -834,6 +835,7 @@ predictions()
 # | [14](14_debugging_hangs.ipynb) | It hangs. Which rank, which call, why? | 45 (65) | 135 |
 # | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 45 (85) | 160 |
 # | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 45 (130) | 125 |
+# | [17](17_serving.ipynb) | How many GPUs serve one model, and who waits for what? | 40 (60) | 140 |
 # </details>
 #
 # <details><summary>Do you teach?</summary>

@@ -17,6 +17,7 @@ from course_utils.transformer import PUBLISHED
 from lessons.collectives.collective_algorithms import Message
 from lessons.parallelism_3d.planner import cluster, published_runs, replay, search
 from lessons.pipeline_parallel.pipeline import gpipe, interleaved, one_f_one_b, simulate, zero_bubble_h1
+from lessons.serving.engine import Blocks, Request
 
 draw = SimpleNamespace(**drawings())
 SIZES = [2**k for k in range(10, 22, 2)]
@@ -42,8 +43,10 @@ MESHES = {"tp": 1}, {"tp": 8, "dp": 8, "pp": 4}, {"dp": 8, "pp": 16, "cp": 16, "
 FIGURES = [
     partial(draw.activation_steps, [simulate(gpipe(4, 8)), ONE], "modelled"),
     partial(draw.bandwidth, SIZES, dict.fromkeys(OPS, [1e-3] * 6), 4, fit=(1e-4, 1e-9)),
+    partial(draw.batch_curves, lambda batch: (1e-4 * batch, 3e-3), {"data sheet": (1, 1), "rates reached": (0.8, 0.5)}),
     partial(draw.before_after, BEFORE, [[111, 222, 333], [37.0], None], "a collective"),
     partial(draw.before_after, [[123456, 0.123456]] * 8, [[1.0] * 8] * 8, "many ranks"),
+    partial(draw.block_picture, Blocks(12, 4), [Request("a", range(120, 128), 2, table=[0, 3], done=8)], "blocks"),
     partial(draw.bubble_curves, [4, 8, 512], {"GPipe, 1F1B": [0.4, 0.2, 0.01]}, "modelled"),
     partial(draw.bucket_choice, SIZES, dict.fromkeys(PARTS, range(1, 7)), default=2**18),
     partial(draw.bucket_picture, {"ours": [[("norm", 100), ("up", 80)], [("in", 9)]]}, "here"),

@@ -18,7 +18,7 @@ from course_utils.programs import SCRIPTS, TEXT, run_program
 
 pytestmark = pytest.mark.guard(120)
 #: Every program that chooses a GPU, with the flags that it must have.
-FLAGS = {"hello": (), "links": (), "busbw": (), "scaling_curve": (), "train_ddp": (),
+FLAGS = {"hello": (), "links": (), "busbw": (), "scaling_curve": (), "train_ddp": (), "serve": (),
          "train": ("--out={out}", f"--data={TEXT}"), "train_3d": ("--out={out}", f"--data={TEXT}")}
 
 

@@ -1,0 +1,93 @@
+"""What lesson 17 says of serving, and no cell of it asserts."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import cloudpickle
+import pytest
+from lesson_cells import definitions
+
+from course_utils import launch
+from course_utils.hardware import GPUS
+from course_utils.models import PUBLISHED
+from lessons.serving.engine import Blocks, Engine, Request, Scheduler
+from lessons.serving.helpers import DEEPSEEK_V3, SERVED, alone, cache_bytes, requests, serving_gpt, storm
+
+pytestmark = pytest.mark.guard(120)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
+
+
+def test_what_a_token_leaves_behind_is_what_was_published():
+    """Kilobytes in bf16 (DeepSeek-AI 2025, Insights into DeepSeek-V3, arXiv 2505.09343, table 1)."""
+    assert [cache_bytes(shape) for shape in (DEEPSEEK_V3, PUBLISHED["Llama 3 405B"])] == [70_272, 516_096]
+    assert DEEPSEEK_V3.parameter_count == pytest.approx(671e9, rel=1e-3)
+
+
+def test_eight_gpus_make_what_the_opening_says():
+    assert round(17867.66 / 11253.28, 1) == 1.6 and round(27471.49 / 11253.28, 1) == 2.4
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("count", [30, 60, 200])
+def test_no_block_is_lost_however_many_there_are(count: int, size: int):
+    blocks = Blocks(max(count, 48 // size), size)
+    happened = storm(Scheduler(blocks, budget=16, most=8), 1000, seed=count + size)
+    assert happened["finished"] + happened["cancelled"] == 1000
+    assert sorted(blocks.free) == [*range(len(blocks.users))] and not any(blocks.users)
+    assert all(blocks.block_of[prefix] == block for block, prefix in blocks.prefix_of.items())
+    assert len(blocks.block_of) == len(blocks.prefix_of)
+
+
+def test_a_step_keeps_its_limits_and_decodes_come_first():
+    draw, scheduler = random.Random(0), Scheduler(Blocks(40, 4), budget=12, most=5)
+    for request in requests(60, longest=30):
+        scheduler.add(request)
+    while scheduler.waiting or scheduler.running:
+        decoding = {request.name for request in scheduler.running if request.left == 1}
+        batch = scheduler.plan()
+        assert sum(count for _, count in batch) <= 12 and 0 < len(batch) <= 5
+        planned = [request.name for request, _ in batch]
+        left = decoding & {request.name for request in scheduler.running}
+        assert set(planned[: len(left)]) == left
+        assert all(len(request.table) * 4 >= request.done + count for request, count in batch)
+        scheduler.advance(batch, [draw.randrange(128) for _ in batch])
+
+
+def serve_at_random(model, count, seed):
+    """Requests that come and are cancelled between steps, with few blocks; those that were finished."""
+    engine, draw, asked = Engine(model, blocks=14, budget=11, most=6), random.Random(seed), requests(count, 14, 8, seed)
+    for request in asked:
+        engine.add(request)
+        for _ in range(draw.randint(0, 2)):
+            engine.step()
+        if draw.random() < 0.2:
+            engine.scheduler.cancel(draw.randrange(count))
+    engine.run()
+    assert len(engine.scheduler.blocks.free) == 14
+    return engine.scheduler.put_back, [request for request in asked if request.finished]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_text_is_the_one_that_a_request_gets_alone(ranks: int):
+    model = serving_gpt()
+    put_back, finished = launch(serve_at_random, model, 25, ranks, world_size=ranks)[0]
+    assert put_back > 0 and len(finished) > 12
+    assert all(request.tokens == alone(model, request) for request in finished)
+
+
+def test_what_can_never_run_is_refused():
+    engine = Engine(serving_gpt(), blocks=4)
+    for request in (Request(0, [], 1), Request(0, [1], 0), Request(0, [1] * 16, 1), Request(0, [1] * 120, 20)):
+        with pytest.raises(ValueError, match="tokens"):
+            engine.add(request)
+
+
+def test_predicted_throughput_is_off_by_what_the_text_says():
+    full_load = definitions("17")["at_full_load"]
+    errors = {gpus: [] for gpus in (1, 2, 8)}
+    for name, gpu, gpus, prompt, new, published in SERVED:
+        errors[gpus].append(full_load(PUBLISHED[name], GPUS[gpu], gpus, prompt, new)[1] / published)
+    assert min(errors[1] + errors[2]) > 0.75 and max(errors[1] + errors[2]) < 1.34
+    assert 1.55 < min(errors[8]) and max(errors[8]) < 1.95
