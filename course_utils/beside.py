@@ -17,7 +17,8 @@ from .ranks import Ledger, device, record
 __all__ = ["TOLERANCE", "Comparison", "Run", "Trial", "beside", "differences", "full", "one_process", "sgd", "train",
            "train_beside"]
 
-TOLERANCE = 1e-5  # of what is equal but for rounding, in float32
+#: Of what is equal but for rounding, in float32.
+TOLERANCE = 1e-5
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 Named = Mapping[str, Tensor]

@@ -20,10 +20,12 @@ __all__ = [
     "flat_cluster", "format_bytes",
 ]
 
+#: Names that `bytes_sent` knows.
 COLLECTIVES = (
     "broadcast", "reduce", "all_reduce", "gather", "scatter", "all_gather", "reduce_scatter", "all_to_all",
 )
 
+#: Ways to make an all-reduce that `all_reduce_seconds` knows.
 ALL_REDUCE_ALGORITHMS = (
     "root", "ring", "tree", "recursive_doubling", "halving_doubling", "hierarchical", "double_tree", "in_network",
 )

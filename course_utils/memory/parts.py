@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
+#: What memory is counted by.
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 

@@ -67,6 +67,7 @@ class TunerConstants:
     launch: float = 0.0  # seconds for each GPU of the machine, not one of NCCL's
 
 
+#: NCCL's own constants, before they are corrected.
 PUBLISHED = TunerConstants(
     base={"tree": _us(6.8, 14.0, 8.4), "ring": _us(6.6, 14.0, 8.4)},
     hop={

@@ -80,6 +80,7 @@ class StepTimeConstants:
     network: float = 0.9
 
 
+#: What a plan takes, unless it is given others.
 CONSTANTS = StepTimeConstants()
 
 
