@@ -506,11 +506,12 @@ for stages, shared in ((1, 8), (8, 1), (4, 2), (1, 4)):
     print(f"{name}: first token {first:3.0f} ms, then {between:4.1f} each, {rate:5,.0f} tokens/s")
 
 # %% [markdown] tags=["deeper"]
-# All *modelled*. Here TP 8 is best for everybody, as long as its messages cost 7 µs and its cache divides; with a small
-# model copies win (exercise 5). A mixture of **experts** has one more reason to spread. Of 256 experts a token goes to
-# 8, so each expert sees few tokens, and its weights are read for these few. DeepSeek runs decode on 144 GPUs, with 32
-# experts doubled, and reports 14,800 tokens a second from each node of eight H800, 20 to 22 for each reader
-# (*recorded*,
+# All *modelled*. For these 64 readers TP 8 is best, as long as its messages cost 7 µs and its cache divides. With as
+# many readers as fit it need not be: in exercise 5 two copies with TP 4 make more tokens, a small model wants eight.
+#
+# A mixture of **experts** has one more reason to spread. Of 256 experts a token goes to 8, so each expert sees few
+# tokens, and its weights are read for these few. DeepSeek runs decode on 144 GPUs, with 32 experts doubled, and reports
+# 14,800 tokens a second from each node of eight H800, 20 to 22 for each reader (*recorded*,
 # [overview, day 6](https://github.com/deepseek-ai/open-infra-index), read in transcriptions).
 
 # %% tags=["deeper"]
