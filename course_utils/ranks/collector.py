@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 
 from . import errors, verify
 from .interrupts import Interrupts, held_back
@@ -130,7 +129,7 @@ class Collector:
             ready = wait(list(sources), max(timeout, 0))
         for source in ready:
             rank = sources[source]
-            if isinstance(source, Connection) and source is self.workers[rank].output:
+            if source is self.workers[rank].output:
                 self._read_output(rank)
         for source in ready:
             rank = sources[source]
@@ -145,7 +144,7 @@ class Collector:
     def _read_output(self, rank: int) -> int:
         """Take what a rank has printed, 64 KiB at most; returns how many bytes."""
         worker = self.workers[rank]
-        data = os.read(worker.output.fileno(), 1 << 16)
+        data = worker.read_output()
         if data:
             self._merger.feed(rank, data, self.number)
         else:
@@ -252,8 +251,7 @@ class Collector:
         standings = self._standings()
         silent = self._pending.difference(standings)
         for rank in silent:  # it holds the interpreter lock: its fault handler can still tell the line
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.workers[rank].pid, signal.SIGUSR1)
+            self.workers[rank].report()
         if silent:
             time.sleep(0.1)
         for rank in silent:

@@ -211,7 +211,10 @@ def operation_text(entry: dict | None) -> str:
     return f"{entry['op']} #{entry['number']} ({entry['group']}{size})"
 
 
-def death_text(code: int) -> str:
+def death_text(code: int | str) -> str:
+    """How a process ended: its exit code, or a text where that is not known, as of a node that has gone."""
+    if isinstance(code, str):
+        return code
     if code >= 0:
         return f"the process ended itself with exit code {code}"
     try:

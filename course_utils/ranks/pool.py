@@ -27,8 +27,6 @@ from .processes import Worker, start_server
 from .status_line import TICK, Status
 from .watch import Watch
 
-_START = 120.0  # seconds that processes have to start
-
 _group_numbers = itertools.count()
 
 
@@ -69,6 +67,8 @@ class Pool:
         self.calls = 0
         self.pid = os.getpid()
         self.used = 0.0  # when a call ended last
+        self.start_limit = 120.0  # seconds that processes have to start
+        self.starting = "starting"  # what the ranks are doing then
         self._busy = threading.Lock()
         self._stopped = False  # by another thread, while a call runs
         self._interrupts = Interrupts()
@@ -104,7 +104,7 @@ class Pool:
         """Stop all ranks, also those on which another thread runs something: that call ends with an error."""
         while not self._busy.acquire(timeout=0.1):  # its thread notices that the ranks have ended, and tidies up
             self._stopped = True
-            processes.kill(list(self.workers.values()))
+            self._kill(list(self.workers.values()))
         try:
             self.close()
         finally:
@@ -122,11 +122,20 @@ class Pool:
     def _end(self, ranks: list[int]) -> None:
         """End the processes of some ranks; the next call starts new ones."""
         ended = [self.workers.pop(rank) for rank in ranks if rank in self.workers]
-        processes.kill(ended)
+        self._kill(ended)
         for worker in ended:
             worker.close()
         if ended:
             self.group = None
+
+    # What follows is different where the processes are on other machines (`on_ray`).
+
+    _server_ids = staticmethod(processes.server_ids)
+    _start_server = staticmethod(start_server)
+    _give_up_start = staticmethod(processes.end_server)
+
+    def _kill(self, workers: list[Worker]) -> None:
+        processes.kill(workers)
 
     # ------------------------------------------------------------------------------------------------- start and send
 
@@ -195,7 +204,7 @@ class Pool:
         if idle and call.kind.keeps_names and any(worker.ran for worker in self.workers.values()):
             call.show("the ranks had nothing to do for long and have ended: names of earlier cells are gone\n")
         edited = self._edited(call)
-        servers = processes.server_ids()
+        servers = self._server_ids()
         self._end([
             rank for rank, worker in self.workers.items()
             if idle or not worker.alive or worker.server not in servers or edited & worker.files.keys()
@@ -235,7 +244,7 @@ class Pool:
         def start() -> None:
             try:
                 processes.room_for(len(missing))
-                start_server()
+                self._start_server()
                 self._start_workers(call, missing)
                 outcome.append(None)
             except BaseException as error:
@@ -245,17 +254,17 @@ class Pool:
         self.group = None
         status = Status(call.show)
         threading.Thread(target=start, daemon=True).start()
-        deadline = time.monotonic() + _START
+        deadline = time.monotonic() + self.start_limit
         try:
             while not finished.is_set() and time.monotonic() < deadline:
                 with self._interrupts.at_once(True):
                     finished.wait(TICK)
-                status.update(missing, None, "starting")
+                status.update(missing, None, self.starting)
         finally:
             status.erase()
             if not finished.is_set():
                 with held_back():
-                    processes.end_server()
+                    self._give_up_start()
                     finished.wait(5.0)
         self._interrupts.check()
         self._tell_start(outcome[0] if outcome else EOFError())

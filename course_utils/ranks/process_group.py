@@ -95,8 +95,12 @@ def _torchrun_names(world_size: int, port: int, program: bool, hosts: dict | Non
     """The variables that ``torchrun`` sets, all of them for a program that calls ``init_process_group`` itself."""
     rank, size = str(state.rank), str(world_size)
     count, address = (hosts["count"], hosts["address"]) if hosts else (1, "127.0.0.1")
-    group, local = divmod(state.rank, world_size // count)
-    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(world_size // count)}
+    if hosts and "places" in hosts:  # on a cluster, where nodes may have different numbers of ranks
+        group, local, each = hosts["places"][state.rank]
+    else:
+        each = world_size // count
+        group, local = divmod(state.rank, each)
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
     names |= {"GROUP_RANK": str(group), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     names |= {"GROUP_WORLD_SIZE": str(count)}
     if program:
@@ -117,7 +121,7 @@ def _name_interface(interface: str | None) -> None:
 
 def prepare(header: dict) -> None:
     """Set the variables of the environment and the GPU, and make the default group anew if it has to be."""
-    world_size, rank = header["world_size"], state.rank
+    world_size = header["world_size"]
     program = header["kind"].is_program
     if program:
         multiprocessing.set_start_method(None, force=True)  # as in a process of its own: not chosen yet
@@ -130,13 +134,13 @@ def prepare(header: dict) -> None:
         state.meeting_limit = _NEVER if program else timedelta(seconds=header["timeout"] / 2)
     state.store, state.meeting = header["store"], False
     if header["backend"] == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu := int(os.environ["LOCAL_RANK"]))
     elif not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not program and state.generation == header["generation"] and dist.is_initialized():
         return
     drop()
     if not program:
-        device = torch.device("cuda", rank) if header["backend"] == "nccl" else None
+        device = torch.device("cuda", gpu) if header["backend"] == "nccl" else None
         dist.init_process_group(header["backend"], timeout=_NEVER, device_id=device)
         state.generation = header["generation"]

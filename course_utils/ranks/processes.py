@@ -233,6 +233,15 @@ class Worker:
         else:
             self.sender.start()
 
+    def read_output(self) -> bytes:
+        """What the rank has printed, 64 KiB at most; nothing at its end."""
+        return os.read(self.output.fileno(), 1 << 16)
+
+    def report(self) -> None:
+        """Have the rank's fault handler write down where it is."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+
     def last_operation(self) -> dict | None:
         """The last operation that the rank started, readable even when it is dead."""
         with mmap.mmap(self.status, STATUS_BYTES, prot=mmap.PROT_READ) as status:
